@@ -1,4 +1,4 @@
-"""The starts of a run, read from its folder: see pipeline/attempt.py for what each leaves."""
+"""Read the attempts of a run from its folder. pipeline/attempt.py describes the files that each attempt writes."""
 
 from __future__ import annotations
 
@@ -10,56 +10,57 @@ from typing import Any
 
 @dataclass(frozen=True)
 class AttemptFolder:
-    """One start of all ranks, which may be under way."""
+    """One start of all ranks. It may still run."""
 
     folder: Path
     started: float  # unix seconds
 
     @property
     def name(self) -> str:
+        """The attempt's id: JOB-RESTART, such as `17-0`."""
         return self.folder.name
 
     @property
     def logs(self) -> list[Path]:
-        """The ranks' logs, in rank order."""
+        """Paths of the ranks' logs, in rank order."""
         return sorted(self.folder.glob("rank*.log"))
 
     @property
     def failure(self) -> dict[str, Any] | None:
         """The first rank that failed: {"rank", "realm", "host", "verb", "phase", "message", "traceback"}.
 
-        The traceback is empty if that rank did not raise, but was found to be dead, silent or late.
+        None if no rank has failed. The traceback is empty if the rank did not raise, but died, hung or missed a deadline.
         """
-        text = self._said("failure.json")
+        text = self._read("failure.json")
         return json.loads(text) if text else None
 
     @property
     def verdict(self) -> str | None:
-        """`done`, `requeue: why` or `stop: why`; None while its ranks run, or if whoever decides was ended too."""
-        return self._said("verdict")
+        """`done`, `requeue: why` or `stop: why`; None while the ranks run, or if the process that decides was killed."""
+        return self._read("verdict")
 
     @property
-    def left(self) -> str | None:
-        """Why its ranks left on purpose, with everything saved; None: they did not."""
-        return self._said("requeue")
+    def requeue_reason(self) -> str | None:
+        """Why the ranks saved everything and exited to be started again; None if they did not."""
+        return self._read("requeue")
 
     @property
     def progress(self) -> int:
-        """Step of the latest checkpoint that it completed; 0: none."""
-        return int(self._said("progress") or 0)
+        """Step of the latest checkpoint that the attempt completed; 0 if none."""
+        return int(self._read("progress") or 0)
 
     @property
     def bad_nodes(self) -> dict[str, str]:
-        """Names of nodes -> why they are bad."""
-        return dict(line.split(": ", 1) for line in (self._said("bad_nodes") or "").splitlines())
+        """Why nodes failed their checks, by node name."""
+        return dict(line.split(": ", 1) for line in (self._read("bad_nodes") or "").splitlines())
 
     @property
     def startup(self) -> dict[str, Any] | None:
-        """The stages until its first step, as pipeline/startup.py has written them; None before it has."""
-        text = self._said("startup.json")
+        """startup.json: the stages until the first step, written by pipeline/startup.py; None if there is none yet."""
+        text = self._read("startup.json")
         return json.loads(text) if text else None
 
-    def _said(self, name: str) -> str | None:
+    def _read(self, name: str) -> str | None:
         try:
             return (self.folder / name).read_text().strip()
         except FileNotFoundError:
@@ -67,13 +68,14 @@ class AttemptFolder:
 
 
 def all_attempts(run_dir: Path) -> list[AttemptFolder]:
-    """Return the starts of a run, oldest first."""
+    """Return the attempts of a run, oldest first."""
     found = []
     for path in (run_dir / "attempts").glob("*/started"):
-        if started := path.read_text().strip():  # not just being written
+        if started := path.read_text().strip():  # else it is being written
             found.append(AttemptFolder(path.parent, float(started)))
     return sorted(found, key=lambda attempt: attempt.started)
 
 
 def latest(run_dir: Path) -> AttemptFolder | None:
+    """Return the newest attempt of a run; None before the first."""
     return next(reversed(all_attempts(run_dir)), None)

@@ -1,4 +1,4 @@
-"""The components of a recipe's job, with the environment that their ranks start with."""
+"""Build the components of a recipe's job, with the environment variables of their ranks."""
 
 from __future__ import annotations
 
@@ -13,12 +13,13 @@ from pipeline.config import ComponentConfig, Recipe, colocated, components_on_tr
 
 
 def components(recipe: Recipe) -> dict[str, ComponentConfig]:
-    """Return the job's components in rank order, with the variables and options of all; a component's own go before them.
+    """Return the job's components in rank order, with the variables and sbatch options of all merged into each.
 
-    Backends' variables are set before Python starts: some are read on import.
+    A component's own values override the shared ones. A backend's variables are set before Python starts, because some are
+    read on import.
     """
     own = (recipe.policy.megatron_cfg.env_vars or {}) if uses_megatron(recipe.policy) else {}
-    trainers = cuda_variables.of_train_ranks(recipe) | own
+    trainers = cuda_variables.for_train_ranks(recipe) | own
     variables = {"train": trainers, "generate": recipe.policy.generation.vllm_cfg.env_vars, "reward": trainers}
     options = recipe.cluster.sbatch_options
     parts = {
@@ -29,12 +30,12 @@ def components(recipe: Recipe) -> dict[str, ComponentConfig]:
         )
         for name, part in config.components(recipe).items()
     }
-    beside = [name for name in components_on_train_nodes(recipe) if name in parts]
-    return parts | {name: ColocatedComponent(**vars(parts[name]), shares_gpus=colocated(recipe)) for name in beside}
+    colocated_names = [name for name in components_on_train_nodes(recipe) if name in parts]
+    return parts | {name: ColocatedComponent(**vars(parts[name]), shares_gpus=colocated(recipe)) for name in colocated_names}
 
 
 def _with_root(variables: dict[str, str]) -> dict[str, str]:
-    """Return the variables; a PYTHONPATH among them, which takes the place of the launcher's, with Hetstep in front."""
+    """Return the variables with Hetstep first in their PYTHONPATH, if they have one: it replaces the launcher's."""
     if (path := variables.get("PYTHONPATH")) is None:
         return variables
     return {**variables, "PYTHONPATH": os.pathsep.join(filter(None, [str(ROOT), path]))}

@@ -1,8 +1,8 @@
-"""Options of pyxis to srun (https://github.com/NVIDIA/pyxis) for a component's container, and the variables of its tasks.
+"""Build the pyxis options of srun (https://github.com/NVIDIA/pyxis) for a component's container, and its tasks' variables.
 
-An image may set variables itself, and then pyxis keeps the image's value. What the job cannot do without is therefore set
-again inside: where the code is, and where the caches are that were looked into at submission, since an image has its own home.
-Whether all this can work is checked in `launch/preflight/container_images.py`.
+pyxis keeps the image's value of a variable that the image sets. So the variables that the job needs are set again inside the
+container: the path of the code, and the caches that were checked at submission, since an image has its own home folder.
+`launch/preflight/container_images.py` checks the images, mounts and caches.
 """
 
 from __future__ import annotations
@@ -20,19 +20,19 @@ OPTIONS = (
     *("--container-image", "--container-mounts", "--container-workdir", "--container-env"),
     *("--container-writable", "--container-readonly"),
 )
-"""Those that keys of the recipe stand for."""
+"""Options of pyxis that have a key in the recipe."""
 CONVERSIONS = ("HETSTEP_MEGATRON_CHECKPOINT_DIR", "NRL_MEGATRON_CHECKPOINT_DIR")
-"""Variables of the folder in which train ranks keep models that Megatron converted; the first that is set counts."""
+"""Variables that name the folder of models converted for Megatron; the first one that is set counts."""
 CACHES = ("HF_HUB_CACHE", "HF_DATASETS_CACHE", *CONVERSIONS)
 
 
 def has_another_python(component: ComponentConfig) -> bool:
-    """Return whether the ranks of a component have another Python than the one that submits."""
+    """Return whether the ranks of a component run another Python than this process."""
     return component.container_image is not None or component.python not in (None, sys.executable)
 
 
 def options(component: ComponentConfig) -> list[str]:
-    """Return the options for srun; none without an image."""
+    """Return the container options for srun; [] without an image."""
     if component.container_image is None:
         return []
     given = [f"--container-image={component.container_image}"]
@@ -48,16 +48,18 @@ def options(component: ComponentConfig) -> list[str]:
 
 
 def task_exports(component: ComponentConfig) -> list[str]:
-    """Return lines of bash for the beginning of a task; none without an image."""
+    """Return lines of bash that export a task's caches and PYTHONPATH; [] without an image."""
     if component.container_image is None:
         return []
-    caches = {"HF_HOME": _whole(str(hf_home()))} | {name: _whole(value) for name in CACHES if (value := os.environ.get(name))}
+    caches = {"HF_HOME": _absolute(str(hf_home()))} | {
+        name: _absolute(value) for name in CACHES if (value := os.environ.get(name))
+    }
     return [
         "export " + " ".join(f"{name}={shlex.quote(value)}" for name, value in caches.items()),
         f"export PYTHONPATH={shlex.quote(str(ROOT))}${{PYTHONPATH:+:$PYTHONPATH}}",
     ]
 
 
-def _whole(path: str) -> str:
-    """Return an absolute path: `~` is another folder in the image."""
+def _absolute(path: str) -> str:
+    """Return the absolute path, because `~` is another folder in the image."""
     return str(Path(path).expanduser().absolute())

@@ -1,10 +1,10 @@
-"""Make a Hugging Face checkpoint of what a run has learned: python launch/export.py run=RUN_DIR [step=N] [out=DIR]
+"""Export a checkpoint of a run in Hugging Face format: python launch/export.py run=RUN_DIR [step=N] [out=DIR]
 
-Writes sharded safetensors in policy.precision, config, tokenizer and chat template, which transformers and vLLM load; of a run
-of algorithm rm, as a sequence classifier with one label. It reads the checkpoint's files on this machine, whichever backend and
-however many ranks wrote them; no GPU and no job is needed.
+Writes sharded safetensors in policy.precision, config, tokenizer and chat template, which transformers and vLLM load. A reward
+model (algorithm rm) becomes a sequence classifier with one label. The checkpoint is read on this machine, without a GPU or a
+job; any backend and any number of ranks may have written it.
 
-Ends with status 0 if it was written, 2 if something about the command line, the run or the checkpoint is wrong, or the disk.
+Exit status: 0 if the checkpoint was written; 2 if the command line, the run, its checkpoint or the disk has an error.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Annotated
 
 if __name__ == "__main__":
-    sys.path[0] = str(Path(__file__).resolve().parent.parent)  # in place of launch/: whether or not the package is installed
+    sys.path[0] = str(Path(__file__).resolve().parent.parent)  # replaces launch/, so that no installed package is needed
 
 from launch import command_line
 from launch.command_line import Key
@@ -30,18 +30,18 @@ from pipeline.storage import StorageError
 class ExportRequest:
     """The command line."""
 
-    run: Annotated[Path, Key("RUN_DIR", "the run's folder; the run may still be going on", bare=True)]
-    step: Annotated[int | None, Key("N", "which of its checkpoints; default: the latest")] = None
-    out: Annotated[Path | None, Key("DIR", "where to write, a folder that does not exist yet; default: RUN_DIR/hf_step_N")] = (
-        None
-    )
+    run: Annotated[Path, Key("RUN_DIR", "the run's folder; the run may still be active", bare=True)]
+    step: Annotated[int | None, Key("N", "step of the checkpoint; default: the latest")] = None
+    out: Annotated[Path | None, Key("DIR", "a new folder for the export; default: RUN_DIR/hf_step_N")] = None
 
 
 def main(arguments: list[str]) -> int:
+    """Run the command, and return its exit status."""
     return command_line.run(__doc__, ExportRequest, execute, arguments)
 
 
 def execute(request: ExportRequest) -> int:
+    """Export, and print the folder. Raises RecipeError."""
     try:
         folder = export(request)
     except (ValueError, StorageError) as error:
@@ -55,15 +55,17 @@ def execute(request: ExportRequest) -> int:
 def export(request: ExportRequest) -> Path:
     """Write the checkpoint and return its folder.
 
-    Raises RecipeError if the run or the step is not there, or the folder is; ValueError if the checkpoint does not fit the
-    model.
+    Raises RecipeError if the run or the step does not exist, or the folder does; ValueError if the checkpoint does not match
+    the model.
     """
     recipe = _recipe(request.run)
     checkpoint = _checkpoint(request.run, recipe, request.step)
     folder = request.out or request.run / f"hf_step_{checkpoint.step}"
     if folder.exists():
-        raise RecipeError(Problem("out", "already-exists", f"{folder} exists already; remove it or name another folder"))
-    # Not imported before: they bring torch, and a wrong command line is soon told.
+        raise RecipeError(
+            Problem("out", "already-exists", f"{folder} exists already. Try to remove it, or out=DIR with another folder")
+        )
+    # Imported late, because they import torch, and a wrong command line fails fast.
     from pipeline.models.hugging_face import model_config
     from pipeline.train.export import export_checkpoint
 
@@ -71,7 +73,7 @@ def export(request: ExportRequest) -> Path:
     try:
         model_config(recipe.policy, head)
     except OSError as error:
-        why = f"{error} (paths count from {Path.cwd()})"
+        why = f"{error} (relative paths start at {Path.cwd()})"
         raise RecipeError(Problem("policy.model_name", "unavailable-model", why)) from error
     export_checkpoint(checkpoint.folder, recipe.policy, folder, head)
     return folder
@@ -94,8 +96,8 @@ def _checkpoint(run_dir: Path, recipe: Recipe, step: int | None) -> Checkpoint:
     if not complete:
         raise RecipeError(Problem("run", "no-checkpoint", f"{run_dir} has no complete checkpoint"))
     if step is not None and step not in complete:
-        told = f"got {step}; complete are the checkpoints of step {', '.join(map(str, complete))}"
-        raise RecipeError(Problem("step", "no-checkpoint", told))
+        why = f"got {step}; expected the step of a complete checkpoint: {', '.join(map(str, complete))}"
+        raise RecipeError(Problem("step", "no-checkpoint", why))
     return complete[max(complete) if step is None else step]
 
 

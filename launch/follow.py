@@ -234,7 +234,7 @@ def failure(run_dir: Path, job: RunJob, status: JobStatus, told: set[tuple[str, 
     attempt = attempts[-1] if attempts else None
     verdict = (attempt.verdict or "") if attempt else ""
     lines = [f"the run failed: {job.name()} is {status}"]
-    if status.succeeded or (verdict and attempt.failure is None and attempt.left):
+    if status.succeeded or (verdict and attempt.failure is None and attempt.requeue_reason):
         lines = [f"{job.name()} ended ({status}), but the run is not complete: there is no done.json"]
     if verdict.startswith("stop: ") and verdict[6:] not in status.reason:
         lines += [f"attempt {attempt.name}: {verdict[6:]}"]
@@ -246,7 +246,7 @@ def failure(run_dir: Path, job: RunJob, status: JobStatus, told: set[tuple[str, 
     if attempt and attempt.failure:
         if (attempt.name, "failure") not in told:
             lines += first_failure(attempt)
-    elif not trouble and (not attempt or not attempt.left):
+    elif not trouble and (not attempt or not attempt.requeue_reason):
         lines += failed_log_lines(run_dir, attempt, LOG_LINES)
     lines += [f"logs: {logs[0].parent if logs else run_dir / 'submitit'}"]
     if step := max((each.progress for each in all_attempts(run_dir)), default=0):

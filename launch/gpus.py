@@ -1,4 +1,4 @@
-"""The GPUs of this machine, counted without torch: the one place that the local executor asks."""
+"""Count the GPUs of this machine without torch, for the local executor."""
 
 from __future__ import annotations
 
@@ -11,22 +11,23 @@ from pathlib import Path
 from pipeline.config import Problem, RecipeError
 
 SMI_S = 20.0
-"""How long nvidia-smi may take: some seconds where no persistence daemon runs. A driver that is stuck never answers."""
+"""Time limit of nvidia-smi: it takes some seconds without a persistence daemon, and hangs with a stuck driver."""
 OTHER_DRIVERS = ("/dev/dxg", "/dev/kfd")
-"""Devices of WSL and of AMD: GPUs that nothing here can count."""
+"""Devices of WSL and of AMD, whose GPUs cannot be counted here."""
 
 
 def count() -> tuple[int | None, str]:
-    """Return the number of GPUs, None where nobody can tell, and who says so.
+    """Return (number of GPUs, None if it cannot be found out; the source of the number).
 
-    Asks `nvidia-smi`, which knows of a container's limits. Where it is missing or fails, counts /dev/nvidia0, /dev/nvidia1 ...
+    The source is `nvidia-smi`, which respects a container's limits. If it is missing or fails, the devices /dev/nvidia0,
+    /dev/nvidia1 ... are counted.
     """
     try:
         answer = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True, timeout=SMI_S)
         if answer.returncode == 0:
             return sum(line.startswith("GPU ") for line in answer.stdout.splitlines()), "nvidia-smi"
     except (OSError, subprocess.TimeoutExpired):
-        pass  # /dev tells it too
+        pass  # count the devices in /dev
     devices = sum(bool(re.fullmatch(r"nvidia\d+", path.name)) for path in Path("/dev").glob("nvidia*"))
     if not devices and any(Path(path).exists() for path in OTHER_DRIVERS):
         return None, ""
@@ -34,38 +35,38 @@ def count() -> tuple[int | None, str]:
 
 
 def usable() -> tuple[list[str], str]:
-    """Return the GPUs that a process of ours may use, as CUDA_VISIBLE_DEVICES names them, and who says so.
+    """Return (the GPUs that our processes may use, as CUDA_VISIBLE_DEVICES names them; the source of the list).
 
-    The list is empty where nobody can tell and CUDA_VISIBLE_DEVICES is not set. As CUDA reads it, that variable ends where it
-    names a GPU that is not there.
+    The list is empty if neither the number of GPUs nor CUDA_VISIBLE_DEVICES is known. CUDA ignores that variable from the
+    first GPU on that does not exist, and so does the list.
     """
     there, source = count()
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     if visible is None:
         return [str(i) for i in range(there or 0)], source
-    return _shown(visible, there), f"{source or 'an unknown driver'} and CUDA_VISIBLE_DEVICES={visible}"
+    return _visible_devices(visible, there), f"{source or 'an unknown driver'} and CUDA_VISIBLE_DEVICES={visible}"
 
 
-def assigned(asked: int, keys: Sequence[str]) -> list[str]:
-    """Return the first `asked` GPUs that a process of ours may use, as CUDA_VISIBLE_DEVICES names them.
+def assigned(requested: int, keys: Sequence[str]) -> list[str]:
+    """Return the first `requested` GPUs that our processes may use, as CUDA_VISIBLE_DEVICES names them.
 
-    Raises RecipeError, naming the keys that ask for them, if this machine has fewer.
+    keys: the recipe's keys that request GPUs. Raises RecipeError, which names them, if this machine has fewer.
     """
-    if not asked:
+    if not requested:
         return []
     devices, source = usable()
-    if not source:  # nobody can tell
-        devices = [str(i) for i in range(asked)]
-    if len(devices) < asked:
-        told = (
-            f"got {asked} GPUs in all ({' + '.join(keys)}, times nodes); expected at most {len(devices)}, which this machine"
-            f" has by {source}. Try fewer (0: on CPUs), or cluster.executor=slurm"
+    if not source:  # unknown, so the recipe is trusted
+        devices = [str(i) for i in range(requested)]
+    if len(devices) < requested:
+        why = (
+            f"got {requested} GPUs in all ({' + '.join(keys)}, times nodes); expected at most {len(devices)}, which this"
+            f" machine has according to {source}. Try fewer (0: on CPUs), or cluster.executor=slurm"
         )
-        raise RecipeError(Problem(keys[0], "too-large", told))
-    return devices[:asked]
+        raise RecipeError(Problem(keys[0], "too-large", why))
+    return devices[:requested]
 
 
-def _shown(visible: str, there: int | None) -> list[str]:
+def _visible_devices(visible: str, there: int | None) -> list[str]:
     devices = []
     for name in (part.strip() for part in visible.split(",")):
         if not name or there == 0 or (re.fullmatch(r"-?\d+", name) and not 0 <= int(name) < (there or 1 << 16)):

@@ -12,28 +12,30 @@ from typing import Any
 from pipeline.config import PolicyConfig, Problem, RecipeError, collected, refuse
 
 KNOWN = Path(__file__).resolve().parent.parent / "recipes/models"
-"""Folder of ORG/NAME.json: what a plan needs of the config.json of public models. `like` in one of them names another, whose
-keys it has but for those that it says itself."""
+"""Folder of ORG/NAME.json: the keys of public models' config.json that a plan needs. `like` names another file, whose keys are
+inherited."""
 
 
 class ModelNotFound(RecipeError):
-    """A model is neither in its folder nor in the cache of this machine."""
+    """A model is neither a folder nor in the Hugging Face cache of this machine."""
 
 
 @dataclass(frozen=True)
 class PendingModel(os.PathLike):
-    """The folder of a needed run that has not run yet, and the model that it will train and leave there."""
+    """The folder of a needed run that has not run yet, and the model that it will train and write there."""
 
     folder: Path
     policy: PolicyConfig
     head: str = "logprobs"  # or "values", of a reward model
 
-    def leaves(self, begun: dict[str, Any]) -> dict[str, Any]:
-        """Return the config.json of the model that the run leaves, which began with that of `begun`."""
+    def output_config(self, initial: dict[str, Any]) -> dict[str, Any]:
+        """Return the config.json of the model that the run writes. initial: that of the model it starts from."""
         if self.head == "logprobs":
-            return begun
-        kinds = [kind.removesuffix("ForCausalLM").removesuffix("ForSequenceClassification") for kind in begun["architectures"]]
-        return {**begun, "architectures": [f"{kind}ForSequenceClassification" for kind in kinds], "num_labels": 1}
+            return initial
+        kinds = [
+            kind.removesuffix("ForCausalLM").removesuffix("ForSequenceClassification") for kind in initial["architectures"]
+        ]
+        return {**initial, "architectures": [f"{kind}ForSequenceClassification" for kind in kinds], "num_labels": 1}
 
     def __fspath__(self) -> str:
         return str(self.folder)
@@ -42,47 +44,47 @@ class PendingModel(os.PathLike):
 def model_config(
     policy: PolicyConfig, pending: Sequence[os.PathLike] = (), key: str = "policy.model_name"
 ) -> dict[str, Any] | None:
-    """Return config.json with the recipe's overrides; None if the model is yet to come out of one of the folders `pending`.
+    """Return config.json with the recipe's overrides; None if a run that is still to come writes the model.
 
-    Multimodal families keep the language model's keys in `text_config`; those are taken. key: where the recipe names the model.
-    Raises RecipeError.
+    pending: the folders of such runs. key: the recipe's key of the name. The keys of a multimodal family's `text_config`,
+    the language model, are merged in. Raises RecipeError.
     """
     if is_inside(policy.model_name, pending):
         return None
-    return _of_language_model(read_json(model_folder(key, policy.model_name) / "config.json"), policy, key)
+    return _language_model_config(read_json(model_folder(key, policy.model_name) / "config.json"), policy, key)
 
 
 def planning_config(
     policy: PolicyConfig, pending: Sequence[os.PathLike] = (), key: str = "policy.model_name"
 ) -> dict[str, Any] | None:
-    """Return the same as `model_config`; of a public model that is not on this machine, the description in recipes/models.
+    """Return `model_config` for a plan, which needs no model files. A run needs the model itself.
 
-    Of a model that a needed run is yet to leave, return what that run begins with. For the plan alone: a run needs the model
-    itself. Raises RecipeError.
+    For a public model that is not on this machine, return the description in recipes/models. For a model that a needed run is
+    still to write, return the config that this run's output has. Raises RecipeError.
     """
     for run in pending:
         if isinstance(run, PendingModel) and is_inside(policy.model_name, [run]):
-            with collected([]):  # what is wrong with its model has been told of the needed recipe
-                begun = planning_config(run.policy, [other for other in pending if other is not run])
-                return begun and _of_language_model(run.leaves(begun), policy, key)
+            with collected([]):  # the needed recipe has reported the problems of its model
+                initial = planning_config(run.policy, [other for other in pending if other is not run])
+                return initial and _language_model_config(run.output_config(initial), policy, key)
             return None
     if (
         not is_inside(policy.model_name, pending)
         and not is_local(policy.model_name)
         and (config := public_model_config(policy.model_name))
     ):
-        return _of_language_model(config, policy, key)
+        return _language_model_config(config, policy, key)
     return model_config(policy, pending, key)
 
 
-def _of_language_model(config: dict[str, Any], policy: PolicyConfig, key: str) -> dict[str, Any]:
-    refuse(_other_types(f"{key.removesuffix('model_name')}hf_config_overrides", policy.hf_config_overrides, config))
+def _language_model_config(config: dict[str, Any], policy: PolicyConfig, key: str) -> dict[str, Any]:
+    refuse(_type_problems(f"{key.removesuffix('model_name')}hf_config_overrides", policy.hf_config_overrides, config))
     config = config | policy.hf_config_overrides
     return config | (config.get("text_config") or {})
 
 
-def _other_types(key: str, given: dict[str, Any], config: dict[str, Any]) -> Iterator[Problem]:
-    """Yield a problem for each override that is of another type than what it overrides."""
+def _type_problems(key: str, given: dict[str, Any], config: dict[str, Any]) -> Iterator[Problem]:
+    """Yield a problem for each override whose type differs from that of the value in config.json."""
 
     def kind(x: Any) -> str:
         return "number" if isinstance(x, int | float) and not isinstance(x, bool) else type(x).__name__
@@ -90,13 +92,13 @@ def _other_types(key: str, given: dict[str, Any], config: dict[str, Any]) -> Ite
     for name, value in given.items():
         there = config.get(name)
         if isinstance(value, dict) and isinstance(there, dict):
-            yield from _other_types(f"{key}.{name}", value, there)
+            yield from _type_problems(f"{key}.{name}", value, there)
         elif value is not None and there is not None and kind(value) != kind(there):
             yield Problem(f"{key}.{name}", "wrong-type", f"got {value!r}; expected the type of {there!r}, as in config.json")
 
 
 def public_model_config(name: str) -> dict[str, Any] | None:
-    """Return the description in recipes/models of a public model, by its name on the Hugging Face Hub; None without one."""
+    """Return a public model's description in recipes/models, by its name on the Hugging Face Hub; None if there is none."""
     path = KNOWN / f"{name}.json"
     if name.count("/") != 1 or not path.is_file():
         return None
@@ -106,27 +108,31 @@ def public_model_config(name: str) -> dict[str, Any] | None:
 
 
 def is_inside(name: str, folders: Iterable[os.PathLike]) -> bool:
+    """Return whether a path lies in one of the folders."""
     return any(Path(name).absolute().is_relative_to(Path(folder).absolute()) for folder in folders)
 
 
 def is_local(name: str) -> bool:
-    """Return whether the model is a folder or in the Hugging Face cache."""
+    """Return whether a model is a folder of this machine or in its Hugging Face cache."""
     return Path(name).is_dir() or _in_cache(name) is not None
 
 
 def model_folder(key: str, name: str) -> Path:
-    """Return the folder that a model's name stands for: itself, or a snapshot in the Hugging Face cache. Raises RecipeError."""
+    """Return a model's folder: the one named, or its snapshot in the Hugging Face cache.
+
+    key: the recipe's key of the name. Raises RecipeError.
+    """
     if Path(name).is_dir():
         if not (Path(name) / "config.json").exists() and key.endswith("model_name"):
-            told = f"{name} has no config.json; expected a folder with a Hugging Face checkpoint"
-            raise RecipeError(Problem(key, "file-not-found", told))
+            why = f"{name} has no config.json; expected a folder with a Hugging Face checkpoint"
+            raise RecipeError(Problem(key, "file-not-found", why))
         return Path(name)
     if snapshot := _in_cache(name):
         return snapshot
     if _looks_like_path(name):
         raise ModelNotFound(Problem(key, "file-not-found", f"there is no folder {name}"))
-    told = f"'{name}' is neither a folder nor in the cache {hub_cache()}. Try `hf download {name}`"
-    raise ModelNotFound(Problem(key, "unavailable-model", told))
+    why = f"'{name}' is neither a folder nor in the cache {hub_cache()}. Try `hf download {name}`"
+    raise ModelNotFound(Problem(key, "unavailable-model", why))
 
 
 def _looks_like_path(name: str) -> bool:
@@ -134,17 +140,18 @@ def _looks_like_path(name: str) -> bool:
 
 
 def hub_cache() -> Path:
-    """Return the cache as huggingface_hub finds it: HF_HUB_CACHE, else HF_HOME/hub, else ~/.cache/huggingface/hub."""
+    """Return the folder of the cache as huggingface_hub does: HF_HUB_CACHE, HF_HOME/hub or ~/.cache/huggingface/hub."""
     return Path(os.environ.get("HF_HUB_CACHE") or hf_home() / "hub").expanduser()
 
 
 def hf_home() -> Path:
+    """Return HF_HOME, or else its default, as huggingface_hub does."""
     cache = os.environ.get("XDG_CACHE_HOME", "~/.cache")
     return Path(os.environ.get("HF_HOME") or Path(cache) / "huggingface").expanduser()
 
 
 def _in_cache(name: str) -> Path | None:
-    """Return the snapshot of `main` that has a config.json, else the newest that has one."""
+    """Return the snapshot of `main` if it has a config.json, else the newest snapshot that has one."""
     if _looks_like_path(name):
         return None
     repository = hub_cache() / f"models--{name.replace('/', '--')}"
@@ -156,11 +163,12 @@ def _in_cache(name: str) -> Path | None:
 
 
 def read_json(path: Path) -> dict[str, Any]:
+    """Return the JSON object in a file. Raises RecipeError if the file holds anything else."""
     try:
         found = json.loads(path.read_text())
     except ValueError as error:
         raise RecipeError(Problem(str(path), "bad-format", f"not JSON: {error}")) from None
     if not isinstance(found, dict):
-        told = f"got a JSON {type(found).__name__}; expected an object. Try to fetch it again"
-        raise RecipeError(Problem(str(path), "bad-format", told))
+        why = f"got a JSON {type(found).__name__}; expected an object. Try to download the file again"
+        raise RecipeError(Problem(str(path), "bad-format", why))
     return found

@@ -1,7 +1,7 @@
-"""Sizes and parameter counts of a model, from its config.json, without torch.
+"""Compute a model's sizes and parameter counts from its config.json, without torch.
 
-The counts equal those of transformers' modules, biases included, for every family that `pipeline.models.tensors` describes: all
-that the Megatron backend trains, and others that FSDP2 trains.
+The counts equal those of transformers' modules, biases included, for every family that `pipeline.models.tensors` describes:
+all families of the Megatron backend, and some that only FSDP2 trains.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from pipeline.models.tensors import Tensor, experts, tensors
 
 
 class UnknownShape(RecipeError):
-    """A model of a family whose sizes config.json alone does not give. It may train all the same."""
+    """The sizes of a model of this family are not known from config.json alone. FSDP2 may train it all the same."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,84 +27,84 @@ class ModelShape:
 
     family: str  # model_type
     layers: int
-    dense_layers: int  # of these, with an MLP
-    sparse_layers: int  # with a mixture of experts
+    dense_layers: int  # layers with an MLP
+    sparse_layers: int  # layers with a mixture of experts
     hidden: int
     vocabulary: int
     heads: int
     kv_heads: int
-    head_dim: int  # of queries and keys
-    value_dim: int  # of values
-    kv_width: int  # numbers that generation caches for each token and layer
+    head_dim: int  # size of a query and a key
+    value_dim: int  # size of a value
+    kv_width: int  # values that generation caches per token and layer
     dense_width: int  # intermediate size of the layers with an MLP; 0 if there are none
-    experts: int  # in each of the other layers; 0 if there are none
+    experts: int  # routed experts of each sparse layer; 0 if there are none
     experts_per_token: int
     expert_width: int
-    shared_width: int  # of the experts that every token passes, together
-    tied: bool  # the output layer is the embedding
+    shared_width: int  # sum over the experts that every token passes
+    tied: bool  # whether the output layer is the embedding
     # Parameters of the whole model, by part
-    embedding: int  # with the output layer, if that is not tied
+    embedding: int  # with the output layer, unless tied
     attention: int
     mlp: int  # with shared experts
-    routed: int  # the experts that a router chooses among
+    routed: int  # routed experts
     other: int  # norms and routers
-    # Of these
-    output: int  # the output layer's; 0 if it is tied
+    output: int  # the output layer, part of `embedding`; 0 if tied
     # Parameters of one layer
-    largest_layer: int  # all that the largest one has
+    largest_layer: int  # the whole largest layer
     attention_layer: int
-    mlp_layer: int  # of a layer with an MLP; 0 if there are none
-    sparse_layer: int  # a mixture, with router and shared experts; 0 if there are none
+    mlp_layer: int  # the MLP of a dense layer; 0 if there are none
+    sparse_layer: int  # the mixture of a sparse layer, with router and shared experts; 0 if there are none
 
     @property
     def parameters(self) -> int:
+        """Number of parameters of the whole model."""
         return self.embedding + self.attention + self.mlp + self.routed + self.other
 
     @property
     def active(self) -> int:
-        """Return the number of parameters that a token is multiplied with.
+        """Number of parameters in the matrix products of one token.
 
-        Of the routed experts only the chosen ones count, and of the embedding only the output layer: the table is looked up.
+        Only the chosen routed experts count, and only the output layer of the embedding, because the input is a table lookup.
         """
         chosen = self.routed * self.experts_per_token // self.experts if self.experts else 0
         return self.vocabulary * self.hidden + self.attention + self.mlp + chosen + self.other
 
     @property
     def latent(self) -> bool:
-        """Return whether attention caches a latent that all heads share, as DeepSeek's does."""
+        """Whether attention caches a latent that all heads share (MLA), as DeepSeek's does."""
         return self.family == "deepseek_v3"
 
     @property
     def norms_layer(self) -> int:
-        """Return the parameters of the norms of a layer."""
+        """Number of parameters of one layer's norms."""
         return self.largest_layer - self.attention_layer - max(self.sparse_layer, self.mlp_layer)
 
     @property
     def routed_layer(self) -> int:
-        """Return the parameters of the routed experts of a layer that is a mixture."""
+        """Number of parameters of one sparse layer's routed experts."""
         return self.routed // max(1, self.sparse_layers)
 
     @property
     def shared_layer(self) -> int:
-        """Return the parameters of the shared experts of a layer that is a mixture."""
+        """Number of parameters of one sparse layer's shared experts."""
         return 3 * self.hidden * self.shared_width
 
     @property
     def router_layer(self) -> int:
-        """Return the parameters of the router of a layer that is a mixture."""
+        """Number of parameters of one sparse layer's router."""
         return self.sparse_layer - self.shared_layer - self.routed_layer
 
     @classmethod
     def of(cls, config: Mapping[str, Any], key: str = "policy.model_name") -> ModelShape:
-        """Return the shape of the model with this config.json. `key` names the model in the recipe.
+        """Return the shape of the model with this config.json. key: the recipe's key of the model's name.
 
         Raises UnknownShape for a family that is not in `pipeline.models.sizes.MODEL_TYPES`, and RecipeError for a missing key.
         """
         try:
             return _shape(sizes.sizes(config), tensors(config))
         except KeyError as error:
-            told = f"config.json of this {config['model_type']} has no {error}. Try to fetch the model again"
-            raise RecipeError(Problem(key, "missing-value", told)) from None
+            why = f"config.json of this {config['model_type']} has no {error}. Try to download the model again"
+            raise RecipeError(Problem(key, "missing-value", why)) from None
         except ValueError as error:
             raise UnknownShape(Problem(key, "unsupported", str(error))) from None
 
@@ -148,7 +148,7 @@ def _shape(of: SimpleNamespace, found: list[Tensor]) -> ModelShape:
 
 
 def _parts(found: list[Tensor]) -> Counter[str]:
-    """Return the number of parameters of each part."""
+    """Return the number of parameters of each part, without buffers."""
     counts: Counter[str] = Counter()
     for tensor in found:
         if tensor.part != "buffer":

@@ -1,10 +1,10 @@
-"""Hand on to the recipes that a recipe needs where they run.
+"""Read a recipe that another recipe needs, with the cluster keys that it inherits.
 
-A needed recipe takes, the later over the earlier:
+A needed recipe merges, each source overriding the ones above it:
     the schema's defaults
-    from the files of the recipe that was asked for: cluster.executor, cluster.sbatch_options, and each component's keys of SITE
+    the requested recipe's files: cluster.executor, cluster.sbatch_options, and each component's keys of SITE
     its own files
-    every cluster.* of the command line; SIZES among them only if its layout fits them
+    every cluster.* of the command line; the keys of SIZES only if its layout allows them
 """
 
 from __future__ import annotations
@@ -19,17 +19,17 @@ SITE = (
     *("partition", "account", "qos", "constraint", "sbatch_options", "python", "srun_args", "env_vars"),
     *("container_image", "container_mounts", "container_workdir", "container_env", "container_writable"),
 )
-"""Where a component runs. How large it is and how long it runs, each recipe says for itself."""
+"""Keys that say where a component runs. Size and time limit are each recipe's own."""
 SIZES = ("share_nodes", "ranks_per_node", "cpus_per_task", "gpus_per_node", "nodes")
 
 
-def inspect(need: str, own: list[str], asking: Loaded, command_line: list[str]) -> Loaded:
-    """Return a needed recipe with what it is handed on; a note names the sizes that it does not take.
+def inspect(need: str, own: list[str], requested: Loaded, command_line: list[str]) -> Loaded:
+    """Return a needed recipe with its inherited overrides; a note names the sizes that do not fit it.
 
-    own: its own overrides. asking: the recipe that was asked for, as `command_line` has it.
+    own: its own overrides. requested: the recipe of the command line, with the overrides `command_line`.
     """
     alone = recipes.inspect(need, own)
-    where = _from_files(asking, alone)
+    where = _from_files(requested, alone)
     given = [argument for argument in command_line if argument.startswith(("cluster.", "cluster="))]
     if not where and not given:
         return alone
@@ -41,7 +41,7 @@ def inspect(need: str, own: list[str], asking: Loaded, command_line: list[str]) 
         kept = [argument for argument in given if argument.partition("=")[0].rpartition(".")[2] not in left_out]
         loaded = recipes.inspect(need, [*own, *where, *kept])
         dropped = ", ".join(argument for argument in given if argument not in kept)
-        note = f"{dropped}: not handed on to {loaded.recipe.name}, which it does not fit: {new[0]}"
+        note = f"{dropped}: not inherited by {loaded.recipe.name}, which it does not fit: {new[0]}"
         tried.append(replace(loaded, notes=[*loaded.notes, note], inherited=(*where, *kept)))
     return tried[-1] if len(_problems(tried[-1])) < len(_problems(tried[0])) else tried[0]
 
@@ -54,19 +54,19 @@ def _problems(loaded: Loaded) -> list[Problem]:
     return found
 
 
-def _from_files(asking: Loaded, needed: Loaded) -> list[str]:
-    """Return `key=value` of the place, for keys that the files of the asking recipe give and those of the needed one do not."""
+def _from_files(requested: Loaded, needed: Loaded) -> list[str]:
+    """Return `key=value` of SITE's keys that the requested recipe's files set and the needed recipe's files do not."""
     found: dict[str, str] = {}
-    for key, origin in asking.origins.items():
+    for key, origin in requested.origins.items():
         section, *rest = key.split(".")
         if section != "cluster" or not rest or origin == config_tree.COMMAND_LINE:
             continue
         if rest[0] in ("executor", "sbatch_options"):
-            found[f"cluster.{rest[0]}"] = getattr(asking.recipe.cluster, rest[0])
+            found[f"cluster.{rest[0]}"] = getattr(requested.recipe.cluster, rest[0])
         elif rest[1:2] == ["sbatch_options"] and rest[0] in components_on_train_nodes(needed.recipe):
-            continue  # it has no nodes there
+            continue  # it has no nodes of its own there
         elif len(rest) > 1 and rest[1] in SITE:
-            component = getattr(asking.recipe.cluster, rest[0], None)
+            component = getattr(requested.recipe.cluster, rest[0], None)
             value = getattr(component, rest[1], None)
             found[f"cluster.{rest[0]}.{rest[1]}"] = value
     own = [f"{key}." for key in needed.origins]

@@ -1,7 +1,7 @@
-"""Says which components share nodes, what is asked of Slurm for them, and what each component's ranks take of a node.
+"""Decide which components share nodes, and build the Slurm options of their allocation, steps and ranks.
 
-A component has nodes of its own or is a guest on those of the component before it: it takes turns with it on the same GPUs
-(policy.generation.colocated), or has GPUs of its own beside it (cluster.share_nodes).
+A component has nodes of its own, or is colocated with the component before it. Colocated components use the same GPUs in turn
+(policy.generation.colocated), or have their own GPUs of each node (cluster.share_nodes).
 
 All steps on shared nodes overlap and get the same GPUs, and each rank narrows CUDA_VISIBLE_DEVICES to those of its component.
 Slurm can also give each step GPUs of its own (srun --exact). But then cgroups hide the other step's GPUs, and NCCL uses NVLink
@@ -15,38 +15,38 @@ from dataclasses import dataclass, replace
 from pipeline.config import ComponentConfig, ranks, ranks_per_node
 
 SLURMS_DEFAULT = "default"
-"""The value of `mem` with which no memory is asked for."""
-PLACES = ("partition", "account", "qos", "constraint")
-"""Keys of a component that say on which nodes it may run."""
+"""The value of `mem` that omits --mem."""
+NODE_KEYS = ("partition", "account", "qos", "constraint")
+"""Keys of a component that select its nodes."""
 
 
 @dataclass
 class ColocatedComponent(ComponentConfig):
     """A component on the nodes of the one before it."""
 
-    shares_gpus: bool = True  # on the GPUs of the one before it; else it computes beside it, on GPUs of its own
+    shares_gpus: bool = True  # uses the GPUs of the component before it in turn; False: has GPUs of its own
 
 
 def shares_gpus(component: ComponentConfig) -> bool:
-    """Return whether a component computes in turn with the one before it, on the same GPUs."""
+    """Return whether a component and the one before it use the same GPUs in turn."""
     return isinstance(component, ColocatedComponent) and component.shares_gpus
 
 
 @dataclass(frozen=True)
 class NodeShare:
-    """Describes what a component has of its nodes."""
+    """The part of its nodes that a component has."""
 
     component: ComponentConfig
-    host: ComponentConfig  # what all components on these nodes need together
-    first_gpu: int  # the component's first among those of the host
-    alone: bool  # no other component is on these nodes
+    host: ComponentConfig  # the total need of all components on these nodes
+    first_gpu: int  # index of the component's first GPU on each node
+    alone: bool  # whether no other component is on these nodes
 
 
 def shares(components: dict[str, ComponentConfig]) -> dict[str, NodeShare]:
-    """Return what each component has of its nodes."""
+    """Return each component's part of its nodes, by component."""
     found: dict[str, NodeShare] = {}
     for names in groups(components):
-        host, first, following = _together([components[name] for name in names]), 0, 0
+        host, first, following = _total_need([components[name] for name in names]), 0, 0
         for name in names:
             component = components[name]
             if not shares_gpus(component):
@@ -56,7 +56,7 @@ def shares(components: dict[str, ComponentConfig]) -> dict[str, NodeShare]:
 
 
 def groups(components: dict[str, ComponentConfig]) -> list[list[str]]:
-    """Return the names of the components on the same nodes, for each set of nodes."""
+    """Return the names of the components on each set of nodes."""
     found: list[list[str]] = []
     for name, component in components.items():
         if isinstance(component, ColocatedComponent):
@@ -67,16 +67,16 @@ def groups(components: dict[str, ComponentConfig]) -> list[list[str]]:
 
 
 def hosts(components: dict[str, ComponentConfig]) -> dict[str, ComponentConfig]:
-    """Return what to ask of Slurm: the components that have nodes of their own, each with what it and its guests need."""
-    return {names[0]: _together([components[name] for name in names]) for names in groups(components)}
+    """Return the components to request from Slurm: those with nodes of their own, each with the total need on its nodes."""
+    return {names[0]: _total_need([components[name] for name in names]) for names in groups(components)}
 
 
-def _together(components: list[ComponentConfig]) -> ComponentConfig:
-    """Return the first component with what all need of a node: the sum, or the largest need where its guests take turns."""
-    host, *guests = components
-    if not guests:
+def _total_need(components: list[ComponentConfig]) -> ComponentConfig:
+    """Return the first component with the need of all: the sum, or the maximum if they use the same GPUs in turn."""
+    host, *others = components
+    if not others:
         return host
-    total = max if shares_gpus(guests[0]) else sum
+    total = max if shares_gpus(others[0]) else sum
     count = total([ranks_per_node(each) for each in components])
     cpus = total([ranks_per_node(each) * (each.cpus_per_task or 1) for each in components])
     return replace(
@@ -87,30 +87,30 @@ def _together(components: list[ComponentConfig]) -> ComponentConfig:
     )
 
 
-# ---- what is asked of Slurm ---------------------------------------------------------------------------------------------
+# ---- options for Slurm ---------------------------------------------------------------------------------------------
 
 
 def takes_whole_nodes(component: ComponentConfig) -> bool:
-    """Return whether no other job may be on the component's nodes."""
+    """Return whether other jobs are excluded from the component's nodes."""
     return component.gpus_per_node > 0 if component.exclusive is None else component.exclusive
 
 
 def memory(component: ComponentConfig) -> str | None:
-    """Return the value for --mem, if any. Also of whole nodes Slurm gives only the memory that is asked for."""
+    """Return the value of --mem; None omits it. Even with whole nodes, Slurm grants only the memory that is requested."""
     if component.mem is None:
         return "0" if takes_whole_nodes(component) else None
     return None if component.mem == SLURMS_DEFAULT else component.mem
 
 
 def allocation_options(host: ComponentConfig) -> list[str]:
-    """Return the options for sbatch or salloc that get nodes for a component of `hosts`. Nothing in them is quoted."""
+    """Return the options of sbatch or salloc that request nodes for a component of `hosts`, unquoted."""
     values = {
         "nodes": host.nodes,
         "ntasks-per-node": ranks_per_node(host),
         "cpus-per-task": host.cpus_per_task,
         "gpus-per-node": host.gpus_per_node or None,
         "mem": memory(host),
-        **{key: getattr(host, key) for key in PLACES},
+        **{key: getattr(host, key) for key in NODE_KEYS},
     }
     given = [f"--{key}={value}" for key, value in values.items() if value is not None]
     given += [f"--{key}" if value is None else f"--{key}={value}" for key, value in host.sbatch_options.items()]
@@ -118,10 +118,10 @@ def allocation_options(host: ComponentConfig) -> list[str]:
 
 
 def step_options(share: NodeShare) -> list[str]:
-    """Return the options for the component's srun that say how many ranks, CPUs and GPUs it has.
+    """Return the options of a component's srun: its ranks, CPUs and GPUs.
 
-    Steps on shared nodes ask for no CPUs: each gets all that the job has there, and its ranks are bound to none of them. Slurm
-    gives a step the GPUs near its CPUs first, so steps with different CPUs could get different GPUs.
+    Steps on shared nodes request no CPUs. Each gets all CPUs of the job there, and its ranks are not bound to any. Slurm
+    prefers the GPUs near a step's CPUs, so steps with different CPUs could get different GPUs.
     """
     component = share.component
     options = [
@@ -132,25 +132,25 @@ def step_options(share: NodeShare) -> list[str]:
     if component.cpus_per_task and share.alone:
         options.append(f"--cpus-per-task={component.cpus_per_task}")
     elif component.gpus_per_node or not share.alone:
-        options.append("--cpu-bind=none")  # else Slurm would bind each rank to one CPU
+        options.append("--cpu-bind=none")  # otherwise Slurm binds each rank to one CPU
     return [*options, f"--gpus-per-node={share.host.gpus_per_node}"] if component.gpus_per_node else options
 
 
-# ---- what a rank takes --------------------------------------------------------------------------------------------------
+# ---- environment of a rank --------------------------------------------------------------------------------------------------
 
 
 def gpu_exports(share: NodeShare) -> list[str]:
-    """Return lines of bash for a rank whose step has more GPUs than its component: they hide the other components' GPUs."""
+    """Return lines of bash that hide other components' GPUs from a rank; [] if its step has no others."""
     count, there = share.component.gpus_per_node, share.host.gpus_per_node
     if count in (0, there):
         return []
-    shown = f"${{CUDA_VISIBLE_DEVICES:-{','.join(map(str, range(there)))}}}"  # not set where Slurm does not know the devices
+    shown = f"${{CUDA_VISIBLE_DEVICES:-{','.join(map(str, range(there)))}}}"  # unset if Slurm does not manage GPUs
     fields = f"{share.first_gpu + 1}-{share.first_gpu + count}"
     return [f'export CUDA_VISIBLE_DEVICES=$(cut -d, -f{fields} <<<"{shown}")']
 
 
 def thread_exports(share: NodeShare) -> list[str]:
-    """Return lines of bash that set OMP_NUM_THREADS where nobody has: a rank's share of its node's CPUs; 1 without GPUs."""
+    """Return lines of bash that set OMP_NUM_THREADS if it is unset: a rank's share of the node's CPUs; 1 without GPUs."""
     component, count = share.component, ranks_per_node(share.host)
     if not component.gpus_per_node:
         threads = "1"

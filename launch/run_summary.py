@@ -161,6 +161,6 @@ def _why(run: RunFolder, state: RunState) -> list[str]:
     attempt = run.attempts[-1] if run.attempts else None
     if attempt and attempt.failure:
         return first_failure(attempt)
-    if state.name != "failed" or (attempt and attempt.left):
+    if state.name != "failed" or (attempt and attempt.requeue_reason):
         return []
     return (container_failure(run.folder, attempt) if attempt else []) or failed_log_lines(run.folder, attempt, LOG_LINES)

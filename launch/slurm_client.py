@@ -1,6 +1,7 @@
-"""Ask Slurm through its commands, each within a time limit. All of the launcher's questions to Slurm go through `run_command`.
+"""Run Slurm's commands, each within a time limit, and parse their output. The launcher calls Slurm only through `run_command`.
 
-Fields are those of `scontrol -o`, `sacct -P` and `sacctmgr -P`, which are the same from Slurm 22.05 to 26.05; --json's are not.
+The fields of `scontrol -o`, `sacct -P` and `sacctmgr -P` are parsed. They are the same from Slurm 22.05 to 26.05; the fields of
+--json are not.
 """
 
 from __future__ import annotations
@@ -15,20 +16,20 @@ from datetime import datetime
 from typing import Literal
 
 ANSWER_S = 10.0
-"""How long Slurm may take to answer. Its own commands give up after a minute or more."""
+"""Time limit of a query. Slurm's own commands give up after a minute or more."""
 CHANGE_S = 120.0
-"""How long sbatch and scancel may take: they wait for a busy controller by themselves."""
+"""Time limit of sbatch and scancel, which wait for a busy controller by themselves."""
 PING_S = 5.0
-"""How long a controller may take to answer a ping. A busy one answers too: a ping waits for none of its locks."""
+"""Time limit of a ping. A busy controller answers it too, because a ping takes none of its locks."""
 REMEMBERED_S = 30.0
-"""How long it is remembered that no controller answers: a command asks about many runs, and each would wait."""
+"""How long an unreachable controller is cached. Without the cache a command that lists many runs waits for each of them."""
 
 NOT_INSTALLED = "Slurm is not installed here (there is no scontrol)"
 NOT_CONFIGURED = "Slurm's commands are here, but no cluster is configured (`scontrol ping`: {})"
 DOWN = "Slurm's controller does not answer (`scontrol ping`: {})"
 LATE = "Slurm's controller does not answer (`scontrol ping`: nothing within {:g} s)"
 
-# A state that is not here is on its way: Slurm adds new ones (SIGNALING ...), and taking one for an end would lose a live job.
+# A state that is not listed counts as live: Slurm adds states (SIGNALING ...), and a live job must never count as ended.
 TERMINAL = frozenset(
     (
         *("BOOT_FAIL", "CANCELLED", "COMPLETED", "DEADLINE", "FAILED", "NODE_FAIL", "OUT_OF_MEMORY", "PREEMPTED", "REVOKED"),
@@ -37,17 +38,19 @@ TERMINAL = frozenset(
 )
 
 Fields = dict[str, str]
-"""A line of Slurm's answer, such as {"PartitionName": "gpu", "MaxTime": "1-00:00:00", ...}."""
-Place = tuple[str | None, str | None]
+"""A line of Slurm's output, such as {"PartitionName": "gpu", "MaxTime": "1-00:00:00", ...}."""
+ClusterKey = tuple[str | None, str | None]
+"""PATH and SLURM_CONF, by which Slurm's commands choose the cluster."""
 
-_unreachable: dict[Place, tuple[float, str | None]] = {}
-_clusters: dict[Place, str] = {}
+_unreachable: dict[ClusterKey, tuple[float, str | None]] = {}
+_clusters: dict[ClusterKey, str] = {}
 
 
 class SlurmError(Exception):
-    """A Slurm command that did not answer a question. The message names the command and says why.
+    """A Slurm command failed. The message names the command and the reason.
 
-    kind: `missing`: the command is not installed; `late`: no answer in time; `failed`: it ended with an error, with `output`
+    kind: `missing`: the command is not installed; `late`: it exceeded its time limit; `failed`: it ended with an error
+    output: its stdout and stderr, if it `failed`
     """
 
     def __init__(self, message: str, kind: Literal["missing", "late", "failed"], output: str = ""):
@@ -57,15 +60,17 @@ class SlurmError(Exception):
 
 
 def run_command(*command: str, timeout_s: float | None = None, script: str | None = None) -> str:
-    """Return what a command prints. timeout_s: ANSWER_S if None. script: what the command reads from its standard input.
+    """Run a command and return its stdout, or its stderr if stdout is empty.
 
-    Raises SlurmError. A controller that hangs must not hang whoever asks it.
+    timeout_s: ANSWER_S if None, so that a controller that hangs never hangs the launcher. script: the command's stdin.
+    Raises SlurmError.
     """
     timeout = ANSWER_S if timeout_s is None else timeout_s
-    environment = {**os.environ, "SLURM_TIME_FORMAT": "standard"}  # a user's own may be any
-    run = {"capture_output": True, "text": True, "errors": "replace", "timeout": timeout, "env": environment}
+    environment = {**os.environ, "SLURM_TIME_FORMAT": "standard"}  # a user may have set another format
     try:
-        answer = subprocess.run(command, **run, **({"stdin": subprocess.DEVNULL} if script is None else {"input": script}))
+        answer = subprocess.run(
+            command, input=script or "", capture_output=True, text=True, errors="replace", timeout=timeout, env=environment
+        )
     except FileNotFoundError:
         raise SlurmError(f"there is no {command[0]} here", "missing") from None
     except subprocess.TimeoutExpired:
@@ -74,52 +79,54 @@ def run_command(*command: str, timeout_s: float | None = None, script: str | Non
         output = f"{answer.stdout}\n{answer.stderr}".strip()
         last = output.splitlines()[-1] if output else f"status {answer.returncode}"
         raise SlurmError(f"`{' '.join(command)}` failed: {last}", "failed", output)
-    return answer.stdout or answer.stderr  # sbatch --test-only tells on stderr when a job would start
+    return answer.stdout or answer.stderr  # sbatch --test-only writes the expected start time to stderr
 
 
 def without_het_variables() -> list[str]:
-    """Return the beginning of a command that runs sbatch without the variables of a heterogeneous salloc around us.
+    """Return an `env` command that unsets the variables of a surrounding heterogeneous salloc, to put before sbatch.
 
-    sbatch would hand them on, and a plain job would take them for its own.
+    sbatch exports its environment to the job, and a plain job would take these variables for its own.
     """
     around = [name for name in os.environ if name == "SLURM_HET_SIZE" or "_HET_GROUP_" in name]
     return ["env", *(f"--unset={name}" for name in around)]
 
 
 def submit(script: str, *options: str) -> str:
-    """Submit a batch script, by its text; return the job's id. Raises SlurmError; if it is `late`, there may be a job."""
+    """Submit the text of a batch script and return the job's id.
+
+    Raises SlurmError. If its kind is `late`, a job may exist all the same.
+    """
     answer = run_command(*without_het_variables(), "sbatch", "--parsable", *options, timeout_s=CHANGE_S, script=script)
     return answer.strip().partition(";")[0]
 
 
-# ---- which cluster ------------------------------------------------------------------------------------------------------
+# ---- the cluster ------------------------------------------------------------------------------------------------------
 
 
-def _here() -> Place:
-    """Return the variables by which Slurm's commands choose the cluster."""
+def _cluster_key() -> ClusterKey:
     return os.environ.get("PATH"), os.environ.get("SLURM_CONF")
 
 
 def unreachable(patience_s: float = 0.0) -> str | None:
-    """Return why no Slurm controller answers here; None if one does. Takes PING_S + patience_s at most.
+    """Return why no Slurm controller answers here; None if one does. Takes at most PING_S + patience_s.
 
-    patience_s: how long to ask again, for a controller that is being restarted.
+    patience_s: how long to retry, for a controller that is being restarted
     """
-    here, deadline = _here(), time.monotonic() + patience_s
+    here, deadline = _cluster_key(), time.monotonic() + patience_s
     if here in _unreachable:
-        asked_at, why = _unreachable[here]
-        if why is None or (not patience_s and time.monotonic() - asked_at < REMEMBERED_S):
+        pinged_at, why = _unreachable[here]
+        if why is None or (not patience_s and time.monotonic() - pinged_at < REMEMBERED_S):
             return why
-    why, passing = _ping()
-    while passing and time.monotonic() < deadline:
+    why, transient = _ping()
+    while transient and time.monotonic() < deadline:
         time.sleep(0.5)
-        why, passing = _ping()
+        why, transient = _ping()
     _unreachable[here] = time.monotonic(), why
     return why
 
 
 def _ping() -> tuple[str | None, bool]:
-    """Return (why no controller answers, whether that may pass)."""
+    """Return (why no controller answers, whether a retry may succeed)."""
     try:
         answer = run_command("scontrol", "ping", timeout_s=PING_S)
     except SlurmError as error:
@@ -131,19 +138,19 @@ def _ping() -> tuple[str | None, bool]:
     errors = [re.sub(r"^\w+: (error|fatal): ", "", line) for line in answer.splitlines() if not line.startswith("Slurmctld(")]
     if states := re.findall(r"^Slurmctld\(.*", answer, re.MULTILINE):
         return DOWN.format("; ".join([*states, *errors[-1:]])), True
-    return NOT_CONFIGURED.format(errors[-1] if errors else "no words"), False
+    return NOT_CONFIGURED.format(errors[-1] if errors else "no output"), False
 
 
 def configuration() -> Fields:
-    """Return Slurm's settings. Raises SlurmError."""
+    """Return the fields of `scontrol show config`. Raises SlurmError."""
     lines = run_command("scontrol", "show", "config").splitlines()
     return {key.strip(): value.strip() for key, equals, value in (line.partition("=") for line in lines) if equals}
 
 
 def cluster_name() -> str | None:
-    """Return the name of the cluster that is asked here; None if Slurm does not answer, or there is none."""
-    here = _here()
-    if here not in _clusters:  # asked once: whoever lists many runs wants to know it of each
+    """Return the name of the cluster that Slurm's commands address; None if Slurm does not answer or has none."""
+    here = _cluster_key()
+    if here not in _clusters:  # cached, because a list of runs needs it for each run
         try:
             _clusters[here] = configuration()["ClusterName"]
         except (SlurmError, KeyError):
@@ -158,7 +165,7 @@ def cluster_name() -> str | None:
 class JobComponent:
     """One component of a job, as Slurm describes it; a plain job has one."""
 
-    job_id: str  # of the whole job, which is its leader's
+    job_id: str  # of the whole job, which is the id of its leading component
     state: str
     nodes: str = ""  # in Slurm's short form
     reason: str = ""
@@ -168,7 +175,7 @@ class JobComponent:
 
 
 def job_components(job_id: str) -> list[JobComponent]:
-    """Return the components of a job in order; none if neither the controller nor accounting knows it. Raises SlurmError."""
+    """Return the components of a job in order; [] if neither the controller nor accounting knows it. Raises SlurmError."""
     try:
         return read_jobs(run_command("scontrol", "show", "job", "-o", job_id))
     except SlurmError as error:
@@ -184,7 +191,7 @@ def job_components(job_id: str) -> list[JobComponent]:
 
 
 def read_jobs(text: str) -> list[JobComponent]:
-    """Return the components that an answer of `scontrol show job -o` names, each job's in order."""
+    """Parse the output of `scontrol show job -o`, and return the components sorted by job and offset."""
     return _in_order(_read_job(fields) for fields in parse_records(text) if "JobId" in fields)
 
 
@@ -202,7 +209,7 @@ def _read_job(fields: Fields) -> JobComponent:
 
 
 def read_sacct(job_id: str, state: str, nodes: str) -> JobComponent:
-    """`17+1`, `CANCELLED by 0`, `n[1-2]` -> a part of job 17."""
+    """Parse a row of sacct: `17+1`, `CANCELLED by 0`, `n[1-2]` is a component of job 17."""
     leader, _, offset = job_id.partition("+")
     return JobComponent(leader, state.split()[0], nodes, offset=int(offset or 0))
 
@@ -212,7 +219,7 @@ def _in_order(parts: Iterator[JobComponent]) -> list[JobComponent]:
 
 
 def merged(parts: Sequence[JobComponent]) -> JobComponent:
-    """Return the components of a job as one: the leader's state, but no end before every component has ended."""
+    """Merge the components of a job: the leader's state, but no terminal state before every component has one."""
     leader = replace(parts[0], nodes=",".join(part.nodes for part in parts if part.nodes))
     if leader.state in TERMINAL and not all(part.state in TERMINAL for part in parts):
         return replace(leader, state="COMPLETING")
@@ -223,7 +230,7 @@ def merged(parts: Sequence[JobComponent]) -> JobComponent:
 
 
 def parse_records(text: str) -> Iterator[Fields]:
-    """Yield the lines of `scontrol -o`. Of a key that comes twice the first counts: what is free text comes last."""
+    """Yield the fields of each line of `scontrol -o`. The first value of a key counts, because free text comes last."""
     for line in text.splitlines():
         fields: Fields = {}
         for word in line.split():
@@ -235,12 +242,12 @@ def parse_records(text: str) -> Iterator[Fields]:
 
 
 def host_names(short: str) -> list[str]:
-    """`n[1-2],m3` -> n1, n2, m3. Raises SlurmError."""
+    """Expand a host list: `n[1-2],m3` becomes n1, n2, m3. Raises SlurmError."""
     return run_command("scontrol", "show", "hostnames", short).split() if short else []
 
 
 def minutes(text: str) -> float | None:
-    """`1-12:00:00`, `12:00:00`, `30` -> minutes; None for no limit. Slurm's formats: sbatch(1), --time."""
+    """Parse a time such as `1-12:00:00`, `12:00:00` or `30`, in minutes; None for no limit. Formats: sbatch(1), --time."""
     if text.upper() in ("", "UNLIMITED", "INFINITE", "NONE", "N/A"):
         return None
     days, dash, rest = text.rpartition("-")
@@ -253,7 +260,7 @@ def minutes(text: str) -> float | None:
 
 
 def megabytes(text: str) -> float:
-    """`500G`, `2000` -> units of 2^20 bytes, in which Slurm counts. Raises ValueError."""
+    """Parse a size such as `500G` or `2000`, in units of 2^20 bytes as Slurm counts. Raises ValueError."""
     size = re.fullmatch(r"(\d+(?:\.\d+)?)([KMGTP]?)B?", text.upper())
     if not size:
         raise ValueError(text)
@@ -261,11 +268,11 @@ def megabytes(text: str) -> float:
 
 
 def gpus(gres: str) -> int:
-    """`gpu:h100:8(S:0-1),nvme:1` -> 8, whatever their types."""
+    """Count the GPUs of all types in a gres string: `gpu:h100:8(S:0-1),nvme:1` has 8."""
     return sum(int(count) for count in re.findall(r"(?:^|,)gpu(?::[^:,()]+)?:(\d+)(?=[,(]|$)", gres))
 
 
 def tres(text: str) -> dict[str, float]:
-    """`cpu=6,mem=2G,gres/gpu=8` -> {"cpu": 6, "mem": 2048, "gres/gpu": 8}: memory in 2^20 bytes."""
+    """Parse a TRES string: `cpu=6,mem=2G,gres/gpu=8` is {"cpu": 6, "mem": 2048, "gres/gpu": 8}, memory in 2^20 bytes."""
     pairs = (item.split("=") for item in text.split(",") if "=" in item)
     return {name: megabytes(value) for name, value in pairs}

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from launch.components import components
-from launch.nodes import PLACES, allocation_options, hosts
+from launch.nodes import NODE_KEYS, allocation_options, hosts
 from launch.preflight.slurm_request import ComponentRequest, requests
 from launch.slurm_client import SlurmError, gpus, host_names, run_command
 from launch.units import plural
@@ -90,7 +90,7 @@ def problems(recipe: Recipe, job_id: str, notes: list[str]) -> Iterator[Problem]
         return
     notes.append(f"runs in Slurm job {job_id}, within its time limit and not cluster.time_min")
     for name, component in hosts(components(recipe)).items():
-        if said := [key for key in PLACES if getattr(component, key)]:
+        if said := [key for key in NODE_KEYS if getattr(component, key)]:
             notes.append(f"cluster.{name}.{', '.join(said)}: the allocation's own count")
 
 
