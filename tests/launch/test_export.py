@@ -107,10 +107,10 @@ def test_what_is_wrong_is_said(run, tmp_path, capsys):
 
     assert "nowhere is not a run folder: there is no such folder" in refused(f"run={tmp_path / 'nowhere'}")
     assert f"{tmp_path} is not a run folder: it has no recipe.yaml" in refused(str(tmp_path))
-    assert "step: got 7; complete are the checkpoints of step 3, 20 [no-checkpoint]" in refused(f"run={run}", "step=7")
+    assert "step: got 7; expected the step of a complete checkpoint: 3, 20 [no-checkpoint]" in refused(f"run={run}", "step=7")
     assert "[already-exists]" in refused(f"run={run}", f"out={tmp_path}")
     (run / "checkpoints/step_000020/train-rank00001.safetensors").unlink()
-    assert "complete are the checkpoints of step 3 [" in refused(f"run={run}", "step=20")
+    assert "expected the step of a complete checkpoint: 3 [" in refused(f"run={run}", "step=20")
     assert not (run / "hf_step_20").exists()
     shutil.rmtree(run / "checkpoints")
     assert "has no complete checkpoint [no-checkpoint]" in refused(f"run={run}")
