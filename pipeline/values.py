@@ -15,6 +15,13 @@ from pydantic_core import PydanticCustomError, core_schema
 
 MISSING = "???"
 """Default of a key that the recipe must give."""
+
+
+def interpolation(text: str) -> Any:
+    """Return a default that refers to other keys, such as `${policy.precision}`. Its value has the type of its field."""
+    return text
+
+
 _WORDS = {"true": True, "yes": True, "on": True, "false": False, "no": False, "off": False}
 
 

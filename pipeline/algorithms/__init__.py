@@ -1,6 +1,7 @@
-"""The registry of algorithms. Each is a file of this folder, with its section of the recipe, its checks and its losses.
+"""Registry of algorithms. Each algorithm is one file in this folder: its section of the recipe, its checks and its losses.
 
-Importing it needs no torch: pipeline/algorithms/base.py says how. An algorithm's file never imports it.
+Start in `base.py`, which documents the interface. Importing this package does not import torch. The file of an algorithm must
+not import this module.
 """
 
 from importlib import import_module
@@ -8,7 +9,7 @@ from typing import Any
 
 from pipeline.algorithms.base import Algorithm, OnlineAlgorithm
 
-CLASSES = {  # by the file's name, which is the recipe's section and what `algorithm` says
+CLASSES = {  # by the name of the file, which is also the recipe's section and the value of `algorithm`
     "grpo": "GRPO",
     "ppo": "PPO",
     "distillation": "Distillation",
@@ -19,20 +20,21 @@ CLASSES = {  # by the file's name, which is the recipe's section and what `algor
 ALGORITHMS: dict[str, type[Algorithm]] = {
     name: getattr(import_module(f"pipeline.algorithms.{name}"), kind) for name, kind in CLASSES.items()
 }
-ONLINE = tuple(name for name, kind in ALGORITHMS.items() if issubclass(kind, OnlineAlgorithm))  # these sample
-OFFLINE = tuple(name for name in ALGORITHMS if name not in ONLINE)  # these learn from a data set
-PAIRED = tuple(name for name, kind in ALGORITHMS.items() if kind.paired)
+ONLINE = tuple(name for name, kind in ALGORITHMS.items() if issubclass(kind, OnlineAlgorithm))  # sample from the policy
+OFFLINE = tuple(name for name in ALGORITHMS if name not in ONLINE)  # learn from a data set
+PAIRED = tuple(name for name, kind in ALGORITHMS.items() if kind.paired)  # learn from pairs of answers
 
 
 def build(recipe: Any) -> Algorithm:
-    """Return the algorithm of a `pipeline.config.Recipe`."""
+    """Return the algorithm that a `pipeline.config.Recipe` selects."""
     return ALGORITHMS[recipe.algorithm](recipe)
 
 
 def read_by(key: str) -> tuple[str, ...]:
-    """Return the algorithms that read a dotted key of the recipe: all, unless it belongs to some.
+    """Return the algorithms that read a dotted key of the recipe.
 
-    The longest entry of their `reads` that begins the key decides: of `loss_fn` and `loss_fn.kl_type` the latter.
+    The longest entry of `Algorithm.reads` that is a prefix of the key decides: `loss_fn.kl_type` before `loss_fn`. All
+    algorithms read a key that none of them claims.
     """
     claims = [(name, claim) for name, kind in ALGORITHMS.items() for claim in (name, *kind.reads)]
     claims = [(name, claim) for name, claim in claims if f"{key}.".startswith(f"{claim}.")]

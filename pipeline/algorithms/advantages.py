@@ -1,13 +1,13 @@
-"""From rewards to advantages. Formulas have their paper and equation beside them.
+"""Compute advantages from rewards. Each formula cites its paper and equation.
 
-    rewards        scaled and shaped, as `reward_scaling` and `reward_shaping` say                              NeMo-RL, DAPO
-    by prompt      on the coordinator, in numpy: `group_advantages`, `sequence_advantages`    GRPO, RLOO, Dr. GRPO, REINFORCE++
-    by token       on the train ranks, in torch: `estimate_gae`, `subtract_future_kl`                     PPO, VAPO, REINFORCE++
+    rewards        scaled and shaped: `scaled_rewards`, `shaped_rewards`                                        NeMo-RL, DAPO
+    by prompt      on rank 0, in numpy: `group_advantages`, `sequence_advantages`             GRPO, RLOO, Dr. GRPO, REINFORCE++
+    by token       on the train ranks, in torch: `estimate_gae`, `subtract_future_kl`                   PPO, VAPO, REINFORCE++
     standardized   to mean 0 and variance 1 over a step: `moments`, `normalization`, `standardize`           REINFORCE++, PPO
 
-Left out: rewards of several components, rewards for parts of an answer (process supervision), discounting in REINFORCE++, a
-value for what an answer that was cut might have become. Dr. GRPO divides a step's sum of losses by a constant, the longest
-possible answer times the number of sequences; here it is the number of counted tokens: the direction is the same.
+Not supported: rewards of several components, process supervision (rewards for parts of an answer), discounting in REINFORCE++,
+bootstrapping the value of a truncated answer. Dr. GRPO divides a step's sum of losses by a constant, the longest possible
+answer times the number of sequences. This code divides by the number of counted tokens; the direction is the same.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ from pipeline.types import AdvantageNormalization, GlobalCounts, Moments, Packed
 
 ROUNDING = 1e-5  # relative; a model's float32 rewards of one answer in different batches differ by less than this
 GROUP_EPSILON = 1e-6  # keeps a group's division finite, as in NeMo-RL
-STEP_EPSILON = 1e-8  # likewise of a step
+STEP_EPSILON = 1e-8  # the same for a step
 
 
-# ---- rewards ---------------------------------------------------------------------------------------------------------------
+# ---- rewards -------------------------------------------------------------------------------------------------------------
 
 
 def scaled_rewards(group: RolloutGroup, config: RewardScalingConfig) -> np.ndarray:
-    """Map rewards from the source to the target range: `[G]` float64. Entries of failed episodes mean nothing.
+    """Map rewards from the source range to the target range: `[G]` float64. Entries of failed episodes are meaningless.
 
     target_min + (clamp(r, source_min, source_max) - source_min) (target_max - target_min) / (source_max - source_min)
     """
@@ -46,10 +46,10 @@ def scaled_rewards(group: RolloutGroup, config: RewardScalingConfig) -> np.ndarr
 
 
 def shaped_rewards(group: RolloutGroup, config: RewardedConfig) -> np.ndarray:
-    """Return the rewards scaled, then shaped: `[G]` float64.
+    """Return the scaled and shaped rewards: `[G]` float64.
 
-    Shaping adds DAPO's penalty for long answers; or, with stop_properly_penalty_coef, multiplies the rewards of answers that
-    were cut for length.
+    Shaping adds DAPO's penalty for long answers. With stop_properly_penalty_coef it instead multiplies the rewards of truncated
+    answers.
     """
     rewards, shaping = scaled_rewards(group, config.reward_scaling), config.reward_shaping
     if not shaping.enabled:
@@ -62,22 +62,22 @@ def shaped_rewards(group: RolloutGroup, config: RewardedConfig) -> np.ndarray:
 
 
 def soft_overlong_penalty(lengths: np.ndarray, config: RewardShapingConfig) -> np.ndarray:
-    """Return what is added to the rewards of answers of these `[G]` lengths (DAPO, https://arxiv.org/abs/2503.14476 eq. 13).
+    """Return the penalty for answers of these `[G]` lengths in tokens (DAPO, https://arxiv.org/abs/2503.14476 eq. 13).
 
-    It is 0 up to max_response_length - overlong_buffer_length tokens and falls linearly to -overlong_buffer_penalty at
-    max_response_length. It falls on beyond, as in NeMo-RL and verl; eq. 13 stays at -1 there.
+    The penalty is 0 up to max_response_length - overlong_buffer_length tokens and falls linearly to -overlong_buffer_penalty at
+    max_response_length. It keeps falling beyond that, as in NeMo-RL and verl; eq. 13 stays at -1.
     """
     start = config.max_response_length - config.overlong_buffer_length
     return -config.overlong_buffer_penalty * ((lengths - start) / config.overlong_buffer_length).clip(0)
 
 
 def is_truncated(rollout: Rollout) -> bool:
-    """Return whether the answer, or the last turn's, ended because there was no more room."""
+    """Return whether the answer, or its last turn, ended because it reached the length limit."""
     return rollout.finish == "length"
 
 
 def scored_mask(group: RolloutGroup) -> np.ndarray:
-    """Return False for episodes that their environment failed, which have no reward: `[G]` bool."""
+    """Return False for episodes that failed in their environment and have no reward: `[G]` bool."""
     return np.array([not rollout.failure for rollout in group.rollouts], np.bool_)
 
 
@@ -89,8 +89,8 @@ def varies(rewards: np.ndarray) -> bool:
 def select_groups(groups: list[RolloutGroup], config: RewardedConfig) -> list[RolloutGroup]:
     """Return the groups to train on: with dynamic sampling those whose rewards vary (DAPO eq. 11), else all.
 
-    Rewards are compared before they are shaped, as in NeMo-RL: lengths that vary are no reason to train on a group that is all
-    right or all wrong. DAPO keeps groups with an accuracy strictly between 0 and 1, which is the same for rewards of 0 and 1.
+    Rewards are compared before shaping, as in NeMo-RL: different lengths alone do not make a group informative. DAPO keeps
+    groups with an accuracy strictly between 0 and 1, which is the same for rewards of 0 and 1.
     """
     if not config.use_dynamic_sampling:
         return groups
@@ -98,9 +98,9 @@ def select_groups(groups: list[RolloutGroup], config: RewardedConfig) -> list[Ro
 
 
 def make_sample(prompt: Prompt, rollout: Rollout, advantage: float, reward: float, counts: bool = True) -> Sample:
-    """Return prompt and turns as one sequence; the policy's own tokens count, each with the advantage.
+    """Return prompt and turns as one sequence. The loss counts the policy's own tokens, each with the advantage.
 
-    counts: False if the loss leaves the sequence out, as it always does with failed episodes
+    counts: False to leave the sequence out of the loss. Failed episodes are always left out.
     """
     at, learned = len(prompt.tokens), counts and not rollout.failure
     length = at + sum(len(turn.completion.tokens) + len(turn.observation) for turn in rollout.turns)
@@ -108,21 +108,21 @@ def make_sample(prompt: Prompt, rollout: Rollout, advantage: float, reward: floa
     logprobs, advantages = np.zeros(length, np.float32), np.zeros(length, np.float32)
     tokens[:at] = prompt.tokens
     for turn in rollout.turns:
-        said, told = turn.completion.tokens, turn.observation
-        drawn = slice(at, at + len(said))
-        tokens[drawn] = said
+        drawn, observed = turn.completion.tokens, turn.observation
+        span = slice(at, at + len(drawn))
+        tokens[span] = drawn
         if learned:
-            mask[drawn], logprobs[drawn], advantages[drawn] = True, turn.completion.logprobs, advantage
-        at += len(said) + len(told)
-        tokens[at - len(told) : at] = told
+            mask[span], logprobs[span], advantages[span] = True, turn.completion.logprobs, advantage
+        at += len(drawn) + len(observed)
+        tokens[at - len(observed) : at] = observed
     return Sample(tokens, mask, logprobs, advantages, 0.0 if rollout.failure else float(reward))
 
 
-# ---- of the answers to one prompt ------------------------------------------------------------------------------------------
+# ---- advantages of the answers to one prompt -----------------------------------------------------------------------------
 
 
 def apply_to_scored(group: RolloutGroup, rewards: np.ndarray, estimator: Callable[[np.ndarray], np.ndarray]) -> np.ndarray:
-    """Return what `estimator` makes of the `[G]` rewards; failed episodes get 0, and others are not compared with them."""
+    """Apply `estimator` to the `[G]` rewards of episodes that have one. Failed episodes get 0 and enter no baseline."""
     advantages, among = np.zeros(len(rewards)), scored_mask(group)
     if among.any():
         advantages[among] = estimator(rewards[among])
@@ -132,12 +132,12 @@ def apply_to_scored(group: RolloutGroup, rewards: np.ndarray, estimator: Callabl
 def group_advantages(rewards: np.ndarray, use_leave_one_out: bool, normalize: bool) -> np.ndarray:
     """Return A_i = (r_i - b_i) / s_i for the `[G]` float64 rewards of one prompt; 0 if they do not vary.
 
-    b_i: the mean of the group (GRPO, https://arxiv.org/abs/2402.03300 sec. 4.1), or of the others (RLOO).
-    s_i: with `normalize` the unbiased standard deviation of the rewards that b_i is made of, where there are two that vary;
-    else 1 (Dr. GRPO, RLOO).
+    b_i: the mean of the group (GRPO, https://arxiv.org/abs/2402.03300 sec. 4.1), or of the other answers (RLOO).
+    s_i: with `normalize` the unbiased standard deviation of the rewards in b_i, if at least two of them vary; otherwise 1
+    (Dr. GRPO, RLOO).
 
-    With rewards other than 0 or 1, leave_one_out and normalize together give unbounded advantages: the deviation of the others
-    can be much smaller than the distance from them. Against the whole group an advantage is below sqrt(G).
+    With rewards other than 0 and 1, use_leave_one_out together with normalize gives unbounded advantages: the deviation of the
+    other rewards can be much smaller than the distance from them. With the mean of the whole group |A_i| is below sqrt(G).
     """
     rewards = np.asarray(rewards, np.float64)
     if not varies(rewards):
@@ -145,9 +145,9 @@ def group_advantages(rewards: np.ndarray, use_leave_one_out: bool, normalize: bo
     advantages = leave_one_out(rewards) if use_leave_one_out else centered(rewards)
     if not normalize:
         return advantages
-    behind = [np.delete(rewards, i) if use_leave_one_out else rewards for i in range(len(rewards))]
-    # The deviation of equal numbers may round to above 0
-    deviations = np.array([baseline.std(ddof=1) if varies(baseline) else 0.0 for baseline in behind])
+    baselines = [np.delete(rewards, i) if use_leave_one_out else rewards for i in range(len(rewards))]
+    # The deviation of equal numbers may round to above 0.
+    deviations = np.array([baseline.std(ddof=1) if varies(baseline) else 0.0 for baseline in baselines])
     return np.where(deviations > 0, advantages / (deviations + GROUP_EPSILON), advantages)
 
 
@@ -165,20 +165,20 @@ def leave_one_out(rewards: np.ndarray) -> np.ndarray:
 
 
 def sequence_advantages(rewards: np.ndarray, minus_baseline: bool) -> np.ndarray:
-    """Return REINFORCE++'s advantages of one prompt before they are standardized, `[G]` (https://arxiv.org/abs/2501.03262).
+    """Return REINFORCE++'s advantages of one prompt before standardization, `[G]` (https://arxiv.org/abs/2501.03262).
 
-    minus_baseline: REINFORCE++-baseline, which first subtracts the mean of the group
+    minus_baseline: subtract the mean of the group first (REINFORCE++-baseline).
     """
     return centered(rewards) if minus_baseline else rewards
 
 
-# ---- of tokens -------------------------------------------------------------------------------------------------------------
+# ---- advantages of tokens ------------------------------------------------------------------------------------------------
 
 
 def subtract_future_kl(batch: PackedBatch, config: LossConfig) -> torch.Tensor:
     """Return A_t = A - beta sum_{s >= t} KL_s over the counted tokens of an answer, `[T]` (REINFORCE++).
 
-    NeMo-RL subtracts a token's own KL only; in the paper, and here, a token also answers for what comes after it.
+    NeMo-RL subtracts only a token's own KL. In the paper, and here, a token is also charged for the KL of the tokens after it.
     """
     kl = discounted_sums(gather_counted(kl_in_reward(batch, config), batch), 1.0)
     return batch.advantages - config.reference_policy_kl_penalty * scatter_counted(kl, batch)
@@ -189,15 +189,17 @@ def estimate_gae(batch: PackedBatch, gae: GAEConfig, loss: LossConfig) -> tuple[
 
         d_t = r_t + gamma V_{t+1} - V_t
         A_t = sum_{l >= 0} (gamma lambda)^l d_{t+l}
-        R_t = A_t + V_t                                 what the critic learns
+        R_t = A_t + V_t                                 the critic's target
 
-    t runs over the counted tokens of a sequence alone, across what a tool or a user said in between. V_t is the critic's value
-    of the text before token t. The reward comes with the last counted token, after which V is 0; with use_kl_in_reward every
-    token's reward includes - beta KL_t.
+    t runs only over the counted tokens of a sequence and skips the output of tools and users between them. V_t is the critic's
+    value of the text before token t. The reward arrives with the last counted token, after which V is 0. With use_kl_in_reward
+    every token's reward includes - beta KL_t.
 
-    Lambda may differ for the critic and the policy (VAPO, https://arxiv.org/abs/2504.05118): with gae_lambda_value=1 returns
-    have no bias from the critic; with length_adaptive_alpha = a the policy's is 1 - 1 / (a l) for an answer of l tokens, eq. 9.
+    The critic and the policy may use different lambdas (VAPO, https://arxiv.org/abs/2504.05118). With gae_lambda_value=1 the
+    critic does not bias the returns. With length_adaptive_alpha = a, the policy's lambda is 1 - 1 / (a l) for an answer of l
+    tokens (eq. 9).
     """
+    assert batch.old_values is not None
     rewards = _token_rewards(batch, loss)
     values = gather_counted(values_before(batch.old_values), batch)
     after = torch.cat([values[:, 1:], values.new_zeros(len(values), 1)], 1)
@@ -209,8 +211,8 @@ def estimate_gae(batch: PackedBatch, gae: GAEConfig, loss: LossConfig) -> tuple[
 
 
 def _token_rewards(batch: PackedBatch, loss: LossConfig) -> torch.Tensor:
-    """Return the sequence's reward at its last counted token, less what the KL costs at each: `[S, C]`."""
-    rewards = torch.zeros_like(batch.old_values)
+    """Return the sequence's reward at its last counted token, minus the KL penalty of each token: `[S, C]`."""
+    rewards = torch.zeros_like(batch.advantages)
     if loss.use_kl_in_reward:
         rewards = -loss.reference_policy_kl_penalty * kl_in_reward(batch, loss)
     found, sizes = gather_counted(rewards, batch), _sizes(batch)
@@ -221,14 +223,14 @@ def _token_rewards(batch: PackedBatch, loss: LossConfig) -> torch.Tensor:
 def _policy_lambda(batch: PackedBatch, gae: GAEConfig) -> float | torch.Tensor:
     """Return the policy's lambda: a number, or one per sequence, `[S, 1]`."""
     if gae.length_adaptive_alpha > 0:
-        return 1 - 1 / (gae.length_adaptive_alpha * _sizes(batch).to(batch.old_values.dtype)).clamp(min=1)[:, None]
+        return 1 - 1 / (gae.length_adaptive_alpha * _sizes(batch).to(batch.advantages.dtype)).clamp(min=1)[:, None]
     return gae.gae_lambda if gae.gae_lambda_policy is None else gae.gae_lambda_policy
 
 
 def discounted_sums(terms: torch.Tensor, decay: float | torch.Tensor) -> torch.Tensor:
     """Return sum_l decay^l terms[:, t + l], `[S, C]`. decay: a number, or `[S, 1]`.
 
-    It takes log C passes: sums of k terms, and those that begin k terms later, add up to sums of 2 k.
+    The sum takes log2 C passes: two sums of k terms, the second k terms later, make a sum of 2 k terms.
     """
     sums, reach = terms, 1
     factor = torch.as_tensor(decay, dtype=terms.dtype, device=terms.device)
@@ -239,7 +241,7 @@ def discounted_sums(terms: torch.Tensor, decay: float | torch.Tensor) -> torch.T
 
 
 def gather_counted(values: torch.Tensor, batch: PackedBatch) -> torch.Tensor:
-    """Gather each sequence's counted tokens from the left, then 0: `[T]` -> `[S, C]`, C the most of them and at least 1."""
+    """Gather each sequence's counted tokens from the left and pad with 0: `[T]` -> `[S, C]`, C the most of them, at least 1."""
     grid = _grid(batch)
     found = values.new_zeros(grid.shape)
     found[grid] = values[batch.loss_mask]
@@ -247,7 +249,7 @@ def gather_counted(values: torch.Tensor, batch: PackedBatch) -> torch.Tensor:
 
 
 def scatter_counted(values: torch.Tensor, batch: PackedBatch) -> torch.Tensor:
-    """Put what `gather_counted` gathered back in its place, with 0 elsewhere: `[S, C]` -> `[T]`."""
+    """Undo `gather_counted`; other tokens get 0: `[S, C]` -> `[T]`."""
     found = values.new_zeros(len(batch.loss_mask))
     found[batch.loss_mask] = values[_grid(batch)]
     return found
@@ -264,7 +266,7 @@ def _sizes(batch: PackedBatch) -> torch.Tensor:
     return sequence_sums(torch.ones_like(batch.tokens), batch)
 
 
-# ---- standardized over the counted tokens of a step, however those are spread over ranks and microbatches ------------------
+# ---- standardized over the counted tokens of a step, however those are spread over ranks and microbatches ----------------
 
 
 def moments(batches: Sequence[PackedBatch]) -> Moments:
@@ -275,7 +277,7 @@ def moments(batches: Sequence[PackedBatch]) -> Moments:
 
 
 def normalization(by_rank: Sequence[Sequence[Moments]], variance: Variance | None) -> AdvantageNormalization:
-    """Return what all ranks subtract and multiply by, from by_rank[data rank][update].
+    """Return the mean that all ranks subtract and the scale that they multiply by. by_rank: moments by [data rank][update].
 
     biased      A <- (A - mean) / sqrt(max(sum (A - mean)^2 / n, 1e-8))          NeMo-RL's REINFORCE++
     unbiased    A <- (A - mean) / sqrt(sum (A - mean)^2 / (n - 1) + 1e-8)        NeMo-RL's and verl's GAE

@@ -1,7 +1,7 @@
-"""The base classes of algorithms: what one declares and checks at submission, and what it computes in the job.
+"""Base classes of algorithms: what an algorithm declares and checks at submission, and what it computes in the job.
 
-torch may not be installed where a job is submitted. So the file of an algorithm imports it, and the modules of the mathematics,
-inside the methods that compute.
+The machine that submits may not have torch. The file of an algorithm therefore imports torch, and the modules of the
+mathematics, only inside the methods that compute.
 """
 
 from __future__ import annotations
@@ -10,6 +10,8 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
+from typing_extensions import override
+
 from pipeline.algorithms.sections import OfflineConfig, OnlineConfig
 from pipeline.problems import Problem
 
@@ -17,7 +19,7 @@ if TYPE_CHECKING:
     from pipeline.types import GlobalCounts, Head, LossOutput, Outputs, PackedBatch, RolloutGroup, Sample
 
 Loss = Callable[["Outputs", "PackedBatch", "GlobalCounts"], "LossOutput"]
-"""(a model's outputs with a graph, the batch, the whole optimizer step's counts) -> this batch's share of the loss."""
+"""(a model's outputs with a graph, the batch, the counts of the whole optimizer step) -> this batch's share of the loss."""
 
 Variance = Literal["biased", "unbiased"]
 """Which variance of the advantages becomes 1: `normalization` in pipeline/algorithms/advantages.py."""
@@ -25,61 +27,65 @@ Variance = Literal["biased", "unbiased"]
 
 @dataclass(frozen=True)
 class Needs:
-    """The needs of a step besides samples."""
+    """What a step of an algorithm needs besides samples."""
 
-    head: Head = "logprobs"  # of the model that `policy` describes; a reward model has "values"
-    entropy: bool = False  # of every distribution, in the policy's outputs
-    truncated: bool = False  # the policy's log-probs, but not the reference's, are of what top_p and top_k leave
-    old: bool = False  # log-probs by the policy as it is before the first update
-    reference: bool = False  # log-probs by the policy as it was loaded at the start of the run
+    head: Head = "logprobs"  # output of the model that `policy` describes; "values" for a reward model
+    entropy: bool = False  # the entropy of every distribution, in the policy's outputs
+    truncated: bool = False  # the policy's log-probs, not the reference's, are those after top_p and top_k
+    old: bool = False  # log-probs by the policy before the step's first update
+    reference: bool = False  # log-probs by the policy as loaded at the start of the run
     critic: bool = False  # a second model, `value` in the recipe; its values before the first update
-    teacher_top_k: int = 0  # so many of the most likely tokens of a frozen model, `teacher` in the recipe
-    estimates: bool = False  # advantages are made on the train ranks, from the above: `OnlineAlgorithm.estimate`
-    standardized: Variance | None = None  # they then get mean 0 and variance 1 over the step's counted tokens
+    teacher_top_k: int = 0  # number of most likely tokens of a frozen model, `teacher` in the recipe
+    estimates: bool = False  # train ranks compute advantages from the above: `OnlineAlgorithm.estimate`
+    standardized: Variance | None = None  # standardize advantages over the step's counted tokens afterwards
     epochs: int = 1  # passes over the samples of a step
-    schedule_every_epoch: bool = False  # schedules advance after each of them, not only after the last
+    schedule_every_epoch: bool = False  # learning-rate schedules advance after each epoch, not only after the last
 
 
 class Algorithm:
-    """An algorithm of one recipe. This class itself learns from a data set, `OnlineAlgorithm` from what the policy samples.
+    """The algorithm of one recipe. This class learns from a data set; `OnlineAlgorithm` learns from what the policy samples.
 
-    An algorithm knows no backend: it sees samples, packed batches, and models' outputs.
+    An algorithm does not depend on a backend. It reads samples, packed batches and the outputs of models.
     """
 
     Section: ClassVar[type[OnlineConfig | OfflineConfig]]  # the recipe's section of the algorithm's name
-    reads: ClassVar[tuple[str, ...]] = ()  # further keys or sections of the recipe that not all algorithms read
+    reads: ClassVar[tuple[str, ...]] = ()  # other keys or sections of the recipe that only some algorithms read
     paired: ClassVar[bool] = False  # whether an example is a chosen and a rejected answer
     needs: Needs = Needs()
     runs_ahead: bool = False  # whether engines sample while the train ranks learn
     updates_per_epoch: int = 1  # optimizer updates of one pass over the samples of a step
 
     def __init__(self, recipe: Any):
-        """recipe: a `pipeline.config.Recipe`, which is made of the algorithms' sections among others."""
+        """Bind the algorithm to a recipe.
+
+        recipe: a `pipeline.config.Recipe`, typed Any because the recipe's schema imports the sections of the algorithms.
+        """
         self.recipe, self.name = recipe, recipe.algorithm
         self.section = getattr(recipe, recipe.algorithm)
 
     @property
     def sequences_per_item(self) -> int:
-        """The number of successive samples that make one of policy.train_global_batch_size, and share a microbatch."""
+        """Consecutive samples that form one item of policy.train_global_batch_size and share a microbatch."""
         return 2 if self.paired else 1
 
     @property
     def samples_per_step(self) -> int:
+        """Samples that one step trains on, over all ranks."""
         return self.recipe.policy.train_global_batch_size * self.sequences_per_item
 
     @property
     def updates_per_step(self) -> int:
-        """Optimizer updates of a model that learns in a step."""
+        """Optimizer updates per step of a model that learns."""
         return self.updates_per_epoch * self.needs.epochs
 
     @property
     def advances_per_step(self) -> int:
-        """The number of times that a step advances the schedules of the models that learn in it."""
+        """How often a step advances the learning-rate schedules of the models that learn in it."""
         return self.needs.epochs if self.needs.schedule_every_epoch else 1
 
     @property
     def losses(self) -> Mapping[str, Loss]:
-        """The losses by the model that is trained: "policy", "critic"."""
+        """The loss of each model that learns, by its name: "policy", "critic"."""
         return {"policy": self.loss}
 
     def loss(self, outputs: Outputs, batch: PackedBatch, counts: GlobalCounts) -> LossOutput:
@@ -87,15 +93,16 @@ class Algorithm:
         raise NotImplementedError
 
     def problems(self) -> Iterator[Problem]:
-        """Yield what the recipe's values say against each other, as far as this algorithm reads them."""
+        """Yield contradictions among the recipe's values that this algorithm reads."""
         yield from ()
 
 
 class PairedAlgorithm(Algorithm):
-    """An algorithm that learns from pairs of a chosen and a rejected answer, which go through the model together."""
+    """Base of algorithms that learn from pairs of a chosen and a rejected answer. A pair shares a microbatch."""
 
     paired = True
 
+    @override
     def problems(self) -> Iterator[Problem]:
         packing, longest = self.recipe.policy.sequence_packing, self.recipe.policy.max_total_sequence_length
         for key in ("train_mb_tokens", "logprob_mb_tokens") if packing.enabled else ():
@@ -105,32 +112,35 @@ class PairedAlgorithm(Algorithm):
 
 
 class OnlineAlgorithm(Algorithm):
-    """An algorithm that learns from rollouts."""
+    """Base of algorithms that learn from rollouts."""
 
     def select(self, groups: list[RolloutGroup]) -> list[RolloutGroup]:
-        """Return the groups that are worth training on. If these are not all, the loop samples until a step is full."""
+        """Return the groups to train on. If groups are missing, the loop samples until the step is full."""
         return groups
 
     def compute_advantages(self, groups: list[RolloutGroup]) -> list[Sample]:
-        """Return one sample per rollout, in order, with advantages made of the rewards."""
+        """Return one sample per rollout, in order, with advantages computed from the rewards."""
         raise NotImplementedError
 
     def estimate(self, batch: PackedBatch) -> PackedBatch:
-        """With `needs.estimates`, return the batch with its advantages (not yet standardized), returns and mask. Pure."""
+        """Return the batch with advantages (not yet standardized), returns and mask. Called if `needs.estimates`. Pure."""
         return batch
 
     def trains(self, step: int) -> tuple[str, ...]:
-        """Return which of the models in `losses` learn in the step that comes after `step` others."""
+        """Return which models of `losses` learn after `step` completed steps."""
         return ("policy",)
 
     @property
+    @override
     def samples_per_step(self) -> int:
         return self.section.num_prompts_per_step * self.section.num_generations_per_prompt
 
     @property
+    @override
     def updates_per_epoch(self) -> int:
         return max(1, self.samples_per_step // self.recipe.policy.train_global_batch_size)
 
+    @override
     def problems(self) -> Iterator[Problem]:
         samples, size = self.samples_per_step, self.recipe.policy.train_global_batch_size
         if samples % size:

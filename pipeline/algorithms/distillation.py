@@ -1,8 +1,8 @@
-"""On-policy distillation: the policy samples, and learns the teacher's distribution of every token that it sampled.
+"""On-policy distillation: the policy samples and learns the teacher's distribution over every sampled token.
 
-Its loss is `distillation_loss` in divergence.py. Both distributions are at policy.generation.temperature, as the samples are.
-Rewards are not used. Left out: the Jensen-Shannon divergence, a share of data that the policy did not sample (lambda below 1),
-teachers with another vocabulary.
+The loss is `distillation_loss` in divergence.py. Both distributions use policy.generation.temperature, as sampling does.
+Rewards are not used. Not supported: the Jensen-Shannon divergence, a share of off-policy data (lambda below 1), teachers with
+another vocabulary.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any
 
 from pydantic import Field
+from typing_extensions import override
 
 from pipeline.algorithms.base import Needs, OnlineAlgorithm
 from pipeline.algorithms.sections import OnlineConfig
@@ -24,16 +25,18 @@ if TYPE_CHECKING:
 
 @dataclass
 class DistillationConfig(OnlineConfig):
-    """On-policy distillation: the policy samples, and learns the teacher's distribution over each token."""
+    """On-policy distillation: the policy samples and learns the teacher's distribution over each sampled token."""
 
-    num_prompts_per_step: Annotated[Positive, Field(description="Prompts of a step.")] = 128
+    num_prompts_per_step: Annotated[Positive, Field(description="Prompts sampled in one step.")] = 128
     num_generations_per_prompt: Annotated[Positive, Field(description="Answers sampled for each prompt.")] = 1
     topk_logits_k: Annotated[
-        Positive, Field(description="The divergence is summed over so many of the teacher's most likely tokens.")
+        Positive, Field(description="Number of the teacher's most likely tokens that the divergence sums over.")
     ] = 64
 
 
 class Distillation(OnlineAlgorithm):
+    """On-policy distillation. The only model that learns is the policy; the teacher is frozen."""
+
     Section = DistillationConfig
     reads = ("loss_fn.kl_type", "loss_fn.mixed_kl_weight", "loss_fn.zero_outside_topk", "teacher")
 
@@ -42,17 +45,20 @@ class Distillation(OnlineAlgorithm):
         outside = recipe.loss_fn.zero_outside_topk and recipe.loss_fn.kl_type != "forward"
         self.needs = Needs(teacher_top_k=self.section.topk_logits_k, entropy=outside)
 
+    @override
     def compute_advantages(self, groups: list[RolloutGroup]) -> list[Sample]:
-        """Return samples with advantages of 0, which are not used."""
+        """Return samples with advantages of 0; the loss does not use them."""
         from pipeline.algorithms.advantages import make_sample
 
         return [make_sample(group.prompt, rollout, 0.0, rollout.reward) for group in groups for rollout in group.rollouts]
 
+    @override
     def loss(self, outputs: Outputs, batch: PackedBatch, counts: GlobalCounts) -> LossOutput:
         from pipeline.algorithms.divergence import distillation_loss
 
         return distillation_loss(self.recipe.loss_fn, outputs, batch, counts)
 
+    @override
     def problems(self) -> Iterator[Problem]:
         yield from super().problems()
         if self.recipe.teacher.model_name is None:

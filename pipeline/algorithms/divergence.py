@@ -14,23 +14,24 @@ LOG_INFINITESIMAL = -100.0  # NeMo-RL's, DistillationLossFn
 def distillation_loss(config: LossConfig, outputs: Outputs, batch: PackedBatch, counts: GlobalCounts) -> LossOutput:
     """Return this batch's share of the loss (GKD, https://arxiv.org/abs/2306.13649 eq. 4 with lambda = 1) and of its metrics.
 
-    p is the teacher's distribution and q the policy's. The sums are over the k tokens that the teacher finds most likely, and
-    the loss is averaged over all sampled tokens of the step:
+    p is the teacher's distribution and q the policy's. The sums run over the teacher's k most likely tokens. The loss is the
+    mean over all sampled tokens of the step:
 
         forward   sum_v p_v (log p_v - log q_v)
         reverse   sum_v q_v (log q_v - log p_v)
         mixed     mixed_kl_weight * forward + (1 - mixed_kl_weight) * reverse
 
-        zero_outside_topk=false   p and q are both renormalised over the k tokens. Each kind is then a divergence: it is 0, with
-                                  gradient 0, where the policy agrees with the teacher. How much mass the k tokens have together
+        zero_outside_topk=false   p and q are both renormalized over the k tokens. Each kind is then a divergence: loss and
+                                  gradient are 0 where the policy agrees with the teacher. The total mass of the k tokens
                                   does not enter the loss.
-        zero_outside_topk=true    p is renormalised and q is not, so the loss also moves the policy's mass into the k tokens.
-                                  The reverse divergence includes the other tokens, for which log p = -100; the policy's part
-                                  of that sum follows from its exact entropy.
+        zero_outside_topk=true    p is renormalized and q is not, so the loss also moves the policy's mass into the k tokens.
+                                  The reverse divergence includes the other tokens, with log p = -100; the policy's part of that
+                                  sum follows from its exact entropy.
 
     NeMo-RL does the same (nemo_rl/algorithms/loss/loss_functions.py, DistillationLossFn; nemo_rl/distributed/model_utils.py,
     get_distillation_topk_logprobs_from_logits).
     """
+    assert batch.teacher is not None and outputs.top_k is not None
     of_teacher, of_policy = batch.teacher.logprobs, outputs.top_k.logprobs  # [T, K] each, of the same tokens
     teacher = of_teacher.log_softmax(-1)
     policy = of_policy if config.zero_outside_topk else of_policy.log_softmax(-1)
@@ -39,6 +40,7 @@ def distillation_loss(config: LossConfig, outputs: Outputs, batch: PackedBatch, 
     reverse = (q * (policy - teacher)).sum(-1)
     outside = config.zero_outside_topk and config.kl_type != "forward"  # a part of the loss is outside the k tokens
     if outside:
+        assert outputs.entropy is not None
         entropy_of_rest = -outputs.entropy - (q * policy).sum(-1)  # sum of q log q outside the k tokens
         reverse = reverse + entropy_of_rest - LOG_INFINITESIMAL * (1 - q.sum(-1))
     weight = {"forward": 1.0, "reverse": 0.0, "mixed": config.mixed_kl_weight}[config.kl_type]
@@ -49,6 +51,6 @@ def distillation_loss(config: LossConfig, outputs: Outputs, batch: PackedBatch, 
             "teacher_top_k_mass": masked_share(of_teacher.exp().sum(-1), batch, counts),
             "policy_top_k_mass": masked_share(of_policy.exp().sum(-1), batch, counts),
         }
-        if outside or not config.zero_outside_topk:  # else its part outside the k tokens is not known
+        if outside or not config.zero_outside_topk:  # otherwise the part outside the k tokens is unknown
             metrics["reverse_kl"] = masked_share(reverse, batch, counts)
     return LossOutput(loss, metrics)

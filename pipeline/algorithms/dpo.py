@@ -5,13 +5,14 @@ With h = log pi(y) - log pi_ref(y), summed over the answer's tokens:
     loss = preference_loss_weight * mean over pairs of L(h_c - h_r)
          + sft_loss_weight * mean over pairs of - log pi(y_c), per token with sft_average_log_probs
 
-L is `preference_loss` in pairs.py. preference_average_log_probs takes h per token of the answer (TRL's sigmoid_norm); IPO
-always does, as TRL 1.16 on the word of IPO's authors, though the paper does not say so. With reference_free, h = log pi(y).
+L is `preference_loss` in pairs.py. preference_average_log_probs divides h by the number of tokens of the answer (TRL's
+sigmoid_norm). IPO always does so, as in TRL 1.16, which follows IPO's authors; the paper does not mention it. With
+reference_free, h = log pi(y).
 
-The rewards of the metrics are beta h, with h as the loss takes it. NeMo-RL logs h without beta, TRL beta h without dividing by
-the length.
+The metrics report rewards beta h, with the same h as the loss. NeMo-RL logs h without beta, TRL beta h without dividing by the
+length.
 
-Left out: divergences other than the reverse KL; hinge, robust, EXO, BCO, SPPO, APO; weights by length (LD-DPO) or by policy.
+Not supported: divergences other than the reverse KL; hinge, robust, EXO, BCO, SPPO, APO; weights by length (LD-DPO) or policy.
 """
 
 from __future__ import annotations
@@ -21,11 +22,12 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import Field
+from typing_extensions import override
 
 from pipeline.algorithms.base import Needs, PairedAlgorithm
 from pipeline.algorithms.sections import OfflineConfig
 from pipeline.problems import Problem
-from pipeline.values import Bool, Float
+from pipeline.values import Bool, Float, interpolation
 
 if TYPE_CHECKING:
     from pipeline.types import GlobalCounts, LossOutput, Outputs, PackedBatch
@@ -35,37 +37,50 @@ if TYPE_CHECKING:
 class DPOConfig(OfflineConfig):
     """Direct preference optimization. policy.train_global_batch_size counts pairs."""
 
-    preference_loss: Annotated[Literal["sigmoid", "ipo"], Field(description="sigmoid: DPO. ipo: IPO.")] = "sigmoid"
+    preference_loss: Annotated[Literal["sigmoid", "ipo"], Field(description="Preference loss. sigmoid: DPO. ipo: IPO.")] = (
+        "sigmoid"
+    )
     reference_policy_kl_penalty: Annotated[Float, Field(gt=0, description="DPO's beta.")] = 0.05
     label_smoothing: Annotated[
         Float,
-        Field(ge=0, lt=0.5, description="sigmoid: how often a label is taken to be wrong. Above 0: conservative DPO."),
+        Field(
+            ge=0, lt=0.5, description="preference_loss=sigmoid: probability that a label is wrong. Above 0: conservative DPO."
+        ),
     ] = 0.0
-    preference_average_log_probs: Annotated[Bool, Field(description="sigmoid: log-ratios per token of the answer.")] = False
-    reference_free: Annotated[Bool, Field(description="Take a uniform distribution for the reference.")] = False
+    preference_average_log_probs: Annotated[
+        Bool, Field(description="preference_loss=sigmoid: divide log-ratios by the number of tokens of the answer.")
+    ] = False
+    reference_free: Annotated[Bool, Field(description="Use a uniform distribution as the reference.")] = False
     preference_loss_weight: Annotated[Float, Field(ge=0, description="Weight of the preference loss.")] = 1.0
     sft_loss_weight: Annotated[
         Float, Field(ge=0, description="Weight of the negative log-likelihood of the chosen answers.")
     ] = 0.0
-    sft_average_log_probs: Annotated[Bool, Field(description="Average that likelihood over the tokens of the answer.")] = (
-        "${.preference_average_log_probs}"  # type: ignore[assignment]
-    )
+    sft_average_log_probs: Annotated[
+        Bool, Field(description="Divide the log-likelihood of the chosen answers by their number of tokens.")
+    ] = interpolation("${.preference_average_log_probs}")
 
 
 class DPO(PairedAlgorithm):
+    """Direct preference optimization. It needs the log-probs of the reference policy unless reference_free is true."""
+
     Section = DPOConfig
 
     def __init__(self, recipe: Any):
         super().__init__(recipe)
         self.needs = Needs(reference=not self.section.reference_free)
 
+    @override
     def loss(self, outputs: Outputs, batch: PackedBatch, counts: GlobalCounts) -> LossOutput:
         from pipeline.algorithms.pairs import pair_share, preference_loss, reward_metrics, split
         from pipeline.algorithms.reductions import sequence_means, sequence_sums
         from pipeline.types import LossOutput
 
         config, beta = self.section, self.section.reference_policy_kl_penalty
-        ratios = outputs.logprobs if config.reference_free else outputs.logprobs - batch.reference_logprobs
+        assert outputs.logprobs is not None
+        ratios = outputs.logprobs
+        if not config.reference_free:
+            assert batch.reference_logprobs is not None
+            ratios = ratios - batch.reference_logprobs
         averaged = config.preference_average_log_probs or config.preference_loss == "ipo"
         chosen, rejected = split((sequence_means if averaged else sequence_sums)(ratios, batch))
         losses = preference_loss(config.preference_loss, chosen - rejected, beta, config.label_smoothing)
@@ -77,6 +92,7 @@ class DPO(PairedAlgorithm):
         metrics |= reward_metrics(beta * chosen, beta * rejected, counts)
         return LossOutput(config.preference_loss_weight * preference + config.sft_loss_weight * sft, metrics)
 
+    @override
     def problems(self) -> Iterator[Problem]:
         yield from super().problems()
         config = self.section

@@ -1,4 +1,4 @@
-"""GRPO: group-relative policy optimization (https://arxiv.org/abs/2402.03300), with what later papers changed about it.
+"""GRPO: group-relative policy optimization (https://arxiv.org/abs/2402.03300), and the methods derived from it.
 
 The answers to one prompt are each other's baseline, so there is no critic: advantages.py. The loss is `policy_loss` in loss.py.
 GRPO's descendants are settings of it:
@@ -10,8 +10,8 @@ GRPO's descendants are settings of it:
     RLOO          use_leave_one_out_baseline=true, disable_ppo_ratio=true, normalize_rewards=false
     REINFORCE++   adv_estimator.name=reinforce_plus_plus
 
-The GRPO paper itself is use_leave_one_out_baseline=false, token_level_loss=false and a KL penalty in the loss. Left out:
-rewards for parts of an answer (process supervision).
+The GRPO paper itself is use_leave_one_out_baseline=false, token_level_loss=false and a KL penalty in the loss. Not supported:
+process supervision (rewards for parts of an answer).
 """
 
 from __future__ import annotations
@@ -23,11 +23,12 @@ from functools import partial
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import Field
+from typing_extensions import override
 
 from pipeline.algorithms.rewarded import RewardedAlgorithm
 from pipeline.algorithms.sections import RewardedConfig
 from pipeline.problems import Problem
-from pipeline.values import Bool, Float, NotNegative
+from pipeline.values import Bool, Float, NotNegative, interpolation
 
 if TYPE_CHECKING:
     import numpy as np
@@ -39,47 +40,52 @@ if TYPE_CHECKING:
 class AdvantageConfig:
     """The estimator of advantages."""
 
-    name: Annotated[Literal["grpo", "reinforce_plus_plus"], Field(description="The estimator.")] = "grpo"
-    normalize_rewards: Annotated[Bool, Field(description="As grpo.normalize_rewards.")] = "${grpo.normalize_rewards}"  # type: ignore[assignment]
-    use_leave_one_out_baseline: Annotated[Bool, Field(description="As grpo.use_leave_one_out_baseline.")] = (
-        "${grpo.use_leave_one_out_baseline}"  # type: ignore[assignment]
+    name: Annotated[Literal["grpo", "reinforce_plus_plus"], Field(description="Advantage estimator.")] = "grpo"
+    normalize_rewards: Annotated[Bool, Field(description="As grpo.normalize_rewards.")] = interpolation(
+        "${grpo.normalize_rewards}"
+    )
+    use_leave_one_out_baseline: Annotated[Bool, Field(description="As grpo.use_leave_one_out_baseline.")] = interpolation(
+        "${grpo.use_leave_one_out_baseline}"
     )
     minus_baseline: Annotated[
-        Bool, Field(description="reinforce_plus_plus: subtract the group's mean reward (REINFORCE++-baseline).")
+        Bool, Field(description="name=reinforce_plus_plus: subtract the group's mean reward (REINFORCE++-baseline).")
     ] = True
 
 
 @dataclass
 class AsyncConfig:
-    """Let generation run ahead of training.
+    """Asynchronous generation: it runs ahead of training.
 
-    The age of a rollout is the step that trains on it, less the version of the weights that began it.
+    The age of a rollout is the step that trains on it minus the version of the weights that started it.
     """
 
-    enabled: Annotated[Bool, Field(description="Whether generation runs ahead.")] = False
+    enabled: Annotated[Bool, Field(description="Let generation run ahead of training.")] = False
     max_trajectory_age_steps: Annotated[
-        NotNegative, Field(description="Greatest age of a rollout, in steps. 0: the synchronous algorithm.")
+        NotNegative, Field(description="Maximum age of a rollout, in steps. 0: the synchronous algorithm.")
     ] = 1
     in_flight_weight_updates: Annotated[
-        Bool, Field(description="A refit does not wait for rollouts under way. They go on with the new weights.")
+        Bool, Field(description="Refit without waiting for unfinished rollouts. They continue with the new weights.")
     ] = False
     recompute_kv_cache_after_weight_updates: Annotated[
         Bool,
-        Field(description="Compute keys and values of rollouts under way anew after a refit. Otherwise the old ones stay."),
+        Field(description="Recompute the KV cache of unfinished rollouts after a refit. false: keep the old keys and values."),
     ] = False
     stragglers: Annotated[
         Literal["wait", "keep", "cut"],
         Field(
-            description="wait: a step trains on the oldest prompts. keep: on those that are complete; half of the age is left"
-            " for those that are not. cut: on the oldest, of which the last straggler_share of the answers are truncated."
+            description="wait: train on the oldest prompts. keep: train on the complete prompts; half of the maximum age"
+            " remains for the others. cut: train on the oldest prompts and truncate the last straggler_share"
+            " of their answers."
         ),
     ] = "wait"
-    straggler_share: Annotated[Float, Field(ge=0, le=1, description="stragglers=cut: share of a step's answers.")] = 0.05
+    straggler_share: Annotated[
+        Float, Field(ge=0, le=1, description="stragglers=cut: share of a step's answers that may be truncated.")
+    ] = 0.05
     max_generation_failures: Annotated[
         NotNegative,
         Field(
-            description="Groups in a row that could not be judged, through no fault of the answers. One more ends the run."
-            " Read also while async_grpo is off; other algorithms have this default."
+            description="Consecutive groups that the environment may fail to score. One more ends the run. Read also"
+            " while async_grpo is off; other algorithms use the default."
         ),
     ] = 10
 
@@ -94,17 +100,19 @@ class GRPOConfig(RewardedConfig):
     use_leave_one_out_baseline: Annotated[
         Bool,
         Field(
-            description="Subtract from a reward the mean of the others in its group, as NeMo-RL does. false: the mean of the"
-            " whole group. With normalize_rewards a lone right answer then counts least; see README.md."
+            description="Subtract the mean reward of the other answers in the group, as NeMo-RL does. false: the mean of"
+            " the whole group. With normalize_rewards a single right answer then counts least."
         ),
     ] = True
     adv_estimator: AdvantageConfig = field(default_factory=AdvantageConfig)
-    advantage_clip_low: Annotated[Float | None, Field(description="Lower bound of advantages. null: none.")] = None
-    advantage_clip_high: Annotated[Float | None, Field(description="Upper bound of advantages. null: none.")] = None
+    advantage_clip_low: Annotated[Float | None, Field(description="Lower bound of advantages. null: unbounded.")] = None
+    advantage_clip_high: Annotated[Float | None, Field(description="Upper bound of advantages. null: unbounded.")] = None
     async_grpo: AsyncConfig = field(default_factory=AsyncConfig)
 
 
 class GRPO(RewardedAlgorithm):
+    """Group-relative policy optimization, and the methods that are settings of it."""
+
     Section = GRPOConfig
 
     def __init__(self, recipe: Any):
@@ -114,10 +122,12 @@ class GRPO(RewardedAlgorithm):
             self.needs = dataclasses.replace(self.needs, estimates=True, standardized="biased")
 
     @property
+    @override
     def runs_ahead(self) -> bool:
         ahead = self.section.async_grpo
         return ahead.enabled and ahead.max_trajectory_age_steps > 0
 
+    @override
     def advantages(self, group: RolloutGroup, rewards: np.ndarray) -> np.ndarray:
         from pipeline.algorithms.advantages import apply_to_scored, group_advantages, sequence_advantages
 
@@ -129,6 +139,7 @@ class GRPO(RewardedAlgorithm):
             estimator = partial(group_advantages, **how)
         return apply_to_scored(group, rewards, estimator)
 
+    @override
     def estimate(self, batch: PackedBatch) -> PackedBatch:
         from pipeline.algorithms.advantages import subtract_future_kl
 
@@ -137,8 +148,12 @@ class GRPO(RewardedAlgorithm):
             batch = dataclasses.replace(batch, advantages=subtract_future_kl(batch, self.recipe.loss_fn))
         return batch
 
+    @override
     def loss(self, outputs: Outputs, batch: PackedBatch, counts: GlobalCounts) -> LossOutput:
-        """Clip the advantages, which are final only here, as standardizing comes after `estimate`; then as in the base."""
+        """Clip the advantages, then return the loss as the base class computes it.
+
+        Clipping is here because advantages are standardized after `estimate`.
+        """
         low, high = self.section.advantage_clip_low, self.section.advantage_clip_high
         if low is not None or high is not None:
             batch = dataclasses.replace(batch, advantages=batch.advantages.clamp(low, high))
@@ -146,6 +161,7 @@ class GRPO(RewardedAlgorithm):
 
     # ---- checks ------------------------------------------------------------------------------------------------------------
 
+    @override
     def problems(self) -> Iterator[Problem]:
         yield from super().problems()
         config, estimator = self.section, self.section.adv_estimator

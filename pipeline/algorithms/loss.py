@@ -1,4 +1,4 @@
-"""The losses of GRPO and PPO, of the policy and the critic, and of SFT. Formulas have their paper and equation beside them.
+"""Losses of GRPO and PPO, for the policy and the critic, and of SFT. Each formula cites its paper and equation.
 
 With r = pi / pi_old and w = pi_old / pi_generate for each token, A its advantage and sg() a stopped gradient:
 
@@ -7,20 +7,20 @@ With r = pi / pi_old and w = pi_old / pi_generate for each token, A its advantag
          | sg(clip(r)) A log pi                 CISPO                      `cispo`
          | A log pi                             REINFORCE, RLOO
 
-S and KL are averaged over all tokens of the step (token_level_loss), or first within each sequence; H, the exact entropy of a
-token's distribution, always over all tokens.
+S and KL are averaged over all tokens of the step (token_level_loss), or first within each sequence. H is the exact entropy of a
+token's distribution and is always averaged over all tokens.
 
-If a step has one update, pi_old is pi itself and needs no forward pass; force_on_policy_ratio says so of any step. The ratio is
-then 1 and its gradient is that of log pi.
+In a step with one update pi_old equals pi and needs no forward pass. force_on_policy_ratio assumes this for any step. The ratio
+is then 1 and its gradient is that of log pi.
 
-Where top_p and top_k truncate sampling, pi is the truncated distribution, from which tokens were drawn. A token that was drawn
-may still lie outside: train and generate ranks round differently, and the policy moves within a step. There pi or pi_old is 0,
-so the token has no part in S and in the metrics, except `excluded_fraction`, which is the share of such tokens. (They still
-count among all tokens of the step.) NeMo-RL gives them pi = 1, which has no gradient either but enters ratios of sequences and
-the metrics. KL is of whole distributions, as in NeMo-RL: the reference would cut away other tokens.
+Where top_p and top_k truncate sampling, pi is the truncated distribution that tokens were drawn from. A drawn token may still
+be outside of it: train and generate ranks round differently, and the policy changes within a step. pi or pi_old is then 0, so
+the token has no part in S nor in the metrics, except `excluded_fraction`, the share of such tokens. They still count among all
+tokens of the step. NeMo-RL sets pi = 1 for them, which has no gradient either but enters ratios of sequences and the metrics.
+KL compares whole distributions, as in NeMo-RL, because the reference policy would truncate to other tokens.
 
-Left out: VAPO's loss on right answers, PPO's penalty on KL(pi_old || pi) (eq. 8), GSPO-token (eq. 13), CISPO's masks on tokens
-(eq. 7), the exact KL over the vocabulary, masks by a sequence's worst token, losses on a distribution of values.
+Not supported: VAPO's loss on right answers, PPO's penalty on KL(pi_old || pi) (eq. 8), GSPO-token (eq. 13), CISPO's masks on
+tokens (eq. 7), the exact KL over the vocabulary, masks by a sequence's worst token, losses on a distribution of values.
 """
 
 from __future__ import annotations
@@ -47,13 +47,13 @@ from pipeline.types import GlobalCounts, LossOutput, Outputs, PackedBatch
 
 def policy_loss(config: LossConfig, outputs: Outputs, batch: PackedBatch, counts: GlobalCounts) -> LossOutput:
     """Return this batch's share of the policy's loss and of its metrics."""
+    assert outputs.logprobs is not None
     logprobs, current = outputs.logprobs, outputs.logprobs.detach()
-    on_policy = batch.old_logprobs is None or config.force_on_policy_ratio
-    old = current if on_policy else batch.old_logprobs
-    whole, truncates = batch, outputs.full_logprobs is not None
-    if truncates:
+    old = current if batch.old_logprobs is None or config.force_on_policy_ratio else batch.old_logprobs
+    whole, full, compared = batch, outputs.full_logprobs, old
+    if full is not None:  # sampling is truncated
         batch = mask_impossible_tokens(whole, current, old)
-        seen = torch.where(old == -torch.inf, whole.generate_logprobs, old)
+        compared = torch.where(old == -torch.inf, whole.generate_logprobs, old)
     log_ratio = masked(logprobs - old, batch)
     if config.sequence_level_importance_ratios:
         log_ratio = sequence_log_ratios(log_ratio, batch)
@@ -71,14 +71,14 @@ def policy_loss(config: LossConfig, outputs: Outputs, batch: PackedBatch, counts
             "ratio_max": masked_extreme(ratio, batch, largest=True),
             "ratio_min": masked_extreme(ratio, batch, largest=False),
             "approx_entropy": masked_share(-torch.exp(current - batch.generate_logprobs) * current, batch, counts),
-            **mismatch_metrics(seen if truncates else old, whole, counts),
+            **mismatch_metrics(compared, whole, counts),
             **_weight_metrics(log_weights, outside, batch, counts, config),
         }
-        if truncates:
+        if full is not None:
             excluded = whole.loss_mask & ~batch.loss_mask
             metrics["excluded_fraction"] = masked_share(excluded.to(ratio.dtype), whole, counts)
     if whole.reference_logprobs is not None:
-        kl = kl_in_loss(outputs.full_logprobs if truncates else logprobs, whole, config)
+        kl = kl_in_loss(logprobs if full is None else full, whole, config)
         kl = masked_share(kl, whole, counts, config.token_level_loss)
         metrics["reference_kl"] = kl.detach()
         if not config.use_kl_in_reward:
@@ -91,12 +91,13 @@ def policy_loss(config: LossConfig, outputs: Outputs, batch: PackedBatch, counts
     return LossOutput(loss, metrics)
 
 
-# ---- surrogates: (what the loss makes larger, where a bound on the ratio is at work), `[T]` each --------------------------
+# ---- surrogates -----------------------------------------------------------------------------------------------------------
 
 
 def _surrogate(
     config: LossConfig, logprobs: torch.Tensor, ratio: torch.Tensor, advantages: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return (the objective that the loss maximizes, where a bound on the ratio is active), `[T]` each."""
     if config.disable_ppo_ratio:
         return advantages * logprobs, torch.zeros_like(ratio, dtype=torch.bool)
     if config.use_cispo:
@@ -105,13 +106,13 @@ def _surrogate(
 
 
 def clipped_surrogate(config: LossConfig, ratio: torch.Tensor, advantages: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """PPO's clipped surrogate (https://arxiv.org/abs/1707.06347 eq. 7). A bounded token has no gradient.
+    """Return PPO's clipped surrogate (https://arxiv.org/abs/1707.06347 eq. 7). A bounded token has no gradient.
 
         min(r A, clip(r, 1 - ratio_clip_min, 1 + ratio_clip_max) A)
 
-    Different bounds are DAPO's clip-higher (https://arxiv.org/abs/2503.14476 eq. 10). With ratio_clip_c (dual clip,
-    https://arxiv.org/abs/1912.09729 eq. 5) it is at least c A where A < 0, so that a token that became far more likely and
-    should not have does not outweigh all others.
+    Different bounds are DAPO's clip-higher (https://arxiv.org/abs/2503.14476 eq. 10). With ratio_clip_c = c (dual clip,
+    https://arxiv.org/abs/1912.09729 eq. 5) the surrogate is at least c A where A < 0, so that a bad token that became far more
+    likely does not outweigh all others.
     """
     low, high, c = 1 - config.ratio_clip_min, 1 + config.ratio_clip_max, config.ratio_clip_c
     surrogate = torch.minimum(ratio * advantages, ratio.clamp(low, high) * advantages)
@@ -125,7 +126,7 @@ def clipped_surrogate(config: LossConfig, ratio: torch.Tensor, advantages: torch
 def cispo(
     config: LossConfig, logprobs: torch.Tensor, ratio: torch.Tensor, advantages: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """CISPO's clipped importance-sampling weight (MiniMax-M1, https://arxiv.org/abs/2506.13585 eq. 4).
+    """Return CISPO's clipped importance-sampling surrogate (MiniMax-M1, https://arxiv.org/abs/2506.13585 eq. 4).
 
         sg(clip(r, 1 - ratio_clip_min, 1 + ratio_clip_max)) A log pi
 
@@ -157,11 +158,13 @@ def estimate_kl(
     output_clamp: float | None = None,
     weight: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Estimate KL(pi || reference) at each token drawn from pi, times `weight`; `[T]` each. With x = log pi_ref - log pi:
+    """Estimate KL(pi || reference) at each token drawn from pi, times `weight`: `[T]`.
+
+    With x = log pi_ref - log pi:
 
         k1 = -x        k2 = x^2 / 2        k3 = exp(x) - 1 - x        Schulman, http://joschu.net/blog/kl-approx.html
 
-    The clamps bound x, and the product, to plus or minus their value, as in NeMo-RL; beyond a bound there is no gradient.
+    The clamps bound |x| and the absolute value of the product, as in NeMo-RL. Beyond a bound there is no gradient.
     """
     x = reference - logprobs
     if input_clamp is not None:
@@ -182,11 +185,11 @@ def estimate_kl(
 
 
 def kl_in_loss(logprobs: torch.Tensor, batch: PackedBatch, config: LossConfig) -> torch.Tensor:
-    """Return what reference_policy_kl_penalty multiplies in the loss: `[T]`, 0 where the mask is False.
+    """Return the KL that reference_policy_kl_penalty multiplies in the loss: `[T]`, 0 where the mask is False.
 
-    In a loss the distribution that tokens are drawn from is differentiated too, so the estimate carries a factor
+    A loss also differentiates the distribution that tokens are drawn from, so the estimate carries a factor
     (https://arxiv.org/abs/2506.09477): exp(log pi - sg(log pi)), which is 1 and has the score function as its gradient. With
-    use_on_policy_kl_approximation it is pi / pi_generate, which also corrects for tokens that another policy drew.
+    use_on_policy_kl_approximation the factor is pi / pi_generate, which also corrects for tokens drawn by another policy.
     """
     drawn_from = batch.generate_logprobs if config.use_on_policy_kl_approximation else logprobs.detach()
     return _kl_of_counted(logprobs, batch, config, torch.exp(masked(logprobs - drawn_from, batch)))
@@ -195,10 +198,12 @@ def kl_in_loss(logprobs: torch.Tensor, batch: PackedBatch, config: LossConfig) -
 def kl_in_reward(batch: PackedBatch, config: LossConfig) -> torch.Tensor:
     """Return the KL of the policy before the step's first update, without a gradient: `[T]`, 0 where the mask is False."""
     old = batch.old_logprobs if batch.old_full_logprobs is None else batch.old_full_logprobs
+    assert old is not None
     return _kl_of_counted(old, batch, config, weight=None)
 
 
 def _kl_of_counted(logprobs: torch.Tensor, batch: PackedBatch, config: LossConfig, weight: torch.Tensor | None) -> torch.Tensor:
+    assert batch.reference_logprobs is not None
     kl = estimate_kl(
         masked(logprobs, batch),
         masked(batch.reference_logprobs, batch),
@@ -210,7 +215,7 @@ def _kl_of_counted(logprobs: torch.Tensor, batch: PackedBatch, config: LossConfi
     return masked(kl, batch)
 
 
-# ---- importance sampling between generate and train ranks, which find different log-probs for the same weights -------------
+# ---- importance sampling: generate and train ranks compute different log-probs for the same weights ------------------------
 
 
 def importance_log_weights(old: torch.Tensor, batch: PackedBatch, config: LossConfig) -> torch.Tensor:
@@ -225,18 +230,19 @@ def importance_log_weights(old: torch.Tensor, batch: PackedBatch, config: LossCo
 
 
 def truncated(log_weights: torch.Tensor, batch: PackedBatch, config: LossConfig) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return (w bounded from [ratio_min or 0] to [ratio], `[T]`; where w was out of bounds, `[T]` bool).
+    """Return (w bounded to [ratio_min or 0, ratio], `[T]`; where w was out of bounds, `[T]` bool).
 
     tis            w clamped to the bounds
     icepop         0 outside of them (https://ringtech.notion.site/icepop)
     seq-mask-tis   0 in sequences whose geometric mean of w is outside of them
-                   (https://yingru.notion.site/When-Speed-Kills-Stability-Demystifying-RL-Collapse-from-the-Training-Inference-Mismatch)
+        (https://yingru.notion.site/When-Speed-Kills-Stability-Demystifying-RL-Collapse-from-the-Training-Inference-Mismatch)
     """
     weights = torch.exp(log_weights)
     kind, high = config.truncated_importance_sampling_type, config.truncated_importance_sampling_ratio
     low = config.truncated_importance_sampling_ratio_min or 0.0
     if kind is None:
         return weights, torch.zeros_like(batch.loss_mask)
+    assert high is not None  # `RewardedAlgorithm.problems`
     compared = weights
     if kind == "seq-mask-tis":
         compared = per_token(torch.exp(sequence_means(log_weights, batch)), batch)
@@ -249,19 +255,23 @@ def truncated(log_weights: torch.Tensor, batch: PackedBatch, config: LossConfig)
 def mask_mismatched_sequences(batch: PackedBatch, threshold: float) -> torch.Tensor:
     """Return the mask without sequences whose mean of exp|log pi_old - log pi_generate| is above the threshold, `[T]` bool.
 
-    Such sequences are left out before anything is divided by a count. Tokens that truncated sampling excludes are not compared.
+    Such sequences are removed before the counts that losses divide by. Tokens that truncated sampling excludes are not
+    compared.
     """
+    assert batch.old_logprobs is not None
     compared = batch if batch.old_full_logprobs is None else mask_impossible_tokens(batch, batch.old_logprobs)
     return batch.loss_mask & (per_token(_sequence_errors(batch.old_logprobs, compared), batch) <= threshold)
 
 
 def mismatch_metrics(old: torch.Tensor, batch: PackedBatch, counts: GlobalCounts) -> dict[str, torch.Tensor]:
-    """Return how far the log-probs of generate and train ranks are apart, with p = pi_generate, q = pi_old and NeMo-RL's names.
+    """Return metrics of the difference between the log-probs of generate and train ranks, with NeMo-RL's names.
 
-    token_mult_prob_error: mean of exp|log p - log q|; seq_mult_prob_error: of a sequence, the largest and smallest.
+    With p = pi_generate and q = pi_old:
+
+    token_mult_prob_error: mean of exp|log p - log q|. seq_mult_prob_error: the same per sequence, largest and smallest value.
     gen_kl_error, policy_kl_error: k3 estimates of KL(p || q) and KL(q || p).
-    js_divergence_error: of the Jensen-Shannon divergence, the mean of (w log w - (1 + w) log((1 + w) / 2)) / 2, w = q / p,
-    which is unbiased for tokens drawn from p. NeMo-RL's estimate is the same to second order in log w.
+    js_divergence_error: estimate of the Jensen-Shannon divergence, the mean of (w log w - (1 + w) log((1 + w) / 2)) / 2 with
+    w = q / p, which is unbiased for tokens drawn from p. NeMo-RL's estimate is the same to second order in log w.
     """
     generate, old = masked(batch.generate_logprobs, batch), masked(old, batch)
     log_weights = old - generate
@@ -282,7 +292,7 @@ def mismatch_metrics(old: torch.Tensor, batch: PackedBatch, counts: GlobalCounts
 def _weight_metrics(
     log_weights: torch.Tensor, outside: torch.Tensor, batch: PackedBatch, counts: GlobalCounts, config: LossConfig
 ) -> dict[str, torch.Tensor]:
-    """Return mean and histogram of w before it is truncated, and the share of tokens or sequences that were out of bounds."""
+    """Return mean and histogram of w before truncation, and the share of tokens or sequences out of bounds."""
     sequences = config.sequence_level_importance_ratios
     metrics = {
         "sampling_importance_ratio": masked_share(torch.exp(log_weights), batch, counts, token_level=not sequences),
@@ -304,6 +314,7 @@ def _sequence_errors(old: torch.Tensor, batch: PackedBatch) -> torch.Tensor:
 
 def sft_loss(outputs: Outputs, batch: PackedBatch, counts: GlobalCounts) -> LossOutput:
     """Return this batch's share of - sum_t mask_t log pi(y_t | y_<t) / sum_t mask_t."""
+    assert outputs.logprobs is not None
     return LossOutput(masked_share(-outputs.logprobs, batch, counts), {})
 
 
@@ -312,8 +323,9 @@ def value_loss(config: ValueLossConfig, outputs: Outputs, batch: PackedBatch, co
 
         loss = scale / 2 mean over tokens of max((V - R)^2, (clip(V, V_old - cliprange, V_old + cliprange) - R)^2)
 
-    V, V_old and the return R are of the text before a counted token, so V comes from the state after the previous token.
+    V, V_old and the return R belong to the text before a counted token, so V is the value head's output at the previous token.
     """
+    assert outputs.values is not None and batch.old_values is not None and batch.returns is not None
     values, returns = values_before(outputs.values), batch.returns
     errors = (values - returns).square()
     is_clipped = torch.zeros_like(batch.loss_mask)

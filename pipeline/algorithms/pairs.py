@@ -1,6 +1,7 @@
-"""Losses on pairs of a chosen and a rejected answer. Sequence 2i of a batch is a chosen one, sequence 2i + 1 the rejected one.
+"""Losses on pairs of a chosen and a rejected answer.
 
-A mean is over all pairs of the optimizer step, so each pair's share is divided by half of `GlobalCounts.sequences`.
+Sequence 2i of a batch is a chosen answer, sequence 2i + 1 the rejected one. A mean is over all pairs of the optimizer step, so
+each pair's share is divided by half of `GlobalCounts.sequences`.
 """
 
 from __future__ import annotations
@@ -24,13 +25,14 @@ def preference_loss(kind: str, margin: torch.Tensor, beta: float, smoothing: flo
 
 
 def reward_model_loss(outputs: Outputs, batch: PackedBatch, counts: GlobalCounts) -> LossOutput:
-    """Return this batch's share of the loss of Bradley and Terry (https://arxiv.org/abs/2203.02155 eq. 1) and of its metrics.
+    """Return this batch's share of the Bradley-Terry loss (https://arxiv.org/abs/2203.02155 eq. 1) and of its metrics.
 
         loss = - mean over pairs of log sigma(r_c - r_r - m)
 
-    r is the value head on the state after a sequence's last token, m the margin (Llama 2, https://arxiv.org/abs/2307.09288
-    eq. 2): how much better the chosen answer is, by the data set's `margin_key`, else 0. `accuracy` is without it.
+    r is the output of the value head at a sequence's last token. m is the margin (Llama 2, https://arxiv.org/abs/2307.09288 eq.
+    2): how much better the chosen answer is, from the data set's `margin_key`, else 0. `accuracy` ignores the margin.
     """
+    assert outputs.values is not None
     chosen, rejected = split(outputs.values[batch.cu_seqlens[1:].long() - 1])
     margins, _ = split(batch.rewards)
     loss = pair_share(-logsigmoid(chosen - rejected - margins), counts)
@@ -38,9 +40,9 @@ def reward_model_loss(outputs: Outputs, batch: PackedBatch, counts: GlobalCounts
 
 
 def split(values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the chosen and the rejected answers' values, `[S/2]` each, from `[S]`.
+    """Return the values of the chosen and of the rejected answers, `[S/2]` each, from `[S]`.
 
-    An empty microbatch, which is packed as one token, has no pairs. Raises ValueError for any other odd number of sequences.
+    An empty microbatch, which is packed as one token, has no pairs. Raise ValueError for any other odd number of sequences.
     """
     if len(values) == 1:
         values = values[:0]  # with its graph, for the backward pass

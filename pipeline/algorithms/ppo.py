@@ -1,13 +1,13 @@
-"""PPO: proximal policy optimization (https://arxiv.org/abs/1707.06347) with a critic, as RLHF has it
-(https://arxiv.org/abs/2203.02155).
+"""PPO: proximal policy optimization (https://arxiv.org/abs/1707.06347) with a critic.
 
-The critic estimates before each token what reward to expect, of which `estimate_gae` makes advantages and returns on the train
-ranks. The losses are `policy_loss` and `value_loss` in loss.py; both models go over a step's samples ppo_epochs times. Before
-step policy_training_start_step only the critic learns, and the policy's schedule stays where it is.
+As in RLHF (https://arxiv.org/abs/2203.02155), the critic predicts the reward before each token, and `estimate_gae` computes
+advantages and returns from it on the train ranks. The losses are `policy_loss` and `value_loss` in loss.py. Both models make
+ppo_epochs passes over a step's samples. Before step policy_training_start_step only the critic learns, and the policy's
+learning-rate schedule does not advance.
 
 A schedule advances once per step, as in verl, or after each epoch with schedule_every_epoch, as in NeMo-RL.
 
-Left out: a critic that shares the policy's body, VAPO's loss on right answers.
+Not supported: a critic that shares the policy's body, VAPO's loss on right answers.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Annotated, Any
 
 from pydantic import Field
+from typing_extensions import override
 
 from pipeline.algorithms.base import Loss
 from pipeline.algorithms.rewarded import RewardedAlgorithm
@@ -39,15 +40,17 @@ class PPOConfig(RewardedConfig):
     ppo_epochs: Annotated[Positive, Field(description="Passes over the samples of a step.")] = 1
     schedule_every_epoch: Annotated[
         Bool,
-        Field(description="Learning-rate schedules advance once per epoch, as in NeMo-RL. false: once per step, as in verl."),
+        Field(description="Advance learning-rate schedules once per epoch, as in NeMo-RL. false: once per step, as in verl."),
     ] = False
     policy_training_start_step: Annotated[
-        NotNegative, Field(description="Step at which the policy begins to learn. Before it only the critic learns.")
+        NotNegative, Field(description="First step in which the policy learns. Before it only the critic learns.")
     ] = 0
     adv_estimator: GAEConfig = field(default_factory=GAEConfig)
 
 
 class PPO(RewardedAlgorithm):
+    """Proximal policy optimization with a critic."""
+
     Section = PPOConfig
     reads = ("loss_fn", "value", "value_loss_fn")
 
@@ -62,22 +65,27 @@ class PPO(RewardedAlgorithm):
         )
 
     @property
+    @override
     def epochs(self) -> int:
         return self.section.ppo_epochs
 
     @property
+    @override
     def losses(self) -> Mapping[str, Loss]:
         return {"policy": self.loss, "critic": self.critic_loss}
 
     def critic_loss(self, outputs: Outputs, batch: PackedBatch, counts: GlobalCounts) -> LossOutput:
+        """Return this batch's share of the critic's loss and of its metrics."""
         from pipeline.algorithms.loss import value_loss
 
         return value_loss(self.recipe.value_loss_fn, outputs, batch, counts)
 
+    @override
     def advantages(self, group: RolloutGroup, rewards: np.ndarray) -> Sequence[float]:
-        """Return zeros: the advantages come with `estimate`."""
+        """Return zeros: `estimate` computes the advantages."""
         return [0.0] * len(rewards)
 
+    @override
     def estimate(self, batch: PackedBatch) -> PackedBatch:
         from pipeline.algorithms.advantages import estimate_gae
 
@@ -85,9 +93,11 @@ class PPO(RewardedAlgorithm):
         advantages, returns = estimate_gae(batch, self.section.adv_estimator, self.recipe.loss_fn)
         return dataclasses.replace(batch, advantages=advantages, returns=returns)
 
+    @override
     def trains(self, step: int) -> tuple[str, ...]:
         return ("critic",) if step < self.section.policy_training_start_step else ("critic", "policy")
 
+    @override
     def problems(self) -> Iterator[Problem]:
         yield from super().problems()
         config, estimator = self.section, self.section.adv_estimator

@@ -12,7 +12,7 @@ from pipeline.types import BIN_EDGES, BINS, GlobalCounts, PackedBatch
 def masked_share(values: torch.Tensor, batch: PackedBatch, counts: GlobalCounts, token_level: bool = True) -> torch.Tensor:
     """Return this batch's share of a mean over all counted tokens of the optimizer step: `[T]` -> `[]`.
 
-    Token level: every token weighs the same. Sequence level: the mean within each sequence, then the mean over sequences.
+    token_level: every token has the same weight. Otherwise: the mean within each sequence, then the mean over sequences.
     """
     if token_level:
         return masked(values, batch).sum() / max(1, counts.tokens)
@@ -33,12 +33,12 @@ def histogram_share(logs: torch.Tensor, batch: PackedBatch, counts: GlobalCounts
 
 
 def masked(values: torch.Tensor, batch: PackedBatch) -> torch.Tensor:
-    """Return `[T]` with 0, and no gradient, where the mask is False, also in place of inf and nan."""
+    """Return `values` with 0, and no gradient, where the mask is False, even in place of inf and nan: `[T]`."""
     return torch.where(batch.loss_mask, values, 0)
 
 
 def mask_impossible_tokens(batch: PackedBatch, *logprobs: torch.Tensor) -> PackedBatch:
-    """Return the batch with a mask that excludes tokens without probability in one of the `[T]` log-probs."""
+    """Return the batch with a mask that excludes tokens of probability 0 by any of the `[T]` log-probs."""
     mask = batch.loss_mask
     for each in logprobs:
         mask = mask & (each != -torch.inf)
@@ -62,7 +62,7 @@ def per_token(values: torch.Tensor, batch: PackedBatch) -> torch.Tensor:
 
 
 def values_before(values: torch.Tensor) -> torch.Tensor:
-    """Return what stands before each token, of what stands after it: `[T]` -> `[T]`, 0 where a sequence begins."""
+    """Shift `[T]` values after each token to values before each token; 0 at the start of the batch."""
     return torch.cat([values.new_zeros(1), values[:-1]])
 
 

@@ -1,10 +1,12 @@
-"""The base of GRPO and PPO, which learn from rewards: needs, rewards, the policy's loss and checks."""
+"""Base of GRPO and PPO, which learn from rewards: needs, rewards, policy loss and checks."""
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
+
+from typing_extensions import override
 
 from pipeline.algorithms.base import Needs, OnlineAlgorithm
 from pipeline.problems import Problem
@@ -16,7 +18,7 @@ if TYPE_CHECKING:
 
 
 class RewardedAlgorithm(OnlineAlgorithm):
-    """An algorithm whose section is a `RewardedConfig`, and whose policy learns by `policy_loss` in loss.py."""
+    """Base of algorithms whose section is a `RewardedConfig` and whose policy learns by `policy_loss` in loss.py."""
 
     reads = ("loss_fn",)
 
@@ -38,11 +40,13 @@ class RewardedAlgorithm(OnlineAlgorithm):
         """Passes over the samples of a step."""
         return 1
 
+    @override
     def select(self, groups: list[RolloutGroup]) -> list[RolloutGroup]:
         from pipeline.algorithms.advantages import select_groups
 
         return select_groups(groups, self.section)
 
+    @override
     def compute_advantages(self, groups: list[RolloutGroup]) -> list[Sample]:
         from pipeline.algorithms.advantages import is_truncated, make_sample, shaped_rewards
 
@@ -55,9 +59,10 @@ class RewardedAlgorithm(OnlineAlgorithm):
         return samples
 
     def advantages(self, group: RolloutGroup, rewards: np.ndarray) -> Sequence[float]:
-        """Return the advantages of the rollouts of one prompt, `[G]`, of their shaped rewards, `[G]` float64."""
+        """Return the advantages of the rollouts of one prompt, `[G]`, from their shaped rewards, `[G]` float64."""
         raise NotImplementedError
 
+    @override
     def estimate(self, batch: PackedBatch) -> PackedBatch:
         from pipeline.algorithms.loss import mask_mismatched_sequences
 
@@ -65,6 +70,7 @@ class RewardedAlgorithm(OnlineAlgorithm):
             return batch
         return dataclasses.replace(batch, loss_mask=mask_mismatched_sequences(batch, threshold))
 
+    @override
     def loss(self, outputs: Outputs, batch: PackedBatch, counts: GlobalCounts) -> LossOutput:
         from pipeline.algorithms.loss import policy_loss
 
@@ -72,6 +78,7 @@ class RewardedAlgorithm(OnlineAlgorithm):
 
     # ---- checks ------------------------------------------------------------------------------------------------------------
 
+    @override
     def problems(self) -> Iterator[Problem]:
         yield from super().problems()
         yield from self._check_rewards()

@@ -1,13 +1,15 @@
-"""The reward model of pairs of a chosen and a rejected answer.
+"""RM: reward models trained on pairs of a chosen and a rejected answer.
 
-Its loss is `reward_model_loss` in pairs.py. Left out: several answers ranked at once, regression on scores, a penalty that
-centres rewards.
+The loss is `reward_model_loss` in pairs.py. Not supported: ranking several answers, regression on scores, a penalty that
+centers rewards.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
+
+from typing_extensions import override
 
 from pipeline.algorithms.base import Needs, PairedAlgorithm
 from pipeline.algorithms.sections import OfflineConfig
@@ -22,9 +24,12 @@ class RMConfig(OfflineConfig):
 
 
 class RM(PairedAlgorithm):
+    """Reward-model training. The trained model has a value head in place of the vocabulary."""
+
     Section = RMConfig
     needs = Needs(head="values")
 
+    @override
     def loss(self, outputs: Outputs, batch: PackedBatch, counts: GlobalCounts) -> LossOutput:
         from pipeline.algorithms.pairs import reward_model_loss
 

@@ -1,12 +1,14 @@
-"""SFT: supervised fine-tuning, the mean negative log-likelihood of the tokens that the mask counts: `sft_loss` in loss.py.
+"""SFT: supervised fine-tuning. The loss, `sft_loss` in loss.py, is the mean negative log-likelihood of the counted tokens.
 
-The mask (assistant turns only) is the data's. Left out: weighting of examples.
+The data set decides which tokens count: those of the assistant's turns. Not supported: weights of examples.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
+
+from typing_extensions import override
 
 from pipeline.algorithms.base import Algorithm
 from pipeline.algorithms.sections import OfflineConfig
@@ -21,8 +23,11 @@ class SFTConfig(OfflineConfig):
 
 
 class SFT(Algorithm):
+    """Supervised fine-tuning."""
+
     Section = SFTConfig
 
+    @override
     def loss(self, outputs: Outputs, batch: PackedBatch, counts: GlobalCounts) -> LossOutput:
         from pipeline.algorithms.loss import sft_loss
 

@@ -16,7 +16,7 @@ from pipeline import user_code
 from pipeline.config import schema_validation
 from pipeline.config.policy import Precision, TokenizerConfig
 from pipeline.problems import Problem
-from pipeline.values import MISSING, Bool, Check, Float, Line, Positive, Text, not_a_kind
+from pipeline.values import MISSING, Bool, Check, Float, Line, Positive, Text, interpolation, not_a_kind
 
 KINDS = {
     "calculator": "pipeline.environments.tools.CalculatorEnvironment",
@@ -68,7 +68,7 @@ class EnvironmentConfig:
     hf_config_overrides: Annotated[dict[str, Any], Field(description="Keys of the model's config.json to change.")] = field(
         default_factory=dict
     )
-    precision: Annotated[Precision, Field(description="As policy.precision.")] = "${policy.precision}"  # type: ignore[assignment]
+    precision: Annotated[Precision, Field(description="As policy.precision.")] = interpolation("${policy.precision}")
     served_by: Annotated[
         Literal["train", "reward"],
         Field(description="train: the train ranks, cut as the policy is. reward: ranks of its own, cluster.reward."),

@@ -5,7 +5,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from pipeline.values import Bool, Float, Int, Positive, Text, Variables
+from pipeline.values import Bool, Float, Int, Positive, Text, Variables, interpolation
 
 
 @dataclass
@@ -35,8 +35,8 @@ class VLLMConfig:
     gpu_memory_utilization: Annotated[
         Float, Field(ge=0.01, le=1, description="Share of a GPU's memory that an engine takes.")
     ] = 0.6
-    max_model_len: Annotated[Int, Field(ge=2, description="Tokens of the longest prompt with its answer.")] = (
-        "${policy.max_total_sequence_length}"  # type: ignore[assignment]
+    max_model_len: Annotated[Int, Field(ge=2, description="Tokens of the longest prompt with its answer.")] = interpolation(
+        "${policy.max_total_sequence_length}"
     )
     enforce_eager: Annotated[Bool, Field(description="Do without CUDA graphs.")] = False
     enable_prefix_caching: Annotated[Bool, Field(description="Share keys and values of equal beginnings.")] = True
@@ -80,9 +80,11 @@ class GenerationConfig:
     temperature: Annotated[Float, Field(gt=0, description="Temperature. It divides logits in training too.")] = 1.0
     top_p: Annotated[Float, Field(gt=0, le=1, description="Nucleus sampling: share of the probability.")] = 1.0
     top_k: Annotated[Positive | None, Field(description="Sample from so many of the likeliest tokens. null: all.")] = None
-    val_temperature: Annotated[Float, Field(ge=0, description="Temperature in validation. 0: greedy.")] = "${.temperature}"  # type: ignore[assignment]
-    val_top_p: Annotated[Float, Field(gt=0, le=1, description="top_p in validation.")] = "${.top_p}"  # type: ignore[assignment]
-    val_top_k: Annotated[Positive | None, Field(description="top_k in validation.")] = "${.top_k}"  # type: ignore[assignment]
+    val_temperature: Annotated[Float, Field(ge=0, description="Temperature in validation. 0: greedy.")] = interpolation(
+        "${.temperature}"
+    )
+    val_top_p: Annotated[Float, Field(gt=0, le=1, description="top_p in validation.")] = interpolation("${.top_p}")
+    val_top_k: Annotated[Positive | None, Field(description="top_k in validation.")] = interpolation("${.top_k}")
     stop_token_ids: Annotated[
         list[Int] | None, Field(description="Tokens that end an answer, besides the tokenizer's and the model's own.")
     ] = None

@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from pipeline.values import Bool, Float, Int, NotNegative, Positive, Text, Variables
+from pipeline.values import Bool, Float, Int, NotNegative, Positive, Text, Variables, interpolation
 
 MEGATRON_MODEL_TYPES = ("llama", "qwen2", "qwen3", "qwen3_moe", "mixtral", "deepseek_v3")  # pipeline/models/
 FIXED = "Only the default is supported."  # NeMo-RL's key for what this backend does not do; why is in megatron_checks.py
@@ -28,7 +28,7 @@ class MegatronOptimizerConfig:
     adam_eps: Annotated[Float, Field(description="Adam's epsilon.")] = 1e-8
     sgd_momentum: Annotated[Float, Field(description=f"{IGNORED}the only optimizer is adam.")] = 0.9
     clip_grad: Annotated[Float | None, Field(ge=0, description="Clip gradients to this norm. null, 0: do not clip.")] = (
-        "${policy.max_grad_norm}"  # type: ignore[assignment]
+        interpolation("${policy.max_grad_norm}")
     )
     use_precision_aware_optimizer: Annotated[
         Bool,
@@ -139,7 +139,7 @@ class MegatronConfig:
     ] = True
     pipeline_dtype: Annotated[
         Text, Field(description="Type of activations between stages. Only policy.precision is supported.")
-    ] = "${policy.precision}"
+    ] = interpolation("${policy.precision}")
 
     freeze_moe_router: Annotated[Bool, Field(description="Do not train routers of mixtures of experts.")] = True
     moe_router_dtype: Annotated[

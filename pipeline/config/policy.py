@@ -7,7 +7,7 @@ from pydantic import Field
 
 from pipeline.config.generation import GenerationConfig
 from pipeline.config.megatron import MegatronConfig
-from pipeline.values import MISSING, Bool, Float, Int, Line, Positive, Text
+from pipeline.values import MISSING, Bool, Float, Int, Line, Positive, Text, interpolation
 
 PRECISIONS = {"float32": 4, "bfloat16": 2}  # what policy.precision may be, and the bytes of a number in it
 Precision = Literal["float32", "bfloat16"]
@@ -17,7 +17,7 @@ Precision = Literal["float32", "bfloat16"]
 class TokenizerConfig:
     """The tokenizer and its chat template."""
 
-    name: Annotated[Line, Field(description="A folder, or a Hugging Face name that is in the local cache.")] = (
+    name: Annotated[Line, Field(description="A folder, or a Hugging Face name that is in the local cache.")] = interpolation(
         "${policy.model_name}"
     )
     chat_template: Annotated[Text | None, Field(description="A Jinja template. null: the tokenizer's own.")] = None
@@ -137,7 +137,9 @@ class PolicyConfig:
     )
     train_global_batch_size: Annotated[Positive, Field(description="Sequences of an optimizer step. DPO and RM: pairs.")] = 512
     train_micro_batch_size: Annotated[Positive, Field(description="Sequences of a microbatch without sequence packing.")] = 4
-    logprob_batch_size: Annotated[Positive, Field(description="The same in log-prob passes.")] = "${.train_micro_batch_size}"  # type: ignore[assignment]
+    logprob_batch_size: Annotated[Positive, Field(description="The same in log-prob passes.")] = interpolation(
+        "${.train_micro_batch_size}"
+    )
     max_total_sequence_length: Annotated[Int, Field(ge=2, description="Tokens of the longest sequence, prompt included.")] = 512
     precision: Annotated[Precision, Field(description="Of weights and activations. Master weights are float32.")] = "bfloat16"
     logprob_chunk_size: Annotated[Positive | None, Field(description="Tokens whose logits exist at once. null: all.")] = 2048
@@ -158,13 +160,13 @@ class ValueConfig:
     """PPO's critic: the body of a language model, or a reward model, with one number per token."""
 
     model_name: Annotated[Line, Field(description="A folder, or a Hugging Face name that is in the local cache.")] = (
-        "${policy.model_name}"
+        interpolation("${policy.model_name}")
     )
-    random_init: Annotated[Bool, Field(description="As policy.random_init.")] = "${policy.random_init}"  # type: ignore[assignment]
+    random_init: Annotated[Bool, Field(description="As policy.random_init.")] = interpolation("${policy.random_init}")
     hf_config_overrides: Annotated[dict[str, Any], Field(description="Keys of the model's config.json to change.")] = field(
         default_factory=dict
     )
-    precision: Annotated[Precision, Field(description="As policy.precision.")] = "${policy.precision}"  # type: ignore[assignment]
+    precision: Annotated[Precision, Field(description="As policy.precision.")] = interpolation("${policy.precision}")
     max_grad_norm: Annotated[Float | None, Field(ge=0, description="Clip gradients to this norm. null, 0: do not clip.")] = 1.0
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     scheduler: Annotated[
@@ -180,5 +182,5 @@ class TeacherConfig:
     hf_config_overrides: Annotated[dict[str, Any], Field(description="Keys of the model's config.json to change.")] = field(
         default_factory=dict
     )
-    precision: Annotated[Precision, Field(description="As policy.precision.")] = "${policy.precision}"  # type: ignore[assignment]
+    precision: Annotated[Precision, Field(description="As policy.precision.")] = interpolation("${policy.precision}")
     cpu_offload: Annotated[Bool, Field(description="Keep its weights in host memory while it does not compute.")] = True

@@ -16,7 +16,7 @@ from pipeline.config.environments import EnvironmentConfig
 from pipeline.config.generation import VLLMConfig
 from pipeline.config.megatron import MegatronConfig
 from pipeline.config.policy import PolicyConfig, TeacherConfig, ValueConfig
-from pipeline.values import MISSING, Bool, Duration, Float, Folder, Int, Line, NotNegative, Positive, Text
+from pipeline.values import MISSING, Bool, Duration, Float, Folder, Int, Line, NotNegative, Positive, Text, interpolation
 
 # ---- data ----------------------------------------------------------------------------------------------------------------
 
@@ -93,8 +93,8 @@ class DataConfig:
     validations: Annotated[
         dict[str, DatasetConfig], Field(description="In place of validation: several data sets by name, each with its metrics.")
     ] = field(default_factory=dict)
-    max_input_seq_length: Annotated[Positive, Field(description="Tokens of the longest prompt.")] = (
-        "${policy.max_total_sequence_length}"  # type: ignore[assignment]
+    max_input_seq_length: Annotated[Positive, Field(description="Tokens of the longest prompt.")] = interpolation(
+        "${policy.max_total_sequence_length}"
     )
     overlong_prompts: Annotated[
         Literal["error", "drop"],
@@ -128,8 +128,8 @@ class CheckpointingConfig:
         Text | None, Field(description="`val:accuracy` or `train:reward`, say. null: keep the latest keep_top_k.")
     ] = None
     higher_is_better: Annotated[Bool, Field(description="Whether a higher value of the metric is better.")] = True
-    async_save: Annotated[Bool, Field(description="Write while training goes on.")] = (
-        "${policy.megatron_cfg.checkpoint.async_save}"  # type: ignore[assignment]
+    async_save: Annotated[Bool, Field(description="Write while training goes on.")] = interpolation(
+        "${policy.megatron_cfg.checkpoint.async_save}"
     )
     save_consolidated: Annotated[
         Bool, Field(description="Also write a Hugging Face checkpoint, in `hf/` beside the sharded one.")

@@ -95,7 +95,8 @@ class Encoder(RecordReader):
 
     def encode_text(self, text: str) -> Encoded:
         """Return a bare text and the end-of-sequence token, unless it ends in that: language modelling, in which every token is
-        learned but the first, which nothing comes before. TRL's format of a `text`."""
+        learned but the first, which nothing comes before. TRL's format of a `text`.
+        """
         tokens = _int32(self._ended(self.tokenizer(text).input_ids))
         return tokens, np.arange(len(tokens)) >= 1
 
@@ -154,7 +155,8 @@ class Encoder(RecordReader):
 
     def _masked_by_prefixes(self, messages: list[Message], first: int) -> Encoded:
         """Mask what rendering an assistant's turn adds to the conversation before it. Each rendering must begin with the one
-        before; then the spans are those of the whole."""
+        before; then the spans are those of the whole.
+        """
         whole = self._render(messages)
         mask = np.zeros(len(whole), dtype=bool)
         for i, message in enumerate(messages):
@@ -169,7 +171,8 @@ class Encoder(RecordReader):
 
     def _end_of_turn(self, tokens: list[int], begin: int) -> int:
         """Return where the loss on the turn that starts at `begin` stops: behind its last special token, if only white space
-        follows (the newline after <|im_end|> is the template's: a sampler stops before it)."""
+        follows (the newline after <|im_end|> is the template's: a sampler stops before it).
+        """
         for end in range(len(tokens), begin, -1):
             if tokens[end - 1] in self._special:
                 return end
@@ -180,7 +183,8 @@ class Encoder(RecordReader):
 
 def _unknown_token(tokenizer: PreTrainedTokenizerBase) -> int | None:
     """Return the token for unknown text; None where there is none, or it means something else besides, as GPT-2's <|endoftext|>
-    does."""
+    does.
+    """
     others = (tokenizer.bos_token_id, tokenizer.eos_token_id)
     return None if tokenizer.unk_token_id in others else tokenizer.unk_token_id
 

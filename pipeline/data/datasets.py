@@ -184,7 +184,8 @@ def _from_datasets(dataset: DatasetConfig) -> Sequence[Record]:
 
 def _load(name: str, subset: str | None, split: str, kwargs: dict[str, Any]) -> Sequence[Record]:
     """Call `load_dataset`, which without a network finds only what it has prepared before: so from the hub cache's files, if
-    `hf download` has put them there. Raises ValueError if there is no such data set, subset or split."""
+    `hf download` has put them there. Raises ValueError if there is no such data set, subset or split.
+    """
     import datasets
 
     where = name if Path(name).is_dir() else _snapshot(name, kwargs.get("revision")) or name
@@ -202,7 +203,8 @@ def _load(name: str, subset: str | None, split: str, kwargs: dict[str, Any]) -> 
 
 def _snapshot(name: str, revision: str | None) -> str | None:
     """Return the folder of a repository's files in the hub cache; None if there are none, or nothing but what describes
-    them."""
+    them.
+    """
     import huggingface_hub
     from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
 

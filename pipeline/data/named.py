@@ -24,7 +24,8 @@ Record = dict[str, Any]
 
 def columns(dataset: DatasetConfig, paired: bool) -> DatasetConfig:
     """Return the configuration with the keys under which the records are found. paired: for an algorithm that learns
-    preferences."""
+    preferences.
+    """
     if (known := NAMED_DATASETS.get(dataset.dataset_name)) is None:
         return dataset
     messages = ("context" if paired else "messages") if known.conversations else None

@@ -70,7 +70,8 @@ class Observations:
 
     def within(self, message: Message, ended: bool, room: int) -> np.ndarray | None:
         """Return what `tokens` does, but at most `room` of them: of a longer content the beginning, and a mark that it was cut.
-        None if there is no room for any of it."""
+        None if there is no room for any of it.
+        """
         whole = self.tokens(message, ended)
         if len(whole) <= room:
             return whole
@@ -107,7 +108,8 @@ class Observations:
 
     def _conversation(self, *told: Message) -> tuple[str, int]:
         """Return a conversation in which the policy is told something, up to where it speaks again, and how far the policy's
-        own words reach."""
+        own words reach.
+        """
         messages = [{"role": "user", "content": "?"}, {"role": "assistant", "content": STAND_IN}, *told]
         text = self._tokenizer.apply_chat_template(
             messages, tokenize=False, add_generation_prompt=bool(told), **self._template_kwargs
@@ -118,7 +120,8 @@ class Observations:
 
     def _mark_after_turn(self) -> str:
         """Return the special token that the template writes after what the assistant says, whether or not more follows; "" if
-        none."""
+        none.
+        """
         tails = [text[begin:] for text, begin in (self._conversation(), self._conversation({"role": "user", "content": "?"}))]
         special = [token.content for token in self._tokenizer.added_tokens_decoder.values() if token.special]
         longest_first = "|".join(re.escape(token) for token in sorted(special, key=len, reverse=True))

@@ -30,7 +30,8 @@ Pair = tuple[Sample, Sample]
 
 def encode_pair(encoder: Encoder, position: int, record: dict[str, Any]) -> Pair:
     """Return the pair of a record. Raises ValueError as `RecordReader.pair` does, and if both answers are the same tokens, or
-    the chat template does not let the answers be told from the prompt."""
+    the chat template does not let the answers be told from the prompt.
+    """
     chosen, rejected = (_until_the_answer_ends(*encoder.encode(one)) for one in encoder.pair(record))
     if np.array_equal(chosen[0], rejected[0]):
         raise ValueError(f"'{encoder.dataset.chosen_key}' and '{encoder.dataset.rejected_key}' are the same")

@@ -117,7 +117,8 @@ class RecordReader:
 
     def completed(self, messages: list[Message]) -> list[Message]:
         """Return messages with the recipe's system prompt before, unless they have one of their own, and with `prompt_text`
-        around what the user says first."""
+        around what the user says first.
+        """
         messages = messages if messages[0]["role"] == "system" else [*self._system_message(), *messages]
         first = next((i for i, message in enumerate(messages) if message["role"] == "user"), None)
         if first is None:
@@ -176,7 +177,8 @@ class RecordReader:
 
 def check_prompt_text(text: str) -> str:
     """Return a text that has one place {} for what is asked; its other braces are doubled, as in \\boxed{{}}. Raises ValueError
-    for another one."""
+    for another one.
+    """
     try:
         fields = [field for _, field, _, _ in string.Formatter().parse(text) if field is not None]
         why = f"it has {fields}"

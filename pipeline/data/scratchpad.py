@@ -99,7 +99,8 @@ def _for_validation(a: int, b: int) -> bool:
 
 def _demonstration(a: int, b: int, mistakes: float, draw: random.Random, wrong_column: int | None = None) -> tuple[str, int]:
     """Return the text, and how many of its columns are wrong: that of `wrong_column`, others with the probability
-    `mistakes`."""
+    `mistakes`.
+    """
     columns, carry, result, wrong = [], 0, "", 0
     for place in range(max(len(str(a)), len(str(b)))):
         x, y = a // 10**place % 10, b // 10**place % 10
@@ -114,7 +115,8 @@ def _demonstration(a: int, b: int, mistakes: float, draw: random.Random, wrong_c
 
 def write_tokenizer(folder: Path) -> None:
     """Write the character tokenizer of `recipes/tiny` (64 tokens, a text begins with <s>): python -c "from pathlib import
-    Path; from pipeline.data.scratchpad import write_tokenizer; write_tokenizer(Path('recipes/tiny'))"."""
+    Path; from pipeline.data.scratchpad import write_tokenizer; write_tokenizer(Path('recipes/tiny'))".
+    """
     from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, processors
     from transformers import PreTrainedTokenizerFast
 

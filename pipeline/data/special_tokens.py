@@ -22,7 +22,8 @@ UNKNOWN = "\ufffd"
 
 class SpecialTokenEscaper:
     """The tokenizer's special tokens; and of its other added tokens (`</tool_response>`) those that are in `template`: they may
-    be ordinary words, or a run of spaces, too."""
+    be ordinary words, or a run of spaces, too.
+    """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, template: str = "") -> None:
         self._tokenizer = tokenizer
@@ -33,7 +34,8 @@ class SpecialTokenEscaper:
 
     def escape(self, text: str) -> str:
         """Return the text with CUT_HERE in each mark, for `tokens`; a chat template may stand around it by then. What UTF-8 has
-        not (half a surrogate pair, which tokenizers refuse) is a question mark."""
+        not (half a surrogate pair, which tokenizers refuse) is a question mark.
+        """
         text = text.encode("utf-8", "replace").decode().replace(CUT_HERE, UNKNOWN)
         return self._begins.sub(rf"\g<0>{CUT_HERE}", text)
 

@@ -196,7 +196,8 @@ class _Items(Dataset):
 
     def check(self, count: int) -> int:
         """Return how many of the first `count` records are to be dropped. Raises ValueError for the first that is wrong and may
-        not be dropped, and if all would be."""
+        not be dropped, and if all would be.
+        """
         dropped, first, found = 0, None, 0
         for number in range(count):
             _, wrong = self._item(0, number)
