@@ -210,7 +210,7 @@ def _megatron(of: SimpleNamespace, megatron: MegatronConfig, train: int, maker: 
 
 def _parameters(of: SimpleNamespace, shapes: dict[str, Shape]) -> dict[str, Parameter]:
     """Return the family's parameters. Raises RecipeError if it leaves out a tensor that is on disk."""
-    parameters = models.family(of).parameters(of)
+    parameters = models.family(of.model_type).parameters(of)
     known = {source for parameter in parameters.values() for source in parameter.sources}
     if left := [name for name in shapes if name not in known]:
         message = f"this {of.model_type} has {left[0]}, which its family does not describe"

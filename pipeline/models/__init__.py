@@ -1,14 +1,15 @@
-"""The model families that Megatron-Core trains: see `base` for what a family says of itself."""
+"""The model families that the Megatron-Core backend trains.
+
+Start with `base`, which defines what a family's module contains, and with `llama`, the simplest one. A new family is one
+module and one line of `FAMILIES`. Other families train with the FSDP2 backend, which uses transformers' own models.
+"""
 
 from __future__ import annotations
 
 from types import ModuleType
-from typing import TYPE_CHECKING
 
 from pipeline.models import deepseek, llama, moe
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedConfig
+from pipeline.models.base import unsupported_model
 
 FAMILIES: dict[str, ModuleType] = {
     "llama": llama,
@@ -18,13 +19,15 @@ FAMILIES: dict[str, ModuleType] = {
     "mixtral": moe,
     "deepseek_v3": deepseek,
 }
+"""`model_type` of a config.json -> the module that describes it."""
 
 
-def family(config: PreTrainedConfig) -> ModuleType:
-    """The module of this package that describes the model, by its `model_type`."""
-    if config.model_type not in FAMILIES:
-        raise ValueError(
-            f"policy.model_name: Megatron-Core models of type '{config.model_type}' are not described; "
-            f"known are {', '.join(FAMILIES)}; policy.dtensor_cfg trains others"
+def family(model_type: str) -> ModuleType:
+    """Return the module that describes models of this `model_type`. Raises RecipeError if there is none."""
+    if model_type not in FAMILIES:
+        known = ", ".join(FAMILIES)
+        raise unsupported_model(
+            f"Megatron-Core models of type '{model_type}' are not described; expected one of {known}. Try the FSDP2 backend:"
+            " policy.megatron_cfg.enabled=false"
         )
-    return FAMILIES[config.model_type]
+    return FAMILIES[model_type]

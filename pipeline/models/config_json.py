@@ -1,4 +1,4 @@
-"""Read what a decoder does, besides its sizes, out of config.json, as transformers does, but without it.
+"""Parse config.json as transformers does, without transformers, and check it against the train backends.
 
 The result has the attributes of transformers' configuration that a family's `transformer` and `check_attention` read. Preflight
 uses them to report what the train backends do not support (`unsupported`) where neither backend is installed.
@@ -11,7 +11,8 @@ from types import SimpleNamespace
 from typing import Any
 
 from pipeline import models
-from pipeline.config import PolicyConfig, Problem, uses_megatron
+from pipeline.config import PolicyConfig, Problem, RecipeError, uses_megatron
+from pipeline.models.base import unsupported_model
 from pipeline.models.sizes import MODEL_TYPES, sizes
 from pipeline.models.tensors import experts, tensors
 
@@ -57,7 +58,7 @@ _DEFAULTS: dict[str, dict[str, Any]] = {
 
 
 def parse_config(config: Mapping[str, Any]) -> SimpleNamespace:
-    """`sizes`, and how the model attends, turns and routes. Raises as `sizes` does."""
+    """Return the sizes of a model and its attention, RoPE and routing parameters. Raises as `sizes` does."""
     of = sizes(config)
     found = {"rms_norm_eps": 1e-6, "rope_theta": 1e4, "rope_scaling": None, **_DEFAULTS[of.model_type]}
     if of.model_type != "gemma3_text":
@@ -86,7 +87,7 @@ def _layer_types(of: SimpleNamespace, found: Mapping[str, Any], config: Mapping[
 
 
 def _rope(theta: float, scaling: Mapping[str, Any] | None, local: float | None) -> dict[str, Any]:
-    """local: the base of the layers that slide, where they have their own."""
+    """Return transformers' `rope_parameters`. local: the RoPE base of sliding-window layers, where they have their own."""
     scaling = scaling or {}
     kind = scaling.get("rope_type") or scaling.get("type") or "default"
     parameters = {**scaling, "rope_theta": theta, "rope_type": kind}
@@ -96,7 +97,7 @@ def _rope(theta: float, scaling: Mapping[str, Any] | None, local: float | None) 
 
 
 def unsupported(config: Mapping[str, Any], policy: PolicyConfig) -> Iterator[Problem]:
-    """Yield why the train backend cannot train a model of `MODEL_TYPES`; of other families nothing is known here.
+    """Yield the reasons why the train backend cannot train a model; none for families outside `MODEL_TYPES`.
 
     Raises as `sizes` does.
     """
@@ -105,7 +106,7 @@ def unsupported(config: Mapping[str, Any], policy: PolicyConfig) -> Iterator[Pro
     of = parse_config(config)
     yield from _refused(lambda: check_attention(of, policy.max_total_sequence_length))
     if uses_megatron(policy):
-        yield from _refused(lambda: models.family(of).transformer(of))
+        yield from _refused(lambda: models.family(of.model_type).transformer(of))
     else:
         yield from _refused(lambda: check_fsdp(config, policy.dtensor_cfg.tensor_parallel_size))
 
@@ -113,38 +114,34 @@ def unsupported(config: Mapping[str, Any], policy: PolicyConfig) -> Iterator[Pro
 def _refused(check: Callable[[], object]) -> Iterator[Problem]:
     try:
         check()
-    except ValueError as error:
-        key, _, message = str(error).partition(": ")
-        yield Problem(key, "unsupported", message)
+    except RecipeError as error:
+        yield from error.problems
 
 
 def check_fsdp(config: Mapping[str, Any], tensor_parallel_size: int) -> None:
-    """Raises ValueError if FSDP2 cannot hold the model, or tensor parallelism cannot cut it."""
+    """Raise RecipeError if FSDP2 cannot hold the model, or tensor parallelism cannot cut it."""
     if buffer := next((tensor.name for tensor in tensors(config) if tensor.part == "buffer"), None):
-        raise ValueError(
-            f"policy.model_name: a '{config['model_type']}' model keeps buffers in its checkpoint ({buffer}), which FSDP2 does"
-            " not carry; policy.megatron_cfg.enabled=true trains it"
+        raise unsupported_model(
+            f"the checkpoint of a '{config['model_type']}' model has buffers ({buffer}), which the FSDP2 backend does not"
+            " support. Try policy.megatron_cfg.enabled=true"
         )
     if tensor_parallel_size > 1 and experts(sizes(config)):
-        raise ValueError(
-            f"policy.dtensor_cfg.tensor_parallel_size: {tensor_parallel_size}, but a '{config['model_type']}' model has"
-            " experts, which it does not cut; 1"
-        )
+        message = f"got {tensor_parallel_size} for a '{config['model_type']}' model, whose experts cannot be cut; expected 1"
+        raise RecipeError(Problem("policy.dtensor_cfg.tensor_parallel_size", "unsupported", message))
 
 
 def check_attention(config: Any, max_length: int) -> None:
-    """Raises ValueError if the model of this config attends in a way that the train backends' packed attention does not.
+    """Raise RecipeError if packed attention does not support the attention of this model.
 
     config: the result of `parse_config`, or transformers' own configuration. max_length: tokens of the longest sequence; a
     sliding window at least that wide changes nothing.
     """
     if config.model_type == "gpt_oss":
-        raise ValueError("policy.model_name: gpt_oss has attention sinks, which packed attention lacks")
+        raise unsupported_model("gpt_oss has attention sinks, which packed attention does not support")
     for name in ("attn_logit_softcapping", "attn_logit_softcap"):
         if getattr(config, name, None):
-            raise ValueError(
-                f"policy.model_name: {config.model_type} has {name}={getattr(config, name)}, which packed attention lacks"
-            )
+            value = getattr(config, name)
+            raise unsupported_model(f"{config.model_type} has {name}={value}, which packed attention does not support")
     window = getattr(config, "sliding_window", None)
     kinds = set(getattr(config, "layer_types", None) or ["full_attention"])
     if window is not None and window >= max_length:
@@ -152,14 +149,14 @@ def check_attention(config: Any, max_length: int) -> None:
     elif window is not None and getattr(config, "layer_types", None) is None:
         kinds.add("sliding_attention")
     if kinds - {"full_attention"}:
-        raise ValueError(
-            f"policy.model_name: {config.model_type} has layers of kind {', '.join(sorted(kinds - {'full_attention'}))}"
-            f" (window {window}, sequences up to {max_length}); the train backend does full attention only"
+        raise unsupported_model(
+            f"{config.model_type} has layers with {', '.join(sorted(kinds - {'full_attention'}))} (window {window}, sequences"
+            f" of up to {max_length} tokens); expected full_attention only"
         )
     rope = getattr(config, "rope_parameters", None) or {}
     for parameters in (rope, *(nested for nested in rope.values() if isinstance(nested, dict))):
         if parameters.get("rope_type") in ("dynamic", "longrope"):
-            raise ValueError(
-                f"policy.model_name: {config.model_type} has rope_type {parameters['rope_type']}, which depends on the longest"
-                " sequence of a batch; log-probs would change with the packing"
+            raise unsupported_model(
+                f"{config.model_type} has rope_type {parameters['rope_type']}, which depends on the longest sequence of a"
+                " batch, so log-probs would change with the packing"
             )

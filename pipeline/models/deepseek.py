@@ -1,7 +1,9 @@
-"""DeepSeek-V3 (https://arxiv.org/abs/2412.19437): multi-head latent attention; after some dense layers, experts beside a shared
-expert, chosen from the best groups of experts by sigmoid scores plus a bias that balances their load.
+"""DeepSeek-V3 (https://arxiv.org/abs/2412.19437): multi-head latent attention and a mixture of experts.
 
-Left out: the layers for multi-token prediction, which transformers does not load either.
+The first layers are dense. The others have a shared expert and routed experts, which are chosen from the best groups of experts
+by sigmoid scores plus a bias that balances their load.
+
+Not supported: the layers for multi-token prediction, which transformers does not load either.
 """
 
 from __future__ import annotations
@@ -9,7 +11,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from pipeline.models import decoder
-from pipeline.models.base import Parameter
+from pipeline.models.base import Parameter, unsupported_model
 from pipeline.models.sizes import sparse_layers
 
 if TYPE_CHECKING:
@@ -17,11 +19,11 @@ if TYPE_CHECKING:
 
     from pipeline.types import Head
 
-LATENT_NORM_EPSILON = 1e-6  # of the norms of the latents in transformers, whatever rms_norm_eps says
+LATENT_NORM_EPSILON = 1e-6  # of the latents' norms in transformers, for any rms_norm_eps
 
 
 def transformer(config: PreTrainedConfig) -> dict[str, Any]:
-    """Raises ValueError for attention, RoPE and routing that are not described."""
+    """Return Megatron-Core's configuration. Raises RecipeError for attention, RoPE and routing that are not described."""
     decoder.require(config, attention_bias=False, rope_interleave=True, num_key_value_heads=config.num_attention_heads)
     return {
         **decoder.transformer(config),
@@ -44,14 +46,13 @@ def _rotary(config: PreTrainedConfig) -> dict[str, Any]:
     if parameters.get("rope_type", "default") == "default":
         return {"rope_type": "rope", "rotary_base": parameters["rope_theta"], "rotary_scaling_factor": 1.0}
     original = parameters["original_max_position_embeddings"]
-    # transformers scales the softmax by mscale_all_dim, and cosines and sines by the ratio of mscale and mscale_all_dim if both
-    # are given, else as if by mscale 1 and mscale_all_dim 0.
+    # transformers scales the softmax by mscale_all_dim. It scales cosines and sines by the ratio of mscale and mscale_all_dim
+    # if both are given, and otherwise as with mscale=1 and mscale_all_dim=0.
     all_dimensions = parameters.get("mscale_all_dim") or 0.0
     mscale = (parameters.get("mscale") or 0.0) if all_dimensions else 1.0
     if not mscale or parameters.get("attention_factor") is not None or not parameters.get("truncate", True):
-        raise ValueError(
-            "policy.model_name: deepseek_v3 with YaRN's attention_factor, mscale_all_dim but no mscale, or with truncate=false "
-            "is not described"
+        raise unsupported_model(
+            "deepseek_v3 with YaRN's attention_factor, mscale_all_dim but no mscale, or truncate=false is not described"
         )
     return {
         "rope_type": "yarn",
@@ -67,18 +68,16 @@ def _rotary(config: PreTrainedConfig) -> dict[str, Any]:
 
 def _mixture(config: PreTrainedConfig) -> dict[str, Any]:
     topk, groups, chosen = config.num_experts_per_tok, config.n_group, config.topk_group
-    decoder.require(config, norm_topk_prob=topk > 1)  # as Megatron-Core does with sigmoid scores
+    decoder.require(config, norm_topk_prob=topk > 1)  # Megatron-Core's rule for sigmoid scores
     limited = chosen < groups
     if limited and topk // chosen != 2:
-        raise ValueError(
-            f"policy.model_name: deepseek_v3 with num_experts_per_tok={topk} and topk_group={chosen} is not described: a "
-            "group's score is that of its two best experts, in Megatron-Core that of its num_experts_per_tok // topk_group best"
+        raise unsupported_model(
+            f"deepseek_v3 with num_experts_per_tok={topk} and topk_group={chosen} is not described: transformers scores a group"
+            " by its two best experts, Megatron-Core by its num_experts_per_tok // topk_group best; expected that these are two"
         )
     sparse = sparse_layers(config)
     if not config.n_shared_experts or not any(sparse):
-        raise ValueError(
-            "policy.model_name: deepseek_v3 without a shared expert or without a layer that has experts is not described"
-        )
+        raise unsupported_model("deepseek_v3 without a shared expert or without a layer that has experts is not described")
     return {
         "num_moe_experts": config.n_routed_experts,
         "moe_layer_freq": list(map(int, sparse)),
@@ -93,6 +92,7 @@ def _mixture(config: PreTrainedConfig) -> dict[str, Any]:
 
 
 def parameters(config: PreTrainedConfig, head: Head = "logprobs") -> dict[str, Parameter]:
+    """Return all parameters, by Megatron name."""
     layers: dict[str, Parameter] = {}
     for i, sparse in enumerate(sparse_layers(config)):
         target, source = f"decoder.layers.{i}", f"model.layers.{i}"

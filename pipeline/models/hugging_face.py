@@ -1,10 +1,10 @@
-"""Hugging Face checkpoints: which tensors one holds, and how a transformers model lays them out in memory.
+"""Hugging Face checkpoints: the tensors that a checkpoint holds, and their layout in a transformers model.
 
-In memory transformers fuses some tensors (the experts of a layer); on disk they are apart, and everything that leaves or enters
-a backend goes by those names on disk. Both come from transformers' own conversion of a model for saving, run on meta tensors:
-no mapping is written here.
+transformers fuses some tensors in memory, such as the experts of a layer. On disk they are separate, and everything that enters
+or leaves a backend has its name on disk. Names and layouts both come from transformers' own conversion of a model for saving,
+run on meta tensors, so no mapping is written here.
 
-A model with the head "values" is transformers' sequence classifier with one label: the body, and `score.weight` [1, H] on it.
+A model with the head "values" is transformers' sequence classifier with one label: the body and `score.weight` [1, H].
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from pipeline.boxes import Piece
-from pipeline.config import PolicyConfig
-from pipeline.models.base import SCORE
+from pipeline.config import PolicyConfig, Problem, RecipeError
+from pipeline.models.base import SCORE, unsupported_model
 from pipeline.models.recorded_layout import Shape, invert, record_all
 
 if TYPE_CHECKING:
@@ -26,18 +26,21 @@ if TYPE_CHECKING:
 
 
 def model_config(policy: PolicyConfig, head: Head = "logprobs") -> PreTrainedConfig:
-    """The policy's config with `hf_config_overrides`, and with one label if the head gives values.
+    """Return the policy's config with `hf_config_overrides`, and with one label if the head gives values.
 
-    Raises ValueError for an override that the config does not have, for a sequence classifier with another number of labels,
-    and for a family that has none.
+    Raises RecipeError for an override that the config does not have, for a sequence classifier with another number of labels,
+    and for a family that has no sequence classifier.
     """
     from transformers import AutoConfig
 
-    config, unused = AutoConfig.from_pretrained(
-        policy.model_name, local_files_only=True, return_unused_kwargs=True, **policy.hf_config_overrides
-    )
+    options = {"local_files_only": True, "return_unused_kwargs": True, **policy.hf_config_overrides}
+    loaded: tuple[PreTrainedConfig, dict[str, Any]]  # with return_unused_kwargs, which transformers' annotation leaves out
+    loaded = AutoConfig.from_pretrained(policy.model_name, **options)  # pyright: ignore[reportAssignmentType]
+    config, unused = loaded
     if unused:
-        raise ValueError(f"policy.hf_config_overrides: {', '.join(unused)} is not in the {config.model_type} configuration")
+        found = ", ".join(unused)
+        message = f"got {found}, which the {config.model_type} configuration does not have"
+        raise RecipeError(Problem("policy.hf_config_overrides", "unknown-key", message))
     if head == "values":
         _give_one_label(config, policy.model_name)
     return config
@@ -47,74 +50,78 @@ def _give_one_label(config: PreTrainedConfig, model_name: str) -> None:
     from transformers.models.auto.modeling_auto import MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING
 
     if type(config) not in MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING:
-        raise ValueError(
-            f"policy.model_name: {model_name} cannot have a value head: transformers has no sequence classifier for"
-            f" {config.model_type}"
+        raise unsupported_model(
+            f"{model_name} cannot have a value head: transformers has no sequence classifier for {config.model_type}"
         )
     classifier = any(name.endswith("ForSequenceClassification") for name in config.architectures or ())
     if classifier and config.num_labels != 1:
-        raise ValueError(
-            f"policy.model_name: {model_name} is a sequence classifier with {config.num_labels} labels; a value head has 1"
+        raise unsupported_model(
+            f"{model_name} is a sequence classifier with {config.num_labels} labels; expected 1 label for a value head"
         )
-    config.num_labels = 1  # of a language model's configuration, transformers says 2
-    config.architectures = [MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING[type(config)].__name__]
+    config.num_labels = 1  # transformers' default is 2
+    # The mapping's annotation is its internal value type; it returns the model's class.
+    config.architectures = [
+        MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING[type(config)].__name__  # pyright: ignore[reportAttributeAccessIssue]
+    ]
 
 
 def auto_model(head: Head) -> type:
-    """transformers' class that makes a model with this head from a config."""
+    """Return transformers' auto class for models with this head."""
     from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
     return AutoModelForCausalLM if head == "logprobs" else AutoModelForSequenceClassification
 
 
 def meta_model(config: PreTrainedConfig, head: Head = "logprobs", **options: Any) -> PreTrainedModel:
-    """The model without memory. options: of transformers' `from_config`. Raises ValueError if its value head is another than
-    `score.weight`."""
+    """Return the model on the meta device. options: of transformers' `from_config`.
+
+    Raises RecipeError if the value head is not `score.weight` alone.
+    """
     with torch.device("meta"):
         model = auto_model(head).from_config(config, **options)
     if head == "values":
         beyond = {name for name, _ in model.named_parameters() if not name.startswith(f"{model.base_model_prefix}.")}
         if beyond != {SCORE}:
-            raise ValueError(
-                f"policy.model_name: the value head of {type(model).__name__} is {', '.join(sorted(beyond))}, not {SCORE}"
-            )
+            found = ", ".join(sorted(beyond))
+            raise unsupported_model(f"the value head of {type(model).__name__} is {found}; expected {SCORE}")
     return model
 
 
 def checkpoint_shapes(config: PreTrainedConfig, head: Head = "logprobs") -> tuple[dict[str, Shape], dict[str, str]]:
-    """The shape of every tensor that a checkpoint must hold, and {tied copy that it may hold besides: what it is a copy of}."""
+    """Return ({tensor that a checkpoint must hold: shape}, {tied copy that it may also hold: the tensor that it copies})."""
     model = meta_model(config, head)
     shapes = {name: tuple(tensor.shape) for name, tensor in on_disk(model, _state(model)).items()}
     return shapes, dict(model.all_tied_weights_keys)
 
 
 def on_disk(model: PreTrainedModel, state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """A state dict of `model` as its checkpoint has it."""
+    """Convert a state dict of `model` to the names and shapes of its checkpoint."""
     from transformers.core_model_loading import revert_weight_conversion
 
     return revert_weight_conversion(model, state)
 
 
 def layout(model: PreTrainedModel) -> dict[str, list[Piece]]:
-    """For each tensor of the model, by its name in memory, of which whole tensors on disk it consists, and where they lie.
+    """Return {name in memory: the pieces of tensors on disk that it consists of}.
 
-    Raises ValueError, naming the recipe's key, if it does not, or a tensor on disk is spread over several in memory.
+    Raises RecipeError if a tensor in memory does not consist of whole tensors on disk, or a tensor on disk is spread over
+    several in memory.
     """
     shapes = {name: tuple(tensor.shape) for name, tensor in _state(model).items()}
-    refusal = f"policy.model_name: {type(model).__name__} keeps tensors in memory that are not made of whole ones on disk"
+    refusal = f"{type(model).__name__} has tensors in memory that do not consist of whole tensors on disk"
     try:
         saved = record_all(lambda state: on_disk(model, state), shapes)
     except ValueError as error:
-        raise ValueError(f"{refusal}: {error}") from error
+        raise unsupported_model(f"{refusal}: {error}") from error
     if spread := [name for name, (_, pieces) in saved.items() if len(pieces) != 1]:
-        raise ValueError(f"{refusal}: {spread[0]}")
+        raise unsupported_model(f"{refusal}: {spread[0]}")
     pieces = invert({name: pieces for name, (_, pieces) in saved.items()})
     for name, shape in shapes.items():
         if sum(piece.target.numel for piece in pieces.get(name, ())) != math.prod(shape):
-            raise ValueError(f"{refusal}: {name}")
+            raise unsupported_model(f"{refusal}: {name}")
     return pieces
 
 
 def _state(model: PreTrainedModel) -> dict[str, torch.Tensor]:
-    """Without tied copies."""
+    """Return the state dict without tied copies."""
     return {name: tensor for name, tensor in model.state_dict().items() if name not in model.all_tied_weights_keys}

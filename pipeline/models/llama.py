@@ -1,4 +1,4 @@
-"""Dense decoders with grouped queries: Llama, Qwen2 (biases of queries, keys, values), Qwen3 (norms of queries, keys)."""
+"""Dense decoders with grouped-query attention: Llama, Qwen2 (biases of queries, keys, values), Qwen3 (query and key norms)."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 def transformer(config: PreTrainedConfig) -> dict[str, Any]:
-    """Raises ValueError for biases and windows that are not described."""
+    """Return Megatron-Core's configuration. Raises RecipeError for biases and RoPE that are not described."""
     if config.model_type == "llama":
         decoder.require(config, attention_bias=False, mlp_bias=False)
     if config.model_type == "qwen3":
@@ -28,6 +28,7 @@ def transformer(config: PreTrainedConfig) -> dict[str, Any]:
 
 
 def parameters(config: PreTrainedConfig, head: Head = "logprobs") -> dict[str, Parameter]:
+    """Return all parameters, by Megatron name."""
     layers: dict[str, Parameter] = {}
     for i in range(config.num_hidden_layers):
         target, source = f"decoder.layers.{i}", f"model.layers.{i}"

@@ -1,11 +1,11 @@
-"""Mixtures of experts on Llama's attention: Qwen3-MoE and Mixtral. A softmax over the router's logits weighs the experts."""
+"""Mixtures of experts (MoE) with Llama's attention: Qwen3-MoE and Mixtral. The router's softmax weighs the experts."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
 from pipeline.models import decoder
-from pipeline.models.base import Parameter
+from pipeline.models.base import Parameter, unsupported_model
 from pipeline.models.sizes import sparse_layers
 
 if TYPE_CHECKING:
@@ -15,18 +15,18 @@ if TYPE_CHECKING:
 
 
 def transformer(config: PreTrainedConfig) -> dict[str, Any]:
-    """Raises ValueError for biases, windows and routing that are not described."""
+    """Return Megatron-Core's configuration. Raises RecipeError for biases, RoPE and routing that are not described."""
     qwen = config.model_type == "qwen3_moe"
     decoder.require(config, **({"attention_bias": False} if qwen else {"router_jitter_noise": 0.0}))
     normalized = config.norm_topk_prob if qwen else True  # a token's weights sum to 1
     if normalized and config.num_experts_per_tok == 1:
-        raise ValueError(
-            f"policy.model_name: {config.model_type} with num_experts_per_tok=1 and normalized weights is not described: the "
-            "router would get no gradient"
+        raise unsupported_model(
+            f"{config.model_type} with num_experts_per_tok=1 and normalized weights is not described: the router would get no"
+            " gradient"
         )
     sparse = sparse_layers(config)
     if not any(sparse):
-        raise ValueError(f"policy.model_name: {config.model_type} without a layer that has experts is not described")
+        raise unsupported_model(f"{config.model_type} without a layer that has experts is not described")
     return {
         **decoder.transformer(config),
         **decoder.grouped_query_attention(config),
@@ -36,12 +36,13 @@ def transformer(config: PreTrainedConfig) -> dict[str, Any]:
         "moe_ffn_hidden_size": config.moe_intermediate_size if qwen else config.intermediate_size,
         "moe_router_topk": config.num_experts_per_tok,
         "moe_router_score_function": "softmax",
-        # A softmax over the chosen experts' logits is one over all, normalized to 1 over the chosen.
+        # A softmax over the chosen experts' logits equals one over all experts, normalized over the chosen ones.
         "moe_router_pre_softmax": not normalized,
     }
 
 
 def parameters(config: PreTrainedConfig, head: Head = "logprobs") -> dict[str, Parameter]:
+    """Return all parameters, by Megatron name."""
     qwen = config.model_type == "qwen3_moe"
     layers: dict[str, Parameter] = {}
     for i, sparse in enumerate(sparse_layers(config)):

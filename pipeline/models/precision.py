@@ -1,9 +1,9 @@
-"""Which tensors keep float32, whatever the policy's precision.
+"""The precision in which tensors are sent and exported: the policy's, or float32 for a few.
 
-The bias that balances DeepSeek's experts chooses them by small differences between scores; rounded, it chooses others. The
-trainer, transformers and vLLM all keep it in float32, and so do the exports and everything between the components.
+The bias that balances DeepSeek's experts selects them by small differences between scores, so a rounded bias would select other
+experts. The trainer, transformers and vLLM all keep it in float32. Exports and the refit therefore do so too.
 
-Left out: what one of them alone keeps so.
+Not listed: tensors that only one of them keeps in float32.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ _FLOAT32 = "e_score_correction_bias"
 
 
 def served_dtype(name: str, precision: torch.dtype) -> torch.dtype:
-    """Of a tensor on disk, in which it is sent and exported. precision: the policy's."""
+    """Return the dtype in which a tensor is sent and exported. name: in the checkpoint; precision: the policy's."""
     import torch
 
     return torch.float32 if name.endswith(_FLOAT32) else precision
 
 
 def served_bytes(name: str, itemsize: int) -> int:
-    """Of an entry of it. itemsize: of the policy's precision."""
+    """Return the bytes of one entry of a tensor when it is sent. itemsize: bytes in the policy's precision."""
     return 4 if name.endswith(_FLOAT32) else itemsize

@@ -1,10 +1,10 @@
-"""Recorded layouts: which box of which source lies where in what a function makes of its sources.
+"""Layouts recorded from functions: which box of which source tensor lies where in the function's result.
 
     record(torch.cat, ...) -> the result's shape and its Pieces
 
 The function runs once, on meta tensors, under a `Recorder`. Entries that the function fills with zeros (vocabulary padding)
 have no piece. Arithmetic, indexing with tensors, entries that are used twice (expand) and transposed results raise ValueError:
-a `Piece` keeps the order of entries, and each entry has one place.
+a `Piece` keeps the order of entries, and each entry occurs once.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ from pipeline.models.strides import Shape
 def record(
     function: Callable[..., torch.Tensor], shapes: Mapping[str, Shape] | Sequence[tuple[str, Shape]]
 ) -> tuple[Shape, list[Piece]]:
-    """Return the shape and the pieces of `function(*tensors)` of tensors with these names and shapes, in that order.
+    """Return the shape and the pieces of `function(*tensors)` for tensors with these names and shapes, in this order.
 
-    The pieces cover every entry of the result once, but for entries that are filled with zeros. One recording serves all
-    calls of the same function (a functools.partial: of equal arguments) and the same shapes. Raises ValueError on what no
-    pieces express.
+    The pieces cover every entry of the result once, except for entries that are filled with zeros. One recording serves all
+    calls of the same function (for a functools.partial: with equal arguments) with the same shapes. Raises ValueError if pieces
+    cannot express the function.
     """
     pairs = list(shapes.items() if isinstance(shapes, Mapping) else shapes)
     names = [name for name, _ in pairs]
@@ -39,7 +39,7 @@ def record(
 def record_all(
     function: Callable[[dict[str, torch.Tensor]], Mapping[str, torch.Tensor]], sources: Mapping[str, Shape]
 ) -> dict[str, tuple[Shape, list[Piece]]]:
-    """Return {result's name: (its shape, its pieces)} of a function of a dict of tensors that returns one, as `record` does."""
+    """Return {result: (shape, pieces)} of a function from a dict of tensors to a dict of tensors, as `record` does."""
     with torch.device("meta"), torch.no_grad():
         tensors = {name: torch.empty(shape) for name, shape in sources.items()}
         with Recorder(tensors) as recorder:
@@ -48,28 +48,28 @@ def record_all(
 
 
 def _pieces(recorder: Recorder, result: torch.Tensor) -> list[Piece]:
-    """Return the pieces of a result, by their targets' offsets. Raises ValueError."""
+    """Return the pieces of a result, sorted by their targets' offsets. Raises ValueError if pieces cannot express it."""
     found = recorder.read(result, torch.empty(result.shape))
     if found is None:
         computed = f": {', '.join(sorted(recorder.computed))} does more than move entries" if recorder.computed else ""
-        raise ValueError(f"recorded function: its result is not made of its sources alone, so no pieces express it{computed}")
+        raise ValueError(f"recorded function: its result does not consist of its sources alone{computed}")
     regions, background = found
     if background:
-        raise ValueError(f"recorded function: it fills entries with {background:g}; pieces leave only zeros")
+        raise ValueError(f"recorded function: it fills entries with {background:g}; expected zeros")
     pieces = []
     for region in regions:
         for source, target, axes in recorder.boxes(region, tuple(result.shape)):
             along = [axis for axis, size in zip(axes, source.size, strict=True) if size > 1]
             if along != sorted(along):
-                raise ValueError("recorded function: it transposes, which no pieces express")
+                raise ValueError("recorded function: it transposes, which pieces cannot express")
             pieces.append(Piece(region.name, source, target))
     if len({(piece.name, piece.source) for piece in pieces}) < len(pieces):
-        raise ValueError("recorded function: it uses entries more than once (expand), so no pieces express it")
+        raise ValueError("recorded function: it uses entries more than once (expand), which pieces cannot express")
     return sorted(pieces, key=lambda piece: piece.target.offset)
 
 
 class _Call:
-    """A function as a key of a cache: partials are equal if their functions and arguments are."""
+    """A function as a cache key. Two partials are equal if their functions and arguments are equal."""
 
     def __init__(self, function: Callable[..., torch.Tensor]) -> None:
         self.function = function
@@ -91,17 +91,17 @@ def _key(value: object) -> Hashable:
 
 @functools.lru_cache(maxsize=4096)
 def _recorded(call: _Call, shapes: tuple[Shape, ...]) -> tuple[Shape, tuple[Piece, ...]]:
-    """Return the shape and pieces of a call; the pieces' names are the sources' positions."""
+    """Return the shape and pieces of a call. A piece's name is the position of its source."""
     sources = {str(i): shape for i, shape in enumerate(shapes)}
     shape, pieces = record_all(lambda tensors: {"": call.function(*tensors.values())}, sources)[""]
     return shape, tuple(pieces)
 
 
-# ---- working with pieces
+# ---- operations on pieces
 def cut(tensor: torch.Tensor, split: Split, rank: int, size: int) -> torch.Tensor:
-    """Return the part of a whole parameter that rank `rank` of `size` tensor-parallel ranks holds. Can be recorded.
+    """Return the part of a whole parameter that one of `size` tensor-parallel ranks holds. Can be recorded.
 
-    Raises ValueError if it does not divide.
+    Raises ValueError if `size` does not divide the parameter.
     """
     if split == "none" or size == 1:
         return tensor
@@ -117,7 +117,7 @@ def _parts(tensor: torch.Tensor, dim: int, count: int, split: Split) -> tuple[to
 
 
 def cut_after(function: Callable[..., torch.Tensor], split: Split, rank: int, size: int) -> Callable[..., torch.Tensor]:
-    """Return `cut` after `function`, as a function that `record` recognises when it is made again."""
+    """Return a function that applies `function` and then `cut`. `record` recognises it when it is made again."""
     return functools.partial(_cut_result, function, split, rank, size)
 
 
@@ -126,7 +126,7 @@ def _cut_result(function: Callable[..., torch.Tensor], split: Split, rank: int, 
 
 
 def restrict(pieces: Iterable[Piece], box: Box) -> list[Piece]:
-    """Return the parts of `pieces` whose targets lie within `box`, as pieces of a tensor that holds only that box."""
+    """Return the parts of `pieces` whose targets lie in `box`, as pieces of a tensor that holds only this box."""
     return [
         Piece(p.name, p.source, Box(tuple(o - b for o, b in zip(p.target.offset, box.offset, strict=True)), p.target.size))
         for p in _inside(pieces, box)
@@ -134,9 +134,9 @@ def restrict(pieces: Iterable[Piece], box: Box) -> list[Piece]:
 
 
 def flat_boxes(shape: Shape, start: int, stop: int) -> list[Box]:
-    """Return entries `start` to `stop` of a contiguous tensor, counted flat, as at most 2*len(shape) - 1 boxes in order.
+    """Return the flat range [start, stop) of a contiguous tensor as at most 2 * len(shape) - 1 boxes, in order.
 
-    Worked example, entries 3 to 14 of a [4, 5]: the end of row 0, row 1, the start of row 2.
+    Example: entries 3 to 14 of a [4, 5] are the end of row 0, row 1, and the start of row 2.
     """
     if not 0 <= start <= stop <= math.prod(shape):
         raise ValueError(f"entries {start} to {stop} of a tensor of shape {list(shape)}")
@@ -163,14 +163,14 @@ def flat_boxes(shape: Shape, start: int, stop: int) -> list[Box]:
 
 @torch.no_grad()
 def copy_pieces(target: torch.Tensor, pieces: Iterable[Piece], read: Callable[[str, Box], torch.Tensor]) -> None:
-    """Copy `read(name, box of the source)` into `target`, whatever the dtypes; entries without a piece stay as they are."""
+    """Copy `read(name, box of the source)` into `target` for each piece, with a cast. Other entries stay as they are."""
     outer = whole(tuple(target.shape))
     for piece in pieces:
         target[piece.target.within(outer)].copy_(read(piece.name, piece.source).reshape(piece.target.size))
 
 
 def invert(layout: Mapping[str, Iterable[Piece]]) -> dict[str, list[Piece]]:
-    """Return {source: pieces of targets} of {target: pieces of sources}."""
+    """Turn {target: pieces of sources} into {source: pieces of targets}."""
     inverse: dict[str, list[Piece]] = {}
     for name, pieces in layout.items():
         for piece in pieces:
@@ -179,7 +179,7 @@ def invert(layout: Mapping[str, Iterable[Piece]]) -> dict[str, list[Piece]]:
 
 
 def _inside(pieces: Iterable[Piece], box: Box) -> list[Piece]:
-    """Return the parts of `pieces` whose targets lie within `box`; their offsets stay as they are."""
+    """Return the parts of `pieces` whose targets lie in `box`, with unchanged offsets."""
     found = []
     for piece in pieces:
         both = piece.target.intersect(box)
@@ -191,7 +191,7 @@ def _inside(pieces: Iterable[Piece], box: Box) -> list[Piece]:
 
 
 def _follow(box: Box, image: Box, part: Box) -> Box:
-    """Return the part of `image` that corresponds to `part` of `box`; their sizes are equal but for dimensions of size 1."""
+    """Return the part of `image` that corresponds to `part` of `box`. Sizes are equal, except for dimensions of size 1."""
     if box.size == image.size:
         return Box(tuple(i + p - b for i, p, b in zip(image.offset, part.offset, box.offset, strict=True)), part.size)
     parts = iter((p - b, n) for p, b, n, m in zip(part.offset, box.offset, part.size, box.size, strict=True) if m > 1)

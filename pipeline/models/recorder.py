@@ -1,9 +1,8 @@
 """Record a function or a weight loader on meta tensors: which box of which source is copied where.
 
-Views share their tensor's storage, so an offset and strides describe them, and need no rule of their own. What makes new
-storage is followed: contiguous, a change of dtype, cat, stack, padding, rows by number, copies into empty or zero tensors.
-Constants are kept as fills. Computed values are not expressed: they make the owner of the parameter that they are written to
-opaque.
+Views share their tensor's storage, so an offset and strides describe them and no rule is needed. Operations that allocate
+storage have rules: contiguous, a change of dtype, cat, stack, padding, rows by index, copies into empty or zero tensors.
+Constants are recorded as fills. Computed values cannot be expressed: the owner of a parameter that receives them is opaque.
 """
 
 from __future__ import annotations
@@ -34,8 +33,8 @@ EMPTY = {
 
 
 @dataclass(frozen=True, slots=True)
-class _Held:
-    """Box `source` of a source is box `target` of a tensor in memory, dimension d of the one along axes[d] of the other."""
+class _SourceBox:
+    """Box `source` of a source tensor lies in box `target` of a tensor in memory, its dimension d along axes[d]."""
 
     name: str
     source: Box
@@ -43,7 +42,10 @@ class _Held:
     axes: tuple[int, ...]
 
     def part(self, box: Box, offset: int, strides: tuple[int, ...]) -> Region | None:
-        """Return what of it lies in `box` of the tensor in memory, which is copied to this offset with these strides."""
+        """Return the part in `box` of the tensor in memory, as a region of the storage that `box` is copied to.
+
+        offset, strides: of `box` in that storage. None if no part lies in `box`.
+        """
         both = self.target.intersect(box) if box != self.target else box
         if both is None:
             return None
@@ -58,12 +60,12 @@ class _Held:
 
 
 @dataclass(slots=True)
-class _Home:
-    """Contents of a tensor that owns its storage. Its shape is that of the storage: dimensions by falling stride."""
+class _Contents:
+    """Contents of a tensor that owns its storage. The shape has its dimensions by falling stride."""
 
     shape: Shape
-    held: list[_Held]
-    background: float | None = None  # of the entries that `held` leaves; None: not known
+    boxes: list[_SourceBox]
+    background: float | None = None  # value of the entries outside `boxes`; None: unknown
 
 
 @dataclass(slots=True)
@@ -72,106 +74,107 @@ class Writes:
 
     regions: list[Region] = field(default_factory=list)
     fills: list[tuple[int, Shape, Shape, float]] = field(default_factory=list)
-    entries: int = 0  # but for fills before the first region
+    entries: int = 0  # written entries, without fills before the first region
 
     def names(self) -> set[str]:
+        """Return the sources that are copied into the parameter."""
         return {region.name for region in self.regions}
 
 
 class Recorder(TorchDispatchMode):
-    """Follows copies of `sources` while it is on.
+    """A dispatch mode that records copies of `sources`.
 
-    sources: meta tensors by name, such as the tensors on disk. raw: parameters by (owner, name) whose writes are kept; of those
-    that share memory only the first counts. Regions are given their parameter's name when they are recorded; before that their
-    offset counts from a storage's start.
+    sources: meta tensors by name, such as the tensors on disk. raw: parameters by (owner, name) whose writes are recorded; of
+    parameters that share memory, only the first counts. A region gets its parameter's name when it is recorded. Until then its
+    offset counts from the start of a storage.
     """
 
     def __init__(self, sources: Mapping[str, torch.Tensor], raw: Mapping[tuple[str, str], torch.Tensor] | None = None) -> None:
         super().__init__()
-        self.homes: dict[int, _Home] = {}  # by storage
-        self.names: dict[int, set[str]] = {}  # by storage: the sources that its values come from
+        self.contents: dict[int, _Contents] = {}  # by storage
+        self.names: dict[int, set[str]] = {}  # by storage: the sources of its values
         self.raw: dict[int, tuple[tuple[str, str], torch.Tensor]] = {}
         self.writes: dict[tuple[str, str], Writes] = defaultdict(Writes)
-        self.opaque: dict[str, set[str]] = defaultdict(set)  # by owner: the sources of what was computed
-        self.computed: set[str] = set()  # the operations that do more than move entries of sources
+        self.opaque: dict[str, set[str]] = defaultdict(set)  # by owner: the sources of computed values
+        self.computed: set[str] = set()  # operations that do more than move entries of sources
         self.shapes = {name: tuple(tensor.shape) for name, tensor in sources.items()}
-        self.keep: list[object] = [sources, raw]  # else a freed storage's key would come again
+        self.references: list[object] = [sources, raw]  # otherwise a freed storage's key could be reused
         for name, tensor in sources.items():
             box = whole(tuple(tensor.shape))
-            self.homes[_storage(tensor)] = _Home(box.size, [_Held(name, box, box, tuple(range(tensor.dim())))])
+            self.contents[_storage(tensor)] = _Contents(box.size, [_SourceBox(name, box, box, tuple(range(tensor.dim())))])
             self.names[_storage(tensor)] = {name}
         for key, tensor in (raw or {}).items():
             self.raw.setdefault(_storage(tensor), (key, tensor))
 
     def read(self, view: torch.Tensor, like: torch.Tensor) -> tuple[list[Region], float | None] | None:
-        """Return where a view's entries go when they are copied into `like`, and what goes where none comes from a source.
+        """Return the regions of `like` that a copy of `view` writes, and the constant for entries without a source.
 
         None if the view was computed.
         """
-        home = self.homes.get(_storage(view))
-        if home is None:
+        contents = self.contents.get(_storage(view))
+        if contents is None:
             return None
         view = view.expand(like.shape)
         runs, found, entries = _runs(view, like), [], 0
         if runs is None:
             return [], None
-        for part, starts in split_runs(runs, (view.storage_offset(), like.storage_offset()), (home.shape, None)):
-            box, dims = run_box(part, 0, starts, home.shape)
-            strides = [0] * len(home.shape)
+        for part, starts in split_runs(runs, (_offset(view), _offset(like)), (contents.shape, None)):
+            box, dims = run_box(part, 0, starts, contents.shape)
+            strides = [0] * len(contents.shape)
             for run, dim in zip(part, dims, strict=True):
                 strides[dim] = run[2]
-            for held in home.held:
-                if part_held := held.part(box, starts[1], tuple(strides)):
-                    found.append(part_held)
-                    entries += part_held.box.numel
+            for source_box in contents.boxes:
+                if region := source_box.part(box, starts[1], tuple(strides)):
+                    found.append(region)
+                    entries += region.box.numel
         if entries == view.numel():
             return found, None
-        return None if home.background is None else (found, home.background)
+        return None if contents.background is None else (found, contents.background)
 
-    def enter(self, tensor: torch.Tensor, background: float | None = None) -> _Home | None:
-        """Return the home of a tensor that owns its storage; None if it is not dense, and it is forgotten."""
+    def track(self, tensor: torch.Tensor, background: float | None = None) -> _Contents | None:
+        """Start to track a tensor that owns its storage, and return its contents; None if it is not dense."""
         order = sorted(range(tensor.dim()), key=lambda d: (-tensor.stride(d), d))
         dense = tensor.permute(order)
-        self.keep.append(tensor)
-        self.homes.pop(_storage(tensor), None)
+        self.references.append(tensor)
+        self.contents.pop(_storage(tensor), None)
         if not dense.is_contiguous() or tensor.storage_offset():
             return None
-        return self.homes.setdefault(_storage(tensor), _Home(tuple(dense.shape), [], background))
+        return self.contents.setdefault(_storage(tensor), _Contents(tuple(dense.shape), [], background))
 
-    def hold(self, target: torch.Tensor, read: tuple[list[Region], float | None] | None) -> None:
-        """Record that `target`, a view of a temporary, holds what was read."""
-        home = self.homes.get(_storage(target))
-        if home is None or read is None or read[1] not in (None, home.background):
-            self.homes.pop(_storage(target), None)
+    def record_contents(self, target: torch.Tensor, read: tuple[list[Region], float | None] | None) -> None:
+        """Record that `target`, a view of a temporary tensor, contains what was read."""
+        contents = self.contents.get(_storage(target))
+        if contents is None or read is None or read[1] not in (None, contents.background):
+            self.contents.pop(_storage(target), None)
             return
         for read_part in read[0]:
-            for box, there, axes in self.boxes(read_part, home.shape):
-                if any(held.target.intersect(there) for held in home.held):  # overwritten
-                    self.homes.pop(_storage(target), None)
+            for box, target_box, axes in self.boxes(read_part, contents.shape):
+                if any(source_box.target.intersect(target_box) for source_box in contents.boxes):  # overwritten
+                    self.contents.pop(_storage(target), None)
                     return
-                home.held.append(_Held(read_part.name, box, there, axes))
+                contents.boxes.append(_SourceBox(read_part.name, box, target_box, axes))
 
-    def boxes(self, region: Region, home: Shape) -> Iterator[tuple[Box, Box, tuple[int, ...]]]:
-        """Yield (box of the source, box of the target, axes) of a region of a contiguous target of shape `home`.
+    def boxes(self, region: Region, target_shape: Shape) -> Iterator[tuple[Box, Box, tuple[int, ...]]]:
+        """Yield (box of the source, box of the target, axes) of a region of a contiguous target.
 
-        Dimension d of the one box goes along axes[d] of the other.
+        Dimension d of the source's box lies along axes[d] of the target's.
         """
         shape = self.shapes[region.name]
         steps = zip(region.box.size, contiguous_strides(shape), region.strides, strict=True)
         start = sum(map(operator.mul, region.box.offset, contiguous_strides(shape)))
-        for part, starts in split_runs([run for run in steps if run[0] > 1], (start, region.offset), (shape, home)):
-            (box, dims), (there, axes) = run_box(part, 0, starts, shape), run_box(part, 1, starts, home)
+        for part, starts in split_runs([run for run in steps if run[0] > 1], (start, region.offset), (shape, target_shape)):
+            (box, dims), (target_box, axes) = run_box(part, 0, starts, shape), run_box(part, 1, starts, target_shape)
             along = dict(zip(dims, axes, strict=True))
-            yield box, there, tuple(along.get(d, 0) for d in range(len(shape)))
+            yield box, target_box, tuple(along.get(d, 0) for d in range(len(shape)))
 
     def write(self, target: torch.Tensor, source: torch.Tensor) -> None:
         """Record `target.copy_(source)`."""
         known = self.raw.get(_storage(target))
         names = self.names.get(_storage(source), set())
         if known is None:
-            self.keep.append(target)
+            self.references.append(target)
             self.names.setdefault(_storage(target), set()).update(names)
-            self.hold(target, self.read(source, target))
+            self.record_contents(target, self.read(source, target))
             return
         key, parameter = known
         read = self.read(source, target)
@@ -179,43 +182,43 @@ class Recorder(TorchDispatchMode):
             self.opaque[key[0]] |= names
             return
         regions, constant = read
-        writes, shift = self.writes[key], parameter.storage_offset()
+        writes, shift = self.writes[key], _offset(parameter)
         if constant is not None:
             self.fill(target, constant, entries=0)
         writes.regions += [Region(r.name, r.box, key[1], r.offset - shift, r.strides) for r in regions]
         writes.entries += target.numel()
 
     def fill(self, target: torch.Tensor, value: float, entries: int | None = None) -> None:
-        """Record `target.fill_(value)`. entries: how many to count as written."""
+        """Record `target.fill_(value)`. entries: the number to count as written; None for all."""
         known = self.raw.get(_storage(target))
         if known is not None:
             key, parameter = known
             writes = self.writes[key]
-            view = target.storage_offset() - parameter.storage_offset(), tuple(target.shape), tuple(target.stride()), value
+            view = _offset(target) - _offset(parameter), tuple(target.shape), tuple(target.stride()), value
             writes.fills.append(view)
-            if writes.regions:  # a fill that comes late must not hit what was written
+            if writes.regions:  # a late fill must not overwrite regions
                 writes.entries += target.numel() if entries is None else entries
         elif target.nbytes == target.untyped_storage().nbytes():
-            self.enter(target, value)
+            self.track(target, value)
         else:
-            self.homes.pop(_storage(target), None)
+            self.contents.pop(_storage(target), None)
 
     def __torch_dispatch__(self, op, types, args=(), kwargs=None):
         kwargs = dict(kwargs or {})
-        if op is aten.copy_.default and (_storage(args[0]) in self.raw or self.involved(args)):
+        if op is aten.copy_.default and (_storage(args[0]) in self.raw or self.sources_of(args)):
             self.write(args[0], args[1])
-            return args[0]  # a live tensor is not written either
-        if op in (aten.fill_.Scalar, aten.zero_.default) and (_storage(args[0]) in self.raw or self.known(args[0])):
+            return args[0]  # the mode writes to no tensor
+        if op in (aten.fill_.Scalar, aten.zero_.default) and (_storage(args[0]) in self.raw or self.is_tracked(args[0])):
             self.fill(args[0], args[1] if op is aten.fill_.Scalar else 0.0)
             return args[0]
-        if op is aten._to_copy.default:  # what has values keeps them, such as the numbers of this rank's experts
+        if op is aten._to_copy.default:  # tensors with values keep them, such as the indices of this rank's experts
             kwargs["device"] = args[0].device
             kwargs.pop("pin_memory", None)
         result = op(*args, **kwargs)
         if op in EMPTY or op in ZEROS:
-            self.enter(result, 0.0 if op in ZEROS else None)
+            self.track(result, 0.0 if op in ZEROS else None)
             return result
-        involved = self.involved((args, kwargs))
+        involved = self.sources_of((args, kwargs))
         if op._schema.is_mutable and (known := self.raw.get(_storage(args[0]))):  # computed in place
             self.opaque[known[0][0]] |= involved
         if involved:
@@ -223,38 +226,39 @@ class Recorder(TorchDispatchMode):
         return result
 
     def follow(self, op, args: Sequence, result: object, names: set[str]) -> None:
-        """Record what an operation on sources leaves in its results: views need nothing, copies are entered."""
-        if op is aten.view.dtype or op._schema.is_mutable:  # other entries than before, in the same storage
-            self.homes.pop(_storage(args[0]), None)
+        """Record the results of an operation on sources. Views need no record; copies are tracked."""
+        if op is aten.view.dtype or op._schema.is_mutable:  # the storage has other entries than before
+            self.contents.pop(_storage(args[0]), None)
             self.computed.add(str(op))
         for tensor in tree_leaves(result):
             if not isinstance(tensor, torch.Tensor) or _storage(tensor) in self.raw:
                 continue
             old = self.names.get(_storage(tensor))
             self.names[_storage(tensor)] = names if old is None else old | names
-            if old is not None or (home := self.enter(tensor)) is None:
+            if old is not None or (contents := self.track(tensor)) is None:
                 continue
             parts = [(part, self.read(source, part)) for part, source in _parts(op, args, tensor)]
             if not parts:
                 self.computed.add(str(op))
                 continue
             backgrounds = {read[1] for _, read in parts if read and read[1] is not None} | _padding(op, args)
-            home.background = backgrounds.pop() if len(backgrounds) == 1 else None
+            contents.background = backgrounds.pop() if len(backgrounds) == 1 else None
             for part, read in parts:
-                self.hold(part, read)
+                self.record_contents(part, read)
 
-    def involved(self, values: object) -> set[str]:
-        """Return the sources of any of these."""
+    def sources_of(self, values: object) -> set[str]:
+        """Return the names of the sources that any of these values comes from."""
         found = [self.names.get(_storage(value)) for value in tree_leaves(values) if isinstance(value, torch.Tensor)]
         found = [names for names in found if names]
         return found[0] if len(found) == 1 else set().union(*found)
 
-    def known(self, tensor: torch.Tensor) -> bool:
-        return _storage(tensor) in self.homes or _storage(tensor) in self.names
+    def is_tracked(self, tensor: torch.Tensor) -> bool:
+        """Return whether the contents or the sources of a tensor's storage are recorded."""
+        return _storage(tensor) in self.contents or _storage(tensor) in self.names
 
 
 def _parts(op, args: Sequence, result: torch.Tensor) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """Return the views of a new tensor, and of what each was copied; none if it was computed."""
+    """Return (view of a new tensor, the tensor that it was copied from) pairs; none if the tensor was computed."""
     if op in COPIES:
         return [(result, args[0])]
     if op is aten.cat.default:
@@ -262,7 +266,7 @@ def _parts(op, args: Sequence, result: torch.Tensor) -> list[tuple[torch.Tensor,
         return list(zip(result.split([tensor.shape[dim] for tensor in args[0]], dim), args[0], strict=True))
     if op is aten.stack.default:
         return list(zip(result.unbind(args[1] if len(args) > 1 else 0), args[0], strict=True))
-    if op is aten.constant_pad_nd.default and min(args[1]) >= 0:  # amounts from the last dimension on: before, after
+    if op is aten.constant_pad_nd.default and min(args[1]) >= 0:  # (before, after) amounts, from the last dimension on
         inner = result
         for i in range(len(args[1]) // 2):
             inner = inner.narrow(-1 - i, args[1][2 * i], args[0].shape[-1 - i])
@@ -277,8 +281,12 @@ def _are_rows(index: torch.Tensor) -> bool:
 
 
 def _padding(op, args: Sequence) -> set[float]:
-    """Return the value that an operation puts around its argument."""
+    """Return the constant that a padding operation adds; empty for other operations."""
     return {float(args[2]) if len(args) > 2 else 0.0} if op is aten.constant_pad_nd.default else set()
+
+
+def _offset(tensor: torch.Tensor) -> int:
+    return int(tensor.storage_offset())
 
 
 def _storage(tensor: torch.Tensor) -> int:
@@ -286,7 +294,7 @@ def _storage(tensor: torch.Tensor) -> int:
 
 
 def _runs(view: torch.Tensor, like: torch.Tensor) -> list[Run] | None:
-    """Return (count, stride in the view, stride in `like`) by falling stride in the view, merged; None without entries."""
+    """Return merged (count, stride in the view, stride in `like`) by falling stride in the view; None if it is empty."""
     steps = sorted(zip(view.shape, view.stride(), like.stride(), strict=True), key=lambda step: -step[1])
     runs: list[Run] = []
     for count, stride, far in steps:

@@ -1,9 +1,9 @@
-"""The sizes of a decoder as transformers reads them out of its config.json, without transformers.
+"""The sizes of a decoder, read from its config.json as transformers does, without transformers.
 
-Released config.json leave keys out that have transformers' defaults, and name some of them in two ways; here every key has its
-value, under the name that transformers' attribute has. Sizes that no model may leave out stay required.
+Released config.json files leave out keys with transformers' defaults, and some keys have two names. Here every key has a value,
+under the name of transformers' attribute. Sizes without a default stay required.
 
-Left out: multimodal models, whose language model's keys are those of their `text_config`.
+Not supported: multimodal models, whose language model's keys are under `text_config`.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _REQUIRED_BY_FAMILY: dict[str, tuple[str, ...]] = {
 }
 
 _EITHER_NAME = {"num_local_experts": "num_experts", "n_routed_experts": "num_local_experts"}
-"""Names under which transformers knows the number of experts, of which config.json may have either."""
+"""transformers' name of the number of experts -> the other name that config.json may use."""
 
 _DEFAULTS: dict[str, dict[str, Any]] = {
     "llama": {"num_key_value_heads": None, "attention_bias": False, "mlp_bias": False},
@@ -53,29 +53,29 @@ _DEFAULTS: dict[str, dict[str, Any]] = {
     },
     "gpt_oss": {"num_key_value_heads": 8, "head_dim": 64, "attention_bias": True, "num_experts_per_tok": 4},
 }
-"""The defaults of transformers' configuration classes, for keys that released config.json do leave out."""
+"""The defaults of transformers' configuration classes, for keys that released config.json files leave out."""
 
 MODEL_TYPES = tuple(_DEFAULTS)
-"""The families that are described."""
+"""The `model_type`s that are described."""
 
 
 def sizes(config: Mapping[str, Any]) -> SimpleNamespace:
-    """Every key that says how large a tensor is, as an attribute.
+    """Return every key that determines the size of a tensor, as an attribute.
 
-    Raises ValueError for a family that is not described, KeyError for a key that this one must have.
+    Raises ValueError for a family that is not described, KeyError for a missing key without a default.
     """
     family = config.get("model_type")
     if family not in _DEFAULTS:
-        raise ValueError(f"the tensors of '{family}' models are not described; known are {', '.join(MODEL_TYPES)}")
+        raise ValueError(f"the tensors of '{family}' models are not described; expected one of {', '.join(MODEL_TYPES)}")
     found = {"model_type": family, "tie_word_embeddings": False, "head_dim": None, **_DEFAULTS[family]}
     found |= {name: config[name] for name in found if name in config}
     for name in (*_REQUIRED, *_REQUIRED_BY_FAMILY.get(family, ())):
         if name not in found:
             either = _EITHER_NAME.get(name)
-            found[name] = config[either] if name not in config and either in config else config[name]
+            found[name] = config[either] if either is not None and name not in config and either in config else config[name]
     heads = found["num_attention_heads"]
     found["num_key_value_heads"] = found["num_key_value_heads"] or heads
-    if family == "deepseek_v3":  # whose heads have two sizes
+    if family == "deepseek_v3":  # its heads have two sizes
         del found["head_dim"]
     else:
         found["head_dim"] = found["head_dim"] or found["hidden_size"] // heads
@@ -86,7 +86,7 @@ def sizes(config: Mapping[str, Any]) -> SimpleNamespace:
 
 
 def sparse_layers(config: Any) -> list[bool]:
-    """Of each layer, whether it has experts. config: `sizes`, or transformers' own."""
+    """Return for each layer whether it has experts. config: the result of `sizes`, or transformers' configuration."""
     layers = range(config.num_hidden_layers)
     match config.model_type:
         case "mixtral" | "gpt_oss":

@@ -1,4 +1,4 @@
-"""Strided copies as boxes: what a copy between two tensors moves, as pairs of boxes of their shapes."""
+"""Strided copies as boxes: the entries that a copy between two tensors moves, as pairs of boxes of their shapes."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ from pipeline.boxes import Box
 
 Shape = tuple[int, ...]
 Run = tuple[int, int, int]
-"""(count, stride at one end, stride at the other end) of entries that a copy goes over."""
+"""(count, stride in one tensor, stride in the other) of the entries that a copy moves."""
 
 
 def split_runs(
     runs: list[Run], starts: tuple[int, int], shapes: tuple[Shape, Shape | None]
 ) -> Iterator[tuple[list[Run], tuple[int, int]]]:
-    """Yield parts of what `runs` go over, each as its runs and where it begins at either end.
+    """Split a strided copy into parts that are boxes in both tensors; yield each part's runs and its two start offsets.
 
-    The ends are contiguous tensors of these shapes; None: any storage. Runs are split until each lies along one dimension of
-    either, one run to a dimension.
+    shapes: of the two tensors, which are contiguous; None for any storage. Runs are split until each lies along one dimension
+    of either tensor, with one run per dimension.
     """
 
     def go_on(skip: Run, rest: list[Run]) -> Iterator[tuple[list[Run], tuple[int, int]]]:
@@ -49,7 +49,7 @@ def split_runs(
 
 
 def run_box(runs: Sequence[Run], end: int, starts: tuple[int, int], shape: Shape) -> tuple[Box, list[int]]:
-    """Return the box of a part from `split_runs` at one end (0 or 1), and the dimension along which each run goes."""
+    """Return the box of a part from `split_runs` in one tensor (0 or 1), and the dimension along which each run lies."""
     dims = [_dimension(run[end + 1], shape)[0] for run in runs]
     size = [1] * len(shape)
     for run, dim in zip(runs, dims, strict=True):
@@ -58,9 +58,9 @@ def run_box(runs: Sequence[Run], end: int, starts: tuple[int, int], shape: Shape
 
 
 def _rows(run: Run, row: int, head: int) -> list[tuple[int, list[Run]]]:
-    """Return the parts of a run that goes on in the next row of `row` entries: the `head` of its first row, whole rows, a tail.
+    """Split a run that crosses rows of `row` entries into the `head` of its first row, whole rows, and a tail.
 
-    Each has how many entries come before it, and its own runs.
+    Returns for each part the number of entries before it, and its runs.
     """
     count, stride, far = run
     rows, tail = divmod(count - head, row)
@@ -69,7 +69,7 @@ def _rows(run: Run, row: int, head: int) -> list[tuple[int, list[Run]]]:
         (head, [(rows, stride * row, far * row), (row, stride, far)]),
         (count - tail, [(tail, stride, far)]),
     ]
-    # A run of one entry is none: it needs no dimension of its own.
+    # A run of one entry needs no dimension of its own.
     return [(skip, [part for part in new if part[0] > 1]) for skip, new in parts if new[0][0]]
 
 
@@ -84,7 +84,7 @@ def _coordinates(flat: int, shape: Shape) -> Shape:
 
 
 def _dimension(stride: int, shape: Shape) -> tuple[int, int]:
-    """Return the dimension along which a flat stride goes, and by how many entries of it."""
+    """Return the dimension along which a flat stride moves, and the step in entries of this dimension."""
     for dim, unit in enumerate(contiguous_strides(shape)):
         if shape[dim] > 1 and stride % unit == 0:
             return dim, stride // unit

@@ -1,10 +1,10 @@
-"""Every tensor of a model's checkpoint from its config.json alone: without torch, transformers or weights.
+"""The tensors of a model's checkpoint, from its config.json alone: without torch, transformers or weights.
 
-For plans, which run where none of these is installed. Names and shapes are those on disk, as transformers saves a model: the
-experts of a layer apart, but for gpt_oss, whose layers have one tensor for all. Tests hold them against transformers.
+Plans use them where none of these is installed. Names and shapes are those on disk, as transformers saves a model: one tensor
+per expert, except for gpt_oss, which has one tensor for all experts of a layer. Tests compare them with transformers.
 
-Left out: quantised checkpoints (gpt_oss: as dequantised), the layers for multi-token prediction, which transformers does not
-load, the parts of multimodal models other than their language model.
+Not supported: quantised checkpoints (gpt_oss is described as dequantised), the layers for multi-token prediction, which
+transformers does not load, and the other parts of multimodal models.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from pipeline.models.base import Split
 from pipeline.models.sizes import sizes, sparse_layers
 
 Part = Literal["embedding", "output", "attention", "mlp", "shared", "routed", "router", "norm", "buffer"]
-"""What a tensor belongs to. shared: the experts that every token passes; routed: those that a router chooses among; norm: those
-of and inside a layer's attention too; buffer: what is saved but is no parameter (the bias that balances DeepSeek's experts)."""
+"""The part of the model to which a tensor belongs. shared: experts that process every token; routed: experts that a router
+selects; norm: norms of layers and inside attention; buffer: saved, but not a parameter (the bias of DeepSeek's router)."""
 
 
 class Tensor(NamedTuple):
@@ -29,19 +29,20 @@ class Tensor(NamedTuple):
     name: str
     shape: tuple[int, ...]
     part: Part
-    split: Split = "none"  # how tensor parallelism cuts it: "rows", "columns" or not
+    split: Split = "none"  # how tensor parallelism cuts it
     layer: int | None = None
     expert: int | None = None
 
     @property
     def numel(self) -> int:
+        """The number of entries."""
         return math.prod(self.shape)
 
 
 def tensors(config: Mapping[str, Any]) -> list[Tensor]:
-    """Those of a causal language model, in its order; without an output layer that is tied to the embedding.
+    """Return the tensors of a causal language model, in the model's order. A tied output layer is left out.
 
-    config: config.json of one of `sizes.MODEL_TYPES`. Raises ValueError for another family, KeyError for a key that it lacks.
+    config: config.json of one of `sizes.MODEL_TYPES`. Raises ValueError for another family, KeyError for a missing key.
     """
     of = sizes(config)
     vocabulary = (of.vocab_size, of.hidden_size)
@@ -72,7 +73,7 @@ def _layer(of: SimpleNamespace, sparse: bool) -> Iterator[Tensor]:
 
 
 def _linear(name: str, rows: int, columns: int, part: Part, split: Split, bias: bool = False) -> Iterator[Tensor]:
-    """A bias is cut with the rows; beside columns, each rank needs the whole."""
+    """Yield a linear layer. Its bias is cut with the rows; where columns are cut, each rank has the whole bias."""
     yield Tensor(f"{name}.weight", (rows, columns), part, split)
     if bias:
         yield Tensor(f"{name}.bias", (rows,), part, split if split == "rows" else "none")
@@ -83,7 +84,7 @@ def _norm(name: str, size: int) -> Tensor:
 
 
 def _attention(of: SimpleNamespace) -> Iterator[Tensor]:
-    """Grouped queries."""
+    """Yield grouped-query attention."""
     queries, keys = of.num_attention_heads * of.head_dim, of.num_key_value_heads * of.head_dim
     bias = of.model_type == "qwen2" or getattr(of, "attention_bias", False)
     for name, rows in (("q", queries), ("k", keys), ("v", keys)):
@@ -97,7 +98,7 @@ def _attention(of: SimpleNamespace) -> Iterator[Tensor]:
 
 
 def _latent_attention(of: SimpleNamespace) -> Iterator[Tensor]:
-    """Projections down to a latent are whole on every rank, as every head needs the latent."""
+    """Yield multi-head latent attention. Down-projections are whole on every rank, because every head needs the latent."""
     linear = partial(_linear, part="attention")
     heads, hidden, rank = of.num_attention_heads, of.hidden_size, of.kv_lora_rank
     query = heads * (of.qk_nope_head_dim + of.qk_rope_head_dim)
@@ -122,7 +123,7 @@ def _mlp(
     bias: bool = False,
     names: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj"),
 ) -> Iterator[Tensor]:
-    """A gated MLP, or one expert."""
+    """Yield a gated MLP, or one expert."""
     gate, up, down = names
     yield from _linear(f"{name}.{gate}", width, hidden, part, "rows", bias)
     yield from _linear(f"{name}.{up}", width, hidden, part, "rows", bias)
@@ -130,7 +131,7 @@ def _mlp(
 
 
 def _experts(of: SimpleNamespace) -> Iterator[Tensor]:
-    """A router, its experts, and those that are shared, which are one MLP."""
+    """Yield a router, its experts, and the shared experts, which are one MLP."""
     mixtral, count = of.model_type == "mixtral", experts(of)
     width = of.intermediate_size if mixtral else of.moe_intermediate_size
     module, names = ("block_sparse_moe", ("w1", "w3", "w2")) if mixtral else ("mlp", ("gate_proj", "up_proj", "down_proj"))
@@ -145,7 +146,7 @@ def _experts(of: SimpleNamespace) -> Iterator[Tensor]:
 
 
 def _stacked_experts(of: SimpleNamespace) -> Iterator[Tensor]:
-    """gpt_oss: one tensor for all experts; gate and up projection alternate along its last dimension."""
+    """Yield gpt_oss's experts: one tensor for all, with gate and up projection alternating along the last dimension."""
     count, hidden, width = experts(of), of.hidden_size, of.intermediate_size
     yield Tensor("mlp.router.weight", (count, hidden), "router")
     yield Tensor("mlp.router.bias", (count,), "router")
@@ -156,5 +157,5 @@ def _stacked_experts(of: SimpleNamespace) -> Iterator[Tensor]:
 
 
 def experts(of: SimpleNamespace) -> int:
-    """Routed experts of a layer that has them; 0 if none has."""
+    """Return the number of routed experts of a layer that has any; 0 for a dense model."""
     return of.n_routed_experts if of.model_type == "deepseek_v3" else getattr(of, "num_local_experts", 0)

@@ -17,6 +17,7 @@ from pipeline.models.sizes import MODEL_TYPES
 from tests.models.cases import configs
 from tests.models.test_families import REFUSED, changed
 from tests.models.test_tensors import CASES, TINY
+from tests.problems import named
 
 YARN = {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16, "mscale": 1.0, "mscale_all_dim": 0.7}
 LINEAR = {"rope_type": "linear", "factor": 8.0}
@@ -85,13 +86,13 @@ def written(config: PreTrainedConfig, folder) -> dict:
 def test_megatron_core_gets_the_same_from_either(name, tmp_path):
     config = configs()[name]
     ours = parse_config(written(config, tmp_path))
-    assert models.family(ours).transformer(ours) == models.family(config).transformer(config)
+    assert models.family(ours.model_type).transformer(ours) == models.family(config.model_type).transformer(config)
     assert parameters(ours) == parameters(config)
 
 
 def parameters(config: Any) -> dict[str, tuple]:
     """Without their functions, of which equal ones may be two objects."""
-    found = models.family(config).parameters(config)
+    found = models.family(config.model_type).parameters(config)
     return {name: (parameter.sources, parameter.split, parameter.expert) for name, parameter in found.items()}
 
 
@@ -99,14 +100,14 @@ def parameters(config: Any) -> dict[str, tuple]:
 def test_megatron_core_refuses_the_same(name, changes, message, tmp_path):
     ours = parse_config(written(changed(name, changes), tmp_path))
     with pytest.raises(ValueError, match=r"^policy.model_name: .* with") as error:
-        models.family(ours).transformer(ours)
+        models.family(ours.model_type).transformer(ours)
     assert message in str(error.value)
 
 
 @pytest.mark.parametrize(
     ("family", "changes", "longest", "message"),
     [
-        ("gemma3_text", {"sliding_window": 64}, 65, r"sliding_attention .window 64, sequences up to 65"),
+        ("gemma3_text", {"sliding_window": 64}, 65, r"sliding_attention .window 64, sequences of up to 65"),
         ("gemma3_text", {"sliding_window": 64}, 64, None),
         ("mistral", {"sliding_window": 64}, 65, "sliding_attention"),
         ("mistral", {"sliding_window": None}, 65, None),
@@ -127,25 +128,24 @@ def test_attention_that_cannot_be_packed(family, changes, longest, message):
             check_attention(one, longest)
 
 
-def told(family: str, policy: PolicyConfig) -> list[str]:
+def problems(family: str, policy: PolicyConfig) -> set[tuple[str, str]]:
     name, changes = CASES[family]
-    return list(map(str, unsupported({"model_type": name, **TINY, **changes}, policy)))
+    return named(unsupported({"model_type": name, **TINY, **changes}, policy))
 
 
-def test_all_that_a_train_backend_refuses_is_told():
+MODEL = ("policy.model_name", "unsupported")
+
+
+def test_what_a_train_backend_does_not_support_is_a_problem():
     megatron = PolicyConfig(megatron_cfg=MegatronConfig(enabled=True), max_total_sequence_length=64)
-    assert told("llama", megatron) == told("qwen3_moe", replace(megatron, megatron_cfg=MegatronConfig())) == []
-    assert told("llama_biased", megatron) == [
-        "policy.model_name: llama with attention_bias=True is not described; False is",
-    ]
-    sinks, family = told("gpt_oss", megatron)
-    assert "attention sinks" in sinks and "'gpt_oss' are not described" in family
+    assert problems("llama", megatron) == problems("qwen3_moe", replace(megatron, megatron_cfg=MegatronConfig())) == set()
+    assert problems("llama_biased", megatron) == {MODEL}
+    sinks, family = unsupported({"model_type": "gpt_oss", **TINY, **CASES["gpt_oss"][1]}, megatron)
+    assert "attention sinks" in sinks.message and "'gpt_oss' are not described" in family.message
     cut = PolicyConfig(dtensor_cfg=DTensorConfig(tensor_parallel_size=2), max_total_sequence_length=64)
-    assert told("llama_biased", cut) == []
-    (buffers,) = told("deepseek_v3", cut)
-    assert "keeps buffers in its checkpoint" in buffers
-    (experts,) = told("mixtral", cut)
-    assert experts.startswith("policy.dtensor_cfg.tensor_parallel_size: 2, but a 'mixtral' model has experts")
+    assert problems("llama_biased", cut) == set()
+    assert problems("deepseek_v3", cut) == {MODEL}
+    assert problems("mixtral", cut) == {("policy.dtensor_cfg.tensor_parallel_size", "unsupported")}
     assert list(unsupported({"model_type": "bloom"}, cut)) == []
 
 

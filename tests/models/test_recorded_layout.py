@@ -174,9 +174,9 @@ REFUSED = {
     "bytes": (lambda x: x.view(torch.int32), "aten.view"),
     "pad with ones": (lambda x: F.pad(x, (0, 1), value=1.0), "zeros"),
     "pad cuts": (lambda x: F.pad(x, (0, -1)), "aten.constant_pad_nd"),
-    "copied over": (lambda x: x.clone()[:1].copy_(x[1:2]), "not made of its sources"),
-    "foreign": (lambda x: torch.empty(3, 4), "not made of its sources"),
-    "foreign in cat": (lambda x: torch.cat([x, torch.ones(3, 4)]), "not made of its sources"),
+    "copied over": (lambda x: x.clone()[:1].copy_(x[1:2]), "does not consist of its sources"),
+    "foreign": (lambda x: torch.empty(3, 4), "does not consist of its sources"),
+    "foreign in cat": (lambda x: torch.cat([x, torch.ones(3, 4)]), "does not consist of its sources"),
 }
 
 

@@ -66,7 +66,7 @@ class MegatronBackend:
         self._stage = build(policy, hf, role.head).to(self.device)
         if not role.trained:
             self._stage.requires_grad_(False)
-        self._local = local_tensors(self._stage, models.family(hf).parameters(hf, role.head), self._shapes)
+        self._local = local_tensors(self._stage, models.family(hf.model_type).parameters(hf, role.head), self._shapes)
         self._of = {id(local.tensor): local for local in self._local.values()}
         self._vocabulary = hf.vocab_size
         self._head = ValueHead() if role.head == "values" else VocabularyHead.of(policy, hf, role)

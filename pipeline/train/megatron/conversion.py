@@ -66,7 +66,7 @@ def converted(
         raise ValueError(f"policy.model_name: {policy.model_name} is quantised; training needs a checkpoint that is not")
     root = folder or shared_folder()
     files = checkpoint_files(policy.model_name)
-    parameters = family(config).parameters(config, head)
+    parameters = family(config.model_type).parameters(config, head)
     parameters.pop(VALUE_HEAD, None)
     on_first_rank(group, lambda: _prepare(root))
     digests = content_digests(files, root / "digests", group)

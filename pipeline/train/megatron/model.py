@@ -136,7 +136,7 @@ def rotary(hf: PreTrainedConfig) -> tuple[torch.Tensor, float]:
 def _transformer_config(policy: PolicyConfig, hf: PreTrainedConfig, engine: bool) -> TransformerConfig:
     megatron = policy.megatron_cfg
     dtype = getattr(torch, policy.precision)
-    family = models.family(hf).transformer(hf)
+    family = models.family(hf.model_type).transformer(hf)
     arguments = {**family, **_layout(megatron, dtype), **_fusions(megatron, engine), **_recompute(megatron, engine)}
     if arguments.get("num_moe_experts"):
         arguments |= _mixture(megatron, engine)

@@ -140,7 +140,7 @@ def megatron_boxes(policy: PolicyConfig) -> Held:
     initialize(policy, seed=0)
     try:
         shapes, _ = checkpoint_shapes(config)
-        local = local_tensors(build(policy, config), models.family(config).parameters(config), shapes)
+        local = local_tensors(build(policy, config), models.family(config.model_type).parameters(config), shapes)
     finally:
         parallel_state.destroy_model_parallel()
     return {(piece.name, piece.source.offset, piece.source.size) for tensor in local.values() for piece in tensor.hugging_face}
@@ -255,7 +255,7 @@ MODEL, SIZES = "policy.model_name", ("num_hidden_layers", "hidden_size", "interm
 @pytest.mark.parametrize(
     ("config", "train", "sections", "key", "code", "names"),
     [
-        ({"model_type": "bloom"}, 1, {}, MODEL, "unsupported", "known are llama"),
+        ({"model_type": "bloom"}, 1, {}, MODEL, "unsupported", "expected one of llama"),
         ("gpt_oss", 1, {}, MODEL, "unsupported", "vLLM"),
         ({"model_type": "llama"} | dict.fromkeys(SIZES, 8), 1, {}, MODEL, "bad-format", "vocab_size"),
         ("mistral", 1, {"megatron_cfg": MegatronConfig(enabled=True)}, MODEL, "", "mistral"),

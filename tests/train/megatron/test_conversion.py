@@ -62,7 +62,7 @@ def convert(checkpoint: Path, shared: Path, anew: bool = False, timeout_s: float
 def read(checkpoint: Path, made: conversion.Conversion) -> dict[str, torch.Tensor]:
     """The whole checkpoint again, by its names on disk, out of a conversion."""
     config, disk, back = AutoConfig.from_pretrained(checkpoint), load_file(checkpoint / "model.safetensors"), {}
-    for name, parameter in family(config).parameters(config).items():
+    for name, parameter in family(config.model_type).parameters(config).items():
         _, pieces = record(parameter.function, [(source, tuple(disk[source].shape)) for source in parameter.sources])
         for piece in pieces:
             shape = tuple(disk[piece.name].shape)
