@@ -48,7 +48,8 @@ def problems(recipe: Recipe, pending: list[Path] = (), notes: list[str] | None =
     """Yield what is wrong with the files.
 
     pending: run folders of needed recipes that have not run yet; they are not looked into.
-    notes: how data files are read is added to these."""
+    notes: how data files are read is added to these.
+    """
     notes = [] if notes is None else notes
     notes += prompt_tokens.notes(recipe)
     yield from architecture.problems(recipe, pending)

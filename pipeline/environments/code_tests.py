@@ -67,7 +67,8 @@ class Tests:
 
 def parse_tests(given: Any) -> Tests:
     """`given`: a text, with JSON in it or Python, or what is in the JSON. Raises ValueError if there is no test in it, or a
-    piece that only defines some."""
+    piece that only defines some.
+    """
     if isinstance(given, str) and given.lstrip()[:1] in ("{", "["):
         try:
             given = json.loads(given)
@@ -101,7 +102,8 @@ def parse_tests(given: Any) -> Tests:
 
 def _piece(code: str) -> str | EqualityTest:
     """Return an equation if it is an assertion of one. What is no Python is a piece that nobody passes. Raises ValueError if it
-    tests nothing."""
+    tests nothing.
+    """
     try:
         body = ast.parse(code).body
     except (SyntaxError, ValueError, RecursionError, MemoryError):
@@ -211,7 +213,8 @@ def same_result(printed: str, expected: str) -> bool:
 def same_literal(shown: str, answer: str) -> bool:
     """Return whether a value is the answer: the same text, the same literal, or a string with that text. `shown`: as `pformat`
     has it, which quotes texts, and breaks what is long into lines. True is not 1 here: code that ends in a comparison has no
-    number."""
+    number.
+    """
     if shown.strip() == answer:
         return True
     if len(shown) > LITERAL:
@@ -228,7 +231,8 @@ def same_literal(shown: str, answer: str) -> bool:
 
 def same_value(told: str, expected: Any) -> bool:
     """`told`: JSON as `pieces.py` writes it, of a value or of whatever an answer likes. Equal as Python's == has it, for what a
-    literal can be; an object that says itself that it is equal is not."""
+    literal can be; an object that says itself that it is equal is not.
+    """
     try:
         return _same(json.loads(told), expected)
     except (ValueError, RecursionError):

@@ -113,7 +113,8 @@ def fields(function: Callable[..., Any]) -> list[str] | None:
 
 def _first_two(function: Callable[..., Any]) -> list[str]:
     """Return the names of the parameters that take the prompt and the answer, where a field could be given by such a name
-    too."""
+    too.
+    """
     parameters = _parameters(function)
     if parameters is None:
         return ["prompt", "answer"]

@@ -104,7 +104,7 @@ def _judge(questions: int, said: int, worker: int) -> None:
 
         linux.die_with_parent()
         with contextlib.suppress(OSError):
-            linux.offer_to_oom_killer(1000)  # before the worker
+            linux.raise_oom_score(1000)  # before the worker
         if os.getppid() != worker:
             return
         for line in os.fdopen(questions):

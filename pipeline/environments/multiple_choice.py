@@ -61,7 +61,8 @@ class MultipleChoiceArguments:
 
 class MultipleChoice(BuiltinEnvironment):
     """Reward 1 if the text's letter is that of `prompt.task["answer"]`, else 0. Metrics: `accuracy`; `no_answer`, 1 if it has
-    none."""
+    none.
+    """
 
     Arguments = MultipleChoiceArguments
 

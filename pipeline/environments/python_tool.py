@@ -95,7 +95,8 @@ class PythonSession(ToolSession):
 
     def call(self, arguments: dict[str, Any], timeout_s: float) -> str:
         """Return what was printed, and the value of a last expression. Raises ToolError for what the code raised, or broke, and
-        TimeoutError."""
+        TimeoutError.
+        """
         executed = self.execute(arguments["code"], timeout_s)
         told = executed.printed
         if executed.error is not None:

@@ -1,5 +1,6 @@
 """A reward model as judge. It does not judge here, on a generate rank, but on rank 0's word, once all answers of a step are
-there."""
+there.
+"""
 
 from __future__ import annotations
 

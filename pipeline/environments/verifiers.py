@@ -55,7 +55,8 @@ class VerifiersArguments:
 
 class Verifiers(BuiltinEnvironment):
     """Reward: the task's. Metrics: its rewards and metrics, by their names. An episode that ends before the task has reward 0.
-    `timeout_s` is for what happens between two turns."""
+    `timeout_s` is for what happens between two turns.
+    """
 
     Arguments = VerifiersArguments
     is_final = False
@@ -101,7 +102,8 @@ class Verifiers(BuiltinEnvironment):
 
     def _message(self, text: str) -> dict[str, Any]:
         """Return a text as a message. A call that cannot be read is left in the text: the task then has an answer without
-        it."""
+        it.
+        """
         calls = [call for call in self._calls.calls(text) if not call.error]
         if not calls:
             return {"role": "assistant", "content": text}

@@ -148,7 +148,8 @@ class Bridge:
 
     def answer(self, episode: TaskEpisode, message: Message, timeout_s: float) -> vf.Trace | CompletionRequest:
         """Return the next completion request of the run, or its trace if it has ended. Raises TimeoutError, ProcessStuck if a
-        task holds the loop that all share, and whatever ended the run otherwise."""
+        task holds the loop that all share, and whatever ended the run otherwise.
+        """
         deadline = time.monotonic() + timeout_s
         self._loop.call_soon_threadsafe(episode.asked.answer.set_result, message)
         return self._await_news(episode, deadline)

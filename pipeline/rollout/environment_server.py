@@ -38,7 +38,7 @@ from pipeline.sandbox import linux
 NAME = b"hetstep-env"
 """As ps and top show it: 15 bytes at most."""
 OOM_SCORE = 500
-"""See linux.offer_to_oom_killer. Of a rank it is 0, of what guards a program in the sandbox 999."""
+"""See linux.raise_oom_score. Of a rank it is 0, of what guards a program in the sandbox 999."""
 CALLS = 1 << 20
 """Bytes of the shared memory, one for each call that may be open: 1 while it is carried out."""
 WORN_OUT = 75
@@ -100,7 +100,7 @@ def run(connection: socket.socket, judging: mmap.mmap, rank: int) -> None:
         return
     linux.prctl(linux.PR_SET_NAME, NAME)
     with contextlib.suppress(OSError):
-        linux.offer_to_oom_killer(OOM_SCORE)
+        linux.raise_oom_score(OOM_SCORE)
     rank_log.set_up()
     stream = connection.makefile("rb")
     settings = next(messages(stream, EnvironmentSettings), None)

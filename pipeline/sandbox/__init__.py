@@ -1,22 +1,23 @@
-"""Runs a program that a model wrote, so that it can harm nothing but itself.
+"""Run programs that a model wrote so that they can harm nothing but themselves.
 
-    sandbox       Sandbox.run, Sandbox.start: what the rest of the pipeline uses
-    limits        what a program may use, and what came of it
-    ways          bubblewrap or plain namespaces: which of them works on this node
-    guarded       a rank's end of a guard
+    sandbox       Sandbox.run and Sandbox.start, which the rest of the pipeline calls
+    limits        the resources a program may use, and the result of a program
+    backends      choose bubblewrap or plain namespaces, whichever works on this node
+    guard_client  a rank's connection to a guard
     guard         the process between the rank and the program: starts it, watches it, ends it
-    bubblewrap, namespaces    the two ways in which the guard starts it
-    linked        the libraries that the interpreter needs
-    view          the files that the program can see
-    calls         the system calls that it may make
-    seccomp       the kernel's filter made of them
-    cgroup        a memory cgroup for it, where one is delegated
-    kernel        Linux's own calls, and the bounds that processes inherit
-    processes     what its processes use
+    bubblewrap, namespaces    the two backends with which the guard starts a program
+    library_path  folders of LD_LIBRARY_PATH that the interpreter needs
+    file_system   the files that a program can see
+    system_calls  the system calls that a program may make
+    seccomp       the kernel's filter made from that list
+    cgroup        a memory cgroup for each program, where one is delegated
+    linux         system calls that Python lacks, and limits that processes inherit
+    processes     CPU time and memory of a tree of processes
+    interpreter   the Python interpreter that a tool session runs inside the sandbox
 
-A guard is started for every program, so what it imports is small: the standard library alone, and little of it.
+Start with `sandbox.py`. README.md states what is promised, what is not, and which attacks were tried.
 
-README.md says what is promised, what is not, and what was tried.
+Each program gets its own guard process, so guards import little, and only from the standard library.
 
-Left out: programs that need a network, a GPU or a terminal; more than one machine.
+Leaves out: programs that need a network, a GPU or a terminal, and programs on more than one machine.
 """

@@ -1,12 +1,12 @@
-"""Which way of containing a program works on this node: found by running one in each.
+"""Choose the sandbox backend that works on this node by running a probe in each.
 
-bubblewrap comes first, where it is installed: it has been reviewed by many, and some systems allow namespaces to nobody else.
+bubblewrap comes first where it is installed: many have reviewed it, and some systems allow only it to make namespaces.
 """
 
 from __future__ import annotations
 
 import functools
-import sys
+import logging
 
 from pipeline.sandbox import cgroup, guard_client
 from pipeline.sandbox.file_system import FileSystemView, file_system_view, python
@@ -14,16 +14,18 @@ from pipeline.sandbox.guard_client import SandboxBackend
 from pipeline.sandbox.library_path import library_folders
 from pipeline.sandbox.limits import BACKEND_CHOICES, ISOLATING_BACKENDS, GuardError, ResourceLimits, SandboxError
 
-NEEDS = (
-    "install bubblewrap (0.8 or later) on the nodes or in the generate image; or let users make namespaces (sysctl"
+logger = logging.getLogger(__name__)
+
+REMEDIES = (
+    "Try to install bubblewrap (0.8 or later) on the nodes or in the generate image; or let users make namespaces (sysctl"
     " user.max_user_namespaces above 0, kernel.unprivileged_userns_clone=1, kernel.apparmor_restrict_unprivileged_userns=0;"
-    " in Docker, --security-opt seccomp=unconfined); or, to run what a model wrote with nothing around it, sandbox: none"
+    " in Docker, --security-opt seccomp=unconfined); or sandbox: none, to run the model's programs without isolation"
 )
-UNLINKED = "error while loading shared libraries"
-"""What ld.so(8) says of a program whose libraries it does not find."""
-LIBRARIES = (
-    "The interpreter does not find its libraries there: name their folder in LD_LIBRARY_PATH, in the image or in"
-    " cluster.generate.env_vars, or use an interpreter that finds them by itself"
+MISSING_LIBRARY = "error while loading shared libraries"
+"""Message of ld.so(8) for a program whose libraries it does not find."""
+LIBRARY_REMEDIES = (
+    "The interpreter does not find its libraries in the sandbox. Try to name their folder in LD_LIBRARY_PATH, in the image or"
+    " in cluster.generate.env_vars, or an interpreter that needs no such variable"
 )
 PROBE = b"""
 import os
@@ -42,36 +44,37 @@ print(os.getpid())
 LIMITS = ResourceLimits(wall_s=30.0, cpu_s=10.0, memory_bytes=1 << 28)
 
 
-def choose(asked: str, readable: tuple[str, ...] = ()) -> tuple[SandboxBackend, FileSystemView]:
-    """Raises ValueError for what is not of BACKEND_CHOICES, and SandboxError, with what to do, if it does not work here."""
-    if asked not in BACKEND_CHOICES:
-        raise ValueError(f"sandbox: '{asked}' is not one of: {', '.join(BACKEND_CHOICES)}")
-    if asked == "none":
-        line = "sandbox: none: programs that a model wrote run as this user, with nothing but limits around them"
-        print(f"WARNING: {line}", file=sys.stderr, flush=True)
+def choose(choice: str, readable: tuple[str, ...] = ()) -> tuple[SandboxBackend, FileSystemView]:
+    """Return the backend for one of BACKEND_CHOICES, and the view of the file system that programs get.
+
+    Raises ValueError for another choice, and SandboxError with remedies if it does not work on this node.
+    """
+    if choice not in BACKEND_CHOICES:
+        raise ValueError(f"sandbox: got '{choice}'; expected one of: {', '.join(BACKEND_CHOICES)}")
+    if choice == "none":
+        logger.warning("sandbox: none: programs that a model wrote run with this user's rights; only resource limits hold them")
         return SandboxBackend("none", True), FileSystemView([], [], library_folders(python()))
-    return _first_working(asked, readable)
+    return _first_working(choice, readable)
 
 
 @functools.cache
-def _first_working(asked: str, readable: tuple[str, ...]) -> tuple[SandboxBackend, FileSystemView]:
-    shown = file_system_view(readable, library_folders(python()))
-    if not cgroup.settle():
-        print(f"sandbox: {cgroup.NONE}", file=sys.stderr, flush=True)
+def _first_working(choice: str, readable: tuple[str, ...]) -> tuple[SandboxBackend, FileSystemView]:
+    view = file_system_view(readable, library_folders(python()))
+    if not cgroup.prepare():
+        logger.warning(f"sandbox: {cgroup.NO_CGROUP}")
     reasons: list[str] = []
-    for way in [SandboxBackend(name, proc) for proc in (True, False) for name in ISOLATING_BACKENDS if asked in ("auto", name)]:
+    names = ISOLATING_BACKENDS if choice == "auto" else (choice,)
+    for backend in [SandboxBackend(name, has_proc) for has_proc in (True, False) for name in names]:
         try:
-            ran = guard_client.run(way, shown, LIMITS, [python(), "probe.py"], {"probe.py": PROBE}, b"")
-        except GuardError:  # no way of containing a program mends that
+            ran = guard_client.run(backend, view, LIMITS, [python(), "probe.py"], {"probe.py": PROBE}, b"")
+        except GuardError:  # no backend mends that
             raise
         except SandboxError as error:
             reasons.append(str(error))
             continue
         if ran.status == 0 and ran.stdout.strip().isdigit() and int(ran.stdout) < 10:
-            return way, shown
-        said = (ran.stderr or ran.stdout).decode(errors="replace").strip().splitlines()[-1:]
-        reasons.append(f"{way.name}: {''.join(said) or ran.ended_by}")
-    needs = LIBRARIES if any(UNLINKED in reason for reason in reasons) else NEEDS
-    raise SandboxError(
-        f"sandbox: no way to contain a program works on this node ({'; '.join(dict.fromkeys(reasons))}). {needs}"
-    )
+            return backend, view
+        last_line = (ran.stderr or ran.stdout).decode(errors="replace").strip().splitlines()[-1:]
+        reasons.append(f"{backend.name}: {''.join(last_line) or ran.ended_by}")
+    remedies = LIBRARY_REMEDIES if any(MISSING_LIBRARY in reason for reason in reasons) else REMEDIES
+    raise SandboxError(f"sandbox: no backend works on this node ({'; '.join(dict.fromkeys(reasons))}). {remedies}")

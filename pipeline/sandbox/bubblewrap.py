@@ -1,8 +1,8 @@
-"""The sandbox by bubblewrap (`bwrap`, 0.8 or later): a small program, well reviewed, that some systems trust with namespaces
-where they trust nobody else.
+"""The sandbox backend with bubblewrap (`bwrap`, 0.8 or later), a small and well-reviewed program.
 
-Its root is made read-only here, as it leaves it writable and without a size. Devices stay writable mounts: a program could
-change their mode if it were their owner outside. So who owns them, really root, is refused, and takes plain namespaces.
+Some systems let bubblewrap make namespaces and let no other program do so. Its root stays writable and unbounded in size by
+default, so it is made read-only here. Its devices stay writable mounts: a program that owns them outside of the sandbox could
+change their mode. So this backend refuses users that own the devices, which is real root, and `auto` then takes namespaces.
 """
 
 from __future__ import annotations
@@ -23,50 +23,50 @@ from pipeline.sandbox.seccomp import filter_for
 NAME = "bwrap"
 
 
-def start(job: ProgramSpec) -> PreparedSandbox:
-    """Raises SandboxError with what bubblewrap said."""
+def start(spec: ProgramSpec) -> PreparedSandbox:
+    """Build a sandbox around a program and return it before the program starts. Raises SandboxError."""
     program = shutil.which(NAME)
     if program is None:
-        raise SandboxError(f"no {NAME} in PATH")
+        raise SandboxError(f"{NAME} is not in PATH")
     if any(os.stat(path).st_uid == os.geteuid() for path in DEVICES):
-        raise SandboxError("this user owns the machine's devices, and bubblewrap cannot show them unchangeable")
+        raise SandboxError("bubblewrap cannot protect the mode of devices that this user owns")
     block, go = os.pipe()
     reports, report = os.pipe()
-    contents = [sealed(name, content) for name, content in job.files.items()]
-    rules = sealed("filter", filter_for(platform.machine()))
-    arguments = [*_command(job), *("--seccomp", str(rules), "--block-fd", str(block), "--json-status-fd", str(report))]
-    for folder in sorted({parent for name in job.files for parent in _parents(name)}):
+    contents = [sealed_file(name, content) for name, content in spec.files.items()]
+    rules = sealed_file("filter", filter_for(platform.machine()))
+    arguments = [*_command(spec), *("--seccomp", str(rules), "--block-fd", str(block), "--json-status-fd", str(report))]
+    for folder in sorted({parent for name in spec.files for parent in _parents(name)}):
         arguments += ["--dir", f"{SCRATCH}/{folder}"]
-    for name, content in zip(job.files, contents, strict=True):
+    for name, content in zip(spec.files, contents, strict=True):
         arguments += ["--file", str(content), f"{SCRATCH}/{name}"]
-    _spawn([program, *arguments, "--", *job.argv], job.stdio, (block, report, rules, *contents))
+    _spawn([program, *arguments, "--", *spec.argv], spec.stdio, (block, report, rules, *contents))
     for descriptor in (block, report, rules, *contents):
         os.close(descriptor)
-    told = b""
-    while not told.endswith(b"\n"):  # it writes a line piece by piece
+    line = b""
+    while not line.endswith(b"\n"):  # it writes a line piece by piece
         if not (piece := os.read(reports, 1 << 12)):
             raise SandboxError("bubblewrap did not start")
-        told += piece
-    init = json.loads(told)["child-pid"]
-    for number, pair in linux.bounds(job.limits, linux.counts_processes_by_namespace()).items():
+        line += piece
+    init = json.loads(line)["child-pid"]
+    for number, pair in linux.resource_limits(spec.limits, linux.counts_processes_by_namespace()).items():
         resource.prlimit(init, number, pair)
     return PreparedSandbox(init, go, reports, _status)
 
 
-def _command(job: ProgramSpec) -> list[str]:
+def _command(spec: ProgramSpec) -> list[str]:
     arguments = ["--unshare-user", "--uid", str(USER), "--gid", str(USER)]
     arguments += ["--unshare-pid", "--unshare-net", "--unshare-ipc", "--unshare-uts", "--unshare-cgroup-try"]
     arguments += ["--hostname", "sandbox", "--new-session", "--die-with-parent", "--cap-drop", "ALL"]
-    arguments += ["--perms", "0700", "--size", str(job.limits.scratch_bytes), "--tmpfs", SCRATCH]
-    for path, to in job.view.links:
+    arguments += ["--perms", "0700", "--size", str(spec.limits.scratch_bytes), "--tmpfs", SCRATCH]
+    for path, to in spec.view.links:
         arguments += ["--symlink", to, path]
-    for path in job.view.mounted:
+    for path in spec.view.mounted:
         arguments += ["--ro-bind", path, path]
     for path in DEVICES:
         arguments += ["--dev-bind", path, path]
-    if job.proc:
+    if spec.has_proc:
         arguments += ["--proc", "/proc", "--remount-ro", "/proc"]
-    for name, value in environment(job.view).items():
+    for name, value in environment(spec.view).items():
         arguments += ["--setenv", name, value]
     return [*arguments, "--remount-ro", "/", "--chdir", SCRATCH]
 
@@ -81,7 +81,7 @@ def _spawn(command: list[str], stdio: tuple[int, int, int], inherited: tuple[int
         return
     try:
         linux.die_with_parent()
-        linux.offer_to_oom_killer(PROGRAM_SCORE)
+        linux.raise_oom_score(PROGRAM_SCORE)
         default_signals()
         for descriptor in inherited:
             os.set_inheritable(descriptor, True)
@@ -92,19 +92,22 @@ def _spawn(command: list[str], stdio: tuple[int, int, int], inherited: tuple[int
         os._exit(127)
 
 
-def _status(told: bytes, ended: bool) -> int | None:
-    """bubblewrap tells a signal as shells do, by 128 more. It tells nothing of a program that it could not start."""
-    for line in told.decode().splitlines():
+def _status(report: bytes, ended: bool) -> int | None:
+    """Return the program's exit status from bubblewrap's report, which gives signal N as 128 + N like a shell.
+
+    Raises SandboxError if the report ended without a status, as for a program that bubblewrap could not start.
+    """
+    for line in report.decode().splitlines():
         code = json.loads(line).get("exit-code") if line.endswith("}") else None
         if code is not None:
             return code if code <= 128 else 128 - code
     if ended:
-        raise SandboxError("bubblewrap ended without a word of how its program did")
+        raise SandboxError("bubblewrap exited without reporting the program's status")
     return None
 
 
-def sealed(name: str, content: bytes) -> int:
-    """A file in memory that nobody can change, at its beginning."""
+def sealed_file(name: str, content: bytes) -> int:
+    """Return a descriptor of an immutable file in memory, positioned at its beginning."""
     descriptor = os.memfd_create(name.replace("/", "-")[-200:], os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     with os.fdopen(os.dup(descriptor), "wb") as file:
         file.write(content)

@@ -1,14 +1,14 @@
-"""The process between a rank and one program in the sandbox: starts it, watches what it uses, ends it, tells what came of it.
+"""The process between a rank and one program in the sandbox: starts the program, watches it, ends it and reports its result.
 
     python -I -S -c "... guard.main()" RANK
 
-It reads one line of JSON (see `guard_client.py`) and the contents of files from stdin; answers with one line of JSON and the
-program's output on stdout. It is the reaper of all that its descendants leave behind, so that nothing is left when it ends.
-When the rank dies it ends everything; when it dies itself, the kernel does.
+It reads one line of JSON (see `guard_client.py`) and the contents of files from stdin, and writes one line of JSON and the
+program's output to stdout. All orphans among its descendants become its children, so nothing is left when it ends. When the
+rank dies, the guard ends everything; when the guard dies, the kernel does.
 
-A program that is talked to has the rank's pipes for stdin and stdout; the end of the guard's stdin ends it.
-Hundreds of them may wait for what a policy says next. One that uses nothing is looked at ever less often, until a byte on the
-guard's stdin says that it is asked something.
+An interactive program has the rank's pipes as stdin and stdout, and the end of the guard's stdin ends it. Hundreds of them may
+wait for the policy at the same time, so the guard samples an idle one less and less often, until a byte on the guard's stdin
+announces input for it.
 """
 
 from __future__ import annotations
@@ -28,24 +28,25 @@ from pipeline.sandbox.file_system import SCRATCH, FileSystemView
 from pipeline.sandbox.limits import ResourceLimits, SandboxError
 from pipeline.sandbox.namespaces import PreparedSandbox, ProgramSpec
 
-TICK_S = 0.02  # between two looks at what it uses
-IDLE_TICK_S = 0.5  # at most, for a program that is talked to, while it uses nothing
+TICK_S = 0.02  # between two samples of resource usage
+IDLE_TICK_S = 0.5  # at most, for an interactive program that uses nothing
 CHUNK = 1 << 16
 QUIET = [(os.POSIX_SPAWN_OPEN, descriptor, os.devnull, os.O_WRONLY, 0) for descriptor in (1, 2)]
-PAGE = os.sysconf("SC_PAGE_SIZE")  # of which a file takes whole ones
+PAGE = os.sysconf("SC_PAGE_SIZE")  # a file takes whole pages
 
 
 def main() -> None:
+    """Run the program that stdin describes and write its result to stdout. The process id of the rank is argv[1]."""
     rank = int(sys.argv[1])
     linux.prctl(linux.PR_SET_CHILD_SUBREAPER, 1)
-    linux.offer_to_oom_killer(namespaces.PROGRAM_SCORE - 1)
-    linux.prctl(linux.PR_SET_THP_DISABLE, 1)  # also for all below: of a huge page that is unmapped but for 4 KB all 2 MB stay
-    asked = json.loads(sys.stdin.buffer.readline())
-    files = {name: sys.stdin.buffer.read(size) for name, size in asked["files"].items()}
-    stdin = sys.stdin.buffer.read(asked["stdin"])
-    folder = tempfile.mkdtemp(prefix="sandbox-") if asked["way"] == "none" else ""
+    linux.raise_oom_score(namespaces.PROGRAM_SCORE - 1)
+    linux.prctl(linux.PR_SET_THP_DISABLE, 1)  # inherited; otherwise 4 KB in use keep a whole huge page of 2 MB
+    request = json.loads(sys.stdin.buffer.readline())
+    files = {name: sys.stdin.buffer.read(size) for name, size in request["files"].items()}
+    stdin = sys.stdin.buffer.read(request["stdin"])
+    folder = tempfile.mkdtemp(prefix="sandbox-") if request["backend"] == "none" else ""
     try:
-        answer, outputs = _run(asked, files, stdin, folder, rank)
+        answer, outputs = _run(request, files, stdin, folder, rank)
     except SandboxError as error:
         answer, outputs = {"error": str(error)}, []
     finally:
@@ -57,34 +58,34 @@ def main() -> None:
     sys.stdout.buffer.write(b"".join(outputs))
 
 
-def _run(asked: dict, files: dict[str, bytes], stdin: bytes, folder: str, rank: int) -> tuple[dict, list[bytes]]:
-    """The answer, and what the program wrote to stdout and stderr."""
-    limits, way = ResourceLimits(**asked["limits"]), asked["way"]
-    talked_to = asked["talk"]
+def _run(request: dict, files: dict[str, bytes], stdin: bytes, folder: str, rank: int) -> tuple[dict, list[bytes]]:
+    """Return the answer and the program's [stdout, stderr]."""
+    limits, backend = ResourceLimits(**request["limits"]), request["backend"]
+    pipes = request["pipes"]
     if sum(-(-len(content) // PAGE) * PAGE for content in files.values()) > limits.scratch_bytes:
         return {"status": -signal.SIGKILL, "ended_by": "memory", "seconds": 0.0}, [b"", b""]
     writers: tuple[int, int] | None = None
-    if talked_to:
+    if pipes:
         nothing = os.open(os.devnull, os.O_WRONLY)
-        stdio, outputs = (*talked_to, nothing), {}
+        stdio, outputs = (*pipes, nothing), {}
     else:
         out, err = os.pipe(), os.pipe()
-        stdio = (bubblewrap.sealed("stdin", stdin), out[1], err[1])
+        stdio = (bubblewrap.sealed_file("stdin", stdin), out[1], err[1])
         writers, outputs = (out[1], err[1]), {out[0]: bytearray(), err[0]: bytearray()}
         for reader in outputs:
             os.set_blocking(reader, False)
-    job = ProgramSpec(asked["argv"], files, stdio, FileSystemView(**asked["view"]), limits, asked["proc"], folder)
-    inside = bubblewrap.start(job) if way == "bubblewrap" else namespaces.start(job, contained=way == "namespaces")
-    for descriptor in writers or talked_to:
+    spec = ProgramSpec(request["argv"], files, stdio, FileSystemView(**request["view"]), limits, request["has_proc"], folder)
+    prepared = bubblewrap.start(spec) if backend == "bubblewrap" else namespaces.start(spec, isolated=backend == "namespaces")
+    for descriptor in writers or pipes:
         os.close(descriptor)
-    cgroup.join(inside.pid, limits)
-    watch = _Watch(inside, limits, outputs, rank, bool(talked_to))
+    cgroup.join(prepared.pid, limits)
+    watch = _Watch(prepared, limits, outputs, rank, bool(pipes))
     begun = time.monotonic()
-    os.write(inside.go, b"1")
-    status, cause = watch.until_it_ends()
+    os.write(prepared.go, b"1")
+    status, cause = watch.wait()
     seconds = time.monotonic() - begun
     _end_all()
-    if cgroup.ran_out():
+    if cgroup.ran_out_of_memory():
         status, cause = -signal.SIGKILL, "memory"
     watch.drain()
     written = [bytes(output) for output in outputs.values()]
@@ -95,7 +96,7 @@ def _run(asked: dict, files: dict[str, bytes], stdin: bytes, folder: str, rank: 
 
 
 def _end_all() -> None:
-    """Kills what was started here and waits for its end, and then what that leaves to us, until nothing is left."""
+    """Kill all children and wait for their end, and again for their orphans, until none is left."""
     while True:
         for child in processes.children(os.getpid()):
             try:
@@ -109,69 +110,70 @@ def _end_all() -> None:
 
 
 def _remove(folder: str) -> None:
-    """What a program has left, which may be gone, deeply nested, or shut to its owner. Its processes have ended."""
+    """Remove a program's folder, which may be gone, deeply nested or unreadable to its owner. Its processes have ended."""
     for command in (["chmod", "-R", "u+rwx", folder], ["rm", "-rf", folder]):
         os.waitpid(os.posix_spawnp(command[0], command, os.environ, file_actions=QUIET), 0)
 
 
 class _Watch:
-    """outputs: what is read from each descriptor, filled here."""
+    """Waits for the end of a program and enforces its limits. outputs: bytes read by descriptor, filled here."""
 
     def __init__(
-        self, inside: PreparedSandbox, limits: ResourceLimits, outputs: dict[int, bytearray], rank: int, talked_to: bool
+        self, prepared: PreparedSandbox, limits: ResourceLimits, outputs: dict[int, bytearray], rank: int, interactive: bool
     ) -> None:
-        self._inside, self._limits, self._outputs, self._rank = inside, limits, outputs, rank
-        self._control = sys.stdin.fileno() if talked_to else None
-        self._told = b""
+        self._prepared, self._limits, self._outputs, self._rank = prepared, limits, outputs, rank
+        self._control = sys.stdin.fileno() if interactive else None
+        self._report = b""
         self._poll = select.poll()
-        for descriptor in (*outputs, inside.reports, *([self._control] if talked_to else [])):
+        for descriptor in (*outputs, prepared.reports, *([] if self._control is None else [self._control])):
             self._poll.register(descriptor, select.POLLIN)
-        self._meter, self._used = processes.UsageMeter(inside.pid), processes.ResourceUsage(0, 0, 0.0)
+        self._meter, self._used = processes.UsageMeter(prepared.pid), processes.ResourceUsage(0, 0, 0.0)
         self._tick_s = TICK_S
 
-    def until_it_ends(self) -> tuple[int, str]:
-        """Its status and what ended it; -SIGKILL if it has to be ended."""
+    def wait(self) -> tuple[int, str]:
+        """Return (exit status, cause of the end); the status is -SIGKILL if the caller must end the program."""
         begun = time.monotonic()
-        look, ended = begun, False
+        next_sample, ended = begun, False
         while True:
-            for descriptor, _ in self._poll.poll(1e3 * max(0.0, look - time.monotonic())):
+            for descriptor, _ in self._poll.poll(1e3 * max(0.0, next_sample - time.monotonic())):
                 try:
                     chunk = os.read(descriptor, CHUNK)
                 except BlockingIOError:
-                    continue  # the program has read its own output
+                    continue  # the program read its own output
                 if descriptor in self._outputs:
                     self._outputs[descriptor] += chunk
-                elif descriptor == self._inside.reports:
-                    self._told += chunk
+                elif descriptor == self._prepared.reports:
+                    self._report += chunk
                 if not chunk:
                     self._poll.unregister(descriptor)
                     if descriptor == self._control:
                         return -signal.SIGKILL, "closed"
-                    ended = ended or descriptor == self._inside.reports
+                    ended = ended or descriptor == self._prepared.reports
                 elif descriptor == self._control:
-                    look, self._tick_s = time.monotonic(), TICK_S / 2  # it uses nothing yet, which is to make TICK_S of it
-            if (status := self._inside.status(self._told, ended)) is not None:
-                return status, self._judge(status)
+                    next_sample, self._tick_s = time.monotonic(), TICK_S / 2  # still idle; the next sample doubles it
+            if (status := self._prepared.status(self._report, ended)) is not None:
+                return status, self._cause(status)
             if sum(map(len, self._outputs.values())) > self._limits.output_bytes:
                 return -signal.SIGKILL, "output"
-            if (now := time.monotonic()) >= look:
+            if (now := time.monotonic()) >= next_sample:
                 if cause := self._exceeded(now - begun):
                     return -signal.SIGKILL, cause
-                look = now + self._tick_s
+                next_sample = now + self._tick_s
 
-    def _judge(self, status: int) -> str:
+    def _cause(self, status: int) -> str:
         if status >= 0:
             return "exit"
         beyond = status == -signal.SIGKILL and self._used.cpu_s > self._limits.cpu_s - 2 * TICK_S
         return "cpu time" if status == -signal.SIGXCPU or beyond else f"signal {-status}"
 
     def _exceeded(self, seconds: float) -> str | None:
+        """Sample the usage and return the limit that it exceeds, if any. seconds: wall time so far. Set the next interval."""
         limits = self._limits
         if os.getppid() != self._rank:
-            raise SandboxError("the rank is gone")
+            raise SandboxError("the rank has ended")
         if seconds > limits.wall_s:
             return "wall time"
-        used = self._meter.look()
+        used = self._meter.sample()
         used = replace(used, cpu_s=max(used.cpu_s, cgroup.cpu_s()))
         idle = self._control is not None and used == self._used
         self._used, self._tick_s = used, min(2 * self._tick_s, IDLE_TICK_S) if idle else TICK_S
@@ -184,17 +186,19 @@ class _Watch:
         return "memory" if self._files() > limits.scratch_files else None
 
     def _files(self) -> int:
-        """How many the scratch folder has; 0 where it is not bubblewrap's, or cannot be seen: the kernel counts the others."""
+        """Return the number of files in bubblewrap's scratch folder; 0 for other backends, where the kernel limits it."""
         try:
-            scratch = os.statvfs(f"/proc/{self._inside.pid}/root{SCRATCH}")
+            scratch = os.statvfs(f"/proc/{self._prepared.pid}/root{SCRATCH}")
         except OSError:
             return 0
-        built = scratch.f_blocks * scratch.f_frsize < self._limits.scratch_bytes + (1 << 16)  # until then it is the machine's
+        built = scratch.f_blocks * scratch.f_frsize < self._limits.scratch_bytes + (
+            1 << 16
+        )  # else it is still the machine's /tmp
         return scratch.f_files - scratch.f_ffree if built else 0
 
     def drain(self) -> None:
-        """What was written before the end. All of the program's processes are gone by now."""
+        """Read the rest of the output. All of the program's processes have ended."""
         for descriptor, output in self._outputs.items():
-            with contextlib.suppress(BlockingIOError):  # uncontained, it may have given its end to another's process
+            with contextlib.suppress(BlockingIOError):  # without isolation an outside process may still hold the other end
                 while len(output) <= self._limits.output_bytes and (chunk := os.read(descriptor, CHUNK)):
                     output += chunk

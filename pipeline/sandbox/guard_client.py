@@ -1,6 +1,6 @@
-"""A rank's end of a guard: starts one for a program, and reads what came of it.
+"""A rank's connection to a guard: starts a guard for a program and reads the program's result.
 
-Left out: which way to take (`backends.py`).
+`backends.py` chooses the backend.
 """
 
 from __future__ import annotations
@@ -25,156 +25,173 @@ from pipeline.sandbox.limits import GuardError, ProgramResult, ResourceLimits, S
 
 ROOT = str(Path(__file__).parents[2])
 MAIN = f"import sys; sys.path.insert(0, {ROOT!r}); from pipeline.sandbox import guard; guard.main()"
-KEPT = ("PATH", "LD_LIBRARY_PATH")
-"""Of a rank's environment, for its guards: to find bubblewrap and the interpreter's libraries."""
+INHERITED_VARIABLES = ("PATH", "LD_LIBRARY_PATH")
+"""Environment variables of the rank that a guard gets, to find bubblewrap and the interpreter's libraries."""
 CHUNK = 1 << 16
-PATIENCE_S = 60.0
-"""For a guard to start and to end, on a node that is very busy."""
+GUARD_TIMEOUT_S = 60.0
+"""Time for a guard to start and to end, on a node that is very busy."""
 
 
 @dataclass(frozen=True, slots=True)
 class SandboxBackend:
-    """How a program is contained on this node."""
+    """The way programs are isolated on this node."""
 
     name: str  # bubblewrap, namespaces or none
-    proc: bool  # whether /proc is there: some containers do not allow it
+    has_proc: bool  # whether the sandbox has a /proc, which some containers do not allow
 
 
 def run(
-    way: SandboxBackend, view: FileSystemView, limits: ResourceLimits, argv: list[str], files: dict[str, bytes], stdin: bytes
+    backend: SandboxBackend,
+    view: FileSystemView,
+    limits: ResourceLimits,
+    argv: list[str],
+    files: dict[str, bytes],
+    stdin: bytes,
 ) -> ProgramResult:
-    """Raises SandboxError if the guard fails, not for what the program does."""
-    with _room():
+    """Run a program to its end. Raises SandboxError if the guard fails, not for what the program does."""
+    timeout_s = limits.wall_s + GUARD_TIMEOUT_S
+    with _start_errors():
         process, begun = _start(()), time.monotonic()
     try:
-        out, err = process.communicate(_asked(way, view, limits, argv, files, stdin, []), limits.wall_s + PATIENCE_S)
+        out, err = process.communicate(_request(backend, view, limits, argv, files, stdin, []), timeout_s)
     except subprocess.TimeoutExpired:
         process.kill()
         process.communicate()
-        raise SandboxError(f"sandbox: its guard said nothing for {limits.wall_s + PATIENCE_S:g} s, and was killed") from None
+        raise SandboxError(f"sandbox: the guard did not answer within {timeout_s:g} s and was killed") from None
     line, _, rest = out.partition(b"\n")
-    if way.name == "none" and process.returncode < 0:  # nothing keeps the program from that
+    if backend.name == "none" and process.returncode < 0:  # without isolation a program can kill its guard
         return ProgramResult(process.returncode, b"", b"", f"signal {-process.returncode}", time.monotonic() - begun)
     if process.returncode != 0 or not line:
-        said = err.decode(errors="replace").strip().splitlines()[-1:]
-        raise GuardError(f"sandbox: its guard, {sys.executable}, ended with status {process.returncode}; {''.join(said)}")
+        last_line = err.decode(errors="replace").strip().splitlines()[-1:]
+        status = f"ended with status {process.returncode}; {''.join(last_line)}"
+        raise GuardError(f"sandbox: the guard, {sys.executable}, {status}")
     answer = json.loads(line)
     if "error" in answer:
-        raise SandboxError(f"sandbox ({way.name}): {answer['error']}")
+        raise SandboxError(f"sandbox ({backend.name}): {answer['error']}")
     cut = answer["outputs"][0]
     return ProgramResult(answer["status"], rest[:cut], rest[cut:], answer["ended_by"], answer["seconds"])
 
 
 class InteractiveProgram:
-    """A program in the sandbox that is talked to through its stdin and stdout.
+    """A program in the sandbox that exchanges bytes with the caller through its stdin and stdout.
 
-    It ends with `close`; or when nobody has it, which may be in any thread, so that this does not wait for its end. The end of
-    this process ends it too: its guard sees that.
+    It ends with `close`, or without waiting when it is garbage-collected, in any thread. It also ends with this process: its
+    guard notices.
     """
 
     def __init__(
-        self, way: SandboxBackend, view: FileSystemView, limits: ResourceLimits, argv: list[str], files: dict[str, bytes]
+        self,
+        backend: SandboxBackend,
+        view: FileSystemView,
+        limits: ResourceLimits,
+        argv: list[str],
+        files: dict[str, bytes],
     ) -> None:
-        with _room(), contextlib.ExitStack() as its, contextlib.ExitStack() as ours:
-            its_stdin, self._to = os.pipe()
-            its.callback(os.close, its_stdin)
-            ours.callback(os.close, self._to)
-            self._from, its_stdout = os.pipe()
-            its.callback(os.close, its_stdout)
-            ours.callback(os.close, self._from)
-            process = _start((its_stdin, its_stdout))
-            ours.pop_all()  # kept, as the guard is there
-        for descriptor in (self._to, self._from):  # the program can fill the one, and read the other before this process
+        with _start_errors(), contextlib.ExitStack() as guards_ends, contextlib.ExitStack() as own_ends:
+            stdin_reader, self._stdin = os.pipe()
+            guards_ends.callback(os.close, stdin_reader)
+            own_ends.callback(os.close, self._stdin)
+            self._stdout, stdout_writer = os.pipe()
+            guards_ends.callback(os.close, stdout_writer)
+            own_ends.callback(os.close, self._stdout)
+            process = _start((stdin_reader, stdout_writer))
+            own_ends.pop_all()  # the guard runs, so this process keeps its ends
+        for descriptor in (self._stdin, self._stdout):  # the program can also fill its stdin and read its stdout
             os.set_blocking(descriptor, False)
-        self._process = process
-        self._forgotten = weakref.finalize(self, _end_behind, _endings(), process, (self._to, self._from))
-        self._forgotten.atexit = False
+        assert process.stdin is not None
+        self._process, self._control = process, process.stdin
+        self._finalizer = weakref.finalize(self, _end_later, _ending_guards(), process, (self._stdin, self._stdout))
+        self._finalizer.atexit = False
         try:
-            process.stdin.write(_asked(way, view, limits, argv, files, b"", [its_stdin, its_stdout]))
-            process.stdin.flush()
+            self._control.write(_request(backend, view, limits, argv, files, b"", [stdin_reader, stdout_writer]))
+            self._control.flush()
         except BrokenPipeError:
             self.close()
-            raise SandboxError("sandbox: its guard died when it was started") from None
+            raise SandboxError("sandbox: the guard died when it started") from None
 
     def send(self, content: bytes, deadline: float) -> None:
-        """Raises EOFError if the program is gone, TimeoutError if it has not taken this in by `deadline` (time.monotonic)."""
+        """Write to the program's stdin.
+
+        Raises EOFError if the program has ended, and TimeoutError if it has not read this by `deadline` (time.monotonic).
+        """
         try:
-            os.write(self._process.stdin.fileno(), b"\n")  # the guard is to look at it
+            os.write(self._control.fileno(), b"\n")  # the guard samples the program at once
         except BrokenPipeError:
-            raise EOFError("the program is gone") from None
+            raise EOFError("the program has ended") from None
         left = memoryview(content)
         while left:
-            _wait(self._to, select.POLLOUT, deadline)
+            _wait(self._stdin, select.POLLOUT, deadline)
             try:
-                left = left[os.write(self._to, left) :]
+                left = left[os.write(self._stdin, left) :]
             except BlockingIOError:
                 continue
             except BrokenPipeError:
-                raise EOFError("the program is gone") from None
+                raise EOFError("the program has ended") from None
 
     def receive(self, size: int, deadline: float) -> bytes:
-        """Exactly `size` bytes. Raises as `send`."""
+        """Read exactly `size` bytes from the program's stdout. Raises the same errors as `send`."""
         received = bytearray()
         while len(received) < size:
-            _wait(self._from, select.POLLIN, deadline)
+            _wait(self._stdout, select.POLLIN, deadline)
             try:
-                chunk = os.read(self._from, min(CHUNK, size - len(received)))
+                chunk = os.read(self._stdout, min(CHUNK, size - len(received)))
             except BlockingIOError:
                 continue
             if not chunk:
-                raise EOFError("the program is gone")
+                raise EOFError("the program has ended")
             received += chunk
         return bytes(received)
 
     def close(self) -> str:
-        """Ends it, and waits until nothing of it is left. What ended it: as `ProgramResult.ended_by`, or "closed".
+        """End the program, wait until nothing of it is left, and return its `ProgramResult.ended_by`, or "closed".
 
         Raises SandboxError if the sandbox failed.
         """
-        if self._forgotten.detach() is None:
+        if self._finalizer.detach() is None:
             return "closed"
-        _tell_end(self._process, (self._to, self._from))
-        return _end(self._process)
+        _signal_end(self._process, (self._stdin, self._stdout))
+        return _wait_for_end(self._process)
 
 
 def _wait(descriptor: int, event: int, deadline: float) -> None:
     poll, left = select.poll(), deadline - time.monotonic()
     poll.register(descriptor, event)
-    if left <= 0 or not poll.poll(1e3 * left):  # a program that is always ready has no more time than others
-        raise TimeoutError("it does not answer")
+    if left <= 0 or not poll.poll(1e3 * left):  # checks the deadline first: some programs are always ready
+        raise TimeoutError("the program did not answer in time")
 
 
 @functools.cache
-def _endings() -> queue.SimpleQueue[subprocess.Popen]:
-    """Guards that were told to end. Its thread waits for them, and does nothing else."""
-    endings: queue.SimpleQueue[subprocess.Popen] = queue.SimpleQueue()
+def _ending_guards() -> queue.SimpleQueue[subprocess.Popen]:
+    """Return the queue of guards that are about to end, and start the thread that waits for them."""
+    ending: queue.SimpleQueue[subprocess.Popen] = queue.SimpleQueue()
 
     def work() -> None:
         while True:
             with contextlib.suppress(SandboxError):
-                _end(endings.get())
+                _wait_for_end(ending.get())
 
     threading.Thread(target=work, name="sandbox endings", daemon=True).start()
-    return endings
+    return ending
 
 
-def _end_behind(endings: queue.SimpleQueue, process: subprocess.Popen, descriptors: tuple[int, ...]) -> None:
-    """Takes no lock: the collector may call this in the midst of anything."""
-    _tell_end(process, descriptors)
-    endings.put(process)
+def _end_later(ending: queue.SimpleQueue, process: subprocess.Popen, descriptors: tuple[int, ...]) -> None:
+    """End a guard without waiting. Takes no lock, since the garbage collector may call this anywhere."""
+    _signal_end(process, descriptors)
+    ending.put(process)
 
 
-def _tell_end(process: subprocess.Popen, descriptors: tuple[int, ...]) -> None:
+def _signal_end(process: subprocess.Popen, descriptors: tuple[int, ...]) -> None:
     for descriptor in descriptors:
         os.close(descriptor)
+    assert process.stdin is not None
     with contextlib.suppress(BrokenPipeError):
         process.stdin.close()
     process.stdin = None  # else `communicate` writes to it
 
 
-def _end(process: subprocess.Popen) -> str:
+def _wait_for_end(process: subprocess.Popen) -> str:
     try:
-        out, _ = process.communicate(timeout=PATIENCE_S)
+        out, _ = process.communicate(timeout=GUARD_TIMEOUT_S)
     except subprocess.TimeoutExpired:
         process.kill()
         out, _ = process.communicate()
@@ -188,7 +205,7 @@ def _end(process: subprocess.Popen) -> str:
 
 
 @contextlib.contextmanager
-def _room() -> Iterator[None]:
+def _start_errors() -> Iterator[None]:
     """Raise SandboxError where this process has no memory or no descriptors left to start a guard."""
     try:
         yield
@@ -197,39 +214,43 @@ def _room() -> Iterator[None]:
 
 
 def _start(inherited: tuple[int, ...]) -> subprocess.Popen:
+    variables = {name: os.environ[name] for name in INHERITED_VARIABLES if name in os.environ}
     return subprocess.Popen(
         [sys.executable, "-I", "-S", "-c", MAIN, str(os.getpid())],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
-        stderr=subprocess.DEVNULL if inherited else subprocess.PIPE,  # nobody reads it of one that is talked to
-        env={"PATH": os.defpath, "LANG": "C.UTF-8"} | {name: os.environ[name] for name in KEPT if name in os.environ},
+        stderr=subprocess.DEVNULL if inherited else subprocess.PIPE,  # nobody reads that of an interactive program
+        env={"PATH": os.defpath, "LANG": "C.UTF-8"} | variables,
         pass_fds=inherited,
-        start_new_session=True,  # what a terminal or a batch system tells the ranks is not for it
+        start_new_session=True,  # signals of a terminal or a batch system to the ranks do not reach it
     )
 
 
-def _asked(
-    way: SandboxBackend,
+def _request(
+    backend: SandboxBackend,
     view: FileSystemView,
     limits: ResourceLimits,
     argv: list[str],
     files: dict[str, bytes],
     stdin: bytes,
-    talk: list[int],
+    pipes: list[int],
 ) -> bytes:
-    """The guard's one line, and what follows it."""
+    """Return the guard's input: a line of JSON and the contents of the files and of stdin.
+
+    pipes: descriptors of an interactive program's stdin and stdout; empty for others.
+    """
     for name in files:
         path = PurePosixPath(name)
         if path.is_absolute() or ".." in path.parts or path.as_posix() != name or name == ".":
-            raise ValueError(f"files: '{name}' is no plain path below the scratch folder")
-    asked = {
+            raise ValueError(f"files: got '{name}'; expected a plain path below the scratch folder")
+    request = {
         "argv": argv,
         "files": {name: len(content) for name, content in files.items()},
         "stdin": len(stdin),
-        "talk": talk,
+        "pipes": pipes,
         "view": asdict(view),
         "limits": asdict(limits),
-        "way": way.name,
-        "proc": way.proc,
+        "backend": backend.name,
+        "has_proc": backend.has_proc,
     }
-    return json.dumps(asked).encode() + b"\n" + b"".join(files.values()) + stdin
+    return json.dumps(request).encode() + b"\n" + b"".join(files.values()) + stdin

@@ -1,4 +1,4 @@
-"""What a program in the sandbox may use, and what came of it."""
+"""The resources that a program in the sandbox may use, and the result of a program."""
 
 from __future__ import annotations
 
@@ -7,50 +7,50 @@ from dataclasses import dataclass, fields
 
 ISOLATING_BACKENDS = ("bubblewrap", "namespaces")
 BACKEND_CHOICES = ("auto", *ISOLATING_BACKENDS, "none")
-"""What a recipe may ask for: how a program is contained, see backends.py."""
+"""Values of the recipe's key `sandbox`; backends.py resolves `auto`."""
 
 
 class SandboxError(RuntimeError):
-    """The sandbox itself failed, or there is none on this node. Never raised for what the program in it did."""
+    """The sandbox failed, or none works on this node. Never raised for what a program does."""
 
 
 class GuardError(SandboxError):
-    """The guard did not run, or ended before its time; see guard_client.py."""
+    """The guard did not run, or ended too early; see guard_client.py."""
 
 
 @dataclass(frozen=True, slots=True)
 class ResourceLimits:
-    """Of all processes of one program together, unless it says otherwise. Raises ValueError for what is not above 0.
+    """Limits on all processes of one program together, unless a field says otherwise. Raises ValueError for values <= 0.
 
-    The kernel holds to the hard bounds; the guard looks every 20 ms and ends a program beyond the others. At one that is talked
-    to and uses nothing it looks less often, down to every half second, until it is asked something or seen at work.
+    The kernel enforces hard limits. The guard samples the others every 20 ms and ends a program that exceeds one. It samples an
+    idle interactive program less often, down to every 0.5 s, until the program gets input or uses something.
     """
 
     wall_s: float = 10.0
-    cpu_s: float = 10.0  # hard for each process (rounded up to a second), watched for their sum
-    memory_bytes: int = 512 << 20  # hard for each process's private memory, watched for their sum
-    processes: int = 16  # with threads; hard at twice as many on Linux 5.14 and later
-    output_bytes: int = 1 << 20  # of stdout and stderr together; hard
-    scratch_bytes: int = 64 << 20  # what all files may hold; hard
-    scratch_files: int = 4096  # how many files there may be; hard with plain namespaces, watched with bubblewrap
-    open_files: int = 64  # of each process; hard
+    cpu_s: float = 10.0  # hard for each process (rounded up to a second), sampled for their sum
+    memory_bytes: int = 512 << 20  # hard for each process's private memory, sampled for their sum
+    processes: int = 16  # threads included; hard at twice as many on Linux 5.14 and later
+    output_bytes: int = 1 << 20  # stdout and stderr together; hard
+    scratch_bytes: int = 64 << 20  # contents of all files; hard
+    scratch_files: int = 4096  # number of files; hard with plain namespaces, sampled with bubblewrap
+    open_files: int = 64  # per process; hard
 
     def __post_init__(self) -> None:
         for field in fields(self):
             value = getattr(self, field.name)
             whole = field.type == "int"
             if isinstance(value, bool) or not isinstance(value, int if whole else int | float):
-                raise ValueError(f"{field.name}: {value!r} is not a {'whole ' * whole}number")
+                raise ValueError(f"{field.name}: got {value!r}; expected a {'whole ' * whole}number")
             if not 0 < value < math.inf:
-                raise ValueError(f"{field.name}: {value} must be above 0")
+                raise ValueError(f"{field.name}: got {value}; expected a finite number above 0")
 
 
 @dataclass(frozen=True, slots=True)
 class ProgramResult:
-    """What came of a program."""
+    """The result of a program that ended."""
 
     status: int  # its exit status; -N if signal N ended it
     stdout: bytes  # together with stderr at most `output_bytes`
     stderr: bytes
-    ended_by: str  # "exit", "wall time", "cpu time", "memory", "output", "processes", or "signal N" (none of the guard's)
+    ended_by: str  # "exit", "wall time", "cpu time", "memory", "output", "processes", or "signal N" (not sent by the guard)
     seconds: float  # of wall time

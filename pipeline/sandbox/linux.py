@@ -1,4 +1,4 @@
-"""Calls of Linux that Python's standard library does not have, and the bounds that a process inherits."""
+"""Linux system calls that Python's standard library lacks, and the resource limits that a process inherits."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ SECCOMP_MODE_FILTER = 2
 CAPABILITY_VERSION_3 = 0x20080522  # linux/capability.h
 PIVOT_ROOT = {"x86_64": 155, "aarch64": 41}
 
-SIGNALS = 64
-"""That wait, and timers, of a program; what a user may have of them is for all its programs together."""
+MAX_PENDING_SIGNALS = 64
+"""Pending signals and timers per program. A user's bound on them covers all of that user's programs together."""
 
 _libc = ctypes.CDLL(None, use_errno=True)
 
 
 def call(name: str, *arguments: bytes | str | int | object) -> int:
-    """A function of libc. Texts are encoded as file names are. Raises OSError where it gives -1."""
+    """Call a function of libc. Strings are encoded like file names. Raises OSError if it returns -1."""
     raw = [os.fsencode(a) if isinstance(a, str) else ctypes.c_ulong(a) if isinstance(a, int) else a for a in arguments]
     result = getattr(_libc, name)(*raw)
     if result == -1:
@@ -37,18 +37,20 @@ def call(name: str, *arguments: bytes | str | int | object) -> int:
 
 
 def prctl(option: int, *arguments: int | object) -> None:
+    """Set a process option, with missing arguments as 0. Raises OSError."""
     call("prctl", option, *arguments, *[0] * (4 - len(arguments)))
 
 
 def die_with_parent() -> None:
-    """The kernel kills this process when its parent's thread ends. A change of user or capabilities undoes it."""
+    """Let the kernel kill this process when its parent's thread ends. A change of user or capabilities undoes it."""
     prctl(PR_SET_PDEATHSIG, int(signal.SIGKILL))
 
 
-def offer_to_oom_killer(score: int) -> None:
-    """Short of memory, the kernel ends who has the highest score: a program (1000) before its guard, and both before a rank.
+def raise_oom_score(score: int) -> None:
+    """Raise this process's OOM score to at least `score`.
 
-    A process that has a higher one keeps it: the kernel may not let it have a lower one, and some containers begin with 1000.
+    Short of memory, the kernel ends the process with the highest score: a program (1000) before its guard (999), and both
+    before a rank. A higher score stays: the kernel may refuse to lower it, and some containers begin with 1000.
     """
     own = Path("/proc/self/oom_score_adj")
     if int(own.read_text()) < score:
@@ -56,26 +58,27 @@ def offer_to_oom_killer(score: int) -> None:
 
 
 def pivot_root(new: str, old: str) -> None:
+    """Make `new` the root of the file system and move the old root to `old`."""
     call("syscall", PIVOT_ROOT[platform.machine()], new, old)
 
 
-def bar_capabilities() -> None:
-    """No program that is executed from here on can gain one."""
+def drop_capability_bounds() -> None:
+    """Keep programs that this process executes from gaining any capability."""
     prctl(PR_CAP_AMBIENT, PR_CAP_AMBIENT_CLEAR_ALL)
     for capability in range(64):
         try:
             prctl(PR_CAPBSET_DROP, capability)
         except OSError:
-            break  # the kernel has no more
+            break  # beyond the kernel's last capability
 
 
 def drop_capabilities() -> None:
-    """All that this process has."""
+    """Drop all capabilities of this process."""
     call("capset", (ctypes.c_uint32 * 2)(CAPABILITY_VERSION_3, 0), (ctypes.c_uint32 * 6)())
 
 
 def load_filter(instructions: bytes) -> None:
-    """`instructions`: of seccomp.filter_for. Holds for this process and all that it starts."""
+    """Install a seccomp filter for this process and all that it starts. instructions: from seccomp.filter_for."""
 
     class FilterProgram(ctypes.Structure):  # struct sock_fprog
         _fields_ = (("length", ctypes.c_ushort), ("instructions", ctypes.c_char_p))
@@ -85,39 +88,39 @@ def load_filter(instructions: bytes) -> None:
 
 
 def raise_open_files() -> None:
-    """As many for this process as it may have: the soft limit, often 1024, is one for programs that call select(2)."""
+    """Raise the soft limit on open files to the hard limit. The soft limit, often 1024, protects only users of select(2)."""
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
 
 
 def counts_processes_by_namespace() -> bool:
-    """Whether RLIMIT_NPROC holds for a user namespace and not for all of a user's processes: since Linux 5.14."""
+    """Return whether RLIMIT_NPROC counts per user namespace and not per user: on Linux 5.14 and later."""
     major, minor = platform.release().split(".")[:2]
     return (int(major), int("".join(c for c in minor if c.isdigit()))) >= (5, 14)
 
 
-def bounds(limits: ResourceLimits, count_processes: bool) -> dict[int, tuple[int, int]]:
-    """Resource -> (soft, hard), see setrlimit(2)."""
+def resource_limits(limits: ResourceLimits, count_processes: bool) -> dict[int, tuple[int, int]]:
+    """Return {resource: (soft, hard)} for setrlimit(2), at most the limits of this process itself."""
     seconds = int(-(-limits.cpu_s // 1))
     found = {
         resource.RLIMIT_CPU: (seconds, seconds + 1),  # SIGXCPU, then SIGKILL
-        resource.RLIMIT_DATA: (limits.memory_bytes,) * 2,  # private memory that can be written
-        resource.RLIMIT_AS: (limits.memory_bytes + (1 << 30),) * 2,  # with shared memory, and with what is only reserved
+        resource.RLIMIT_DATA: (limits.memory_bytes,) * 2,  # private writable memory
+        resource.RLIMIT_AS: (limits.memory_bytes + (1 << 30),) * 2,  # with shared and reserved memory
         resource.RLIMIT_FSIZE: (limits.scratch_bytes,) * 2,
         resource.RLIMIT_NOFILE: (limits.open_files,) * 2,
-        resource.RLIMIT_CORE: (1, 1),  # in bytes; for 0 the kernel still starts a handler that core_pattern pipes to, for 1 not
+        resource.RLIMIT_CORE: (1, 1),  # bytes; with 0 the kernel still starts a handler that core_pattern pipes to
         resource.RLIMIT_MEMLOCK: (1 << 16,) * 2,
         resource.RLIMIT_MSGQUEUE: (0, 0),
-        resource.RLIMIT_SIGPENDING: (SIGNALS,) * 2,
+        resource.RLIMIT_SIGPENDING: (MAX_PENDING_SIGNALS,) * 2,
         resource.RLIMIT_RTPRIO: (0, 0),
         resource.RLIMIT_NICE: (0, 0),
     }
     if count_processes:
-        found[resource.RLIMIT_NPROC] = (2 * limits.processes,) * 2  # the watch comes first, and can say what it was
+        found[resource.RLIMIT_NPROC] = (2 * limits.processes,) * 2  # the guard notices first and can report the cause
     return {number: _within(number, pair) for number, pair in found.items()}
 
 
 def _within(number: int, pair: tuple[int, int]) -> tuple[int, int]:
-    """No more than this process itself may have."""
+    """Return the pair, cut to the hard limit of this process itself."""
     _, most = resource.getrlimit(number)
     return pair if most == resource.RLIM_INFINITY else (min(pair[0], most), min(pair[1], most))

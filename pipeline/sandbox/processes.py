@@ -1,6 +1,6 @@
-"""What a tree of processes uses, read from /proc.
+"""Measure the CPU time and memory of a tree of processes from /proc.
 
-A look is not a moment: between two files processes come and go, and one that does is left out of that look.
+A sample is not atomic: processes come and go between two reads, and a process that does so is missing from that sample.
 """
 
 from __future__ import annotations
@@ -14,34 +14,34 @@ TICKS_PER_S = os.sysconf("SC_CLK_TCK")
 
 @dataclass(frozen=True, slots=True)
 class ResourceUsage:
-    """Of the processes below one, that one itself left out."""
+    """Resources of all descendants of a process, the process itself left out."""
 
-    processes: int  # with their threads
-    memory_bytes: int  # private and shared memory, also swapped out, not mapped files; what two share counts twice
-    cpu_s: float  # also of those that have ended, if they were seen or somebody waited for them
+    processes: int  # threads included
+    memory_bytes: int  # private and shared memory, swapped or not, without mapped files; shared memory counts once per process
+    cpu_s: float  # includes ended processes that were sampled or that their parent waited for
 
 
 class UsageMeter:
-    """What the processes below one use, look by look. `root`: its id.
+    """Samples the resource usage of the descendants of a process. root: its id.
 
-    The kernel adds the CPU time of a process that ends to its parent's, once that waits for it. If the parent ignores ends, the
-    time is gone: then what the last look saw of it counts. What lives for less than a look, and is not waited for, is not seen;
-    a cgroup of version 2 counts it (cgroup.py).
+    When a process ends, the kernel adds its CPU time to that of its parent once the parent waits for it. If the parent ignores
+    SIGCHLD, that time is lost, and the last sample of the process counts instead. A process that nobody waits for and that
+    lives for less than one interval is not counted here; a cgroup of version 2 counts it (cgroup.py).
     """
 
     def __init__(self, root: int) -> None:
         self._root = root
-        self._ticks: dict[tuple[int, int], tuple[int, int]] = {}  # of the last look, see _ticks
-        self._gone = 0  # ticks of processes that have ended, and that no other was given by the look after that
-        self._late = 0  # likewise, but of the last look: a parent may have been read before it was given them
+        self._ticks: dict[tuple[int, int], tuple[int, int]] = {}  # of the last sample, see _ticks
+        self._lost = 0  # ticks of ended processes that the sample after the next one found at no parent
+        self._pending = 0  # likewise for the last sample: a parent may have been read before it received them
 
-    def look(self) -> ResourceUsage:
-        """What has ended uses nothing but the CPU time that it has used.
+    def sample(self) -> ResourceUsage:
+        """Return the current usage. Processes that have ended add only their CPU time.
 
-        Parents are read before their children: the time of a child that ends meanwhile is missing, and not counted twice.
+        Reads parents before children: the time of a child that ends in between is missing rather than counted twice.
         """
         count, memory, ticks = 0, 0, {}
-        tree = [self._root, *below(self._root)]
+        tree = [self._root, *descendants(self._root)]
         missed = {pid for pid, _ in self._ticks}.difference(tree)  # a list of children may lack some while others end
         for pid in (*tree, *(pid for pid, _ in self._ticks if pid in missed)):
             if (found := _ticks(pid)) is None or (pid in missed and found[0] not in self._ticks):
@@ -50,20 +50,20 @@ class UsageMeter:
             ticks[process] = (own if pid != self._root else 0, waited_for)
             if pid == self._root or (status := _read(f"/proc/{pid}/status")) is None:
                 continue
-            lines = status.split("\n")  # a name may have \r, \v or \f in it
+            lines = status.split("\n")  # a process name may contain \r, \v or \f
             values = dict(line.split(":", 1) for line in lines if ":" in line)
             count += int(values.get("Threads", 1))
             memory += sum(int(values[name].split()[0]) for name in ("RssAnon", "RssShmem", "VmSwap") if name in values) << 10
         ended = sum(sum(self._ticks[process]) for process in self._ticks.keys() - ticks)
-        given = sum(ticks[process][1] - self._ticks[process][1] for process in self._ticks.keys() & ticks)
-        self._gone += max(0, self._late - given)
-        self._late = max(0, ended - max(0, given - self._late))
+        received = sum(ticks[process][1] - self._ticks[process][1] for process in self._ticks.keys() & ticks)
+        self._lost += max(0, self._pending - received)
+        self._pending = max(0, ended - max(0, received - self._pending))
         self._ticks = ticks
-        return ResourceUsage(count, memory, (sum(map(sum, ticks.values())) + self._gone + self._late) / TICKS_PER_S)
+        return ResourceUsage(count, memory, (sum(map(sum, ticks.values())) + self._lost + self._pending) / TICKS_PER_S)
 
 
 def children(pid: int) -> list[int]:
-    """Empty for a process that is not there."""
+    """Return the ids of a process's children; empty if the process does not exist."""
     try:
         threads = os.listdir(f"/proc/{pid}/task")
     except (FileNotFoundError, ProcessLookupError):  # the second if it ends between two steps of the path
@@ -71,8 +71,8 @@ def children(pid: int) -> list[int]:
     return [int(child) for thread in threads for child in (_read(f"/proc/{pid}/task/{thread}/children") or "").split()]
 
 
-def below(pid: int) -> list[int]:
-    """A process's children, theirs, and so on."""
+def descendants(pid: int) -> list[int]:
+    """Return the ids of a process's children, of their children, and so on."""
     found, at = children(pid), 0
     while at < len(found):
         found += children(found[at])
@@ -81,9 +81,9 @@ def below(pid: int) -> list[int]:
 
 
 def _ticks(pid: int) -> tuple[tuple[int, int], tuple[int, int]] | None:
-    """(its id and when it began, which no two processes share; clock ticks of its own, and of those that it waited for)
+    """Return ((id, start time), (clock ticks of its own, clock ticks of children that it waited for)).
 
-    From proc(5), /proc/PID/stat; None for a process that is not there.
+    No two processes share id and start time. None for a process that does not exist. See proc(5), /proc/PID/stat.
     """
     stat = _read(f"/proc/{pid}/stat")
     if not stat:
@@ -95,6 +95,6 @@ def _ticks(pid: int) -> tuple[tuple[int, int], tuple[int, int]] | None:
 
 def _read(path: str) -> str | None:
     try:
-        return Path(path).read_bytes().decode(errors="replace")  # as text, \r would end a line
+        return Path(path).read_bytes().decode(errors="replace")  # in text mode \r would end a line
     except (FileNotFoundError, ProcessLookupError):
         return None

@@ -1,17 +1,18 @@
-"""The filter of a program's system calls, for the kernel (seccomp(2), SECCOMP_MODE_FILTER).
+"""Build the kernel's filter of a program's system calls (seccomp(2), SECCOMP_MODE_FILTER).
 
-A filter is a program for a small machine of the kernel's, classic BPF: one accumulator, jumps forward only. Each of its
-instructions is a C struct sock_filter {u16 code; u8 jt, jf; u32 k}: what to do, how many instructions to skip if a comparison
-holds and if it does not, and a constant. It reads a struct seccomp_data {i32 nr; u32 arch; u64 ip; u64 args[6]} and returns
-what becomes of the call.
+A filter is a program for a small virtual machine in the kernel, classic BPF: one accumulator, forward jumps only. Each
+instruction is a C struct sock_filter {u16 code; u8 jt, jf; u32 k}: the operation, the instructions to skip if a comparison is
+true and if it is false, and a constant. The filter reads a struct seccomp_data {i32 nr; u32 arch; u64 ip; u64 args[6]} and
+returns what the kernel does with the call.
 
-The namespaces are the wall; this stands before it. It lets through what is listed (`system_calls.py`, the arguments below) and
-refuses everything else: where kernels have had their holes, what escapes the other limits, and what comes with later kernels.
-A call that is younger than the list does not exist, for which libraries have another way.
+Namespaces are the main barrier, and the filter stands in front of it. It allows the calls of `system_calls.py`, some of them
+only with the arguments below, and refuses all others: calls in which kernels have had vulnerabilities, calls that escape the
+other limits, and calls of later kernels. A call that is younger than the list fails with ENOSYS, for which libraries have a
+fallback.
 
-The bytes are made here and not by libseccomp: a guard has nothing but the standard library, the library would have to be in
-every image, and the list of calls, which is what has to be kept up, would be ours all the same. The tests hold the numbers
-against libseccomp's and against the kernel's headers.
+The bytes are made here rather than by libseccomp: a guard has only the standard library, every image would need the library,
+and the list of calls, which is what needs maintenance, would be ours anyway. The tests compare the numbers with libseccomp's
+and with the kernel's headers.
 """
 
 from __future__ import annotations
@@ -23,14 +24,17 @@ from collections.abc import Iterable
 from pipeline.sandbox.system_calls import ALLOWED, CONDITIONAL
 
 YOUNGEST = 462  # mseal, of Linux 6.10; x86's second set of calls (x32) begins at 1 << 30
-MACHINES = {"x86_64": (0, 0xC000003E), "aarch64": (1, 0xC00000B7)}  # place in a pair of numbers; AUDIT_ARCH_* of linux/audit.h
+MACHINES = {
+    "x86_64": (0, 0xC000003E),
+    "aarch64": (1, 0xC00000B7),
+}  # index into a pair of numbers; AUDIT_ARCH_* of linux/audit.h
 
 LOAD, EQUAL, GREATER, ANY_BIT, RETURN = 0x20, 0x15, 0x25, 0x45, 0x06  # BPF_LD|W|ABS, JMP|JEQ|K, JMP|JGT|K, JMP|JSET|K, RET|K
 NUMBER, ARCHITECTURE, ARGUMENTS = 0, 4, 16  # offsets in struct seccomp_data
 KILL, ALLOW, REFUSE = 0x80000000, 0x7FFF0000, 0x00050000  # SECCOMP_RET_KILL_PROCESS, _ALLOW, _ERRNO
 DENY, ABSENT, INVALID = REFUSE | errno.EPERM, REFUSE | errno.ENOSYS, REFUSE | errno.EINVAL
-NOT_FOR_THIS = REFUSE | errno.ENOTTY  # what an ioctl that a file does not know gives
-GRANTED = REFUSE  # with error 0: the call gives 0, and the kernel does nothing
+NOT_FOR_THIS = REFUSE | errno.ENOTTY  # result of an ioctl that a file does not support
+GRANTED = REFUSE  # with error 0: the call returns 0 and the kernel does nothing
 
 NAMESPACES = 0x00020000 | 0x02000000 | 0x04000000 | 0x08000000 | 0x10000000 | 0x20000000 | 0x40000000
 """CLONE_NEWNS, NEWCGROUP, NEWUTS, NEWIPC, NEWUSER, NEWPID, NEWNET of linux/sched.h."""
@@ -39,25 +43,26 @@ AF_UNIX, SOCK_STREAM, NONBLOCK, CLOEXEC = 1, 1, 0x800, 0x80000
 OF_SENDING = 0x40 | 0x4000 | 0x8000  # MSG_DONTWAIT, MSG_NOSIGNAL, MSG_MORE
 NOTIFICATION_PIPE = 0x80
 COMMANDS = (0, 1, 2, 3, 4, 5, 1030, 1032, 1034)
-"""Of fcntl(2): F_DUPFD, F_GETFD, F_SETFD, F_GETFL, F_SETFL, F_GETLK, F_DUPFD_CLOEXEC, F_GETPIPE_SZ, F_GET_SEALS.
+"""Allowed commands of fcntl: F_DUPFD, F_GETFD, F_SETFD, F_GETFL, F_SETFL, F_GETLK, F_DUPFD_CLOEXEC, F_GETPIPE_SZ, F_GET_SEALS.
 
-Not F_SETPIPE_SZ, as a user's pipes share a bound, nor F_SETLEASE, F_NOTIFY and locks of open files (F_OFD_*), which
-no limit holds."""
+Without F_SETPIPE_SZ, since all pipes of a user share a bound, and without F_SETLEASE, F_NOTIFY and locks of open files
+(F_OFD_*), which no limit bounds."""
 LOCKS = (6, 7)
-"""F_SETLK and F_SETLKW. Nothing bounds how many locks the kernel keeps, so it is told of none, and the program hears that it
-has them. sqlite, which does nothing without, works; its processes do not exclude each other so. flock(2) is the kernel's."""
+"""F_SETLK and F_SETLKW succeed without locking anything, since nothing bounds how many locks the kernel keeps.
+
+SQLite needs them and works, but its processes do not exclude each other. flock(2) locks."""
 REQUESTS = (0x5401, 0x5413, 0x540F, 0x541B, 0x5421, 0x5450, 0x5451)
-"""Of ioctl(2): TCGETS (is this a terminal?), TIOCGWINSZ, TIOCGPGRP, FIONREAD, FIONBIO, FIONCLEX, FIOCLEX."""
+"""Allowed requests of ioctl(2): TCGETS (is this a terminal?), TIOCGWINSZ, TIOCGPGRP, FIONREAD, FIONBIO, FIONCLEX, FIOCLEX."""
 OPTIONS = (1, 2, 3, 15, 16, 21, 23, 29, 30, 36, 38, 39, 42, 0x53564D41)
-"""Of prctl(2): PDEATHSIG, GET_DUMPABLE, NAME, GET_SECCOMP, CAPBSET_READ, TIMERSLACK, SET_CHILD_SUBREAPER,
-NO_NEW_PRIVS, GET_THP_DISABLE, SET_VMA. Not SET_DUMPABLE, which would hide a process from the guard, nor SET_SECCOMP."""
+"""Allowed options of prctl(2): PDEATHSIG, GET_DUMPABLE, NAME, GET_SECCOMP, CAPBSET_READ, TIMERSLACK, SET_CHILD_SUBREAPER,
+NO_NEW_PRIVS, GET_THP_DISABLE, SET_VMA. Without SET_DUMPABLE, which would hide a process from the guard, and SET_SECCOMP."""
 
 
 def filter_for(machine: str) -> bytes:
-    """The instructions for a kernel of `platform.machine()`. Raises ValueError for a machine that is not known."""
+    """Return the filter's instructions for a `platform.machine()`. Raises ValueError for an unknown machine."""
     if machine not in MACHINES:
-        raise ValueError(f"the sandbox knows the system calls of {' and '.join(MACHINES)}, not those of {machine}")
-    place, architecture = MACHINES[machine]
+        raise ValueError(f"sandbox: got machine {machine}; expected {' or '.join(MACHINES)}, whose system calls are listed")
+    column, architecture = MACHINES[machine]
     program = [
         _load(ARCHITECTURE),
         _instruction(EQUAL, 1, 0, architecture),
@@ -66,17 +71,17 @@ def filter_for(machine: str) -> bytes:
     ]
     rules = _rules()
     for name, pair in CONDITIONAL.items():
-        program += _if(EQUAL, pair[place], rules[name])
+        program += _if(EQUAL, pair[column], rules[name])
     for pair in ALLOWED.values():
-        if pair[place] is not None:
-            program += _if(EQUAL, pair[place], [_return(ALLOW)])
+        if pair[column] is not None:
+            program += _if(EQUAL, pair[column], [_return(ALLOW)])
     program += _if(GREATER, YOUNGEST, [_return(ABSENT)])
     program.append(_return(DENY))
     return b"".join(program)
 
 
 def _rules() -> dict[str, list[bytes]]:
-    """What becomes of each call of CONDITIONAL."""
+    """Return the instructions for each call of CONDITIONAL."""
     shared = [*_if(ANY_BIT, MAP_ANONYMOUS, _if(ANY_BIT, MAP_SHARED, [_return(DENY)]))]
     streams = [SOCK_STREAM | flags for flags in (0, NONBLOCK, CLOEXEC, NONBLOCK | CLOEXEC)]
     return {
@@ -89,7 +94,7 @@ def _rules() -> dict[str, list[bytes]]:
         "pipe2": [_argument(1), *_if(ANY_BIT, NOTIFICATION_PIPE, [_return(INVALID)]), _return(ALLOW)],
         "socketpair": [_argument(0), *_if(EQUAL, AF_UNIX, [_argument(1), *_among(streams)]), _return(DENY)],
         "sendto": [_argument(3), *_if(ANY_BIT, ~OF_SENDING & 0xFFFFFFFF, [_return(DENY)]), _return(ALLOW)],
-        "clone3": [_return(ABSENT)],  # its flags lie in memory, out of reach; libraries then take clone
+        "clone3": [_return(ABSENT)],  # a filter cannot read its flags in memory; libraries then use clone
     }
 
 
@@ -98,12 +103,15 @@ def _instruction(code: int, if_true: int, if_false: int, constant: int) -> bytes
 
 
 def _load(offset: int) -> bytes:
-    """The accumulator becomes the 32 bits at `offset`."""
+    """Return the instruction that loads the 32 bits at `offset` into the accumulator."""
     return _instruction(LOAD, 0, 0, offset)
 
 
 def _argument(number: int) -> bytes:
-    """Its lower half, which is all that the kernel reads of those that are looked at here. Both machines are little-endian."""
+    """Return the load of the lower half of an argument. The kernel reads only that half of the arguments compared here.
+
+    Both machines are little-endian.
+    """
     return _load(ARGUMENTS + 8 * number)
 
 

@@ -1,17 +1,17 @@
 """The system calls that a program in the sandbox may make, with their numbers on x86_64 and aarch64.
 
-None: that machine has no such call. The numbers are those of asm/unistd_64.h and asm-generic/unistd.h. The list was made from
-what glibc, CPython with its common libraries and a shell call, and then held against the list that containers have by default
-(moby/profiles): what that has besides, and no such program needs, stays out.
+None: that machine has no such call. The numbers are those of asm/unistd_64.h and asm-generic/unistd.h. The list holds what
+glibc, CPython with its common libraries and a shell call. It was then compared with the default list of containers
+(moby/profiles); calls that only that list has, and no such program needs, stay out.
 
-Left out on purpose, beside what harms others:
+Besides calls that harm others, these are left out on purpose:
     memory that no process's size shows    memfd_create, shm*, msg*, sem*, mq_*; vmsplice, splice, tee and sendfile, which keep
-                                           whole huge pages by one byte of them in a pipe or a socket
-    what a user's programs share           inotify_*; sendmsg, as a user's descriptors on their way through sockets are counted
-    a way to a socket outside              socket, connect, bind, listen, accept
-    options of sockets                     setsockopt: sizes of buffers, filters of the program's own
+                                           a whole huge page for one byte of it in a pipe or a socket
+    shared by all programs of a user       inotify_*; sendmsg, as descriptors in flight through sockets count per user
+    connections to outside sockets         socket, connect, bind, listen, accept
+    socket options                         setsockopt: buffer sizes, the program's own filters
     all file systems of the machine        sync, syncfs
-    what works past this filter            io_uring_*, io_setup
+    calls that bypass this filter          io_uring_*, io_setup
 """
 
 ALLOWED = {
@@ -92,7 +92,7 @@ ALLOWED = {
     "listxattr": (194, 11),
     "llistxattr": (195, 12),
     "flistxattr": (196, 13),
-    # what is waited for
+    # waiting
     "pipe": (22, None),
     "select": (23, None),
     "pselect6": (270, 72),
@@ -111,7 +111,7 @@ ALLOWED = {
     "timerfd_create": (283, 85),
     "timerfd_settime": (286, 86),
     "timerfd_gettime": (287, 87),
-    # sockets that have their other end
+    # connected sockets
     "recvfrom": (45, 207),
     "recvmsg": (47, 212),
     "recvmmsg": (299, 243),
@@ -170,7 +170,7 @@ ALLOWED = {
     "sched_get_priority_min": (147, 126),
     "sched_rr_get_interval": (148, 127),
     "getcpu": (309, 168),
-    # who a process is
+    # identity of a process
     "getuid": (102, 174),
     "geteuid": (107, 175),
     "getgid": (104, 176),
@@ -227,4 +227,4 @@ CONDITIONAL = {
     "sendto": (44, 206),
     "clone3": (435, 435),
 }
-"""Calls of which seccomp.py looks at an argument, the most frequent ones first."""
+"""Calls that seccomp.py allows only with certain arguments, the most frequent ones first."""

@@ -72,7 +72,7 @@ class Holding(Environment):
     def step(self, prompt, text):
         session = PythonTool(PythonArguments(sandbox="none", session_s=60.0, **LIMITS)).open()
         session.execute("1", 60.0)
-        pids = [os.getpid(), *processes.below(os.getpid())]
+        pids = [os.getpid(), *processes.descendants(os.getpid())]
         (self._notes / "noting").write_text(" ".join(map(str, pids)))
         (self._notes / "noting").rename(self._notes / "pids")
         hold_lock()

@@ -127,11 +127,11 @@ class Host:
         shutil.rmtree(folder)
 
     def works(self) -> bool:
-        """Whether programs can be contained at all, in this way by this user."""
+        """Return whether this backend works at all for this user."""
         try:
             self.run("pass")
         except AssertionError as error:
-            if "no way to contain a program works" in str(error):
+            if "no backend works on this node" in str(error):
                 return False
             raise
         return True

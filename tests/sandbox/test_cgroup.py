@@ -50,8 +50,8 @@ for _ in range(200):
 WITHOUT_MEMORY = """
 from pathlib import Path
 from pipeline.sandbox import cgroup
-cgroup.place = lambda: Path({folder!r})
-cgroup.LIMITS, cgroup.COUNTS = ("cgroup.max.descendants",), ("cgroup.events",)
+cgroup.delegated_folder = lambda: Path({folder!r})
+cgroup.LIMIT_FILES, cgroup.EVENT_FILES = ("cgroup.max.descendants",), ("cgroup.events",)
 """
 """A guard that takes a cgroup of version 2 whose memory is that of version 1: other files, with other limits, are there."""
 
@@ -69,7 +69,7 @@ cgroup.LIMITS, cgroup.COUNTS = ("cgroup.max.descendants",), ("cgroup.events",)
     ],
 )
 def test_where_a_process_is(cgroups: str, mounts: str, expected: tuple[int, Path]):
-    assert cgroup.own(cgroups, mounts) == expected
+    assert cgroup.memory_cgroup(cgroups, mounts) == expected
 
 
 def test_only_what_is_handed_over_is_taken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
@@ -77,17 +77,17 @@ def test_only_what_is_handed_over_is_taken(tmp_path: Path, monkeypatch: pytest.M
     (tmp_path / "a").mkdir()
     (tmp_path / "a/cgroup.procs").touch()
     monkeypatch.setattr(cgroup, "_own", lambda: (1, tmp_path / "a"))
-    assert _place() is None and not cgroup.settle()
+    assert _place() is None and not cgroup.prepare()
     above = (tmp_path.stat().st_uid, 1 + tmp_path.stat().st_uid)
     seen = Path.stat
     monkeypatch.setattr(Path, "stat", lambda path, **how: Owned(seen(path, **how), above[path == tmp_path]))
-    assert _place() == tmp_path / "a" and cgroup.settle()
-    cgroup.place.cache_clear()
+    assert _place() == tmp_path / "a" and cgroup.prepare()
+    cgroup.delegated_folder.cache_clear()
 
 
 def _place() -> Path | None:
-    cgroup.place.cache_clear()
-    return cgroup.place()
+    cgroup.delegated_folder.cache_clear()
+    return cgroup.delegated_folder()
 
 
 class Owned:
@@ -97,18 +97,18 @@ class Owned:
 
 def test_memory_that_the_kernel_keeps(host: Host):
     """Where no cgroup was handed over its bound is that of open files and processes: tests/sandbox/test_hostile_kernel.py."""
-    if host.another_user or not cgroup.settle():
-        pytest.skip(cgroup.NONE)
+    if host.another_user or not cgroup.prepare():
+        pytest.skip(cgroup.NO_CGROUP)
     ran = host.run(SOCKETS, open_files=500, memory_bytes=128 << 20, wall_s=30.0, cpu_s=20.0)
     assert (ran.status, ran.ended_by) == (-9, "memory")
     assert host.run("x = bytearray(b'x') * (100 << 20)").status == 0
-    assert not list(cgroup.place().glob(f"{cgroup.OF_A_PROGRAM}*"))
+    assert not list(cgroup.delegated_folder().glob(f"{cgroup.PROGRAM_PREFIX}*"))
 
 
 @pytest.fixture
 def version_2(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Programs have a cgroup of version 2: one that was handed over, or, where this is root, one made here."""
-    if cgroup.settle() and (cgroup.place() / "cgroup.controllers").exists():
+    if cgroup.prepare() and (cgroup.delegated_folder() / "cgroup.controllers").exists():
         yield
         return
     lines = [line.split() for line in Path("/proc/mounts").read_text().splitlines()]

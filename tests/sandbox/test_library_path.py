@@ -69,14 +69,14 @@ def test_without_the_variable_the_guard_is_to_blame_and_no_way_of_containing(int
     monkeypatch.delenv("LD_LIBRARY_PATH", raising=False)
     with pytest.raises(GuardError) as caught:
         backends.choose("auto")
-    assert f"its guard, {interpreter}, ended with status 127" in str(caught.value)
+    assert f"the guard, {interpreter}, ended with status 127" in str(caught.value)
     assert "libneeded.so: cannot open shared object file" in str(caught.value) and "bubblewrap" not in str(caught.value)
 
 
 def test_a_library_that_is_not_shown_is_named(way, interpreter, folder, monkeypatch):
     monkeypatch.setenv("LD_LIBRARY_PATH", str(folder / "lib"))
     monkeypatch.setattr(backends, "library_folders", lambda _: [])
-    with pytest.raises(SandboxError, match="The interpreter does not find its libraries there: name their folder"):
+    with pytest.raises(SandboxError, match=r"does not find its libraries in the sandbox\. Try to name their folder"):
         backends.choose(way, (str(folder / "bin"),))
 
 

@@ -97,12 +97,12 @@ def test_a_session_that_is_forgotten_leaves_nothing(tool: PythonTool):
     session = tool.open()
     session.call({"code": "1"}, TIMEOUT_S)
     guard = session._program._process.pid
-    inside = processes.below(guard)
+    inside = processes.descendants(guard)
     os.kill(guard, signal.SIGSTOP)
     del session
-    assert inside == processes.below(guard)
+    assert inside == processes.descendants(guard)
     os.kill(guard, signal.SIGCONT)
-    until(lambda: (not processes.below(guard) and not os.path.exists(f"/proc/{guard}")) or None)
+    until(lambda: (not processes.descendants(guard) and not os.path.exists(f"/proc/{guard}")) or None)
 
 
 def test_many_sessions_need_few_descriptors(tool: PythonTool):
@@ -190,7 +190,7 @@ def test_an_interpreter_has_a_wall_time_between_calls_too():
     session = tool.open()
     assert session.call({"code": "x = 1\nx"}, TIMEOUT_S) == "1"
     program = session._program._process.pid
-    until(lambda: not processes.below(program) or None)
+    until(lambda: not processes.descendants(program) or None)
     with pytest.raises(ToolError, match=r"the interpreter ended \(wall time\); all names are gone"):
         session.call({"code": "x"}, TIMEOUT_S)
     session.close()
