@@ -94,7 +94,7 @@ def test_help_explains_a_section_and_a_key(capsys):
     assert "policy.megatron_cfg.optimizer.lr" not in text
     assert submit.main(["help=env.math.timeout_s"]) == 0
     assert capsys.readouterr().out == (
-        "env.NAME.timeout_s: number, above 0; default 10.0\n    Seconds for one turn of an episode.\n"
+        "env.NAME.timeout_s: number, above 0; default 10.0\n    Time limit of one turn of an episode, in seconds.\n"
     )
 
 

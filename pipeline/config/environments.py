@@ -1,8 +1,8 @@
-"""The recipe's keys of environments, `env.<name>`, and the kinds of environments that have a name of their own.
+"""Keys of environments, `env.<name>`, and the registry of built-in kinds of environments.
 
 A new kind is one file in `pipeline/environments/` and one line in KINDS. Its class describes and checks its `kwargs`
-(`pipeline/environments/base.py`). Only modules of kinds that a recipe names are imported. The kwargs of a user's own code are
-checked where that is imported: `pipeline/environments/custom.py`.
+(`pipeline/environments/base.py`). Only modules of kinds that a recipe names are imported. The kwargs of your own kinds are
+checked where they are imported: `pipeline/environments/own.py`.
 """
 
 import functools
@@ -37,12 +37,12 @@ KINDS = {
 class RewardTokenizerConfig(TokenizerConfig):
     """The reward model's tokenizer and its chat template."""
 
-    name: Annotated[Line | None, Field(description="null: the one in the reward model's folder.")] = None  # type: ignore[assignment]
+    name: Annotated[Line | None, Field(description="Tokenizer. null: the one in the reward model's folder.")] = None
 
 
 @dataclass
 class EnvironmentConfig:
-    """An environment: how answers are judged, and what a policy can do before its answer.
+    """An environment: it scores answers, and may reply to the policy before the final answer.
 
     model_name and the keys after it are for kind reward_model.
     """
@@ -50,61 +50,73 @@ class EnvironmentConfig:
     kind: Annotated[
         Text,
         Check(lambda kind: not_a_kind(kind, KINDS), "not-a-choice"),
-        Field(description=f"One of {', '.join(KINDS)}; or the dotted path of a class or a function of your own."),
+        Field(description=f"One of {', '.join(KINDS)}; or the dotted path of your own class or function."),
     ] = MISSING
-    timeout_s: Annotated[Float, Field(gt=0, description="Seconds for one turn of an episode.")] = 10.0
+    timeout_s: Annotated[Float, Field(gt=0, description="Time limit of one turn of an episode, in seconds.")] = 10.0
     workers: Annotated[
-        Positive | None, Field(description="Turns that are judged at once, on each engine. null: the kind's own number.")
+        Positive | None, Field(description="Turns that each engine scores concurrently. null: the kind's default.")
     ] = None
     broken_reward: Annotated[
         Float,
-        Field(description="Reward of an answer that breaks its judge. For kinds of your own that pay less for wrong ones."),
+        Field(
+            description="Reward of an answer that crashes its environment. Lower it if your own kind gives wrong answers"
+            " less than 0."
+        ),
     ] = 0.0
     kwargs: Annotated[dict[str, Any], Field(description="Arguments of the kind.")] = field(default_factory=dict)
     model_name: Annotated[
-        Line | None, Field(description="What algorithm rm left in a run's hf/, or any sequence classifier with one label.")
+        Line | None,
+        Field(
+            description="Reward model: the hf/ folder that a run of algorithm rm saved, or any sequence classifier with"
+            " one label."
+        ),
     ] = None
     tokenizer: RewardTokenizerConfig = field(default_factory=RewardTokenizerConfig)
-    hf_config_overrides: Annotated[dict[str, Any], Field(description="Keys of the model's config.json to change.")] = field(
-        default_factory=dict
+    hf_config_overrides: Annotated[
+        dict[str, Any], Field(description="Values that replace keys of the model's config.json.")
+    ] = field(default_factory=dict)
+    precision: Annotated[Precision, Field(description="Precision of the reward model; see policy.precision.")] = interpolation(
+        "${policy.precision}"
     )
-    precision: Annotated[Precision, Field(description="As policy.precision.")] = interpolation("${policy.precision}")
     served_by: Annotated[
         Literal["train", "reward"],
-        Field(description="train: the train ranks, cut as the policy is. reward: ranks of its own, cluster.reward."),
+        Field(
+            description="train: the train ranks compute it, with the policy's parallel layout. reward: ranks of its own,"
+            " cluster.reward."
+        ),
     ] = "train"
     cpu_offload: Annotated[
-        Bool, Field(description="served_by=train: keep its weights in host memory while it does not compute.")
+        Bool, Field(description="served_by=train: keep the weights in host memory while the model is idle.")
     ] = True
 
 
 Environments = Mapping[str, EnvironmentConfig]
-"""By their key under `env`."""
+"""Environments by their key under `env`."""
 
 
 @functools.cache
 def kind_class(kind: str) -> Any:
-    """Return the class of one of KINDS, which derives from `pipeline.environments.base.BuiltinEnvironment`."""
+    """Return the class of one of KINDS, a subclass of `pipeline.environments.base.Kind`."""
     return user_code.load(KINDS[kind])
 
 
 def read_kwargs(key: str, environment: EnvironmentConfig) -> tuple[Any, list[Problem]]:
-    """Return the arguments of an environment of one of KINDS, defaults included, and the problems of its kwargs at `key`."""
+    """Return (arguments with defaults, problems of the kwargs at `key`) of an environment of a built-in kind."""
     kind = kind_class(environment.kind)
     arguments, problems = schema_validation.validate_mapping(kind.Arguments, key, environment.kwargs)
     return arguments, problems or list(kind.check(key, arguments))
 
 
 def judged_by_own_code(environments: Environments, name: str | None) -> bool:
-    """Return whether code of the user's own judges the answers of an environment: its own, or that of the judge it asks."""
-    if name not in environments:
+    """Return whether user code scores the answers of an environment, directly or as the `judge` in its kwargs."""
+    if name is None or name not in environments:
         return False
-    asked = environments.get(environments[name].kwargs.get("judge"), environments[name])
-    return asked.kind not in KINDS
+    judge = environments.get(environments[name].kwargs.get("judge", ""), environments[name])
+    return judge.kind not in KINDS
 
 
 def check_environments(environments: Environments) -> Iterator[Problem]:
-    """Yield the problems of kwargs, by themselves and against other environments."""
+    """Yield the problems of kwargs, alone and in combination with other environments."""
     for name, environment in environments.items():
         if environment.kind not in KINDS:
             continue
@@ -118,17 +130,15 @@ def check_environments(environments: Environments) -> Iterator[Problem]:
 
 
 def _as_secret(problem: Problem) -> Problem:
-    text = f"expected a secret in a variable of the environment, not in a recipe; this {problem.message}"
+    text = f"expected a secret in an environment variable, not in a recipe; this {problem.message}"
     return Problem(problem.key, "secret-in-recipe", text)
 
 
 def _check_judge(environments: Environments, key: str, judge: str) -> Iterator[Problem]:
     fit = [name for name, one in environments.items() if one.kind not in KINDS or kind_class(one.kind).is_final]
     if judge not in fit:
-        why = f"is of kind {environments[judge].kind}" if judge in environments else "is not there"
-        text = (
-            f"got '{judge}', but env.{judge} {why} and cannot judge a final answer; expected one of: {', '.join(fit) or 'none'}"
-        )
+        why = f"of kind {environments[judge].kind} cannot score a final answer" if judge in environments else "does not exist"
+        text = f"got '{judge}', but env.{judge} {why}; expected one of: {', '.join(fit) or 'none'}"
         yield Problem(key, "not-a-choice", text)
 
 

@@ -1,57 +1,31 @@
-"""Checks Megatron-Core's keys, `policy.megatron_cfg`. `pipeline/config/parallelism.py` checks how the ranks divide."""
+"""Check Megatron-Core's keys, `policy.megatron_cfg`. `pipeline/config/parallelism.py` checks how the ranks divide."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import fields
+from dataclasses import MISSING, Field, fields, is_dataclass
+from typing import Any, get_type_hints
 
-from pipeline.config.megatron import MegatronConfig, MegatronOptimizerConfig, MegatronSchedulerConfig
+from pipeline.config.megatron import MegatronConfig, MegatronOptimizerConfig, MegatronSchedulerConfig, OnlyDefault
 from pipeline.config.policy import PolicyConfig
 from pipeline.problems import Problem
 
 KEY = "policy.megatron_cfg"
 RECOMPUTE_MODULES = ("core_attn", "moe_act", "layernorm", "mla_up_proj", "mlp", "moe", "shared_experts")
 
-# Keys that may only have their default, each with what to say to another value.
-ONLY_DEFAULT = {
-    "virtual_pipeline_model_parallel_size": "interleaved pipeline stages are not supported",
-    "moe_token_dispatcher_type": "the others do not take sequences of varying length, or need DeepEP",
-    "moe_enable_deepep": "DeepEP is not supported",
-    "moe_router_load_balancing_type": "a balancing loss would be divided by another count than the policy's loss",
-    "moe_aux_loss_coeff": "a balancing loss would be divided by another count than the policy's loss",
-    "moe_per_layer_logging": "a router's load is not logged",
-    "mtp_num_layers": "multi-token prediction is not trained",
-    "mtp_loss_scaling_factor": "multi-token prediction is not trained",
-    "mtp_use_repeated_layer": "multi-token prediction is not trained",
-    "mtp_detach_heads": "multi-token prediction is not trained",
-    "cuda_graph_impl": "packed batches vary in shape from step to step, and a CUDA graph has one",
-    "cuda_graph_modules": "CUDA graphs are not supported",
-    "cuda_graph_warmup_steps": "CUDA graphs are not supported",
-    "fine_grained_activation_offloading": "activation_checkpointing=true with recompute_granularity=selective saves memory too",
-    "offload_modules": "activation_checkpointing=true with recompute_granularity=selective saves memory too",
-    "use_fused_linear_logprobs": "policy.logprob_chunk_size bounds the memory of logits",
-    "fused_linear_logprobs_chunk_size": "policy.logprob_chunk_size bounds the memory of logits",
-    "use_fused_weighted_squared_relu": "no supported model family has this activation",
-    "use_gloo_process_groups": "groups are gloo's on CPU and NCCL's on GPUs",
-    "fp8_cfg.enabled": "training in 8 bits is not supported",
-    "peft.enabled": "every weight is trained",
-    "optimizer.fp16": "policy.precision=bfloat16 needs no loss scaling",
-    "optimizer.params_dtype": "main weights are float32",
-    "optimizer.use_distributed_optimizer": "the optimizer's state is always cut over the data ranks",
-    "optimizer.optimizer_cpu_offload": "the optimizer's state stays on the GPUs, cut over the data ranks",
-    "optimizer.optimizer_offload_fraction": "the optimizer's state stays on the GPUs, cut over the data ranks",
-    "optimizer.overlap_cpu_optimizer_d2h_h2d": "the optimizer's state stays on the GPUs, cut over the data ranks",
-    "scheduler.weight_decay_incr_style": "weight decay does not change",
-    "distributed_data_parallel_config.use_custom_fsdp": "policy.dtensor_cfg.enabled=true shards parameters over data ranks",
-    "distributed_data_parallel_config.data_parallel_sharding_strategy": "it would say how use_custom_fsdp shards",
-    "checkpoint.ckpt_assume_constant_structure": "a run's checkpoints all have the same structure",
-}
-
 
 def check_megatron(policy: PolicyConfig) -> Iterator[Problem]:
-    """Yield a problem for what Megatron-Core, or this backend of it, does not do."""
+    """Yield a problem for each value that Megatron-Core, or the backend built on it, does not support."""
     megatron = policy.megatron_cfg
-    yield from _check_only_defaults(megatron)
+    yield from _check_only_defaults(megatron, KEY)
+    for name, reason in (
+        ("fp8_cfg", "training in 8 bits is not supported"),
+        ("peft", "the Megatron-Core backend trains all weights"),
+    ):
+        enabled, only = getattr(megatron, name).get("enabled", False), False
+        if enabled != only:
+            told = f"got {_yaml(enabled)}; expected {_yaml(only)}: {reason}"
+            yield Problem(f"{KEY}.{name}.enabled", "unsupported", told)
     if megatron.pipeline_dtype != policy.precision:
         told = f"got {megatron.pipeline_dtype}; expected policy.precision, {policy.precision}. Try without it"
         yield Problem(f"{KEY}.pipeline_dtype", "contradiction", told)
@@ -60,34 +34,30 @@ def check_megatron(policy: PolicyConfig) -> Iterator[Problem]:
         yield from _check_optimizer(megatron.optimizer, policy.precision)
     if megatron.scheduler is not None:
         if megatron.optimizer is None:
-            told = f"got a schedule, but {KEY}.optimizer, whose rate it sets, is null. Try that too, or policy.scheduler"
+            told = f"got a schedule with {KEY}.optimizer=null; expected the optimizer whose rate it sets. Try policy.scheduler"
             yield Problem(f"{KEY}.scheduler", "contradiction", told)
         else:
             yield from _check_scheduler(megatron.scheduler, megatron.optimizer)
     known = {field.name for field in fields(MegatronConfig)}
     for name in megatron.model_overrides:
         if name in known:
-            yield Problem(f"{KEY}.model_overrides.{name}", "contradiction", f"has a key of its own. Try {KEY}.{name}")
+            yield Problem(f"{KEY}.model_overrides.{name}", "contradiction", f"is also a key of the recipe. Try {KEY}.{name}")
 
 
-def _check_only_defaults(megatron: MegatronConfig) -> Iterator[Problem]:
-    defaults = MegatronConfig(optimizer=MegatronOptimizerConfig(), scheduler=MegatronSchedulerConfig())
-    for key, why in ONLY_DEFAULT.items():
-        if _section(megatron, key) is None:
-            continue
-        value, only = _get(megatron, key), _get(defaults, key)
-        if value != only:
-            yield Problem(f"{KEY}.{key}", "unsupported", f"got {_yaml(value)}; expected {_yaml(only)}: {why}")
+def _check_only_defaults(section: Any, prefix: str) -> Iterator[Problem]:
+    """Yield a problem for each key of a section, and of the sections in it, that may only have its default and does not."""
+    hints = get_type_hints(type(section), include_extras=True)
+    for field in fields(section):
+        key, value = f"{prefix}.{field.name}", getattr(section, field.name)
+        if is_dataclass(value):
+            yield from _check_only_defaults(value, key)
+        for mark in getattr(hints[field.name], "__metadata__", ()):
+            if isinstance(mark, OnlyDefault) and value != (only := _default(field)):
+                yield Problem(key, "unsupported", f"got {_yaml(value)}; expected {_yaml(only)}: {mark.reason}")
 
 
-def _section(megatron: MegatronConfig, key: str) -> object:
-    section = key.rpartition(".")[0]
-    return getattr(megatron, section) if section else megatron
-
-
-def _get(megatron: MegatronConfig, key: str) -> object:
-    section, name = _section(megatron, key), key.rpartition(".")[2]
-    return section.get(name, False) if isinstance(section, dict) else getattr(section, name)
+def _default(field: Field[Any]) -> object:
+    return field.default_factory() if field.default_factory is not MISSING else field.default
 
 
 def _yaml(value: object) -> str:
@@ -95,17 +65,17 @@ def _yaml(value: object) -> str:
 
 
 def _check_recompute(megatron: MegatronConfig) -> Iterator[Problem]:
-    """Yield what TransformerConfig refuses: method and number of layers are of "full", modules of "selective"."""
-    of = {"recompute_method": "full", "recompute_num_layers": "full", "recompute_modules": "selective"}
-    for name, granularity in of.items():
+    """Yield what TransformerConfig refuses: method and number of layers belong to "full", modules to "selective"."""
+    belongs_to = {"recompute_method": "full", "recompute_num_layers": "full", "recompute_modules": "selective"}
+    for name, granularity in belongs_to.items():
         if getattr(megatron, name) is not None and megatron.recompute_granularity != granularity:
             told = f"got a value with {KEY}.recompute_granularity={megatron.recompute_granularity}; expected {granularity}"
             yield Problem(f"{KEY}.{name}", "contradiction", told)
-    given = [name for name in of if getattr(megatron, name)]
+    given = [name for name in belongs_to if getattr(megatron, name)]
     if megatron.recompute_granularity != "full":
         given.append("recompute_granularity")
     if given and not megatron.activation_checkpointing:
-        told = f"got a value, but nothing is recomputed. Try {KEY}.activation_checkpointing=true"
+        told = f"got a value with activation_checkpointing=false; expected null. Try {KEY}.activation_checkpointing=true"
         yield Problem(f"{KEY}.{given[0]}", "has-no-effect", told)
     for name in megatron.recompute_modules or ():
         if name not in RECOMPUTE_MODULES:

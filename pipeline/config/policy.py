@@ -1,4 +1,4 @@
-"""The recipe's keys of models: `policy`, `value` and `teacher`."""
+"""Keys of models: `policy`, `value` and `teacher`."""
 
 from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal
@@ -9,7 +9,7 @@ from pipeline.config.generation import GenerationConfig
 from pipeline.config.megatron import MegatronConfig
 from pipeline.values import MISSING, Bool, Float, Int, Line, Positive, Text, interpolation
 
-PRECISIONS = {"float32": 4, "bfloat16": 2}  # what policy.precision may be, and the bytes of a number in it
+PRECISIONS = {"float32": 4, "bfloat16": 2}  # values of policy.precision, and the bytes per number
 Precision = Literal["float32", "bfloat16"]
 
 
@@ -17,29 +17,29 @@ Precision = Literal["float32", "bfloat16"]
 class TokenizerConfig:
     """The tokenizer and its chat template."""
 
-    name: Annotated[Line, Field(description="A folder, or a Hugging Face name that is in the local cache.")] = interpolation(
-        "${policy.model_name}"
+    name: Annotated[Line, Field(description="A folder, or a Hugging Face name whose files are in the local cache.")] = (
+        interpolation("${policy.model_name}")
     )
-    chat_template: Annotated[Text | None, Field(description="A Jinja template. null: the tokenizer's own.")] = None
-    chat_template_kwargs: Annotated[dict[str, Any] | None, Field(description="Variables for the chat template.")] = None
+    chat_template: Annotated[Text | None, Field(description="Jinja template. null: the tokenizer's own.")] = None
+    chat_template_kwargs: Annotated[dict[str, Any] | None, Field(description="Variables of the chat template.")] = None
 
 
 @dataclass
 class LoRAConfig:
-    """Low-rank adapters (https://arxiv.org/abs/2106.09685): W + alpha / dim B A, of which only A and B are trained."""
+    """Low-rank adapters (https://arxiv.org/abs/2106.09685): W + alpha / dim B A. Only A and B are trained."""
 
-    enabled: Annotated[Bool, Field(description="Whether adapters are trained in place of all weights.")] = False
+    enabled: Annotated[Bool, Field(description="Train adapters in place of all weights.")] = False
     target_modules: Annotated[
-        list[Text], Field(description="Names of linear layers, or their endings. Empty with match_all_linear.")
+        list[Text], Field(description="Names, or ends of names, of the linear layers to adapt. Empty with match_all_linear.")
     ] = field(default_factory=list)
-    exclude_modules: Annotated[list[Text], Field(description="Names of layers, or their endings, that get no adapter.")] = (
+    exclude_modules: Annotated[list[Text], Field(description="Names, or ends of names, of layers that get no adapter.")] = (
         field(default_factory=list)
     )
-    match_all_linear: Annotated[Bool, Field(description="Adapt all linear layers but the head.")] = True
+    match_all_linear: Annotated[Bool, Field(description="Adapt all linear layers except the head.")] = True
     dim: Annotated[Positive, Field(description="Rank of the adapters.")] = 8
     alpha: Annotated[Positive, Field(description="Scale: adapters are multiplied by alpha / dim.")] = 32
     lora_A_init: Annotated[
-        Literal["xavier", "gaussian", "kaiming"], Field(description="How A is initialized. B begins at 0.")
+        Literal["xavier", "gaussian", "kaiming"], Field(description="Initialization of A. B starts at 0.")
     ] = "xavier"
 
 
@@ -47,31 +47,30 @@ class LoRAConfig:
 class DTensorConfig:
     """The FSDP2 backend: PyTorch's fully_shard, with tensor parallelism by DTensor."""
 
-    enabled: Annotated[Bool | None, Field(description="Train with FSDP2. null: chosen at submission by the model's size.")] = (
-        None
-    )
-    tensor_parallel_size: Annotated[Positive, Field(description="Ranks that share each layer.")] = 1
+    enabled: Annotated[
+        Bool | None, Field(description="Train with FSDP2. null: submit.py chooses the backend by the model's size.")
+    ] = None
+    tensor_parallel_size: Annotated[Positive, Field(description="Tensor-parallel ranks.")] = 1
     activation_checkpointing: Annotated[Bool, Field(description="Recompute activations in the backward pass.")] = False
     recompute_granularity: Annotated[
         Literal["full", "selective"],
         Field(
-            description="What is recomputed with activation_checkpointing. full: whole layers. selective: all but the outputs"
-            " of matrix products and attention."
+            description="What activation_checkpointing recomputes. full: whole layers. selective: everything except the"
+            " outputs of matrix products and attention."
         ),
     ] = "full"
     cpu_offload: Annotated[Bool, Field(description="Keep parameters and optimizer state in host memory.")] = False
     reference_cpu_offload: Annotated[
         Bool,
         Field(
-            description="Keep the reference policy's weights, in policy.precision, in page-locked host memory while it does not"
-            " compute."
+            description="Keep the reference policy's weights, in policy.precision, in page-locked host memory while it is idle."
         ),
     ] = True
     use_liger_kernel: Annotated[
         Bool,
         Field(
-            description="Use Liger's norms, rotary embeddings and MLPs in place of transformers'. Needs GPUs and `pip install"
-            " 'hetstep[liger]'`."
+            description="Replace transformers' norms, rotary embeddings and MLPs by Liger's kernels. Needs GPUs and `pip"
+            " install 'hetstep[liger]'`."
         ),
     ] = False
     flash_attention: Annotated[
@@ -79,16 +78,17 @@ class DTensorConfig:
         Field(
             ge=2,
             le=3,
-            description="2: PyTorch's own. 3: FlashAttention-3, on Hopper, where flash_attn_interface is installed.",
+            description="2: PyTorch's own. 3: FlashAttention-3, on Hopper GPUs with flash_attn_interface installed.",
         ),
     ] = 2
     compile: Annotated[
         Bool | None,
         Field(
-            description="torch.compile decoder layers. null: on GPUs, for dense models without tensor parallelism, selective"
-            " recomputation and Liger's kernels. Compiled layers round differently from eager ones; on the same machine a run"
-            " still resumes to the last bit. The model is compiled on a full microbatch of sequences of"
-            " max_total_sequence_length tokens, so memory must suffice for that even if no data are so long."
+            description="Compile decoder layers with torch.compile. null: on GPUs, for dense models without tensor"
+            " parallelism, selective recomputation or Liger's kernels. Compiled layers round differently from"
+            " eager ones; on the same machine a run still resumes bit for bit. Compilation uses a full"
+            " microbatch of sequences of max_total_sequence_length tokens, so memory must suffice for it even"
+            " if no data are that long."
         ),
     ] = None
     lora_cfg: LoRAConfig = field(default_factory=LoRAConfig)
@@ -96,32 +96,32 @@ class DTensorConfig:
 
 @dataclass
 class SequencePackingConfig:
-    """The packing of sequences, end to end, into microbatches."""
+    """Packing of sequences, end to end, into microbatches."""
 
     enabled: Annotated[
         Bool,
         Field(
-            description="Fill microbatches by tokens. false: by train_micro_batch_size sequences, which are laid end to end"
-            " too."
+            description="Fill microbatches by number of tokens. false: by train_micro_batch_size sequences, which are"
+            " packed end to end too."
         ),
     ] = True
-    train_mb_tokens: Annotated[Positive, Field(description="Tokens of a microbatch in training.")] = 8192
-    logprob_mb_tokens: Annotated[Positive, Field(description="Tokens of a microbatch in log-prob passes.")] = 8192
+    train_mb_tokens: Annotated[Positive, Field(description="Maximum tokens of a microbatch in training.")] = 8192
+    logprob_mb_tokens: Annotated[Positive, Field(description="Maximum tokens of a microbatch in log-prob passes.")] = 8192
 
 
 @dataclass
 class OptimizerConfig:
     """A torch optimizer."""
 
-    name: Annotated[Text, Field(description="Dotted path of its class.")] = "torch.optim.AdamW"
-    kwargs: Annotated[dict[str, Any], Field(description="Its arguments.")] = field(
+    name: Annotated[Text, Field(description="Dotted path of the optimizer's class.")] = "torch.optim.AdamW"
+    kwargs: Annotated[dict[str, Any], Field(description="Arguments of the optimizer.")] = field(
         default_factory=lambda: {"lr": 5e-6, "weight_decay": 0.01}
     )
 
 
 SCHEDULER = (
-    "NeMo-RL's list of {name, kwargs} ending in {milestones: [...]}, or one {name, kwargs}. It advances once per step of the"
-    " algorithm, however many optimizer updates a step has. null: a constant rate."
+    "Learning-rate schedule: one {name, kwargs}, or NeMo-RL's list of them ending in {milestones: [...]}. It advances once per"
+    " step of the algorithm, however many optimizer updates a step has. null: a constant rate."
 )
 
 
@@ -129,48 +129,60 @@ SCHEDULER = (
 class PolicyConfig:
     """The model that is trained."""
 
-    model_name: Annotated[Line, Field(description="A folder, or a Hugging Face name that is in the local cache.")] = MISSING
-    random_init: Annotated[Bool, Field(description="Draw weights from the config and the seed; the folder needs none.")] = False
+    model_name: Annotated[Line, Field(description="A folder, or a Hugging Face name whose files are in the local cache.")] = (
+        MISSING
+    )
+    random_init: Annotated[
+        Bool, Field(description="Initialize weights from the config and the seed. The folder then needs no weights.")
+    ] = False
     tokenizer: TokenizerConfig = field(default_factory=TokenizerConfig)
-    hf_config_overrides: Annotated[dict[str, Any], Field(description="Keys of the model's config.json to change.")] = field(
-        default_factory=dict
+    hf_config_overrides: Annotated[
+        dict[str, Any], Field(description="Values that replace keys of the model's config.json.")
+    ] = field(default_factory=dict)
+    train_global_batch_size: Annotated[
+        Positive, Field(description="Sequences per optimizer update, over all ranks. DPO and RM: pairs.")
+    ] = 512
+    train_micro_batch_size: Annotated[Positive, Field(description="Sequences per microbatch without sequence packing.")] = 4
+    logprob_batch_size: Annotated[
+        Positive, Field(description="Sequences per microbatch of log-prob passes without sequence packing.")
+    ] = interpolation("${.train_micro_batch_size}")
+    max_total_sequence_length: Annotated[
+        Int, Field(ge=2, description="Maximum tokens of a sequence, including the prompt.")
+    ] = 512
+    precision: Annotated[Precision, Field(description="Precision of weights and activations. Master weights are float32.")] = (
+        "bfloat16"
     )
-    train_global_batch_size: Annotated[Positive, Field(description="Sequences of an optimizer step. DPO and RM: pairs.")] = 512
-    train_micro_batch_size: Annotated[Positive, Field(description="Sequences of a microbatch without sequence packing.")] = 4
-    logprob_batch_size: Annotated[Positive, Field(description="The same in log-prob passes.")] = interpolation(
-        "${.train_micro_batch_size}"
-    )
-    max_total_sequence_length: Annotated[Int, Field(ge=2, description="Tokens of the longest sequence, prompt included.")] = 512
-    precision: Annotated[Precision, Field(description="Of weights and activations. Master weights are float32.")] = "bfloat16"
-    logprob_chunk_size: Annotated[Positive | None, Field(description="Tokens whose logits exist at once. null: all.")] = 2048
+    logprob_chunk_size: Annotated[
+        Positive | None, Field(description="Number of tokens whose logits are in memory at a time. null: all.")
+    ] = 2048
     dtensor_cfg: DTensorConfig = field(default_factory=DTensorConfig)
     megatron_cfg: MegatronConfig = field(default_factory=MegatronConfig)
     sequence_packing: SequencePackingConfig = field(default_factory=SequencePackingConfig)
-    max_grad_norm: Annotated[Float | None, Field(ge=0, description="Clip gradients to this norm. null, 0: do not clip.")] = 1.0
+    max_grad_norm: Annotated[Float | None, Field(ge=0, description="Maximum norm of gradients. null, 0: do not clip.")] = 1.0
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     scheduler: Annotated[Any, Field(description=SCHEDULER)] = None
     generation: GenerationConfig = field(default_factory=GenerationConfig)
 
 
-# ---- other models of the train ranks, cut as the policy is ------------------------------------------------------------------
+# ---- other models of the train ranks, with the policy's layout -------------------------------------------------------------
 
 
 @dataclass
 class ValueConfig:
-    """PPO's critic: the body of a language model, or a reward model, with one number per token."""
+    """PPO's critic: the body of a language model, or a reward model, with one value per token."""
 
-    model_name: Annotated[Line, Field(description="A folder, or a Hugging Face name that is in the local cache.")] = (
+    model_name: Annotated[Line, Field(description="A folder, or a Hugging Face name whose files are in the local cache.")] = (
         interpolation("${policy.model_name}")
     )
-    random_init: Annotated[Bool, Field(description="As policy.random_init.")] = interpolation("${policy.random_init}")
-    hf_config_overrides: Annotated[dict[str, Any], Field(description="Keys of the model's config.json to change.")] = field(
-        default_factory=dict
-    )
-    precision: Annotated[Precision, Field(description="As policy.precision.")] = interpolation("${policy.precision}")
-    max_grad_norm: Annotated[Float | None, Field(ge=0, description="Clip gradients to this norm. null, 0: do not clip.")] = 1.0
+    random_init: Annotated[Bool, Field(description="See policy.random_init.")] = interpolation("${policy.random_init}")
+    hf_config_overrides: Annotated[
+        dict[str, Any], Field(description="Values that replace keys of the model's config.json.")
+    ] = field(default_factory=dict)
+    precision: Annotated[Precision, Field(description="See policy.precision.")] = interpolation("${policy.precision}")
+    max_grad_norm: Annotated[Float | None, Field(ge=0, description="Maximum norm of gradients. null, 0: do not clip.")] = 1.0
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     scheduler: Annotated[
-        Any, Field(description="As policy.scheduler. It advances in the steps before ppo.policy_training_start_step too.")
+        Any, Field(description="See policy.scheduler. It also advances in the steps before ppo.policy_training_start_step.")
     ] = None
 
 
@@ -178,9 +190,11 @@ class ValueConfig:
 class TeacherConfig:
     """Distillation's teacher. It must have the policy's vocabulary."""
 
-    model_name: Annotated[Line | None, Field(description="A folder, or a Hugging Face name that is in the local cache.")] = None
-    hf_config_overrides: Annotated[dict[str, Any], Field(description="Keys of the model's config.json to change.")] = field(
-        default_factory=dict
-    )
-    precision: Annotated[Precision, Field(description="As policy.precision.")] = interpolation("${policy.precision}")
-    cpu_offload: Annotated[Bool, Field(description="Keep its weights in host memory while it does not compute.")] = True
+    model_name: Annotated[
+        Line | None, Field(description="A folder, or a Hugging Face name whose files are in the local cache.")
+    ] = None
+    hf_config_overrides: Annotated[
+        dict[str, Any], Field(description="Values that replace keys of the model's config.json.")
+    ] = field(default_factory=dict)
+    precision: Annotated[Precision, Field(description="See policy.precision.")] = interpolation("${policy.precision}")
+    cpu_offload: Annotated[Bool, Field(description="Keep the weights in host memory while the teacher is idle.")] = True

@@ -1,7 +1,6 @@
 """The recipe's schema: every key with its type, range, default and meaning.
 
-Keys follow NeMo-RL's where they mean the same; ours adds `cluster.train`, `cluster.generate` and `cluster.timeouts`.
-`recipes/KEYS.md` lists them all.
+Keys that mean the same as in NeMo-RL have its names. `recipes/KEYS.md` lists all keys.
 """
 
 from dataclasses import dataclass, field, make_dataclass
@@ -25,56 +24,65 @@ from pipeline.values import MISSING, Bool, Duration, Float, Folder, Int, Line, N
 class DatasetConfig:
     """A data set and its columns.
 
-    Where a record lacks the columns that the recipe names, those of TRL and other common ones are recognized.
+    If a record lacks the columns that the recipe names, the columns of TRL's formats and other common ones are recognized.
     """
 
     dataset_name: Annotated[
         Line | None,
         Field(
-            description="A generated or named data set of ours, a name or folder for `datasets`, or the dotted path of a"
+            description="A generated or named data set, a name or folder for `datasets`, or the dotted path of your own"
             " callable (split, seed=, **kwargs) that returns a sequence of records."
         ),
     ] = None
     data_path: Annotated[Line | None, Field(description="A JSONL file, in place of dataset_name.")] = None
-    subset: Annotated[Text | None, Field(description="Configuration of the repository. null: the data set's own.")] = None
-    split: Annotated[Text | None, Field(description="null: the data set's own, `train` for most.")] = None
-    max_samples: Annotated[Positive | None, Field(description="So many records, drawn at random with `seed`. null: all.")] = (
-        None
-    )
+    subset: Annotated[Text | None, Field(description="Configuration of the repository. null: the data set's default.")] = None
+    split: Annotated[Text | None, Field(description="Split of the data set. null: its default, mostly `train`.")] = None
+    max_samples: Annotated[
+        Positive | None, Field(description="Number of records to use, drawn at random with `seed`. null: all.")
+    ] = None
     split_validation_size: Annotated[
-        Float, Field(ge=0, description="Training data held out for validation: below 1 a share, from 1 a number of records.")
+        Float,
+        Field(ge=0, description="Training data held out for validation: a fraction below 1, or a number of records from 1."),
     ] = 0.0
-    seed: Annotated[Int, Field(description="Seed of max_samples and split_validation_size.")] = 42
-    repeat: Annotated[Positive, Field(description="How many times the records are gone through in one epoch.")] = 1
+    seed: Annotated[Int, Field(description="Seed of the draws for max_samples and split_validation_size.")] = 42
+    repeat: Annotated[Positive, Field(description="Number of passes over the records in one epoch.")] = 1
     input_key: Annotated[
         Text,
         Field(
-            description="Column of a text or of messages {role, content}. DPO, RM: what both answers begin with; `''` for none."
+            description="Column of the prompt: a text, or messages {role, content}. DPO, RM: the prompt of both answers;"
+            " `''` if the answers include it."
         ),
     ] = "input"
-    output_key: Annotated[Text, Field(description="Column of a text or of messages.")] = "output"
+    output_key: Annotated[Text, Field(description="Column of the answer: a text, or messages.")] = "output"
     messages_key: Annotated[
         Text | None, Field(description="Column of a list of {role, content}, in place of input_key and output_key.")
     ] = None
-    text_key: Annotated[Text | None, Field(description="SFT: column of a text of which every token is learned.")] = None
+    text_key: Annotated[Text | None, Field(description="SFT: column of a text. The loss counts every token of it.")] = None
     chosen_key: Annotated[
         Text,
         Field(
-            description="DPO, RM: column of the better answer, or of messages {role, content} that end in it, perhaps after the"
-            " prompt."
+            description="DPO, RM: column of the better answer, or of messages {role, content} that end in it and may"
+            " include the prompt."
         ),
     ] = "chosen"
-    rejected_key: Annotated[Text, Field(description="DPO, RM: column of the worse answer, as chosen_key.")] = "rejected"
-    margin_key: Annotated[Text | None, Field(description="RM: column of how much better the chosen answer is.")] = None
+    rejected_key: Annotated[Text, Field(description="DPO, RM: column of the worse answer, in the form of chosen_key.")] = (
+        "rejected"
+    )
+    margin_key: Annotated[Text | None, Field(description="RM: column of the margin by which the chosen answer is better.")] = (
+        None
+    )
     prompt_file: Annotated[
         Line | None,
-        Field(description="A file with a text around the input, whose place is `{}`. With messages: the first of the user."),
+        Field(
+            description="File of a text around the input, with `{}` in its place. With messages it applies to the first"
+            " message of the user."
+        ),
     ] = None
-    system_prompt_file: Annotated[Line | None, Field(description="A file with the system prompt.")] = None
-    env_name: Annotated[Text | None, Field(description="Key under `env` of the environment that judges.")] = None
+    system_prompt_file: Annotated[Line | None, Field(description="File of the system prompt.")] = None
+    env_name: Annotated[Text | None, Field(description="Key under `env` of the environment that scores the answers.")] = None
     weight: Annotated[
         Float | None,
-        Field(gt=0, description="data.datasets: how often it is drawn from. null, for all: its number of records."),
+        Field(gt=0, description="data.datasets: relative sampling weight. null, in all of them: the number of records."),
     ] = None
     kwargs: Annotated[
         dict[str, Any], Field(description="Arguments of a generated data set, of `datasets`, or of your own callable.")
@@ -83,33 +91,38 @@ class DatasetConfig:
 
 @dataclass
 class DataConfig:
-    """The data to train and validate on."""
+    """Training and validation data."""
 
     train: DatasetConfig | None = field(default_factory=DatasetConfig)
     validation: DatasetConfig | None = None
     datasets: Annotated[
-        dict[str, DatasetConfig], Field(description="In place of train: several data sets by name, mixed by weight.")
+        dict[str, DatasetConfig], Field(description="Several training data sets by name, mixed by weight, in place of train.")
     ] = field(default_factory=dict)
     validations: Annotated[
-        dict[str, DatasetConfig], Field(description="In place of validation: several data sets by name, each with its metrics.")
+        dict[str, DatasetConfig],
+        Field(description="Several validation data sets by name, each with its own metrics, in place of validation."),
     ] = field(default_factory=dict)
-    max_input_seq_length: Annotated[Positive, Field(description="Tokens of the longest prompt.")] = interpolation(
+    max_input_seq_length: Annotated[Positive, Field(description="Maximum tokens of a prompt.")] = interpolation(
         "${policy.max_total_sequence_length}"
     )
     overlong_prompts: Annotated[
         Literal["error", "drop"],
-        Field(description="What to do with a prompt above max_input_seq_length, or that leaves no room for an answer."),
+        Field(description="What to do with a prompt that exceeds max_input_seq_length or leaves no room for an answer."),
     ] = "error"
     unknown_tokens: Annotated[
         Literal["error", "keep", "drop"],
-        Field(description="What to do with a prompt of which the tokenizer knows a part only as its unknown token."),
+        Field(
+            description="What to do with a prompt whose text the tokenizer can only partly represent, using its unknown token."
+        ),
     ] = "error"
     bad_records: Annotated[
         Literal["error", "drop"],
-        Field(description="What to do with a record that cannot be used: no answer, say, or two that are the same."),
+        Field(description="What to do with an unusable record, such as one without an answer or a pair of identical answers."),
     ] = "error"
-    shuffle: Annotated[Bool, Field(description="Shuffle each epoch, with the algorithm's seed.")] = True
-    apply_chat_template: Annotated[Bool, Field(description="false: the prompt is the bare text after prompt_file.")] = True
+    shuffle: Annotated[Bool, Field(description="Shuffle every epoch, with the algorithm's seed.")] = True
+    apply_chat_template: Annotated[
+        Bool, Field(description="Render prompts with the chat template. false: use the text as it is, after prompt_file.")
+    ] = True
 
 
 # ---- the run ------------------------------------------------------------------------------------------------------------
@@ -117,18 +130,22 @@ class DataConfig:
 
 @dataclass
 class CheckpointingConfig:
-    """The checkpoints of a run."""
+    """Checkpoints of a run."""
 
-    enabled: Annotated[Bool, Field(description="Whether checkpoints are saved.")] = True
+    enabled: Annotated[Bool, Field(description="Whether to save checkpoints.")] = True
     save_period: Annotated[Positive, Field(description="Steps between checkpoints. The last step is always saved.")] = 10
     keep_top_k: Annotated[
-        Positive | None, Field(description="Keep the best so many by metric_name, and the latest. null: all.")
+        Positive | None, Field(description="Number of checkpoints to keep: the best by metric_name, and the latest. null: all.")
     ] = 3
     metric_name: Annotated[
-        Text | None, Field(description="`val:accuracy` or `train:reward`, say. null: keep the latest keep_top_k.")
+        Text | None,
+        Field(
+            description="Metric that ranks checkpoints, such as `val:accuracy` or `train:reward`. null: keep the latest"
+            " keep_top_k."
+        ),
     ] = None
     higher_is_better: Annotated[Bool, Field(description="Whether a higher value of the metric is better.")] = True
-    async_save: Annotated[Bool, Field(description="Write while training goes on.")] = interpolation(
+    async_save: Annotated[Bool, Field(description="Write checkpoints while training continues.")] = interpolation(
         "${policy.megatron_cfg.checkpoint.async_save}"
     )
     save_consolidated: Annotated[
@@ -136,46 +153,57 @@ class CheckpointingConfig:
     ] = False
     checkpoint_must_save_by: Annotated[
         Duration | None,
-        Field(description="Save and leave by then: days:hours:minutes:seconds after the job's start. null: its time limit."),
+        Field(
+            description="Time at which the run saves and exits, as days:hours:minutes:seconds after the job's start."
+            " null: the job's time limit."
+        ),
     ] = None
 
 
 @dataclass
 class LoggerConfig:
-    """The logs of a run."""
+    """Logs of a run."""
 
     tensorboard_enabled: Annotated[Bool, Field(description="Write TensorBoard events.")] = True
-    timeline_enabled: Annotated[Bool, Field(description="Record what each rank does when, for launch/timeline.py.")] = True
-    num_rollouts_to_log: Annotated[NotNegative | None, Field(description="Rollouts per step, as JSONL. null: all.")] = None
+    timeline_enabled: Annotated[Bool, Field(description="Record each rank's activity for launch/timeline.py.")] = True
+    num_rollouts_to_log: Annotated[NotNegative | None, Field(description="Rollouts per step to write as JSONL. null: all.")] = (
+        None
+    )
 
 
 @dataclass
 class PlanConfig:
-    """Assumptions of the plan where no earlier run tells. They change nothing about the run."""
+    """Assumptions of the plan where no earlier run provides a measurement. They do not change the run."""
 
-    prompt_tokens: Annotated[Float | None, Field(description="Mean tokens of a prompt. null: see launch/plan/lengths.py.")] = (
-        None
-    )
-    answer_tokens: Annotated[Float | None, Field(description="Mean tokens of an answer. null: see launch/plan/lengths.py.")] = (
-        None
-    )
+    prompt_tokens: Annotated[
+        Float | None, Field(description="Mean tokens of a prompt. null: estimated as in launch/plan/lengths.py.")
+    ] = None
+    answer_tokens: Annotated[
+        Float | None, Field(description="Mean tokens of an answer. null: estimated as in launch/plan/lengths.py.")
+    ] = None
 
 
 @dataclass
 class _Run:
-    name: Annotated[Line, Field(description="Name of the run. Default: the file's, without .yaml.")] = MISSING
+    name: Annotated[Line, Field(description="Name of the run. Default: the name of the recipe's file without .yaml.")] = MISSING
     algorithm: Annotated[
-        Literal[tuple(ALGORITHMS)], Field(description="What the run computes; the recipe's section of this name is read.")
+        Literal[tuple(ALGORITHMS)], Field(description="Algorithm of the run. Its section of the recipe has the same name.")
     ] = MISSING  # type: ignore[assignment]
     run_dir: Annotated[
-        Folder, Field(description="What the run writes. Given again, the run goes on where it stopped. Default: runs/<name>.")
+        Folder,
+        Field(
+            description="Folder for the output of the run. If it exists, the run continues from its last checkpoint."
+            " Default: runs/<name>."
+        ),
     ] = MISSING
     needs: Annotated[list[Line], Field(description="Recipes that run first, each once, in runs/<name>.")] = field(
         default_factory=list
     )
     module_folders: Annotated[
         list[Line],
-        Field(description="Where your own modules are looked for, after PYTHONPATH. The folder of the recipe's file is added."),
+        Field(
+            description="Folders to search for your own modules, after PYTHONPATH. The folder of the recipe's file is added."
+        ),
     ] = field(default_factory=list)
 
 
@@ -188,7 +216,7 @@ _Algorithms = make_dataclass(
 
 @dataclass
 class Recipe(_Algorithms):
-    """A run. It has a section for each algorithm of pipeline/algorithms."""
+    """A run. It has one section for each algorithm in pipeline/algorithms."""
 
     loss_fn: LossConfig = field(default_factory=LossConfig)
     value_loss_fn: ValueLossConfig = field(default_factory=ValueLossConfig)
@@ -204,12 +232,12 @@ class Recipe(_Algorithms):
 
 
 def generates(recipe: Recipe) -> bool:
-    """Return whether the algorithm samples, so that the job has a generate component."""
+    """Return whether the algorithm samples. The job then has a generate component."""
     return recipe.algorithm in ONLINE
 
 
 def runs_ahead(recipe: Recipe) -> bool:
-    """Return whether engines sample while the train ranks learn."""
+    """Return whether engines sample while the train ranks train."""
     return build(recipe).runs_ahead
 
 
@@ -219,22 +247,22 @@ def section(recipe: Recipe) -> OnlineConfig | OfflineConfig:
 
 
 def only_evaluates(recipe: Recipe) -> bool:
-    """Return whether the run validates once and learns nothing."""
+    """Return whether the run validates once and trains nothing."""
     return section(recipe).max_num_steps == 0
 
 
 def engine_ranks(vllm: VLLMConfig) -> int:
-    """Return how many generate ranks make one engine."""
+    """Return the number of generate ranks of one engine."""
     return vllm.tensor_parallel_size * vllm.pipeline_parallel_size
 
 
 def uses_megatron(policy: PolicyConfig) -> bool:
-    """Return whether Megatron-Core trains, else FSDP2. `launch/backend.py` writes the choice into the recipe at submission."""
+    """Return whether Megatron-Core trains, else FSDP2. `launch/backend.py` writes the choice into the recipe."""
     return policy.megatron_cfg.enabled is True
 
 
 def expert_tensor_parallel_size(megatron: MegatronConfig) -> int:
-    """Return the size that `expert_tensor_parallel_size` stands for; see there."""
+    """Return the value of `expert_tensor_parallel_size`, or what null stands for."""
     if megatron.expert_tensor_parallel_size is not None:
         return megatron.expert_tensor_parallel_size
     return megatron.tensor_model_parallel_size if megatron.expert_model_parallel_size == 1 else 1
