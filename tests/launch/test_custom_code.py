@@ -170,7 +170,7 @@ def test_the_folder_must_be_mounted(folder):
     assert "the module of env.mine.kind" not in {need.what for need in _needs(recipe, "train", [], ROOT)}
 
 
-# ---- README's example --------------------------------------------------------------------------------------------------------
+# ---- the page's example ------------------------------------------------------------------------------------------------------
 
 SUM = {"input": "12+7=", "answer": "19"}
 SMALL = [  # a step of it on two processes
@@ -189,8 +189,8 @@ SMALL = [  # a step of it on two processes
 
 @pytest.fixture
 def example(tmp_path, monkeypatch):
-    """The files of README's example, in a folder that is not the working directory. The path of its recipe."""
-    page = (ROOT / "README.md").read_text()
+    """Write the files of the page's example into a folder that is not the working directory; return its recipe's path."""
+    page = (ROOT / "pipeline/environments/README.md").read_text()
     blocks = re.findall(r"```(?:python|yaml)\n# (my_\w+\.\w+)\n(.*?)```", page, re.DOTALL)
     assert [name for name, _ in blocks] == ["my_reward.py", "my_grpo.yaml"] and json.dumps(SUM) in page
     (tmp_path / "there").mkdir()
@@ -201,13 +201,13 @@ def example(tmp_path, monkeypatch):
     return tmp_path / "there/my_grpo.yaml"
 
 
-def test_the_readmes_reward_is_submitted_from_the_page(example, capsys):
+def test_the_pages_reward_is_submitted_from_the_page(example, capsys):
     assert submit.main([f"recipe={example}", "dry_run=true", "cluster.executor=local"]) == 0, capsys.readouterr().err
     assert f"data_path: {example.parent}/sums.jsonl" in capsys.readouterr().out
 
 
 @pytest.mark.full
-def test_the_readmes_reward_runs_from_the_page(example, capsys):
+def test_the_pages_reward_runs_from_the_page(example, capsys):
     assert submit.main([f"recipe={example}", *SMALL]) == 0, capsys.readouterr().out
     rollouts = [json.loads(line) for line in (example.parents[1] / "runs/my_grpo/rollouts/step_000001.jsonl").open()]
     assert len(rollouts) == 4 and not any("failure" in rollout for rollout in rollouts)

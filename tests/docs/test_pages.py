@@ -1,0 +1,221 @@
+"""What the pages name exists: files, headings, recipes, keys, commands and their arguments, modules, make targets."""
+
+import importlib
+import importlib.util
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from unittest import mock
+
+import pytest
+import yaml
+
+from launch import command_line, submit
+from pipeline import config
+from pipeline.config import RecipeError, reference
+from tests.docs import pages
+from tests.docs.pages import OURS, PAGES, ROOT
+
+RECIPES = {path.stem for path in (ROOT / "recipes").glob("*.yaml")}
+TARGETS = set(re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
+THEIRS = {key for keys in yaml.safe_load((ROOT / "tests/nemo_rl/meanings.yaml").read_text()).values() for key in keys}
+NOT_OURS = {  # keys of NeMo-RL and of examples that the pages name
+    *("checkpointing.checkpoint_dir", "logger.log_dir", "logger.wandb_enabled", "sft.val_global_batch_size"),
+    *("policy.dtensor_cfg.env_vars", "policy.dynamic_batching.enabled", "value.megatron_cfg.optimizer"),
+}
+PLACES = {
+    "NAME": "tiny_grpo",
+    "RUN_DIR": "runs/x",
+    "N": "1",
+    "DIR": "out",
+    "FOLDER": "out",
+    "PATH": "some/model",
+    "KEY": "policy",
+    "CODE": "x",
+}
+KEYS = reference.keys()
+ids = {"ids": lambda page: str(page.relative_to(ROOT))}
+
+
+def anchors(page: Path) -> set[str]:
+    """Return the anchors that GitHub gives a page's headings."""
+    headings = re.findall(r"^#+ (.*)$", pages.prose(page), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+@pytest.mark.parametrize("page", PAGES, **ids)
+def test_links_lead_somewhere(page):
+    for target in re.findall(r"\]\(([^)\s]+)\)", pages.prose(page)):
+        if re.match("[a-z]+:", target):
+            continue
+        name, _, anchor = target.partition("#")
+        path = (page.parent / name).resolve() if name else page
+        assert path.exists(), target
+        assert not anchor or path.suffix != ".md" or anchor in anchors(path), target
+
+
+@pytest.mark.parametrize("page", PAGES, **ids)
+def test_files_exist(page):
+    made = {block.path for block in pages.blocks(page)}
+    for text in pages.inline(page):
+        path = text.split("::")[0].rstrip("/")
+        is_path = re.fullmatch(r"(pipeline|launch|recipes|tests|containers|\.github)/[\w./-]+", path) or re.fullmatch(
+            r"[\w./-]+\.py", path
+        )
+        if is_path and path not in made and Path(path).name != "my_reward.py" and not path.startswith(("examples/", "run_")):
+            assert any((folder / path).exists() for folder in (ROOT, page.parent, ROOT / "pipeline")), text
+
+
+@pytest.mark.parametrize("page", OURS, **ids)
+def test_recipes_exist(page):
+    for text in pages.inline(page):
+        if re.fullmatch(r"(tiny|llama\d+b|qwen[\w]*b|dapo_qwen\w+|deepscaler|deepseek_v\d)_\w+", text):
+            assert text in RECIPES, text
+
+
+def keys_of(text: str) -> Iterator[str]:
+    """Yield the recipe's keys in a piece of inline code: `a.b.c`, `a.b=1`, `a.b: 1`."""
+    for word in re.findall(
+        r"(?<![\w./-])(?:[a-z_]+\.)+(?:[\w<>*]+\.)*[\w<>]+", text.replace("cluster.<component>", "cluster.train")
+    ):
+        if word.split(".")[0] in KEYS and not word.endswith((".py", ".yaml", ".md", ".json")):
+            yield word
+
+
+@pytest.mark.parametrize("page", OURS, **ids)
+def test_keys_exist(page):
+    if page.name == "CHANGELOG.md" or "golden" in page.parts:
+        return
+    found = 0
+    for text in pages.inline(page):
+        for key in keys_of(text):
+            if key in THEIRS or key in NOT_OURS or key.startswith("focal."):
+                continue
+            found += 1
+            reference.explained(key)  # raises RecipeError for a key that does not exist
+    assert (
+        found
+        or page.name != "README.md"
+        or page.parent.name in ("sandbox", "models", "tests", "pipeline")
+        or page.parent == ROOT
+    )
+
+
+def parsed(script: str, arguments: list[str]) -> object:
+    """Return what a command of launch/ makes of its arguments, which it does not carry out. Raise RecipeError."""
+    module = importlib.import_module(f"launch.{Path(script).stem}")
+    with mock.patch.object(
+        command_line, "run", side_effect=lambda _doc, request, _command, given: command_line.parse(request, given)
+    ):
+        return module.main(arguments)
+
+
+def filled(word: str) -> str:
+    """Return an argument with its placeholders filled."""
+    key, equals, value = word.strip("[]").partition("=")
+    return f"{key}{equals}{PLACES.get(value, value)}"
+
+
+@pytest.mark.parametrize("page", OURS, **ids)
+def test_commands_are_understood(page):
+    for words in pages.commands(page):
+        words = [word for word in words if "=" not in word or not word.split("=")[0].isupper()]  # variables before a command
+        if "-m" in words:
+            module = words[words.index("-m") + 1]
+            if module not in ("pip", "pytest"):
+                assert importlib.util.find_spec(module), words
+        elif words[0] == "make":
+            assert {word for word in words[1:] if "=" not in word} <= TARGETS, words
+        elif words[-1] == "launch/hetstep.sbatch":
+            continue
+        elif "launch/hetstep.sbatch" in words:
+            parsed("submit", [filled(word) for word in words[words.index("launch/hetstep.sbatch") + 1 :]])
+        elif script := next((word for word in words if re.fullmatch(r"launch/\w+\.py", word)), None):
+            arguments = [filled(word) for word in words[words.index(script) + 1 :]]
+            arguments = [word for word in arguments if word and "key=value" not in word and word != "run_dir"]
+            try:
+                request = parsed(script, arguments)
+            except RecipeError as error:
+                assert {problem.code for problem in error.problems} == {"file-not-found"}, f"{words}: {error}"
+                continue
+            for override in getattr(request, "overrides", []):
+                key = override.partition("=")[0]
+                if not key.startswith("focal.") and key != "algorithm":
+                    reference.explained(key)
+
+
+def test_the_commands_were_found():
+    assert sum(1 for page in OURS for _ in pages.commands(page)) > 60
+
+
+def test_the_first_page_is_short():
+    lines = (ROOT / "README.md").read_text().splitlines()
+    assert len(lines) <= 130 and max(map(len, lines)) <= 128
+
+
+def test_the_plan_on_the_first_page_is_what_is_printed(capsys):
+    """Every line of it, in order; `...` stands for lines that are left out."""
+    (block,) = [block for block in pages.blocks(ROOT / "README.md") if "plan=true" in block.text]
+    command, *shown = block.text.splitlines()
+    submit.main(command.split()[3:])
+    printed = iter(capsys.readouterr().out.splitlines())
+    for line in shown:
+        if line and line != "...":
+            assert line in printed, f"not printed, or not in this order: {line}"
+
+
+def test_the_backends_model_families_are_all_on_the_page():
+    text = (ROOT / "pipeline/models/README.md").read_text()
+    families = importlib.import_module("pipeline.models").FAMILIES.values()
+    for file in {f"{module.__name__.rpartition('.')[2]}.py" for module in families}:
+        assert f"[{file}]({file})" in text
+
+
+def test_every_environment_is_on_the_page():
+    named = set(pages.inline(ROOT / "pipeline/environments/README.md"))
+    assert set(config.KINDS) <= named
+
+
+def test_every_recipe_is_on_the_page():
+    assert set(pages.inline(ROOT / "recipes/README.md")) >= RECIPES
+
+
+def test_every_command_is_on_the_page():
+    runnable = {path.name for path in (ROOT / "launch").glob("*.py") if 'if __name__ == "__main__":' in path.read_text()}
+    named = {word for words in pages.commands(ROOT / "launch/README.md") for word in words}
+    assert {f"launch/{name}" for name in runnable - {"task.py", "ray_sub.py", "troubleshooting.py", "probe.py"}} <= named
+
+
+# ---- migrating from NeMo-RL --------------------------------------------------------------------------------------------------
+
+
+def migration() -> list[tuple[str, str]]:
+    """Return the rows of the table of keys: theirs, ours."""
+    text = (ROOT / "recipes/README.md").read_text().partition("### Keys")[2]
+    rows = re.findall(r"^\| (.*?) \| (.*) \|$", text, re.MULTILINE)
+    return [row for row in rows if row[0] != "NeMo-RL"]
+
+
+def test_their_keys_are_theirs_and_ours_are_ours():
+    unlisted = {"checkpointing.checkpoint_dir", "logger.log_dir"}  # ignored by an import
+    assert len(migration()) > 20
+    for theirs, ours in migration():
+        for key in re.findall(r"`([^`]+)`", theirs):
+            if "." in key:
+                assert key in THEIRS | unlisted or any(other.startswith(f"{key}.") for other in THEIRS), key
+        for text in re.findall(r"`([^`]+)`", ours):
+            for key in keys_of(text):
+                reference.explained(key)
+
+
+def test_every_key_with_another_name_is_in_the_table():
+    table = {key for theirs, _ in migration() for key in re.findall(r"`([^`]+)`", theirs)}
+    meanings = yaml.safe_load((ROOT / "tests/nemo_rl/meanings.yaml").read_text())
+    others = {key for keys in meanings.values() for key, row in keys.items() if row.get("ours") and key not in row["ours"]}
+    same_row = {  # one row, or the text around the table, stands for several keys
+        *("policy.dtensor_cfg.env_vars.A", "policy.generation.vllm_cfg.logprobs_mode", "data.add_generation_prompt"),
+        *(f"value.megatron_cfg.optimizer.{name}" for name in ("adam_beta1", "adam_beta2", "adam_eps")),
+        *("value.megatron_cfg.scheduler.end_weight_decay", "ppo.skip_reference_policy_logprobs_calculation"),
+        "policy.reward_model_cfg.reward_model_type",
+    }
+    assert others - table - same_row == set()

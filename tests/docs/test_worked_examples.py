@@ -1,0 +1,167 @@
+"""The worked examples of the pages, run from the pages: put into a copy of the code, checked, and trained."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.docs import pages
+from tests.docs.pages import ROOT
+
+ONE_STEP = (
+    *("cluster.executor=local", "cluster.train.ranks_per_node=1", "checkpointing.enabled=false", "data.validation=null"),
+    "data.train.kwargs={size: 64, digits: [1, 2]}",
+)
+ONE_ROLLOUT = (
+    *("needs=[]", f"policy.model_name={ROOT / 'recipes/tiny'}", "policy.random_init=true", "policy.generation.max_num_seqs=8"),
+    *("grpo.num_prompts_per_step=2", "grpo.num_generations_per_prompt=2", "policy.train_global_batch_size=4"),
+    *("grpo.max_num_steps=1", "grpo.val_period=0", "grpo.val_at_start=false", "grpo.val_at_end=false"),
+    *("cluster.generate.ranks_per_node=1", "policy.generation.backend=transformers", "checkpointing.enabled=false"),
+    *("policy.generation.vllm_kwargs={_override_: true}", "cluster.executor=local", "cluster.train.ranks_per_node=1"),
+)
+
+
+def run(folder: Path, *command: str, timeout_s: float = 300) -> subprocess.CompletedProcess:
+    """Run Python in a copy of the code."""
+    environment = {**os.environ, "PYTHONPATH": str(folder)}
+    return subprocess.run(
+        [sys.executable, *command], cwd=folder, env=environment, capture_output=True, text=True, timeout=timeout_s
+    )
+
+
+def page_commands(page: Path, folder: Path) -> list[list[str]]:
+    """Return the Python commands of the block that follows a page's last file of its worked example."""
+    found = pages.blocks(page)
+    last = max(number for number, block in enumerate(found) if block.path and (folder / block.path).exists())
+    lines = next(block.text for block in found[last:] if block.language == "sh").splitlines()
+    assert all(line.startswith("python ") for line in lines), lines
+    return [line.split()[1:] for line in lines]
+
+
+def steps(run_dir: Path) -> list[dict]:
+    return [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+
+
+@pytest.fixture(scope="module")
+def example(tmp_path_factory):
+    """Return a function of a page, which gives a copy of the code with its worked example."""
+    copies = {}
+
+    def copy(page: Path) -> Path:
+        if page not in copies:
+            copies[page] = pages.copy_of_the_code(tmp_path_factory.mktemp("copy"))
+            pages.apply(page, copies[page])
+        return copies[page]
+
+    return copy
+
+
+# ---- an algorithm -----------------------------------------------------------------------------------------------------------
+
+ALGORITHMS = ROOT / "pipeline/algorithms/README.md"
+
+
+def test_the_algorithm_has_its_keys(example):
+    folder = example(ALGORITHMS)
+    write, explain, train = page_commands(ALGORITHMS, folder)
+    assert run(folder, *write).returncode == 0
+    assert "| `gamma` | number, at least 0 | `2.0` |" in (folder / "recipes/KEYS.md").read_text()
+    assert "focal.gamma: number, at least 0; default 2.0" in run(folder, *explain).stdout
+    refused = run(folder, *train, "focal.gamma=0")
+    assert refused.returncode == 2 and "focal.gamma: got 0" in refused.stderr and "[has-no-effect]" in refused.stderr
+
+
+def test_the_algorithm_trains(example):
+    folder = example(ALGORITHMS)
+    train = page_commands(ALGORITHMS, folder)[-1]
+    assert train[-1] == "run_dir=runs/focal"
+    quick = (*ONE_STEP, "focal.val_at_end=false", "focal.max_num_steps=2", "policy.train_global_batch_size=8")
+    done = run(folder, *train, *quick, "policy.scheduler=null")
+    assert done.returncode == 0, done.stdout + done.stderr
+    first, second = steps(folder / "runs/focal")
+    assert second["train/loss"] < first["train/loss"] and 0 < second["train/weight"] < first["train/weight"] < 1
+
+
+@pytest.mark.full
+def test_the_algorithms_command_runs_as_it_stands(example):
+    folder = example(ALGORITHMS)
+    done = run(folder, *page_commands(ALGORITHMS, folder)[-1], "run_dir=runs/as_it_stands", "cluster.executor=local")
+    assert done.returncode == 0, done.stdout + done.stderr
+    losses = [step["train/loss"] for step in steps(folder / "runs/as_it_stands") if "train/loss" in step]
+    assert len(losses) == 20 and losses[-1] < losses[0]
+
+
+# ---- an environment ---------------------------------------------------------------------------------------------------------
+
+ENVIRONMENTS = ROOT / "pipeline/environments/README.md"
+JUDGE = """
+from pipeline.config import load
+from pipeline.environments.registry import build
+from pipeline.types import Prompt
+recipe = load("my_nearness")
+environment = build(recipe.env)["addition"]
+prompt = Prompt(0, None, "addition", {"answer": "19"})
+print([environment.step(environment.reset(prompt), text).reward for text in ("it is 19", "18", "100", "none")])
+"""
+
+
+def test_the_environment_has_its_keys(example):
+    folder = example(ENVIRONMENTS)
+    write, explain, train = page_commands(ENVIRONMENTS, folder)
+    assert run(folder, *write).returncode == 0
+    assert "## env.NAME.kwargs with kind: nearness" in (folder / "recipes/KEYS.md").read_text()
+    assert "env.NAME.kwargs.tolerance: number, above 0; default 10.0" in run(folder, *explain).stdout
+    refused = run(folder, *train, "env.addition.kwargs.tolerance=0")
+    assert refused.returncode == 2 and "env.addition.kwargs.tolerance: got 0; expected above 0 [too-small]" in refused.stderr
+
+
+def test_the_environment_judges(example):
+    judged = run(example(ENVIRONMENTS), "-c", JUDGE)
+    assert judged.stdout.strip() == "[1.0, 0.8, 0.0, 0.0]", judged.stderr
+
+
+@pytest.mark.full
+def test_the_environment_trains(example):
+    folder = example(ENVIRONMENTS)
+    train = page_commands(ENVIRONMENTS, folder)[-1]
+    done = run(folder, *train, *ONE_ROLLOUT)
+    assert done.returncode == 0, done.stdout + done.stderr
+    rollouts = [json.loads(line) for line in (folder / "runs/my_nearness/rollouts/step_000001.jsonl").open()]
+    assert len(rollouts) == 4 and all(0 <= rollout["reward"] <= 1 for rollout in rollouts)
+    assert steps(folder / "runs/my_nearness")[0]["train/broke_judge"] == 0
+
+
+# ---- a model family ---------------------------------------------------------------------------------------------------------
+
+MODELS = ROOT / "pipeline/models/README.md"
+TRAIN = ("launch/submit.py", "recipe=tiny_sft", "policy.megatron_cfg.enabled=true", "run_dir=runs/mistral")
+
+
+def test_the_family_passes_the_tests_of_families(example):
+    folder = example(MODELS)
+    tests, _ = page_commands(MODELS, folder)
+    done = run(folder, *tests, "-q", "-p", "no:cacheprovider")
+    assert done.returncode == 0 and " passed" in done.stdout and "skipped" not in done.stdout, done.stdout + done.stderr
+    assert int(done.stdout.split(" passed")[0].split()[-1]) >= 4, done.stdout
+
+
+@pytest.mark.full
+def test_the_family_trains_on_megatron_core(example):
+    folder = example(MODELS)
+    model = folder / "tiny_mistral"
+    model.mkdir()
+    for file in (ROOT / "recipes/tiny").iterdir():
+        (model / file.name).write_bytes(file.read_bytes())
+    known = json.loads((model / "config.json").read_text())
+    config = known | {"model_type": "mistral", "architectures": ["MistralForCausalLM"], "sliding_window": None}
+    (model / "config.json").write_text(json.dumps(config))
+    quick = (*ONE_STEP, "sft.val_at_end=false", "sft.max_num_steps=2", f"policy.model_name={model}")
+    refused = run(ROOT, *TRAIN, *quick)
+    assert refused.returncode == 2 and "'mistral'" in refused.stderr and "[unsupported]" in refused.stderr
+    done = run(folder, *TRAIN, *quick)
+    assert done.returncode == 0, done.stdout + done.stderr
+    first, second = steps(folder / "runs/mistral")
+    assert second["train/loss"] < first["train/loss"]
