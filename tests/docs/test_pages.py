@@ -171,6 +171,13 @@ def test_the_backends_model_families_are_all_on_the_page():
         assert f"[{file}]({file})" in text
 
 
+def test_the_lines_of_the_loop_are_those_of_the_coordinator():
+    table = (ROOT / "pipeline/README.md").read_text().partition("| line | where | what |")[2].partition("\n\n")[0]
+    coordinator = (ROOT / "pipeline/coordinator.py").read_text()
+    called = re.findall(r"`(\w+\.\w+)`", table)
+    assert len(called) > 8 and [name for name in called if f"{name}(" not in coordinator] == []
+
+
 def test_every_environment_is_on_the_page():
     named = set(pages.inline(ROOT / "pipeline/environments/README.md"))
     assert set(config.KINDS) <= named
