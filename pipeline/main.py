@@ -48,9 +48,9 @@ def main(run_dir: Path) -> None:
         world.timeline.write(info.folder)
     else:
         world.timeline.keep_none()
-    mailbox = RpcClient(world) if world.rank == 0 else None
-    watchdog = Watchdog(world, timeouts, *([mailbox.overdue] if mailbox else []))
-    startup = Startup(info.folder, workers.by_component(), watchdog.heard) if mailbox else Startup()
+    client = RpcClient(world) if world.rank == 0 else None
+    watchdog = Watchdog(world, timeouts, *([client.overdue] if client else []))
+    startup = Startup(info.folder, workers.by_component(), watchdog.heard) if client else Startup()
     try:
         watchdog.start()
         startup.enter("join the world")
@@ -59,10 +59,10 @@ def main(run_dir: Path) -> None:
         startup.enter("check the nodes")
         node_checks.check(world, recipe.cluster)
         connect(world)
-        with world.phase("", verb="coordinate" if mailbox else "serve"):
+        with world.phase("", verb="coordinate" if client else "serve"):
             role = _role(recipe, world)
-            if mailbox:
-                _coordinate(recipe, run_dir, world, mailbox, role, startup)
+            if client:
+                _coordinate(recipe, run_dir, world, client, role, startup)
                 startup.end()
                 rpc.stop(world)
             else:
@@ -93,15 +93,15 @@ def _refit(recipe: Recipe, world: World) -> Refit:
     return PlannedRefit(world, generation.refit_cfg, precision, generation.refit_transport, ipc)
 
 
-def _coordinate(recipe: Recipe, run_dir: Path, world: World, mailbox: RpcClient, role: TrainRole, startup: Startup) -> None:
+def _coordinate(recipe: Recipe, run_dir: Path, world: World, client: RpcClient, role: TrainRole, startup: Startup) -> None:
     startup.enter(SETTING_UP)
     timeouts, workers, algorithm = recipe.cluster.timeouts, world.workers, algorithms.build(recipe)
     storage_s = storage_timeout_s(timeouts)
     attempt = Attempt(world.info.folder, storage_s)
     attempt.claim()
-    train = RpcGroup(mailbox, world, workers.train, TrainRole, timeouts, role)
-    generate = RpcGroup(mailbox, world, workers.generate, GenerateRole, timeouts)
-    reward = RpcGroup(mailbox, world, workers.reward, RewardRole, timeouts)
+    train = RpcGroup(client, world, workers.train, TrainRole, timeouts, role)
+    generate = RpcGroup(client, world, workers.generate, GenerateRole, timeouts)
+    reward = RpcGroup(client, world, workers.reward, RewardRole, timeouts)
     shared = workers.colocated
     others_up = [generate.setup(), reward.setup()]
     if shared:  # vLLM measures free memory as it starts, so nothing else may come or go
@@ -125,7 +125,7 @@ def _coordinate(recipe: Recipe, run_dir: Path, world: World, mailbox: RpcClient,
         judge = None
         if config.reward_model(recipe):
             judge = Scoring(recipe, *((reward, judges) if workers.reward else (train, places)), tokenizer)
-        engines = [RpcGroup(mailbox, world, engine, GenerateRole, timeouts) for engine in workers.engines]
+        engines = [RpcGroup(client, world, engine, GenerateRole, timeouts) for engine in workers.engines]
         rollouts = collectors.build(recipe.algorithm, config.section(recipe), recipe.policy.generation, engines, judge)
         step = run_online(run, algorithm, rollouts, stream, validation)
     else:

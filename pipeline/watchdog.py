@@ -158,8 +158,8 @@ class Watchdog:
         self._stopped = threading.Event()
         self._news = threading.Event()  # for `_judge`
         self._watched = range(world.size) if world.rank == 0 else range(1)
-        self._store = world.store.near(world.info.node)  # the main thread may sit in a blocking call on its own connection
-        self._store.set_at_loss(f"lost/{world.rank}")
+        self._store = world.store.nearest(world.info.node)  # the main thread may sit in a blocking call on its own connection
+        self._store.set_on_disconnect(f"lost/{world.rank}")
         self._answered = time.monotonic()
         self._joining_since: float | None = None  # some rank is in verb 'join'
         self._heard: dict[int, tuple[Heartbeat, float]] = {}  # each watched rank's newest beat, and when it came
@@ -174,7 +174,7 @@ class Watchdog:
     def stop(self) -> None:
         """This rank's end is orderly from now on."""
         self._stopped.set()
-        self._store.set_at_loss("")
+        self._store.set_on_disconnect("")
 
     def heard(self) -> dict[int, tuple[str, str]]:
         """(verb, phase) of each watched rank that has been heard from."""

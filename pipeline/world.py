@@ -35,9 +35,9 @@ from pipeline.config import Recipe, colocated, engine_ranks, generates, ranks, s
 from pipeline.sandbox import linux
 from pipeline.storage import listed
 from pipeline.store import relay
+from pipeline.store.auth import attempt_key
 from pipeline.store.client import RunStore
-from pipeline.store.gloo import Prover
-from pipeline.store.proof import attempt_key
+from pipeline.store.gloo import GlooAuthenticator
 from pipeline.store.server import Address, start
 from pipeline.timeline import Timeline
 
@@ -281,17 +281,17 @@ def join(world: World) -> None:
     if device.type == "cuda":
         torch.cuda.set_device(device)
     os.environ["GLOO_ENABLE_STORE_V2_API"] = "1"  # read by gloo: one request for all ranks' addresses, not two for each
-    prover = Prover(world.store, world.rank, world.describe, world.phase)
+    authenticator = GlooAuthenticator(world.store, world.rank, world.describe, world.phase)
     if world.size >= RELAYED_FROM and world.carrier.type == "cuda":
         before = os.environ.get(LAZY)
         os.environ[LAZY] = "1"  # for these two groups; a library may send over its own in other ways
         _make_spanning(world)
         if before is None:
             del os.environ[LAZY]
-        _meet_rank_0(world, prover)
-        prover.install()
+        _meet_rank_0(world, authenticator)
+        authenticator.install()
     else:
-        prover.install()
+        authenticator.install()
         _make_spanning(world)
     own = (workers.train, *workers.engines, *([workers.reward] if workers.reward else []))
     for members in own:  # every rank makes every group, in the same order
@@ -338,13 +338,13 @@ def _choose_interface(world: World) -> None:
         network_interface.use(address if alone or network_interface.is_loopback(address) else mine)
 
 
-def _meet_rank_0(world: World, prover: Prover) -> None:
+def _meet_rank_0(world: World, authenticator: GlooAuthenticator) -> None:
     """Connect every rank with rank 0, so that no later send between the two waits for the other end, and prove both."""
     linux.raise_open_files()  # for as many connections as there are ranks in the world, or in this rank's component
     store = dist.PrefixStore("star", world.store)
-    prover.offer(store, world.rank)
+    authenticator.offer(store, world.rank)
     others = range(1, world.size) if world.rank == 0 else [0]
-    prover.prove(world.spanning._get_backend(torch.device("cpu")), store, others)
+    authenticator.authenticate(world.spanning._get_backend(torch.device("cpu")), store, others)
 
 
 def leave(world: World, timeout_s: float) -> None:

@@ -84,7 +84,7 @@ def text(record: dict[str, Any]) -> str:
     rows += [_row(name, node) for name, node in record["nodes"].items()]
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)][:-1]
     lines = ["  ".join([*map(str.ljust, row[:-1], widths), row[-1]]).rstrip() for row in rows]
-    lines += [f"hetstep: {line}" for line in (*record["images"], *record["notes"])]
+    lines += [*record["images"], *record["notes"]]
     return "\n".join([*lines, summary(record)])
 
 
@@ -115,7 +115,7 @@ def summary(record: dict[str, Any]) -> str:
     """Return what was found, in a line for people."""
     nodes = record["nodes"]
     bad = sum(1 for node in nodes.values() if node["problems"])
-    parts = [f"hetstep: {len(nodes)} node{'s' if len(nodes) > 1 else ''} checked in {record['seconds']:.2f} s"]
+    parts = [f"{len(nodes)} node{'s' if len(nodes) > 1 else ''} checked in {record['seconds']:.2f} s"]
     parts.append(f"{bad} failed" if bad else "the components do not fit" if record["images"] else "all well")
     if speeds := [(speed, name, peer) for name, node in nodes.items() for peer, speed in node["gb_per_s"].items()]:
         speed, one, other = min(speeds)

@@ -6,8 +6,8 @@
 A verb is a method of a role (`pipeline/roles/`) marked with @verb; it takes at most one argument. Arguments and replies are
 msgpack messages, typed by the method's annotations, with numpy arrays as raw bytes: never a pickle, because the ports of the
 process groups are open to everyone on the cluster. Small messages go through rank 0's store, one for all ranks that get the
-same and one for all that answer the same (`pipeline/store/mail.py`); a body above `INLINE` bytes follows its message over the
-spanning group, from rank to rank where several get it.
+same and one for all that reply the same (`pipeline/store/messaging.py`). A body above `INLINE` bytes follows its message over
+the spanning group, forwarded from rank to rank where several get it.
 
 A verb may return a `StreamingReply`: it sends its reply in parts while the rank serves other verbs.
 
@@ -15,16 +15,16 @@ There are no timeouts here: `overdue` tells the watchdog which calls are late an
 """
 
 from pipeline.rpc.calls import Future, RpcClient, RpcError, RpcGroup, stop
-from pipeline.rpc.serving import Working, serve
+from pipeline.rpc.serving import BackgroundWorker, serve
 from pipeline.rpc.verbs import StreamingReply, verb
 
 __all__ = [
+    "BackgroundWorker",
     "Future",
     "RpcClient",
     "RpcError",
     "RpcGroup",
     "StreamingReply",
-    "Working",
     "serve",
     "stop",
     "verb",

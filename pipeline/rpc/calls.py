@@ -15,7 +15,7 @@ import torch.distributed as dist
 from pipeline.encoding import decode, encode
 from pipeline.rpc.messages import STOP, Envelope, as_tensor, digest, following, receive_body, send_body
 from pipeline.rpc.verbs import run, signature
-from pipeline.store import mail
+from pipeline.store import messaging
 from pipeline.watchdog import Overdue, PeerError
 from pipeline.world import World
 
@@ -40,7 +40,7 @@ class Call:
 class Future:
     """The replies of one call."""
 
-    def __init__(self, mailbox: RpcClient, number: int, call: Call, ranks: tuple[int, ...]):
+    def __init__(self, client: RpcClient, number: int, call: Call, ranks: tuple[int, ...]):
         self.verb = call.verb
         self.number = number
         self.component = call.component
@@ -48,7 +48,7 @@ class Future:
         self.in_parts = call.in_parts
         self.deadline = time.monotonic() + call.timeout_s
         self.sends: list = []  # bodies under way and their work handles
-        self._mailbox = mailbox
+        self._client = client
         self._ranks = ranks
         self._kind = call.kind
         self._replies: dict[int, Any] = {rank: [] for rank in ranks} if self.in_parts else {}
@@ -98,7 +98,7 @@ class Future:
     def result(self) -> list[Any]:
         """Wait for every rank; all that each has answered. Raises RpcError if the verb raised on one."""
         while self._missing:
-            self._mailbox.receive(f"wait for {self.verb}", self)
+            self._client.receive(f"wait for {self.verb}", self)
         return [self._replies[rank] for rank in self._ranks]
 
 
@@ -133,7 +133,7 @@ class RpcClient:
 
     def send(self, future: Future, parts: Iterable[tuple[list[int], bytes]]) -> None:
         """Send a call to its ranks. parts: ranks, and the body that they get."""
-        messages: list[mail.Part] = []
+        messages: list[messaging.Part] = []
         settled = min(self._futures)
         for ranks, body in parts:
             if not ranks:
@@ -144,9 +144,9 @@ class RpcClient:
             messages.append((ranks, msgspec.msgpack.encode(envelope)))
             if follows:
                 future.sends.append(send_body(self._world, as_tensor(body), future.number, ranks[0]))
-        pieces = list(mail.batches(messages, lambda part: len(part[1]) + 5 * len(part[0])))
+        pieces = list(messaging.batches(messages, lambda part: len(part[1]) + 5 * len(part[0])))
         for piece in pieces:
-            self._store.tell(mail.Send(future.number, piece, future.in_parts, last=piece is pieces[-1]))
+            self._store.send(messaging.Send(future.number, piece, future.in_parts, last=piece is pieces[-1]))
 
     def receive(self, phase: str, awaited: Future | None = None) -> None:
         """Take in what answers there are, waiting for one. awaited: the future it is wanted for, if it is for one.
@@ -169,7 +169,7 @@ class RpcClient:
             self._sort(answer)
         return bool(answers)
 
-    def _sort(self, answer: mail.Answer) -> None:
+    def _sort(self, answer: messaging.Answer) -> None:
         if answer.error:
             name = self._world.describe(answer.ranks[0])
             raise RpcError(f"verb '{answer.verb}' failed on {name}:\n{answer.error}")
@@ -232,8 +232,8 @@ class RpcGroup:
     `role` is rank 0's own, if it is in the component.
     """
 
-    def __init__(self, mailbox: RpcClient, world: World, ranks: tuple[int, ...], kind: type, timeouts: Any, role: Any = None):
-        self._mailbox = mailbox
+    def __init__(self, client: RpcClient, world: World, ranks: tuple[int, ...], kind: type, timeouts: Any, role: Any = None):
+        self._client = client
         self._world = world
         self._ranks = ranks
         self._others = [rank for rank in ranks if rank != world.rank]
@@ -242,12 +242,12 @@ class RpcGroup:
         self._timeouts = timeouts
         self._role = role
 
-    def hear(self, block: bool) -> bool:
+    def receive(self, block: bool) -> bool:
         """Take in the messages that there are, of any component, into their futures; False if there are none and none is waited
         for."""
         if not block:
-            return self._mailbox.poll()
-        self._mailbox.receive(f"wait for {self._component}")
+            return self._client.poll()
+        self._client.receive(f"wait for {self._component}")
         return True
 
     def __getattr__(self, name: str) -> Callable[..., Future]:
@@ -256,12 +256,12 @@ class RpcGroup:
         asked = Call(name, self._component, timeout_s, kind, in_parts)
 
         def call(argument: Any = None, *, parts: list[Any] | None = None) -> Future:
-            future = self._mailbox.open(asked, self._ranks)
-            self._mailbox.send(future, [(self._others, encode(argument))] if parts is None else self._each(parts))
+            future = self._client.open(asked, self._ranks)
+            self._client.send(future, [(self._others, encode(argument))] if parts is None else self._each(parts))
             if self._role is not None:
                 own = argument if parts is None else parts[self._ranks.index(self._world.rank)]
                 future.reply(self._world.rank, run(self._world, self._role, name, own))
-            self._mailbox.settle(future.number)
+            self._client.settle(future.number)
             return future
 
         return call
@@ -277,5 +277,5 @@ class RpcGroup:
 
 def stop(world: World) -> None:
     """Tell every other rank that the run is over."""
-    message = msgspec.msgpack.encode(Envelope(mail.NO_CALL, STOP, b""))
-    world.store.clone().tell(mail.Send(mail.NO_CALL, [(list(range(1, world.size)), message)]))
+    message = msgspec.msgpack.encode(Envelope(messaging.NO_CALL, STOP, b""))
+    world.store.clone().send(messaging.Send(messaging.NO_CALL, [(list(range(1, world.size)), message)]))

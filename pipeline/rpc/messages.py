@@ -16,7 +16,7 @@ import msgspec
 import torch
 import torch.distributed as dist
 
-from pipeline.store.proof import NotProven
+from pipeline.store.auth import AuthenticationError
 from pipeline.world import World
 
 INLINE = 64 << 10  # bytes; the store is one process for all ranks
@@ -55,11 +55,11 @@ def send_body(world: World, body: torch.Tensor, call: int, to: int) -> Sending:
 
 
 def receive_body(world: World, size: int, expected: bytes, call: int, source: int) -> torch.Tensor:
-    """Wait for a body and return it as bytes of shape (size,). Raises NotProven if `expected` is not its digest."""
+    """Wait for a body and return it as bytes of shape (size,). Raises AuthenticationError if `expected` is not its digest."""
     body = torch.empty(size, dtype=torch.uint8)
     dist.recv(body, source, group=world.spanning, tag=call % TAGS)
     if not hmac.compare_digest(digest(memoryview(body.numpy())), expected):
-        raise NotProven(f"the body of {size} bytes that came as {world.describe(source)}'s is not what it has sent")
+        raise AuthenticationError(f"the body of {size} bytes that came as {world.describe(source)}'s is not what it has sent")
     return body
 
 

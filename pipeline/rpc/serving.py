@@ -24,12 +24,12 @@ from pipeline.rpc.messages import (
     send_body,
 )
 from pipeline.rpc.verbs import run, signature
-from pipeline.store import mail
+from pipeline.store import messaging
 from pipeline.world import World
 
 
 @runtime_checkable
-class Working(Protocol):
+class BackgroundWorker(Protocol):
     """A role that goes on, between verbs, with what they began."""
 
     news: threading.Event  # set here when a verb has come, and by the role itself when it need not wait any more
@@ -45,7 +45,7 @@ class _Inbox:
     """A rank's verbs. A thread fetches them, so that to look for one costs the store nothing."""
 
     def __init__(self, world: World, news: threading.Event):
-        self._store = world.store.near(world.info.node)
+        self._store = world.store.nearest(world.info.node)
         self._rank = world.rank
         self._news = news
         self._come: queue.SimpleQueue[Envelope | Exception] = queue.SimpleQueue()
@@ -53,7 +53,7 @@ class _Inbox:
 
     def _fetch(self) -> None:
         try:
-            self._store.tell(mail.Subscribe([self._rank]))
+            self._store.send(messaging.Subscribe([self._rank]))
             verb = ""
             while verb != STOP:
                 for message in self._store.next_mail():
@@ -81,7 +81,7 @@ class _Outbox:
 
     def __init__(self, world: World):
         self._world = world
-        self._store = world.store.near(world.info.node)
+        self._store = world.store.nearest(world.info.node)
         self._sends: list[tuple[int, Sending]] = []  # by call: bodies under way, alive until rank 0 has all answers
 
     def settle(self, settled: int) -> None:
@@ -92,8 +92,8 @@ class _Outbox:
         follows = following(body)
         account = self._world.timeline.account()
         inline, ranks = b"" if follows else body, [self._world.rank]
-        answer = mail.Answer(call, ranks, verb, inline, follows, error, more, account, digest(body))
-        self._store.tell(mail.Answers([answer]))
+        answer = messaging.Answer(call, ranks, verb, inline, follows, error, more, account, digest(body))
+        self._store.send(messaging.Answers([answer]))
         if follows:  # not waited for: rank 0 may first want this rank inside a collective
             self._sends.append((call, send_body(self._world, as_tensor(body), call, 0)))
 
@@ -118,7 +118,7 @@ class _Outbox:
 
 def serve(world: World, role: Any) -> None:
     """Run verbs until rank 0 says stop. A verb that raises is reported to rank 0, then raised here."""
-    working = role if isinstance(role, Working) else None
+    working = role if isinstance(role, BackgroundWorker) else None
     inbox, outbox = _Inbox(world, working.news if working else threading.Event()), _Outbox(world)
     while True:
         with world.phase("", verb="idle"):

@@ -1,4 +1,4 @@
-"""A rank's end of the store: torch.distributed.Store over a connection that is proven at both ends (`proof.py`).
+"""A rank's end of the store: torch.distributed.Store over a connection that is proven at both ends (`auth.py`).
 
 torch calls it from C++ by name. `get`, `set` and so on mean what they mean to torch.distributed.TCPStore, and fail with the
 same errors: DistStoreError when a wait is over, DistNetworkError when the store is gone, QueueEmptyError.
@@ -15,16 +15,16 @@ from typing import Any
 import msgspec
 import torch.distributed as dist
 
-from pipeline.store import mail, proof, table
+from pipeline.store import auth, messaging, table
 from pipeline.store.server import Address
 
-PATIENCE_S = 30.0  # beyond a request's own timeout, for a store that is busy
+REPLY_GRACE_S = 30.0  # beyond a request's own timeout, for a store that is busy
 LONGEST_S = 1e6  # a socket knows no longer timeout
 FOREVER_S = 3e7  # a year; the watchdog bounds such waits
 
 _encode = msgspec.msgpack.Encoder().encode
 _decode = msgspec.msgpack.Decoder(table.Reply).decode
-_decode_answers = msgspec.msgpack.Decoder(mail.Collected).decode
+_decode_answers = msgspec.msgpack.Decoder(messaging.Collected).decode
 
 
 class RunStore(dist.Store):
@@ -46,7 +46,7 @@ class RunStore(dist.Store):
         self.relay: Address | None = None  # this node's, if it has one
         self.relay_process: subprocess.Popen | None = None  # the relay's, on the rank that has started it
         try:
-            self._socket, self._channel = proof.connect(address, key, time.monotonic() + timeout_s)
+            self._socket, self._channel = auth.connect(address, key, time.monotonic() + timeout_s)
         except ConnectionError as error:
             raise dist.DistNetworkError(f"{name} at {error}") from error
 
@@ -58,13 +58,13 @@ class RunStore(dist.Store):
         with self._turn:
             sealed = self._channel.seal(message) if message else b""
             try:
-                self._socket.settimeout(timeout_s + PATIENCE_S if timeout_s < LONGEST_S else None)
+                self._socket.settimeout(timeout_s + REPLY_GRACE_S if timeout_s < LONGEST_S else None)
                 self._socket.sendall(sealed)
                 if not replied:
                     return b""
-                header = proof.receive(self._socket, proof.HEADER)
-                return self._channel.verify(header, proof.receive(self._socket, self._channel.length(header)))
-            except (OSError, proof.NotProven) as error:
+                header = auth.receive(self._socket, auth.HEADER)
+                return self._channel.verify(header, auth.receive(self._socket, self._channel.length(header)))
+            except (OSError, auth.AuthenticationError) as error:
                 self._socket.close()  # or the next would read this one's answer
                 host, port = self._address
                 raise dist.DistNetworkError(f"{self._name} at {host}:{port} is gone: {error}") from error
@@ -148,7 +148,7 @@ class RunStore(dist.Store):
         self._clones.append(clone)
         return clone
 
-    def near(self, node: str) -> RunStore:
+    def nearest(self, node: str) -> RunStore:
         """Return a connection for mail and heartbeats: to the relay of this node, if it has one, else to the store itself."""
         if self.relay is None:
             return self.clone()
@@ -171,15 +171,15 @@ class RunStore(dist.Store):
 
     def code(self, label: bytes, content: bytes) -> bytes:
         """Return a code that only who knows the attempt's key can make."""
-        return proof.code_of(self._key, label, content)
+        return auth.keyed_hmac(self._key, label, content)
 
-    def set_at_loss(self, key: str) -> None:
+    def set_on_disconnect(self, key: str) -> None:
         """The store sets `key` when this connection ends, by whatever cause. An empty key takes that back."""
-        self._ask(table.Will(key))
+        self._ask(table.OnDisconnect(key))
 
-    # ---- mail (`mail.py`) -----------------------------------------------------------------------------------------------
+    # ---- mail (`messaging.py`) -----------------------------------------------------------------------------------------------
 
-    def tell(self, request: mail.Told) -> None:
+    def send(self, request: messaging.OneWay) -> None:
         """Something that is not replied to. On a connection that is asked nothing else, or from the thread that asks."""
         self._speak(request, False)
 
@@ -187,13 +187,13 @@ class RunStore(dist.Store):
         """Wait for mail that this connection has subscribed for. It is good for nothing else then."""
         return [message for _, _, message in _decode(self._speak(None, True, LONGEST_S)).value]
 
-    def collect(self, block: bool) -> list[mail.Answer]:
+    def collect(self, block: bool) -> list[messaging.Answer]:
         """On rank 0: some answers, in the order in which they came. Without `block` there may be none."""
         timeout_s = FOREVER_S if block else 0.0
-        return _decode_answers(self._speak(mail.Collect(timeout_s), True, timeout_s)).value
+        return _decode_answers(self._speak(messaging.Collect(timeout_s), True, timeout_s)).value
 
     def unanswered(self, call: int) -> list[int]:
-        return self._ask(mail.Unanswered(call))
+        return self._ask(messaging.Unanswered(call))
 
 
 def _bytes(value: str | bytes) -> bytes:

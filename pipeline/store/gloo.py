@@ -1,22 +1,21 @@
-"""Proofs between the ranks of gloo groups: each connection is proven before anything else travels on it.
+"""Authenticate the ranks of gloo groups to each other before anything else travels over their connections.
 
-gloo connects each pair of ranks by TCP. One of the two listens, and takes whoever connects first and sends an 8-byte number,
-which is easily guessed, for the other one. So as soon as a group is made, each two of its ranks exchange codes over the
-connection between them: HMACs, with the attempt's key, of the group's nonce and both ranks. gloo never connects a pair again:
-what is proven once stays proven. Codes are tensors of a fixed size, which are compared and never parsed. Where a code is wrong
-or does not come, the rank fails with an error that names both ranks, and the attempt ends. A stranger who connects first can
-cost an attempt, but none of its bytes reach what the group is for.
+gloo connects each pair of ranks by TCP. One of the two listens and accepts the first peer that sends an 8-byte number, which is
+easy to guess. So as soon as a group is made, each pair of its ranks exchanges codes over its connection: HMACs, with the
+attempt's key, of the group's nonce and both ranks. gloo never reconnects a pair, so once is enough. Codes are tensors of
+a fixed size, which are compared and never parsed. If a code is wrong or missing, the rank fails with an error that names both
+ranks, and the attempt ends. A stranger who connects first can therefore end an attempt, but none of its bytes reach the group.
 
-`Prover.install` does this in the constructor of torch's ProcessGroupGloo. That covers the groups of `world.py` and those that
-FSDP's mesh, vLLM and Megatron-Core make later, by whichever function. Groups that C++ makes (`split_group`, which asks for
-groups that are bound to a device) are not covered; nothing here makes one. In worlds whose ranks connect when they first speak
-(`world.join`) the groups across components are proven between rank 0 and each other rank alone: other pairs
-exchange only bodies of RPC messages, which have digests, and the payloads of the node checks.
+`GlooAuthenticator.install` does this in the constructor of torch's ProcessGroupGloo. That covers the groups of `world.py` and
+those that FSDP's mesh, vLLM and Megatron-Core make later. It does not cover groups that C++ makes (`split_group`, which needs
+groups bound to a device); nothing here makes one. In worlds that connect lazily (`world.join`), groups across components are
+authenticated only between rank 0 and each other rank. The other pairs exchange only bodies of RPC messages, which have digests,
+and the payloads of the node checks.
 
-Not promised is secrecy, nor integrity against one who alters packets between two nodes: gloo's messages after the proof have no
-codes of their own. Only bodies of remote calls have (`rpc/messages.py`). Not covered are NCCL's sockets, which ask who
-connects for a random number that travels through the store in the clear, and the ZeroMQ sockets that vLLM opens between the
-nodes of an engine. All these ports belong on a network that only the cluster reaches.
+Not covered: secrecy, and integrity against whoever alters packets: gloo's later messages carry no codes; only bodies of RPC
+messages have digests (`rpc/messages.py`). NCCL's sockets authenticate by a random number that travels through
+the store in the clear, and vLLM's ZeroMQ sockets between the nodes of an engine not at all. Keep all these ports on a network
+that only the cluster reaches.
 """
 
 from __future__ import annotations
@@ -33,8 +32,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import ProcessGroupGloo
 
+from pipeline.store.auth import MAC, NONCE, AuthenticationError
 from pipeline.store.client import RunStore
-from pipeline.store.proof import MAC, NONCE, NotProven
 
 WAIT_S = 60.0
 """For one rank's code. Groups are made by all of their ranks at about the same time."""
@@ -45,7 +44,7 @@ _make = ProcessGroupGloo.__init__
 
 
 @dataclass(frozen=True)
-class Prover:
+class GlooAuthenticator:
     """One rank's end of all proofs."""
 
     store: RunStore
@@ -61,7 +60,7 @@ class Prover:
                 self.offer(store, rank)
             _make(group, store, rank, size, *args, **keywords)
             if size > 1:
-                self.prove(group, store, [(turn - rank) % size for turn in range(size) if (turn - rank) % size != rank])
+                self.authenticate(group, store, [(turn - rank) % size for turn in range(size) if (turn - rank) % size != rank])
 
         ProcessGroupGloo.__init__ = make
 
@@ -74,13 +73,13 @@ class Prover:
         if rank == 0:
             store.set("proof", os.urandom(NONCE))
 
-    def prove(self, group: ProcessGroupGloo, store: dist.Store, peers: Iterable[int]) -> None:
+    def authenticate(self, group: ProcessGroupGloo, store: dist.Store, peers: Iterable[int]) -> None:
         """Exchange codes with other ranks of a group, over each connection to them, at most WAIT_S for each.
 
         peers: as ranks of the group. Where gloo connects ranks when they first speak, one that speaks waits for the other:
         then each rank and its peers must come to each other in an order that cannot lock, as `install` has it.
 
-        Raises NotProven, naming both ranks, if a code is wrong or does not come.
+        Raises AuthenticationError, naming both ranks, if a code is wrong or does not come.
         """
         timeout = min(timedelta(seconds=WAIT_S), self.store.timeout / 2)  # before `cluster.timeouts.join` is over
         own, size = group.rank(), group.size()
@@ -99,7 +98,7 @@ class Prover:
                 with self._naming(store, peer, size):
                     work.wait(timeout)
                 if not hmac.compare_digest(received.numpy().tobytes(), self._code(nonce, peer, own, tag)):
-                    raise self._not_proven(store, peer, size, "what has connected does not know the attempt's secret")
+                    raise self._failed(store, peer, size, "what has connected does not know the attempt's secret")
             for peer, _, work in sends:
                 with self._naming(store, peer, size):
                     work.wait(timeout)
@@ -109,15 +108,15 @@ class Prover:
 
     @contextmanager
     def _naming(self, store: dist.Store, peer: int, size: int) -> Iterator[None]:
-        """Raise NotProven for what gloo raises while it speaks with `peer`."""
+        """Raise AuthenticationError for what gloo raises while it speaks with `peer`."""
         try:
             yield
         except RuntimeError as error:
-            raise self._not_proven(store, peer, size, str(error).partition("\n")[0]) from error
+            raise self._failed(store, peer, size, str(error).partition("\n")[0]) from error
 
-    def _not_proven(self, store: dist.Store, peer: int, size: int, why: str) -> NotProven:
+    def _failed(self, store: dist.Store, peer: int, size: int, why: str) -> AuthenticationError:
         who = self.describe(int(store.get(f"proof/{peer}")))
-        return NotProven(
+        return AuthenticationError(
             f"{who} has not proven itself to {self.describe(self.rank)} in a gloo group of {size} ranks: {why}."
             " A stranger may have connected in its place. Try again, on a network that only the cluster reaches"
         )

@@ -10,7 +10,7 @@ connection for a node's mail, not one for each rank, and one message where eight
 - A rank whose connection is lost is told of at once. The relay's own end is told as the loss of the rank that started it, which
   waits at the end of a run until the others need it no more.
 
-Ranks prove themselves to it, and it to the store, as everyone does (`proof.py`). It listens on this machine alone.
+Ranks prove themselves to it, and it to the store, as everyone does (`auth.py`). It listens on this machine alone.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ from typing import Any
 import msgspec
 
 from pipeline import rank_log
-from pipeline.store import mail, proof
-from pipeline.store.server import START_S, Address, Connection, Door, launch, serve, take_told
-from pipeline.store.table import Exchange, Reply, Request, Set, Will
+from pipeline.store import auth, messaging
+from pipeline.store.server import START_S, Address, Connection, Server, launch, read_parameters, serve
+from pipeline.store.table import Exchange, OnDisconnect, Reply, Request, Set
 
 logger = logging.getLogger("pipeline.store.relay")  # its own process, where `__name__` is `__main__`
 
@@ -53,7 +53,7 @@ def start(upstream: Address, key: bytes, rank: int, interval_s: float, timeout_s
 class Upstream(asyncio.Protocol):
     """The connection to the store. Requests are sent without waiting; of the replies only those with values are looked at."""
 
-    def __init__(self, channel: proof.Channel, relay: Relay):
+    def __init__(self, channel: auth.Channel, relay: Relay):
         self._channel, self._relay = channel, relay
         self._buffer = bytearray()
         self.lost: asyncio.Future[None] = asyncio.get_running_loop().create_future()
@@ -71,29 +71,29 @@ class Upstream(asyncio.Protocol):
     def data_received(self, data: bytes) -> None:
         self._buffer += data
         try:
-            while (message := proof.next_message(self._channel, self._buffer)) is not None:
+            while (message := auth.next_message(self._channel, self._buffer)) is not None:
                 reply = _decode(message)
                 if reply.pushed:
                     self._relay.deliver(reply.value)
                 elif isinstance(reply.value, list):
                     self._relay.see(reply.value)
-        except (proof.NotProven, msgspec.DecodeError) as error:
+        except (auth.AuthenticationError, msgspec.DecodeError) as error:
             logger.error("the relay closes its connection to the store: %s", error)
             self._transport.close()
 
 
-class Relay(Door):
+class Relay(Server):
     """What `server.Connection` asks of a store, for the ranks of one node."""
 
     def __init__(self, key: bytes, rank: int):
         super().__init__(key)
-        self._will = f"lost/{rank}"
-        self._wills: set[str] = set()  # of ranks here
-        self._at_rest = asyncio.Event()  # there are none
-        self._at_rest.set()
-        self._post = mail.Post()
+        self._disconnect_key = f"lost/{rank}"
+        self._disconnect_keys: set[str] = set()  # of ranks here
+        self._drained = asyncio.Event()  # there are none
+        self._drained.set()
+        self._router = messaging.Router()
         self._due: Counter[int] = Counter()  # of each call: the ranks here that have not ended their answer
-        self._held: dict[tuple[int, bytes], mail.Answer] = {}
+        self._held: dict[tuple[int, bytes], messaging.Answer] = {}
         self._timer: asyncio.TimerHandle | None = None
         self._beats: dict[str, bytes] = {}  # that have changed
         self._seen: dict[str, bytes | None] = {}  # what ranks here look at
@@ -101,16 +101,16 @@ class Relay(Door):
 
     def connect(self, upstream: Upstream) -> None:
         self._upstream = upstream
-        upstream.send(Will(self._will))
+        upstream.send(OnDisconnect(self._disconnect_key))
 
     # ---- what ranks of this node ask ------------------------------------------------------------------------------------
 
-    def hear(self, connection: Connection, request: mail.Told) -> None:
+    def receive(self, connection: Connection, request: messaging.OneWay) -> None:
         match request:
-            case mail.Subscribe(ranks):
-                self._post.subscribe(connection, ranks)
+            case messaging.Subscribe(ranks):
+                self._router.subscribe(connection, ranks)
                 self._upstream.send(request)
-            case mail.Answers(answers):
+            case messaging.Answers(answers):
                 for answer in answers:
                     self._take(answer)
             case _:
@@ -126,62 +126,62 @@ class Relay(Door):
         connection.reply(Reply([self._seen[key] for key in request.keys]))
 
     def part(self, connection: Connection, will: str) -> None:
-        self._post.leave(connection)
+        self._router.leave(connection)
         if will:
             self._upstream.send(Set(will, b""))
-            self._wills.discard(will)
-            self._look_for_rest()
+            self._disconnect_keys.discard(will)
+            self._update_drained()
 
-    def change_will(self, before: str, after: str) -> None:
-        self._wills.discard(before)
-        self._wills |= {after} - {""}
-        if before == self._will and not after:
-            self._upstream.send(Will(""))
-        self._look_for_rest()
+    def change_disconnect_key(self, before: str, after: str) -> None:
+        self._disconnect_keys.discard(before)
+        self._disconnect_keys |= {after} - {""}
+        if before == self._disconnect_key and not after:
+            self._upstream.send(OnDisconnect(""))
+        self._update_drained()
 
-    async def rest(self) -> None:
+    async def drain(self) -> None:
         """Wait until all ranks have taken back what is to be set at their loss: until then they go through this relay."""
-        await self._at_rest.wait()
+        await self._drained.wait()
 
-    def _look_for_rest(self) -> None:
-        if self._wills:
-            self._at_rest.clear()
+    def _update_drained(self) -> None:
+        if self._disconnect_keys:
+            self._drained.clear()
         else:
-            self._at_rest.set()
+            self._drained.set()
 
     # ---- answers ----------------------------------------------------------------------------------------------------------
 
-    def _take(self, answer: mail.Answer) -> None:
+    def _take(self, answer: messaging.Answer) -> None:
         if not answer.more and answer.call in self._due:
             self._due[answer.call] -= len(answer.ranks)
             if not self._due[answer.call]:
                 del self._due[answer.call]
-        if not mail.final(answer):
+        if not messaging.final(answer):
             self._flush([answer])
             return
-        mail.join(self._held, answer)
+        messaging.join(self._held, answer)
         if answer.call not in self._due:
             self._flush()
         elif not self._timer:
             self._timer = asyncio.get_running_loop().call_later(HOLD_S, self._flush)
 
-    def _flush(self, last: list[mail.Answer] | None = None) -> None:
+    def _flush(self, last: list[messaging.Answer] | None = None) -> None:
         """What is held, in the order in which it came, and then `last`."""
         if self._timer:
             self._timer.cancel()
             self._timer = None
         answers = [*self._held.values(), *(last or [])]
         self._held = {}
-        for batch in mail.batches(answers, mail.weight):
-            self._upstream.send(mail.Answers(batch))
+        for batch in messaging.batches(answers, messaging.weight):
+            self._upstream.send(messaging.Answers(batch))
 
     # ---- the store ----------------------------------------------------------------------------------------------------------
 
     def deliver(self, messages: list[tuple[int, list[int], bytes]]) -> None:
         for call, ranks, message in messages:
-            if call != mail.NO_CALL:
+            if call != messaging.NO_CALL:
                 self._due[call] += len(ranks)
-            self._post.send(call, [(ranks, message)])
+            self._router.send(call, [(ranks, message)])
 
     def beat(self) -> None:
         """Exchange heartbeats with the store, unless it still owes the last reply."""
@@ -196,7 +196,7 @@ class Relay(Door):
         self._looked = []
 
 
-async def _run(told: dict[str, Any], key: bytes, connection: socket.socket, channel: proof.Channel) -> int:
+async def _run(told: dict[str, Any], key: bytes, connection: socket.socket, channel: auth.Channel) -> int:
     """Relay until nobody here needs it or the store is gone, and return the exit status."""
     relay = Relay(key, told["rank"])
     _, upstream = await asyncio.get_running_loop().create_connection(lambda: Upstream(channel, relay), sock=connection)
@@ -214,10 +214,10 @@ async def _run(told: dict[str, Any], key: bytes, connection: socket.socket, chan
 
 def main() -> None:
     rank_log.log_to_stderr()
-    told = take_told()
+    told = read_parameters()
     key = bytes.fromhex(told["key"])
     try:
-        connection, channel = proof.connect(tuple(told["upstream"]), key, time.monotonic() + told["timeout_s"])
+        connection, channel = auth.connect(tuple(told["upstream"]), key, time.monotonic() + told["timeout_s"])
     except OSError as error:
         logger.error("the relay of rank %d gives up: the store of rank 0: %s", told["rank"], error)
         sys.exit(1)

@@ -1,15 +1,15 @@
-"""The store's process, beside rank 0: `python -m pipeline.store.server`, which `start` starts, and which ends with rank 0.
+"""The store's server process beside rank 0, `python -m pipeline.store.server`: `start` starts it, and it ends with rank 0.
 
-It holds a table of keys and queues (`table.py`), which torch uses too, and takes verbs and answers to whom they are for
-(`mail.py`). Nodes of a large world have a relay each (`relay.py`), which speaks for their ranks.
+It holds keys and queues (`table.py`), which torch uses too, and routes verbs and answers (`messaging.py`). In large worlds each
+node has a relay (`relay.py`), which connects to the server on behalf of its ranks.
 
-Its first line of input, JSON, has what it needs; it prints the port on which it listens; its input's end is its end. The key is
-on no command line and in no environment, where others could see it.
+The process reads its parameters as JSON from the first line of stdin, prints the port on which it listens, and ends when stdin
+closes. The key is on no command line and in no environment, where others could see it.
 
-Whoever connects must prove in PROVE_S that it knows the key (`proof.py`), before anything else that it says is looked at. Those
-that have not yet are at most UNPROVEN, and at most half of the open files that the process may have; the oldest makes room for
-the next, and may connect again.
-One thread, so that requests have an order. Standard library and msgspec only: it is up in a tenth of a second.
+A client must authenticate within AUTH_TIMEOUT_S (`auth.py`) before the server reads anything else from it. At most
+MAX_UNAUTHENTICATED connections, and at most half of the process's file descriptors, may be unauthenticated; a new one closes
+the oldest, which may connect again. One thread handles everything, so that requests have an order. The process imports only the
+standard library and msgspec and starts in a tenth of a second.
 """
 
 from __future__ import annotations
@@ -34,13 +34,13 @@ import msgspec
 
 from pipeline import rank_log
 from pipeline.sandbox import linux
-from pipeline.store import mail, proof
-from pipeline.store.table import ANY, EMPTY, TIMED_OUT, Missing, Pop, Reply, Request, Set, Table, Will
+from pipeline.store import auth, messaging
+from pipeline.store.table import ANY, EMPTY, TIMED_OUT, Missing, OnDisconnect, Pop, Reply, Request, Set, Table
 
 logger = logging.getLogger("pipeline.store.server")  # its own process, where `__name__` is `__main__`
 
 ROOT = Path(__file__).parents[2]
-UNPROVEN = 2048
+MAX_UNAUTHENTICATED = 2048
 ACCEPTED = 16
 """Connections that are accepted before anything else is looked at: so few that ranks are answered in between, and that those
 which are being closed to make room for others hold few open files."""
@@ -52,7 +52,7 @@ START_S = 60.0  # until a process listens; Python's start may be slow on a busy 
 TOLD = 20  # refusals that are printed, and errors
 
 _encode = msgspec.msgpack.Encoder().encode
-_decode = msgspec.msgpack.Decoder(ANY | mail.ANY).decode
+_decode = msgspec.msgpack.Decoder(ANY | messaging.ANY).decode
 
 
 class Address(NamedTuple):
@@ -60,25 +60,25 @@ class Address(NamedTuple):
     port: int
 
 
-class Door(ABC):
+class Server(ABC):
     """What a store and a relay have in common: who has connected without a proof, and who was refused."""
 
     def __init__(self, key: bytes):
         self.key = key
-        self.unproven: dict[Connection, None] = {}  # oldest first
-        self.proven: set[Connection] = set()
+        self.unauthenticated: dict[Connection, None] = {}  # oldest first
+        self.authenticated: set[Connection] = set()
         self._told: set[tuple[str, str]] = set()
         self._failed: set[str] = set()
 
     def admit(self, connection: Connection) -> None:
-        self.unproven[connection] = None
-        while len(self.unproven) > self._room():
-            next(iter(self.unproven)).drop("too many have connected without a proof")
+        self.unauthenticated[connection] = None
+        while len(self.unauthenticated) > self._room():
+            next(iter(self.unauthenticated)).drop("too many have connected without a proof")
 
     def _room(self) -> int:
         """Return how many connections without a proof may be open."""
         files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-        return max(1, min(UNPROVEN, files // 2, files - len(self.proven) - SPARE))
+        return max(1, min(MAX_UNAUTHENTICATED, files // 2, files - len(self.authenticated) - SPARE))
 
     def fail(self, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
         """Print an error that asyncio has caught, each once, and not without end: strangers can repeat some of them."""
@@ -96,7 +96,7 @@ class Door(ABC):
         logger.warning("refused a connection from %s: %s%s", host, why, more)  # on a full disk logging drops it
 
     @abstractmethod
-    def hear(self, connection: Connection, request: mail.Told) -> None:
+    def receive(self, connection: Connection, request: messaging.OneWay) -> None:
         """Take in what is not replied to."""
 
     @abstractmethod
@@ -110,31 +110,31 @@ class Door(ABC):
     def forget(self, connection: Connection, slot: tuple[str, ...]) -> None:  # noqa: B027 a relay has none
         """Drop the request of a connection that waits for `slot`."""
 
-    def change_will(self, before: str, after: str) -> None:  # noqa: B027 a store has nothing to do
+    def change_disconnect_key(self, before: str, after: str) -> None:  # noqa: B027 a store has nothing to do
         """What is to be set when some connection ends; empty: nothing."""
 
-    async def rest(self) -> None:  # noqa: B027 a store does not wait
+    async def drain(self) -> None:  # noqa: B027 a store does not wait
         """Wait for those who still need this process, once its input has ended."""
 
 
-class Store(Door):
+class StoreServer(Server):
     """The table, the mail, and who waits for what is not there yet."""
 
     def __init__(self, key: bytes):
         super().__init__(key)
         self.table = Table()
-        self._post, self._calls = mail.Post(), mail.Calls()
+        self._router, self._calls = messaging.Router(), messaging.PendingCalls()
         self._waiting: dict[tuple[str, ...], dict[Connection, Request]] = {}  # in the order they came
 
-    def hear(self, connection: Connection, request: mail.Told) -> None:
+    def receive(self, connection: Connection, request: messaging.OneWay) -> None:
         """Take in what is not replied to."""
         match request:
-            case mail.Subscribe(ranks):
-                self._post.subscribe(connection, ranks)
-            case mail.Send(call, parts):
+            case messaging.Subscribe(ranks):
+                self._router.subscribe(connection, ranks)
+            case messaging.Send(call, parts):
                 self._calls.begin(request)
-                self._post.send(call, parts)
-            case mail.Answers(answers):
+                self._router.send(call, parts)
+            case messaging.Answers(answers):
                 for answer in answers:
                     self._calls.accept(answer)
         if self._calls.ready():
@@ -143,7 +143,9 @@ class Store(Door):
     def ask(self, connection: Connection, request: Request) -> None:
         """Answer now, or when what it waits for is there."""
         try:
-            value = (self._calls if isinstance(request, mail.Collect | mail.Unanswered) else self.table).apply(request)
+            value = (self._calls if isinstance(request, messaging.Collect | messaging.Unanswered) else self.table).apply(
+                request
+            )
         except Missing as missing:
             if isinstance(request, Pop) and request.timeout_s == 0:
                 connection.reply(Reply(error=EMPTY))
@@ -171,18 +173,18 @@ class Store(Door):
 
     def part(self, connection: Connection, will: str) -> None:
         """A connection has ended, perhaps with a key that is to be set then."""
-        self._post.leave(connection)
+        self._router.leave(connection)
         if will:
             self.table.apply(Set(will, b""))
             self.wake(("key", will))
 
 
 class Connection(asyncio.Protocol):
-    def __init__(self, store: Door):
+    def __init__(self, store: Server):
         self._store = store
         self._buffer = bytearray()
-        self._channel: proof.Channel | None = None
-        self._will = ""
+        self._channel: auth.Channel | None = None
+        self._disconnect_key = ""
         self._slot: tuple[str, ...] | None = None  # of what it waits for
         self._since = 0.0
         self._timer: asyncio.TimerHandle | None = None
@@ -192,14 +194,14 @@ class Connection(asyncio.Protocol):
     def connection_made(self, transport: asyncio.Transport) -> None:
         self._transport = transport
         self._host = (transport.get_extra_info("peername") or ("?",))[0]
-        self._challenge = proof.challenge()
-        self._timer = asyncio.get_running_loop().call_later(proof.PROVE_S, self.drop, "it said nothing that proves it")
+        self._challenge = auth.challenge()
+        self._timer = asyncio.get_running_loop().call_later(auth.AUTH_TIMEOUT_S, self.drop, "it said nothing that proves it")
         self._store.admit(self)
         transport.write(self._challenge)
 
     def refuse(self, why: str) -> None:
         """Close the connection for good: the client is told not to try again."""
-        self._transport.write(proof.REFUSED)
+        self._transport.write(auth.REFUSED)
         self.drop(why)
 
     def drop(self, why: str) -> None:
@@ -208,14 +210,14 @@ class Connection(asyncio.Protocol):
         self._transport.close()
         self._closed()
 
-    def _prove(self) -> None:
-        if len(self._buffer) < proof.ANSWER:
+    def _authenticate(self) -> None:
+        if len(self._buffer) < auth.ANSWER:
             return
-        own, self._channel = proof.accept(self._store.key, self._challenge, bytes(self._buffer[: proof.ANSWER]))
-        del self._buffer[: proof.ANSWER]
+        own, self._channel = auth.accept(self._store.key, self._challenge, bytes(self._buffer[: auth.ANSWER]))
+        del self._buffer[: auth.ANSWER]
         self._timer.cancel()
-        self._store.unproven.pop(self, None)
-        self._store.proven.add(self)
+        self._store.unauthenticated.pop(self, None)
+        self._store.authenticated.add(self)
         self._transport.write(own)
 
     # ---- requests -----------------------------------------------------------------------------------------------------------
@@ -226,20 +228,20 @@ class Connection(asyncio.Protocol):
         self._buffer += data
         try:
             if not self._channel:
-                self._prove()
-            while self._channel and (message := proof.next_message(self._channel, self._buffer)) is not None:
+                self._authenticate()
+            while self._channel and (message := auth.next_message(self._channel, self._buffer)) is not None:
                 self._handle(_decode(message))
                 if self._transport.is_closing():  # it was refused, or is gone: asyncio logs each reply to it
                     return
-        except (proof.NotProven, msgspec.DecodeError) as error:
+        except (auth.AuthenticationError, msgspec.DecodeError) as error:
             self.refuse(str(error))
 
     def _handle(self, request: Request) -> None:
-        if isinstance(request, mail.Told):
-            self._store.hear(self, request)
-        elif isinstance(request, Will):
-            self._store.change_will(self._will, request.key)
-            self._will = request.key
+        if isinstance(request, messaging.OneWay):
+            self._store.receive(self, request)
+        elif isinstance(request, OnDisconnect):
+            self._store.change_disconnect_key(self._disconnect_key, request.key)
+            self._disconnect_key = request.key
             self.reply(Reply())
         else:
             self._since = asyncio.get_running_loop().time()
@@ -276,12 +278,12 @@ class Connection(asyncio.Protocol):
 
     def _closed(self) -> None:
         self._timer.cancel()
-        self._store.unproven.pop(self, None)
-        self._store.proven.discard(self)
+        self._store.unauthenticated.pop(self, None)
+        self._store.authenticated.discard(self)
         if self._slot:
             self._store.forget(self, self._slot)
             self._slot = None
-        will, self._will = self._will, ""
+        will, self._disconnect_key = self._disconnect_key, ""
         self._store.part(self, will)
 
 
@@ -331,7 +333,7 @@ def _listen(address: str) -> socket.socket:
     return socket.create_server(("", 0), backlog=QUEUED)
 
 
-def _live_with(parent: int) -> None:
+def _end_with(parent: int) -> None:
     """End when the rank that started this does, and not before: Slurm sends its signals to all processes, and rank 0 may then
     want to save."""
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):
@@ -342,7 +344,7 @@ def _live_with(parent: int) -> None:
     linux.raise_open_files()  # a rank has three connections
 
 
-async def serve(store: Door, address: str) -> None:
+async def serve(store: Server, address: str) -> None:
     """Until the input ends, and nobody needs it."""
     loop, listener = asyncio.get_running_loop(), _listen(address)
     loop.set_exception_handler(store.fail)
@@ -354,20 +356,20 @@ async def serve(store: Door, address: str) -> None:
     sys.stdout.flush()
     async with server:
         await ended.wait()
-        await store.rest()
+        await store.drain()
 
 
-def take_told() -> dict[str, Any]:
+def read_parameters() -> dict[str, Any]:
     """What the process that started this one has to say; this one ends with it."""
     told = json.loads(sys.stdin.readline())
-    _live_with(told["parent"])
+    _end_with(told["parent"])
     return told
 
 
 def main() -> None:
     rank_log.log_to_stderr()
-    told = take_told()
-    asyncio.run(serve(Store(bytes.fromhex(told["key"])), told["address"]))
+    told = read_parameters()
+    asyncio.run(serve(StoreServer(bytes.fromhex(told["key"])), told["address"]))
 
 
 if __name__ == "__main__":

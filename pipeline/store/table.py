@@ -1,7 +1,7 @@
-"""What the store holds, keys with values and queues, and what can be asked of it. No connections here: `server.py` has those.
+"""The keys, values and queues of the store, and the requests on them. `server.py` has the connections.
 
-Each request means what it means to torch.distributed.TCPStore, so that torch finds what it expects; `Exchange` and `Will` are
-our own.
+Each request has the semantics of torch.distributed.TCPStore, so that torch finds what it expects. `Exchange` and `OnDisconnect`
+are additions.
 """
 
 from __future__ import annotations
@@ -102,7 +102,7 @@ class Exchange(Request):
     keys: list[str]
 
 
-class Will(Request):
+class OnDisconnect(Request):
     """Set `key` when this connection ends. An empty key takes it back."""
 
     key: str
@@ -124,14 +124,14 @@ ANY = (
     | Pop
     | Length
     | Exchange
-    | Will
+    | OnDisconnect
 )
 
 
 class Reply(msgspec.Struct, array_like=True):
     value: Any = None
     error: str = ""  # TIMED_OUT, EMPTY, or what is wrong with the request
-    pushed: bool = False  # it answers no request (`mail.py`)
+    pushed: bool = False  # it answers no request (`messaging.py`)
 
 
 TIMED_OUT = "timed out"

@@ -20,7 +20,7 @@ from typing import Any
 
 import msgspec
 
-from pipeline.store import mail, proof, table
+from pipeline.store import auth, messaging, table
 from pipeline.store.relay import Relay, Upstream
 
 CONNECT_S = 60.0
@@ -35,18 +35,18 @@ class Counted:
 
     @classmethod
     def install(cls) -> None:
-        seal, verify = proof.Channel.seal, proof.Channel.verify
+        seal, verify = auth.Channel.seal, auth.Channel.verify
 
-        def counting_seal(self: proof.Channel, message: bytes) -> bytes:
+        def counting_seal(self: auth.Channel, message: bytes) -> bytes:
             cls.requests += 1
-            cls.sent += len(message) + proof.HEADER
+            cls.sent += len(message) + auth.HEADER
             return seal(self, message)
 
-        def counting_verify(self: proof.Channel, header: bytes, message: bytes) -> bytes:
-            cls.received += len(message) + proof.HEADER
+        def counting_verify(self: auth.Channel, header: bytes, message: bytes) -> bytes:
+            cls.received += len(message) + auth.HEADER
             return verify(self, header, message)
 
-        proof.Channel.seal, proof.Channel.verify = counting_seal, counting_verify
+        auth.Channel.seal, auth.Channel.verify = counting_seal, counting_verify
 
 
 class Rank:
@@ -58,9 +58,9 @@ class Rank:
     def push(self, messages: list[Any]) -> None:
         for call, _, message in messages:
             verb = msgspec.msgpack.decode(message)[1]
-            for body, more in self._bodies(verb) if call != mail.NO_CALL else ():
-                answer = mail.Answer(call, [self.number], verb, body, more=more, account=(1.0, 2.0))
-                self.relay.hear(self, mail.Answers([answer]))
+            for body, more in self._bodies(verb) if call != messaging.NO_CALL else ():
+                answer = messaging.Answer(call, [self.number], verb, body, more=more, account=(1.0, 2.0))
+                self.relay.receive(self, messaging.Answers([answer]))
 
     def _bodies(self, verb: str) -> list[tuple[bytes, bool]]:
         if verb in ("send", "receive"):  # what each rank says for itself, with digests of DIGESTS parts
@@ -70,7 +70,7 @@ class Rank:
             moments = {"sum": float(self.number // TOGETHER), "squares": 2.0, "counts": {"tokens": 100, "sequences": 10}}
             return [(msgspec.msgpack.encode([moments]), False)]
         if verb == "rollout" and not self.leads:
-            return [(mail.NOTHING, False)]
+            return [(messaging.NOTHING, False)]
         if verb == "hang" and self.number == 5:
             return []
         return self.answers.get(verb, [(b"\xc0", False)])
@@ -78,7 +78,7 @@ class Rank:
 
 def arrive(number: int, address: tuple[str, int], key: bytes, node: int) -> socket.socket:
     """Return a rank's own connection to the store."""
-    connection, channel = proof.connect(address, key, time.monotonic() + CONNECT_S)
+    connection, channel = auth.connect(address, key, time.monotonic() + CONNECT_S)
     connection.sendall(channel.seal(msgspec.msgpack.encode(table.Set(f"here/{number}", b"node%d" % node))))
     return connection
 
@@ -86,12 +86,12 @@ def arrive(number: int, address: tuple[str, int], key: bytes, node: int) -> sock
 async def _node(
     ranks: list[int], told: dict[str, Any], address: tuple[str, int], key: bytes, answers: dict[str, list[tuple[bytes, bool]]]
 ) -> Relay:
-    connection, channel = proof.connect(address, key, time.monotonic() + CONNECT_S)
+    connection, channel = auth.connect(address, key, time.monotonic() + CONNECT_S)
     relay = Relay(key, ranks[0])
     _, upstream = await asyncio.get_running_loop().create_connection(lambda: Upstream(channel, relay), sock=connection)
     relay.connect(upstream)
     for number in ranks:
-        relay.hear(Rank(number, relay, answers, number in told["leaders"]), mail.Subscribe([number]))
+        relay.receive(Rank(number, relay, answers, number in told["leaders"]), messaging.Subscribe([number]))
     return relay
 
 

@@ -171,7 +171,7 @@ class Simulation:
         ports = [int(other.stdout.readline()) for other in self.others]
         Bodies.sockets = [socket.create_connection(("127.0.0.1", port)) for port in ports]
         calls.send_body = Bodies.send
-        self.mailbox = RpcClient(self.world)
+        self.client = RpcClient(self.world)
         own = Own()
         self.all = self._remote(tuple(range(size)), own)
         self.train = self._remote(self.workers.train, own)
@@ -179,7 +179,7 @@ class Simulation:
         self.engines = [self._remote(engine) for engine in engines]
 
     def _remote(self, ranks: tuple[int, ...], role: Any = None) -> RpcGroup:
-        return RpcGroup(self.mailbox, self.world, ranks, Role, Timeouts(), role)
+        return RpcGroup(self.client, self.world, ranks, Role, Timeouts(), role)
 
     def _stand_in(self, number: int, key: bytes) -> subprocess.Popen:
         command = [sys.executable, "-m", "tests.benchmarks.stand_in"]
@@ -272,7 +272,7 @@ def step(simulation: Simulation, shares: list[list[Update]]) -> None:
 def hang(simulation: Simulation) -> str:
     """One rank of all does not answer."""
     future = simulation.all.hang()
-    while not (late := simulation.mailbox.overdue()):
+    while not (late := simulation.client.overdue()):
         time.sleep(0.01)
     return f"{late.missing} of verb {late.verb} named {time.monotonic() - future.deadline:.3f} s after its time"
 

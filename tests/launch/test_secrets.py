@@ -16,7 +16,7 @@ from launch.sweeps.folder import SweepFolder
 from pipeline import config, secrets
 from pipeline.config import RecipeError
 from pipeline.storage import write_durably
-from pipeline.store.proof import attempt_key
+from pipeline.store.auth import attempt_key
 from pipeline.watchdog import Failure
 from tests.launch.model import write_recipe
 from tests.problems import refused

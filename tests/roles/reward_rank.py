@@ -53,15 +53,15 @@ def main(run_dir: Path) -> None:
     timeouts = recipe.cluster.timeouts
     info = RankInfo.from_environment(run_dir)
     world = World(info, WorkerGroups.of(recipe), open_store(info, timeouts.join))
-    mailbox = RpcClient(world) if world.rank == 0 else None
-    watchdog = Watchdog(world, timeouts, *([mailbox.overdue] if mailbox else []))
+    client = RpcClient(world) if world.rank == 0 else None
+    watchdog = Watchdog(world, timeouts, *([client.overdue] if client else []))
     try:
         watchdog.start()
         wait_for_all(world, timeouts.join)
         join(world)
         assert dist.get_world_size() == (2 if world.component == "reward" else 1)
-        if mailbox:
-            score(recipe, run_dir, RpcGroup(mailbox, world, world.workers.reward, RewardRole, timeouts))
+        if client:
+            score(recipe, run_dir, RpcGroup(client, world, world.workers.reward, RewardRole, timeouts))
             stop(world)
         else:
             serve(world, RewardRole(recipe, 1, world) if world.component == "reward" else None)

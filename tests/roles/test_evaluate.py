@@ -28,7 +28,7 @@ def megatron_ended(realm):  # noqa: F811
 
 def role(name: str, backend: str, path) -> TrainRole:
     recipe = config.load(name, [f"run_dir={path}", *OVERRIDES, f"policy.{backend}_cfg.enabled=true"])
-    world = SimpleNamespace(own=dist.group.WORLD, rank=0, place=SimpleNamespace(run_dir=path), phase=contextlib.nullcontext)
+    world = SimpleNamespace(own=dist.group.WORLD, rank=0, info=SimpleNamespace(run_dir=path), phase=contextlib.nullcontext)
     made = TrainRole(recipe, 0, world, algorithms.build(recipe), None)
     made.setup()
     return made

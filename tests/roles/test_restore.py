@@ -36,8 +36,8 @@ def restore(rank: int, notes: Path) -> None:
         (notes / f"seen.{rank}").write_text(f"{time.time()} {folder}")
 
     module.wait_until_seen = see
-    place = SimpleNamespace(local_rank=rank, run_dir=notes)
-    world = SimpleNamespace(own=dist.group.WORLD, rank=rank, place=place, phase=contextlib.nullcontext)
+    info = SimpleNamespace(local_rank=rank, run_dir=notes)
+    world = SimpleNamespace(own=dist.group.WORLD, rank=rank, info=info, phase=contextlib.nullcontext)
     recipe = SimpleNamespace(cluster=SimpleNamespace(timeouts=TimeoutsConfig()))
     role = TrainRole(recipe, 0, world, SimpleNamespace(losses={"policy": None}), None)
     role._models["policy"] = Model(rank, notes)

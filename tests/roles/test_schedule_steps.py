@@ -44,7 +44,7 @@ def role(backend: str, path: Path, *overrides: str) -> TrainRole:
         ],
     )
     world = SimpleNamespace(
-        own=dist.group.WORLD, rank=0, place=SimpleNamespace(local_rank=0, run_dir=path), phase=contextlib.nullcontext
+        own=dist.group.WORLD, rank=0, info=SimpleNamespace(local_rank=0, run_dir=path), phase=contextlib.nullcontext
     )
     made = TrainRole(recipe, 0, world, algorithms.build(recipe), None)
     made.setup()

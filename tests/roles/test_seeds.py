@@ -48,6 +48,6 @@ def test_a_train_rank_is_seeded_whatever_came_before(before, realm, tmp_path):  
     np.random.seed(before)
     overrides = ["needs=[]", "policy.model_name=recipes/tiny", "policy.random_init=true", f"run_dir={tmp_path}"]
     recipe = config.load("tiny_sft", overrides)
-    world = SimpleNamespace(own=dist.group.WORLD, rank=0, place=SimpleNamespace(run_dir=tmp_path), phase=contextlib.nullcontext)
+    world = SimpleNamespace(own=dist.group.WORLD, rank=0, info=SimpleNamespace(run_dir=tmp_path), phase=contextlib.nullcontext)
     place = TrainRole(recipe, 7, world, algorithms.build(recipe), None).setup()
     assert draw() == drawn(7, place.rank)

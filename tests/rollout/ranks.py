@@ -96,7 +96,7 @@ def check(generate: RpcGroup, gate: Path) -> None:
     future = generate.rollout(work(0, prompts(3), samples=2, max_turns=2))
     came = []
     while len(came) < 2:
-        generate.hear(block=True)
+        generate.receive(block=True)
         came += future.take()
     assert [rank for rank, _ in came] == [1, 1] and not future.done  # the leader's
     assert sorted(finished.place for _, part in came for finished in part) == [1, 2]
@@ -140,14 +140,14 @@ def main(run_dir: Path, scenario: str, model: Path) -> None:
     info = RankInfo.from_environment(run_dir)
     store = open_store(info, TIMEOUTS.join)
     world = World(info, WORKERS, store)
-    mailbox = RpcClient(world) if world.rank == 0 else None
-    watchdog = Watchdog(world, TIMEOUTS, *([mailbox.overdue] if mailbox else []))
+    client = RpcClient(world) if world.rank == 0 else None
+    watchdog = Watchdog(world, TIMEOUTS, *([client.overdue] if client else []))
     try:
         watchdog.start()
         wait_for_all(world, TIMEOUTS.join)
         join(world)
-        if mailbox:
-            generate = RpcGroup(mailbox, world, WORKERS.generate, Role, TIMEOUTS)
+        if client:
+            generate = RpcGroup(client, world, WORKERS.generate, Role, TIMEOUTS)
             generate.setup().result()
             check(generate, info.folder / "gate")
             stop(world)

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import torch.distributed as dist
 
-from pipeline import node_checks
+from pipeline import node_checks, rank_log
 from pipeline.config import ClusterConfig, ComponentConfig, TimeoutsConfig
 from pipeline.config.cluster import NodeChecksConfig
 from pipeline.node_checks import look, network
@@ -77,6 +77,7 @@ class _Nothing:
 
 
 def rank_main(run_dir: Path, nodes: list[str], rank: int, faults: dict[str, str]) -> None:
+    rank_log.log_to_stderr()
     look.SHARED_S, network.PROBE_BYTES = 1.0, 1 << 18  # a slow node needs no longer than that
     if {"dead", "stuck"} & set(faults.values()):
         network.LINK_S, node_checks.LOOK_S = 3.0, 8.0
@@ -102,6 +103,7 @@ def rank_main(run_dir: Path, nodes: list[str], rank: int, faults: dict[str, str]
 
 
 def main(run_dir: Path, nodes: list[str], faults: dict[str, str]) -> None:
+    rank_log.log_to_stderr()
     """Ends with 0 if all ranks do. A rank that lingers after rank 0 failed ends with it, as the launcher would see to."""
     children = []
     for rank in range(len(nodes)):

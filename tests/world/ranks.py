@@ -138,8 +138,8 @@ def main(run_dir: Path, scenario: str, timeouts: TimeoutsConfig = TIMEOUTS) -> N
         return
     store = open_store(info, timeouts.join, timeouts.silence, int(os.environ.get("RELAYED_FROM", 256)))
     world = World(info, workers, store)
-    mailbox = RpcClient(world) if world.rank == 0 else None
-    watchdog = Watchdog(world, timeouts, *([mailbox.overdue] if mailbox else []))
+    client = RpcClient(world) if world.rank == 0 else None
+    watchdog = Watchdog(world, timeouts, *([client.overdue] if client else []))
     try:
         watchdog.start()
         wait_for_all(world, 3 if scenario == "absent" else timeouts.join)
@@ -151,14 +151,14 @@ def main(run_dir: Path, scenario: str, timeouts: TimeoutsConfig = TIMEOUTS) -> N
             join(world)
         connect(world)
         role = Role(world)
-        if not mailbox:
+        if not client:
             serve(world, role)
         else:
-            train = RpcGroup(mailbox, world, workers.train, Role, timeouts, role)
-            generate = RpcGroup(mailbox, world, workers.generate, Role, timeouts)
-            reward = RpcGroup(mailbox, world, workers.reward, Role, timeouts)
+            train = RpcGroup(client, world, workers.train, Role, timeouts, role)
+            generate = RpcGroup(client, world, workers.generate, Role, timeouts)
+            reward = RpcGroup(client, world, workers.reward, Role, timeouts)
             if scenario.startswith("visited "):
-                engine = RpcGroup(mailbox, world, workers.engines[0], Role, timeouts)
+                engine = RpcGroup(client, world, workers.engines[0], Role, timeouts)
                 visited.coordinate(run_dir, train, generate, reward, engine, scenario.removeprefix("visited "))
             elif scenario == "check":
                 check(train, generate, reward)

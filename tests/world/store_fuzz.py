@@ -29,7 +29,7 @@ from pathlib import Path
 import msgspec
 import torch.distributed as dist
 
-from pipeline.store import client, mail, proof, relay, server, table
+from pipeline.store import auth, client, messaging, relay, server, table
 from pipeline.store.client import RunStore
 from pipeline.store.server import Address
 from tests.world.wire import ACTIONS, DOWN, UP, Case, Heard, attacked
@@ -83,7 +83,7 @@ def speak(store: RunStore, name: str, relayed: bool) -> None:
         key = f"{name}/{i}" if relayed else f"{name}/{i}{'x' * 500 * i}"
         seen = store.exchange(key, value(key), [key])
         assert seen[0] in ((None, value(key)) if relayed else (value(key),)), "a wrong value was read"
-        store.tell(mail.Answers([mail.Answer(1, [0], "verb", b"")]))
+        store.send(messaging.Answers([messaging.Answer(1, [0], "verb", b"")]))
         if relayed:
             continue
         assert store.get(key) == value(key), "a wrong value was read"
@@ -95,7 +95,9 @@ def speak(store: RunStore, name: str, relayed: bool) -> None:
 def requests(chance: random.Random, name: str) -> Iterator[bytes]:
     """What one who knows the key could say, right or not."""
     odd = (0, -1, 1 << 62, 0.0, -1.0, 1e308, float("inf"), "", "x", b"", b"1", None, [], [[]], {}, True, [""], {"": b""})
-    kinds = [kind for kind in table.Request.__subclasses__() if kind is not mail.Told] + mail.Told.__subclasses__()
+    kinds = [
+        kind for kind in table.Request.__subclasses__() if kind is not messaging.OneWay
+    ] + messaging.OneWay.__subclasses__()
     for _ in range(chance.randrange(1, 30)):
         match chance.randrange(5):
             case 0:
@@ -122,7 +124,7 @@ def _right(chance: random.Random, kind: type[table.Request], name: str) -> table
         "dict[str, bytes]": lambda: {f"insider/{name}/{i}": b"1" for i in range(chance.randrange(3))},
         "list[Part]": lambda: [([1_000_000 + chance.randrange(9)], b"x") for _ in range(chance.randrange(3))],
         "list[Answer]": lambda: (
-            [mail.Answer(chance.randrange(9), [1], "v", b"", more=chance.random() < 0.5)] * chance.randrange(3)
+            [messaging.Answer(chance.randrange(9), [1], "v", b"", more=chance.random() < 0.5)] * chance.randrange(3)
         ),
     }
     return kind(*(makes[kind.__annotations__[name]]() for name in kind.__struct_fields__))
@@ -131,7 +133,7 @@ def _right(chance: random.Random, kind: type[table.Request], name: str) -> table
 def betray(case: Case, address: Address, key: bytes) -> None:
     """Say what no rank says, by the right key."""
     chance = random.Random(case.seed)
-    connection, channel = proof.connect(address, key, time.monotonic() + JOIN_S)
+    connection, channel = auth.connect(address, key, time.monotonic() + JOIN_S)
     with connection, contextlib.suppress(OSError):
         connection.settimeout(IMPATIENCE_S)
         for message in requests(chance, str(case.number)):
@@ -158,7 +160,7 @@ def run(case: Case, house: House) -> Outcome:
         came, why = "right", ""
     except dist.DistNetworkError as error:
         came, why = "lost", str(error)
-    except proof.Refused as error:
+    except auth.Refused as error:
         came, why = "refused", str(error)
     except Exception as error:
         came, why = "wrong", f"{type(error).__name__}: {error}"[:500]
@@ -169,12 +171,12 @@ def _through_relay(case: Case, house: House) -> None:
     """A relay of its own, whose connection to the store is attacked."""
     with attacked(case, house.addresses["store"], house.heard) as address:
         try:
-            patience_s = BOUND_S if case.harmless else JOIN_S
-            process, near = relay.start(address, house.key, 1_000_000 + case.number, 0.05, patience_s)
+            wait_s = BOUND_S if case.harmless else JOIN_S
+            process, near = relay.start(address, house.key, 1_000_000 + case.number, 0.05, wait_s)
         except RuntimeError as error:  # it says why, as it ends
             raise dist.DistNetworkError(str(error)) from error
         try:
-            store = (Patient if case.harmless else RunStore)(near, house.key, patience_s)
+            store = (Patient if case.harmless else RunStore)(near, house.key, wait_s)
             with contextlib.closing(store._socket):
                 for i in range(3):
                     speak(store, f"{case.number % 50}/{i}", relayed=True)
@@ -214,7 +216,7 @@ class House:
                 begun = time.monotonic()
                 assert store.multi_get(["beside"]) == [value("beside")], "a wrong value was read"
                 for address in self.addresses.values():
-                    connection, _ = proof.connect(address, self.key, time.monotonic() + BOUND_S)
+                    connection, _ = auth.connect(address, self.key, time.monotonic() + BOUND_S)
                     connection.close()
                 self.slowest_s = max(self.slowest_s, time.monotonic() - begun)
                 self.served += 1
@@ -241,8 +243,8 @@ class House:
 @contextlib.contextmanager
 def house() -> Iterator[House]:
     """Ranks that are attacked wait IMPATIENCE_S alone; what any process says goes to the log."""
-    before = client.PATIENCE_S, proof.PROVE_S
-    client.PATIENCE_S = proof.PROVE_S = IMPATIENCE_S
+    before = client.REPLY_GRACE_S, auth.AUTH_TIMEOUT_S
+    client.REPLY_GRACE_S = auth.AUTH_TIMEOUT_S = IMPATIENCE_S
     errors, key = os.dup(2), os.urandom(32)
     with tempfile.NamedTemporaryFile(prefix="store_fuzz.", suffix=".log") as log:
         os.dup2(log.fileno(), 2)
@@ -254,7 +256,7 @@ def house() -> Iterator[House]:
         finally:
             os.dup2(errors, 2)
             os.close(errors)
-            client.PATIENCE_S, proof.PROVE_S = before
+            client.REPLY_GRACE_S, auth.AUTH_TIMEOUT_S = before
             for process in reversed(made.processes.values()):
                 process.kill()
                 process.communicate()

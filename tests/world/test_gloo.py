@@ -15,7 +15,7 @@ from torch.distributed.distributed_c10d import ProcessGroupGloo
 
 from pipeline.encoding import encode
 from pipeline.rpc import messages
-from pipeline.store import gloo, proof
+from pipeline.store import auth, gloo
 from pipeline.store.client import RunStore
 from pipeline.store.server import start as start_store
 from tests.generate.tiny import save
@@ -54,26 +54,29 @@ class Pair:
         self.taken = stranger.taken
 
     def _make(self, store: RunStore, name: str, rank: int) -> None:
-        prover = gloo.Prover(store, rank, lambda rank: f"rank {rank} (train)", lambda phase: nullcontext())
+        authenticator = gloo.GlooAuthenticator(store, rank, lambda rank: f"rank {rank} (train)", lambda phase: nullcontext())
         within = dist.PrefixStore(name, store)
-        prover.offer(within, rank)
+        authenticator.offer(within, rank)
         try:
             group = ProcessGroupGloo(within, rank, 2, timedelta(seconds=20))
-            prover.prove(group, within, [1 - rank])
+            authenticator.authenticate(group, within, [1 - rank])
             self._groups.append(group)  # which lives on until the other rank is done, too
-        except (proof.NotProven, RuntimeError) as error:  # gloo's own, if the first rank has ended before the second connects
+        except (
+            auth.AuthenticationError,
+            RuntimeError,
+        ) as error:  # gloo's own, if the first rank has ended before the second connects
             self.errors[rank] = str(error)
 
 
 def code(nonce: bytes, sender: int, receiver: int) -> bytes:
-    return proof.code_of(KEY, b"gloo", nonce + gloo.PAIR.pack(sender, receiver, gloo.TAG))
+    return auth.keyed_hmac(KEY, b"gloo", nonce + gloo.PAIR.pack(sender, receiver, gloo.TAG))
 
 
 SAYS = {
     "garbage": lambda store, name: shout,
     "nothing": lambda store, name: lambda size: b"",
     "less than a code": lambda store, name: lambda size: b"S",
-    "a code of another group": lambda store, name: lambda size: code(bytes(proof.NONCE), 1, 0),
+    "a code of another group": lambda store, name: lambda size: code(bytes(auth.NONCE), 1, 0),
     "the rank's own code": lambda store, name: lambda size: code(store.get(f"{name}/proof"), 0, 1),
 }
 
@@ -160,5 +163,7 @@ def test_a_body_that_another_has_sent_is_not_taken(monkeypatch):
     received = messages.receive_body(world, len(sent), messages.digest(sent), 0, 3)
     assert bytes(received.numpy()) == sent
     other = messages.digest(sent[:-1] + b"y")
-    with pytest.raises(proof.NotProven, match=rf"the body of {len(sent)} bytes that came as rank 3 \(train\)'s is not what"):
+    with pytest.raises(
+        auth.AuthenticationError, match=rf"the body of {len(sent)} bytes that came as rank 3 \(train\)'s is not what"
+    ):
         messages.receive_body(world, len(sent), other, 0, 3)

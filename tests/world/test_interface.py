@@ -54,8 +54,8 @@ def join(monkeypatch):
         ranks = []
         for rank, address in enumerate(addresses):
             store = RunStore(Address(address, port), KEY, 10)
-            place = SimpleNamespace(local_rank=rank % per_node, node=f"node{rank // per_node}")
-            joining = SimpleNamespace(rank=rank, size=len(addresses), place=place, store=store, describe=str)
+            info = SimpleNamespace(local_rank=rank % per_node, node=f"node{rank // per_node}")
+            joining = SimpleNamespace(rank=rank, size=len(addresses), info=info, store=store, describe=str)
             joining.nodes = functools.partial(world.World.nodes, joining)
             ranks.append(joining)
         for rank in (*ranks[1:], ranks[0]):

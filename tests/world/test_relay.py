@@ -15,7 +15,7 @@ import pytest
 import torch.distributed as dist
 
 from pipeline.config import TimeoutsConfig
-from pipeline.store import mail, proof, relay, server, table
+from pipeline.store import auth, messaging, relay, server, table
 from pipeline.store.client import RunStore
 from pipeline.watchdog import Watchdog
 from pipeline.world import RankInfo, World, _find_relay
@@ -142,9 +142,9 @@ class Doorkeeper:
                 self.seen += 1
                 if self.seen <= closes:
                     connection.close()
-            challenge = proof.challenge()
+            challenge = auth.challenge()
             connection.sendall(challenge)
-            own, _ = proof.accept(key, challenge, proof.receive(connection, proof.ANSWER))
+            own, _ = auth.accept(key, challenge, auth.receive(connection, auth.ANSWER))
             connection.sendall(own)
             while connection.recv(1000):
                 pass
@@ -192,10 +192,10 @@ def test_what_comes_behind_a_refused_request_is_not_done():
     key = os.urandom(32)
     process, address = server.start("127.0.0.1", key)
     relaying, near = relay.start(address, key, 3, 0.1, 30.0)
-    connection, channel = proof.connect(near, key, time.monotonic() + 10)
-    requests = [mail.Send(1, [([3], b"verb")]), table.Exchange({"behind": b"1"}, ["behind"])]
+    connection, channel = auth.connect(near, key, time.monotonic() + 10)
+    requests = [messaging.Send(1, [([3], b"verb")]), table.Exchange({"behind": b"1"}, ["behind"])]
     connection.sendall(b"".join(channel.seal(server._encode(request)) for request in requests))
-    assert connection.recv(1000) == proof.REFUSED
+    assert connection.recv(1000) == auth.REFUSED
     assert RunStore(near, key, 10).exchange("beat", b"1", ["beat"]) == [None]
     time.sleep(0.5)  # until the relay has exchanged heartbeats
     assert RunStore(address, key, 10).check(["beat"]) and not RunStore(address, key, 10).check(["behind"])

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from pipeline.encoding import encode
 from pipeline.rpc import RpcClient, RpcError, RpcGroup, StreamingReply, calls, serve, serving, stop, verb
 from pipeline.rpc.messages import INLINE, Envelope, as_tensor, route
-from pipeline.store import mail
+from pipeline.store import messaging
 from pipeline.store.client import RunStore
 from pipeline.store.server import start
 from pipeline.world import RankInfo, WorkerGroups, World
@@ -107,7 +107,7 @@ def job(tmp_path):
     worlds = [
         World(RankInfo(rank, 2, rank, "here", "127.0.0.1", tmp_path), WORKERS, RunStore(address, key, 60)) for rank in (0, 1)
     ]
-    role, mailbox = Counter(), RpcClient(worlds[0])
+    role, client = Counter(), RpcClient(worlds[0])
 
     def other():
         try:
@@ -117,7 +117,7 @@ def job(tmp_path):
 
     thread = threading.Thread(target=other)
     thread.start()
-    yield RpcGroup(mailbox, worlds[0], (1,), Counter, Timeouts()), role, mailbox, raised
+    yield RpcGroup(client, worlds[0], (1,), Counter, Timeouts()), role, client, raised
     stop(worlds[0])
     thread.join(60)
     assert not thread.is_alive()
@@ -130,17 +130,17 @@ def job(tmp_path):
 def test_parts_come_as_they_are_put_and_other_verbs_between_them(job):
     remote, role, _, _ = job
     count = remote.count(3)
-    assert remote.hear(block=True)
+    assert remote.receive(block=True)
     assert count.take() == [(1, [0])] and count.take() == [] and not count.done
     role.go.release()
-    remote.hear(block=True)
+    remote.receive(block=True)
     assert count.take() == [(1, [1])]
     assert remote.ask("between").result() == ["BETWEEN"]
     role.go.release(2)
     assert count.result() == [[2, 3]]  # what was not taken
     assert [number for _, part in count.take() for number in part] == [2, 3]
     assert count.done and role.done == ["1", "between", "2", "3"]
-    assert not remote.hear(block=False)
+    assert not remote.receive(block=False)
 
 
 def test_what_was_put_before_a_reply_comes_before_it(job):
@@ -151,17 +151,17 @@ def test_what_was_put_before_a_reply_comes_before_it(job):
         time.sleep(0.01)
     asked = remote.ask("now")
     while not asked.done:
-        remote.hear(block=True)
+        remote.receive(block=True)
     assert [number for _, part in count.take() for number in part] == [0, 1]
     role.go.release()
     count.result()
 
 
 def test_an_answer_may_be_whole_at_once_and_a_future_is_forgotten_when_it_is(job):
-    remote, _, mailbox, _ = job
+    remote, _, client, _ = job
     futures = [remote.at_once(), remote.ask("x")]
     assert [future.result() for future in futures] == [[["a", "b"]], ["X"]]
-    assert not mailbox._futures
+    assert not client._futures
     assert futures[1].take() == [(1, "X")]
 
 
@@ -178,11 +178,11 @@ def test_an_error_between_verbs_is_told_to_rank_0(job):
 
 def test_an_answer_in_parts_is_overdue_only_while_rank_0_waits_for_anything(job):
     """Its parts may lie in the queue while rank 0 does something else."""
-    remote, _, mailbox, _ = job
+    remote, _, client, _ = job
     remote.silent()  # nobody waits for this one
     nothing = remote.nothing()
     time.sleep(2 * Timeouts.short)
-    assert mailbox.overdue() is None
+    assert client.overdue() is None
 
     def wait():
         with pytest.raises(RpcError):
@@ -191,38 +191,38 @@ def test_an_answer_in_parts_is_overdue_only_while_rank_0_waits_for_anything(job)
     waiting = threading.Thread(target=wait)
     waiting.start()
     deadline = time.monotonic() + 30
-    while not (late := mailbox.overdue()):
+    while not (late := client.overdue()):
         assert time.monotonic() < deadline
         time.sleep(0.01)
     assert (late.verb, late.timeout_s, late.missing) == ("nothing", Timeouts.short, [1])
-    mailbox._asking.tell(mail.Answers([mail.Answer(mail.NO_CALL, [1], "nothing", b"", error="enough")]))
+    client._asking.send(messaging.Answers([messaging.Answer(messaging.NO_CALL, [1], "nothing", b"", error="enough")]))
     waiting.join(30)
 
 
 def test_a_plain_call_is_overdue_whatever_rank_0_does(job):
-    remote, _, mailbox, _ = job
+    remote, _, client, _ = job
     slow = remote.slow()
     time.sleep(1.5 * Timeouts.short)
-    assert mailbox.overdue().verb == "slow"
+    assert client.overdue().verb == "slow"
     slow.result()
-    assert mailbox.overdue() is None
+    assert client.overdue() is None
 
 
 def test_a_plain_call_is_overdue_after_a_store_that_was_stuck(job):
-    remote, _, mailbox, _ = job
+    remote, _, client, _ = job
     slow = remote.slow()
-    mailbox._asking._socket.close()  # as when a reply is too late
+    client._asking._socket.close()  # as when a reply is too late
     time.sleep(1.2 * Timeouts.short)
-    assert mailbox.overdue() is None
-    assert mailbox.overdue().missing == [1]
+    assert client.overdue() is None
+    assert client.overdue().missing == [1]
     slow.result()
 
 
 @pytest.mark.parametrize("name", ["body", "bodies"])
 def test_a_body_that_does_not_come_makes_its_call_overdue(job, monkeypatch, name):
     """The store has seen the answer, and waits for nobody."""
-    remote, _, mailbox, _ = job
-    world, asked, released = mailbox._world, threading.Event(), threading.Event()
+    remote, _, client, _ = job
+    world, asked, released = client._world, threading.Event(), threading.Event()
     monkeypatch.setattr(serving, "send_body", lambda *_: None)
 
     def receive_body(_, size, *__):
@@ -237,14 +237,14 @@ def test_a_body_that_does_not_come_makes_its_call_overdue(job, monkeypatch, name
     assert asked.wait(60)
     begun = time.monotonic()
     assert (world.activity.verb, world.activity.phase) == (name, "receive the body of rank 1 (generate)")
-    while not (late := mailbox.overdue()):
+    while not (late := client.overdue()):
         assert time.monotonic() - begun < 30
         time.sleep(0.01)
     assert (late.verb, late.missing) == (name, [1])
     assert time.monotonic() - begun > 0.9 * Timeouts.short  # however late rank 0 has begun to take it
     released.set()
     waiting.join(30)
-    assert mailbox.overdue() is None
+    assert client.overdue() is None
 
 
 def test_what_several_ranks_get_is_encoded_and_sent_once(tmp_path, monkeypatch):
@@ -261,7 +261,7 @@ def test_what_several_ranks_get_is_encoded_and_sent_once(tmp_path, monkeypatch):
     assert future.missing == [1, 2, 3, 4, 5, 6]
     assert [to for _, to in sent] == [1, 2] and encoded == [one, other]
     inbox = world.store.clone()
-    inbox.tell(mail.Subscribe([5]))
+    inbox.send(messaging.Subscribe([5]))
     (message,) = inbox.next_mail()
     envelope = msgspec.msgpack.decode(message, type=Envelope)
     assert envelope.ranks == (1, 3, 5, 6) and envelope.follows == sent[0][0] and not envelope.body

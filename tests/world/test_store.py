@@ -111,9 +111,9 @@ def test_each_value_of_a_queue_goes_to_one_who_waits_and_none_to_the_dead(store)
 
 def test_the_loss_of_a_connection_is_seen_unless_it_was_taken_back(store):
     lost, left = store.clone(), store.clone()
-    lost.set_at_loss("lost/1")
-    left.set_at_loss("lost/2")
-    left.set_at_loss("")
+    lost.set_on_disconnect("lost/1")
+    left.set_on_disconnect("lost/2")
+    left.set_on_disconnect("")
     for each in (left, lost):
         each._socket.close()
     store.wait(["lost/1"])

@@ -9,7 +9,7 @@ import time
 
 import pytest
 
-from pipeline.store import proof, relay, server
+from pipeline.store import auth, relay, server
 from pipeline.store.client import RunStore
 from tests.world.crowd import crowd
 
@@ -63,7 +63,7 @@ def test_strangers_do_not_take_all_open_files(at, key, capfd, files, strangers):
     limit(process, files)
     rank = RunStore(address, key, 10)
     with crowd(address, strangers):
-        assert join(address, key, 30) < proof.PROVE_S, "it was only let in when strangers had been closed"
+        assert join(address, key, 30) < auth.AUTH_TIMEOUT_S, "it was only let in when strangers had been closed"
         rank.exchange("here", b"", [])  # goes on as well
     assert len(capfd.readouterr().err) < LONGEST_LOG
 
@@ -111,14 +111,14 @@ def test_a_packet_filter_that_is_full_ends_no_join(key, monkeypatch):
 
 
 def test_what_answers_a_byte_at_a_time_does_not_hold_a_rank(key, monkeypatch):
-    monkeypatch.setattr(proof, "PROVE_S", 1.5)
+    monkeypatch.setattr(auth, "AUTH_TIMEOUT_S", 1.5)
     listener = socket.create_server(("127.0.0.1", 0))
 
     def trickle() -> None:
         while True:
             try:
                 connection, _ = listener.accept()
-                for byte in proof.GREETING * 4:
+                for byte in auth.GREETING * 4:
                     connection.sendall(bytes([byte]))
                     time.sleep(1.2)
             except ConnectionError:
@@ -129,7 +129,7 @@ def test_what_answers_a_byte_at_a_time_does_not_hold_a_rank(key, monkeypatch):
     threading.Thread(target=trickle, daemon=True).start()
     begun = time.monotonic()
     with pytest.raises(ConnectionError, match="is not reached"):
-        proof.connect(listener.getsockname(), key, time.monotonic() + 1)
+        auth.connect(listener.getsockname(), key, time.monotonic() + 1)
     assert time.monotonic() - begun < 15  # the greeting alone takes 19 s
     listener.shutdown(socket.SHUT_RDWR)
     listener.close()

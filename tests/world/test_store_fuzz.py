@@ -4,7 +4,7 @@ from collections import Counter
 
 import pytest
 
-from pipeline.store import proof
+from pipeline.store import auth
 from tests.world import store_fuzz
 
 LONGEST_LOG = 20_000  # bytes
@@ -36,7 +36,7 @@ def test_thousands():
 
 
 def test_the_fuzzer_sees_a_client_that_does_not_check_what_it_gets(monkeypatch):
-    monkeypatch.setattr(proof.Channel, "verify", lambda self, header, message: message)
+    monkeypatch.setattr(auth.Channel, "verify", lambda self, header, message: message)
     with store_fuzz.house() as house:
         outcomes = store_fuzz.fuzz(15, 0, house)
     assert any(outcome.came == "wrong" for outcome in outcomes)

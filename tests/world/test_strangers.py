@@ -1,6 +1,6 @@
 """Who may join: strangers at the store's port are refused, and a run with strangers at its port goes on to its end unharmed.
 
-The strangers speak with `pipeline.store.proof`, as one would who has read the code.
+The strangers speak with `pipeline.store.auth`, as one would who has read the code.
 """
 
 import asyncio
@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.store import proof, server, table
+from pipeline.store import auth, server, table
 from pipeline.store.client import RunStore
 from pipeline.store.server import Address
 from tests.world.secret import write_secret
@@ -51,25 +51,25 @@ def read(connection: socket.socket, size: int) -> bytes:
 
 def refused(connection: socket.socket) -> bool:
     """It is told so, perhaps, and closed."""
-    return read(connection, 1000) in (b"", proof.REFUSED)
+    return read(connection, 1000) in (b"", auth.REFUSED)
 
 
-def request(channel: proof.Channel) -> bytes:
+def request(channel: auth.Channel) -> bytes:
     return channel.seal(server._encode(table.Set("stolen", b"1")))
 
 
-def open_by_hand(address, key) -> tuple[socket.socket, proof.Channel, bytes]:
+def open_by_hand(address, key) -> tuple[socket.socket, auth.Channel, bytes]:
     connection = connect(address)
-    challenge = read(connection, proof.CHALLENGE)
-    answer = proof.answer(key, challenge)
+    challenge = read(connection, auth.CHALLENGE)
+    answer = auth.answer(key, challenge)
     connection.sendall(answer)
-    return connection, proof.open_channel(key, challenge, answer, read(connection, proof.MAC)), answer
+    return connection, auth.open_channel(key, challenge, answer, read(connection, auth.MAC)), answer
 
 
 # ---- what is refused ----------------------------------------------------------------------------------------------------
 
 
-GARBAGE = {"a request": b"GET / HTTP/1.1\r\n\r\n" * 10, "a megabyte": os.urandom(1 << 20), "zeros": bytes(proof.ANSWER)}
+GARBAGE = {"a request": b"GET / HTTP/1.1\r\n\r\n" * 10, "a megabyte": os.urandom(1 << 20), "zeros": bytes(auth.ANSWER)}
 
 
 @pytest.mark.parametrize("said", GARBAGE.values(), ids=GARBAGE)
@@ -77,7 +77,7 @@ def test_garbage_is_refused(address, key, said):
     with connect(address) as connection:
         with contextlib.suppress(ConnectionError):
             connection.sendall(said)
-        read(connection, proof.CHALLENGE)
+        read(connection, auth.CHALLENGE)
         assert refused(connection)
     assert RunStore(address, key, 10).num_keys() == 0
 
@@ -86,11 +86,11 @@ def test_a_wrong_secret_and_that_of_another_attempt_are_refused(address, tmp_pat
     with pytest.raises(PermissionError, match="another secret, or is of another attempt"):
         RunStore(address, os.urandom(32), 5)
     write_secret(tmp_path)
-    process, address = server.start("127.0.0.1", proof.attempt_key(tmp_path, "17-0"))
+    process, address = server.start("127.0.0.1", auth.attempt_key(tmp_path, "17-0"))
     with process:
         with pytest.raises(PermissionError, match="another secret, or is of another attempt"):
-            RunStore(address, proof.attempt_key(tmp_path, "17-1"), 5)
-        assert RunStore(address, proof.attempt_key(tmp_path, "17-0"), 5).num_keys() == 0
+            RunStore(address, auth.attempt_key(tmp_path, "17-1"), 5)
+        assert RunStore(address, auth.attempt_key(tmp_path, "17-0"), 5).num_keys() == 0
 
 
 def test_a_recorded_conversation_is_good_for_nothing(address, key):
@@ -99,15 +99,15 @@ def test_a_recorded_conversation_is_good_for_nothing(address, key):
     connection.sendall(message)
     read(connection, 1)
     with connect(address) as stranger:
-        read(stranger, proof.CHALLENGE)
+        read(stranger, auth.CHALLENGE)
         stranger.sendall(answer + message)
         assert refused(stranger)
     connection.sendall(message)  # the same once more, injected into the connection that it was made for
-    read(connection, proof.HEADER + 3)
+    read(connection, auth.HEADER + 3)
     assert refused(connection)
 
 
-@pytest.mark.parametrize("spoil", [0, proof.LENGTH.size, proof.HEADER + 3], ids=["length", "mac", "message"])
+@pytest.mark.parametrize("spoil", [0, auth.LENGTH.size, auth.HEADER + 3], ids=["length", "mac", "message"])
 def test_a_message_that_was_changed_is_refused(address, key, spoil):
     connection, channel, _ = open_by_hand(address, key)
     message = bytearray(request(channel))
@@ -119,11 +119,11 @@ def test_a_message_that_was_changed_is_refused(address, key, spoil):
 
 
 def test_a_rank_does_not_talk_to_a_server_that_cannot_prove_itself(key):
-    challenge = proof.challenge()
-    with pytest.raises(proof.NotProven, match="does not know this attempt's secret"):
-        proof.open_channel(key, challenge, proof.answer(key, challenge), os.urandom(proof.MAC))
-    with pytest.raises(proof.NotProven, match="no store of ours"):
-        proof.answer(key, b"220 smtp.example.org ESMTP" + bytes(40))
+    challenge = auth.challenge()
+    with pytest.raises(auth.AuthenticationError, match="does not know this attempt's secret"):
+        auth.open_channel(key, challenge, auth.answer(key, challenge), os.urandom(auth.MAC))
+    with pytest.raises(auth.AuthenticationError, match="no store of ours"):
+        auth.answer(key, b"220 smtp.example.org ESMTP" + bytes(40))
 
 
 @pytest.mark.parametrize("until_closed", [False, pytest.param(True, marks=pytest.mark.long)])
@@ -132,12 +132,12 @@ def test_a_crowd_that_says_nothing_keeps_nobody_out(key, capfd, until_closed):
     with process:
         begun = time.monotonic()
         crowd = [connect(address) for _ in range(200)]
-        crowd[0].sendall(os.urandom(proof.ANSWER - 1))
+        crowd[0].sendall(os.urandom(auth.ANSWER - 1))
         assert RunStore(address, key, 10).add("n", 1) == 1
-        assert time.monotonic() - begun < proof.PROVE_S, "it was only let in when the crowd had been closed"
+        assert time.monotonic() - begun < auth.AUTH_TIMEOUT_S, "it was only let in when the crowd had been closed"
         for connection in crowd:
             if until_closed:
-                assert read(connection, proof.CHALLENGE)
+                assert read(connection, auth.CHALLENGE)
                 assert refused(connection)
             connection.close()
     told = [line for line in capfd.readouterr().err.splitlines() if "refused a connection" in line]
@@ -149,7 +149,7 @@ def test_a_crowd_that_says_nothing_keeps_nobody_out(key, capfd, until_closed):
 def served(key):
     """The address of a store that a thread of this process serves."""
     listener = socket.create_server(("127.0.0.1", 0), backlog=4096)
-    loop, store = asyncio.new_event_loop(), server.Store(key)
+    loop, store = asyncio.new_event_loop(), server.StoreServer(key)
     loop.run_until_complete(loop.create_server(lambda: server.Connection(store), sock=listener))
     serving = threading.Thread(target=loop.run_forever)
     serving.start()
@@ -162,9 +162,9 @@ def served(key):
 
 def test_ranks_that_push_each_other_out_all_get_in(served, key, monkeypatch):
     """More of them than the store lets wait without a proof."""
-    monkeypatch.setattr(server, "UNPROVEN", 4)
+    monkeypatch.setattr(server, "MAX_UNAUTHENTICATED", 4)
     dropped: list[str] = []
-    monkeypatch.setattr(server.Door, "tell", lambda self, host, why: dropped.append(why))
+    monkeypatch.setattr(server.Server, "tell", lambda self, host, why: dropped.append(why))
     crowd = [connect(served) for _ in range(4)]  # says nothing
     with ThreadPoolExecutor(40) as pool:
         ranks = list(pool.map(lambda _: RunStore(served, key, 30), range(40)))
@@ -175,22 +175,22 @@ def test_ranks_that_push_each_other_out_all_get_in(served, key, monkeypatch):
 
 
 def test_one_that_proves_itself_too_late_may_try_again(served, monkeypatch):
-    monkeypatch.setattr(proof, "PROVE_S", 0.2)
+    monkeypatch.setattr(auth, "AUTH_TIMEOUT_S", 0.2)
     with connect(served) as connection:
-        assert read(connection, 1000)[proof.CHALLENGE :] == b""
+        assert read(connection, 1000)[auth.CHALLENGE :] == b""
 
 
 def test_the_secret_must_be_there_private_and_whole(tmp_path):
     with pytest.raises(FileNotFoundError, match="submit it again"):
-        proof.attempt_key(tmp_path, "1", patience_s=0.1)
+        auth.attempt_key(tmp_path, "1", wait_s=0.1)
     write_secret(tmp_path, mode=0o640)
     with pytest.raises(PermissionError, match=r"others may read .*\.secret \(mode 0640\)"):
-        proof.attempt_key(tmp_path, "1")
+        auth.attempt_key(tmp_path, "1")
     write_secret(tmp_path)
-    assert proof.attempt_key(tmp_path, "1") != proof.attempt_key(tmp_path, "2")
+    assert auth.attempt_key(tmp_path, "1") != auth.attempt_key(tmp_path, "2")
     (tmp_path / ".secret").write_text("abcd\n")
     with pytest.raises(ValueError, match="2 bytes, not 32"):
-        proof.attempt_key(tmp_path, "1")
+        auth.attempt_key(tmp_path, "1")
 
 
 def test_the_secret_is_not_to_be_seen_from_outside(address, key):

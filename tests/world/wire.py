@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
-from pipeline.store import proof
+from pipeline.store import auth
 from pipeline.store.server import Address
 
 BOUND_S = 30.0  # how long a connection may say nothing
@@ -96,14 +96,14 @@ class Wire:
 
     def _size(self, direction: str, buffer: bytearray) -> int:
         """Bytes of the next message; 0 if not all of it has come."""
-        opening = {UP: (proof.ANSWER,), DOWN: (proof.CHALLENGE, proof.MAC)}[direction]
+        opening = {UP: (auth.ANSWER,), DOWN: (auth.CHALLENGE, auth.MAC)}[direction]
         number = self.counts[direction]
         if number < len(opening):
             size = opening[number]
-        elif len(buffer) < proof.HEADER:
+        elif len(buffer) < auth.HEADER:
             return 0
         else:
-            size = proof.HEADER + proof.LENGTH.unpack_from(buffer)[0]
+            size = auth.HEADER + auth.LENGTH.unpack_from(buffer)[0]
         return size if len(buffer) >= size else 0
 
 
@@ -183,11 +183,11 @@ def _stall(wire: Wire, direction: str, message: bytes) -> None:
 
 
 def _length(wire: Wire, direction: str, message: bytes) -> None:
-    own = len(message) - proof.HEADER
+    own = len(message) - auth.HEADER
     length = wire.chance.choice(
-        (0, 1, abs(own - 1), abs(own + 1), abs(own) + 100, proof.MAX_MESSAGE, proof.MAX_MESSAGE + 1, (1 << 32) - 1)
+        (0, 1, abs(own - 1), abs(own + 1), abs(own) + 100, auth.MAX_MESSAGE, auth.MAX_MESSAGE + 1, (1 << 32) - 1)
     )
-    wire.send(direction, proof.LENGTH.pack(length) + message[proof.LENGTH.size :])
+    wire.send(direction, auth.LENGTH.pack(length) + message[auth.LENGTH.size :])
 
 
 def _twice(wire: Wire, direction: str, message: bytes) -> None:

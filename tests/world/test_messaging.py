@@ -2,9 +2,9 @@
 
 import pytest
 
-from pipeline.store import mail, relay
-from pipeline.store.mail import NOTHING, Answer, Answers, Calls, Collect, Post, Send, Subscribe, Unanswered
-from pipeline.store.table import Missing, Will
+from pipeline.store import messaging, relay
+from pipeline.store.messaging import NOTHING, Answer, Answers, Collect, PendingCalls, Router, Send, Subscribe, Unanswered
+from pipeline.store.table import Missing, OnDisconnect
 
 
 class Connection:
@@ -20,7 +20,7 @@ def answer(call, rank, body=b"\xc0", **fields):
 
 
 def begin(call, ranks, **fields):
-    calls = Calls()
+    calls = PendingCalls()
     calls.begin(Send(call, [(list(ranks), b"")], **fields))
     return calls
 
@@ -29,7 +29,7 @@ def begin(call, ranks, **fields):
 
 
 def test_each_connection_gets_a_message_once_with_its_ranks_and_late_ones_get_what_was_kept():
-    post, one, other, late = Post(), Connection(), Connection(), Connection()
+    post, one, other, late = Router(), Connection(), Connection(), Connection()
     post.subscribe(one, [1, 2])
     post.subscribe(other, [3])
     post.send(7, [([1, 2, 3, 4], b"all"), ([2], b"more")])
@@ -95,7 +95,7 @@ def test_no_answer_follows_the_one_with_which_a_call_ends():
 
 
 def test_nothing_is_left_of_many_calls():
-    calls, post, connection = Calls(), Post(), Connection()
+    calls, post, connection = PendingCalls(), Router(), Connection()
     post.subscribe(connection, range(1, 9))
     for call in range(300):
         send = Send(call, [(list(range(1, 9)), b"")], in_parts=call % 2 == 1)
@@ -113,22 +113,22 @@ def test_nothing_is_left_of_many_calls():
 
 
 def test_more_than_a_message_holds_comes_in_batches():
-    calls = Calls()
+    calls = PendingCalls()
     for rank in range(1, 41):
         calls.begin(Send(rank, [([rank], b"")]))
-        calls.accept(answer(rank, rank, bytes([rank]) * (mail.BATCH // 8)))
+        calls.accept(answer(rank, rank, bytes([rank]) * (messaging.BATCH // 8)))
     taken = []
     while calls.ready():
         batch = calls.apply(Collect(1.0))
-        assert sum(len(each.body) for each in batch) <= 2 * mail.BATCH
+        assert sum(len(each.body) for each in batch) <= 2 * messaging.BATCH
         taken += [each.ranks[0] for each in batch]
     assert taken == list(range(1, 41))
 
 
 @pytest.mark.parametrize(("sizes", "cut"), [([], []), ([0.4, 0.4, 0.4, 0.1], [3, 1]), ([3, 0.1, 3], [1, 2]), ([0.5, 0.5], [2])])
 def test_each_batch_but_the_last_ends_with_the_item_that_fills_it(sizes, cut):
-    items = [int(size * mail.BATCH) for size in sizes]
-    found = list(mail.batches(items, int))
+    items = [int(size * messaging.BATCH) for size in sizes]
+    found = list(messaging.batches(items, int))
     assert [len(batch) for batch in found] == cut and [item for batch in found for item in batch] == items
 
 
@@ -166,7 +166,7 @@ def node(monkeypatch):
     monkeypatch.setattr(relay.asyncio, "get_running_loop", Loop)
     a_node, upstream = relay.Relay(b"", 1), Upstream()
     a_node.connect(upstream)
-    a_node.hear(Connection(), Subscribe([1, 2, 3]))
+    a_node.receive(Connection(), Subscribe([1, 2, 3]))
     a_node.deliver([(0, [1, 2, 3], b"verb")])
     return a_node, upstream, timers
 
@@ -174,9 +174,9 @@ def node(monkeypatch):
 def test_a_relay_sends_on_what_all_its_ranks_have_said_as_one(node):
     a_node, upstream, timers = node
     for rank in (1, 2):
-        a_node.hear(None, Answers([answer(0, rank)]))
+        a_node.receive(None, Answers([answer(0, rank)]))
         assert not upstream.answers and len(timers) == 1
-    a_node.hear(None, Answers([answer(0, 3)]))
+    a_node.receive(None, Answers([answer(0, 3)]))
     assert upstream.answers == [([1, 2, 3], b"\xc0")] and not timers
     assert not a_node._held and not a_node._due
 
@@ -184,29 +184,29 @@ def test_a_relay_sends_on_what_all_its_ranks_have_said_as_one(node):
 def test_a_relay_waits_for_a_late_rank_a_moment_so_that_the_others_are_not_named_with_it(node):
     a_node, upstream, timers = node
     for rank in (1, 3):
-        a_node.hear(None, Answers([answer(0, rank)]))
+        a_node.receive(None, Answers([answer(0, rank)]))
     timers[0].work()
     assert upstream.answers == [([1, 3], b"\xc0")]
-    a_node.hear(None, Answers([answer(0, 2)]))
+    a_node.receive(None, Answers([answer(0, 2)]))
     assert upstream.answers[1:] == [([2], b"\xc0")]
 
 
 def test_a_relay_sends_on_errors_and_parts_at_once_and_what_came_before_them_first(node):
     a_node, upstream, _ = node
-    a_node.hear(None, Answers([answer(0, 1)]))
-    a_node.hear(None, Answers([answer(5, 2, b"part", more=True)]))
+    a_node.receive(None, Answers([answer(0, 1)]))
+    a_node.receive(None, Answers([answer(5, 2, b"part", more=True)]))
     assert upstream.answers == [([1], b"\xc0"), ([2], b"part")]
-    a_node.hear(None, Answers([answer(0, 2, error="Traceback")]))
+    a_node.receive(None, Answers([answer(0, 2, error="Traceback")]))
     assert upstream.answers[2:] == [([2], b"\xc0")]
 
 
 def test_a_relay_rests_when_all_ranks_have_taken_back_their_wills(node):
     a_node, upstream, _ = node
     for will in ("lost/1", "lost/2", "lost/3"):
-        a_node.change_will("", will)
-    a_node.change_will("lost/1", "")
-    assert isinstance(upstream.sent[-1], Will) and not upstream.sent[-1].key  # it is the one that has started the relay
-    a_node.change_will("lost/3", "")
-    assert not a_node._at_rest.is_set()
+        a_node.change_disconnect_key("", will)
+    a_node.change_disconnect_key("lost/1", "")
+    assert isinstance(upstream.sent[-1], OnDisconnect) and not upstream.sent[-1].key  # it is the one that has started the relay
+    a_node.change_disconnect_key("lost/3", "")
+    assert not a_node._drained.is_set()
     a_node.part(Connection(), "lost/2")
-    assert upstream.sent[-1].key == "lost/2" and a_node._at_rest.is_set()
+    assert upstream.sent[-1].key == "lost/2" and a_node._drained.is_set()

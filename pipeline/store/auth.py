@@ -30,14 +30,14 @@ CHALLENGE = len(GREETING) + NONCE  # bytes that the server says first
 ANSWER = NONCE + MAC  # bytes that the client says to it
 REFUSED = bytes(MAC)
 MAX_MESSAGE = 8 << 20  # bytes
-PROVE_S = 10.0  # for the whole proof
+AUTH_TIMEOUT_S = 10.0  # for the whole proof
 
 LENGTH = struct.Struct(">I")
 HEADER = LENGTH.size + MAC
 NUMBER = struct.Struct(">Q")
 
 
-class NotProven(Exception):
+class AuthenticationError(Exception):
     """The other end does not know the key, or the bytes are not what it sent."""
 
 
@@ -45,14 +45,14 @@ class Refused(PermissionError):
     """The server has refused the key for good. The kernel raises a plain PermissionError where a packet filter is full."""
 
 
-def attempt_key(run_dir: Path, attempt: str, patience_s: float = 10.0) -> bytes:
+def attempt_key(run_dir: Path, attempt: str, wait_s: float = 10.0) -> bytes:
     """The key of one attempt, from the run's secret: ranks of a lost attempt cannot join the next.
 
     A shared file system may show the secret late: it is waited for. Raises FileNotFoundError, PermissionError if others may
     read it or it is a link or another user's, ValueError if it is not 32 bytes in hex.
     """
     path = run_dir / ".secret"
-    deadline = time.monotonic() + patience_s
+    deadline = time.monotonic() + wait_s
     while not listed(path):
         if time.monotonic() > deadline:
             raise FileNotFoundError(f"there is no {path}, by which ranks prove that they belong to this run: submit it again")
@@ -64,10 +64,10 @@ def attempt_key(run_dir: Path, attempt: str, patience_s: float = 10.0) -> bytes:
         secret = bytes.fromhex(file.read(1000).strip())
     if len(secret) != 32:
         raise ValueError(f"{path} holds {len(secret)} bytes, not 32: delete it and submit again")
-    return code_of(secret, b"attempt", attempt.encode())
+    return keyed_hmac(secret, b"attempt", attempt.encode())
 
 
-def code_of(key: bytes, label: bytes, content: bytes) -> bytes:
+def keyed_hmac(key: bytes, label: bytes, content: bytes) -> bytes:
     """Return the HMAC-SHA256 of a labelled content."""
     return hmac.digest(key, label + b"\0" + content, "sha256")
 
@@ -90,23 +90,23 @@ class Channel:
 
     @staticmethod
     def length(header: bytes) -> int:
-        """Bytes of the message that follows this header. Raises NotProven above MAX_MESSAGE."""
+        """Bytes of the message that follows this header. Raises AuthenticationError above MAX_MESSAGE."""
         (length,) = LENGTH.unpack_from(header)
         if length > MAX_MESSAGE:
-            raise NotProven(f"it announced a message of {length} bytes")
+            raise AuthenticationError(f"it announced a message of {length} bytes")
         return length
 
     def verify(self, header: bytes, message: bytes) -> bytes:
-        """The message. Raises NotProven."""
+        """The message. Raises AuthenticationError."""
         expected = hmac.digest(self._receive_key, NUMBER.pack(self._received) + message, "sha256")
         if not hmac.compare_digest(header[LENGTH.size :], expected):
-            raise NotProven("a message was changed, or is not of whom opened the connection")
+            raise AuthenticationError("a message was changed, or is not of whom opened the connection")
         self._received += 1
         return message
 
 
 def next_message(channel: Channel, buffer: bytearray) -> bytes | None:
-    """Take the first message out of what has come, if it is there to its end. Raises NotProven."""
+    """Take the first message out of what has come, if it is there to its end. Raises AuthenticationError."""
     if len(buffer) < HEADER:
         return None
     header = bytes(buffer[:HEADER])
@@ -123,31 +123,31 @@ def challenge() -> bytes:
 
 
 def answer(key: bytes, challenge: bytes) -> bytes:
-    """What the client says to the server's challenge. Raises NotProven if no server of ours said it."""
+    """What the client says to the server's challenge. Raises AuthenticationError if no server of ours said it."""
     if not challenge.startswith(GREETING):
-        raise NotProven("no store of ours answers there")
+        raise AuthenticationError("no store of ours answers there")
     nonce = os.urandom(NONCE)
-    return nonce + code_of(key, b"client", challenge + nonce)
+    return nonce + keyed_hmac(key, b"client", challenge + nonce)
 
 
 def accept(key: bytes, challenge: bytes, answer: bytes) -> tuple[bytes, Channel]:
-    """The server's own proof and its end of the channel. Raises NotProven if the client does not know the key."""
+    """The server's own proof and its end of the channel. Raises AuthenticationError if the client does not know the key."""
     nonce, proof = answer[:NONCE], answer[NONCE:]
     both = challenge + nonce
-    if not hmac.compare_digest(proof, code_of(key, b"client", both)):
-        raise NotProven("it does not know this attempt's secret")
-    channel = Channel(code_of(key, b"to client", both), code_of(key, b"to server", both))
-    return code_of(key, b"server", both), channel
+    if not hmac.compare_digest(proof, keyed_hmac(key, b"client", both)):
+        raise AuthenticationError("it does not know this attempt's secret")
+    channel = Channel(keyed_hmac(key, b"to client", both), keyed_hmac(key, b"to server", both))
+    return keyed_hmac(key, b"server", both), channel
 
 
 def open_channel(key: bytes, challenge: bytes, answer: bytes, proof: bytes) -> Channel:
-    """The client's end. Raises NotProven if the server does not know the key, Refused if it refused ours."""
+    """The client's end. Raises AuthenticationError if the server does not know the key, Refused if it refused ours."""
     if proof == REFUSED:
         raise Refused("the store of rank 0 refuses this rank: it has another secret, or is of another attempt")
     both = challenge + answer[:NONCE]
-    if not hmac.compare_digest(proof, code_of(key, b"server", both)):
-        raise NotProven("what answers there does not know this attempt's secret")
-    return Channel(code_of(key, b"to server", both), code_of(key, b"to client", both))
+    if not hmac.compare_digest(proof, keyed_hmac(key, b"server", both)):
+        raise AuthenticationError("what answers there does not know this attempt's secret")
+    return Channel(keyed_hmac(key, b"to server", both), keyed_hmac(key, b"to client", both))
 
 
 # ---- a client's connection ------------------------------------------------------------------------------------------------
@@ -159,15 +159,15 @@ def connect(address: tuple[str, int], key: bytes, deadline: float) -> tuple[sock
     Raises Refused if the server refuses the key, ConnectionError if the last try failed in another way.
     """
     while True:
-        connection, until = None, time.monotonic() + PROVE_S
+        connection, until = None, time.monotonic() + AUTH_TIMEOUT_S
         try:
-            connection = socket.create_connection(address, timeout=PROVE_S)
+            connection = socket.create_connection(address, timeout=AUTH_TIMEOUT_S)
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             said = receive(connection, CHALLENGE, until)
             own = answer(key, said)
             connection.sendall(own)
             return connection, open_channel(key, said, own, receive(connection, MAC, until))
-        except (OSError, NotProven) as error:
+        except (OSError, AuthenticationError) as error:
             if connection:
                 connection.close()
             if isinstance(error, Refused):

@@ -46,17 +46,17 @@ def batches(items: Iterable[Item], size: Callable[[Item], int]) -> Iterator[list
 # ---- requests ---------------------------------------------------------------------------------------------------------
 
 
-class Told(Request):
+class OneWay(Request):
     """No reply follows."""
 
 
-class Subscribe(Told):
+class Subscribe(OneWay):
     """From now on what is sent to these ranks comes over this connection, as pushed replies: [[call, ranks, message], ...]."""
 
     ranks: list[int]
 
 
-class Send(Told):
+class Send(OneWay):
     """Let each rank have its message. A call may be sent in several pieces; `last` marks the last one."""
 
     call: int
@@ -79,7 +79,7 @@ class Answer(msgspec.Struct, array_like=True, gc=False):
     digest: bytes = b""  # of what follows
 
 
-class Answers(Told):
+class Answers(OneWay):
     answers: list[Answer]
 
 
@@ -113,7 +113,7 @@ class Subscriber(Protocol):
     def push(self, value: Any) -> None: ...
 
 
-class Post:
+class Router:
     """Which connection takes the mail of which rank, and what came for ranks that have not subscribed yet."""
 
     def __init__(self) -> None:
@@ -135,7 +135,7 @@ class Post:
                 del self._ways[rank]
 
     def send(self, call: int, parts: list[Part]) -> None:
-        mail: dict[Subscriber, list[tuple[int, list[int], bytes]]] = {}
+        outgoing: dict[Subscriber, list[tuple[int, list[int], bytes]]] = {}
         for ranks, message in parts:
             members: dict[Subscriber, list[int]] = {}
             for rank in ranks:
@@ -145,8 +145,8 @@ class Post:
                 else:
                     members.setdefault(way, []).append(rank)
             for way, some in members.items():
-                mail.setdefault(way, []).append((call, some, message))
-        for way, messages in mail.items():
+                outgoing.setdefault(way, []).append((call, some, message))
+        for way, messages in outgoing.items():
             way.push(messages)
 
 
@@ -185,7 +185,7 @@ class _Open:
     single: list[Answer] = field(default_factory=list)  # likewise, those with a body that follows
 
 
-class Calls:
+class PendingCalls:
     """Keep what rank 0 has asked, and what it is to be told."""
 
     def __init__(self) -> None:
