@@ -2,9 +2,9 @@
 
     check(world, cluster)          # every rank, between `join` and its role
 
-Every rank looks at its own GPU, the first of a component on a node also at that node (`look.py`). The first rank of each node
+Every rank looks at its own GPU, the first of a component on a node also at that node (`probe.py`). The first rank of each node
 then exchanges messages with its neighbours in the ring of nodes (`network.py`). Rank 0 gathers all that, finds the outliers
-(`judge.py`), and leaves it in the attempt's nodes.json and in its own log (`findings.py`).
+(`diagnosis.py`), and leaves it in the attempt's nodes.json and in its own log (`findings.py`).
 
 What it costs: a message of each rank to rank 0's store; a small file of each node, which rank 0 reads several at a time; two or
 three exchanges of about 0.1 s, which all nodes do at the same time. On one node nothing is sent and no file is written.
@@ -28,11 +28,11 @@ import torch.distributed as dist
 
 from pipeline.attempt import Attempt
 from pipeline.config import ClusterConfig
+from pipeline.node_checks import diagnosis, network, probe
 from pipeline.node_checks import findings as results
-from pipeline.node_checks import judge, look, network
 from pipeline.node_checks.findings import Findings
-from pipeline.node_checks.look import RankReport
 from pipeline.node_checks.network import Link, Rounds
+from pipeline.node_checks.probe import RankReport
 from pipeline.storage import write_durably
 from pipeline.watchdog import Failure, Heartbeat
 from pipeline.world import World
@@ -40,7 +40,7 @@ from pipeline.world import World
 logger = logging.getLogger(__name__)
 
 VERB = "check nodes"
-LOOK_S = 120.0
+PROBE_TIMEOUT_S = 120.0
 """For all ranks to look around: CUDA starts on a busy node, the code is read from a busy file server."""
 CHUNK = 256  # keys that the store is asked for at once
 
@@ -61,8 +61,8 @@ def check(world: World, cluster: ClusterConfig) -> None:
 
 
 def _look(world: World, cluster: ClusterConfig, token: str) -> RankReport:
-    with world.phase("look around"):
-        return look.probe(world.info, world.device, getattr(cluster, world.component), token)
+    with world.phase("probe the node"):
+        return probe.probe_rank(world.info, world.device, getattr(cluster, world.component), token)
 
 
 # ---- every other rank -------------------------------------------------------------------------------------------------------
@@ -70,14 +70,14 @@ def _look(world: World, cluster: ClusterConfig, token: str) -> RankReport:
 
 def _follow(world: World, cluster: ClusterConfig) -> None:
     """It need not know how things stand: until rank 0 calls a verb it loads nothing."""
-    token = _wait(world, "token", LOOK_S, str)
+    token = _wait(world, "token", PROBE_TIMEOUT_S, str)
     report = _look(world, cluster, token)
     _tell(world, f"report/{world.rank}", report)
     if report.node is None or not token:
         return
     for turn in range(network.TURNS):
-        rounds = _wait(world, f"rounds/{turn}", LOOK_S + look.SHARED_S + network.bound_s(network.MOST_ROUNDS), Rounds)
-        look.remove_own(world.info, token)  # rank 0 has read it
+        rounds = _wait(world, f"rounds/{turn}", PROBE_TIMEOUT_S + probe.SHARED_S + network.bound_s(network.MOST_ROUNDS), Rounds)
+        probe.remove_marker(world.info, token)  # rank 0 has read it
         if links := network.exchange(world, turn, rounds):
             _tell(world, f"links/{turn}/{world.rank}", links)
 
@@ -103,23 +103,23 @@ def _lead(world: World, cluster: ClusterConfig) -> None:
     findings = Findings(_nodes(world))
     token = secrets.token_hex(16) if len(findings.ranks) > 1 else ""
     if token:
-        look.leave_own(world.info, token)
+        probe.write_marker(world.info, token)
     _tell(world, "token", token)
     findings.reports[0] = _look(world, cluster, token)
     with world.phase("wait for what other ranks see"):
-        told = _gather(world, "nodes/report", range(1, world.size), LOOK_S)
+        told = _gather(world, "nodes/report", range(1, world.size), PROBE_TIMEOUT_S)
         findings.reports |= {rank: msgspec.msgpack.decode(report, type=RankReport) for rank, report in told.items()}
-    findings.blame(_silent(world, findings.ranks, set(range(world.size)) - set(findings.reports), LOOK_S))
-    findings.blame(judge.reports(findings.ranks, findings.reports, world.workers, cluster))
-    findings.apart, findings.notes = judge.images(findings.reports, world.workers, cluster)
+    findings.blame(_silent(world, findings.ranks, set(range(world.size)) - set(findings.reports), PROBE_TIMEOUT_S))
+    findings.blame(diagnosis.reports(findings.ranks, findings.reports, world.workers, cluster))
+    findings.apart, findings.notes = diagnosis.images(findings.reports, world.workers, cluster)
     if token:
         with world.phase("read what other nodes wrote"):
-            unread = look.unread(world.info, findings.reports, token)
-        findings.blame(judge.shared(findings.ranks, findings.reports, unread))
+            unread = probe.unreadable_markers(world.info, findings.reports, token)
+        findings.blame(diagnosis.shared(findings.ranks, findings.reports, unread))
         _measure(world, findings, cluster.node_checks.min_gb_per_s)
-        look.remove_own(world.info, token)
-        findings.blame(judge.links(findings.names, findings.links, cluster.node_checks.min_gb_per_s))
-        findings.blame(judge.clocks(findings.names, findings.links, cluster.node_checks.max_clock_skew_s))
+        probe.remove_marker(world.info, token)
+        findings.blame(diagnosis.links(findings.names, findings.links, cluster.node_checks.min_gb_per_s))
+        findings.blame(diagnosis.clocks(findings.names, findings.links, cluster.node_checks.max_clock_skew_s))
     record = results.record(findings, time.perf_counter() - start)
     write_durably(world.info.folder / "nodes.json", json.dumps(record, indent=1) + "\n")
     logger.info(results.text(record))
@@ -132,7 +132,7 @@ def _lead(world: World, cluster: ClusterConfig) -> None:
 def _nodes(world: World) -> dict[str, list[int]]:
     """Return the ranks of each node."""
     found: dict[str, list[int]] = {}
-    for rank, node in _gather(world, "here", range(world.size), LOOK_S).items():
+    for rank, node in _gather(world, "here", range(world.size), PROBE_TIMEOUT_S).items():
         found.setdefault(node.decode(), []).append(rank)
     return found
 
@@ -181,7 +181,7 @@ def _silent(world: World, nodes: dict[str, list[int]], absent: set[int], timeout
 
 def _fail_apart(world: World, findings: Findings, cluster: ClusterConfig) -> None:
     """Name the components that differ to people. No node is to blame, and none is left out."""
-    headline, how = judge.remedy(findings.apart, world.workers, cluster)
+    headline, how = diagnosis.remedy(findings.apart, world.workers, cluster)
     others = "".join(f"; {node}: {'; '.join(why)}" for node, why in findings.problems.items())
     message = f"{headline}: {'; '.join(findings.apart.values())}. {how}{others}"
     Failure(world.rank, world.component, world.info.node, VERB, "", message).record(world.info.folder)
@@ -196,7 +196,7 @@ def _fail(world: World, findings: Findings) -> None:
     bad = {node: "; ".join(findings.problems[node]) for node in findings.ranks if node in findings.problems}
     total = len(findings.ranks)
     headline, how = f"{len(bad)} of {total} nodes failed the checks" if total > 1 else "the node failed its checks", ""
-    undecided = {node for node, why in findings.problems.items() if all(isinstance(line, judge.Undecided) for line in why)}
+    undecided = {node for node, why in findings.problems.items() if all(isinstance(line, diagnosis.Undecided) for line in why)}
     surely = {node: why for node, why in bad.items() if node not in undecided}
     if not surely:
         headline += ", which differ: nobody can tell which is right, so none is left out and the run stops"

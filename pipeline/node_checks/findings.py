@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-from pipeline.node_checks import judge
-from pipeline.node_checks.look import RankReport
+from pipeline.node_checks import diagnosis
 from pipeline.node_checks.network import Link, Pair
+from pipeline.node_checks.probe import RankReport
 
 
 @dataclass
@@ -41,11 +41,11 @@ def record(findings: Findings, seconds: float) -> dict[str, Any]:
 
     GB are 10^9 bytes; `gb_per_s` is by the node at the other end; `clock_skew_s` is how far a node's clock is ahead of
     rank 0's, null if it was not measured."""
-    skews, speeds = judge.against_first(findings.links), _speeds(findings)
+    skews, speeds = diagnosis.against_first(findings.links), _speeds(findings)
     nodes = {}
     for node, ranks in findings.ranks.items():
         there = [findings.reports[rank] for rank in ranks if rank in findings.reports]
-        looks = [report.node for report in there if report.node]
+        node_reports = [report.node for report in there if report.node]
         skew, error = skews.get(ranks[0], (None, None))
         nodes[node] = {
             "ranks": ranks,
@@ -60,11 +60,11 @@ def record(findings: Findings, seconds: float) -> dict[str, Any]:
             "gb_per_s": speeds[node],
             "clock_skew_s": None if skew is None else round(skew, 6),
             "clock_error_s": None if error is None else round(error, 6),
-            "code": looks[0].code if looks else None,
-            "versions": [look.versions for look in looks],  # of each component
-            "memory_gb": round(looks[0].memory_gb, 2) if looks else None,
-            "cpu": looks[0].cpu if looks else None,
-            "free_gb": {folder: round(free, 3) for look in looks for folder, free in look.free_gb.items()},
+            "code": node_reports[0].code if node_reports else None,
+            "versions": [report.versions for report in node_reports],  # of each component
+            "memory_gb": round(node_reports[0].memory_gb, 2) if node_reports else None,
+            "cpu": node_reports[0].cpu if node_reports else None,
+            "free_gb": {folder: round(free, 3) for report in node_reports for folder, free in report.free_gb.items()},
         }
     return {"seconds": round(seconds, 3), "nodes": nodes, "images": [*findings.apart.values()], "notes": findings.notes}
 

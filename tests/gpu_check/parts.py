@@ -88,7 +88,7 @@ def versions() -> dict[str, str | None]:
 # ---- tests ------------------------------------------------------------------------------------------------------------------
 
 AREAS: dict[str, tuple] = {  # area -> modules that its tests import, then files
-    "nodes": (("pytest",), "tests/world/test_node_looks.py"),
+    "nodes": (("pytest",), "tests/world/test_node_probes.py"),
     "FSDP2": (("pytest", "peft"), *(f"tests/train/test_{name}.py" for name in ("cuda", "compiled_cuda", "kernels", "offload"))),
     "Megatron-Core": (("pytest", "megatron.core"), "tests/train/megatron/test_cuda.py"),
     "memory": (("pytest", "megatron.core", "peft"), "tests/launch/plan/test_memory_cuda.py"),

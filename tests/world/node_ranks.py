@@ -18,7 +18,7 @@ import torch.distributed as dist
 from pipeline import node_checks, rank_log
 from pipeline.config import ClusterConfig, ComponentConfig, TimeoutsConfig
 from pipeline.config.cluster import NodeChecksConfig
-from pipeline.node_checks import look, network
+from pipeline.node_checks import network, probe
 from pipeline.watchdog import Watchdog
 from pipeline.world import RankInfo, WorkerGroups, World, join, leave, open_store, wait_for_all
 
@@ -38,12 +38,12 @@ def break_node(fault: str | None, info: RankInfo) -> RankInfo:
             return replace(info, folder=stale)
         case "other code":
             copy = info.folder.parent / f"code{info.rank}"
-            for part in look.SOURCES:
-                shutil.copytree(look.ROOT / part, copy / part, ignore=shutil.ignore_patterns("__pycache__"))
+            for part in probe.SOURCES:
+                shutil.copytree(probe.ROOT / part, copy / part, ignore=shutil.ignore_patterns("__pycache__"))
             (copy / "pipeline/main.py").write_text("an older version")
-            look.ROOT = copy
+            probe.ROOT = copy
         case "full":
-            look._statvfs_gb = lambda folder: 0.001
+            probe._statvfs_gb = lambda folder: 0.001
         case "slow":
             real_send = dist.isend
 
@@ -58,16 +58,16 @@ def break_node(fault: str | None, info: RankInfo) -> RankInfo:
                 _Nothing() if message.numel() > 1000 else send(message, *to, **keywords)
             )
         case "other network":  # than NCCL takes in the image of the other component
-            real_versions = look.versions
-            look.versions = lambda uses_gpus: real_versions(uses_gpus) | {look.NETWORK: "Socket"}
+            real_versions = probe.versions
+            probe.versions = lambda uses_gpus: real_versions(uses_gpus) | {probe.NETWORK: "Socket"}
         case "one network":
-            real_versions = look.versions
-            look.versions = lambda uses_gpus: real_versions(uses_gpus) | {look.NETWORK: "IB"}
+            real_versions = probe.versions
+            probe.versions = lambda uses_gpus: real_versions(uses_gpus) | {probe.NETWORK: "IB"}
         case "older Python":
-            real_versions = look.versions
-            look.versions = lambda uses_gpus: real_versions(uses_gpus) | {"python": "3.1"}
+            real_versions = probe.versions
+            probe.versions = lambda uses_gpus: real_versions(uses_gpus) | {"python": "3.1"}
         case "stuck":
-            look.versions = lambda uses_gpus: time.sleep(600)
+            probe.versions = lambda uses_gpus: time.sleep(600)
     return info
 
 
@@ -78,9 +78,9 @@ class _Nothing:
 
 def rank_main(run_dir: Path, nodes: list[str], rank: int, faults: dict[str, str]) -> None:
     rank_log.log_to_stderr()
-    look.SHARED_S, network.PROBE_BYTES = 1.0, 1 << 18  # a slow node needs no longer than that
+    probe.SHARED_S, network.PROBE_BYTES = 1.0, 1 << 18  # a slow node needs no longer than that
     if {"dead", "stuck"} & set(faults.values()):
-        network.LINK_S, node_checks.LOOK_S = 3.0, 8.0
+        network.LINK_S, node_checks.PROBE_TIMEOUT_S = 3.0, 8.0
     size, local_rank = len(nodes), nodes[:rank].count(nodes[rank])
     info = RankInfo(rank, size, local_rank, nodes[rank], "127.0.0.1", run_dir / "attempts/1")
     workers = WorkerGroups(tuple(range(size)), (), ())

@@ -6,9 +6,9 @@ import pytest
 
 from pipeline import builds
 from pipeline.config import ClusterConfig, ComponentConfig
-from pipeline.node_checks import judge, look, network
-from pipeline.node_checks.look import GPU, Node, RankReport
+from pipeline.node_checks import diagnosis, network, probe
 from pipeline.node_checks.network import Link
+from pipeline.node_checks.probe import GPUReport, NodeReport, RankReport
 from pipeline.world import WorkerGroups
 
 # ---- the network ------------------------------------------------------------------------------------------------------------
@@ -35,7 +35,7 @@ def measured(size: int, slow: set[int], cut: set[frozenset] = frozenset(), dead:
             link = Link(*pair, problem="no answer") if dead & set(pair) else Link(*pair, speed)
             links[pair] = network.better(link, links.get(pair))
         rounds = network.again(links, 10.0)
-    return set(judge.links(names, links, 10.0))
+    return set(diagnosis.links(names, links, 10.0))
 
 
 @pytest.mark.parametrize("size", [3, 4, 5, 8, 101])
@@ -67,10 +67,10 @@ def test_where_the_slow_end_cannot_be_told_both_are_named():
 def test_without_a_bound_only_a_dead_way_counts():
     names = {0: "a", 1: "b", 2: "c"}
     links = {(0, 1): Link(0, 1, 0.001), (1, 2): Link(1, 2, 50.0), (0, 2): Link(0, 2, 50.0)}
-    assert judge.links(names, links, None) == {}
+    assert diagnosis.links(names, links, None) == {}
     links[0, 1] = Link(0, 1, problem="no answer for 20 s")
     links[0, 2] = Link(0, 2, problem="no answer for 20 s")
-    assert judge.links(names, links, None) == {"a": ["no network to b (no answer for 20 s) and c (no answer for 20 s)"]}
+    assert diagnosis.links(names, links, None) == {"a": ["no network to b (no answer for 20 s) and c (no answer for 20 s)"]}
 
 
 # ---- clocks -----------------------------------------------------------------------------------------------------------------
@@ -82,7 +82,7 @@ def clocks(ahead: dict[int, float], error_s: float = 1e-4, dead: tuple[tuple[int
     for one, other in [pair for pairs in network.ring(list(ahead)) for pair in pairs]:
         well = Link(one, other, 1.0, ahead[other] - ahead[one], error_s)
         links[one, other] = Link(one, other, problem="dead") if (one, other) in dead else well
-    return links, judge.clocks({rank: f"node{rank}" for rank in ahead}, links, 5.0)
+    return links, diagnosis.clocks({rank: f"node{rank}" for rank in ahead}, links, 5.0)
 
 
 def test_the_wrong_clock_is_that_of_the_minority():
@@ -97,10 +97,10 @@ def test_the_wrong_clock_is_that_of_the_minority():
 
 def test_clocks_add_up_along_the_ring_and_so_do_their_errors():
     links, found = clocks(dict.fromkeys(range(7), 0.0) | {3: 2.0})
-    assert judge.against_first(links)[3] == pytest.approx((2.0, 3e-4))
+    assert diagnosis.against_first(links)[3] == pytest.approx((2.0, 3e-4))
     assert found == {}
     links, found = clocks(dict.fromkeys(range(7), 0.0) | {2: 60.0}, dead=((1, 2),))  # the other way round
-    assert judge.against_first(links)[2] == pytest.approx((60.0, 5e-4))
+    assert diagnosis.against_first(links)[2] == pytest.approx((60.0, 5e-4))
     assert list(found) == ["node2"]
     assert clocks({0: 0, 1: 0, 2: 6, 3: 0}, error_s=1.0)[1] == {}  # 2 s of error: it may be within 5 s
 
@@ -114,9 +114,9 @@ def reports(nodes: int = 3, per_node: int = 2) -> dict[int, RankReport]:
     for rank in range(nodes * per_node):
         first = rank - rank % per_node
         uuids = [f"gpu-{first + i}" for i in range(per_node)]
-        gpu = GPU(uuids[rank % per_node], "NVIDIA H100", 85.0, 0.6, uuids)
+        gpu = GPUReport(uuids[rank % per_node], "NVIDIA H100", 85.0, 0.6, uuids)
         free = {"/tmp": 100.0, "/dev/shm": 50.0}
-        node = Node("digest", {"python": "3.11.7", "driver": "550.1"}, free, 500.0, "", dict.fromkeys(uuids, 0))
+        node = NodeReport("digest", {"python": "3.11.7", "driver": "550.1"}, free, 500.0, "", dict.fromkeys(uuids, 0))
         seen[rank] = RankReport(rank, 0.1, gpu, node if rank % per_node == 0 else None)
     return seen
 
@@ -131,7 +131,7 @@ def judged(
     ranks = {f"n{i}": [*range(i * per_node, (i + 1) * per_node)] for i in range(nodes)}
     component = ComponentConfig(nodes=nodes, gpus_per_node=per_node, gpu_memory_gb=asked_gb)
     cluster = ClusterConfig(train=component, generate=replace(component))
-    return judge.reports(ranks, seen, workers or WorkerGroups(tuple(range(nodes * per_node)), (), ()), cluster)
+    return diagnosis.reports(ranks, seen, workers or WorkerGroups(tuple(range(nodes * per_node)), (), ()), cluster)
 
 
 def test_healthy_nodes_have_no_problems():
@@ -163,7 +163,7 @@ def break_sight(seen: dict[int, RankReport], fault: str) -> None:
         case "wrong":
             gpu.problem = "7 of the 1048576 numbers of a product of bfloat16 matrices are wrong"
         case "none":
-            seen[3].gpu = seen[2].gpu = GPU(problem="torch finds no GPU that it can use")
+            seen[3].gpu = seen[2].gpu = GPUReport(problem="torch finds no GPU that it can use")
         case "errors":
             node.errors["gpu-3"] = 4
         case "driver":
@@ -236,30 +236,30 @@ def test_components_whose_images_cannot_talk_are_named_with_their_images():
         train=ComponentConfig(container_image="/a.sqsh"), generate=ComponentConfig(container_image="/b.sqsh")
     )
     workers = WorkerGroups((0, 1), (2, 3), ((2,), (3,)))
-    one = {builds.TORCH: "2.13.0 (x)", builds.CUDA: "13.0", builds.NCCL: "2.30.7", look.NETWORK: "IB"}
-    assert judge.images(with_versions(one, one, one, one), workers, cluster) == ({}, [])
+    one = {builds.TORCH: "2.13.0 (x)", builds.CUDA: "13.0", builds.NCCL: "2.30.7", probe.NETWORK: "IB"}
+    assert diagnosis.images(with_versions(one, one, one, one), workers, cluster) == ({}, [])
     for changed, told in (
         ({builds.NCCL: "2.27.5"}, "NCCL is 2.30.7 in cluster.train.container_image=/a.sqsh, 2.27.5 in"),
-        ({look.NETWORK: "Socket"}, "NCCL's network is IB in cluster.train.container_image=/a.sqsh, Socket in"),
+        ({probe.NETWORK: "Socket"}, "NCCL's network is IB in cluster.train.container_image=/a.sqsh, Socket in"),
         ({builds.TORCH: "2.12.1 (x)"}, "torch's release is 2.13.0 in cluster.train.container_image=/a.sqsh, 2.12.1 in"),
         ({builds.TORCH: "2.13.1 (x)"}, "torch's release is 2.13.0 in cluster.train.container_image=/a.sqsh, 2.13.1 in"),
         ({builds.CUDA: "12.8"}, "CUDA's major release is 13 in cluster.train.container_image=/a.sqsh, 12 in"),
     ):
         other = one | changed
         seen = with_versions(one, one, other, other)
-        apart, notes = judge.images(seen, workers, cluster)
+        apart, notes = diagnosis.images(seen, workers, cluster)
         (why,) = apart.values()
         assert why == f"{told} cluster.generate.container_image=/b.sqsh"
         assert len(notes) == len({builds.TORCH, builds.CUDA} & set(changed))
-        shared = judge.images(seen, replace(workers, colocated=True), cluster)  # they talk over gloo
+        shared = diagnosis.images(seen, replace(workers, colocated=True), cluster)  # they talk over gloo
         assert len(shared[0]) == (builds.TORCH in changed)
-    assert judge.images(with_versions(one, one, *[one | {builds.CUDA: "13.2"}] * 2), workers, cluster)[0] == {}
+    assert diagnosis.images(with_versions(one, one, *[one | {builds.CUDA: "13.2"}] * 2), workers, cluster)[0] == {}
     build = one | {builds.TORCH: "2.13.0a0+nv26.07 (y)"}
-    apart, (note,) = judge.images(with_versions(one, one, build, build), workers, cluster)
+    apart, (note,) = diagnosis.images(with_versions(one, one, build, build), workers, cluster)
     assert apart == {} and "2.13.0 (x) in" in note and "2.13.0a0+nv26.07 (y) in" in note
-    odd = one | {look.NETWORK: "Socket"}  # a node without its network card's devices: it is the node, not the image
+    odd = one | {probe.NETWORK: "Socket"}  # a node without its network card's devices: it is the node, not the image
     seen = with_versions(one, odd, one, one)
-    assert judge.images(seen, workers, cluster) == ({}, [])
+    assert diagnosis.images(seen, workers, cluster) == ({}, [])
     assert sorted(judged(seen, 4, 1, workers)) == ["n1"]
 
 
@@ -268,38 +268,38 @@ def test_components_of_one_image_are_not_told_to_change_it(image):
     """As train nodes with InfiniBand and generate nodes with Ethernet."""
     one = ComponentConfig(container_image=image)
     cluster, workers = ClusterConfig(train=one, generate=replace(one)), WorkerGroups((0,), (1,), ((1,),))
-    told = {builds.TORCH: "2.13.0 (x)", builds.CUDA: "13.0", builds.NCCL: "2.30.7", look.NETWORK: "IB"}
-    apart, _ = judge.images(with_versions(told, told | {look.NETWORK: "Socket"}), workers, cluster)
+    told = {builds.TORCH: "2.13.0 (x)", builds.CUDA: "13.0", builds.NCCL: "2.30.7", probe.NETWORK: "IB"}
+    apart, _ = diagnosis.images(with_versions(told, told | {probe.NETWORK: "Socket"}), workers, cluster)
     assert list(apart.values()) == ["NCCL's network is IB in cluster.train, Socket in cluster.generate"]
     how = "Try env_vars: {NCCL_NET: Socket} in cluster.train and cluster.generate"
-    assert judge.remedy(apart, workers, cluster) == ("the components take different networks", how)
-    apart, _ = judge.images(with_versions(told, told | {builds.NCCL: "2.27.5"}), workers, cluster)
-    assert judge.remedy(apart, workers, cluster) == (
+    assert diagnosis.remedy(apart, workers, cluster) == ("the components take different networks", how)
+    apart, _ = diagnosis.images(with_versions(told, told | {builds.NCCL: "2.27.5"}), workers, cluster)
+    assert diagnosis.remedy(apart, workers, cluster) == (
         "the components' installations do not form one world",
         "Try a python that has the same PyTorch, CUDA and NCCL in cluster.train and cluster.generate",
     )
     other = replace(cluster, generate=ComponentConfig(container_image="/b.sqsh"))
-    assert "Try images that containers/build.sh made" in judge.remedy(apart, workers, other)[1]
+    assert "Try images that containers/build.sh made" in diagnosis.remedy(apart, workers, other)[1]
 
 
 def test_a_node_that_does_not_tell_its_network_is_not_to_blame():
-    told = {builds.TORCH: "2.13.0 (x)", builds.NCCL: "2.30.7", look.NETWORK: "IB"}
+    told = {builds.TORCH: "2.13.0 (x)", builds.NCCL: "2.30.7", probe.NETWORK: "IB"}
     silent = {builds.TORCH: "2.13.0 (x)", builds.NCCL: "2.30.7"}
     workers = WorkerGroups((0, 1, 2, 3), (), ())
     assert judged(with_versions(told, silent, told, told), 4, 1, workers) == {}
     assert judged(with_versions(told, silent, silent, silent), 4, 1, workers) == {}
-    found = judged(with_versions(told, silent, told | {look.NETWORK: "Socket"}, told), 4, 1, workers)
+    found = judged(with_versions(told, silent, told | {probe.NETWORK: "Socket"}, told), 4, 1, workers)
     assert found == {"n2": ["NCCL's network (train): Socket, but IB on 2 others"]}
-    without_nccl = {builds.TORCH: "2.13.0 (x)", look.NETWORK: "IB"}  # that is an older or another image
+    without_nccl = {builds.TORCH: "2.13.0 (x)", probe.NETWORK: "IB"}  # that is an older or another image
     found = judged(with_versions(told, without_nccl, told, told), 4, 1, workers)
     assert found == {"n1": ["NCCL (train): none, but 2.30.7 on 3 others"]}
 
 
 def test_where_nobody_can_tell_which_is_right_it_is_said():
-    (one,), (other,) = judge.outliers({"a": "1", "b": "2"}, "x").values()
-    assert isinstance(one, judge.Undecided) and isinstance(other, judge.Undecided)
-    ((sure,),) = judge.outliers({"a": "1", "b": "2", "c": "1"}, "x").values()
-    assert not isinstance(sure, judge.Undecided)
+    (one,), (other,) = diagnosis.outliers({"a": "1", "b": "2"}, "x").values()
+    assert isinstance(one, diagnosis.Undecided) and isinstance(other, diagnosis.Undecided)
+    ((sure,),) = diagnosis.outliers({"a": "1", "b": "2", "c": "1"}, "x").values()
+    assert not isinstance(sure, diagnosis.Undecided)
 
 
 def drivers(train: list[str], generate: list[str]) -> tuple[list[str], list[str]]:
@@ -307,7 +307,7 @@ def drivers(train: list[str], generate: list[str]) -> tuple[list[str], list[str]
     size, first = len(train) + len(generate), len(train)
     workers = WorkerGroups(tuple(range(first)), tuple(range(first, size)), ())
     found = judged(with_versions(*({"driver": version} for version in train + generate)), size, 1, workers)
-    undecided = [node for node, why in found.items() if isinstance(why[0], judge.Undecided)]
+    undecided = [node for node, why in found.items() if isinstance(why[0], diagnosis.Undecided)]
     return [node for node in found if node not in undecided], undecided
 
 
@@ -326,10 +326,10 @@ def test_each_component_may_have_a_python_of_its_own():
 
 def test_nodes_of_the_other_components_decide_which_of_two_networks_is_wrong():
     workers, cluster = WorkerGroups((0, 1, 2), (3, 4), ((3,), (4,))), ClusterConfig()
-    told, without_card = {look.NETWORK: "IB"}, {look.NETWORK: "Socket"}
+    told, without_card = {probe.NETWORK: "IB"}, {probe.NETWORK: "Socket"}
     seen = with_versions(told, told, told, without_card, told)
     assert list(judged(seen, 5, 1, workers)) == ["n3"]
-    assert judge.images(seen, workers, cluster) == ({}, [])
+    assert diagnosis.images(seen, workers, cluster) == ({}, [])
 
 
 def test_components_on_one_node_have_gpus_of_their_own():
@@ -339,26 +339,26 @@ def test_components_on_one_node_have_gpus_of_their_own():
         for report in (seen[rank], seen[rank + 1]):
             report.gpu.visible = [f"gpu-{rank}", f"gpu-{rank + 1}"]
     cluster = ClusterConfig(train=ComponentConfig(gpus_per_node=2), generate=ComponentConfig(gpus_per_node=2))
-    assert judge.reports({"n0": [0, 1, 2, 3]}, seen, workers, cluster) == {}
+    assert diagnosis.reports({"n0": [0, 1, 2, 3]}, seen, workers, cluster) == {}
     seen[2].gpu.uuid = "gpu-1"
-    found = judge.reports({"n0": [0, 1, 2, 3]}, seen, workers, cluster)
+    found = diagnosis.reports({"n0": [0, 1, 2, 3]}, seen, workers, cluster)
     assert found == {"n0": ["rank 1 (train) and rank 2 (generate) use the same GPU gpu-1"]}
-    assert judge.reports({"n0": [0, 1, 2, 3]}, seen, replace(workers, colocated=True), cluster) == {}
+    assert diagnosis.reports({"n0": [0, 1, 2, 3]}, seen, replace(workers, colocated=True), cluster) == {}
 
 
 def test_the_odd_ones_are_the_minority_and_without_a_majority_all():
-    assert judge.outliers({"a": "1", "b": "1"}, "x") == {}
-    assert judge.outliers({"a": "1", "b": "2", "c": "1"}, "x") == {"b": ["x: 2, but 1 on 2 others"]}
-    assert judge.outliers({"a": "1", "b": "2"}, "x") == {"a": ["x: 1, but 2 elsewhere"], "b": ["x: 2, but 1 elsewhere"]}
-    assert sorted(judge.outliers({"a": "1", "b": "1", "c": "2", "d": "2"}, "x")) == ["a", "b", "c", "d"]
+    assert diagnosis.outliers({"a": "1", "b": "1"}, "x") == {}
+    assert diagnosis.outliers({"a": "1", "b": "2", "c": "1"}, "x") == {"b": ["x: 2, but 1 on 2 others"]}
+    assert diagnosis.outliers({"a": "1", "b": "2"}, "x") == {"a": ["x: 1, but 2 elsewhere"], "b": ["x: 2, but 1 elsewhere"]}
+    assert sorted(diagnosis.outliers({"a": "1", "b": "1", "c": "2", "d": "2"}, "x")) == ["a", "b", "c", "d"]
 
 
 def test_who_does_not_share_the_run_folder():
     ranks = {f"n{i}": [i] for i in range(4)}
     seen = reports(nodes=4, per_node=1)
-    assert judge.shared(ranks, seen, {}) == {}
-    assert list(judge.shared(ranks, seen, {2: "no such file"})) == ["n2"]
+    assert diagnosis.shared(ranks, seen, {}) == {}
+    assert list(diagnosis.shared(ranks, seen, {2: "no such file"})) == ["n2"]
     for rank in (1, 2, 3):
         seen[rank].node.shared = "no such file"
-    assert list(judge.shared(ranks, seen, {})) == ["n0"]  # rank 0's own node sees something else than all others
-    assert sorted(judge.shared({"n0": [0], "n1": [1]}, seen, {})) == ["n0", "n1"]
+    assert list(diagnosis.shared(ranks, seen, {})) == ["n0"]  # rank 0's own node sees something else than all others
+    assert sorted(diagnosis.shared({"n0": [0], "n1": [1]}, seen, {})) == ["n0", "n1"]

@@ -36,7 +36,7 @@ SMI_S = 20.0
 """For nvidia-smi, which takes up to some seconds where no persistence daemon runs. A driver that is stuck never answers."""
 
 
-class GPU(msgspec.Struct, array_like=True):
+class GPUReport(msgspec.Struct, array_like=True):
     """A GPU, as the rank sees it that will use it."""
 
     uuid: str = ""
@@ -47,7 +47,7 @@ class GPU(msgspec.Struct, array_like=True):
     problem: str = ""
 
 
-class Node(msgspec.Struct, array_like=True):
+class NodeReport(msgspec.Struct, array_like=True):
     """A node, as a component sees it: containers may differ in any of it."""
 
     code: str  # digest of the sources
@@ -65,16 +65,16 @@ class RankReport(msgspec.Struct, array_like=True):
 
     rank: int
     seconds: float
-    gpu: GPU | None = None  # None in a component without GPUs
-    node: Node | None = None  # of the first rank of a component on a node
+    gpu: GPUReport | None = None  # None in a component without GPUs
+    node: NodeReport | None = None  # of the first rank of a component on a node
 
 
-def probe(info: RankInfo, device: torch.device, component: ComponentConfig, token: str) -> RankReport:
+def probe_rank(info: RankInfo, device: torch.device, component: ComponentConfig, token: str) -> RankReport:
     """Return what this rank sees. token: what rank 0 wrote into the shared folder; empty: there is but one node."""
     start = time.perf_counter()
     uses_gpus = component.gpus_per_node > 0
-    gpu = look_at_gpu(device) if uses_gpus else None
-    node = look_at_node(info, token, uses_gpus) if info.local_rank == 0 else None
+    gpu = probe_gpu(device) if uses_gpus else None
+    node = probe_node(info, token, uses_gpus) if info.local_rank == 0 else None
     if node and token and gpu and not gpu.problem and (network := nccl.network(gpu.uuid)):
         node.versions[NETWORK] = network
     return RankReport(info.rank, time.perf_counter() - start, gpu, node)
@@ -83,18 +83,18 @@ def probe(info: RankInfo, device: torch.device, component: ComponentConfig, toke
 # ---- GPUs -------------------------------------------------------------------------------------------------------------------
 
 
-def look_at_gpu(device: torch.device) -> GPU:
+def probe_gpu(device: torch.device) -> GPUReport:
     """Return what this rank sees of its GPU. device: this rank's; the CPU where torch finds no GPU."""
     if device.type != "cuda":
-        return GPU(problem=f"torch finds no GPU that it can use{_driver_note(torch.version.cuda, driver_version())}")
-    gpu = GPU()
+        return GPUReport(problem=f"torch finds no GPU that it can use{_driver_note(torch.version.cuda, driver_version())}")
+    gpu = GPUReport()
     try:
         properties = torch.cuda.get_device_properties(device)
         gpu.uuid, gpu.name = str(properties.uuid), properties.name
         gpu.visible = [str(torch.cuda.get_device_properties(i).uuid) for i in range(torch.cuda.device_count())]
         free, total = torch.cuda.mem_get_info(device)
         gpu.memory_gb, gpu.used_gb = total / 1e9, (total - free) / 1e9
-        gpu.problem = multiply(device)
+        gpu.problem = check_matmul(device)
     except (RuntimeError, AssertionError) as error:  # torch raises both when CUDA does not start
         gpu.problem = f"{type(error).__name__}: {error}".partition("\n")[0]
     return gpu
@@ -112,7 +112,7 @@ def _driver_note(cuda: str | None, driver: str | None) -> str:
     return f": torch is built for CUDA {cuda}, which needs driver {oldest} or newer, and this is {driver}"
 
 
-def multiply(device: torch.device) -> str:
+def check_matmul(device: torch.device) -> str:
     """Return what is wrong with products of zeros and ones, 128 to a sum: exact in either precision on any device."""
     draw = torch.Generator().manual_seed(0)
     one, other = (torch.randint(0, 2, size, generator=draw).float() for size in ((1024, 128), (128, 1024)))
@@ -142,14 +142,14 @@ def memory_errors() -> tuple[dict[str, int], str]:
 # ---- the node ---------------------------------------------------------------------------------------------------------------
 
 
-def look_at_node(info: RankInfo, token: str, uses_gpus: bool) -> Node:
+def probe_node(info: RankInfo, token: str, uses_gpus: bool) -> NodeReport:
     try:
         code = code_digest(ROOT)
     except OSError as error:
         code = f"unreadable ({error.strerror})"
-    node = Node(code, versions(uses_gpus), free_space(), available_memory(), cpu=processors())
+    node = NodeReport(code, versions(uses_gpus), free_space(), available_memory(), cpu=processors())
     if token:
-        node.shared = look_at_shared(info, token)
+        node.shared = check_shared_folder(info, token)
     if uses_gpus:
         node.errors, node.driver = memory_errors()
     return node
@@ -224,17 +224,17 @@ def processors() -> str:
 # ---- the shared folder ------------------------------------------------------------------------------------------------------
 
 
-def look_at_shared(info: RankInfo, token: str) -> str:
+def check_shared_folder(info: RankInfo, token: str) -> str:
     """Read what rank 0 wrote and leave something for it to read. Return what is wrong, or ''."""
     if info.rank:
         try:
-            leave_own(info, token)
+            write_marker(info, token)
         except OSError as error:
             return f"{info.folder} cannot be written: {error.strerror}"
     return _misread(info, 0, token, time.monotonic() + SHARED_S)
 
 
-def unread(info: RankInfo, reports: dict[int, RankReport], token: str) -> dict[int, str]:
+def unreadable_markers(info: RankInfo, reports: dict[int, RankReport], token: str) -> dict[int, str]:
     """Return, on rank 0, what is wrong with the files of those ranks that wrote one."""
     writers = [rank for rank, report in reports.items() if rank and report.node is not None and not report.node.shared]
     deadline = time.monotonic() + SHARED_S
@@ -243,14 +243,14 @@ def unread(info: RankInfo, reports: dict[int, RankReport], token: str) -> dict[i
         return {rank: why for rank, why in zip(writers, answers, strict=True) if why}
 
 
-def leave_own(info: RankInfo, token: str) -> None:
+def write_marker(info: RankInfo, token: str) -> None:
     with open(_file(info, info.rank, token), "w") as file:
         file.write(_content(info.rank, token))
         file.flush()
         os.fsync(file.fileno())
 
 
-def remove_own(info: RankInfo, token: str) -> None:
+def remove_marker(info: RankInfo, token: str) -> None:
     with contextlib.suppress(OSError):  # a folder that is not as it should be has been told of
         _file(info, info.rank, token).unlink()
 

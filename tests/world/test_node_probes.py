@@ -13,7 +13,7 @@ import torch
 
 from launch.attempts import AttemptFolder
 from pipeline import builds, config
-from pipeline.node_checks import look, nccl
+from pipeline.node_checks import nccl, probe
 from tests.launch.model import write_recipe
 from tests.problems import refused
 from tests.world.secret import write_secret
@@ -25,7 +25,7 @@ ROOT = Path(__file__).parents[2]
 
 
 def test_products_are_compared_number_by_number(monkeypatch):
-    assert look.multiply(torch.device("cpu")) == ""
+    assert probe.check_matmul(torch.device("cpu")) == ""
     right = torch.Tensor.__matmul__
 
     def wrong(one, other):
@@ -35,18 +35,18 @@ def test_products_are_compared_number_by_number(monkeypatch):
         return product
 
     monkeypatch.setattr(torch.Tensor, "__matmul__", wrong)
-    assert look.multiply(torch.device("cpu")) == "1 of the 1048576 numbers of a product of bfloat16 matrices are wrong"
+    assert probe.check_matmul(torch.device("cpu")) == "1 of the 1048576 numbers of a product of bfloat16 matrices are wrong"
 
 
 @pytest.mark.gpu
 def test_a_real_gpu_is_seen_as_it_is():
-    gpu = look.look_at_gpu(torch.device("cuda", 0))
+    gpu = probe.probe_gpu(torch.device("cuda", 0))
     assert gpu.problem == ""
     assert gpu.uuid in gpu.visible and len(gpu.visible) == torch.cuda.device_count()
     assert gpu.memory_gb > 1 and gpu.name == torch.cuda.get_device_name(0)
-    errors, driver = look.memory_errors()
+    errors, driver = probe.memory_errors()
     assert driver == "" and set(errors.values()) <= {0}
-    assert {builds.NCCL, "driver"} <= set(look.versions(uses_gpus=True))
+    assert {builds.NCCL, "driver"} <= set(probe.versions(uses_gpus=True))
     assert nccl.network(gpu.uuid)
 
 
@@ -108,8 +108,8 @@ def test_nccl_is_asked_in_a_process_of_its_own(tmp_path, monkeypatch):
     ],
 )
 def test_why_torch_may_find_no_gpu(cuda, driver, note):
-    assert look._driver_note(cuda, driver) == note
-    assert look._driver_note(None, driver).endswith(" is built without CUDA")
+    assert probe._driver_note(cuda, driver) == note
+    assert probe._driver_note(None, driver).endswith(" is built without CUDA")
 
 
 @pytest.mark.parametrize(
@@ -129,34 +129,34 @@ def test_what_nvidia_smi_may_say(tmp_path, monkeypatch, script, errors, driver):
     program.write_text(f"#!/bin/sh\n{script}\n")
     program.chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}{os.environ['PATH']}")
-    monkeypatch.setattr(look, "SMI_S", 0.5)
-    assert look.memory_errors() == (errors, driver)
+    monkeypatch.setattr(probe, "SMI_S", 0.5)
+    assert probe.memory_errors() == (errors, driver)
 
 
 def test_a_machine_without_nvidia_smi_tells_of_no_errors(tmp_path, monkeypatch):
     monkeypatch.setenv("PATH", str(tmp_path))
-    assert look.memory_errors() == ({}, "")
+    assert probe.memory_errors() == ({}, "")
 
 
 def test_the_code_is_known_by_names_and_contents(tmp_path):
-    for part in look.SOURCES:
+    for part in probe.SOURCES:
         (tmp_path / part).mkdir()
         (tmp_path / part / "a.py").write_text("x = 1\n")
-    before = look.code_digest(tmp_path)
+    before = probe.code_digest(tmp_path)
     (tmp_path / "launch/__pycache__").mkdir()
     (tmp_path / "launch/__pycache__/a.cpython-311.pyc").write_text("compiled")
-    assert look.code_digest(tmp_path) == before
+    assert probe.code_digest(tmp_path) == before
     (tmp_path / "launch/a.py").rename(tmp_path / "launch/b.py")
-    renamed = look.code_digest(tmp_path)
+    renamed = probe.code_digest(tmp_path)
     (tmp_path / "launch/b.py").write_text("x = 2\n")
-    assert len({before, renamed, look.code_digest(tmp_path)}) == 3
+    assert len({before, renamed, probe.code_digest(tmp_path)}) == 3
     shutil.copytree(tmp_path, tmp_path / "copy")
-    assert look.code_digest(tmp_path / "copy") == look.code_digest(tmp_path)
+    assert probe.code_digest(tmp_path / "copy") == probe.code_digest(tmp_path)
 
 
 def test_a_folder_that_cannot_be_written_has_no_space(tmp_path):
-    assert look._free_gb(str(tmp_path)) > 0
-    assert look._free_gb(str(tmp_path / "absent")) == 0
+    assert probe._free_gb(str(tmp_path)) > 0
+    assert probe._free_gb(str(tmp_path / "absent")) == 0
 
 
 @pytest.mark.parametrize("override", ["min_gb_per_s=0", "max_clock_skew_s=-1"])
@@ -267,5 +267,5 @@ def test_nodes_that_do_not_answer_are_named_and_their_neighbours_are_not(tmp_pat
     assert status != 0
     assert sorted(attempt.bad_nodes) == ["node1", "node3"]
     assert attempt.bad_nodes["node1"].startswith("no network to node0 (no answer for 3 s) and node2")
-    assert "in verb 'check nodes', phase 'look around'" in attempt.bad_nodes["node3"]
+    assert "in verb 'check nodes', phase 'probe the node'" in attempt.bad_nodes["node3"]
     assert record["nodes"]["node0"]["gb_per_s"]["node5"] > 0  # measured after its wait for node1

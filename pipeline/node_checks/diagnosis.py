@@ -13,8 +13,8 @@ from collections.abc import Iterable, Mapping, Sequence
 
 from pipeline.builds import CUDA, MUST_MATCH, NCCL, TORCH, common_part
 from pipeline.config import ClusterConfig, ComponentConfig, ranks_per_node
-from pipeline.node_checks.look import GPU, NETWORK, Node, RankReport
 from pipeline.node_checks.network import Link, Pair, sort_out
+from pipeline.node_checks.probe import NETWORK, GPUReport, NodeReport, RankReport
 from pipeline.world import WorkerGroups
 
 Problems = dict[str, list[str]]
@@ -49,17 +49,17 @@ def reports(
         config: ComponentConfig = getattr(cluster, component)
         on = {node: [seen[rank] for rank in ranks if rank in members and rank in seen] for node, ranks in nodes.items()}
         on = {node: there for node, there in on.items() if there}
-        looks = {node: look for node, there in on.items() if (look := _look(there))}
+        by_node = {node: report for node, there in on.items() if (report := _node_report(there))}
         others = {
-            node: look
+            node: report
             for node, ranks in nodes.items()
-            if node not in on and (look := _look(seen[r] for r in ranks if r in seen))
+            if node not in on and (report := _node_report(seen[r] for r in ranks if r in seen))
         }
-        for name in sorted({name for look in looks.values() for name in look.versions}):
+        for name in sorted({name for report in by_node.values() for name in report.versions}):
             # NCCL need not tell its network, and a node that lacks any other of these is an outlier.
-            tell = {node: look for node, look in looks.items() if name in look.versions or name != NETWORK}
-            values = {node: look.versions.get(name, "none") for node, look in tell.items()}
-            elsewhere = [look.versions[name] for look in others.values() if name in look.versions and name in ONE_FOR_ALL]
+            tell = {node: report for node, report in by_node.items() if name in report.versions or name != NETWORK}
+            values = {node: report.versions.get(name, "none") for node, report in tell.items()}
+            elsewhere = [report.versions[name] for report in others.values() if name in report.versions and name in ONE_FOR_ALL]
             blame(outliers(values, f"{name} ({component})", elsewhere))
         kinds = {node: " and ".join(sorted({s.gpu.name for s in there if s.gpu and s.gpu.name})) for node, there in on.items()}
         blame(outliers({node: kind for node, kind in kinds.items() if kind}, f"its GPUs ({component})"))
@@ -67,12 +67,12 @@ def reports(
         for node, there in on.items():
             blame({node: [*_space(there), *(_gpus(there, config, component, most_gb) if config.gpus_per_node else [])]})
     blame(_same_gpu(nodes, seen, workers, cluster))
-    code = {node: look.code for node, ranks in nodes.items() if (look := _look(seen[r] for r in ranks if r in seen))}
+    code = {node: report.code for node, ranks in nodes.items() if (report := _node_report(seen[r] for r in ranks if r in seen))}
     blame(outliers(code, "the code in pipeline/ and launch/, digest"))
     return {node: why for node, why in found.items() if why}
 
 
-def _look(there: Iterable[RankReport]) -> Node | None:
+def _node_report(there: Iterable[RankReport]) -> NodeReport | None:
     """Return what the first of these ranks that looked at its node saw of it, or None if none did."""
     return next((report.node for report in there if report.node), None)
 
@@ -190,7 +190,7 @@ def _gpus(there: list[RankReport], component: ComponentConfig, name: str, most_g
     return found
 
 
-def _memory(rank: int, gpu: GPU, component: ComponentConfig, name: str, most_gb: float) -> list[str]:
+def _memory(rank: int, gpu: GPUReport, component: ComponentConfig, name: str, most_gb: float) -> list[str]:
     """Return what is wrong with a GPU's memory. cluster.<component>.gpu is only what the plan takes a GPU for."""
     asked, found = component.gpu_memory_gb, []
     if gpu.memory_gb and gpu.memory_gb < MEMORY_SHARE * (asked or most_gb):
