@@ -13,12 +13,12 @@ from typing import Protocol
 import torch
 
 from pipeline.boxes import Region
-from pipeline.generate.state import Part
+from pipeline.generate.engine_state import MemoryPart
 from pipeline.types import Completion, Request, Span
 
 
 @dataclass(frozen=True, slots=True)
-class Unit:
+class UpdateUnit:
     """Tensors of this rank that are brought up to date together, such as a module of the engine's model."""
 
     name: str
@@ -82,7 +82,7 @@ class GenerateBackend(Protocol):
     def shapes(self) -> dict[str, tuple[int, ...]]:
         """Of every tensor on disk, in the order of a checkpoint."""
 
-    def layout(self) -> list[Unit]:
+    def layout(self) -> list[UpdateUnit]:
         """Every unit of this rank, in the model's order; region tensors are named uniquely within the rank."""
 
     def update(self) -> WeightUpdate:
@@ -92,6 +92,6 @@ class GenerateBackend(Protocol):
         """Give back the device's memory of weights and of keys and values. Weights that are not kept, on the host, are lost:
         only an update brings them back. Raises RuntimeError if a request is pending, an update under way, or it sleeps."""
 
-    def wake(self, part: Part) -> None:
+    def wake(self, part: MemoryPart) -> None:
         """First "weights": their memory is there again, at the same places, and an update may write it; then "cache". Raises
         RuntimeError if that is not the next part to wake."""

@@ -21,12 +21,12 @@ import torch
 
 from pipeline.boxes import Piece, region, whole
 from pipeline.config import PolicyConfig
-from pipeline.generate.base import Unit
+from pipeline.generate.base import UpdateUnit
+from pipeline.generate.engine_state import EngineState, MemoryPart
 from pipeline.generate.kv_cache import ATTENTION, RowCache
 from pipeline.generate.requests import check_pending, eos_token_ids, new_token_limit
 from pipeline.generate.sampling import sample
-from pipeline.generate.state import EngineState, Part
-from pipeline.generate.weights import checked
+from pipeline.generate.weight_checks import checked_weights
 from pipeline.models.hugging_face import checkpoint_shapes, model_config
 from pipeline.models.recorded_layout import Shape
 from pipeline.types import Completion, Request, Span
@@ -73,7 +73,7 @@ class _Update:
 
     @torch.no_grad()
     def load(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
-        for name, tensor in checked(weights, self._shapes, self._tied):
+        for name, tensor in checked_weights(weights, self._shapes, self._tied):
             self._tensors[name].copy_(tensor)
             self.finish(name)
 
@@ -180,10 +180,10 @@ class TransformersBackend:
     def shapes(self) -> dict[str, Shape]:
         return self._shapes
 
-    def layout(self) -> list[Unit]:
+    def layout(self) -> list[UpdateUnit]:
         """Every tensor is a unit of its own."""
         pieces = {name: Piece(name, whole(shape), whole(shape)) for name, shape in self._shapes.items()}
-        return [Unit(name, (region(piece, name, self._tensors[name].stride()),)) for name, piece in pieces.items()]
+        return [UpdateUnit(name, (region(piece, name, self._tensors[name].stride()),)) for name, piece in pieces.items()]
 
     def update(self) -> _Update:
         self._state.begin_update()
@@ -211,7 +211,7 @@ class TransformersBackend:
         if self._device.type == "cuda":
             torch.cuda.empty_cache()
 
-    def wake(self, part: Part) -> None:
+    def wake(self, part: MemoryPart) -> None:
         self._state.wake(part)
         if part == "cache":  # it grows as it is used
             return

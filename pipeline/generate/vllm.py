@@ -26,9 +26,9 @@ import torch.distributed as dist
 
 from pipeline import builds
 from pipeline.config import PolicyConfig, VLLMConfig
-from pipeline.generate.base import Unit
+from pipeline.generate.base import UpdateUnit
+from pipeline.generate.engine_state import EngineState, MemoryPart
 from pipeline.generate.requests import check_pending, eos_token_ids, new_token_limit
-from pipeline.generate.state import EngineState, Part
 from pipeline.models.hugging_face import checkpoint_shapes, model_config
 from pipeline.types import Completion, Request, Span
 
@@ -65,13 +65,13 @@ from vllm.v1.executor.uniproc_executor import ExecutorWithExternalLauncher  # no
 from vllm.v1.request import RequestStatus  # noqa: E402
 
 from pipeline.generate.vllm_layout import ModuleUnit, record  # noqa: E402
-from pipeline.generate.vllm_sleep import SLEEPS, Sleep  # noqa: E402
+from pipeline.generate.vllm_sleep import SLEEP_ARGUMENTS, SleepMode  # noqa: E402
 from pipeline.generate.vllm_update import VLLMUpdate  # noqa: E402
 
 if current_platform.is_cpu():
-    from pipeline.generate import vllm_cpu
+    from pipeline.generate import vllm_cpu_patches
 
-    vllm_cpu.mend()
+    vllm_cpu_patches.patch()
 
 _CPU_CACHE_BYTES = 4 << 30  # at most; sequences that do not fit wait
 
@@ -93,7 +93,7 @@ class VLLMBackend:
         if current_platform.is_cpu() and not builds.inductor_links(torch.__file__):
             torch.compiler.set_stance("force_eager")
         arguments = EngineArgs(**_arguments(policy, config, engine_ranks, seed))
-        with _undisturbed(engine_ranks, rank_in_engine):
+        with _launcher_environment(engine_ranks, rank_in_engine):
             self._engine = LLMEngine.from_engine_args(arguments, UsageContext.LLM_CLASS)
         # It would destroy every process group of this process, the world's too, when the engine is collected.
         self._engine.engine_core._finalizer.detach()
@@ -101,8 +101,8 @@ class VLLMBackend:
         (worker,) = self._engine.collective_rpc(lambda worker: worker)
         self._model, self._config = worker.model_runner.get_model(), worker.vllm_config
         if current_platform.is_cpu() and policy.generation.vllm_cfg.pipeline_parallel_size > 1:
-            _receive_from_stage_before(worker.model_runner)
-        self._sleep = Sleep(self._engine, self._model)
+            _allocate_intermediate_tensors(worker.model_runner)
+        self._sleep = SleepMode(self._engine, self._model)
 
     @property
     def pending(self) -> int:
@@ -112,7 +112,7 @@ class VLLMBackend:
     def shapes(self) -> dict[str, tuple[int, ...]]:
         return self._shapes
 
-    def layout(self) -> list[Unit]:
+    def layout(self) -> list[UpdateUnit]:
         return [described.unit for described in self._units.values() if described.unit.regions]
 
     @cached_property
@@ -136,7 +136,7 @@ class VLLMBackend:
 
     def cut(self, ids: list[str]) -> list[Completion]:
         self._state.check_serves()
-        self._settle()
+        self._finish_in_flight()
         ended = {completion.id: completion for completion in self._ended}
         running = {state.external_req_id: state for state in self._engine.output_processor.request_states.values()}
         check_pending(ids, ended.keys() | running.keys())
@@ -155,13 +155,13 @@ class VLLMBackend:
 
     def update(self) -> VLLMUpdate:
         self._state.begin_update()
-        self._settle()
+        self._finish_in_flight()
         if self._update is not None:
             self._update.give_up()
         self._update = VLLMUpdate(self._model, self._config, self._shapes, self._tied, lambda: self._units, self._serve)
         return self._update
 
-    def _settle(self) -> None:
+    def _finish_in_flight(self) -> None:
         """Take what batches in flight drew: the present weights drew it, for requests that still run. There are some with
         pipeline stages, and where vLLM schedules ahead of the device."""
         if not self._core.batch_queue:
@@ -177,12 +177,12 @@ class VLLMBackend:
             if not self._engine.reset_prefix_cache(reset_running_requests=running):
                 raise RuntimeError("vLLM did not drop its prefix cache")
         else:
-            self._rename_waiting(version)
+            self._rekey_waiting(version)
         self._engine.set_weight_version(str(version))
         self._version, self._update = version, None
         self._state.commit()
 
-    def _rename_waiting(self, version: int) -> None:
+    def _rekey_waiting(self, version: int) -> None:
         """Requests that have not begun look for prefixes of the new weights, though they were added under the old."""
         for request in self._core.scheduler.waiting:
             if request.status != RequestStatus.PREEMPTED:
@@ -192,10 +192,10 @@ class VLLMBackend:
 
     def sleep(self, keep_weights: bool = False) -> None:
         self._state.sleep(keep_weights, self.pending)
-        self._settle()  # vLLM may have scheduled one batch too many
+        self._finish_in_flight()  # vLLM may have scheduled one batch too many
         self._sleep.sleep(keep_weights)
 
-    def wake(self, part: Part) -> None:
+    def wake(self, part: MemoryPart) -> None:
         self._state.wake(part)
         self._sleep.wake(part)
 
@@ -287,7 +287,7 @@ def _arguments(policy: PolicyConfig, config: Any, engine_ranks: int, seed: int) 
         if policy.precision == "float32" and getattr(config, "kv_lora_rank", None):
             arguments["attention_backend"] = "CPU_MLA"  # on a processor with AMX vLLM takes another, which has no float32
     elif generation.colocated.enabled:
-        arguments |= SLEEPS
+        arguments |= SLEEP_ARGUMENTS
     if vllm_cfg.precision == "fp8":
         arguments |= _fp8(vllm_cfg)
     arguments |= generation.vllm_kwargs
@@ -318,7 +318,7 @@ def _cpu_cache_bytes(policy: PolicyConfig, config: Any, tensor_ranks: int) -> in
     return max(min(wanted, _CPU_CACHE_BYTES), (blocks + 1) * block * token_bytes)
 
 
-def _receive_from_stage_before(runner: Any) -> None:
+def _allocate_intermediate_tensors(runner: Any) -> None:
     """Make the tensors that a later pipeline stage receives into; vLLM's warm-up does so, which there is none of on CPU."""
     if runner.intermediate_tensors is None and not get_pp_group().is_first_rank:
         runner.intermediate_tensors = runner.model.make_empty_intermediate_tensors(
@@ -327,7 +327,7 @@ def _receive_from_stage_before(runner: Any) -> None:
 
 
 @contextmanager
-def _undisturbed(engine_ranks: int, rank_in_engine: int) -> Iterator[None]:
+def _launcher_environment(engine_ranks: int, rank_in_engine: int) -> Iterator[None]:
     """While vLLM starts: the environment that it expects of a launcher. Afterwards: that environment, all random state, and
     torch.set_num_threads (which vLLM's CPU worker replaces) as they were."""
     launcher = {"RANK": rank_in_engine, "WORLD_SIZE": engine_ranks, "LOCAL_RANK": rank_in_engine}

@@ -24,7 +24,7 @@ from vllm.model_executor.model_loader.reload.meta import restore_layer_on_meta, 
 from vllm.model_executor.model_loader.reload.utils import get_layer_params_buffers, get_layer_tensors
 
 from pipeline.boxes import Piece, region, whole
-from pipeline.generate.base import Unit
+from pipeline.generate.base import UpdateUnit
 from pipeline.models.precision import served_dtype
 from pipeline.models.recorder import Recorder
 from pipeline.models.strides import Shape, contiguous_strides
@@ -47,7 +47,7 @@ class Fill:
 class ModuleUnit:
     """A unit of the layout, and what is to be done for it besides writing its regions."""
 
-    unit: Unit
+    unit: UpdateUnit
     modules: tuple[str, ...]  # of the model; several where opaque modules share tensors on disk
     opaque: bool  # its regions are tensors on disk in full, in memory of their own
     raw: dict[str, Geometry]  # of the module's raw parameters and buffers; nothing if it is opaque
@@ -116,7 +116,7 @@ def _on_meta(modules: Mapping[str, torch.nn.Module]) -> Iterator[None]:
     try:
         for layer in modules.values():
             placed.append(layer)
-            take_apart(layer)
+            restore_raw_parameters(layer)
             for name, tensor in layer._parameters.items():
                 # vLLM leaves biases where they are, and a router's, which two modules share. Buffers that stay are read.
                 if tensor is not None and not tensor.is_meta:
@@ -125,11 +125,11 @@ def _on_meta(modules: Mapping[str, torch.nn.Module]) -> Iterator[None]:
         yield
     finally:
         for layer in placed:
-            put_back(layer)
+            restore_live_tensors(layer)
 
 
-def take_apart(layer: torch.nn.Module) -> None:
-    """Give a module its raw parameters on meta, and remember its live tensors for `put_back`."""
+def restore_raw_parameters(layer: torch.nn.Module) -> None:
+    """Give a module its raw parameters on meta, and remember its live tensors for `restore_live_tensors`."""
     info = get_layerwise_info(layer)
     if info.can_load() or info.kernel_tensors is not None:
         raise RuntimeError(f"{type(layer).__name__}: vLLM's reload of it has begun and not ended")
@@ -145,7 +145,7 @@ def unwrap_loaders(layer: torch.nn.Module) -> None:
             tensor.weight_loader = tensor.weight_loader.__wrapped__
 
 
-def put_back(layer: torch.nn.Module) -> None:
+def restore_live_tensors(layer: torch.nn.Module) -> None:
     """Give a module that is between two states its live tensors again; others are left alone."""
     info = get_layerwise_info(layer)
     if info.kernel_tensors is not None:
@@ -184,7 +184,7 @@ def _units(
                 fills += [Fill(tensor, *fill) for fill in writes.fills]
                 if writes.entries < math.prod(raw[module][tensor][0]):
                     holes.add(tensor)
-            unit, tensors = Unit(module, tuple(regions)), frozenset(written[module])
+            unit, tensors = UpdateUnit(module, tuple(regions)), frozenset(written[module])
             units[module] = ModuleUnit(unit, (module,), False, raw[module], tensors, frozenset(holes), tuple(fills))
     return units
 
@@ -214,11 +214,11 @@ def _opaque_groups(modules: Mapping[str, torch.nn.Module], recorder: Recorder) -
     return groups
 
 
-def _full(module: str, names: set[str], shapes: Mapping[str, Shape]) -> Unit:
+def _full(module: str, names: set[str], shapes: Mapping[str, Shape]) -> UpdateUnit:
     """Tensors on disk, in the order of a checkpoint, each in memory of its own."""
     regions = []
     for name in shapes:
         if name in names:
             box = whole(shapes[name])
             regions.append(region(Piece(name, box, box), f"{module}:{name}", contiguous_strides(shapes[name])))
-    return Unit(module, tuple(regions))
+    return UpdateUnit(module, tuple(regions))

@@ -17,7 +17,7 @@ from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbed
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 from vllm.platforms import current_platform
 
-from pipeline.generate.vllm_layout import check_loaded, put_back
+from pipeline.generate.vllm_layout import check_loaded, restore_live_tensors
 
 
 @torch.no_grad()
@@ -42,7 +42,7 @@ def reload(model: torch.nn.Module, config: VllmConfig, weights: Iterable[tuple[s
             finalize_layerwise_reload(model, config.model_config)
         except BaseException:
             for layer in model.modules():
-                put_back(layer)
+                restore_live_tensors(layer)
             raise
         if current_platform.is_cpu():
             pack_embeddings(model)

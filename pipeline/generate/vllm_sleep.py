@@ -1,8 +1,8 @@
 """A vLLM engine that gives back its GPU's memory between rollouts, and gets it back at the same addresses.
 
 At vLLM's level 2 weights, keys and values and scratch are dropped. Buffers (rotary tables, attention's scales) and the
-parameters named in SLEEPS go to the host and come back with the weights; what belongs to no model (the runner's state, CUDA
-graphs, NCCL's buffers) stays on the GPU, or vLLM saves it. Scales of quantised weights are made anew by the refit that follows.
+parameters named in SLEEP_ARGUMENTS go to the host and come back with the weights; what belongs to no model (the runner's state,
+CUDA graphs, NCCL's buffers) stays on the GPU, or vLLM saves it. The next refit makes the scales of quantised weights anew.
 This adds what vLLM does not save though it lies in the weights' memory: tensors that modules and their attention kernels keep
 beside parameters and buffers, such as ALiBi slopes. At level 1 the weights' whole memory goes to the host and comes back.
 
@@ -19,13 +19,13 @@ from torch.utils._pytree import tree_leaves
 from vllm.platforms import current_platform
 from vllm.v1.engine.llm_engine import LLMEngine
 
-from pipeline.generate.state import Part
+from pipeline.generate.engine_state import MemoryPart
 
 # Engine arguments. A draft's weights are no part of a refit, so they must survive.
-SLEEPS: dict[str, Any] = {"enable_sleep_mode": True, "sleep_preserve_parameter_names": ["draft.*"]}
+SLEEP_ARGUMENTS: dict[str, Any] = {"enable_sleep_mode": True, "sleep_preserve_parameter_names": ["draft.*"]}
 
 
-class Sleep:
+class SleepMode:
     """Of one engine and its rank's model."""
 
     def __init__(self, engine: LLMEngine, model: torch.nn.Module) -> None:
@@ -39,10 +39,10 @@ class Sleep:
         if not self._engine.model_config.enable_sleep_mode:
             raise RuntimeError("sleep: this engine was built to stay awake; set policy.generation.colocated.enabled=true")
         if not keep_weights:
-            self._saved = [(tensor, tensor.cpu()) for tensor in unlisted(self._model) if not tensor.is_cpu]
+            self._saved = [(tensor, tensor.cpu()) for tensor in unregistered_tensors(self._model) if not tensor.is_cpu]
         self._engine.sleep(level=1 if keep_weights else 2)
 
-    def wake(self, part: Part) -> None:
+    def wake(self, part: MemoryPart) -> None:
         if not current_platform.is_cuda():
             return
         self._engine.wake_up(tags=[{"weights": "weights", "cache": "kv_cache"}[part]])
@@ -51,7 +51,7 @@ class Sleep:
         self._saved = []
 
 
-def unlisted(model: torch.nn.Module) -> list[torch.Tensor]:
+def unregistered_tensors(model: torch.nn.Module) -> list[torch.Tensor]:
     """Tensors that modules, and the attention implementations of modules, hold as plain attributes, but for those that share
     memory with a parameter, a buffer, or the keys and values, which vLLM binds to each attention layer."""
     caches = tree_leaves([module.__dict__.get("kv_cache") for module in model.modules()])

@@ -26,9 +26,9 @@ from vllm.model_executor.model_loader.reload.meta import materialize_layer
 from vllm.model_executor.model_loader.reload.utils import get_layer_tensors
 from vllm.platforms import current_platform
 
-from pipeline.generate.vllm_layout import ModuleUnit, put_back, raw_name, take_apart, unwrap_loaders
+from pipeline.generate.vllm_layout import ModuleUnit, raw_name, restore_live_tensors, restore_raw_parameters, unwrap_loaders
 from pipeline.generate.vllm_reload import pack_embeddings, pack_experts, reload
-from pipeline.generate.weights import checked
+from pipeline.generate.weight_checks import checked_weights
 from pipeline.models.precision import served_dtype
 
 
@@ -57,7 +57,7 @@ class VLLMUpdate:
         self._ready = False
 
     def load(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
-        reload(self._model, self._config, checked(weights, self._shapes, self._tied))
+        reload(self._model, self._config, checked_weights(weights, self._shapes, self._tied))
         self._ready = True
 
     def target(self, unit: str, tensor: str) -> torch.Tensor:
@@ -118,7 +118,7 @@ class VLLMUpdate:
     def _put_back(self, unit: str) -> None:
         self._targets.pop(unit, None)
         for module in self._units()[unit].modules:
-            put_back(self._modules[module])
+            restore_live_tensors(self._modules[module])
 
     def _begin(self, unit: str) -> dict[str, torch.Tensor]:
         """The targets of a unit, with everything written that its regions leave."""
@@ -156,7 +156,7 @@ class VLLMUpdate:
         form; else they are zero."""
         layer = self._modules[module]
         live = get_layer_tensors(layer)
-        take_apart(layer)
+        restore_raw_parameters(layer)
         materialize_layer(layer, get_layerwise_info(layer))
         unwrap_loaders(layer)
         for name, tensor in get_layer_tensors(layer).items():

@@ -8,15 +8,15 @@ from collections.abc import Callable
 from pipeline import generate
 from pipeline.boxes import Region
 from pipeline.config import Recipe
-from pipeline.generate.base import GenerateBackend, Part
+from pipeline.generate.base import GenerateBackend, MemoryPart
 from pipeline.refit.base import Commit, Refit, RefitReport
 from pipeline.refit.tables import LayoutTable, RankPlan, layout_table
 from pipeline.rollout import environment_threads
-from pipeline.rollout.driver import Driver
+from pipeline.rollout.driver import EpisodeDriver
 from pipeline.rollout.environment_process import EnvironmentProcess
 from pipeline.rollout.environment_threads import EnvironmentExecutor, EnvironmentSettings
 from pipeline.rollout.lockstep import VERB, Lockstep
-from pipeline.rollout.work import Finished, RolloutWork, Unfinished
+from pipeline.rollout.work import FinishedGroup, RolloutWork, UnfinishedGroup
 from pipeline.rpc import StreamingReply, verb
 from pipeline.world import World
 
@@ -35,10 +35,10 @@ class GenerateRole:
         self._engine = world.workers.engine(world.rank)
         self._lockstep = Lockstep(world.own if len(self._engine) > 1 else None)
         self._leads = world.rank == self._engine[0]
-        self._driver: Driver | None = None  # where it leads
+        self._driver: EpisodeDriver | None = None  # where it leads
         self._environments: EnvironmentExecutor | None = None  # likewise
         self._backend: GenerateBackend | None = None
-        self.news = threading.Event()
+        self.wakeup = threading.Event()
 
     @verb("setup")
     def setup(self) -> None:
@@ -57,16 +57,18 @@ class GenerateRole:
         elsewhere = all(environment.kind == "reward_model" for environment in self._recipe.env.values())
         if elsewhere or not self._recipe.policy.generation.environment_process:
             return None
-        return EnvironmentProcess(EnvironmentSettings.of(self._recipe), self.news)
+        return EnvironmentProcess(EnvironmentSettings.of(self._recipe), self.wakeup)
 
     def _lead(self, backend: GenerateBackend, process: EnvironmentProcess | None) -> None:
         if process:
             process.wait_until_loaded()
-        self._environments = process or environment_threads.load(EnvironmentSettings.of(self._recipe), self.news)
+        self._environments = process or environment_threads.load(EnvironmentSettings.of(self._recipe), self.wakeup)
         generation = self._recipe.policy.generation
         most, longest = generation.max_num_seqs, generation.vllm_cfg.max_model_len
         broken = {name: environment.broken_reward for name, environment in self._recipe.env.items()}
-        self._driver = Driver(backend, self._environments, self._lockstep, self._world, self.news, most, longest, broken)
+        self._driver = EpisodeDriver(
+            backend, self._environments, self._lockstep, self._world, self.wakeup, most, longest, broken
+        )
 
     # ---- weights ------------------------------------------------------------------------------------------------------------
 
@@ -110,14 +112,14 @@ class GenerateRole:
             self._backend.sleep(keep_weights)
 
     @verb("refit")
-    def wake(self, part: Part) -> None:
+    def wake(self, part: MemoryPart) -> None:
         with self._world.phase(f"wake {part}"):
             self._backend.wake(part)
 
     # ---- episodes -----------------------------------------------------------------------------------------------------------
 
     @verb("rollout")
-    def rollout(self, work: RolloutWork) -> StreamingReply[Finished]:
+    def rollout(self, work: RolloutWork) -> StreamingReply[FinishedGroup]:
         """Begin these groups; each is answered as soon as its episodes have ended."""
         return self._driver.rollout(work) if self._driver else _nothing()
 
@@ -127,7 +129,7 @@ class GenerateRole:
         return self._driver.drain() if self._driver else _nothing()
 
     @verb("rollout")
-    def snapshot(self) -> list[Unfinished]:
+    def snapshot(self) -> list[UnfinishedGroup]:
         """Where each group stands that has not been answered."""
         return self._driver.snapshot() if self._driver else []
 

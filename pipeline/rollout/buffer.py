@@ -12,8 +12,8 @@ take at least N(d) - P (d - s) of them for every d, and at most P (k + 1) groups
           what has not ended of these is cut where it is.
 
 Why short answers have no advantage: a step waits for groups, not for answers, and each group that was begun is trained on once,
-whenever it completes. `room` lets no more groups begin than the steps that are left will take, so that none are under way when
-the run ends. Only `cut` changes what is learned from, and says so by the answers' finish "length".
+whenever it completes. `num_groups_to_begin` lets no more groups begin than the steps that are left will take, so that none
+are under way when the run ends. Only `cut` changes what is learned from, and says so by the answers' finish "length".
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ class Buffer:
             return self._size + self._size * self.max_age // 2
         return self._size * (self.max_age + 1)
 
-    def room(self, steps_left: int) -> int:
+    def num_groups_to_begin(self, steps_left: int) -> int:
         """Return how many groups may begin now."""
         return max(0, min(self.capacity, self._size * steps_left) - len(self._live))
 
@@ -101,7 +101,7 @@ class Buffer:
             live.cut = True
         return [live.prompt for live in fresh]
 
-    def put_back(self, live: Iterable[LiveGroup]) -> None:
+    def restore(self, live: Iterable[LiveGroup]) -> None:
         """Put back groups that were taken, and not trained on; no others live. Oldest first."""
         self._live = {one.prompt.index: one for one in live}
 

@@ -18,23 +18,23 @@ from pipeline.config import AsyncConfig, GenerationConfig, GRPOConfig, OnlineCon
 from pipeline.data.stream import PromptStream
 from pipeline.metrics import rollout_metrics
 from pipeline.rollout.buffer import Buffer, SavedGroup, decode_groups, encode_groups, resumed_metrics, staleness
-from pipeline.rollout.dispatch import Dispatch, RolloutSpec
-from pipeline.rollout.failures import Failures
-from pipeline.rollout.work import Unfinished
+from pipeline.rollout.dispatch import Dispatcher, RolloutSpec
+from pipeline.rollout.failures import FailureMonitor
+from pipeline.rollout.work import UnfinishedGroup
 from pipeline.rpc import RpcGroup
 from pipeline.types import Prompt, RolloutGroup, Sampling
 
-Judge = Callable[[list[RolloutGroup]], list[RolloutGroup]]
+ScoreGroups = Callable[[list[RolloutGroup]], list[RolloutGroup]]
 """Returns groups with the rewards that a model gives them."""
 
-Select = Callable[[list[RolloutGroup]], list[RolloutGroup]]
+SelectGroups = Callable[[list[RolloutGroup]], list[RolloutGroup]]
 """Returns the groups that are worth training on."""
 
 
 class Collector(ABC):
     """A step is `send`, `collect`, then learning, `before_refit` and the refit."""
 
-    def __init__(self, section: OnlineConfig, dispatch: Dispatch, judge: Judge | None, *specs: RolloutSpec, name: str):
+    def __init__(self, section: OnlineConfig, dispatch: Dispatcher, judge: ScoreGroups | None, *specs: RolloutSpec, name: str):
         """judge: None if the environments give all rewards. specs: of training, of validation. name: of the section."""
         self.prompts_per_step = section.num_prompts_per_step
         self._section, self._name = section, name
@@ -54,7 +54,7 @@ class Collector(ABC):
         """Have prompts sampled. step: how many steps there were, which is the version of the weights."""
 
     @abstractmethod
-    def collect(self, prompts: PromptStream, select: Select, step: int) -> tuple[list[RolloutGroup], dict[str, float]]:
+    def collect(self, prompts: PromptStream, select: SelectGroups, step: int) -> tuple[list[RolloutGroup], dict[str, float]]:
         """Return prompts_per_step selected groups, and metrics of all that were sampled for them; fewer groups if the data end.
         Where groups are not selected, others are sampled of further prompts.
 
@@ -127,7 +127,7 @@ class SyncCollector(Collector):
         self._batch = list(prompts)
         self._dispatch.send(prompts, self._train)
 
-    def collect(self, prompts: PromptStream, select: Select, step: int) -> tuple[list[RolloutGroup], dict[str, float]]:
+    def collect(self, prompts: PromptStream, select: SelectGroups, step: int) -> tuple[list[RolloutGroup], dict[str, float]]:
         wanted = self.prompts_per_step
         sampled: list[RolloutGroup] = []
         selected: list[RolloutGroup] = []
@@ -163,7 +163,7 @@ class SyncCollector(Collector):
 
 
 class AsyncCollector(Collector):
-    def __init__(self, section: GRPOConfig, dispatch: Dispatch, judge: Judge | None, *specs: RolloutSpec, name: str):
+    def __init__(self, section: GRPOConfig, dispatch: Dispatcher, judge: ScoreGroups | None, *specs: RolloutSpec, name: str):
         super().__init__(section, dispatch, judge, *specs, name=name)
         self._buffer = Buffer(section.async_grpo, section.num_prompts_per_step)
 
@@ -172,7 +172,7 @@ class AsyncCollector(Collector):
         return len(self._buffer.live)
 
     def num_prompts_to_send(self, step: int) -> int:
-        return self._buffer.room(self._section.max_num_steps - step)
+        return self._buffer.num_groups_to_begin(self._section.max_num_steps - step)
 
     def can_fill_step(self, prompts: Sequence[Prompt]) -> bool:
         return self.pending + len(prompts) >= self.prompts_per_step
@@ -181,7 +181,7 @@ class AsyncCollector(Collector):
         self._buffer.begin(prompts, step)
         self._dispatch.send(prompts, self._train)
 
-    def collect(self, prompts: PromptStream, select: Select, step: int) -> tuple[list[RolloutGroup], dict[str, float]]:
+    def collect(self, prompts: PromptStream, select: SelectGroups, step: int) -> tuple[list[RolloutGroup], dict[str, float]]:
         wanted = self.prompts_per_step
         sampled: list[RolloutGroup] = []
         selected: list[RolloutGroup] = []
@@ -195,7 +195,7 @@ class AsyncCollector(Collector):
                     self._refuse_to_go_on(f"{len(sampled)} prompts", len(selected))
                 self.send(prompts.take(passed_over), step)
         if len(selected) < wanted:  # the checkpoint that is written now is of before this step, which had these
-            self._buffer.put_back(before)
+            self._buffer.restore(before)
         values = self._sampled_metrics(sampled, selected, len(sampled) / wanted)
         return selected, values | staleness(selected, step, self._buffer.max_age) | self._buffer_metrics()
 
@@ -236,7 +236,7 @@ class AsyncCollector(Collector):
         self._receive(block=False)
         samples = range(self._train.samples)
 
-        def saved(prompt: Prompt, begun: int, group: RolloutGroup | None, stand: Unfinished | None) -> SavedGroup:
+        def saved(prompt: Prompt, begun: int, group: RolloutGroup | None, stand: UnfinishedGroup | None) -> SavedGroup:
             finished = dict(enumerate(group.rollouts)) if group else stand.finished
             drawn = {} if group else stand.open
             return SavedGroup(prompt, begun, finished, {i: drawn.get(i, []) for i in samples if i not in finished})
@@ -274,7 +274,7 @@ class AsyncCollector(Collector):
 
 
 def build(
-    name: str, section: OnlineConfig, generation: GenerationConfig, engines: Sequence[RpcGroup], judge: Judge | None
+    name: str, section: OnlineConfig, generation: GenerationConfig, engines: Sequence[RpcGroup], judge: ScoreGroups | None
 ) -> Collector:
     """Return the collector that a recipe asks for.
 
@@ -282,8 +282,8 @@ def build(
     """
     grpo = isinstance(section, GRPOConfig)
     ahead = section.async_grpo if grpo else AsyncConfig()
-    failures = Failures(ahead.max_generation_failures, "grpo.async_grpo.max_generation_failures" if grpo else "env")
-    dispatch = Dispatch(engines, section.seed, section.max_rollout_turns, failures)
+    failures = FailureMonitor(ahead.max_generation_failures, "grpo.async_grpo.max_generation_failures" if grpo else "env")
+    dispatch = Dispatcher(engines, section.seed, section.max_rollout_turns, failures)
     validation = RolloutSpec("val", section.val_num_generations_per_prompt, sampling(generation, "val_"), urgent=True)
     apart = ahead.enabled and ahead.stragglers == "cut"
     train = RolloutSpec("train", section.num_generations_per_prompt, sampling(generation), apart=apart)

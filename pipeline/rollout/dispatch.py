@@ -13,8 +13,8 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from pipeline.rollout.failures import Failures
-from pipeline.rollout.work import RolloutWork, Unfinished
+from pipeline.rollout.failures import FailureMonitor
+from pipeline.rollout.work import RolloutWork, UnfinishedGroup
 from pipeline.rpc import Future, RpcGroup
 from pipeline.types import Prompt, Rollout, RolloutGroup, Sampling
 
@@ -34,7 +34,7 @@ class RolloutSpec:
 
 
 @dataclass
-class Sent:
+class SentMessage:
     """One message, and the groups of it that have not come back."""
 
     engine: int
@@ -44,15 +44,15 @@ class Sent:
     open: set[int] = field(default_factory=set)  # places in `prompts`
 
 
-class Dispatch:
-    def __init__(self, engines: Sequence[RpcGroup], seed: int, max_turns: int, failures: Failures):
+class Dispatcher:
+    def __init__(self, engines: Sequence[RpcGroup], seed: int, max_turns: int, failures: FailureMonitor):
         """engines: one for the ranks of each."""
         self._engines = engines
         self._seed = seed
         self._max_turns = max_turns
         self._failures = failures
         self._numbers = 0
-        self._sent: dict[int, Sent] = {}  # by the work's number
+        self._sent: dict[int, SentMessage] = {}  # by the work's number
         self._came: dict[str, list[RolloutGroup]] = {}  # by purpose
         self._waited_s = 0.0
         self._answered = [0] * len(engines)  # groups
@@ -92,7 +92,7 @@ class Dispatch:
             {place: finished[prompt.index] for place, prompt in enumerate(prompts) if prompt.index in finished},
         )
         future = self._engines[engine].rollout(work)
-        self._sent[number] = Sent(engine, spec, prompts, future, set(range(len(prompts))))
+        self._sent[number] = SentMessage(engine, spec, prompts, future, set(range(len(prompts))))
 
     def receive(self, block: bool = True) -> None:
         """Take in what has come; with `block` wait until something does. Raises RuntimeError if too many episodes failed."""
@@ -105,7 +105,7 @@ class Dispatch:
                 for part in parts:
                     sent.open.remove(part.place)
                     self._answered[sent.engine] += 1
-                    self._failures.see(part.group)
+                    self._failures.record(part.group)
                     self._came.setdefault(sent.spec.purpose, []).append(part.group)
             if not sent.open:
                 del self._sent[number]
@@ -151,7 +151,7 @@ class Dispatch:
             if works:
                 engine.cut(works).result()
 
-    def snapshot(self, purpose: str) -> dict[int, Unfinished]:
+    def snapshot(self, purpose: str) -> dict[int, UnfinishedGroup]:
         """Return where the groups stand that have not come back, by their prompt's index. What completes meanwhile is taken
         in."""
         replies = [reply for asked in [engine.snapshot() for engine in self._engines] for reply in asked.result()]

@@ -19,28 +19,28 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 
 from pipeline.generate.base import GenerateBackend
-from pipeline.rollout.environment_pool import Failure
+from pipeline.rollout.environment_pool import CallFailure
 from pipeline.rollout.environment_threads import EnvironmentExecutor, StepOutcome
 from pipeline.rollout.episode import Episode
-from pipeline.rollout.lockstep import STEP, WAIT, Lockstep, Move, make, waiting, working
-from pipeline.rollout.work import Finished, RolloutWork, Unfinished
+from pipeline.rollout.lockstep import STEP, WAIT, Lockstep, Move, apply_move, waiting, working
+from pipeline.rollout.work import FinishedGroup, RolloutWork, UnfinishedGroup
 from pipeline.rpc import StreamingReply
 from pipeline.types import Completion, Rollout, RolloutGroup, Turn
 from pipeline.world import World
 
 
 @dataclass(slots=True)
-class _Open:
+class _OpenWork:
     """A work some of whose groups have not ended."""
 
     work: RolloutWork
-    later: StreamingReply[Finished]
+    later: StreamingReply[FinishedGroup]
     ended: dict[int, dict[int, Rollout]]  # place -> sample -> rollout, of the groups that have not ended
     episodes: dict[tuple[int, int], Episode] = field(default_factory=dict)  # (place, sample) -> that has not ended
 
 
-class Driver:
-    """`news` wakes it when it waits; the environments' and, if verbs come from elsewhere, theirs."""
+class EpisodeDriver:
+    """`wakeup` wakes it when it waits; the environments' and, if verbs come from elsewhere, theirs."""
 
     def __init__(
         self,
@@ -48,7 +48,7 @@ class Driver:
         environments: EnvironmentExecutor,
         lockstep: Lockstep,
         world: World,
-        news: threading.Event,
+        wakeup: threading.Event,
         max_num_seqs: int,
         max_length: int,
         broken_rewards: Mapping[str, float] | None = None,
@@ -56,39 +56,39 @@ class Driver:
         """max_length: tokens of a prompt and all that follows. broken_rewards: by environment, of an answer that breaks it;
         0 of those that are not there."""
         self._engine, self._environments, self._lockstep, self._world = engine, environments, lockstep, world
-        self._news, self._max_num_seqs, self._max_length = news, max_num_seqs, max_length
+        self._wakeup, self._max_num_seqs, self._max_length = wakeup, max_num_seqs, max_length
         self._broken_rewards = broken_rewards or {}
-        self._works: dict[int, _Open] = {}
+        self._works: dict[int, _OpenWork] = {}
         self._urgent: deque[Episode] = deque()  # that have not begun
         self._waiting: deque[Episode] = deque()  # likewise
-        self._under_way: set[Episode] = set()  # that may still ask the engine
+        self._active: set[Episode] = set()  # that may still ask the engine
         self._next: deque[Episode] = deque()  # of these, those whose next turn is to be drawn
-        self._speaking: dict[str, Episode] = {}  # by the request in the engine
-        self._judged: dict[str, Episode] = {}  # by its id: whose environment is asked
-        self._cutting: list[str] = []  # requests that are to end where they are
+        self._in_engine: dict[str, Episode] = {}  # by the request in the engine
+        self._in_environment: dict[str, Episode] = {}  # by its id: whose environment is asked
+        self._to_cut: list[str] = []  # requests that are to end where they are
         self._drains: list[StreamingReply[None]] = []
         self._draining = False
         self.paused = False  # the engine must not be used: new weights are on their way
 
     # ---- verbs --------------------------------------------------------------------------------------------------------------
 
-    def rollout(self, work: RolloutWork) -> StreamingReply[Finished]:
+    def rollout(self, work: RolloutWork) -> StreamingReply[FinishedGroup]:
         """Raises ValueError if there is a work of that number already."""
         if work.number in self._works:
             raise ValueError(f"a work {work.number} is under way already")
-        later: StreamingReply[Finished] = StreamingReply()
-        of_work = _Open(work, later, {place: dict(work.finished.get(place, {})) for place in range(len(work.prompts))})
-        self._works[work.number] = of_work
+        later: StreamingReply[FinishedGroup] = StreamingReply()
+        open_work = _OpenWork(work, later, {place: dict(work.finished.get(place, {})) for place in range(len(work.prompts))})
+        self._works[work.number] = open_work
         queue = self._urgent if work.urgent else self._waiting
         for place in range(len(work.prompts)):
             for sample in range(work.samples):
-                if sample not in of_work.ended[place]:
-                    episode = of_work.episodes[place, sample] = Episode(work, place, sample)
+                if sample not in open_work.ended[place]:
+                    episode = open_work.episodes[place, sample] = Episode(work, place, sample)
                     queue.append(episode)
         for place in range(len(work.prompts)):
-            self._finish(of_work, place)
+            self._finish(open_work, place)
         if not work.prompts:
-            self._close(of_work)
+            self._close(open_work)
         return later
 
     def drain(self) -> StreamingReply[None]:
@@ -103,13 +103,13 @@ class Driver:
         """Go on: new weights are served."""
         self._draining = self.paused = False
 
-    def snapshot(self) -> list[Unfinished]:
+    def snapshot(self) -> list[UnfinishedGroup]:
         """Return where each group that has not ended stands, in the order of the works."""
         progress = self._engine.progress()
-        unfinished: dict[tuple[int, int], Unfinished] = {}
-        for number, of_work in self._works.items():
-            for (place, sample), episode in of_work.episodes.items():
-                group = unfinished.setdefault((number, place), Unfinished(number, place, dict(of_work.ended[place]), {}))
+        unfinished: dict[tuple[int, int], UnfinishedGroup] = {}
+        for number, open_work in self._works.items():
+            for (place, sample), episode in open_work.episodes.items():
+                group = unfinished.setdefault((number, place), UnfinishedGroup(number, place, dict(open_work.ended[place]), {}))
                 group.open[sample] = episode.drawn() + list(progress.get(episode.request_id, ()))
         return list(unfinished.values())
 
@@ -122,13 +122,13 @@ class Driver:
         self._end_drains()
 
     def _cut(self, episode: Episode) -> None:
-        speaking, judged = episode.request_id in self._speaking, episode.id in self._judged
+        speaking, judged = episode.request_id in self._in_engine, episode.id in self._in_environment
         if speaking and not episode.cut:
-            self._cutting.append(episode.request_id)
+            self._to_cut.append(episode.request_id)
         episode.cut = True
         if speaking:
             return
-        self._under_way.discard(episode)  # if it is judged, it ends with that
+        self._active.discard(episode)  # if it is judged, it ends with that
         if not judged:
             for queue in (self._urgent, self._waiting, self._next):
                 if episode in queue:
@@ -144,13 +144,13 @@ class Driver:
                 with working(self._world):
                     while self._can_step and not verb_waits():
                         self._step()
-            elif self._judged:
+            elif self._in_environment:
                 self._lockstep.announce(WAIT)
                 with waiting(self._world):
-                    while self._judged and not self._can_step and not verb_waits():
-                        self._news.wait(self._environments.seconds_left())
-                        self._news.clear()  # before all that it may be about is looked at
-                        self._take_judged()
+                    while self._in_environment and not self._can_step and not verb_waits():
+                        self._wakeup.wait(self._environments.seconds_left())
+                        self._wakeup.clear()  # before all that it may be about is looked at
+                        self._take_outcomes()
             else:
                 return
 
@@ -158,46 +158,46 @@ class Driver:
     def _can_step(self) -> bool:
         if self.paused:
             return False
-        return bool(self._engine.pending or self._next or self._cutting or self._may_begin)
+        return bool(self._engine.pending or self._next or self._to_cut or self._may_begin)
 
     @property
     def _may_begin(self) -> bool:
         """Whether an episode can begin now."""
         unbegun = self._urgent or self._waiting
-        return bool(unbegun) and not self._draining and len(self._under_way) < self._max_num_seqs
+        return bool(unbegun) and not self._draining and len(self._active) < self._max_num_seqs
 
     def _step(self) -> None:
-        self._take_judged()
+        self._take_outcomes()
         adding = list(self._next)
         self._next.clear()
         while self._may_begin:
             episode = (self._urgent or self._waiting).popleft()
-            self._under_way.add(episode)
+            self._active.add(episode)
             adding.append(episode)
-        self._speaking |= {episode.request_id: episode for episode in adding}
-        move = Move(self._cutting, [episode.request() for episode in adding])
-        self._cutting = []
+        self._in_engine |= {episode.request_id: episode for episode in adding}
+        move = Move(self._to_cut, [episode.request() for episode in adding])
+        self._to_cut = []
         self._lockstep.announce(STEP, move)
-        for completion in make(move, self._engine):
+        for completion in apply_move(move, self._engine):
             self._judge(completion)
         self._end_drains()
 
     def _judge(self, completion: Completion) -> None:
         """Give the environment what the policy has said."""
-        episode = self._speaking.pop(completion.id)
+        episode = self._in_engine.pop(completion.id)
         if episode.last_turn:
-            self._under_way.discard(episode)
+            self._active.discard(episode)
         if not len(completion.tokens):  # cut before it said a word
             self._end(episode, episode.cut_short())
             return
         episode.completion = completion
-        self._judged[episode.id] = episode
+        self._in_environment[episode.id] = episode
         self._environments.submit(episode.step_request(self._max_length))
 
-    def _take_judged(self) -> None:
+    def _take_outcomes(self) -> None:
         for name, answer in self._environments.take():
-            episode = self._judged.pop(name)
-            if isinstance(answer, Failure):
+            episode = self._in_environment.pop(name)
+            if isinstance(answer, CallFailure):
                 reward = self._broken_rewards.get(episode.prompt.environment, 0.0)
                 self._end(episode, episode.broke(answer.why, reward) if answer.of_answer else episode.failed(answer.why))
             else:
@@ -219,29 +219,31 @@ class Driver:
             self._next.append(episode)
 
     def _end(self, episode: Episode, rollout: Rollout) -> None:
-        of_work = self._works[episode.work.number]
-        self._under_way.discard(episode)
+        open_work = self._works[episode.work.number]
+        self._active.discard(episode)
         self._environments.forget(episode.id)
-        del of_work.episodes[episode.place, episode.sample]
-        of_work.ended[episode.place][episode.sample] = rollout
-        self._finish(of_work, episode.place)
+        del open_work.episodes[episode.place, episode.sample]
+        open_work.ended[episode.place][episode.sample] = rollout
+        self._finish(open_work, episode.place)
 
-    def _finish(self, of_work: _Open, place: int) -> None:
+    def _finish(self, open_work: _OpenWork, place: int) -> None:
         """Answer the group if all its episodes have ended, and with it the work."""
-        work, ended = of_work.work, of_work.ended[place]
+        work, ended = open_work.work, open_work.ended[place]
         if len(ended) < work.samples:
             return
-        of_work.later.put(Finished(place, RolloutGroup(work.prompts[place], tuple(ended[i] for i in range(work.samples)))))
-        del of_work.ended[place]
-        if not of_work.ended:
-            self._close(of_work)
+        open_work.later.put(
+            FinishedGroup(place, RolloutGroup(work.prompts[place], tuple(ended[i] for i in range(work.samples))))
+        )
+        del open_work.ended[place]
+        if not open_work.ended:
+            self._close(open_work)
 
-    def _close(self, of_work: _Open) -> None:
-        of_work.later.end()
-        del self._works[of_work.work.number]
+    def _close(self, open_work: _OpenWork) -> None:
+        open_work.later.end()
+        del self._works[open_work.work.number]
 
     def _end_drains(self) -> None:
-        if not self._under_way:
+        if not self._active:
             for later in self._drains:
                 later.end()
             self._drains = []

@@ -21,12 +21,12 @@ from pipeline.environments.base import Environment, ProcessStuck, Unjudged
 from pipeline.sandbox.limits import SandboxError
 
 GRACE_S = 2.0  # an environment that keeps its own time has so long to end what it started
-MOST_HANGING = 64  # calls of one environment
-TASKS_PARTS = ("", "reset")  # of a call: what fails in them is not the answer's doing, which they have not seen
+MAX_HANGING_CALLS = 64  # calls of one environment
+PARTS_BEFORE_ANSWER = ("", "reset")  # of a call: what fails in them is not the answer's doing, which they have not seen
 CLOSE_S = 10.0
-TOLD_S = 30.0  # a line about failures of an environment at most so often, after the first few
-TOLD_AT_ONCE = 5
-TRACEBACK = 4000  # characters of one, its last
+LOG_INTERVAL_S = 30.0  # a line about failures of an environment at most so often, after the first few
+LOGGED_AT_ONCE = 5
+TRACEBACK_CHARS = 4000  # characters of one, its last
 
 Begin = Callable[[str], None]
 """A call says which part of it begins, such as "reset" or "step"; the limit is for each part."""
@@ -35,7 +35,7 @@ Call = Callable[[Begin], Any]
 
 
 @dataclass(frozen=True, slots=True)
-class Failure:
+class CallFailure:
     """The end of a call that has no result."""
 
     why: str
@@ -44,19 +44,21 @@ class Failure:
 
 
 class EnvironmentPool:
-    """Environments by name. `submit`, `take` and `seconds_left` are for one thread, which `news` wakes when there is something
-    to take."""
+    """Environments by name.
+
+    One thread calls `submit`, `take` and `seconds_left`; `wakeup` is set when there is something to take.
+    """
 
     def __init__(
         self,
         environments: dict[str, Environment],
         limits_s: dict[str, float],  # of one `reset` or `step`
-        news: threading.Event,
+        wakeup: threading.Event,
         grace_s: float = GRACE_S,
     ):
         self._environments = environments
         self._pools = {
-            name: _Threads(name, environment.workers, limits_s[name], grace_s, news)
+            name: _ThreadPool(name, environment.workers, limits_s[name], grace_s, wakeup)
             for name, environment in environments.items()
         }
 
@@ -64,7 +66,7 @@ class EnvironmentPool:
         self._pools[environment].submit(key, call)
 
     def take(self) -> list[tuple[Hashable, Any]]:
-        """Return (key, result or Failure) of the calls that have ended or were given up since. Does not wait.
+        """Return (key, result or CallFailure) of the calls that have ended or were given up since. Does not wait.
 
         Raises ProcessStuck if calls that hang are too many, once the others' answers have been taken.
         """
@@ -90,15 +92,15 @@ class EnvironmentPool:
         thread.join(CLOSE_S)
 
 
-class _Threads:
+class _ThreadPool:
     """The threads of one environment. They come as they are needed."""
 
-    def __init__(self, name: str, size: int, limit_s: float, grace_s: float, news: threading.Event):
-        self._name, self._size, self._limit_s, self._grace_s, self._news = name, size, limit_s, grace_s, news
+    def __init__(self, name: str, size: int, limit_s: float, grace_s: float, wakeup: threading.Event):
+        self._name, self._size, self._limit_s, self._grace_s, self._wakeup = name, size, limit_s, grace_s, wakeup
         self._calls: queue.SimpleQueue[tuple[Hashable, Call]] = queue.SimpleQueue()
         self._answers: queue.SimpleQueue[tuple[Hashable, Any]] = queue.SimpleQueue()
-        self._workers: list[_Worker] = []
-        self._hanging: list[_Worker] = []  # given up
+        self._workers: list[_WorkerThread] = []
+        self._hanging: list[_WorkerThread] = []  # given up
         self._open = 0  # calls without an answer
         self._worn_out: ProcessStuck | None = None
         self._log = _FailureLog(name)
@@ -110,7 +112,7 @@ class _Threads:
 
     def _fill(self) -> None:
         while len(self._workers) < min(self._size, self._open):
-            self._workers.append(_Worker(self._name, self._calls, self._answers, self._news))
+            self._workers.append(_WorkerThread(self._name, self._calls, self._answers, self._wakeup))
 
     def first_end(self) -> float | None:
         """Return when a call is to be given up, or to be looked at again, as it has not begun yet."""
@@ -128,7 +130,7 @@ class _Threads:
                 self._workers.remove(worker)
                 self._hanging.append(worker)
                 why = f"{running.part} took more than {self._limit_s:g} s (env.{self._name}.timeout_s)"
-                self._answers.put((running.key, Failure(why, running.part not in TASKS_PARTS)))
+                self._answers.put((running.key, CallFailure(why, running.part not in PARTS_BEFORE_ANSWER)))
         answers = []
         while not self._answers.empty():  # nobody else takes
             key, result = self._answers.get()
@@ -136,19 +138,19 @@ class _Threads:
                 self._worn_out = result
                 continue
             answers.append((key, result))
-            if isinstance(result, Failure):
-                self._log.tell(key, result)
+            if isinstance(result, CallFailure):
+                self._log.log(key, result)
         self._open -= len(answers)
         self._fill()
         if self._worn_out:
-            self._news.set()
+            self._wakeup.set()
         return answers
 
     def _check_worn_out(self) -> None:
         if self._worn_out:
             raise ProcessStuck(f"env.{self._name}: {self._worn_out}", self._worn_out.caused_by_answer)
         self._hanging = [worker for worker in self._hanging if worker.is_alive()]
-        if len(self._hanging) > MOST_HANGING:
+        if len(self._hanging) > MAX_HANGING_CALLS:
             raise ProcessStuck(
                 f"env.{self._name}: {len(self._hanging)} calls of it hang at once, each for more than {self._limit_s:g} s"
                 f" (env.{self._name}.timeout_s); a call that takes longer must end itself"
@@ -162,13 +164,13 @@ class _Running:
     begun: float
 
 
-class _Worker(threading.Thread):
+class _WorkerThread(threading.Thread):
     """Runs one call after another, until it is given up."""
 
-    def __init__(self, environment: str, calls: queue.SimpleQueue, answers: queue.SimpleQueue, news: threading.Event):
+    def __init__(self, environment: str, calls: queue.SimpleQueue, answers: queue.SimpleQueue, wakeup: threading.Event):
         super().__init__(name=f"environment {environment}", daemon=True)
         self.running: _Running | None = None
-        self._calls, self._answers, self._news = calls, answers, news
+        self._calls, self._answers, self._wakeup = calls, answers, wakeup
         self._lock = threading.Lock()
         self._given_up = False
         self.start()
@@ -182,13 +184,13 @@ class _Worker(threading.Thread):
                 result = error
             except BaseException as error:  # SystemExit too: an environment's, it would end this thread without a word
                 part = self.running.part if self.running else ""
-                of_answer = part not in TASKS_PARTS and not isinstance(error, Unjudged | SandboxError)
-                result = Failure(f"{part or 'it'} raised {_brief(error)}", of_answer, traceback.format_exc())
+                of_answer = part not in PARTS_BEFORE_ANSWER and not isinstance(error, Unjudged | SandboxError)
+                result = CallFailure(f"{part or 'it'} raised {_brief(error)}", of_answer, traceback.format_exc())
             with self._lock:
                 self.running = None
                 if not self._given_up:
                     self._answers.put((key, result))
-            self._news.set()
+            self._wakeup.set()
 
     def _begin(self, key: Hashable, part: str) -> None:
         with self._lock:
@@ -209,19 +211,19 @@ class _FailureLog:
     def __init__(self, environment: str):
         self._environment = environment
         self._lines = 0
-        self._untold = 0
+        self._suppressed = 0
         self._last = 0.0
 
-    def tell(self, key: Hashable, failure: Failure) -> None:
+    def log(self, key: Hashable, failure: CallFailure) -> None:
         now = time.monotonic()
-        if self._lines >= TOLD_AT_ONCE and now < self._last + TOLD_S:
-            self._untold += 1
+        if self._lines >= LOGGED_AT_ONCE and now < self._last + LOG_INTERVAL_S:
+            self._suppressed += 1
             return
-        others = f" (and {self._untold} others before that were not told)" if self._untold else ""
+        others = f" (and {self._suppressed} others before that were not told)" if self._suppressed else ""
         what = "broke its judge, and counts as wrong" if failure.of_answer else "failed"
-        first = "" if self._lines else "\n" + encodable(failure.traceback[-TRACEBACK:])
+        first = "" if self._lines else "\n" + encodable(failure.traceback[-TRACEBACK_CHARS:])
         print(f"hetstep: env.{self._environment}: {key} {what}: {failure.why}{others}{first.rstrip()}", flush=True)
-        self._lines, self._untold, self._last = self._lines + 1, 0, now
+        self._lines, self._suppressed, self._last = self._lines + 1, 0, now
 
 
 def _brief(error: BaseException) -> str:

@@ -30,21 +30,29 @@ from pathlib import Path
 from typing import Protocol
 
 from pipeline.rollout import environment_server
-from pipeline.rollout.environment_pool import CLOSE_S, Failure
-from pipeline.rollout.environment_server import BEAT_S, CALLS, WORN_OUT, EnvCommand, EnvReport, frame, messages
-from pipeline.rollout.environment_threads import EnvironmentSettings, StepOutcome, StepRequest, ends
+from pipeline.rollout.environment_pool import CLOSE_S, CallFailure
+from pipeline.rollout.environment_server import (
+    EXIT_WORN_OUT,
+    HEARTBEAT_S,
+    MAX_OPEN_CALLS,
+    EnvCommand,
+    EnvReport,
+    frame,
+    messages,
+)
+from pipeline.rollout.environment_threads import EnvironmentSettings, StepOutcome, StepRequest, is_final
 
 ROOT = Path(__file__).parents[2]
-SILENCE_S = 30.0
+SILENCE_LIMIT_S = 30.0
 """Beyond the longest `timeout_s`: how long nothing is heard before the process is taken for one that never answers. Loading a
 library holds Python's lock too."""
-IDLE_DEATHS = 3
+MAX_IDLE_DEATHS = 3
 """Deaths in a row while nothing was judged, nor before since the last one. One more ends the run: its environments cannot run
 here."""
-HELD = "the environments' process that held the episode has ended"
+LOST_WITH_PROCESS = "the environments' process that held the episode has ended"
 
 
-class Handle(Protocol):
+class ProcessHandle(Protocol):
     """The part of `subprocess.Popen` that is used here."""
 
     pid: int
@@ -81,23 +89,23 @@ class _Forked:
 
 
 @dataclass(frozen=True, slots=True)
-class Started:
+class StartedProcess:
     """A process that waits for its settings."""
 
-    handle: Handle
+    handle: ProcessHandle
     connection: socket.socket
-    judging: mmap.mmap  # [CALLS] bytes
+    judging: mmap.mmap  # [MAX_OPEN_CALLS] bytes
 
 
-_early: list[Started] = []
+_early: list[StartedProcess] = []
 
 
-def spawn() -> Started:
+def spawn() -> StartedProcess:
     """Start a process that shares nothing with this one. It ends with the thread that calls this."""
     ours, its = socket.socketpair()
     memory = os.memfd_create("judging")
-    os.ftruncate(memory, CALLS)
-    judging = mmap.mmap(memory, CALLS)
+    os.ftruncate(memory, MAX_OPEN_CALLS)
+    judging = mmap.mmap(memory, MAX_OPEN_CALLS)
     path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
     command = [sys.executable, "-P", "-m", environment_server.__name__, str(its.fileno()), str(memory), str(os.getpid())]
     try:
@@ -107,7 +115,7 @@ def spawn() -> Started:
     finally:
         its.close()
         os.close(memory)
-    return Started(process, ours, judging)
+    return StartedProcess(process, ours, judging)
 
 
 def fork_early() -> None:
@@ -116,10 +124,10 @@ def fork_early() -> None:
     Call it in the main thread while there is no other thread, and nothing has looked for a GPU.
     """
     ours, its = socket.socketpair()
-    judging, rank = mmap.mmap(-1, CALLS), os.getpid()
+    judging, rank = mmap.mmap(-1, MAX_OPEN_CALLS), os.getpid()
     if pid := os.fork():
         its.close()
-        _early.append(Started(_Forked(pid), ours, judging))
+        _early.append(StartedProcess(_Forked(pid), ours, judging))
         return
     status = 1
     try:
@@ -133,18 +141,18 @@ def fork_early() -> None:
         os._exit(status)
 
 
-def _next() -> Started:
+def _next() -> StartedProcess:
     return _early.pop() if _early else spawn()
 
 
 class _Process:
     """One process from its start to its end."""
 
-    def __init__(self, started: Started, settings: EnvironmentSettings, news: threading.Event) -> None:
+    def __init__(self, started: StartedProcess, settings: EnvironmentSettings, wakeup: threading.Event) -> None:
         self.handle, self.judging = started.handle, started.judging
         self.reports: queue.SimpleQueue[EnvReport | None] = queue.SimpleQueue()  # None: no more come
         self.loaded = False
-        self._connection, self._news = started.connection, news
+        self._connection, self._wakeup = started.connection, wakeup
         self._unsent: queue.SimpleQueue[bytes] = queue.SimpleQueue()
         self._unsent.put(frame(settings))
         self._reader = threading.Thread(target=self._read, name="environment reports", daemon=True)
@@ -171,20 +179,20 @@ class _Process:
         try:
             for report in messages(self._connection.makefile("rb"), EnvReport):
                 self.reports.put(report)
-                self._news.set()
+                self._wakeup.set()
         except OSError:
             pass  # likewise
         except Exception as error:  # a report that cannot be decoded
             self.reports.put(EnvReport.of(error))
         finally:
             self.reports.put(None)
-            self._news.set()
+            self._wakeup.set()
 
     def ended(self) -> bool:
         """Return whether it has died. Then all that it has said is in `reports`."""
         if self.handle.poll() is None:
             return False
-        self._reader.join(BEAT_S)  # what it has forked may hold the connection open
+        self._reader.join(HEARTBEAT_S)  # what it has forked may hold the connection open
         return True
 
     def end(self) -> str:
@@ -198,13 +206,13 @@ class _Process:
     @property
     def worn_out(self) -> bool:
         """Whether it has ended so that another takes its place."""
-        return self.handle.poll() == WORN_OUT
+        return self.handle.poll() == EXIT_WORN_OUT
 
     def close(self) -> None:
         """Let it close its environments; kill it if that does not end."""
         self.send(EnvCommand())
         try:
-            self.handle.wait(CLOSE_S + BEAT_S)
+            self.handle.wait(CLOSE_S + HEARTBEAT_S)
         except subprocess.TimeoutExpired:
             pass
         self.end()
@@ -213,21 +221,21 @@ class _Process:
 class EnvironmentProcess:
     """Runs environments in a process of their own: an `EnvironmentExecutor`, for the thread that makes it."""
 
-    def __init__(self, settings: EnvironmentSettings, news: threading.Event) -> None:
+    def __init__(self, settings: EnvironmentSettings, wakeup: threading.Event) -> None:
         """Start the process; does not wait until the environments are loaded."""
-        self._settings, self._news = settings, news
+        self._settings, self._wakeup = settings, wakeup
         longest = max((environment.timeout_s for environment in settings.env.values()), default=0.0)
-        self._patience_s = longest + settings.grace_s + SILENCE_S
-        self._process = _Process(_next(), settings, news)
+        self._silence_limit_s = longest + settings.grace_s + SILENCE_LIMIT_S
+        self._process = _Process(_next(), settings, wakeup)
         self._number = 0
         self._calls: dict[int, StepRequest] = {}  # that have no answer
         self._held: dict[str, _Process] = {}  # episodes that have not ended
-        self._failed: list[tuple[str, Failure]] = []  # not by an environment's word
-        self._suspects: deque[StepRequest] = deque()  # that a process died while judging: each is judged alone
-        self._accused: list[tuple[StepRequest, str]] = []  # likewise, but cannot be judged again; and how it died
-        self._trying = False  # whether there are suspects whose judgement has not ended
+        self._failed: list[tuple[str, CallFailure]] = []  # not by an environment's word
+        self._to_retry: deque[StepRequest] = deque()  # that a process died while judging: each is judged alone
+        self._not_retryable: list[tuple[StepRequest, str]] = []  # likewise, but cannot be judged again; and how it died
+        self._retrying = False  # whether there are suspects whose judgement has not ended
         self._waiting: deque[StepRequest] = deque()  # for that
-        self._silent_s, self._looked = 0.0, time.monotonic()
+        self._silent_s, self._checked_at = 0.0, time.monotonic()
         self._idle_deaths = 0
 
     def wait_until_loaded(self) -> None:
@@ -240,9 +248,9 @@ class EnvironmentProcess:
         if request.prompt is not None:
             self._held[request.episode] = self._process
         elif self._held[request.episode] is not self._process:
-            self._lose([request])
+            self._fail_lost([request])
             return
-        if self._trying:
+        if self._retrying:
             self._waiting.append(request)
         else:
             self._send(request)
@@ -250,20 +258,22 @@ class EnvironmentProcess:
     def _send(self, request: StepRequest) -> None:
         if not self._calls:
             self._silent_s = 0.0
-        self._number = (self._number + 1) % CALLS
+        self._number = (self._number + 1) % MAX_OPEN_CALLS
         self._calls[self._number] = request
         self._process.judging[self._number] = 0
         self._process.send(EnvCommand(self._number, request))
 
-    def take(self) -> list[tuple[str, StepOutcome | Failure]]:
+    def take(self) -> list[tuple[str, StepOutcome | CallFailure]]:
         answers = self._take_reports()
         if self._process.ended():
             answers += self._take_reports()
-            self._begin_anew(self._process.end())
+            self._replace_process(self._process.end())
         elif self._is_silent():
             self._process.end()
-            self._begin_anew(f"said nothing for {self._patience_s:g} s (a call of it holds Python's lock), and was killed")
-        self._try_suspects()
+            self._replace_process(
+                f"said nothing for {self._silence_limit_s:g} s (a call of it holds Python's lock), and was killed"
+            )
+        self._retry_next()
         failed, self._failed = self._failed, []
         for episode, _ in failed:
             self.forget(episode)
@@ -272,7 +282,7 @@ class EnvironmentProcess:
     def seconds_left(self) -> float | None:
         if self._failed:
             return 0.0
-        return BEAT_S if self._calls else None
+        return HEARTBEAT_S if self._calls else None
 
     def forget(self, episode: str) -> None:
         if self._held.pop(episode, None) is self._process:
@@ -281,13 +291,13 @@ class EnvironmentProcess:
     def close(self) -> None:
         self._process.close()
 
-    def _take_reports(self) -> list[tuple[str, StepOutcome | Failure]]:
+    def _take_reports(self) -> list[tuple[str, StepOutcome | CallFailure]]:
         answers = []
         while not self._process.reports.empty():
             answers += self._take(self._process.reports.get())
         return answers
 
-    def _take(self, report: EnvReport | None) -> list[tuple[str, StepOutcome | Failure]]:
+    def _take(self, report: EnvReport | None) -> list[tuple[str, StepOutcome | CallFailure]]:
         if report is None:
             return []
         if report.error:
@@ -302,8 +312,8 @@ class EnvironmentProcess:
         answers = []
         for reply in report.replies:
             request = self._calls.pop(reply.call)
-            answer = Failure(reply.failure, reply.of_answer) if reply.outcome is None else reply.outcome
-            if ends(request, answer):
+            answer = CallFailure(reply.failure, reply.of_answer) if reply.outcome is None else reply.outcome
+            if is_final(request, answer):
                 self._held.pop(request.episode, None)
             answers.append((request.episode, answer))
         return answers
@@ -313,56 +323,56 @@ class EnvironmentProcess:
         with the other one."""
         now = time.monotonic()
         if self._calls and self._process.loaded:
-            self._silent_s += min(now - self._looked, BEAT_S)
-        self._looked = now
-        return self._silent_s > self._patience_s
+            self._silent_s += min(now - self._checked_at, HEARTBEAT_S)
+        self._checked_at = now
+        return self._silent_s > self._silence_limit_s
 
-    def _begin_anew(self, how: str) -> None:
+    def _replace_process(self, how: str) -> None:
         """Start another process in place of one that has ended, and sort out what it judged."""
         dead, calls, self._calls = self._process, self._calls, {}
         judged = [request for call, request in calls.items() if dead.judging[call]]
         others = [request for call, request in calls.items() if not dead.judging[call]]
         self._idle_deaths = 0 if judged or dead.worn_out else self._idle_deaths + 1
         why = f"the environments' process {how}"
-        if self._idle_deaths > IDLE_DEATHS:
+        if self._idle_deaths > MAX_IDLE_DEATHS:
             raise RuntimeError(f"{why}; it is the {self._idle_deaths}th time in a row that it ends while it judges nothing")
         print(f"hetstep: {why} while it judged {len(judged)} turns; another process takes its place", flush=True)
-        self._process, self._silent_s = _Process(_next(), self._settings, self._news), 0.0
+        self._process, self._silent_s = _Process(_next(), self._settings, self._wakeup), 0.0
         running = dead.judging[:].count(1)  # also calls that were given up, which have been answered
         if dead.worn_out:
             others, judged = judged + others, []
         elif len(judged) == running == 1:
-            self._failed.append((judged[0].episode, Failure(why, of_answer=True)))
-            self._lose([request for request, _ in self._accused])
-            judged, self._accused = [], []
+            self._failed.append((judged[0].episode, CallFailure(why, of_answer=True)))
+            self._fail_lost([request for request, _ in self._not_retryable])
+            judged, self._not_retryable = [], []
         again = [request for request in judged if request.prompt is not None]
         held = [request for request in judged if request.prompt is None]
         if running > len(judged):
-            self._lose(held)
+            self._fail_lost(held)
         else:
-            self._accused += [(request, why) for request in held]
-        self._suspects += again
+            self._not_retryable += [(request, why) for request in held]
+        self._to_retry += again
         self._waiting.extendleft(reversed(others))
-        self._lose([request for request in self._waiting if request.prompt is None])
+        self._fail_lost([request for request in self._waiting if request.prompt is None])
         self._waiting = deque(request for request in self._waiting if request.prompt is not None)
-        self._trying = bool(self._trying or self._suspects or self._accused)
+        self._retrying = bool(self._retrying or self._to_retry or self._not_retryable)
 
-    def _lose(self, turns: list[StepRequest]) -> None:
+    def _fail_lost(self, turns: list[StepRequest]) -> None:
         """Fail turns of episodes that ended with their process, and not for what they said."""
-        self._failed += [(request.episode, Failure(HELD)) for request in turns]
+        self._failed += [(request.episode, CallFailure(LOST_WITH_PROCESS)) for request in turns]
 
-    def _try_suspects(self) -> None:
+    def _retry_next(self) -> None:
         """Go on with the next one if none is being judged, and in the end with what has waited for them."""
-        if self._trying and self._calls:
+        if self._retrying and self._calls:
             return
-        if self._suspects:
-            self._send_anew(self._suspects.popleft())
+        if self._to_retry:
+            self._resend(self._to_retry.popleft())
             return
-        self._failed += [(request.episode, Failure(why, of_answer=True)) for request, why in self._accused]
-        self._accused, self._trying = [], False
+        self._failed += [(request.episode, CallFailure(why, of_answer=True)) for request, why in self._not_retryable]
+        self._not_retryable, self._retrying = [], False
         while self._waiting:
-            self._send_anew(self._waiting.popleft())
+            self._resend(self._waiting.popleft())
 
-    def _send_anew(self, request: StepRequest) -> None:
+    def _resend(self, request: StepRequest) -> None:
         self._held[request.episode] = self._process
         self._send(request)

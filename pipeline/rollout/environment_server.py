@@ -31,7 +31,7 @@ import msgspec
 from pipeline import rank_log, user_code
 from pipeline.encoding import decode, encode
 from pipeline.environments.base import ProcessStuck
-from pipeline.rollout.environment_pool import Failure, encodable
+from pipeline.rollout.environment_pool import CallFailure, encodable
 from pipeline.rollout.environment_threads import EnvironmentSettings, EnvironmentThreads, StepOutcome, StepRequest, load
 from pipeline.sandbox import linux
 
@@ -39,11 +39,11 @@ NAME = b"hetstep-env"
 """As ps and top show it: 15 bytes at most."""
 OOM_SCORE = 500
 """See linux.raise_oom_score. Of a rank it is 0, of what guards a program in the sandbox 999."""
-CALLS = 1 << 20
+MAX_OPEN_CALLS = 1 << 20
 """Bytes of the shared memory, one for each call that may be open: 1 while it is carried out."""
-WORN_OUT = 75
+EXIT_WORN_OUT = 75
 """The status with which a process ends so that another takes its place; EX_TEMPFAIL of sysexits.h."""
-BEAT_S = 1.0
+HEARTBEAT_S = 1.0
 """While calls are open the process reports at least so often."""
 
 
@@ -59,7 +59,7 @@ class EnvReply(msgspec.Struct, array_like=True):
     call: int
     outcome: StepOutcome | None
     failure: str = ""  # why there is no outcome
-    of_answer: bool = False  # see `Failure`
+    of_answer: bool = False  # see `CallFailure`
 
 
 class EnvReport(msgspec.Struct, array_like=True):
@@ -107,29 +107,29 @@ def run(connection: socket.socket, judging: mmap.mmap, rank: int) -> None:
     if settings is None:  # the rank has ended, or needs no environments
         return
     user_code.search_in(settings.folders)
-    news: threading.Event = threading.Event()
+    wakeup: threading.Event = threading.Event()
     commands: queue.SimpleQueue[EnvCommand | Exception] = queue.SimpleQueue()
 
     def listen() -> None:
         try:
             for command in messages(stream, EnvCommand):
                 commands.put(command)
-                news.set()
+                wakeup.set()
         except Exception as error:  # `_serve` raises it: only the main thread sends
             commands.put(error)
-            news.set()
+            wakeup.set()
         else:
             os._exit(1)  # the rank is gone
 
     try:
-        environments = load(settings, news)
+        environments = load(settings, wakeup)
         threading.Thread(target=listen, name="commands", daemon=True).start()
         connection.sendall(frame(EnvReport()))
-        _serve(environments, connection, judging, commands, news)
+        _serve(environments, connection, judging, commands, wakeup)
         environments.close()
     except ProcessStuck as error:  # no environment can be closed beside calls that hang
         print(f"hetstep: {encodable(str(error))}", flush=True)
-        os._exit(1 if error.caused_by_answer else WORN_OUT)
+        os._exit(1 if error.caused_by_answer else EXIT_WORN_OUT)
     except MemoryError:  # an answer took it: as if the kernel had ended the process
         os._exit(1)
     except Exception as error:
@@ -141,14 +141,14 @@ def _serve(
     connection: socket.socket,
     judging: mmap.mmap,
     commands: queue.SimpleQueue[EnvCommand | Exception],
-    news: threading.Event,
+    wakeup: threading.Event,
 ) -> None:
     calls: dict[str, int] = {}  # open ones, by their episodes
     reported = time.monotonic()
     while True:
         left = environments.seconds_left()
-        news.wait(left if left is None else min(left, BEAT_S))
-        news.clear()
+        wakeup.wait(left if left is None else min(left, HEARTBEAT_S))
+        wakeup.clear()
         while not commands.empty():
             command = commands.get()
             if isinstance(command, Exception):
@@ -161,13 +161,13 @@ def _serve(
             else:
                 return
         replies = [_reply(calls.pop(episode), answer) for episode, answer in environments.take()]
-        if replies or (calls and time.monotonic() > reported + BEAT_S / 2):
+        if replies or (calls and time.monotonic() > reported + HEARTBEAT_S / 2):
             connection.sendall(frame(EnvReport(replies)))
             reported = time.monotonic()
 
 
-def _reply(call: int, answer: StepOutcome | Failure) -> EnvReply:
-    return EnvReply(call, None, answer.why, answer.of_answer) if isinstance(answer, Failure) else EnvReply(call, answer)
+def _reply(call: int, answer: StepOutcome | CallFailure) -> EnvReply:
+    return EnvReply(call, None, answer.why, answer.of_answer) if isinstance(answer, CallFailure) else EnvReply(call, answer)
 
 
 if __name__ == "__main__":

@@ -23,7 +23,7 @@ from pipeline.data.chat import load_tokenizer
 from pipeline.data.observations import Observations
 from pipeline.environments import registry
 from pipeline.environments.base import Environment, Outcome, ProcessStuck
-from pipeline.rollout.environment_pool import GRACE_S, Begin, Call, EnvironmentPool, Failure, encodable
+from pipeline.rollout.environment_pool import GRACE_S, Begin, Call, CallFailure, EnvironmentPool, encodable
 from pipeline.sandbox import linux
 from pipeline.types import Prompt
 
@@ -75,13 +75,13 @@ class StepOutcome:
     observation: np.ndarray | None  # [O] int32; None if it is over, or if there is no room for it and a word after it
 
 
-def ends(request: StepRequest, answer: StepOutcome | Failure) -> bool:
+def is_final(request: StepRequest, answer: StepOutcome | CallFailure) -> bool:
     """Return whether nothing follows this answer."""
-    return isinstance(answer, Failure) or request.last or answer.over or answer.observation is None
+    return isinstance(answer, CallFailure) or request.last or answer.over or answer.observation is None
 
 
 @dataclass(eq=False, slots=True)
-class _Open:
+class _OpenEpisode:
     """An episode that has not ended."""
 
     prompt: Prompt
@@ -100,12 +100,12 @@ class EnvStepper:
     ):
         self._environments, self._tokenizer, self._observations = environments, tokenizer, observations
         self._tokenizing = threading.Lock()  # tokenizers are for one thread at a time
-        self._open: dict[str, _Open] = {}
+        self._open: dict[str, _OpenEpisode] = {}
 
     def call(self, request: StepRequest) -> Call:
         """Return the call for `EnvironmentPool.submit`; its result is a `StepOutcome`."""
         if request.prompt is not None:
-            self._open[request.episode] = _Open(request.prompt)
+            self._open[request.episode] = _OpenEpisode(request.prompt)
         episode = self._open[request.episode]  # a call that was given up may change it still, when it is nobody's any more
         return lambda begin: self._step(episode, request, begin)
 
@@ -113,7 +113,7 @@ class EnvStepper:
         """Drop what the environment holds of an episode that has ended."""
         self._open.pop(episode, None)
 
-    def _step(self, episode: _Open, request: StepRequest, begin: Begin) -> StepOutcome:
+    def _step(self, episode: _OpenEpisode, request: StepRequest, begin: Begin) -> StepOutcome:
         environment = self._environments[request.environment]
         if not episode.begun:
             begin("reset")
@@ -145,19 +145,19 @@ class EnvStepper:
 
 
 class EnvironmentExecutor(Protocol):
-    """Runs the environments of one engine. For one thread, which its `news` wakes when there is something to take."""
+    """Runs the environments of one engine. For one thread, which its `wakeup` wakes when there is something to take."""
 
     def submit(self, request: StepRequest) -> None:
         """Let the environment judge a turn."""
 
-    def take(self) -> list[tuple[str, StepOutcome | Failure]]:
+    def take(self) -> list[tuple[str, StepOutcome | CallFailure]]:
         """Return (episode, answer) of the turns that have been judged since. Does not wait.
 
         Raises RuntimeError if environments cannot go on.
         """
 
     def seconds_left(self) -> float | None:
-        """Return when to `take` without news; None: never."""
+        """Return when to `take` without wakeup; None: never."""
 
     def forget(self, episode: str) -> None:
         """Drop what is held of an episode that has ended. It is no error if nothing is."""
@@ -189,10 +189,10 @@ class EnvironmentThreads:
 
         self._pool.submit(request.environment, request, judge)
 
-    def take(self) -> list[tuple[str, StepOutcome | Failure]]:
+    def take(self) -> list[tuple[str, StepOutcome | CallFailure]]:
         answers = self._pool.take()
         for request, answer in answers:
-            if ends(request, answer):
+            if is_final(request, answer):
                 self._stepper.forget(request.episode)
         return [(request.episode, answer) for request, answer in answers]
 
@@ -206,7 +206,7 @@ class EnvironmentThreads:
         self._pool.close()
 
 
-def load(settings: EnvironmentSettings, news: threading.Event) -> EnvironmentThreads:
+def load(settings: EnvironmentSettings, wakeup: threading.Event) -> EnvironmentThreads:
     """Build the environments. Raises ValueError, naming the key, as `registry.build`, and as `Observations`."""
     tokenizer = load_tokenizer(settings.tokenizer)
     observations = Observations(tokenizer, settings.tokenizer, settings.chat) if settings.turns > 1 else None
@@ -214,5 +214,5 @@ def load(settings: EnvironmentSettings, news: threading.Event) -> EnvironmentThr
     built = registry.build(settings.env)
     limits = {name: environment.timeout_s for name, environment in settings.env.items()}
     return EnvironmentThreads(
-        EnvStepper(built, tokenizer, observations), EnvironmentPool(built, limits, news, settings.grace_s)
+        EnvStepper(built, tokenizer, observations), EnvironmentPool(built, limits, wakeup, settings.grace_s)
     )

@@ -14,7 +14,7 @@ FIRST_GROUPS = 10
 """Of an environment: as many groups may break it before it has judged an answer. One more ends the run."""
 
 
-class Failures:
+class FailureMonitor:
     def __init__(self, most: int, key: str):
         """most: how many groups may fail whole, one after another. key: what in the recipe says so."""
         self._most = most
@@ -23,11 +23,11 @@ class Failures:
         self._can_judge: set[str] = set()  # environments that have judged an answer
         self._broken: dict[str, int] = {}  # of the others: groups that broke them
 
-    def see(self, group: RolloutGroup) -> None:
+    def record(self, group: RolloutGroup) -> None:
         """Count the failures of a group. Raises RuntimeError if more than `most` groups have failed whole since an episode was
         judged, or if none of the first FIRST_GROUPS groups of an environment could be judged for what they said."""
         begun = [(sample, rollout) for sample, rollout in enumerate(group.rollouts) if rollout.failure != NOTHING_SAID]
-        self._see_broken(group, [rollout for _, rollout in begun])
+        self._record_broken(group, [rollout for _, rollout in begun])
         failed = [(sample, rollout.failure) for sample, rollout in begun if rollout.failure]
         if not failed:
             self._row = 0 if begun else self._row
@@ -46,7 +46,7 @@ class Failures:
                 f" ({self._key})"
             )
 
-    def _see_broken(self, group: RolloutGroup, begun: list[Rollout]) -> None:
+    def _record_broken(self, group: RolloutGroup, begun: list[Rollout]) -> None:
         name = group.prompt.environment
         if any(not rollout.failure and not rollout.broke for rollout in begun):
             self._can_judge.add(name)

@@ -29,7 +29,7 @@ class Move(msgspec.Struct, array_like=True):
     add: list[Request] = []
 
 
-def make(move: Move, engine: GenerateBackend) -> list[Completion]:
+def apply_move(move: Move, engine: GenerateBackend) -> list[Completion]:
     """Make a move and its step; return what ended."""
     ended = engine.cut(move.cut) if move.cut else []
     if move.add:
@@ -52,7 +52,7 @@ class Lockstep:
         if body:
             dist.broadcast(torch.frombuffer(bytearray(body), dtype=torch.uint8), group=self._group, group_src=0)
 
-    def _hear(self) -> tuple[int, Move]:
+    def _receive(self) -> tuple[int, Move]:
         header = torch.empty(2, dtype=torch.int64)
         dist.broadcast(header, group=self._group, group_src=0)
         kind, size = header.tolist()
@@ -66,14 +66,14 @@ class Lockstep:
         """Follow the leader's moves until the leader takes a verb. engine: None before there is one; then there are no
         steps."""
         with world.phase("wait for the leader"):
-            kind, move = self._hear()
+            kind, move = self._receive()
         while kind != VERB:
             before = kind
             with working(world) if kind == STEP else waiting(world):
                 while kind == before:
                     if kind == STEP:
-                        make(move, engine)
-                    kind, move = self._hear()
+                        apply_move(move, engine)
+                    kind, move = self._receive()
 
 
 @contextmanager

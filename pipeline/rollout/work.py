@@ -23,7 +23,7 @@ class RolloutWork:
 
 
 @dataclass(frozen=True, slots=True)
-class Finished:
+class FinishedGroup:
     """A group all of whose episodes have ended."""
 
     place: int
@@ -31,7 +31,7 @@ class Finished:
 
 
 @dataclass(frozen=True, slots=True)
-class Unfinished:
+class UnfinishedGroup:
     """The state of a group, some of whose episodes have not ended."""
 
     number: int  # of the work

@@ -32,7 +32,7 @@ from pipeline.world import World
 class BackgroundWorker(Protocol):
     """A role that goes on, between verbs, with what they began."""
 
-    news: threading.Event  # set here when a verb has come, and by the role itself when it need not wait any more
+    wakeup: threading.Event  # set here when a verb has come, and by the role itself when it need not wait any more
 
     def work(self, verb_waits: Callable[[], bool]) -> None:
         """Go on until the next verb is to be taken, which may not have come yet if there is nothing else to do."""
@@ -44,10 +44,10 @@ class BackgroundWorker(Protocol):
 class _Inbox:
     """A rank's verbs. A thread fetches them, so that to look for one costs the store nothing."""
 
-    def __init__(self, world: World, news: threading.Event):
+    def __init__(self, world: World, wakeup: threading.Event):
         self._store = world.store.nearest(world.info.node)
         self._rank = world.rank
-        self._news = news
+        self._wakeup = wakeup
         self._come: queue.SimpleQueue[Envelope | Exception] = queue.SimpleQueue()
         threading.Thread(target=self._fetch, name="inbox", daemon=True).start()
 
@@ -60,10 +60,10 @@ class _Inbox:
                     envelope = msgspec.msgpack.decode(message, type=Envelope)
                     verb = envelope.verb
                     self._come.put(envelope)
-                self._news.set()
+                self._wakeup.set()
         except Exception as error:  # raised where the verb is awaited
             self._come.put(error)
-            self._news.set()
+            self._wakeup.set()
 
     def waits(self) -> bool:
         """Whether a verb has come."""
@@ -119,7 +119,7 @@ class _Outbox:
 def serve(world: World, role: Any) -> None:
     """Run verbs until rank 0 says stop. A verb that raises is reported to rank 0, then raised here."""
     working = role if isinstance(role, BackgroundWorker) else None
-    inbox, outbox = _Inbox(world, working.news if working else threading.Event()), _Outbox(world)
+    inbox, outbox = _Inbox(world, working.wakeup if working else threading.Event()), _Outbox(world)
     while True:
         with world.phase("", verb="idle"):
             if working:

@@ -27,7 +27,7 @@ from pipeline import generate
 from pipeline.config import EnvironmentConfig, TokenizerConfig
 from pipeline.environments.base import Environment, Outcome
 from pipeline.environments.calculator import evaluate
-from pipeline.rollout.driver import Driver
+from pipeline.rollout.driver import EpisodeDriver
 from pipeline.rollout.environment_process import EnvironmentProcess
 from pipeline.rollout.environment_threads import EnvironmentSettings, load
 from pipeline.rollout.lockstep import Lockstep
@@ -65,11 +65,11 @@ class Contender:
         kind = "tests.benchmarks.environments.Busy"
         environment = EnvironmentConfig(kind=kind, kwargs={"busy_ms": busy_ms}, timeout_s=60.0, precision="float32")
         settings = EnvironmentSettings({"busy": environment}, TokenizerConfig(name=str(folder)), False, 2, sys.path)
-        self.engine, news = engine, threading.Event()
-        self.environments = PLACES[place](settings, news)
+        self.engine, wakeup = engine, threading.Event()
+        self.environments = PLACES[place](settings, wakeup)
         if place == "process":
             self.environments.wait_until_loaded()
-        self.driver = Driver(engine, self.environments, Lockstep(None), NoWorld(), news, 32, tiny.MAX_MODEL_LEN)
+        self.driver = EpisodeDriver(engine, self.environments, Lockstep(None), NoWorld(), wakeup, 32, tiny.MAX_MODEL_LEN)
         self.wall_ms, self.cpu_ms, self.turns_s = [], [], []
 
     def round(self, number: int) -> None:

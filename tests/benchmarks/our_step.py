@@ -29,7 +29,7 @@ from pipeline.data.chat import load_tokenizer
 from pipeline.data.packing import pack
 from pipeline.environments.base import Environment, Outcome
 from pipeline.generate.base import GenerateBackend
-from pipeline.rollout.driver import Driver
+from pipeline.rollout.driver import EpisodeDriver
 from pipeline.rollout.environment_pool import EnvironmentPool
 from pipeline.rollout.environment_threads import EnvironmentThreads, EnvStepper
 from pipeline.rollout.lockstep import Lockstep
@@ -120,13 +120,13 @@ class OurStep:
         update.commit(self._steps)
 
 
-def _driver(engine: Dealt, policy: PolicyConfig, clock: Clock) -> Driver:
+def _driver(engine: Dealt, policy: PolicyConfig, clock: Clock) -> EpisodeDriver:
     """A driver asks nothing of the world but to note its phases, for which a clock does."""
-    environments, news, generation = {"even": EvenWords()}, threading.Event(), policy.generation
+    environments, wakeup, generation = {"even": EvenWords()}, threading.Event(), policy.generation
     stepper = EnvStepper(environments, load_tokenizer(policy.tokenizer), None)
-    threads = EnvironmentThreads(stepper, EnvironmentPool(environments, {"even": 60.0}, news))
+    threads = EnvironmentThreads(stepper, EnvironmentPool(environments, {"even": 60.0}, wakeup))
     most, longest = generation.max_num_seqs, generation.vllm_cfg.max_model_len
-    return Driver(engine, threads, Lockstep(None), clock, news, most, longest)
+    return EpisodeDriver(engine, threads, Lockstep(None), clock, wakeup, most, longest)
 
 
 def _policy(case: Case, folder: Path, backend: str, packed_tokens: int) -> PolicyConfig:

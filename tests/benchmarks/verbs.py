@@ -48,7 +48,7 @@ from pipeline.config import TimeoutsConfig
 from pipeline.data.packing import plan_microbatches
 from pipeline.encoding import encode
 from pipeline.refit.base import Commit, RefitReport
-from pipeline.rollout.work import Finished, RolloutWork
+from pipeline.rollout.work import FinishedGroup, RolloutWork
 from pipeline.rpc import RpcClient, RpcGroup, StreamingReply, calls, serve, stop, verb
 from pipeline.store import relay
 from pipeline.store.client import RunStore
@@ -118,7 +118,7 @@ class Role:
     def commit(self, commit: Commit) -> None: ...
 
     @verb("any")
-    def rollout(self, work: RolloutWork) -> StreamingReply[Finished]: ...
+    def rollout(self, work: RolloutWork) -> StreamingReply[FinishedGroup]: ...
 
 
 class Own(Role):

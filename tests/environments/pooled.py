@@ -6,7 +6,7 @@ from typing import Any
 from pipeline.config import EnvironmentConfig
 from pipeline.environments.base import Environment, Outcome
 from pipeline.environments.registry import build
-from pipeline.rollout.environment_pool import Begin, Call, EnvironmentPool, Failure
+from pipeline.rollout.environment_pool import Begin, Call, CallFailure, EnvironmentPool
 from pipeline.types import Prompt
 
 
@@ -15,16 +15,16 @@ def made(kind: str, timeout_s: float = 10.0, workers: int | None = None, **kwarg
     return build({"x": EnvironmentConfig(kind=kind, timeout_s=timeout_s, workers=workers, kwargs=kwargs)})["x"]
 
 
-def outcomes(environment: Environment, limit_s: float, prompt: Prompt, texts: list[str]) -> list[Outcome | Failure]:
+def outcomes(environment: Environment, limit_s: float, prompt: Prompt, texts: list[str]) -> list[Outcome | CallFailure]:
     """Return the outcomes of episodes of one turn, one for each text, all of which are there at once."""
-    news = threading.Event()
-    pool = EnvironmentPool({"it": environment}, {"it": limit_s}, news, grace_s=0.0)
+    wakeup = threading.Event()
+    pool = EnvironmentPool({"it": environment}, {"it": limit_s}, wakeup, grace_s=0.0)
     for number, text in enumerate(texts):
         pool.submit("it", number, _call(environment, prompt, text))
-    answers: dict[int, Outcome | Failure] = {}
+    answers: dict[int, Outcome | CallFailure] = {}
     while len(answers) < len(texts):
-        news.wait(pool.seconds_left())
-        news.clear()
+        wakeup.wait(pool.seconds_left())
+        wakeup.clear()
         answers |= pool.take()
     return [answers[number] for number in range(len(texts))]
 

@@ -196,12 +196,12 @@ def test_an_engine_sleeps_and_wakes_in_parts(backend, new_engine, checkpoint):
 
 def check_saved(engine):
     """What is saved beside weights is none of the keys and values, which are not there when it is put back."""
-    from pipeline.generate.vllm_sleep import unlisted
+    from pipeline.generate.vllm_sleep import unregistered_tensors
 
     held = [module.kv_cache for module in engine._model.modules() if hasattr(module, "kv_cache")]
     caches = {cache.untyped_storage().data_ptr() for cache in held}
     assert caches
-    assert not caches & {tensor.untyped_storage().data_ptr() for tensor in unlisted(engine._model)}
+    assert not caches & {tensor.untyped_storage().data_ptr() for tensor in unregistered_tensors(engine._model)}
 
 
 def test_a_sleeping_transformers_engine_holds_no_weights(new_engine):
@@ -225,12 +225,12 @@ def test_what_vllm_does_not_save_is_found(tmp_path):
 
     save_config("bloom", tmp_path)
     with rank_model(tmp_path, 0) as model:
-        from pipeline.generate.vllm_sleep import unlisted
+        from pipeline.generate.vllm_sleep import unregistered_tensors
 
-        slopes = [tensor for tensor in unlisted(model) if tensor.shape == (4,)]
+        slopes = [tensor for tensor in unregistered_tensors(model) if tensor.shape == (4,)]
         assert [tensor.tolist() for tensor in slopes] == [[2**-2, 2**-4, 2**-6, 2**-8]] * 2
         owned = {tensor.data_ptr() for tensor in [*model.parameters(), *model.buffers()]}
-        assert not owned & {tensor.data_ptr() for tensor in unlisted(model)}
+        assert not owned & {tensor.data_ptr() for tensor in unregistered_tensors(model)}
 
 
 @pytest.mark.gpu

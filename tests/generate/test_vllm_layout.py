@@ -8,7 +8,7 @@ import torch
 from transformers import AutoConfig
 
 from pipeline.boxes import Region, whole
-from pipeline.generate.base import Unit
+from pipeline.generate.base import UpdateUnit
 from pipeline.models.hugging_face import checkpoint_shapes
 from tests.generate.families import EXPERTS, FAMILIES, LONG, SHORT, UNSTAGED, rank_model, save_config
 from tests.generate.tiny import write
@@ -161,7 +161,7 @@ def test_a_routers_bias_is_taken_in_float32(saved):
     with rank_model(folder, 0, dtype="bfloat16") as model:
         described = record(model, shapes, torch.bfloat16, complete=True)[gate]
         assert not described.opaque and bias in {region.tensor for region in described.unit.regions}
-        opaque = dataclasses.replace(described, opaque=True, unit=Unit(gate, (everything,)))
+        opaque = dataclasses.replace(described, opaque=True, unit=UpdateUnit(gate, (everything,)))
         for one in (described, opaque):
             units = {gate: one}
             update = VLLMUpdate(model, get_current_vllm_config(), shapes, tied, lambda u=units: u, lambda version, again: None)

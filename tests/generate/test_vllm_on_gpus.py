@@ -9,7 +9,7 @@ from vllm.v1.worker.gpu.model_runner import GPUModelRunner as SecondRunner
 from vllm.v1.worker.gpu_model_runner import GPUModelRunner as FirstRunner
 from vllm.v1.worker.gpu_worker import Worker
 
-from pipeline.generate.vllm_sleep import SLEEPS
+from pipeline.generate.vllm_sleep import SLEEP_ARGUMENTS
 
 
 @pytest.mark.parametrize("runner", [FirstRunner, SecondRunner])
@@ -21,4 +21,4 @@ def test_the_worker_sleeps_by_level_and_wakes_by_part():
     assert "level" in inspect.signature(Worker.sleep).parameters
     assert "tags" in inspect.signature(Worker.wake_up).parameters
     assert {"weights", "kv_cache"} == set(DEFERRABLE_TAGS)  # the first wake brings all other memory back
-    assert SLEEPS.keys() <= inspect.signature(EngineArgs).parameters.keys()
+    assert SLEEP_ARGUMENTS.keys() <= inspect.signature(EngineArgs).parameters.keys()

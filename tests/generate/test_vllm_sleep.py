@@ -17,7 +17,7 @@ def test_tensors_come_back_to_where_they_were(inference, monkeypatch):
     engine = SimpleNamespace(wake_up=lambda tags: woken.append(tags))
     with torch.inference_mode(inference):
         slopes = torch.zeros(3)
-    sleep = vllm_sleep.Sleep(engine, torch.nn.Module())
+    sleep = vllm_sleep.SleepMode(engine, torch.nn.Module())
     sleep._saved = [(slopes, torch.tensor([0.5, 0.25, 0.125]))]
     where = slopes.data_ptr()
     sleep.wake("weights")

@@ -26,7 +26,7 @@ from transformers import (
 from pipeline.boxes import whole
 from pipeline.config import GenerationConfig, PolicyConfig, TokenizerConfig, VLLMConfig
 from pipeline.config.generation import ColocatedConfig
-from pipeline.generate.base import GenerateBackend, Unit, WeightUpdate
+from pipeline.generate.base import GenerateBackend, UpdateUnit, WeightUpdate
 from pipeline.types import Completion, Request, Sampling
 
 VOCAB, EOS, MAX_MODEL_LEN = 96, 1, 64
@@ -123,7 +123,7 @@ def load(engine: GenerateBackend, weights: Iterable[tuple[str, torch.Tensor]], v
     update.commit(version)
 
 
-def write(update: WeightUpdate, units: Iterable[Unit], weights: Mapping[str, torch.Tensor]) -> None:
+def write(update: WeightUpdate, units: Iterable[UpdateUnit], weights: Mapping[str, torch.Tensor]) -> None:
     """All regions of these units, which are open together, then finish them."""
     for unit in units:
         for region in unit.regions:

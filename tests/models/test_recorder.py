@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 
 from pipeline.boxes import whole
-from pipeline.generate.base import Unit
+from pipeline.generate.base import UpdateUnit
 from pipeline.models.recorder import Recorder
 
 DISK = {"a": (6, 8), "b": (6, 8), "c": (4, 3, 8)}
@@ -144,7 +144,7 @@ def test_entries_that_nothing_writes_become_zero_and_others_stay():
 
     (writes,) = recorded(partly).writes.values()
     assert writes.entries == 24
-    unit = Unit("owner", tuple(writes.regions))
+    unit = UpdateUnit("owner", tuple(writes.regions))
     fill = Fill("p", 0, (2, 8), (8, 1), 1.0)
     described = ModuleUnit(unit, ("owner",), False, {}, frozenset({"p"}), frozenset({"p"}), (fill,))
     tensor = torch.full((12, 8), 5.0)

@@ -16,7 +16,7 @@ from pipeline.data.chat import load_tokenizer
 from pipeline.data.observations import Observations
 from pipeline.environments.base import Environment, Outcome
 from pipeline.generate.transformers import TransformersBackend
-from pipeline.rollout.driver import Driver
+from pipeline.rollout.driver import EpisodeDriver
 from pipeline.rollout.environment_pool import EnvironmentPool
 from pipeline.rollout.environment_threads import EnvironmentExecutor, EnvironmentThreads, EnvStepper
 from pipeline.rollout.lockstep import Lockstep
@@ -84,23 +84,23 @@ class Bench:
         limit_s: float = 60.0,
         broken_rewards: dict[str, float] | None = None,
     ):
-        """environments: to run in threads; or what makes their executor, given its news."""
+        """environments: to run in threads; or what makes their executor, given its wakeup."""
         engine = _engine(checkpoint.folder)
         load(engine, checkpoint.weights().items(), version=7)
         engine.cut(list(engine.progress()))  # what a test has left
         self.engine = Noted(engine)
         self.world = NoWorld()
-        self.news = threading.Event()
+        self.wakeup = threading.Event()
         if callable(environments):
-            executor = environments(self.news)
+            executor = environments(self.wakeup)
         else:
             tokenizer = load_tokenizer(TokenizerConfig(name=str(checkpoint.folder)))
             observations = Observations(tokenizer, TokenizerConfig(name=str(checkpoint.folder)), chat=False)
-            pool = EnvironmentPool(environments, dict.fromkeys(environments, limit_s), self.news, grace_s=0.0)
+            pool = EnvironmentPool(environments, dict.fromkeys(environments, limit_s), self.wakeup, grace_s=0.0)
             executor = EnvironmentThreads(EnvStepper(environments, tokenizer, observations), pool)
         lockstep = Lockstep(None)
-        parts = self.engine, executor, lockstep, self.world, self.news
-        self.driver = Driver(*parts, max_num_seqs, MAX_MODEL_LEN, broken_rewards)
+        parts = self.engine, executor, lockstep, self.world, self.wakeup
+        self.driver = EpisodeDriver(*parts, max_num_seqs, MAX_MODEL_LEN, broken_rewards)
 
     def work(self, until: Callable[[], bool] = lambda: False) -> None:
         """Until a verb waits, or all is done."""

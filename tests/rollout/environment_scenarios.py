@@ -23,8 +23,8 @@ from pipeline.config import EnvironmentConfig, TokenizerConfig
 from pipeline.environments.base import Environment, Outcome
 from pipeline.environments.python_tool import LIMITS, PythonArguments, PythonTool
 from pipeline.rollout import environment_pool, environment_process
-from pipeline.rollout.environment_pool import Failure
-from pipeline.rollout.environment_process import HELD, EnvironmentProcess
+from pipeline.rollout.environment_pool import CallFailure
+from pipeline.rollout.environment_process import LOST_WITH_PROCESS, EnvironmentProcess
 from pipeline.rollout.environment_server import frame
 from pipeline.rollout.environment_threads import EnvironmentSettings, StepRequest, load
 from pipeline.sandbox import processes
@@ -141,7 +141,7 @@ def bits(rollout: Rollout) -> tuple:
 
 def deaths(folder: Path, way: str, why: str) -> None:
     """The process ends twice: the answers that it judged are wrong, and episodes that it held are left out, and no others."""
-    environment_process.SILENCE_S = 0.5
+    environment_process.SILENCE_LIMIT_S = 0.5
     fork_early(3)
     chosen = settings(folder, f"{__name__}.Deadly", limit_s=1.0, way=way)
     bench = Bench(Checkpoint(folder, None), functools.partial(EnvironmentProcess, chosen), max_num_seqs=3)
@@ -149,10 +149,10 @@ def deaths(folder: Path, way: str, why: str) -> None:
     bench.work()
     rollouts = [by_place(later.unsent)[place][0] for place in range(8)]
     assert re.fullmatch(f"the environments' process {why}", rollouts[3].broke), rollouts[3]
-    assert rollouts[4].broke or rollouts[4].failure == HELD  # where the other one's end was the end of it
+    assert rollouts[4].broke or rollouts[4].failure == LOST_WITH_PROCESS  # where the other one's end was the end of it
     for place, rollout in enumerate(rollouts):
         if rollout.failure or rollout.broke:
-            assert rollout.failure == HELD or (place in (3, 4) and rollout.reward == 0.0), place
+            assert rollout.failure == LOST_WITH_PROCESS or (place in (3, 4) and rollout.reward == 0.0), place
         else:
             assert rollout.reward == 3.0 and len(rollout.turns) == 3
     assert sum(not rollout.failure for rollout in rollouts) >= 8 - 2 * 3  # at most three episodes are open at once
@@ -170,9 +170,9 @@ def unbegun(folder: Path) -> None:
     for prompt in prompts(8):
         process.submit(said(str(prompt.index), prompt))
     found = dict(answers(process, 8))
-    assert [episode for episode, answer in found.items() if isinstance(answer, Failure)] == ["3"] and found["3"].of_answer
+    assert [episode for episode, answer in found.items() if isinstance(answer, CallFailure)] == ["3"] and found["3"].of_answer
     process.submit(said("held", None))
-    assert answers(process, 1) == [("held", Failure(HELD))]
+    assert answers(process, 1) == [("held", CallFailure(LOST_WITH_PROCESS))]
     assert process.seconds_left() is None and not process._held
 
 
@@ -192,15 +192,15 @@ def answers(process: EnvironmentProcess, count: int) -> list[tuple[str, Any]]:
 
 def idle_deaths(folder: Path) -> None:
     """A process that cannot live ends the run; one that judges between its deaths can."""
-    fork_early(2 * environment_process.IDLE_DEATHS + 1)
+    fork_early(2 * environment_process.MAX_IDLE_DEATHS + 1)
     process = started(settings(folder, "exact_match"))
 
     def kill() -> None:
         process._process.handle.kill()
         process._process.handle.wait(10)
 
-    for death in range(2 * environment_process.IDLE_DEATHS):
-        if death == environment_process.IDLE_DEATHS:
+    for death in range(2 * environment_process.MAX_IDLE_DEATHS):
+        if death == environment_process.MAX_IDLE_DEATHS:
             process.submit(said("0", prompts(1)[0]))
             answers(process, 1)
         kill()
@@ -219,7 +219,7 @@ def errors(folder: Path) -> None:
 
 def garbled(folder: Path) -> None:
     """A command that cannot be decoded ends the process at once, and the rank raises why."""
-    environment_process.SILENCE_S = 3600.0
+    environment_process.SILENCE_LIMIT_S = 3600.0
     fork_early()
     process = started(settings(folder, "exact_match"))
     process._process._unsent.put(frame("no command"))
@@ -273,7 +273,7 @@ def verdicts(process: EnvironmentProcess, turns: list[StepRequest]) -> dict[str,
     for one in turns:
         process.submit(one)
     found = dict(answers(process, len(turns)))
-    kinds = {episode: answer.of_answer if isinstance(answer, Failure) else None for episode, answer in found.items()}
+    kinds = {episode: answer.of_answer if isinstance(answer, CallFailure) else None for episode, answer in found.items()}
     return {episode: {None: "judged", True: "broke", False: "left out"}[kind] for episode, kind in kinds.items()}
 
 
@@ -311,7 +311,7 @@ def given_up(folder: Path) -> None:
 
 def worn_out(folder: Path) -> None:
     """Calls that hang are given up, and the process with them when they are too many; no other turn is lost."""
-    environment_pool.MOST_HANGING = 2
+    environment_pool.MAX_HANGING_CALLS = 2
     fork_early(2)
     process = started(settings(folder, f"{__name__}.Hanging", limit_s=0.3))
     found = verdicts(process, [said(str(prompt.index), prompt) for prompt in prompts(10)])

@@ -6,7 +6,7 @@ from collections import deque
 
 import numpy as np
 
-from pipeline.rollout.work import Finished, RolloutWork, Unfinished
+from pipeline.rollout.work import FinishedGroup, RolloutWork, UnfinishedGroup
 from pipeline.types import Completion, Prompt, Rollout, RolloutGroup, Span, Turn
 
 
@@ -77,7 +77,7 @@ class Fleet:
         done = group(prompt, work.samples, tokens=1 + index % 5, version=self.version)
         kept = work.finished.get(place, {})
         rollouts = tuple(kept.get(i, one) for i, one in enumerate(done.rollouts))
-        answer.fresh.append((1, [Finished(place, RolloutGroup(prompt, rollouts))]))
+        answer.fresh.append((1, [FinishedGroup(place, RolloutGroup(prompt, rollouts))]))
 
     def receive(self, block: bool) -> bool:
         if block and not self.open:
@@ -114,7 +114,7 @@ class Engine:
 
     def snapshot(self) -> Answer:
         stands = [
-            Unfinished(work.number, place, {0: rollout(version=self.fleet.version)}, {1: [Span(self.fleet.version, 7)]})
+            UnfinishedGroup(work.number, place, {0: rollout(version=self.fleet.version)}, {1: [Span(self.fleet.version, 7)]})
             for work in self.works
             for place, prompt in enumerate(work.prompts)
             if self.fleet.open.get(prompt.index, (None,))[0] is work

@@ -32,11 +32,11 @@ from transformers import PreTrainedTokenizerFast
 from pipeline.config import AsyncConfig, EnvironmentConfig, GRPOConfig, TokenizerConfig
 from pipeline.rollout import environment_process
 from pipeline.rollout.collectors import SyncCollector
-from pipeline.rollout.dispatch import Dispatch, RolloutSpec
-from pipeline.rollout.driver import Driver
+from pipeline.rollout.dispatch import Dispatcher, RolloutSpec
+from pipeline.rollout.driver import EpisodeDriver
 from pipeline.rollout.environment_process import EnvironmentProcess, fork_early
 from pipeline.rollout.environment_threads import EnvironmentSettings
-from pipeline.rollout.failures import Failures
+from pipeline.rollout.failures import FailureMonitor
 from pipeline.rollout.lockstep import Lockstep
 from pipeline.rollout.work import RolloutWork
 from pipeline.types import Completion, Prompt, Request, RolloutGroup, Sampling, Span
@@ -222,7 +222,7 @@ class Reply:
 class Engine:
     """The driver's rank, as rank 0 has it."""
 
-    def __init__(self, driver: Driver) -> None:
+    def __init__(self, driver: EpisodeDriver) -> None:
         self._driver, self._replies = driver, []
 
     def rollout(self, work: RolloutWork) -> Reply:
@@ -261,13 +261,13 @@ def run(folder: Path, environments: dict[str, EnvironmentConfig], said: dict[str
     ]
     environments = {name: replace(one, precision="float32") for name, one in environments.items()}  # as a recipe has it
     settings = EnvironmentSettings(environments, TokenizerConfig(name=str(folder)), False, 3, sys.path, grace_s=0.0)
-    news = threading.Event()
-    process = EnvironmentProcess(settings, news)
+    wakeup = threading.Event()
+    process = EnvironmentProcess(settings, wakeup)
     process.wait_until_loaded()
     engine = Scripted([[turns, RIGHT[name]] for name, _, turns in tried], tokenizer)
-    driver = Driver(engine, process, Lockstep(None), NoWorld(), news, 8, ROOM)
+    driver = EpisodeDriver(engine, process, Lockstep(None), NoWorld(), wakeup, 8, ROOM)
     section = GRPOConfig(num_prompts_per_step=len(prompts), num_generations_per_prompt=2, async_grpo=AsyncConfig())
-    dispatch = Dispatch([Engine(driver)], 42, 3, Failures(0, "max_generation_failures"))
+    dispatch = Dispatcher([Engine(driver)], 42, 3, FailureMonitor(0, "max_generation_failures"))
     spec = RolloutSpec("train", 2, Sampling())
     collector = SyncCollector(section, dispatch, None, spec, spec, name="grpo")
     collector.send(prompts, 0)
@@ -302,7 +302,7 @@ def in_sandboxes(folder: Path, whole: bool) -> None:
 
 
 def in_a_function(folder: Path) -> None:
-    environment_process.SILENCE_S = 2.0
+    environment_process.SILENCE_LIMIT_S = 2.0
     for _ in range(DEATHS):
         fork_early()
     check(run(folder, MINE, {"mine": {name: [name] for name in BREAKS}}))

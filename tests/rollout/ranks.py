@@ -19,7 +19,7 @@ from pipeline.data.observations import Observations
 from pipeline.generate.transformers import TransformersBackend
 from pipeline.refit.base import Commit, RefitReport
 from pipeline.roles.generate import GenerateRole
-from pipeline.rollout.driver import Driver
+from pipeline.rollout.driver import EpisodeDriver
 from pipeline.rollout.environment_pool import EnvironmentPool
 from pipeline.rollout.environment_threads import EnvironmentThreads, EnvStepper
 from pipeline.rpc import RpcClient, RpcGroup, serve, stop, verb
@@ -72,9 +72,9 @@ class Role(GenerateRole):
             tokenizer = load_tokenizer(config)
             told = {"told": Gated(self._world.info.folder / "gate")}
             stepper = EnvStepper(told, tokenizer, Observations(tokenizer, config, chat=False))
-            self._environments = EnvironmentThreads(stepper, EnvironmentPool(told, {"told": 60.0}, self.news))
-            parts = self._backend, self._environments, self._lockstep, self._world, self.news
-            self._driver = Driver(*parts, 3, MAX_MODEL_LEN)
+            self._environments = EnvironmentThreads(stepper, EnvironmentPool(told, {"told": 60.0}, self.wakeup))
+            parts = self._backend, self._environments, self._lockstep, self._world, self.wakeup
+            self._driver = EpisodeDriver(*parts, 3, MAX_MODEL_LEN)
             self._backend.before_step = self._before_step
 
     def _before_step(self, steps: int) -> None:
@@ -101,7 +101,7 @@ def check(generate: RpcGroup, gate: Path) -> None:
     assert [rank for rank, _ in came] == [1, 1] and not future.done  # the leader's
     assert sorted(finished.place for _, part in came for finished in part) == [1, 2]
     stands, of_peer = generate.snapshot().result()
-    assert of_peer == [] and [(stand.number, stand.info) for stand in stands] == [(0, 0)]
+    assert of_peer == [] and [(stand.number, stand.place) for stand in stands] == [(0, 0)]
     assert {sample: len(spans) for sample, spans in stands[0].open.items()} == {0: 1, 1: 1}
 
     generate.receive().result()  # in flight: between the two turns of group 0

@@ -43,7 +43,7 @@ class Schedule:
 
     def run(self) -> "Schedule":
         for step in range(self.steps):
-            self.begin(self.of.room(self.steps - step), step)
+            self.begin(self.of.num_groups_to_begin(self.steps - step), step)
             while self.ends and self.draw.random() < 0.5:  # some come while the train ranks are at work
                 self.complete_one()
             wanted = self.size
@@ -101,7 +101,7 @@ def test_every_order_of_completion(stragglers, age):
         """Run with these choices and then the first; the choices that it did not take."""
         of, ends, begun, trained, made, branches = buffer(stragglers, age, size), set(), {}, [], [], []
         for step in range(steps):
-            new = prompts(len(begun), of.room(steps - step))
+            new = prompts(len(begun), of.num_groups_to_begin(steps - step))
             of.begin(new, step)
             ends |= {prompt.index for prompt in new}
             begun |= {prompt.index: step for prompt in new}
@@ -127,7 +127,7 @@ def test_every_order_of_completion(stragglers, age):
 
 def test_age_0_takes_the_prompts_of_the_step_in_their_order():
     of = buffer(age=0, size=3)
-    assert of.room(steps_left=9) == 3
+    assert of.num_groups_to_begin(steps_left=9) == 3
     of.begin(prompts(0, 3), 0)
     for index in (2, 0, 1):
         assert of.take(0, 3) is None
@@ -138,7 +138,7 @@ def test_age_0_takes_the_prompts_of_the_step_in_their_order():
 
 def test_wait_takes_the_oldest_whatever_is_complete():
     of = buffer("wait", age=1, size=2)
-    of.begin(prompts(0, of.room(9)), 0)
+    of.begin(prompts(0, of.num_groups_to_begin(9)), 0)
     for index in (3, 2, 1):
         of.complete(group(prompts(index, 1)[0]))
         assert of.take(0, 2) is None
@@ -148,7 +148,7 @@ def test_wait_takes_the_oldest_whatever_is_complete():
 
 def test_keep_carries_a_straggler_over_until_it_must_be_trained_on():
     of = buffer("keep", age=2, size=2)
-    of.begin(prompts(0, of.room(9)), 0)
+    of.begin(prompts(0, of.num_groups_to_begin(9)), 0)
     assert len(of.live) == 4
     for step, ready in enumerate([(1, 2), (3, 4)]):
         for index in ready:
@@ -200,16 +200,16 @@ def test_cut_leaves_alone_what_replaces_the_last_few_that_were_passed_over():
 
 def test_no_more_begin_than_the_steps_that_are_left_take():
     of = buffer("wait", age=8, size=4)
-    assert of.room(steps_left=2) == 8
+    assert of.num_groups_to_begin(steps_left=2) == 8
     of.begin(prompts(0, 8), 0)
-    assert of.room(steps_left=2) == 0 and of.room(steps_left=100) == 28
+    assert of.num_groups_to_begin(steps_left=2) == 0 and of.num_groups_to_begin(steps_left=100) == 28
 
 
 @pytest.mark.parametrize("stragglers", STRAGGLERS)
 def test_what_lives_can_always_be_trained_on_in_time(stragglers):
     for age, size in itertools.product(range(9), range(1, 9)):
         of = buffer(stragglers, age, size)
-        of.begin(prompts(0, of.room(100)), 5)
+        of.begin(prompts(0, of.num_groups_to_begin(100)), 5)
         of.check(5)
         of.begin(prompts(1000, size * (age + 1) - of.capacity + 1), 5)
         with pytest.raises(ValueError, match=r"max_trajectory_age_steps: the checkpoint of step 5 has \d+ groups"):
@@ -249,7 +249,7 @@ def lengths_trained(kind: type[Buffer], stragglers: str) -> tuple[list[int], lis
     config = AsyncConfig(enabled=True, max_trajectory_age_steps=4, stragglers=stragglers)
     of, now, ends, sampled, trained = kind(config, size), 0.0, {}, [], []
     for step in range(steps):
-        new = prompts(len(sampled), of.room(steps - step))
+        new = prompts(len(sampled), of.num_groups_to_begin(steps - step))
         of.begin(new, step)
         for prompt in new:
             sampled.append(lengths[prompt.index])

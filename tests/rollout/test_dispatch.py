@@ -4,8 +4,8 @@ from dataclasses import replace
 
 import pytest
 
-from pipeline.rollout.dispatch import Dispatch, RolloutSpec
-from pipeline.rollout.failures import FIRST_GROUPS, Failures
+from pipeline.rollout.dispatch import Dispatcher, RolloutSpec
+from pipeline.rollout.failures import FIRST_GROUPS, FailureMonitor
 from pipeline.types import NOTHING_SAID, RolloutGroup, Sampling
 from tests.rollout.fleet import Fleet, prompts, rollout
 
@@ -14,7 +14,7 @@ TRAIN = RolloutSpec("train", 2, Sampling())
 
 def dispatch(engines=3, pick=min):
     fleet = Fleet(engines, pick)
-    return Dispatch(fleet.engines, 42, 5, Failures(10, "key")), fleet
+    return Dispatcher(fleet.engines, 42, 5, FailureMonitor(10, "key")), fleet
 
 
 def given(engine):
@@ -89,32 +89,32 @@ def test_a_snapshot_leaves_out_what_has_come_back():
 
 
 def test_a_row_of_groups_that_failed_whole_ends_the_run_and_one_judged_episode_breaks_it(capsys):
-    failures = Failures(2, "some.max_generation_failures")
+    failures = FailureMonitor(2, "some.max_generation_failures")
     prompt = prompts(5, 1)[0]
     bad, good, cut = rollout(failure="TimeoutError: 10 s"), rollout(), rollout(failure=NOTHING_SAID)
     for rollouts in ((bad, bad, bad), (bad, cut), (bad, bad, good), (cut, cut, cut), (bad, bad), (good,), (bad,), (bad,)):
-        failures.see(RolloutGroup(prompt, rollouts))
+        failures.record(RolloutGroup(prompt, rollouts))
     out = capsys.readouterr().out
     assert "env.addition, prompt 5: 2 of 3 episodes failed, and are not learned from; episode 0: TimeoutError: 10 s" in out
     assert out.count("hetstep:") == 6
-    failures.see(RolloutGroup(prompt, (cut, cut)))
+    failures.record(RolloutGroup(prompt, (cut, cut)))
     with pytest.raises(RuntimeError, match=r"prompt 5: .* all episodes of 3 groups failed, .* and 2 may .*generation_failures"):
-        failures.see(RolloutGroup(prompt, (bad, cut)))
+        failures.record(RolloutGroup(prompt, (bad, cut)))
 
 
 def test_answers_that_break_their_judge_end_no_run_and_one_that_never_judges_does(capsys):
     """Failures through no doing of an answer count apart from both."""
-    failures = Failures(0, "key")
+    failures = FailureMonitor(0, "key")
     prompt = prompts(5, 1)[0]
     other = replace(prompt, environment="other")
     broke, good = rollout(broke="step raised KeyError: 'x' at mine.py:3"), rollout()
     for rollouts in [(broke, good), *[(broke, broke)] * 50]:
-        failures.see(RolloutGroup(prompt, rollouts))
+        failures.record(RolloutGroup(prompt, rollouts))
     for _ in range(FIRST_GROUPS):
-        failures.see(RolloutGroup(other, (broke, broke)))
+        failures.record(RolloutGroup(other, (broke, broke)))
     with pytest.raises(
         RuntimeError, match=r"env\.other, prompt 5: .*mine\.py:3; it has judged none of the answers of its first 11"
     ):
-        failures.see(RolloutGroup(other, (broke, rollout(failure=NOTHING_SAID))))
+        failures.record(RolloutGroup(other, (broke, rollout(failure=NOTHING_SAID))))
     with pytest.raises(RuntimeError, match=r"all episodes of 1 groups failed, .* and 0 may"):
-        failures.see(RolloutGroup(prompt, (rollout(failure="no connection"),) * 2))
+        failures.record(RolloutGroup(prompt, (rollout(failure="no connection"),) * 2))

@@ -207,7 +207,7 @@ def test_a_cut_between_two_turns_ends_with_what_was_said(checkpoint):
     assert rollout.finish == "length" and len(rollout.turns[-1].observation) == 0 and rollout.reward == 1.0
 
     later = bench.driver.rollout(work(1, prompts(1), samples=1, max_turns=9, stop=ANY))
-    bench.work(lambda: bool(bench.driver._judged))
+    bench.work(lambda: bool(bench.driver._in_environment))
     bench.driver.cut([1])
     bench.work()
     ((rollout,),) = by_place(later.unsent).values()

@@ -73,7 +73,7 @@ def test_what_fails_of_an_answer_is_wrong_and_of_its_task_left_out(checkpoint, c
         assert len(rollout.turns) == 1 and rollout.drawn_tokens > 0
     assert decode(encode(rollouts), list[Rollout])  # they can be sent
     lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("hetstep: env.naughty: ")]
-    assert len(lines) == environment_pool.TOLD_AT_ONCE
+    assert len(lines) == environment_pool.LOGGED_AT_ONCE
     assert any("train prompt 0, sample 0, turn 0 failed: reset raised OSError" in line for line in lines)
     assert any("train prompt 3, sample 0, turn 0 broke its judge, and counts as wrong: step raised" in line for line in lines)
 
@@ -112,25 +112,25 @@ def test_breaking_a_judge_pays_no_more_than_a_wrong_answer(checkpoint):
 
 
 def test_calls_that_all_hang_end_a_run_whose_threads_they_are(checkpoint, monkeypatch):
-    monkeypatch.setattr(environment_pool, "MOST_HANGING", 2)
+    monkeypatch.setattr(environment_pool, "MAX_HANGING_CALLS", 2)
     bench = Bench(checkpoint, {"naughty": Naughty()}, limit_s=0.05)
     with pytest.raises(RuntimeError, match=r"env\.naughty: 3 calls of it hang at once, each for more than 0\.05 s"):
         bench.run(0, [prompts(3, "naughty")[2]] * 4, samples=1)
 
 
-def come(pool: environment_pool.EnvironmentPool, news: threading.Event, count: int) -> list[tuple]:
+def come(pool: environment_pool.EnvironmentPool, wakeup: threading.Event, count: int) -> list[tuple]:
     """Wait for so many answers."""
     answers = []
     while len(answers) < count:
-        news.wait(pool.seconds_left())
-        news.clear()
+        wakeup.wait(pool.seconds_left())
+        wakeup.clear()
         answers += pool.take()
     return answers
 
 
 def test_a_call_that_ends_after_it_was_given_up_changes_nothing():
-    news, go = threading.Event(), threading.Event()
-    pool = environment_pool.EnvironmentPool({"late": Naughty()}, {"late": 0.05}, news, grace_s=0.0)
+    wakeup, go = threading.Event(), threading.Event()
+    pool = environment_pool.EnvironmentPool({"late": Naughty()}, {"late": 0.05}, wakeup, grace_s=0.0)
 
     def late(begin):
         begin("step")
@@ -138,10 +138,10 @@ def test_a_call_that_ends_after_it_was_given_up_changes_nothing():
         return "late"
 
     pool.submit("late", "first", late)
-    assert [key for key, _ in come(pool, news, 1)] == ["first"]
+    assert [key for key, _ in come(pool, wakeup, 1)] == ["first"]
     pool.submit("late", "second", lambda begin: "at once")
     go.set()
-    assert come(pool, news, 1) == [("second", "at once")]
+    assert come(pool, wakeup, 1) == [("second", "at once")]
     for thread in threading.enumerate():
         if thread.name == "environment late":
             thread.join(0.2)  # the one that was given up ends; its successor waits for more
@@ -151,12 +151,12 @@ def test_a_call_that_ends_after_it_was_given_up_changes_nothing():
 
 
 def test_workers_calls_run_at_the_same_time_and_no_more():
-    news, both, running = threading.Event(), threading.Barrier(2), []
+    wakeup, both, running = threading.Event(), threading.Barrier(2), []
 
     class Two(Naughty):
         workers = 2
 
-    pool = environment_pool.EnvironmentPool({"two": Two()}, {"two": 60.0}, news)
+    pool = environment_pool.EnvironmentPool({"two": Two()}, {"two": 60.0}, wakeup)
 
     def meet(begin):
         running.append(1)
@@ -166,9 +166,9 @@ def test_workers_calls_run_at_the_same_time_and_no_more():
 
     for key in range(4):
         pool.submit("two", key, meet)
-    answers = come(pool, news, 4)
+    answers = come(pool, wakeup, 4)
     assert sorted(key for key, _ in answers) == [0, 1, 2, 3]
-    assert not any(isinstance(result, environment_pool.Failure) for _, result in answers)
+    assert not any(isinstance(result, environment_pool.CallFailure) for _, result in answers)
     assert len([thread for thread in threading.enumerate() if thread.name == "environment two"]) == 2
 
 

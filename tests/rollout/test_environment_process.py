@@ -62,7 +62,7 @@ def test_nothing_outlives_the_rank(play, tmp_path):
 
 def test_a_report_that_cannot_be_decoded_is_an_error_at_once():
     ours, its = socket.socketpair()
-    started = environment_process.Started(None, ours, None)
+    started = environment_process.StartedProcess(None, ours, None)
     process = environment_process._Process(started, scenarios.settings(Path(), "exact_match"), threading.Event())
     its.sendall(frame("no report"))
     report = process.reports.get(timeout=60)

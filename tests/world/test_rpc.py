@@ -31,7 +31,7 @@ class Counter:
     """Counts between verbs, as far as it was told, one part for each number; it notes what it did."""
 
     def __init__(self):
-        self.news = threading.Event()
+        self.wakeup = threading.Event()
         self.done: list[str] = []
         self.open: list[tuple[StreamingReply[int], int]] = []
         self.go = threading.Semaphore(0)  # one for each number

@@ -7,14 +7,14 @@ from __future__ import annotations
 
 from typing import Literal
 
-Part = Literal["weights", "cache"]
+MemoryPart = Literal["weights", "cache"]
 
 
 class EngineState:
     def __init__(self) -> None:
         self._has_weights = False
         self._updating = False
-        self._asleep: list[Part] = []  # in the order in which they wake
+        self._asleep: list[MemoryPart] = []  # in the order in which they wake
 
     def check_serves(self) -> None:
         if self._asleep:
@@ -40,7 +40,7 @@ class EngineState:
         self._asleep = ["weights", "cache"]
         self._has_weights = self._has_weights and keep_weights
 
-    def wake(self, part: Part) -> None:
+    def wake(self, part: MemoryPart) -> None:
         if self._asleep[:1] != [part]:
             next_part = f"the next to wake is '{self._asleep[0]}'" if self._asleep else "nothing sleeps"
             raise RuntimeError(f"wake '{part}': {next_part}")

@@ -1,6 +1,6 @@
 """Incoming weights are a full set: the names and shapes of a Hugging Face checkpoint of the policy.
 
-Both backends pass them through `checked`, so a wrong name, a wrong shape or a missing tensor is an error in either,
+Both backends pass them through `checked_weights`, so a wrong name, a wrong shape or a missing tensor is an error in either,
 whatever the backend's own loader would have let pass. Placing the tensors is the backends' work.
 """
 
@@ -11,7 +11,7 @@ from collections.abc import Collection, Iterable, Iterator, Mapping
 import torch
 
 
-def checked(
+def checked_weights(
     weights: Iterable[tuple[str, torch.Tensor]], shapes: Mapping[str, tuple[int, ...]], tied: Collection[str]
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """Pass `weights` on, without tied copies. Raises ValueError on a name or shape that is not in `shapes`, on a name that

@@ -18,7 +18,7 @@ from vllm.platforms import current_platform
 from vllm.utils import cpu_triton_utils
 
 
-def mend() -> None:
+def patch() -> None:
     """Once per process, before there is an engine."""
     CPUUnquantizedExperts.apply = _with_local_numbers(CPUUnquantizedExperts.apply)
     cpu_triton_utils._expand_kernel_impl = _expand
@@ -28,7 +28,7 @@ def mend() -> None:
 
 def _with_local_numbers(apply):
     @functools.wraps(apply)
-    def mended(self, *, topk_weights: torch.Tensor, topk_ids: torch.Tensor, expert_map: torch.Tensor | None, **others) -> None:
+    def patched(self, *, topk_weights: torch.Tensor, topk_ids: torch.Tensor, expert_map: torch.Tensor | None, **others) -> None:
         """expert_map: [experts of the model] int32, the number here of each, -1 for those of other ranks."""
         if expert_map is not None:
             local = expert_map[topk_ids.long()]
@@ -36,7 +36,7 @@ def _with_local_numbers(apply):
             topk_ids = local.clamp(min=0).to(topk_ids.dtype)
         apply(self, topk_weights=topk_weights, topk_ids=topk_ids, expert_map=expert_map, **others)
 
-    return mended
+    return patched
 
 
 def _expand(
