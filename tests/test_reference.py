@@ -110,6 +110,11 @@ def test_help_of_no_key_lists_the_sections(capsys):
     assert heads == [*schema_validation.fields(Recipe)]
 
 
+def test_help_of_a_key_below_a_value_names_the_value(capsys):
+    assert submit.main(["help=grpo.max_num_steps.x.y"]) == 2
+    assert "help: got 'grpo.max_num_steps.x.y'; grpo.max_num_steps is a value, not a section" in capsys.readouterr().err
+
+
 def test_help_of_a_misspelt_key_names_the_one_that_may_be_meant(capsys):
     assert submit.main(["help=policy.max_grad_nrm"]) == 2
     assert "did you mean 'policy.max_grad_norm'?" in capsys.readouterr().err

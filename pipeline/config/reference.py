@@ -209,9 +209,15 @@ def explained(asked: str) -> str:
         tree = ConfigMapping()
         tree.set(asked, ConfigValue(None))
         readers = unused_keys.Readers.of_tree(tree)
-        (problem, *_) = schema_validation.unknown_keys(
-            Recipe, tree, advice=schema_validation.Advice(readers.hint, readers.rank)
+        problems = list(
+            schema_validation.unknown_keys(Recipe, tree, advice=schema_validation.Advice(readers.hint, readers.rank))
         )
+        if not problems:  # the key is below one that is no section
+            parent = asked.rpartition(".")[0]
+            while _generic(parent) is None:
+                parent = parent.rpartition(".")[0]
+            raise RecipeError(Problem("help", "unknown-key", f"got '{asked}'; {parent} is a value, not a section"))
+        problem = problems[0]
         raise RecipeError(Problem("help", "unknown-key", f"got '{problem.key}', which {problem.message}"))
     own = [keys()[name]] if name in keys() else []
     lines = [*map(_paragraph, [*own, *_inside(name)])]

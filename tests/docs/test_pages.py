@@ -78,7 +78,11 @@ def keys_of(text: str) -> Iterator[str]:
     for word in re.findall(
         r"(?<![\w./-])(?:[a-z_]+\.)+(?:[\w<>*]+\.)*[\w<>]+", text.replace("cluster.<component>", "cluster.train")
     ):
-        if word.split(".")[0] in KEYS and not word.endswith((".py", ".yaml", ".md", ".json")):
+        if (
+            word.split(".")[0] in KEYS
+            and word.split(".")[0] != "algorithm"
+            and not word.endswith((".py", ".yaml", ".md", ".json"))
+        ):
             yield word
 
 
