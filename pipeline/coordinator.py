@@ -31,7 +31,7 @@ from pipeline.rpc import RpcGroup
 from pipeline.startup import Startup
 from pipeline.timeline import Timeline
 from pipeline.train.background_worker import BackgroundWorker
-from pipeline.types import DataPlace, Prompt, RolloutGroup, Sample
+from pipeline.types import DataParallelRank, Prompt, RolloutGroup, Sample
 
 logger = logging.getLogger(__name__)
 
@@ -50,7 +50,7 @@ class Run:
     folder: Path
     checkpoints: Checkpoints
     train: RpcGroup
-    places: list[DataPlace]  # of the train ranks
+    places: list[DataParallelRank]  # of the train ranks
     colocation: Colocation
     tokenizer: PreTrainedTokenizerBase
     attempt: Attempt

@@ -30,7 +30,7 @@ from pipeline.data.packing import plan_microbatches
 from pipeline.data.special_tokens import SpecialTokenEscaper
 from pipeline.roles.reward import ScoreWork
 from pipeline.rpc import RpcGroup
-from pipeline.types import DataPlace, Prompt, Rollout, RolloutGroup
+from pipeline.types import DataParallelRank, Prompt, Rollout, RolloutGroup
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -42,7 +42,7 @@ Encode = Callable[[Prompt, Rollout], np.ndarray]
 class Scoring:
     """Call it with groups to get them with the reward model's rewards."""
 
-    def __init__(self, recipe: Recipe, serving: RpcGroup, places: list[DataPlace], tokenizer: PreTrainedTokenizerBase):
+    def __init__(self, recipe: Recipe, serving: RpcGroup, places: list[DataParallelRank], tokenizer: PreTrainedTokenizerBase):
         """serving: the component that serves the reward model, and `places` its ranks'. tokenizer: the policy's."""
         self._environment = config.reward_environment(recipe)
         self._model = config.reward_model_policy(recipe)

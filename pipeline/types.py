@@ -62,7 +62,7 @@ class Request:
 
 
 @dataclass(frozen=True, slots=True)
-class Span:
+class VersionSpan:
     """Successive tokens of a completion that the same weights drew."""
 
     version: int  # of the weights
@@ -76,7 +76,7 @@ class Completion:
     id: str  # the request's
     tokens: np.ndarray  # [C] int32, with the stop token if there was one
     logprobs: np.ndarray  # [C] float32, of the distribution that was sampled from (after temperature)
-    spans: tuple[Span, ...]  # in order; their tokens add up to C
+    spans: tuple[VersionSpan, ...]  # in order; their tokens add up to C
     finish: str  # "stop": ended by a stop token; "length": cut
 
 
@@ -123,7 +123,7 @@ class Rollout:
         return sum(len(turn.completion.tokens) for turn in self.turns)
 
     @property
-    def spans(self) -> tuple[Span, ...]:
+    def spans(self) -> tuple[VersionSpan, ...]:
         """The spans of the drawn tokens, in order."""
         return tuple(span for turn in self.turns for span in turn.completion.spans)
 
@@ -174,7 +174,7 @@ class GlobalCounts:
 
 
 @dataclass(frozen=True, slots=True)
-class DataPlace:
+class DataParallelRank:
     """A train rank's place among the data-parallel ranks; tensor-parallel peers share one."""
 
     rank: int

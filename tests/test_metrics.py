@@ -21,7 +21,7 @@ from pipeline.metrics import (
     rollout_metrics,
     validation_metrics,
 )
-from pipeline.types import NOTHING_SAID, Completion, Prompt, Rollout, RolloutGroup, Span, Turn
+from pipeline.types import NOTHING_SAID, Completion, Prompt, Rollout, RolloutGroup, Turn, VersionSpan
 from tests.problems import refused
 
 
@@ -39,7 +39,13 @@ def group(*rewards):
         prompt,
         tuple(
             Rollout(
-                (Turn(Completion(f"0/{i}", np.arange(n, dtype=np.int32), np.zeros(n, np.float32), (Span(5, n),), "length")),),
+                (
+                    Turn(
+                        Completion(
+                            f"0/{i}", np.arange(n, dtype=np.int32), np.zeros(n, np.float32), (VersionSpan(5, n),), "length"
+                        )
+                    ),
+                ),
                 r,
                 {"accuracy": r},
             )
@@ -156,7 +162,9 @@ def test_num_rollouts_to_log(tmp_path):
 
 
 def told(said, observation):
-    completion = Completion("0/0", np.array(said, np.int32), np.zeros(len(said), np.float32), (Span(5, len(said)),), "stop")
+    completion = Completion(
+        "0/0", np.array(said, np.int32), np.zeros(len(said), np.float32), (VersionSpan(5, len(said)),), "stop"
+    )
     return Turn(completion, np.array(observation, np.int32))
 
 

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from pipeline.config import PolicyConfig
 from pipeline.data.packing import plan_microbatches
-from pipeline.types import DataPlace, GlobalCounts, Sample, Update
+from pipeline.types import DataParallelRank, GlobalCounts, Sample, Update
 
 
 def split_batch(
-    samples: list[Sample], policy: PolicyConfig, places: list[DataPlace], update_size: int, sequences_per_item: int = 1
+    samples: list[Sample], policy: PolicyConfig, places: list[DataParallelRank], update_size: int, sequences_per_item: int = 1
 ) -> list[list[Update]]:
     """Return the updates of each train rank, of `update_size` units over all ranks; those who share a place share one list. A
     unit is `sequences_per_item` successive samples (2: the answers of a pair), which stay side by side in one microbatch;

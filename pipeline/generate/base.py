@@ -14,7 +14,7 @@ import torch
 
 from pipeline.boxes import Region
 from pipeline.generate.engine_state import MemoryPart
-from pipeline.types import Completion, Request, Span
+from pipeline.types import Completion, Request, VersionSpan
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,7 +71,7 @@ class GenerateBackend(Protocol):
 
         Raises ValueError, and cuts nothing, if one of them is not pending."""
 
-    def progress(self) -> dict[str, tuple[Span, ...]]:
+    def progress(self) -> dict[str, tuple[VersionSpan, ...]]:
         """What has been drawn so far of each pending request, by its id: () if nothing. At any time."""
 
     @property

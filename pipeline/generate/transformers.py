@@ -29,7 +29,7 @@ from pipeline.generate.sampling import sample
 from pipeline.generate.weight_checks import checked_weights
 from pipeline.models.hugging_face import checkpoint_shapes, model_config
 from pipeline.models.recorded_layout import Shape
-from pipeline.types import Completion, Request, Span
+from pipeline.types import Completion, Request, VersionSpan
 
 _PREFILL_TOKENS = 16384  # of one forward, with padding; bounds its activations
 
@@ -46,16 +46,16 @@ class _Row:
     prefilled_by: int  # the version of the weights that made the prompt's keys and values
     tokens: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
-    spans: list[Span] = field(default_factory=list)  # of the weights before the present ones
+    spans: list[VersionSpan] = field(default_factory=list)  # of the weights before the present ones
 
     def cached(self) -> np.ndarray:
         """[length] int32: the tokens in the cache."""
         return np.concatenate([self.request.tokens, np.array(self.tokens, np.int32)])[: self.length]
 
-    def all_spans(self, version: int) -> tuple[Span, ...]:
+    def all_spans(self, version: int) -> tuple[VersionSpan, ...]:
         """`version`: of the present weights."""
         newest = len(self.tokens) - sum(span.tokens for span in self.spans)
-        return (*self.spans, Span(version, newest)) if newest else tuple(self.spans)
+        return (*self.spans, VersionSpan(version, newest)) if newest else tuple(self.spans)
 
 
 class _Update:
@@ -172,7 +172,7 @@ class TransformersBackend:
         self._waiting = deque(waiting for waiting in self._waiting if waiting[0].id not in set(ids))
         return completions
 
-    def progress(self) -> dict[str, tuple[Span, ...]]:
+    def progress(self) -> dict[str, tuple[VersionSpan, ...]]:
         running = {row.request.id: row.all_spans(self._version) for row in self._rows}
         return running | {request.id: () for request, _ in self._waiting}
 

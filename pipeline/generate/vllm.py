@@ -30,7 +30,7 @@ from pipeline.generate.base import UpdateUnit
 from pipeline.generate.engine_state import EngineState, MemoryPart
 from pipeline.generate.requests import check_pending, eos_token_ids, new_token_limit
 from pipeline.models.hugging_face import checkpoint_shapes, model_config
-from pipeline.types import Completion, Request, Span
+from pipeline.types import Completion, Request, VersionSpan
 
 # vLLM reads these when it is imported. In process, or the engine could not be stepped and its weights not be reached.
 os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
@@ -148,7 +148,7 @@ class VLLMBackend:
         self._ended = [completion for id, completion in ended.items() if id not in set(ids)]
         return completions
 
-    def progress(self) -> dict[str, tuple[Span, ...]]:
+    def progress(self) -> dict[str, tuple[VersionSpan, ...]]:
         running = self._engine.output_processor.request_states.values()
         drawn = {state.external_req_id: _spans(state._weight_version_spans()) for state in running}
         return drawn | {completion.id: completion.spans for completion in self._ended}
@@ -242,8 +242,8 @@ class VLLMBackend:
         )
 
 
-def _spans(versions: list[WeightVersionSpan]) -> tuple[Span, ...]:
-    return tuple(Span(int(span.version), span.end - span.start) for span in versions)
+def _spans(versions: list[WeightVersionSpan]) -> tuple[VersionSpan, ...]:
+    return tuple(VersionSpan(int(span.version), span.end - span.start) for span in versions)
 
 
 def _arguments(policy: PolicyConfig, config: Any, engine_ranks: int, seed: int) -> dict[str, Any]:

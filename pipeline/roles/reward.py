@@ -16,7 +16,7 @@ from pipeline.config import PolicyConfig, Recipe
 from pipeline.data.packing import pack
 from pipeline.rpc import verb
 from pipeline.train.base import ModelRole
-from pipeline.types import DataPlace, Sample
+from pipeline.types import DataParallelRank, Sample
 from pipeline.world import World
 
 
@@ -39,7 +39,7 @@ class Scorer:
             self._backend = train.build(model, group, seed, ModelRole(head="values", trained=False, offload=offload))
         except ValueError as error:  # it speaks of policy.*, as which every model is described
             raise ValueError(f"of the reward model: {error}") from error
-        self.place = DataPlace(self._backend.data_rank, self._backend.data_size)
+        self.place = DataParallelRank(self._backend.data_rank, self._backend.data_size)
 
     def score(self, work: ScoreWork) -> list[float]:
         """Return the score of each sequence, in the order of the microbatches. Collective over the group."""
@@ -60,7 +60,7 @@ class RewardRole:
         self._world = world
 
     @verb("setup")
-    def setup(self) -> DataPlace:
+    def setup(self) -> DataParallelRank:
         with self._world.phase("load reward model"):
             self._scorer = Scorer(config.reward_model_policy(self._recipe), self._world.own, self._seed, offload=False)
         return self._scorer.place

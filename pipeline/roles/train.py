@@ -32,7 +32,7 @@ from pipeline.train.checkpoint_state import seed_generators
 from pipeline.train.export import export
 from pipeline.types import (
     AdvantageNormalization,
-    DataPlace,
+    DataParallelRank,
     GlobalCounts,
     LossOutput,
     Moments,
@@ -64,7 +64,7 @@ class TrainRole:
         return self._models["policy"]
 
     @verb("setup")
-    def setup(self) -> DataPlace:
+    def setup(self) -> DataParallelRank:
         recipe, needs = self._recipe, self._algorithm.needs
         role = ModelRole(needs.head, reference=needs.reference, entropy=needs.entropy, truncated=needs.truncated)
         self._build("policy", recipe.policy, role)
@@ -77,7 +77,7 @@ class TrainRole:
             with self._world.phase("load reward model"):
                 self._scorer = Scorer(config.reward_model_policy(recipe), self._world.own, self._seed, environment.cpu_offload)
         seed_generators(self._seed, self._policy.data_rank)
-        return DataPlace(self._policy.data_rank, self._policy.data_size)
+        return DataParallelRank(self._policy.data_rank, self._policy.data_size)
 
     def _build(self, name: str, policy: PolicyConfig, role: ModelRole) -> None:
         role = dataclasses.replace(role, phase=self._world.phase)

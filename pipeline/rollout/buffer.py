@@ -23,7 +23,7 @@ from dataclasses import dataclass
 
 from pipeline.config import AsyncConfig
 from pipeline.encoding import decode, encode
-from pipeline.types import Prompt, Rollout, RolloutGroup, Span
+from pipeline.types import Prompt, Rollout, RolloutGroup, VersionSpan
 
 
 @dataclass(slots=True)
@@ -170,7 +170,7 @@ class SavedGroup:
     prompt: Prompt
     begun: int  # the version of the weights
     rollouts: dict[int, Rollout]  # by sample: those that have ended
-    open: dict[int, list[Span]]  # by sample: what had been drawn of the others; empty if they had not begun
+    open: dict[int, list[VersionSpan]]  # by sample: what had been drawn of the others; empty if they had not begun
 
     @property
     def group(self) -> RolloutGroup | None:

@@ -9,7 +9,7 @@ import numpy as np
 
 from pipeline.rollout.environment_threads import StepRequest
 from pipeline.rollout.work import RolloutWork
-from pipeline.types import NOTHING_SAID, Completion, Prompt, Request, Rollout, Span, Turn
+from pipeline.types import NOTHING_SAID, Completion, Prompt, Request, Rollout, Turn, VersionSpan
 
 
 def sampling_seed(seed: int, purpose: str, prompt: int, sample: int, turn: int = 0) -> int:
@@ -68,7 +68,7 @@ class Episode:
         begins = None if self.turns else self.prompt
         return StepRequest(self.id, str(self), self.prompt.environment, begins, self.completion.tokens, self.last_turn, room)
 
-    def drawn(self) -> list[Span]:
+    def drawn(self) -> list[VersionSpan]:
         """Return the spans of all turns but the one that is being drawn."""
         completions = [turn.completion for turn in self.turns] + ([self.completion] if self.completion else [])
         return [span for completion in completions for span in completion.spans]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from pipeline.types import Prompt, Rollout, RolloutGroup, Sampling, Span
+from pipeline.types import Prompt, Rollout, RolloutGroup, Sampling, VersionSpan
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,4 +37,4 @@ class UnfinishedGroup:
     number: int  # of the work
     place: int
     finished: dict[int, Rollout]  # by sample
-    open: dict[int, list[Span]]  # by sample: what has been drawn of the others; empty if it has not begun
+    open: dict[int, list[VersionSpan]]  # by sample: what has been drawn of the others; empty if it has not begun

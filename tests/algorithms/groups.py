@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from pipeline.types import Completion, Prompt, Rollout, RolloutGroup, Span, Turn
+from pipeline.types import Completion, Prompt, Rollout, RolloutGroup, Turn, VersionSpan
 
 
 def group_of(rewards: Sequence[float], lengths: Sequence[int] | None = None, cut: Sequence[bool] | None = None) -> RolloutGroup:
@@ -16,6 +16,6 @@ def group_of(rewards: Sequence[float], lengths: Sequence[int] | None = None, cut
     for i, (reward, length, is_cut) in enumerate(zip(rewards, lengths, cut, strict=True)):
         tokens = np.arange(7, 7 + length, dtype=np.int32)
         logprobs = -0.1 * np.arange(1, length + 1, dtype=np.float32)
-        completion = Completion(f"0/{i}", tokens, logprobs, (Span(0, length),), "length" if is_cut else "stop")
+        completion = Completion(f"0/{i}", tokens, logprobs, (VersionSpan(0, length),), "length" if is_cut else "stop")
         rollouts.append(Rollout((Turn(completion),), reward))
     return RolloutGroup(Prompt(0, np.array([5, 6], np.int32), "math", {}), tuple(rollouts))

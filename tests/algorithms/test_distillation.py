@@ -10,7 +10,7 @@ import torch
 from pipeline.algorithms.base import Needs
 from pipeline.algorithms.divergence import LOG_INFINITESIMAL, distillation_loss
 from pipeline.config import DistillationConfig, LossConfig
-from pipeline.types import Completion, Outputs, Prompt, Rollout, RolloutGroup, Span, TopK, Turn
+from pipeline.types import Completion, Outputs, Prompt, Rollout, RolloutGroup, TopK, Turn, VersionSpan
 from tests.algorithms import distillation
 from tests.algorithms.made import made
 from tests.algorithms.packed import Packed, assert_however_cut, differences, random_packed
@@ -198,7 +198,7 @@ def test_a_student_near_its_teacher_stays_there(kind: str, noise: float):
 
 def test_samples_have_no_advantage():
     prompt = Prompt(0, np.array([5, 6], np.int32), "math", {})
-    completion = Completion("0/0", np.array([7, 2], np.int32), np.array([-0.1, -0.2], np.float32), (Span(0, 2),), "stop")
+    completion = Completion("0/0", np.array([7, 2], np.int32), np.array([-0.1, -0.2], np.float32), (VersionSpan(0, 2),), "stop")
     algorithm = made(DistillationConfig(), LossConfig())
     groups = [RolloutGroup(prompt, (Rollout((Turn(completion),), 1.0),))]
     assert algorithm.select(groups) == groups

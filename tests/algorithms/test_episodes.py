@@ -24,7 +24,17 @@ from pipeline.config import (
 )
 from pipeline.data.batches import split_batch
 from pipeline.data.packing import pack
-from pipeline.types import Completion, DataPlace, GlobalCounts, PackedBatch, Prompt, Rollout, RolloutGroup, Span, Turn
+from pipeline.types import (
+    Completion,
+    DataParallelRank,
+    GlobalCounts,
+    PackedBatch,
+    Prompt,
+    Rollout,
+    RolloutGroup,
+    Turn,
+    VersionSpan,
+)
 from tests.algorithms.groups import group_of
 from tests.algorithms.made import grpo, made
 
@@ -32,7 +42,9 @@ PROMPT = Prompt(0, np.array([5, 6], np.int32), "math", {})
 
 
 def turn(said: list[int], told: list[int], logprobs: list[float], finish: str = "stop") -> Turn:
-    completion = Completion("0/0", np.array(said, np.int32), np.array(logprobs, np.float32), (Span(0, len(said)),), finish)
+    completion = Completion(
+        "0/0", np.array(said, np.int32), np.array(logprobs, np.float32), (VersionSpan(0, len(said)),), finish
+    )
     return Turn(completion, np.array(told, np.int32))
 
 
@@ -58,7 +70,7 @@ def test_a_sample_counts_what_was_drawn():
     assert found.advantages.tolist() == [0, 0, 2, 2, 0, 0, 0, 2]
     batch = packed()
     assert episodes(batch.loss_mask) == HOLES and batch.positions.tolist() == [0, 1, 2, *range(8)]
-    (update,), *_ = split_batch([found, found], PolicyConfig(max_total_sequence_length=16), [DataPlace(0, 1)], 2)
+    (update,), *_ = split_batch([found, found], PolicyConfig(max_total_sequence_length=16), [DataParallelRank(0, 1)], 2)
     assert update.counts == GlobalCounts(tokens=6, sequences=2)
 
 
@@ -170,7 +182,7 @@ def test_a_group_that_failed_whole_contributes_nothing(name):
     good, bad = group_of([1.0, 0.0]), failed(group_of([1.0, 0.0]), 0, 1)
     samples = algorithm.compute_advantages([good, bad])
     assert [int(one.loss_mask.sum()) for one in samples] == [2, 2, 0, 0]
-    (update,), *_ = split_batch(samples, PolicyConfig(max_total_sequence_length=16), [DataPlace(0, 1)], 4)
+    (update,), *_ = split_batch(samples, PolicyConfig(max_total_sequence_length=16), [DataParallelRank(0, 1)], 4)
     assert update.counts == GlobalCounts(tokens=4, sequences=2)
     if name == "PPO":
         batch = replace(pack(samples, "cpu"), old_values=torch.ones(sum(len(one.tokens) for one in samples)))

@@ -16,7 +16,7 @@ from pipeline.data.packing import pack
 from pipeline.data.stream import ExampleStream
 from pipeline.train.base import ModelRole
 from pipeline.train.megatron.conversion_cache import VARIABLE
-from pipeline.types import DataPlace
+from pipeline.types import DataParallelRank
 from tests.data.test_chat import CHATML, MARKED, encoder
 
 
@@ -90,7 +90,7 @@ def test_packed_conversations(backend, template, realm, tmp_path):
         ),
     )
     policy.sequence_packing.train_mb_tokens = 128
-    ((update,),) = split_batch(examples, policy, [DataPlace(0, 1)], len(examples))
+    ((update,),) = split_batch(examples, policy, [DataParallelRank(0, 1)], len(examples))
     assert max(map(len, update.train)) > 1 < len(update.train), "several microbatches, and several conversations in one"
     assert update.counts.tokens == labels
     made = train.build(policy, dist.group.WORLD, 0, ModelRole())

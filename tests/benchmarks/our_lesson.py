@@ -20,7 +20,7 @@ from pipeline.data.mixture import build_streams
 from pipeline.data.packing import pack
 from pipeline.train.base import ModelRole
 from pipeline.train.export import export
-from pipeline.types import DataPlace
+from pipeline.types import DataParallelRank
 from tests.benchmarks import lessons
 from tests.benchmarks.contender import Clock, Turns
 from tests.benchmarks.lessons import LESSONS, Lesson
@@ -41,7 +41,9 @@ class OurLesson:
         size, needs = self.recipe.policy.train_global_batch_size, self._algorithm.needs
         items = self._examples.take(size)
         samples = [sample for item in items for sample in (item if isinstance(item, tuple) else (item,))]
-        ((update,),) = split_batch(samples, self.recipe.policy, [DataPlace(0, 1)], size, self._algorithm.sequences_per_item)
+        ((update,),) = split_batch(
+            samples, self.recipe.policy, [DataParallelRank(0, 1)], size, self._algorithm.sequences_per_item
+        )
         batches = [pack([update.samples[i] for i in members], self.backend.device) for members in update.train]
         if needs.reference:
             outputs = self.backend.forward(batches, "reference")

@@ -36,7 +36,7 @@ from pipeline.rollout.lockstep import Lockstep
 from pipeline.rollout.work import RolloutWork
 from pipeline.train.base import ModelRole
 from pipeline.train.fsdp import FSDPBackend
-from pipeline.types import Completion, DataPlace, Prompt, Request, RolloutGroup, Sampling
+from pipeline.types import Completion, DataParallelRank, Prompt, Request, RolloutGroup, Sampling
 from tests.algorithms.made import made
 from tests.benchmarks.cases import CASES, LEARNING_RATE, Case, score
 from tests.benchmarks.contender import Clock, Turns
@@ -106,7 +106,7 @@ class OurStep:
     def learn(self, groups: list[RolloutGroup]) -> None:
         with self.clock.phase("advantages and pack"):
             samples = self._grpo.compute_advantages(groups)
-            ((update,),) = split_batch(samples, self._policy, [DataPlace(0, 1)], len(samples))
+            ((update,),) = split_batch(samples, self._policy, [DataParallelRank(0, 1)], len(samples))
             batches = [pack([update.samples[i] for i in members], self._train.device) for members in update.train]
         with self.clock.phase("loss, backward and optimizer"):
             self._train.step(batches, lambda outputs, batch: self._grpo.loss(outputs, batch, update.counts))

@@ -63,9 +63,9 @@ from pipeline.types import (
     RolloutGroup,
     Sample,
     Sampling,
-    Span,
     Turn,
     Update,
+    VersionSpan,
 )
 from pipeline.watchdog import Watchdog
 from pipeline.world import RELAYED_FROM, RankInfo, WorkerGroups, World, heartbeat_interval_s, wait_for_all
@@ -132,7 +132,7 @@ class Own(Role):
 
 def _answers() -> dict[str, list[list[Any]]]:
     """Verb -> [body, whether more follow], in hex. Those that differ from rank to rank are the other processes' own."""
-    completion = Completion("", np.zeros(8, np.int32), np.zeros(8, np.float32), (Span(1, 8),), "stop")
+    completion = Completion("", np.zeros(8, np.int32), np.zeros(8, np.float32), (VersionSpan(1, 8),), "stop")
     group = RolloutGroup(PROMPT, (Rollout((Turn(completion),), 1.0),))
     metrics = {f"metric_{i}": 0.1 * i for i in range(20)}
     answers: dict[str, list[list[Any]]] = {

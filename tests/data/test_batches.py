@@ -7,7 +7,7 @@ import pytest
 
 from pipeline.config import PolicyConfig, SequencePackingConfig
 from pipeline.data.batches import split_batch
-from pipeline.types import DataPlace, Sample, Update
+from pipeline.types import DataParallelRank, Sample, Update
 
 
 def sample(number: int, length: int, counted: bool = True) -> Sample:
@@ -37,7 +37,7 @@ def test_each_unit_once_and_whole(sequences_per_item: int, packed: bool):
     for _ in range(100):
         units, ranks = draw.choice([8, 12, 24]), draw.choice([1, 2, 4])
         samples = [sample(i, draw.randint(2, 64 // sequences_per_item)) for i in range(units * sequences_per_item)]
-        places = [DataPlace(rank, ranks) for rank in range(ranks) for _ in range(2)]  # two tensor-parallel peers each
+        places = [DataParallelRank(rank, ranks) for rank in range(ranks) for _ in range(2)]  # two tensor-parallel peers each
         updates = split_batch(samples, policy(packed), places, units // 2, sequences_per_item)
         assert [len(of_rank) for of_rank in updates] == [2] * len(places)
         assert all(updates[2 * rank] is updates[2 * rank + 1] for rank in range(ranks))  # so it is sent once
@@ -68,7 +68,9 @@ def test_each_unit_once_and_whole(sequences_per_item: int, packed: bool):
 
 def test_counts_are_of_the_whole_update():
     samples = [sample(0, 5), sample(1, 4), sample(2, 3), sample(3, 9, counted=False)]
-    for of_rank in split_batch(samples, policy(True), [DataPlace(0, 2), DataPlace(1, 2)], 2, sequences_per_item=2):
+    for of_rank in split_batch(
+        samples, policy(True), [DataParallelRank(0, 2), DataParallelRank(1, 2)], 2, sequences_per_item=2
+    ):
         (update,) = of_rank
         assert (update.counts.tokens, update.counts.sequences) == (4 + 3 + 2, 3)
 
@@ -76,8 +78,8 @@ def test_counts_are_of_the_whole_update():
 def test_what_cannot_be_cut_is_said():
     samples = [sample(i, 40) for i in range(6)]
     with pytest.raises(ValueError, match="6 samples cannot be cut into updates of 2 of 2 samples each"):
-        split_batch(samples, policy(True), [DataPlace(0, 1)], 2, sequences_per_item=2)
+        split_batch(samples, policy(True), [DataParallelRank(0, 1)], 2, sequences_per_item=2)
     with pytest.raises(ValueError, match="6 samples cannot be cut into updates of 4"):
-        split_batch(samples, policy(True), [DataPlace(0, 1)], 4)
+        split_batch(samples, policy(True), [DataParallelRank(0, 1)], 4)
     with pytest.raises(ValueError, match="has 80 tokens, more than a microbatch may have"):
-        split_batch(samples, policy(True), [DataPlace(0, 1)], 3, sequences_per_item=2)
+        split_batch(samples, policy(True), [DataParallelRank(0, 1)], 3, sequences_per_item=2)

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 from pipeline.generate import build
-from pipeline.types import Completion, Request, Span
+from pipeline.types import Completion, Request, VersionSpan
 from tests.generate.tiny import Checkpoint, policy, refit, requests, save
 
 BLOCK = 32  # tokens in a block of vLLM's cache; the least that its CPU kernels take
@@ -83,7 +83,7 @@ class Seen:
     @classmethod
     def unpacked(cls, packed: dict, case: Case) -> Seen:
         done = {
-            id: Completion(id, np.array(tokens), np.array(logprobs), tuple(Span(*span) for span in spans), "")
+            id: Completion(id, np.array(tokens), np.array(logprobs), tuple(VersionSpan(*span) for span in spans), "")
             for id, tokens, logprobs, spans in packed["done"]
         }
         asked = {request.id: request for wave in case.waves() for request in wave}

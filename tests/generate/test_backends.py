@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from pipeline.generate import build
-from pipeline.types import Span
+from pipeline.types import VersionSpan
 from tests.generate.tiny import EOS, MAX_MODEL_LEN, VOCAB, drain, load, policy, requests, single
 
 FAMILIES = ["llama", "qwen3"]
@@ -199,7 +199,7 @@ def test_a_failed_load_stops_the_engine_until_one_succeeds(loadable, family, che
         loadable.add([request])
     load(loadable, checkpoint(family, 1).weights().items(), version=2)
     done = drain(loadable, [request])["a"]
-    assert done.spans == (Span(2, len(done.tokens)),) and done.tokens.tolist() == checkpoint(family, 1).greedy(
+    assert done.spans == (VersionSpan(2, len(done.tokens)),) and done.tokens.tolist() == checkpoint(family, 1).greedy(
         request.tokens, 24
     )
 

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from pipeline.types import Span
+from pipeline.types import VersionSpan
 from tests.generate.in_flight import CASES, Seen, claimed_difference, drive, kept_difference, kept_logprobs, small
 from tests.generate.tiny import refit, requests, single
 
@@ -84,7 +84,7 @@ def test_a_prompt_that_older_weights_read_is_not_copied(new_engine, checkpoint):
     found = {completion.id: completion for completion in done}
     for id in ("late", "later"):
         assert found[id].tokens.tolist() == checkpoint("llama", 1).greedy(prompt, 24)
-    assert found["running"].spans == (Span(0, 1), Span(1, len(found["running"].tokens) - 1))
+    assert found["running"].spans == (VersionSpan(0, 1), VersionSpan(1, len(found["running"].tokens) - 1))
 
 
 @pytest.mark.parametrize("order", [1, -1])
@@ -115,14 +115,14 @@ def test_progress_and_cuts_over_a_change(backend, new_engine, checkpoint):
     for _ in range(3):
         assert engine.step() == []
     update = engine.update()
-    assert engine.progress() == {id: (Span(0, 3),) if id in names[:4] else () for id in names}
+    assert engine.progress() == {id: (VersionSpan(0, 3),) if id in names[:4] else () for id in names}
     with pytest.raises(RuntimeError, match="an update must be committed first"):
         engine.cut(names)
     update.load(checkpoint("llama", 1).weights().items())
     update.commit(1)
     for _ in range(2):
         assert engine.step() == []
-    spans = (Span(0, 3), Span(1, 2))
+    spans = (VersionSpan(0, 3), VersionSpan(1, 2))
     assert engine.progress() == {id: spans if id in names[:4] else () for id in names}
     with pytest.raises(ValueError, match="request 7/0: the engine has no such request"):
         engine.cut([names[0], "7/0"])
@@ -140,8 +140,8 @@ def test_progress_and_cuts_over_a_change(backend, new_engine, checkpoint):
     rest = []
     while engine.pending:
         rest += engine.step()
-    assert {(c.id, c.spans) for c in rest} == {(names[i], (Span(0, 3), Span(1, 17))) for i in (1, 3)} | {
-        (names[4], (Span(1, 20),))
+    assert {(c.id, c.spans) for c in rest} == {(names[i], (VersionSpan(0, 3), VersionSpan(1, 17))) for i in (1, 3)} | {
+        (names[4], (VersionSpan(1, 20),))
     }
     engine.close()
 

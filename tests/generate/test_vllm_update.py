@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from pipeline.types import Span
+from pipeline.types import VersionSpan
 from tests.generate.tiny import drain, refit, requests, write
 
 
@@ -66,7 +66,7 @@ def test_an_update_given_up_is_mended_by_the_next(family, new_engine, checkpoint
     for id, completion in drain(engine, drawn).items():
         request = next(r for r in drawn if r.id == id)
         assert completion.tokens.tolist() == checkpoint(family, 1).greedy(request.tokens, 24)
-        assert completion.spans == (Span(2, len(completion.tokens)),)
+        assert completion.spans == (VersionSpan(2, len(completion.tokens)),)
     engine.close()
 
 

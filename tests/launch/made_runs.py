@@ -12,7 +12,7 @@ from launch.run_setup import append_manifest
 from pipeline import config
 from pipeline.config import LoggerConfig
 from pipeline.metrics import Metrics, rollout_metrics
-from pipeline.types import Completion, Prompt, Rollout, RolloutGroup, Span, Turn
+from pipeline.types import Completion, Prompt, Rollout, RolloutGroup, Turn, VersionSpan
 
 
 class Texts:
@@ -64,7 +64,7 @@ def group(index: int, prompt: int, completions: list[list[int]], rewards: list[f
 def _completion(name: str, tokens: list[int]) -> Completion:
     count = len(tokens)
     finish = "length" if count == 3 else "stop"
-    return Completion(name, np.array(tokens, np.int32), np.zeros(count, np.float32), (Span(4, count),), finish)
+    return Completion(name, np.array(tokens, np.int32), np.zeros(count, np.float32), (VersionSpan(4, count),), finish)
 
 
 def steps(

@@ -15,7 +15,7 @@ from pipeline.data.chat import load_tokenizer
 from pipeline.roles.reward import RewardRole
 from pipeline.rpc import RpcClient, RpcGroup, serve, stop
 from pipeline.scoring import Scoring
-from pipeline.types import Completion, Prompt, Rollout, RolloutGroup, Span, Turn
+from pipeline.types import Completion, Prompt, Rollout, RolloutGroup, Turn, VersionSpan
 from pipeline.watchdog import Watchdog
 from pipeline.world import RankInfo, WorkerGroups, World, join, leave, open_store, wait_for_all
 from tests.roles.judges import END
@@ -32,7 +32,7 @@ def conversations() -> list[tuple[list[int], list[int]]]:
 
 def group(index: int, asked: list[int], answered: list[int]) -> RolloutGroup:
     array = np.asarray(answered, np.int32)
-    completion = Completion("0", array, np.zeros(len(array), np.float32), (Span(0, len(array)),), "stop")
+    completion = Completion("0", array, np.zeros(len(array), np.float32), (VersionSpan(0, len(array)),), "stop")
     return RolloutGroup(Prompt(index, np.asarray(asked, np.int32), "judge", {}), (Rollout((Turn(completion),), 0.0),))
 
 

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from pipeline import algorithms, config
 from pipeline.data.batches import split_batch
 from pipeline.roles import TrainRole
-from pipeline.types import DataPlace, Sample
+from pipeline.types import DataParallelRank, Sample
 from tests.train.conftest import realm  # noqa: F401
 
 RANKS = 4
@@ -48,7 +48,7 @@ def test_ranks_without_an_item_have_no_share(name, backend, megatron_ended, tmp_
 
     def shares(ranks: int) -> list[dict[str, float]]:
         """Return the shares of two items, by data rank."""
-        places = [DataPlace(rank, ranks) for rank in range(ranks)]
+        places = [DataParallelRank(rank, ranks) for rank in range(ranks)]
         return [made.evaluate(update) for (update,) in split_batch(samples, made._recipe.policy, places, 2, together)]
 
     (whole,), parts = shares(1), shares(RANKS)

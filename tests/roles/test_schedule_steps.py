@@ -15,7 +15,7 @@ from pipeline import algorithms, config
 from pipeline.algorithms.advantages import normalization
 from pipeline.data.batches import split_batch
 from pipeline.roles import TrainRole
-from pipeline.types import DataPlace, Sample
+from pipeline.types import DataParallelRank, Sample
 from tests.roles.test_evaluate import OVERRIDES, megatron_ended, sample  # noqa: F401
 from tests.train.conftest import realm  # noqa: F401
 
@@ -56,7 +56,7 @@ def learn(trained: TrainRole, step: int, models: list[str]) -> dict[str, list[di
     draw = np.random.default_rng(step)
     samples: list[Sample] = [sample(draw, 6 + i) for i in range(8)]
     needs, policy = trained._algorithm.needs, trained._recipe.policy
-    ((*updates,),) = split_batch(samples, policy, [DataPlace(0, 1)], policy.train_global_batch_size)
+    ((*updates,),) = split_batch(samples, policy, [DataParallelRank(0, 1)], policy.train_global_batch_size)
     trained.load(updates)
     trained.forward()
     trained.standardize(normalization([trained.estimate()], needs.standardized))

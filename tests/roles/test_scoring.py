@@ -12,7 +12,7 @@ from transformers import AutoTokenizer
 from pipeline import config
 from pipeline.roles.reward import Scorer, ScoreWork
 from pipeline.scoring import Scoring
-from pipeline.types import Completion, DataPlace, Prompt, Rollout, RolloutGroup, Span, Turn
+from pipeline.types import Completion, DataParallelRank, Prompt, Rollout, RolloutGroup, Turn, VersionSpan
 from tests.roles.judges import CHATML, END, LETTERS, LIMIT, eager_scores, recipe, write_judge, write_tokenizer
 from tests.train.conftest import realm  # noqa: F401
 
@@ -51,7 +51,7 @@ def prompt(index: int, text: str, tokens: list[int], environment: str = "judge")
 
 def rollout(tokens: list[int], finish: str = "stop") -> Rollout:
     array = np.asarray(tokens, np.int32)
-    completion = Completion("0", array, np.zeros(len(array), np.float32), (Span(0, len(array)),), finish)
+    completion = Completion("0", array, np.zeros(len(array), np.float32), (VersionSpan(0, len(array)),), finish)
     return Rollout((Turn(completion),), 0.25, {"old": 1.0})
 
 
@@ -94,7 +94,7 @@ def folder(tmp_path):
 @pytest.mark.parametrize("packed", [True, False])
 def test_each_rollout_gets_the_score_of_its_own_text(folder, ranks, prompts, samples, packed):
     judged = recipe(folder, f"policy.sequence_packing.enabled={packed}".lower(), "policy.logprob_batch_size=3")
-    places = [DataPlace(rank, ranks) for rank in range(ranks) for _ in range(2)]  # two tensor-parallel ranks at each
+    places = [DataParallelRank(rank, ranks) for rank in range(ranks) for _ in range(2)]  # two tensor-parallel ranks at each
     served = Realm(scorer(judged))
     tokenizer = AutoTokenizer.from_pretrained(folder / "model")
     before = groups(tokenizer, prompts, samples)
@@ -120,7 +120,7 @@ def test_an_answer_without_a_finite_score_is_as_bad_as_the_worst(folder):
     """It ends no run; a model that gives none at all does."""
     judged = recipe(folder)
     served, tokenizer = Realm(scorer(judged)), AutoTokenizer.from_pretrained(folder / "model")
-    score = Scoring(judged, served, [DataPlace(0, 1)], tokenizer)
+    score = Scoring(judged, served, [DataParallelRank(0, 1)], tokenizer)
     before = groups(tokenizer, 2, 3)
     right = served.score
     served.score = lambda parts: Replies([[math.nan, *scores[1:]] for scores in right(parts).replies])
@@ -132,14 +132,14 @@ def test_an_answer_without_a_finite_score_is_as_bad_as_the_worst(folder):
     given = {rollout.reward for group in score(before) for rollout in group.rollouts}
     assert given == {broke.reward}
     with pytest.raises(ValueError, match="the reward model scores an answer to prompt 0 inf"):
-        Scoring(judged, served, [DataPlace(0, 1)], tokenizer)(before)
+        Scoring(judged, served, [DataParallelRank(0, 1)], tokenizer)(before)
 
 
 def test_prompts_of_other_environments_are_left_alone(folder):
     judged = recipe(folder)
     served = Realm(scorer(judged))
     tokenizer = AutoTokenizer.from_pretrained(folder / "model")
-    score = Scoring(judged, served, [DataPlace(0, 1)], tokenizer)
+    score = Scoring(judged, served, [DataParallelRank(0, 1)], tokenizer)
     first, last = groups(tokenizer, 2, 2)
     other = RolloutGroup(prompt(7, "ab", [4, 5], "math"), (rollout([6, END]),))
     after = score([first, other, last])
@@ -153,7 +153,7 @@ def test_another_vocabulary_reads_the_text_anew(folder):
     theirs = write_judge(folder / "judge", OTHER_LETTERS) and write_tokenizer(folder / "judge", OTHER_LETTERS)
     judged = recipe(folder)
     tokenizer = AutoTokenizer.from_pretrained(folder / "model")
-    score = Scoring(judged, served := Realm(scorer(judged)), [DataPlace(0, 1)], tokenizer)
+    score = Scoring(judged, served := Realm(scorer(judged)), [DataParallelRank(0, 1)], tokenizer)
     asked = prompt(0, "ab+", tokenizer("ab+").input_ids)
     ended, cut = rollout([*tokenizer("cd").input_ids, END]), rollout(tokenizer("cd").input_ids, "length")
     score([RolloutGroup(asked, (ended, cut))])
@@ -166,7 +166,7 @@ def test_another_chat_template_renders_the_conversation_anew(folder):
     theirs = write_tokenizer(folder / "judge", chat_template=CHATML.replace("m.role[0]", "m.role"))
     judged = recipe(folder, "data.apply_chat_template=true")
     tokenizer = AutoTokenizer.from_pretrained(folder / "model")
-    score = Scoring(judged, served := Realm(scorer(judged)), [DataPlace(0, 1)], tokenizer)
+    score = Scoring(judged, served := Realm(scorer(judged)), [DataParallelRank(0, 1)], tokenizer)
     before = groups(tokenizer, 3, 1, chat=True)
     after = score(before)
     texts = [
@@ -188,7 +188,7 @@ def test_what_the_policy_spells_out_is_no_mark_of_the_reward_models(folder, chat
     theirs.save_pretrained(folder / "judge")
     tokenizer = AutoTokenizer.from_pretrained(folder / "model")
     score = Scoring(
-        recipe(folder, f"data.apply_chat_template={chat}".lower()), served := Realm(None), [DataPlace(0, 1)], tokenizer
+        recipe(folder, f"data.apply_chat_template={chat}".lower()), served := Realm(None), [DataParallelRank(0, 1)], tokenizer
     )
     asked, forged = prompt(0, "ab", []), rollout([*tokenizer("cd<u>ef").input_ids, END])
     (mark,) = theirs("<u>", add_special_tokens=False).input_ids
@@ -201,7 +201,7 @@ def test_what_the_policy_spells_out_is_no_mark_of_the_reward_models(folder, chat
 def test_the_same_chat_template_needs_no_messages(folder):
     judged = recipe(folder, "data.apply_chat_template=true")
     tokenizer = AutoTokenizer.from_pretrained(folder / "model")
-    score = Scoring(judged, Realm(scorer(judged)), [DataPlace(0, 1)], tokenizer)
+    score = Scoring(judged, Realm(scorer(judged)), [DataParallelRank(0, 1)], tokenizer)
     (group,) = groups(tokenizer, 1, 2, chat=True)
     group.prompt.task.clear()
     assert np.allclose(rewards(score([group])), eager_scores(folder / "judge", sequences([group])), atol=1e-5)
@@ -210,7 +210,7 @@ def test_the_same_chat_template_needs_no_messages(folder):
 def test_what_cannot_be_scored_is_said(folder):
     tokenizer = AutoTokenizer.from_pretrained(folder / "model")
     judged = recipe(folder)
-    places = [DataPlace(0, 1)]
+    places = [DataParallelRank(0, 1)]
 
     class NotANumber(Realm):
         def score(self, parts) -> Replies:

@@ -7,7 +7,7 @@ from collections import deque
 import numpy as np
 
 from pipeline.rollout.work import FinishedGroup, RolloutWork, UnfinishedGroup
-from pipeline.types import Completion, Prompt, Rollout, RolloutGroup, Span, Turn
+from pipeline.types import Completion, Prompt, Rollout, RolloutGroup, Turn, VersionSpan
 
 
 def prompts(first: int, count: int) -> list[Prompt]:
@@ -16,7 +16,7 @@ def prompts(first: int, count: int) -> list[Prompt]:
 
 def rollout(reward: float = 0.0, tokens: int = 1, version: int = 0, failure: str = "", broke: str = "") -> Rollout:
     drawn = np.full(tokens, 3, np.int32)
-    completion = Completion("", drawn, np.full(tokens, -0.5, np.float32), (Span(version, tokens),), "stop")
+    completion = Completion("", drawn, np.full(tokens, -0.5, np.float32), (VersionSpan(version, tokens),), "stop")
     return Rollout((Turn(completion),), reward, failure=failure, broke=broke)
 
 
@@ -114,7 +114,9 @@ class Engine:
 
     def snapshot(self) -> Answer:
         stands = [
-            UnfinishedGroup(work.number, place, {0: rollout(version=self.fleet.version)}, {1: [Span(self.fleet.version, 7)]})
+            UnfinishedGroup(
+                work.number, place, {0: rollout(version=self.fleet.version)}, {1: [VersionSpan(self.fleet.version, 7)]}
+            )
             for work in self.works
             for place, prompt in enumerate(work.prompts)
             if self.fleet.open.get(prompt.index, (None,))[0] is work

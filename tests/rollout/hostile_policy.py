@@ -39,7 +39,7 @@ from pipeline.rollout.environment_threads import EnvironmentSettings
 from pipeline.rollout.failures import FailureMonitor
 from pipeline.rollout.lockstep import Lockstep
 from pipeline.rollout.work import RolloutWork
-from pipeline.types import Completion, Prompt, Request, RolloutGroup, Sampling, Span
+from pipeline.types import Completion, Prompt, Request, RolloutGroup, Sampling, VersionSpan
 from tests.environments.test_math_verify import HOSTILE, NEVER_ENDS
 from tests.rollout.engine import NoWorld
 from tests.sandbox import hosts, test_hostile_reach, test_hostile_resources
@@ -192,7 +192,7 @@ class Scripted:
     def pending(self) -> int:
         return len(self._requests)
 
-    def progress(self) -> dict[str, list[Span]]:
+    def progress(self) -> dict[str, list[VersionSpan]]:
         return {}
 
     def add(self, requests: list[Request]) -> None:
@@ -207,7 +207,7 @@ class Scripted:
         turns = self._said[int(request.tokens[0])][sample]
         text = turns[turn] if turn < len(turns) else "I give up."
         tokens = np.asarray(self._tokenizer(text.encode(errors="replace").decode() or " ").input_ids, np.int32)
-        return Completion(request.id, tokens, np.zeros(len(tokens), np.float32), (Span(0, len(tokens)),), "stop")
+        return Completion(request.id, tokens, np.zeros(len(tokens), np.float32), (VersionSpan(0, len(tokens)),), "stop")
 
 
 class Reply:

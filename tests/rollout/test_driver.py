@@ -7,7 +7,7 @@ import pytest
 
 from pipeline.environments.base import Environment, Outcome
 from pipeline.rollout.episode import sampling_seed
-from pipeline.types import NOTHING_SAID, Span
+from pipeline.types import NOTHING_SAID, VersionSpan
 from tests.generate.tiny import MAX_MODEL_LEN, VOCAB, load
 from tests.rollout.engine import Bench, Told, by_place, prompts, work
 
@@ -250,7 +250,7 @@ def test_new_weights_between_two_steps_make_spans_of_two_versions(checkpoint):
     bench.driver.resume()
     bench.work()
     for (rollout,) in by_place(later.unsent).values():
-        assert rollout.spans[:2] == (Span(7, 3), Span(8, rollout.spans[1].tokens))
+        assert rollout.spans[:2] == (VersionSpan(7, 3), VersionSpan(8, rollout.spans[1].tokens))
         assert all(span.version == 8 for span in rollout.spans[1:])
 
 

@@ -10,7 +10,7 @@ from pipeline.environments.base import Environment, Outcome
 from pipeline.rollout.environment_threads import EnvStepper
 from pipeline.rollout.episode import Episode
 from pipeline.rollout.work import RolloutWork
-from pipeline.types import Completion, Prompt, Sampling, Span
+from pipeline.types import Completion, Prompt, Sampling, VersionSpan
 from tests.data.test_chat import CHATML
 
 
@@ -30,7 +30,7 @@ def test_the_turn_ends_once(last, finish):
     prompt = Prompt(0, np.asarray([1], np.int32), "told", {"answer": "21"})
     work = RolloutWork(0, [prompt], 1, "train", 42, Sampling(max_new_tokens=20), max_turns=2)
     episode = Episode(work, 0, 0)
-    episode.completion = Completion("0", said, np.zeros(len(said), np.float32), (Span(0, len(said)),), finish)
+    episode.completion = Completion("0", said, np.zeros(len(said), np.float32), (VersionSpan(0, len(said)),), finish)
     outcome = stepper.call(episode.step_request(1000))(lambda part: None)
     between = tokenizer.decode(np.concatenate([said, outcome.observation])).partition("[17+4")[2]
     other = last if last != "<|im_end|>" else ""

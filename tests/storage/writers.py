@@ -26,7 +26,7 @@ from pipeline.train.background_worker import BackgroundWorker
 from pipeline.train.export import write_model
 from pipeline.train.megatron.safetensors_files import stream_tensors
 from pipeline.train.shards import Shards
-from pipeline.types import Completion, Prompt, Rollout, RolloutGroup, Span, Turn
+from pipeline.types import Completion, Prompt, Rollout, RolloutGroup, Turn, VersionSpan
 from pipeline.watchdog import Failure
 from tests.test_metrics import Words
 
@@ -94,7 +94,7 @@ class Rollouts(Writer):
         self._log(1)
 
     def _log(self, step):
-        completion = Completion("0/0", np.arange(9, dtype=np.int32), np.zeros(9, np.float32), (Span(5, 9),), "length")
+        completion = Completion("0/0", np.arange(9, dtype=np.int32), np.zeros(9, np.float32), (VersionSpan(5, 9),), "length")
         prompt = Prompt(7, np.array([1, 2], np.int32), "math", {"answer": "3"})
         group = RolloutGroup(prompt, tuple(Rollout((Turn(completion),), 1.0, {"accuracy": 1.0}) for _ in range(100)))
         self.metrics.log_rollouts(step, [group], Words())

@@ -34,7 +34,7 @@ from pipeline import algorithms
 from pipeline.config import RECIPES, Recipe
 from pipeline.data.batches import split_batch
 from pipeline.roles.train import TrainRole
-from pipeline.types import DataPlace, Sample
+from pipeline.types import DataParallelRank, Sample
 from tests.launch.plan.memory_cases import Case
 
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # <malloc.h>
@@ -110,12 +110,12 @@ class Run:
         self._role.step(list(self._algorithm.losses))
 
 
-def _updates(recipe: Recipe, place: DataPlace, vocabulary: int) -> list:
+def _updates(recipe: Recipe, place: DataParallelRank, vocabulary: int) -> list:
     """This rank's share of sequences of the greatest length, as many as an optimizer step takes."""
     policy, together = recipe.policy, algorithms.build(recipe).sequences_per_item
     random, length = np.random.default_rng(0), policy.max_total_sequence_length
     samples = [_sample(random.integers(3, vocabulary, length)) for _ in range(policy.train_global_batch_size * together)]
-    places = [DataPlace(rank, place.size) for rank in range(place.size)]
+    places = [DataParallelRank(rank, place.size) for rank in range(place.size)]
     return split_batch(samples, policy, places, policy.train_global_batch_size, together)[place.rank]
 
 

@@ -13,7 +13,7 @@ from pipeline.algorithms import PAIRED
 from pipeline.algorithms.base import Algorithm
 from pipeline.config import Recipe, generates
 from pipeline.config.loading import complete
-from pipeline.types import Completion, Prompt, Rollout, RolloutGroup, Sample, Span, Turn
+from pipeline.types import Completion, Prompt, Rollout, RolloutGroup, Sample, Turn, VersionSpan
 from tests.models.cases import SHAPE
 
 LONGEST = 24  # tokens of a sequence
@@ -134,7 +134,7 @@ def _rollout(generator: np.random.Generator, name: str) -> Rollout:
     """Its log-probs are near those of a model that has learnt nothing."""
     tokens = _tokens(generator, 1)
     logprobs = generator.normal(-np.log(SHAPE["vocab_size"]), 0.5, len(tokens)).astype(np.float32)
-    return Rollout((Turn(Completion(name, tokens, logprobs, (Span(0, len(tokens)),), "stop")),), generator.normal())
+    return Rollout((Turn(Completion(name, tokens, logprobs, (VersionSpan(0, len(tokens)),), "stop")),), generator.normal())
 
 
 def _pair(generator: np.random.Generator, number: int) -> list[Sample]:
