@@ -1,18 +1,18 @@
-"""Command lines of `key=value`: how every command reads its own, describes them, and ends.
+"""Parse, describe and run command lines of `key=value`, for every command in launch/.
 
-A command declares its keys as the fields of a dataclass, and runs a function of that:
+A command declares its keys as the fields of a dataclass, and runs a function that takes an instance:
 
     @dataclass(frozen=True)
-    class Request:
+    class ExportRequest:
         run: Annotated[Path, Key("RUN_DIR", "the run's folder", bare=True)]
-        step: Annotated[int | None, Key("N", "which of its checkpoints; default: the latest")] = None
+        step: Annotated[int | None, Key("N", "step of the checkpoint; default: the latest")] = None
 
     def main(arguments: list[str]) -> int:
-        return command_line.run(__doc__, Request, export, arguments)
+        return command_line.run(__doc__, ExportRequest, export, arguments)
 
-A field without a default must be given. Its type says how the value is read: str, Path, bool, int (not negative), float
-(above 0), Literal. If a key is given several times, the last one counts, so that users can replace what a wrapper gives; a list
-takes them all. A method `problems` of the dataclass may add checks across keys.
+A field without a default is required. Its type decides how the value is parsed: str, Path, bool, int (not negative), float
+(above 0), Literal. If a key is given several times, the last value counts, so that users can override a wrapper's; a list
+takes all values. A method `problems` of the dataclass may add checks across keys.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import os
+import re
 import signal
 import sys
 import types
@@ -28,27 +29,27 @@ from dataclasses import MISSING, dataclass
 from pathlib import Path
 from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
+from launch import console
 from launch.terminal import no_more_output, plain
 from launch.units import is_count
-from pipeline import secrets
-from pipeline.config import Problem, RecipeError, listed, refuse
+from pipeline.config import Problem, RecipeError, refuse
 
 HELP = ("-h", "--help", "help")
-FOREIGN = "-+~"  # what keys begin with on other commands: options, and Hydra's overrides
+FOREIGN = "-+~"  # first characters of options and of Hydra's overrides
 ORIGIN = "the command line"
-SHOWN = 80
-"""Characters of an argument that are repeated in an error."""
+MAX_CHARACTERS = 80
+"""Characters of an argument that an error repeats."""
 Request = TypeVar("Request")
 
 
 @dataclass(frozen=True)
 class Key:
-    """A command's own key.
+    """The usage text and the parsing of a command's key.
 
-    value: its placeholder in the usage text, such as RUN_DIR; meaning: its description there
-    bare: `key=` may be left out
-    read: converts the value in place of the field's type; raises ValueError with what it expects
-    others: the field takes all `key=value` that are no field's
+    value: placeholder of the value in the usage text, such as RUN_DIR. meaning: description of the key there
+    bare: whether `key=` may be omitted
+    read: parses the value instead of the field's type; raises ValueError with the expected format
+    others: the field takes every `key=value` that matches no other field
     """
 
     value: str
@@ -59,20 +60,20 @@ class Key:
 
 
 def run(description: str, request: type[Request], command: Callable[[Request], int], arguments: list[str]) -> int:
-    """Run a command, and return its exit status: 2 for a RecipeError or a file that cannot be used, 130 for Ctrl-C.
+    """Run a command, and return its exit status: 2 after a RecipeError or a file error, 130 after Ctrl-C.
 
-    description: the usage text; what the keys are goes between its first paragraph and the rest
+    description: the usage text. The keys are listed after its first paragraph.
     """
     try:
         status = _run(description, request, command, arguments)
         sys.stdout.flush()
         return status
     except RecipeError as error:
-        print(plain(secrets.redacted(f"error: {listed(error.problems)}")), file=sys.stderr)
+        console.print_problems(error.problems)
         return 2
     except KeyboardInterrupt:
         return 128 + signal.SIGINT
-    except BrokenPipeError:  # `| head` has read enough
+    except BrokenPipeError:  # the reader, such as `head`, has closed the pipe
         no_more_output()
         return 128 + signal.SIGPIPE
     except OSError as error:
@@ -84,34 +85,32 @@ def run(description: str, request: type[Request], command: Callable[[Request], i
 
 def _run(description: str, request: type[Request], command: Callable[[Request], int], arguments: list[str]) -> int:
     if arguments and arguments[0] in HELP:
-        print(usage(description, request))
+        _print_usage(description, request)
         return 0
     try:
         asked = parse(request, arguments)
     except RecipeError:
         if arguments:
             raise
-        print(usage(description, request))
+        _print_usage(description, request)
         return 2
     return command(asked)
 
 
-def usage(description: str, request: type) -> str:
+def _print_usage(description: str, request: type) -> None:
     first, _, rest = description.strip().partition("\n\n")
-    shown = {}
+    shown: dict[str, str] = {}
     for name, (_, own) in _keys(request).items():
-        left_out = f"; `{name}=` may be left out" if own.bare else ""
-        shown[own.value if own.others else f"{name}={own.value}"] = own.meaning + left_out
-    width = max(map(len, shown)) + 2
-    lines = [f"    {name:{width}s}{meaning}" for name, meaning in shown.items()]
-    return "\n\n".join(filter(None, (first, "\n".join(lines), rest)))
+        optional = f"; `{name}=` may be omitted" if own.bare else ""
+        shown[own.value if own.others else f"{name}={own.value}"] = own.meaning + optional
+    console.print_usage(first, shown, rest)
 
 
-# ---- reading it -----------------------------------------------------------------------------------------------------------
+# ---- parsing ------------------------------------------------------------------------------------------------------------
 
 
 def parse(request: type[Request], arguments: list[str]) -> Request:
-    """Return the request that a command line makes. Raises RecipeError with everything that is wrong with it."""
+    """Parse a command line into the request's dataclass. Raises RecipeError with all problems."""
     keys = _keys(request)
     own = {name: each for name, (_, each) in keys.items() if not each.others}
     rest = next((name for name in keys if name not in own), None)
@@ -119,6 +118,8 @@ def parse(request: type[Request], arguments: list[str]) -> Request:
     given: dict[str, list[str]] = {}
     overrides: list[str] = []
     problems: list[Problem] = []
+    suggested: set[str] = set()  # keys that the problems suggest
+    arguments = _without_blanks(arguments, problems, suggested)
     for number, argument in enumerate(arguments):
         name, equals, value = argument.partition("=")
         if not argument.isascii() and argument != argument.encode(errors="replace").decode():
@@ -128,7 +129,9 @@ def parse(request: type[Request], arguments: list[str]) -> Request:
         elif bare and (not equals or os.path.exists(argument)) and not argument.startswith(tuple(FOREIGN)):
             given.setdefault(bare, []).append(argument)
         elif not equals or name.startswith(tuple(FOREIGN)):
-            problems.append(_no_key(argument, arguments[number + 1 : number + 2], own))
+            problem, key = _no_key(argument, arguments[number + 1 : number + 2], own)
+            problems.append(problem)
+            suggested.add(key)
         elif rest:
             overrides.append(argument)
         else:
@@ -137,21 +140,53 @@ def parse(request: type[Request], arguments: list[str]) -> Request:
     for name, texts in given.items():
         values[name] = _value(name, *keys[name], texts, problems)
     for field in dataclasses.fields(request):
-        if field.name not in values and field.default is MISSING and field.default_factory is MISSING:
+        required = field.default is MISSING and field.default_factory is MISSING
+        if required and field.name not in values and field.name not in suggested:
             problems.append(Problem(field.name, "missing-value", f"expected {field.name}={own[field.name].value}", ORIGIN))
     refuse(problems)
-    asked = request(**values)
-    refuse(asked.problems() if hasattr(asked, "problems") else ())
-    return asked
+    parsed = request(**values)
+    refuse(getattr(parsed, "problems", tuple)())
+    return parsed
+
+
+def _without_blanks(arguments: list[str], problems: list[Problem], suggested: set[str]) -> list[str]:
+    """Return the arguments without those that are one `key=value` with blanks around its `=`; adds a problem for each.
+
+    A shell splits `grpo.seed = 3` into `grpo.seed`, `=` and `3`.
+    """
+    rest, left = [], list(arguments)
+    while left:
+        first, *others = left
+        count = _count_split(first, *others[:2])
+        if count == 1:
+            rest.append(first)
+        else:
+            key, value = first.rstrip("="), "".join(left[1:count]).lstrip("=")
+            message = f"got '{' '.join(left[:count])}'; expected {key}={value}, without blanks around `=`"
+            problems.append(_problem(key, "bad-format", _clipped(message, 3 * MAX_CHARACTERS)))
+            suggested.add(key)
+        left = left[count:]
+    return rest
+
+
+def _count_split(first: str, second: str = "", third: str = "") -> int:
+    """Return how many of the arguments are one `key=value` that blanks have split; 1 if it is whole."""
+    if not re.fullmatch(r"[A-Za-z_][\w.]*=?", first) or first in HELP:
+        return 1
+    if first.endswith("="):
+        return 2 if second and "=" not in second and not second.startswith(tuple(FOREIGN)) else 1
+    if second == "=":
+        return 3 if third and "=" not in third else 1
+    return 2 if re.fullmatch(r"=[^=].*", second) else 1
 
 
 def _keys(request: type) -> dict[str, tuple[Any, Key]]:
-    """Return name -> (type, key) of the fields, in order."""
+    """Return (type, key) of each field by name, in order."""
     return {name: get_args(hint) for name, hint in get_type_hints(request, include_extras=True).items()}
 
 
 def _value(name: str, kind: Any, own: Key, texts: list[str], problems: list[Problem]) -> Any:
-    """Return the value of a key that was given, once for each of `texts`; adds to `problems` what is wrong with it."""
+    """Parse the texts that a key was given, all for a list, else the last one; adds their problems to `problems`."""
     several = get_origin(kind) is list
     if several:
         (kind,) = get_args(kind)
@@ -169,7 +204,7 @@ def _value(name: str, kind: Any, own: Key, texts: list[str], problems: list[Prob
 
 
 def _read(kind: Any, text: str) -> Any:
-    """Raises ValueError with what is expected, and OSError for a path that cannot be one."""
+    """Parse a value. Raises ValueError with the expected format, and OSError for an invalid path."""
     if not text:
         raise ValueError("a value")
     if kind is bool and text.lower() in ("true", "false"):
@@ -184,7 +219,7 @@ def _read(kind: Any, text: str) -> Any:
         try:
             os.stat(text)
         except FileNotFoundError:
-            pass  # told later, by whoever looks for it
+            pass  # the command reports it, if it needs the file
         return Path(text).absolute()
     if kind is str:
         return text
@@ -200,11 +235,11 @@ def _number(text: str) -> float:
         return float("nan")
 
 
-def _clipped(text: str) -> str:
-    return text if len(text) <= SHOWN else f"{text[:SHOWN]}..."
+def _clipped(text: str, limit: int = MAX_CHARACTERS) -> str:
+    return text if len(text) <= limit else f"{text[:limit]}..."
 
 
-# ---- what is no key -------------------------------------------------------------------------------------------------------
+# ---- arguments that are not keys ----------------------------------------------------------------------------------------
 
 
 def _problem(argument: str, code: str, message: str) -> Problem:
@@ -215,25 +250,28 @@ def _unknown(argument: str, own: dict[str, Key]) -> Problem:
     name = argument.partition("=")[0]
     near = difflib.get_close_matches(name, own, 1)
     hint = f"did you mean {near[0]}=? " if near else ""
-    there = ", ".join(f"{each}={key.value}" for each, key in own.items())
-    return _problem(name, "unknown-key", f"is not a key; {hint}there are: {there}")
+    known = ", ".join(f"{each}={key.value}" for each, key in own.items())
+    return _problem(name, "unknown-key", f"is not a key; {hint}there are: {known}")
 
 
-def _no_key(argument: str, following: list[str], own: dict[str, Key]) -> Problem:
-    """Name the key=value that may be meant by another command's way to say it."""
+def _no_key(argument: str, following: list[str], own: dict[str, Key]) -> tuple[Problem, str]:
+    """Return the problem of an argument that is not key=value, and the key that it suggests; "" if none.
+
+    Options and Hydra's overrides are translated into key=value.
+    """
     option, equals, value = argument.partition("=")
     name = option.lstrip(FOREIGN)
-    why = "begins with what no key begins with" if equals else "is not key=value"
+    why = f"begins with '{argument[0]}', as no key does" if equals else "is not key=value"
     if name == option:
-        what = next((each for each in ("recipe", "sweep") if each in own), None)
-        meant = f"{what}={_clipped(argument)}" if what else "key=value"
-        if what and "." in argument and "/" not in argument and not argument.endswith(".yaml"):  # a dotted key
-            meant = f"{_clipped(argument)}=VALUE"
-        return _problem(argument, "bad-format", f"{why}; try {meant}")
+        key = next((each for each in ("recipe", "sweep") if each in own), "")
+        suggestion = f"{key}={_clipped(argument)}" if key else "key=value"
+        if key and "." in argument and "/" not in argument and not argument.endswith(".yaml"):  # a dotted key
+            key, suggestion = "", f"{_clipped(argument)}=VALUE"
+        return _problem(argument, "bad-format", f"{why}; try {suggestion}"), key
     name = "recipe" if name in ("config", "config-path", "config-name") and "recipe" in own else name.replace("-", "_")
     if option.startswith("~"):
         value = "null"
     elif not equals:
         is_value = following and "=" not in following[0] and not following[0].startswith(tuple(FOREIGN))
         value = following[0] if is_value else "true"
-    return _problem(argument, "bad-format", f"{why}; try {name}={_clipped(value)}")
+    return _problem(argument, "bad-format", f"{why}; try {name}={_clipped(value)}"), name

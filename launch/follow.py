@@ -143,7 +143,7 @@ class Follower:
     def _print(self, text: str) -> None:
         self.console.print(Text(plain(text)))
 
-    # ---- what is shown ------------------------------------------------------------------------------------------------------
+    # ---- what is shown --------------------------------------------------------------------------------------------------
 
     def _waiting(self, status: JobStatus) -> str:
         """Return what the job waits for or does, without seconds, so that it is printed once."""
@@ -185,7 +185,7 @@ class Follower:
         bar.add_row(ProgressBar(total=self.max_steps, completed=self.metrics.step, width=60))
         return Group(Text(plain(head)), bar, table)
 
-    # ---- the end ------------------------------------------------------------------------------------------------------------
+    # ---- the end --------------------------------------------------------------------------------------------------------
 
     def _verdict(self, status: JobStatus) -> bool:
         done = self.run_dir / "done.json"
@@ -250,5 +250,5 @@ def failure(run_dir: Path, job: RunJob, status: JobStatus, told: set[tuple[str, 
         lines += failed_log_lines(run_dir, attempt, LOG_LINES)
     lines += [f"logs: {logs[0].parent if logs else run_dir / 'submitit'}"]
     if step := max((each.progress for each in all_attempts(run_dir)), default=0):
-        lines += [f"there is a checkpoint of step {step}: the same command goes on from it"]
+        lines += [f"there is a checkpoint of step {step}: the same command continues from it"]
     return lines

@@ -87,7 +87,7 @@ def _total_need(components: list[ComponentConfig]) -> ComponentConfig:
     )
 
 
-# ---- options for Slurm ---------------------------------------------------------------------------------------------
+# ---- options for Slurm --------------------------------------------------------------------------------------------------
 
 
 def takes_whole_nodes(component: ComponentConfig) -> bool:
@@ -136,7 +136,7 @@ def step_options(share: NodeShare) -> list[str]:
     return [*options, f"--gpus-per-node={share.host.gpus_per_node}"] if component.gpus_per_node else options
 
 
-# ---- environment of a rank --------------------------------------------------------------------------------------------------
+# ---- environment of a rank ----------------------------------------------------------------------------------------------
 
 
 def gpu_exports(share: NodeShare) -> list[str]:

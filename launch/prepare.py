@@ -1,6 +1,6 @@
-"""Find what has to run for a recipe, and all its problems, before anything is created or submitted.
+"""Find the recipes that a run needs, and all their problems, before anything is created or submitted.
 
-The problems are those of the recipe itself, of its models' and data's files, of storage, and of Slurm.
+The checks cover the recipe, the files of its models and data, storage and Slurm.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from launch.executors import allocation, local, selection
 from launch.model_files import ModelNotFound, PendingModel
 from launch.model_shape import UnknownShape
 from launch.plan.estimate import Plan, plan
-from launch.preflight import current_allocation as allocated
 from launch.preflight import (
+    architecture,
     custom_code,
     input_files,
     libraries,
@@ -26,122 +26,156 @@ from launch.preflight import (
     slurm_sbatch,
     storage,
 )
+from launch.preflight import current_allocation as allocated
 from pipeline import config
 from pipeline.algorithms import build
 from pipeline.config import Loaded, Problem, Recipe, RecipeError, collected, refuse
 
 RESTART_S = 10.0
-"""How long a recipe that names Slurm waits for a controller that is being restarted."""
+"""How long a submission to Slurm waits for a controller that is being restarted."""
 
 
 @dataclass(frozen=True)
 class Prepared:
-    """A recipe that can be used, for the train backend that was chosen."""
+    """A recipe without problems of its own, with the chosen train backend and executor."""
 
     recipe: Recipe
-    choice: backend.BackendChoice | None  # None: for want of the model, in a dry run
+    choice: backend.BackendChoice | None  # None in a dry run, if the model is not here
     executor: selection.ExecutorChoice
-    plan: Plan | None  # None: of a family of models of which no plan can be made
-    notes: list[str]  # what could not be checked; of a NeMo-RL recipe also what was changed, and what is ignored
-    inherited: tuple[str, ...] = ()  # of a needed recipe: the overrides that it takes from the one that needs it
+    plan: Plan | None  # None if no plan can be made
+    notes: list[str]  # what could not be checked; of a NeMo-RL recipe also what was changed or ignored
+    inherited: tuple[str, ...] = ()  # overrides that a needed recipe inherits from the requested one
+    no_plan: tuple[Problem, ...] = ()  # why no plan can be made, if the run may succeed all the same
+
+
+@dataclass(frozen=True)
+class Examination:
+    """The runs of a recipe and its needed recipes, and all their problems."""
+
+    prepared: list[Prepared]  # in the order of the runs; [] if the requested recipe has problems of its own
+    problems: list[Problem]  # of recipes and plans
+    site_problems: list[Problem]  # of files, storage and Slurm, where the recipe would run
+
+    @property
+    def all_problems(self) -> list[Problem]:
+        """The problems of the recipes, then those of the site."""
+        return [*self.problems, *self.site_problems]
 
 
 def prepare(name: str, overrides: list[str], plan_from: Path | None = None) -> list[Prepared]:
-    """Return what has to run, in order, the asked-for recipe last: needed recipes that are complete are left out.
+    """Return the recipes to run, in order, the requested one last. Needed recipes that are complete are left out.
 
-    plan_from: a run folder by which the plan is calibrated. Raises RecipeError with all problems.
+    plan_from: a run folder that calibrates the plan. Raises RecipeError with all problems.
     """
-    prepared, problems = examine(name, overrides, dry=False, plan_from=plan_from)
-    refuse(problems)
-    return prepared
+    found = examine(name, overrides, dry=False, plan_from=plan_from)
+    refuse(found.all_problems)
+    return found.prepared
 
 
-def examine(name: str, overrides: list[str], dry: bool, plan_from: Path | None = None) -> tuple[list[Prepared], list[Problem]]:
-    """Return what has to run, as `prepare` does, and all problems; nothing has to run if the asked-for recipe cannot be used.
+def examine(name: str, overrides: list[str], dry: bool, plan_from: Path | None = None) -> Examination:
+    """Examine a recipe and the recipes that it needs.
 
-    dry: the batch script is only wanted to be seen, so that there need be no Slurm. Raises RecipeError for what cannot be read.
+    dry: nothing will be submitted, so no Slurm controller has to answer. Raises RecipeError for a recipe that cannot be read.
     """
     pending: list[PendingModel] = []
     prepared: list[Prepared] = []
     problems: list[Problem] = []
-    handed: dict[Problem, Problem] = {}  # a needed recipe's, in a key that was handed on to it -> the asked-for recipe's
+    site_problems: list[Problem] = []
+    inherited: dict[Problem, Problem] = {}  # a needed recipe's problem in an inherited key -> the requested recipe's problem
     ordered = run_order(name, overrides)
+    usable = False
     for loaded in ordered:
-        recipe, choice, own, notes = loaded.recipe, None, list(loaded.problems), list(loaded.notes)
-        chosen = selection.choose(recipe)
-        try:
-            recipe, choice = backend.choose(recipe, pending, run_setup.earlier(recipe))
-            unread, noted = loaded.unread(recipe)
-            own += unread
-            notes += noted
-            if not own:
-                planned = _planned(recipe, choice, plan_from, pending, notes)
-                own += planned.problems() if planned else ()
-                prepared.append(Prepared(recipe, choice, chosen, planned, notes, loaded.inherited))
-        except ModelNotFound as error:
-            if not own:
-                prepared.append(Prepared(recipe, choice, chosen, None, notes, loaded.inherited))
-            own += config.independent(error.problems, loaded.faulty)
-        except RecipeError as error:
-            own += config.independent(error.problems, loaded.faulty)
-        if "algorithm" not in loaded.faulty:  # without one nothing is known of what the run does
-            own += config.independent(file_problems(recipe, chosen, pending, dry, notes), loaded.faulty)
-            own += folder_problems(recipe) if not own else []
+        one, own, site = _examine(loaded, pending, dry, plan_from)
+        usable = one is not None
+        prepared += [one] if one else []
+        recipe = one.recipe if one else loaded.recipe
         needed = "" if loaded is ordered[-1] else f"{folder_name(recipe)}, which is needed first"
         keys = {override.partition("=")[0] for override in loaded.inherited}
-        handed |= {problem.within(needed): problem for problem in own if problem.key in keys}
+        inherited |= {problem.within(needed): problem for problem in (*own, *site) if problem.key in keys}
         problems += [problem.within(needed) for problem in own]
+        site_problems += [problem.within(needed) for problem in site]
         head = "logprobs" if "algorithm" in loaded.faulty else build(recipe).needs.head
         pending.append(PendingModel(Path(recipe.run_dir), recipe.policy, head))
-    problems = [problem for problem in problems if handed.get(problem) not in problems]
-    usable = prepared and prepared[-1].recipe.run_dir == ordered[-1].recipe.run_dir
-    return prepared if usable else [], problems
+    everything = [*problems, *site_problems]
+    problems, site_problems = (
+        [problem for problem in some if inherited.get(problem) not in everything] for some in (problems, site_problems)
+    )
+    return Examination(prepared if usable else [], problems, site_problems)
 
 
-def _planned(
-    recipe: Recipe, choice: backend.BackendChoice, plan_from: Path | None, pending: list[Path], notes: list[str]
-) -> Plan | None:
-    """Return the plan; None, with a note, for a family that cannot be planned: FSDP2 may train it all the same."""
+def _examine(
+    loaded: Loaded, pending: list[PendingModel], dry: bool, plan_from: Path | None
+) -> tuple[Prepared | None, list[Problem], list[Problem]]:
+    """Return one recipe, None if it has problems of its own; these problems; and the site's."""
+    prepared, own, notes = None, list(loaded.problems), list(loaded.notes)
+    recipe, executor = loaded.recipe, selection.choose(loaded.recipe)
     try:
-        return plan(recipe, choice, plan_from, pending)
+        recipe, choice = backend.choose(recipe, pending, run_setup.earlier(recipe))
+        unread, unread_notes = loaded.unread(recipe)
+        own += unread
+        notes += unread_notes
+        if not own:
+            layout = list(architecture.against_layout(recipe, pending))
+            planned, no_plan = (None, ()) if layout else _plan(recipe, choice, plan_from, pending, notes)
+            own += [*layout, *(planned.problems() if planned else ())]
+            prepared = Prepared(recipe, choice, executor, planned, notes, loaded.inherited, no_plan)
+    except ModelNotFound as error:
+        if not own:
+            prepared = Prepared(recipe, None, executor, None, notes, loaded.inherited)
+        own += config.independent(error.problems, loaded.faulty)
+    except RecipeError as error:
+        own += config.independent(error.problems, loaded.faulty)
+    site: list[Problem] = []
+    if "algorithm" not in loaded.faulty:  # without it the run's needs are unknown
+        site += config.independent(site_problems_of(recipe, executor, pending, dry, notes), loaded.faulty)
+        site += folder_problems(recipe) if not own and not site else []
+    return prepared, own, site
+
+
+def _plan(
+    recipe: Recipe, choice: backend.BackendChoice, plan_from: Path | None, pending: list[PendingModel], notes: list[str]
+) -> tuple[Plan | None, tuple[Problem, ...]]:
+    """Return (the plan, why there is none). FSDP2 may train a model of a family that cannot be planned; a note names it."""
+    try:
+        return plan(recipe, choice, plan_from, pending), ()
     except UnknownShape as error:
         notes.append(f"no plan: {error}")
-        return None
+        return None, error.problems
 
 
 def folder_name(recipe: Recipe) -> str:
-    """Return the name by which `needs` asks for a recipe: that of its run folder, whatever the recipe's own `name` is."""
+    """Return the name by which `needs` lists a recipe: its run folder's, which may differ from the recipe's `name`."""
     return Path(recipe.run_dir).name
 
 
 def run_order(name: str, overrides: list[str]) -> list[Loaded]:
-    """Return the recipe, preceded by those that it needs and that have not run. Raises RecipeError if they need each other."""
-    asked_for = recipes.inspect(name, overrides)
+    """Return the needed recipes that are not complete, in order, then the requested one. Raises RecipeError for a cycle."""
+    requested = recipes.inspect(name, overrides)
     ordered: list[Loaded] = []
 
     def add(loaded: Loaded, path: list[str]) -> None:
         for need in loaded.recipe.needs:
             named = config.name_of(need)
             if named in path:
-                circle = " -> ".join([*path, named])
-                raise RecipeError(Problem("needs", "circular", f"the recipes need each other: {circle}"))
+                cycle = " -> ".join([*path, named])
+                raise RecipeError(Problem("needs", "circular", f"the recipes need each other: {cycle}"))
             if named not in map(folder_name, [other.recipe for other in ordered]):
-                needed = needed_recipe.inspect(need, [f"run_dir=runs/{named}"], asked_for, overrides)
+                needed = needed_recipe.inspect(need, [f"run_dir=runs/{named}"], requested, overrides)
                 if run_setup.done_step(Path(needed.recipe.run_dir)) is None:
                     add(needed, [*path, named])
         ordered.append(placement.placed(loaded))
 
-    add(asked_for, [config.name_of(name)])
+    add(requested, [config.name_of(name)])
     return ordered
 
 
-def file_problems(
-    recipe: Recipe, chosen: selection.ExecutorChoice, pending: list[Path], dry: bool, notes: list[str]
+def site_problems_of(
+    recipe: Recipe, chosen: selection.ExecutorChoice, pending: list[PendingModel], dry: bool, notes: list[str]
 ) -> Iterator[Problem]:
-    """Yield the problems of files, folders and Slurm.
+    """Yield the problems of files, storage and Slurm where the recipe would run.
 
-    pending: run folders of needed recipes that have not run yet. notes: takes in what could not be checked, and what only
-    delays the start.
+    pending: models that needed runs are still to write. notes: receives what could not be checked, and what only delays the
+    start.
     """
     yield from placement.problems(recipe)
     yield from input_files.problems(recipe, pending, notes)
@@ -151,10 +185,10 @@ def file_problems(
     notes += placement.notes(recipe)
     notes += cuda_variables.notes(recipe)
     if unreachable:
-        why = f"got slurm; {unreachable}. Try it where a controller answers, or cluster.executor=local"
-        told = Problem("cluster.executor", "unreachable", why)
-        notes += [str(told)] if dry else []
-        yield from [] if dry else [told]
+        why = f"got slurm; {unreachable}. Try a machine where a controller answers, or cluster.executor=local"
+        problem = Problem("cluster.executor", "unreachable", why)
+        notes += [str(problem)] if dry else []
+        yield from [] if dry else [problem]
         yield from slurm_sbatch.option_problems(slurm_request.requests(recipe))
     else:
         yield from _executor_problems(recipe, chosen, notes)
@@ -163,8 +197,9 @@ def file_problems(
 
 
 def folder_problems(recipe: Recipe) -> list[Problem]:
-    """Return the problems of a recipe's run folder. Call it only for a recipe that has no other problem."""
-    with collected(found := []):
+    """Return the problems of a recipe's run folder. Only for a recipe without other problems."""
+    found: list[Problem] = []
+    with collected(found):
         run_setup.check(recipe)
     return found
 
@@ -172,7 +207,8 @@ def folder_problems(recipe: Recipe) -> list[Problem]:
 def _executor_problems(recipe: Recipe, chosen: selection.ExecutorChoice, notes: list[str]) -> Iterator[Problem]:
     notes += [str(chosen)] if chosen.reason else []
     if chosen.name == "local":
-        with collected(found := []):
+        found: list[Problem] = []
+        with collected(found):
             local.rank_environments(components(recipe))
         why = f" ({chosen})" if chosen.reason else ""
         yield from (replace(problem, message=f"{problem.message}{why}") for problem in found)
@@ -182,5 +218,5 @@ def _executor_problems(recipe: Recipe, chosen: selection.ExecutorChoice, notes: 
         yield from allocated.problems(recipe, job_id, notes)
         yield from slurm_job.container_problems(recipe, notes)
     else:
-        why = "got allocation, but this is in none (salloc), or in a step of one (srun). Try slurm, which submits a job"
+        why = "got allocation, outside of an allocation (salloc) or inside one of its steps (srun). Try slurm"
         yield Problem("cluster.executor", "unreachable", why)

@@ -73,7 +73,7 @@ def labels(folders: Sequence[Path]) -> list[str]:
     return found
 
 
-# ---- the page ---------------------------------------------------------------------------------------------------------------
+# ---- the page -----------------------------------------------------------------------------------------------------------
 
 
 def page(labelled: Sequence[LabelledRun], of: Sequence[RunState]) -> str:
@@ -117,7 +117,7 @@ def _sections(labelled: Sequence[LabelledRun], of: Sequence[RunState]) -> Iterat
     yield Section("Recipe" if len(labelled) == 1 else "Recipes", recipes([each.run for each in labelled], names))
 
 
-# ---- the terminal -----------------------------------------------------------------------------------------------------------
+# ---- the terminal -------------------------------------------------------------------------------------------------------
 
 
 def _print(labelled: LabelledRun) -> None:

@@ -99,7 +99,7 @@ class RunFolder:
             value = value[part]
         return value
 
-    # ---- backend, components, layout -----------------------------------------------------------------------------------------
+    # ---- backend, components, layout ------------------------------------------------------------------------------------
 
     @property
     def backend(self) -> str:
@@ -139,7 +139,7 @@ class RunFolder:
             each.get("nodes", 1) * each.get("gpus_per_node", 0) for name, each in self.components.items() if name not in sharing
         )
 
-    # ---- how long -----------------------------------------------------------------------------------------------------------
+    # ---- how long -------------------------------------------------------------------------------------------------------
 
     def busy_s(self) -> float:
         """Return the seconds in which ranks ran: the sum over all attempts, each until `last_active`."""
@@ -150,7 +150,7 @@ class RunFolder:
         """Return the unix seconds of the last step, end or submission."""
         return max(_modified(self.folder / name) for name in ("metrics.jsonl", "done.json", "job.json", "recipe.yaml"))
 
-    # ---- metrics ------------------------------------------------------------------------------------------------------------
+    # ---- metrics --------------------------------------------------------------------------------------------------------
 
     def metrics(self, steps: int | None = None) -> Columns:
         """Return metrics.jsonl by column, or about its last `steps` lines. Raises RecipeError for a malformed line."""

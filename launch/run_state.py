@@ -94,7 +94,7 @@ def _state_from_folder(run: RunFolder, no_answer: str, job: str) -> RunState:
     return RunState("unknown", no_answer, job)
 
 
-# ---- queries ----------------------------------------------------------------------------------------------------------------
+# ---- queries ------------------------------------------------------------------------------------------------------------
 
 
 def _query_local(run: RunFolder, record: JobRecord) -> _JobState:

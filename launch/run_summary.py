@@ -85,7 +85,7 @@ def _ended(run: RunFolder, state: RunState) -> float | None:
     return last_active(run.attempts[-1])
 
 
-# ---- how fast, how well -----------------------------------------------------------------------------------------------------
+# ---- how fast, how well -------------------------------------------------------------------------------------------------
 
 
 def _pace(run: RunFolder, metrics: Columns) -> float | None:
@@ -127,7 +127,7 @@ def _saves_by(run: RunFolder, state: RunState) -> float | None:
     return run.attempts[-1].started + seconds(by)
 
 
-# ---- what is kept, and what failed ------------------------------------------------------------------------------------------
+# ---- what is kept, and what failed --------------------------------------------------------------------------------------
 
 
 def _checkpoint(run: RunFolder) -> dict[str, Any]:

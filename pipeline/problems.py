@@ -8,6 +8,9 @@ from dataclasses import dataclass, replace
 
 from pipeline.problem_codes import CODES
 
+HELP_HINT = "for cause and cure: python launch/submit.py help=CODE"
+"""The line below a list of problems."""
+
 
 @dataclass(frozen=True)
 class Problem:
@@ -54,7 +57,7 @@ def listed(problems: Sequence[Problem]) -> str:
     lines = [f"{problem} [{problem.code}]" for problem in problems]
     if len(lines) == 1:
         return lines[0]
-    return "\n  - ".join([f"{len(lines)} problems", *lines]) + "\nfor cause and cure: python launch/submit.py help=CODE"
+    return "\n  - ".join([f"{len(lines)} problems", *lines]) + f"\n{HELP_HINT}"
 
 
 @contextmanager

@@ -72,7 +72,7 @@ def metrics(expression: Expression) -> Iterator[str]:
         yield from metrics(expression.right)
 
 
-# ---- reading it -----------------------------------------------------------------------------------------------------------
+# ---- reading it ---------------------------------------------------------------------------------------------------------
 
 
 def parse(text: str) -> Expression:
@@ -139,7 +139,7 @@ def _number(node: ast.expr) -> float:
     return found
 
 
-# ---- the value ------------------------------------------------------------------------------------------------------------
+# ---- the value ----------------------------------------------------------------------------------------------------------
 
 
 def evaluate(expression: Expression, curves: Mapping[str, Curve]) -> float:

@@ -90,7 +90,7 @@ class SweepFolder:
     def title(self) -> str:
         return f"{self.path.parent.name} {self.path.name}"
 
-    # ---- suite and jobs -----------------------------------------------------------------------------------------------------
+    # ---- suite and jobs -------------------------------------------------------------------------------------------------
 
     @property
     def begun(self) -> bool:
@@ -137,7 +137,7 @@ class SweepFolder:
         with folder_lock.held(self.path, "folder", wait_s):
             yield
 
-    # ---- what was submitted -------------------------------------------------------------------------------------------------
+    # ---- what was submitted ---------------------------------------------------------------------------------------------
 
     def submissions(self, job: str) -> list[Submission]:
         """Return those of one job, oldest first. A line that a kill cut short is left out: its run folder knows the job."""
@@ -153,7 +153,7 @@ class SweepFolder:
             line = json.dumps(asdict(Submission(job, job_id, time.time(), after or [])))
             file.write(f"{chr(10) if cut else ''}{line}\n".encode())
 
-    # ---- states -------------------------------------------------------------------------------------------------------------
+    # ---- states ---------------------------------------------------------------------------------------------------------
 
     def job_states(self, queue: Queue) -> list[JobState]:
         """Raises RecipeError where it cannot be told from here."""

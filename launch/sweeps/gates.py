@@ -138,7 +138,7 @@ class GateCase:
             return f"{judged[None]:.4g}, {self.over} of the seeds"
         return ", ".join(f"seed {seed}: {value:.4g}" for seed, value in judged.items())
 
-    # ---- the values -------------------------------------------------------------------------------------------------------
+    # ---- the values -----------------------------------------------------------------------------------------------------
 
     def values(self) -> dict[int, float]:
         """Return each seed's value, relative to another run's if the gate wants that. Raises NoValue, GateSkipped."""
@@ -159,7 +159,7 @@ class GateCase:
                 raise NoValue(f"{self.gate.value} of {run} has no value with seed {seed}: {error}") from None
         return found
 
-    # ---- what passes ------------------------------------------------------------------------------------------------------
+    # ---- what passes ----------------------------------------------------------------------------------------------------
 
     def _bounds(self) -> tuple[Limits, str]:
         exact = self.gate.equals
@@ -213,7 +213,7 @@ class GateCase:
             first = step
         return first
 
-    # ---- the baseline -----------------------------------------------------------------------------------------------------
+    # ---- the baseline ---------------------------------------------------------------------------------------------------
 
     def _stored(self) -> tuple[StoredRun, StoredGate]:
         """Return the baseline's run and gate. Raises GateFailed if this gate cannot be judged by them."""
@@ -238,7 +238,7 @@ class GateCase:
         """Return what a baseline keeps. Raises NoValue, GateSkipped."""
         return StoredGate(self.gate.value, self.relative_to, {str(seed): value for seed, value in self.values().items()})
 
-    # ---- to the last bit --------------------------------------------------------------------------------------------------
+    # ---- to the last bit ------------------------------------------------------------------------------------------------
 
     def _same(self) -> str:
         """Raises GateFailed at the first metric that differs."""

@@ -65,7 +65,7 @@ def _seeds(verdict: Verdict) -> str:
     return ", ".join(f"{seed}: {value:.4g}" for seed, value in verdict.values.items())
 
 
-# ---- curves ---------------------------------------------------------------------------------------------------------------
+# ---- curves -------------------------------------------------------------------------------------------------------------
 
 
 def _curves(result: SweepResult) -> Iterator[Section]:
@@ -117,7 +117,7 @@ def _levels(result: SweepResult, run: str, metric: str) -> list[tuple[float, str
     return found
 
 
-# ---- the runs -------------------------------------------------------------------------------------------------------------
+# ---- the runs -----------------------------------------------------------------------------------------------------------
 
 
 def _runs(result: SweepResult) -> Section:

@@ -69,7 +69,7 @@ def described(nodes: Any) -> str | None:
     return "; ".join(f"{count} x ({kind})" if count > 1 else kind for kind, count in sorted(Counter(kinds).items())) or None
 
 
-# ---- over the seeds ----------------------------------------------------------------------------------------------------------
+# ---- over the seeds -----------------------------------------------------------------------------------------------------
 
 
 def by_step(seeds: Iterable[Curve]) -> dict[int, list[float]]:

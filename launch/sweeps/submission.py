@@ -61,7 +61,7 @@ def why_failed(job_state: JobState) -> list[str]:
     return failure(run_dir, job_state.record.attach(run_dir), job_state.status or JobStatus("UNKNOWN"))
 
 
-# ---- under Slurm ----------------------------------------------------------------------------------------------------------
+# ---- under Slurm --------------------------------------------------------------------------------------------------------
 
 
 def submit_all(folder: SweepFolder, todo: list[JobState], live: list[JobState]) -> None:
@@ -107,7 +107,7 @@ def submit_check(folder: SweepFolder, waits_for: list[str]) -> str:
         raise RecipeError(Problem("check", "unreachable", why)) from None
 
 
-# ---- on this machine ------------------------------------------------------------------------------------------------------
+# ---- on this machine ----------------------------------------------------------------------------------------------------
 
 
 def run_here(folder: SweepFolder) -> None:

@@ -28,7 +28,7 @@ NAME = re.compile(r"[A-Za-z0-9][\w.-]*")
 GIVEN = ("run_dir", "name")  # keys of a recipe that the sweep sets itself
 
 
-# ---- the schema -----------------------------------------------------------------------------------------------------------
+# ---- the schema ---------------------------------------------------------------------------------------------------------
 
 
 @dataclass
@@ -126,7 +126,7 @@ def kind(gate: GateConfig) -> str:
     return " and ".join(name for name, there in {**kinds, "same_as": gate.same_as}.items() if there)
 
 
-# ---- reading it -----------------------------------------------------------------------------------------------------------
+# ---- reading it ---------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -204,7 +204,7 @@ def as_arguments(overrides: dict[str, Any]) -> list[str]:
     return [f"{key}={config_tree.dump_yaml([value], on_one_line=True).strip()[1:-1]}" for key, value in values.items()]
 
 
-# ---- checks across keys ---------------------------------------------------------------------------------------------------
+# ---- checks across keys -------------------------------------------------------------------------------------------------
 
 
 def problems(suite: Suite) -> Iterator[Problem]:

@@ -173,7 +173,7 @@ def baseline_of(result: SweepResult) -> str:
     return f"the baseline is of {origin.date}, from {origin.sweep}, commit {origin.commit or 'unknown'}"
 
 
-# ---- a new baseline -------------------------------------------------------------------------------------------------------
+# ---- a new baseline -----------------------------------------------------------------------------------------------------
 
 
 def _renewed(folder: SweepFolder, sweep: Sweep, ran: list[JobResult], commits: list[str]) -> tuple[Baseline, list[str]]:
@@ -214,7 +214,7 @@ def metrics_of(cases: list[GateCase]) -> list[str]:
     return list(dict.fromkeys(metric for expression in parsed for metric in expressions.metrics(expression)))
 
 
-# ---- for the next process --------------------------------------------------------------------------------------------------
+# ---- for the next process -----------------------------------------------------------------------------------------------
 
 
 def write(result: SweepResult) -> None:

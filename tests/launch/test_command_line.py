@@ -134,6 +134,27 @@ def test_every_command_explains_its_keys(name, capsys):
 
 
 @pytest.mark.parametrize(
+    ("arguments", "problems"),
+    [
+        (["tiny_grpo"], ["tiny_grpo: is not key=value; try recipe=tiny_grpo"]),
+        (["recipe", "=", "tiny"], ["recipe: got 'recipe = tiny'; expected recipe=tiny, without blanks around `=`"]),
+        (
+            ["recipe=a", "grpo.seed", "=", "3", "x.y", "=4", "a.b=", "c"],
+            [
+                "grpo.seed: got 'grpo.seed = 3'; expected grpo.seed=3, without blanks around `=`",
+                "x.y: got 'x.y =4'; expected x.y=4, without blanks around `=`",
+                "a.b: got 'a.b= c'; expected a.b=c, without blanks around `=`",
+            ],
+        ),
+    ],
+)
+def test_each_mistake_is_one_problem(arguments, problems):
+    with pytest.raises(RecipeError) as caught:
+        parse(WithOthers, arguments)
+    assert [f"{problem.key}: {problem.message}" for problem in caught.value.problems] == problems
+
+
+@pytest.mark.parametrize(
     ("name", "arguments", "problem"),
     [
         ("submit", ["grpo.seed=1"], ("recipe", "missing-value")),

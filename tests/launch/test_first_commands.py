@@ -76,7 +76,7 @@ def test_a_run_whose_job_cannot_be_asked_is_told_so(tmp_path, monkeypatch, capsy
         assert status.main([str(run_dir)]) == 0
         assert f"unknown; {slurm_client.unreachable()}" in capsys.readouterr().out
     assert submit.main([f"follow={run_dir}"]) == 2
-    assert "follow: Slurm job 17 cannot be asked: " in capsys.readouterr().err
+    assert "follow: the state of Slurm job 17 is unknown: " in capsys.readouterr().err
     assert submit.main([f"recipe={recipe}"]) == 2
     assert "was last written by Slurm job 17, and whether that has ended cannot be asked" in capsys.readouterr().err
 

@@ -154,7 +154,7 @@ def test_a_run_that_left_in_time_but_is_not_requeued_says_how_to_go_on(tmp_path)
         "Slurm job 17 ended (FAILED (NonZeroExitCode)), but the run is not complete: there is no done.json",
         "attempt 17-0: the time limit is near; cluster.requeue.enabled is false",
         f"logs: {folder}",
-        "there is a checkpoint of step 2: the same command goes on from it",
+        "there is a checkpoint of step 2: the same command continues from it",
     ]
 
 

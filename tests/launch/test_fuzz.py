@@ -81,7 +81,7 @@ def test_the_fuzzer_sees_what_is_wrong(monkeypatch):
 )
 def test_what_it_has_found_is_told(tmp_path, argument, problem):
     with collected(found := []):
-        found += prepare.examine(str(write_recipe(tmp_path)), [argument], dry=True)[1]
+        found += prepare.examine(str(write_recipe(tmp_path)), [argument], dry=True).all_problems
     assert named(found) == {problem}
 
 

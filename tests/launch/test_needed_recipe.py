@@ -105,5 +105,5 @@ def test_a_cluster_that_is_no_mapping_is_told(here, cluster):
 
 def test_what_is_wrong_with_a_key_that_is_handed_on_is_told_once(here):
     write_recipe(here, "second", needs=["base"], run_dir="runs/second")
-    _, problems = prepare.examine("second", ["cluster.executor=sluurm"], dry=True)
+    problems = prepare.examine("second", ["cluster.executor=sluurm"], dry=True).all_problems
     assert [problem.origin for problem in problems if problem.key == "cluster.executor"] == ["the command line"]

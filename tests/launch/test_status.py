@@ -76,9 +76,9 @@ def test_all_that_is_to_be_known_of_a_run(run, capsys):
 
     _, text = asked(capsys, run)
     assert "state       running\n" in text
-    assert "100 s from step to step; 2:36:40 left; its time is up in 3:50:" in text
+    assert "100 s from step to step; 2:36:40 left; time limit in 3:50:" in text
     assert "train 300 ms (35%)" in text and "1,000 tokens/s" in text
-    assert "step 4, 0:00:0" in text and "being written, or left so: step_000006" in text
+    assert "step 4, 0:00:0" in text and "being written, or interrupted: step_000006" in text
     assert "crashed with status 9" in text and "under way" in text
 
 
@@ -89,7 +89,7 @@ def test_of_a_run_that_its_data_end_nobody_knows_how_long_it_takes(run, capsys):
     told = json.loads(asked(capsys, run, "json=true")[1])
     assert (told["step"], told["max_steps"], told["seconds_left"]) == (6, None, None)
     _, text = asked(capsys, run)
-    assert "step        6; last written" in text and "100 s from step to step; its time" in text
+    assert "step        6; last written" in text and "100 s from step to step; time limit" in text
     _, text = asked(capsys, run.parent)
     assert text.splitlines()[1].split()[:5] == ["running", "6", "100", "s", "1"]
 
@@ -202,7 +202,7 @@ def test_watching_ends_with_the_run(run, monkeypatch, capsys):
     ("arguments", "said"),
     [
         (["nowhere"], "there is no such folder"),
-        (["."], "there is none below it"),
+        (["."], "is not a run folder, and has none below it"),
     ],
 )
 def test_what_is_no_run_is_refused(tmp_path, monkeypatch, capsys, arguments, said):

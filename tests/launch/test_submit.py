@@ -95,7 +95,11 @@ def test_dry_run_writes_nothing_and_imports_no_torch(here, executor):
     [
         (["data.train.data_path=gone.jsonl"], "data.train.data_path: ", "FSDP2 trains, because cluster.train has no GPUs"),
         (["policy.random_init=false"], "policy.model_name: ", "FSDP2 trains, because cluster.train has no GPUs"),
-        (["policy.model_name=org/gone", *GPUS], "policy.model_name: 'org/gone' is neither a folder", "which backend trains"),
+        (
+            ["policy.model_name=org/gone", *GPUS],
+            "policy.model_name: 'org/gone' is neither a folder",
+            "the train backend depends",
+        ),
     ],
 )
 def test_dry_run_shows_what_would_be_submitted_where_files_are_missing(
@@ -343,7 +347,7 @@ def test_detached_needs_are_chained(on_slurm, command):
 
 @pytest.mark.slurm
 def test_a_refusal_by_sbatch_is_told(on_slurm, command, monkeypatch):
-    monkeypatch.setattr(prepare.slurm, "problems", lambda *_: iter(()))  # as if the partition went after it was looked for
+    monkeypatch.setattr(prepare.slurm_job, "problems", lambda *_: iter(()))  # as if the partition went after it was looked for
     status, _, err = command("recipe=base", "cluster.train.partition=nowhere")
     assert status == 2 and "[refused-by-slurm]" in err and "invalid partition" in err
     monkeypatch.setattr(slurm_client, "CHANGE_S", 1e-3)

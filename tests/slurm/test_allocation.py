@@ -93,7 +93,7 @@ def test_a_cancel_ends_the_run_but_not_the_allocation(here):
     os.kill(int((here / "submit.pid").read_text()), signal.SIGTERM)
     out, _ = process.communicate(timeout=60)
     assert "ended 130" in out and "still here" in out, out
-    assert "CANCELLED (by a signal); the same command goes on from the last checkpoint" in out
+    assert "CANCELLED (by a signal); the same command continues from the last checkpoint" in out
     none_alive(found)
 
 
