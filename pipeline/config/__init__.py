@@ -1,6 +1,7 @@
-"""The recipe: its schema, how it is read, and the checks that need nothing but the recipe.
+"""The recipe: its schema, its loading, and the checks that need only the recipe.
 
-Nothing here imports torch, so a login node answers at once.
+Start in `schema.py` (all keys) and `loading.py` (from files and the command line to a `Recipe`). Nothing here imports torch, so
+that commands on a login node start fast.
 """
 
 from pipeline.algorithms import OFFLINE, ONLINE, PAIRED

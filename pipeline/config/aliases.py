@@ -1,7 +1,7 @@
-"""Other libraries' names for our keys.
+"""Names that other libraries have for our keys.
 
-They are only suggested, never taken: `lr=1e-4` is an error that names `policy.optimizer.kwargs.lr`. The names are those of TRL
-and Hugging Face's trainers, verl's, OpenRLHF's, and NeMo-RL's where ours differ.
+The names are only suggested, never accepted: `lr=1e-4` is an error that names `policy.optimizer.kwargs.lr`. They come from TRL
+and Hugging Face's trainers, verl, OpenRLHF, and from NeMo-RL where its names differ from ours.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ ALIASES: dict[str, tuple[str, ...]] = {
     **dict.fromkeys(("data.train_batch_size", "rollout_batch_size", "num_prompts", "prompts_per_step"), PROMPTS),
     "packing": ("policy.sequence_packing.enabled",),
     **dict.fromkeys(("dynamic_batching.enabled", "use_dynamic_bsz"), ("policy.sequence_packing.enabled",)),
-    # steps and what happens every so many
+    # steps and periods
     **dict.fromkeys(("max_steps", "num_steps", "total_training_steps", "total_steps", "steps"), STEPS),
     **dict.fromkeys(("num_train_epochs", "num_epochs", "total_epochs", "epochs", "max_epochs"), EPOCHS),
     **dict.fromkeys(("eval_steps", "test_freq", "eval_period", "eval_interval", "val_interval"), VALIDATE),
@@ -136,7 +136,7 @@ ALIASES: dict[str, tuple[str, ...]] = {
     **dict.fromkeys(
         ("reward_model", "reward_model_path", "reward_pretrain", "reward_model.path"), ("env.NAME.model_name", *JUDGE)
     ),
-    # where it runs, and where it writes
+    # the cluster and the output
     **dict.fromkeys(("output_dir", "checkpoint_dir", "default_local_dir", "log_dir", "logging_dir", "save_path"), FOLDER),
     **dict.fromkeys(("run_name", "experiment_name", "exp_name"), ("name",)),
     **dict.fromkeys(("num_nodes", "nnodes", "nodes"), NODES),
@@ -147,28 +147,30 @@ ALIASES: dict[str, tuple[str, ...]] = {
     "colocate": ("policy.generation.colocated.enabled",),
     "vllm_mode": ("policy.generation.colocated.enabled",),
 }
-"""By the end of a dotted key, in lower case with underscores. The longest end counts, and of its keys the first that serves."""
+"""Suffix of a dotted key, in lower case with underscores -> our keys. The longest suffix counts, then the first key read."""
 
-CURVES = "metrics.jsonl and TensorBoard (logger.tensorboard_enabled) hold the curves, and launch/report.py makes a page of them"
+CURVES = (
+    "metrics.jsonl and TensorBoard (logger.tensorboard_enabled) hold the curves, and launch/report.py renders them as a page"
+)
 NOT_HERE = (
-    (r"wandb|swanlab|mlflow|comet", f"there is no reporting to such a service; {CURVES}. Leave it out"),
-    (r"^report_to$|(^|\.)(project_name|logger)$", f"there is no reporting to a service; {CURVES}. Leave it out"),
+    (r"wandb|swanlab|mlflow|comet", f"reporting to such a service is not supported; {CURVES}. Leave it out"),
+    (r"^report_to$|(^|\.)(project_name|logger)$", f"reporting to a service is not supported; {CURVES}. Leave it out"),
     (
         r"(^|\.)resume(_mode|_from_checkpoint|_from_path)?$",
-        "the same command goes on from the last checkpoint in run_dir; leave it out",
+        "the same command continues from the last checkpoint in run_dir; leave it out",
     ),
     (r"deepspeed|(^|[._])fsdp", "the backends are policy.dtensor_cfg (FSDP2) and policy.megatron_cfg; leave it out"),
     (r"(^|\.)use_vllm$", "policy.generation.backend is vllm unless the recipe says otherwise; leave it out"),
     (r"(^|\.)logging_steps$", "every step is logged; leave it out"),
-    (r"(^|\.)stop_strings?$", "a generation ends at tokens, not at texts; try policy.generation.stop_token_ids"),
+    (r"(^|\.)stop_strings?$", "generation stops at tokens, not at texts; try policy.generation.stop_token_ids"),
 )
-"""Patterns of dotted keys that no key of ours stands for, and what to do instead."""
+"""Patterns of dotted keys without an equivalent here, and what to do instead."""
 
 
 def hint(key: str, algorithm: str | None, rank: Callable[[str], int]) -> str | None:
-    """Return what to do instead of giving `key`, which the schema does not have; None if no library here has it.
+    """Return what to give in place of `key`, which the schema does not have; None if no library here has it.
 
-    algorithm: the recipe's, None if that is not known. rank: of one of our keys, the lower the likelier it serves.
+    algorithm: the recipe's, None if unknown. rank: the rank of one of our keys as a suggestion, lowest first.
     """
     key = key.lower().replace("-", "_")
     if keys := meant(key, algorithm, rank):
@@ -177,7 +179,7 @@ def hint(key: str, algorithm: str | None, rank: Callable[[str], int]) -> str | N
 
 
 def meant(key: str, algorithm: str | None, rank: Callable[[str], int]) -> list[str]:
-    """Return at most two of our keys for another library's, the likeliest first: those that serve, or all if none does."""
+    """Return at most two of our keys for another library's key, best first: those that are read, or all if none is."""
     parts = key.split(".")
     ends = (".".join(parts[start:]) for start in range(len(parts)))
     found = next((ALIASES[end] for end in ends if end in ALIASES), ())

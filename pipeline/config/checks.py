@@ -25,18 +25,18 @@ from pipeline.problems import Problem, refuse
 def validate(recipe: Recipe) -> None:
     """Raise RecipeError with all problems of a recipe.
 
-    Checks that depend on the train backend run only once it is chosen: `launch/backend.py` calls this again.
+    Checks that depend on the train backend run only once it is chosen: `launch/backend.py` then calls this again.
     """
     refuse(problems(recipe))
 
 
 def problems(recipe: Recipe) -> Iterator[Problem]:
-    """Yield the problems of single values; if there are none, those of values together."""
+    """Yield the problems of single values; if there are none, those of combinations."""
     yield from list(schema_validation.value_problems(recipe)) or contradictions(recipe)
 
 
 def contradictions(recipe: Recipe) -> Iterator[Problem]:
-    """Yield the problems that several values have together."""
+    """Yield the problems of combinations of values."""
     if recipe.algorithm in ALGORITHMS:
         yield from _check_algorithm(recipe, build(recipe))
     yield from _check_packing(recipe.policy)
@@ -94,7 +94,7 @@ def _check_world(recipe: Recipe) -> Iterator[Problem]:
 
 
 def components(recipe: Recipe) -> dict[str, ComponentConfig]:
-    """Return the components that the job has, in rank order."""
+    """Return the job's components in rank order."""
     cluster = recipe.cluster
     parts = {"train": cluster.train}
     if generates(recipe):
@@ -107,8 +107,8 @@ def components(recipe: Recipe) -> dict[str, ComponentConfig]:
 def _check_gpus(recipe: Recipe) -> Iterator[Problem]:
     """Yield a problem for each component with more ranks than GPUs on a node."""
     for name, component in components(recipe).items():
-        alone = name == "generate" and colocated(recipe) and engine_ranks(recipe.policy.generation.vllm_cfg) == 1
-        if 0 < component.gpus_per_node < ranks_per_node(component) and not alone:
+        shares = name == "generate" and colocated(recipe) and engine_ranks(recipe.policy.generation.vllm_cfg) == 1
+        if 0 < component.gpus_per_node < ranks_per_node(component) and not shares:
             key = f"cluster.{name}.ranks_per_node"
             told = (
                 f"got {component.ranks_per_node}; expected at most gpus_per_node={component.gpus_per_node}, since NCCL refuses"
@@ -118,7 +118,7 @@ def _check_gpus(recipe: Recipe) -> Iterator[Problem]:
 
 
 def _check_shared_nodes(recipe: Recipe) -> Iterator[Problem]:
-    """Yield a problem for each key in which components on the same nodes cannot differ, or if they also take turns."""
+    """Yield a problem for each node setting in which components on the same nodes differ, or if they also take turns."""
     key = "cluster.share_nodes"
     if colocated(recipe):
         told = (
@@ -134,7 +134,7 @@ def _check_shared_nodes(recipe: Recipe) -> Iterator[Problem]:
 def _as_train_has(
     recipe: Recipe, name: str, component: ComponentConfig, settings: Iterable[str], why: str, key: str
 ) -> Iterator[Problem]:
-    """Yield a problem for each setting of a component that differs from cluster.train's. key: which says that it may not."""
+    """Yield a problem for each setting of a component that differs from cluster.train's. key: the key that forbids it."""
     for setting in settings:
         if (asked := getattr(component, setting)) != (shared := getattr(recipe.cluster.train, setting)):
             told = f"got {asked}; expected {shared}, as cluster.train has, since {why}. Try without it, or {key}=false"

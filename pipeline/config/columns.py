@@ -1,11 +1,11 @@
-"""Find which columns of a record hold what, where the recipe leaves its keys at their defaults.
+"""Recognize the columns of a record where the recipe leaves its keys at their defaults.
 
 The columns are those of TRL's dataset formats (https://huggingface.co/docs/trl/dataset_formats), of chats and of common data
-sets; a file is read by its first record, and `told` says how:
+sets. The first record of a file decides, and `Columns.description` reports the result:
 
     sft           messages | prompt, completion | text | question, answer | problem, solution | ...
     dpo, rm       [prompt,] chosen, rejected
-    others        prompt | messages | question | problem, and answer | solution | completion, where an answer is judged
+    others        prompt | messages | question | problem, and answer | solution | completion, if an answer is needed
 
 Each is a text or a list of messages, {role, content} or ShareGPT's {from, value}; `text` is a text.
 """
@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from pipeline.algorithms import PAIRED
@@ -28,7 +28,7 @@ KEYS = ("input_key", "output_key", "messages_key", "text_key", "chosen_key", "re
 CONVERSATIONS = ("messages", "conversations", "conversation")
 PROMPTS = ("input", "prompt", "question", "problem", "query", "instruction")
 EXPECTED = ("output", "answer", "expected_answer", "ground_truth", "solution", "completion", "response")
-"""What an environment judges by, the first that is there: a final answer before a whole solution."""
+"""Columns of the expected answer, best first: a final answer before a whole solution."""
 LEARNED = {
     "input": ("output", "answer", "completion", "response"),
     "prompt": ("completion", "response"),
@@ -37,28 +37,27 @@ LEARNED = {
     "query": ("response", "answer"),
     "instruction": ("response", "output"),
 }
-"""What is learned after what; of two that are there, the recipe must say which."""
+"""Prompt column -> answer columns in training. If a record has two of them, the recipe must choose."""
 TEXT = "text"
 MOST_TRIED = 100
-"""Records of a data set, for the first that can be read."""
+"""Records to try until one is readable."""
 SHAREGPT = {"system": "system", "human": "user", "user": "user", "gpt": "assistant", "assistant": "assistant"}
-DEFAULTS = {field.name: field.default for field in fields(DatasetConfig) if field.name in KEYS}
+DEFAULTS: dict[str, Any] = {name: getattr(DatasetConfig(), name) for name in KEYS}
 
 
 @dataclass(frozen=True)
 class Columns:
-    """The columns that a data set's records are read by."""
+    """The columns of a data set."""
 
     dataset: DatasetConfig  # with the keys of its columns
-
-    description: str = ""  # how they are read, for people; empty where the recipe's keys are there
+    description: str = ""  # for the log; empty if the recipe's own columns exist
 
 
 def recognize_columns(recipe: Recipe, key: str, dataset: DatasetConfig, records: Iterable[Any]) -> Columns:
-    """Return how the records are read, by the first of them; where bad ones are dropped, by the first that can be read.
+    """Return the columns of a data set from its first record; if bad records are dropped, from the first readable one.
 
-    key: the data set's, e.g. data.train. A key that the recipe has set is never replaced. Raises ValueError, with keys to set,
-    if the recipe's keys are not there and nothing else is clear.
+    key: of the data set, such as data.train. A key that the recipe sets is never replaced. Raise ValueError, with keys to set,
+    if the recipe's columns are missing and the others are ambiguous.
     """
     wrong: ValueError | None = None
     for record in itertools.islice(records, MOST_TRIED if recipe.data.bad_records == "drop" else 1):
@@ -89,25 +88,25 @@ def _of_record(recipe: Recipe, key: str, dataset: DatasetConfig, record: Any) ->
     rendered = ""
     if recipe.data.apply_chat_template and isinstance(record.get(found[0].get("input_key")), str):
         rendered = ", rendered by the chat template; with data.apply_chat_template=false as bare text, as TRL takes texts"
-    return Columns(replace(dataset, **keys), _told(found[0]) + rendered)
+    return Columns(replace(dataset, **keys), _described(found[0]) + rendered)
 
 
 def judged_by_answer(recipe: Recipe, dataset: DatasetConfig) -> bool:
-    """Return whether an environment needs an expected answer. A reward model, or a user's own code, may need none."""
+    """Return whether an environment needs an expected answer. A reward model or user code may not need one."""
     environment = recipe.env.get(dataset.env_name) if dataset.env_name is not None else None
     return (
         environment is not None and environment.kind != "reward_model" and not judged_by_own_code(recipe.env, dataset.env_name)
     )
 
 
-# ---- what a record can be read as ------------------------------------------------------------------------------------------
+# ---- possible columns of a record -------------------------------------------------------------------------------------------
 
 Reading = dict[str, str]
 """Key of DatasetConfig -> column."""
 
 
 def _examples(own: Reading, record: Mapping[str, Any]) -> Iterator[Reading]:
-    """Yield the readings for supervised training. own: the keys that the recipe has set."""
+    """Yield the possible columns for supervised training. own: the keys that the recipe sets."""
     prompts, answer = [own["input_key"]] if "input_key" in own else PROMPTS, own.get("output_key")
     found = [
         {"input_key": name, "output_key": learned}
@@ -115,7 +114,7 @@ def _examples(own: Reading, record: Mapping[str, Any]) -> Iterator[Reading]:
         for learned in ([answer] if answer else LEARNED.get(name, EXPECTED))
         if learned != name and _has(record, name) and _has(record, learned)
     ]
-    alpaca = "instruction" in record and not own  # an instruction, and what it is about
+    alpaca = "instruction" in record and not own  # `input` is then the context of the instruction
     if found[:1] == [{"input_key": "input", "output_key": "output"}] and not alpaca:
         found = found[:1]
     yield from found
@@ -133,7 +132,7 @@ def _prompts(own: Reading, record: Mapping[str, Any], judged: bool) -> Iterator[
         answers = [own["output_key"]] if "output_key" in own else [each for each in EXPECTED if each != name]
         answer = next((each for each in answers if _has(record, each)), None)
         if answer or not judged:
-            yield {"input_key": name, "output_key": answer or own.get("output_key", DEFAULTS["output_key"])}
+            yield {"input_key": name, "output_key": answer or {**DEFAULTS, **own}["output_key"]}
     if names[:1] == ["input"] or "input_key" in own:
         return
     answers = [own["output_key"]] if "output_key" in own else EXPECTED
@@ -148,24 +147,25 @@ def _prompts(own: Reading, record: Mapping[str, Any], judged: bool) -> Iterator[
 
 
 def _pairs(recipe: Recipe, own: Reading, record: Mapping[str, Any]) -> Iterator[Reading]:
-    answers = [own.get(name, DEFAULTS[name]) for name in ("chosen_key", "rejected_key")]
+    columns = {**DEFAULTS, **own}
+    answers = [columns[name] for name in ("chosen_key", "rejected_key")]
     if not all(_has(record, name) for name in answers):
         return
     chosen = record[answers[0]]
     if "input_key" in own or (_is_conversation(chosen) and parse_conversation(chosen, "")[0]["role"] != "assistant"):
-        yield {}  # the recipe says where the prompt is, or it is in both
+        yield {}  # the recipe names the prompt, or both answers include it
         return
     names = [name for name in PROMPTS if _has(record, name)]
     found = [{"input_key": name} for name in (names[:1] if names[:1] == ["input"] else names)]
     if names[:1] != ["input"]:
         found += [{"messages_key": name} for name in ("context", *CONVERSATIONS) if _is_conversation(record.get(name))]
     if not found and isinstance(chosen, str) and not recipe.data.apply_chat_template:
-        found = [{"input_key": ""}]  # what both begin with
+        found = [{"input_key": ""}]  # the common beginning of both
     yield from found
 
 
 def _has(record: Mapping[str, Any], name: str) -> bool:
-    """Return whether there is a text, a number or a list of messages."""
+    """Return whether a column holds a text, a number or a list of messages."""
     value = record.get(name)
     return (isinstance(value, str | int | float) and not isinstance(value, bool)) or _is_conversation(value)
 
@@ -179,9 +179,9 @@ def _is_conversation(value: Any) -> bool:
 
 
 def parse_conversation(value: Any, key: str) -> list[Message]:
-    """Return a list of messages, from {role, content} or from ShareGPT's {from, value}; what else they have is kept.
+    """Return messages in the form {role, content}, from that or from ShareGPT's {from, value}. Other fields are kept.
 
-    Raises ValueError for anything else.
+    Raise ValueError for anything else.
     """
     messages = value
     if isinstance(value, list) and value and all(isinstance(m, dict) and {"from", "value"} <= m.keys() for m in value):
@@ -196,9 +196,9 @@ def parse_conversation(value: Any, key: str) -> list[Message]:
     return messages
 
 
-# ---- what is told ----------------------------------------------------------------------------------------------------------
+# ---- descriptions ----------------------------------------------------------------------------------------------------------
 
-WORDS = {
+DESCRIPTIONS = {
     "input_key": "'{}' as the prompt",
     "output_key": "'{}' as the answer",
     "messages_key": "'{}' as a conversation",
@@ -206,9 +206,9 @@ WORDS = {
 }
 
 
-def _told(reading: Reading) -> str:
-    parts = [WORDS[name].format(column) for name, column in reading.items() if column]
-    return f"reads {' and '.join(parts)}" if parts else "reads what both answers begin with as the prompt"
+def _described(reading: Reading) -> str:
+    parts = [DESCRIPTIONS[name].format(column) for name, column in reading.items() if column]
+    return f"reads {' and '.join(parts)}" if parts else "reads the common beginning of both answers as the prompt"
 
 
 def _choices(recipe: Recipe, key: str, own: Reading, record: Mapping[str, Any], found: list[Reading]) -> str:
@@ -223,13 +223,13 @@ def _choices(recipe: Recipe, key: str, own: Reading, record: Mapping[str, Any], 
         return f"its columns ({columns}) can be read in {len(found)} ways; expected one. Try {' or '.join(ways)}"
     paired = recipe.algorithm in PAIRED
     names = ("input_key", "chosen_key", "rejected_key") if paired else ("input_key", "output_key")
-    asked = {name: own.get(name, DEFAULTS[name]) for name in names}
+    asked = {name: {**DEFAULTS, **own}[name] for name in names}
     lacking = [name for name, column in asked.items() if not _has(record, column)]
     texts = [name for name in record if _has(record, name) and name not in asked.values()]
     guess = [*texts, *["COLUMN"] * len(lacking)][: len(lacking)]
     keys = " ".join(f"{key}.{name}={column}" for name, column in zip(lacking, guess, strict=True))
     bare = ""
     if paired and lacking == ["input_key"] and isinstance(record[asked["chosen_key"]], str):
-        bare = "; with data.apply_chat_template=false what both answers begin with is the prompt"
+        bare = "; with data.apply_chat_template=false their common beginning is the prompt"
     what = " or ".join(f"'{asked[name]}'" for name in lacking)
     return f"no column {what} with a text or messages; there are: {columns}. Try {keys}{bare}"

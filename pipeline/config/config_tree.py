@@ -1,6 +1,6 @@
-"""Read recipe files as trees whose leaves know which line set them, and merge such trees.
+"""Load YAML files as trees whose values record the line that set them, and merge such trees.
 
-`pipeline/config/interpolation.py` resolves `${...}`, and `schema_validation.py` knows what a tree may hold.
+`pipeline/config/interpolation.py` resolves `${...}`; `pipeline/config/schema_validation.py` checks a tree against the schema.
 """
 
 from __future__ import annotations
@@ -12,9 +12,18 @@ import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias, overload
 
 import yaml
+
+if TYPE_CHECKING:
+    from yaml import SafeDumper, SafeLoader
+else:
+    try:
+        from yaml import CSafeDumper as SafeDumper
+        from yaml import CSafeLoader as SafeLoader
+    except ImportError:  # PyYAML without libyaml
+        from yaml import SafeDumper, SafeLoader
 
 from pipeline.problems import Problem, RecipeError
 from pipeline.values import MISSING
@@ -25,10 +34,10 @@ COMMAND_LINE = "the command line"
 MOST_BRACKETS = 1000
 LONGEST_KEY = 400
 DEEPEST = 50
-"""How deeply a value may be nested."""
+"""Maximum nesting of a value."""
 NOT_YAML = (yaml.YAMLError, ValueError, LookupError, TypeError, AttributeError, RecursionError)
-"""What PyYAML raises for a text that is not YAML or does not fit its tag; for `!!int a` a ValueError, say."""
-REPLACES = "_override_"  # true in a mapping: it replaces what is below it, instead of being merged with that
+"""Errors of PyYAML for a text that is not YAML or does not fit its tag; for `!!int a` a ValueError."""
+REPLACES = "_override_"  # true in a mapping: it replaces the mapping below it instead of being merged
 
 
 @dataclass(slots=True)
@@ -39,6 +48,10 @@ class ConfigValue:
     origin: str | None = None  # "recipes/a.yaml:12" or COMMAND_LINE; None: the schema's default
     folder: Path | None = None  # the folder of the file that set it, absolute
 
+    def copy(self) -> ConfigValue:
+        """Return a copy that shares the value."""
+        return ConfigValue(self.value, self.origin, self.folder)
+
 
 @dataclass(slots=True)
 class ConfigMapping:
@@ -46,13 +59,18 @@ class ConfigMapping:
 
     children: dict[str, ConfigNode] = field(default_factory=dict)
     origin: str | None = None
-    replaces: bool = False  # nothing that lies below, the schema's default neither, shows through
+    replaces: bool = False  # replaces lower layers and the schema's default instead of being merged with them
+
+    def copy(self) -> ConfigMapping:
+        """Return a deep copy; lists are shared."""
+        return ConfigMapping({key: child.copy() for key, child in self.children.items()}, self.origin, self.replaces)
 
     def plain(self) -> dict[str, Any]:
+        """Return the mapping as nested dicts of plain values."""
         return {key: node.plain() if isinstance(node, ConfigMapping) else node.value for key, node in self.children.items()}
 
     def leaves(self, prefix: str = "") -> Iterator[tuple[str, ConfigValue]]:
-        """Yield (dotted key, leaf), in order."""
+        """Yield (dotted key, value node), in order."""
         for key, node in self.children.items():
             if isinstance(node, ConfigMapping):
                 yield from node.leaves(f"{prefix}{key}.")
@@ -67,7 +85,7 @@ class ConfigMapping:
                 yield from node.mappings()
 
     def path(self, dotted: str) -> list[str]:
-        """Return the keys from here to `dotted`. Keys that exist may have dots in them."""
+        """Return the keys from here to `dotted`. Existing keys may contain dots."""
         names, branch = [], self
         while dotted:
             inside = branch.children if isinstance(branch, ConfigMapping) else {}
@@ -77,13 +95,14 @@ class ConfigMapping:
         return names
 
     def find(self, dotted: str) -> ConfigNode | None:
+        """Return the node at a dotted key, or None."""
         node: ConfigNode | None = self
         for key in self.path(dotted):
             node = node.children.get(key) if isinstance(node, ConfigMapping) else None
         return node
 
     def drop(self, dotted: str) -> None:
-        """Remove a key if it exists."""
+        """Remove a dotted key if it exists."""
         *path, last = self.path(dotted)
         branch: ConfigNode | None = self
         for key in path:
@@ -92,7 +111,7 @@ class ConfigMapping:
             branch.children.pop(last, None)
 
     def set(self, dotted: str, node: ConfigNode) -> None:
-        """Set the node at a key. Mappings on the way are made where there are none."""
+        """Set the node at a dotted key, creating missing mappings on the way."""
         branch, (*path, last) = self, self.path(dotted)
         for key in path:
             if not isinstance(child := branch.children.get(key), ConfigMapping):
@@ -104,12 +123,16 @@ class ConfigMapping:
 ConfigNode: TypeAlias = "ConfigValue | ConfigMapping"
 
 
-def copy_node(node: ConfigNode) -> ConfigNode:
-    if isinstance(node, ConfigValue):
-        return ConfigValue(node.value, node.origin, node.folder)
-    return ConfigMapping({key: copy_node(child) for key, child in node.children.items()}, node.origin, node.replaces)
-
-
+@overload
+def from_plain(
+    value: dict[str, Any],
+    origin: str | None,
+    origins: Mapping[str, str] = {},
+    prefix: str = ""
+    """Return a plain value as a tree. origins: by dotted key, where they differ from the parent's.""",
+) -> ConfigMapping: ...
+@overload
+def from_plain(value: Any, origin: str | None, origins: Mapping[str, str] = {}, prefix: str = "") -> ConfigNode: ...
 def from_plain(value: Any, origin: str | None, origins: Mapping[str, str] = {}, prefix: str = "") -> ConfigNode:
     """Return a plain value as a tree. origins: by dotted key, where it is not the parent's."""
     origin = origins.get(prefix, origin)
@@ -127,7 +150,7 @@ def merge(below: ConfigMapping, above: ConfigMapping) -> ConfigMapping:
     for key, node in above.children.items():
         under = children.get(key)
         if isinstance(node, ConfigValue):
-            if node.value != MISSING or under is None:  # ???: who stands above must say
+            if node.value != MISSING or under is None:  # ???: a layer above must give the value
                 children[key] = node
         elif node.replaces:
             children[key] = node
@@ -141,15 +164,15 @@ def merge(below: ConfigMapping, above: ConfigMapping) -> ConfigMapping:
 # ---- files --------------------------------------------------------------------------------------------------------------
 
 
-class _Loader(getattr(yaml, "CSafeLoader", yaml.SafeLoader)):
-    """YAML as OmegaConf reads it: 1e-8 is a number, dates are texts."""
+class _YAMLLoader(SafeLoader):
+    """YAML as OmegaConf reads it: 1e-8 is a number, and dates are texts."""
 
 
-_Loader.yaml_implicit_resolvers = {
+_YAMLLoader.yaml_implicit_resolvers = {
     first: [(tag, pattern) for tag, pattern in known if tag not in ("tag:yaml.org,2002:timestamp", "tag:yaml.org,2002:float")]
     for first, known in yaml.SafeLoader.yaml_implicit_resolvers.items()
 }
-_Loader.add_implicit_resolver(
+_YAMLLoader.add_implicit_resolver(
     "tag:yaml.org,2002:float",
     re.compile(
         r"""[-+]?(?:[0-9][0-9_]*)\.[0-9_]*(?:[eE][-+]?[0-9]+)?$
@@ -163,23 +186,25 @@ _Loader.add_implicit_resolver(
 )
 
 
-class _Dumper(getattr(yaml, "CSafeDumper", yaml.SafeDumper)):
-    """YAML in which quotes are around the texts that `_Loader` would not take for texts."""
+class _YAMLDumper(SafeDumper):
+    """YAML with quotes around the texts that `_YAMLLoader` would read as something else."""
 
 
-_Dumper.yaml_implicit_resolvers = _Loader.yaml_implicit_resolvers
+_YAMLDumper.yaml_implicit_resolvers = _YAMLLoader.yaml_implicit_resolvers
 
 
 def dump_yaml(value: Any, on_one_line: bool = False) -> str:
-    """Return YAML that is read back as the same value, interpolations apart."""
+    """Return YAML that loads as the same value, apart from interpolations."""
     width = 1 << 30 if on_one_line else None
-    return yaml.dump(value, Dumper=_Dumper, default_flow_style=on_one_line, width=width, sort_keys=False, allow_unicode=True)
+    return yaml.dump(
+        value, Dumper=_YAMLDumper, default_flow_style=on_one_line, width=width, sort_keys=False, allow_unicode=True
+    )
 
 
 def find_file(name: str, folder: Path, key: str, more: str = "") -> Path:
-    """Return NAME.yaml in the folder, or the file of that path, with or without .yaml.
+    """Return NAME.yaml in the folder, or the file at that path, with or without .yaml.
 
-    Raise RecipeError, of the given key, with the names that there are, unless a path is given.
+    Raise RecipeError for `key`, with the names in the folder unless a path is given.
     """
     for path in (folder / f"{name}.yaml", Path(name), Path(f"{name}.yaml")):
         if os.path.isfile(path):  # False also for a name that is too long for a file
@@ -194,32 +219,32 @@ def find_file(name: str, folder: Path, key: str, more: str = "") -> Path:
 
 
 def parse_value(text: str) -> Any:
-    """Return the value of `text` after `key=` on the command line. Raise ValueError with a message."""
-    if text.count("[") + text.count("{") > MOST_BRACKETS:  # the parser takes seconds for many
+    """Return the value of the text after `key=` on the command line. Raise ValueError."""
+    if text.count("[") + text.count("{") > MOST_BRACKETS:  # many take the parser seconds
         raise ValueError(f"got more than {MOST_BRACKETS} brackets; expected a value. Try a YAML file")
     try:
-        return yaml.load(text, _Loader)  # a SafeLoader
+        return yaml.load(text, _YAMLLoader)  # a SafeLoader
     except NOT_YAML as error:
-        raise ValueError(f"not YAML: {_told(error)}") from None
+        raise ValueError(f"not YAML: {_summary(error)}") from None
 
 
-def _told(error: Exception) -> str:
+def _summary(error: Exception) -> str:
     """Return the message of an error on one line, shortened."""
     if isinstance(error, yaml.MarkedYAMLError):
         marked = ((error.context, error.context_mark), (error.problem, error.problem_mark))
         at = [f" at line {mark.line + 1}, column {mark.column + 1}" if mark else "" for _, mark in marked]
         error = ValueError(": ".join(f"{what}{where}" for (what, _), where in zip(marked, at, strict=True) if what))
-    text = "it is nested too deeply" if isinstance(error, RecursionError) else " ".join(str(error).split())
+    text = "nested too deeply" if isinstance(error, RecursionError) else " ".join(str(error).split())
     return text if len(text) <= 200 else f"{text[:196]} ..."
 
 
 def load_with_parents(path: Path) -> ConfigMapping:
-    """Return the YAML at `path` over its `defaults:` parents. Raise RecipeError where that cannot be read."""
+    """Return the YAML at `path` merged over its `defaults:` parents. Raise RecipeError for a file that cannot be read."""
     return functools.reduce(merge, load_layers(path), ConfigMapping())
 
 
 def load_layers(path: Path, seen: tuple[Path, ...] = ()) -> list[ConfigMapping]:
-    """Return the YAML at `path` and its `defaults:` parents, each after its own, the lowest first. Raise RecipeError."""
+    """Return the trees of the `defaults:` parents of `path` and of `path` itself, lowest first. Raise RecipeError."""
     real = path.resolve()
     if real in seen:
         circle = " -> ".join(parent.name for parent in [*seen, real])
@@ -227,21 +252,23 @@ def load_layers(path: Path, seen: tuple[Path, ...] = ()) -> list[ConfigMapping]:
     layer = _file(path)
     parents = layer.children.pop("defaults", ConfigValue([]))
     names = parents.value if isinstance(parents, ConfigValue) else parents
+    origin = parents.origin or ""
     names = [names] if isinstance(names, str) else names
     if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
-        raise RecipeError(Problem("defaults", "wrong-type", "expected a file's name, or a list of them", parents.origin))
+        raise RecipeError(Problem("defaults", "wrong-type", "expected a file's name, or a list of them", origin))
     layers: list[ConfigMapping] = []
     for name in names:
         if (parent := other_recipe(name, path.parent, path)) is None:
-            raise RecipeError(Problem("defaults", "file-not-found", no_recipe(name, path.parent), parents.origin))
+            raise RecipeError(Problem("defaults", "file-not-found", no_recipe(name, path.parent), origin))
         layers += load_layers(parent, (*seen, real))
     return [*layers, layer]
 
 
 def other_recipe(name: str, folder: Path, asking: Path | None = None) -> Path | None:
-    """Return the recipe that a file in `folder` names: a file from there, with or without .yaml, else one in recipes/.
+    """Return the absolute path of the recipe that a file in `folder` names; None if there is none.
 
-    asking: the file itself, which is not meant by its own name where recipes/ has another. The path is absolute.
+    The name is a file relative to the folder, with or without .yaml, or else a recipe in recipes/. asking: the file itself. Its
+    own name means the recipe of that name in recipes/, if there is one.
     """
     for path in _places(name, folder):
         if os.path.isfile(path) and not (
@@ -252,7 +279,7 @@ def other_recipe(name: str, folder: Path, asking: Path | None = None) -> Path | 
 
 
 def no_recipe(name: str, folder: Path) -> str:
-    """Return the message for a name under which `other_recipe` finds nothing."""
+    """Return the message for a name that `other_recipe` does not find."""
     places = _places(name, folder)
     known = {path.stem for where in (folder, RECIPES) for path in where.glob("*.yaml")}
     near = difflib.get_close_matches(Path(name).name.removesuffix(".yaml"), sorted(known), 1)
@@ -269,7 +296,7 @@ def _places(name: str, folder: Path) -> list[Path]:
 def _file(path: Path) -> ConfigMapping:
     shown = short_path(path)
     try:
-        loader = _Loader(path.read_text())
+        loader = _YAMLLoader(path.read_text())
         try:
             node = loader.get_single_node()
             tree = ConfigMapping() if node is None else _tree(loader, node, shown, ())
@@ -282,7 +309,7 @@ def _file(path: Path) -> ConfigMapping:
     except OSError as error:
         raise RecipeError(Problem("", "unreadable", f"{error.strerror}", shown)) from None
     except NOT_YAML as error:
-        raise RecipeError(Problem("", "bad-format", f"not YAML: {_told(error)}", shown)) from None
+        raise RecipeError(Problem("", "bad-format", f"not YAML: {_summary(error)}", shown)) from None
     if not isinstance(tree, ConfigMapping):
         raise RecipeError(Problem("", "wrong-type", f"got a {type(tree.value).__name__}; expected a mapping of keys", shown))
     return tree
@@ -318,7 +345,7 @@ def _tree(loader: Any, node: yaml.Node, file: str, above: tuple[yaml.Node, ...])
 
 
 def _insist_on_plain(value: Any, origin: str, key: str = "", depth: int = 0) -> None:
-    """Raise RecipeError for what YAML can say besides: sets, bytes and the like, and values that contain themselves."""
+    """Raise RecipeError for values that recipes cannot hold: sets, bytes and the like, and values that contain themselves."""
     if depth > DEEPEST:
         message = f"got a value that is nested more than {DEEPEST} deep; expected a flatter one"
         raise RecipeError(Problem(key, "too-large", message, origin))
@@ -340,7 +367,7 @@ def short_path(path: Path) -> str:
 
 
 def parse_overrides(arguments: Iterable[str]) -> Iterator[tuple[str, ConfigNode]]:
-    """Yield (dotted key, value) for each `key=value`. Raise RecipeError for what is not that."""
+    """Yield (dotted key, node) for each `key=value`. Raise RecipeError for other arguments."""
     for argument in arguments:
         key, equals, text = argument.partition("=")
         if not equals or not all(key.split(".")) or len(key) > LONGEST_KEY:

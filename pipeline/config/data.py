@@ -1,7 +1,7 @@
-"""The data sets that have names of their own, which keys of `data` name data sets, and checks of `data` against itself.
+"""Registry of data sets, and the checks of `data`.
 
-A generated data set is a callable (split, seed=, **kwargs) that returns a sequence of records, as a user's own may be. Named
-ones are NeMo-RL's, on the Hugging Face Hub; `pipeline/data/named.py` reads their records. One line adds either.
+A generated data set is a callable (split, seed=, **kwargs) that returns a sequence of records, as your own may be. Named data
+sets are NeMo-RL's, on the Hugging Face Hub; `pipeline/data/named.py` reads their records. A new one of either is one line.
 """
 
 from __future__ import annotations
@@ -25,15 +25,17 @@ GENERATED_DATASETS = {
 
 @dataclass(frozen=True)
 class NamedDataset:
+    """A data set of the Hugging Face Hub that recipes select by name."""
+
     repository: str  # on the Hugging Face Hub
     split: str = "train"
-    subsets: tuple[str, ...] = ()  # configurations of the repository, laid end to end; none: its default
-    form: str = "answered"  # of its records: see READERS in pipeline/data/named.py
-    question: str = "problem"  # of form answered: the columns
-    answer: str = "answer"
-    conversations: bool = False  # whether its records are messages, else a question and an answer
-    answers: bool = True  # whether they have an answer to expect or to learn
-    pairs: bool = False  # whether they have a chosen and a rejected one
+    subsets: tuple[str, ...] = ()  # configurations of the repository, concatenated; none: its default
+    form: str = "answered"  # format of its records: see READERS in pipeline/data/named.py
+    question: str = "problem"  # column, for form answered
+    answer: str = "answer"  # column, for form answered
+    conversations: bool = False  # whether records are messages; otherwise a question and an answer
+    answers: bool = True  # whether records have an answer
+    pairs: bool = False  # whether records have a chosen and a rejected answer
     output_key: bool = False  # whether the recipe may choose the answer's column
 
 
@@ -61,7 +63,7 @@ NAMED_DATASETS = {
 }
 
 DATASET_CARDS = (".gitattributes", ".huggingface.yaml", "README.md")
-"""What a repository has besides data: `datasets` leaves it in the hub's cache also of what it keeps elsewhere."""
+"""Files of a repository that are not data. `datasets` leaves them in the hub's cache even if it stores the data elsewhere."""
 
 NAME = re.compile(r"[A-Za-z0-9][\w-]*")
 
@@ -69,17 +71,17 @@ COLUMNS = ("input_key", "output_key", "messages_key", "text_key", "chosen_key", 
 
 
 def training_sets(data: DataConfig) -> dict[str, DatasetConfig]:
-    """Return the data sets to train on, by name: data.datasets, or data.train alone."""
+    """Return the training data sets by name: data.datasets, or data.train alone."""
     return data.datasets or ({"train": data.train} if data.train is not None else {})
 
 
 def validation_sets(data: DataConfig) -> dict[str, DatasetConfig]:
-    """Return the data sets to validate on, by name, without what training data hold out."""
+    """Return the validation data sets by name, without the records held out of training data."""
     return data.validations or ({"validation": data.validation} if data.validation is not None else {})
 
 
 def keyed_sets(data: DataConfig) -> dict[str, DatasetConfig]:
-    """Return all data sets, each by its dotted key in the recipe."""
+    """Return all data sets by their dotted key in the recipe."""
     trained = {"data.train" if not data.datasets else f"data.datasets.{name}": one for name, one in training_sets(data).items()}
     validated = {
         "data.validation" if not data.validations else f"data.validations.{name}": one
@@ -89,18 +91,18 @@ def keyed_sets(data: DataConfig) -> dict[str, DatasetConfig]:
 
 
 def held_out_sets(data: DataConfig) -> dict[str, DatasetConfig]:
-    """Return the training data sets that hold records out to validate on, by the names under which these are told of."""
+    """Return the training data sets that hold out records for validation, by their names in validation."""
     trained = training_sets(data).items()
     return {"held_out" if name == "train" else name: dataset for name, dataset in trained if dataset.split_validation_size > 0}
 
 
 def validates(recipe: Recipe) -> int:
-    """Return how many data sets are validated on: those for it, and what is held out of others."""
+    """Return the number of validation data sets, including those held out of training data."""
     return len(held_out_sets(recipe.data)) + len(validation_sets(recipe.data))
 
 
 def is_dotted_path(name: str) -> bool:
-    """Return whether a data set's name is a dotted path of a user's, as my_module.MyDataset is and a file's name is not."""
+    """Return whether a data set's name is the dotted path of user code, such as my_module.MyDataset, not a file name."""
     parts = name.split(".")
     return (
         len(parts) > 1 and all(part.isidentifier() for part in parts) and parts[-1] not in ("csv", "json", "jsonl", "parquet")
@@ -108,14 +110,14 @@ def is_dotted_path(name: str) -> bool:
 
 
 def nearest_dataset(name: str) -> str | None:
-    """Return the data set that a misspelt name may mean."""
+    """Return the data set whose name is most similar to a misspelled one; None if none is similar."""
     known = {known.lower(): known for known in (*NAMED_DATASETS, *GENERATED_DATASETS)}
     close = difflib.get_close_matches(name.lower(), known, 1, cutoff=0.75)
     return known[close[0]] if close else None
 
 
 def check_data(recipe: Recipe) -> Iterator[Problem]:
-    """Yield the problems of `data` against itself and `env`, before any file is looked for."""
+    """Yield the problems of `data`, alone and in combination with `env`, before any file is read."""
     data = recipe.data
     for key, dataset in keyed_sets(data).items():
         yield from _check_numbers(key, dataset)
@@ -142,7 +144,7 @@ def check_data(recipe: Recipe) -> Iterator[Problem]:
 
 def _check_pairs(recipe: Recipe, key: str, dataset: DatasetConfig) -> Iterator[Problem]:
     if dataset.chosen_key == dataset.rejected_key:
-        text = f"got '{dataset.rejected_key}', which is {key}.chosen_key too; expected another column, or nothing is preferred"
+        text = f"got '{dataset.rejected_key}', which is {key}.chosen_key too; expected another column"
         yield Problem(f"{key}.rejected_key", "contradiction", text)
     if dataset.dataset_name == "scratchpad_addition":
         text = f"got scratchpad_addition; expected pairs, which {recipe.algorithm} learns from. Try scratchpad_preferences"
@@ -164,7 +166,7 @@ def _no_environment(recipe: Recipe, key: str, name: str | None) -> Problem:
 
 
 def _check_several(data: DataConfig) -> Iterator[Problem]:
-    """Yield the problems of data sets against each other."""
+    """Yield the problems of data sets in combination."""
     if data.train is None and not data.datasets:
         text = "got null, which leaves nothing to train on; expected a data set here or in data.datasets"
         yield Problem("data.train", "missing-value", text)

@@ -12,33 +12,33 @@ from pipeline.problems import Problem
 
 
 def check_dtensor(recipe: Recipe) -> Iterator[Problem]:
-    """Yield a problem for each pair of keys that cannot be had together."""
+    """Yield a problem for each unsupported combination of keys."""
     yield from _check_kernels(recipe)
     dtensor = recipe.policy.dtensor_cfg
     selective = dtensor.recompute_granularity == "selective"
     if dtensor.compile:
         off = f"Try {DTENSOR}.compile=false"
         if (size := dtensor.tensor_parallel_size) > 1:
-            told = f"got true with {DTENSOR}.tensor_parallel_size={size}; expected 1, since torch cannot compile cut layers"
+            told = f"got true with {DTENSOR}.tensor_parallel_size={size}; expected 1, since torch cannot compile sharded layers"
             yield Problem(f"{DTENSOR}.compile", "contradiction", f"{told}. {off}")
         if selective:
-            told = f"got selective with {DTENSOR}.compile=true; expected full, since compiled operators cannot be chosen"
+            told = f"got selective with {DTENSOR}.compile=true; expected full, since compiled operators cannot be selected"
             yield Problem(f"{DTENSOR}.recompute_granularity", "contradiction", f"{told}. {off}")
         if dtensor.use_liger_kernel:
-            told = f"got true with {DTENSOR}.compile=true; expected one of the two, which fuse the same operations"
+            told = f"got true with {DTENSOR}.compile=true; expected only one of the two, since both fuse the same operations"
             yield Problem(f"{DTENSOR}.use_liger_kernel", "contradiction", f"{told}. {off}")
     if selective and not dtensor.activation_checkpointing:
-        told = f"got selective, but nothing is recomputed. Try {DTENSOR}.activation_checkpointing=true"
+        told = f"got selective with activation_checkpointing=false. Try {DTENSOR}.activation_checkpointing=true"
         yield Problem(f"{DTENSOR}.recompute_granularity", "has-no-effect", told)
     if not dtensor.reference_cpu_offload:
         for key, on in (("lora_cfg.enabled", dtensor.lora_cfg.enabled), ("cpu_offload", dtensor.cpu_offload)):
             if on:
-                told = f"got false with {DTENSOR}.{key}=true, which decides it. Try without it"
+                told = f"got false with {DTENSOR}.{key}=true, which overrides it. Try without it"
                 yield Problem(f"{DTENSOR}.reference_cpu_offload", "has-no-effect", told)
 
 
 def _check_kernels(recipe: Recipe) -> Iterator[Problem]:
-    """Yield a problem for each component without GPUs on which the kernels that are asked for run."""
+    """Yield a problem for each component whose GPUs, or lack of GPUs, cannot run the requested kernels."""
     dtensor = recipe.policy.dtensor_cfg
     third = dtensor.flash_attention == 3
     liger, flash = f"{DTENSOR}.use_liger_kernel", f"{DTENSOR}.flash_attention"
@@ -59,7 +59,7 @@ def _check_kernels(recipe: Recipe) -> Iterator[Problem]:
 
 
 def check_lora(recipe: Recipe) -> Iterator[Problem]:
-    """Yield the problems of adapters, whichever backend trains."""
+    """Yield the problems of adapters, for either backend."""
     dtensor, key = recipe.policy.dtensor_cfg, f"{DTENSOR}.lora_cfg"
     lora, tensor = dtensor.lora_cfg, dtensor.tensor_parallel_size
     if not lora.enabled:
@@ -68,7 +68,7 @@ def check_lora(recipe: Recipe) -> Iterator[Problem]:
         told = f"got true with Megatron-Core; expected false, or FSDP2. Try {DTENSOR}.enabled=true"
         yield Problem(f"{key}.enabled", "unsupported", told)
     if tensor > 1:
-        told = f"got true with {DTENSOR}.tensor_parallel_size={tensor}; expected 1, since adapters are not cut"
+        told = f"got true with {DTENSOR}.tensor_parallel_size={tensor}; expected 1, since adapters are not sharded"
         yield Problem(f"{key}.enabled", "unsupported", told)
     if lora.match_all_linear and lora.target_modules:
         told = f"got names with {key}.match_all_linear=true, which takes all linear layers; expected none. Try that false"

@@ -1,4 +1,4 @@
-"""Print a recipe with the origin of each value."""
+"""Format a recipe and its values as YAML, with the origin of each value."""
 
 from __future__ import annotations
 
@@ -16,19 +16,19 @@ DEFAULT = "default"
 
 
 def format_with_origins(loaded: Loaded) -> str:
-    """Return the recipe as YAML, each value with a comment: the file and line that set it, the command line, or `default`."""
+    """Return the recipe as YAML. A comment gives each value's origin: file and line, the command line, or `default`."""
     lines = list(_lines("", dataclasses.asdict(loaded.recipe), loaded.origins, 0))
     column = max(len(text) for text, _ in lines if len(text) <= WIDEST)
     return "".join(f"{text:{column}}  # {origin}\n" if origin else f"{text}\n" for text, origin in lines)
 
 
 def format_override(key: str, value: Any) -> str:
-    """Return `key=value` as it is given on the command line, without a shell's quotes."""
+    """Return `key=value` as given on the command line, without the shell's quotes."""
     return f"{key}={on_one_line(escaped(value))}"
 
 
 def _lines(prefix: str, values: dict[str, Any], origins: dict[str, str], depth: int) -> Iterator[tuple[str, str | None]]:
-    """Yield (line, origin of the value on it)."""
+    """Yield (line, origin of its value)."""
     for name, value in values.items():
         key, head = f"{prefix}{name}", f"{'  ' * depth}{on_one_line(name)}:"
         if isinstance(value, dict) and value:

@@ -1,9 +1,9 @@
-"""GPUs as `recipes/hardware/*.yaml` describe them: what the plan prices with, and the network that a refit is planned for.
+"""GPU descriptions in `recipes/hardware/*.yaml`, from which the plan estimates times and refits are planned.
 
-`cluster.<component>.gpu` names a description, or is the path of one. Memory and network that a recipe leaves open are that
-GPU's. What efficiency is assumed stands in the description too, under `assumed`.
+`cluster.<component>.gpu` names a description, or is a path to one. If a recipe leaves memory and network open, the values of
+that GPU apply. The description's section `assumed` has the efficiencies that the plan assumes.
 
-Left out: what a network does beyond the NIC; full bisection is assumed.
+Not modelled: the network beyond the NIC; full bisection bandwidth is assumed.
 """
 
 from __future__ import annotations
@@ -24,26 +24,26 @@ from pipeline.problems import Problem, RecipeError, collected, refuse
 
 HARDWARE = Path(__file__).parents[2] / "recipes/hardware"
 DEFAULT = "h100"
-CROSSES = "nvlink_crosses_nodes"  # false where a description does not say
+CROSSES = "nvlink_crosses_nodes"  # false by default
 COMPONENTS = ("train", "generate", "reward")
 HOPPER, BLACKWELL = 9, 10  # major numbers of compute capability: developer.nvidia.com/cuda-gpus
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Assumed:
-    """Speeds that real programs attain, which no data sheet has."""
+    """Speeds that real programs reach; data sheets do not list them."""
 
-    dense_training: float  # of the peak FLOP/s, by matrix products of a model without experts
-    mixture_training: float  # the same of a mixture of experts
-    bandwidth: float  # of HBM's, in decoding and by optimizers
-    host: float  # of the link to the host, by copies
-    engine_step_ms: float  # of an engine's step, beside the GPU's work
-    all_reduce_us: float  # of a small all-reduce among GPUs that share NVLink
+    dense_training: float  # fraction of the peak FLOP/s in matrix products of a dense model
+    mixture_training: float  # the same for a mixture of experts
+    bandwidth: float  # fraction of HBM bandwidth in decoding and in optimizers
+    host: float  # fraction of the bandwidth of the link to the host in copies
+    engine_step_ms: float  # overhead of an engine's step on top of the GPU's work
+    all_reduce_us: float  # latency of a small all-reduce over NVLink
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class GPUSpec:
-    """A GPU's data sheet. GB are 10^9 bytes; rates are one way."""
+    """A GPU's data sheet. GB are 10^9 bytes; rates are in one direction."""
 
     name: str
     memory_gb: float
@@ -52,7 +52,7 @@ class GPUSpec:
     fp32_tflops: float
     hbm_gb_per_s: float
     nvlink_gb_per_s: float
-    nvlink_gpus: int  # how many reach each other by NVLink
+    nvlink_gpus: int  # GPUs that NVLink connects with each other
     nic_gb_per_s: float
     host_gb_per_s: float
     compute_capability: float
@@ -62,8 +62,8 @@ class GPUSpec:
 
 @functools.cache
 def gpu(name: str, key: str = "cluster.train.gpu") -> GPUSpec:
-    """Return the description that `name` stands for. key: where the recipe names it. Raises RecipeError."""
-    path = config_tree.find_file(name, HARDWARE, key, ", or a path to a YAML like those")
+    """Return the description of a GPU. key: where the recipe names it. Raise RecipeError."""
+    path = config_tree.find_file(name, HARDWARE, key, ", or a path to a YAML file in that format")
     try:
         described = yaml.safe_load(path.read_text())
     except (OSError, yaml.YAMLError) as error:
@@ -74,12 +74,14 @@ def gpu(name: str, key: str = "cluster.train.gpu") -> GPUSpec:
         raise RecipeError(Problem(key, "bad-format", told))
     faults = [*_wrong(described, GPUSpec, ""), *_wrong(assumed, Assumed, "assumed.")]
     refuse(Problem(key, code, f"{path}: {told}") for code, told in faults)
-    numbers = {name: value if name in ("nvlink_gpus", CROSSES) else float(value) for name, value in described.items()}
+    numbers: dict[str, Any] = {
+        name: value if name in ("nvlink_gpus", CROSSES) else float(value) for name, value in described.items()
+    }
     return GPUSpec(name=path.stem, **numbers, assumed=Assumed(**{name: float(value) for name, value in assumed.items()}))
 
 
 def _wrong(given: dict[Any, Any], kind: type, prefix: str) -> Iterator[tuple[str, str]]:
-    """Yield (code, message) of what is wrong in a description. prefix: of its keys."""
+    """Yield (code, message) for each problem of a description. prefix: of its keys."""
     wanted = {field.name: field.type for field in dataclasses.fields(kind) if field.name not in ("name", "assumed")}
     if missing := [f"{prefix}{name}" for name in wanted if name not in given and name != CROSSES]:
         yield "missing-value", f"lacks {', '.join(missing)}"
@@ -102,7 +104,7 @@ def _wrong(given: dict[Any, Any], kind: type, prefix: str) -> Iterator[tuple[str
 
 
 def problems(recipe: Recipe) -> list[Problem]:
-    """Return what is wrong with the descriptions that a recipe names."""
+    """Return the problems of the GPU descriptions that a recipe names."""
     found: list[Problem] = []
     for component in COMPONENTS:
         with collected(found):
@@ -116,16 +118,16 @@ def memory_gb(component: ComponentConfig) -> float:
 
 
 def nvlink_gpus(component: ComponentConfig) -> int:
-    """Return how many of a component's ranks, counted node by node, reach each other by NVLink."""
+    """Return how many of a component's ranks, in node order, are connected by NVLink."""
     described, own = gpu(component.gpu), component.ranks_per_node or component.gpus_per_node
     return described.nvlink_gpus if described.nvlink_crosses_nodes else min(described.nvlink_gpus, own)
 
 
 def described(name: object, key: str) -> float:
-    """Return a number of a GPU's description, which `${hardware:name,key}` stands for in a recipe.
+    """Return a number from a GPU's description: the resolver of `${hardware:name,key}` in recipes.
 
-    name: as the recipe has it, of any type. Of a description that cannot be read return the default's: `problems`, or the
-    schema, has the reason.
+    name: as in the recipe, of any type. If its description cannot be read, return the default GPU's number; `problems` or the
+    schema reports the error.
     """
     try:
         return getattr(gpu(str(name)), key)

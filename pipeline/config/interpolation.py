@@ -1,4 +1,4 @@
-"""Resolve `${...}` in a tree: other keys, and the resolvers mul, add, div, max and if beside OmegaConf's own."""
+"""Resolve `${...}` in a tree: other keys, OmegaConf's resolvers, and add, mul, div, max and if."""
 
 from __future__ import annotations
 
@@ -19,18 +19,18 @@ from omegaconf.errors import (
     UnsupportedInterpolationType,
 )
 
-from pipeline.config.config_tree import ConfigMapping, ConfigNode, ConfigValue, copy_node
+from pipeline.config.config_tree import ConfigMapping, ConfigNode, ConfigValue
 from pipeline.problems import Problem
 from pipeline.values import MISSING
 
 REFERENCE = re.compile(r"\$\{(\.*)([A-Za-z_][\w.]*)\}")
-WHERE_UNKNOWN = re.compile(r"\$\{[^}:]*\$\{|\$\{oc\.(?!env:)")  # refers to a key that only resolving it tells
+COMPUTED_KEY = re.compile(r"\$\{[^}:]*\$\{|\$\{oc\.(?!env:)")  # refers to a key that only resolving it reveals
 MOST_REFERENCES = 20
 SCALARS = (str, int, float, bool, type(None))
 
 
 def _number(value: Any) -> int | float:
-    """Raises TypeError. A text or a list times a large number would fill the memory."""
+    """Return a number. Raise TypeError for others: a text or a list times a large number could exhaust the memory."""
     if isinstance(value, bool) or not isinstance(value, int | float):
         raise TypeError(f"got {value!r}; expected a number")
     return value
@@ -55,7 +55,7 @@ def references(key: str, value: Any) -> set[str]:
 
 
 def dependent(keys: Collection[str], references: Mapping[str, Collection[str]]) -> set[str]:
-    """Return `keys` and all keys whose values depend on them. references: by key the keys that its value refers to."""
+    """Return `keys` and all keys whose values depend on them. references: key -> keys that its value refers to."""
     found, waiting = set(keys), list(keys)
     while waiting:
         of = waiting.pop()
@@ -66,17 +66,18 @@ def dependent(keys: Collection[str], references: Mapping[str, Collection[str]]) 
 
 
 def overlap(one: str, other: str) -> bool:
-    """Return whether two dotted keys are the same, or one is inside the other."""
+    """Return whether two dotted keys are equal, or one contains the other."""
     return f"{one}.".startswith(f"{other}.") or f"{other}.".startswith(f"{one}.")
 
 
 def _absolute(key: str, dots: str, name: str) -> str:
-    """Return a relative key as an absolute one. One dot is the mapping that `key` is in, two the one around it."""
+    """Return a relative key as an absolute one. One dot is the mapping that contains `key`, two dots its parent."""
     parents = key.split(".")[: -len(dots)] if dots else []
     return ".".join([*parents, name])
 
 
 def interpolated(value: Any) -> bool:
+    """Return whether a value, or an item in it, contains an interpolation."""
     if isinstance(value, str):
         return "${" in value
     if isinstance(value, list):
@@ -85,7 +86,7 @@ def interpolated(value: Any) -> bool:
 
 
 def escaped(value: Any) -> Any:
-    """Return a value in which `${` is read literally."""
+    """Return a value in which `${` is literal text."""
     if isinstance(value, str):
         return re.sub(r"(\\*)\$\{", r"\1\1\\${", value)
     if isinstance(value, list):
@@ -101,26 +102,26 @@ def expand(tree: ConfigMapping) -> bool:
             target = _absolute(key, *match.groups())
             node = tree.find(target)
             if isinstance(node, ConfigMapping) and not f"{key}.".startswith(f"{target}."):
-                tree.set(key, copy_node(node))
+                tree.set(key, node.copy())
                 found = True
     return found
 
 
 def resolve(tree: ConfigMapping) -> dict[str, Problem]:
-    """Replace interpolations by what they stand for, in place. Return the problems by dotted key; those values stay."""
+    """Replace interpolations by their values, in place. Return the problems by dotted key; those values stay as they are."""
     given = {key: leaf for key, leaf in tree.leaves() if interpolated(leaf.value)}
     values = {}
     for key, leaf in given.items():
         if found := _followed(tree, key):
             values[key] = found.value
         elif template := _template(tree, key, leaf.value):
-            with contextlib.suppress(OmegaConfBaseException):  # computed once more below, where it is explained
+            with contextlib.suppress(OmegaConfBaseException):  # computed again below, which reports the error
                 values[key] = copy.deepcopy(_computed(*template))
     others = {key: leaf for key, leaf in given.items() if key not in values}
     problems = {key: problem for key, leaf in others.items() if (problem := _malformed(key, leaf.value))}
     for key in problems:
         tree.set(key, ConfigValue(MISSING, others[key].origin))
-    config = OmegaConf.create(tree.plain()) if others else None
+    config = OmegaConf.create(tree.plain() if others else {})
     for key, leaf in others.items():
         if key in problems:
             tree.set(key, leaf)
@@ -129,7 +130,7 @@ def resolve(tree: ConfigMapping) -> dict[str, Problem]:
             values[key] = _value(config, tree, key)
         except OmegaConfBaseException as error:
             problems[key] = Problem(key, *_explained(leaf.value, error))
-        except RecursionError:  # `oc.select` of a mapping that holds it
+        except RecursionError:  # `oc.select` of a mapping that contains it
             problems[key] = Problem(key, *_circular(leaf.value))
     for key, value in values.items():
         tree.set(key, _node(value, given[key].origin))
@@ -137,7 +138,7 @@ def resolve(tree: ConfigMapping) -> dict[str, Problem]:
 
 
 def _followed(tree: ConfigMapping, key: str) -> ConfigValue | None:
-    """Return the leaf at the end of a chain of plain references, else None. Most end so, and OmegaConf is slow."""
+    """Return the value node at the end of plain references, else None. Most end there, and OmegaConf is slow."""
     node, seen = tree.find(key), {key}
     while isinstance(node, ConfigValue) and isinstance(node.value, str) and (match := REFERENCE.fullmatch(node.value)):
         key = _absolute(key, *match.groups())
@@ -149,23 +150,26 @@ def _followed(tree: ConfigMapping, key: str) -> ConfigValue | None:
 
 
 def _template(tree: ConfigMapping, key: str, text: Any) -> tuple[str, tuple[tuple[Any, type], ...]] | None:
-    """Return a text with `${_0}`, `${_1}`, ... in place of its references, and the values of these with their types.
+    """Return a text with `${_0}`, `${_1}`, ... in place of its references, and their values with types.
 
-    Return None where these are not all that it depends on, or not all scalars.
+    Return None if the text depends on anything else, or if a value is not a scalar.
     """
-    if not isinstance(text, str) or "${oc." in text or WHERE_UNKNOWN.search(text) or text.count("${") > MOST_REFERENCES:
+    if not isinstance(text, str) or "${oc." in text or COMPUTED_KEY.search(text) or text.count("${") > MOST_REFERENCES:
         return None
-    found = [_followed(tree, _absolute(key, *reference)) for reference in REFERENCE.findall(text)]
-    if not all(leaf and isinstance(leaf.value, SCALARS) for leaf in found):
-        return None
+    values = []
+    for reference in REFERENCE.findall(text):
+        leaf = _followed(tree, _absolute(key, *reference))
+        if leaf is None or not isinstance(leaf.value, SCALARS):
+            return None
+        values.append((leaf.value, type(leaf.value)))  # with types, as 1 and True are equal
     numbers = itertools.count()
     template = REFERENCE.sub(lambda _: f"${{_{next(numbers)}}}", text)
-    return template, tuple((leaf.value, type(leaf.value)) for leaf in found)  # with types, as 1 and True are equal
+    return template, tuple(values)
 
 
 @functools.lru_cache(maxsize=4096)
 def _computed(template: str, values: tuple[tuple[Any, type], ...]) -> Any:
-    """Return the value of a template. Keys and recipes share them, and OmegaConf takes milliseconds for each."""
+    """Return the value of a template. Cached across keys and recipes, because OmegaConf takes milliseconds for each."""
     given = {f"_{number}": value for number, (value, _) in enumerate(values)}
     return OmegaConf.create({**given, "value": template})["value"]
 
@@ -188,7 +192,7 @@ def _node(value: Any, origin: str | None) -> ConfigNode:
 def _malformed(key: str, value: Any) -> Problem | None:
     if isinstance(value, str) and REFERENCE.fullmatch(value):
         return None
-    if (count := str(value).count("${")) > MOST_REFERENCES:  # the parser takes seconds for many
+    if (count := str(value).count("${")) > MOST_REFERENCES:  # many take the parser seconds
         message = f"got {count} interpolations in one value; expected {MOST_REFERENCES} at most"
         return Problem(key, "bad-interpolation", message)
     try:
@@ -199,7 +203,7 @@ def _malformed(key: str, value: Any) -> Problem | None:
 
 
 def _explained(value: Any, error: OmegaConfBaseException) -> tuple[str, str]:
-    """Return the code and the message of a problem."""
+    """Return (code, message) of a problem."""
     if isinstance(error, InterpolationKeyError):
         missing = re.search(r"Interpolation key '([^']*)'", str(error))
         return (
@@ -214,7 +218,8 @@ def _explained(value: Any, error: OmegaConfBaseException) -> tuple[str, str]:
         known = ", ".join(sorted(RESOLVERS))
         return "bad-interpolation", f"got '{value}'; expected one of the resolvers {known}, or OmegaConf's own oc.*"
     if "Environment variable" in str(error):
-        name = re.search(r"Environment variable '([^']*)'", str(error)).group(1)
+        found = re.search(r"Environment variable '([^']*)'", str(error))
+        name = found.group(1) if found else "in it"
         return (
             "missing-value",
             f"got '{value}', but the environment variable {name} is not set. Export it, or give the value",
@@ -223,7 +228,7 @@ def _explained(value: Any, error: OmegaConfBaseException) -> tuple[str, str]:
 
 
 def _circular(value: Any) -> tuple[str, str]:
-    return "circular", f"got '{value}', which leads back to itself in a circle. Give one of the keys in it a value"
+    return "circular", f"got '{value}', which refers back to itself. Give one of the keys in the circle a value"
 
 
 def _first_line(error: Exception) -> str:

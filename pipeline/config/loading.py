@@ -1,7 +1,7 @@
-"""Read a recipe: the schema's defaults <- `defaults:` parents <- its YAML <- `key=value` from the command line.
+"""Load a recipe: the schema's defaults <- `defaults:` parents <- its YAML <- `key=value` on the command line.
 
-All problems are collected: a value that cannot be used is left at its default, so that the rest can be checked. NeMo-RL
-recipes, which have no `algorithm`, have to be translated first: `launch/nemo_rl/`.
+All problems are collected: an unusable value is replaced by its default, so that the other values can be checked. Recipes of
+NeMo-RL, which have no `algorithm`, are translated first: `launch/nemo_rl/`.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ from pipeline.config.config_tree import RECIPES, ConfigMapping, ConfigNode, Conf
 from pipeline.config.schema import Recipe
 from pipeline.problems import Problem, RecipeError, refuse
 
-OURS = ("cluster.train", "cluster.generate", "cluster.executor", "cluster.time_min", "run_dir", "needs")  # not NeMo-RL's
-THEIRS = ("cluster.num_nodes", "cluster.gpus_per_node", *ONLINE, *OFFLINE)  # one of these at least they all have
+OURS = ("cluster.train", "cluster.generate", "cluster.executor", "cluster.time_min", "run_dir", "needs")  # unknown to NeMo-RL
+THEIRS = ("cluster.num_nodes", "cluster.gpus_per_node", *ONLINE, *OFFLINE)  # every NeMo-RL recipe has one of these
 
 
 @dataclass(frozen=True)
 class Layers:
-    """The trees that a recipe is merged from, the later over the earlier, with notes and problems."""
+    """The trees that a recipe is merged from, lowest first, with notes and problems."""
 
     trees: list[ConfigMapping]
     notes: list[str] = field(default_factory=list)
@@ -37,30 +37,30 @@ class Layers:
 
 
 Translate = Callable[[Path, ConfigMapping, list[tuple[str, ConfigNode]]], Layers]
-"""From a NeMo-RL recipe, its merged tree and what the command line sets, to layers in our keys."""
+"""(path of a NeMo-RL recipe, its merged tree, the command line's keys) -> layers in our keys."""
 
 
 @dataclass(frozen=True)
 class Loaded:
     """A recipe with its problems and notes."""
 
-    recipe: Recipe  # with the default in place of what `faulty` names
+    recipe: Recipe  # with defaults at the keys in `faulty`
     problems: list[Problem]
     origins: dict[str, str]  # dotted key -> "recipes/a.yaml:12" or "the command line"; absent: the schema's default
-    notes: list[str] = field(default_factory=list)  # what was changed or ignored in a recipe of NeMo-RL's
+    notes: list[str] = field(default_factory=list)  # what the translation of a NeMo-RL recipe changed or ignored
     faulty: frozenset[str] = frozenset()  # keys whose value could not be used
     inherited: tuple[str, ...] = ()  # of a recipe that is needed: the overrides that it takes from the one that needs it
-    references: dict[str, set[str]] = field(default_factory=dict)  # by key the keys that its value is made of
-    file: str = ""  # the recipe's own, as origins name it; empty for one of NeMo-RL's
+    references: dict[str, set[str]] = field(default_factory=dict)  # key -> keys that its value refers to
+    file: str = ""  # the recipe's file, as in `origins`; empty for a recipe of NeMo-RL
 
     def unread(self, recipe: Recipe) -> tuple[list[Problem], list[str]]:
-        """Return (problems, notes) on keys that nothing reads. recipe: this one, with the backend that was chosen."""
+        """Return (problems, notes) about keys that nothing reads. recipe: this recipe with the chosen backend."""
         problems = unused_keys.problems(recipe, self.origins, self.references)
         return list(problems), list(unused_keys.notes(recipe, self.origins, self.references, self.file) if self.file else ())
 
 
 def load(name: str, overrides: Iterable[str] = ()) -> Recipe:
-    """Return the recipe `name` (in recipes/, or a path to a YAML file) with `key=value` overrides, complete and checked.
+    """Return the recipe `name`, a name in recipes/ or a path to a YAML file, with `key=value` overrides, complete and checked.
 
     Raise RecipeError with all problems.
     """
@@ -70,9 +70,9 @@ def load(name: str, overrides: Iterable[str] = ()) -> Recipe:
 
 
 def inspect(name: str, overrides: Iterable[str] = (), translate: Translate | None = None) -> Loaded:
-    """Return the recipe as `load` does, with its problems. Raise RecipeError only for a file that cannot be read at all.
+    """Return the recipe as `load` does, with its problems. Raise RecipeError only for a file that cannot be read.
 
-    translate: makes layers of ours of a NeMo-RL recipe: `launch/nemo_rl/`. Without it such a recipe raises RecipeError.
+    translate: converts a recipe of NeMo-RL to our keys (`launch/nemo_rl/`). Without it such a recipe raises RecipeError.
     """
     path = find(name)
     stack = config_tree.load_layers(path)
@@ -81,28 +81,28 @@ def inspect(name: str, overrides: Iterable[str] = (), translate: Translate | Non
     if not is_nemo_rls(tree, given):
         return dataclasses.replace(_read(path, Layers([*stack, layer(given)])), file=config_tree.short_path(path))
     if translate is None:
-        told = f"got a recipe of NeMo-RL's ({path}). Try `python launch/submit.py recipe={name}`, which translates it"
+        told = f"got a recipe of NeMo-RL ({path}). Try `python launch/submit.py recipe={name}`, which translates it"
         raise RecipeError(Problem("algorithm", "nemo-rl-recipe", told))
     return _read(path, translate(path, tree, given))
 
 
 def read(path: Path) -> Recipe:
-    """Return a resolved recipe as `write` left it in a run folder. Raise RecipeError."""
+    """Return the resolved recipe that `write` saved in a run folder. Raise RecipeError."""
     tree = config_tree.load_with_parents(path)
     for _, leaf in tree.leaves():
-        leaf.folder = None  # older versions wrote paths that are relative to the working directory
+        leaf.folder = None  # older versions wrote paths relative to the working directory
     return _resolved(tree)
 
 
 def complete(values: dict[str, Any]) -> Recipe:
-    """Return the recipe of these nested values, with the schema's defaults, resolved and checked. Raises RecipeError."""
+    """Return the recipe of nested values over the schema's defaults, resolved and checked. Raise RecipeError."""
     loaded = _inspected(config_tree.from_plain(values, None))
     refuse(loaded.problems)
     return loaded.recipe
 
 
 def changed(recipe: Recipe, values: Mapping[str, Any]) -> Recipe:
-    """Return the recipe with other values at some dotted keys, checked. Raises RecipeError."""
+    """Return the recipe with other values at some dotted keys, checked. Raise RecipeError."""
     tree = config_tree.from_plain(_written(recipe), None)
     for key, value in values.items():
         tree.set(key, ConfigValue(value))
@@ -110,6 +110,7 @@ def changed(recipe: Recipe, values: Mapping[str, Any]) -> Recipe:
 
 
 def write(recipe: Recipe, path: Path) -> None:
+    """Write a recipe as YAML for `read`."""
     path.write_text(to_yaml(recipe))
 
 
@@ -123,7 +124,10 @@ def _written(recipe: Recipe) -> dict[str, Any]:
 
 
 def _resolved(tree: ConfigMapping) -> Recipe:
-    """Return the recipe of a tree that gives everything: a default that it does not have was taken away. Raises RecipeError."""
+    """Return the recipe of a tree that sets every key. Raise RecipeError.
+
+    A key that such a tree lacks was removed on purpose, so its default does not apply.
+    """
     for branch in tree.mappings():
         branch.replaces = True
     loaded = _inspected(tree)
@@ -132,7 +136,7 @@ def _resolved(tree: ConfigMapping) -> Recipe:
 
 
 def find(name: str) -> Path:
-    """Return the file of a recipe. Raise RecipeError with the recipes that exist."""
+    """Return the file of a recipe. Raise RecipeError with the names of the recipes."""
     path = config_tree.find_file(name, RECIPES, "recipe")
     if path.stem in (".", ".."):
         message = f"got a file called {path.name}; expected a name for the run's folder. Rename the file"
@@ -141,14 +145,14 @@ def find(name: str) -> Path:
 
 
 def name_of(recipe: str) -> str:
-    """Return the name of a recipe that is given by its name, as `tiny_sft`, or by the path of a file."""
+    """Return the name of a recipe that is given by name, such as `tiny_sft`, or by path."""
     return Path(recipe).name.removesuffix(".yaml")
 
 
 def independent(problems: Iterable[Problem], faulty: Iterable[str]) -> Iterator[Problem]:
-    """Yield the problems that do not merely follow from a faulty key.
+    """Yield the problems that do not follow from a faulty key.
 
-    They name neither it, nor a key in it, nor a section around it.
+    These name neither that key, nor a key inside it, nor a section around it.
     """
     for problem in problems:
         named = {problem.key, *re.findall(r"(?<![\w./-])[A-Za-z_]\w*(?:\.\w+)+", problem.message)}
@@ -160,7 +164,7 @@ def independent(problems: Iterable[Problem], faulty: Iterable[str]) -> Iterator[
 
 
 def layer(given: list[tuple[str, ConfigNode]]) -> ConfigMapping:
-    """Return one tree of the keys that the command line gives."""
+    """Return one tree of the keys on the command line."""
     tree = ConfigMapping()
     for key, node in given:
         one = ConfigMapping()
@@ -183,7 +187,7 @@ def _read(path: Path, given: Layers) -> Loaded:
 
 
 def is_nemo_rls(tree: ConfigMapping, given: list[tuple[str, ConfigNode]]) -> bool:
-    """Return whether the files' keys are those of a NeMo-RL recipe. given: what the command line sets."""
+    """Return whether the keys are those of a NeMo-RL recipe. given: the command line's keys."""
     if difflib.get_close_matches("algorithm", [*tree.children, *(key for key, _ in given)], 1, schema_validation.SIMILAR):
         return False
     return not any(map(tree.find, OURS)) and any(map(tree.find, THEIRS))
@@ -193,29 +197,29 @@ def is_nemo_rls(tree: ConfigMapping, given: list[tuple[str, ConfigNode]]) -> boo
 
 
 def _inspected(
-    given: ConfigMapping, notes: Iterable[str] = (), problems: Iterable[str] = (), faulty: Iterable[str] = ()
+    given: ConfigMapping, notes: Iterable[str] = (), problems: Iterable[Problem] = (), faulty: Iterable[str] = ()
 ) -> Loaded:
-    """Return the recipe of a tree over the schema's defaults. Values that cannot be used are left out until the rest can."""
-    problems, faulty = list(problems), set(faulty)
+    """Return the recipe of a tree over the schema's defaults. Unusable values are dropped until the rest is usable."""
+    found_problems, faulty = list(problems), set(faulty)
     whole = _whole(given)
     readers = unused_keys.Readers.of_tree(whole)
     for problem in schema_validation.unknown_keys(Recipe, whole, advice=schema_validation.Advice(readers.hint, readers.rank)):
-        problems.append(problem)
+        found_problems.append(problem)
         faulty.add(problem.key)
     origins = {key: leaf.origin for key, leaf in given.leaves() if leaf.origin}
     while True:
         recipe, found = _attempt(given, faulty, readers)
         if not found:
             break
-        problems += filter(None, found.values())
+        found_problems += filter(None, found.values())
         faulty |= found.keys()
         for key in found:
             _leave_out(given, key)
-    if not recipe:  # leaving them out did not help
-        raise RecipeError(*problems)
+    if not recipe:  # dropping values did not help
+        raise RecipeError(*found_problems)
     references = {key: found for key, leaf in whole.leaves() if (found := interpolation.references(key, leaf.value))}
-    problems += independent(contradictions(recipe), interpolation.dependent(faulty, references))
-    return Loaded(recipe, list(dict.fromkeys(problems)), origins, list(notes), frozenset(faulty), references=references)
+    found_problems += independent(contradictions(recipe), interpolation.dependent(faulty, references))
+    return Loaded(recipe, list(dict.fromkeys(found_problems)), origins, list(notes), frozenset(faulty), references=references)
 
 
 def _whole(given: ConfigMapping) -> ConfigMapping:
@@ -227,7 +231,7 @@ def _whole(given: ConfigMapping) -> ConfigMapping:
 def _attempt(
     given: ConfigMapping, faulty: set[str], readers: unused_keys.Readers
 ) -> tuple[Recipe | None, dict[str, Problem | None]]:
-    """Return the recipe, None where values keep it from being made, and by key the problems of values that cannot be used.
+    """Return (recipe, None if values prevent it; the problem of each unusable value by key).
 
     The problem is None if it only follows from a key that is known to be faulty.
     """
@@ -254,15 +258,17 @@ def _attempt(
             message += f". It comes from {written[key].value}"
         inside = node.leaves(f"{key}.") if isinstance(node, ConfigMapping) else ()
         hints = dict.fromkeys(hint for inner, _ in inside if (hint := readers.hint(inner)))
-        return dataclasses.replace(faults[key], message="; ".join([message, *hints]), origin=node.origin or "")
+        return dataclasses.replace(
+            faults[key], message="; ".join([message, *hints]), origin=(node.origin or "") if node else ""
+        )
 
     roots = [key for key in faults if not follows(key, faults)]
-    roots = roots or [key for key in faults if given.find(key)] or list(faults)  # a circle: whoever was given a value
+    roots = roots or [key for key in faults if given.find(key)] or list(faults)  # a circle: the keys that were given
     return recipe, {key: problem(key) for key in roots}
 
 
 def _leave_out(given: ConfigMapping, key: str) -> None:
-    """Let the schema's default stand, or no value where it has none."""
+    """Drop a key's value, so that the schema's default applies, if there is one."""
     around = key
     while around and given.find(around) is None:
         around = around.rpartition(".")[0]

@@ -14,26 +14,26 @@ from pipeline.problems import Problem
 
 
 def reward_environment(recipe: Recipe) -> str | None:
-    """Return the key under `env` of the environment whose rewards a model gives; a recipe has one at most."""
+    """Return the key under `env` of the environment of kind reward_model, or None. A recipe has at most one."""
     if not generates(recipe):
         return None
     return next((name for name, environment in recipe.env.items() if environment.kind == "reward_model"), None)
 
 
 def reward_model(recipe: Recipe) -> EnvironmentConfig | None:
-    """Return the environment whose rewards a model gives."""
+    """Return the environment of kind reward_model, or None."""
     name = reward_environment(recipe)
     return recipe.env[name] if name is not None else None
 
 
 def serves_rewards(recipe: Recipe) -> bool:
-    """Return whether the reward model has ranks of its own, so that the job has a reward component."""
+    """Return whether the reward model has ranks of its own. The job then has a reward component."""
     environment = reward_model(recipe)
     return environment is not None and environment.served_by == "reward"
 
 
 def check_reward_model(recipe: Recipe) -> Iterator[Problem]:
-    """Yield the problems of the environments about reward models."""
+    """Yield the problems of environments with reward models."""
     models = [name for name, environment in recipe.env.items() if environment.kind == "reward_model"]
     if len(models) > 1:
         text = f"{' and '.join(models)} are of kind reward_model; expected one at most"
@@ -47,26 +47,29 @@ def check_reward_model(recipe: Recipe) -> Iterator[Problem]:
 
 
 def critic(recipe: Recipe) -> PolicyConfig:
+    """Return PPO's critic as a policy's configuration."""
     value = recipe.value
-    return _cut_as_the_policy(
+    return _with_policy_layout(
         recipe, value, max_grad_norm=value.max_grad_norm, optimizer=value.optimizer, scheduler=value.scheduler
     )
 
 
 def teacher(recipe: Recipe) -> PolicyConfig:
-    return _cut_as_the_policy(recipe, recipe.teacher)
+    """Return distillation's teacher as a policy's configuration. Its model_name must not be null."""
+    return _with_policy_layout(recipe, recipe.teacher)
 
 
 def reward_model_policy(recipe: Recipe) -> PolicyConfig:
-    """Return the reward model as a policy's configuration."""
+    """Return the reward model as a policy's configuration. The recipe must have one."""
     environment = reward_model(recipe)
+    assert environment is not None
     given = environment.tokenizer
-    tokenizer = TokenizerConfig(given.name or environment.model_name, given.chat_template, given.chat_template_kwargs)
-    return _cut_as_the_policy(recipe, environment, tokenizer=tokenizer)
+    tokenizer = TokenizerConfig(given.name or environment.model_name or "", given.chat_template, given.chat_template_kwargs)
+    return _with_policy_layout(recipe, environment, tokenizer=tokenizer)
 
 
 def models(recipe: Recipe) -> dict[str, PolicyConfig]:
-    """Return all models that the train backend holds, by the section of the recipe that describes them."""
+    """Return all models of the train backend, by the section of the recipe that describes them."""
     found = {"policy": recipe.policy}
     needs = build(recipe).needs
     if needs.critic:
@@ -75,13 +78,14 @@ def models(recipe: Recipe) -> dict[str, PolicyConfig]:
         found["teacher"] = teacher(recipe)
     if name := reward_environment(recipe):
         found[f"env.{name}"] = reward_model_policy(recipe)
-    return {section: model for section, model in found.items() if model.model_name is not None}  # null is told elsewhere
+    return {section: model for section, model in found.items() if model.model_name is not None}  # null is refused elsewhere
 
 
-def _cut_as_the_policy(recipe: Recipe, model: ValueConfig | TeacherConfig | EnvironmentConfig, **more: Any) -> PolicyConfig:
+def _with_policy_layout(recipe: Recipe, model: ValueConfig | TeacherConfig | EnvironmentConfig, **more: Any) -> PolicyConfig:
     """Return the policy's configuration with another model in it.
 
-    It leaves out Megatron-Core's own optimizer keys, and the layers of a pipeline's ends unless the model is the same one.
+    Megatron-Core's own optimizer keys do not apply to it, nor do the layers of the first and last stage unless it is the same
+    model.
     """
     policy = recipe.policy
     own: dict[str, Any] = {"optimizer": None, "scheduler": None, "pipeline_dtype": model.precision}

@@ -1,4 +1,4 @@
-"""Name the backend that a recipe asks for, and check that the ranks divide as its layout needs, from the recipe alone.
+"""Select the backend that a recipe names, and check that its parallel layout divides the ranks, from the recipe alone.
 
 `launch/preflight/architecture.py` checks the layout against the model: heads, layers, experts.
 """
@@ -20,50 +20,51 @@ Backend = Literal["megatron", "dtensor"]
 
 DTENSOR = "policy.dtensor_cfg"
 MEGATRON = "policy.megatron_cfg"
-LARGEST_NAMED = 1024  # of the sizes that would divide
+LARGEST_NAMED = 1024  # largest divisor that a message lists
 
 
 def requested_backend(policy: PolicyConfig) -> Backend | None:
-    """Return the backend that the two `enabled` keys name; None if they leave it open.
+    """Return the backend that the two `enabled` keys select; None if they leave it open.
 
-    Both true is Megatron; both false raises RecipeError.
+    Both true selects Megatron-Core. Raise RecipeError if both are false.
     """
     refuse(check_requested_backend(policy))
     return named_backend(policy)
 
 
 def named_backend(policy: PolicyConfig) -> Backend | None:
-    """Return the same as `requested_backend`, and None too where both are false."""
+    """Return the same as `requested_backend`, but None if both keys are false."""
     return backend_of(policy.megatron_cfg.enabled, policy.dtensor_cfg.enabled)
 
 
 def backend_of(megatron: bool | None, dtensor: bool | None) -> Backend | None:
-    """Return the backend that two values of `enabled` name; None if they leave it open."""
+    """Return the backend that two values of `enabled` select; None if they leave it open."""
     if megatron is True or (dtensor is False and megatron is None):
         return "megatron"
     return "dtensor" if dtensor is True or (megatron is False and dtensor is None) else None
 
 
 def check_requested_backend(policy: PolicyConfig) -> Iterator[Problem]:
+    """Yield a problem if both backends are disabled."""
     if policy.megatron_cfg.enabled is False and policy.dtensor_cfg.enabled is False:
         told = f"got false, and {DTENSOR}.enabled=false too; expected one true, or both null for a choice by the model's size"
         yield Problem(f"{MEGATRON}.enabled", "contradiction", told)
 
 
 def colocated(recipe: Recipe) -> bool:
-    """Return whether the train and the generate ranks of a node share its GPUs and take turns."""
+    """Return whether the train and generate ranks of a node take turns on its GPUs."""
     return generates(recipe) and recipe.policy.generation.colocated.enabled
 
 
 def components_on_train_nodes(recipe: Recipe) -> tuple[str, ...]:
-    """Return the components whose ranks are on cluster.train's nodes."""
+    """Return the other components whose ranks are on cluster.train's nodes."""
     if colocated(recipe):
         return ("generate",)
     return ("generate", "reward") if recipe.cluster.share_nodes else ()
 
 
 def refits_by_ipc(recipe: Recipe) -> bool:
-    """Return whether train and generate ranks of a node map the memory that a refit is staged in."""
+    """Return whether train and generate ranks of a node map each other's staging memory in a refit."""
     generation = recipe.policy.generation
     return colocated(recipe) and generation.colocated.refit == "ipc" and generation.refit_transport != "broadcast"
 
@@ -79,17 +80,17 @@ def with_backend(recipe: Recipe, backend: Backend) -> Recipe:
 
 
 def check_layout(recipe: Recipe) -> Iterator[Problem]:
-    """Yield a problem if the ranks that hold models cannot be divided as the chosen backend's keys have it."""
+    """Yield a problem if the ranks that hold models cannot be divided as the backend's keys require."""
     yield from check_requested_backend(recipe.policy)
     if backend := named_backend(recipe.policy):
         undivided = list(_check_ranks(recipe.policy, backend, recipe.cluster.train, "train"))
         yield from undivided or _check_global_batch(recipe, backend)
-        if serves_rewards(recipe):  # the reward model is cut as the policy is, so the same keys must divide its ranks
+        if serves_rewards(recipe):  # it has the policy's layout
             yield from _check_ranks(recipe.policy, backend, recipe.cluster.reward, "reward")
 
 
 def _check_ranks(policy: PolicyConfig, backend: Backend, component: ComponentConfig, realm: str) -> Iterator[Problem]:
-    """Yield a problem if a realm's ranks cannot be divided as the policy's layout has it."""
+    """Yield a problem if a component's ranks cannot be divided as the policy's layout requires."""
     if backend == "megatron":
         yield from _check_megatron(policy, component, realm)
     else:
@@ -98,7 +99,7 @@ def _check_ranks(policy: PolicyConfig, backend: Backend, component: ComponentCon
 
 
 def check_divides(section: str, sizes: Mapping[str, int], component: ComponentConfig, realm: str) -> Iterator[Problem]:
-    """Yield a problem if a realm's ranks are no multiple of the product of `sizes`, by their names in `section`."""
+    """Yield a problem if a component's ranks are not a multiple of the product of `sizes`, by their names in `section`."""
     count, size = ranks(component), math.prod(sizes.values())
     if count % size:
         divisors = ", ".join(str(k) for k in range(1, min(count, LARGEST_NAMED) + 1) if count % k == 0)
@@ -112,7 +113,7 @@ def check_divides(section: str, sizes: Mapping[str, int], component: ComponentCo
 
 
 def data_parallel_size(recipe: Recipe, backend: Backend) -> int:
-    """Return how many train ranks hold different samples of a batch."""
+    """Return the number of data-parallel ranks, which hold different samples of a batch."""
     policy = recipe.policy
     share = math.prod(_sizes(policy).values()) if backend == "megatron" else policy.dtensor_cfg.tensor_parallel_size
     return ranks(recipe.cluster.train) // share
@@ -124,10 +125,10 @@ def _sizes(policy: PolicyConfig) -> dict[str, int]:
 
 
 def _check_megatron(policy: PolicyConfig, component: ComponentConfig, realm: str) -> Iterator[Problem]:
-    """Yield what megatron.core.parallel_state and ModelParallelConfig would refuse, and the same for experts."""
+    """Yield what megatron.core.parallel_state and ModelParallelConfig would refuse, also for experts."""
     m = policy.megatron_cfg
     yield from (found := list(check_divides(MEGATRON, _sizes(policy), component, realm)))
-    if not found or m.expert_model_parallel_size > 1:  # experts that are not spread are cut as the rest is
+    if not found or m.expert_model_parallel_size > 1:  # without expert parallelism experts have the layout of other weights
         sizes = {
             "expert_model_parallel_size": m.expert_model_parallel_size,
             "expert_tensor_parallel_size": expert_tensor_parallel_size(m),
@@ -135,28 +136,29 @@ def _check_megatron(policy: PolicyConfig, component: ComponentConfig, realm: str
         }
         yield from check_divides(MEGATRON, sizes, component, realm)
     if m.sequence_parallel and m.tensor_model_parallel_size == 1:
-        told = f"got true with {MEGATRON}.tensor_model_parallel_size=1; expected more ranks to cut sequences over, or false"
+        told = f"got true with {MEGATRON}.tensor_model_parallel_size=1; expected more ranks to shard sequences over, or false"
         yield Problem(f"{MEGATRON}.sequence_parallel", "contradiction", told)
     for name in ("num_layers_in_first_pipeline_stage", "num_layers_in_last_pipeline_stage"):
         if getattr(m, name) is not None and m.pipeline_model_parallel_size == 1:
-            told = f"got {getattr(m, name)} with one stage only. Try {MEGATRON}.pipeline_model_parallel_size above 1, or null"
+            told = (
+                f"got {getattr(m, name)} with one pipeline stage. Try {MEGATRON}.pipeline_model_parallel_size above 1, or null"
+            )
             yield Problem(f"{MEGATRON}.{name}", "has-no-effect", told)
 
 
 def check_expert_layout(policy: PolicyConfig) -> Iterator[Problem]:
-    """Yield a problem for layouts of a mixture of experts that Megatron-Core gets wrong, or refuses when it trains.
+    """Yield a problem for layouts of mixtures of experts that Megatron-Core computes wrongly, or refuses in training.
 
-    With experts not spread (EP 1) Megatron-Core reduces their gradients as it does those of other weights, over ranks with the
-    same tensor-parallel part. Cut otherwise than those (ETP != TP), the sum lacks terms or mixes parts, without an error:
-    `allreduce` in megatron/core/tensor_parallel/layers.py.
+    Without expert parallelism (EP 1) Megatron-Core reduces the gradients of experts like those of other weights, over ranks
+    with the same tensor-parallel part. If experts are sharded differently (ETP != TP), the sum lacks terms or mixes parts,
+    without an error: `allreduce` in megatron/core/tensor_parallel/layers.py.
     """
     m = policy.megatron_cfg
     tensor, expert_tensor = m.tensor_model_parallel_size, expert_tensor_parallel_size(m)
     if m.expert_model_parallel_size == 1 and expert_tensor != tensor:
         told = (
-            f"got {expert_tensor} with {MEGATRON}.tensor_model_parallel_size={tensor} and expert_model_parallel_size=1, whose"
-            " experts would get wrong gradients without an error. Try null, or spread the experts with"
-            " expert_model_parallel_size"
+            f"got {expert_tensor} with {MEGATRON}.tensor_model_parallel_size={tensor} and expert_model_parallel_size=1, which"
+            " silently gives experts wrong gradients. Try null, or a larger expert_model_parallel_size"
         )
         yield Problem(f"{MEGATRON}.expert_tensor_parallel_size", "unsupported", told)
     if tensor > 1 and not m.sequence_parallel:

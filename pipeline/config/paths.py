@@ -1,10 +1,10 @@
-"""Make a recipe's names and relative paths absolute.
+"""Make the names and relative paths in a recipe absolute.
 
-A path in a recipe's file is relative to that file, one on the command line to the working directory. What runs write is in the
-working directory: `run_dir`, and any path that begins with `runs/`. The resolved recipe has absolute paths. Another recipe
-(`defaults`, `needs`) is a file beside the one that names it, or a recipe in recipes/.
+A path in a recipe's file is relative to that file; a path on the command line is relative to the working directory. Runs write
+below the working directory: `run_dir`, and any path that starts with `runs/`. The resolved recipe has absolute paths. Another
+recipe (`defaults`, `needs`) is a file next to the one that names it, or a recipe in recipes/.
 
-Left out: what `kwargs` of environments and data sets hold, of which only their own code knows what it is.
+Not handled: paths in the `kwargs` of environments and data sets, whose meaning only their own code knows.
 """
 
 from __future__ import annotations
@@ -21,18 +21,18 @@ from pipeline.config.interpolation import interpolated
 from pipeline.problems import Problem, RecipeError, collected
 
 FILES = ("data.*.data_path", "data.*.prompt_file", "data.*.system_prompt_file", "module_folders")
-NAMES = ("*.model_name", "*.tokenizer.name", "data.*.dataset_name")  # a folder, or a name in a hub
+NAMES = ("*.model_name", "*.tokenizer.name", "data.*.dataset_name")  # a folder, or a name of a hub
 MARKED = ("cluster.*.container_image", "cluster.*.container_mounts", "cluster.*.gpu", "cluster.*.python")
 """Paths only where they begin with `./`, `../` or `~`."""
 WRITTEN = "runs"
 SOURCES = {"dataset_name": "data_path", "data_path": "dataset_name"}
-"""Of these a data set has one, so that a layer which gives one takes the other away."""
+"""A data set has only one of these, so a layer that sets one removes the other."""
 
 
 def absolute(tree: ConfigMapping, folders: Mapping[str, Path | None] = {}) -> dict[str, Problem]:
-    """Make the relative paths in a tree absolute, in place, but for those that are not resolved yet. Return problems by key.
+    """Make the relative paths in a tree absolute, in place, except unresolved interpolations. Return problems by key.
 
-    folders: by key the folders of the files that set values which have been resolved since.
+    folders: by key, the folder of the file that set a value which has been resolved since.
     """
     problems: dict[str, Problem] = {}
     for key, leaf in tree.leaves():
@@ -67,7 +67,7 @@ def _kind(key: str) -> tuple[str, ...] | None:
 
 
 def _text(value: object) -> object:
-    """Return a number as a text, which the schema would make of it; anything else as it is."""
+    """Return a number as a text, as the schema would convert it; other values unchanged."""
     return str(value) if isinstance(value, int | float) and not isinstance(value, bool) else value
 
 
@@ -80,7 +80,7 @@ def _file(folder: Path, path: str) -> str:
 
 
 def _marked(folder: Path, value: object) -> object:
-    """Return a value, or the source of a mount such as `./a:/b:ro`, with an absolute path if it is MARKED as relative."""
+    """Return a value with an absolute path if it is MARKED as relative, also the source of a mount such as `./a:/b:ro`."""
     if not isinstance(value, str) or not value.startswith(("./", "../", "~")):
         return value
     path, colon, rest = value.partition(":")
@@ -88,9 +88,9 @@ def _marked(folder: Path, value: object) -> object:
 
 
 def _name(key: str, folder: Path, name: str) -> str:
-    """Return the path of a folder, and a name of a hub as it is.
+    """Return the absolute path of a folder, or a name of a hub unchanged.
 
-    Raise RecipeError for a folder in the working directory where the recipe's file is elsewhere and has none of this name.
+    Raise RecipeError for a folder that exists in the working directory but not next to the recipe's file.
     """
     if name in (*NAMED_DATASETS, *GENERATED_DATASETS):
         return name
@@ -105,7 +105,7 @@ def _name(key: str, folder: Path, name: str) -> str:
 
 
 def with_one_source(below: ConfigMapping, above: ConfigMapping) -> None:
-    """Set the other of SOURCES to null, in place, where a layer gives a data set another one than the layers below."""
+    """Set the other key of SOURCES to null, in place, if a layer gives a data set a different source than the layers below."""
     for key, node in list(above.leaves("")):
         section, _, name = key.rpartition(".")
         if name in SOURCES and section.startswith("data.") and getattr(node, "value", None) is not None:
@@ -115,7 +115,7 @@ def with_one_source(below: ConfigMapping, above: ConfigMapping) -> None:
 
 
 def find_needs(tree: ConfigMapping) -> list[Problem]:
-    """Make absolute paths of `needs` that are not in recipes/, in place. Return a problem for each that is not there."""
+    """Make paths of `needs` outside of recipes/ absolute, in place. Return a problem for each missing one."""
     node, problems = tree.find("needs"), []
     if isinstance(node, ConfigValue) and isinstance(node.value, list):
         found = []
@@ -132,12 +132,13 @@ def find_needs(tree: ConfigMapping) -> list[Problem]:
 
 
 def add_module_folders(tree: ConfigMapping, recipe: Path) -> None:
-    """Adds to `module_folders` those of the files that name code of the user's own, and that of the recipe's file, in place."""
+    """Add to `module_folders`, in place, the folder of the recipe's file and those of files that name user code."""
     leaf = tree.find("module_folders")
-    given = leaf.value if isinstance(leaf, ConfigValue) and isinstance(leaf.value, list) else []
-    if leaf is not None and not given and getattr(leaf, "value", None) != []:
-        return  # of another type, which is told
-    given = [_file(leaf.folder or Path.cwd(), item) if isinstance(item, str) else item for item in given]
+    given: list[object] = []
+    if isinstance(leaf, ConfigValue) and isinstance(leaf.value, list):
+        given = [_file(leaf.folder or Path.cwd(), item) if isinstance(item, str) else item for item in leaf.value]
+    elif leaf is not None:
+        return  # of another type, which the schema refuses
     naming = [node.folder or Path.cwd() for key, node in tree.leaves() if _names_own_code(key, node.value)]
     if naming:
         folders = [*given, *map(str, (recipe.absolute().parent, *naming))]

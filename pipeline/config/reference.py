@@ -1,6 +1,6 @@
 """Describe the keys of the schema: `submit.py help=KEY`, recipes/KEYS.md for readers, recipes/schema.json for editors.
 
-python -m pipeline.config.reference      write recipes/KEYS.md and recipes/schema.json again, after a change of the schema
+python -m pipeline.config.reference      regenerate recipes/KEYS.md and recipes/schema.json after a change of the schema
 """
 
 from __future__ import annotations
@@ -24,31 +24,31 @@ from pipeline.problems import Problem, RecipeError
 from pipeline.values import MISSING
 
 NAMES = {"integer": "whole number", "number": "number", "boolean": "true or false", "string": "text", "object": "mapping"}
-BOUNDS = {  # of pydantic, and its keyword in JSON schema, and its name for people
+BOUNDS = {  # name in pydantic -> (keyword in JSON schema, name in messages)
     "ge": ("minimum", "at least"),
     "gt": ("exclusiveMinimum", "above"),
     "le": ("maximum", "at most"),
     "lt": ("exclusiveMaximum", "below"),
 }
-REPLACED = {"type": "boolean", "description": "true: replace what is inherited of this mapping."}
+REPLACED = {"type": "boolean", "description": "true: replace the inherited mapping instead of merging with it."}
 NAME = "NAME"
-"""Stands in a key for a name that the recipe gives, as of an environment."""
-LONGEST = 120  # characters of a default that is shown
+"""Placeholder in a key for a name that the recipe gives, such as that of an environment."""
+LONGEST = 120  # characters of a default, at most
 KWARGS = f"env.{NAME}.kwargs"
 
 
 HEAD = """# Keys of a recipe
 
-`python -m pipeline.config.reference` writes this page from the schema in `pipeline/config/`; do not edit it.
+`python -m pipeline.config.reference` generates this page from the schema in `pipeline/config/`; do not edit it.
 `python launch/submit.py help=KEY` prints the same for one key or section.
 
-A value may be an interpolation, such as `${policy.precision}`. A key without a default must be given, unless its meaning says
+A value may be an interpolation, such as `${policy.precision}`. A key without a default is required, unless its meaning says
 otherwise. NAME stands for a name that the recipe gives."""
 
 
 @dataclass(frozen=True)
 class Key:
-    """A key of the schema. A section has keys of its own, and no default but perhaps null."""
+    """A key of the schema. A section has keys of its own, and no default except null."""
 
     name: str  # dotted, with NAME where the recipe gives a name
     type: str
@@ -58,6 +58,7 @@ class Key:
 
     @property
     def parent(self) -> str:
+        """The dotted key of the section that contains this key; empty on the first level."""
         return self.name.rpartition(".")[0]
 
 
@@ -65,7 +66,7 @@ class Key:
 
 
 class _Generator(GenerateJsonSchema):
-    """Pydantic's generator, with the bounds and defaults that it leaves out, without titles and unknown keys."""
+    """Pydantic's generator, plus the bounds and defaults that it leaves out, minus titles and unknown keys."""
 
     def field_title_should_be_set(self, schema: Any) -> bool:
         return False
@@ -86,7 +87,7 @@ class _Generator(GenerateJsonSchema):
 
 @cache
 def _described(section: type = Recipe) -> dict[str, Any]:
-    """Return the JSON schema of a section in which all values are given."""
+    """Return the JSON schema of a section whose values are all given."""
     return schema_validation.adapter(section).json_schema(schema_generator=_Generator)
 
 
@@ -108,21 +109,21 @@ def json_schema() -> dict[str, Any]:
     names = {"anyOf": [{"type": "string"}, {"type": "array", "items": {"type": "string"}}]}
     whole["properties"]["defaults"] = {
         **names,
-        "description": "Recipes that this one changes: files beside it, or in recipes/.",
+        "description": "Parents of this recipe: files next to it, or recipes in recipes/.",
     }
     sections["interpolation"] = {
         "type": "string",
         "pattern": r"\$\{|^\?\?\?$",
-        "description": "${another.key}, or ??? for none.",
+        "description": "${another.key}, or ??? if another file must give the value.",
     }
     head = {"$schema": "https://json-schema.org/draft/2020-12/schema", "title": "Hetstep recipe"}
     return {**head, **whole, "$defs": sections}
 
 
 def _or_interpolation(described: dict[str, Any]) -> dict[str, Any]:
-    """Return the schema of a value that may also be an interpolation, as may the values of a mapping.
+    """Return the schema of a value that may also be an interpolation. The values of a mapping may be, too.
 
-    With `else` in place of `anyOf` a validator names the key or the value that is wrong, not only where it is.
+    With `else` in place of `anyOf`, a validator reports the wrong key or value itself instead of the section around it.
     """
     about = {name: described.pop(name) for name in ("description", "default") if name in described}
     choices = described.get("anyOf", [described])
@@ -145,7 +146,7 @@ def keys() -> dict[str, Key]:
 
 @cache
 def kwargs() -> dict[str, list[Key]]:
-    """Return the keys of an environment's kwargs by its kind."""
+    """Return the keys of the kwargs of each kind of environment."""
     found = {}
     for kind in KINDS:
         arguments = kind_class(kind).Arguments
@@ -181,7 +182,7 @@ def _keys(section: dict[str, Any], prefix: str, defaults: ConfigMapping) -> Iter
 
 
 def _type(described: dict[str, Any]) -> str:
-    """Return the type of a key in words, with its range or choices."""
+    """Return a readable type of a key, with its range or choices."""
     if "anyOf" in described:
         return " or ".join("null" if kind == {"type": "null"} else _type(kind) for kind in described["anyOf"])
     if "enum" in described or "const" in described:
@@ -196,13 +197,13 @@ def _type(described: dict[str, Any]) -> str:
     return ", ".join([NAMES.get(described.get("type", ""), "anything"), *ranges])
 
 
-# ---- for people -------------------------------------------------------------------------------------------------------------
+# ---- help and KEYS.md -------------------------------------------------------------------------------------------------------
 
 
 def explained(asked: str) -> str:
-    """Return type, default and meaning of a key, or of a section and the keys in it; for an empty text of the first level.
+    """Return type, default and meaning of a key, or of a section and its keys; of the first level for an empty text.
 
-    Raise RecipeError for a key that the schema does not have, with the nearest.
+    Raise RecipeError for an unknown key, with the most similar one.
     """
     name = _generic(asked)
     if name is None:
@@ -227,16 +228,16 @@ def explained(asked: str) -> str:
 
 
 def _inside(section: str) -> list[Key]:
-    """Return the keys of a section, without those of sections in it."""
+    """Return the keys of a section, without those of its subsections."""
     return [key for key in keys().values() if key.parent in (section, f"{section}.{NAME}".lstrip("."))]
 
 
 def _generic(asked: str) -> str | None:
-    """Return a dotted key as `keys` has it, with NAME for a name that a recipe gives; None if there is none."""
+    """Return a dotted key as in `keys`, with NAME for a name that a recipe gives; None if the schema does not have it."""
     known, found = {*keys(), *(key.parent for key in keys().values())}, ""
     for part in filter(None, asked.split(".")):
         if found in keys() and keys()[found].type.startswith("mapping") and not keys()[found].section:
-            return found  # what is inside has no description
+            return found  # its values have no description
         candidates = [f"{found}.{name}".lstrip(".") for name in (part, NAME)]
         if (found := next((name for name in candidates if name in known), None)) is None:
             return None
@@ -250,9 +251,9 @@ def _paragraph(key: Key) -> str:
 
 
 def markdown() -> str:
-    """Return recipes/KEYS.md."""
+    """Return the content of recipes/KEYS.md."""
     lines = [HEAD]
-    first: dict[str, str] = {}  # by class the section whose keys are listed
+    first: dict[str, str] = {}  # class -> the section that lists its keys
     for section in ("", *(key.name for key in keys().values() if key.section)):
         inside = _inside(section)
         if section:

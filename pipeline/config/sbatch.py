@@ -1,4 +1,4 @@
-"""The type of `sbatch_options`: options of sbatch that no other key sets and that do not break the job."""
+"""Type of `sbatch_options`: sbatch options that no other key sets and that do not break the job."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ OF_A_COMPONENT = {
     "exclusive": "exclusive",
     **{key: key for key in ("partition", "account", "qos", "constraint")},
 }
-"""Options that a key of a component stands for."""
-OF_THE_JOB = {
+"""Option -> the key of a component that sets it."""
+OF_THE_JOB = {  # option -> the key that sets it
     "job-name": "name",
     "time": "cluster.time_min",
     "requeue": "cluster.requeue.enabled",
@@ -34,14 +34,14 @@ OF_THE_JOB = {
     "error": "run_dir",
 }
 REFUSED = {
-    "signal": "the job has one of its own, by which ranks save before its time is up",
-    "open-mode": "each start of the job appends to the log",
-    "kill-on-invalid-dep": "a job whose needed run failed is ended",
+    "signal": "the job sets its own, so that ranks save before the time limit",
+    "open-mode": "every start of the job appends to the log",
+    "kill-on-invalid-dep": "a job is cancelled if a run that it needs failed",
     "array": "Slurm has no arrays of heterogeneous jobs; try launch/sweep.py",
     "wrap": "the job has its own script",
     "export": "ranks need the variables of the shell that submits",
     "export-file": "ranks need the variables of the shell that submits",
-    "clusters": "the job's state would be asked of another cluster; submit there",
+    "clusters": "commands would query the job on another cluster; submit there",
     "test-only": "nothing would be submitted; try dry_run=true",
     "wait": "launch/submit.py waits by itself",
     **dict.fromkeys(("parsable", "quiet", "help", "usage", "version", "verbose"), "it changes what sbatch prints"),
@@ -50,11 +50,11 @@ REFUSED = {
 
 MEANT = {name: f"which {key} of the component sets" for name, key in OF_A_COMPONENT.items()}
 MEANT |= {name: f"which {key} sets" for name, key in OF_THE_JOB.items()} | REFUSED
-"""By option why it is refused."""
+"""Option -> why it is refused."""
 
 
 def _refused(name: str) -> str | None:
-    """Return why an option cannot be given, under its name or an abbreviation that sbatch takes."""
+    """Return why an option, or an abbreviation of it that sbatch accepts, cannot be given; None if it can."""
     if not NAME.fullmatch(name):
         return f"got the name {name!a}; expected a long option of sbatch without --, as in reservation"
     why = next((why for full, why in MEANT.items() if full.startswith(name)), None)

@@ -4,7 +4,7 @@ Keys that mean the same as in NeMo-RL have its names. `recipes/KEYS.md` lists al
 """
 
 from dataclasses import dataclass, field, make_dataclass
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import Field
 
@@ -183,12 +183,18 @@ class PlanConfig:
     ] = None
 
 
+if TYPE_CHECKING:
+    AlgorithmName = str
+else:
+    AlgorithmName = Literal[tuple(ALGORITHMS)]
+
+
 @dataclass
 class _Run:
     name: Annotated[Line, Field(description="Name of the run. Default: the name of the recipe's file without .yaml.")] = MISSING
     algorithm: Annotated[
-        Literal[tuple(ALGORITHMS)], Field(description="Algorithm of the run. Its section of the recipe has the same name.")
-    ] = MISSING  # type: ignore[assignment]
+        AlgorithmName, Field(description="Algorithm of the run. Its section of the recipe has the same name.")
+    ] = MISSING
     run_dir: Annotated[
         Folder,
         Field(

@@ -11,14 +11,14 @@ from typing import Any, Union, get_args, get_origin, get_type_hints
 
 from pydantic import TypeAdapter, ValidationError
 
-from pipeline.config.config_tree import ConfigMapping, ConfigNode, ConfigValue, copy_node, from_plain
+from pipeline.config.config_tree import ConfigMapping, ConfigNode, ConfigValue, from_plain
 from pipeline.problems import Problem
 from pipeline.values import MISSING
 
-SIMILAR = 0.75  # how alike two names must be for one to be taken for the other, mistyped
+SIMILAR = 0.75  # least similarity of a misspelled name
 
 
-# ---- what the schema has --------------------------------------------------------------------------------------------------
+# ---- keys of the schema ---------------------------------------------------------------------------------------------------
 
 
 @cache
@@ -30,7 +30,7 @@ def fields(section: type) -> dict[str, Any]:
 
 @cache
 def sections(section: type) -> dict[str, tuple[type, bool]]:
-    """Return (class, whether the key holds several by name) of each key of a section that holds sections."""
+    """Return (class, whether the key maps names to sections) for each key that holds sections."""
     found = {}
     for name, kind in fields(section).items():
         for one in get_args(kind) if get_origin(kind) in (Union, types.UnionType) else (kind,):
@@ -43,7 +43,7 @@ def sections(section: type) -> dict[str, tuple[type, bool]]:
 
 @cache
 def keys(section: type, prefix: str = "") -> tuple[str, ...]:
-    """Return all dotted keys, sections among them; `*` stands for a name that the recipe gives."""
+    """Return all dotted keys, including sections; `*` stands for a name that the recipe gives."""
     found = []
     for name in fields(section):
         found.append(f"{prefix}{name}")
@@ -58,14 +58,16 @@ def defaults(section: type) -> ConfigMapping:
     """Return the defaults of a section as a tree."""
     tree = ConfigMapping()
     for field in dataclasses.fields(section):
-        value = field.default if field.default is not dataclasses.MISSING else field.default_factory()
-        tree.children[field.name] = from_plain(dataclasses.asdict(value) if dataclasses.is_dataclass(value) else value, None)
+        value = field.default if field.default_factory is dataclasses.MISSING else field.default_factory()
+        if dataclasses.is_dataclass(value) and not isinstance(value, type):
+            value = dataclasses.asdict(value)
+        tree.children[field.name] = from_plain(value, None)
     return tree
 
 
 def with_defaults(section: type, given: ConfigMapping, default: ConfigMapping | None = None) -> ConfigMapping:
-    """Return `given` over the section's defaults, or over those that the section around it has. Unknown keys stay."""
-    tree = copy_node(default or defaults(section))
+    """Return `given` over `default`, or else over the section's defaults. Unknown keys stay."""
+    tree = (default or defaults(section)).copy()
     tree.origin = given.origin
     for name, node in given.children.items():
         tree.children[name] = _node_with_defaults(*sections(section).get(name, (None, False)), node, tree.children.get(name))
@@ -83,15 +85,15 @@ def _node_with_defaults(section: type | None, several: bool, given: ConfigNode, 
     return ConfigMapping(children, given.origin, given.replaces)
 
 
-# ---- keys that it does not have --------------------------------------------------------------------------------------------
+# ---- unknown keys ---------------------------------------------------------------------------------------
 
 
 @dataclasses.dataclass(frozen=True)
 class Advice:
-    """Knowledge of keys beside how they are spelled.
+    """Suggestions for unknown keys, in addition to similar spelling.
 
-    hint: what to do instead of giving a key that is not there, such as `did you mean 'b.c'?`; None where that is not known
-    rank: from a key to the order in which others are suggested in its place, lowest first
+    hint: what to give in place of an unknown key, such as `did you mean 'b.c'?`; None if unknown
+    rank: from an unknown key to the order of our keys as suggestions, lowest first
     """
 
     hint: Callable[[str], str | None] = lambda key: None
@@ -101,14 +103,15 @@ class Advice:
 def unknown_keys(
     section: type, tree: ConfigMapping, whole: type | None = None, advice: Advice = Advice(), prefix: str = ""
 ) -> Iterator[Problem]:
-    """Yield a problem for each key that a section does not have. whole: the schema in which it begins at `prefix`."""
+    """Yield a problem for each key that a section does not have. whole: the schema in which the section starts at `prefix`."""
     whole = whole or section
     for name, node in tree.children.items():
         key = f"{prefix}{name}"
         if name in fields(section):
             inner, several = sections(section).get(name, (None, False))
-            by_name = several and isinstance(node, ConfigMapping)
-            nodes = {f"{key}.{one}": child for one, child in node.children.items()} if by_name else {key: node}
+            nodes = {key: node}
+            if several and isinstance(node, ConfigMapping):
+                nodes = {f"{key}.{one}": child for one, child in node.children.items()}
             for where, child in nodes.items():
                 if inner and isinstance(child, ConfigMapping):
                     yield from unknown_keys(inner, child, whole, advice, f"{where}.")
@@ -130,7 +133,7 @@ def _siblings(section: type, name: str) -> list[str]:
 
 
 def _instead(whole: type, section: type, advice: Advice, prefix: str, name: str) -> str:
-    """Return what may have been meant: a sibling spelled alike, the same key of another section, or one spelled alike."""
+    """Return a suggestion: a similar sibling, the same key of another section, or a similar one there."""
     everything = keys(whole)
     if near := _siblings(section, name):
         return f"did you mean '{prefix}{near[0]}'?"
@@ -149,7 +152,7 @@ def _nearest(key: str, candidates: list[str], advice: Advice) -> str:
     return min(candidates, key=lambda one: (rank(one), -difflib.SequenceMatcher(None, key, one).ratio()))
 
 
-# ---- values that it refuses ------------------------------------------------------------------------------------------------
+# ---- wrong values -------------------------------------------------------------------------------------------
 
 EXPECTED = {
     "bool": "true or false",
@@ -163,7 +166,7 @@ EXPECTED = {
     "dict": "a mapping of keys",
     "dataclass": "a mapping of keys",
 }
-"""By the first word of pydantic's types of errors that are a `wrong-type`; curly brackets hold what pydantic tells besides."""
+"""First word of a pydantic error type -> message of a `wrong-type`; braces hold values from pydantic's context."""
 BOUNDS = {
     "literal_error": ("not-a-choice", "one of: {expected}"),
     "greater_than_equal": ("too-small", "at least {ge}"),
@@ -175,17 +178,16 @@ BOUNDS = {
 
 @cache
 def adapter(section: type) -> TypeAdapter:
-    """Return what validates a section. Making it takes a tenth of a second for a whole recipe."""
+    """Return the validator of a section. Creating it takes a tenth of a second for a whole recipe."""
     return TypeAdapter(section)
 
 
 def validate_tree(section: type, tree: ConfigMapping) -> tuple[Any, list[Problem]]:
-    """Return the dataclass that a tree without interpolations describes, and the problems of its values.
+    """Return the dataclass of a tree without interpolations, and the problems of its values.
 
-    The first is None if there are other problems than keys without a value, which are "" in it. Keys that the section does not
-    have are ignored.
+    The dataclass is None if there are problems other than missing values, which are "" in it. Unknown keys are ignored.
     """
-    given: ConfigMapping = copy_node(tree)
+    given = tree.copy()
     problems: dict[str, Problem] = {}
     for key, leaf in tree.leaves():
         if leaf.value == MISSING:
@@ -215,12 +217,12 @@ def _blank(values: Any, name: str, *rest: str) -> None:
 
 
 def value_problems(value: Any) -> Iterator[Problem]:
-    """Yield the problems of a section's values by themselves."""
+    """Yield the problems of a section's single values."""
     yield from validate_tree(type(value), from_plain(dataclasses.asdict(value), None))[1]
 
 
 def validate_mapping(section: type, key: str, given: Mapping[str, Any]) -> tuple[Any, list[Problem]]:
-    """Return the dataclass that a mapping at `key` describes, None if it has problems; and these."""
+    """Return (the dataclass of a mapping at `key`, None if it has problems; the problems)."""
     tree = from_plain(dict(given), None)
     problems = list(unknown_keys(section, tree, prefix=f"{key}."))
     known = ConfigMapping({name: node for name, node in tree.children.items() if name in fields(section)})
@@ -230,11 +232,11 @@ def validate_mapping(section: type, key: str, given: Mapping[str, Any]) -> tuple
 
 
 def coerce_types(section: type, tree: ConfigMapping) -> dict[str, Problem]:
-    """Replace, in place, values that stand for one of the right type by that, such as a number in quotes by the number.
+    """Convert values in place that stand for one of the right type, such as a quoted number.
 
-    Only keys that the section has count, unless they are null. Return by key the problems of those of another type.
+    Unknown keys and null are skipped. Return the problems of type by key.
     """
-    known = copy_node(tree)
+    known = tree.copy()
     for key, leaf in tree.leaves():
         if leaf.value in (None, MISSING):
             known.drop(key)
@@ -243,8 +245,9 @@ def coerce_types(section: type, tree: ConfigMapping) -> dict[str, Problem]:
         known.drop(key)
     values = from_plain(dataclasses.asdict(validate_tree(section, known)[0]), None)
     for key, _ in known.leaves():
-        if isinstance(node := values.find(key), ConfigValue):
-            tree.find(key).value = node.value
+        node, own = values.find(key), tree.find(key)
+        if isinstance(node, ConfigValue) and isinstance(own, ConfigValue):
+            own.value = node.value
     return {key: problem for key, problem in problems.items() if problem.code == "wrong-type"}
 
 
@@ -259,7 +262,7 @@ def _problem(key: str, error: Mapping[str, Any], origin: str | None) -> Problem:
 
 
 def _printable(name: str) -> str:
-    """Return a key, which may be any text in a mapping of the user's, such that a terminal can show it."""
+    """Return a key, which may be any text in a mapping of the user, in a form that a terminal can show."""
     return name if name.isprintable() else ascii(name)[1:-1]
 
 

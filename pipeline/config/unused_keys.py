@@ -1,7 +1,7 @@
-"""Find keys of a recipe that nothing reads: of the backend that does not train, and of algorithms that do not run.
+"""Find keys of a recipe that nothing reads: those of the other backend, and of other algorithms.
 
-On the command line such a key is an error, because somebody expects it to do something. In the recipe's own file it is a note:
-a file may hold the sections of both backends, so that one key changes the backend. Inherited keys are not mentioned.
+On the command line such a key is an error, because the user expects an effect. In the recipe's own file it is a note: a file
+may hold the sections of both backends, so that one key switches the backend. Inherited keys are not reported.
 """
 
 from __future__ import annotations
@@ -9,23 +9,24 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from pipeline.algorithms import ALGORITHMS, read_by
 from pipeline.config import aliases, schema_validation
-from pipeline.config.config_tree import COMMAND_LINE, ConfigMapping, ConfigNode, from_plain
+from pipeline.config.config_tree import COMMAND_LINE, ConfigMapping, from_plain
 from pipeline.config.parallelism import DTENSOR, MEGATRON, Backend, backend_of, named_backend
 from pipeline.config.schema import Recipe
 from pipeline.problems import Problem
 
 NAMES: dict[Backend, str] = {"megatron": "Megatron-Core", "dtensor": "FSDP2"}
 SECTIONS: dict[Backend, str] = {"megatron": MEGATRON, "dtensor": DTENSOR}
-BOTH = ("optimizer", "scheduler")  # policy.optimizer is for both backends; policy.megatron_cfg.optimizer goes before it
-ALWAYS_READ = (  # exceptions to the sections above
+BOTH = ("optimizer", "scheduler")  # policy.optimizer is for both backends; policy.megatron_cfg.optimizer overrides it
+ALWAYS_READ = (  # exceptions in these sections
     f"{MEGATRON}.enabled",
     f"{DTENSOR}.enabled",
     f"{MEGATRON}.checkpoint.async_save",  # the default of checkpointing.async_save
 )
-SAME = (  # keys that say the same to different readers
+SAME = (  # keys with the same meaning for different backends
     (f"{MEGATRON}.optimizer.lr", "policy.optimizer.kwargs.lr"),
     (f"{MEGATRON}.optimizer.weight_decay", "policy.optimizer.kwargs.weight_decay"),
     (f"{MEGATRON}.optimizer.adam_beta1", "policy.optimizer.kwargs.betas"),
@@ -37,35 +38,36 @@ SAME = (  # keys that say the same to different readers
     (f"{MEGATRON}.activation_checkpointing", f"{DTENSOR}.activation_checkpointing"),
     (f"{MEGATRON}.peft", f"{DTENSOR}.lora_cfg"),
 )
-NOTED = 3  # keys that a note names
+NOTED = 3  # keys that a note lists
 
 References = Mapping[str, Collection[str]]
-"""By key the keys that its value is made of."""
+"""Key -> keys that its value refers to."""
 
 
 @dataclass(frozen=True)
 class Readers:
-    """The choices that decide which keys of a recipe are read; None where one is not made yet."""
+    """The choices that decide which keys of a recipe are read. None: not chosen yet."""
 
     algorithm: str | None
     backend: Backend | None
-    own: Collection[str] = ()  # those of BOTH that policy.megatron_cfg has for itself
+    own: Collection[str] = ()  # those of BOTH that policy.megatron_cfg sets
 
     @staticmethod
     def of(recipe: Recipe) -> Readers:
+        """Return the readers of a recipe."""
         own = [name for name in BOTH if getattr(recipe.policy.megatron_cfg, name) is not None]
         return Readers(recipe.algorithm, named_backend(recipe.policy), own)
 
     @staticmethod
     def of_tree(tree: ConfigMapping) -> Readers:
-        """Return the readers as far as the plain values of a tree tell."""
+        """Return the readers as far as the plain values of a tree determine them."""
         backend = backend_of(*(_value(tree, f"{section}.enabled") for section in SECTIONS.values()))
         own = [name for name in BOTH if isinstance(tree.find(f"{MEGATRON}.{name}"), ConfigMapping)]
         algorithm = _value(tree, "algorithm")
         return Readers(algorithm if algorithm in ALGORITHMS else None, backend, own)
 
     def unread(self, key: str) -> str | None:
-        """Return why nothing reads a key; None if something does, or may."""
+        """Return why nothing reads a key; None if something reads it, or may."""
         if _within(key, ALWAYS_READ):
             return None
         for backend, section in SECTIONS.items():
@@ -78,11 +80,11 @@ class Readers:
         return None
 
     def hint(self, key: str) -> str | None:
-        """Return what to do instead of giving a key that the schema does not have; None if no other library has it."""
+        """Return what to give in place of an unknown key; None if no other library has it."""
         return aliases.hint(key, self.algorithm, self.rank(key))
 
     def rank(self, near: str) -> Callable[[str], int]:
-        """Return a function from a key to its place in the order of suggestions instead of `near`, lowest first."""
+        """Return a function from a key to its rank as a suggestion in place of `near`, lowest first."""
         section = next((section for section in SECTIONS.values() if _within(near, (section,))), None)
 
         def of(key: str) -> int:
@@ -96,23 +98,23 @@ class Readers:
 
     def instead(self, key: str) -> str:
         """Return what to give in place of a key that is not read."""
-        ways = []
+        alternatives = []
         for pair in (*SAME, *(pair[::-1] for pair in SAME)):
             if _within(key, pair[:1]) and not self.unread(pair[1]):
-                ways.append(pair[1])
-        section, _, rest = key.partition(".")
-        if section in ALGORITHMS and f"{self.algorithm}.{rest}" in schema_validation.keys(Recipe):
-            ways.append(f"{self.algorithm}.{rest}")
-        if backend := next((name for name, section in SECTIONS.items() if _within(key, (section,))), None):
-            others = [f"{section}.enabled=false" for name, section in SECTIONS.items() if name != backend]
-            ways.append(" ".join([*others, f"{SECTIONS[backend]}.enabled=true"]))
-        return f"try {' or '.join(dict.fromkeys(ways))}" if ways else "leave it out"
+                alternatives.append(pair[1])
+        algorithm, _, rest = key.partition(".")
+        if algorithm in ALGORITHMS and _defaults().find(f"{self.algorithm}.{rest}"):
+            alternatives.append(f"{self.algorithm}.{rest}")
+        if own := next((section for section in SECTIONS.values() if _within(key, (section,))), None):
+            others = [f"{section}.enabled=false" for section in SECTIONS.values() if section != own]
+            alternatives.append(" ".join([*others, f"{own}.enabled=true"]))
+        return f"try {' or '.join(dict.fromkeys(alternatives))}" if alternatives else "leave it out"
 
 
 def problems(recipe: Recipe, origins: Mapping[str, str], references: References) -> Iterator[Problem]:
-    """Yield a problem for each key that the command line gives and nothing reads.
+    """Yield a problem for each key on the command line that nothing reads.
 
-    recipe: with the backend that was chosen. origins: where each key was given.
+    recipe: with the chosen backend. origins: where each key was given.
     """
     readers = Readers.of(recipe)
     for key in _given(recipe, origins, references, lambda origin: origin == COMMAND_LINE):
@@ -121,26 +123,30 @@ def problems(recipe: Recipe, origins: Mapping[str, str], references: References)
 
 
 def notes(recipe: Recipe, origins: Mapping[str, str], references: References, file: str) -> Iterator[str]:
-    """Yield a note on keys of the recipe's own file for the backend that does not train. file: its name as origins have it."""
+    """Yield a note on keys in the recipe's own file for the other backend. file: its name in `origins`."""
     readers = Readers.of(recipe)
     given = _given(recipe, origins, references, lambda origin: origin.rpartition(":")[0] == file)
     unread = [key for key in given if _within(key, SECTIONS.values()) and readers.unread(key)]
-    if unread:
+    if unread and readers.backend:
         more = f" and {len(unread) - NOTED} more" if len(unread) > NOTED else ""
         yield f"{file}: {', '.join(unread[:NOTED])}{more}: not read, because {NAMES[readers.backend]} trains"
 
 
 def _given(recipe: Recipe, origins: Mapping[str, str], references: References, wanted: Callable[[str], bool]) -> Iterator[str]:
-    """Yield keys of the wanted origins that differ from the default and that no key which is read refers to."""
+    """Yield keys of the wanted origins that differ from the default and to which no key that is read refers."""
     readers = Readers.of(recipe)
     referred = {name for key, names in references.items() if not readers.unread(key) for name in names}
-    default, now = schema_validation.with_defaults(Recipe, ConfigMapping()), from_plain(dataclasses.asdict(recipe), None)
+    default, now = _defaults(), from_plain(dataclasses.asdict(recipe), None)
     for key, origin in origins.items():
         if wanted(origin) and not _within(key, referred) and _value(default, key) != _value(now, key):
             yield key
 
 
-def _value(tree: ConfigNode, key: str) -> object:
+def _defaults() -> ConfigMapping:
+    return schema_validation.with_defaults(Recipe, ConfigMapping())
+
+
+def _value(tree: ConfigMapping, key: str) -> Any:
     return getattr(tree.find(key), "value", None)
 
 
