@@ -1,8 +1,8 @@
-"""Find what explains a failed run besides failure.json: the words of srun, of pyxis and of the rank that failed.
+"""Find the log lines that explain a failed run, beside failure.json: those of srun, of pyxis and of the failed rank.
 
-Under Slurm the batch script leaves two files for this in the attempt's folder: `failed_step`, the component whose step failed
-first and its first rank; and `srun-COMPONENT.out`, what srun said of each component's step. The batch log has the words of all
-components one after the other, and the first error in it may be that of a component that only ended with another.
+Under Slurm the batch script writes two files into the attempt's folder: `failed_step`, the component whose step failed first
+and its first rank; and `srun-COMPONENT.out`, srun's output for each component's step. The batch log has the output of all
+components in sequence, and its first error may be of a component that ended because another one failed.
 """
 
 from __future__ import annotations
@@ -16,42 +16,40 @@ from launch.run_folder import RunFolder
 from pipeline.config import RecipeError
 
 ENDED_WITH_ANOTHER = re.compile(r"exit code 12[34]\b")
-"""srun's line for ranks that pipeline/watchdog.py ends because another one has failed."""
+"""srun's line about ranks that pipeline/watchdog.py ended because another rank failed."""
 TASK = re.compile(r"^srun: error: .*?\btasks? (\d+)")
 PYXIS = re.compile(r"^(?:(\S+): |\[\S+\] )error: pyxis: ?(.*)")
-"""(node, words), with enroot's own words after it. The node is `slurmstepd-NAME`; Slurm 26.05 has the time in its place."""
+"""Groups: node, message. The node is `slurmstepd-NAME`; Slurm 26.05 prints the time instead. enroot's messages follow."""
 PYXIS_LINES = 12
 TAIL_BYTES = 256 << 10
 
 
 def failed_log_lines(run_dir: Path, attempt: AttemptFolder | None, count: int) -> list[str]:
-    """Return the end of the log of the rank that failed first, or else of the one that tells most.
-
-    count: how many lines of it at most.
-    """
+    """Return the end of the log of the rank that failed first, or else of the most useful log: at most `count` lines."""
     log = failed_log(attempt) if attempt else None
     if log is None:
         log = log_with_traceback(run_dir, attempt.logs if attempt else [])
-    return shown(log, count) if log else []
+    return log_end(log, count) if log else []
 
 
-def shown(log: Path, count: int) -> list[str]:
+def log_end(log: Path, count: int) -> list[str]:
+    """Return a heading and the last `count` lines of a log."""
     return [f"the end of {log}:", *(f"  {line}" for line in tail(log).splitlines()[-count:])]
 
 
 def container_failure(run_dir: Path, attempt: AttemptFolder) -> list[str]:
-    """Return why the container of the component that failed first did not start: its image and pyxis's words, if any."""
-    component, first_rank, said = _failed_step(attempt)
-    if component is None or _failed_rank_log(attempt, first_rank, said).exists():
+    """Return why the container of the component that failed first did not start: its image, pyxis's errors; [] if it did."""
+    component, first_rank, srun_lines = _failed_step(attempt)
+    if component is None or _failed_rank_log(attempt, first_rank, srun_lines).exists():
         return []
-    errors = [found for line in said if (found := PYXIS.match(line))]
+    errors = [found for line in srun_lines if (found := PYXIS.match(line))]
     if not errors:
         return []
-    words = list(dict.fromkeys(error[2].rstrip() for error in errors if error[1] == errors[0][1]))  # of one node, if it is told
+    messages = list(dict.fromkeys(error[2].rstrip() for error in errors if error[1] == errors[0][1]))  # of the first node
     image = _image(run_dir, component)
     named = f"cluster.{component}.container_image: {image}" if image else "it has no image"
-    head = f"the container of the {component} component did not start ({named}); pyxis says:"
-    return [head, *(f"  {line}" for line in words[:PYXIS_LINES])]
+    head = f"the container of the {component} component did not start ({named}); pyxis reports:"
+    return [head, *(f"  {line}" for line in messages[:PYXIS_LINES])]
 
 
 def _image(run_dir: Path, component: str) -> str | None:
@@ -62,16 +60,16 @@ def _image(run_dir: Path, component: str) -> str | None:
 
 
 def failed_log(attempt: AttemptFolder) -> Path | None:
-    """Return the log of the Slurm task that failed first, or else srun's of its step; None if neither has a line."""
-    component, first_rank, said = _failed_step(attempt)
+    """Return the log of the Slurm task that failed first, or else srun's of its step; None if both are empty."""
+    component, first_rank, srun_lines = _failed_step(attempt)
     if component is None:
         return None
-    logs = (_failed_rank_log(attempt, first_rank, said), srun_log(attempt, component))
+    logs = (_failed_rank_log(attempt, first_rank, srun_lines), srun_log(attempt, component))
     return next((log for log in logs if log.exists() and log.stat().st_size), None)
 
 
 def _failed_step(attempt: AttemptFolder) -> tuple[str | None, int, list[str]]:
-    """Return (component, its first rank, srun's lines); (None, 0, []) if no step failed first."""
+    """Return (component, its first rank, srun's lines) of the step that failed first; (None, 0, []) if none did."""
     try:
         component, first_rank = (attempt.folder / "failed_step").read_text().split()
     except (FileNotFoundError, ValueError):
@@ -81,21 +79,21 @@ def _failed_step(attempt: AttemptFolder) -> tuple[str | None, int, list[str]]:
 
 
 def srun_log(attempt: AttemptFolder, component: str) -> Path:
+    """Return the path of srun's output for a component's step."""
     return attempt.folder / f"srun-{component}.out"
 
 
-def _failed_rank_log(attempt: AttemptFolder, first_rank: int, said: list[str]) -> Path:
-    task = next((int(found[1]) for line in said if (found := TASK.match(line))), 0)
+def _failed_rank_log(attempt: AttemptFolder, first_rank: int, srun_lines: list[str]) -> Path:
+    task = next((int(found[1]) for line in srun_lines if (found := TASK.match(line))), 0)
     return attempt.folder / f"rank{first_rank + task:05d}.log"
 
 
 def failed_step(batch_log: Path, attempts: int, realm: str | None = None) -> list[str]:
-    """Return srun's line for the first task that failed and the batch script's for its component, in the last of `attempts`.
+    """Return srun's line about the first failed task, and the batch script's about its component, in the last of `attempts`.
 
-    Each attempt before that has left its verdict in the log.
-
-    realm: of the rank that failed first, where failure.json says so. Then tasks that ended because of another one, and other
-    components, are left out: srun often tells of them first.
+    attempts: number of attempts in the log; each one but the last ends with its verdict. realm: that of the rank that failed
+    first, if failure.json names it. Then lines about other components, and about tasks that ended because of another rank, are
+    left out: srun often reports those first.
     """
     if not batch_log.exists():
         return []
@@ -112,9 +110,9 @@ def failed_step(batch_log: Path, attempts: int, realm: str | None = None) -> lis
 
 
 def log_with_traceback(run_dir: Path, logs: list[Path]) -> Path | None:
-    """Return the log with a traceback that ended first, or else the executor's own."""
-    by_last_word = sorted(logs, key=lambda path: path.stat().st_mtime)
-    for log in by_last_word:
+    """Return the log with a traceback that was written to least recently, or else the executor's newest log."""
+    oldest_first = sorted(logs, key=lambda path: path.stat().st_mtime)
+    for log in oldest_first:
         if "Traceback (most recent call last)" in tail(log):
             return log
     own = sorted((run_dir / "submitit").glob("*.log*"), key=lambda path: path.stat().st_mtime) + sorted(
@@ -124,7 +122,7 @@ def log_with_traceback(run_dir: Path, logs: list[Path]) -> Path | None:
 
 
 def tail(log: Path) -> str:
-    """Return the last TAIL_BYTES."""
+    """Return the last TAIL_BYTES of a log."""
     with open(log, "rb") as file:
         file.seek(max(0, file.seek(0, 2) - TAIL_BYTES))
         return file.read().decode(errors="replace")

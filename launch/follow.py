@@ -1,8 +1,7 @@
-"""Show the progress of a run in the terminal: a live view on a tty, else one plain line per step; at the end its result.
+"""Show the progress of a run, and its result: a live view on a terminal, one plain line per step elsewhere.
 
-The first failure of an attempt is shown as soon as its rank has reported it, not when the job has ended.
-Reads only the run folder (metrics.jsonl, done.json, logs, what attempts leave) and the job's state, so it can be attached to
-any run.
+The first failure of an attempt is shown as soon as its rank reports it, before the job ends. Only the run folder
+(metrics.jsonl, done.json, logs, files of attempts) and the job's state are read, so any run can be followed.
 """
 
 from __future__ import annotations
@@ -11,7 +10,8 @@ import json
 import re
 import time
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from collections.abc import Set as AbstractSet
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -24,14 +24,15 @@ from rich.text import Text
 
 from launch import startup_stages
 from launch.attempts import AttemptFolder, all_attempts
+from launch.console import rich_console
 from launch.executors.base import JobStatus, RunJob
-from launch.failure_logs import container_failure, failed_log_lines, failed_step, shown, tail
+from launch.failure_logs import container_failure, failed_log_lines, failed_step, log_end, tail
 from launch.terminal import plain
 from pipeline.metrics import Reader
 
 FAULT_METRICS = ("train/broke_judge", "train/env_failures")
-"""Shown where they are not 0."""
-SHOWN = (
+"""Metrics of failed verdicts and environments, shown only if they are not 0."""
+SHOWN_METRICS = (
     "train/reward",
     "train/accuracy",
     *FAULT_METRICS,
@@ -45,42 +46,42 @@ SHOWN = (
     "time/refit",
     "throughput/tokens_per_s",
 )
-NEWS = ("start", "failure", "verdict")
-"""Events of an attempt that are printed, once each."""
+EVENTS = ("start", "failure", "verdict")
+"""Events of an attempt. Each is printed once."""
 POLL_S = 0.5
 LOG_LINES = 30
 TRACEBACK_LINES = 60
-LAST_WORDS = 10
-"""Lines of the log of a rank that did not raise."""
+RANK_LOG_LINES = 10
+"""Lines shown of the log of a rank that did not raise."""
 SETTLE_S = 5.0
-"""How long done.json may lag behind the job's end on a shared file system."""
+"""How late done.json may appear on a shared file system, after the job has ended."""
 
 
 class MetricsTail:
-    """Reads metrics.jsonl as it grows, and keeps the latest values and the pace."""
+    """Reads metrics.jsonl while it grows, and keeps the latest value of each metric and the pace."""
 
     def __init__(self, run_dir: Path):
         self.reader = Reader(run_dir / "metrics.jsonl")
         self.step = 0
-        self.latest: dict[str, float] = {}  # of each key
+        self.latest: dict[str, float] = {}  # by key
         self.pace: deque[tuple[int, float]] = deque(maxlen=20)  # (step, unix time)
 
     def new_lines(self) -> list[dict[str, Any]]:
-        """Return the complete lines since the last call. Raises RecipeError for one that is no step's."""
+        """Return the complete lines since the last call. Raises RecipeError for a malformed line."""
         lines = list(self.reader.lines())
         for line in lines:
-            self._take(line)
+            self._update(line)
         return lines
 
-    def _take(self, line: dict[str, Any]) -> None:
+    def _update(self, line: dict[str, Any]) -> None:
         self.step = line["step"]
         self.latest.update({key: value for key, value in line.items() if isinstance(value, int | float)})
-        if self.pace and self.pace[-1][0] >= self.step:  # the same step's validation, or a resumed run
+        if self.pace and self.pace[-1][0] >= self.step:  # a validation at the same step, or a resumed run
             self.pace = deque((p for p in self.pace if p[0] < self.step), maxlen=self.pace.maxlen)
         self.pace.append((self.step, line["time"]))
 
     def seconds_left(self, max_steps: int) -> float | None:
-        """Return the time left at the mean pace of the last steps; None before there are two."""
+        """Return the seconds left at the mean pace of the latest steps; None before there are two."""
         if len(self.pace) < 2 or self.pace[-1][0] == self.pace[0][0]:
             return None
         (first, begin), (last, end) = self.pace[0], self.pace[-1]
@@ -88,23 +89,25 @@ class MetricsTail:
 
 
 def _shown(line: Mapping[str, float]) -> dict[str, float]:
-    """Return the metrics of a step to show. A validation's reward is shown only where its environments report no accuracy."""
-    found = {key: line[key] for key in SHOWN if line.get(key) is not None and (line[key] or key not in FAULT_METRICS)}
+    """Return the metrics of a step to show: val/reward only if the environments report no accuracy."""
+    found = {key: line[key] for key in SHOWN_METRICS if line.get(key) is not None and (line[key] or key not in FAULT_METRICS)}
     if "val/accuracy" in found:
         found.pop("val/reward", None)
     return found
 
 
 class Follower:
+    """Prints a job's progress and events until it ends."""
+
     def __init__(self, run_dir: Path, job: RunJob, max_steps: int | None, metrics: MetricsTail, console: Console | None = None):
-        """max_steps: None if it is not known. metrics: lines that it has read already are not shown again."""
+        """Follow from now on. max_steps: None if unknown. metrics: lines that it has already read are not shown."""
         self.run_dir = run_dir
         self.job = job
         self.max_steps = max_steps
-        self.console = console or Console(highlight=False, soft_wrap=True)
+        self.console = console or rich_console(soft_wrap=True)
         self.metrics = metrics
-        self.said = ""
-        self.told = {(each.name, what) for each in own_attempts(run_dir, job) if each.verdict for what in NEWS}
+        self.last_line = ""  # "steps" once a step has been printed
+        self.printed = {(each.name, what) for each in own_attempts(run_dir, job) if each.verdict for what in EVENTS}
 
     def follow(self) -> bool:
         """Show progress until the job ends, and return whether the run succeeded. Ctrl-C raises KeyboardInterrupt."""
@@ -115,10 +118,10 @@ class Follower:
             status = self._watch(self._print_lines)
         return self._verdict(status)
 
-    def _watch(self, show) -> JobStatus:
+    def _watch(self, show: Callable[[JobStatus, list[dict[str, Any]]], None]) -> JobStatus:
         while True:
             attempts = own_attempts(self.run_dir, self.job)
-            self._tell(attempts)
+            self._print_events(attempts)
             failed = bool(attempts) and attempts[-1].failure is not None
             status = self.job.status(now=failed or (self.run_dir / "done.json").exists())
             show(status, self.metrics.new_lines())
@@ -126,8 +129,8 @@ class Follower:
                 return status
             time.sleep(POLL_S)
 
-    def _tell(self, attempts: list[AttemptFolder]) -> None:
-        """Print what attempts have left since the last look: above the live view, or between the lines."""
+    def _print_events(self, attempts: list[AttemptFolder]) -> None:
+        """Print the new events of attempts: above the live view, or between the lines."""
         for number, attempt in enumerate(attempts):
             step = max((each.progress for each in attempts[:number]), default=0)
             verdict = attempt.verdict or ""
@@ -136,29 +139,29 @@ class Follower:
                 ("failure", first_failure(attempt) if attempt.failure else []),
                 ("verdict", [f"attempt {attempt.name} ended; {verdict}"] if verdict.startswith("requeue") else []),
             ):
-                if lines and (attempt.name, what) not in self.told:
-                    self.told.add((attempt.name, what))
+                if lines and (attempt.name, what) not in self.printed:
+                    self.printed.add((attempt.name, what))
                     self._print("\n".join(lines))
 
-    def _print(self, text: str) -> None:
-        self.console.print(Text(plain(text)))
+    def _print(self, text: str, style: str = "") -> None:
+        self.console.print(Text(plain(text), style=style))
 
-    # ---- what is shown --------------------------------------------------------------------------------------------------
+    # ---- progress -------------------------------------------------------------------------------------------------------
 
     def _waiting(self, status: JobStatus) -> str:
-        """Return what the job waits for or does, without seconds, so that it is printed once."""
+        """Return what the job waits for or does, without seconds, so that each line is printed once."""
         doing = startup_stages.now(startup_stages.stages(self.run_dir)) if status.state == "RUNNING" else ""
         return f"{self.job.name()}: {status}{': ' if doing else ''}{doing}"
 
     def _print_lines(self, status: JobStatus, lines: list[dict[str, Any]]) -> None:
         waiting = self._waiting(status)
-        if not lines and waiting != self.said and not status.ended and self.said != "steps":
+        if not lines and waiting != self.last_line and not status.ended and self.last_line != "steps":
             self._print(waiting)
-            self.said = waiting
-        if lines and self.said not in ("", "steps") and (done := startup_stages.text(startup_stages.stages(self.run_dir))):
+            self.last_line = waiting
+        if lines and self.last_line not in ("", "steps") and (done := startup_stages.text(startup_stages.stages(self.run_dir))):
             self._print(f"start-up: {done}")
         for line in lines:
-            self.said = "steps"
+            self.last_line = "steps"
             self._print("  ".join([self._at(line["step"]), *self._values(line), *self._eta()]))
 
     def _at(self, step: int) -> str:
@@ -181,7 +184,7 @@ class Follower:
             table.add_row(key, f"{value:.4g}")
         if self.max_steps is None:
             return Group(Text(plain(head)), table)
-        bar = Table.grid()  # a bar alone does not end its line
+        bar = Table.grid()  # ends the line, which a bar alone does not
         bar.add_row(ProgressBar(total=self.max_steps, completed=self.metrics.step, width=60))
         return Group(Text(plain(head)), bar, table)
 
@@ -193,60 +196,63 @@ class Follower:
         while status.state in ("COMPLETED", "GONE") and not done.exists() and time.monotonic() < deadline:
             time.sleep(0.1)
         if status.state in ("COMPLETED", "GONE") and done.exists():
-            self._print(f"done: step {json.loads(done.read_text())['step']}, in {self.run_dir}")
+            self._print(f"done: step {json.loads(done.read_text())['step']}, in {self.run_dir}", "green")
             return True
-        self._print("\n".join(failure(self.run_dir, self.job, status, self.told)))
+        first, *rest = failure(self.run_dir, self.job, status, self.printed)
+        self._print(first, "bold red")
+        self._print("\n".join(rest))
         return False
 
 
-# ---- what went wrong ----------------------------------------------------------------------------------------------------
+# ---- failures -----------------------------------------------------------------------------------------------------------
 
 
 def own_attempts(run_dir: Path, job: RunJob) -> list[AttemptFolder]:
-    """Return the attempts of this job, oldest first: JOB-0, JOB-1 ..., local-JOB-..., or ALLOCATION.JOB-..."""
+    """Return the attempts of a job, oldest first: JOB-0, JOB-1 ..., local-JOB-... or ALLOCATION.JOB-..."""
     return [each for each in all_attempts(run_dir) if job.job_id in re.split("[-.]", each.name)]
 
 
 def first_failure(attempt: AttemptFolder) -> list[str]:
-    """Return the lines about an attempt's failure.json: the rank, its traceback or the end of its log, and the logs' folder."""
-    said = attempt.failure
-    where = ", ".join(f"{key} {said[key]}" for key in ("realm", "host", "verb", "phase") if said.get(key))
-    lines = [f"rank {said['rank']} ({where}): {said['message']}"]
-    log = attempt.folder / f"rank{said['rank']:05d}.log"
-    if said.get("traceback"):
-        lines += [f"  {line}" for line in said["traceback"].splitlines()[-TRACEBACK_LINES:]]
+    """Describe an attempt's failure.json, in lines: the rank, its traceback or the end of its log, the folder of logs."""
+    first = attempt.failure
+    assert first is not None, "the caller has seen failure.json"
+    where = ", ".join(f"{key} {first[key]}" for key in ("realm", "host", "verb", "phase") if first.get(key))
+    lines = [f"rank {first['rank']} ({where}): {first['message']}"]
+    log = attempt.folder / f"rank{first['rank']:05d}.log"
+    if first.get("traceback"):
+        lines += [f"  {line}" for line in first["traceback"].splitlines()[-TRACEBACK_LINES:]]
     elif log.exists() and tail(log):
-        lines += shown(log, LAST_WORDS)
+        lines += log_end(log, RANK_LOG_LINES)
     if others := len(attempt.logs) - 1:
         lines += [f"{others} other rank{'s' if others > 1 else ''} ended with it; logs: {attempt.folder}"]
     return lines
 
 
-def failure(run_dir: Path, job: RunJob, status: JobStatus, told: set[tuple[str, str]] = frozenset()) -> list[str]:
-    """Return why the run ended, in lines, and how to go on.
+def failure(run_dir: Path, job: RunJob, status: JobStatus, printed: AbstractSet[tuple[str, str]] = frozenset()) -> list[str]:
+    """Return why the run ended and how to continue it, in lines.
 
-    These are the launcher's reason, a container that did not start, and the latest attempt's failure.json or else the end of
-    the log that tells most.
+    The lines are the launcher's reason, a container that did not start, and the latest attempt's failure.json or else the end
+    of the most useful log.
 
-    told: (attempt, "failure") of those that are left out, since they were shown before.
+    printed: (attempt, "failure") of attempts whose failure is left out, because it was printed before
     """
     attempts = own_attempts(run_dir, job)
     attempt = attempts[-1] if attempts else None
     verdict = (attempt.verdict or "") if attempt else ""
     lines = [f"the run failed: {job.name()} is {status}"]
-    if status.succeeded or (verdict and attempt.failure is None and attempt.requeue_reason):
+    if status.succeeded or (attempt and verdict and attempt.failure is None and attempt.requeue_reason):
         lines = [f"{job.name()} ended ({status}), but the run is not complete: there is no done.json"]
-    if verdict.startswith("stop: ") and verdict[6:] not in status.reason:
+    if attempt and verdict.startswith("stop: ") and verdict[6:] not in status.reason:
         lines += [f"attempt {attempt.name}: {verdict[6:]}"]
-    said = attempt.failure if attempt else None
-    lines += failed_step(run_dir / f"submitit/{job.job_id}_0_log.out", len(attempts), said["realm"] if said else None)
+    first = attempt.failure if attempt else None
+    lines += failed_step(run_dir / f"submitit/{job.job_id}_0_log.out", len(attempts), first["realm"] if first else None)
     logs = attempt.logs if attempt else []
-    trouble = container_failure(run_dir, attempt) if attempt else []
-    lines += trouble
+    container_lines = container_failure(run_dir, attempt) if attempt else []
+    lines += container_lines
     if attempt and attempt.failure:
-        if (attempt.name, "failure") not in told:
+        if (attempt.name, "failure") not in printed:
             lines += first_failure(attempt)
-    elif not trouble and (not attempt or not attempt.requeue_reason):
+    elif not container_lines and (not attempt or not attempt.requeue_reason):
         lines += failed_log_lines(run_dir, attempt, LOG_LINES)
     lines += [f"logs: {logs[0].parent if logs else run_dir / 'submitit'}"]
     if step := max((each.progress for each in all_attempts(run_dir)), default=0):

@@ -1,7 +1,7 @@
-"""Import code of the user's own and describe it: `python -m launch.probe REPLY`, in a process of its own.
+"""Import and describe a user's code in a process of its own: `python -m launch.probe REPLY`.
 
-Reads {folders, asked: [{key, path, role, kwargs}]} as JSON from its standard input, and writes into the file REPLY, by key, one
-of these: {ok, fields, required}, {wrong}, {absent, importer}, {raised, foreign}. What the code prints goes nowhere.
+Reads {folders, asked: [{key, path, role, kwargs}]} as JSON from stdin, and writes one of these by key into the file REPLY:
+{ok, fields, required}, {wrong}, {absent, importer}, {raised, foreign}. The caller discards what the code prints.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from pipeline import user_code
 from pipeline.environments import custom
 
 
-def look(asked: dict[str, Any]) -> dict[str, Any]:
-    """Return the description of one thing. asked: path, role (environment, tool, dataset) and kwargs."""
+def describe(asked: dict[str, Any]) -> dict[str, Any]:
+    """Import and describe one object. asked: its path, role (environment, tool, dataset) and kwargs."""
     try:
         thing = user_code.load(asked["path"])
     except user_code.NotFound as error:
@@ -27,7 +27,7 @@ def look(asked: dict[str, Any]) -> dict[str, Any]:
         return {"absent": error.name, "importer": _innermost(error)[0]}
     except SyntaxError as error:
         return {"raised": f"SyntaxError: {error.msg} ({error.filename}:{error.lineno})", "foreign": False}
-    except BaseException as error:  # an exit, too
+    except BaseException as error:  # SystemExit too
         file, line = _innermost(error)
         what = f"{type(error).__name__}: {' '.join(str(error).split())[:300]} ({file}:{line})"
         return {"raised": what, "foreign": isinstance(error, ImportError | OSError | RuntimeError | AssertionError)}
@@ -42,15 +42,16 @@ def look(asked: dict[str, Any]) -> dict[str, Any]:
 
 
 def _innermost(error: BaseException) -> tuple[str, int | None]:
-    """Return file and line of what raised, without the import system's frames."""
+    """Return the file and line that raised, ignoring the import system's frames."""
     frames = [frame for frame in traceback.extract_tb(error.__traceback__) if not frame.filename.startswith("<frozen")]
     return frames[-1].filename, frames[-1].lineno
 
 
 def main(reply: str) -> None:
+    """Describe every object of the request on stdin, and write the reply."""
     request = json.load(sys.stdin)
     user_code.search_in(request["folders"])
-    Path(reply).write_text(json.dumps({asked["key"]: look(asked) for asked in request["asked"]}))
+    Path(reply).write_text(json.dumps({asked["key"]: describe(asked) for asked in request["asked"]}))
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
-"""Run a recipe in the batch job around us, as launch/hetstep.sbatch does, also with the variables of NeMo-RL's ray.sub.
+"""Run a recipe in the surrounding batch job, for launch/hetstep.sbatch; the variables of NeMo-RL's ray.sub are supported.
 
-Variables that mean the same here become overrides of the recipe, unless the command line gives the key. For each of the others
-that is set, a line says why it does nothing.
+Variables with the same meaning here become overrides of the recipe, unless the command line sets the key. For each other
+variable that is set, a note says why it has no effect.
 See https://github.com/NVIDIA-NeMo/RL/blob/main/ray.sub
 """
 
@@ -15,24 +15,24 @@ from collections.abc import Mapping
 from pathlib import Path
 
 if __name__ == "__main__":
-    sys.path[0] = str(Path(__file__).resolve().parent.parent)  # in place of launch/: whether or not the package is installed
+    sys.path[0] = str(Path(__file__).resolve().parent.parent)  # replaces launch/, so that no installed package is needed
 
 COMPONENTS = ("train", "generate", "reward")
-NOT_HERE = {
-    "COMMAND": "the recipe on this command line is what runs: recipe=NAME key=value ...",
-    "SETUP_COMMAND": "nothing is run in the containers before the ranks; what it sets up belongs into the images",
-    "BASE_LOG_DIR": "logs are in the run folder, attempts/; run_dir=... puts that elsewhere",
-    "UV_CACHE_DIR_OVERRIDE": "there is no uv; ranks use what is installed in the image",
-    "DEDICATED_RAY_HEAD": "there is no Ray, so no node is set aside for its head; rank 0 is one of the train ranks",
-    "RAY_LOG_SYNC_FREQUENCY": "there are no Ray logs; ranks write theirs into the run folder",
-    "SANDBOX_CONTAINER": "no sandbox is started beside the ranks; environments run on the generate ranks",
+NO_EFFECT = {
+    "COMMAND": "the recipe of this command line runs: recipe=NAME key=value ...",
+    "SETUP_COMMAND": "no command runs in the containers before the ranks; put its setup into the images",
+    "BASE_LOG_DIR": "logs are in attempts/ of the run folder; set that with run_dir=...",
+    "UV_CACHE_DIR_OVERRIDE": "there is no uv; ranks use the packages of the image",
+    "DEDICATED_RAY_HEAD": "there is no Ray, so no node is reserved for its head; rank 0 is a train rank",
+    "RAY_LOG_SYNC_FREQUENCY": "there are no Ray logs; ranks write logs into the run folder",
+    "SANDBOX_CONTAINER": "no sandbox container is started; environments run on the generate ranks",
 }
 
 
-def understood(environment: Mapping[str, str], arguments: list[str], shares_nodes: bool = False) -> tuple[list[str], list[str]]:
-    """Return (overrides to go before `arguments`, lines to be printed).
+def translated(environment: Mapping[str, str], arguments: list[str], shares_nodes: bool = False) -> tuple[list[str], list[str]]:
+    """Return (overrides to put before `arguments`, notes to print).
 
-    shares_nodes: components divide the GPUs of a node, so each has its own part of GPUS_PER_NODE.
+    shares_nodes: whether components divide the GPUs of a node, so that each has its own part of GPUS_PER_NODE
     """
     values: dict[str, object] = {}
     lines = []
@@ -51,7 +51,7 @@ def understood(environment: Mapping[str, str], arguments: list[str], shares_node
         if gpus and gpus.isdigit() and int(gpus) and cpus.isdigit():
             values["cpus_per_task"] = max(1, int(cpus) // int(gpus))
         else:
-            lines.append("CPUS_PER_WORKER: not used; it is shared among the ranks of a node by GPUS_PER_NODE, which is not set")
+            lines.append("CPUS_PER_WORKER: not used; GPUS_PER_NODE, which divides it among the ranks of a node, is not set")
     given = [argument.partition("=")[0] for argument in arguments]
     overrides = []
     for component in COMPONENTS:
@@ -60,12 +60,12 @@ def understood(environment: Mapping[str, str], arguments: list[str], shares_node
             if not any(name == key or name.startswith(f"{key}.") for key in given):
                 overrides.append(f"{name}={value}")
     lines += [f"{override}, from the environment, as ray.sub has it" for override in overrides if ".reward." not in override]
-    lines += [f"{name}: {why}" for name, why in NOT_HERE.items() if environment.get(name)]
+    lines += [f"{name}: {why}" for name, why in NO_EFFECT.items() if environment.get(name)]
     return overrides, lines
 
 
 def shares_nodes(arguments: list[str]) -> bool:
-    """Return whether the recipe's components divide the GPUs of each node. What is wrong with it is told by `submit`."""
+    """Return whether the recipe's components divide the GPUs of each node. `submit` reports the recipe's problems."""
     from launch import command_line, recipes, submit
     from pipeline import config
 
@@ -77,19 +77,20 @@ def shares_nodes(arguments: list[str]) -> bool:
 
 
 def main(arguments: list[str]) -> int:
+    """Run the command, and return its exit status."""
     from launch import submit
     from launch.executors.allocation import batch_job
 
     why = ""
     if batch_job() is None:
-        why = "launch/ray_sub.py is run by `sbatch launch/hetstep.sbatch recipe=...`; else launch/submit.py"
+        why = "launch/ray_sub.py runs only in `sbatch launch/hetstep.sbatch recipe=...`. Try launch/submit.py"
     elif "detach=true" in arguments:
-        why = "detach: the job ends when its batch script does; sbatch has detached it already"
+        why = "detach: got true; expected false, since the job ends with its batch script, which sbatch has detached"
     if why:
         print(f"error: {why}", file=sys.stderr)
         return 2
-    signal.signal(signal.SIGUSR2, lambda *_: None)  # until there are ranks to be told; not SIG_IGN, which they would inherit
-    overrides, lines = understood(os.environ, arguments, shares_nodes(arguments))
+    signal.signal(signal.SIGUSR2, lambda *_: None)  # until there are ranks; they would inherit SIG_IGN
+    overrides, lines = translated(os.environ, arguments, shares_nodes(arguments))
     for line in lines:
         print(f"# {line}", flush=True)
     chosen = [] if any(argument.startswith("cluster.executor=") for argument in arguments) else ["cluster.executor=allocation"]

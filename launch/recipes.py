@@ -1,4 +1,4 @@
-"""Read a recipe for the commands: one of ours as it is, one of NeMo-RL's translated into our keys."""
+"""Read recipes for the commands; NeMo-RL recipes are translated into our keys."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ from pipeline.config.schema import DatasetConfig
 
 
 def load(name: str, overrides: Iterable[str] = ()) -> Recipe:
-    """Return the recipe, complete and checked, as `config.load` does. Raises RecipeError with all that is wrong."""
+    """Return the checked recipe, as `config.load` does. Raises RecipeError with all problems."""
     loaded = inspect(name, overrides)
     refuse(loaded.problems)
     return loaded.recipe
 
 
 def inspect(name: str, overrides: Iterable[str] = ()) -> Loaded:
-    """Return the recipe with its problems, as `config.inspect` does; of a NeMo-RL recipe its translation."""
+    """Return the recipe with its problems, as `config.inspect` does; a NeMo-RL recipe is translated."""
     return config.inspect(name, overrides, _translated)
 
 

@@ -1,6 +1,6 @@
-"""The state of a run as plain values, which `status` prints, or writes as JSON.
+"""Summarize a run as plain values, which `status` prints, or writes as JSON.
 
-Those of a line are cheap, for lists of hundreds of runs: only the end of metrics.jsonl is read.
+`line` is cheap, for lists of hundreds of runs: it reads only the end of metrics.jsonl.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from pipeline.config import CheckpointingConfig
 from pipeline.values import seconds
 
 RECENT = 20
-"""Number of last steps for pace, trends and phase times."""
-TOLD = ("train/reward", "train/accuracy", "train/loss", "val/reward", "val/accuracy", "val/loss", "train/grad_norm")
+"""Number of latest steps for pace, trends and phase times."""
+SUMMARY_METRICS = ("train/reward", "train/accuracy", "train/loss", "val/reward", "val/accuracy", "val/loss", "train/grad_norm")
 LOG_LINES = 20
-"""Lines of log to show for a run that failed and left no failure.json."""
+"""Log lines of a failed run without failure.json."""
 
 
 def line(run: RunFolder, state: RunState) -> dict[str, Any]:
-    """Return what a list shows. Times are unix seconds, durations seconds; None where something is not known yet."""
+    """Return the values of a line in a list. Times are unix seconds, durations seconds; None if unknown yet."""
     metrics = run.metrics(RECENT)
     pace = _pace(run, metrics)
     step = int(metrics.steps[-1]) if metrics.steps else 0
@@ -45,14 +45,14 @@ def line(run: RunFolder, state: RunState) -> dict[str, Any]:
         "last_written": run.last_written(),
         "metrics": {
             key: values
-            for key in (*TOLD, *FAULT_METRICS)
+            for key in (*SUMMARY_METRICS, *FAULT_METRICS)
             if (values := _recent(metrics, key)) and (key not in FAULT_METRICS or any(values))
         },
     }
 
 
 def whole(run: RunFolder, state: RunState) -> dict[str, Any]:
-    """Return everything about one run."""
+    """Return all values about one run, `line` included."""
     metrics = run.metrics(RECENT)
     return {
         **line(run, state),
@@ -65,7 +65,7 @@ def whole(run: RunFolder, state: RunState) -> dict[str, Any]:
         ],
         "startup": startup_stages.as_plain(startup_stages.stages(run.folder)),
         "startup_text": startup_stages.text(startup_stages.stages(run.folder), _ended(run, state)),
-        "starting": state.name == "running" and _steps_of_now(run, metrics) == {},
+        "starting": state.name == "running" and _current_steps(run, metrics) == {},
         "ends_by": state.ends_by,
         "saves_by": _saves_by(run, state),
         "phases": _phase_means(metrics),
@@ -79,43 +79,43 @@ def whole(run: RunFolder, state: RunState) -> dict[str, Any]:
 
 
 def _ended(run: RunFolder, state: RunState) -> float | None:
-    """Return when its latest attempt gave its last sign, if it has ended."""
+    """Return the unix seconds at which the run's latest attempt was last active; None if the run has not ended."""
     if state.name in ("running", "waiting", "unknown") or not run.attempts:
         return None
     return last_active(run.attempts[-1])
 
 
-# ---- how fast, how well -------------------------------------------------------------------------------------------------
+# ---- metrics ------------------------------------------------------------------------------------------------------------
 
 
 def _pace(run: RunFolder, metrics: Columns) -> float | None:
-    """Return the seconds from one step's end to the next one's in the present attempt; None before it has made two steps."""
-    own = sorted(_steps_of_now(run, metrics).items())[-RECENT:]
+    """Return the mean seconds between the ends of steps in the current attempt; None before its second step."""
+    own = sorted(_current_steps(run, metrics).items())[-RECENT:]
     if len(own) < 2:
         return None
     (first, begin), (last, end) = own[0], own[-1]
     return (end - begin) / (last - first)
 
 
-def _steps_of_now(run: RunFolder, metrics: Columns) -> dict[float, float]:
-    """Return step -> when it ended, for the present attempt."""
-    begun = run.attempts[-1].started if run.attempts else 0.0
-    return {step: moment for step, moment in zip(metrics.steps, metrics.times, strict=True) if moment > begun}
+def _current_steps(run: RunFolder, metrics: Columns) -> dict[float, float]:
+    """Return the unix seconds at which each step of the current attempt ended, by step."""
+    started = run.attempts[-1].started if run.attempts else 0.0
+    return {step: moment for step, moment in zip(metrics.steps, metrics.times, strict=True) if moment > started}
 
 
 def _recent(metrics: Columns, key: str) -> list[float]:
-    """Return the last values, oldest first."""
+    """Return the latest values of a metric, oldest first."""
     return list(metrics.columns[key][1][-RECENT:]) if key in metrics.columns else []
 
 
 def _phase_means(metrics: Columns) -> dict[str, float]:
-    """Return the mean seconds of each phase over the last steps."""
+    """Return the mean seconds of each phase over the latest steps."""
     recent = {phase: seconds[-RECENT:] for phase, (_, seconds) in phases(metrics).items()}
     return {phase: sum(seconds) / len(seconds) for phase, seconds in recent.items()}
 
 
 def _idle_means(metrics: Columns) -> dict[str, float]:
-    """Return each realm's mean idle share over the last steps."""
+    """Return the mean idle fraction of each component over the latest steps."""
     recent = {key.partition("/")[2]: _recent(metrics, key) for key in metrics.columns if key.startswith("idle/")}
     return {realm: sum(shares) / len(shares) for realm, shares in recent.items()}
 
@@ -127,22 +127,24 @@ def _saves_by(run: RunFolder, state: RunState) -> float | None:
     return run.attempts[-1].started + seconds(by)
 
 
-# ---- what is kept, and what failed --------------------------------------------------------------------------------------
+# ---- checkpoints and failures -------------------------------------------------------------------------------------------
 
 
 def _checkpoint(run: RunFolder) -> dict[str, Any]:
-    """Return the latest complete checkpoint, and those that are being written or were left incomplete."""
+    """Return the latest complete checkpoint, and the names of partial and incomplete ones."""
     folder = run.folder / "checkpoints"
     found = Checkpoints(run.folder, "", CheckpointingConfig()).all()
     partial = sorted(path.name.split(".")[1] for path in folder.glob(".step_*.partial"))
-    spoiled = {path.name for path in folder.glob("step_*") if NAME.fullmatch(path.name)} - {each.folder.name for each in found}
-    told: dict[str, Any] = {"count": len(found), "partial": partial, "incomplete": sorted(spoiled)}
+    incomplete = {path.name for path in folder.glob("step_*") if NAME.fullmatch(path.name)} - {
+        each.folder.name for each in found
+    }
+    summary: dict[str, Any] = {"count": len(found), "partial": partial, "incomplete": sorted(incomplete)}
     if found:
         latest = found[-1]
         sizes = [path.stat().st_size for path in latest.folder.rglob("*") if path.is_file()]
         written = (latest.folder / "complete.json").stat().st_mtime
-        told |= {"step": latest.step, "written": written, "bytes": sum(sizes), "folder": str(latest.folder)}
-    return told
+        summary |= {"step": latest.step, "written": written, "bytes": sum(sizes), "folder": str(latest.folder)}
+    return summary
 
 
 def _attempt(attempt: AttemptFolder) -> dict[str, Any]:
@@ -157,7 +159,7 @@ def _attempt(attempt: AttemptFolder) -> dict[str, Any]:
 
 
 def _why(run: RunFolder, state: RunState) -> list[str]:
-    """Return why the latest attempt failed, in lines: its failure.json, or else the end of the log that tells most."""
+    """Return why the latest attempt failed, in lines: its failure.json, or else the end of the most useful log."""
     attempt = run.attempts[-1] if run.attempts else None
     if attempt and attempt.failure:
         return first_failure(attempt)

@@ -1,6 +1,6 @@
-"""The stages of a run's start, with the seconds of each, and the one that is under way.
+"""Read the stages of a run's start-up, with their durations, and the current stage.
 
-They come from the manifest and from the latest attempt: `started`, and startup.json (see pipeline/startup.py).
+They come from the manifest and from the latest attempt's `started` and startup.json (pipeline/startup.py).
 """
 
 from __future__ import annotations
@@ -23,29 +23,31 @@ NAMES = {
     "set up": "setting up",
     "read the checkpoint": "reading the checkpoint",
 }
-"""Names of stages while they last; others keep their own."""
-LEAST_S = 0.05
-"""Stages that took less are left out, once they are over."""
+"""Names of stages for people; other stages keep their own."""
+MIN_S = 0.05
+"""Completed stages that took less are left out."""
 
 
 @dataclass(frozen=True)
 class Stage:
+    """One stage of a run's start-up."""
+
     name: str
     began: float  # unix seconds
-    ended: float | None  # None: it is under way, or the run ended in it
-    parts: dict[str, list[Stage]] = field(default_factory=dict)  # realm -> what most of its ranks do, one after another
+    ended: float | None  # unix seconds; None: the stage is current, or the run ended in it
+    parts: dict[str, list[Stage]] = field(default_factory=dict)  # stages of most ranks of each component, by component
     about: str = ""
 
 
 def stages(run_dir: Path) -> list[Stage]:
-    """Return the stages of the last submission's latest attempt, oldest first; none if nothing was submitted."""
+    """Return the stages of the last submission's latest attempt, oldest first; [] if nothing was submitted."""
     manifest = run_dir / "manifest.json"
     if not manifest.exists() or not (entries := json.loads(manifest.read_text())):
         return []
     entry, waited, attempt = entries[-1], [], latest(run_dir)
     submitted = datetime.fromisoformat(entry["time"]).timestamp()
     if attempt is not None and entry["job_id"] not in re.split("[-.]", attempt.name):
-        attempt = None  # of an earlier job
+        attempt = None  # an earlier job's
     if entry["executor"] == "slurm" and (attempt is None or attempt.name.endswith("-0")):
         waited = [Stage("waiting in the queue", submitted, attempt.started if attempt else None)]
     if attempt is None:
@@ -54,14 +56,14 @@ def stages(run_dir: Path) -> list[Stage]:
 
 
 def of_attempt(attempt: AttemptFolder) -> list[Stage]:
-    """Return the stages of one start of the ranks."""
-    told = attempt.startup
-    if told is None:
+    """Return the stages of one attempt."""
+    startup = attempt.startup
+    if startup is None:
         return [Stage("starting the processes", attempt.started, None)]
-    here = f"{told['here']} of {told['world']} ranks"
-    realms = {name: [Stage(*row) for row in rows] for name, rows in told["realms"].items()}
-    found = [Stage("starting the processes", attempt.started, told["began"])]
-    for name, began, ended in told["stages"]:
+    here = f"{startup['here']} of {startup['world']} ranks"
+    realms = {name: [Stage(*row) for row in rows] for name, rows in startup["realms"].items()}
+    found = [Stage("starting the processes", attempt.started, startup["began"])]
+    for name, began, ended in startup["stages"]:
         parts = realms if name == "set up" else {}
         about = here if name == "join the world" and ended is None else ""
         found.append(Stage(NAMES.get(name, name), began, ended, parts, about))
@@ -69,18 +71,18 @@ def of_attempt(attempt: AttemptFolder) -> list[Stage]:
 
 
 def now(found: list[Stage]) -> str:
-    """Return the stage that is under way, without its seconds, so that it is printed once; "" if none is."""
+    """Return the current stage without its duration, so that a follower prints it once; "" if there is none."""
     latest = found[-1] if found else None
     if latest is None or latest.ended is not None:
         return ""
     doing = {realm: rows[-1].name for realm, rows in latest.parts.items() if rows and rows[-1].name != "wait"}
-    return latest.name + _within(f"{realm}: {what}" for realm, what in doing.items()) + _within([latest.about])
+    return latest.name + _in_parentheses(f"{realm}: {what}" for realm, what in doing.items()) + _in_parentheses([latest.about])
 
 
 def text(found: list[Stage], until: float | None = None) -> str:
-    """Return all stages with their seconds. until: when the attempt gave its last sign, if it has ended; None: it goes on."""
+    """Return all stages with their durations. until: the unix seconds at which the attempt ended; None if it goes on."""
     end = time.time() if until is None else until
-    return ", ".join(_told(stage, end, until is None) for stage in found if _matters(stage, end))
+    return ", ".join(_described(stage, end, until is None) for stage in found if _is_shown(stage, end))
 
 
 def as_plain(found: list[Stage]) -> list[dict[str, Any]]:
@@ -92,20 +94,24 @@ def as_plain(found: list[Stage]) -> list[dict[str, Any]]:
     ]
 
 
-def _told(stage: Stage, end: float, alive: bool) -> str:
+def _described(stage: Stage, end: float, alive: bool) -> str:
     took = seconds(max(0.0, (stage.ended or end) - stage.began))
-    under_way = "" if stage.ended else (" so far" if alive else ", and no further")
+    suffix = "" if stage.ended else (" so far" if alive else ", and no further")
     parts = [
-        f"{realm}: " + ", ".join(_told(row, end, alive) for row in rows if row.name != "wait" and _matters(row, end))
+        f"{realm}: " + ", ".join(_described(row, end, alive) for row in rows if row.name != "wait" and _is_shown(row, end))
         for realm, rows in stage.parts.items()
     ]
-    return f"{stage.name} {took}{under_way}" + _within([stage.about]) + _within(part for part in parts if part[-2:] != ": ")
+    return (
+        f"{stage.name} {took}{suffix}"
+        + _in_parentheses([stage.about])
+        + _in_parentheses(part for part in parts if part[-2:] != ": ")
+    )
 
 
-def _matters(stage: Stage, end: float) -> bool:
-    return stage.ended is None or stage.ended - stage.began >= LEAST_S
+def _is_shown(stage: Stage, end: float) -> bool:
+    return stage.ended is None or stage.ended - stage.began >= MIN_S
 
 
-def _within(parts: Iterable[str]) -> str:
-    told = "; ".join(filter(None, parts))
-    return f" ({told})" if told else ""
+def _in_parentheses(parts: Iterable[str]) -> str:
+    text = "; ".join(filter(None, parts))
+    return f" ({text})" if text else ""

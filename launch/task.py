@@ -1,9 +1,8 @@
-"""Run a rank: `python -m launch.task FOLDER` is every rank's process, under Slurm and on this machine alike.
+"""Run a rank: `python -m launch.task FOLDER` is the process of every rank, under Slurm and on this machine.
 
 All executors start it with the same environment (`HETSTEP_*`, see launch/executors/base.py), so submitit needs one job
-environment, not one per executor. It runs submitit's `process_job` and then leaves by `os._exit`, because the teardown of an
-inference engine or of a process group may hang after the work is done or has failed, and a rank that lingers keeps the whole
-job alive.
+environment, not one per executor. It runs submitit's `process_job`, then exits by `os._exit`: the teardown of an inference
+engine or of a process group may hang, and a rank that hangs keeps the whole job alive.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ from pipeline import rank_log, signals
 
 
 class HetstepJobEnvironment(JobEnvironment):
-    """submitit's view of a rank, read from the environment that all executors set."""
+    """submitit's description of a rank, read from the environment that all executors set."""
 
     _env = {  # noqa: RUF012 (declared ClassVar by the base class)
         "job_id": "HETSTEP_JOB_ID",
@@ -37,21 +36,21 @@ class HetstepJobEnvironment(JobEnvironment):
         )
 
     def _handle_signals(self, paths, submission) -> None:
-        """Leave out submitit's handlers, which requeue inside the signal: `main` has installed ours."""
+        """Install no handlers: submitit's requeue the job, and `main` has installed ours."""
 
 
 def rank_main(run_dir: str) -> None:
-    """Run the pipeline. `launch/submit.py` submits this; the import is here so that submitting never imports torch."""
+    """Run the pipeline. `launch/submit.py` submits this function; it imports late, so that submission never imports torch."""
     from pipeline import main
 
     main.main(Path(run_dir))
 
 
 def run(folder: str) -> int:
-    """Run the pickled submission in `folder` as this rank; the status to exit with. Its errors go to stderr."""
+    """Run the pickled submission in `folder` as this rank, and return its exit status. Errors go to stderr."""
     from submitit.core.submission import process_job
 
-    plugins.get_job_environments()["hetstep"] = HetstepJobEnvironment()  # process_job picks by SUBMITIT_EXECUTOR
+    plugins.get_job_environments()["hetstep"] = HetstepJobEnvironment()  # process_job selects it by SUBMITIT_EXECUTOR
     os.environ["SUBMITIT_EXECUTOR"] = "hetstep"
     try:
         own_pickle(Path(folder), os.environ["HETSTEP_JOB_ID"])
@@ -68,10 +67,11 @@ def run(folder: str) -> int:
 
 
 def main(folder: str) -> None:
+    """Install the signal handlers, run the rank, and end the process with its status."""
     rank = int(os.environ["HETSTEP_RANK"])
-    signals.install(rank)  # at once: importing the pipeline takes seconds
-    if rank == 0 and (told := os.environ.get("HETSTEP_SIGNALS")):
-        signals.watch(Path(told))
+    signals.install(rank)  # before the pipeline is imported, which takes seconds
+    if rank == 0 and (path := os.environ.get("HETSTEP_SIGNALS")):
+        signals.watch(Path(path))
     rank_log.set_up()
     status = run(folder)
     sys.stdout.flush()

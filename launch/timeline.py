@@ -1,7 +1,7 @@
-"""Show what every rank did when: python launch/timeline.py run=RUN_DIR [step=N] [steps=A-B] [gz=true] ...
+"""Write a trace of what every rank did: python launch/timeline.py run=RUN_DIR [step=N] [steps=A-B] [gz=true] ...
 
-Writes a trace for https://ui.perfetto.dev or chrome://tracing, and an SVG of one step, which browsers show. Ends with status 0;
-with 2 if there is no such run or step, or no timeline.
+Writes a trace for https://ui.perfetto.dev or chrome://tracing, and an SVG of one step.
+Exit status: 0; 2 if the run, the step or a timeline of it does not exist.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Annotated, Literal
 
 if __name__ == "__main__":
-    sys.path[0] = str(Path(__file__).resolve().parent.parent)  # in place of launch/: whether or not the package is installed
+    sys.path[0] = str(Path(__file__).resolve().parent.parent)  # replaces launch/, so that no installed package is needed
 
 from launch import command_line
 from launch.command_line import Key
@@ -23,9 +23,9 @@ from launch.timelines.reading import idle_share, recording_with, recordings
 from launch.units import is_count, plural, size
 from pipeline.config import Problem, RecipeError
 
-EVER = (float("-inf"), float("inf"))
+ALL_TIME = (float("-inf"), float("inf"))
 PIXELS = 1600
-"""Width of a picture's time axis, about."""
+"""Approximate width of a picture's time axis."""
 
 
 def _steps(text: str) -> tuple[int, int]:
@@ -40,48 +40,54 @@ class TimelineRequest:
     """The command line."""
 
     run: Annotated[Path, Key("RUN_DIR", "a run folder, which a job may be writing into", bare=True)]
-    step: Annotated[int | None, Key("N", "the step that is drawn; default: the last one that ended")] = None
+    step: Annotated[int | None, Key("N", "the step to draw; default: the last completed step")] = None
     steps: Annotated[
         tuple[int, int] | None,
-        Key("A-B", "trace these steps alone: more ranks and steps may be too much for a browser", read=_steps),
+        Key("A-B", "trace only these steps, since a browser may not load all ranks and steps", read=_steps),
     ] = None
-    attempts: Annotated[Literal["all", "latest"], Key("all", "trace all starts of the ranks; default: the latest one")] = (
-        "latest"
-    )
-    gz: Annotated[bool, Key("true", "write the trace compressed, which Perfetto reads as it is")] = False
+    attempts: Annotated[Literal["all", "latest"], Key("all", "trace all attempts; default: the latest one")] = "latest"
+    gz: Annotated[bool, Key("true", "compress the trace; Perfetto reads it compressed")] = False
     out: Annotated[
         Path | None, Key("FILE", "the trace; default: RUN_DIR/timeline.json or timeline.json.gz; the picture goes beside it")
     ] = None
 
     def problems(self) -> Iterator[Problem]:
+        """Yield keys that contradict each other."""
         if self.steps and self.attempts == "all":
-            yield Problem("steps", "contradiction", "got attempts=all too; expected one: the steps of one attempt are traced")
+            yield Problem(
+                "steps", "contradiction", "got attempts=all too; expected one of them, since `steps` belong to one attempt"
+            )
 
     @property
     def trace(self) -> Path:
+        """Path of the trace."""
         return self.out or self.run / ("timeline.json.gz" if self.gz else "timeline.json")
 
     def picture(self, step: str) -> Path:
+        """Return the path of a step's picture, beside the trace."""
         name = self.trace.name.removesuffix(".gz").removesuffix(".json")
         return self.trace.with_name(f"{name}_{step}.svg")
 
 
 def main(arguments: list[str]) -> int:
+    """Run the command, and return its exit status."""
     return command_line.run(__doc__, TimelineRequest, execute, arguments)
 
 
 def execute(request: TimelineRequest) -> int:
-    """Raises RecipeError."""
+    """Write the trace and the picture, and print their paths. Raises RecipeError."""
     run = RunFolder.at(request.run)
     recorded = recordings(run.attempts)
     if not recorded:
-        switched = run.value("logger.timeline_enabled", True)
-        why = "it has not begun, or is an older version's" if switched else "logger.timeline_enabled is false in its recipe"
+        enabled = run.value("logger.timeline_enabled", True)
+        why = (
+            "it has not started, or an older version wrote it" if enabled else "logger.timeline_enabled is false in its recipe"
+        )
         raise RecipeError(Problem("run", "no-records", f"{run.folder} has no timeline: {why}"))
     number = request.step if request.step is not None or request.steps is None else request.steps[1]
     drawn = recording_with(recorded, number)
     step = drawn.step(number, PIXELS)
-    chosen, window = recorded if request.attempts == "all" else recorded[-1:], EVER
+    chosen, window = recorded if request.attempts == "all" else recorded[-1:], ALL_TIME
     if request.steps:
         chosen = [recording_with(recorded, request.steps[0])]
         window = chosen[0].window(*request.steps)

@@ -65,7 +65,7 @@ def test_a_container_that_did_not_start_is_named_with_the_words_of_its_first_nod
     head, *said = container_failure(run_dir(attempt), attempt)
     assert head == (
         "the container of the generate component did not start (cluster.generate.container_image: /images/generate.sqsh);"
-        " pyxis says:"
+        " pyxis reports:"
     )
     assert said == [f"  {each}" for each in words]
 

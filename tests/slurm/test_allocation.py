@@ -179,7 +179,7 @@ RAY_SUB = {
 
 
 def test_what_means_the_same_becomes_overrides(tmp_path):
-    overrides, lines = ray_sub.understood(RAY_SUB, ["recipe=x"])
+    overrides, lines = ray_sub.translated(RAY_SUB, ["recipe=x"])
     recipe = config.inspect(str(write_recipe(tmp_path)), overrides).recipe
     for component in (recipe.cluster.train, recipe.cluster.generate):
         assert component.container_image == "/images/nemo rl.sqsh"
@@ -190,17 +190,17 @@ def test_what_means_the_same_becomes_overrides(tmp_path):
 
 
 def test_the_command_line_goes_before_the_environment(tmp_path):
-    overrides, _ = ray_sub.understood(RAY_SUB, ["cluster.train.container_image=/mine.sqsh", "cluster.generate={nodes: 2}"])
+    overrides, _ = ray_sub.translated(RAY_SUB, ["cluster.train.container_image=/mine.sqsh", "cluster.generate={nodes: 2}"])
     names = [override.partition("=")[0] for override in overrides]
     assert "cluster.train.container_image" not in names and "cluster.train.container_mounts" in names
     assert not any(name.startswith("cluster.generate") for name in names)
 
 
 def test_what_means_nothing_here_is_said_in_a_line():
-    overrides, lines = ray_sub.understood({"COMMAND": "uv run x.py", "BASE_LOG_DIR": "/logs", "CPUS_PER_WORKER": "64"}, [])
+    overrides, lines = ray_sub.translated({"COMMAND": "uv run x.py", "BASE_LOG_DIR": "/logs", "CPUS_PER_WORKER": "64"}, [])
     assert overrides == []
     assert [line.partition(":")[0] for line in lines] == ["CPUS_PER_WORKER", "COMMAND", "BASE_LOG_DIR"]
-    assert ray_sub.understood({"PATH": "/bin"}, ["recipe=x"]) == ([], [])
+    assert ray_sub.translated({"PATH": "/bin"}, ["recipe=x"]) == ([], [])
 
 
 def test_gpus_per_node_is_of_all_components_on_shared_nodes():
@@ -208,6 +208,6 @@ def test_gpus_per_node_is_of_all_components_on_shared_nodes():
     shared = ["recipe=llama8b_grpo", "cluster.share_nodes=true", *halves]
     assert ray_sub.shares_nodes(shared) and not ray_sub.shares_nodes(["recipe=llama8b_grpo"])
     assert not ray_sub.shares_nodes(["recipe=nowhere"])
-    overrides, lines = ray_sub.understood({"GPUS_PER_NODE": "8", "CPUS_PER_WORKER": "96"}, ["recipe=x"], shares_nodes=True)
+    overrides, lines = ray_sub.translated({"GPUS_PER_NODE": "8", "CPUS_PER_WORKER": "96"}, ["recipe=x"], shares_nodes=True)
     assert overrides == [f"cluster.{part}.cpus_per_task=12" for part in ("train", "generate", "reward")]
     assert lines[0].startswith("GPUS_PER_NODE: not used")

@@ -158,7 +158,7 @@ def test_an_image_that_a_node_cannot_start_ends_the_job_at_once(cluster, here, m
     assert "the generate component failed" in said
     assert (
         "the container of the generate component did not start (cluster.generate.container_image: "
-        f"{here}/generate image.sqsh); pyxis says:\n  container start failed with error code: 1\n"
+        f"{here}/generate image.sqsh); pyxis reports:\n  container start failed with error code: 1\n"
     ) in said
     assert "train image.sqsh" not in said.partition("the run failed")[2]
 
