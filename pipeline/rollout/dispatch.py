@@ -97,7 +97,7 @@ class Dispatcher:
     def receive(self, block: bool = True) -> None:
         """Take in what has come; with `block` wait until something does. Raises RuntimeError if too many episodes failed."""
         begun = time.perf_counter()
-        while self._engines[0].receive(block=block):  # of any engine
+        while self._engines[0].receive_replies(block=block):  # of any engine
             block = False
         self._waited_s += time.perf_counter() - begun
         for number, sent in list(self._sent.items()):

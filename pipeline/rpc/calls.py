@@ -242,7 +242,7 @@ class RpcGroup:
         self._timeouts = timeouts
         self._role = role
 
-    def receive(self, block: bool) -> bool:
+    def receive_replies(self, block: bool) -> bool:
         """Take in the messages that there are, of any component, into their futures; False if there are none and none is waited
         for."""
         if not block:

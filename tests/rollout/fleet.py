@@ -79,7 +79,7 @@ class Fleet:
         rollouts = tuple(kept.get(i, one) for i, one in enumerate(done.rollouts))
         answer.fresh.append((1, [FinishedGroup(place, RolloutGroup(prompt, rollouts))]))
 
-    def receive(self, block: bool) -> bool:
+    def receive_replies(self, block: bool) -> bool:
         if block and not self.open:
             raise AssertionError("rank 0 waits for nothing")
         if block:
@@ -96,8 +96,8 @@ class Engine:
         self.works.append(work)
         return self.fleet.add(work)
 
-    def receive(self, block: bool) -> bool:
-        return self.fleet.receive(block)
+    def receive_replies(self, block: bool) -> bool:
+        return self.fleet.receive_replies(block)
 
     def drain(self) -> Answer:
         self.fleet.drained += 1

@@ -229,7 +229,7 @@ class Engine:
         self._replies.append(Reply(self._driver.rollout(work)))
         return self._replies[-1]
 
-    def receive(self, block: bool) -> bool:
+    def receive_replies(self, block: bool) -> bool:
         if block:
             self._driver.work(lambda: any(reply.later.unsent for reply in self._replies))
         return block

@@ -96,7 +96,7 @@ def check(generate: RpcGroup, gate: Path) -> None:
     future = generate.rollout(work(0, prompts(3), samples=2, max_turns=2))
     came = []
     while len(came) < 2:
-        generate.receive(block=True)
+        generate.receive_replies(block=True)
         came += future.take()
     assert [rank for rank, _ in came] == [1, 1] and not future.done  # the leader's
     assert sorted(finished.place for _, part in came for finished in part) == [1, 2]

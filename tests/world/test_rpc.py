@@ -130,17 +130,17 @@ def job(tmp_path):
 def test_parts_come_as_they_are_put_and_other_verbs_between_them(job):
     remote, role, _, _ = job
     count = remote.count(3)
-    assert remote.receive(block=True)
+    assert remote.receive_replies(block=True)
     assert count.take() == [(1, [0])] and count.take() == [] and not count.done
     role.go.release()
-    remote.receive(block=True)
+    remote.receive_replies(block=True)
     assert count.take() == [(1, [1])]
     assert remote.ask("between").result() == ["BETWEEN"]
     role.go.release(2)
     assert count.result() == [[2, 3]]  # what was not taken
     assert [number for _, part in count.take() for number in part] == [2, 3]
     assert count.done and role.done == ["1", "between", "2", "3"]
-    assert not remote.receive(block=False)
+    assert not remote.receive_replies(block=False)
 
 
 def test_what_was_put_before_a_reply_comes_before_it(job):
@@ -151,7 +151,7 @@ def test_what_was_put_before_a_reply_comes_before_it(job):
         time.sleep(0.01)
     asked = remote.ask("now")
     while not asked.done:
-        remote.receive(block=True)
+        remote.receive_replies(block=True)
     assert [number for _, part in count.take() for number in part] == [0, 1]
     role.go.release()
     count.result()
