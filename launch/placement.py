@@ -1,11 +1,11 @@
-"""Choose the GPUs of this machine that a local run takes, where its recipe gives no `gpus_per_node`.
+"""Place a local run's ranks on this machine's GPUs, if its recipe sets no `gpus_per_node`.
 
-The first that the machine has enough GPUs for, and that fits the recipe's layout and batches:
-    apart        a GPU for each rank
-    colocated    train and generate ranks take turns on the same GPUs; a reward model is served by the train ranks, and
-                 asynchronous rollouts are made between the steps
-    smaller      the same with fewer ranks, and training alone with fewer ranks
-What the command line gives is not changed. Without GPUs, or with a torch for CPUs alone, the ranks run on CPUs.
+The first placement that the machine has enough GPUs for, and that fits the recipe's layout and batches:
+    separate     a GPU for each rank
+    colocated    train and generate ranks use the same GPUs in turn; the train ranks serve a reward model, and rollouts are
+                 synchronous
+    smaller      colocated with fewer ranks, or training alone with fewer ranks
+Keys of the command line never change. Without GPUs, or with a CPU build of torch, the ranks run on CPUs.
 """
 
 from __future__ import annotations
@@ -28,49 +28,49 @@ Changes = dict[str, Any]
 """Values by dotted key."""
 
 
-def placed(loaded: Loaded) -> Loaded:
-    """Return the recipe with this machine's GPUs for its ranks, and a note that names the keys that do so."""
-    asks = any(key.startswith("cluster.") and key.endswith(".gpus_per_node") for key in loaded.origins)
-    if asks or loaded.problems or not torch_has_cuda() or selection.choose(loaded.recipe).name != "local":
+def place_on_gpus(loaded: Loaded) -> Loaded:
+    """Return the recipe with this machine's GPUs for its ranks, and a note that names the changed keys."""
+    is_placed = any(key.startswith("cluster.") and key.endswith(".gpus_per_node") for key in loaded.origins)
+    if is_placed or loaded.problems or not torch_has_cuda() or selection.choose(loaded.recipe).name != "local":
         return loaded
     devices, source = gpus.usable()
     if not devices:
         return loaded
     try:
-        # Without GPUs the choice does not read the model's files, which a needed run may still have to write.
+        # Without GPUs the choice does not read the model's files, which a needed run may be still to write.
         _, choice = backend.choose(loaded.recipe)
-    except RecipeError:  # told later
+    except RecipeError:  # `prepare` reports it
         return loaded
     without = {name: replace(getattr(loaded.recipe.cluster, name), sbatch_options={}) for name in ("generate", "reward")}
-    bare = replace(loaded.recipe, cluster=replace(loaded.recipe.cluster, **without))  # Slurm has no part in a local run
-    there, refused = f"{plural(len(devices), 'GPU')} by {source}", ""
+    bare = replace(loaded.recipe, cluster=replace(loaded.recipe.cluster, **without))  # a local run has no Slurm options
+    available, refused = f"{plural(len(devices), 'GPU')} according to {source}", ""
     for changes in candidates(loaded, len(devices)):
         with collected(found := []):
             recipe = config.changed(bare, changes)
             config.validate(config.with_backend(recipe, choice.backend))
         if not found:
             given = " ".join(f"{key}={str(value).lower()}" for key, value in changes.items())
-            note = f"this machine has {there}: {given}; give cluster.*.gpus_per_node to place the ranks yourself"
+            note = f"this machine has {available}: {given}; set cluster.*.gpus_per_node to place the ranks yourself"
             return replace(loaded, recipe=recipe, notes=[*loaded.notes, note])
         refused = refused or f": {found[0]}"
     key = "cluster.train.gpus_per_node"
-    told = f"the recipe fits in no way onto this machine's {there}{refused}. Try a smaller layout, or {key}=0 for CPUs"
-    return replace(loaded, problems=[Problem(key, "too-large", told)])
+    why = f"no placement of the recipe fits this machine's {available}{refused}. Try a smaller layout, or {key}=0 for CPUs"
+    return replace(loaded, problems=[Problem(key, "too-large", why)])
 
 
 def problems(recipe: Recipe) -> Iterator[Problem]:
-    """Yield a problem if only a part of the components has GPUs: some ranks would join over NCCL and some over gloo."""
+    """Yield a problem if only some components have GPUs: some ranks would use NCCL and others gloo."""
     parts = components(recipe)
     without = [name for name, part in parts.items() if not part.gpus_per_node]
     if 0 < len(without) < len(parts):
         having = ", ".join(f"cluster.{name}" for name in parts if name not in without)
         key = f"cluster.{without[0]}.gpus_per_node"
-        told = f"got 0; expected GPUs as {having} has, since all ranks join each other over NCCL. Try {key}=1"
-        yield Problem(key, "needs-gpu", told)
+        why = f"got 0; expected GPUs, as {having} has, since all ranks communicate over NCCL. Try {key}=1"
+        yield Problem(key, "needs-gpu", why)
 
 
 def notes(recipe: Recipe) -> Iterator[str]:
-    """Yield where more GPUs of a node are asked for than `recipes/hardware/` describes. Slurm, which may know, is not asked."""
+    """Yield a note for each set of nodes that needs more GPUs than `recipes/hardware/` describes. Slurm is not queried."""
     parts = components(recipe)
     for names, host in zip(groups(parts), hosts(parts).values(), strict=True):
         usual = hardware.described(host.gpu, "nvlink_gpus")
@@ -80,44 +80,44 @@ def notes(recipe: Recipe) -> Iterator[str]:
 
 
 def torch_has_cuda() -> bool:
-    """Return whether the installed torch is a build for GPUs. Its version tells; importing it takes seconds."""
+    """Return whether the installed torch is a GPU build, from its version, because its import takes seconds."""
     try:
         return not metadata.version("torch").endswith("+cpu")
     except metadata.PackageNotFoundError:
         return False
 
 
-def candidates(loaded: Loaded, there: int) -> Iterator[Changes]:
-    """Yield changes that give each rank a GPU, the best first. there: how many GPUs the machine has, at least 1."""
-    for changes in _candidates(loaded.recipe, there):
+def candidates(loaded: Loaded, available: int) -> Iterator[Changes]:
+    """Yield changes that give each rank a GPU, the best first. available: number of this machine's GPUs, at least 1."""
+    for changes in _candidates(loaded.recipe, available):
         changing = differing(loaded.recipe, changes)
         if not any(loaded.origins.get(key) == config_tree.COMMAND_LINE for key in changing):
             yield changing
 
 
 def differing(recipe: Recipe, changes: Changes) -> Changes:
-    """Return the changes that change something."""
+    """Return the changes whose value differs from the recipe's."""
     tree = config_tree.from_plain(asdict(recipe), None)
     return {key: value for key, value in changes.items() if tree.find(key).value != value}
 
 
-def _candidates(recipe: Recipe, there: int) -> Iterator[Changes]:
+def _candidates(recipe: Recipe, available: int) -> Iterator[Changes]:
     parts = components(recipe)
     per_node = {name: ranks_per_node(part) for name, part in parts.items()}
     if any(map(shares_gpus, parts.values())):
         per_node = dict.fromkeys(per_node, max(per_node.values()))
     owners = [name for name, part in parts.items() if not shares_gpus(part)]
-    if sum(parts[name].nodes * per_node[name] for name in owners) <= there:
+    if sum(parts[name].nodes * per_node[name] for name in owners) <= available:
         yield {f"cluster.{name}.gpus_per_node": count for name, count in per_node.items()}
     shared = ("train", "generate") if "generate" in parts else ("train",)
-    sharing = in_turn(recipe) if "generate" in parts else {}
-    for count in range(min(there, *(ranks(parts[name]) for name in shared)), 0, -1):
+    sharing = colocation(recipe) if "generate" in parts else {}
+    for count in range(min(available, *(ranks(parts[name]) for name in shared)), 0, -1):
         sizes = {"nodes": 1, "ranks_per_node": count, "gpus_per_node": count}
         yield {**sharing, **{f"cluster.{name}.{key}": size for name in shared for key, size in sizes.items()}}
 
 
-def in_turn(recipe: Recipe) -> Changes:
-    """Return the changes with which train and generate ranks have the same GPUs in turn."""
+def colocation(recipe: Recipe) -> Changes:
+    """Return the changes with which train and generate ranks use the same GPUs in turn."""
     changes: Changes = {"policy.generation.colocated.enabled": True, "cluster.share_nodes": False}
     changes |= {f"cluster.generate.{key}": getattr(recipe.cluster.train, key) for key in SHARED}
     if config.serves_rewards(recipe):

@@ -163,7 +163,7 @@ def run_order(name: str, overrides: list[str]) -> list[Loaded]:
                 needed = needed_recipe.inspect(need, [f"run_dir=runs/{named}"], requested, overrides)
                 if run_setup.done_step(Path(needed.recipe.run_dir)) is None:
                     add(needed, [*path, named])
-        ordered.append(placement.placed(loaded))
+        ordered.append(placement.place_on_gpus(loaded))
 
     add(requested, [config.name_of(name)])
     return ordered

@@ -1,8 +1,8 @@
-"""Write what came of runs as one HTML page: python launch/report.py run=RUN_DIR [run=RUN_DIR ...] [out=FILE]
+"""Write the report of one or several runs as an HTML page: python launch/report.py run=RUN_DIR [run=RUN_DIR ...] [out=FILE]
 
-The page has curves, phase times, a timeline, refits, lengths, samples and recipes; several runs are drawn over each other. It
-loads plotly.min.js, which is put beside it, and nothing else. Prints before and after and three samples of each run as well.
-Reads files alone: a run may be under way, or another version's.
+The page shows curves, phase times, a timeline, refits, lengths, samples and recipes; curves of several runs share a chart. It
+loads only plotly.min.js, which is written beside it. The command also prints first and last values and three samples of each
+run. It reads only files, so a run may be active, or an older version's.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from pathlib import Path
 from typing import Annotated
 
 if __name__ == "__main__":
-    sys.path[0] = str(Path(__file__).resolve().parent.parent)  # in place of launch/: whether or not the package is installed
+    sys.path[0] = str(Path(__file__).resolve().parent.parent)  # replaces launch/, so that no installed package is needed
 
-from launch import command_line
+from launch import command_line, console
 from launch.command_line import Key
 from launch.pages import rollouts
 from launch.pages.chart import Chart, figures
@@ -28,7 +28,7 @@ from launch.pages.html import Html, tag
 from launch.pages.overview import moment, overview
 from launch.pages.recipes import recipes
 from launch.pages.timeline import timelines
-from launch.run_folder import RunFolder
+from launch.run_folder import Columns, RunFolder
 from launch.run_state import RunState, states
 from launch.units import size
 
@@ -39,17 +39,19 @@ PRINTED = ("val/accuracy", "val/loss", "train/reward")
 class ReportRequest:
     """The command line."""
 
-    run: Annotated[list[Path], Key("RUN_DIR", "a run folder, once for each run", bare=True)]
+    run: Annotated[list[Path], Key("RUN_DIR", "a run folder; once for each run", bare=True)]
     out: Annotated[
         Path | None, Key("FILE", "the page; default: RUN_DIR/report.html of one run, report.html here of several")
     ] = None
 
 
 def main(arguments: list[str]) -> int:
+    """Run the command, and return its exit status."""
     return command_line.run(__doc__, ReportRequest, execute, arguments)
 
 
 def execute(request: ReportRequest) -> int:
+    """Print a summary of each run, and write the page. Raises RecipeError."""
     folders = list(dict.fromkeys(request.run))
     runs = [RunFolder.at(folder) for folder in folders]
     labelled = [LabelledRun(run, label, run.metrics()) for run, label in zip(runs, labels(folders), strict=True)]
@@ -60,12 +62,12 @@ def execute(request: ReportRequest) -> int:
     out.write_text(text, encoding="utf-8")
     print(f"report: {out} ({size(len(text.encode()))})")
     if out.is_file() and not add_plotly(out.parent):
-        print("warning: the report's charts are not drawn: plotly is not installed", file=sys.stderr)
+        print("warning: the report has no charts, because plotly is not installed", file=sys.stderr)
     return 0
 
 
 def labels(folders: Sequence[Path]) -> list[str]:
-    """Return the folders' names, with as many of the names above them as are needed to tell them apart."""
+    """Return the folders' names, with as many parent folders as make them distinct."""
     for parts in range(1, max(len(folder.parts) for folder in folders) + 1):
         found = ["/".join(folder.parts[-parts:]) for folder in folders]
         if len(set(found)) == len(found):
@@ -77,7 +79,7 @@ def labels(folders: Sequence[Path]) -> list[str]:
 
 
 def page(labelled: Sequence[LabelledRun], of: Sequence[RunState]) -> str:
-    """Return the HTML of runs in these states."""
+    """Return the HTML page of runs and their states."""
     names = [each.label for each in labelled]
     written = tag("p", f"Written {moment(time.time())} from what the run folders held then.", class_="note")
     sections = [section for section in _sections(labelled, of) if section.content]
@@ -85,7 +87,7 @@ def page(labelled: Sequence[LabelledRun], of: Sequence[RunState]) -> str:
 
 
 def _sections(labelled: Sequence[LabelledRun], of: Sequence[RunState]) -> Iterator[Section]:
-    """Yield all sections; those of which the runs have nothing are empty."""
+    """Yield all sections. A section without data is empty."""
     curves = Curves(labelled)
     sampled = rollouts.read([each.run.folder for each in labelled])
     names = [each.label for each in labelled]
@@ -105,13 +107,15 @@ def _sections(labelled: Sequence[LabelledRun], of: Sequence[RunState]) -> Iterat
     yield Section("Curves", grid(main), "Lines: training; circles: validation; flags on the step axis: restarts.")
     for group in curves.groups():
         yield Section(group.capitalize(), grid(curves.take(rf"{group}/" if group != "other" else "")))
-    yield Section("Time", grid([*phases, *speed]), "rest: what is left of time/step without its parts.")
+    yield Section("Time", grid([*phases, *speed]), "rest: time/step without its phases.")
     drawn = timelines([each.run for each in labelled], names)
-    yield Section("Timeline", [*drawn, *grid(idle)], "Of the last step that ended; launch/timeline.py draws any.")
-    yield Section("Staleness", grid(ages), "Age: steps between its weights and the step.")
-    compared = "the busiest rank's rate, of what cluster.network allows it; ranks that share GPUs use gloo, not that network"
+    yield Section("Timeline", [*drawn, *grid(idle)], "Of the last completed step; launch/timeline.py draws any step.")
+    yield Section(
+        "Staleness", grid(ages), "Age: steps between the weights that generated a token and the step that trains on it."
+    )
+    compared = "the busiest rank's rate, as a fraction of cluster.network; ranks that share GPUs use gloo instead"
     yield Section("Refit", grid(refit), f"efficiency: {compared}.")
-    yield Section("Lengths and rewards", grid([*lengths, *spread]), "Bands: of the rollouts of a step.")
+    yield Section("Lengths and rewards", grid([*lengths, *spread]), "Bands: over the rollouts of a step.")
     if sampled.files:
         yield Section("Samples", [rollouts.samples(sampled)], f"{'; '.join(sampled.notes)}.")
     yield Section("Recipe" if len(labelled) == 1 else "Recipes", recipes([each.run for each in labelled], names))
@@ -121,29 +125,36 @@ def _sections(labelled: Sequence[LabelledRun], of: Sequence[RunState]) -> Iterat
 
 
 def _print(labelled: LabelledRun) -> None:
-    if not labelled.metrics.steps:
-        print(f"{labelled.run.folder}: no step yet")
-        return
-    print(f"{labelled.run.folder}: {labelled.metrics.steps[-1]:.0f} steps")
+    folder, steps = labelled.run.folder, labelled.metrics.steps
+    heading = f"{folder}: {steps[-1]:.0f} steps" if steps else f"{folder}: no step yet"
+    rows = [*_changes(labelled.metrics), *_samples(folder)] if steps else []
+    if sys.stdout.isatty():
+        console.print_rows(rows, heading=heading)
+    else:
+        print("\n".join([heading, *(f"  {label}{': ' if label else '  '}{text}" for label, text in rows)]))
+
+
+def _changes(metrics: Columns) -> Iterator[tuple[str, str]]:
+    """Yield the first and the last value of each metric of PRINTED."""
     for key in PRINTED:
-        steps, values = labelled.metrics.columns.get(key, ((), ()))
+        steps, values = metrics.columns.get(key, ((), ()))
         if len(values) > 1:
-            print(f"  {key}: {values[0]:.3f} at step {steps[0]:.0f}, {values[-1]:.3f} at step {steps[-1]:.0f}")
-    _print_samples(labelled.run.folder)
+            yield key, f"{values[0]:.3f} at step {steps[0]:.0f}, {values[-1]:.3f} at step {steps[-1]:.0f}"
 
 
-def _print_samples(run_dir: Path, count: int = 3) -> None:
+def _samples(run_dir: Path, count: int = 3) -> Iterator[tuple[str, str]]:
+    """Yield the first rollouts of the last validation, or else of the last step."""
     found = sorted((run_dir / "rollouts").glob("val_*.jsonl")) or sorted((run_dir / "rollouts").glob("step_*.jsonl"))
     if not found:
         return
-    print(f"  samples of {found[-1].name}:")
+    yield "samples of", found[-1].name
     with open(found[-1], encoding="utf-8") as file:
         for record in map(json.loads, (line for _, line in zip(range(count), file, strict=False) if line.endswith("\n"))):
-            print(f"    {_clip(record['prompt'])!r} -> {_clip(record['completion'])!r}  reward {record['reward']:g}")
+            yield "", f"{_clip(record['prompt'])!r} -> {_clip(record['completion'])!r}  reward {record['reward']:g}"
 
 
-def _clip(text: str, most: int = 200) -> str:
-    return text if len(text) <= most else f"{text[: most // 2]} ... {text[-most // 2 :]}"
+def _clip(text: str, limit: int = 200) -> str:
+    return text if len(text) <= limit else f"{text[: limit // 2]} ... {text[-limit // 2 :]}"
 
 
 if __name__ == "__main__":

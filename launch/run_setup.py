@@ -44,9 +44,9 @@ from pipeline.config import Problem, Recipe, RecipeError, paths
 from pipeline.storage import REMEDY, user_name, write_durably
 
 TRAINED = "trained.json"
-"""Holds the done.json of a complete run while the run is evaluated alone, which writes a done.json of its own."""
+"""Keeps the done.json of a complete training during an evaluation, which writes a done.json of its own."""
 GIT_S = 20.0
-"""How long git may take on a slow file system: a manifest without a commit is better than no submission."""
+"""Time limit of git on a slow file system: a manifest without a commit is better than no submission."""
 # Keys that may change when a run is continued. They say where it runs, how long, how its work is divided and what is written
 # beside it; none of them changes a step that is computed, but for the rounding of sums that are divided otherwise.
 # run_dir is here because the same folder has many spellings.
@@ -85,7 +85,10 @@ MAY_DIFFER = (
 
 
 def earlier(recipe: Recipe) -> Recipe | None:
-    """Return the recipe that this run was last submitted with. Raises RecipeError if its folder cannot be written or read."""
+    """Return the recipe of the run's last submission; None before the first.
+
+    Raises RecipeError if the run folder cannot be written or read.
+    """
     run_dir = Path(recipe.run_dir).absolute()
     _check_writable(run_dir)
     if not (path := run_dir / "recipe.yaml").exists():
@@ -93,28 +96,28 @@ def earlier(recipe: Recipe) -> Recipe | None:
     try:
         before = config.read(path)
     except (RecipeError, ValueError) as error:
-        message = f"{run_dir} holds a recipe that this version cannot read ({error}); take another folder"
+        message = f"{run_dir} holds a recipe that this version cannot read ({error}). Try another run_dir=..."
         raise _refused("unreadable", message) from None
-    backend = config.requested_backend(before.policy)  # older versions wrote one of the two keys only
+    backend = config.requested_backend(before.policy)  # older versions wrote only one of the two keys
     return config.with_backend(before, backend) if backend else before
 
 
 def check(recipe: Recipe) -> None:
     """Raise RecipeError if the recipe holds a secret, or may not be written into its run_dir.
 
-    That is another recipe's, cannot be written, or holds a checkpoint of an earlier version that cannot be resumed.
+    It may not if the folder belongs to another recipe, is not writable, or holds a checkpoint whose version cannot be resumed.
     """
     config.refuse(kept_secrets.problems(dataclasses.asdict(recipe)))
     run_dir = Path(recipe.run_dir).absolute()
     if (before := earlier(recipe)) is not None and (different := differences(before, recipe)):
-        raise _refused("run-exists", f"{run_dir} holds another recipe:\n      {_ways_on(before, recipe, different)}")
+        raise _refused("run-exists", f"{run_dir} holds another recipe:\n      {_how_to_continue(before, recipe, different)}")
     complete = Checkpoints(run_dir, "", recipe.checkpointing).all()
     if complete and (problem := version_problem(complete[-1], recipe)):
         raise RecipeError(problem)
-    if not complete and config.only_evaluates(recipe) and _has_learned(run_dir):
+    if not complete and config.only_evaluates(recipe) and _has_trained(run_dir):
         raise _refused(
             "no-checkpoint",
-            f"{run_dir} has steps in metrics.jsonl, and no checkpoint to evaluate; expected a run with checkpoints, or a new"
+            f"got {run_dir}, which has steps but no checkpoint to evaluate; expected a run with checkpoints, or a new"
             " folder. Try run_dir=runs/evaluation policy.model_name=MODEL",
         )
 
@@ -123,38 +126,38 @@ def _refused(code: str, message: str) -> RecipeError:
     return RecipeError(Problem("run_dir", code, message))
 
 
-def _ways_on(before: Recipe, now: Recipe, different: dict[str, tuple[Any, Any]]) -> str:
-    """Return the keys that differ, a line each, and what to give to go on with the run as it began."""
-    given, asked = flat(dataclasses.asdict(before)), flat(dataclasses.asdict(now))
+def _how_to_continue(before: Recipe, now: Recipe, different: dict[str, tuple[Any, Any]]) -> str:
+    """Return one line per key that differs, and the overrides that continue the run as it began."""
+    given, requested = flat(dataclasses.asdict(before)), flat(dataclasses.asdict(now))
     lines = [
-        f"{key} is {old if key in given else 'absent'} there and {new if key in asked else 'absent'} here"
+        f"{key} is {old if key in given else 'absent'} there and {new if key in requested else 'absent'} here"
         for key, (old, new) in different.items()
     ]
     kept = [shlex.quote(config.format_override(key, old)) for key, (old, _) in different.items() if key in given]
     more = [key for key in different if key not in given]
-    lines.append("Take another folder (run_dir=...), or go on as it began:")
+    lines.append("Try another folder (run_dir=...), or continue the run as it began:")
     lines += [" ".join(kept)] if kept else []
-    lines += [f"leave out {', '.join(more)}"] if more else []
+    lines += [f"without {', '.join(more)}"] if more else []
     return "\n      ".join(lines)
 
 
-def _has_learned(run_dir: Path) -> bool:
+def _has_trained(run_dir: Path) -> bool:
     return any(line["step"] > 0 for line in metrics.read(run_dir / "metrics.jsonl"))
 
 
 def _check_writable(run_dir: Path) -> None:
     existing = next(path for path in (run_dir, *run_dir.parents) if path.exists() or path.is_symlink())
     if not existing.is_dir():
-        raise _refused("not-a-folder", f"{run_dir} cannot be a folder: {existing} is not one; give another run_dir=...")
+        raise _refused("not-a-folder", f"{run_dir} cannot be a folder, because {existing} is a file. Try another run_dir=...")
     if not os.access(existing, os.W_OK | os.X_OK) or os.statvfs(existing).f_flag & os.ST_RDONLY:
-        why = f"{run_dir} cannot be written: {getpass.getuser()} may not write in {existing}; give another run_dir=..."
+        why = f"{run_dir} cannot be written: {getpass.getuser()} may not write in {existing}. Try another run_dir=..."
         raise _refused("permission-denied", why)
 
 
 def differences(before: Recipe, now: Recipe) -> dict[str, tuple[Any, Any]]:
-    """Return key -> (value before, value now) of the keys that must not differ and do, in the order of the schema.
+    """Return key -> (value before, value now) of the keys that changed and must not, in the order of the schema.
 
-    Paths that lead to the same place from the run folder do not differ: all of it may have been moved.
+    Equal paths relative to the run folder count as equal, because the whole tree may have been moved.
     """
     old, new = flat(dataclasses.asdict(before)), flat(dataclasses.asdict(now))
     moved, here = _from_run_folder(before, old), _from_run_folder(now, new)
@@ -168,7 +171,7 @@ def differences(before: Recipe, now: Recipe) -> dict[str, tuple[Any, Any]]:
 
 
 def _from_run_folder(recipe: Recipe, flat: dict[str, Any]) -> dict[str, Any]:
-    """Return the same with paths relative to the run folder."""
+    """Return the values with paths relative to the run folder."""
     folder = Path(recipe.run_dir).absolute()
 
     def relative(value: Any) -> Any:
@@ -180,7 +183,7 @@ def _from_run_folder(recipe: Recipe, flat: dict[str, Any]) -> dict[str, Any]:
 
 
 def flat(value: Any, prefix: str = "") -> dict[str, Any]:
-    """Return dotted key -> value of nested mappings. An empty mapping is a value."""
+    """Flatten nested mappings to dotted key -> value. An empty mapping is a value."""
     if not isinstance(value, dict) or not value:
         return {prefix: value}
     found: dict[str, Any] = {}
@@ -190,14 +193,14 @@ def flat(value: Any, prefix: str = "") -> dict[str, Any]:
 
 
 def live_job(run_dir: Path) -> RunJob | None:
-    """Return the job that still writes into this folder. Raises RecipeError if it cannot be asked for."""
+    """Return the job that still writes into this folder; None if there is none. Raises RecipeError if that is unknown."""
     record = read_record(run_dir)
-    if record is None or (record.executor, record.job_id) == ("slurm", batch_job()):  # then of an earlier start of this job
+    if record is None or (record.executor, record.job_id) == ("slurm", batch_job()):  # an earlier start of this job wrote it
         return None
     if record.executor == "slurm" and (why := slurm_client.unreachable()):
         raise _refused(
             "unreachable",
-            f"{run_dir} was last written by Slurm job {record.job_id}, and whether that has ended cannot be asked: {why}. Try"
+            f"Slurm job {record.job_id} was the last to write into {run_dir}, and whether it has ended is unknown: {why}. Try"
             f" again where a controller answers, or, if the job has ended, delete {run_dir}/job.json",
         )
     job = record.attach(run_dir)
@@ -208,17 +211,18 @@ def live_job(run_dir: Path) -> RunJob | None:
 def refuse_live(run_dir: Path) -> None:
     """Raise RecipeError if a job still writes into this folder."""
     if job := live_job(run_dir):
-        follow = f"follow it with `python launch/submit.py follow={run_dir}`, cancel it, or take another folder"
-        raise _refused("in-use", f"{job.name()} is still writing into {run_dir}; {follow}")
+        follow = f"Try `python launch/submit.py follow={run_dir}`, cancel the job, or another run_dir=..."
+        raise _refused("in-use", f"{job.name()} still writes into {run_dir}. {follow}")
 
 
 @contextlib.contextmanager
 def locked(run_dir: Path) -> Iterator[None]:
-    """Create the folder if need be and hold it while a job is submitted; what is written meanwhile only we may change.
+    """Create the folder if necessary, and lock it during a submission. Files written meanwhile are writable by us alone.
 
-    Raises RecipeError if a job or a submission has it, if it is another user's, or if its disk takes nothing.
+    Raises RecipeError if a job or another submission uses the folder, if it belongs to another user, or if its disk is full or
+    fails.
     """
-    with contextlib.suppress(OSError):  # told below
+    with contextlib.suppress(OSError):  # reported below
         run_dir.parent.mkdir(parents=True, exist_ok=True)
     before = os.umask(0o022)
     os.umask(before | 0o022)
@@ -236,34 +240,35 @@ def locked(run_dir: Path) -> Iterator[None]:
             raise
         raise _refused(
             "unwritable",
-            f"{error.filename or run_dir} cannot be written: {error.strerror}; {REMEDY[error.errno]}. No job was left behind;"
-            " the same command tries again",
+            f"{error.filename or run_dir} cannot be written: {error.strerror}; {REMEDY[error.errno]}. No job was submitted. Try"
+            " the same command again",
         ) from error
     finally:
         os.umask(before)
 
 
 def _make_private(run_dir: Path) -> None:
-    """Create the folder and submitit/ in it, in which only we may write.
+    """Create the folder and its submitit/, writable by us alone.
 
-    Raises RecipeError if either or a link to it is another user's, or if something in the folder is: whoever could write there
-    before may have left a link, or a folder in which he still can. What is root's is taken for ours, but not the folder itself.
+    Raises RecipeError if one of them, a link to it or an entry of the folder belongs to another user. Somebody who could write
+    there before may have created a link, or a folder that is still writable for them. Entries of root are trusted, but the
+    folder itself must be ours.
     """
     for folder in (run_dir, run_dir / "submitit"):
         folder.mkdir(mode=0o700, exist_ok=True)
         status, link = folder.stat(), folder.lstat()
         if status.st_uid != os.geteuid() or not _trusted(link):
             owner = user_name(link.st_uid if _trusted(status) else status.st_uid)
-            raise _refused("permission-denied", f"{folder} belongs to {owner}, not to you; give another run_dir=...")
+            raise _refused("permission-denied", f"{folder} belongs to {owner}, not to you. Try another run_dir=...")
         mode = stat.S_IMODE(status.st_mode)
         if mode & 0o022:
             folder.chmod(mode & ~0o022)
-            print(f"# {folder}: others could write there ({mode:04o}); that is taken back, since ranks load code from it")
+            print(f"# {folder}: its mode was {mode:04o}; others may no longer write there, because ranks load code from it")
     for path in run_dir.iterdir():
         with contextlib.suppress(FileNotFoundError):  # a job that still writes here renames its files
             if not _trusted(status := path.lstat()):
                 owner = f"belongs to {user_name(status.st_uid)}, not to you, and the run would use it"
-                raise _refused("permission-denied", f"{path} {owner}; delete it, or give another run_dir=...")
+                raise _refused("permission-denied", f"{path} {owner}. Try to delete it, or another run_dir=...")
 
 
 def _trusted(status: os.stat_result) -> bool:
@@ -271,10 +276,10 @@ def _trusted(status: os.stat_result) -> bool:
 
 
 def _make_secret(path: Path) -> None:
-    """Write 32 random bytes in hex, by which the run's ranks know each other.
+    """Write 32 random bytes in hex, with which the run's ranks authenticate each other.
 
-    A secret that only we could read is kept: an attempt derives its own key from it, and a node that has read it lately may not
-    see a new one at once.
+    An existing secret is kept if only we could read it. Each attempt derives its own key from it, and a node that has cached
+    the file may see a new one late.
     """
     with contextlib.suppress(FileNotFoundError):
         status = path.lstat()
@@ -285,7 +290,7 @@ def _make_secret(path: Path) -> None:
 
 
 def done_step(run_dir: Path) -> int | None:
-    """Return the step at which training was complete, if it is; an evaluation alone completes none."""
+    """Return the step at which training was complete; None if it is not. An evaluation does not complete training."""
     for path in (run_dir / TRAINED, run_dir / "done.json"):
         if path.exists() and not (record := json.loads(path.read_text())).get("evaluation"):
             return record["step"]
@@ -293,12 +298,12 @@ def done_step(run_dir: Path) -> int | None:
 
 
 def ended_well(run_dir: Path) -> bool:
-    """Return whether the last submission, of training or of an evaluation alone, has reached its end."""
+    """Return whether the last submission, a training or an evaluation, is complete."""
     return (run_dir / "done.json").exists()
 
 
 def prepare(recipe: Recipe, run_dir: Path, script: str) -> None:
-    """Write what will run, and remove what says that it has ended. Call it under `locked`, before a submission."""
+    """Write the recipe and the batch script, and remove done.json. Call it within `locked`, before a submission."""
     write_durably(run_dir / "recipe.yaml", config.to_yaml(recipe))
     write_durably(run_dir / "batch.sh", script)
     if config.only_evaluates(recipe) and done_step(run_dir) is not None:
@@ -310,7 +315,7 @@ def prepare(recipe: Recipe, run_dir: Path, script: str) -> None:
 
 
 def append_manifest(run_dir: Path, executor: str, job_id: str, command: list[str]) -> None:
-    """Add an entry for a submission, so that a result can be traced to what made it."""
+    """Add an entry for a submission to manifest.json, so that results can be traced to their code and command."""
     path = run_dir / "manifest.json"
     entries = json.loads(path.read_text()) if path.exists() else []
     entry = {
@@ -329,7 +334,7 @@ def append_manifest(run_dir: Path, executor: str, job_id: str, command: list[str
 
 
 def _git() -> dict[str, Any] | None:
-    """Return the commit of the code and whether it was changed since; None outside a Git checkout, or if Git takes too long."""
+    """Return the commit of the code and whether it has changes; None outside a Git checkout, or if Git takes too long."""
 
     def git(*args: str) -> str | None:
         try:
@@ -343,7 +348,7 @@ def _git() -> dict[str, Any] | None:
 
 
 def _version(package: str) -> str | None:
-    """Return the version installed here; None if the package is only in the containers. vllm may be its CPU build."""
+    """Return the version installed here; None if only the containers have the package. vllm may be its CPU build."""
     for name in (package, f"{package}-cpu"):
         try:
             return metadata.version(name)

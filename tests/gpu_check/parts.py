@@ -153,7 +153,7 @@ def _judge_run(name: str, status: int, output: str, run: Path) -> Result:
     if status or not (run / "done.json").exists():
         return Result(name, FAILED, f"submit.py ended with status {status}")
     lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    placed = re.findall(r"this machine has .*?: (.*?); give cluster", output)
+    placed = re.findall(r"this machine has .*?: (.*?); set cluster", output)
     times = [line["time/step"] for line in lines if "time/step" in line]
     return Result(name, PASSED, *placed[:1], numbers={"steps": len(times), "last step, s": times[-1]})
 

@@ -78,7 +78,7 @@ def test_a_run_whose_job_cannot_be_asked_is_told_so(tmp_path, monkeypatch, capsy
     assert submit.main([f"follow={run_dir}"]) == 2
     assert "follow: the state of Slurm job 17 is unknown: " in capsys.readouterr().err
     assert submit.main([f"recipe={recipe}"]) == 2
-    assert "was last written by Slurm job 17, and whether that has ended cannot be asked" in capsys.readouterr().err
+    assert "Slurm job 17 was the last to write into" in capsys.readouterr().err
 
 
 @pytest.mark.slurm

@@ -27,7 +27,7 @@ def place(patch: pytest.MonkeyPatch, count: int, name: str, *overrides: str) -> 
     patch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     patch.setattr(gpus, "count", lambda: (count, "nvidia-smi"))
     patch.setattr(placement, "torch_has_cuda", lambda: True)
-    return placement.placed(config.inspect(name, ["cluster.executor=local", *overrides]))
+    return placement.place_on_gpus(config.inspect(name, ["cluster.executor=local", *overrides]))
 
 
 def device(environment: dict[str, str]) -> str:
@@ -85,7 +85,7 @@ def test_options_for_slurm_are_in_nobodys_way(on):
 def test_the_note_names_the_keys(on):
     (note,) = on(1, "tiny_grpo").notes
     assert note.startswith(
-        "this machine has 1 GPU by nvidia-smi: policy.generation.colocated.enabled=true cluster.generate.gpus"
+        "this machine has 1 GPU according to nvidia-smi: policy.generation.colocated.enabled=true cluster.generate.gpus"
     )
 
 
@@ -129,7 +129,10 @@ def test_a_layout_that_needs_more_gpus_is_told(on):
     loaded = on(1, "tiny_sft", "policy.megatron_cfg.enabled=true", "policy.megatron_cfg.tensor_model_parallel_size=2")
     (problem,) = loaded.problems
     assert named([problem]) == {NO_WAY}
-    assert "onto this machine's 1 GPU by nvidia-smi: policy.megatron_cfg.tensor_model_parallel_size: got" in problem.message
+    assert (
+        "fits this machine's 1 GPU according to nvidia-smi: policy.megatron_cfg.tensor_model_parallel_size: got"
+        in problem.message
+    )
 
 
 def test_a_job_of_which_a_part_has_gpus_is_refused():

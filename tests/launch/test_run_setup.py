@@ -147,7 +147,7 @@ def test_all_other_keys_are_named_in_the_schemas_order_with_what_keeps_them(load
     lines = [line.strip() for line in str(problem).splitlines()]
     assert lines[1:3] == ["grpo.seed is 42 there and 1 here", "grpo.async_grpo.enabled is False there and True here"]
     assert f"{betas} is absent there and [0.9, 0.95] here" in lines
-    kept, left_out = lines[-2], lines[-1].removeprefix("leave out ")
+    kept, left_out = lines[-2], lines[-1].removeprefix("without ")
     assert left_out == betas
     assert sorted(shlex.split(kept)) == sorted(
         ["grpo.seed=42", f"{texts}=a b", *(key.replace("true", "false") for key in ahead)]

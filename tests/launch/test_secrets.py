@@ -126,7 +126,7 @@ def test_who_may_read_is_the_owners_choice_and_who_may_write_is_not(tmp_path, ca
     run_dir.chmod(0o770)
     with locked(run_dir):
         assert mode(run_dir) == 0o750
-    assert f"# {run_dir}: others could write there (0770)" in capsys.readouterr().out
+    assert f"# {run_dir}: its mode was 0770; others may no longer write there" in capsys.readouterr().out
 
 
 def test_a_secret_that_others_could_read_is_made_anew(tmp_path):

@@ -226,7 +226,7 @@ def test_detach_follow_and_a_second_submission(here, command):
     job = read_record(here / "run").attach(here / "run")
 
     status, _, err = command("recipe=tiny")
-    assert status == 2 and f"run_dir: local job {job.job_id} is still writing into" in err
+    assert status == 2 and f"run_dir: local job {job.job_id} still writes into" in err
     job.cancel()
     wait_until_ended(job)
     none_alive(found)
