@@ -17,7 +17,6 @@ from launch.model_shape import UnknownShape
 from launch.plan.estimate import Plan, plan
 from launch.preflight import (
     architecture,
-    custom_code,
     input_files,
     libraries,
     sandbox_support,
@@ -25,6 +24,7 @@ from launch.preflight import (
     slurm_request,
     slurm_sbatch,
     storage,
+    user_imports,
 )
 from launch.preflight import current_allocation as allocated
 from pipeline import config
@@ -193,7 +193,7 @@ def site_problems_of(
     else:
         yield from _executor_problems(recipe, chosen, notes)
     yield from sandbox_support.problems(recipe, chosen.name, notes)
-    yield from custom_code.problems(recipe, chosen.name, notes)
+    yield from user_imports.problems(recipe, chosen.name, notes)
 
 
 def folder_problems(recipe: Recipe) -> list[Problem]:

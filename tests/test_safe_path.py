@@ -7,10 +7,10 @@ from pathlib import Path
 import pytest
 
 from launch.executors import local, slurm
-from launch.preflight import custom_code
+from launch.preflight import user_imports
 from pipeline import config
 from pipeline.config import ClusterConfig, ComponentConfig
-from pipeline.environments.math import _Worker
+from pipeline.environments.math import _MathWorker
 from pipeline.rollout import environment_process
 from pipeline.store import server
 from tests.launch.model import write_recipe
@@ -26,7 +26,7 @@ def here(tmp_path, monkeypatch) -> Path:
 
 
 def test_the_worker_of_math():
-    worker = _Worker()
+    worker = _MathWorker()
     worker.wait_until_ready()
     worker.kill()
 
@@ -49,9 +49,9 @@ def test_the_probe_of_own_code(here):
     folder.mkdir()
     (folder / "mine.py").write_text("class Mine: pass\n")
     recipe = config.load(str(write_recipe(folder)))
-    named = custom_code.CodeReference("env.math.kind", "mine.Mine", "environment", "generate")
+    named = user_imports.CodeReference("env.math.kind", "mine.Mine", "environment", "generate")
     recipe.module_folders = [str(folder)]
-    assert "wrong" in custom_code._probed(recipe, [named])[named.key]
+    assert "wrong" in user_imports._probed(recipe, [named])[named.key]
 
 
 def test_ranks_and_their_controller(here):

@@ -10,7 +10,7 @@ imports torch.
       weight_files               weights are complete and readable
       disk_space                 free space for conversions and checkpoints
       container_images           images and mounts
-    custom_code                  the user's own code can be imported and has the right shape
+    user_imports                  the user's own code can be imported and has the right shape
     sandbox_support              programs that the policy writes can be sandboxed
     slurm_job                    Slurm accepts each component's request and can start all of them together
       slurm_request              the request of each component

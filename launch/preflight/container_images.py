@@ -18,7 +18,7 @@ from launch.components import components
 from launch.containers import OPTIONS
 from launch.executors.base import ROOT
 from launch.model_files import hf_home, is_inside, is_local, model_folder
-from launch.preflight import custom_code
+from launch.preflight import user_imports
 from launch.preflight.weight_files import fault_code, file_fault
 from pipeline import config
 from pipeline.config import (
@@ -248,8 +248,8 @@ def _needs(recipe: Recipe, name: str, pending: list[Path], conversions: Path) ->
         yield from _of_model(f"the tokenizer of {key}", key, config.reward_model_policy(recipe).tokenizer.name, pending)
     if name == "train":
         yield from _of_data(recipe)
-    for code in custom_code.named(recipe):
-        if code.component == name and (folder := custom_code.folder_of(code.path, recipe)):
+    for code in user_imports.named(recipe):
+        if code.component == name and (folder := user_imports.folder_of(code.path, recipe)):
             yield RequiredPath(f"the module of {code.key}", folder)
     if name != "generate" and uses_megatron(recipe.policy):
         yield RequiredPath("the folder of Megatron checkpoints", conversions, written=True)

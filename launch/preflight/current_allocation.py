@@ -85,7 +85,7 @@ def problems(recipe: Recipe, job_id: str, notes: list[str]) -> Iterator[Problem]
     found = [problem for request, nodes in zip(asked, given, strict=True) for problem in _against(allocation, request, nodes)]
     yield from found
     if found:
-        has = f"Slurm job {job_id} has {_has(allocation)}. Try an allocation that would do: `{command(recipe)}`; or"
+        has = f"Slurm job {job_id} has {_has(allocation)}. Try an allocation that would do: `{salloc_command(recipe)}`; or"
         yield Problem("cluster.executor", "over-limit", f"{has} cluster.executor=slurm, which submits a job of its own")
         return
     notes.append(f"runs in Slurm job {job_id}, within its time limit and not cluster.time_min")
@@ -131,7 +131,7 @@ def _has(allocation: Allocation) -> str:
     return ", then ".join(told) or "no nodes"
 
 
-def command(recipe: Recipe) -> str:
+def salloc_command(recipe: Recipe) -> str:
     """Return the salloc that gets what a recipe asks for."""
     asked = (shlex.join(allocation_options(host)) for host in hosts(components(recipe)).values())
     return f"salloc --time={recipe.cluster.time_min} {' : '.join(asked)}"

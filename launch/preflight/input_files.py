@@ -284,7 +284,7 @@ def _check_name(key: str, name: str | None) -> Iterator[Problem]:
     if name in GENERATED_DATASETS or (name not in NAMED_DATASETS and Path(name).is_dir()):
         return
     if is_dotted_path(name) and not Path(name).exists():
-        return  # launch/preflight/custom_code.py looks at it
+        return  # launch/preflight/user_imports.py looks at it
     repository = NAMED_DATASETS[name].repository if name in NAMED_DATASETS else name
     if _is_cached(repository):
         return

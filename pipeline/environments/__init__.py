@@ -1,0 +1,16 @@
+"""Environments judge the policy's answers and reply to them until an episode ends.
+
+    base            the Environment protocol, Outcome, and the base class of built-in environments; start here
+    registry        build the environments of a recipe
+    custom          the user's own classes and reward functions
+    exact_match, multiple_choice, math, dapo_math    compare the answer with the expected one
+    math_worker     the process that runs math-verify
+    code, code_tests    run the answer on the tests of a programming task
+    llm_judge, reward_model    score the answer with a model
+    sliding_puzzle  a game of several turns
+    tools, tool, tool_calls    episodes with tool calls, the Tool protocol, and formats of calls
+    calculator, python_tool    built-in tools
+    verifiers, verifiers_bridge    tasksets of the `verifiers` package
+
+To add one, derive from `base.BuiltinEnvironment` and add a line to KINDS in `pipeline/config/environments.py`.
+"""

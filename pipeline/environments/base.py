@@ -1,11 +1,11 @@
-"""The interface of environments, which judge what the policy says, and answer it.
+"""The interface of environments, which judge the policy's answers and reply to them.
 
-An episode begins with `reset` and a prompt; the policy speaks, `step` judges and perhaps answers, and so on until an outcome
-has no observation, or the episode has no more turns or tokens. Its reward is the sum over its turns.
+An episode begins with `reset` and a prompt. The policy answers, and `step` judges the answer and may reply. The episode ends
+with an outcome without an observation, or when it has no more turns or tokens. Its reward is the sum over its turns.
 
-A policy learns to break its judge if that pays. So a failure that an answer can cause makes the answer a wrong one, and the
-episode's reward 0: what `step` raises, a step that outlasts its time, a process that ends while it judges. Only a failure that
-no answer can cause leaves an episode out: what `reset` raises, which has not seen the answer, and `Unjudged`.
+A policy learns to break its judge if that pays. So a failure that an answer can cause makes the answer wrong and the episode's
+reward 0: an exception of `step`, a step that exceeds its time, a process that ends while it judges. Only a failure that no
+answer can cause drops the episode: an exception of `reset`, which has not seen the answer, and `Unjudged`.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ if TYPE_CHECKING:
 
 
 class Unjudged(RuntimeError):
-    """The answer was not judged, and not through its own doing: a service is gone, the task has no expected answer."""
+    """The answer was not judged, and no answer can be the cause: a service is down, or the task has no expected answer."""
 
 
 class ProcessStuck(RuntimeError):
-    """Nothing can end the calls that hang in this process; another must replace it. caused_by_answer: an answer hangs it."""
+    """Calls hang and nothing can end them, so another process must replace this one. caused_by_answer: an answer hangs it."""
 
     def __init__(self, why: str, caused_by_answer: bool = False) -> None:
         super().__init__(why)
@@ -40,36 +40,39 @@ class Outcome:
     """The result of one turn."""
 
     reward: float = 0.0
-    metrics: dict[str, float] = field(default_factory=dict)  # the last turn's are the episode's; a step reports their means
-    observation: dict[str, str] | None = None  # what the policy is told: {"role", "content"}; None: the episode is over
+    metrics: dict[str, float] = field(default_factory=dict)  # those of the last turn count; a step reports their means
+    observation: dict[str, str] | None = None  # reply to the policy: {"role", "content"}; None: the episode ends
 
 
 class Environment(Protocol):
-    """One object serves all episodes of its kind on an engine. To derive from it gives what is not abstract here.
+    """One object serves all episodes of its environment on an engine. Derive from it to inherit what is not abstract.
 
-    It runs in threads of a process beside the engine; of the engine's own with policy.generation.environment_process=false. A
-    `step` that raises, takes longer than `env.<name>.timeout_s` or ends the process makes its answer a wrong one. A step that
-    outlasts its time should end itself, as nothing else can end a thread.
+    It runs in threads of a process beside the engine, or of the engine with policy.generation.environment_process=false. A
+    `step` that raises, takes longer than `env.<name>.timeout_s` or ends the process makes its answer wrong. A step should end
+    by itself within its time, since nothing else can end a thread.
     """
 
-    workers: int = 1  # how many episodes may be in `reset` or `step` at once; 1: one at a time
+    workers: int = 1
+    """Episodes that may be in `reset` or `step` at the same time."""
 
     def reset(self, prompt: Prompt) -> Any:
-        """Begin an episode: all that `step` is to know of it, and may change. The prompt itself, if nothing more is needed."""
+        """Begin an episode and return its state, which `step` gets and may change. By default the prompt is the state."""
         return prompt
 
     @abstractmethod
     def step(self, episode: Any, text: str) -> Outcome:
-        """Judge what the policy said, and answer. May take seconds, and may be called from any thread.
+        """Judge the policy's text and reply. May take seconds; called from any thread.
 
-        Raises Unjudged for what no answer can cause; the episode is then left out. Anything else makes the answer a wrong one.
+        Raises Unjudged for failures that no answer can cause; the episode is then dropped. Other exceptions make the answer
+        wrong.
         """
+        ...
 
     def close(self) -> None:
-        """End what the environment started. It is not used afterwards."""
+        """End what the environment started. No call follows."""
 
 
-# ---- environments and tools with a name of their own -------------------------------------------------------------------------
+# ---- built-in environments and tools -----------------------------------------------------------------------------------------
 
 
 @dataclass
@@ -78,57 +81,60 @@ class NoArguments:
 
 
 class Configurable:
-    """Something with a name of its own in a recipe. It describes its kwargs, so that they are checked before submission."""
+    """A built-in environment or tool. It describes its kwargs, so that they are checked before submission."""
 
     Arguments: ClassVar[type] = NoArguments
-    """A dataclass: type, range, default and meaning of each of the kwargs stand at its field. `judge`, if it has one, names the
-    environment that judges the final answer."""
+    """A dataclass with type, range, default and description of each of the kwargs at its field.
+
+    A field `judge` names the environment that judges the final answer.
+    """
 
     @classmethod
     def check(cls, key: str, arguments: Any) -> Iterator[Problem]:
-        """Yield the problems of arguments that their fields cannot express. key: of the kwargs, such as `env.math.kwargs`."""
+        """Yield problems of arguments that their fields cannot express. key: of the kwargs, such as `env.math.kwargs`."""
         yield from ()
 
 
 @dataclass(frozen=True)
 class EnvironmentContext:
-    """All that an environment is told besides its arguments."""
+    """Everything that an environment gets besides its arguments."""
 
     timeout_s: float  # for one turn
-    workers: int | None  # turns judged at once; None: its own number
-    build: Callable[[str], Environment]  # another environment by its key under `env`, for this one alone; ValueError: none
+    workers: int | None  # turns judged at the same time; None: the environment's own default
+    build: Callable[[str], Environment]  # builds another environment by its key under `env`, not shared; raises RecipeError
 
 
 class BuiltinEnvironment(Configurable, Environment):
-    """An environment that a recipe names by one word: see KINDS in pipeline/config/environments.py."""
+    """An environment with a name in KINDS of pipeline/config/environments.py."""
 
     is_final: ClassVar[bool] = True
-    """True if this kind can judge the final answer of another environment, such as one with tools."""
+    """True if this environment can judge the final answer of another one, such as one with tools."""
 
-    def __init__(self, arguments: Any, setup: EnvironmentContext) -> None:
-        """Raises ValueError for what cannot be used here."""
+    def __init__(self, arguments: Any, context: EnvironmentContext) -> None:
+        """Raises ValueError for arguments that this machine cannot serve."""
 
     @classmethod
-    def build(cls, arguments: Any, setup: EnvironmentContext) -> Environment:
-        return cls(arguments, setup)
+    def build(cls, arguments: Any, context: EnvironmentContext) -> Environment:
+        """Return the environment for these arguments; a subclass may choose another class."""
+        return cls(arguments, context)
 
     @classmethod
     def check_answer(cls, answer: str) -> None:
-        """Raises ValueError if nothing can be judged by an expected answer."""
+        """Raise ValueError if no text can be judged by this expected answer."""
 
 
-def _not_a_pattern(pattern: str) -> str | None:
+def _pattern_error(pattern: str) -> str | None:
     try:
         groups = re.compile(pattern).groups
     except re.error as error:
-        return f"got '{pattern}', which is no regular expression: {error}"
-    return f"got '{pattern}' with {groups} groups; expected one at most, which is what counts" if groups > 1 else None
+        return f"got '{pattern}'; expected a regular expression: {error}"
+    return f"got '{pattern}' with {groups} groups; expected at most one, whose match is used" if groups > 1 else None
 
 
-Pattern = Annotated[Text, Check(_not_a_pattern)]
-"""A regular expression of which all counts, or its only group."""
+Pattern = Annotated[Text, Check(_pattern_error)]
+"""A regular expression of which the whole match is used, or that of its only group."""
 
 
-def requires_placeholder(place: str) -> Check:
-    """Return the check that a text has a place, such as `{}`, for what goes into it."""
-    return Check(lambda text: None if place in text else f"expected a text with {place} in it")
+def requires_placeholder(placeholder: str) -> Check:
+    """Return the check that a text contains a placeholder such as `{}`."""
+    return Check(lambda text: None if placeholder in text else f"expected a text with {placeholder} in it")

@@ -1,9 +1,9 @@
-"""A calculator as a tool: the value of an arithmetic expression that a model wrote, exact, in microseconds.
+"""A calculator tool: compute the exact value of an arithmetic expression that a model wrote, in microseconds.
 
-The syntax tree of the text is walked; nothing is evaluated by Python. Numbers are fractions, so that 0.1+0.2 is 0.3. There are
-bounds on the text, on the size of every number on the way and on exponents, so that no expression takes long.
+It walks the syntax tree of the text; Python evaluates nothing. Numbers are fractions, so 0.1+0.2 is 0.3. Bounds on the text, on
+the size of every intermediate number and on exponents keep every expression fast.
 
-Leaves out: names, complex numbers, all functions but sqrt and abs.
+Leaves out: variables, complex numbers, all functions but sqrt and abs.
 """
 
 from __future__ import annotations
@@ -15,14 +15,16 @@ from collections.abc import Callable
 from fractions import Fraction
 from typing import Any, ClassVar
 
+from typing_extensions import override
+
 from pipeline.environments.base import Configurable
 from pipeline.environments.tool import Tool, ToolError, ToolSession
 
 MAX_CHARACTERS = 256
 MAX_BITS = 4096  # of numerator and of denominator: about 1200 digits
-SIGNIFICANT = 12  # digits of a value that is no integer
+SIGNIFICANT = 12  # digits of a value that is not an integer
 
-READ_AS = {"^": "**", "\u00d7": "*", "\u00b7": "*", "\u00f7": "/", "\u2212": "-", "\u2013": "-"}  # typeset signs
+SIGNS = {"^": "**", "\u00d7": "*", "\u00b7": "*", "\u00f7": "/", "\u2212": "-", "\u2013": "-"}  # typeset signs
 BINARY: dict[type[ast.operator], Callable[[Fraction, Fraction], Fraction]] = {
     ast.Add: operator.add,
     ast.Sub: operator.sub,
@@ -37,16 +39,18 @@ FUNCTIONS: dict[str, Callable[[Fraction], Fraction]] = {"sqrt": lambda a: _power
 
 
 class Calculator(Configurable, Tool, ToolSession):
-    """`{"expression": "47*85"}` -> `3995`. Always ends within milliseconds."""
+    """Maps `{"expression": "47*85"}` to `3995` within milliseconds."""
 
     parameters: ClassVar = {"expression": str}
 
     def __init__(self, arguments: Any = None) -> None:
-        """Make a calculator; it has no arguments."""
+        """Ignore the arguments; a calculator has none."""
 
+    @override
     def open(self) -> ToolSession:
         return self
 
+    @override
     def call(self, arguments: dict[str, Any], timeout_s: float) -> str:
         try:
             return evaluate(arguments["expression"])
@@ -55,21 +59,21 @@ class Calculator(Configurable, Tool, ToolSession):
 
 
 def evaluate(expression: str) -> str:
-    """Return the value, as a text: an integer with all its digits, any other number rounded to SIGNIFICANT digits.
+    """Return the value as a text: an integer with all its digits, any other number rounded to SIGNIFICANT digits.
 
-    `^` is a power. Raises ValueError, saying what is wrong, for what is no expression, is not defined, or is too large.
+    `^` is a power. Raises ValueError if the text is not an expression, or its value is undefined or too large.
     """
     text = expression.strip()
     if len(text) > MAX_CHARACTERS:
         raise ValueError(f"the expression is longer than {MAX_CHARACTERS} characters")
-    for written, meant in READ_AS.items():
-        text = text.replace(written, meant)
+    for sign, operator_text in SIGNS.items():
+        text = text.replace(sign, operator_text)
     try:
         tree = ast.parse(text, mode="eval")
     except (SyntaxError, ValueError, MemoryError, RecursionError):  # ValueError: a null character
         raise ValueError(f"'{expression.strip()}' is not an arithmetic expression") from None
     try:
-        return _shown(_value(tree.body, text))
+        return _format(_value(tree.body, text))
     except ZeroDivisionError:
         raise ValueError("division by zero") from None
 
@@ -79,7 +83,7 @@ def _value(node: ast.expr, text: str) -> Fraction:
         case ast.Constant(int(number)) if not isinstance(number, bool):
             return _bounded(Fraction(number))
         case ast.Constant(float()):
-            return _bounded(_number(ast.get_source_segment(text, node)))
+            return _bounded(_number(ast.get_source_segment(text, node) or ""))
         case ast.BinOp(left, op, right) if type(op) in BINARY:
             return _bounded(BINARY[type(op)](_value(left, text), _value(right, text)))
         case ast.UnaryOp(op, operand) if type(op) in UNARY:
@@ -89,14 +93,14 @@ def _value(node: ast.expr, text: str) -> Fraction:
     raise ValueError(f"'{ast.get_source_segment(text, node)}' is not arithmetic")
 
 
-def _number(written: str) -> Fraction:
-    """Return the number of a text, not of the float that Python makes of it."""
+def _number(literal: str) -> Fraction:
+    """Return the exact value of a decimal literal, without rounding to a float."""
     try:
-        number = decimal.Decimal(written)  # of some hundred digits at most, as the text is
-    except decimal.InvalidOperation:  # an exponent that even this has not
+        number = decimal.Decimal(literal)  # MAX_CHARACTERS bounds its digits
+    except decimal.InvalidOperation:  # an exponent beyond the range of Decimal
         number = None
-    if number is None or abs(number.adjusted()) > MAX_BITS:  # 1e999999 is short to write
-        raise ValueError(f"{written} is out of range")
+    if number is None or abs(number.adjusted()) > MAX_BITS:  # 1e999999 is a short text
+        raise ValueError(f"{literal} is out of range")
     return Fraction(number)
 
 
@@ -108,7 +112,7 @@ def _power(base: Fraction, exponent: Fraction) -> Fraction:
             return Fraction(float(base) ** float(exponent))
         except OverflowError:
             raise ValueError("a number on the way is too large") from None
-    bits = max(base.numerator.bit_length(), base.denominator.bit_length()) - 1  # 2 ** bits is a bound from below
+    bits = max(base.numerator.bit_length(), base.denominator.bit_length()) - 1  # 2 ** bits is a lower bound
     if abs(exponent) * bits > MAX_BITS:
         raise ValueError("a number on the way is too large")
     return base ** int(exponent)
@@ -120,7 +124,7 @@ def _bounded(value: Fraction) -> Fraction:
     return value
 
 
-def _shown(value: Fraction) -> str:
+def _format(value: Fraction) -> str:
     if value.denominator == 1:
         return str(value.numerator)
     context = decimal.Context(prec=SIGNIFICANT)

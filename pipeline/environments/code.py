@@ -143,8 +143,8 @@ class Code(BuiltinEnvironment):
     Arguments = CodeArguments
     workers = 4
 
-    def __init__(self, arguments: CodeArguments, setup: EnvironmentContext) -> None:
-        self._all, self._timeout_s = arguments.reward == "all", OWN_SHARE * setup.timeout_s
+    def __init__(self, arguments: CodeArguments, context: EnvironmentContext) -> None:
+        self._all, self._timeout_s = arguments.reward == "all", OWN_SHARE * context.timeout_s
         self._sandbox = arguments.make_sandbox()
 
     @classmethod
@@ -243,9 +243,9 @@ class CodeInterpreter(BuiltinEnvironment):
     is_final = False
     workers = 16
 
-    def __init__(self, arguments: CodeInterpreterArguments, setup: EnvironmentContext) -> None:
+    def __init__(self, arguments: CodeInterpreterArguments, context: EnvironmentContext) -> None:
         self._terminates, self._role = arguments.terminate_on_evaluation, arguments.role
-        self._timeout_s, self._tool = OWN_SHARE * setup.timeout_s, PythonTool(arguments)
+        self._timeout_s, self._tool = OWN_SHARE * context.timeout_s, PythonTool(arguments)
 
     def reset(self, prompt: Prompt) -> CodeEpisode:
         return CodeEpisode(self._tool.open(), str(prompt.task["answer"]).strip())

@@ -1,10 +1,10 @@
-r"""Mathematical answers, judged as DAPO's authors do: what follows the text's last "Answer:" must be the expected answer.
+r"""Compare mathematical answers as DAPO's authors do: text after the last "Answer:" must equal the expected answer.
 
-Both are first put in one form and then compared character by character: fast, and made for data sets whose answers are
-integers and whose prompts ask for a last line "Answer: ...". The form is Minerva's (arXiv:2206.14858, appendix D.1) as DAPO has
-it (arXiv:2503.14476; `math_dapo` in verl, `dapo_math_verify` in NeMo-RL).
+Both are normalized and then compared character by character. This is fast, and made for data sets with integer answers and
+prompts that ask for a last line "Answer: ...". The normal form is Minerva's (arXiv:2206.14858, appendix D.1) as DAPO uses it
+(arXiv:2503.14476; `math_dapo` in verl, `dapo_math_verify` in NeMo-RL).
 
-Leaves out: whether two formulas are equal, which `math.py` judges.
+Leaves out: equality of two formulas, which `math.py` checks.
 """
 
 from __future__ import annotations
@@ -12,12 +12,14 @@ from __future__ import annotations
 import re
 from typing import TYPE_CHECKING
 
+from typing_extensions import override
+
 from pipeline.environments.base import Environment, Outcome
 
 if TYPE_CHECKING:
     from pipeline.types import Prompt
 
-READ = 300  # characters at the text's end; an "Answer:" before them does not count
+READ = 300  # characters at the end of the text; an earlier "Answer:" does not count
 ANSWER = re.compile(r"answer\s*:\s*([^\n]+)", re.IGNORECASE)
 
 REPLACED = (
@@ -32,7 +34,7 @@ REPLACED = (
     (r"\text{and}", ","),
     (r"\text{m}", r"\text{}"),
 )
-"""In this order, before REMOVED."""
+"""Replacements, in this order, before REMOVED."""
 
 WORDS = (
     "square ways integers dollars mph inches hours km units \\ldots sue points feet minutes digits cents degrees cm gm pounds"
@@ -43,7 +45,7 @@ REMOVED = (
     *(r"\text{s}", r"\text{.}", "\\text{\ns}", r"\text{}^2", r"\text{}^3", "\\text{\n}", r"\text{}"),
     *(r"\mathrm{th}", r"^\circ", r"^{\circ}", r"\;", r",\!", "{,}", '"', r"\dots"),
 )
-"""In this order: units and words of the question, then what LaTeX has of them, then spaces and marks."""
+"""Removed in this order: units and words of the question, their LaTeX forms, spaces and marks."""
 
 UNWRAPPED = (
     (re.compile(r"(.*?)(\$)(.*?)(\$)(.*)"), r"$\3$"),  # only the first formula
@@ -59,14 +61,15 @@ UNWRAPPED = (
 class DAPOMath(Environment):
     """Reward 1 if the text's answer is `prompt.task["answer"]`, else 0."""
 
+    @override
     def step(self, prompt: Prompt, text: str) -> Outcome:
         answers = ANSWER.findall(text[-READ:])
-        right = float(bool(answers) and normal(answers[-1]) == normal(prompt.task["answer"]))
+        right = float(bool(answers) and normalize(answers[-1]) == normalize(prompt.task["answer"]))
         return Outcome(right, {"accuracy": right})
 
 
-def normal(answer: str) -> str:
-    """Return the answer in the form in which it is compared."""
+def normalize(answer: str) -> str:
+    """Return an answer in the form that is compared."""
     answer = answer.split("=")[-1]
     for old, new in REPLACED:
         answer = answer.replace(old, new)

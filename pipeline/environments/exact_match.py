@@ -1,4 +1,4 @@
-"""Right if the answer is, character by character, the expected one."""
+"""Compare the answer with the expected one, character by character."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated
 
 from pydantic import Field
+from typing_extensions import override
 
 from pipeline.environments.base import BuiltinEnvironment, EnvironmentContext, Outcome, Pattern
 
@@ -16,6 +17,8 @@ if TYPE_CHECKING:
 
 @dataclass
 class ExactMatchArguments:
+    """The kwargs of `kind: exact_match`."""
+
     pattern: Annotated[
         Pattern | None,
         Field(
@@ -26,18 +29,15 @@ class ExactMatchArguments:
 
 
 class ExactMatch(BuiltinEnvironment):
-    """Compares the stripped text, or what `pattern` finds in it, with `prompt.task["answer"]`. No match is wrong."""
+    """Compares the stripped text, or the match of `pattern` in it, with `prompt.task["answer"]`. No match is wrong."""
 
     Arguments = ExactMatchArguments
 
-    def __init__(self, arguments: ExactMatchArguments, setup: EnvironmentContext) -> None:
+    def __init__(self, arguments: ExactMatchArguments, context: EnvironmentContext) -> None:
         self._pattern = re.compile(arguments.pattern) if arguments.pattern is not None else None
 
+    @override
     def step(self, prompt: Prompt, text: str) -> Outcome:
-        answer = text if self._pattern is None else self._extract(text)
-        right = float(answer is not None and answer.strip() == prompt.task["answer"].strip())
+        matches = [text] if self._pattern is None else self._pattern.findall(text)
+        right = float(bool(matches) and matches[-1].strip() == prompt.task["answer"].strip())
         return Outcome(right, {"accuracy": right})
-
-    def _extract(self, text: str) -> str | None:
-        matches = self._pattern.findall(text)
-        return matches[-1] if matches else None

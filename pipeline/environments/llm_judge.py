@@ -141,12 +141,12 @@ class LLMJudge(BuiltinEnvironment):
 
     Arguments = LLMJudgeArguments
 
-    def __init__(self, arguments: LLMJudgeArguments, setup: EnvironmentContext) -> None:
+    def __init__(self, arguments: LLMJudgeArguments, context: EnvironmentContext) -> None:
         """Raises ValueError for a key that cannot be used, and never says what it is."""
         import httpx
 
-        self.workers = setup.workers or WORKERS
-        self._arguments, self._timeout_s = arguments, setup.timeout_s
+        self.workers = context.workers or WORKERS
+        self._arguments, self._timeout_s = arguments, context.timeout_s
         self._url = f"{arguments.url.rstrip('/')}/chat/completions"
         self._prompts = [one for one in (arguments.prompt, arguments.second_prompt) if one is not None]
         self._score = re.compile(arguments.score_pattern)

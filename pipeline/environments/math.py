@@ -60,16 +60,16 @@ class Math(BuiltinEnvironment):
     Arguments = MathArguments
 
     @classmethod
-    def build(cls, arguments: MathArguments, setup: EnvironmentContext) -> Environment:
-        return DAPOMath() if arguments.math_verify_impl == "dapo_math_verify" else cls(arguments, setup)
+    def build(cls, arguments: MathArguments, context: EnvironmentContext) -> Environment:
+        return DAPOMath() if arguments.math_verify_impl == "dapo_math_verify" else cls(arguments, context)
 
-    def __init__(self, arguments: MathArguments, setup: EnvironmentContext) -> None:
-        workers = setup.workers or 1
-        self.workers, self._timeout_s = workers, setup.timeout_s
+    def __init__(self, arguments: MathArguments, context: EnvironmentContext) -> None:
+        workers = context.workers or 1
+        self.workers, self._timeout_s = workers, context.timeout_s
         # The kernel ends a worker with the thread that started it; so these threads start all, and live until `close`.
         self._starters = ThreadPoolExecutor(workers, thread_name_prefix="math")
-        self._processes: list[_Worker] = []
-        self._idle: queue.SimpleQueue[_Worker | Exception] = queue.SimpleQueue()  # in a worker's place, why there is none
+        self._processes: list[_MathWorker] = []
+        self._idle: queue.SimpleQueue[_MathWorker | Exception] = queue.SimpleQueue()  # in a worker's place, why there is none
         for _ in range(workers):
             self._starters.submit(self._start)
         started = [self._idle.get() for _ in range(workers)]
@@ -117,7 +117,7 @@ class Math(BuiltinEnvironment):
     def _start(self) -> None:
         """Ends when the worker is ready: only then can it be asked."""
         try:
-            worker = _Worker()
+            worker = _MathWorker()
         except OSError as error:
             self._idle.put(error)
             return
@@ -130,11 +130,11 @@ class Math(BuiltinEnvironment):
         else:
             self._idle.put(worker)
 
-    def _replace(self, worker: _Worker) -> None:
+    def _replace(self, worker: _MathWorker) -> None:
         self._end(worker)
         self._starters.submit(self._start)
 
-    def _end(self, worker: _Worker) -> None:
+    def _end(self, worker: _MathWorker) -> None:
         worker.kill()
         self._processes.remove(worker)
 
@@ -143,7 +143,7 @@ def _metrics(right: bool = False, timeout: bool = False, crash: bool = False) ->
     return {"accuracy": float(right), "timeout": float(timeout), "crash": float(crash)}
 
 
-class _Worker:
+class _MathWorker:
     """The process. Its error messages are on this process's stderr."""
 
     def __init__(self) -> None:

@@ -1,4 +1,4 @@
-"""Python as a tool: an interpreter in the sandbox that keeps its names from one call of an episode to the next."""
+"""A Python tool: an interpreter in the sandbox whose variables persist from one call of an episode to the next."""
 
 from __future__ import annotations
 
@@ -7,31 +7,33 @@ import struct
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
 from pydantic import Field
+from typing_extensions import override
 
 import pipeline.sandbox
 from pipeline.environments.base import Configurable
 from pipeline.environments.tool import Tool, ToolError, ToolSession
+from pipeline.sandbox.backends import SandboxChoice
 from pipeline.sandbox.guard_client import InteractiveProgram
 from pipeline.sandbox.interpreter import ANSWER
-from pipeline.sandbox.limits import BACKEND_CHOICES, ResourceLimits
+from pipeline.sandbox.limits import ResourceLimits
 from pipeline.sandbox.sandbox import Sandbox
 from pipeline.values import Check, Float, Positive, Text
 
 INTERPRETER = (Path(pipeline.sandbox.__file__).parent / "interpreter.py").read_bytes()
-LIMITS = {limit.name: limit.default for limit in dataclasses.fields(ResourceLimits)}
-START_S = 30.0  # for the interpreter to be there, besides the time of its first call
+LIMITS = ResourceLimits()
+START_S = 30.0  # to start the interpreter, on top of the time of its first call
 
 
 @dataclass(frozen=True, slots=True)
 class ExecutionResult:
-    """The result of a piece of code that ended by itself. Its texts take at most `output_bytes` together, in UTF-8."""
+    """The result of a piece of code that ended by itself. Its texts have at most `output_bytes` together, in UTF-8."""
 
     printed: str
-    value: str | None  # the text of its last expression's value; None: it does not end in one
-    error: str | None  # what it raised, with its line
+    value: str | None  # text of its last expression's value; None: it does not end in an expression
+    error: str | None  # the exception, with its line
 
 
 def _not_absolute(path: str) -> str | None:
@@ -43,28 +45,34 @@ Folder = Annotated[Text, Check(_not_absolute)]
 
 @dataclass
 class SandboxArguments:
-    """Limits are for all processes of one program together, unless they say otherwise."""
+    """The kwargs of every environment or tool that runs programs.
 
-    sandbox: Annotated[Literal[BACKEND_CHOICES], Field(description="How programs are contained.")] = BACKEND_CHOICES[0]
+    Limits hold for all processes of one program together, unless a field says otherwise.
+    """
+
+    sandbox: Annotated[SandboxChoice, Field(description="The sandbox backend.")] = "auto"
     readable: Annotated[list[Folder], Field(description="More folders that a program may read; absolute paths.")] = field(
         default_factory=list
     )
-    wall_s: Annotated[Float, Field(gt=0, description="Seconds of wall time.")] = LIMITS["wall_s"]
-    cpu_s: Annotated[Float, Field(gt=0, description="Seconds of CPU time.")] = LIMITS["cpu_s"]
-    memory_bytes: Annotated[Positive, Field(description="Bytes of memory.")] = LIMITS["memory_bytes"]
-    processes: Annotated[Positive, Field(description="Processes, with their threads.")] = LIMITS["processes"]
-    output_bytes: Annotated[Positive, Field(description="Bytes of stdout and stderr.")] = LIMITS["output_bytes"]
-    scratch_bytes: Annotated[Positive, Field(description="Bytes of all files.")] = LIMITS["scratch_bytes"]
-    scratch_files: Annotated[Positive, Field(description="Number of files.")] = LIMITS["scratch_files"]
-    open_files: Annotated[Positive, Field(description="Open files of each process.")] = LIMITS["open_files"]
+    wall_s: Annotated[Float, Field(gt=0, description="Seconds of wall time.")] = LIMITS.wall_s
+    cpu_s: Annotated[Float, Field(gt=0, description="Seconds of CPU time.")] = LIMITS.cpu_s
+    memory_bytes: Annotated[Positive, Field(description="Bytes of memory.")] = LIMITS.memory_bytes
+    processes: Annotated[Positive, Field(description="Processes, with their threads.")] = LIMITS.processes
+    output_bytes: Annotated[Positive, Field(description="Bytes of stdout and stderr.")] = LIMITS.output_bytes
+    scratch_bytes: Annotated[Positive, Field(description="Bytes of all files.")] = LIMITS.scratch_bytes
+    scratch_files: Annotated[Positive, Field(description="Number of files.")] = LIMITS.scratch_files
+    open_files: Annotated[Positive, Field(description="Open files of each process.")] = LIMITS.open_files
 
     def make_sandbox(self) -> Sandbox:
-        """Return the sandbox. Raises SandboxError, saying what to do, where code cannot be contained."""
-        return Sandbox(ResourceLimits(**{name: getattr(self, name) for name in LIMITS}), self.sandbox, tuple(self.readable))
+        """Return the sandbox. Raises SandboxError with remedies where no backend works."""
+        limits = ResourceLimits(**{limit.name: getattr(self, limit.name) for limit in dataclasses.fields(ResourceLimits)})
+        return Sandbox(limits, self.sandbox, tuple(self.readable))
 
 
 @dataclass
 class PythonArguments(SandboxArguments):
+    """The kwargs of the tool `python`."""
+
     output_bytes: Annotated[Positive, Field(description="Bytes of stdout and stderr of each call.")] = 1 << 16
     session_s: Annotated[
         Float, Field(ge=1, le=1e6, description="Seconds that an interpreter lives, with the time between its calls.")
@@ -72,7 +80,7 @@ class PythonArguments(SandboxArguments):
 
 
 class PythonTool(Configurable, Tool):
-    """The limits `wall_s` and `output_bytes` are for each call, `cpu_s` for an interpreter."""
+    """Runs Python code. The limits `wall_s` and `output_bytes` hold for each call, `cpu_s` for an interpreter."""
 
     Arguments = PythonArguments
     parameters = {"code": str}  # noqa: RUF012
@@ -82,29 +90,33 @@ class PythonTool(Configurable, Tool):
         self._sandbox, self._session_s = arguments.make_sandbox(), arguments.session_s
 
     def open(self) -> PythonSession:
-        """Return a session. It is cheap: the interpreter starts with the first call."""
+        """Return a session without starting its interpreter, which the first call does."""
         return PythonSession(self._sandbox, self._session_s)
 
 
 class PythonSession(ToolSession):
-    """An interpreter that has to be killed, for its time or its memory, is followed by a fresh one."""
+    """One episode's interpreter. If it is killed for its time or memory, the next call starts a new one."""
 
     def __init__(self, sandbox: Sandbox, session_s: float) -> None:
         self._sandbox, self._session_s = sandbox, session_s
         self._program: InteractiveProgram | None = None
 
     def call(self, arguments: dict[str, Any], timeout_s: float) -> str:
-        """Return what was printed, and the value of a last expression. Raises ToolError for what the code raised, or broke, and
-        TimeoutError.
+        """Return the printed text and the value of a last expression.
+
+        Raises ToolError for an exception of the code or the end of the interpreter, and TimeoutError.
         """
         executed = self.execute(arguments["code"], timeout_s)
-        told = executed.printed
+        printed = executed.printed
         if executed.error is not None:
-            raise ToolError(told + "\n" * bool(told and not told.endswith("\n")) + executed.error)
-        return told + (executed.value if executed.value not in (None, "None") else "")
+            raise ToolError(printed + "\n" * bool(printed and not printed.endswith("\n")) + executed.error)
+        return printed + (executed.value if executed.value not in (None, "None") else "")
 
     def execute(self, code: str, timeout_s: float) -> ExecutionResult:
-        """Raises ToolError if the interpreter does not live through it, TimeoutError, and SandboxError; all lose its names."""
+        """Run a piece of code and return its result.
+
+        Raises ToolError if the interpreter ends, TimeoutError, and SandboxError. All of them lose the variables.
+        """
         limits = self._sandbox.limits
         seconds, begun = min(limits.wall_s, timeout_s), time.monotonic()
         deadline = begun + seconds
@@ -113,27 +125,32 @@ class PythonSession(ToolSession):
                 deadline = begun + min(seconds + START_S, timeout_s)
                 argv = [self._sandbox.python, "interpreter.py", str(limits.output_bytes)]
                 self._program = self._sandbox.start(argv, {"interpreter.py": INTERPRETER}, self._session_s)
-            return self._ask(self._program, code, deadline)
+            return self._exchange(self._program, code, deadline)
         except TimeoutError:
             self.close()
             raise TimeoutError(f"the code did not end within {seconds:g} s; all names are gone") from None
-        except (EOFError, ValueError):  # it is gone, or what it says is no answer
+        except (EOFError, ValueError):  # it has ended, or its answer is malformed
             program, self._program = self._program, None
+            assert program is not None  # only `_exchange` raises these
             ended_by = program.close()
             why = f" ({ended_by})" if ended_by not in ("exit", "closed") else ""
             raise ToolError(f"the interpreter ended{why}; all names are gone") from None
 
+    @override
     def close(self) -> None:
         program, self._program = self._program, None
         if program is not None:
             program.close()
 
-    def _ask(self, program: InteractiveProgram, code: str, deadline: float) -> ExecutionResult:
-        question = code.encode(errors="replace")
-        program.send(struct.pack("<I", len(question)) + question, deadline)
+    def _exchange(self, program: InteractiveProgram, code: str, deadline: float) -> ExecutionResult:
+        request = code.encode(errors="replace")
+        program.send(struct.pack("<I", len(request)) + request, deadline)
         lengths = ANSWER.unpack(program.receive(ANSWER.size, deadline))
         most = self._sandbox.limits.output_bytes
         if min(lengths) < -1 or lengths[0] < 0 or sum(max(0, length) for length in lengths) > most:
-            raise ValueError("no answer, or too long")
-        texts = [None if length < 0 else program.receive(length, deadline).decode(errors="ignore") for length in lengths]
-        return ExecutionResult(*texts)
+            raise ValueError("the answer is malformed or too long")
+        printed = program.receive(lengths[0], deadline).decode(errors="ignore")
+        value, error = (
+            None if length < 0 else program.receive(length, deadline).decode(errors="ignore") for length in lengths[1:]
+        )
+        return ExecutionResult(printed, value, error)

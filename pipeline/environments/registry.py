@@ -11,53 +11,72 @@ from pipeline import user_code
 from pipeline.config import KINDS, EnvironmentConfig, kind_class, read_kwargs
 from pipeline.environments import custom
 from pipeline.environments.base import Environment, EnvironmentContext
+from pipeline.problems import Problem, RecipeError
 from pipeline.sandbox.limits import SandboxError
+from pipeline.values import not_a_kind
 
 Configs = dict[str, EnvironmentConfig]
-JUDGES = 16
-"""Workers of an environment of ours that judges for another one, if neither has a number."""
+JUDGE_WORKERS = 16
+"""Workers of a built-in environment that judges for another one, if neither sets a number."""
 
 
 def build(configs: Configs) -> dict[str, Environment]:
     """Return the environments by their key under `env`. A user's class is called with `kwargs`.
 
-    Raises ValueError, naming the key, for a kind that does not exist, a class that is no environment, kwargs that do not fit,
-    and where code could not be contained on this node.
+    Raises RecipeError for an unknown kind, a class that is not an environment, kwargs that do not fit, and a node on which no
+    sandbox works.
     """
     environments: dict[str, Environment] = {}
-    for name, config in configs.items():
+    for name in configs:
         try:
-            environments[name] = _build(config, configs)
-        except (TypeError, ValueError, SandboxError) as error:
+            environments[name] = _build(name, configs[name], configs)
+        except RecipeError:
             for built in environments.values():
                 built.close()
-            raise ValueError(f"env.{name} (kind {config.kind}): {error}") from error
+            raise
     return environments
 
 
-def _build(config: EnvironmentConfig, configs: Configs) -> Environment:
-    if config.kind in KINDS:
-        arguments, problems = read_kwargs("kwargs", config)
-        if problems:
-            raise ValueError("; ".join(map(str, problems)))
-        setup = EnvironmentContext(config.timeout_s, config.workers, lambda name: _for_another(config, configs, name))
-        environment = kind_class(config.kind).build(arguments, setup)
-    elif "." not in config.kind:
-        raise ValueError(f"no such kind; there are: {', '.join(KINDS)}, or the dotted path of a class or a function")
-    else:
-        environment = custom.build(user_code.load(config.kind), config.kwargs)
-    environment.workers = config.workers or getattr(environment, "workers", 1)  # a class of the user's may say nothing
+def _build(name: str, config: EnvironmentConfig, configs: Configs) -> Environment:
+    key, code = f"env.{name}", "wrong-type"
+    try:
+        if config.kind in KINDS:
+            arguments, problems = read_kwargs(f"{key}.kwargs", config)
+            if problems:
+                raise RecipeError(*problems)
+            context = EnvironmentContext(
+                config.timeout_s, config.workers, lambda judge: _build_judge(key, config, configs, judge)
+            )
+            code = "unsupported"
+            environment = kind_class(config.kind).build(arguments, context)
+        elif unknown := not_a_kind(config.kind, KINDS):
+            raise RecipeError(Problem(f"{key}.kind", "not-a-choice", unknown))
+        else:
+            environment = custom.build(_load(f"{key}.kind", config.kind), config.kwargs)
+    except RecipeError:
+        raise
+    except (TypeError, ValueError, SandboxError) as error:
+        raise RecipeError(Problem(key, code, f"kind {config.kind}: {error}")) from error
+    environment.workers = config.workers or getattr(environment, "workers", 1)  # a user's class may lack it
     return environment
 
 
-def _for_another(asking: EnvironmentConfig, configs: Configs, name: str) -> Environment:
-    """Return an environment for one that asks it: what it starts (workers, connections) is shared with nobody.
+def _load(key: str, path: str) -> object:
+    try:
+        return user_code.load(path)
+    except user_code.NotFound as error:
+        raise RecipeError(Problem(key, "not-importable", str(error))) from error
 
-    Who asks waits for it within a step. So it has no more time than that, and, if nobody says how many, as many workers; but a
-    class of the user's knows itself how many it can have.
+
+def _build_judge(key: str, config: EnvironmentConfig, configs: Configs, judge: str) -> Environment:
+    """Return an environment that judges for the one at `key`; it shares its workers and connections with nobody.
+
+    The other environment waits for it within a step. So it gets at most that environment's time and, if it sets no number, as
+    many workers. A user's class chooses its own number of workers.
     """
-    if name not in configs:
-        raise ValueError(f"judge: there is no env.{name}; one of: {', '.join(configs)}")
-    asked = configs[name]
-    workers = asked.workers or (asking.workers or JUDGES if asked.kind in KINDS else None)
-    return _build(replace(asked, workers=workers, timeout_s=min(asked.timeout_s, asking.timeout_s)), configs)
+    if judge not in configs:
+        message = f"got '{judge}'; expected one of: {', '.join(configs)}"
+        raise RecipeError(Problem(f"{key}.kwargs.judge", "not-a-choice", message))
+    own = configs[judge]
+    workers = own.workers or (config.workers or JUDGE_WORKERS if own.kind in KINDS else None)
+    return _build(judge, replace(own, workers=workers, timeout_s=min(own.timeout_s, config.timeout_s)), configs)

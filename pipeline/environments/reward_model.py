@@ -1,10 +1,10 @@
-"""A reward model as judge. It does not judge here, on a generate rank, but on rank 0's word, once all answers of a step are
-there.
-"""
+"""A reward model as judge. Its score arrives on rank 0 once all answers of a step exist, not here on a generate rank."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
+
+from typing_extensions import override
 
 from pipeline.environments.base import BuiltinEnvironment, Outcome
 
@@ -13,9 +13,10 @@ if TYPE_CHECKING:
 
 
 class RewardModelEnvironment(BuiltinEnvironment):
-    """Reward 0 for every answer. `pipeline/scoring.py` puts the model's score in its place."""
+    """Reward 0 for every answer. `pipeline/scoring.py` replaces it by the model's score."""
 
     is_final = False
 
+    @override
     def step(self, prompt: Prompt, text: str) -> Outcome:
         return Outcome(0.0)

@@ -1,9 +1,9 @@
 """The sliding puzzle as a game of several turns; boards and moves are in `pipeline/data/puzzle.py`.
 
-The policy writes a move in each turn, `<action>up</action>`: up, down, left, right (or their first letters), `slide 1 2` (the
-tile in row 1, column 2), or `view`, which shows the board and is no move. Its last action in a turn counts.
+The policy writes one action per turn, `<action>up</action>`: up, down, left, right (or their first letters), `slide 1 2` (the
+tile in row 1, column 2), or `view`, which shows the board and is not a move. The last action of a turn counts.
 
-NeMo-RL's game has the same rules and commands. Left out: its drawing of the board with a frame and numbered rows.
+NeMo-RL's game has the same rules and commands. Leaves out: its drawing of the board with a frame and numbered rows.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Literal
 
 from pydantic import Field
+from typing_extensions import override
 
 from pipeline.data import puzzle
 from pipeline.environments.base import BuiltinEnvironment, EnvironmentContext, Outcome, Pattern, requires_placeholder
@@ -26,81 +27,89 @@ INITIALS = {move[0]: move for move in puzzle.FROM}
 
 @dataclass
 class Game:
+    """The state of one episode."""
+
     board: puzzle.Board
     moves: int = 0
 
 
 @dataclass
 class SlidingPuzzleArguments:
+    """The kwargs of `kind: sliding_puzzle`."""
+
     max_moves: Annotated[Positive, Field(le=1 << 20, description="Moves after which the game is lost.")] = 50
     action_pattern: Annotated[Pattern, Field(description="Regular expression of an action, or its group if it has one.")] = (
         r"<action>([^<]*)</action>"
     )
     tells: Annotated[
-        Literal["words", "board"], Field(description='What the policy is told after a move, as NeMo-RL: "Slid tile 5 up."')
+        Literal["words", "board"],
+        Field(description='Reply after a move: words, such as "Slid tile 5 up." as in NeMo-RL, or the board.'),
     ] = "words"
-    observation: Annotated[Text, requires_placeholder("{}"), Field(description="What is around that; its place is {}.")] = (
-        "<environment>\n{}\n</environment>\n"
-    )
+    observation: Annotated[
+        Text, requires_placeholder("{}"), Field(description="Text around the reply, with {} for the reply.")
+    ] = "<environment>\n{}\n</environment>\n"
     role: Annotated[Text, Field(description="Role of that message.")] = "user"
 
 
 class SlidingPuzzle(BuiltinEnvironment):
-    """Reward 1 for the move that solves it. `prompt.task["answer"]` is the board at the start. Metrics: `accuracy`, 1 if it is
-    solved; `moves` tried, impossible ones among them; `invalid`, 1 if the last turn had no action in it.
+    """Reward 1 for the move that solves the puzzle. `prompt.task["answer"]` is the first board.
+
+    Metrics: `accuracy`, 1 if solved; `moves` tried, impossible ones included; `invalid`, 1 if the last turn had no action.
     """
 
     Arguments = SlidingPuzzleArguments
     is_final = False
     workers = 4
 
-    def __init__(self, arguments: SlidingPuzzleArguments, setup: EnvironmentContext) -> None:
+    def __init__(self, arguments: SlidingPuzzleArguments, context: EnvironmentContext) -> None:
         self._action = re.compile(arguments.action_pattern, re.IGNORECASE | re.DOTALL)
         self._arguments = arguments
 
     def reset(self, prompt: Prompt) -> Game:
-        """Raises ValueError if the task has no board."""
+        """Return the game at its first board. Raises ValueError if the task has no board."""
         return Game(puzzle.read(prompt.task["answer"]))
 
+    @override
     def step(self, game: Game, text: str) -> Outcome:
         actions = self._action.findall(text)
         if not actions:
-            return self._told(game, f"{puzzle.shown(game.board)}\n\nNo action found, so no move made.", invalid=True)
-        action = actions[-1].strip().lower()
+            return self._reply(game, f"{puzzle.shown(game.board)}\n\nNo action found, so no move made.", invalid=True)
+        action: str = actions[-1].strip().lower()
         if action == "view":
-            return self._told(game, puzzle.shown(game.board))
+            return self._reply(game, puzzle.shown(game.board))
         game.moves += 1
-        after, words = _moved(game.board, INITIALS.get(action, action))
+        after, words = _act(game.board, INITIALS.get(action, action))
         if after is not None:
             game.board = after
             if puzzle.is_solved(after):
                 return Outcome(1.0, _metrics(game, solved=True))
         if game.moves >= self._arguments.max_moves:
             return Outcome(0.0, _metrics(game))
-        return self._told(game, words)
+        return self._reply(game, words)
 
-    def _told(self, game: Game, words: str, invalid: bool = False) -> Outcome:
-        told = words if self._arguments.tells == "words" else puzzle.shown(game.board)
-        content = self._arguments.observation.replace("{}", told)
+    def _reply(self, game: Game, words: str, invalid: bool = False) -> Outcome:
+        reply = words if self._arguments.tells == "words" else puzzle.shown(game.board)
+        content = self._arguments.observation.replace("{}", reply)
         return Outcome(0.0, _metrics(game, invalid=invalid), {"role": self._arguments.role, "content": content})
 
 
-def _moved(board: puzzle.Board, action: str) -> tuple[puzzle.Board | None, str]:
-    """Return the board after an action, None if nothing moved; and what happened."""
+def _act(board: puzzle.Board, action: str) -> tuple[puzzle.Board | None, str]:
+    """Return (board after an action or None if nothing moved, description)."""
     if action in puzzle.FROM:
         after = puzzle.slid(board, action)
-        return after, f"Slid tile {_tile(board, after)} {action}." if after else f"Cannot slide {action}."
+        return after, f"Slid tile {_moved_tile(board, after)} {action}." if after else f"Cannot slide {action}."
     if place := re.fullmatch(r"slide\s+(\d{1,3})\s+(\d{1,3})", action):
         after = puzzle.slid_from(board, int(place[1]) - 1, int(place[2]) - 1)
         words = (
-            f"Slid tile {_tile(board, after)} into the empty space." if after else "No tile there is beside the empty space."
+            f"Slid tile {_moved_tile(board, after)} into the empty space."
+            if after
+            else "No tile there is beside the empty space."
         )
         return after, words
     return None, f"Unknown action; one of: {', '.join(puzzle.FROM)}, slide row column, view."
 
 
-def _tile(before: puzzle.Board, after: puzzle.Board) -> int:
-    """Return the tile that has moved."""
+def _moved_tile(before: puzzle.Board, after: puzzle.Board) -> int:
     return next(max(old, new) for rows in zip(before, after, strict=True) for old, new in zip(*rows, strict=True) if old != new)
 
 

@@ -7,29 +7,32 @@ from typing import Any, Protocol
 
 
 class ToolError(ValueError):
-    """The policy called the tool wrongly; it is told the text, and the episode goes on."""
+    """The policy called the tool wrongly. The policy gets the text, and the episode goes on."""
 
 
 class ToolSession(Protocol):
-    """A tool as one episode has it."""
+    """The state of a tool in one episode."""
 
     @abstractmethod
     def call(self, arguments: dict[str, Any], timeout_s: float) -> str:
-        """Return what the policy is told.
+        """Return the result for the policy.
 
-        Raises ToolError for a wrong call, and TimeoutError if it cannot end within `timeout_s` seconds, which the policy is
-        told too. Any other error is as one of the environment's `step`.
+        Raises ToolError for a wrong call, and TimeoutError if it cannot end within `timeout_s` seconds; the policy gets both as
+        text. Other errors count as errors of the environment's `step`.
         """
+        ...
 
     def close(self) -> None:
-        """End what the session started. An episode that is cut is not closed, only forgotten."""
+        """End what the session started. Sessions of truncated episodes are garbage-collected without `close`."""
 
 
 class Tool(Protocol):
     """One object serves all episodes of an environment on an engine, from several threads."""
 
-    parameters: dict[str, type]  # the arguments' names and types; a call has all of them, and no other
+    parameters: dict[str, type]
+    """Names and types of the arguments. A call must have all of them and no other."""
 
     @abstractmethod
     def open(self) -> ToolSession:
-        """Return the session for an episode's first call of the tool. A tool that remembers nothing may be its own session."""
+        """Return the session for an episode's first call of the tool. A stateless tool may return itself."""
+        ...

@@ -1,47 +1,58 @@
-"""Read calls of tools from a text, and tell their results: Hermes' way, and a short one for a single tool.
+"""Parse tool calls from a text and format their results: Hermes' format, and a short one for a single tool.
 
-Leaves out: other models' ways (Llama's <|python_tag|>, Mistral's [TOOL_CALLS]).
+Leaves out: other models' formats (Llama's <|python_tag|>, Mistral's [TOOL_CALLS]).
 """
 
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
+from abc import abstractmethod
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-THOUGHT_ENDS = "</think>"  # what a model thinks before it calls nothing
+from typing_extensions import override
+
+THOUGHT_ENDS = "</think>"  # calls before it, in the model's reasoning, do not count
 
 
 @dataclass(frozen=True, slots=True)
 class ToolCall:
-    """One call. error: why it cannot be carried out; then it has no name, and no arguments."""
+    """One call. error: why it cannot run; it then has no name and no arguments."""
 
     name: str = ""
-    arguments: dict[str, Any] | None = None
+    arguments: dict[str, Any] = field(default_factory=dict)
     error: str = ""
 
 
 class CallFormat(Protocol):
+    """The syntax of tool calls in the policy's text, and of their results."""
+
+    @abstractmethod
     def calls(self, text: str) -> list[ToolCall]:
-        """Return the calls in the order of the text; none: the text is the policy's final answer."""
+        """Return the calls in the order of the text; none if the text is the policy's final answer."""
+        ...
 
+    @abstractmethod
     def message(self, results: list[str]) -> dict[str, str]:
-        """Return what the policy is told, {"role", "content"}: the results in the order of the calls."""
+        """Return the observation {"role", "content"} with the results in the order of the calls."""
+        ...
 
 
-class HermesCalls:
+class HermesCalls(CallFormat):
     """`<tool_call>{"name": "calculator", "arguments": {"expression": "47*85"}}</tool_call>`, as Hermes and Qwen models write.
 
-    The results are one message of role "tool", a line or more for each; the model's chat template wraps it. How the policy
-    learns which tools there are is the prompt's matter: `tools` in policy.tokenizer.chat_template_kwargs, or a system prompt.
+    The results are one message of role "tool", one line or more for each; the model's chat template wraps it. The prompt tells
+    the policy which tools exist: `tools` in policy.tokenizer.chat_template_kwargs, or a system prompt.
     """
 
     OPEN, CLOSE = "<tool_call>", "</tool_call>"
 
+    @override
     def calls(self, text: str) -> list[ToolCall]:
         pieces = text.rpartition(THOUGHT_ENDS)[2].split(self.OPEN)[1:]
         return [self._call(piece) for piece in pieces]
 
+    @override
     def message(self, results: list[str]) -> dict[str, str]:
         return {"role": "tool", "content": "\n".join(results)}
 
@@ -51,7 +62,7 @@ class HermesCalls:
             return ToolCall(error=f"a {self.OPEN} without {self.CLOSE}")
         try:
             call = json.loads(written)
-            json.dumps(call, ensure_ascii=False).encode()  # half a surrogate pair ("\ud800") is no text
+            json.dumps(call, ensure_ascii=False).encode()  # half of a surrogate pair ("\ud800") cannot be encoded
         except (ValueError, RecursionError) as error:
             return ToolCall(error=f"not JSON: {error}")
         if not isinstance(call, dict) or not isinstance(call.get("name"), str):
@@ -62,20 +73,22 @@ class HermesCalls:
         return ToolCall(call["name"], arguments)
 
 
-class MarkedCalls:
-    """`[47*85]`: the one argument of the one tool, between two marks. What follows the closing mark is not read: a turn should
-    end there (its token in policy.generation.stop_token_ids).
+class MarkedCalls(CallFormat):
+    """`[47*85]`: the only argument of the only tool, between two marks.
 
-    reply: what is told, with {} for the result.
+    Text after the closing mark is not read; a turn should end there (its token in policy.generation.stop_token_ids). reply: the
+    observation, with {} for the result.
     """
 
     def __init__(self, tool: str, parameter: str, open: str, close: str, reply: str) -> None:
         self._tool, self._parameter, self._reply = tool, parameter, reply
         self._open, self._close = open, close
 
+    @override
     def calls(self, text: str) -> list[ToolCall]:
         written, close, _ = text.partition(self._open)[2].partition(self._close)
         return [ToolCall(self._tool, {self._parameter: written})] if close else []
 
+    @override
     def message(self, results: list[str]) -> dict[str, str]:
         return {"role": "tool", "content": self._reply.replace("{}", results[0])}

@@ -1,8 +1,8 @@
-"""Episodes in which the policy calls tools until it answers; another environment judges the answer.
+"""Episodes in which the policy calls tools until it answers; another environment judges the final answer.
 
-A turn with calls in it is answered with their results, one without is the final answer. What the policy does wrong (a call that
-is no JSON, a tool that there is not, a division by zero) it is told as `error: ...`, and so it is that a tool did not end in
-time, whether the tool says so or its thread has to be left behind. A tool that raises anything else fails the step.
+A turn with calls gets their results as its observation; a turn without calls is the final answer. Errors of the policy (a call
+that is not JSON, an unknown tool, a division by zero) and tools that do not end in time are reported to it as `error: ...`. A
+tool that raises anything else fails the step.
 
 Leaves out: calls that run at the same time.
 """
@@ -18,12 +18,12 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Annotated, Any
 
 from pydantic import Field
+from typing_extensions import override
 
 from pipeline import user_code
 from pipeline.config import schema_validation
 from pipeline.environments.base import (
     BuiltinEnvironment,
-    Configurable,
     EnvironmentContext,
     Outcome,
     ProcessStuck,
@@ -39,17 +39,19 @@ from pipeline.values import MISSING, Check, Positive, Text, not_a_kind
 if TYPE_CHECKING:
     from pipeline.types import Prompt
 
-TOOLS = {"calculator": Calculator, "python": PythonTool}
-"""Tools with a name of their own; others by dotted path."""
+TOOLS: dict[str, type[Calculator] | type[PythonTool]] = {"calculator": Calculator, "python": PythonTool}
+"""Built-in tools by name; users' tools have dotted paths."""
 WORKERS = 16
-OWN_SHARE = 0.9  # of the time left, for a tool that ends itself in time to do so before its thread is left behind
-MAX_LEFT_BEHIND = 64  # threads of calls that have not ended, on one engine; no call begins beside so many
+CALL_SHARE = 0.9  # share of the time left that a call may take; its thread is abandoned after all of it
+MAX_ABANDONED = 64  # threads of unfinished calls on one engine; no call begins beyond
 TYPES = {str: "a text", int: "a whole number", float: "a number", bool: "true or false", list: "a list", dict: "an object"}
 
 
 @dataclass
 class ToolEpisode:
-    judged: Any  # the judge's episode
+    """The state of one episode."""
+
+    judge_episode: Any
     sessions: dict[str, ToolSession] = field(default_factory=dict)  # of the tools called so far
     calls: int = 0
     errors: int = 0
@@ -57,12 +59,16 @@ class ToolEpisode:
 
 @dataclass
 class ToolConfig:
+    """One entry of the kwarg `tools`."""
+
     kind: Annotated[Text | None, Field(description="One of TOOLS, or a dotted path. null: the tool's name.")] = None
-    kwargs: Annotated[dict[str, Any], Field(description="Its arguments.")] = field(default_factory=dict)
+    kwargs: Annotated[dict[str, Any], Field(description="Arguments of the tool.")] = field(default_factory=dict)
 
 
 @dataclass
 class ToolsArguments:
+    """The kwargs of `kind: tools`."""
+
     judge: Annotated[Text, Field(description="Environment that judges the final answer.")] = MISSING
     tools: Annotated[Any, Field(description="Names, or {name: {kind, kwargs}}.")] = MISSING
     limit: Annotated[
@@ -74,27 +80,28 @@ class ToolsArguments:
 
 
 class Tools(BuiltinEnvironment):
-    """Metrics: those of the judge, `calls`, and `call_errors`, calls that were answered with an error. An episode that ends
-    before the final answer has reward 0 and `accuracy` 0.
+    """Runs tools for the policy and hands its final answer to the judge.
 
-    `timeout_s` is for all calls of one turn. There are never more workers than the judge has, so that no final answer waits
-    for the judge, which would be in its step's time.
+    Metrics: those of the judge; `calls`; `call_errors`, calls answered with an error. An episode that ends before the final
+    answer has reward 0 and `accuracy` 0. `timeout_s` covers all calls of one turn. It never has more workers than the judge, so
+    that no final answer spends its step's time waiting for the judge.
     """
 
     Arguments = ToolsArguments
     is_final = False
 
     @classmethod
-    def check(cls, key: str, arguments: ToolsArguments) -> Iterator[Problem]:
+    @override
+    def check(cls, key: str, arguments: Any) -> Iterator[Problem]:
         tools, problems = read_tools(f"{key}.tools", arguments.tools)
         yield from problems
         for name, tool in tools.items():
             yield from read_tool_kwargs(f"{key}.tools.{name}.kwargs", tool)[1] if tool.kind in TOOLS else ()
 
-    def __init__(self, arguments: ToolsArguments, setup: EnvironmentContext) -> None:
-        """Raises ValueError for more workers than the judge has."""
+    def __init__(self, arguments: ToolsArguments, context: EnvironmentContext) -> None:
+        """Build the tools and the judge. Raises ValueError for more workers than the judge has."""
         tools = {name: build_tool(tool) for name, tool in read_tools("tools", arguments.tools)[0].items()}
-        self._prepare(tools, HermesCalls(), arguments.max_calls, arguments, setup)
+        self._prepare(tools, HermesCalls(), arguments.max_calls, arguments, context)
 
     def _prepare(
         self,
@@ -102,26 +109,28 @@ class Tools(BuiltinEnvironment):
         calls: CallFormat,
         max_calls: int,
         arguments: ToolsArguments | CalculatorArguments,
-        setup: EnvironmentContext,
+        context: EnvironmentContext,
     ) -> None:
-        judge = setup.build(arguments.judge)
-        if setup.workers is not None and setup.workers > judge.workers:
-            raise ValueError(f"workers: {setup.workers} are more than the judge has, which are {judge.workers}")
-        self.workers = setup.workers or min(WORKERS, judge.workers)
+        judge = context.build(arguments.judge)
+        if context.workers is not None and context.workers > judge.workers:
+            raise ValueError(f"workers: got {context.workers}; expected at most {judge.workers}, the judge's")
+        self.workers = context.workers or min(WORKERS, judge.workers)
         self._tools, self._format, self._judge = tools, calls, judge
-        self._timeout_s, self._limit, self._max_calls = setup.timeout_s, arguments.limit, max_calls
-        self._left_behind: list[threading.Thread] = []
-        self._counting = threading.Lock()
+        self._timeout_s, self._limit, self._max_calls = context.timeout_s, arguments.limit, max_calls
+        self._abandoned: list[threading.Thread] = []
+        self._abandoned_lock = threading.Lock()
 
+    @override
     def reset(self, prompt: Prompt) -> ToolEpisode:
         return ToolEpisode(self._judge.reset(prompt))
 
+    @override
     def step(self, episode: ToolEpisode, text: str) -> Outcome:
         calls = self._format.calls(text)
         if not calls:
             for session in episode.sessions.values():
                 session.close()
-            outcome = self._judge.step(episode.judged, text)
+            outcome = self._judge.step(episode.judge_episode, text)
             return Outcome(outcome.reward, {**outcome.metrics, **_metrics(episode)}, outcome.observation)
         deadline = time.monotonic() + self._timeout_s
         results = []
@@ -130,79 +139,86 @@ class Tools(BuiltinEnvironment):
             try:
                 if number >= self._max_calls:
                     raise ToolError(f"more than {self._max_calls} calls in one turn")
-                results.append(_cut(self._answer(episode, call, deadline), self._limit))
+                results.append(_cut(self._result(episode, call, deadline), self._limit))
             except (ToolError, TimeoutError) as error:
                 episode.errors += 1
                 results.append(_cut(f"error: {error}", self._limit))
         return Outcome(0.0, {"accuracy": 0.0, **_metrics(episode)}, self._format.message(results[: self._max_calls + 1]))
 
+    @override
     def close(self) -> None:
         self._judge.close()
 
-    def _answer(self, episode: ToolEpisode, call: ToolCall, deadline: float) -> str:
+    def _result(self, episode: ToolEpisode, call: ToolCall, deadline: float) -> str:
         if call.error:
             raise ToolError(call.error)
         if call.name not in self._tools:
             raise ToolError(f"there is no tool {call.name!r}; there are: {', '.join(self._tools)}")
         tool = self._tools[call.name]
-        _check(tool.parameters, call.arguments)
+        _check_arguments(tool.parameters, call.arguments)
         left = deadline - time.monotonic()
         if left <= 0:
             raise TimeoutError(self._too_slow())
-        self._check_left_behind()
+        self._check_abandoned()
         if call.name not in episode.sessions:
             episode.sessions[call.name] = tool.open()
         answer: Future[str] = Future()
-        arguments = (episode.sessions[call.name], call, OWN_SHARE * left, answer)
-        thread = threading.Thread(target=_carry_out, args=arguments, name=f"tool {call.name}", daemon=True)
+        arguments = (episode.sessions[call.name], call, CALL_SHARE * left, answer)
+        thread = threading.Thread(target=_run_call, args=arguments, name=f"tool {call.name}", daemon=True)
         thread.start()
         try:
             return answer.result(left)
         except TimeoutError as error:
             if not answer.done():
-                del episode.sessions[call.name]  # which may be in the midst of the call still; the next one gets another
-                with self._counting:
-                    self._left_behind.append(thread)
+                del episode.sessions[call.name]  # the call may still use it; the next call gets a new session
+                with self._abandoned_lock:
+                    self._abandoned.append(thread)
             raise TimeoutError(str(error) or self._too_slow()) from None
 
-    def _check_left_behind(self) -> None:
-        """Nothing can end a thread. Raises ProcessStuck if there are too many, rather than fill the node with them."""
-        with self._counting:
-            self._left_behind = [one for one in self._left_behind if one.is_alive()]
-            if len(self._left_behind) >= MAX_LEFT_BEHIND:
-                last = self._left_behind[-1].name
-                raise ProcessStuck(f"{len(self._left_behind)} calls of tools have not ended, the last of {last}")
+    def _check_abandoned(self) -> None:
+        """Raise ProcessStuck if too many calls hang, since nothing can end their threads."""
+        with self._abandoned_lock:
+            self._abandoned = [one for one in self._abandoned if one.is_alive()]
+            if len(self._abandoned) >= MAX_ABANDONED:
+                last = self._abandoned[-1].name
+                raise ProcessStuck(f"{len(self._abandoned)} tool calls have not ended, the last of {last}")
 
     def _too_slow(self) -> str:
         return f"the tool did not answer within {self._timeout_s:g} s"
 
 
-def _empty(text: str) -> str | None:
+def _empty_error(text: str) -> str | None:
     return None if text else "expected at least one character"
 
 
 @dataclass
 class CalculatorArguments:
+    """The kwargs of `kind: calculator`."""
+
     judge: Annotated[Text, Field(description="Environment that judges the final answer.")] = MISSING
-    open: Annotated[Text, Check(_empty, "too-small"), Field(description="What begins a calculation.")] = "<calculator>"
-    close: Annotated[Text, Check(_empty, "too-small"), Field(description="What ends a calculation.")] = "</calculator>"
+    open: Annotated[Text, Check(_empty_error, "too-small"), Field(description="What begins a calculation.")] = "<calculator>"
+    close: Annotated[Text, Check(_empty_error, "too-small"), Field(description="What ends a calculation.")] = "</calculator>"
     reply: Annotated[Text, requires_placeholder("{}"), Field(description="What the policy is told; {} is the result.")] = "{}"
     limit: Annotated[Positive, Field(le=1 << 20, description="Most characters of a result.")] = 4096
 
 
 class CalculatorEnvironment(Tools):
-    """A calculator as the only tool, called once in a turn by an expression between two marks."""
+    """A calculator as the only tool, called at most once per turn with an expression between two marks."""
 
     Arguments = CalculatorArguments
-    check = Configurable.check
 
-    def __init__(self, arguments: CalculatorArguments, setup: EnvironmentContext) -> None:
+    @classmethod
+    @override
+    def check(cls, key: str, arguments: Any) -> Iterator[Problem]:
+        yield from ()
+
+    def __init__(self, arguments: CalculatorArguments, context: EnvironmentContext) -> None:
         calls = MarkedCalls("calculator", "expression", arguments.open, arguments.close, arguments.reply)
-        self._prepare({"calculator": Calculator()}, calls, 1, arguments, setup)
+        self._prepare({"calculator": Calculator()}, calls, 1, arguments, context)
 
 
 def read_tools(key: str, given: Any) -> tuple[dict[str, ToolConfig], list[Problem]]:
-    """Return the tools that kwarg `tools` at `key` describes, by the name that the policy calls, and its problems."""
+    """Return (tools by the name that the policy calls, problems) of the kwarg `tools` at `key`."""
     if isinstance(given, list) and all(isinstance(name, str) for name in given):
         given = {name: {} for name in given}
     if not isinstance(given, dict) or not given:
@@ -221,35 +237,37 @@ def read_tools(key: str, given: Any) -> tuple[dict[str, ToolConfig], list[Proble
 
 
 def build_tool(tool: ToolConfig) -> Tool:
-    """Return a tool. Raises ValueError, and SandboxError where code cannot be contained on this node."""
+    """Return a tool. Raises ValueError, and SandboxError where no sandbox works on this node."""
     if tool.kind in TOOLS:
         arguments, problems = read_tool_kwargs("kwargs", tool)
         if problems:
             raise ValueError("; ".join(map(str, problems)))
-        return TOOLS[tool.kind](arguments)
-    if "." not in tool.kind:
-        raise ValueError(f"there is no tool {tool.kind}; there are: {', '.join(TOOLS)}, or the dotted path of a class")
+        return TOOLS[str(tool.kind)](arguments)
+    if tool.kind is None or "." not in tool.kind:
+        raise ValueError(f"got tool {tool.kind}; expected one of: {', '.join(TOOLS)}, or the dotted path of a class")
     made = user_code.load(tool.kind)(**tool.kwargs)
     if lacking := [name for name in ("open", "parameters") if not hasattr(made, name)]:
-        raise ValueError(f"tool {tool.kind} has no {' and no '.join(lacking)}; see pipeline/environments/tool.py")
+        raise ValueError(
+            f"tool {tool.kind} has no {' and no '.join(lacking)}; expected a Tool of pipeline/environments/tool.py"
+        )
     return made
 
 
 def read_tool_kwargs(key: str, tool: ToolConfig) -> tuple[Any, list[Problem]]:
-    """Return the arguments of one of TOOLS, and the problems of its kwargs at `key`."""
-    kind = TOOLS[tool.kind]
+    """Return (arguments, problems) of the kwargs at `key` of one of TOOLS."""
+    kind = TOOLS[str(tool.kind)]
     arguments, problems = schema_validation.validate_mapping(kind.Arguments, key, tool.kwargs)
     return arguments, problems or list(kind.check(key, arguments))
 
 
-def _carry_out(session: ToolSession, call: ToolCall, timeout_s: float, answer: Future[str]) -> None:
+def _run_call(session: ToolSession, call: ToolCall, timeout_s: float, answer: Future[str]) -> None:
     try:
         answer.set_result(session.call(call.arguments, timeout_s))
     except BaseException as error:
         answer.set_exception(error)
 
 
-def _check(parameters: dict[str, type], arguments: dict[str, Any]) -> None:
+def _check_arguments(parameters: dict[str, type], arguments: dict[str, Any]) -> None:
     if set(arguments) != set(parameters):
         raise ToolError(f"the arguments are: {', '.join(parameters)}; not: {', '.join(arguments) or 'none'}")
     for name, kind in parameters.items():

@@ -62,7 +62,7 @@ class Verifiers(BuiltinEnvironment):
     is_final = False
     workers = 16
 
-    def __init__(self, arguments: VerifiersArguments, setup: EnvironmentContext) -> None:
+    def __init__(self, arguments: VerifiersArguments, context: EnvironmentContext) -> None:
         _check_installed()
         from pipeline.environments.verifiers_bridge import Bridge, Tasks
 
@@ -70,7 +70,7 @@ class Verifiers(BuiltinEnvironment):
             found = Tasks(arguments.taskset, arguments.config)
         except (ModuleNotFoundError, AttributeError) as error:
             raise ValueError(f"taskset: {error}") from error
-        self._bridge, self._timeout_s, self._calls = Bridge(found), setup.timeout_s, HermesCalls()
+        self._bridge, self._timeout_s, self._calls = Bridge(found), context.timeout_s, HermesCalls()
 
     def reset(self, prompt: Prompt) -> TaskEpisode:
         """Raises ValueError if the task begins otherwise than the prompt, RuntimeError if it ends before anything is asked."""

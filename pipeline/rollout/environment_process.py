@@ -301,8 +301,8 @@ class EnvironmentProcess:
         if report is None:
             return []
         if report.error:
-            kind = ValueError if report.error == "ValueError" else RuntimeError
-            told = report.message if report.error == kind.__name__ else f"{report.error}: {report.message}"
+            kind = ValueError if report.error in ("ValueError", "RecipeError") else RuntimeError
+            told = report.message if report.error in (kind.__name__, "RecipeError") else f"{report.error}: {report.message}"
             error = kind(told)
             error.add_note(f"Traceback of the environments' process:\n{report.traceback}")
             raise error

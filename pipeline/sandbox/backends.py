@@ -7,12 +7,16 @@ from __future__ import annotations
 
 import functools
 import logging
+from typing import Literal, get_args
 
 from pipeline.sandbox import cgroup, guard_client
 from pipeline.sandbox.file_system import FileSystemView, file_system_view, python
 from pipeline.sandbox.guard_client import SandboxBackend
 from pipeline.sandbox.library_path import library_folders
-from pipeline.sandbox.limits import BACKEND_CHOICES, ISOLATING_BACKENDS, GuardError, ResourceLimits, SandboxError
+from pipeline.sandbox.limits import ISOLATING_BACKENDS, GuardError, ResourceLimits, SandboxError
+
+SandboxChoice = Literal["auto", "bubblewrap", "namespaces", "none"]
+"""Values of the recipe's key `sandbox`; `choose` resolves auto."""
 
 logger = logging.getLogger(__name__)
 
@@ -45,12 +49,12 @@ LIMITS = ResourceLimits(wall_s=30.0, cpu_s=10.0, memory_bytes=1 << 28)
 
 
 def choose(choice: str, readable: tuple[str, ...] = ()) -> tuple[SandboxBackend, FileSystemView]:
-    """Return the backend for one of BACKEND_CHOICES, and the view of the file system that programs get.
+    """Return the backend for a SandboxChoice, and the view of the file system that programs get.
 
     Raises ValueError for another choice, and SandboxError with remedies if it does not work on this node.
     """
-    if choice not in BACKEND_CHOICES:
-        raise ValueError(f"sandbox: got '{choice}'; expected one of: {', '.join(BACKEND_CHOICES)}")
+    if choice not in get_args(SandboxChoice):
+        raise ValueError(f"sandbox: got '{choice}'; expected one of: {', '.join(get_args(SandboxChoice))}")
     if choice == "none":
         logger.warning("sandbox: none: programs that a model wrote run with this user's rights; only resource limits hold them")
         return SandboxBackend("none", True), FileSystemView([], [], library_folders(python()))

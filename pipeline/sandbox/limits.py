@@ -6,8 +6,6 @@ import math
 from dataclasses import dataclass, fields
 
 ISOLATING_BACKENDS = ("bubblewrap", "namespaces")
-BACKEND_CHOICES = ("auto", *ISOLATING_BACKENDS, "none")
-"""Values of the recipe's key `sandbox`; backends.py resolves `auto`."""
 
 
 class SandboxError(RuntimeError):

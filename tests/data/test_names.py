@@ -48,7 +48,7 @@ def test_a_misspelt_name():
 
 
 def test_a_users_callable():
-    """The dotted path of a callable is a valid name here. launch/preflight/custom_code.py checks that it can be imported."""
+    """The dotted path of a callable is a valid name here. launch/preflight/user_imports.py checks that it can be imported."""
     assert problems("tests.data.hub.download") == problems("no_such_package.Numbers") == []
 
 

@@ -1,4 +1,4 @@
-"""Environments of the user's own: plain functions as rewards, and what keeps a class or a function from being one."""
+"""The user's own environments: plain functions as rewards, and errors for classes and functions that do not fit."""
 
 import sys
 import types
@@ -102,13 +102,13 @@ def test_what_is_no_finite_number_is_no_reward(reward, monkeypatch):
 @pytest.mark.parametrize(
     ("thing", "kwargs", "says"),
     [
-        (many, [], "it takes many answers at once; a reward here is of one: (prompt, answer, **fields) -> float"),
-        (later, [], "it is an async function"),
-        (short, [], "it takes (answer); a reward function takes (prompt, answer, **fields)"),
-        (some_of_it, ["scal"], "it has no parameter scal for env's kwargs; it has: expected, level, scale"),
+        (many, [], "got a function of many answers; expected one of a single answer: (prompt, answer, **fields) -> float"),
+        (later, [], "got an async function"),
+        (short, [], "got parameters (answer); expected (prompt, answer, **fields)"),
+        (some_of_it, ["scal"], "got scal in env's kwargs; expected parameters of the function: expected, level, scale"),
         (Scaled, [], "kwargs do not fit Scaled(scale: float) -> None: missing a required argument: 'scale'"),
         (Scaled, ["scale", "bias"], "got an unexpected keyword argument 'bias'"),
-        (3, [], "it is a int; an environment is a class, or a function"),
+        (3, [], "got a int; expected a class, or a function"),
         (dict, [], "the class has no reset and no step and no close"),
     ],
 )

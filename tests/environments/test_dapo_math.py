@@ -1,7 +1,7 @@
 import numpy as np
 import pytest
 
-from pipeline.environments.dapo_math import READ, normal
+from pipeline.environments.dapo_math import READ, normalize
 from pipeline.types import Prompt
 from tests.environments.pooled import made
 
@@ -49,4 +49,4 @@ def test_what_follows_the_last_answer(expected: str, text: str, right: bool):
     ],
 )
 def test_the_form_in_which_answers_are_compared(answer: str, plain: str):
-    assert normal(answer) == plain
+    assert normalize(answer) == plain

@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 
 from pipeline.environments.base import Outcome, Unjudged
-from pipeline.environments.math import Math, _Worker
+from pipeline.environments.math import Math, _MathWorker
 from pipeline.sandbox import processes
 from pipeline.types import Prompt
 from tests.environments.pooled import made, outcomes
@@ -174,7 +174,7 @@ def test_any_other_error_of_a_step_costs_its_answer_alone(monkeypatch: pytest.Mo
     """Twice: neither step waits for a worker that was lost."""
     environment = start(30.0)
     with monkeypatch.context() as patch:
-        patch.setattr("pipeline.environments.math._Worker.ask", lambda *_: 1 / 0)
+        patch.setattr("pipeline.environments.math._MathWorker.ask", lambda *_: 1 / 0)
         for _ in range(2):
             with pytest.raises(ZeroDivisionError):
                 step(environment, "7", "7")
@@ -194,8 +194,8 @@ def test_any_other_error_of_a_step_costs_its_answer_alone(monkeypatch: pytest.Mo
 def test_a_worker_is_asked_only_when_it_is_ready(monkeypatch: pytest.MonkeyPatch, start):
     """Else its imports count as the time of an answer. A step that cannot wait for it longer leaves it to the next one."""
     environment = start(30.0)
-    ready, wait = threading.Event(), _Worker.wait_until_ready
-    monkeypatch.setattr(_Worker, "wait_until_ready", lambda worker: ready.wait(60) and wait(worker))
+    ready, wait = threading.Event(), _MathWorker.wait_until_ready
+    monkeypatch.setattr(_MathWorker, "wait_until_ready", lambda worker: ready.wait(60) and wait(worker))
     environment._processes[0].process.kill()
     with pytest.raises(Unjudged, match="the math worker"):
         step(environment, "7", "7")

@@ -13,7 +13,7 @@ from pipeline.environments.base import Environment, Outcome
 from pipeline.environments.code import OWN_SHARE
 from pipeline.environments.registry import build
 from pipeline.environments.tool import ToolError
-from pipeline.environments.tools import MAX_LEFT_BEHIND, Tools
+from pipeline.environments.tools import MAX_ABANDONED, Tools
 from pipeline.types import Prompt
 from tests.environments.pooled import outcomes
 
@@ -109,7 +109,7 @@ def test_what_the_policy_does_wrong_it_is_told(text: str, answer: str):
     assert metrics == {"accuracy": 0.0, "calls": 1.0, "call_errors": 1.0}
 
 
-def test_a_tool_that_hangs_is_left_behind_and_others_go_on():
+def test_a_tool_that_hangs_is_abandoned_and_others_go_on():
     tools = environment(timeout_s=0.3)
     trouble = tools._tools["trouble"]
     episode = tools.reset(PROMPT)
@@ -126,18 +126,18 @@ def test_a_tool_that_hangs_is_left_behind_and_others_go_on():
 
 
 def test_tools_that_hang_for_ever_end_as_an_error(monkeypatch: pytest.MonkeyPatch):
-    assert MAX_LEFT_BEHIND < 1000
-    monkeypatch.setattr("pipeline.environments.tools.MAX_LEFT_BEHIND", 2)
+    assert MAX_ABANDONED < 1000
+    monkeypatch.setattr("pipeline.environments.tools.MAX_ABANDONED", 2)
     tools = environment(timeout_s=0.05)
     for _ in range(2):
         told(tools, call("trouble", way="hang"))
     trouble = tools._tools["trouble"]
     for _ in range(3):
-        with pytest.raises(RuntimeError, match="2 calls of tools have not ended, the last of tool trouble"):
+        with pytest.raises(RuntimeError, match="2 tool calls have not ended, the last of tool trouble"):
             told(tools, call("trouble", way="hang"))
     assert trouble.opened == 2 and len([one for one in threading.enumerate() if one.name == "tool trouble"]) == 2
     trouble.release.set()
-    for thread in tools._left_behind:
+    for thread in tools._abandoned:
         thread.join()
     assert told(tools, call("trouble", way="hang"))[0] == "fine"
 
@@ -214,7 +214,7 @@ def test_a_judge_has_as_many_workers_as_who_asks_it(asking: int | None, judge: E
 
 
 def test_a_judge_that_cannot_be_asked_so_often_at_once():
-    with pytest.raises(ValueError, match=r"env\.tools .*: workers: 2 are more than the judge has, which are 1"):
+    with pytest.raises(ValueError, match=r"env\.tools: .*workers: got 2; expected at most 1, the judge's"):
         judged_by(EnvironmentConfig(kind=f"{__name__}.OneAtATime"), workers=2)
 
 

@@ -29,7 +29,7 @@ installed = pytest.mark.skipif(importlib.util.find_spec("verifiers") is None, re
 
 @pytest.mark.skipif(importlib.util.find_spec("verifiers") is not None, reason="the package verifiers is installed")
 def test_without_the_package_it_is_said():
-    with pytest.raises(ValueError, match=r"\(kind verifiers\): the package verifiers is not installed .*pip install"):
+    with pytest.raises(ValueError, match=r"env\.x: kind verifiers: the package verifiers is not installed .*pip install"):
         made("verifiers", taskset="gsm8k-v1")
     with pytest.raises(ValueError, match="is not installed"):
         tasks("train", 0, taskset="gsm8k-v1", size=1)
@@ -96,7 +96,7 @@ def test_a_prompt_of_another_task_is_refused(environment: Verifiers):
 
 @installed
 def test_a_taskset_that_there_is_not():
-    with pytest.raises(ValueError, match=r"env\.hub \(kind verifiers\): taskset: .*no_such_taskset"):
+    with pytest.raises(ValueError, match=r"env\.hub: kind verifiers: taskset: .*no_such_taskset"):
         build({"hub": EnvironmentConfig(kind="verifiers", kwargs={"taskset": "no_such_taskset"})})
 
 

@@ -107,7 +107,7 @@ def test_what_is_asked_of_slurm_is_asked_once(load):
     recipe = load(SHARE, *TWO_NODES)
     (request,) = requests(recipe)
     assert (request.key, request.nodes, request.ranks_per_node, request.cpus, request.gpus) == ("cluster.train", 2, 2, 6, 2)
-    assert allocated.command(recipe).count("--nodes") == 1
+    assert allocated.salloc_command(recipe).count("--nodes") == 1
     assert list(hosts(components(load()))) == ["train", "generate"]
     bare = hosts(components(load(SHARE)))["train"]
     assert bare == dataclasses.replace(load(SHARE).cluster.train, ranks_per_node=1) and bare.cpus_per_task is None

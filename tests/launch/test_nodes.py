@@ -84,7 +84,7 @@ def test_the_job_of_one_node(load, tmp_path):
     assert "--ntasks=2 --ntasks-per-node=2 --cpu-bind=none --gpus-per-node=6" in generate
     assert "CUDA_VISIBLE_DEVICES=$(cut -d, -f1-4 " in train and "CUDA_VISIBLE_DEVICES=$(cut -d, -f5-6 " in generate
     assert "HETSTEP_RANK=$((4 + SLURM_PROCID))" in generate and "hetjob" not in script
-    assert allocated.command(recipe).count("--nodes") == 1
+    assert allocated.salloc_command(recipe).count("--nodes") == 1
 
 
 def test_needs_are_added_up(load_judged):

@@ -14,6 +14,7 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -70,7 +71,7 @@ class Holding(Environment):
         self._notes = Path(notes)
 
     def step(self, prompt, text):
-        session = PythonTool(PythonArguments(sandbox="none", session_s=60.0, **LIMITS)).open()
+        session = PythonTool(PythonArguments(sandbox="none", session_s=60.0, **asdict(LIMITS))).open()
         session.execute("1", 60.0)
         pids = [os.getpid(), *processes.descendants(os.getpid())]
         (self._notes / "noting").write_text(" ".join(map(str, pids)))
@@ -213,7 +214,7 @@ def idle_deaths(folder: Path) -> None:
 def errors(folder: Path) -> None:
     """An error in building environments is raised on the rank as if they ran there."""
     fork_early()
-    with raises(ValueError, rf"env\.told \(kind {__name__}\.Deadly\): kwargs do not fit Deadly"):
+    with raises(ValueError, rf"env\.told: kind {__name__}\.Deadly: kwargs do not fit Deadly"):
         started(settings(folder, f"{__name__}.Deadly", no=1))
 
 

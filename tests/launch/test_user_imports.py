@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from launch import submit
-from launch.preflight import custom_code, input_files
+from launch.preflight import input_files, user_imports
 from launch.preflight.container_images import _needs
 from pipeline import config
 
@@ -58,14 +58,14 @@ def asked(folder, *overrides, executor="local"):
     """(problems, notes)"""
     recipe = config.inspect(str(folder / "mine.yaml"), list(overrides)).recipe
     notes = []
-    return list(map(str, custom_code.problems(recipe, executor, notes))), notes
+    return list(map(str, user_imports.problems(recipe, executor, notes))), notes
 
 
 def test_a_function_beside_the_recipe_is_found_from_anywhere(folder):
     assert asked(folder) == ([], [])
     recipe = config.inspect(str(folder / "mine.yaml")).recipe
     assert recipe.module_folders == [str(folder)]
-    assert custom_code.folder_of("rewards_of_mine.right", recipe) == folder
+    assert user_imports.folder_of("rewards_of_mine.right", recipe) == folder
     given = config.inspect(str(folder / "mine.yaml"), ["module_folders=[lib]", "env.mine.kind=a.b"]).recipe.module_folders
     assert given == [f"{os.getcwd()}/lib", str(folder), os.getcwd()]
     assert config.inspect("tiny_grpo").recipe.module_folders == []
@@ -78,7 +78,7 @@ def test_a_function_beside_the_recipe_is_found_from_anywhere(folder):
         ("env.mine.kind=rewards_of_mine.wrong", "rewards_of_mine ({folder}/rewards_of_mine.py) has no wrong"),
         ("env.mine.kind=rewards_of_mine.rigth", "({folder}/rewards_of_mine.py) has no rigth; did you mean right?"),
         ("env.mine.kind=rewards_of_mine.Scaled env.mine.kwargs.scal=1", "kwargs do not fit Scaled(scale)"),
-        ("env.mine.kind=rewards_of_mine.NoStep", "the class is abstract: it must write step"),
+        ("env.mine.kind=rewards_of_mine.NoStep", "the class is abstract; expected it to define step"),
         (
             "env.mine.kind=rewards_of_mine.level",
             "needs weight, and the records of data.train.data_path have: input, answer, level. Try a default for it",
@@ -158,7 +158,7 @@ def test_a_data_set_beside_the_recipe_is_found(folder):
 
 @pytest.mark.parametrize(("module", "why"), [("slow", "importing it takes more than 1 s"), ("leaves", "ended with status 3")])
 def test_code_that_does_not_come_back_is_noted(folder, monkeypatch, module, why):
-    monkeypatch.setattr(custom_code, "PROBE_S", 1.0 if module == "slow" else 30.0)
+    monkeypatch.setattr(user_imports, "PROBE_S", 1.0 if module == "slow" else 30.0)
     problems, (note,) = asked(folder, f"env.mine.kind={module}.right")
     assert problems == [] and why in note
 
