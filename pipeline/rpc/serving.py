@@ -56,7 +56,7 @@ class _Inbox:
             self._store.send(messaging.Subscribe([self._rank]))
             verb = ""
             while verb != STOP:
-                for message in self._store.next_mail():
+                for message in self._store.next_messages():
                     envelope = msgspec.msgpack.decode(message, type=Envelope)
                     verb = envelope.verb
                     self._come.put(envelope)

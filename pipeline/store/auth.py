@@ -1,13 +1,13 @@
-"""Who may join: an attempt's key, the proof that both ends of a connection know it, and messages that nobody else can make.
+"""Authenticate both ends of a connection by the attempt's key, and protect each message after that by an HMAC.
 
     server -> client    GREETING, server's nonce
     client -> server    client's nonce, HMAC(key, "client", both nonces)
     server -> client    HMAC(key, "server", both nonces), or REFUSED
 then messages both ways, each as: length, HMAC(the connection's key for this direction, the message's number, message), message.
 
-A proof is good for one connection, since each end has put its own nonce into it. Numbers make a message good for one place: one
-that is repeated, left out, moved or made up by somebody between the two does not verify. All of it is HMAC-SHA256 (RFC 2104).
-Left out: secrecy. Who can listen on the network reads what is sent, but not the key.
+Each end contributes a nonce, so a handshake is valid for one connection. Messages are numbered, so a message that somebody
+repeats, drops, moves or forges does not verify. All HMACs are HMAC-SHA256 (RFC 2104).
+Left out: secrecy. Whoever listens on the network reads the messages, but not the key.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ from pipeline.storage import listed, open_own
 GREETING = b"hetstep store 1\n"
 NONCE = 32
 MAC = 32
-CHALLENGE = len(GREETING) + NONCE  # bytes that the server says first
-ANSWER = NONCE + MAC  # bytes that the client says to it
+CHALLENGE = len(GREETING) + NONCE  # bytes of the server's first message
+ANSWER = NONCE + MAC  # bytes of the client's reply
 REFUSED = bytes(MAC)
 MAX_MESSAGE = 8 << 20  # bytes
-AUTH_TIMEOUT_S = 10.0  # for the whole proof
+AUTH_TIMEOUT_S = 10.0  # for the whole handshake
 
 LENGTH = struct.Struct(">I")
 HEADER = LENGTH.size + MAC
@@ -42,28 +42,30 @@ class AuthenticationError(Exception):
 
 
 class Refused(PermissionError):
-    """The server has refused the key for good. The kernel raises a plain PermissionError where a packet filter is full."""
+    """The server refused the key. Distinct from the PermissionError that a full packet filter causes."""
 
 
 def attempt_key(run_dir: Path, attempt: str, wait_s: float = 10.0) -> bytes:
-    """The key of one attempt, from the run's secret: ranks of a lost attempt cannot join the next.
+    """Return the key of one attempt, derived from the run's secret; it excludes ranks of earlier attempts.
 
-    A shared file system may show the secret late: it is waited for. Raises FileNotFoundError, PermissionError if others may
-    read it or it is a link or another user's, ValueError if it is not 32 bytes in hex.
+    Waits `wait_s` for a shared file system to show the secret. Raises FileNotFoundError, PermissionError if others may read the
+    file, or it is a link or another user's, and ValueError if it is not 32 bytes in hex.
     """
     path = run_dir / ".secret"
     deadline = time.monotonic() + wait_s
     while not listed(path):
         if time.monotonic() > deadline:
-            raise FileNotFoundError(f"there is no {path}, by which ranks prove that they belong to this run: submit it again")
+            raise FileNotFoundError(f"there is no {path}, the secret by which ranks authenticate. Try to submit the run again")
         time.sleep(0.1)
     with open(open_own(path, os.O_RDONLY)) as file:
         mode = stat.S_IMODE(os.fstat(file.fileno()).st_mode)
         if mode & 0o077:
-            raise PermissionError(f"others may read {path} (mode {mode:04o}), and so join this run: delete it and submit again")
+            raise PermissionError(
+                f"others may read {path} (mode {mode:04o}) and join this run. Try to delete it and submit again"
+            )
         secret = bytes.fromhex(file.read(1000).strip())
     if len(secret) != 32:
-        raise ValueError(f"{path} holds {len(secret)} bytes, not 32: delete it and submit again")
+        raise ValueError(f"{path}: got {len(secret)} bytes; expected 32. Try to delete it and submit again")
     return keyed_hmac(secret, b"attempt", attempt.encode())
 
 
@@ -73,7 +75,7 @@ def keyed_hmac(key: bytes, label: bytes, content: bytes) -> bytes:
 
 
 class Channel:
-    """A proven connection: makes and checks messages."""
+    """The message keys and counters of an authenticated connection."""
 
     def __init__(self, send_key: bytes, receive_key: bytes):
         self._send_key = send_key
@@ -81,7 +83,7 @@ class Channel:
         self._sent = self._received = 0
 
     def seal(self, message: bytes) -> bytes:
-        """The message with its header. Raises ValueError above MAX_MESSAGE."""
+        """Return the message with its header. Raises ValueError above MAX_MESSAGE bytes."""
         if len(message) > MAX_MESSAGE:
             raise ValueError(f"a message of {len(message)} bytes; the store takes at most {MAX_MESSAGE}")
         tag = hmac.digest(self._send_key, NUMBER.pack(self._sent) + message, "sha256")
@@ -90,23 +92,23 @@ class Channel:
 
     @staticmethod
     def length(header: bytes) -> int:
-        """Bytes of the message that follows this header. Raises AuthenticationError above MAX_MESSAGE."""
+        """Return the bytes of the message after this header. Raises AuthenticationError above MAX_MESSAGE."""
         (length,) = LENGTH.unpack_from(header)
         if length > MAX_MESSAGE:
             raise AuthenticationError(f"it announced a message of {length} bytes")
         return length
 
     def verify(self, header: bytes, message: bytes) -> bytes:
-        """The message. Raises AuthenticationError."""
+        """Return the message. Raises AuthenticationError if its HMAC is wrong."""
         expected = hmac.digest(self._receive_key, NUMBER.pack(self._received) + message, "sha256")
         if not hmac.compare_digest(header[LENGTH.size :], expected):
-            raise AuthenticationError("a message was changed, or is not of whom opened the connection")
+            raise AuthenticationError("a message was altered, or does not come from the client that opened the connection")
         self._received += 1
         return message
 
 
 def next_message(channel: Channel, buffer: bytearray) -> bytes | None:
-    """Take the first message out of what has come, if it is there to its end. Raises AuthenticationError."""
+    """Remove the first whole message from `buffer` and return it; None if there is none. Raises AuthenticationError."""
     if len(buffer) < HEADER:
         return None
     header = bytes(buffer[:HEADER])
@@ -119,19 +121,20 @@ def next_message(channel: Channel, buffer: bytearray) -> bytes | None:
 
 
 def challenge() -> bytes:
+    """Return the first message of a server: greeting and nonce."""
     return GREETING + os.urandom(NONCE)
 
 
 def answer(key: bytes, challenge: bytes) -> bytes:
-    """What the client says to the server's challenge. Raises AuthenticationError if no server of ours said it."""
+    """Return the client's reply to a challenge. Raises AuthenticationError if the greeting is wrong."""
     if not challenge.startswith(GREETING):
-        raise AuthenticationError("no store of ours answers there")
+        raise AuthenticationError("the server there is no store of a run")
     nonce = os.urandom(NONCE)
     return nonce + keyed_hmac(key, b"client", challenge + nonce)
 
 
 def accept(key: bytes, challenge: bytes, answer: bytes) -> tuple[bytes, Channel]:
-    """The server's own proof and its end of the channel. Raises AuthenticationError if the client does not know the key."""
+    """Return the server's proof and its end of the channel. Raises AuthenticationError if the client's HMAC is wrong."""
     nonce, proof = answer[:NONCE], answer[NONCE:]
     both = challenge + nonce
     if not hmac.compare_digest(proof, keyed_hmac(key, b"client", both)):
@@ -141,12 +144,12 @@ def accept(key: bytes, challenge: bytes, answer: bytes) -> tuple[bytes, Channel]
 
 
 def open_channel(key: bytes, challenge: bytes, answer: bytes, proof: bytes) -> Channel:
-    """The client's end. Raises AuthenticationError if the server does not know the key, Refused if it refused ours."""
+    """Return the client's end. Raises AuthenticationError if the server's HMAC is wrong, Refused if it refused ours."""
     if proof == REFUSED:
-        raise Refused("the store of rank 0 refuses this rank: it has another secret, or is of another attempt")
+        raise Refused("the store of rank 0 refuses this rank: its secret or its attempt is another one")
     both = challenge + answer[:NONCE]
     if not hmac.compare_digest(proof, keyed_hmac(key, b"server", both)):
-        raise AuthenticationError("what answers there does not know this attempt's secret")
+        raise AuthenticationError("the server there does not know this attempt's secret")
     return Channel(keyed_hmac(key, b"to server", both), keyed_hmac(key, b"to client", both))
 
 
@@ -154,9 +157,9 @@ def open_channel(key: bytes, challenge: bytes, answer: bytes, proof: bytes) -> C
 
 
 def connect(address: tuple[str, int], key: bytes, deadline: float) -> tuple[socket.socket, Channel]:
-    """Connect to a server and prove both ends, again and again until `deadline`, by time.monotonic().
+    """Connect to a server and authenticate both ends; retry until `deadline`, by time.monotonic().
 
-    Raises Refused if the server refuses the key, ConnectionError if the last try failed in another way.
+    Raises Refused if the server refuses the key, ConnectionError if the last try failed for another reason.
     """
     while True:
         connection, until = None, time.monotonic() + AUTH_TIMEOUT_S
@@ -172,15 +175,15 @@ def connect(address: tuple[str, int], key: bytes, deadline: float) -> tuple[sock
                 connection.close()
             if isinstance(error, Refused):
                 raise
-            if time.monotonic() > deadline:  # until then: a crowd may have pushed this one out, or the server is busy
+            if time.monotonic() > deadline:  # before that, the server may be busy or have closed this connection for newer ones
                 raise ConnectionError(f"{address[0]}:{address[1]} is not reached: {error}") from error
-            time.sleep(random.uniform(0.1, 0.3))  # thousands that were pushed out at once do not come back at once
+            time.sleep(random.uniform(0.1, 0.3))  # spread clients that were closed at the same time
 
 
 def receive(connection: socket.socket, size: int, until: float | None = None) -> bytes:
     """Return the next `size` bytes. Raises ConnectionResetError if the other end closes, TimeoutError if it is too slow.
 
-    until: by time.monotonic(), for all of them; None: the connection's own timeout, for each piece that comes.
+    until: deadline for all bytes, by time.monotonic(); None: the socket's own timeout, for each piece.
     """
     data = bytearray(size)
     rest = memoryview(data)

@@ -1,7 +1,7 @@
-"""A rank's end of the store: torch.distributed.Store over a connection that is proven at both ends (`auth.py`).
+"""A rank's connection to the store: a torch.distributed.Store whose two ends authenticate each other (`auth.py`).
 
-torch calls it from C++ by name. `get`, `set` and so on mean what they mean to torch.distributed.TCPStore, and fail with the
-same errors: DistStoreError when a wait is over, DistNetworkError when the store is gone, QueueEmptyError.
+torch calls it from C++ by name. `get`, `set` and so on have the semantics of torch.distributed.TCPStore and raise the same
+errors: DistStoreError after a timeout, DistNetworkError when the store is gone, QueueEmptyError.
 """
 
 from __future__ import annotations
@@ -14,26 +14,29 @@ from typing import Any
 
 import msgspec
 import torch.distributed as dist
+from torch._C._distributed_c10d import Store  # torch.distributed exports it without a stub
+from typing_extensions import override
 
 from pipeline.store import auth, messaging, table
 from pipeline.store.server import Address
 
-REPLY_GRACE_S = 30.0  # beyond a request's own timeout, for a store that is busy
-LONGEST_S = 1e6  # a socket knows no longer timeout
-FOREVER_S = 3e7  # a year; the watchdog bounds such waits
+REPLY_GRACE_S = 30.0  # added to a request's own timeout, for a busy store
+LONGEST_S = 1e6  # above this, a socket gets no timeout
+FOREVER_S = 3e7  # a year: the watchdog bounds such waits
 
 _encode = msgspec.msgpack.Encoder().encode
 _decode = msgspec.msgpack.Decoder(table.Reply).decode
 _decode_answers = msgspec.msgpack.Decoder(messaging.Collected).decode
 
 
-class RunStore(dist.Store):
-    """One connection. Threads take turns on it, so one that waits holds up the others: `clone` for those that wait long."""
+class RunStore(Store):
+    """One connection to the store. Threads take turns on it, so a thread that waits long should use a `clone`."""
 
     def __init__(self, address: Address, key: bytes, timeout_s: float, name: str = "the store of rank 0"):
-        """timeout_s: of connecting, and of later waits that name none. name: what errors call the other end.
+        """Connect and authenticate. name: how errors name the other end.
 
-        Raises PermissionError if the store refuses the key, DistNetworkError if it is not reached.
+        timeout_s: of connecting, and of later waits without a timeout of their own. Raises PermissionError if the store
+        refuses the key, DistNetworkError if it cannot be reached.
         """
         super().__init__()
         self.set_timeout(timedelta(seconds=timeout_s))
@@ -41,10 +44,10 @@ class RunStore(dist.Store):
         self._key = key
         self._name = name
         self._turn = threading.Lock()
-        self._clones: list[RunStore] = []  # torch holds only the C++ part of one that it asks for
-        self.process: subprocess.Popen | None = None  # the store's, on the rank that has started it
+        self._clones: list[RunStore] = []  # torch keeps only the C++ part of a clone alive
+        self.process: subprocess.Popen | None = None  # the server's, on the rank that started it
         self.relay: Address | None = None  # this node's, if it has one
-        self.relay_process: subprocess.Popen | None = None  # the relay's, on the rank that has started it
+        self.relay_process: subprocess.Popen | None = None  # the relay's, on the rank that started it
         try:
             self._socket, self._channel = auth.connect(address, key, time.monotonic() + timeout_s)
         except ConnectionError as error:
@@ -53,7 +56,7 @@ class RunStore(dist.Store):
     # ---- the connection -----------------------------------------------------------------------------------------------------
 
     def _speak(self, request: table.Request | None, replied: bool, timeout_s: float = 0.0) -> bytes:
-        """Send a request, if there is one, and wait for a reply, if one follows."""
+        """Send a request, if there is one, and return the reply, if one follows."""
         message = _encode(request) if request else None
         with self._turn:
             sealed = self._channel.seal(message) if message else b""
@@ -65,7 +68,7 @@ class RunStore(dist.Store):
                 header = auth.receive(self._socket, auth.HEADER)
                 return self._channel.verify(header, auth.receive(self._socket, self._channel.length(header)))
             except (OSError, auth.AuthenticationError) as error:
-                self._socket.close()  # or the next would read this one's answer
+                self._socket.close()  # the next request would read this reply
                 host, port = self._address
                 raise dist.DistNetworkError(f"{self._name} at {host}:{port} is gone: {error}") from error
             except BaseException:
@@ -73,28 +76,36 @@ class RunStore(dist.Store):
                 raise
 
     def _ask(self, request: table.Request, timeout_s: float = 0.0) -> Any:
-        """timeout_s: how long the store itself may wait before it answers."""
+        """Send a request and return its value. timeout_s: how long the store itself may wait before it replies."""
         reply = _decode(self._speak(request, True, timeout_s))
         if reply.error == table.TIMED_OUT:
-            what = getattr(request, "queue", None) or ", ".join(request.keys)
+            what = request.queue if isinstance(request, table.Pop) else ", ".join(getattr(request, "keys", ()))
             raise dist.DistStoreError(f"the store has no {what} after {timeout_s:g} s")
-        if reply.error == table.EMPTY:
+        if reply.error == table.EMPTY and isinstance(request, table.Pop):
             raise dist.QueueEmptyError(f"the queue {request.queue} is empty")
         if reply.error:
             raise dist.DistStoreError(f"{type(request).__name__}: {reply.error}")
         return reply.value
 
+    @property
+    def timeout_s(self) -> float:
+        """Seconds of connecting, and of waits without a timeout of their own."""
+        return self.timeout.total_seconds()  # pyright: ignore[reportAttributeAccessIssue]  # missing in torch's stub
+
     def _seconds(self, timeout: timedelta | None = None) -> float:
-        return (self.timeout if timeout is None else timeout).total_seconds()
+        return self.timeout_s if timeout is None else timeout.total_seconds()
 
-    # ---- what torch knows ---------------------------------------------------------------------------------------------------
+    # ---- torch.distributed.Store --------------------------------------------------------------------------------------------
 
+    @override
     def set(self, key: str, value: str | bytes) -> None:
         self._ask(table.Set(key, _bytes(value)))
 
+    @override
     def get(self, key: str) -> bytes:
         return self.multi_get([key])[0]
 
+    @override
     def multi_get(self, keys: list[str]) -> list[bytes]:
         timeout_s = self._seconds()
         values: list[bytes] = []
@@ -103,96 +114,113 @@ class RunStore(dist.Store):
         return values
 
     def multi_set(self, keys: list[str], values: list[str | bytes]) -> None:
+        """Set several keys in one request."""
         self._ask(table.MultiSet(keys, [_bytes(value) for value in values]))
 
+    @override
     def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:
         self._ask(table.Wait(keys, self._seconds(timeout)), self._seconds(timeout))
 
+    @override
     def add(self, key: str, amount: int) -> int:
         return self._ask(table.Add(key, amount))
 
     def append(self, key: str, value: str | bytes) -> None:
+        """Append to the value of a key, which begins empty."""
         self._ask(table.Append(key, _bytes(value)))
 
+    @override
     def compare_set(self, key: str, expected_value: str | bytes, desired_value: str | bytes) -> bytes:
         return self._ask(table.CompareSet(key, _bytes(expected_value), _bytes(desired_value)))
 
+    @override
     def check(self, keys: list[str]) -> bool:
         return self._ask(table.Check(keys))
 
+    @override
     def delete_key(self, key: str) -> bool:
         return self._ask(table.Delete(key))
 
+    @override
     def num_keys(self) -> int:
         return self._ask(table.Count())
 
+    @override
     def list_keys(self) -> list[str]:
         return self._ask(table.List())
 
+    @override
     def queue_push(self, key: str, value: str | bytes) -> None:
         self._ask(table.Push(key, _bytes(value)))
 
+    @override
     def queue_pop(self, key: str, block: bool = True) -> bytes:
         timeout_s = self._seconds() if block else 0.0
         return self._ask(table.Pop(key, timeout_s), timeout_s)
 
+    @override
     def queue_len(self, key: str) -> int:
         return self._ask(table.Length(key))
 
     def has_extended_api(self) -> bool:
+        """Return True: torch may use `append`, `multi_get`, `multi_set` and queues."""
         return True
 
     def clone(self, timeout_s: float | None = None) -> RunStore:
-        """Return another connection to the same store. timeout_s: the clone's; None: as this one's."""
-        clone = RunStore(self._address, self._key, self._seconds() if timeout_s is None else timeout_s)
+        """Return another connection to the same store. timeout_s: the clone's; None: this one's."""
+        clone = RunStore(self._address, self._key, self.timeout_s if timeout_s is None else timeout_s)
         self._clones.append(clone)
         return clone
 
     def nearest(self, node: str) -> RunStore:
-        """Return a connection for mail and heartbeats: to the relay of this node, if it has one, else to the store itself."""
+        """Return a connection for messages and heartbeats: to this node's relay if it has one, else to the store."""
         if self.relay is None:
             return self.clone()
-        near = RunStore(self.relay, self._key, self._seconds(), f"the relay of {node}")
+        near = RunStore(self.relay, self._key, self.timeout_s, f"the relay of {node}")
         self._clones.append(near)
         return near
 
-    deleteKey = delete_key  # by these names C++ asks for them
+    deleteKey = delete_key  # the names that C++ calls
     getNumKeys = num_keys
 
-    # ---- what only we use ---------------------------------------------------------------------------------------------------
+    # ---- additions ----------------------------------------------------------------------------------------------------------
 
     def exchange(self, key: str, value: bytes, keys: list[str]) -> list[bytes | None]:
-        """Set `key` and look at `keys`, None for those that are not there. One request, which never waits."""
+        """Set `key` and return the values of `keys` without waiting, None for keys that do not exist."""
         return self._ask(table.Exchange({key: value}, keys))
 
     def addresses(self) -> tuple[str, str]:
-        """Return (this end's, rank 0's) IP address of the connection."""
+        """Return the IP addresses of this end and of rank 0's."""
         return self._socket.getsockname()[0], self._socket.getpeername()[0]
 
     def code(self, label: bytes, content: bytes) -> bytes:
-        """Return a code that only who knows the attempt's key can make."""
+        """Return an HMAC of `content` with the attempt's key."""
         return auth.keyed_hmac(self._key, label, content)
 
     def set_on_disconnect(self, key: str) -> None:
-        """The store sets `key` when this connection ends, by whatever cause. An empty key takes that back."""
+        """Have the store set `key` when this connection ends. An empty key cancels that."""
         self._ask(table.OnDisconnect(key))
 
-    # ---- mail (`messaging.py`) -----------------------------------------------------------------------------------------------
+    # ---- messages (`messaging.py`) -------------------------------------------------------------------------------------------
 
     def send(self, request: messaging.OneWay) -> None:
-        """Something that is not replied to. On a connection that is asked nothing else, or from the thread that asks."""
+        """Send a request without a reply.
+
+        Only one thread may send requests over a connection, or the connection must carry one-way requests alone.
+        """
         self._speak(request, False)
 
-    def next_mail(self) -> list[bytes]:
-        """Wait for mail that this connection has subscribed for. It is good for nothing else then."""
+    def next_messages(self) -> list[bytes]:
+        """Wait for messages that this connection has subscribed for. Afterwards it can make no other request."""
         return [message for _, _, message in _decode(self._speak(None, True, LONGEST_S)).value]
 
     def collect(self, block: bool) -> list[messaging.Answer]:
-        """On rank 0: some answers, in the order in which they came. Without `block` there may be none."""
+        """Return answers on rank 0, in order of arrival. Without `block` the list may be empty."""
         timeout_s = FOREVER_S if block else 0.0
         return _decode_answers(self._speak(messaging.Collect(timeout_s), True, timeout_s)).value
 
     def unanswered(self, call: int) -> list[int]:
+        """Return the ranks that have not answered call number `call`, on rank 0."""
         return self._ask(messaging.Unanswered(call))
 
 

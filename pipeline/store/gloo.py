@@ -27,68 +27,80 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import Store  # torch.distributed exports it without a stub
 from torch.distributed.distributed_c10d import ProcessGroupGloo
 
 from pipeline.store.auth import MAC, NONCE, AuthenticationError
 from pipeline.store.client import RunStore
 
 WAIT_S = 60.0
-"""For one rank's code. Groups are made by all of their ranks at about the same time."""
-TAG = 1 << 21  # of the codes over a group's first interface, and so on; no other message over gloo has these
-PAIR = struct.Struct(">QQQ")  # sender and receiver, as ranks of the group, and the tag
+"""Seconds for one rank's code. All ranks of a group make it at about the same time."""
+TAG = 1 << 21  # of codes over a group's first interface, + 1 over the second; no other message over gloo uses these
+PAIR = struct.Struct(">QQQ")  # sender and receiver as ranks of the group, tag
 
 _make = ProcessGroupGloo.__init__
 
 
+class _GlooGroup(Protocol):
+    """The part of torch's gloo group that authentication uses; torch's stubs lack it."""
+
+    options: Any  # `_devices`: one for each network interface
+
+    def rank(self) -> int: ...
+    def size(self) -> int: ...
+    def send(self, tensors: list[torch.Tensor], dstRank: int, tag: int, /) -> dist.Work: ...
+    def recv(self, tensors: list[torch.Tensor], srcRank: int, tag: int, /) -> dist.Work: ...
+
+
 @dataclass(frozen=True)
 class GlooAuthenticator:
-    """One rank's end of all proofs."""
+    """Authenticates this rank in gloo groups."""
 
     store: RunStore
     rank: int  # in the world
-    describe: Callable[[int], str]  # a rank of the world
+    describe: Callable[[int], str]  # names a rank of the world
     phase: Callable[[str], AbstractContextManager[None]]
 
     def install(self) -> None:
-        """Prove every gloo group that this process makes from now on, in its constructor."""
+        """Authenticate every gloo group that this process makes from now on, in its constructor."""
 
-        def make(group: ProcessGroupGloo, store: dist.Store, rank: int, size: int, *args, **keywords) -> None:
+        def make(group: Any, store: Store, rank: int, size: int, *args, **keywords) -> None:
             if size > 1:
                 self.offer(store, rank)
             _make(group, store, rank, size, *args, **keywords)
             if size > 1:
                 self.authenticate(group, store, [(turn - rank) % size for turn in range(size) if (turn - rank) % size != rank])
 
-        ProcessGroupGloo.__init__ = make
+        ProcessGroupGloo.__init__ = make  # pyright: ignore[reportAttributeAccessIssue]  # on purpose
 
-    def offer(self, store: dist.Store, rank: int) -> None:
-        """Say in the group's store, before the group is made, which rank of the world `rank` of the group is.
+    def offer(self, store: Store, rank: int) -> None:
+        """Publish, before a group is made, which rank of the world its rank `rank` is.
 
         The group's first rank also draws the group's nonce.
         """
         store.set(f"proof/{rank}", str(self.rank))
         if rank == 0:
-            store.set("proof", os.urandom(NONCE))
+            store.set("proof", os.urandom(NONCE))  # pyright: ignore[reportArgumentType]  # takes bytes, too
 
-    def authenticate(self, group: ProcessGroupGloo, store: dist.Store, peers: Iterable[int]) -> None:
-        """Exchange codes with other ranks of a group, over each connection to them, at most WAIT_S for each.
+    def authenticate(self, group: _GlooGroup, store: Store, peers: Iterable[int]) -> None:
+        """Exchange codes with other ranks of a group over each connection to them, at most WAIT_S for each.
 
-        peers: as ranks of the group. Where gloo connects ranks when they first speak, one that speaks waits for the other:
-        then each rank and its peers must come to each other in an order that cannot lock, as `install` has it.
-
-        Raises AuthenticationError, naming both ranks, if a code is wrong or does not come.
+        peers: as ranks of the group. With lazy connections a send waits for its receiver: each rank must then take its peers in
+        an order that cannot deadlock, such as that of `install`. Raises AuthenticationError, which names both ranks, if a code
+        is wrong or missing.
         """
-        timeout = min(timedelta(seconds=WAIT_S), self.store.timeout / 2)  # before `cluster.timeouts.join` is over
+        timeout = min(timedelta(seconds=WAIT_S), timedelta(seconds=self.store.timeout_s / 2))  # less than cluster.timeouts.join
         own, size = group.rank(), group.size()
         with self.phase(f"prove the {size} ranks of a gloo group"):
             nonce = store.get("proof")
             receives: list[tuple[int, int, torch.Tensor, dist.Work]] = []
-            sends: list[tuple[int, torch.Tensor, dist.Work]] = []  # a tensor must live until it is sent
+            sends: list[tuple[int, torch.Tensor, dist.Work]] = []  # keeps each tensor until it is sent
             for peer in peers:
-                for tag in range(TAG, TAG + len(group.options._devices)):  # a connection over each interface
+                for tag in range(TAG, TAG + len(group.options._devices)):  # one connection for each interface
                     code = torch.frombuffer(bytearray(self._code(nonce, own, peer, tag)), dtype=torch.uint8)
                     received = torch.zeros(MAC, dtype=torch.uint8)
                     with self._naming(store, peer, size):
@@ -98,7 +110,7 @@ class GlooAuthenticator:
                 with self._naming(store, peer, size):
                     work.wait(timeout)
                 if not hmac.compare_digest(received.numpy().tobytes(), self._code(nonce, peer, own, tag)):
-                    raise self._failed(store, peer, size, "what has connected does not know the attempt's secret")
+                    raise self._failed(store, peer, size, "the peer does not know the attempt's secret")
             for peer, _, work in sends:
                 with self._naming(store, peer, size):
                     work.wait(timeout)
@@ -107,14 +119,14 @@ class GlooAuthenticator:
         return self.store.code(b"gloo", nonce + PAIR.pack(sender, receiver, tag))
 
     @contextmanager
-    def _naming(self, store: dist.Store, peer: int, size: int) -> Iterator[None]:
-        """Raise AuthenticationError for what gloo raises while it speaks with `peer`."""
+    def _naming(self, store: Store, peer: int, size: int) -> Iterator[None]:
+        """Turn errors of gloo while it exchanges codes with `peer` into AuthenticationError."""
         try:
             yield
         except RuntimeError as error:
             raise self._failed(store, peer, size, str(error).partition("\n")[0]) from error
 
-    def _failed(self, store: dist.Store, peer: int, size: int, why: str) -> AuthenticationError:
+    def _failed(self, store: Store, peer: int, size: int, why: str) -> AuthenticationError:
         who = self.describe(int(store.get(f"proof/{peer}")))
         return AuthenticationError(
             f"{who} has not proven itself to {self.describe(self.rank)} in a gloo group of {size} ranks: {why}."

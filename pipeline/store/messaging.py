@@ -1,11 +1,11 @@
-"""Verbs on their way to many ranks, and their answers on the way to rank 0.
+"""Route verbs from rank 0 to ranks, and their answers back to rank 0.
 
-Rank 0 sends a verb with one request, whoever gets it; each connection that has subscribed for some of these ranks gets one
-message, with their numbers. Answers are not asked for and not replied to. Equal ones of one call become one, with the ranks
-that gave them, so a verb to which nobody has anything to say comes back as one small answer, when the last rank has ended.
-An error comes back at once, and so does each part of an answer in parts, unless it is the last one and empty.
+Rank 0 sends a verb in one request, however many ranks get it. Each connection that has subscribed for some of these ranks gets
+one message with their numbers. Answers are one-way messages. Equal answers to one call are merged into one that lists its
+ranks, so a verb without a result costs rank 0 one small answer, when the last rank has ended. An error is delivered at once. So
+is each part of an answer in parts, unless it is the last one and empty.
 
-Where ranks go through a relay (`relay.py`), that is the subscriber, and it sends equal answers of its ranks on as one.
+Where ranks go through a relay (`relay.py`), the relay is the subscriber, and it merges equal answers of its ranks.
 """
 
 from __future__ import annotations
@@ -19,18 +19,18 @@ import msgspec
 
 from pipeline.store.table import Missing, Request
 
-BATCH = 1 << 20  # bytes of bodies in one reply to Collect, and about as many in one Send or Answers
-NOTHING = b"\x90"  # an empty list as msgpack: the part of an answer that says nothing
-NO_CALL = -1  # what is not answered
+BATCH = 1 << 20  # bytes of bodies in one reply to Collect, and about in one Send or Answers
+NOTHING = b"\x90"  # an empty list in msgpack: an empty part of an answer
+NO_CALL = -1  # the number of a message without an answer
 
 Part = tuple[list[int], bytes]
-"""Ranks, and what they get."""
+"""Ranks and the message for them."""
 
 Item = TypeVar("Item")
 
 
 def batches(items: Iterable[Item], size: Callable[[Item], int]) -> Iterator[list[Item]]:
-    """Cut items into lists of about BATCH bytes: each but the last ends with the item that brings it there."""
+    """Split items into lists of about BATCH bytes: each but the last ends with the item that reaches that size."""
     batch: list[Item] = []
     held = 0
     for item in items:
@@ -47,56 +47,58 @@ def batches(items: Iterable[Item], size: Callable[[Item], int]) -> Iterator[list
 
 
 class OneWay(Request):
-    """No reply follows."""
+    """A request without a reply."""
 
 
 class Subscribe(OneWay):
-    """From now on what is sent to these ranks comes over this connection, as pushed replies: [[call, ranks, message], ...]."""
+    """Receive messages to these ranks over this connection, pushed as [[call, ranks, message], ...]."""
 
     ranks: list[int]
 
 
 class Send(OneWay):
-    """Let each rank have its message. A call may be sent in several pieces; `last` marks the last one."""
+    """Send each rank its message. A call may be sent in several pieces, the final one marked `last`."""
 
     call: int
     parts: list[Part]
-    in_parts: bool = False  # each rank answers any number of times
+    in_parts: bool = False  # each rank answers in any number of parts
     last: bool = True
 
 
 class Answer(msgspec.Struct, array_like=True, gc=False):
-    """What one or more ranks reply to a call, or a part of it."""
+    """One or more ranks' equal replies to a call, or one part of a reply in parts."""
 
     call: int
     ranks: list[int]
     verb: str
-    body: bytes  # empty if it follows over the spanning group
-    follows: int = 0  # bytes that do
-    error: str = ""  # the traceback, instead of a reply
-    more: bool = False  # other parts follow
-    account: tuple[float, float] = (0.0, 0.0)  # since the last one: seconds that the ranks waited, of those that they lived
-    digest: bytes = b""  # of what follows
+    body: bytes  # empty if the body follows over the spanning group
+    follows: int = 0  # bytes of a body that follows
+    error: str = ""  # the traceback, if the verb raised
+    more: bool = False  # further parts come
+    account: tuple[float, float] = (0.0, 0.0)  # (idle, total) seconds of the ranks since their last answer
+    digest: bytes = b""  # of a body that follows
 
 
 class Answers(OneWay):
+    """Answers of ranks on their way to rank 0."""
+
     answers: list[Answer]
 
 
 class Collect(Request):
-    """On rank 0: wait for answers, and take them. With no time to wait, there may be none; else it waits for ever."""
+    """Take answers, on rank 0. Waits for one up to `timeout_s`; with 0 it may return none."""
 
     timeout_s: float
 
 
 class Collected(msgspec.Struct, array_like=True):
-    """A Reply to Collect."""
+    """The reply to Collect."""
 
     value: list[Answer]
 
 
 class Unanswered(Request):
-    """Ask, on rank 0, for the ranks that have not ended their answer to a call."""
+    """Return the ranks that have not ended their answer to a call, on rank 0."""
 
     call: int
 
@@ -104,67 +106,71 @@ class Unanswered(Request):
 ANY = Subscribe | Send | Answers | Collect | Unanswered
 
 
-# ---- down -------------------------------------------------------------------------------------------------------------
+# ---- to ranks ----------------------------------------------------------------------------------------------------------
 
 
 class Subscriber(Protocol):
-    """A connection."""
+    """A connection that messages to ranks are pushed to."""
 
-    def push(self, value: Any) -> None: ...
+    def push(self, value: Any) -> None:
+        """Send a value that replies to no request."""
+        ...
 
 
 class Router:
-    """Which connection takes the mail of which rank, and what came for ranks that have not subscribed yet."""
+    """Push messages to the connection that has subscribed for a rank; keep those of ranks that have not subscribed yet."""
 
     def __init__(self) -> None:
-        self._ways: dict[int, Subscriber] = {}
+        self._subscribers: dict[int, Subscriber] = {}
         self._ranks: dict[Subscriber, list[int]] = {}
         self._kept: dict[int, list[tuple[int, bytes]]] = {}
 
-    def subscribe(self, way: Subscriber, ranks: list[int]) -> None:
-        self._ranks.setdefault(way, []).extend(ranks)
+    def subscribe(self, subscriber: Subscriber, ranks: list[int]) -> None:
+        """Push further messages to these ranks, and those kept for them, to `subscriber`."""
+        self._ranks.setdefault(subscriber, []).extend(ranks)
         for rank in ranks:
-            self._ways[rank] = way
+            self._subscribers[rank] = subscriber
             for call, message in self._kept.pop(rank, []):
-                way.push([(call, [rank], message)])
+                subscriber.push([(call, [rank], message)])
 
-    def leave(self, way: Subscriber) -> None:
-        """A connection has ended."""
-        for rank in self._ranks.pop(way, ()):
-            if self._ways.get(rank) is way:
-                del self._ways[rank]
+    def leave(self, subscriber: Subscriber) -> None:
+        """Drop the subscriptions of a connection that has ended."""
+        for rank in self._ranks.pop(subscriber, ()):
+            if self._subscribers.get(rank) is subscriber:
+                del self._subscribers[rank]
 
     def send(self, call: int, parts: list[Part]) -> None:
+        """Push each message to the subscribers of its ranks, one push for each subscriber."""
         outgoing: dict[Subscriber, list[tuple[int, list[int], bytes]]] = {}
         for ranks, message in parts:
             members: dict[Subscriber, list[int]] = {}
             for rank in ranks:
-                way = self._ways.get(rank)
-                if way is None:
+                subscriber = self._subscribers.get(rank)
+                if subscriber is None:
                     self._kept.setdefault(rank, []).append((call, message))
                 else:
-                    members.setdefault(way, []).append(rank)
-            for way, some in members.items():
-                outgoing.setdefault(way, []).append((call, some, message))
-        for way, messages in outgoing.items():
-            way.push(messages)
+                    members.setdefault(subscriber, []).append(rank)
+            for subscriber, some in members.items():
+                outgoing.setdefault(subscriber, []).append((call, some, message))
+        for subscriber, messages in outgoing.items():
+            subscriber.push(messages)
 
 
-# ---- up ---------------------------------------------------------------------------------------------------------------
+# ---- to rank 0 -------------------------------------------------------------------------------------------------------
 
 
-def final(answer: Answer) -> bool:
-    """Whether it may become one with an equal one: each rank gives one such answer to a call."""
+def mergeable(answer: Answer) -> bool:
+    """Return whether an answer may be merged with equal ones: it is whole, without error, and its body is inline."""
     return not (answer.more or answer.error or answer.follows)
 
 
-def weight(answer: Answer) -> int:
+def size_of(answer: Answer) -> int:
     """Return about how many bytes an answer takes in a message."""
     return len(answer.body) + len(answer.error) + 9 * len(answer.ranks)
 
 
-def join(answers: dict[tuple[int, bytes], Answer], answer: Answer) -> None:
-    """Add a final answer to others. `answers` owns its values."""
+def merge(answers: dict[tuple[int, bytes], Answer], answer: Answer) -> None:
+    """Merge an answer into `answers`, by call and body. `answers` owns its values."""
     key = (answer.call, answer.body)
     if key not in answers:
         answers[key] = answer
@@ -176,23 +182,24 @@ def join(answers: dict[tuple[int, bytes], Answer], answer: Answer) -> None:
 
 @dataclass
 class _Open:
-    """Hold a call that not all ranks have answered to the end."""
+    """A call that some ranks have not answered yet."""
 
     in_parts: bool
     missing: set[int] = field(default_factory=set)
-    sent: bool = False  # to all that get it
-    answers: dict[tuple[int, bytes], Answer] = field(default_factory=dict)  # that rank 0 gets when all have ended
-    single: list[Answer] = field(default_factory=list)  # likewise, those with a body that follows
+    sent: bool = False  # all pieces of the call have been sent
+    answers: dict[tuple[int, bytes], Answer] = field(default_factory=dict)  # delivered when every rank has ended
+    single: list[Answer] = field(default_factory=list)  # likewise, answers whose body follows
 
 
 class PendingCalls:
-    """Keep what rank 0 has asked, and what it is to be told."""
+    """Rank 0's open calls, and the answers that are ready for it."""
 
     def __init__(self) -> None:
         self._open: dict[int, _Open] = {}
         self._ready: deque[Answer] = deque()
 
     def begin(self, send: Send) -> None:
+        """Open a call, or add the ranks of a further piece of it."""
         if send.call == NO_CALL:
             return
         call = self._open.setdefault(send.call, _Open(send.in_parts))
@@ -202,6 +209,7 @@ class PendingCalls:
         self._end(send.call, call)
 
     def accept(self, answer: Answer) -> None:
+        """Add an answer; it becomes ready at once, or when all ranks of its call have ended."""
         call = self._open.get(answer.call)
         if answer.error or call is None:
             if answer.error:
@@ -212,7 +220,7 @@ class PendingCalls:
         elif answer.follows:
             call.single.append(answer)
         else:
-            join(call.answers, answer)
+            merge(call.answers, answer)
         if not answer.more:
             call.missing.difference_update(answer.ranks)
             self._end(answer.call, call)
@@ -223,15 +231,16 @@ class PendingCalls:
             del self._open[number]
 
     def ready(self) -> bool:
+        """Return whether Collect would return an answer without waiting."""
         return bool(self._ready)
 
     def apply(self, request: Collect | Unanswered) -> list[Answer] | list[int]:
-        """The reply's value. Raises Missing if it must wait."""
+        """Return the reply's value. Raises Missing if the request must wait."""
         if isinstance(request, Unanswered):
             return sorted(self._open[request.call].missing) if request.call in self._open else []
         if not self._ready and request.timeout_s:
             raise Missing("answers")
-        taken = next(batches(self._ready, weight), [])
+        taken = next(batches(self._ready, size_of), [])
         for _ in taken:
             self._ready.popleft()
         return taken

@@ -1,16 +1,16 @@
-"""A node's relay: `python -m pipeline.store.relay`, which the first rank of a node starts (`world.py`), and which ends with it.
+"""A node's relay, `python -m pipeline.store.relay`: a node's first rank starts it (`world.py`), and it ends with that rank.
 
-It stands between the ranks of its node and the store of rank 0, for mail and heartbeats alone, so that rank 0's store has one
-connection for a node's mail, not one for each rank, and one message where eight would say the same:
+It forwards messages and heartbeats between the ranks of its node and rank 0's store. The store then has one connection for a
+node's messages instead of one for each rank, and one message instead of eight equal ones:
 
-- A verb comes once for all ranks of the node, and goes to each.
-- Equal answers of its ranks go on as one, when all that were asked have answered, or after HOLD_S. Errors and parts of answers
-  go on at once, and what came before them goes first.
-- Heartbeats are kept, and those that have changed go on together, every `interval_s`. What its ranks look at is as old as that.
-- A rank whose connection is lost is told of at once. The relay's own end is told as the loss of the rank that started it, which
-  waits at the end of a run until the others need it no more.
+- A verb arrives once for all ranks of the node, and the relay sends it to each.
+- Equal answers of its ranks are merged and sent when all ranks of the call have answered, or after HOLD_S. Errors and parts of
+  answers are sent at once, after the answers held before them.
+- Changed heartbeats are sent together every `interval_s`. The values that its ranks read are as old as that.
+- The loss of a rank's connection is reported at once. The relay's own end is reported as the loss of the rank that started it;
+  at the end of a run that rank waits until no other rank needs the relay.
 
-Ranks prove themselves to it, and it to the store, as everyone does (`auth.py`). It listens on this machine alone.
+Ranks authenticate to the relay, and the relay to the store (`auth.py`). It listens on loopback only.
 """
 
 from __future__ import annotations
@@ -25,15 +25,17 @@ from collections import Counter
 from typing import Any
 
 import msgspec
+from typing_extensions import override
 
 from pipeline import rank_log
 from pipeline.store import auth, messaging
 from pipeline.store.server import START_S, Address, Connection, Server, launch, read_parameters, serve
 from pipeline.store.table import Exchange, OnDisconnect, Reply, Request, Set
 
-logger = logging.getLogger("pipeline.store.relay")  # its own process, where `__name__` is `__main__`
+logger = logging.getLogger("pipeline.store.relay")  # `__name__` is `__main__` in this process
 
 HOLD_S = 0.02
+"""How long an answer waits for equal ones of other ranks."""
 STORE_GONE = 3  # a relay's exit status when it has lost the store
 
 _encode = msgspec.msgpack.Encoder().encode
@@ -41,33 +43,38 @@ _decode = msgspec.msgpack.Decoder(Reply).decode
 
 
 def start(upstream: Address, key: bytes, rank: int, interval_s: float, timeout_s: float) -> tuple[subprocess.Popen, Address]:
-    """Start a relay on this machine. It lives as long as the calling thread and the returned handle.
+    """Start a relay on this machine; it ends with the calling thread or the returned handle.
 
-    upstream: the store's. rank: who starts it. interval_s: between two exchanges of heartbeats with the store.
+    upstream: the store's address. rank: the rank that starts it. interval_s: between exchanges of heartbeats with the store.
     timeout_s: of connecting to the store. Raises what `launch` raises.
     """
-    told = {"key": key.hex(), "upstream": list(upstream), "rank": rank, "interval_s": interval_s, "timeout_s": timeout_s}
-    return launch("pipeline.store.relay", "127.0.0.1", told, timeout_s + START_S)
+    parameters = {"key": key.hex(), "upstream": list(upstream), "rank": rank, "interval_s": interval_s, "timeout_s": timeout_s}
+    return launch("pipeline.store.relay", "127.0.0.1", parameters, timeout_s + START_S)
 
 
 class Upstream(asyncio.Protocol):
-    """The connection to the store. Requests are sent without waiting; of the replies only those with values are looked at."""
+    """The relay's connection to the store. Requests do not wait for replies; only replies with values are used."""
 
     def __init__(self, channel: auth.Channel, relay: Relay):
         self._channel, self._relay = channel, relay
         self._buffer = bytearray()
         self.lost: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
-    def connection_made(self, transport: asyncio.Transport) -> None:
+    @override
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        assert isinstance(transport, asyncio.Transport)
         self._transport = transport
 
+    @override
     def connection_lost(self, error: Exception | None) -> None:
         if not self.lost.done():
             self.lost.set_result(None)
 
     def send(self, request: Request) -> None:
+        """Send a request without waiting for its reply."""
         self._transport.write(self._channel.seal(_encode(request)))
 
+    @override
     def data_received(self, data: bytes) -> None:
         self._buffer += data
         try:
@@ -76,35 +83,37 @@ class Upstream(asyncio.Protocol):
                 if reply.pushed:
                     self._relay.deliver(reply.value)
                 elif isinstance(reply.value, list):
-                    self._relay.see(reply.value)
+                    self._relay.update(reply.value)
         except (auth.AuthenticationError, msgspec.DecodeError) as error:
             logger.error("the relay closes its connection to the store: %s", error)
             self._transport.close()
 
 
 class Relay(Server):
-    """What `server.Connection` asks of a store, for the ranks of one node."""
+    """Serve this node's ranks: the requests of `server.Connection` for messages and heartbeats."""
 
     def __init__(self, key: bytes, rank: int):
         super().__init__(key)
         self._disconnect_key = f"lost/{rank}"
-        self._disconnect_keys: set[str] = set()  # of ranks here
-        self._drained = asyncio.Event()  # there are none
+        self._disconnect_keys: set[str] = set()  # of this node's ranks
+        self._drained = asyncio.Event()  # no rank has a disconnect key
         self._drained.set()
         self._router = messaging.Router()
-        self._due: Counter[int] = Counter()  # of each call: the ranks here that have not ended their answer
+        self._due: Counter[int] = Counter()  # by call: this node's ranks that have not ended their answer
         self._held: dict[tuple[int, bytes], messaging.Answer] = {}
         self._timer: asyncio.TimerHandle | None = None
-        self._beats: dict[str, bytes] = {}  # that have changed
-        self._seen: dict[str, bytes | None] = {}  # what ranks here look at
-        self._looked: list[str] = []  # asked of the store, which has not replied yet
+        self._changed: dict[str, bytes] = {}  # heartbeats not yet sent to the store
+        self._values: dict[str, bytes | None] = {}  # keys that this node's ranks read, with their latest values
+        self._requested: list[str] = []  # keys of the exchange that the store has not replied to
 
     def connect(self, upstream: Upstream) -> None:
+        """Use this connection to the store, and register the relay's own disconnect key."""
         self._upstream = upstream
         upstream.send(OnDisconnect(self._disconnect_key))
 
-    # ---- what ranks of this node ask ------------------------------------------------------------------------------------
+    # ---- requests of this node's ranks ----------------------------------------------------------------------------------
 
+    @override
     def receive(self, connection: Connection, request: messaging.OneWay) -> None:
         match request:
             case messaging.Subscribe(ranks):
@@ -116,22 +125,25 @@ class Relay(Server):
             case _:
                 connection.refuse("only rank 0 sends verbs")
 
-    def ask(self, connection: Connection, request: Request) -> None:
+    @override
+    def handle(self, connection: Connection, request: Request) -> None:
         if not isinstance(request, Exchange):
-            connection.reply(Reply(error="a relay takes mail and heartbeats alone"))
+            connection.reply(Reply(error="a relay takes messages and heartbeats only"))
             return
-        self._beats |= request.values
+        self._changed |= request.values
         for key in request.keys:
-            self._seen.setdefault(key, None)
-        connection.reply(Reply([self._seen[key] for key in request.keys]))
+            self._values.setdefault(key, None)
+        connection.reply(Reply([self._values[key] for key in request.keys]))
 
-    def part(self, connection: Connection, will: str) -> None:
+    @override
+    def disconnected(self, connection: Connection, will: str) -> None:
         self._router.leave(connection)
         if will:
             self._upstream.send(Set(will, b""))
             self._disconnect_keys.discard(will)
             self._update_drained()
 
+    @override
     def change_disconnect_key(self, before: str, after: str) -> None:
         self._disconnect_keys.discard(before)
         self._disconnect_keys |= {after} - {""}
@@ -139,8 +151,9 @@ class Relay(Server):
             self._upstream.send(OnDisconnect(""))
         self._update_drained()
 
+    @override
     async def drain(self) -> None:
-        """Wait until all ranks have taken back what is to be set at their loss: until then they go through this relay."""
+        """Wait until all ranks have cancelled their disconnect keys: until then they use this relay."""
         await self._drained.wait()
 
     def _update_drained(self) -> None:
@@ -156,72 +169,74 @@ class Relay(Server):
             self._due[answer.call] -= len(answer.ranks)
             if not self._due[answer.call]:
                 del self._due[answer.call]
-        if not messaging.final(answer):
+        if not messaging.mergeable(answer):
             self._flush([answer])
             return
-        messaging.join(self._held, answer)
+        messaging.merge(self._held, answer)
         if answer.call not in self._due:
             self._flush()
         elif not self._timer:
             self._timer = asyncio.get_running_loop().call_later(HOLD_S, self._flush)
 
     def _flush(self, last: list[messaging.Answer] | None = None) -> None:
-        """What is held, in the order in which it came, and then `last`."""
+        """Send the held answers in order of arrival, then `last`."""
         if self._timer:
             self._timer.cancel()
             self._timer = None
         answers = [*self._held.values(), *(last or [])]
         self._held = {}
-        for batch in messaging.batches(answers, messaging.weight):
+        for batch in messaging.batches(answers, messaging.size_of):
             self._upstream.send(messaging.Answers(batch))
 
     # ---- the store ----------------------------------------------------------------------------------------------------------
 
     def deliver(self, messages: list[tuple[int, list[int], bytes]]) -> None:
+        """Send verbs on to this node's ranks. messages: (call, ranks, message)."""
         for call, ranks, message in messages:
             if call != messaging.NO_CALL:
                 self._due[call] += len(ranks)
             self._router.send(call, [(ranks, message)])
 
-    def beat(self) -> None:
-        """Exchange heartbeats with the store, unless it still owes the last reply."""
-        if not self._looked and (self._beats or self._seen):
-            self._looked = list(self._seen)
-            self._upstream.send(Exchange(self._beats, self._looked))
-            self._beats = {}
+    def exchange_heartbeats(self) -> None:
+        """Send changed heartbeats and request the read keys, unless the last reply is outstanding."""
+        if not self._requested and (self._changed or self._values):
+            self._requested = list(self._values)
+            self._upstream.send(Exchange(self._changed, self._requested))
+            self._changed = {}
 
-    def see(self, values: list[bytes | None]) -> None:
-        """What the store replies to `beat`."""
-        self._seen |= dict(zip(self._looked, values, strict=True))
-        self._looked = []
+    def update(self, values: list[bytes | None]) -> None:
+        """Take the values that the store replied to `exchange_heartbeats`."""
+        self._values |= dict(zip(self._requested, values, strict=True))
+        self._requested = []
 
 
-async def _run(told: dict[str, Any], key: bytes, connection: socket.socket, channel: auth.Channel) -> int:
-    """Relay until nobody here needs it or the store is gone, and return the exit status."""
-    relay = Relay(key, told["rank"])
+async def _run(parameters: dict[str, Any], key: bytes, connection: socket.socket, channel: auth.Channel) -> int:
+    """Relay until no rank needs it or the store is gone, and return the exit status."""
+    relay = Relay(key, parameters["rank"])
     _, upstream = await asyncio.get_running_loop().create_connection(lambda: Upstream(channel, relay), sock=connection)
     relay.connect(upstream)
 
     async def beat() -> None:
         while True:
-            relay.beat()
-            await asyncio.sleep(told["interval_s"])
+            relay.exchange_heartbeats()
+            await asyncio.sleep(parameters["interval_s"])
 
-    tasks = [asyncio.ensure_future(work) for work in (beat(), serve(relay, told["address"]), upstream.lost)]
+    tasks = [asyncio.ensure_future(work) for work in (beat(), serve(relay, parameters["address"]), upstream.lost)]
     await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
     return STORE_GONE if upstream.lost.done() else 0
 
 
 def main() -> None:
+    """Run a relay's process."""
     rank_log.log_to_stderr()
-    told = read_parameters()
-    key = bytes.fromhex(told["key"])
+    parameters = read_parameters()
+    key = bytes.fromhex(parameters["key"])
     try:
-        connection, channel = auth.connect(tuple(told["upstream"]), key, time.monotonic() + told["timeout_s"])
+        connection, channel = auth.connect(tuple(parameters["upstream"]), key, time.monotonic() + parameters["timeout_s"])
     except OSError as error:
-        logger.error("the relay of rank %d gives up: the store of rank 0: %s", told["rank"], error)
+        logger.error("the relay of rank %d gives up: the store of rank 0: %s", parameters["rank"], error)
         sys.exit(1)
-    sys.exit(asyncio.run(_run(told, key, connection, channel)))
+    sys.exit(asyncio.run(_run(parameters, key, connection, channel)))
 
 
 if __name__ == "__main__":

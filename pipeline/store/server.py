@@ -31,103 +31,107 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import msgspec
+from typing_extensions import override
 
 from pipeline import rank_log
 from pipeline.sandbox import linux
 from pipeline.store import auth, messaging
 from pipeline.store.table import ANY, EMPTY, TIMED_OUT, Missing, OnDisconnect, Pop, Reply, Request, Set, Table
 
-logger = logging.getLogger("pipeline.store.server")  # its own process, where `__name__` is `__main__`
+logger = logging.getLogger("pipeline.store.server")  # `__name__` is `__main__` in this process
 
 ROOT = Path(__file__).parents[2]
 MAX_UNAUTHENTICATED = 2048
 ACCEPTED = 16
-"""Connections that are accepted before anything else is looked at: so few that ranks are answered in between, and that those
-which are being closed to make room for others hold few open files."""
+"""Connections accepted in one turn of the event loop: few, so that ranks are served in between and closing connections hold few
+file descriptors."""
 SPARE = 128
-"""Open files that are kept for those, and for what the process itself opens."""
+"""File descriptors reserved for closing connections and for the process itself."""
 QUEUED = 4096
-"""Connections that the kernel keeps until they are accepted: thousands of ranks may connect at once."""
-START_S = 60.0  # until a process listens; Python's start may be slow on a busy file system
-TOLD = 20  # refusals that are printed, and errors
+"""Connections that the kernel queues: thousands of ranks may connect at once."""
+START_S = 60.0  # until a process listens; Python starts slowly on a busy file system
+MAX_LOGGED = 20  # refusals, and errors, that are logged
 
 _encode = msgspec.msgpack.Encoder().encode
 _decode = msgspec.msgpack.Decoder(ANY | messaging.ANY).decode
 
 
 class Address(NamedTuple):
+    """Where a store or a relay listens."""
+
     host: str
     port: int
 
 
 class Server(ABC):
-    """What a store and a relay have in common: who has connected without a proof, and who was refused."""
+    """The base of a store and of a relay: limits unauthenticated connections and logs refused ones."""
 
     def __init__(self, key: bytes):
         self.key = key
         self.unauthenticated: dict[Connection, None] = {}  # oldest first
         self.authenticated: set[Connection] = set()
-        self._told: set[tuple[str, str]] = set()
-        self._failed: set[str] = set()
+        self._logged: set[tuple[str, str]] = set()
+        self._errors: set[str] = set()
 
     def admit(self, connection: Connection) -> None:
+        """Add a connection that has not authenticated; close the oldest ones if there are too many."""
         self.unauthenticated[connection] = None
         while len(self.unauthenticated) > self._room():
-            next(iter(self.unauthenticated)).drop("too many have connected without a proof")
+            next(iter(self.unauthenticated)).drop("too many unauthenticated connections")
 
     def _room(self) -> int:
-        """Return how many connections without a proof may be open."""
+        """Return how many unauthenticated connections may be open."""
         files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
         return max(1, min(MAX_UNAUTHENTICATED, files // 2, files - len(self.authenticated) - SPARE))
 
-    def fail(self, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
-        """Print an error that asyncio has caught, each once, and not without end: strangers can repeat some of them."""
+    def log_error(self, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+        """Log an error that asyncio has caught, once, and at most MAX_LOGGED of them: strangers can repeat some."""
         what = f"{context['message']}: {context.get('exception')!r}"
-        if what not in self._failed and len(self._failed) < TOLD:
-            self._failed.add(what)
+        if what not in self._errors and len(self._errors) < MAX_LOGGED:
+            self._errors.add(what)
             loop.default_exception_handler(context)
 
-    def tell(self, host: str, why: str) -> None:
-        """Once for each host and reason, and not without end: a stranger must not fill the disk."""
-        if (host, why) in self._told or len(self._told) >= TOLD:
+    def log_refusal(self, host: str, why: str) -> None:
+        """Log a refusal once for each host and reason, at most MAX_LOGGED times: a stranger must not fill the disk."""
+        if (host, why) in self._logged or len(self._logged) >= MAX_LOGGED:
             return
-        self._told.add((host, why))
-        more = "; more are not told" if len(self._told) == TOLD else ""
-        logger.warning("refused a connection from %s: %s%s", host, why, more)  # on a full disk logging drops it
+        self._logged.add((host, why))
+        more = "; further ones are not logged" if len(self._logged) == MAX_LOGGED else ""
+        logger.warning("refused a connection from %s: %s%s", host, why, more)
 
     @abstractmethod
     def receive(self, connection: Connection, request: messaging.OneWay) -> None:
-        """Take in what is not replied to."""
+        """Handle a request without a reply."""
 
     @abstractmethod
-    def ask(self, connection: Connection, request: Request) -> None:
-        """Reply to a request, now or when there is something to reply."""
+    def handle(self, connection: Connection, request: Request) -> None:
+        """Reply to a request, at once or when its value exists."""
 
     @abstractmethod
-    def part(self, connection: Connection, will: str) -> None:
-        """Take note that a proven connection has ended."""
+    def disconnected(self, connection: Connection, will: str) -> None:
+        """Handle the end of an authenticated connection. will: the key to set, or empty."""
 
-    def forget(self, connection: Connection, slot: tuple[str, ...]) -> None:  # noqa: B027 a relay has none
+    def stop_waiting(self, connection: Connection, slot: tuple[str, ...]) -> None:  # noqa: B027 a relay lets nobody wait
         """Drop the request of a connection that waits for `slot`."""
 
-    def change_disconnect_key(self, before: str, after: str) -> None:  # noqa: B027 a store has nothing to do
-        """What is to be set when some connection ends; empty: nothing."""
+    def change_disconnect_key(self, before: str, after: str) -> None:  # noqa: B027 only a relay needs it
+        """Note the key to be set when some connection ends; empty for none."""
 
-    async def drain(self) -> None:  # noqa: B027 a store does not wait
-        """Wait for those who still need this process, once its input has ended."""
+    async def drain(self) -> None:  # noqa: B027 a store ends at once
+        """Wait, after stdin has closed, for ranks that still need this process."""
 
 
 class StoreServer(Server):
-    """The table, the mail, and who waits for what is not there yet."""
+    """The table, the messages, and the requests that wait."""
 
     def __init__(self, key: bytes):
         super().__init__(key)
         self.table = Table()
         self._router, self._calls = messaging.Router(), messaging.PendingCalls()
-        self._waiting: dict[tuple[str, ...], dict[Connection, Request]] = {}  # in the order they came
+        self._waiting: dict[tuple[str, ...], dict[Connection, Request]] = {}  # in order of arrival
 
+    @override
     def receive(self, connection: Connection, request: messaging.OneWay) -> None:
-        """Take in what is not replied to."""
         match request:
             case messaging.Subscribe(ranks):
                 self._router.subscribe(connection, ranks)
@@ -138,75 +142,81 @@ class StoreServer(Server):
                 for answer in answers:
                     self._calls.accept(answer)
         if self._calls.ready():
-            self.wake(("answers",))
+            self.resume(("answers",))
 
-    def ask(self, connection: Connection, request: Request) -> None:
-        """Answer now, or when what it waits for is there."""
+    @override
+    def handle(self, connection: Connection, request: Request) -> None:
         try:
-            value = (self._calls if isinstance(request, messaging.Collect | messaging.Unanswered) else self.table).apply(
-                request
-            )
+            if isinstance(request, messaging.Collect | messaging.Unanswered):
+                value = self._calls.apply(request)
+            else:
+                value = self.table.apply(request)
         except Missing as missing:
             if isinstance(request, Pop) and request.timeout_s == 0:
                 connection.reply(Reply(error=EMPTY))
             else:
                 self._waiting.setdefault(missing.slot, {})[connection] = request
-                connection.wait(missing.slot, request.timeout_s)
+                connection.wait(missing.slot, getattr(request, "timeout_s", 0.0))
             return
-        except ValueError as error:  # of this request alone
+        except ValueError as error:  # the connection stays usable
             connection.reply(Reply(error=str(error)))
             return
         connection.reply(Reply(value))
         for slot in self.table.filled(request):
-            self.wake(slot)
+            self.resume(slot)
 
-    def wake(self, slot: tuple[str, ...]) -> None:
+    def resume(self, slot: tuple[str, ...]) -> None:
+        """Handle the requests again that wait for `slot`."""
         for connection, request in self._waiting.pop(slot, {}).items():
-            self.ask(connection, request)
+            self.handle(connection, request)
 
-    def forget(self, connection: Connection, slot: tuple[str, ...]) -> None:
-        """It does not wait any more."""
+    @override
+    def stop_waiting(self, connection: Connection, slot: tuple[str, ...]) -> None:
         waiting = self._waiting.get(slot, {})
         waiting.pop(connection, None)
         if not waiting:
             self._waiting.pop(slot, None)
 
-    def part(self, connection: Connection, will: str) -> None:
-        """A connection has ended, perhaps with a key that is to be set then."""
+    @override
+    def disconnected(self, connection: Connection, will: str) -> None:
         self._router.leave(connection)
         if will:
             self.table.apply(Set(will, b""))
-            self.wake(("key", will))
+            self.resume(("key", will))
 
 
 class Connection(asyncio.Protocol):
+    """A client of a store or a relay: authenticates it, then decodes its requests."""
+
     def __init__(self, store: Server):
         self._store = store
         self._buffer = bytearray()
         self._channel: auth.Channel | None = None
         self._disconnect_key = ""
-        self._slot: tuple[str, ...] | None = None  # of what it waits for
+        self._slot: tuple[str, ...] | None = None  # that its request waits for
         self._since = 0.0
         self._timer: asyncio.TimerHandle | None = None
 
     # ---- opening ------------------------------------------------------------------------------------------------------------
 
-    def connection_made(self, transport: asyncio.Transport) -> None:
+    @override
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        assert isinstance(transport, asyncio.Transport)
         self._transport = transport
         self._host = (transport.get_extra_info("peername") or ("?",))[0]
         self._challenge = auth.challenge()
-        self._timer = asyncio.get_running_loop().call_later(auth.AUTH_TIMEOUT_S, self.drop, "it said nothing that proves it")
+        self._timer = asyncio.get_running_loop().call_later(auth.AUTH_TIMEOUT_S, self.drop, "it did not authenticate in time")
         self._store.admit(self)
         transport.write(self._challenge)
 
     def refuse(self, why: str) -> None:
-        """Close the connection for good: the client is told not to try again."""
+        """Close the connection and tell the client not to try again."""
         self._transport.write(auth.REFUSED)
         self.drop(why)
 
     def drop(self, why: str) -> None:
         """Close the connection. A client that knows the key tries again."""
-        self._store.tell(self._host, why)
+        self._store.log_refusal(self._host, why)
         self._transport.close()
         self._closed()
 
@@ -215,13 +225,14 @@ class Connection(asyncio.Protocol):
             return
         own, self._channel = auth.accept(self._store.key, self._challenge, bytes(self._buffer[: auth.ANSWER]))
         del self._buffer[: auth.ANSWER]
-        self._timer.cancel()
+        self._cancel_timer()
         self._store.unauthenticated.pop(self, None)
         self._store.authenticated.add(self)
         self._transport.write(own)
 
     # ---- requests -----------------------------------------------------------------------------------------------------------
 
+    @override
     def data_received(self, data: bytes) -> None:
         if self._transport.is_closing():
             return
@@ -231,7 +242,7 @@ class Connection(asyncio.Protocol):
                 self._authenticate()
             while self._channel and (message := auth.next_message(self._channel, self._buffer)) is not None:
                 self._handle(_decode(message))
-                if self._transport.is_closing():  # it was refused, or is gone: asyncio logs each reply to it
+                if self._transport.is_closing():  # asyncio would log each further reply
                     return
         except (auth.AuthenticationError, msgspec.DecodeError) as error:
             self.refuse(str(error))
@@ -245,63 +256,73 @@ class Connection(asyncio.Protocol):
             self.reply(Reply())
         else:
             self._since = asyncio.get_running_loop().time()
-            self._store.ask(self, request)
+            self._store.handle(self, request)
 
     def reply(self, reply: Reply) -> None:
-        if self._timer:
-            self._timer.cancel()
+        """Send the reply to the current request."""
+        self._cancel_timer()
         self._slot = None
         try:
-            sealed = self._channel.seal(_encode(reply))
-        except ValueError as error:  # it asked for more than a message holds
-            sealed = self._channel.seal(_encode(Reply(error=str(error))))
+            sealed = self._seal(reply)
+        except ValueError as error:  # the reply exceeds MAX_MESSAGE
+            sealed = self._seal(Reply(error=str(error)))
         self._transport.write(sealed)
 
+    def _seal(self, reply: Reply) -> bytes:
+        assert self._channel is not None  # requests follow authentication
+        return self._channel.seal(_encode(reply))
+
+    def _cancel_timer(self) -> None:
+        if self._timer:
+            self._timer.cancel()
+
     def push(self, value: Any) -> None:
-        """What it has subscribed for."""
-        self._transport.write(self._channel.seal(_encode(Reply(value, pushed=True))))
+        """Send a message that the client has subscribed for."""
+        self._transport.write(self._seal(Reply(value, pushed=True)))
 
     def wait(self, slot: tuple[str, ...], timeout_s: float) -> None:
-        """Let the client wait for what is not there yet, at most timeout_s after it has asked."""
+        """Let the client wait for `slot`, at most timeout_s after its request."""
         self._slot = slot
-        self._timer.cancel()
+        self._cancel_timer()
         self._timer = asyncio.get_running_loop().call_at(self._since + timeout_s, self._time_out)
 
     def _time_out(self) -> None:
-        self._store.forget(self, self._slot)
+        if self._slot:
+            self._store.stop_waiting(self, self._slot)
         self.reply(Reply(error=TIMED_OUT))
 
     # ---- closing ------------------------------------------------------------------------------------------------------------
 
+    @override
     def connection_lost(self, error: Exception | None) -> None:
         self._closed()
 
     def _closed(self) -> None:
-        self._timer.cancel()
+        self._cancel_timer()
         self._store.unauthenticated.pop(self, None)
         self._store.authenticated.discard(self)
         if self._slot:
-            self._store.forget(self, self._slot)
+            self._store.stop_waiting(self, self._slot)
             self._slot = None
         will, self._disconnect_key = self._disconnect_key, ""
-        self._store.part(self, will)
+        self._store.disconnected(self, will)
 
 
 # ---- the process --------------------------------------------------------------------------------------------------------
 
 
 def start(host: str, key: bytes, timeout_s: float = START_S) -> tuple[subprocess.Popen, Address]:
-    """Start the store's process on this machine. It lives as long as the calling thread and the returned handle.
+    """Start the store's process on this machine; it ends with the calling thread or the returned handle.
 
     host: how other ranks reach this machine. Raises what `launch` raises.
     """
     return launch("pipeline.store.server", host, {"key": key.hex()}, timeout_s)
 
 
-def launch(module: str, host: str, told: dict[str, Any], timeout_s: float) -> tuple[subprocess.Popen, Address]:
-    """Start any module that takes what it needs from its input as this one does, and wait until it listens.
+def launch(module: str, host: str, parameters: dict[str, Any], timeout_s: float) -> tuple[subprocess.Popen, Address]:
+    """Start a module that reads its parameters from stdin, as this one does, and wait until it listens.
 
-    Raises RuntimeError if it ends before, TimeoutError if it has not come so far after timeout_s.
+    Raises RuntimeError if it ends first, TimeoutError after timeout_s.
     """
     process = subprocess.Popen(
         [sys.executable, "-P", "-m", module],
@@ -310,7 +331,8 @@ def launch(module: str, host: str, told: dict[str, Any], timeout_s: float) -> tu
         env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))},
         text=True,
     )
-    process.stdin.write(json.dumps({"parent": os.getpid(), "address": host, **told}) + "\n")
+    assert process.stdin and process.stdout
+    process.stdin.write(json.dumps({"parent": os.getpid(), "address": host, **parameters}) + "\n")
     process.stdin.flush()
     if not select.select([process.stdout], [], [], timeout_s)[0]:
         process.kill()
@@ -323,7 +345,7 @@ def launch(module: str, host: str, told: dict[str, Any], timeout_s: float) -> tu
 
 
 def _listen(address: str) -> socket.socket:
-    """On a fresh port of every interface, since a node has many names; but of loopback only if that is where ranks look."""
+    """Return a socket on a fresh port of every interface, as a node has many names; of loopback if `address` is one."""
     with contextlib.suppress(ValueError):
         if ipaddress.ip_address(address).is_loopback:
             family = socket.AF_INET6 if ":" in address else socket.AF_INET
@@ -334,22 +356,24 @@ def _listen(address: str) -> socket.socket:
 
 
 def _end_with(parent: int) -> None:
-    """End when the rank that started this does, and not before: Slurm sends its signals to all processes, and rank 0 may then
-    want to save."""
+    """End when the rank that started this process ends, and not before.
+
+    Slurm sends its signals to all processes of a step, and rank 0 may still want to save.
+    """
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):
         signal.signal(number, signal.SIG_IGN)
     linux.die_with_parent()
     if os.getppid() != parent:
         sys.exit(1)
-    linux.raise_open_files()  # a rank has three connections
+    linux.raise_open_files()  # a rank opens three connections
 
 
 async def serve(store: Server, address: str) -> None:
-    """Until the input ends, and nobody needs it."""
+    """Serve until stdin closes and no rank needs the process."""
     loop, listener = asyncio.get_running_loop(), _listen(address)
-    loop.set_exception_handler(store.fail)
+    loop.set_exception_handler(store.log_error)
     server = await loop.create_server(lambda: Connection(store), sock=listener, backlog=ACCEPTED)
-    listener.listen(QUEUED)  # asyncio has told the kernel ACCEPTED, which it accepts in one turn
+    listener.listen(QUEUED)  # asyncio has set the kernel's queue to ACCEPTED
     ended = asyncio.Event()
     loop.add_reader(sys.stdin.fileno(), ended.set)
     sys.stdout.write(f"{listener.getsockname()[1]}\n")
@@ -360,16 +384,17 @@ async def serve(store: Server, address: str) -> None:
 
 
 def read_parameters() -> dict[str, Any]:
-    """What the process that started this one has to say; this one ends with it."""
-    told = json.loads(sys.stdin.readline())
-    _end_with(told["parent"])
-    return told
+    """Return the parameters from stdin, and tie this process to the one that started it."""
+    parameters = json.loads(sys.stdin.readline())
+    _end_with(parameters["parent"])
+    return parameters
 
 
 def main() -> None:
+    """Run the store's process."""
     rank_log.log_to_stderr()
-    told = read_parameters()
-    asyncio.run(serve(StoreServer(bytes.fromhex(told["key"])), told["address"]))
+    parameters = read_parameters()
+    asyncio.run(serve(StoreServer(bytes.fromhex(parameters["key"])), parameters["address"]))
 
 
 if __name__ == "__main__":

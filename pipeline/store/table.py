@@ -12,51 +12,62 @@ from typing import Any
 
 import msgspec
 
-BATCH = 256 << 10  # bytes of values in one reply to Get; the client asks for the rest
+BATCH = 256 << 10  # bytes of values in one reply to Get; the client requests the rest
 
 # ---- requests ---------------------------------------------------------------------------------------------------------
 
 
-class Request(msgspec.Struct, array_like=True, tag=True, frozen=True):
-    pass
+class Request(msgspec.Struct, array_like=True, tag=True):
+    """A request to the store; the class name is its tag on the wire."""
 
 
 class Set(Request):
+    """Set a key."""
+
     key: str
     value: bytes
 
 
 class MultiSet(Request):
+    """Set several keys, one value each."""
+
     keys: list[str]
     values: list[bytes]
 
 
 class Get(Request):
-    """Waits until every key is there. The reply has the first of the values, as many as BATCH holds."""
+    """Wait until every key exists and return the values, in order: as many as fit in BATCH bytes, at least one."""
 
     keys: list[str]
     timeout_s: float
 
 
 class Wait(Request):
+    """Wait until every key exists."""
+
     keys: list[str]
     timeout_s: float
 
 
 class Add(Request):
-    """To the key's decimal number; 0 if it is not there."""
+    """Add to a key's value, a decimal number, or to 0 if the key does not exist, and return the sum."""
 
     key: str
     amount: int
 
 
 class Append(Request):
+    """Append bytes to a value, which begins empty."""
+
     key: str
     value: bytes
 
 
 class CompareSet(Request):
-    """Replies with the value that is there then; if there is none, with `expected`."""
+    """Set a key if its value is `expected`, and return the key's value, or `expected` if the key does not exist.
+
+    An empty `expected` also matches a key that does not exist.
+    """
 
     key: str
     expected: bytes
@@ -64,46 +75,54 @@ class CompareSet(Request):
 
 
 class Check(Request):
+    """Return whether every key exists."""
+
     keys: list[str]
 
 
 class Delete(Request):
+    """Delete a key and return whether it existed."""
+
     key: str
 
 
 class Count(Request):
-    pass
+    """Count the keys."""
 
 
 class List(Request):
-    pass
+    """List the keys, in the order of their first values."""
 
 
 class Push(Request):
+    """Append a value to a queue."""
+
     queue: str
     value: bytes
 
 
 class Pop(Request):
-    """Waits for a value. With no time to wait an empty queue is an error."""
+    """Wait for a value and take it from its queue. With a timeout of 0 an empty queue is an error."""
 
     queue: str
     timeout_s: float
 
 
 class Length(Request):
+    """Return a queue's length."""
+
     queue: str
 
 
 class Exchange(Request):
-    """Set keys and look at others, without waiting: the reply has None for those that are not there."""
+    """Set keys and return the values of others without waiting, None for keys that do not exist."""
 
     values: dict[str, bytes]
     keys: list[str]
 
 
 class OnDisconnect(Request):
-    """Set `key` when this connection ends. An empty key takes it back."""
+    """Set `key` to an empty value when this connection ends. An empty key cancels that."""
 
     key: str
 
@@ -129,9 +148,11 @@ ANY = (
 
 
 class Reply(msgspec.Struct, array_like=True):
+    """The reply to a request, or a pushed message."""
+
     value: Any = None
-    error: str = ""  # TIMED_OUT, EMPTY, or what is wrong with the request
-    pushed: bool = False  # it answers no request (`messaging.py`)
+    error: str = ""  # TIMED_OUT, EMPTY or a message
+    pushed: bool = False  # replies to no request (`messaging.py`)
 
 
 TIMED_OUT = "timed out"
@@ -139,7 +160,7 @@ EMPTY = "empty"
 
 
 class Missing(Exception):
-    """A request must wait until something is put into this slot: ("key", name), ("queue", name) or ("answers",)."""
+    """Raised by a request that must wait until something fills `slot`: ("key", name), ("queue", name) or ("answers",)."""
 
     def __init__(self, *slot: str):
         self.slot = slot
@@ -149,16 +170,21 @@ class Missing(Exception):
 
 
 class Table:
+    """The keys and queues, without connections."""
+
     def __init__(self) -> None:
         self._values: dict[str, bytes] = {}
         self._queues: dict[str, deque[bytes]] = {}
 
     def apply(self, request: Request) -> Any:
-        """The reply's value. Raises Missing if it must wait, ValueError if it cannot be done."""
+        """Apply a request and return the reply's value.
+
+        Raises Missing if the request must wait, ValueError if it is invalid.
+        """
         return self._METHODS[type(request)](self, request)
 
     def filled(self, request: Request) -> Iterator[tuple[str, str]]:
-        """The slots that this request has put something into."""
+        """Yield the slots that a request has filled."""
         match request:
             case Set(key) | Add(key) | Append(key) | CompareSet(key):
                 yield "key", key
@@ -187,7 +213,7 @@ class Table:
         return values
 
     def _wait(self, request: Get | Wait) -> None:
-        for key in reversed(request.keys):  # the last comes last, more often than not: it is not woken for the others
+        for key in reversed(request.keys):  # the last key usually comes last, so the request resumes once
             if key not in self._values:
                 raise Missing("key", key)
 

@@ -104,8 +104,8 @@ async def _beat(relay: Relay, ranks: list[int], interval_s: float) -> None:
     for count in itertools.count():
         for rank in ranks:
             beat = msgspec.msgpack.encode([count, "node", "step", "forward of the policy"])
-            relay.ask(Quiet(), table.Exchange({f"beat/{rank}": beat}, ["failed", "beat/0", "lost/0"]))
-        relay.beat()
+            relay.handle(Quiet(), table.Exchange({f"beat/{rank}": beat}, ["failed", "beat/0", "lost/0"]))
+        relay.exchange_heartbeats()
         await asyncio.sleep(interval_s)
 
 

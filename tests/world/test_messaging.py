@@ -208,5 +208,5 @@ def test_a_relay_rests_when_all_ranks_have_taken_back_their_wills(node):
     assert isinstance(upstream.sent[-1], OnDisconnect) and not upstream.sent[-1].key  # it is the one that has started the relay
     a_node.change_disconnect_key("lost/3", "")
     assert not a_node._drained.is_set()
-    a_node.part(Connection(), "lost/2")
+    a_node.disconnected(Connection(), "lost/2")
     assert upstream.sent[-1].key == "lost/2" and a_node._drained.is_set()

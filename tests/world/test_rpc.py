@@ -262,7 +262,7 @@ def test_what_several_ranks_get_is_encoded_and_sent_once(tmp_path, monkeypatch):
     assert [to for _, to in sent] == [1, 2] and encoded == [one, other]
     inbox = world.store.clone()
     inbox.send(messaging.Subscribe([5]))
-    (message,) = inbox.next_mail()
+    (message,) = inbox.next_messages()
     envelope = msgspec.msgpack.decode(message, type=Envelope)
     assert envelope.ranks == (1, 3, 5, 6) and envelope.follows == sent[0][0] and not envelope.body
     assert envelope.digest == hashlib.sha256(encode(one)).digest()

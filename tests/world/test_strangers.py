@@ -83,12 +83,12 @@ def test_garbage_is_refused(address, key, said):
 
 
 def test_a_wrong_secret_and_that_of_another_attempt_are_refused(address, tmp_path):
-    with pytest.raises(PermissionError, match="another secret, or is of another attempt"):
+    with pytest.raises(PermissionError, match="its secret or its attempt is another one"):
         RunStore(address, os.urandom(32), 5)
     write_secret(tmp_path)
     process, address = server.start("127.0.0.1", auth.attempt_key(tmp_path, "17-0"))
     with process:
-        with pytest.raises(PermissionError, match="another secret, or is of another attempt"):
+        with pytest.raises(PermissionError, match="its secret or its attempt is another one"):
             RunStore(address, auth.attempt_key(tmp_path, "17-1"), 5)
         assert RunStore(address, auth.attempt_key(tmp_path, "17-0"), 5).num_keys() == 0
 
@@ -122,7 +122,7 @@ def test_a_rank_does_not_talk_to_a_server_that_cannot_prove_itself(key):
     challenge = auth.challenge()
     with pytest.raises(auth.AuthenticationError, match="does not know this attempt's secret"):
         auth.open_channel(key, challenge, auth.answer(key, challenge), os.urandom(auth.MAC))
-    with pytest.raises(auth.AuthenticationError, match="no store of ours"):
+    with pytest.raises(auth.AuthenticationError, match="is no store of a run"):
         auth.answer(key, b"220 smtp.example.org ESMTP" + bytes(40))
 
 
@@ -142,7 +142,7 @@ def test_a_crowd_that_says_nothing_keeps_nobody_out(key, capfd, until_closed):
             connection.close()
     told = [line for line in capfd.readouterr().err.splitlines() if "refused a connection" in line]
     assert len(told) == until_closed
-    assert all(line.endswith(" refused a connection from 127.0.0.1: it said nothing that proves it") for line in told)
+    assert all(line.endswith(" refused a connection from 127.0.0.1: it did not authenticate in time") for line in told)
 
 
 @pytest.fixture
@@ -164,12 +164,12 @@ def test_ranks_that_push_each_other_out_all_get_in(served, key, monkeypatch):
     """More of them than the store lets wait without a proof."""
     monkeypatch.setattr(server, "MAX_UNAUTHENTICATED", 4)
     dropped: list[str] = []
-    monkeypatch.setattr(server.Server, "tell", lambda self, host, why: dropped.append(why))
+    monkeypatch.setattr(server.Server, "log_refusal", lambda self, host, why: dropped.append(why))
     crowd = [connect(served) for _ in range(4)]  # says nothing
     with ThreadPoolExecutor(40) as pool:
         ranks = list(pool.map(lambda _: RunStore(served, key, 30), range(40)))
     assert sum(rank.add("n", 1) == 40 for rank in ranks) == 1
-    assert set(dropped) == {"too many have connected without a proof"} and len(dropped) >= len(crowd)
+    assert set(dropped) == {"too many unauthenticated connections"} and len(dropped) >= len(crowd)
     for connection in crowd:
         connection.close()
 
@@ -181,7 +181,7 @@ def test_one_that_proves_itself_too_late_may_try_again(served, monkeypatch):
 
 
 def test_the_secret_must_be_there_private_and_whole(tmp_path):
-    with pytest.raises(FileNotFoundError, match="submit it again"):
+    with pytest.raises(FileNotFoundError, match="submit the run again"):
         auth.attempt_key(tmp_path, "1", wait_s=0.1)
     write_secret(tmp_path, mode=0o640)
     with pytest.raises(PermissionError, match=r"others may read .*\.secret \(mode 0640\)"):
@@ -189,7 +189,7 @@ def test_the_secret_must_be_there_private_and_whole(tmp_path):
     write_secret(tmp_path)
     assert auth.attempt_key(tmp_path, "1") != auth.attempt_key(tmp_path, "2")
     (tmp_path / ".secret").write_text("abcd\n")
-    with pytest.raises(ValueError, match="2 bytes, not 32"):
+    with pytest.raises(ValueError, match="got 2 bytes; expected 32"):
         auth.attempt_key(tmp_path, "1")
 
 
