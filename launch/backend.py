@@ -1,21 +1,22 @@
-"""Choose the backend that trains: the one that the recipe asks for, else by the model's size, the GPUs and their memory.
+"""Choose the train backend: the recipe's, or else by the model's size and the GPUs' number and memory.
 
-Decided once, at submission, and written into the run's recipe, so that every rank reads the same.
+The choice is made once, at submission, and written into the run's recipe, so that every rank reads the same.
 
-The rule, where the recipe leaves it open; the first line that applies:
-    the run folder exists                           as the run began
+If the recipe does not choose, the first line that applies decides:
+    the run folder exists                           the backend of the run
     keys of one backend's layout are set            that backend
-    no GPUs; the model is not there yet; a family that the Megatron backend does not have   FSDP2
+    no GPUs, no model yet, or a family that the Megatron backend does not have   FSDP2
     many experts, and each GPU can hold the model   Megatron-Core: FSDP2 would gather all experts of a layer for every batch
     the model fits under FSDP2                      FSDP2
-    otherwise                                       Megatron-Core; if its layout's keys must cut the model first, that is said
+    otherwise                                       Megatron-Core; an error if its layout's keys must split the model first
 
-A model "fits" if parameters, gradients and optimizer state, as `launch/plan/memory_backends.py` counts them for all models
-of the train ranks, take at most 70 % of the GPUs' memory. Activations and logits are not counted: they have the rest.
+A model "fits" if parameters, gradients and optimizer state of all models of the train ranks, as
+`launch/plan/memory_backends.py` counts them, take at most 70 % of the GPUs' memory. The rest is for activations and logits.
 """
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -42,8 +43,8 @@ from pipeline.config import (
 )
 
 NAMES: dict[Backend, str] = {"megatron": "Megatron-Core", "dtensor": "FSDP2"}
-MANY_EXPERTS = 16  # Mixtral's 8 are few: a token passes 2 of them, and gathering all costs four times what it uses
-FILLED = 0.7  # of the memory
+MANY_EXPERTS = 16  # Mixtral has 8: a token uses 2 of them, so gathering all 8 moves only four times what it uses
+MAX_STATE = 0.7  # fraction of the GPUs' memory
 
 MEGATRON_LAYOUT = (
     "tensor_model_parallel_size",
@@ -60,6 +61,8 @@ DTENSOR_LAYOUT = ("tensor_parallel_size", "cpu_offload", "lora_cfg")
 
 @dataclass(frozen=True, slots=True)
 class BackendChoice:
+    """The train backend, and why it was chosen."""
+
     backend: Backend
     reason: str
     warning: str | None = None
@@ -68,33 +71,33 @@ class BackendChoice:
         return f"{NAMES[self.backend]} trains, because {self.reason}"
 
 
-def choose(recipe: Recipe, pending: list[Path] = (), before: Recipe | None = None) -> tuple[Recipe, BackendChoice]:
-    """Return the recipe with both `enabled` keys set and everything checked that depends on them, and why.
+def choose(recipe: Recipe, pending: Sequence[os.PathLike] = (), before: Recipe | None = None) -> tuple[Recipe, BackendChoice]:
+    """Return the recipe with both `enabled` keys set and validated, and the choice.
 
-    pending: run folders of needed recipes that have not run yet. before: the recipe that the run began with, if it has begun.
+    pending: folders of needed runs that are still to come. before: the recipe with which the run began; None for a new run.
     Raises RecipeError.
     """
-    choice = _asked_for(recipe) or _as_before(before) or _by_keys(recipe) or _by_size(recipe, pending)
+    choice = _by_recipe(recipe) or _by_earlier_run(before) or _by_keys(recipe) or _by_size(recipe, pending)
     recipe = config.with_backend(recipe, choice.backend)
     config.validate(recipe)
     return recipe, choice
 
 
-def _asked_for(recipe: Recipe) -> BackendChoice | None:
+def _by_recipe(recipe: Recipe) -> BackendChoice | None:
     backend = requested_backend(recipe.policy)
     if backend is None:
         return None
     given = {"megatron": recipe.policy.megatron_cfg.enabled, "dtensor": recipe.policy.dtensor_cfg.enabled}
     if all(given.values()):
-        both = "policy.megatron_cfg.enabled and policy.dtensor_cfg.enabled are both true; one of them is enough"
-        return BackendChoice(backend, "policy.megatron_cfg.enabled goes before policy.dtensor_cfg.enabled", both)
+        both = "policy.megatron_cfg.enabled and policy.dtensor_cfg.enabled are both true; expected one of them"
+        return BackendChoice(backend, "policy.megatron_cfg.enabled overrides policy.dtensor_cfg.enabled", both)
     if given[backend]:
         return BackendChoice(backend, f"policy.{backend}_cfg.enabled is true")
     other = next(name for name in given if name != backend)
     return BackendChoice(backend, f"policy.{other}_cfg.enabled is false")
 
 
-def _as_before(before: Recipe | None) -> BackendChoice | None:
+def _by_earlier_run(before: Recipe | None) -> BackendChoice | None:
     backend = requested_backend(before.policy) if before else None
     return BackendChoice(backend, "the run began with it") if backend else None
 
@@ -104,18 +107,18 @@ def _by_keys(recipe: Recipe) -> BackendChoice | None:
     megatron = _changed("megatron", policy.megatron_cfg, MegatronConfig(), MEGATRON_LAYOUT)
     dtensor = _changed("dtensor", policy.dtensor_cfg, DTensorConfig(), DTENSOR_LAYOUT)
     if megatron and dtensor:
-        told = (
-            f"got a layout of Megatron-Core, and {dtensor} of FSDP2; expected one backend. Try policy.megatron_cfg.enabled=true"
+        why = (
+            f"got this key of Megatron-Core and {dtensor} of FSDP2; expected one backend. Try policy.megatron_cfg.enabled=true"
             " or policy.dtensor_cfg.enabled=true"
         )
-        raise RecipeError(Problem(megatron, "ambiguous", told))
+        raise RecipeError(Problem(megatron, "ambiguous", why))
     if megatron or dtensor:
         return BackendChoice("megatron" if megatron else "dtensor", f"{megatron or dtensor} is set")
     return None
 
 
 def _changed(backend: Backend, section: Any, defaults: Any, names: tuple[str, ...]) -> str | None:
-    """Return the first of the keys that is not at its default."""
+    """Return the first key that differs from its default."""
     return next((f"policy.{backend}_cfg.{n}" for n in names if getattr(section, n) != getattr(defaults, n)), None)
 
 
@@ -123,18 +126,18 @@ def _changed(backend: Backend, section: Any, defaults: Any, names: tuple[str, ..
 
 
 def fsdp_bytes(held: Sequence[Model], count: int) -> float:
-    """Return the bytes on each of `count` GPUs: the state of all models, and the layers in use of one at a time.
+    """Return the bytes on each of `count` GPUs: the state of all models, and the gathered layers of one model at a time.
 
-    A layer in use is whole, in the compute precision, with the next one on its way; so is its gradient, before it is scattered.
+    The current layer, the prefetched next one and the unscattered gradient are whole, in the compute precision: 3 layers.
     """
     state = sum(sum(FSDP(model, Cut(count), True).resident.values()) for model in held)
     return state + max(3 * model.size * model.shape.largest_layer for model in held)
 
 
 def megatron_bytes(held: Sequence[Model], count: int, size: int) -> float:
-    """Return the bytes of the state of all models on each of `count` GPUs, of which `size` cut a model.
+    """Return the bytes of the state of all models on each of `count` GPUs, with each model split over `size` of them.
 
-    Frozen weights come to the GPUs whole, so for a while they are there beside the others.
+    Offloaded frozen models count too, because they are on the GPUs beside the others for a while.
     """
     cut = Cut(count, tensor=size, expert_tensor=size)
     ranks = (Megatron(replace(model, offload=False), cut, True, stages(model)[0]) for model in held)
@@ -147,37 +150,37 @@ def _by_size(recipe: Recipe, pending: list[Path]) -> BackendChoice:
         return BackendChoice("dtensor", "cluster.train has no GPUs")
     model = planning_config(recipe.policy, pending)
     if model is None:
-        return BackendChoice("dtensor", f"{recipe.policy.model_name} is not there yet, so its size is not known")
+        return BackendChoice("dtensor", f"{recipe.policy.model_name} does not exist yet, so its size is unknown")
     shapes = {}
     for section, policy in config.models(recipe).items():
         key = f"{section}.model_name"
-        its = planning_config(policy, pending, key) or model  # what a run has yet to leave: as the policy
+        its = planning_config(policy, pending, key) or model  # a model that a run is still to write counts as the policy
         if (family := its.get("model_type")) not in MEGATRON_MODEL_TYPES:
             return BackendChoice("dtensor", f"the Megatron backend has no '{family}' models")
         shapes[section] = ModelShape.of(its, key)
     held = models(recipe, shapes)
     count, memory_gb = ranks(train), hardware.memory_gb(train)
-    room, fsdp, megatron = FILLED * memory_gb * 1e9, fsdp_bytes(held, count), megatron_bytes(held, count, 1)
+    limit, fsdp, megatron = MAX_STATE * memory_gb * 1e9, fsdp_bytes(held, count), megatron_bytes(held, count, 1)
     what, gpus = _described(held), f"GB on each of {count} GPUs with {memory_gb:g}"
-    if held[0].shape.experts >= MANY_EXPERTS and megatron <= room:
-        return BackendChoice("megatron", f"{what} take {megatron / 1e9:.1f} {gpus}, and are not gathered layer by layer")
-    if fsdp <= room:
+    if held[0].shape.experts >= MANY_EXPERTS and megatron <= limit:
+        return BackendChoice("megatron", f"{what} take {megatron / 1e9:.1f} {gpus}, and need no gathering layer by layer")
+    if fsdp <= limit:
         return BackendChoice("dtensor", f"{what} take {fsdp / 1e9:.1f} {gpus}")
     reason = f"under FSDP2 {what} would take {fsdp / 1e9:.1f} {gpus}"
-    if megatron <= room:
+    if megatron <= limit:
         return BackendChoice("megatron", reason)
-    cuts = [cut for cut in range(2, count + 1) if count % cut == 0 and megatron_bytes(held, count, cut) <= room]
+    cuts = [cut for cut in range(2, count + 1) if count % cut == 0 and megatron_bytes(held, count, cut) <= limit]
     if not cuts:
-        told = (
-            f"{reason}; under Megatron-Core too they do not fit into {FILLED:.0%} of that, however they are cut. Try more GPUs,"
+        why = (
+            f"{reason}; under Megatron-Core no layout brings them below {MAX_STATE:.0%} of that either. Try more GPUs,"
             " or policy.megatron_cfg.enabled=true or policy.dtensor_cfg.enabled=true"
         )
-        raise RecipeError(Problem("cluster.train", "out-of-memory", told))
-    told = (
-        f"{reason}; Megatron-Core fits if it cuts the model over at least {cuts[0]} GPUs. Try tensor_model_parallel_size,"
+        raise RecipeError(Problem("cluster.train", "out-of-memory", why))
+    why = (
+        f"{reason}; under Megatron-Core they fit if at least {cuts[0]} GPUs split the model. Try tensor_model_parallel_size,"
         " pipeline_model_parallel_size or expert_model_parallel_size"
     )
-    raise RecipeError(Problem("policy.megatron_cfg", "out-of-memory", told))
+    raise RecipeError(Problem("policy.megatron_cfg", "out-of-memory", why))
 
 
 def _described(held: Sequence[Model]) -> str:

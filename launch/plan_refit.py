@@ -1,11 +1,10 @@
-"""Plan a recipe's refit and say what it would take: python launch/plan_refit.py recipe=NAME [key=value ...]
+"""Plan a recipe's refit and predict its time: python launch/plan_refit.py recipe=NAME [key=value ...]
 
-Needs the model's config.json alone, or that recipes/models describes it: no weights, no GPU, no job, no torch. Prints what
-each rank sends and receives, how that compares with the floor that the network sets and with the reference broadcast, and what
-bounds it; writes a timeline as an SVG, which browsers show.
-A model that is yet to come out of a recipe listed under `needs` has the shape of the model which that recipe starts from.
+Needs only the model's config.json, or its description in recipes/models: no weights, GPU, job or torch. Prints what each rank
+sends and receives, compares that with the network's lower bound and with a reference broadcast, and names the bottleneck.
+Writes the timeline as an SVG. A model that a recipe of `needs` is still to write has the shape of that recipe's initial model.
 
-Ends with status 0; with 2 if something about the command line, the recipe or the model is wrong.
+Exit status: 0; 2 if the command line, the recipe or the model has a problem.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ from pathlib import Path
 from typing import Annotated
 
 if __name__ == "__main__":
-    sys.path[0] = str(Path(__file__).resolve().parent.parent)  # in place of launch/: whether or not the package is installed
+    sys.path[0] = str(Path(__file__).resolve().parent.parent)  # replaces launch/, so that no installed package is needed
 
 from launch import backend, command_line, recipes
 from launch.command_line import Key
@@ -58,11 +57,12 @@ class PlanRefitRequest:
     ] = field(default_factory=list)
     model_config: Annotated[
         Path | None,
-        Key("PATH", "a Hugging Face config.json to plan for in place of policy.model_name: nothing else need be there"),
+        Key("PATH", "a Hugging Face config.json to plan for instead of policy.model_name; no other file is needed"),
     ] = None
-    out: Annotated[Path | None, Key("PATH", "where the timeline picture goes; default: NAME-refit.svg")] = None
+    out: Annotated[Path | None, Key("PATH", "the timeline picture; default: NAME-refit.svg")] = None
 
     def problems(self) -> Iterator[Problem]:
+        """Yield paths that do not exist or have another format."""
         if self.model_config and not self.model_config.is_file():
             yield Problem("model_config", "file-not-found", f"there is no file {self.model_config}")
         if self.out and not self.out.parent.is_dir():
@@ -72,18 +72,19 @@ class PlanRefitRequest:
 
 
 def main(arguments: list[str]) -> int:
+    """Run the command, and return its exit status."""
     return command_line.run(__doc__, PlanRefitRequest, execute, arguments)
 
 
 def execute(request: PlanRefitRequest) -> int:
-    """Raises RecipeError."""
+    """Predict the refit, print the report, and write the picture. Raises RecipeError."""
     try:
         with model_folder(request.model_config) as folder:
             recipe, choice = load(request, folder)
             predicted = predict(recipe)
-    except ValueError as error:  # of layouts that cannot be told, or do not meet
+    except ValueError as error:  # of layouts that are unknown, or do not match
         raise error if isinstance(error, RecipeError) else RecipeError(Problem("", "unsupported", str(error))) from error
-    out = request.out or Path(f"{Path(recipe.name).name}-refit.svg")  # a name may have slashes
+    out = request.out or Path(f"{Path(recipe.name).name}-refit.svg")  # a name may contain slashes
     print(report(predicted, choice))
     title = f"refit of {predicted.recipe.name}, {_seconds(predicted.seconds)} predicted"
     drawn = refit_picture.draw(predicted.timeline, ranks(predicted.recipe.cluster.train), title)
@@ -97,13 +98,13 @@ def execute(request: PlanRefitRequest) -> int:
 
 @contextmanager
 def model_folder(model_config: Path | None) -> Iterator[Path | None]:
-    """Yield a folder that holds the file as its config.json, as transformers and vLLM want it."""
+    """Yield a temporary folder with the file as its config.json, as transformers and vLLM expect; None without a file."""
     if model_config is None:
         yield None
         return
     model = read_json(model_config)
     if not isinstance(model, dict) or "model_type" not in model:
-        message = f"{model_config} is not a model's config.json, which has a model_type"
+        message = f"got {model_config}; expected a model's config.json, with a model_type"
         raise RecipeError(Problem("model_config", "bad-format", message))
     with tempfile.TemporaryDirectory(prefix="model-") as folder:
         shutil.copyfile(model_config, Path(folder) / "config.json")
@@ -111,13 +112,13 @@ def model_folder(model_config: Path | None) -> Iterator[Path | None]:
 
 
 def load(request: PlanRefitRequest, folder: Path | None) -> tuple[Recipe, backend.BackendChoice]:
-    """Return the recipe as `launch/submit.py` reads it; of the model only its config is needed. Raises RecipeError."""
+    """Return the recipe as `launch/submit.py` reads it, without the model's weights. Raises RecipeError."""
     overrides = [*request.overrides, "policy.random_init=true"]
     if folder:
         overrides.append(f"policy.model_name={folder}")
     recipe = recipes.load(request.recipe, overrides)
     if not generates(recipe):
-        message = f"{recipe.algorithm} has no generate ranks, so nothing is refitted; grpo has"
+        message = f"got {recipe.algorithm}, which has no generate ranks to refit; expected an online algorithm such as grpo"
         raise RecipeError(Problem("algorithm", "unsupported", message))
     if not folder and (model := needed_model(recipe)):
         recipe = recipes.load(request.recipe, [*overrides, f"policy.model_name={model}"])
@@ -127,10 +128,11 @@ def load(request: PlanRefitRequest, folder: Path | None) -> tuple[Recipe, backen
     return recipe, choice
 
 
-# ---- what is shown ------------------------------------------------------------------------------------------------------
+# ---- the report ---------------------------------------------------------------------------------------------------------
 
 
 def report(predicted: Prediction, choice: backend.BackendChoice) -> str:
+    """Return the text of a prediction: the setup, a table of what ranks move, and the verdict."""
     parts = (_headline(predicted, choice), _table(predicted), _verdict(predicted))
     return "\n\n".join("\n".join(lines) for lines in parts)
 
@@ -152,7 +154,7 @@ def _headline(predicted: Prediction, choice: backend.BackendChoice) -> list[str]
 
 
 def _table(predicted: Prediction) -> list[str]:
-    """Return a table of least, mean and greatest over the ranks of a component."""
+    """Return a table of minimum, mean and maximum over the ranks of a component."""
     schedule, load, train = predicted.schedule, predicted.timeline.loads, ranks(predicted.recipe.cluster.train)
     out, staged = load.sent.sum(0), load.staging(refits_by_ipc(predicted.recipe))
     sends, receives = load.sends.sum(0), load.receives.sum(0)
@@ -167,7 +169,7 @@ def _table(predicted: Prediction) -> list[str]:
         ("staging memory of a generate rank", staged[train:], _size),
     ]
     members = sorted({len(group) for group in schedule.groups})
-    sharing = f"none: the train ranks send each of {_plural(len(schedule.engines), 'engine')} all that it wants"
+    sharing = f"none: the train ranks send each of {_plural(len(schedule.engines), 'engine')} all its bytes"
     if members[-1] > 1:
         sharing = (
             f"{_plural(len(schedule.engines), 'engine')} in {_plural(len(schedule.groups), 'group')} of"

@@ -1,11 +1,11 @@
-"""Run a suite of recipes over seeds and judge what came of it: python launch/sweep.py sweep=NAME [key=value ...]
+"""Run a suite of recipes over seeds and check its gates: python launch/sweep.py sweep=NAME [key=value ...]
 
-On Slurm the command submits all jobs, with the check behind them, and returns. On this machine it stays to the end. The reports
-are in the sweep's folder, runs/sweeps/NAME/ID: report.html, report.md, junit.xml.
+On Slurm the command submits all jobs, and a check that depends on them, and returns. On this machine it runs to the end. The
+sweep's folder, runs/sweeps/NAME/ID, holds the reports: report.html, report.md, junit.xml.
 
-Ends with status 0 if the sweep passed, or was submitted; 1 if a gate failed; 2 if the suite is wrong (nothing is submitted).
+Exit status: 0 if the sweep passed or was submitted; 1 if a gate failed; 2 if the suite has problems (nothing is submitted).
 
-Imports neither torch nor transformers: a login node answers at once.
+Imports neither torch nor transformers, so it starts fast on a login node.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from pathlib import Path
 from typing import Annotated
 
 if __name__ == "__main__":
-    sys.path[0] = str(Path(__file__).resolve().parent.parent)  # in place of launch/: whether or not the package is installed
+    sys.path[0] = str(Path(__file__).resolve().parent.parent)  # replaces launch/, so that no installed package is needed
 
-from launch import command_line
+from launch import command_line, console
 from launch.command_line import Key
 from launch.pages.document import add_plotly
 from launch.sweeps import baseline, submission, suite, verdict
@@ -49,78 +49,83 @@ class SweepRequest:
         list[str],
         Key(
             "key=value",
-            "a key of the suite (max_concurrent=2, runs.NAME.overrides.sft.max_num_steps=50), or of every recipe",
+            "a key of the suite (max_concurrent=2, runs.NAME.overrides.sft.max_num_steps=50) or of all recipes",
             others=True,
         ),
     ] = field(default_factory=list)
     id: Annotated[
-        str | None, Key("ID", "which one of this name; default: today's date. The same command again goes on with it")
+        str | None, Key("ID", "the sweep's id; default: today's date. The same command again continues the sweep")
     ] = None
-    wait: Annotated[bool, Key("true", "on Slurm: stay until it has been judged, and end with the verdict")] = False
-    update_baseline: Annotated[bool, Key("true", "make what this sweep measures the baseline of later ones")] = False
-    dry_run: Annotated[bool, Key("true", "print the jobs, and write nothing")] = False
-    check: Annotated[
-        Path | None, Key("DIR", "judge a sweep that was begun, as the job at its end does; retry what failed, once")
-    ] = None
+    wait: Annotated[bool, Key("true", "on Slurm: wait for the check, and exit with its verdict")] = False
+    update_baseline: Annotated[bool, Key("true", "write this sweep's values as the new baseline")] = False
+    dry_run: Annotated[bool, Key("true", "print the jobs; write nothing")] = False
+    check: Annotated[Path | None, Key("DIR", "check a sweep's gates, as its last job does; retry failed runs, once")] = None
 
     def problems(self) -> Iterator[Problem]:
+        """Yield keys that are missing, malformed or contradict each other."""
         if self.sweep is None and self.check is None:
-            yield Problem("sweep", "missing-value", "the command line needs sweep=NAME, or check=DIR")
+            yield Problem("sweep", "missing-value", "got no sweep; expected sweep=NAME, or check=DIR")
         if self.check and (self.sweep or self.overrides or self.id or self.wait or self.dry_run):
             yield Problem(
                 "check",
                 "contradiction",
-                "got other keys too; expected update_baseline=true at most: the sweep is what it was begun as",
+                "got other keys too; expected at most update_baseline=true, since a sweep that has begun cannot change",
             )
         if self.id is not None and not suite.NAME.fullmatch(self.id):
             yield suite.bad_name("id", self.id)
 
 
 def main(arguments: list[str]) -> int:
+    """Run the command, and return its exit status."""
     return command_line.run(__doc__, SweepRequest, execute, arguments)
 
 
 def execute(request: SweepRequest) -> int:
-    """Raises RecipeError."""
-    own = _forget_own_job()
+    """Begin, continue or check a sweep. Raises RecipeError."""
+    own = _unset_slurm_variables()
     try:
         return check(request.check, request.update_baseline, own) if request.check else begin(request)
     except KeyboardInterrupt:
-        print("\nwhat was submitted goes on; the same command goes on with the sweep", file=sys.stderr)
+        print("\nsubmitted jobs go on; the same command continues the sweep", file=sys.stderr)
         raise
 
 
-def _forget_own_job() -> str | None:
-    """Remove the variables of the Slurm job around us (the check, or scrontab's): new jobs must not get them. Return its id."""
+def _unset_slurm_variables() -> str | None:
+    """Unset the variables of the surrounding Slurm job (the check, or scrontab's), which new jobs must not inherit.
+
+    Return the id of that job; None outside of one.
+    """
     own = os.environ.get("SLURM_JOB_ID")
     for key in [key for key in os.environ if key.startswith("SLURM_") and key != "SLURM_CONF"]:
         del os.environ[key]
     return own
 
 
-# ---- beginning, and going on --------------------------------------------------------------------------------------------
+# ---- begin and continue -------------------------------------------------------------------------------------------------
 
 
 def begin(request: SweepRequest) -> int:
-    """Raises RecipeError."""
-    asked = suite.load(request.sweep, request.overrides)
+    """Begin or continue a sweep, and return the exit status. Raises RecipeError."""
+    assert request.sweep is not None, "SweepRequest.problems lets no such request pass"
+    loaded = suite.load(request.sweep, request.overrides)
     name = request.id or date.today().isoformat()
-    folder = SweepFolder(Path(asked.suite.folder) / asked.suite.name / name)
+    folder = SweepFolder(Path(loaded.suite.folder) / loaded.suite.name / name)
     if folder.begun:
-        folder.refuse_other(asked.suite, asked.overrides)
-    if baseline.read(asked.baseline) is None and not request.update_baseline:
-        print(f"# no baseline yet, {asked.baseline}: gates that need it will fail; update_baseline=true writes it")
+        folder.refuse_other(loaded.suite, loaded.overrides)
+    if baseline.read(loaded.baseline) is None and not request.update_baseline:
+        note = f"no baseline yet, {loaded.baseline}: gates that need it fail; update_baseline=true writes it"
+        console.print_field("note", note, f"# {note}")
     if request.dry_run:
-        return show(asked, folder)
-    jobs, executor = ([], folder.plan.executor) if folder.begun else jobs_of(asked, folder.path)
+        return show(loaded, folder)
+    jobs, executor = ([], folder.plan.executor) if folder.begun else jobs_of(loaded, folder.path)
     with folder.locked():
         if not folder.begun:
-            plan = SweepPlan(name, executor, str(Path.cwd()), str(asked.baseline), asked.overrides, jobs)
-            folder.begin(asked.suite, plan)
+            plan = SweepPlan(name, executor, str(Path.cwd()), str(loaded.baseline), loaded.overrides, jobs)
+            folder.begin(loaded.suite, plan)
         if request.update_baseline:
-            folder.want_baseline(True)
+            folder.request_baseline(True)
         if (over := _verdict(folder)) and not request.update_baseline:
-            print(f"{over['summary']}\n{folder.path} is complete; id=NAME begins another")
+            print(f"{over['summary']}\n{folder.path} is complete; id=NAME begins another sweep")
             return 0 if over["passed"] else 1
         print(f"{folder.title}: {len(folder.plan.jobs)} jobs, in {folder.path}", flush=True)
         if executor == "local":
@@ -131,9 +136,10 @@ def begin(request: SweepRequest) -> int:
     return follow(folder) if request.wait else 0
 
 
-def show(asked: suite.LoadedSuite, folder: SweepFolder) -> int:
-    jobs, executor = jobs_of(asked, folder.path)
-    print(f"{folder.title}: {len(jobs)} jobs on {executor}, at most {asked.suite.max_concurrent} at once, in {folder.path}")
+def show(loaded: suite.LoadedSuite, folder: SweepFolder) -> int:
+    """Print the jobs of a sweep, as `dry_run` does. Raises RecipeError."""
+    jobs, executor = jobs_of(loaded, folder.path)
+    print(f"{folder.title}: {len(jobs)} jobs on {executor}, at most {loaded.suite.max_concurrent} at once, in {folder.path}")
     for job in jobs:
         after = f"  after {', '.join(job.needs)}" if job.needs else ""
         print(f"{job.name}: recipe={job.recipe} {' '.join(job.overrides)}{after}")
@@ -141,13 +147,13 @@ def show(asked: suite.LoadedSuite, folder: SweepFolder) -> int:
 
 
 def _submit(folder: SweepFolder, own: str | None = None) -> bool:
-    """Submit under Slurm what is missing, and the check behind it. Return whether there is anything to wait for.
+    """Submit the missing jobs to Slurm, and a check that depends on them. Return whether any job is live then.
 
-    own: the id of the job that this is, if it is the check. While another check waits, what failed is left to that.
+    own: the id of this process's job, if it is the check. Failed jobs are left to another check, if one waits.
     """
     queue = Queue("slurm")
     job_states = folder.job_states(queue)
-    checker = folder.check_job(queue, but=own)
+    checker = folder.check_job(queue, other_than=own)
     live = [each for each in job_states if each.state == "live"]
     todo = submission.due(job_states, folder.suite.retries)
     if checker:
@@ -156,50 +162,53 @@ def _submit(folder: SweepFolder, own: str | None = None) -> bool:
         return checker is not None
     submission.submit_all(folder, todo, live)
     if checker and not todo:
-        print(f"{len(live)} jobs are under way, and Slurm job {checker} judges them")
+        print(f"{len(live)} jobs are active; Slurm job {checker} checks them")
         return True
-    waits_for = [each.record.job_id for each in folder.job_states(Queue("slurm")) if each.state == "live"]
+    waits_for = folder.live_job_ids(Queue("slurm"))
     print(
         f"the check: Slurm job {submission.submit_check(folder, waits_for)}, when {len(waits_for)} jobs have ended", flush=True
     )
     return True
 
 
-# ---- the end ------------------------------------------------------------------------------------------------------------
+# ---- check and report ---------------------------------------------------------------------------------------------------
 
 
 def check(path: Path, update_baseline: bool, own: str | None) -> int:
-    """Judge, unless something has to be tried again first. own: the Slurm job that this is. Raises RecipeError."""
+    """Check the gates and report, or else retry failed jobs. own: the id of this process's Slurm job. Raises RecipeError."""
     folder = SweepFolder(path)
     executor = folder.plan.executor
     os.chdir(folder.plan.cwd)
     with folder.locked(LOCK_S):
         if update_baseline:
-            folder.want_baseline(True)
+            folder.request_baseline(True)
         if executor == "slurm" and not _verdict(folder) and _submit(folder, own):
             return 0
         return report(folder)
 
 
 def report(folder: SweepFolder) -> int:
-    """Judge, and write the reports into the folder. Return 0 if the sweep passed, else 1."""
+    """Check the gates, and write the reports into the folder. Return 0 if the sweep passed, else 1."""
     result = verdict.conclude(folder)
     write_durably(folder.path / "junit.xml", junit(result))
     write_durably(folder.path / "report.md", markdown(result))
     write_durably(folder.path / "report.html", page(result))
     add_plotly(folder.path)
-    folder.want_baseline(False)  # it has been written, or could not be
+    folder.request_baseline(False)  # it is written, or cannot be
     verdict.write(result)
-    tell(result)
+    print_result(result)
     return 0 if result.passed else 1
 
 
-def tell(result: SweepResult) -> None:
+def print_result(result: SweepResult) -> None:
+    """Print failed, skipped and retried gates, notes, and the summary."""
     for each in result.verdicts:
-        if each.outcome is not Outcome.PASSED or "RETRIED" in each.said:
-            print(on_one_line(f"{each.outcome.value}: {each.run}, {each.gate}: {each.said}"))
-    for note in result.notes:
-        print(on_one_line(f"note: {note}"))
+        if each.outcome is not Outcome.PASSED or "RETRIED" in each.message:
+            gate = on_one_line(f"{each.run}, {each.gate}: {each.message}")
+            style = console.STATE_STYLES[each.outcome.value]
+            console.print_field(each.outcome.value, gate, f"{each.outcome.value}: {gate}", style)
+    for note in map(on_one_line, result.notes):
+        console.print_field("note", note, f"note: {note}")
     print(f"{result.summary}\n{result.folder}/report.html", flush=True)
 
 
@@ -209,14 +218,14 @@ def _verdict(folder: SweepFolder) -> dict | None:
 
 
 def follow(folder: SweepFolder) -> int:
-    """Wait until the sweep has been judged, by whichever check, and return its exit status."""
-    said: dict[str, str] = {}
+    """Wait until a check has written the verdict, and return the exit status."""
+    printed: dict[str, str] = {}
     while not (over := _verdict(folder)):
         queue = Queue("slurm")
         job_states = folder.job_states(queue)
-        submission.tell(job_states, said)
+        submission.print_changes(job_states, printed)
         if not folder.check_job(queue) and not _verdict(folder):
-            time.sleep(POLL_S)  # it may have submitted the next, or just have written
+            time.sleep(POLL_S)  # it may have submitted the next check, or be writing the verdict
             if not folder.check_job(Queue("slurm")) and not _verdict(folder):
                 print(f"error: the check ended without a verdict: {folder.path}/check.log", file=sys.stderr)
                 return 1

@@ -1,7 +1,8 @@
-"""The numbers of an earlier sweep that passed, which bands and speeds are judged by: a YAML file for Git.
+"""Read and write a baseline: the numbers of a sweep that passed, with which bands and speeds compare, as YAML for Git.
 
-Per run and gate the value of every seed; per metric of a gate the band of its curves over the seeds, for the report. Sorted,
-one number a line, with where it comes from: commit, date, seeds, hardware. Written by `update_baseline=true`, not by hand.
+It holds the value of every seed for each run and gate, and the mean curve over the seeds for each metric of a gate, for the
+report. Keys are sorted, with one number a line, and the provenance is recorded: commit, date, seeds, hardware.
+`update_baseline=true` writes it.
 """
 
 from __future__ import annotations
@@ -16,22 +17,24 @@ from pipeline.config import config_tree, refuse, schema_validation
 from pipeline.storage import write_durably
 from pipeline.values import Bool, Float, Int, Text
 
-HEADER = "# Written by `python launch/sweep.py ... update_baseline=true`. Bands and speeds of the sweep are judged by it.\n"
-POINTS = 40
-"""Most points of a stored curve."""
+HEADER = "# Written by `python launch/sweep.py ... update_baseline=true`. Bands and speeds of the sweep compare with it.\n"
+MAX_POINTS = 40
+"""Maximum number of points of a stored curve."""
 
 
 @dataclass
 class Provenance:
+    """The sweep and the code that a baseline comes from."""
+
     sweep: Text = schema_validation.MISSING  # the suite's name and the sweep's id
     date: Text = schema_validation.MISSING
-    commit: Text | None = None  # of the code that ran; null: not a Git checkout
-    dirty: Bool = False  # it was changed since that commit
+    commit: Text | None = None  # of the code that ran; null if it was no Git checkout
+    dirty: Bool = False  # whether the code had changes
 
 
 @dataclass
 class StoredGate:
-    """A gate's values. The expression is kept because a value of another expression is nothing to compare with."""
+    """A gate's value of each seed, with its expression: values of different expressions cannot be compared."""
 
     value: Text = schema_validation.MISSING
     relative_to: Text | None = None
@@ -40,7 +43,7 @@ class StoredGate:
 
 @dataclass
 class StoredCurve:
-    """Over the seeds: mean and standard deviation at each step."""
+    """Mean and standard deviation over the seeds at each step."""
 
     steps: list[Int] = field(default_factory=list)
     mean: list[Float] = field(default_factory=list)
@@ -49,23 +52,28 @@ class StoredCurve:
 
 @dataclass
 class StoredRun:
-    hardware: Text | None = None  # null: the runs did not say
-    overrides: list[Text] = field(default_factory=list)  # that the recipe ran with, for who wonders what changed
+    """The gates and curves of one run."""
+
+    hardware: Text | None = None  # null if the runs did not record it
+    overrides: list[Text] = field(default_factory=list)  # of the recipe, to find later changes
     gates: dict[str, StoredGate] = field(default_factory=dict)
     curves: dict[str, StoredCurve] = field(default_factory=dict)
 
 
 @dataclass
 class Baseline:
+    """The numbers of a sweep that passed, by run."""
+
     provenance: Provenance = field(default_factory=Provenance)
     runs: dict[str, StoredRun] = field(default_factory=dict)
 
     def of(self, run: str) -> StoredRun:
+        """Return a run's numbers; none if the baseline does not have the run."""
         return self.runs.get(run, StoredRun())
 
 
 def read(path: Path) -> Baseline | None:
-    """Return the baseline, None if there is none yet. Raises RecipeError for a file that is no baseline."""
+    """Return the baseline; None if there is none yet. Raises RecipeError for an invalid file."""
     if not path.exists():
         return None
     tree = config_tree.load_with_parents(path)
@@ -75,15 +83,16 @@ def read(path: Path) -> Baseline | None:
 
 
 def write(baseline: Baseline, path: Path) -> None:
+    """Write a baseline, and create its folder if necessary."""
     path.parent.mkdir(parents=True, exist_ok=True)
     write_durably(path, HEADER + config_tree.dump_yaml(_sorted(asdict(baseline))))
 
 
 def stored_curve(seeds: Iterable[Curve]) -> StoredCurve:
-    """Return the seeds' mean and spread, thinned to POINTS."""
+    """Return the seeds' mean and spread, thinned to MAX_POINTS."""
     mean, width = mean_and_spread(seeds)
     steps = [*mean]
-    count = min(POINTS, len(steps))
+    count = min(MAX_POINTS, len(steps))
     kept = [steps[i * (len(steps) - 1) // max(1, count - 1)] for i in range(count)]
     return StoredCurve(kept, [_short(mean[step]) for step in kept], [_short(width[step]) for step in kept])
 
@@ -93,7 +102,7 @@ def _short(value: float) -> float:
 
 
 def _sorted(value: object) -> object:
-    """Return the value with its keys in order; seeds by number."""
+    """Return the value with sorted keys; seeds are sorted by number."""
     if isinstance(value, Mapping):
         return {key: _sorted(value[key]) for key in sorted(value, key=lambda key: (int(key) if key.isdigit() else -1, key))}
     return value

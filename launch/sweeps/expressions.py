@@ -1,14 +1,14 @@
-"""Expressions over one run's metrics: `last(val/accuracy)`, `mean(train/reward, last=10) - at(val/reward, 0)`.
+"""Parse and evaluate expressions over one run's metrics: `mean(train/reward, last=10) - at(val/reward, 0)`.
 
     expression  sums, differences, products, quotients and parentheses of numbers and statistics
-    statistic   NAME(METRIC), NAME(METRIC, NUMBER), each with `last=K` (of the K last values only), `from=STEP`, `to=STEP`
+    statistic   NAME(METRIC), NAME(METRIC, NUMBER), each with `last=K` (only the K last values), `from=STEP`, `to=STEP`
         first, last, min, max, mean, median
-        at(METRIC, STEP)     the value of that very step
+        at(METRIC, STEP)     the value at exactly that step
         quantile(METRIC, Q)  linear between neighbours, Q in [0, 1]
-        area(METRIC)         under the curve by the trapezoidal rule, over the steps that it spans: a mean height
+        area(METRIC)         the area under the curve by the trapezoidal rule, divided by the steps it spans: a mean height
 
-A metric's name is as in metrics.jsonl, so a quotient of metrics is written as one of statistics. Python parses the text and
-never runs it. What has no value (no such metric, no such step, a NaN in the window) is an error, never a number.
+A metric's name is as in metrics.jsonl and may contain slashes, so only statistics can be divided. Python parses the text and
+never runs it. A missing metric, a missing step or a NaN in the window is an error, never a number.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 FIRST_ARGUMENT = re.compile(r"([A-Za-z_]\w*)\s*\(\s*([A-Za-z_][\w./:-]*)")  # a statistic and its metric
-LONGEST = 500
-"""Characters of an expression: more than anybody means, and far from the limits of Python's parser."""
+MAX_CHARACTERS = 500
+"""Maximum length of an expression, far below the limits of Python's parser."""
 WINDOW = ("last", "from", "to")
 SIGNS = {ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul, ast.Div: operator.truediv}
 
 
 class Malformed(ValueError):
-    """The text is no expression."""
+    """The text is not a valid expression."""
 
 
 class NoValue(ValueError):
@@ -39,7 +39,7 @@ class NoValue(ValueError):
 
 @dataclass(frozen=True)
 class Curve:
-    """One metric of a run. None: it was NaN or infinite there."""
+    """One metric of a run; None where the value was NaN or infinite."""
 
     steps: Sequence[int]  # ascending
     values: Sequence[float | None]
@@ -47,6 +47,8 @@ class Curve:
 
 @dataclass(frozen=True)
 class Statistic:
+    """A statistic of one metric, such as `mean(train/reward, last=10)`."""
+
     name: str
     metric: str
     argument: float | None
@@ -55,6 +57,8 @@ class Statistic:
 
 @dataclass(frozen=True)
 class Operation:
+    """An arithmetic operation on two expressions."""
+
     function: Callable[[float, float], float]
     left: Expression
     right: Expression
@@ -64,7 +68,7 @@ Expression = float | Statistic | Operation
 
 
 def metrics(expression: Expression) -> Iterator[str]:
-    """Yield the names of the metrics in it, in order; one may come twice."""
+    """Yield the names of an expression's metrics, in order, with repetitions."""
     if isinstance(expression, Statistic):
         yield expression.metric
     elif isinstance(expression, Operation):
@@ -72,25 +76,25 @@ def metrics(expression: Expression) -> Iterator[str]:
         yield from metrics(expression.right)
 
 
-# ---- reading it ---------------------------------------------------------------------------------------------------------
+# ---- parsing ------------------------------------------------------------------------------------------------------------
 
 
 def parse(text: str) -> Expression:
-    """Raises Malformed."""
-    if len(text) > LONGEST:
-        raise Malformed(f"got {len(text)} characters; expected {LONGEST} at most")
-    quoted = re.sub(r"\bfrom\s*=", "from_=", FIRST_ARGUMENT.sub(r'\1("\2"', text.strip()))  # `from` is a word of Python's
+    """Parse an expression. Raises Malformed."""
+    if len(text) > MAX_CHARACTERS:
+        raise Malformed(f"got {len(text)} characters; expected at most {MAX_CHARACTERS}")
+    quoted = re.sub(r"\bfrom\s*=", "from_=", FIRST_ARGUMENT.sub(r'\1("\2"', text.strip()))  # `from` is a keyword of Python
     try:
         return _read(ast.parse(quoted, mode="eval").body)
     except (SyntaxError, OverflowError, RecursionError, MemoryError) as error:
-        why = error.msg if isinstance(error, SyntaxError) else "numbers too large, or too many parentheses in each other"
-        raise Malformed(f"'{text}' is no expression: {why}") from None
+        why = error.msg if isinstance(error, SyntaxError) else "numbers too large, or parentheses nested too deeply"
+        raise Malformed(f"'{text}' is not an expression: {why}") from None
     except ValueError as error:
-        raise Malformed(f"'{text}' is no expression: {error}") from None
+        raise Malformed(f"'{text}' is not an expression: {error}") from None
 
 
 def _read(node: ast.expr) -> Expression:
-    """Raises ValueError."""
+    """Convert a node of Python's syntax tree. Raises ValueError."""
     match node:
         case ast.Constant(value=int() | float() as number) if not isinstance(number, bool):
             return float(number)
@@ -108,42 +112,42 @@ def _read(node: ast.expr) -> Expression:
 
 
 def _statistic(name: str, metric: str, numbers: list[float], windows: list[tuple[str, float]]) -> Statistic:
-    """Raises ValueError."""
+    """Check the parts of a statistic. Raises ValueError."""
     if name not in STATISTICS:
         near = difflib.get_close_matches(name, STATISTICS, 1)
         hint = f"did you mean '{near[0]}'? " if near else ""
-        raise ValueError(f"'{name}' is no statistic; {hint}there are: {', '.join(STATISTICS)}")
+        raise ValueError(f"got '{name}'; expected a statistic: {', '.join(STATISTICS)}. {hint}".rstrip())
     if len(numbers) != (name in WITH_ARGUMENT):
-        wanted = f"needs {WITH_ARGUMENT[name]}" if name in WITH_ARGUMENT else "takes no number; a window is last=, from=, to="
-        raise ValueError(f"{name} {wanted}: {name}({metric}{', ...' if name in WITH_ARGUMENT else ''})")
+        expected = f"needs {WITH_ARGUMENT[name]}" if name in WITH_ARGUMENT else "takes no number; a window is last=, from=, to="
+        raise ValueError(f"{name} {expected}: {name}({metric}{', ...' if name in WITH_ARGUMENT else ''})")
     if name == "quantile" and not 0 <= numbers[0] <= 1:
-        raise ValueError(f"{numbers[0]:g} is not between 0 and 1")
+        raise ValueError(f"got {numbers[0]:g}; expected a quantile between 0 and 1")
     window: dict[str, float] = {}
     for key, value in windows:
         key = key.rstrip("_")
         if key not in WINDOW or key in window:
-            raise ValueError(f"{key}= {'is given twice' if key in window else 'is no window'}; there are last=, from=, to=")
+            raise ValueError(f"{key}= {'is given twice' if key in window else 'is not a window'}; expected last=, from= or to=")
         if name == "at":
-            raise ValueError(f"at is of one step, so {key}= means nothing")
+            raise ValueError(f"at takes one step, so {key}= has no effect")
         if value != int(value) or (key == "last" and value < 1):
-            raise ValueError(f"{key}= is a whole number" + (" from 1 on" if key == "last" else ""))
+            raise ValueError(f"got {key}={value:g}; expected a whole number" + (", at least 1" if key == "last" else ""))
         window[key] = value
     return Statistic(name, metric, numbers[0] if numbers else None, window)
 
 
 def _number(node: ast.expr) -> float:
-    """Raises ValueError."""
+    """Return the number of a node. Raises ValueError for any other expression."""
     found = _read(node)
     if not isinstance(found, float):
-        raise ValueError("expected a number behind a metric's name")
+        raise ValueError("expected a number after a metric's name")
     return found
 
 
-# ---- the value ----------------------------------------------------------------------------------------------------------
+# ---- evaluation ---------------------------------------------------------------------------------------------------------
 
 
 def evaluate(expression: Expression, curves: Mapping[str, Curve]) -> float:
-    """Raises NoValue."""
+    """Return the value of an expression for one run. Raises NoValue."""
     if isinstance(expression, float):
         return expression
     if isinstance(expression, Statistic):
@@ -158,11 +162,11 @@ Points = list[tuple[int, float]]
 
 
 def _points(statistic: Statistic, curves: Mapping[str, Curve]) -> Points:
-    """Return the (step, value) that the statistic is of, one at least. Raises NoValue."""
+    """Return the (step, value) pairs in a statistic's window, at least one. Raises NoValue."""
     name = statistic.metric
     if name not in curves:
         near = difflib.get_close_matches(name, curves, 1)
-        raise NoValue(f"there is no {name} in metrics.jsonl" + (f"; the nearest is {near[0]}" if near else ""))
+        raise NoValue(f"metrics.jsonl has no {name}" + (f"; did you mean {near[0]}?" if near else ""))
     steps, window = curves[name].steps, statistic.window
     if statistic.name == "at":
         window = {"from": statistic.argument, "to": statistic.argument}
@@ -172,10 +176,10 @@ def _points(statistic: Statistic, curves: Mapping[str, Curve]) -> Points:
         if window.get("from", point[0]) <= point[0] <= window.get("to", point[0])
     ]
     if not points:
-        asked = " ".join(f"{key} step {window[key]:g}" for key in ("from", "to") if key in window)
-        raise NoValue(f"{name} has no value {asked}; it has from step {steps[0]} to {steps[-1]}")
+        where = " ".join(f"{key} step {window[key]:g}" for key in ("from", "to") if key in window)
+        raise NoValue(f"{name} has no value {where}; it has values from step {steps[0]} to {steps[-1]}")
     if (count := int(window.get("last", len(points)))) > len(points):
-        raise NoValue(f"{name} has {len(points)} values, and the last {count} are asked for")
+        raise NoValue(f"{name} has {len(points)} values; expected at least {count} for last={count}")
     points = points[len(points) - count :]
     if lost := [step for step, value in points if value is None]:
         raise NoValue(f"{name} is not a finite number at step {lost[0]}")

@@ -1,12 +1,11 @@
-"""A sweep's own folder: its suite and jobs, what was submitted when, and the state of each job.
+"""Read and write a sweep's folder: its suite, its jobs, their submissions and states.
 
     runs/sweeps/<name>/<id>/
-      suite.yaml     resolved                       check.sh, check.log   the job that judges at the end
-      sweep.json     its jobs, where and by whom    verdict.json          what came of every gate
+      suite.yaml     the resolved suite             check.sh, check.log   the job that checks the gates at the end
+      sweep.json     jobs, executor, folders        verdict.json          the outcome of every gate
       jobs.jsonl     a line per submission          junit.xml, report.md, report.html
       runs/<run>-<seed>/                            the run folders
-Slurm and the run folder tell whether a job runs or has ended. The sweep's folder does not remember it, so that nothing is lost
-with the process that submitted it.
+A job's state comes from Slurm and its run folder, never from the sweep's folder, so a killed process loses nothing.
 """
 
 from __future__ import annotations
@@ -30,33 +29,33 @@ from pipeline.config import Problem, RecipeError
 from pipeline.storage import listed, write_durably
 
 SETTLE_S = 5.0
-"""How long done.json may lag behind the job's end on a shared file system."""
+"""How late done.json may appear on a shared file system, after the job has ended."""
 LOCK_S = 600.0
-"""How long the check waits for someone who is just submitting."""
+"""How long the check waits for a process that is submitting."""
 
 
 @dataclass(frozen=True)
 class SweepJob:
-    """One run of one seed; or a recipe that such runs need, which is run once for all."""
+    """A run with one seed, or a recipe that such runs need, which runs once for all of them."""
 
     name: str
     recipe: str
     overrides: list[str]
     run_dir: str  # absolute
-    run: str | None = None  # None: needed by others
+    run: str | None = None  # None if other jobs need this one
     seed: int | None = None
     needs: list[str] = field(default_factory=list)  # names of jobs
 
 
 @dataclass(frozen=True)
 class SweepPlan:
-    """sweep.json: what was decided when the sweep was begun."""
+    """The contents of sweep.json, written when the sweep begins."""
 
     id: str
     executor: str  # slurm, local
-    cwd: str  # where recipes' relative paths begin
+    cwd: str  # base of the recipes' relative paths
     baseline: str
-    overrides: list[str]  # of the command line, for every recipe
+    overrides: list[str]  # overrides of the command line, for every recipe
     jobs: list[SweepJob]
     update_baseline: bool = False
 
@@ -68,7 +67,7 @@ class Submission:
     job: str  # a job's name
     job_id: str
     time: float
-    after: list[str] = field(default_factory=list)  # of a retry: why its predecessor failed, in lines
+    after: list[str] = field(default_factory=list)  # of a retry: why the previous try failed, in lines
 
 
 @dataclass(frozen=True)
@@ -76,60 +75,65 @@ class JobState:
     """The state of a job."""
 
     job: SweepJob
-    state: str  # missing: never submitted; live; done; failed
+    state: str  # missing (never submitted), live, done or failed
     record: JobRecord | None = None  # of the latest submission
-    status: JobStatus | None = None  # of that
+    status: JobStatus | None = None  # of the latest submission
     tries: int = 0
 
 
 class SweepFolder:
+    """One sweep's folder, which may not exist yet."""
+
     def __init__(self, path: Path):
         self.path = path.absolute()
 
     @property
     def title(self) -> str:
+        """Name and id of the sweep."""
         return f"{self.path.parent.name} {self.path.name}"
 
     # ---- suite and jobs -------------------------------------------------------------------------------------------------
 
     @property
     def begun(self) -> bool:
+        """Whether sweep.json exists."""
         return (self.path / "sweep.json").exists()
 
     @property
     def plan(self) -> SweepPlan:
-        """Raises RecipeError where there is none."""
+        """The contents of sweep.json. Raises RecipeError if there is none."""
         if not self.begun:
-            why = f"{self.path} is not the folder of a sweep: it has no sweep.json"
+            why = f"{self.path} is not a sweep's folder: it has no sweep.json"
             raise RecipeError(Problem("check", "not-a-run", why))
-        said = json.loads((self.path / "sweep.json").read_text())
-        return SweepPlan(**{**said, "jobs": [SweepJob(**job) for job in said["jobs"]]})
+        stored = json.loads((self.path / "sweep.json").read_text())
+        return SweepPlan(**{**stored, "jobs": [SweepJob(**job) for job in stored["jobs"]]})
 
     @property
     def suite(self) -> Suite:
+        """The resolved suite. Raises RecipeError."""
         return suites.read(self.path / "suite.yaml")
 
     def begin(self, suite: Suite, plan: SweepPlan) -> None:
-        """Write the suite and, last, sweep.json: with it the folder is complete."""
+        """Write the suite, then sweep.json, which marks the folder as complete."""
         write_durably(self.path / "suite.yaml", suites.to_yaml(suite))
         write_json(self.path / "sweep.json", asdict(plan))
 
-    def want_baseline(self, wanted: bool) -> None:
+    def request_baseline(self, requested: bool) -> None:
         """Set whether the check writes a new baseline."""
-        write_json(self.path / "sweep.json", {**asdict(self.plan), "update_baseline": wanted})
+        write_json(self.path / "sweep.json", {**asdict(self.plan), "update_baseline": requested})
 
     def refuse_other(self, suite: Suite, overrides: list[str]) -> None:
-        """Raises RecipeError if the sweep in this folder was begun with another suite."""
+        """Raise RecipeError if the sweep in this folder began with another suite."""
         before = {**flat(asdict(self.suite)), "the command line": self.plan.overrides}
         now = {**flat(asdict(suite)), "the command line": overrides}
         for key in [*now, *before]:
             if now.get(key) != before.get(key):
-                there = f"{self.path} was begun with {before.get(key)}; give that, or begin another with id=NAME"
+                there = f"expected {before.get(key)}, with which {self.path} began. Try that, or another id=NAME"
                 raise RecipeError(Problem(key, "run-exists", f"got {now.get(key)}; {there}"))
 
     @contextlib.contextmanager
     def locked(self, wait_s: float = 0.0) -> Iterator[None]:
-        """Create the folder if need be, and hold it. Raises RecipeError if another process has it."""
+        """Create the folder if necessary, and lock it during the block. Raises RecipeError if another process holds it."""
         try:
             self.path.mkdir(parents=True, exist_ok=True)
         except OSError as error:
@@ -137,26 +141,27 @@ class SweepFolder:
         with folder_lock.held(self.path, "folder", wait_s):
             yield
 
-    # ---- what was submitted ---------------------------------------------------------------------------------------------
+    # ---- submissions ----------------------------------------------------------------------------------------------------
 
     def submissions(self, job: str) -> list[Submission]:
-        """Return those of one job, oldest first. A line that a kill cut short is left out: its run folder knows the job."""
+        """Return a job's submissions, oldest first. A truncated last line is skipped: the run folder knows that job."""
         path = self.path / "jobs.jsonl"
         lines = path.read_text().split("\n")[:-1] if path.exists() else []
         found = [Submission(**json.loads(line)) for line in lines if line.startswith("{") and line.endswith("}")]
         return [each for each in found if each.job == job]
 
     def record(self, job: str, job_id: str, after: list[str] | None = None) -> None:
+        """Append a submission to jobs.jsonl. after: of a retry, why the previous try failed, in lines."""
         with open(self.path / "jobs.jsonl", "a+b") as file:
             file.seek(max(0, file.seek(0, 2) - 1))
-            cut = file.read(1) not in (b"", b"\n")  # by a kill: begin a line of our own
+            truncated = file.read(1) not in (b"", b"\n")  # a killed process wrote the last line
             line = json.dumps(asdict(Submission(job, job_id, time.time(), after or [])))
-            file.write(f"{chr(10) if cut else ''}{line}\n".encode())
+            file.write(f"{chr(10) if truncated else ''}{line}\n".encode())
 
     # ---- states ---------------------------------------------------------------------------------------------------------
 
     def job_states(self, queue: Queue) -> list[JobState]:
-        """Raises RecipeError where it cannot be told from here."""
+        """Return the state of every job. Raises RecipeError if jobs cannot be queried from here."""
         return [self._standing(job, queue) for job in self.plan.jobs]
 
     def _standing(self, job: SweepJob, queue: Queue) -> JobState:
@@ -164,28 +169,32 @@ class SweepFolder:
         ids = [each.job_id for each in self.submissions(job.name)]
         record = read_record(run_dir)
         if record is not None and job.run is not None and record.job_id not in ids:
-            ids.append(record.job_id)  # killed before it could note the submission; nobody else writes into this folder
+            ids.append(record.job_id)  # its submitter was killed before `record`; nothing else writes into this folder
         if run_setup.ended_well(run_dir) if job.run is not None else run_setup.done_step(run_dir) is not None:
             return JobState(job, "done", record, None, len(ids))
         status = queue.of(record, run_dir) if record else None
         if status and not status.ended:
             return JobState(job, "live", record, status, max(1, len(ids)))
-        if orphan := queue.writing_into(run_dir):  # its submitter was killed before it could say so
+        if orphan := queue.writing_into(run_dir):  # its submitter was killed before it wrote job.json
             write_record(run_dir, orphan)
             return JobState(job, "live", orphan, queue.of(orphan, run_dir), len(ids) + 1)
-        if status and status.succeeded and _seen_late(run_dir / "done.json"):
+        if status and status.succeeded and _appears(run_dir / "done.json"):
             return JobState(job, "done", record, status, len(ids))
-        if record is None or record.job_id not in ids:  # or one that had failed before this sweep began
+        if record is None or record.job_id not in ids:  # the record is of a job before this sweep
             return JobState(job, "missing")
         return JobState(job, "failed", record, status, len(ids))
 
-    def check_job(self, queue: Queue, but: str | None = None) -> str | None:
-        """Return the id of the live Slurm job that will judge, another one than `but`."""
-        return queue.writing_to(re.compile(re.escape(str(self.path / "check.log"))), but)
+    def live_job_ids(self, queue: Queue) -> list[str]:
+        """Return the ids of the jobs that are live."""
+        return [each.record.job_id for each in self.job_states(queue) if each.state == "live" and each.record]
+
+    def check_job(self, queue: Queue, other_than: str | None = None) -> str | None:
+        """Return the id of the live Slurm job that will check the gates, ignoring `other_than`; None if there is none."""
+        return queue.writing_to(re.compile(re.escape(str(self.path / "check.log"))), other_than)
 
 
-def _seen_late(path: Path) -> bool:
-    """Return whether a file that another node may just have written comes into sight."""
+def _appears(path: Path) -> bool:
+    """Return whether a file exists, or appears within SETTLE_S because another node has just written it."""
     deadline = time.monotonic() + SETTLE_S
     while not (there := listed(path)) and time.monotonic() < deadline:
         time.sleep(0.2)

@@ -1,8 +1,7 @@
-"""Judge a run's numbers over its seeds: bounds, bands around a baseline, speeds, equality to the last bit.
+"""Evaluate gates on a run's numbers over its seeds: bounds, bands around a baseline, speeds, equality to the last bit.
 
-A gate fails if it lacks something: a metric that is not there, a NaN, a baseline without the gate. Two things are not judged,
-and reported so: a run that did not complete, which has failed the suite already, and a speed on other hardware than the
-baseline's.
+A gate fails if an input is missing: a metric, a finite value, its entry in the baseline. A gate is skipped, and reported as
+`not judged`, if the run did not complete, which fails the suite anyway, or if a speed's hardware differs from the baseline's.
 """
 
 from __future__ import annotations
@@ -28,6 +27,8 @@ REDUCTIONS: dict[str, Callable[[Iterable[float]], float]] = {
 
 
 class Outcome(Enum):
+    """The outcome of a gate; NOT_JUDGED if it was skipped."""
+
     PASSED = "passed"
     FAILED = "failed"
     NOT_JUDGED = "not judged"
@@ -35,12 +36,13 @@ class Outcome(Enum):
 
 @dataclass(frozen=True)
 class Limits:
-    """The values that pass, ends included; None: no such end."""
+    """The closed range of values that pass; None if an end is open."""
 
     low: float | None = None
     high: float | None = None
 
-    def let_pass(self, value: float) -> bool:
+    def contains(self, value: float) -> bool:
+        """Return whether a value passes."""
         return (self.low is None or value >= self.low) and (self.high is None or value <= self.high)
 
     def __str__(self) -> str:
@@ -57,35 +59,36 @@ class Verdict:
     run: str
     gate: str
     outcome: Outcome
-    said: str  # what was found, and what was wanted
+    message: str  # the values found and expected
     values: Mapping[int, float] = field(default_factory=dict)  # by seed
     limits: Limits = Limits()
 
 
 class GateFailed(ValueError):
-    """The gate fails for this reason, without a comparison."""
+    """A gate fails without a comparison. The message says why."""
 
 
 class GateSkipped(ValueError):
-    """The gate cannot be judged, for this reason."""
+    """A gate is skipped. The message says why."""
 
 
 @dataclass(frozen=True)
 class Sweep:
-    """Everything that gates are judged from."""
+    """The inputs of all gates: suite, measurements, baseline."""
 
     suite: Suite
-    runs: Mapping[str, Mapping[int, RunMeasurements]]  # run -> seed -> what it measured; only those that came to their end
+    runs: Mapping[str, Mapping[int, RunMeasurements]]  # run -> seed -> measurements; only completed runs
     baseline: Baseline | None
 
     def seeds(self, run: str) -> dict[int, RunMeasurements]:
-        """Return what each seed measured. Raises GateSkipped if one did not complete."""
-        asked, there = sorted(seeds_of(self.suite, run)), self.runs.get(run, {})
-        if lost := [seed for seed in asked if seed not in there]:
-            raise GateSkipped(f"{run} did not come to its end with seed {', '.join(map(str, lost))}")
-        return {seed: there[seed] for seed in asked}
+        """Return the measurements of each seed of a run. Raises GateSkipped if one did not complete."""
+        seeds, complete = sorted(seeds_of(self.suite, run)), self.runs.get(run, {})
+        if missing := [seed for seed in seeds if seed not in complete]:
+            raise GateSkipped(f"{run} did not complete with seed {', '.join(map(str, missing))}")
+        return {seed: complete[seed] for seed in seeds}
 
     def cases(self, run: str) -> list[GateCase]:
+        """Return the gates of a run, in the suite's order."""
         return [GateCase(self, run, name, gate) for name, gate in gates_of(self.suite, run).items()]
 
 
@@ -105,35 +108,40 @@ class GateCase:
 
     @property
     def relative_to(self) -> str | None:
+        """The run whose values divide this run's, for a relative speed."""
         return self.gate.speed.relative_to if self.gate.speed else None
 
     @property
     def over(self) -> str:
-        """Return how the seeds' values become one; `each`: every seed is judged."""
+        """How the seeds' values are reduced to one; `each` compares every seed."""
         return self.gate.over or {"bounds": "each", "band": "mean", "speed": "median"}[kind(self.gate)]
 
     def verdict(self) -> Verdict:
-        values, limits = {}, Limits()
+        """Evaluate the gate."""
+        values: dict[int, float] = {}
+        limits = Limits()
         try:
             if self.gate.same_as is not None:
                 return self._verdict(Outcome.PASSED, self._same())
             values = self.values()
-            limits, wanted = {"bounds": self._bounds, "band": self._band, "speed": self._speed}[kind(self.gate)]()
+            limits, expected = {"bounds": self._bounds, "band": self._band, "speed": self._speed}[kind(self.gate)]()
         except GateSkipped as reason:
             return self._verdict(Outcome.NOT_JUDGED, str(reason), values, limits)
         except (NoValue, GateFailed) as reason:
             return self._verdict(Outcome.FAILED, str(reason), values, limits)
-        judged = values if self.over == "each" else {None: REDUCTIONS[self.over](values.values())}
-        bad = {seed: value for seed, value in judged.items() if not limits.let_pass(value)}
+        judged: Mapping[int | None, float] = {**values}
+        if self.over != "each":
+            judged = {None: REDUCTIONS[self.over](values.values())}
+        bad = {seed: value for seed, value in judged.items() if not limits.contains(value)}
         if not bad:
-            return self._verdict(Outcome.PASSED, f"{self._shown(judged)}; {wanted}", values, limits)
-        since = f"; out of the baseline's curve from step {step} on" if (step := self.departure()) is not None else ""
-        return self._verdict(Outcome.FAILED, f"{self._shown(bad)}; {wanted}{since}", values, limits)
+            return self._verdict(Outcome.PASSED, f"{self._listed(judged)}; {expected}", values, limits)
+        since = f"; outside the baseline's curve from step {step} on" if (step := self.departure()) is not None else ""
+        return self._verdict(Outcome.FAILED, f"{self._listed(bad)}; {expected}{since}", values, limits)
 
-    def _verdict(self, outcome: Outcome, said: str, values: Mapping[int, float] = {}, limits: Limits = Limits()) -> Verdict:
-        return Verdict(self.run, self.name, outcome, said, values, limits)
+    def _verdict(self, outcome: Outcome, message: str, values: Mapping[int, float] = {}, limits: Limits = Limits()) -> Verdict:
+        return Verdict(self.run, self.name, outcome, message, values, limits)
 
-    def _shown(self, judged: Mapping[int | None, float]) -> str:
+    def _listed(self, judged: Mapping[int | None, float]) -> str:
         if None in judged:
             return f"{judged[None]:.4g}, {self.over} of the seeds"
         return ", ".join(f"seed {seed}: {value:.4g}" for seed, value in judged.items())
@@ -141,7 +149,7 @@ class GateCase:
     # ---- the values -----------------------------------------------------------------------------------------------------
 
     def values(self) -> dict[int, float]:
-        """Return each seed's value, relative to another run's if the gate wants that. Raises NoValue, GateSkipped."""
+        """Return each seed's value, divided by another run's if the gate is relative. Raises NoValue, GateSkipped."""
         values = self._of(self.run)
         if self.relative_to is None:
             return values
@@ -159,47 +167,50 @@ class GateCase:
                 raise NoValue(f"{self.gate.value} of {run} has no value with seed {seed}: {error}") from None
         return found
 
-    # ---- what passes ----------------------------------------------------------------------------------------------------
+    # ---- limits ---------------------------------------------------------------------------------------------------------
 
     def _bounds(self) -> tuple[Limits, str]:
         exact = self.gate.equals
         limits = Limits(self.gate.at_least, self.gate.at_most) if exact is None else Limits(exact, exact)
-        return limits, f"wanted: {limits}"
+        return limits, f"expected {limits}"
 
     def _band(self) -> tuple[Limits, str]:
         middle, half = self.band()
         better = self.gate.band.better
         limits = Limits(None if better == "lower" else middle - half, None if better == "higher" else middle + half)
-        return limits, f"wanted: {limits} (baseline {middle:.4g}, band {half:.3g}{self._beyond(middle, half)})"
+        return limits, f"expected {limits} (baseline {middle:.4g}, band {half:.3g}{self._beyond(middle, half)})"
 
     def band(self) -> tuple[float, float]:
-        """Return (the baseline's middle, half the band's width). Raises GateFailed."""
+        """Return (the centre of the band, half its width). Raises GateFailed."""
         values = self._stored()[1].seeds.values()
         return self._middle(values), self.gate.band.spreads * max(spread(values), self.gate.band.floor)
 
     def _beyond(self, middle: float, half: float) -> str:
-        """Return a hint if the run is better than the whole band."""
+        """Return a hint if the run is better than the whole band; else an empty string."""
         value = self._middle(self.values().values())
         ahead = {"higher": value - middle, "lower": middle - value, "neither": 0.0}[self.gate.band.better]
-        return "; better than all of it: is it time for update_baseline=true?" if ahead > half else ""
+        return "; better than the whole band: try update_baseline=true" if ahead > half else ""
 
     def _speed(self) -> tuple[Limits, str]:
         of_run, stored = self._stored()
         if self.relative_to is None:
             now = hardware(self.sweep.seeds(self.run).values())
             if now != of_run.hardware:
-                raise GateSkipped(f"other hardware than the baseline's: {now}, and then {of_run.hardware or 'nobody knows'}")
+                raise GateSkipped(f"ran on {now}; expected the baseline's hardware: {of_run.hardware or 'unknown'}")
         middle = self._middle(stored.seeds.values())
         if middle <= 0:
-            raise GateFailed(f"the baseline is {middle:g}, of which there is no ratio")
+            raise GateFailed(f"the baseline is {middle:g}; expected a positive number, to compare a ratio")
         ratios = Limits(self.gate.speed.at_least, self.gate.speed.at_most)
         limits = Limits(*(None if ratio is None else ratio * middle for ratio in (ratios.low, ratios.high)))
         times = self._middle(self.values().values()) / middle
         what = f"the baseline's {middle:.4g}" + (f", both relative to {self.relative_to}" if self.relative_to else "")
-        return limits, f"{times:.3g} times {what}; wanted: {ratios} times"
+        return limits, f"{times:.3g} times {what}; expected {ratios} times"
 
     def departure(self) -> int | None:
-        """Return the step from which on the seeds' mean is out of the baseline's curve, for a band over one metric."""
+        """Return the step from which the seeds' mean stays outside the baseline's curve; None if it does not.
+
+        Only for a band over one metric.
+        """
         named = set(expressions.metrics(expressions.parse(self.gate.value)))
         if self.gate.band is None or len(named) != 1:
             return None
@@ -216,7 +227,7 @@ class GateCase:
     # ---- the baseline ---------------------------------------------------------------------------------------------------
 
     def _stored(self) -> tuple[StoredRun, StoredGate]:
-        """Return the baseline's run and gate. Raises GateFailed if this gate cannot be judged by them."""
+        """Return the baseline's run and gate. Raises GateFailed if this gate cannot be compared with them."""
         if self.sweep.baseline is None:
             raise GateFailed(f"there is no baseline yet; {UPDATE}")
         of_run = self.sweep.baseline.of(self.run)
@@ -224,40 +235,40 @@ class GateCase:
         if stored is None or not stored.seeds:
             raise GateFailed(f"the baseline does not have this gate; {UPDATE}")
         if stored.value != self.gate.value:
-            raise GateFailed(f"the baseline is of {stored.value}, and the gate of {self.gate.value}; {UPDATE}")
+            raise GateFailed(f"the baseline has {stored.value}; expected {self.gate.value}; {UPDATE}")
         if stored.relative_to != self.relative_to:
             before, now = (f"relative to {run}" if run else "absolute" for run in (stored.relative_to, self.relative_to))
-            raise GateFailed(f"the baseline is {before}, and the gate {now}; {UPDATE}")
+            raise GateFailed(f"the baseline is {before}; expected it {now}; {UPDATE}")
         return of_run, stored
 
     def _middle(self, values: Iterable[float]) -> float:
-        """Return the seeds' values as one. Where `each` is judged, it is their mean."""
+        """Reduce the seeds' values to one; their mean if `each` is compared."""
         return REDUCTIONS["mean" if self.over == "each" else self.over](values)
 
     def to_store(self) -> StoredGate:
-        """Return what a baseline keeps. Raises NoValue, GateSkipped."""
+        """Return the gate's entry in a baseline. Raises NoValue, GateSkipped."""
         return StoredGate(self.gate.value, self.relative_to, {str(seed): value for seed, value in self.values().items()})
 
     # ---- to the last bit ------------------------------------------------------------------------------------------------
 
     def _same(self) -> str:
-        """Raises GateFailed at the first metric that differs."""
+        """Compare every reproducible metric, and return the passing message. Raises GateFailed at the first difference."""
         other, compared = self.gate.same_as.run, 0
         others = self.sweep.seeds(other)
         for seed, measured in self.sweep.seeds(self.run).items():
             patterns = self.gate.same_as.metrics
             mine, theirs = measured.reproducible(patterns), others[seed].reproducible(patterns)
             if not mine:
-                raise GateFailed(f"seed {seed} has no metric like {' or '.join(patterns)}")
+                raise GateFailed(f"seed {seed} has no metric that matches {' or '.join(patterns)}")
             if alone := sorted(mine.keys() ^ theirs.keys()):
-                raise GateFailed(f"seed {seed}: {alone[0]} is in one of {self.run} and {other} only")
+                raise GateFailed(f"seed {seed}: only one of {self.run} and {other} has {alone[0]}")
             texts = {name: (_texts(mine[name]), _texts(theirs[name])) for name in mine}
             if different := [(step, name) for name, (one, two) in texts.items() for step, _ in one.items() ^ two.items()]:
                 step, name = min(different)
-                one, two = (values.get(step, "not there") for values in texts[name])
+                one, two = (values.get(step, "missing") for values in texts[name])
                 raise GateFailed(f"seed {seed}: {name} is {one} at step {step}, and {two} in {other}")
             compared += sum(len(curve.steps) for curve in mine.values())
-        return f"{compared} values are the same as in {other}, to the last bit"
+        return f"{compared} values equal those of {other}, to the last bit"
 
 
 def _texts(curve: Curve) -> dict[int, str]:
@@ -265,10 +276,10 @@ def _texts(curve: Curve) -> dict[int, str]:
 
 
 def hardware(seeds: Iterable[RunMeasurements]) -> str:
-    """Return the kind that all seeds ran on. Raises GateSkipped where they do not say, or ran on different kinds."""
-    kinds = {each.hardware for each in seeds}
-    if None in kinds:
-        raise GateSkipped("not every run says which hardware it ran on, and a speed is of one kind")
+    """Return the hardware of all seeds. Raises GateSkipped if it is unknown, or differs."""
+    kinds = {each.hardware or "" for each in seeds}
+    if "" in kinds:
+        raise GateSkipped("a run did not record its hardware, so its speed cannot be compared")
     if len(kinds) > 1:
         raise GateSkipped(f"the seeds ran on different hardware: {' | '.join(sorted(kinds))}")
     return kinds.pop()

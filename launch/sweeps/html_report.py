@@ -1,6 +1,6 @@
-"""The report as one HTML page: what failed first, with its curves; every gate; every run's curves; the runs and their failures.
+"""Write a sweep's report as an HTML page: failed gates with their curves, all gates, all curves, the runs and their failures.
 
-A chart shows each seed, the band of all seeds, and the baseline's mean with its spread around it.
+A chart shows each seed, the range of all seeds, and the baseline's mean with its standard deviation.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ from launch.sweeps.measurements import by_step
 from launch.sweeps.verdict import JobResult, SweepResult, baseline_of, main_line, metrics_of
 
 RUNS = ("this sweep", "baseline")
-NOW, BEFORE = 0, 1  # places in RUNS
+NOW, BEFORE = 0, 1  # indices in RUNS
 CLASSES = {Outcome.PASSED: "good", Outcome.FAILED: "bad", Outcome.NOT_JUDGED: "warn"}
 SECONDS = re.compile(r"time/")
 
 
 def page(result: SweepResult) -> str:
-    """Return the whole document."""
+    """Return the report's HTML."""
     verdict = tag("span", "passed" if result.passed else "failed", class_="good" if result.passed else "bad")
     commits = " and ".join(result.commits) or "unknown"
     intro = tag("p", verdict, f" · {result.summary} · judged {result.judged} · commit {commits} · {baseline_of(result)}")
@@ -38,13 +38,13 @@ def page(result: SweepResult) -> str:
 def _failed(result: SweepResult) -> Iterator[Section]:
     if not result.failed:
         return
-    rows = [[each.run, each.gate, each.said, _seeds(each)] for each in result.failed]
+    rows = [[each.run, each.gate, each.message, _seeds(each)] for each in result.failed]
     broken = {(each.run, each.gate) for each in result.failed}
     charts = []
     for run in result.sweep.suite.runs:
         cases = [case for case in result.sweep.cases(run) if (run, case.name) in broken]
         charts += [_chart(result, run, metric, f"{run}: {metric}") for metric in metrics_of(cases)]
-    content = [table(["run", "gate", "found and wanted", "seeds"], rows)]
+    content = [table(["run", "gate", "found and expected", "seeds"], rows)]
     yield Section("Failed", [*content, *([figures(charts, RUNS)] if charts else [])])
 
 
@@ -55,10 +55,10 @@ def _notes(result: SweepResult) -> Iterator[Section]:
 
 def _gates(result: SweepResult) -> Section:
     rows = [
-        [each.run, each.gate, tag("span", each.outcome.value, class_=CLASSES[each.outcome]), each.said, _seeds(each)]
+        [each.run, each.gate, tag("span", each.outcome.value, class_=CLASSES[each.outcome]), each.message, _seeds(each)]
         for each in result.verdicts
     ]
-    return Section("Gates", [table(["run", "gate", "", "found and wanted", "seeds"], rows)])
+    return Section("Gates", [table(["run", "gate", "", "found and expected", "seeds"], rows)])
 
 
 def _seeds(verdict: Verdict) -> str:
@@ -87,7 +87,7 @@ def _chart(result: SweepResult, run: str, metric: str, title: str) -> Chart:
 
 
 def _kind(curve: Curve) -> str:
-    """Return how to draw a curve: as joined points if it has values at few steps."""
+    """Return how to draw a curve: `points` if it has values at few steps, else `line`."""
     gaps = [after - before for before, after in zip(curve.steps, curve.steps[1:], strict=False)]
     return "points" if not gaps or statistics.median(gaps) > 1 else "line"
 
@@ -105,14 +105,14 @@ def _before(stored: StoredCurve) -> Iterator[Series]:
 
 
 def _levels(result: SweepResult, run: str, metric: str) -> list[tuple[float, str]]:
-    """Return the limits of gates whose value is one statistic of this metric, and so on the chart's scale."""
+    """Return the limits of gates on one statistic of this metric, which have the chart's scale."""
     judged = {verdict.gate: verdict for verdict in result.verdicts if verdict.run == run}
     found = []
     for case in result.sweep.cases(run):
         expression = expressions.parse(case.gate.value) if case.gate.value else None
         if isinstance(expression, Statistic) and expression.metric == metric and not case.relative_to:
             limits = judged[case.name].limits
-            ends = (("least", limits.low), ("most", limits.high))
+            ends = (("min", limits.low), ("max", limits.high))
             found += [(end, f"{case.name}: {name}") for name, end in ends if end is not None]
     return found
 
@@ -125,12 +125,12 @@ def _runs(result: SweepResult) -> Section:
         [each.job.name, _state(each), each.tries, each.restarts, f"{each.seconds:.0f}", _hardware(result, each)]
         for each in result.ran
     ]
-    told = [
+    failures = [
         folded(f"{each.job.name}, try {number}: {main_line(lines)}", tag("pre", "\n".join(lines)))
         for each in result.ran
         for number, lines in enumerate(each.why, 1)
     ]
-    return Section("Runs", [table(["run", "", "tries", "restarts", "seconds", "hardware"], rows), *told])
+    return Section("Runs", [table(["run", "", "tries", "restarts", "seconds", "hardware"], rows), *failures])
 
 
 def _state(ran: JobResult) -> Html:

@@ -1,6 +1,6 @@
-"""Make the jobs of a suite: recipes x seeds x overrides, and what they need first.
+"""Make the jobs of a suite: recipes x seeds x overrides, and the recipes that they need first.
 
-Seeds are the outer loop: runs that are compared with each other run near to each other in time.
+Seeds are the outer loop, so that runs that are compared with each other run close in time.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from pipeline.config import Problem, RecipeError, refuse
 
 
 def jobs_of(asked: LoadedSuite, folder: Path) -> tuple[list[SweepJob], str]:
-    """Return (jobs, those that others need first; slurm or local). Raises RecipeError with all that is wrong with any."""
+    """Return (jobs, with needed ones first; slurm or local). Raises RecipeError with the problems of all runs."""
     suite, problems, found, executors = asked.suite, [], {}, {}
-    for run, seed in _in_turn(suite):
+    for run, seed in _seeds_first(suite):
         if run in executors and executors[run] is None:
-            continue  # its first seed has told what is wrong
+            continue  # its first seed has reported the problems
         try:
             given, prepared = _prepared(suite, asked.overrides, run, seed, folder)
         except RecipeError as error:
@@ -31,21 +31,23 @@ def jobs_of(asked: LoadedSuite, folder: Path) -> tuple[list[SweepJob], str]:
         for job in _jobs(suite.runs[run].recipe or run, given, prepared, run, seed):
             found.setdefault(job.name, job)
     if len(kinds := set(executors.values()) - {None}) > 1:
-        told = ", ".join(f"{executor} for '{run}'" for run, executor in executors.items() if executor)
-        problems.append(Problem("cluster.executor", "contradiction", f"got {told}; expected one for all runs"))
+        by_run = ", ".join(f"{executor} for '{run}'" for run, executor in executors.items() if executor)
+        problems.append(Problem("cluster.executor", "contradiction", f"got {by_run}; expected one for all runs"))
     if kinds - {"slurm", "local"}:
-        problems.append(Problem("cluster.executor", "not-a-choice", "a sweep runs as jobs of its own; expected slurm or local"))
+        problems.append(
+            Problem("cluster.executor", "not-a-choice", "got allocation; expected slurm or local, since a sweep submits jobs")
+        )
     refuse(problems)
     return sorted(found.values(), key=lambda job: job.run is not None), kinds.pop()
 
 
-def _in_turn(suite: Suite) -> list[tuple[str, int]]:
-    most = max(len(seeds_of(suite, run)) for run in suite.runs)
-    return [(run, seeds_of(suite, run)[i]) for i in range(most) for run in suite.runs if i < len(seeds_of(suite, run))]
+def _seeds_first(suite: Suite) -> list[tuple[str, int]]:
+    longest = max(len(seeds_of(suite, run)) for run in suite.runs)
+    return [(run, seeds_of(suite, run)[i]) for i in range(longest) for run in suite.runs if i < len(seeds_of(suite, run))]
 
 
 def _prepared(suite: Suite, more: list[str], run: str, seed: int, folder: Path) -> tuple[list[str], list[Prepared]]:
-    """Return (the recipe's overrides, what has to run). Raises RecipeError."""
+    """Return (a recipe's overrides, the recipes to run). Raises RecipeError."""
     recipe = suite.runs[run].recipe or run
     given = [*as_arguments(suite.overrides), *as_arguments(suite.runs[run].overrides), *more]
     loaded = recipes.inspect(recipe, given)
@@ -55,9 +57,11 @@ def _prepared(suite: Suite, more: list[str], run: str, seed: int, folder: Path) 
 
 
 def _jobs(recipe: str, given: list[str], prepared: list[Prepared], run: str, seed: int) -> list[SweepJob]:
-    """Return the jobs that a run needs, with the run folders that launch/prepare.py gives them, then its own."""
+    """Return the jobs that a run needs, with the run folders of launch/prepare.py, then its own."""
     *needed, main = (each.recipe for each in prepared)
-    executor = f"cluster.executor={prepared[-1].executor.name}"  # said, because the check inside a job would choose otherwise
+    executor = (
+        f"cluster.executor={prepared[-1].executor.name}"  # explicit, because the check inside a job would choose another one
+    )
     names = [folder_name(recipe) for recipe in needed]
     inherited = {folder_name(each.recipe): each.inherited for each in prepared}
     asked = {config.name_of(need): need for each in prepared for need in each.recipe.needs}

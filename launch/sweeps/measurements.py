@@ -1,4 +1,4 @@
-"""Read what runs measured: their metrics as curves, and the hardware that they ran on. Needs the run folders alone."""
+"""Read the metrics of runs as curves, and their hardware, from the run folders."""
 
 from __future__ import annotations
 
@@ -18,19 +18,20 @@ from pipeline.metrics import NOT_REPRODUCIBLE, read
 
 @dataclass(frozen=True)
 class RunMeasurements:
-    """One run of one seed."""
+    """The metrics and the hardware of one run with one seed."""
 
     curves: Mapping[str, Curve]
-    hardware: str | None  # e.g. "2 x (8 x NVIDIA H100 80GB HBM3)"; None: it does not say
-    seconds: float = 0.0  # that its attempts took, as far as they left word
+    hardware: str | None  # such as "2 x (8 x NVIDIA H100 80GB HBM3)"; None if not recorded
+    seconds: float = 0.0  # from the start of its first attempt to its last step
 
     def reproducible(self, patterns: list[str]) -> dict[str, Curve]:
-        """Return the metrics named like one of `patterns` that a second run must have to the last bit."""
+        """Return the metrics that match one of `patterns` and that a second run reproduces to the last bit."""
         kept = {name: curve for name, curve in self.curves.items() if not name.startswith(NOT_REPRODUCIBLE)}
         return {name: curve for name, curve in kept.items() if any(fnmatch.fnmatchcase(name, each) for each in patterns)}
 
 
 def measure(run_dir: Path) -> RunMeasurements:
+    """Read the measurements of a run. Raises RecipeError for a malformed metrics.jsonl."""
     lines = read(run_dir / "metrics.jsonl")
     attempts = all_attempts(run_dir)
     seconds = max(0.0, lines[-1]["time"] - attempts[0].started) if lines and attempts else 0.0
@@ -38,7 +39,7 @@ def measure(run_dir: Path) -> RunMeasurements:
 
 
 def curves(lines: list[dict[str, Any]]) -> dict[str, Curve]:
-    """Return every metric over the steps that have it. `step` and the line's own `time` are none."""
+    """Return the curve of every metric, over the steps that have it."""
     found: dict[str, tuple[list[int], list[float | None]]] = {}
     for line in lines:
         for name, value in line.items():
@@ -50,7 +51,7 @@ def curves(lines: list[dict[str, Any]]) -> dict[str, Curve]:
 
 
 def _hardware(run_dir: Path) -> str | None:
-    """Return how many nodes of which kind the newest attempt with a nodes.json had."""
+    """Return the nodes of the newest attempt that has a nodes.json, by kind and count; None without one."""
     for attempt in reversed(all_attempts(run_dir)):
         if (path := attempt.folder / "nodes.json").exists():
             return described(json.loads(path.read_text())["nodes"].values())
@@ -58,7 +59,7 @@ def _hardware(run_dir: Path) -> str | None:
 
 
 def described(nodes: Any) -> str | None:
-    """Return the nodes of a nodes.json by kind and count. None if one of them says neither its GPUs nor its processor."""
+    """Return the nodes of a nodes.json by kind and count; None if a node lists neither GPUs nor its processor."""
     kinds = []
     for node in nodes:
         gpus = Counter(gpu["name"] for gpu in node["gpus"])
@@ -73,7 +74,7 @@ def described(nodes: Any) -> str | None:
 
 
 def by_step(seeds: Iterable[Curve]) -> dict[int, list[float]]:
-    """Return step -> the values of the seeds that have one there, in order."""
+    """Return the values of the seeds at each step, ascending; seeds without a value are left out."""
     found: dict[int, list[float]] = {}
     for curve in seeds:
         for step, value in zip(curve.steps, curve.values, strict=True):
@@ -83,13 +84,13 @@ def by_step(seeds: Iterable[Curve]) -> dict[int, list[float]]:
 
 
 def mean_and_spread(seeds: Iterable[Curve]) -> tuple[dict[int, float], dict[int, float]]:
-    """Return both of the seeds' values, by step."""
+    """Return the mean and the standard deviation over the seeds, each by step."""
     found = by_step(seeds)
     mean = {step: statistics.fmean(values) for step, values in found.items()}
     return mean, {step: spread(values) for step, values in found.items()}
 
 
 def spread(values: Iterable[float]) -> float:
-    """Return the standard deviation of a sample; 0 of a single value."""
+    """Return the sample standard deviation; 0 for a single value."""
     values = list(values)
     return statistics.stdev(values) if len(values) > 1 else 0.0

@@ -1,7 +1,7 @@
-"""The jobs that are under way, asked for all at once, because a sweep has many and asking for each is slow.
+"""Query the states of all jobs at once, because a query for each job of a sweep is slow.
 
-Jobs are also found by the files that they write: a run folder does not know a job whose submitter was killed between sbatch and
-its note there, and would be submitted to a second time.
+Jobs are also found by the files that they write: if a submitter was killed between sbatch and its record, the run folder does
+not know the job, and a second one would be submitted.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ PAUSES_S = (5, 15)
 
 
 class Queue:
-    """The state of all jobs when it is first asked for."""
+    """The states of all jobs, cached at the first query."""
 
     def __init__(self, executor: str):
         self._executor = executor
 
     @functools.cached_property
-    def _seen(self) -> tuple[dict[str, JobStatus], list[tuple[str, str]]]:
-        """Return (status by job id, (job id, path of its log) of each). Raises RecipeError where Slurm cannot be asked."""
+    def _jobs(self) -> tuple[dict[str, JobStatus], list[tuple[str, str]]]:
+        """Status by job id, and (job id, path of the log) of each job. Raises RecipeError if Slurm does not answer."""
         jobs = defaultdict(list)
         for part in slurm_client.read_jobs(_scontrol()):
             jobs[part.job_id].append(part)
@@ -40,50 +40,51 @@ class Queue:
         return {job_id: slurm.job_status(slurm_client.merged(parts)) for job_id, parts in jobs.items()}, outputs
 
     def status(self, job_id: str) -> JobStatus:
-        """Return the status of a Slurm job."""
-        known, _ = self._seen
+        """Return the status of a Slurm job; GONE if neither slurmctld nor accounting knows it."""
+        known, _ = self._jobs
         if job_id not in known:
-            known[job_id] = HetSlurmJob(".", job_id).status()  # forgotten by slurmctld; perhaps accounting knows
+            known[job_id] = HetSlurmJob(".", job_id).status()  # slurmctld has forgotten it; accounting may know it
         return known[job_id]
 
     def of(self, record: JobRecord, run_dir: Path) -> JobStatus:
+        """Return the status of a recorded job."""
         return self.status(record.job_id) if self._executor == "slurm" else record.attach(run_dir).status(now=True)
 
     def writing_into(self, run_dir: Path) -> JobRecord | None:
-        """Return the live job that was submitted for this run folder, whether the folder knows of it or not."""
+        """Return the live job of a run folder, even if the folder has no record of it; None if there is none."""
         if self._executor == "slurm":
             found = self.writing_to(re.compile(re.escape(f"{run_dir}/submitit/") + r"\d+_0_log\.out"))
             return JobRecord("slurm", found, socket.gethostname()) if found else None
         controller = _controller(run_dir)
         return JobRecord("local", str(controller), socket.gethostname(), start_time(controller)) if controller else None
 
-    def writing_to(self, output: re.Pattern[str], but: str | None = None) -> str | None:
-        """Return the id of the live Slurm job whose log has such a path, another one than `but`."""
-        known, outputs = self._seen
-        ids = [job_id for job_id, path in outputs if output.fullmatch(path) and job_id != but]
+    def writing_to(self, output: re.Pattern[str], other_than: str | None = None) -> str | None:
+        """Return the id of the live Slurm job whose log's path matches, ignoring `other_than`; None if there is none."""
+        known, outputs = self._jobs
+        ids = [job_id for job_id, path in outputs if output.fullmatch(path) and job_id != other_than]
         return next((job_id for job_id in ids if not known[job_id].ended), None)
 
 
 def _scontrol() -> str:
-    """Return what it says of all jobs. A controller that is just being restarted is given a moment. Raises RecipeError."""
+    """Return the output of `scontrol show job`, retrying while a controller restarts. Raises RecipeError."""
     for pause in (*PAUSES_S, None):
         try:
             return slurm_client.run_command("scontrol", "show", "job", "-o")
         except slurm_client.SlurmError as error:
             if error.kind == "missing" or pause is None:
-                why = f"the sweep runs on Slurm, which does not say what has become of it: {error}"
+                why = f"the states of the sweep's jobs are unknown: {error}"
                 raise RecipeError(Problem("", "unreachable", why)) from None
             time.sleep(pause)
     raise AssertionError("the last pause is None")
 
 
 def _controller(run_dir: Path) -> int | None:
-    """Return the process id of launch/executors/local.py's controller for this folder."""
+    """Return the process id of the local executor's controller of a run folder; None if there is none."""
     ends_with = b"\0".join([b"-m", b"launch.executors.local", str(run_dir).encode(), b""])
     for path in Path("/proc").glob("[0-9]*/cmdline"):
         try:
             if path.read_bytes().endswith(ends_with):
                 return int(path.parent.name)
         except (FileNotFoundError, ProcessLookupError, PermissionError):
-            continue  # ended meanwhile, or is not ours
+            continue  # it has ended, or belongs to another user
     return None

@@ -1,7 +1,7 @@
-"""Submit a sweep's jobs: as many at once as the suite allows, and each job once, whatever was killed meanwhile.
+"""Submit a sweep's jobs: as many at once as the suite allows, and each job once, even after a kill.
 
-Under Slurm no process has to stay: a run waits until the one `max_concurrent` places before it has ended, and the check waits
-for all of them (`--dependency=afterany`). On this machine the process stays, and starts a run when another has ended.
+Under Slurm no process has to stay: dependencies (`--dependency=afterany`) make a run wait for the one `max_concurrent` places
+before it, and the check for all runs. On this machine the process stays, and starts a run when another has ended.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import sys
 import time
 from pathlib import Path
 
-from launch import slurm_client, submit
+from launch import console, slurm_client, submit
 from launch.attempts import latest
 from launch.executors import slurm
 from launch.executors.base import ROOT, JobStatus
@@ -28,18 +28,18 @@ POLL_S = 0.5
 
 
 def due(job_states: list[JobState], retries: int) -> list[JobState]:
-    """Return what to submit: what never was, and what failed and may be retried, unless it needs what failed for good."""
+    """Return the jobs to submit: missing ones, and failed ones with retries left, unless a needed job has failed for good."""
     found: dict[str, JobState] = {}
-    well = {each.job.name for each in job_states if each.state in ("done", "live")}
+    usable = {each.job.name for each in job_states if each.state in ("done", "live")}
     for each in job_states:
-        may = each.state == "missing" or (each.state == "failed" and each.tries <= retries)
-        if may and all(need in well or need in found for need in each.job.needs):
+        is_due = each.state == "missing" or (each.state == "failed" and each.tries <= retries)
+        if is_due and all(need in usable or need in found for need in each.job.needs):
             found[each.job.name] = each
     return [*found.values()]
 
 
 def start(folder: SweepFolder, job_state: JobState, after: tuple[str, ...] = (), behind: tuple[str, ...] = ()) -> str:
-    """Submit one job, and return its id. What submit.py prints goes into submit.log. Raises RecipeError."""
+    """Submit one job, and return its id. The output of submit.py goes into submit.log. Raises RecipeError."""
     job = job_state.job
     why = why_failed(job_state) if job_state.state == "failed" else []
     prepared = prepare(job.recipe, job.overrides)[-1]
@@ -55,9 +55,9 @@ def why_failed(job_state: JobState) -> list[str]:
     """Return why a job did not complete, in lines."""
     job, run_dir = job_state.job, Path(job_state.job.run_dir)
     if job_state.record is None:
-        return [f"was never submitted, because {', '.join(job.needs)} failed"] if job.needs else ["was never submitted"]
+        return [f"was not submitted, because {', '.join(job.needs)} failed"] if job.needs else ["was not submitted"]
     if job.needs and latest(run_dir) is None:
-        return [f"never started, because {', '.join(job.needs)}, which it needs, did not succeed ({job_state.status})"]
+        return [f"did not start, because {', '.join(job.needs)}, which it needs, did not succeed ({job_state.status})"]
     return failure(run_dir, job_state.record.attach(run_dir), job_state.status or JobStatus("UNKNOWN"))
 
 
@@ -65,19 +65,19 @@ def why_failed(job_state: JobState) -> list[str]:
 
 
 def submit_all(folder: SweepFolder, todo: list[JobState], live: list[JobState]) -> None:
-    """Submit `todo` behind `live`. Raises RecipeError; then the jobs so far go on, and the same command submits the rest."""
-    most = folder.suite.max_concurrent
-    ids = {each.job.name: each.record.job_id for each in live}
+    """Submit `todo` behind `live`. Raises RecipeError: the submitted jobs go on, and the same command submits the rest."""
+    limit = folder.suite.max_concurrent
+    ids = {each.job.name: each.record.job_id for each in live if each.record}
     queue = sorted(ids.values(), key=int)
     for each in todo:
         after = tuple(ids[need] for need in each.job.needs if need in ids)
-        behind = (queue[-most],) if len(queue) >= most else ()
+        behind = (queue[-limit],) if len(queue) >= limit else ()
         ids[each.job.name] = start(folder, each, after, behind)
         queue.append(ids[each.job.name])
 
 
 def submit_check(folder: SweepFolder, waits_for: list[str]) -> str:
-    """Submit the job that judges when all others have ended, and return its id. Raises RecipeError if sbatch refuses it."""
+    """Submit the job that checks the gates when all others have ended, and return its id. Raises RecipeError."""
     suite, plan = folder.suite, folder.plan
     train = config.read(Path(plan.jobs[-1].run_dir) / "recipe.yaml").cluster.train
     options = {
@@ -95,15 +95,17 @@ def submit_check(folder: SweepFolder, waits_for: list[str]) -> str:
     }
     command = [sys.executable, "-u", str(ROOT / "launch/sweep.py"), f"check={folder.path}"]
     script = folder.path / "check.sh"
-    script.write_text(f"#!/bin/bash\n# All runs have ended: judges, and retries what failed.\nexec {shlex.join(command)}\n")
+    script.write_text(
+        f"#!/bin/bash\n# Checks the gates after all runs have ended, and retries failed runs.\nexec {shlex.join(command)}\n"
+    )
     flags = [f"--{key}={value}" for key, value in options.items() if value is not None]
     try:
         return slurm_client.submit(script.read_text(), *flags)
     except slurm_client.SlurmError as error:
         if error.kind == "failed":
-            why = f"sbatch refused the job that judges the sweep: {error.output}"
+            why = f"sbatch refused the job that checks the gates: {error.output}"
             raise RecipeError(Problem("check", "refused-by-slurm", why)) from None
-        why = f"{error}; the same command goes on, with the job if there is one by then"
+        why = f"{error}. Try the same command again; it finds the job if Slurm has accepted it"
         raise RecipeError(Problem("check", "unreachable", why)) from None
 
 
@@ -111,27 +113,27 @@ def submit_check(folder: SweepFolder, waits_for: list[str]) -> str:
 
 
 def run_here(folder: SweepFolder) -> None:
-    """Run the jobs until all have ended and nothing is left to retry. Raises RecipeError."""
+    """Run all jobs, with retries, until none is left. Raises RecipeError."""
     suite = folder.suite
-    said: dict[str, str] = {}
+    printed: dict[str, str] = {}
     while True:
         job_states = folder.job_states(Queue("local"))
-        tell(job_states, said)
+        print_changes(job_states, printed)
         live = [each for each in job_states if each.state == "live"]
         todo = due(job_states, suite.retries)
         if not live and not todo:
             return
-        going = {each.job.name for each in job_states if each.state == "done"}
-        ready = [each for each in todo if going.issuperset(each.job.needs)]
+        done = {each.job.name for each in job_states if each.state == "done"}
+        ready = [each for each in todo if done.issuperset(each.job.needs)]
         for each in ready[: max(0, suite.max_concurrent - len(live))]:
             start(folder, each)
         time.sleep(POLL_S)
 
 
-def tell(job_states: list[JobState], said: dict[str, str]) -> None:
-    """Print a line for each job whose state is not as it was said."""
+def print_changes(job_states: list[JobState], printed: dict[str, str]) -> None:
+    """Print a line for each job whose state differs from the one in `printed`, and update that."""
     for each in job_states:
         now = each.state if each.status is None else f"{each.state}, {each.status}"
-        if each.state != "missing" and said.get(each.job.name) != now:
-            said[each.job.name] = now
-            print(on_one_line(f"{each.job.name}: {now}"), flush=True)
+        if each.state != "missing" and printed.get(each.job.name) != now:
+            printed[each.job.name] = now
+            console.print_field(each.job.name, on_one_line(now), on_one_line(f"{each.job.name}: {now}"))

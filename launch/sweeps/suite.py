@@ -1,9 +1,9 @@
-"""The YAML of a sweep: its schema, how it is read, and the checks across its keys.
+"""Define, read and check the YAML of a sweep.
 
     python launch/sweep.py sweep=NAME [key=value ...]      NAME: a file in recipes/sweeps/, without .yaml, or a path to one
 
-A `key=value` whose first part is a key of the schema below changes the suite; any other one goes to every run as an override of
-its recipe. Like recipes, suites have parents (`defaults: other.yaml`), and a key that does not exist is told with the nearest.
+A `key=value` whose first part is a key of the schema below changes the suite; any other one overrides the recipe of every run.
+Suites have parents like recipes (`defaults: other.yaml`). The problem of an unknown key suggests the nearest one.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from pipeline.values import Float, NotNegative, Positive, Text
 
 SUITES = RECIPES / "sweeps"
 NAME = re.compile(r"[A-Za-z0-9][\w.-]*")
-GIVEN = ("run_dir", "name")  # keys of a recipe that the sweep sets itself
+SET_BY_SWEEP = ("run_dir", "name")  # keys of each recipe that the sweep sets
 
 
 # ---- the schema ---------------------------------------------------------------------------------------------------------
@@ -33,31 +33,31 @@ GIVEN = ("run_dir", "name")  # keys of a recipe that the sweep sets itself
 
 @dataclass
 class BandConfig:
-    """Within the baseline's mean over seeds +- spreads * spread, where spread is its standard deviation, `floor` at least."""
+    """A band of the baseline's mean over the seeds +- spreads * max(standard deviation, floor)."""
 
     spreads: Annotated[Float, Field(ge=0)] = 3.0
-    floor: Annotated[Float, Field(ge=0)] = 0.0  # in units of the value; seeds that happen to agree have a spread of 0
-    better: Literal["higher", "lower", "neither"] = "neither"  # higher, lower: only the other side can fail; neither: both
+    floor: Annotated[Float, Field(ge=0)] = 0.0  # in units of the value, for seeds that agree by chance
+    better: Literal["higher", "lower", "neither"] = "neither"  # with higher or lower, only worse values fail
 
 
 @dataclass
 class SpeedConfig:
-    """A bound of the value's ratio to the baseline's, which passes itself. It is only judged on the baseline's hardware.
+    """A bound on the ratio of the value to the baseline's, evaluated only on the baseline's hardware.
 
-    With `relative_to` the value is divided by that of another run of this sweep, seed by seed, and judged anywhere.
+    With `relative_to`, the value is divided by that of another run of this sweep, seed by seed, and any hardware counts.
     """
 
-    at_most: Annotated[Float | None, Field(ge=1)] = None  # of times: e.g. 1.25
-    at_least: Annotated[Float | None, Field(gt=0, le=1)] = None  # of throughputs: e.g. 0.8
+    at_most: Annotated[Float | None, Field(ge=1)] = None  # for times, such as 1.25
+    at_least: Annotated[Float | None, Field(gt=0, le=1)] = None  # for throughputs, such as 0.8
     relative_to: Text | None = None  # a run of this sweep
 
 
 @dataclass
 class SameConfig:
-    """Every reproducible metric is that of another run to the last bit, seed by seed."""
+    """Equality of every reproducible metric with that of another run, to the last bit, seed by seed."""
 
     run: Text = schema_validation.MISSING
-    metrics: list[Text] = field(default_factory=lambda: ["*"])  # patterns of names, for runs that differ in some on purpose
+    metrics: list[Text] = field(default_factory=lambda: ["*"])  # patterns of the names to compare
 
 
 @dataclass
@@ -65,19 +65,23 @@ class GateConfig:
     """One check: bounds (at_least, at_most, equals), a band, a speed, or same_as."""
 
     value: Text | None = None  # an expression, launch/sweeps/expressions.py
-    over: Literal["each", "mean", "median", "min", "max"] | None = None  # of the seeds' values; null: see `GateCase.over`
+    over: Literal["each", "mean", "median", "min", "max"] | None = (
+        None  # reduction of the seeds' values; null: see `GateCase.over`
+    )
     at_least: Float | None = None
     at_most: Float | None = None
     equals: Float | None = None  # exactly
     band: BandConfig | None = None
     speed: SpeedConfig | None = None
     same_as: SameConfig | None = None
-    runs: list[Text] | None = None  # of a suite's gate: which runs it is for; null: all
+    runs: list[Text] | None = None  # runs that a suite's gate applies to; null: all
 
 
 @dataclass
 class RunConfig:
-    recipe: Text | None = None  # null: of the run's name
+    """One run of the suite: a recipe, its seeds, overrides and gates."""
+
+    recipe: Text | None = None  # null: the run's name
     seeds: list[NotNegative] | None = None  # null: the suite's
     overrides: dict[str, Any] = field(default_factory=dict)  # keys of the recipe, as a mapping or dotted
     gates: dict[str, GateConfig] = field(default_factory=dict)
@@ -85,7 +89,7 @@ class RunConfig:
 
 @dataclass
 class CheckConfig:
-    """The job that judges at the end: one task that reads the run folders. Null: as cluster.train of the first run."""
+    """The job that checks the gates at the end: one task. Null: as cluster.train of the first run."""
 
     partition: Text | None = None
     account: Text | None = None
@@ -96,6 +100,8 @@ class CheckConfig:
 
 @dataclass
 class Suite:
+    """A suite of runs and gates."""
+
     name: Text = schema_validation.MISSING  # the file's, without .yaml
     seeds: list[NotNegative] = field(default_factory=lambda: [1, 2, 3])
     max_concurrent: Positive = 4  # runs at once
@@ -104,34 +110,35 @@ class Suite:
     runs: dict[str, RunConfig] = field(default_factory=dict)
     gates: dict[str, GateConfig] = field(default_factory=dict)
     baseline: Text | None = None  # beside the suite's file; null: baselines/<name>.yaml
-    folder: Text = "runs/sweeps"  # this one is in <folder>/<name>/<id>
+    folder: Text = "runs/sweeps"  # the sweep is in <folder>/<name>/<id>
     check: CheckConfig = field(default_factory=CheckConfig)
 
 
 def seeds_of(suite: Suite, run: str) -> list[int]:
+    """Return the seeds of a run: its own, or else the suite's."""
     own = suite.runs[run].seeds
     return suite.seeds if own is None else own
 
 
 def gates_of(suite: Suite, run: str) -> dict[str, GateConfig]:
-    """Return the suite's gates, then the run's own, which replace those of the same name."""
+    """Return the gates of a run: the suite's, overridden by its own."""
     shared = {name: gate for name, gate in suite.gates.items() if gate.runs is None or run in gate.runs}
     return {**shared, **suite.runs[run].gates}
 
 
 def kind(gate: GateConfig) -> str:
-    """Return bounds, band, speed or same_as; of a gate that is several or none, all of them in a row."""
+    """Return bounds, band, speed or same_as; "" for none of them, and several joined by `and`."""
     bounds = [gate.at_least, gate.at_most, gate.equals]
     kinds = {"bounds": any(bound is not None for bound in bounds), "band": gate.band, "speed": gate.speed}
     return " and ".join(name for name, there in {**kinds, "same_as": gate.same_as}.items() if there)
 
 
-# ---- reading it ---------------------------------------------------------------------------------------------------------
+# ---- reading ------------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class LoadedSuite:
-    """A suite as the command line wants it."""
+    """A suite with the overrides of the command line."""
 
     suite: Suite
     baseline: Path  # absolute
@@ -144,7 +151,7 @@ def find(name: str) -> Path:
 
 
 def load(name: str, arguments: Iterable[str] = ()) -> LoadedSuite:
-    """Raises RecipeError with all that is wrong with it; of the recipes' own keys nothing is known here."""
+    """Read a suite. Raises RecipeError with all its problems; the recipes' own keys are not checked here."""
     path = find(name)
     tree = config_tree.merge(
         config_tree.ConfigMapping({"name": config_tree.ConfigValue(path.stem)}), config_tree.load_with_parents(path)
@@ -156,7 +163,7 @@ def load(name: str, arguments: Iterable[str] = ()) -> LoadedSuite:
         tree.drop(problem.key)
     suite, faults = _built(tree)
     for problem in faults:
-        tree.drop(problem.key)  # its default stands in, so that the rest can be judged
+        tree.drop(problem.key)  # use the default, to check the rest
     wrong += faults
     wrong += independent(problems(suite or _built(tree)[0]), [problem.key for problem in wrong])
     refuse([*found, *wrong])
@@ -164,42 +171,43 @@ def load(name: str, arguments: Iterable[str] = ()) -> LoadedSuite:
 
 
 def read(path: Path) -> Suite:
-    """Read one that `to_yaml` wrote. Raises RecipeError."""
+    """Read a suite that `to_yaml` wrote. Raises RecipeError."""
     suite, faults = _built(config_tree.load_with_parents(path))
     refuse(problem.within(str(path)) for problem in faults)
     return suite
 
 
 def to_yaml(suite: Suite) -> str:
+    """Return the suite as YAML that `read` reads."""
     return config_tree.dump_yaml(asdict(suite))
 
 
 def _built(tree: config_tree.ConfigMapping) -> tuple[Suite | None, list[Problem]]:
-    """Return the suite, None if values keep it from being made, and what is wrong with them."""
+    """Return the suite, None if values prevent it, and the problems of the values."""
     return schema_validation.validate_tree(Suite, schema_validation.with_defaults(Suite, tree))
 
 
 def _split(arguments: Iterable[str]) -> tuple[list[tuple[str, Any]], list[str], list[Problem]]:
-    """Return (what changes the suite, what goes to the recipes, what is neither)."""
+    """Split arguments into (changes of the suite, overrides of the recipes, problems of all others)."""
     suites, recipes = schema_validation.fields(Suite), schema_validation.fields(Recipe)
     given, overrides, found = [], [], []
     for argument in arguments:
         top = argument.partition("=")[0].partition(".")[0]
-        if top in GIVEN:
-            found.append(Problem(top, "contradiction", "the sweep gives each run its own", COMMAND_LINE))
+        if top in SET_BY_SWEEP:
+            found.append(Problem(top, "contradiction", "the sweep sets this for each run", COMMAND_LINE))
         elif top in suites:
             given += config_tree.parse_overrides([argument])
         elif top in recipes or "=" not in argument:
             list(config_tree.parse_overrides([argument]))  # raises for what is not key=value
             overrides.append(argument)
         else:
-            hint = _nearest(top, [*suites, *recipes]) or f"a sweep has: {', '.join(suites)}"
-            found.append(Problem(top, "unknown-key", f"is a key neither of a sweep nor of a recipe; {hint}", COMMAND_LINE))
+            hint = _nearest(top, [*suites, *recipes]) or f"the keys of a sweep are {', '.join(suites)}"
+            found.append(Problem(top, "unknown-key", f"is not a key of a sweep or a recipe; {hint}", COMMAND_LINE))
     return given, overrides, found
 
 
 def as_arguments(overrides: dict[str, Any]) -> list[str]:
-    """Return a mapping of a recipe's keys as `key=value`."""
+    """Return a mapping of overrides as `key=value` arguments."""
     values = flat(overrides) if overrides else {}
     return [f"{key}={config_tree.dump_yaml([value], on_one_line=True).strip()[1:-1]}" for key, value in values.items()]
 
@@ -208,11 +216,11 @@ def as_arguments(overrides: dict[str, Any]) -> list[str]:
 
 
 def problems(suite: Suite) -> Iterator[Problem]:
-    """Yield what the schema does not say, of a suite that fits it."""
+    """Yield the problems across keys, of a suite that fits the schema."""
     if not NAME.fullmatch(suite.name):
         yield bad_name("name", suite.name)
     if not suite.runs:
-        yield Problem("runs", "missing-value", "there are none; expected one at least, such as runs: {tiny_sft: {}}")
+        yield Problem("runs", "missing-value", "got none; expected at least one, such as runs: {tiny_sft: {}}")
     yield from _seeds("seeds", suite.seeds)
     yield from _given("overrides", suite.overrides)
     for name, gate in suite.gates.items():
@@ -229,12 +237,10 @@ def problems(suite: Suite) -> Iterator[Problem]:
         for gate_name, gate in run.gates.items():
             yield from _gate(f"{key}.gates.{gate_name}", gate)
             if gate.runs is not None:
-                several = "a gate of a run is for that run; put it into `gates` for several"
+                several = "a gate of a run applies only to that run. Try `gates` for several runs"
                 yield Problem(f"{key}.gates.{gate_name}.runs", "has-no-effect", several)
         if not gates_of(suite, name):
-            yield Problem(
-                f"{key}.gates", "missing-value", "nothing that it measures could fail; give it a gate, or `gates` one"
-            )
+            yield Problem(f"{key}.gates", "missing-value", "the run has no gate. Try a gate here or in `gates`")
         for gate_name, gate in gates_of(suite, name).items():
             yield from _of_run(
                 suite, name, f"{key}.gates.{gate_name}" if gate_name in run.gates else f"gates.{gate_name}", gate
@@ -242,23 +248,24 @@ def problems(suite: Suite) -> Iterator[Problem]:
 
 
 def bad_name(key: str, name: str) -> Problem:
-    return Problem(key, "bad-format", f"got '{name}'; expected letters, digits, '.', '_' and '-': it is the name of a folder")
+    """Return the problem of a name that cannot be a folder's."""
+    return Problem(key, "bad-format", f"got '{name}'; expected letters, digits, '.', '_' and '-', since it names a folder")
 
 
 def _seeds(key: str, seeds: list[int]) -> Iterator[Problem]:
     if not seeds:
-        yield Problem(key, "missing-value", "there are none; expected one at least")
+        yield Problem(key, "missing-value", "got none; expected at least one")
     if doubles := sorted({seed for seed in seeds if seeds.count(seed) > 1}):
-        yield Problem(key, "given-twice", f"{doubles[0]} comes twice; each seed is one run")
+        yield Problem(key, "given-twice", f"got {doubles[0]} twice; expected distinct seeds")
 
 
 def _given(key: str, overrides: dict[str, Any]) -> Iterator[Problem]:
     for override in as_arguments(overrides):
         name = override.partition("=")[0]
-        if name in GIVEN:
-            yield Problem(f"{key}.{name}", "contradiction", "the sweep gives each run its own")
+        if name in SET_BY_SWEEP:
+            yield Problem(f"{key}.{name}", "contradiction", "the sweep sets this for each run")
         if re.fullmatch(r"\w+\.seed", name):
-            yield Problem(f"{key}.{name}", "contradiction", "a run's seeds are listed in `seeds`")
+            yield Problem(f"{key}.{name}", "contradiction", "expected the seeds in `seeds`")
 
 
 def _is_run(suite: Suite, key: str, run: str) -> Iterator[Problem]:
@@ -275,19 +282,17 @@ def _nearest(name: str, known: Iterable[str]) -> str:
 def _gate(key: str, gate: GateConfig) -> Iterator[Problem]:
     kinds, bounds = kind(gate), (gate.at_least, gate.at_most)
     if not kinds:
-        nothing = "nothing could fail; give at_least, at_most, equals, band, speed or same_as"
+        nothing = "got no condition; expected at_least, at_most, equals, band, speed or same_as"
         yield Problem(key, "missing-value", nothing)
     elif " and " in kinds:
-        yield Problem(key, "contradiction", f"got {kinds}; a gate is one of them, so make it several")
+        yield Problem(key, "contradiction", f"got {kinds}; expected one of them per gate")
     if gate.equals is not None and bounds != (None, None):
-        yield Problem(f"{key}.equals", "contradiction", "it leaves nothing for at_least and at_most to say")
+        yield Problem(f"{key}.equals", "contradiction", "got at_least or at_most too; expected only one of them")
     if None not in bounds and gate.at_least > gate.at_most:
-        yield Problem(
-            f"{key}.at_least", "contradiction", f"got {gate.at_least:g}, above at_most {gate.at_most:g}: nothing passes"
-        )
+        yield Problem(f"{key}.at_least", "contradiction", f"got {gate.at_least:g}; expected at most at_most, {gate.at_most:g}")
     if gate.speed and gate.speed.at_most is None and gate.speed.at_least is None:
         yield Problem(
-            f"{key}.speed", "missing-value", "nothing could fail; give at_most (of a time) or at_least (of a throughput)"
+            f"{key}.speed", "missing-value", "got no bound; expected at_most (for a time) or at_least (for a throughput)"
         )
     if gate.same_as is not None:
         for name in ("value", "over"):
@@ -299,23 +304,25 @@ def _gate(key: str, gate: GateConfig) -> Iterator[Problem]:
         try:
             if not any(expressions.metrics(expressions.parse(gate.value))):
                 yield Problem(
-                    f"{key}.value", "bad-format", f"'{gate.value}' names no metric, so it is the same whatever happens"
+                    f"{key}.value",
+                    "bad-format",
+                    f"got '{gate.value}', which is a constant; expected an expression over metrics",
                 )
         except expressions.Malformed as error:
             yield Problem(f"{key}.value", "bad-format", str(error))
 
 
 def _of_run(suite: Suite, run: str, key: str, gate: GateConfig) -> Iterator[Problem]:
-    """Yield what is wrong with a gate for one of its runs, such as with the run that it is compared with."""
+    """Yield the problems of a gate for one of its runs, such as those of the run that it is compared with."""
     if gate.band and gate.band.floor == 0 and len(seeds_of(suite, run)) < 2:
-        point = f"one seed has no spread, so the band of run '{run}' is a point; give it"
+        point = f"got 0 with one seed of run '{run}'; expected above 0, since one seed has no standard deviation"
         yield Problem(f"{key}.band.floor", "missing-value", point)
     others = {"same_as.run": gate.same_as and gate.same_as.run, "speed.relative_to": gate.speed and gate.speed.relative_to}
     for name, other in others.items():
         if other == run:
-            yield Problem(f"{key}.{name}", "contradiction", f"got '{run}', the run itself; name another")
+            yield Problem(f"{key}.{name}", "contradiction", f"got '{run}', the run itself; expected another run")
         elif other is not None and other not in suite.runs:
             yield from _is_run(suite, f"{key}.{name}", other)
         elif other is not None and (lacking := sorted(set(seeds_of(suite, run)) - set(seeds_of(suite, other)))):
-            seeds = f"'{other}' has no seed {', '.join(map(str, lacking))}, which '{run}' has; they are compared seed by seed"
+            seeds = f"'{other}' has no seed {', '.join(map(str, lacking))}; expected every seed of '{run}'"
             yield Problem(f"{key}.{name}", "contradiction", seeds)

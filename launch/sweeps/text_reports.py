@@ -1,4 +1,4 @@
-"""The report as Markdown, and as JUnit XML for CI tools."""
+"""Write a sweep's report as Markdown, and as JUnit XML for CI tools."""
 
 from __future__ import annotations
 
@@ -12,20 +12,20 @@ SIGNS = {Outcome.PASSED: "✅", Outcome.FAILED: "❌", Outcome.NOT_JUDGED: "⚠�
 
 
 def markdown(result: SweepResult) -> str:
-    """Return the report: what failed first, then every gate, then the runs."""
+    """Return the report as Markdown: failed gates, all gates, the runs."""
     parts = [f"# {result.title}: {'passed' if result.passed else 'failed'}", "", f"{result.summary}."]
     if result.failed:
-        parts += ["", "## Failed", "", *(f"- **{each.run}, {each.gate}**: {_plain(each.said)}" for each in result.failed)]
+        parts += ["", "## Failed", "", *(f"- **{each.run}, {each.gate}**: {_plain(each.message)}" for each in result.failed)]
     if result.notes:
         parts += ["", "## Notes", "", *(f"- {_plain(note)}" for note in result.notes)]
-    parts += ["", "## Gates", "", *_table(("run", "gate", "", "found and wanted"), map(_row, result.verdicts))]
+    parts += ["", "## Gates", "", *_table(("run", "gate", "", "found and expected"), map(_row, result.verdicts))]
     parts += ["", "## Runs", "", *_table(("run", "", "tries", "restarts", "seconds", "failures"), map(_ran, result.ran))]
-    parts += ["", f"Judged {result.judged}, of commit {' and '.join(result.commits) or 'unknown'}; {baseline_of(result)}."]
+    parts += ["", f"Evaluated {result.judged}, commit {' and '.join(result.commits) or 'unknown'}; {baseline_of(result)}."]
     return "\n".join([*parts, ""])
 
 
 def _row(verdict: Verdict) -> tuple[str, ...]:
-    return verdict.run, verdict.gate, SIGNS[verdict.outcome], verdict.said
+    return verdict.run, verdict.gate, SIGNS[verdict.outcome], verdict.message
 
 
 def _ran(ran: JobResult) -> tuple[str, ...]:
@@ -39,7 +39,7 @@ def _table(header: tuple[str, ...], rows: Iterable[tuple[str, ...]]) -> list[str
 
 
 def _plain(text: str) -> str:
-    """Return it on one line, without markup of its own."""
+    """Return a text on one line, with its markup escaped."""
     return " ".join(text.split()).replace("<", "&lt;").replace("`", "'")
 
 
@@ -47,7 +47,7 @@ def _plain(text: str) -> str:
 
 
 def junit(result: SweepResult) -> str:
-    """Return a test suite per run, with a test case per gate: https://github.com/testmoapp/junitxml."""
+    """Return JUnit XML with a test suite per run and a test case per gate: https://github.com/testmoapp/junitxml."""
     name = result.sweep.suite.name
     names = list(dict.fromkeys(verdict.run for verdict in result.verdicts))
     suites = ElementTree.Element("testsuites", _counts(f"{name} {result.folder.name}", result.verdicts, result.ran))
@@ -72,12 +72,12 @@ def _counts(name: str, verdicts: list[Verdict], ran: list[JobResult]) -> dict[st
 
 
 def _properties(suite: ElementTree.Element, result: SweepResult, ran: list[JobResult]) -> None:
-    said = [("commit", commit) for commit in result.commits]
-    said += [("retried", each.job.name) for each in ran if each.tries > 1]
-    said += [("restarts", f"{each.job.name}: {each.restarts}") for each in ran if each.restarts]
-    if said:
+    pairs = [("commit", commit) for commit in result.commits]
+    pairs += [("retried", each.job.name) for each in ran if each.tries > 1]
+    pairs += [("restarts", f"{each.job.name}: {each.restarts}") for each in ran if each.restarts]
+    if pairs:
         properties = ElementTree.SubElement(suite, "properties")
-        for key, value in said:
+        for key, value in pairs:
             ElementTree.SubElement(properties, "property", {"name": key, "value": value})
 
 
@@ -86,13 +86,13 @@ def _case(suite: ElementTree.Element, name: str, verdict: Verdict, ran: list[Job
     seconds = f"{job.seconds if job else 0.0:.3f}"
     attributes = {"classname": f"{name}.{verdict.run}", "name": verdict.gate, "time": seconds}
     case = ElementTree.SubElement(suite, "testcase", attributes)
-    said = verdict.said
+    message = verdict.message
     values = "\n".join(f"seed {seed}: {value!r}" for seed, value in verdict.values.items())
     if verdict.outcome is Outcome.FAILED:
-        failure = ElementTree.SubElement(case, "failure", {"message": said, "type": "gate"})
-        whole = "\n\n".join("\n".join(lines) for lines in (job.why if job else []))
-        failure.text = "\n".join(filter(None, (said, values, whole)))
+        failure = ElementTree.SubElement(case, "failure", {"message": message, "type": "gate"})
+        lines = "\n\n".join("\n".join(each) for each in (job.why if job else []))
+        failure.text = "\n".join(filter(None, (message, values, lines)))
     elif verdict.outcome is Outcome.NOT_JUDGED:
-        ElementTree.SubElement(case, "skipped", {"message": said})
+        ElementTree.SubElement(case, "skipped", {"message": message})
     else:
-        ElementTree.SubElement(case, "system-out").text = "\n".join(filter(None, (said, values)))
+        ElementTree.SubElement(case, "system-out").text = "\n".join(filter(None, (message, values)))

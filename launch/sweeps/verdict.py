@@ -1,4 +1,4 @@
-"""Judge a sweep that has ended: every gate, and a new baseline if one is asked for.
+"""Evaluate the gates of a sweep that has ended, and write a new baseline if requested.
 
 A run that did not complete fails the suite by a gate of its own, `completes`, which names its first failure.
 """
@@ -26,62 +26,64 @@ from launch.sweeps.suite import kind
 
 COMPLETES = "completes"
 NOT_TEXT = re.compile("[^\t\n\r -\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")
-"""Characters of logs that XML does not allow, such as a terminal's escapes: https://www.w3.org/TR/xml/#charsets."""
+"""Characters that XML forbids, such as escape codes in logs: https://www.w3.org/TR/xml/#charsets."""
 
 
 @dataclass(frozen=True)
 class JobResult:
-    """One job, as reports show it."""
+    """The outcome of one job, for the reports."""
 
     job: SweepJob
     state: str
     tries: int
-    why: list[list[str]]  # of each try that failed: why, in lines
+    why: list[list[str]]  # why each failed try failed, in lines
     attempts: list[AttemptFolder]
     seconds: float
 
     @property
     def gate(self) -> str:
-        """Name of the gate that it completes."""
+        """Name of the gate `completes` for this job."""
         return COMPLETES if self.job.seed is None else f"seed {self.job.seed} {COMPLETES}"
 
     @property
     def restarts(self) -> int:
-        """Number of starts of its ranks beyond one per submission: after a crash, the time limit or preemption."""
+        """Number of restarts within submissions: after a crash, the time limit or preemption."""
         return max(0, len(self.attempts) - self.tries)
 
 
 @dataclass(frozen=True)
 class SweepResult:
-    """The verdicts of a whole sweep, and all that its reports show."""
+    """The verdicts of a sweep, and everything its reports show."""
 
     title: str
     folder: Path
     sweep: Sweep
     ran: list[JobResult]
-    verdicts: list[Verdict]  # the runs' ends first, then every gate in the suite's order
+    verdicts: list[Verdict]  # `completes` of each job, then every gate in the suite's order
     commits: list[str]  # of the code that ran
-    judged: str  # when, ISO 8601
+    judged: str  # time of the evaluation, ISO 8601
     notes: list[str]
 
     @property
     def passed(self) -> bool:
+        """Whether no gate failed."""
         return not self.failed
 
     @property
     def failed(self) -> list[Verdict]:
+        """The verdicts of the gates that failed."""
         return [verdict for verdict in self.verdicts if verdict.outcome is Outcome.FAILED]
 
     @property
     def summary(self) -> str:
-        """Return the outcome in one line."""
+        """The outcome of the sweep in one line."""
         counts = {outcome: sum(verdict.outcome is outcome for verdict in self.verdicts) for outcome in Outcome}
-        told = ", ".join(f"{count} {outcome.value}" for outcome, count in counts.items() if count)
-        return f"{self.title}: {'passed' if self.passed else 'FAILED'}: {told}"
+        numbers = ", ".join(f"{count} {outcome.value}" for outcome, count in counts.items() if count)
+        return f"{self.title}: {'passed' if self.passed else 'FAILED'}: {numbers}"
 
 
 def conclude(folder: SweepFolder) -> SweepResult:
-    """Judge what the runs left. Raises RecipeError for a baseline that cannot be read."""
+    """Evaluate the gates on the runs' folders, and write a requested baseline. Raises RecipeError for an invalid baseline."""
     plan, suite = folder.plan, folder.suite
     job_states = folder.job_states(Queue(plan.executor))
     runs: dict[str, dict[int, RunMeasurements]] = {run: {} for run in suite.runs}
@@ -96,9 +98,9 @@ def conclude(folder: SweepFolder) -> SweepResult:
         if not refused:
             baselines.write(renewed, Path(plan.baseline))
             sweep = replace(sweep, baseline=renewed)
-            notes.append(f"the baseline was written anew: {plan.baseline}")
+            notes.append(f"wrote a new baseline: {plan.baseline}")
     if len(commits) > 1:
-        notes.append(f"the runs are of different versions of the code: {', '.join(commits)}")
+        notes.append(f"the runs used different versions of the code: {', '.join(commits)}")
     notes += _changed(sweep, plan.jobs)
     now = datetime.now(UTC).isoformat(timespec="seconds")
     verdicts = [*map(_completes, ran), *judge(sweep)]
@@ -117,23 +119,23 @@ def _ran(folder: SweepFolder, job_state: JobState) -> JobResult:
 
 
 def _completes(ran: JobResult) -> Verdict:
-    outcome, said = Outcome.FAILED, ""
+    outcome = Outcome.FAILED
     if ran.state == "done":
         outcome = Outcome.PASSED
-        said = f"RETRIED: done at try {ran.tries}; before: {main_line(ran.why[0])}" if ran.why else "done"
+        message = f"RETRIED: done at try {ran.tries}; before: {main_line(ran.why[0])}" if ran.why else "done"
     elif ran.state == "live":
-        said = "has not ended yet"
+        message = "has not ended yet"
     else:
-        said = (f"failed {len(ran.why)} times, first: " if len(ran.why) > 1 else "") + main_line(ran.why[0])
+        message = (f"failed {len(ran.why)} times, first: " if len(ran.why) > 1 else "") + main_line(ran.why[0])
     restarts = f"; its ranks were restarted {ran.restarts} times" if ran.restarts else ""
-    return Verdict(ran.job.run or ran.job.name, ran.gate, outcome, said + restarts)
+    return Verdict(ran.job.run or ran.job.name, ran.gate, outcome, message + restarts)
 
 
 def main_line(why: list[str]) -> str:
-    """Return the line of a failure that says most: the rank's own words, else the end of the log, else the first."""
-    said = [line for line in why if line.startswith("rank ")]
+    """Return the most informative line of a failure: a rank's message, else the last log line, else the first line."""
+    messages = [line for line in why if line.startswith("rank ")]
     log = [line.strip() for line in why if line.startswith("  ") and line.strip()]
-    return (said or log[-1:] or why)[0]
+    return (messages or log[-1:] or why)[0]
 
 
 def _commits(jobs: list[SweepJob]) -> list[str]:
@@ -147,18 +149,18 @@ def _commits(jobs: list[SweepJob]) -> list[str]:
 
 
 def _changed(sweep: Sweep, jobs: list[SweepJob]) -> list[str]:
-    """Return a note for each run whose overrides are not the baseline's: the first thing to look at where a gate fails."""
+    """Return a note for each run whose overrides differ from the baseline's, a likely cause of failed gates."""
     notes = []
     for run in sweep.suite.runs if sweep.baseline else ():
         before, now = set(sweep.baseline.of(run).overrides), set(_overrides(jobs, run))
         if run in sweep.baseline.runs and before != now:
-            told = [f"{sign}{each}" for sign, some in (("+", now - before), ("-", before - now)) for each in sorted(some)]
-            notes.append(f"{run} has other overrides than in the baseline: {' '.join(told)}")
+            changes = [f"{sign}{each}" for sign, some in (("+", now - before), ("-", before - now)) for each in sorted(some)]
+            notes.append(f"{run} has other overrides than in the baseline: {' '.join(changes)}")
     return notes
 
 
 def _overrides(jobs: list[SweepJob], run: str) -> list[str]:
-    """Return the overrides of one of its jobs, without the seed, the folder and where it runs."""
+    """Return the overrides of one of a run's jobs, without seed, run_dir and cluster keys."""
     job = next(job for job in jobs if job.run == run)
     own = ("run_dir=", "cluster.")
     kept = [each for each in job.overrides if not each.startswith(own) and not each.partition("=")[0].endswith(".seed")]
@@ -166,22 +168,22 @@ def _overrides(jobs: list[SweepJob], run: str) -> list[str]:
 
 
 def baseline_of(result: SweepResult) -> str:
-    """Return which baseline the sweep was judged by."""
+    """Describe the sweep's baseline and its provenance."""
     if result.sweep.baseline is None:
         return "there is no baseline"
     origin = result.sweep.baseline.provenance
-    return f"the baseline is of {origin.date}, from {origin.sweep}, commit {origin.commit or 'unknown'}"
+    return f"the baseline is from {origin.date}, {origin.sweep}, commit {origin.commit or 'unknown'}"
 
 
 # ---- a new baseline -----------------------------------------------------------------------------------------------------
 
 
 def _renewed(folder: SweepFolder, sweep: Sweep, ran: list[JobResult], commits: list[str]) -> tuple[Baseline, list[str]]:
-    """Return (what this sweep measured, why it must not become the baseline: a run failed, or a gate that needs none)."""
+    """Return (the sweep's values as a baseline, why it must not be written: failed runs, or gates that need none)."""
     cases = [case for run in sweep.suite.runs for case in sweep.cases(run)]
     independent = [case.verdict() for case in cases if kind(case.gate) in ("bounds", "same_as")]
     bad = [each for each in [*map(_completes, ran), *independent] if each.outcome is not Outcome.PASSED]
-    problems = [f"{each.run}, {each.gate}: {each.said}" for each in bad]
+    problems = [f"{each.run}, {each.gate}: {each.message}" for each in bad]
     runs: dict[str, StoredRun] = {}
     if not bad:
         for run in sweep.suite.runs:
@@ -209,16 +211,21 @@ def _hardware(seeds: Mapping[int, RunMeasurements]) -> str | None:
 
 
 def metrics_of(cases: list[GateCase]) -> list[str]:
-    """Return the metrics in their expressions, each once."""
+    """Return the distinct metrics of the gates' expressions."""
     parsed = (expressions.parse(case.gate.value) for case in cases if case.gate.value is not None)
     return list(dict.fromkeys(metric for expression in parsed for metric in expressions.metrics(expression)))
 
 
-# ---- for the next process -----------------------------------------------------------------------------------------------
+# ---- verdict.json -------------------------------------------------------------------------------------------------------
 
 
 def write(result: SweepResult) -> None:
-    """Write verdict.json, which tells other processes that the sweep is over."""
-    verdicts = [{**asdict(each), "outcome": each.outcome.value} for each in result.verdicts]
+    """Write verdict.json, which also marks the sweep as complete."""
+    verdicts = [_as_json(each) for each in result.verdicts]
     value = {"passed": result.passed, "summary": result.summary, "judged": result.judged, "commits": result.commits}
     write_json(result.folder / "verdict.json", {**value, "notes": result.notes, "verdicts": verdicts})
+
+
+def _as_json(verdict: Verdict) -> dict[str, object]:
+    values = {**asdict(verdict), "outcome": verdict.outcome.value}
+    return {"said" if key == "message" else key: value for key, value in values.items()}

@@ -56,12 +56,12 @@ def test_the_metrics_of_an_expression_are_told_in_order():
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        ("last(val/ac)", "there is no val/ac in metrics.jsonl; the nearest is val/acc"),
-        ("last(xyz)", "there is no xyz in metrics.jsonl"),
-        ("at(t, 4)", "t has no value from step 4 to step 4; it has from step 1 to 5"),
+        ("last(val/ac)", "metrics.jsonl has no val/ac; did you mean val/acc?"),
+        ("last(xyz)", "metrics.jsonl has no xyz"),
+        ("at(t, 4)", "t has no value from step 4 to step 4; it has values from step 1 to 5"),
         ("mean(t, from=6)", "t has no value from step 6"),
         ("mean(t, from=3, to=2)", "t has no value from step 3 to step 2"),
-        ("mean(t, last=5)", "t has 4 values, and the last 5 are asked for"),
+        ("mean(t, last=5)", "t has 4 values; expected at least 5 for last=5"),
         ("mean(broken)", "broken is not a finite number at step 2"),
         ("at(broken, 2)", "broken is not a finite number at step 2"),
         ("last(t) / (first(val/acc) - 0.5)", "division by 0"),
@@ -110,7 +110,5 @@ def test_what_is_no_expression(text):
 
 
 def test_a_misspelt_statistic_is_told_with_the_nearest():
-    with pytest.raises(
-        Malformed, match=r"^'lst\(t\)' is no expression: 'lst' is no statistic; did you mean 'last'\? there are: first"
-    ):
+    with pytest.raises(Malformed, match=r"^'lst\(t\)' is not an expression: got 'lst'; expected a statistic: first"):
         parse("lst(t)")

@@ -69,7 +69,7 @@ def test_bounds(bounds, values, outcome):
 
 def test_the_seed_that_fails_is_told_with_what_was_wanted():
     found = verdict(GateConfig("last(loss)", at_most=1), losses(0.5, 3.25))
-    assert found.said == "seed 2: 3.25; wanted: at most 1"
+    assert found.message == "seed 2: 3.25; expected at most 1"
     assert found.values == {1: 0.5, 2: 3.25}
 
 
@@ -113,14 +113,14 @@ def test_a_band_has_a_least_width(floor, value, outcome):
     ("gate", "values", "outcome", "said"),
     [
         (band("each", better="lower"), (4.9, 4.9), PASSED, ""),
-        (band("each", better="lower"), (0.0, 5.1), FAILED, "seed 2: 5.1; wanted: at most 5 (baseline 2, band 3)"),
-        (band(spreads=1, better="lower"), (0.9, 0.9), PASSED, "better than all of it: is it time for update_baseline=true?"),
+        (band("each", better="lower"), (0.0, 5.1), FAILED, "seed 2: 5.1; expected at most 5 (baseline 2, band 3)"),
+        (band(spreads=1, better="lower"), (0.9, 0.9), PASSED, "better than the whole band: try update_baseline=true"),
         (band(spreads=1, better="lower"), (1.1, 1.1), PASSED, "(baseline 2, band 1)"),
     ],
 )
 def test_a_band_says_what_it_wants(gate, values, outcome, said):
     found = verdict(gate, losses(*values), BASE)
-    assert found.outcome is outcome and said in found.said
+    assert found.outcome is outcome and said in found.message
 
 
 # ---- speeds ---------------------------------------------------------------------------------------------------------------
@@ -138,29 +138,29 @@ AT_MOST = speed(at_most=1.25)
     [
         (AT_MOST, (2.5, 0.1, 9.0), PASSED, ""),  # the median of the seeds
         (AT_MOST, (2.51, 0.1, 9.0), FAILED, ""),
-        (AT_MOST, (3, 3, 3), FAILED, "3, median of the seeds; 1.5 times the baseline's 2; wanted: at most 1.25 times"),
+        (AT_MOST, (3, 3, 3), FAILED, "3, median of the seeds; 1.5 times the baseline's 2; expected at most 1.25 times"),
         (speed(at_least=0.8), (1.6, 0.1, 9.0), PASSED, ""),
         (speed(at_least=0.8), (1.59, 0.1, 9.0), FAILED, ""),
     ],
 )
 def test_a_speed_is_a_ratio_to_the_baseline(gate, values, outcome, said):
     found = verdict(gate, losses(*values), BASE)
-    assert found.outcome is outcome and said in found.said
+    assert found.outcome is outcome and said in found.message
 
 
 @pytest.mark.parametrize(
     ("of_seeds", "of_baseline", "said"),
     [
-        (("1 x abacus",) * 3, "2 x abacus", "other hardware than the baseline's: 1 x abacus, and then 2 x abacus"),
-        (("1 x abacus",) * 3, None, "other hardware than the baseline's: 1 x abacus, and then nobody knows"),
+        (("1 x abacus",) * 3, "2 x abacus", "ran on 1 x abacus; expected the baseline's hardware: 2 x abacus"),
+        (("1 x abacus",) * 3, None, "ran on 1 x abacus; expected the baseline's hardware: unknown"),
         (("1 x abacus", "1 x slide rule"), "1 x abacus", "the seeds ran on different hardware: 1 x abacus | 1 x slide rule"),
-        (("1 x abacus", None), "1 x abacus", "not every run says which hardware it ran on"),
+        (("1 x abacus", None), "1 x abacus", "a run did not record its hardware"),
     ],
 )
 @pytest.mark.parametrize("value", [0.1, 99.0])
 def test_a_speed_is_not_judged_on_other_or_unknown_hardware(of_seeds, of_baseline, said, value):
     found = verdict(AT_MOST, {"a": [run(kind, loss=[value]) for kind in of_seeds]}, BASE, hardware=of_baseline)
-    assert found.outcome is NOT_JUDGED and found.said.startswith(said)
+    assert found.outcome is NOT_JUDGED and found.message.startswith(said)
 
 
 @pytest.mark.parametrize(("slower", "outcome"), [(1.2, PASSED), (1.5, FAILED)])
@@ -170,14 +170,14 @@ def test_a_speed_relative_to_another_run_is_judged_on_any_hardware(slower, outco
     found = verdict(speed(at_most=1.25, relative_to="b"), runs, stored(3.0, 3.0, relative_to="b"))
     assert found.outcome is outcome
     assert found.values == pytest.approx({1: 3.0 * slower, 2: 3.0 * slower})
-    assert f"{slower:.3g} times the baseline's 3, both relative to b" in found.said
+    assert f"{slower:.3g} times the baseline's 3, both relative to b" in found.message
 
 
 def test_a_speed_has_no_ratio_to_nothing():
-    assert "is 0, of which there is no ratio" in verdict(AT_MOST, losses(1.0), stored(0.0)).said
+    assert "is 0; expected a positive number" in verdict(AT_MOST, losses(1.0), stored(0.0)).message
     gate = speed(at_most=1.25, relative_to="b")
     found = verdict(gate, {"a": [run(loss=[1.0])], "b": [run(loss=[0.0])]}, stored(1.0, relative_to="b"))
-    assert found.outcome is FAILED and "last(loss) of b is 0" in found.said
+    assert found.outcome is FAILED and "last(loss) of b is 0" in found.message
 
 
 # ---- to the last bit ------------------------------------------------------------------------------------------------------
@@ -189,21 +189,21 @@ def test_two_runs_to_the_last_bit():
     one = run(train__loss=[1.0, 0.1 + 0.2], time__step=[1.0, 2.0], throughput__x=[1.0, 1.0])
     two = run(train__loss=[1.0, 0.1 + 0.2], time__step=[3.0, 4.0], throughput__x=[2.0, 2.0])
     found = verdict(SAME, {"a": [one], "b": [two]})
-    assert found.outcome is PASSED and found.said == "2 values are the same as in b, to the last bit"
+    assert found.outcome is PASSED and found.message == "2 values equal those of b, to the last bit"
 
 
 @pytest.mark.parametrize(
     ("other", "said"),
     [
         ({"train__loss": [1.0, 0.3]}, "seed 1: train/loss is 0.30000000000000004 at step 2, and 0.3 in b"),
-        ({"train__loss": [1.0]}, "seed 1: train/loss is 0.30000000000000004 at step 2, and not there in b"),
+        ({"train__loss": [1.0]}, "seed 1: train/loss is 0.30000000000000004 at step 2, and missing in b"),
         ({"train__loss": [1.0, None]}, "seed 1: train/loss is 0.30000000000000004 at step 2, and None in b"),
-        ({"train__los": [1.0, 0.3]}, "seed 1: train/los is in one of a and b only"),
+        ({"train__los": [1.0, 0.3]}, "seed 1: only one of a and b has train/los"),
     ],
 )
 def test_the_first_bit_that_differs_is_told(other, said):
     found = verdict(SAME, {"a": [run(train__loss=[1.0, 0.1 + 0.2])], "b": [run(**other)]})
-    assert (found.outcome, found.said) == (FAILED, said)
+    assert (found.outcome, found.message) == (FAILED, said)
 
 
 def test_only_some_metrics_to_the_last_bit():
@@ -211,7 +211,7 @@ def test_only_some_metrics_to_the_last_bit():
     assert verdict(SAME, runs).outcome is FAILED
     assert verdict(GateConfig(same_as=SameConfig("b", ["train/*", "val/*"])), runs).outcome is PASSED
     found = verdict(GateConfig(same_as=SameConfig("b", ["vla/*"])), runs)
-    assert (found.outcome, found.said) == (FAILED, "seed 1 has no metric like vla/*")
+    assert (found.outcome, found.message) == (FAILED, "seed 1 has no metric that matches vla/*")
 
 
 # ---- nothing passes for want of something -----------------------------------------------------------------------------------
@@ -220,7 +220,7 @@ def test_only_some_metrics_to_the_last_bit():
 @pytest.mark.parametrize(
     ("measured", "said"),
     [
-        ({"loss": [9.0, 1.0]}, "there is no los in metrics.jsonl; the nearest is loss"),
+        ({"loss": [9.0, 1.0]}, "metrics.jsonl has no los; did you mean loss?"),
         ({"los": [1.0, None]}, "los is not a finite number at step 2"),
     ],
     ids=["absent", "NaN"],
@@ -232,7 +232,7 @@ def test_only_some_metrics_to_the_last_bit():
 )
 def test_a_metric_that_is_not_there_fails_the_gate_by_name(wanted, measured, said):
     found = verdict(GateConfig("last(los)", **wanted), {"a": [run(**measured)]}, stored(1.0, value="last(los)"))
-    assert (found.outcome, found.said) == (FAILED, f"last(los) of a has no value with seed 1: {said}")
+    assert (found.outcome, found.message) == (FAILED, f"last(los) of a has no value with seed 1: {said}")
 
 
 @pytest.mark.parametrize("gate", [band(), AT_MOST], ids=["band", "speed"])
@@ -241,13 +241,13 @@ def test_a_metric_that_is_not_there_fails_the_gate_by_name(wanted, measured, sai
     [
         (None, "there is no baseline yet; update_baseline=true writes it"),
         (StoredGate("last(loss)"), "the baseline does not have this gate"),
-        (stored(1.0, value="mean(loss)"), "the baseline is of mean(loss), and the gate of last(loss)"),
-        (stored(1.0, relative_to="b"), "the baseline is relative to b, and the gate absolute"),
+        (stored(1.0, value="mean(loss)"), "the baseline has mean(loss); expected last(loss)"),
+        (stored(1.0, relative_to="b"), "the baseline is relative to b; expected it absolute"),
     ],
 )
 def test_what_the_baseline_lacks_fails_the_gate(gate, before, said):
     found = verdict(gate, losses(1.0), before)
-    assert found.outcome is FAILED and said in found.said
+    assert found.outcome is FAILED and said in found.message
 
 
 @pytest.mark.parametrize("gate", [GateConfig("last(loss)", at_most=9), SAME], ids=["bound", "same_as"])
@@ -255,7 +255,7 @@ def test_a_seed_that_did_not_come_to_its_end_leaves_the_gate_unjudged(gate):
     whole = sweep(gate, {**losses(1.0, 1.0), "b": losses(1.0, 1.0)["a"]})
     del whole.runs["a"][2]
     (found,) = judge(whole)
-    assert (found.outcome, found.said) == (NOT_JUDGED, "a did not come to its end with seed 2")
+    assert (found.outcome, found.message) == (NOT_JUDGED, "a did not complete with seed 2")
 
 
 # ---- the baseline ---------------------------------------------------------------------------------------------------------
@@ -311,6 +311,6 @@ def test_a_band_that_fails_says_since_when():
     curve = stored_curve([Curve([1, 2, 3, 4], [4.0, 1.0, 1.0, 1.0])] * 2)
     found.baseline.runs["a"].curves["loss"] = curve
     (told,) = judge(found)
-    assert told.said.endswith("wanted: at most 1.2 (baseline 1, band 0.2); out of the baseline's curve from step 3 on")
+    assert told.message.endswith("expected at most 1.2 (baseline 1, band 0.2); outside the baseline's curve from step 3 on")
     found.baseline.runs["a"].curves.clear()
-    assert judge(found)[0].said.endswith("(baseline 1, band 0.2)")
+    assert judge(found)[0].message.endswith("(baseline 1, band 0.2)")

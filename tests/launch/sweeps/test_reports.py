@@ -47,7 +47,7 @@ def sweeps(tmp_path_factory):
     """(one that became the baseline, one with two regressions)"""
     tmp_path = tmp_path_factory.mktemp("sweeps")
     good = finished(tmp_path, {})
-    good.want_baseline(True)
+    good.request_baseline(True)
     first = verdict.conclude(good)
     assert first.passed and baseline.read(tmp_path / "baselines/some.yaml").of("a").hardware == "2 x slide rule"
     return first, verdict.conclude(finished(tmp_path, SLOW, lr=5.0))
@@ -56,10 +56,10 @@ def sweeps(tmp_path_factory):
 def test_planted_regressions_fail_the_gates_that_they_should_and_no_others(sweeps):
     _, bad = sweeps
     assert not bad.passed
-    told = {(each.run, each.gate): each.said for each in bad.failed}
+    told = {(each.run, each.gate): each.message for each in bad.failed}
     assert told.keys() == {("a", "loss"), ("b", "speed")}
-    assert told["b", "speed"].endswith("1.5 times the baseline's 0.1; wanted: at most 1.25 times")
-    assert told["a", "loss"].startswith("15, mean of the seeds; wanted: at most 3.621 (baseline 1.5, band 2.12)")
+    assert told["b", "speed"].endswith("1.5 times the baseline's 0.1; expected at most 1.25 times")
+    assert told["a", "loss"].startswith("15, mean of the seeds; expected at most 3.621 (baseline 1.5, band 2.12)")
     assert bad.notes == [
         "a has other overrides than in the baseline: +policy.optimizer.kwargs.lr=5.0 -policy.optimizer.kwargs.lr=0.5"
     ]
@@ -88,14 +88,14 @@ def test_junit_has_a_case_for_each_gate(sweeps):
 
 def test_what_is_not_judged_is_skipped_in_junit_and_told_everywhere(tmp_path):
     good = finished(tmp_path, {})
-    good.want_baseline(True)
+    good.request_baseline(True)
     verdict.conclude(good)
     text = (tmp_path / "baselines/some.yaml").read_text()
     (tmp_path / "baselines/some.yaml").write_text(text.replace("2 x slide rule", "1 x abacus"))
     result = verdict.conclude(finished(tmp_path, SLOW))
     assert result.passed and result.summary == "some 1: passed: 8 passed, 2 not judged"
     root = ElementTree.fromstring(junit(result))
-    said = "other hardware than the baseline's: 2 x slide rule, and then 1 x abacus"
+    said = "ran on 2 x slide rule; expected the baseline's hardware: 1 x abacus"
     assert [skipped.get("message") for skipped in root.iter("skipped")] == [said, said]
     assert root.get("skipped") == "2"
     assert f"| a | speed | ⚠️ not judged | {said} |" in markdown(result)
@@ -109,7 +109,7 @@ def test_failures_come_first_in_markdown(sweeps):
     assert lines[0] == "# some 1: failed" and lines[4] == "## Failed"
     assert lines[6].startswith("- **a, loss**: 15, mean of the seeds")
     assert lines[7].startswith("- **b, speed**: 0.15, median of the seeds; 1.5 times")
-    assert "the baseline is of 20" in lines[-1] and "from some 0" in lines[-1]
+    assert "the baseline is from 20" in lines[-1] and "from some 0" in lines[-1]
 
 
 def test_the_page_is_whole_and_shows_what_failed_first(sweeps):
@@ -118,7 +118,7 @@ def test_the_page_is_whole_and_shows_what_failed_first(sweeps):
     assert text.startswith("<!DOCTYPE html>") and ' href="http' not in text
     assert re.findall(' src="[^"]*"', text) == [' src="plotly.min.js"']
     assert text.index(">Failed<") < text.index(">Gates<") < text.index(">Runs<")
-    for said in ("a: train/loss", "b: time/step", "seed 1", "all seeds", "loss: most", "has other overrides"):
+    for said in ("a: train/loss", "b: time/step", "seed 1", "all seeds", "loss: max", "has other overrides"):
         assert said in text
 
 
@@ -141,12 +141,14 @@ def test_what_a_run_says_cannot_break_a_report(tmp_path):
 
 def test_a_baseline_is_not_made_of_what_failed(tmp_path):
     place = finished(tmp_path, {"a": {"train/ppo_kl": 1e-9}})
-    place.want_baseline(True)
+    place.request_baseline(True)
     result = verdict.conclude(place)
-    assert "not written: a, on policy: seed 1: 1e-09, seed 2: 1e-09; wanted: 0 exactly" in [each.said for each in result.failed]
+    assert "not written: a, on policy: seed 1: 1e-09, seed 2: 1e-09; expected 0 exactly" in [
+        each.message for each in result.failed
+    ]
     assert not (tmp_path / "baselines").exists()
     lacking = finished(tmp_path, {"a": {"time/step": None}})
-    lacking.want_baseline(True)
+    lacking.request_baseline(True)
     assert any(
-        "not written: a, speed: min(time/step) of a has no value" in each.said for each in verdict.conclude(lacking).failed
+        "not written: a, speed: min(time/step) of a has no value" in each.message for each in verdict.conclude(lacking).failed
     )

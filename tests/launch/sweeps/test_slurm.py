@@ -102,4 +102,4 @@ def test_what_others_need_is_a_dependency_and_its_failure_is_told(slurm_cluster,
     assert status == 0, output
     folder = tmp_path / "sweeps/some/x"
     assert sorted(submitted(folder)) == ["a-1", "a-1", "b-1", "b-1", "needed", "needed"]
-    assert "RETRIED: done at try 2; before: never started, because needed, which it needs, did not succeed (CANCELLED" in output
+    assert "RETRIED: done at try 2; before: did not start, because needed, which it needs, did not succeed (CANCELLED" in output

@@ -46,7 +46,7 @@ def test_from_nothing_to_a_baseline_to_a_regression(tmp_path, here):
     status, output = here(*command, "id=good", "update_baseline=true")
     assert status == 0, output
     good = tmp_path / "sweeps/some/good"
-    assert f"note: the baseline was written anew: {tmp_path}/baselines/some.yaml" in output
+    assert f"note: wrote a new baseline: {tmp_path}/baselines/some.yaml" in output
     assert "some good: passed: 8 passed" in output
     assert {"report.html", "report.md", "junit.xml", "verdict.json", "suite.yaml"} <= {path.name for path in good.iterdir()}
 
@@ -55,13 +55,13 @@ def test_from_nothing_to_a_baseline_to_a_regression(tmp_path, here):
     assert starts(good) == {"a-1": 1, "b-1": 1}
 
     status, output = here(*command, "id=good", "seeds=[3]")
-    assert status == 2 and "seeds: got [3]; " in output and "was begun with [1]" in output
+    assert status == 2 and "seeds: got [3]; expected [1], with which " in output
 
     bad = ["id=bad", "runs.b.overrides.policy.optimizer.kwargs.lr=5.0"]  # what write_suite gives, times 10
     status, output = here(*command, *bad)
     assert status == 1, output
     assert [key for key, outcome in outcomes(tmp_path / "sweeps/some/bad").items() if outcome != "passed"] == [("b", "loss")]
-    assert "failed: b, loss: 1.25, mean of the seeds; wanted: at most 0.155" in output
+    assert "failed: b, loss: 1.25, mean of the seeds; expected at most 0.155" in output
 
     status, output = here(f"check={tmp_path}/sweeps/some/bad")
     assert status == 1 and "failed: b, loss: 1.25" in output
@@ -126,8 +126,8 @@ def test_what_others_need_runs_once_for_all_of_them(tmp_path, here, monkeypatch)
     verdicts = json.loads((bad / "verdict.json").read_text())["verdicts"]
     assert [(each["run"], each["outcome"], each["said"]) for each in verdicts[:3]] == [
         ("needed", "failed", "failed 2 times, first: rank 0 (realm train, host here, verb step): the dog ate it"),
-        ("a", "failed", "was never submitted, because needed failed"),
-        ("b", "failed", "was never submitted, because needed failed"),
+        ("a", "failed", "was not submitted, because needed failed"),
+        ("b", "failed", "was not submitted, because needed failed"),
     ]
     status, output = here(f"sweep={path}", "id=good", fails="needed:2")  # an old failure is none of this sweep's
     assert status == 0, output
