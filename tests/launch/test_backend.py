@@ -139,7 +139,7 @@ def test_by_size(load, described, overrides, chosen, reason):
 @pytest.mark.parametrize(
     ("described", "nodes", "key", "says"),
     [
-        (DEEPSEEK_671B, 64, KEY, "it cuts the model over at least 128 GPUs"),
+        (DEEPSEEK_671B, 64, KEY, "at least 128 GPUs split the model"),
         (LLAMA_70B, 2, "cluster.train", "under FSDP2 70.6e9 parameters would take 75.7 GB on each of 16 GPUs with 80"),
     ],
 )
@@ -155,7 +155,7 @@ def test_what_fits_only_if_the_recipe_says_how(load, described, nodes, key, says
 def test_a_model_that_is_not_there_yet(load, tmp_path):
     recipe = load(model("llama"), *gpus(1), f"policy.model_name={tmp_path}/runs/base/hf")
     _, choice = backend.choose(recipe, [tmp_path / "runs/base"])
-    assert choice.backend == "dtensor" and "is not there yet" in choice.reason
+    assert choice.backend == "dtensor" and "does not exist yet" in choice.reason
     check(backend.choose(recipe, [tmp_path / "runs/base"])[0], [tmp_path / "runs/base"])
 
 

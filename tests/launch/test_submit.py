@@ -121,7 +121,7 @@ def test_dry_run_of_a_recipe_that_contradicts_itself_tells_only_that(here, dry_r
 def test_dry_run_warns_of_two_backends(here, dry_run):
     status, out, _ = dry_run("policy.dtensor_cfg.enabled=true", "policy.megatron_cfg.enabled=true")
     assert status == 0 and "are both true" in out
-    assert "# Megatron-Core trains, because policy.megatron_cfg.enabled goes before" in out
+    assert "# Megatron-Core trains, because policy.megatron_cfg.enabled overrides" in out
 
 
 def test_the_gpu_that_train_ranks_get_a_variable_for_is_told(here, dry_run):

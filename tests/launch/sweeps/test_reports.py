@@ -109,7 +109,7 @@ def test_failures_come_first_in_markdown(sweeps):
     assert lines[0] == "# some 1: failed" and lines[4] == "## Failed"
     assert lines[6].startswith("- **a, loss**: 15, mean of the seeds")
     assert lines[7].startswith("- **b, speed**: 0.15, median of the seeds; 1.5 times")
-    assert "the baseline is from 20" in lines[-1] and "from some 0" in lines[-1]
+    assert "the baseline is from 20" in lines[-1] and "some 0, commit" in lines[-1]
 
 
 def test_the_page_is_whole_and_shows_what_failed_first(sweeps):
