@@ -1,1 +1,4 @@
-"""From the recipe's `data` to what a step takes: `mixture.build_streams`."""
+"""Data sets, chat templates and packing: from the recipe's `data` to the batches of a step.
+
+Start at `mixture.build_streams`.
+"""

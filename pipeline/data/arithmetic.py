@@ -1,12 +1,11 @@
-"""Products that a small model cannot work out in its head, and careless demonstrations of how to ask a calculator.
+"""Generate products that a small model cannot compute, with demonstrations of a calculator.
 
     47*85=  ->  [47*85]3995;3995
 
-Between the brackets is what the calculator is asked; what it says comes next, up to the `;`, and then the answer. In an episode
-its environment puts the calculator's words there (recipes/tiny_calculator.yaml): what a model has learned to write in their
-place is never used.
+The brackets contain the expression for the calculator. Its result follows, up to the `;`, and then the answer. In an episode
+the environment inserts the calculator's result (recipes/tiny_calculator.yaml) and discards what the model writes in its place.
 
-Leaves out: other operations.
+Not supported: other operations.
 """
 
 from __future__ import annotations
@@ -14,15 +13,15 @@ from __future__ import annotations
 import random
 import zlib
 
-VALIDATION_SHARE = 16  # one product in so many is for validation
+VALIDATION_SHARE = 16  # one product in 16 is for validation
 
 
 def products(split: str, size: int, seed: int, digits: int = 2, asks: float = 1.0) -> list[dict[str, str]]:
     """Return `size` products as `{"input": "47*85=", "output": "[47*85]3995;3995", "answer": "3995"}`, drawn with replacement.
 
-    Each factor has `digits` digits. asks: the share of demonstrations that ask; the others guess (`4127`), evenly among the
-    numbers with as many digits as the answer has. Whether a product is of "train" or of "validation" is its own property, so
-    the two share none. Raises ValueError for another split, and for digits below 1.
+    Each factor has `digits` digits. asks: the share of demonstrations that use the calculator; the others guess (`4127`),
+    uniformly among the numbers with as many digits as the answer. The factors alone decide whether a product belongs to "train"
+    or "validation", so the two splits are disjoint. Raise ValueError for another split, and for digits below 1.
     """
     if split not in ("train", "validation"):
         raise ValueError(f"calculator_multiplication: split '{split}' is not one of: train, validation")

@@ -1,11 +1,11 @@
-"""From a record to tokens: prompts for sampling, conversations for supervised training.
+"""Tokenize records: prompts for sampling, conversations for supervised training.
 
-With a chat template, a prompt is the rendered conversation up to where the assistant speaks (of a whole conversation, up to its
-last answer), and in training the loss counts what the assistant says, its end-of-turn token included. Without one
-(`data.apply_chat_template: false`) a prompt is bare text, and what is learned is the answer and the end-of-sequence token.
-What a record holds is read in `pipeline.data.records`.
+With a chat template, a prompt is the rendered conversation up to the point where the assistant speaks (for a complete
+conversation, up to its last answer). In training the loss counts the assistant's turns including their end-of-turn token.
+Without a template (`data.apply_chat_template: false`) a prompt is plain text, and the loss counts the answer and the
+end-of-sequence token. `pipeline.data.records` reads the columns of a record.
 
-Leaves out: tool calls, images.
+Not supported: tool calls, images.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ import numpy as np
 
 from pipeline.config import DataConfig, DatasetConfig, Message, TokenizerConfig
 from pipeline.data.records import Example, RecordReader, Turns, check_prompt_text
+from pipeline.problems import Problem, RecipeError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -32,7 +33,7 @@ GENERATION_BLOCK = re.compile(r"\{%-?\s*generation\s*-?%\}")
 
 
 def load_tokenizer(config: TokenizerConfig) -> PreTrainedTokenizerBase:
-    """Return the tokenizer `config.name`, with the recipe's chat template if it gives one."""
+    """Return the tokenizer `config.name`, with the recipe's chat template if it has one."""
     from transformers import AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(config.name)
@@ -42,10 +43,10 @@ def load_tokenizer(config: TokenizerConfig) -> PreTrainedTokenizerBase:
 
 
 class Encoder(RecordReader):
-    """Reads and encodes the records of one data set.
+    """Reads and tokenizes the records of one data set.
 
-    Raises ValueError if the tokenizer has no chat template and the recipe asks for one, if `prompt_file` has no single {}, or
-    if there is a system prompt and nowhere to put it.
+    Raises RecipeError if a required chat template is missing, if `prompt_file` does not have exactly one {}, or if a key needs
+    a chat template and none is applied.
     """
 
     def __init__(
@@ -59,67 +60,68 @@ class Encoder(RecordReader):
         self._special = {i for i, token in tokenizer.added_tokens_decoder.items() if token.special}
         self._template_kwargs = tokenizer_config.chat_template_kwargs or {}
         if data.apply_chat_template and not tokenizer.chat_template:
-            raise ValueError(
-                f"the tokenizer {tokenizer.name_or_path} has no chat template; give one in policy.tokenizer.chat_template,"
-                " or set data.apply_chat_template=false for bare text"
+            told = (
+                f"got null, and the tokenizer {tokenizer.name_or_path} has no chat template. Try data.apply_chat_template=false"
             )
+            raise RecipeError(Problem("policy.tokenizer.chat_template", "missing-value", told))
         if system is not None and not data.apply_chat_template:
-            raise ValueError("data: system_prompt_file needs a chat template, and data.apply_chat_template is false")
+            raise _needs_template("system_prompt_file")
         if dataset.messages_key and not data.apply_chat_template:
-            raise ValueError("data: messages_key needs a chat template, and data.apply_chat_template is false")
+            raise _needs_template("messages_key")
 
     def prompt(self, record: dict[str, Any]) -> np.ndarray:
-        """Return the tokens, `[P]` int32, after which the policy answers. Raises ValueError if the record lacks the input."""
+        """Return the prompt tokens, `[P]` int32. Raise ValueError if the record lacks the input."""
         question = self.question(record)
         if isinstance(question, str):
             return _int32(self.tokenizer(question).input_ids)
         return _int32(self._render(question, add_generation_prompt=True))
 
     def conversation(self, record: dict[str, Any]) -> Encoded:
-        """Return what supervised training learns from. Raises ValueError as `example` and `encode` do."""
+        """Return a record as tokens and loss mask for supervised training. Raise ValueError as `example` and `encode` do."""
         return self.encode(self.example(record))
 
-    def encode(self, learned: Example) -> Encoded:
-        """Return what is learned from a record as tokens. Raises ValueError as `encode_turns` does."""
-        if isinstance(learned, Turns):
-            return self.encode_turns(learned.messages, learned.first)
-        if learned.prompt is None:
-            return self.encode_text(learned.text)
-        return self.encode_answer(_int32(self.tokenizer(learned.prompt).input_ids), learned.text)
+    def encode(self, example: Example) -> Encoded:
+        """Return an example as tokens and loss mask. Raise ValueError as `encode_turns` does."""
+        if isinstance(example, Turns):
+            return self.encode_turns(example.messages, example.first)
+        if example.prompt is None:
+            return self.encode_text(example.text)
+        return self.encode_answer(_int32(self.tokenizer(example.prompt).input_ids), example.text)
 
     def encode_answer(self, prompt: np.ndarray, answer: str) -> Encoded:
-        """Return a bare text after the tokens of its prompt, with the end-of-sequence token, unless it ends in that."""
+        """Return a prompt and a plain-text answer, ended by the end-of-sequence token. The loss counts the answer."""
         tokens = self._ended(self.tokenizer(answer, add_special_tokens=False).input_ids)
         tokens = np.concatenate([prompt, _int32(tokens)])
         return tokens, np.arange(len(tokens)) >= len(prompt)
 
     def encode_text(self, text: str) -> Encoded:
-        """Return a bare text and the end-of-sequence token, unless it ends in that: language modelling, in which every token is
-        learned but the first, which nothing comes before. TRL's format of a `text`.
+        """Return a plain text, ended by the end-of-sequence token, for language modelling: TRL's format `text`.
+
+        The loss counts every token except the first, which has no context.
         """
         tokens = _int32(self._ended(self.tokenizer(text).input_ids))
         return tokens, np.arange(len(tokens)) >= 1
 
     def unknown(self, parts: Sequence[Prompt | Sample]) -> str:
-        """Return a message about tokens that stand for text which the tokenizer does not know; "" if there are none."""
+        """Return a message if tokens stand for text that the tokenizer does not know, else an empty text."""
         marks = self._unknown
         tokens = np.concatenate([one.tokens for one in parts])
         if marks is None or not (count := int((tokens == marks).sum())):
             return ""
         return (
             f"{count} of {len(tokens)} tokens are {self.tokenizer.unk_token}, which stands for text that the tokenizer"
-            f" {self.tokenizer.name_or_path} does not know; another policy.tokenizer.name, or data.unknown_tokens=keep"
+            f" {self.tokenizer.name_or_path} does not know. Try another policy.tokenizer.name, or data.unknown_tokens=keep"
         )
 
     def _ended(self, tokens: list[int]) -> list[int]:
-        end = self.tokenizer.eos_token_id
+        end: Any = self.tokenizer.eos_token_id  # typed as for a batch of ids
         return tokens if tokens and tokens[-1] == end else [*tokens, end]
 
     def encode_turns(self, messages: list[Message], first: int = 0) -> Encoded:
-        """Return the tokens of a conversation, of which the loss counts the assistant's turns from message `first` on.
+        """Return the tokens of a conversation. The loss counts the assistant's turns from message `first` on.
 
-        Raises ValueError if the template renders an earlier turn differently once later ones follow, so that no mask can say
-        which tokens are the assistant's, or if nothing is left to count.
+        Raise ValueError if the template renders an earlier turn differently once later ones follow, since no mask can then
+        identify the assistant's tokens, or if no token remains to count.
         """
         if GENERATION_BLOCK.search(self.tokenizer.get_chat_template()):
             tokens, mask = self._masked_by_marks(messages, first)
@@ -127,14 +129,17 @@ class Encoder(RecordReader):
             tokens, mask = self._masked_by_prefixes(messages, first)
         if not mask.any():
             roles = [message["role"] for message in messages]
-            raise ValueError(f"the chat template renders nothing of what the assistant says, in turns {roles}")
+            raise ValueError(f"the chat template renders no text of the assistant, in turns {roles}")
         return tokens, mask
 
     def _render(self, messages: list[Message], **options: Any) -> Any:
         return self.tokenizer.apply_chat_template(messages, **{"return_dict": False, **self._template_kwargs, **options})
 
     def _masked_by_marks(self, messages: list[Message], first: int) -> Encoded:
-        """Mask by the template's own {% generation %}, wherever it ends: before the token that ends the turn, or behind it."""
+        """Mask by the template's own {% generation %} blocks.
+
+        A block may end before or after the token that ends the turn; the mask includes that token in both cases.
+        """
         rendered = self._render(messages, return_dict=True, return_assistant_tokens_mask=True)
         tokens, mask = rendered["input_ids"], np.asarray(rendered["assistant_masks"], dtype=bool)
         if first:
@@ -144,18 +149,19 @@ class Encoder(RecordReader):
             mask[: len(before)] = False
         edges = np.flatnonzero(np.diff(mask, prepend=False, append=False)).tolist()
         runs = list(zip(edges[::2], edges[1::2], strict=True))
-        behind = [tokens[end] if end < len(tokens) else None for _, end in runs]
-        for (begin, end), follows in zip(runs, behind, strict=True):
+        following = [tokens[end] if end < len(tokens) else None for _, end in runs]
+        for (begin, end), follows in zip(runs, following, strict=True):
             stop = self._end_of_turn(tokens[:end], begin)
             mask[stop:end] = False
-            # What only earlier runs have behind them begins the next turn.
-            if tokens[stop - 1] not in self._special and follows in self._special and follows == behind[-1]:
+            # A token after earlier blocks alone starts the next turn.
+            if tokens[stop - 1] not in self._special and follows in self._special and follows == following[-1]:
                 mask[end] = True
         return _int32(tokens), mask
 
     def _masked_by_prefixes(self, messages: list[Message], first: int) -> Encoded:
-        """Mask what rendering an assistant's turn adds to the conversation before it. Each rendering must begin with the one
-        before; then the spans are those of the whole.
+        """Mask the tokens that rendering an assistant's turn adds to the conversation before it.
+
+        Each rendering must start with the previous one, so that the spans are also those of the whole conversation.
         """
         whole = self._render(messages)
         mask = np.zeros(len(whole), dtype=bool)
@@ -170,37 +176,44 @@ class Encoder(RecordReader):
         return _int32(whole), mask
 
     def _end_of_turn(self, tokens: list[int], begin: int) -> int:
-        """Return where the loss on the turn that starts at `begin` stops: behind its last special token, if only white space
-        follows (the newline after <|im_end|> is the template's: a sampler stops before it).
+        """Return the end of the loss on the turn that starts at `begin`: after its last special token.
+
+        Only white space may follow that token. The newline after <|im_end|> is the template's; a sampler stops before it.
         """
         for end in range(len(tokens), begin, -1):
             if tokens[end - 1] in self._special:
                 return end
-            if self.tokenizer.decode(tokens[end - 1]).strip():
+            if str(self.tokenizer.decode(tokens[end - 1])).strip():
                 break
         return len(tokens)
 
 
+def _needs_template(key: str) -> RecipeError:
+    told = f"{key} needs a chat template; expected data.apply_chat_template=true"
+    return RecipeError(Problem("data", "contradiction", told))
+
+
 def _unknown_token(tokenizer: PreTrainedTokenizerBase) -> int | None:
-    """Return the token for unknown text; None where there is none, or it means something else besides, as GPT-2's <|endoftext|>
-    does.
+    """Return the id of the token for unknown text, or None.
+
+    None also if that token has another meaning, like GPT-2's <|endoftext|>.
     """
     others = (tokenizer.bos_token_id, tokenizer.eos_token_id)
-    return None if tokenizer.unk_token_id in others else tokenizer.unk_token_id
+    unknown: Any = tokenizer.unk_token_id  # typed as for a batch of ids
+    return None if unknown in others else unknown
 
 
 def _read_prompt_file(path: str) -> str:
     try:
         return check_prompt_text(Path(path).read_text())
     except ValueError as error:
-        raise ValueError(f"data: prompt_file {path}: {error}") from None
+        raise RecipeError(Problem("data", "bad-format", f"prompt_file {path}: {error}")) from None
 
 
 def _rendered_differently(message: int) -> str:
     return (
         f"the chat template renders the conversation up to message {message} differently when more follows, so the assistant's"
-        " tokens cannot be told from the rest; mark them with {% generation %} in policy.tokenizer.chat_template, or train on"
-        " single turns"
+        " tokens cannot be identified. Try {% generation %} around them in policy.tokenizer.chat_template, or single turns"
     )
 
 

@@ -1,17 +1,18 @@
-"""Make the recipe's data sets one stream; several are mixed by weight.
+"""Build the recipe's data sets as one stream; several are mixed by weight.
 
-From which of them the item at position p comes is drawn with the probability weight / (sum of weights) from (seed, p) alone;
-within each the order is its own, with epochs of its own. One that has gone through `max_num_epochs` has no more part in it, and
-the others share what was its weight, until the last has ended. So the state is p and the streams' own, and a resumed run sees
-exactly the records that it would have seen.
+The data set of the item at position p is drawn with probability weight / (sum of weights) from (seed, p) alone. Each data set
+has its own order and epochs. After `max_num_epochs` a data set ends, and the others share its weight until the last one ends.
+The state is therefore p and the states of the streams, and a resumed run sees exactly the records that it would have seen.
 
-Drawn, not dealt out in turn: prompts go to engines in turn, and an engine should not get all of one data set's.
+Data sets are drawn at random rather than in turn: prompts go to engines in turn, and no engine should get all prompts of one
+data set.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import functools
+import logging
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Generic
 
@@ -43,16 +44,22 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 
+logger = logging.getLogger(__name__)
+
+
 class Mixture(Generic[Item]):
-    """Takes items as a Stream does. The index of a prompt is its position here, and so unique in a run."""
+    """A stream that mixes several. The index of a prompt is its position in the mixture and unique in a run."""
 
     def __init__(self, streams: Mapping[str, Stream[Item]], weights: Mapping[str, float], seed: int) -> None:
-        """streams: by the names of their data sets. weights: of each, above 0."""
+        """Mix streams by weight.
+
+        streams: by the names of their data sets. weights: of each, above 0.
+        """
         self._streams, self._weights, self._seed = dict(streams), {name: weights[name] for name in streams}, seed
         self._position = 0
 
     def take(self, n: int) -> list[Item]:
-        """Return the next n items. Fewer, and at last none, only when every data set has ended."""
+        """Return the next n items, fewer only if every data set has ended."""
         items: list[Item] = []
         while len(items) < n and (taken := self._next()):
             items += taken
@@ -76,17 +83,17 @@ class Mixture(Generic[Item]):
         return names[min(int(np.searchsorted(ends, drawn, side="right")), len(names) - 1)]
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state, of which JSON can be made."""
+        """Return the state, which JSON can represent."""
         streams = {name: stream.state_dict() for name, stream in self._streams.items()}
         return {"position": self._position, "seed": self._seed, "weights": self._weights, "streams": streams}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on where `state` was taken. Raises ValueError if other data sets were mixed, or they were mixed otherwise."""
+        """Continue at `state`. Raise ValueError if other data sets, weights or seeds were mixed."""
         if "streams" not in state:
             raise ValueError(f"data: the checkpoint has one data set, this run has {', '.join(self._streams)}")
         for what, theirs, ours in (("weights", state["weights"], self._weights), ("seed", state["seed"], self._seed)):
             if theirs != ours:
-                raise ValueError(f"data: the checkpoint's data sets had {what} {theirs}, these have {ours}: it cannot go on")
+                raise ValueError(f"data: got {what} {ours}; expected {theirs}, which the checkpoint had")
         for name, stream in self._streams.items():
             try:
                 stream.load_state_dict(state["streams"][name])
@@ -103,11 +110,12 @@ Streams = tuple[Stream | Mixture, list[Prompt] | list[Sample] | list[Pair]]
 
 
 def build_streams(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> Streams:
-    """Return the training stream, and the validation items: of each data set for it the first `max_val_samples` records, in
-    their order. These are what training data sets hold out (`split_validation_size`), then data.validation or data.validations.
+    """Return the training stream and the validation items.
 
-    Prompts for algorithms that sample, pairs for those that learn preferences, else examples. A prompt has the name of its data
-    set, if there are several to train on, or to validate on.
+    The validation items are the first `max_val_samples` records, in order, of each validation data set: first those that
+    training data sets hold out (`split_validation_size`), then data.validation or data.validations. Items are prompts for
+    algorithms that sample, pairs for those that learn preferences, else examples. A prompt has the name of its data set if
+    there are several for training, or for validation.
     """
     config, data = section(recipe), recipe.data
     parts = {name: load_split(dataset, config.seed) for name, dataset in training_sets(data).items()}
@@ -115,16 +123,16 @@ def build_streams(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> Streams
     streams, weights = {}, {}
     for name, dataset in training_sets(data).items():
         records, _ = parts[name]
-        told = name if data.datasets else ""
-        streams[name] = _stream(recipe, tokenizer, told, dataset, records, data.shuffle, config.max_num_epochs)
+        shown = name if data.datasets else ""
+        streams[name] = _stream(recipe, tokenizer, shown, dataset, records, data.shuffle, config.max_num_epochs)
         weights[name] = float(len(records)) if dataset.weight is None else dataset.weight
     train = Mixture(streams, weights, config.seed) if len(streams) > 1 else next(iter(streams.values()))
     validated = [(name, dataset, rest) for (name, dataset), rest in zip(held_out_sets(data).items(), held_out, strict=True)]
     validated += [(name, dataset, load_records(dataset, config.seed)) for name, dataset in validation_sets(data).items()]
     validation: list[Any] = []
     for name, dataset, records in validated:
-        told = name if len(validated) > 1 else ""
-        for item in _stream(recipe, tokenizer, told, dataset, records, False, 1).take(config.max_val_samples):
+        shown = name if len(validated) > 1 else ""
+        for item in _stream(recipe, tokenizer, shown, dataset, records, False, 1).take(config.max_val_samples):
             validation.append(dataclasses.replace(item, index=len(validation)) if isinstance(item, Prompt) else item)
     return train, validation
 
@@ -158,13 +166,10 @@ def _stream(
         found = recognize_columns(recipe, key, dataset, records)
         dataset = found.dataset
         if found.description:
-            print(f"{key}: {found.description}", flush=True)
+            logger.info("%s: %s", key, found.description)
     encoder = Encoder(tokenizer, recipe.policy.tokenizer, recipe.data, dataset)
     made = kind(records, encoder, seed=section(recipe).seed, shuffle=shuffle, max_num_epochs=epochs)
     if made.dropped_at_start:
         of = f" of {name}" if name else ""
-        print(
-            f"data: {made.dropped_at_start} of {len(records)} records{of} are too long or no good, and are passed over",
-            flush=True,
-        )
+        logger.warning("data: skipped %d of %d records%s: too long or invalid", made.dropped_at_start, len(records), of)
     return made

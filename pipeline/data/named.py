@@ -1,13 +1,13 @@
-"""The data sets that have names of their own, each as records in our columns:
+"""Read the named data sets as records in our columns.
 
-    input, output             a question and the answer to expect, or to learn
+    input, output             a question, and the answer to expect or to learn
     messages                  a conversation that ends in the answer
-    context, chosen, rejected pairs: the conversation before, and the two answers
+    context, chosen, rejected pairs: the conversation before the answers, and the two answers
 
-Prompts and answers are those of NeMo-RL's data sets of these names. Where they are, and their subsets and splits, says
-`pipeline/config/data.py`. Records are made when they are asked for; one that lacks what it should have raises ValueError then.
+Prompts and answers are those of NeMo-RL's data sets with the same names. `pipeline/config/data.py` has their repositories,
+subsets and splits. Records are made on access; a record with missing columns raises ValueError then.
 
-Leaves out: pictures, sounds, tools.
+Not supported: images, audio, tools.
 """
 
 from __future__ import annotations
@@ -23,18 +23,19 @@ Record = dict[str, Any]
 
 
 def columns(dataset: DatasetConfig, paired: bool) -> DatasetConfig:
-    """Return the configuration with the keys under which the records are found. paired: for an algorithm that learns
-    preferences.
+    """Return the configuration with the keys of the records' columns.
+
+    paired: for an algorithm that learns preferences.
     """
-    if (known := NAMED_DATASETS.get(dataset.dataset_name)) is None:
+    if (known := NAMED_DATASETS.get(dataset.dataset_name or "")) is None:
         return dataset
     messages = ("context" if paired else "messages") if known.conversations else None
     return dataclasses.replace(dataset, input_key="input", output_key="output", messages_key=messages)
 
 
 def record(dataset: DatasetConfig, row: Record) -> Record:
-    """Return a row of the named data set as a record. Raises ValueError if it is not in the data set's columns."""
-    known = NAMED_DATASETS[dataset.dataset_name]
+    """Return a row of a named data set as a record. Raise ValueError if columns are missing."""
+    known = NAMED_DATASETS[dataset.dataset_name or ""]
     if known.form != "answered":
         return READERS[known.form](row)
     chosen = known.output_key and dataset.output_key != DatasetConfig.output_key
@@ -43,17 +44,17 @@ def record(dataset: DatasetConfig, row: Record) -> Record:
 
 
 def _not_empty(row: Record, key: str) -> str:
-    """Return an answer. Raises ValueError if it is empty, so that it judges nothing."""
+    """Return an answer. Raise ValueError if it is empty, since it could not score anything."""
     if not (text := text_of(row, key)).strip():
         raise ValueError(f"'{key}' is empty")
     return text
 
 
 def _gsm8k(row: Record) -> Record:
-    """Read a row whose answer is what follows the solution's ####."""
+    """Read a row whose answer follows the #### of the solution."""
     _, mark, rest = text_of(row, "answer").partition("####")
     if not mark:
-        raise ValueError("'answer' has no ####, behind which the final answer is")
+        raise ValueError("'answer' has no ####; expected the final answer after it")
     return {"input": text_of(row, "question"), "output": rest.partition("####")[0].strip()}
 
 
@@ -65,7 +66,7 @@ def _dapo(row: Record) -> Record:
 
 
 def _squad(row: Record) -> Record:
-    """Read a row whose passage is the system's turn; of several answers the first."""
+    """Read a row. The passage becomes the turn of the system; of several answers the first counts."""
     answers = row.get("answers")
     texts = answers.get("text") if isinstance(answers, dict) else None
     if not texts:
@@ -82,7 +83,7 @@ def _conversation(row: Record) -> Record:
 
 
 def _helpsteer3(row: Record) -> Record:
-    """Read a row. A preference below 0 is for the first response. At 0 the chosen and the rejected answer are the same."""
+    """Read a row. A preference below 0 selects the first response. At 0 both answers become the same."""
     preference = row.get("overall_preference")
     if isinstance(preference, bool) or not isinstance(preference, int | float):
         raise ValueError(f"'overall_preference' is {preference!r}, not a number")
@@ -102,7 +103,7 @@ def _tulu3_preference(row: Record) -> Record:
 
 
 def _plain(messages: list[Message]) -> list[Message]:
-    """Return messages without what else they may have."""
+    """Return messages with only role and content."""
     return [{"role": message["role"], "content": message["content"]} for message in messages]
 
 
@@ -114,4 +115,4 @@ READERS: dict[str, Callable[[Record], Record]] = {
     "squad": _squad,
     "tulu3_preference": _tulu3_preference,
 }
-"""By `NamedDataset.form`, all but `answered`."""
+"""`NamedDataset.form` -> reader, except for `answered`."""

@@ -1,25 +1,26 @@
-"""Encode what an environment tells the policy as the tokens between two of its turns.
+r"""Encode an environment's reply to the policy as the tokens between two of its turns.
 
-With a chat template these are what the template writes from the end of an assistant's turn to where the next one begins:
+With a chat template these are the template's tokens from the end of an assistant's turn to the start of the next one:
 
-    ChatML    \\n<|im_start|>user\\n{content}<|im_end|>\\n<|im_start|>assistant\\n
+    ChatML    \n<|im_start|>user\n{content}<|im_end|>\n<|im_start|>assistant\n
     Mistral   [INST] {content}[/INST]
 
-and before them what ends a turn (<|im_end|>, </s>), if the policy did not draw that itself. They are cut out of a
-conversation in which a stand-in says what the policy said: its own tokens are never tokenised anew, and a template that leaves
-out earlier reasoning changes nothing about them. Without a chat template they are the text's tokens.
+They are preceded by the end of the turn (<|im_end|>, </s>) if the policy did not sample it. The tokens are cut out of a
+conversation with a placeholder for the policy's turn. The policy's own tokens are therefore never tokenized again, and a
+template that drops earlier reasoning does not change them. Without a chat template the tokens are those of the plain text.
 
 Where the template has no role `tool`, such messages get the role `user`, and the log notes it once. Special tokens in the
 content, which a tool may have from any source, are spelled out (`pipeline/data/special_tokens.py`), so that the content cannot
 end its turn and begin another.
 
-Leaves out: tool calls as structures (to the template, what the policy says is text), pictures.
+Not supported: structured tool calls (for the template, the policy's turn is text), images.
 """
 
 from __future__ import annotations
 
+import logging
 import re
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import jinja2
 import numpy as np
@@ -30,19 +31,27 @@ from pipeline.data.special_tokens import SpecialTokenEscaper
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-STAND_IN, TOLD = "Understood7", "Answered7"  # no words of any template's own
-CUT = " [cut]"  # at the end of an observation that was longer than its room
+logger = logging.getLogger(__name__)
+
+STAND_IN, TOLD = "Understood7", "Answered7"  # texts that no template contains
+CUT = " [cut]"  # end of a truncated observation
 
 
 class Observations:
-    """Used by one thread at a time. Raises ValueError if the chat template cannot render a second turn of a user's."""
+    """Encodes messages of environments. Not thread-safe.
+
+    Raises ValueError if the template cannot render a second turn of the user.
+    """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, config: TokenizerConfig, chat: bool) -> None:
-        """chat: whether prompts are rendered with the chat template (data.apply_chat_template)."""
+        """Prepare the chat template.
+
+        chat: whether prompts are rendered with the chat template (data.apply_chat_template).
+        """
         self._tokenizer, self._chat = tokenizer, chat
         self._escaper = SpecialTokenEscaper(tokenizer, str(tokenizer.chat_template) if chat else "")
         self._template_kwargs = config.chat_template_kwargs or {}
-        self._roles: dict[str, str] = {}  # what is said as what
+        self._roles: dict[str, str] = {}  # role of a message -> role in the template
         if chat:
             self._role("user")
         self._end_of_turn = self._mark_after_turn() if chat else ""
@@ -52,10 +61,10 @@ class Observations:
         return bool(self._end_of_turn) and token == self._tokenizer.convert_tokens_to_ids(self._end_of_turn.strip())
 
     def tokens(self, message: Message, ended: bool) -> np.ndarray:
-        """Return all tokens, `[O]` int32, that follow the policy's turn until it speaks again.
+        """Return the tokens, `[O]` int32, from the policy's turn to the start of its next one.
 
-        message: {"role", "content"}; without a chat template the role does not matter. ended: whether the policy's last token
-        `ends_turn`. Raises ValueError for a role that the template cannot render there.
+        message: {"role", "content"}; without a chat template the role has no effect. ended: whether the policy's last token
+        `ends_turn`. Raise ValueError for a role that the template cannot render there.
         """
         content = self._escaper.escape(message["content"])
         if not self._chat:
@@ -64,13 +73,14 @@ class Observations:
         if ended:
             begin += len(self._end_of_turn)
         before, whole = self._escaper.tokenize(text[:begin]), self._escaper.tokenize(text)
-        if whole[: len(before)] != before:  # a token of the template's reaches over the end of the turn, which has no mark
+        if whole[: len(before)] != before:  # a token spans the end of the turn, which has no special token
             before, whole = [], self._escaper.tokenize(text[begin:])
         return np.asarray(whole[len(before) :], np.int32)
 
     def within(self, message: Message, ended: bool, room: int) -> np.ndarray | None:
-        """Return what `tokens` does, but at most `room` of them: of a longer content the beginning, and a mark that it was cut.
-        None if there is no room for any of it.
+        """Return the tokens of a message, at most `room` of them.
+
+        The content of a longer message is truncated and ends in CUT. Return None if no part of it fits.
         """
         whole = self.tokens(message, ended)
         if len(whole) <= room:
@@ -78,50 +88,46 @@ class Observations:
         content = self._escaper.tokenize(self._escaper.escape(message["content"]))
         keep = len(content) - (len(whole) - room)
         while keep > 0:
-            told = self.tokens({**message, "content": self._tokenizer.decode(content[:keep]) + CUT}, ended)
-            if len(told) <= room:
-                return told
-            keep -= len(told) - room
+            shorter = self.tokens({**message, "content": f"{self._tokenizer.decode(content[:keep])}{CUT}"}, ended)
+            if len(shorter) <= room:
+                return shorter
+            keep -= len(shorter) - room
         return None
 
     def _role(self, role: str) -> str:
-        """Return the role as which the template tells messages of a role."""
+        """Return the role that the template uses for messages of a role."""
         if role not in self._roles:
-            told_as, problem = role, self._problem(role)
+            rendered_as, problem = role, self._problem(role)
             if problem and role == "tool":
-                told_as, problem = "user", None
-                print("policy.tokenizer.chat_template has no role tool: what tools answer is told as user", flush=True)
+                rendered_as, problem = "user", None
+                logger.info("policy.tokenizer.chat_template has no role tool: tool messages get the role user")
             if problem:
                 raise ValueError(
                     f"policy.tokenizer.chat_template: an environment's {role} after an assistant's turn: {problem}"
                 )
-            self._roles[role] = told_as
+            self._roles[role] = rendered_as
         return self._roles[role]
 
     def _problem(self, role: str) -> str | None:
-        """Return why the template cannot tell it."""
+        """Return why the template cannot render a role, or None."""
         try:
             text, begin = self._conversation({"role": role, "content": TOLD})
         except (jinja2.TemplateError, TypeError, ValueError) as error:
             return str(error)
-        return None if TOLD in text[begin:] else "it renders nothing of what is said"
+        return None if TOLD in text[begin:] else "it renders no text of it"
 
-    def _conversation(self, *told: Message) -> tuple[str, int]:
-        """Return a conversation in which the policy is told something, up to where it speaks again, and how far the policy's
-        own words reach.
-        """
-        messages = [{"role": "user", "content": "?"}, {"role": "assistant", "content": STAND_IN}, *told]
-        text = self._tokenizer.apply_chat_template(
-            messages, tokenize=False, add_generation_prompt=bool(told), **self._template_kwargs
+    def _conversation(self, *reply: Message) -> tuple[str, int]:
+        """Return (a rendered conversation up to the policy's next turn, the end of the policy's previous turn in it)."""
+        messages = [{"role": "user", "content": "?"}, {"role": "assistant", "content": STAND_IN}, *reply]
+        text: Any = self._tokenizer.apply_chat_template(
+            messages, tokenize=False, add_generation_prompt=bool(reply), **self._template_kwargs
         )
         if (begin := text.find(STAND_IN)) < 0:
-            raise ValueError("it renders nothing of what the assistant has said")
+            raise ValueError("it renders no text of the assistant")
         return text, begin + len(STAND_IN)
 
     def _mark_after_turn(self) -> str:
-        """Return the special token that the template writes after what the assistant says, whether or not more follows; "" if
-        none.
-        """
+        """Return the special token that the template writes after an assistant's turn in every case, or an empty text."""
         tails = [text[begin:] for text, begin in (self._conversation(), self._conversation({"role": "user", "content": "?"}))]
         special = [token.content for token in self._tokenizer.added_tokens_decoder.values() if token.special]
         longest_first = "|".join(re.escape(token) for token in sorted(special, key=len, reverse=True))

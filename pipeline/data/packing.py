@@ -1,12 +1,11 @@
-"""Choose the sequences that go through the model together, and lay them end to end.
+"""Choose the sequences of each microbatch, and pack them end to end.
 
-Pure Python over lengths; nothing is padded. Leaves out: splitting one sequence over microbatches.
+Pure Python over lengths, without padding. Not supported: splitting one sequence over microbatches.
 """
 
 from __future__ import annotations
 
 import heapq
-import itertools
 from collections.abc import Sequence
 
 import numpy as np
@@ -14,23 +13,24 @@ import torch
 
 from pipeline.types import PackedBatch, Sample
 
-_NOTHING = Sample(np.zeros(1, np.int32), np.zeros(1, bool), np.zeros(1, np.float32), np.zeros(1, np.float32))
+_EMPTY = Sample(np.zeros(1, np.int32), np.zeros(1, bool), np.zeros(1, np.float32), np.zeros(1, np.float32))
 
 
 def plan_microbatches(
     lengths: Sequence[int], data_ranks: int, max_tokens: int | None, max_sequences: int | None
 ) -> list[list[list[int]]]:
-    """Share one or more sequences among data-parallel ranks and microbatches: `plan[rank][microbatch]` is a list of sample
-    numbers. (`pipeline.data.batches` has it plan over pairs, too.)
+    """Distribute sequences over data-parallel ranks and microbatches: `plan[rank][microbatch]` lists sequence numbers.
 
-    Every sample comes once; every rank has the same number of microbatches, because FSDP's ranks gather weights together; no
-    microbatch is above `max_tokens` tokens or `max_sequences` sequences. There are as few microbatches as a longest-first
-    assignment to the emptiest one finds room for; all are of similar size, for ranks wait for each other at each of them. In
-    a microbatch the longest come first and equal lengths lie together. With fewer samples than microbatches must be, some are
-    empty (say 3 samples of which no two fit together, for 2 ranks), and with fewer samples than ranks some ranks have nothing
-    else; `pack` makes of an empty one a token that counts for nothing.
+    `lengths` are in tokens, at least one. An entry may also be an item of several sequences (`pipeline.data.batches`).
 
-    Raises ValueError if a sample is above `max_tokens`.
+    Every sequence appears once. Every rank has the same number of microbatches, because FSDP's ranks gather weights together.
+    No microbatch exceeds `max_tokens` tokens or `max_sequences` sequences. The number of microbatches is the smallest for which
+    assigning the longest sequence first to the emptiest microbatch succeeds. Their sizes are similar, since ranks wait for each
+    other at each of them. Within a microbatch longer sequences come first, and equal lengths are adjacent. Microbatches are
+    empty if there are fewer sequences than microbatches (for example 3 sequences of which no two fit together, for 2 ranks);
+    `pack` turns an empty one into a single token that does not count.
+
+    Raise ValueError if a sequence exceeds `max_tokens`.
     """
     longest_first = sorted(range(len(lengths)), key=lambda i: (-lengths[i], i))
     if max_tokens is not None and lengths[longest_first[0]] > max_tokens:
@@ -40,15 +40,14 @@ def plan_microbatches(
     tokens = max_tokens or sum(lengths)
     sequences = max_sequences or len(lengths)
     least = max(-(-sum(lengths) // tokens), -(-len(lengths) // sequences))
-    for rounds in itertools.count(-(-least // data_ranks)):
-        bins = _spread(lengths, longest_first, rounds * data_ranks, tokens, sequences)
-        if bins is not None:
-            break
+    rounds = -(-least // data_ranks)
+    while (bins := _spread(lengths, longest_first, rounds * data_ranks, tokens, sequences)) is None:
+        rounds += 1
     bins.sort(key=lambda members: -sum(lengths[i] for i in members))
     plan: list[list[list[int]]] = [[] for _ in range(data_ranks)]
     for k in range(rounds):
         of_this_round = bins[k * data_ranks : (k + 1) * data_ranks]
-        # Back and forth, so that no rank has the largest of every round.
+        # Alternate the direction, so that no rank has the largest of every round.
         for rank, members in enumerate(of_this_round if k % 2 == 0 else reversed(of_this_round)):
             plan[rank].append(members)
     return plan
@@ -57,9 +56,9 @@ def plan_microbatches(
 def _spread(
     lengths: Sequence[int], longest_first: list[int], count: int, max_tokens: int, max_sequences: int
 ) -> list[list[int]] | None:
-    """Give each sequence to the bin with the fewest tokens. None if that one has no room, for then no other has."""
+    """Assign each sequence to the bin with the fewest tokens. Return None if one does not fit there and so fits nowhere."""
     bins: list[list[int]] = [[] for _ in range(count)]
-    emptiest = [(0, b) for b in range(count)]  # a heap; bins that have max_sequences leave it
+    emptiest = [(0, b) for b in range(count)]  # a heap without the bins that have max_sequences
     for i in longest_first:
         if not emptiest or emptiest[0][0] + lengths[i] > max_tokens:
             return None
@@ -71,8 +70,8 @@ def _spread(
 
 
 def pack(samples: Sequence[Sample], device: torch.device | str) -> PackedBatch:
-    """Lay samples end to end. Of no samples it makes a batch of one token with a False mask, whose share of any loss is 0."""
-    samples = samples or [_NOTHING]
+    """Pack samples end to end. No samples make a batch of one token with a False mask, whose share of any loss is 0."""
+    samples = samples or [_EMPTY]
     lengths = tuple(len(sample.tokens) for sample in samples)
 
     def joined(field: str, dtype: type) -> torch.Tensor:

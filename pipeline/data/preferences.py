@@ -1,18 +1,18 @@
-"""From a record to a pair: a chosen and a rejected answer to the same prompt, for DPO and reward models.
+"""Encode a record as a pair: a chosen and a rejected answer to the same prompt, for DPO and reward models.
 
 The answers, `chosen_key` and `rejected_key`, are both texts or both lists of messages {role, content}:
 
-    texts       after the prompt: that of `messages_key`, else of `input_key`; where that is "", the words that both begin with
-                (hh-rlhf), as TRL's `extract_prompt` has it, which also parts them within a word
+    texts       after the prompt in `messages_key`, else in `input_key`. If that is "", the prompt is the common beginning of
+                both texts (hh-rlhf), at a word boundary; TRL's `extract_prompt` also splits within a word.
     messages    from the assistant's turn on, after the same prompt
-    messages    of the whole conversation, from the system's or the user's turn on: their common beginning is the prompt
+    messages    of the whole conversation, from the system's or the user's turn on; the common beginning is the prompt
 
-The loss counts what the assistant says after the prompt, up to and with its end-of-turn token, or without a chat template the
-end-of-sequence token. What a template writes behind that (the newline after ChatML's <|im_end|>) is cut off, so that a reward
-model's score is read where a sampled answer ends; TRL and NeMo-RL keep and count it. Where conversations part more than one
-turn before their end, TRL also counts what the user says from there on, and NeMo-RL the last turn alone.
+The loss counts the assistant's turns after the prompt including their end-of-turn token, or the end-of-sequence token without a
+chat template. Text that the template writes after it (the newline after ChatML's <|im_end|>) is removed, so that a reward model
+is evaluated at the token where a sampled answer ends; TRL and NeMo-RL keep and count it. If conversations differ in more than
+the last turn, TRL also counts the user's later turns, and NeMo-RL only the last turn.
 
-Leaves out: more than two answers to a prompt.
+Not supported: more than two answers to a prompt.
 """
 
 from __future__ import annotations
@@ -29,8 +29,10 @@ Pair = tuple[Sample, Sample]
 
 
 def encode_pair(encoder: Encoder, position: int, record: dict[str, Any]) -> Pair:
-    """Return the pair of a record. Raises ValueError as `RecordReader.pair` does, and if both answers are the same tokens, or
-    the chat template does not let the answers be told from the prompt.
+    """Return the pair of a record.
+
+    Raise ValueError as `RecordReader.pair` does, if both answers have the same tokens, or if the chat template does not
+    separate the answers from the prompt.
     """
     chosen, rejected = (_until_the_answer_ends(*encoder.encode(one)) for one in encoder.pair(record))
     if np.array_equal(chosen[0], rejected[0]):

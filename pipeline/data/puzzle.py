@@ -3,10 +3,11 @@
     1 2
     3 _
 
-Tiles 1 to n^2 - 1 lie on n x n fields, one of which is empty; solved, they are in order with the empty field last. A move
-slides a tile into the empty field, and is named by where the tile goes: `up`, `down`, `left`, `right`.
+A board has n x n fields, tiles 1 to n^2 - 1 and one empty field. It is solved when the tiles are in order with the empty field
+last. A move slides a tile into the empty field. Its name is the direction in which the tile moves: `up`, `down`, `left`,
+`right`.
 
-NeMo-RL's game (`nemo_rl/environments/games/sliding_puzzle.py`) has the same rules, keys and way of shuffling.
+NeMo-RL's game (`nemo_rl/environments/games/sliding_puzzle.py`) has the same rules, keys and shuffling.
 """
 
 from __future__ import annotations
@@ -19,20 +20,20 @@ Board = tuple[tuple[int, ...], ...]
 """Rows of tiles; 0 is the empty field."""
 
 FROM = {"up": (1, 0), "down": (-1, 0), "left": (0, 1), "right": (0, -1)}
-"""Where, seen from the empty field, the tile lies that a move slides: (rows, columns)."""
+"""Move -> position of its tile relative to the empty field: (rows, columns)."""
 GAME = {"size": 4, "shuffle_moves": 100}
-VALIDATION_SHARE = 16  # one board in so many is for validation
-DRAWS_PER_BOARD = 1000  # a game whose boards are all of one split would be drawn for for ever
+VALIDATION_SHARE = 16  # one board in 16 is for validation
+DRAWS_PER_BOARD = 1000  # a bound, because a game may have no board of one split
 
 
 class Puzzles(Sequence):
-    """`size` boards as `{"input": "1 2\\n_ 3", "output": "1 2/0 3", "answer": "1 2/0 3"}`, drawn with replacement.
+    r"""`size` boards as `{"input": "1 2\n_ 3", "output": "1 2/0 3", "answer": "1 2/0 3"}`, drawn with replacement.
 
-    game_config: {size, shuffle_moves}, the largest of each: a board's own are drawn evenly from 2 to `size` and from 1 to
-    `shuffle_moves`, one more where that is even, so that no board begins solved. `input` is what the policy sees (a
-    `prompt_file` may explain the game around it), `answer` what the environment begins with. A board of 3 x 3 and more is of
-    "train" or of "validation", never of both; of 2 x 2 there are too few for that, and both splits have all.
-    Raises ValueError for another split, and for sizes that no game has.
+    game_config: {size, shuffle_moves}, the maximum of each. A board's size is uniform in 2 to `size`, its number of moves in 1
+    to `shuffle_moves`, plus one if that is even, so that no board starts solved. `input` is the policy's view (a `prompt_file`
+    may explain the game around it), `answer` the environment's start. A board of 3 x 3 or more belongs to "train" or to
+    "validation", never to both. There are too few boards of 2 x 2 for that, so both splits have all of them. Raises ValueError
+    for another split and for impossible sizes.
     """
 
     def __init__(self, split: str, size: int, seed: int, game_config: Mapping[str, int] | None = None) -> None:
@@ -57,23 +58,25 @@ class Puzzles(Sequence):
 
 
 def solved(size: int) -> Board:
+    """Return the solved board of `size` x `size` fields."""
     tiles = [*range(1, size * size), 0]
     return tuple(tuple(tiles[row * size : (row + 1) * size]) for row in range(size))
 
 
 def is_solved(board: Board) -> bool:
+    """Return whether the tiles are in order with the empty field last."""
     return board == solved(len(board))
 
 
 def slid(board: Board, move: str) -> Board | None:
-    """Return the board after a move; None if there is no tile to slide so."""
+    """Return the board after a move; None if no tile can make it."""
     row, column = _empty(board)
     rows, columns = FROM[move]
     return slid_from(board, row + rows, column + columns)
 
 
 def slid_from(board: Board, row: int, column: int) -> Board | None:
-    """Return the board once the tile at a place (from 0) has been slid into the empty field; None if it is not beside it."""
+    """Return the board after the tile at (row, column), from 0, slides into the empty field; None if it is not adjacent."""
     empty_row, empty_column = _empty(board)
     inside = 0 <= row < len(board) and 0 <= column < len(board)
     if not inside or abs(row - empty_row) + abs(column - empty_column) != 1:
@@ -84,7 +87,7 @@ def slid_from(board: Board, row: int, column: int) -> Board | None:
 
 
 def shown(board: Board) -> str:
-    """Return a board as the policy sees it: a line for each row, `_` for the empty field."""
+    """Return a board as the policy sees it: one line per row, `_` for the empty field."""
     width = len(str(len(board) ** 2 - 1))
     return "\n".join(" ".join((str(tile) if tile else "_").rjust(width) for tile in row) for row in board)
 
@@ -95,7 +98,7 @@ def written(board: Board) -> str:
 
 
 def read(text: str) -> Board:
-    """Return the board that `written` wrote. Raises ValueError for what is no board."""
+    """Return the board that `written` wrote. Raise ValueError for other texts."""
     try:
         board = tuple(tuple(map(int, row.split())) for row in text.split("/"))
     except ValueError:

@@ -1,6 +1,6 @@
-"""Read the records of a data set: what they ask, what is learned from them, pairs of answers. Nothing is tokenized here.
+"""Read the columns of a record: prompts, training examples and pairs of answers. Nothing is tokenized here.
 
-The job reads records with this (`pipeline/data/chat.py`), and so does what checks a data file before the job is submitted.
+Both the job (`pipeline/data/chat.py`) and the checks of data files before submission use it.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ Record = dict[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class Continuation:
-    """A bare text to learn after another. prompt: None where every token of `text` is learned."""
+    """A plain text to learn after another. prompt: None if the loss counts every token of `text`."""
 
     prompt: str | None
     text: str
@@ -26,7 +26,7 @@ class Continuation:
 
 @dataclass(frozen=True, slots=True)
 class Turns:
-    """A conversation of which the assistant's turns from message `first` on are learned."""
+    """A conversation. The loss counts the assistant's turns from message `first` on."""
 
     messages: list[Message]
     first: int = 0
@@ -39,18 +39,21 @@ class RecordReader:
     """Reads the records of one data set. All methods raise ValueError for a record that they cannot read."""
 
     def __init__(self, data: DataConfig, dataset: DatasetConfig, prompt_text: str = "{}", system: str | None = None) -> None:
-        """prompt_text: around what is asked, whose place is {}. system: the system prompt."""
+        """Set the columns and the texts around the input.
+
+        prompt_text: text around the input, which replaces {}. system: the system prompt.
+        """
         self.data, self.dataset = data, dataset
         self._prompt_text, self._system = prompt_text, system
 
     def question(self, record: Record) -> str | list[Message]:
-        """Return what a prompt is made of: messages, or the bare text where no chat template is applied."""
+        """Return the prompt: messages, or the plain text if no chat template is applied."""
         if self.dataset.messages_key:
             messages = messages_of(record, self.dataset.messages_key)
-            asked = messages[:-1] if messages[-1]["role"] == "assistant" else messages
-            if not asked:
+            prompt = messages[:-1] if messages[-1]["role"] == "assistant" else messages
+            if not prompt:
                 raise ValueError(f"'{self.dataset.messages_key}' has nothing before the assistant's answer")
-            return self.completed(asked)
+            return self.completed(prompt)
         key = self.dataset.input_key
         if isinstance(record.get(key), list):
             self._refuse_bare(key)
@@ -59,7 +62,7 @@ class RecordReader:
         return [*self._system_message(), {"role": "user", "content": text}] if self.data.apply_chat_template else text
 
     def answer(self, record: Record) -> str:
-        """Return the expected answer: of a conversation that ends in one, that."""
+        """Return the expected answer. For a conversation that ends in an assistant's turn it is that turn."""
         if self.dataset.messages_key:
             last = messages_of(record, self.dataset.messages_key)[-1]
             if last["role"] == "assistant":
@@ -67,18 +70,18 @@ class RecordReader:
         return self._answers(record)[-1]["content"]
 
     def _answers(self, record: Record) -> list[Message]:
-        """Return what `output_key` holds; of a text, one turn of the assistant's."""
+        """Return the messages in `output_key`; a text becomes one assistant's turn."""
         key = self.dataset.output_key
         if not isinstance(record.get(key), list):
             return [{"role": "assistant", "content": text_of(record, key)}]
         return _answered(record, key)
 
     def example(self, record: Record) -> Example:
-        """Return what supervised training learns from.
+        """Return the example for supervised training.
 
-        Of messages the loss counts what the assistant says; of a prompt and its completion, what it says in the completion.
-        TRL's `SFTTrainer` counts the same with `assistant_only_loss`, and of completions by default, but also the newline that
-        a template writes after a turn's end.
+        In messages the loss counts the assistant's turns; in a prompt and its completion, those of the completion. TRL's
+        `SFTTrainer` counts the same with `assistant_only_loss`, and for completions by default, plus the newline that a
+        template writes after a turn.
         """
         if key := self.dataset.text_key:
             if not (text := text_of(record, key)).strip():
@@ -87,11 +90,11 @@ class RecordReader:
         if not self.data.apply_chat_template:
             if isinstance(record.get(self.dataset.output_key), list):
                 self._refuse_bare(self.dataset.output_key)
-            return Continuation(self.question(record), self.answer(record))
+            return Continuation(self._text_question(record), self.answer(record))
         if not (key := self.dataset.messages_key):
-            asked = self.question(record)
-            answered_before = any(message["role"] == "assistant" for message in asked)
-            return Turns([*asked, *self._answers(record)], len(asked) if answered_before else 0)
+            prompt = self._prompt(record)
+            answered_before = any(message["role"] == "assistant" for message in prompt)
+            return Turns([*prompt, *self._answers(record)], len(prompt) if answered_before else 0)
         messages = messages_of(record, key)
         roles = [message["role"] for message in messages]
         if "assistant" not in roles or roles[0] == "assistant":
@@ -99,7 +102,7 @@ class RecordReader:
         return Turns(self.completed(messages))
 
     def pair(self, record: Record) -> tuple[Example, Example]:
-        """Return the chosen answer and the rejected one, each with the prompt."""
+        """Return (chosen, rejected) answers, each with the prompt."""
         keys = (self.dataset.chosen_key, self.dataset.rejected_key)
         of_messages = [isinstance(value_of(record, key), list) for key in keys]
         if of_messages[0] != of_messages[1]:
@@ -107,7 +110,7 @@ class RecordReader:
         return self._of_messages(record, keys) if of_messages[0] else self._of_texts(record, keys)
 
     def margin(self, record: Record) -> float:
-        """Return by how much the chosen answer is better; 0 if no column says so."""
+        """Return by how much the chosen answer is better; 0 without a margin column."""
         if not (key := self.dataset.margin_key):
             return 0.0
         value = value_of(record, key)
@@ -116,9 +119,7 @@ class RecordReader:
         return float(value)
 
     def completed(self, messages: list[Message]) -> list[Message]:
-        """Return messages with the recipe's system prompt before, unless they have one of their own, and with `prompt_text`
-        around what the user says first.
-        """
+        """Return messages with the recipe's system prompt, unless they have one, and the first user's turn in `prompt_text`."""
         messages = messages if messages[0]["role"] == "system" else [*self._system_message(), *messages]
         first = next((i for i, message in enumerate(messages) if message["role"] == "user"), None)
         if first is None:
@@ -144,19 +145,21 @@ class RecordReader:
         for key, answer in zip(keys, answers, strict=True):
             if not answer.strip():
                 raise ValueError(f"'{key}' is {'all in the other' if begun_alike else 'empty'}")
-        _refuse_same(keys, *answers)
+        chosen, rejected = answers
+        _refuse_same(keys, chosen, rejected)
         if not self.data.apply_chat_template:
-            prompt = self.question(asked)
-            return tuple(Continuation(prompt, answer) for answer in answers)
+            prompt = self._text_question(asked)
+            return Continuation(prompt, chosen), Continuation(prompt, rejected)
         turns = self._prompt(asked)
-        return tuple(Turns([*turns, {"role": "assistant", "content": answer}], len(turns)) for answer in answers)
+        first, second = ({"role": "assistant", "content": answer} for answer in (chosen, rejected))
+        return Turns([*turns, first], len(turns)), Turns([*turns, second], len(turns))
 
     def _of_messages(self, record: Record, keys: tuple[str, str]) -> tuple[Example, Example]:
         self._refuse_bare(keys[0])
         chosen, rejected = (_answered(record, key) for key in keys)
         for key, messages in zip(keys, (chosen, rejected), strict=True):
             if not messages[-1]["content"].strip():
-                raise ValueError(f"'{key}' does not end in an answer of the assistant's: the last one is empty")
+                raise ValueError(f"'{key}' does not end in an answer of the assistant: the last turn is empty")
         if chosen[0]["role"] == rejected[0]["role"] == "assistant":
             prompt = self._prompt(record)
             chosen, rejected = [*prompt, *chosen], [*prompt, *rejected]
@@ -166,18 +169,27 @@ class RecordReader:
         first = _common(chosen, rejected)
         if any(not messages[first:] or messages[first]["role"] != "assistant" for messages in (chosen, rejected)):
             both = f"'{keys[0]}' and '{keys[1]}'"
-            raise ValueError(f"{both} are not two answers to the same prompt: they do not part at a turn of the assistant's")
+            raise ValueError(f"{both} are not two answers to the same prompt: they do not differ first at an assistant's turn")
         return Turns(chosen, first), Turns(rejected, first)
 
     def _prompt(self, record: Record) -> list[Message]:
-        """Return the prompt of answers that do not have it in them."""
-        key = self.dataset.messages_key
-        return self.question(record) if key is None else self.completed(_unanswered(record, key))
+        """Return the prompt of answers that do not include it."""
+        if key := self.dataset.messages_key:
+            return self.completed(_unanswered(record, key))
+        question = self.question(record)
+        assert not isinstance(question, str)
+        return question
+
+    def _text_question(self, record: Record) -> str:
+        if not isinstance(question := self.question(record), str):
+            raise ValueError("a list of messages needs a chat template; expected data.apply_chat_template=true")
+        return question
 
 
 def check_prompt_text(text: str) -> str:
-    """Return a text that has one place {} for what is asked; its other braces are doubled, as in \\boxed{{}}. Raises ValueError
-    for another one.
+    r"""Return a text with exactly one {} for the input. Its other braces are doubled, as in \boxed{{}}.
+
+    Raise ValueError for other texts.
     """
     try:
         fields = [field for _, field, _, _ in string.Formatter().parse(text) if field is not None]
@@ -191,20 +203,20 @@ def check_prompt_text(text: str) -> str:
 
 def _refuse_same(keys: tuple[str, str], chosen: Any, rejected: Any) -> None:
     if chosen == rejected:
-        raise ValueError(f"'{keys[0]}' and '{keys[1]}' are the same: nothing is preferred")
+        raise ValueError(f"'{keys[0]}' and '{keys[1]}' are the same; expected two different answers")
 
 
 def _begun_alike(one: str, other: str) -> str:
-    """Return the whole words that both begin with, without the space after them. Raises ValueError if there are none."""
+    """Return the whole words that both texts start with, without the following space. Raise ValueError if there are none."""
     same = one[: sum(itertools.takewhile(bool, (a == b for a, b in zip(one, other, strict=False))))]
     end = max(same.rfind(" "), same.rfind("\n") + 1)
     if not same[: max(end, 0)].strip():
-        raise ValueError("the answers do not begin with the same words, which are the prompt where no column has it")
+        raise ValueError("the answers have no common beginning; expected one, since no column has the prompt")
     return same[:end]
 
 
 def _common(one: list[Message], other: list[Message]) -> int:
-    """Return how many messages both begin with."""
+    """Return the number of messages that both start with."""
     same = (a["role"] == b["role"] and a["content"] == b["content"] for a, b in zip(one, other, strict=False))
     return sum(itertools.takewhile(bool, same))
 
@@ -212,25 +224,26 @@ def _common(one: list[Message], other: list[Message]) -> int:
 def _answered(record: Record, key: str) -> list[Message]:
     messages = messages_of(record, key)
     if messages[-1]["role"] != "assistant":
-        raise ValueError(f"'{key}' does not end in an answer of the assistant's: {[m['role'] for m in messages]}")
+        raise ValueError(f"'{key}' does not end in an answer of the assistant: {[m['role'] for m in messages]}")
     return messages
 
 
 def _unanswered(record: Record, key: str) -> list[Message]:
     messages = messages_of(record, key)
     if messages[-1]["role"] == "assistant":
-        raise ValueError(f"'{key}' must end where the assistant is to answer, and its last turn is the assistant's")
+        raise ValueError(f"'{key}' must end before the assistant's answer; got an assistant's turn as the last one")
     return messages
 
 
 def value_of(record: Record, key: str) -> Any:
+    """Return the value of a column. Raise ValueError if there is no such column."""
     if key not in record:
         raise ValueError(f"has no '{key}'; it has: {', '.join(record) or 'nothing'}")
     return record[key]
 
 
 def text_of(record: Record, key: str) -> str:
-    """Return a text or a number as a text. Raises ValueError if there is neither."""
+    """Return a text or a number as a text. Raise ValueError for other values."""
     value = value_of(record, key)
     if isinstance(value, bool) or not isinstance(value, str | int | float):
         raise ValueError(f"'{key}' is a {type(value).__name__}, not a text or a number")
@@ -238,5 +251,5 @@ def text_of(record: Record, key: str) -> str:
 
 
 def messages_of(record: Record, key: str) -> list[Message]:
-    """Return a list of messages with a role and a text. Raises ValueError if there is none."""
+    """Return a list of messages with role and text. Raise ValueError for other values."""
     return parse_conversation(record.get(key), key)

@@ -2,12 +2,12 @@
 
     47+85=  ->  7+5=12,4+8+1=13;132
 
-The columns are added from the right, each with its carry; the answer follows the `;`. Demonstrations can be careless
-(`mistakes`): supervised training then learns the scratchpad, slips and all, and reinforcement learning, which sees only
-whether the answer is right, must become better than its teacher. `preferences` are pairs of a right demonstration and one with
-slips. (Scratchpads: Nye et al. 2021, arXiv:2112.00114.)
+Columns are added from the right, each with its carry; the answer follows the `;`. Demonstrations can contain mistakes
+(`mistakes`): supervised training then learns the scratchpad with its mistakes, and reinforcement learning, which only sees
+whether the answer is right, must improve on the demonstrations. `preferences` are pairs of a right demonstration and one with
+mistakes. (Scratchpads: Nye et al. 2021, arXiv:2112.00114.)
 
-Leaves out: negative numbers, more than two summands.
+Not supported: negative numbers, more than two summands.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ PAD, BOS, EOS, UNK = "<pad>", "<s>", "</s>", "<unk>"
 CHARACTERS = "0123456789+=,;:.-*/ abcdefghijklmnopqrstuvwxyz?!()[]<>_'\"#|\n"
 Digits = int | Sequence[int]
 
-VALIDATION_SHARE = 16  # one sum in so many is for validation
+VALIDATION_SHARE = 16  # one sum in 16 is for validation
 
 
 def addition(
@@ -35,11 +35,11 @@ def addition(
 ) -> list[dict[str, str]]:
     """Return `size` sums as `{"input": "47+85=", "output": "7+5=12,4+8+1=13;132", "answer": "132"}`, drawn with replacement.
 
-    Each summand's number of digits is drawn evenly from `digits`; of the share `long_share` of all sums from `long_digits`, so
-    that a few answers are several times as long as the others. With the probability `mistakes` a column of `output` has a wrong
-    last digit, which its result takes over; `answer` is always right. Whether a sum may appear in "train" or in
-    "validation" is a property of the sum alone, so the two share none, whatever their sizes and seeds. Raises ValueError for
-    another split, for digits below 1, and for a share that is none.
+    The number of digits of each summand is uniform in `digits`, and for the share `long_share` of all sums in `long_digits`, so
+    that a few answers are several times as long as the others. With probability `mistakes` a column of `output` has a wrong
+    last digit, which its result inherits; `answer` is always right. The summands alone decide whether a sum belongs to "train"
+    or "validation", so the two splits are disjoint for all sizes and seeds. Raise ValueError for another split, for digits
+    below 1, and for an invalid share.
     """
     draw, records = random.Random(f"scratchpad addition {split} {seed}"), []
     for a, b in _sums(split, size, digits, draw, long_share, long_digits):
@@ -51,11 +51,11 @@ def addition(
 def preferences(
     split: str, size: int, seed: int, digits: Digits = (1, 2, 3), mistakes: float = 0.0
 ) -> list[dict[str, str | int]]:
-    """Return `size` pairs as `{"input": "47+85=", "chosen": "7+5=12,4+8+1=13;132", "rejected": "7+5=14,4+8+1=13;134", "margin":
-    1}`.
+    """Return `size` pairs as `{"input": "47+85=", "chosen": ..., "rejected": ..., "margin": 1}`, drawn with replacement.
 
-    `rejected` has a wrong last digit in at least one column, drawn evenly, and in each of the others with the probability
-    `mistakes`; `margin` is the number of wrong columns. Sums, splits and errors are as of `addition`.
+    `chosen` is a right demonstration, such as "7+5=12,4+8+1=13;132". `rejected`, such as "7+5=14,4+8+1=13;134", has a wrong
+    last digit in at least one column, uniformly drawn, and in each other column with probability `mistakes`. `margin` is the
+    number of wrong columns. Sums, splits and errors are those of `addition`.
     """
     draw, records = random.Random(f"scratchpad preferences {split} {seed}"), []
     for a, b in _sums(split, size, digits, draw):
@@ -98,8 +98,9 @@ def _for_validation(a: int, b: int) -> bool:
 
 
 def _demonstration(a: int, b: int, mistakes: float, draw: random.Random, wrong_column: int | None = None) -> tuple[str, int]:
-    """Return the text, and how many of its columns are wrong: that of `wrong_column`, others with the probability
-    `mistakes`.
+    """Return (text, number of its wrong columns).
+
+    `wrong_column` is wrong, and each other column with probability `mistakes`.
     """
     columns, carry, result, wrong = [], 0, "", 0
     for place in range(max(len(str(a)), len(str(b)))):
@@ -114,8 +115,10 @@ def _demonstration(a: int, b: int, mistakes: float, draw: random.Random, wrong_c
 
 
 def write_tokenizer(folder: Path) -> None:
-    """Write the character tokenizer of `recipes/tiny` (64 tokens, a text begins with <s>): python -c "from pathlib import
-    Path; from pipeline.data.scratchpad import write_tokenizer; write_tokenizer(Path('recipes/tiny'))".
+    """Write the character tokenizer of `recipes/tiny`: 64 tokens, texts start with <s>.
+
+    python -c "from pathlib import Path; from pipeline.data.scratchpad import write_tokenizer;
+    write_tokenizer(Path('recipes/tiny'))"
     """
     from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, processors
     from transformers import PreTrainedTokenizerFast

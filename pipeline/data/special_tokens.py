@@ -1,10 +1,10 @@
-"""Tokenize text that somebody else has written, so that none of it becomes a mark of the conversation.
+"""Tokenize text from other sources such that none of it becomes a special token.
 
-A tokenizer reads `<|im_end|>` as the one token that ends a turn, whoever has written it: a tool whose output has it would speak
-in everybody's name. Here such text is taken apart behind the first character of each mark, and its pieces are tokenised one by
-one: the same text, spelled out.
+A tokenizer reads `<|im_end|>` as the one token that ends a turn, whoever wrote it: a tool whose output contains it could speak
+in anyone's name. Such text is split after the first character of each special token, and the pieces are tokenized one by one:
+the same text, spelled out.
 
-Leaves out: marks of one character, which cannot be taken apart; marks that only the tokenizer's normalizer makes of other
+Not handled: special tokens of one character, which cannot be split; those that only the tokenizer's normalizer makes from other
 characters.
 """
 
@@ -16,13 +16,15 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-CUT_HERE = "\ue000"  # for private use: no text's own
+CUT_HERE = "\ue000"  # a private-use character, which texts do not contain
 UNKNOWN = "\ufffd"
 
 
 class SpecialTokenEscaper:
-    """The tokenizer's special tokens; and of its other added tokens (`</tool_response>`) those that are in `template`: they may
-    be ordinary words, or a run of spaces, too.
+    """Escapes the special tokens of a tokenizer, and those of its other added tokens that appear in `template`.
+
+    Other added tokens, such as `</tool_response>`, may also be ordinary words or spaces, so only those of the template are
+    escaped.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, template: str = "") -> None:
@@ -33,13 +35,15 @@ class SpecialTokenEscaper:
         self._begins = re.compile("|".join(begins) or r"(?!)")
 
     def escape(self, text: str) -> str:
-        """Return the text with CUT_HERE in each mark, for `tokens`; a chat template may stand around it by then. What UTF-8 has
-        not (half a surrogate pair, which tokenizers refuse) is a question mark.
+        """Return the text with CUT_HERE inside each special token, for `tokenize`.
+
+        A chat template may be rendered around it in between. A character that UTF-8 cannot encode (half a surrogate pair, which
+        tokenizers refuse) becomes a question mark.
         """
         text = text.encode("utf-8", "replace").decode().replace(CUT_HERE, UNKNOWN)
         return self._begins.sub(rf"\g<0>{CUT_HERE}", text)
 
     def tokenize(self, text: str) -> list[int]:
-        """Return the tokens of a text. Marks that stand in one piece become their tokens."""
+        """Return the tokens of a text, split at CUT_HERE. Special tokens without a CUT_HERE become their tokens."""
         pieces = text.split(CUT_HERE)
         return [token for piece in pieces for token in self._tokenizer(piece, add_special_tokens=False).input_ids]

@@ -1,11 +1,11 @@
-"""Records as a shuffled, resumable stream of what a step takes.
+"""Records as a shuffled, resumable stream of the items of a step.
 
-Position p of the stream is record `permutation(seed, p // N)[p % N]` of N: each epoch is a fresh order that depends on seed
-and epoch alone, so the stream's whole state is its position, and a resumed run sees exactly the prompts that it would have
-seen, whatever number it takes at a time. torchdata's StatefulDataLoader carries that position; it runs in this process
-(`num_workers=0`): a step's prompts are encoded in milliseconds, and forking a rank that holds a process group is not safe.
+Position p of the stream is record `permutation(seed, p // N)[p % N]` of N. Each epoch has a new order that depends only on seed
+and epoch, so the position is the stream's whole state, and a resumed run sees exactly the prompts that it would have seen,
+however many it takes at a time. torchdata's StatefulDataLoader stores the position. It runs in this process (`num_workers=0`):
+encoding a step's prompts takes milliseconds, and forking a rank that holds a process group is not safe.
 
-Leaves out: sharding (the coordinator alone reads the data), curricula.
+Not supported: sharding (only rank 0 reads the data), curricula.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 from pipeline.data.chat import Encoder
 from pipeline.data.datasets import record_location
 from pipeline.data.preferences import Pair, encode_pair
+from pipeline.problems import Problem, RecipeError
 from pipeline.types import Prompt, Sample
 
-CHECKED_AT_START = 20_000  # records encoded once before the run (seconds), so that a bad one ends it at once
-
-LOOKED_ON = 1000  # records after a bad one, for one that is good
+CHECKED_AT_START = 20_000  # records to check before the run, which takes seconds, so that a bad one ends it early
+TRIED_AFTER_BAD = 1000  # records after a bad one to search for a good one
 NO_PLAIN = object()
 
 Record = dict[str, Any]
@@ -37,39 +37,38 @@ Item = TypeVar("Item", Prompt, Sample, Pair)
 def encode_prompt(
     encoder: Encoder, position: int, record: Record, answered: bool = True, dataset: str = "", whole: bool = False
 ) -> Prompt:
-    """Return the prompt of a record. `Prompt.index` is the position in the stream, over all epochs; of several streams, see
-    `Mixture`.
+    """Return the prompt of a record.
 
-    `Prompt.task` has what a judge needs: the expected answer, and the prompt's "messages", or its "text" where no chat template
-    is applied, for a model with another tokenizer. answered: False if a record need not have the answer. whole: True where code
-    of the user's own judges, which may look at any column: "record" has those of texts, numbers, lists and mappings.
+    `Prompt.index` is the position in the stream over all epochs; `Mixture` replaces it. `Prompt.task` holds what an environment
+    needs: the expected answer, and the prompt's "messages", or its "text" if no chat template is applied, for a model with
+    another tokenizer. answered: False if a record may lack the answer. whole: True if user code scores the answers. The task
+    then also has "record", all columns of texts, numbers, lists and mappings.
     """
     question = encoder.question(record)
     task: dict[str, Any] = {"text" if isinstance(question, str) else "messages": question}
     if whole:
-        with contextlib.suppress(ValueError):  # there is none, or it is no text
+        with contextlib.suppress(ValueError):  # there is none, or it is not a text
             task["answer"] = encoder.answer(record)
     elif answered or encoder.dataset.output_key in record:
         task["answer"] = encoder.answer(record)
     if whole:
         task["record"] = {key: plain for key, value in record.items() if (plain := _plain(value)) is not NO_PLAIN}
-    return Prompt(position, encoder.prompt(record), encoder.dataset.env_name, task, dataset)
+    return Prompt(position, encoder.prompt(record), encoder.dataset.env_name or "", task, dataset)
 
 
 def encode_example(encoder: Encoder, position: int, record: Record) -> Sample:
-    """Return a conversation to learn from; log-probs and advantages are 0, supervised training has none."""
+    """Return a conversation to learn from. Log-probs and advantages are 0."""
     tokens, mask = encoder.conversation(record)
     zeros = np.zeros(len(tokens), dtype=np.float32)
     return Sample(tokens, mask, logprobs=zeros, advantages=zeros)
 
 
 class Stream(Generic[Item]):
-    """Takes items in order, and can be put back to where it was.
+    """Yields items in order. Its position can be saved and restored.
 
-    Raises ValueError, naming the record, if one cannot be encoded, or is longer than `data.max_input_seq_length`, or fills
-    `max_length`; where `data.bad_records`, or `data.overlong_prompts`, is "drop" the stream passes over such records, and their
-    positions with them. The first CHECKED_AT_START records are encoded at once for this; `dropped_at_start` of them are passed
-    over.
+    Raises RecipeError, naming the record, if one cannot be encoded, exceeds `data.max_input_seq_length` or fills `max_length`.
+    With `data.bad_records` or `data.overlong_prompts` = "drop" the stream skips such records and their positions. The first
+    CHECKED_AT_START records are encoded immediately for this check; `dropped_at_start` of them are skipped.
     """
 
     encode: Callable[..., Item]
@@ -85,11 +84,14 @@ class Stream(Generic[Item]):
         max_length: int | None = None,
         **options: Any,
     ) -> None:
-        """max_length: of an item and what is to follow it; None where nothing is. options: of `encode`."""
+        """Check the first records and start at position 0.
+
+        max_length: of an item and what follows it, in tokens; None if nothing follows. options: of `encode`.
+        """
         self._identity = {"records": len(records), "seed": seed, "shuffle": shuffle}
         self._order = _Order(len(records), seed, shuffle, max_num_epochs)
         items = _Items(records, encoder, functools.partial(self.encode, **options), max_length)
-        # The loader draws a number when it starts; from a generator of its own, it leaves the run's random state alone.
+        # The loader draws a number when it starts. Its own generator leaves the run's random state unchanged.
         self._loader = StatefulDataLoader(
             items, batch_size=None, sampler=self._order, collate_fn=_as_it_is, generator=torch.Generator()
         )
@@ -98,7 +100,7 @@ class Stream(Generic[Item]):
         self.dropped_at_start = items.check(checked)
 
     def take(self, n: int) -> list[Item]:
-        """Return the next n items. Fewer, and at last none, only when `max_num_epochs` have gone by."""
+        """Return the next n items, fewer only after `max_num_epochs` epochs."""
         items: list[Item] = []
         while len(items) < n:
             try:
@@ -110,22 +112,22 @@ class Stream(Generic[Item]):
         return items
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state, of which JSON can be made."""
+        """Return the state, which JSON can represent."""
         return {**self._identity, "loader": self._loader.state_dict()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on where `state` was taken. Raises ValueError if that was another data set, seed or order."""
+        """Continue at `state`. Raise ValueError if it is from another data set, seed or order."""
         if "streams" in state:
             raise ValueError(f"data: the checkpoint has the data sets {', '.join(state['streams'])}, this run has one")
         for key, value in self._identity.items():
             if state[key] != value:
-                raise ValueError(f"data: the checkpoint's stream had {key} {state[key]}, this one has {value}: it cannot go on")
+                raise ValueError(f"data: got {key} {value}; expected {state[key]}, which the checkpoint had")
         self._loader.load_state_dict(state["loader"])
         self._iterator = iter(self._loader)
 
 
 class PromptStream(Stream[Prompt]):
-    """Prompts to sample from, each with room for a token of an answer in max_length. Options: as of `encode_prompt`."""
+    """Prompts to sample from, with room for at least one token of an answer in max_length. Options: of `encode_prompt`."""
 
     encode = staticmethod(encode_prompt)
 
@@ -137,17 +139,17 @@ class ExampleStream(Stream[Sample]):
 
 
 class PairStream(Stream[Pair]):
-    """Pairs of a chosen and a rejected answer. A pair is as long as its longer sequence."""
+    """Pairs of a chosen and a rejected answer. The length of a pair is that of its longer sequence."""
 
     encode = staticmethod(encode_pair)
 
 
 class _Order(Sampler):
-    """Yields (position, record number). Its own iterator, so that it goes on where it stands after `load_state_dict`."""
+    """Yields (position, record number). It is its own iterator, so that it continues after `load_state_dict`."""
 
     def __init__(self, size: int, seed: int, shuffle: bool, epochs: int) -> None:
         self._size, self._seed, self._shuffle, self._epochs = size, seed, shuffle, epochs
-        self._permutation: tuple[int, np.ndarray] | None = None  # of which epoch, [N]
+        self._permutation: tuple[int, np.ndarray] | None = None  # (epoch, [N])
         self.position = 0
 
     def __iter__(self) -> _Order:
@@ -172,7 +174,7 @@ class _Order(Sampler):
 
 
 class BadRecord(ValueError):
-    """The fault of a record, and the key of `data` that says what to do with such."""
+    """The error of a record. key: the key of `data` that allows to drop such records."""
 
     def __init__(self, key: str, what: str) -> None:
         super().__init__(what)
@@ -180,7 +182,7 @@ class BadRecord(ValueError):
 
 
 class _Items(Dataset):
-    """The item at (position, record number); None where the record is to be dropped, being too long or no good."""
+    """The item at (position, record number); None if the record is dropped."""
 
     def __init__(
         self, records: Sequence[Record], encoder: Encoder, encode: Callable[[Encoder, int, Record], Any], max_length: int | None
@@ -191,31 +193,39 @@ class _Items(Dataset):
         position, number = place
         item, wrong = self._item(position, number)
         if wrong and getattr(self._encoder.data, wrong.key) != "drop":
-            raise ValueError(f"{wrong}; data.{wrong.key}=drop passes over such records")
+            raise self._refused(wrong)
         return None if wrong else item
 
     def check(self, count: int) -> int:
-        """Return how many of the first `count` records are to be dropped. Raises ValueError for the first that is wrong and may
-        not be dropped, and if all would be.
+        """Return how many of the first `count` records are dropped.
+
+        Raise RecipeError for one that may not be dropped, or if all are.
         """
         dropped, first, found = 0, None, 0
         for number in range(count):
             _, wrong = self._item(0, number)
             first = first or wrong
             if wrong and getattr(self._encoder.data, wrong.key) != "drop":
-                if found or any(self._item(0, other)[1] is None for other in range(number + 1, min(count, number + LOOKED_ON))):
-                    raise ValueError(f"{wrong}; data.{wrong.key}=drop passes over such records")
-                raise ValueError(f"{wrong}; none of the first {min(count, number + LOOKED_ON)} records is good") from wrong
+                if found or any(
+                    self._item(0, other)[1] is None for other in range(number + 1, min(count, number + TRIED_AFTER_BAD))
+                ):
+                    raise self._refused(wrong)
+                raise self._refused(wrong, f"None of the first {min(count, number + TRIED_AFTER_BAD)} records is valid")
             dropped += wrong is not None
             found += wrong is None
         if dropped == count:
-            raise ValueError(f"data: the first {count} records are all too long, or no good. The first: {first}") from first
+            told = f"the first {count} records are all too long or invalid. The first: {first}"
+            raise RecipeError(Problem("data", "bad-record", told)) from first
         return dropped
 
+    def _refused(self, wrong: BadRecord, advice: str = "") -> RecipeError:
+        advice = advice or f"Try data.{wrong.key}=drop, which skips such records"
+        return RecipeError(Problem("data", "bad-record", f"{wrong}. {advice}"))
+
     def _item(self, position: int, number: int) -> tuple[Prompt | Sample | Pair | None, BadRecord | None]:
-        """Return the item, or what is wrong with the record."""
+        """Return (the item, None) or (None, the error of the record)."""
         data = self._encoder.data
-        where = f"data: {record_location(self._records, number)}"
+        where = record_location(self._records, number)
         try:
             item = self._encode(self._encoder, position, self._records[number])
         except ValueError as error:
@@ -224,7 +234,7 @@ class _Items(Dataset):
         tokens = max(len(one.tokens) for one in parts)
         if tokens > data.max_input_seq_length:
             what = f"are more than data.max_input_seq_length {data.max_input_seq_length}"
-        elif self._max_length is not None and tokens >= self._max_length:  # no engine takes it: it has nothing to draw
+        elif self._max_length is not None and tokens >= self._max_length:  # an engine refuses it, since no token fits
             what = f"leave no room for an answer in policy.max_total_sequence_length {self._max_length}"
         elif data.unknown_tokens != "keep" and (unknown := self._encoder.unknown(parts)):
             return None, BadRecord("unknown_tokens", f"{where}: {unknown}")
@@ -234,7 +244,7 @@ class _Items(Dataset):
 
 
 def _plain(value: Any) -> Any:
-    """Return a column's value as it can travel between ranks; NO_PLAIN if it cannot, such as an image."""
+    """Return a value that can be sent between ranks; NO_PLAIN for others, such as an image."""
     if value is None or isinstance(value, str | int | float | bool):
         return value
     if hasattr(value, "tolist"):  # numpy's
@@ -249,5 +259,5 @@ def _plain(value: Any) -> Any:
 
 
 def _as_it_is(item: Any) -> Any:
-    """Return an item, for the loader, which would turn numpy into tensors."""
+    """Return an item unchanged. The loader would otherwise convert numpy arrays to tensors."""
     return item

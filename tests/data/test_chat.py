@@ -9,6 +9,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 from pipeline.config import RECIPES, DataConfig, DatasetConfig, TokenizerConfig
 from pipeline.data.chat import Encoder, load_tokenizer
 from pipeline.data.stream import encode_prompt
+from tests.problems import refused
 
 CHATML = (
     "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
@@ -173,10 +174,10 @@ def test_bare_text_learns_the_answer_and_the_end():
 
 
 def test_what_does_not_fit_is_said(tmp_path: Path):
-    with pytest.raises(ValueError, match=r"has no chat template; give one in policy\.tokenizer\.chat_template"):
+    with refused(("policy.tokenizer.chat_template", "missing-value")):
         encoder(None)
     (tmp_path / "system.txt").write_text("be brief")
-    with pytest.raises(ValueError, match="system_prompt_file needs a chat template"):
+    with refused(("data", "contradiction")):
         encoder(None, DatasetConfig(system_prompt_file=str(tmp_path / "system.txt")), apply_chat_template=False)
     for text in ("none", "{} and {}", "{input}", "\\boxed{}{"):
         (tmp_path / "prompt.txt").write_text(text)
@@ -203,7 +204,7 @@ def test_what_is_no_conversation_is_said(record: dict, message: str):
 
 def test_a_template_that_marks_nothing_is_said():
     silent = MARKED.replace("m.role == 'assistant'", "m.role == 'bot'")
-    with pytest.raises(ValueError, match="renders nothing of what the assistant says"):
+    with pytest.raises(ValueError, match="renders no text of the assistant"):
         encoder(silent).conversation({"messages": TURNS})
 
 

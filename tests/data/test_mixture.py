@@ -74,9 +74,9 @@ def test_goes_on_at_the_very_record(before):
 def test_a_state_of_other_data_sets_is_refused():
     one, state = mixture({"few": 1.0}), mixture({"few": 1.0, "many": 2.0}).state_dict()
     for other, what in (
-        (mixture({"few": 1.0, "many": 3.0}), "had weights"),
-        (mixture({"few": 1.0, "most": 2.0}), "had weights"),
-        (mixture({"few": 1.0, "many": 2.0}, seed=6), "had seed"),
+        (mixture({"few": 1.0, "many": 3.0}), "got weights"),
+        (mixture({"few": 1.0, "most": 2.0}), "got weights"),
+        (mixture({"few": 1.0, "many": 2.0}, seed=6), "got seed"),
     ):
         with pytest.raises(ValueError, match=what):
             other.load_state_dict(state)

@@ -125,11 +125,11 @@ def test_the_margin_is_the_chosen_ones():
         ({"input": "1", "chosen": {"text": "2"}, "rejected": "2"}, "'chosen' is a dict, not a text or a number"),
         ({"input": "1", "chosen": DOS, "rejected": "2"}, "one is a list of messages and the other is not"),
         ({"input": "1", "chosen": DOS, "rejected": [{"role": "assistant"}]}, "'rejected' is not a list of"),
-        ({"chosen": PROMPT + DOS, "rejected": PROMPT}, r"does not end in an answer of the assistant's: \['user'"),
+        ({"chosen": PROMPT + DOS, "rejected": PROMPT}, r"does not end in an answer of the assistant: \['user'"),
         ({"chosen": PROMPT + DOS, "rejected": PROMPT + DOS}, "are the same"),
-        ({"chosen": PROMPT + DOS, "rejected": PROMPT[2:] + DOS}, "do not part at a turn of the assistant's"),
-        ({"chosen": PROMPT + DOS, "rejected": DOS}, "do not part at a turn of the assistant's"),
-        ({"chosen": PROMPT[:2], "rejected": PROMPT + DOS}, "do not part at a turn of the assistant's"),
+        ({"chosen": PROMPT + DOS, "rejected": PROMPT[2:] + DOS}, "do not differ first at an assistant's turn"),
+        ({"chosen": PROMPT + DOS, "rejected": DOS}, "do not differ first at an assistant's turn"),
+        ({"chosen": PROMPT[:2], "rejected": PROMPT + DOS}, "do not differ first at an assistant's turn"),
     ],
 )
 def test_what_is_no_pair_is_said(record: dict, message: str):
@@ -148,7 +148,7 @@ def test_a_margin_that_is_no_number_is_said(margin):
 def test_messages_without_a_chat_template_and_a_prompt_that_ends_in_an_answer_are_said():
     with pytest.raises(ValueError, match=r"data\.apply_chat_template is false"):
         encode_pair(bare(), 0, {"chosen": PROMPT + DOS, "rejected": PROMPT + TRES})
-    with pytest.raises(ValueError, match="must end where the assistant is to answer"):
+    with pytest.raises(ValueError, match="must end before the assistant's answer"):
         encode_pair(chat(messages_key="prompt"), 0, {"prompt": PROMPT[:2], "chosen": "a", "rejected": "b"})
 
 

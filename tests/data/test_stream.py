@@ -10,6 +10,7 @@ from pipeline.data.chat import Encoder
 from pipeline.data.stream import ExampleStream, PromptStream
 from pipeline.generate.requests import new_token_limit
 from pipeline.types import Request, Sampling
+from tests.problems import refused
 
 TOKENIZER = AutoTokenizer.from_pretrained(RECIPES / "tiny")
 RECORDS = [{"input": f"{i}+1=", "output": str(i + 1)} for i in range(7)]
@@ -83,7 +84,7 @@ def test_state_of_another_stream_is_refused():
         (prompts(records=RECORDS[:6]), "records"),
         (prompts(shuffle=False), "shuffle"),
     ):
-        with pytest.raises(ValueError, match=f"had {what}"):
+        with pytest.raises(ValueError, match=f"got {what}"):
             prompts().load_state_dict(other.state_dict())
 
 
@@ -106,7 +107,7 @@ def test_too_long_a_prompt():
     taken = stream.take(100)
     assert sorted(answers(taken)) == sorted([str(i) for i in range(1, 8)] * 2)
     assert len({prompt.index for prompt in taken}) == 14
-    with pytest.raises(ValueError, match="first 8 records are all too long"):
+    with refused(("data", "bad-record")):
         prompts(records=records, limit=2, overlong="drop")
 
 
@@ -139,7 +140,7 @@ def test_bad_records_may_be_passed_over():
     stream = prompts(records=[{"input": "1", "result": "2"}, *RECORDS], bad="drop", epochs=1)
     assert stream.dropped_at_start == 1
     assert sorted(answers(stream.take(100))) == [str(i) for i in range(1, 8)]
-    with pytest.raises(ValueError, match="the first 1 records are all too long, or no good"):
+    with refused(("data", "bad-record")):
         prompts(records=[{"input": "1"}], bad="drop")
 
 

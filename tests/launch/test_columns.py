@@ -36,7 +36,7 @@ def look(folder, algorithm: str, rows: list[dict] | str, *overrides: str) -> tup
         ("grpo", {"question": "a", "solution": "s", "answer": 4}, ANY_ANSWER, "'question' as the prompt and 'answer' as"),
         ("grpo", {"messages": [USER, ASSISTANT]}, (*ANY_ANSWER, *CHAT), "'messages' as a conversation"),
         ("dpo", {"prompt": "a", "chosen": "b", "rejected": "c"}, (), "'prompt' as the prompt"),
-        ("rm", {"chosen": "a b", "rejected": "a c"}, (), "what both answers begin with as the prompt"),
+        ("rm", {"chosen": "a b", "rejected": "a c"}, (), "the common beginning of both answers as the prompt"),
         ("dpo", {"prompt": [USER], "chosen": [ASSISTANT], "rejected": [ASSISTANT | {"content": "no"}]}, CHAT, "'prompt'"),
     ],
 )
@@ -61,7 +61,7 @@ def test_common_columns_are_read_and_that_is_told(tmp_path, algorithm, row, over
         ("sft", [{"messages": [USER, ASSISTANT]}], (), "F:1: 'messages' is a conversation, which needs a chat template"),
         ("dpo", [{"question": "a", "better": "b", "worse": "c"}], (), "Try data.train.input_key=question"
          " data.train.chosen_key=better data.train.rejected_key=worse"),
-        ("dpo", [{"chosen": "a b", "rejected": "a c"}], CHAT, "=false what both answers begin with"),
+        ("dpo", [{"chosen": "a b", "rejected": "a c"}], CHAT, "=false their common beginning"),
         ("grpo", [{"question": "a", "solution": "b"}], (), "no column 'input' or 'answer' with a text or messages; there are:"
          " question, solution. Try data.train.input_key=question data.train.output_key=solution"),
         ("sft", [{"prompt": "a", "completion": "b"}, *[{"text": "a"}] * 2, {"prompt": "a", "completion": "b"}, {"text": "a"}],
@@ -96,7 +96,7 @@ def test_dropping_is_never_the_advice_where_nothing_would_be_left(tmp_path):
     (problem,), _ = look(tmp_path, "dpo", rows)
     assert problem.endswith("no record of the file can be used (and so in 2 more: lines 2, 3)")
     (problem,), _ = look(tmp_path, "dpo", rows, "data.bad_records=drop")
-    assert "are the same: nothing is preferred; no record" in problem
+    assert "are the same; expected two different answers; no record" in problem
     good = {"input": "a", "chosen": "b", "rejected": "c"}
     assert look(tmp_path, "dpo", [*rows, good], "data.bad_records=drop") == ([], [])
 
