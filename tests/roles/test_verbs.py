@@ -1,0 +1,12 @@
+"""Verbs can be called: `RpcGroup` makes a call of every attribute that it does not have itself."""
+
+import pytest
+
+from pipeline.roles import GenerateRole, RewardRole, TrainRole
+from pipeline.rpc import RpcGroup
+
+
+@pytest.mark.parametrize("role", [TrainRole, GenerateRole, RewardRole])
+def test_no_verb_has_the_name_of_a_method_of_rpc_group(role):
+    verbs = {name for name, value in vars(role).items() if hasattr(value, "timeout")}
+    assert "setup" in verbs and verbs & set(dir(RpcGroup)) == set()
