@@ -161,7 +161,7 @@ def _keys(recipe: Recipe, name: str) -> Changes:
     if name == of(recipe):
         return {}
     if name == "colocated":
-        return placement.in_turn(recipe)
+        return placement.colocation(recipe)
     keys: Changes = {"policy.generation.colocated.enabled": False} if config.colocated(recipe) else {}
     if name == "sync":
         return keys | ({"grpo.async_grpo.enabled": False} if config.runs_ahead(recipe) else {})
