@@ -1,8 +1,8 @@
-"""Programs in Python that the policy writes, judged by running them on the task's tests, in the sandbox.
+"""Judge Python programs that the policy writes by running them on the task's tests, in the sandbox.
 
-The answer is the text's last fenced block of code, or the whole text. Each case runs in a sandbox of its own; pieces of Python
-run in one. An answer finds the names that HARNESS says, as data sets' own judges have them. `CodeInterpreter` is NeMo-RL's
-CodeEnvironment: code in several turns, each answered with what it came to.
+The answer is the last fenced code block of the text, or the whole text. Each test with input and output gets a sandbox of its
+own; Python snippets share one. An answer can use the names that HARNESS defines, as in the data sets' own judges.
+`CodeInterpreter` is NeMo-RL's CodeEnvironment: code in several turns, each answered with its result.
 
 Leaves out: other languages; judges for tasks with more than one right output.
 """
@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Literal
 
 from pydantic import Field
+from typing_extensions import override
 
 from pipeline.environments.base import BuiltinEnvironment, EnvironmentContext, Outcome, Unjudged
 from pipeline.environments.code_tests import (
@@ -40,7 +41,7 @@ if TYPE_CHECKING:
 
 BLOCK = re.compile(r"```[^\n`]*\n(.*?)```", re.DOTALL)
 OWN_SHARE = 0.75
-"""The share of `timeout_s` that tests may take together. The rest is for their starts: a step that outlasts it is wrong."""
+"""Share of `timeout_s` that all tests may take together. The rest covers their starts: a step beyond `timeout_s` is wrong."""
 HARNESS = b"""import builtins, sys, types
 
 MODULES = (
@@ -63,11 +64,12 @@ def load(name):
 if __name__ == "__main__":
     load("__main__")
 """
-"""Executes the answer, as a module that its tests may import.
+"""Runs the answer as a module that its tests may import.
 
-It finds all that LiveCodeBench's judge imports before it, but for `statistics`, which takes long: MODULES, and what `import *`
-gives of them in this order. Starter code (`nums: List[int]`) and many right answers (`inf`, `deque`) go without imports. They
-come below Python's builtins, so that `pow` is Python's, and what the answer itself defines can be told from them.
+The answer can use everything that LiveCodeBench's judge imports before it, except `statistics`, which is slow to import:
+MODULES and all names of `import *` from them in this order. Starter code (`nums: List[int]`) and many right answers (`inf`,
+`deque`) import nothing themselves. These names lie below Python's builtins, so `pow` is the builtin, and they stay apart from
+the names that the answer defines.
 """
 CALL = b"""import json, os, sys
 import harness
@@ -79,15 +81,15 @@ function = names.get(sys.argv[1]) or getattr(names["Solution"](), sys.argv[1])
 answer.write(json.dumps(function(*arguments)))
 answer.close()
 """
-"""Calls a function, of the module or of a class Solution."""
-PIECES = b"""import json, os, sys
+"""Calls a function of the answer, or a method of its class Solution."""
+SNIPPETS = b"""import json, os, sys
 import harness
 tests = os.fdopen(os.dup(0))
 os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
 names = harness.load("solution")
-asked = json.loads(tests.read())
+request = json.loads(tests.read())
 
-def told(value):
+def encode(value):
     if value is None or isinstance(value, (str, bool, float)):
         return value
     if isinstance(value, int):
@@ -97,47 +99,51 @@ def told(value):
     if isinstance(value, (bytes, bytearray)):
         return {"bytes": list(value)}
     if isinstance(value, dict):
-        return {"dict": [[told(key), told(one)] for key, one in value.items()]}
+        return {"dict": [[encode(key), encode(one)] for key, one in value.items()]}
     for kind, types in {"list": list, "tuple": tuple, "set": (set, frozenset, type({}.keys()), type({}.items()))}.items():
         if isinstance(value, types):
-            return {kind: [told(one) for one in value]}
+            return {kind: [encode(one) for one in value]}
     if hasattr(value, "__index__"):
-        return told(value.__index__())
+        return encode(value.__index__())
     if value != float(value):
-        raise ValueError("a value that JSON cannot tell")
+        raise ValueError("a value that JSON cannot encode")
     return float(value)
 
-for number, (piece, equation) in enumerate(asked["pieces"]):
+for number, (snippet, is_equality) in enumerate(request["snippets"]):
     try:
-        code = compile(piece, f"test {number}", "eval" if equation else "exec")
-        value = json.dumps(told(eval(code, names)))
+        code = compile(snippet, f"test {number}", "eval" if is_equality else "exec")
+        value = json.dumps(encode(eval(code, names)))
     except Exception as error:
         print(f"test {number}: {error!r}", file=sys.stderr)
     else:
-        os.write(1, f"\\n{asked['mark']} {number} {value}\\n".encode())
+        os.write(1, f"\\n{request['mark']} {number} {value}\\n".encode())
 """
-"""Tells what the equations' expressions come to, for `same_value` to judge, and which other pieces did not raise.
+"""Reports the values of the equalities' expressions, for `same_value` to compare, and which other snippets did not raise.
 
-The mark keeps this apart from what the answer prints. It is not on the answer's stdin, but in its process: an answer that looks
-for it finds it, and has passed the pieces that are no equations.
+The mark separates the report from the answer's output. The answer's stdin does not contain it, but its process does: an answer
+that searches for the mark finds it, and can then pass the snippets that are not equalities.
 """
-PROGRAMS = {"harness.py": HARNESS, "call.py": CALL, "pieces.py": PIECES}
+PROGRAMS = {"harness.py": HARNESS, "call.py": CALL, "snippets.py": SNIPPETS}
 CODE = re.compile(r"<code>(.*?)</code>", re.DOTALL)
 
 
 @dataclass
 class CodeArguments(SandboxArguments):
+    """The kwargs of `kind: code`."""
+
     reward: Annotated[
         Literal["all", "share"],
-        Field(description="all: 1 if all tests pass, so that the first that fails is the last run. share: of those that pass."),
+        Field(
+            description="all: 1 if all tests pass; the first failing test is the last one run. share: the share that passes."
+        ),
     ] = "all"
 
 
 class Code(BuiltinEnvironment):
-    """Limits are for each test, `timeout_s` for one answer: tests for which no time is left count as not passed.
+    """Runs the answer on the tests in `prompt.task["answer"]`.
 
-    Metrics: `accuracy`, 1 if all passed; `passed`, the share; and of the tests that ran the shares that ended by `timeouts`,
-    `memory` and `crashes` (of any other kind).
+    Limits hold for each test, `timeout_s` for one answer: a test that no time is left for does not pass. Metrics: `accuracy`, 1
+    if all passed; `passed`, the share that did; `timeouts`, `memory` and `crashes`, shares of the tests that ran and ended so.
     """
 
     Arguments = CodeArguments
@@ -148,26 +154,27 @@ class Code(BuiltinEnvironment):
         self._sandbox = arguments.make_sandbox()
 
     @classmethod
+    @override
     def check_answer(cls, answer: str) -> None:
         parse_tests(answer)
 
     def step(self, prompt: Prompt, text: str) -> Outcome:
-        """Raises Unjudged if the task has no tests, or one that tests nothing."""
+        """Judge a program. Raises Unjudged if the task has no tests, or one that tests nothing."""
         try:
             tests = parse_tests(prompt.task["answer"])
         except ValueError as error:
             raise Unjudged(f"prompt {prompt.index}: {error}") from None
         deadline = time.monotonic() + self._timeout_s
-        passed, ends = (self._cases if tests.cases else self._pieces)(code_in(text), tests, deadline)
+        passed, ends = (self._run_cases if tests.cases else self._run_snippets)(code_in(text), tests, deadline)
         share = passed / len(tests)
         right, ran = float(passed == len(tests)), max(1, ends.total())
         metrics = {"accuracy": right, "passed": share}
         metrics |= {name: ends[name] / ran for name in ("timeouts", "memory", "crashes")}
         return Outcome(right if self._all else share, metrics)
 
-    def _cases(self, code: str, tests: Tests, deadline: float) -> tuple[int, Counter[str]]:
-        """Return how many passed, and how those that ran ended."""
-        passed, ends = 0, Counter()
+    def _run_cases(self, code: str, tests: Tests, deadline: float) -> tuple[int, Counter[str]]:
+        """Return (number of tests passed, number of those that ran by how they ended)."""
+        passed, ends = 0, Counter[str]()
         for case in tests.cases:
             if (left := deadline - time.monotonic()) <= 0:
                 ends["timeouts"] += 1
@@ -175,27 +182,27 @@ class Code(BuiltinEnvironment):
             argv = ["call.py", case.function] if case.function else ["harness.py"]
             ran = self._run(argv, code, case.input, left)
             right = _passes(ran, case)
-            ends[_end(ran)] += 1
+            ends[_end_metric(ran)] += 1
             passed += right
             if self._all and not right:
                 break
         return passed, ends
 
-    def _pieces(self, code: str, tests: Tests, deadline: float) -> tuple[int, Counter[str]]:
+    def _run_snippets(self, code: str, tests: Tests, deadline: float) -> tuple[int, Counter[str]]:
         mark = secrets.token_hex(16)
-        pieces = [(piece.expression, True) if isinstance(piece, EqualityTest) else (piece, False) for piece in tests.pieces]
-        asked = json.dumps({"pieces": pieces, "mark": mark})
-        ran = self._run(["pieces.py"], code, asked, deadline - time.monotonic())
-        told = {}
+        snippets = [(one.expression, True) if isinstance(one, EqualityTest) else (one, False) for one in tests.snippets]
+        request = json.dumps({"snippets": snippets, "mark": mark})
+        ran = self._run(["snippets.py"], code, request, deadline - time.monotonic())
+        values: dict[str, str] = {}
         for line in ran.stdout.decode(errors="replace").splitlines():
             marked, _, rest = line.partition(" ")
             if marked == mark:
-                number, _, told[number] = rest.partition(" ")
+                number, _, values[number] = rest.partition(" ")
         passed = [
-            str(number) in told and (not isinstance(piece, EqualityTest) or same_value(told[str(number)], piece.value))
-            for number, piece in enumerate(tests.pieces)
+            str(number) in values and (not isinstance(one, EqualityTest) or same_value(values[str(number)], one.value))
+            for number, one in enumerate(tests.snippets)
         ]
-        return sum(passed), Counter([_end(ran)])
+        return sum(passed), Counter([_end_metric(ran)])
 
     def _run(self, argv: list[str], code: str, stdin: str, left: float) -> ProgramResult:
         files = {"answer.py": code.encode(errors="replace"), **PROGRAMS}
@@ -204,7 +211,7 @@ class Code(BuiltinEnvironment):
 
 
 def code_in(text: str) -> str:
-    """Return the last fenced block of a text, or all of it."""
+    """Return the last fenced code block of a text, or the whole text."""
     blocks = BLOCK.findall(text)
     return blocks[-1] if blocks else text
 
@@ -214,8 +221,8 @@ def _passes(ran: ProgramResult, case: IOTest) -> bool:
     return ran.status == 0 and same(ran.stdout.decode(errors="replace"), case.output)
 
 
-def _end(ran: ProgramResult) -> str:
-    """Return the metric that counts how a program ended."""
+def _end_metric(ran: ProgramResult) -> str:
+    """Return the metric that counts the end of this program."""
     if ran.ended_by in ("wall time", "cpu time"):
         return "timeouts"
     if ran.ended_by == "memory" or (ran.status and ran.stderr.rstrip().rpartition(b"\n")[2].startswith(b"MemoryError")):
@@ -225,6 +232,8 @@ def _end(ran: ProgramResult) -> str:
 
 @dataclass
 class CodeInterpreterArguments(PythonArguments):
+    """The kwargs of `kind: code_interpreter`."""
+
     terminate_on_evaluation: Annotated[
         Bool, Field(description="End the episode with the first code whose last line is an expression, as NeMo-RL does.")
     ] = True
@@ -232,11 +241,11 @@ class CodeInterpreterArguments(PythonArguments):
 
 
 class CodeInterpreter(BuiltinEnvironment):
-    """The last `<code>...</code>` of a turn is run; what it comes to is told as `<result>...</result>`, and names stay.
+    """Runs the last `<code>...</code>` of a turn and replies with `<result>...</result>`; variables persist between turns.
 
-    The episode also ends with a turn without code. Reward 1 if the value of the episode's last expression reads as
-    `prompt.task["answer"]`, else 0 (NeMo-RL's is always 0): see `same_literal`. `timeout_s` is for one turn. Metrics:
-    `accuracy`; `errors`, 1 if the last code raised.
+    The episode also ends with a turn without code. Reward 1 if the value of the episode's last expression equals
+    `prompt.task["answer"]` as `same_literal` compares them, else 0 (NeMo-RL's is always 0). `timeout_s` is for one turn.
+    Metrics: `accuracy`; `errors`, 1 if the last code raised.
     """
 
     Arguments = CodeInterpreterArguments
@@ -247,25 +256,30 @@ class CodeInterpreter(BuiltinEnvironment):
         self._terminates, self._role = arguments.terminate_on_evaluation, arguments.role
         self._timeout_s, self._tool = OWN_SHARE * context.timeout_s, PythonTool(arguments)
 
+    @override
     def reset(self, prompt: Prompt) -> CodeEpisode:
         return CodeEpisode(self._tool.open(), str(prompt.task["answer"]).strip())
 
+    @override
     def step(self, episode: CodeEpisode, text: str) -> Outcome:
-        codes = CODE.findall(text[: text.rfind("</code>") + len("</code>")])  # no search beyond, which would be for each <code>
+        codes = CODE.findall(
+            text[: text.rfind("</code>") + len("</code>")]
+        )  # stops there: the pattern would scan on for each <code>
         if not codes:
-            return self._over(episode)
+            return self._end(episode)
         executed = _execute(episode.session, codes[-1], self._timeout_s)
         episode.failed = executed.error is not None
         if executed.value is not None:
             episode.value = executed.value
             if self._terminates:
-                return self._over(episode)
-        told = executed.printed + (executed.error or (executed.value if executed.value not in (None, "None") else ""))
-        long = "\n" in codes[-1] or "\n" in told
-        content = f"\n\n<result>\n{told}\n</result>" if long else f"<result>{told}</result>"
+                return self._end(episode)
+        value = executed.value if executed.value not in (None, "None") else ""
+        result = executed.printed + (executed.error or value)
+        multiline = "\n" in codes[-1] or "\n" in result
+        content = f"\n\n<result>\n{result}\n</result>" if multiline else f"<result>{result}</result>"
         return Outcome(0.0, episode.metrics(), {"role": self._role, "content": content})
 
-    def _over(self, episode: CodeEpisode) -> Outcome:
+    def _end(self, episode: CodeEpisode) -> Outcome:
         episode.session.close()
         metrics = episode.metrics()
         return Outcome(metrics["accuracy"], metrics)
@@ -273,17 +287,20 @@ class CodeInterpreter(BuiltinEnvironment):
 
 @dataclass
 class CodeEpisode:
+    """The state of one episode."""
+
     session: PythonSession
     answer: str
     value: str = ""  # of the last expression so far
     failed: bool = False  # whether the last code raised
 
     def metrics(self) -> dict[str, float]:
+        """Return `accuracy` and `errors` as of now."""
         return {"accuracy": float(same_literal(self.value, self.answer)), "errors": float(self.failed)}
 
 
 def _execute(session: PythonSession, code: str, timeout_s: float) -> ExecutionResult:
-    """Run code, and return what comes of it; an error of the interpreter is told, too."""
+    """Run code and return its result; an error of the interpreter becomes the result's error."""
     try:
         return session.execute(code, timeout_s)
     except (ToolError, TimeoutError) as error:

@@ -61,7 +61,8 @@ def build(thing: Any, kwargs: dict[str, Any]) -> Environment:
     """Return the environment of a class or a function. Raises ValueError with what is wrong."""
     if wrong := problem(thing, kwargs):
         raise ValueError(wrong)
-    return RewardFunction(thing, kwargs) if not inspect.isclass(thing) else thing(**kwargs)
+    make: Callable[..., Environment] = thing
+    return make(**kwargs) if inspect.isclass(thing) else RewardFunction(thing, kwargs)
 
 
 def problem(thing: Any, kwargs: Collection[str]) -> str | None:

@@ -1,11 +1,11 @@
-"""Mathematical answers, judged by math-verify in processes of their own.
+"""Judge mathematical answers with math-verify, in separate processes.
 
-Comparing two expressions can take for ever, or all memory: sympy evaluates what a model wrote. So workers (`math_worker.py`)
-that have loaded it judge answers in a fork of theirs, with a limit of seconds. What ends the fork is the answer's doing. A
-worker itself reads none of them; one that is lost all the same is replaced. Worker and environment exchange lines of JSON over
-pipes. Of this process's environment variables a worker has those of KEPT, which hold no secrets.
+Comparing two expressions can take forever or use all memory, since sympy evaluates what a model wrote. So worker processes
+(`math_worker.py`) that have loaded math-verify judge each answer in a fork with a time limit. If the fork dies, the answer
+caused it. A worker itself reads no answer; a lost worker is replaced all the same. Worker and environment exchange lines of
+JSON over pipes. A worker gets the environment variables in INHERITED_VARIABLES, which hold no secrets.
 
-Leaves out: rewards for form.
+Leaves out: rewards for format.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
 from pydantic import Field
+from typing_extensions import override
 
 from pipeline.environments.base import BuiltinEnvironment, Environment, EnvironmentContext, Outcome, Unjudged
 from pipeline.environments.dapo_math import DAPOMath
@@ -32,20 +33,19 @@ if TYPE_CHECKING:
 
 START_TIMEOUT_S = 300.0  # importing sympy, on a cold network file system
 OWN_SHARE, WAIT_SHARE = 0.5, 0.25
-"""The share of `timeout_s` that an answer may take, and that it may wait for a worker in the place of a lost one."""
-KEPT = ("PATH", "LD_LIBRARY_PATH", "HOME", "LANG", "PYTHONHOME", "PYTHONUSERBASE")
-"""To find Python and its packages."""
+"""Shares of `timeout_s` for judging an answer, and for waiting until a lost worker is replaced."""
+INHERITED_VARIABLES = ("PATH", "LD_LIBRARY_PATH", "HOME", "LANG", "PYTHONHOME", "PYTHONUSERBASE")
+"""They locate Python and its packages."""
 PACKAGE_ROOT = Path(__file__).parents[2]
 
 
 @dataclass
 class MathArguments:
+    """The kwargs of `kind: math`."""
+
     math_verify_impl: Annotated[
         Literal["hf_math_verify", "dapo_math_verify"],
-        Field(
-            description="hf_math_verify: whether math-verify finds the answers equal. dapo_math_verify: whether they are the"
-            " same after `Answer:`."
-        ),
+        Field(description="hf_math_verify: math-verify compares the answers. dapo_math_verify: texts after `Answer:` are."),
     ] = "hf_math_verify"
 
 
@@ -53,23 +53,26 @@ class Math(BuiltinEnvironment):
     """Reward 1 if math-verify finds the text's answer equal to `prompt.task["answer"]`, else 0.
 
     `timeout_s` is for one step, OWN_SHARE of it for the answer. Metrics: `accuracy`; `timeout`, 1 if it took longer; `crash`, 1
-    if its judgement died of it; of these two the reward is 0. workers: how many processes judge, each one answer at a time.
-    Raises RuntimeError if one does not start.
+    if it ended its fork; both have reward 0. workers: processes that judge, each one answer at a time. Raises RuntimeError if a
+    worker does not start.
     """
 
     Arguments = MathArguments
 
     @classmethod
+    @override
     def build(cls, arguments: MathArguments, context: EnvironmentContext) -> Environment:
         return DAPOMath() if arguments.math_verify_impl == "dapo_math_verify" else cls(arguments, context)
 
     def __init__(self, arguments: MathArguments, context: EnvironmentContext) -> None:
         workers = context.workers or 1
         self.workers, self._timeout_s = workers, context.timeout_s
-        # The kernel ends a worker with the thread that started it; so these threads start all, and live until `close`.
+        # The kernel ends a worker with the thread that started it, so these threads start all workers and run until `close`.
         self._starters = ThreadPoolExecutor(workers, thread_name_prefix="math")
         self._processes: list[_MathWorker] = []
-        self._idle: queue.SimpleQueue[_MathWorker | Exception] = queue.SimpleQueue()  # in a worker's place, why there is none
+        self._idle: queue.SimpleQueue[_MathWorker | Exception] = (
+            queue.SimpleQueue()
+        )  # or, in a worker's place, why it is missing
         for _ in range(workers):
             self._starters.submit(self._start)
         started = [self._idle.get() for _ in range(workers)]
@@ -80,12 +83,11 @@ class Math(BuiltinEnvironment):
             self._idle.put(worker)
 
     def step(self, prompt: Prompt, text: str) -> Outcome:
-        """Raises Unjudged if math-verify can read nothing in the expected answer, or if no worker answers.
+        """Judge an answer. Raises Unjudged if math-verify cannot parse the expected answer, or if no worker answers.
 
-        A worker that did not answer is replaced. The next step may wait for the new one to be ready, and leaves it to the one
-        after that if this takes too long.
+        A worker that did not answer is replaced. The next step waits for the new one up to WAIT_SHARE of its time.
         """
-        question = {"expected": prompt.task["answer"], "text": text, "timeout_s": OWN_SHARE * self._timeout_s}
+        request = {"expected": prompt.task["answer"], "text": text, "timeout_s": OWN_SHARE * self._timeout_s}
         deadline = time.monotonic() + self._timeout_s
         wait_s = WAIT_SHARE * self._timeout_s
         try:
@@ -96,26 +98,28 @@ class Math(BuiltinEnvironment):
             self._starters.submit(self._start)
             raise Unjudged(str(worker)) from worker
         try:
-            reply = worker.ask(question, deadline - time.monotonic())
-        except BaseException as error:  # it may be in the midst of the answer
+            reply = worker.judge(request, deadline - time.monotonic())
+        except BaseException as error:  # it may still judge the answer
             self._replace(worker)
-            if isinstance(error, OSError | EOFError):  # the fork that an answer can hold up or end is not the worker
+            if isinstance(error, OSError | EOFError):  # an answer can hang or end the fork, not the worker
                 raise Unjudged(f"prompt {prompt.index}: {error}") from None
             raise
         self._idle.put(worker)
         if "error" in reply:
             raise Unjudged(f"prompt {prompt.index}: {reply['error']}")
-        return Outcome(float(reply.get("right", False)), _metrics(**reply))
+        metrics = {"accuracy": reply.get("right"), "timeout": reply.get("timeout"), "crash": reply.get("crash")}
+        return Outcome(float(reply.get("right") is True), {name: float(value is True) for name, value in metrics.items()})
 
+    @override
     def close(self) -> None:
         for worker in tuple(self._processes):
-            worker.process.kill()  # also those that are not ready: nobody waits for them any more
+            worker.process.kill()  # also workers that are not ready yet
         self._starters.shutdown(wait=True, cancel_futures=True)
         for worker in tuple(self._processes):
             self._end(worker)
 
     def _start(self) -> None:
-        """Ends when the worker is ready: only then can it be asked."""
+        """Start a worker, wait until it is ready, and put it among the idle ones."""
         try:
             worker = _MathWorker()
         except OSError as error:
@@ -139,12 +143,8 @@ class Math(BuiltinEnvironment):
         self._processes.remove(worker)
 
 
-def _metrics(right: bool = False, timeout: bool = False, crash: bool = False) -> dict[str, float]:
-    return {"accuracy": float(right), "timeout": float(timeout), "crash": float(crash)}
-
-
 class _MathWorker:
-    """The process. Its error messages are on this process's stderr."""
+    """A worker process. It writes error messages to this process's stderr."""
 
     def __init__(self) -> None:
         path = os.pathsep.join(filter(None, [str(PACKAGE_ROOT), os.environ.get("PYTHONPATH")]))
@@ -152,44 +152,47 @@ class _MathWorker:
             [sys.executable, "-P", "-m", "pipeline.environments.math_worker", str(os.getpid())],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
-            env={name: os.environ[name] for name in KEPT if name in os.environ} | {"PYTHONPATH": path},
+            env={name: os.environ[name] for name in INHERITED_VARIABLES if name in os.environ} | {"PYTHONPATH": path},
         )
+        assert self.process.stdin is not None and self.process.stdout is not None
+        self._stdin, self._stdout = self.process.stdin, self.process.stdout
         self._received = b""
 
     def wait_until_ready(self) -> None:
-        """Returns once it has imported what it needs. Raises RuntimeError if it does not get there."""
+        """Wait until the worker has loaded math-verify. Raises RuntimeError if it fails."""
         try:
             self._receive(START_TIMEOUT_S)
         except (TimeoutError, EOFError) as error:
             self.kill()
             raise RuntimeError(f"the math worker did not start: {error!r}, exit status {self.process.returncode}") from error
 
-    def ask(self, question: dict[str, str | float], timeout_s: float) -> dict[str, object]:
-        """One question, one reply. Raises TimeoutError, or EOFError if the worker dies."""
+    def judge(self, request: dict[str, str | float], timeout_s: float) -> dict[str, object]:
+        """Send one request and return the reply. Raises TimeoutError, or EOFError if the worker dies."""
         try:
-            self.process.stdin.write(json.dumps(question).encode() + b"\n")
-            self.process.stdin.flush()
+            self._stdin.write(json.dumps(request).encode() + b"\n")
+            self._stdin.flush()
         except BrokenPipeError:
-            raise EOFError("the math worker is gone") from None
+            raise EOFError("the math worker has ended") from None
         return self._receive(timeout_s)
 
     def kill(self) -> None:
+        """End the process and close its pipes."""
         self.process.kill()
         self.process.wait()
-        for pipe in (self.process.stdin, self.process.stdout):
+        for pipe in (self._stdin, self._stdout):
             try:
                 pipe.close()
             except BrokenPipeError:
-                pass  # what was still to be written was for the dead
+                pass  # the worker ended before it read everything
 
     def _receive(self, timeout_s: float) -> dict[str, object]:
         deadline = time.monotonic() + timeout_s
-        poll = select.poll()  # select knows no descriptor above 1023
-        poll.register(self.process.stdout, select.POLLIN)
+        poll = select.poll()  # select does not take descriptors above 1023
+        poll.register(self._stdout, select.POLLIN)
         while b"\n" not in self._received:
             if not poll.poll(1e3 * max(0.0, deadline - time.monotonic())):
                 raise TimeoutError(f"the math worker did not reply within {timeout_s:g} s")
-            chunk = os.read(self.process.stdout.fileno(), 1 << 16)
+            chunk = os.read(self._stdout.fileno(), 1 << 16)
             if not chunk:
                 raise EOFError("the math worker died")
             self._received += chunk

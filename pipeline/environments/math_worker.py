@@ -1,10 +1,10 @@
-"""The process in which math-verify runs: `python -m pipeline.environments.math_worker PARENT_PID`.
+"""The process that runs math-verify: `python -m pipeline.environments.math_worker PARENT_PID`.
 
-Reads {"expected", "text", "timeout_s"} line by line and answers {"right": bool}, {"timeout": true} or {"crash": true} of the
-answer, or {"error": str} of the expected one; its first line, {}, says that it is ready. Answers are judged in a fork, which
-ends with one that it fails at or that takes longer than SUSPECT_S: what such an answer takes, breaks or leaves behind ends with
-it, and the next one finds a fresh fork. Dies with the thread that started it, and its fork with it. Imports neither torch nor
-anything else that is slow to load.
+Reads lines {"expected", "text", "timeout_s"}. Replies {"right": bool}, {"timeout": true} or {"crash": true} for the answer, or
+{"error": str} for an expected answer that it cannot parse; a first line {} announces that it is ready. A fork judges answers.
+It is replaced after an answer that fails or takes longer than SUSPECT_S, so whatever such an answer breaks or leaves behind
+ends with the fork. The worker ends with the thread that started it, and its fork with the worker. It imports neither torch nor
+anything else that loads slowly.
 """
 
 from __future__ import annotations
@@ -23,41 +23,44 @@ import time
 
 from pipeline.sandbox import linux
 
-MEMORY_BYTES = 4 << 30  # of address space: an answer that needs more is wrong, not the end of the node
-SUSPECT_S = 0.1  # a right answer takes milliseconds, and so does a fork
-RIGHT, WRONG, UNREAD = b"1", b"0", b"?"
+MEMORY_BYTES = 4 << 30  # address space; an answer that needs more is wrong
+SUSPECT_S = 0.1  # a right answer takes milliseconds, as does a fork
+RIGHT, WRONG, UNPARSED = b"1", b"0", b"?"
 
 
 def main(parent: int) -> None:
+    """Judge requests from stdin until it ends. parent: process id of the environment."""
     linux.die_with_parent()
-    if os.getppid() != parent:  # it died before it could be said
+    if os.getppid() != parent:  # the parent ended before that call
         return
     _, hard = resource.getrlimit(resource.RLIMIT_AS)
     resource.setrlimit(resource.RLIMIT_AS, (MEMORY_BYTES if hard == resource.RLIM_INFINITY else min(MEMORY_BYTES, hard), hard))
-    # Whatever a library prints must not come between the replies.
+    # Output of libraries must not mix with the replies.
     replies = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
     from math_verify import verify
 
-    logging.disable(logging.WARNING)  # it warns that it has no timeout of its own; this has
-    verify(_parse_expected("\\frac{1}{2}"), _parse("\\boxed{0.5}"), timeout_seconds=None)  # loads what forks would load each
-    gc.freeze()  # else a fork's first collection copies all that is loaded
+    logging.disable(logging.WARNING)  # math-verify warns without a timeout of its own; this process has one
+    verify(
+        _parse_expected("\\frac{1}{2}"), _parse("\\boxed{0.5}"), timeout_seconds=None
+    )  # loads lazily imported modules once, before forking
+    gc.freeze()  # else the first garbage collection in a fork copies all memory
     print("{}", file=replies, flush=True)
     fork: _Fork | None = None
     for line in sys.stdin:
-        question, fresh, begun = json.loads(line), fork is None, time.monotonic()
+        request, fresh, begun = json.loads(line), fork is None, time.monotonic()
         fork = fork or _Fork()
-        said = fork.judge(line, question["timeout_s"])
-        if said in (b"", UNREAD) and not fresh:  # it may be an earlier answer's doing
+        verdict = fork.judge(line, request["timeout_s"])
+        if verdict in (b"", UNPARSED) and not fresh:  # an earlier answer may be the cause
             fork.end()
             fork = _Fork()
-            said = fork.judge(line, max(0.0, begun + question["timeout_s"] - time.monotonic()))
-        if said in (RIGHT, WRONG):
-            reply = {"right": said == RIGHT}
-        elif said == UNREAD:
-            reply = {"error": f"math-verify can read nothing in the expected answer {question['expected']!r}"}
+            verdict = fork.judge(line, max(0.0, begun + request["timeout_s"] - time.monotonic()))
+        if verdict in (RIGHT, WRONG):
+            reply = {"right": verdict == RIGHT}
+        elif verdict == UNPARSED:
+            reply = {"error": f"math-verify cannot parse the expected answer {request['expected']!r}"}
         else:
-            reply = {"timeout": True} if said is None else {"crash": True}
+            reply = {"timeout": True} if verdict is None else {"crash": True}
         if "right" not in reply or time.monotonic() > begun + SUSPECT_S:
             fork.end()
             fork = None
@@ -68,37 +71,38 @@ class _Fork:
     """A fork of this process that judges answers."""
 
     def __init__(self) -> None:
-        its_questions, self._questions = os.pipe()
-        self._said, its_said = os.pipe()
+        requests_reader, self._requests = os.pipe()
+        self._verdicts, verdicts_writer = os.pipe()
         worker = os.getpid()
         self._pid = os.fork()
         if not self._pid:
-            os.close(self._questions)
-            _judge(its_questions, its_said, worker)
-        os.close(its_questions)
-        os.close(its_said)
+            os.close(self._requests)
+            _judge(requests_reader, verdicts_writer, worker)
+        os.close(requests_reader)
+        os.close(verdicts_writer)
         self._poll = select.poll()
-        self._poll.register(self._said, select.POLLIN)
+        self._poll.register(self._verdicts, select.POLLIN)
 
     def judge(self, line: str, timeout_s: float) -> bytes | None:
-        """RIGHT, WRONG or UNREAD; b"" if it has ended, None if it says nothing in time."""
+        """Return RIGHT, WRONG or UNPARSED; b"" if the fork has ended, None if it exceeds its time."""
         try:
             left = line.encode()
             while left:
-                left = left[os.write(self._questions, left) :]
+                left = left[os.write(self._requests, left) :]
         except BrokenPipeError:
             return b""
-        return os.read(self._said, 1) if self._poll.poll(1e3 * timeout_s) else None
+        return os.read(self._verdicts, 1) if self._poll.poll(1e3 * timeout_s) else None
 
     def end(self) -> None:
-        os.close(self._questions)
-        os.close(self._said)
+        """Kill the fork and reap it."""
+        os.close(self._requests)
+        os.close(self._verdicts)
         os.kill(self._pid, signal.SIGKILL)
         os.waitpid(self._pid, 0)
 
 
-def _judge(questions: int, said: int, worker: int) -> None:
-    """A fork's whole life."""
+def _judge(requests: int, verdicts: int, worker: int) -> None:
+    """Judge answers in the fork until it ends; never returns."""
     try:
         from math_verify import verify
 
@@ -107,28 +111,28 @@ def _judge(questions: int, said: int, worker: int) -> None:
             linux.raise_oom_score(1000)  # before the worker
         if os.getppid() != worker:
             return
-        for line in os.fdopen(questions):
-            question = json.loads(line)
-            expected = _parse_expected(question["expected"])
-            right = verify(expected, _parse(question["text"]), timeout_seconds=None) if expected else None
-            os.write(said, UNREAD if right is None else RIGHT if right else WRONG)
+        for line in os.fdopen(requests):
+            request = json.loads(line)
+            expected = _parse_expected(request["expected"])
+            right = verify(expected, _parse(request["text"]), timeout_seconds=None) if expected else None
+            os.write(verdicts, UNPARSED if right is None else RIGHT if right else WRONG)
     finally:
-        os._exit(0)  # without a traceback of what an answer raised
+        os._exit(0)  # no traceback of errors that an answer causes
 
 
 def _parse(text: str) -> list:
     from math_verify import parse
 
-    return parse(text, parsing_timeout=None)
+    return parse(text, parsing_timeout=None)  # pyright: ignore[reportArgumentType] its own code accepts None: no timeout
 
 
 @functools.lru_cache(maxsize=1024)
 def _parse_expected(text: str) -> list:
-    """Data sets give bare LaTeX (\\frac{1}{2}), which math-verify reads only inside a formula; some give the formula."""
+    r"""Parse an expected answer: bare LaTeX (\frac{1}{2}), which math-verify reads only inside a formula, or a formula."""
     if not text.strip():
         return []
     formula = _parse(text) if "$" in text or "\\boxed" in text or "\\(" in text else []
-    return formula or _parse(f"\\boxed{{{text}}}")  # \$18 has a dollar sign, and is no formula
+    return formula or _parse(f"\\boxed{{{text}}}")  # \$18 has a dollar sign and is not a formula
 
 
 if __name__ == "__main__":

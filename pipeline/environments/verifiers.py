@@ -1,16 +1,17 @@
-"""Environments of the `verifiers` package (https://github.com/primeintellect-ai/verifiers), version 0.4.
+"""Tasksets of the `verifiers` package (https://github.com/primeintellect-ai/verifiers), version 0.4.
 
-A taskset of that package gives both the prompts and the judge, so a recipe names it twice:
+A taskset provides both prompts and judge, so a recipe names it twice:
 
     data.train: {dataset_name: pipeline.environments.verifiers.tasks, messages_key: messages, output_key: answer, env_name: hub,
                  kwargs: {taskset: gsm8k-v1, size: 1000}}  # to validate: the same with, say, first: 1000
     env.hub:    {kind: verifiers, kwargs: {taskset: gsm8k-v1}}
 
-A turn of the policy is one completion of the task's program; its tool calls are read as Hermes' (`tool_calls.py`), and what the
-tools answer is the observation. Which tools there are must be in the prompt: policy.tokenizer.chat_template_kwargs.tools.
+A turn of the policy is one completion of the task's program. Its tool calls are parsed in Hermes' format (`tool_calls.py`), and
+the results of the tools are the observation. The prompt must list the tools: policy.tokenizer.chat_template_kwargs.tools.
 
-The package is not one of ours: it goes into the generate image, and, as it reads the data set, into the train image. Leaves
-out: environments of several agents, tasks that need a container, a user who speaks first; see `verifiers_bridge.py`.
+Hetstep does not depend on the package. Install it in the generate image and, since it reads the data set, in the train image.
+Leaves out: environments of several agents, tasks that need a container, tasks in which the user speaks first; see
+`verifiers_bridge.py`.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Annotated, Any
 
 from pydantic import Field
+from typing_extensions import override
 
 from pipeline.environments.base import BuiltinEnvironment, EnvironmentContext, Outcome
 from pipeline.environments.tool_calls import HermesCalls
@@ -37,8 +39,8 @@ def tasks(
 ) -> list[dict[str, Any]]:
     """Return `size` tasks from number `first` on, as `{"messages": [{"role", "content"}, ...], "answer": the task's number}`.
 
-    config: the taskset's own. Tasksets have no splits and draw nothing: `split` and `seed` say nothing, a validation set has
-    other numbers or another config. Raises ValueError if the package is not installed.
+    config: of the taskset. `split` and `seed` have no effect, since tasksets have no splits and are not shuffled; a validation
+    set takes other numbers or another config. Raises ValueError if the package is not installed.
     """
     _check_installed()
     from pipeline.environments.verifiers_bridge import Tasks, initial_messages
@@ -49,13 +51,16 @@ def tasks(
 
 @dataclass
 class VerifiersArguments:
+    """The kwargs of `kind: verifiers`."""
+
     taskset: Annotated[Text, Field(description="Name of an installed taskset.")] = MISSING
-    config: Annotated[dict[str, Any], Field(description="Its configuration.")] = field(default_factory=dict)
+    config: Annotated[dict[str, Any], Field(description="Configuration of the taskset.")] = field(default_factory=dict)
 
 
 class Verifiers(BuiltinEnvironment):
-    """Reward: the task's. Metrics: its rewards and metrics, by their names. An episode that ends before the task has reward 0.
-    `timeout_s` is for what happens between two turns.
+    """Plays tasks of a taskset. Reward: the task's. Metrics: the task's rewards and metrics by name.
+
+    An episode that ends before its task has reward 0. `timeout_s` covers the task's work between two turns.
     """
 
     Arguments = VerifiersArguments
@@ -72,38 +77,45 @@ class Verifiers(BuiltinEnvironment):
             raise ValueError(f"taskset: {error}") from error
         self._bridge, self._timeout_s, self._calls = Bridge(found), context.timeout_s, HermesCalls()
 
+    @override
     def reset(self, prompt: Prompt) -> TaskEpisode:
-        """Raises ValueError if the task begins otherwise than the prompt, RuntimeError if it ends before anything is asked."""
+        """Begin a task up to its first completion request.
+
+        Raises ValueError if its first messages differ from the prompt, and RuntimeError if it ends before it requests any.
+        """
         episode = self._bridge.begin(int(prompt.task["answer"]), self._timeout_s)
-        if episode.asked is None:
-            raise RuntimeError("the task ended before the policy was asked anything")
-        if _plain(episode.asked.messages) != _plain(prompt.task["messages"]):
+        if episode.request is None:
+            raise RuntimeError("the task ended before it requested a completion")
+        if _plain(episode.request.messages) != _plain(prompt.task["messages"]):
             raise ValueError(
-                "the task begins otherwise than the prompt: env's and data's `taskset` and `config` must be the same"
+                "the task's first messages differ from the prompt; expected the same `taskset` and `config` in env and data"
             )
         return episode
 
+    @override
     def step(self, episode: TaskEpisode, text: str) -> Outcome:
-        """Raises RuntimeError if the task ended with errors."""
-        before = len(episode.asked.messages)
-        news = self._bridge.answer(episode, self._message(text), self._timeout_s)
-        if episode.asked is not None:
-            return Outcome(0.0, {}, _observation(news.messages[before + 1 :]))
-        if not news.ok:
-            raise RuntimeError(
-                "; ".join(f"{error.type}: {error.message}" for error in news.errors) or f"ended by {news.stop_condition}"
-            )
-        scores = {name: reward.score for name, reward in news.rewards.items() if reward is not None}
-        metrics = {name: float(value) for name, value in {**news.metrics, **scores}.items() if value is not None}
-        return Outcome(news.reward, metrics)
+        """Answer the open request and run the task to its next one or its end. Raises RuntimeError if it ended with errors."""
+        from pipeline.environments.verifiers_bridge import CompletionRequest
 
+        assert episode.request is not None
+        before = len(episode.request.messages)
+        event = self._bridge.answer(episode, self._message(text), self._timeout_s)
+        if isinstance(event, CompletionRequest):
+            return Outcome(0.0, {}, _observation(event.messages[before + 1 :]))
+        if not event.ok:
+            raise RuntimeError(
+                "; ".join(f"{error.type}: {error.message}" for error in event.errors) or f"ended by {event.stop_condition}"
+            )
+        scores = {name: reward.score for name, reward in event.rewards.items() if reward is not None}
+        metrics = {name: float(value) for name, value in {**event.metrics, **scores}.items() if value is not None}
+        return Outcome(event.reward, metrics)
+
+    @override
     def close(self) -> None:
         self._bridge.close()
 
     def _message(self, text: str) -> dict[str, Any]:
-        """Return a text as a message. A call that cannot be read is left in the text: the task then has an answer without
-        it.
-        """
+        """Return a text as an assistant message. A malformed call stays in the text, so the task gets it as an answer."""
         calls = [call for call in self._calls.calls(text) if not call.error]
         if not calls:
             return {"role": "assistant", "content": text}
@@ -119,7 +131,7 @@ def _observation(messages: list[dict[str, Any]]) -> dict[str, str]:
     roles = {message["role"] for message in messages}
     if len(roles) != 1:
         raise ValueError(
-            f"between two turns of the policy are messages of {' and '.join(sorted(roles)) or 'nobody'}; of one role only"
+            f"got messages of {' and '.join(sorted(roles)) or 'nobody'} between two turns of the policy; expected one role"
         )
     return {"role": roles.pop(), "content": "\n".join(str(message["content"]) for message in messages)}
 
@@ -131,5 +143,5 @@ def _plain(messages: list[dict[str, Any]]) -> list[tuple[str, str]]:
 def _check_installed() -> None:
     if importlib.util.find_spec("verifiers") is None:
         raise ValueError(
-            "the package verifiers is not installed where this rank runs: pip install 'verifiers==0.4.*' in its image"
+            "the package verifiers is not installed where this rank runs. Try pip install 'verifiers==0.4.*' in its image"
         )

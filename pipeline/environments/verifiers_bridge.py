@@ -1,8 +1,8 @@
-"""Lets an outside policy step through what the `verifiers` package (0.4) runs as a whole.
+"""Step through tasks of the `verifiers` package (0.4) with an outside policy.
 
-There, an agent's program asks for completions over HTTP and decides alone when it is done. Here it is a chat loop in this
-process (`PolicyHarness`, which the package allows in place of a program of its own), and the endpoint that it is given
-(`Bridge`) holds each request until the policy has spoken. All of it runs in one event loop, in a thread.
+The package runs a task as a whole: an agent's program requests completions over HTTP and decides alone when it is done. Here
+the program is a chat loop in this process (`PolicyHarness`, which the package allows in place of another program), and its
+endpoint (`Bridge`) holds each request until the policy has answered. Everything runs in one event loop, in a thread.
 
 Imported only where the package is installed. Leaves out: several agents, tasks that need a container, images.
 """
@@ -22,25 +22,25 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import httpx
-import verifiers.v1 as vf
+import verifiers.v1 as vf  # pyright: ignore[reportMissingImports] optional package
 from aiohttp import web
-from verifiers.v1.dialects.chat import message_to_wire
-from verifiers.v1.harnesses.null.harness import NullHarness, NullHarnessConfig
-from verifiers.v1.harnesses.utils.mcp import call_mcp, connect_mcp
-from verifiers.v1.interception import InterceptionServer
-from verifiers.v1.utils.loaders import load_taskset, taskset_config_type
+from verifiers.v1.dialects.chat import message_to_wire  # pyright: ignore[reportMissingImports] as above
+from verifiers.v1.harnesses.null.harness import NullHarness, NullHarnessConfig  # pyright: ignore[reportMissingImports] as above
+from verifiers.v1.harnesses.utils.mcp import call_mcp, connect_mcp  # pyright: ignore[reportMissingImports] as above
+from verifiers.v1.interception import InterceptionServer  # pyright: ignore[reportMissingImports] as above
+from verifiers.v1.utils.loaders import load_taskset, taskset_config_type  # pyright: ignore[reportMissingImports] as above
 
 from pipeline.environments.base import ProcessStuck
 
 Message = dict[str, Any]
 START_S = 60.0
 LOOP_S = 1.0
-"""How long the loop may be busy with one task where another has come to nothing in time."""
+"""Seconds in which the loop must respond after a task exceeded its time; else another task blocks it."""
 
 
 @dataclass
 class CompletionRequest:
-    """The program wants a completion of this conversation."""
+    """A task's request for a completion of this conversation."""
 
     messages: list[Message]
     answer: asyncio.Future[Message]  # of the bridge's loop
@@ -48,20 +48,23 @@ class CompletionRequest:
 
 @dataclass
 class TaskEpisode:
-    """The part of a run that the environment holds; when nobody holds it any more, the run is cancelled."""
+    """The environment's handle on a run. The run is cancelled when it is garbage-collected."""
 
     name: str
-    asked: CompletionRequest | None = None  # what the policy is to answer next
-    news: queue.SimpleQueue[CompletionRequest | vf.Trace | BaseException] = field(default_factory=queue.SimpleQueue)
+    request: CompletionRequest | None = None  # the open one, which the policy answers next
+    events: queue.SimpleQueue[CompletionRequest | vf.Trace | BaseException] = field(default_factory=queue.SimpleQueue)
 
 
 class PolicyHarness(NullHarness):
-    """The package's plain chat loop with tools over MCP, in this process: its own would be installed with uv at every start."""
+    """The package's plain chat loop with tools over MCP, in this process.
+
+    The package would install its own harness with uv at every start.
+    """
 
     SUPPORTS_TOOL_INTERCEPTION = False
 
     async def setup(self, runtime: vf.Runtime) -> None:
-        """Nothing to install."""
+        """Install nothing."""
 
     async def launch(
         self,
@@ -73,18 +76,19 @@ class PolicyHarness(NullHarness):
         mcp_urls: dict[str, str],
         data: vf.TaskData,
     ) -> vf.ProgramResult:
+        """Run the chat loop of one task until the policy makes no more calls or the task stops."""
         servers = {"mcpServers": {name: {"url": url} for name, url in mcp_urls.items()}}
         async with AsyncExitStack() as stack:
             client = await stack.enter_async_context(httpx.AsyncClient(timeout=None))
             tools, dispatch, connections = await connect_mcp(servers, stack)
             messages = initial_messages(data)
             while True:
-                asked = {"model": ctx.model, "messages": messages, **({"tools": tools} if tools else {})}
+                request = {"model": ctx.model, "messages": messages, **({"tools": tools} if tools else {})}
                 reply = await client.post(
-                    f"{endpoint}/chat/completions", json=asked, headers={"Authorization": f"Bearer {secret}"}
+                    f"{endpoint}/chat/completions", json=request, headers={"Authorization": f"Bearer {secret}"}
                 )
                 if trace.stop_condition is not None:
-                    break  # the task has seen enough
+                    break  # the task has ended
                 reply.raise_for_status()
                 message = reply.json()["choices"][0]["message"]
                 messages = [*messages, message]
@@ -93,17 +97,19 @@ class PolicyHarness(NullHarness):
                 for call in message["tool_calls"]:
                     name, arguments = call["function"]["name"], json.loads(call["function"]["arguments"])
                     known = name in dispatch
-                    told = (
+                    result = (
                         await call_mcp(connections, dispatch, name, arguments) if known else f"error: there is no tool {name!r}"
                     )
-                    messages.append({"role": "tool", "tool_call_id": call["id"], "name": name, "content": told})
+                    messages.append({"role": "tool", "tool_call_id": call["id"], "name": name, "content": result})
         return vf.ProgramResult(exit_code=0, stdout="", stderr="")
 
 
 def initial_messages(data: vf.TaskData) -> list[Message]:
-    """Return the conversation with which a task begins. Raises ValueError if the policy is not spoken to first."""
+    """Return a task's first messages. Raises ValueError if the task has no prompt."""
     if data.prompt is None:
-        raise ValueError("the task has no prompt; the user who would open the conversation is left out here")
+        raise ValueError(
+            "the task has no prompt; expected one, since a simulated user that opens the conversation is not supported"
+        )
     system = [{"role": "system", "content": data.system_prompt}] if data.system_prompt else []
     if isinstance(data.prompt, str):
         return [*system, {"role": "user", "content": data.prompt}]
@@ -111,26 +117,26 @@ def initial_messages(data: vf.TaskData) -> list[Message]:
 
 
 class Tasks:
-    """A taskset's tasks by number, each loaded once."""
+    """The tasks of a taskset by number, each loaded once."""
 
     def __init__(self, taskset: str, config: dict[str, Any]) -> None:
         self.taskset = load_taskset(taskset_config_type(taskset).model_validate({**config, "id": taskset}))
         self._rest, self._loaded, self._lock = iter(self.taskset), [], threading.Lock()
 
     def __getitem__(self, number: int) -> vf.Task:
-        """Raises IndexError."""
+        """Return a task. Raises IndexError."""
         with self._lock:
             self._loaded += itertools.islice(self._rest, max(0, number + 1 - len(self._loaded)))
             return self._loaded[number]
 
 
 class Bridge:
-    """The endpoint, and the runs that ask it."""
+    """The endpoint for completions, and the runs that send requests to it."""
 
     def __init__(self, tasks: Tasks) -> None:
         self._tasks = tasks
         self._runs: dict[str, tuple[weakref.ref[TaskEpisode], asyncio.Task[None]]] = {}
-        self._held: dict[str, asyncio.Future[Message]] = {}  # what a run waits for
+        self._held: dict[str, asyncio.Future[Message]] = {}  # the answer that a run waits for
         self._numbers = itertools.count()
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="verifiers", daemon=True)
@@ -139,22 +145,26 @@ class Bridge:
         self._wait(self._serve(), START_S)
 
     def begin(self, number: int, timeout_s: float) -> TaskEpisode:
-        """Begin a task's run, up to where the policy is asked for the first time."""
+        """Begin a task's run, up to its first completion request or its end."""
         episode = TaskEpisode(f"policy-{next(self._numbers)}")
         self._wait(self._start(episode.name, weakref.ref(episode), self._tasks[number]), timeout_s)
         weakref.finalize(episode, self._cancel, episode.name)
-        self._await_news(episode, time.monotonic() + timeout_s)
+        self._next_event(episode, time.monotonic() + timeout_s)
         return episode
 
     def answer(self, episode: TaskEpisode, message: Message, timeout_s: float) -> vf.Trace | CompletionRequest:
-        """Return the next completion request of the run, or its trace if it has ended. Raises TimeoutError, ProcessStuck if a
-        task holds the loop that all share, and whatever ended the run otherwise.
+        """Answer the open request and return the run's next request, or its trace if it has ended.
+
+        Raises TimeoutError, ProcessStuck if a task blocks the loop that all share, and the error that ended the run.
         """
+        assert episode.request is not None
         deadline = time.monotonic() + timeout_s
-        self._loop.call_soon_threadsafe(episode.asked.answer.set_result, message)
-        return self._await_news(episode, deadline)
+        self._loop.call_soon_threadsafe(episode.request.answer.set_result, message)
+        return self._next_event(episode, deadline)
 
     def close(self) -> None:
+        """Cancel all runs, and end the endpoint and the loop."""
+
         async def end() -> None:
             for _, run in list(self._runs.values()):
                 run.cancel()
@@ -174,27 +184,25 @@ class Bridge:
             raise
 
     def _check_loop(self) -> None:
-        goes_on = threading.Event()
-        self._loop.call_soon_threadsafe(goes_on.set)
-        if not goes_on.wait(LOOP_S):
-            raise ProcessStuck(
-                "a task does not let the others go on, such as a reward that computes without end", caused_by_answer=True
-            )
+        responded = threading.Event()
+        self._loop.call_soon_threadsafe(responded.set)
+        if not responded.wait(LOOP_S):
+            raise ProcessStuck("a task blocks the others, such as a reward that computes without end", caused_by_answer=True)
 
-    def _await_news(self, episode: TaskEpisode, deadline: float) -> vf.Trace | CompletionRequest:
+    def _next_event(self, episode: TaskEpisode, deadline: float) -> vf.Trace | CompletionRequest:
         try:
-            news = episode.news.get(timeout=max(0.0, deadline - time.monotonic()))
+            event = episode.events.get(timeout=max(0.0, deadline - time.monotonic()))
         except queue.Empty:
             self._check_loop()
-            raise TimeoutError("the task did not go on in time") from None
-        if isinstance(news, BaseException):
-            raise news
-        episode.asked = news if isinstance(news, CompletionRequest) else None
-        return news
+            raise TimeoutError("the task did not respond in time") from None
+        if isinstance(event, BaseException):
+            raise event
+        episode.request = event if isinstance(event, CompletionRequest) else None
+        return event
 
     async def _serve(self) -> None:
         application = web.Application(client_max_size=1 << 30)
-        application.router.add_post("/v1/chat/completions", self._asked)
+        application.router.add_post("/v1/chat/completions", self._handle_request)
         runner = web.AppRunner(application, shutdown_timeout=1.0)
         await runner.setup()
         self._stack.push_async_callback(runner.cleanup)
@@ -213,26 +221,26 @@ class Bridge:
         agent = vf.Agent(config, interception=self._interception)
         agent.harness = PolicyHarness(harness)
         try:
-            news: vf.Trace | BaseException = await agent.run(task)
+            event: vf.Trace | BaseException = await agent.run(task)
         except Exception as error:
-            news = error
+            event = error
         finally:
             del self._runs[name]
             if held := self._held.pop(name, None):
-                held.cancel()  # and with it the request
+                held.cancel()  # this cancels the request too
         if (waiting := episode()) is not None:
-            waiting.news.put(news)
+            waiting.events.put(event)
 
-    async def _asked(self, request: web.Request) -> web.Response:
+    async def _handle_request(self, request: web.Request) -> web.Response:
         body = await request.json()
         episode = self._runs[body["model"]][0]()
         if episode is None:
             raise web.HTTPGone
-        asked = CompletionRequest(body["messages"], self._loop.create_future())
-        self._held[body["model"]] = asked.answer
-        episode.news.put(asked)
-        del episode  # it may be forgotten while this waits
-        message = await asked.answer
+        completion = CompletionRequest(body["messages"], self._loop.create_future())
+        self._held[body["model"]] = completion.answer
+        episode.events.put(completion)
+        del episode  # its garbage collection ends the run while this waits
+        message = await completion.answer
         reason = "tool_calls" if message.get("tool_calls") else "stop"
         choice = {"index": 0, "message": message, "finish_reason": reason}
         return web.json_response(
@@ -240,7 +248,7 @@ class Bridge:
         )
 
     def _cancel(self, name: str) -> None:
-        """Cancel a run when nobody asks about its episode any more. May be called from any thread."""
+        """Cancel the run of a garbage-collected episode. Called from any thread."""
 
         def cancel() -> None:
             if name in self._runs:

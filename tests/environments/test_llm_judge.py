@@ -274,7 +274,7 @@ def test_the_key_is_in_the_environment_or_it_is_said(blank, endpoint, monkeypatc
 @pytest.mark.parametrize("key", ["sk-no\nsuch", "sk-nö", "sk no", "sk-\x00"])
 def test_a_key_that_no_header_can_hold_is_refused_and_not_repeated(key, endpoint, monkeypatch):
     monkeypatch.setattr(llm_judge.os, "environ", {**os.environ, "JUDGE_KEY": key})
-    with pytest.raises(ValueError, match="JUDGE_KEY holds is no key") as error:
+    with pytest.raises(ValueError, match="JUDGE_KEY does not hold a key") as error:
         endpoint.judge(api_key_env="JUDGE_KEY")
     assert "sk" not in str(error.value)
 

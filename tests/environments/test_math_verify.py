@@ -63,7 +63,7 @@ def test_right_and_wrong(math: Math, expected: str, text: str, right: bool):
 
 
 def test_an_expected_answer_without_content_leaves_the_episode_out(math: Math):
-    with pytest.raises(Unjudged, match="prompt 3: math-verify can read nothing"):
+    with pytest.raises(Unjudged, match="prompt 3: math-verify cannot parse"):
         step(math, " ", "42")
     assert step(math, "5", "5")[0] == 1.0
 
@@ -174,7 +174,7 @@ def test_any_other_error_of_a_step_costs_its_answer_alone(monkeypatch: pytest.Mo
     """Twice: neither step waits for a worker that was lost."""
     environment = start(30.0)
     with monkeypatch.context() as patch:
-        patch.setattr("pipeline.environments.math._MathWorker.ask", lambda *_: 1 / 0)
+        patch.setattr("pipeline.environments.math._MathWorker.judge", lambda *_: 1 / 0)
         for _ in range(2):
             with pytest.raises(ZeroDivisionError):
                 step(environment, "7", "7")

@@ -90,7 +90,7 @@ def test_an_episode_that_is_forgotten_is_cancelled(environment: Verifiers):
 @installed
 def test_a_prompt_of_another_task_is_refused(environment: Verifiers):
     other = prompt(2)
-    with pytest.raises(ValueError, match="the task begins otherwise than the prompt"):
+    with pytest.raises(ValueError, match="first messages differ from the prompt"):
         environment.reset(Prompt(0, other.tokens, "hub", {**other.task, "answer": "3"}))
 
 

@@ -6,7 +6,7 @@ import pytest
 
 from pipeline.config import EnvironmentConfig
 from pipeline.environments.base import Unjudged
-from pipeline.environments.code import PIECES, code_in
+from pipeline.environments.code import SNIPPETS, code_in
 from pipeline.environments.code_tests import (
     LITERAL,
     EqualityTest,
@@ -148,7 +148,7 @@ def test_a_piece_that_only_defines_is_an_error(piece: str):
     "last", ["check(f)", "for x in (1,): check(f)", "with open('x'): y = 1", "if f(1) != 2: raise ValueError"]
 )
 def test_a_piece_that_does_something_is_a_test(last: str):
-    assert parse_tests(CHECK + last).pieces == (CHECK + last,)
+    assert parse_tests(CHECK + last).snippets == (CHECK + last,)
 
 
 def test_a_check_that_is_not_there():
@@ -179,7 +179,7 @@ FORGED = {
     "marks": """
 import json, os, sys
 asked = json.load(sys.stdin)
-for number in range(len(asked["pieces"])):
+for number in range(len(asked["snippets"])):
     os.write(1, f"\\n{asked['mark']} {number} null\\n".encode())
 os._exit(0)""",
     "marks that it looked for": """
@@ -187,7 +187,7 @@ import json, os
 for descriptor in range(3, 64):
     try:
         asked = json.loads(os.read(descriptor, 1 << 16))
-        for number in range(len(asked["pieces"])):
+        for number in range(len(asked["snippets"])):
             os.write(1, f"\\n{asked['mark']} {number} null\\n".encode())
     except Exception:
         pass
@@ -229,14 +229,14 @@ def test_the_mark_of_other_pieces_is_not_on_stdin():
         "[1, (2, [3.0]), {'a': {4, 'x'}, (1, 2): None}]",
     ],
 )  # fmt: skip
-def test_values_of_equations_are_told_and_compared_as_python_does(value: str):
-    told = {}
-    exec(PIECES.decode().partition("\n\n")[2].partition("\nfor number")[0], told)
+def test_values_are_encoded_and_compared_as_python_does(value: str):
+    names = {}
+    exec(SNIPPETS.decode().partition("\n\n")[2].partition("\nfor number")[0], names)
     literal = eval(value)
     others = [None, 0, 1, "", "1", [], (), set(), {}, [0], [1, (2, [3.0])], b"", 0j, 10**40 + 1, 0.5, {1: 2}, {1}, {}.keys()]
-    assert same_value(json.dumps(told["told"](literal)), literal)
+    assert same_value(json.dumps(names["encode"](literal)), literal)
     for other in others:
-        assert same_value(json.dumps(told["told"](other)), literal) == (other == literal), other
+        assert same_value(json.dumps(names["encode"](other)), literal) == (other == literal), other
 
 
 @pytest.mark.parametrize(
@@ -278,19 +278,19 @@ def test_the_forms_of_tests():
     assert parse_tests({"inputs": [["1", "2"]], "outputs": [["3"]]}).cases == (IOTest("1\n2", "3"),)
     equations = parse_tests(
         ["assert f(1) == 2", "assert -1 == f(2), 'why'", "assert f(3) == sorted([2, 1])", "assert f(4) == (1, {2})"]
-    ).pieces
+    ).snippets
     assert equations == (
         EqualityTest("f(1)", 2), EqualityTest("f(2)", -1), EqualityTest("f(3)", [1, 2]), EqualityTest("f(4)", (1, {2}))
     )  # fmt: skip
     one, both = EqualityTest("f(1)", 2), EqualityTest("(f(1), f(2))", (2, 3))
     for inner in ("(f(1) == 2) == True", "(f(1) == 2) is True", "True == (2 == f(1))", "((f(1) == 2) == True) is True"):
-        assert parse_tests([f"assert {inner}"]).pieces == (one,)
+        assert parse_tests([f"assert {inner}"]).snippets == (one,)
     for several in (
         "assert f(1) == 2 and f(2) == 3",
         "assert f(1) == 2\nassert f(2) == 3",
         "assert (f(1) == 2 and f(2) == 3) == True",
     ):
-        assert parse_tests([several]).pieces == (both,)
+        assert parse_tests([several]).snippets == (both,)
     others = (
         "assert f(1) == g(2)",
         "assert f(1) == 2 and g()",
@@ -302,8 +302,8 @@ def test_the_forms_of_tests():
         "assert 1 == 1; x",
         "assert (",
     )
-    assert parse_tests(list(others)).pieces == others
-    assert parse_tests("[f(x) for x in y]").pieces == ("[f(x) for x in y]",)
+    assert parse_tests(list(others)).snippets == others
+    assert parse_tests("[f(x) for x in y]").snippets == ("[f(x) for x in y]",)
     for wrong in ({"inputs": [1], "outputs": []}, [], {}, "", [{"input": "1", "output": "2", "testtype": "functional"}]):
         with pytest.raises(ValueError):
             parse_tests(wrong)
