@@ -76,7 +76,7 @@ def main(run_dir: Path) -> None:
 
 
 def _role(recipe: Recipe, world: World) -> TrainRole | GenerateRole | RewardRole:
-    refit = _refit(recipe, world) if world.refit else None
+    refit = _refit(recipe, world) if world.workers.generate else None
     seed = config.section(recipe).seed
     if world.component == "train":
         return TrainRole(recipe, seed, world, algorithms.build(recipe), refit)

@@ -1,14 +1,12 @@
-"""The world: every rank of the job, the components they form, and every process group that crosses components.
+"""The world: every rank of the job, its components' ranks, and every process group that spans components.
 
-`join` is the one place that creates cross-component groups. It joins the spanning world, makes those groups while the spanning
-world is torch's default group, then makes the rank's own component the default, because Megatron, FSDP and vLLM all take the
-default group for their own. Nobody else creates a cross-component group.
+`join` is the only place that creates spanning groups. It joins the spanning world, makes those groups while the spanning world
+is torch's default group, then makes the rank's own group the default, because Megatron, FSDP and vLLM use the default group.
 
-A `World` also carries the mail between ranks (`pipeline/store`, which lets in only who knows the run's secret; `remote` speaks
-through it; each node of a large world has a relay of it) and the rank's activity: which verb it runs and in which phase.
-`watchdog.py` turns those into errors that name the missing rank.
+A `World` also holds the connection to the store, over which `rpc` sends messages (`pipeline/store`; each node of a large world
+has a relay), and the rank's activity: its verb and phase. `watchdog.py` turns those into errors that name the missing rank.
 
-Left out: rejoining after a rank was lost (the run restarts from its checkpoint instead).
+Left out: rejoining after a rank was lost. The run restarts from its checkpoint instead.
 """
 
 from __future__ import annotations
@@ -28,6 +26,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import PrefixStore  # torch.distributed exports it without a stub
 from torch.distributed import distributed_c10d
 
 from pipeline import network_interface
@@ -41,37 +40,37 @@ from pipeline.store.gloo import GlooAuthenticator
 from pipeline.store.server import Address, start
 from pipeline.timeline import Timeline
 
-NEVER = timedelta(days=365)  # waits that the watchdog bounds
+NEVER = timedelta(days=365)  # for waits that the watchdog bounds
 REACHED = "reached"
-"""This key of the store holds the address at which ranks reach rank 0's node. It is missing where all do so over loopback."""
+"""A key of the store: the address at which other nodes reach rank 0. Missing where all ranks use loopback."""
 ADDRESS = "address"
-"""This key holds the address that ranks which reach rank 0 over loopback use for gloo. Where all ranks are on one machine it is
-loopback, for all of them."""
-LAZY = "TORCH_GLOO_LAZY_INIT"  # read by torch
+"""A key of the store: the address for gloo of ranks that reach rank 0 over loopback. On a single node it is loopback."""
+LAZY = "TORCH_GLOO_LAZY_INIT"  # torch reads it
 RELAYED_FROM = 256
-"""Ranks from which on each node has a relay. Fewer cost rank 0's store little, and a relay is one more part that can fail."""
+"""World size from which each node has a relay. Fewer ranks cost rank 0's store little, and a relay can fail, too."""
 BEATS_PER_S = 4096
-"""Heartbeats that rank 0 looks at in a second."""
+"""Heartbeats that rank 0 reads in a second."""
 
 
 @dataclass(frozen=True)
 class RankInfo:
-    """Where the launcher put this process."""
+    """A rank's identity and location, from the environment that the launcher sets."""
 
     rank: int
     size: int
-    local_rank: int
+    local_rank: int  # within the component on this node
     node: str
     master: str  # an address of rank 0's node
     folder: Path  # this attempt's folder inside the run folder, on the shared file system
 
     @property
     def run_dir(self) -> Path:
-        """Attempts are in its attempts/."""
+        """The run folder, two levels above the attempt's."""
         return self.folder.parents[1]
 
     @classmethod
     def from_environment(cls, run_dir: Path) -> RankInfo:
+        """Read the HETSTEP_* variables."""
         env = os.environ
         return cls(
             rank=int(env["HETSTEP_RANK"]),
@@ -85,7 +84,7 @@ class RankInfo:
 
 @dataclass(frozen=True)
 class WorkerGroups:
-    """Who is who, known from the recipe alone."""
+    """The ranks of each component and engine, computed from the recipe."""
 
     train: tuple[int, ...]
     generate: tuple[int, ...]
@@ -95,6 +94,7 @@ class WorkerGroups:
 
     @classmethod
     def of(cls, recipe: Recipe) -> WorkerGroups:
+        """Number the ranks: train first, then generate, then reward."""
         train = tuple(range(ranks(recipe.cluster.train)))
         if not generates(recipe):
             return cls(train, (), ())
@@ -110,17 +110,19 @@ class WorkerGroups:
         return {"train": self.train, "generate": self.generate, "reward": self.reward}
 
     def name(self, rank: int) -> str:
+        """Return the component of a rank."""
         if rank in self.train:
             return "train"
         return "reward" if rank in self.reward else "generate"
 
     def engine(self, rank: int) -> tuple[int, ...]:
+        """Return the ranks of a generate rank's engine."""
         return next(engine for engine in self.engines if rank in engine)
 
 
 @dataclass(frozen=True)
 class Activity:
-    """What a rank is doing, as its heartbeat tells."""
+    """What a rank is doing, as its heartbeat reports it."""
 
     verb: str = "join"
     phase: str = ""
@@ -137,21 +139,21 @@ class World:
         self.component = workers.name(info.rank)
         self.store = store
         self.activity = Activity()
-        self.activity_changed = threading.Event()  # so that the watchdog tells it at once
+        self.activity_changed = threading.Event()  # makes the watchdog send it at once
         self.timeline = Timeline(_about(info, workers), workers.by_component())
         self.device = _device(info)
-        # Where tensors are that travel over `spanning` and `refit`: NCCL refuses two ranks on a GPU; gloo wants host memory.
+        # The device of tensors sent over `spanning` and `refit`: NCCL refuses two ranks on a GPU, and gloo needs host memory.
         self.carrier = torch.device("cpu") if workers.colocated else self.device
-        self.spanning: dist.ProcessGroup | None = None  # all ranks; what travels over it from one to another
-        self.own: dist.ProcessGroup | None = None  # the train component, the reward component, or this generate rank's engine
-        self.refit: dist.ProcessGroup | None = None  # rank 0 and all generate ranks, for a broadcast; None if nobody generates
+        self.spanning: dist.ProcessGroup  # all ranks; this and `own` are set by `join`
+        self.own: dist.ProcessGroup  # the train ranks, the reward ranks, or this generate rank's engine
+        self.refit: dist.ProcessGroup | None = None  # rank 0 and all generate ranks; None on other ranks, and if none generates
 
     @contextmanager
     def phase(self, phase: str, verb: str | None = None) -> Iterator[None]:
-        """Say what this rank is doing; the watchdog names it if it does not end, or ends with an error."""
+        """Set the phase, and the verb, of this rank for a block; errors and the watchdog name them."""
         before = self.activity
         self._set(Activity(verb or before.verb, phase))
-        yield  # an error leaves it as it is, to be told with the error
+        yield  # an error keeps the phase, for the report
         self._set(before)
 
     def _set(self, activity: Activity) -> None:
@@ -160,41 +162,39 @@ class World:
         self.timeline.enter(activity.verb, activity.phase)
 
     def nodes(self) -> dict[int, str]:
-        """Return the node of every rank. Only after `wait_for_all`."""
+        """Return the node of every rank. Call it after `wait_for_all`."""
         names = self.store.multi_get([f"here/{rank}" for rank in range(self.size)])
         return {rank: name.decode() for rank, name in enumerate(names)}
 
     def describe(self, rank: int) -> str:
+        """Return `rank 3 (generate)`, for messages."""
         return f"rank {rank} ({self.workers.name(rank)})"
 
 
 def _about(info: RankInfo, workers: WorkerGroups) -> dict[str, Any]:
-    """Who writes a timeline."""
+    """Return the timeline's header."""
     component = workers.name(info.rank)
     engine = workers.engines.index(workers.engine(info.rank)) if component == "generate" else None
     return {"rank": info.rank, "realm": component, "engine": engine, "node": info.node}
 
 
 def _device(info: RankInfo) -> torch.device:
-    """This rank's GPU. Where each rank is shown only its own, that is number 0 for all."""
+    """Return this rank's GPU, or the CPU. A rank that sees only its own GPU gets number 0."""
     if not torch.cuda.is_available():
         return torch.device("cpu")
     return torch.device("cuda", info.local_rank % torch.cuda.device_count())
 
 
 def heartbeat_interval_s(size: int, silence_s: float) -> float:
-    """Return the seconds between two heartbeats of a rank, in which it tells what it does and looks at what others do.
-
-    silence_s: `cluster.timeouts.silence`.
-    """
+    """Return the seconds between two heartbeats of a rank. silence_s: `cluster.timeouts.silence`."""
     return min(max(1.0, size / BEATS_PER_S), silence_s / 10)
 
 
 def open_store(info: RankInfo, timeout_s: float, silence_s: float = 60.0, relayed_from: int = RELAYED_FROM) -> RunStore:
-    """The store that rank 0 serves. Its port is fresh for each attempt and is told through the attempt's folder.
+    """Connect to the store, which rank 0 starts on a fresh port; the address goes through the attempt's folder.
 
-    silence_s: `cluster.timeouts.silence`, for this node's relay. Raises TimeoutError if rank 0 or that does not appear, and
-    what `attempt_key`, `RunStore` and `relay.start` raise.
+    silence_s: `cluster.timeouts.silence`, for this node's relay. Raises TimeoutError if rank 0 or the relay does not appear,
+    and what `attempt_key`, `RunStore` and `relay.start` raise.
     """
     card = info.folder / "rendezvous.json"
     key = attempt_key(info.run_dir, info.folder.name)
@@ -202,7 +202,7 @@ def open_store(info: RankInfo, timeout_s: float, silence_s: float = 60.0, relaye
         process, address = start(info.master, key)
         store = RunStore(address, key, timeout_s)
         store.process = process
-        store.set(f"relay/{info.node}", "")  # the store itself is near
+        store.set(f"relay/{info.node}", "")  # rank 0's node has no relay
         info.folder.mkdir(parents=True, exist_ok=True)
         beside = card.with_suffix(".tmp")
         beside.write_text(json.dumps(address._asdict()))
@@ -221,26 +221,26 @@ def open_store(info: RankInfo, timeout_s: float, silence_s: float = 60.0, relaye
 
 
 def _find_relay(store: RunStore, info: RankInfo, address: Address, key: bytes, silence_s: float) -> None:
-    """The first rank of a node that comes starts the node's relay; but on rank 0's node there is none."""
+    """Set `store.relay`: the node's first rank starts the relay. Rank 0's node has none."""
     name = f"relay/{info.node}"
     if not store.check([name]):
         own = str(info.rank).encode()
         if store.compare_set(f"{name}/by", "", own) == own:
-            interval_s, timeout_s = heartbeat_interval_s(info.size, silence_s), store.timeout.total_seconds()
+            interval_s, timeout_s = heartbeat_interval_s(info.size, silence_s), store.timeout_s
             store.relay_process, store.relay = relay.start(address, key, info.rank, interval_s, timeout_s)
             store.set(name, json.dumps(store.relay._asdict()))
             return
     try:
         found = store.get(name)
     except dist.DistStoreError:
-        starter, waited_s = int(store.get(f"{name}/by")), store.timeout.total_seconds()
+        starter, waited_s = int(store.get(f"{name}/by")), store.timeout_s
         raise TimeoutError(f"verb 'join': rank {starter} has not started {info.node}'s relay within {waited_s:g} s") from None
     if found:
         store.relay = Address(**json.loads(found))
 
 
 def wait_for_all(world: World, timeout_s: float) -> None:
-    """Every rank says that it is here; rank 0 waits for all. Raises TimeoutError naming who has not come."""
+    """Announce this rank; rank 0 waits for all ranks. Raises TimeoutError that names the missing ones."""
     mine, rank_0 = world.store.addresses()
     if world.info.local_rank == 0 and not network_interface.is_loopback(mine):
         world.store.set(REACHED, rank_0)
@@ -257,38 +257,40 @@ def wait_for_all(world: World, timeout_s: float) -> None:
 
 
 def carriers(device: torch.device) -> str:
-    """Return the backends of a group of ranks with such devices: gloo for tensors of the host, NCCL for those of GPUs."""
+    """Return the backends for ranks with such devices: gloo for host tensors, NCCL for GPU tensors."""
     return "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
 
 
 def join(world: World) -> None:
-    """Form the spanning world and its groups, then make this rank's component torch's default group. After `wait_for_all`.
+    """Form the spanning world and its groups, then make this rank's own group torch's default. Call it after `wait_for_all`.
 
-    From here on each gloo group of this process is proven when it is made (`store/gloo.py`).
+    From here on this process authenticates each gloo group when it is made (`store/gloo.py`).
 
-    In a large world gloo connects two ranks when they first speak. Without that, each rank writes an address for each other one
-    and reads all that all have written, so that the store carries bytes by the cube of the ranks (3 MB for 64 of them), and it
-    has a connection to every other rank. When two ranks first speak a send waits for its receiver, which must not happen inside
-    a refit: worlds whose refit goes over gloo connect all ranks here. `_meet_rank_0` connects every rank with rank 0 and proves
-    the two. Other pairs are not proven then: over gloo they send each other bodies of remote calls only, which have digests.
+    Large worlds connect lazily: gloo connects two ranks at their first message. Otherwise each rank writes an address for every
+    other one and reads all of them, so the store's traffic grows with the cube of the ranks (3 MB for 64 of them) and every
+    pair is connected. With lazy connections the first send of a pair waits for its receiver, which must not happen inside a
+    refit. Worlds that refit over gloo therefore connect all ranks here. `_connect_to_rank_0` connects and authenticates every
+    rank with rank 0. Other pairs stay unauthenticated: over gloo they send each other only bodies of RPC messages, which have
+    digests.
     """
     _choose_interface(world)
-    # Of every group whose maker names no timeout, as those of FSDP's mesh and of vLLM: torch's 10 minutes would end a rank
-    # before the watchdog says who is missing.
-    distributed_c10d.default_pg_timeout = distributed_c10d.default_pg_nccl_timeout = NEVER
+    # For groups that libraries make without a timeout, such as FSDP's mesh and vLLM's: torch's 10 minutes would end a rank
+    # before the watchdog has named the missing one.
+    distributed_c10d.default_pg_timeout = NEVER
+    distributed_c10d.default_pg_nccl_timeout = NEVER  # pyright: ignore[reportPrivateImportUsage]  # torch reads it there
     workers, device = world.workers, world.device
     backend = carriers(device)
     if device.type == "cuda":
         torch.cuda.set_device(device)
-    os.environ["GLOO_ENABLE_STORE_V2_API"] = "1"  # read by gloo: one request for all ranks' addresses, not two for each
+    os.environ["GLOO_ENABLE_STORE_V2_API"] = "1"  # gloo then reads all addresses in one request
     authenticator = GlooAuthenticator(world.store, world.rank, world.describe, world.phase)
     if world.size >= RELAYED_FROM and world.carrier.type == "cuda":
         before = os.environ.get(LAZY)
-        os.environ[LAZY] = "1"  # for these two groups; a library may send over its own in other ways
+        os.environ[LAZY] = "1"  # for these two groups only: libraries may send in an order that blocks
         _make_spanning(world)
         if before is None:
             del os.environ[LAZY]
-        _meet_rank_0(world, authenticator)
+        _connect_to_rank_0(world, authenticator)
         authenticator.install()
     else:
         authenticator.install()
@@ -296,25 +298,29 @@ def join(world: World) -> None:
     own = (workers.train, *workers.engines, *([workers.reward] if workers.reward else []))
     for members in own:  # every rank makes every group, in the same order
         group = dist.new_group(members, backend=backend, timeout=NEVER)
-        world.own = group if world.rank in members else world.own
+        if world.rank in members:
+            assert isinstance(group, dist.ProcessGroup)
+            world.own = group
     dist.group.WORLD = world.own
 
 
 def _make_spanning(world: World) -> None:
     """Make the groups of ranks of several components."""
     across = "gloo" if world.workers.colocated else carriers(world.device)
-    store = dist.PrefixStore("world", world.store)
+    store = PrefixStore("world", world.store)
     dist.init_process_group(across, store=store, rank=world.rank, world_size=world.size, timeout=NEVER)
+    assert dist.group.WORLD is not None
     world.spanning = dist.group.WORLD
     if world.workers.generate:
-        world.refit = dist.new_group((0, *world.workers.generate), backend=across, timeout=NEVER)
+        group = dist.new_group((0, *world.workers.generate), backend=across, timeout=NEVER)
+        world.refit = group if isinstance(group, dist.ProcessGroup) else None
 
 
 def connect(world: World) -> None:
     """Make the spanning group's communicator. Every rank calls this after `join`, when the nodes have passed their checks.
 
-    NCCL makes a communicator at its group's first use and waits for all ranks, for ever where images differ in NCCL. Ranks of a
-    reward model take part in no refit, and not every other rank has messages in the first round of one.
+    NCCL makes a communicator at a group's first use and waits for all ranks, forever if their NCCL versions differ. Reward
+    ranks take part in no refit, and not every other rank has messages in its first round.
     """
     with world.phase("connect all ranks", verb="join"):  # bounded by cluster.timeouts.join
         dist.all_reduce(torch.zeros(1, device=world.carrier), group=world.spanning)
@@ -323,8 +329,8 @@ def connect(world: World) -> None:
 def _choose_interface(world: World) -> None:
     """Set gloo's network interface, unless the user has chosen one.
 
-    It is the one over which this rank reaches rank 0. On rank 0's node that may be loopback: then it is the one at which ranks
-    of other nodes reach rank 0. Where all ranks are on one node it is loopback, whatever name they reach rank 0 by.
+    It is the interface over which this rank reaches rank 0. On rank 0's node that may be loopback; then it is the one at which
+    other nodes reach rank 0. If all ranks are on one node it is loopback, whatever name they use for rank 0.
     """
     given = network_interface.check_given()
     mine, _ = world.store.addresses()
@@ -338,21 +344,23 @@ def _choose_interface(world: World) -> None:
         network_interface.use(address if alone or network_interface.is_loopback(address) else mine)
 
 
-def _meet_rank_0(world: World, authenticator: GlooAuthenticator) -> None:
-    """Connect every rank with rank 0, so that no later send between the two waits for the other end, and prove both."""
-    linux.raise_open_files()  # for as many connections as there are ranks in the world, or in this rank's component
-    store = dist.PrefixStore("star", world.store)
+def _connect_to_rank_0(world: World, authenticator: GlooAuthenticator) -> None:
+    """Connect and authenticate every rank with rank 0, so that no later send between the two waits for its receiver."""
+    linux.raise_open_files()  # rank 0 connects to every rank, others to their component
+    store = PrefixStore("star", world.store)
     authenticator.offer(store, world.rank)
     others = range(1, world.size) if world.rank == 0 else [0]
-    authenticator.authenticate(world.spanning._get_backend(torch.device("cpu")), store, others)
+    gloo: Any = world.spanning._get_backend(torch.device("cpu"))  # torch's stub of a backend lacks send and recv
+    authenticator.authenticate(gloo, store, others)
 
 
 def leave(world: World, timeout_s: float) -> None:
-    """End a run that went well: rank 0, whose end is the store's, goes last. The watchdog has been stopped before."""
+    """End a successful run: rank 0 leaves last, as the store ends with it. The watchdog has been stopped before."""
     world.store.set(f"bye/{world.rank}", "")
     if world.rank == 0:
         world.store.wait([f"bye/{rank}" for rank in range(world.size)], timedelta(seconds=timeout_s))
-    if relaying := world.store.relay_process:  # other ranks of this node may still go through it
-        relaying.stdin.close()
+    if relaying := world.store.relay_process:  # other ranks of this node may still use it
+        if relaying.stdin:
+            relaying.stdin.close()
         with contextlib.suppress(subprocess.TimeoutExpired):
             relaying.wait(timeout_s)

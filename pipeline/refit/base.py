@@ -7,12 +7,15 @@ agree.
 
 from __future__ import annotations
 
-from typing import Protocol
+from collections.abc import Sequence
+from typing import Protocol, runtime_checkable
 
 import msgspec
 import numpy as np
 
+from pipeline.boxes import Region
 from pipeline.generate.base import WeightUpdate
+from pipeline.refit.tables import RankPlan
 from pipeline.train.base import TrainBackend
 
 NOTHING = np.zeros(0, np.int32)
@@ -45,3 +48,11 @@ class Refit(Protocol):
 
     def receive(self, update: WeightUpdate) -> RefitReport:
         """Write all of this rank's weights through `update`, short of its commit."""
+
+
+@runtime_checkable
+class PreparedRefit(Refit, Protocol):
+    """A refit that follows a plan from rank 0."""
+
+    def prepare(self, regions: Sequence[Region], units: Sequence[str] | None, plan: RankPlan) -> None:
+        """Send or receive by `plan` from now on. units: None on a train rank."""

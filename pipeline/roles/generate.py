@@ -1,4 +1,4 @@
-"""What a generate rank serves."""
+"""The role of a generate rank: the verbs that it serves."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pipeline import generate
 from pipeline.boxes import Region
 from pipeline.config import Recipe
 from pipeline.generate.base import GenerateBackend, MemoryPart
-from pipeline.refit.base import Commit, Refit, RefitReport
+from pipeline.refit.base import Commit, PreparedRefit, Refit, RefitReport
 from pipeline.refit.tables import LayoutTable, RankPlan, layout_table
 from pipeline.rollout import environment_threads
 from pipeline.rollout.driver import EpisodeDriver
@@ -22,38 +22,44 @@ from pipeline.world import World
 
 
 class GenerateRole:
-    """Holds the policy that samples, and the environments that judge.
+    """Holds the policy's engine and the environments.
 
-    The first rank of an engine leads it: it alone has episodes, and answers for them. Its peers only follow the engine's moves.
+    The first rank of an engine leads it: it runs the episodes and replies for them. Its peers follow the engine's steps.
     """
 
-    def __init__(self, recipe: Recipe, seed: int, world: World, refit: Refit):
+    def __init__(self, recipe: Recipe, seed: int, world: World, refit: Refit | None):
         self._recipe = recipe
         self._seed = seed
         self._world = world
         self._refit = refit
         self._engine = world.workers.engine(world.rank)
-        self._lockstep = Lockstep(world.own if len(self._engine) > 1 else None)
         self._leads = world.rank == self._engine[0]
-        self._driver: EpisodeDriver | None = None  # where it leads
-        self._environments: EnvironmentExecutor | None = None  # likewise
-        self._backend: GenerateBackend | None = None
+        self._lockstep = Lockstep(world.own if len(self._engine) > 1 else None)
+        self._driver: EpisodeDriver | None = None  # on the leader
+        self._environments: EnvironmentExecutor | None = None  # on the leader
+        self._built: GenerateBackend | None = None  # by `setup`
         self.wakeup = threading.Event()
 
     @verb("setup")
     def setup(self) -> None:
+        """Build the engine and, on its leader, the environments."""
         policy = self._recipe.policy
-        process = self._start_process() if self._leads else None  # it loads while the engine does
+        process = self._start_process() if self._leads else None  # loads alongside the engine
         with self._world.phase("load engine"):
-            self._backend = generate.build(policy, len(self._engine), self._engine.index(self._world.rank), self._seed)
+            self._built = generate.build(policy, len(self._engine), self._engine.index(self._world.rank), self._seed)
             if self._world.workers.colocated and policy.generation.refit_transport != "broadcast":
-                self._backend.layout()  # vLLM finds it by running loaders, which need the weights' memory; soon they sleep
+                self._backend.layout()  # vLLM computes it by running loaders, which need the weights' memory
         if self._leads:
             with self._world.phase("load environments"):
                 self._lead(self._backend, process)
 
+    @property
+    def _backend(self) -> GenerateBackend:
+        assert self._built, "verb 'setup' comes first"
+        return self._built
+
     def _start_process(self) -> EnvironmentProcess | None:
-        """None: environments run in threads of this process."""
+        """Return the environments' process, or None if they run in threads here or on other ranks."""
         elsewhere = all(environment.kind == "reward_model" for environment in self._recipe.env.values())
         if elsewhere or not self._recipe.policy.generation.environment_process:
             return None
@@ -74,7 +80,7 @@ class GenerateRole:
 
     @verb("setup")
     def layout(self) -> LayoutTable:
-        """What this rank must be given."""
+        """Return the regions of the weights that this rank receives."""
         with self._world.phase("layout"):
             regions, units = self._regions()
             return layout_table(regions, self._backend.shapes, units)
@@ -83,6 +89,7 @@ class GenerateRole:
     def prepare_refit(self, plan: RankPlan) -> None:
         """Receive by this plan from now on."""
         with self._world.phase("plan"):
+            assert isinstance(self._refit, PreparedRefit)
             self._refit.prepare(*self._regions(), plan)
 
     def _regions(self) -> tuple[list[Region], list[str]]:
@@ -91,15 +98,17 @@ class GenerateRole:
 
     @verb("refit")
     def receive(self) -> RefitReport:
-        """Take all new weights; they are served only from `commit` on. Episodes under way stand still until then."""
+        """Receive all new weights; `commit` makes them the served ones. Episodes pause until then."""
         with self._world.phase("receive"):
             if self._driver:
                 self._driver.paused = True
             self._update = self._backend.update()
+            assert self._refit
             return self._refit.receive(self._update)
 
     @verb("refit")
     def commit(self, commit: Commit) -> None:
+        """Serve the received weights and resume episodes."""
         with self._world.phase("commit"):
             self._update.commit(commit.version, commit.recompute_kv_cache)
             if self._driver:
@@ -107,12 +116,13 @@ class GenerateRole:
 
     @verb("refit")
     def sleep(self, keep_weights: bool) -> None:
-        """Give the GPU to the train rank that shares it."""
+        """Release the GPU for the train rank that shares it."""
         with self._world.phase("sleep"):
             self._backend.sleep(keep_weights)
 
     @verb("refit")
     def wake(self, part: MemoryPart) -> None:
+        """Take back the GPU memory of weights or cache."""
         with self._world.phase(f"wake {part}"):
             self._backend.wake(part)
 
@@ -120,42 +130,44 @@ class GenerateRole:
 
     @verb("rollout")
     def rollout(self, work: RolloutWork) -> StreamingReply[FinishedGroup]:
-        """Begin these groups; each is answered as soon as its episodes have ended."""
+        """Begin these groups; each is sent as soon as its episodes have ended."""
         return self._driver.rollout(work) if self._driver else _nothing()
 
     @verb("rollout")
     def drain(self) -> StreamingReply[None]:
-        """Begin no more episodes until the next commit. Ends when none asks the engine any more."""
+        """Begin no more episodes until the next commit. Ends when no episode has a request in the engine."""
         return self._driver.drain() if self._driver else _nothing()
 
     @verb("rollout")
     def snapshot(self) -> list[UnfinishedGroup]:
-        """Where each group stands that has not been answered."""
+        """Return the state of each group that has not been sent."""
         return self._driver.snapshot() if self._driver else []
 
     @verb("rollout")
     def cut(self, works: list[int]) -> None:
-        """End the open episodes of the works with these numbers where they are."""
+        """End the open episodes of these works at once."""
         if self._driver:
             self._driver.cut(works)
 
     # ---- between verbs ------------------------------------------------------------------------------------------------------
 
     def work(self, verb_waits: Callable[[], bool]) -> None:
+        """Advance the episodes, or follow the engine's leader, until the next verb."""
         if self._leads:
             if self._driver:
                 self._driver.work(verb_waits)
             self._lockstep.announce(VERB)
         else:
-            self._lockstep.follow(self._backend, self._world)
+            self._lockstep.follow(self._built, self._world)
 
     def close(self) -> None:
+        """Close the environments."""
         if self._environments:
             self._environments.close()
 
 
 def _nothing() -> StreamingReply:
-    """The answer of a rank that does not lead."""
-    later: StreamingReply = StreamingReply()
-    later.end()
-    return later
+    """Return the reply of a rank that does not lead."""
+    reply: StreamingReply = StreamingReply()
+    reply.end()
+    return reply

@@ -1,4 +1,4 @@
-"""What a forward pass gave for its microbatches, put together for those of training, which may be cut otherwise."""
+"""Regroup the outputs of a forward pass into the microbatches of training, which may be cut differently."""
 
 from __future__ import annotations
 
@@ -10,8 +10,10 @@ from pipeline.types import Outputs, TopK, Update
 
 
 def regroup(outputs: Sequence[Outputs], update: Update) -> list[Outputs]:
-    """outputs: one for each of `update.forward`; the result has one for each of `update.train`. Of an empty microbatch, which
-    is one token that counts for nothing, all entries are 0."""
+    """Return one output for each of `update.train`, from one for each of `update.forward`.
+
+    An empty microbatch is one token that counts for nothing; all its entries are 0.
+    """
     of_sample: dict[int, list[torch.Tensor]] = {}
     for members, output in zip(update.forward, outputs, strict=True):
         if members:
@@ -26,7 +28,7 @@ def regroup(outputs: Sequence[Outputs], update: Update) -> list[Outputs]:
 
 
 def _like(outputs: Outputs, tensors: list[torch.Tensor]) -> Outputs:
-    """With other tensors in the place of `outputs.tensors()`."""
+    """Return `outputs` with other tensors in place of `outputs.tensors()`."""
     rest = iter(tensors)
     names = ("logprobs", "entropy", "values", "full_logprobs")
     fields = {name: next(rest) for name in names if getattr(outputs, name) is not None}

@@ -1,7 +1,7 @@
-"""Give sequences their scores: a frozen reward model, on the train ranks or on ranks of its own.
+"""Score sequences with a frozen reward model, on the train ranks or on ranks of its own.
 
-A score is the value head's number on the state after a sequence's last token. Which sequences, and in which microbatches, rank
-0 decides (`pipeline/scoring.py`). Leaves out: scores of single steps, and reward models that are not sequence classifiers.
+A score is the value head's output after a sequence's last token. Rank 0 chooses the sequences and microbatches
+(`pipeline/scoring.py`). Left out: scores of single steps, and reward models that are not sequence classifiers.
 """
 
 from __future__ import annotations
@@ -22,22 +22,22 @@ from pipeline.world import World
 
 @dataclass(frozen=True, slots=True)
 class ScoreWork:
-    """One data rank's share of what is to be scored. All data ranks have equally many microbatches; some may be empty."""
+    """One data rank's sequences to score. All data ranks have the same number of microbatches; some may be empty."""
 
-    microbatches: list[list[np.ndarray]]  # of sequences, each [L] int32
+    microbatches: list[list[np.ndarray]]  # of sequences [L] int32
 
 
 class Scorer:
     """This rank's part of the reward model."""
 
     def __init__(self, model: PolicyConfig, group: dist.ProcessGroup, seed: int, offload: bool):
-        """model: `config.reward_model_policy(recipe)`. group: the ranks that serve it, the default group.
+        """Build the reward model. Collective over `group`, the default group.
 
-        Collective. Raises ValueError, which says what is wrong, if the model or the layout is not supported.
+        model: `config.reward_model_policy(recipe)`. Raises ValueError if the model or the layout is not supported.
         """
         try:
             self._backend = train.build(model, group, seed, ModelRole(head="values", trained=False, offload=offload))
-        except ValueError as error:  # it speaks of policy.*, as which every model is described
+        except ValueError as error:  # it names keys of policy.*, which describes every model
             raise ValueError(f"of the reward model: {error}") from error
         self.place = DataParallelRank(self._backend.data_rank, self._backend.data_size)
 
@@ -46,8 +46,9 @@ class Scorer:
         batches = [pack([_sample(tokens) for tokens in each], self._backend.device) for each in work.microbatches]
         scores: list[float] = []
         for sequences, batch, outputs in zip(work.microbatches, batches, self._backend.forward(batches), strict=True):
+            assert outputs.values is not None  # the model has a value head
             ends = outputs.values[batch.cu_seqlens[1:].long() - 1].tolist()
-            scores += ends[: len(sequences)]  # an empty microbatch has a token all the same
+            scores += ends[: len(sequences)]  # an empty microbatch still has one token
         return scores
 
 
@@ -61,12 +62,14 @@ class RewardRole:
 
     @verb("setup")
     def setup(self) -> DataParallelRank:
+        """Build the model and return this rank among the data-parallel ones."""
         with self._world.phase("load reward model"):
             self._scorer = Scorer(config.reward_model_policy(self._recipe), self._world.own, self._seed, offload=False)
         return self._scorer.place
 
     @verb("rollout")
     def score(self, work: ScoreWork) -> list[float]:
+        """Return the score of each sequence, in the order of the microbatches."""
         with self._world.phase("score"):
             return self._scorer.score(work)
 

@@ -1,6 +1,6 @@
 """The role of a train rank: the verbs that it serves.
 
-Every model of the component is a backend of its own, at one layout, so that all take the same microbatches.
+Each model is a backend of its own. All have one layout, so that they take the same microbatches.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ import torch.distributed as dist
 
 from pipeline import config, train
 from pipeline.algorithms.advantages import moments, standardize
-from pipeline.algorithms.base import Algorithm, Loss
+from pipeline.algorithms.base import Algorithm, Loss, OnlineAlgorithm
 from pipeline.checkpoint import kept, storage_timeout_s, wait_until_seen
 from pipeline.config import PolicyConfig, Recipe
 from pipeline.data.packing import pack
-from pipeline.refit.base import Refit, RefitReport
+from pipeline.refit.base import PreparedRefit, Refit, RefitReport
 from pipeline.refit.tables import LayoutTable, RankPlan, layout_table
 from pipeline.roles.regroup import regroup
 from pipeline.roles.reward import Scorer, ScoreWork
@@ -45,7 +45,7 @@ from pipeline.world import World
 
 
 class TrainRole:
-    """Holds the models that learn, the policy and with it perhaps a critic, and the frozen ones that help them."""
+    """Holds the models that learn, policy and critic, and the frozen ones: reference, teacher and reward model."""
 
     def __init__(self, recipe: Recipe, seed: int, world: World, algorithm: Algorithm, refit: Refit | None):
         self._recipe = recipe
@@ -65,6 +65,7 @@ class TrainRole:
 
     @verb("setup")
     def setup(self) -> DataParallelRank:
+        """Build the models and return this rank among the data-parallel ones."""
         recipe, needs = self._recipe, self._algorithm.needs
         role = ModelRole(needs.head, reference=needs.reference, entropy=needs.entropy, truncated=needs.truncated)
         self._build("policy", recipe.policy, role)
@@ -84,19 +85,19 @@ class TrainRole:
         with self._world.phase(f"load {name}"):
             try:
                 self._models[name] = train.build(policy, self._world.own, self._seed, role)
-            except ValueError as error:  # it speaks of policy.*, as which every model is described
+            except ValueError as error:  # it names keys of policy.*, which describes every model
                 raise error if name == "policy" else ValueError(f"of the {name}: {error}") from error
 
     @verb("train")
     def load(self, updates: list[Update]) -> None:
-        """Take a step's samples; they stay until the next `load` or `offload`."""
+        """Pack a step's samples; they stay until the next `load` or `offload`."""
         with self._world.phase("pack"):
             self._updates = updates
             self._batches = [_pack(update.samples, update.train, self._policy.device) for update in updates]
 
     @verb("train")
     def forward(self) -> None:
-        """Add what the algorithm needs of the models as they are before the first update."""
+        """Compute the fields that the algorithm needs of the models before the first update."""
         needs = self._algorithm.needs
         if needs.old:
             self._attach(lambda out: {"old_logprobs": out.logprobs, "old_full_logprobs": out.full_logprobs}, "policy")
@@ -108,7 +109,7 @@ class TrainRole:
             self._attach(lambda out: {"teacher": out.top_k}, "teacher", top_k=needs.teacher_top_k)
 
     def _attach(self, fields: Callable[[Outputs], dict[str, Any]], model: str, weights: str = "policy", top_k: int = 0) -> None:
-        """Add fields to the training microbatches, of what a model says of them."""
+        """Add fields computed from a model's outputs to the training microbatches."""
         backend = self._models[model]
         with self._world.phase(f"forward of the {'reference' if weights == 'reference' else model}"):
             for i, update in enumerate(self._updates):
@@ -120,14 +121,15 @@ class TrainRole:
 
     @verb("train")
     def estimate(self) -> list[Moments]:
-        """Make advantages of what `forward` added; of each update their moments."""
+        """Compute advantages from the fields that `forward` added, and return each update's moments."""
         with self._world.phase("estimate"):
+            assert isinstance(self._algorithm, OnlineAlgorithm)  # it has `needs.estimates`
             self._batches = [[self._algorithm.estimate(batch) for batch in batches] for batches in self._batches]
             return [moments(batches) for batches in self._batches]
 
     @verb("train")
     def standardize(self, to: AdvantageNormalization) -> None:
-        """Standardize advantages by what `estimate` found on all ranks together."""
+        """Standardize advantages by the moments of all ranks."""
         self._batches = [[standardize(batch, to) for batch in batches] for batches in self._batches]
         self._updates = [
             dataclasses.replace(update, counts=counts) for update, counts in zip(self._updates, to.counts, strict=True)
@@ -135,9 +137,9 @@ class TrainRole:
 
     @verb("train")
     def step(self, models: list[str]) -> dict[str, list[dict[str, float]]]:
-        """For each of the algorithm's epochs, for each loaded update, one optimizer step of each model; their metrics.
+        """Take one optimizer step of each model for each epoch and update, and return their metrics by model.
 
-        The schedules of these models then advance, once for the step.
+        Then advance these models' schedules, once for the step.
         """
         needs = self._algorithm.needs
         found: dict[str, list[dict[str, float]]] = {model: [] for model in models}
@@ -180,26 +182,27 @@ class TrainRole:
 
     @verb("train")
     def offload(self, keep_weights: bool) -> None:
-        """Give this rank's device to the generate rank that shares it. keep_weights: the policy's stay, for a refit."""
+        """Move the models off the GPU for the generate rank that shares it. keep_weights: the policy's stay, for a refit."""
         with self._world.phase("offload"):
-            self._updates, self._batches = [], []  # of the step that has ended
+            self._updates, self._batches = [], []  # the step has ended
             for name, model in self._models.items():
                 model.offload(keep_weights=keep_weights and name == "policy")
 
     @verb("train")
     def reload(self) -> None:
-        """Take it back."""
+        """Move the models back to the GPU."""
         with self._world.phase("reload"):
             for model in self._models.values():
                 model.reload()
 
     @property
     def shapes(self) -> dict[str, tuple[int, ...]]:
+        """The policy's Hugging Face tensors: name -> shape."""
         return self._policy.shapes
 
     @verb("setup")
     def layout(self) -> LayoutTable:
-        """Return the layout of what this rank holds."""
+        """Return the layout of the weights that this rank holds."""
         with self._world.phase("layout"):
             return layout_table(self._policy.layout(), self._policy.shapes)
 
@@ -207,16 +210,19 @@ class TrainRole:
     def prepare_refit(self, plan: RankPlan) -> None:
         """Send by this plan from now on."""
         with self._world.phase("plan"):
+            assert isinstance(self._refit, PreparedRefit)
             self._refit.prepare(self._policy.layout(), None, plan)
 
     @verb("refit")
     def send(self) -> RefitReport:
+        """Send this rank's share of the policy's weights."""
         with self._world.phase("send"):
+            assert self._refit
             return self._refit.send(self._policy)
 
     @verb("save")
     def save(self, folder: str) -> None:
-        """With checkpointing.async_save, only copy what is to be written, and let a thread write it."""
+        """Write a checkpoint. With checkpointing.async_save, copy the state and write it in a thread."""
         behind = self._recipe.checkpointing.async_save
         with self._world.phase("write checkpoint"):
             shards = {self._place(model, folder): self._models[model].shards(copy=behind) for model in self._algorithm.losses}
@@ -232,7 +238,7 @@ class TrainRole:
 
     @verb("save")
     def written(self, wait: bool) -> bool:
-        """Return whether what `save` began is on the disk. Raises the error with which it failed."""
+        """Return whether the last `save` is on disk. Raises its error if it failed."""
         with self._world.phase("wait for checkpoint"):
             if wait:
                 self._background.wait()
@@ -240,15 +246,16 @@ class TrainRole:
 
     @verb("save")
     def restore(self, folder: str) -> None:
+        """Load the models from a checkpoint's folder."""
         with self._world.phase("read"):
-            if self._world.info.local_rank == 0:  # what one rank of a node sees, all do; there may be thousands of files
+            if self._world.info.local_rank == 0:  # one rank looks for all of its node: there may be thousands of files
                 wait_until_seen(Path(folder))
             dist.barrier(self._world.own)
             for model in self._algorithm.losses:
                 self._models[model].load(self._place(model, folder))
 
     def _place(self, model: str, folder: str) -> Path:
-        """Return the folder in which a checkpoint has a model."""
+        """Return a model's folder within a checkpoint."""
         return Path(folder) if model == "policy" else Path(folder) / model
 
     @verb("save")

@@ -1,4 +1,4 @@
-"""Rank 0's end: it numbers calls, sends them, and sorts the answers to their futures."""
+"""The calling end of RPC, on rank 0: it numbers calls, sends them and assigns the replies to futures."""
 
 from __future__ import annotations
 
@@ -19,26 +19,26 @@ from pipeline.store import messaging
 from pipeline.watchdog import Overdue, PeerError
 from pipeline.world import World
 
-REOPEN_S = 5.0  # to connect again to a store that was stuck
+REOPEN_S = 5.0  # to reconnect to a store that was stuck
 
 
 class RpcError(PeerError):
-    """A verb raised on another rank."""
+    """A verb raised on another rank; the message has its traceback."""
 
 
 @dataclass(frozen=True)
 class Call:
-    """What is asked of a component, and how it answers."""
+    """A verb to run on a component, its timeout and the type of its reply."""
 
     verb: str
     component: str
     timeout_s: float
-    kind: Any  # of the reply
+    kind: Any  # the reply's type
     in_parts: bool
 
 
 class Future:
-    """The replies of one call."""
+    """The replies of one call, from each of its ranks."""
 
     def __init__(self, client: RpcClient, number: int, call: Call, ranks: tuple[int, ...]):
         self.verb = call.verb
@@ -47,7 +47,7 @@ class Future:
         self.timeout_s = call.timeout_s
         self.in_parts = call.in_parts
         self.deadline = time.monotonic() + call.timeout_s
-        self.sends: list = []  # bodies under way and their work handles
+        self.sends: list = []  # bodies in flight and their work handles
         self._client = client
         self._ranks = ranks
         self._kind = call.kind
@@ -57,27 +57,31 @@ class Future:
 
     @property
     def missing(self) -> list[int]:
-        """The ranks whose answer has not come to its end. Of a plain call the store keeps what has come until all have."""
+        """The ranks that have not replied to the end. The store delivers a plain call only when all ranks have."""
         return sorted(self._missing)
 
     @property
     def suspects(self) -> list[int]:
-        """Whom a late answer may be waiting for: of one in parts all ranks, as those that follow an engine's leader end their
-        own at once, and may be what it waits for."""
+        """The ranks that may hold up a late reply.
+
+        For a reply in parts these are all ranks: those that follow an engine's leader end their own reply at once, and it may
+        wait for them.
+        """
         return list(self._ranks) if self.in_parts else self.missing
 
     @property
     def done(self) -> bool:
+        """Whether every rank has replied to the end."""
         return not self._missing
 
     def accept(self, ranks: list[int], body: bytes, more: bool) -> None:
-        """Take the same answer of several ranks, which share one object."""
+        """Decode the equal replies of several ranks, which share one object."""
         reply = decode(body, self._kind)
         for rank in ranks:
             self.reply(rank, reply, more)
 
     def reply(self, rank: int, reply: Any, more: bool = False) -> None:
-        """What a rank has answered, or a part of it."""
+        """Add a reply of a rank, or a part of it."""
         if self.in_parts:
             self._replies[rank] += reply
         else:
@@ -88,15 +92,17 @@ class Future:
             self._missing.discard(rank)
 
     def take(self) -> list[tuple[int, Any]]:
-        """(rank, its reply or a part of it) of all that came since this was called before. Does not wait. Parts that were taken
-        are not in the result."""
+        """Return (rank, reply or part) pairs that arrived since the last call, without waiting.
+
+        Parts that were taken are not in `result`.
+        """
         fresh, self._fresh = self._fresh, []
         if self.in_parts:
             self._replies |= {rank: [] for rank, _ in fresh}
         return fresh
 
     def result(self) -> list[Any]:
-        """Wait for every rank; all that each has answered. Raises RpcError if the verb raised on one."""
+        """Wait for every rank and return their replies in rank order. Raises RpcError if the verb raised on one."""
         while self._missing:
             self._client.receive(f"wait for {self.verb}", self)
         return [self._replies[rank] for rank in self._ranks]
@@ -104,7 +110,7 @@ class Future:
 
 @dataclass(frozen=True)
 class Arriving:
-    """A reply's body on its way from a rank over the spanning group."""
+    """A reply's body that rank 0 receives over the spanning group."""
 
     call: int
     rank: int
@@ -112,32 +118,33 @@ class Arriving:
 
 
 class RpcClient:
-    """Rank 0's end: numbers calls, sends them, sorts the replies to their futures."""
+    """Sends calls from rank 0 and assigns their replies to futures."""
 
     def __init__(self, world: World):
         self._world = world
         self._next = 0
         self._futures: dict[int, Future] = {}
         self._lock = threading.Lock()  # the watchdog reads the futures from its thread
-        self._awaited: Future | None = None  # by rank 0; None: any
-        self._waiting_since: float | None = None  # rank 0, for a message
-        self._arriving: Arriving | None = None  # what rank 0 waits for otherwise
+        self._awaited: Future | None = None  # the future that rank 0 waits for; None: any
+        self._waiting_since: float | None = None  # since when rank 0 waits for a message
+        self._arriving: Arriving | None = None  # the body that rank 0 waits for
         self._store = world.store.clone()
-        self._asking = world.store.clone()  # the watchdog's
+        self._asking = world.store.clone()  # the watchdog's connection connection
 
     def open(self, call: Call, ranks: tuple[int, ...]) -> Future:
+        """Number a call and return its future."""
         with self._lock:
             number, self._next = self._next, self._next + 1
             self._futures[number] = future = Future(self, number, call, ranks)
         return future
 
     def send(self, future: Future, parts: Iterable[tuple[list[int], bytes]]) -> None:
-        """Send a call to its ranks. parts: ranks, and the body that they get."""
+        """Send a call to its ranks. parts: (ranks, body for them)."""
         messages: list[messaging.Part] = []
         settled = min(self._futures)
         for ranks, body in parts:
             if not ranks:
-                continue  # rank 0 alone is asked
+                continue  # rank 0 is the only member
             follows = following(body)
             who = tuple(ranks) if follows else ()
             envelope = Envelope(future.number, future.verb, b"" if follows else body, settled, follows, digest(body), who)
@@ -149,11 +156,12 @@ class RpcClient:
             self._store.send(messaging.Send(future.number, piece, future.in_parts, last=piece is pieces[-1]))
 
     def receive(self, phase: str, awaited: Future | None = None) -> None:
-        """Take in what answers there are, waiting for one. awaited: the future it is wanted for, if it is for one.
+        """Wait for answers and assign them. awaited: the future that rank 0 waits for, if it is one.
 
-        Raises RuntimeError where no call is open, so that none would ever come."""
+        Raises RuntimeError where no call is open, so that no answer could arrive.
+        """
         if not self._futures:
-            raise RuntimeError(f"{phase}: no call is open that could be answered")
+            raise RuntimeError(f"{phase}: no call is open")
         self._awaited = awaited
         with self._world.phase(phase, verb="idle"):
             self._waiting_since = time.monotonic()
@@ -163,7 +171,7 @@ class RpcClient:
             self._sort(answer)
 
     def poll(self) -> bool:
-        """Take in what answers there are, if there are some."""
+        """Assign the answers that have arrived; return whether there were any."""
         answers = self._store.collect(block=False)
         for answer in answers:
             self._sort(answer)
@@ -187,7 +195,7 @@ class RpcClient:
         self.settle(answer.call)
 
     def settle(self, call: int) -> None:
-        """Forget the call if every rank has answered."""
+        """Forget the call if every rank has replied."""
         with self._lock:
             if self._futures[call].done:
                 del self._futures[call]
@@ -195,9 +203,9 @@ class RpcClient:
     def overdue(self) -> Overdue | None:
         """Return a call past its deadline, if there is one.
 
-        A call that is answered in parts may take as long as it wants, and its parts may lie in the queue while rank 0 is busy:
-        it is late when rank 0 has waited so long for it, or for any message at all. So is the body of any reply, of which the
-        store knows no more than that it follows.
+        A call with a reply in parts may run for any time, and its parts may be queued while rank 0 is busy. It is late when
+        rank 0 has waited for it, or for any message, longer than its timeout. The same holds for the body of any reply, of
+        which the store only knows that it follows.
         """
         now, since, awaited, arriving = time.monotonic(), self._waiting_since, self._awaited, self._arriving
         with self._lock:
@@ -216,20 +224,20 @@ class RpcClient:
         return Overdue(late[0].verb, late[0].timeout_s, sorted({rank for future in late for rank in future.suspects}))
 
     def _unanswered(self, future: Future) -> list[int]:
-        """Return the ranks that the store knows of, and rank 0 while it runs its own part; none while the store is stuck."""
+        """Return the ranks that the store waits for, and rank 0 while it runs its own part; none if the store is stuck."""
         try:
             return [*({self._world.rank} & set(future.missing)), *self._asking.unanswered(future.number)]
-        except dist.DistError:  # it is closed, since a late reply would be taken for the next one
-            with contextlib.suppress(dist.DistError):  # then the next time; the watchdog's own connection tells of the store
+        except dist.DistError:  # closed, so that the next request does not read a late reply
+            with contextlib.suppress(dist.DistError):  # retried at the next look; the watchdog notices a dead store
                 self._asking = self._world.store.clone(REOPEN_S)
             return []
 
 
 class RpcGroup:
-    """A component as rank 0 sees it: each verb of its role is a method that returns a Future.
+    """A group of ranks as rank 0 calls it: each verb of its role is a method that returns a Future.
 
-    `parts`, instead of the argument, is a list with one argument per rank; ranks that get the same object share one message.
-    `role` is rank 0's own, if it is in the component.
+    Instead of an argument, `parts` is a list with one argument per rank; ranks that get the same object share one message.
+    `role` is rank 0's own, if it is in the group.
     """
 
     def __init__(self, client: RpcClient, world: World, ranks: tuple[int, ...], kind: type, timeouts: Any, role: Any = None):
@@ -243,8 +251,7 @@ class RpcGroup:
         self._role = role
 
     def receive_replies(self, block: bool) -> bool:
-        """Take in the messages that there are, of any component, into their futures; False if there are none and none is waited
-        for."""
+        """Assign answers that have arrived, of any group. Returns False if there are none and `block` is False."""
         if not block:
             return self._client.poll()
         self._client.receive(f"wait for {self._component}")
@@ -267,7 +274,7 @@ class RpcGroup:
         return call
 
     def _each(self, parts: list[Any]) -> Iterable[tuple[list[int], bytes]]:
-        """Return each object that ranks get, encoded once, with these ranks."""
+        """Return each distinct argument, encoded once, with its ranks."""
         members: dict[int, tuple[list[int], Any]] = {}
         for rank, part in zip(self._ranks, parts, strict=True):
             if rank != self._world.rank:
@@ -276,6 +283,6 @@ class RpcGroup:
 
 
 def stop(world: World) -> None:
-    """Tell every other rank that the run is over."""
+    """Send every other rank the message that ends `serve`."""
     message = msgspec.msgpack.encode(Envelope(messaging.NO_CALL, STOP, b""))
     world.store.clone().send(messaging.Send(messaging.NO_CALL, [(list(range(1, world.size)), message)]))

@@ -1,9 +1,9 @@
-"""What travels: verbs and answers through the store, and bodies that are too large for it over the spanning group.
+"""The messages of RPC: envelopes through the store, and large bodies over the spanning group.
 
-A large body that several ranks get goes to the first of them, and from each to two others: rank 0 sends it once. The message
-before it tells its SHA-256 through the store, which is proven, so that nobody can replace it on its way. What that
-takes each end of 1 GiB: `python -m timeit -s "import hashlib; body = bytes(1 << 30)" "hashlib.sha256(body)"`, 0.65 s on a core
-with instructions for SHA.
+A large body for several ranks goes to the first of them, and each forwards it to two others, so rank 0 sends it once. The
+envelope before it carries its SHA-256 through the store, whose connections are authenticated, so nobody can replace the body on
+its way. Hashing 1 GiB takes each end 0.65 s on a core with SHA instructions:
+`python -m timeit -s "import hashlib; body = bytes(1 << 30)" "hashlib.sha256(body)"`.
 """
 
 from __future__ import annotations
@@ -21,56 +21,60 @@ from pipeline.world import World
 
 INLINE = 64 << 10  # bytes; the store is one process for all ranks
 STOP = "stop"
-TAGS = 1 << 19  # those from 1 << 20 on are of `node_checks.network`
+TAGS = 1 << 19  # `node_checks.network` uses tags from 1 << 20 on
 
 
 class Envelope(msgspec.Struct, array_like=True):
-    """A verb on its way to ranks."""
+    """A call of a verb, as ranks receive it."""
 
     call: int
     verb: str
-    body: bytes  # empty if it follows over the spanning group
-    settled: int = 0  # rank 0 has taken the replies to all calls below this number
-    follows: int = 0  # bytes that follow
-    digest: bytes = b""  # of what follows
-    ranks: tuple[int, ...] = ()  # that these are to reach: each has them from the one that `route` says
+    body: bytes  # empty if the body follows over the spanning group
+    settled: int = 0  # rank 0 has the replies of all calls below this number
+    follows: int = 0  # bytes of a body that follows
+    digest: bytes = b""  # of a body that follows
+    ranks: tuple[int, ...] = ()  # that get the body; `route` says from which rank
 
 
 Sending = tuple[torch.Tensor, dist.Work]
-"""A body under way, which must live until it has arrived."""
+"""A body in flight, which must stay alive until it has arrived."""
 
 
 def following(body: bytes | memoryview) -> int:
-    """Return how many bytes follow a message over the spanning group: all of a large body, none of another."""
+    """Return how many bytes follow a message over the spanning group: a large body whole, a small one not at all."""
     return len(body) if len(body) > INLINE else 0
 
 
 def digest(body: bytes | memoryview) -> bytes:
-    """Return what the message before a body that follows tells of it: the SHA-256; of another body nothing."""
+    """Return the SHA-256 of a body that follows its message; empty for an inline body."""
     return hashlib.sha256(body).digest() if following(body) else b""
 
 
 def send_body(world: World, body: torch.Tensor, call: int, to: int) -> Sending:
-    return body, dist.isend(body, to, group=world.spanning, tag=call % TAGS)
+    """Send a body to rank `to`, asynchronously."""
+    work = dist.isend(body, to, group=world.spanning, tag=call % TAGS)
+    assert work is not None  # both ranks are in the spanning group
+    return body, work
 
 
 def receive_body(world: World, size: int, expected: bytes, call: int, source: int) -> torch.Tensor:
-    """Wait for a body and return it as bytes of shape (size,). Raises AuthenticationError if `expected` is not its digest."""
+    """Wait for a body and return it as bytes of shape (size,). Raises AuthenticationError if its digest is not `expected`."""
     body = torch.empty(size, dtype=torch.uint8)
     dist.recv(body, source, group=world.spanning, tag=call % TAGS)
-    if not hmac.compare_digest(digest(memoryview(body.numpy())), expected):
-        raise AuthenticationError(f"the body of {size} bytes that came as {world.describe(source)}'s is not what it has sent")
+    if not hmac.compare_digest(digest(memoryview(body.numpy().data)), expected):
+        raise AuthenticationError(f"the body of {size} bytes received from {world.describe(source)} is not the one it sent")
     return body
 
 
 def as_tensor(body: bytes) -> torch.Tensor:
+    """Return a copy of a body as a tensor of bytes."""
     return torch.frombuffer(bytearray(body), dtype=torch.uint8)
 
 
 def route(ranks: Sequence[int], rank: int) -> tuple[int, list[int]]:
-    """Return (from whom a rank has a body that `ranks` get, to whom it hands it on): a binary tree below rank 0.
+    """Return (the rank that sends a body to `rank`, the ranks that `rank` forwards it to): a binary tree below rank 0.
 
     Worked example, ranks [1, 2, 3, 5]: 0 -> 1, 1 -> 2 and 3, 2 -> 5.
     """
-    place = ranks.index(rank)
-    return ranks[(place - 1) // 2] if place else 0, list(ranks[2 * place + 1 : 2 * place + 3])
+    i = ranks.index(rank)
+    return ranks[(i - 1) // 2] if i else 0, list(ranks[2 * i + 1 : 2 * i + 3])

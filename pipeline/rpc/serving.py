@@ -1,4 +1,4 @@
-"""Every other rank's end: verbs come, one after another, and answers go."""
+"""The serving end of RPC, on every other rank: it takes calls one after another and sends their replies."""
 
 from __future__ import annotations
 
@@ -29,26 +29,26 @@ from pipeline.world import World
 
 
 @runtime_checkable
-class BackgroundWorker(Protocol):
-    """A role that goes on, between verbs, with what they began."""
+class BackgroundRole(Protocol):
+    """A role that continues work between verbs."""
 
-    wakeup: threading.Event  # set here when a verb has come, and by the role itself when it need not wait any more
+    wakeup: threading.Event  # set when a verb has arrived; the role sets it when it has work
 
     def work(self, verb_waits: Callable[[], bool]) -> None:
-        """Go on until the next verb is to be taken, which may not have come yet if there is nothing else to do."""
+        """Work until a verb has arrived or nothing is left to do. verb_waits: returns whether one has arrived."""
 
     def close(self) -> None:
-        """The run is over."""
+        """Release resources at the end of the run."""
 
 
 class _Inbox:
-    """A rank's verbs. A thread fetches them, so that to look for one costs the store nothing."""
+    """A rank's calls. A thread fetches them, so that checking for one costs no request."""
 
     def __init__(self, world: World, wakeup: threading.Event):
         self._store = world.store.nearest(world.info.node)
         self._rank = world.rank
         self._wakeup = wakeup
-        self._come: queue.SimpleQueue[Envelope | Exception] = queue.SimpleQueue()
+        self._arrived: queue.SimpleQueue[Envelope | Exception] = queue.SimpleQueue()
         threading.Thread(target=self._fetch, name="inbox", daemon=True).start()
 
     def _fetch(self) -> None:
@@ -59,30 +59,30 @@ class _Inbox:
                 for message in self._store.next_messages():
                     envelope = msgspec.msgpack.decode(message, type=Envelope)
                     verb = envelope.verb
-                    self._come.put(envelope)
+                    self._arrived.put(envelope)
                 self._wakeup.set()
-        except Exception as error:  # raised where the verb is awaited
-            self._come.put(error)
+        except Exception as error:  # `take` raises it
+            self._arrived.put(error)
             self._wakeup.set()
 
     def waits(self) -> bool:
-        """Whether a verb has come."""
-        return not self._come.empty()
+        """Return whether a call has arrived."""
+        return not self._arrived.empty()
 
     def take(self) -> Envelope:
-        come = self._come.get()
-        if isinstance(come, Exception):
-            raise come
-        return come
+        arrived = self._arrived.get()
+        if isinstance(arrived, Exception):
+            raise arrived
+        return arrived
 
 
 class _Outbox:
-    """A rank's answers, and what it hands on to others."""
+    """A rank's replies, and the bodies that it forwards."""
 
     def __init__(self, world: World):
         self._world = world
         self._store = world.store.nearest(world.info.node)
-        self._sends: list[tuple[int, Sending]] = []  # by call: bodies under way, alive until rank 0 has all answers
+        self._sends: list[tuple[int, Sending]] = []  # (call, body in flight), kept until rank 0 has all answers
 
     def settle(self, settled: int) -> None:
         self._sends = [send for send in self._sends if send[0] >= settled]
@@ -94,11 +94,11 @@ class _Outbox:
         inline, ranks = b"" if follows else body, [self._world.rank]
         answer = messaging.Answer(call, ranks, verb, inline, follows, error, more, account, digest(body))
         self._store.send(messaging.Answers([answer]))
-        if follows:  # not waited for: rank 0 may first want this rank inside a collective
+        if follows:  # do not wait: rank 0 may need this rank in a collective first
             self._sends.append((call, send_body(self._world, as_tensor(body), call, 0)))
 
     def body(self, envelope: Envelope) -> bytes:
-        """Return what a verb comes with, and hand a large one on to those that have it from here."""
+        """Return a call's body, and forward a large one to the next ranks."""
         if not envelope.follows:
             return envelope.body
         source, onward = route(envelope.ranks, self._world.rank)
@@ -107,8 +107,8 @@ class _Outbox:
         return body.numpy().tobytes()
 
     @contextmanager
-    def told(self, call: int = -1) -> Iterator[None]:
-        """An error is reported to rank 0, then raised."""
+    def reporting_errors(self, call: int = -1) -> Iterator[None]:
+        """Report an error of the block to rank 0, then raise it."""
         try:
             yield
         except Exception:
@@ -117,19 +117,19 @@ class _Outbox:
 
 
 def serve(world: World, role: Any) -> None:
-    """Run verbs until rank 0 says stop. A verb that raises is reported to rank 0, then raised here."""
-    working = role if isinstance(role, BackgroundWorker) else None
+    """Run verbs until rank 0 stops the run. An error of a verb is reported to rank 0, then raised here."""
+    working = role if isinstance(role, BackgroundRole) else None
     inbox, outbox = _Inbox(world, working.wakeup if working else threading.Event()), _Outbox(world)
     while True:
         with world.phase("", verb="idle"):
             if working:
-                with outbox.told():
+                with outbox.reporting_errors():
                     working.work(inbox.waits)
             envelope = inbox.take()
         if envelope.verb == STOP:
             break
         outbox.settle(envelope.settled)
-        with outbox.told(envelope.call):
+        with outbox.reporting_errors(envelope.call):
             _serve(world, role, envelope, outbox)
     if working:
         working.close()

@@ -1,4 +1,4 @@
-"""What a rank can be asked: the marked methods of its role, with the types of what they take and answer."""
+"""The verbs of a role: its methods marked with @verb, with the types of their argument and reply."""
 
 from __future__ import annotations
 
@@ -11,21 +11,24 @@ from pipeline.world import World
 
 Item = TypeVar("Item")
 
+TIMEOUT = "timeout"
+"""A verb's attribute: the key under `cluster.timeouts` that bounds it."""
+
 
 def verb(timeout: str) -> Callable[[Callable], Callable]:
-    """Mark a role's method as callable from rank 0; `timeout` is the key under `cluster.timeouts` that bounds it."""
+    """Mark a role's method as a verb. timeout: the key under `cluster.timeouts` that bounds it."""
 
     def mark(method: Callable) -> Callable:
-        method.timeout = timeout
+        setattr(method, TIMEOUT, timeout)
         return method
 
     return mark
 
 
 class StreamingReply(Generic[Item]):
-    """What a verb returns whose answer comes in parts: what is put into it is sent at once. For the thread that serves.
+    """The return value of a verb that replies in parts; each item is sent at once. Not thread-safe.
 
-    A verb is annotated `-> StreamingReply[Item]`; to rank 0 its reply is a list[Item].
+    Annotate the verb `-> StreamingReply[Item]`; rank 0 gets a list[Item].
     """
 
     def __init__(self) -> None:
@@ -34,15 +37,17 @@ class StreamingReply(Generic[Item]):
         self._send: Callable[[list[Item], bool], None] | None = None
 
     def put(self, item: Item) -> None:
+        """Send an item."""
         self.unsent.append(item)
         self._flush()
 
     def end(self) -> None:
+        """End the reply."""
         self.ended = True
         self._flush()
 
     def send_by(self, send: Callable[[list[Item], bool], None]) -> None:
-        """From now on by this, which is given items and whether more follow."""
+        """Send through this function from now on. send: takes items and whether more follow."""
         self._send = send
         if self.unsent or self.ended:
             self._flush()
@@ -55,12 +60,12 @@ class StreamingReply(Generic[Item]):
 
 @cache
 def signature(role: type, name: str) -> tuple[Any, Any, bool]:
-    """(type of the argument or None, type of the reply, whether that comes in parts) of a verb.
+    """Return a verb's (argument type or None, reply type, whether it replies in parts).
 
-    Raises AttributeError if it is none.
+    Raises AttributeError if the method is not a verb.
     """
     method = getattr(role, name)
-    if not hasattr(method, "timeout"):
+    if not hasattr(method, TIMEOUT):
         raise AttributeError(f"{role.__name__}.{name} is not a verb")
     hints = get_type_hints(method)
     parameters = [p for p in inspect.signature(method).parameters if p != "self"]
@@ -71,6 +76,7 @@ def signature(role: type, name: str) -> tuple[Any, Any, bool]:
 
 
 def run(world: World, role: Any, name: str, argument: Any) -> Any:
+    """Run a verb of `role` and return its reply."""
     method = getattr(role, name)
     with world.phase("", verb=name):
         return method() if argument is None else method(argument)

@@ -66,7 +66,7 @@ class Role(GenerateRole):
 
     @verb("setup")
     def setup(self) -> None:
-        self._backend = Noted(TransformersBackend(policy(self._folder, "transformers")))
+        self._built = Noted(TransformersBackend(policy(self._folder, "transformers")))
         if self._leads:
             config = TokenizerConfig(name=str(self._folder))
             tokenizer = load_tokenizer(config)
