@@ -40,7 +40,7 @@ def test_no_name_is_a_key_of_ours():
 def test_a_key_that_is_read_comes_first_if_there_is_one():
     for name, algorithm, backend in itertools.product(aliases.ALIASES, ALGORITHMS, BACKENDS):
         readers = unused_keys.Readers(algorithm, backend)
-        first, *_ = meant = aliases.meant(name, algorithm, readers.rank(name))
+        first, *_ = meant = aliases.equivalents(name, algorithm, readers.rank(name))
         targets = [one.replace(aliases.OWN, algorithm) for one in aliases.ALIASES[name]]
         assert first in targets and len(meant) <= 2
         assert readers.unread(first) is None or all(readers.unread(one) for one in targets), (name, algorithm, backend)

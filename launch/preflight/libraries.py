@@ -100,7 +100,7 @@ def _unknown(key: str, given: Iterable[str], known: Iterable[str], whose: str) -
     known = sorted(known)
     for name in given:
         if name not in known:
-            ours = [one.rpartition(".")[2] for one in aliases.meant(name, None, lambda one: not one.startswith(key))]
+            ours = [one.rpartition(".")[2] for one in aliases.equivalents(name, None, lambda one: not one.startswith(key))]
             near = [one for one in ours if one in known] or difflib.get_close_matches(name, known, 1)
             hint = f". Did you mean '{near[0]}'?" if near else ". Leave it out"
             yield Problem(f"{key}.{name}", "unknown-key", f"{whose} has no such option{hint}")

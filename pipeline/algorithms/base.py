@@ -107,8 +107,8 @@ class PairedAlgorithm(Algorithm):
         packing, longest = self.recipe.policy.sequence_packing, self.recipe.policy.max_total_sequence_length
         for key in ("train_mb_tokens", "logprob_mb_tokens") if packing.enabled else ():
             if (tokens := getattr(packing, key)) < 2 * longest:
-                told = f"got {tokens}; expected at least {2 * longest}, two of policy.max_total_sequence_length for a pair"
-                yield Problem(f"policy.sequence_packing.{key}", "too-small", told)
+                message = f"got {tokens}; expected at least {2 * longest}, two of policy.max_total_sequence_length for a pair"
+                yield Problem(f"policy.sequence_packing.{key}", "too-small", message)
 
 
 class OnlineAlgorithm(Algorithm):
@@ -145,5 +145,5 @@ class OnlineAlgorithm(Algorithm):
         samples, size = self.samples_per_step, self.recipe.policy.train_global_batch_size
         if samples % size:
             factors = f"{self.name}.num_prompts_per_step x {self.name}.num_generations_per_prompt"
-            told = f"got {size}; expected a divisor of {samples} ({factors}). Try {samples}, which makes one update per step"
-            yield Problem("policy.train_global_batch_size", "not-divisible", told)
+            message = f"got {size}; expected a divisor of {samples} ({factors}). Try {samples}, which makes one update per step"
+            yield Problem("policy.train_global_batch_size", "not-divisible", message)

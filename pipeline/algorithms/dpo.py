@@ -97,8 +97,8 @@ class DPO(PairedAlgorithm):
         yield from super().problems()
         config = self.section
         if config.label_smoothing != 0 and config.preference_loss == "ipo":
-            told = f"got {config.label_smoothing}; expected 0 with dpo.preference_loss=ipo"
-            yield Problem("dpo.label_smoothing", "has-no-effect", told)
+            message = f"got {config.label_smoothing}; expected 0 with dpo.preference_loss=ipo"
+            yield Problem("dpo.label_smoothing", "has-no-effect", message)
         if config.preference_loss_weight == 0 and config.sft_loss_weight == 0:
-            told = "got 0 with dpo.sft_loss_weight=0, which leaves nothing to learn; expected one of them above 0"
-            yield Problem("dpo.preference_loss_weight", "contradiction", told)
+            message = "got 0 with dpo.sft_loss_weight=0, which leaves nothing to learn; expected one of them above 0"
+            yield Problem("dpo.preference_loss_weight", "contradiction", message)

@@ -167,18 +167,18 @@ class GRPO(RewardedAlgorithm):
         config, estimator = self.section, self.section.adv_estimator
         low, high = config.advantage_clip_low, config.advantage_clip_high
         if config.num_generations_per_prompt < 2 and (not self._plus_plus or estimator.minus_baseline):
-            told = "got 1; expected at least 2, since one answer has no baseline but itself and every advantage would be 0"
+            message = "got 1; expected at least 2, since one answer has no baseline but itself and every advantage would be 0"
             without = ". Try grpo.adv_estimator.minus_baseline=false" if self._plus_plus else ""
-            yield Problem("grpo.num_generations_per_prompt", "too-small", told + without)
+            yield Problem("grpo.num_generations_per_prompt", "too-small", message + without)
         if not self._plus_plus and self.recipe.loss_fn.use_kl_in_reward:
-            told = (
+            message = (
                 "got true with grpo.adv_estimator.name=grpo, whose advantage is of a whole answer; expected rewards of single"
                 " tokens. Try grpo.adv_estimator.name=reinforce_plus_plus, or algorithm=ppo"
             )
-            yield Problem("loss_fn.use_kl_in_reward", "contradiction", told)
+            yield Problem("loss_fn.use_kl_in_reward", "contradiction", message)
         if low is not None and high is not None and low > high:
-            told = f"got {low}; expected at most grpo.advantage_clip_high={high}"
-            yield Problem("grpo.advantage_clip_low", "too-large", told)
+            message = f"got {low}; expected at most grpo.advantage_clip_high={high}"
+            yield Problem("grpo.advantage_clip_low", "too-large", message)
         if config.async_grpo.enabled:
             yield from self._check_async("grpo.async_grpo")
 
@@ -186,33 +186,33 @@ class GRPO(RewardedAlgorithm):
         grpo, config, ahead = self.section, self.section.async_grpo, self.runs_ahead
         age, share, prompts = config.max_trajectory_age_steps, config.straggler_share, grpo.num_prompts_per_step
         if ahead and not self.recipe.loss_fn.use_importance_sampling_correction:
-            told = (
+            message = (
                 f"got false; expected true with {key}.max_trajectory_age_steps={age}, since a step trains on what weights up to"
                 f" {age} steps older have sampled. Try true, or {key}.enabled=false"
             )
-            yield Problem("loss_fn.use_importance_sampling_correction", "contradiction", told)
+            yield Problem("loss_fn.use_importance_sampling_correction", "contradiction", message)
         if ahead and self.recipe.policy.generation.colocated.enabled:
-            told = (
+            message = (
                 f"got {age}, so engines sample while others train; expected 0 with policy.generation.colocated.enabled=true,"
                 f" where both use the same GPUs in turn. Try {key}.enabled=false (recipes whose names end in _sync have it), or"
                 " policy.generation.colocated.enabled=false"
             )
-            yield Problem(f"{key}.max_trajectory_age_steps", "contradiction", told)
+            yield Problem(f"{key}.max_trajectory_age_steps", "contradiction", message)
         if grpo.use_dynamic_sampling and not ahead:
-            told = f"got 0, which samples whole batches as dynamic sampling; expected at least 1. Try {key}.enabled=false"
-            yield Problem(f"{key}.max_trajectory_age_steps", "too-small", told)
+            message = f"got 0, which samples whole batches as dynamic sampling; expected at least 1. Try {key}.enabled=false"
+            yield Problem(f"{key}.max_trajectory_age_steps", "too-small", message)
         if grpo.batch_multiplier != 1:
-            told = f"got {grpo.batch_multiplier}; expected 1 with {key}.enabled=true, where groups are replaced one by one"
-            yield Problem("grpo.batch_multiplier", "has-no-effect", told)
+            message = f"got {grpo.batch_multiplier}; expected 1 with {key}.enabled=true, where groups are replaced one by one"
+            yield Problem("grpo.batch_multiplier", "has-no-effect", message)
         if config.recompute_kv_cache_after_weight_updates and not config.in_flight_weight_updates:
-            told = f"got true; expected false without {key}.in_flight_weight_updates, as nothing is under way then"
-            yield Problem(f"{key}.recompute_kv_cache_after_weight_updates", "has-no-effect", told)
+            message = f"got true; expected false without {key}.in_flight_weight_updates, as nothing is under way then"
+            yield Problem(f"{key}.recompute_kv_cache_after_weight_updates", "has-no-effect", message)
         if config.stragglers == "cut" and not ahead:
-            told = f"got cut; expected wait with {key}.max_trajectory_age_steps=0, which cuts nothing. Try an age above 0"
-            yield Problem(f"{key}.stragglers", "has-no-effect", told)
+            message = f"got cut; expected wait with {key}.max_trajectory_age_steps=0, which cuts nothing. Try an age above 0"
+            yield Problem(f"{key}.stragglers", "has-no-effect", message)
         if config.stragglers == "cut" and share * prompts < 1:
-            told = (
+            message = (
                 f"got {share}, less than one group of grpo.num_prompts_per_step={prompts}; expected at least {1 / prompts:.3g}."
                 f" Try {key}.stragglers=wait"
             )
-            yield Problem(f"{key}.straggler_share", "too-small", told)
+            yield Problem(f"{key}.straggler_share", "too-small", message)

@@ -94,34 +94,34 @@ class RewardedAlgorithm(OnlineAlgorithm):
         scales, shapes = f"{self.name}.reward_scaling", f"{self.name}.reward_shaping"
         coefficient = shaping.stop_properly_penalty_coef
         if config.use_dynamic_sampling and config.num_generations_per_prompt < 2:
-            told = f"got true with {self.name}.num_generations_per_prompt=1; expected at least 2. Try false"
-            yield Problem(f"{self.name}.use_dynamic_sampling", "contradiction", told)
+            message = f"got true with {self.name}.num_generations_per_prompt=1; expected at least 2. Try false"
+            yield Problem(f"{self.name}.use_dynamic_sampling", "contradiction", message)
         if config.batch_multiplier != 1 and not config.use_dynamic_sampling:
-            told = f"got {config.batch_multiplier}; expected 1, or {self.name}.use_dynamic_sampling=true"
-            yield Problem(f"{self.name}.batch_multiplier", "has-no-effect", told)
+            message = f"got {config.batch_multiplier}; expected 1, or {self.name}.use_dynamic_sampling=true"
+            yield Problem(f"{self.name}.batch_multiplier", "has-no-effect", message)
         if scaling.enabled and scaling.source_min >= scaling.source_max:
-            told = f"got {scaling.source_min}; expected below {scales}.source_max={scaling.source_max}"
-            yield Problem(f"{scales}.source_min", "too-large", told)
+            message = f"got {scaling.source_min}; expected below {scales}.source_max={scaling.source_max}"
+            yield Problem(f"{scales}.source_min", "too-large", message)
         if not shaping.enabled:
             return
         if coefficient is not None and coefficient < 1 and scaling.enabled and scaling.target_min < 0:
-            told = (
+            message = (
                 f"got {coefficient}; expected 1 with {scales}.target_min={scaling.target_min:g}, since a cut wrong answer would"
                 f" get a larger reward than another wrong one. Try {scales}.target_min=0"
             )
-            yield Problem(f"{shapes}.stop_properly_penalty_coef", "contradiction", told)
+            yield Problem(f"{shapes}.stop_properly_penalty_coef", "contradiction", message)
         if coefficient is None and (buffer := shaping.overlong_buffer_length) >= (longest := shaping.max_response_length):
-            told = f"got {buffer}; expected below {shapes}.max_response_length={longest}, or every answer has a penalty"
-            yield Problem(f"{shapes}.overlong_buffer_length", "too-large", told)
+            message = f"got {buffer}; expected below {shapes}.max_response_length={longest}, or every answer has a penalty"
+            yield Problem(f"{shapes}.overlong_buffer_length", "too-large", message)
 
     def _check_loss(self) -> Iterator[Problem]:
         loss = self.recipe.loss_fn
         if loss.sequence_level_importance_ratios and loss.token_level_loss:
-            told = "got true with a mean over tokens; expected a mean over sequences. Try loss_fn.token_level_loss=false"
-            yield Problem("loss_fn.sequence_level_importance_ratios", "contradiction", told)
+            message = "got true with a mean over tokens; expected a mean over sequences. Try loss_fn.token_level_loss=false"
+            yield Problem("loss_fn.sequence_level_importance_ratios", "contradiction", message)
         if loss.use_kl_in_reward and loss.reference_policy_kl_penalty == 0:
-            told = "got true with loss_fn.reference_policy_kl_penalty=0; expected false, or a penalty above 0 to subtract"
-            yield Problem("loss_fn.use_kl_in_reward", "has-no-effect", told)
+            message = "got true with loss_fn.reference_policy_kl_penalty=0; expected false, or a penalty above 0 to subtract"
+            yield Problem("loss_fn.use_kl_in_reward", "has-no-effect", message)
 
     def _check_cispo(self) -> Iterator[Problem]:
         for name, right, why in (
@@ -133,8 +133,8 @@ class RewardedAlgorithm(OnlineAlgorithm):
         ):
             if (got := getattr(self.recipe.loss_fn, name)) != right:
                 expected = "null" if right is None else str(right).lower()
-                told = f"got {str(got).lower()}; expected {expected} with loss_fn.use_cispo=true, which {why}"
-                yield Problem(f"loss_fn.{name}", "contradiction", told)
+                message = f"got {str(got).lower()}; expected {expected} with loss_fn.use_cispo=true, which {why}"
+                yield Problem(f"loss_fn.{name}", "contradiction", message)
 
     def _check_on_policy(self) -> Iterator[Problem]:
         key, why = "loss_fn.force_on_policy_ratio", "expected one, since after it the policy is not the one that sampled. Try"
@@ -151,12 +151,12 @@ class RewardedAlgorithm(OnlineAlgorithm):
         if kind is None:
             for name, value in (("ratio", high), ("ratio_min", low)):
                 if value is not None:
-                    told = f"got {value}; expected null without {key}_type. Try {key}_type=tis, icepop or seq-mask-tis"
-                    yield Problem(f"{key}_{name}", "has-no-effect", told)
+                    message = f"got {value}; expected null without {key}_type. Try {key}_type=tis, icepop or seq-mask-tis"
+                    yield Problem(f"{key}_{name}", "has-no-effect", message)
             return
         if not loss.use_importance_sampling_correction:
-            told = f"got {kind}; expected null, as no weights are used. Try loss_fn.use_importance_sampling_correction=true"
-            yield Problem(f"{key}_type", "has-no-effect", told)
+            message = f"got {kind}; expected null, as no weights are used. Try loss_fn.use_importance_sampling_correction=true"
+            yield Problem(f"{key}_type", "has-no-effect", message)
         if high is None:
             yield Problem(f"{key}_ratio", "missing-value", f"got null; expected a bound above 0 with {key}_type={kind}")
         if kind != "tis" and low is None:
@@ -164,5 +164,5 @@ class RewardedAlgorithm(OnlineAlgorithm):
         if low is not None and high is not None and low > high:
             yield Problem(f"{key}_ratio_min", "too-large", f"got {low}; expected at most {key}_ratio={high}")
         if kind == "seq-mask-tis" and loss.sequence_level_importance_ratios:
-            told = f"got seq-mask-tis, of tokens; expected tis or icepop with {sequences}=true, of whole sequences"
-            yield Problem(f"{key}_type", "contradiction", told)
+            message = f"got seq-mask-tis, of tokens; expected tis or icepop with {sequences}=true, of whole sequences"
+            yield Problem(f"{key}_type", "contradiction", message)

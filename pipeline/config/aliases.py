@@ -173,12 +173,12 @@ def hint(key: str, algorithm: str | None, rank: Callable[[str], int]) -> str | N
     algorithm: the recipe's, None if unknown. rank: the rank of one of our keys as a suggestion, lowest first.
     """
     key = key.lower().replace("-", "_")
-    if keys := meant(key, algorithm, rank):
+    if keys := equivalents(key, algorithm, rank):
         return f"did you mean {' or '.join(repr(one) for one in keys)}?"
     return next((instead for pattern, instead in NOT_HERE if re.search(pattern, key)), None)
 
 
-def meant(key: str, algorithm: str | None, rank: Callable[[str], int]) -> list[str]:
+def equivalents(key: str, algorithm: str | None, rank: Callable[[str], int]) -> list[str]:
     """Return at most two of our keys for another library's key, best first: those that are read, or all if none is."""
     parts = key.split(".")
     ends = (".".join(parts[start:]) for start in range(len(parts)))

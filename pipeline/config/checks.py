@@ -53,22 +53,24 @@ def _check_algorithm(recipe: Recipe, algorithm: Algorithm) -> Iterator[Problem]:
     if generates(recipe):
         yield from _check_sampling(recipe)
     elif algorithm.needs.head == "logprobs" and (temperature := recipe.policy.generation.temperature) != 1:
-        told = f"got {temperature}; expected 1, since {recipe.algorithm} learns the model's own log-probs and samples nothing"
-        yield Problem("policy.generation.temperature", "contradiction", told)
+        message = (
+            f"got {temperature}; expected 1, since {recipe.algorithm} learns the model's own log-probs and samples nothing"
+        )
+        yield Problem("policy.generation.temperature", "contradiction", message)
 
 
 def _check_storage(timeouts: TimeoutsConfig) -> Iterator[Problem]:
     if timeouts.storage is not None and timeouts.storage >= timeouts.save:
-        told = f"got {timeouts.storage:g} s; expected less than cluster.timeouts.save, {timeouts.save:g} s"
-        yield Problem("cluster.timeouts.storage", "too-large", told)
+        message = f"got {timeouts.storage:g} s; expected less than cluster.timeouts.save, {timeouts.save:g} s"
+        yield Problem("cluster.timeouts.storage", "too-large", message)
 
 
 def _check_packing(policy: PolicyConfig) -> Iterator[Problem]:
     for key in ("train_mb_tokens", "logprob_mb_tokens"):
         tokens, longest = getattr(policy.sequence_packing, key), policy.max_total_sequence_length
         if policy.sequence_packing.enabled and tokens < longest:
-            told = f"got {tokens}; expected at least policy.max_total_sequence_length, {longest}, to hold one sequence"
-            yield Problem(f"policy.sequence_packing.{key}", "too-small", told)
+            message = f"got {tokens}; expected at least policy.max_total_sequence_length, {longest}, to hold one sequence"
+            yield Problem(f"policy.sequence_packing.{key}", "too-small", message)
 
 
 def _check_world(recipe: Recipe) -> Iterator[Problem]:
@@ -110,22 +112,22 @@ def _check_gpus(recipe: Recipe) -> Iterator[Problem]:
         shares = name == "generate" and colocated(recipe) and engine_ranks(recipe.policy.generation.vllm_cfg) == 1
         if 0 < component.gpus_per_node < ranks_per_node(component) and not shares:
             key = f"cluster.{name}.ranks_per_node"
-            told = (
+            message = (
                 f"got {component.ranks_per_node}; expected at most gpus_per_node={component.gpus_per_node}, since NCCL refuses"
                 f" two ranks on one GPU. Try {key}=null, which is one per GPU"
             )
-            yield Problem(key, "too-large", told)
+            yield Problem(key, "too-large", message)
 
 
 def _check_shared_nodes(recipe: Recipe) -> Iterator[Problem]:
     """Yield a problem for each node setting in which components on the same nodes differ, or if they also take turns."""
     key = "cluster.share_nodes"
     if colocated(recipe):
-        told = (
+        message = (
             f"got true; expected false with {COLOCATED}=true, where train and generate ranks take turns on all GPUs of their"
             f" nodes. Try {key}=false, or {COLOCATED}=false and a gpus_per_node for each component"
         )
-        yield Problem(key, "contradiction", told)
+        yield Problem(key, "contradiction", message)
         return
     for name, component in components(recipe).items():
         yield from _as_train_has(recipe, name, component, OF_NODES, f"{key}=true puts them on the same nodes", key)
@@ -136,9 +138,9 @@ def _as_train_has(
 ) -> Iterator[Problem]:
     """Yield a problem for each setting of a component that differs from cluster.train's. key: the key that forbids it."""
     for setting in settings:
-        if (asked := getattr(component, setting)) != (shared := getattr(recipe.cluster.train, setting)):
-            told = f"got {asked}; expected {shared}, as cluster.train has, since {why}. Try without it, or {key}=false"
-            yield Problem(f"cluster.{name}.{setting}", "contradiction", told)
+        if (given := getattr(component, setting)) != (shared := getattr(recipe.cluster.train, setting)):
+            message = f"got {given}; expected {shared}, as cluster.train has, since {why}. Try without it, or {key}=false"
+            yield Problem(f"cluster.{name}.{setting}", "contradiction", message)
 
 
 def _check_colocated(recipe: Recipe) -> Iterator[Problem]:
@@ -147,11 +149,11 @@ def _check_colocated(recipe: Recipe) -> Iterator[Problem]:
     yield from _as_train_has(recipe, "generate", recipe.cluster.generate, SHARED, why, key)
     environment = f"env.{reward_environment(recipe)}"
     if serves_rewards(recipe):
-        told = f"got reward; expected train, since with {on} the reward model can have no ranks of its own. Try {key}=false"
-        yield Problem(f"{environment}.served_by", "contradiction", told)
+        message = f"got reward; expected train, since with {on} the reward model can have no ranks of its own. Try {key}=false"
+        yield Problem(f"{environment}.served_by", "contradiction", message)
     elif (judge := reward_model(recipe)) and not judge.cpu_offload:
-        told = f"got false; expected true, since with {on} the engines fill the GPUs while they sample. Try {key}=false"
-        yield Problem(f"{environment}.cpu_offload", "contradiction", told)
+        message = f"got false; expected true, since with {on} the engines fill the GPUs while they sample. Try {key}=false"
+        yield Problem(f"{environment}.cpu_offload", "contradiction", message)
 
 
 def _check_engine(recipe: Recipe) -> Iterator[Problem]:
@@ -160,13 +162,13 @@ def _check_engine(recipe: Recipe) -> Iterator[Problem]:
     if generation.backend == "transformers":
         for name in ("tensor_parallel_size", "pipeline_parallel_size", "expert_parallel_size"):
             if (size := getattr(generation.vllm_cfg, name)) > 1:
-                told = f"got {size}; expected 1, since the transformers backend keeps a whole model on each rank"
-                yield Problem(f"{key}.{name}", "unsupported", told)
+                message = f"got {size}; expected 1, since the transformers backend keeps a whole model on each rank"
+                yield Problem(f"{key}.{name}", "unsupported", message)
     sizes = {name: getattr(generation.vllm_cfg, name) for name in ("tensor_parallel_size", "pipeline_parallel_size")}
     yield from check_divides(key, sizes, recipe.cluster.generate, "generate")
     if expert not in (1, tensor):
-        told = f"got {expert}; expected 1 or tensor_parallel_size, {tensor}, over whose ranks vLLM spreads experts"
-        yield Problem(f"{key}.expert_parallel_size", "not-a-choice", told)
+        message = f"got {expert}; expected 1 or tensor_parallel_size, {tensor}, over whose ranks vLLM spreads experts"
+        yield Problem(f"{key}.expert_parallel_size", "not-a-choice", message)
 
 
 def _check_quantisation(recipe: Recipe) -> Iterator[Problem]:
@@ -179,8 +181,8 @@ def _check_quantisation(recipe: Recipe) -> Iterator[Problem]:
     if generation.backend != "vllm":
         yield Problem(key, "contradiction", "got fp8; expected auto. Try policy.generation.backend=vllm")
     if recipe.policy.precision != "bfloat16":
-        told = "got fp8; expected auto, since vLLM quantises bfloat16 models alone. Try policy.precision=bfloat16"
-        yield Problem(key, "contradiction", told)
+        message = "got fp8; expected auto, since vLLM quantises bfloat16 models alone. Try policy.precision=bfloat16"
+        yield Problem(key, "contradiction", message)
     if recipe.cluster.generate.gpus_per_node == 0:
         yield Problem(key, "needs-gpu", "got fp8 with cluster.generate.gpus_per_node=0; expected auto")
 
@@ -188,15 +190,15 @@ def _check_quantisation(recipe: Recipe) -> Iterator[Problem]:
 def _check_validation(recipe: Recipe) -> Iterator[Problem]:
     wanted = [key for key in ("val_period", "val_at_start", "val_at_end") if getattr(section(recipe), key)]
     if wanted and not validates(recipe):
-        told = "got validation without data; expected a data set at data.validation"
-        yield Problem(f"{recipe.algorithm}.{wanted[0]}", "missing-value", told)
+        message = "got validation without data; expected a data set at data.validation"
+        yield Problem(f"{recipe.algorithm}.{wanted[0]}", "missing-value", message)
 
 
 def _check_sampling(recipe: Recipe) -> Iterator[Problem]:
     generation, key = recipe.policy.generation, "policy.generation"
     if (sampled := generation.vllm_cfg.max_model_len) != (trained := recipe.policy.max_total_sequence_length):
-        told = (
+        message = (
             f"got {sampled}; expected policy.max_total_sequence_length, {trained}, since whole answers are trained on. Try"
             " without it"
         )
-        yield Problem(f"{key}.vllm_cfg.max_model_len", "contradiction", told)
+        yield Problem(f"{key}.vllm_cfg.max_model_len", "contradiction", message)

@@ -215,21 +215,21 @@ def _choices(recipe: Recipe, key: str, own: Reading, record: Mapping[str, Any], 
     kinds = {name: "" if _has(record, name) else f" (a {type(value).__name__})" for name, value in record.items()}
     columns = ", ".join(f"{name}{kind}" for name, kind in kinds.items()) or "none"
     if found:
-        ways = [
+        readings = [
             " ".join(f"{key}.{name}={column}" for name, column in reading.items() if column != DEFAULTS[name])
             for reading in found
         ]
-        ways = [way or "without the other columns in the file" for way in ways]
-        return f"its columns ({columns}) can be read in {len(found)} ways; expected one. Try {' or '.join(ways)}"
+        readings = [reading or "without the other columns in the file" for reading in readings]
+        return f"its columns ({columns}) can be read in {len(found)} ways; expected one. Try {' or '.join(readings)}"
     paired = recipe.algorithm in PAIRED
     names = ("input_key", "chosen_key", "rejected_key") if paired else ("input_key", "output_key")
-    asked = {name: {**DEFAULTS, **own}[name] for name in names}
-    lacking = [name for name, column in asked.items() if not _has(record, column)]
-    texts = [name for name in record if _has(record, name) and name not in asked.values()]
+    key_columns = {name: {**DEFAULTS, **own}[name] for name in names}
+    lacking = [name for name, column in key_columns.items() if not _has(record, column)]
+    texts = [name for name in record if _has(record, name) and name not in key_columns.values()]
     guess = [*texts, *["COLUMN"] * len(lacking)][: len(lacking)]
     keys = " ".join(f"{key}.{name}={column}" for name, column in zip(lacking, guess, strict=True))
     bare = ""
-    if paired and lacking == ["input_key"] and isinstance(record[asked["chosen_key"]], str):
+    if paired and lacking == ["input_key"] and isinstance(record[key_columns["chosen_key"]], str):
         bare = "; with data.apply_chat_template=false their common beginning is the prompt"
-    what = " or ".join(f"'{asked[name]}'" for name in lacking)
+    what = " or ".join(f"'{key_columns[name]}'" for name in lacking)
     return f"no column {what} with a text or messages; there are: {columns}. Try {keys}{bare}"

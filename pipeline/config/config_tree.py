@@ -213,8 +213,8 @@ def find_file(name: str, folder: Path, key: str, more: str = "") -> Path:
     near = difflib.get_close_matches(Path(name).name.removesuffix(".yaml"), known, 1)
     hint = f"did you mean '{near[0]}'? " if near else ""
     if name.endswith(".yaml") or os.sep in name:  # a path
-        told = f"got '{name}'; {hint}there is no file {os.path.abspath(name)}"
-        raise RecipeError(Problem(key, "file-not-found", told))
+        message = f"got '{name}'; {hint}there is no file {os.path.abspath(name)}"
+        raise RecipeError(Problem(key, "file-not-found", message))
     raise RecipeError(Problem(key, "file-not-found", f"got '{name}'; {hint}there are: {', '.join(known)}{more}"))
 
 
@@ -333,8 +333,8 @@ def _tree(loader: Any, node: yaml.Node, file: str, above: tuple[yaml.Node, ...])
         name = loader.construct_object(key, deep=True)
         line = f"{file}:{key.start_mark.line + 1}"
         if isinstance(name, bool) or not isinstance(name, str | int) or name == "":
-            told = key.value if isinstance(key, yaml.ScalarNode) else ""
-            raise RecipeError(Problem(told, "wrong-type", "got a key that is no text; put it in quotes", line))
+            text = key.value if isinstance(key, yaml.ScalarNode) else ""
+            raise RecipeError(Problem(text, "wrong-type", "got a key that is not a text; expected quotes around it", line))
         if name == REPLACES:
             branch.replaces = loader.construct_object(value) is True
             continue
@@ -371,8 +371,8 @@ def parse_overrides(arguments: Iterable[str]) -> Iterator[tuple[str, ConfigNode]
     for argument in arguments:
         key, equals, text = argument.partition("=")
         if not equals or not all(key.split(".")) or len(key) > LONGEST_KEY:
-            told = _shortened(key if equals else argument)
-            raise RecipeError(Problem(told, "bad-format", "expected key=value with a dotted key", COMMAND_LINE))
+            text = _shortened(key if equals else argument)
+            raise RecipeError(Problem(text, "bad-format", "expected key=value with a dotted key", COMMAND_LINE))
         try:
             value = parse_value(text)
         except ValueError as error:

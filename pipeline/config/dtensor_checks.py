@@ -19,22 +19,24 @@ def check_dtensor(recipe: Recipe) -> Iterator[Problem]:
     if dtensor.compile:
         off = f"Try {DTENSOR}.compile=false"
         if (size := dtensor.tensor_parallel_size) > 1:
-            told = f"got true with {DTENSOR}.tensor_parallel_size={size}; expected 1, since torch cannot compile sharded layers"
-            yield Problem(f"{DTENSOR}.compile", "contradiction", f"{told}. {off}")
+            message = (
+                f"got true with {DTENSOR}.tensor_parallel_size={size}; expected 1, since torch cannot compile sharded layers"
+            )
+            yield Problem(f"{DTENSOR}.compile", "contradiction", f"{message}. {off}")
         if selective:
-            told = f"got selective with {DTENSOR}.compile=true; expected full, since compiled operators cannot be selected"
-            yield Problem(f"{DTENSOR}.recompute_granularity", "contradiction", f"{told}. {off}")
+            message = f"got selective with {DTENSOR}.compile=true; expected full, since compiled operators cannot be selected"
+            yield Problem(f"{DTENSOR}.recompute_granularity", "contradiction", f"{message}. {off}")
         if dtensor.use_liger_kernel:
-            told = f"got true with {DTENSOR}.compile=true; expected only one of the two, since both fuse the same operations"
-            yield Problem(f"{DTENSOR}.use_liger_kernel", "contradiction", f"{told}. {off}")
+            message = f"got true with {DTENSOR}.compile=true; expected only one of the two, since both fuse the same operations"
+            yield Problem(f"{DTENSOR}.use_liger_kernel", "contradiction", f"{message}. {off}")
     if selective and not dtensor.activation_checkpointing:
-        told = f"got selective with activation_checkpointing=false. Try {DTENSOR}.activation_checkpointing=true"
-        yield Problem(f"{DTENSOR}.recompute_granularity", "has-no-effect", told)
+        message = f"got selective with activation_checkpointing=false. Try {DTENSOR}.activation_checkpointing=true"
+        yield Problem(f"{DTENSOR}.recompute_granularity", "has-no-effect", message)
     if not dtensor.reference_cpu_offload:
         for key, on in (("lora_cfg.enabled", dtensor.lora_cfg.enabled), ("cpu_offload", dtensor.cpu_offload)):
             if on:
-                told = f"got false with {DTENSOR}.{key}=true, which overrides it. Try without it"
-                yield Problem(f"{DTENSOR}.reference_cpu_offload", "has-no-effect", told)
+                message = f"got false with {DTENSOR}.{key}=true, which overrides it. Try without it"
+                yield Problem(f"{DTENSOR}.reference_cpu_offload", "has-no-effect", message)
 
 
 def _check_kernels(recipe: Recipe) -> Iterator[Problem]:
@@ -51,11 +53,11 @@ def _check_kernels(recipe: Recipe) -> Iterator[Problem]:
             yield Problem(flash, "needs-gpu", f"got 3 {none} {flash}=2")
         capability = hardware.described(component.gpu, "compute_capability")
         if third and component.gpus_per_node and int(capability) != hardware.HOPPER:
-            told = (
+            message = (
                 f"got 3 with cluster.{name}.gpu={component.gpu}, of compute capability {capability}; expected Hopper,"
                 f" {hardware.HOPPER}.0. Try {flash}=2"
             )
-            yield Problem(flash, "unsupported", told)
+            yield Problem(flash, "unsupported", message)
 
 
 def check_lora(recipe: Recipe) -> Iterator[Problem]:
@@ -65,14 +67,14 @@ def check_lora(recipe: Recipe) -> Iterator[Problem]:
     if not lora.enabled:
         return
     if named_backend(recipe.policy) == "megatron":
-        told = f"got true with Megatron-Core; expected false, or FSDP2. Try {DTENSOR}.enabled=true"
-        yield Problem(f"{key}.enabled", "unsupported", told)
+        message = f"got true with Megatron-Core; expected false, or FSDP2. Try {DTENSOR}.enabled=true"
+        yield Problem(f"{key}.enabled", "unsupported", message)
     if tensor > 1:
-        told = f"got true with {DTENSOR}.tensor_parallel_size={tensor}; expected 1, since adapters are not sharded"
-        yield Problem(f"{key}.enabled", "unsupported", told)
+        message = f"got true with {DTENSOR}.tensor_parallel_size={tensor}; expected 1, since adapters are not sharded"
+        yield Problem(f"{key}.enabled", "unsupported", message)
     if lora.match_all_linear and lora.target_modules:
-        told = f"got names with {key}.match_all_linear=true, which takes all linear layers; expected none. Try that false"
-        yield Problem(f"{key}.target_modules", "contradiction", told)
+        message = f"got names with {key}.match_all_linear=true, which takes all linear layers; expected none. Try that false"
+        yield Problem(f"{key}.target_modules", "contradiction", message)
     if not lora.match_all_linear and not lora.target_modules:
-        told = f"got none with {key}.match_all_linear=false; expected names of layers to train. Try that true"
-        yield Problem(f"{key}.target_modules", "missing-value", told)
+        message = f"got none with {key}.match_all_linear=false; expected names of layers to train. Try that true"
+        yield Problem(f"{key}.target_modules", "missing-value", message)

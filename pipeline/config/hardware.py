@@ -70,10 +70,10 @@ def gpu(name: str, key: str = "cluster.train.gpu") -> GPUSpec:
         raise RecipeError(Problem(key, "unreadable", f"cannot read {path}: {' '.join(str(error).split())}")) from None
     assumed = described.pop("assumed", None) if isinstance(described, dict) else None
     if not isinstance(assumed, dict):
-        told = f"got {path}; expected a mapping of keys with a mapping `assumed`, as in {HARDWARE / DEFAULT}.yaml"
-        raise RecipeError(Problem(key, "bad-format", told))
+        message = f"got {path}; expected a mapping of keys with a mapping `assumed`, as in {HARDWARE / DEFAULT}.yaml"
+        raise RecipeError(Problem(key, "bad-format", message))
     faults = [*_wrong(described, GPUSpec, ""), *_wrong(assumed, Assumed, "assumed.")]
-    refuse(Problem(key, code, f"{path}: {told}") for code, told in faults)
+    refuse(Problem(key, code, f"{path}: {message}") for code, message in faults)
     numbers: dict[str, Any] = {
         name: value if name in ("nvlink_gpus", CROSSES) else float(value) for name, value in described.items()
     }

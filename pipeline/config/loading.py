@@ -81,8 +81,8 @@ def inspect(name: str, overrides: Iterable[str] = (), translate: Translate | Non
     if not is_nemo_rls(tree, given):
         return dataclasses.replace(_read(path, Layers([*stack, layer(given)])), file=config_tree.short_path(path))
     if translate is None:
-        told = f"got a recipe of NeMo-RL ({path}). Try `python launch/submit.py recipe={name}`, which translates it"
-        raise RecipeError(Problem("algorithm", "nemo-rl-recipe", told))
+        message = f"got a recipe of NeMo-RL ({path}). Try `python launch/submit.py recipe={name}`, which translates it"
+        raise RecipeError(Problem("algorithm", "nemo-rl-recipe", message))
     return _read(path, translate(path, tree, given))
 
 

@@ -24,18 +24,20 @@ def check_megatron(policy: PolicyConfig) -> Iterator[Problem]:
     ):
         enabled, only = getattr(megatron, name).get("enabled", False), False
         if enabled != only:
-            told = f"got {_yaml(enabled)}; expected {_yaml(only)}: {reason}"
-            yield Problem(f"{KEY}.{name}.enabled", "unsupported", told)
+            message = f"got {_yaml(enabled)}; expected {_yaml(only)}: {reason}"
+            yield Problem(f"{KEY}.{name}.enabled", "unsupported", message)
     if megatron.pipeline_dtype != policy.precision:
-        told = f"got {megatron.pipeline_dtype}; expected policy.precision, {policy.precision}. Try without it"
-        yield Problem(f"{KEY}.pipeline_dtype", "contradiction", told)
+        message = f"got {megatron.pipeline_dtype}; expected policy.precision, {policy.precision}. Try without it"
+        yield Problem(f"{KEY}.pipeline_dtype", "contradiction", message)
     yield from _check_recompute(megatron)
     if megatron.optimizer is not None:
         yield from _check_optimizer(megatron.optimizer, policy.precision)
     if megatron.scheduler is not None:
         if megatron.optimizer is None:
-            told = f"got a schedule with {KEY}.optimizer=null; expected the optimizer whose rate it sets. Try policy.scheduler"
-            yield Problem(f"{KEY}.scheduler", "contradiction", told)
+            message = (
+                f"got a schedule with {KEY}.optimizer=null; expected the optimizer whose rate it sets. Try policy.scheduler"
+            )
+            yield Problem(f"{KEY}.scheduler", "contradiction", message)
         else:
             yield from _check_scheduler(megatron.scheduler, megatron.optimizer)
     known = {field.name for field in fields(MegatronConfig)}
@@ -69,25 +71,25 @@ def _check_recompute(megatron: MegatronConfig) -> Iterator[Problem]:
     belongs_to = {"recompute_method": "full", "recompute_num_layers": "full", "recompute_modules": "selective"}
     for name, granularity in belongs_to.items():
         if getattr(megatron, name) is not None and megatron.recompute_granularity != granularity:
-            told = f"got a value with {KEY}.recompute_granularity={megatron.recompute_granularity}; expected {granularity}"
-            yield Problem(f"{KEY}.{name}", "contradiction", told)
+            message = f"got a value with {KEY}.recompute_granularity={megatron.recompute_granularity}; expected {granularity}"
+            yield Problem(f"{KEY}.{name}", "contradiction", message)
     given = [name for name in belongs_to if getattr(megatron, name)]
     if megatron.recompute_granularity != "full":
         given.append("recompute_granularity")
     if given and not megatron.activation_checkpointing:
-        told = f"got a value with activation_checkpointing=false; expected null. Try {KEY}.activation_checkpointing=true"
-        yield Problem(f"{KEY}.{given[0]}", "has-no-effect", told)
+        message = f"got a value with activation_checkpointing=false; expected null. Try {KEY}.activation_checkpointing=true"
+        yield Problem(f"{KEY}.{given[0]}", "has-no-effect", message)
     for name in megatron.recompute_modules or ():
         if name not in RECOMPUTE_MODULES:
-            told = f"got '{name}'; expected some of: {', '.join(RECOMPUTE_MODULES)}"
-            yield Problem(f"{KEY}.recompute_modules", "not-a-choice", told)
+            message = f"got '{name}'; expected some of: {', '.join(RECOMPUTE_MODULES)}"
+            yield Problem(f"{KEY}.recompute_modules", "not-a-choice", message)
 
 
 def _check_optimizer(optimizer: MegatronOptimizerConfig, precision: str) -> Iterator[Problem]:
     key, bf16 = f"{KEY}.optimizer", precision == "bfloat16"
     if optimizer.bf16 not in (None, bf16):
-        told = f"got {_yaml(optimizer.bf16)} with policy.precision={precision}; expected {_yaml(bf16)}. Try without it"
-        yield Problem(f"{key}.bf16", "contradiction", told)
+        message = f"got {_yaml(optimizer.bf16)} with policy.precision={precision}; expected {_yaml(bf16)}. Try without it"
+        yield Problem(f"{key}.bf16", "contradiction", message)
     if optimizer.min_lr > optimizer.lr:
         yield Problem(f"{key}.min_lr", "too-large", f"got {optimizer.min_lr}; expected at most {key}.lr, {optimizer.lr}")
 
@@ -96,16 +98,16 @@ def _check_scheduler(scheduler: MegatronSchedulerConfig, optimizer: MegatronOpti
     key, decay = f"{KEY}.scheduler", optimizer.weight_decay
     for name in ("start_weight_decay", "end_weight_decay"):
         if (given := getattr(scheduler, name)) not in (None, decay):
-            told = f"got {given}; expected {KEY}.optimizer.weight_decay, {decay}, which does not change. Try without it"
-            yield Problem(f"{key}.{name}", "unsupported", told)
+            message = f"got {given}; expected {KEY}.optimizer.weight_decay, {decay}, which does not change. Try without it"
+            yield Problem(f"{key}.{name}", "unsupported", message)
     if scheduler.lr_warmup_init > optimizer.lr:
-        told = f"got {scheduler.lr_warmup_init}; expected at most {KEY}.optimizer.lr, {optimizer.lr}"
-        yield Problem(f"{key}.lr_warmup_init", "too-large", told)
+        message = f"got {scheduler.lr_warmup_init}; expected at most {KEY}.optimizer.lr, {optimizer.lr}"
+        yield Problem(f"{key}.lr_warmup_init", "too-large", message)
     warm_up, end = scheduler.lr_warmup_iters, scheduler.lr_decay_iters
     if end is None:
         if scheduler.lr_decay_style != "constant":
-            told = f"got null; expected the step at which the {scheduler.lr_decay_style} decay ends"
-            yield Problem(f"{key}.lr_decay_iters", "missing-value", told)
+            message = f"got null; expected the step at which the {scheduler.lr_decay_style} decay ends"
+            yield Problem(f"{key}.lr_decay_iters", "missing-value", message)
     elif warm_up >= end:
-        told = f"got {warm_up}; expected fewer than {key}.lr_decay_iters, {end}"
-        yield Problem(f"{key}.lr_warmup_iters", "too-large", told)
+        message = f"got {warm_up}; expected fewer than {key}.lr_decay_iters, {end}"
+        yield Problem(f"{key}.lr_warmup_iters", "too-large", message)

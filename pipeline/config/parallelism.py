@@ -47,8 +47,10 @@ def backend_of(megatron: bool | None, dtensor: bool | None) -> Backend | None:
 def check_requested_backend(policy: PolicyConfig) -> Iterator[Problem]:
     """Yield a problem if both backends are disabled."""
     if policy.megatron_cfg.enabled is False and policy.dtensor_cfg.enabled is False:
-        told = f"got false, and {DTENSOR}.enabled=false too; expected one true, or both null for a choice by the model's size"
-        yield Problem(f"{MEGATRON}.enabled", "contradiction", told)
+        message = (
+            f"got false, and {DTENSOR}.enabled=false too; expected one true, or both null for a choice by the model's size"
+        )
+        yield Problem(f"{MEGATRON}.enabled", "contradiction", message)
 
 
 def colocated(recipe: Recipe) -> bool:
@@ -105,11 +107,11 @@ def check_divides(section: str, sizes: Mapping[str, int], component: ComponentCo
         divisors = ", ".join(str(k) for k in range(1, min(count, LARGEST_NAMED) + 1) if count % k == 0)
         cuts = {name: value for name, value in sizes.items() if value > 1}
         product = " x ".join(f"{name} {value}" for name, value in cuts.items()) if len(cuts) > 1 else size
-        told = (
+        message = (
             f"got {product}, which does not divide the {count} ranks of cluster.{realm} (nodes {component.nodes} x"
             f" {ranks_per_node(component)} per node); expected one of {divisors}"
         )
-        yield Problem(f"{section}.{next(iter(cuts))}", "not-divisible", told)
+        yield Problem(f"{section}.{next(iter(cuts))}", "not-divisible", message)
 
 
 def data_parallel_size(recipe: Recipe, backend: Backend) -> int:
@@ -136,14 +138,16 @@ def _check_megatron(policy: PolicyConfig, component: ComponentConfig, realm: str
         }
         yield from check_divides(MEGATRON, sizes, component, realm)
     if m.sequence_parallel and m.tensor_model_parallel_size == 1:
-        told = f"got true with {MEGATRON}.tensor_model_parallel_size=1; expected more ranks to shard sequences over, or false"
-        yield Problem(f"{MEGATRON}.sequence_parallel", "contradiction", told)
+        message = (
+            f"got true with {MEGATRON}.tensor_model_parallel_size=1; expected more ranks to shard sequences over, or false"
+        )
+        yield Problem(f"{MEGATRON}.sequence_parallel", "contradiction", message)
     for name in ("num_layers_in_first_pipeline_stage", "num_layers_in_last_pipeline_stage"):
         if getattr(m, name) is not None and m.pipeline_model_parallel_size == 1:
-            told = (
+            message = (
                 f"got {getattr(m, name)} with one pipeline stage. Try {MEGATRON}.pipeline_model_parallel_size above 1, or null"
             )
-            yield Problem(f"{MEGATRON}.{name}", "has-no-effect", told)
+            yield Problem(f"{MEGATRON}.{name}", "has-no-effect", message)
 
 
 def check_expert_layout(policy: PolicyConfig) -> Iterator[Problem]:
@@ -156,18 +160,18 @@ def check_expert_layout(policy: PolicyConfig) -> Iterator[Problem]:
     m = policy.megatron_cfg
     tensor, expert_tensor = m.tensor_model_parallel_size, expert_tensor_parallel_size(m)
     if m.expert_model_parallel_size == 1 and expert_tensor != tensor:
-        told = (
+        message = (
             f"got {expert_tensor} with {MEGATRON}.tensor_model_parallel_size={tensor} and expert_model_parallel_size=1, which"
             " silently gives experts wrong gradients. Try null, or a larger expert_model_parallel_size"
         )
-        yield Problem(f"{MEGATRON}.expert_tensor_parallel_size", "unsupported", told)
+        yield Problem(f"{MEGATRON}.expert_tensor_parallel_size", "unsupported", message)
     if tensor > 1 and not m.sequence_parallel:
-        told = f"got false; expected true for a mixture of experts with {MEGATRON}.tensor_model_parallel_size={tensor}"
-        yield Problem(f"{MEGATRON}.sequence_parallel", "unsupported", told)
+        message = f"got false; expected true for a mixture of experts with {MEGATRON}.tensor_model_parallel_size={tensor}"
+        yield Problem(f"{MEGATRON}.sequence_parallel", "unsupported", message)
 
 
 def _check_global_batch(recipe: Recipe, backend: Backend) -> Iterator[Problem]:
     given, size = recipe.policy.train_global_batch_size, data_parallel_size(recipe, backend)
     if given < size:
-        told = f"got {given} sequences; expected at least {size}, one for each data-parallel rank"
-        yield Problem("policy.train_global_batch_size", "too-small", told)
+        message = f"got {given} sequences; expected at least {size}, one for each data-parallel rank"
+        yield Problem("policy.train_global_batch_size", "too-small", message)

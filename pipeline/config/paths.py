@@ -122,8 +122,8 @@ def find_needs(tree: ConfigMapping) -> list[Problem]:
         for need in node.value:
             path = other_recipe(need, node.folder or Path.cwd()) if isinstance(need, str) else None
             if path is None and isinstance(need, str):
-                told = no_recipe(need, node.folder or Path.cwd())
-                problems.append(Problem("needs", "file-not-found", told, node.origin or ""))
+                message = no_recipe(need, node.folder or Path.cwd())
+                problems.append(Problem("needs", "file-not-found", message, node.origin or ""))
             elif path is not None:
                 need = path.stem if path.parent == RECIPES else str(path)
             found.append(need)

@@ -99,9 +99,9 @@ def json_schema() -> dict[str, Any]:
     for kind in KINDS:
         arguments = kind_class(kind).Arguments
         sections[arguments.__name__] = json.loads(json.dumps(_described(arguments)))
-        asked = {"properties": {"kind": {"const": kind}}, "required": ["kind"]}
+        condition = {"properties": {"kind": {"const": kind}}, "required": ["kind"]}
         given = _or_interpolation({"$ref": f"#/$defs/{arguments.__name__}"})
-        environment.append({"if": asked, "then": {"properties": {"kwargs": given}}})
+        environment.append({"if": condition, "then": {"properties": {"kwargs": given}}})
     for section in (whole, *sections.values()):
         for name, described in section["properties"].items():
             section["properties"][name] = _or_interpolation(described)
@@ -200,24 +200,24 @@ def _type(described: dict[str, Any]) -> str:
 # ---- help and KEYS.md -------------------------------------------------------------------------------------------------------
 
 
-def explained(asked: str) -> str:
+def explained(key: str) -> str:
     """Return type, default and meaning of a key, or of a section and its keys; of the first level for an empty text.
 
     Raise RecipeError for an unknown key, with the most similar one.
     """
-    name = _generic(asked)
+    name = _generic(key)
     if name is None:
         tree = ConfigMapping()
-        tree.set(asked, ConfigValue(None))
+        tree.set(key, ConfigValue(None))
         readers = unused_keys.Readers.of_tree(tree)
         problems = list(
             schema_validation.unknown_keys(Recipe, tree, advice=schema_validation.Advice(readers.hint, readers.rank))
         )
         if not problems:  # the key is below one that is no section
-            parent = asked.rpartition(".")[0]
+            parent = key.rpartition(".")[0]
             while _generic(parent) is None:
                 parent = parent.rpartition(".")[0]
-            raise RecipeError(Problem("help", "unknown-key", f"got '{asked}'; {parent} is a value, not a section"))
+            raise RecipeError(Problem("help", "unknown-key", f"got '{key}'; {parent} is a value, not a section"))
         problem = problems[0]
         raise RecipeError(Problem("help", "unknown-key", f"got '{problem.key}', which {problem.message}"))
     own = [keys()[name]] if name in keys() else []
@@ -232,10 +232,10 @@ def _inside(section: str) -> list[Key]:
     return [key for key in keys().values() if key.parent in (section, f"{section}.{NAME}".lstrip("."))]
 
 
-def _generic(asked: str) -> str | None:
+def _generic(key: str) -> str | None:
     """Return a dotted key as in `keys`, with NAME for a name that a recipe gives; None if the schema does not have it."""
     known, found = {*keys(), *(key.parent for key in keys().values())}, ""
-    for part in filter(None, asked.split(".")):
+    for part in filter(None, key.split(".")):
         if found in keys() and keys()[found].type.startswith("mapping") and not keys()[found].section:
             return found  # its values have no description
         candidates = [f"{found}.{name}".lstrip(".") for name in (part, NAME)]

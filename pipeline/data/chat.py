@@ -60,10 +60,10 @@ class Encoder(RecordReader):
         self._special = {i for i, token in tokenizer.added_tokens_decoder.items() if token.special}
         self._template_kwargs = tokenizer_config.chat_template_kwargs or {}
         if data.apply_chat_template and not tokenizer.chat_template:
-            told = (
+            message = (
                 f"got null, and the tokenizer {tokenizer.name_or_path} has no chat template. Try data.apply_chat_template=false"
             )
-            raise RecipeError(Problem("policy.tokenizer.chat_template", "missing-value", told))
+            raise RecipeError(Problem("policy.tokenizer.chat_template", "missing-value", message))
         if system is not None and not data.apply_chat_template:
             raise _needs_template("system_prompt_file")
         if dataset.messages_key and not data.apply_chat_template:
@@ -189,8 +189,8 @@ class Encoder(RecordReader):
 
 
 def _needs_template(key: str) -> RecipeError:
-    told = f"{key} needs a chat template; expected data.apply_chat_template=true"
-    return RecipeError(Problem("data", "contradiction", told))
+    message = f"{key} needs a chat template; expected data.apply_chat_template=true"
+    return RecipeError(Problem("data", "contradiction", message))
 
 
 def _unknown_token(tokenizer: PreTrainedTokenizerBase) -> int | None:

@@ -48,8 +48,8 @@ def load_split(dataset: DatasetConfig, seed: int) -> tuple[Sequence[Record], Seq
     order = np.random.default_rng(dataset.seed).permutation(len(records))
     held_out = math.ceil(size * len(records)) if size < 1 else int(size)
     if not 0 < held_out < len(records):
-        told = f"split_validation_size {size:g} would hold {held_out} of {len(records)} records out; some must remain"
-        raise RecipeError(Problem("data", "too-large", told))
+        message = f"split_validation_size {size:g} would hold {held_out} of {len(records)} records out; some must remain"
+        raise RecipeError(Problem("data", "too-large", message))
     return _repeated(_Selection(records, order[held_out:]), dataset), _Selection(records, order[:held_out])
 
 
@@ -200,8 +200,8 @@ def _load(name: str, subset: str | None, split: str, kwargs: dict[str, Any]) -> 
         return datasets.load_dataset(where, split=split, **options)
     except (ConnectionError, FileNotFoundError) as error:
         meant = f"; did you mean {close}?" if (close := nearest_dataset(name)) else ""
-        told = f"'{name}' is neither a folder nor in the local caches: {error}{meant}"
-        raise RecipeError(Problem("data", "unavailable-dataset", told)) from error
+        message = f"'{name}' is neither a folder nor in the local caches: {error}{meant}"
+        raise RecipeError(Problem("data", "unavailable-dataset", message)) from error
     except ValueError as error:
         raise RecipeError(Problem("data", "unavailable-dataset", f"'{name}': {error}")) from error
 
@@ -230,12 +230,12 @@ def _from_callable(path: str, dataset: DatasetConfig, seed: int) -> Sequence[Rec
     try:
         records = make(dataset.split or "train", **{"seed": seed, **dataset.kwargs})
     except TypeError as error:
-        told = f"dataset_name '{path}': called with (split, seed=, **kwargs): {error}"
-        raise RecipeError(Problem("data", "wrong-type", told)) from error
+        message = f"dataset_name '{path}': called with (split, seed=, **kwargs): {error}"
+        raise RecipeError(Problem("data", "wrong-type", message)) from error
     if not (hasattr(records, "__len__") and hasattr(records, "__getitem__")) or isinstance(records, str | dict):
-        told = f"dataset_name '{path}' returned a {type(records).__name__}; expected a sequence of records"
-        raise RecipeError(Problem("data", "wrong-type", told))
+        message = f"dataset_name '{path}' returned a {type(records).__name__}; expected a sequence of records"
+        raise RecipeError(Problem("data", "wrong-type", message))
     if len(records) and not isinstance(records[0], dict):
-        told = f"dataset_name '{path}': got a {type(records[0]).__name__} as the first record; expected a dict"
-        raise RecipeError(Problem("data", "wrong-type", told))
+        message = f"dataset_name '{path}': got a {type(records[0]).__name__} as the first record; expected a dict"
+        raise RecipeError(Problem("data", "wrong-type", message))
     return records

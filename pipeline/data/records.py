@@ -124,8 +124,8 @@ class RecordReader:
         first = next((i for i, message in enumerate(messages) if message["role"] == "user"), None)
         if first is None:
             return messages
-        asked = {**messages[first], "content": self._prompt_text.format(messages[first]["content"])}
-        return [*messages[:first], asked, *messages[first + 1 :]]
+        turn = {**messages[first], "content": self._prompt_text.format(messages[first]["content"])}
+        return [*messages[:first], turn, *messages[first + 1 :]]
 
     def _system_message(self) -> list[Message]:
         return [] if self._system is None else [{"role": "system", "content": self._system}]
@@ -139,18 +139,18 @@ class RecordReader:
     def _of_texts(self, record: Record, keys: tuple[str, str]) -> tuple[Example, Example]:
         answers = [text_of(record, key) for key in keys]
         begun_alike = not self.dataset.input_key and not self.dataset.messages_key
-        asked = {self.dataset.input_key: _begun_alike(*answers)} if begun_alike else record
+        record_with_prompt = {self.dataset.input_key: _begun_alike(*answers)} if begun_alike else record
         if begun_alike:
-            answers = [answer[len(asked[self.dataset.input_key]) :] for answer in answers]
+            answers = [answer[len(record_with_prompt[self.dataset.input_key]) :] for answer in answers]
         for key, answer in zip(keys, answers, strict=True):
             if not answer.strip():
-                raise ValueError(f"'{key}' is {'all in the other' if begun_alike else 'empty'}")
+                raise ValueError(f"'{key}' is {'contained in the other' if begun_alike else 'empty'}")
         chosen, rejected = answers
         _refuse_same(keys, chosen, rejected)
         if not self.data.apply_chat_template:
-            prompt = self._text_question(asked)
+            prompt = self._text_question(record_with_prompt)
             return Continuation(prompt, chosen), Continuation(prompt, rejected)
-        turns = self._prompt(asked)
+        turns = self._prompt(record_with_prompt)
         first, second = ({"role": "assistant", "content": answer} for answer in (chosen, rejected))
         return Turns([*turns, first], len(turns)), Turns([*turns, second], len(turns))
 

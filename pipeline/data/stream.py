@@ -214,8 +214,8 @@ class _Items(Dataset):
             dropped += wrong is not None
             found += wrong is None
         if dropped == count:
-            told = f"the first {count} records are all too long or invalid. The first: {first}"
-            raise RecipeError(Problem("data", "bad-record", told)) from first
+            message = f"the first {count} records are all too long or invalid. The first: {first}"
+            raise RecipeError(Problem("data", "bad-record", message)) from first
         return dropped
 
     def _refused(self, wrong: BadRecord, advice: str = "") -> RecipeError:
