@@ -133,7 +133,7 @@ class SendEndpoint(Endpoint):
 
     def bind(self, backend: TrainBackend) -> None:
         """For one refit."""
-        self._local = functools.cache(backend.local)
+        self._local = functools.cache(backend.local_tensor)
 
     def places(self) -> dict[int, list[int]]:
         """Return, by receiver, the bytes into the whole staging at which its message of each round begins; -1: it has none."""

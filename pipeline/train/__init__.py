@@ -1,4 +1,7 @@
-"""Training backends. Which one a recipe uses was decided when it was submitted."""
+"""Training backends: Megatron-Core, and FSDP2 on Hugging Face models.
+
+Start with `base`, the protocol that both implement, and with `build`, which makes the backend of a recipe.
+"""
 
 from __future__ import annotations
 
@@ -13,11 +16,11 @@ if TYPE_CHECKING:
 
 
 def build(policy: PolicyConfig, group: dist.ProcessGroup, seed: int, role: ModelRole) -> TrainBackend:
-    """This rank's part of a model. Collective over `group`, the train ranks, the default group. A process
-    may hold several models, all at one layout.
+    """Build this rank's part of a model. Collective over `group`.
 
-    seed: of random weights, if the recipe wants those, and of a value head that the checkpoint does not have.
-    Raises ValueError, naming the key of the recipe, if the model or the layout is not supported.
+    group: the train component, which must be the default group. A process may hold several models, all with one layout.
+    seed: of random weights, if the recipe asks for them, and of a value head that the checkpoint does not have.
+    Raises RecipeError if the model or the layout is not supported.
     """
     if uses_megatron(policy):
         from pipeline.train.megatron.backend import MegatronBackend

@@ -1,6 +1,6 @@
-"""Writing while training goes on: one piece of work at a time, in a thread.
+"""Run one piece of work at a time in a thread, such as writing a checkpoint while training continues.
 
-A rank that fails leaves by `os._exit`, which cuts off work that is under way: it must write where only what is complete counts.
+A failing rank exits by `os._exit`, which interrupts running work. The work must write so that only complete files count.
 """
 
 from __future__ import annotations
@@ -10,26 +10,29 @@ from concurrent import futures
 
 
 class BackgroundWorker:
-    """An error of the work is raised by the next call of any method once it has ended, and by every call after it."""
+    """A thread that runs one piece of work at a time.
+
+    If the work fails, every later call of a method raises its error.
+    """
 
     def __init__(self) -> None:
         self._executor = futures.ThreadPoolExecutor(max_workers=1, thread_name_prefix="background")
         self._work: futures.Future[None] | None = None
 
     def start(self, work: Callable[[], None]) -> None:
-        """Begin once the work before has ended."""
+        """Wait for the previous work, then start `work`."""
         self.wait()
         self._work = self._executor.submit(work)
 
     def done(self) -> bool:
-        """Whether nothing is under way."""
+        """Return whether no work is running."""
         if self._work is None or not self._work.done():
             return self._work is None
         self.wait()
         return True
 
     def wait(self, timeout_s: float | None = None) -> bool:
-        """Wait until nothing is under way, for at most `timeout_s` seconds; return whether nothing is."""
+        """Wait until no work is running, for at most `timeout_s` seconds. Return whether none is."""
         if self._work is None:
             return True
         if futures.wait([self._work], timeout_s).done:

@@ -1,8 +1,8 @@
-"""What the pipeline asks of a training backend.
+"""The protocol of a training backend.
 
-Every method is SPMD: all ranks of the train component call it together, with the same arguments except for `batches`, which are
-the rank's own. Ranks with the same `data_rank` (peers in tensor, pipeline or context parallelism) are given the same batches;
-all data ranks are given the same number of batches. Weights go by their Hugging Face names.
+Every method is SPMD: all ranks of the train component call it together, with the same arguments except for `batches`. Ranks
+with the same `data_rank` (peers in tensor, pipeline or context parallelism) get the same batches, and all data-parallel ranks
+get the same number of batches. Weights have their Hugging Face names.
 """
 
 from __future__ import annotations
@@ -23,78 +23,97 @@ Loss = Callable[[Outputs, PackedBatch], LossOutput]
 """(the model's outputs with a graph, the batch) -> the batch's share of the loss."""
 
 
-Phase = Callable[[str], contextlib.AbstractContextManager[None]]
-"""Says what is done within its block."""
+Phase = Callable[[str], contextlib.AbstractContextManager[object]]
+"""Return a context that reports its block as a phase of this name."""
 
 
 @dataclass(frozen=True, slots=True)
 class ModelRole:
-    """What a model is for."""
+    """What a model is used for, which decides what is built for it."""
 
     head: Head = "logprobs"
     trained: bool = True  # False: no gradients and no optimizer; weights in policy.precision
     reference: bool = False  # keep the initial weights for `forward(..., "reference")`
-    entropy: bool = False  # outputs carry the entropy
-    truncated: bool = False  # log-probs of the policy are of what policy.generation's top_p and top_k leave
-    offload: bool = False  # of a model that is not trained: weights are in host memory but for the time of a forward pass
-    phase: Phase = contextlib.nullcontext  # tells what takes long while the model is loaded
+    entropy: bool = False  # outputs contain the entropy
+    truncated: bool = False  # the policy's log-probs are of the distribution after policy.generation's top_p and top_k
+    offload: bool = False  # only if not trained: keep weights in host memory outside forward passes
+    phase: Phase = contextlib.nullcontext  # reports long phases of loading
 
 
 class TrainBackend(Protocol):
-    data_rank: int  # this rank's place among the data-parallel ranks
-    data_size: int  # how many of those there are
+    """One rank's part of a model, and of its optimizer if it is trained."""
+
+    data_rank: int  # among the data-parallel ranks
+    data_size: int  # number of data-parallel ranks
     device: torch.device
 
     def forward(self, batches: Sequence[PackedBatch], model: str = "policy", top_k: int = 0) -> list[Outputs]:
-        """Outputs without a graph, one per batch. "reference": by the weights as they were loaded, never truncated: what they
-        would cut away is not what was. top_k: also the most likely tokens of each distribution."""
+        """Return outputs without a graph, one per batch.
+
+        model: "policy" or "reference". The reference has the weights as they were loaded and is never truncated, because its
+        truncation would cut other tokens than the policy's. top_k: also return the most likely tokens of each distribution.
+        """
+        ...
 
     def step(self, batches: Sequence[PackedBatch], loss: Loss) -> StepResult:
-        """One optimizer step on the summed loss of all batches of all data ranks. Where a batch has a teacher's tokens,
-        `Outputs.top_k` has this model's log-probs of the same ones.
+        """Take one optimizer step on the summed loss of all batches of all data-parallel ranks.
 
-        Raises FloatingPointError if the gradient is not finite; the weights are then unchanged. Does not move the schedules.
+        For a batch with a teacher's tokens, `Outputs.top_k` contains this model's log-probs of these tokens. Raises
+        FloatingPointError if the gradient is not finite; the weights are then unchanged. Does not advance the schedules.
         """
+        ...
 
     def advance_schedule(self) -> None:
         """Advance the schedules of the learning rate and of weight decay by one.
 
-        They count steps of the algorithm, as NeMo-RL's do ("Step LR scheduler once per train() call, not per global batch",
-        nemo_rl/models/policy/workers/megatron_policy_worker.py), and such a step may hold several updates: all of them have
-        one rate. Called after the last of them.
+        They count steps of the algorithm, as in NeMo-RL ("Step LR scheduler once per train() call, not per global batch",
+        nemo_rl/models/policy/workers/megatron_policy_worker.py). A step may hold several updates, which all have one learning
+        rate. Call this after the last of them.
         """
 
     def offload(self, keep_weights: bool = False) -> None:
-        """Give the device's memory back: what is in it waits on the host, to the last bit, but for gradients: each step
-        makes its own. Until `reload` only `shapes`, `layout` and, with keep_weights, `local` may be asked for. Called again
-        without keep_weights, the weights go as well."""
+        """Move weights and optimizer state to host memory, without any change of their bits, and free the device's memory.
+
+        Gradients are dropped: each step computes its own. Until `reload`, call only `shapes`, `layout` and, with keep_weights,
+        `local_tensor`. A second call without keep_weights moves the weights as well.
+        """
 
     def reload(self) -> None:
-        """Bring everything back that is away."""
+        """Move everything that was offloaded back to the device."""
 
     def weights(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Every tensor of the policy in full, in a fixed order, in the precision it is served in. Collective: all ranks must
-        exhaust it. The tensor is only good until the next one is asked for, and only rank 0 of the component gets a real one
-        (others get an empty tensor)."""
+        """Yield every whole tensor of the policy, in a fixed order and in the precision in which it is served.
+
+        Collective: all ranks must exhaust it. A tensor is valid until the next one. Only rank 0 of the component gets the
+        tensors; other ranks get empty ones.
+        """
+        ...
 
     @property
     def shapes(self) -> dict[str, tuple[int, ...]]:
-        """Of every tensor on disk, in the order of a checkpoint."""
+        """The shape of every tensor on disk, in the order of a checkpoint."""
+        ...
 
     def layout(self) -> list[Region]:
-        """Every entry of the policy that this rank holds, replicas too. The same for as long as the backend lives."""
+        """Return every entry of the policy that this rank holds, replicas included. Constant over the backend's lifetime."""
+        ...
 
-    def local(self, tensor: str) -> torch.Tensor:
-        """The local tensor that regions name so, as it is now, without a graph. Its precision may be higher than the served."""
+    def local_tensor(self, name: str) -> torch.Tensor:
+        """Return a tensor of this rank by its name in `layout`, without a graph.
+
+        Its precision may be higher than the one in which it is served.
+        """
+        ...
 
     def shards(self, copy: bool = False) -> Shards:
-        """This rank's share of weights, optimizer, schedule and random state, for `Shards.write`.
+        """Return this rank's share of weights, optimizer, schedule and random state, for `Shards.write`.
 
-        copy: in memory of its own, so that training can go on before it is written.
+        copy: into new memory, so that training can continue before the shards are written.
         """
+        ...
 
     def load(self, folder: Path) -> None:
-        """Restore what all ranks' shards below `folder` hold, to the last bit at the same layout.
+        """Restore the state from all ranks' shards in `folder`, bitwise if the layout is the same.
 
-        Raises ValueError if it does not fit this model.
+        Raises RecipeError if the checkpoint does not fit the recipe, ValueError if it is incomplete.
         """

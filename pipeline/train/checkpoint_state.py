@@ -1,38 +1,38 @@
-"""What a checkpoint holds: boxes of weights and optimizer state, by the names of the tensors of a Hugging Face checkpoint, and
-the state of the random generators.
-"""
+"""The contents of a checkpoint: boxes of weights and optimizer state under Hugging Face names, and random generators."""
 
 from __future__ import annotations
 
 import random
 from collections.abc import Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 
 from pipeline.boxes import Piece, whole
+from pipeline.config import Problem, RecipeError
 from pipeline.models.recorded_layout import Shape, copy_pieces, restrict
 from pipeline.train.shards import BoxReader, Entry, local, local_box
 
 
 def schedule_steps(record: dict[str, Any]) -> int:
-    """How often the schedule of a saved model was advanced.
+    """Return the number of steps of a saved schedule.
 
     Earlier versions advanced it with every optimizer update and stored that count as "steps". Where the two counts differ, a
-    run does not go on from their checkpoints: `pipeline.checkpoint.version_problem`.
+    run cannot resume from their checkpoints: see `pipeline.checkpoint.version_problem`.
     """
     return record["schedule"] if "schedule" in record else record["steps"]
 
 
 def options(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    """What all parameter groups have in common, as JSON has it; tuples become lists."""
+    """Return the options that all parameter groups share, as JSON values: tuples become lists."""
     group = optimizer.param_groups[0]
     return {name: list(value) if isinstance(value, tuple) else value for name, value in group.items() if name != "params"}
 
 
 def entries(prefix: str, tensor: torch.Tensor, pieces: list[Piece], shapes: Mapping[str, Shape]) -> Iterator[Entry]:
-    """This rank's part of a tensor that consists of `pieces` of tensors on disk, named `<prefix>.<name on disk>`.
+    """Yield this rank's part of a tensor that consists of `pieces` of tensors on disk, as `<prefix>.<name on disk>`.
 
     shapes: of the tensors on disk.
     """
@@ -43,21 +43,20 @@ def entries(prefix: str, tensor: torch.Tensor, pieces: list[Piece], shapes: Mapp
 
 
 def optimizer_entries(
-    optimizer: torch.optim.Optimizer, pieces: Mapping[torch.nn.Parameter, list[Piece]], shapes: Mapping[str, Shape]
+    optimizer: torch.optim.Optimizer, pieces: Mapping[torch.Tensor, list[Piece]], shapes: Mapping[str, Shape]
 ) -> Iterator[Entry]:
-    """`optimizer.<state>.<name on disk>`: cut like the parameter's weights, or a scalar.
+    """Yield the optimizer's state as `optimizer.<state>.<name on disk>`: cut like the parameter's weights, or a scalar.
 
-    A scalar is of the parameter in memory, so it comes once, by the name of the first tensor on disk that it consists of.
-    Raises ValueError for an optimizer with other state.
+    A scalar belongs to the parameter in memory, so it occurs once, under the name of the parameter's first tensor on disk.
+    Raises RecipeError for an optimizer with other state.
     """
     for parameter, state in optimizer.state.items():
         for key, value in state.items():
             if value is None:
                 continue
             if not isinstance(value, torch.Tensor) or (value.shape != parameter.shape and value.dim()):
-                raise ValueError(
-                    f"policy.optimizer.name: {type(optimizer).__name__} keeps '{key}' in a form that cannot be saved"
-                )
+                message = f"the state '{key}' of {type(optimizer).__name__} is neither shaped like the parameter nor a scalar"
+                raise RecipeError(Problem("policy.optimizer.name", "unsupported", message))
             if value.shape == parameter.shape:
                 yield from entries(f"optimizer.{key}", value, pieces[parameter], shapes)
             else:
@@ -66,11 +65,11 @@ def optimizer_entries(
 
 def load_optimizer(
     optimizer: torch.optim.Optimizer,
-    pieces: Mapping[torch.nn.Parameter, list[Piece]],
+    pieces: Mapping[torch.Tensor, list[Piece]],
     shapes: Mapping[str, Shape],
     reader: BoxReader,
 ) -> None:
-    """Give a fresh optimizer the state that `reader` has of it."""
+    """Load the state in `reader` into a new optimizer."""
     kinds: dict[str, list[str]] = {}
     for name in reader.shapes:
         if name.startswith("optimizer."):
@@ -85,27 +84,34 @@ def load_optimizer(
                 value = torch.empty_like(parameter)
                 load_entries(f"optimizer.{kind}", value, pieces[parameter], reader)
             else:
-                value = reader.read(f"optimizer.{kind}.{first}", whole(())).clone()  # not the file's memory: that stays
+                value = reader.read(f"optimizer.{kind}.{first}", whole(())).clone()  # otherwise the file stays mapped
             state[number][kind] = value
     optimizer.load_state_dict({"state": state, "param_groups": optimizer.state_dict()["param_groups"]})
 
 
 def load_entries(prefix: str, tensor: torch.Tensor, pieces: list[Piece], reader: BoxReader) -> None:
-    """Fill this rank's part of a tensor from what `entries` gave of it, at whatever layout."""
+    """Fill this rank's part of a tensor from saved `entries`, which any layout may have written."""
     copy_pieces(local(tensor), restrict(pieces, local_box(tensor)), lambda name, box: reader.read(f"{prefix}.{name}", box))
 
 
 def _parameters(optimizer: torch.optim.Optimizer) -> Iterator[torch.nn.Parameter]:
-    """In the order in which `load_state_dict` numbers them."""
+    """Yield the parameters in the order in which `load_state_dict` numbers them."""
     for group in optimizer.param_groups:
         yield from group["params"]
+
+
+def other_model(folder: Path, stored: Mapping[str, Shape], expected: Mapping[str, Shape]) -> RecipeError:
+    """Return the error for a checkpoint in `folder` whose tensors `stored` are not those of policy.model_name."""
+    wrong = sorted(name for name in stored.keys() | expected.keys() if stored.get(name) != expected.get(name))
+    message = f"{folder} is a checkpoint of another model; these tensors differ: {wrong[:4]} ({len(wrong)})"
+    return RecipeError(Problem("policy.model_name", "contradiction", message))
 
 
 def seed_generators(seed: int, data_rank: int) -> None:
     """Seed the generators of torch (of the CPU and of GPUs), Python and numpy.
 
-    Noise of a model's own then differs between data-parallel ranks and is the same on ranks that share their data, as tensor
-    parallelism needs. Checkpoints keep the generators' states.
+    Random numbers of a model then differ between data-parallel ranks and are the same on ranks that share their data, as tensor
+    parallelism requires. Checkpoints keep the generators' states.
     """
     own = int(np.random.SeedSequence([seed % (1 << 64), data_rank]).generate_state(1, np.uint64)[0])
     torch.manual_seed(own)
@@ -114,7 +120,7 @@ def seed_generators(seed: int, data_rank: int) -> None:
 
 
 def random_tensors(device: torch.device, rank: int) -> dict[str, torch.Tensor]:
-    """torch's generators, each rank's under a name of its own."""
+    """Return the states of torch's generators, under names that contain the rank."""
     states = {f"random.torch.{rank}": torch.get_rng_state()}
     if device.type == "cuda":
         states[f"random.cuda.{rank}"] = torch.cuda.get_rng_state(device)
@@ -122,13 +128,16 @@ def random_tensors(device: torch.device, rank: int) -> dict[str, torch.Tensor]:
 
 
 def random_record() -> dict[str, Any]:
-    """Python's and numpy's generators, as JSON."""
+    """Return the states of Python's and numpy's generators, as JSON values."""
     version, words, gauss = random.getstate()
-    kind, keys, *rest = np.random.get_state()
+    state = np.random.get_state()
+    assert isinstance(state, tuple)  # a dict only with legacy=False
+    kind, keys, *rest = state
     return {"python": [version, list(words), gauss], "numpy": [kind, keys.tolist(), *rest]}
 
 
 def load_random(device: torch.device, rank: int, reader: BoxReader, record: dict[str, Any]) -> None:
+    """Restore the generators. record: the result of `random_record` of the same rank."""
     for kind in ("torch", "cuda") if device.type == "cuda" else ("torch",):
         name = f"random.{kind}.{rank}"
         state = reader.read(name, whole(reader.shapes[name]))

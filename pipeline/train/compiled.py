@@ -1,25 +1,26 @@
-"""torch.compile of decoder layers (policy.dtensor_cfg.compile): one graph for every layer and every length of a batch.
+"""torch.compile of decoder layers (policy.dtensor_cfg.compile): one graph for all layers and all batch lengths.
 
-Each layer's `forward` is compiled, before `fully_shard` puts its hooks around it, as torchtitan does. All dimensions of inputs
-are dynamic from the start; those that meet a parameter become static again, so only the number of tokens varies (a batch of one
-token is a case of its own). Attention stays eager, because it loops over the lengths of the sequences: a layer is two graphs,
-before and after it.
+Each layer's `forward` is compiled before `fully_shard` adds its hooks, as in torchtitan. All dimensions of inputs are dynamic
+from the start. Those that must match a parameter become static again, so only the number of tokens varies (a batch of one token
+is a separate case). Attention stays eager, because it loops over the lengths of the sequences. A layer is therefore two graphs,
+before and after attention.
 
-Passes without gradients run the same graph as training and drop what it saved, layer by layer. So log-probs of the policy
-before an update equal those in its first loss to the last bit, as they do in eager mode, and nothing is compiled twice.
+Passes without gradients run the same graph as training and drop its saved activations layer by layer. So the policy's log-probs
+before an update are bitwise equal to those in its first loss, as in eager mode, and nothing is compiled twice.
 
 How the compiler cuts reductions depends on the sizes that it first sees. Trial passes at fixed sizes, when the model is
 built, make that choice the same in every start, and Inductor's deterministic mode decides nothing by timing: on the same
 machine a resumed run equals the uninterrupted one.
 
-Left out: tensor parallelism (torch 2.13 fails to trace its DTensor hooks with dynamic shapes: RecursionError), and selective
-recomputation, which does not see into compiled graphs.
+Not supported: tensor parallelism (torch 2.13 fails to trace its DTensor hooks with dynamic shapes: RecursionError), and
+selective recomputation, which cannot select operators inside compiled graphs.
 """
 
 from __future__ import annotations
 
 import contextlib
 import itertools
+import logging
 import os
 import shutil
 from collections.abc import Callable, Iterable, Iterator
@@ -31,46 +32,50 @@ from torch import nn
 from transformers import AttentionInterface
 
 from pipeline import builds
-from pipeline.config import PolicyConfig
+from pipeline.config import PolicyConfig, Problem, RecipeError
 from pipeline.train.packed_attention import NAME, Packing, packed_attention
 
+logger = logging.getLogger(__name__)
+
 KEY = "policy.dtensor_cfg.compile"
-OPTIONS = {"deterministic": True}  # Inductor's
-DEVICES = ("cuda",)  # where null compiles
+OPTIONS: dict[str, str | int | bool | Callable[..., Any]] = {"deterministic": True}  # of Inductor
+DEVICES = ("cuda",)  # device types that compile by default
 GCC = "C compiler (gcc, clang or CC)"
 GXX = "C++ compiler (g++ or CXX)"
 TRITON = "triton that supports this GPU"
 PATH = "PyTorch in a folder whose path has no spaces"
-NEEDS = (GCC, GXX, TRITON, PATH)  # of Inductor, whatever the device
+NEEDS = (GCC, GXX, TRITON, PATH)  # Inductor's dependencies, for any device
 
 
 def should_compile(policy: PolicyConfig, device: torch.device, mixture: bool) -> bool:
-    """Return whether to compile layers: as the key says, or, where it is null, on GPUs what is known to compile.
+    """Return whether to compile layers: the key's value, or, if it is null, true on GPUs for models that are known to compile.
 
-    Where null would compile, the call is collective over the default group: all ranks compile or none does, since compiled
-    layers have trial passes. If one cannot, the first rank prints which one and why. Raise ValueError where the key is true
-    and the model cannot be compiled on this rank.
+    If the key is null and layers could be compiled, the call is collective over the default group: all ranks compile or none
+    does, because compiled layers run trial batches. If a rank cannot compile, rank 0 logs which rank and why. Raises
+    RecipeError if the key is true and this rank cannot compile the model.
     """
-    dtensor, asked = policy.dtensor_cfg, policy.dtensor_cfg.compile
+    dtensor, requested = policy.dtensor_cfg, policy.dtensor_cfg.compile
     tensor_size, selective = dtensor.tensor_parallel_size, dtensor.recompute_granularity == "selective"
     others = mixture or tensor_size > 1 or selective or dtensor.use_liger_kernel
-    if asked is False or (asked is None and (device.type not in DEVICES or others)):
+    if requested is False or (requested is None and (device.type not in DEVICES or others)):
         return False
-    if asked and tensor_size > 1:
-        raise ValueError(f"{KEY}: got true with policy.dtensor_cfg.tensor_parallel_size={tensor_size}; expected 1. Try false")
+    if requested and tensor_size > 1:
+        message = f"got true with policy.dtensor_cfg.tensor_parallel_size={tensor_size}; expected 1. Try false"
+        raise RecipeError(Problem(KEY, "unsupported", message))
     lacking = missing_dependency(device)
-    if asked:
+    if requested:
         if lacking:
-            raise ValueError(f"{KEY}: got true, but there is no {lacking}; expected one. Install it, or try false")
+            message = f"got true, but there is no {lacking}. Install it, or try false"
+            raise RecipeError(Problem(KEY, "not-installed", message))
         return True
     first = _first_rank_without(lacking, device)
     if first and dist.get_rank() == 0:
-        print(f"hetstep: {KEY}: layers run eagerly, because rank {first[0]} of this component has no {first[1]}", flush=True)
+        logger.warning("%s: layers run eagerly, because rank %d of this component has no %s", KEY, *first)
     return first is None
 
 
 def _first_rank_without(lacking: str | None, device: torch.device) -> tuple[int, str] | None:
-    """Return the first rank of the default group that lacks something, and what; None if no rank does. Collective."""
+    """Return (rank, missing dependency) of the first rank that lacks one; None if no rank does. Collective."""
     none = dist.get_world_size() * len(NEEDS)
     mine = none if lacking is None else dist.get_rank() * len(NEEDS) + NEEDS.index(lacking)
     least = torch.tensor(mine, device=device)
@@ -80,7 +85,7 @@ def _first_rank_without(lacking: str | None, device: torch.device) -> tuple[int,
 
 
 def missing_dependency(device: torch.device) -> str | None:
-    """Return which of NEEDS Inductor lacks on this machine for such a device."""
+    """Return the entry of NEEDS that Inductor lacks on this machine for this type of device; None if it lacks none."""
     from torch._inductor.cpp_builder import get_cpp_compiler
     from torch._inductor.exc import InvalidCxxCompiler
     from torch.utils._triton import has_triton
@@ -88,7 +93,7 @@ def missing_dependency(device: torch.device) -> str | None:
     if device.type == "cuda":
         if not has_triton():
             return TRITON
-        # As triton/runtime/build.py looks for it.
+        # The same search as in triton/runtime/build.py.
         return None if "CC" in os.environ or shutil.which("gcc") or shutil.which("clang") else GCC
     try:
         get_cpp_compiler()
@@ -98,10 +103,10 @@ def missing_dependency(device: torch.device) -> str | None:
 
 
 def compile_layers(layers: Iterable[nn.Module]) -> None:
-    """Compile the forward of each layer, in place, when it is first called."""
+    """Replace the forward of each layer by one that is compiled at its first call."""
     import torch._dynamo
 
-    # Otherwise the break at attention would also split the layer's norms and residual additions off.
+    # Without this, the graph break at attention would also split off the layer's norms and residual additions.
     torch._dynamo.config.nested_graph_breaks = True
     AttentionInterface.register(NAME, torch.compiler.disable(packed_attention))
     for layer in layers:
@@ -109,14 +114,14 @@ def compile_layers(layers: Iterable[nn.Module]) -> None:
 
 
 def _in_one_mode(layer: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
-    """Return the layer with gradients enabled and wanted of its input at every call, so that it is compiled for that alone."""
+    """Return the layer with gradients enabled and required of its input at every call, so that it is compiled only once."""
 
     def forward(hidden: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
         kept = torch.is_grad_enabled()
         with torch.enable_grad():
             if not (kept and hidden.requires_grad):
                 hidden = hidden.detach().requires_grad_()
-            # A view at every call: Dynamo compiles views and others apart, and what `fully_shard` hands on is one.
+            # Always a view: Dynamo compiles views separately, and `fully_shard` passes a view.
             output = layer(hidden.view_as(hidden), *args, **kwargs)
         return output if kept else output.detach()
 
@@ -125,13 +130,13 @@ def _in_one_mode(layer: Callable[..., torch.Tensor]) -> Callable[..., torch.Tens
 
 @contextlib.contextmanager
 def explain_out_of_memory(policy: PolicyConfig) -> Iterator[None]:
-    """Add to torch.OutOfMemoryError of the trial passes what they are and which keys to try."""
+    """Add a note to torch.OutOfMemoryError of the trial batches: what they are, and which keys to try."""
     try:
         yield
     except torch.OutOfMemoryError as error:
         longest = policy.max_total_sequence_length
         error.add_note(
-            f"{KEY}: compiled layers are tried out with a full microbatch of sequences of"
+            f"{KEY}: compiled layers first run a full microbatch of sequences of"
             f" policy.max_total_sequence_length={longest} tokens. Try {KEY}=false if the data have no such sequences, else"
             " smaller microbatches or policy.dtensor_cfg.activation_checkpointing=true"
         )
@@ -141,7 +146,7 @@ def explain_out_of_memory(policy: PolicyConfig) -> Iterator[None]:
 def trial_batches(policy: PolicyConfig, device: torch.device) -> Iterator[tuple[torch.Tensor, torch.Tensor, Packing]]:
     """Yield (tokens [T], positions [T], packing) of a full microbatch of the longest sequences, then of two tokens.
 
-    For few tokens Inductor may want another graph: its C++ adds up more than 4,096 numbers otherwise than fewer.
+    For few tokens Inductor may need another graph: its C++ code sums more than 4,096 numbers in another way than fewer.
     """
     longest, packing = policy.max_total_sequence_length, policy.sequence_packing
     count = max(1, packing.train_mb_tokens // longest) if packing.enabled else policy.train_micro_batch_size

@@ -1,10 +1,10 @@
-"""A Hugging Face checkpoint out of any train backend: sharded safetensors, the index, config, tokenizer, generation config.
+"""Export a model as a Hugging Face checkpoint: sharded safetensors, the index, config, tokenizer, generation config.
 
-A model with values leaves as a sequence classifier with one label, as which transformers loads it. Adapters leave merged with
-what they adapt.
+A model with a value head is exported as a sequence classifier with one label, as which transformers loads it. Adapters are
+merged into the weights that they adapt.
 
-From a running backend (`export`), or from what one saved (`export_checkpoint`), which needs no ranks and no GPU. Tensors stream
-one at a time; memory is bounded by one shard file and one tensor.
+`export` reads from a running backend. `export_checkpoint` reads from a saved checkpoint and needs no ranks and no GPU. Tensors
+stream one at a time, so memory is bounded by one shard file and one tensor.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 
 import torch
-from transformers.utils import cached_file
+from transformers.utils.hub import cached_file
 
 from pipeline.boxes import whole
-from pipeline.config import PolicyConfig
+from pipeline.config import PolicyConfig, Problem, RecipeError
 from pipeline.data.chat import load_tokenizer
 from pipeline.models.hugging_face import checkpoint_shapes, meta_model, model_config
 from pipeline.models.precision import served_dtype
@@ -42,9 +42,9 @@ def export(
     shard_bytes: int = SHARD_BYTES,
     retry: RetryPolicy = NO_RETRIES,
 ) -> None:
-    """Write the backend's model, which has this head, below `folder`. Collective; only the rank that `writes` does.
+    """Write the backend's model, which has this head, to `folder`. Collective; only the rank with `writes` writes.
 
-    Raises StorageError if there is no writing it for as long as there is patience.
+    Raises StorageError if writing fails until `retry` ends.
     """
     if writes:
         write_model(backend.weights(), policy, folder, head, shard_bytes, retry)
@@ -56,10 +56,10 @@ def export(
 def export_checkpoint(
     checkpoint: Path, policy: PolicyConfig, folder: Path, head: Head = "logprobs", shard_bytes: int = SHARD_BYTES
 ) -> None:
-    """Write the model that `save` of any backend, at any layout, left in `checkpoint`.
+    """Write the model in `checkpoint`, which any backend saved with any layout, to `folder`.
 
-    `folder` appears at the end and complete; until then all is in `.<its name>.partial` beside it. Raises ValueError if the
-    checkpoint is of another model than `policy` says; StorageError if there is no writing it.
+    Files are first written to `.<folder's name>.partial` next to it, so `folder` is always complete. Raises RecipeError if the
+    checkpoint's model is not policy.model_name, StorageError if the files cannot be written.
     """
     reader, records = read_shards(checkpoint)
     config = model_config(policy, head)
@@ -67,10 +67,11 @@ def export_checkpoint(
     stored = {name.removeprefix("model."): shape for name, shape in reader.shapes.items() if name.startswith("model.")}
     adapted = lora.adapted_weights(reader)
     held = stored | adapted
-    expected = {name: shapes.get(name) for name in held} if adapted else shapes  # what is not held is policy.model_name's
+    expected = {name: shapes.get(name) for name in held} if adapted else shapes  # other weights are policy.model_name's
     if held != expected:
-        odd = sorted(name for name in held.keys() | expected.keys() if held.get(name) != expected.get(name))
-        raise ValueError(f"{checkpoint}: not of the recipe's policy.model_name; these differ: {odd[:4]} ({len(odd)})")
+        wrong = sorted(name for name in held.keys() | expected.keys() if held.get(name) != expected.get(name))
+        message = f"{checkpoint} is of another model; these tensors differ: {wrong[:4]} ({len(wrong)})"
+        raise RecipeError(Problem("policy.model_name", "contradiction", message))
     if adapted:
         record = records[0]["lora"]
         base = initial_weights(policy, config, record["random_seed"] or 0, head)
@@ -87,7 +88,7 @@ def export_checkpoint(
         shutil.rmtree(partial)
     try:
         write_model(((name, weight(name)) for name in shapes), policy, partial, head, shard_bytes)
-    except StorageError:  # what there is of it may be what fills the disk
+    except StorageError:  # the partial folder may be what fills the disk
         shutil.rmtree(partial, ignore_errors=True)
         raise
     partial.rename(folder)
@@ -102,16 +103,16 @@ def write_model(
     shard_bytes: int,
     retry: RetryPolicy = NO_RETRIES,
 ) -> None:
-    """Write what transformers and vLLM load: what goes with the weights, then the weights in files of about `shard_bytes`."""
+    """Write the files that transformers and vLLM load: config and tokenizer, then weights in files of about `shard_bytes`."""
 
-    def insist(work: Callable[[], None]) -> None:
+    def with_retries(work: Callable[[], None]) -> None:
         retrying(work, "writing a Hugging Face checkpoint", folder, retry)
 
     def write_shard() -> None:
-        insist(lambda: write_tensors(shard, folder / f"{len(shards)}.partial"))
+        with_retries(lambda: write_tensors(shard, folder / f"{len(shards)}.partial"))
         shards.append(list(shard))
 
-    insist(lambda: _write_beside(policy, folder, head))
+    with_retries(lambda: _write_config(policy, folder, head))
     shards: list[list[str]] = []
     shard: dict[str, torch.Tensor] = {}
     total = size = 0
@@ -123,11 +124,11 @@ def write_model(
         size += tensor.nbytes
         total += tensor.nbytes
     write_shard()
-    insist(lambda: _name_shards(folder, shards, total))
+    with_retries(lambda: _name_shards(folder, shards, total))
 
 
-def _write_beside(policy: PolicyConfig, folder: Path, head: Head) -> None:
-    """What goes with the weights. Raises OSError, and can be done again then."""
+def _write_config(policy: PolicyConfig, folder: Path, head: Head) -> None:
+    """Write config, tokenizer and generation config. Raises OSError, and can then be repeated."""
     config = model_config(policy, head)
     config.dtype = policy.precision
     config.architectures = config.architectures or [type(meta_model(config)).__name__]  # vLLM looks the model up by it
@@ -136,22 +137,22 @@ def _write_beside(policy: PolicyConfig, folder: Path, head: Head) -> None:
         config.save_pretrained(folder)
         load_tokenizer(policy.tokenizer).save_pretrained(folder)
     if head == "logprobs" and (given := _generation_config(policy.model_name)):
-        shutil.copyfile(given, folder / _GENERATION)  # as it is: transformers refuses to save some that it loads
+        shutil.copyfile(given, folder / _GENERATION)  # a copy, because transformers refuses to save some that it loads
     for path in folder.iterdir():
         sync(path)
 
 
 def _generation_config(model_name: str) -> str | None:
-    """The model's own file, if it has one."""
+    """Return the path of the model's generation config; None if it has none."""
     return cached_file(model_name, _GENERATION, local_files_only=True, _raise_exceptions_for_missing_entries=False)
 
 
 def _name_shards(folder: Path, shards: list[list[str]], total: int) -> None:
-    """Give the shards the names that transformers and vLLM look for, known only when their number is."""
+    """Rename the shards to their final names, which contain the number of shards, and write the index."""
     one, of = len(shards) == 1, f"of-{len(shards):05d}"
     names = ["model.safetensors"] if one else [f"model-{i + 1:05d}-{of}.safetensors" for i in range(len(shards))]
     for i, name in enumerate(names):
-        if (folder / f"{i}.partial").exists():  # else an earlier try came so far
+        if (folder / f"{i}.partial").exists():  # otherwise an earlier attempt renamed it
             (folder / f"{i}.partial").rename(folder / name)
     if not one:
         weight_map = {tensor: name for name, tensors in zip(names, shards, strict=True) for tensor in tensors}

@@ -1,11 +1,11 @@
-"""The network of the FSDP2 backend: a Hugging Face model that takes packed tokens, built in shards.
+"""The model of the FSDP2 backend: a Hugging Face model for packed tokens, built in shards.
 
-The model is made on the meta device, cut by tensor parallelism and `fully_shard`, and only then given memory: each rank reads
-its own boxes of the checkpoint, so no rank ever holds the whole model (random weights excepted: those are drawn whole, on the
-CPU). It is in evaluation mode for good: dropout would make its log-probs differ from what the engine sampled with.
+The model is built on the meta device, cut by tensor parallelism and `fully_shard`, and then allocated. Each rank reads its own
+boxes of the checkpoint, so no rank ever holds the whole model, except for random weights, which are drawn whole on the CPU. The
+model is always in evaluation mode: with dropout, its log-probs would differ from those that the engine sampled with.
 
-Models whose weights, head or attention need more than this does are refused when they are built: heads that do more than
-hidden @ W^T, recurrent layers, checkpoints whose names are not the model's own, buffers that cannot be derived again.
+Models that need more than this are rejected when they are built: heads that compute more than hidden @ W^T, recurrent layers,
+checkpoints with other names than the model's, buffers that cannot be recomputed.
 """
 
 from __future__ import annotations
@@ -16,11 +16,13 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 from transformers.modeling_outputs import MoeModelOutputWithPast
 
 from pipeline.boxes import Piece
-from pipeline.config import GenerationConfig, PolicyConfig
+from pipeline.config import GenerationConfig, PolicyConfig, Problem, RecipeError
+from pipeline.models.base import SCORE, unsupported_model
 from pipeline.models.config_json import check_attention
 from pipeline.models.hugging_face import layout, meta_model, model_config
 from pipeline.models.recorded_layout import copy_pieces, restrict
@@ -38,16 +40,16 @@ from pipeline.types import Outputs
 
 
 class PackedModel(nn.Module):
-    """tokens [T], positions [T] -> Outputs of each token, as the model's role has them."""
+    """A Hugging Face model that maps tokens [T] and positions [T] to the Outputs that its role needs."""
 
     def __init__(self, hf: PreTrainedModel, role: ModelRole, generation: GenerationConfig, chunk: int | None):
         super().__init__()
         self.hf = hf
-        self.partial: list[str] = []  # parameters whose gradients are to be summed over tensor-parallel ranks
+        self.partial: list[str] = []  # parameters whose gradients must be summed over tensor-parallel ranks
         self.shard: VocabularyShard | None = None
-        self.layout: dict[str, list[Piece]] = {}  # of which boxes of tensors on disk each parameter of `hf` consists
-        self.compiled = False  # whether layers are compiled, at the first call
-        self.adapters: list[Adapter] = []  # their own parameters are on no disk but a checkpoint's
+        self.layout: dict[str, list[Piece]] = {}  # for each parameter of `hf`: its pieces of tensors on disk
+        self.compiled = False  # whether layers are compiled at the first call
+        self.adapters: list[Adapter] = []  # their parameters exist only in our checkpoints
         self._role = role
         self._temperature = generation.temperature
         self._truncation = Truncation.of(generation) if role.truncated else None
@@ -62,15 +64,18 @@ class PackedModel(nn.Module):
         top_k: int = 0,
         truncated: bool = True,
     ) -> Outputs:
-        """candidates [T, K], top_k: see `packed_outputs`. truncated: as the model's role has it; or not."""
-        # use_cache must be off: with it, transformers ignores that positions restart.
+        """Return outputs. candidates [T, K], top_k: see `packed_outputs`. truncated: False to ignore the role's truncation."""
+        # With use_cache, transformers would ignore that positions restart.
         hidden = self.hf.base_model(
             input_ids=tokens[None], position_ids=positions[None], use_cache=False, packing=packing
         ).last_hidden_state[0]
         if self._role.head == "values":
-            return Outputs(values=hidden.float() @ self.hf.score.weight[0].float())
-        weight = self.hf.get_output_embeddings().weight
+            return Outputs(values=hidden.float() @ self.hf.get_parameter(SCORE)[0].float())
+        head = self.hf.get_output_embeddings()
+        assert head is not None  # `_check_model` requires one
+        weight: torch.Tensor = head.get_parameter("weight")
         if self.shard is not None:
+            assert isinstance(weight, DTensor)
             weight = weight.to_local()
         options = (self._temperature, self._chunk, self.shard, self._role.entropy, candidates, top_k)
         return packed_outputs(hidden, weight, tokens, positions, *options, self._truncation if truncated else None)
@@ -84,11 +89,11 @@ def build(
     role: ModelRole,
     like: PackedModel | None = None,
 ) -> PackedModel:
-    """The model with its initial weights, cut over `mesh` (dimensions "data" and "tensor"; None: one rank, whole).
+    """Return the model with its initial weights, cut over `mesh` (dimensions "data" and "tensor"; None: one rank, whole).
 
-    like: the same model, cut alike; take the weights that it has now, not those on disk. Weights are float32 where they are
-    trained, else (adapters' base too) in policy.precision. Raises ValueError, naming the key of the recipe, if this model
-    cannot be used so here.
+    like: the same model with the same cut, whose current weights are copied instead of those on disk. Trained weights are
+    float32; others, such as those under adapters, are in policy.precision. Raises RecipeError if the model or the layout is not
+    supported.
     """
     config = model_config(policy, role.head)
     check_attention(config, policy.max_total_sequence_length)
@@ -96,9 +101,10 @@ def build(
     precision = torch.float32 if role.trained and not adapted else getattr(torch, policy.precision)
     hf = meta_model(config, role.head, dtype=precision, attn_implementation=NAME).eval()
     _check_model(hf, role)
-    # transformers gives the padding token's embedding no gradient. Here nothing is padded: where that token is, it was sampled.
-    hf.get_input_embeddings().padding_idx = None
-    hf.requires_grad_(role.trained or like is not None)  # compiled layers are then the same graphs as those of `like`
+    # transformers gives the padding token's embedding no gradient. Here nothing is padded, so this token was sampled.
+    if isinstance(embedding := hf.get_input_embeddings(), nn.Embedding):
+        embedding.padding_idx = None
+    hf.requires_grad_(role.trained or like is not None)  # so that compiled layers have the same graphs as those of `like`
     read = initial_weights(policy, config, seed, role.head) if like is None else None
     names = {id(parameter): name for name, parameter in hf.named_parameters()}
     tied = {n: names[id(p)] for n, p in hf.named_parameters(remove_duplicate=False) if names[id(p)] != n}
@@ -110,11 +116,12 @@ def build(
     offload = (policy.dtensor_cfg.cpu_offload or role.offload) and device.type != "cpu"
     if mesh is not None and mesh["tensor"].size() > 1:
         if adapted:
-            raise ValueError(f"{lora.KEY}.enabled: adapters are not cut; policy.dtensor_cfg.tensor_parallel_size must be 1")
+            message = f"got true with policy.dtensor_cfg.tensor_parallel_size={mesh['tensor'].size()}; expected 1"
+            raise RecipeError(Problem(f"{lora.KEY}.enabled", "unsupported", message))
         model.partial = tensor_parallel.parallelize(hf, mesh["tensor"])
         if role.head == "logprobs":
             model.shard = tensor_parallel.vocabulary_shard(hf, mesh["tensor"])
-    layers = [module for module in hf.modules() if type(module).__name__ in hf._no_split_modules]
+    layers = [module for module in hf.modules() if type(module).__name__ in (hf._no_split_modules or ())]
     use_kernels(policy, hf, device)
     mixture = any(parameter.dim() > 2 for parameter in hf.parameters())
     model.compiled = like.compiled if like is not None else compiled.should_compile(policy, device, mixture)
@@ -125,7 +132,7 @@ def build(
     if mesh is not None:
         _shard(model, layers, mesh["data"], policy.precision, offload)
     model.to_empty(device=torch.device("cpu") if offload else device)
-    for alias, name in tied.items():  # to_empty gave each name memory of its own
+    for alias, name in tied.items():  # to_empty allocated separate memory for each name
         module, _, parameter = alias.rpartition(".")
         setattr(hf.get_submodule(module), parameter, hf.get_parameter(name))
     _derive_buffers(hf, device)
@@ -135,6 +142,7 @@ def build(
         if like is not None:
             local(parameters[name]).copy_(local(like.hf.get_parameter(name)))
         else:
+            assert read is not None
             copy_pieces(local(parameters[name]), restrict(pieces, local_box(parameters[name])), read)
     lora.initialize(model.adapters, parameters, policy.dtensor_cfg.lora_cfg.lora_A_init, seed)
     return model
@@ -154,49 +162,55 @@ def _shard(model: PackedModel, layers: list[nn.Module], mesh: DeviceMesh, precis
     fully_shard(model, reshard_after_forward=False, **options)
     for module in model.modules():
         if isinstance(module, FSDPModule):
-            # Losses are already divided by the global count, so gradients add up; fully_shard would average them.
+            # Losses are already divided by the global count, so gradients are summed; fully_shard would average them.
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)
 
 
-# ---- refusing what would be wrong ---------------------------------------------------------------------------------------
+# ---- checks -------------------------------------------------------------------------------------------------------------
 
 
 def _check_model(hf: PreTrainedModel, role: ModelRole) -> None:
-    name = f"policy.model_name: {type(hf).__name__}"
+    name = type(hf).__name__
     if not hf._supports_attention_backend:
-        raise ValueError(f"{name} has an attention of its own, which cannot be replaced by the packed one")
+        raise unsupported_model(f"{name} has custom attention, which packed attention cannot replace")
     if hf._is_stateful or any(isinstance(m, nn.Conv1d) for m in hf.modules()):
-        raise ValueError(f"{name} has layers other than attention that mix tokens; packed sequences would leak into each other")
+        raise unsupported_model(
+            f"{name} mixes tokens in other layers than attention, so packed sequences would not be independent"
+        )
     if not hf._no_split_modules:
-        raise ValueError(f"{name} does not say what its layers are (_no_split_modules)")
+        raise unsupported_model(f"{name} does not declare its layers (_no_split_modules)")
     if persistent := sorted(set(hf.state_dict()) - {n for n, _ in hf.named_parameters(remove_duplicate=False)}):
-        raise ValueError(f"{name} keeps buffers in its checkpoint, which the train backend does not carry: {persistent[:4]}")
+        raise unsupported_model(
+            f"{name} has buffers in its checkpoint, which the FSDP2 backend does not support: {persistent[:4]}"
+        )
     try:
         linear = _head_is_linear(hf, "lm_head" if role.head == "logprobs" else "score")
     except Exception as error:
-        raise ValueError(f"{name} has a head that cannot be tried out: {error}") from error
+        raise unsupported_model(f"{name} has a head whose trial fails: {error}") from error
     if not linear:
-        raise ValueError(f"{name} has a head that does more than hidden @ W^T (a scale, a soft cap or a bias)")
+        raise unsupported_model(f"{name} has a head that computes more than hidden @ W^T (a scale, a soft cap or a bias)")
 
 
 def _head_is_linear(hf: PreTrainedModel, name: str) -> bool:
-    """Run the model's own head code on known hidden states, large enough for a soft cap to show."""
+    """Run the model's head on known hidden states, large enough to reveal a soft cap, and compare with hidden @ W^T."""
     body, prefix = hf.base_model, hf.base_model_prefix
-    head = hf.get_output_embeddings() if name == "lm_head" else hf.score
+    head = hf.get_output_embeddings() if name == "lm_head" else hf.get_submodule("score")
     if type(head) is not nn.Linear or head.bias is not None:
         return False
     generator = torch.Generator().manual_seed(0)
     hidden = 100 * torch.randn(1, 3, head.in_features, generator=generator)
     trial = nn.Linear(head.in_features, 8, bias=False)
     stub = nn.Module()
-    stub.forward = lambda *args, **kwargs: MoeModelOutputWithPast(last_hidden_state=hidden)
+    # transformers annotates a FloatTensor and takes any.
+    output = MoeModelOutputWithPast(last_hidden_state=hidden)  # pyright: ignore[reportArgumentType]
+    stub.forward = lambda *args, **kwargs: output
     set_head = hf.set_output_embeddings if name == "lm_head" else functools.partial(setattr, hf, name)
     try:
         setattr(hf, prefix, stub)
         set_head(trial)
         with torch.no_grad():
-            # Of tokens that are not padding, a classifier looks at the last.
+            # A classifier reads the last token that is not padding.
             token = int(hf.config.get_text_config().pad_token_id == 0)
             logits = hf(input_ids=torch.full((1, 3), token), use_cache=False).logits
             expected = hidden @ trial.weight.T
@@ -207,20 +221,16 @@ def _head_is_linear(hf: PreTrainedModel, name: str) -> bool:
 
 
 def _derive_buffers(hf: PreTrainedModel, device: torch.device) -> None:
-    """Compute the buffers that no checkpoint holds (rotary frequencies), with the model's own initialisation."""
+    """Compute the buffers that are in no checkpoint (rotary frequencies), with the model's own initialisation."""
     for module_name, module in hf.named_modules():
         own = dict(module.named_buffers(recurse=False))
         if not own:
             continue
         for name, buffer in own.items():
             if not buffer.is_floating_point():
-                raise ValueError(
-                    f"policy.model_name: buffer {module_name}.{name} of {type(hf).__name__} cannot be derived again"
-                )
+                raise unsupported_model(f"buffer {module_name}.{name} of {type(hf).__name__} cannot be recomputed")
             setattr(module, name, torch.full_like(buffer, torch.nan, device=device))
         hf._init_weights(module)
         for name in own:
             if getattr(module, name).isnan().any():
-                raise ValueError(
-                    f"policy.model_name: buffer {module_name}.{name} of {type(hf).__name__} cannot be derived again"
-                )
+                raise unsupported_model(f"buffer {module_name}.{name} of {type(hf).__name__} cannot be recomputed")

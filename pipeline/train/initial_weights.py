@@ -1,7 +1,7 @@
-"""The weights that training begins with, by their names in a Hugging Face checkpoint: its own files, or random ones.
+"""The initial weights of training, by their names in a Hugging Face checkpoint: read from its files, or random.
 
-Every backend reads them here, so both begin with the same ones and refuse the same checkpoints. A value head on a language
-model's body is the only thing that a checkpoint need not have.
+Both backends read them here, so both start with the same weights and reject the same checkpoints. Only the value head on a
+language model's body may be missing in a checkpoint.
 """
 
 from __future__ import annotations
@@ -14,41 +14,40 @@ from pathlib import Path
 import torch
 from safetensors import safe_open
 from transformers import PreTrainedConfig, PreTrainedModel
-from transformers.utils import cached_file
+from transformers.utils.hub import cached_file
 
 from pipeline.boxes import Box, whole
-from pipeline.config import PolicyConfig
+from pipeline.config import PolicyConfig, Problem, RecipeError
 from pipeline.models.hugging_face import SCORE, auto_model, checkpoint_shapes, meta_model, on_disk
 from pipeline.train.shards import BoxReader
 from pipeline.types import Head
 
 ReadBox = Callable[[str, Box], torch.Tensor]
-"""(name on disk, box) -> that box of the tensor, on the CPU."""
+"""(name on disk, box) -> this box of the tensor, on the CPU."""
 
-_DERIVED = re.compile(r"rotary_emb\.inv_freq$")  # in old checkpoints; computed from the config today
+_DERIVED = re.compile(r"rotary_emb\.inv_freq$")  # in old checkpoints; now computed from the config
 
 
 def initial_weights(policy: PolicyConfig, config: PreTrainedConfig, seed: int, head: Head = "logprobs") -> ReadBox:
-    """Of the checkpoint `policy.model_name`, or, with `policy.random_init`, as transformers draws them from `seed`.
+    """Return a reader of the checkpoint `policy.model_name`, or, with `policy.random_init`, of transformers' random weights.
 
-    config: the checkpoint's, with the recipe's overrides. A checkpoint of a language model gives a model with values its body;
-    the value head is then drawn from `seed`. Raises ValueError, naming the key of the recipe, if the checkpoint is not of this
-    model.
+    config: the checkpoint's, with the recipe's overrides. seed: of random weights, and of a value head on the body of a
+    language model's checkpoint. Raises RecipeError if the checkpoint is not of this model.
     """
     return _random(config, seed, head) if policy.random_init else _checkpoint(policy.model_name, config, seed, head)
 
 
 def _random(config: PreTrainedConfig, seed: int, head: Head) -> ReadBox:
-    """The same whatever the layout: each rank draws the whole model and keeps its boxes."""
+    """Draw the whole model on each rank, so that the weights are the same for every layout."""
     with torch.random.fork_rng(devices=[]), torch.device("cpu"):
-        torch.random.default_generator.manual_seed(seed)
+        torch.default_generator.manual_seed(seed)
         model: PreTrainedModel = auto_model(head).from_config(config, dtype=torch.float32)
     weights = on_disk(model, model.state_dict())
     return lambda name, box: weights[name][box.within(whole(weights[name].shape))]
 
 
 def _checkpoint(model_name: str, config: PreTrainedConfig, seed: int, head: Head) -> ReadBox:
-    """The safetensors of a folder or of a cached Hugging Face name, checked against the model's own names and shapes."""
+    """Return a reader of the checkpoint's safetensors files, after a check of their names and shapes against the model's."""
     reader = BoxReader()
     for path in checkpoint_files(model_name):
         with safe_open(path, framework="pt") as file:
@@ -61,7 +60,7 @@ def _checkpoint(model_name: str, config: PreTrainedConfig, seed: int, head: Head
         return reader.read
     language_model = meta_model(config)
     theirs, tied = checkpoint_shapes(config)
-    # Its head may be there or not; it is not read.
+    # The language model's head is not read, so it may be missing.
     absent = theirs.keys() - shapes.keys() - reader.shapes.keys()
     _check(reader, model_name, language_model, {n: shape for n, shape in theirs.items() if n not in absent}, tied)
     score = torch.empty(shapes[SCORE]).normal_(
@@ -73,33 +72,39 @@ def _checkpoint(model_name: str, config: PreTrainedConfig, seed: int, head: Head
 def _check(
     reader: BoxReader, model_name: str, model: PreTrainedModel, shapes: dict[str, tuple[int, ...]], tied: dict[str, str]
 ) -> None:
-    """Raises ValueError if the files are not of this model."""
+    """Raise RecipeError if the files are not of this model."""
     ignored = [_DERIVED, *map(re.compile, model._keys_to_ignore_on_load_unexpected or ())]
     unknown = reader.shapes.keys() - shapes.keys() - tied.keys()
     stray = sorted(name for name in unknown if not any(pattern.search(name) for pattern in ignored))
     missing = sorted(shapes.keys() - reader.shapes.keys())
     if missing or stray:
-        raise ValueError(
-            f"policy.model_name: the checkpoint {model_name} is not this {type(model).__name__}:"
+        raise _mismatch(
+            f"the checkpoint {model_name} does not fit {type(model).__name__}:"
             f" missing {missing[:4]} ({len(missing)}), unknown {stray[:4]} ({len(stray)})"
         )
     if wrong := [f"{n} {reader.shapes[n]} for {shape}" for n, shape in shapes.items() if reader.shapes[n] != shape]:
-        raise ValueError(f"policy.model_name: shapes of the checkpoint {model_name} differ from the model's: {wrong[:4]}")
+        raise _mismatch(f"shapes of the checkpoint {model_name} differ from the model's: {wrong[:4]}")
     for alias, name in tied.items():
         if alias in reader.shapes and not torch.equal(*(reader.read(n, whole(reader.shapes[n])) for n in (alias, name))):
-            raise ValueError(
-                f"policy.model_name: {alias} and {name} differ in the checkpoint {model_name}, but its configuration ties them;"
-                " set policy.hf_config_overrides.tie_word_embeddings=false"
+            raise _mismatch(
+                f"{alias} and {name} differ in the checkpoint {model_name}, but its configuration ties them."
+                " Try policy.hf_config_overrides.tie_word_embeddings=false"
             )
 
 
+def _mismatch(message: str) -> RecipeError:
+    return RecipeError(Problem("policy.model_name", "unavailable-model", message))
+
+
 def checkpoint_files(model_name: str) -> list[Path]:
-    """The safetensors files of a folder or of a cached Hugging Face name. Raises ValueError if there are none."""
+    """Return the safetensors files of a folder or of a cached Hugging Face model. Raises RecipeError if there are none."""
     options = {"local_files_only": True, "_raise_exceptions_for_missing_entries": False}
     if single := cached_file(model_name, "model.safetensors", **options):
         return [Path(single)]
     index = cached_file(model_name, "model.safetensors.index.json", **options)
     if index is None:
-        raise ValueError(f"policy.model_name: {model_name} has no model.safetensors and no index of several; is it downloaded?")
+        message = f"{model_name} has neither model.safetensors nor model.safetensors.index.json; is it downloaded?"
+        raise RecipeError(Problem("policy.model_name", "unavailable-model", message))
     files = sorted(set(json.loads(Path(index).read_text())["weight_map"].values()))
-    return [Path(cached_file(model_name, file, local_files_only=True)) for file in files]
+    paths = [cached_file(model_name, file, local_files_only=True) for file in files]  # raises for a missing file
+    return [Path(path) for path in paths if path is not None]

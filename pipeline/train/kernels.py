@@ -1,6 +1,6 @@
-"""Kernels for GPUs that a recipe may ask for beside torch's own: Liger's in layers, FlashAttention-3 in attention.
+"""Optional GPU kernels that a recipe can select: Liger's in layers, FlashAttention-3 in attention.
 
-Neither has been run by us on a GPU yet.
+Neither has been tested on a GPU yet.
 """
 
 from __future__ import annotations
@@ -12,50 +12,59 @@ import torch
 from torch.nn.attention import activate_flash_attention_impl, current_flash_attention_impl
 from transformers import PreTrainedModel
 
-from pipeline.config import PolicyConfig
+from pipeline.config import PolicyConfig, Problem, RecipeError
 from pipeline.config.hardware import HOPPER
 
 KEY = "policy.dtensor_cfg"
 
 
 def use_kernels(policy: PolicyConfig, hf: PreTrainedModel, device: torch.device) -> None:
-    """Make `hf` compute by the kernels that the recipe asks for. Raise ValueError where they are not to be had.
+    """Make `hf` use the kernels that the recipe selects. Raises RecipeError where they are not available.
 
-    Both last for the process: FlashAttention-3 replaces operators of torch, and Liger's rotary embedding those of all models of
-    the family.
+    Both stay in use for the whole process: FlashAttention-3 replaces operators of torch, and Liger replaces the rotary
+    embedding of all models of the family.
     """
     if policy.dtensor_cfg.use_liger_kernel:
-        _check_device(f"{KEY}.use_liger_kernel: got true", device, "Try false")
+        _check_device("use_liger_kernel", "true", device, "false")
         _liger(hf)
     if policy.dtensor_cfg.flash_attention == 3:
-        _check_device(f"{KEY}.flash_attention: got 3", device, "Try 2")
+        _check_device("flash_attention", "3", device, "2")
         _flash_attention_3(device)
 
 
-def _check_device(got: str, device: torch.device, instead: str) -> None:
+def _check_device(name: str, value: str, device: torch.device, alternative: str) -> None:
     if device.type != "cuda":
-        raise ValueError(f"{got} on {device.type}; expected a GPU. {instead}")
+        raise _problem(name, "needs-gpu", f"got {value} on {device.type}; expected a GPU. Try {alternative}")
+
+
+def _problem(name: str, code: str, message: str) -> RecipeError:
+    return RecipeError(Problem(f"{KEY}.{name}", code, message))
 
 
 def _liger(hf: PreTrainedModel) -> None:
-    """Replace norms, rotary embeddings and MLPs of the model. The head stays ours: it knows temperature and shards."""
-    key = f"{KEY}.use_liger_kernel: got true"
+    """Replace norms, rotary embeddings and MLPs of the model. The head stays ours, because of temperature and shards."""
+    key = "use_liger_kernel"
     if importlib.util.find_spec("liger_kernel") is None:
-        raise ValueError(f"{key}, but liger_kernel is not installed; expected it. Try pip install 'hetstep[liger]', or false")
-    from liger_kernel.transformers.monkey_patch import MODEL_TYPE_TO_APPLY_LIGER_FN
+        message = "got true, but liger_kernel is not installed. Try pip install 'hetstep[liger]', or false"
+        raise _problem(key, "not-installed", message)
+    # An optional package: the check above comes first.
+    from liger_kernel.transformers.monkey_patch import MODEL_TYPE_TO_APPLY_LIGER_FN  # pyright: ignore[reportMissingImports]
 
     apply: Callable[..., None] | None = MODEL_TYPE_TO_APPLY_LIGER_FN.get(hf.config.model_type)
     if apply is None:
-        raise ValueError(f"{key} for a model of type {hf.config.model_type}, which Liger does not know. Try false")
+        message = f"got true for a model of type {hf.config.model_type}, which Liger does not support. Try false"
+        raise _problem(key, "unsupported", message)
     apply(model=hf, cross_entropy=False, fused_linear_cross_entropy=False)
 
 
 def _flash_attention_3(device: torch.device) -> None:
-    key = f"{KEY}.flash_attention: got 3"
+    key = "flash_attention"
     if importlib.util.find_spec("flash_attn_interface") is None:
-        raise ValueError(f"{key}, but flash_attn_interface is not installed; expected FlashAttention-3's package. Try 2")
+        message = "got 3, but FlashAttention-3's package flash_attn_interface is not installed. Install it, or try 2"
+        raise _problem(key, "not-installed", message)
     major, minor = torch.cuda.get_device_capability(device)
     if major != HOPPER:  # as torch/nn/attention/_fa3.py requires
-        raise ValueError(f"{key} on a GPU of compute capability {major}.{minor}; expected Hopper, {HOPPER}.0. Try 2")
+        message = f"got 3 on a GPU of compute capability {major}.{minor}; expected Hopper, {HOPPER}.0. Try 2"
+        raise _problem(key, "unsupported", message)
     if current_flash_attention_impl() != "FA3":
         activate_flash_attention_impl("FA3")

@@ -1,15 +1,15 @@
-"""What a head says of each token, from hidden states, a chunk of rows at a time and with the vocabulary cut over ranks.
+"""Log-probs and entropy of each token from hidden states, in chunks of rows and with the vocabulary cut over ranks.
 
-Logits of [T, vocabulary] in float32 are the largest tensor of a training step, so at most `chunk` rows of them exist at once:
-the backward pass computes them again. A batch of one chunk keeps its softmax instead.
+Logits [T, vocabulary] in float32 are the largest tensor of a training step, so at most `chunk` rows of them exist at once. The
+backward pass recomputes them. A batch of one chunk keeps its softmax instead.
 
     log p(y) = z_y - log sum_v exp(z_v),      z = h W^T / temperature
     d log p(y) / d z_v = [v = y] - p(v)
     H = - sum_v p(v) log p(v)
     d H / d z_v = - p(v) (log p(v) + H)
 
-Where sampling is truncated (truncation.py), p is what that leaves: p(v) = 0 and log p(v) = -inf of what is cut away. Which
-tokens those are is taken as given: they have no gradient, and a target that is cut away gives none.
+With truncated sampling (truncation.py), p is the truncated distribution: p(v) = 0 and log p(v) = -inf for truncated tokens. The
+set of truncated tokens is constant: they have no gradient, and neither has the log-prob of a truncated target.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from pipeline.types import Outputs, TopK
 
 @dataclass(frozen=True, slots=True)
 class VocabularyShard:
-    """The rows [start, start + size) of the head that this rank holds; the others are with the rest of `group`."""
+    """The rows of the head from `start` on that this rank holds. The other ranks of `group` hold the other rows."""
 
     start: int
     group: dist.ProcessGroup
@@ -45,14 +45,14 @@ def packed_outputs(
     top_k: int = 0,
     truncation: Truncation | None = None,
 ) -> Outputs:
-    """Of packed tokens: entry t is of the distribution that token t was drawn from, and 0 where a sequence begins.
+    """Return outputs of packed tokens. Entry t is of the distribution of token t, and 0 where a sequence begins.
 
     hidden [T, H]; weight [V, H], or this rank's rows of it; tokens, positions [T] int64. chunk None: all rows at once.
-    candidates [T, K] int64: `Outputs.top_k` has their log-probs. top_k, in place of them: it has the K most likely tokens, and
-    there is no graph behind those. Neither knows of truncation.
+    candidates [T, K] int64: tokens whose log-probs `Outputs.top_k` contains. top_k, instead of candidates: `Outputs.top_k`
+    contains the K most likely tokens, without a graph. Both are of the distribution without truncation.
     """
-    # Row t predicts token t + 1. Rows at the end of a sequence predict the next one's first token, which is masked below:
-    # computing those few for nothing is cheaper than gathering the others.
+    # Row t predicts token t + 1. The last row of a sequence predicts the first token of the next one and is masked below.
+    # Computing these few rows is cheaper than gathering the others.
     first = positions == 0
     following = None if candidates is None else candidates.roll(-1, 0)
     of_targets = target_outputs(hidden, weight, tokens.roll(-1), temperature, chunk, shard, entropy, following, truncation)
@@ -61,6 +61,10 @@ def packed_outputs(
         likely, chosen = most_likely(hidden, weight, top_k, temperature, chunk, shard)
         candidates = likely.roll(1, 0).masked_fill(first[:, None], 0)
 
+    likely_tokens = None
+    if chosen is not None and candidates is not None:
+        likely_tokens = TopK(candidates, chosen.roll(1, 0).masked_fill(first[:, None], 0.0))
+
     def predicted(of_rows: torch.Tensor | None) -> torch.Tensor | None:
         return None if of_rows is None else of_rows.roll(1).masked_fill(first, 0.0)
 
@@ -68,17 +72,17 @@ def packed_outputs(
         logprobs=predicted(of_targets.logprobs),
         entropy=predicted(of_targets.entropy),
         full_logprobs=predicted(of_targets.full),
-        top_k=None if chosen is None else TopK(candidates, chosen.roll(1, 0).masked_fill(first[:, None], 0.0)),
+        top_k=likely_tokens,
     )
 
 
 class TargetOutputs(NamedTuple):
-    """Of the distributions that T rows predict, all float32 and with a graph."""
+    """Outputs of the distributions that T rows predict, in float32 and with a graph."""
 
     logprobs: torch.Tensor  # [T]
     entropy: torch.Tensor | None  # [T]
     candidates: torch.Tensor | None  # [T, K] log-probs, without truncation
-    full: torch.Tensor | None  # [T] the targets' log-probs without truncation, where there is one
+    full: torch.Tensor | None  # [T] the targets' log-probs without truncation; None without truncation
 
 
 def target_outputs(
@@ -92,7 +96,10 @@ def target_outputs(
     candidates: torch.Tensor | None = None,
     truncation: Truncation | None = None,
 ) -> TargetOutputs:
-    """hidden [T, H]; targets [T] int64; candidates [T, K] int64. The entropy comes if `entropy`."""
+    """Return outputs of the targets: hidden [T, H]; targets [T] int64; candidates [T, K] int64.
+
+    entropy: whether to compute it. Other arguments: see `packed_outputs`.
+    """
     chunk = chunk or len(targets)
     return TargetOutputs(*_Head.apply(hidden, weight, targets, temperature, chunk, shard, entropy, candidates, truncation))
 
@@ -106,14 +113,15 @@ def most_likely(
     chunk: int | None,
     shard: VocabularyShard | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """(tokens [T, k] int64, their log-probs [T, k] float32) of each row of hidden [T, H], the most likely first and, of equally
-    likely ones, the lowest. Raises ValueError for a `k` above the vocabulary's size.
+    """Return the k most likely tokens of each row of hidden [T, H], as (tokens [T, k] int64, log-probs [T, k] float32).
+
+    Sorted by falling probability, and by token among equal ones. Raises ValueError for a `k` above the vocabulary's size.
     """
     vocabulary = torch.tensor(len(weight), device=hidden.device)
     if shard is not None:
         dist.all_reduce(vocabulary, group=shard.group)
     if not 0 < k <= vocabulary:
-        raise ValueError(f"the {k} most likely tokens were asked for, of a vocabulary of {int(vocabulary)}")
+        raise ValueError(f"top_k: got {k}; expected 1 to {int(vocabulary)}, the size of the vocabulary")
     tokens = torch.empty(len(hidden), k, dtype=torch.int64, device=hidden.device)
     logprobs = torch.empty(len(hidden), k, dtype=torch.float32, device=hidden.device)
     for rows in _chunks(len(hidden), chunk or len(hidden)):
@@ -126,21 +134,21 @@ def most_likely(
 
 
 class _Head(torch.autograd.Function):
-    """hidden [T, H], weight [V, H], targets [T], candidates [T, K] -> what `TargetOutputs` has."""
+    """hidden [T, H], weight [V, H], targets [T], candidates [T, K] -> the fields of `TargetOutputs`."""
 
     @staticmethod
     def forward(ctx, hidden, weight, targets, temperature, chunk, shard, with_entropy, candidates, truncation):
         ctx.temperature, ctx.chunk, ctx.shard = temperature, chunk, shard
-        ctx.set_materialize_grads(False)  # what a loss does not use costs nothing
+        ctx.set_materialize_grads(False)  # unused outputs cost nothing
         wanted = targets[:, None] if candidates is None else torch.cat([targets[:, None], candidates], 1)  # [T, 1 + K]
         logprobs = torch.empty(wanted.shape, dtype=torch.float32, device=hidden.device)  # without truncation
         full_normalizer = torch.empty(len(hidden), dtype=torch.float32, device=hidden.device)  # log sum exp of all
         normalizer, floor, drawn = full_normalizer, None, None
         if truncation is not None:
-            normalizer, floor, drawn = (torch.empty_like(full_normalizer) for _ in range(3))  # of what is left; log p
+            normalizer, floor, drawn = (torch.empty_like(full_normalizer) for _ in range(3))  # after truncation; drawn: log p
         entropy = torch.empty_like(normalizer) if with_entropy else None
         softmax = None
-        # With truncation two distributions may have gradients: rather than both, neither is kept.
+        # With truncation two distributions may have gradients, so none is kept.
         keeps = len(hidden) <= chunk and truncation is None and (ctx.needs_input_grad[0] or ctx.needs_input_grad[1])
         for rows in _chunks(len(hidden), chunk):
             logits = _logits(hidden[rows], weight, temperature)
@@ -149,17 +157,19 @@ class _Head(torch.autograd.Function):
             full_normalizer[rows], picked = _normalize(logits, picked if here is None else picked.where(here, 0.0), shard)
             logprobs[rows] = picked - full_normalizer[rows, None]
             if truncation is not None:
+                assert floor is not None and drawn is not None
                 floor[rows] = truncation.floor(logits, full_normalizer[rows], shard.group if shard else None)
                 logits.masked_fill_(logits < floor[rows, None], -torch.inf)
                 normalizer[rows], _ = _normalize(logits, picked[:, :0], shard)
                 drawn[rows] = torch.where(picked[:, 0] >= floor[rows], picked[:, 0] - normalizer[rows], -torch.inf)
-            if keeps or with_entropy:
-                probabilities = logits.sub_(normalizer[rows, None]).exp_()
+            if not keeps and entropy is None:
+                continue
+            probabilities = logits.sub_(normalizer[rows, None]).exp_()
             if keeps:
                 softmax = probabilities
-            if with_entropy:
+            if entropy is not None:
                 entropy[rows] = _summed(torch.special.entr(probabilities).sum(1), shard)  # of p: -p log p, 0 at 0
-        inside = None if truncation is None else drawn.isfinite()
+        inside = None if drawn is None else drawn.isfinite()
         ctx.save_for_backward(hidden, weight, wanted, normalizer, entropy, softmax, full_normalizer, floor, inside)
         of_candidates = None if candidates is None else logprobs[:, 1:]
         if truncation is None:
@@ -173,14 +183,14 @@ class _Head(torch.autograd.Function):
             of_targets = of_targets.where(inside, 0.0)
         of_untruncated = _joined(of_full, of_candidates, wanted)
         of_wanted = _joined(of_targets, None, wanted) + of_untruncated
-        # By the probability itself: d log p / d z and d H / d z have it in common.
+        # The factor of the probability itself, which d log p / d z and d H / d z have in common.
         of_softmax = -of_wanted.sum(1) if floor is None else -(of_wanted - of_untruncated).sum(1)
         if of_entropy is not None:
             of_softmax = of_softmax - of_entropy * entropy
         two = floor is not None and (of_full is not None or of_candidates is not None)
         grad_hidden = torch.empty_like(hidden)
         several = len(hidden) > ctx.chunk
-        # In half precision, chunks must not be rounded between two additions.
+        # In float32, so that half precision does not round after each chunk.
         grad_weight = torch.zeros_like(weight, dtype=torch.float32) if several else None
         for rows in _chunks(len(hidden), ctx.chunk):
             probabilities, untruncated = softmax, None
@@ -205,12 +215,13 @@ class _Head(torch.autograd.Function):
                 grad_weight += grad_logits.T @ hidden[rows]
             else:
                 grad_weight = grad_logits.T @ hidden
-        _summed(grad_hidden, ctx.shard)  # each rank has seen its part of the vocabulary
+        _summed(grad_hidden, ctx.shard)  # each rank computed its part of the vocabulary
+        assert grad_weight is not None  # there is at least one chunk
         return grad_hidden, grad_weight.to(weight.dtype), None, None, None, None, None, None, None
 
 
 def _joined(of_targets: torch.Tensor | None, of_candidates: torch.Tensor | None, wanted: torch.Tensor) -> torch.Tensor:
-    """Gradients of the wanted tokens' log-probs as [T, 1 + K] float32; of what the loss did not use, 0."""
+    """Return gradients of the log-probs of target and candidates, [T, 1 + K] float32; 0 for outputs that the loss ignores."""
     joined = torch.zeros(wanted.shape, dtype=torch.float32, device=wanted.device)
     if of_targets is not None:
         joined[:, 0] = of_targets
@@ -224,20 +235,20 @@ def _chunks(length: int, chunk: int) -> list[slice]:
 
 
 def _logits(hidden: torch.Tensor, weight: torch.Tensor, temperature: float) -> torch.Tensor:
-    """[rows, V] float32. The product is in the model's own precision, as engines compute it."""
+    """Return logits [rows, V] float32. The product is in the model's precision, as in inference engines."""
     logits = (hidden @ weight.T).float()
     return logits.div_(temperature) if temperature != 1.0 else logits
 
 
 def _summed(partial: torch.Tensor, shard: VocabularyShard | None) -> torch.Tensor:
-    """Over the parts of the vocabulary, in place."""
+    """Sum over the ranks that share the vocabulary, in place."""
     if shard is not None:
         dist.all_reduce(partial, group=shard.group)
     return partial
 
 
 def _normalize(logits: torch.Tensor, picked: torch.Tensor, shard: VocabularyShard | None) -> tuple[torch.Tensor, torch.Tensor]:
-    """(log sum exp [rows], picked [rows, K]) over the whole vocabulary, of this rank's part of both."""
+    """Reduce this rank's logits [rows, V] and picked [rows, K] to (log sum exp [rows], picked) over the whole vocabulary."""
     normalizer = logits.logsumexp(1)
     if shard is None:
         return normalizer, picked
@@ -248,7 +259,7 @@ def _normalize(logits: torch.Tensor, picked: torch.Tensor, shard: VocabularyShar
 
 
 def _local_targets(targets: torch.Tensor, rows: int, shard: VocabularyShard | None) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """(indices into this rank's rows of the head, which targets those are meant for, None if all); others point at any row."""
+    """Return (indices into this rank's rows of the head, mask of the targets that are among these rows; None for all)."""
     if shard is None:
         return targets, None
     local = targets - shard.start
@@ -257,29 +268,29 @@ def _local_targets(targets: torch.Tensor, rows: int, shard: VocabularyShard | No
 
 # ---- the most likely tokens -------------------------------------------------------------------------------------------------
 
-# torch.topk takes any of equal entries, and in half precision many logits are equal. So what is sorted are int64 keys: in the
-# upper half the logit's place among all numbers, in the lower half the token, lower ones first.
+# torch.topk returns any of equal entries, and in half precision many logits are equal. So int64 keys are sorted: the upper half
+# is the logit as an ordered integer, the lower half is the token, with lower tokens first.
 _LAST = (1 << 32) - 1
 
 
 def _sortable(logits: torch.Tensor, start: int) -> torch.Tensor:
-    """Keys [rows, V] of logits [rows, V] float32 of the tokens from `start` on."""
-    keys = float_order(logits + 0.0).long() << 32  # + 0.0: of -0.0 and 0.0, neither is larger
+    """Return keys [rows, V] int64 of logits [rows, V] float32. start: the first column's token."""
+    keys = float_order(logits + 0.0).long() << 32  # + 0.0 turns -0.0 into 0.0
     return keys.add_(_LAST - start - torch.arange(logits.size(1), device=logits.device))
 
 
 def _from_sortable(keys: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """(tokens, logits)"""
+    """Return (tokens, logits) of keys."""
     return _LAST - (keys & _LAST), from_float_order((keys >> 32).int())
 
 
 def _top(keys: torch.Tensor, k: int, shard: VocabularyShard | None) -> torch.Tensor:
-    """The k highest of each row [rows, k], over the whole vocabulary, in falling order."""
+    """Return the k highest keys of each row over the whole vocabulary, [rows, k] in falling order."""
     if shard is None:
         return keys.topk(k, 1).values
-    ours = keys.new_full((len(keys), k), torch.iinfo(torch.int64).min)  # a rank may have fewer tokens than k
+    local = keys.new_full((len(keys), k), torch.iinfo(torch.int64).min)  # a rank may have fewer tokens than k
     fewer = min(k, keys.size(1))
-    ours[:, :fewer] = keys.topk(fewer, 1).values
-    theirs = [torch.empty_like(ours) for _ in range(shard.group.size())]
-    dist.all_gather(theirs, ours, group=shard.group)
-    return torch.cat(theirs, 1).topk(k, 1).values
+    local[:, :fewer] = keys.topk(fewer, 1).values
+    gathered = [torch.empty_like(local) for _ in range(shard.group.size())]
+    dist.all_gather(gathered, local, group=shard.group)
+    return torch.cat(gathered, 1).topk(k, 1).values

@@ -1,10 +1,9 @@
-"""Tensors that leave their device while others need its memory, and come back to the last bit.
+"""Move tensors to host memory while others need the device, and back without any change of their bits.
 
-A tensor's storage is emptied and filled again, so every view of it stays what it was: parameters that are cut, Megatron-Core's
-buffers with all that points into them, an optimizer's state. Copies on the host are page-locked where the device is a GPU, and
-their memory is kept for the next time, for as long as there is what they are copies of. They are locked here, because PyTorch's
-own page-locked memory is rounded up to powers of two and never returned. Without a GPU they are in host memory as well, and
-everything else is the same.
+A tensor's storage is emptied and refilled, so all views of it stay valid: sharded parameters, Megatron-Core's buffers and the
+views into them, an optimizer's state. On a GPU the copies are page-locked, and their memory is reused for as long as the
+original storage exists. It is page-locked here because PyTorch rounds its own page-locked memory up to powers of two and never
+returns it. Without a GPU everything works the same, with copies in ordinary host memory.
 """
 
 from __future__ import annotations
@@ -18,21 +17,22 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 
 class Offload:
-    """The storages of one model."""
+    """Offloads the storages of one model."""
 
     def __init__(self, device: torch.device, shared: bool = False):
-        """shared: another process takes turns on the GPU, so CUDA's cache is emptied for it whenever memory is freed."""
+        """shared: another process uses the GPU in turns, so CUDA's cache is emptied whenever memory is freed."""
         self._device = device
         self._shared = shared
-        # By storage. The references are weak, but while there is one no other storage gets the same identity.
-        self._offloaded: dict[
-            StorageWeakRef, tuple[torch.UntypedStorage, int, bool]
-        ] = {}  # its bytes, and whether they are kept
+        # By storage: (storage, bytes, whether kept). While a weak reference exists, no other storage gets the same identity.
+        self._offloaded: dict[StorageWeakRef, tuple[torch.UntypedStorage, int, bool]] = {}
         self._copies: dict[StorageWeakRef, torch.Tensor] = {}  # [bytes] uint8
 
     def offload(self, tensors: Iterable[torch.Tensor], keep: Iterable[torch.Tensor] = (), frozen: bool = False) -> None:
-        """Copy them to the host and free their memory, but for storages of `keep`. Who is not on the device, or away already,
-        stays as it is. frozen: they never change, so a copy made before is as good as a new one."""
+        """Copy tensors to the host and free their memory on the device, except for storages of `keep`.
+
+        Tensors that are not on the device, or already offloaded, stay as they are. frozen: the tensors never change, so an
+        earlier copy is reused.
+        """
         self._copies = {key: copy for key, copy in self._copies.items() if not key.expired()}
         kept = {_key(tensor) for tensor in keep}
         leaving = [(key, storage) for key, storage in self._here(tensors) if key not in kept]
@@ -49,11 +49,11 @@ class Offload:
         self._free(leaving, kept=True)
 
     def drop(self, tensors: Iterable[torch.Tensor]) -> None:
-        """Free their memory. It comes back with any content."""
+        """Free the tensors' memory without a copy. After `reload` their content is undefined."""
         self._free(list(self._here(tensors)), kept=False)
 
     def reload(self) -> None:
-        """All that is away."""
+        """Move everything back to the device."""
         for key, (storage, size, kept) in self._offloaded.items():
             storage.resize_(size)
             if kept:
@@ -78,12 +78,15 @@ class Offload:
 
 
 def host_memory(size: int, page_locked: bool) -> torch.Tensor:
-    """[size] uint8, in pages of its own. They are unlocked when the tensor goes. Raises torch.cuda.CudaError if they cannot be
-    locked."""
-    # Shared: after a fork, pages that are a process's own would be copied, and CUDA would go on with the old ones.
+    """Return [size] uint8 in separate pages, which are unlocked when the tensor is freed.
+
+    Raises torch.cuda.CudaError if they cannot be page-locked.
+    """
+    # A shared mapping: after a fork, private pages would be copied, and CUDA would continue to use the old ones.
     memory = torch.frombuffer(mmap.mmap(-1, size), dtype=torch.uint8)
     if page_locked:
         cuda = torch.cuda.cudart()
+        assert cuda is not None  # the device is a GPU
         torch.cuda.check_error(cuda.cudaHostRegister(memory.data_ptr(), size, 0))
         weakref.finalize(memory, cuda.cudaHostUnregister, memory.data_ptr()).atexit = False
     return memory
@@ -94,5 +97,5 @@ def _key(tensor: torch.Tensor) -> StorageWeakRef:
 
 
 def _flat(storage: torch.UntypedStorage) -> torch.Tensor:
-    """[bytes] uint8: all of it."""
+    """Return all bytes of a storage as [bytes] uint8."""
     return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage, 0, (storage.nbytes(),), (1,))

@@ -1,8 +1,8 @@
-"""Optimizer and learning-rate schedule from the recipe, by their dotted torch names.
+"""The optimizer and the learning-rate schedule of a recipe, by their dotted torch names.
 
-A schedule is a function of how often it was advanced, so a checkpoint stores that number and `LRSchedule` counts up to it
-again. It advances once per step of the algorithm, not per optimizer update (see `TrainBackend.advance_schedule`). Schedules
-that look at a metric (ReduceLROnPlateau) are left out.
+A schedule is a function of the number of its steps, so a checkpoint stores this number and `LRSchedule` advances to it again.
+It advances once per step of the algorithm, not per optimizer update (see `TrainBackend.advance_schedule`). Schedules that
+depend on a metric (ReduceLROnPlateau) are not supported.
 """
 
 from __future__ import annotations
@@ -17,14 +17,15 @@ import torch
 from torch.distributed.tensor import DTensor
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau, SequentialLR
 
-from pipeline.config import OptimizerConfig
+from pipeline.config import OptimizerConfig, Problem, RecipeError
 
 
 def build_optimizer(config: OptimizerConfig, parameters: Iterable[torch.nn.Parameter]) -> torch.optim.Optimizer:
-    """One parameter group per device mesh, since torch's multi-tensor kernels do not take DTensors of several meshes at once.
+    """Build the optimizer, with one parameter group per device mesh.
 
-    Where the optimizer has a fused kernel and the recipe says nothing about `fused` or `foreach`, it is used.
-    Raises ValueError naming policy.optimizer.name or policy.optimizer.kwargs.
+    torch's multi-tensor kernels do not accept DTensors of several meshes in one call. A fused kernel is used where the
+    optimizer has one and the recipe sets neither `fused` nor `foreach`. Raises RecipeError for policy.optimizer.name or
+    policy.optimizer.kwargs.
     """
     cls = _resolve("policy.optimizer.name", config.name, torch.optim.Optimizer, "torch.optim.AdamW")
     kwargs = {name: tuple(value) if isinstance(value, list) else value for name, value in config.kwargs.items()}
@@ -36,7 +37,8 @@ def build_optimizer(config: OptimizerConfig, parameters: Iterable[torch.nn.Param
     try:
         return cls([{"params": group} for group in groups.values()], **kwargs)
     except (TypeError, ValueError) as error:
-        raise ValueError(f"policy.optimizer.kwargs: {config.name} does not take {config.kwargs}: {error}") from error
+        message = f"{config.name} does not take {config.kwargs}: {error}"
+        raise RecipeError(Problem("policy.optimizer.kwargs", "unsupported", message)) from error
 
 
 class LRSchedule:
@@ -45,7 +47,7 @@ class LRSchedule:
     def __init__(self, optimizer: torch.optim.Optimizer, config: Any):
         """config: None (constant), {name, kwargs}, or a list of those that ends in {milestones: [...]}, as in NeMo-RL.
 
-        Raises ValueError naming policy.scheduler.
+        Raises RecipeError for policy.scheduler.
         """
         self.steps = 0
         self._optimizer = optimizer
@@ -53,10 +55,11 @@ class LRSchedule:
 
     @property
     def lr(self) -> float:
-        """The rate of the next update."""
+        """The learning rate of the next update."""
         return float(self._optimizer.param_groups[0]["lr"])
 
     def step(self) -> None:
+        """Advance by one step of the algorithm."""
         self.steps += 1
         if self._scheduler is not None:
             self._scheduler.step()
@@ -76,10 +79,11 @@ def _build_scheduler(optimizer: torch.optim.Optimizer, config: Any) -> LRSchedul
         return _build_one(optimizer, config, "policy.scheduler")
     *parts, last = config or [{}]
     if not parts or set(last) != {"milestones"} or len(last["milestones"]) != len(parts) - 1:
-        raise ValueError(
-            "policy.scheduler: a list holds schedules {name, kwargs} and last {milestones: [...]}, the step at which each but"
-            f" the first begins; this is {config}"
+        message = (
+            f"got {config}; expected a list of schedules {{name, kwargs}} that ends in {{milestones: [...]}}, the steps at"
+            " which the second and later schedules begin"
         )
+        raise RecipeError(Problem("policy.scheduler", "bad-format", message))
     schedulers = [_build_one(optimizer, part, f"policy.scheduler[{i}]") for i, part in enumerate(parts)]
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message=".*lr_scheduler.step.*before.*optimizer.step.*")
@@ -88,23 +92,27 @@ def _build_scheduler(optimizer: torch.optim.Optimizer, config: Any) -> LRSchedul
 
 def _build_one(optimizer: torch.optim.Optimizer, config: Any, key: str) -> LRScheduler:
     if not isinstance(config, dict) or "name" not in config or set(config) - {"name", "kwargs"}:
-        raise ValueError(f"{key}: a schedule is {{name, kwargs}}, this is {config}")
+        raise RecipeError(Problem(key, "bad-format", f"got {config}; expected a schedule {{name, kwargs}}"))
     cls = _resolve(f"{key}.name", config["name"], LRScheduler, "torch.optim.lr_scheduler.LinearLR")
     if issubclass(cls, ReduceLROnPlateau):
-        raise ValueError(f"{key}.name: ReduceLROnPlateau looks at a metric; only schedules by step are supported")
+        message = "got ReduceLROnPlateau, which depends on a metric; expected a schedule that depends on the step alone"
+        raise RecipeError(Problem(f"{key}.name", "unsupported", message))
     try:
         return cls(optimizer, **(config.get("kwargs") or {}))
     except (TypeError, ValueError) as error:
-        raise ValueError(f"{key}.kwargs: {config['name']} does not take {config.get('kwargs')}: {error}") from error
+        message = f"{config['name']} does not take {config.get('kwargs')}: {error}"
+        raise RecipeError(Problem(f"{key}.kwargs", "unsupported", message)) from error
 
 
 def _resolve(key: str, name: Any, base: type, example: str) -> type:
-    """The class of a dotted name. Raises ValueError naming `key` if there is none, or if it is no `base`."""
+    """Return the class of a dotted name. Raises RecipeError for `key` if there is none, or if it is no subclass of `base`."""
     module, _, attribute = str(name).rpartition(".")
     try:
         cls = getattr(importlib.import_module(module), attribute)
     except (ImportError, AttributeError, ValueError):
-        raise ValueError(f"{key}: there is no '{name}'; for example {example}") from None
+        message = f"got {name}, which cannot be imported; expected a class such as {example}"
+        raise RecipeError(Problem(key, "not-importable", message)) from None
     if not isinstance(cls, type) or not issubclass(cls, base):
-        raise ValueError(f"{key}: '{name}' is not a {base.__name__}; for example {example}")
+        message = f"got {name}; expected a subclass of {base.__name__}, such as {example}"
+        raise RecipeError(Problem(key, "wrong-type", message))
     return cls

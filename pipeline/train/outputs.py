@@ -1,4 +1,4 @@
-"""The loss and metrics of one step, from the microbatches' shares."""
+"""Reduce the loss and metrics of microbatches to those of a step."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ SMALLEST_VARIANCE = 1e-8
 def reduce_outputs(
     outputs: Sequence[LossOutput], counts: bool, group: dist.ProcessGroup, device: torch.device
 ) -> dict[str, float]:
-    """{"loss": ..., metric: ...} over all microbatches and all ranks of `group`, added up in float64.
+    """Return {"loss": ..., metric: ...} over all microbatches and all ranks of `group`, summed in float64.
 
-    counts: whether this rank's shares count; False where another rank of the group holds the same. What becomes of a metric
-    follows from its name: see `LossOutput`.
+    counts: False to leave out this rank's values, where another rank of the group has the same ones. A metric's name determines
+    how it is reduced: see `LossOutput`.
     """
     names = sorted(outputs[0].metrics)
     extreme = [name for name in names if name.endswith(("_max", "_min"))]
@@ -45,7 +45,7 @@ def reduce_outputs(
 
 
 def _numbers(name: str, sums: np.ndarray) -> dict[str, float]:
-    """What is logged of a metric that adds up."""
+    """Return the logged values of a metric that is reduced by a sum."""
     if name.endswith("_histogram"):
         return {f"{name.removesuffix('_histogram')}_{q}": value for q, value in quantiles(sums).items()}
     if name.endswith("_moments"):
@@ -54,8 +54,10 @@ def _numbers(name: str, sums: np.ndarray) -> dict[str, float]:
 
 
 def quantiles(shares: np.ndarray) -> dict[str, float]:
-    """Of x, from the `[BINS]` shares of log x: the middle of the bin that a quantile falls in, or the only edge of an open one.
-    nan if nothing was counted."""
+    """Return quantiles of x from the [BINS] shares of log x; nan if nothing was counted.
+
+    A quantile is the middle of its bin, or the only edge of an open bin.
+    """
     middles = np.exp(np.concatenate([BIN_EDGES[:1], (BIN_EDGES[:-1] + BIN_EDGES[1:]) / 2, BIN_EDGES[-1:]]))
     below = np.cumsum(shares)
     if below[-1] == 0:
@@ -64,13 +66,13 @@ def quantiles(shares: np.ndarray) -> dict[str, float]:
 
 
 def explained_variance(target: float, target_square: float, residual: float, residual_square: float) -> float:
-    """1 - Var residual / Var target, from the means of both and of their squares. Below 0: worse than a constant."""
+    """Return 1 - Var residual / Var target, from the means of both and of their squares; below 0: worse than a constant."""
     variance = target_square - target**2
     return 1 - (residual_square - residual**2) / max(variance, SMALLEST_VARIANCE)
 
 
 def broadcast_record(record: dict[str, float], source: int, group: dist.ProcessGroup, device: torch.device) -> dict[str, float]:
-    """The record of rank `source` of `group`, to the last bit, on all of its ranks."""
+    """Broadcast the record of rank `source` of `group` to all of its ranks, bitwise equal."""
     body = json.dumps(record).encode() if group.rank() == source else b""
     length = torch.tensor([len(body)], device=device)
     dist.broadcast(length, group_src=source, group=group)

@@ -1,11 +1,11 @@
 """Causal attention over packed sequences, registered with transformers as the implementation `packed`.
 
-Sequences lie end to end in one row of T tokens and each attends to itself only; nothing is padded. transformers hands every
-keyword that the model was called with on to its attention function, so the packing travels beside the hidden states and no mask
-is built at all. On CUDA in half precision one variable-length kernel does all sequences; elsewhere it is one
-`scaled_dot_product_attention` per run of neighbouring sequences of equal length (so sorting a batch by length helps).
+Sequences lie end to end in one row of T tokens, and each attends only to itself; nothing is padded. transformers passes the
+model's keyword arguments to its attention function. The packing is passed this way, so no mask is built. On CUDA in half
+precision, one variable-length kernel computes all sequences. Elsewhere there is one `scaled_dot_product_attention` for each run
+of neighbouring sequences of equal length, so sorting a batch by length helps.
 
-Left out, and refused rather than ignored: sliding windows, soft caps, attention sinks, masks, caches, attention dropout.
+Not supported, with an error: sliding windows, soft caps, attention sinks, masks, caches, attention dropout.
 """
 
 from __future__ import annotations
@@ -22,34 +22,36 @@ from transformers.masking_utils import AttentionMaskInterface
 
 from pipeline.types import PackedBatch
 
-NAME = "packed"  # what a model's `attn_implementation` must be
+NAME = "packed"  # value of a model's `attn_implementation`
 
-# Keywords that models pass on and that change nothing here: positions are already in the queries and keys, the softmax has no
-# dropout because the policy is always in evaluation mode, the layer number is bookkeeping.
+# Keywords that models pass and that have no effect here: queries and keys already contain the positions, the policy is always
+# in evaluation mode without dropout, and the layer number is informative only.
 _WITHOUT_EFFECT = {"position_ids", "position_embeddings", "dropout", "layer_idx"}
-_VARLEN_MAX_HEAD_DIM = 256  # FlashAttention-2's
+_VARLEN_MAX_HEAD_DIM = 256  # limit of FlashAttention-2
 
 
 @dataclass(frozen=True, slots=True)
 class Packing:
-    """Where the sequences of a batch begin and end."""
+    """The boundaries of the sequences of a batch."""
 
     cu_seqlens: torch.Tensor  # [S+1] int32, on the device
     max_length: int
-    runs: tuple[tuple[int, int], ...]  # (how many, length of each): neighbours of equal length
+    runs: tuple[tuple[int, int], ...]  # (count, length) of neighbouring sequences of equal length
 
     @staticmethod
     def of(batch: PackedBatch) -> Packing:
+        """Return the packing of a batch."""
         return Packing.of_lengths(batch.lengths, batch.cu_seqlens)
 
     @staticmethod
     def of_lengths(lengths: tuple[int, ...], cu_seqlens: torch.Tensor) -> Packing:
+        """Return the packing of sequences with these lengths. cu_seqlens: their running sum, [S+1] int32 on the device."""
         runs = tuple((len(tuple(same)), length) for length, same in itertools.groupby(lengths))
         return Packing(cu_seqlens, max(lengths), runs)
 
 
 def check_batch(batch: PackedBatch, vocabulary: int) -> None:
-    """Raises ValueError if the fields contradict each other, which would train on wrong log-probs without a sign."""
+    """Raise ValueError if the fields contradict each other, because training would then use wrong log-probs silently."""
     if not batch.lengths or min(batch.lengths) < 1:
         raise ValueError(f"lengths {batch.lengths}: a batch holds at least one sequence and no empty ones")
     total = sum(batch.lengths)
@@ -79,17 +81,21 @@ def packed_attention(
     sliding_window: int | None = None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
-    """query [1, Hq, T, D], key and value [1, Hkv, T, D] -> ([1, T, Hq, D], None), as transformers wants it.
+    """Compute attention in transformers' interface.
 
-    `sliding_window` is not read: `check_attention` has made sure that it is wider than any sequence.
-    Raises ValueError for anything that it would have to ignore.
+    query [1, Hq, T, D], key and value [1, Hkv, T, D] -> ([1, T, Hq, D], None).
+
+    `sliding_window` is not used: `check_attention` ensures that it is at least as wide as any sequence. Raises ValueError for
+    arguments that are not supported.
     """
     if packing is None:
-        raise ValueError(f"{type(module).__name__} did not pass on `packing`; its model cannot be run on packed sequences")
+        raise ValueError(
+            f"{type(module).__name__} did not pass `packing` to attention; its model cannot run on packed sequences"
+        )
     unknown = sorted(name for name, given in kwargs.items() if given is not None and name not in _WITHOUT_EFFECT)
     if attention_mask is not None or use_cache or unknown or not getattr(module, "is_causal", True):
         raise ValueError(
-            f"{type(module).__name__} asks for what packed attention does not do: mask {attention_mask is not None},"
+            f"{type(module).__name__} uses what packed attention does not support: mask {attention_mask is not None},"
             f" cache {bool(use_cache)}, causal {getattr(module, 'is_causal', True)}, other arguments {unknown}"
         )
     query, key, value = (x[0].transpose(0, 1) for x in (query, key, value))
@@ -97,9 +103,9 @@ def packed_attention(
 
 
 def attend(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, packing: Packing, scale: float | None) -> torch.Tensor:
-    """Causal attention of each sequence to itself: query [T, Hq, D], key [T, Hkv, D], value [T, Hkv, Dv] -> [T, Hq, Dv].
+    """Compute causal attention within each sequence: query [T, Hq, D], key [T, Hkv, D], value [T, Hkv, Dv] -> [T, Hq, Dv].
 
-    scale: of the logits; None: 1 / sqrt(D).
+    scale: factor of the attention scores; None for 1 / sqrt(D).
     """
     half = query.dtype in (torch.bfloat16, torch.float16)
     width = query.size(-1)
@@ -109,7 +115,7 @@ def attend(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, packing:
 
 
 def _varlen(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, packing: Packing, scale: float | None) -> torch.Tensor:
-    return varlen_attn(
+    output = varlen_attn(
         query,
         key,
         value,
@@ -121,6 +127,8 @@ def _varlen(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, packing
         window_size=(-1, 0),  # everything to the left, nothing to the right: causal
         enable_gqa=query.size(1) != key.size(1),
     )
+    assert isinstance(output, torch.Tensor)  # a tuple only where auxiliary outputs are requested
+    return output
 
 
 def _per_run(
@@ -128,7 +136,7 @@ def _per_run(
 ) -> torch.Tensor:
     grouped = query.size(1) != key.size(1)
     tokens = [count * length for count, length in packing.runs]
-    # split, not one slice per run: its backward joins the gradients once instead of padding each to T tokens.
+    # The backward of one split concatenates the gradients once; the backward of a slice per run would pad each to T tokens.
     pieces = zip(packing.runs, *(x.split(tokens) for x in (query, key, value)), strict=True)
     outputs = []
     for (count, length), *qkv in pieces:

@@ -1,8 +1,7 @@
-"""Activation checkpointing of decoder layers: what the backward pass computes again.
+"""Activation checkpointing of decoder layers: which activations the backward pass recomputes.
 
-full: all of a layer but its input. selective: all but the outputs of matrix products and of attention, which are kept, as
-torchtitan's selective checkpointing of operators does. The same operations run in either, so the results are the same to the
-last bit.
+full: all activations of a layer; only its input is kept. selective: the outputs of matrix products and of attention are kept
+too, as in torchtitan's selective checkpointing of operators. Both run the same operations, so results are bitwise equal.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ from torch.utils.checkpoint import (
     create_selective_checkpoint_contexts,
 )
 
-# By name: some belong to one device only, and the last comes with transformers' experts where torch has no grouped product.
+# By name, because some exist on one device only. transformers defines the last one, for torch without a grouped product.
 KEPT = {
     "aten::mm",
     "aten::addmm",

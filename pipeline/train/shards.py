@@ -1,8 +1,8 @@
-"""Tensors in files, of which each rank holds a box: an offset and a size in every dimension of the whole tensor.
+"""Sharded files of tensors. Each rank holds boxes: an offset and a size in every dimension of the whole tensor.
 
-A rank writes its boxes to `train-rank00000.safetensors` with a JSON index beside it, and reads whatever boxes it needs from all
-ranks' files, so a checkpoint loads at any layout. A Hugging Face checkpoint is the case where every box is a whole tensor.
-No pickle. Boxes that several ranks hold (replicas) are written by each that hands them in.
+A rank writes its boxes to `train-rank00000.safetensors` with a JSON index next to it. It reads the boxes that it needs from all
+ranks' files, so a checkpoint loads with any layout. In a Hugging Face checkpoint every box is a whole tensor. Nothing is
+pickled. If several ranks pass the same box (replicas), each of them writes it.
 """
 
 from __future__ import annotations
@@ -18,37 +18,41 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
 from torch.distributed.tensor import DTensor
-from torch.distributed.tensor.placement_types import Replicate
+from torch.distributed.tensor.placement_types import Replicate, Shard, _StridedShard
 
 from pipeline.boxes import Box, chunk, whole
 from pipeline.storage import NO_RETRIES, RetryPolicy, errors_of_rust, retrying, sync, write_durably
 
 
 def local_box(tensor: torch.Tensor) -> Box:
-    """Which part of the whole tensor this rank holds."""
+    """Return the box of the whole tensor that this rank holds."""
     box = whole(tensor.shape)
     if not isinstance(tensor, DTensor):
         return box
     mesh = tensor.device_mesh
-    # The last mesh dimension cuts first: tensor parallelism, then fully_shard cuts what that left.
+    # The last mesh dimension cuts first: tensor parallelism cuts the tensor, then fully_shard cuts the parts.
     for mesh_dim in reversed(range(mesh.ndim)):
         placement = tensor.placements[mesh_dim]
         if isinstance(placement, Replicate):
             continue
+        assert isinstance(placement, (Shard, _StridedShard))  # parameters are never partial sums
         box = chunk(box, placement.dim, mesh.size(mesh_dim), mesh.get_local_rank(mesh_dim))
     if box.size != tuple(tensor.to_local().shape):
-        raise AssertionError(f"box {box} is not what this rank holds, {tuple(tensor.to_local().shape)}, of {tensor.placements}")
+        raise AssertionError(f"got local shape {tuple(tensor.to_local().shape)} for {tensor.placements}; expected {box}")
     return box
 
 
 def local(tensor: torch.Tensor) -> torch.Tensor:
-    """The tensor that this rank holds, without a graph and without a copy."""
+    """Return this rank's part of a tensor, without a graph and without a copy."""
     tensor = tensor.detach()
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def gather_full(tensor: torch.Tensor, part: torch.Tensor) -> torch.Tensor:
-    """The whole of a tensor of which this rank holds `part`, as it holds a part of `tensor`. Collective."""
+    """Gather a whole tensor from parts that are placed like the parts of `tensor`. Collective.
+
+    part: this rank's. It may differ from the part of `tensor` in dtype and device.
+    """
     if not isinstance(tensor, DTensor):
         return part
     mesh, placements = tensor.device_mesh, tensor.placements
@@ -57,7 +61,7 @@ def gather_full(tensor: torch.Tensor, part: torch.Tensor) -> torch.Tensor:
 
 
 Entry = tuple[str, tuple[int, ...], Box, torch.Tensor]
-"""(name, shape of the whole tensor, box of it, the entries of that box). A name may come with several boxes."""
+"""(name, shape of the whole tensor, box, the entries of this box). A name may occur with several boxes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,7 +72,7 @@ class _StoredBox:
 
 
 class BoxReader:
-    """Reads any box of any tensor, whichever files its parts lie in."""
+    """Reads any box of any tensor from all files that contain parts of it."""
 
     def __init__(self) -> None:
         self.shapes: dict[str, tuple[int, ...]] = {}
@@ -76,15 +80,15 @@ class BoxReader:
         self._files: dict[Path, Any] = {}
 
     def add(self, name: str, shape: tuple[int, ...], path: Path, box: Box, key: str | None = None) -> None:
-        """The file at `path` holds `box` of the tensor `name`, under `key` (None: under its name)."""
+        """Register that the file at `path` holds `box` of the tensor `name`, under `key` (None: under its name)."""
         if self.shapes.setdefault(name, tuple(shape)) != tuple(shape):
             raise ValueError(f"{path}: '{name}' has shape {tuple(shape)} here and {self.shapes[name]} in another file")
         pieces = self._pieces.setdefault(name, [])
-        if all(box != piece.box for piece in pieces):  # else a replica
+        if all(box != piece.box for piece in pieces):  # otherwise a replica
             pieces.append(_StoredBox(path, name if key is None else key, box))
 
     def read(self, name: str, box: Box) -> torch.Tensor:
-        """That box of the tensor, on the CPU. Raises ValueError if the files do not hold all of it."""
+        """Return this box of the tensor, on the CPU. Raises ValueError if the files do not contain all of it."""
         if name not in self._pieces:
             raise ValueError(f"there is no tensor '{name}'")
         out, found = None, 0
@@ -98,7 +102,7 @@ class BoxReader:
             out = torch.empty(box.size, dtype=data.dtype) if out is None else out
             out[part.within(box)] = data
             found += part.numel
-        if found != box.numel:
+        if out is None or found != box.numel:
             raise ValueError(f"'{name}': the files hold {found} of the {box.numel} elements of {box}")
         return out
 
@@ -115,15 +119,15 @@ class BoxReader:
 
 @dataclass(frozen=True, slots=True)
 class Shards:
-    """What a rank writes."""
+    """One rank's part of a checkpoint."""
 
-    tensors: dict[str, torch.Tensor]  # by their names in the file, on the CPU
-    record: dict[str, Any]  # JSON, with the index
+    tensors: dict[str, torch.Tensor]  # by name in the file, on the CPU
+    record: dict[str, Any]  # JSON, includes the index
 
     def write(self, folder: Path, rank: int, retry: RetryPolicy = NO_RETRIES) -> None:
-        """All of it is on the disk when this returns.
+        """Write the shards, and wait until they are on the disk.
 
-        Raises StorageError if there is no writing it for as long as there is patience; nothing of this rank's is left then.
+        Raises StorageError if writing fails until `retry` ends; this rank's files are then removed.
         """
         weights = folder / f"train-rank{rank:05d}.safetensors"
         index = weights.with_suffix(".json")
@@ -133,7 +137,7 @@ class Shards:
                 folder.mkdir(parents=True, exist_ok=True)
                 write_tensors(self.tensors, weights)
                 write_durably(index, json.dumps(self.record))
-            except OSError:  # a part of it may be what fills the disk
+            except OSError:  # the partial file may be what fills the disk
                 for path in (weights, index):
                     with contextlib.suppress(OSError):
                         path.unlink(missing_ok=True)
@@ -144,16 +148,16 @@ class Shards:
 
 
 def write_tensors(tensors: dict[str, torch.Tensor], path: Path) -> None:
-    """As safetensors; on the disk when this returns. Raises OSError."""
+    """Write a safetensors file, and wait until it is on the disk. Raises OSError."""
     with errors_of_rust():
         save_file(tensors, path, metadata={"format": "pt"})
     sync(path)
 
 
 def collect_shards(entries: Iterable[Entry], record: dict[str, Any], copy: bool = False) -> Shards:
-    """This rank's boxes, and `record` (JSON), whose "ranks" says how many ranks write.
+    """Return this rank's entries and `record` (JSON) as shards. `record["ranks"]` is the number of ranks that write.
 
-    copy: into memory of their own, so that training can go on before they are written.
+    copy: into new memory, so that training can continue before the shards are written.
     """
     tensors: dict[str, torch.Tensor] = {}
     index = {}
@@ -162,7 +166,7 @@ def collect_shards(entries: Iterable[Entry], record: dict[str, Any], copy: bool 
         if tuple(tensor.shape) != box.size:
             raise AssertionError(f"'{name}': a tensor of shape {tuple(tensor.shape)} is not {box}")
         if (name, box) in boxes:
-            raise AssertionError(f"'{name}': {box} comes twice")
+            raise AssertionError(f"'{name}': {box} occurs twice")
         boxes.add((name, box))
         key = name if name not in index else f"{name}@{','.join(map(str, box.offset))}"
         index[key] = {
@@ -177,12 +181,11 @@ def collect_shards(entries: Iterable[Entry], record: dict[str, Any], copy: bool 
 
 
 def read_shards(folder: Path) -> tuple[BoxReader, list[dict[str, Any]]]:
-    """(reader of all ranks' boxes, all ranks' records). Raises ValueError if a rank's file is missing."""
+    """Return (reader of all ranks' boxes, all ranks' records). Raises ValueError if a rank's file is missing."""
     records = [json.loads(path.read_text()) for path in sorted(folder.glob("train-rank*.json"))]
     if not records or len(records) != records[0]["ranks"]:
-        raise ValueError(
-            f"{folder}: {len(records)} of {records[0]['ranks'] if records else 'the'} train-rank*.json files are there"
-        )
+        expected = records[0]["ranks"] if records else "at least 1"
+        raise ValueError(f"{folder}: got {len(records)} train-rank*.json files; expected {expected}")
     reader = BoxReader()
     for rank, record in enumerate(records):
         path = folder / f"train-rank{rank:05d}.safetensors"

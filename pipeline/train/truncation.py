@@ -1,13 +1,13 @@
-"""What top-k and top-p sampling leave of a distribution, with the vocabulary cut over ranks.
+"""The truncated distribution of top-k and top-p sampling, with the vocabulary cut over ranks.
 
-Log-probs must be of the distribution that tokens were drawn from. So the engine's filters are applied to the logits here too,
-in vLLM's order and NeMo-RL's (nemo_rl/algorithms/logits_sampling_utils.py): temperature, then the k largest logits, then of the
-softmax of those the fewest, from the most likely on, whose probabilities add up to p. Both keep all logits above some floor, so
-that a number per row says which. The floor is found by bisection over all float32 numbers: each of the 32 passes needs one sum
-per row, which ranks that share the vocabulary add up; nothing is sorted or gathered.
+Log-probs must be of the distribution from which tokens were sampled. So the engine's filters are applied to the logits here,
+in the order of vLLM and NeMo-RL (nemo_rl/algorithms/logits_sampling_utils.py): temperature, then the k largest logits, then the
+smallest set of the most likely of these whose probabilities sum to p. Both filters keep all logits above a floor, so one
+number per row defines them. The floor is found by bisection over all float32 numbers: each of the 32 passes needs one sum per
+row over the ranks that share the vocabulary; nothing is sorted or gathered.
 
-Logits that are equal to the floor are all kept. vLLM keeps some of them, which ones depends on its kernel; so no token that it
-drew is lost to a tie. At least one token is kept.
+All logits that equal the floor are kept. vLLM keeps some of them, depending on its kernel, so no token that vLLM sampled is
+truncated here. At least one token is kept.
 """
 
 from __future__ import annotations
@@ -20,25 +20,27 @@ import torch.distributed as dist
 
 from pipeline.config import GenerationConfig
 
-_INFINITY = 0x7F800000  # the bits of float32's
+_INFINITY = 0x7F800000  # the bits of float32 infinity
 
 
 @dataclass(frozen=True, slots=True)
 class Truncation:
+    """The filters of a policy's sampling."""
+
     top_k: int | None  # None: no limit
     top_p: float
 
     @classmethod
     def of(cls, generation: GenerationConfig) -> Truncation | None:
-        """None if tokens are drawn from the whole distribution."""
+        """Return the filters; None if tokens are sampled from the whole distribution."""
         if generation.top_k is None and generation.top_p == 1.0:
             return None
         return cls(generation.top_k, generation.top_p)
 
     def floor(self, logits: torch.Tensor, normalizer: torch.Tensor, group: dist.ProcessGroup | None) -> torch.Tensor:
-        """The smallest logit of each row that is kept, `[rows]`; -inf if all are.
+        """Return the smallest kept logit of each row, [rows] float32; -inf if all are kept.
 
-        logits [rows, V] float32: this rank's part of the vocabulary; normalizer [rows]: log sum exp over the whole of it.
+        logits [rows, V] float32: this rank's part of the vocabulary; normalizer [rows]: log sum exp over the whole vocabulary.
         """
 
         def total(values: torch.Tensor) -> torch.Tensor:
@@ -48,8 +50,8 @@ class Truncation:
             return summed
 
         floor = torch.full_like(normalizer, -torch.inf)
-        if self.top_k is not None:
-            floor = _largest(lambda least: total(logits >= least[:, None]) >= self.top_k, floor)
+        if (top_k := self.top_k) is not None:
+            floor = _largest(lambda least: total(logits >= least[:, None]) >= top_k, floor)
         if self.top_p < 1.0:
             probabilities = (logits - normalizer[:, None]).exp_()
 
@@ -62,9 +64,9 @@ class Truncation:
 
 
 def _largest(holds: Callable[[torch.Tensor], torch.Tensor], smallest: torch.Tensor) -> torch.Tensor:
-    """The largest float32 of which `holds` is true, for each row; `smallest` [rows] if none above it is.
+    """Return for each row the largest float32 for which `holds` is true; `smallest` [rows] if there is none above it.
 
-    holds: [rows] -> [rows] bool, false from some number on, and of infinity.
+    holds: [rows] -> [rows] bool, monotonic: false above some number, and for infinity.
     """
     below, above = float_order(smallest).long(), torch.full_like(smallest, _INFINITY, dtype=torch.int64)
     for _ in range(32):
@@ -75,14 +77,15 @@ def _largest(holds: Callable[[torch.Tensor], torch.Tensor], smallest: torch.Tens
 
 
 def float_order(values: torch.Tensor) -> torch.Tensor:
-    """int32 that sort as the float32 `values` do; -0.0 comes right before 0.0."""
+    """Map float32 `values` to int32 that sort in the same order; -0.0 comes right before 0.0."""
     return _flipped(values.view(torch.int32))
 
 
-def from_float_order(places: torch.Tensor) -> torch.Tensor:
-    return _flipped(places).view(torch.float32)
+def from_float_order(keys: torch.Tensor) -> torch.Tensor:
+    """Map int32 keys of `float_order` back to their float32 values."""
+    return _flipped(keys).view(torch.float32)
 
 
 def _flipped(bits: torch.Tensor) -> torch.Tensor:
-    """Its own inverse: all bits but the sign's, of what is negative."""
+    """Flip all bits except the sign of negative numbers. This is its own inverse."""
     return bits ^ ((bits >> 31) & 0x7FFFFFFF)

@@ -82,7 +82,7 @@ class Broadcast:
 
     def weights(self) -> Iterator[tuple[str, torch.Tensor]]:
         for name, shape in self._model.shapes.items():
-            local = self._own.local(name)
+            local = self._own.local_tensor(name)
             full = torch.empty(shape, dtype=PRECISION)
             if len(shape) > 1:
                 dist.all_gather(list(full.chunk(len(TRAIN))), local, group=self._world.own)
@@ -167,7 +167,7 @@ def take_turns(world: World, folder: Path, argument: None) -> None:
     rng = torch.Generator().manual_seed(world.rank)
     if isinstance(own, Train):
         for held in own.regions:
-            own.local(held.name).normal_(generator=rng)
+            own.local_tensor(held.name).normal_(generator=rng)
 
     def refit(transport: str, digest: bool, ipc: bool = False) -> Callable[[], RefitReport]:
         return functools.partial(refit_once, world, ranks.prepared(world, own, PRECISION, transport, plan, digest, ipc), own)
@@ -194,7 +194,7 @@ def change(own: Train | Generate, share: float, rng: torch.Generator) -> None:
     """Flip the lowest bit of that share of all values."""
     if isinstance(own, Train):
         for held in own.regions:
-            bits = own.local(held.name).view(torch.int16)
+            bits = own.local_tensor(held.name).view(torch.int16)
             bits ^= (torch.rand(bits.shape, generator=rng) < share).to(torch.int16)
 
 

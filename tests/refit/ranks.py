@@ -177,7 +177,7 @@ class Train:
             self.regions.append(region(Piece(name, box, whole(box.size)), name, tensor.stride()))
         self.table = layout_table(self.regions, model.shapes)
 
-    def local(self, tensor: str) -> torch.Tensor:
+    def local_tensor(self, tensor: str) -> torch.Tensor:
         return self._tensors[tensor]
 
     def fill(self, full: dict[str, torch.Tensor]) -> None:

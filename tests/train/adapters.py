@@ -159,7 +159,7 @@ def check_bfloat16(layout: Layout, folder: Path) -> None:
         assert parameter.dtype == (torch.float32 if ".lora_" in name else torch.bfloat16), name
         assert (parameter.grad is not None) == (".lora_" in name)
         assert parameter.grad is None or parameter.grad.dtype == torch.float32
-    assert {trained.local(region.tensor).dtype for region in trained.layout()} == {torch.bfloat16}
+    assert {trained.local_tensor(region.tensor).dtype for region in trained.layout()} == {torch.bfloat16}
 
 
 def save(layout: Layout, folder: Path) -> None:

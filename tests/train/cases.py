@@ -156,7 +156,7 @@ def check_layout(trained: TrainBackend, files: dict[str, torch.Tensor], within: 
     assert {name: tuple(tensor.shape) for name, tensor in files.items()} == trained.shapes
     held = {name: torch.zeros(shape, dtype=torch.bool) for name, shape in trained.shapes.items()}
     for region in trained.layout():
-        local = trained.local(region.tensor)
+        local = trained.local_tensor(region.tensor)
         seen = local.as_strided(region.box.size, region.strides, local.storage_offset() + region.offset)
         box = region.box.within(whole(trained.shapes[region.name]))
         difference = seen - files[region.name][box].to(local.dtype)

@@ -24,20 +24,20 @@ def check(
         cases.learn(trained, batches, loss)
     names, _ = (sorted({region.tensor for region in trained.layout()}) for trained in (left, stayed))
     for keep_weights in (False, True, True):
-        read = {name: left.local(name).clone() for name in names}
+        read = {name: left.local_tensor(name).clone() for name in names}
         held = states(left)
         assert held and all(tensor.untyped_storage().nbytes() for tensor in held)
         if keep_weights:
             left.offload(keep_weights=True)
-            assert all(torch.equal(left.local(name), tensor) for name, tensor in read.items())
+            assert all(torch.equal(left.local_tensor(name), tensor) for name, tensor in read.items())
             assert not any(tensor.untyped_storage().nbytes() for tensor in held)
         left.offload()
-        assert not any(tensor.untyped_storage().nbytes() for tensor in [*held, *map(left.local, names)])
+        assert not any(tensor.untyped_storage().nbytes() for tensor in [*held, *map(left.local_tensor, names)])
         left.offload()  # nothing is left to move
         left.reload()
-        assert all(torch.equal(left.local(name), tensor) for name, tensor in read.items())
+        assert all(torch.equal(left.local_tensor(name), tensor) for name, tensor in read.items())
         assert cases.learn(left, batches, loss) == cases.learn(stayed, batches, loss)
         forward = [trained.forward(batches)[0].logprobs for trained in (left, stayed)]
         assert torch.equal(*forward)
     for name in names:
-        assert torch.equal(left.local(name), stayed.local(name)), name
+        assert torch.equal(left.local_tensor(name), stayed.local_tensor(name)), name

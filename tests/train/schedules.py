@@ -111,7 +111,7 @@ def built(recipe: Recipe, model: str) -> TrainBackend:
 def rates(backend: TrainBackend, calls: int, advances: int = 1) -> list[float]:
     """The rate that the optimizer has in each of so many calls of train(), if each advances the schedule `advances` times."""
     found = []
-    backend.step([cases.pack([1])], cases.value_loss if backend._use.head == "values" else cases.loss)
+    backend.step([cases.pack([1])], cases.value_loss if backend._role.head == "values" else cases.loss)
     for _ in range(calls):
         found.append(_groups(backend)[0]["lr"])
         for _ in range(advances):

@@ -63,7 +63,7 @@ def test_too_little_memory_for_the_trial_passes(models, realm, monkeypatch):
     def fail(backend: FSDPBackend) -> None:
         raise torch.OutOfMemoryError("CUDA out of memory.")
 
-    monkeypatch.setattr(FSDPBackend, "_try_out", fail)
+    monkeypatch.setattr(FSDPBackend, "_run_trial_batches", fail)
     with pytest.raises(torch.OutOfMemoryError) as raised:
         compiled.backend(models / "qwen3", ONE, compiled=True)
     assert "max_total_sequence_length=64 tokens. Try policy.dtensor_cfg.compile=false" in "".join(raised.value.__notes__)

@@ -9,6 +9,7 @@ from transformers import AutoModelForCausalLM
 from pipeline.config import LoRAConfig, TokenizerConfig
 from pipeline.train.base import ModelRole
 from pipeline.train.export import export
+from pipeline.train.fsdp import _weights
 from tests.end_to_end.runs import ROOT
 from tests.train import cases, ranks
 
@@ -86,7 +87,7 @@ def test_a_reference_is_in_host_memory_or_stays_on_the_gpu(models, monkeypatch, 
     policy = cases.policy(models / "qwen3", precision="bfloat16")
     trained = ranks.backend(policy, role=ModelRole(reference=True), reference_cpu_offload=offload)
     assert (trained._away is not None) == offload
-    batches, weights, emptied = [cases.pack(ALL, "cuda")], trained._reference_weights(), []
+    batches, weights, emptied = [cases.pack(ALL, "cuda")], _weights(trained._reference), []
     expected = trained.forward(batches)[0].logprobs
     with monkeypatch.context() as patched:
         patched.setattr(torch.cuda, "empty_cache", lambda: emptied.append(True))

@@ -23,8 +23,9 @@ from transformers import (
 
 from pipeline.config import OptimizerConfig
 from pipeline.train.base import ModelRole
-from pipeline.train.fsdp import FSDPBackend
+from pipeline.train.fsdp import FSDPBackend, _weights
 from pipeline.train.offload import Offload
+from tests.problems import refused
 from tests.train import cases, ranks
 from tests.train.ranks import Layout
 
@@ -111,9 +112,10 @@ def test_the_reference_in_half_precision_is_what_the_float32_weights_were(models
     batches = [cases.pack(ALL[:4]), cases.pack(ALL[4:])]
     before = [out.logprobs for out in trained.forward(batches)]
     trained.step(batches, cases.loss)
-    weights = trained._reference_weights()
+    weights = _weights(trained._reference)
     assert {tensor.dtype for tensor in weights} == {torch.bfloat16}
-    trained._send_away(Offload(trained.device))  # as on a GPU, where they are in host memory between two passes
+    # As on a GPU, where they are in host memory between two passes.
+    trained._offload_reference(trained._reference, Offload(trained.device))
     for _ in range(2):
         assert not any(tensor.untyped_storage().nbytes() for tensor in weights)
         reference = [out.logprobs for out in trained.forward(batches, "reference")]
@@ -135,10 +137,8 @@ def test_the_key_is_named_where_the_reference_cannot_be_page_locked(models, monk
 
     trained = ranks.backend(cases.policy(models / "qwen3"), role=ModelRole(reference=True))
     monkeypatch.setattr("pipeline.train.offload.host_memory", host_memory)
-    with pytest.raises(
-        RuntimeError, match=r"^policy\.dtensor_cfg\.reference_cpu_offload: got true, but 0\.0 GB .*out of memory"
-    ):
-        trained._send_away(Offload(trained.device))
+    with refused(("policy.dtensor_cfg.reference_cpu_offload", "out-of-memory")):
+        trained._offload_reference(trained._reference, Offload(trained.device))
 
 
 def test_a_reference_on_the_device_leaves_with_the_rest(models):
@@ -146,7 +146,7 @@ def test_a_reference_on_the_device_leaves_with_the_rest(models):
     batches = [cases.pack(ALL)]
     before = trained.forward(batches, "reference")[0].logprobs
     trained.offload(keep_weights=True)
-    assert not any(tensor.untyped_storage().nbytes() for tensor in trained._reference_weights())
+    assert not any(tensor.untyped_storage().nbytes() for tensor in _weights(trained._reference))
     trained.reload()
     assert torch.equal(trained.forward(batches, "reference")[0].logprobs, before)
 
@@ -162,7 +162,7 @@ def test_reference_must_have_been_kept(models):
 def test_overrides_reach_the_model(models):
     trained = ranks.backend(cases.policy(models / "llama", random_init=True, hf_config_overrides={"num_hidden_layers": 1}))
     assert not any("layers.1." in name for name, _ in trained.weights())
-    with pytest.raises(ValueError, match="hf_config_overrides: num_layerz"):
+    with refused(("policy.hf_config_overrides", "unknown-key")):
         ranks.backend(cases.policy(models / "llama", hf_config_overrides={"num_layerz": 1}))
 
 
@@ -188,8 +188,9 @@ REFUSED = {
 def test_unsupported_models_are_refused(case, tmp_path):
     config, message = REFUSED[case]
     config.save_pretrained(tmp_path)
-    with pytest.raises(ValueError, match=message):
+    with refused(("policy.model_name", "unsupported")) as error:
         ranks.backend(cases.policy(tmp_path, random_init=True))
+    assert message in str(error.value)
 
 
 def test_a_window_wider_than_any_sequence_is_no_window(tmp_path):
@@ -201,7 +202,7 @@ def test_a_window_wider_than_any_sequence_is_no_window(tmp_path):
 def test_checkpoints_that_do_not_fit_are_refused(models, tmp_path):
     tensors = load_file(models / "llama" / "model.safetensors")
     cases.configs()["llama"].save_pretrained(tmp_path)
-    with pytest.raises(ValueError, match=r"no model\.safetensors"):
+    with refused(("policy.model_name", "unavailable-model")):
         ranks.backend(cases.policy(tmp_path))
     for changed, message in [
         ({k: v for k, v in tensors.items() if k != "model.norm.weight"}, "missing.*model.norm.weight"),
@@ -278,13 +279,13 @@ def test_a_checkpoint_is_tensors_and_json(models, tmp_path):
 def test_what_does_not_fit_is_not_loaded(models, tmp_path):
     trained = saved(models, tmp_path)
     before = ranks.weights(trained)
-    with pytest.raises(ValueError, match=r"of another model.*q_norm"):
+    with refused(("policy.model_name", "contradiction")):
         ranks.backend(cases.policy(models / "llama")).load(tmp_path)
     with pytest.raises(ValueError, match=r"lr 0\.001 -> 0\.002"):
         optimizer = OptimizerConfig(kwargs={"lr": 2e-3, "betas": [0.9, 0.95], "weight_decay": 0.1})
         ranks.backend(cases.policy(models / "qwen3", optimizer=optimizer)).load(tmp_path)
     (tmp_path / "train-rank00000.json").rename(tmp_path / "elsewhere")
-    with pytest.raises(ValueError, match="json files are there"):
+    with pytest.raises(ValueError, match="got 0 train-rank"):
         trained.load(tmp_path)
     assert all(torch.equal(tensor, before[name]) for name, tensor in trained.weights())
 

@@ -202,9 +202,7 @@ def test_zeros_of_both_signs_are_equally_likely():
 
 def test_more_than_the_vocabulary_is_refused():
     given = tied_inputs()
-    with pytest.raises(
-        ValueError, match=f"{VOCABULARY + 1} most likely tokens were asked for, of a vocabulary of {VOCABULARY}"
-    ):
+    with pytest.raises(ValueError, match=f"top_k: got {VOCABULARY + 1}; expected 1 to {VOCABULARY}"):
         most_likely(given.hidden, given.weight, VOCABULARY + 1, 1.0, None)
 
 

@@ -49,7 +49,9 @@ def test_what_a_checkpoint_brought_moves_too(models, tmp_path):
     again.offload()
     again.reload()
     assert again.step(batches, cases.loss).metrics == first.step(batches, cases.loss).metrics
-    assert all(torch.equal(first.local(name), again.local(name)) for name in {region.tensor for region in first.layout()})
+    assert all(
+        torch.equal(first.local_tensor(name), again.local_tensor(name)) for name in {region.tensor for region in first.layout()}
+    )
 
 
 @pytest.mark.long
@@ -76,9 +78,9 @@ def test_a_frozen_model(models):
 def test_of_a_model_with_adapters_a_refit_keeps_only_what_is_merged(models):
     trained = ranks.backend(cases.policy(models / "qwen3"), lora_cfg=LoRAConfig(True, dim=3))
     trained.step([cases.pack([0, 1, 2])], cases.loss)
-    read = {name: trained.local(name).clone() for name in {region.tensor for region in trained.layout()}}
+    read = {name: trained.local_tensor(name).clone() for name in {region.tensor for region in trained.layout()}}
     trained.offload(keep_weights=True)
-    assert all(torch.equal(trained.local(name), tensor) for name, tensor in read.items())
+    assert all(torch.equal(trained.local_tensor(name), tensor) for name, tensor in read.items())
     adapted = {adapter.weight for adapter in trained._model.adapters}
     left = {name for name, parameter in trained._parameters.items() if parameter.untyped_storage().nbytes()}
     assert adapted and left == read.keys() - adapted
@@ -87,13 +89,13 @@ def test_of_a_model_with_adapters_a_refit_keeps_only_what_is_merged(models):
 @pytest.mark.usefixtures("realm")
 def test_a_frozen_model_is_copied_once(models):
     frozen = ranks.backend(cases.policy(models / "qwen3"), role=ModelRole(trained=False))
-    weights = {name: frozen.local(name).clone() for name in {region.tensor for region in frozen.layout()}}
+    weights = {name: frozen.local_tensor(name).clone() for name in {region.tensor for region in frozen.layout()}}
     for _ in range(2):
         frozen.offload()
         frozen.reload()
-        assert all(torch.equal(frozen.local(name), tensor) for name, tensor in weights.items())
+        assert all(torch.equal(frozen.local_tensor(name), tensor) for name, tensor in weights.items())
         for name in weights:
-            frozen.local(name).zero_()  # would be copied, if anything was
+            frozen.local_tensor(name).zero_()  # would be copied, if anything was
 
 
 def test_copies_follow_their_tensors():

@@ -5,6 +5,7 @@ import torch
 
 from pipeline.config import OptimizerConfig
 from pipeline.train.optimizer import LRSchedule, build_optimizer
+from tests.problems import refused
 
 WARMUP = {"name": "torch.optim.lr_scheduler.LinearLR", "kwargs": {"start_factor": 0.1, "end_factor": 1.0, "total_iters": 4}}
 COSINE = {"name": "torch.optim.lr_scheduler.CosineAnnealingLR", "kwargs": {"T_max": 6, "eta_min": 0.1}}
@@ -76,35 +77,35 @@ def test_advancing_is_having_taken_the_steps(config):
 
 
 @pytest.mark.parametrize(
-    "name, kwargs, message",
+    "name, kwargs, key, code",
     [
-        ("torch.optim.AdamWW", {}, r"policy\.optimizer\.name: there is no 'torch.optim.AdamWW'"),
-        ("AdamW", {}, r"policy\.optimizer\.name"),
-        ("torch.nn.Linear", {}, r"policy\.optimizer\.name: 'torch.nn.Linear' is not a Optimizer"),
-        ("torch.optim.AdamW", {"learning_rate": 1}, r"policy\.optimizer\.kwargs.*learning_rate"),
-        ("torch.optim.AdamW", {"lr": -1.0}, r"policy\.optimizer\.kwargs.*Invalid learning rate"),
+        ("torch.optim.AdamWW", {}, "policy.optimizer.name", "not-importable"),
+        ("AdamW", {}, "policy.optimizer.name", "not-importable"),
+        ("torch.nn.Linear", {}, "policy.optimizer.name", "wrong-type"),
+        ("torch.optim.AdamW", {"learning_rate": 1}, "policy.optimizer.kwargs", "unsupported"),
+        ("torch.optim.AdamW", {"lr": -1.0}, "policy.optimizer.kwargs", "unsupported"),
     ],
 )
-def test_wrong_optimizers_are_named(name, kwargs, message):
-    with pytest.raises(ValueError, match=message):
+def test_wrong_optimizers_are_named(name, kwargs, key, code):
+    with refused((key, code)):
         build_optimizer(OptimizerConfig(name=name, kwargs=kwargs), parameters())
 
 
 @pytest.mark.parametrize(
-    "config, message",
+    "config, key, code",
     [
-        ({"name": "torch.optim.lr_scheduler.LinearRL"}, r"policy\.scheduler\.name: there is no"),
-        ({"name": "torch.optim.lr_scheduler.LinearLR", "kwargs": {"gamma": 1}}, r"policy\.scheduler\.kwargs.*gamma"),
-        ({"name": "torch.optim.lr_scheduler.ReduceLROnPlateau"}, "metric"),
-        ({"kwargs": {}}, r"policy\.scheduler: a schedule is"),
-        ([WARMUP], "milestones"),
-        ([], "milestones"),
-        ([WARMUP, COSINE, {"milestones": [4, 8]}], "milestones"),
-        ([WARMUP, {"name": "torch.optim.Adam"}, {"milestones": [4]}], r"policy\.scheduler\[1\]\.name.*not a LRScheduler"),
-        ("cosine", "milestones"),
+        ({"name": "torch.optim.lr_scheduler.LinearRL"}, "policy.scheduler.name", "not-importable"),
+        ({"name": "torch.optim.lr_scheduler.LinearLR", "kwargs": {"gamma": 1}}, "policy.scheduler.kwargs", "unsupported"),
+        ({"name": "torch.optim.lr_scheduler.ReduceLROnPlateau"}, "policy.scheduler.name", "unsupported"),
+        ({"kwargs": {}}, "policy.scheduler", "bad-format"),
+        ([WARMUP], "policy.scheduler", "bad-format"),
+        ([], "policy.scheduler", "bad-format"),
+        ([WARMUP, COSINE, {"milestones": [4, 8]}], "policy.scheduler", "bad-format"),
+        ([WARMUP, {"name": "torch.optim.Adam"}, {"milestones": [4]}], "policy.scheduler[1].name", "wrong-type"),
+        ("cosine", "policy.scheduler", "bad-format"),
     ],
 )
-def test_wrong_schedules_are_named(config, message):
+def test_wrong_schedules_are_named(config, key, code):
     optimizer = build_optimizer(OptimizerConfig(kwargs={"lr": 1.0}), parameters())
-    with pytest.raises(ValueError, match=message):
+    with refused((key, code)):
         LRSchedule(optimizer, config)

@@ -38,7 +38,7 @@ def test_neighbours_of_equal_length_go_together():
 @pytest.mark.parametrize(
     "change, message",
     [
-        ({"packing": None}, "did not pass on"),
+        ({"packing": None}, "did not pass `packing`"),
         ({"attention_mask": torch.ones(1, 1, 12, 12)}, "mask True"),
         ({"use_cache": True}, "cache True"),
         ({"softcap": 30.0}, "softcap"),
@@ -60,7 +60,7 @@ def test_the_silently_wrong_inputs_raise(models):
     assert model(**right).logits.isfinite().all()
     with pytest.raises(ValueError, match="cache True"):
         model(**{**right, "use_cache": True})
-    with pytest.raises(ValueError, match="did not pass on"):
+    with pytest.raises(ValueError, match="did not pass `packing`"):
         model(**inputs)
     with pytest.raises(ValueError, match="cu_seq_lens_q"):
         model(**right, cu_seq_lens_q=batch.cu_seqlens)

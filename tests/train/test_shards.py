@@ -92,12 +92,12 @@ def test_several_boxes_of_one_tensor_by_one_rank(tmp_path):
 def test_entries_that_contradict_themselves_are_errors(tmp_path):
     with pytest.raises(AssertionError, match=r"'x': a tensor of shape \(3,\)"):
         collect_shards([("x", (4,), Box((0,), (2,)), torch.zeros(3))], {"ranks": 1}).write(tmp_path, 0)
-    with pytest.raises(AssertionError, match="comes twice"):
+    with pytest.raises(AssertionError, match="occurs twice"):
         collect_shards([entry("x", torch.zeros(2)) for _ in range(2)], {"ranks": 1}).write(tmp_path, 0)
 
 
 def test_a_missing_rank_is_an_error(tmp_path):
     collect_shards([entry("x", torch.ones(1))], {"ranks": 2}).write(tmp_path, 0)
-    with pytest.raises(ValueError, match="1 of 2 train-rank"):
+    with pytest.raises(ValueError, match=r"got 1 train-rank.*expected 2"):
         read_shards(tmp_path)
     assert json.loads((tmp_path / "train-rank00000.json").read_text())["tensors"]["x"]["size"] == [1]

@@ -1,4 +1,7 @@
-"""The Megatron-Core training backend. On a machine without CUDA, importing this package makes Megatron-Core run on the CPU."""
+"""The Megatron-Core training backend.
+
+Start with `backend`. Importing this package on a machine without CUDA makes Megatron-Core run on the CPU (`cpu`).
+"""
 
 from pipeline.train.megatron import cpu
 

@@ -1,8 +1,8 @@
-"""A packed batch as Megatron-Core takes it: padded to what the layout divides, and cut over context-parallel ranks.
+"""Packed batches for Megatron-Core: padded so that the layout divides them, and cut over context-parallel ranks.
 
-Under context parallelism each rank holds two of 2 cp equal chunks of every sequence, so each is padded to a multiple of 2 cp;
-the last one further, until sequence parallelism can cut a rank's tokens. Padding comes after a sequence's tokens, where causal
-attention keeps it out of them. Without either there is no padding.
+Under context parallelism each rank holds two of 2 cp equal chunks of every sequence, so each sequence is padded to a multiple
+of 2 cp. The last one is padded further, until sequence parallelism divides a rank's tokens. Padding comes after a sequence's
+tokens, so causal attention never reads it. Without context and sequence parallelism there is no padding.
 
 Row t of a rank predicts the next token of its sequence, which may be on another rank, so targets are cut together with tokens.
 `GatherContextParallel` and `predicting_rows` put log-probs back in the batch's order; `token_rows` does so for values, which
@@ -16,6 +16,7 @@ from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
+from typing_extensions import override
 
 from pipeline.train.megatron.local_modules import PackedSequences
 from pipeline.train.packed_attention import Packing
@@ -24,20 +25,23 @@ from pipeline.types import PackedBatch
 
 @dataclass(frozen=True, slots=True)
 class LocalBatch:
-    """This context-parallel rank's part, of t tokens."""
+    """This context-parallel rank's part of a batch, t tokens."""
 
     tokens: torch.Tensor  # [1, t] int64; padding is token 0
     positions: torch.Tensor  # [1, t] int64
-    targets: torch.Tensor  # [t] int64: the token after each; of no meaning at the end of a sequence and on padding
-    candidates: torch.Tensor | None  # [t, K] int64: as targets, of the teacher's tokens
+    targets: torch.Tensor  # [t] int64: the next token; undefined at the end of a sequence and on padding
+    candidates: torch.Tensor | None  # [t, K] int64: the teacher's tokens for each target
     sequences: PackedSequences
-    token_rows: torch.Tensor  # [T] int64: which row of all ranks' rows together has token t of the batch
-    predicting_rows: torch.Tensor  # [T] int64: which row of all ranks' rows together predicts token t of the batch
-    begins: torch.Tensor  # [T] bool: whether token t begins a sequence, so that nothing predicts it
+    token_rows: torch.Tensor  # [T] int64: the row of token t of the batch, among the rows of all ranks
+    predicting_rows: torch.Tensor  # [T] int64: the row that predicts token t of the batch, among the rows of all ranks
+    begins: torch.Tensor  # [T] bool: whether token t is the first of a sequence, which no row predicts
 
 
 def localize(batch: PackedBatch, ranks: int, rank: int, multiple: int) -> LocalBatch:
-    """ranks, rank: of context parallelism. multiple: what must divide a rank's number of tokens."""
+    """Return this rank's part of a batch.
+
+    ranks, rank: of context parallelism. multiple: divisor of a rank's number of tokens, for sequence parallelism.
+    """
     lengths = padded_lengths(batch.lengths, ranks, multiple)
     device = batch.tokens.device
     starts = list(itertools.accumulate(lengths, initial=0))
@@ -64,7 +68,7 @@ def localize(batch: PackedBatch, ranks: int, rank: int, multiple: int) -> LocalB
         candidates=None if candidates is None else candidates[rows],
         sequences=PackedSequences(
             qkv_format="thd",
-            # Padding counts as tokens of its sequence: no kernel then need know of it.
+            # Padding counts as tokens of its sequence, so kernels need no extra case.
             cu_seqlens_q=cu_seqlens,
             cu_seqlens_kv=cu_seqlens,
             cu_seqlens_q_padded=cu_seqlens,
@@ -81,6 +85,7 @@ def localize(batch: PackedBatch, ranks: int, rank: int, multiple: int) -> LocalB
 
 
 def padded_lengths(lengths: tuple[int, ...], ranks: int, multiple: int) -> tuple[int, ...]:
+    """Return the lengths of sequences with padding. Arguments: see `localize`."""
     unit = 2 * ranks if ranks > 1 else 1
     padded = [-(-length // unit) * unit for length in lengths]
     while (sum(padded) // ranks) % multiple:
@@ -89,7 +94,7 @@ def padded_lengths(lengths: tuple[int, ...], ranks: int, multiple: int) -> tuple
 
 
 def _rows(lengths: tuple[int, ...], ranks: int, rank: int) -> torch.Tensor:
-    """The rows of the padded batch that a rank holds: of each sequence, chunks `rank` and 2 ranks - 1 - rank of 2 ranks."""
+    """Return the rows of the padded batch that a rank holds: chunks `rank` and 2 ranks - 1 - rank of each sequence."""
     if ranks == 1:
         return torch.arange(sum(lengths))
     rows, start = [], 0
@@ -101,13 +106,14 @@ def _rows(lengths: tuple[int, ...], ranks: int, rank: int) -> torch.Tensor:
 
 
 class GatherContextParallel(torch.autograd.Function):
-    """[t, ...] of each context-parallel rank -> [ranks * t, ...] on all of them.
+    """Gather [t, ...] of each context-parallel rank to [ranks * t, ...] on all of them.
 
-    Every rank computes the same loss of the whole, so each takes back its own part of the gradient: summed over ranks, as data
-    parallelism does, that counts every token once.
+    Every rank computes the same loss of the whole batch, so the backward pass returns only the rank's own part of the gradient.
+    The sum over ranks, as in data parallelism, then counts every token once.
     """
 
     @staticmethod
+    @override
     def forward(ctx, local: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
         ctx.group = group
         whole = local.new_empty(group.size() * len(local), *local.shape[1:])
@@ -115,5 +121,6 @@ class GatherContextParallel(torch.autograd.Function):
         return whole
 
     @staticmethod
+    @override
     def backward(ctx, grad: torch.Tensor):
         return grad.chunk(ctx.group.size())[ctx.group.rank()].contiguous(), None

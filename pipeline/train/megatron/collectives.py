@@ -1,6 +1,6 @@
-"""Work that the ranks of a group share: each does its part and tells the others a text, and if one fails, all do.
+"""Collective work: each rank runs a function, all ranks get all results, and all fail if one fails.
 
-For few and small messages; they travel as bytes, never as pickled objects.
+For few, small messages. They are sent as bytes, never as pickled objects.
 """
 
 from __future__ import annotations
@@ -14,29 +14,29 @@ _DONE, _FAILED = b"+", b"-"
 
 
 def on_all_ranks(group: dist.ProcessGroup, work: Callable[[], str | None]) -> list[str]:
-    """What `work()` gave on each rank, "" for None, in the order of ranks. Collective; returns when all ranks have done theirs.
+    """Run `work` on each rank, and return the results of all ranks in rank order, with "" for None. Collective.
 
-    Raises what this rank's work raised, or RuntimeError with what other ranks' did, so that no rank waits for one that failed.
+    Raises the error of this rank's work, or RuntimeError with the errors of other ranks, so no rank waits for a failed one.
     """
     try:
-        told, error = _DONE + (work() or "").encode(), None
+        message, error = _DONE + (work() or "").encode(), None
     except Exception as caught:
-        told, error = _FAILED + f"{type(caught).__name__}: {caught}".encode(), caught
-    everyone = all_gather_bytes(group, told)
+        message, error = _FAILED + f"{type(caught).__name__}: {caught}".encode(), caught
+    messages = all_gather_bytes(group, message)
     if error is not None:
         raise error
-    if failures := [f"train rank {i}: {t[1:].decode()}" for i, t in enumerate(everyone) if t.startswith(_FAILED)]:
+    if failures := [f"train rank {i}: {m[1:].decode()}" for i, m in enumerate(messages) if m.startswith(_FAILED)]:
         raise RuntimeError("; ".join(failures))
-    return [text[1:].decode() for text in everyone]
+    return [message[1:].decode() for message in messages]
 
 
 def on_first_rank(group: dist.ProcessGroup, work: Callable[[], str | None]) -> str:
-    """What `work()` gave on the group's first rank, which alone does it; otherwise as `on_all_ranks`."""
+    """Run `work` on the group's first rank only, and return its result on all ranks. Otherwise as `on_all_ranks`."""
     return on_all_ranks(group, work if group.rank() == 0 else lambda: None)[0]
 
 
 def all_gather_bytes(group: dist.ProcessGroup, message: bytes) -> list[bytes]:
-    """Every rank's message, in the order of ranks."""
+    """Return every rank's message, in rank order."""
     lengths = [torch.zeros(1, dtype=torch.int64) for _ in range(group.size())]
     dist.all_gather(lengths, torch.tensor([len(message)]), group=group)
     longest = max(int(length) for length in lengths)

@@ -1,12 +1,12 @@
-"""The one-time conversion of a Hugging Face checkpoint to whole Megatron parameters, in a folder that jobs share.
+"""Convert a Hugging Face checkpoint once to whole Megatron parameters, in a folder that jobs share.
 
-Only train ranks take part. Its ranks divide the parameters between them and convert one at a time, so that a rank's memory
-is bounded by the largest parameter (its sources and what is made of them), not by the model. Where conversions lie and how jobs
-keep out of each other's way: `conversion_cache.py`. What makes two checkpoints the same one: `fingerprint.py`.
+The ranks of the train component divide the parameters and convert one at a time, so a rank's memory is bounded by the largest
+parameter (its sources and the result), not by the model. `conversion_cache.py` stores conversions and locks them between jobs.
+`fingerprint.py` identifies checkpoints.
 
-A value model's conversion is of its body: the checkpoint may have no head of that kind yet.
+The conversion of a model with a value head contains only its body, because the checkpoint may not have the head yet.
 
-Left out: quantised checkpoints, and conversions for a layout; these are whole parameters, of which each rank reads its boxes.
+Not supported: quantised checkpoints. Conversions do not depend on the layout: each rank reads its boxes of whole parameters.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ import torch.distributed as dist
 from huggingface_hub import constants
 from transformers import PreTrainedConfig
 
-from pipeline.config import PolicyConfig
+from pipeline.config import PolicyConfig, Problem, RecipeError
 from pipeline.models import family
-from pipeline.models.base import VALUE_HEAD, Parameter
+from pipeline.models.base import VALUE_HEAD, Parameter, unsupported_model
 from pipeline.models.hugging_face import checkpoint_shapes
 from pipeline.storage import NO_RETRIES, retrying
 from pipeline.train.base import Phase
@@ -38,11 +38,11 @@ from pipeline.types import Head
 
 
 def shared_folder() -> Path:
-    """Where conversions are kept, by the environment."""
+    """Return the folder of conversions, from the environment."""
     for variable in (VARIABLE, "NRL_MEGATRON_CHECKPOINT_DIR"):
         if value := os.environ.get(variable):
             return Path(value).expanduser()
-    return Path(constants.HF_HOME) / "hetstep"  # ~/.cache/huggingface, unless HF_HOME or XDG_CACHE_HOME say otherwise
+    return Path(constants.HF_HOME) / "hetstep"  # ~/.cache/huggingface without HF_HOME and XDG_CACHE_HOME
 
 
 def converted(
@@ -54,16 +54,16 @@ def converted(
     timeout_s: float = 3600.0,
     phase: Phase = contextlib.nullcontext,
 ) -> Conversion:
-    """The conversion of the checkpoint `policy.model_name`, made now if there is none. Collective over the train component.
+    """Return the conversion of the checkpoint `policy.model_name`, after converting it if necessary. Collective.
 
-    config: the checkpoint's, with the recipe's overrides. folder: None for `shared_folder()`; all ranks must see it.
-    timeout_s: how long to wait for another job that converts the same checkpoint. phase: tells that it waits, or converts.
+    config: the checkpoint's, with the recipe's overrides. folder: None for `shared_folder()`; all ranks must share it.
+    timeout_s: to wait for another job that converts the same checkpoint. phase: reports waiting and converting.
 
-    Raises ValueError, naming the recipe's key or the environment's variable, if the checkpoint is not of this model or the
-    folder cannot be used; TimeoutError if another job's conversion does not end.
+    Raises RecipeError if the checkpoint is not of this model or the folder cannot be used, TimeoutError if another job's
+    conversion takes too long.
     """
     if getattr(config, "quantization_config", None):
-        raise ValueError(f"policy.model_name: {policy.model_name} is quantised; training needs a checkpoint that is not")
+        raise unsupported_model(f"{policy.model_name} is quantised; expected a checkpoint that is not")
     root = folder or shared_folder()
     files = checkpoint_files(policy.model_name)
     parameters = family(config.model_type).parameters(config, head)
@@ -81,7 +81,7 @@ def converted(
         if not found:
             with phase("wait for another job's conversion"):
                 on_first_rank(group, lambda: stack.enter_context(cache.lock(timeout_s)))
-            found = on_first_rank(group, find)  # another job may have made it meanwhile
+            found = on_first_rank(group, find)  # another job may have converted it meanwhile
         if not found:
             with phase("convert the checkpoint"):
                 on_first_rank(group, lambda: _check(policy, config, head))
@@ -94,7 +94,7 @@ def converted(
 
 
 def _prepare(root: Path) -> None:
-    """Make the shared folder, and see that it can be written."""
+    """Create the shared folder, and check that it is writable."""
     try:
         (root / "digests").mkdir(parents=True, exist_ok=True)
         for folder in (root, root / "digests"):
@@ -105,12 +105,12 @@ def _prepare(root: Path) -> None:
 
 
 def _check(policy: PolicyConfig, config: PreTrainedConfig, head: Head) -> None:
-    """Refuse what training without a conversion would refuse: other names or shapes, copies that are not."""
+    """Raise the errors of training without a conversion: other names or shapes, tied tensors that differ."""
     initial_weights(policy, config, seed=0, head=head)
 
 
 def _write_part(partial: Path, files: list[Path], parameters: Mapping[str, Parameter], rank: int, size: int) -> None:
-    """Convert this rank's part of the parameters into a file of its own."""
+    """Convert this rank's part of the parameters into a separate file."""
     _check_visible(partial)
     stored = {name: tensor for file in files for name, tensor in stored_tensors(file).items()}
     mine = _partition(parameters, stored, rank, size)
@@ -130,14 +130,14 @@ def _write_part(partial: Path, files: list[Path], parameters: Mapping[str, Param
         try:
             stream_tensors(path, results, make)
         except OSError:
-            path.unlink(missing_ok=True)  # it may be what fills the disk
+            path.unlink(missing_ok=True)  # the partial file may be what fills the disk
             raise
 
     retrying(write, f"converting the checkpoint for Megatron-Core ({VARIABLE})", path, NO_RETRIES)
 
 
 def _partition(parameters: Mapping[str, Parameter], stored: Mapping[str, StoredTensor], rank: int, size: int) -> list[str]:
-    """The names of one of `size` parts of about equal bytes, in the model's order, as its files have them."""
+    """Return the parameter names of one of `size` parts with about equal bytes, in the model's order."""
     sizes = {name: sum(stored[source].nbytes for source in parameter.sources) for name, parameter in parameters.items()}
     total, before, part = sum(sizes.values()), 0, []
     for name, nbytes in sizes.items():
@@ -153,10 +153,9 @@ def _open(folder: Path) -> Conversion:
 
 
 def _check_visible(folder: Path) -> None:
-    """Raises ValueError if this node's shared folder is not the first rank's."""
-    # The parent is listed because an NFS client caches that a single name does not exist.
+    """Raise RecipeError if this node does not share the folder with the first rank's node."""
+    # The parent is listed because NFS clients cache that a single name does not exist.
     if not folder.parent.is_dir() or folder.name not in os.listdir(folder.parent):
-        raise ValueError(
-            f"{folder} is not there on {socket.gethostname()}, though the first train rank sees it;"
-            f" set {VARIABLE} to a folder that all train nodes share"
-        )
+        host = socket.gethostname()
+        message = f"got {folder}, which does not exist on {host}, but on the first train rank's node; expected a shared folder"
+        raise RecipeError(Problem(VARIABLE, "file-not-found", message))

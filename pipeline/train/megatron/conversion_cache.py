@@ -1,15 +1,15 @@
-"""The conversions of one checkpoint, side by side in a folder that jobs share: one job writes at a time, any number read.
+"""The cache of converted checkpoints in a folder that jobs share: one job writes at a time, any number read.
 
     <shared folder>/
-      <16 hex digits>.lock              held while this checkpoint is converted; says by whom
-      <model's name>-<16 hex digits>/   the digits are of the checkpoint's fingerprint, the name is whose came first
-        000001/                         complete: renamed only after everything in it was on disk; the highest number counts
-          complete.json                 names, shapes, and the size of every file; locked by all who read
+      <16 hex digits>.lock              locked while this checkpoint is converted; contains the process
+      <model's name>-<16 hex digits>/   digits: of the checkpoint's fingerprint; name: of the first job's model
+        000001/                         complete: renamed after all its files are on disk; the highest number is current
+          complete.json                 names, shapes, and the size of every file; locked by all readers
           rank00000.safetensors ...     whole Megatron parameters
-        .000002.<attempt>.partial/      being written, or left by a job that died; never read
+        .000002.<attempt>.partial/      incomplete: being written, or left by a killed job; never read
 
-Both locks are the kernel's, so that a process that dies leaves none. The first is POSIX's (fcntl), which children do not
-inherit; the second is flock's, since any close of a file drops all POSIX locks that the process has on it.
+The kernel releases both locks when a process ends. The first is a POSIX lock (fcntl), which child processes do not inherit. The
+second is a flock, because any close of a file releases all POSIX locks that the process has on it.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ import contextlib
 import errno
 import fcntl
 import json
+import logging
 import os
 import re
 import shutil
@@ -31,18 +32,21 @@ import torch
 
 from pipeline.boxes import Box, whole
 from pipeline.checkpoint import COMPLETE
+from pipeline.config import Problem, RecipeError
 from pipeline.storage import sync, write_durably
 from pipeline.train.megatron.safetensors_files import stored_tensors
 from pipeline.train.shards import BoxReader
+
+logger = logging.getLogger(__name__)
 
 VARIABLE = "HETSTEP_MEGATRON_CHECKPOINT_DIR"
 
 
 class Conversion:
-    """A complete conversion. While this object lives, no job removes it."""
+    """A complete conversion. No job removes it while this object exists."""
 
     def __init__(self, folder: Path):
-        """Raises FileNotFoundError if it is not there, or no longer; ValueError if its files are not of the sizes written."""
+        """Raises FileNotFoundError if the folder does not exist or was replaced, ValueError if its files have other sizes."""
         self.folder = folder
         self._in_use = open(folder / COMPLETE)  # noqa: SIM115 - it stays open
         _flock(self._in_use, fcntl.LOCK_SH)
@@ -51,58 +55,58 @@ class Conversion:
         record = json.load(self._in_use)
         sizes = {name: (folder / name).stat().st_size for name in record["files"]}
         if sizes != record["files"]:
-            raise ValueError(f"{folder}: the sizes of its files are not those in {COMPLETE}")
+            raise ValueError(f"{folder}: its files have other sizes than in {COMPLETE}")
         self._reader = BoxReader()
         for name, entry in record["tensors"].items():
             shape = tuple(entry["shape"])
             self._reader.add(name, shape, folder / entry["file"], whole(shape))
 
     def read(self, name: str, box: Box) -> torch.Tensor:
-        """That box of a whole Megatron parameter, on the CPU, in the dtype that the checkpoint has."""
+        """Return a box of a whole Megatron parameter, on the CPU, in the checkpoint's dtype."""
         return self._reader.read(name, box)
 
 
 class ConversionCache:
-    """All conversions of one checkpoint. One rank of a job manages them: it finds one, or writes one alone."""
+    """All conversions of one checkpoint. One rank of each job finds a conversion, or writes one under a lock."""
 
     def __init__(self, root: Path, model_name: str, fingerprint: str):
         self._root = root
         self._name = _slug(model_name)
         self._fingerprint = fingerprint
-        self._found: Conversion | None = None  # not to be removed before this job's other ranks have opened it
+        self._found: Conversion | None = None  # locked until this job's other ranks have opened it
 
     @property
     def _folder(self) -> Path:
         short = self._fingerprint[:16]
-        same = sorted(self._root.glob(f"*-{short}"))  # another job may have come first, with another name for it
+        same = sorted(self._root.glob(f"*-{short}"))  # another job may have created it under another name
         return same[0] if same else self._root / f"{self._name}-{short}"
 
     def find(self) -> str | None:
-        """The folder of the newest complete conversion."""
+        """Return the folder of the newest complete conversion; None if there is none."""
         for folder in reversed(self._numbered()):
             try:
                 self._found = Conversion(folder)
             except (FileNotFoundError, ValueError) as error:
-                print(f"not used: {error}", flush=True)
+                logger.warning("conversion not used: %s", error)
                 continue
             return str(folder)
         return None
 
     @contextlib.contextmanager
     def lock(self, timeout_s: float) -> Iterator[None]:
-        """Wait until no other job converts this checkpoint, and keep others waiting.
+        """Hold the lock of this checkpoint, so that no other job converts it.
 
-        Raises TimeoutError, naming the other job, after `timeout_s` seconds; ValueError if the file system has no locks.
+        Raises TimeoutError, which names the other job, after `timeout_s` seconds, RecipeError if the file system has no locks.
         """
-        deadline, told = time.monotonic() + timeout_s, False
+        deadline, logged = time.monotonic() + timeout_s, False
         lock = self._root / f"{self._fingerprint[:16]}.lock"
         with open(lock, "a+") as file:
             while not _taken(file):
                 if time.monotonic() > deadline:
                     raise TimeoutError(f"{lock}: still held after {timeout_s:g} s by {_holder(file)}")
-                if not told:
-                    print(f"waiting for {_holder(file)}, which converts the same checkpoint ({lock})", flush=True)
-                    told = True
+                if not logged:
+                    logger.info("waiting for %s, which converts the same checkpoint (%s)", _holder(file), lock)
+                    logged = True
                 time.sleep(0.2)
             file.truncate(0)
             file.write(json.dumps({"host": socket.gethostname(), "pid": os.getpid(), "since": time.strftime("%F %T %z")}))
@@ -110,7 +114,7 @@ class ConversionCache:
             yield
 
     def begin(self) -> str:
-        """An empty folder to write into. What dead jobs left is removed, as no live one writes here now."""
+        """Create an empty folder for a conversion and return it. Call it under the lock: it removes killed jobs' folders."""
         self._folder.mkdir(exist_ok=True)
         for folder in self._folder.glob(".*"):
             _remove(folder)
@@ -118,11 +122,14 @@ class ConversionCache:
         partial = self._folder / f".{number:06d}.{socket.gethostname()}-{os.getpid()}-{time.time_ns()}.partial"
         partial.mkdir()
         sync(self._folder)
-        print(f"converting the checkpoint for Megatron-Core, in {self._folder}", flush=True)
+        logger.info("converting the checkpoint for Megatron-Core, in %s", self._folder)
         return str(partial)
 
     def commit(self, partial: Path, names: Set[str]) -> str:
-        """The files in `partial`, with the tensors `names`, are on disk: make them a conversion, and drop older ones."""
+        """Turn `partial` into a complete conversion, remove older ones, and return its folder.
+
+        names: the tensors that its files must contain. All files must be on disk.
+        """
         files = sorted(partial.glob("*.safetensors"))
         tensors = {
             name: {"shape": stored.shape, "dtype": str(stored.dtype).removeprefix("torch."), "file": file.name}
@@ -130,7 +137,7 @@ class ConversionCache:
             for name, stored in stored_tensors(file).items()
         }
         if tensors.keys() != names:
-            raise AssertionError(f"{partial}: these are not what was to be written: {sorted(tensors.keys() ^ names)[:4]}")
+            raise AssertionError(f"{partial}: missing or unexpected tensors: {sorted(tensors.keys() ^ names)[:4]}")
         sizes = {file.name: file.stat().st_size for file in files}
         write_durably(partial / COMPLETE, json.dumps({"fingerprint": self._fingerprint, "files": sizes, "tensors": tensors}))
         sync(partial)
@@ -144,15 +151,14 @@ class ConversionCache:
         return str(folder)
 
     def _numbered(self) -> list[Path]:
-        """Asked by listing the folder, since an NFS client caches that a single name does not exist."""
+        """Return complete conversions in order. The folder is listed because NFS clients cache that a name does not exist."""
         return sorted(folder for folder in self._folder.glob("*") if re.fullmatch(r"\d{6}", folder.name))
 
 
-def unusable_folder(folder: Path, error: OSError) -> ValueError:
-    return ValueError(
-        f"{folder}: Megatron checkpoints cannot be kept here ({error.strerror});"
-        f" set {VARIABLE} to a folder that all train nodes share, can write and can lock files in"
-    )
+def unusable_folder(folder: Path, error: OSError) -> RecipeError:
+    """Return the error for a folder that cannot hold conversions."""
+    message = f"got {folder} ({error.strerror}); expected a folder that all train nodes share, can write and can lock files in"
+    return RecipeError(Problem(VARIABLE, "unwritable", message))
 
 
 def _slug(model_name: str) -> str:
@@ -183,14 +189,14 @@ def _holder(file: TextIOWrapper) -> str:
     file.seek(0)
     try:
         holder = json.loads(file.read())
-    except json.JSONDecodeError:  # it has the lock and is about to write who it is
+    except json.JSONDecodeError:  # it has the lock and has not yet written its name
         return "another job"
     return f"process {holder['pid']} on {holder['host']} since {holder['since']}"
 
 
 def _remove_unless_read(folder: Path) -> None:
     try:
-        file = open(folder / COMPLETE, "r+")  # noqa: SIM115 - an exclusive lock needs one that can be written
+        file = open(folder / COMPLETE, "r+")  # noqa: SIM115 - an exclusive lock needs a writable file
     except FileNotFoundError:
         _remove(folder)
         return
@@ -198,16 +204,16 @@ def _remove_unless_read(folder: Path) -> None:
         try:
             _flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            print(f"{folder} is still being read; the next conversion of this checkpoint removes it", flush=True)
+            logger.info("%s is still being read; the next conversion of this checkpoint removes it", folder)
             return
         _remove(folder)
 
 
 def _remove(folder: Path) -> None:
-    """Under another name first: a rank that outlives its job for a moment then finds no folder to write into."""
+    """Rename the folder and remove it, so that a rank that outlives its job cannot write into it."""
     gone = folder.with_name(f".{time.time_ns()}.removed")
     folder.rename(gone)
     try:
         shutil.rmtree(gone)
     except OSError as error:  # NFS keeps files that another process has open
-        print(f"{gone} could not be removed ({error}); the next conversion of this checkpoint tries again", flush=True)
+        logger.warning("%s could not be removed (%s); the next conversion of this checkpoint tries again", gone, error)

@@ -1,9 +1,9 @@
-"""Megatron-Core on CPU: `torch.cuda` in its sources becomes `torch.cpu` while they are imported.
+"""Run Megatron-Core on the CPU: an import hook replaces `torch.cuda` in its sources by `torch.cpu`.
 
-Megatron-Core asks for CUDA's streams, events, generators and current device all over, though nothing that it computes needs
-them. `enable` puts an import hook before the import system's own, which rewrites those uses in modules of `megatron.core`;
-torch itself is not touched. So the same layouts, schedules and collectives run here over gloo as on GPUs over NCCL. Where CUDA
-is, nothing happens. A rewriting that no longer finds its text (another Megatron-Core) raises ImportError.
+Megatron-Core uses CUDA's streams, events, generators and current device in many places, although no computation needs them. The
+hook rewrites these uses in modules of `megatron.core` when they are imported, and leaves torch unchanged. So the same layouts,
+schedules and collectives run here over gloo as on GPUs over NCCL. With CUDA the hook is not installed. If the source text of a
+replacement is missing (another version of Megatron-Core), the import raises ImportError.
 """
 
 from __future__ import annotations
@@ -16,10 +16,11 @@ import sys
 from types import CodeType
 
 import torch
+from typing_extensions import override
 
 PACKAGE = "megatron.core"
 
-# Everywhere: (pattern, what it becomes). torch.cpu has the same stream and device functions as torch.cuda.
+# In all modules: (pattern, replacement). torch.cpu has the same stream and device functions as torch.cuda.
 _EVERYWHERE = [
     (re.compile(pattern), replacement)
     for pattern, replacement in (
@@ -35,12 +36,12 @@ _EVERYWHERE = [
         (r"(device(?:_type)?=|torch\.device\(|torch\.autocast\(|init_data\()(['\"])cuda\2", r"\1\2cpu\2"),
         (r"(['\"])torch\.cuda\.(Float|Half|BFloat16)Tensor", r"\1torch.\2Tensor"),
         (r", pin_memory=True", ""),
-        # Compiling for the CPU needs a C++ compiler at run time and a minute.
+        # Compiling for the CPU takes a minute and needs a C++ compiler at run time.
         (r"\bjit_fuser = torch\.(compile|jit\.script)", "jit_fuser = noop_decorator"),
     )
 ]
 
-# In one module: (text, what it becomes).
+# In one module: (text, replacement).
 _IN_MODULE = {
     "megatron.core.jit": [("jit_fuser = noop_decorator\n# nv", "jit_fuser = None\n# nv")],
     "megatron.core.transformer.moe.token_dispatcher": [("self.d2h_event.synchronize()", "pass")],
@@ -58,7 +59,7 @@ _IN_MODULE = {
 
 
 def enable() -> None:
-    """Call before the first import of megatron.core. Does nothing where CUDA is, or when called again."""
+    """Install the import hook, unless CUDA is available. Call it before the first import of megatron.core."""
     if torch.cuda.is_available() or any(isinstance(finder, _Finder) for finder in sys.meta_path):
         return
     if any(name.startswith(PACKAGE) for name in sys.modules):
@@ -67,16 +68,18 @@ def enable() -> None:
 
 
 class _Finder(importlib.abc.MetaPathFinder):
+    @override
     def find_spec(self, name, path=None, target=None):
         if not name.startswith(PACKAGE):
             return None
         spec = importlib.machinery.PathFinder.find_spec(name, path, target)
         if spec and isinstance(spec.loader, importlib.machinery.SourceFileLoader):
-            spec.loader = _Loader(spec.loader.name, spec.loader.path)
+            spec.loader = _RewritingLoader(spec.loader.name, spec.loader.path)
         return spec
 
 
-class _Loader(importlib.machinery.SourceFileLoader):
+class _RewritingLoader(importlib.machinery.SourceFileLoader):
+    @override
     def get_code(self, fullname: str) -> CodeType:
         path = self.get_filename(fullname)
         source = importlib.util.decode_source(self.get_data(path))

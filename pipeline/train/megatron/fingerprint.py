@@ -1,19 +1,21 @@
-"""What a conversion is of: the content of a checkpoint's files, and what is made of them, whatever their names and paths.
+"""Fingerprint of a conversion: the content of a checkpoint's files and the conversion's layout, without names and paths.
 
-A file's content is known by its SHA-256. Files in the Hugging Face cache bear it as their name; it is trusted, as the cache
-holds them read-only. Others are read once, and their digests are remembered in `digests/` of the shared folder by real path,
-size, time of change and inode. A file that changed a moment ago is not remembered, because it could change again within
-the same tick of the file system's clock.
+A file's content is identified by its SHA-256. In the Hugging Face cache it is the file's name, which is trusted because these
+files are read-only. Other files are read once. Their digests are cached in `digests/` of the shared folder, by real path, size,
+modification time and inode. The digest of a file that changed a moment ago is not cached, because the file could change again
+within the same tick of the file system's clock.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
+import logging
 import re
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch.distributed as dist
 
@@ -22,14 +24,16 @@ from pipeline.models.recorded_layout import record
 from pipeline.storage import write_durably
 from pipeline.train.megatron.collectives import on_all_ranks
 
-CONVERTER = 1  # to be raised when the same layout is to be converted anew
+logger = logging.getLogger(__name__)
+
+CONVERTER = 1  # increase it to convert the same layout again
 SETTLED_S = 2.0  # seconds; file systems stamp changes in steps of up to about one
 
 
-def content_digests(files: Sequence[Path], memory: Path, group: dist.ProcessGroup) -> list[str]:
-    """The SHA-256 of each file in hex; `memory` is the folder that remembers them. Collective: ranks share the reading."""
+def content_digests(files: Sequence[Path], cache: Path, group: dist.ProcessGroup) -> list[str]:
+    """Return the SHA-256 of each file in hex. cache: the folder of cached digests. Collective: ranks read different files."""
     rank, size = group.rank(), group.size()
-    parts = on_all_ranks(group, lambda: json.dumps([_digest(file, memory) for file in files[rank::size]]))
+    parts = on_all_ranks(group, lambda: json.dumps([_digest(file, cache) for file in files[rank::size]]))
     digests = [""] * len(files)
     for i, part in enumerate(parts):
         digests[i::size] = json.loads(part)
@@ -37,10 +41,9 @@ def content_digests(files: Sequence[Path], memory: Path, group: dist.ProcessGrou
 
 
 def fingerprint(digests: Sequence[str], parameters: Mapping[str, Parameter], shapes: Mapping[str, tuple[int, ...]]) -> str:
-    """64 hex digits. Two checkpoints share them if their files have the same content and `parameters` makes the same of it.
+    """Return 64 hex digits, equal for checkpoints whose files have equal content and that `parameters` converts equally.
 
-    shapes: of the checkpoint's tensors. The configuration counts through what the parameters' functions do with it, so what
-    does not shape the weights does not matter.
+    shapes: of the checkpoint's tensors. The configuration matters only through the layout of the parameters' functions.
     """
     whole = hashlib.sha256(json.dumps([CONVERTER, sorted(digests)]).encode())
     for name, parameter in parameters.items():
@@ -50,13 +53,13 @@ def fingerprint(digests: Sequence[str], parameters: Mapping[str, Parameter], sha
     return whole.hexdigest()
 
 
-def _digest(file: Path, memory: Path) -> str:
+def _digest(file: Path, cache: Path) -> str:
     real = file.resolve()
     if re.fullmatch(r"[0-9a-f]{64}", real.name) and real.parent.name == "blobs":
         return real.name
     state = _state(real)
-    remembered = memory / f"{hashlib.sha256(str(real).encode()).hexdigest()[:32]}.json"
-    if known := _recall(remembered, state):
+    cached = cache / f"{hashlib.sha256(str(real).encode()).hexdigest()[:32]}.json"
+    if known := _cached_digest(cached, state):
         return known
     settled = time.time() - state["mtime_ns"] / 1e9 > SETTLED_S
     with open(real, "rb") as content:
@@ -65,21 +68,22 @@ def _digest(file: Path, memory: Path) -> str:
         raise RuntimeError(f"{real} changed while it was read")
     if settled:
         try:
-            write_durably(remembered, json.dumps({**state, "sha256": digest}))
+            write_durably(cached, json.dumps({**state, "sha256": digest}))
         except OSError as error:
-            print(f"hetstep: the digest of {real} cannot be remembered ({error}); the next start reads it again", flush=True)
+            logger.warning("the digest of %s cannot be cached (%s); the next start reads the file again", real, error)
     return digest
 
 
-def _state(file: Path) -> dict[str, str | int]:
+def _state(file: Path) -> dict[str, Any]:
     status = file.stat()
     return {"path": str(file), "size": status.st_size, "mtime_ns": status.st_mtime_ns, "inode": status.st_ino}
 
 
-def _recall(remembered: Path, state: dict[str, str | int]) -> str | None:
+def _cached_digest(cached: Path, state: dict[str, Any]) -> str | None:
+    """Return the digest in the file `cached`; None if there is none for this state of the file."""
     try:
-        note = json.loads(remembered.read_text())
+        record = json.loads(cached.read_text())
     except FileNotFoundError:
         return None
-    digest = note.pop("sha256")
-    return digest if note == state else None
+    digest = record.pop("sha256")
+    return digest if record == state else None

@@ -1,7 +1,7 @@
-"""Full Hugging Face tensors on rank 0 of the train component, put together from the boxes that ranks hold.
+"""Gather whole Hugging Face tensors on rank 0 of the train component from the boxes that ranks hold.
 
-Rank 0 asks every rank once what it holds and chooses, for each box, the lowest rank that has it (replicas hold the same). Then
-tensor after tensor, each chosen rank sends its boxes and rank 0 puts them in place; its memory is one full tensor.
+All ranks exchange the list of their boxes once. For each box, the lowest rank that holds it is chosen, because replicas are
+equal. Then, one tensor at a time, each chosen rank sends its boxes to rank 0, which needs memory for one whole tensor.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ class HeldBox(msgspec.Struct, array_like=True):
 
     @property
     def box(self) -> Box:
+        """The same as a box, which msgspec does not encode."""
         return Box(self.offset, self.size)
 
 
@@ -32,6 +33,8 @@ BoxesByTensor = dict[str, list[HeldBox]]
 
 
 class WeightGatherer:
+    """Gathers the weights of a model on rank 0."""
+
     def __init__(
         self,
         local: list[tuple[torch.Tensor, list[Piece]]],
@@ -39,10 +42,10 @@ class WeightGatherer:
         group: dist.ProcessGroup,
         device: torch.device,
     ):
-        """local: tensors of this rank and what they are of Hugging Face tensors; replicas may be left out.
-        shapes: of all of those, by name, in the order in which they are to come. Collective.
+        """local: tensors of this rank and their pieces of Hugging Face tensors; replicas may be left out.
 
-        Raises ValueError if the ranks' boxes do not make up every tensor.
+        shapes: of all Hugging Face tensors, in the order of `tensors`. Collective. Raises ValueError if the ranks' boxes do not
+        cover every tensor.
         """
         self._shapes = shapes
         self._group = group
@@ -54,7 +57,7 @@ class WeightGatherer:
         tables = [
             msgspec.msgpack.decode(body, type=BoxesByTensor) for body in all_gather_bytes(group, msgspec.msgpack.encode(mine))
         ]
-        # Every rank sees all tables and comes to the same choice.
+        # Every rank has all tables, so all make the same choice.
         self._chosen: dict[str, list[tuple[int, Box]]] = {name: [] for name in shapes}
         seen: set[tuple[str, Box]] = set()
         for rank, table in enumerate(tables):
@@ -66,11 +69,11 @@ class WeightGatherer:
         for name, chosen in self._chosen.items():
             if sum(box.numel for _, box in chosen) != whole(shapes[name]).numel:
                 raise ValueError(
-                    f"weights: the ranks' boxes of {name} {list(shapes[name])} do not make up the whole: {chosen[:4]}"
+                    f"weights: the ranks' boxes of {name} {list(shapes[name])} do not cover the tensor: {chosen[:4]}"
                 )
 
     def tensors(self, precision: torch.dtype) -> Iterator[tuple[str, torch.Tensor]]:
-        """(name, full tensor) on rank 0; an empty one elsewhere. Collective: all ranks must exhaust it."""
+        """Yield (name, whole tensor) on rank 0, with an empty tensor on other ranks. Collective: all ranks must exhaust it."""
         rank = self._group.rank()
         for name, shape in self._shapes.items():
             dtype = served_dtype(name, precision)

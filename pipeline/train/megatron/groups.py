@@ -1,18 +1,19 @@
-"""Megatron-Core's process groups and random generators. A process has them once, for all models that it holds."""
+"""Megatron-Core's process groups and random generators, which all models of a process share."""
 
 from __future__ import annotations
 
+import torch.distributed as dist
 from megatron.core import parallel_state, tensor_parallel
 
-from pipeline.config import PolicyConfig, expert_tensor_parallel_size
+from pipeline.config import PolicyConfig, Problem, RecipeError, expert_tensor_parallel_size
 
 FOREVER_MINUTES = 60 * 24 * 365  # the watchdog bounds waits
 
 
 def initialize(policy: PolicyConfig, seed: int) -> None:
-    """Make them from the default group, or see that they are of this layout: a process's models share one.
+    """Create the groups from the default group, or check that the existing groups have this layout.
 
-    Raises ValueError, naming the key of the recipe, if they are of another.
+    Raises RecipeError if they have another one: all models of a process share one layout.
     """
     megatron = policy.megatron_cfg
     if parallel_state.model_parallel_is_initialized():
@@ -42,7 +43,33 @@ def _check(policy: PolicyConfig) -> None:
     for key, size in wanted.items():
         found = getattr(parallel_state, f"get_{key.removesuffix('_size')}_world_size")()
         if size != found:
-            raise ValueError(
-                f"policy.megatron_cfg.{key}: {size} for {policy.model_name}, but this process has a model with {found};"
-                " all models of the train component have one layout"
+            message = (
+                f"got {size} for {policy.model_name}; expected {found}, as for the other model of this process: all models of"
+                " the train component share one layout"
             )
+            raise RecipeError(Problem(f"policy.megatron_cfg.{key}", "contradiction", message))
+
+
+def tensor_group() -> dist.ProcessGroup:
+    """Return this rank's tensor-parallel group."""
+    return _existing(parallel_state.get_tensor_model_parallel_group())
+
+
+def pipeline_group() -> dist.ProcessGroup:
+    """Return this rank's pipeline-parallel group."""
+    return _existing(parallel_state.get_pipeline_model_parallel_group())
+
+
+def context_group() -> dist.ProcessGroup:
+    """Return this rank's context-parallel group."""
+    return _existing(parallel_state.get_context_parallel_group())
+
+
+def data_group() -> dist.ProcessGroup:
+    """Return this rank's data-parallel group, without context parallelism."""
+    return _existing(parallel_state.get_data_parallel_group())
+
+
+def _existing(group: object) -> dist.ProcessGroup:
+    assert isinstance(group, dist.ProcessGroup)  # after `initialize`
+    return group

@@ -11,13 +11,13 @@ from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
-from megatron.core import parallel_state
 from transformers import PreTrainedConfig
 
 from pipeline.config import PolicyConfig
 from pipeline.train.base import ModelRole
 from pipeline.train.logprobs import VocabularyShard, most_likely, target_outputs
 from pipeline.train.megatron.batch import GatherContextParallel, LocalBatch
+from pipeline.train.megatron.groups import context_group, tensor_group
 from pipeline.train.megatron.model import PipelineStage
 from pipeline.train.truncation import Truncation
 from pipeline.types import Outputs, PackedBatch, TopK
@@ -27,7 +27,7 @@ from pipeline.types import Outputs, PackedBatch, TopK
 class VocabularyHead:
     """The output layer, or the embedding where it is tied to it."""
 
-    vocabulary: int  # without padding
+    vocabulary: int  # size without padding
     temperature: float
     chunk: int | None
     entropy: bool
@@ -35,16 +35,19 @@ class VocabularyHead:
 
     @classmethod
     def of(cls, policy: PolicyConfig, hf: PreTrainedConfig, role: ModelRole) -> VocabularyHead:
+        """Return the head of a model with this role."""
         truncation = Truncation.of(policy.generation) if role.truncated else None
         return cls(hf.vocab_size, policy.generation.temperature, policy.logprob_chunk_size, role.entropy, truncation)
 
     def untruncated(self) -> VocabularyHead:
-        """Of the whole distributions."""
+        """Return the same head without truncation."""
         return dataclasses.replace(self, truncation=None)
 
     def outputs(self, stage: PipelineStage, hidden: torch.Tensor, batch: LocalBatch, top_k: int) -> Outputs:
-        """hidden [t, 1, H] of this context-parallel rank -> outputs of the whole batch. Their top_k has the K most likely
-        tokens, without a graph; with top_k 0 it has the batch's candidates, if there are any."""
+        """Return outputs of the whole batch from hidden [t, 1, H] of this context-parallel rank.
+
+        top_k: number of most likely tokens in `Outputs.top_k`, without a graph; 0 for the batch's candidates, if it has any.
+        """
         weight, shard = self._weight(stage)
         options = (self.temperature, self.chunk, shard)
         rows, tokens = hidden[:, 0], None if top_k else batch.candidates
@@ -56,11 +59,11 @@ class VocabularyHead:
             logprobs=_predicted(found.logprobs, batch),
             entropy=None if found.entropy is None else _predicted(found.entropy, batch),
             full_logprobs=None if found.full is None else _predicted(found.full, batch),
-            top_k=None if tokens is None else TopK(_predicted(tokens, batch), _predicted(chosen, batch)),
+            top_k=None if tokens is None or chosen is None else TopK(_predicted(tokens, batch), _predicted(chosen, batch)),
         )
 
     def empty(self, batch: PackedBatch, top_k: int) -> Outputs:
-        """What another stage's outputs will be written into."""
+        """Return zero outputs, to receive the last stage's on another stage."""
         tokens, columns = len(batch.tokens), top_k or (batch.teacher.tokens.size(1) if batch.teacher else 0)
         new = batch.generate_logprobs.new_zeros
         return Outputs(
@@ -71,37 +74,41 @@ class VocabularyHead:
         )
 
     def _weight(self, stage: PipelineStage) -> tuple[torch.Tensor, VocabularyShard | None]:
-        """(this rank's rows, which of all those are)"""
-        group = parallel_state.get_tensor_model_parallel_group()
+        """Return (this rank's rows of the output layer, their shard of the vocabulary)."""
+        group = tensor_group()
         tied = stage.share_embeddings_and_output_weights
         weight = stage.shared_embedding_or_output_weight() if tied else stage.output_layer.weight
+        assert weight is not None  # on the last stage
         start = group.rank() * len(weight)
-        weight = weight[: max(self.vocabulary - start, 0)]  # padding takes no part in the softmax
+        weight = weight[: max(self.vocabulary - start, 0)]  # without padding
         return weight, VocabularyShard(start, group) if group.size() > 1 else None
 
 
 @dataclass(frozen=True)
 class ValueHead:
-    """One number for each state, in float32 whatever the model's precision: values are near each other, and targets of them
-    are not rounded."""
+    """One value for each state, in float32 for any precision of the model: values are close together, and targets unrounded."""
 
     def untruncated(self) -> ValueHead:
+        """Return the head itself: values do not depend on sampling."""
         return self
 
     def outputs(self, stage: PipelineStage, hidden: torch.Tensor, batch: LocalBatch, top_k: int) -> Outputs:
-        """As of a `VocabularyHead`: the value after each token. Every tensor-parallel rank has the whole head and whole hidden
-        states, so each computes all of its gradient."""
+        """Return the value after each token of the whole batch. Arguments: see `VocabularyHead.outputs`.
+
+        Every tensor-parallel rank has the whole head and whole hidden states, so each computes the whole gradient.
+        """
         if top_k:
-            raise ValueError("a value head knows no tokens; top_k is of a model with log-probs")
+            raise ValueError("top_k: a model with a value head has no most likely tokens")
         values = hidden[:, 0].float() @ stage.value_head.weight[0].float()
         return Outputs(values=_of_all_ranks(values)[batch.token_rows])
 
     def empty(self, batch: PackedBatch, top_k: int) -> Outputs:
+        """Return zero outputs, to receive the last stage's on another stage."""
         return Outputs(values=batch.generate_logprobs.new_zeros(len(batch.tokens)))
 
 
 def broadcast_outputs(outputs: list[Outputs], stages: dist.ProcessGroup) -> None:
-    """Fill those of the other pipeline stages with the last one's, a field of all batches at a time."""
+    """Copy the last pipeline stage's outputs to the other stages, one field of all batches at a time. Collective."""
     for tensors in zip(*(output.tensors() for output in outputs), strict=True):
         flat = torch.cat(tensors)
         dist.broadcast(flat, group_src=stages.size() - 1, group=stages)
@@ -110,11 +117,11 @@ def broadcast_outputs(outputs: list[Outputs], stages: dist.ProcessGroup) -> None
 
 
 def _predicted(of_rows: torch.Tensor, batch: LocalBatch) -> torch.Tensor:
-    """[t, ...] of each row's prediction -> [T, ...] of the tokens that they predict; 0 where a sequence begins."""
+    """Map predictions [t, ...] of this rank's rows to the predicted tokens [T, ...]; 0 where a sequence begins."""
     begins = batch.begins.view(-1, *[1] * (of_rows.dim() - 1))
     return _of_all_ranks(of_rows)[batch.predicting_rows].masked_fill(begins, 0)
 
 
 def _of_all_ranks(of_rows: torch.Tensor) -> torch.Tensor:
-    group = parallel_state.get_context_parallel_group()
+    group = context_group()
     return GatherContextParallel.apply(of_rows, group) if group.size() > 1 else of_rows

@@ -1,6 +1,6 @@
-"""The weights of a model that does not train, in host memory but while they are used.
+"""Keep the weights of a frozen model in host memory, except while they are used.
 
-They never change, so they are copied to the device only. Without a GPU both are the same memory and nothing is copied.
+They never change, so they are only copied to the device. Without a GPU both are the same memory and nothing is copied.
 """
 
 from __future__ import annotations
@@ -12,6 +12,8 @@ import torch
 
 
 class HostWeights:
+    """The weights of a frozen model."""
+
     def __init__(self, tensors: Iterable[torch.Tensor], device: torch.device):
         """Move them to the host, page-locked where the device is a GPU."""
         self._device = device
@@ -23,6 +25,7 @@ class HostWeights:
 
     @contextlib.contextmanager
     def on_device(self) -> Iterator[None]:
+        """Have the weights on the device within this context."""
         try:
             for tensor, host in zip(self._tensors, self._host, strict=True):
                 tensor.data = host.to(self._device, non_blocking=True)

@@ -1,10 +1,10 @@
-"""Modules of the local spec, for where TransformerEngine is not: RMSNorm, and causal attention over packed sequences.
+"""Modules of the local spec, used without TransformerEngine: RMSNorm, and causal attention over packed sequences.
 
-Megatron-Core's own local modules do neither sequence parallelism (its norm) nor packed sequences or context parallelism (its
-attention), so these take their places. Under context parallelism each rank holds two chunks of every sequence, number r and
-number 2 cp - 1 - r of 2 cp equal ones, which evens out the work of a causal mask; keys and values are gathered from all ranks.
+Megatron-Core's local norm does not support sequence parallelism, and its local attention supports neither packed sequences nor
+context parallelism, so these modules replace them. Under context parallelism rank r holds chunks r and 2 cp - 1 - r of the 2 cp
+equal chunks of every sequence, which balances the work of a causal mask. Keys and values are gathered from all ranks.
 
-Left out, and refused rather than ignored: masks, biases, dropout, windows, batches that are not packed.
+Not supported, with an error: masks, biases, dropout, windows, batches that are not packed.
 """
 
 from __future__ import annotations
@@ -18,22 +18,26 @@ from megatron.core import tensor_parallel
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_config import TransformerConfig
+from typing_extensions import override
 
 from pipeline.train.packed_attention import Packing, attend
 
 
 @dataclass
 class PackedSequences(PackedSeqParams):
-    """Megatron-Core's own description of packed sequences, and the lengths on the host, so that no kernel waits for them."""
+    """Megatron-Core's description of packed sequences, with the lengths on the host, so that no kernel waits for them."""
 
     packing: Packing | None = None  # of the padded sequences, over all context-parallel ranks
     lengths: tuple[int, ...] = ()  # of the padded sequences, over all context-parallel ranks
 
 
 class RMSNorm(torch.nn.RMSNorm):
+    """RMSNorm with Megatron-Core's constructor."""
+
     def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **_):
         super().__init__(hidden_size, eps=eps, dtype=config.params_dtype, device=_device(config))
-        self.weight.sequence_parallel = config.sequence_parallel  # so that Megatron-Core sums its gradient
+        # An attribute of Megatron-Core: it sums the gradients of such parameters.
+        self.weight.sequence_parallel = config.sequence_parallel  # pyright: ignore[reportAttributeAccessIssue]
 
 
 def _device(config: TransformerConfig) -> torch.device:
@@ -42,7 +46,7 @@ def _device(config: TransformerConfig) -> torch.device:
 
 
 class PackedAttention(MegatronModule):
-    """query [t, Hq, D], key [t, Hkv, D], value [t, Hkv, Dv] of this context-parallel rank -> [t, Hq * Dv]."""
+    """Attention of a context-parallel rank: query [t, Hq, D], key [t, Hkv, D], value [t, Hkv, Dv] -> [t, Hq * Dv]."""
 
     def __init__(
         self,
@@ -58,16 +62,19 @@ class PackedAttention(MegatronModule):
         super().__init__(config=config)
         dropout = config.attention_dropout if attention_dropout is None else attention_dropout
         if dropout or config.window_size or config.softmax_type != "vanilla":
-            raise ValueError("packed attention has no dropout, window or softmax offset")
+            raise ValueError("packed attention supports no dropout, window or softmax offset")
         self._scale = softmax_scale
+        assert pg_collection is not None
         self._group: dist.ProcessGroup = pg_collection.cp
 
+    @override
     def forward(
         self, query, key, value, attention_mask=None, attn_mask_type=None, attention_bias=None, packed_seq_params=None
     ) -> torch.Tensor:
         if attention_mask is not None or attention_bias is not None or not isinstance(packed_seq_params, PackedSequences):
-            raise ValueError("packed attention takes packed sequences, and neither a mask nor a bias")
+            raise ValueError("packed attention expects packed sequences, without a mask or a bias")
         if self._group.size() == 1:
+            assert packed_seq_params.packing is not None  # `localize` sets it
             return attend(query, key, value, packed_seq_params.packing, self._scale).flatten(1)
         return self._attend_over_ranks(query, key, value, packed_seq_params.lengths).flatten(1)
 
@@ -77,7 +84,7 @@ class PackedAttention(MegatronModule):
         both = tensor_parallel.gather_from_sequence_parallel_region(both, group=self._group)  # backward: reduce-scatter
         local_lengths = [length // ranks for length in lengths]
         of_rank = [part.split(local_lengths) for part in both.view(ranks, -1, *both.shape[1:])]
-        outputs, device = [], query.device  # a mask from the host would wait for the device, once a sequence and layer
+        outputs, device = [], query.device  # on the device, because a mask from the host would wait for it in every layer
         for i, (length, q) in enumerate(zip(lengths, query.split(local_lengths), strict=True)):
             chunk = length // (2 * ranks)
             halves = [part[i] for part in of_rank]
@@ -89,12 +96,13 @@ class PackedAttention(MegatronModule):
             outputs.append(_attend_masked(q, k, v, mask, self._scale))
         return torch.cat(outputs)
 
+    @override
     def sharded_state_dict(self, *args, **kwargs) -> dict:
         return {}
 
 
 def _attend_masked(query, key, value, mask: torch.Tensor, scale: float | None) -> torch.Tensor:
-    """query [t, Hq, D], key [T, Hkv, D], value [T, Hkv, Dv], mask [t, T] -> [t, Hq, Dv]."""
+    """Compute attention with a mask: query [t, Hq, D], key [T, Hkv, D], value [T, Hkv, Dv], mask [t, T] -> [t, Hq, Dv]."""
     q, k, v = (x.transpose(0, 1)[None] for x in (query, key, value))
     out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale, enable_gqa=q.size(1) != k.size(1))
     return out[0].transpose(0, 1)

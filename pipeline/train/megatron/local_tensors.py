@@ -1,7 +1,7 @@
-"""What each tensor of this rank's pipeline stage is a part of: which whole Megatron parameter, and which Hugging Face tensors.
+"""Map each tensor of this rank's pipeline stage to its whole Megatron parameter and to Hugging Face tensors.
 
-The stage's own names count layers and experts from this rank's first, and differ with TransformerEngine (norms fused into the
-layer after them, grouped experts). `global_name` undoes both, so that a family's description (`pipeline/models`) applies.
+The stage's names count layers and experts from this rank's first one, and differ with TransformerEngine (norms fused into the
+next layer, grouped experts). `global_name` returns the names that a family's description (`pipeline/models`) uses.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ import torch
 from megatron.core import parallel_state
 
 from pipeline.boxes import Piece
-from pipeline.models.base import Parameter
+from pipeline.models.base import Parameter, unsupported_model
 from pipeline.models.recorded_layout import Shape, cut_after, record
 from pipeline.train.megatron.model import PipelineStage
 
-_ENGINE_NAMES = {  # TransformerEngine's -> those of the local modules
+_ENGINE_NAMES = {  # TransformerEngine's name -> the local modules' name
     "self_attention.linear_qkv.layer_norm_weight": "input_layernorm.weight",
     "self_attention.linear_q_up_proj.layer_norm_weight": "self_attention.q_layernorm.weight",
     "self_attention.linear_kv_up_proj.layer_norm_weight": "self_attention.kv_layernorm.weight",
@@ -32,39 +32,39 @@ class LocalTensor:
     """A tensor of this rank's stage."""
 
     tensor: torch.Tensor  # a parameter, or a buffer that checkpoints hold
-    whole: list[Piece]  # of whole Megatron parameters
-    hugging_face: list[Piece]  # of Hugging Face tensors
+    whole: list[Piece]  # its pieces of whole Megatron parameters
+    hugging_face: list[Piece]  # its pieces of Hugging Face tensors
 
 
 def local_tensors(
     stage: PipelineStage, parameters: Mapping[str, Parameter], shapes: Mapping[str, Shape]
 ) -> dict[str, LocalTensor]:
-    """By global Megatron name. parameters: the family's; shapes: of the Hugging Face tensors, by their on-disk names.
+    """Return the stage's tensors by global Megatron name.
 
-    Raises ValueError if the stage has a tensor that the family does not know, or of another shape.
+    parameters: of the family; shapes: of the Hugging Face tensors on disk. Raises RecipeError if the stage has a tensor that
+    the family does not describe, or describes with another shape.
     """
     found = {}
     for name, tensor in _tensors(stage):
         parameter = parameters.get(name)
         if parameter is None:
-            raise ValueError(f"policy.model_name: Megatron-Core's model has {name}, which the model's family does not describe")
+            raise unsupported_model(f"Megatron-Core's model has {name}, which the model's family does not describe")
         found[name] = _local(name, tensor, parameter, [(source, tuple(shapes[source])) for source in parameter.sources])
     return found
 
 
 def _local(name: str, tensor: torch.Tensor, parameter: Parameter, sources: list[tuple[str, Shape]]) -> LocalTensor:
-    rank, size = _tensor_place(parameter)
+    rank, size = _tensor_rank_and_size(parameter)
     shape, _ = record(parameter.function, sources)
     vocabulary = name in ("embedding.word_embeddings.weight", "output_layer.weight")
     rows = -(-shape[0] // size) * size if vocabulary else shape[0]
-    # Some of Megatron-Core's modules are whole on every rank in one spec and cut in another (MLA's down-projections).
+    # Some modules (MLA's down-projections) are whole on every rank in one spec of Megatron-Core and cut in another.
     split = "none" if tuple(tensor.shape) == shape else parameter.split
     locals_, pieces = record(cut_after(partial(_padded, parameter.function, rows), split, rank, size), sources)
     _, whole = record(cut_after(partial(_padded, _same, rows), split, rank, size), [(name, shape)])
     if locals_ != tuple(tensor.shape):
-        raise ValueError(
-            f"policy.model_name: {name} has shape {tuple(tensor.shape)} in Megatron-Core's model, {locals_} by its family"
-        )
+        shape = tuple(tensor.shape)
+        raise unsupported_model(f"{name} has shape {shape} in Megatron-Core's model; its family describes {locals_}")
     return LocalTensor(tensor, whole, pieces)
 
 
@@ -78,14 +78,17 @@ def _padded(function, rows: int, *sources: torch.Tensor) -> torch.Tensor:
     return torch.cat([whole, whole.new_zeros(missing, *whole.shape[1:])]) if missing else whole
 
 
-def _tensor_place(parameter: Parameter) -> tuple[int, int]:
+def _tensor_rank_and_size(parameter: Parameter) -> tuple[int, int]:
     if parameter.expert is not None:
-        return parallel_state.get_expert_tensor_parallel_rank(), parallel_state.get_expert_tensor_parallel_world_size()
-    return parallel_state.get_tensor_model_parallel_rank(), parallel_state.get_tensor_model_parallel_world_size()
+        rank, size = parallel_state.get_expert_tensor_parallel_rank(), parallel_state.get_expert_tensor_parallel_world_size()
+    else:
+        rank, size = parallel_state.get_tensor_model_parallel_rank(), parallel_state.get_tensor_model_parallel_world_size()
+    assert rank is not None and size is not None  # after `groups.initialize`
+    return rank, size
 
 
 def _tensors(stage: PipelineStage) -> Iterator[tuple[str, torch.Tensor]]:
-    """Parameters, and buffers with a place in a checkpoint (a router's bias), by global name."""
+    """Yield parameters, and buffers that checkpoints contain (a router's bias), by global name."""
     persistent = stage.state_dict(keep_vars=True).keys()
     for name, tensor in stage.named_parameters():
         yield global_name(stage, name), tensor
@@ -95,13 +98,13 @@ def _tensors(stage: PipelineStage) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def global_name(stage: PipelineStage, name: str) -> str:
-    """Megatron-Core's name of a stage's tensor, as it would be without pipeline, expert parallelism and TransformerEngine."""
+    """Return the name of a stage's tensor without pipeline and expert parallelism and without TransformerEngine."""
     if name == "output_layer.weight" and stage.share_embeddings_and_output_weights:
         return "embedding.word_embeddings.weight"
     match = re.fullmatch(r"decoder\.layers\.(\d+)\.(.+)", name)
     if not match:
         return name
-    layer = stage.decoder.layers[int(match[1])].layer_number - 1  # Megatron-Core counts from 1
+    layer = int(stage.decoder.layers[int(match[1])].layer_number) - 1  # pyright: ignore[reportArgumentType] - int, from 1
     rest = _ENGINE_NAMES.get(match[2], match[2])
     first = _first_expert(stage)
     rest = re.sub(r"local_experts\.(\d+)", lambda m: f"local_experts.{int(m[1]) + first}", rest)

@@ -1,11 +1,12 @@
-"""A Megatron-Core GPTModel from a Hugging Face config: one pipeline stage, whose last one ends in hidden states.
+"""Build one pipeline stage of a Megatron-Core GPTModel from a Hugging Face config.
 
-TransformerEngine's modules are taken where it imports on a GPU, else Megatron-Core's local ones with our norm and attention
-(`local_modules.py`) and a warning. Fused kernels are used where what they need is there, unless the recipe says otherwise.
+With a GPU and TransformerEngine, its modules are used. Otherwise these are Megatron-Core's local modules with our norm and
+attention (`local_modules.py`), with a warning on a GPU. Fused kernels are used where they are available, unless the recipe
+turns them off.
 
-Rotary frequencies are those that transformers derives from the config, so every scaling that does not depend on the sequence is
-supported; YaRN's factor on queries and keys becomes part of the softmax's scale, which is the same. Multi-latent attention has
-rotary embeddings of its own.
+transformers derives the rotary frequencies from the config, so every scaling that does not depend on the sequence is supported.
+YaRN's factor on queries and keys is applied to the softmax scale, which is equivalent. Multi-latent attention has its own
+rotary embeddings.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from megatron.core import parallel_state, tensor_parallel
+from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
 from megatron.core.extensions.transformer_engine import HAVE_TE
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
@@ -30,50 +32,50 @@ from megatron.core.transformer.transformer_block import TransformerBlockSubmodul
 from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 from transformers import PreTrainedConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+from typing_extensions import override
 
 from pipeline import models
-from pipeline.config import MegatronConfig, PolicyConfig
+from pipeline.config import MegatronConfig, PolicyConfig, Problem, RecipeError
 from pipeline.models import deepseek
 from pipeline.train.megatron.local_modules import PackedAttention, RMSNorm
 from pipeline.types import Head
 
-if not HAVE_TE:  # two places of Megatron-Core 0.16.1 do not see that TransformerEngine did not import
+if not HAVE_TE:  # two modules of Megatron-Core 0.16.1 do not notice that TransformerEngine is not importable
     moe_utils.te_general_gemm = None
     multi_latent_attention.HAVE_TE = False
 
 
 class PipelineStage(GPTModel):
-    """One pipeline stage. Its output is hidden states: for the next stage, or of the last one for a head (`heads.py`)."""
+    """One pipeline stage. It returns hidden states for the next stage or, on the last stage, for a head (`heads.py`)."""
 
-    value_head: torch.nn.Linear  # of the last stage, in place of `output_layer`
+    value_head: torch.nn.Linear  # on the last stage, instead of `output_layer`
 
+    @override
     def _postprocess(self, hidden_states, *args, **kwargs):
-        """In place of logits, which would be the largest tensor of the step: hidden states [t, 1, H], whole on each rank."""
+        """Return hidden states [t, 1, H], whole on each rank, instead of logits, the largest tensor of the step."""
         if self.post_process and self.config.sequence_parallel:
-            # Each rank's gradient is complete (`target_outputs` sums it over the vocabulary), so it is only split.
+            # Each rank has the whole gradient (`target_outputs` sums it over the vocabulary), so the backward only splits it.
             return tensor_parallel.gather_from_sequence_parallel_region(hidden_states, tensor_parallel_output_grad=False)
         return hidden_states
 
 
 def build(policy: PolicyConfig, hf: PreTrainedConfig, head: Head = "logprobs") -> PipelineStage:
-    """This rank's stage, on its device, in the recipe's precision, with weights yet to be given.
+    """Return this rank's stage, in the recipe's precision, with uninitialised weights.
 
-    Raises ValueError, naming the key of the recipe, for what Megatron-Core cannot do with this model or layout.
+    Raises RecipeError for a model or a layout that Megatron-Core does not support.
     """
     engine = transformer_engine()
     config = _transformer_config(policy, hf, engine)
     size = parallel_state.get_tensor_model_parallel_world_size()
     rows = -(-hf.vocab_size // size)
     if rows * (size - 1) >= hf.vocab_size:
-        raise ValueError(
-            f"policy.megatron_cfg.tensor_model_parallel_size: a vocabulary of {hf.vocab_size} leaves some of {size} ranks"
-            " without a row"
-        )
-    with _refusals_named():
+        message = f"got {size}; a vocabulary of {hf.vocab_size} leaves some ranks without a row"
+        raise RecipeError(Problem("policy.megatron_cfg.tensor_model_parallel_size", "too-large", message))
+    with _core_errors_as_problems():
         spec = get_gpt_decoder_block_spec(config, use_transformer_engine=engine, normalization="RMSNorm")
         stage = PipelineStage(
             config,
-            spec if engine else _with_our_modules(spec),
+            spec if engine else _with_our_modules(spec),  # pyright: ignore[reportArgumentType] - it takes both kinds
             vocab_size=rows * size,
             max_sequence_length=hf.max_position_embeddings,
             pre_process=parallel_state.is_pipeline_first_stage(),
@@ -84,6 +86,7 @@ def build(policy: PolicyConfig, hf: PreTrainedConfig, head: Head = "logprobs") -
         )
     if head == "values" and stage.post_process:
         weight = stage.output_layer.weight
+        assert weight is not None  # with a value head, the embedding is not tied
         stage.value_head = torch.nn.Linear(config.hidden_size, 1, bias=False, dtype=weight.dtype, device=weight.device)
         del stage.output_layer
     if config.multi_latent_attention:
@@ -94,37 +97,37 @@ def build(policy: PolicyConfig, hf: PreTrainedConfig, head: Head = "logprobs") -
         for name, parameter in stage.named_parameters():
             if ".router." in name:
                 parameter.requires_grad_(False)
-    return stage.train()  # Megatron-Core recomputes activations in this mode only; there is no dropout
+    return stage.train()  # Megatron-Core recomputes activations only in training mode; there is no dropout
 
 
 def _set_latent_norms(stage: PipelineStage) -> None:
-    """Megatron-Core has one epsilon for all norms. TransformerEngine's are part of the projection that follows them."""
+    """Set the epsilon of latent norms, because Megatron-Core has one for all. TransformerEngine fuses them into projections."""
     for name, module in stage.named_modules():
         norm = name.endswith(("q_layernorm", "kv_layernorm", "linear_q_up_proj", "linear_kv_up_proj"))
         if norm and hasattr(module, "eps"):
-            module.eps = deepseek.LATENT_NORM_EPSILON
+            module.eps = deepseek.LATENT_NORM_EPSILON  # pyright: ignore[reportArgumentType] - a plain attribute
 
 
 def transformer_engine() -> bool:
-    """Return whether to build on TransformerEngine: where Megatron-Core could import all that it uses of it. Warns where a GPU
-    must do without."""
+    """Return whether to use TransformerEngine: with a GPU, if Megatron-Core could import it. Warns if it could not."""
     if not torch.cuda.is_available():
         return False
     if not HAVE_TE:
-        why = "Megatron-Core does not know this version"
+        why = "Megatron-Core does not support this version"
         try:
-            import transformer_engine.pytorch.fp8  # noqa: F401 for the reason
+            # An optional package; imported for the reason of its ImportError.
+            import transformer_engine.pytorch.fp8  # noqa: F401  # pyright: ignore[reportMissingImports]
         except ImportError as error:
             why = str(error)
         warnings.warn(
-            f"TransformerEngine does not import ({why}); Megatron-Core's local modules are used instead, which are slower",
+            f"TransformerEngine cannot be imported ({why}); Megatron-Core's local modules are used, which are slower",
             stacklevel=2,
         )
     return HAVE_TE
 
 
 def rotary(hf: PreTrainedConfig) -> tuple[torch.Tensor, float]:
-    """(inverse frequencies [D / 2] float32, factor on queries and on keys), as transformers derives them."""
+    """Return (inverse frequencies [D / 2] float32, factor on queries and on keys), as transformers derives them."""
     parameters = hf.rope_parameters
     kind = parameters.get("rope_type", "default")
     if kind != "default":
@@ -150,17 +153,18 @@ def _transformer_config(policy: PolicyConfig, hf: PreTrainedConfig, engine: bool
         arguments["attention_backend"] = AttnBackend[megatron.attention_backend]
     arguments |= megatron.model_overrides
     cls = MLATransformerConfig if latent else TransformerConfig
-    with _refusals_named():
+    with _core_errors_as_problems():
         return cls(**arguments)
 
 
 @contextlib.contextmanager
-def _refusals_named() -> Iterator[None]:
-    """What Megatron-Core refuses, as a ValueError that names the section of the recipe."""
+def _core_errors_as_problems() -> Iterator[None]:
+    """Turn errors of Megatron-Core's checks into RecipeError."""
     try:
         yield
     except (AssertionError, ValueError, TypeError) as error:
-        raise ValueError(f"policy.megatron_cfg: Megatron-Core does not take this layout or these options: {error}") from error
+        message = f"Megatron-Core does not accept this layout or these options: {error}"
+        raise RecipeError(Problem("policy.megatron_cfg", "unsupported", message)) from error
 
 
 def _layout(megatron: MegatronConfig, dtype: torch.dtype) -> dict[str, Any]:
@@ -175,20 +179,20 @@ def _layout(megatron: MegatronConfig, dtype: torch.dtype) -> dict[str, Any]:
         "params_dtype": dtype,
         "bf16": dtype == torch.bfloat16,
         "variable_seq_lengths": True,  # each microbatch has its own number of tokens
-        "calculate_per_token_loss": True,  # losses are divided already: Megatron-Core must sum, not average
+        "calculate_per_token_loss": True,  # losses are already divided, so Megatron-Core must sum, not average
         "attention_dropout": 0.0,
         "hidden_dropout": 0.0,
         "use_cpu_initialization": not torch.cuda.is_available(),
-        "moe_token_dispatcher_type": "alltoall",  # variable_seq_lengths demands it, of dense models too
+        "moe_token_dispatcher_type": "alltoall",  # variable_seq_lengths requires it, for dense models too
     }
 
 
 def _fusions(megatron: MegatronConfig, engine: bool) -> dict[str, bool]:
-    """Null in the recipe: on where what it needs is there."""
+    """Return which fusions to use. Where the recipe has null, they are on if their dependencies are available."""
     needs_engine = {"apply_rope_fusion": megatron.apply_rope_fusion, "moe_permute_fusion": megatron.moe_permute_fusion}
     for name, wanted in needs_engine.items():
         if wanted and not engine:
-            raise ValueError(f"policy.megatron_cfg.{name}: true needs TransformerEngine, which is not here; null or false")
+            raise _needs_engine(name, "true", "null or false")
     activation = megatron.bias_activation_fusion
     return {
         "apply_rope_fusion": engine if megatron.apply_rope_fusion is None else megatron.apply_rope_fusion,
@@ -205,8 +209,8 @@ def _recompute(megatron: MegatronConfig, engine: bool) -> dict[str, Any]:
         return {}
     if megatron.recompute_granularity == "selective":
         modules = megatron.recompute_modules
-        if modules and "layernorm" in modules and not engine:  # Megatron-Core 0.16.1 asks TransformerEngine about FP8 there
-            raise ValueError("policy.megatron_cfg.recompute_modules: layernorm needs TransformerEngine, which is not here")
+        if modules and "layernorm" in modules and not engine:  # Megatron-Core 0.16.1 then calls TransformerEngine
+            raise _needs_engine("recompute_modules", "layernorm", "other modules")
         return {"recompute_granularity": "selective", "recompute_modules": modules and list(modules)}
     return {
         "recompute_granularity": "full",
@@ -218,32 +222,63 @@ def _recompute(megatron: MegatronConfig, engine: bool) -> dict[str, Any]:
 def _mixture(megatron: MegatronConfig, engine: bool) -> dict[str, Any]:
     grouped = megatron.moe_grouped_gemm
     if grouped and not engine:
-        raise ValueError("policy.megatron_cfg.moe_grouped_gemm: true needs TransformerEngine, which is not here; null or false")
+        raise _needs_engine("moe_grouped_gemm", "true", "null or false")
     return {
         "expert_model_parallel_size": megatron.expert_model_parallel_size,
         "expert_tensor_parallel_size": parallel_state.get_expert_tensor_parallel_world_size(),
         "moe_grouped_gemm": engine if grouped is None else grouped,
         "moe_permute_fusion": engine if megatron.moe_permute_fusion is None else megatron.moe_permute_fusion,
         "moe_router_dtype": megatron.moe_router_dtype,
-        "moe_router_load_balancing_type": "none",  # losses that balance load would pull the policy from what it sampled with
+        "moe_router_load_balancing_type": "none",  # a load-balancing loss would move the policy away from the one that sampled
         "moe_router_bias_update_rate": megatron.moe_router_bias_update_rate,
         "moe_shared_expert_overlap": megatron.moe_shared_expert_overlap,
     }
 
 
+def _needs_engine(name: str, value: str, alternative: str) -> RecipeError:
+    message = f"got {value}, which requires TransformerEngine; it is not available. Try {alternative}"
+    return RecipeError(Problem(f"policy.megatron_cfg.{name}", "not-installed", message))
+
+
 def _with_our_modules(block: TransformerBlockSubmodules) -> TransformerBlockSubmodules:
-    """A local spec with our norm and attention in the place of those that do less."""
-    for layer in {id(spec): spec for spec in block.layer_specs}.values():
+    """Return a local spec with our norm and attention, which support more layouts."""
+    layers: dict[int, Any] = {id(spec): spec for spec in block.layer_specs or ()}  # submodules are annotated as object
+    for layer in layers.values():
         layer.submodules.input_layernorm = layer.submodules.pre_mlp_layernorm = RMSNorm
         attention = layer.submodules.self_attention.submodules
         attention.core_attention = PackedAttention
         for name in ("linear_q_down_proj", "linear_kv_down_proj"):
             if hasattr(attention, name):
-                # Whole on every rank, as with TransformerEngine. Cut as in the local spec, the gradient of the keys' rotary
-                # part would be that of a rank's own heads only.
+                # Whole on every rank, as with TransformerEngine. If cut as in the local spec, the gradient of the keys' rotary
+                # part would be of a rank's own heads only.
                 setattr(attention, name, WholeLinear)
         for name in ("q_layernorm", "k_layernorm", "kv_layernorm"):
             norm = getattr(attention, name, None)
             if norm is not None and norm is not IdentityOp:
                 setattr(attention, name, RMSNorm)
-    return TransformerBlockSubmodules(layer_specs=block.layer_specs, layer_norm=RMSNorm)
+    final_norm: Any = RMSNorm  # a class is allowed too, against the annotation
+    return TransformerBlockSubmodules(layer_specs=block.layer_specs, layer_norm=final_norm)
+
+
+def data_parallel(policy: PolicyConfig, stage: PipelineStage) -> DistributedDataParallel:
+    """Wrap a stage that is trained, so that gradients are summed over data-parallel ranks."""
+    settings = policy.megatron_cfg.distributed_data_parallel_config
+    model = DistributedDataParallel(
+        stage.config,
+        DistributedDataParallelConfig(
+            grad_reduce_in_fp32=settings.grad_reduce_in_fp32,
+            overlap_grad_reduce=settings.overlap_grad_reduce,
+            # Never overlapped with the next forward pass: a refit reads every weight before it, and our head reads the output
+            # layer's weight without running the module, which would wait for it.
+            overlap_param_gather=False,
+            use_distributed_optimizer=True,
+        ),
+        stage,
+    )
+    stage.config.finalize_model_grads_func = _finalize
+    stage.config.no_sync_func = model.no_sync
+    return model
+
+
+def _finalize(models_: list, num_tokens=None, **kwargs) -> None:
+    finalize_model_grads(models_, None, **kwargs)  # None: the loss is already divided

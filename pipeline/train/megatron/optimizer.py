@@ -1,10 +1,11 @@
 """Megatron-Core's distributed optimizer: each data-parallel rank updates a flat range of every parameter, in float32.
 
-Its settings come from `policy.megatron_cfg.optimizer` and `.scheduler` where the recipe has them, else from `policy.optimizer`
-and `policy.scheduler`, so that a recipe changes backend without other keys. With Megatron's own settings, norms and biases are
-not decayed, as is its habit; with torch's, all parameters are, as is torch's.
+Its settings come from `policy.megatron_cfg.optimizer` and `.scheduler` if the recipe has them, otherwise from
+`policy.optimizer` and `policy.scheduler`, so a recipe can change the backend without other keys. With Megatron-Core's settings,
+norms and biases have no weight decay, which is its default. With torch's settings, all parameters have it, which is torch's
+default.
 
-Left out: fp16 and its loss scale; CPU offload; checkpoints in Megatron-Core's format (`ranges` gives flat ranges, which
+Not supported: fp16 and its loss scale; CPU offload; checkpoints in Megatron-Core's format (`ranges` returns flat ranges, which
 `backend.py` writes as boxes of Hugging Face tensors).
 """
 
@@ -17,12 +18,12 @@ from typing import Any
 
 import torch
 from megatron.core.distributed import DistributedDataParallel
+from megatron.core.optimizer import ChainedOptimizer, get_megatron_optimizer
 from megatron.core.optimizer import OptimizerConfig as CoreConfig
-from megatron.core.optimizer import get_megatron_optimizer
 from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
-from pipeline.config import MegatronOptimizerConfig, MegatronSchedulerConfig, PolicyConfig
+from pipeline.config import MegatronOptimizerConfig, MegatronSchedulerConfig, PolicyConfig, Problem, RecipeError
 from pipeline.train.optimizer import LRSchedule
 
 ADAM = {"torch.optim.AdamW": True, "torch.optim.Adam": False}  # name -> whether weight decay is decoupled
@@ -30,22 +31,26 @@ ADAM = {"torch.optim.AdamW": True, "torch.optim.Adam": False}  # name -> whether
 
 @dataclass(frozen=True, slots=True)
 class ParameterRange:
-    """The entries [start, stop) of a parameter, counted flat, that this data-parallel rank updates."""
+    """The flat range [start, stop) of a parameter that this data-parallel rank updates."""
 
     parameter: torch.nn.Parameter  # of the model
     start: int
     stop: int
-    main: torch.Tensor  # [stop - start] float32, the weights
-    state: dict[str, torch.Tensor]  # each [stop - start]: exp_avg, exp_avg_sq, or nothing before the first step
+    main: torch.Tensor  # [stop - start] float32 weights
+    state: dict[str, torch.Tensor]  # exp_avg and exp_avg_sq, each [stop - start]; empty before the first step
 
 
-class MegatronOptimizer:
+class ScheduledOptimizer:
+    """Megatron-Core's optimizer with the schedule of its learning rate and weight decay."""
+
     def __init__(self, policy: PolicyConfig, model: DistributedDataParallel):
-        """Raises ValueError, naming the key, for what Megatron-Core's optimizer does not do."""
+        """Raises RecipeError for settings that Megatron-Core's optimizer does not support."""
         own = policy.megatron_cfg.optimizer
         config = _core_config(policy, own)
-        overrides = None if own else {}  # None: Megatron-Core's habit
-        self._core = get_megatron_optimizer(config, [model], config_overrides=overrides, use_gloo_process_groups=False)
+        overrides = None if own else {}  # None: Megatron-Core's default
+        core = get_megatron_optimizer(config, [model], config_overrides=overrides, use_gloo_process_groups=False)
+        assert isinstance(core, ChainedOptimizer)
+        self._core = core
         self._policy, self._config = policy, config
         scheduler = policy.megatron_cfg.scheduler
         self.options = {
@@ -56,7 +61,7 @@ class MegatronOptimizer:
             "decays_norms": overrides is not None,
             "scheduler": asdict(scheduler) if scheduler else policy.scheduler,
         }
-        self.updates = 0  # Adam counts them to correct its moments
+        self.updates = 0  # Adam needs their number for its bias correction
         self._schedule = self._new_schedule()
 
     def _new_schedule(self) -> TorchLRSchedule | MegatronLRSchedule:
@@ -67,24 +72,26 @@ class MegatronOptimizer:
 
     @property
     def schedule_steps(self) -> int:
-        """How often the schedule was advanced."""
+        """The number of steps of the schedule."""
         return self._schedule.steps
 
     @property
     def lr(self) -> float:
-        """The rate of the next update."""
+        """The learning rate of the next update."""
         return self._schedule.lr
 
     def advance_schedule(self) -> None:
+        """Advance the schedule by one step of the algorithm."""
         self._schedule.step()
 
     def zero_grad(self) -> None:
+        """Drop the gradients."""
         self._core.zero_grad()
 
     def step(self) -> float:
-        """One update; the norm of the whole gradient before clipping. Collective over the component.
+        """Update the weights, and return the norm of the whole gradient before clipping. Collective over the component.
 
-        Raises FloatingPointError if the gradient is not finite; nothing has changed then.
+        Raises FloatingPointError if the gradient is not finite; weights and state are then unchanged.
         """
         self._core.prepare_grads()
         norm = float(self._core.get_grad_norm())
@@ -99,7 +106,7 @@ class MegatronOptimizer:
         return norm
 
     def ranges(self) -> Iterator[ParameterRange]:
-        """What this rank updates."""
+        """Yield the ranges that this rank updates."""
         for part in self._parts():
             for parameter, (group, place) in part.model_param_group_index_map.items():
                 where = part._get_model_param_range_map(parameter)["param"]
@@ -108,17 +115,17 @@ class MegatronOptimizer:
                 yield ParameterRange(parameter, where.start, where.end, main.detach(), state)
 
     def tensors(self) -> Iterator[torch.Tensor]:
-        """All that it holds. Without a second precision its weights are views of the model's."""
+        """Yield all tensors of the optimizer. With a single precision, its weights are views of the model's."""
         for part in self.ranges():
             yield from (part.main, *part.state.values())
 
     def restore(self, updates: int, schedule_steps: int, state: dict[torch.nn.Parameter, dict[str, torch.Tensor]]) -> None:
-        """Take over what a checkpoint holds. state: for each parameter of `ranges()`, its state tensors."""
+        """Restore the state of a checkpoint. state: the state tensors of each parameter of `ranges`."""
         self.updates = updates
         self._schedule = self._new_schedule()
         self._schedule.advance(schedule_steps)
         for part in self._parts():
-            # torch's Adam counts steps for each parameter, TransformerEngine's and apex's for each group.
+            # torch's Adam counts steps per parameter, TransformerEngine's and apex's per group.
             per_parameter = isinstance(part.optimizer, torch.optim.Adam)
             for parameter, (group, place) in part.model_param_group_index_map.items():
                 main = part.optimizer.param_groups[group]["params"][place]
@@ -131,31 +138,36 @@ class MegatronOptimizer:
                     group["step"] = updates
 
     def _parts(self) -> list[Any]:
-        """Megatron-Core's optimizers, of dense parameters and of experts, that have something to update."""
+        """Return Megatron-Core's optimizers that have parameters: of dense parameters and of experts."""
         return [part for part in self._core.chained_optimizers if part.optimizer is not None and part.get_parameters()]
 
 
 class TorchLRSchedule:
-    """A schedule of torch's, run on a stand-in, since Megatron-Core's optimizer is none of torch's."""
+    """A schedule of torch, run on a dummy optimizer because Megatron-Core's is not a torch optimizer."""
 
     def __init__(self, core: Any, config: CoreConfig, schedule: Any):
         self._core, self._config = core, config
-        self._stand_in = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=config.lr)
-        self._schedule = LRSchedule(self._stand_in, schedule)
+        assert config.lr is not None  # `_core_config` sets it
+        self._dummy = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=config.lr)
+        self._schedule = LRSchedule(self._dummy, schedule)
         self._apply()
 
     @property
     def steps(self) -> int:
+        """The number of steps so far."""
         return self._schedule.steps
 
     @property
     def lr(self) -> float:
+        """The learning rate of the next update."""
         return self._schedule.lr
 
     def step(self) -> None:
+        """Advance by one step of the algorithm."""
         self.advance(1)
 
     def advance(self, steps: int) -> None:
+        """Advance by that many steps."""
         self._schedule.advance(steps)
         self._apply()
 
@@ -166,13 +178,13 @@ class TorchLRSchedule:
 
 
 class MegatronLRSchedule:
-    """Megatron-Core's warm-up and decay, counted in steps of the algorithm."""
+    """Megatron-Core's warm-up and decay, in steps of the algorithm."""
 
     def __init__(self, core: Any, config: CoreConfig, schedule: MegatronSchedulerConfig):
         if schedule.lr_decay_iters is None and schedule.lr_decay_style != "constant":
-            raise ValueError(
-                f"policy.megatron_cfg.scheduler.lr_decay_iters: {schedule.lr_decay_style} needs the number of steps it takes"
-            )
+            message = f"got null; expected the number of steps of lr_decay_style={schedule.lr_decay_style}"
+            raise RecipeError(Problem("policy.megatron_cfg.scheduler.lr_decay_iters", "missing-value", message))
+        assert config.lr is not None and config.min_lr is not None
         steps = max(schedule.lr_decay_iters or 0, schedule.lr_warmup_iters + 1)
         self.steps = 0
         self._core = core
@@ -192,12 +204,15 @@ class MegatronLRSchedule:
 
     @property
     def lr(self) -> float:
+        """The learning rate of the next update."""
         return float(self._core.param_groups[0]["lr"])
 
     def step(self) -> None:
+        """Advance by one step of the algorithm."""
         self.advance(1)
 
     def advance(self, steps: int) -> None:
+        """Advance by that many steps."""
         self.steps += steps
         self._scheduler.step(increment=steps)
 
@@ -210,10 +225,8 @@ def _core_config(policy: PolicyConfig, own: MegatronOptimizerConfig | None) -> C
     }
     if own is not None:
         if own.optimizer != "adam":
-            raise ValueError(
-                "policy.megatron_cfg.optimizer.optimizer: Megatron-Core's distributed optimizer takes adam only,"
-                f" not {own.optimizer}"
-            )
+            message = f"got {own.optimizer}; expected adam, the only choice for Megatron-Core's distributed optimizer"
+            raise RecipeError(Problem("policy.megatron_cfg.optimizer.optimizer", "not-a-choice", message))
         return CoreConfig(
             optimizer=own.optimizer,
             lr=own.lr,
@@ -228,17 +241,16 @@ def _core_config(policy: PolicyConfig, own: MegatronOptimizerConfig | None) -> C
     torch_config = policy.optimizer
     kwargs = dict(torch_config.kwargs)
     if torch_config.name not in ADAM:
-        raise ValueError(
-            f"policy.optimizer.name: the Megatron backend takes {', '.join(ADAM)}, not {torch_config.name}; or give"
-            " policy.megatron_cfg.optimizer"
-        )
+        message = f"got {torch_config.name}; expected {' or '.join(ADAM)}, or policy.megatron_cfg.optimizer"
+        raise RecipeError(Problem("policy.optimizer.name", "not-a-choice", message))
     decoupled = ADAM[torch_config.name]
     lr, (beta1, beta2) = kwargs.pop("lr", 1e-3), kwargs.pop("betas", (0.9, 0.999))
     eps, decay = kwargs.pop("eps", 1e-8), kwargs.pop("weight_decay", 0.01 if decoupled else 0.0)
     for speed_only in ("fused", "foreach"):
         kwargs.pop(speed_only, None)
     if kwargs:
-        raise ValueError(f"policy.optimizer.kwargs: Megatron-Core's optimizer does not take {', '.join(kwargs)}")
+        message = f"got {', '.join(kwargs)}, which Megatron-Core's optimizer does not support"
+        raise RecipeError(Problem("policy.optimizer.kwargs", "unsupported", message))
     return CoreConfig(
         optimizer="adam",
         lr=lr,

@@ -1,8 +1,8 @@
-"""Safetensors files, read and written one tensor at a time.
+"""Read and write safetensors files one tensor at a time.
 
 The format is 8 bytes with the length of a JSON header, the header, and the tensors' bytes one after another
-(https://github.com/huggingface/safetensors, "Format"). The safetensors package writes from tensors that are all in memory at
-once, and reads through a memory map, whose pages count as the process's own; here memory is bounded by one tensor.
+(https://github.com/huggingface/safetensors, "Format"). The safetensors package needs all tensors in memory to write, and reads
+through a memory map, whose pages count as memory of the process. Here memory is bounded by one tensor.
 """
 
 from __future__ import annotations
@@ -22,54 +22,54 @@ _NAMES = {dtype: name for name, dtype in _DTYPES.items()}
 
 @dataclass(frozen=True, slots=True)
 class StoredTensor:
-    """Where a tensor lies in a file."""
+    """A tensor's position in a file."""
 
     path: Path
     dtype: torch.dtype
     shape: tuple[int, ...]
-    start: int  # in bytes from the file's beginning
+    start: int  # bytes from the beginning of the file
     nbytes: int
 
     def empty(self) -> torch.Tensor:
-        """A meta tensor like it."""
+        """Return a meta tensor of this shape and dtype."""
         return torch.empty(self.shape, dtype=self.dtype, device="meta")
 
     def load(self) -> torch.Tensor:
-        """A copy of it. Raises ValueError if the file ends too early."""
+        """Read the tensor. Raises ValueError if the file is too short."""
         data = torch.empty(self.nbytes, dtype=torch.uint8)
         with open(self.path, "rb") as file:
             file.seek(self.start)
-            if file.readinto(data.numpy()) != self.nbytes:
-                raise ValueError(f"{self.path}: the file is cut off")
+            if file.readinto(data.numpy().data) != self.nbytes:
+                raise ValueError(f"{self.path}: the file is truncated")
         return data.view(self.dtype).view(self.shape)
 
 
 def stored_tensors(path: Path) -> dict[str, StoredTensor]:
-    """What a file holds, by its header alone. Raises ValueError if the file is cut off or a dtype is no floating-point one."""
+    """Return the tensors of a file from its header. Raises ValueError if it is truncated or a dtype is not floating-point."""
     with open(path, "rb") as file:
         length = int.from_bytes(file.read(8), "little")
         size = path.stat().st_size
         header = json.loads(file.read(length)) if 0 < length <= size - 8 else None
     if header is None:
-        raise ValueError(f"{path}: this is no safetensors file, or it is cut off")
+        raise ValueError(f"{path}: not a safetensors file, or truncated")
     header.pop("__metadata__", None)
     found = {}
     for name, entry in header.items():
         begin, end = entry["data_offsets"]
         if entry["dtype"] not in _DTYPES:
-            raise ValueError(f"{path}: {name} has dtype {entry['dtype']}, not one of {', '.join(_DTYPES)}; is it quantised?")
+            raise ValueError(f"{path}: {name}: got dtype {entry['dtype']}; expected {', '.join(_DTYPES)}. Is it quantised?")
         if 8 + length + end > size:
-            raise ValueError(f"{path}: the file is cut off: {name} ends at byte {8 + length + end} of {size}")
+            raise ValueError(f"{path}: the file is truncated: {name} ends at byte {8 + length + end} of {size}")
         found[name] = StoredTensor(path, _DTYPES[entry["dtype"]], tuple(entry["shape"]), 8 + length + begin, end - begin)
     return found
 
 
 def stream_tensors(path: Path, tensors: Mapping[str, torch.Tensor], make: Callable[[str], torch.Tensor]) -> None:
-    """Write `make(name)` for every name of `tensors`, which tell its shape and dtype (and may be meta tensors).
+    """Write `make(name)` for every name of `tensors`, one at a time, and wait until the file is on the disk.
 
-    The file is on the disk when this returns.
+    tensors: shapes and dtypes; may be meta tensors.
     """
-    names = sorted(tensors, key=lambda name: -tensors[name].dtype.itemsize)  # so that each is aligned to its own dtype
+    names = sorted(tensors, key=lambda name: -tensors[name].dtype.itemsize)  # so that each is aligned to its dtype
     header, end = {}, 0
     for name in names:
         tensor = tensors[name]
@@ -87,6 +87,6 @@ def stream_tensors(path: Path, tensors: Mapping[str, torch.Tensor], make: Callab
             made = make(name)
             if (made.dtype, made.shape) != (tensors[name].dtype, tensors[name].shape):
                 raise AssertionError(f"{name} is {made.dtype} {made.shape}, not {tensors[name].dtype} {tensors[name].shape}")
-            file.write(made.contiguous().view(-1).view(torch.uint8).numpy())
-            del made  # else it would stay while the next is made
+            file.write(made.contiguous().view(-1).view(torch.uint8).numpy().data)
+            del made  # before the next one is made
     sync(path)

@@ -33,5 +33,5 @@ def test_tensors_come_whole_in_order_and_in_the_dtype_asked_for(realm):
 
 
 def test_a_tensor_that_nobody_has_in_full_is_an_error(realm):
-    with pytest.raises(ValueError, match=r"boxes of b \[3, 2\] do not make up the whole"):
+    with pytest.raises(ValueError, match=r"boxes of b \[3, 2\] do not cover the tensor"):
         gatherer([fused(2)])

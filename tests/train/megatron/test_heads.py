@@ -15,6 +15,7 @@ from pipeline.train.base import ModelRole
 from pipeline.train.fsdp import FSDPBackend
 from pipeline.train.megatron.backend import MegatronBackend
 from pipeline.types import Outputs, PackedBatch
+from tests.problems import refused
 from tests.train import cases, ranks
 from tests.train.megatron import heads, layouts
 from tests.train.megatron.layouts import CP2, DP2, EP2, ONE, PP2, TP2, TP2_SP, Layout
@@ -219,21 +220,21 @@ def test_an_offloaded_model_is_the_same(head_models, realm):
         ours, theirs = frozen.forward([batch])[0], trained.forward([batch])[0]
         assert torch.equal(ours.logprobs, theirs.logprobs)
     layouts.check_weights_are_the_files(frozen, head_models / "qwen3_moe")
-    for refused in (frozen.shards, lambda: frozen.load(head_models)):
+    for call in (frozen.shards, lambda: frozen.load(head_models)):
         with pytest.raises(ValueError, match=r"ModelRole\(trained=False\)"):
-            refused()
+            call()
 
 
 def test_models_of_one_process_share_a_layout(head_models, realm):
     layouts.backend(cases.policy(head_models / "llama"))
     layouts.another(cases.policy(head_models / "qwen3_moe"), role=VALUES)
-    with pytest.raises(ValueError, match=r"^policy.megatron_cfg.tensor_model_parallel_size: 2 .* a model with 1"):
+    with refused(("policy.megatron_cfg.tensor_model_parallel_size", "contradiction")):
         layouts.another(cases.policy(head_models / "llama"), TP2)
-    with pytest.raises(ValueError, match=r"^policy.megatron_cfg.context_parallel_size: 2 .* a model with 1"):
+    with refused(("policy.megatron_cfg.context_parallel_size", "contradiction")):
         layouts.another(cases.policy(head_models / "llama"), CP2)
 
 
 def test_a_value_head_knows_no_tokens(head_models, realm):
     trained = layouts.backend(cases.policy(head_models / "llama"), role=VALUES)
-    with pytest.raises(ValueError, match="value head knows no tokens"):
+    with pytest.raises(ValueError, match="value head has no most likely tokens"):
         trained.forward([heads.pack(ALL)], top_k=2)

@@ -20,6 +20,7 @@ from pipeline.train.fsdp import FSDPBackend
 from pipeline.train.megatron.backend import MegatronBackend
 from pipeline.train.megatron.local_modules import PackedAttention
 from pipeline.types import TopK
+from tests.problems import refused
 from tests.train import cases
 from tests.train.megatron import layouts
 from tests.train.megatron.layouts import CP2, EP2, MIXTURES, ONE, PP2, TP2_SP, Layout
@@ -303,28 +304,30 @@ def test_layouts_with_every_check(models, layout):
 
 
 @pytest.mark.parametrize(
-    ("settings", "message"),
+    ("settings", "name", "code"),
     [
-        ({"moe_grouped_gemm": True}, r"moe_grouped_gemm: true needs TransformerEngine"),
-        ({"moe_permute_fusion": True}, r"moe_permute_fusion: true needs TransformerEngine"),
-        ({"apply_rope_fusion": True}, r"apply_rope_fusion: true needs TransformerEngine"),
-        ({"recompute_modules": ["layernorm"]}, r"recompute_modules: layernorm needs TransformerEngine"),
-        ({"recompute_modules": ["moe_act"]}, r".*moe_act in recompute_modules is only supported with moe_grouped_gemm"),
-        ({"model_overrides": {"num_layer": 3}}, r".*num_layer"),
-        ({"model_overrides": {"attention_dropout": 0.1}}, r".*no dropout"),
+        ({"moe_grouped_gemm": True}, "moe_grouped_gemm", "not-installed"),
+        ({"moe_permute_fusion": True}, "moe_permute_fusion", "not-installed"),
+        ({"apply_rope_fusion": True}, "apply_rope_fusion", "not-installed"),
+        ({"recompute_modules": ["layernorm"]}, "recompute_modules", "not-installed"),
+        ({"recompute_modules": ["moe_act"]}, "", "unsupported"),
+        ({"model_overrides": {"num_layer": 3}}, "", "unsupported"),
+        ({"model_overrides": {"attention_dropout": 0.1}}, "", "unsupported"),
         (
             {"optimizer": MegatronOptimizerConfig(optimizer="sgd", clip_grad=None)},
-            r"optimizer.optimizer: .* adam only, not sgd",
+            "optimizer.optimizer",
+            "not-a-choice",
         ),
         (
             {"scheduler": MegatronSchedulerConfig(lr_decay_style="cosine")},
-            r"scheduler.lr_decay_iters: cosine needs the number of steps",
+            "scheduler.lr_decay_iters",
+            "missing-value",
         ),
     ],
 )
-def test_options_that_cannot_work_are_refused_by_name(models, realm, settings, message):
+def test_options_that_cannot_work_are_refused_by_name(models, realm, settings, name, code):
     selective = {"activation_checkpointing": True, "recompute_granularity": "selective"}
-    with pytest.raises(ValueError, match=f"^policy.megatron_cfg[.:] ?{message}"):
+    with refused((f"policy.megatron_cfg.{name}".rstrip("."), code)):
         layouts.backend(cases.policy(models / "qwen3_moe"), **selective, **settings)
 
 
