@@ -1,4 +1,4 @@
-"""Contradictory keys of the algorithms: each is refused by its key and code; what only looks alike is let through."""
+"""Contradictory keys of the algorithms: each is refused by key and code; similar valid ones are accepted."""
 
 import pytest
 from omegaconf import OmegaConf

@@ -1,4 +1,4 @@
-"""Names that other libraries have for a key: each leads to a true one, and to one that serves before all others."""
+"""Other libraries' names for a key: each leads to an existing key, first to one that the recipe reads."""
 
 import itertools
 

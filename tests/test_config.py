@@ -1,4 +1,4 @@
-"""The recipe: merging, inheritance, and that every list of names in the schema is the one that the code serves."""
+"""The recipe: merging, inheritance, and lists of names in the schema that must equal those in the code."""
 
 import pytest
 

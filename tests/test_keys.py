@@ -1,4 +1,4 @@
-"""Every key that the schema accepts does something, or is listed here with what says that it does not."""
+"""Every key of the schema is read somewhere, or is listed here as refused or without effect."""
 
 import ast
 from pathlib import Path
@@ -19,7 +19,7 @@ REFUSED = {f"{KEY}.{key.removesuffix('.enabled')}" for key in ONLY_DEFAULT}
 
 
 def names_used() -> set[str]:
-    """Attributes that the code reads, and texts in it, by which some are read: getattr(section, name)."""
+    """Return the attributes that the code reads, and its texts, which getattr(section, name) may read."""
     found = set()
     for path in [*ROOT.glob("pipeline/**/*.py"), *ROOT.glob("launch/**/*.py")]:
         if path.parent.name in ("config", "nemo_rl") or path.name.startswith("preflight"):

@@ -1,4 +1,4 @@
-"""Layers become a recipe: what replaces what, what `${...}` stands for, where each value comes from, all faults at once."""
+"""Loading a recipe: merging, interpolation, the origin of each value, and all problems at once."""
 
 import textwrap
 

@@ -1,4 +1,4 @@
-"""`policy.megatron_cfg`: NeMo-RL's section is taken, what cannot be done is refused by name, and layouts must divide."""
+"""`policy.megatron_cfg`: NeMo-RL's section is accepted, unsupported values are refused by name, and layouts must divide."""
 
 from dataclasses import asdict, fields
 

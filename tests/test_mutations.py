@@ -1,4 +1,4 @@
-"""Recipes with one to four things changed at random: each is refused with problems that name a key, or is a recipe."""
+"""Recipes with one to four things changed at random: each is refused with problems that name a key, or loads."""
 
 import copy
 import json
@@ -105,7 +105,7 @@ def mutated(tree: dict[str, Any], draw: random.Random) -> tuple[dict[str, Any], 
 
 
 def judge(path: Path, tree: dict[str, Any]) -> config.Loaded | None:
-    """None if the recipe was refused as a whole. What it says must be for people."""
+    """Return None if the recipe was refused as a whole. Messages must be readable."""
     path.write_text(json.dumps(tree, ensure_ascii=False).replace("Infinity", ".inf").replace("NaN", ".nan"))
     loaded = None
     try:

@@ -1,4 +1,4 @@
-"""Names and relative paths in a recipe lead beside its file, whatever the working directory; runs/ is in that."""
+"""Names and relative paths in a recipe are relative to its file; runs/ is in the working directory."""
 
 import textwrap
 

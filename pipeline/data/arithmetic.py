@@ -13,6 +13,8 @@ from __future__ import annotations
 import random
 import zlib
 
+from pipeline.problems import Problem, RecipeError
+
 VALIDATION_SHARE = 16  # one product in 16 is for validation
 
 
@@ -21,12 +23,13 @@ def products(split: str, size: int, seed: int, digits: int = 2, asks: float = 1.
 
     Each factor has `digits` digits. asks: the share of demonstrations that use the calculator; the others guess (`4127`),
     uniformly among the numbers with as many digits as the answer. The factors alone decide whether a product belongs to "train"
-    or "validation", so the two splits are disjoint. Raise ValueError for another split, and for digits below 1.
+    or "validation", so the two splits are disjoint. Raise RecipeError for another split, and for digits below 1.
     """
     if split not in ("train", "validation"):
-        raise ValueError(f"calculator_multiplication: split '{split}' is not one of: train, validation")
+        message = f"calculator_multiplication: got split '{split}'; expected train or validation"
+        raise RecipeError(Problem("data", "not-a-choice", message))
     if digits < 1:
-        raise ValueError(f"calculator_multiplication: digits {digits} is too small; at least 1")
+        raise RecipeError(Problem("data", "too-small", f"calculator_multiplication: got digits {digits}; expected at least 1"))
     draw, records = random.Random(f"calculator multiplication {split} {seed}"), []
     while len(records) < size:
         a, b = (draw.randrange(10 ** (digits - 1), 10**digits) for _ in range(2))

@@ -16,6 +16,8 @@ import random
 import zlib
 from collections.abc import Mapping, Sequence
 
+from pipeline.problems import Problem, RecipeError
+
 Board = tuple[tuple[int, ...], ...]
 """Rows of tiles; 0 is the empty field."""
 
@@ -32,18 +34,21 @@ class Puzzles(Sequence):
     game_config: {size, shuffle_moves}, the maximum of each. A board's size is uniform in 2 to `size`, its number of moves in 1
     to `shuffle_moves`, plus one if that is even, so that no board starts solved. `input` is the policy's view (a `prompt_file`
     may explain the game around it), `answer` the environment's start. A board of 3 x 3 or more belongs to "train" or to
-    "validation", never to both. There are too few boards of 2 x 2 for that, so both splits have all of them. Raises ValueError
+    "validation", never to both. There are too few boards of 2 x 2 for that, so both splits have all of them. Raises RecipeError
     for another split and for impossible sizes.
     """
 
     def __init__(self, split: str, size: int, seed: int, game_config: Mapping[str, int] | None = None) -> None:
         if split not in ("train", "validation"):
-            raise ValueError(f"sliding_puzzle: split '{split}' is not one of: train, validation")
+            message = f"sliding_puzzle: got split '{split}'; expected train or validation"
+            raise RecipeError(Problem("data", "not-a-choice", message))
         game = {**GAME, **(game_config or {})}
         if unknown := set(game) - set(GAME):
-            raise ValueError(f"sliding_puzzle: game_config has no {', '.join(sorted(unknown))}; it has: {', '.join(GAME)}")
+            message = f"sliding_puzzle: got {', '.join(sorted(unknown))} in game_config; expected: {', '.join(GAME)}"
+            raise RecipeError(Problem("data", "unknown-key", message))
         if game["size"] < 2 or game["shuffle_moves"] < 1:
-            raise ValueError(f"sliding_puzzle: game_config {game}: size must be at least 2, shuffle_moves at least 1")
+            message = f"sliding_puzzle: got game_config {game}; expected size at least 2 and shuffle_moves at least 1"
+            raise RecipeError(Problem("data", "too-small", message))
         self._split, self._size, self._seed, self._game = split, size, seed, game
 
     def __len__(self) -> int:
@@ -102,13 +107,13 @@ def read(text: str) -> Board:
     try:
         board = tuple(tuple(map(int, row.split())) for row in text.split("/"))
     except ValueError:
-        raise ValueError(f"{text!r} is no board, as '1 2/0 3' is") from None
+        raise ValueError(f"{text!r} is not a board; expected the form '1 2/0 3'") from None
     if (
         len(board) < 2
         or sorted(tile for row in board for tile in row) != list(range(len(board) ** 2))
         or len(set(map(len, board))) > 1
     ):
-        raise ValueError(f"{text!r} is no board, as '1 2/0 3' is")
+        raise ValueError(f"{text!r} is not a board; expected the form '1 2/0 3'")
     return board
 
 
@@ -124,4 +129,5 @@ def _board(draw: random.Random, largest: int, most_moves: int, split: str) -> Bo
             board = draw.choice([after for move in FROM if (after := slid(board, move)) is not None])
         if size == 2 or (split == "validation") == (zlib.crc32(written(board).encode()) % VALIDATION_SHARE == 0):
             return board
-    raise ValueError(f"sliding_puzzle: game_config of size {largest} and {most_moves} moves has too few boards for '{split}'")
+    message = f"sliding_puzzle: game_config of size {largest} and {most_moves} moves has too few boards for '{split}'"
+    raise RecipeError(Problem("data", "too-small", message))

@@ -17,6 +17,8 @@ import zlib
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+from pipeline.problems import Problem, RecipeError
+
 PAD, BOS, EOS, UNK = "<pad>", "<s>", "</s>", "<unk>"
 CHARACTERS = "0123456789+=,;:.-*/ abcdefghijklmnopqrstuvwxyz?!()[]<>_'\"#|\n"
 Digits = int | Sequence[int]
@@ -38,7 +40,7 @@ def addition(
     The number of digits of each summand is uniform in `digits`, and for the share `long_share` of all sums in `long_digits`, so
     that a few answers are several times as long as the others. With probability `mistakes` a column of `output` has a wrong
     last digit, which its result inherits; `answer` is always right. The summands alone decide whether a sum belongs to "train"
-    or "validation", so the two splits are disjoint for all sizes and seeds. Raise ValueError for another split, for digits
+    or "validation", so the two splits are disjoint for all sizes and seeds. Raise RecipeError for another split, for digits
     below 1, and for an invalid share.
     """
     draw, records = random.Random(f"scratchpad addition {split} {seed}"), []
@@ -69,9 +71,10 @@ def _sums(
     split: str, size: int, digits: Digits, draw: random.Random, long_share: float = 0.0, long_digits: Digits = ()
 ) -> Iterator[tuple[int, int]]:
     if split not in ("train", "validation"):
-        raise ValueError(f"scratchpad: split '{split}' is not one of: train, validation")
+        raise RecipeError(Problem("data", "not-a-choice", f"scratchpad: got split '{split}'; expected train or validation"))
     if not 0 <= long_share < 1:
-        raise ValueError(f"scratchpad: long_share {long_share} must be at least 0 and below 1")
+        message = f"scratchpad: got long_share {long_share}; expected at least 0 and below 1"
+        raise RecipeError(Problem("data", "too-small" if long_share < 0 else "too-large", message))
     usual, few = _digits("digits", digits), _digits("long_digits", long_digits) if long_share else []
     found = 0
     while found < size:
@@ -85,7 +88,7 @@ def _sums(
 def _digits(name: str, given: Digits) -> list[int]:
     digits = [given] if isinstance(given, int) else list(given)
     if not digits or min(digits) < 1:
-        raise ValueError(f"scratchpad: {name} {given} must be numbers of at least 1")
+        raise RecipeError(Problem("data", "too-small", f"scratchpad: got {name} {given}; expected numbers of at least 1"))
     return digits
 
 

@@ -1,4 +1,4 @@
-"""`python -m tests.algorithms`: how far every loss and estimator is from its second implementation, as a Markdown table.
+"""`python -m tests.algorithms`: difference of every loss and estimator from its second implementation, as a Markdown table.
 
 Each test file beside this one that has such a comparison has a `largest_differences`, which its own test calls too.
 """

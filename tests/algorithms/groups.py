@@ -1,4 +1,4 @@
-"""Groups of rollouts for the tests of what is made of rewards."""
+"""Groups of rollouts for the tests of rewards and advantages."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pipeline.types import Completion, Prompt, Rollout, RolloutGroup, Turn, Vers
 
 
 def group_of(rewards: Sequence[float], lengths: Sequence[int] | None = None, cut: Sequence[bool] | None = None) -> RolloutGroup:
-    """Answers to the prompt [5, 6]: of two tokens each and ended properly, if nothing else is said."""
+    """Return answers to the prompt [5, 6], by default of two tokens each and complete."""
     lengths, cut = lengths or [2] * len(rewards), cut or [False] * len(rewards)
     rollouts = []
     for i, (reward, length, is_cut) in enumerate(zip(rewards, lengths, cut, strict=True)):

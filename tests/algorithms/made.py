@@ -1,4 +1,4 @@
-"""Algorithms of a section and losses alone, without the rest of a recipe."""
+"""Algorithms from their section alone, and losses, without the rest of a recipe."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Random packed batches in float64 for the losses' tests, and cutting them into microbatches."""
+"""Random packed batches in float64 for tests of losses, and their microbatches."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ CUTS_OF_PAIRS = (
 
 @dataclass(frozen=True)
 class Packed:
-    """A batch with what the model says of it. `logprobs` and `values` are views of the leaf that gradients go to."""
+    """A batch with outputs of a model. `logprobs` and `values` are views of the leaf that gradients go to."""
 
     leaf: torch.Tensor  # [T] float64: log-probs below 0; a test may take them for values just as well
     logprobs: torch.Tensor  # [T]
@@ -36,7 +36,7 @@ class Packed:
 
 
 def random_packed(lengths: Sequence[int], seed: int = 0, reference_is_policy: bool = False, top_k: int = 0) -> Packed:
-    """Every sequence has at least one counted token, and its first never counts. Outside the mask stand infinities."""
+    """Every sequence has at least one counted token, and its first never counts. Entries outside the mask are infinite."""
     draw = torch.Generator().manual_seed(seed)
     total = sum(lengths)
     leaf = (-1.5 + 0.4 * torch.randn(total, generator=draw, dtype=torch.float64)).clamp(max=-1e-3)
@@ -66,7 +66,7 @@ def random_packed(lengths: Sequence[int], seed: int = 0, reference_is_policy: bo
 
 
 def piece_of(packed: Packed, members: Sequence[int]) -> Packed:
-    """The microbatch of these sequences, in this order; of none, one token that does not count."""
+    """Return the microbatch of these sequences, in order; for none, one token that does not count."""
     spans = [slice(int(packed.batch.cu_seqlens[i]), int(packed.batch.cu_seqlens[i + 1])) for i in members] or [slice(0, 1)]
     lengths = tuple(span.stop - span.start for span in spans)
     places = torch.cat([torch.arange(span.start, span.stop) for span in spans])
@@ -93,7 +93,7 @@ def piece_of(packed: Packed, members: Sequence[int]) -> Packed:
 def in_pieces(
     packed: Packed, pieces: Iterable[Sequence[int]], share: Callable[[Packed], LossOutput]
 ) -> dict[str, torch.Tensor]:
-    """The loss, its gradient and the metrics, each added up over the microbatches of these sequences."""
+    """Return loss, gradient and metrics, each summed over the microbatches of these sequences."""
     packed.leaf.grad = None
     total: dict[str, torch.Tensor] = {}
     for members in pieces:
@@ -108,7 +108,7 @@ def in_pieces(
 def assert_however_cut(
     packed: Packed, cuts: Iterable[Sequence[Sequence[int]]], share: Callable[[Packed], LossOutput], atol: float = 1e-14
 ) -> None:
-    """The loss, its gradient and the metrics are those of the whole batch, however it is cut into microbatches."""
+    """Assert that loss, gradient and metrics do not depend on the split into microbatches."""
     whole = in_pieces(packed, [range(len(packed.batch.lengths))], share)
     for cut in cuts:
         pieces = in_pieces(packed, cut, share)
@@ -118,12 +118,12 @@ def assert_however_cut(
 
 
 def differences(cases: Iterable[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]) -> tuple[int, float, float]:
-    """Return how many (loss, expected, leaf) there are, and the largest differences of losses and of their gradients."""
+    """Return the number of (loss, expected, leaf), and the largest differences of losses and of gradients."""
     found = [(abs(loss - expected).item(), gradient_error(loss, expected, leaf)) for loss, expected, leaf in cases]
     return len(found), max(loss for loss, _ in found), max(gradient for _, gradient in found)
 
 
 def gradient_error(loss: torch.Tensor, expected: torch.Tensor, leaf: torch.Tensor) -> float:
-    """The largest difference of two losses' gradients."""
+    """Return the largest difference of two losses' gradients."""
     (one,), (other,) = (torch.autograd.grad(value, leaf) for value in (loss, expected))
     return (one - other).abs().max().item()

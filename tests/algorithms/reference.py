@@ -1,4 +1,4 @@
-"""The losses and estimators a second time, written from the papers on padded rows in float64, or term by term.
+"""A second implementation of losses and estimators, from the papers, on padded rows in float64 or term by term.
 
 Nothing here is the pipeline's but the containers. Rows are sequences, columns tokens; `mask` is 1 where a token counts.
 """
@@ -21,7 +21,7 @@ def rows(packed: Packed, values: torch.Tensor) -> torch.Tensor:
 
 
 def policy_loss(config: LossConfig, packed: Packed, entropy: torch.Tensor | None = None) -> torch.Tensor:
-    """With every key of `LossConfig` that is about a policy."""
+    """Return the loss with every key of `LossConfig` that affects a policy."""
     batch = packed.batch
     mask = rows(packed, torch.ones_like(packed.logprobs))
     now, generate, advantage = (rows(packed, v) for v in (packed.logprobs, batch.generate_logprobs, batch.advantages))
@@ -50,7 +50,7 @@ def _objective(
     mask: torch.Tensor,
     lengths: torch.Tensor,
 ) -> torch.Tensor:
-    """The clipped surrogate as Spinning Up writes it: a good token's ratio is bounded above, a bad one's below."""
+    """The clipped surrogate as in Spinning Up: the ratio is bounded above for A > 0, below for A < 0."""
     if config.disable_ppo_ratio:
         return advantage * now
     low, high = 1 - config.ratio_clip_min, 1 + config.ratio_clip_max
@@ -103,7 +103,7 @@ def kl(config: LossConfig, now: torch.Tensor, frozen: torch.Tensor, weight: torc
 
 
 def group_advantages(rewards: np.ndarray, leave_one_out: bool, normalize: bool) -> list[float]:
-    """Reward by reward."""
+    """Return GRPO's advantages, reward by reward."""
     found = []
     for i, reward in enumerate(rewards):
         others = [r for j, r in enumerate(rewards) if j != i] if leave_one_out else list(rewards)
@@ -157,7 +157,7 @@ def gae(gae: GAEConfig, loss: LossConfig, packed: Packed) -> tuple[torch.Tensor,
 
 
 def value_loss(config: ValueLossConfig, packed: Packed, values: torch.Tensor) -> torch.Tensor:
-    """Token by token."""
+    """Return the loss, computed token by token."""
     batch, terms = packed.batch, []
     for t in (t for positions in counted_positions(packed) for t in positions):
         now, before, target = values[t - 1], batch.old_values[t - 1].item(), batch.returns[t].item()
@@ -171,7 +171,7 @@ def value_loss(config: ValueLossConfig, packed: Packed, values: torch.Tensor) ->
 
 
 def counted_positions(packed: Packed) -> list[list[int]]:
-    """Of each sequence, where in the batch its counted tokens are."""
+    """Return the positions of each sequence's counted tokens in the batch."""
     starts = packed.batch.cu_seqlens.tolist()
     mask = packed.batch.loss_mask.tolist()
     return [[t for t in range(a, b) if mask[t]] for a, b in itertools.pairwise(starts)]

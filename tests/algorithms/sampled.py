@@ -1,4 +1,4 @@
-"""Random packed batches of what a policy has sampled, in float64, and what every loss on them must hold."""
+"""Random packed batches of sampled tokens in float64, and the properties that every loss has on them."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ def assert_however_cut(loss: Loss, packed: Packed, entropy: bool = False) -> Non
 
 
 def assert_gradcheck(loss: Loss, packed: Packed, entropy: bool = False) -> None:
-    """Against differences of the loss itself. Not for losses with a stopped gradient in them."""
+    """Compare the gradient with finite differences. Not for losses with a stopped gradient."""
 
     def of(leaf: torch.Tensor) -> torch.Tensor:
         return loss(outputs_of(replace(packed, leaf=leaf, logprobs=leaf), entropy), packed.batch, packed.counts).loss

@@ -1,4 +1,4 @@
-"""Rewards, and advantages made of them: by hand, and against a second implementation."""
+"""Rewards and advantages: by hand, and against a second implementation."""
 
 import itertools
 import math
@@ -160,7 +160,7 @@ def test_groups_that_vary_are_kept():
 
 
 def test_rounding_is_no_variation():
-    """A reward model's scores of the same answer in two microbatches."""
+    """Scores of one answer in two microbatches differ by rounding only."""
     scores = np.array([3.1, 3.1 + 2e-6, 3.1 - 1e-6])
     assert not varies(scores)
     assert varies(scores + np.array([0, 0, 1e-3]))

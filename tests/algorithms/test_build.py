@@ -1,4 +1,4 @@
-"""From a recipe to its algorithm, with what it needs; and from a step's shares to the numbers that are logged."""
+"""A recipe's algorithm and its needs, and the metrics of a step from the shares of ranks."""
 
 from dataclasses import replace
 from functools import partial
@@ -64,7 +64,7 @@ def alone():
 
 
 def test_shares_become_numbers(alone):
-    """However the batch is cut, what is logged is of the whole step."""
+    """Metrics are those of the whole step, however the batch is split."""
     packed = random_sampled(0)
     for loss in (partial(policy_loss, LossConfig()), partial(value_loss, ValueLossConfig())):
         logged = []

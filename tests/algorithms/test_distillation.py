@@ -1,4 +1,4 @@
-"""Distillation: by hand, against its definition in float64, at the teacher, and however sequences are cut."""
+"""Distillation: by hand, against its definition in float64, at the teacher, and for every split into microbatches."""
 
 import math
 from dataclasses import replace

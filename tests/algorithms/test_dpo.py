@@ -1,4 +1,4 @@
-"""DPO: by hand, against a padded float64 reference written from the papers, and however pairs are cut into microbatches.
+"""DPO: by hand, against a padded float64 reference written from the papers, and for every split of pairs into microbatches.
 
 Ours was once compared with TRL 1.16's own code (`DPOTrainer._compute_loss`) on the same log-probs: losses of sigmoid, ipo and
 sigmoid_norm and gradients of the first two were equal to 2e-15. Its sigmoid takes no label smoothing any more.

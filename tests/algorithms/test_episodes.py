@@ -1,4 +1,4 @@
-"""Episodes of several turns, of which only what the policy drew counts, and episodes that their environment failed.
+"""Episodes of several turns, in which only the policy's tokens count, and episodes that failed in their environment.
 
 That every loss passes over holes in its mask, the other files show against their references; here it is done by hand, from
 rollouts on.
@@ -109,7 +109,7 @@ def test_means_and_ratios_are_of_the_policys_tokens():
 
 
 def test_lengths_are_of_what_was_drawn():
-    """An episode that was told 40 tokens is no longer than one that was told none."""
+    """40 tokens of observations do not make an episode longer for the length penalty."""
     told = Rollout((turn([7, 2], [9] * 40, [-0.1, -0.2]), turn([4], [], [-0.4])), reward=1.0)
     alone = Rollout((turn([7, 2, 4], [], [-0.1, -0.2, -0.4]),), reward=1.0)
     shaping = RewardShapingConfig(enabled=True, max_response_length=4, overlong_buffer_length=2)
@@ -128,7 +128,7 @@ def test_overlong_is_an_episode_whose_last_turn_was_cut():
 
 
 def failed(group: RolloutGroup, *numbers: int, reward: float = 0.0) -> RolloutGroup:
-    """The group with these of its episodes failed; what stands in their reward means nothing."""
+    """The group with these of its episodes failed; their rewards are meaningless."""
     rollouts = [
         replace(rollout, failure="the tool hung", reward=reward) if i in numbers else rollout
         for i, rollout in enumerate(group.rollouts)

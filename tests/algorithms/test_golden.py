@@ -1,4 +1,4 @@
-"""Our formulas against numbers that peers' own code made: tests/algorithms/golden/README.md."""
+"""Our formulas against values from other projects' code: tests/algorithms/golden/README.md."""
 
 import json
 

@@ -1,4 +1,4 @@
-"""Importance sampling between generate and train ranks: weights, their bounds, sequences left out, and what is logged."""
+"""Importance sampling between generate and train ranks: weights, bounds, dropped sequences, and metrics."""
 
 import itertools
 import math

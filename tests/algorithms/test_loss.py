@@ -1,4 +1,4 @@
-"""The policy's loss of GRPO, PPO and their descendants: by hand, against a second implementation, and however tokens are cut.
+"""The policy's loss of GRPO, PPO and their descendants: by hand, against a second implementation, and for every split.
 
 Ours was once compared with TRL 1.16's own code (`GRPOTrainer._compute_loss`, and its importance-sampling ratios) on the same
 log-probs: losses and gradients of grpo, dapo, bnpo, cispo, sequence-level ratios, delta, the entropy bonus, the corrected KL
@@ -132,7 +132,7 @@ def by_hand(config: LossConfig, ratios: list[float], advantages: list[float]) ->
 
 
 def test_clipped_tokens_have_no_gradient():
-    """Raised and praised, or lowered and blamed, is clipped."""
+    """A token is clipped if its ratio moved past the bound in the direction of its advantage."""
     loss, gradient, metrics = by_hand(LossConfig(), [1.8, 1.8, 0.2, 0.2], [1.0, -1.0, 1.0, -1.0])
     assert loss == pytest.approx((-1.2 + 1.8 - 0.2 + 0.8) / 4, abs=1e-15)
     assert gradient == pytest.approx([0.0, 1.8 / 4, -0.2 / 4, 0.0], abs=1e-15)
@@ -148,7 +148,7 @@ def test_clip_higher_by_hand():
 
 
 def test_dual_clip_by_hand():
-    """It bounds what a blamed token costs, here by 3; praised ones are bounded already."""
+    """The dual clip bounds the loss of a token with A < 0, here by 3; tokens with A > 0 are bounded already."""
     loss, gradient, metrics = by_hand(LossConfig(ratio_clip_c=3.0), [4.0, 2.5, 4.0], [-1.0, -1.0, 1.0])
     assert loss == pytest.approx((3.0 + 2.5 - 1.2) / 3, abs=1e-15)
     assert gradient == pytest.approx([0.0, 2.5 / 3, 0.0], abs=1e-15)
@@ -194,7 +194,7 @@ def test_on_policy_gradient_is_reinforce(forced):
 
 
 def test_first_of_several_updates_is_on_policy():
-    """An old policy that is the policy: the same, to the last bit."""
+    """An old policy equal to the policy gives bitwise the same result."""
     packed = random_sampled(4, old=False)
     batch = replace(packed.batch, old_logprobs=packed.leaf.detach().clone())
     one = policy_loss(LossConfig(), outputs_of(packed), packed.batch, packed.counts)

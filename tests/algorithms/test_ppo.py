@@ -1,4 +1,4 @@
-"""PPO: generalized advantage estimation on packed sequences, the critic's loss, and what a step trains."""
+"""PPO: generalized advantage estimation on packed sequences, the critic's loss, and the models that a step trains."""
 
 import itertools
 from dataclasses import replace

@@ -1,4 +1,4 @@
-"""REINFORCE++: rewards, less the KL to come, standardized over all tokens of a step."""
+"""REINFORCE++: rewards minus the future KL, standardized over all tokens of a step."""
 
 from dataclasses import replace
 

@@ -1,4 +1,4 @@
-"""Reward model: by hand, against a padded float64 reference written from the papers, and however pairs are cut.
+"""Reward model: by hand, against a padded float64 reference written from the papers, and for every split of pairs.
 
 Ours was once compared with TRL 1.16's own code (`RewardTrainer.compute_loss`) on the same rewards and margins: equal.
 """

@@ -14,7 +14,7 @@ def loss_of(packed: Packed) -> LossOutput:
 
 
 def reference_loss(logits: torch.Tensor, packed: Packed) -> torch.Tensor:
-    """On padded rows, with what does not count labelled -100, as torch's cross-entropy has it."""
+    """Return torch's cross-entropy on padded rows, with label -100 where the mask is False."""
     labels = torch.where(packed.batch.loss_mask, packed.batch.tokens, -100)
     rows = torch.nn.utils.rnn.pad_sequence(logits.split(packed.batch.lengths), batch_first=True)
     padded = torch.nn.utils.rnn.pad_sequence(labels.split(packed.batch.lengths), batch_first=True, padding_value=-100)

@@ -1,4 +1,4 @@
-"""Advantages standardized over a step: as if all its tokens lay in one tensor, however they are spread."""
+"""Advantages standardized over a step: the same as in one tensor, for every split over ranks and microbatches."""
 
 import dataclasses
 

@@ -1,4 +1,4 @@
-"""The policy's loss where sampling is truncated: tokens that the train ranks cut away, and KL of whole distributions."""
+"""The policy's loss where sampling is truncated: tokens that the train ranks exclude, and the KL of whole distributions."""
 
 from dataclasses import replace
 

@@ -1,4 +1,4 @@
-"""Small files in the columns of the data sets that have names, laid in a hub cache as `hf download` lays them."""
+"""Small files with the columns of the named data sets, in a hub cache in the layout of `hf download`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Rows in the columns of each data set that has a name, and the repositories that hold them."""
+"""Rows with the columns of each named data set, and their repositories."""
 
 from __future__ import annotations
 

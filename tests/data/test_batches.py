@@ -1,4 +1,4 @@
-"""A step's samples, shared among data-parallel ranks: each once, pairs side by side, whatever the bounds."""
+"""Splitting a step's samples over data-parallel ranks: each appears once, and pairs stay together."""
 
 import random
 

@@ -1,4 +1,4 @@
-"""Masks token by token, on the templates that models use: ChatML, Llama 3's, one with generation marks, one that goes wrong."""
+"""Masks token by token, with ChatML, Llama 3's template, one with generation blocks, and a wrong one."""
 
 from pathlib import Path
 
@@ -62,7 +62,7 @@ def encoder(template: str | None, dataset: DatasetConfig | None = None, **option
 
 
 def learned(encoder: Encoder, record: dict) -> tuple[str, list[str]]:
-    """The text, and the stretches of it that the loss counts."""
+    """Return the text, and the parts of it that the loss counts."""
     tokens, mask = encoder.conversation(record)
     assert (tokens.dtype, mask.dtype, len(tokens)) == (np.int32, np.bool_, len(mask))
     edges = np.flatnonzero(np.diff(np.concatenate([[False], mask, [False]]).astype(int)))

@@ -1,4 +1,4 @@
-"""Several data sets as one stream: how often each is drawn from, where a run goes on, what comes out of a recipe."""
+"""Several data sets as one stream: sampling weights, resumption, and the streams of a recipe."""
 
 import json
 from collections import Counter
@@ -41,7 +41,7 @@ def test_engines_that_are_served_in_turn_get_of_all_data_sets():
 
 
 def test_each_goes_through_its_own_epochs_and_the_index_is_unique():
-    """Weighed by numbers of records, one epoch is every record once. Weighed alike, the small one ends its two long before."""
+    """With weights by number of records an epoch has every record once. With equal weights the small set ends early."""
     once = mixture({name: float(size) for name, size in SIZES.items()}, epochs=1)
     prompts = once.take(10_000)
     assert [prompt.index for prompt in prompts] == list(range(345)) and once.take(1) == []
@@ -51,7 +51,7 @@ def test_each_goes_through_its_own_epochs_and_the_index_is_unique():
 
 
 def test_what_is_left_shares_the_weight_of_what_has_ended():
-    """Alike, as they weigh: what would have gone to the small one does not go to the one behind it."""
+    """The weight of an ended set is shared by all others, not given to the next one."""
     names = [prompt.dataset for prompt in mixture({"few": 2.0, "many": 1.0, "most": 1.0}, epochs=3).take(130)]
     after = names[max(i for i, name in enumerate(names) if name == "few") + 1 :]
     assert names.count("few") == 15 and len(after) > 80 and 0.35 < after.count("many") / len(after) < 0.65

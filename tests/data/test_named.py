@@ -1,4 +1,4 @@
-"""The data sets that have names: from files in their columns to what a step takes."""
+"""The named data sets, from files with their columns to the items of a step."""
 
 import json
 from pathlib import Path

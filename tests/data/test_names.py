@@ -1,4 +1,4 @@
-"""A data set's name, before the job: it must be in a local cache, or mean something else that is there."""
+"""Checks of a data set's name before the job: it is in a local cache, a folder, or importable."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""Pairs, token by token, from every form in which preference sets come."""
+"""Pairs, token by token, from every supported format of preference data."""
 
 import json
 
@@ -17,7 +17,7 @@ DOS, TRES = ([{"role": "assistant", "content": text}] for text in ("dos", "tres"
 
 
 def read(encoder: Encoder, record: dict) -> list[tuple[str, str]]:
-    """(what the answer comes after, what the loss counts) of the chosen and the rejected sequence."""
+    """Return (prompt, part that the loss counts) of the chosen and the rejected sequence."""
     found = []
     for sample in encode_pair(encoder, 0, record):
         (begin,) = np.flatnonzero(np.diff(sample.loss_mask.astype(int))) + 1  # one stretch, up to the end

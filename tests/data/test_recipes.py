@@ -1,4 +1,4 @@
-"""Every recipe in the repository loads; the tiny ones' data goes all the way to what a step takes."""
+"""Every recipe in the repository loads; the data of the tiny ones is encoded up to the items of a step."""
 
 from pathlib import Path
 

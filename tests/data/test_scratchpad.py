@@ -46,7 +46,7 @@ def test_mistakes_are_in_the_demonstration_and_not_in_the_answer():
 
 
 def test_a_long_tail():
-    """Of the share, and several times as long; without one the sums are as they always were."""
+    """The share of long sums is as given; without a share the sums do not change."""
     skewed = addition("train", 4000, seed=0, digits=1, long_share=0.1, long_digits=[6, 7])
     lengths = [len(record["output"]) for record in skewed]
     assert sum(length > 30 for length in lengths) / 4000 == pytest.approx(0.1, abs=0.015)

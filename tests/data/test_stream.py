@@ -112,7 +112,7 @@ def test_too_long_a_prompt():
 
 
 def test_a_prompt_that_fills_the_context():
-    """An engine refuses it, as it leaves nothing to draw, and that would end the run."""
+    """An engine would refuse such a prompt, since no token fits, and end the run."""
     records = [*RECORDS, {"input": "12+1=", "output": "13"}]
     message = r"record 7 \(from 0\): 6 tokens leave no room for an answer in policy.max_total_sequence_length 6"
     with pytest.raises(ValueError, match=message):

@@ -1,4 +1,4 @@
-"""Rows of TRL's formats become the tokens, and count in the loss, as TRL's own code has them (golden/trl_rows.json)."""
+"""Rows of TRL's formats give the tokens and loss masks of TRL's own code (golden/trl_rows.json)."""
 
 import json
 from pathlib import Path
@@ -40,7 +40,7 @@ def items(algorithm: str, rows: list[dict], tokenizer: PreTrainedTokenizerBase, 
 
 
 def without_newline(tokens: list[int], labelled: list[int], tokenizer: PreTrainedTokenizerBase) -> tuple[list[int], list[int]]:
-    """TRL's, without what we leave out: the loss on the newline that ChatML writes after <|im_end|>."""
+    """Return TRL's mask without the newline that ChatML writes after <|im_end|>."""
     newline = [i > 0 and tokens[i - 1] == tokenizer.eos_token_id for i in range(len(tokens))]
     assert all(tokenizer.decode([token]) == "\n" for token, is_one in zip(tokens, newline, strict=True) if is_one)
     return tokens, [int(label and not is_one) for label, is_one in zip(labelled, newline, strict=True)]

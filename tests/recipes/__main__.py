@@ -1,4 +1,4 @@
-"""`python -m tests.recipes PATH_TO_NEMO_RL`: writes the values of `sources/` anew from a copy of NeMo-RL's repository.
+"""`python -m tests.recipes PATH_TO_NEMO_RL`: regenerate the values of `sources/` from a copy of NeMo-RL's repository.
 
 A new source needs a file with repository, commit, path and, perhaps, over and given. Where the copy has other values than those
 that are held to, say by `git diff`, each recipe that claims them has to follow or to say why not (`claims.yaml`).

@@ -1,4 +1,4 @@
-"""What decides what a recipe learns, by key, so that two recipes can be compared whatever runs where.
+"""The values that affect the result of a recipe, by key, to compare two recipes independently of their placement.
 
 A rate is a rate in torch's words and in Megatron-Core's: `policy.rates` are its shares of the peak at some steps, and
 `policy.optimizer` is the rest. Left out: layouts, batches of tokens, memory, checkpoints, logs.

@@ -1,4 +1,4 @@
-"""Values of other projects' recipes and of papers, which ours are held to: `sources/*.yaml`, each with its provenance.
+"""Values of other projects' recipes and of papers that ours must equal: `sources/*.yaml`, each with its provenance.
 
 A file of NeMo-RL's has the keys that decide what is learned, as NeMo-RL resolves them, in its own words:
 
@@ -100,7 +100,7 @@ class Source:
 
 
 def read(name: str) -> Source:
-    """The source of a file in `sources/`, with what it is over."""
+    """Return a source from `sources/`, merged over its parents."""
     raw = yaml.safe_load((FOLDER / f"{name}.yaml").read_text())
     values, places = {}, {}
     if raw.get("over"):
@@ -149,7 +149,7 @@ def tree(source: Source, folder: Path) -> dict[str, Any]:
 
 
 def deciding(leaves: Iterator[tuple[str, Any]]) -> Iterator[tuple[str, Any]]:
-    """Of the leaves of a recipe of theirs, those to keep."""
+    """Return the values of a NeMo-RL recipe that are compared."""
     leaves = list(leaves)
     off = {key.removesuffix("enabled") for key, value in leaves if key.endswith(".enabled") and value is False}
     off -= {"policy.generation.colocated."}  # which says then where engines run

@@ -1,4 +1,4 @@
-"""Every shipped recipe has its sources' values, key by key, but for the differences that `claims.yaml` gives a reason for.
+"""Every shipped recipe has its sources' values, key by key, except for differences with a reason in `claims.yaml`.
 
 A source of NeMo-RL's is translated as an import would be, and both recipes are compared complete with their defaults.
 """
@@ -108,7 +108,7 @@ def test_the_header_names_them(name: str) -> None:
 
 @pytest.mark.parametrize("name", RECIPES)
 def test_the_header_says_how_to_sample_and_train_in_turn(name: str) -> None:
-    """Of a recipe that samples ahead: by keys, or by the name of another. Others with ranks of their own say that they do."""
+    """If a recipe samples ahead, its header names the keys, or another recipe, for sampling in turn."""
     recipe, text = config.load(name), (config.RECIPES / f"{name}.yaml").read_text()
     header = " ".join(line.removeprefix("#") for line in text.splitlines() if line.startswith("#"))
     if config.runs_ahead(recipe):
@@ -121,14 +121,14 @@ def test_the_header_says_how_to_sample_and_train_in_turn(name: str) -> None:
 
 @pytest.mark.parametrize("name", [name for name in sources.names() if not sources.read(name).is_nemo_rls])
 def test_a_papers_keys_are_ours(name: str) -> None:
-    """Each value stands in a recipe that claims it, so that no key is misspelt."""
+    """Each value is a key of a recipe that claims the source, so that no key is misspelled."""
     claiming = [recipe for recipe, claim in CLAIMS["recipes"].items() if name in claim["sources"]]
     assert claiming
     assert sources.read(name).values.keys() <= loaded(claiming[0]).keys()
 
 
 def test_a_changed_value_is_found(imported: Imported) -> None:
-    """What the test above would say of the recipes as they once were."""
+    """The test above finds values that were once wrong."""
     cases = {
         "llama8b_grpo": ("grpo.async_grpo.max_trajectory_age_steps=2", "grpo.async_grpo.max_trajectory_age_steps"),
         "qwen3_4b_distill": ("policy.optimizer.kwargs.lr=2e-6", "policy.optimizer.lr"),
