@@ -8,9 +8,9 @@ before and after attention.
 Passes without gradients run the same graph as training and drop its saved activations layer by layer. So the policy's log-probs
 before an update are bitwise equal to those in its first loss, as in eager mode, and nothing is compiled twice.
 
-How the compiler cuts reductions depends on the sizes that it first sees. Trial passes at fixed sizes, when the model is
-built, make that choice the same in every start, and Inductor's deterministic mode decides nothing by timing: on the same
-machine a resumed run equals the uninterrupted one.
+The compiler splits reductions by the sizes of the first batch. Trial batches of fixed sizes, when the model is built, make this
+choice the same in every start. Inductor's deterministic mode makes no choice by timing. So on the same machine, a resumed run
+equals the uninterrupted one.
 
 Not supported: tensor parallelism (torch 2.13 fails to trace its DTensor hooks with dynamic shapes: RecursionError), and
 selective recomputation, which cannot select operators inside compiled graphs.

@@ -131,7 +131,7 @@ def _write_config(policy: PolicyConfig, folder: Path, head: Head) -> None:
     """Write config, tokenizer and generation config. Raises OSError, and can then be repeated."""
     config = model_config(policy, head)
     config.dtype = policy.precision
-    config.architectures = config.architectures or [type(meta_model(config)).__name__]  # vLLM looks the model up by it
+    config.architectures = config.architectures or [type(meta_model(config)).__name__]  # vLLM selects its model class by it
     folder.mkdir(parents=True, exist_ok=True)
     with errors_of_rust():
         config.save_pretrained(folder)

@@ -55,8 +55,8 @@ def packed_outputs(
     # Computing these few rows is cheaper than gathering the others.
     first = positions == 0
     following = None if candidates is None else candidates.roll(-1, 0)
-    of_targets = target_outputs(hidden, weight, tokens.roll(-1), temperature, chunk, shard, entropy, following, truncation)
-    chosen = of_targets.candidates
+    outputs = target_outputs(hidden, weight, tokens.roll(-1), temperature, chunk, shard, entropy, following, truncation)
+    chosen = outputs.candidates
     if top_k:
         likely, chosen = most_likely(hidden, weight, top_k, temperature, chunk, shard)
         candidates = likely.roll(1, 0).masked_fill(first[:, None], 0)
@@ -65,13 +65,13 @@ def packed_outputs(
     if chosen is not None and candidates is not None:
         likely_tokens = TopK(candidates, chosen.roll(1, 0).masked_fill(first[:, None], 0.0))
 
-    def predicted(of_rows: torch.Tensor | None) -> torch.Tensor | None:
-        return None if of_rows is None else of_rows.roll(1).masked_fill(first, 0.0)
+    def predicted(rows: torch.Tensor | None) -> torch.Tensor | None:
+        return None if rows is None else rows.roll(1).masked_fill(first, 0.0)
 
     return Outputs(
-        logprobs=predicted(of_targets.logprobs),
-        entropy=predicted(of_targets.entropy),
-        full_logprobs=predicted(of_targets.full),
+        logprobs=predicted(outputs.logprobs),
+        entropy=predicted(outputs.entropy),
+        full_logprobs=predicted(outputs.full),
         top_k=likely_tokens,
     )
 
@@ -171,23 +171,23 @@ class _Head(torch.autograd.Function):
                 entropy[rows] = _summed(torch.special.entr(probabilities).sum(1), shard)  # of p: -p log p, 0 at 0
         inside = None if drawn is None else drawn.isfinite()
         ctx.save_for_backward(hidden, weight, wanted, normalizer, entropy, softmax, full_normalizer, floor, inside)
-        of_candidates = None if candidates is None else logprobs[:, 1:]
+        candidate_logprobs = None if candidates is None else logprobs[:, 1:]
         if truncation is None:
-            return logprobs[:, 0], entropy, of_candidates, None
-        return drawn, entropy, of_candidates, logprobs[:, 0]
+            return logprobs[:, 0], entropy, candidate_logprobs, None
+        return drawn, entropy, candidate_logprobs, logprobs[:, 0]
 
     @staticmethod
-    def backward(ctx, of_targets, of_entropy, of_candidates, of_full):
+    def backward(ctx, grad_targets, grad_entropy, grad_candidates, grad_full):
         hidden, weight, wanted, normalizer, entropy, softmax, full_normalizer, floor, inside = ctx.saved_tensors
-        if inside is not None and of_targets is not None:
-            of_targets = of_targets.where(inside, 0.0)
-        of_untruncated = _joined(of_full, of_candidates, wanted)
-        of_wanted = _joined(of_targets, None, wanted) + of_untruncated
+        if inside is not None and grad_targets is not None:
+            grad_targets = grad_targets.where(inside, 0.0)
+        grad_untruncated = _joined(grad_full, grad_candidates, wanted)
+        grad_wanted = _joined(grad_targets, None, wanted) + grad_untruncated
         # The factor of the probability itself, which d log p / d z and d H / d z have in common.
-        of_softmax = -of_wanted.sum(1) if floor is None else -(of_wanted - of_untruncated).sum(1)
-        if of_entropy is not None:
-            of_softmax = of_softmax - of_entropy * entropy
-        two = floor is not None and (of_full is not None or of_candidates is not None)
+        grad_softmax = -grad_wanted.sum(1) if floor is None else -(grad_wanted - grad_untruncated).sum(1)
+        if grad_entropy is not None:
+            grad_softmax = grad_softmax - grad_entropy * entropy
+        two = floor is not None and (grad_full is not None or grad_candidates is not None)
         grad_hidden = torch.empty_like(hidden)
         several = len(hidden) > ctx.chunk
         # In float32, so that half precision does not round after each chunk.
@@ -201,14 +201,14 @@ class _Head(torch.autograd.Function):
                     logits.masked_fill_(logits < floor[rows, None], -torch.inf)
                 probabilities = logits.sub_(normalizer[rows, None]).exp_()
             # Not in place: the graph may be run backward twice.
-            grad_logits = probabilities * (of_softmax[rows, None] / ctx.temperature)
-            if of_entropy is not None:
-                grad_logits.addcmul_(torch.special.entr(probabilities), of_entropy[rows, None] / ctx.temperature)
+            grad_logits = probabilities * (grad_softmax[rows, None] / ctx.temperature)
+            if grad_entropy is not None:
+                grad_logits.addcmul_(torch.special.entr(probabilities), grad_entropy[rows, None] / ctx.temperature)
             if two:
-                grad_logits.addcmul_(untruncated, -of_untruncated[rows].sum(1, keepdim=True) / ctx.temperature)
+                grad_logits.addcmul_(untruncated, -grad_untruncated[rows].sum(1, keepdim=True) / ctx.temperature)
             local, here = _local_targets(wanted[rows], len(weight), ctx.shard)
-            of_local = of_wanted[rows] / ctx.temperature
-            grad_logits.scatter_add_(1, local, of_local if here is None else of_local.where(here, 0.0))
+            grad_local = grad_wanted[rows] / ctx.temperature
+            grad_logits.scatter_add_(1, local, grad_local if here is None else grad_local.where(here, 0.0))
             grad_logits = grad_logits.to(weight.dtype)
             torch.mm(grad_logits, weight, out=grad_hidden[rows])
             if several:
@@ -220,13 +220,13 @@ class _Head(torch.autograd.Function):
         return grad_hidden, grad_weight.to(weight.dtype), None, None, None, None, None, None, None
 
 
-def _joined(of_targets: torch.Tensor | None, of_candidates: torch.Tensor | None, wanted: torch.Tensor) -> torch.Tensor:
+def _joined(grad_targets: torch.Tensor | None, grad_candidates: torch.Tensor | None, wanted: torch.Tensor) -> torch.Tensor:
     """Return gradients of the log-probs of target and candidates, [T, 1 + K] float32; 0 for outputs that the loss ignores."""
     joined = torch.zeros(wanted.shape, dtype=torch.float32, device=wanted.device)
-    if of_targets is not None:
-        joined[:, 0] = of_targets
-    if of_candidates is not None:
-        joined[:, 1:] = of_candidates
+    if grad_targets is not None:
+        joined[:, 0] = grad_targets
+    if grad_candidates is not None:
+        joined[:, 1:] = grad_candidates
     return joined
 
 

@@ -1,5 +1,4 @@
-"""config.json as it is read without transformers, against what transformers reads, attribute by attribute; and what is
-refused."""
+"""Compare config.json as parsed without transformers with transformers' own configuration, attribute by attribute."""
 
 import json
 from copy import deepcopy

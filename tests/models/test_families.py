@@ -1,4 +1,4 @@
-"""Hugging Face -> Megatron -> Hugging Face for a tiny checkpoint of every family, and what the families refuse."""
+"""Convert a tiny checkpoint of every family from Hugging Face to Megatron and back, and check unsupported configurations."""
 
 from functools import partial
 

@@ -1,4 +1,4 @@
-"""What a checkpoint holds and how it lies in memory, against what transformers itself saves and loads."""
+"""Compare the tensors of checkpoints and their layout in memory with what transformers saves and loads."""
 
 import pytest
 import torch

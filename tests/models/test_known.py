@@ -1,4 +1,4 @@
-"""recipes/models: what it says of public models, against transformers' model and against the count that their pages state."""
+"""Compare recipes/models with transformers' models and with the parameter counts on the models' pages."""
 
 from collections.abc import Iterator
 

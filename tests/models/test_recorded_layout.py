@@ -1,4 +1,4 @@
-"""Recorded pieces against what the functions make of real tensors."""
+"""Compare recorded pieces with the results of the functions on real tensors."""
 
 import functools
 import itertools

@@ -1,4 +1,4 @@
-"""The recorder on loaders of a few lines: by value, against the same loader on real tensors."""
+"""Record small weight loaders, and compare with the same loaders on real tensors by value."""
 
 import importlib
 

@@ -1,4 +1,4 @@
-"""The tensors that are told from config.json alone, against transformers' model and its checkpoint, name by name."""
+"""Compare the tensors described from config.json alone with transformers' model and its checkpoint, name by name."""
 
 import json
 

@@ -1,4 +1,4 @@
-"""What train ranks do with adapters. Each function is called SPMD with (layout, folder), as those of `ranks`."""
+"""Functions of train ranks with adapters. Each is called SPMD with (layout, folder), like those of `ranks`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tiny real models, packed batches of one fixed data set, and what Hugging Face's eager models say about them."""
+"""Tiny models, packed batches of a fixed data set, and the outputs of Hugging Face's eager models for them."""
 
 from __future__ import annotations
 

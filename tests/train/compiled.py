@@ -1,4 +1,4 @@
-"""What tests of compiled layers do on every train rank; called as those of `ranks` are."""
+"""Functions of train ranks with compiled layers, called like those of `ranks`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What train ranks do with models that are not policies in training: value models, frozen ones, and several at once.
+"""Functions of train ranks with models other than a trained policy: value models, frozen ones, several at once.
 
 Each function is called SPMD with (layout, folder), as those of `ranks`.
 """

@@ -1,4 +1,4 @@
-"""What holds of `offload` and `reload` of any train backend: nothing is left on the device, and training goes on to the bit."""
+"""Check `offload` and `reload` of any train backend: nothing stays on the device, and training continues bitwise."""
 
 from __future__ import annotations
 

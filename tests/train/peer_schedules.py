@@ -1,4 +1,4 @@
-"""Learning rates that NeMo-RL's own code makes of its recipes: `python -m tests.train.peer_schedules NEMO_RL MEGATRON_BRIDGE`.
+"""Compute learning rates with NeMo-RL's own code: `python -m tests.train.peer_schedules NEMO_RL MEGATRON_BRIDGE`.
 
 Both are git checkouts; Megatron-Bridge at the commit that NeMo-RL has as a submodule. Their functions run as they stand, cut
 out of their files by name, because importing them needs Ray and GPUs. The rates are written to golden/schedules.json with

@@ -1,4 +1,4 @@
-"""Several train ranks as processes of a larger world, in which one more rank stands by and takes part in nothing.
+"""Start train ranks as processes of a larger world, which has one more rank that takes no part.
 
 `run` starts them; what each train rank does is a function of this module, called SPMD with (layout, folder).
 """

@@ -1,4 +1,4 @@
-"""Learning rates of NeMo-RL's recipes, theirs beside ours: `python -m tests.train.schedules [NEMO_RL]`.
+"""Compare learning rates of NeMo-RL's recipes, theirs and ours: `python -m tests.train.schedules [NEMO_RL]`.
 
 Theirs are in golden/schedules.json, made by their code (`peer_schedules.py`). Ours come from an import of the recipe: its keys
 are translated, a backend is built with the optimizer and the schedule that result, and the rate is read from its optimizer.

@@ -1,4 +1,4 @@
-"""One piece of work at a time beside the main thread, and no error lost."""
+"""Check that a background worker runs one piece of work at a time and loses no error."""
 
 import threading
 

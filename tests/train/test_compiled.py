@@ -1,4 +1,4 @@
-"""Compiled decoder layers against eager ones, on CPU through Inductor's C++."""
+"""Compare compiled decoder layers with eager ones, on the CPU with Inductor's C++."""
 
 import pytest
 import torch

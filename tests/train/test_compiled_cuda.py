@@ -1,4 +1,4 @@
-"""Compiled decoder layers against eager ones on a GPU, through Inductor's triton."""
+"""Compare compiled decoder layers with eager ones on a GPU, with Inductor's triton."""
 
 from collections.abc import Callable
 from pathlib import Path

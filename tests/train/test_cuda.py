@@ -1,4 +1,4 @@
-"""On a GPU: bfloat16 through the variable-length kernel, against HF eager there."""
+"""Compare bfloat16 with the variable-length kernel on a GPU with Hugging Face eager."""
 
 import pytest
 import torch

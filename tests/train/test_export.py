@@ -1,5 +1,4 @@
-"""The Hugging Face export, out of a backend and out of a checkpoint: one file or several, names that transformers finds, values
-to the bit."""
+"""Export Hugging Face checkpoints from a backend and from a checkpoint, in one file or several, bitwise."""
 
 import json
 import shutil

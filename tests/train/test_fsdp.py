@@ -1,4 +1,4 @@
-"""The backend on one rank: right log-probs and gradients, refusals, reference weights, checkpoints."""
+"""Check the backend on one rank: log-probs and gradients, errors, reference weights, checkpoints."""
 
 import dataclasses
 import json

@@ -1,4 +1,4 @@
-"""Liger's kernels and FlashAttention-3: refused clearly without them; by them on a GPU."""
+"""Check Liger's kernels and FlashAttention-3: clear errors without them, results on a GPU with them."""
 
 import importlib.util
 

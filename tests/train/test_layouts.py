@@ -1,4 +1,4 @@
-"""Every layout gives Hugging Face's eager log-probs and gradients, and resumes to the last bit."""
+"""Check that every layout gives Hugging Face's eager log-probs and gradients, and resumes bitwise."""
 
 import functools
 import json

@@ -1,4 +1,4 @@
-"""Log-probs, entropy and most likely tokens, chunk by chunk and over ranks, against the plain formulas in float64."""
+"""Compare log-probs, entropy and most likely tokens, in chunks and over ranks, with plain formulas in float64."""
 
 import dataclasses
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Adapters against peft's own model: on one rank, on several, in checkpoints, out of an export; and what is refused."""
+"""Compare adapters with peft's own model: on one rank, on several, in checkpoints and exports; check errors."""
 
 import dataclasses
 import functools

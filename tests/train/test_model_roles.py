@@ -1,4 +1,4 @@
-"""Value models, frozen models and several at once: what is right on one rank, on several, and what is refused."""
+"""Check value models, frozen models and several at once, on one rank and on several, and their errors."""
 
 import dataclasses
 import json

@@ -1,4 +1,4 @@
-"""The FSDP2 backend gives its memory back and takes it again: plain, sharded in two precisions, with adapters, on two ranks."""
+"""Check that the FSDP2 backend offloads and reloads: plain, sharded in two precisions, with adapters, on two ranks."""
 
 import ctypes
 import gc

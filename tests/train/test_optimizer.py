@@ -1,4 +1,4 @@
-"""Optimizers and schedules by name: the right ones, NeMo-RL's list form, and errors that name the key."""
+"""Build optimizers and schedules by name, with NeMo-RL's list form; errors name the key."""
 
 import pytest
 import torch

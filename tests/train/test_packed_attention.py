@@ -1,4 +1,4 @@
-"""What packed attention is asked for and cannot do is an error, never a wrong number."""
+"""Check that packed attention raises an error for everything that it does not support."""
 
 import pytest
 import torch

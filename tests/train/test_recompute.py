@@ -1,4 +1,4 @@
-"""What the backward pass computes again, by the operators that it runs and the bytes that wait for it."""
+"""Check what the backward pass recomputes, by its operators and by the bytes that are kept."""
 
 from collections import Counter
 

@@ -1,4 +1,4 @@
-"""Learning rates of NeMo-RL's recipes are those that its own code gives, on both backends; see `schedules.py`."""
+"""Check that learning rates of NeMo-RL's recipes equal those of its own code, on both backends; see `schedules.py`."""
 
 from __future__ import annotations
 

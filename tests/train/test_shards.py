@@ -1,4 +1,4 @@
-"""Boxes of tensors in files: any cut can be read from any other, and holes are errors."""
+"""Read boxes of tensors from sharded files: any layout reads any other; missing parts are errors."""
 
 import itertools
 import json

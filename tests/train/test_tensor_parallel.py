@@ -1,4 +1,4 @@
-"""Tensor-parallel plans that this backend does not know are refused by name. (That the others are right: test_layouts.)"""
+"""Check that unsupported tensor-parallel plans raise errors. Supported plans: test_layouts."""
 
 import pytest
 import torch

@@ -100,7 +100,7 @@ class ValueHead:
         if top_k:
             raise ValueError("top_k: a model with a value head has no most likely tokens")
         values = hidden[:, 0].float() @ stage.value_head.weight[0].float()
-        return Outputs(values=_of_all_ranks(values)[batch.token_rows])
+        return Outputs(values=_gather_context(values)[batch.token_rows])
 
     def empty(self, batch: PackedBatch, top_k: int) -> Outputs:
         """Return zero outputs, to receive the last stage's on another stage."""
@@ -116,12 +116,12 @@ def broadcast_outputs(outputs: list[Outputs], stages: dist.ProcessGroup) -> None
             tensor.copy_(part)
 
 
-def _predicted(of_rows: torch.Tensor, batch: LocalBatch) -> torch.Tensor:
+def _predicted(rows: torch.Tensor, batch: LocalBatch) -> torch.Tensor:
     """Map predictions [t, ...] of this rank's rows to the predicted tokens [T, ...]; 0 where a sequence begins."""
-    begins = batch.begins.view(-1, *[1] * (of_rows.dim() - 1))
-    return _of_all_ranks(of_rows)[batch.predicting_rows].masked_fill(begins, 0)
+    begins = batch.begins.view(-1, *[1] * (rows.dim() - 1))
+    return _gather_context(rows)[batch.predicting_rows].masked_fill(begins, 0)
 
 
-def _of_all_ranks(of_rows: torch.Tensor) -> torch.Tensor:
+def _gather_context(rows: torch.Tensor) -> torch.Tensor:
     group = context_group()
-    return GatherContextParallel.apply(of_rows, group) if group.size() > 1 else of_rows
+    return GatherContextParallel.apply(rows, group) if group.size() > 1 else rows

@@ -1,4 +1,4 @@
-"""Prints, for every algorithm, how far the setups are apart from one rank of FSDP2 at most, as a table in Markdown."""
+"""Print, for every algorithm, the largest difference of any setup from one rank of FSDP2, as a table in Markdown."""
 
 import tempfile
 from pathlib import Path

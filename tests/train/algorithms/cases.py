@@ -1,4 +1,4 @@
-"""Recipes of every algorithm, and what they learn from: random sequences for tiny models, always the same ones."""
+"""Recipes of every algorithm, and their data: random sequences for tiny models, always the same."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The same steps of an algorithm on the same samples, in any layout and any microbatches: the train role's own code runs them.
+"""Run the same steps of an algorithm on the same samples, in any layout and microbatches, with the train role's own code.
 
 `python -m tests.train.algorithms` prints how far layouts and microbatches are apart at most.
 """

@@ -1,4 +1,4 @@
-"""Losses, gradients and weights of every algorithm do not depend on microbatches, packing order or parallel layout.
+"""Check that losses, gradients and weights of every algorithm do not depend on microbatches, packing order or layout.
 
 `python -m tests.train.algorithms` prints how far they are apart.
 """

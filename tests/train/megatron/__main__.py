@@ -1,4 +1,4 @@
-"""Prints, for every family, the largest differences from Hugging Face eager over all layouts, as a table in Markdown."""
+"""Print, for every family, the largest difference from Hugging Face eager over all layouts, as a table in Markdown."""
 
 import tempfile
 from pathlib import Path

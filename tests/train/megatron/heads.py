@@ -1,4 +1,4 @@
-"""Value models, and what Hugging Face's eager models say of values, entropies and chosen tokens, in float64.
+"""Value models, and values, entropies and chosen tokens of Hugging Face's eager models in float64.
 
 Every sequence of `cases.sequences()` has K candidates for each token, as a teacher would give them.
 """

@@ -1,4 +1,4 @@
-"""Layouts of Megatron-Core, train ranks in them, and what a backend in any of them says against Hugging Face eager.
+"""Layouts of Megatron-Core, train ranks in them, and comparisons of a backend with Hugging Face eager.
 
 `python -m tests.train.megatron` prints the largest differences of every family.
 """

@@ -1,4 +1,4 @@
-"""Padding and cutting a packed batch over context-parallel ranks, and putting log-probs back in order."""
+"""Pad and cut a packed batch over context-parallel ranks, and put log-probs back in order."""
 
 from pathlib import Path
 

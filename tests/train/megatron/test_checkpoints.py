@@ -1,4 +1,4 @@
-"""Saved in one layout, training goes on in any: to the last bit in the same one, to 1e-5 in the others."""
+"""Save in one layout and resume in any: bitwise in the same one, within 1e-5 in the others."""
 
 import functools
 import json

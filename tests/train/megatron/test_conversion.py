@@ -1,4 +1,4 @@
-"""The one-time conversion: bitwise, once, and never half, with real checkpoints, processes, locks and kills."""
+"""Convert checkpoints bitwise, once and never in part, with real checkpoints, processes, locks and kills."""
 
 import contextlib
 import importlib

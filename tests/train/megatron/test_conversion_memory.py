@@ -1,4 +1,4 @@
-"""Memory while a checkpoint is converted: `pytest -m long tests/train/megatron/test_conversion_memory.py` prints the peak."""
+"""Measure memory of a conversion: `pytest -m long tests/train/megatron/test_conversion_memory.py` prints the peak."""
 
 import json
 import multiprocessing

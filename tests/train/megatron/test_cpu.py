@@ -1,4 +1,4 @@
-"""What makes Megatron-Core run on the CPU says so when it no longer can."""
+"""Check that Megatron-Core on the CPU fails with a clear error when a replacement no longer applies."""
 
 import importlib.util
 import re

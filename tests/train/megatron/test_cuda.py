@@ -1,4 +1,4 @@
-"""On a GPU, with TransformerEngine where it imports, else with the local modules: packed log-probs and gradients against HF."""
+"""Compare packed log-probs and gradients on a GPU with Hugging Face, with TransformerEngine if available."""
 
 import pytest
 import torch

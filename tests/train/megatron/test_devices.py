@@ -1,4 +1,4 @@
-"""Which of Megatron-Core's modules are taken, and on which device they compute. No GPU is needed to see that."""
+"""Check which modules of Megatron-Core are used, and on which device. Needs no GPU."""
 
 import sys
 import warnings

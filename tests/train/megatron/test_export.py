@@ -1,4 +1,4 @@
-"""What leaves a DeepSeek in half precision: its routers' biases in float32, to the last bit, by every way out."""
+"""Check that a DeepSeek in half precision exports its routers' biases in float32, bitwise, in every way."""
 
 import torch
 from safetensors.torch import load_file

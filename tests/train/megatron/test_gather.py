@@ -1,4 +1,4 @@
-"""Hugging Face tensors on rank 0 from the boxes that ranks hold. Layouts of several ranks: `test_parity.py`."""
+"""Gather Hugging Face tensors on rank 0 from the boxes of ranks. Layouts of several ranks: `test_parity.py`."""
 
 import pytest
 import torch

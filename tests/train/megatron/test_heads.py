@@ -1,4 +1,4 @@
-"""Values, entropies and chosen tokens against Hugging Face's eager models in float64, and models that stand side by side."""
+"""Compare values, entropies and chosen tokens with Hugging Face's eager models in float64; hold several models."""
 
 import functools
 import json

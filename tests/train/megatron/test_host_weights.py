@@ -1,4 +1,4 @@
-"""The Megatron backend gives its memory back and takes it again: buffers, what points into them, and the optimizer."""
+"""Check that the Megatron backend offloads and reloads its memory: buffers, views into them, and the optimizer."""
 
 from pathlib import Path
 

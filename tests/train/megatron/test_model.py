@@ -1,4 +1,4 @@
-"""What one step does besides being right: memory, precision, refusals, what is frozen, how sequences are batched.
+"""Check one step besides its numbers: memory, precision, errors, frozen parameters, batching of sequences.
 
 Each check runs on one rank by itself and in some layouts of two ranks; marked `full`, in all of them.
 """

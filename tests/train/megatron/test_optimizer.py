@@ -1,4 +1,4 @@
-"""Megatron-Core's distributed optimizer against torch's on the same gradients, and its schedules against closed forms."""
+"""Compare Megatron-Core's distributed optimizer with torch's on the same gradients, and its schedules with closed forms."""
 
 import functools
 import math

@@ -1,4 +1,4 @@
-"""Families in layouts against Hugging Face's eager model in float64: log-probs, loss, metrics, every gradient.
+"""Compare families in all layouts with Hugging Face's eager model in float64: log-probs, loss, metrics, all gradients.
 
 By default every family runs on one rank and in at least one layout of several; marked `full`, in every layout.
 

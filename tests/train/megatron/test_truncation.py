@@ -1,4 +1,4 @@
-"""Truncated log-probs in Megatron-Core's layouts, against Hugging Face's eager models in float64."""
+"""Compare truncated log-probs in Megatron-Core's layouts with Hugging Face's eager models in float64."""
 
 import functools
 from collections.abc import Sequence
