@@ -1,5 +1,6 @@
 """What the pages name exists: files, headings, recipes, keys, commands and their arguments, modules, make targets."""
 
+import functools
 import importlib
 import importlib.util
 import re
@@ -175,6 +176,22 @@ def test_the_backends_model_families_are_all_on_the_page():
     families = importlib.import_module("pipeline.models").FAMILIES.values()
     for file in {f"{module.__name__.rpartition('.')[2]}.py" for module in families}:
         assert f"[{file}]({file})" in text
+
+
+@functools.cache
+def sources() -> str:
+    """Return the text of all modules."""
+    return "\n".join(path.read_text() for part in ("pipeline", "launch") for path in (ROOT / part).rglob("*.py"))
+
+
+@pytest.mark.parametrize("page", OURS, **ids)
+def test_classes_exist(page):
+    """Names such as `TrainBackend` occur in the code, or in the page's own example."""
+    own = "\n".join(block.text for block in pages.blocks(page))
+    for text in pages.inline(page):
+        if re.fullmatch(r"(pipeline\.[\w.]+\.)?[A-Z][a-z]+([A-Z][a-z]+)+", text) and "golden" not in page.parts:
+            name = text.rpartition(".")[2]
+            assert re.search(rf"\b{name}\b", sources() + own), text
 
 
 def test_the_lines_of_the_loop_are_those_of_the_coordinator():
