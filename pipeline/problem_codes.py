@@ -49,7 +49,7 @@ RECIPES = {
         "Set the key in the recipe or as `key=value`, or export the variable.",
     ),
     "nemo-rl-recipe": Code(
-        "A recipe of NeMo-RL is used where only a recipe of Hetstep can be, such as under `defaults`.",
+        "`pipeline.config.load` read a recipe of NeMo-RL, which only the commands translate.",
         "Pass it by its path as `recipe=PATH`: it is then translated. recipes/README.md lists the keys.",
     ),
     "not-a-choice": Code(
