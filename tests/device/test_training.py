@@ -76,7 +76,7 @@ def test_megatrons_part_of_a_batch(ranks):
     batch = random_packed((5, 3, 8), top_k=2).batch
     with pretended() as device:
         found, expected = (localize(one, ranks, ranks - 1, 2) for one in (moved(batch, device), batch))
-        for name in ("tokens", "positions", "targets", "candidates", "places", "order", "begins"):
+        for name in ("tokens", "positions", "targets", "candidates", "token_rows", "predicting_rows", "begins"):
             assert_same(getattr(found, name), getattr(expected, name))
         for name in ("cu_seqlens_q", "cu_seqlens_kv_padded", "packing"):
             assert_same(getattr(found.sequences, name), getattr(expected.sequences, name))

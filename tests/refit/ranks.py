@@ -83,7 +83,7 @@ class World:
     refit: dist.ProcessGroup | None  # rank 0 and the generate ranks
     carrier: torch.device | None = None  # None: the device
     phases: list[str] = field(default_factory=list)
-    place: SimpleNamespace = field(default_factory=lambda: SimpleNamespace(node="one"))
+    info: SimpleNamespace = field(default_factory=lambda: SimpleNamespace(node="one"))
 
     def __post_init__(self):
         self.carrier = self.carrier or self.device

@@ -284,7 +284,7 @@ def suspects(folder: Path) -> None:
     process = started(settings(folder, f"{__name__}.Together", deadly=["1/1", "3/1"]))
     found = verdicts(process, [said(str(prompt.index), prompt) for prompt in prompts(4)])
     assert found == {"0": "judged", "1": "broke", "2": "judged", "3": "broke"}, found
-    assert not process._calls and not process._held and not process._trying
+    assert not process._calls and not process._held and not process._retrying
 
 
 def accused(folder: Path, deadly: str) -> None:

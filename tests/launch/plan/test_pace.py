@@ -94,7 +94,7 @@ def _loop(load: Load, train: float, refit: float, age: int, seed: int, steps: in
 
     def send(step: int) -> None:
         nonlocal begun
-        room = buffer.room(1000)
+        room = buffer.num_groups_to_begin(1000)
         buffer.begin([SimpleNamespace(index=begun + i) for i in range(room)], step)
         for i in range(room):
             waiting.append([begun + i, math.ceil(min(load.lengths.limit, draw.expovariate(1 / scale))), 0])
