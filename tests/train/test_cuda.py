@@ -86,7 +86,7 @@ def test_a_reference_is_in_host_memory_or_stays_on_the_gpu(models, monkeypatch, 
     """Between two of its passes, which leave CUDA's cache as it is; either way it leaves with the rest."""
     policy = cases.policy(models / "qwen3", precision="bfloat16")
     trained = ranks.backend(policy, role=ModelRole(reference=True), reference_cpu_offload=offload)
-    assert (trained._away is not None) == offload
+    assert (trained._offloaded is not None) == offload
     batches, weights, emptied = [cases.pack(ALL, "cuda")], _weights(trained._reference), []
     expected = trained.forward(batches)[0].logprobs
     with monkeypatch.context() as patched:

@@ -23,10 +23,10 @@ def test_a_changed_source_is_an_error(module, tmp_path):
     path = tmp_path / "source.py"
     source = Path(importlib.util.find_spec(module).origin).read_text()
     path.write_text(source)
-    cpu._Loader(module, str(path)).get_code(module)
+    cpu._RewritingLoader(module, str(path)).get_code(module)
     path.write_text("\n".join(line for line in source.splitlines() if not MARKS[module].search(line)))
     with pytest.raises(ImportError, match=f"{module} no longer has .* was written for 0.16.1"):
-        cpu._Loader(module, str(path)).get_code(module)
+        cpu._RewritingLoader(module, str(path)).get_code(module)
 
 
 def test_it_must_come_before_megatron(monkeypatch):
