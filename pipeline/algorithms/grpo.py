@@ -38,13 +38,13 @@ if TYPE_CHECKING:
 
 @dataclass
 class AdvantageConfig:
-    """The estimator of advantages."""
+    """Estimator of advantages."""
 
     name: Annotated[Literal["grpo", "reinforce_plus_plus"], Field(description="Advantage estimator.")] = "grpo"
-    normalize_rewards: Annotated[Bool, Field(description="As grpo.normalize_rewards.")] = interpolation(
+    normalize_rewards: Annotated[Bool, Field(description="See grpo.normalize_rewards.")] = interpolation(
         "${grpo.normalize_rewards}"
     )
-    use_leave_one_out_baseline: Annotated[Bool, Field(description="As grpo.use_leave_one_out_baseline.")] = interpolation(
+    use_leave_one_out_baseline: Annotated[Bool, Field(description="See grpo.use_leave_one_out_baseline.")] = interpolation(
         "${grpo.use_leave_one_out_baseline}"
     )
     minus_baseline: Annotated[

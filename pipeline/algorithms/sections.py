@@ -67,7 +67,10 @@ class OnlineConfig:
     max_num_steps: Annotated[NotNegative, Field(description="Steps of the run. 0: validate once and train nothing.")] = 1000
     max_num_epochs: Annotated[
         Positive,
-        Field(description="Maximum passes over each data set. The run ends here or at max_num_steps, whichever comes first."),
+        Field(
+            description="Maximum passes over each data set. The run ends here or at max_num_steps, whichever comes first."
+            " From 1000000: no limit."
+        ),
     ] = UNBOUNDED
     val_period: Annotated[NotNegative, Field(description="Steps between two validations. 0: never validate.")] = 0
     val_at_start: Annotated[Bool, Field(description="Whether to validate before the first step.")] = False
@@ -143,7 +146,10 @@ class OfflineConfig:
     max_num_steps: Annotated[NotNegative, Field(description="Steps of the run. 0: validate once and train nothing.")] = 60
     max_num_epochs: Annotated[
         Positive,
-        Field(description="Maximum passes over the data. The run ends here or at max_num_steps, whichever comes first."),
+        Field(
+            description="Maximum passes over the data. The run ends here or at max_num_steps, whichever comes first. From"
+            " 1000000: no limit."
+        ),
     ] = UNBOUNDED
     val_period: Annotated[NotNegative, Field(description="Steps between two validations. 0: never validate.")] = 0
     val_at_start: Annotated[Bool, Field(description="Whether to validate before the first step.")] = False

@@ -42,7 +42,7 @@ class RewardTokenizerConfig(TokenizerConfig):
 
 @dataclass
 class EnvironmentConfig:
-    """An environment: it scores answers, and may reply to the policy before the final answer.
+    """An environment scores answers, and may reply to the policy before the final answer.
 
     model_name and the keys after it are for kind reward_model.
     """

@@ -206,10 +206,8 @@ class MegatronConfig:
         Field(description="Attention kernel of TransformerEngine. null: auto."),
     ] = None
 
-    optimizer: Annotated[MegatronOptimizerConfig | None, Field(description="Optimizer. null: policy.optimizer.")] = None
-    scheduler: Annotated[
-        MegatronSchedulerConfig | None, Field(description="Learning-rate schedule. null: policy.scheduler.")
-    ] = None
+    optimizer: Annotated[MegatronOptimizerConfig | None, Field(description="null: policy.optimizer.")] = None
+    scheduler: Annotated[MegatronSchedulerConfig | None, Field(description="null: policy.scheduler.")] = None
     distributed_data_parallel_config: MegatronDDPConfig = field(default_factory=MegatronDDPConfig)
     checkpoint: MegatronCheckpointConfig = field(default_factory=MegatronCheckpointConfig)
     env_vars: Annotated[
