@@ -55,4 +55,4 @@ def test_transformer_engine_is_taken_where_megatron_core_takes_it(monkeypatch, k
     with warnings.catch_warnings(record=True) as told:
         warnings.simplefilter("always")
         assert model.transformer_engine() == known
-    assert [str(warning.message)[:35] for warning in told] == ([] if known else ["TransformerEngine does not import ("])
+    assert ["cannot be imported" in str(warning.message) for warning in told] == ([] if known else [True])
