@@ -1,12 +1,13 @@
-"""Run the steps of the batch script in the Slurm allocation that this process is in already.
+"""Run the steps of the batch script in the Slurm allocation that this process is already in.
 
-Inside an `salloc` a controller, which outlives the terminal but not the allocation, starts the ranks again after a crash, as
-verdict.sh decides; when they leave on purpose, that is the end, because there is no more time. In a batch job of
-launch/hetstep.sbatch the steps and their end are as in a job that `launch/submit.py` submits: the job may be requeued, and it
-is the job that the run folder remembers. The allocation's time limit counts, not cluster.time_min.
-A heterogeneous allocation gives the k-th component its k-th part; in a plain one each gets nodes of its own, in the same order.
-A guest's step (launch/nodes.py) is where its host's is, and overlaps it.
-Whether there is room is checked in `launch/preflight/current_allocation.py`.
+Inside an `salloc`, a controller starts the ranks again after a crash, as verdict.sh decides. It outlives the terminal but not
+the allocation. If the ranks exit on purpose, the run ends, because the allocation has no time left. In a batch job of
+launch/hetstep.sbatch, the steps and their end are as in a job of `launch/submit.py`: the job may be requeued, and job.json
+records that job. The allocation's time limit counts, not cluster.time_min.
+
+In a heterogeneous allocation the k-th component runs in the k-th part. In a plain one each component has nodes of its own, in
+the same order. The step of a colocated component (launch/nodes.py) overlaps that of the component before it.
+`launch/preflight/current_allocation.py` checks that the allocation is large enough.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ import subprocess
 from pathlib import Path
 
 from submitit.local import local
+from typing_extensions import override
 
 from launch.executors import slurm
 from launch.executors.base import JobStatus
@@ -26,18 +28,18 @@ from launch.nodes import ColocatedComponent
 from pipeline.config import ClusterConfig, ComponentConfig, ranks
 
 IN_BATCH = "HETSTEP_SBATCH"
-"""launch/hetstep.sbatch sets it to the id of its job; jobs inherit variables, so that the id must be this job's."""
+"""launch/hetstep.sbatch sets this to its job's id. Other jobs may inherit the variable, so the id is compared."""
 SHELLS = (0xFFFFFFFA, 0xFFFFFFFB)
-"""Steps in which more may start: slurm.h's SLURM_INTERACTIVE_STEP, the shell of an salloc on its first node, and
-SLURM_BATCH_SCRIPT, the batch script. Some versions say nothing of these in SLURM_STEP_ID, and 26.05 says -5."""
+"""Ids of steps that may start other steps: slurm.h's SLURM_INTERACTIVE_STEP, the shell of an salloc on its first node, and
+SLURM_BATCH_SCRIPT, the batch script. Some versions leave SLURM_STEP_ID unset there, and 26.05 sets it to -5."""
 CONTROLLER = Path(__file__).with_suffix(".sh")
-"""What it does in an salloc, behind the functions of slurm.py."""
+"""The controller's script in an salloc, appended to the functions of slurm.py."""
 BUSY_S = 120
-"""How long srun waits for nodes on which an earlier step is still ending. Without a bound it would wait for ever."""
+"""How long srun waits for nodes on which an earlier step is ending. Without a bound it waits forever."""
 
 
 def current() -> str | None:
-    """Return the id of the job in whose allocation this process may start steps; None outside one, or in a step of one."""
+    """Return the id of the job in whose allocation this process may start steps; None outside of one, or inside a step."""
     step = os.environ.get("SLURM_STEP_ID")
     if step is not None and int(step) % (1 << 32) not in SHELLS:
         return None
@@ -45,7 +47,7 @@ def current() -> str | None:
 
 
 def batch_job() -> str | None:
-    """Return the id of the job, if this process is in the batch script of launch/hetstep.sbatch."""
+    """Return the job's id if this process runs in the batch script of launch/hetstep.sbatch; else None."""
     job_id = current()
     return job_id if job_id and os.environ.get(IN_BATCH) == job_id else None
 
@@ -54,7 +56,7 @@ def batch_job() -> str | None:
 
 
 def script(run_dir: Path, cluster: ClusterConfig, components: dict[str, ComponentConfig]) -> str:
-    """Return what bash runs in the allocation."""
+    """Return the bash script that runs in the allocation."""
     if batch_job():
         functions = slurm.attempt_text(run_dir, cluster, components, places=_places(components, "hetstep"))
         return "\n".join(["#!/bin/bash", functions, "", *slurm.JOB, ""])
@@ -66,7 +68,7 @@ def script(run_dir: Path, cluster: ClusterConfig, components: dict[str, Componen
 
 
 def _places(components: dict[str, ComponentConfig], name: str) -> list[str]:
-    """Return where each component's step runs, and its name, as options of srun. name: for bash, inside double quotes."""
+    """Return the srun options of each component's nodes and step name. name: for bash, inside double quotes."""
     het = "SLURM_HET_SIZE" in os.environ
     places, part, first_node, next_node = [], -1, 0, 0
     for component in components.values():
@@ -78,39 +80,42 @@ def _places(components: dict[str, ComponentConfig], name: str) -> list[str]:
     return places
 
 
-# ---- running it ---------------------------------------------------------------------------------------------------------
+# ---- jobs ---------------------------------------------------------------------------------------------------------------
 
 
 class AllocationJob(HetLocalJob):
     """The controller in an salloc."""
 
+    @override
     def name(self) -> str:
         return f"process {self.job_id} in an allocation"
 
 
 class BatchStepsJob(slurm.HetSlurmJob):
-    """The steps of the batch job that this process is in; to all others it is that job."""
+    """The steps of the batch job that this process runs in. Other processes see only the batch job."""
 
     process: subprocess.Popen
 
-    def hand_on_signals(self) -> None:
-        """Slurm signals this process, which is the batch script, and the steps' script tells the ranks. In the main thread."""
+    def forward_signals(self) -> None:
+        """Forward Slurm's signals to the steps' script, which informs the ranks. Call it in the main thread."""
         for number in (signal.SIGTERM, signal.SIGUSR2):
             signal.signal(number, lambda number, _: self.process.send_signal(number))
 
+    @override
     def status(self, now: bool = False) -> JobStatus:
         status = self.process.poll()
         if status is None:
             return JobStatus("RUNNING")
         return JobStatus("FAILED" if status else "COMPLETED", f"status {status}" if status else "", ended=True)
 
+    @override
     def cancel(self, check: bool = True) -> None:
         if self.process.poll() is None:
-            os.killpg(self.process.pid, signal.SIGTERM)  # sruns end their steps
+            os.killpg(self.process.pid, signal.SIGTERM)  # srun ends its step then
 
 
 class AllocationExecutor(local.LocalExecutor):
-    """Runs one function on every rank of `components`; pickles and the controller's log are in <run_dir>/submitit."""
+    """Runs one function on every rank of `components`. Pickles and the controller's log are in <run_dir>/submitit."""
 
     job_class = AllocationJob
 
@@ -124,7 +129,7 @@ class AllocationExecutor(local.LocalExecutor):
 
     @property
     def kind(self) -> str:
-        """Return, for job.json, what is to be asked about the run from elsewhere."""
+        """The executor to record in job.json, through which other processes query the run."""
         return "slurm" if self.batch_job else "allocation"
 
     def _num_tasks(self) -> int:
@@ -141,12 +146,12 @@ class AllocationExecutor(local.LocalExecutor):
                 stdin=subprocess.DEVNULL,
                 stdout=out,
                 stderr=out,
-                start_new_session=True,  # a terminal's Ctrl-C or hang-up must not reach it, and it ends its own process group
+                start_new_session=True,  # a terminal's signals do not reach it, and it ends its own process group
             )
         if self.batch_job is None:
             tasks = range(self._num_tasks())
             return AllocationJob(self.folder, str(process.pid), tasks, process, start_time=start_time(process.pid))
         job = BatchStepsJob(self.folder, self.batch_job)
         job.process = process
-        job.hand_on_signals()
+        job.forward_signals()
         return job

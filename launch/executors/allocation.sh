@@ -1,17 +1,17 @@
-# The controller of a run inside an salloc; allocation.py puts this text behind the functions of slurm.py's scripts.
-# It starts the ranks, and again after a crash, if the verdict is so. SIGTERM ends it and them; SIGUSR2 asks them to save and
-# leave. In the end it leaves its state in submitit/<its process id>_end.json, as the local executor's controller does.
+# The controller of a run inside an salloc. allocation.py appends this text to the functions of slurm.py's scripts.
+# It starts the ranks, and restarts them after a crash if the verdict requests it. SIGTERM ends the controller and the ranks.
+# SIGUSR2 asks the ranks to save and exit. At its end it writes submitit/<process id>_end.json, as the local controller does.
 
 step_name=hetstep-$SLURM_JOB_ID-$$
 exec >>"$submitit/$$_0_log.out" 2>&1
-state=FAILED reason='the controller came to an early end'
+state=FAILED reason='the controller ended early'
 on_term='state=CANCELLED reason="by a signal"; exit 1'
 trap "$on_term" TERM INT
 trap 'tell_ranks SIGUSR2' USR2
 trap leave EXIT
 
 end_steps() {
-    ((${#steps[@]})) && kill -TERM "${!steps[@]}" 2>/dev/null # srun kills its tasks then
+    ((${#steps[@]})) && kill -TERM "${!steps[@]}" 2>/dev/null # srun then kills its tasks
     wait
     steps=()
 }
@@ -36,8 +36,8 @@ for ((restart = 0; ; restart++)); do
     echo "hetstep: $HETSTEP_ATTEMPT: $reason"
     ((judged == 0)) && state=COMPLETED reason='' && break
     ((judged == 75)) || break
-    if [[ -e $attempt/requeue ]]; then # left on purpose: there is no more time, or someone asked for it
-        state=STOPPED reason="${reason#requeue: }; the same command in another allocation goes on"
+    if [[ -e $attempt/requeue ]]; then # the ranks exited on purpose: no time is left, or a signal requested it
+        state=STOPPED reason="${reason#requeue: }; the same command in another allocation continues it"
         break
     fi
 done

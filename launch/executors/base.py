@@ -1,17 +1,17 @@
-"""The base of all executors: a job's status, and the environment that each rank starts with.
+"""Define what all executors share: a job's status, and the environment of each rank.
 
-Every rank, under each executor, is started with
+Every executor starts every rank with these variables:
     HETSTEP_RUN_DIR      the run folder, absolute
-    HETSTEP_RANK         global: the ranks of train, then those of generate, then those of reward
-    HETSTEP_WORLD_SIZE   ranks of all components
-    HETSTEP_LOCAL_RANK   on its node, within its component
-    HETSTEP_MASTER_ADDR  a host that rank 0 runs on
-    HETSTEP_ATTEMPT      unique for each start of the ranks; its logs are in attempts/<attempt>/rank00000.log ...
-    HETSTEP_COMPONENT    train, generate, reward
-    HETSTEP_NODE         the name of its node
-    HETSTEP_JOB_ID       Slurm's, of the leading component; or the process id of the local controller
-    HETSTEP_END_TIME     unix seconds when the allocation ends; empty if it has no limit
-    HETSTEP_SIGNALS      under Slurm alone: the file in which rank 0 finds signals, see pipeline/signals.py
+    HETSTEP_RANK         global rank: train ranks first, then generate, then reward
+    HETSTEP_WORLD_SIZE   number of ranks of all components
+    HETSTEP_LOCAL_RANK   index on its node, within its component
+    HETSTEP_MASTER_ADDR  host of rank 0
+    HETSTEP_ATTEMPT      id of the attempt; logs are in attempts/<attempt>/rank00000.log ...
+    HETSTEP_COMPONENT    train, generate or reward
+    HETSTEP_NODE         name of its node
+    HETSTEP_JOB_ID       Slurm's id of the leading component, or the local controller's process id
+    HETSTEP_END_TIME     unix seconds at which the allocation ends; empty without a limit
+    HETSTEP_SIGNALS      only under Slurm: the file from which rank 0 reads signals, see pipeline/signals.py
 """
 
 from __future__ import annotations
@@ -33,12 +33,15 @@ REPORT = "hetstep:"
 
 @dataclass(frozen=True)
 class JobStatus:
-    state: str  # Slurm's word, or the same word for a local job; GONE: nobody knows it any more
-    reason: str = ""  # why it waits, or why it ended
+    """The state of a job as a whole."""
+
+    state: str  # a state of Slurm, also for local jobs; GONE if Slurm no longer knows the job
+    reason: str = ""  # why it waits or has ended
     ended: bool = False
 
     @property
     def succeeded(self) -> bool:
+        """Whether the job ended without an error."""
         return self.state == "COMPLETED"
 
     def __str__(self) -> str:
@@ -46,29 +49,33 @@ class JobStatus:
 
 
 class RunJob(Protocol):
-    """A submitted job, as `follow` needs it."""
+    """The interface of a submitted job."""
 
     job_id: str
     start_time: int | None  # as in JobRecord
 
     def status(self, now: bool = False) -> JobStatus:
-        """`now`: ask, however recently it was asked."""
+        """Return the job's status. now: do not use a cached one."""
+        ...
 
-    def cancel(self, check: bool = True) -> None: ...
+    def cancel(self, check: bool = True) -> None:
+        """Cancel the job. check: raise an error if that fails."""
+        ...
 
     def name(self) -> str:
         """Return the job's name for people, such as `Slurm job 17`."""
+        ...
 
 
 def write_json(path: Path, value: object) -> None:
-    """Readers see the old file or the new one, never a part."""
+    """Write JSON atomically: readers see the old file or the new one."""
     write_durably(path, json.dumps(value, indent=1) + "\n")
 
 
 def own_pickle(folder: Path, job_id: str) -> None:
-    """Wait for the function that was submitted, as a rank is about to load it from submitit's `folder` of the run folder.
+    """Wait for the pickled function in submitit's `folder`, and check that only we could have written it.
 
-    Raises PermissionError if somebody else could have put it there: a pickle runs whatever is in it.
+    Raises PermissionError if another user could, because loading a pickle runs code.
     """
     pickle = folder / f"{job_id}_submitted.pkl"
     wait_for(pickle)
@@ -76,6 +83,6 @@ def own_pickle(folder: Path, job_id: str) -> None:
         status = path.stat()
         if status.st_uid != os.geteuid() or status.st_mode & 0o022:
             raise PermissionError(
-                f"{path} belongs to user {status.st_uid} and has mode {stat.S_IMODE(status.st_mode):04o}: others than user"
-                f" {os.geteuid()} could have put code there for this rank to run, so it does not"
+                f"{path}: got owner {status.st_uid} and mode {stat.S_IMODE(status.st_mode):04o}; expected a file that only user"
+                f" {os.geteuid()} can write, because this rank runs its code"
             )

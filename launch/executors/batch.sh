@@ -1,21 +1,21 @@
-# What every batch script does around its steps; slurm.py puts this text, and that of verdict.sh as the function
-# `verdict`, into each, so that a job does not change with the code while it waits and runs. Set before: HETSTEP_RUN_DIR, _JOB_ID
-# and _ATTEMPT; `max_restarts` and `requeue` (true, false), as verdict.sh takes them. Set between begin_attempt and end_attempt:
-# `steps`, process id of an srun -> COMPONENT FIRST_RANK.
+# Functions that every batch script calls before and after its steps. slurm.py copies this text into each batch script, and
+# verdict.sh as the function `verdict`, so that later changes of the code do not affect a submitted job. The caller sets
+# HETSTEP_RUN_DIR, _JOB_ID and _ATTEMPT; `max_restarts` and `requeue` (true, false), as verdict.sh takes them; and, between
+# begin_attempt and end_attempt, `steps`: process id of an srun -> COMPONENT FIRST_RANK.
 #
-# A signal that asks the ranks to save and leave comes to this script alone (--signal=B:USR2@..., scancel --batch), which tells
-# rank 0 by a file: where pyxis mounts an image with squashfuse, a signal to a step ends squashfuse, and with it the root file
-# system of the step's ranks. So the script sends no signal to a step as long as its ranks have something to do.
-# When Slurm ends a job it signals everything: SIGTERM must not end the script before its steps, whose ranks save then if they
-# can: KillWait is for both.
+# Slurm sends a signal that asks the ranks to save and exit only to this script (--signal=B:USR2@..., scancel --batch), which
+# informs rank 0 through a file. If pyxis mounts an image with squashfuse, a signal to a step ends squashfuse, and with it the
+# root file system of the step's ranks. So the script sends no signal to a step whose ranks still work.
+# When Slurm ends a job, it signals all processes. SIGTERM must not end the script before its steps, whose ranks may save then:
+# both share the time of KillWait.
 
-ANSWER_S=300      # how long slurmctld may be down before a decision is made without it
-STEP_PATIENCE_S=15 # for the other steps to end by themselves, when one has failed
+ANSWER_S=300       # how long to wait for slurmctld before a decision without it
+STEP_PATIENCE_S=15 # how long the other steps may take to end by themselves after one has failed
 
-# ---- asking Slurm ----
+# ---- queries to Slurm ----
 
-# The leading component's line of `scontrol show job`, whatever the user wants times to look like. Fails if slurmctld does not
-# answer for long.
+# Print the leading component's line of `scontrol show job`, with times in the standard format. Fails if slurmctld does not
+# answer within ANSWER_S.
 ask_slurm() {
     local deadline=$((SECONDS + ANSWER_S))
     until SLURM_TIME_FORMAT=standard timeout 30 scontrol show job -o "$SLURM_JOB_ID" | grep "^JobId=$SLURM_JOB_ID "; do
@@ -24,17 +24,17 @@ ask_slurm() {
     done
 }
 
-# KEY LINE: its value. The first of that name counts: newer Slurm ends with free text.
+# field KEY LINE: print the value of a key. The first match counts, because lines of newer Slurm end with free text.
 field() { [[ " $2" =~ \ $1=([^\ ]*) ]] && echo "${BASH_REMATCH[1]}"; }
 
-# What Slurm has decided about the job meanwhile: `open`, nothing (or that its time is up, after which Slurm itself restarts no
-# job); `requeued`, by Slurm (preempted, a node lost) or by someone; `ended`, cancelled above all; `unknown`, if it does not
-# answer. While a job ends its state is COMPLETING, whatever it will be then.
+# Print what Slurm has decided about the job: `open`, nothing yet, or its time limit, after which Slurm does not requeue it;
+# `requeued`, by Slurm (preemption, a lost node) or a user; `ended`, mostly cancelled; `unknown`, if Slurm does not answer.
+# The state of a job that is ending is COMPLETING, whatever its final state will be.
 fate() {
     local line restarts
     line=$(ask_slurm) || { echo unknown; return; }
     restarts=$(field Restarts "$line")
-    [[ $restarts =~ ^[0-9]+$ ]] || { echo unknown; return; } # bash would run what it finds in an arithmetic expression
+    [[ $restarts =~ ^[0-9]+$ ]] || { echo unknown; return; } # bash would run code inside an arithmetic expression
     if ((restarts > ${SLURM_RESTART_COUNT:-0})); then
         echo requeued
         return
@@ -47,41 +47,40 @@ fate() {
 
 # ---- an attempt ----
 
-# Its folder, and what every rank is told besides. Ends the script if the run is complete: Slurm 24.11 starts a job that was
-# preempted once more after it has succeeded.
+# Create the attempt's folder, and export the variables of all ranks. Ends the script if the run is complete, because Slurm 24.11
+# may start a preempted job once more after it has succeeded.
 begin_attempt() {
     local hosts line
     [[ -e $HETSTEP_RUN_DIR/done.json ]] && exit 0
-    line=$(ask_slurm) || { echo "slurmctld does not answer: when this job ends is not known" >&2; exit 1; }
+    line=$(ask_slurm) || { echo "slurmctld does not answer, so the end time of this job is unknown" >&2; exit 1; }
     line=$(field EndTime "$line")
     export HETSTEP_END_TIME=
-    [[ $line == [0-9]* ]] && { HETSTEP_END_TIME=$(date -d "$line" +%s) || exit 1; } # Unknown: there is no limit
-    # SLURM_JOB_NODELIST is merged over the components and sorted: rank 0 need not be on its first host.
+    [[ $line == [0-9]* ]] && { HETSTEP_END_TIME=$(date -d "$line" +%s) || exit 1; } # `Unknown` means no limit
+    # SLURM_JOB_NODELIST merges and sorts the nodes of all components, so its first host may not be rank 0's.
     hosts=$(scontrol show hostnames "${SLURM_JOB_NODELIST_HET_GROUP_0:-$SLURM_JOB_NODELIST}") || exit 1
     export HETSTEP_MASTER_ADDR=${hosts%%$'\n'*}
     attempt=$HETSTEP_RUN_DIR/attempts/$HETSTEP_ATTEMPT
-    # Readers see `started` whole or not at all. `signals` is there before rank 0 is, and only grows: see tell_ranks.
+    # `started` appears atomically. `signals` exists before rank 0 starts, and only grows: see tell_ranks.
     mkdir -p "$attempt" && : >"$attempt/signals" && date +%s.%N >"$attempt/.started" &&
         mv "$attempt/.started" "$attempt/started" || exit 1
     export HETSTEP_SIGNALS=$attempt/signals
 }
 
-# SIGTERM or SIGUSR2, which rank 0 takes as if it had come to itself; see pipeline/signals.py. The file is appended to in place:
-# whoever opens it afterwards on another node sees that, over NFS too, which may hide a new file for a minute. Before there are
-# ranks it does nothing.
+# tell_ranks SIGTERM|SIGUSR2: pass a signal to rank 0, which handles it like its own; see pipeline/signals.py. The signal is
+# appended to an existing file, because NFS may hide a new file from other nodes for a minute. Does nothing before the ranks start.
 tell_ranks() {
     [[ ${attempt:-} ]] || return 0
-    echo "$1" >>"$attempt/signals" || echo "hetstep: the ranks cannot be told of $1" >&2
+    echo "$1" >>"$attempt/signals" || echo "hetstep: cannot pass $1 to the ranks" >&2
 }
 
-# This script may run on beside the next start of its job, if Slurm has given up its node. Job and steps have the same ids then,
-# so a signal that goes by id is sent only as long as the job is this one's; else Slurm has seen to it.
+# If Slurm has given up this node, this script may still run while the next start of its job runs elsewhere, with the same ids of
+# job and steps. So a signal by id is sent only while the job belongs to this start; otherwise Slurm has ended the steps.
 
-# PID ...: of sruns. Told to end, they have their steps killed, by id.
+# kill_steps PID ...: end sruns. On SIGTERM an srun kills its step by id.
 kill_steps() { [[ $(fate) == open ]] && kill -TERM "$@" || kill -KILL "$@"; }
 
-# Waits for all steps; returns the status of the first that failed. Then the others are told to end, and have STEP_PATIENCE_S to
-# say what they know of it.
+# Wait for all steps, and return the status of the first one that failed. After a failure the other steps are asked to end, and
+# have STEP_PATIENCE_S to write what they know about it.
 wait_for_steps() {
     local status=0 ended pid running timer=
     while ((${#steps[@]})); do
@@ -92,7 +91,7 @@ wait_for_steps() {
             wait "$pid"
             ended=$?
             cat "$attempt/srun-${steps[$pid]% *}.out"
-            # Where a node cannot make the container, srun ends with 0.
+            # srun exits with 0 if a node cannot create the container.
             ((ended)) || [[ -e $attempt/rank$(printf %05d "${steps[$pid]#* }").log ]] || ended=1
             if ((ended)); then
                 echo "hetstep: the ${steps[$pid]% *} component failed; task 0 of its step is rank ${steps[$pid]#* }"
@@ -116,19 +115,19 @@ wait_for_steps() {
     return "$status"
 }
 
-# The same; sets `status`. What follows is safe from the signals that end a job.
+# Wait for the steps, and set `status`. Afterwards the signals that end a job are ignored.
 end_attempt() {
     wait_for_steps
     status=$?
     trap '' TERM USR2
 }
 
-# ---- what follows ----
+# ---- verdict and requeue ----
 
-# Leaves the verdict where verdict.sh would.
+# Print the verdict, and write it where verdict.sh does.
 tell() { echo "$1" | tee "$attempt/verdict"; }
 
-# Ends the script, after the job has been requeued if that is the verdict.
+# Requeue the job if the verdict requests it, and end the script.
 finish_job() {
     case $(fate) in
     open)
@@ -143,7 +142,7 @@ finish_job() {
         find_bad_nodes
         ;;
     ended)
-        verdict "$HETSTEP_RUN_DIR" "$HETSTEP_ATTEMPT" "$status" 0 false >/dev/null && exit 0 # it was done before
+        verdict "$HETSTEP_RUN_DIR" "$HETSTEP_ATTEMPT" "$status" 0 false >/dev/null && exit 0 # the run was complete before
         tell "stop: Slurm has ended the job"
         exit $((status ? status : 1))
         ;;
@@ -156,7 +155,7 @@ finish_job() {
     exit 0
 }
 
-# The whole job, by its leading component. Never one that was cancelled a moment ago: Slurm would start it again.
+# Requeue the whole job by its leading component; never a job that was just cancelled, because Slurm would start it again.
 requeue_job() {
     local error
     for _ in {1..5}; do
@@ -169,9 +168,9 @@ requeue_job() {
     exit 1
 }
 
-# The nodes that failed the checks of any start of this job are not taken again, by none of its components. Slurm takes this
-# from a job that is pending, so it comes after the requeue; the next start is some time off. But Slurm kills this script KillWait
-# after the requeue, so what is to be asked is asked before.
+# Find the nodes that failed the checks in any start of this job, to exclude them for all its components. Slurm accepts an
+# exclusion only for a pending job, so it follows the requeue, before the next start. Slurm kills this script KillWait after the
+# requeue, so all queries come before it.
 find_bad_nodes() {
     local before
     bad_nodes=$(cat "$HETSTEP_RUN_DIR/attempts/$SLURM_JOB_ID"-*/bad_nodes 2>/dev/null | sed 's/: .*//' | sort -u | paste -sd ,)
@@ -181,7 +180,7 @@ find_bad_nodes() {
     job_ids=$(timeout 30 scontrol show job -o "$SLURM_JOB_ID" | grep -o '^JobId=[0-9]*' | cut -d = -f 2)
 }
 
-# timeout(1) would end at the SIGTERM that comes with the requeue. KillWait bounds the update: Slurm kills this script then.
+# Exclude the bad nodes. No timeout(1): it would end at the SIGTERM of the requeue. KillWait bounds the update instead.
 avoid_bad_nodes() {
     local id updates=()
     [[ $bad_nodes ]] || return

@@ -1,6 +1,6 @@
-"""Start ranks as forks of one process that has imported the pipeline: a machine imports torch once, not once per rank.
+"""Start ranks as forks of one process that has imported the pipeline, so that a machine imports torch only once.
 
-Only for ranks without GPUs: libraries look for a GPU when they are imported, and CUDA fails in a fork of a process that did so.
+Only for ranks without GPUs: libraries initialize CUDA when they are imported, and CUDA fails in forks after that.
 """
 
 from __future__ import annotations
@@ -19,16 +19,16 @@ ENVIRONMENTS = "pipeline.rollout.environment_process"
 
 
 def common(environments: list[dict[str, str]]) -> dict[str, str]:
-    """Return the variables that all ranks have alike."""
+    """Return the variables with equal values on all ranks."""
     first, *others = environments
     return {name: value for name, value in first.items() if all(other.get(name) == value for other in others)}
 
 
 def possible(environments: list[dict[str, str]]) -> bool:
-    """Return whether ranks with these variables may be forks: no GPUs, and nothing but Hetstep's own variables differs.
+    """Return whether ranks with these variables may be forks: they have no GPUs, and only HETSTEP_* variables differ.
 
-    Libraries read variables when they are imported, so a rank with one of its own must import them itself; and Python reads
-    PYTHONPATH when it starts.
+    Libraries read variables on import, so a rank with variables of its own must import them itself. Python reads PYTHONPATH
+    when it starts.
     """
     differing = {name for environment in environments for name in environment.keys() - common(environments).keys()}
     if any("PYTHONPATH" in environment for environment in environments):
@@ -38,7 +38,7 @@ def possible(environments: list[dict[str, str]]) -> bool:
 
 
 def imported() -> bool:
-    """Import what the ranks share; return whether that is possible. A rank that imports it itself tells why not, in its log."""
+    """Import what the ranks share, and return whether that succeeded. If not, each rank imports it and logs the error."""
     try:
         importlib.import_module(PRELOADED)
     except Exception:
@@ -48,17 +48,17 @@ def imported() -> bool:
 
 
 def start(main: Callable[[], None], environment: dict[str, str], log: BinaryIO, prepare: Callable[[], None]) -> int:
-    """Fork a process that calls `prepare()` and then `main()`; return its id. Call `imported()` first.
+    """Fork a process that calls `prepare()` and then `main()`, and return its id. Call `imported()` first.
 
-    It has `environment` besides this process's variables, writes its output to `log`, reads nothing, leads a process group of
-    its own, and has Python's own handlers of signals, as if it had been executed. A generate rank forks the process of its
-    environments first, while it has one thread.
+    The process adds `environment` to this process's variables, writes its output to `log`, has an empty stdin, leads its own
+    process group, and has Python's default signal handlers, as after an exec. A generate rank first forks the process of its
+    environments, while it has one thread.
     """
     before = dict(os.environ)
     os.environ.update(environment)
     pid = os.fork()
     if pid:
-        with contextlib.suppress(OSError):  # the child does the same; whoever is first, the group is there now
+        with contextlib.suppress(OSError):  # the child does the same; the group exists afterwards in either order
             os.setpgid(pid, pid)
         os.environ.clear()
         os.environ.update(before)
@@ -81,4 +81,4 @@ def start(main: Callable[[], None], environment: dict[str, str], log: BinaryIO, 
     except BaseException:
         traceback.print_exc()
     finally:
-        os._exit(1)  # `main` leaves by itself
+        os._exit(1)  # `main` exits by itself

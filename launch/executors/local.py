@@ -1,13 +1,12 @@
-"""The local executor: the same ranks as processes of this machine, under a controller that outlives the terminal.
+"""Run the ranks as processes of this machine, under a controller that outlives the terminal.
 
 The controller (`python -m launch.executors.local RUN_DIR`) ends all ranks when the first one fails, as Slurm does with
---kill-on-bad-exit. A signal to the controller, its own end and the time limit also end them. When all ranks have ended, it asks
-verdict.sh what comes next, as the end of the batch script does, and may start them again as another attempt with a new time
-limit. A signal to the controller ends the run.
+--kill-on-bad-exit. A signal to the controller, its end and the time limit also end them. When all ranks have ended, verdict.sh
+decides as at the end of the batch script, and the controller may start them again, as another attempt with a new time limit.
+A signal to the controller ends the run.
 
 A component's "nodes" are only a number here: all ranks share this machine, and each "node" of a component has its own range of
-GPUs. Components that take turns have the same ranges.
-Containers are ignored.
+GPUs. Components that use the same GPUs in turn have the same ranges. Containers are ignored.
 """
 
 from __future__ import annotations
@@ -29,6 +28,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from submitit.local import local
+from typing_extensions import override
 
 from launch import gpus, task
 from launch.executors import forks
@@ -38,14 +38,14 @@ from pipeline.config import ClusterConfig, ComponentConfig, RequeueConfig, ranks
 from pipeline.storage import write_durably
 
 GRACE_S = 2.0
-"""Between SIGTERM and SIGKILL."""
+"""Time between SIGTERM and SIGKILL."""
 REQUEUE = 75
-"""The exit status with which verdict.sh asks to start all ranks again."""
-WITH_ANOTHER = (123, 124)
-"""What a rank exits with because of another one: EXIT_WITH_ANOTHER and EXIT_STATUS of pipeline/watchdog.py."""
+"""Exit status of verdict.sh that requests a restart of all ranks."""
+SECONDARY_STATUSES = (123, 124)
+"""Exit statuses of ranks that ended because of another one: EXIT_WITH_ANOTHER and EXIT_STATUS of pipeline/watchdog.py."""
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGALRM)
 VERDICT_S = 600.0
-"""How long verdict.sh may take, which only reads and writes files of the run folder."""
+"""Time limit of verdict.sh, which only reads and writes files of the run folder."""
 PR_SET_PDEATHSIG = 1  # linux/prctl.h
 LIBC = ctypes.CDLL(None)
 
@@ -54,7 +54,7 @@ LIBC = ctypes.CDLL(None)
 
 
 def rank_environments(components: dict[str, ComponentConfig]) -> list[dict[str, str]]:
-    """Return what each rank's environment adds to this process's, in rank order. Raises RecipeError if GPUs are too few."""
+    """Return the variables to add to each rank's environment, in rank order. Raises RecipeError for too few GPUs."""
     world_size = sum(ranks(component) for component in components.values())
     owners = [component for component in components.values() if not shares_gpus(component)]
     keys = [f"cluster.{name}.gpus_per_node" for name, each in components.items() if each.gpus_per_node]
@@ -79,18 +79,19 @@ def rank_environments(components: dict[str, ComponentConfig]) -> list[dict[str, 
                 environment["CUDA_VISIBLE_DEVICES"] = ",".join(devices[node_gpu : node_gpu + component.gpus_per_node])
                 environment["OMP_NUM_THREADS"] = os.environ.get("OMP_NUM_THREADS", str(threads))
             else:
-                environment["CUDA_VISIBLE_DEVICES"] = ""  # torch would take a GPU that it sees
+                environment["CUDA_VISIBLE_DEVICES"] = ""  # torch uses any visible GPU
                 environment["OMP_NUM_THREADS"] = os.environ.get("OMP_NUM_THREADS", "1")
             environments.append({**environment, **component.env_vars})
     return environments
 
 
 def rank_command(run_dir: Path) -> list[str]:
+    """Return the command that starts a rank."""
     return [sys.executable, "-P", "-u", "-m", "launch.task", f"{run_dir}/submitit"]
 
 
 def commands(run_dir: Path, components: dict[str, ComponentConfig]) -> str:
-    """One line per rank, for people: what the controller will start."""
+    """Return the commands of all ranks for people, one per line."""
     return "".join(
         " ".join([*(f"{key}={shlex.quote(value)}" for key, value in environment.items()), shlex.join(rank_command(run_dir))])
         + "\n"
@@ -102,33 +103,36 @@ def commands(run_dir: Path, components: dict[str, ComponentConfig]) -> str:
 
 
 class Stop(Exception):
-    """Why the controller ends the ranks."""
+    """The controller must end the ranks. The message says why."""
 
-    def __init__(self, state: str, reason: str = "", status: int = 0, echo: bool = False):
-        """status: what the attempt ended with, for the verdict. echo: whether a rank ended because of another one."""
+    def __init__(self, state: str, reason: str = "", status: int = 0, secondary: bool = False):
+        """status: the attempt's exit status, for the verdict. secondary: whether a rank ended because of another one."""
         super().__init__(reason)
         self.state = state
         self.status = status
-        self.echo = echo
+        self.secondary = secondary
 
 
 class Controller:
-    """Runs in a process and session of its own. Its job id is its process id; its verdict is left in submitit/<id>_end.json."""
+    """Starts, watches and restarts the ranks, in a session of its own.
+
+    The job id is its process id. It writes the end of the job into submitit/<id>_end.json.
+    """
 
     def __init__(self, run_dir: Path, plan: dict[str, Any]):
-        """plan: as `HetLocalExecutor` has left it in submitit/plan.json."""
+        """plan: submitit/plan.json, written by `HetLocalExecutor`."""
         self.run_dir = run_dir
         self.environments: list[dict[str, str]] = plan["environments"]
         self.fork: bool = plan["fork"]
         self.limit_s = plan["time_min"] * 60
         self.requeue = RequeueConfig(**plan["requeue"])
-        self.job = f"local-{os.getpid()}-{int(time.time())}"  # a process id is used again
+        self.job = f"local-{os.getpid()}-{int(time.time())}"  # with the time, because process ids are reused
         self.attempt = ""
-        self.processes: list[subprocess.Popen] = []  # of the ranks that are no forks
-        self.rank_of: dict[int, int] = {}  # process id -> rank, of those that have not been reaped
+        self.processes: list[subprocess.Popen] = []  # ranks that are not forks
+        self.rank_of: dict[int, int] = {}  # process id -> rank, of ranks that are not reaped yet
 
     def run(self) -> int:
-        """0 if the run is complete, else 1."""
+        """Run attempts until the end, and return the exit status: 0 if the run is complete, else 1."""
         for number in SIGNALS:
             signal.signal(number, self._stop)
         try:
@@ -142,13 +146,13 @@ class Controller:
         return 0 if end.state == "COMPLETED" else 1
 
     def _attempts(self) -> Stop:
-        """One after the other, as long as the verdict is to go on."""
+        """Run one attempt after another, as long as the verdict requests it."""
         for restart in itertools.count():
             self.attempt = f"{self.job}-{restart}"
             end = self._one_attempt()
-            status, verdict = self._ask(end.status)
-            if end.echo and "failed first" in verdict:
-                end = Stop(end.state, status=end.status)  # the verdict names the rank that failed first, this one another
+            status, verdict = self._verdict(end.status)
+            if end.secondary and "failed first" in verdict:
+                end = Stop(end.state, status=end.status)  # `end` names another rank than the one that failed first
             print(f"hetstep: {self.attempt}: {'; '.join(filter(None, (str(end), verdict)))}", flush=True)
             if status == 0:
                 return Stop("COMPLETED")
@@ -156,7 +160,7 @@ class Controller:
                 return Stop(end.state, "; ".join(filter(None, (str(end), verdict.removeprefix("stop: ")))))
 
     def _one_attempt(self) -> Stop:
-        """Start all ranks and wait for their end. Raises Stop if the controller itself is to end."""
+        """Start all ranks, and wait for their end. Raises Stop if the controller itself must end."""
         try:
             self._start()
             signal.setitimer(signal.ITIMER_REAL, self.limit_s)
@@ -172,15 +176,15 @@ class Controller:
         self._kill_all(signal.SIGKILL)
         return end
 
-    def _ask(self, status: int) -> tuple[int, str]:
-        """launch/executors/verdict.sh: (what it exits with, what it says)."""
+    def _verdict(self, status: int) -> tuple[int, str]:
+        """Run launch/executors/verdict.sh, and return (exit status, verdict)."""
         command = [
             *(str(ROOT / "launch/executors/verdict.sh"), str(self.run_dir), self.attempt, str(status)),
             *(str(self.requeue.max_restarts), str(self.requeue.enabled).lower()),
         ]
         try:
             answer = subprocess.run(command, stdout=subprocess.PIPE, text=True, timeout=VERDICT_S)
-        except subprocess.TimeoutExpired as error:  # the folder's file system is away
+        except subprocess.TimeoutExpired as error:  # the file system of the folder hangs
             return 1, f"stop: {error}"
         return answer.returncode, answer.stdout.strip()
 
@@ -206,7 +210,7 @@ class Controller:
             "PYTHONPATH": os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")])),
         }
         self.rank_of = {}
-        for process in self.processes:  # reaped in `_reap_one` or `_kill_all`, of which Popen knows nothing
+        for process in self.processes:  # Popen does not know that `_reap_one` or `_kill_all` has reaped it
             process.returncode = 0
         self.processes.clear()
         self.fork = self.fork and forks.imported()
@@ -216,7 +220,7 @@ class Controller:
             self.rank_of[pid] = rank
 
     def _start_rank(self, environment: dict[str, str], log: BinaryIO) -> int:
-        """Return the id of the process, which leads a process group, so that what a rank starts is ended with it."""
+        """Return the id of the process. It leads a process group, so that its children end with it."""
         die_with_parent = functools.partial(_die_with_parent, os.getpid())
         if self.fork:
             rank_main = functools.partial(task.main, f"{self.run_dir}/submitit")
@@ -230,21 +234,21 @@ class Controller:
             process_group=0,
             preexec_fn=die_with_parent,
         )
-        self.processes.append(process)  # the next Popen would reap one that nobody holds, and its end would be missed
+        self.processes.append(process)  # otherwise the next Popen reaps it, and its end is missed
         return process.pid
 
     def _reap_one(self) -> None:
-        """Wait for a rank to end. Raises Stop if it failed, and does not reap it then: its process group stays its own."""
+        """Wait for a rank to end. Raises Stop if it failed, without reaping it, so that its process group stays valid."""
         ended = os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOWAIT)
-        if (rank := self.rank_of.get(ended.si_pid)) is None:  # of the attempt before, and slow to die
+        if (rank := self.rank_of.get(ended.si_pid)) is None:  # a slow rank of the previous attempt
             os.waitpid(ended.si_pid, 0)
             return
         if ended.si_code != os.CLD_EXITED:
             name = signal.Signals(ended.si_status).name
-            raise Stop("FAILED", f"{self._name(rank)} was ended by {name}", 128 + ended.si_status)  # as bash has it
+            raise Stop("FAILED", f"{self._name(rank)} was ended by {name}", 128 + ended.si_status)  # as bash does
         if ended.si_status != 0:
-            echo = ended.si_status in WITH_ANOTHER
-            raise Stop("FAILED", f"{self._name(rank)} exited with status {ended.si_status}", ended.si_status, echo)
+            secondary = ended.si_status in SECONDARY_STATUSES
+            raise Stop("FAILED", f"{self._name(rank)} exited with status {ended.si_status}", ended.si_status, secondary)
         os.waitpid(ended.si_pid, 0)
         del self.rank_of[ended.si_pid]
 
@@ -252,11 +256,11 @@ class Controller:
         return f"rank {rank} ({self.environments[rank]['HETSTEP_COMPONENT']})"
 
     def _kill_all(self, *signals: signal.Signals) -> None:
-        """After each signal wait for the ranks' end, but not for ever."""
+        """Send the signals in turn, and wait for the ranks' end after each, at most GRACE_S."""
         for number in signals:
             for pid in self.rank_of:
                 with contextlib.suppress(ProcessLookupError):
-                    os.killpg(pid, number)  # the leader is not reaped yet, so the group exists
+                    os.killpg(pid, number)  # the group exists, because its leader is not reaped yet
             deadline = time.monotonic() + GRACE_S
             while any(not _ended(pid) for pid in self.rank_of) and time.monotonic() < deadline:
                 time.sleep(0.02)
@@ -270,9 +274,9 @@ def _ended(pid: int) -> bool:
 
 
 def _die_with_parent(parent: int) -> None:
-    """Let a controller that is killed with SIGKILL take the rank along. Called in the child, before exec."""
+    """End this rank when its controller dies, even of SIGKILL. Called in the child, before exec."""
     LIBC.prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent:  # it was killed before that
+    if os.getppid() != parent:  # the controller died before the call
         os._exit(1)
 
 
@@ -280,14 +284,15 @@ def _die_with_parent(parent: int) -> None:
 
 
 class HetLocalJob(local.LocalJob):
-    """A handle on a controller, by its process id and start time; it need not be our child."""
+    """A local job, identified by the process id and start time of its controller, which need not be our child."""
 
     def __init__(self, folder: Path, job_id: str, tasks=(0,), process=None, start_time: int | None = None):
         super().__init__(folder, job_id, tasks, process)
         self.start_time = start_time
 
     def status(self, now: bool = False) -> JobStatus:
-        alive = self._is_alive()  # asked before the verdict is looked for, which is written first
+        """Return RUNNING while the controller lives, then the end that it wrote; FAILED if it wrote none."""
+        alive = self._is_alive()  # before reading the end, which the controller writes before it exits
         end = self.paths.folder / f"{self.job_id}_end.json"
         if alive:
             return JobStatus("RUNNING")
@@ -300,16 +305,18 @@ class HetLocalJob(local.LocalJob):
             return False
         return self.start_time is not None and start_time(int(self.job_id)) == self.start_time
 
+    @override
     def cancel(self, check: bool = True) -> None:
         if self._is_alive():
             os.kill(int(self.job_id), signal.SIGTERM)
 
     def name(self) -> str:
+        """Return the job's name for people."""
         return f"local job {self.job_id}"
 
 
 def start_time(pid: int) -> int | None:
-    """Return when a process began, in clock ticks after boot; None for a zombie or no such process.
+    """Return the start time of a process in clock ticks after boot; None for a zombie or no such process.
 
     proc(5): /proc/pid/stat, fields 3 and 22.
     """
@@ -321,7 +328,7 @@ def start_time(pid: int) -> int | None:
 
 
 class HetLocalExecutor(local.LocalExecutor):
-    """Submits one function to run on every rank of `components`; pickles and the controller's log are in <run_dir>/submitit."""
+    """Runs one function on every rank of `components`. Pickles and the controller's log are in <run_dir>/submitit."""
 
     job_class = HetLocalJob
 
@@ -334,7 +341,7 @@ class HetLocalExecutor(local.LocalExecutor):
         self.parameters = {"timeout_min": cluster.time_min}
 
     def submit(self, fn, *args, **kwargs) -> RunJob:
-        """Submit `fn(*args, **kwargs)` for every rank. Ranks of the pipeline share its imports where that is possible."""
+        """Submit `fn(*args, **kwargs)` for every rank. Ranks of the pipeline share its imports if possible."""
         self.fork = fn.__module__ == task.__name__ and forks.possible(self.environments)
         return super().submit(fn, *args, **kwargs)
 
@@ -358,7 +365,7 @@ class HetLocalExecutor(local.LocalExecutor):
 
 
 def start_controller(run_dir: Path, environment: dict[str, str], log: Path) -> subprocess.Popen:
-    """Start a run's controller with this environment, appending what it prints to `log`."""
+    """Start a run's controller with this environment, and append its output to `log`."""
     with open(log, "ab") as output:
         return subprocess.Popen(
             [sys.executable, "-P", "-m", "launch.executors.local", str(run_dir)],
@@ -366,12 +373,12 @@ def start_controller(run_dir: Path, environment: dict[str, str], log: Path) -> s
             stdin=subprocess.DEVNULL,
             stdout=output,
             stderr=output,
-            start_new_session=True,  # a terminal's Ctrl-C or hang-up must not reach it
+            start_new_session=True,  # a terminal's signals do not reach it
         )
 
 
 def control(run_dir: Path) -> int:
-    """Run the controller of the run in `run_dir` to its end; return the exit status."""
+    """Run the controller of the run in `run_dir` to its end, and return the exit status."""
     return Controller(run_dir, json.loads((run_dir / "submitit/plan.json").read_text())).run()
 
 

@@ -1,4 +1,4 @@
-"""job.json: how a run folder remembers the job that writes into it."""
+"""Read and write job.json, which records the job that writes into a run folder."""
 
 from __future__ import annotations
 
@@ -17,21 +17,22 @@ from pipeline.config import Problem, RecipeError
 
 @dataclass(frozen=True)
 class JobRecord:
-    """job.json: which job writes, or wrote last, into a run folder."""
+    """The contents of job.json: the job that writes into a run folder, or was the last to."""
 
     executor: str  # slurm, allocation, local
     job_id: str
     host: str
-    start_time: int | None = None  # not slurm: of the controller, in ticks after boot, because a process id is used again
-    cluster: str | None = None  # slurm: each cluster counts its jobs by itself; None: not known, as in older records
+    start_time: int | None = None  # of a local controller, in ticks after boot, because process ids are reused
+    cluster: str | None = None  # of a Slurm job, because each cluster has its own ids; None if unknown, as in older records
 
     @classmethod
     def of(cls, executor: str, job: RunJob) -> JobRecord:
+        """Return the record of a job that was just submitted from this machine."""
         cluster = cluster_name() if executor == "slurm" else None
         return cls(executor, job.job_id, socket.gethostname(), job.start_time, cluster)
 
     def attach(self, run_dir: Path) -> RunJob:
-        """Return a handle on that job. Raises RecipeError where it cannot be asked from this machine."""
+        """Return the recorded job. Raises RecipeError if it cannot be queried from this machine."""
         if self.executor == "slurm":
             here = cluster_name() if self.cluster else None
             if here not in (None, self.cluster):
@@ -45,14 +46,16 @@ class JobRecord:
 
 
 def _elsewhere(run_dir: Path, whose: str) -> Problem:
-    hint = f"Try to go on from there, or, if that has ended, delete {run_dir}/job.json"
-    return Problem("run_dir", "unreachable", f"{run_dir} was last written by {whose}. {hint}")
+    hint = f"Try the same command there, or, if that job has ended, delete {run_dir}/job.json"
+    return Problem("run_dir", "unreachable", f"the last job to write into {run_dir} is {whose}. {hint}")
 
 
 def read_record(run_dir: Path) -> JobRecord | None:
+    """Return the record of a run folder's last job; None before the first."""
     path = run_dir / "job.json"
     return JobRecord(**json.loads(path.read_text())) if path.exists() else None
 
 
 def write_record(run_dir: Path, record: JobRecord) -> None:
+    """Write job.json."""
     write_json(run_dir / "job.json", asdict(record))

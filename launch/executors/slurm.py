@@ -1,10 +1,9 @@
-"""Run as one Slurm job, heterogeneous if its components have nodes of their own, and one background srun per component.
+"""Run the components as one Slurm job, with one background srun per component.
 
-One srun per component, because a container image is an option of a whole srun. The price is that Slurm numbers ranks per step,
-so the batch script tells each step its first global rank. What it does before the steps and when they have ended is in
-batch.sh; what is asked of Slurm, and what a step has of its nodes, in launch/nodes.py. Leaves out: job arrays, which
-Slurm refuses together with het jobs.
-Options, states and traps: https://slurm.schedmd.com/heterogeneous_jobs.html
+The job is heterogeneous if components have nodes of their own. Each component has its own srun, because a container image is
+an option of a whole srun. Slurm numbers ranks per step, so the batch script gives each step its first global rank. batch.sh has
+the code before and after the steps, launch/nodes.py the options of allocation and steps. Job arrays are not supported, because
+Slurm refuses them for het jobs. Options, states and pitfalls: https://slurm.schedmd.com/heterogeneous_jobs.html
 """
 
 from __future__ import annotations
@@ -18,6 +17,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from submitit.slurm import slurm
+from typing_extensions import override
 
 from launch import containers, nodes, slurm_client
 from launch.executors.base import ROOT, JobStatus
@@ -26,12 +26,12 @@ from launch.slurm_client import TERMINAL, JobComponent, SlurmError
 from pipeline.config import ClusterConfig, ComponentConfig, ranks
 
 GONE = "GONE"
-"""The state of a job that nobody knows any more. It is not one of Slurm's."""
+"""The state of a job that neither slurmctld nor accounting knows. Slurm has no such state."""
 
-# srun reads these as its own options. sbatch sets the first ones from the leading component: the others would get the leader's
-# numbers. From a shell inside a step (`srun --pty bash`) it hands on how that step is bound and laid out, and it hands on
-# --export=NONE, which would keep our own variables from the ranks. Every step says its own instead. Not SLURM_HINT: sbatch
-# reads that itself, and makes it the job's.
+# Variables that srun reads as options. They are unset for every step, which has explicit options. sbatch sets the first ones
+# from the leading component, so other components would get the leader's numbers. In a shell inside a step (`srun --pty bash`),
+# the binding and layout of that step are inherited, and --export=NONE, which would hide our variables from the ranks.
+# SLURM_HINT is not listed: sbatch reads it and applies it to the job.
 INHERITED = (
     *("SLURM_NTASKS", "SLURM_NPROCS", "SLURM_NTASKS_PER_NODE", "SLURM_TASKS_PER_NODE", "SLURM_NNODES", "SLURM_CPUS_PER_TASK"),
     *("SLURM_TRES_PER_TASK", "SLURM_GPUS", "SLURM_GPUS_PER_NODE", "SLURM_GPUS_PER_TASK"),
@@ -42,16 +42,19 @@ INHERITED = (
 )
 
 SIGNAL_LEAD_S = 60
-"""How long before the time limit SIGUSR2 comes to the batch script, which tells the ranks; Slurm sends it up to a minute
-earlier. The ranks know the limit themselves: this is for one that was shortened meanwhile, and it names the signal for
-preemption where Slurm has PreemptParameters=send_user_signal. Each component asks for it, so that none gets SIGTERM then."""
+"""Seconds before the time limit at which Slurm sends SIGUSR2 to the batch script, which informs the ranks; Slurm may send it up
+to a minute earlier. The ranks know the limit, so this serves limits that are shortened later, and preemption with
+PreemptParameters=send_user_signal. Each component requests the signal, so that none gets SIGTERM at preemption."""
 SIGNALLED_MIN = 10
-"""Jobs of fewer minutes do without, or the signal would come before their first step."""
+"""Jobs with a shorter limit get no signal, because it would arrive before their first step."""
 JOB = (
-    *("trap 'tell_ranks SIGTERM' TERM", "trap 'tell_ranks SIGUSR2' USR2"),  # steps do not inherit these, as they would ''
+    *(
+        "trap 'tell_ranks SIGTERM' TERM",
+        "trap 'tell_ranks SIGUSR2' USR2",
+    ),  # steps inherit an ignored signal, but not these traps
     *("start", "end_attempt", "finish_job"),
 )
-"""The main part of a batch script; it calls functions of batch.sh."""
+"""The main part of a batch script, which calls functions of batch.sh."""
 SPECIAL_TO_SBATCH = re.compile(r"(?i)(?=[^\w./:=,@%+ -])|(?<=het)(?=job)|(?<=pack)(?=job)")
 BACKSLASH = r"\\"
 
@@ -67,15 +70,15 @@ def batch_script(
     after: tuple[str, ...] = (),
     behind: tuple[str, ...] = (),
 ) -> str:
-    """Return the text for sbatch.
+    """Return the text of the batch script.
 
-    Ids of jobs that come first: those `after` which it comes must succeed, those `behind` only end.
+    after: ids of jobs that must succeed before this one starts. behind: ids of jobs that must only end.
     """
     header = []
     for k, host in enumerate(nodes.hosts(components).values()):
         header += ["#SBATCH hetjob"] if k else []
         header += directives(*request_options(name, cluster, host))
-        if k == 0:  # these concern the one batch script
+        if k == 0:  # options of the one batch script
             header += directives(f"--output={run_dir}/submitit/%j_0_log.out", "--open-mode=append")
             if earlier := dependency(afterok=after, afterany=behind):
                 header += directives(f"--dependency={earlier}")
@@ -85,7 +88,7 @@ def batch_script(
 
 
 def request_options(name: str, cluster: ClusterConfig, host: ComponentConfig) -> list[str]:
-    """Return the options for sbatch that ask for the nodes of a component of `nodes.hosts`. Nothing in them is quoted."""
+    """Return the unquoted sbatch options that request the nodes of a component of `nodes.hosts`."""
     options = [f"--job-name={name.replace(' ', '_')}", f"--time={cluster.time_min}", *nodes.allocation_options(host)]
     return [*options, f"--signal=B:USR2@{SIGNAL_LEAD_S}"] if cluster.time_min >= SIGNALLED_MIN else options
 
@@ -98,9 +101,9 @@ def attempt_text(
     attempt: str = "$SLURM_JOB_ID-${SLURM_RESTART_COUNT:-0}",
     places: list[str] | None = None,
 ) -> str:
-    """Return functions of bash: `start` starts all ranks in the allocation it is called in; those of batch.sh; and `verdict`.
+    """Return bash functions: `start`, which starts all ranks in the current allocation; those of batch.sh; and `verdict`.
 
-    job_id, attempt: for bash, inside double quotes. places: options of each component's srun that say on which nodes.
+    job_id, attempt: for bash, inside double quotes. places: options of each component's srun that select its nodes.
     """
     steps, first = [], 0
     places = places or _places(components)
@@ -123,44 +126,44 @@ def attempt_text(
 
 
 def _places(components: dict[str, ComponentConfig]) -> list[str]:
-    """Return where each component's step runs in a job of our own, as options of srun."""
+    """Return the srun options that select each component's nodes in a job of our own."""
     if len(nodes.hosts(components)) > 1:
         return [f"--het-group={k}" for k in range(len(components))]
     return [overlap(components)] * len(components)
 
 
 def overlap(components: dict[str, ComponentConfig]) -> str:
-    """Return what makes srun start a step on nodes where another one has CPUs and GPUs already."""
+    """Return the srun option with which steps share nodes, CPUs and GPUs; "" if no nodes are shared."""
     return "" if all(share.alone for share in nodes.shares(components).values()) else "--overlap"
 
 
 def dependency(**job_ids: tuple[str, ...]) -> str | None:
-    """Return what --dependency takes, for ids by what they are waited for (afterok, afterany); all must be met."""
+    """Return the value of --dependency for job ids by type (afterok, afterany), all required; None without ids."""
     return ",".join(f"{kind}:{':'.join(ids)}" for kind, ids in job_ids.items() if ids) or None
 
 
 def directives(*options: str) -> list[str]:
-    """Return the lines of a batch script that give sbatch these options.
+    """Return the #SBATCH lines with these options.
 
-    A backslash stands before each character that sbatch could read as something else: unlike a shell, it takes a backslash
-    for one inside quotes too, and ends a word at a blank behind one. Another backslash parts the words that separate components
-    wherever they are in a line.
+    A backslash escapes each character that sbatch might interpret: unlike a shell, sbatch interprets a backslash inside quotes
+    too, and ends a word at a blank after one. Another backslash splits the words `hetjob` and `packjob`, which separate
+    components wherever they occur in a line.
     """
     escaped = [SPECIAL_TO_SBATCH.sub(BACKSLASH, option) for option in options]
     return [f'#SBATCH "{option}"' if " " in option else f"#SBATCH {option}" for option in escaped]
 
 
 def _step(name: str, share: NodeShare, first_rank: int, place: str, run_dir: Path) -> list[str]:
-    """Return lines of bash: a background srun, noted in `steps`.
+    """Return lines of bash that start a background srun and add it to `steps`.
 
-    The task redirects its output: srun's %t is off by the component.
+    The task redirects its own output, because srun's %t is not the global rank.
     """
     component = share.component
     command = [component.python or sys.executable, "-P", "-u", "-m", "launch.task", f"{run_dir}/submitit"]
-    if component.env_vars:  # not by bash's export, which evaluates what it assigns to RANDOM and the like
+    if component.env_vars:  # not export, because bash evaluates assignments to RANDOM and others
         command = ["env", *(f"{key}={value}" for key, value in component.env_vars.items()), *command]
     task = [
-        "trap '' USR2",  # somebody may signal the steps, and Python has no handler yet
+        "trap '' USR2",  # until Python installs its handler
         *containers.task_exports(component),
         *nodes.gpu_exports(share),
         f"export HETSTEP_COMPONENT={name} HETSTEP_LOCAL_RANK=$SLURM_LOCALID HETSTEP_NODE=$SLURMD_NODENAME",
@@ -170,8 +173,8 @@ def _step(name: str, share: NodeShare, first_rank: int, place: str, run_dir: Pat
         f"exec {shlex.join(command)}",
     ]
     options = [*nodes.step_options(share), *containers.options(component), *component.srun_args]
-    scrub = " ".join(f"-u {variable}" for variable in INHERITED)
-    srun = f"env {scrub} srun {place} --kill-on-bad-exit=1 {shlex.join(options)} bash -c {shlex.quote('; '.join(task))}"
+    unset = " ".join(f"-u {variable}" for variable in INHERITED)
+    srun = f"env {unset} srun {place} --kill-on-bad-exit=1 {shlex.join(options)} bash -c {shlex.quote('; '.join(task))}"
     return [f'{srun} >"$attempt/srun-{name}.out" 2>&1 &', f"steps[$!]={shlex.quote(f'{name} {first_rank}')}"]
 
 
@@ -179,12 +182,13 @@ def _step(name: str, share: NodeShare, first_rank: int, place: str, run_dir: Pat
 
 
 class HetWatcher(slurm.SlurmInfoWatcher):
-    """States from `scontrol show job`, which works without accounting; from sacct once slurmctld has forgotten the job.
+    """Reads states from `scontrol show job`, which needs no accounting, or from sacct once slurmctld has forgotten the job.
 
-    submitit's own watcher reads only sacct, whose rows for a het job are named `17+0`, `17+1`, so it never learns the state.
-    Nor is this one shared by jobs, as submitit's is: what it once learned of a job would be taken for what is asked now.
+    submitit's watcher reads only sacct, whose rows for a het job are named `17+0`, `17+1`, so it never finds the state. Unlike
+    submitit's, this watcher is not shared by jobs, because a shared cache returns stale states.
     """
 
+    @override
     def update(self) -> None:
         for job_id in self._registered - self._finished:
             self._num_calls += 1
@@ -192,19 +196,20 @@ class HetWatcher(slurm.SlurmInfoWatcher):
                 part = slurm_client.merged(slurm_client.job_components(job_id) or [JobComponent(job_id, GONE)])
                 named = {"JobID": part.job_id, "State": part.state, "NodeList": part.nodes, "Reason": part.reason}
                 self._info_dict[job_id] = named
-            except SlurmError as error:  # what was known before stays
+            except SlurmError as error:  # keep the last known state
                 if error.kind == "missing":
                     raise
             if self.is_done(job_id, mode="cache"):
                 self._finished.add(job_id)
         self._last_status_check = time.time()
 
+    @override
     def is_done(self, job_id: str, mode: str = "standard") -> bool:
         return self.get_state(job_id, mode) in {*TERMINAL, GONE}
 
 
 def job_status(part: JobComponent) -> JobStatus:
-    """Return the status of a job as one, which `slurm_client.merged` makes of its components."""
+    """Return the status of a job whose components `slurm_client.merged` has merged."""
     return JobStatus(part.state, part.reason, ended=part.state in {*TERMINAL, GONE})
 
 
@@ -212,27 +217,31 @@ def job_status(part: JobComponent) -> JobStatus:
 
 
 class HetSlurmJob(slurm.SlurmJob):
-    start_time = None  # a cluster's ids are not used again
+    """A heterogeneous or plain Slurm job, by the id of its leading component."""
+
+    start_time = None  # not needed, because a cluster does not reuse ids
 
     def __init__(self, folder: Path | str, job_id: str, tasks: Sequence[int] = (0,)):
         self.watcher = HetWatcher(delay_s=15)
         super().__init__(folder, job_id, tasks)
 
     def status(self, now: bool = False) -> JobStatus:
+        """Return the job's status, at most 15 s old; a fresh one if `now`."""
         info = self.watcher.get_info(self.job_id, mode="force" if now else "standard")
         return job_status(JobComponent(self.job_id, info.get("State", "UNKNOWN"), reason=info.get("Reason", "")))
 
     def cancel(self, check: bool = True) -> None:
-        """Raises SlurmError if `check`."""
+        """Cancel all components. check: raise SlurmError if scancel fails."""
         with contextlib.nullcontext() if check else contextlib.suppress(SlurmError):
             slurm_client.run_command("scancel", self.job_id, timeout_s=slurm_client.CHANGE_S)
 
     def name(self) -> str:
+        """Return the job's name for people."""
         return f"Slurm job {self.job_id}"
 
 
 class HetSlurmExecutor(slurm.SlurmExecutor):
-    """Submits one function to run on every rank of `components`; pickles and the batch log are in <run_dir>/submitit."""
+    """Runs one function on every rank of `components`. Pickles and the batch log are in <run_dir>/submitit."""
 
     job_class = HetSlurmJob
 
@@ -251,7 +260,7 @@ class HetSlurmExecutor(slurm.SlurmExecutor):
         self.parameters = {"time": cluster.time_min}  # for submitit's bookkeeping; Slurm reads the script
 
     def _submit_command(self, command: str) -> HetSlurmJob:
-        """Raises SlurmError."""
+        """Submit the batch script. Raises SlurmError."""
         job_id = slurm_client.submit(self.script)
         job = HetSlurmJob(self.folder, job_id, range(self._num_tasks()))
         job.paths.submission_file.write_text(self.script)

@@ -1,25 +1,25 @@
 #!/bin/bash
-# What comes after an attempt, once all its ranks have ended:
+# Decide what follows an attempt, after all its ranks have ended:
 #
 #     verdict.sh RUN_DIR ATTEMPT STATUS MAX_RESTARTS REQUEUE
 #
-# STATUS is what the first rank or step to end ended with, MAX_RESTARTS is cluster.requeue.max_restarts and REQUEUE (true, false)
-# cluster.requeue.enabled. The verdict is printed and left in attempts/ATTEMPT/verdict. Exits with
+# STATUS is the exit status of the first rank or step that ended, MAX_RESTARTS is cluster.requeue.max_restarts, and REQUEUE
+# (true, false) is cluster.requeue.enabled. The verdict is printed and written to attempts/ATTEMPT/verdict. Exit status:
 #     0    done         the run is complete
 #     75   requeue: why start all ranks again, from the last checkpoint
-#     else stop: why    STATUS, or 1 where that is 0 or 75
+#     else stop: why    STATUS, or 1 if STATUS is 0 or 75
 #
 # The rules, in this order (the files are those of pipeline/attempt.py):
-#  1. done.json is there: done, however the ranks ended after they had written it.
-#  2. An attempt of another job has started since and taken the run over (`current`): stop, or the two would do so by turns.
-#  3. The ranks left on purpose (`requeue` is there, and no failure.json): requeue, if REQUEUE; but stop if neither this
-#     attempt nor the one before, which left on purpose too, completed a checkpoint: that would go on for ever.
-#  4. All else is a crash: requeue, if REQUEUE and the attempt completed a checkpoint (`progress`) or failed the check of its nodes
-#     (`bad_nodes`, which the next start avoids), and fewer than MAX_RESTARTS crashes have been restarted before.
-#  5. A verdict that cannot be written is stop: without it nobody could count.
+#  1. done.json exists: done, however the ranks ended after they wrote it.
+#  2. A later attempt of another job has taken over the run (`current`): stop, or the two jobs would take over in turn.
+#  3. The ranks exited on purpose (`requeue` exists, and no failure.json): requeue, if REQUEUE; but stop if neither this attempt
+#     nor the one before, which exited on purpose too, completed a checkpoint: the job would requeue forever.
+#  4. Anything else is a crash: requeue, if REQUEUE, the attempt completed a checkpoint (`progress`) or failed its node checks
+#     (`bad_nodes`, which the next start avoids), and fewer than MAX_RESTARTS crashes were restarted before.
+#  5. If the verdict cannot be written: stop, because later attempts could not count this restart.
 #
-# Attempts of one job are JOB-0, JOB-1 ...; those of other submissions count for nothing, so a resubmission has a fresh budget.
-# Bash and coreutils alone: under Slurm it runs on a bare node, outside of any container.
+# Attempts of one job are JOB-0, JOB-1 ...; those of other submissions do not count, so a resubmission has a fresh budget.
+# Only bash and coreutils are used, because under Slurm the script runs on a bare node, outside of any container.
 
 set -u
 shopt -s nullglob
@@ -30,9 +30,9 @@ fi
 run_dir=$1 attempt=$2 status=$3 max_restarts=$4 requeue=$5
 attempts=$run_dir/attempts
 own=$attempts/$attempt
-SETTLE_S=${HETSTEP_SETTLE_S:-3} # how long ranks' last words may take to be seen here, on a shared file system
+SETTLE_S=${HETSTEP_SETTLE_S:-3} # how late files of the ranks may appear here, on a shared file system
 
-# Whether FOLDER has NAME. It is listed, because an NFS client remembers that a single name was not there.
+# has FOLDER NAME: whether the file exists. The folder is listed, because an NFS client caches that a single name is missing.
 has() {
     local path
     for path in "$1"/*; do
@@ -41,7 +41,7 @@ has() {
     return 1
 }
 
-# The restarts of this job before this one, by number, oldest first.
+# Print the numbers of this job's earlier restarts, oldest first.
 earlier() {
     local folder number
     for folder in "$attempts/${attempt%-*}"-*/; do
@@ -50,34 +50,34 @@ earlier() {
     done | sort -n
 }
 
-left_on_purpose() { has "$1" requeue && ! has "$1" failure.json; }
+exited_on_purpose() { has "$1" requeue && ! has "$1" failure.json; }
 
 restarted_crashes() {
     local count=0 number folder
     for number in $(earlier); do
         folder=$attempts/${attempt%-*}-$number
-        left_on_purpose "$folder" || { grep -qs '^requeue' "$folder/verdict" && count=$((count + 1)); }
+        exited_on_purpose "$folder" || { grep -qs '^requeue' "$folder/verdict" && count=$((count + 1)); }
     done
     echo "$count"
 }
 
-# Neither this attempt nor the one before it, both left on purpose, completed a checkpoint.
-goes_nowhere() {
+# Whether neither this attempt nor the one before it, both exited on purpose, completed a checkpoint.
+makes_no_progress() {
     local last folder
     last=$(earlier | tail -n 1)
     folder=$attempts/${attempt%-*}-$last
-    ! has "$own" progress && [[ -n $last ]] && left_on_purpose "$folder" && ! has "$folder" progress
+    ! has "$own" progress && [[ -n $last ]] && exited_on_purpose "$folder" && ! has "$folder" progress
 }
 
-# Prints the attempt of another job that may write into the run folder, if it started after this one. (One that started before
-# is named there until this attempt has claimed the folder.)
+# Print the attempt of another job that owns the run folder, if it started after this one. (`current` names an older attempt
+# until this attempt has claimed the folder.)
 superseded_by() {
     local current
     current=$(cat "$attempts/current" 2>/dev/null) || return
     [[ ${current%-*} != "${attempt%-*}" && $(<"$attempts/$current/started") > $(<"$own/started") ]] && echo "$current"
 }
 
-# Prints `RANK (COMPONENT)` of failure.json, the rank that failed first. Nothing if there is no such file.
+# Print `rank RANK (COMPONENT)` of the rank that failed first, from failure.json; nothing without that file.
 failed_first() { sed -nE 's/^\{"rank": ([0-9]+), "realm": "(\w+)".*/rank \1 (\2)/p' "$own/failure.json" 2>/dev/null; }
 
 judge() {
@@ -86,11 +86,11 @@ judge() {
         echo "done"
     elif why=$(superseded_by); then
         echo "stop: attempt $why, of another job, has taken the run over"
-    elif left_on_purpose "$own"; then
+    elif exited_on_purpose "$own"; then
         why=$(<"$own/requeue")
         if [[ $requeue != true ]]; then
             echo "stop: $why; cluster.requeue.enabled is false"
-        elif goes_nowhere; then
+        elif makes_no_progress; then
             echo "stop: two starts in a row were left without a new checkpoint ($why); the time of one allocation," \
                 "cluster.time_min or checkpointing.checkpoint_must_save_by, must suffice for the start, a step and a save, or" \
                 "for checkpointing.save_period steps"
@@ -100,7 +100,7 @@ judge() {
     else
         why="crashed with status $status"
         if first=$(failed_first) && [[ $first ]]; then
-            # 123 and 124 say that a rank ended because of another (pipeline/watchdog.py).
+            # A rank exits with 123 or 124 because of another one (pipeline/watchdog.py).
             [[ $status == 12[34] ]] && why=crashed
             why="$why: $first failed first"
         fi
@@ -120,7 +120,7 @@ judge() {
     fi
 }
 
-if [[ $status == 0 ]]; then # then they have left word, which another node may not see at once
+if [[ $status == 0 ]]; then # the ranks have written a file, which may appear late on this node
     for ((waited = 0; waited < SETTLE_S; waited++)); do
         has "$run_dir" done.json || has "$own" requeue && break
         sleep 1
