@@ -19,7 +19,6 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
 from launch.model_files import planning_config
@@ -144,7 +143,7 @@ def megatron_bytes(held: Sequence[Model], count: int, size: int) -> float:
     return sum(sum(rank.resident.values()) for rank in ranks)
 
 
-def _by_size(recipe: Recipe, pending: list[Path]) -> BackendChoice:
+def _by_size(recipe: Recipe, pending: Sequence[os.PathLike]) -> BackendChoice:
     train = recipe.cluster.train
     if not train.gpus_per_node:
         return BackendChoice("dtensor", "cluster.train has no GPUs")

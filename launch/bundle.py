@@ -158,7 +158,7 @@ def _accounting(folder: Path) -> str:
         return "no Slurm job"
     fields = "JobID,JobName,Partition,State,ExitCode,Start,End,NodeList,AllocTRES,MaxRSS"
     try:
-        return slurm_client.ask("sacct", "-P", "-j", str(record.job_id), f"--format={fields}")
+        return slurm_client.run_command("sacct", "-P", "-j", str(record.job_id), f"--format={fields}")
     except SlurmError as error:
         return f"not available: {error}"
 

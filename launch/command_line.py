@@ -27,7 +27,7 @@ import types
 from collections.abc import Callable
 from dataclasses import MISSING, dataclass
 from pathlib import Path
-from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
+from typing import Any, ClassVar, Literal, Protocol, TypeVar, Union, get_args, get_origin, get_type_hints
 
 from launch import console
 from launch.terminal import no_more_output, plain
@@ -39,7 +39,15 @@ FOREIGN = "-+~"  # first characters of options and of Hydra's overrides
 ORIGIN = "the command line"
 MAX_CHARACTERS = 80
 """Characters of an argument that an error repeats."""
-Request = TypeVar("Request")
+
+
+class Dataclass(Protocol):
+    """Any dataclass."""
+
+    __dataclass_fields__: ClassVar[dict[str, Any]]
+
+
+Request = TypeVar("Request", bound=Dataclass)
 
 
 @dataclass(frozen=True)
@@ -59,7 +67,7 @@ class Key:
     others: bool = False
 
 
-def run(description: str, request: type[Request], command: Callable[[Request], int], arguments: list[str]) -> int:
+def run(description: str | None, request: type[Request], command: Callable[[Request], int], arguments: list[str]) -> int:
     """Run a command, and return its exit status: 2 after a RecipeError or a file error, 130 after Ctrl-C.
 
     description: the usage text. The keys are listed after its first paragraph.
@@ -83,7 +91,7 @@ def run(description: str, request: type[Request], command: Callable[[Request], i
         return 2
 
 
-def _run(description: str, request: type[Request], command: Callable[[Request], int], arguments: list[str]) -> int:
+def _run(description: str | None, request: type[Request], command: Callable[[Request], int], arguments: list[str]) -> int:
     if arguments and arguments[0] in HELP:
         _print_usage(description, request)
         return 0
@@ -97,8 +105,8 @@ def _run(description: str, request: type[Request], command: Callable[[Request], 
     return command(asked)
 
 
-def _print_usage(description: str, request: type) -> None:
-    first, _, rest = description.strip().partition("\n\n")
+def _print_usage(description: str | None, request: type) -> None:
+    first, _, rest = (description or "").strip().partition("\n\n")
     shown: dict[str, str] = {}
     for name, (_, own) in _keys(request).items():
         optional = f"; `{name}=` may be omitted" if own.bare else ""

@@ -1,4 +1,4 @@
-"""Export a checkpoint of a run in Hugging Face format: python launch/export.py run=RUN_DIR [step=N] [out=DIR]
+"""Export a checkpoint of a run in Hugging Face format with `python launch/export.py run=RUN_DIR [step=N] [out=DIR]`.
 
 Writes sharded safetensors in policy.precision, config, tokenizer and chat template, which transformers and vLLM load. A reward
 model (algorithm rm) becomes a sequence classifier with one label. The checkpoint is read on this machine, without a GPU or a

@@ -104,7 +104,7 @@ def public_model_config(name: str) -> dict[str, Any] | None:
         return None
     config = read_json(path)
     other = config.pop("like", None)
-    return {**public_model_config(other), **config} if other else config
+    return {**(public_model_config(other) or {}), **config} if other else config
 
 
 def is_inside(name: str, folders: Iterable[os.PathLike]) -> bool:

@@ -10,6 +10,7 @@ A needed recipe merges, each source overriding the ones above it:
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 from launch import backend, recipes
 from pipeline import config
@@ -56,7 +57,7 @@ def _problems(loaded: Loaded) -> list[Problem]:
 
 def _from_files(requested: Loaded, needed: Loaded) -> list[str]:
     """Return `key=value` of SITE's keys that the requested recipe's files set and the needed recipe's files do not."""
-    found: dict[str, str] = {}
+    found: dict[str, Any] = {}
     for key, origin in requested.origins.items():
         section, *rest = key.split(".")
         if section != "cluster" or not rest or origin == config_tree.COMMAND_LINE:

@@ -98,7 +98,7 @@ def candidates(loaded: Loaded, available: int) -> Iterator[Changes]:
 def differing(recipe: Recipe, changes: Changes) -> Changes:
     """Return the changes whose value differs from the recipe's."""
     tree = config_tree.from_plain(asdict(recipe), None)
-    return {key: value for key, value in changes.items() if tree.find(key).value != value}
+    return {key: value for key, value in changes.items() if getattr(tree.find(key), "value", None) != value}
 
 
 def _candidates(recipe: Recipe, available: int) -> Iterator[Changes]:

@@ -1,4 +1,4 @@
-"""Plan a recipe's refit and predict its time: python launch/plan_refit.py recipe=NAME [key=value ...]
+"""Plan a recipe's refit and predict its time with `python launch/plan_refit.py recipe=NAME [key=value ...]`.
 
 Needs only the model's config.json, or its description in recipes/models: no weights, GPU, job or torch. Prints what each rank
 sends and receives, compares that with the network's lower bound and with a reference broadcast, and names the bottleneck.

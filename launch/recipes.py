@@ -42,10 +42,10 @@ def _translated(path: Path, tree: ConfigMapping, given: list[tuple[str, ConfigNo
     tree = config_tree.merge(tree, layer(theirs))
     faults = interpolation.resolve(tree)
     faults |= {key: problem for key, problem in _type_errors(tree).items() if key not in faults}
-    problems = [replace(problem, origin=tree.find(key).origin or "") for key, problem in faults.items()]
+    problems = [replace(problem, origin=getattr(tree.find(key), "origin", None) or "") for key, problem in faults.items()]
     for key in faults:
         tree.drop(key)
-    origins = {key: leaf.origin for key, leaf in tree.leaves()}
+    origins = {key: leaf.origin or "" for key, leaf in tree.leaves()}
     translation = nemo_rl.translate(tree.plain(), origins, path)
     problems += independent(translation.problems, faults)
     readers = replace(unused_keys.Readers.of_tree(tree), algorithm=None)  # `nemo_rl` knows which of theirs it is

@@ -1,4 +1,4 @@
-"""Write the report of one or several runs as an HTML page: python launch/report.py run=RUN_DIR [run=RUN_DIR ...] [out=FILE]
+"""Write a report of runs as an HTML page with `python launch/report.py run=RUN_DIR [run=RUN_DIR ...] [out=FILE]`.
 
 The page shows curves, phase times, a timeline, refits, lengths, samples and recipes; curves of several runs share a chart. It
 loads only plotly.min.js, which is written beside it. The command also prints first and last values and three samples of each
@@ -137,7 +137,9 @@ def _print(labelled: LabelledRun) -> None:
 def _changes(metrics: Columns) -> Iterator[tuple[str, str]]:
     """Yield the first and the last value of each metric of PRINTED."""
     for key in PRINTED:
-        steps, values = metrics.columns.get(key, ((), ()))
+        if key not in metrics.columns:
+            continue
+        steps, values = metrics.columns[key]
         if len(values) > 1:
             yield key, f"{values[0]:.3f} at step {steps[0]:.0f}, {values[-1]:.3f} at step {steps[-1]:.0f}"
 

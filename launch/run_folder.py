@@ -193,10 +193,10 @@ def phases(metrics: Columns) -> dict[str, tuple[list[float], list[float]]]:
 
     A phase that took no time in any step is left out.
     """
-    columns = {
-        part: dict(zip(*metrics.columns.get(f"time/{part}", ((), ())), strict=True))
-        for part in ("step", *STEP_PHASES, *OTHER_PHASES)
-    }
+    columns: dict[str, dict[float, float]] = {part: {} for part in ("step", *STEP_PHASES, *OTHER_PHASES)}
+    for part, values in columns.items():
+        if f"time/{part}" in metrics.columns:
+            values.update(zip(*metrics.columns[f"time/{part}"], strict=True))
     steps = sorted({step for values in columns.values() for step in values})
     whole = columns.pop("step")
     layers = {part: [_or_zero(columns[part].get(step)) for step in steps] for part in STEP_PHASES}

@@ -1,4 +1,4 @@
-"""Show the state of runs: python launch/status.py [FOLDER ...] [watch=SECONDS] [json=true]
+"""Show the state of runs with `python launch/status.py [FOLDER ...] [watch=SECONDS] [json=true]`.
 
 Reads the run folder and queries the job, within seconds; says so if the job cannot be queried from here.
 Exit status: 0; 1 if a run named on the command line failed or was stopped; 2 if there is no such run.

@@ -1,4 +1,4 @@
-"""Run a recipe: python launch/submit.py recipe=NAME [key=value ...]
+"""Run a recipe with `python launch/submit.py recipe=NAME [key=value ...]`.
 
 A NeMo-RL recipe works too: its keys are translated, and notes name those that change or have no effect.
 
@@ -244,6 +244,7 @@ def start(prepared: Prepared, after: tuple[str, ...] = (), behind: tuple[str, ..
         run_setup.prepare(recipe, run_dir, runner.script)
         try:
             job = runner.submit(task.rank_main, str(run_dir))
+            assert isinstance(job, RunJob), "each executor names its class of jobs"
         except slurm_client.SlurmError as error:
             raise RecipeError(_not_submitted(error)) from error
         try:

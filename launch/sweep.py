@@ -1,4 +1,4 @@
-"""Run a suite of recipes over seeds and check its gates: python launch/sweep.py sweep=NAME [key=value ...]
+"""Run a suite of recipes over seeds and check its gates with `python launch/sweep.py sweep=NAME [key=value ...]`.
 
 On Slurm the command submits all jobs, and a check that depends on them, and returns. On this machine it runs to the end. The
 sweep's folder, runs/sweeps/NAME/ID, holds the reports: report.html, report.md, junit.xml.

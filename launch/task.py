@@ -50,7 +50,9 @@ def run(folder: str) -> int:
     """Run the pickled submission in `folder` as this rank, and return its exit status. Errors go to stderr."""
     from submitit.core.submission import process_job
 
-    plugins.get_job_environments()["hetstep"] = HetstepJobEnvironment()  # process_job selects it by SUBMITIT_EXECUTOR
+    environments = plugins.get_job_environments()
+    assert isinstance(environments, dict), "submitit caches a dict"
+    environments["hetstep"] = HetstepJobEnvironment()  # process_job selects it by SUBMITIT_EXECUTOR
     os.environ["SUBMITIT_EXECUTOR"] = "hetstep"
     try:
         own_pickle(Path(folder), os.environ["HETSTEP_JOB_ID"])

@@ -1,4 +1,4 @@
-"""Write a trace of what every rank did: python launch/timeline.py run=RUN_DIR [step=N] [steps=A-B] [gz=true] ...
+"""Write a trace of what every rank did with `python launch/timeline.py run=RUN_DIR [step=N] [steps=A-B] [gz=true]`.
 
 Writes a trace for https://ui.perfetto.dev or chrome://tracing, and an SVG of one step.
 Exit status: 0; 2 if the run, the step or a timeline of it does not exist.

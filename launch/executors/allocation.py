@@ -138,11 +138,13 @@ class AllocationExecutor(local.LocalExecutor):
     def _submit_command(self, command: str) -> AllocationJob | BatchStepsJob:
         path = self.folder / "allocation.sh"
         path.write_text(self.script)
+        job_id = current()
+        assert job_id is not None, "preflight has found the allocation"
         log = self.folder / (f"{self.batch_job}_0_log.out" if self.batch_job else "controller.log")
         with open(log, "ab") as out:
             process = subprocess.Popen(
                 ["bash", str(path)],
-                env={**os.environ, "SLURM_JOB_ID": current()},
+                env={**os.environ, "SLURM_JOB_ID": job_id},
                 stdin=subprocess.DEVNULL,
                 stdout=out,
                 stderr=out,

@@ -21,7 +21,7 @@ import os
 import stat
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 from pipeline.storage import wait_for, write_durably
 
@@ -48,11 +48,19 @@ class JobStatus:
         return f"{self.state} ({self.reason})" if self.reason else self.state
 
 
+@runtime_checkable
 class RunJob(Protocol):
     """The interface of a submitted job."""
 
-    job_id: str
-    start_time: int | None  # as in JobRecord
+    @property
+    def job_id(self) -> str:
+        """Slurm's id of the leading component, or the process id of the controller."""
+        ...
+
+    @property
+    def start_time(self) -> int | None:
+        """The controller's start time, as in JobRecord."""
+        ...
 
     def status(self, now: bool = False) -> JobStatus:
         """Return the job's status. now: do not use a cached one."""

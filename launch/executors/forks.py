@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib
+import io
 import os
 import signal
 import sys
@@ -74,6 +75,7 @@ def start(main: Callable[[], None], environment: dict[str, str], log: BinaryIO, 
         os.dup2(log.fileno(), 1)
         os.dup2(log.fileno(), 2)
         for stream in (sys.stdout, sys.stderr):
+            assert isinstance(stream, io.TextIOWrapper), "the controller replaces neither stream"
             stream.reconfigure(line_buffering=True, write_through=True)
         if environment.get("HETSTEP_COMPONENT") == "generate":
             importlib.import_module(ENVIRONMENTS).fork_early()

@@ -23,16 +23,18 @@ import socket
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, BinaryIO
 
+from submitit.core.core import Job
 from submitit.local import local
 from typing_extensions import override
 
 from launch import gpus, task
 from launch.executors import forks
-from launch.executors.base import ROOT, JobStatus, RunJob, write_json
+from launch.executors.base import ROOT, JobStatus, write_json
 from launch.nodes import hosts, shares_gpus
 from pipeline.config import ClusterConfig, ComponentConfig, RequeueConfig, ranks, ranks_per_node
 from pipeline.storage import write_durably
@@ -147,8 +149,9 @@ class Controller:
 
     def _attempts(self) -> Stop:
         """Run one attempt after another, as long as the verdict requests it."""
-        for restart in itertools.count():
-            self.attempt = f"{self.job}-{restart}"
+        restarts = itertools.count()
+        while True:
+            self.attempt = f"{self.job}-{next(restarts)}"
             end = self._one_attempt()
             status, verdict = self._verdict(end.status)
             if end.secondary and "failed first" in verdict:
@@ -240,6 +243,7 @@ class Controller:
     def _reap_one(self) -> None:
         """Wait for a rank to end. Raises Stop if it failed, without reaping it, so that its process group stays valid."""
         ended = os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOWAIT)
+        assert ended is not None, "only WNOHANG returns None"
         if (rank := self.rank_of.get(ended.si_pid)) is None:  # a slow rank of the previous attempt
             os.waitpid(ended.si_pid, 0)
             return
@@ -340,7 +344,8 @@ class HetLocalExecutor(local.LocalExecutor):
         self.script = commands(run_dir, components)
         self.parameters = {"timeout_min": cluster.time_min}
 
-    def submit(self, fn, *args, **kwargs) -> RunJob:
+    @override
+    def submit(self, fn: Callable[..., Any], *args: object, **kwargs: object) -> Job[Any]:
         """Submit `fn(*args, **kwargs)` for every rank. Ranks of the pipeline share its imports if possible."""
         self.fork = fn.__module__ == task.__name__ and forks.possible(self.environments)
         return super().submit(fn, *args, **kwargs)

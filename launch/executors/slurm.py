@@ -219,7 +219,7 @@ def job_status(part: JobComponent) -> JobStatus:
 class HetSlurmJob(slurm.SlurmJob):
     """A heterogeneous or plain Slurm job, by the id of its leading component."""
 
-    start_time = None  # not needed, because a cluster does not reuse ids
+    start_time: int | None = None  # not needed, because a cluster does not reuse ids
 
     def __init__(self, folder: Path | str, job_id: str, tasks: Sequence[int] = (0,)):
         self.watcher = HetWatcher(delay_s=15)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -205,7 +206,9 @@ def _of_gpu(count: float, component: config.ComponentConfig, phase: str = "") ->
     return f"{count / GIGA:.0f} GB{f' in {phase}' if phase else ''}, and its GPU has {hardware.memory_gb(component):g}"
 
 
-def plan(recipe: Recipe, choice: backend.BackendChoice, before: Path | None = None, pending: Sequence[Path] = ()) -> Plan:
+def plan(
+    recipe: Recipe, choice: backend.BackendChoice, before: Path | None = None, pending: Sequence[os.PathLike] = ()
+) -> Plan:
     """Return the plan of a recipe for which the train backend is chosen.
 
     before: a run folder to calibrate by; None: the recipe's own, if it has made steps. pending: run folders of needed recipes

@@ -6,9 +6,8 @@ The policy, and with it a critic, a teacher or a reward model: all are cut as th
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 from launch.model_files import is_inside, model_folder, planning_config
@@ -38,7 +37,7 @@ PLAIN = {"hidden_act": "silu", "attention_bias": False, "mlp_bias": False}  # wh
 ELSE = "Try policy.dtensor_cfg.enabled=true, which trains others"
 
 
-def problems(recipe: Recipe, pending: list[Path] = ()) -> Iterator[Problem]:
+def problems(recipe: Recipe, pending: Sequence[os.PathLike] = ()) -> Iterator[Problem]:
     """Yield what is wrong with the models. One that is yet to come out of a run folder of `pending` is checked in the job."""
     for section, policy in config.models(recipe).items():
         found: list[Problem] = []
@@ -52,13 +51,13 @@ def problems(recipe: Recipe, pending: list[Path] = ()) -> Iterator[Problem]:
             yield from _against_layout(recipe, section, policy, pending)
 
 
-def against_layout(recipe: Recipe, pending: list[Path] = ()) -> Iterator[Problem]:
+def against_layout(recipe: Recipe, pending: Sequence[os.PathLike] = ()) -> Iterator[Problem]:
     """Yield the same of models that need not be here, if they are described in recipes/models."""
     for section, policy in config.models(recipe).items():
         yield from _against_layout(recipe, section, policy, pending)
 
 
-def _against_layout(recipe: Recipe, section: str, policy: PolicyConfig, pending: list[Path]) -> Iterator[Problem]:
+def _against_layout(recipe: Recipe, section: str, policy: PolicyConfig, pending: Sequence[os.PathLike]) -> Iterator[Problem]:
     key, found = f"{section}.model_name", []
     with collected(found):
         if (model := planning_config(policy, pending, key)) is None:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import codecs
 import os
 import re
-from collections.abc import Generator, Iterator
+from collections.abc import Generator, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -44,7 +44,7 @@ SHOWN_LINES = 5  # numbers of lines with the same fault, besides the first
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")
 
 
-def problems(recipe: Recipe, pending: list[Path] = (), notes: list[str] | None = None) -> Iterator[Problem]:
+def problems(recipe: Recipe, pending: Sequence[os.PathLike] = (), notes: list[str] | None = None) -> Iterator[Problem]:
     """Yield what is wrong with the files.
 
     pending: run folders of needed recipes that have not run yet; they are not looked into.

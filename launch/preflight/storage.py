@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import getpass
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from launch.containers import CONVERSIONS
@@ -22,7 +22,7 @@ OWN = frozenset(("btrfs", "ext2", "ext3", "ext4", "overlay", "ramfs", "tmpfs", "
 
 
 def problems(
-    recipe: Recipe, pending: list[Path] = (), notes: list[str] | None = None, on_nodes: bool = False
+    recipe: Recipe, pending: Sequence[os.PathLike] = (), notes: list[str] | None = None, on_nodes: bool = False
 ) -> Iterator[Problem]:
     """Yield the problems of folders to write, models' files, containers and free space.
 

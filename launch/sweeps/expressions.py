@@ -148,7 +148,7 @@ def _number(node: ast.expr) -> float:
 
 def evaluate(expression: Expression, curves: Mapping[str, Curve]) -> float:
     """Return the value of an expression for one run. Raises NoValue."""
-    if isinstance(expression, float):
+    if isinstance(expression, float | int):
         return expression
     if isinstance(expression, Statistic):
         return STATISTICS[expression.name](_points(expression, curves), expression.argument)
@@ -169,6 +169,7 @@ def _points(statistic: Statistic, curves: Mapping[str, Curve]) -> Points:
         raise NoValue(f"metrics.jsonl has no {name}" + (f"; did you mean {near[0]}?" if near else ""))
     steps, window = curves[name].steps, statistic.window
     if statistic.name == "at":
+        assert statistic.argument is not None, "`parse` requires a step"
         window = {"from": statistic.argument, "to": statistic.argument}
     points = [
         point
@@ -181,9 +182,10 @@ def _points(statistic: Statistic, curves: Mapping[str, Curve]) -> Points:
     if (count := int(window.get("last", len(points)))) > len(points):
         raise NoValue(f"{name} has {len(points)} values; expected at least {count} for last={count}")
     points = points[len(points) - count :]
+    finite = [(step, value) for step, value in points if value is not None]
     if lost := [step for step, value in points if value is None]:
         raise NoValue(f"{name} is not a finite number at step {lost[0]}")
-    return points
+    return finite
 
 
 def _over(reduce: Callable[[list[float]], float]) -> Callable[[Points, float | None], float]:
@@ -191,6 +193,7 @@ def _over(reduce: Callable[[list[float]], float]) -> Callable[[Points, float | N
 
 
 def _quantile(points: Points, share: float | None) -> float:
+    assert share is not None, "`parse` requires a number"
     ordered = sorted(value for _, value in points)
     place = share * (len(ordered) - 1)
     below = int(place)

@@ -107,6 +107,12 @@ class GateCase:
     gate: GateConfig
 
     @property
+    def expression(self) -> str:
+        """The gate's expression over metrics, which every gate but same_as has."""
+        assert self.gate.value is not None, "`suite.problems` requires it"
+        return self.gate.value
+
+    @property
     def relative_to(self) -> str | None:
         """The run whose values divide this run's, for a relative speed."""
         return self.gate.speed.relative_to if self.gate.speed else None
@@ -159,7 +165,7 @@ class GateCase:
         return {seed: value / divisors[seed] for seed, value in values.items()}
 
     def _of(self, run: str) -> dict[int, float]:
-        expression, found = expressions.parse(self.gate.value), {}
+        expression, found = expressions.parse(self.expression), {}
         for seed, measured in self.sweep.seeds(run).items():
             try:
                 found[seed] = expressions.evaluate(expression, measured.curves)
@@ -175,6 +181,7 @@ class GateCase:
         return limits, f"expected {limits}"
 
     def _band(self) -> tuple[Limits, str]:
+        assert self.gate.band is not None
         middle, half = self.band()
         better = self.gate.band.better
         limits = Limits(None if better == "lower" else middle - half, None if better == "higher" else middle + half)
@@ -182,16 +189,19 @@ class GateCase:
 
     def band(self) -> tuple[float, float]:
         """Return (the centre of the band, half its width). Raises GateFailed."""
+        assert self.gate.band is not None
         values = self._stored()[1].seeds.values()
         return self._middle(values), self.gate.band.spreads * max(spread(values), self.gate.band.floor)
 
     def _beyond(self, middle: float, half: float) -> str:
         """Return a hint if the run is better than the whole band; else an empty string."""
+        assert self.gate.band is not None
         value = self._middle(self.values().values())
         ahead = {"higher": value - middle, "lower": middle - value, "neither": 0.0}[self.gate.band.better]
         return "; better than the whole band: try update_baseline=true" if ahead > half else ""
 
     def _speed(self) -> tuple[Limits, str]:
+        assert self.gate.speed is not None
         of_run, stored = self._stored()
         if self.relative_to is None:
             now = hardware(self.sweep.seeds(self.run).values())
@@ -211,8 +221,7 @@ class GateCase:
 
         Only for a band over one metric.
         """
-        named = set(expressions.metrics(expressions.parse(self.gate.value)))
-        if self.gate.band is None or len(named) != 1:
+        if self.gate.band is None or len(named := set(expressions.metrics(expressions.parse(self.expression)))) != 1:
             return None
         metric, first = named.pop(), None
         before = self._stored()[0].curves.get(metric)
@@ -247,12 +256,13 @@ class GateCase:
 
     def to_store(self) -> StoredGate:
         """Return the gate's entry in a baseline. Raises NoValue, GateSkipped."""
-        return StoredGate(self.gate.value, self.relative_to, {str(seed): value for seed, value in self.values().items()})
+        return StoredGate(self.expression, self.relative_to, {str(seed): value for seed, value in self.values().items()})
 
     # ---- to the last bit ------------------------------------------------------------------------------------------------
 
     def _same(self) -> str:
         """Compare every reproducible metric, and return the passing message. Raises GateFailed at the first difference."""
+        assert self.gate.same_as is not None
         other, compared = self.gate.same_as.run, 0
         others = self.sweep.seeds(other)
         for seed, measured in self.sweep.seeds(self.run).items():

@@ -8,6 +8,7 @@ from __future__ import annotations
 import re
 import statistics
 from collections.abc import Iterator
+from typing import Literal
 
 from launch.pages.chart import Chart, Series, figures
 from launch.pages.document import Section, document, folded
@@ -38,7 +39,7 @@ def page(result: SweepResult) -> str:
 def _failed(result: SweepResult) -> Iterator[Section]:
     if not result.failed:
         return
-    rows = [[each.run, each.gate, each.message, _seeds(each)] for each in result.failed]
+    rows: list[list[object]] = [[each.run, each.gate, each.message, _seeds(each)] for each in result.failed]
     broken = {(each.run, each.gate) for each in result.failed}
     charts = []
     for run in result.sweep.suite.runs:
@@ -86,7 +87,7 @@ def _chart(result: SweepResult, run: str, metric: str, title: str) -> Chart:
     return Chart(title, series, unit, levels=_levels(result, run, metric), note="" if series else "no run has this metric")
 
 
-def _kind(curve: Curve) -> str:
+def _kind(curve: Curve) -> Literal["line", "points"]:
     """Return how to draw a curve: `points` if it has values at few steps, else `line`."""
     gaps = [after - before for before, after in zip(curve.steps, curve.steps[1:], strict=False)]
     return "points" if not gaps or statistics.median(gaps) > 1 else "line"
@@ -140,6 +141,8 @@ def _state(ran: JobResult) -> Html:
 
 
 def _hardware(result: SweepResult, ran: JobResult) -> str:
+    if ran.job.run is None or ran.job.seed is None:
+        return ""
     found = result.sweep.runs.get(ran.job.run, {}).get(ran.job.seed)
     return (found and found.hardware) or ""
 

@@ -165,7 +165,9 @@ def load(name: str, arguments: Iterable[str] = ()) -> LoadedSuite:
     for problem in faults:
         tree.drop(problem.key)  # use the default, to check the rest
     wrong += faults
-    wrong += independent(problems(suite or _built(tree)[0]), [problem.key for problem in wrong])
+    suite = suite or _built(tree)[0]
+    assert suite is not None, "without the faulty keys it can be built"
+    wrong += independent(problems(suite), [problem.key for problem in wrong])
     refuse([*found, *wrong])
     return LoadedSuite(suite, (path.parent / (suite.baseline or f"baselines/{suite.name}.yaml")).absolute(), overrides)
 
@@ -174,6 +176,7 @@ def read(path: Path) -> Suite:
     """Read a suite that `to_yaml` wrote. Raises RecipeError."""
     suite, faults = _built(config_tree.load_with_parents(path))
     refuse(problem.within(str(path)) for problem in faults)
+    assert suite is not None, "a suite without faults is built"
     return suite
 
 
@@ -189,7 +192,8 @@ def _built(tree: config_tree.ConfigMapping) -> tuple[Suite | None, list[Problem]
 
 def _split(arguments: Iterable[str]) -> tuple[list[tuple[str, Any]], list[str], list[Problem]]:
     """Split arguments into (changes of the suite, overrides of the recipes, problems of all others)."""
-    suites, recipes = schema_validation.fields(Suite), schema_validation.fields(Recipe)
+    suites = schema_validation.fields(Suite)
+    recipes = schema_validation.fields(Recipe)  # pyright: ignore[reportArgumentType]  # a class is hashable, whatever its instances are
     given, overrides, found = [], [], []
     for argument in arguments:
         top = argument.partition("=")[0].partition(".")[0]
@@ -288,7 +292,7 @@ def _gate(key: str, gate: GateConfig) -> Iterator[Problem]:
         yield Problem(key, "contradiction", f"got {kinds}; expected one of them per gate")
     if gate.equals is not None and bounds != (None, None):
         yield Problem(f"{key}.equals", "contradiction", "got at_least or at_most too; expected only one of them")
-    if None not in bounds and gate.at_least > gate.at_most:
+    if gate.at_least is not None and gate.at_most is not None and gate.at_least > gate.at_most:
         yield Problem(f"{key}.at_least", "contradiction", f"got {gate.at_least:g}; expected at most at_most, {gate.at_most:g}")
     if gate.speed and gate.speed.at_most is None and gate.speed.at_least is None:
         yield Problem(

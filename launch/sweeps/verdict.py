@@ -88,7 +88,7 @@ def conclude(folder: SweepFolder) -> SweepResult:
     job_states = folder.job_states(Queue(plan.executor))
     runs: dict[str, dict[int, RunMeasurements]] = {run: {} for run in suite.runs}
     for each in job_states:
-        if each.state == "done" and each.job.run is not None:
+        if each.state == "done" and each.job.run is not None and each.job.seed is not None:
             runs[each.job.run][each.job.seed] = measure(Path(each.job.run_dir))
     ran = [_ran(folder, each) for each in job_states]
     sweep = Sweep(suite, runs, baselines.read(Path(plan.baseline)))
@@ -150,10 +150,12 @@ def _commits(jobs: list[SweepJob]) -> list[str]:
 
 def _changed(sweep: Sweep, jobs: list[SweepJob]) -> list[str]:
     """Return a note for each run whose overrides differ from the baseline's, a likely cause of failed gates."""
+    if (baseline := sweep.baseline) is None:
+        return []
     notes = []
-    for run in sweep.suite.runs if sweep.baseline else ():
-        before, now = set(sweep.baseline.of(run).overrides), set(_overrides(jobs, run))
-        if run in sweep.baseline.runs and before != now:
+    for run in sweep.suite.runs:
+        before, now = set(baseline.of(run).overrides), set(_overrides(jobs, run))
+        if run in baseline.runs and before != now:
             changes = [f"{sign}{each}" for sign, some in (("+", now - before), ("-", before - now)) for each in sorted(some)]
             notes.append(f"{run} has other overrides than in the baseline: {' '.join(changes)}")
     return notes
