@@ -38,6 +38,7 @@ from pipeline.data.datasets import load_records, load_split
 from pipeline.data.named import columns
 from pipeline.data.preferences import Pair
 from pipeline.data.stream import ExampleStream, Item, PairStream, PromptStream, Stream
+from pipeline.problems import Problem, RecipeError
 from pipeline.types import Prompt, Sample
 
 if TYPE_CHECKING:
@@ -88,17 +89,19 @@ class Mixture(Generic[Item]):
         return {"position": self._position, "seed": self._seed, "weights": self._weights, "streams": streams}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue at `state`. Raise ValueError if other data sets, weights or seeds were mixed."""
+        """Continue at `state`. Raise RecipeError if other data sets, weights or seeds were mixed."""
         if "streams" not in state:
-            raise ValueError(f"data: the checkpoint has one data set, this run has {', '.join(self._streams)}")
+            message = f"the checkpoint has one data set, this run has {', '.join(self._streams)}"
+            raise RecipeError(Problem("data", "run-exists", message))
         for what, theirs, ours in (("weights", state["weights"], self._weights), ("seed", state["seed"], self._seed)):
             if theirs != ours:
-                raise ValueError(f"data: got {what} {ours}; expected {theirs}, which the checkpoint had")
+                message = f"got {what} {ours}; expected {theirs}, which the checkpoint had"
+                raise RecipeError(Problem("data", "run-exists", message))
         for name, stream in self._streams.items():
             try:
                 stream.load_state_dict(state["streams"][name])
-            except ValueError as error:
-                raise ValueError(f"data set {name}: {error}") from error
+            except RecipeError as error:
+                raise RecipeError(*(problem.within(f"data set {name}") for problem in error.problems)) from error
         self._position = state["position"]
 
 

@@ -27,6 +27,7 @@ import numpy as np
 
 from pipeline.config import Message, TokenizerConfig
 from pipeline.data.special_tokens import SpecialTokenEscaper
+from pipeline.problems import Problem, RecipeError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -40,7 +41,7 @@ CUT = " [cut]"  # end of a truncated observation
 class Observations:
     """Encodes messages of environments. Not thread-safe.
 
-    Raises ValueError if the template cannot render a second turn of the user.
+    Raises RecipeError if the template cannot render a second turn of the user.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, config: TokenizerConfig, chat: bool) -> None:
@@ -64,7 +65,7 @@ class Observations:
         """Return the tokens, `[O]` int32, from the policy's turn to the start of its next one.
 
         message: {"role", "content"}; without a chat template the role has no effect. ended: whether the policy's last token
-        `ends_turn`. Raise ValueError for a role that the template cannot render there.
+        `ends_turn`. Raise RecipeError for a role that the template cannot render there.
         """
         content = self._escaper.escape(message["content"])
         if not self._chat:
@@ -102,9 +103,8 @@ class Observations:
                 rendered_as, problem = "user", None
                 logger.info("policy.tokenizer.chat_template has no role tool: tool messages get the role user")
             if problem:
-                raise ValueError(
-                    f"policy.tokenizer.chat_template: an environment's {role} after an assistant's turn: {problem}"
-                )
+                message = f"cannot render an environment's {role} after an assistant's turn: {problem}"
+                raise RecipeError(Problem("policy.tokenizer.chat_template", "unsupported", message))
             self._roles[role] = rendered_as
         return self._roles[role]
 

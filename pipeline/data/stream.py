@@ -116,12 +116,14 @@ class Stream(Generic[Item]):
         return {**self._identity, "loader": self._loader.state_dict()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue at `state`. Raise ValueError if it is from another data set, seed or order."""
+        """Continue at `state`. Raise RecipeError if it is from another data set, seed or order."""
         if "streams" in state:
-            raise ValueError(f"data: the checkpoint has the data sets {', '.join(state['streams'])}, this run has one")
+            message = f"the checkpoint has the data sets {', '.join(state['streams'])}, this run has one"
+            raise RecipeError(Problem("data", "run-exists", message))
         for key, value in self._identity.items():
             if state[key] != value:
-                raise ValueError(f"data: got {key} {value}; expected {state[key]}, which the checkpoint had")
+                message = f"got {key} {value}; expected {state[key]}, which the checkpoint had"
+                raise RecipeError(Problem("data", "run-exists", message))
         self._loader.load_state_dict(state["loader"])
         self._iterator = iter(self._loader)
 
