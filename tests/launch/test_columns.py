@@ -85,7 +85,7 @@ def test_an_answer_that_has_no_tests_is_told_where_code_is_judged(tmp_path):
     rows = [{"input": "a=", "answer": "assert f(1) == 2"}, {"input": "a=", "answer": "3"}, {"input": "a=", "answer": "4"}]
     kind = ("env.sums={kind: code}", "data.train.env_name=sums", "data.bad_records=drop")
     problems, _ = look(tmp_path, "grpo", rows, *kind)
-    assert [problem.partition(": a piece")[0] for problem in problems] == [
+    assert [problem.partition(": the snippet")[0] for problem in problems] == [
         "data.train.data_path: F:2: 'answer': env.sums cannot judge by it",
         "data.train.data_path: F:3: 'answer': env.sums cannot judge by it",
     ]
