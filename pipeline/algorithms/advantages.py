@@ -25,7 +25,7 @@ from pipeline.algorithms.reductions import sequence_sums, values_before
 from pipeline.algorithms.sections import GAEConfig, LossConfig, RewardedConfig, RewardScalingConfig, RewardShapingConfig
 from pipeline.types import AdvantageNormalization, GlobalCounts, Moments, PackedBatch, Prompt, Rollout, RolloutGroup, Sample
 
-ROUNDING = 1e-5  # relative; a model's float32 rewards of one answer in different batches differ by less than this
+ROUNDING = 1e-5  # relative; float32 rewards of one answer in different batches differ by less
 GROUP_EPSILON = 1e-6  # keeps a group's division finite, as in NeMo-RL
 STEP_EPSILON = 1e-8  # the same for a step
 

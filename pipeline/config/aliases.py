@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable
 
 from pipeline.algorithms import OFFLINE, ONLINE
 
-OWN = "<algorithm>"  # the section of the recipe's own algorithm
+OWN = "<algorithm>"  # placeholder for the section of the recipe's algorithm
 
 LR = ("policy.optimizer.kwargs.lr", "policy.megatron_cfg.optimizer.lr")
 WEIGHT_DECAY = ("policy.optimizer.kwargs.weight_decay", "policy.megatron_cfg.optimizer.weight_decay")

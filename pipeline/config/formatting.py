@@ -11,7 +11,7 @@ from pipeline.config.config_tree import dump_yaml
 from pipeline.config.interpolation import escaped
 from pipeline.config.loading import Loaded
 
-WIDEST = 80  # columns: longer lines do not move the comments of all others
+WIDEST = 80  # columns; longer lines do not shift the comments of the others
 DEFAULT = "default"
 
 

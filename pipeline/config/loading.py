@@ -49,7 +49,7 @@ class Loaded:
     origins: dict[str, str]  # dotted key -> "recipes/a.yaml:12" or "the command line"; absent: the schema's default
     notes: list[str] = field(default_factory=list)  # what the translation of a NeMo-RL recipe changed or ignored
     faulty: frozenset[str] = frozenset()  # keys whose value could not be used
-    inherited: tuple[str, ...] = ()  # of a recipe that is needed: the overrides that it takes from the one that needs it
+    inherited: tuple[str, ...] = ()  # overrides that a needed recipe inherits from the one that needs it
     references: dict[str, set[str]] = field(default_factory=dict)  # key -> keys that its value refers to
     file: str = ""  # the recipe's file, as in `origins`; empty for a recipe of NeMo-RL
 
@@ -274,5 +274,5 @@ def _leave_out(given: ConfigMapping, key: str) -> None:
         around = around.rpartition(".")[0]
     if around and (
         around == key or isinstance(given.find(around), ConfigValue)
-    ):  # a section that was given as a reference to another
+    ):  # a section given as a reference to another one
         given.drop(around)

@@ -87,7 +87,7 @@ def check_layout(recipe: Recipe) -> Iterator[Problem]:
     if backend := named_backend(recipe.policy):
         undivided = list(_check_ranks(recipe.policy, backend, recipe.cluster.train, "train"))
         yield from undivided or _check_global_batch(recipe, backend)
-        if serves_rewards(recipe):  # it has the policy's layout
+        if serves_rewards(recipe):  # the reward model has the policy's layout
             yield from _check_ranks(recipe.policy, backend, recipe.cluster.reward, "reward")
 
 

@@ -213,7 +213,7 @@ def explained(key: str) -> str:
         problems = list(
             schema_validation.unknown_keys(Recipe, tree, advice=schema_validation.Advice(readers.hint, readers.rank))
         )
-        if not problems:  # the key is below one that is no section
+        if not problems:  # the key is inside a value, not a section
             parent = key.rpartition(".")[0]
             while _generic(parent) is None:
                 parent = parent.rpartition(".")[0]

@@ -117,7 +117,7 @@ def unknown_keys(
                     yield from unknown_keys(inner, child, whole, advice, f"{where}.")
             continue
         leaves = [(key, node)] if isinstance(node, ConfigValue) else list(node.leaves(f"{key}."))
-        ours = prefix and any(one.rpartition(".")[2] == name for one in keys(whole))  # of another section, with what is in it
+        ours = prefix and any(one.rpartition(".")[2] == name for one in keys(whole))  # a key of another section
         misspelt = isinstance(node, ConfigMapping) and (ours or _siblings(section, name))
         hints = {} if misspelt else {inner: hint for inner, _ in leaves if (hint := advice.hint(inner))}
         for inner, leaf in leaves:

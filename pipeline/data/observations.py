@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-STAND_IN, TOLD = "Understood7", "Answered7"  # texts that no template contains
+PLACEHOLDER_TURN, PLACEHOLDER_REPLY = "Understood7", "Answered7"  # texts that no template contains
 CUT = " [cut]"  # end of a truncated observation
 
 
@@ -111,20 +111,20 @@ class Observations:
     def _problem(self, role: str) -> str | None:
         """Return why the template cannot render a role, or None."""
         try:
-            text, begin = self._conversation({"role": role, "content": TOLD})
+            text, begin = self._conversation({"role": role, "content": PLACEHOLDER_REPLY})
         except (jinja2.TemplateError, TypeError, ValueError) as error:
             return str(error)
-        return None if TOLD in text[begin:] else "it renders no text of it"
+        return None if PLACEHOLDER_REPLY in text[begin:] else "it renders no text of it"
 
     def _conversation(self, *reply: Message) -> tuple[str, int]:
         """Return (a rendered conversation up to the policy's next turn, the end of the policy's previous turn in it)."""
-        messages = [{"role": "user", "content": "?"}, {"role": "assistant", "content": STAND_IN}, *reply]
+        messages = [{"role": "user", "content": "?"}, {"role": "assistant", "content": PLACEHOLDER_TURN}, *reply]
         text: Any = self._tokenizer.apply_chat_template(
             messages, tokenize=False, add_generation_prompt=bool(reply), **self._template_kwargs
         )
-        if (begin := text.find(STAND_IN)) < 0:
+        if (begin := text.find(PLACEHOLDER_TURN)) < 0:
             raise ValueError("it renders no text of the assistant")
-        return text, begin + len(STAND_IN)
+        return text, begin + len(PLACEHOLDER_TURN)
 
     def _mark_after_turn(self) -> str:
         """Return the special token that the template writes after an assistant's turn in every case, or an empty text."""
