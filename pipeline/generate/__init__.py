@@ -1,4 +1,8 @@
-"""Generation backends. `build` imports the one that the recipe names, and only that."""
+"""Generation backends: engines that sample completions from the policy.
+
+`base.py` defines the Protocols. `transformers.py` is the reference; `vllm.py` and the other `vllm_*.py` files are the fast
+backend. `build` imports only the backend that the recipe names.
+"""
 
 from __future__ import annotations
 
@@ -9,13 +13,13 @@ from pipeline.generate.base import GenerateBackend
 
 
 def build(policy: PolicyConfig, engine_ranks: int, rank_in_engine: int, seed: int) -> GenerateBackend:
-    """This rank's part of one engine. It has no weights yet: an `update` comes before the first request.
+    """Return this rank's part of one engine, without weights: commit an `update` before the first request.
 
     Collective over the `engine_ranks` ranks of the engine. If torch.distributed is initialised, its default group must be
-    exactly those ranks. `seed` only matters to requests without one of their own, of which there are none here.
+    exactly those ranks. `seed` is used only for requests without a seed, and the pipeline sends none.
     """
     if policy.generation.backend == "vllm":
-        os.environ.update(policy.generation.vllm_cfg.env_vars)  # first: vLLM reads some when it is imported
+        os.environ.update(policy.generation.vllm_cfg.env_vars)  # before the import: vLLM reads some of them there
         from pipeline.generate.vllm import VLLMBackend
 
         return VLLMBackend(policy, engine_ranks, rank_in_engine, seed)

@@ -1,7 +1,7 @@
-"""What the pipeline asks of a generation backend: an engine that is stepped from outside, its weights replaced in place.
+"""The Protocol of a generation backend: an engine that the caller steps, and whose weights it replaces in place.
 
 Every rank of an engine (its tensor- and pipeline-parallel peers) makes the same calls with the same arguments in the same
-order; where weights are written, each with its own shard.
+order. Only the written weights differ: each rank writes its own shard.
 """
 
 from __future__ import annotations
@@ -19,79 +19,99 @@ from pipeline.types import Completion, Request, VersionSpan
 
 @dataclass(frozen=True, slots=True)
 class UpdateUnit:
-    """Tensors of this rank that are brought up to date together, such as a module of the engine's model."""
+    """Tensors of this rank that are updated together, such as one module of the engine's model."""
 
     name: str
-    regions: tuple[Region, ...]  # what must be written of it; what none covers (padding) the backend fills itself
+    regions: tuple[Region, ...]  # entries to write; the backend itself fills entries that no region covers (padding)
 
 
 class WeightUpdate(Protocol):
-    """New weights on their way into the engine. From its making until `commit` the engine must not be used.
+    """An update of all weights. The engine must not be used between its creation and `commit`.
 
-    Either `load` gets full tensors, or every unit of the layout is written through `target` and then finished, units being
-    finished in the same order on all ranks of the engine. An update that is given up leaves a mixture of old and new weights
-    under the old version, which only another update mends.
+    Either call `load` with full tensors, or write every unit of the layout through `target` and finish it, in the same order on
+    all ranks of the engine. An abandoned update leaves a mixture of old and new weights under the old version; only another
+    update repairs it.
     """
 
     def load(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
-        """Take every tensor in full, by its name on disk. A tensor may be kept: the caller does not reuse its memory. Raises
-        ValueError if a name or a shape is wrong or one is missing."""
+        """Load every tensor in full, by its name on disk.
+
+        The backend may keep a tensor, so the caller must not reuse its memory. Raises ValueError if a name or a shape is wrong
+        or a tensor is missing.
+        """
 
     def target(self, unit: str, tensor: str) -> torch.Tensor:
-        """Where the regions of that tensor are to be written, until the unit is finished. Opens the unit if it is not open."""
+        """Return the tensor into which to write the regions of `tensor` until `finish`. Opens the unit if necessary."""
+        ...
 
     def in_place(self, unit: str) -> bool:
-        """Whether `target` is the very tensor that the engine reads, so that entries not written keep their values."""
+        """Return whether `target` is the tensor that the engine reads, so that unwritten entries keep their values."""
+        ...
 
     def finish(self, unit: str) -> None:
-        """All regions of the unit are written: make it what the kernels read. May be collective over the engine."""
+        """Convert a unit whose regions are all written to what the kernels read. May be collective over the engine."""
 
     def commit(self, version: int, recompute_kv_cache: bool = True) -> None:
-        """Every unit is finished: serve them as `version`. No cached prefix of the old weights is used any more. Requests that
-        run go on; their keys and values are computed anew, or kept as the old weights made them.
+        """Serve the finished units as `version`, and use no cached prefix of the old weights from now on.
 
-        Raises RuntimeError if a unit of the layout was not finished."""
+        Running requests continue. Their keys and values are recomputed, or stay as the old weights computed them. Raises
+        RuntimeError if a unit of the layout is not finished.
+        """
 
 
 class GenerateBackend(Protocol):
-    """A request is pending from `add` until `step` or `cut` hands out its completion.
+    """An engine. A request is pending from `add` until `step` or `cut` returns its completion.
 
-    `add`, `step` and `cut` raise RuntimeError before the first commit, from an update to its commit, and while a part sleeps.
+    `add`, `step` and `cut` raise RuntimeError before the first commit, from an update to its commit, and while memory is
+    released by `sleep`.
     """
 
     def add(self, requests: list[Request]) -> None:
         """Queue requests. Raises ValueError, naming the request, if its prompt leaves no room for one new token."""
 
     def step(self) -> list[Completion]:
-        """Advance every running request; the completions that ended. Returns [] at once when there is nothing to do."""
+        """Advance every running request, and return the completions that ended. Return [] if there is nothing to do."""
+        ...
 
     def cut(self, ids: list[str]) -> list[Completion]:
-        """End these requests where they are, with finish "length"; in this order. One of which no token was drawn gives an
-        empty completion; one that has ended, but was not handed out, is given as it ended.
+        """End these requests now, with finish "length", and return their completions in this order.
 
-        Raises ValueError, and cuts nothing, if one of them is not pending."""
+        A request without a drawn token gives an empty completion. A request that has ended but was not returned yet gives its
+        real completion. Raises ValueError, and cuts nothing, if one of them is not pending.
+        """
+        ...
 
     def progress(self) -> dict[str, tuple[VersionSpan, ...]]:
-        """What has been drawn so far of each pending request, by its id: () if nothing. At any time."""
+        """Return the spans drawn so far of each pending request, by its id; () if none. Callable at any time."""
+        ...
 
     @property
     def pending(self) -> int:
-        """How many requests are."""
+        """Number of pending requests."""
+        ...
 
     @property
     def shapes(self) -> dict[str, tuple[int, ...]]:
-        """Of every tensor on disk, in the order of a checkpoint."""
+        """Shape of every tensor on disk, by name, in the order of a checkpoint."""
+        ...
 
     def layout(self) -> list[UpdateUnit]:
-        """Every unit of this rank, in the model's order; region tensors are named uniquely within the rank."""
+        """Return every unit of this rank, in the model's order; tensor names in regions are unique within the rank."""
+        ...
 
     def update(self) -> WeightUpdate:
         """Begin to replace all weights."""
+        ...
 
     def sleep(self, keep_weights: bool = False) -> None:
-        """Give back the device's memory of weights and of keys and values. Weights that are not kept, on the host, are lost:
-        only an update brings them back. Raises RuntimeError if a request is pending, an update under way, or it sleeps."""
+        """Free the device memory of the weights and of the KV cache.
+
+        With `keep_weights` the weights are copied to the host. Otherwise they are lost until the next update. Raises
+        RuntimeError if a request is pending, an update is in progress, or the engine sleeps already.
+        """
 
     def wake(self, part: MemoryPart) -> None:
-        """First "weights": their memory is there again, at the same places, and an update may write it; then "cache". Raises
-        RuntimeError if that is not the next part to wake."""
+        """Allocate memory again: first "weights", at the same addresses, so that an update can write them; then "cache".
+
+        Raises RuntimeError if `part` is not the next part to wake.
+        """

@@ -1,4 +1,4 @@
-"""What both backends derive from a request and from the policy's files: the room for new tokens and the stop tokens."""
+"""Checks and limits of requests that both backends share: the number of new tokens, and the stop tokens."""
 
 from __future__ import annotations
 
@@ -9,7 +9,10 @@ from pipeline.types import Request
 
 
 def new_token_limit(request: Request, max_model_len: int) -> int:
-    """How many tokens may be drawn for `request`. Raises ValueError, naming it, if its prompt is empty or leaves no room."""
+    """Return how many tokens may be drawn for `request`.
+
+    Raises ValueError, naming the request, if its prompt is empty or leaves no room.
+    """
     if not len(request.tokens):
         raise ValueError(f"request {request.id}: the prompt is empty")
     room = max_model_len - len(request.tokens)
@@ -22,12 +25,13 @@ def new_token_limit(request: Request, max_model_len: int) -> int:
 
 
 def eos_token_ids(policy: PolicyConfig) -> tuple[int, ...]:
-    """The tokens that end any completion: the tokenizer's, and those that the model's generation_config, if any, lists.
+    """Return the tokens that end any completion: the tokenizer's, and those of the model's generation_config, if any.
 
-    Chat models name several there, e.g. Llama 3 ends a turn with another token than a text.
+    Chat models list several there; for example, Llama 3 ends a turn with another token than a text.
     """
     from transformers import AutoTokenizer, GenerationConfig
-    from transformers.utils import GENERATION_CONFIG_NAME, cached_file
+    from transformers.utils import GENERATION_CONFIG_NAME
+    from transformers.utils.hub import cached_file
 
     ids = {AutoTokenizer.from_pretrained(policy.tokenizer.name).eos_token_id}
     if cached_file(policy.model_name, GENERATION_CONFIG_NAME, _raise_exceptions_for_missing_entries=False) is not None:
@@ -37,7 +41,7 @@ def eos_token_ids(policy: PolicyConfig) -> tuple[int, ...]:
 
 
 def check_pending(ids: list[str], pending: Collection[str]) -> None:
-    """Raises ValueError, naming it, if one is not pending."""
+    """Raise ValueError, naming the request, if one of `ids` is not pending."""
     for id in ids:
         if id not in pending:
-            raise ValueError(f"request {id}: the engine has no such request, or has handed it out")
+            raise ValueError(f"request {id}: the engine has no such request, or has returned its completion")

@@ -1,8 +1,8 @@
-"""Drawing one token per row, so that a row's draws depend on its own seed and positions and on nothing else.
+"""Draw one token per row, such that a row's draws depend only on its own seed and positions.
 
 Gumbel-max: argmax(log p - log E) with E ~ Exp(1) independent per token is a draw from p. E is a pure function of (seed,
-position, token), counted out by SplitMix64 (Steele, Lea, Flood: Fast Splittable Pseudorandom Number Generators, 2014; its
-constants are below), so no generator is kept per request and one pass of tensor arithmetic serves all rows.
+position, token), computed by SplitMix64 (Steele, Lea, Flood: Fast Splittable Pseudorandom Number Generators, 2014; its
+constants are below). So no request keeps a generator, and one pass of tensor arithmetic serves all rows.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import torch
 
 
 def _signed(value: int) -> int:
-    """The int64 with the bits of the unsigned 64-bit `value`; torch's int64 arithmetic wraps, so bits are all that matters."""
+    """Return the int64 with the bits of the unsigned 64-bit `value`; torch's int64 arithmetic wraps, so only bits matter."""
     return value - (1 << 64) if value >= 1 << 63 else value
 
 
@@ -21,19 +21,22 @@ _MIX_2 = _signed(0x94D049BB133111EB)
 
 
 def _shift(x: torch.Tensor, bits: int) -> torch.Tensor:
-    """Logical right shift; torch's own keeps the sign."""
+    """Return the logical right shift of `x`; torch's own shift keeps the sign."""
     return (x >> bits).bitwise_and_((1 << (64 - bits)) - 1)
 
 
 def _mix(x: torch.Tensor) -> torch.Tensor:
-    """SplitMix64's output function, elementwise on int64."""
+    """Return SplitMix64's output function of `x`, elementwise on int64."""
     x = (x ^ _shift(x, 30)).mul_(_MIX_1)
     x = x.bitwise_xor_(_shift(x, 27)).mul_(_MIX_2)
     return x.bitwise_xor_(_shift(x, 31))
 
 
 def exponential_noise(seeds: torch.Tensor, positions: torch.Tensor, vocab_size: int) -> torch.Tensor:
-    """Exp(1) draws, [R, vocab_size] float32, from `seeds` [R] int64 and `positions` [R] int64 (0 is a request's first draw)."""
+    """Return Exp(1) draws [R, vocab_size] float32.
+
+    seeds: [R] int64. positions: [R] int64; 0 is a request's first draw.
+    """
     stream = _mix(_mix(seeds) + (positions + 1) * _GAMMA)
     counter = torch.arange(1, vocab_size + 1, device=seeds.device).mul_(_GAMMA)
     bits = _mix(stream[:, None] + counter)
@@ -43,14 +46,14 @@ def exponential_noise(seeds: torch.Tensor, positions: torch.Tensor, vocab_size: 
 
 
 def keep_top(logits: torch.Tensor, top_k: torch.Tensor, top_p: torch.Tensor) -> torch.Tensor:
-    """Logits [R, V] with -inf outside each row's top k [R] int64 and then outside the smallest set of probability top p [R].
+    """Return logits [R, V] with -inf outside each row's top k and then outside its smallest set of probability top p.
 
-    Logits that are equal to the least one of a set are all in it, as on the train ranks.
+    top_k: [R] int64. top_p: [R]. Logits that equal the least one of a set all belong to it, as on the train ranks.
     """
     ordered = logits.sort(dim=-1, descending=True).values
     outside = ordered < ordered.gather(-1, top_k[:, None] - 1)
     probabilities = ordered.masked_fill(outside, -torch.inf).softmax(-1)
-    before = probabilities.cumsum(-1) - probabilities  # so the first is always kept
+    before = probabilities.cumsum(-1) - probabilities  # exclusive sum, so that the first token is always kept
     floor = ordered.masked_fill(outside | (before >= top_p[:, None]), torch.inf).amin(-1, keepdim=True)
     return logits.masked_fill(logits < floor, -torch.inf)
 
@@ -63,7 +66,7 @@ def sample(
     top_k: torch.Tensor | None,  # [R] int64, V where there is no limit; None: no row has one
     top_p: torch.Tensor | None,  # [R] float32; given together with top_k
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Tokens [R] int64 and their log-probs [R] float32 in the distribution drawn from (greedy rows: at temperature 1)."""
+    """Return tokens [R] int64 and their log-probs [R] float32 under the sampling distribution (greedy rows: temperature 1)."""
     logits = logits.float()
     if temperature is None:
         logprobs = logits.log_softmax(-1)
@@ -71,7 +74,7 @@ def sample(
     else:
         greedy = temperature == 0
         logits = logits / torch.where(greedy, 1.0, temperature)[:, None]
-        if top_k is not None:
+        if top_k is not None and top_p is not None:
             logits = keep_top(logits, top_k, top_p)
         logprobs = logits.log_softmax(-1)
         noise = exponential_noise(seeds, positions, logits.shape[-1]).log_().mul_(~greedy[:, None])

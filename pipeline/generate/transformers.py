@@ -1,13 +1,13 @@
-"""Generation with a Hugging Face model: continuous batching over dense rows. The reference that vLLM is tested against.
+"""Generation with a Hugging Face model: continuous batching over dense rows. vLLM is tested against this reference.
 
 Every `step` first admits waiting requests, in order, up to `max_num_seqs` rows, then draws one token for every row. A finished
-row leaves at once and the last row takes its place, so the batch is always as wide as there are unfinished requests. Equal
-prompts are prefilled once: the first request's keys and values are copied for the others, also when those are admitted while
-it still runs, but never for a request of newer weights. A prefill covers all but the prompt's last token, which goes in as the
-row's first decode step; so there is only one place where tokens are drawn. New weights may come while rows run: what the rows
-hold is kept, or made anew by a prefill of all of it.
+row is removed at once and the last row takes its place, so the batch is always as wide as the number of running requests. Equal
+prompts are prefilled once: the other requests copy the first one's keys and values, even if they are admitted while it is
+running, but never across versions of the weights. A prefill covers all but the prompt's last token, which is the input of the
+row's first decode step; so tokens are drawn in only one place. New weights may arrive while rows run: their keys and values are
+kept, or recomputed by a prefill of all their tokens.
 
-Left out: prefix sharing between different prompts, tensor parallelism, attention other than full (see kv_cache).
+Not supported: prefix sharing between different prompts, tensor parallelism, attention other than full (see `kv_cache.py`).
 """
 
 from __future__ import annotations
@@ -18,10 +18,11 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 import torch
+from typing_extensions import override
 
 from pipeline.boxes import Piece, region, whole
 from pipeline.config import PolicyConfig
-from pipeline.generate.base import UpdateUnit
+from pipeline.generate.base import GenerateBackend, UpdateUnit, WeightUpdate
 from pipeline.generate.engine_state import EngineState, MemoryPart
 from pipeline.generate.kv_cache import ATTENTION, RowCache
 from pipeline.generate.requests import check_pending, eos_token_ids, new_token_limit
@@ -31,35 +32,35 @@ from pipeline.models.hugging_face import checkpoint_shapes, model_config
 from pipeline.models.recorded_layout import Shape
 from pipeline.types import Completion, Request, VersionSpan
 
-_PREFILL_TOKENS = 16384  # of one forward, with padding; bounds its activations
+_PREFILL_TOKENS = 16384  # of one forward, padding included; bounds the memory of activations
 
 
 @dataclass(slots=True)
 class _Row:
-    """A running sequence: prompt, then `tokens`; the cache holds all of it but the last token."""
+    """A running sequence: the prompt, then `tokens`. The cache holds all of it but the last token."""
 
     request: Request
     limit: int  # of new tokens
     stop: frozenset[int]
     length: int  # tokens in the cache
-    last: int  # the token that goes in next
-    prefilled_by: int  # the version of the weights that made the prompt's keys and values
+    last: int  # the input of the next step
+    prefilled_by: int  # the version of the weights that computed the prompt's keys and values
     tokens: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
-    spans: list[VersionSpan] = field(default_factory=list)  # of the weights before the present ones
+    spans: list[VersionSpan] = field(default_factory=list)  # tokens drawn by earlier weights
 
     def cached(self) -> np.ndarray:
-        """[length] int32: the tokens in the cache."""
+        """Return the tokens in the cache, [length] int32."""
         return np.concatenate([self.request.tokens, np.array(self.tokens, np.int32)])[: self.length]
 
     def all_spans(self, version: int) -> tuple[VersionSpan, ...]:
-        """`version`: of the present weights."""
+        """Return the spans of all drawn tokens, the newest with `version`."""
         newest = len(self.tokens) - sum(span.tokens for span in self.spans)
         return (*self.spans, VersionSpan(version, newest)) if newest else tuple(self.spans)
 
 
-class _Update:
-    """See `pipeline.generate.base.WeightUpdate`: tensors are written in place."""
+class _Update(WeightUpdate):
+    """An update that writes the model's tensors in place."""
 
     def __init__(
         self,
@@ -72,29 +73,34 @@ class _Update:
         self._missing = set(shapes)
 
     @torch.no_grad()
+    @override
     def load(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
         for name, tensor in checked_weights(weights, self._shapes, self._tied):
             self._tensors[name].copy_(tensor)
             self.finish(name)
 
+    @override
     def target(self, unit: str, tensor: str) -> torch.Tensor:
         return self._tensors[tensor]
 
+    @override
     def in_place(self, unit: str) -> bool:
         return True
 
+    @override
     def finish(self, unit: str) -> None:
         self._missing.discard(unit)
 
+    @override
     def commit(self, version: int, recompute_kv_cache: bool = True) -> None:
         if self._missing:
-            raise RuntimeError(f"commit: {len(self._missing)} tensors were not written, the first is '{min(self._missing)}'")
+            raise RuntimeError(f"commit: {len(self._missing)} tensors were not written; the first is '{min(self._missing)}'")
         self._serve(version, recompute_kv_cache)
 
 
 @dataclass(frozen=True, slots=True)
 class _Draws:
-    """How each row is drawn from; R rows, on the device. See `sample`."""
+    """Sampling parameters of all R rows, on the device. See `sample`."""
 
     temperature: torch.Tensor | None  # [R] float32
     seeds: torch.Tensor  # [R] int64
@@ -102,8 +108,8 @@ class _Draws:
     top_p: torch.Tensor | None  # [R] float32
 
 
-class TransformersBackend:
-    """One engine on one device: the current CUDA device, or the CPU where there is none."""
+class TransformersBackend(GenerateBackend):
+    """One engine on one device: the current CUDA device, or the CPU if there is none."""
 
     def __init__(self, policy: PolicyConfig) -> None:
         from transformers import AutoModelForCausalLM
@@ -120,30 +126,32 @@ class TransformersBackend:
         if absent := self._shapes.keys() - self._tensors.keys():
             raise ValueError(
                 f"{policy.model_name}: transformers stores '{min(absent)}' fused with other tensors, which the transformers"
-                " backend does not take apart; use policy.generation.backend=vllm"
+                " backend does not split. Try policy.generation.backend=vllm."
             )
         self._eos = eos_token_ids(policy)
         self._max_rows = policy.generation.max_num_seqs
         self._max_model_len = policy.generation.vllm_cfg.max_model_len
-        self._version: int | None = None
+        self._version = -1  # no weights yet
         self._state = EngineState()
         self._waiting: deque[tuple[Request, int]] = deque()
         self._rows: list[_Row] = []
-        self._draws: _Draws | None = None  # of the present rows; None: to be made
-        self._layers = config.num_hidden_layers
-        self._cache = RowCache(self._layers)
-        self._kept: dict[str, torch.Tensor] = {}  # on the host, while the engine sleeps
-        self.prefilled_tokens = 0  # since the start; equal prompts count once, and again for each update that recomputes them
+        self._draws: _Draws | None = None  # of the current rows; None: outdated
+        self._cache = RowCache()
+        self._kept: dict[str, torch.Tensor] = {}  # copies on the host while the engine sleeps
+        self.prefilled_tokens = 0  # total; equal prompts count once, and once more for each update that recomputes them
 
     @property
+    @override
     def pending(self) -> int:
         return len(self._waiting) + len(self._rows)
 
+    @override
     def add(self, requests: list[Request]) -> None:
         self._state.check_serves()
         self._waiting.extend([(request, new_token_limit(request, self._max_model_len)) for request in requests])
 
     @torch.inference_mode()
+    @override
     def step(self) -> list[Completion]:
         self._state.check_serves()
         if self._waiting and len(self._rows) < self._max_rows:
@@ -159,6 +167,7 @@ class TransformersBackend:
         return completions
 
     @torch.inference_mode()
+    @override
     def cut(self, ids: list[str]) -> list[Completion]:
         self._state.check_serves()
         places = {row.request.id: place for place, row in enumerate(self._rows)}
@@ -172,19 +181,22 @@ class TransformersBackend:
         self._waiting = deque(waiting for waiting in self._waiting if waiting[0].id not in set(ids))
         return completions
 
+    @override
     def progress(self) -> dict[str, tuple[VersionSpan, ...]]:
         running = {row.request.id: row.all_spans(self._version) for row in self._rows}
         return running | {request.id: () for request, _ in self._waiting}
 
     @property
+    @override
     def shapes(self) -> dict[str, Shape]:
         return self._shapes
 
+    @override
     def layout(self) -> list[UpdateUnit]:
-        """Every tensor is a unit of its own."""
         pieces = {name: Piece(name, whole(shape), whole(shape)) for name, shape in self._shapes.items()}
         return [UpdateUnit(name, (region(piece, name, self._tensors[name].stride()),)) for name, piece in pieces.items()]
 
+    @override
     def update(self) -> _Update:
         self._state.begin_update()
         return _Update(self._tensors, self._shapes, self._tied, self._serve)
@@ -197,23 +209,24 @@ class TransformersBackend:
                 row.prefilled_by = version
         if recompute_kv_cache:
             self._prefill([place for place, row in enumerate(self._rows) if row.length])
-            self._draws = None  # the prefill has named rows in an order of its own
+            self._draws = None  # the prefill has overwritten the cache's `rows`
         self._version = version
         self._state.commit()
 
+    @override
     def sleep(self, keep_weights: bool = False) -> None:
-        """Tensors stay the same objects; their storages come and go."""
         self._state.sleep(keep_weights, self.pending)
-        self._cache = RowCache(self._layers)
+        self._cache = RowCache()
         self._kept = {name: tensor.to("cpu", copy=True) for name, tensor in self._tensors.items()} if keep_weights else {}
         for tensor in self._tensors.values():
             tensor.untyped_storage().resize_(0)
         if self._device.type == "cuda":
             torch.cuda.empty_cache()
 
+    @override
     def wake(self, part: MemoryPart) -> None:
         self._state.wake(part)
-        if part == "cache":  # it grows as it is used
+        if part == "cache":  # allocated on use
             return
         for tensor in self._tensors.values():
             tensor.untyped_storage().resize_(tensor.nbytes)
@@ -246,8 +259,8 @@ class TransformersBackend:
             self._cache.copy(list(sources), list(targets), max(self._rows[index].length for index in targets))
 
     def _prefill(self, indices: list[int]) -> None:
-        """Make the keys and values of all tokens that these rows have in the cache. Each has some."""
-        left = sorted(indices, key=lambda index: self._rows[index].length)  # like lengths together: less padding
+        """Compute the keys and values of all cached tokens of these rows. Each row has at least one."""
+        left = sorted(indices, key=lambda index: self._rows[index].length)  # similar lengths together, for less padding
         while left:
             count = 1
             while count < len(left) and (count + 1) * self._rows[left[count]].length <= _PREFILL_TOKENS:
@@ -304,7 +317,7 @@ class TransformersBackend:
         )
 
     def _remove(self, ended: list[int]) -> None:
-        """Drop these rows, which are in order; the last rows move into their places."""
+        """Remove these rows, given in ascending order; the last rows move into their places."""
         if not ended:
             return
         rows = self._rows

@@ -1,13 +1,13 @@
-"""Generation with vLLM, stepped in process: token ids in, token ids and log-probs out.
+"""Generation with vLLM, stepped in this process: token ids in, token ids and log-probs out.
 
-vLLM takes torch's default process group for its own. In a run with train ranks `world.py` has by then made the engine's
-ranks the default group, and vLLM's tensor parallelism runs over them through its `external_launcher`: every rank schedules for
-itself, identically, because every rank is given the same requests. Weights may be replaced while requests run: nothing is in
-flight then, and a cached prefix is only found by requests of the weights that made it. With speculative decoding
-(`vllm_kwargs.speculative_config`) the draft stays as it was loaded, and what it drafts is drawn again where the policy would
-not: log-probs are the policy's.
+vLLM takes torch's default process group for its own. If there are other components, `world.py` has made the engine's ranks the
+default group before, and vLLM's tensor parallelism runs over them through its `external_launcher`: every rank schedules for
+itself, identically, because every rank gets the same requests. Weights can be replaced while requests run: no batch is in
+flight then, and only requests of the same weights find a cached prefix. With speculative decoding
+(`vllm_kwargs.speculative_config`) the draft model keeps its loaded weights, and vLLM redraws drafted tokens that the policy
+rejects, so log-probs are the policy's.
 
-An engine that shares its GPU can sleep (see vllm_sleep). Left out: drafts that are trained.
+An engine that shares its GPU can sleep (see `vllm_sleep.py`). Not supported: training the draft model.
 """
 
 from __future__ import annotations
@@ -23,32 +23,33 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
+from typing_extensions import override
 
 from pipeline import builds
 from pipeline.config import PolicyConfig, VLLMConfig
-from pipeline.generate.base import UpdateUnit
+from pipeline.generate.base import GenerateBackend, UpdateUnit
 from pipeline.generate.engine_state import EngineState, MemoryPart
 from pipeline.generate.requests import check_pending, eos_token_ids, new_token_limit
 from pipeline.models.hugging_face import checkpoint_shapes, model_config
 from pipeline.types import Completion, Request, VersionSpan
 
-# vLLM reads these when it is imported. In process, or the engine could not be stepped and its weights not be reached.
+# vLLM reads these at import. It must run in this process, so that we can step the engine and access its weights.
 os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
 for _name, _value in {
-    "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # the launcher has bound this process already
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # the launcher has already bound this process
     "VLLM_NO_USAGE_STATS": "1",
     "HF_HUB_OFFLINE": "1",
     "VLLM_LOGGING_LEVEL": "WARNING",
 }.items():
     os.environ.setdefault(_name, _value)
 if "OMP_NUM_THREADS" in os.environ:
-    # Numba, with which vLLM finds n-grams, sets OpenMP's threads for torch too: to as many as there are cores.
+    # vLLM finds n-grams with Numba, which sets OpenMP's thread count for torch too, to the number of cores.
     os.environ.setdefault("NUMBA_NUM_THREADS", os.environ["OMP_NUM_THREADS"])
 
 from vllm.platforms import current_platform  # noqa: E402
 
 if current_platform.is_cpu():
-    # Else vLLM builds C++ for a comparison and a sum: the first batch on a machine would wait half a minute for its compiler.
+    # Otherwise vLLM compiles C++ for a comparison and a sum: the first batch on a machine would wait half a minute for it.
     current_platform.simple_compile_backend = "eager"
 
 from vllm import EngineArgs, SamplingParams  # noqa: E402
@@ -59,7 +60,9 @@ from vllm.outputs import WeightVersionSpan  # noqa: E402
 from vllm.sampling_params import RequestOutputKind  # noqa: E402
 from vllm.usage.usage_lib import UsageContext  # noqa: E402
 from vllm.v1.core.sched.interface import PauseState  # noqa: E402
+from vllm.v1.core.sched.scheduler import Scheduler  # noqa: E402
 from vllm.v1.engine import FinishReason  # noqa: E402
+from vllm.v1.engine.core_client import InprocClient  # noqa: E402
 from vllm.v1.engine.llm_engine import LLMEngine  # noqa: E402
 from vllm.v1.executor.uniproc_executor import ExecutorWithExternalLauncher  # noqa: E402
 from vllm.v1.request import RequestStatus  # noqa: E402
@@ -73,31 +76,34 @@ if current_platform.is_cpu():
 
     vllm_cpu_patches.patch()
 
-_CPU_CACHE_BYTES = 4 << 30  # at most; sequences that do not fit wait
+_CPU_CACHE_BYTES = 4 << 30  # upper bound; sequences that do not fit wait
 
 
-class VLLMBackend:
-    """One rank of a vLLM engine of `engine_ranks`. Collective over them: construction, and every method."""
+class VLLMBackend(GenerateBackend):
+    """One rank of a vLLM engine of `engine_ranks`. Construction and every method are collective over them."""
 
     def __init__(self, policy: PolicyConfig, engine_ranks: int, rank_in_engine: int, seed: int) -> None:
         config = model_config(policy)
-        # Before the engine: where vLLM runs a transformers model, it changes that model's classes.
+        # Before creating the engine: if vLLM runs a transformers model, it changes that model's classes.
         self._shapes, self._tied = checkpoint_shapes(config)
         self._eos = eos_token_ids(policy)
         self._max_model_len = policy.generation.vllm_cfg.max_model_len
         self._precision = getattr(torch, policy.precision)
         self._version: int | None = None
         self._state = EngineState()
-        self._update: VLLMUpdate | None = None  # under way
-        self._ended: list[Completion] = []  # found while nothing may be in flight, for the next step
+        self._update: VLLMUpdate | None = None  # the one in progress
+        self._ended: list[Completion] = []  # completions for the next step to return
         if current_platform.is_cpu() and not builds.inductor_links(torch.__file__):
             torch.compiler.set_stance("force_eager")
         arguments = EngineArgs(**_arguments(policy, config, engine_ranks, seed))
         with _launcher_environment(engine_ranks, rank_in_engine):
             self._engine = LLMEngine.from_engine_args(arguments, UsageContext.LLM_CLASS)
-        # It would destroy every process group of this process, the world's too, when the engine is collected.
-        self._engine.engine_core._finalizer.detach()
-        self._core = self._engine.engine_core.engine_core
+        # The finalizer would destroy every process group of this process, the world's too, when the engine is collected.
+        client = self._engine.engine_core
+        assert isinstance(client, InprocClient)  # VLLM_ENABLE_V1_MULTIPROCESSING is 0
+        client._finalizer.detach()
+        self._core = client.engine_core
+        worker: Any  # vLLM's classes differ by platform
         (worker,) = self._engine.collective_rpc(lambda worker: worker)
         self._model, self._config = worker.model_runner.get_model(), worker.vllm_config
         if current_platform.is_cpu() and policy.generation.vllm_cfg.pipeline_parallel_size > 1:
@@ -105,13 +111,16 @@ class VLLMBackend:
         self._sleep = SleepMode(self._engine, self._model)
 
     @property
+    @override
     def pending(self) -> int:
         return self._engine.get_num_unfinished_requests() + len(self._ended)
 
     @property
+    @override
     def shapes(self) -> dict[str, tuple[int, ...]]:
         return self._shapes
 
+    @override
     def layout(self) -> list[UpdateUnit]:
         return [described.unit for described in self._units.values() if described.unit.regions]
 
@@ -121,12 +130,14 @@ class VLLMBackend:
             complete = self._config.model_config.quantization is None
             return record(self._model, self._shapes, self._precision, complete)
 
+    @override
     def add(self, requests: list[Request]) -> None:
         self._state.check_serves()
         limits = [new_token_limit(request, self._max_model_len) for request in requests]
         for request, limit in zip(requests, limits, strict=True):
             self._engine.add_request(request.id, self._prompt(request), self._sampling_params(request, limit))
 
+    @override
     def step(self) -> list[Completion]:
         self._state.check_serves()
         ended, self._ended = self._ended, []
@@ -134,6 +145,7 @@ class VLLMBackend:
             ended += [self._completion(output) for output in self._engine.step()]
         return ended
 
+    @override
     def cut(self, ids: list[str]) -> list[Completion]:
         self._state.check_serves()
         self._finish_in_flight()
@@ -148,11 +160,13 @@ class VLLMBackend:
         self._ended = [completion for id, completion in ended.items() if id not in set(ids)]
         return completions
 
+    @override
     def progress(self) -> dict[str, tuple[VersionSpan, ...]]:
         running = self._engine.output_processor.request_states.values()
         drawn = {state.external_req_id: _spans(state._weight_version_spans()) for state in running}
         return drawn | {completion.id: completion.spans for completion in self._ended}
 
+    @override
     def update(self) -> VLLMUpdate:
         self._state.begin_update()
         self._finish_in_flight()
@@ -162,8 +176,11 @@ class VLLMBackend:
         return self._update
 
     def _finish_in_flight(self) -> None:
-        """Take what batches in flight drew: the present weights drew it, for requests that still run. There are some with
-        pipeline stages, and where vLLM schedules ahead of the device."""
+        """Finish the batches in flight, and keep the completions that they end for the next step.
+
+        The current weights drew their tokens, for requests that still run. Batches are in flight with pipeline stages, and
+        where vLLM schedules ahead of the device.
+        """
         if not self._core.batch_queue:
             return
         self._core.scheduler.set_pause_state(PauseState.PAUSED_ALL)
@@ -175,7 +192,7 @@ class VLLMBackend:
         running = self._engine.has_unfinished_requests()
         if recompute_kv_cache or not running:
             if not self._engine.reset_prefix_cache(reset_running_requests=running):
-                raise RuntimeError("vLLM did not drop its prefix cache")
+                raise RuntimeError("vLLM did not reset its prefix cache")
         else:
             self._rekey_waiting(version)
         self._engine.set_weight_version(str(version))
@@ -183,24 +200,28 @@ class VLLMBackend:
         self._state.commit()
 
     def _rekey_waiting(self, version: int) -> None:
-        """Requests that have not begun look for prefixes of the new weights, though they were added under the old."""
-        for request in self._core.scheduler.waiting:
+        """Let requests that have not begun look up prefixes of the new weights; they were added under the old ones."""
+        scheduler = self._core.scheduler
+        assert isinstance(scheduler, Scheduler)  # vLLM's only one
+        for request in scheduler.waiting:
             if request.status != RequestStatus.PREEMPTED:
                 request.cache_salt = str(version)
                 request.block_hashes.clear()
                 request.update_block_hashes()
 
+    @override
     def sleep(self, keep_weights: bool = False) -> None:
         self._state.sleep(keep_weights, self.pending)
         self._finish_in_flight()  # vLLM may have scheduled one batch too many
         self._sleep.sleep(keep_weights)
 
+    @override
     def wake(self, part: MemoryPart) -> None:
         self._state.wake(part)
         self._sleep.wake(part)
 
     def close(self) -> None:
-        """Free the model, the cache and vLLM's own process groups; the default group and the world's stay."""
+        """Free the model, the cache and vLLM's own process groups, but not the default group or the world's groups."""
         self._engine.model_executor.shutdown()
         del self._engine, self._core, self._model, self._update, self._sleep
         destroy_model_parallel()
@@ -209,7 +230,7 @@ class VLLMBackend:
             torch.cuda.empty_cache()
 
     def _prompt(self, request: Request) -> TokensInput:
-        return tokens_input(request.tokens.tolist(), cache_salt=str(self._version))  # the salt is part of a prefix's name
+        return tokens_input(request.tokens.tolist(), cache_salt=str(self._version))  # the salt is part of a prefix's key
 
     def _sampling_params(self, request: Request, limit: int) -> SamplingParams:
         sampling = request.sampling
@@ -219,7 +240,7 @@ class VLLMBackend:
             top_k=sampling.top_k,
             seed=request.seed if sampling.temperature > 0 else None,
             max_tokens=limit,
-            # Without a tokenizer vLLM does not know where to stop: every stop token is named.
+            # vLLM has no tokenizer here, so name every stop token.
             stop_token_ids=[*self._eos, *sampling.stop_token_ids],
             ignore_eos=True,
             logprobs=0,  # the drawn token's only
@@ -242,12 +263,13 @@ class VLLMBackend:
         )
 
 
-def _spans(versions: list[WeightVersionSpan]) -> tuple[VersionSpan, ...]:
+def _spans(versions: list[WeightVersionSpan] | None) -> tuple[VersionSpan, ...]:
+    assert versions is not None  # `_serve` gives vLLM a version before the first token
     return tuple(VersionSpan(int(span.version), span.end - span.start) for span in versions)
 
 
 def _arguments(policy: PolicyConfig, config: Any, engine_ranks: int, seed: int) -> dict[str, Any]:
-    """What vllm.LLM takes too; `vllm_kwargs` comes last and overrides."""
+    """Return the engine's arguments, named as those of vllm.LLM. `vllm_kwargs` comes last and overrides."""
     generation, vllm_cfg = policy.generation, policy.generation.vllm_cfg
     stages = vllm_cfg.pipeline_parallel_size
     tensor_ranks = engine_ranks // stages
@@ -262,7 +284,7 @@ def _arguments(policy: PolicyConfig, config: Any, engine_ranks: int, seed: int) 
         "model": policy.model_name,
         "load_format": "dummy",
         "skip_tokenizer_init": True,
-        "generation_config": "vllm",  # sampling is the request's, not the folder's
+        "generation_config": "vllm",  # sampling parameters come with the request, not from the model's folder
         "hf_overrides": dict(policy.hf_config_overrides),
         "dtype": policy.precision,
         "seed": seed,
@@ -281,33 +303,39 @@ def _arguments(policy: PolicyConfig, config: Any, engine_ranks: int, seed: int) 
         arguments["distributed_executor_backend"] = "external_launcher"
     if current_platform.is_cpu():
         arguments["kv_cache_memory_bytes"] = _cpu_cache_bytes(policy, config, tensor_ranks)
-        # A prompt in pieces makes vLLM rewind the request's generator, which CPU generators cannot.
+        # Chunked prefill rewinds the request's generator, which CPU generators do not support.
         arguments["enable_chunked_prefill"] = False
         arguments["max_num_batched_tokens"] = max(vllm_cfg.max_model_len, generation.max_num_seqs, 4096)
         if policy.precision == "float32" and getattr(config, "kv_lora_rank", None):
-            arguments["attention_backend"] = "CPU_MLA"  # on a processor with AMX vLLM takes another, which has no float32
+            arguments["attention_backend"] = "CPU_MLA"  # on a processor with AMX vLLM chooses another, which has no float32
     elif generation.colocated.enabled:
         arguments |= SLEEP_ARGUMENTS
     if vllm_cfg.precision == "fp8":
         arguments |= _fp8(vllm_cfg)
     arguments |= generation.vllm_kwargs
     if arguments.get("speculative_config"):
-        # A draft's own weights are no part of a refit: they come from its files, and stay.
+        # A draft model's own weights are not refitted: they come from its files and stay.
         arguments["speculative_config"] = {"draft_load_config": {"load_format": "auto"}} | arguments["speculative_config"]
     return arguments
 
 
 def _fp8(vllm_cfg: VLLMConfig) -> dict[str, Any]:
-    """vLLM's own quantisation of weights that come in bfloat16: to e4m3, each block with a float32 scale; activations likewise,
-    as they come, in groups of 128. NeMo-RL's fp8 is the same (nemo_rl/models/generation/vllm/quantization/fp8.py)."""
+    """Return the arguments for vLLM's own quantisation of incoming bfloat16 weights to e4m3.
+
+    Each block of weights has a float32 scale. Activations are quantised dynamically in groups of 128. NeMo-RL's fp8 is the same
+    (nemo_rl/models/generation/vllm/quantization/fp8.py).
+    """
     if current_platform.is_cpu():
-        raise ValueError("policy.generation.vllm_cfg.precision: fp8 needs a GPU, and this generate rank has none; auto")
+        raise ValueError("policy.generation.vllm_cfg.precision: got fp8 without a GPU on this generate rank; expected auto")
     names = vllm_cfg.quantization_ignored_layer_kws or []
     return {"quantization": "fp8_per_block", "quantization_config": {"ignore": [f"*{name}*" for name in names]}}
 
 
 def _cpu_cache_bytes(policy: PolicyConfig, config: Any, tensor_ranks: int) -> int:
-    """Room for `max_num_seqs` sequences of `max_model_len`, in blocks of vLLM's size on CPU, up to a bound."""
+    """Return the bytes of the KV cache on a CPU: `max_num_seqs` sequences of `max_model_len`, up to a bound.
+
+    Counted in blocks of vLLM's size on CPU.
+    """
     text = config.get_text_config()
     heads = max(1, (getattr(text, "num_key_value_heads", None) or text.num_attention_heads) // tensor_ranks)
     head_dim = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
@@ -319,7 +347,7 @@ def _cpu_cache_bytes(policy: PolicyConfig, config: Any, tensor_ranks: int) -> in
 
 
 def _allocate_intermediate_tensors(runner: Any) -> None:
-    """Make the tensors that a later pipeline stage receives into; vLLM's warm-up does so, which there is none of on CPU."""
+    """Allocate the tensors that a later pipeline stage receives into. vLLM's warm-up does so on GPUs, but CPU has none."""
     if runner.intermediate_tensors is None and not get_pp_group().is_first_rank:
         runner.intermediate_tensors = runner.model.make_empty_intermediate_tensors(
             batch_size=runner.max_num_tokens, dtype=runner.model_config.dtype, device=runner.device
@@ -328,23 +356,26 @@ def _allocate_intermediate_tensors(runner: Any) -> None:
 
 @contextmanager
 def _launcher_environment(engine_ranks: int, rank_in_engine: int) -> Iterator[None]:
-    """While vLLM starts: the environment that it expects of a launcher. Afterwards: that environment, all random state, and
-    torch.set_num_threads (which vLLM's CPU worker replaces) as they were."""
+    """Set the environment that vLLM expects of a launcher while it starts.
+
+    Restore afterwards that environment, all random state, and torch.set_num_threads, which vLLM's CPU worker replaces.
+    """
     launcher = {"RANK": rank_in_engine, "WORLD_SIZE": engine_ranks, "LOCAL_RANK": rank_in_engine}
     cuda = current_platform.is_cuda()
     if cuda:
-        launcher["LOCAL_RANK"] = torch.cuda.current_device()  # vLLM takes the device of this number
+        launcher["LOCAL_RANK"] = torch.cuda.current_device()  # vLLM uses the device of this number
     environment = {name: os.environ.get(name) for name in launcher}
-    states = random.getstate(), np.random.get_state(), torch.get_rng_state(), torch.cuda.get_rng_state() if cuda else None
+    states = random.getstate(), np.random.get_state(), torch.get_rng_state()
+    cuda_state = torch.cuda.get_rng_state() if cuda else None
     set_num_threads, distributed_args = torch.set_num_threads, ExecutorWithExternalLauncher._distributed_args
     os.environ.update({name: str(value) for name, value in launcher.items()})
     if engine_ranks > 1 and not cuda:
-        # The CPU communicator names its shared memory after what follows the last colon: without this, engines on one node
-        # would meet in the same segment.
+        # The CPU communicator names its shared memory after the text behind the last colon. Without this, engines on one node
+        # would share a segment.
         name = torch.tensor([os.getpid()])
         dist.broadcast(name, group_src=0)
         init_method = f"env://:{name.item()}"
-        ExecutorWithExternalLauncher._distributed_args = lambda _: (init_method, rank_in_engine, rank_in_engine)
+        ExecutorWithExternalLauncher._distributed_args = lambda self: (init_method, rank_in_engine, rank_in_engine)
     try:
         yield
     finally:
@@ -353,8 +384,8 @@ def _launcher_environment(engine_ranks: int, rank_in_engine: int) -> Iterator[No
         random.setstate(states[0])
         np.random.set_state(states[1])
         torch.set_rng_state(states[2])
-        if cuda:
-            torch.cuda.set_rng_state(states[3])
+        if cuda_state is not None:
+            torch.cuda.set_rng_state(cuda_state)
         for name, value in environment.items():
             if value is None:
                 os.environ.pop(name, None)

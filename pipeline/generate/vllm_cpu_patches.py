@@ -1,16 +1,17 @@
-"""What vLLM 0.32 gets wrong on a CPU.
+"""Patches for faults of vLLM 0.32 on a CPU.
 
-Expert parallelism: its kernel for mixtures of experts takes a token's experts by their numbers in the whole model, also where a
-rank holds only some of them, and so reads past the end of its weights.
+Expert parallelism: its kernel for mixtures of experts indexes a token's experts by their numbers in the whole model, even where
+a rank holds only some of them, and so reads past the end of its weights.
 
-Speculative decoding: what stands in for the Triton kernel that gives every drafted token its request's temperature, top_p and
-top_k writes them into a copy, so that what is used is whatever was in memory. And once numba is loaded, which finds n-grams, no
-other engine of the process gets past the search for Triton kernels: so that is done once.
+Speculative decoding: the replacement for the Triton kernel that gives every drafted token its request's temperature, top_p and
+top_k writes them into a copy, so the values in use are uninitialised memory. And once numba is loaded, which finds n-grams, no
+further engine of the process gets through the search for Triton kernels, so the search runs only once.
 """
 
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 
 import torch
 from vllm.model_executor.layers.fused_moe.experts.cpu_moe import CPUUnquantizedExperts
@@ -19,17 +20,22 @@ from vllm.utils import cpu_triton_utils
 
 
 def patch() -> None:
-    """Once per process, before there is an engine."""
+    """Apply all patches. Call it once per process, before an engine exists."""
     CPUUnquantizedExperts.apply = _with_local_numbers(CPUUnquantizedExperts.apply)
     cpu_triton_utils._expand_kernel_impl = _expand
     platform = type(current_platform)
     platform.register_triton_kernel_overrides = staticmethod(functools.cache(platform.register_triton_kernel_overrides))
 
 
-def _with_local_numbers(apply):
+def _with_local_numbers(apply: Callable[..., None]) -> Callable[..., None]:
+    """Return `apply` with expert numbers mapped to this rank's own."""
+
     @functools.wraps(apply)
     def patched(self, *, topk_weights: torch.Tensor, topk_ids: torch.Tensor, expert_map: torch.Tensor | None, **others) -> None:
-        """expert_map: [experts of the model] int32, the number here of each, -1 for those of other ranks."""
+        """Apply the experts of this rank.
+
+        expert_map: [experts of the model] int32: the local number of each; -1 for those of other ranks.
+        """
         if expert_map is not None:
             local = expert_map[topk_ids.long()]
             topk_weights = topk_weights.masked_fill(local < 0, 0.0)
@@ -42,11 +48,11 @@ def _with_local_numbers(apply):
 def _expand(
     output: torch.Tensor,  # [tokens]
     values: torch.Tensor,  # [requests]
-    cu_num_tokens: torch.Tensor,  # [requests], how many tokens there are up to the end of each
+    cu_num_tokens: torch.Tensor,  # [requests]: number of tokens up to the end of each
     replace_from: float,
     replace_to: float,
     MAX_NUM_TOKENS: int | None = None,
 ) -> None:
-    """Each request's value for all of its tokens."""
+    """Write each request's value to all of its tokens."""
     counts = torch.diff(cu_num_tokens, prepend=cu_num_tokens.new_zeros(1))
     output.copy_(values.masked_fill(values == replace_from, replace_to).repeat_interleave(counts.long()))

@@ -1,20 +1,20 @@
-"""Record which box of which tensor on disk lies where in this rank's raw parameters of a vLLM model, from vLLM's own loaders.
+"""Record which box of which tensor on disk goes where in this rank's raw parameters of a vLLM model.
 
-Raw parameters are what a model has before vLLM processes them for its kernels. `record` puts the model's tensors on the meta
-device, runs `load_weights` once on meta tensors of the shapes on disk, and watches every copy (`recorder.py`). No code knows a
-family.
+Raw parameters are those that a model has before vLLM processes them for its kernels. `record` puts the model's tensors on the
+meta device, runs vLLM's own `load_weights` once on meta tensors of the shapes on disk, and traces every copy
+(`pipeline/models/recorder.py`). So no code depends on a model family.
 
-A module whose loader computes anything else is opaque: it takes its tensors on disk in full, through the original loader.
-Overlap is told by counting: a raw parameter with more entries written than it has makes its module opaque too.
+A module whose loader computes anything else is opaque: it receives its tensors on disk in full and loads them with the original
+loader. A raw parameter with more written entries than it has indicates an overlap, and makes its module opaque too.
 
-Left out: values. vLLM's reload functions are private; the version is pinned.
+vLLM's reload functions are private; the version is pinned.
 """
 
 from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -32,6 +32,14 @@ from pipeline.models.strides import Shape, contiguous_strides
 Geometry = tuple[Shape, Shape, torch.dtype]  # shape, strides, dtype
 
 
+class VLLMModel(torch.nn.Module):
+    """The type of vLLM's models, which have no common base class. For annotations only."""
+
+    def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> set[str] | None:
+        """Load tensors by name, and return the names of the loaded parameters; None if the model does not report them."""
+        raise NotImplementedError
+
+
 @dataclass(frozen=True, slots=True)
 class Fill:
     """Entries of a raw parameter that the loader sets to a constant, as a strided view of it."""
@@ -45,15 +53,15 @@ class Fill:
 
 @dataclass(frozen=True, slots=True)
 class ModuleUnit:
-    """A unit of the layout, and what is to be done for it besides writing its regions."""
+    """A unit of the layout, and what else to do for it besides writing its regions."""
 
     unit: UpdateUnit
-    modules: tuple[str, ...]  # of the model; several where opaque modules share tensors on disk
-    opaque: bool  # its regions are tensors on disk in full, in memory of their own
-    raw: dict[str, Geometry]  # of the module's raw parameters and buffers; nothing if it is opaque
-    written: frozenset[str]  # those that the loader writes, as far as that is known
-    holes: frozenset[str]  # those of which it leaves some entries, which are to be zero
-    fills: tuple[Fill, ...]  # in this order, before the regions
+    modules: tuple[str, ...]  # names in the model; several if opaque modules share tensors on disk
+    opaque: bool  # its regions are full tensors on disk, in memory of their own
+    raw: dict[str, Geometry]  # of the module's raw parameters and buffers; empty if it is opaque
+    written: frozenset[str]  # tensors that the loader writes, as far as known
+    holes: frozenset[str]  # written tensors with entries that the loader leaves; these become zero
+    fills: tuple[Fill, ...]  # to write in this order, before the regions
 
 
 def raw_name(module: str, parameter: str) -> str:
@@ -62,13 +70,11 @@ def raw_name(module: str, parameter: str) -> str:
 
 
 @torch.no_grad()
-def record(
-    model: torch.nn.Module, shapes: Mapping[str, Shape], precision: torch.dtype, complete: bool
-) -> dict[str, ModuleUnit]:
-    """Return the units of a vLLM model on this rank, by name, in the model's order; the model is left as it was.
+def record(model: VLLMModel, shapes: Mapping[str, Shape], precision: torch.dtype, complete: bool) -> dict[str, ModuleUnit]:
+    """Return the units of a vLLM model on this rank, by name, in the model's order; the model is unchanged.
 
-    shapes: of every tensor on disk; precision: the policy's. complete: every parameter must be loaded (quantised models have
-    some that are not). Raises ValueError if one is not, or was loaded in a way that this does not see.
+    shapes: of every tensor on disk. precision: the policy's. complete: whether every parameter must be loaded (quantised models
+    have some that are not). Raises ValueError if one is not loaded, or is loaded in a way that cannot be traced.
     """
     modules = dict(model.named_modules())
     live = {name for name, _ in model.named_parameters()}  # without tied copies
@@ -78,7 +84,7 @@ def record(
             for module, layer in modules.items()
             for name, tensor in get_layer_tensors(layer).items()
         }
-        before = {name for name, _ in model.named_parameters()}  # without those that processing made
+        before = {name for name, _ in model.named_parameters()}  # without those that processing created
         sources = {
             name: torch.empty(shape, dtype=served_dtype(name, precision), device="meta") for name, shape in shapes.items()
         }
@@ -90,7 +96,7 @@ def record(
     if unseen := [
         n for n in (loaded or set()) & live & before if n not in seen and n.rpartition(".")[0] not in recorder.opaque
     ]:
-        raise ValueError(f"vLLM loaded '{min(unseen)}' by other means than a copy into it, which is not recorded")
+        raise ValueError(f"vLLM loaded '{min(unseen)}' by other means than a copy into it, which cannot be traced")
     for (module, tensor), writes in recorder.writes.items():
         if writes.entries > math.prod(geometry[module, tensor][0]):
             recorder.opaque[module] |= writes.names()
@@ -98,19 +104,22 @@ def record(
 
 
 def check_loaded(loaded: set[str] | None, wanted: set[str], made: set[str]) -> None:
-    """loaded: the parameters that a vLLM loader says it has loaded; None: not known. made: those that it has made itself.
+    """Raise ValueError unless a vLLM loader has loaded all `wanted` parameters and created none.
 
-    Raises ValueError unless it loaded all that are wanted and made none: vLLM's reload would drop them.
+    loaded: the parameters that the loader reports; None if unknown. made: those that the loader has created, which vLLM's
+    reload would drop.
     """
     if loaded is not None and (missed := wanted - loaded):
-        raise ValueError(f"vLLM did not load {len(missed)} of its parameters, the first is '{min(missed)}'")
+        raise ValueError(f"vLLM did not load {len(missed)} of its parameters; the first is '{min(missed)}'")
     if made:
-        raise ValueError(f"vLLM makes '{min(made)}' only when it loads a checkpoint; such a model's weights cannot be replaced")
+        raise ValueError(
+            f"vLLM creates '{min(made)}' only when it loads a checkpoint, so this model's weights cannot be replaced"
+        )
 
 
 @contextmanager
 def _on_meta(modules: Mapping[str, torch.nn.Module]) -> Iterator[None]:
-    """Within: every module has its raw parameters, on meta, with their original loaders."""
+    """Give every module its raw parameters, on meta, with their original loaders, within the context."""
     placed: list[torch.nn.Module] = []
     stand_ins: dict[int, torch.Tensor] = {}
     try:
@@ -118,9 +127,10 @@ def _on_meta(modules: Mapping[str, torch.nn.Module]) -> Iterator[None]:
             placed.append(layer)
             restore_raw_parameters(layer)
             for name, tensor in layer._parameters.items():
-                # vLLM leaves biases where they are, and a router's, which two modules share. Buffers that stay are read.
+                # vLLM leaves biases on the device, and a router's bias, which two modules share. Loaders read the buffers.
                 if tensor is not None and not tensor.is_meta:
-                    layer._parameters[name] = stand_ins.setdefault(id(tensor), to_meta_tensor(tensor))
+                    meta = stand_ins.setdefault(id(tensor), to_meta_tensor(tensor))
+                    layer._parameters[name] = meta  # pyright: ignore[reportArgumentType]  # a parameter's meta tensor is one
             unwrap_loaders(layer)
         yield
     finally:
@@ -129,31 +139,34 @@ def _on_meta(modules: Mapping[str, torch.nn.Module]) -> Iterator[None]:
 
 
 def restore_raw_parameters(layer: torch.nn.Module) -> None:
-    """Give a module its raw parameters on meta, and remember its live tensors for `restore_live_tensors`."""
+    """Give a module its raw parameters on meta, and keep its live tensors for `restore_live_tensors`."""
     info = get_layerwise_info(layer)
     if info.can_load() or info.kernel_tensors is not None:
-        raise RuntimeError(f"{type(layer).__name__}: vLLM's reload of it has begun and not ended")
+        raise RuntimeError(f"{type(layer).__name__}: its reload by vLLM has begun and not ended")
     info.kernel_tensors = get_layer_params_buffers(layer)
     info.kernel_non_persistent_buffers = set(layer._non_persistent_buffers_set)
     restore_layer_on_meta(layer, info)
 
 
 def unwrap_loaders(layer: torch.nn.Module) -> None:
-    """Undo what vLLM's reload does to a module's loaders, which it leaves so."""
+    """Unwrap a module's loaders, which vLLM's reload has wrapped and leaves so."""
     for tensor in get_layer_tensors(layer).values():
         while getattr(getattr(tensor, "weight_loader", None), "__name__", None) == "online_process_loader":
-            tensor.weight_loader = tensor.weight_loader.__wrapped__
+            tensor.weight_loader = tensor.weight_loader.__wrapped__  # pyright: ignore[reportAttributeAccessIssue]  # vLLM's own
 
 
 def restore_live_tensors(layer: torch.nn.Module) -> None:
-    """Give a module that is between two states its live tensors again; others are left alone."""
+    """Restore the live tensors of a module that is between `restore_raw_parameters` and the end of its reload.
+
+    Do nothing for other modules.
+    """
     info = get_layerwise_info(layer)
     if info.kernel_tensors is not None:
         _place_kernel_tensors(layer, info)
     info.reset()
 
 
-# ---- from what was recorded to units
+# ---- from recorded writes to units
 
 
 def _units(
@@ -190,7 +203,7 @@ def _units(
 
 
 def _opaque_groups(modules: Mapping[str, torch.nn.Module], recorder: Recorder) -> dict[str, tuple[tuple[str, ...], set[str]]]:
-    """{module: (the modules that must be loaded together with it, in the model's order; the tensors on disk they take)}."""
+    """Return, by module, (modules that must be loaded together, in the model's order; the tensors on disk they use)."""
     takes: dict[str, set[str]] = defaultdict(set)
     for (module, _), writes in recorder.writes.items():
         takes[module] |= writes.names()
@@ -215,7 +228,7 @@ def _opaque_groups(modules: Mapping[str, torch.nn.Module], recorder: Recorder) -
 
 
 def _full(module: str, names: set[str], shapes: Mapping[str, Shape]) -> UpdateUnit:
-    """Tensors on disk, in the order of a checkpoint, each in memory of its own."""
+    """Return a unit of tensors on disk, in the order of a checkpoint, each in memory of its own."""
     regions = []
     for name in shapes:
         if name in names:

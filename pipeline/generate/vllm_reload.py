@@ -1,9 +1,9 @@
-"""Replacing all weights of a live vLLM model in place, from tensors by Hugging Face name.
+"""Replace all weights of a live vLLM model in place, from full tensors by Hugging Face name.
 
-vLLM's layer-wise reload does the work: it takes each layer back to the parameters that its checkpoint loader knows, loads,
-processes as after a first load, and copies the result into the storage in use, so CUDA graphs stay valid. This adds what that
-reload lacks in vLLM 0.32: it leaves two packed copies stale on CPU, and nothing puts the live tensors back when it is broken
-off. Uses private functions of vLLM's reload; the version is pinned. Left out: receiving only this rank's shard (vllm_update).
+vLLM's layer-wise reload does the work: it restores each layer's raw parameters, loads them, processes them as after a first
+load, and copies the result into the storage in use, so CUDA graphs stay valid. This module adds what that reload lacks in vLLM
+0.32: it leaves two packed copies stale on CPU, and does not restore the live tensors after an error. It uses private functions
+of vLLM's reload; the version is pinned. To receive only this rank's shard see `vllm_update.py`.
 """
 
 from __future__ import annotations
@@ -17,23 +17,23 @@ from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbed
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 from vllm.platforms import current_platform
 
-from pipeline.generate.vllm_layout import check_loaded, restore_live_tensors
+from pipeline.generate.vllm_layout import VLLMModel, check_loaded, restore_live_tensors
 
 
 @torch.no_grad()
-def reload(model: torch.nn.Module, config: VllmConfig, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
-    """Load `weights` into a worker's model. On every rank of the engine; `weights` may raise.
+def reload(model: VLLMModel, config: VllmConfig, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
+    """Load `weights` into a worker's model. Collective over the ranks of the engine; `weights` may raise.
 
-    On an error the model holds a mixture of old and new weights, in tensors that a later reload can fill. Raises ValueError if
-    some parameter of the model was not loaded.
+    After an error the model holds a mixture of old and new weights, in tensors that a later reload can fill. Raises ValueError
+    if a parameter of the model was not loaded.
     """
-    # It warns of every layer that only has buffers, at every reload; a parameter left out is an error below.
+    # vLLM warns at every reload about every layer that only has buffers. A missing parameter is an error below.
     logging.getLogger(initialize_layerwise_reload.__module__).setLevel(logging.ERROR)
     live = {name for name, _ in model.named_parameters()}  # without tied copies
     with set_current_vllm_config(config):
         try:
             initialize_layerwise_reload(model)
-            before = {name for name, _ in model.named_parameters()}  # without those that processing made
+            before = {name for name, _ in model.named_parameters()}  # without those that processing created
             loaded = model.load_weights(weights)
             # Quantised layers have parameters (scales) that no checkpoint of the policy holds.
             complete = config.model_config.quantization is None
@@ -51,15 +51,17 @@ def reload(model: torch.nn.Module, config: VllmConfig, weights: Iterable[tuple[s
 
 
 def pack_experts(layer: torch.nn.Module) -> None:
-    """What vLLM's processing of a layer of experts leaves out on an update: padding and packing for the CPU kernel."""
+    """Pad and pack a layer of experts for the CPU kernel, which vLLM's processing skips on an update."""
     kernel = getattr(getattr(layer, "quant_method", None), "moe_kernel", None)
     if kernel is not None and hasattr(kernel.fused_experts, "isa"):
         kernel.fused_experts.process_weights_after_loading(layer)
 
 
 def pack_embeddings(model: torch.nn.Module) -> None:
-    """Bring up to date what the CPU kernel reads instead of lm_head: the packed copy that processing makes. Any embedding may
-    serve as lm_head, and a tied lm_head is never loaded itself."""
+    """Update the packed copy that the CPU kernel reads instead of lm_head.
+
+    Any embedding may serve as lm_head, and a tied lm_head is never loaded itself.
+    """
     for layer in model.modules():
         method = getattr(layer, "quant_method", None)
         if type(method) is UnquantizedEmbeddingMethod:

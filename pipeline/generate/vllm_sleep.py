@@ -1,13 +1,14 @@
-"""A vLLM engine that gives back its GPU's memory between rollouts, and gets it back at the same addresses.
+"""Release the GPU memory of a vLLM engine between rollouts, and allocate it again at the same addresses.
 
-At vLLM's level 2 weights, keys and values and scratch are dropped. Buffers (rotary tables, attention's scales) and the
-parameters named in SLEEP_ARGUMENTS go to the host and come back with the weights; what belongs to no model (the runner's state,
-CUDA graphs, NCCL's buffers) stays on the GPU, or vLLM saves it. The next refit makes the scales of quantised weights anew.
-This adds what vLLM does not save though it lies in the weights' memory: tensors that modules and their attention kernels keep
-beside parameters and buffers, such as ALiBi slopes. At level 1 the weights' whole memory goes to the host and comes back.
+At vLLM's sleep level 2, weights, KV cache and scratch memory are dropped. Buffers (rotary tables, attention's scales) and the
+parameters named in SLEEP_ARGUMENTS go to the host and return with the weights. What belongs to no model (the runner's state,
+CUDA graphs, NCCL's buffers) stays on the GPU, or vLLM saves it. The next refit recomputes the scales of quantised weights. This
+module adds what vLLM does not save although it lies in the weights' memory: tensors that modules and their attention kernels
+keep besides parameters and buffers, such as ALiBi slopes. At level 1 the whole memory of the weights goes to the host and
+returns.
 
-Each rank of an engine sleeps for itself: under `external_launcher` vLLM asks no other. One engine per process can sleep. On
-CPU vLLM has no sleep: the memory stays, and nothing is done.
+Each rank of an engine sleeps for itself: under `external_launcher` vLLM calls no other rank. Only one engine per process can
+sleep. On CPU vLLM has no sleep mode: the memory stays, and nothing is done.
 """
 
 from __future__ import annotations
@@ -21,39 +22,42 @@ from vllm.v1.engine.llm_engine import LLMEngine
 
 from pipeline.generate.engine_state import MemoryPart
 
-# Engine arguments. A draft's weights are no part of a refit, so they must survive.
+# Engine arguments. A draft model's weights are not refitted, so they must be preserved.
 SLEEP_ARGUMENTS: dict[str, Any] = {"enable_sleep_mode": True, "sleep_preserve_parameter_names": ["draft.*"]}
 
 
 class SleepMode:
-    """Of one engine and its rank's model."""
+    """Sleep and wake-up of one engine and its rank's model."""
 
     def __init__(self, engine: LLMEngine, model: torch.nn.Module) -> None:
         self._engine, self._model = engine, model
-        self._saved: list[tuple[torch.Tensor, torch.Tensor]] = []  # a tensor, and its copy on the host
+        self._saved: list[tuple[torch.Tensor, torch.Tensor]] = []  # (tensor, its copy on the host)
 
     def sleep(self, keep_weights: bool) -> None:
-        """Nothing is pending. Raises RuntimeError if the engine was built to stay awake."""
+        """Release memory while no request is pending. Raises RuntimeError if the engine was built without sleep mode."""
         if not current_platform.is_cuda():
             return
         if not self._engine.model_config.enable_sleep_mode:
-            raise RuntimeError("sleep: this engine was built to stay awake; set policy.generation.colocated.enabled=true")
+            raise RuntimeError("sleep: this engine was built without sleep mode. Try policy.generation.colocated.enabled=true.")
         if not keep_weights:
             self._saved = [(tensor, tensor.cpu()) for tensor in unregistered_tensors(self._model) if not tensor.is_cpu]
         self._engine.sleep(level=1 if keep_weights else 2)
 
     def wake(self, part: MemoryPart) -> None:
+        """Allocate one part again, and copy the saved tensors back."""
         if not current_platform.is_cuda():
             return
         self._engine.wake_up(tags=[{"weights": "weights", "cache": "kv_cache"}[part]])
         for tensor, copy in self._saved:
-            tensor.data.copy_(copy)  # .data: what was made in inference mode may not be written to outside of it
+            tensor.data.copy_(copy)  # .data: a tensor made in inference mode may not be written outside of it
         self._saved = []
 
 
 def unregistered_tensors(model: torch.nn.Module) -> list[torch.Tensor]:
-    """Tensors that modules, and the attention implementations of modules, hold as plain attributes, but for those that share
-    memory with a parameter, a buffer, or the keys and values, which vLLM binds to each attention layer."""
+    """Return the tensors that modules and their attention implementations hold as plain attributes.
+
+    Left out are those that share memory with a parameter, a buffer, or the KV cache, which vLLM binds to each attention layer.
+    """
     caches = tree_leaves([module.__dict__.get("kv_cache") for module in model.modules()])
     listed = {
         _memory(tensor) for tensor in [*model.parameters(), *model.buffers(), *caches] if isinstance(tensor, torch.Tensor)

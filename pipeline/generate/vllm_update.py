@@ -1,12 +1,13 @@
-"""Replacing the weights of a live vLLM model, module by module, each rank with its own shard.
+"""Replace the weights of a live vLLM model, module by module; each rank writes its own shard.
 
-Where a module's live tensors are its raw parameters, shards are written into them. Else the module goes through vLLM's
-layer-wise reload alone: raw parameters get memory, shards and fills are written, vLLM processes them as after a first load, and
+If a module's live tensors are its raw parameters, shards are written into them. Otherwise the module alone goes through vLLM's
+layer-wise reload: its raw parameters get memory, shards and fills are written, vLLM processes them as after a first load, and
 the result is copied into the storage in use, so CUDA graphs stay valid. An opaque module collects its tensors on disk in full
-and loads them with vLLM's own loader. What is derived from several modules (attention's absorbed projections, packed copies on
-CPU) is made anew once all are finished.
+and loads them with vLLM's own loader. Tensors derived from several modules (attention's absorbed projections, packed copies on
+CPU) are recomputed once all units are finished.
 
-vLLM's reload functions are private; the version is pinned. Left out: quantised checkpoints; the policy's are not.
+vLLM's reload functions are private; the version is pinned. Quantised checkpoints are not supported; the policy's are not
+quantised.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
+from typing_extensions import override
 from vllm.config import VllmConfig, set_current_vllm_config
 from vllm.model_executor.layers.attention import is_deferred_attention_layer
 from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import UnquantizedFusedMoEMethod
@@ -26,22 +28,29 @@ from vllm.model_executor.model_loader.reload.meta import materialize_layer
 from vllm.model_executor.model_loader.reload.utils import get_layer_tensors
 from vllm.platforms import current_platform
 
-from pipeline.generate.vllm_layout import ModuleUnit, raw_name, restore_live_tensors, restore_raw_parameters, unwrap_loaders
+from pipeline.generate.base import WeightUpdate
+from pipeline.generate.vllm_layout import (
+    ModuleUnit,
+    VLLMModel,
+    raw_name,
+    restore_live_tensors,
+    restore_raw_parameters,
+    unwrap_loaders,
+)
 from pipeline.generate.vllm_reload import pack_embeddings, pack_experts, reload
 from pipeline.generate.weight_checks import checked_weights
 from pipeline.models.precision import served_dtype
 
 
-class VLLMUpdate:
-    """A WeightUpdate of one rank.
+class VLLMUpdate(WeightUpdate):
+    """A WeightUpdate of one rank. Only one update of a model may be in progress; `give_up` ends one that is not committed.
 
-    units: this rank's layout, made when it is first asked for. serve(version, recompute_kv_cache): what the engine does at the
-    commit. Of the updates of a model only one may be under way; `give_up` ends one that is not committed.
+    units: returns this rank's layout; called on first use. serve(version, recompute_kv_cache): called by the commit.
     """
 
     def __init__(
         self,
-        model: torch.nn.Module,
+        model: VLLMModel,
         config: VllmConfig,
         shapes: Mapping[str, tuple[int, ...]],
         tied: Mapping[str, str],
@@ -51,28 +60,32 @@ class VLLMUpdate:
         self._model, self._config, self._shapes, self._tied = model, config, shapes, tied
         self._units, self._serve = units, serve
         self._modules = dict(model.named_modules())
-        self._targets: dict[str, dict[str, torch.Tensor]] = {}  # of the open units
-        self._plain: dict[str, bool] = {}  # looked up before a unit is opened, for then its tensors are raw
-        self._left: set[str] | None = None  # units with regions that are not finished; None: none is yet
+        self._targets: dict[str, dict[str, torch.Tensor]] = {}  # by open unit, by tensor
+        self._plain: dict[str, bool] = {}  # cached, because an open unit's tensors are raw
+        self._left: set[str] | None = None  # unfinished units with regions; None before the first use
         self._ready = False
 
+    @override
     def load(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
         reload(self._model, self._config, checked_weights(weights, self._shapes, self._tied))
         self._ready = True
 
+    @override
     def target(self, unit: str, tensor: str) -> torch.Tensor:
         if unit not in self._targets:
             if unit not in self._unfinished():
-                raise RuntimeError(f"unit '{unit}' was finished in this update")
+                raise RuntimeError(f"unit '{unit}' is already finished in this update")
             self._targets[unit] = self._attempt(self._begin, unit)
         return self._targets[unit][tensor]
 
+    @override
     def in_place(self, unit: str) -> bool:
         if unit not in self._plain:
             described = self._units()[unit]
             self._plain[unit] = not described.opaque and _is_plain(self._modules[described.modules[0]], described)
         return self._plain[unit]
 
+    @override
     def finish(self, unit: str) -> None:
         if unit not in self._targets:
             raise RuntimeError(f"unit '{unit}' is not open")
@@ -83,21 +96,22 @@ class VLLMUpdate:
         if left:
             return
         for name, described in self._units().items():
-            if not described.unit.regions:  # only constants on this rank, such as padding
+            if not described.unit.regions:  # this rank has only constants of it, such as padding
                 self._targets[name] = self._attempt(self._begin, name)
                 self._attempt(self._end, name)
                 del self._targets[name]
         self._derive()
         self._ready = True
 
+    @override
     def commit(self, version: int, recompute_kv_cache: bool = True) -> None:
         if not self._ready:
             left = self._unfinished()
-            raise RuntimeError(f"commit of version {version}: {len(left)} units are not finished, one is '{min(left)}'")
+            raise RuntimeError(f"commit of version {version}: {len(left)} units are not finished; one is '{min(left)}'")
         self._serve(version, recompute_kv_cache)
 
     def give_up(self) -> None:
-        """Give the modules that are open their live tensors again, with whatever was written into those."""
+        """Restore the live tensors of the open modules, with whatever was written into them."""
         for unit in list(self._targets):
             self._put_back(unit)
 
@@ -107,7 +121,7 @@ class VLLMUpdate:
         return self._left
 
     def _attempt(self, do: Callable, unit: str) -> Any:
-        """`do(unit)` in vLLM's context. On an error the unit has its live tensors again."""
+        """Return `do(unit)`, called in vLLM's context. Restore the unit's live tensors on an error."""
         try:
             with torch.no_grad(), set_current_vllm_config(self._config):
                 return do(unit)
@@ -121,7 +135,7 @@ class VLLMUpdate:
             restore_live_tensors(self._modules[module])
 
     def _begin(self, unit: str) -> dict[str, torch.Tensor]:
-        """The targets of a unit, with everything written that its regions leave."""
+        """Return the targets of a unit, after writing every entry that its regions do not cover."""
         described = self._units()[unit]
         layer = self._modules[described.modules[0]]
         if described.opaque:
@@ -152,8 +166,10 @@ class VLLMUpdate:
             _process(self._modules[module], described.written, module)
 
     def _materialize(self, module: str, written: frozenset[str] = frozenset()) -> None:
-        """Memory for a module's raw parameters. Those that are not `written` keep their live values, where these have the same
-        form; else they are zero."""
+        """Allocate a module's raw parameters.
+
+        Those that are not `written` keep their live values if shape and dtype are equal; otherwise they are zero.
+        """
         layer = self._modules[module]
         live = get_layer_tensors(layer)
         restore_raw_parameters(layer)
@@ -172,16 +188,16 @@ class VLLMUpdate:
         with torch.no_grad(), set_current_vllm_config(self._config):
             for layer in self._modules.values():
                 if is_deferred_attention_layer(layer):
-                    layer.process_weights_after_loading(self._config.model_config.dtype)
+                    layer.process_weights_after_loading(self._config.model_config.dtype)  # pyright: ignore[reportCallIssue]  # nn.Module's stub
             if current_platform.is_cpu():
                 pack_embeddings(self._model)
 
 
 def _is_plain(layer: torch.nn.Module, described: ModuleUnit) -> bool:
-    """Whether a module's live tensors are its raw parameters, so that writing those is all there is to do.
+    """Return whether a module's live tensors are its raw parameters, so that writing those is all there is to do.
 
-    By exact types: equal shapes and strides do not tell, as some kernels permute in place or keep copies. On CPU an embedding's
-    and lm_head's packed copies are renewed once all units are finished.
+    Decided by exact types: equal shapes and strides do not suffice, because some kernels permute in place or keep copies. On
+    CPU the packed copies of embeddings and lm_head are updated once all units are finished.
     """
     (module,) = described.modules
     live = {raw_name(module, name): tensor for name, tensor in get_layer_tensors(layer).items()}
@@ -200,16 +216,17 @@ def _is_plain(layer: torch.nn.Module, described: ModuleUnit) -> bool:
 
 
 def _process(layer: torch.nn.Module, written: frozenset[str], module: str) -> None:
-    """From raw parameters to what the kernels read, in the storage that they read; as vLLM's reload does at a layer's end."""
+    """Process raw parameters for the kernels, in the storage that they read, as vLLM's reload does at a layer's end."""
     info = get_layerwise_info(layer)
-    # By these names vLLM tells the buffers that no checkpoint holds, which it must not copy back.
-    info.loaded_weights = [(name, None) for name in layer._buffers if raw_name(module, name) in written]
+    # vLLM does not copy back buffers that are not listed here, as no checkpoint holds them.
+    no_arguments: Any = None  # vLLM reads only the names here
+    info.loaded_weights = [(name, no_arguments) for name in layer._buffers if raw_name(module, name) in written]
     layer.__dict__.pop("_already_called_process_weights_after_loading", None)
     method = getattr(layer, "quant_method", None)
     if isinstance(method, QuantizeMethodBase):
         method.process_weights_after_loading(layer)
         if hasattr(layer, "update_param_tp_status"):
-            layer.update_param_tp_status()
+            layer.update_param_tp_status()  # pyright: ignore[reportCallIssue]  # nn.Module's stub
         if current_platform.is_cpu():
             pack_experts(layer)
     _copy_and_restore_kernel_tensors(layer, info)
@@ -217,7 +234,7 @@ def _process(layer: torch.nn.Module, written: frozenset[str], module: str) -> No
 
 
 def _zero_holes(name: str, tensor: torch.Tensor, described: ModuleUnit) -> None:
-    """Zero what neither a region nor a fill covers; the rest may be in use as a base, and keeps its values."""
+    """Zero the entries that neither a region nor a fill covers. The others may serve as a base and keep their values."""
     holes = torch.ones_like(tensor, dtype=torch.bool)
     for region in described.unit.regions:
         if region.tensor == name:

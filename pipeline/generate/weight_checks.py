@@ -1,7 +1,7 @@
-"""Incoming weights are a full set: the names and shapes of a Hugging Face checkpoint of the policy.
+"""Check that incoming weights have exactly the names and shapes of a Hugging Face checkpoint of the policy.
 
-Both backends pass them through `checked_weights`, so a wrong name, a wrong shape or a missing tensor is an error in either,
-whatever the backend's own loader would have let pass. Placing the tensors is the backends' work.
+Both backends pass new weights through `checked_weights`, so a wrong name, a wrong shape or a missing tensor is an error in
+either, even where the backend's own loader would accept it.
 """
 
 from __future__ import annotations
@@ -14,8 +14,10 @@ import torch
 def checked_weights(
     weights: Iterable[tuple[str, torch.Tensor]], shapes: Mapping[str, tuple[int, ...]], tied: Collection[str]
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """Pass `weights` on, without tied copies. Raises ValueError on a name or shape that is not in `shapes`, on a name that
-    comes twice, and, at the end, if a name has not come."""
+    """Yield `weights` without tied copies.
+
+    Raises ValueError on a name or shape that is not in `shapes`, on a repeated name, and, at the end, if a name is missing.
+    """
     missing = dict.fromkeys(shapes)
     for name, tensor in weights:
         if name in tied:
@@ -23,10 +25,10 @@ def checked_weights(
         if name not in shapes:
             raise ValueError(f"weights: the model has no tensor '{name}'")
         if name not in missing:
-            raise ValueError(f"weights: '{name}' came twice")
+            raise ValueError(f"weights: '{name}' is given twice")
         if tensor.shape != shapes[name]:
-            raise ValueError(f"weights: '{name}' has shape {list(tensor.shape)}, the model wants {list(shapes[name])}")
+            raise ValueError(f"weights: '{name}' has shape {list(tensor.shape)}, the model expects {list(shapes[name])}")
         del missing[name]
         yield name, tensor
     if missing:
-        raise ValueError(f"weights: {len(missing)} tensors did not come, the first is '{next(iter(missing))}'")
+        raise ValueError(f"weights: {len(missing)} tensors are missing; the first is '{next(iter(missing))}'")

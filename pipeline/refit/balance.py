@@ -1,11 +1,11 @@
-"""Which train rank sends what: all ranks that hold a box share its sending, such that no rank sends more than it must.
+"""Choose which train rank sends what: all ranks that hold a box share its sending, so that the largest load is minimal.
 
-Given the bytes that must come from each holder set (the ranks that hold the same boxes), `send_shares` finds how many each
-of its ranks sends. The loads have the least sum of squares, which makes the largest as small as it can be. `lower_bound` proves
-it: the ranks of the largest load hold boxes that no other rank holds, and those alone come to this many bytes a rank.
+Given the bytes that each holder set (the ranks that hold the same boxes) must send, `send_shares` finds how many bytes each of
+its ranks sends. The loads have the least sum of squares, which also minimises the largest. `lower_bound` proves it: the ranks
+of the largest load hold boxes that no other rank holds, and those alone amount to this many bytes a rank.
 
-`sharing_groups` joins engines into sharing groups: one member gets a box from the train ranks, the others get it from
-each other.
+`sharing_groups` joins engines into sharing groups: one member receives a box from the train ranks, and the members pass it on
+among themselves.
 """
 
 from __future__ import annotations
@@ -17,16 +17,16 @@ import numpy as np
 
 from pipeline.config.cluster import NetworkConfig
 
-_SWEEPS = 50
-_SETTLED = 1e-4  # of the largest load: a sweep that changes none by more ends the search
-_WORTH_SHARING = 1.1  # so much longer train ranks must take than generate ranks, for engines to share across nodes
+_SWEEPS = 50  # at most
+_SETTLED = 1e-4  # fraction of the largest load; a sweep that changes no load by more ends the search
+_WORTH_SHARING = 1.1  # engines share across nodes if sending takes this many times as long as receiving
 
 
 def send_shares(sets: Sequence[np.ndarray], demand: np.ndarray, ranks: int) -> tuple[list[np.ndarray], np.ndarray]:
-    """(for each set, the bytes that each of its ranks sends [members] float64; all that each rank sends [ranks] float64).
+    """Return (bytes that each rank of each set sends, [members] float64; bytes that each rank sends, [ranks] float64).
 
-    sets: of each, its ranks as numbers below `ranks`. demand: [sets] bytes. Sets are levelled in turns, those with the
-    fewest ranks first, each over what the others put on its ranks: coordinate descent on a convex sum of squares.
+    sets: the ranks of each set, as numbers below `ranks`. demand: [sets] bytes. The sets take turns, those with the fewest
+    ranks first; each levels its load over what the others put on its ranks: coordinate descent on a convex sum of squares.
     """
     load = np.zeros(ranks)
     found = [np.zeros(len(members)) for members in sets]
@@ -36,7 +36,7 @@ def send_shares(sets: Sequence[np.ndarray], demand: np.ndarray, ranks: int) -> t
         for i in order:
             members = sets[i]
             others = load[members] - found[i]
-            found[i] = np.maximum(_level(others, demand[i]) - others, 0.0)
+            found[i] = np.maximum(_level(others, float(demand[i])) - others, 0.0)
             load[members] = others + found[i]
         if np.abs(load - before).max(initial=0.0) <= _SETTLED * load.max(initial=0.0):
             break
@@ -44,16 +44,18 @@ def send_shares(sets: Sequence[np.ndarray], demand: np.ndarray, ranks: int) -> t
 
 
 def _level(loads: np.ndarray, amount: float) -> float:
-    """The height that water reaches when `amount` is poured over `loads`."""
+    """Return the common level that pouring `amount` over `loads` reaches."""
     heights = np.sort(loads)
-    poured = heights * np.arange(1, len(heights) + 1) - np.cumsum(heights)  # to reach each height
+    poured = heights * np.arange(1, len(heights) + 1) - np.cumsum(heights)  # amount to reach each height
     wet = int(np.searchsorted(poured, amount, "right"))
     return (heights[:wet].sum() + amount) / wet
 
 
 def lower_bound(sets: Sequence[np.ndarray], demand: np.ndarray, load: np.ndarray) -> float:
-    """Bytes that some train rank must send, whatever the plan: the mean over any ranks of what they alone hold. Two sets of
-    ranks are looked at: all, and those of the largest load."""
+    """Return bytes that some train rank must send under any plan: the mean, over a set of ranks, of what only they hold.
+
+    Two sets of ranks are examined: all ranks, and those of the largest load.
+    """
     top = load >= load.max(initial=0.0) * (1 - 10 * _SETTLED)
     alone = sum(bytes_ for members, bytes_ in zip(sets, demand, strict=True) if top[members].all())
     return max(float(demand.sum()) / len(load), float(alone) / max(int(top.sum()), 1))
@@ -62,11 +64,11 @@ def lower_bound(sets: Sequence[np.ndarray], demand: np.ndarray, load: np.ndarray
 def sharing_groups(
     engines: Sequence[Sequence[int]], nodes: Mapping[int, str], network: NetworkConfig, sent: float, received: float
 ) -> list[list[int]]:
-    """Sharing groups, as numbers of engines, in the order of their ring.
+    """Return the sharing groups, as numbers of engines, in the order of their ring.
 
-    sent: bytes that the busiest train rank sends for one engine; received: that a generate rank receives at most. Engines whose
-    ranks share nodes are joined where the network within a node is the faster one; across nodes as few as let the generate
-    ranks' receiving, not the train ranks' sending, set the time.
+    sent: bytes that the busiest train rank sends for one engine. received: the most that a generate rank receives. Engines
+    whose ranks share nodes are joined if the network within a node is faster. Across nodes, engines are joined only until
+    receiving by the generate ranks, not sending by the train ranks, is the bottleneck.
     """
     places: dict[object, list[int]] = {}
     faster = network.node_gb_per_s > network.nic_gb_per_s

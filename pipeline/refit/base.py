@@ -1,8 +1,7 @@
-"""What the pipeline asks of a weight transfer from the train component to the generate component.
+"""The Protocol of a weight transfer from the train ranks to the generate ranks.
 
-Both ends run at the same time, each on all ranks of its component. A transfer that fails raises on every rank it can reach; the
-version that is served changes only with `WeightUpdate.commit`, which rank 0 orders once all ranks are done and their digests
-agree.
+Both ends run at the same time, each on all ranks of its component. A failed transfer raises on every rank that it can reach.
+The served version changes only with `WeightUpdate.commit`, which rank 0 calls once all ranks are done and their digests agree.
 """
 
 from __future__ import annotations
@@ -22,32 +21,36 @@ NOTHING = np.zeros(0, np.int32)
 
 
 class RefitReport(msgspec.Struct):
-    """What one rank did in one refit. Seconds of its main thread; on a GPU of the stream that it waited for."""
+    """What one rank did in one refit. Times are seconds of its main thread; on a GPU, of the stream that it waited for."""
 
-    sent: int = 0  # bytes, on the wire
+    sent: int = 0  # bytes on the network
     received: int = 0
-    pack: float = 0.0  # gathering what is sent, casts included
+    pack: float = 0.0  # gathering and casting the items to send
     wire: float = 0.0  # waiting for messages
-    apply: float = 0.0  # writing what came, and finishing units
+    apply: float = 0.0  # writing received items, and finishing units
     digest: float = 0.0
     total: float = 0.0
-    keys: np.ndarray = NOTHING  # [k] int32, of the plan
-    hashes: np.ndarray = NOTHING  # [k] uint64: what this rank has of each, added up
+    keys: np.ndarray = NOTHING  # [k] int32: digest keys of the plan
+    hashes: np.ndarray = NOTHING  # [k] uint64: sum of the hashes of this rank's parts of each key
 
 
 class Commit(msgspec.Struct):
-    """New weights are to be served."""
+    """The command to serve new weights."""
 
     version: int
-    recompute_kv_cache: bool = True  # of requests that run: made anew, else kept as the old weights made them
+    recompute_kv_cache: bool = True  # of running requests; False: keep what the old weights computed
 
 
 class Refit(Protocol):
+    """A weight transfer, as both ends see it."""
+
     def send(self, backend: TrainBackend) -> RefitReport:
         """Send this rank's share of all weights."""
+        ...
 
     def receive(self, update: WeightUpdate) -> RefitReport:
-        """Write all of this rank's weights through `update`, short of its commit."""
+        """Write all of this rank's weights through `update`, without committing it."""
+        ...
 
 
 @runtime_checkable

@@ -1,9 +1,9 @@
 """Refit by bucketed broadcast: rank 0 gathers one full tensor after another and broadcasts them to every generate rank.
 
-The simplest right transfer, and the reference for others. Each tensor crosses the wire once, to everybody; a generate rank
-receives more than its shard and drops what it does not own. Memory on either side is one bucket and one full tensor.
+This is the simplest correct transfer, and the reference for the others. Each tensor crosses the network once, to all ranks; a
+generate rank receives more than its shard and drops the rest. Memory on either side is one bucket and one full tensor.
 
-On the wire a bucket is: the length of its table, the table (msgpack: name, dtype, shape, offset), the bytes. A table of length
+A bucket is sent as the length of its table, the table (msgpack: name, dtype, shape, offset), and the bytes. A table of length
 zero ends the transfer.
 """
 
@@ -15,9 +15,10 @@ from collections.abc import Iterator
 import msgspec
 import torch
 import torch.distributed as dist
+from typing_extensions import override
 
 from pipeline.generate.base import WeightUpdate
-from pipeline.refit.base import RefitReport
+from pipeline.refit.base import Refit, RefitReport
 from pipeline.train.base import TrainBackend
 from pipeline.world import World
 
@@ -26,18 +27,23 @@ ALIGNMENT = 16  # bytes, so that a view of any dtype into a bucket is aligned
 
 
 class BucketEntry(msgspec.Struct, array_like=True):
+    """One tensor of a bucket."""
+
     name: str
     dtype: str
     shape: tuple[int, ...]
     offset: int  # bytes into the bucket
 
 
-class BroadcastRefit:
+class BroadcastRefit(Refit):
+    """A Refit of full tensors in buckets of `bucket_bytes`."""
+
     def __init__(self, world: World, bucket_bytes: int):
         self._world = world
         self._bucket_bytes = bucket_bytes
-        self._bytes, self._wire = 0, 0.0  # of this refit: what crossed the wire, and the seconds that took
+        self._bytes, self._wire = 0, 0.0  # of this refit: bytes on the network, and seconds
 
+    @override
     def send(self, backend: TrainBackend) -> RefitReport:
         start = self._begin()
         weights = backend.weights()
@@ -68,6 +74,7 @@ class BroadcastRefit:
         self._broadcast_table(table)
         self._broadcast(bucket)
 
+    @override
     def receive(self, update: WeightUpdate) -> RefitReport:
         start = self._begin()
         update.load(self._receive_tensors())
@@ -82,7 +89,9 @@ class BroadcastRefit:
         while table := self._receive_table():
             last = table[-1]
             size = last.offset + _padded(_bytes(last))
-            bucket = torch.empty(size, dtype=torch.uint8, device=self._world.carrier)  # fresh: the engine may keep views of it
+            bucket = torch.empty(
+                size, dtype=torch.uint8, device=self._world.carrier
+            )  # a new one: the engine may keep views of it
             self._broadcast(bucket)
             for entry in table:
                 yield entry.name, _view(bucket, entry)

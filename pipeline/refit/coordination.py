@@ -1,11 +1,12 @@
-"""Rank 0's part of a refit: plan once, order each transfer, compare the digests, commit, and say what it cost.
+"""Coordinate refits on rank 0: plan once, order each transfer, compare digests, commit, and report the cost.
 
-A version is committed on all generate ranks only after every rank is done and, with `refit_cfg.digest`, after every one has
-proved to hold what the train ranks hold. Whatever fails before that raises here, and the old version stays.
+Generate ranks get a new version only after every rank is done and, with `refit_cfg.digest`, after every one has proved to hold
+what the train ranks hold. Any failure before that raises here, and the old version stays.
 """
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Mapping
 
@@ -19,9 +20,11 @@ from pipeline.refit.tables import RefitPlan
 from pipeline.rpc import RpcGroup
 from pipeline.world import WorkerGroups
 
+logger = logging.getLogger(__name__)
+
 
 class RefitCoordinator:
-    """Call it to give the generate ranks what the train ranks hold."""
+    """Rank 0's refits. Call it to serve the train ranks' current weights."""
 
     def __init__(
         self,
@@ -32,23 +35,24 @@ class RefitCoordinator:
         shapes: Mapping[str, tuple[int, ...]],
         nodes: Mapping[int, str],
     ):
-        """Plans, unless the transport is the broadcast. shapes: of all tensors on disk. nodes: of all ranks.
+        """Plan the transfer, unless the transport is the broadcast.
 
-        Raises ValueError if the train ranks do not hold what the generate ranks want.
+        shapes: of all tensors on disk. nodes: of all ranks. Raises ValueError if the train ranks do not hold what the generate
+        ranks need.
         """
         self._workers, self._train, self._generate = workers, train, generate
         self._network = recipe.cluster.network
         self._nodes = nodes
         self._names = list(shapes)
         self._digest = recipe.policy.generation.refit_cfg.digest
-        self.incremental = recipe.policy.generation.refit_transport == "delta"  # engines must keep what they have
+        self.incremental = recipe.policy.generation.refit_transport == "delta"  # engines must keep their weights between refits
         self._recompute = recipe.grpo.async_grpo.recompute_kv_cache_after_weight_updates
-        self.version: int | None = None  # that the generate ranks serve
+        self.version: int | None = None  # the version that the generate ranks serve
         self._plan = None
         if recipe.policy.generation.refit_transport != "broadcast":
-            self._plan = self._agree(recipe, shapes)
+            self._plan = self._plan_transfer(recipe, shapes)
 
-    def _agree(self, recipe: Recipe, shapes: Mapping[str, tuple[int, ...]]) -> RefitPlan:
+    def _plan_transfer(self, recipe: Recipe, shapes: Mapping[str, tuple[int, ...]]) -> RefitPlan:
         wanted = self._generate.layout()
         held = self._train.layout().result()
         agreed = schedule(
@@ -64,13 +68,10 @@ class RefitCoordinator:
         taken = self._generate.prepare_refit(parts=[agreed.ranks[rank] for rank in self._workers.generate])
         self._train.prepare_refit(parts=[agreed.ranks[rank] for rank in self._workers.train]).result()
         taken.result()
-        return msgspec.structs.replace(agreed, ranks={})  # each rank has its own part; all of them are large
+        return msgspec.structs.replace(agreed, ranks={})  # drop the ranks' parts, which are large; each rank has its own
 
     def __call__(self, version: int) -> dict[str, float]:
-        """Serve the present weights as `version`; what it took, as metrics.
-
-        Raises RefitError if a digest differs.
-        """
+        """Serve the current weights as `version`, and return metrics of the cost. Raises RefitError if a digest differs."""
         start = time.perf_counter()
         receiving = self._generate.receive()
         sent = dict(zip(self._workers.train, self._train.send().result(), strict=True))
@@ -86,8 +87,10 @@ class RefitCoordinator:
         return self._measure(sent, received, time.perf_counter() - start)
 
     def _measure(self, sent: dict[int, RefitReport], received: dict[int, RefitReport], seconds: float) -> dict[str, float]:
-        """Bytes; where the time went; and the rate of the busiest rank against what the described network allows it. Ranks that
-        share GPUs do not refit over that network: theirs says how far what they use instead is from it."""
+        """Return metrics: bytes, where the time went, and the busiest rank's rate relative to the configured network.
+
+        Ranks that share GPUs do not refit over that network; for them the ratio compares their own path with it.
+        """
         every = [*sent.values(), *received.values()]
         longest = max(report.total for report in every)
         pack = max(report.pack for report in sent.values())
@@ -96,16 +99,14 @@ class RefitCoordinator:
         parts = {
             "pack": pack,
             "apply": apply,
-            "wire": max(0.0, longest - max(pack, apply) - digest),  # what neither end's own work explains
-            "pause": seconds - longest,  # before the slowest rank began, and after it was done
+            "wire": max(0.0, longest - max(pack, apply) - digest),  # time that neither end's own work explains
+            "pause": seconds - longest,  # before the slowest rank begins, and after it ends
         }
         busiest = max(report.received for report in received.values())
         one_node = len(set(self._nodes.values())) == 1
         rate = self._network.node_gb_per_s if one_node else self._network.nic_gb_per_s
-        print(
-            f"refit: {busiest / 1e9:.3g} GB to the busiest rank in {seconds:.3g} s, bound by {max(parts, key=parts.get)}",
-            flush=True,
-        )
+        bound = max(parts, key=lambda part: parts[part])
+        logger.info(f"refit: {busiest / 1e9:.3g} GB to the busiest rank in {seconds:.3g} s, bound by {bound}")
         return {
             "refit/bytes_sent": float(sum(report.sent for report in every)),
             "refit/bytes_received_max": float(busiest),

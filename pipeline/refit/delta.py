@@ -1,40 +1,44 @@
-"""TransferItems as what changed since the last refit, entry by entry and lossless: where, and the new values.
+"""Send only the entries of each item that changed since the last refit, without loss: their places and new values.
 
-In bf16 an RL step often changes 1 to 5% of the values. Each item takes whichever form has the fewest bytes: in full, a bitmap
-and values, or gaps of 8 or 16 bits and values. A gap too large for its bits is bridged by entries that did not change.
+In bf16 an RL step often changes 1 to 5% of the values. Each item uses the form with the fewest bytes: in full, a bitmap and
+values, or gaps of 8 or 16 bits and values. A gap too large for its bits is bridged by entries that did not change.
 
     bitmap     one bit an entry, lowest bit first; padded to 8 bytes; the values that changed
     gaps       entries skipped before each value; padded to 8 bytes; the values
 
-The sender keeps a copy of what it sent (relays do not: they pass on what came). The receiver's base is the engine's own
-tensor where that is written in place, else a copy. Before each message goes a header, int64: the number of this refit, the
-number of the refit that is its base (0: none, all in full), and a code for each item. A refit that fails leaves a rank
-without a base: as a sender it then sends all in full, as a receiver it refuses what needs one.
+The sender keeps a copy of what it sent; relays do not, since they forward what they received. The receiver's base is the
+engine's own tensor if that is written in place, and a copy otherwise. A header, int64, precedes each message: the number of
+this refit, the number of the refit that is its base (0: none, all items in full), and a code for each item. A failed refit
+leaves a rank without a base: as a sender it then sends all items in full, and as a receiver it refuses items that need a base.
 
-Left out: a digest of the base. Entries that do not travel are covered by the refit's digest, which reads back all of them.
+The base has no digest of its own. The refit's digest covers entries that are not sent, because it reads back all entries.
 """
 
 from __future__ import annotations
 
 import torch
+from typing_extensions import override
 
 from pipeline.refit.digest import WORD_BYTES, RefitError
 from pipeline.refit.endpoints import Message, ReceiveEndpoint, SendEndpoint, padded
-from pipeline.refit.transfer import PeerChannel, PeerTensors, PendingMessages, StageTimer
+from pipeline.refit.transfer import Encoding, PeerChannel, PeerTensors, PendingMessages, StageTimer
 
 FULL, BITMAP, GAPS8, GAPS16 = range(4)
 _MODES = 4
 _GAP = {GAPS8: torch.uint8, GAPS16: torch.int16}
 _GAP_BITS = {GAPS8: 8, GAPS16: 16}
 _INTEGERS = {2: torch.int16, 4: torch.int32}
-_BITS = 0x0102040810204080  # times eight bytes that are 0 or 1, lowest first: their bits are the highest byte
+_BITS = 0x0102040810204080  # multiplied by eight bytes of 0 or 1, lowest first, it gathers their bits in the highest byte
 
 
 # ---- one item ---------------------------------------------------------------------------------------------------------
 
 
 def encode(new: torch.Tensor, base: torch.Tensor | None, out: torch.Tensor) -> int:
-    """Write what makes `base` into `new`, both [n], to the beginning of `out`, uint8 of at least n padded. Its code."""
+    """Write the change from `base` to `new`, both [n], to the beginning of `out`, and return its code.
+
+    base: None to send all entries. out: uint8 of at least n entries, padded.
+    """
     count = new.numel()
     if base is not None:
         places = changed(new, base)
@@ -54,7 +58,7 @@ def encode(new: torch.Tensor, base: torch.Tensor | None, out: torch.Tensor) -> i
 
 
 def encoded_bytes(code: int, count: int, itemsize: int) -> int:
-    """Of an item of `count` entries. Raises RefitError for a code that none has."""
+    """Return the bytes of an encoded item of `count` entries. Raises RefitError for an invalid code."""
     sent, mode = divmod(code, _MODES)
     if not 0 <= sent <= count or (mode == FULL and sent != count):
         raise RefitError(f"delta: a message announces {sent} of {count} entries")
@@ -63,7 +67,10 @@ def encoded_bytes(code: int, count: int, itemsize: int) -> int:
 
 
 def decode(body: torch.Tensor, code: int, count: int, precision: torch.dtype) -> tuple[torch.Tensor | None, torch.Tensor]:
-    """(places [k] int64, None for all of them; values [k]). Raises RefitError if the places are not of this item."""
+    """Return (places [k] int64, or None for all entries; values [k]).
+
+    Raises RefitError if the places are not of this item.
+    """
     sent, mode = divmod(code, _MODES)
     start = len(body) - padded(sent * precision.itemsize)
     values = body[start : start + sent * precision.itemsize].view(precision)
@@ -77,19 +84,19 @@ def decode(body: torch.Tensor, code: int, count: int, precision: torch.dtype) ->
         gaps = body[: sent * width].view(_GAP[mode]).to(torch.int64) & ((1 << 8 * width) - 1)
         places = gaps.add_(1).cumsum(0).sub_(1)
     if len(places) != sent or (sent and int(places[-1]) >= count):
-        raise RefitError(f"delta: a message of {sent} entries names others")
+        raise RefitError(f"delta: a message of {sent} entries has other places")
     return places, values
 
 
 def changed(new: torch.Tensor, base: torch.Tensor) -> torch.Tensor:
-    """Places whose bits differ, in order, [k] int64. new, base: [n]."""
+    """Return the places whose bits differ, ascending, [k] int64. new, base: [n]."""
     lanes = WORD_BYTES // new.itemsize
     kind = _INTEGERS[new.itemsize]
     new, base = new.view(kind), base.view(kind)
     whole = len(new) - len(new) % lanes
     words = new[:whole].view(torch.int64) ^ base[:whole].view(torch.int64)
     differ = words.nonzero().view(-1)
-    if 2 * len(differ) > len(words):  # looking at every entry is cheaper than gathering that many words
+    if 2 * len(differ) > len(words):  # comparing every entry is cheaper than gathering that many words
         return (new != base).nonzero().view(-1)
     row, lane = words[differ].view(kind).view(-1, lanes).nonzero().unbind(1)
     tail = (new[whole:] != base[whole:]).nonzero().view(-1) + whole
@@ -97,7 +104,7 @@ def changed(new: torch.Tensor, base: torch.Tensor) -> torch.Tensor:
 
 
 def _bridged(places: torch.Tensor, itemsize: int) -> tuple[int, torch.Tensor]:
-    """(GAPS8 or GAPS16, whichever is less; the places, with those added that make every gap fit)."""
+    """Return (GAPS8 or GAPS16, whichever is smaller; the places, with added ones such that every gap fits)."""
     gaps = torch.diff(places, prepend=places.new_full((1,), -1)) - 1
     bridges = {mode: int((gaps >> bits).sum()) for mode, bits in _GAP_BITS.items()}
     mode = min(bridges, key=lambda mode: (len(places) + bridges[mode]) * (_GAP[mode].itemsize + itemsize))
@@ -111,14 +118,14 @@ def _bridged(places: torch.Tensor, itemsize: int) -> tuple[int, torch.Tensor]:
 
 
 def _bitmap(places: torch.Tensor, count: int) -> torch.Tensor:
-    """[ceil(count / 8)] uint8"""
+    """Return the bitmap of the places, [ceil(count / 8)] uint8."""
     mask = torch.zeros(padded(count), dtype=torch.uint8, device=places.device)
     mask[places] = 1
     return ((mask.view(torch.int64) * _BITS) >> 56).to(torch.uint8)
 
 
 def scatter(view: torch.Tensor, places: torch.Tensor, values: torch.Tensor) -> None:
-    """Write values at places, counted in the view's own order of entries, whatever its strides."""
+    """Write values at places, which count entries in the view's own order, whatever its strides."""
     if not view.is_contiguous():
         rest, places = places, torch.zeros_like(places)
         for size, stride in zip(reversed(view.shape), reversed(view.stride()), strict=True):
@@ -132,35 +139,38 @@ def scatter(view: torch.Tensor, places: torch.Tensor, values: torch.Tensor) -> N
 
 
 class DeltaBases:
-    """What a rank keeps from one refit to the next. Empty until `done`."""
+    """The values that a rank keeps from one refit to the next. Empty until `done`."""
 
     def __init__(self):
-        self.refit = 0  # the number of the one under way
-        self.base = 0  # the number of the one whose values are kept
-        self.sent: torch.Tensor | None = None  # uint8: one item behind the other, in the order of the sends
-        self.received: dict[int, torch.Tensor] = {}  # by item, where the engine does not write in place
+        self.refit = 0  # number of the current refit
+        self.base = 0  # number of the refit whose values are kept
+        self.sent: torch.Tensor | None = None  # uint8: the items in the order of the sends
+        self.received: dict[int, torch.Tensor] = {}  # by item, if the engine does not write in place
 
     def begin(self) -> int:
-        """The number of the base; none is left if this refit does not get to its end."""
+        """Begin a refit, and return the number of its base. No base remains if this refit fails."""
         base, self.base = self.base, 0
         self.refit += 1
         return base
 
     def done(self) -> None:
+        """Make this refit the base of the next."""
         self.base = self.refit
 
 
-class DeltaEncoding:
+class DeltaEncoding(Encoding):
+    """The Encoding of changed entries."""
+
     def __init__(
         self, channel: PeerChannel, sends: SendEndpoint, receives: ReceiveEndpoint, bases: DeltaBases, timer: StageTimer
     ):
         self._channel, self._sends, self._receives, self._bases, self._timer = channel, sends, receives, bases, timer
         self._base = bases.begin()
         self._outgoing: PeerTensors = []
-        self._codes: dict[int, int] = {}  # of what this rank receives
+        self._codes: dict[int, int] = {}  # by received item
         self._bodies: dict[int, torch.Tensor] = {}
-        self._headers: list[torch.Tensor] = []  # those that come
-        self._announced: PendingMessages  # headers under way
+        self._headers: list[torch.Tensor] = []  # of incoming messages
+        self._announced: PendingMessages  # headers in transfer
         if not sends.relays:
             self._starts = [0]
             for size in sends.sizes:
@@ -169,6 +179,7 @@ class DeltaEncoding:
                 bases.sent = torch.empty(self._starts[-1], dtype=torch.uint8, device=self._channel.device)
             self._scratch = torch.empty(max(sends.sizes, default=0), dtype=torch.uint8, device=self._channel.device)
 
+    @override
     def pack(self, round: int) -> None:
         out: PeerTensors = []
         self._outgoing = []
@@ -188,7 +199,7 @@ class DeltaEncoding:
         self._timer.lap("wire")
 
     def _encode(self, message: Message, round: int) -> list[int]:
-        """The codes. What goes is one piece of the staging."""
+        """Encode a message's items into contiguous staging memory, and return their codes."""
         room, at, codes = self._sends.room(message, round), 0, []
         for item in message.items:
             view, size, dtype = self._sends.view(item), self._sends.sizes[item], self._sends.dtypes[item]
@@ -198,6 +209,7 @@ class DeltaEncoding:
             self._sends.hash(item, view)
             self._timer.lap("digest")
             new = view.view(-1)
+            assert self._bases.sent is not None  # only relays have none
             kept = self._bases.sent[self._starts[item] : self._starts[item] + size].view(dtype)
             codes.append(encode(new, kept if self._base else None, room[at:]))
             kept.copy_(new)
@@ -210,6 +222,7 @@ class DeltaEncoding:
         if len(body):
             self._outgoing.append((peer, body))
 
+    @override
     def outgoing(self, round: int) -> PeerTensors:
         if self._sends.relays:
             for message in self._sends.messages[round]:
@@ -220,6 +233,7 @@ class DeltaEncoding:
                 self._add(message.peer, room[:at])
         return self._outgoing
 
+    @override
     def incoming(self, round: int) -> PeerTensors:
         self._channel.wait(self._announced)
         self._timer.lap("wire")
@@ -244,6 +258,7 @@ class DeltaEncoding:
                 mail.append((message.peer, room[:at]))
         return mail
 
+    @override
     def apply(self, round: int) -> None:
         for message in self._receives.messages[round]:
             for item in message.items:
@@ -255,7 +270,7 @@ class DeltaEncoding:
         self._timer.lap("apply")
 
     def _write(self, item: int) -> torch.Tensor:
-        """Where the item now lies, in its shape on disk."""
+        """Write an item, and return it from where it is stored, in its shape on disk."""
         receives, view = self._receives, self._receives.view(item)
         places, values = decode(self._bodies.pop(item), self._codes[item], receives.numels[item], receives.dtypes[item])
         if receives.in_place(item):

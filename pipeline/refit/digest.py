@@ -1,14 +1,14 @@
 """The digest: both ends of a refit prove that they hold the same values, by 64-bit hashes that add up over any cut of a tensor.
 
 The hash of a box is, modulo 2^64, the sum over its rows (all dimensions but the last) of w(row) * s(row). w is a random odd
-number drawn from the row's place in the tensor on disk. s is the sum of the row's 64-bit words: entry j of a row lies in lane
-j mod (8 / itemsize) of its word. In a tensor of one dimension every entry is a row of its own. So parts may be hashed where
-they lie, on any rank and in any order, and the hashes of the parts of a box add up to its own.
+number drawn from the row's place in the tensor on disk. s is the sum of the row's 64-bit words: entry j of a row is in lane j
+mod (8 / itemsize) of its word. In a tensor of one dimension every entry is a row of its own. So parts can be hashed in place,
+on any rank and in any order, and the hashes of the parts of a box add up to its hash.
 
-One flipped bit changes the hash with certainty, since an odd number times a power of two below 2^64 is not 0; rows that are
-exchanged, stale or missing change it but for a chance of the order of 2^-64.
+One flipped bit always changes the hash, because an odd number times a power of two below 2^64 is not 0. Exchanged, stale or
+missing rows change it except with a probability of the order of 2^-64.
 
-Left out: words that change places within their row leave the hash as it is; and it is no defence against an adversary.
+Exchanging words within a row does not change the hash, and the digest is no defence against an adversary.
 """
 
 from __future__ import annotations
@@ -23,23 +23,29 @@ from pipeline.refit.tables import RefitPlan, TransferItems
 
 WORD_BYTES = 8  # bytes
 _INTEGERS = {2: torch.int16, 4: torch.int32}
-_NAMED = 5  # tensors, in an error
+_NAMED = 5  # tensors that an error names
 _RADIX = np.uint64(6364136223846793005)  # any large odd number: Knuth's multiplier for 64 bits
 
 
 class RefitError(RuntimeError):
-    """A refit went wrong, and what the generate ranks now hold must not be served."""
+    """A refit failed, and the generate ranks' current weights must not be served."""
 
 
 class Digest:
-    """The hashes of one rank's items, gathered during a refit. Only items with a key and a region of this rank are hashed."""
+    """The hashes of one rank's items in a refit. Only items with a key and a region of this rank are hashed."""
 
     def __init__(self, items: TransferItems, dims: Sequence[int], dtypes: Sequence[torch.dtype], device: torch.device):
-        """dims: of each item's tensor on disk. dtypes: in which its values are hashed."""
+        """Prepare the row weights of all items.
+
+        dims: dimensions of each item's tensor on disk. dtypes: types in which the values are hashed.
+        """
         self.hashed = ((items.key >= 0) & (items.row >= 0)).tolist()
         self._dtypes = dtypes
         self._keys, self._places = np.unique(items.key[self.hashed], return_inverse=True)
-        weights = [row_weights(items.offset[i, : dims[i]], items.size[i, : dims[i]]) for i in np.flatnonzero(self.hashed)]
+        weights = [
+            row_weights(items.offset[i, : dims[i]].tolist(), items.size[i, : dims[i]].tolist())
+            for i in np.flatnonzero(self.hashed)
+        ]
         rows = np.zeros(len(items), np.int64)
         rows[self.hashed] = [len(of_item) for of_item in weights]
         ends = np.cumsum(rows)
@@ -52,14 +58,15 @@ class Digest:
         self._sums_of = self._sums.split(rows.tolist())
 
     def clear(self) -> None:
+        """Reset all sums before a refit."""
         self._sums.zero_()
 
     def add(self, item: int, values: torch.Tensor) -> None:
-        """values: of the item, in its shape on disk."""
+        """Hash an item. values: in its shape on disk."""
         sum_rows(values.to(self._dtypes[item]), self._lanes[item], self._sums_of[item])
 
     def result(self) -> tuple[np.ndarray, np.ndarray]:
-        """(keys [k] int32, hashes [k] uint64)"""
+        """Return (keys [k] int32, hashes [k] uint64)."""
         running = torch.cumsum(self._sums * self._weights, 0)  # differences are right modulo 2^64
         ends = torch.cat([running.new_zeros(1), running])[self._last]
         hashes = np.zeros(len(self._keys), np.uint64)
@@ -68,10 +75,10 @@ class Digest:
 
 
 def row_weights(offset: Sequence[int], size: Sequence[int]) -> np.ndarray:
-    """w of every row of a box, [rows] uint64.
+    """Return w of every row of a box, [rows] uint64.
 
-    splitmix64 (Steele, Lea, Flood 2014, https://doi.org/10.1145/2660193.2660195) of the row's number, made odd. Two leading
-    dimensions or more become one number as digits do, to a base that needs no knowledge of the whole shape.
+    splitmix64 (Steele, Lea, Flood 2014, https://doi.org/10.1145/2660193.2660195) of the row's number, made odd. Two or more
+    leading dimensions become one number as digits do, to a base that does not depend on the whole shape.
     """
     leading = max(1, len(size) - 1)
     rows = np.zeros((), np.uint64)
@@ -84,7 +91,7 @@ def row_weights(offset: Sequence[int], size: Sequence[int]) -> np.ndarray:
 
 
 def sum_rows(values: torch.Tensor, lane: int, out: torch.Tensor) -> None:
-    """s of every row. lane: of the first entry of each row. out: [rows] int64, contiguous."""
+    """Write s of every row to `out`. lane: of the first entry of each row. out: [rows] int64, contiguous."""
     lanes = WORD_BYTES // values.itemsize
     if values.ndim < 2:
         values = values.reshape(-1, 1)
@@ -99,7 +106,7 @@ def sum_rows(values: torch.Tensor, lane: int, out: torch.Tensor) -> None:
 
 
 def _whole_words(values: torch.Tensor, lanes: int) -> bool:
-    """Whether the rows can be read as 64-bit words where they lie."""
+    """Return whether the rows can be read in place as 64-bit words."""
     if values.shape[-1] % lanes or values.storage_offset() % lanes:
         return False
     *strides, last = values.stride()
@@ -109,9 +116,10 @@ def _whole_words(values: torch.Tensor, lanes: int) -> bool:
 def compare(
     plan: RefitPlan, names: Sequence[str], train: Mapping[int, RefitReport], generate: Mapping[int, RefitReport], version: int
 ) -> None:
-    """On rank 0: what the ranks said, by global rank. names: of all tensors on disk. version: which is not to be served then.
+    """Compare the reports of all ranks, by global rank, on rank 0.
 
-    Raises RefitError that names the tensors and the generate ranks that hold something else than was sent.
+    names: of all tensors on disk. version: the one that must not be served on a mismatch. Raises RefitError, naming the tensors
+    and the generate ranks whose values differ from what was sent.
     """
     sent, sides = np.zeros(plan.keys, np.uint64), np.zeros((2, plan.keys), bool)
     for report in train.values():
@@ -123,12 +131,12 @@ def compare(
         differ = (report.hashes != sent[report.keys]) | ~sides[0, report.keys]
         if differ.any():
             wrong[rank] = np.unique(plan.key_tensor[report.keys[differ]])
-    silent = np.unique(plan.key_tensor[~sides.all(axis=0)])
-    if not wrong and not len(silent):
+    unreported = np.unique(plan.key_tensor[~sides.all(axis=0)])
+    if not wrong and not len(unreported):
         return
-    tensors = np.unique(np.concatenate([silent, *wrong.values()]))
+    tensors = np.unique(np.concatenate([unreported, *wrong.values()]))
     found = [f"generate rank {rank} differs in {_list(names, which)}" for rank, which in sorted(wrong.items())]
-    found += [f"nobody vouches on both ends for {_list(names, silent)}"] * bool(len(silent))
+    found += [f"no rank of one end reports {_list(names, unreported)}"] * bool(len(unreported))
     raise RefitError(
         f"digest of version {version}: {len(tensors)} of {len(np.unique(plan.key_tensor))} tensors did not arrive as they were"
         f" sent: {'; '.join(found)}"
@@ -136,5 +144,6 @@ def compare(
 
 
 def _list(names: Sequence[str], tensors: np.ndarray) -> str:
-    shown = ", ".join(names[tensor] for tensor in tensors[:_NAMED])
+    first: list[int] = tensors[:_NAMED].tolist()
+    shown = ", ".join(names[tensor] for tensor in first)
     return shown if len(tensors) <= _NAMED else f"{shown} and {len(tensors) - _NAMED} more"

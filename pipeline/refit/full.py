@@ -1,28 +1,34 @@
-"""Items in full: gathered in the wire's types, and written where they belong."""
+"""Send items in full: gather them in the transfer dtype, and write them to the engine's tensors."""
 
 from __future__ import annotations
 
 import torch
+from typing_extensions import override
 
 from pipeline.refit.endpoints import Message, ReceiveEndpoint, SendEndpoint
-from pipeline.refit.transfer import PeerTensors, StageTimer
+from pipeline.refit.transfer import Encoding, PeerTensors, StageTimer
 
 
-class FullEncoding:
-    """Nothing is copied that lies in one piece at that end: it is sent from, or received into, the tensor itself. What both
-    ends map is copied into that memory and out of it."""
+class FullEncoding(Encoding):
+    """The Encoding of full items.
+
+    An item that is contiguous at one end is not copied there: it is sent from, or received into, the tensor itself. Items in
+    memory that both ends map are copied into that memory and out of it.
+    """
 
     def __init__(self, sends: SendEndpoint, receives: ReceiveEndpoint, timer: StageTimer):
         self._sends = sends
         self._receives = receives
         self._timer = timer
         self._packed: PeerTensors = []
-        self._landed: dict[int, torch.Tensor] = {}  # by item: in the wire's type
-        self._written: set[int] = set()  # of these, those that landed in the engine's own tensor
+        self._landed: dict[int, torch.Tensor] = {}  # by item: in the transfer dtype
+        self._written: set[int] = set()  # items received into the engine's own tensor
 
+    @override
     def pack(self, round: int) -> None:
         self._packed = [] if self._sends.relays else self._gather(round)
 
+    @override
     def outgoing(self, round: int) -> PeerTensors:
         return self._gather(round) if self._sends.relays else self._packed
 
@@ -34,7 +40,7 @@ class FullEncoding:
         ]
 
     def _part(self, message: Message, first: int, last: int, round: int) -> torch.Tensor:
-        """[bytes] uint8"""
+        """Return a part of a message, [bytes] uint8."""
         sends = self._sends
         values = [self._values(item) for item in message.items[first:last]]
         alone = last - first == 1 and message.peer not in sends.mapped_peers
@@ -54,6 +60,7 @@ class FullEncoding:
         source = self._sends.sources[item]
         return self._sends.view(item) if source < 0 else self._landed[source]
 
+    @override
     def incoming(self, round: int) -> PeerTensors:
         receives, mail = self._receives, []
         for message in receives.messages[round]:
@@ -72,13 +79,14 @@ class FullEncoding:
         return mail
 
     def _target(self, message: Message, place: int) -> torch.Tensor | None:
-        """The engine's own memory for an item, if it can be received there."""
+        """Return the engine's own memory for an item, or None if it cannot be received there."""
         item = message.items[place]
         if not self._receives.in_place(item):
             return None
         view = self._receives.view(item)
         return view if self._receives.in_one_piece(item, view) else None
 
+    @override
     def apply(self, round: int) -> None:
         for message in self._receives.messages[round]:
             for first, last in message.parts:

@@ -1,10 +1,10 @@
-"""What train ranks hold against what one engine wants: which boxes both share, who holds them, in which pieces they travel.
+"""Intersect the boxes that train ranks hold with those that one engine needs, and cut the intersections into pieces.
 
-Everything is columns. Rows that are equal on several ranks are looked at once: the train ranks' tables become distinct boxes
-with the set of ranks that hold each (a holder set), an engine's tables distinct boxes that one or more of its ranks needed.
-Their intersections are cells; a cell is cut into pieces of bounded size. A piece lies in one held and one wanted box.
+All data are columns. Equal rows of several ranks are handled once: the train ranks' tables become distinct boxes with the set
+of ranks that hold each (a holder set), and an engine's tables become distinct boxes that one or more of its ranks need.
+Intersections are cut into pieces of bounded size. A piece lies in one held and one needed box.
 
-Left out: who sends what, and when (`balance.py`, `rounds.py`).
+`balance.py` decides which rank sends, and `rounds.py` when.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import numpy as np
 
 from pipeline.refit.tables import LayoutTable
 
-_PAIRS = 1 << 21  # candidates for an intersection that are looked at together, which bounds memory
+_PAIRS = 1 << 21  # candidate pairs per batch, to bound memory
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,21 +31,22 @@ class Boxes:
         return len(self.tensor)
 
     @property
-    def numel(self) -> np.ndarray:  # [n] int64
+    def numel(self) -> np.ndarray:
+        """Entries of each box, [n] int64."""
         return self.size.prod(1)
 
 
 @dataclass(frozen=True, slots=True)
 class Rows:
-    """The rows of one rank's table that hold anything, as distinct boxes."""
+    """The non-empty rows of one rank's table, as distinct boxes."""
 
-    row: np.ndarray  # [n] int32, of the table
-    box: np.ndarray  # [n] int32, of Boxes
+    row: np.ndarray  # [n] int32: row of the table
+    box: np.ndarray  # [n] int32: index into Boxes
 
 
 @dataclass(frozen=True, slots=True)
 class HeldBoxes:
-    """What the train ranks hold."""
+    """The boxes that the train ranks hold."""
 
     boxes: Boxes
     rows: dict[int, Rows]  # by global rank
@@ -55,20 +56,20 @@ class HeldBoxes:
 
 @dataclass(frozen=True, slots=True)
 class NeededBoxes:
-    """What one engine wants, a row for each box that one of its ranks wants. All engines want the same."""
+    """The boxes that one engine needs, a row for each box that one of its ranks needs. All engines need the same."""
 
     boxes: Boxes
     receiver: np.ndarray  # [n] int32: rank in the engine
     row: np.ndarray  # [n] int32: of that rank's table
     unit: np.ndarray  # [n] int32: of `units`
     box: np.ndarray  # [n] int32
-    units: list[str]  # of all its ranks, in the model's order
-    own: list[np.ndarray]  # of each rank, its table's units, as numbers of `units`
+    units: list[str]  # of all the engine's ranks, in the model's order
+    own: list[np.ndarray]  # for each rank, its table's units, as indices into `units`
 
 
 @dataclass(frozen=True, slots=True)
 class Pieces:
-    """Boxes of bounded size, in the order of the wanted boxes: those of wanted box w are `start[w]` to `start[w + 1]`."""
+    """Boxes of bounded size, ordered by needed box: those of needed box w are `start[w]` to `start[w + 1]`."""
 
     start: np.ndarray  # [wanted boxes + 1] int64
     needed: np.ndarray  # [n] int32: wanted box
@@ -77,12 +78,16 @@ class Pieces:
     size: np.ndarray  # [n, D] int64
 
     @property
-    def numel(self) -> np.ndarray:  # [n] int64
+    def numel(self) -> np.ndarray:
+        """Entries of each piece, [n] int64."""
         return self.size.prod(1)
 
 
 def held_boxes(train: Mapping[int, LayoutTable], names: Sequence[str]) -> HeldBoxes:
-    """Raises ValueError, naming tensor and ranks, if boxes overlap without being equal."""
+    """Return the distinct boxes of the train ranks.
+
+    Raises ValueError, naming tensor and ranks, if boxes overlap without being equal.
+    """
     boxes, rows = _distinct_boxes(train)
     _, other = _pairs(boxes, boxes)
     counts = np.bincount(other, minlength=len(boxes))
@@ -97,7 +102,10 @@ def held_boxes(train: Mapping[int, LayoutTable], names: Sequence[str]) -> HeldBo
 
 
 def needed_boxes(generate: Mapping[int, LayoutTable], engines: Sequence[Sequence[int]]) -> NeededBoxes:
-    """Raises ValueError if two engines want different things, or none anything."""
+    """Return the distinct boxes of an engine.
+
+    Raises ValueError if two engines need different boxes, or none needs any.
+    """
     first = list(engines[0])
     for number, engine in enumerate(engines):
         if len(engine) != len(first):
@@ -105,13 +113,13 @@ def needed_boxes(generate: Mapping[int, LayoutTable], engines: Sequence[Sequence
         for place, rank in enumerate(engine):
             if not _equal(generate[rank], generate[first[place]]):
                 raise ValueError(
-                    f"refit: generate rank {rank}, rank {place} of engine {number}, wants other boxes than rank"
+                    f"refit: generate rank {rank}, rank {place} of engine {number}, needs other boxes than rank"
                     f" {first[place]} of engine 0; all engines must have the same layout"
                 )
     tables = {place: generate[rank] for place, rank in enumerate(first)}
     boxes, rows = _distinct_boxes(tables)
     if not len(boxes):
-        raise ValueError("refit: no generate rank wants anything")
+        raise ValueError("refit: no generate rank needs any box")
     units = list(dict.fromkeys(name for table in tables.values() for name in table.units))
     number = {name: i for i, name in enumerate(units)}
     own = [np.array([number[name] for name in table.units], np.int32) for table in tables.values()]
@@ -128,9 +136,9 @@ def needed_boxes(generate: Mapping[int, LayoutTable], engines: Sequence[Sequence
 
 
 def intersect(held: HeldBoxes, needed: NeededBoxes, names: Sequence[str], engine: Sequence[int]) -> Pieces:
-    """What each held and each wanted box share, whole. engine: the global ranks of the first engine, for messages.
+    """Return the intersections of held and needed boxes, uncut. engine: global ranks of the first engine, for messages.
 
-    Raises ValueError, naming tensor and ranks, if the train ranks do not hold all that is wanted.
+    Raises ValueError, naming tensor and ranks, if the train ranks do not hold all that is needed.
     """
     one, other = _pairs(held.boxes, needed.boxes)
     offset = np.maximum(held.boxes.offset[one], needed.boxes.offset[other])
@@ -144,14 +152,16 @@ def intersect(held: HeldBoxes, needed: NeededBoxes, names: Sequence[str], engine
         ranks = [engine[place] for place in np.unique(needed.receiver[needed.box == odd])]
         raise ValueError(
             f"refit: the train ranks hold {found[odd]} of the {needed.boxes.numel[odd]} entries of '"
-            f"{names[needed.boxes.tensor[odd]]}' {_show(needed.boxes, odd)}, which generate ranks {ranks} want"
+            f"{names[needed.boxes.tensor[odd]]}' {_show(needed.boxes, odd)}, which generate ranks {ranks} need"
         )
     return _pieces(other, one, offset, size, len(needed.boxes))
 
 
 def split(whole: Pieces, limit: np.ndarray) -> Pieces:
-    """The same in smaller pieces. limit: [n], entries in a piece of each. Cut along the first dimension, so that rows stay
-    whole; along the next only where one row is too much."""
+    """Return the same boxes in smaller pieces. limit: [n], entries of a piece of each.
+
+    Cuts along the first dimension, so that rows stay whole, and along the next only if one row is too large.
+    """
     cell, offset, size = _split(whole.offset, whole.size, limit)
     return _pieces(whole.needed[cell], whole.held[cell], offset, size, len(whole.start) - 1)
 
@@ -165,12 +175,12 @@ def _pieces(needed: np.ndarray, held: np.ndarray, offset: np.ndarray, size: np.n
 
 
 def lexicographic(columns: Sequence[np.ndarray]) -> np.ndarray:
-    """The order that sorts rows of non-negative integer columns, the first column first; stable."""
+    """Return the order that sorts rows of non-negative integer columns, the first column first; stable."""
     return np.lexsort(_keys(columns)[::-1])
 
 
 def changes(*columns: np.ndarray) -> np.ndarray:
-    """[n] bool: whether a row differs from the one before; the first does."""
+    """Return whether each row differs from the one before, [n] bool; True for the first."""
     found = np.zeros(len(columns[0]), bool)
     found[:1] = True
     for column in columns:
@@ -179,13 +189,13 @@ def changes(*columns: np.ndarray) -> np.ndarray:
 
 
 def expand(start: np.ndarray, count: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """All numbers from `start[i]` on, `count[i]` of them, for each i: (i, number)."""
+    """Return (i, number) for all `count[i]` numbers from `start[i]` on, for each i."""
     which = np.repeat(np.arange(len(count)), count)
     return which, np.arange(len(which)) - np.repeat(np.cumsum(count) - count - start, count)
 
 
 def distinct(columns: Sequence[np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
-    """(where the first of each distinct row stands, in sorted order; which of those each row is)."""
+    """Return (index of the first of each distinct row, in sorted order; the distinct row that each row equals)."""
     keys = _keys(columns)
     order = np.lexsort(keys[::-1])
     new = changes(*(key[order] for key in keys))
@@ -195,7 +205,7 @@ def distinct(columns: Sequence[np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _keys(columns: Sequence[np.ndarray]) -> list[np.ndarray]:
-    """The columns packed into as few int64 ones as hold them, which sort and compare as they do."""
+    """Pack the columns into as few int64 columns as possible, which sort and compare equally."""
     keys: list[np.ndarray] = []
     room = 1
     for column in columns:
@@ -210,7 +220,7 @@ def _keys(columns: Sequence[np.ndarray]) -> list[np.ndarray]:
 
 
 def _distinct_boxes(tables: Mapping[int, LayoutTable]) -> tuple[Boxes, dict[int, Rows]]:
-    """Ranks may share a table object; it is read once."""
+    """Return the distinct boxes of all tables, and each rank's rows. Ranks may share a table object, which is read once."""
     shared = {id(table): table for table in tables.values()}
     full = {key: np.flatnonzero((table.size > 0).all(1)).astype(np.int32) for key, table in shared.items()}
     tensor = np.concatenate([table.tensor[full[key]] for key, table in shared.items()])
@@ -223,8 +233,11 @@ def _distinct_boxes(tables: Mapping[int, LayoutTable]) -> tuple[Boxes, dict[int,
 
 
 def _holder_sets(rows: Mapping[int, Rows], count: int) -> tuple[np.ndarray, list[np.ndarray]]:
-    """Partition refinement: each rank tells the boxes it holds from those it does not, within every class so far."""
-    ranks: dict[int, list[int]] = {}  # that share their rows
+    """Return (the holder set of each box; the ranks of each holder set).
+
+    Partition refinement: each rank splits every class so far into boxes that it holds and boxes that it does not.
+    """
+    ranks: dict[int, list[int]] = {}  # ranks that share their rows, by the id of these
     for rank in sorted(rows):
         ranks.setdefault(id(rows[rank]), []).append(rank)
     boxes = {key: np.unique(rows[members[0]].box) for key, members in ranks.items()}
@@ -252,10 +265,10 @@ def _equal(one: LayoutTable, other: LayoutTable) -> bool:
 
 
 def _pairs(one: Boxes, other: Boxes) -> tuple[np.ndarray, np.ndarray]:
-    """All (i of `one`, j of `other`) that overlap, in the order of j, then i."""
+    """Return all (i of `one`, j of `other`) that overlap, in the order of j, then i."""
     span = int(max((boxes.offset[:, 0] + boxes.size[:, 0]).max(initial=0) for boxes in (one, other))) + 1
     start = one.tensor * np.int64(span) + one.offset[:, 0]
-    reach = np.maximum.accumulate(start + one.size[:, 0])  # ends, made to ascend as starts do
+    reach = np.maximum.accumulate(start + one.size[:, 0])  # running maximum of the ends, which ascends as starts do
     begin = other.tensor * np.int64(span) + other.offset[:, 0]
     low = np.searchsorted(reach, begin, "right")
     count = np.maximum(np.searchsorted(start, begin + other.size[:, 0], "left") - low, 0)
@@ -266,10 +279,10 @@ def _pairs(one: Boxes, other: Boxes) -> tuple[np.ndarray, np.ndarray]:
         stop = max(at + 1, int(np.searchsorted(total, (total[at - 1] if at else 0) + _PAIRS, "right")))
         j, i = expand(low[at:stop], count[at:stop])
         j += at
-        meet = np.minimum(one.offset[i] + one.size[i], other.offset[j] + other.size[j]) > np.maximum(
+        overlap = np.minimum(one.offset[i] + one.size[i], other.offset[j] + other.size[j]) > np.maximum(
             one.offset[i], other.offset[j]
         )
-        keep = meet.all(1)
+        keep = overlap.all(1)
         found.append((i[keep], j[keep]))
         at = stop
     if not found:
@@ -278,7 +291,7 @@ def _pairs(one: Boxes, other: Boxes) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _split(offset: np.ndarray, size: np.ndarray, limit: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """(which box each piece is of, its offset, its size)."""
+    """Return (the box that each piece belongs to, its offset, its size)."""
     source = np.arange(len(offset))
     for dim in range(offset.shape[1]):
         inner = size[:, dim + 1 :].prod(1)

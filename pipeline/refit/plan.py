@@ -1,15 +1,15 @@
-"""The plan of a refit, made once per run on rank 0: which box goes from which train rank to which generate rank, when.
+"""Plan a refit, once per run on rank 0: which box goes from which train rank to which generate rank, in which round.
 
     schedule(train, generate, engines, ...)           the whole transfer, in a few columns (`schedule.py`)
     schedule(train, generate, engines, ...).plan()    the same as every rank's own list
 
-How it is made. What one engine wants is cut into pieces that lie in one held and one wanted box; pieces of the same holders,
-unit and receiver are joined into chunks (`intersection.py`). Engines form sharing groups, and every chunk is sent once to each
-group, by train ranks chosen such that all send nearly the same (`balance.py`). Each stream of chunks is spread over the time,
-and rounds are filled in that order (`rounds.py`). The members of a group are head in turn, and a round brings each head no more
-than a bucket divided by the members, so that what they pass on is within the bound as well.
+The boxes that one engine needs are cut into pieces that lie in one held and one needed box; pieces of the same holders, unit
+and receiver are joined into chunks (`intersection.py`). Engines form sharing groups. Train ranks, chosen such that all send
+nearly the same, send every chunk once to each group (`balance.py`). Each stream of chunks is spread evenly over the transfer,
+and rounds are filled in that order (`rounds.py`). The members of a group take turns as head. A round brings each head at most a
+bucket divided by the number of members, so that what they pass on fits into a bucket too.
 
-Left out: torch, and everything that moves. A trillion parameters on thousands of ranks take seconds.
+This module needs no torch and moves no data. Planning a trillion parameters on thousands of ranks takes seconds.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ from pipeline.refit import balance, intersection, rounds
 from pipeline.refit.schedule import Chunks, RefitSchedule
 from pipeline.refit.tables import LayoutTable
 
-_ROUNDS = 16  # at least so many where the model is large enough, so that packing, sending and applying overlap
-_LEAST_BUCKET = 1 << 20  # bytes; below this a message's latency counts more than its bytes: 20 us at 50 GB/s
+_ROUNDS = 16  # at least, if the model is large enough, so that packing, sending and applying overlap
+_LEAST_BUCKET = 1 << 20  # bytes; below this, a message's latency outweighs its bytes: 20 us at 50 GB/s
 _LEAST_CHUNK = 1 << 12  # bytes
-_CHUNKS_OF_BUCKET = 16  # so many chunks fill a round; with fewer, more of it stays empty
-_CHUNKS_OF_RANK = 128  # so many chunks make a train rank's share: the loads differ by about one in this
-_GOLDEN = (5**0.5 - 1) / 2  # its multiples, modulo 1, are spread evenly however many are taken
+_CHUNKS_OF_BUCKET = 16  # chunks per round; with fewer, more of a round stays empty
+_CHUNKS_OF_RANK = 128  # chunks per train rank; the loads differ by about one chunk
+_GOLDEN = (5**0.5 - 1) / 2  # any number of its multiples, modulo 1, is spread evenly
 KEY = "policy.generation.refit_cfg.bucket_bytes"
 
 
@@ -43,12 +43,13 @@ def schedule(
     nodes: Mapping[int, str],
     network: NetworkConfig,
 ) -> RefitSchedule:
-    """train, generate: each rank's table, by global rank. engines: the global ranks of each engine, in the engine's order.
-    shapes: of all tensors on disk, in the tables' order. itemsize: bytes of an entry in the policy's precision. nodes: of
-    every rank.
+    """Return the schedule of a refit.
 
-    Raises ValueError, naming tensor and ranks, if train ranks do not hold what is wanted or hold boxes that overlap without
-    being equal; if engines want different boxes; and, naming the recipe's key, if bucket_bytes is too small.
+    train, generate: each rank's table, by global rank. engines: the global ranks of each engine, in the engine's order. shapes:
+    of all tensors on disk, in the tables' order. itemsize: bytes of an entry in the policy's precision. nodes: of every rank.
+
+    Raises ValueError, naming tensor and ranks, if train ranks do not hold what is needed or hold boxes that overlap without
+    being equal; if engines need different boxes; and, naming the recipe's key, if bucket_bytes is too small.
     """
     names = list(shapes)
     held, needed = intersection.held_boxes(train, names), intersection.needed_boxes(generate, engines)
@@ -66,7 +67,7 @@ def schedule(
     pieces = intersection.split(whole, limit // width[needed.boxes.tensor[whole.needed]])
     chunks = _chunks(held, needed, pieces, limit, width)
     source = _sources(chunks, sets, shares, len(groups))
-    # Of each receiver's chunks, every member of a group is head for an equal part, early and late.
+    # Every member of a group is head for an equal part of each receiver's chunks, at all times.
     turn = _turns(chunks.receiver)
     head = np.stack([turn * count for count in members], 1).astype(np.int16)
     made = RefitSchedule(
@@ -90,37 +91,37 @@ def schedule(
 def _demand(
     held: intersection.HeldBoxes, needed: intersection.NeededBoxes, whole: intersection.Pieces, width: np.ndarray
 ) -> np.ndarray:
-    """Bytes that one engine must get from each holder set [sets] float64."""
-    asked = np.bincount(needed.box, minlength=len(needed.boxes))  # by how many rows of an engine
+    """Return the bytes that one engine receives from each holder set, [sets] float64."""
+    asked = np.bincount(needed.box, minlength=len(needed.boxes))  # number of an engine's rows that need each box
     size = whole.numel * width[needed.boxes.tensor[whole.needed]]
     return np.bincount(held.holders[whole.held], size * asked[whole.needed], len(held.sets))
 
 
 def _sizes(bucket_bytes: int, itemsize: int, sent: float, received: float, members: int) -> tuple[int, int]:
-    """(bytes of a bucket, bytes of a piece at most), if a train rank sends and a generate rank receives so many at most."""
+    """Return (bytes of a bucket, most bytes of a piece). sent, received: the most bytes of a train and of a generate rank."""
     bucket = min(bucket_bytes, max(int(max(sent, received)) // _ROUNDS, _LEAST_BUCKET))
     limit = min(bucket // (_CHUNKS_OF_BUCKET * members), max(int(sent) // _CHUNKS_OF_RANK, _LEAST_CHUNK))
     limit = max(limit, itemsize)
     if bucket // members < 2 * limit:
-        raise ValueError(f"{KEY}: {bucket_bytes} is too little; at least {2 * itemsize * members}")
+        raise ValueError(f"{KEY}: got {bucket_bytes}; expected at least {2 * itemsize * members}")
     return bucket, limit
 
 
 def _chunks(
     held: intersection.HeldBoxes, needed: intersection.NeededBoxes, pieces: intersection.Pieces, limit: int, width: np.ndarray
 ) -> Chunks:
-    """Of at most twice `limit` bytes, in the order of time. No piece is larger than `limit`."""
+    """Return chunks of at most twice `limit` bytes, in the order of time. No piece is larger than `limit`."""
     row, piece = intersection.expand(pieces.start[needed.box], np.diff(pieces.start)[needed.box])
     order = intersection.lexicographic([needed.unit[row], held.holders[pieces.held[piece]], needed.receiver[row]])
     row, piece = row[order], piece[order]
     unit, receiver, holders = needed.unit[row], needed.receiver[row], held.holders[pieces.held[piece]]
     size = pieces.numel[piece] * width[needed.boxes.tensor[needed.box[row]]]
 
-    # Bundles: all of one unit, holder set and receiver. Each is cut into equal parts of at most `limit` bytes, between pieces.
+    # A bundle is all of one unit, holder set and receiver. Cut each between pieces into equal parts of at most `limit` bytes.
     begins = intersection.changes(unit, holders, receiver)
     bundle, first = np.cumsum(begins) - 1, np.flatnonzero(begins)
     total, end = np.add.reduceat(size, first), np.cumsum(size)
-    middle = 2 * (end - (end - size)[first][bundle]) - size  # twice that
+    middle = 2 * (end - (end - size)[first][bundle]) - size  # twice the middle
     parts = -(-total // limit)
     part = middle * parts[bundle] // (2 * total[bundle])
     streams = holders.astype(np.int64) * (int(needed.receiver.max(initial=0)) + 1) + receiver
@@ -129,7 +130,7 @@ def _chunks(
     first = np.flatnonzero(intersection.changes(bundle, part))
     count, chunk_bytes = np.diff(first, append=len(bundle)), np.add.reduceat(size, first)
     unit = unit[first]
-    # Else what comes in one piece would all come in the middle of its unit's time.
+    # Without `turn`, all bundles of one part would be sent in the middle of their unit's time.
     turn = _turns(np.zeros(len(total), np.int32))[bundle[first]]
     share = (part[first] + turn) / parts[bundle[first]]
     order = np.argsort(start[unit] + (stop - start)[unit] * share, kind="stable")
@@ -148,11 +149,11 @@ def _chunks(
 
 
 def _sources(chunks: Chunks, sets: Sequence[np.ndarray], shares: Sequence[np.ndarray], groups: int) -> np.ndarray:
-    """The train rank, by its number, that sends each chunk to each group [chunks, groups].
+    """Return the train rank, by its number, that sends each chunk to each group, [chunks, groups].
 
-    What a holder set sends lies on a line, group by group and receiver by receiver, and each of its ranks sends one interval
-    of the line: so a receiver has few sources. A receiver's own interval is in an order of which every part has chunks of all
-    times: so its sources are busy all the time.
+    The chunks of a holder set are laid out on a line, group by group and receiver by receiver, and each of its ranks sends one
+    interval of the line: so a receiver has few sources. Within a receiver's interval the order is such that every part has
+    chunks of all times: so its sources are busy all the time.
     """
     order = np.lexsort((_turns(chunks.stream), chunks.receiver, chunks.holders))
     holders, size = chunks.holders[order], chunks.bytes[order]
@@ -172,12 +173,12 @@ def _sources(chunks: Chunks, sets: Sequence[np.ndarray], shares: Sequence[np.nda
 
 
 def _turns(key: np.ndarray) -> np.ndarray:
-    """[n] float64 in [0, 1): over the rows of a key, and over any regular part of them, spread evenly."""
+    """Return values in [0, 1), [n] float64, that are spread evenly over the rows of a key and over any regular part of them."""
     return rounds.running_within(key, np.ones(len(key), np.int64)) * _GOLDEN % 1
 
 
 def _rounds(chunks: Chunks, source: np.ndarray, head: np.ndarray, members: Sequence[int], bucket: int) -> np.ndarray:
-    """[chunks, groups] int32: the round in which the source sends the chunk."""
+    """Return the round in which the source sends each chunk, [chunks, groups] int32."""
     receivers = int(chunks.receiver.max(initial=0)) + 1
     offset = np.cumsum([0, *members])
     target = (offset[:-1] + head) * receivers + chunks.receiver[:, None]
@@ -187,7 +188,7 @@ def _rounds(chunks: Chunks, source: np.ndarray, head: np.ndarray, members: Seque
 
 
 def _short(ranks: np.ndarray) -> np.ndarray:
-    """uint16 where it holds them: numpy sorts those several times as fast."""
+    """Return the ranks as uint16 if they fit, which numpy sorts several times as fast."""
     return ranks.astype(np.uint16 if ranks.max(initial=0) < 1 << 16 else np.int32)
 
 

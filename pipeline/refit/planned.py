@@ -1,10 +1,9 @@
-"""Refit by plan: every rank sends and receives exactly the bytes that the plan gives it, point to point.
+"""Refit by plan: every rank sends and receives exactly the bytes that the plan assigns to it, point to point.
 
-A train rank gathers its items in the wire's types; a generate rank writes them where its engine wants them, and finishes
-a unit once all ranks of the engine have all of it. What stays from one refit to the next is computed once, in `prepare`.
+A train rank gathers its items in the transfer dtype. A generate rank writes them to its engine's tensors, and finishes a unit
+once all ranks of the engine have all of it. `prepare` computes once what stays the same from one refit to the next.
 
-Left out: the plan (`pipeline/refit/plan.py`), and comparing what both ends hold, which rank 0 does with their reports
-(`pipeline/refit/digest.py`).
+The plan is made in `plan.py`. Rank 0 compares what both ends hold, from their reports (`digest.py`).
 """
 
 from __future__ import annotations
@@ -12,11 +11,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
+from typing_extensions import override
 
 from pipeline.boxes import Region
 from pipeline.config import RefitConfig
 from pipeline.generate.base import WeightUpdate
-from pipeline.refit.base import NOTHING, RefitReport
+from pipeline.refit.base import NOTHING, PreparedRefit, RefitReport
 from pipeline.refit.delta import DeltaBases, DeltaEncoding
 from pipeline.refit.endpoints import ReceiveEndpoint, SendEndpoint
 from pipeline.refit.full import FullEncoding
@@ -27,10 +27,15 @@ from pipeline.train.base import TrainBackend
 from pipeline.world import World
 
 
-class PlannedRefit:
+class PlannedRefit(PreparedRefit):
+    """A Refit that follows a RankPlan."""
+
     def __init__(self, world: World, config: RefitConfig, precision: torch.dtype, transport: str, ipc: bool = False):
-        """precision: the policy's. transport: "planned", or "delta": only what changed since the last refit. ipc: receivers map
-        the staging of senders on their node, where they can, and read it there."""
+        """Set up a refit without a plan; `prepare` sets the plan.
+
+        precision: the policy's. transport: "planned", or "delta" to send only what changed since the last refit. ipc: receivers
+        map the staging memory of senders on their node, if possible, and read it there.
+        """
         self._world = world
         self._config = config
         self._precision = precision
@@ -42,7 +47,10 @@ class PlannedRefit:
         self._receives: ReceiveEndpoint
 
     def prepare(self, regions: Sequence[Region], units: Sequence[str] | None, plan: RankPlan) -> None:
-        """regions: of this rank's table, in its order. units: for each of them on a generate rank, None on a train rank."""
+        """Prepare for a plan.
+
+        regions: those of this rank's table, in its order. units: of each region; None on a train rank.
+        """
         settings = (regions, self._precision, self._world.device, self._config.digest)
         self._plan = plan
         self._bases = DeltaBases()
@@ -54,30 +62,33 @@ class PlannedRefit:
             self._sends.allocate(1 if self._sends.relays else 2)
             self._receives.allocate(2)
 
+    @override
     def send(self, backend: TrainBackend) -> RefitReport:
         self._sends.bind(backend)
         return self._transfer()
 
+    @override
     def receive(self, update: WeightUpdate) -> RefitReport:
         self._receives.bind(update)
         return self._transfer()
 
     @torch.no_grad()
     def _transfer(self) -> RefitReport:
-        sides = (self._sends, self._receives)
-        for side in sides:
-            if side.digest:
-                side.digest.clear()
+        endpoints = (self._sends, self._receives)
+        for endpoint in endpoints:
+            if endpoint.digest:
+                endpoint.digest.clear()
         timer = StageTimer(self._world.device)
         channel = PeerChannel(self._world, self._sends.mapped_peers, self._receives.mapped_peers)
         if self._transport == "delta":
-            run(self._world, channel, self._plan, DeltaEncoding(channel, *sides, self._bases, timer), timer)
+            run(self._world, channel, self._plan, DeltaEncoding(channel, *endpoints, self._bases, timer), timer)
         else:
-            run(self._world, channel, self._plan, FullEncoding(*sides, timer), timer)
+            run(self._world, channel, self._plan, FullEncoding(*endpoints, timer), timer)
         keys, hashes = NOTHING, NOTHING
         if self._config.digest:
-            side = self._receives if len(self._receives.items) else self._sends
-            keys, hashes = side.digest.result()
+            endpoint = self._receives if len(self._receives.items) else self._sends
+            assert endpoint.digest is not None
+            keys, hashes = endpoint.digest.result()
             timer.lap("digest")
         report = RefitReport(sent=channel.sent, received=channel.received, keys=keys, hashes=hashes, **timer.seconds())
         self._bases.done()

@@ -1,8 +1,8 @@
-"""When what travels: an order in which all ranks are busy all the time, and rounds in which none moves more than its bucket.
+"""Decide when each chunk travels: keep all ranks busy, and let no rank move more than its bucket in a round.
 
-`timeline` gives each unit its share of the time from 0 to 1. A stream is what one holder set sends to one receiver; each
-stream is spread evenly over the time, its units in the model's order. So all pipeline stages are busy at once, on either side,
-and a unit is complete soon after it has begun. `assign` then fills rounds in that order.
+`timeline` gives each unit its share of the time from 0 to 1. A stream is what one holder set sends to one receiver. Each stream
+is spread evenly over the time, its units in the model's order. So all pipeline stages are busy at once, on either side, and a
+unit is complete soon after it begins. `assign` then fills rounds in that order.
 """
 
 from __future__ import annotations
@@ -11,12 +11,14 @@ import numpy as np
 
 from pipeline.refit.intersection import changes, lexicographic
 
-_LOOK_AHEAD = 4  # rounds' worth of messages that may overtake one which waits for a full rank
+_LOOK_AHEAD = 4  # rounds' worth of messages that may overtake one that waits for a full rank
 
 
 def timeline(unit: np.ndarray, stream: np.ndarray, size: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """(when each unit begins, when it ends) [units] float64, from rows (unit, stream, bytes) with units in the model's order:
-    the mean over its streams, by their bytes."""
+    """Return (begin, end) of each unit, [units] float64: the mean over its streams, weighted by their bytes.
+
+    unit, stream, size: a row each, with units in the model's order; size in bytes.
+    """
     order = lexicographic([stream, unit])
     unit, size, begins = unit[order], size[order], changes(stream[order])
     first, which = np.flatnonzero(begins), np.cumsum(begins) - 1
@@ -24,12 +26,12 @@ def timeline(unit: np.ndarray, stream: np.ndarray, size: np.ndarray) -> tuple[np
     end = (running - (running - size)[first][which]) / total[which]
     begin = end - size / total[which]
     weight = np.bincount(unit, size)
-    with np.errstate(invalid="ignore"):  # units of which nothing travels
-        return tuple(np.bincount(unit, size * at) / weight for at in (begin, end))
+    with np.errstate(invalid="ignore"):  # units without messages
+        return np.bincount(unit, size * begin) / weight, np.bincount(unit, size * end) / weight
 
 
 def running_within(key: np.ndarray, size: np.ndarray) -> np.ndarray:
-    """The sum of `size` over the rows up to this one, itself included, that have the same key. [n] int64"""
+    """Return the sum of `size` over the rows up to and including this one that have the same key, [n] int64."""
     order = np.argsort(key, kind="stable")
     total = np.cumsum(size[order])
     total -= np.maximum.accumulate(np.where(changes(key[order]), total - size[order], 0))
@@ -39,11 +41,11 @@ def running_within(key: np.ndarray, size: np.ndarray) -> np.ndarray:
 
 
 def assign(source: np.ndarray, target: np.ndarray, size: np.ndarray, bucket: int, room: np.ndarray) -> np.ndarray:
-    """The round of each message [n] int32. Messages are in the order of time.
+    """Return the round of each message, [n] int32. Messages are in the order of time.
 
-    source, target: [n] uint16 or wider; size: [n] bytes. In a round no source sends more than `bucket` bytes and no target
-    receives more than `room[target]`. A message waits while one of its ends is full; others overtake it within bounds. No
-    message is larger than `bucket` and its target's room, so the first that waits always goes.
+    source, target: [n] uint16 or wider. size: [n] bytes. In a round no source sends more than `bucket` bytes and no target
+    receives more than `room[target]`. A message waits while one of its ends is full; others may overtake it within bounds. No
+    message is larger than `bucket` or its target's room, so the first waiting message always fits.
     """
     rounds = np.empty(len(size), np.int32)
     busiest = max(

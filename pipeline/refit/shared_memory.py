@@ -1,23 +1,26 @@
-"""Staging that ranks of one node share: the sender packs into its own memory, and the receivers map that and read it there.
+"""Staging memory that ranks of one node share: the sender packs into its own memory, and the receivers read it there.
 
 On GPUs it is memory of the sender's device, which the others open by CUDA IPC: the ranks that share this GPU, and those on
 other GPUs of the node, over NVLink or PCIe. On a CPU it is an anonymous file (memfd), which another process opens through the
-/proc of the one that made it. Such a file has no name that could be left behind in /dev/shm, and is not bound by the size of
-that; it goes with the last process that maps it, however that ends. The ranks find out once, when they get their plan, who can
-map what. A pair that cannot, as on two nodes or in containers that hide their processes from each other, uses the group.
+/proc of its creator. Such a file leaves no name in /dev/shm, is not limited by the size of /dev/shm, and disappears with the
+last process that maps it, however that process ends. When the ranks get their plan, they find out once which pairs can map
+memory. A pair that cannot, because it is on two nodes or in containers that hide their processes from each other, uses the
+group.
 
-Who may write and who may read when is up to `pipeline/refit/transfer.py`.
+`transfer.py` decides who may write and who may read at which time.
 
-Left out: the file of reference counters, 80 kB in /dev/shm, that torch makes where it shares CUDA memory. torch removes it
-when the sender ends by itself, not when the sender is killed.
+torch creates a file of reference counters, 80 kB in /dev/shm, when it shares CUDA memory. torch removes it when the sender
+exits, but not when the sender is killed.
 """
 
 from __future__ import annotations
 
+import logging
 import mmap
 import os
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
+from typing import Any
 
 import msgspec
 import torch
@@ -26,7 +29,9 @@ from pipeline.refit.endpoints import ReceiveEndpoint, SendEndpoint
 from pipeline.refit.transfer import post
 from pipeline.world import World
 
-BUFFERS = 2  # rounds that a sender stages at a time
+logger = logging.getLogger(__name__)
+
+BUFFERS = 2  # number of rounds that a sender stages at the same time
 _EXPANDABLE = "expandable_segments"
 _ELSEWHERE = "it is on another node"
 
@@ -36,20 +41,27 @@ class MemoryHandle(msgspec.Struct):
 
     node: str
     size: int  # bytes
-    file: tuple[int, int, int, int] | None = None  # process, descriptor; the file's device and inode, which prove that it is it
-    cuda: tuple[bytes, int, int, bytes, int, bytes] | None = None  # as torch shares a storage, without device and event's state
-    problem: str = ""  # why there is neither
+    file: tuple[int, int, int, int] | None = (
+        None  # (process, descriptor, the file's device, its inode); the last two prove its identity
+    )
+    cuda: tuple[bytes, int, int, bytes, int, bytes] | None = (
+        None  # torch's handle of a shared storage, without device and event state
+    )
+    problem: str = ""  # why the memory cannot be mapped
 
 
 class StagingOffer(msgspec.Struct):
-    """What a sender tells a receiver."""
+    """What a sender sends to a receiver."""
 
     handle: MemoryHandle
-    places: list[int]  # the receiver's, of `SendEndpoint.places`
+    places: list[int]  # the receiver's part of `SendEndpoint.places`
 
 
 def share_staging(world: World, sends: SendEndpoint, receives: ReceiveEndpoint) -> None:
-    """Give both sides their memory, shared with all peers that can map it. Every rank of a plan calls this at the same time."""
+    """Allocate the staging memory of both endpoints, shared with all peers that can map it.
+
+    Every rank of a plan calls this at the same time.
+    """
     memory, handle, descriptor = _shareable(BUFFERS * sends.round_bytes, world.device, world.info.node)
     sends.allocate(BUFFERS, memory)
     offers = {peer: msgspec.msgpack.encode(StagingOffer(handle, places)) for peer, places in sends.places().items()}
@@ -60,7 +72,7 @@ def share_staging(world: World, sends: SendEndpoint, receives: ReceiveEndpoint) 
             try:
                 memories[peer] = (_mapped(offer.handle, world.device, world.info.node), offer.places)
                 answers[peer] = b""
-            except (OSError, RuntimeError) as error:  # they send each other messages instead
+            except (OSError, RuntimeError) as error:  # the pair uses messages instead
                 answers[peer] = str(error).encode()
         problems = _exchange(world, answers, sends.peers)
     if descriptor is not None:
@@ -68,17 +80,16 @@ def share_staging(world: World, sends: SendEndpoint, receives: ReceiveEndpoint) 
     sends.mapped_peers = frozenset(peer for peer, problem in problems.items() if not problem)
     receives.read_from(memories)
     receives.allocate(BUFFERS)
-    _tell(world, {peer: problem.decode() for peer, problem in problems.items()})
+    _log_unmapped(world, {peer: problem.decode() for peer, problem in problems.items()})
 
 
-def _tell(world: World, problems: Mapping[int, str]) -> None:
-    """Name what goes over the group although it stays on this node."""
+def _log_unmapped(world: World, problems: Mapping[int, str]) -> None:
+    """Log which peers on this node get messages over the group."""
     near = {peer: problem for peer, problem in problems.items() if problem and problem != _ELSEWHERE}
     if near:
-        print(
+        logger.info(
             f"refit: rank {world.rank} sends to ranks {_listed(near)} of its node through host memory"
-            f" (policy.generation.colocated.refit=host), as they cannot map its memory: {next(iter(near.values()))}",
-            flush=True,
+            f" (policy.generation.colocated.refit=host), as they cannot map its memory: {next(iter(near.values()))}"
         )
 
 
@@ -86,8 +97,10 @@ def _tell(world: World, problems: Mapping[int, str]) -> None:
 
 
 def _shareable(size: int, device: torch.device, node: str) -> tuple[torch.Tensor, MemoryHandle, int | None]:
-    """Allocate memory that others can map. Return it, [size] uint8, its handle, and the descriptor to close once they have. If
-    it cannot be shared, it is plain memory and the handle says why."""
+    """Allocate memory that others can map, and return (memory [size] uint8, its handle, descriptor to close after sharing).
+
+    If it cannot be shared, it is plain memory and the handle holds the reason.
+    """
     if not size:
         return torch.empty(0, dtype=torch.uint8, device=device), MemoryHandle(node, 0, problem="nothing is sent"), None
     try:
@@ -106,12 +119,12 @@ def _shareable(size: int, device: torch.device, node: str) -> tuple[torch.Tensor
 
 
 def _mapped(handle: MemoryHandle, device: torch.device, node: str) -> torch.Tensor:
-    """Map another rank's memory, [size] uint8. Raises OSError or RuntimeError if that cannot be done here."""
+    """Map another rank's memory, [size] uint8. Raises OSError or RuntimeError if that is not possible."""
     if handle.node != node:
         raise OSError(_ELSEWHERE)
     if handle.cuda and device.type == "cuda":
-        # CUDA maps memory of any GPU of the node that this rank's own device can reach, even if CUDA_VISIBLE_DEVICES hides it,
-        # so the device's number here is not the sender's. No event is waited for: a round is read after a notice of it.
+        # CUDA maps memory of any GPU of the node that this rank's own device can reach, even if CUDA_VISIBLE_DEVICES hides it.
+        # So the device's number here is not the sender's. No event is needed: a round is read after its notice.
         storage = torch.UntypedStorage._new_shared_cuda(device.index, *handle.cuda, False)
         return torch.empty(0, dtype=torch.uint8, device=device).set_(storage)
     if handle.file and device.type == "cpu":
@@ -119,17 +132,20 @@ def _mapped(handle: MemoryHandle, device: torch.device, node: str) -> torch.Tens
         path = f"/proc/{process}/fd/{descriptor}"
         about = os.stat(path)
         if [about.st_dev, about.st_ino] != identity:
-            raise OSError(f"{path} is not its memory here, where processes have other numbers")
+            raise OSError(f"{path} is another file here, as the two ranks have different PID namespaces")
         with open(path, "r+b", buffering=0) as file:
             return torch.frombuffer(mmap.mmap(file.fileno(), handle.size), dtype=torch.uint8)
-    raise OSError(handle.problem or f"it is not memory of a {device.type}")
+    raise OSError(handle.problem or f"expected memory of a {device.type}")
 
 
 @contextmanager
 def _inexpandable() -> Iterator[None]:
-    """Let torch allocate by cudaMalloc: expandable segments are shared through pidfd_getfd, for which containers seldom give
-    the right. All settings are written, since torch resets those that a new string does not name."""
-    settings = torch.cuda.memory._snapshot()["allocator_settings"]
+    """Let torch allocate by cudaMalloc within the context.
+
+    torch shares expandable segments through pidfd_getfd, which containers rarely permit. All settings are written, since torch
+    resets those that a new string does not name.
+    """
+    settings: dict[str, Any] = dict(torch.cuda.memory._snapshot())["allocator_settings"]
     if not settings.get(_EXPANDABLE):
         yield
         return
@@ -147,7 +163,7 @@ def _inexpandable() -> Iterator[None]:
 
 
 def _exchange(world: World, out: Mapping[int, bytes], into: Collection[int]) -> dict[int, bytes]:
-    """Send these ranks each its bytes; return what those ranks sent here."""
+    """Send each of these ranks its bytes, and return what the ranks `into` sent here."""
     lengths = {peer: torch.zeros(1, dtype=torch.int64) for peer in into}
     _pass(world, {peer: torch.tensor([len(body)]) for peer, body in out.items()}, lengths)
     bodies = {peer: torch.zeros(int(length), dtype=torch.uint8) for peer, length in lengths.items()}

@@ -1,18 +1,18 @@
-"""Takes a rank through the rounds of a refit: a round is packed while the one before it is on the wire, and applied after it.
+"""Run the rounds of a refit on one rank: each round is packed while the one before it is being sent, and applied afterwards.
 
-Both ends post the messages of a round in one batch, and everybody goes through the rounds in the same order, so no batch ever
-waits for a later one: there is no deadlock, with gloo or with NCCL. A rank that passes on what it received in the round before
-must first have it, so it waits before it posts; everybody else posts first, and the wire is never idle. Tags keep these
-messages apart from other mail over the spanning group, and from each other: what is lost leaves its receiver waiting for it by
-name, and is never taken for the next message.
+Both ends post the messages of a round in one batch, and all ranks run the rounds in the same order, so no batch ever waits for
+a later one: there is no deadlock, with gloo or NCCL. A rank that relays what it received in the round before must have it
+first, so it waits before it posts; all others post first, which keeps the network busy. Tags separate these messages from other
+messages over the spanning group, and from each other: the receiver of a lost message waits for exactly that message, and never
+takes the next one for it.
 
-Between ranks that both map the sender's staging (`pipeline/refit/shared_memory.py`) a round is not sent: a notice says that it
-is packed, the receiver reads it where it lies, and a receipt says that it is read. A sender that has two rounds' staging waits
-for the receipts of round r - 2 before it packs round r. A receiver applies and acknowledges a round before it waits for
-receipts of its own, so ranks that relay in a ring never wait for each other in a circle.
+Between ranks that both map the sender's staging memory (`shared_memory.py`) a round is not sent: a notice says that it is
+packed, the receiver reads it in place, and a receipt says that it has been read. A sender has staging memory for two rounds, so
+it waits for the receipts of round r - 2 before it packs round r. A receiver applies and acknowledges a round before it waits
+for receipts of its own, so ranks that relay in a ring never wait for each other in a circle.
 
-Left out: what the messages hold (an `Encoding`: `pipeline/refit/full.py`, `pipeline/refit/delta.py`), and timeouts, which are
-the watchdog's: it names the phase, which says whom the rank waits for.
+An `Encoding` (`full.py`, `delta.py`) defines the contents of messages. The watchdog handles timeouts: it reports the phase,
+which names the ranks that this rank waits for.
 """
 
 from __future__ import annotations
@@ -30,57 +30,57 @@ import torch.distributed as dist
 from pipeline.refit.tables import RankPlan
 from pipeline.world import World
 
-TAG = 1  # the first; other mail over the spanning group has 0
-RECEIPT = 1 << 30  # the first of receipts, which go the other way than what they are for
+TAG = 1  # first tag of messages; other messages over the spanning group have tag 0
+RECEIPT = 1 << 30  # first tag of receipts, which go in the opposite direction
 
 PeerTensors = list[tuple[int, torch.Tensor]]
-"""(the other end's global rank, contiguous uint8), in the order in which both ends post them."""
+"""Pairs (global rank of the other end, contiguous uint8 tensor), in the order in which both ends post them."""
 
 
 class StageTimer:
-    """Adds up seconds by what they were spent on; on a GPU those of the current stream."""
+    """Sums seconds by stage; on a GPU, those of the current stream."""
 
     def __init__(self, device: torch.device):
         self._cuda = device.type == "cuda"
-        self._laps: list[tuple[str, torch.cuda.Event]] = []
+        self._events = [_event()] if self._cuda else []  # the start, then the end of each lap
+        self._stages: list[str] = []  # of each lap on a GPU
         self._seconds: dict[str, float] = {}
-        self._start = self._last = self._now()
-
-    def _now(self):
-        if not self._cuda:
-            return time.perf_counter()
-        event = torch.cuda.Event(enable_timing=True)
-        event.record()
-        return event
+        self._start = self._last = time.perf_counter()
 
     def lap(self, spent: str) -> None:
-        """All since the last lap went into `spent`."""
-        now = self._now()
+        """Add the time since the last lap to the stage `spent`."""
         if self._cuda:
-            self._laps.append((spent, now))
+            self._stages.append(spent)
+            self._events.append(_event())
         else:
+            now = time.perf_counter()
             self._seconds[spent] = self._seconds.get(spent, 0.0) + now - self._last
             self._last = now
 
     def seconds(self) -> dict[str, float]:
-        """By what was given to `lap`, and "total"."""
-        end = self._now()
+        """Return the seconds of each stage, and "total"."""
         if not self._cuda:
-            return self._seconds | {"total": end - self._start}
+            return self._seconds | {"total": time.perf_counter() - self._start}
+        end = _event()
         end.synchronize()
-        last = self._start
-        for spent, event in self._laps:
+        for spent, last, event in zip(self._stages, self._events, self._events[1:], strict=False):
             self._seconds[spent] = self._seconds.get(spent, 0.0) + last.elapsed_time(event) / 1e3
-            last = event
-        return self._seconds | {"total": self._start.elapsed_time(end) / 1e3}
+        return self._seconds | {"total": self._events[0].elapsed_time(end) / 1e3}
+
+
+def _event() -> torch.cuda.Event:
+    """Return an event recorded on the current stream."""
+    event = torch.cuda.Event(enable_timing=True)
+    event.record()
+    return event
 
 
 TaggedTensors = list[tuple[int, torch.Tensor, int]]
-"""PeerTensors with a tag each; NCCL knows none and goes by the order alone."""
+"""PeerTensors with a tag each. NCCL ignores tags and relies on the order."""
 
 
 def post(world: World, out: TaggedTensors, into: TaggedTensors) -> list[dist.Work]:
-    """In one batch."""
+    """Post all messages in one batch."""
     operations = [dist.P2POp(dist.isend, tensor, peer, world.spanning, tag) for peer, tensor, tag in out]
     operations += [dist.P2POp(dist.irecv, tensor, peer, world.spanning, tag) for peer, tensor, tag in into]
     return dist.batch_isend_irecv(operations) if operations else []
@@ -88,26 +88,32 @@ def post(world: World, out: TaggedTensors, into: TaggedTensors) -> list[dist.Wor
 
 @dataclass(frozen=True)
 class PendingMessages:
-    """Messages on their way, and what they are received into, where that is not where they belong."""
+    """Messages in transfer."""
 
     works: list[dist.Work]
-    held: PeerTensors  # in the carrier's memory, which must live until they are sent or received
-    landed: list[tuple[torch.Tensor, torch.Tensor]]  # (where it belongs, where it is received)
-    sources: list[int] = field(default_factory=list)  # ranks in whose memory the rest lies
-    receipts: list[dist.Work] = field(default_factory=list)  # of ranks that read in this rank's memory
+    held: PeerTensors  # memory of the carrier device, kept until the messages are sent or received
+    landed: list[tuple[torch.Tensor, torch.Tensor]]  # (destination, memory that receives it)
+    sources: list[int] = field(default_factory=list)  # ranks whose memory holds the messages that are not sent
+    receipts: list[dist.Work] = field(default_factory=list)  # from ranks that read this rank's memory
 
 
 class PeerChannel:
-    """Posts, waits, and counts bytes, of one refit. What the group cannot carry from where it lies goes through the carrier's
-    memory: with ranks that share a GPU through page-locked host memory, which torch keeps for the next message."""
+    """Posts, waits for and counts the messages of one refit.
+
+    Tensors that the group cannot carry from their own memory go through memory of the carrier device: for ranks that share a
+    GPU, through page-locked host memory, which torch reuses for the next message.
+    """
 
     def __init__(self, world: World, readers: Collection[int] = (), sources: Collection[int] = ()):
-        """readers: ranks that map what this rank stages. sources: ranks of which this rank maps what they stage."""
+        """Open a channel for one refit.
+
+        readers: ranks that map this rank's staging memory. sources: ranks whose staging memory this rank maps.
+        """
         self.device = world.device
         self.sent = self.received = 0
         self._world = world
         self._readers, self._sources = readers, sources
-        self._to: Counter[int] = Counter()  # messages so far, by their other end
+        self._to: Counter[int] = Counter()  # messages so far, by peer
         self._from: Counter[int] = Counter()
         self._receipts_to: Counter[int] = Counter()
         self._receipts_from: Counter[int] = Counter()
@@ -119,12 +125,12 @@ class PeerChannel:
         return self._post(out, into)
 
     def post_round(self, out: PeerTensors, into: PeerTensors) -> PendingMessages:
-        """Send and receive what a round packs: over the group, or by a notice where both ends map it."""
+        """Send and receive the messages of a round: over the group, or by a notice if both ends map the memory."""
         self._count(out, into)
         readers = list(dict.fromkeys(peer for peer, _ in out if peer in self._readers))
         sources = list(dict.fromkeys(peer for peer, _ in into if peer in self._sources))
         if readers:
-            self._settle()  # it is packed before they are told
+            self._settle()  # the round must be packed before the notices go out
         posted = self._post(
             [(peer, tensor) for peer, tensor in out if peer not in self._readers] + self._notices(readers),
             [(peer, tensor) for peer, tensor in into if peer not in self._sources] + self._notices(sources),
@@ -136,7 +142,7 @@ class PeerChannel:
         return posted
 
     def acknowledge(self, posted: PendingMessages) -> None:
-        """Tell the ranks in whose memory a round lay that it is read."""
+        """Send receipts of a round to the ranks in whose memory this rank has read it."""
         if posted.sources:
             self._settle()
             receipts = self._notices(posted.sources)
@@ -161,19 +167,19 @@ class PeerChannel:
             if at is not tensor:
                 at.copy_(tensor, non_blocking=True)
         if any(at is not tensor for (_, at), (_, tensor) in zip(carried, out, strict=True)):
-            self._settle()  # the copies are made before gloo reads them
+            self._settle()  # the copies must be complete before gloo reads them
         works = post(self._world, _tagged(carried, self._to), _tagged(landing, self._from))
         pairs = ((tensor, at) for (_, tensor), (_, at) in zip(into, landing, strict=True))
         return PendingMessages(works, carried + landing, [(tensor, at) for tensor, at in pairs if at is not tensor])
 
     def _carried(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Memory of the tensor's size from which the group carries: its own where that will do."""
+        """Return memory of the tensor's size from which the group can send: the tensor's own if possible."""
         if tensor.device == self._world.carrier:
             return tensor
         return torch.empty_like(tensor, device=self._world.carrier, pin_memory=self.device.type == "cuda")
 
     def wait(self, posted: PendingMessages) -> None:
-        """Until they are done; on a GPU too, where `Work.wait` alone lets this thread run ahead of what it has posted."""
+        """Wait until the messages are done; on a GPU too, where `Work.wait` alone blocks only the stream."""
         for work in posted.works:
             work.wait()
         for tensor, at in posted.landed:
@@ -187,7 +193,7 @@ class PeerChannel:
 
 
 def _tagged(mail: PeerTensors, so_far: Counter[int], first: int = TAG) -> TaggedTensors:
-    """Both ends count the messages between them in the same order."""
+    """Return the messages with tags: both ends number the messages between them in the same order."""
     tagged = []
     for peer, tensor in mail:
         tagged.append((peer, tensor, first + so_far[peer]))
@@ -196,23 +202,25 @@ def _tagged(mail: PeerTensors, so_far: Counter[int], first: int = TAG) -> Tagged
 
 
 class Encoding(Protocol):
-    """How items become bytes and bytes items. Rounds come in order."""
+    """Converts items to bytes and back. Rounds come in order."""
 
     def pack(self, round: int) -> None:
-        """Gather what this rank sends of its own in a round, and tell the receivers what they must know before it comes."""
+        """Gather this rank's own items of a round, and announce to the receivers what they must know before it arrives."""
 
     def incoming(self, round: int) -> PeerTensors:
-        """Where what comes in a round shall be received."""
+        """Return the memory into which to receive the messages of a round."""
+        ...
 
     def outgoing(self, round: int) -> PeerTensors:
-        """What is sent in a round. Where the rank relays, the round before has arrived."""
+        """Return the messages to send in a round. If the rank relays, the round before has arrived."""
+        ...
 
     def apply(self, round: int) -> None:
-        """Write what came in a round."""
+        """Write the received items of a round."""
 
 
 def run(world: World, channel: PeerChannel, plan: RankPlan, encoding: Encoding, timer: StageTimer) -> None:
-    """All rounds of one rank."""
+    """Run all rounds of one rank."""
     relays = bool((plan.sends.source >= 0).any())
     phases = _phases(plan)
     under_way: dict[int, PendingMessages] = {}
@@ -228,7 +236,7 @@ def run(world: World, channel: PeerChannel, plan: RankPlan, encoding: Encoding, 
         timer.lap("wire")
 
     def reclaim(round: int) -> None:
-        """Wait until the staging of a round may be written to again."""
+        """Wait until the staging memory of a round may be overwritten."""
         posted = under_way.pop(round, None)
         if posted and posted.receipts:
             with world.phase(phases[round]):
@@ -246,7 +254,7 @@ def run(world: World, channel: PeerChannel, plan: RankPlan, encoding: Encoding, 
         out = encoding.outgoing(round)
         timer.lap("pack")
         under_way[round] = channel.post_round(out, into)
-        timer.lap("wire")  # gloo sends in this thread what it can
+        timer.lap("wire")  # gloo sends part of it in this thread
         if round and not relays:
             wait(round - 1)
         if round:
@@ -264,7 +272,7 @@ def run(world: World, channel: PeerChannel, plan: RankPlan, encoding: Encoding, 
 
 
 def _phases(plan: RankPlan) -> list[str]:
-    """What a rank waits for in each round, in words."""
+    """Return, for each round, a description of the ranks that this rank waits for."""
     phases = []
     for round in range(plan.rounds):
         ends = []

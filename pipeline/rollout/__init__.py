@@ -1,18 +1,18 @@
-"""Sample episodes: prompts go to the engines, rewarded groups come back, until a step is full.
+"""Sample episodes: send prompts to the engines, and collect rewarded groups until a step is full. Start with `collectors.py`.
 
 On rank 0:
-    collectors.py           how many prompts to send, and which groups a step trains on: in turn with training, or ahead of it
-    buffer.py               the groups that are under way: deadlines, ages, and what a checkpoint keeps of them
-    dispatch.py             groups to engines and back
-    failures.py             episodes that could not be judged, and when they end the run
-Between the two:
+    collectors.py           choose how many prompts to send and which groups a step trains on: synchronous or asynchronous
+    buffer.py               groups in progress: deadlines, ages, and their part of a checkpoint
+    dispatch.py             send groups to engines and receive them
+    failures.py             count episodes that could not be judged, and end the run if there are too many
+Between rank 0 and the engines:
     work.py                 requests to an engine, and its replies
 On the ranks of an engine:
-    driver.py               episodes on the engine: what is drawn next, what environments are asked
-    episode.py              one episode
-    lockstep.py             the engine's ranks make the same moves
-    environment_threads.py  environments in threads: tokens to text, a step, its observation as tokens
-    environment_pool.py     the threads, with a limit for each call
+    driver.py               run episodes on the engine: what to draw next, which environments to call
+    episode.py              the state of one episode
+    lockstep.py             keep the engine's ranks in lockstep
+    environment_threads.py  environments in threads: tokens to text, a step, its observation to tokens
+    environment_pool.py     the threads, with a time limit for each call
     environment_process.py  environments in a process of their own, as the engine's rank sees it
-    environment_server.py   that process
+    environment_server.py   the main program of that process
 """

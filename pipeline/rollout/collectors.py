@@ -1,22 +1,26 @@
 """Collect the groups that a step trains on, on rank 0.
 
-`SyncCollector` samples and trains in turn: a step's prompts go out when it begins, and all come back before it trains. With
-dynamic sampling further batches follow until the step is full.
+`SyncCollector` alternates sampling and training: a step sends its prompts at its beginning, and trains when all groups are
+back. With dynamic sampling it samples further batches until the step is full.
 
-`AsyncCollector` samples ahead of training: engines go on while the train ranks learn, and a step trains on what `Buffer` gives
-it. New groups are sent right after a refit, and one for each that dynamic sampling passes over: all of an engine's new work
-begins with the newest weights. With `max_trajectory_age_steps` 0 nothing runs ahead, and the run is the synchronous one to the
-last bit.
+`AsyncCollector` samples ahead of training: engines continue while the train ranks learn, and a step trains on the groups that
+`Buffer` selects. New groups are sent right after a refit, and one for each that dynamic sampling discards, so all new work of
+an engine begins with the newest weights. With `max_trajectory_age_steps` 0 nothing runs ahead, and the run equals the
+synchronous one to the last bit.
 """
 
 from __future__ import annotations
 
+import logging
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
+
+from typing_extensions import override
 
 from pipeline.config import AsyncConfig, GenerationConfig, GRPOConfig, OnlineConfig, RewardedConfig
 from pipeline.data.stream import PromptStream
 from pipeline.metrics import rollout_metrics
+from pipeline.problems import Problem, RecipeError
 from pipeline.rollout.buffer import Buffer, SavedGroup, decode_groups, encode_groups, resumed_metrics, staleness
 from pipeline.rollout.dispatch import Dispatcher, RolloutSpec
 from pipeline.rollout.failures import FailureMonitor
@@ -24,18 +28,23 @@ from pipeline.rollout.work import UnfinishedGroup
 from pipeline.rpc import RpcGroup
 from pipeline.types import Prompt, RolloutGroup, Sampling
 
+logger = logging.getLogger(__name__)
+
 ScoreGroups = Callable[[list[RolloutGroup]], list[RolloutGroup]]
-"""Returns groups with the rewards that a model gives them."""
+"""Returns the groups with a reward model's rewards."""
 
 SelectGroups = Callable[[list[RolloutGroup]], list[RolloutGroup]]
-"""Returns the groups that are worth training on."""
+"""Returns the groups to train on."""
 
 
 class Collector(ABC):
-    """A step is `send`, `collect`, then learning, `before_refit` and the refit."""
+    """Collects groups. A step calls `send` and `collect`, learns, and calls `before_refit` and then refits."""
 
     def __init__(self, section: OnlineConfig, dispatch: Dispatcher, judge: ScoreGroups | None, *specs: RolloutSpec, name: str):
-        """judge: None if the environments give all rewards. specs: of training, of validation. name: of the section."""
+        """Bind a collector to the recipe's section `name`.
+
+        judge: None if the environments give all rewards. specs: of training and of validation.
+        """
         self.prompts_per_step = section.num_prompts_per_step
         self._section, self._name = section, name
         self._dispatch, self._judge = dispatch, judge or list
@@ -47,18 +56,18 @@ class Collector(ABC):
 
     @abstractmethod
     def can_fill_step(self, prompts: Sequence[Prompt]) -> bool:
-        """Return whether a step can be full if these are sent for it. False only when the data have ended."""
+        """Return whether a step can be full if these prompts are sent. False only when the data have ended."""
 
     @abstractmethod
     def send(self, prompts: Sequence[Prompt], step: int) -> None:
-        """Have prompts sampled. step: how many steps there were, which is the version of the weights."""
+        """Send prompts for sampling. step: number of completed steps, which is the version of the weights."""
 
     @abstractmethod
     def collect(self, prompts: PromptStream, select: SelectGroups, step: int) -> tuple[list[RolloutGroup], dict[str, float]]:
-        """Return prompts_per_step selected groups, and metrics of all that were sampled for them; fewer groups if the data end.
-        Where groups are not selected, others are sampled of further prompts.
+        """Return prompts_per_step selected groups, or fewer if the data end, and metrics of all groups sampled for them.
 
-        Raises RuntimeError if as many prompts as the recipe allows do not fill the step.
+        Groups that are not selected are replaced by groups of further prompts. Raises RuntimeError if the most prompts that the
+        recipe allows do not fill the step.
         """
 
     def validate(self, prompts: Sequence[Prompt]) -> list[RolloutGroup]:
@@ -68,28 +77,28 @@ class Collector(ABC):
 
     @abstractmethod
     def before_refit(self) -> None:
-        """Bring the engines to where their weights can be replaced."""
+        """Bring the engines to a state in which their weights can be replaced."""
 
     @abstractmethod
     def state_dict(self) -> bytes:
-        """Return what a checkpoint must keep: groups that are under way, or complete and not trained on. Empty if none are."""
+        """Return the groups that are in progress, or complete and not trained on, for a checkpoint. Empty if there are none."""
 
     @abstractmethod
     def load_state_dict(self, state: bytes, step: int) -> dict[str, float]:
-        """Go on with what `state_dict` kept, after the first refit. Return metrics of it, which are also printed.
+        """Resume the groups of `state_dict`, after the first refit. Return metrics of it, which are also logged.
 
-        Raises ValueError if that cannot be done with this recipe.
+        Raises RecipeError if this recipe cannot resume them.
         """
 
     @property
     @abstractmethod
     def pending(self) -> int:
-        """The number of groups that were sent and not trained on."""
+        """Number of groups that were sent and not trained on."""
 
     def _sampled_metrics(self, sampled: list[RolloutGroup], selected: list[RolloutGroup], batches: float) -> dict[str, float]:
         """Return metrics of all groups that a step sampled, and of those that it trains on.
 
-        batches: how many prompts it took, in steps' worth.
+        batches: number of prompts, in multiples of a step's.
         """
         wanted, values = self.prompts_per_step, rollout_metrics("train", sampled)
         if len(selected) < len(sampled):
@@ -109,24 +118,30 @@ class Collector(ABC):
 
 
 class SyncCollector(Collector):
-    _batch: Sequence[Prompt] = ()  # under way
+    """Alternates sampling and training."""
+
+    _batch: Sequence[Prompt] = ()  # in progress
 
     @property
     def prompts_per_batch(self) -> int:
-        """The number of prompts that are sampled at a time."""
+        """Number of prompts that are sampled at a time."""
         multiplier = self._section.batch_multiplier if isinstance(self._section, RewardedConfig) else 1
         return int(self.prompts_per_step * multiplier)
 
+    @override
     def num_prompts_to_send(self, step: int) -> int:
         return self.prompts_per_batch
 
+    @override
     def can_fill_step(self, prompts: Sequence[Prompt]) -> bool:
         return len(prompts) >= self.prompts_per_step
 
+    @override
     def send(self, prompts: Sequence[Prompt], step: int) -> None:
         self._batch = list(prompts)
         self._dispatch.send(prompts, self._train)
 
+    @override
     def collect(self, prompts: PromptStream, select: SelectGroups, step: int) -> tuple[list[RolloutGroup], dict[str, float]]:
         wanted = self.prompts_per_step
         sampled: list[RolloutGroup] = []
@@ -144,43 +159,55 @@ class SyncCollector(Collector):
         return selected[:wanted], self._sampled_metrics(sampled, selected, batches)
 
     def before_refit(self) -> None:
-        """Nothing is under way."""
+        """Do nothing, as no group is in progress."""
 
+    @override
     def state_dict(self) -> bytes:
         return b""
 
+    @override
     def load_state_dict(self, state: bytes, step: int) -> dict[str, float]:
         if state:
-            raise ValueError(
-                f"{self._name}.async_grpo.enabled: false, but the checkpoint of step {step} has rollouts that were sampled"
-                " ahead, which would be lost; true, as when it was written"
+            message = (
+                f"got false, but the checkpoint of step {step} has rollouts that were sampled ahead and would be lost; expected"
+                " true, as in its run"
             )
+            raise RecipeError(Problem(f"{self._name}.async_grpo.enabled", "run-exists", message))
         return {}
 
     @property
+    @override
     def pending(self) -> int:
         return len(self._batch)
 
 
 class AsyncCollector(Collector):
+    """Samples ahead of training."""
+
     def __init__(self, section: GRPOConfig, dispatch: Dispatcher, judge: ScoreGroups | None, *specs: RolloutSpec, name: str):
         super().__init__(section, dispatch, judge, *specs, name=name)
+        self._grpo = section
         self._buffer = Buffer(section.async_grpo, section.num_prompts_per_step)
 
     @property
+    @override
     def pending(self) -> int:
         return len(self._buffer.live)
 
+    @override
     def num_prompts_to_send(self, step: int) -> int:
-        return self._buffer.num_groups_to_begin(self._section.max_num_steps - step)
+        return self._buffer.num_groups_to_begin(self._grpo.max_num_steps - step)
 
+    @override
     def can_fill_step(self, prompts: Sequence[Prompt]) -> bool:
         return self.pending + len(prompts) >= self.prompts_per_step
 
+    @override
     def send(self, prompts: Sequence[Prompt], step: int) -> None:
         self._buffer.begin(prompts, step)
         self._dispatch.send(prompts, self._train)
 
+    @override
     def collect(self, prompts: PromptStream, select: SelectGroups, step: int) -> tuple[list[RolloutGroup], dict[str, float]]:
         wanted = self.prompts_per_step
         sampled: list[RolloutGroup] = []
@@ -191,10 +218,10 @@ class AsyncCollector(Collector):
             chosen = select(groups)
             sampled, selected = sampled + groups, selected + chosen
             if passed_over := len(groups) - len(chosen):
-                if len(sampled) >= self._section.dynamic_sampling_max_gen_batches * wanted:
+                if len(sampled) >= self._grpo.dynamic_sampling_max_gen_batches * wanted:
                     self._refuse_to_go_on(f"{len(sampled)} prompts", len(selected))
                 self.send(prompts.take(passed_over), step)
-        if len(selected) < wanted:  # the checkpoint that is written now is of before this step, which had these
+        if len(selected) < wanted:  # the data have ended; the checkpoint keeps the groups of before this step
             self._buffer.restore(before)
         values = self._sampled_metrics(sampled, selected, len(sampled) / wanted)
         return selected, values | staleness(selected, step, self._buffer.max_age) | self._buffer_metrics()
@@ -205,7 +232,7 @@ class AsyncCollector(Collector):
         while (groups := self._buffer.take(step, wanted)) is None:
             if late := self._buffer.stragglers(wanted):
                 self._dispatch.cut(late)
-            self._receive(block=not late)  # to wait for the cut was to take in messages, perhaps the last there will be
+            self._receive(block=not late)  # `cut` has received messages, perhaps the last ones
         return groups
 
     def _receive(self, block: bool) -> None:
@@ -214,47 +241,53 @@ class AsyncCollector(Collector):
             self._buffer.complete(group)
 
     def _buffer_metrics(self) -> dict[str, float]:
-        """Return metrics of the buffer when the step begins to learn."""
+        """Return metrics of the buffer at the time when the step begins to learn."""
         live, answered = self._buffer.live, self._dispatch.take_answered()
         fewest, most = min(answered), max(answered)
         return {
             "async/groups_live": float(len(live)),
             "async/groups_complete": float(sum(one.group is not None for one in live)),
-            "async/groups_per_engine_min": float(fewest),  # that came since the last step
+            "async/groups_per_engine_min": float(fewest),  # received since the last step
             "async/groups_per_engine_max": float(most),
             "async/engine_with_fewest": float(answered.index(fewest)),
-            "time/wait": self._dispatch.take_waited_s(),  # within time/rollout and time/validation
+            "time/wait": self._dispatch.take_waited_s(),  # part of time/rollout and time/validation
         }
 
+    @override
     def before_refit(self) -> None:
-        in_flight = self._section.async_grpo.in_flight_weight_updates
+        in_flight = self._grpo.async_grpo.in_flight_weight_updates
         if not in_flight and any(live.group is None for live in self._buffer.live):
             self._dispatch.drain()
 
+    @override
     def state_dict(self) -> bytes:
         unfinished = self._dispatch.snapshot(self._train.purpose) if self.pending else {}
         self._receive(block=False)
         samples = range(self._train.samples)
 
-        def saved(prompt: Prompt, begun: int, group: RolloutGroup | None, stand: UnfinishedGroup | None) -> SavedGroup:
-            finished = dict(enumerate(group.rollouts)) if group else stand.finished
-            drawn = {} if group else stand.open
+        def saved(prompt: Prompt, begun: int, group: RolloutGroup | None, state: UnfinishedGroup | None) -> SavedGroup:
+            if group:
+                return SavedGroup(prompt, begun, dict(enumerate(group.rollouts)), {})
+            assert state is not None  # every group that is not complete is in progress
+            finished, drawn = state.finished, state.open
             return SavedGroup(prompt, begun, finished, {i: drawn.get(i, []) for i in samples if i not in finished})
 
         return encode_groups(
             [saved(live.prompt, live.begun, live.group, unfinished.get(live.prompt.index)) for live in self._buffer.live]
         )
 
+    @override
     def load_state_dict(self, state: bytes, step: int) -> dict[str, float]:
         groups = decode_groups(state)
         if not groups:
             return {}
         for saved in groups:
             if (had := len(saved.rollouts) + len(saved.open)) != self._train.samples:
-                raise ValueError(
-                    f"grpo.num_generations_per_prompt: {self._train.samples}, but the checkpoint of step {step} has groups of"
-                    f" {had} that were sampled ahead; {had}, as when it was written"
+                message = (
+                    f"got {self._train.samples}, but the checkpoint of step {step} has groups of {had} rollouts that were"
+                    f" sampled ahead; expected {had}, as in its run"
                 )
+                raise RecipeError(Problem("grpo.num_generations_per_prompt", "run-exists", message))
             self._buffer.begin([saved.prompt], saved.begun)
             if saved.group:
                 self._buffer.complete(saved.group)
@@ -265,10 +298,9 @@ class AsyncCollector(Collector):
         )
         values = resumed_metrics(groups)
         kept, redone, tokens, rest = map(int, values.values())
-        print(
+        logger.info(
             f"resumed: {kept} finished rollouts kept, {redone} redone (of which {tokens} tokens had been drawn), {rest} not"
-            " begun yet",
-            flush=True,
+            " begun yet"
         )
         return values
 
@@ -276,23 +308,24 @@ class AsyncCollector(Collector):
 def build(
     name: str, section: OnlineConfig, generation: GenerationConfig, engines: Sequence[RpcGroup], judge: ScoreGroups | None
 ) -> Collector:
-    """Return the collector that a recipe asks for.
+    """Return the collector of a recipe.
 
-    name: of the section in the recipe. engines: one for the ranks of each. judge: None if no model gives rewards.
+    name: of the section in the recipe. engines: one group of ranks for each. judge: None if no model gives rewards.
     """
     grpo = isinstance(section, GRPOConfig)
-    ahead = section.async_grpo if grpo else AsyncConfig()
+    ahead = section.async_grpo if isinstance(section, GRPOConfig) else AsyncConfig()
     failures = FailureMonitor(ahead.max_generation_failures, "grpo.async_grpo.max_generation_failures" if grpo else "env")
     dispatch = Dispatcher(engines, section.seed, section.max_rollout_turns, failures)
     validation = RolloutSpec("val", section.val_num_generations_per_prompt, sampling(generation, "val_"), urgent=True)
     apart = ahead.enabled and ahead.stragglers == "cut"
     train = RolloutSpec("train", section.num_generations_per_prompt, sampling(generation), apart=apart)
-    kind = AsyncCollector if ahead.enabled else SyncCollector
-    return kind(section, dispatch, judge, train, validation, name=name)
+    if isinstance(section, GRPOConfig) and section.async_grpo.enabled:
+        return AsyncCollector(section, dispatch, judge, train, validation, name=name)
+    return SyncCollector(section, dispatch, judge, train, validation, name=name)
 
 
 def sampling(generation: GenerationConfig, prefix: str = "") -> Sampling:
-    """Return how to sample. prefix: `val_` for validation, which has keys of its own."""
+    """Return the sampling parameters. prefix: `val_` for validation, which has keys of its own."""
     return Sampling(
         temperature=getattr(generation, f"{prefix}temperature"),
         top_p=getattr(generation, f"{prefix}top_p"),

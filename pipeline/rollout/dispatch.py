@@ -1,10 +1,10 @@
-"""Send groups to engines and take them back: each goes to the engine with the least outstanding work.
+"""Send groups to engines and receive them; each group goes to the engine with the least outstanding work.
 
-A group is never split, so that its members are beside each other and share the prompt's keys and values. Between idle engines
-groups go round robin. What goes to one engine at one moment is one message, whose requests are all in the engine before it
-takes another step: a synchronous step is then the same to the last bit however messages travel.
+A group is never split, so that its members run on one engine and share the prompt's keys and values. Idle engines get groups
+round robin. All groups that go to one engine at one time are one message, whose requests are all in the engine before it takes
+another step: so a synchronous step is the same to the last bit, whatever the timing of messages.
 
-Left out: moving groups that have been sent, and pieces of work that are smaller than a group.
+Groups that have been sent are never moved, and no piece of work is smaller than a group.
 """
 
 from __future__ import annotations
@@ -19,18 +19,18 @@ from pipeline.rpc import Future, RpcGroup
 from pipeline.types import Prompt, Rollout, RolloutGroup, Sampling
 
 FinishedRollouts = Mapping[int, dict[int, Rollout]]
-"""By prompt index and sample: rollouts that need not be done again."""
+"""Rollouts that need not be sampled again, by prompt index and sample."""
 
 
 @dataclass(frozen=True)
 class RolloutSpec:
-    """The way in which groups are sampled."""
+    """How to sample groups."""
 
     purpose: str  # "train" or "val"
     samples: int  # episodes of each prompt
     sampling: Sampling
-    urgent: bool = False  # before what has not begun
-    apart: bool = False  # each group is a message of its own, so that it can be cut without the others
+    urgent: bool = False  # goes before work that has not begun
+    apart: bool = False  # send each group as a message of its own, so that it can be cut alone
 
 
 @dataclass
@@ -41,33 +41,37 @@ class SentMessage:
     spec: RolloutSpec
     prompts: list[Prompt]
     future: Future
-    open: set[int] = field(default_factory=set)  # places in `prompts`
+    open: set[int] = field(default_factory=set)  # indices into `prompts` of groups that have not come back
 
 
 class Dispatcher:
+    """Sends groups to engines and receives them."""
+
     def __init__(self, engines: Sequence[RpcGroup], seed: int, max_turns: int, failures: FailureMonitor):
-        """engines: one for the ranks of each."""
+        """Bind to the engines, one group of ranks each."""
         self._engines = engines
         self._seed = seed
         self._max_turns = max_turns
         self._failures = failures
         self._numbers = 0
-        self._sent: dict[int, SentMessage] = {}  # by the work's number
-        self._came: dict[str, list[RolloutGroup]] = {}  # by purpose
+        self._sent: dict[int, SentMessage] = {}  # by work number
+        self._received: dict[str, list[RolloutGroup]] = {}  # by purpose
         self._waited_s = 0.0
-        self._answered = [0] * len(engines)  # groups
+        self._answered = [0] * len(engines)  # groups received, by engine
 
     @property
     def outstanding(self) -> list[int]:
-        """By engine: the number of episodes in groups that have not come back."""
+        """Number of episodes, by engine, in groups that have not come back."""
         episodes = [0] * len(self._engines)
         for sent in self._sent.values():
             episodes[sent.engine] += len(sent.open) * sent.spec.samples
         return episodes
 
     def send(self, prompts: Sequence[Prompt], spec: RolloutSpec, finished: FinishedRollouts | None = None) -> None:
-        """Send groups to the engines. finished: of groups that were begun earlier the rollouts by sample, by their prompt's
-        index."""
+        """Send groups to the engines.
+
+        finished: rollouts, by prompt index and sample, of groups that began in an earlier run.
+        """
         episodes = self.outstanding
         shares: list[list[Prompt]] = [[] for _ in self._engines]
         for prompt in prompts:
@@ -95,9 +99,12 @@ class Dispatcher:
         self._sent[number] = SentMessage(engine, spec, prompts, future, set(range(len(prompts))))
 
     def receive(self, block: bool = True) -> None:
-        """Take in what has come; with `block` wait until something does. Raises RuntimeError if too many episodes failed."""
+        """Receive the replies that have arrived; with `block` wait for at least one.
+
+        Raises RuntimeError if too many episodes failed.
+        """
         begun = time.perf_counter()
-        while self._engines[0].receive_replies(block=block):  # of any engine
+        while self._engines[0].receive_replies(block=block):  # replies of any engine
             block = False
         self._waited_s += time.perf_counter() - begun
         for number, sent in list(self._sent.items()):
@@ -106,26 +113,26 @@ class Dispatcher:
                     sent.open.remove(part.place)
                     self._answered[sent.engine] += 1
                     self._failures.record(part.group)
-                    self._came.setdefault(sent.spec.purpose, []).append(part.group)
+                    self._received.setdefault(sent.spec.purpose, []).append(part.group)
             if not sent.open:
                 del self._sent[number]
 
     def take(self, purpose: str) -> list[RolloutGroup]:
-        """Return the groups that were taken in since the last call, in the order in which they completed."""
-        return self._came.pop(purpose, [])
+        """Return the groups received since the last call, in the order of completion."""
+        return self._received.pop(purpose, [])
 
     def take_answered(self) -> list[int]:
-        """Return by engine the number of groups that came back since the last call."""
+        """Return the number of groups, by engine, received since the last call."""
         answered, self._answered = self._answered, [0] * len(self._engines)
         return answered
 
     def take_waited_s(self) -> float:
-        """Return how long rank 0 has waited in `receive` since the last call."""
+        """Return the seconds that rank 0 has waited in `receive` since the last call."""
         waited, self._waited_s = self._waited_s, 0.0
         return waited
 
     def wait_for(self, prompts: Sequence[Prompt], purpose: str) -> list[RolloutGroup]:
-        """Return the prompts' groups, in their order. They are all that is under way with this purpose."""
+        """Return the prompts' groups, in their order. No other group of this purpose may be in progress."""
         came: list[RolloutGroup] = []
         while len(came) < len(prompts):
             self.receive()
@@ -140,7 +147,7 @@ class Dispatcher:
         self.receive(block=False)
 
     def cut(self, prompts: Sequence[Prompt]) -> None:
-        """End the open episodes of groups that were sent apart where they are."""
+        """End the open episodes of these groups where they are. Only for groups that were sent `apart`."""
         indexes = {prompt.index for prompt in prompts}
         for number, engine in enumerate(self._engines):
             works = [
@@ -152,8 +159,10 @@ class Dispatcher:
                 engine.cut(works).result()
 
     def snapshot(self, purpose: str) -> dict[int, UnfinishedGroup]:
-        """Return where the groups stand that have not come back, by their prompt's index. What completes meanwhile is taken
-        in."""
+        """Return the state of the groups that have not come back, by prompt index.
+
+        Receives groups that complete meanwhile.
+        """
         replies = [reply for asked in [engine.snapshot() for engine in self._engines] for reply in asked.result()]
         self.receive(block=False)
         stands = {}

@@ -1,14 +1,15 @@
 """Run many episodes on one engine, on the rank that leads it: prompts in, groups of judged rollouts out.
 
-Between two steps of the engine the driver gives it what is to be drawn next and gives environments, which run beside it, what
-has been said. So the engine goes on while some environment thinks. Episodes begin in the order of the works, urgent ones first,
-the samples of a prompt one after another; at most `max_num_seqs` of them may still ask the engine, the others have not begun. A
-group is answered as soon as all its episodes have ended.
+Between two steps of the engine the driver gives it the next requests, and gives new answers to the environments, which run
+concurrently. So the engine continues while an environment computes. Episodes begin in the order of the works, urgent ones
+first, and the samples of a prompt one after another. At most `max_num_seqs` of them may still use the engine; the others have
+not begun. A group is answered as soon as all its episodes have ended.
 
-All that can begin of a work has begun before the first step after it came, and an episode's place is free as soon as it has
-said its last, whatever its judge does: so, where episodes have one turn, what shares a step does not depend on time.
+All that can begin of a work begins before the first step after it arrives, and an episode's place is free as soon as its last
+answer is drawn, whatever its environment does. So, with episodes of one turn, which requests share a step does not depend on
+time.
 
-Leaves out: what the peers of an engine do (`lockstep`).
+The engine's other ranks follow in `lockstep.py`.
 """
 
 from __future__ import annotations
@@ -35,12 +36,12 @@ class _OpenWork:
 
     work: RolloutWork
     later: StreamingReply[FinishedGroup]
-    ended: dict[int, dict[int, Rollout]]  # place -> sample -> rollout, of the groups that have not ended
-    episodes: dict[tuple[int, int], Episode] = field(default_factory=dict)  # (place, sample) -> that has not ended
+    ended: dict[int, dict[int, Rollout]]  # place -> sample -> rollout, for groups that have not ended
+    episodes: dict[tuple[int, int], Episode] = field(default_factory=dict)  # (place, sample) -> episode that has not ended
 
 
 class EpisodeDriver:
-    """`wakeup` wakes it when it waits; the environments' and, if verbs come from elsewhere, theirs."""
+    """Runs episodes. The environments set `wakeup`, and so may the source of verbs, to end a wait of the driver."""
 
     def __init__(
         self,
@@ -53,29 +54,32 @@ class EpisodeDriver:
         max_length: int,
         broken_rewards: Mapping[str, float] | None = None,
     ):
-        """max_length: tokens of a prompt and all that follows. broken_rewards: by environment, of an answer that breaks it;
-        0 of those that are not there."""
+        """Bind the driver to an engine and its environments.
+
+        max_length: tokens of a prompt and all that follows. broken_rewards: by environment, the reward of an answer that breaks
+        it; 0 if not given.
+        """
         self._engine, self._environments, self._lockstep, self._world = engine, environments, lockstep, world
         self._wakeup, self._max_num_seqs, self._max_length = wakeup, max_num_seqs, max_length
         self._broken_rewards = broken_rewards or {}
         self._works: dict[int, _OpenWork] = {}
-        self._urgent: deque[Episode] = deque()  # that have not begun
-        self._waiting: deque[Episode] = deque()  # likewise
-        self._active: set[Episode] = set()  # that may still ask the engine
-        self._next: deque[Episode] = deque()  # of these, those whose next turn is to be drawn
-        self._in_engine: dict[str, Episode] = {}  # by the request in the engine
-        self._in_environment: dict[str, Episode] = {}  # by its id: whose environment is asked
-        self._to_cut: list[str] = []  # requests that are to end where they are
+        self._urgent: deque[Episode] = deque()  # not begun
+        self._waiting: deque[Episode] = deque()  # not begun
+        self._active: set[Episode] = set()  # that may still use the engine
+        self._next: deque[Episode] = deque()  # active episodes whose next turn is to be drawn
+        self._in_engine: dict[str, Episode] = {}  # by request id
+        self._in_environment: dict[str, Episode] = {}  # by episode id
+        self._to_cut: list[str] = []  # requests to end at the next step
         self._drains: list[StreamingReply[None]] = []
         self._draining = False
-        self.paused = False  # the engine must not be used: new weights are on their way
+        self.paused = False  # a refit is in progress, and the engine must not be used
 
     # ---- verbs --------------------------------------------------------------------------------------------------------------
 
     def rollout(self, work: RolloutWork) -> StreamingReply[FinishedGroup]:
-        """Raises ValueError if there is a work of that number already."""
+        """Begin a work. Raises ValueError if there is a work of that number already."""
         if work.number in self._works:
-            raise ValueError(f"a work {work.number} is under way already")
+            raise ValueError(f"work {work.number} is in progress already")
         later: StreamingReply[FinishedGroup] = StreamingReply()
         open_work = _OpenWork(work, later, {place: dict(work.finished.get(place, {})) for place in range(len(work.prompts))})
         self._works[work.number] = open_work
@@ -92,7 +96,7 @@ class EpisodeDriver:
         return later
 
     def drain(self) -> StreamingReply[None]:
-        """Ends when no episode may ask the engine any more. None begins until `resume`."""
+        """Begin no more episodes until `resume`. The reply ends when no episode may use the engine any more."""
         self._draining = True
         self._drains.append(StreamingReply())
         later = self._drains[-1]
@@ -100,11 +104,11 @@ class EpisodeDriver:
         return later
 
     def resume(self) -> None:
-        """Go on: new weights are served."""
+        """Continue after a refit."""
         self._draining = self.paused = False
 
     def snapshot(self) -> list[UnfinishedGroup]:
-        """Return where each group that has not ended stands, in the order of the works."""
+        """Return the state of each group that has not ended, in the order of the works."""
         progress = self._engine.progress()
         unfinished: dict[tuple[int, int], UnfinishedGroup] = {}
         for number, open_work in self._works.items():
@@ -114,7 +118,7 @@ class EpisodeDriver:
         return list(unfinished.values())
 
     def cut(self, numbers: list[int]) -> None:
-        """End the open episodes of these works where they are. A work that has been answered already is passed over."""
+        """End the open episodes of these works where they are. Skip works that have been answered."""
         for number in numbers:
             if number in self._works:
                 for episode in list(self._works[number].episodes.values()):
@@ -122,14 +126,14 @@ class EpisodeDriver:
         self._end_drains()
 
     def _cut(self, episode: Episode) -> None:
-        speaking, judged = episode.request_id in self._in_engine, episode.id in self._in_environment
-        if speaking and not episode.cut:
+        in_engine, in_environment = episode.request_id in self._in_engine, episode.id in self._in_environment
+        if in_engine and not episode.cut:
             self._to_cut.append(episode.request_id)
         episode.cut = True
-        if speaking:
+        if in_engine:
             return
-        self._active.discard(episode)  # if it is judged, it ends with that
-        if not judged:
+        self._active.discard(episode)  # an episode in an environment ends with that turn
+        if not in_environment:
             for queue in (self._urgent, self._waiting, self._next):
                 if episode in queue:
                     queue.remove(episode)
@@ -138,7 +142,7 @@ class EpisodeDriver:
     # ---- between verbs ------------------------------------------------------------------------------------------------------
 
     def work(self, verb_waits: Callable[[], bool]) -> None:
-        """Work until a verb waits, or there is nothing to do before one comes."""
+        """Work until a verb waits, or there is nothing to do before one arrives."""
         while not verb_waits():
             if self._can_step:
                 with working(self._world):
@@ -149,7 +153,7 @@ class EpisodeDriver:
                 with waiting(self._world):
                     while self._in_environment and not self._can_step and not verb_waits():
                         self._wakeup.wait(self._environments.seconds_left())
-                        self._wakeup.clear()  # before all that it may be about is looked at
+                        self._wakeup.clear()  # before looking for outcomes, so that no wakeup is lost
                         self._take_outcomes()
             else:
                 return
@@ -183,11 +187,11 @@ class EpisodeDriver:
         self._end_drains()
 
     def _judge(self, completion: Completion) -> None:
-        """Give the environment what the policy has said."""
+        """Give an answer of the policy to its environment."""
         episode = self._in_engine.pop(completion.id)
         if episode.last_turn:
             self._active.discard(episode)
-        if not len(completion.tokens):  # cut before it said a word
+        if not len(completion.tokens):  # cut before the first token
             self._end(episode, episode.cut_short())
             return
         episode.completion = completion
@@ -205,17 +209,18 @@ class EpisodeDriver:
         self._end_drains()
 
     def _go_on(self, episode: Episode, outcome: StepOutcome) -> None:
-        """Go on with an episode, or end it. Each turn's reward counts; the last one's metrics."""
-        last, said = episode.last_turn, episode.completion
+        """Continue an episode, or end it. Rewards of all turns add up; metrics are those of the last turn."""
+        last, completion = episode.last_turn, episode.completion
+        assert completion is not None  # the environment has judged it
         episode.reward += outcome.reward
         episode.metrics = outcome.metrics
         episode.completion = None
         if outcome.over or last or outcome.observation is None:
-            cut = not outcome.over and (episode.cut or not last)  # it would have gone on, but for the cut or for want of room
-            episode.turns.append(Turn(replace(said, finish="length") if cut else said))
+            cut = not outcome.over and (episode.cut or not last)  # it ends because of a cut, or because no room is left
+            episode.turns.append(Turn(replace(completion, finish="length") if cut else completion))
             self._end(episode, episode.rollout())
         else:
-            episode.turns.append(Turn(said, outcome.observation))
+            episode.turns.append(Turn(completion, outcome.observation))
             self._next.append(episode)
 
     def _end(self, episode: Episode, rollout: Rollout) -> None:
@@ -227,7 +232,7 @@ class EpisodeDriver:
         self._finish(open_work, episode.place)
 
     def _finish(self, open_work: _OpenWork, place: int) -> None:
-        """Answer the group if all its episodes have ended, and with it the work."""
+        """Answer a group if all its episodes have ended, and close its work if it is the last."""
         work, ended = open_work.work, open_work.ended[place]
         if len(ended) < work.samples:
             return

@@ -1,14 +1,15 @@
-"""Run environments in threads beside the engine: a bounded number for each, and a limit for each call.
+"""Run environments in threads: a bounded number for each, and a time limit for each call.
 
-A call that raises, or outlasts its limit, ends its episode alone. Nothing can end a thread: one that hangs is given up, which
-means that its answer is not waited for any more, and another takes its place. Where too many hang, the process is worn out:
-another takes its place too, or, where the threads are the engine's own, the run ends.
+A call that raises, or exceeds its limit, ends only its own episode. Python cannot end a thread. So a thread that hangs is
+abandoned: its answer is ignored, and another thread replaces it. If too many hang, the process is worn out: another process
+replaces it, or, if the threads are the engine's own, the run ends.
 
-Leaves out: what a call uses up meanwhile (see pipeline/sandbox for code that a model wrote).
+The resources of a call are not limited here; for code that a model wrote see `pipeline/sandbox`.
 """
 
 from __future__ import annotations
 
+import logging
 import queue
 import threading
 import time
@@ -20,39 +21,38 @@ from typing import Any
 from pipeline.environments.base import Environment, ProcessStuck, Unjudged
 from pipeline.sandbox.limits import SandboxError
 
-GRACE_S = 2.0  # an environment that keeps its own time has so long to end what it started
-MAX_HANGING_CALLS = 64  # calls of one environment
-PARTS_BEFORE_ANSWER = ("", "reset")  # of a call: what fails in them is not the answer's doing, which they have not seen
+logger = logging.getLogger(__name__)
+
+GRACE_S = 2.0  # extra time for an environment with a time limit of its own to end what it started
+MAX_HANGING_CALLS = 64  # hanging calls of one environment
+PARTS_BEFORE_ANSWER = ("", "reset")  # parts of a call that have not seen the answer, so that it cannot cause a failure in them
 CLOSE_S = 10.0
-LOG_INTERVAL_S = 30.0  # a line about failures of an environment at most so often, after the first few
+LOG_INTERVAL_S = 30.0  # least time between two log lines about failures of an environment, after the first few
 LOGGED_AT_ONCE = 5
-TRACEBACK_CHARS = 4000  # characters of one, its last
+TRACEBACK_CHARS = 4000  # the last characters of a traceback
 
 Begin = Callable[[str], None]
-"""A call says which part of it begins, such as "reset" or "step"; the limit is for each part."""
+"""A call reports which of its parts begins, such as "reset" or "step". The limit holds for each part."""
 
 Call = Callable[[Begin], Any]
 
 
 @dataclass(frozen=True, slots=True)
 class CallFailure:
-    """The end of a call that has no result."""
+    """The end of a call without a result."""
 
     why: str
-    of_answer: bool = False  # an answer can cause it, and is then a wrong one
+    of_answer: bool = False  # an answer can cause it, and is then wrong
     traceback: str = ""
 
 
 class EnvironmentPool:
-    """Environments by name.
-
-    One thread calls `submit`, `take` and `seconds_left`; `wakeup` is set when there is something to take.
-    """
+    """Environments by name. `submit`, `take` and `seconds_left` are for one thread, which `wakeup` signals."""
 
     def __init__(
         self,
         environments: dict[str, Environment],
-        limits_s: dict[str, float],  # of one `reset` or `step`
+        limits_s: dict[str, float],  # of each `reset` or `step`
         wakeup: threading.Event,
         grace_s: float = GRACE_S,
     ):
@@ -63,29 +63,30 @@ class EnvironmentPool:
         }
 
     def submit(self, environment: str, key: Hashable, call: Call) -> None:
+        """Run a call in a thread of `environment`. `take` returns its result with `key`."""
         self._pools[environment].submit(key, call)
 
     def take(self) -> list[tuple[Hashable, Any]]:
-        """Return (key, result or CallFailure) of the calls that have ended or were given up since. Does not wait.
+        """Return (key, result or CallFailure) of the calls that have ended or been abandoned since. Does not wait.
 
-        Raises ProcessStuck if calls that hang are too many, once the others' answers have been taken.
+        Raises WornOut if too many calls hang, after returning the others' results.
         """
         return [answer for pool in self._pools.values() for answer in pool.take()]
 
     def seconds_left(self) -> float | None:
-        """Return how long until a running call is given up; None if there is none."""
+        """Return the seconds until a running call exceeds its limit; None if no call is open."""
         ends = [end for pool in self._pools.values() if (end := pool.first_end()) is not None]
         return max(0.0, min(ends) - time.monotonic()) if ends else None
 
     def close(self) -> None:
-        """Close the environments, but do not wait long for one that does not end."""
+        """Close the environments, and wait at most CLOSE_S for it."""
 
         def close() -> None:
             for name, environment in self._environments.items():
                 try:
                     environment.close()
                 except Exception as error:
-                    print(f"hetstep: env.{name}: close raised {_brief(error)}", flush=True)
+                    logger.warning(f"env.{name}: close raised {_brief(error)}")
 
         thread = threading.Thread(target=close, name="close", daemon=True)
         thread.start()
@@ -93,14 +94,14 @@ class EnvironmentPool:
 
 
 class _ThreadPool:
-    """The threads of one environment. They come as they are needed."""
+    """The threads of one environment, started on demand."""
 
     def __init__(self, name: str, size: int, limit_s: float, grace_s: float, wakeup: threading.Event):
         self._name, self._size, self._limit_s, self._grace_s, self._wakeup = name, size, limit_s, grace_s, wakeup
         self._calls: queue.SimpleQueue[tuple[Hashable, Call]] = queue.SimpleQueue()
         self._answers: queue.SimpleQueue[tuple[Hashable, Any]] = queue.SimpleQueue()
         self._workers: list[_WorkerThread] = []
-        self._hanging: list[_WorkerThread] = []  # given up
+        self._hanging: list[_WorkerThread] = []  # abandoned
         self._open = 0  # calls without an answer
         self._worn_out: ProcessStuck | None = None
         self._log = _FailureLog(name)
@@ -115,7 +116,7 @@ class _ThreadPool:
             self._workers.append(_WorkerThread(self._name, self._calls, self._answers, self._wakeup))
 
     def first_end(self) -> float | None:
-        """Return when a call is to be given up, or to be looked at again, as it has not begun yet."""
+        """Return the time at which to check the first call, or to look again if none has begun."""
         if not self._open:
             return None
         begun = [running.begun for worker in self._workers if (running := worker.running)]
@@ -132,7 +133,7 @@ class _ThreadPool:
                 why = f"{running.part} took more than {self._limit_s:g} s (env.{self._name}.timeout_s)"
                 self._answers.put((running.key, CallFailure(why, running.part not in PARTS_BEFORE_ANSWER)))
         answers = []
-        while not self._answers.empty():  # nobody else takes
+        while not self._answers.empty():  # no other thread takes
             key, result = self._answers.get()
             if isinstance(result, ProcessStuck):  # the call has no answer
                 self._worn_out = result
@@ -152,8 +153,8 @@ class _ThreadPool:
         self._hanging = [worker for worker in self._hanging if worker.is_alive()]
         if len(self._hanging) > MAX_HANGING_CALLS:
             raise ProcessStuck(
-                f"env.{self._name}: {len(self._hanging)} calls of it hang at once, each for more than {self._limit_s:g} s"
-                f" (env.{self._name}.timeout_s); a call that takes longer must end itself"
+                f"env.{self._name}: {len(self._hanging)} calls hang at the same time, each for more than {self._limit_s:g} s"
+                f" (env.{self._name}.timeout_s); such a call must end itself"
             )
 
 
@@ -165,7 +166,7 @@ class _Running:
 
 
 class _WorkerThread(threading.Thread):
-    """Runs one call after another, until it is given up."""
+    """Runs one call after another, until it is abandoned."""
 
     def __init__(self, environment: str, calls: queue.SimpleQueue, answers: queue.SimpleQueue, wakeup: threading.Event):
         super().__init__(name=f"environment {environment}", daemon=True)
@@ -182,7 +183,7 @@ class _WorkerThread(threading.Thread):
                 result = call(lambda part, key=key: self._begin(key, part))
             except ProcessStuck as error:
                 result = error
-            except BaseException as error:  # SystemExit too: an environment's, it would end this thread without a word
+            except BaseException as error:  # SystemExit too, which would end this thread silently
                 part = self.running.part if self.running else ""
                 of_answer = part not in PARTS_BEFORE_ANSWER and not isinstance(error, Unjudged | SandboxError)
                 result = CallFailure(f"{part or 'it'} raised {_brief(error)}", of_answer, traceback.format_exc())
@@ -195,18 +196,18 @@ class _WorkerThread(threading.Thread):
     def _begin(self, key: Hashable, part: str) -> None:
         with self._lock:
             if self._given_up:
-                raise RuntimeError("it was given up")  # nobody waits for what it would do
+                raise RuntimeError("it was abandoned")  # its result would be ignored
             self.running = _Running(key, part, time.monotonic())
 
     def give_up(self, running: _Running) -> bool:
-        """Stop waiting for what runs; return False if it has ended meanwhile."""
+        """Ignore what runs from now on; return False if it has ended meanwhile."""
         with self._lock:
             self._given_up = self.running is running
             return self._given_up
 
 
 class _FailureLog:
-    """One line for each failure, and the first one's traceback; where they come in masses, one line now and then."""
+    """Logs one line for each failure, with the first one's traceback; if there are many, one line in LOG_INTERVAL_S."""
 
     def __init__(self, environment: str):
         self._environment = environment
@@ -219,20 +220,20 @@ class _FailureLog:
         if self._lines >= LOGGED_AT_ONCE and now < self._last + LOG_INTERVAL_S:
             self._suppressed += 1
             return
-        others = f" (and {self._suppressed} others before that were not told)" if self._suppressed else ""
-        what = "broke its judge, and counts as wrong" if failure.of_answer else "failed"
+        others = f" (and {self._suppressed} others before that were not logged)" if self._suppressed else ""
+        what = "broke its environment and counts as wrong" if failure.of_answer else "failed"
         first = "" if self._lines else "\n" + encodable(failure.traceback[-TRACEBACK_CHARS:])
-        print(f"hetstep: env.{self._environment}: {key} {what}: {failure.why}{others}{first.rstrip()}", flush=True)
+        logger.warning(f"env.{self._environment}: {key} {what}: {failure.why}{others}{first.rstrip()}")
         self._lines, self._suppressed, self._last = self._lines + 1, 0, now
 
 
 def _brief(error: BaseException) -> str:
-    """Return one line: what an error is, and where it was raised."""
+    """Return one line with an error and where it was raised."""
     frames = traceback.extract_tb(error.__traceback__)
     where = f" at {frames[-1].filename}:{frames[-1].lineno}" if frames else ""
     return encodable(f"{type(error).__name__}: {' '.join(str(error).split())[:500]}{where}")
 
 
 def encodable(text: str) -> str:
-    """Write what UTF-8 has no bytes for (half a surrogate pair, which a model can write as JSON) as its code."""
+    """Return the text with escapes for what UTF-8 cannot encode (half a surrogate pair, which a model can write as JSON)."""
     return text.encode(errors="backslashreplace").decode()

@@ -1,19 +1,20 @@
 """The process of an engine's environments, as the engine's rank sees it.
 
-What environments compute there does not hold Python's lock in the engine's process, and what they break they break there. If
-the process dies (of the memory that an answer takes, of a library's crash), or if a call holds Python's lock so long that
-nothing is heard from it, another process takes its place.
+What environments compute there does not hold Python's lock in the engine's process, and their crashes end only that process. If
+it dies (of the memory that an answer uses, of a library's crash), or if a call holds Python's lock so long that no report
+arrives, another process replaces it.
 
-An answer that a process died of is a wrong one. If it was judging one turn alone, it was that one. Of several, those that begin
-an episode are judged again by its successor, one at a time: what it dies of then is a wrong answer. Turns of episodes that had
-begun cannot be judged again, as what their environment held is gone. They are wrong if none of the others was to blame; else
-they are left out, and so are episodes that the process held for their next turn.
+An answer that kills the process is wrong. If the process was judging only one turn, that turn is the cause. If it was judging
+several, the turns that begin an episode are judged again by the next process, one at a time, and those that kill it are wrong.
+Other turns cannot be judged again, because their environments' state is lost. They are wrong if none of the retried turns was
+the cause; otherwise they fail without being wrong, and so do episodes whose state the process held for their next turn.
 
-Two threads of the rank carry the messages, so that neither end ever waits for the other one to read.
+Two threads of the rank carry the messages, so neither end ever waits for the other one to read.
 """
 
 from __future__ import annotations
 
+import logging
 import mmap
 import os
 import queue
@@ -29,6 +30,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
+from typing_extensions import override
+
 from pipeline.rollout import environment_server
 from pipeline.rollout.environment_pool import CLOSE_S, CallFailure
 from pipeline.rollout.environment_server import (
@@ -40,15 +43,17 @@ from pipeline.rollout.environment_server import (
     frame,
     messages,
 )
-from pipeline.rollout.environment_threads import EnvironmentSettings, StepOutcome, StepRequest, is_final
+from pipeline.rollout.environment_threads import EnvironmentExecutor, EnvironmentSettings, StepOutcome, StepRequest, is_final
+
+logger = logging.getLogger(__name__)
 
 ROOT = Path(__file__).parents[2]
 SILENCE_LIMIT_S = 30.0
-"""Beyond the longest `timeout_s`: how long nothing is heard before the process is taken for one that never answers. Loading a
-library holds Python's lock too."""
+"""Time without a report, beyond the longest `timeout_s`, after which the process is replaced. Imports hold the lock too."""
 MAX_IDLE_DEATHS = 3
-"""Deaths in a row while nothing was judged, nor before since the last one. One more ends the run: its environments cannot run
-here."""
+"""Most consecutive deaths while nothing was judged. One more ends the run, because its environments cannot run here."""
+LOAD_LIMIT_S = 3000.0
+"""Time to build all environments. Below the default of cluster.timeouts.setup, whose message would not name them."""
 LOST_WITH_PROCESS = "the environments' process that held the episode has ended"
 
 
@@ -57,28 +62,36 @@ class ProcessHandle(Protocol):
 
     pid: int
 
-    def poll(self) -> int | None: ...
+    def poll(self) -> int | None:
+        """Return the exit status; None while the process runs."""
+        ...
 
-    def kill(self) -> None: ...
+    def kill(self) -> None:
+        """Kill the process if it runs."""
 
-    def wait(self, timeout: float) -> int: ...
+    def wait(self, timeout: float) -> int:
+        """Return the exit status. Raises subprocess.TimeoutExpired."""
+        ...
 
 
-class _Forked:
+class _Forked(ProcessHandle):
     """A fork of this process."""
 
     def __init__(self, pid: int) -> None:
         self.pid, self._status = pid, None
 
+    @override
     def poll(self) -> int | None:
         if self._status is None and (found := os.waitpid(self.pid, os.WNOHANG))[0]:
             self._status = os.waitstatus_to_exitcode(found[1])
         return self._status
 
+    @override
     def kill(self) -> None:
         if self.poll() is None:
             os.kill(self.pid, signal.SIGKILL)
 
+    @override
     def wait(self, timeout: float) -> int:
         deadline = time.monotonic() + timeout
         while (status := self.poll()) is None:
@@ -119,9 +132,9 @@ def spawn() -> StartedProcess:
 
 
 def fork_early() -> None:
-    """Fork a process for the next `EnvironmentProcess` of this process, with all that is imported already.
+    """Fork a process for the next `EnvironmentProcess` of this process, which inherits all imported modules.
 
-    Call it in the main thread while there is no other thread, and nothing has looked for a GPU.
+    Call it in the main thread before there is another thread, and before anything looks for a GPU.
     """
     ours, its = socket.socketpair()
     judging, rank = mmap.mmap(-1, MAX_OPEN_CALLS), os.getpid()
@@ -150,7 +163,7 @@ class _Process:
 
     def __init__(self, started: StartedProcess, settings: EnvironmentSettings, wakeup: threading.Event) -> None:
         self.handle, self.judging = started.handle, started.judging
-        self.reports: queue.SimpleQueue[EnvReport | None] = queue.SimpleQueue()  # None: no more come
+        self.reports: queue.SimpleQueue[EnvReport | None] = queue.SimpleQueue()  # None: the last one
         self.loaded = False
         self._connection, self._wakeup = started.connection, wakeup
         self._unsent: queue.SimpleQueue[bytes] = queue.SimpleQueue()
@@ -160,10 +173,11 @@ class _Process:
         threading.Thread(target=self._write, name="environment commands", daemon=True).start()
 
     def send(self, command: EnvCommand) -> None:
+        """Queue a command; does not wait."""
         self._unsent.put(frame(command))
 
     def _write(self) -> None:
-        """Send what has gathered, all at once."""
+        """Send queued commands, all at once."""
         while content := self._unsent.get():
             parts = [content]
             while not self._unsent.empty():
@@ -171,7 +185,7 @@ class _Process:
             try:
                 self._connection.sendall(b"".join(parts))
             except OSError:
-                return  # it is gone, as `_read` sees
+                return  # the process is gone, as `_read` notices
             if not parts[-1]:
                 return
 
@@ -181,7 +195,7 @@ class _Process:
                 self.reports.put(report)
                 self._wakeup.set()
         except OSError:
-            pass  # likewise
+            pass  # the process is gone
         except Exception as error:  # a report that cannot be decoded
             self.reports.put(EnvReport.of(error))
         finally:
@@ -189,14 +203,14 @@ class _Process:
             self._wakeup.set()
 
     def ended(self) -> bool:
-        """Return whether it has died. Then all that it has said is in `reports`."""
+        """Return whether the process has ended. Then all of its reports are in `reports`."""
         if self.handle.poll() is None:
             return False
-        self._reader.join(HEARTBEAT_S)  # what it has forked may hold the connection open
+        self._reader.join(HEARTBEAT_S)  # a process that it forked may hold the connection open
         return True
 
     def end(self) -> str:
-        """Kill it if it lives; return how it ended."""
+        """Kill the process if it runs; return how it ended."""
         self.handle.kill()
         status = self.handle.wait(CLOSE_S)
         self._unsent.put(b"")
@@ -205,11 +219,11 @@ class _Process:
 
     @property
     def worn_out(self) -> bool:
-        """Whether it has ended so that another takes its place."""
+        """Whether the process asked to be replaced."""
         return self.handle.poll() == EXIT_WORN_OUT
 
     def close(self) -> None:
-        """Let it close its environments; kill it if that does not end."""
+        """Let the process close its environments; kill it if it does not end in time."""
         self.send(EnvCommand())
         try:
             self.handle.wait(CLOSE_S + HEARTBEAT_S)
@@ -218,32 +232,44 @@ class _Process:
         self.end()
 
 
-class EnvironmentProcess:
-    """Runs environments in a process of their own: an `EnvironmentExecutor`, for the thread that makes it."""
+class EnvironmentProcess(EnvironmentExecutor):
+    """Runs environments in a process of their own, for the thread that creates it."""
 
     def __init__(self, settings: EnvironmentSettings, wakeup: threading.Event) -> None:
-        """Start the process; does not wait until the environments are loaded."""
+        """Start the process without waiting until the environments are loaded."""
         self._settings, self._wakeup = settings, wakeup
         longest = max((environment.timeout_s for environment in settings.env.values()), default=0.0)
         self._silence_limit_s = longest + settings.grace_s + SILENCE_LIMIT_S
         self._process = _Process(_next(), settings, wakeup)
         self._number = 0
-        self._calls: dict[int, StepRequest] = {}  # that have no answer
-        self._held: dict[str, _Process] = {}  # episodes that have not ended
-        self._failed: list[tuple[str, CallFailure]] = []  # not by an environment's word
-        self._to_retry: deque[StepRequest] = deque()  # that a process died while judging: each is judged alone
-        self._not_retryable: list[tuple[StepRequest, str]] = []  # likewise, but cannot be judged again; and how it died
-        self._retrying = False  # whether there are suspects whose judgement has not ended
-        self._waiting: deque[StepRequest] = deque()  # for that
+        self._calls: dict[int, StepRequest] = {}  # without an answer
+        self._held: dict[str, _Process] = {}  # process of each episode that has not ended
+        self._failed: list[tuple[str, CallFailure]] = []  # failures that no environment reported
+        self._to_retry: deque[StepRequest] = deque()  # turns that a process was judging when it died; each is retried alone
+        self._not_retryable: list[
+            tuple[StepRequest, str]
+        ] = []  # the same, for turns that cannot be judged again; and how the process died
+        self._retrying = False  # whether retries have not ended
+        self._waiting: deque[StepRequest] = deque()  # turns that wait for the retries
         self._silent_s, self._checked_at = 0.0, time.monotonic()
         self._idle_deaths = 0
 
-    def wait_until_loaded(self) -> None:
-        """Raises what building the environments raised, ValueError for most, and RuntimeError if the process ends."""
-        self._take(self._process.reports.get())
+    def wait_until_loaded(self, timeout_s: float = LOAD_LIMIT_S) -> None:
+        """Wait for the environments. Raises what building them raised, ValueError for most.
+
+        Raises RuntimeError if the process ends, or does not report within `timeout_s`.
+        """
+        try:
+            report = self._process.reports.get(timeout=timeout_s)
+        except queue.Empty:
+            names = ", ".join(self._settings.env)
+            self._process.end()
+            raise RuntimeError(f"env: the environments' process has not loaded {names} within {timeout_s:g} s") from None
+        self._take(report)
         if not self._process.loaded:
             raise RuntimeError(f"the environments' process {self._process.end()} before its environments were loaded")
 
+    @override
     def submit(self, request: StepRequest) -> None:
         if request.prompt is not None:
             self._held[request.episode] = self._process
@@ -263,6 +289,7 @@ class EnvironmentProcess:
         self._process.judging[self._number] = 0
         self._process.send(EnvCommand(self._number, request))
 
+    @override
     def take(self) -> list[tuple[str, StepOutcome | CallFailure]]:
         answers = self._take_reports()
         if self._process.ended():
@@ -271,7 +298,7 @@ class EnvironmentProcess:
         elif self._is_silent():
             self._process.end()
             self._replace_process(
-                f"said nothing for {self._silence_limit_s:g} s (a call of it holds Python's lock), and was killed"
+                f"sent no report for {self._silence_limit_s:g} s (one of its calls holds Python's lock) and was killed"
             )
         self._retry_next()
         failed, self._failed = self._failed, []
@@ -279,15 +306,18 @@ class EnvironmentProcess:
             self.forget(episode)
         return answers + failed
 
+    @override
     def seconds_left(self) -> float | None:
         if self._failed:
             return 0.0
         return HEARTBEAT_S if self._calls else None
 
+    @override
     def forget(self, episode: str) -> None:
         if self._held.pop(episode, None) is self._process:
             self._process.send(EnvCommand(forget=episode))
 
+    @override
     def close(self) -> None:
         self._process.close()
 
@@ -302,8 +332,8 @@ class EnvironmentProcess:
             return []
         if report.error:
             kind = ValueError if report.error in ("ValueError", "RecipeError") else RuntimeError
-            told = report.message if report.error in (kind.__name__, "RecipeError") else f"{report.error}: {report.message}"
-            error = kind(told)
+            message = report.message if report.error in (kind.__name__, "RecipeError") else f"{report.error}: {report.message}"
+            error = kind(message)
             error.add_note(f"Traceback of the environments' process:\n{report.traceback}")
             raise error
         self._process.loaded, self._silent_s = True, 0.0
@@ -319,8 +349,10 @@ class EnvironmentProcess:
         return answers
 
     def _is_silent(self) -> bool:
-        """Return whether nothing is heard for too long. A look counts for a beat at most: this process may have been stopped
-        with the other one."""
+        """Return whether no report has arrived for too long.
+
+        Each check counts for at most one heartbeat, because both processes may have been stopped together.
+        """
         now = time.monotonic()
         if self._calls and self._process.loaded:
             self._silent_s += min(now - self._checked_at, HEARTBEAT_S)
@@ -328,17 +360,17 @@ class EnvironmentProcess:
         return self._silent_s > self._silence_limit_s
 
     def _replace_process(self, how: str) -> None:
-        """Start another process in place of one that has ended, and sort out what it judged."""
+        """Start another process in place of one that has ended, and decide what becomes of its turns."""
         dead, calls, self._calls = self._process, self._calls, {}
         judged = [request for call, request in calls.items() if dead.judging[call]]
         others = [request for call, request in calls.items() if not dead.judging[call]]
         self._idle_deaths = 0 if judged or dead.worn_out else self._idle_deaths + 1
         why = f"the environments' process {how}"
         if self._idle_deaths > MAX_IDLE_DEATHS:
-            raise RuntimeError(f"{why}; it is the {self._idle_deaths}th time in a row that it ends while it judges nothing")
-        print(f"hetstep: {why} while it judged {len(judged)} turns; another process takes its place", flush=True)
+            raise RuntimeError(f"{why}; it has ended {self._idle_deaths} times in a row without judging anything")
+        logger.warning(f"{why} while it judged {len(judged)} turns; another process takes its place")
         self._process, self._silent_s = _Process(_next(), self._settings, self._wakeup), 0.0
-        running = dead.judging[:].count(1)  # also calls that were given up, which have been answered
+        running = dead.judging[:].count(1)  # includes abandoned calls, which have been answered
         if dead.worn_out:
             others, judged = judged + others, []
         elif len(judged) == running == 1:
@@ -358,11 +390,11 @@ class EnvironmentProcess:
         self._retrying = bool(self._retrying or self._to_retry or self._not_retryable)
 
     def _fail_lost(self, turns: list[StepRequest]) -> None:
-        """Fail turns of episodes that ended with their process, and not for what they said."""
+        """Fail turns of episodes that ended with their process, without counting them as wrong."""
         self._failed += [(request.episode, CallFailure(LOST_WITH_PROCESS)) for request in turns]
 
     def _retry_next(self) -> None:
-        """Go on with the next one if none is being judged, and in the end with what has waited for them."""
+        """Send the next turn to retry if none is being judged, and finally the turns that waited for the retries."""
         if self._retrying and self._calls:
             return
         if self._to_retry:

@@ -1,18 +1,18 @@
-"""Run the environments of an engine in a process of their own: `python -m pipeline.rollout.environment_server SOCKET MEMORY
-RANK`.
+"""Run the environments of an engine in a process of their own.
 
-SOCKET and MEMORY are descriptors that it inherits, RANK is its parent's process id. It ends with the rank, whatever it does.
-Signals that tell the rank to leave do not end it: the rank's last step still needs answers. Short of memory, the kernel takes
-it before the rank.
+Started as `python -m pipeline.rollout.environment_server SOCKET MEMORY RANK`. SOCKET and MEMORY are inherited descriptors, RANK
+is the process id of the parent, an engine's rank. The process always ends with the rank. Signals that ask the rank to stop do
+not end it, because the rank's last step still needs answers. If memory runs out, the kernel kills it before the rank.
 
-A message between the two is four bytes of length and msgpack. Besides, they share memory in which the process marks the turns
-that it is judging: when it dies, the rank still knows which these were.
+A message between the two is four bytes of length and msgpack. They also share memory in which the process marks the turns that
+it is judging: when it dies, the rank knows which these were.
 """
 
 from __future__ import annotations
 
 import contextlib
 import functools
+import logging
 import mmap
 import os
 import queue
@@ -35,20 +35,22 @@ from pipeline.rollout.environment_pool import CallFailure, encodable
 from pipeline.rollout.environment_threads import EnvironmentSettings, EnvironmentThreads, StepOutcome, StepRequest, load
 from pipeline.sandbox import linux
 
+logger = logging.getLogger(__name__)
+
 NAME = b"hetstep-env"
 """As ps and top show it: 15 bytes at most."""
 OOM_SCORE = 500
-"""See linux.raise_oom_score. Of a rank it is 0, of what guards a program in the sandbox 999."""
+"""See linux.raise_oom_score. A rank has 0, the guard of a sandboxed program 999."""
 MAX_OPEN_CALLS = 1 << 20
-"""Bytes of the shared memory, one for each call that may be open: 1 while it is carried out."""
+"""Most open calls, and bytes of the shared memory: a call's byte is 1 while its turn is judged."""
 EXIT_WORN_OUT = 75
-"""The status with which a process ends so that another takes its place; EX_TEMPFAIL of sysexits.h."""
+"""Exit status of a process that asks to be replaced; EX_TEMPFAIL of sysexits.h."""
 HEARTBEAT_S = 1.0
-"""While calls are open the process reports at least so often."""
+"""Most seconds between two reports while calls are open."""
 
 
 class EnvCommand(msgspec.Struct, array_like=True):
-    """From the rank: judge a turn, forget an episode, or, with neither, close the environments and end."""
+    """A command of the rank: judge a turn, forget an episode, or, with neither, close the environments and end."""
 
     call: int = 0
     request: StepRequest | None = None
@@ -56,6 +58,8 @@ class EnvCommand(msgspec.Struct, array_like=True):
 
 
 class EnvReply(msgspec.Struct, array_like=True):
+    """The answer to one call."""
+
     call: int
     outcome: StepOutcome | None
     failure: str = ""  # why there is no outcome
@@ -63,10 +67,10 @@ class EnvReply(msgspec.Struct, array_like=True):
 
 
 class EnvReport(msgspec.Struct, array_like=True):
-    """From the process: answers since the last report. The first report says that the environments are loaded."""
+    """A report of the process: the answers since the last one. The first report states that the environments are loaded."""
 
     replies: list[EnvReply] = []
-    error: str = ""  # the type of an exception with which the process ends
+    error: str = ""  # type of the exception that ends the process
     message: str = ""
     traceback: str = ""
 
@@ -77,12 +81,13 @@ class EnvReport(msgspec.Struct, array_like=True):
 
 
 def frame(message: Any) -> bytes:
+    """Return the message as bytes, with its length in front."""
     body = encode(message)
     return struct.pack("<I", len(body)) + body
 
 
 def messages(stream: BinaryIO, kind: Any) -> Iterator[Any]:
-    """Yield messages of one kind until the other end is gone."""
+    """Yield messages of one kind until the other end closes the connection."""
     while len(length := stream.read(4)) == 4:
         (size,) = struct.unpack("<I", length)
         body = stream.read(size)
@@ -94,9 +99,9 @@ def messages(stream: BinaryIO, kind: Any) -> Iterator[Any]:
 def run(connection: socket.socket, judging: mmap.mmap, rank: int) -> None:
     """Serve the rank until it closes the environments. Call it in the main thread."""
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR2):
-        signal.signal(number, lambda *_: None)  # not SIG_IGN, which programs that an environment starts would inherit
+        signal.signal(number, lambda *_: None)  # not SIG_IGN, which an environment's subprocesses would inherit
     linux.die_with_parent()
-    if os.getppid() != rank:  # it died before it could be said
+    if os.getppid() != rank:  # the rank died before die_with_parent
         return
     linux.prctl(linux.PR_SET_NAME, NAME)
     with contextlib.suppress(OSError):
@@ -127,10 +132,10 @@ def run(connection: socket.socket, judging: mmap.mmap, rank: int) -> None:
         connection.sendall(frame(EnvReport()))
         _serve(environments, connection, judging, commands, wakeup)
         environments.close()
-    except ProcessStuck as error:  # no environment can be closed beside calls that hang
-        print(f"hetstep: {encodable(str(error))}", flush=True)
+    except ProcessStuck as error:  # calls hang, so no environment can be closed
+        logger.error(encodable(str(error)))
         os._exit(1 if error.caused_by_answer else EXIT_WORN_OUT)
-    except MemoryError:  # an answer took it: as if the kernel had ended the process
+    except MemoryError:  # of an answer; end as if the kernel had killed the process
         os._exit(1)
     except Exception as error:
         connection.sendall(frame(EnvReport.of(error)))
@@ -143,7 +148,7 @@ def _serve(
     commands: queue.SimpleQueue[EnvCommand | Exception],
     wakeup: threading.Event,
 ) -> None:
-    calls: dict[str, int] = {}  # open ones, by their episodes
+    calls: dict[str, int] = {}  # open calls, by episode
     reported = time.monotonic()
     while True:
         left = environments.seconds_left()

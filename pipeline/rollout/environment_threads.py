@@ -1,9 +1,9 @@
-"""Let environments judge and answer the policy's turns, in threads of this process.
+"""Let environments judge the policy's turns and answer them, in threads of this process.
 
-Tokens become text for the environment, and its observation becomes tokens again. `EnvironmentExecutor` is what the driver sees
-of the two places where environments may run: here, or in a process of their own (`environment_process.py`), in which there are
-these threads again. Python runs one thread of a process at a time, so the engine waits for what environments compute in the
-engine's process.
+Tokens become text for the environment, and its observation becomes tokens again. `EnvironmentExecutor` is the driver's view of
+the two places where environments may run: here, or in a process of their own (`environment_process.py`), which uses these
+threads too. Python runs one thread of a process at a time, so with threads in the engine's process the engine waits while
+environments compute.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
+from typing_extensions import override
 
 from pipeline import config
 from pipeline.config import EnvironmentConfig, Recipe, TokenizerConfig
@@ -33,17 +34,18 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class EnvironmentSettings:
-    """All that environments and their tokenizer are made from."""
+    """What environments and their tokenizer are built from."""
 
     env: dict[str, EnvironmentConfig]
     tokenizer: TokenizerConfig
     chat: bool  # prompts are rendered with the chat template
-    turns: int  # of an episode, at most
-    folders: list[str]  # where modules are looked for
+    turns: int  # most turns of an episode
+    folders: list[str]  # search path of modules
     grace_s: float = GRACE_S  # see `EnvironmentPool`
 
     @classmethod
     def of(cls, recipe: Recipe) -> EnvironmentSettings:
+        """Return the settings of a recipe of an online algorithm."""
         turns = config.section(recipe).max_rollout_turns
         chat = recipe.data.apply_chat_template
         return cls(recipe.env, recipe.policy.tokenizer, chat, turns, sys.path)
@@ -51,15 +53,15 @@ class EnvironmentSettings:
 
 @dataclass(frozen=True, eq=False, slots=True)
 class StepRequest:
-    """One turn of the policy's, for its environment."""
+    """One turn of the policy, for its environment."""
 
-    episode: str  # unique among those that are open
-    title: str  # what the log calls it
+    episode: str  # unique among open episodes
+    title: str  # its name in the log
     environment: str  # key under `env` in the recipe
     prompt: Prompt | None  # None after the first turn
     tokens: np.ndarray  # [C] int32
-    last: bool  # the policy speaks no more after it
-    room: int  # for an observation, in tokens
+    last: bool  # it is the policy's last turn
+    room: int  # most tokens of an observation
 
     def __str__(self) -> str:
         return self.title
@@ -72,11 +74,11 @@ class StepOutcome:
     reward: float
     metrics: dict[str, float]
     over: bool  # the environment has ended the episode
-    observation: np.ndarray | None  # [O] int32; None if it is over, or if there is no room for it and a word after it
+    observation: np.ndarray | None  # [O] int32; None if the episode is over, or there is no room for it and one more token
 
 
 def is_final(request: StepRequest, answer: StepOutcome | CallFailure) -> bool:
-    """Return whether nothing follows this answer."""
+    """Return whether the episode ends with this answer."""
     return isinstance(answer, CallFailure) or request.last or answer.over or answer.observation is None
 
 
@@ -86,31 +88,31 @@ class _OpenEpisode:
 
     prompt: Prompt
     begun: bool = False
-    state: Any = None  # the environment's, from `reset` on
+    state: Any = None  # the environment's state, from `reset` on
 
 
 class EnvStepper:
     """Steps environments with the policy's turns. `call` and `forget` are for one thread.
 
-    observations: None where episodes have one turn.
+    observations: None if episodes have one turn.
     """
 
     def __init__(
         self, environments: dict[str, Environment], tokenizer: PreTrainedTokenizerBase, observations: Observations | None
     ):
         self._environments, self._tokenizer, self._observations = environments, tokenizer, observations
-        self._tokenizing = threading.Lock()  # tokenizers are for one thread at a time
+        self._tokenizing = threading.Lock()  # a tokenizer is not thread-safe
         self._open: dict[str, _OpenEpisode] = {}
 
     def call(self, request: StepRequest) -> Call:
         """Return the call for `EnvironmentPool.submit`; its result is a `StepOutcome`."""
         if request.prompt is not None:
             self._open[request.episode] = _OpenEpisode(request.prompt)
-        episode = self._open[request.episode]  # a call that was given up may change it still, when it is nobody's any more
+        episode = self._open[request.episode]  # an abandoned call may still change it, so each call keeps its own reference
         return lambda begin: self._step(episode, request, begin)
 
     def forget(self, episode: str) -> None:
-        """Drop what the environment holds of an episode that has ended."""
+        """Drop the environment's state of an episode that has ended."""
         self._open.pop(episode, None)
 
     def _step(self, episode: _OpenEpisode, request: StepRequest, begin: Begin) -> StepOutcome:
@@ -128,13 +130,14 @@ class EnvStepper:
         checked = self._checked(outcome)
         if checked.over or request.last:
             return checked
+        assert self._observations is not None and outcome.observation is not None  # it is neither over nor the last turn
         with self._tokenizing:
             ended = self._observations.ends_turn(int(request.tokens[-1]))
             observation = self._observations.within(outcome.observation, ended, request.room)
         return StepOutcome(checked.reward, checked.metrics, False, observation)
 
     def _checked(self, outcome: Outcome) -> StepOutcome:
-        """Raises TypeError or ValueError for what is no outcome."""
+        """Return the outcome of a last turn. Raises TypeError or ValueError if the environment returned no valid outcome."""
         if not isinstance(outcome, Outcome):
             raise TypeError(f"step returned a {type(outcome).__name__}, not an Outcome")
         reward = float(outcome.reward)
@@ -145,7 +148,7 @@ class EnvStepper:
 
 
 class EnvironmentExecutor(Protocol):
-    """Runs the environments of one engine. For one thread, which its `wakeup` wakes when there is something to take."""
+    """Runs the environments of one engine, for one thread, which `wakeup` signals when there is something to take."""
 
     def submit(self, request: StepRequest) -> None:
         """Let the environment judge a turn."""
@@ -153,27 +156,32 @@ class EnvironmentExecutor(Protocol):
     def take(self) -> list[tuple[str, StepOutcome | CallFailure]]:
         """Return (episode, answer) of the turns that have been judged since. Does not wait.
 
-        Raises RuntimeError if environments cannot go on.
+        Raises RuntimeError if the environments cannot continue.
         """
+        ...
 
     def seconds_left(self) -> float | None:
-        """Return when to `take` without wakeup; None: never."""
+        """Return the seconds until `take` must be called even without a wakeup; None: never."""
+        ...
 
     def forget(self, episode: str) -> None:
-        """Drop what is held of an episode that has ended. It is no error if nothing is."""
+        """Drop the state of an episode that has ended. Unknown episodes are ignored."""
 
     def close(self) -> None:
         """Close the environments."""
 
 
-class EnvironmentThreads:
+class EnvironmentThreads(EnvironmentExecutor):
     """Runs environments in threads of this process."""
 
     def __init__(self, stepper: EnvStepper, pool: EnvironmentPool) -> None:
         self._stepper, self._pool = stepper, pool
 
     def submit(self, request: StepRequest, judging: Callable[[bool], None] = lambda judging: None) -> None:
-        """judging: told True when the turn begins to be judged, False when that has ended; in the thread that judges."""
+        """Let the environment judge a turn.
+
+        judging: called with True when the judgement begins and with False when it has ended, in the thread that judges.
+        """
         call = self._stepper.call(request)
 
         def judge(begin: Begin) -> StepOutcome:
@@ -182,13 +190,14 @@ class EnvironmentThreads:
             try:
                 return call(begin)
             except ProcessStuck:
-                worn_out = True  # and it is judged to the process's end
+                worn_out = True  # its mark stays until the process ends
                 raise
             finally:
                 judging(worn_out)
 
         self._pool.submit(request.environment, request, judge)
 
+    @override
     def take(self) -> list[tuple[str, StepOutcome | CallFailure]]:
         answers = self._pool.take()
         for request, answer in answers:
@@ -196,21 +205,24 @@ class EnvironmentThreads:
                 self._stepper.forget(request.episode)
         return [(request.episode, answer) for request, answer in answers]
 
+    @override
     def seconds_left(self) -> float | None:
         return self._pool.seconds_left()
 
+    @override
     def forget(self, episode: str) -> None:
         self._stepper.forget(episode)
 
+    @override
     def close(self) -> None:
         self._pool.close()
 
 
 def load(settings: EnvironmentSettings, wakeup: threading.Event) -> EnvironmentThreads:
-    """Build the environments. Raises ValueError, naming the key, as `registry.build`, and as `Observations`."""
+    """Build the environments. Raises the errors of `registry.build`, which name the key, and of `Observations`."""
     tokenizer = load_tokenizer(settings.tokenizer)
     observations = Observations(tokenizer, settings.tokenizer, settings.chat) if settings.turns > 1 else None
-    linux.raise_open_files()  # an open session of an interpreter has four
+    linux.raise_open_files()  # each open session of an interpreter uses four
     built = registry.build(settings.env)
     limits = {name: environment.timeout_s for name, environment in settings.env.items()}
     return EnvironmentThreads(

@@ -1,4 +1,4 @@
-"""An episode: what the policy has said and been told, what it earned, and what it asks the engine next."""
+"""The state of one episode: its turns, its reward, and its next request."""
 
 from __future__ import annotations
 
@@ -13,57 +13,61 @@ from pipeline.types import NOTHING_SAID, Completion, Prompt, Request, Rollout, T
 
 
 def sampling_seed(seed: int, purpose: str, prompt: int, sample: int, turn: int = 0) -> int:
-    """Return a completion's own seed, in [0, 2**63). The engine and what it samples besides do not enter."""
+    """Return a completion's own seed, in [0, 2**63). It depends on neither the engine nor what else it samples."""
     name = f"{seed}/{purpose}/{prompt}/{sample}" + (f"/{turn}" if turn else "")
     return int.from_bytes(hashlib.blake2b(name.encode(), digest_size=8).digest(), "big") >> 1
 
 
 @dataclass(eq=False, slots=True)
 class Episode:
+    """One episode of a group."""
+
     work: RolloutWork
-    place: int  # of its group in the work
+    place: int  # index of its group in the work
     sample: int
-    turns: list[Turn] = field(default_factory=list)  # that are over; the environment has answered
-    completion: Completion | None = None  # that the environment is judging
+    turns: list[Turn] = field(default_factory=list)  # judged turns
+    completion: Completion | None = None  # the answer that the environment is judging
     reward: float = 0.0
     metrics: dict[str, float] = field(default_factory=dict)
-    cut: bool = False  # it is to end where it is
+    cut: bool = False  # end it as soon as possible
 
     def __str__(self) -> str:
         return f"{self.work.purpose} prompt {self.prompt.index}, sample {self.sample}, turn {len(self.turns)}"
 
     @property
     def prompt(self) -> Prompt:
+        """Prompt of the episode's group."""
         return self.work.prompts[self.place]
 
     @property
     def id(self) -> str:
-        """Unique among the episodes of an engine that are open."""
+        """Id that is unique among the open episodes of an engine."""
         return f"{self.work.number}/{self.place}/{self.sample}"
 
     @property
     def request_id(self) -> str:
-        """The request of the turn that comes next, or is being drawn."""
+        """Id of the request for the current turn, which is being drawn or comes next."""
         return f"{self.id}/{len(self.turns)}"
 
     @property
     def last_turn(self) -> bool:
-        """Whether the policy speaks no more after the turn that is being drawn or judged."""
+        """Whether the turn that is being drawn or judged is the policy's last."""
         return self.cut or len(self.turns) + 1 >= self.work.max_turns
 
     @property
     def tokens(self) -> np.ndarray:
-        """[L] int32: the prompt and all that followed, up to where the policy speaks next."""
+        """The prompt and all that followed, up to the policy's next turn, [L] int32."""
         parts = [part for turn in self.turns for part in (turn.completion.tokens, turn.observation)]
         return np.concatenate([self.prompt.tokens, *parts]).astype(np.int32)
 
     def request(self) -> Request:
-        """Return the request for the turn that comes next."""
+        """Return the request for the next turn."""
         seed = sampling_seed(self.work.seed, self.work.purpose, self.prompt.index, self.sample, len(self.turns))
         return Request(self.request_id, self.tokens, seed, self.work.sampling)
 
     def step_request(self, max_length: int) -> StepRequest:
-        """Return `completion` for the environment. max_length: tokens of a prompt and all that follows."""
+        """Return the request to the environment to judge `completion`. max_length: tokens of a prompt and all that follows."""
+        assert self.completion is not None
         room = max_length - len(self.tokens) - len(self.completion.tokens) - 1
         begins = None if self.turns else self.prompt
         return StepRequest(self.id, str(self), self.prompt.environment, begins, self.completion.tokens, self.last_turn, room)
@@ -74,22 +78,22 @@ class Episode:
         return [span for completion in completions for span in completion.spans]
 
     def rollout(self) -> Rollout:
-        """Return the episode as ended by its environment, or because it has no more turns."""
+        """Return the rollout of an episode that its environment has ended, or that has no more turns."""
         return Rollout(tuple(self.turns), self.reward, self.metrics)
 
     def cut_short(self) -> Rollout:
-        """Return the episode as ended where it is: nothing was said to what it was last told."""
+        """Return the rollout of an episode that is cut before the policy answers the last observation."""
         if not self.turns:
             return self.failed(NOTHING_SAID)
         *before, last = self.turns
         return Rollout((*before, Turn(replace(last.completion, finish="length"))), self.reward, self.metrics)
 
     def failed(self, why: str) -> Rollout:
-        """Return the episode as ended through no doing of the policy's: it is not learned from."""
+        """Return the rollout of an episode that failed for a reason other than its answers; it is not trained on."""
         return Rollout(self._turns(), 0.0, failure=why)
 
     def broke(self, how: str, reward: float) -> Rollout:
-        """Return the episode as ended because the answer broke its judge: a wrong one, whatever its turns had earned."""
+        """Return the rollout of an episode whose answer broke its environment: wrong, whatever its turns had earned."""
         return Rollout(self._turns(), reward, broke=how)
 
     def _turns(self) -> tuple[Turn, ...]:

@@ -1,8 +1,8 @@
-"""Let the ranks of one engine (tensor- and pipeline-parallel peers) do the same in the same order.
+"""Keep the ranks of one engine (tensor- and pipeline-parallel peers) in lockstep: the same calls in the same order.
 
-When an environment answers, and when a verb arrives, differs from rank to rank. So only the engine's leader decides: over the
-engine's own gloo group it announces each of its moves before it makes it, and its peers follow. An engine of one rank has
-nobody to tell.
+The time at which an environment answers, or a verb arrives, differs from rank to rank. So only the engine's leader decides: it
+announces each move over the engine's own gloo group before it makes it, and its peers follow. An engine of one rank announces
+nothing.
 """
 
 from __future__ import annotations
@@ -19,18 +19,18 @@ from pipeline.generate.base import GenerateBackend
 from pipeline.types import Completion, Request
 from pipeline.world import World
 
-STEP, WAIT, VERB = range(3)  # a step of the engine; waiting for environments; the next verb
+STEP, WAIT, VERB = range(3)  # an engine step; waiting for environments; the next verb
 
 
 class Move(msgspec.Struct, array_like=True):
-    """All that goes before a step."""
+    """The changes to the engine's requests before a step."""
 
-    cut: list[str] = []  # requests that end where they are
+    cut: list[str] = []  # requests to end
     add: list[Request] = []
 
 
 def apply_move(move: Move, engine: GenerateBackend) -> list[Completion]:
-    """Make a move and its step; return what ended."""
+    """Make a move and its step, and return the completions that ended."""
     ended = engine.cut(move.cut) if move.cut else []
     if move.add:
         engine.add(move.add)
@@ -38,13 +38,16 @@ def apply_move(move: Move, engine: GenerateBackend) -> list[Completion]:
 
 
 class Lockstep:
-    """group: of this engine's ranks, with gloo for tensors on the CPU; its first rank leads. None: it has only one."""
+    """The moves of one engine.
+
+    group: of this engine's ranks, with gloo for CPU tensors; its first rank leads. None: the engine has one rank.
+    """
 
     def __init__(self, group: dist.ProcessGroup | None):
         self._group = group
 
     def announce(self, kind: int, move: Move | None = None) -> None:
-        """Announce the leader's next move."""
+        """Announce the leader's next move to its peers."""
         if self._group is None:
             return
         body = encode(move) if move and (move.cut or move.add) else b""
@@ -63,8 +66,7 @@ class Lockstep:
         return kind, decode(body.numpy().tobytes(), Move)
 
     def follow(self, engine: GenerateBackend | None, world: World) -> None:
-        """Follow the leader's moves until the leader takes a verb. engine: None before there is one; then there are no
-        steps."""
+        """Make the leader's moves until it takes a verb. engine: None before setup; then there are no steps."""
         with world.phase("wait for the leader"):
             kind, move = self._receive()
         while kind != VERB:
@@ -72,18 +74,20 @@ class Lockstep:
             with working(world) if kind == STEP else waiting(world):
                 while kind == before:
                     if kind == STEP:
+                        assert engine is not None
                         apply_move(move, engine)
                     kind, move = self._receive()
 
 
 @contextmanager
 def working(world: World) -> Iterator[None]:
+    """Report the phase in which the engine decodes."""
     with world.phase("decode", verb="rollout"):
         yield
 
 
 @contextmanager
 def waiting(world: World) -> Iterator[None]:
-    """Note the phase in which the engine has nothing to do until an environment has answered."""
+    """Report the phase in which the engine has nothing to do until an environment answers."""
     with world.phase("environment", verb="rollout"):
         yield

@@ -1,4 +1,4 @@
-"""Requests of rank 0 to an engine, and its replies."""
+"""Requests from rank 0 to an engine, and its replies."""
 
 from __future__ import annotations
 
@@ -9,17 +9,19 @@ from pipeline.types import Prompt, Rollout, RolloutGroup, Sampling, VersionSpan
 
 @dataclass(frozen=True, slots=True)
 class RolloutWork:
-    """Groups of episodes for one engine. A group is named by its place in `prompts`."""
+    """Groups of episodes for one engine. A group is identified by its index in `prompts`, its place."""
 
-    number: int  # rank 0's, unique in a run
+    number: int  # unique in a run
     prompts: list[Prompt]
     samples: int  # episodes per prompt
     purpose: str  # "train" or "val"; part of every seed
-    seed: int  # the run's
+    seed: int  # seed of the run
     sampling: Sampling
     max_turns: int = 1
-    urgent: bool = False  # goes before what has not begun
-    finished: dict[int, dict[int, Rollout]] = field(default_factory=dict)  # place -> sample -> what need not be done again
+    urgent: bool = False  # goes before work that has not begun
+    finished: dict[int, dict[int, Rollout]] = field(
+        default_factory=dict
+    )  # place -> sample -> rollout that need not be sampled again
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,9 +34,9 @@ class FinishedGroup:
 
 @dataclass(frozen=True, slots=True)
 class UnfinishedGroup:
-    """The state of a group, some of whose episodes have not ended."""
+    """The state of a group some of whose episodes have not ended."""
 
-    number: int  # of the work
+    number: int  # number of the work
     place: int
     finished: dict[int, Rollout]  # by sample
-    open: dict[int, list[VersionSpan]]  # by sample: what has been drawn of the others; empty if it has not begun
+    open: dict[int, list[VersionSpan]]  # by sample: drawn spans of the others; empty if not begun

@@ -182,10 +182,10 @@ def broken_off(weights):
 @pytest.mark.parametrize(
     ("spoil", "message"),
     [
-        (missing, "1 tensors did not come, .*k_proj"),
+        (missing, "1 tensors are missing; .*k_proj"),
         (unknown, "no tensor 'model.layers.1.mlp.extra.weight'"),
-        (misshapen, r"up_proj.weight' has shape \[95, 64\], the model wants \[96, 64\]"),
-        (twice, "'model.norm.weight' came twice"),
+        (misshapen, r"up_proj.weight' has shape \[95, 64\], the model expects \[96, 64\]"),
+        (twice, "'model.norm.weight' is given twice"),
         (broken_off, "did not arrive"),
     ],
 )
@@ -193,9 +193,9 @@ def test_a_failed_load_stops_the_engine_until_one_succeeds(loadable, family, che
     with pytest.raises((ValueError, ConnectionError), match=message):
         load(loadable, spoil(checkpoint(family, 1).weights()), version=1)
     request = single(np.arange(2, 9), temperature=0.0)
-    with pytest.raises(RuntimeError, match="an update must be committed first"):
+    with pytest.raises(RuntimeError, match="commit an update first"):
         loadable.step()
-    with pytest.raises(RuntimeError, match="an update must be committed first"):
+    with pytest.raises(RuntimeError, match="commit an update first"):
         loadable.add([request])
     load(loadable, checkpoint(family, 1).weights().items(), version=2)
     done = drain(loadable, [request])["a"]
@@ -210,5 +210,5 @@ def test_no_weights_no_requests_and_random_state_stays(backend, checkpoint):
     torch_state, numpy_state = torch.get_rng_state(), np.random.get_state()[1]
     engine = build(policy(checkpoint("llama", 0).folder, backend), engine_ranks=1, rank_in_engine=0, seed=3)
     assert torch.equal(torch.get_rng_state(), torch_state) and (np.random.get_state()[1] == numpy_state).all()
-    with pytest.raises(RuntimeError, match="an update must be committed first"):
+    with pytest.raises(RuntimeError, match="commit an update first"):
         engine.add([single(np.arange(2, 9))])

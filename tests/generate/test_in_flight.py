@@ -116,7 +116,7 @@ def test_progress_and_cuts_over_a_change(backend, new_engine, checkpoint):
         assert engine.step() == []
     update = engine.update()
     assert engine.progress() == {id: (VersionSpan(0, 3),) if id in names[:4] else () for id in names}
-    with pytest.raises(RuntimeError, match="an update must be committed first"):
+    with pytest.raises(RuntimeError, match="commit an update first"):
         engine.cut(names)
     update.load(checkpoint("llama", 1).weights().items())
     update.commit(1)
@@ -162,7 +162,7 @@ def test_an_engine_sleeps_and_wakes_in_parts(backend, new_engine, checkpoint):
         engine.sleep()
     engine.cut([asked.id])
     update = engine.update()
-    with pytest.raises(RuntimeError, match="sleep: an update is under way"):
+    with pytest.raises(RuntimeError, match="sleep: an update is in progress"):
         engine.sleep()
     update.load(checkpoint("llama", 1).weights().items())
     update.commit(1)
@@ -175,7 +175,7 @@ def test_an_engine_sleeps_and_wakes_in_parts(backend, new_engine, checkpoint):
             refused()
     engine.wake("weights")
     refit(engine, checkpoint("llama", 0).weights(), 2)
-    with pytest.raises(RuntimeError, match="its cache must wake first"):
+    with pytest.raises(RuntimeError, match="wake its cache first"):
         engine.add([asked])
     engine.wake("cache")
     assert drawn() == checkpoint("llama", 0).greedy(asked.tokens, 24)
@@ -189,7 +189,7 @@ def test_an_engine_sleeps_and_wakes_in_parts(backend, new_engine, checkpoint):
     engine.sleep()
     engine.wake("weights")
     engine.wake("cache")
-    with pytest.raises(RuntimeError, match="an update must be committed first"):
+    with pytest.raises(RuntimeError, match="commit an update first"):
         engine.add([asked])
     engine.close()
 

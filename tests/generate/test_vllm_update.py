@@ -44,11 +44,11 @@ def test_an_update_given_up_is_mended_by_the_next(family, new_engine, checkpoint
     update = engine.update()
     write(update, units[:half], new)
     update.target(units[half].name, units[half].regions[0].tensor)  # open, and never finished
-    with pytest.raises(RuntimeError, match="are not finished, one is"):
+    with pytest.raises(RuntimeError, match="are not finished; one is"):
         update.commit(1)
     with pytest.raises(RuntimeError, match="was finished in this update"):
         update.target(units[0].name, units[0].regions[0].tensor)
-    with pytest.raises(RuntimeError, match="an update must be committed first"):
+    with pytest.raises(RuntimeError, match="commit an update first"):
         engine.add(drawn)
 
     update = engine.update()  # its own failure: processing raises

@@ -285,7 +285,7 @@ def one_tensor(
 
 
 def test_what_no_train_rank_holds_is_named():
-    with pytest.raises(ValueError, match=r"hold 16 of the 24 entries of 'w' \[2:8, 0:4\], which generate ranks \[6, 7\] want"):
+    with pytest.raises(ValueError, match=r"hold 16 of the 24 entries of 'w' \[2:8, 0:4\], which generate ranks \[6, 7\] need"):
         one_tensor({0: [(0, 4)], 1: [(6, 8)]}, {5: [(0, 4)], 6: [(2, 8)], 7: [(2, 8)]}, [[5, 6, 7]], 1000)
 
 
@@ -303,7 +303,7 @@ def test_engines_must_be_alike():
 
 
 def test_a_bucket_that_is_too_small_is_an_error():
-    with pytest.raises(ValueError, match=r"policy.generation.refit_cfg.bucket_bytes: 3 is too little; at least 4"):
+    with pytest.raises(ValueError, match=r"policy.generation.refit_cfg.bucket_bytes: got 3; expected at least 4"):
         one_tensor({0: [(0, 8)]}, {5: [(0, 8)]}, [[5]], 3)
     assert one_tensor({0: [(0, 8)]}, {5: [(0, 8)]}, [[5]], 4).rounds == 16  # two entries a round
 

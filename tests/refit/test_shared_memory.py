@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import io
 import json
+import logging
 import os
 import re
 import signal
@@ -197,8 +197,11 @@ def unable(world: World, folder: Path, whose: str) -> None:
     made = ranks.backends(AWKWARD, ONE, BF16, BF16, world.device)
     plan = ranks.planned(AWKWARD, made, ONE, BF16, 1000)
     own = made[world.rank]
-    with contextlib.redirect_stdout(io.StringIO()) as said:
-        refit = ranks.prepared(world, own, BF16, "planned", plan, ipc=True)
+    said = io.StringIO()
+    logger = logging.getLogger("pipeline")
+    logger.addHandler(logging.StreamHandler(said))
+    logger.setLevel(logging.INFO)
+    refit = ranks.prepared(world, own, BF16, "planned", plan, ipc=True)
     refused_by = {"sender": {1: GENERATE}, "receiver": {0: (3,), 1: (3,)}}[whose].get(world.rank, ())
     assert set(refit._sends.mapped_peers) == set(refit._sends.peers) - set(refused_by)
     words = f"rank {world.rank} sends to ranks {', '.join(map(str, refused_by))} of its node through host memory"

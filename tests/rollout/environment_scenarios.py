@@ -207,7 +207,7 @@ def idle_deaths(folder: Path) -> None:
         kill()
         assert process.take() == []
     kill()
-    with raises(RuntimeError, "was killed by SIGKILL; it is the 4th time in a row that it ends while it judges nothing"):
+    with raises(RuntimeError, "was killed by SIGKILL; it has ended 4 times in a row without judging anything"):
         process.take()
 
 

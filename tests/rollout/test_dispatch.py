@@ -88,21 +88,21 @@ def test_a_snapshot_leaves_out_what_has_come_back():
     assert [group.prompt.index for group in of.take("train")] == [1]
 
 
-def test_a_row_of_groups_that_failed_whole_ends_the_run_and_one_judged_episode_breaks_it(capsys):
+def test_a_row_of_groups_that_failed_whole_ends_the_run_and_one_judged_episode_breaks_it(caplog):
     failures = FailureMonitor(2, "some.max_generation_failures")
     prompt = prompts(5, 1)[0]
     bad, good, cut = rollout(failure="TimeoutError: 10 s"), rollout(), rollout(failure=NOTHING_SAID)
     for rollouts in ((bad, bad, bad), (bad, cut), (bad, bad, good), (cut, cut, cut), (bad, bad), (good,), (bad,), (bad,)):
         failures.record(RolloutGroup(prompt, rollouts))
-    out = capsys.readouterr().out
-    assert "env.addition, prompt 5: 2 of 3 episodes failed, and are not learned from; episode 0: TimeoutError: 10 s" in out
-    assert out.count("hetstep:") == 6
+    out = caplog.text
+    assert "env.addition, prompt 5: 2 of 3 episodes failed; they are not trained on; episode 0: TimeoutError: 10 s" in out
+    assert len(caplog.messages) == 6
     failures.record(RolloutGroup(prompt, (cut, cut)))
-    with pytest.raises(RuntimeError, match=r"prompt 5: .* all episodes of 3 groups failed, .* and 2 may .*generation_failures"):
+    with pytest.raises(RuntimeError, match=r"prompt 5: .* all episodes of 3 consecutive groups failed; 2 may .*generation_failures"):
         failures.record(RolloutGroup(prompt, (bad, cut)))
 
 
-def test_answers_that_break_their_judge_end_no_run_and_one_that_never_judges_does(capsys):
+def test_answers_that_break_their_judge_end_no_run_and_one_that_never_judges_does():
     """Failures through no doing of an answer count apart from both."""
     failures = FailureMonitor(0, "key")
     prompt = prompts(5, 1)[0]
@@ -113,8 +113,8 @@ def test_answers_that_break_their_judge_end_no_run_and_one_that_never_judges_doe
     for _ in range(FIRST_GROUPS):
         failures.record(RolloutGroup(other, (broke, broke)))
     with pytest.raises(
-        RuntimeError, match=r"env\.other, prompt 5: .*mine\.py:3; it has judged none of the answers of its first 11"
+        RuntimeError, match=r"env\.other, prompt 5: .*mine\.py:3; it could judge no answer of its first 11"
     ):
         failures.record(RolloutGroup(other, (broke, rollout(failure=NOTHING_SAID))))
-    with pytest.raises(RuntimeError, match=r"all episodes of 1 groups failed, .* and 0 may"):
+    with pytest.raises(RuntimeError, match=r"all episodes of 1 consecutive groups failed; 0 may"):
         failures.record(RolloutGroup(prompt, (rollout(failure="no connection"),) * 2))

@@ -12,7 +12,7 @@ from pipeline.rollout import environment_process
 from pipeline.rollout.environment_server import frame
 from tests.rollout import environment_scenarios as scenarios
 
-SILENT = r"said nothing for 1\.5 s \(a call of it holds Python's lock\), and was killed"
+SILENT = r"sent no report for 1\.5 s \(one of its calls holds Python's lock\) and was killed"
 ANOTHER = "another process takes its place"
 
 
@@ -33,7 +33,7 @@ def play(play_in, checkpoint):
         (scenarios.accused, ("1/2",), ""),
         (scenarios.accused, ("3/1",), ""),
         (scenarios.given_up, (), ""),
-        (scenarios.worn_out, (), " calls of it hang at once, each for more than 0.3 s"),
+        (scenarios.worn_out, (), " calls hang at the same time, each for more than 0.3 s"),
         (scenarios.idle_deaths, (), ""),
         (scenarios.errors, (), ""),
         (scenarios.garbled, (), ""),
