@@ -169,7 +169,8 @@ class ReceiveEndpoint(Endpoint):
     def __init__(self, plan: RankPlan, units: Sequence[str], *arguments: Any, **settings: Any):
         """Compute what to receive, and after which round to finish each unit. units: the unit of each region."""
         super().__init__(plan.receives, plan.receives.row.tolist(), plan.rounds, *arguments, **settings)
-        self._unit_of = [units[row] for row in plan.receives.row.tolist()] if len(plan.receives) else []
+        rows: list[int] = plan.receives.row.tolist()
+        self._unit_of = [units[row] for row in rows] if rows else []
         names = list(dict.fromkeys(units))
         self._finished: list[list[str]] = [[] for _ in range(plan.rounds)]
         for unit in plan.order.tolist():

@@ -16,7 +16,7 @@ import time
 import traceback
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 from pipeline.environments.base import Environment, ProcessStuck, Unjudged
 from pipeline.sandbox.limits import SandboxError
@@ -35,6 +35,7 @@ Begin = Callable[[str], None]
 """A call reports which of its parts begins, such as "reset" or "step". The limit holds for each part."""
 
 Call = Callable[[Begin], Any]
+Key = TypeVar("Key", bound=Hashable)
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +47,7 @@ class CallFailure:
     traceback: str = ""
 
 
-class EnvironmentPool:
+class EnvironmentPool(Generic[Key]):
     """Environments by name. `submit`, `take` and `seconds_left` are for one thread, which `wakeup` signals."""
 
     def __init__(
@@ -62,11 +63,11 @@ class EnvironmentPool:
             for name, environment in environments.items()
         }
 
-    def submit(self, environment: str, key: Hashable, call: Call) -> None:
+    def submit(self, environment: str, key: Key, call: Call) -> None:
         """Run a call in a thread of `environment`. `take` returns its result with `key`."""
         self._pools[environment].submit(key, call)
 
-    def take(self) -> list[tuple[Hashable, Any]]:
+    def take(self) -> list[tuple[Key, Any]]:
         """Return (key, result or CallFailure) of the calls that have ended or been abandoned since. Does not wait.
 
         Raises WornOut if too many calls hang, after returning the others' results.
@@ -122,7 +123,7 @@ class _ThreadPool:
         begun = [running.begun for worker in self._workers if (running := worker.running)]
         return min(begun, default=time.monotonic()) + self._limit_s + self._grace_s
 
-    def take(self) -> list[tuple[Hashable, Any]]:
+    def take(self) -> list[tuple[Any, Any]]:
         self._check_worn_out()
         late = time.monotonic() - self._limit_s - self._grace_s
         for worker in list(self._workers):

@@ -19,7 +19,7 @@ import numpy as np
 from typing_extensions import override
 
 from pipeline import config
-from pipeline.config import EnvironmentConfig, Recipe, TokenizerConfig
+from pipeline.config import EnvironmentConfig, OnlineConfig, Recipe, TokenizerConfig
 from pipeline.data.chat import load_tokenizer
 from pipeline.data.observations import Observations
 from pipeline.environments import registry
@@ -46,9 +46,10 @@ class EnvironmentSettings:
     @classmethod
     def of(cls, recipe: Recipe) -> EnvironmentSettings:
         """Return the settings of a recipe of an online algorithm."""
-        turns = config.section(recipe).max_rollout_turns
+        section = config.section(recipe)
+        assert isinstance(section, OnlineConfig)  # the others have no environments
         chat = recipe.data.apply_chat_template
-        return cls(recipe.env, recipe.policy.tokenizer, chat, turns, sys.path)
+        return cls(recipe.env, recipe.policy.tokenizer, chat, section.max_rollout_turns, sys.path)
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -124,6 +125,7 @@ class EnvStepper:
         begin("reading what was said")
         with self._tokenizing:
             text = self._tokenizer.decode(request.tokens, skip_special_tokens=True)
+        assert isinstance(text, str)  # of one sequence
         begin("step")
         outcome = environment.step(episode.state, text)
         begin("its answer")
@@ -174,7 +176,7 @@ class EnvironmentExecutor(Protocol):
 class EnvironmentThreads(EnvironmentExecutor):
     """Runs environments in threads of this process."""
 
-    def __init__(self, stepper: EnvStepper, pool: EnvironmentPool) -> None:
+    def __init__(self, stepper: EnvStepper, pool: EnvironmentPool[StepRequest]) -> None:
         self._stepper, self._pool = stepper, pool
 
     def submit(self, request: StepRequest, judging: Callable[[bool], None] = lambda judging: None) -> None:

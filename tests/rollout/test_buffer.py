@@ -8,6 +8,7 @@ import pytest
 
 from pipeline.config import AsyncConfig
 from pipeline.rollout.buffer import Buffer
+from tests.problems import refused
 from tests.rollout.fleet import group, prompts
 
 STRAGGLERS = ("wait", "keep", "cut")
@@ -212,14 +213,14 @@ def test_what_lives_can_always_be_trained_on_in_time(stragglers):
         of.begin(prompts(0, of.num_groups_to_begin(100)), 5)
         of.check(5)
         of.begin(prompts(1000, size * (age + 1) - of.capacity + 1), 5)
-        with pytest.raises(ValueError, match=r"max_trajectory_age_steps: the checkpoint of step 5 has \d+ groups"):
+        with refused(("grpo.async_grpo.max_trajectory_age_steps", "run-exists")):
             of.check(5)
 
 
 def test_a_group_begins_and_completes_once():
     of = buffer()
     of.begin(prompts(0, 1), 0)
-    with pytest.raises(ValueError, match="prompt 0 is under way already"):
+    with pytest.raises(ValueError, match="prompt 0 is in progress already"):
         of.begin(prompts(0, 1), 0)
     of.complete(group(prompts(0, 1)[0]))
     with pytest.raises(ValueError, match="prompt 0 was complete already"):

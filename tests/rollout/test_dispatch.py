@@ -98,7 +98,9 @@ def test_a_row_of_groups_that_failed_whole_ends_the_run_and_one_judged_episode_b
     assert "env.addition, prompt 5: 2 of 3 episodes failed; they are not trained on; episode 0: TimeoutError: 10 s" in out
     assert len(caplog.messages) == 6
     failures.record(RolloutGroup(prompt, (cut, cut)))
-    with pytest.raises(RuntimeError, match=r"prompt 5: .* all episodes of 3 consecutive groups failed; 2 may .*generation_failures"):
+    with pytest.raises(
+        RuntimeError, match=r"prompt 5: .* all episodes of 3 consecutive groups failed; 2 may .*generation_failures"
+    ):
         failures.record(RolloutGroup(prompt, (bad, cut)))
 
 
@@ -112,9 +114,7 @@ def test_answers_that_break_their_judge_end_no_run_and_one_that_never_judges_doe
         failures.record(RolloutGroup(prompt, rollouts))
     for _ in range(FIRST_GROUPS):
         failures.record(RolloutGroup(other, (broke, broke)))
-    with pytest.raises(
-        RuntimeError, match=r"env\.other, prompt 5: .*mine\.py:3; it could judge no answer of its first 11"
-    ):
+    with pytest.raises(RuntimeError, match=r"env\.other, prompt 5: .*mine\.py:3; it could judge no answer of its first 11"):
         failures.record(RolloutGroup(other, (broke, rollout(failure=NOTHING_SAID))))
     with pytest.raises(RuntimeError, match=r"all episodes of 1 consecutive groups failed; 0 may"):
         failures.record(RolloutGroup(prompt, (rollout(failure="no connection"),) * 2))

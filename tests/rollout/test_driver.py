@@ -257,5 +257,5 @@ def test_new_weights_between_two_steps_make_spans_of_two_versions(checkpoint):
 def test_a_number_is_used_once(checkpoint):
     bench = Bench(checkpoint, {"told": Once()})
     bench.driver.rollout(work(0, prompts(1)))
-    with pytest.raises(ValueError, match="a work 0 is under way already"):
+    with pytest.raises(ValueError, match="work 0 is in progress already"):
         bench.driver.rollout(work(0, prompts(1)))

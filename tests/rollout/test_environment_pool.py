@@ -115,7 +115,7 @@ def test_breaking_a_judge_pays_no_more_than_a_wrong_answer(checkpoint):
 def test_calls_that_all_hang_end_a_run_whose_threads_they_are(checkpoint, monkeypatch):
     monkeypatch.setattr(environment_pool, "MAX_HANGING_CALLS", 2)
     bench = Bench(checkpoint, {"naughty": Naughty()}, limit_s=0.05)
-    with pytest.raises(RuntimeError, match=r"env\.naughty: 3 calls of it hang at once, each for more than 0\.05 s"):
+    with pytest.raises(RuntimeError, match=r"env\.naughty: 3 calls hang at the same time, each for more than 0\.05 s"):
         bench.run(0, [prompts(3, "naughty")[2]] * 4, samples=1)
 
 

@@ -5,6 +5,7 @@ import pytest
 
 from pipeline.config import DistillationConfig, GenerationConfig, GRPOConfig
 from pipeline.rollout.collectors import build, sampling
+from tests.problems import refused
 from tests.rollout.fleet import Fleet, Stream, group, prompts
 
 
@@ -89,7 +90,7 @@ def test_a_reward_model_judges_before_groups_are_selected():
 def test_what_was_sampled_ahead_is_not_lost_by_going_on_without():
     of, _ = collector(grpo())
     assert of.load_state_dict(b"", 3) == {} and of.state_dict() == b""
-    with pytest.raises(ValueError, match=r"grpo\.async_grpo\.enabled: false, but the checkpoint of step 3 has rollouts"):
+    with refused(("grpo.async_grpo.enabled", "run-exists")):
         of.load_state_dict(b"x", 3)
 
 
