@@ -227,7 +227,7 @@ def another_process(world: World, folder: Path, argument: None) -> None:
     memory.fill_(3)
     assert shared_memory._mapped(handle, world.device, "one").tolist() == [3] * 64
     process, number, device, inode = handle.file
-    with pytest.raises(OSError, match="where processes have other numbers"):
+    with pytest.raises(OSError, match="have different PID namespaces"):
         handle.file = (process, number, device, inode + 1)
         shared_memory._mapped(handle, world.device, "one")
     os.close(descriptor)
