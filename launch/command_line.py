@@ -96,13 +96,13 @@ def _run(description: str | None, request: type[Request], command: Callable[[Req
         _print_usage(description, request)
         return 0
     try:
-        asked = parse(request, arguments)
+        parsed = parse(request, arguments)
     except RecipeError:
         if arguments:
             raise
         _print_usage(description, request)
         return 2
-    return command(asked)
+    return command(parsed)
 
 
 def _print_usage(description: str | None, request: type) -> None:

@@ -173,14 +173,14 @@ def _table(predicted: Prediction) -> list[str]:
     if members[-1] > 1:
         sharing = (
             f"{_plural(len(schedule.engines), 'engine')} in {_plural(len(schedule.groups), 'group')} of"
-            f" {' or '.join(map(str, members))}; to each group the train ranks send a byte once"
+            f" {' or '.join(map(str, members))}; the train ranks send each byte once to each group"
         )
-    asked = predicted.recipe.policy.generation.refit_cfg.bucket_bytes
+    requested = predicted.recipe.policy.generation.refit_cfg.bucket_bytes
     return [
         f"{'':36s}{'min':>12s}{'mean':>12s}{'max':>12s}",
         *(f"{name:36s}{show(v.min()):>12s}{show(v.mean()):>12s}{show(v.max()):>12s}" for name, v, show in rows),
-        f"{'rounds':14s}{schedule.rounds}, in each of which a rank sends at most {_size(schedule.bucket_bytes)} and receives at"
-        f" most as much (bucket_bytes: {_size(asked)})",
+        f"{'rounds':14s}{schedule.rounds}, in each of which a rank sends at most {_size(schedule.bucket_bytes)} and receives"
+        f" at most as much (bucket_bytes: {_size(requested)})",
         f"{'sharing':14s}{sharing}",
     ]
 
@@ -201,7 +201,7 @@ def _verdict(predicted: Prediction) -> list[str]:
     longer = f"{broadcast / seconds:.1f} times as long"
     return [
         f"{'floor':14s}{_seconds(floor[0])}, set by {floor[1]}",
-        f"{'busiest NIC':14s}{_seconds(busiest)}, that of rank {int(nic.argmax())}, were it never idle",
+        f"{'busiest NIC':14s}{_seconds(busiest)} if never idle, on rank {int(nic.argmax())}",
         f"{'predicted':14s}{_seconds(seconds)}, {floor[0] / seconds:.0%} of the floor's rate; bound by {spent[0][0]}: {parts}",
         f"{'broadcast':14s}{_seconds(broadcast)} for the reference, bound by its {stage}: {longer}",
     ]

@@ -17,10 +17,10 @@ from pipeline import user_code
 from pipeline.environments import custom
 
 
-def describe(asked: dict[str, Any]) -> dict[str, Any]:
-    """Import and describe one object. asked: its path, role (environment, tool, dataset) and kwargs."""
+def describe(source: dict[str, Any]) -> dict[str, Any]:
+    """Import and describe one object. source: its path, role (environment, tool, dataset) and kwargs."""
     try:
-        thing = user_code.load(asked["path"])
+        thing = user_code.load(source["path"])
     except user_code.NotFound as error:
         return {"wrong": str(error)}
     except ModuleNotFoundError as error:
@@ -31,8 +31,8 @@ def describe(asked: dict[str, Any]) -> dict[str, Any]:
         file, line = _innermost(error)
         what = f"{type(error).__name__}: {' '.join(str(error).split())[:300]} ({file}:{line})"
         return {"raised": what, "foreign": isinstance(error, ImportError | OSError | RuntimeError | AssertionError)}
-    if asked["role"] == "environment":
-        if wrong := custom.problem(thing, asked["kwargs"]):
+    if source["role"] == "environment":
+        if wrong := custom.problem(thing, source["kwargs"]):
             return {"wrong": wrong}
         if not inspect.isclass(thing):
             return {"ok": True, "fields": custom.fields(thing), "required": custom.required(thing)}
@@ -51,7 +51,7 @@ def main(reply: str) -> None:
     """Describe every object of the request on stdin, and write the reply."""
     request = json.load(sys.stdin)
     user_code.search_in(request["folders"])
-    Path(reply).write_text(json.dumps({asked["key"]: describe(asked) for asked in request["asked"]}))
+    Path(reply).write_text(json.dumps({source["key"]: describe(source) for source in request["asked"]}))
 
 
 if __name__ == "__main__":

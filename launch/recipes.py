@@ -37,7 +37,7 @@ def inspect(name: str, overrides: Iterable[str] = ()) -> Loaded:
 
 
 def _translated(path: Path, tree: ConfigMapping, given: list[tuple[str, ConfigNode]]) -> Layers:
-    """Return a NeMo-RL recipe in our keys. What the command line sets is theirs where the files have the key, else ours."""
+    """Translate a NeMo-RL recipe into our keys. A key of the command line is theirs if the files have it, else ours."""
     theirs = [pair for pair in given if tree.find(pair[0]) is not None]
     tree = config_tree.merge(tree, layer(theirs))
     faults = interpolation.resolve(tree)
@@ -48,7 +48,7 @@ def _translated(path: Path, tree: ConfigMapping, given: list[tuple[str, ConfigNo
     origins = {key: leaf.origin or "" for key, leaf in tree.leaves()}
     translation = nemo_rl.translate(tree.plain(), origins, path)
     problems += independent(translation.problems, faults)
-    readers = replace(unused_keys.Readers.of_tree(tree), algorithm=None)  # `nemo_rl` knows which of theirs it is
+    readers = replace(unused_keys.Readers.of_tree(tree), algorithm=None)  # `nemo_rl` finds the algorithm
     for key, _ in theirs:
         if why := readers.unread(key):
             problems.append(Problem(key, "has-no-effect", f"{why}; {readers.instead(key)}", config_tree.COMMAND_LINE))
@@ -58,12 +58,12 @@ def _translated(path: Path, tree: ConfigMapping, given: list[tuple[str, ConfigNo
 
 
 def _type_errors(tree: ConfigMapping) -> dict[str, Problem]:
-    """Return problems by key: no value, or another type than in ours where both have the key."""
+    """Return problems by key: a missing value, or a type that differs from ours if both have the key."""
     found = schema_validation.coerce_types(Recipe, tree)
     for key, leaf in tree.leaves():
         if leaf.value == schema_validation.MISSING:
             found[key] = Problem(key, "missing-value", "got no value; the recipe must set it")
-    for key in ("data.train", "data.validation"):  # which may be lists of data sets in theirs
+    for key in ("data.train", "data.validation"):  # lists of data sets are valid there
         value = getattr(tree.find(key), "value", None)
         if isinstance(value, list) and value and all(isinstance(item, dict) for item in value):
             found.pop(key)

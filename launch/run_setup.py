@@ -1,15 +1,15 @@
-"""The folder of a run: its files, who may write into it, and the record of each submission.
+"""Create, check and lock a run's folder for a submission, and record each submission in it.
 
-    recipe.yaml     resolved                        metrics.jsonl   a line per step
-    batch.sh        what was submitted              tensorboard/    the same as curves
-    manifest.json   who, when, from which versions  rollouts/       what was sampled
+    recipe.yaml     the resolved recipe             metrics.jsonl   a line per step
+    batch.sh        the submitted script            tensorboard/    the metrics as TensorBoard events
+    manifest.json   a record of each submission     rollouts/       generated samples
     job.json        the job that writes here        checkpoints/
-    submitit/       pickles, the batch's own log    done.json       by rank 0 at the end of a complete run: step
-    .secret         who knows it may join the run   attempts/       a folder per start: see pipeline/attempt.py
-The right-hand column is written by the pipeline, the left-hand one here and by the executors.
+    submitit/       pickles and the batch log       done.json       the last step, written when the run is complete
+    .secret         authenticates the run's ranks   attempts/       a folder per attempt: see pipeline/attempt.py
+The pipeline writes the right-hand column, this module and the executors the left-hand one.
 
-Ranks load code from it, so only its owner may write there. It is made for the owner's eyes alone (0700); one that was made
-before keeps who may read it, and loses who else may write.
+Ranks load code from the folder, so only its owner may write there. A new folder is readable by its owner alone (0700). An
+existing one keeps its readers and loses other writers.
 """
 
 from __future__ import annotations

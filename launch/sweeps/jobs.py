@@ -15,14 +15,14 @@ from pipeline import config
 from pipeline.config import Problem, RecipeError, refuse
 
 
-def jobs_of(asked: LoadedSuite, folder: Path) -> tuple[list[SweepJob], str]:
+def jobs_of(loaded: LoadedSuite, folder: Path) -> tuple[list[SweepJob], str]:
     """Return (jobs, with needed ones first; slurm or local). Raises RecipeError with the problems of all runs."""
-    suite, problems, found, executors = asked.suite, [], {}, {}
+    suite, problems, found, executors = loaded.suite, [], {}, {}
     for run, seed in _seeds_first(suite):
         if run in executors and executors[run] is None:
             continue  # its first seed has reported the problems
         try:
-            given, prepared = _prepared(suite, asked.overrides, run, seed, folder)
+            given, prepared = _prepared(suite, loaded.overrides, run, seed, folder)
         except RecipeError as error:
             problems += [problem.within(f"run '{run}'") for problem in error.problems]
             executors[run] = None
@@ -64,7 +64,7 @@ def _jobs(recipe: str, given: list[str], prepared: list[Prepared], run: str, see
     )
     names = [folder_name(recipe) for recipe in needed]
     inherited = {folder_name(each.recipe): each.inherited for each in prepared}
-    asked = {config.name_of(need): need for each in prepared for need in each.recipe.needs}
+    recipe_of = {config.name_of(need): need for each in prepared for need in each.recipe.needs}
 
     def needs(recipe: config.Recipe) -> list[str]:
         return [need for need in map(config.name_of, recipe.needs) if need in names]
@@ -72,7 +72,7 @@ def _jobs(recipe: str, given: list[str], prepared: list[Prepared], run: str, see
     first = [
         SweepJob(
             name,
-            asked[name],
+            recipe_of[name],
             [f"run_dir={each.run_dir}", *inherited[name], executor],
             str(Path(each.run_dir).absolute()),
             needs=needs(each),

@@ -69,7 +69,7 @@ def test_dry_run_writes_nothing_and_imports_no_torch(here, executor):
         "import runpy, sys, time; sys.argv = sys.argv[1:]; begin = time.monotonic()\n"
         "try: runpy.run_path(sys.argv[0], run_name='__main__')\n"
         "except SystemExit as end: assert end.code == 0, end.code\n"
-        "heavy = {'torch', 'transformers', 'vllm', 'megatron', 'datasets'} & set(sys.modules)\n"
+        "heavy = {'torch', 'transformers', 'vllm', 'megatron', 'datasets', 'rich'} & set(sys.modules)\n"
         "print('IMPORTED', sorted(heavy), 'SECONDS', round(time.monotonic() - begin, 2))"
     )
     arguments = [str(SUBMIT), "recipe=tiny.yaml", "dry_run=true", f"cluster.executor={executor}", "cluster.generate.nodes=2"]
