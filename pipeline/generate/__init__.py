@@ -10,6 +10,7 @@ import os
 
 from pipeline.config import PolicyConfig
 from pipeline.generate.base import GenerateBackend
+from pipeline.problems import Problem, RecipeError
 
 
 def build(policy: PolicyConfig, engine_ranks: int, rank_in_engine: int, seed: int) -> GenerateBackend:
@@ -26,7 +27,8 @@ def build(policy: PolicyConfig, engine_ranks: int, rank_in_engine: int, seed: in
     from pipeline.generate.transformers import TransformersBackend
 
     if engine_ranks != 1:
-        raise ValueError(
-            f"the transformers backend keeps a whole model on each rank; an engine of {engine_ranks} ranks needs vllm"
+        message = (
+            f"got transformers, which keeps a whole model on each rank, for engines of {engine_ranks} ranks; expected vllm"
         )
+        raise RecipeError(Problem("policy.generation.backend", "unsupported", message))
     return TransformersBackend(policy)

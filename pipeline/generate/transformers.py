@@ -30,6 +30,7 @@ from pipeline.generate.sampling import sample
 from pipeline.generate.weight_checks import checked_weights
 from pipeline.models.hugging_face import checkpoint_shapes, model_config
 from pipeline.models.recorded_layout import Shape
+from pipeline.problems import Problem, RecipeError
 from pipeline.types import Completion, Request, VersionSpan
 
 _PREFILL_TOKENS = 16384  # of one forward, padding included; bounds the memory of activations
@@ -124,10 +125,11 @@ class TransformersBackend(GenerateBackend):
         self._model = model.to(self._device).eval().requires_grad_(False)
         self._tensors = {name: tensor for name, tensor in model.state_dict().items() if name in self._shapes}
         if absent := self._shapes.keys() - self._tensors.keys():
-            raise ValueError(
-                f"{policy.model_name}: transformers stores '{min(absent)}' fused with other tensors, which the transformers"
-                " backend does not split. Try policy.generation.backend=vllm."
+            message = (
+                f"got transformers; expected vllm for {policy.model_name}, where the library transformers stores"
+                f" '{min(absent)}' fused with other tensors"
             )
+            raise RecipeError(Problem("policy.generation.backend", "unsupported", message))
         self._eos = eos_token_ids(policy)
         self._max_rows = policy.generation.max_num_seqs
         self._max_model_len = policy.generation.vllm_cfg.max_model_len

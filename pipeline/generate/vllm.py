@@ -31,6 +31,7 @@ from pipeline.generate.base import GenerateBackend, UpdateUnit
 from pipeline.generate.engine_state import EngineState, MemoryPart
 from pipeline.generate.requests import check_pending, eos_token_ids, new_token_limit
 from pipeline.models.hugging_face import checkpoint_shapes, model_config
+from pipeline.problems import Problem, RecipeError
 from pipeline.types import Completion, Request, VersionSpan
 
 # vLLM reads these at import. It must run in this process, so that we can step the engine and access its weights.
@@ -274,12 +275,11 @@ def _arguments(policy: PolicyConfig, config: Any, engine_ranks: int, seed: int) 
     stages = vllm_cfg.pipeline_parallel_size
     tensor_ranks = engine_ranks // stages
     if tensor_ranks * stages != engine_ranks:
-        raise ValueError(f"an engine of {engine_ranks} ranks cannot have {stages} equal pipeline stages")
+        message = f"got {stages}; expected a divisor of the {engine_ranks} ranks of an engine"
+        raise RecipeError(Problem("policy.generation.vllm_cfg.pipeline_parallel_size", "not-divisible", message))
     if vllm_cfg.expert_parallel_size not in (1, tensor_ranks):
-        raise ValueError(
-            f"policy.generation.vllm_cfg.expert_parallel_size={vllm_cfg.expert_parallel_size}: vLLM spreads experts over all of"
-            f" a stage's ranks or none: 1 or {tensor_ranks}"
-        )
+        message = f"got {vllm_cfg.expert_parallel_size}; expected 1 or {tensor_ranks}, all ranks of a stage"
+        raise RecipeError(Problem("policy.generation.vllm_cfg.expert_parallel_size", "not-a-choice", message))
     arguments = {
         "model": policy.model_name,
         "load_format": "dummy",
@@ -326,7 +326,8 @@ def _fp8(vllm_cfg: VLLMConfig) -> dict[str, Any]:
     (nemo_rl/models/generation/vllm/quantization/fp8.py).
     """
     if current_platform.is_cpu():
-        raise ValueError("policy.generation.vllm_cfg.precision: got fp8 without a GPU on this generate rank; expected auto")
+        message = "got fp8 without a GPU on this generate rank; expected auto"
+        raise RecipeError(Problem("policy.generation.vllm_cfg.precision", "needs-gpu", message))
     names = vllm_cfg.quantization_ignored_layer_kws or []
     return {"quantization": "fp8_per_block", "quantization_config": {"ignore": [f"*{name}*" for name in names]}}
 

@@ -20,6 +20,7 @@ import numpy as np
 
 from pipeline.config.cluster import NetworkConfig
 from pipeline.models.precision import served_bytes
+from pipeline.problems import Problem, RecipeError
 from pipeline.refit import balance, intersection, rounds
 from pipeline.refit.schedule import Chunks, RefitSchedule
 from pipeline.refit.tables import LayoutTable
@@ -49,7 +50,7 @@ def schedule(
     of all tensors on disk, in the tables' order. itemsize: bytes of an entry in the policy's precision. nodes: of every rank.
 
     Raises ValueError, naming tensor and ranks, if train ranks do not hold what is needed or hold boxes that overlap without
-    being equal; if engines need different boxes; and, naming the recipe's key, if bucket_bytes is too small.
+    being equal; if engines need different boxes; and RecipeError if bucket_bytes is too small.
     """
     names = list(shapes)
     held, needed = intersection.held_boxes(train, names), intersection.needed_boxes(generate, engines)
@@ -103,7 +104,8 @@ def _sizes(bucket_bytes: int, itemsize: int, sent: float, received: float, membe
     limit = min(bucket // (_CHUNKS_OF_BUCKET * members), max(int(sent) // _CHUNKS_OF_RANK, _LEAST_CHUNK))
     limit = max(limit, itemsize)
     if bucket // members < 2 * limit:
-        raise ValueError(f"{KEY}: got {bucket_bytes}; expected at least {2 * itemsize * members}")
+        message = f"got {bucket_bytes}; expected at least {2 * itemsize * members}"
+        raise RecipeError(Problem(KEY, "too-small", message))
     return bucket, limit
 
 

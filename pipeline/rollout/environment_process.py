@@ -246,9 +246,8 @@ class EnvironmentProcess(EnvironmentExecutor):
         self._held: dict[str, _Process] = {}  # process of each episode that has not ended
         self._failed: list[tuple[str, CallFailure]] = []  # failures that no environment reported
         self._to_retry: deque[StepRequest] = deque()  # turns that a process was judging when it died; each is retried alone
-        self._not_retryable: list[
-            tuple[StepRequest, str]
-        ] = []  # the same, for turns that cannot be judged again; and how the process died
+        # Likewise turns that cannot be judged again, and how the process died.
+        self._not_retryable: list[tuple[StepRequest, str]] = []
         self._retrying = False  # whether retries have not ended
         self._waiting: deque[StepRequest] = deque()  # turns that wait for the retries
         self._silent_s, self._checked_at = 0.0, time.monotonic()

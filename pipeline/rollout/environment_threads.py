@@ -122,7 +122,7 @@ class EnvStepper:
             begin("reset")
             episode.state = environment.reset(episode.prompt)
             episode.begun = True
-        begin("reading what was said")
+        begin("decoding the answer")
         with self._tokenizing:
             text = self._tokenizer.decode(request.tokens, skip_special_tokens=True)
         assert isinstance(text, str)  # of one sequence

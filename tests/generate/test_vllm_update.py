@@ -46,7 +46,7 @@ def test_an_update_given_up_is_mended_by_the_next(family, new_engine, checkpoint
     update.target(units[half].name, units[half].regions[0].tensor)  # open, and never finished
     with pytest.raises(RuntimeError, match="are not finished; one is"):
         update.commit(1)
-    with pytest.raises(RuntimeError, match="was finished in this update"):
+    with pytest.raises(RuntimeError, match="is already finished in this update"):
         update.target(units[0].name, units[0].regions[0].tensor)
     with pytest.raises(RuntimeError, match="commit an update first"):
         engine.add(drawn)

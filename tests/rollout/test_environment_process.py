@@ -71,6 +71,29 @@ def test_a_report_that_cannot_be_decoded_is_an_error_at_once():
     its.close()
 
 
+def test_a_process_that_does_not_load_is_named_after_its_time(monkeypatch):
+    ours, _its = socket.socketpair()
+    started = environment_process.StartedProcess(Silent(), ours, None)
+    monkeypatch.setattr(environment_process, "_next", lambda: started)
+    process = environment_process.EnvironmentProcess(scenarios.settings(Path(), "exact_match"), threading.Event())
+    with pytest.raises(RuntimeError, match=r"has not loaded .* within 0\.1 s"):
+        process.wait_until_loaded(0.1)
+    assert started.handle.killed
+
+
+class Silent:
+    killed = False
+
+    def poll(self):
+        return -signal.SIGKILL if self.killed else None
+
+    def kill(self):
+        self.killed = True
+
+    def wait(self, timeout):
+        return self.poll()
+
+
 def alive(pid: str) -> bool:
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
