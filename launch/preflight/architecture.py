@@ -1,6 +1,7 @@
-"""Check a recipe against its models' config.json, for the train backend that was chosen.
+"""Check a recipe against its models' config.json, for the chosen train backend.
 
-The policy, and with it a critic, a teacher or a reward model: all are cut as the policy is, so the same keys must fit them all.
+Covers the policy and, where the recipe has them, critic, teacher and reward model. All are sharded like the policy, so the same
+keys must fit them all.
 """
 
 from __future__ import annotations
@@ -31,28 +32,35 @@ from pipeline.models.sizes import MODEL_TYPES
 
 MEGATRON = "policy.megatron_cfg"
 ROPE_TYPES = ("default", "linear", "llama3", "yarn")
-KNOWN_TO_POSITIONS = ("su", "longrope", "llama3", "yarn", "deepseek_yarn", "deepseek_llama_scaling")  # by vLLM's rule
+SCALED_ROPE_TYPES = (
+    "su",
+    "longrope",
+    "llama3",
+    "yarn",
+    "deepseek_yarn",
+    "deepseek_llama_scaling",
+)  # max_position_embeddings includes their factor in vLLM
 MLA_ROPE_TYPES = ("default", "yarn")
-PLAIN = {"hidden_act": "silu", "attention_bias": False, "mlp_bias": False}  # what pipeline/models has, where a key is given
-ELSE = "Try policy.dtensor_cfg.enabled=true, which trains others"
+PLAIN = {"hidden_act": "silu", "attention_bias": False, "mlp_bias": False}  # the only values that pipeline/models supports
+OTHER_BACKEND = "Try policy.dtensor_cfg.enabled=true, which trains others"
 
 
 def problems(recipe: Recipe, pending: Sequence[os.PathLike] = ()) -> Iterator[Problem]:
-    """Yield what is wrong with the models. One that is yet to come out of a run folder of `pending` is checked in the job."""
+    """Yield problems of the models. The job checks a model that a run of `pending` is still to write."""
     for section, policy in config.models(recipe).items():
         found: list[Problem] = []
         if not is_inside(policy.model_name, pending):
             with collected(found):
                 folder = model_folder(f"{section}.model_name", policy.model_name)
                 found += libraries.unknown_overrides(section, policy, folder)
-                planning_config(policy, pending, f"{section}.model_name")  # which refuses overrides of another type
+                planning_config(policy, pending, f"{section}.model_name")  # refuses overrides of a wrong type
         yield from found
-        if not found:  # else the rest would judge by what is wrong
+        if not found:  # else further checks would use wrong values
             yield from _against_layout(recipe, section, policy, pending)
 
 
 def against_layout(recipe: Recipe, pending: Sequence[os.PathLike] = ()) -> Iterator[Problem]:
-    """Yield the same of models that need not be here, if they are described in recipes/models."""
+    """Yield problems of the layout, also for models that are not on this machine but described in recipes/models."""
     for section, policy in config.models(recipe).items():
         yield from _against_layout(recipe, section, policy, pending)
 
@@ -62,16 +70,16 @@ def _against_layout(recipe: Recipe, section: str, policy: PolicyConfig, pending:
     with collected(found):
         if (model := planning_config(policy, pending, key)) is None:
             return
-        found += _of_model(recipe, section, policy, model)
-        if not found:  # what the backends say in the job, where it is not one of these
+        found += _model_problems(recipe, section, policy, model)
+        if not found:  # errors that the backends raise in the job
             if model.get("model_type") in MODEL_TYPES:
-                ModelShape.of(model, key)  # which says what config.json lacks
+                ModelShape.of(model, key)  # raises if config.json lacks a key
             refused = unsupported(model, policy)
             found += [replace(each, key=key) if each.key == "policy.model_name" else each for each in refused]
     yield from found
 
 
-def _of_model(recipe: Recipe, section: str, policy: PolicyConfig, model: dict[str, Any]) -> Iterator[Problem]:
+def _model_problems(recipe: Recipe, section: str, policy: PolicyConfig, model: dict[str, Any]) -> Iterator[Problem]:
     key = f"{section}.model_name"
     if section == f"env.{config.reward_environment(recipe)}":
         yield from _check_classifier(key, policy.model_name, model)
@@ -84,17 +92,17 @@ def _of_model(recipe: Recipe, section: str, policy: PolicyConfig, model: dict[st
 
 
 def _check_classifier(key: str, name: str, model: dict[str, Any]) -> Iterator[Problem]:
-    """Check that it is a reward model: `score.weight` of another model would be drawn at random."""
+    """Check that it is a reward model: in another model `score.weight` would be random."""
     kinds = model.get("architectures") or []
-    labels = model.get("num_labels") or len(model.get("id2label") or (0, 1))  # two, if nothing is said
+    labels = model.get("num_labels") or len(model.get("id2label") or (0, 1))  # transformers' default is two
     if not any(kind.endswith("ForSequenceClassification") for kind in kinds):
-        is_ = f"which is a {', '.join(kinds) or 'model of an unknown kind'}"
+        found = f"which is a {', '.join(kinds) or 'model of an unknown kind'}"
     elif labels != 1:
-        is_ = f"which has {labels} labels"
+        found = f"which has {labels} labels"
     else:
         return
     expected = "expected a reward model: a sequence classifier with one label, as algorithm rm leaves it in a run's hf/"
-    yield Problem(key, "unavailable-model", f"got {name}, {is_}; {expected}")
+    yield Problem(key, "unavailable-model", f"got {name}, {found}; {expected}")
 
 
 def _indivisible(key: str, size: int, total: int, what: str, hint: str = "") -> Iterator[Problem]:
@@ -118,7 +126,10 @@ def _check_attention(section: str, policy: PolicyConfig, model: dict[str, Any]) 
 
 
 def _check_heads(key: str, size: int, whose: str, heads: int, kv_heads: int, replicates: bool) -> Iterator[Problem]:
-    """`replicates`: several ranks may keep the same key-value head, as in vLLM; the train backends do not do that."""
+    """Check that `size` divides the attention heads.
+
+    replicates: several ranks may hold the same key-value head, as in vLLM; the train backends do not support that.
+    """
 
     def fits(k: int) -> bool:
         return heads % k == 0 and (kv_heads % k == 0 or (replicates and k % kv_heads == 0))
@@ -130,13 +141,13 @@ def _check_heads(key: str, size: int, whose: str, heads: int, kv_heads: int, rep
 
 
 def _rope(model: dict[str, Any]) -> tuple[str, dict[str, Any]]:
-    """Return (the kind of position embedding, its parameters)."""
+    """Return (type of position embedding, its parameters)."""
     rope = model.get("rope_parameters") or model.get("rope_scaling") or {}
     return rope.get("rope_type") or rope.get("type") or "default", rope
 
 
 def _longest(model: dict[str, Any]) -> int:
-    """Return the tokens that the model's positions reach; YaRN's reach beyond what it was trained with. 0: not said."""
+    """Return the model's context length in tokens, with YaRN's factor; 0 if config.json does not give it."""
     _, rope = _rope(model)
     stretched = 0
     if "yarn" in (rope.get("rope_type"), rope.get("type")):
@@ -145,22 +156,20 @@ def _longest(model: dict[str, Any]) -> int:
 
 
 def _check_sampled_length(recipe: Recipe, model: dict[str, Any]) -> Iterator[Problem]:
-    """Check the length as vLLM does (vllm/config/model.py, _get_and_verify_max_len).
+    """Check max_model_len as vLLM does (vllm/config/model.py, _get_and_verify_max_len).
 
-    It takes max_position_embeddings to include YaRN's factor; other factors stretch it.
+    vLLM assumes that max_position_embeddings includes YaRN's factor, and multiplies it by other factors.
     """
     generation = recipe.policy.generation
     environment = {**os.environ, **recipe.cluster.generate.env_vars, **generation.vllm_cfg.env_vars}
     allowed = environment.get("VLLM_ALLOW_LONG_MAX_MODEL_LEN", "").strip().lower() in ("1", "true")
     if generation.backend != "vllm" or allowed or recipe.policy.max_total_sequence_length > _longest(model):
-        return  # of the last, which sampled sequences follow, _check_attention tells
+        return  # _check_attention reports the last case
     kind, rope = _rope(model)
-    stretch = 1 if kind in KNOWN_TO_POSITIONS else rope.get("factor") or 1
+    stretch = 1 if kind in SCALED_ROPE_TYPES else rope.get("factor") or 1
     limit = int(stretch * (model.get("model_max_length") or model.get("max_position_embeddings") or 0))
     if limit and generation.vllm_cfg.max_model_len > limit:
-        what = (
-            f"got {generation.vllm_cfg.max_model_len}; expected at most {limit}, up to which vLLM takes the model's positions"
-        )
+        what = f"got {generation.vllm_cfg.max_model_len}; expected at most {limit}, the model's context length in vLLM"
         hint = "Try policy.hf_config_overrides.max_position_embeddings for a longer one"
         yield Problem("policy.generation.vllm_cfg.max_model_len", "too-large", f"{what}. {hint}")
 
@@ -169,10 +178,8 @@ def _check_engine(vllm: VLLMConfig, model: dict[str, Any]) -> Iterator[Problem]:
     key, heads = "policy.generation.vllm_cfg", model["num_attention_heads"]
     kv_heads = model.get("num_key_value_heads") or heads
     yield from _check_heads(f"{key}.tensor_parallel_size", vllm.tensor_parallel_size, "the model's", heads, kv_heads, True)
-    experts, size = (
-        model.get("num_experts") or model.get("num_local_experts") or model.get("n_routed_experts"),
-        vllm.expert_parallel_size,
-    )
+    experts: int = model.get("num_experts") or model.get("num_local_experts") or model.get("n_routed_experts") or 0
+    size = vllm.expert_parallel_size
     if size > 1 and not experts:
         yield Problem(f"{key}.expert_parallel_size", "too-large", f"got {size}; expected 1, since the model has no experts")
     elif size > 1:
@@ -191,7 +198,7 @@ def _check_megatron(key: str, policy: PolicyConfig, model: dict[str, Any]) -> It
     family = model.get("model_type")
     if family not in MEGATRON_MODEL_TYPES:
         what = f"got a '{family}' model; the Megatron backend has only {', '.join(MEGATRON_MODEL_TYPES)}"
-        yield Problem(key, "unsupported", f"{what}. {ELSE}")
+        yield Problem(key, "unsupported", f"{what}. {OTHER_BACKEND}")
         return
     if model.get("quantization_config"):
         what = f"got a quantized checkpoint ({model['quantization_config'].get('quant_method')})"
@@ -199,7 +206,7 @@ def _check_megatron(key: str, policy: PolicyConfig, model: dict[str, Any]) -> It
     for name, only in PLAIN.items():
         if (given := model.get(name, only)) != only:
             what = f"got a {family} model with {name}={given}; the Megatron backend has only {only}"
-            yield Problem(key, "unsupported", f"{what}. {ELSE}")
+            yield Problem(key, "unsupported", f"{what}. {OTHER_BACKEND}")
     found: list[Problem] = []
     with collected(found):
         shape = ModelShape.of(model, key)
@@ -221,18 +228,23 @@ def _check_positions(key: str, policy: PolicyConfig, model: dict[str, Any], fami
     known = MLA_ROPE_TYPES if family == "deepseek_v3" else ROPE_TYPES
     if kind not in known:
         what = f"got a model with rope_type '{kind}'; the Megatron backend has for {family}: {', '.join(known)}"
-        yield Problem(key, "unsupported", f"{what}. {ELSE}")
-    # Of these families Mixtral slides whenever it has a window, the others only where use_sliding_window says so.
+        yield Problem(key, "unsupported", f"{what}. {OTHER_BACKEND}")
+    # Mixtral uses its window whenever it has one, the other families only with use_sliding_window.
     window = model.get("sliding_window") if model.get("use_sliding_window", family == "mixtral") else None
     kinds = model.get("layer_types")
     slides = "sliding_attention" in kinds if kinds else model.get("max_window_layers", 0) < model["num_hidden_layers"]
     if window and window < policy.max_total_sequence_length and slides:
         what = f"got {policy.max_total_sequence_length}; expected at most {window}, the model's sliding window, which the"
-        yield Problem("policy.max_total_sequence_length", "too-large", f"{what} Megatron backend does not have. {ELSE}")
+        yield Problem(
+            "policy.max_total_sequence_length", "too-large", f"{what} Megatron backend does not have. {OTHER_BACKEND}"
+        )
 
 
 def _check_stages(policy: PolicyConfig, shape: ModelShape) -> Iterator[Problem]:
-    """Check as TransformerConfig and get_num_layers_to_build do that stages but the first and last hold equally many layers."""
+    """Check that all stages but the first and last have equally many layers.
+
+    Follows TransformerConfig and get_num_layers_to_build of Megatron-Core.
+    """
     m = policy.megatron_cfg
     first, last = m.num_layers_in_first_pipeline_stage, m.num_layers_in_last_pipeline_stage
     stages = m.pipeline_model_parallel_size - (first is not None) - (last is not None)

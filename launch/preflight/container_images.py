@@ -1,7 +1,7 @@
-"""Check that container images are there, with what the job needs inside: pyxis gives a container only what is mounted.
+"""Check that container images exist and that their mounts show everything the job opens: pyxis mounts nothing else.
 
-A path counts as inside where a mount shows it under the name that it has here, because that is the name the job uses. What an
-image holds, and what a site's enroot mounts by itself, is not known here; mounting it once more does no harm.
+A path counts as visible if a mount shows it under the same name as here, since the job uses that name. Contents of images and
+mounts that a site's enroot adds by itself are not known here; mounting them once more does no harm.
 See https://github.com/NVIDIA/pyxis, --container-image and --container-mounts.
 """
 
@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 import re
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -33,15 +33,17 @@ from pipeline.config import (
 )
 from pipeline.values import VARIABLE
 
-SQUASHFS = b"hsqs"  # what such a file begins with; bytes 40 to 48 say how long it is
+SQUASHFS = b"hsqs"  # first bytes of a squashfs file; bytes 40 to 48 are its length
 FLAGS = re.compile(r"[a-z][a-z0-9=_-]*(\+[a-z][a-z0-9=_-]*)*")
 IN_REGISTRY = re.compile(r"([a-z]+://)?[A-Za-z0-9][\w.$:+@#/-]*")  # [USER@][REGISTRY#]IMAGE[:TAG][@DIGEST]
-GIVEN_BY_THE_JOB = ("HETSTEP_", "SLURM_")
-MOST_LINKS = 40  # on the way to a file: path_resolution(7)
+JOB_VARIABLES = ("HETSTEP_", "SLURM_")
+MOST_LINKS = 40  # symbolic links in one path: path_resolution(7)
 
 
 @dataclass(frozen=True)
 class Mount:
+    """A folder or file of the node, mounted in the container."""
+
     source: Path
     target: Path
     read_only: bool
@@ -51,15 +53,15 @@ class Mount:
 class RequiredPath:
     """A path that a component's ranks open."""
 
-    what: str
+    purpose: str
     path: Path  # absolute
     written: bool = False
 
 
-def problems(recipe: Recipe, pending: list[Path], conversions: Path) -> Iterator[Problem]:
-    """conversions: the folder of Megatron checkpoints."""
+def problems(recipe: Recipe, pending: Sequence[os.PathLike], conversions: Path) -> Iterator[Problem]:
+    """Yield problems of each component's image and mounts. conversions: the folder of Megatron checkpoints."""
     for variable in sorted(name for name in os.environ if name.startswith("PYXIS_CONTAINER_")):
-        what = f"pyxis takes {variable} of the environment where a component says nothing. Try to unset it"
+        what = f"pyxis uses {variable} of the environment for components without the option. Try to unset it"
         yield Problem("cluster", "contradiction", what)
     for name, component in components(recipe).items():
         key = f"cluster.{name}"
@@ -81,7 +83,7 @@ def problems(recipe: Recipe, pending: list[Path], conversions: Path) -> Iterator
         yield from _check_workdir(f"{key}.container_workdir", component.container_workdir)
         if (
             component.python is None
-            and not _of_every_system(sys.executable)
+            and not _is_system_program(sys.executable)
             and not resolve_inside(Path(sys.executable), mounts)[1]
         ):
             what = f"got null, which takes {sys.executable}, and the container has none. Try the image's own, such as python3"
@@ -96,11 +98,13 @@ def _check_python(key: str, component: ComponentConfig) -> Iterator[Problem]:
 
 
 def _check_options(key: str, component: ComponentConfig) -> Iterator[Problem]:
-    """Check that each thing is said once, and where it means something."""
+    """Check that options do not repeat keys, and that keys have an effect."""
     for argument in component.srun_args:
         option = argument.partition("=")[0]
-        if option.startswith("--con") and any(each.startswith(option) for each in OPTIONS):  # srun takes a part of a name too
-            yield Problem(f"{key}.srun_args", "contradiction", f"got {argument}, which {key}.container_... say. Try those")
+        if option.startswith("--con") and any(
+            each.startswith(option) for each in OPTIONS
+        ):  # srun accepts a prefix of a name too
+            yield Problem(f"{key}.srun_args", "contradiction", f"got {argument}; expected {key}.container_... instead")
     if component.env_vars and "=" in (python := component.python or sys.executable):
         what = f"got {python}; expected a path without =, since env(1) sets {key}.env_vars. Try a link to it"
         yield Problem(f"{key}.python", "bad-format", what)
@@ -114,11 +118,11 @@ def _check_variables(key: str, component: ComponentConfig) -> Iterator[Problem]:
     for name in component.container_env:
         if not VARIABLE.fullmatch(name):
             yield Problem(key, "bad-format", f"got '{name}'; expected the name of a variable. Try env_vars to give values")
-        elif not (name in os.environ or name in component.env_vars or name.startswith(GIVEN_BY_THE_JOB)):
+        elif not (name in os.environ or name in component.env_vars or name.startswith(JOB_VARIABLES)):
             yield Problem(key, "missing-value", f"got {name}, which is not set here. Try to export it, or give it in env_vars")
 
 
-def _of_every_system(program: str) -> bool:
+def _is_system_program(program: str) -> bool:
     return program.startswith(("/usr/bin/", "/bin/"))
 
 
@@ -127,7 +131,7 @@ def _of_every_system(program: str) -> bool:
 
 def _check_image(key: str, image: str) -> Iterator[Problem]:
     key = f"{key}.container_image"
-    if not image.startswith(("/", ".")):  # as pyxis tells a path from an image in a registry
+    if not image.startswith(("/", ".")):  # pyxis takes other texts for an image in a registry
         if image.endswith((".sqsh", ".squashfs")) or image.startswith("~"):
             path = Path(image).expanduser().absolute()
             yield Problem(key, "ambiguous", f"got '{image}', which pyxis looks for in a registry. Try the whole path, {path}")
@@ -150,11 +154,11 @@ def _check_image(key: str, image: str) -> Iterator[Problem]:
 
 
 def _read_mount(key: str, text: str, mounts: list[Mount]) -> Iterator[Problem]:
-    """`SRC[:DST[:FLAGS]]`, flags joined by +, appended to `mounts`. Empty folders (tmpfs) hide what is below them."""
+    """Parse `SRC[:DST[:FLAGS]]`, flags joined by +, and append it to `mounts`. A tmpfs hides everything below it."""
     source, colon, rest = text.partition(":")
     target, more, flags = rest.partition(":")
     target = target if colon else source
-    named = source in ("tmpfs", "umount")  # of these pyxis knows what is meant
+    named = source in ("tmpfs", "umount")  # special names in pyxis
     if not source or not target.startswith("/") or not (named or source.startswith(("/", "."))) or not target.isprintable():
         yield Problem(key, "bad-format", f"got '{text}'; expected /from:/to or /from:/to:ro")
         return
@@ -170,7 +174,7 @@ def _read_mount(key: str, text: str, mounts: list[Mount]) -> Iterator[Problem]:
 
 def _check_need(key: str, need: RequiredPath, mounts: list[Mount]) -> Iterator[Problem]:
     place, seen = resolve_inside(need.path, mounts)
-    this, real = f"{need.what}, {need.path},", Path(os.path.realpath(need.path))
+    this, real = f"{need.purpose}, {need.path},", Path(os.path.realpath(need.path))
     if seen:
         if need.written and (mount := _covering(place, mounts)) and mount.read_only:
             what = f"{this} is written, but {mount.target} is mounted read-only. Try to mount it without ro"
@@ -201,12 +205,10 @@ def _covering(path: Path, mounts: list[Mount]) -> Mount | None:
 
 
 def resolve_inside(path: Path, mounts: list[Mount]) -> tuple[Path, bool]:
-    """Return (where `path` leads to inside the container, whether that is the same file as here).
+    """Return (path that `path` resolves to inside the container, whether that is the same file as on this machine).
 
-    Not the same: the first place on the way that is not mounted, or is something else there.
-
-    Each link on the way is followed as the kernel follows it inside, so that every link's target must be mounted too. A folder
-    above a mount's target is there: enroot makes it.
+    Follows each link as the kernel does inside, so the target of every link must be mounted too. If the second is False, the
+    first is where the resolution leaves the mounts. Folders above a mount's target exist, since enroot makes them.
     """
     at, ahead, links = Path("/"), list(path.parts[1:]), 0
     while ahead:
@@ -232,22 +234,22 @@ def resolve_inside(path: Path, mounts: list[Mount]) -> tuple[Path, bool]:
 # ---- what the ranks open ------------------------------------------------------------------------------------------------
 
 
-def _needs(recipe: Recipe, name: str, pending: list[Path], conversions: Path) -> Iterator[RequiredPath]:
-    """Yield what the ranks of one component open."""
+def _needs(recipe: Recipe, name: str, pending: Sequence[os.PathLike], conversions: Path) -> Iterator[RequiredPath]:
+    """Yield the paths that the ranks of one component open."""
     yield RequiredPath("the run folder", Path(recipe.run_dir).absolute(), written=True)
     yield RequiredPath("the code", ROOT.resolve())
-    judged = config.reward_environment(recipe)
+    rewarded = config.reward_environment(recipe)
     for section, policy in config.models(recipe).items():
-        if _holds(recipe, name, section, judged):
-            yield from _of_model(f"the model of {section}.model_name", f"{section}.model_name", policy.model_name, pending)
+        if _holds(recipe, name, section, rewarded):
+            yield from _model_paths(f"the model of {section}.model_name", f"{section}.model_name", policy.model_name, pending)
     tokenizer = recipe.policy.tokenizer.name
     if tokenizer != recipe.policy.model_name:
-        yield from _of_model("the tokenizer of policy.tokenizer.name", "policy.tokenizer.name", tokenizer, pending)
-    if judged and _holds(recipe, name, f"env.{judged}", judged):
-        key = f"env.{judged}.tokenizer.name"
-        yield from _of_model(f"the tokenizer of {key}", key, config.reward_model_policy(recipe).tokenizer.name, pending)
+        yield from _model_paths("the tokenizer of policy.tokenizer.name", "policy.tokenizer.name", tokenizer, pending)
+    if rewarded and _holds(recipe, name, f"env.{rewarded}", rewarded):
+        key = f"env.{rewarded}.tokenizer.name"
+        yield from _model_paths(f"the tokenizer of {key}", key, config.reward_model_policy(recipe).tokenizer.name, pending)
     if name == "train":
-        yield from _of_data(recipe)
+        yield from _data_paths(recipe)
     for code in user_imports.named(recipe):
         if code.component == name and (folder := user_imports.folder_of(code.path, recipe)):
             yield RequiredPath(f"the module of {code.key}", folder)
@@ -255,14 +257,14 @@ def _needs(recipe: Recipe, name: str, pending: list[Path], conversions: Path) ->
         yield RequiredPath("the folder of Megatron checkpoints", conversions, written=True)
 
 
-def _holds(recipe: Recipe, name: str, section: str, judged: str | None) -> bool:
-    """Return whether a component's ranks hold the model of a section."""
-    if section == f"env.{judged}":
-        return name == recipe.env[judged].served_by
+def _holds(recipe: Recipe, name: str, section: str, rewarded: str | None) -> bool:
+    """Return whether a component's ranks hold the model of a section. rewarded: the environment with a reward model."""
+    if rewarded and section == f"env.{rewarded}":
+        return name == recipe.env[rewarded].served_by
     return section == "policy" if name == "generate" else name == "train"
 
 
-def _of_model(what: str, key: str, name: str | None, pending: list[Path]) -> Iterator[RequiredPath]:
+def _model_paths(what: str, key: str, name: str | None, pending: Sequence[os.PathLike]) -> Iterator[RequiredPath]:
     if not name:
         return
     if is_inside(name, pending) or Path(name).is_dir():
@@ -272,10 +274,10 @@ def _of_model(what: str, key: str, name: str | None, pending: list[Path]) -> Ite
             snapshot = model_folder(key, name)
         except RecipeError:
             return
-        yield RequiredPath(what, snapshot.parent.parent)  # its files are links to blobs/ there
+        yield RequiredPath(what, snapshot.parent.parent)  # its files are links to blobs/ in that folder
 
 
-def _of_data(recipe: Recipe) -> Iterator[RequiredPath]:
+def _data_paths(recipe: Recipe) -> Iterator[RequiredPath]:
     for part, dataset in keyed_sets(recipe.data).items():
         for key in ("data_path", "prompt_file", "system_prompt_file"):
             if (value := getattr(dataset, key)) and Path(value).exists():

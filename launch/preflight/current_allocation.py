@@ -1,7 +1,7 @@
 """Check that the Slurm allocation of this process has room for a recipe: nodes, and on each of them GPUs, CPUs and memory.
 
-Asks `scontrol show job -d`, which says of each node what the job has there. What a partition, account, QOS or constraint of the
-recipe asks for is not compared: the allocation has what it has.
+Asks `scontrol show job -d` for the job's resources on each node. Partition, account, QOS and constraint of the recipe are not
+checked, since the allocation is already granted.
 """
 
 from __future__ import annotations
@@ -24,33 +24,35 @@ ON_NODES = re.compile(r"\bNodes=(\S+) CPU_IDs=(\S+) Mem=(\d+) GRES=(\S*)")
 
 @dataclass(frozen=True)
 class AllocatedNode:
-    """The resources of a job on one node."""
+    """A job's resources on one node."""
 
     name: str
     cpus: int
-    memory_mb: int  # 0: all that it can get
+    memory_mb: int  # 0: not limited
     gpus: int
 
 
 @dataclass(frozen=True)
 class Allocation:
+    """The nodes of a Slurm job."""
+
     job_id: str
-    parts: list[list[AllocatedNode]]  # of a heterogeneous job one for each component, else one
+    parts: list[list[AllocatedNode]]  # one list for each component of a heterogeneous job, else a single one
     het: bool
 
-    def nodes_of(self, asked: list[int]) -> list[list[AllocatedNode]]:
-        """Return the nodes for components of so many nodes: in a plain allocation one after the other. There may be fewer."""
+    def nodes_of(self, counts: list[int]) -> list[list[AllocatedNode]]:
+        """Return each component's nodes, possibly fewer than its count. A plain allocation is split in order."""
         if self.het:
-            return [self.parts[k] if k < len(self.parts) else [] for k in range(len(asked))]
+            return [self.parts[k] if k < len(self.parts) else [] for k in range(len(counts))]
         first, given = 0, []
-        for nodes in asked:
+        for nodes in counts:
             given.append(self.parts[0][first : first + nodes])
             first += nodes
         return given
 
 
 def read(job_id: str) -> Allocation:
-    """Ask what a job has. Raises SlurmError."""
+    """Return a job's allocation. Raises SlurmError."""
     lines = [
         line for line in run_command("scontrol", "show", "job", "-d", "-o", job_id).splitlines() if line.startswith("JobId=")
     ]
@@ -68,33 +70,35 @@ def _nodes(line: str) -> Iterator[AllocatedNode]:
 
 
 def _length(ids: str) -> int:
-    """`0-7,16` -> 9."""
+    """Return the length of a list of ids: `0-7,16` -> 9."""
     ends = [part.partition("-") for part in ids.split(",")]
     return sum(int(last or first) - int(first) + 1 for first, _, last in ends)
 
 
 def problems(recipe: Recipe, job_id: str, notes: list[str]) -> Iterator[Problem]:
-    """notes: what is done otherwise than the recipe says is appended to it."""
+    """Yield why a recipe does not fit into a job. notes: receives keys of the recipe that have no effect there."""
     try:
         allocation = read(job_id)
     except SlurmError as why:
-        yield Problem("cluster.executor", "unreachable", f"what Slurm job {job_id} has cannot be seen: {why}")
+        yield Problem("cluster.executor", "unreachable", f"cannot read the resources of Slurm job {job_id}: {why}")
         return
-    asked = requests(recipe)
-    given = allocation.nodes_of([request.nodes for request in asked])
-    found = [problem for request, nodes in zip(asked, given, strict=True) for problem in _against(allocation, request, nodes)]
+    wanted = requests(recipe)
+    given = allocation.nodes_of([request.nodes for request in wanted])
+    found = [
+        problem for request, nodes in zip(wanted, given, strict=True) for problem in _shortfalls(allocation, request, nodes)
+    ]
     yield from found
     if found:
-        has = f"Slurm job {job_id} has {_has(allocation)}. Try an allocation that would do: `{salloc_command(recipe)}`; or"
+        has = f"Slurm job {job_id} has {_describe(allocation)}. Try an allocation that would do: `{salloc_command(recipe)}`; or"
         yield Problem("cluster.executor", "over-limit", f"{has} cluster.executor=slurm, which submits a job of its own")
         return
     notes.append(f"runs in Slurm job {job_id}, within its time limit and not cluster.time_min")
     for name, component in hosts(components(recipe)).items():
-        if said := [key for key in NODE_KEYS if getattr(component, key)]:
-            notes.append(f"cluster.{name}.{', '.join(said)}: the allocation's own count")
+        if ignored := [key for key in NODE_KEYS if getattr(component, key)]:
+            notes.append(f"cluster.{name}.{', '.join(ignored)}: the allocation's own count")
 
 
-def _against(allocation: Allocation, request: ComponentRequest, nodes: list[AllocatedNode]) -> Iterator[Problem]:
+def _shortfalls(allocation: Allocation, request: ComponentRequest, nodes: list[AllocatedNode]) -> Iterator[Problem]:
     """Yield why a component cannot run on its nodes."""
     if len(nodes) < request.nodes:
         room = not allocation.het and len(allocation.parts[0]) >= request.nodes
@@ -116,22 +120,22 @@ def _against(allocation: Allocation, request: ComponentRequest, nodes: list[Allo
             yield Problem(f"{request.key}.{name}", "over-limit", f"{message} {fewest.name}")
 
 
-def _has(allocation: Allocation) -> str:
-    """`2 nodes with 8 CPUs and 8 GPUs each, and 1 node ...`, in the order of the components."""
+def _describe(allocation: Allocation) -> str:
+    """Describe the nodes in the order of the components: `2 nodes with 8 CPUs and 8 GPUs each, then 1 node ...`."""
     kinds: list[tuple[int, int, int]] = []
     for k, nodes in enumerate(allocation.parts):
         for node in nodes:
             kind = (k, node.cpus, node.gpus)
             if kind not in kinds:
                 kinds.append(kind)
-    told = []
+    parts = []
     for k, cpus, count in kinds:
         number = sum((node.cpus, node.gpus) == (cpus, count) for node in allocation.parts[k])
-        told.append(f"{plural(number, 'node')} with {plural(cpus, 'CPU')} and {plural(count, 'GPU')}{' each' * (number > 1)}")
-    return ", then ".join(told) or "no nodes"
+        parts.append(f"{plural(number, 'node')} with {plural(cpus, 'CPU')} and {plural(count, 'GPU')}{' each' * (number > 1)}")
+    return ", then ".join(parts) or "no nodes"
 
 
 def salloc_command(recipe: Recipe) -> str:
-    """Return the salloc that gets what a recipe asks for."""
-    asked = (shlex.join(allocation_options(host)) for host in hosts(components(recipe)).values())
-    return f"salloc --time={recipe.cluster.time_min} {' : '.join(asked)}"
+    """Return the salloc command for a recipe's resources."""
+    options = (shlex.join(allocation_options(host)) for host in hosts(components(recipe)).values())
+    return f"salloc --time={recipe.cluster.time_min} {' : '.join(options)}"

@@ -1,4 +1,4 @@
-"""Check one record of a data file as the job will read it, but without its tokenizer."""
+"""Check one record of a data file as the job reads it, but without a tokenizer."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from pipeline.data.records import RecordReader
 
 
 def prompt(recipe: Recipe, record: dict[str, Any], dataset: DatasetConfig) -> str | None:
-    """Return the prompt's text, if it is one. Raises ValueError with the first thing that is wrong."""
+    """Return the prompt's text, None if it is a conversation. Raises ValueError with the first error."""
     reader, key = RecordReader(recipe.data, dataset), dataset.text_key or dataset.input_key
     if recipe.algorithm in PAIRED:
         reader.pair(record)
         reader.margin(record)
         chosen = record[dataset.chosen_key]
         if isinstance(chosen, list) and parse_conversation(chosen, dataset.chosen_key)[0]["role"] != "assistant":
-            return None  # the prompt is in it
+            return None  # the conversation contains the prompt
     elif generates(recipe):
         reader.question(record)
         if judged_by_answer(recipe, dataset):
@@ -28,7 +28,7 @@ def prompt(recipe: Recipe, record: dict[str, Any], dataset: DatasetConfig) -> st
 
 
 def unfit_answer(recipe: Recipe, record: dict[str, Any], dataset: DatasetConfig) -> str | None:
-    """Return why the environment of a record, which has no other faults, cannot judge by its expected answer."""
+    """Return why the environment cannot judge by the expected answer of a valid record; None if it can."""
     environment = recipe.env.get(dataset.env_name) if generates(recipe) and dataset.env_name else None
     expected = record.get(dataset.output_key)
     if environment and environment.kind in KINDS and isinstance(expected, str | int | float):

@@ -1,9 +1,8 @@
-"""Check that the disks have room for what a run will write: Megatron conversions and checkpoints; rollouts are noted.
+"""Check that the disks have room for a run's Megatron conversions and checkpoints; possible rollouts are noted.
 
-A checkpoint of either backend holds, for each parameter that is trained, the float32 weight and what the optimizer keeps of the
-same size in float32: two for Adam and its kin, which is also what is assumed of an optimizer that is not known. Left out:
-replicas that tensor-parallel ranks each write (norms), random states and JSON, which are less than a hundredth; quotas that the
-file system does not show as its free space; what other jobs write meanwhile.
+A checkpoint of either backend holds the float32 weight of each trained parameter and the optimizer's states of the same size in
+float32: two for Adam and its variants, and for unknown optimizers. Leaves out: replicas that all tensor-parallel ranks write
+(norms), random states and JSON, together less than 1%; quotas that do not show as free space; writes of other jobs.
 """
 
 from __future__ import annotations
@@ -11,7 +10,7 @@ from __future__ import annotations
 import math
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -24,6 +23,7 @@ from launch.units import size
 from pipeline import config
 from pipeline.config import (
     PRECISIONS,
+    OnlineConfig,
     OptimizerConfig,
     PolicyConfig,
     Problem,
@@ -36,24 +36,24 @@ from pipeline.config import (
 from pipeline.models.tensors import tensors
 
 STATES = {"SGD": 0, "Adagrad": 1, "RMSprop": 1, "Rprop": 2}  # per weight; others: 2. With momentum SGD, RMSprop: one more
-ADAPTED = ("attention", "mlp", "shared", "routed")  # parts of a model that have linear layers for adapters
-LEAST = 2  # checkpoints at once: one that is kept, and one that is being written
-BYTES_PER_TOKEN = 13  # of a rollout's file: a token's number as JSON and its text
+ADAPTED = ("attention", "mlp", "shared", "routed")  # parts of a model with linear layers that get adapters
+LEAST = 2  # checkpoints on disk: one that is kept, and one that is being written
+BYTES_PER_TOKEN = 13  # in a rollout file: a token's id as JSON and its text
 
 
 @dataclass(frozen=True)
 class PlannedWrite:
-    """Something that will be written."""
+    """Data that the run will write."""
 
-    folder: Path  # or one above it, if it is yet to be made
+    folder: Path  # may not exist yet
     nbytes: float
     files: int
     what: str
     key: str
 
 
-def problems(recipe: Recipe, pending: list[Path], notes: list[str]) -> Iterator[Problem]:
-    """Yield where there is too little room. That there may be too little, or that it cannot be told, goes to `notes`."""
+def problems(recipe: Recipe, pending: Sequence[os.PathLike], notes: list[str]) -> Iterator[Problem]:
+    """Yield disks with too little room. notes: receives disks that may have too little, and checks that were not possible."""
     uses = [*_conversions(recipe, pending)]
     checkpoint = _checkpoint(recipe, pending, notes)
     run_dir = Path(recipe.run_dir).absolute()
@@ -62,8 +62,8 @@ def problems(recipe: Recipe, pending: list[Path], notes: list[str]) -> Iterator[
         uses.append(_checkpoints(recipe, run_dir, checkpoint, keep))
         if keep is None and config.bound(config.section(recipe).max_num_steps) is None:
             notes.append(
-                f"checkpointing.keep_top_k: null keeps every checkpoint, {size(checkpoint)} each, and how many there will be is"
-                f" not known, because {recipe.algorithm}.max_num_steps does not say; room was checked for {LEAST}"
+                f"checkpointing.keep_top_k: null keeps every checkpoint, {size(checkpoint)} each, and their number"
+                f" is not known without {recipe.algorithm}.max_num_steps; room was checked for {LEAST}"
             )
     disks: dict[int, list[PlannedWrite]] = {}
     for use in uses:
@@ -75,13 +75,13 @@ def problems(recipe: Recipe, pending: list[Path], notes: list[str]) -> Iterator[
 
 
 def nearest_existing(path: Path) -> Path:
-    """Return the folder itself, or the nearest above it that there is."""
+    """Return the folder, or its nearest ancestor that exists."""
     path = path.absolute()
     return next(folder for folder in (path, *path.parents) if os.path.exists(folder))
 
 
 def conversions_folder(recipe: Recipe) -> Path:
-    """Return where the train ranks will keep conversions, as `pipeline/train/megatron/conversion.py` chooses it."""
+    """Return the folder of Megatron conversions, as `pipeline/train/megatron/conversion.py` chooses it."""
     environment = {**os.environ, **components(recipe)["train"].env_vars}
     for variable in CONVERSIONS:
         if value := environment.get(variable):
@@ -96,7 +96,7 @@ def _device(path: Path) -> int:
 def _of_one_disk(recipe: Recipe, uses: list[PlannedWrite], checkpoint: float | None) -> Iterator[Problem]:
     folder = nearest_existing(uses[0].folder)
     disk = os.statvfs(folder)
-    if disk.f_flag & os.ST_RDONLY or not os.access(folder, os.W_OK):  # which is said elsewhere
+    if disk.f_flag & os.ST_RDONLY or not os.access(folder, os.W_OK):  # storage.py reports this
         return
     free, needed, files = disk.f_bavail * disk.f_frsize, sum(use.nbytes for use in uses), sum(use.files for use in uses)
     key, terms = max(uses, key=lambda use: use.nbytes).key, "; ".join(use.what for use in uses)
@@ -111,8 +111,8 @@ def _of_one_disk(recipe: Recipe, uses: list[PlannedWrite], checkpoint: float | N
 # ---- checkpoints --------------------------------------------------------------------------------------------------------
 
 
-def _checkpoint(recipe: Recipe, pending: list[Path], notes: list[str]) -> float | None:
-    """Return the bytes of one; None if none is written or the model is not known yet."""
+def _checkpoint(recipe: Recipe, pending: Sequence[os.PathLike], notes: list[str]) -> float | None:
+    """Return the bytes of one checkpoint; None if none is written or the model is not known yet."""
     if not recipe.checkpointing.enabled:
         return None
     held = config.models(recipe)
@@ -127,19 +127,19 @@ def _checkpoint(recipe: Recipe, pending: list[Path], notes: list[str]) -> float 
                 return None
             total += saved_bytes(held[section], count)
     if recipe.checkpointing.save_consolidated:
-        total += _parameters("policy", recipe.policy, pending, trained=False) * PRECISIONS[recipe.policy.precision]
+        total += (_parameters("policy", recipe.policy, pending, trained=False) or 0) * PRECISIONS[recipe.policy.precision]
     return total
 
 
 def saved_bytes(policy: PolicyConfig, parameters: int) -> float:
-    """Return the bytes that a checkpoint holds of a trained model of which so many parameters are trained."""
+    """Return the bytes of a trained model in a checkpoint. parameters: the number of trained ones."""
     return 4 * (1 + _states(policy)) * parameters
 
 
-def _parameters(section: str, policy: PolicyConfig, pending: list[Path], trained: bool) -> int | None:
-    """Return how many parameters a model has.
+def _parameters(section: str, policy: PolicyConfig, pending: Sequence[os.PathLike], trained: bool) -> int | None:
+    """Return the number of a model's parameters; None if it is not known.
 
-    trained: those only that are: all, or adapters, of which every linear layer is taken to have one.
+    trained: count only trained ones, which with LoRA are the adapters, one assumed for every linear layer.
     """
     key, lora = f"{section}.model_name", policy.dtensor_cfg.lora_cfg
     try:
@@ -149,7 +149,7 @@ def _parameters(section: str, policy: PolicyConfig, pending: list[Path], trained
         if trained and lora.enabled and not uses_megatron(policy):
             return sum(lora.dim * sum(t.shape) for t in tensors(model) if t.part in ADAPTED and len(t.shape) == 2)
         return ModelShape.of(model, key).parameters
-    except (RecipeError, ValueError, KeyError):  # a family without a description, or what others find wrong with it
+    except (RecipeError, ValueError, KeyError):  # an unknown family, or errors that other checks report
         return _stored_parameters(key, policy) if not lora.enabled else None
 
 
@@ -158,11 +158,11 @@ def _stored_parameters(key: str, policy: PolicyConfig) -> int | None:
         found = read_stored_weights(model_folder(key, policy.model_name))
     except RecipeError:
         return None
-    return found.parameters if found.parameters and not found.troubles else None
+    return found.parameters if found.parameters and not found.faults else None
 
 
 def _states(policy: PolicyConfig) -> int:
-    """Return how many tensors of the weights' size the optimizer keeps."""
+    """Return the number of optimizer states per weight."""
     if uses_megatron(policy):
         return 2
     optimizer: OptimizerConfig = policy.optimizer
@@ -172,7 +172,7 @@ def _states(policy: PolicyConfig) -> int:
 
 
 def _checkpoints(recipe: Recipe, run_dir: Path, nbytes: float, keep: int | None) -> PlannedWrite:
-    """Return all that there will be at once, one of them being written, less those that are there already."""
+    """Return the write of all checkpoints that exist at the same time, without those already on disk."""
     at_once = _at_once(recipe, keep)
     there = _there(run_dir)
     writers = ranks(recipe.cluster.train) * len({"policy", "value"} & config.models(recipe).keys())
@@ -188,7 +188,7 @@ def _checkpoints(recipe: Recipe, run_dir: Path, nbytes: float, keep: int | None)
 
 
 def _there(run_dir: Path) -> int:
-    """Return the bytes of the checkpoints that a run has already."""
+    """Return the bytes of the checkpoints already on disk."""
     return sum(path.stat().st_size for path in run_dir.glob("checkpoints/step_*/**/*") if path.is_file())
 
 
@@ -197,7 +197,7 @@ def _at_once(recipe: Recipe, keep: int | None) -> int:
     saves = None if steps is None else max(1, math.ceil(steps / checkpointing.save_period))
     if keep is None:
         return saves or LEAST
-    kept = keep + 1 if checkpointing.metric_name else max(keep, 1)  # the latest besides the best
+    kept = keep + 1 if checkpointing.metric_name else max(keep, 1)  # the latest one, and the best ones
     return min(saves or kept + 1, kept + 1)
 
 
@@ -206,8 +206,9 @@ def _fewer(recipe: Recipe, uses: list[PlannedWrite], checkpoint: float | None, f
     if not ours:
         return None
     others = sum(use.nbytes for use in uses if use not in ours)
+    assert checkpoint is not None  # uses of run_dir are checkpoints
     at_once = int((free - others + _there(Path(recipe.run_dir).absolute())) // checkpoint)
-    keep = at_once - (2 if recipe.checkpointing.metric_name else 1)  # as `_at_once` has it
+    keep = at_once - (2 if recipe.checkpointing.metric_name else 1)  # the inverse of `_at_once`
     if keep > 0:
         return f"checkpointing.keep_top_k={keep} would fit, or another run_dir"
     return "another run_dir, or checkpointing.enabled=false"
@@ -216,12 +217,12 @@ def _fewer(recipe: Recipe, uses: list[PlannedWrite], checkpoint: float | None, f
 # ---- conversions --------------------------------------------------------------------------------------------------------
 
 
-def _conversions(recipe: Recipe, pending: list[Path]) -> Iterator[PlannedWrite]:
-    """Yield those of every model that the Megatron backend holds; those that were made before need nothing."""
+def _conversions(recipe: Recipe, pending: Sequence[os.PathLike]) -> Iterator[PlannedWrite]:
+    """Yield the conversions of models of the Megatron backend that do not exist yet."""
     if not uses_megatron(recipe.policy):
         return
     root = conversions_folder(recipe)
-    wanted: dict[str, list[str]] = {}  # model's name -> sections; a critic's conversion is another than the policy's
+    wanted: dict[str, list[str]] = {}  # model's name -> sections; critic and policy have separate conversions
     for section, policy in config.models(recipe).items():
         if not policy.random_init and policy.model_name and not is_inside(policy.model_name, pending):
             wanted.setdefault(policy.model_name, []).append(section)
@@ -246,7 +247,7 @@ def _conversions(recipe: Recipe, pending: list[Path]) -> Iterator[PlannedWrite]:
 
 
 def _slug(name: str) -> str:
-    """Return a name as `pipeline/train/megatron/conversion_cache.py` makes it for a model's folder."""
+    """Return the folder name of a model's conversions, as the Megatron backend builds it."""
     name = Path(name).resolve().name if Path(name).is_dir() else name
     return re.sub(r"[^A-Za-z0-9._-]+", "--", name)[:80]
 
@@ -255,11 +256,12 @@ def _slug(name: str) -> str:
 
 
 def _note_rollouts(recipe: Recipe, run_dir: Path, other: float, notes: list[str]) -> None:
-    """Note rollouts that may not fit, if the steps have a bound.
+    """Note rollouts that may not fit, if the number of steps is bounded.
 
-    They are as long as the policy makes them, so only the largest size is known.
+    The policy determines their length, so only the largest size is known.
     """
     online, logged = config.section(recipe), recipe.logger.num_rollouts_to_log
+    assert isinstance(online, OnlineConfig)  # `generates`
     if config.bound(online.max_num_steps) is None:
         return
     each = online.num_prompts_per_step * online.num_generations_per_prompt

@@ -36,19 +36,18 @@ from pipeline.config import (
 )
 from pipeline.data.records import check_prompt_text
 
-SCAN_BYTES = 32 << 20  # of each data file
-LONGEST = 256  # prompts whose tokens are counted: those with the most characters, and the first so many
-OWN_TOKENS = 0.01  # share of a vocabulary that may be a model's own: markers of turns and the like
-TOLD = 5  # kinds of bad lines of a data file
-SHOWN_LINES = 5  # numbers of lines with the same fault, besides the first
+SCAN_BYTES = 32 << 20  # read from each data file
+LONGEST = 256  # tokens are counted for this many of the longest prompts, and for as many of the first ones
+OWN_TOKENS = 0.01  # share of a vocabulary that only one model may have, such as markers of turns
+SHOWN_FAULTS = 5  # faults reported per data file
+SHOWN_LINES = 5  # line numbers reported per fault, besides the first
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")
 
 
 def problems(recipe: Recipe, pending: Sequence[os.PathLike] = (), notes: list[str] | None = None) -> Iterator[Problem]:
-    """Yield what is wrong with the files.
+    """Yield problems of tokenizers and data files.
 
-    pending: run folders of needed recipes that have not run yet; they are not looked into.
-    notes: how data files are read is added to these.
+    pending: models of needed recipes that have not run yet, which are not checked. notes: receives how data files are read.
     """
     notes = [] if notes is None else notes
     notes += prompt_tokens.notes(recipe)
@@ -65,10 +64,12 @@ def problems(recipe: Recipe, pending: Sequence[os.PathLike] = (), notes: list[st
         yield from _check_dataset(recipe, key, dataset, tokenizer, notes)
 
 
-def _tokenizer(recipe: Recipe, section: str, model: PolicyConfig, pending: list[Path]) -> Generator[Problem, None, Path | None]:
+def _tokenizer(
+    recipe: Recipe, section: str, model: PolicyConfig, pending: Sequence[os.PathLike]
+) -> Generator[Problem, None, Path | None]:
     """Return a model's tokenizer.json.
 
-    None if it is yet to come out of a needed recipe, or is only in the old formats, which need transformers.
+    None if a needed recipe is still to write it, or if only older formats exist, which need transformers.
     """
     key, given = f"{section}.tokenizer", model.tokenizer
     if not given.name:
@@ -81,7 +82,7 @@ def _tokenizer(recipe: Recipe, section: str, model: PolicyConfig, pending: list[
     with collected(found):
         folder = model_folder(f"{key}.name", given.name)
     if found:
-        yield from found if given.name != model.model_name else ()  # of the model, that has been said
+        yield from found if given.name != model.model_name else ()  # otherwise the check of the model reports it
         return None
     if not any((folder / name).exists() for name in TOKENIZER_FILES):
         what = f"got {folder}, which has no tokenizer; expected one of {', '.join(TOKENIZER_FILES)} in it"
@@ -101,17 +102,19 @@ def _check_chat_template(key: str, folder: Path) -> Iterator[Problem]:
 
 
 def _vocabulary(path: Path) -> dict[str, int]:
-    """Return the tokens with their numbers. Raises RecipeError."""
+    """Return the id of each token. Raises RecipeError."""
     from tokenizers import Tokenizer
 
     try:
         return Tokenizer.from_file(str(path)).get_vocab()
-    except Exception as error:  # what tokenizers raises is no narrower
+    except Exception as error:  # tokenizers raises plain Exception
         message = f"not a tokenizer: {error}. Try to fetch the model again"
         raise RecipeError(Problem(str(path), "bad-format", message)) from None
 
 
-def _check_reward_tokenizer(recipe: Recipe, section: str, model: PolicyConfig, pending: list[Path]) -> Iterator[Problem]:
+def _check_reward_tokenizer(
+    recipe: Recipe, section: str, model: PolicyConfig, pending: Sequence[os.PathLike]
+) -> Iterator[Problem]:
     path = yield from _tokenizer(recipe, section, model, pending)
     found: list[Problem] = []
     with collected(found):
@@ -121,11 +124,11 @@ def _check_reward_tokenizer(recipe: Recipe, section: str, model: PolicyConfig, p
         return
     if size > described.get("vocab_size", size):
         what = f"got the tokenizer in {path.parent} with {size} tokens; expected at most the {described['vocab_size']} of"
-        yield Problem(f"{section}.tokenizer.name", "too-large", f"{what} {section}.model_name, whose tokenizer this is not")
+        yield Problem(f"{section}.tokenizer.name", "too-large", f"{what} {section}.model_name. Try that model's own tokenizer")
 
 
-def _check_teacher_tokenizer(recipe: Recipe, ours: Path, pending: list[Path]) -> Iterator[Problem]:
-    """Check that the teacher has the policy's tokens; a few added ones may differ."""
+def _check_teacher_tokenizer(recipe: Recipe, ours: Path, pending: Sequence[os.PathLike]) -> Iterator[Problem]:
+    """Check that the teacher has the policy's vocabulary, apart from a few added tokens."""
     name = recipe.teacher.model_name
     if name is None or is_inside(name, pending):
         return
@@ -133,21 +136,24 @@ def _check_teacher_tokenizer(recipe: Recipe, ours: Path, pending: list[Path]) ->
     with collected(found):
         theirs = model_folder("teacher.model_name", name) / "tokenizer.json"
         student, teacher = _vocabulary(ours), _vocabulary(theirs) if theirs.exists() else None
-    if found or teacher is None:  # a folder that is not there has been told of
+    if found or teacher is None:  # other checks report a missing folder
         return
-    odd = [token for token, number in student.items() if teacher.get(token, number) != number]
+    moved = [token for token, number in student.items() if teacher.get(token, number) != number]
     absent = len(student.keys() - teacher.keys())
-    if odd or absent > OWN_TOKENS * len(student):
-        what = f"'{odd[0]}' has another number there" if odd else f"{absent} of its {len(student)} tokens are not there"
-        ours = f"policy.tokenizer.name {recipe.policy.tokenizer.name}"
-        message = f"got {name}, which has another vocabulary than {ours}: {what}; expected a teacher of the policy's kind"
+    if moved or absent > OWN_TOKENS * len(student):
+        what = f"'{moved[0]}' has another id there" if moved else f"{absent} of its {len(student)} tokens are missing there"
+        policy = f"policy.tokenizer.name {recipe.policy.tokenizer.name}"
+        message = f"got {name}, whose vocabulary differs from {policy}: {what}; expected a teacher with the policy's tokenizer"
         yield Problem("teacher.model_name", "contradiction", message)
 
 
-def _check_teacher_rows(recipe: Recipe, pending: list[Path]) -> Iterator[Problem]:
-    """Models of one tokenizer may differ in rows that stand for no token, and a teacher may find one of its own likely."""
+def _check_teacher_rows(recipe: Recipe, pending: Sequence[os.PathLike]) -> Iterator[Problem]:
+    """Check that the teacher has no more vocabulary rows than the policy.
+
+    Models with one tokenizer may differ in unused rows, and a teacher may give probability to one that the policy lacks.
+    """
     sizes: dict[str, int | None] = {}
-    with collected([]):  # what is wrong with a model has been told of
+    with collected([]):  # other checks report problems of the models
         for section, policy in config.models(recipe).items():
             sizes[section] = (model_config(policy, pending, f"{section}.model_name") or {}).get("vocab_size")
     ours, theirs = sizes.get("policy"), sizes.get("teacher")
@@ -155,7 +161,9 @@ def _check_teacher_rows(recipe: Recipe, pending: list[Path]) -> Iterator[Problem
         message = (
             f"got {recipe.teacher.model_name} with {theirs} rows of vocabulary; expected at most the policy's {ours}, since"
         )
-        yield Problem("teacher.model_name", "too-large", f"{message} it may ask for tokens that the policy does not have")
+        yield Problem(
+            "teacher.model_name", "too-large", f"{message} it may give probability to rows that the policy does not have"
+        )
 
 
 # ---- data ---------------------------------------------------------------------------------------------------------------
@@ -194,13 +202,14 @@ def _check_dataset(
 def _check_records(
     recipe: Recipe, key: str, dataset: DatasetConfig, notes: list[str]
 ) -> Generator[Problem, None, list[tuple[int, str]]]:
-    """Return (line number, text) of the prompts. What is wrong with many lines is told once."""
-    path = f"{key}.data_path"
+    """Return (line number, text) of the prompts. Yields one problem for a fault of many lines."""
+    path, data_path = f"{key}.data_path", dataset.data_path
+    assert data_path is not None  # else it has a dataset_name
     found: list[tuple[int, Any]] = []  # line number, record
     unread: list[Problem] = []
-    bad: dict[str, list[int]] = {}  # what is wrong -> numbers of the lines
+    bad: dict[str, list[int]] = {}  # fault -> line numbers
     with collected(unread):
-        for number, line in _lines(path, Path(dataset.data_path)):
+        for number, line in _lines(path, Path(data_path)):
             try:
                 found.append((number, _record(line)))
             except ValueError as error:
@@ -231,19 +240,19 @@ def _check_records(
                     bad.setdefault(why, []).append(number)
         unusable = _droppable(recipe, unusable, len(found))
     bad = unusable | bad
-    for what, numbers in list(bad.items())[:TOLD]:
+    for what, numbers in list(bad.items())[:SHOWN_FAULTS]:
         yield Problem(path, "bad-record", f"{dataset.data_path}:{numbers[0]}: {what}{_also(numbers)}")
-    if rest := sum(map(len, list(bad.values())[TOLD:])):
+    if rest := sum(map(len, list(bad.values())[SHOWN_FAULTS:])):
         yield Problem(path, "bad-record", f"{dataset.data_path}: {rest} more lines have other faults")
     return inputs
 
 
 def _droppable(recipe: Recipe, unusable: dict[str, list[int]], count: int) -> dict[str, list[int]]:
-    """Return what is to be told of records that can be read and not used, out of so many. Some may be dropped, never all."""
+    """Return the faults to report of readable but unusable records. data.bad_records may drop some records, never all."""
     wrong = sum(map(len, unusable.values()))
     if recipe.data.bad_records == "drop" and wrong < count:
         return {}
-    advice = "; mend it, or data.bad_records=drop" if wrong < count else "; no record of the file can be used"
+    advice = ". Try to fix it, or data.bad_records=drop" if wrong < count else "; no record of the file can be used"
     return {f"{what}{advice}": numbers for what, numbers in unusable.items()}
 
 
@@ -255,7 +264,7 @@ def _also(numbers: list[int]) -> str:
 
 
 def _template(key: str, path: str) -> str:
-    """Return a prompt file's text. Raises RecipeError if it does not have one place for what is asked."""
+    """Return a prompt file's text. Raises RecipeError if it does not have exactly one {} for the prompt."""
     text = _text(key, path)
     try:
         return check_prompt_text(text)
@@ -284,7 +293,7 @@ def _check_name(key: str, name: str | None) -> Iterator[Problem]:
     if name in GENERATED_DATASETS or (name not in NAMED_DATASETS and Path(name).is_dir()):
         return
     if is_dotted_path(name) and not Path(name).exists():
-        return  # launch/preflight/user_imports.py looks at it
+        return  # user_imports.py checks it
     repository = NAMED_DATASETS[name].repository if name in NAMED_DATASETS else name
     if _is_cached(repository):
         return
@@ -312,14 +321,14 @@ def _is_cached(name: str) -> bool:
 
 
 def _snake(name: str) -> str:
-    """`OpenAI/GSM8KData` -> `OpenAI___gsm8_k_data`, as `datasets` names a prepared data set."""
+    """Return the folder name of a prepared data set in `datasets`: `OpenAI/GSM8KData` -> `OpenAI___gsm8_k_data`."""
     organization, slash, short = name.rpartition("/")
     short = re.sub(r"([a-z\d])([A-Z])", r"\1_\2", re.sub(r"([A-Z]+)([A-Z][a-z])", r"\1_\2", short)).lower()
     return f"{organization}{'___' if slash else ''}{short}"
 
 
 def _lines(key: str, path: Path) -> Iterator[tuple[int, bytes]]:
-    """Yield (line number from 1, line) of a JSONL file's first SCAN_BYTES, without empty ones. Raises RecipeError."""
+    """Yield (line number from 1, line) of a JSONL file's first SCAN_BYTES, without empty lines. Raises RecipeError."""
     try:
         file = open(path, "rb")  # noqa: SIM115 closed below
     except (OSError, ValueError) as error:
@@ -337,7 +346,7 @@ def _lines(key: str, path: Path) -> Iterator[tuple[int, bytes]]:
 
 
 def _record(line: bytes) -> dict[str, Any]:
-    """Return a record, as the job reads it. Raises ValueError for a line that is not a JSON object."""
+    """Return a record as the job reads it. Raises ValueError for a line that is not a JSON object."""
     try:
         record = msgspec.json.decode(line)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:

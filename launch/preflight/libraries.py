@@ -1,6 +1,6 @@
-"""Check the subtrees of a recipe that a library reads: their keys must be the library's.
+"""Check the sections of a recipe that go to a library: their keys must be the library's options.
 
-The library's source is read where it is installed; where it is not, the job's own error tells. Left out: what values mean.
+Reads the library's source where it is installed; elsewhere the job reports errors. Leaves out: the meaning of values.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from pipeline.config import OptimizerConfig, PolicyConfig, Problem, Recipe, alia
 
 VLLM_KWARGS = "policy.generation.vllm_kwargs"
 ENGINE = "policy.generation"
-SAID_BY = {  # of vLLM's arguments, those that hetstep gives, and the key that says them
+SET_BY_KEYS = {  # vLLM's arguments that Hetstep sets -> the key to use
     "model": "policy.model_name",
     "hf_overrides": "policy.hf_config_overrides",
     "dtype": "policy.precision",
@@ -33,40 +33,40 @@ SAID_BY = {  # of vLLM's arguments, those that hetstep gives, and the key that s
     "enforce_eager": f"{ENGINE}.vllm_cfg.enforce_eager",
     "enable_prefix_caching": f"{ENGINE}.vllm_cfg.enable_prefix_caching",
 }
-OURS = {  # and those that nothing says, with the reason
+FIXED = {  # vLLM's arguments that cannot be set -> the reason
     "load_format": "weights come from the train ranks",
     "skip_tokenizer_init": "prompts and answers are token ids",
     "tokenizer": "prompts and answers are token ids",
-    "generation_config": "how to sample is said by policy.generation",
-    "seed": "every engine has its own, of the algorithm's",
+    "generation_config": "policy.generation sets the sampling",
+    "seed": "every engine gets its own, from the algorithm's seed",
     "logprobs_mode": "training needs log-probs after temperature",
-    "distributed_executor_backend": "the ranks are started by the job",
-    "data_parallel_size": "engines are independent, and as many as cluster.generate has room for",
-    "disable_log_stats": "the run's metrics count",
+    "distributed_executor_backend": "the job starts the ranks",
+    "data_parallel_size": "engines are independent; cluster.generate determines their number",
+    "disable_log_stats": "the run's metrics need them",
 }
-OF_THE_MODEL = (  # of Megatron's options: config.json's, by which weights are converted
+MODEL_OPTIONS = (  # Megatron's options that config.json gives and the conversion of weights relies on
     *("num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "num_query_groups", "kv_channels"),
     *("num_moe_experts", "moe_ffn_hidden_size", "moe_shared_expert_intermediate_size", "moe_layer_freq", "moe_router_topk"),
     *("multi_latent_attention", "q_lora_rank", "kv_lora_rank", "qk_head_dim", "qk_pos_emb_head_dim", "v_head_dim"),
     *("normalization", "gated_linear_unit", "activation_func", "add_bias_linear", "add_qkv_bias", "qk_layernorm"),
 )
-OF_THE_RUN = {  # and those that follow from how this backend trains
+RUN_OPTIONS = {  # Megatron's options that this backend sets -> the reason
     "params_dtype": "it is policy.precision",
     "bf16": "it is policy.precision",
     "fp16": "it is policy.precision",
     "variable_seq_lengths": "each microbatch has its own number of tokens",
-    "calculate_per_token_loss": "losses are divided already",
+    "calculate_per_token_loss": "Hetstep divides the losses",
     "moe_z_loss_coeff": "the router's loss would be divided by another count than the policy's loss",
     "attention_dropout": "ratios to the policy that sampled would be noise",
     "hidden_dropout": "ratios to the policy that sampled would be noise",
 }
-MEGATRON_ADAM = {"lr", "betas", "eps", "weight_decay", "fused", "foreach"}  # pipeline/train/megatron/optimizer.py takes these
+MEGATRON_ADAM = {"lr", "betas", "eps", "weight_decay", "fused", "foreach"}  # see pipeline/train/megatron/optimizer.py
 RATES = ("lr", "weight_decay", "eps")
 PLAIN = {"int": int, "float": float, "bool": bool, "str": str, "None": type(None)}
 
 
 def problems(recipe: Recipe) -> Iterator[Problem]:
-    """Yield what is wrong with the options of vLLM, Megatron and torch."""
+    """Yield problems of the options for vLLM, Megatron-Core and torch."""
     policy = recipe.policy
     if generates(recipe) and policy.generation.backend == "vllm":
         yield from _engine(policy.generation.vllm_kwargs)
@@ -84,7 +84,7 @@ def problems(recipe: Recipe) -> Iterator[Problem]:
 
 
 def unchecked(recipe: Recipe) -> Iterator[str]:
-    """Yield what `problems` cannot look at, because the library is not where the run is submitted."""
+    """Yield notes on options that `problems` cannot check because the library is not installed on this machine."""
     policy = recipe.policy
     read_by = {"torch": ["policy.optimizer", "policy.scheduler"]}
     if policy.generation.vllm_kwargs and generates(recipe):
@@ -106,30 +106,28 @@ def _unknown(key: str, given: Iterable[str], known: Iterable[str], whose: str) -
             yield Problem(f"{key}.{name}", "unknown-key", f"{whose} has no such option{hint}")
 
 
-def _taken(key: str, given: Iterable[str], whys: Mapping[str, str]) -> Iterator[Problem]:
-    """Yield a problem for each option that must not be given. whys: by option."""
+def _forbidden(key: str, given: Iterable[str], reasons: Mapping[str, str]) -> Iterator[Problem]:
+    """Yield a problem for each option that must not be given. reasons: by option."""
     for name in given:
-        if name in whys:
-            yield Problem(f"{key}.{name}", "contradiction", f"cannot be given: {whys[name]}. Leave it out")
+        if name in reasons:
+            yield Problem(f"{key}.{name}", "contradiction", f"cannot be given: {reasons[name]}. Leave it out")
 
 
 # ---- vLLM ---------------------------------------------------------------------------------------------------------------
 
 
 def _engine(given: Mapping[str, Any]) -> Iterator[Problem]:
-    yield from _taken(VLLM_KWARGS, given, OURS | {name: f"{key} says this" for name, key in SAID_BY.items()})
+    yield from _forbidden(VLLM_KWARGS, given, FIXED | {name: f"{key} sets this" for name, key in SET_BY_KEYS.items()})
     if not given or (known := _known("vllm.engine.arg_utils.EngineArgs")) is None:
         return
-    yield from _unknown(VLLM_KWARGS, given, known, "vLLM as it is installed here")
+    yield from _unknown(VLLM_KWARGS, given, known, "the installed vLLM")
     for name, value in given.items():
         if not _fits(known.get(name), value):
-            yield Problem(
-                f"{VLLM_KWARGS}.{name}", "wrong-type", f"got {value!r}; expected what vLLM takes there: {known[name]}"
-            )
+            yield Problem(f"{VLLM_KWARGS}.{name}", "wrong-type", f"got {value!r}; expected vLLM's type {known[name]}")
 
 
 def _known(dotted: str) -> signatures.Parameters | None:
-    """Return what a class takes; None, too, of a version that has no such class: whether that does is for the job to say."""
+    """Return a class's parameters; None if they are not known or this version has no such class, which the job reports."""
     try:
         return signatures.parameters(dotted)
     except signatures.NoSuchClass:
@@ -137,7 +135,7 @@ def _known(dotted: str) -> signatures.Parameters | None:
 
 
 def _fits(annotation: str | None, value: Any) -> bool:
-    """Return whether a value of YAML is what `int | None` and the like take. Of others it is not known."""
+    """Return whether a YAML value fits an annotation such as `int | None`; True for annotations that cannot be checked."""
     kinds = [kind.strip() for kind in (annotation or "").split("|")]
     types = {PLAIN[kind] for kind in kinds if kind in PLAIN}
     return len(types) < len(kinds) or type(value) in types or (type(value) is int and float in types)
@@ -148,21 +146,21 @@ def _fits(annotation: str | None, value: Any) -> bool:
 
 def _megatron(given: Mapping[str, Any]) -> Iterator[Problem]:
     key = "policy.megatron_cfg.model_overrides"
-    model = dict.fromkeys(OF_THE_MODEL, "it is the model's, by which its weights are converted")
-    yield from _taken(key, given, OF_THE_RUN | model)
+    model = dict.fromkeys(MODEL_OPTIONS, "config.json gives it, and the conversion of weights relies on it")
+    yield from _forbidden(key, given, RUN_OPTIONS | model)
     if not given:
         return
     module = "megatron.core.transformer.transformer_config"
-    known = [_known(f"{module}.{name}") for name in ("TransformerConfig", "MLATransformerConfig")]
-    if None not in known:
-        yield from _unknown(key, given, {**known[0], **known[1]}, "Megatron-Core as it is installed here")
+    config, mla_config = _known(f"{module}.TransformerConfig"), _known(f"{module}.MLATransformerConfig")
+    if config is not None and mla_config is not None:
+        yield from _unknown(key, given, {**config, **mla_config}, "the installed Megatron-Core")
 
 
 # ---- kernels of FSDP2 ---------------------------------------------------------------------------------------------------
 
 
 def _kernels(recipe: Recipe) -> Iterator[Problem]:
-    """Yield a problem for each package of kernels that is asked for and not installed, where the ranks have this Python."""
+    """Yield a problem for each requested kernel package that is not installed, if the ranks use this Python."""
     trainers = (recipe.cluster.train, recipe.cluster.reward) if serves_rewards(recipe) else (recipe.cluster.train,)
     if all(map(containers.has_another_python, trainers)):
         return
@@ -191,11 +189,11 @@ def _optimizer(section: str, given: OptimizerConfig, megatron: bool) -> Iterator
         else:
             yield from _unknown(f"{key}.kwargs", given.kwargs, MEGATRON_ADAM, "Megatron-Core's Adam")
         return
-    yield from _of_torch(key, given.name, given.kwargs, "params", "torch.optim.AdamW")
+    yield from _torch_class(key, given.name, given.kwargs, "params", "torch.optim.AdamW")
 
 
-def _of_torch(key: str, name: str, kwargs: Mapping[str, Any], own: str, example: str) -> Iterator[Problem]:
-    """own: what the backend gives."""
+def _torch_class(key: str, name: str, kwargs: Mapping[str, Any], own: str, example: str) -> Iterator[Problem]:
+    """Check a class of torch and its kwargs. own: the parameter that the backend passes."""
     if "." not in name:
         yield Problem(f"{key}.name", "bad-format", f"got '{name}'; expected the dotted path of a class, such as {example}")
         return
@@ -203,7 +201,7 @@ def _of_torch(key: str, name: str, kwargs: Mapping[str, Any], own: str, example:
         known = signatures.parameters(name)
     except signatures.NoSuchClass:
         library = name.partition(".")[0]
-        what = f"got '{name}', which {library} as it is installed here does not have; expected one such as {example}"
+        what = f"got '{name}', which the installed {library} does not have; expected one such as {example}"
         yield Problem(f"{key}.name", "not-a-choice", what)
         return
     if known is not None:
@@ -211,7 +209,7 @@ def _of_torch(key: str, name: str, kwargs: Mapping[str, Any], own: str, example:
 
 
 def _schedule(key: str, given: Any) -> Iterator[Problem]:
-    """Check a schedule: null, one {name, kwargs}, or a list of those that ends in {milestones: [...]}, as in NeMo-RL."""
+    """Check a schedule: null, one {name, kwargs}, or a list of these with a last {milestones: [...]}, as in NeMo-RL."""
     if given is None:
         return
     parts = [given]
@@ -219,7 +217,7 @@ def _schedule(key: str, given: Any) -> Iterator[Problem]:
         *parts, last = given or [None]
         steps = last.get("milestones") if isinstance(last, dict) and set(last) == {"milestones"} else None
         numbers = isinstance(steps, list) and all(isinstance(s, int) and not isinstance(s, bool) and s >= 0 for s in steps)
-        if not numbers or len(steps) != len(parts) - 1 or sorted(steps) != steps:
+        if steps is None or not numbers or len(steps) != len(parts) - 1 or sorted(steps) != steps:
             what = (
                 "expected schedules {name, kwargs} and last {milestones: [...]}, the step at which each but the first begins,"
             )
@@ -232,20 +230,20 @@ def _schedule(key: str, given: Any) -> Iterator[Problem]:
             what = f"got {part!r}; expected a schedule {{name, kwargs}}, such as torch.optim.lr_scheduler.LinearLR"
             yield Problem(name, "bad-format", what)
         elif not isinstance(kwargs, dict | None):
-            what = f"got {kwargs!r}; expected a mapping of what {part['name']} takes"
+            what = f"got {kwargs!r}; expected a mapping of arguments for {part['name']}"
             yield Problem(f"{name}.kwargs", "wrong-type", what)
         elif part["name"].endswith(".ReduceLROnPlateau"):
-            what = "got ReduceLROnPlateau, which looks at a metric; expected a schedule by step"
+            what = "got ReduceLROnPlateau, which depends on a metric; expected a schedule by step"
             yield Problem(f"{name}.name", "unsupported", what)
         else:
-            yield from _of_torch(name, part["name"], kwargs or {}, "optimizer", "torch.optim.lr_scheduler.LinearLR")
+            yield from _torch_class(name, part["name"], kwargs or {}, "optimizer", "torch.optim.lr_scheduler.LinearLR")
 
 
 # ---- transformers ---------------------------------------------------------------------------------------------------------
 
 
 def unknown_overrides(section: str, policy: PolicyConfig, folder: Path) -> Iterator[Problem]:
-    """Yield the keys of hf_config_overrides that the model's configuration does not have."""
+    """Yield keys of hf_config_overrides that the model's configuration does not have."""
     key, given = f"{section}.hf_config_overrides", policy.hf_config_overrides
     if not given:
         return
@@ -256,7 +254,7 @@ def unknown_overrides(section: str, policy: PolicyConfig, folder: Path) -> Itera
 
 
 def _configuration(family: str | None) -> dict[str, Any] | None:
-    """Return the keys of a family's configuration in transformers; None if that is not here, or does not have it."""
+    """Return the keys of a family's configuration; None if transformers is not installed or lacks the family."""
     if not family or not family.isidentifier():
         return None
     dotted = f"transformers.models.{family}.configuration_{family}"
@@ -267,17 +265,17 @@ def _configuration(family: str | None) -> dict[str, Any] | None:
     for node in tree.body:
         if isinstance(node, ast.ClassDef) and _assigned(node, "model_type") == family:
             names = _assigned(node, "attribute_map") or {}
-            return {**OF_ANY_MODEL, **base, **signatures.fields(dotted, node), **names, **dict.fromkeys(names.values())}
+            return {**EVERY_MODEL, **base, **signatures.fields(dotted, node), **names, **dict.fromkeys(names.values())}
     return None
 
 
-OF_ANY_MODEL = dict.fromkeys(  # what PreTrainedConfig has besides its fields
+EVERY_MODEL = dict.fromkeys(  # keys that PreTrainedConfig accepts besides its fields
     ("rope_scaling", "rope_parameters", "num_labels", "torch_dtype", "vocab_size")
 )
 
 
 def _assigned(node: ast.ClassDef, name: str) -> Any:
-    """Return the literal that a class body gives to a name."""
+    """Return the literal that a class body assigns to a name, None if there is none."""
     for item in node.body:
         if isinstance(item, ast.Assign) and any(isinstance(t, ast.Name) and t.id == name for t in item.targets):
             try:

@@ -1,6 +1,6 @@
-"""Check what a model's tokenizer makes of the prompts in a data file: too many tokens, or unknown ones.
+"""Check the token counts of prompts in a data file, and text that the tokenizer does not know.
 
-Needs the `tokenizers` package and tokenizer.json. The job checks again, with transformers, what is beyond the bounds here.
+Needs the `tokenizers` package and tokenizer.json. The job checks all prompts again, with transformers.
 """
 
 from __future__ import annotations
@@ -13,20 +13,20 @@ from pipeline.config import Problem, Recipe, generates
 
 
 def notes(recipe: Recipe) -> Iterator[str]:
-    """Yield what is odd about the lengths that the recipe asks for, and harmless."""
-    asked, context = recipe.policy.generation.max_new_tokens, recipe.policy.max_total_sequence_length
-    if generates(recipe) and asked > context:
+    """Yield notes on lengths in the recipe that are unusual but harmless."""
+    most, context = recipe.policy.generation.max_new_tokens, recipe.policy.max_total_sequence_length
+    if generates(recipe) and most > context:
         yield (
-            f"policy.generation.max_new_tokens: {asked} is above policy.max_total_sequence_length {context}, where prompt and"
+            f"policy.generation.max_new_tokens: {most} is above policy.max_total_sequence_length {context}, where prompt and"
             " answer end together; answers are cut there"
         )
 
 
 def problems(key: str, path: str, prompts: list[tuple[int, str]], tokenizer: Path, recipe: Recipe) -> Iterator[Problem]:
-    """Yield the prompts that are too long, and text that the tokenizer does not know.
+    """Yield prompts that are too long or contain text that the tokenizer does not know.
 
-    path: of the data file, which `key` names. prompts: (line number, text), each with at most as many tokens as the job will
-    count. tokenizer: tokenizer.json.
+    path: the data file of `key`. prompts: (line number, text), without the chat template, so the job counts at least as many
+    tokens. tokenizer: path of tokenizer.json.
     """
     from tokenizers import Tokenizer
 
@@ -46,11 +46,11 @@ def problems(key: str, path: str, prompts: list[tuple[int, str]], tokenizer: Pat
             shown = ", ".join(dict.fromkeys(map(repr, parts[:5])))
             what = f"{path}:{number}: the tokenizer in {tokenizer.parent} does not know {shown}, which becomes {mark} (so in"
             hint = "Try another policy.tokenizer.name, or data.unknown_tokens=keep"
-            yield Problem(key, "bad-record", f"{what} {len(found)} of the {len(numbered)} prompts looked at). {hint}")
+            yield Problem(key, "bad-record", f"{what} {len(found)} of the {len(numbered)} prompts checked). {hint}")
 
 
 def _too_long(key: str, path: str, longest: tuple[int, int], recipe: Recipe) -> Iterator[Problem]:
-    """longest: (tokens, line number)."""
+    """Check the longest prompt. longest: (tokens, line number)."""
     length, number = longest
     if length > (limit := recipe.data.max_input_seq_length):
         what = f", but data.max_input_seq_length is {limit}"
@@ -63,7 +63,7 @@ def _too_long(key: str, path: str, longest: tuple[int, int], recipe: Recipe) -> 
 
 
 def _unknown_token(tokenizer: Path) -> str | None:
-    """Return what stands for text that the tokenizer does not know; None where that means something else besides (GPT-2's)."""
+    """Return the token for unknown text; None if there is none, or if it also has another meaning, as in GPT-2."""
     model = json.loads(tokenizer.read_text())["model"]
     mark = model.get("unk_token")
     if mark is None and model.get("unk_id") is not None:

@@ -1,7 +1,7 @@
-"""Check, before a run is submitted, that programs which its policy writes can be contained.
+"""Check, before a run is submitted, that the programs of its policy can be sandboxed.
 
-On this machine that is tried. Other nodes are asked when their ranks start, which end with the same words. Left out: the nodes
-of a Slurm job, and images, of which nothing is known here.
+The sandbox is tried on this machine. On other nodes the ranks try it when they start, and end with the same message. Leaves
+out: the nodes of a Slurm job and images, which cannot be tried from here.
 """
 
 from __future__ import annotations
@@ -18,36 +18,42 @@ if TYPE_CHECKING:
 
 
 def problems(recipe: Recipe, executor: str, notes: list[str]) -> Iterator[Problem]:
-    """executor: local, slurm or allocation. `notes` takes in what cannot be told here."""
+    """Yield sandboxes that do not work on this machine.
+
+    executor: local, slurm or allocation. notes: receives sandboxes that can only be tried on other nodes.
+    """
     if not generates(recipe):
         return
-    asked = dict(one for name, config in recipe.env.items() for one in _asked(f"env.{name}.kwargs", config))
-    contained = {key: arguments for key, arguments in asked.items() if arguments.sandbox in ("auto", *ISOLATING_BACKENDS)}
-    for key in sorted(set(asked) - set(contained)):
-        if asked[key].sandbox == "none":
-            notes.append(f"{key}.sandbox: none, so what the policy writes runs with this user's rights: its files, its network")
-    if contained and executor != "local":
+    found = dict(one for name, config in recipe.env.items() for one in _sandboxes(f"env.{name}.kwargs", config))
+    isolated = {key: arguments for key, arguments in found.items() if arguments.sandbox in ("auto", *ISOLATING_BACKENDS)}
+    for key in sorted(set(found) - set(isolated)):
+        if found[key].sandbox == "none":
+            notes.append(
+                f"{key}.sandbox: none: programs of the policy run with this user's rights, including files and network"
+            )
+    if isolated and executor != "local":
         notes.append(
-            f"{', '.join(contained)}: whether programs can be contained shows on the generate nodes, when their ranks start;"
-            " that takes bubblewrap (`bwrap`) in their image, or user namespaces"
+            f"{', '.join(isolated)}: the generate ranks check when they start whether they can sandbox programs; that needs"
+            " bubblewrap (`bwrap`) in their image, or user namespaces"
         )
         return
-    for key, arguments in contained.items():
+    for key, arguments in isolated.items():
         try:
             backends.choose(arguments.sandbox, tuple(arguments.readable))
         except SandboxError as error:
             yield Problem(f"{key}.sandbox", "unsupported", str(error))
 
 
-def _asked(key: str, config: EnvironmentConfig) -> Iterator[tuple[str, SandboxArguments]]:
-    """Yield (key, kwargs) of each environment or tool that runs programs; problems of kwargs are the recipe's own."""
-    arguments = read_kwargs(key, config)[0] if config.kind in KINDS else None
-    if hasattr(arguments, "sandbox"):
-        yield key, arguments
-    if config.kind == "tools" and arguments:
-        from pipeline.environments.tools import TOOLS, read_tool_kwargs, read_tools  # only where a recipe has tools
+def _sandboxes(key: str, config: EnvironmentConfig) -> Iterator[tuple[str, SandboxArguments]]:
+    """Yield (key, kwargs) of each environment or tool that runs programs. Checks of the recipe report problems of kwargs."""
+    from pipeline.environments.python_tool import SandboxArguments  # only where a recipe generates
+    from pipeline.environments.tools import TOOLS, ToolsArguments, read_tool_kwargs, read_tools
 
+    arguments = read_kwargs(key, config)[0] if config.kind in KINDS else None
+    if isinstance(arguments, SandboxArguments):
+        yield key, arguments
+    if isinstance(arguments, ToolsArguments):
         for name, tool in read_tools(f"{key}.tools", arguments.tools)[0].items():
             inner = f"{key}.tools.{name}.kwargs"
-            if tool.kind in TOOLS and hasattr(given := read_tool_kwargs(inner, tool)[0], "sandbox"):
+            if tool.kind in TOOLS and isinstance(given := read_tool_kwargs(inner, tool)[0], SandboxArguments):
                 yield inner, given

@@ -1,6 +1,6 @@
-"""Read from a library's source what its classes take: nothing is imported, for that takes seconds.
+"""Read the parameters of a library's classes from its source. Importing the library would take seconds.
 
-Left out: what a class takes through `**kwargs` that are not its bases', and classes that are made at run time.
+Leaves out: parameters that a class takes through `**kwargs` other than its bases', and classes made at run time.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from functools import cache
 from pathlib import Path
 
 Parameters = dict[str, str | None]
-"""By name the annotation, as it is written."""
+"""Parameter name -> annotation as written, None without one."""
 
 
 class NoSuchClass(LookupError):
@@ -20,11 +20,9 @@ class NoSuchClass(LookupError):
 
 @cache
 def parameters(dotted: str) -> Parameters | None:
-    """Return what the class takes beside `self`.
+    """Return the parameters of a class, without `self`. Raises NoSuchClass.
 
-    None if that cannot be told: its library is not here, or the class takes anything.
-
-    Raises NoSuchClass.
+    None if they are not known: the library is not installed, or the class takes **kwargs.
     """
     module, _, name = dotted.rpartition(".")
     if not module or not _roots(module.partition(".")[0]):
@@ -32,7 +30,7 @@ def parameters(dotted: str) -> Parameters | None:
     found = _class(module, name)
     if found is None:
         raise NoSuchClass(dotted)
-    return _taken(*found)
+    return _parameters_of(*found)
 
 
 @cache
@@ -47,7 +45,7 @@ def _roots(package: str) -> tuple[Path, ...]:
 
 @cache
 def module(dotted: str) -> ast.Module | None:
-    """Return the syntax tree of a module's source."""
+    """Return the syntax tree of a module's source, None without one."""
     package, *path = dotted.split(".")
     for root in _roots(package):
         for file in (root.joinpath(*path, "__init__.py"), root.joinpath(*path).with_suffix(".py") if path else root):
@@ -57,7 +55,7 @@ def module(dotted: str) -> ast.Module | None:
 
 
 def _class(dotted: str, name: str, seen: frozenset[str] = frozenset()) -> tuple[str, ast.ClassDef] | None:
-    """Return (module, class) of a name that a module defines or imports."""
+    """Return (module, class) for a name that a module defines or imports."""
     if dotted in seen or (tree := module(dotted)) is None:
         return None
     for node in tree.body:
@@ -84,7 +82,7 @@ def _is_package(dotted: str) -> bool:
     return any(root.joinpath(*path, "__init__.py").is_file() for root in _roots(package))
 
 
-def _taken(dotted: str, node: ast.ClassDef) -> Parameters | None:
+def _parameters_of(dotted: str, node: ast.ClassDef) -> Parameters | None:
     for item in node.body:
         if isinstance(item, ast.FunctionDef) and item.name == "__init__":
             if item.args.kwarg is not None:
@@ -95,7 +93,7 @@ def _taken(dotted: str, node: ast.ClassDef) -> Parameters | None:
 
 
 def fields(dotted: str, node: ast.ClassDef) -> Parameters:
-    """Return the annotated names of a class and of its bases, as a dataclass has them."""
+    """Return the annotated fields of a class and of its bases, as in a dataclass."""
     found: Parameters = {}
     for base in reversed(node.bases):
         if isinstance(base, ast.Name) and (above := _class(dotted, base.id)):

@@ -1,9 +1,9 @@
-"""Compare requests with the limits of accounts and QOS, where Slurm's accounting keeps jobs beyond them from starting.
+"""Compare requests with the limits of accounts and QOS, beyond which Slurm's accounting never starts a job.
 
-sbatch refuses accounts and QOS that a user may not use, but takes most jobs that no limit will ever let start. The order in
-which limits count: https://slurm.schedmd.com/resource_limits.html. Heterogeneous components are jobs of their own to these.
+sbatch refuses accounts and QOS that a user may not use, but accepts most jobs beyond their limits. For the precedence of limits
+see https://slurm.schedmd.com/resource_limits.html. Each heterogeneous component counts as a job.
 
-Leaves out what other jobs use at the moment (it passes), limits of minutes (TRESMins), and limits of a GPU's type.
+Leaves out: current usage of other jobs, limits of minutes (TRESMins), and limits per type of GPU.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ QOS = (
     *("Name", "Flags", "GrpTRES", "GrpJobs", "MaxTRES", "MaxTRESPerNode", "MaxWall"),
     *("MaxTRESPU", "MaxJobsPU", "MaxTRESPA", "MaxJobsPA", "MinTRES"),
 )
-WHAT = {"node": "nodes", "cpu": "CPUs", "gres/gpu": "GPUs", "mem": "MB of memory"}
+UNITS = {"node": "nodes", "cpu": "CPUs", "gres/gpu": "GPUs", "mem": "MB of memory"}
 
 
 @dataclass(frozen=True)
@@ -36,13 +36,13 @@ class Accounting:
     default_account: str | None
 
     def association(self, account: str | None, partition: str) -> Fields | None:
-        """Return the one for that partition, else the one for all of them."""
+        """Return the association for that partition, else the one for all partitions, else None."""
         rows = {row["Partition"]: row for row in self.associations if row["Account"] == account}
         return rows.get(partition) or rows.get("")
 
 
 def accounting(cluster: str, user: str) -> Accounting:
-    """Ask sacctmgr. Raises SlurmError, also where there is no accounting."""
+    """Return what sacctmgr reports for a user. Raises SlurmError, also where there is no accounting."""
     of_cluster = ("sacctmgr", "-nP", "show", "assoc", f"format={','.join(ASSOCIATION)}", "where", f"cluster={cluster}")
     associations = _rows(ASSOCIATION, run_command(*of_cluster, f"user={user}"))
     accounts: dict[str, Fields] = {}
@@ -58,25 +58,28 @@ def accounting(cluster: str, user: str) -> Accounting:
 
 
 def _rows(names: tuple[str, ...], text: str) -> list[Fields]:
-    """Read an answer of `sacctmgr -nP`."""
+    """Parse the output of `sacctmgr -nP`."""
     rows = [line.split("|") for line in text.splitlines() if line]
     if any(len(row) != len(names) for row in rows):
         first = text.splitlines()[0]
-        raise SlurmError(f"sacctmgr's answer does not have the {len(names)} fields that were asked for: {first}", "failed")
+        raise SlurmError(f"expected {len(names)} fields from sacctmgr; got: {first}", "failed")
     return [dict(zip(names, row, strict=True)) for row in rows]
 
 
 def effective_account(request: ComponentRequest, accounting: Accounting | None) -> str | None:
+    """Return the requested account, else the user's default; None if it is not known."""
     return request.account or (accounting.default_account if accounting else None)
 
 
 def effective_qos(accounting: Accounting | None, request: ComponentRequest, partition: str) -> str | None:
-    """Return the one that is asked for, or the association's default; None where that cannot be told."""
+    """Return the requested QOS, else the association's default; None if it is not known."""
     if request.qos or accounting is None:
         return request.qos
     row = accounting.association(effective_account(request, accounting), partition)
     allowed = _names(row["QOS"]) if row else []
-    return (row and row["DefaultQOS"]) or ("normal" if "normal" in allowed else allowed[0] if len(allowed) == 1 else None)
+    return (row["DefaultQOS"] if row else None) or (
+        "normal" if "normal" in allowed else allowed[0] if len(allowed) == 1 else None
+    )
 
 
 def _names(text: str) -> list[str]:
@@ -88,28 +91,29 @@ def _names(text: str) -> list[str]:
 
 @dataclass(frozen=True)
 class ApplicableLimits:
-    """A component's request, with the rows that limit it, each with its holder's name under `who`, such as `QOS short`."""
+    """A component's request and the rows that limit it. Key `who` of a row names its holder, such as `QOS short`."""
 
     request: ComponentRequest
-    qos: list[Fields]  # whose limits come first, first
+    qos: list[Fields]  # in order of precedence
     association: Fields
-    accounts: list[Fields]  # the account, and those above it
+    accounts: list[Fields]  # the account and its ancestors
 
     @property
     def rows(self) -> dict[str, Fields]:
+        """All limiting rows by holder."""
         return {row["who"]: row for row in (*self.qos, self.association, *self.accounts)}
 
 
 def problems(accounting: Accounting, user: str, requests: list[tuple[ComponentRequest, Fields]]) -> Iterator[Problem]:
-    """requests: each with a partition in which Slurm takes it."""
-    standings = [found for each in requests if (found := _standing(accounting, user, *each))]
-    for standing in standings:
-        yield from _of_one_job(standing)
-    yield from _of_all(standings)
+    """Yield requests beyond the limits. requests: each with a partition that accepts it."""
+    applicable = [found for each in requests if (found := _applicable(accounting, user, *each))]
+    for limits in applicable:
+        yield from _job_problems(limits)
+    yield from _sum_problems(applicable)
 
 
-def _standing(accounting: Accounting, user: str, request: ComponentRequest, partition: Fields) -> ApplicableLimits | None:
-    """Return what limits a component; None without an association, which Slurm itself refuses."""
+def _applicable(accounting: Accounting, user: str, request: ComponentRequest, partition: Fields) -> ApplicableLimits | None:
+    """Return the limits of a component; None without an association, which Slurm itself refuses."""
     account = effective_account(request, accounting)
     if (row := accounting.association(account, partition["PartitionName"])) is None:
         return None
@@ -128,45 +132,47 @@ def _standing(accounting: Accounting, user: str, request: ComponentRequest, part
 # ---- how much -----------------------------------------------------------------------------------------------------------
 
 
-def _on_a_node(request: ComponentRequest) -> dict[str, float]:
+def _per_node(request: ComponentRequest) -> dict[str, float]:
     return {"node": 1, "cpu": request.cpus, "gres/gpu": request.gpus, "mem": request.memory_mb}
 
 
-def _of_one_job(standing: ApplicableLimits) -> Iterator[Problem]:
-    request, rows = standing.request, [*standing.qos, standing.association]
-    others = ", ".join(sorted(set(_names(standing.association["QOS"])) - {row["Name"] for row in standing.qos}))
+def _job_problems(limits: ApplicableLimits) -> Iterator[Problem]:
+    request, rows = limits.request, [*limits.qos, limits.association]
+    others = ", ".join(sorted(set(_names(limits.association["QOS"])) - {row["Name"] for row in limits.qos}))
     instead = f"another QOS (of {others})" if others else "another QOS, of which there is none"
-    for name, each in _on_a_node(request).items():
+    for name, each in _per_node(request).items():
         for field, count, of in (("MaxTRES", request.nodes, "a job"), ("MaxTRESPerNode", 1, "a node of a job")):
             who, limit = _first(rows, field, name)
             if limit is not None and each * count > limit:
                 fewer = f"{int(limit // each)} nodes" if count > 1 or name == "node" else f"{limit:g}"
                 message = f"got {_times(count, each, name)}, but {who} allows {of} {limit:g}; expected at most {fewer}"
                 yield Problem(f"{request.key}.nodes", "over-limit", f"{message}. Try {instead}")
-        who, least = _first(standing.qos, "MinTRES", name)
+        who, least = _first(limits.qos, "MinTRES", name)
         if least is not None and name in ("node", "gres/gpu") and each * request.nodes < least:
             message = f"got {_times(request.nodes, each, name)}, but {who} is for jobs of {least:g} or more"
             yield Problem(f"{request.key}.qos", "too-small", f"{message}. Try {instead}")
-    # A QOS that says something goes before the association.
+    # A limit of a QOS takes precedence over the association.
     who, most = next(((row["who"], most) for row in rows if (most := minutes(row["MaxWall"])) is not None), ("", None))
     if most is not None and request.minutes > most:
         message = f"got {request.minutes}; expected at most {most:g} minutes, which {who} allows {request.key}"
         yield Problem("cluster.time_min", "over-limit", f"{message}. Try less, or {instead}")
 
 
-def _of_all(standings: list[ApplicableLimits]) -> Iterator[Problem]:
-    """Yield what is beyond limits that are counted over all components."""
-    for who, row in {who: row for standing in standings for who, row in standing.rows.items()}.items():
-        under = [standing for standing in standings if who in standing.rows]
-        key, of = under[-1].request.key, " + ".join(standing.request.key for standing in under)
-        # What a QOS limits, associations no longer do.
+def _sum_problems(applicable: list[ApplicableLimits]) -> Iterator[Problem]:
+    """Yield requests whose sum over components is beyond a limit."""
+    for who, row in {who: row for limits in applicable for who, row in limits.rows.items()}.items():
+        under = [limits for limits in applicable if who in limits.rows]
+        key, of = under[-1].request.key, " + ".join(limits.request.key for limits in under)
+        # A resource that a QOS limits is not limited by associations.
         settled = set() if who.startswith("QOS ") else {t for s in under for each in s.qos for t in tres(each["GrpTRES"])}
         for field, whom in (("GrpTRES", ""), ("MaxTRESPU", " a user"), ("MaxTRESPA", " an account")):
             for what, limit in tres(row.get(field, "")).items():
-                amounts = [s.request.nodes * _on_a_node(s.request).get(what, 0) for s in under]
+                amounts = [s.request.nodes * _per_node(s.request).get(what, 0) for s in under]
                 if sum(amounts) > limit and what not in settled:
                     terms = " + ".join(f"{amount:g}" for amount in amounts)
-                    message = f"got {terms} {WHAT[what]} at once ({of}); expected at most the {limit:g} that {who} allows{whom}"
+                    message = (
+                        f"got {terms} {UNITS[what]} at once ({of}); expected at most the {limit:g} that {who} allows{whom}"
+                    )
                     yield Problem(f"{key}.nodes", "over-limit", f"{message}. Try fewer nodes, or another QOS or account")
         for field, whom in (("GrpJobs", ""), ("MaxJobs", ""), ("MaxJobsPU", " a user"), ("MaxJobsPA", " an account")):
             if (text := row.get(field, "")) and len(under) > int(text):
@@ -175,10 +181,12 @@ def _of_all(standings: list[ApplicableLimits]) -> Iterator[Problem]:
 
 
 def _first(rows: list[Fields], field: str, name: str) -> tuple[str, float | None]:
-    """Return (who sets the limit, the limit): the first who does; None if nobody does."""
+    """Return (holder, limit) of the first row with this limit; ("", None) if there is none."""
     found = ((row["who"], tres(row.get(field, "")).get(name)) for row in rows)
     return next(((who, limit) for who, limit in found if limit is not None), ("", None))
 
 
 def _times(count: int, each: float, name: str) -> str:
-    return f"{count} nodes" if name == "node" else f"{count} x {each:g} {WHAT[name]}" if count > 1 else f"{each:g} {WHAT[name]}"
+    return (
+        f"{count} nodes" if name == "node" else f"{count} x {each:g} {UNITS[name]}" if count > 1 else f"{each:g} {UNITS[name]}"
+    )

@@ -1,6 +1,6 @@
 """Read the partitions and nodes of a cluster, and compare a request with a partition's own limits.
 
-Slurm takes jobs beyond a partition's limits, unless EnforcePartLimits is set, and never starts them.
+Slurm accepts jobs beyond a partition's limits, unless EnforcePartLimits is set, and never starts them.
 """
 
 from __future__ import annotations
@@ -17,37 +17,40 @@ from pipeline.config import Problem
 UNAVAILABLE = frozenset(
     ("DOWN", "DRAIN", "DRAINED", "DRAINING", "FAIL", "FAILING", "ERROR", "INVAL", "INVALID_REG", "UNKNOWN", "NOT_RESPONDING")
 )
-"""States in which a node takes no jobs until someone mends it."""
+"""States in which a node takes no jobs until an administrator repairs it."""
 
 
 @dataclass(frozen=True, slots=True)
 class ClusterNode:
+    """A node's resources and state."""
+
     name: str
     cpus: int
-    memory_mb: int  # what jobs may have
+    memory_mb: int  # available to jobs
     gpus: int
     features: frozenset[str]
     partitions: frozenset[str]
-    available: bool  # in no state of UNAVAILABLE
+    available: bool  # False in a state of UNAVAILABLE
 
 
 class Cluster:
-    """The cluster's settings, partitions and nodes, asked when it is made. Raises SlurmError."""
+    """The cluster's settings, partitions and nodes, read from Slurm when created. Raises SlurmError."""
 
     def __init__(self) -> None:
         self.config = configuration()
-        # -a: those too that are hidden from this user, who may name them all the same
+        # -a: includes partitions hidden from this user, who may still request them
         found = parse_records(run_command("scontrol", "-a", "-o", "show", "partition"))
         self.partitions = {fields["PartitionName"]: fields for fields in found}
 
     @cached_property
     def nodes(self) -> dict[str, ClusterNode]:
+        """All nodes by name, read on first use. Raises SlurmError."""
         found = map(_node, parse_records(run_command("scontrol", "-a", "-o", "show", "node")))
         return {node.name: node for node in found}
 
     @property
     def enforced(self) -> frozenset[str]:
-        """Return what of accounting keeps jobs from running: associations, limits, qos, safe."""
+        """The parts of accounting that Slurm enforces: associations, limits, qos, safe."""
         return frozenset(self.config.get("AccountingStorageEnforce", "none").lower().split(","))
 
     def names(self, request: ComponentRequest) -> list[str]:
@@ -56,19 +59,20 @@ class Cluster:
         return [name for name in request.partitions or default if name in self.partitions]
 
     def partition(self, request: ComponentRequest) -> Fields:
-        """Return the first partition of a request that Slurm takes."""
+        """Return the first existing partition of a request."""
         return self.partitions[self.names(request)[0]]
 
     def least_nodes(self, request: ComponentRequest) -> int:
-        """Return how many nodes a job must have in the partitions of a request."""
+        """Return the minimum number of nodes of a job in the request's partitions."""
         return max(1, min((int(self.partitions[name].get("MinNodes", 1)) for name in self.names(request)), default=1))
 
     def members(self, request: ComponentRequest) -> list[ClusterNode]:
+        """Return the nodes in the request's partitions."""
         names = set(self.names(request))
         return [node for node in self.nodes.values() if names & node.partitions]
 
     def may_return(self, request: ComponentRequest) -> set[str]:
-        """Return the nodes that take no jobs just now, and would do for a request, by their numbers, if they came back."""
+        """Return unavailable nodes whose resources would satisfy a request."""
         needs, features = (request.cpus, request.gpus, request.memory_mb), set(re.findall(r"[\w.-]+", request.constraint or ""))
         return {
             node.name
@@ -94,9 +98,9 @@ def _node(fields: Fields) -> ClusterNode:
 
 
 def counted(request: ComponentRequest, cluster: Cluster, names: Collection[str]) -> ComponentRequest:
-    """Return what limits count, at least: of whole nodes all CPUs and GPUs, and all memory where all is asked for.
+    """Return the request as limits count it: a whole node counts with all its CPUs and GPUs, mem=0 with all its memory.
 
-    names: the nodes that would do.
+    names: suitable nodes. Takes the smallest of them.
     """
     nodes = [cluster.nodes[name] for name in names if name in cluster.nodes]
     if request.all_memory and nodes:
@@ -106,8 +110,10 @@ def counted(request: ComponentRequest, cluster: Cluster, names: Collection[str])
     return request
 
 
-def beyond(partition: Fields, request: ComponentRequest, account: str | None, qos: str | None, flags: str) -> Iterator[Problem]:
-    """Yield where a request is beyond the limits of a partition. flags: of the job's QOS, which may lift them."""
+def partition_problems(
+    partition: Fields, request: ComponentRequest, account: str | None, qos: str | None, flags: str
+) -> Iterator[Problem]:
+    """Yield limits of a partition that a request exceeds. flags: of the job's QOS, which may lift them."""
     name, key = partition["PartitionName"], request.key
     limit = minutes(partition.get("MaxTime", "UNLIMITED"))
     if limit is not None and request.minutes > limit and "PartitionTimeLimit" not in flags:

@@ -1,7 +1,7 @@
-"""Say in keys of the recipe why Slurm does not take the request of a component, and what it would take.
+"""Find the recipe's keys that make Slurm refuse a component's request, and values that it would accept.
 
-Slurm gives one sentence for many faults ("Requested node configuration is not available"). Which of the demands are at fault,
-and what would do, is found by testing one demand after the other, and smaller ones.
+Slurm gives one message for many errors ("Requested node configuration is not available"). So each demand of the request is
+tested after the other, and then with smaller values.
 """
 
 from __future__ import annotations
@@ -14,14 +14,14 @@ from difflib import get_close_matches
 
 from launch.preflight import slurm_limits
 from launch.preflight.slurm_limits import Accounting
-from launch.preflight.slurm_nodes import Cluster, beyond
+from launch.preflight.slurm_nodes import Cluster, partition_problems
 from launch.preflight.slurm_request import ComponentRequest, option_name
 from launch.preflight.slurm_sbatch import SbatchTester
 from launch.slurm_client import SlurmError, host_names
 from pipeline.config import Problem
 
 MISFIT = re.compile(r"configuration is not available|nodes? (are|is|not) (busy|not available|available)", re.I)
-"""Refusals that Slurm also gives when suitable nodes are down."""
+"""Refusals that Slurm also gives while suitable nodes are down."""
 CODES = {
     "invalid partition": "not-a-choice",
     "no partition specified": "missing-value",
@@ -29,29 +29,30 @@ CODES = {
     "limit|node count|configuration|more processors": "over-limit",
     "permission denied|permitted|invalid (account|qos)": "permission-denied",
 }
-"""Words of a refusal -> code. Others are `refused-by-slurm`."""
+"""Pattern of a refusal -> code. Others are `refused-by-slurm`."""
 OPEN = {"State": "UP", "AllowGroups": "ALL", "RootOnly": "NO", "ReqResv": "NO", "AllocNodes": "ALL"}
-"""Settings of a partition that keep nobody out."""
+"""Settings of a partition that admit everybody."""
 WEAK = ("job-name", "time", "signal", "partition", "exclusive")
-"""Options that are not to blame where a request for one node is refused, or only if none else is."""
-TRIED, TOLD = 12, 3
-"""Other partitions that are tried, and told."""
+"""Options that cannot make Slurm refuse a request for one node, or only if no other option does."""
+TRIED, SHOWN = 12, 3
+"""Number of other partitions that are tried, and that are reported."""
 
 
 @dataclass(frozen=True)
 class ResourceDemand:
-    """Something that a component asks of nodes."""
+    """A resource or property that a component requests of its nodes."""
 
-    key: str  # under the component's
-    value: int | str  # a number if less of it may do
-    template: str  # options of sbatch, without blanks in them; {} is the value
-    step: int = 1  # how exactly what would do is to be found
+    key: str  # below the component's key
+    value: int | str  # a number if a smaller value may be accepted
+    template: str  # options of sbatch, separated by blanks; {} is the value
+    step: int = 1  # precision of the largest accepted value
 
     def options(self, value: int | str) -> list[str]:
+        """Return the options of sbatch for a value."""
         return [word.format(value) for word in self.template.split()]
 
     def most(self, fits: Callable[[list[str]], bool]) -> int:
-        """Return the largest smaller value whose options `fits` takes; 0: there is none."""
+        """Return the largest smaller value whose options `fits` accepts, 0 if there is none."""
         low, high = 0, self.value if isinstance(self.value, int) else 0
         while high - low > self.step:
             middle = (low + high) // 2
@@ -61,18 +62,18 @@ class ResourceDemand:
 
 @dataclass(frozen=True)
 class RefusalExaminer:
-    """Finds out about requests. Slurm is asked on the way, so that any of it raises SlurmError."""
+    """Finds the causes of refusals by further test requests. All methods may raise SlurmError."""
 
     cluster: Cluster
     accounting: Accounting | None
     tester: SbatchTester
-    notes: list[str]  # what will only take its time is appended
+    notes: list[str]  # receives what only delays the job
 
     def refusal(self, request: ComponentRequest) -> list[Problem]:
-        """Return why Slurm does not take a request, or takes it and never starts it. Raises SlurmError."""
+        """Return why Slurm refuses a request, or accepts it and never starts it."""
         answer = self.tester(request.options)
-        against = {name: [*self._beyond(request, name)] for name in self.cluster.names(request)}
-        if not answer.refusal and not (against and all(against.values())):  # one of the partitions is enough
+        against = {name: [*self._partition_problems(request, name)] for name in self.cluster.names(request)}
+        if not answer.refusal and not (against and all(against.values())):  # one partition without problems is enough
             self._note_idle(request, answer.nodes)
             return []
         found = [problem for each in against.values() for problem in each]
@@ -81,40 +82,38 @@ class RefusalExaminer:
                 return []
             try:
                 known = {problem.key for problem in found}
-                known |= {f"{request.key}.partition"} if found else set()  # why it is closed to this job has been said
+                known |= {f"{request.key}.partition"} if found else set()  # already reported
                 found += [each for each in self._diagnosis(request, answer.refusal) if each.key not in known]
-            except SlurmError:  # there was no time to find out more
+            except SlurmError:  # no time left for more tests
                 found.append(_problem(request.key, "a request", answer.refusal))
-        instead = self._others_that_do(request)
+        instead = self._other_partitions(request)
         if instead and not any(problem.key == f"{request.key}.partition" for problem in found):
-            message = (
-                f"got {_given(request, '.partition')}. Try {' or '.join(instead)}, which would do for all of {request.key}"
-            )
+            message = f"got {_given(request, '.partition')}. Try {' or '.join(instead)}, which fits all of {request.key}"
             found.append(Problem(f"{request.key}.partition", "refused-by-slurm", message))
         return found
 
-    def _beyond(self, request: ComponentRequest, name: str) -> Iterator[Problem]:
+    def _partition_problems(self, request: ComponentRequest, name: str) -> Iterator[Problem]:
         account = slurm_limits.effective_account(request, self.accounting)
         qos = slurm_limits.effective_qos(self.accounting, request, name)
         flags = self.accounting.qos.get(qos or "", {}).get("Flags", "") if self.accounting else ""
-        return beyond(self.cluster.partitions[name], request, account, qos, flags)
+        return partition_problems(self.cluster.partitions[name], request, account, qos, flags)
 
     def _waits(self, request: ComponentRequest) -> bool:
-        """Return whether Slurm refuses a request only because of nodes that are down or drained: the job waits for them."""
+        """Return whether a request is refused only because nodes are down or drained, for which the job waits."""
         if all(node.available for node in self.cluster.members(request)):
             return False
-        do = self.tester.nodes_for(request, self.cluster)
-        up = sum(self.cluster.nodes[name].available for name in do)
-        if len(do) < request.nodes:
+        suitable = self.tester.nodes_for(request, self.cluster)
+        up = sum(self.cluster.nodes[name].available for name in suitable)
+        if len(suitable) < request.nodes:
             return False
         self.notes.append(
-            f"{request.key}.nodes: {request.nodes}, and of the {len(do)} nodes that would do {up} are not down or drained just"
+            f"{request.key}.nodes: {request.nodes}, but of the {len(suitable)} suitable nodes only {up} are not down or drained"
             " now: the job will wait for more"
         )
         return True
 
     def _note_idle(self, request: ComponentRequest, nodes: str) -> None:
-        """Note GPUs that the job takes and does not use. nodes: on which it would run, in Slurm's short form."""
+        """Note GPUs that the job occupies and does not use. nodes: where it would run, in Slurm's short form."""
         there = self.cluster.nodes
         given = [there[name].gpus for name in host_names(nodes) if name in there] if request.whole else []
         if given and 0 < request.gpus < min(given):
@@ -123,17 +122,17 @@ class RefusalExaminer:
                 f" {request.key}.exclusive=false with cpus_per_task and mem leaves the others to other jobs"
             )
 
-    def _diagnosis(self, request: ComponentRequest, said: str) -> Iterator[Problem]:
-        """Yield what is wrong with a request that Slurm refuses with the sentence `said`.
+    def _diagnosis(self, request: ComponentRequest, message: str) -> Iterator[Problem]:
+        """Yield the demands because of which Slurm refuses a request. message: Slurm's refusal of the whole request.
 
-        Each demand is tested beside those before it, of which as much is asked for as Slurm takes.
+        Tests each demand together with the previous ones, each at the largest value that Slurm accepts.
         """
         demands = _demands(request)
-        asked = {option_name(option) for demand in demands for option in demand.options(demand.value)}
-        rest = [option for option in request.options if option_name(option) not in asked]
+        tested = {option_name(option) for demand in demands for option in demand.options(demand.value)}
+        rest = [option for option in request.options if option_name(option) not in tested]
 
         def refused(options: Sequence[str]) -> str:
-            """Return Slurm's words against options, for one minute; "" if it takes them."""
+            """Return Slurm's refusal of options, for one minute; "" if it accepts them."""
             nodes = (
                 []
                 if any(option.startswith("--nodes=") for option in options)
@@ -153,18 +152,20 @@ class RefusalExaminer:
             options = demand.options(demand.value)
             if why := refused([*rest, *taken, *options]):
                 found, most = True, demand.most(lambda options: not refused([*rest, *taken, *options]))  # noqa: B023 called here
-                beside = f" with {' '.join(taken)}" if taken else ""
+                context = f" with {' '.join(taken)}" if taken else ""
                 unit = "M" if demand.key == "mem" else ""
-                expected = f"; expected at most {most}{unit}{beside}" if most else self._choices(request, demand.key) or beside
+                expected = (
+                    f"; expected at most {most}{unit}{context}" if most else self._choices(request, demand.key) or context
+                )
                 given = f"{demand.value}{unit}" + (f" ({request.keys(demand.key)})" if len(request.together) > 1 else "")
                 yield _problem(f"{request.key}.{demand.key}", given, why, expected)
                 options = demand.options(most) if most else []
             taken += options
         if not found:
-            yield _problem("cluster.time_min", request.minutes, said)
+            yield _problem("cluster.time_min", request.minutes, message)
 
     def _choices(self, request: ComponentRequest, key: str) -> str:
-        """Return what might be meant: the end of a sentence."""
+        """Return valid choices for a key, as the end of a message."""
         name, given = key.rpartition(".")[2], ""
         if name == "partition":
             there: list[str] = [*self.cluster.partitions]
@@ -191,15 +192,15 @@ class RefusalExaminer:
         near = get_close_matches(given or "", there, 1)
         return f". Did you mean '{near[0]}'?" if near else f"; there is: {', '.join(there) or 'none'}"
 
-    def _others_that_do(self, request: ComponentRequest) -> list[str]:
-        """Return a few other partitions in which Slurm would take the request as it is."""
+    def _other_partitions(self, request: ComponentRequest) -> list[str]:
+        """Return a few other partitions that accept the request unchanged."""
         found: list[str] = []
         others = [name for name in self.cluster.partitions if name not in self.cluster.names(request)]
-        with contextlib.suppress(SlurmError):  # there was no time left
+        with contextlib.suppress(SlurmError):  # no time left for more tests
             for name in others[:TRIED]:
-                if len(found) == TOLD:
+                if len(found) == SHOWN:
                     break
-                if not any(self._beyond(request, name)):
+                if not any(self._partition_problems(request, name)):
                     found += [] if self.tester(request.options, f"--partition={name}").refusal else [name]
         return found
 
@@ -226,6 +227,6 @@ def _given(request: ComponentRequest, key: str) -> str:
     return next((o.partition("=")[2] or name for o in request.options if request.key_of(o) == key), name)
 
 
-def _problem(key: str, given: object, said: str, expected: str = "") -> Problem:
-    code = next((code for words, code in CODES.items() if re.search(words, said, re.I)), "refused-by-slurm")
-    return Problem(key, code, f"got {given}, which Slurm refuses: {said}{expected}")
+def _problem(key: str, given: object, refusal: str, expected: str = "") -> Problem:
+    code = next((code for words, code in CODES.items() if re.search(words, refusal, re.I)), "refused-by-slurm")
+    return Problem(key, code, f"got {given}, which Slurm refuses: {refusal}{expected}")

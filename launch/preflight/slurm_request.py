@@ -1,4 +1,4 @@
-"""Describe what each component asks of Slurm, as sbatch will read it: the recipe, and the variables that go before it."""
+"""Describe each component's request as sbatch reads it: from the recipe, and from variables that take precedence."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ VARIABLES = {
     "qos": "SBATCH_QOS",
     "constraint": "SBATCH_CONSTRAINT",
 }
-"""sbatch takes these for every component, and before what the batch script says. See sbatch(1), INPUT ENVIRONMENT VARIABLES."""
+"""Variables that override the batch script in every component. See sbatch(1), INPUT ENVIRONMENT VARIABLES."""
 KEYS = {
     "ntasks-per-node": "ranks_per_node",
     **{name: name.replace("-", "_") for name in ("nodes", "cpus-per-task", "gpus-per-node", "mem", "exclusive", *VARIABLES)},
@@ -28,28 +28,28 @@ KEYS = {
 
 @dataclass(frozen=True, eq=False)
 class ComponentRequest:
-    """The request of one component together with those that share its nodes."""
+    """The request of one component and of the components that share its nodes."""
 
     key: str  # cluster.train
-    together: tuple[str, ...]  # the keys of the components whose needs are added up, itself the first
-    options: tuple[str, ...]  # of sbatch, as the batch script has them
-    own_options: frozenset[str]  # names of the sbatch_options that are the component's own, not all components'
+    together: tuple[str, ...]  # keys of the components whose resources are added up, itself first
+    options: tuple[str, ...]  # of sbatch, as in the batch script
+    own_options: frozenset[str]  # names of sbatch_options set for this component only
     host: ComponentConfig
     nodes: int
     minutes: int
     ranks_per_node: int
     cpus: int  # on each node, at least
     gpus: int  # on each node
-    memory_mb: float  # on each node; 0: nothing is said, or all that there is
+    memory_mb: float  # on each node; 0: not set, or all
     all_memory: bool
-    partitions: tuple[str, ...]  # any of them will do; none: Slurm's default
+    partitions: tuple[str, ...]  # alternatives; empty: Slurm's default
     account: str | None
     qos: str | None
     constraint: str | None
-    whole: bool  # no other job may be on the nodes
+    whole: bool  # without other jobs on the nodes
 
     def keys(self, name: str) -> str:
-        """Return the keys whose values add up to what is asked for."""
+        """Return the keys whose values add up to the request."""
         return " + ".join(f"{key}.{name}" for key in self.together)
 
     def key_of(self, option: str) -> str:
@@ -65,12 +65,12 @@ class ComponentRequest:
 
 
 def option_name(option: str) -> str:
-    """`--mem=3G` -> mem."""
+    """Return the name in an option: `--mem=3G` -> mem."""
     return option[2:].partition("=")[0]
 
 
 def requests(recipe: Recipe) -> list[ComponentRequest]:
-    """Return what the components that have nodes of their own ask for, in the job's order."""
+    """Return the requests of the components with nodes of their own, in the job's order."""
     found, parts = [], components(recipe)
     for (name, host), names in zip(hosts(parts).items(), groups(parts), strict=True):
         given = {key: os.environ.get(variable) or getattr(host, key) for key, variable in VARIABLES.items()}
@@ -98,7 +98,7 @@ def requests(recipe: Recipe) -> list[ComponentRequest]:
 
 
 def problems(recipe: Recipe) -> Iterator[Problem]:
-    """Yield the variables because of which sbatch would not read what the recipe says."""
+    """Yield environment variables that override the recipe in sbatch."""
     for name, host in hosts(components(recipe)).items():
         for key, variable in VARIABLES.items():
             ours, theirs = getattr(host, key), os.environ.get(variable)
@@ -110,12 +110,12 @@ def problems(recipe: Recipe) -> Iterator[Problem]:
 
 
 def _overridden(key: str, ours: object, variable: str, theirs: str, instead: str = "") -> Problem:
-    found = f"got {ours}, but sbatch takes {variable}={theirs} of the environment. Try to unset it{instead}"
+    found = f"got {ours}, but sbatch uses {variable}={theirs} of the environment. Try to unset it{instead}"
     return Problem(key, "contradiction", found)
 
 
 def notes(recipe: Recipe) -> Iterator[str]:
-    """Yield what Slurm gives GPUs that do not take whole nodes, where the recipe does not say it."""
+    """Yield notes on CPUs and memory that the recipe leaves to Slurm's defaults, for GPUs without whole nodes."""
     for name, component in hosts(components(recipe)).items():
         open_keys = [key for key in ("cpus_per_task", "mem") if getattr(component, key) is None]
         if component.gpus_per_node and not takes_whole_nodes(component) and open_keys:

@@ -1,4 +1,4 @@
-"""Ask sbatch about requests without submitting them: whether it can read the options, and whether Slurm takes the request."""
+"""Test requests with sbatch without submitting them: whether sbatch parses the options, and whether Slurm accepts them."""
 
 from __future__ import annotations
 
@@ -16,27 +16,27 @@ from launch.slurm_client import SlurmError, host_names, without_het_variables
 from pipeline.config import Problem
 
 TESTS_S = 40.0
-"""How long all tests of a recipe may take together; what is left then is not looked into."""
+"""Time for all tests of a recipe together; later ones are left out."""
 STARTS = re.compile(r"^sbatch: Job \d+ to start at .* processors on (?:nodes )?(\S+)", re.M)
 NO_ANSWER = re.compile(r"unable to contact|timed out|socket|connection|configuration source|slurm backup|munge", re.I)
-"""Messages of sbatch about the cluster, not about the request."""
+"""Matches errors of sbatch about the cluster rather than the request."""
 DECORATION = re.compile(r"^(\w+: )?((error|fatal): )?(batch job submission failed: |allocation failure: )?", re.I)
 OPTION_CODES = {"unrecognized": "unknown-key", "requires an argument": "missing-value", "doesn't allow": "wrong-type"}
 
 
-def sentence(said: str) -> str:
-    """Return what a Slurm command said, without its name and its hints."""
-    lines = [DECORATION.sub("", line).strip() for line in said.splitlines() if not line.startswith("Try ")]
+def sentence(output: str) -> str:
+    """Return the message of a Slurm command without its name and hints."""
+    lines = [DECORATION.sub("", line).strip() for line in output.splitlines() if not line.startswith("Try ")]
     return "; ".join(dict.fromkeys(filter(None, lines)))
 
 
-# ---- whether sbatch can read the options --------------------------------------------------------------------------------
+# ---- whether sbatch parses the options ----------------------------------------------------------------------------------
 
 
 def option_problems(requests: Iterable[ComponentRequest]) -> Iterator[Problem]:
-    """Yield the options that sbatch does not have or cannot read. It needs no controller for that.
+    """Yield options that sbatch does not have or cannot parse, for which it needs no controller.
 
-    Yields nothing where there is no sbatch, or where no cluster is configured.
+    Yields nothing without sbatch or without a configured cluster.
     """
     try:
         slurm_client.run_command("sbatch", "--version")
@@ -45,19 +45,19 @@ def option_problems(requests: Iterable[ComponentRequest]) -> Iterator[Problem]:
     for request in requests:
         bare = [option for option in request.options if "=" not in option and option != "--exclusive"]
         full = [option for option in request.options if "=" in option]
-        for option in (*bare, *(full if _unreadable(*full, "--version") else ())):
-            why = _unreadable(option, *(["--version"] if option in full else []))
+        for option in (*bare, *(full if _parse_error(*full, "--version") else ())):
+            why = _parse_error(option, *(["--version"] if option in full else []))
             code = next((code for words, code in OPTION_CODES.items() if words in why), "bad-format" if option in full else "")
             if why and code:
                 near = _near(option) if code == "unknown-key" else ""
                 yield Problem(request.key_of(option), code, f"got {option}, which sbatch refuses: {why}{near}")
 
 
-def _unreadable(*options: str) -> str:
-    """Return why sbatch cannot read options; "" if it can, or does not say.
+def _parse_error(*options: str) -> str:
+    """Return why sbatch cannot parse options; "" if it can, or the reason is not known.
 
-    With --version it reads those before it, and ends. An option without a value that needs one would take --version for that:
-    without it sbatch reads the options, and then misses the script.
+    With --version it parses the options before it and exits. An option that lacks its value would take --version as the value;
+    without --version sbatch parses the options and then misses the script.
     """
     try:
         slurm_client.run_command("sbatch", *options)
@@ -75,60 +75,62 @@ def _near(option: str) -> str:
     return f". Did you mean '{near[0]}'?" if near else ""
 
 
-# ---- whether Slurm takes a request --------------------------------------------------------------------------------------
+# ---- whether Slurm accepts a request ------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class SbatchResult:
-    refusal: str = ""  # in Slurm's words; empty: Slurm takes the request
-    nodes: str = ""  # on which it would run, in Slurm's short form
+    """The result of one test request."""
+
+    refusal: str = ""  # Slurm's message; empty: Slurm accepts the request
+    nodes: str = ""  # where it would run, in Slurm's short form
 
 
 class SbatchTester:
-    """Asks Slurm whether it would take a request, with `sbatch --test-only`, which counts only nodes that are up."""
+    """Tests requests with `sbatch --test-only`, which considers only nodes that are up."""
 
     def __init__(self) -> None:
         self._deadline = time.monotonic() + TESTS_S
 
     def __call__(self, options: Iterable[str], *instead: str) -> SbatchResult:
-        """instead: options that go before those of `options`, and before the environment's. Raises SlurmError."""
+        """Test options. instead: options that override them and the environment's variables. Raises SlurmError."""
         left = self._deadline - time.monotonic()
         if left <= 0:
             raise SlurmError(f"the tests of this recipe took more than {TESTS_S:g} s", "late")
         script = "\n".join(["#!/bin/bash", *directives(*options), ""])
         command = [*without_het_variables(), "sbatch", "--test-only", *instead]
         try:
-            told = slurm_client.run_command(*command, timeout_s=min(left, slurm_client.ANSWER_S), script=script)
+            output = slurm_client.run_command(*command, timeout_s=min(left, slurm_client.ANSWER_S), script=script)
         except SlurmError as error:
             if error.kind != "failed" or NO_ANSWER.search(error.output):
                 raise
             return SbatchResult(refusal=sentence(error.output))
-        found = STARTS.search(told)
+        found = STARTS.search(output)
         return SbatchResult(nodes=found[1] if found else "")
 
     def nodes_for(self, request: ComponentRequest, cluster: Cluster) -> frozenset[str]:
-        """Return all nodes that would do for a request, those that are down just now included."""
+        """Return all nodes suitable for a request, including those that are down."""
         excluded = [option.partition("=")[2] for option in request.options if option_name(option) == "exclude"]
         found: set[str] = set()
         least = cluster.least_nodes(request)
         while more := self._most_nodes(request, least, len(cluster.nodes), [*excluded, *sorted(found)]):
             found |= more
-            least = 1  # what is left of a partition may be fewer
+            least = 1  # the rest of a partition may have fewer
         return frozenset(found | (cluster.may_return(request) - set(host_names(",".join(excluded)))))
 
-    def _most_nodes(self, request: ComponentRequest, least: int, there: int, excluded: list[str]) -> set[str]:
-        """Return the most nodes, from `least` to `there`, that Slurm would give a request at once. excluded: in short form."""
+    def _most_nodes(self, request: ComponentRequest, least: int, available: int, excluded: list[str]) -> set[str]:
+        """Return the largest set of `least` to `available` nodes that Slurm accepts. excluded: in Slurm's short form."""
         without = [f"--exclude={','.join(excluded)}"] if excluded else []
 
-        def ask(count: int) -> SbatchResult:
+        def test(count: int) -> SbatchResult:
             return self(request.options, "--time=1", f"--nodes={count}", *without)
 
-        if (best := ask(least)).refusal:
+        if (best := test(least)).refusal:
             return set()
-        low, high = least, there + 1
+        low, high = least, available + 1
         while high - low > 1:
-            answer = ask(count := (low + high) // 2)
+            answer = test(count := (low + high) // 2)
             low, high, best = (low, count, best) if answer.refusal else (count, high, answer)
-        if not best.nodes:  # taken, so in words of another version
-            raise SlurmError("`sbatch --test-only` does not say on which nodes a job would start", "failed")
+        if not best.nodes:  # accepted, with the message of another version
+            raise SlurmError("`sbatch --test-only` does not report the nodes of a job", "failed")
         return set(host_names(best.nodes))

@@ -1,4 +1,4 @@
-"""Note what a run in containers cannot save where pyxis mounts images with squashfuse and Slurm's signals reach it.
+"""Note work that a run in containers loses where pyxis mounts images with squashfuse and Slurm's signals reach it.
 
 With use_squashfuse=1 the root file system of a step's ranks depends on other processes of that step (enroot's
 src/runtime.sh). Where Slurm signals all processes of a step, and not only its tasks, SIGTERM ends these processes and the
@@ -20,12 +20,9 @@ DEPTH = 4  # of includes
 
 
 def notes(keys: list[str], config: Fields) -> Iterator[str]:
-    """Yield what is lost.
-
-    keys: those that name images. config: Slurm's. Nothing where this machine does not say that pyxis uses squashfuse.
-    """
-    said_in = _where_squashfuse_is_on(config.get("PlugStackConfig", "/etc/slurm/plugstack.conf"))
-    if said_in is None or not signals_reach_children(config):
+    """Yield a note if this machine's configuration lets pyxis use squashfuse. keys: of images. config: Slurm's."""
+    setting = _squashfuse_setting(config.get("PlugStackConfig", "/etc/slurm/plugstack.conf"))
+    if setting is None or not signals_reach_children(config):
         return
     lost = ["scancel", "scontrol requeue"]
     remedy = ""
@@ -34,27 +31,27 @@ def notes(keys: list[str], config: Fields) -> Iterator[str]:
         setting = "PreemptParameters=" if "PreemptParameters" in config else "SlurmctldParameters=preempt_"
         remedy = f" Slurm's administrators can set {setting}send_user_signal, and preemption with a GraceTime saves."
     yield (
-        f"{', '.join(keys)}: pyxis mounts images with squashfuse here ({said_in}), and SIGTERM to a step ends it, so"
+        f"{', '.join(keys)}: pyxis mounts images with squashfuse here ({setting}), and SIGTERM to a step ends it, so"
         f" {', '.join(lost[:-1])} and {lost[-1]} lose what came after the last checkpoint; checkpointing.save_period bounds"
         f" that. The time limit saves, and so does `scancel --batch --signal=USR2 JOB`.{remedy}"
     )
 
 
 def signals_reach_children(config: Fields) -> bool:
-    """Return whether a signal to a step goes to more than its tasks: not with cgroups, unless cgroup.conf says so."""
+    """Return whether a signal to a step reaches more than its tasks: with cgroups only if cgroup.conf says so."""
     if config.get("ProctrackType", "proctrack/cgroup") != "proctrack/cgroup":
         return True
     return config.get("SignalChildrenProcesses", "no").lower() in TRUE
 
 
 def sends_user_signal(config: Fields) -> bool:
-    """Return whether preemption begins with the job's --signal. Before Slurm 23.02 this was a part of SlurmctldParameters."""
+    """Return whether preemption begins with the job's --signal, set in SlurmctldParameters before Slurm 23.02."""
     given = f"{config.get('PreemptParameters', '')},{config.get('SlurmctldParameters', '')}"
     return "send_user_signal" in given.lower()
 
 
-def _where_squashfuse_is_on(plugstack: str) -> str | None:
-    """Return the file whose line of pyxis says so; None if none does, or none can be read here."""
+def _squashfuse_setting(plugstack: str) -> str | None:
+    """Return `use_squashfuse=1 in FILE` from a readable plugstack.conf that enables it, else None."""
     for path, words in _lines(plugstack, DEPTH):
         for word in words:
             key, _, value = word.partition("=")
@@ -64,7 +61,7 @@ def _where_squashfuse_is_on(plugstack: str) -> str | None:
 
 
 def _lines(pattern: str, depth: int) -> Iterator[tuple[str, list[str]]]:
-    """Yield (file, words of a line) of a plugstack.conf and what it includes."""
+    """Yield (file, words of a line) of a plugstack.conf and of the files that it includes."""
     for path in sorted(glob.glob(pattern)):
         try:
             text = Path(path).read_text(errors="replace")

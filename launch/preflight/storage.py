@@ -17,8 +17,8 @@ from launch.preflight import container_images, disk_space, weight_files
 from launch.preflight.disk_space import nearest_existing
 from pipeline.config import Problem, Recipe, uses_megatron
 
-OWN = frozenset(("btrfs", "ext2", "ext3", "ext4", "overlay", "ramfs", "tmpfs", "xfs", "zfs"))
-"""Types of file systems that a machine has for itself, unless it exports them."""
+LOCAL = frozenset(("btrfs", "ext2", "ext3", "ext4", "overlay", "ramfs", "tmpfs", "xfs", "zfs"))
+"""File system types that are local to a machine unless it exports them."""
 
 
 def problems(
@@ -26,8 +26,8 @@ def problems(
 ) -> Iterator[Problem]:
     """Yield the problems of folders to write, models' files, containers and free space.
 
-    pending: run folders of needed recipes that have not run yet; they are not looked into. notes: what may be right is appended
-    to it. on_nodes: the ranks run on a cluster's nodes, so that containers and shared folders matter.
+    pending: models of needed recipes that have not run yet, which are not checked. notes: receives what may still be right.
+    on_nodes: the ranks run on a cluster's nodes, so containers and shared folders matter.
     """
     notes, pending = [] if notes is None else notes, list(pending)
     conversions = disk_space.conversions_folder(recipe)
@@ -41,7 +41,7 @@ def problems(
     if on_nodes:
         yield from container_images.problems(recipe, pending, conversions)
         shared = {"run_dir": Path(recipe.run_dir), "the code": ROOT}
-        _note_own(shared | ({CONVERSIONS[0]: conversions} if uses_megatron(recipe.policy) else {}), notes)
+        _note_local(shared | ({CONVERSIONS[0]: conversions} if uses_megatron(recipe.policy) else {}), notes)
     yield from disk_space.problems(recipe, pending, notes)
 
 
@@ -54,26 +54,26 @@ def _check_writable(key: str, folder: Path, instead: str) -> Iterator[Problem]:
         yield Problem(key, "permission-denied", what)
 
 
-def _note_own(folders: dict[str, Path], notes: list[str]) -> None:
-    """folders: by the key that chooses each."""
+def _note_local(folders: dict[str, Path], notes: list[str]) -> None:
+    """Note folders on local file systems. folders: by the key that sets each."""
     places: dict[tuple[str, str], list[str]] = {}
     for key, folder in folders.items():
         places.setdefault(file_system(folder), []).append(f"{key} ({folder.absolute()})")
     for (kind, mounted), those in places.items():
-        if kind in OWN:
+        if kind in LOCAL:
             notes.append(
-                f"{', '.join(those)}: on {mounted}, a file system of type {kind}, which machines seldom share; all nodes of"
-                " the job must see it"
+                f"{', '.join(those)}: on {mounted}, a file system of type {kind}, which is usually local to a machine; all"
+                " nodes of the job must see it"
             )
 
 
 def file_system(path: Path) -> tuple[str, str]:
-    """Return (type, where it is mounted) of the file system that holds a path, or will. See proc(5), /proc/[pid]/mountinfo."""
+    """Return (type, mount point) of the file system of a path that may not exist yet. See proc(5), /proc/[pid]/mountinfo."""
     real = nearest_existing(path).resolve()
     found = ("unknown", "/")
     for line in Path("/proc/self/mountinfo").read_text().splitlines():
         before, _, after = line.partition(" - ")
         mounted = before.split()[4].replace(r"\040", " ")
-        if real.is_relative_to(mounted) and len(mounted) >= len(found[1]):  # of two at one place the later one is seen
+        if real.is_relative_to(mounted) and len(mounted) >= len(found[1]):  # a later mount hides an earlier one
             found = after.split()[0], mounted
     return found

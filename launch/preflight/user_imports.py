@@ -1,7 +1,7 @@
-"""Check code of the user's own before the job imports it: that it is found, and is what it must be.
+"""Check the user's own code before the job imports it: that it exists and is a valid environment, tool or data set.
 
-It is imported in a process of its own, which ends after PROBE_S. Where the ranks have another Python than this machine, what
-only they may have (a package, a GPU) is noted, and the source alone is looked at.
+It is imported in a separate process, which ends after PROBE_S. Where the ranks use another Python than this machine, packages
+or GPUs that only they may have are noted, and the source alone is checked.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ ABSENT = "there is no module"
 
 @dataclass(frozen=True)
 class CodeReference:
-    """Code that a recipe names."""
+    """User code that a recipe names."""
 
     key: str
     path: str  # dotted
@@ -40,6 +40,7 @@ class CodeReference:
 
 
 def named(recipe: Recipe) -> list[CodeReference]:
+    """Return the user code in a recipe: environments, tools and data sets with a dotted path."""
     found = []
     for name, environment in recipe.env.items() if generates(recipe) else ():
         if environment.kind not in KINDS:
@@ -48,10 +49,9 @@ def named(recipe: Recipe) -> list[CodeReference]:
             from pipeline.environments.tools import TOOLS, read_tools  # only where a recipe has tools
 
             key = f"env.{name}.kwargs.tools"
-            tools, _ = read_tools(key, environment.kwargs.get("tools"))  # its problems are the recipe's own
-            found += [
-                CodeReference(f"{key}.{tool}", t.kind, "tool", "generate") for tool, t in tools.items() if t.kind not in TOOLS
-            ]
+            tools, _ = read_tools(key, environment.kwargs.get("tools"))  # checks of the recipe report its problems
+            kinds = {tool: config.kind for tool, config in tools.items() if config.kind and config.kind not in TOOLS}
+            found += [CodeReference(f"{key}.{tool}", kind, "tool", "generate") for tool, kind in kinds.items()]
     for key, dataset in keyed_sets(recipe.data).items():
         name = dataset.dataset_name
         if name and is_dotted_path(name) and not os.path.exists(name):
@@ -60,39 +60,39 @@ def named(recipe: Recipe) -> list[CodeReference]:
 
 
 def places(recipe: Recipe) -> list[Path]:
-    """Return where code is looked for beside what is installed."""
+    """Return the folders that are searched besides installed packages."""
     given = [*_python_path(recipe), *recipe.module_folders]
     return list(dict.fromkeys(Path(place).absolute() for place in given if place))
 
 
 def _python_path(recipe: Recipe) -> list[str]:
-    """Return PYTHONPATH of the components, and of this process."""
+    """Return the folders in PYTHONPATH of the components and of this process."""
     components = (recipe.cluster.train, recipe.cluster.generate)
     given = [str((component.env_vars or {}).get("PYTHONPATH", "")) for component in components]
     return [place for text in (*given, os.environ.get("PYTHONPATH", "")) for place in text.split(os.pathsep) if place]
 
 
 def folder_of(path: str, recipe: Recipe) -> Path | None:
-    """Return the place that holds a module; None if it is installed, or nowhere."""
+    """Return the folder that holds a module; None if it is installed or missing."""
     top = path.partition(".")[0]
     return next((place for place in places(recipe) if os.path.isfile(place / f"{top}.py") or os.path.isdir(place / top)), None)
 
 
 def problems(recipe: Recipe, executor: str, notes: list[str]) -> Iterator[Problem]:
-    """executor: local, slurm or allocation. notes: takes in what could not be looked at."""
-    asked = named(recipe)
-    if not asked:
+    """Yield problems of user code. executor: local, slurm or allocation. notes: receives code that could not be checked."""
+    references = named(recipe)
+    if not references:
         return
-    answers = _probed(recipe, asked)
-    for one in asked:
+    answers = _probe(recipe, references)
+    for one in references:
         if isinstance(answers, str):
-            notes.append(f"{one.key}: {one.path} was not looked at: {answers}")
+            notes.append(f"{one.key}: {one.path} was not checked: {answers}")
             continue
         answer = answers[one.key]
         elsewhere = executor != "local" and containers.has_another_python(getattr(recipe.cluster, one.component))
         if elsewhere and answer.get("wrong", "").startswith(ABSENT):
             notes.append(
-                f"{one.key}: {one.path} was not looked at: it is not here; the ranks of cluster.{one.component} may have it"
+                f"{one.key}: {one.path} was not checked: it is not here; the ranks of cluster.{one.component} may have it"
             )
         elif "wrong" in answer:
             absent = answer["wrong"].startswith(ABSENT)
@@ -102,7 +102,7 @@ def problems(recipe: Recipe, executor: str, notes: list[str]) -> Iterator[Proble
         elif "ok" in answer:
             yield from _columns(recipe, one, answer)
         elif elsewhere and ("absent" in answer or answer["foreign"]):
-            yield from _by_its_source(recipe, one, answer, notes)
+            yield from _check_source(recipe, one, answer, notes)
         elif "absent" in answer:
             what = f"{one.path}: {answer['importer']} imports {answer['absent']}, which is not installed here"
             yield Problem(one.key, "not-installed", what)
@@ -110,11 +110,11 @@ def problems(recipe: Recipe, executor: str, notes: list[str]) -> Iterator[Proble
             yield Problem(one.key, "not-importable", f"{one.path} cannot be imported: {answer['raised']}")
 
 
-def _probed(recipe: Recipe, asked: list[CodeReference]) -> dict[str, dict[str, Any]] | str:
-    """Return by key what `launch/probe.py` says; or why it says nothing."""
+def _probe(recipe: Recipe, references: list[CodeReference]) -> dict[str, dict[str, Any]] | str:
+    """Return the reply of `launch/probe.py` by key, or why there is none."""
     request = {
         "folders": recipe.module_folders,
-        "asked": [{"key": one.key, "path": one.path, "role": one.role, "kwargs": sorted(one.kwargs)} for one in asked],
+        "asked": [{"key": one.key, "path": one.path, "role": one.role, "kwargs": sorted(one.kwargs)} for one in references],
     }
     python_path = os.pathsep.join([str(ROOT), *_python_path(recipe)])
     with tempfile.TemporaryDirectory(prefix="probe-") as folder:
@@ -147,7 +147,7 @@ def _end(process: subprocess.Popen) -> None:
 
 
 def _columns(recipe: Recipe, one: CodeReference, answer: dict[str, Any]) -> Iterator[Problem]:
-    """Yield what a reward function needs and the first record of a JSONL file has not."""
+    """Yield parameters of a reward function that the first record of a JSONL file lacks."""
     name = one.key.split(".")[1]
     for key, dataset in keyed_sets(recipe.data).items() if one.role == "environment" else ():
         record = _first_record(dataset.data_path) if dataset.env_name == name and dataset.data_path else None
@@ -157,7 +157,7 @@ def _columns(recipe: Recipe, one: CodeReference, answer: dict[str, Any]) -> Iter
             what = f"got {dataset.output_key}; expected one of the columns {', '.join(record)}. Try {meant[0]}"
             yield Problem(f"{key}.output_key", "missing-column", what)
             continue
-        with contextlib.suppress(ValueError):  # told where records are looked into
+        with contextlib.suppress(ValueError):  # input_files.py reports it
             dataset = recognize_columns(recipe, key, dataset, [record]).dataset
         there = {*record, *one.kwargs} | ({"expected"} if dataset.output_key in record or dataset.messages_key else set())
         if lacking := [need for need in answer["required"] if need not in there]:
@@ -167,7 +167,7 @@ def _columns(recipe: Recipe, one: CodeReference, answer: dict[str, Any]) -> Iter
 
 
 def _first_record(path: str) -> dict[str, Any] | None:
-    """Return None of a file that cannot be read: launch/preflight/input_files.py says so."""
+    """Return the first record; None if the file cannot be read, which input_files.py reports."""
     try:
         with open(path, "rb") as file:
             record = json.loads(next((line for line in file if line.strip()), b"null"))
@@ -176,8 +176,8 @@ def _first_record(path: str) -> dict[str, Any] | None:
     return record if isinstance(record, dict) else None
 
 
-def _by_its_source(recipe: Recipe, one: CodeReference, answer: dict[str, Any], notes: list[str]) -> Iterator[Problem]:
-    """Yield what the source of a module lacks that cannot be imported here."""
+def _check_source(recipe: Recipe, one: CodeReference, answer: dict[str, Any], notes: list[str]) -> Iterator[Problem]:
+    """Check the source of a module that cannot be imported on this machine."""
     why = f"it imports {answer['absent']}, which is not installed here" if "absent" in answer else answer["raised"]
     notes.append(f"{one.key}: {one.path} was not imported ({why}); the ranks of cluster.{one.component} may have what it needs")
     module, _, name = one.path.rpartition(".")
@@ -193,7 +193,7 @@ def _by_its_source(recipe: Recipe, one: CodeReference, answer: dict[str, Any], n
 
 
 def _names(body: list[ast.stmt]) -> set[str]:
-    """Return what the statements of a module name, those in `if` and `try` too."""
+    """Return the names that a module's statements define, also within `if` and `try`."""
     found: set[str] = set()
     for node in (inner for statement in body for inner in ast.walk(statement)):
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):

@@ -1,14 +1,14 @@
-"""Check that a model's files are all there and whole, by their names, sizes and headers alone.
+"""Check by names, sizes and headers that a model's files are all present and complete.
 
-Leaves out the weights' bytes, so a file that was damaged without changing its length passes; and whether the tensors are those
-of the model that config.json describes, which the job checks first.
+Leaves out: the weights' bytes, so a file damaged without a change of length passes; and whether the tensors match config.json,
+which the job checks first.
 """
 
 from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from math import prod
 from pathlib import Path
@@ -18,22 +18,22 @@ from pipeline import config
 from pipeline.config import Problem, Recipe, RecipeError
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
-BESIDE = (
+OTHER_FILES = (
     *("config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json"),
     *("added_tokens.json", "tokenizer.model", "vocab.json", "merges.txt", "chat_template.jinja", "chat_template.json"),
 )
-TOLD = 4  # bad files of a model
+SHOWN = 4  # bad files reported per model
 ABSENT = ("is missing", "is a link", "is a git-annex link", "has not been downloaded")
-MOST_HEADER = 100_000_000  # bytes, by safetensors' own limit
+MOST_HEADER = 100_000_000  # bytes, the limit of safetensors
 
 
-def problems(recipe: Recipe, pending: list[Path] = ()) -> Iterator[Problem]:
-    """Yield files that are not whole; `architecture` and `files` name those that are not found at all.
+def problems(recipe: Recipe, pending: Sequence[os.PathLike] = ()) -> Iterator[Problem]:
+    """Yield incomplete files; `architecture` and `input_files` report missing folders.
 
-    pending: run folders that are not looked into.
+    pending: models of needed runs that are still to be written, which are not checked.
     """
     seen: set[Path] = set()
-    weighed: set[Path] = set()  # where one model's weights are drawn, another's of the same folder are not
+    weighed: set[Path] = set()  # folders checked; another model of the same folder may have random_init
     models = config.models(recipe)
     names = {f"{section}.model_name": policy.model_name for section, policy in models.items()}
     names["policy.tokenizer.name"] = recipe.policy.tokenizer.name
@@ -44,16 +44,18 @@ def problems(recipe: Recipe, pending: list[Path] = ()) -> Iterator[Problem]:
             continue
         if folder not in seen:
             seen.add(folder)
-            there = [folder / beside for beside in BESIDE if os.path.lexists(folder / beside)]
-            yield from (Problem(key, fault_code(reason), f"{path} {reason}") for path in there if (reason := file_fault(path)))
+            present = [folder / name for name in OTHER_FILES if os.path.lexists(folder / name)]
+            yield from (
+                Problem(key, fault_code(reason), f"{path} {reason}") for path in present if (reason := file_fault(path))
+            )
         section = key.removesuffix(".model_name")
         if section in models and folder not in weighed and not models[section].random_init:
             weighed.add(folder)
             yield from _check_weights(section, folder)
 
 
-def _folder(key: str, name: str | None, pending: list[Path]) -> Path | None:
-    """Return None for what is yet to be made, and for what is not there, which others say."""
+def _folder(key: str, name: str | None, pending: Sequence[os.PathLike]) -> Path | None:
+    """Return a model's folder; None if a run is still to write it, or if it is missing, which other checks report."""
     if not name or is_inside(name, pending):
         return None
     try:
@@ -63,7 +65,7 @@ def _folder(key: str, name: str | None, pending: list[Path]) -> Path | None:
 
 
 def fault_code(reason: str) -> str:
-    """Return the code of a file's trouble."""
+    """Return the code of a fault that `file_fault` returns."""
     return "file-not-found" if reason.startswith(ABSENT) else "unreadable"
 
 
@@ -79,38 +81,38 @@ def _check_weights(section: str, folder: Path) -> Iterator[Problem]:
             yield Problem(key, "file-not-found", what)
         return
     found = read_stored_weights(folder)
-    told = [Problem(key, fault_code(reason), f"{folder / name} {reason}") for name, reason in found.troubles.items()]
-    yield from told[:TOLD]
-    if len(told) > TOLD:
-        what = f"{folder}: so are {len(told) - TOLD} more of its {found.files} weight files; fetch it again"
+    found_problems = [Problem(key, fault_code(reason), f"{folder / name} {reason}") for name, reason in found.faults.items()]
+    yield from found_problems[:SHOWN]
+    if len(found_problems) > SHOWN:
+        what = f"{folder}: so are {len(found_problems) - SHOWN} more of its {found.files} weight files; fetch it again"
         yield Problem(key, "unreadable", what)
 
 
-# ---- what there is ------------------------------------------------------------------------------------------------------
+# ---- files on disk ------------------------------------------------------------------------------------------------------
 
 
 @dataclass
 class StoredWeights:
     """The weights in a folder."""
 
-    files: int = 0  # that there should be
+    files: int = 0  # expected number of weight files
     parameters: int = 0
-    nbytes: int = 0  # of the tensors
-    troubles: dict[str, str] = field(default_factory=dict)  # file's name -> what is wrong with it
+    nbytes: int = 0  # of all tensors
+    faults: dict[str, str] = field(default_factory=dict)  # file name -> fault
 
 
 def read_stored_weights(folder: Path) -> StoredWeights:
-    """Read the headers of all weight files."""
+    """Read the headers of all weight files of a folder."""
     found = StoredWeights()
-    listed: dict[str, list[str]] = {SINGLE: []}  # file -> the tensors that it should have
+    listed: dict[str, list[str]] = {SINGLE: []}  # file -> its tensors according to the index
     if not os.path.lexists(folder / SINGLE):
         if reason := file_fault(folder / INDEX):
-            found.troubles[INDEX] = reason
+            found.faults[INDEX] = reason
             return found
         try:
             weight_map = json.loads((folder / INDEX).read_text())["weight_map"]
         except (ValueError, KeyError, TypeError):
-            found.troubles[INDEX] = "is not an index of weight files: it has no JSON object with 'weight_map'; fetch it again"
+            found.faults[INDEX] = "is not an index of weight files: it has no JSON object with 'weight_map'; fetch it again"
             return found
         listed = {}
         for tensor, name in weight_map.items():
@@ -120,11 +122,11 @@ def read_stored_weights(folder: Path) -> StoredWeights:
         try:
             header = read_header(folder / name)
         except ValueError as error:
-            found.troubles[name] = str(error)
+            found.faults[name] = str(error)
             continue
         if absent := [tensor for tensor in tensors if tensor not in header]:
-            found.troubles[name] = (
-                f"lacks {len(absent)} of the {len(tensors)} tensors that the index says are in it, first {absent[0]}; index and"
+            found.faults[name] = (
+                f"lacks {len(absent)} of its {len(tensors)} tensors in the index, first {absent[0]}; index and"
                 " weights are of different downloads: fetch them again"
             )
         found.parameters += sum(prod(entry["shape"]) for entry in header.values())
@@ -136,7 +138,7 @@ def read_header(path: Path) -> dict[str, dict]:
     """Return {"dtype", "shape", "data_offsets"} of each tensor of a safetensors file, by name.
 
     The file has 8 bytes with the header's length, the header, and the data (https://github.com/huggingface/safetensors,
-    "Format"). Raises ValueError, which says what is wrong with the file.
+    "Format"). Raises ValueError with the fault of the file.
     """
     if reason := file_fault(path):
         raise ValueError(reason)
@@ -161,7 +163,7 @@ def read_header(path: Path) -> dict[str, dict]:
 
 
 def file_fault(path: Path) -> str | None:
-    """Return why a file is not what its name says; None for a file that can be read."""
+    """Return why a file is not a complete copy; None if it can be read."""
     try:
         with open(path, "rb") as file:
             start = file.read(64)

@@ -75,7 +75,7 @@ class PythonArguments(SandboxArguments):
 
     output_bytes: Annotated[Positive, Field(description="Bytes of stdout and stderr of each call.")] = 1 << 16
     session_s: Annotated[
-        Float, Field(ge=1, le=1e6, description="Seconds that an interpreter lives, with the time between its calls.")
+        Float, Field(ge=1, le=1e6, description="Seconds that an interpreter runs, including the time between its calls.")
     ] = 3600.0
 
 

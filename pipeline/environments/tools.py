@@ -198,7 +198,7 @@ class CalculatorArguments:
     judge: Annotated[Text, Field(description="Environment that judges the final answer.")] = MISSING
     open: Annotated[Text, Check(_empty_error, "too-small"), Field(description="What begins a calculation.")] = "<calculator>"
     close: Annotated[Text, Check(_empty_error, "too-small"), Field(description="What ends a calculation.")] = "</calculator>"
-    reply: Annotated[Text, requires_placeholder("{}"), Field(description="What the policy is told; {} is the result.")] = "{}"
+    reply: Annotated[Text, requires_placeholder("{}"), Field(description="Reply to the policy, with {} for the result.")] = "{}"
     limit: Annotated[Positive, Field(le=1 << 20, description="Most characters of a result.")] = 4096
 
 

@@ -1,4 +1,4 @@
-"""Environments as a run builds them, and their steps as a run takes them: in the pool's threads, each within the limit."""
+"""Build environments and take their steps as a run does: in the pool's threads, each within its time limit."""
 
 import threading
 from typing import Any

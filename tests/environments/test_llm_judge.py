@@ -1,4 +1,4 @@
-"""Against a real HTTP server on this machine, which replies as a test tells it to."""
+"""The judge against a real HTTP server on this machine, with replies that each test sets."""
 
 import json
 import os

@@ -1,4 +1,4 @@
-"""What a policy may write to be rid of its episode: no text makes a step raise, or search for ever."""
+"""Texts with which a policy might get its episode dropped: none makes a step raise or search forever."""
 
 import random
 import time

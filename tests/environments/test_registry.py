@@ -1,4 +1,4 @@
-"""Kinds of environments: what a recipe says of them, checked at submission, and what is built from it."""
+"""Kinds of environments: checks of their recipes at submission, and the environments built from them."""
 
 import re
 from collections.abc import Iterator

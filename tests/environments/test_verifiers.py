@@ -1,4 +1,4 @@
-"""The real package where it is installed, which is not among ours: pip install 'verifiers==0.4.*'."""
+"""The real `verifiers` package, where it is installed: pip install 'verifiers==0.4.*'."""
 
 import gc
 import importlib.util

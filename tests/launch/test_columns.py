@@ -65,7 +65,7 @@ def test_common_columns_are_read_and_that_is_told(tmp_path, algorithm, row, over
         ("grpo", [{"question": "a", "solution": "b"}], (), "no column 'input' or 'answer' with a text or messages; there are:"
          " question, solution. Try data.train.input_key=question data.train.output_key=solution"),
         ("sft", [{"prompt": "a", "completion": "b"}, *[{"text": "a"}] * 2, {"prompt": "a", "completion": "b"}, {"text": "a"}],
-         (), "F:2: has no 'prompt'; it has: text; mend it, or data.bad_records=drop (and so in 2 more: lines 3, 5)"),
+         (), "F:2: has no 'prompt'; it has: text. Try to fix it, or data.bad_records=drop (and so in 2 more: lines 3, 5)"),
         ("sft", '{"text": "a"}\n{"text": \n{"text": "a"}\n', (), "F:2: not JSON: Input data was truncated"),
         ("sft", "", (), "F is empty"),
         ("sft", "\n \n", (), "F is empty"),
@@ -111,7 +111,7 @@ def test_a_teachers_weights_are_looked_for_where_the_policys_are_drawn(tmp_path)
 def test_unknown_text_is_named_and_may_be_kept(tmp_path):
     rows = [{"input": "a=", "answer": "1"}, {"input": "BIG=", "answer": "1"}]
     (problem,), _ = look(tmp_path, "grpo", rows)
-    assert "does not know 'B', 'I', 'G', which becomes <unk> (so in 1 of the 2 prompts looked at)" in problem
+    assert "does not know 'B', 'I', 'G', which becomes <unk> (so in 1 of the 2 prompts checked)" in problem
     assert look(tmp_path, "grpo", rows, "data.unknown_tokens=keep") == ([], [])
 
 

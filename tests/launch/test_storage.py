@@ -73,7 +73,7 @@ def problems(recipe: Recipe) -> list[Problem]:
 def test_whole_weights(folder, model):
     assert problems(load(folder)) == []
     found = read_stored_weights(model)
-    assert (found.files, found.parameters, found.nbytes, found.troubles) == (2, 20, 80, {})
+    assert (found.files, found.parameters, found.nbytes, found.faults) == (2, 20, 80, {})
 
 
 def cut(path: Path) -> None:
@@ -132,7 +132,7 @@ MODEL = "policy.model_name"
         (lambda path: path.write_bytes(b""), "unreadable", "is empty"),
         (lambda path: path.write_bytes(b"x" * 200), "unreadable", "is no safetensors file"),
         (lambda path: path.write_bytes((9).to_bytes(8, "little") + b'{"a": 12}'), "unreadable", "is no safetensors file"),
-        (lambda path: save_file({"other": np.zeros(8, np.float32)}, path), "unreadable", "lacks 1 of the 1 tensors"),
+        (lambda path: save_file({"other": np.zeros(8, np.float32)}, path), "unreadable", "lacks 1 of its 1 tensors"),
     ],
 )
 def test_spoiled_weights(folder, model, spoil, code, says):
@@ -220,7 +220,7 @@ def test_the_type_of_a_file_system():
 
 
 def test_a_job_on_a_file_system_of_one_machine_is_noted(folder, model, monkeypatch):
-    monkeypatch.setattr(storage, "OWN", {file_system(folder)[0]})
+    monkeypatch.setattr(storage, "LOCAL", {file_system(folder)[0]})
     notes: list[str] = []
     assert list(storage.problems(load(folder), [], notes, on_nodes=True)) == []
     assert "run_dir (" in notes[0] and "all nodes of the job must see it" in notes[0]
@@ -387,8 +387,8 @@ def test_checkpoints_that_do_not_fit(folder, model, disk):
     epochs, notes = llama(folder, run, "checkpointing.keep_top_k=null", "grpo.max_num_steps=1000000"), []
     assert list(storage.problems(epochs, [], notes)) == []
     assert [n for n in notes if "keep_top_k" in n or "num_rollouts" in n] == [
-        f"checkpointing.keep_top_k: null keeps every checkpoint, {size(one)} each, and how many there will be is not known,"
-        " because grpo.max_num_steps does not say; room was checked for 2"
+        f"checkpointing.keep_top_k: null keeps every checkpoint, {size(one)} each, and their number is not known"
+        " without grpo.max_num_steps; room was checked for 2"
     ]
     assert problems(llama(folder, run, "checkpointing.enabled=false")) == []
     assert problems(llama(folder, run, "grpo.max_num_steps=3")) == []  # three are all there will be

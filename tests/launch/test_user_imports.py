@@ -1,4 +1,4 @@
-"""Code of the user's own is imported and looked at before a run is submitted, and is looked for beside the recipe."""
+"""User code is found beside the recipe, and imported and checked before a run is submitted."""
 
 import json
 import os
@@ -165,9 +165,9 @@ def test_code_that_does_not_come_back_is_noted(folder, monkeypatch, module, why)
 
 def test_the_folder_must_be_mounted(folder):
     recipe = config.inspect(str(folder / "mine.yaml")).recipe
-    wanted = {need.what: need.path for need in _needs(recipe, "generate", [], ROOT)}
+    wanted = {need.purpose: need.path for need in _needs(recipe, "generate", [], ROOT)}
     assert wanted["the module of env.mine.kind"] == folder
-    assert "the module of env.mine.kind" not in {need.what for need in _needs(recipe, "train", [], ROOT)}
+    assert "the module of env.mine.kind" not in {need.purpose for need in _needs(recipe, "train", [], ROOT)}
 
 
 # ---- the page's example ------------------------------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""What was tried against each way of containment, as a table of pipeline/sandbox/README.md.
+"""Try attacks against each sandbox backend and write the table in pipeline/sandbox/README.md.
 
     python -m tests.sandbox.attacks          writes the table anew (as root, with bubblewrap installed)
 

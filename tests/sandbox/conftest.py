@@ -1,4 +1,4 @@
-"""The hosts on which every hostile program runs: the default one, and, at length, each way here and as another user."""
+"""Fixtures with hosts for hostile programs: the default one, and in long runs each backend as this and as another user."""
 
 import functools
 from collections.abc import Iterator

@@ -1,4 +1,4 @@
-"""Programs of random system calls and random hoards, in the sandbox: none fails it, outlives it, or changes the machine.
+"""Run programs of random system calls and allocations in the sandbox: none breaks it, outlives it or changes the machine.
 
     python -m tests.sandbox.fuzz [programs=1000] [seed=0] [way=auto] [another=false]    counts of ends, and what is bad
 

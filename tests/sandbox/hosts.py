@@ -1,4 +1,4 @@
-"""Who runs hostile programs: this process, or another user. And what they would find if nothing held them."""
+"""Run hostile programs as this process or as another user, with files and sockets that an escaped program would find."""
 
 import base64
 import contextlib

@@ -1,4 +1,4 @@
-"""The page's table is what comes of the attempts, and its attempts get through where nothing holds them."""
+"""The README's table matches the attacks' results, and the attacks succeed without a sandbox."""
 
 import os
 

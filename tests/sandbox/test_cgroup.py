@@ -1,4 +1,4 @@
-"""Which cgroups are taken, and, where some are handed to this user, what they hold."""
+"""Which cgroups count as delegated and, where one is, what it limits."""
 
 import os
 from collections.abc import Iterator

@@ -1,4 +1,4 @@
-"""Programs that take memory which no process's size shows, or what a user's other programs share with them."""
+"""Programs that use memory that no process's size shows, or resources that all programs of a user share."""
 
 import resource
 

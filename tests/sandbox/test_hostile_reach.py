@@ -1,4 +1,4 @@
-"""Programs that reach for what is not theirs. Each test is one program.
+"""Programs that try to reach other files, processes and networks. Each test is one program.
 
 None does harm where nothing holds it, even as root: a mode is changed to what it is, a file renamed to its own name, a switch
 only opened.

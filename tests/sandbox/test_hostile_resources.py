@@ -1,4 +1,4 @@
-"""Programs that take all they can get. Each test is one program; `Host.run` asserts that nothing of it is left.
+"""Programs that exhaust resources. Each test is one program; `Host.run` asserts that nothing of it is left.
 
 Where nothing holds it, each ends by itself before a machine is full: after some hundred processes or MB, or some seconds.
 """

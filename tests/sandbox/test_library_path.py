@@ -1,5 +1,7 @@
-"""An interpreter that finds a library by LD_LIBRARY_PATH alone, as in some images: a program that is linked with one and then
-becomes this Python."""
+"""An interpreter that needs LD_LIBRARY_PATH to find a library, as in some images.
+
+Here it is a program linked with that library, which then executes this Python.
+"""
 
 import json
 import shutil

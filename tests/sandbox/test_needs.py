@@ -1,4 +1,4 @@
-"""Programs that answers are like: what the filter of system calls lets through is enough for them."""
+"""Ordinary programs work with the system calls that the filter allows."""
 
 import importlib.util
 from pathlib import Path

@@ -27,9 +27,9 @@ def test_what_this_machine_can_is_tried(monkeypatch: pytest.MonkeyPatch):
 
 def test_other_nodes_are_only_mentioned():
     found, (note,) = told(executor="slurm")
-    assert not found and note.startswith("env.c.kwargs: whether programs can be contained shows on the generate nodes")
+    assert not found and note.startswith("env.c.kwargs: the generate ranks check when they start")
 
 
 def test_uncontained_is_mentioned():
     found, (note,) = told("env.c.kwargs.sandbox=none")
-    assert not found and "env.c.kwargs.sandbox: none, so what the policy writes runs with this user's rights" in note
+    assert not found and "env.c.kwargs.sandbox: none: programs of the policy run with this user's rights" in note

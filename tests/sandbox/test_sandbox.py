@@ -1,4 +1,4 @@
-"""What the sandbox does for those who use it, and that nothing is left when somebody dies."""
+"""The sandbox's interface; nothing is left when a rank, a guard or a program ends."""
 
 import errno
 import json

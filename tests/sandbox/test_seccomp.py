@@ -1,4 +1,4 @@
-"""The filter, run by a small machine as the kernel's for both architectures, and by the kernel for this one's."""
+"""The filter in an interpreter of classic BPF for both architectures, and in the kernel for this machine's."""
 
 import ctypes
 import ctypes.util

@@ -1,4 +1,4 @@
-"""Preflight against a real Slurm: what it refuses, in keys of the recipe, and what it takes and never starts."""
+"""Preflight against a real Slurm: requests that it refuses, by recipe key, and requests that it accepts and never starts."""
 
 import functools
 import os
@@ -235,7 +235,7 @@ def test_two_components_never_share_a_node(cluster):
     wrong = recipe(train=ComponentConfig(nodes=2, gpus_per_node=4), generate=ComponentConfig(nodes=1, gpus_per_node=4))
     (problem,) = slurm_job.problems(wrong)
     assert named([problem]) == {("cluster.generate.nodes", "over-limit")}
-    assert "2 + 1 nodes, but there are 2 that would do" in problem.message
+    assert "2 + 1 nodes, but there are 2 suitable ones" in problem.message
     wrong.cluster.generate.partition = "big,small"
     assert examined(wrong) == set()
     wrong.cluster.generate = ComponentConfig(nodes=3, gpus_per_node=4, partition="all")
@@ -257,7 +257,7 @@ def test_drained_nodes_are_noted(cluster):
     finally:
         subprocess.run([*change, "state=resume"], check=True)
         wait_until(lambda: all(node.available for node in Cluster().nodes.values()), "the node's return")
-    assert any("of the 2 nodes that would do 1 are not down or drained just now" in note for note in notes), notes
+    assert any("of the 2 suitable nodes only 1 are not down or drained" in note for note in notes), notes
 
 
 def test_variables_that_sbatch_takes_before_the_recipe(cluster, monkeypatch):

@@ -1,4 +1,4 @@
-"""What signals do to ranks whose root file system hangs on squashfuse, as with pyxis's use_squashfuse=1.
+"""Effects of signals on ranks whose root file system depends on squashfuse, as with pyxis's use_squashfuse=1.
 
 squashfuse is a stand-in (pyxis_stub.c): a process of the step that ends on SIGCONT, SIGTERM and SIGUSR2 and takes its rank
 along. Slurm is real, and its process tracking is linuxproc, which signals all processes of a step.
