@@ -108,7 +108,7 @@ def test_a_parameter_that_the_loader_makes_is_refused(saved):
     from pipeline.generate.vllm import record
 
     folder, shapes, _ = saved("phi")
-    with rank_model(folder, 0) as model, pytest.raises(ValueError, match=r"vLLM makes 'lm_head.bias' only"):
+    with rank_model(folder, 0) as model, pytest.raises(ValueError, match=r"vLLM creates 'lm_head.bias' only"):
         record(model, shapes, torch.float32, complete=True)
 
 
