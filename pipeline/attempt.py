@@ -1,18 +1,18 @@
-"""One start of all ranks: attempts/<name>/ in the run folder, and what rank 0 leaves there for whoever decides what comes next.
+"""An attempt is one start of all ranks. Its folder, attempts/NAME in the run folder, tells the launcher how it went.
 
-    started         unix seconds; by the launcher, before there are ranks
-    signals         a line for each signal that the launcher took for the ranks; under Slurm alone, see pipeline/signals.py
-    rank00000.log   what each rank printed
-    srun-train.out  what srun said of each component's step; under Slurm alone
-    failed_step     `COMPONENT FIRST_RANK` of the first step that failed; under Slurm alone, by the batch script
-    failure.json    by the first rank that failed: where and why
-    progress        the step of the latest checkpoint that this attempt completed; absent: none yet
-    requeue         why the ranks left on purpose, with everything saved; absent: they did not
+    started         unix seconds; the launcher writes it before there are ranks
+    signals         one line for each signal that the launcher received for the ranks; Slurm only, see pipeline/signals.py
+    rank00000.log   the log of a rank
+    srun-train.out  srun's output for each component's step; Slurm only
+    failed_step     `COMPONENT FIRST_RANK` of the first step that failed; Slurm only, from the batch script
+    failure.json    where and why the first rank failed; that rank, or the one that noticed, writes it
+    progress        the step of the latest checkpoint that this attempt completed; absent until there is one
+    requeue         why the ranks left on purpose, with everything saved; absent if they did not
     bad_nodes       a line `NODE: why` for each node that failed the checks
-    verdict         by launch/executors/verdict.sh, when all ranks have ended: `done`, `requeue: why` or `stop: why`
+    verdict         `done`, `requeue: why` or `stop: why`, by launch/executors/verdict.sh when all ranks have ended
 
-`attempts/current` names the attempt that may write into the run folder. A node that Slurm has given up may keep its ranks alive
-beside the rerun: before rank 0 writes it looks there, and ends itself if a later attempt has taken the run over.
+`attempts/current` names the attempt that may write into the run folder. After Slurm has given up a node, its ranks may stay
+alive beside the rerun. Rank 0 therefore reads `current` before it writes, and ends if a later attempt has claimed the run.
 """
 
 from __future__ import annotations
@@ -23,38 +23,43 @@ from pipeline.storage import RetryPolicy, retrying, write_durably
 
 
 class Superseded(RuntimeError):
-    """A later attempt writes into the run folder now."""
+    """A later attempt has claimed the run folder."""
 
 
 class Attempt:
+    """An attempt's folder, as rank 0 writes it. Methods raise StorageError if the disk stays full or away."""
+
     def __init__(self, folder: Path, patience_s: float = 0.0):
-        """patience_s: how long to wait for a disk that is full, or a file system that is away."""
+        """Open the folder. patience_s: seconds to retry while the disk is full or the file system is away."""
         self.folder = folder
         self._retry = RetryPolicy(patience_s)
         self._current = folder.parent / "current"
 
     @property
     def name(self) -> str:
+        """The folder's name, such as `17-0`: job and restart."""
         return self.folder.name
 
     def claim(self) -> None:
-        """Rank 0, before it writes anything else into the run folder."""
+        """Make this the attempt that may write. Rank 0 calls it before it writes anything else into the run folder."""
         self._leave(self._current, self.name)
 
     def check(self) -> None:
-        """Rank 0, before it writes into the run folder. Raises Superseded."""
+        """Raise Superseded if a later attempt has claimed the run. Rank 0 calls it before it writes into the run folder."""
         current = retrying(self._current.read_text, "reading who may write", self._current, self._retry).strip()
         if current != self.name:
             raise Superseded(f"attempt {self.name} has been superseded by {current}: it writes no more")
 
     def progressed(self, step: int) -> None:
+        """Record the step of a complete checkpoint."""
         self._leave(self.folder / "progress", str(step))
 
     def ask_requeue(self, why: str) -> None:
+        """Record why the ranks leave, so that the launcher requeues the job."""
         self._leave(self.folder / "requeue", why)
 
     def tell_bad_nodes(self, nodes: dict[str, str]) -> None:
-        """nodes: name -> why."""
+        """Record nodes that failed the checks, so that a requeue excludes them. nodes: name -> why."""
         self._leave(self.folder / "bad_nodes", "\n".join(f"{node}: {why}" for node, why in nodes.items()))
 
     def _leave(self, path: Path, text: str) -> None:

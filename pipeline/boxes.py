@@ -1,8 +1,8 @@
 """Boxes: the parts of a tensor that ranks hold, files store and messages carry.
 
-A box is an offset and a size in every dimension of a whole tensor. A piece says that a box of one tensor is a box of another:
-a fused QKV, an interleaved QKV, `gate_up` and stacked experts are only lists of pieces. A region says the same of a local
-tensor's storage, whatever its strides.
+A box is an offset and a size in every dimension of a whole tensor. A piece maps a box of one tensor to a box of another, so a
+fused QKV, an interleaved QKV, `gate_up` and stacked experts are lists of pieces. A region maps a box to a local tensor's
+storage, with any strides.
 """
 
 from __future__ import annotations
@@ -14,15 +14,18 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Box:
+    """A part of a tensor: an offset and a size for each dimension."""
+
     offset: tuple[int, ...]
     size: tuple[int, ...]
 
     @property
     def numel(self) -> int:
+        """The number of entries."""
         return math.prod(self.size)
 
     def intersect(self, other: Box) -> Box | None:
-        """What both cover; None if that is nothing."""
+        """Return the box that both cover, or None."""
         start = tuple(map(max, self.offset, other.offset))
         stop = tuple(min(o + s, p + t) for o, s, p, t in zip(self.offset, self.size, other.offset, other.size, strict=True))
         if any(b <= a for a, b in zip(start, stop, strict=True)):
@@ -30,12 +33,12 @@ class Box:
         return Box(start, tuple(b - a for a, b in zip(start, stop, strict=True)))
 
     def within(self, outer: Box) -> tuple[slice, ...]:
-        """The slices that cut this box out of a tensor that holds `outer`."""
+        """Return the slices that cut this box out of a tensor that holds `outer`."""
         return tuple(slice(o - p, o - p + s) for o, s, p in zip(self.offset, self.size, outer.offset, strict=True))
 
 
 def chunk(box: Box, dim: int, parts: int, part: int) -> Box:
-    """One part of a box that is cut as torch.chunk cuts: equal parts, the last ones shorter or empty."""
+    """Return part number `part` of a box cut as torch.chunk cuts: equal parts, the last ones shorter or empty."""
     step = -(-box.size[dim] // parts)
     start = min(part * step, box.size[dim])
     offset, size = list(box.offset), list(box.size)
@@ -45,16 +48,17 @@ def chunk(box: Box, dim: int, parts: int, part: int) -> Box:
 
 
 def whole(shape: tuple[int, ...]) -> Box:
+    """Return the box of all entries."""
     return Box((0,) * len(shape), tuple(shape))
 
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """The entries of box `source` of the tensor `name` are, in the same order, those of box `target` of another tensor.
+    """Box `source` of tensor `name` holds the entries of box `target` of another tensor, in the same order.
 
     Worked example, expert 3 of a stacked [8, 64, 32] whose checkpoint has one [64, 32] per expert:
         Piece("mlp.experts.3.up_proj.weight", source=Box((0, 0), (64, 32)), target=Box((3, 0, 0), (1, 64, 32)))
-    The sizes are equal but for dimensions of size 1.
+    The sizes are equal except for dimensions of size 1.
     """
 
     name: str
@@ -64,7 +68,7 @@ class Piece:
 
 @dataclass(frozen=True, slots=True)
 class Region:
-    """Where the entries of a box of a tensor on disk lie in a tensor of this rank, whatever their order there.
+    """Where the entries of a box of a tensor on disk lie in a tensor of this rank, in any order.
 
     Entry `index` of the box lies `offset + sum(index * strides)` entries behind the local tensor's first.
     Worked example, rows 8 to 11 of a [16, 32] in the second half of the columns of a local [4, 64]:
@@ -79,7 +83,7 @@ class Region:
 
 
 def region(piece: Piece, tensor: str, strides: tuple[int, ...]) -> Region:
-    """A piece of a local tensor that has these strides, as a region."""
+    """Return a piece of a local tensor with these strides as a region."""
     offset = sum(map(operator.mul, piece.target.offset, strides))
     steps = iter(step for step, size in zip(strides, piece.target.size, strict=True) if size > 1)
     along = tuple(next(steps) if size > 1 else 0 for size in piece.source.size)

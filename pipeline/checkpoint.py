@@ -1,17 +1,17 @@
-"""Checkpoints that a kill at any moment cannot spoil.
+"""Write checkpoints that a kill at any moment cannot corrupt.
 
     checkpoints/
       .step_000020.<attempt>.partial/   being written; never read
-      step_000010/                      complete: renamed only after everything in it was on disk
+      step_000010/                      complete: renamed only when everything in it is on disk
         complete.json                   version, step, the loop's state, and the size of every file
-        train-rank00000.safetensors ... what the train backend wrote
+        train-rank00000.safetensors ... the train backend's state
         buffer.msgpack                  rollouts that no step has trained on yet, if any (pipeline/rollout/buffer.py)
         hf/                             a Hugging Face checkpoint, if checkpointing.save_consolidated;
-                                        the run folder's own `hf` leads to the latest when the run has ended
-      .step_000005.<attempt>.removed/   superfluous, but could not be removed: the next start does
+                                        the run folder's own `hf` links to the latest when the run has ended
+      .step_000005.<attempt>.removed/   superfluous, but could not be removed: the next start retries
 
-The partial folder bears the attempt's name, so a lost attempt that still writes cannot touch what its rerun writes. Generate
-ranks write nothing: their weights come by refit, each request carries its own seed, and rank 0 keeps the rollouts.
+The partial folder has the attempt's name, so an earlier attempt that still writes cannot touch the files of its rerun. Generate
+ranks write nothing: a refit restores their weights, each request has its own seed, and rank 0 keeps the rollouts.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ COMPLETE = "complete.json"
 ROLLOUTS = "buffer.msgpack"
 NAME = re.compile(r"step_\d+")  # of a checkpoint's folder
 VERSION = 2
-"""What the contents mean. Since 2 a schedule counts steps of the algorithm; in 1 it counted optimizer updates."""
+"""Version of the contents. Since 2 a schedule counts steps of the algorithm; in 1 it counted optimizer updates."""
 
 
 @dataclass(frozen=True)
@@ -52,37 +52,40 @@ class Checkpoint:
     folder: Path
     step: int
     metric: float | None  # the value of checkpointing.metric_name when it was saved
-    state: dict[str, Any]  # the loop's own
+    state: dict[str, Any]  # of the training loop
     version: int = VERSION
 
     def rollouts(self) -> bytes:
-        """Return the bytes that `keep_rollouts` kept; empty if there are none."""
+        """Return the rollout buffer's state; empty if there is none."""
         path = self.folder / ROLLOUTS
         return path.read_bytes() if path.exists() else b""
 
 
 class Checkpoints:
-    """The checkpoints of one run, as rank 0 manages them."""
+    """The checkpoints of a run, as rank 0 manages them."""
 
     def __init__(self, run_dir: Path, attempt: str, config: CheckpointingConfig, retry: RetryPolicy = storage.NO_RETRIES):
         self._folder = run_dir / "checkpoints"
         self._attempt = attempt
         self._config = config
         self.retry = retry
-        self._partial: Path | None = None  # being written
-        self._seen: dict[Path, Checkpoint] = {}  # complete ones
+        self._partial: Path | None = None  # the one being written
+        self._seen: dict[Path, Checkpoint] = {}  # known to be complete
 
     def all(self) -> list[Checkpoint]:
         """Return the complete checkpoints, oldest first."""
         return _complete(self._folder)
 
     def _kept(self) -> list[Checkpoint]:
-        """Return what `all` does, without another look at the thousands of files of those that were complete before."""
+        """Return what `all` does, but do not look again at the files of checkpoints known to be complete."""
         self._seen = {path: found for path in _folders(self._folder) if (found := self._seen.get(path) or _read(path))}
         return list(self._seen.values())
 
     def latest(self) -> Checkpoint | None:
-        """Rank 0 may be on another node than the one that wrote it, which sees names late: what attempts say is waited for."""
+        """Return the latest complete checkpoint, or None.
+
+        Waits for the checkpoint that earlier attempts recorded: another node may have written it, and this one may see it late.
+        """
         self._wait_for_progress()
         return next(iter(reversed(self.all())), None)
 
@@ -97,12 +100,12 @@ class Checkpoints:
                 logger.warning("continuing without %s, which %s names: %s", folder.name, path, error)
 
     def clean(self) -> None:
-        """Remove what killed attempts left half-written, and what could not be removed then."""
+        """Remove partial checkpoints of killed attempts, and those that could not be removed before."""
         for folder in self._folder.glob(".step_*"):
             _remove(folder)
 
     def begin(self, step: int) -> Path:
-        """Yield an empty folder to write into."""
+        """Return an empty folder to write a checkpoint into."""
         partial = self._folder / f".{_name(step)}.{self._attempt}.partial"
 
         def make() -> None:
@@ -115,13 +118,13 @@ class Checkpoints:
         return partial
 
     def keep_rollouts(self, partial: Path, record: bytes) -> None:
-        """Beside what the train ranks write; nothing if it is empty."""
+        """Add the rollout buffer's state to a checkpoint, unless it is empty."""
         if record:
             self._retrying(lambda: append(partial / ROLLOUTS, 0, record), partial)
 
     @contextlib.contextmanager
     def discarding(self) -> Iterator[None]:
-        """Remove what was begun if the block fails: it may be what fills the disk."""
+        """Remove the partial checkpoint if the block fails: it may be what fills the disk."""
         try:
             yield
         except Exception:
@@ -130,7 +133,7 @@ class Checkpoints:
             raise
 
     def commit(self, partial: Path, step: int, metric: float | None, state: dict[str, Any]) -> Checkpoint:
-        """Everything in `partial` is on disk: make it a checkpoint, then drop those no longer to be kept."""
+        """Turn a partial folder, whose files are all on disk, into a checkpoint; then remove superfluous ones."""
         folder = self._folder / _name(step)
 
         def seal() -> None:
@@ -138,8 +141,8 @@ class Checkpoints:
             write_durably(partial / COMPLETE, json.dumps(record))
 
         def move() -> None:
-            if partial.exists():  # else an earlier try moved it, and could not make sure of it
-                if folder.exists():  # an incomplete one; `latest` passed over it
+            if partial.exists():  # otherwise an earlier try moved it and failed in `sync`
+                if folder.exists():  # incomplete: `latest` skipped it
                     shutil.rmtree(folder)
                 partial.rename(folder)
             sync(self._folder)
@@ -155,11 +158,11 @@ class Checkpoints:
             _remove(checkpoint.folder, gone)
         return complete
 
-    def _retrying(self, work: Callable[[], None], path: Path) -> None:
+    def _retrying(self, work: Callable[[], object], path: Path) -> None:
         retrying(work, "writing a checkpoint", path, self.retry)
 
     def link_latest(self, link: Path, part: str) -> None:
-        """Let `link` point at a part of the latest checkpoint, if that has it."""
+        """Point `link` at a part of the latest checkpoint, if it has that part."""
         latest = next(iter(reversed(self.all())), None)
         if latest and (latest.folder / part).exists():
             beside = link.with_name(f".{link.name}.{self._attempt}")
@@ -173,13 +176,13 @@ class Checkpoints:
 
 
 def superfluous(checkpoints: list[Checkpoint], config: CheckpointingConfig) -> list[Checkpoint]:
-    """Return those to delete: all but the best `keep_top_k` by the metric (newest first among equals) and the latest."""
+    """Return those to delete: all but the latest and the best `keep_top_k` by the metric (newest first among equals)."""
     if config.keep_top_k is None or not checkpoints:
         return []
 
     def rank(checkpoint: Checkpoint) -> tuple[bool, float, int]:
         value, sign = checkpoint.metric, 1 if config.higher_is_better else -1
-        if value is None or math.isnan(value):  # nothing was judged, or the loss diverged; NaN has no place in an order
+        if value is None or math.isnan(value):  # nothing was scored, or the loss diverged
             return False, 0.0, checkpoint.step
         return True, sign * value, checkpoint.step
 
@@ -188,10 +191,10 @@ def superfluous(checkpoints: list[Checkpoint], config: CheckpointingConfig) -> l
 
 
 def version_problem(checkpoint: Checkpoint, recipe: Recipe) -> Problem | None:
-    """Return why a run of this recipe cannot go on from a checkpoint of an earlier version; None if it can.
+    """Return the problem if a run of this recipe cannot resume a checkpoint of an earlier version, else None.
 
-    Version 1 advanced schedules with every optimizer update. Where a step advances them as often as it has updates, or where
-    there is no schedule, its count has the same meaning.
+    Version 1 advanced schedules with every optimizer update. If a step advances them once per update, or there is no schedule,
+    its count has the same meaning.
     """
     algorithm, policy = build(recipe), recipe.policy
     updates, schedules = algorithm.updates_per_step, [policy.scheduler]
@@ -212,29 +215,29 @@ def version_problem(checkpoint: Checkpoint, recipe: Recipe) -> Problem | None:
 
 
 def wait_until_seen(folder: Path) -> None:
-    """Until this node sees all of a complete checkpoint, which another one wrote. Raises StorageError."""
+    """Wait until this node sees all files of a complete checkpoint that another node wrote. Raises StorageError."""
     storage.seen_within(storage.SEEN_S, lambda: _read(folder), folder)
 
 
 def storage_timeout_s(timeouts: TimeoutsConfig) -> float:
-    """The seconds that `timeouts.storage` stands for; see there."""
+    """Return the seconds of `timeouts.storage`; null stands for half of `timeouts.save`, at most 600 s."""
     return min(600.0, timeouts.save / 2) if timeouts.storage is None else timeouts.storage
 
 
 def kept(run_dir: Path) -> str:
-    """Return, for people, which part of a run is safe. Any rank may ask."""
+    """Return a sentence about the part of a run that is safe. Callable on any rank."""
     with contextlib.suppress(OSError):
         complete = _complete(run_dir / "checkpoints")
         checkpoint = f"the checkpoint of step {complete[-1].step}, the last complete one" if complete else "no checkpoint yet"
         path = run_dir / "metrics.jsonl"
-        lines = path.read_bytes().split(b"\n")[:-1] if path.exists() else []  # what follows the last newline was cut short
+        lines = path.read_bytes().split(b"\n")[:-1] if path.exists() else []  # an incomplete last line does not count
         metrics = f"the metrics to step {json.loads(lines[-1])['step']}" if lines else "no metrics yet"
         return f"Kept: {checkpoint}, and {metrics}"
     return "What is kept cannot be seen from here"
 
 
 def _complete(folder: Path) -> list[Checkpoint]:
-    """Oldest first. What else lies there, such as a copy that somebody made of one (`step_000100_keep`), is none."""
+    """Return the complete checkpoints, oldest first, without other folders such as a user's copy (`step_000100_keep`)."""
     return [checkpoint for path in _folders(folder) if (checkpoint := _read(path))]
 
 
@@ -251,14 +254,13 @@ def _sizes(folder: Path) -> dict[str, int]:
 
 
 def _stats(paths: list[Path]) -> list[os.stat_result]:
-    """Return the status of each path. A file server answers many questions at once. Raises OSError."""
+    """Return the status of each path, several at a time: a file server handles them in parallel. Raises OSError."""
     with ThreadPoolExecutor(16) as pool:
         return list(pool.map(Path.stat, paths))
 
 
 def _remove(folder: Path, gone: Path | None = None) -> None:
-    """Under the name `gone` first, if given, by which the next start finds it if this fails; which is told, and is no reason
-    to end a run."""
+    """Remove a folder, after renaming it to `gone` so that the next start finds it if this fails. A failure is only logged."""
     try:
         shutil.rmtree(folder.rename(gone) if gone else folder)
     except OSError as error:

@@ -1,16 +1,16 @@
-"""Who has the GPUs when, where the train and the generate ranks of a node share them.
+"""Move trainer and engine on and off the GPUs that the train and generate ranks of a node share.
 
     training      the trainer is on the GPU; the engine sleeps
-    refit         the policy's weights stay, the rest of the trainer is on the host; the engine's weights are awake, no cache
-    generating    the trainer is on the host; the engine is awake
+    refit         the policy's weights are on the GPU, the rest of the trainer on the host; the engine's weights are awake
+    generating    the trainer is on the host; weights and cache of the engine are awake
 
-What has to leave leaves before what has to come comes, so the most that a GPU ever holds is the largest of these three. Moving
-happens when something is needed: a block that is left leaves everything where it is, so rollouts that follow each other move
-nothing. Where each component has GPUs of its own nothing is ever moved.
+Free the old owner's memory before the new owner allocates, so a GPU holds at most the largest of these three. Nothing moves
+until it is needed: leaving a block moves nothing, so rollouts that follow each other cost no moves. If each component has its
+own GPUs, nothing ever moves.
 
-An engine that sleeps loses its weights, for the next refit brings all of them, but where that brings only what has changed. If
-it has to generate without one (a checkpoint was saved in between), it is refitted with the version that it had.
-Left out: a reward model that the train ranks serve, which comes and goes by its own `cpu_offload`.
+A sleeping engine discards its weights, since the next refit brings all of them; an incremental refit keeps them. If the engine
+has to generate without a refit (after a checkpoint was saved), it is refitted with the version it had. Left out: a reward model
+on the train ranks, which moves by its own `cpu_offload`.
 """
 
 from __future__ import annotations
@@ -24,17 +24,23 @@ from pipeline.rpc import RpcGroup
 
 
 class Colocation:
-    """On rank 0. It begins with the trainer on the GPU and the engine asleep."""
+    """The owner of shared GPUs, on rank 0. It begins with the trainer on the GPU and the engine asleep."""
 
     def __init__(self, shared: bool, train: RpcGroup, generate: RpcGroup, refits: RefitCoordinator | None):
-        """refits: None where nobody generates."""
+        """refits: None if the run has no generate ranks."""
         self._shared = shared
-        self._train, self._generate, self._refits = train, generate, refits
+        self._train, self._generate, self._given = train, generate, refits
         self._turn = "training"
-        self._moving = 0.0  # seconds, until a refit tells them
+        self._moving = 0.0  # seconds, until the next refit reports them
+
+    @property
+    def _refits(self) -> RefitCoordinator:
+        assert self._given, "only a run with generate ranks refits"
+        return self._given
 
     @contextmanager
     def training(self) -> Iterator[None]:
+        """Move the trainer onto the GPU, if it is not there, for a block."""
         if self._shared and self._turn != "training":
             with self._clock():
                 self._generate.sleep(self._refits.incremental).result()
@@ -44,16 +50,19 @@ class Colocation:
 
     @contextmanager
     def generating(self) -> Iterator[None]:
+        """Move the engine onto the GPU, if it is not there, for a block."""
         if self._shared and self._turn != "generating":
-            cost = self.refit(self._refits.version)
-            self._moving = cost["time/sharing"]  # which the next refit tells
+            version = self._refits.version
+            assert version is not None, "a refit comes before the first rollout"
+            cost = self.refit(version)
+            self._moving = cost["time/sharing"]  # the next refit reports it
         yield
 
     def refit(self, version: int) -> dict[str, float]:
-        """Let the engines serve the present weights as `version`, and generate next; what it took, as metrics."""
+        """Let the engines serve the current weights as `version`, and generate next. Return its cost as metrics."""
         if not self._shared:
             return self._refits(version)
-        if self._turn == "generating":  # nothing has changed, but the weights are not where a refit reads them
+        if self._turn == "generating":  # the weights are unchanged, but a refit reads them on the GPU
             with self.training():
                 pass
         with self._clock():

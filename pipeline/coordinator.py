@@ -1,4 +1,4 @@
-"""The loops, on rank 0. They read like the papers; what a verb does is in `pipeline/roles/`."""
+"""The training loops, on rank 0. They read like the papers; `pipeline/roles/` implements the verbs."""
 
 from __future__ import annotations
 
@@ -22,8 +22,9 @@ from pipeline.checkpoint import Checkpoints, version_problem
 from pipeline.colocation import Colocation
 from pipeline.config import Recipe, RecipeError, only_evaluates
 from pipeline.data.batches import split_batch
+from pipeline.data.mixture import Mixture
 from pipeline.data.preferences import Pair
-from pipeline.data.stream import ExampleStream, PairStream, PromptStream, Stream
+from pipeline.data.stream import Stream
 from pipeline.deadline import Deadline
 from pipeline.metrics import Metrics, mean_metrics, validation_metrics
 from pipeline.rollout.collectors import Collector
@@ -39,7 +40,7 @@ Reply = TypeVar("Reply")
 
 
 class NothingSaved(RuntimeError):
-    """A run without checkpoints has to be left before its end."""
+    """A run without checkpoints had to leave before its end."""
 
 
 @dataclass
@@ -57,17 +58,17 @@ class Run:
     deadline: Deadline
     timeline: Timeline
     startup: Startup = field(default_factory=Startup)
-    phase: Callable[[str], AbstractContextManager[None]] = nullcontext  # says what rank 0 does, as `World.phase`
-    record: Callable[[], bytes] = bytes  # what a checkpoint keeps of rollouts
-    logging: BackgroundWorker = field(default_factory=BackgroundWorker)  # writes rollouts for people while the run goes on
-    left: str | None = None  # why the run was left before its end, with everything saved
-    _unsaved: Callable[[], None] | None = None  # saves the last step, if it is not yet
-    _unsettled: Callable[[], None] | None = None  # commits a save that may still be under way
-    _save_s: float | None = None  # what the last checkpoint took, until it is logged
-    _kept: bytes = b""  # what the checkpoint that was restored has of rollouts
+    phase: Callable[[str], AbstractContextManager[None]] = lambda _: nullcontext()  # sets rank 0's phase, as `World.phase`
+    record: Callable[[], bytes] = bytes  # the rollout buffer's state for a checkpoint
+    logging: BackgroundWorker = field(default_factory=BackgroundWorker)  # writes rollouts to files
+    left: str | None = None  # why the run left before its end, with everything saved
+    _unsaved: Callable[[], None] | None = None  # saves the last step; None if it is saved
+    _unsettled: Callable[[], None] | None = None  # completes a save under way
+    _save_s: float | None = None  # duration of the last save, until it is logged
+    _kept: bytes = b""  # the rollout buffer's state in the restored checkpoint
 
-    def restore(self, stream: Stream) -> tuple[int, Metrics]:
-        """Go on from the last complete checkpoint, if there is one: the step, and the metrics cut back to it."""
+    def restore(self, stream: Stream | Mixture) -> tuple[int, Metrics]:
+        """Load the last complete checkpoint, if there is one. Return its step and the metrics, cut back to it."""
         self.checkpoints.clean()
         latest = self.checkpoints.latest()
         if latest is None:
@@ -83,12 +84,12 @@ class Run:
         return latest.step, Metrics(self.folder, self.recipe.logger, latest.step, self.checkpoints.retry)
 
     def take_kept(self) -> bytes:
-        """Return, once, the bytes that `record` had given for the checkpoint that was restored."""
+        """Return the rollout buffer's state from the restored checkpoint, once."""
         kept, self._kept = self._kept, b""
         return kept
 
     def learn(self, algorithm: Algorithm, samples: list[Sample], models: Sequence[str]) -> dict[str, float]:
-        """Train `models` on the samples of a step; return the metrics. The policy's are called `train/...`."""
+        """Train `models` on the samples of a step and return the metrics, named `train/...` for the policy."""
         train, needs = self.train, algorithm.needs
         size = self.recipe.policy.train_global_batch_size
         train.load(parts=split_batch(samples, self.recipe.policy, self.places, size, algorithm.sequences_per_item)).result()
@@ -102,7 +103,7 @@ class Run:
         return {key: value for name, of_updates in named for key, value in mean_metrics(name, of_updates).items()}
 
     def of_data_ranks(self, replies: list[Reply]) -> list[Reply]:
-        """Return one of the train ranks' replies for each data rank: ranks that share one reply the same."""
+        """Return one reply for each data rank; train ranks that share a data rank reply the same."""
         first = {place.rank: i for i, place in reversed(list(enumerate(self.places)))}
         return [replies[i] for _, i in sorted(first.items())]
 
@@ -115,9 +116,9 @@ class Run:
         values: dict[str, float],
         groups: list[RolloutGroup] | None = None,
     ) -> None:
-        """Log a step, and save it if it is time to. `position`: the data stream's, after this step."""
+        """Log a step, and save it when due. position: the data stream's state after this step."""
         if self._save_s is not None:
-            values = values | {"time/save": self._save_s}  # of the checkpoint before
+            values = values | {"time/save": self._save_s}  # of the previous checkpoint
             self._save_s = None
         self.startup.end()
         self.attempt.check()
@@ -131,14 +132,14 @@ class Run:
             self._unsaved()
 
     def log_rollouts(self, metrics: Metrics, step: int, groups: list[RolloutGroup], kind: str) -> None:
-        """Write rollouts in a thread, one step after another; all of them before the next checkpoint is begun."""
+        """Write rollouts in a thread, one step after another; all are written before the next checkpoint begins."""
         if metrics.logs_rollouts:
             tokenizer = self._loggers_tokenizer
             self._wait_for_rollouts()
             self.logging.start(lambda: metrics.log_rollouts(step, groups, tokenizer, kind))
 
     def _wait_for_rollouts(self) -> None:
-        """Wait until the thread has written all that it was given. Raises TimeoutError after cluster.timeouts.save."""
+        """Wait until the thread has written all rollouts. Raises TimeoutError after cluster.timeouts.save."""
         with self.phase("write rollouts"):
             limit_s = self.recipe.cluster.timeouts.save
             if not self.logging.wait(limit_s):
@@ -149,13 +150,13 @@ class Run:
 
     @functools.cached_property
     def _loggers_tokenizer(self) -> PreTrainedTokenizerBase:
-        """A tokenizer cannot be used by two threads at once: it raises "Already borrowed"."""
+        """A copy for the thread: a tokenizer used by two threads at once raises "Already borrowed"."""
         return copy.deepcopy(self.tokenizer)
 
     def must_leave(self) -> bool:
-        """Return, between two steps, whether the run is to be left here. If so, the last step has been saved.
+        """Return, between two steps, whether to leave the run now. If so, the last step has been saved.
 
-        Raises NothingSaved if it cannot be.
+        Raises NothingSaved if it cannot be saved.
         """
         why = self.deadline.why_leave()
         if why is None:
@@ -171,7 +172,7 @@ class Run:
         return True
 
     def evaluate_alone(self, metrics: Metrics, step: int, validate: Callable[[], dict[str, float]]) -> int:
-        """Validate once, log it with the step whose weights these are, and return the step. Nothing is learned or saved."""
+        """Validate once, log it under the step of these weights, and return that step. Nothing is trained or saved."""
         self.startup.enter("validation")
         metrics.take_clocks()  # a refit before it belongs to no step
         metrics.log_again(step, validate() | metrics.take_clocks())
@@ -182,14 +183,14 @@ class Run:
         return step
 
     def finish(self) -> None:
-        """No step follows. The last one is saved, if it is not yet: data may end while a step is filled."""
+        """Save the last step, if it is not saved: the data may end before a due save."""
         if self._unsaved and self.recipe.checkpointing.enabled:
             self._unsaved()
         self.settle(wait=True)
         self._wait_for_rollouts()
 
     def save(self, step: int, position: dict[str, Any], values: dict[str, float]) -> None:
-        """Let all ranks write a checkpoint of a step. With checkpointing.async_save, `settle` makes it one later."""
+        """Write a checkpoint on all ranks. With checkpointing.async_save, `settle` completes it later."""
         self.settle(wait=True)
         self._wait_for_rollouts()
         config, start = self.recipe.checkpointing, time.perf_counter()
@@ -213,7 +214,7 @@ class Run:
         self.settle(wait=not config.async_save)
 
     def settle(self, wait: bool = False) -> None:
-        """Make a checkpoint of what all ranks have written, if they have."""
+        """Complete the checkpoint under way if all ranks have written it. wait: until they have."""
         if self._unsettled:
             with self.checkpoints.discarding():
                 written = all(self.train.written(wait).result())
@@ -223,10 +224,15 @@ class Run:
 
 
 def run_online(
-    run: Run, algorithm: OnlineAlgorithm, collector: Collector, prompts: PromptStream, validation: list[Prompt]
+    run: Run,
+    algorithm: OnlineAlgorithm,
+    collector: Collector,
+    prompts: Stream[Prompt] | Mixture[Prompt],
+    validation: list[Prompt],
 ) -> int:
-    """Sample, judge, learn, refit; the step it ended at."""
+    """Train on rollouts: sample, score, update, refit. Return the last step."""
     section, colocation = config.section(run.recipe), run.colocation
+    assert isinstance(section, config.OnlineConfig)
     run.record = collector.state_dict
     step, metrics = run.restore(prompts)
 
@@ -244,10 +250,10 @@ def run_online(
 
     run.startup.enter("first refit")
     refit()
-    if only_evaluates(run.recipe):  # what a checkpoint keeps of rollouts stays there
+    if only_evaluates(run.recipe):  # the checkpoint keeps its rollouts
         return run.evaluate_alone(metrics, step, validate)
     resumed = collector.load_state_dict(run.take_kept(), step)
-    metrics.take_clocks()  # that refit belongs to no step
+    metrics.take_clocks()  # the first refit belongs to no step
     run.timeline.step_ended(step)
     if section.val_at_start and step == 0 and validation:
         run.startup.enter("validation")
@@ -283,10 +289,8 @@ def run_online(
     return step
 
 
-def run_offline(
-    run: Run, algorithm: Algorithm, examples: ExampleStream | PairStream, validation: list[Sample] | list[Pair]
-) -> int:
-    """Learn from examples; the step it ended at."""
+def run_offline(run: Run, algorithm: Algorithm, examples: Stream | Mixture, validation: Sequence[Sample | Pair]) -> int:
+    """Train on a dataset. Return the last step."""
     recipe, section, train = run.recipe, config.section(run.recipe), run.train
     together = algorithm.sequences_per_item
     step, metrics = run.restore(examples)
@@ -325,7 +329,7 @@ def run_offline(
     return step
 
 
-def _flat(items: list[Sample] | list[Pair]) -> list[Sample]:
+def _flat(items: Sequence[Sample | Pair]) -> list[Sample]:
     return [sample for item in items for sample in (item if isinstance(item, tuple) else (item,))]
 
 

@@ -1,11 +1,11 @@
-"""When to leave a run so that nothing is lost: before its time is up, or because a signal asks for it.
+"""Decide when to leave a run with everything saved: before its time is up, or when a signal asks for it.
 
-Rank 0 asks between two steps. The time is up at the end of the allocation, or earlier at checkpointing.checkpoint_must_save_by.
-Another step is begun only if it fits in with a save after it, both as long as the longest that was ever measured in this run:
-a step with the validation behind it, and a save from its beginning until the checkpoint was complete. Earlier attempts have
-left these in metrics.jsonl, as time/step, time/validation and time/save.
+Rank 0 checks between two steps. The time is up at the end of the allocation, or earlier at
+checkpointing.checkpoint_must_save_by. Another step begins only if it fits together with a save, both as long as the longest
+ever measured in this run: a step with its validation, and a save from its beginning until the checkpoint is complete. Earlier
+attempts have recorded these in metrics.jsonl as time/step, time/validation and time/save.
 
-Left out: ending a step that takes longer than all before it. Then the executor ends the ranks, and the step is lost.
+Left out: a step that takes longer than all before it. Then the executor ends the ranks, and the step is lost.
 """
 
 from __future__ import annotations
@@ -20,15 +20,17 @@ from pipeline.config import CheckpointingConfig
 from pipeline.values import seconds
 
 SLACK = 1.1
-"""How much longer than the longest yet a step and a save may take."""
+"""Allowance for a step and a save that take longer than the longest so far."""
 MARGIN_S = 60.0
-"""Kept for ending the ranks, and because clocks and Slurm's are coarse; but not more than MARGIN_SHARE of the allocation."""
+"""Reserve for ending the ranks, and for coarse clocks; at most MARGIN_SHARE of the allocation."""
 MARGIN_SHARE = 0.05
 UNKNOWN_SAVE_SHARE = 0.1
-"""Of the allocation: what a save is taken to last before one was measured."""
+"""Share of the allocation that a save is assumed to take until one was measured."""
 
 
 class Deadline:
+    """The end of the time that a run has, and the longest step and save so far."""
+
     def __init__(
         self,
         started: float,
@@ -37,9 +39,9 @@ class Deadline:
         received: Callable[[], list[str]] = signals.received,
         now: Callable[[], float] = time.time,
     ):
-        """started: when the attempt did. ends: what -> when it is over. Both in unix seconds.
+        """Take the earliest end. history: the lines of metrics.jsonl that earlier attempts have written.
 
-        history: the lines of metrics.jsonl that earlier attempts have written.
+        started: when the attempt started. ends: name -> when that time is over. Both in unix seconds.
         """
         self._started = started
         self._what, self._end = min(ends.items(), key=lambda end: end[1]) if ends else ("", None)
@@ -53,7 +55,7 @@ class Deadline:
 
     @classmethod
     def of_attempt(cls, config: CheckpointingConfig, run_dir: Path, attempt: Path) -> Deadline:
-        """From what the executor tells an attempt, and what earlier ones have measured."""
+        """Read the attempt's start, the allocation's end and the run's metrics."""
         started = float((attempt / "started").read_text())
         ends = {}
         if end := os.environ["HETSTEP_END_TIME"]:
@@ -63,12 +65,12 @@ class Deadline:
         return cls(started, ends, metrics.read(run_dir / "metrics.jsonl"))
 
     def stepped(self, line: Mapping[str, float]) -> None:
-        """Take note of a step that has ended. line: of its metrics."""
+        """Record the metrics of a step that has ended."""
         self._measure(line)
         self._stepped = True
 
     def saved(self, seconds: float) -> None:
-        """Take note of the seconds after which a checkpoint was complete."""
+        """Record the seconds after which a checkpoint was complete."""
         self._measure({"time/save": seconds})
 
     def _measure(self, line: Mapping[str, float]) -> None:
@@ -78,10 +80,10 @@ class Deadline:
             self._save_s = max(self._save_s or 0.0, line["time/save"])
 
     def why_leave(self) -> str | None:
-        """Return why not to begin another step now; None if there is time for it, and nobody asked.
+        """Return why not to begin another step; None if there is time for it and no signal has come.
 
-        Each attempt does one step, however little time seems to be left: what was measured may have been an exception, and an
-        attempt that makes no step makes no progress.
+        Each attempt makes one step, however little time is left: a past measurement may have been an exception, and an attempt
+        without a step makes no progress.
         """
         if received := self._received():
             return f"{' and '.join(received)} came"

@@ -1,4 +1,4 @@
-"""Messages between processes: msgpack, typed by annotations, with numpy arrays as raw bytes. Never a pickle."""
+"""Encode messages between processes as msgpack, typed by annotations, with numpy arrays as raw bytes. Never as a pickle."""
 
 from __future__ import annotations
 
@@ -9,11 +9,12 @@ import numpy as np
 
 
 def encode(message: Any) -> bytes:
+    """Return a message as msgpack."""
     return msgspec.msgpack.encode(message, enc_hook=_encode_array)
 
 
 def decode(body: bytes, kind: Any) -> Any:
-    """Return the message of a body. Raises msgspec.ValidationError if it is not a `kind`."""
+    """Return a message of type `kind`. Raises msgspec.ValidationError if the body does not match it."""
     return msgspec.msgpack.decode(body, type=kind, dec_hook=_decode_array)
 
 

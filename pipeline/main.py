@@ -1,4 +1,4 @@
-"""One entry for every rank: read the recipe, join the world, then coordinate (rank 0) or serve."""
+"""The entry point of every rank: read the recipe, join the world, then coordinate (rank 0) or serve."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from pipeline import algorithms, config, node_checks, rpc, user_code
+from pipeline.algorithms.base import OnlineAlgorithm
 from pipeline.attempt import Attempt
 from pipeline.checkpoint import Checkpoints, kept, storage_timeout_s
 from pipeline.colocation import Colocation
@@ -28,12 +29,13 @@ from pipeline.rpc import RpcClient, RpcGroup
 from pipeline.scoring import Scoring
 from pipeline.startup import SETTING_UP, Startup
 from pipeline.storage import RetryPolicy, retrying, wait_for, write_durably
+from pipeline.types import Prompt
 from pipeline.watchdog import Failure, Watchdog
 from pipeline.world import Activity, RankInfo, WorkerGroups, World, connect, join, leave, open_store, wait_for_all
 
 
 def main(run_dir: Path) -> None:
-    """This rank's whole life. Raises what ended the run; the first failure is left in the attempt's failure.json."""
+    """Run this rank to its end. Raises the error that ended the run; the first failure is in the attempt's failure.json."""
     wait_for(run_dir / "recipe.yaml")
     recipe = config.read(run_dir / "recipe.yaml")
     user_code.search_in(recipe.module_folders)
@@ -62,6 +64,7 @@ def main(run_dir: Path) -> None:
         with world.phase("", verb="coordinate" if client else "serve"):
             role = _role(recipe, world)
             if client:
+                assert isinstance(role, TrainRole)  # rank 0 trains
                 _coordinate(recipe, run_dir, world, client, role, startup)
                 startup.end()
                 rpc.stop(world)
@@ -104,7 +107,7 @@ def _coordinate(recipe: Recipe, run_dir: Path, world: World, client: RpcClient, 
     reward = RpcGroup(client, world, workers.reward, RewardRole, timeouts)
     shared = workers.colocated
     others_up = [generate.setup(), reward.setup()]
-    if shared:  # vLLM measures free memory as it starts, so nothing else may come or go
+    if shared:  # vLLM measures free memory as it starts, so nothing else may allocate or free
         others_up[0].result()
         generate.sleep(False).result()
     with world.phase("load data", verb="setup"):
@@ -126,10 +129,13 @@ def _coordinate(recipe: Recipe, run_dir: Path, world: World, client: RpcClient, 
         if config.reward_model(recipe):
             judge = Scoring(recipe, *((reward, judges) if workers.reward else (train, places)), tokenizer)
         engines = [RpcGroup(client, world, engine, GenerateRole, timeouts) for engine in workers.engines]
-        rollouts = collectors.build(recipe.algorithm, config.section(recipe), recipe.policy.generation, engines, judge)
-        step = run_online(run, algorithm, rollouts, stream, validation)
+        section = config.section(recipe)
+        assert isinstance(section, config.OnlineConfig) and isinstance(algorithm, OnlineAlgorithm)
+        rollouts = collectors.build(recipe.algorithm, section, recipe.policy.generation, engines, judge)
+        prompts = [item for item in validation if isinstance(item, Prompt)]
+        step = run_online(run, algorithm, rollouts, stream, prompts)
     else:
-        step = run_offline(run, algorithm, stream, validation)
+        step = run_offline(run, algorithm, stream, [item for item in validation if not isinstance(item, Prompt)])
     if run.left:
         return
     record: dict[str, Any] = {"step": step}

@@ -1,9 +1,9 @@
-"""Metrics of a run: metrics.jsonl, TensorBoard and rollouts, which rank 0 writes into the run folder, and their readers.
+"""Write the metrics of a run on rank 0: metrics.jsonl, TensorBoard events and rollouts. And read them.
 
-metrics.jsonl has one object per step. A rerun cuts it, TensorBoard's events and the rollouts back to the step that was
-restored, so that no step appears twice. It is what a run is for, so a disk that does not take a line is waited for. TensorBoard
-and the rollouts are conveniences: a run goes on without them. TensorBoard's curves are caught up as soon as they can be
-written, at the latest at the next start.
+metrics.jsonl has one object per step. A rerun cuts it, the TensorBoard events and the rollouts back to the restored step, so no
+step appears twice. A line that cannot be written is retried, because the metrics are the result of the run. Failures to write
+rollouts or TensorBoard events never stop it. Missing TensorBoard events are written as soon as possible, at the latest at the
+next start.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import logging
 import math
 import os
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO, TypeVar
@@ -32,19 +32,22 @@ logger = logging.getLogger(__name__)
 
 Result = TypeVar("Result")
 
-NOT_REPRODUCIBLE = ("time", "throughput/", "idle/")  # keys that begin so differ from run to run; all others must not
+NOT_REPRODUCIBLE = ("time", "throughput/", "idle/")
+"""Prefixes of keys that differ from run to run; all others must not."""
 
 
 class Metrics:
+    """Writes a run's metrics, rollouts and TensorBoard events."""
+
     def __init__(self, run_dir: Path, config: LoggerConfig, after_step: int | None, retry: RetryPolicy = NO_RETRIES):
-        """Go on after a step that was restored, dropping what was written beyond it; None: begin, dropping everything."""
-        last = -1 if after_step is None else after_step  # step 0 has a line too: the validation before the first step
+        """Continue after a restored step and drop everything beyond it; with None, drop everything."""
+        last = -1 if after_step is None else after_step  # step 0 is the validation before the first step
         self._path = run_dir / "metrics.jsonl"
         self._rollouts = run_dir / "rollouts"
         self._config = config
         self._retry = retry
         self._clocks: dict[str, float] = {}
-        self._missing: dict[str, list[int]] = {}  # steps that could not be written, by what was to be written
+        self._missing: dict[str, list[int]] = {}  # unwritten steps, by what was to be written
         text = self._retrying(lambda: self._cut(last))
         self._size = len(text.encode())
         self._unshown = [json.loads(line) for line in text.splitlines()] if config.tensorboard_enabled else []
@@ -52,7 +55,7 @@ class Metrics:
         self._show(last)
 
     def _cut(self, last: int) -> str:
-        """Drop what was written after a step; return what is left of metrics.jsonl."""
+        """Drop what was written after a step and return the rest of metrics.jsonl."""
         text = "".join(json.dumps(line) + "\n" for line in read(self._path) if line["step"] <= last)
         write_durably(self._path, text)
         for path in self._rollouts.glob("*_*.jsonl"):
@@ -73,14 +76,15 @@ class Metrics:
             self._clocks[name] = self._clocks.get(name, 0.0) + time.perf_counter() - start
 
     def take_clocks(self) -> dict[str, float]:
+        """Return the seconds of `clock` as `time/NAME`, and reset them."""
         clocks = {f"time/{name}": seconds for name, seconds in self._clocks.items()}
         self._clocks = {}
         return clocks
 
     def log(self, step: int, values: dict[str, float]) -> None:
-        """Append a step's line, which is on the disk when this returns. NaN and infinity are written as JSON's null.
+        """Append a step's line, which is on disk when this returns. NaN and infinity become JSON's null.
 
-        Raises StorageError if it cannot be written. The disk costs some 4 ms, where the page cache alone would cost 0.02.
+        Raises StorageError if it cannot be written. fsync costs about 4 ms, the page cache alone 0.02 ms.
         """
         line = {"step": step, "time": time.time(), **_finite(values)}
         text = (json.dumps(line) + "\n").encode()
@@ -91,7 +95,7 @@ class Metrics:
         _log(step, values)
 
     def log_again(self, step: int, values: dict[str, float]) -> None:
-        """Add values to the line of a step that may have been logged before, in place of those under the same keys."""
+        """Merge values into the line of a step, replacing those under the same keys."""
         new = {"step": step, "time": time.time(), **_finite(values)}
         lines = {line["step"]: line for line in read(self._path)}
         lines[step] = lines.get(step, {}) | new
@@ -105,26 +109,26 @@ class Metrics:
         _log(step, values)
 
     def _show(self, step: int) -> None:
-        """Show TensorBoard what it does not show yet. What it cannot take now is tried again at the next step."""
-        if self._unshown:
+        """Write missing TensorBoard events. If that fails, the next step retries."""
+        if self._unshown and self._tensorboard:
             with self._going_on("TensorBoard", step):
                 self._tensorboard.show(self._unshown)
                 self._unshown = []
 
     @property
     def logs_rollouts(self) -> bool:
-        """Return whether `log_rollouts` would write any."""
+        """Whether `log_rollouts` writes any."""
         return self._config.num_rollouts_to_log != 0
 
     def log_rollouts(
         self, step: int, groups: list[RolloutGroup], tokenizer: PreTrainedTokenizerBase, kind: str = "step"
     ) -> None:
-        """Write a step's rollouts, one object per line, to rollouts/<kind>_<step>.jsonl; `kind` is "step" or "val"."""
+        """Write the rollouts of a step, one object per line, to rollouts/KIND_STEP.jsonl; `kind` is "step" or "val"."""
         path = self._rollouts / f"{kind}_{step:06d}.jsonl"
         records = itertools.islice(_records(groups, tokenizer), self._config.num_rollouts_to_log)
         text = "".join(json.dumps(record) + "\n" for record in records)
         with self._going_on("rollouts", step):
-            self._retry.check()  # a later attempt may write there by now
+            self._retry.check()  # a later attempt may write there
             self._rollouts.mkdir(exist_ok=True)
             try:
                 append(path, 0, text.encode(), durable=False)
@@ -134,7 +138,7 @@ class Metrics:
 
     @contextmanager
     def _going_on(self, what: str, step: int) -> Iterator[None]:
-        """A run does not end for want of what only makes it good to look at. It tells when that begins, and what was lost."""
+        """Log when writing `what` begins to fail and what was lost, but do not stop the run."""
         missing, begun = self._missing.setdefault(what, []), time.monotonic()
         try:
             yield
@@ -151,32 +155,33 @@ class Metrics:
             missing.clear()
 
     def close(self) -> None:
+        """Log what was never written."""
         for what, steps in self._missing.items():
             if steps:
                 logger.warning("%s of steps %s were never written", what, _spans(steps))
 
 
 class Reader:
-    """Reads a metrics.jsonl while a run writes it; gives no step twice when a restarted run does steps again."""
+    """Reads a metrics.jsonl while a run writes it; yields no step twice when a restarted run repeats steps."""
 
     def __init__(self, path: Path, steps: int | None = None):
-        """steps: begin with about so many of the last steps; None: with the first."""
+        """steps: start about so many steps before the end; None: at the first."""
         self._path = path
         self._steps = steps
         self._inode = self._offset = 0
-        self._latest = self._given = -math.inf  # time of the latest line; of the latest one before the file was replaced
+        self._latest = self._given = -math.inf  # time of the latest line; likewise when the file was last replaced
 
     def lines(self) -> Iterator[dict[str, Any]]:
-        """Yield the complete lines since the last call, one by one. Raises RecipeError for one that is no step's."""
+        """Yield the complete lines since the last call. Raises RecipeError for a line that is not a step."""
         if not self._path.exists():
             return
         with open(self._path, "rb") as file:
-            if (inode := os.fstat(file.fileno()).st_ino) != self._inode:  # a restarted run writes the file anew
+            if (inode := os.fstat(file.fileno()).st_ino) != self._inode:  # a restarted run replaces the file
                 self._inode, self._given = inode, self._latest
                 self._offset = _last(file, self._steps) if self._steps else 0
             file.seek(self._offset)
             for text in file:
-                if not text.endswith(b"\n"):  # being written, or cut short by a kill
+                if not text.endswith(b"\n"):  # incomplete
                     return
                 self._offset += len(text)
                 line = _parsed(self._path, text, ("step", "time"))
@@ -204,7 +209,7 @@ def _parsed(path: Path, text: bytes, keys: Iterable[str]) -> dict[str, Any]:
 
 
 def _last(file: BinaryIO, lines: int) -> int:
-    """Return where about so many last lines begin, if they are as long as the first ones."""
+    """Return the offset of about the last `lines` lines, assuming they are as long as the first ones."""
     length = max(len(file.readline()), len(file.readline()), 1)
     start = file.seek(0, os.SEEK_END) - 2 * lines * length
     if start <= 0:
@@ -215,12 +220,12 @@ def _last(file: BinaryIO, lines: int) -> int:
 
 
 def read(path: Path) -> list[dict[str, Any]]:
-    """Return the complete lines of a metrics.jsonl. Raises RecipeError for one that is no step's."""
+    """Return the complete lines of a metrics.jsonl. Raises RecipeError for a line that is not a step."""
     return list(Reader(path).lines())
 
 
 def _finite(values: dict[str, float]) -> dict[str, float | None]:
-    """Return the values with None, which JSON has, for NaN and infinity."""
+    """Return the values with None, which becomes null, in place of NaN and infinity."""
     return {key: value if math.isfinite(value) else None for key, value in values.items()}
 
 
@@ -229,7 +234,7 @@ def _log(step: int, values: dict[str, float]) -> None:
 
 
 def _spans(steps: list[int]) -> str:
-    """[1, 2, 3, 7] -> `1-3, 7`."""
+    """Return steps as ranges: [1, 2, 3, 7] -> `1-3, 7`."""
     runs: list[list[int]] = []
     for step in sorted(set(steps)):
         if runs and runs[-1][-1] == step - 1:
@@ -240,7 +245,7 @@ def _spans(steps: list[int]) -> str:
 
 
 def mean_metrics(prefix: str, results: list[dict[str, float]]) -> dict[str, float]:
-    """Return the metrics of a step's updates as one: means, but `_max` and `_min` by that."""
+    """Combine the metrics of a step's updates: the maximum of `_max`, the minimum of `_min`, else the mean."""
 
     def combine(name: str) -> float:
         values = [result[name] for result in results]
@@ -252,12 +257,11 @@ def mean_metrics(prefix: str, results: list[dict[str, float]]) -> dict[str, floa
 
 
 def rollout_metrics(prefix: str, groups: list[RolloutGroup]) -> dict[str, float]:
-    """Return how many episodes nobody could judge, and means of the others; NaN where there are none.
+    """Return the number of episodes without a score, and means over the others, NaN if there are none.
 
-    The means are of the reward, the share that broke its judge, the length in tokens that the policy drew, turns, the share
-    cut for length, and each of the environment's metrics.
-
-    An answer that broke its judge has no metrics of it, but is a wrong one: it counts as 0 in `accuracy`.
+    The means are of the reward, the share of answers that broke the reward function, the length in sampled tokens, the turns,
+    the share cut for length, and each metric of the environment. An answer that broke the reward function has no metrics of its
+    own; it counts as 0 in `accuracy`.
     """
     rollouts = [rollout for group in groups for rollout in group.rollouts]
     judged = [rollout for rollout in rollouts if not rollout.failure]
@@ -283,8 +287,10 @@ def rollout_metrics(prefix: str, groups: list[RolloutGroup]) -> dict[str, float]
 
 
 def validation_metrics(groups: list[RolloutGroup]) -> dict[str, float]:
-    """`val/...`: those of `rollout_metrics` and pass@k, for k = 1, 2, 4 ... up to the answers per prompt; and where prompts are
-    of several data sets, the same of each as `val/<data set>/...`."""
+    """Return `val/...`: `rollout_metrics` and pass@k, for k = 1, 2, 4 ... up to the answers per prompt.
+
+    If prompts come from several datasets, each also has its own `val/DATASET/...`.
+    """
     names = dict.fromkeys(group.prompt.dataset for group in groups)
     parts = {"val": groups}
     if len(names) > 1:
@@ -293,7 +299,7 @@ def validation_metrics(groups: list[RolloutGroup]) -> dict[str, float]:
 
 
 def _with_pass_at_k(prefix: str, groups: list[RolloutGroup]) -> dict[str, float]:
-    """A reward model's scores say nothing of right and wrong: its prompts are left out of pass@k."""
+    """Add pass@k. Prompts scored by a reward model are left out: scores do not say right or wrong."""
     values = rollout_metrics(prefix, groups)
     groups = [group for group in groups if not any("reward_model_score" in rollout.metrics for rollout in group.rollouts)]
     if not groups:
@@ -306,33 +312,31 @@ def _with_pass_at_k(prefix: str, groups: list[RolloutGroup]) -> dict[str, float]
 
 
 def is_right(rollout: Rollout) -> bool:
-    """Return whether an answer counts as right: its environment's metric `accuracy` is 1, or, if it has none, its reward."""
+    """Return whether an answer is right: `accuracy`, or else the reward, is at least 1."""
     return rollout.metrics.get("accuracy", rollout.reward) >= 1
 
 
 def pass_at_k(answers: int, right: int, k: int) -> float:
-    """The probability that of k answers at least one is right, unbiased, of n >= k answers of which c are right:
+    """Return the unbiased probability that at least one of k answers is right, given n >= k answers with c right.
 
     1 - C(n - c, k) / C(n, k)       https://arxiv.org/abs/2107.03374 eq. 1
     """
     return 1 - math.comb(answers - right, k) / math.comb(answers, k)
 
 
-def _mean(values: list[float]) -> float:
+def _mean(values: Sequence[float]) -> float:
     return sum(values) / len(values) if values else math.nan
 
 
 def _tensorboard_writer(folder: Path, last: int) -> TensorBoardWriter:
-    from pipeline.tensorboard_writer import (
-        TensorBoardWriter,  # TensorBoard, for rank 0 alone; readers of metrics.jsonl need not have it
-    )
+    from pipeline.tensorboard_writer import TensorBoardWriter  # only rank 0 needs the package
 
     return TensorBoardWriter(folder, last)
 
 
 def _records(groups: list[RolloutGroup], tokenizer: PreTrainedTokenizerBase) -> Iterator[dict[str, Any]]:
     for group in groups:
-        text, tokens = tokenizer.decode(group.prompt.tokens), group.prompt.tokens.tolist()
+        text, tokens = str(tokenizer.decode(group.prompt.tokens)), group.prompt.tokens.tolist()
         for sample, rollout in enumerate(group.rollouts):
             yield _record(group.prompt, text, tokens, sample, rollout, tokenizer)
 
@@ -340,7 +344,7 @@ def _records(groups: list[RolloutGroup], tokenizer: PreTrainedTokenizerBase) -> 
 def _record(
     prompt: Prompt, text: str, tokens: list[int], sample: int, rollout: Rollout, tokenizer: PreTrainedTokenizerBase
 ) -> dict[str, Any]:
-    """Return a line of a file of rollouts. `completion` has what the policy said and was told; `turns` tells them apart."""
+    """Return a line of a rollouts file. `completion` has the whole episode; `turns` separates completions and observations."""
     turns = []
     if len(rollout.turns) > 1 or any(len(turn.observation) for turn in rollout.turns):
         turns = [

@@ -1,15 +1,14 @@
-"""Rewards by a model: rank 0 collects what the policy has said, has it scored, and puts the scores in the rollouts.
+"""Compute rewards with a reward model: rank 0 collects rollouts, has them scored, and sets their rewards.
 
-What is scored is prompt and completion, token by token as they were sampled, if the reward model reads the same tokens: its
-tokenizer has the policy's vocabulary, and its chat template too where prompts were made with one. Otherwise the conversation is
-written anew with the reward model's tokenizer: the prompt's messages and the completion's text as the assistant's turn, or,
-without a chat template, the prompt's text, the completion's and the end-of-sequence token. Then a chat template also ends the
-turn of an answer that was cut for length. White space that it writes behind the end-of-turn token is left out, as in training
-(`pipeline/data/preferences.py`): a score is always read where a sampled answer ends.
+If the reward model reads the same tokens, prompt and completion are scored as they were sampled. That is so if its tokenizer
+has the policy's vocabulary, and its chat template too where prompts were made with one. Otherwise the conversation is tokenized
+again for the reward model: the prompt's messages and the completion as the assistant's turn, or, without a chat template, the
+prompt's text, the completion's and the end-of-sequence token. A chat template then also ends the turn of an answer cut for
+length. White space that it writes after the end-of-turn token is removed, as in training (`pipeline/data/preferences.py`),
+because the score is read where a sampled answer ends.
 
-A sequence of more tokens than `policy.max_total_sequence_length` loses its first ones: what is judged is the answer, and the
-score is read at its end. (Errors would end a run for one long answer, and cutting the end would score an unfinished text.) That
-can happen only where the text is written anew.
+A sequence of more than `policy.max_total_sequence_length` tokens loses its first ones: the score is read at the end, so the
+answer must be complete. An error would end the run for one long answer. This happens only to text that is tokenized again.
 """
 
 from __future__ import annotations
@@ -40,23 +39,25 @@ Encode = Callable[[Prompt, Rollout], np.ndarray]
 
 
 class Scoring:
-    """Call it with groups to get them with the reward model's rewards."""
+    """Sets the rewards of groups to the reward model's scores."""
 
     def __init__(self, recipe: Recipe, serving: RpcGroup, places: list[DataParallelRank], tokenizer: PreTrainedTokenizerBase):
-        """serving: the component that serves the reward model, and `places` its ranks'. tokenizer: the policy's."""
-        self._environment = config.reward_environment(recipe)
+        """Score on the ranks of `serving`, which are at `places`. tokenizer: the policy's."""
+        environment = config.reward_environment(recipe)
+        assert environment is not None  # only such recipes are scored
+        self._environment = environment
         self._model = config.reward_model_policy(recipe)
         self._serving = serving
         self._places = places
         self._encode = _encoder(recipe, self._model, self._environment, tokenizer)
-        self._lowest = math.nan  # finite score of the last call that had one
+        self._lowest = math.nan  # finite score of the last call that had any
 
     def __call__(self, groups: list[RolloutGroup]) -> list[RolloutGroup]:
-        """The same groups; those of prompts of the reward model's environment with its scores as rewards, and of each rollout
-        the metrics `reward_model_score`, and `reward_model_truncated`: 1 if the sequence was too long for the model.
+        """Return the groups with scores as rewards where the prompt's environment is the reward model's.
 
-        An answer whose score is not finite gets the lowest one of this call that is, or that of the last call in which one was.
-        Raises ValueError if none ever was.
+        Each such rollout gets the metrics `reward_model_score`, and `reward_model_truncated`: 1 if the sequence was too long.
+        An answer without a finite score gets the lowest finite one of this call, or of the last call that had one. Raises
+        ValueError if there was none.
         """
         judged = [(group.prompt, rollout) for group in groups if self._mine(group) for rollout in group.rollouts]
         sequences = [self._encode(prompt, rollout) for prompt, rollout in judged]
@@ -106,7 +107,7 @@ class Scoring:
 
 
 def _encoder(recipe: Recipe, model: PolicyConfig, environment: str, ours: PreTrainedTokenizerBase) -> Encode:
-    """Raises ValueError if a chat template is needed and the reward model's tokenizer has none."""
+    """Return how rollouts are encoded. Raises ValueError if the reward model's tokenizer lacks a needed chat template."""
     chat, theirs = recipe.data.apply_chat_template, load_tokenizer(model.tokenizer)
     if _reads_the_same(ours, theirs, recipe.policy.tokenizer, model.tokenizer, chat):
         return lambda prompt, rollout: np.concatenate([prompt.tokens, rollout.tokens])
@@ -129,7 +130,7 @@ def _reads_the_same(
 
 @dataclass(frozen=True)
 class _Anew:
-    """Writes a conversation with the reward model's own tokenizer."""
+    """Tokenizes a conversation with the reward model's own tokenizer."""
 
     environment: str
     ours: PreTrainedTokenizerBase
@@ -144,10 +145,11 @@ class _Anew:
                 f"env.{self.environment}: the reward model has another tokenizer than the policy, and so cannot read an episode"
                 " of several turns"
             )
-        answer = self.escaper.escape(self.ours.decode(rollout.tokens, skip_special_tokens=True))
+        answer = self.escaper.escape(str(self.ours.decode(rollout.tokens, skip_special_tokens=True)))
         if self.chat:
             messages = [*self._task(prompt, "messages"), {"role": "assistant", "content": answer}]
             text = self.theirs.apply_chat_template(messages, **self.options, tokenize=False)
+            assert isinstance(text, str)  # without tokenize
             if (stripped := text.rstrip()).endswith(self._special):
                 text = stripped
             tokens = self.escaper.tokenize(text)

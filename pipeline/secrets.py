@@ -1,10 +1,10 @@
-"""Find secrets, which are values of certain variables or look like one, and keep them out of texts.
+"""Find secrets, by the name of their variable or by their form, and redact them in texts.
 
-They travel in the environment alone. Slurm's sbatch hands the submitting shell's on to the job (--export=ALL, its default).
-Where a site has set SBATCH_EXPORT or SLURM_EXPORT_ENV to NONE, nothing arrives: `SBATCH_EXPORT=ALL SLURM_EXPORT_ENV=ALL` in the
-submitting shell, or a token in a file that its library reads by itself (`hf auth login`, `wandb login`).
+Secrets travel only in the environment. sbatch passes the submitting shell's on to the job (--export=ALL, its default). If a
+site sets SBATCH_EXPORT or SLURM_EXPORT_ENV to NONE, set `SBATCH_EXPORT=ALL SLURM_EXPORT_ENV=ALL` in the submitting shell, or
+keep the token in a file that its library reads (`hf auth login`, `wandb login`).
 
-Left out: what C libraries print by themselves, and secrets that are told in another form, such as base64.
+Left out: the output of C libraries, and secrets in another form, such as base64.
 """
 
 from __future__ import annotations
@@ -37,6 +37,7 @@ ADVICE = "export it in the shell that submits: the job has that shell's environm
 
 
 def is_secret(variable: str) -> bool:
+    """Return whether a variable of this name holds a secret."""
     return NAMES.fullmatch(variable) is not None
 
 

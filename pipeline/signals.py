@@ -1,13 +1,13 @@
-"""The signals by which a run is told to leave: SIGUSR2 (time is short) and SIGTERM (preempted, cancelled, or a rank is gone).
+"""Receive the signals that ask a run to leave: SIGUSR2 (time is short) and SIGTERM (preempted, cancelled, or a rank is gone).
 
-They only leave a mark. Rank 0 looks for both at the end of a step; the watchdog of any rank looks for SIGTERM, after which its
-patience is short. The marks come through a pipe that Python's C handler writes to: a Python handler runs only in the main
-thread, which may be inside a collective that never returns.
+A signal is only recorded. Rank 0 checks for both at the end of a step, and the watchdog of each rank checks for SIGTERM, after
+which it shortens its timeout. Signals are recorded in a pipe that Python's C handler writes to: a Python handler runs only in
+the main thread, which may be inside a collective that never returns.
 
-Under Slurm the launcher takes signals for the ranks, because one that goes to a step may end what its container's root file
-system hangs on. It writes their names into a file, a line each, which rank 0 reads once a second in a thread of its own. The
-file is there before the ranks are and is appended to in place: opening it asks an NFS server for what has changed since
-(close-to-open consistency, nfs(5)), while a new file may stay unseen for as long as the client caches its folder.
+Under Slurm the launcher receives signals for the ranks, because a signal to a step may end the process that mounts its
+container's root file system. The launcher appends their names to a file, one a line, which a thread of rank 0 reads once a
+second. The file exists before the ranks start and is appended in place: opening it asks an NFS server for changes
+(close-to-open consistency, nfs(5)), whereas a new file may stay unseen as long as the client caches its folder.
 """
 
 from __future__ import annotations
@@ -20,15 +20,15 @@ from pathlib import Path
 
 HANDLED = (signal.SIGTERM, signal.SIGUSR2)
 WATCH_S = 1.0
-"""Between two looks into the launcher's file."""
+"""Seconds between two reads of the launcher's file."""
 
 _lock = threading.Lock()
 _received: list[str] = []
-_pipe: list[int] = []  # the end that is read
+_pipe: list[int] = []  # the reading end
 
 
 def install(rank: int) -> None:
-    """In the main thread, before anything slow is imported. Ranks other than 0 ignore SIGUSR2."""
+    """Install the handlers. Call it in the main thread, before slow imports. Ranks other than 0 ignore SIGUSR2."""
     reader, writer = os.pipe()
     os.set_blocking(reader, False)
     os.set_blocking(writer, False)
@@ -40,7 +40,7 @@ def install(rank: int) -> None:
 
 
 def watch(path: Path) -> None:
-    """Take the signals that `path` names, now and later, for signals to this process."""
+    """Treat the signals that the file names, now and later, as signals to this process."""
     threading.Thread(target=_watch, args=(path,), name="signals", daemon=True).start()
 
 
@@ -50,7 +50,7 @@ def _watch(path: Path) -> None:
         try:
             lines = path.read_bytes().decode(errors="replace").split("\n")[:-1]
         except OSError:
-            lines = []  # a file system that is away may come back; if not, whoever writes there says so
+            lines = []  # a file system that is away may come back; if not, writers report it
         with _lock:
             _received.extend(line for line in lines[taken:] if line in names)
         taken = max(taken, len(lines))
@@ -66,7 +66,7 @@ def _release() -> None:
 
 
 def _forked() -> None:
-    """What a rank forks shares the pipe; but its end by SIGTERM, most likely from the rank itself, is not the rank's."""
+    """Restore the defaults in a forked child: it shares the pipe, and its own SIGTERM must not count as the rank's."""
     signal.set_wakeup_fd(-1)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     signal.signal(signal.SIGUSR2, signal.SIG_IGN)
@@ -74,11 +74,11 @@ def _forked() -> None:
 
 
 def _nothing(_number: int, _frame: object) -> None:
-    """What counts has gone through the pipe."""
+    """Do nothing: the pipe has recorded the signal."""
 
 
 def received() -> list[str]:
-    """The names of those that have come, or that the launcher has told, in order: `SIGUSR2`, `SIGTERM`. From any thread."""
+    """Return the names of the signals received so far, in order, such as `SIGUSR2`. Callable from any thread."""
     with _lock:
         for reader in _pipe:
             try:
@@ -90,5 +90,5 @@ def received() -> list[str]:
 
 
 def terminating() -> bool:
-    """Whether SIGTERM has come."""
+    """Return whether SIGTERM was received."""
     return "SIGTERM" in received()

@@ -1,8 +1,7 @@
-"""Spans of time in which ranks do something: what they count as, how they are merged, and the trace events that they become."""
+"""Spans of a rank's time: their categories, how they are merged, and their trace events."""
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
@@ -10,7 +9,7 @@ from typing import Any
 
 RESOLUTION_S = 0.01
 MOST_NAMES = 32
-"""Names that a merged span keeps; further ones count under their verb alone."""
+"""Names that a merged span keeps; time of further ones counts for their verb alone."""
 
 CATEGORIES = ("rollout", "environment", "forward", "step", "refit", "save", "coordinate", "other", "wait")
 WAITING = ("wait", "environment")
@@ -23,7 +22,7 @@ OF_VERB = {
     **dict.fromkeys(("save", "written", "restore", "export"), "save"),
     "coordinate": "coordinate",
 }
-"""All other verbs are "other"."""
+"""Verb -> category; other verbs are "other"."""
 ENVIRONMENTS = ("environment", "reward")
 """Phases of a rollout in which no engine is stepped."""
 
@@ -39,7 +38,7 @@ def category(verb: str, phase: str) -> str:
 
 @dataclass
 class Span:
-    """One or more spans, one after another."""
+    """One or more successive spans, merged."""
 
     begin: float
     end: float
@@ -49,37 +48,39 @@ class Span:
 
     @classmethod
     def of(cls, begin: float, end: float, verb: str, phase: str) -> Span:
+        """Return a span of one verb and phase."""
         return cls(begin, end, {(verb, phase): end - begin}, 1, {category(verb, phase): end - begin})
 
     @property
     def seconds(self) -> float:
+        """Its duration, with what was merged."""
         return self.end - self.begin
 
     @property
     def name(self) -> tuple[str, str]:
-        """Return the verb that took most of the time, and its phase, if one took most of that."""
+        """The verb with most of the time, and its phase if one has most of that verb's time."""
         if len(self.names) == 1:
             return next(iter(self.names))
-        verbs: Counter[str] = Counter()
+        verbs: dict[str, float] = {}
         for (verb, _), seconds in self.names.items():
-            verbs[verb] += seconds
-        verb = max(verbs, key=verbs.get)
+            verbs[verb] = verbs.get(verb, 0.0) + seconds
+        verb = max(verbs, key=verbs.__getitem__)
         phases = {phase: seconds for (of, phase), seconds in self.names.items() if of == verb}
-        phase = max(phases, key=phases.get)
+        phase = max(phases, key=phases.__getitem__)
         return verb, phase if 2 * phases[phase] > verbs[verb] else ""
 
     @property
     def category(self) -> str:
-        """Return the category that took most of the time."""
-        return max(self.categories, key=self.categories.get)
+        """The category with most of the time."""
+        return max(self.categories, key=self.categories.__getitem__)
 
     def likes(self, other: Span) -> bool:
-        """Return whether the other is more of the same."""
+        """Return whether the other span has the same verb and phase."""
         (verb, phase), (its, in_phase) = self.name, other.name
         return verb == its and (phase == in_phase or (len(self.names) > 2 and not phase))
 
     def absorb(self, other: Span) -> None:
-        """Add the span that comes right after."""
+        """Merge the span that follows directly."""
         self.end = other.end
         self.count += other.count
         for (verb, phase), seconds in other.names.items():
@@ -89,14 +90,13 @@ class Span:
             self.categories[key] = self.categories.get(key, 0.0) + seconds
 
     def part(self, begin: float, end: float) -> Span | None:
-        """Return the part between two times, None if there is none; merged spans are taken to be spread evenly."""
+        """Return the part between two times, or None. Merged spans are assumed to be spread evenly."""
         begin, end = max(self.begin, begin), min(self.end, end)
         if begin >= end:
             return None
         share = (end - begin) / self.seconds
-        names, categories = (
-            Counter({key: share * seconds for key, seconds in of.items()}) for of in (self.names, self.categories)
-        )
+        names = {key: share * seconds for key, seconds in self.names.items()}
+        categories = {key: share * seconds for key, seconds in self.categories.items()}
         return Span(begin, end, names, self.count, categories)
 
     def event(self, pid: int, tid: int, zero: float = 0.0) -> dict[str, Any]:
@@ -111,12 +111,12 @@ class Span:
 
 
 def us(seconds: float) -> int:
-    """Return seconds as microseconds, which trace events have."""
+    """Return microseconds, the unit of trace events."""
     return round(1e6 * seconds)
 
 
 def span(event: dict[str, Any], later: float = 0.0) -> Span:
-    """Return the span of an event that `Span.event` made, so many seconds later; of a merged one the name is not the whole."""
+    """Return the span of an event that `Span.event` made, shifted by `later` seconds. A merged one keeps only its main name."""
     begin = event["ts"] / 1e6 + later
     verb, _, phase = event["name"].partition(": ")
     found = Span.of(begin, begin + event["dur"] / 1e6, verb, phase)
@@ -126,15 +126,15 @@ def span(event: dict[str, Any], later: float = 0.0) -> Span:
 
 
 class Merger:
-    """Spans in, fewer spans out: all but the first last for `resolution` at least, and no second is lost."""
+    """Merges spans: all that it yields but the first last at least `resolution` seconds, and no time is lost."""
 
     def __init__(self, resolution: float = RESOLUTION_S):
         self.resolution = resolution
         self._span: Span | None = None
-        self._short: Span | None = None  # what follows it, and is shorter than the resolution
+        self._short: Span | None = None  # follows it and is shorter than the resolution
 
     def take(self, span: Span) -> Iterator[Span]:
-        """Take the next span; yield those that nothing can be merged with any more."""
+        """Add the next span; yield spans that can no longer be merged."""
         if self._span is None:
             self._span = span
             return
@@ -155,10 +155,10 @@ class Merger:
             self._span, self._short = self._short, None
 
     def _close(self) -> None:
-        if self._short:
+        if self._span and self._short:
             self._span.absorb(self._short)
             self._short = None
 
     def rest(self) -> Iterator[Span]:
-        """Return the spans that may yet grow."""
+        """Return the spans that may still grow."""
         return filter(None, (self._span, self._short))

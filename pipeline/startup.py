@@ -1,12 +1,12 @@
-"""What a starting run does, until its first step has ended: attempts/<name>/startup.json, for `status`, followers and traces.
+"""Record what a starting run does until its first step has ended: attempts/NAME/startup.json, for `status` and timelines.
 
-    {"began": unix seconds, "here": ranks that have joined, "world": ranks in all,
-     "stages": [[name, began, ended], ...],                              what rank 0 leads through, one after another
-     "realms": {"train": [[activity, began, ended], ...], ...}}          what most ranks of a component do while the run sets up
+    {"began": unix seconds, "here": ranks that have joined, "world": world size,
+     "stages": [[name, began, ended], ...],                       rank 0's stages, one after another
+     "realms": {"train": [[activity, began, ended], ...], ...}}   per component: what most of its ranks do during setup
 
-`ended` is null for what is under way, and in a run that failed for what it failed in. Times are rank 0's. Ranks tell what they
-do with their heartbeats, so an activity is seen up to a second late. Rank 0 writes the file, at most twice a second and only
-when something has changed; where it cannot be written, the run goes on without.
+`ended` is null for what is under way, and in a failed run for what it failed in. Times are rank 0's. Ranks report their
+activity with heartbeats, so it is up to a second late. Rank 0 writes the file at most twice a second, when something has
+changed; if it cannot be written, the run continues.
 """
 
 from __future__ import annotations
@@ -25,18 +25,18 @@ from typing import Any
 NAME = "startup.json"
 LOOK_S = 0.5
 SETTING_UP = "set up"
-"""The stage in which components do different things at once."""
+"""The stage in which components do different things at the same time."""
 
 LED = ("idle", "join", "serve", "coordinate")
-"""Verbs in which a rank waits for another, or has others work."""
+"""Verbs in which a rank waits, or lets others work."""
 
-Told = tuple[str, str]
-"""What a rank says that it does: verb, phase."""
+Doing = tuple[str, str]
+"""The (verb, phase) of a rank."""
 
 
 @dataclass
 class Row:
-    """Something that takes its time. Both in unix seconds."""
+    """A stage or activity, with its times in unix seconds."""
 
     name: str
     began: float
@@ -44,15 +44,18 @@ class Row:
 
 
 class Startup:
-    """On rank 0; without a folder it does nothing. Not for use by several threads at once."""
+    """Writes startup.json on rank 0; without a folder it does nothing. Not thread-safe."""
 
     def __init__(
         self,
         folder: Path | None = None,
         components: Mapping[str, Iterable[int]] | None = None,
-        heard: Callable[[], Mapping[int, Told]] = dict,
+        heard: Callable[[], Mapping[int, Doing]] = dict,
     ) -> None:
-        """folder: the attempt's. components: name -> ranks. heard: what the ranks that have joined say."""
+        """Begin to watch. heard: returns the (verb, phase) of each rank that has joined.
+
+        folder: the attempt's. components: name -> ranks.
+        """
         self._path = folder / NAME if folder else None
         self._components = {name: tuple(ranks) for name, ranks in (components or {}).items() if ranks}
         self._heard = heard
@@ -66,11 +69,11 @@ class Startup:
             threading.Thread(target=self._watch, name="startup", daemon=True).start()
 
     def enter(self, stage: str) -> None:
-        """From now on the run does this, until another stage or `end`."""
+        """Begin a stage; it lasts until the next one or `end`."""
         self._next(stage)
 
     def end(self) -> None:
-        """The first step has ended, or the run."""
+        """End the record: the first step, or the run, has ended."""
         if not self._over.is_set():
             self._over.set()
             self._next(None)
@@ -104,6 +107,8 @@ class Startup:
                 rows.append(Row(activity, now))
 
     def _write(self) -> None:
+        if self._path is None:
+            return
         world = sum(map(len, self._components.values()))
         told: dict[str, Any] = {"began": self._began, "here": len(self._heard()), "world": world}
         told["stages"] = [[row.name, row.began, row.ended] for row in self._stages]
@@ -112,7 +117,7 @@ class Startup:
         if text == self._written:
             return
         beside = self._path.with_name(f".{NAME}.{os.getpid()}")
-        with contextlib.suppress(OSError):  # a full disk costs this file alone
+        with contextlib.suppress(OSError):  # without this file the run continues
             beside.write_text(text)
             beside.replace(self._path)
             self._written = text
@@ -124,8 +129,8 @@ def _change(rows: list[Row], now: float) -> None:
             row.ended = now
 
 
-def _activity(told: list[Told]) -> str:
-    """What most of these ranks do, those that wait left out unless all do."""
+def _activity(told: list[Doing]) -> str:
+    """Return what most of these ranks do. Waiting ranks count only if all of them wait."""
     busy = [phase or verb for verb, phase in told if verb not in LED]
     busy = [name for name in busy if not name.startswith("wait")]
     return Counter(busy or ["wait"]).most_common(1)[0][0]

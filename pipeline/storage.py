@@ -1,8 +1,8 @@
-"""Files on a shared folder: it fills up, turns read-only, loses its server, is slow, and shows late what another node wrote.
+"""Write and read files on a shared folder that may fill up, turn read-only, lose its server, be slow or show new files late.
 
-`retrying` waits for what can be mended while the job holds its nodes, telling so on the log, and ends with an error that says
-what to do. What it is given must be safe to do again after it stopped half-way: `write_durably` and `append` are.
-Readers of what another node wrote a moment ago take `wait_for` first.
+`retrying` waits while an administrator can fix the cause and the job keeps its nodes, logs that, and finally raises an error
+that says what to do. The work it retries must be safe to repeat after it stopped half-way: `write_durably` and `append` are.
+Call `wait_for` before reading what another node has just written.
 """
 
 from __future__ import annotations
@@ -36,37 +36,37 @@ REMEDY = {
     **dict.fromkeys((errno.EIO, errno.EREMOTEIO, errno.ESTALE, errno.ENOTCONN, errno.ESHUTDOWN), SERVER),
     **dict.fromkeys((errno.ETIMEDOUT, errno.EHOSTDOWN, errno.EHOSTUNREACH, errno.ECONNRESET, errno.ENODEV), SERVER),
 }
-"""What a file system may say that somebody, or it itself, can mend -> what to do."""
+"""Errors of a file system that may pass or that somebody can fix -> what to do."""
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.2, 10.0
-TELL_EVERY_S = 60.0
+LOG_EVERY_S = 60.0
 SLOW_S = 5.0
-"""A write that takes longer is told."""
+"""A write that takes longer is logged."""
 SEEN_S = 120.0
 """How long a node may take to see what another wrote: NFS caches names and attributes for up to 60 s (nfs(5), acdirmax)."""
 
 
 class StorageError(RuntimeError):
-    """A file could not be written, or read, for as long as there was patience."""
+    """A file could not be written or read within the retry time."""
 
 
 @dataclass(frozen=True)
 class RetryPolicy:
-    """How long to try again, what to ask before each try, and what to say when it has come to an end."""
+    """How long to retry an operation on a file, a check before each try, and what the final error adds."""
 
     seconds: float = 0.0
-    check: Callable[[], None] = lambda: None  # raises if somebody else may write there by now
-    kept: Callable[[], str] = lambda: ""  # what of the run is safe
-    key: str = "cluster.timeouts.storage"  # where the seconds are from
+    check: Callable[[], None] = lambda: None  # raises if another attempt may write there
+    kept: Callable[[], str] = lambda: ""  # says which part of the run is safe
+    key: str = "cluster.timeouts.storage"  # the recipe's key of `seconds`
 
 
 NO_RETRIES = RetryPolicy()
 
 
 def retrying(work: Callable[[], Result], doing: str, path: Path, retry: RetryPolicy, nbytes: int = 0) -> Result:
-    """What `work` gives, which is done again for as long as there is patience while it raises an OSError of `REMEDY`.
+    """Return what `work` returns; repeat it within the retry time while it raises an OSError in `REMEDY`.
 
-    doing: "writing ..." or "reading ...", for the log, as is `nbytes`. Raises StorageError when patience ends, and what else
-    `work` or `retry.check` raises at once.
+    doing: "writing ..." or "reading ...", for the log, like `nbytes`. Raises StorageError after the retry time, and at once any
+    other error of `work` and `retry.check`.
     """
     begun, told, pause = time.monotonic(), None, FIRST_PAUSE_S
     while True:
@@ -78,8 +78,8 @@ def retrying(work: Callable[[], Result], doing: str, path: Path, retry: RetryPol
                 raise
             waited = time.monotonic() - begun
             if waited + pause > retry.seconds:
-                raise StorageError(_verdict(_said(doing, path, error), error, retry)) from error
-            if told is None or time.monotonic() - told >= TELL_EVERY_S:
+                raise StorageError(_verdict(_said(doing, path, error), error.errno, retry)) from error
+            if told is None or time.monotonic() - told >= LOG_EVERY_S:
                 told = time.monotonic()
                 again = f"trying again, for {retry.seconds - waited:.0f} s more"
                 logger.warning(f"{_said(doing, path, error)}; {REMEDY[error.errno]}; {again}")
@@ -95,23 +95,24 @@ def retrying(work: Callable[[], Result], doing: str, path: Path, retry: RetryPol
 
 
 def tell_slow(what: str, took_s: float, nbytes: int = 0) -> None:
+    """Log that an operation was slow, with its rate."""
     rate = f", {nbytes / 1e6 / took_s:,.2f} MB/s" if nbytes else ""
     logger.warning(f"{what}: took {took_s:.1f} s{rate}; the folder is slow")
 
 
-def _verdict(said: str, error: OSError, retry: RetryPolicy) -> str:
+def _verdict(said: str, number: int, retry: RetryPolicy) -> str:
     waited = f", after {retry.seconds:g} s of trying again ({retry.key})" if retry.seconds else ""
-    remedy = REMEDY[error.errno]
+    remedy = REMEDY[number]
     advice = f"{remedy[0].upper()}{remedy[1:]}; the same command then goes on from the last checkpoint"
     return ". ".join(filter(None, (said + waited, advice, retry.kept())))
 
 
 def _said(doing: str, path: Path, error: OSError) -> str:
-    return f"{doing}: {path}: {error.strerror} ({errno.errorcode[error.errno]}){_space(path)}"
+    return f"{doing}: {path}: {error.strerror} ({errno.errorcode[error.errno or 0]}){_space(path)}"
 
 
 def _space(path: Path) -> str:
-    """What is left where a file is or would be, as far as the file system tells; a quota may leave less."""
+    """Return the free space where a file is or would be, as the file system reports it; a quota may leave less."""
     with contextlib.suppress(OSError, StopIteration):
         status = os.statvfs(next(folder for folder in (path, *path.parents) if folder.exists()))
         free, size = (blocks * status.f_frsize / 1e6 for blocks in (status.f_bavail, status.f_blocks))
@@ -124,13 +125,13 @@ def _space(path: Path) -> str:
 
 
 def write_durably(path: Path, text: str, mode: int = 0o666) -> None:
-    """The file is on the disk when this returns. Readers see the old one or the new one, never a part.
+    """Write a file that is on disk when this returns. Readers see the old or the new content, never a part.
 
-    mode: its permissions, less those that the umask takes away.
+    mode: its permissions, before the umask.
     """
     beside = path.with_name(f".{path.name}.{socket.gethostname()}-{os.getpid()}")
     try:
-        beside.unlink(missing_ok=True)  # of a process that was killed, or a link that another user has put there
+        beside.unlink(missing_ok=True)  # left by a killed process, or a link by another user
         with open(beside, "x", opener=lambda name, flags: os.open(name, flags, mode)) as file:
             file.write(text)
             file.flush()
@@ -144,16 +145,16 @@ def write_durably(path: Path, text: str, mode: int = 0o666) -> None:
 
 
 def append(path: Path, at: int, data: bytes, durable: bool = True) -> int:
-    """Write at byte `at`, where the file ends or an earlier try left something; the file's new size.
+    """Write at byte `at`, where the file ends or an earlier try left something. Return the file's new size.
 
-    The file is opened anew each time: an open one may have gone stale. durable: on the disk when this returns.
+    Opens the file each time: an open handle may have gone stale. durable: the data is on disk when this returns.
     """
     with open(os.open(path, os.O_WRONLY | os.O_CREAT, 0o666), "wb", buffering=0) as file:
         file.truncate(at)
         file.seek(at)
         rest = memoryview(data)
         try:
-            while rest:  # a full disk takes a part, and says so at the next write only
+            while rest:  # a full disk takes a part and fails only at the next write
                 rest = rest[file.write(rest) :]
             if durable:
                 os.fsync(file.fileno())
@@ -165,7 +166,7 @@ def append(path: Path, at: int, data: bytes, durable: bool = True) -> int:
 
 
 def sync(path: Path) -> None:
-    """Wait until a file's bytes, or the names in a folder, are on the disk."""
+    """Wait until a file's bytes, or a folder's entries, are on disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -175,7 +176,7 @@ def sync(path: Path) -> None:
 
 @contextlib.contextmanager
 def errors_of_rust() -> Iterator[None]:
-    """Raise OSError where a library written in Rust raises its own: `... No space left on device (os error 28)`."""
+    """Raise OSError for the errors of a library written in Rust: `... No space left on device (os error 28)`."""
     try:
         yield
     except OSError:
@@ -190,30 +191,31 @@ def errors_of_rust() -> Iterator[None]:
 
 
 class NotOwn(PermissionError):
-    """A link, no file, or another user's: whoever put it there could have us read his words or write over our own files."""
+    """A link, no regular file, or a file of another user, who could then choose what this process reads or overwrites."""
 
 
 def open_own(path: Path, flags: int) -> int:
-    """Open a regular file of this user's and return its descriptor, which the caller closes. Raises NotOwn for anything else.
+    """Open a regular file of this user and return its descriptor; the caller closes it. Raises NotOwn for anything else.
 
-    The owner must be this process's effective user, for root too: a file system that shows root's own files as nobody's
-    (root_squash of NFS) cannot tell them from another's.
+    The owner must be this process's effective user, for root too: with NFS's root_squash, root's own files look like nobody's
+    and cannot be told from another user's.
     """
     try:
         descriptor = os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, 0o666)  # a pipe must not block
     except OSError as error:
         if error.errno == errno.ELOOP:
-            raise NotOwn(f"{path} is a link, which could lead anywhere: delete it") from None
+            raise NotOwn(f"{path} is a link, which could lead anywhere. Try to delete it") from None
         raise
     status = os.fstat(descriptor)
     if stat.S_ISREG(status.st_mode) and status.st_uid == os.geteuid():
         return descriptor
     os.close(descriptor)
     kind = "is no regular file" if status.st_uid == os.geteuid() else f"belongs to {user_name(status.st_uid)}, not to you"
-    raise NotOwn(f"{path} {kind}: delete it")
+    raise NotOwn(f"{path} {kind}. Try to delete it")
 
 
 def user_name(uid: int) -> str:
+    """Return the login name, or `user 1234` if there is none."""
     try:
         return pwd.getpwuid(uid).pw_name
     except KeyError:
@@ -224,7 +226,7 @@ def user_name(uid: int) -> str:
 
 
 def listed(path: Path) -> bool:
-    """Whether `path` is there, asked by listing its folder: an NFS client caches that a single name does not exist."""
+    """Return whether `path` is in the listing of its folder. An NFS client caches that a single name does not exist."""
     try:
         return path.name in os.listdir(path.parent)
     except FileNotFoundError:
@@ -232,12 +234,12 @@ def listed(path: Path) -> bool:
 
 
 def wait_for(path: Path, patience_s: float = SEEN_S) -> None:
-    """Until this node sees a file that another one has written. Raises StorageError."""
+    """Wait until this node sees a file that another node has written. Raises StorageError."""
     seen_within(patience_s, lambda: listed(path), path)
 
 
 def seen_within(patience_s: float, seen: Callable[[], Result], path: Path) -> Result:
-    """What `seen` gives as soon as that is true; asked again until then, also if it raises OSError. Raises StorageError."""
+    """Return the first true value of `seen`, called until then, also after an OSError. Raises StorageError."""
     begun, told = time.monotonic(), False
     while True:
         try:

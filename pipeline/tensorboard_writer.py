@@ -1,7 +1,7 @@
-"""TensorBoard's curves, written from the lines of metrics.jsonl: what could not be written then is caught up later.
+"""Write TensorBoard events from the lines of metrics.jsonl, and catch up on lines that could not be written before.
 
-One events file per start of the run, appended to once a step. Not by a SummaryWriter: that writes from a thread of its own, and
-what a full disk did not take from it is gone. Leaves out all but scalars.
+Each start of the run has one events file, appended to once a step. This does not use SummaryWriter: it writes from a thread of
+its own and loses what a full disk refuses. Left out: everything but scalars.
 """
 
 from __future__ import annotations
@@ -14,16 +14,18 @@ from pathlib import Path
 from typing import Any
 
 from tensorboard.backend.event_processing.event_file_loader import RawEventFileLoader
-from tensorboard.compat.proto.event_pb2 import Event, SessionLog
-from tensorboard.compat.proto.summary_pb2 import Summary
+from tensorboard.compat.proto.event_pb2 import Event, SessionLog  # pyright: ignore[reportAttributeAccessIssue]  # generated without stubs
+from tensorboard.compat.proto.summary_pb2 import Summary  # pyright: ignore[reportAttributeAccessIssue]  # generated without stubs
 from tensorboard.summary.writer.record_writer import RecordWriter
 
 from pipeline.storage import append
 
 
 class TensorBoardWriter:
+    """Appends scalar events to a folder of TensorBoard."""
+
     def __init__(self, folder: Path, last: int):
-        """Go on after step `last` (-1: begin): what the folder has beyond it shall not be shown."""
+        """Continue after step `last` (-1: from the start). Hide events after that step."""
         self._folder = folder
         self._shown = _last_step(folder, last)
         self._path: Path | None = None
@@ -31,17 +33,16 @@ class TensorBoardWriter:
 
     @property
     def shown(self) -> int:
-        """The last step that it shows; -1: none."""
+        """The last step that has events; -1 if none."""
         return self._shown
 
     def show_from(self, step: int) -> None:
-        """Take further values of this step, which may be shown already."""
+        """Accept further values of this step, which may have events already."""
         self._shown = min(self._shown, step - 1)
 
     def show(self, lines: list[dict[str, Any]]) -> None:
-        """The lines of metrics.jsonl after step `shown`, by step. Raises OSError, and may be given them again then."""
-        if self._path is None:
-            self._begin()
+        """Write the lines after step `shown`, in order of steps. Raises OSError; the caller may then repeat the call."""
+        path = self._path or self._begin()
         events = [
             Event(
                 wall_time=line["time"],
@@ -52,25 +53,26 @@ class TensorBoardWriter:
             if line["step"] > self._shown
         ]
         if events:
-            self._size = append(self._path, self._size, _records(events), durable=False)
+            self._size = append(path, self._size, _records(events), durable=False)
             self._shown = events[-1].step
 
-    def _begin(self) -> None:
+    def _begin(self) -> Path:
         self._folder.mkdir(exist_ok=True)
         name = f"events.out.tfevents.{time.time():017.6f}.{socket.gethostname()}.{os.getpid()}"
         purge = Event(wall_time=time.time(), step=self._shown + 1, session_log=SessionLog(status=SessionLog.START))
         head = _records([Event(wall_time=time.time(), file_version="brain.Event:2"), purge])
         self._size = append(self._folder / name, 0, head, durable=False)
         self._path = self._folder / name
+        return self._path
 
 
 def _scalars(line: dict[str, Any]) -> list[tuple[str, float]]:
-    """null, which stands for NaN and infinity, is left out."""
+    """Return the values of a line. null, which stands for NaN and infinity, is left out."""
     return [(key, value) for key, value in line.items() if key not in ("step", "time") and value is not None]
 
 
 def _records(events: list[Event]) -> bytes:
-    """As TFRecord has them: length, its checksum, the event, its checksum."""
+    """Return events as TFRecords: length, its checksum, the event, its checksum."""
     buffer = io.BytesIO()
     writer = RecordWriter(buffer)
     for event in events:
@@ -79,7 +81,7 @@ def _records(events: list[Event]) -> bytes:
 
 
 def _last_step(folder: Path, last: int) -> int:
-    """The last step up to `last` that is shown already; -1: none. A file that is cut short counts as far as it goes."""
+    """Return the last step up to `last` that has events; -1 if none. A truncated file counts as far as it is whole."""
     for path in sorted(folder.glob("events.out.tfevents.*"), reverse=True):
         events = [Event.FromString(record) for record in RawEventFileLoader(str(path)).Load()]
         if shown := [event.step for event in events if event.HasField("summary")]:

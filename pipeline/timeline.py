@@ -1,34 +1,34 @@
-"""Record what a rank does when, as trace events in a file, and which share of its time it waits.
+"""Record what a rank does and when, as trace events in a file, and the share of its time that it waits.
 
-    timeline = Timeline(about, components)      # every rank; World.phase tells it what the rank does: `enter`
-    timeline.write(folder)                  # into folder/timeline/rank00000.jsonl, by a thread
-    account = timeline.account()            # since the last one; goes with every reply to rank 0 ...
-    timeline.heard(component, account)          # ... which hears of all, or of sums of several ranks
-    timeline.step_ended(step)               # rank 0: {"idle/train": 0.2, ...} since the call before
+    timeline = Timeline(about, components)      # every rank; World.phase calls `enter`
+    timeline.write(folder)                      # into folder/timeline/rank00000.jsonl, by a thread
+    account = timeline.account()                # since the last one; sent with every reply to rank 0
+    timeline.heard(component, account)          # rank 0: adds the account of one or more ranks
+    timeline.step_ended(step)                   # rank 0: {"idle/train": 0.2, ...} since the previous call
 
-A file is in the JSON array format of Chrome's trace events ("Trace Event Format", Google, 2016), one event a line and without
-the closing bracket, which the format leaves out too: https://ui.perfetto.dev shows it as it is. Its events are
+A file uses the JSON array format of Chrome's trace events ("Trace Event Format", Google, 2016), one event a line, without the
+optional closing bracket; https://ui.perfetto.dev shows it. Its events are
 
-    M    the first: `args` has the rank, its component, its engine and its node
-    X    the rank did something: `name` is the verb, or "verb: phase", `cat` its category; of several spans that were merged
-         into one `args` has how many they are and the seconds of each category. One begins where the one before ends
+    M    the first: `args` has the rank, its component (under "realm"), its engine and its node
+    X    an activity: `name` is the verb, or "verb: phase", `cat` its category; for merged spans `args` has their number and the
+         seconds of each category. Each begins where the previous one ends
     i    rank 0: a step ended; `args` has its number
 
-Times are microseconds since 1970. A monotonic clock counts them from the wall clock's at the beginning, so they never jump.
-Each second the end of the file is written anew with what is under way; if that only lasts longer, every world size / 64
-seconds, which spares a file system that thousands of ranks share. So a rank that is killed loses what it began in the last
+Times are microseconds since 1970, counted by a monotonic clock from the wall clock's time at the beginning, so they never jump.
+The end of the file is rewritten every second with the current activity. While that only grows longer, it is rewritten every
+(world size / 64) seconds, which spares a file system that thousands of ranks share. A killed rank loses what began in its last
 second.
 
-A file is bounded by merging. What interrupts a span for less than the resolution is merged with it; an engine's 50 steps a
-second with glances at its mail between them are one span. The resolution is 10 ms and doubles with every 8 MB, so that a file
-grows by 8 MB at most each time the run's length doubles.
+Merging bounds the file. An interruption shorter than the resolution is merged into its span: an engine's 50 steps a second are
+one span. The resolution is 10 ms and doubles with every 8 MB, so a file grows by at most 8 MB whenever the run's length
+doubles.
 
-A rank waits if it has no verb, or is in a phase that begins with "wait", or only environments are at work on its episodes. One
-that waits inside a collective, for other ranks to arrive there, cannot be told from one that computes: it counts as busy.
-Where train and generate ranks share GPUs, the one waits while the other works, as their shares say.
+A rank waits if it runs no verb, or is in a phase that begins with "wait", or if only environments work on its episodes. A rank
+that waits for others inside a collective counts as busy. If train and generate ranks share GPUs, one waits while the other
+works.
 
-Left out: what several threads of a rank do, and the GPU's own times. `launch/timeline.py` merges the files. What it costs says
-`python -m tests.benchmarks.timeline_cost`: some 0.1% of a CPU at 200 changes a second.
+Left out: several threads of a rank, and the GPU's own times. `launch/timeline.py` merges the files. The cost is about 0.1% of a
+CPU at 200 changes a second (`python -m tests.benchmarks.timeline_cost`).
 """
 
 from __future__ import annotations
@@ -51,36 +51,39 @@ logger = logging.getLogger(__name__)
 
 FLUSH_S = 1.0
 QUIET_RANKS_PER_S = 64
-"""Ranks of a whole run that write each second that they still do the same, while none has anything new."""
+"""Ranks of a run that rewrite an unchanged activity in one second."""
 DOUBLING_BYTES = 8 << 20
 MOST_UNWRITTEN = 10_000
-"""Lines that wait for a disk which does not take them; the oldest are given up."""
+"""Lines kept while the disk fails; older ones are dropped."""
 CLOSE_S = 5.0
-"""Seconds that the end of a run waits for a disk that hangs."""
+"""Seconds that the end of a run waits for a hanging disk."""
 
 Account = tuple[float, float]
-"""Seconds that one or more ranks have waited, of those that they have lived."""
+"""(idle, total) seconds of one or more ranks."""
 
 
 class Timeline:
-    """`enter`, `account`, `heard` and `step_ended` are the main thread's."""
+    """Records the activities of a rank. Not thread-safe, except for its file."""
 
     def __init__(self, about: Mapping[str, Any], components: Mapping[str, tuple[int, ...]]):
-        """about: {"rank", "realm", "engine": its number or None, "node"}. components: name -> ranks."""
+        """Begin to record. about: {"rank", "realm": the component, "engine": its number or None, "node"}.
+
+        components: name -> ranks.
+        """
         self._rank = about["rank"]
         self._components = {name: ranks for name, ranks in components.items() if ranks}
         self._began = time.monotonic()
         self._about = {**about, "began": time.time()}
         self._now = (self._began, "join", "")  # (since, verb, phase)
         self._waited = 0.0
-        self._told: Account = (0.0, 0.0)  # by `account`
-        self._heard: dict[str, Account] | None = None  # of each component since the last step's end; None: there was none yet
-        self._ended: deque[Event] = deque(maxlen=100_000)  # a thread that hangs must not cost the memory
+        self._told: Account = (0.0, 0.0)  # at the last `account`
+        self._heard: dict[str, Account] | None = None  # by component since the last step; None before the first
+        self._ended: deque[Event] = deque(maxlen=100_000)  # bounded, in case the writing thread hangs
         self._writer: Writer | None = None
         self._quiet = max(FLUSH_S, sum(map(len, self._components.values())) / QUIET_RANKS_PER_S)
 
     def enter(self, verb: str, phase: str) -> None:
-        """Record that the rank does this from now on."""
+        """Record that the rank's activity changes to this one."""
         now = time.monotonic()
         since, was, in_phase = self._now
         if category(was, in_phase) in WAITING:
@@ -89,7 +92,7 @@ class Timeline:
         self._now = (now, verb, phase)
 
     def account(self) -> Account:
-        """Return the account since this was called before, or since the beginning."""
+        """Return the account since the previous call, or since the beginning."""
         now = time.monotonic()
         since, verb, phase = self._now
         waited = self._waited + (now - since if category(verb, phase) in WAITING else 0.0)
@@ -99,7 +102,7 @@ class Timeline:
     # ---- rank 0 -------------------------------------------------------------------------------------------------------------
 
     def heard(self, component: str, account: Account) -> None:
-        """Add an account that came with a reply."""
+        """Add an account of ranks of a component."""
         if self._heard is not None:
             waited, lived = self._heard.get(component, (0.0, 0.0))
             self._heard[component] = (waited + account[0], lived + account[1])
@@ -107,7 +110,8 @@ class Timeline:
     def step_ended(self, step: int) -> dict[str, float]:
         """Return the share of time that each component's ranks were idle since the previous call.
 
-        A rank's part ends with its last reply; ranks that have not replied since then have none. {} the first time.
+        A rank's share covers the time to its last reply; a rank that has not replied since the previous call has none. The
+        first call returns {}.
         """
         self._ended.append((time.monotonic() - self._began, step))
         self.heard(self._about["realm"], self.account())
@@ -117,23 +121,23 @@ class Timeline:
     # ---- the file -----------------------------------------------------------------------------------------------------------
 
     def write(self, folder: Path) -> None:
-        """Write from now on, what was before included."""
+        """Write the file from now on, including what was recorded before."""
         path = folder / "timeline" / f"rank{self._rank:05d}.jsonl"
         self._writer = Writer(path, self._about, self.take, self._quiet)
         self._writer.start()
 
     def keep_none(self) -> None:
-        """Keep nothing for a file. Idle shares do not need it."""
+        """Record nothing for a file. Idle shares do not need it."""
         self._ended = deque(maxlen=0)
 
     def close(self) -> None:
-        """Write what is left, if the disk takes it."""
+        """Write the rest, if the disk accepts it."""
         if self._writer:
             self._writer.stop()
 
-    def take(self) -> tuple[list[Event], Event]:
-        """Return what ended since this was called before, and what is under way."""
-        since, verb, phase = self._now  # first: what ends after this line is taken the next time, or is not under way
+    def take(self) -> tuple[list[Event], Activity]:
+        """Return (what ended since the previous call, the current activity)."""
+        since, verb, phase = self._now  # read first: an activity that ends after this is taken next time
         ended = []
         with contextlib.suppress(IndexError):
             while True:
@@ -141,30 +145,33 @@ class Timeline:
         return ended, (since - self._began, time.monotonic() - self._began, verb, phase)
 
 
-Event = tuple[float, float, str, str] | tuple[float, int]
-"""(begin, end, verb, phase), or (at, step)."""
+Activity = tuple[float, float, str, str]
+"""(begin, end, verb, phase)."""
+
+Event = Activity | tuple[float, int]
+"""An activity, or (at, step): the end of a step."""
 
 
 class Writer:
-    """The thread that keeps a timeline's file. A disk that does not take it costs the file alone; it is told once."""
+    """The thread that writes the file. If the disk fails, only the file is lost, and that is logged once."""
 
     def __init__(
         self,
         path: Path,
         about: Mapping[str, Any],
-        take: Callable[[], tuple[list[Event], Event]],
+        take: Callable[[], tuple[list[Event], Activity]],
         quiet: float = FLUSH_S,
     ):
-        """quiet: seconds after which it is written again that the same is still under way."""
+        """Write to `path`. quiet: seconds after which an unchanged activity is written again."""
         self._path = path
-        self._take = take  # what ended, and what is under way
+        self._take = take  # returns what ended and the current activity
         self._quiet = quiet
-        self._told = -math.inf  # until when the file has what is under way
+        self._told = -math.inf  # the file has the current activity up to this time
         self._merger = Merger()
         self._rank, self._zero = about["rank"], about["began"]
-        self._lines = [f"[{_text(self._first(about))}"]  # that will not change any more, and are not written yet
-        self._at = 0  # where in the file they go
-        self._end = 0  # of the file, at most
+        self._lines = [f"[{_text(self._first(about))}"]  # final, but not written yet
+        self._at = 0  # their offset in the file
+        self._end = 0  # upper bound of the file's size
         self._file: int | None = None
         self._failing = False
         self._lost = 0
@@ -172,9 +179,11 @@ class Writer:
         self._thread = threading.Thread(target=self._run, name="timeline", daemon=True)
 
     def start(self) -> None:
+        """Start the thread."""
         self._thread.start()
 
     def stop(self) -> None:
+        """Write the rest and end the thread, within CLOSE_S."""
         self._stopped.set()
         self._thread.join(CLOSE_S)
 
@@ -185,6 +194,7 @@ class Writer:
         self.flush()
 
     def flush(self) -> None:
+        """Write what has been recorded since the previous call."""
         ended, under_way = self._take()
         if not ended and not self._lines and under_way[1] < self._told + self._quiet:
             return
@@ -231,7 +241,7 @@ class Writer:
         while rest:
             count = os.pwrite(self._file, rest, at)
             at, rest = at + count, rest[count:]
-        if at < self._end:  # what was under way took more room
+        if at < self._end:  # the previous tail was longer
             os.ftruncate(self._file, at)
             self._end = at
 
@@ -242,7 +252,7 @@ class Writer:
         about, lines = (self._lines[:1], self._lines[1:]) if self._at == 0 else ([], self._lines)
         self._lost += max(0, len(lines) - MOST_UNWRITTEN)
         self._lines = about + lines[-MOST_UNWRITTEN:]
-        if self._file is not None:  # it may have gone stale
+        if self._file is not None:  # the handle may be stale
             with contextlib.suppress(OSError):
                 os.close(self._file)
             self._file = None

@@ -42,7 +42,7 @@ class Prompt:
 
 @dataclass(frozen=True, slots=True)
 class Sampling:
-    """The way in which completions are drawn. Temperature 0 is greedy."""
+    """Parameters of sampling. Temperature 0 is greedy."""
 
     temperature: float = 1.0
     top_p: float = 1.0
@@ -63,7 +63,7 @@ class Request:
 
 @dataclass(frozen=True, slots=True)
 class VersionSpan:
-    """Successive tokens of a completion that the same weights drew."""
+    """Successive tokens of a completion that the same weights sampled."""
 
     version: int  # of the weights
     tokens: int  # how many
@@ -82,7 +82,7 @@ class Completion:
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """The policy's words, and what it was then told."""
+    """A completion of the policy, and the environment's observation after it."""
 
     completion: Completion
     observation: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int32))  # [O] int32; empty in the last turn
@@ -120,6 +120,7 @@ class Rollout:
 
     @property
     def drawn_tokens(self) -> int:
+        """The number of tokens that the policy sampled."""
         return sum(len(turn.completion.tokens) for turn in self.turns)
 
     @property
@@ -129,7 +130,7 @@ class Rollout:
 
     @property
     def failed(self) -> bool:
-        """Return whether the episode could not be judged. One that was cut before it said anything does not count."""
+        """Whether the episode has no score for another reason than that it was cut before its first token."""
         return self.failure not in ("", NOTHING_SAID)
 
     @property
@@ -175,7 +176,7 @@ class GlobalCounts:
 
 @dataclass(frozen=True, slots=True)
 class DataParallelRank:
-    """A train rank's place among the data-parallel ranks; tensor-parallel peers share one."""
+    """A train rank among the data-parallel ones; tensor-parallel peers share one."""
 
     rank: int
     size: int
@@ -228,7 +229,7 @@ class Outputs:
     full_logprobs: torch.Tensor | None = None  # [T] float32, before top-p and top-k; only where sampling is truncated
 
     def tensors(self) -> list[torch.Tensor]:
-        """Those that are there, always in the same order."""
+        """Return the tensors that are set, always in the same order."""
         top_k = [self.top_k.tokens, self.top_k.logprobs] if self.top_k else []
         return [t for t in (self.logprobs, self.entropy, self.values, self.full_logprobs, *top_k) if t is not None]
 

@@ -1,7 +1,7 @@
-"""Code of the user's own, which a recipe names by its dotted path: `my_package.my_module.MyEnvironment`.
+"""Load code of the user that a recipe names by a dotted path, such as `my_package.my_module.MyEnvironment`.
 
-It is looked for where Python looks (PYTHONPATH, what is installed), then in the recipe's `module_folders`, of which the folder
-of the recipe's file is one, and then in the working directory.
+Modules are searched where Python searches (PYTHONPATH, installed packages), then in the recipe's `module_folders`, which
+include the folder of the recipe's file, and then in the working directory.
 """
 
 from __future__ import annotations
@@ -15,19 +15,21 @@ from typing import Any
 
 
 class NotFound(ValueError):
-    """There is no such module, or it has no such name."""
+    """There is no such module, or it lacks the name."""
 
 
 def search_in(folders: Collection[str]) -> None:
-    """Let `load` look there too and in the working directory, after all other places: a module there hides none that is
-    installed. Without folders, as of a recipe that names no code of the user's own, it looks in none of them."""
+    """Let `load` search these folders and the working directory, after all other places.
+
+    A module there hides no installed one. Without folders, as for a recipe without code of the user, nothing is added.
+    """
     for folder in [*folders, os.getcwd()] if folders else ():
         if folder not in sys.path:
             sys.path.append(folder)
 
 
 def load(path: str) -> Any:
-    """What a dotted path names. Raises NotFound, saying where it was looked for, and what importing the module raises."""
+    """Return what a dotted path names. Raises NotFound, with the searched places, and errors of the import."""
     module, _, name = path.rpartition(".")
     try:
         found = importlib.import_module(module)

@@ -8,7 +8,7 @@ import difflib
 import re
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Annotated, Any
+from typing import Annotated, Any, LiteralString
 
 from pydantic import Field, GetCoreSchemaHandler, Strict
 from pydantic_core import PydanticCustomError, core_schema
@@ -59,7 +59,7 @@ class Check:
     """
 
     wrong: Callable[[Any], str | None]
-    code: str = "bad-format"
+    code: LiteralString = "bad-format"
 
     def __get_pydantic_core_schema__(self, kind: Any, handler: GetCoreSchemaHandler) -> core_schema.CoreSchema:
         return core_schema.no_info_after_validator_function(self._passed, handler(kind))

@@ -1,17 +1,17 @@
-"""No silent hang, and the first failure first. A wait that goes on too long ends the run by name, and so does a rank's end.
+"""End a run that hangs, by the name of the rank or call that is late, and keep the first failure.
 
-Every rank sends heartbeats to the store beside rank 0, or to its node's relay, and sees there whether a rank has failed. Rank 0
-reads all of them and ends the run when
-- a rank is gone: the store sees its connection end (killed, out of memory, crashed in a library), or
-- a rank has been silent for `cluster.timeouts.silence` (stopped, or its node is gone; ten times that while it loads), or
-- a verb has outlasted its own timeout: the ranks that have not replied are named with the phase they are in, or
+Every rank sends heartbeats to the store beside rank 0, or to its node's relay, and reads there whether a rank has failed. Rank
+0 reads all heartbeats and ends the run when
+- a rank is lost: its connection to the store ends (killed, out of memory, crashed in a library), or
+- a rank has been silent for `cluster.timeouts.silence` (stopped, or its node is lost; ten times that while it loads), or
+- a verb has exceeded its timeout: the ranks that have not replied are named with their phases, or
 - the world has not formed within `cluster.timeouts.join`.
-Every other rank ends itself when rank 0 is silent or the store is gone. Ending is `os._exit`, since the main thread may be
+Every other rank ends itself when rank 0 is silent or the store is lost. It ends by `os._exit`, since the main thread may be
 inside a collective that never returns; the launcher then ends the rest of the job.
 
-The rank that fails first leaves failure.json, with its traceback, and says so in the store. All others end without a word of
-their own: what they would have to say, that a connection broke, follows from it. An error that may be such an echo waits
-ECHO_S for the rank that it comes from to be named.
+The rank that fails first writes failure.json, with its traceback, and reports itself in the store. All others end without a
+failure of their own, because a broken connection only follows from the first one. An error that may be such an echo waits
+ECHO_S for the rank that caused it to be named.
 """
 
 from __future__ import annotations
@@ -43,30 +43,30 @@ from pipeline.world import Activity, RankInfo, WorkerGroups, World, heartbeat_in
 logger = logging.getLogger(__name__)
 
 EXIT_STATUS = 124  # as timeout(1)
-EXIT_WITH_ANOTHER = 123  # another rank has failed first
-SHORTEST_S = 0.05  # between two beats
+EXIT_WITH_ANOTHER = 123  # another rank failed first
+SHORTEST_S = 0.05  # between two heartbeats
 ECHO_S = 5.0
 LAST_WORD_S = 2.0  # how long rank 0's failure.json may lag behind its end, on a shared file system
 LOADING = ("join", "check nodes", "setup")
 """Verbs in which ranks import libraries and start CUDA. The interpreter's lock is held while a shared library is loaded, so no
 thread can send a heartbeat; from a busy file system, by all ranks of a node at once, that may take minutes."""
 LOADING_PATIENCE = 10.0  # times cluster.timeouts.silence
-HELD_S = 2.0  # beyond its interval: `_judge` was not let run for so long
-TERMINATING_S = 10.0  # of silence, after SIGTERM: it may have come because a rank is gone, and little time is left
+HELD_S = 2.0  # delay of `_judge` beyond its interval that shows this process was held up
+TERMINATING_S = 10.0  # of silence after SIGTERM, which may mean that a rank is lost and time is short
 FAILED = "failed"  # in the store: the rank that failed first
 
 BROKEN = re.compile(
     r"connection\b.*\b(closed|reset|refused|aborted|lost)|broken pipe|socket closed|remote process exited", re.I
 )
-"""What gloo, NCCL and sockets say when the process at the other end is gone."""
+"""Errors of gloo, NCCL and sockets when the process at the other end is lost."""
 
 
 class PeerError(RuntimeError):
-    """An error that another rank had, and tells itself."""
+    """A failure on another rank, which that rank reports itself."""
 
 
 def may_be_echo(error: BaseException | None) -> bool:
-    """Whether this may be no more than what the end of another rank looks like from here."""
+    """Return whether this error may be only the consequence of another rank's end."""
     while error is not None:
         if isinstance(error, PeerError | dist.DistError | ConnectionError) or BROKEN.search(str(error)):
             return True
@@ -76,7 +76,7 @@ def may_be_echo(error: BaseException | None) -> bool:
 
 @dataclass(frozen=True)
 class Failure:
-    """What ended a run; the first one is kept in the attempt's folder as failure.json."""
+    """What ended a run. The first one is kept as failure.json in the attempt's folder."""
 
     rank: int
     component: str
@@ -84,16 +84,17 @@ class Failure:
     verb: str
     phase: str
     message: str
-    traceback: str = ""  # empty: the rank did not raise, it was found out
+    traceback: str = ""  # empty if the rank did not raise
 
     @classmethod
     def here(cls, world: World, message: str) -> Failure:
-        """This rank is to blame."""
+        """Return a failure of this rank, without a traceback."""
         activity = world.activity
         return cls(world.rank, world.component, world.info.node, activity.verb, activity.phase, message)
 
     @classmethod
     def of(cls, error: BaseException, info: RankInfo, workers: WorkerGroups, activity: Activity) -> Failure:
+        """Return the failure of a rank that raised `error`."""
         component = workers.name(info.rank)
         message = f"rank {info.rank} ({component}): {type(error).__name__}: {error}"
         where = (info.rank, component, info.node, activity.verb, activity.phase)
@@ -105,13 +106,16 @@ class Failure:
         return {"rank": fields.pop("rank"), "realm": fields.pop("component"), **fields}
 
     def record(self, folder: Path) -> bool:
-        """Whether it is the first. One that cannot be written is told on stderr, and counts as the first."""
+        """Write failure.json and log the failure; return whether it is the first one.
+
+        One that cannot be written is logged and counts as the first.
+        """
         beside = folder / f"failure.{self.rank}-{os.getpid()}.tmp"
         try:
             beside.write_text(redacted(json.dumps(self._record())))
-            os.link(beside, folder / "failure.json")  # whole, or not at all: the launcher may end this process any moment
+            os.link(beside, folder / "failure.json")  # atomic: the launcher may end this process at any moment
         except FileExistsError:
-            return False  # an earlier failure is nearer to the cause
+            return False  # the first failure is the cause
         except OSError as error:
             logger.error("failure.json cannot be written: %s", error)
         finally:
@@ -122,6 +126,8 @@ class Failure:
 
 
 class Heartbeat(msgspec.Struct, array_like=True):
+    """A rank's heartbeat: its node and activity; `count` grows with each."""
+
     count: int
     node: str
     verb: str
@@ -130,7 +136,7 @@ class Heartbeat(msgspec.Struct, array_like=True):
 
 @dataclass(frozen=True)
 class Overdue:
-    """A call that has outlasted its timeout."""
+    """A call that has exceeded its timeout, and the ranks it waits for."""
 
     verb: str
     timeout_s: float
@@ -138,9 +144,9 @@ class Overdue:
 
 
 class Watchdog:
-    """Runs until `stop` or `fail`. `overdue` is asked on rank 0 for calls past their deadline.
+    """Watches until `stop` or `fail`. overdue: returns, on rank 0, a call past its deadline.
 
-    Two threads: one exchanges beats with the store, and may be stuck there while the store is; the other judges.
+    One thread exchanges heartbeats with the store and may hang there with it; another one judges.
     """
 
     def __init__(
@@ -158,32 +164,33 @@ class Watchdog:
         self._stopped = threading.Event()
         self._news = threading.Event()  # for `_judge`
         self._watched = range(world.size) if world.rank == 0 else range(1)
-        self._store = world.store.nearest(world.info.node)  # the main thread may sit in a blocking call on its own connection
+        self._store = world.store.nearest(world.info.node)  # the main thread may block on its own connection
         self._store.set_on_disconnect(f"lost/{world.rank}")
         self._answered = time.monotonic()
-        self._joining_since: float | None = None  # some rank is in verb 'join'
-        self._heard: dict[int, tuple[Heartbeat, float]] = {}  # each watched rank's newest beat, and when it came
+        self._joining_since: float | None = None  # since when some rank is in verb 'join'
+        self._heard: dict[int, tuple[Heartbeat, float]] = {}  # each watched rank's latest heartbeat and its time
         self._lost: list[int] = []
-        self._failed: int | None = None  # the rank that has said so
-        self._cut = ""  # why the store cannot be asked any more
+        self._failed: int | None = None  # the rank that reported a failure
+        self._cut = ""  # why the store is lost
 
     def start(self) -> None:
+        """Start the two threads."""
         for loop in (self._exchange, self._judge):
             threading.Thread(target=loop, name=f"watchdog{loop.__name__}", daemon=True).start()
 
     def stop(self) -> None:
-        """This rank's end is orderly from now on."""
+        """Stop watching: from now on this rank ends in order."""
         self._stopped.set()
         self._store.set_on_disconnect("")
 
     def heard(self) -> dict[int, tuple[str, str]]:
-        """(verb, phase) of each watched rank that has been heard from."""
+        """Return the (verb, phase) of each watched rank that has sent a heartbeat."""
         return {rank: (beat.verb, beat.phase) for rank, (beat, _) in dict(self._heard).items()}
 
     def fail(self, error: BaseException) -> None:
-        """The main thread ends with `error`: tell it, and return. Does not return if another rank has failed first."""
+        """Report `error`, with which the main thread ends. Does not return if another rank has failed first."""
         echo_until = time.monotonic() + (ECHO_S if may_be_echo(error) else 0)
-        while time.monotonic() < echo_until or self._cut:  # meanwhile `_judge` ends this process, if another is to blame
+        while time.monotonic() < echo_until or self._cut:  # `_judge` ends this process if another rank is to blame
             time.sleep(0.1)
         self._stopped.set()
         world = self._world
@@ -202,7 +209,7 @@ class Watchdog:
             try:
                 failed, *seen = self._store.exchange(f"beat/{world.rank}", msgspec.msgpack.encode(beat), keys)
             except dist.DistError as error:
-                self._cut = str(error)  # `_judge` notices, unless the run is over
+                self._cut = str(error)  # `_judge` reads it, unless the run is over
                 self._news.set()
                 return
             self._answered = time.monotonic()
@@ -224,12 +231,12 @@ class Watchdog:
                     self._heard[rank] = (beat, self._answered)
 
     def _tell(self, rank: int) -> None:
-        """All ranks, through the store, that `rank` has failed. The store ends with rank 0: it gives them time to look."""
+        """Tell all ranks through the store that `rank` has failed, give them time to read it: the store ends with rank 0."""
         try:
-            store = self._world.store.clone(ECHO_S)  # a connection that nobody is stuck in
+            store = self._world.store.clone(ECHO_S)  # a connection without a blocked request
             store.compare_set(FAILED, "", str(rank))
         except (dist.DistError, OSError):
-            return  # they see that the store is gone, and find failure.json
+            return  # ranks notice the lost store and read failure.json
         if self._world.rank == 0:
             time.sleep(2 * self._interval_s)
 
@@ -251,7 +258,7 @@ class Watchdog:
                 self._end_without_store()
             if self._lost:
                 self._blame(self._lost, "died without a word (killed, out of memory, or crashed in a library)")
-            heard = dict(self._heard)  # a copy: the other thread adds ranks as they come
+            heard = dict(self._heard)  # a copy: the other thread adds ranks
             self._judge_silence(heard, now)
             if late := self._overdue():
                 self._blame(late.missing, f"verb '{late.verb}' has not ended after {late.timeout_s:g} s")
@@ -261,7 +268,7 @@ class Watchdog:
                 self._blame(joining, f"the world has not formed after {self._join_s:g} s (cluster.timeouts.join)")
 
     def _excuse(self, now: float) -> None:
-        """Forget how long ranks have been silent: this process heard none while it was stopped or a library held the GIL."""
+        """Restart the clocks of silence: this process read no heartbeats while it was stopped or a library held the GIL."""
         self._answered = now
         for rank, (beat, _) in dict(self._heard).items():
             self._heard[rank] = (beat, now)
@@ -282,7 +289,7 @@ class Watchdog:
             self._blame(ranks, f"not heard from for {silence_s:g} s ({key})")
 
     def _patience(self, verb: str) -> tuple[float, str]:
-        """(seconds of silence of a rank that is in this verb, why so many)."""
+        """Return (seconds of silence allowed in this verb, the reason for that number)."""
         if signals.terminating() and self._silence_s > TERMINATING_S:
             return TERMINATING_S, "after SIGTERM"
         if verb in LOADING:
@@ -323,13 +330,13 @@ class Watchdog:
         os._exit(EXIT_WITH_ANOTHER)
 
     def _end_without_store(self) -> None:
-        """Blame whoever took the store from this rank: rank 0, the store's process or this node's relay.
+        """Blame what cut this rank off from the store: rank 0, the store's process or this node's relay.
 
-        Rank 0 knows what came of the store's process. The others first wait for what rank 0 may have had to say: when rank 0 is
-        killed, the store ends, and each relay with it. A relay that ended by itself is to blame only while the store answers.
+        Rank 0 knows how the store's process ended. Other ranks first wait for rank 0's failure: when rank 0 is killed the store
+        ends, and each relay with it. A relay is to blame only if the store still answers.
         """
         if process := self._world.store.process:
-            time.sleep(0.1)  # it ends just after its connections
+            time.sleep(0.1)  # the process ends just after its connections
             why = f"the store's process beside rank 0 (train) has ended (status {process.poll()}): {self._cut}"
             self._end(Failure.here(self._world, why))
         if process := self._world.store.relay_process:
@@ -349,7 +356,7 @@ class Watchdog:
         self._end(Failure(0, "train", rank_0.node, rank_0.verb, rank_0.phase, why))
 
     def _store_answers(self) -> bool:
-        """Return whether the store takes a new connection from this rank."""
+        """Return whether the store accepts a new connection from this rank."""
         try:
             self._world.store.clone(LAST_WORD_S)
         except (dist.DistError, OSError):

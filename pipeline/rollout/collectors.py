@@ -18,7 +18,8 @@ from collections.abc import Callable, Sequence
 from typing_extensions import override
 
 from pipeline.config import AsyncConfig, GenerationConfig, GRPOConfig, OnlineConfig, RewardedConfig
-from pipeline.data.stream import PromptStream
+from pipeline.data.mixture import Mixture
+from pipeline.data.stream import Stream
 from pipeline.metrics import rollout_metrics
 from pipeline.problems import Problem, RecipeError
 from pipeline.rollout.buffer import Buffer, SavedGroup, decode_groups, encode_groups, resumed_metrics, staleness
@@ -29,6 +30,9 @@ from pipeline.rpc import RpcGroup
 from pipeline.types import Prompt, RolloutGroup, Sampling
 
 logger = logging.getLogger(__name__)
+
+Prompts = Stream[Prompt] | Mixture[Prompt]
+"""A stream of prompts."""
 
 ScoreGroups = Callable[[list[RolloutGroup]], list[RolloutGroup]]
 """Returns the groups with a reward model's rewards."""
@@ -63,7 +67,7 @@ class Collector(ABC):
         """Send prompts for sampling. step: number of completed steps, which is the version of the weights."""
 
     @abstractmethod
-    def collect(self, prompts: PromptStream, select: SelectGroups, step: int) -> tuple[list[RolloutGroup], dict[str, float]]:
+    def collect(self, prompts: Prompts, select: SelectGroups, step: int) -> tuple[list[RolloutGroup], dict[str, float]]:
         """Return prompts_per_step selected groups, or fewer if the data end, and metrics of all groups sampled for them.
 
         Groups that are not selected are replaced by groups of further prompts. Raises RuntimeError if the most prompts that the
@@ -142,7 +146,7 @@ class SyncCollector(Collector):
         self._dispatch.send(prompts, self._train)
 
     @override
-    def collect(self, prompts: PromptStream, select: SelectGroups, step: int) -> tuple[list[RolloutGroup], dict[str, float]]:
+    def collect(self, prompts: Prompts, select: SelectGroups, step: int) -> tuple[list[RolloutGroup], dict[str, float]]:
         wanted = self.prompts_per_step
         sampled: list[RolloutGroup] = []
         selected: list[RolloutGroup] = []
@@ -208,7 +212,7 @@ class AsyncCollector(Collector):
         self._dispatch.send(prompts, self._train)
 
     @override
-    def collect(self, prompts: PromptStream, select: SelectGroups, step: int) -> tuple[list[RolloutGroup], dict[str, float]]:
+    def collect(self, prompts: Prompts, select: SelectGroups, step: int) -> tuple[list[RolloutGroup], dict[str, float]]:
         wanted = self.prompts_per_step
         sampled: list[RolloutGroup] = []
         selected: list[RolloutGroup] = []
