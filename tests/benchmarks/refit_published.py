@@ -23,7 +23,7 @@ import numpy as np
 
 from launch.model_shape import ModelShape
 from launch.plan.refit_time import Broadcast, Messages, bounds, broadcast_seconds, floor, merge, simulate
-from launch.plan_refit import Prediction, Request, load, model_folder, predict
+from launch.plan_refit import PlanRefitRequest, Prediction, load, model_folder, predict
 from pipeline.config.cluster import NetworkConfig
 from pipeline.config.generation import RefitConfig
 
@@ -134,7 +134,7 @@ def plan_ours(name: str, layout: list[str]) -> Prediction:
         overrides = ["policy.precision=bfloat16", "policy.megatron_cfg.enabled=true"]
         overrides += [f"cluster.{realm}.ranks_per_node={GPUS}" for realm in ("train", "generate")]
         with model_folder(Path(file.name)) as folder:
-            recipe, _ = load(Request("tiny_grpo", [*overrides, *layout], None, None), folder)
+            recipe, _ = load(PlanRefitRequest("tiny_grpo", [*overrides, *layout], None, None), folder)
             return predict(recipe)
 
 
