@@ -7,7 +7,7 @@ import struct
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, ClassVar
 
 from pydantic import Field
 from typing_extensions import override
@@ -83,7 +83,7 @@ class PythonTool(Configurable, Tool):
     """Runs Python code. The limits `wall_s` and `output_bytes` hold for each call, `cpu_s` for an interpreter."""
 
     Arguments = PythonArguments
-    parameters = {"code": str}  # noqa: RUF012
+    parameters: ClassVar = {"code": str}
 
     def __init__(self, arguments: PythonArguments) -> None:
         """Raises SandboxError as `make_sandbox` does."""
