@@ -105,7 +105,7 @@ def build(
     if isinstance(embedding := hf.get_input_embeddings(), nn.Embedding):
         embedding.padding_idx = None
     hf.requires_grad_(role.trained or like is not None)  # so that compiled layers have the same graphs as those of `like`
-    read = initial_weights(policy, config, seed, role.head) if like is None else None
+    source = initial_weights(policy, config, seed, role.head) if like is None else like
     names = {id(parameter): name for name, parameter in hf.named_parameters()}
     tied = {n: names[id(p)] for n, p in hf.named_parameters(remove_duplicate=False) if names[id(p)] != n}
 
@@ -115,12 +115,7 @@ def build(
         model.adapters = lora.inject(hf, policy.dtensor_cfg.lora_cfg, model.layout)
     offload = (policy.dtensor_cfg.cpu_offload or role.offload) and device.type != "cpu"
     if mesh is not None and mesh["tensor"].size() > 1:
-        if adapted:
-            message = f"got true with policy.dtensor_cfg.tensor_parallel_size={mesh['tensor'].size()}; expected 1"
-            raise RecipeError(Problem(f"{lora.KEY}.enabled", "unsupported", message))
-        model.partial = tensor_parallel.parallelize(hf, mesh["tensor"])
-        if role.head == "logprobs":
-            model.shard = tensor_parallel.vocabulary_shard(hf, mesh["tensor"])
+        _parallelize(model, mesh["tensor"], role)
     layers = [module for module in hf.modules() if type(module).__name__ in (hf._no_split_modules or ())]
     use_kernels(policy, hf, device)
     mixture = any(parameter.dim() > 2 for parameter in hf.parameters())
@@ -139,13 +134,22 @@ def build(
     parameters = dict(hf.named_parameters())
     model.layout = {name: model.layout[name] for name in parameters if name in model.layout}
     for name, pieces in model.layout.items():
-        if like is not None:
-            local(parameters[name]).copy_(local(like.hf.get_parameter(name)))
+        if isinstance(source, PackedModel):
+            local(parameters[name]).copy_(local(source.hf.get_parameter(name)))
         else:
-            assert read is not None
-            copy_pieces(local(parameters[name]), restrict(pieces, local_box(parameters[name])), read)
+            copy_pieces(local(parameters[name]), restrict(pieces, local_box(parameters[name])), source)
     lora.initialize(model.adapters, parameters, policy.dtensor_cfg.lora_cfg.lora_A_init, seed)
     return model
+
+
+def _parallelize(model: PackedModel, mesh: DeviceMesh, role: ModelRole) -> None:
+    """Cut the model over the 1-d mesh of tensor-parallel ranks."""
+    if model.adapters:
+        message = f"got true with policy.dtensor_cfg.tensor_parallel_size={mesh.size()}; expected 1"
+        raise RecipeError(Problem(f"{lora.KEY}.enabled", "unsupported", message))
+    model.partial = tensor_parallel.parallelize(model.hf, mesh)
+    if role.head == "logprobs":
+        model.shard = tensor_parallel.vocabulary_shard(model.hf, mesh)
 
 
 def _shard(model: PackedModel, layers: list[nn.Module], mesh: DeviceMesh, precision: str, offload: bool) -> None:
