@@ -23,9 +23,9 @@ from typing import Any
 
 from launch.model_files import planning_config
 from launch.model_shape import ModelShape
-from launch.plan.cut import Cut
-from launch.plan.memory_backends import FSDP, Megatron, stages
-from launch.plan.memory_parts import Model, models
+from launch.plan.memory_backends import FSDPMemory, MegatronMemory, stages
+from launch.plan.memory_parts import TrainModel, models
+from launch.plan.parallelism import Parallelism
 from launch.units import plural
 from pipeline import config
 from pipeline.config import (
@@ -124,22 +124,22 @@ def _changed(backend: Backend, section: Any, defaults: Any, names: tuple[str, ..
 # ---- by size ------------------------------------------------------------------------------------------------------------
 
 
-def fsdp_bytes(held: Sequence[Model], count: int) -> float:
+def fsdp_bytes(held: Sequence[TrainModel], count: int) -> float:
     """Return the bytes on each of `count` GPUs: the state of all models, and the gathered layers of one model at a time.
 
     The current layer, the prefetched next one and the unscattered gradient are whole, in the compute precision: 3 layers.
     """
-    state = sum(sum(FSDP(model, Cut(count), True).resident.values()) for model in held)
+    state = sum(sum(FSDPMemory(model, Parallelism(count), True).resident.values()) for model in held)
     return state + max(3 * model.size * model.shape.largest_layer for model in held)
 
 
-def megatron_bytes(held: Sequence[Model], count: int, size: int) -> float:
+def megatron_bytes(held: Sequence[TrainModel], count: int, size: int) -> float:
     """Return the bytes of the state of all models on each of `count` GPUs, with each model split over `size` of them.
 
     Offloaded frozen models count too, because they are on the GPUs beside the others for a while.
     """
-    cut = Cut(count, tensor=size, expert_tensor=size)
-    ranks = (Megatron(replace(model, offload=False), cut, True, stages(model)[0]) for model in held)
+    cut = Parallelism(count, tensor=size, expert_tensor=size)
+    ranks = (MegatronMemory(replace(model, offload=False), cut, True, stages(model)[0]) for model in held)
     return sum(sum(rank.resident.values()) for rank in ranks)
 
 
@@ -182,7 +182,7 @@ def _by_size(recipe: Recipe, pending: Sequence[os.PathLike]) -> BackendChoice:
     raise RecipeError(Problem("policy.megatron_cfg", "out-of-memory", why))
 
 
-def _described(held: Sequence[Model]) -> str:
+def _described(held: Sequence[TrainModel]) -> str:
     shape, others = held[0].shape, len(held) - 1
     experts = f" ({shape.routed / 1e9:.1f}e9 in {shape.experts} experts a layer)" if shape.experts else ""
     more = f" and {plural(others, 'more model')}" if others else ""

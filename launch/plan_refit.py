@@ -25,9 +25,9 @@ from launch import backend, command_line, recipes
 from launch.command_line import Key
 from launch.model_files import is_local, read_json
 from launch.plan import refit_picture
-from launch.plan.cut import cut_sizes
 from launch.plan.estimate import needed_model
-from launch.plan.refit import Prediction, predict
+from launch.plan.parallelism import parallel_sizes
+from launch.plan.refit import RefitPrediction, predict
 from launch.preflight import architecture
 from launch.units import plural as _plural
 from launch.units import seconds as _seconds
@@ -87,7 +87,7 @@ def execute(request: PlanRefitRequest) -> int:
     out = request.out or Path(f"{Path(recipe.name).name}-refit.svg")  # a name may contain slashes
     print(report(predicted, choice))
     title = f"refit of {predicted.recipe.name}, {_seconds(predicted.seconds)} predicted"
-    drawn = refit_picture.draw(predicted.timeline, ranks(predicted.recipe.cluster.train), title)
+    drawn = refit_picture.draw(predicted.simulation, ranks(predicted.recipe.cluster.train), title)
     out.write_text(drawn, encoding="utf-8")
     print(f"{'timeline':14s}{out}")
     return 0
@@ -131,31 +131,31 @@ def load(request: PlanRefitRequest, folder: Path | None) -> tuple[Recipe, backen
 # ---- the report ---------------------------------------------------------------------------------------------------------
 
 
-def report(predicted: Prediction, choice: backend.BackendChoice) -> str:
+def report(predicted: RefitPrediction, choice: backend.BackendChoice) -> str:
     """Return the text of a prediction: the setup, a table of what ranks move, and the verdict."""
     parts = (_headline(predicted, choice), _table(predicted), _verdict(predicted))
     return "\n\n".join("\n".join(lines) for lines in parts)
 
 
-def _headline(predicted: Prediction, choice: backend.BackendChoice) -> list[str]:
+def _headline(predicted: RefitPrediction, choice: backend.BackendChoice) -> list[str]:
     recipe, parameters = predicted.recipe, predicted.parameters
     cluster, policy, network = recipe.cluster, recipe.policy, recipe.cluster.network
     vllm, megatron, dtensor = policy.generation.vllm_cfg, policy.megatron_cfg, policy.dtensor_cfg
     engine = engine_ranks(vllm)
-    trains = cut_sizes(megatron if uses_megatron(policy) else dtensor)
+    trains = parallel_sizes(megatron if uses_megatron(policy) else dtensor)
     return [
         f"{recipe.name}: {parameters:,} parameters, {_size(parameters * PRECISIONS[policy.precision])} in {policy.precision}",
         f"{'train':14s}{ranks(cluster.train)} ranks, {ranks_per_node(cluster.train)} a node, {trains}; {choice}",
-        f"{'generate':14s}{ranks(cluster.generate)} ranks, {ranks_per_node(cluster.generate)} a node, {cut_sizes(vllm)};"
+        f"{'generate':14s}{ranks(cluster.generate)} ranks, {ranks_per_node(cluster.generate)} a node, {parallel_sizes(vllm)};"
         f" {_plural(ranks(cluster.generate) // engine, 'engine')} of {_plural(engine, 'rank')}",
         f"{'network':14s}{network.nic_gb_per_s:g} GB/s a NIC, {network.node_gb_per_s:g} GB/s within a node,"
         f" {network.latency_us:g} us a message, copies at {network.memory_gb_per_s:g} GB/s",
     ]
 
 
-def _table(predicted: Prediction) -> list[str]:
+def _table(predicted: RefitPrediction) -> list[str]:
     """Return a table of minimum, mean and maximum over the ranks of a component."""
-    schedule, load, train = predicted.schedule, predicted.timeline.loads, ranks(predicted.recipe.cluster.train)
+    schedule, load, train = predicted.schedule, predicted.simulation.loads, ranks(predicted.recipe.cluster.train)
     out, staged = load.sent.sum(0), load.staging(refits_by_ipc(predicted.recipe))
     sends, receives = load.sends.sum(0), load.receives.sum(0)
     rows = [
@@ -185,17 +185,17 @@ def _table(predicted: Prediction) -> list[str]:
     ]
 
 
-def _verdict(predicted: Prediction) -> list[str]:
+def _verdict(predicted: RefitPrediction) -> list[str]:
     import numpy as np
 
     from launch.plan import refit_time
 
     network = predicted.recipe.cluster.network
-    spent = sorted(refit_time.bounds(predicted.timeline).items(), key=lambda item: -item[1])
+    spent = sorted(refit_time.bounds(predicted.simulation).items(), key=lambda item: -item[1])
     seconds, floor = predicted.seconds, predicted.floor
     broadcast, stage = refit_time.broadcast_seconds(predicted.reference, network)
     parts = ", ".join(f"{name} {_seconds(value)} ({value / seconds:.0%})" for name, value in spent if value > seconds / 200)
-    load = predicted.timeline.loads
+    load = predicted.simulation.loads
     nic = np.maximum(load.nic_out.sum(0), load.nic_in.sum(0))
     busiest = float(nic.max()) / (refit_time.GIGA * network.nic_gb_per_s)
     longer = f"{broadcast / seconds:.1f} times as long"

@@ -26,8 +26,8 @@ from launch.pages.curves import Curves, LabelledRun
 from launch.pages.document import Section, add_plotly, document
 from launch.pages.html import Html, tag
 from launch.pages.overview import moment, overview
-from launch.pages.recipes import recipes
-from launch.pages.timeline import timelines
+from launch.pages.recipe_section import recipes
+from launch.pages.step_pictures import step_pictures
 from launch.run_folder import Columns, RunFolder
 from launch.run_state import RunState, states
 from launch.units import size
@@ -108,7 +108,7 @@ def _sections(labelled: Sequence[LabelledRun], of: Sequence[RunState]) -> Iterat
     for group in curves.groups():
         yield Section(group.capitalize(), grid(curves.take(rf"{group}/" if group != "other" else "")))
     yield Section("Time", grid([*phases, *speed]), "rest: time/step without its phases.")
-    drawn = timelines([each.run for each in labelled], names)
+    drawn = step_pictures([each.run for each in labelled], names)
     yield Section("Timeline", [*drawn, *grid(idle)], "Of the last completed step; launch/timeline.py draws any step.")
     yield Section(
         "Staleness", grid(ages), "Age: steps between the weights that generated a token and the step that trains on it."

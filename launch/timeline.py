@@ -18,8 +18,8 @@ if __name__ == "__main__":
 from launch import command_line
 from launch.command_line import Key
 from launch.run_folder import RunFolder
-from launch.timelines import picture, trace
-from launch.timelines.reading import idle_share, recording_with, recordings
+from launch.traces import merged_trace, step_picture
+from launch.traces.rank_traces import attempt_traces, idle_share, trace_with_step
 from launch.units import is_count, plural, size
 from pipeline.config import Problem, RecipeError
 
@@ -77,7 +77,7 @@ def main(arguments: list[str]) -> int:
 def execute(request: TimelineRequest) -> int:
     """Write the trace and the picture, and print their paths. Raises RecipeError."""
     run = RunFolder.at(request.run)
-    recorded = recordings(run.attempts)
+    recorded = attempt_traces(run.attempts)
     if not recorded:
         enabled = run.value("logger.timeline_enabled", True)
         why = (
@@ -85,20 +85,20 @@ def execute(request: TimelineRequest) -> int:
         )
         raise RecipeError(Problem("run", "no-records", f"{run.folder} has no timeline: {why}"))
     number = request.step if request.step is not None or request.steps is None else request.steps[1]
-    drawn = recording_with(recorded, number)
+    drawn = trace_with_step(recorded, number)
     step = drawn.step(number, PIXELS)
     chosen, window = recorded if request.attempts == "all" else recorded[-1:], ALL_TIME
     if request.steps:
-        chosen = [recording_with(recorded, request.steps[0])]
+        chosen = [trace_with_step(recorded, request.steps[0])]
         window = chosen[0].window(*request.steps)
-    events = trace.write(request.trace, run, chosen, window)
+    events = merged_trace.write(request.trace, run, chosen, window)
     of = f"{plural(len(chosen[-1].ranks), 'rank')}{f' in {len(chosen)} attempts' if len(chosen) > 1 else ''}"
     print(f"trace: {request.trace} ({size(request.trace.stat().st_size)}, {events:,} events of {of})")
     print(f"clocks: {drawn.precision}")
     for realm, rows in step.realms().items():
         print(f"idle: {realm} {idle_share(rows):.1%} of {step.title}")
     path = request.picture("start" if step.number is None else f"step_{step.number}")
-    path.write_text(picture.alone(step, f"{run.name}: {step.title}, {step.end - step.begin:.3g} s"), encoding="utf-8")
+    path.write_text(step_picture.svg_file(step, f"{run.name}: {step.title}, {step.end - step.begin:.3g} s"), encoding="utf-8")
     print(f"picture: {path}")
     return 0
 

@@ -27,6 +27,8 @@ __all__ = ["Translation", "translate"]
 
 @dataclass(frozen=True)
 class Translation:
+    """The result of translating one recipe of NeMo-RL."""
+
     layer: dict[str, Any]  # in our keys
     origins: dict[str, str]  # of our dotted keys: "file:line", with (their key) behind it where that is another
     changed: list[str]  # what is done otherwise than there, one line each
@@ -40,11 +42,11 @@ def translate(tree: Mapping[str, Any], origins: Mapping[str, str], path: Path) -
     origins: of the tree's dotted keys. path: the recipe's file; files it names are looked for below the folders it lies in.
     """
     t = Translator(tree, origins)
-    if name := algorithm.named(t):
+    if name := algorithm.algorithm_name(t):
         _sections(t, name, path)
     else:
-        told = f"{path} has no section of an algorithm; expected one of: {', '.join(algorithm.NAMES)}"
-        t.problem("algorithm", "missing-value", told)
+        message = f"{path} has no section of an algorithm; expected one of: {', '.join(algorithm.NAMES)}"
+        t.problem("algorithm", "missing-value", message)
     return Translation(t.layer, t.our_origins, t.changed, t.ignored, list(dict.fromkeys(t.problems)))
 
 
@@ -66,7 +68,7 @@ def _sections(t: Translator, name: str, path: Path) -> None:
         models.critic(t)
     run.translate(t)
     known = sorted(t.consumed)
-    for key, _ in t.left():
+    for key, _ in t.unconsumed():
         near = difflib.get_close_matches(key, known, 1, cutoff=0.8)
         hint = f"; did you mean '{near[0]}'?" if near else ". Try without it"
         t.problem(key, "unknown-key", f"is not a key that we know, neither ours nor NeMo-RL's{hint}")

@@ -117,7 +117,7 @@ LOSSES: dict[str, tuple[Rule, ...]] = {
 }
 
 
-def named(t: Translator) -> str | None:
+def algorithm_name(t: Translator) -> str | None:
     """Return the algorithm whose section a recipe has. Those of others may be there, and null."""
     found = [name for name in NAMES if t.get(name) is not None]
     for other in (name for name in NAMES if name not in found[:1]):
@@ -194,8 +194,8 @@ def _async(t: Translator) -> None:
     if not t.on(f"{section}.enabled"):
         return
     t.put_defaults({f"{section}.max_generation_failures": 0}, section)
-    told = "counts groups in a row all of whose episodes failed; there batches in a row in which anything failed"
-    t.change(f"{section}.max_generation_failures", told)
+    message = "counts groups in a row all of whose episodes failed; there batches in a row in which anything failed"
+    t.change(f"{section}.max_generation_failures", message)
     if not t.on(f"{section}.in_flight_weight_updates"):  # there what cannot be used is passed over, too
         t.consume(f"{section}.recompute_kv_cache_after_weight_updates")
 
@@ -223,7 +223,7 @@ def _differences(t: Translator, algorithm: str) -> None:
     stops = shapes and t.get(f"{shaping}.stop_properly_penalty_coef") is not None
     whole = t.on("grpo.use_dynamic_sampling") and t.get("grpo.use_leave_one_out_baseline", True)
     cut = "an answer is cut if its last turn ended for length; there also if another did, or the reply to it has no room"
-    told = [
+    message = [
         (
             t.on("ppo.use_dynamic_sampling"),
             "ppo.use_dynamic_sampling",
@@ -251,12 +251,12 @@ def _differences(t: Translator, algorithm: str) -> None:
     for name, always in KL_CLAMPS.items():
         clamp = t.get(f"loss_fn.{name}", always)
         bounds = f"bounds the KL in the reward too; there that has {always:g} always"
-        told.append((kl and clamp != always, f"loss_fn.{name}={shown(clamp)}", bounds))
+        message.append((kl and clamp != always, f"loss_fn.{name}={shown(clamp)}", bounds))
     for name in ("normalize_rewards", "use_leave_one_out_baseline"):
         key = f"grpo.adv_estimator.{name}"
         own, made = t.get(f"grpo.{name}", True), t.get(key, True)
         differs = algorithm == "grpo" and (estimator or "grpo") == "grpo" and own != made
-        told.append((differs, f"grpo.{name}={shown(own)}", f"advantages are made by {key}={shown(made)}, as there"))
-    for applies, key, text in told:
+        message.append((differs, f"grpo.{name}={shown(own)}", f"advantages are made by {key}={shown(made)}, as there"))
+    for applies, key, text in message:
         if applies:
             t.change(key, text)

@@ -31,8 +31,8 @@ def translate(t: Translator, samples: bool, rewarded: str | None) -> None:
     reward_nodes, reward_gpus = _reward(t, rewarded)
     nodes_left, gpus_left = (nodes, gpus - reward_gpus) if nodes == 1 else (nodes - reward_nodes, gpus)
     if nodes_left < 1 or gpus_left < 1:
-        told = f"got {reward_nodes} x {reward_gpus}; expected fewer than all {nodes} x {gpus} GPUs"
-        t.problem(f"{rewarded}.resources", "too-large", told)
+        message = f"got {reward_nodes} x {reward_gpus}; expected fewer than all {nodes} x {gpus} GPUs"
+        t.problem(f"{rewarded}.resources", "too-large", message)
         return
     shares = samples and t.get(f"{COLOCATED}.enabled", True) is not False
     if shares and rewarded:
@@ -97,8 +97,8 @@ def _split(t: Translator, nodes: int, gpus: int) -> None:
         fits = its_nodes and its_nodes < nodes and its_gpus == gpus
         expected, left = f"num_nodes from 1 to {nodes - 1}, gpus_per_node {gpus}", (nodes - (its_nodes or 0), gpus)
     if not fits:
-        told = f"got num_nodes {its_nodes} and gpus_per_node {its_gpus} of {nodes} x {gpus} GPUs; expected {expected}"
-        t.problem(RESOURCES, "not-divisible", told)
+        message = f"got num_nodes {its_nodes} and gpus_per_node {its_gpus} of {nodes} x {gpus} GPUs; expected {expected}"
+        t.problem(RESOURCES, "not-divisible", message)
         return
     _component(t, "train", left[0], NODES, left[1], GPUS)
     _component(t, "generate", its_nodes or 1, f"{RESOURCES}.num_nodes", its_gpus, f"{RESOURCES}.gpus_per_node")

@@ -34,8 +34,8 @@ def translate(t: Translator, algorithm: str, path: Path) -> bool:
     several = {key: _sets(t, key) for key in SEVERAL}
     train, validation = several.values()
     if not train:
-        told = "got no data set to train on. Try data.train.dataset_name=..., or data_path=FILE.jsonl"
-        t.problem("data.train", "missing-value", told)
+        message = "got no data set to train on. Try data.train.dataset_name=..., or data_path=FILE.jsonl"
+        t.problem("data.train", "missing-value", message)
     names: set[str] = set()  # of all, since what one holds out is validated on under its name
     held_out = 0
     for key, those in several.items():
@@ -53,8 +53,8 @@ def translate(t: Translator, algorithm: str, path: Path) -> bool:
     if len(train) > 1 and t.get("data.shuffle") is False:
         t.change("data.shuffle=false", "the data sets are mixed, each in its order; there one comes after another")
     t.put("data.overlong_prompts", "drop", "data.max_input_seq_length")
-    told = "what is longer is left out; there it stays in its batch, and does not count in the loss"
-    t.change("data.max_input_seq_length", told)
+    message = "what is longer is left out; there it stays in its batch, and does not count in the loss"
+    t.change("data.max_input_seq_length", message)
     if algorithm in PAIRED:
         t.put("data.bad_records", "drop", "data.train")
         t.change("data.train", "pairs of the same answers are left out; there they count, with a constant loss")
@@ -74,7 +74,7 @@ def environments(t: Translator) -> list[str]:
 def _sets(t: Translator, key: str) -> list[dict[str, Any]]:
     """Return the data sets: one by itself, those of a list, or none."""
     found = t.get(key)
-    return [dict(found)] if isinstance(found, Mapping) and found else found or []
+    return [dict(found)] if isinstance(found, Mapping) and found else list(found or [])
 
 
 def _named(fields: Mapping[str, Any], names: set[str]) -> str:

@@ -45,12 +45,15 @@ def find(name: str, recipe: Path) -> Path | None:
 
 
 def report_missing(t: Translator, key: str, name: str, recipe: Path) -> None:
-    told = f"there is no {name}, neither below a folder that {recipe} lies in nor in the working directory"
-    t.problem(key, "file-not-found", f"{told}. Try an absolute path")
+    """Add the problem of a file that the recipe names and that does not exist."""
+    message = f"there is no {name}, neither below a folder that {recipe} lies in nor in the working directory"
+    t.problem(key, "file-not-found", f"{message}. Try an absolute path")
 
 
 @dataclass
 class Dataset:
+    """One data set of a NeMo-RL recipe, and the fields of it that are still to be translated."""
+
     t: Translator
     algorithm: str
     key: str  # theirs; of one in a list `data.train[1]`
@@ -65,7 +68,7 @@ class Dataset:
 
     def translate(self) -> bool:
         """Translate the data set, and return whether it holds records out to validate on."""
-        name = self._take("dataset_name")
+        name = self._consume("dataset_name")
         if name not in NAMED_DATASETS and name not in READERS:
             known = ", ".join((*NAMED_DATASETS, *READERS))
             self.t.lacks(self.key, name, "this data set", f"{self.key}.dataset_name, one of: {known}")
@@ -73,18 +76,18 @@ class Dataset:
             return False
         self._where(name)
         for file in ("prompt_file", "system_prompt_file"):
-            if (given := self._take(file)) is not None:
+            if (given := self._consume(file)) is not None:
                 if (found := find(given, self.path)) is None:
                     report_missing(self.t, self._source(file), given, self.path)
                 else:
                     self._put(file, str(found), file)
-        processor, ours = self._take("processor"), PROCESSORS.get(self.algorithm)
+        processor, ours = self._consume("processor"), PROCESSORS.get(self.algorithm)
         if processor not in (None, ours):
             wanted = f"{ours}, which {self.algorithm} has" if ours else "without it"
             self.t.lacks(self._source("processor"), processor, "this data processor", wanted)
         held_out = self._held_out(name)
         for same in ("subset", "max_samples", "repeat", "env_name"):
-            self._put(same, self._take(same), same)
+            self._put(same, self._consume(same), same)
         for unknown in self.fields:
             if not self.t.has(f"{self.key}.{unknown}"):  # it stands in data.default, or in a list
                 self.t.problem(self._source(unknown), "unknown-key", "is not a key of a data set that we know. Try without it")
@@ -94,7 +97,7 @@ class Dataset:
         """Return the key that gives a field."""
         return f"{self.key if name in self.given or name not in self.default else 'data.default'}.{name}"
 
-    def _take(self, name: str) -> Any:
+    def _consume(self, name: str) -> Any:
         if self.t.has(key := f"{self.key}.{name}"):
             self.t.consume(key)
         return self.fields.pop(name, None)
@@ -104,26 +107,26 @@ class Dataset:
             self.t.put(f"{self.ours}.{ours}", value, self._source(theirs))
 
     def _where(self, name: str) -> None:
-        split = self._take("split")
+        split = self._consume("split")
         if name in NAMED_DATASETS:
             self._put("dataset_name", name, "dataset_name")
             self._put("split", None if name in ONE_SPLIT else split, "split")
-            if NAMED_DATASETS[name].output_key and (answer := self._take("output_key")) != "expected_answer":
+            if NAMED_DATASETS[name].output_key and (answer := self._consume("output_key")) != "expected_answer":
                 self._put("output_key", answer, "output_key")  # not the one that the data set has anyway
             return
         self._put("split", split, "split")
-        where = self._take("data_path")
+        where = self._consume("data_path")
         if where is None:
-            told = "is not given; expected a JSONL file, or a data set's name on the Hugging Face Hub"
-            self.t.problem(f"{self.key}.data_path", "missing-value", told)
+            message = "is not given; expected a JSONL file, or a data set's name on the Hugging Face Hub"
+            self.t.problem(f"{self.key}.data_path", "missing-value", message)
         file = find(str(where), self.path) if where else None
         is_file = file or str(where).endswith((".json", ".jsonl"))
         self._put("data_path" if is_file else "dataset_name", str(file) if file else where, "data_path")
         for theirs, (ours, usual) in READERS[name].items():
-            self._put(ours, self._take(theirs) or usual, theirs)
+            self._put(ours, self._consume(theirs) or usual, theirs)
 
     def _held_out(self, name: str) -> bool:
-        key, size, seed = "split_validation_size", self._take("split_validation_size"), self._take("seed")
+        key, size, seed = "split_validation_size", self._consume("split_validation_size"), self._consume("seed")
         splits = name in SPLIT or name == "ResponseDataset"
         if splits or self.fields.get("max_samples") is not None:
             self._put("seed", seed, "seed")
@@ -134,8 +137,8 @@ class Dataset:
         size = SPLIT.get(name, 0.0) if size is None else size
         if not self.key.startswith("data.train"):
             if size:
-                told = "all records are validated on; there only those that are not held out"
-                self.t.change(self._source(key), told)
+                message = "all records are validated on; there only those that are not held out"
+                self.t.change(self._source(key), message)
             return False
         self._put(key, size, key)
         return bool(size)

@@ -48,6 +48,7 @@ VLLM_RULES = under(
 
 
 def translate(t: Translator, samples: bool) -> None:
+    """Translate sampling, refit transport and vLLM's keys. samples: whether the algorithm samples; else consume the section."""
     if not samples:
         t.consume(KEY)
         return
@@ -77,11 +78,11 @@ def _sampling(t: Translator) -> None:
         key = f"{KEY}.{own[0].partition('=')[0]}"
         t.change(key, f"validation samples with {', '.join(own)}; there only with NeMo Gym")
     if t.get(f"{KEY}.stop_token_ids"):
-        told = (
+        message = (
             "these, the tokenizer's end token and those of the model's generation_config.json end an answer; there the"
             " tokenizer's does not, unless it is among the others"
         )
-        t.change(f"{KEY}.stop_token_ids", told)
+        t.change(f"{KEY}.stop_token_ids", message)
 
 
 def _unbounded(top_k: object) -> object:
@@ -97,8 +98,8 @@ def _transport(t: Translator) -> None:
         t.put(key, ours)
         t.change(f"{key}={theirs}", f"{ours}: {how}")
     elif theirs is not None:
-        told = f"got '{theirs}'; expected null, or one that ours can stand for: {', '.join(TRANSPORTS)}"
-        t.problem(key, "not-a-choice", told)
+        message = f"got '{theirs}'; expected null, or one that ours can stand for: {', '.join(TRANSPORTS)}"
+        t.problem(key, "not-a-choice", message)
 
 
 def _vllm(t: Translator) -> None:

@@ -88,6 +88,7 @@ SCHEDULER_RULES = under(
 
 
 def translate(t: Translator, algorithm: str) -> None:
+    """Translate Megatron-Core's section with its optimizer and schedule."""
     environment_variables(t, f"{KEY}.env_vars", f"{KEY}.env_vars")
     dense = has_experts(t.get("policy.model_name")) is False
     for name in BALANCE:  # which some recipes of dense models set as well, where they say nothing

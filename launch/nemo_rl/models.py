@@ -28,6 +28,7 @@ OWN = (
 
 
 def critic(t: Translator) -> None:
+    """Translate the section `value`. Add a problem where the critic's numbers would differ."""
     backend = _model(t, "value", "the critic")
     if backend is None:
         return
@@ -38,8 +39,8 @@ def critic(t: Translator) -> None:
     t.consume("value.reward_model_cfg.enabled")  # a critic is one in any case
     kind = t.consume("value.reward_model_cfg.reward_model_type", "regression")
     if kind != "regression":
-        told = f"got {kind}; expected regression, since a critic gives one number"
-        t.problem("value.reward_model_cfg.reward_model_type", "not-a-choice", told)
+        message = f"got {kind}; expected regression, since a critic gives one number"
+        t.problem("value.reward_model_cfg.reward_model_type", "not-a-choice", message)
     if backend == "megatron":
         _megatron_optimizer(t)
     else:
@@ -49,6 +50,7 @@ def critic(t: Translator) -> None:
 
 
 def teacher(t: Translator) -> None:
+    """Translate the section `teacher`; one of several teachers is not supported."""
     if (several := t.get("teachers")) is not None:
         instead = "the section teacher, with one of the policy's vocabulary"
         t.lacks("teachers", "a list", "distillation between tokenizers", instead)
@@ -61,8 +63,8 @@ def teacher(t: Translator) -> None:
     # There, each model's own key divides its logits, and nothing does where `generation` is not given.
     ours, its = (t.get(f"{section}.generation.temperature", 1.0) for section in ("policy", "teacher"))
     if ours != its:
-        told = f"got {its}; expected policy.generation.temperature, {ours}, which the teacher's distribution has here"
-        t.problem("teacher.generation.temperature", "contradiction", told)
+        message = f"got {its}; expected policy.generation.temperature, {ours}, which the teacher's distribution has here"
+        t.problem("teacher.generation.temperature", "contradiction", message)
     _rest(t, "teacher")
 
 
@@ -97,7 +99,7 @@ def _rest(t: Translator, section: str) -> None:
     rules += (*megatron.OPTIMIZER_RULES, *megatron.SCHEDULER_RULES, *policy.LORA)
     rules += under("generation", (*generation.GENERATION, *generation.VLLM_RULES))
     known = [pattern for rule in rules for pattern in rule.patterns] + ["generation.colocated.*"]
-    for key, _ in list(t.left()):
+    for key, _ in list(t.unconsumed()):
         below = key.removeprefix(f"{section}.")
         if key.startswith(f"{section}.") and any(fits(pattern, below) for pattern in known):
             t.consumed.add(key)

@@ -76,6 +76,7 @@ LORA = under(
 
 
 def translate(t: Translator, algorithm: str, path: Path) -> None:
+    """Translate the section except `generation`. path: the recipe's file, for the files that it names."""
     backend = _backend(t)
     check_model_name(t, "policy.model_name")
     t.copy("policy.model_name")
@@ -97,12 +98,13 @@ def translate(t: Translator, algorithm: str, path: Path) -> None:
 
 def _backend(t: Translator) -> Backend | None:
     """Return which backend trains. One must; both, or neither, is a problem there too."""
-    on = [backend for backend in ("megatron", "dtensor") if t.on(f"policy.{backend}_cfg.enabled")]
+    backends: tuple[Backend, ...] = ("megatron", "dtensor")
+    on: list[Backend] = [backend for backend in backends if t.on(f"policy.{backend}_cfg.enabled")]
     if len(on) == 1:
         return on[0]
     which = "is true too" if on else "is not true either"
-    told = f"got {'true' if on else 'false'}, and policy.dtensor_cfg.enabled {which}; expected one of the backends"
-    t.problem("policy.megatron_cfg.enabled", "contradiction", told)
+    message = f"got {'true' if on else 'false'}, and policy.dtensor_cfg.enabled {which}; expected one of the backends"
+    t.problem("policy.megatron_cfg.enabled", "contradiction", message)
     for section in ("megatron_cfg", "dtensor_cfg", "optimizer", "scheduler"):
         t.consume(f"policy.{section}")
     return None
@@ -112,8 +114,8 @@ def check_model_name(t: Translator, key: str) -> None:
     """Add a problem if there is an instruction in place of a model, as in some recipes."""
     name = t.get(key)
     if isinstance(name, str) and any(c.isspace() for c in name) and not Path(name).exists():
-        told = f"got '{name}', which is an instruction. Try {key}=FOLDER, or a name on the Hugging Face Hub"
-        t.problem(key, "missing-value", told)
+        message = f"got '{name}', which is an instruction. Try {key}=FOLDER, or a name on the Hugging Face Hub"
+        t.problem(key, "missing-value", message)
 
 
 def _chat_template(t: Translator, path: Path) -> None:
@@ -144,8 +146,8 @@ def _batches(t: Translator) -> None:
         t.put(f"{ours}.train_mb_tokens", t.get(train), train)
         t.put(f"{ours}.logprob_mb_tokens", t.get(logprob), logprob)
         if not packs:
-            told = "the sequences of a microbatch are laid end to end, not padded; its tokens are policy.sequence_packing's"
-            t.change(f"{section}.enabled=true", told)
+            message = "the sequences of a microbatch are laid end to end, not padded; its tokens are policy.sequence_packing's"
+            t.change(f"{section}.enabled=true", message)
     t.put(f"{ours}.enabled", packs or fills, f"{section if packs or fills else ours}.enabled")
     if packs and fills:
         t.problem("policy.dynamic_batching.enabled", "contradiction", f"got true; expected false with {ours}.enabled=true")
@@ -156,18 +158,18 @@ def _reward_model(t: Translator, algorithm: str) -> None:
     key = "policy.reward_model_cfg"
     enabled, kind = t.consume(f"{key}.enabled") is True, t.consume(f"{key}.reward_model_type")
     if algorithm == "rm" and not (enabled and kind == "bradley_terry"):
-        told = "got another; expected enabled=true and reward_model_type=bradley_terry, since rm trains a reward model"
-        t.problem(key, "contradiction", told)
+        message = "got another; expected enabled=true and reward_model_type=bradley_terry, since rm trains a reward model"
+        t.problem(key, "contradiction", message)
     if algorithm != "rm" and enabled:
-        told = f"got true, but {algorithm} trains no reward model. Try false, or a recipe with a section rm"
-        t.problem(f"{key}.enabled", "contradiction", told)
+        message = f"got true, but {algorithm} trains no reward model. Try false, or a recipe with a section rm"
+        t.problem(f"{key}.enabled", "contradiction", message)
 
 
 def _dtensor(t: Translator) -> None:
     name = t.get("policy.optimizer.name")
     if t.get("policy.optimizer") is None:
-        told = "is not given, and FSDP2 trains. Try {name: torch.optim.AdamW, kwargs: {lr: ...}}"
-        t.problem("policy.optimizer", "missing-value", told)
+        message = "is not given, and FSDP2 trains. Try {name: torch.optim.AdamW, kwargs: {lr: ...}}"
+        t.problem("policy.optimizer", "missing-value", message)
     elif str(name).startswith("torch.optim."):
         t.copy("policy.optimizer")
     else:

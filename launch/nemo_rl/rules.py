@@ -13,18 +13,23 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from typing import Any
 
+from typing_extensions import override
+
 from launch.nemo_rl.translator import ABSENT, Translator, shown
 
 
 @dataclass(frozen=True)
 class Rule:
+    """A rule for the leaves whose keys match its patterns."""
+
     keys: str
 
     @property
     def patterns(self) -> tuple[str, ...]:
+        """Return the patterns of `keys`."""
         return tuple(self.keys.split())
 
-    def meet(self, t: Translator, found: list[tuple[str, Any]]) -> None:
+    def translate(self, t: Translator, leaves: list[tuple[str, Any]]) -> None:
         """Translate the leaves that fit, (key, value) of each."""
         raise NotImplementedError
 
@@ -36,8 +41,10 @@ class Same(Rule):
     convert: Callable[[Any], Any] = lambda value: value
     ours: str = ""
 
-    def meet(self, t: Translator, found: list[tuple[str, Any]]) -> None:
-        for key, value in found:
+    @override
+    @override
+    def translate(self, t: Translator, leaves: list[tuple[str, Any]]) -> None:
+        for key, value in leaves:
             if (converted := self.convert(value)) is not ABSENT:
                 t.put(self.ours or key, converted, key)
 
@@ -48,8 +55,10 @@ class Ignored(Rule):
 
     why: str = ""
 
-    def meet(self, t: Translator, found: list[tuple[str, Any]]) -> None:
-        named = dict.fromkeys(next(p for p in self.patterns if fits(p, key)) for key, value in found if value is not None)
+    @override
+    @override
+    def translate(self, t: Translator, leaves: list[tuple[str, Any]]) -> None:
+        named = dict.fromkeys(next(p for p in self.patterns if fits(p, key)) for key, value in leaves if value is not None)
         if self.why and named:
             t.ignore(", ".join(named), self.why)
 
@@ -58,7 +67,9 @@ class Ignored(Rule):
 class Done(Rule):
     """Keys that a function has translated before the table is applied."""
 
-    def meet(self, t: Translator, found: list[tuple[str, Any]]) -> None:
+    @override
+    @override
+    def translate(self, t: Translator, leaves: list[tuple[str, Any]]) -> None:
         pass
 
 
@@ -70,8 +81,10 @@ class Only(Rule):
     feature: str
     instead: str = ""
 
-    def meet(self, t: Translator, found: list[tuple[str, Any]]) -> None:
-        for key, value in found:
+    @override
+    @override
+    def translate(self, t: Translator, leaves: list[tuple[str, Any]]) -> None:
+        for key, value in leaves:
             if value not in self.values:
                 t.lacks(key, value, self.feature, self.instead)
 
@@ -83,8 +96,10 @@ class Changed(Rule):
     values: tuple[Any, ...]
     how: str
 
-    def meet(self, t: Translator, found: list[tuple[str, Any]]) -> None:
-        if other := [f"{key}={shown(value)}" for key, value in found if value not in self.values]:
+    @override
+    @override
+    def translate(self, t: Translator, leaves: list[tuple[str, Any]]) -> None:
+        if other := [f"{key}={shown(value)}" for key, value in leaves if value not in self.values]:
             t.change(", ".join(other), self.how)
 
 
@@ -95,7 +110,9 @@ class Switch(Rule):
     feature: str
     instead: str = ""
 
-    def meet(self, t: Translator, found: list[tuple[str, Any]]) -> None:
+    @override
+    @override
+    def translate(self, t: Translator, leaves: list[tuple[str, Any]]) -> None:
         enabled = f"{self.keys.removesuffix('.*')}.enabled"
         if t.on(enabled):
             t.lacks(enabled, True, self.feature, self.instead)
@@ -112,6 +129,7 @@ def under(section: str, rules: Iterable[Rule]) -> tuple[Rule, ...]:
 
 
 def fits(pattern: str, key: str) -> bool:
+    """Return whether a dotted key matches a pattern."""
     if "*" not in pattern:
         return key == pattern
     return f"{key}.*" == pattern or _compiled(pattern)(key) is not None
@@ -127,13 +145,13 @@ def apply(t: Translator, rules: Iterable[Rule]) -> None:
     """Consume every leaf that a rule fits and that is left, rule by rule."""
     rules = tuple(rules)
     first = _first(tuple(rule.keys for rule in rules))
-    found: dict[int, list[tuple[str, Any]]] = {}
-    for key, value in list(t.left()):
+    by_rule: dict[int, list[tuple[str, Any]]] = {}
+    for key, value in list(t.unconsumed()):
         if (number := first(key)) is not None:
-            found.setdefault(number, []).append((key, value))
+            by_rule.setdefault(number, []).append((key, value))
             t.consumed.add(key)
-    for number, leaves in sorted(found.items()):
-        rules[number].meet(t, leaves)
+    for number, leaves in sorted(by_rule.items()):
+        rules[number].translate(t, leaves)
 
 
 @functools.cache

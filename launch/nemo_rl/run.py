@@ -36,6 +36,7 @@ OTHERS = (
 
 
 def translate(t: Translator) -> None:
+    """Translate `checkpointing` and `logger`, and ignore the sections of NeMo-RL's infrastructure."""
     apply(t, CHECKPOINTING)
     on = {f"logger.{service}.*": name for service, name in SERVICES.items() if t.consume(f"logger.{service}_enabled") is True}
     for service in SERVICES:

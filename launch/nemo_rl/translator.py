@@ -18,6 +18,8 @@ LONGEST = 60  # characters of a value that a problem shows
 
 @dataclass
 class Translator:
+    """A NeMo-RL recipe, the leaves consumed so far, and the recipe in our keys."""
+
     theirs: Mapping[str, Any]
     origins: Mapping[str, str]  # of their leaves: "file:line"
     layer: dict[str, Any] = field(default_factory=dict)  # ours
@@ -39,9 +41,11 @@ class Translator:
         return value
 
     def has(self, key: str) -> bool:
+        """Return whether NeMo-RL's recipe has a key, null included."""
         return self.get(key, ABSENT) is not ABSENT
 
     def on(self, key: str) -> bool:
+        """Return whether a key is exactly true."""
         return self.get(key) is True
 
     def consume(self, key: str, default: Any = None) -> Any:
@@ -55,7 +59,7 @@ class Translator:
             if not self.on(f"{section}.enabled"):
                 self.consume(section)
 
-    def left(self) -> Iterator[tuple[str, Any]]:
+    def unconsumed(self) -> Iterator[tuple[str, Any]]:
         """Yield (key, value) of the leaves that nothing has consumed."""
         return ((key, value) for key, value in leaves(self.theirs) if key not in self.consumed)
 
@@ -87,12 +91,15 @@ class Translator:
     # ---- what there is to say ----
 
     def change(self, key: str, text: str) -> None:
+        """Record that a key means something else here than in NeMo-RL."""
         self.changed.append(f"{key}: {text}")
 
     def ignore(self, key: str, text: str) -> None:
+        """Record that a key has no effect here."""
         self.ignored.append(f"{key}: {text}")
 
     def problem(self, key: str, code: str, message: str) -> None:
+        """Add a problem, with the file and line of the key."""
         self.problems.append(Problem(key, code, message, self.origins.get(key, "")))
 
     def lacks(self, key: str, value: object, feature: str, instead: str = "") -> None:

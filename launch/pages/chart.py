@@ -52,6 +52,8 @@ class Mark:
 
 @dataclass(frozen=True)
 class Chart:
+    """One chart: its series over steps, with marks, levels and a note."""
+
     title: str
     series: Sequence[Series]
     unit: str = ""  # "s", "B" ...
@@ -207,10 +209,11 @@ def _plain(said: str) -> str:
 
 def _short(values: Sequence[float | None]) -> list[float | None]:
     """Return six digits of each value, None where it is no number."""
-    return [
-        None if _finite(value) is None else int(value) if value == int(value) and abs(value) < 1e15 else float(f"{value:.6g}")
-        for value in values
-    ]
+    return [None if (finite := _finite(value)) is None else _six_digits(finite) for value in values]
+
+
+def _six_digits(value: float) -> float:
+    return int(value) if value == int(value) and abs(value) < 1e15 else float(f"{value:.6g}")
 
 
 def _finite(value: float | None) -> float | None:
@@ -241,8 +244,9 @@ def _extremes(series: Series, most: int) -> Series:
     below, above = (series.low, series.high) if series.kind == "band" else (series.y, series.y)
     kept = {0, len(series.x) - 1}
     for bucket in _buckets(len(series.x), most // 2 - 1):
-        drawn = [i for i in bucket if _finite(below[i]) is not None and _finite(above[i]) is not None]
-        kept |= {min(drawn, key=lambda i: below[i]), max(drawn, key=lambda i: above[i])} if drawn else {bucket[0]}
+        lows, highs = ({i: value for i in bucket if (value := _finite(of[i])) is not None} for of in (below, above))
+        drawn = [i for i in bucket if i in lows and i in highs]
+        kept |= {min(drawn, key=lows.__getitem__), max(drawn, key=highs.__getitem__)} if drawn else {bucket[0]}
     columns = {name: getattr(series, name) for name in ("x", "y", "low", "high")}
     return replace(series, **{name: [column[i] for i in sorted(kept)] for name, column in columns.items() if len(column)})
 

@@ -7,7 +7,7 @@ is points.
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from launch.pages.chart import POINTS, Chart, Mark, Series
@@ -28,7 +28,7 @@ NOTES = {
 REFIT_PARTS = ("pack", "wire", "apply", "pause")
 UNITS = {"bytes": "B", "gb_per_s": "GB/s", "tokens_per_s": "tokens/s"}
 TOKENS_OF_AGE = r"async/tokens_age_\d+"
-Layers = dict[str, tuple[Sequence[float], Sequence[float]]]
+Layers = Mapping[str, tuple[Sequence[float], Sequence[float]]]
 MOST_POINTS = 6000
 """Points of all runs in one chart."""
 

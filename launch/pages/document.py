@@ -29,15 +29,19 @@ LONE_SURROGATE = re.compile("[\ud800-\udfff]")
 
 @dataclass(frozen=True)
 class Section:
+    """A section of a page. Sections without content are left out by the caller."""
+
     title: str
     content: Sequence[Html]
     note: str = ""  # a sentence below the title
 
     @property
     def anchor(self) -> str:
+        """Return the section's id, to which the navigation links."""
         return re.sub(r"[^a-z0-9]+", "-", self.title.lower()).strip("-")
 
     def html(self) -> Html:
+        """Return the section with its heading and note."""
         note = tag("p", self.note, class_="note") if self.note else None
         return tag("section", tag("h2", self.title), note, *self.content, id=self.anchor)
 
@@ -106,7 +110,7 @@ def _toolbar(runs: Sequence[str]) -> Html:
     return tag("div", tag("div", *buttons, class_="runs"), tag("div", *controls, class_="controls"), class_="toolbar")
 
 
-def folded(summary: str, *content: Html, open_: bool = False) -> Html:
+def details(summary: str, *content: Html, open_: bool = False) -> Html:
     """Content that is opened by a click."""
     return tag("details", tag("summary", summary), text(*content), open=open_)
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import html
 import json
+from collections.abc import Sequence
 
 
 class Html(str):
@@ -44,7 +45,7 @@ def data(value: object, class_: str) -> Html:
     return Html(f'<script type="application/json" class="{html.escape(class_)}">{packed}</script>')
 
 
-def table(header: list[object], rows: list[list[object]], caption: str | None = None) -> Html:
+def table(header: Sequence[object], rows: Sequence[Sequence[object]], caption: str | None = None) -> Html:
     """A table that scrolls sideways where it is too wide. A row's first cell heads it."""
     head = tag("tr", *(tag("th", cell, scope="col") for cell in header))
     body = [tag("tr", tag("th", row[0], scope="row"), *(tag("td", cell) for cell in row[1:])) for row in rows]

@@ -111,12 +111,15 @@ def _attempt(index: int, attempt: AttemptFolder) -> list[object]:
 
 
 def moment(unix_s: float) -> str:
+    """Format unix seconds as a UTC date and time, to the minute."""
     return datetime.fromtimestamp(unix_s, UTC).strftime("%Y-%m-%d %H:%M UTC")
 
 
 def moment_of(iso: str) -> str:
+    """Format an ISO 8601 time with its offset as UTC, to the minute."""
     return moment(datetime.fromisoformat(iso).timestamp())
 
 
 def duration(seconds: float) -> str:
+    """Format seconds as H:MM:SS, with days before it if there are any."""
     return str(timedelta(seconds=round(seconds)))

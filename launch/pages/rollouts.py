@@ -16,7 +16,7 @@ import numpy as np
 
 from launch.pages.chart import Chart, Mark, Series
 from launch.pages.html import Html, data, tag
-from launch.timelines.picture import evenly
+from launch.traces.step_picture import pick_evenly
 from pipeline.metrics import read_rollouts
 
 KINDS = {"step": "training", "val": "validation"}
@@ -42,7 +42,7 @@ QUANTILES = (0.05, 0.25, 0.5, 0.75, 0.95)
 
 
 @dataclass
-class Step:
+class StepRollouts:
     """The lengths and rewards in one file."""
 
     step: int
@@ -54,7 +54,7 @@ class Step:
 class Rollouts:
     """The rollouts of several runs, as charts and samples need them."""
 
-    steps: dict[tuple[int, str], list[Step]] = field(default_factory=dict)  # (run, kind) -> in order
+    steps: dict[tuple[int, str], list[StepRollouts]] = field(default_factory=dict)  # (run, kind) -> in order
     files: list[dict[str, Any]] = field(default_factory=list)  # for samples.js
     prompts: dict[str, int] = field(default_factory=dict)  # text -> number
     notes: list[str] = field(default_factory=list)
@@ -67,15 +67,15 @@ def read(folders: Sequence[Path]) -> Rollouts:
     kinds = {key: paths for key, paths in kinds.items() if paths}
     for (run, kind), paths in kinds.items():
         mean_size = sum(path.stat().st_size for path in paths) / len(paths) + 1
-        chosen = evenly(paths, min(FILES, max(2, int(READ_BYTES / len(kinds) / mean_size))))
-        sampled = set(evenly(chosen, SAMPLED_FILES))
+        chosen = pick_evenly(paths, min(FILES, max(2, int(READ_BYTES / len(kinds) / mean_size))))
+        sampled = set(pick_evenly(chosen, SAMPLED_FILES))
         room = PAGE_CHARACTERS // len(kinds) // len(sampled)
         steps, of = [], 0
         for path in chosen:
             records = _records(path)
             if not records:
                 continue
-            steps.append(Step(_step(path), [_length(each) for each in records], [each["reward"] for each in records]))
+            steps.append(StepRollouts(_step(path), [_length(each) for each in records], [each["reward"] for each in records]))
             if path in sampled:
                 of += 1
                 found.files.append(_samples(found.prompts, run, kind, path, records, room))
@@ -110,7 +110,7 @@ def _length(record: dict[str, Any]) -> int:
 def _samples(prompts: dict[str, int], run: int, kind: str, path: Path, records: list[dict], room: int) -> dict[str, Any]:
     """Return one file for samples.js. room: characters for all its texts."""
     samples = []
-    for record in evenly(records, SAMPLES):
+    for record in pick_evenly(records, SAMPLES):
         prompt, answer = _short(record["prompt"]), _answer(record)
         room -= _characters(answer) + (len(prompt) if prompt not in prompts else 0) + 100
         if room < 0 and samples:
@@ -161,6 +161,7 @@ def _short(text: str, most: int = TEXT_CHARACTERS) -> str:
 
 
 def samples(found: Rollouts) -> Html:
+    """Return the element in which samples.js draws the samples."""
     return tag("div", data({"files": found.files, "prompts": list(found.prompts)}, "samples-data"), class_="samples")
 
 

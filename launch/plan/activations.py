@@ -43,13 +43,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from launch.model_shape import ModelShape
-from launch.plan.memory_parts import Model
+from launch.plan.memory_parts import TrainModel
 
 ROTARY = 64  # qk_rope_head_dim of DeepSeek-V3 and of all its kin
 
 
 @dataclass(frozen=True, slots=True)
-class Passage:
+class RankMicrobatch:
     """A microbatch on one rank, and how it is cut."""
 
     tokens: float  # of this rank
@@ -62,7 +62,7 @@ class Passage:
 
 
 @dataclass(frozen=True, slots=True)
-class Layer:
+class LayerActivations:
     """Bytes of a layer's activations."""
 
     saved: float  # from the forward pass to the backward pass
@@ -97,8 +97,9 @@ class Widths:
     heads: float
 
     @classmethod
-    def of(cls, shape: ModelShape, passage: Passage) -> Widths:
-        tensor, kv = passage.tensor, shape.heads if shape.latent else shape.kv_heads
+    def of(cls, shape: ModelShape, microbatch: RankMicrobatch) -> Widths:
+        """Return the widths after `microbatch.tensor` ranks divide the heads."""
+        tensor, kv = microbatch.tensor, shape.heads if shape.latent else shape.kv_heads
         return cls(
             shape.hidden,
             shape.heads * shape.head_dim / tensor,
@@ -109,12 +110,12 @@ class Widths:
         )
 
 
-def hugging_face(shape: ModelShape, sparse: bool, passage: Passage) -> Layer:
+def hugging_face_layer(shape: ModelShape, sparse: bool, microbatch: RankMicrobatch) -> LayerActivations:
     """Return the activations of a layer of Hugging Face's eager modules. sparse: a mixture of experts."""
-    c, w = passage.size, Widths.of(shape, passage)
+    c, w = microbatch.size, Widths.of(shape, microbatch)
     count, of_heads, latent = norms(shape)
     saved = count * ((4 + 2 * c) * w.hidden + 4) + c * (w.query + w.key + w.value + w.output) + 4 * w.heads
-    if not (passage.cuda and c == 2 and shape.head_dim == shape.value_dim):
+    if not (microbatch.cuda and c == 2 and shape.head_dim == shape.value_dim):
         saved += c * w.output
     if of_heads:
         saved += (4 + c) * (w.query + w.key)
@@ -122,40 +123,40 @@ def hugging_face(shape: ModelShape, sparse: bool, passage: Passage) -> Layer:
         saved += (4 + 2 * c) * latent + c * (w.key + w.value)
     forward = c * (2 * w.hidden + 3 * w.query + w.key + w.value)
     if sparse:
-        copies, width, shared = shape.experts_per_token, shape.expert_width / passage.expert_tensor, shape.shared_width
-        saved += c * (copies * (2 * w.hidden + 4 * width) + 4 * shared / passage.tensor)
+        copies, width, shared = shape.experts_per_token, shape.expert_width / microbatch.expert_tensor, shape.shared_width
+        saved += c * (copies * (2 * w.hidden + 4 * width) + 4 * shared / microbatch.tensor)
         backward = c * (3 * copies + 1) * w.hidden
         forward = max(forward, c * (2 * w.hidden + copies * (3 * w.hidden + 4 * width)))
     else:
-        width = shape.dense_width / passage.tensor
+        width = shape.dense_width / microbatch.tensor
         saved += 4 * c * width
         backward = c * (2 * width + w.hidden)
         forward = max(forward, c * (2 * w.hidden + 3 * width))
-    return _of_tokens(passage, saved, c * w.hidden, backward, forward)
+    return _of_tokens(microbatch, saved, c * w.hidden, backward, forward)
 
 
-def selected(shape: ModelShape, sparse: bool, passage: Passage) -> float:
+def selective_bytes(shape: ModelShape, sparse: bool, microbatch: RankMicrobatch) -> float:
     """Return the bytes that a layer of Hugging Face's keeps in place of `Layer.saved` with selective recomputation."""
-    c, w = passage.size, Widths.of(shape, passage)
+    c, w = microbatch.size, Widths.of(shape, microbatch)
     kept = c * (2 * w.hidden + w.query + w.key + w.value + w.output) + 4 * w.heads
     _, _, latent = norms(shape)
     if latent:
         kept += c * (latent + ROTARY)
     if sparse:
-        copies, width, shared = shape.experts_per_token, shape.expert_width / passage.expert_tensor, shape.shared_width
-        kept += c * (copies * (2 * width + w.hidden) + (2 * shared / passage.tensor + w.hidden if shared else 0))
+        copies, width, shared = shape.experts_per_token, shape.expert_width / microbatch.expert_tensor, shape.shared_width
+        kept += c * (copies * (2 * width + w.hidden) + (2 * shared / microbatch.tensor + w.hidden if shared else 0))
     else:
-        kept += c * (2 * shape.dense_width / passage.tensor + w.hidden)
-    return passage.tokens * kept
+        kept += c * (2 * shape.dense_width / microbatch.tensor + w.hidden)
+    return microbatch.tokens * kept
 
 
-def megatron(shape: ModelShape, sparse: bool, passage: Passage) -> Layer:
+def megatron_layer(shape: ModelShape, sparse: bool, microbatch: RankMicrobatch) -> LayerActivations:
     """Return the activations of a layer of Megatron-Core's: on TransformerEngine on a GPU, else of its local modules."""
-    c, w, fused = passage.size, Widths.of(shape, passage), passage.cuda
-    hidden = w.hidden / passage.sequence
+    c, w, fused = microbatch.size, Widths.of(shape, microbatch), microbatch.cuda
+    hidden = w.hidden / microbatch.sequence
     count, of_heads, latent = norms(shape)
     norm = 2 * c if fused else 8 + c
-    saved = count * (norm * hidden + 4 / passage.sequence) + c * (2 * w.query + 3 * w.key + w.output) + 4 * w.heads
+    saved = count * (norm * hidden + 4 / microbatch.sequence) + c * (2 * w.query + 3 * w.key + w.output) + 4 * w.heads
     if not fused:
         saved += c * (w.output + 4 * shape.head_dim)
     if of_heads and fused:
@@ -165,42 +166,42 @@ def megatron(shape: ModelShape, sparse: bool, passage: Passage) -> Layer:
     if latent:
         saved += norm * latent + c * (w.value - w.key)
     if sparse:
-        copies, shared = shape.experts_per_token, shape.shared_width / passage.tensor
-        of_rank = copies * passage.expert_tensor / passage.sequence
-        width = shape.expert_width / passage.expert_tensor
+        copies, shared = shape.experts_per_token, shape.shared_width / microbatch.tensor
+        of_rank = copies * microbatch.expert_tensor / microbatch.sequence
+        width = shape.expert_width / microbatch.expert_tensor
         saved += of_rank * c * (w.hidden + (4 if fused else 6) * width) + (3 if fused else 5) * c * shared
         backward = c * (2 * of_rank + 1) * w.hidden
         if not fused:  # one expert after another; weights of experts are in float64, and so are three products by them
-            backward += 3 * 8 * of_rank * width / passage.experts
+            backward += 3 * 8 * of_rank * width / microbatch.experts
         forward = c * (2 * hidden + of_rank * (2 * w.hidden + 4 * width))
     else:
-        width = shape.dense_width / passage.tensor
+        width = shape.dense_width / microbatch.tensor
         saved += (3 if fused else 5) * c * width
         backward = c * (2 * width + hidden)
         forward = c * (2 * hidden + 4 * width)
-    if passage.sequence > 1:  # a rank gathers the tokens of all, for the forward pass and again for the backward pass
+    if microbatch.sequence > 1:  # a rank gathers the tokens of all, for the forward pass and again for the backward pass
         backward += c * w.hidden
         forward += c * w.hidden
-    return _of_tokens(passage, saved, c * hidden, backward, forward)
+    return _of_tokens(microbatch, saved, c * hidden, backward, forward)
 
 
-def final_norm(shape: ModelShape, passage: Passage, fused: bool) -> Layer:
+def final_norm(shape: ModelShape, microbatch: RankMicrobatch, fused: bool) -> LayerActivations:
     """Return the activations of the last norm. fused: TransformerEngine's."""
-    c, hidden = passage.size, shape.hidden / passage.sequence
-    saved = (2 * c if fused else 8 + c) * hidden + (c * shape.hidden if passage.sequence > 1 else 0)
-    return _of_tokens(passage, saved, 0, (2 * c if fused else 16) * hidden, (c if fused else 8) * hidden)
+    c, hidden = microbatch.size, shape.hidden / microbatch.sequence
+    saved = (2 * c if fused else 8 + c) * hidden + (c * shape.hidden if microbatch.sequence > 1 else 0)
+    return _of_tokens(microbatch, saved, 0, (2 * c if fused else 16) * hidden, (c if fused else 8) * hidden)
 
 
-def _of_tokens(passage: Passage, saved: float, kept: float, backward: float, forward: float) -> Layer:
-    tokens = passage.tokens
-    return Layer(tokens * saved, tokens * kept, tokens * backward, tokens * forward)
+def _of_tokens(microbatch: RankMicrobatch, saved: float, kept: float, backward: float, forward: float) -> LayerActivations:
+    tokens = microbatch.tokens
+    return LayerActivations(tokens * saved, tokens * kept, tokens * backward, tokens * forward)
 
 
 # ---- the head -----------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
-class Head:
+class HeadActivations:
     """Bytes of the head's activations."""
 
     saved: float  # from the forward pass to the backward pass
@@ -209,12 +210,12 @@ class Head:
     gradient: float  # of the head's weight, in the compute precision
 
 
-def head(model: Model, tokens: float, tensor: int) -> Head:
+def head_activations(model: TrainModel, tokens: float, tensor: int) -> HeadActivations:
     """Return the activations of a model's head for a microbatch of `tokens` on this rank, cut over `tensor` ranks."""
     c, hidden = model.size, model.shape.hidden
     if model.values:
         cast = 4 * tokens * hidden if c < 4 else 0.0
-        return Head(cast, cast, 4 * tokens * hidden + c * tokens * hidden, c * hidden)
+        return HeadActivations(cast, cast, 4 * tokens * hidden + c * tokens * hidden, c * hidden)
     vocabulary = -(-model.shape.vocabulary // tensor)
     rows = min(tokens, model.policy.logprob_chunk_size or tokens)
     logits, weight = rows * vocabulary, vocabulary * hidden
@@ -222,7 +223,7 @@ def head(model: Model, tokens: float, tensor: int) -> Head:
     of_hidden = c * tokens * hidden
     if rows < tokens:
         backward = of_hidden + 4 * weight + max(12 * logits, c * weight + (4 + c) * logits)
-        return Head(0.0, forward, backward, c * weight)
+        return HeadActivations(0.0, forward, backward, c * weight)
     half = c if c < 4 else 0
     work = max(4 + half, 8 if model.entropy else 4) * logits
-    return Head(4 * logits, forward, of_hidden + max(work, c * (logits + weight)), c * weight)
+    return HeadActivations(4 * logits, forward, of_hidden + max(work, c * (logits + weight)), c * weight)

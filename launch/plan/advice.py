@@ -10,10 +10,10 @@ from dataclasses import replace
 from typing import Any
 
 from launch.model_shape import ModelShape
-from launch.plan.cut import train_cut
 from launch.plan.memory import train
 from launch.plan.memory_generate import generate
 from launch.plan.memory_parts import GenerateMemory, TrainMemory
+from launch.plan.parallelism import train_parallelism
 from pipeline.config import Recipe, ranks, uses_megatron
 
 GB = 1e9
@@ -97,8 +97,11 @@ def _megatron_changes(recipe: Recipe, shape: ModelShape, section: str) -> Iterat
 def _doubled(recipe: Recipe, key: str, of: int) -> Iterator[tuple[str, Recipe]]:
     """Yield the recipe with twice the size, if that divides `of` and leaves whole data-parallel ranks."""
     for text, changed in _changed(recipe, key, lambda size: None if of % (2 * size) else 2 * size):
-        cut = train_cut(changed.policy, changed.cluster.train)
-        dense, experts = cut.tensor * cut.pipeline * cut.context, cut.expert * cut.expert_tensor * cut.pipeline
+        layout = train_parallelism(changed.policy, changed.cluster.train)
+        dense, experts = (
+            layout.tensor * layout.pipeline * layout.context,
+            layout.expert * layout.expert_tensor * layout.pipeline,
+        )
         if not ranks(changed.cluster.train) % dense and not ranks(changed.cluster.train) % experts:
             yield text, changed
 

@@ -20,7 +20,7 @@ from pipeline.metrics import read, read_rollouts
 
 
 @dataclass(frozen=True, slots=True)
-class Measured:
+class MeasuredRun:
     """Means over the steps of a run without its first one, which warms up, unless it is the only one."""
 
     folder: Path
@@ -33,10 +33,11 @@ class Measured:
 
     @property
     def where(self) -> str:
+        """Return the run folder and its number of steps, for the report."""
         return f"{self.folder} ({self.steps} step{'s' * (self.steps > 1)})"
 
 
-def measured(folder: Path) -> Measured | None:
+def measured(folder: Path) -> MeasuredRun | None:
     """Return the means of a run folder; None if it has no complete step. Raises RecipeError if its recipe cannot be read."""
     lines = [line for line in read(folder / "metrics.jsonl") if line.get("time/step")]
     if not lines or not (folder / "recipe.yaml").is_file():
@@ -44,13 +45,13 @@ def measured(folder: Path) -> Measured | None:
     lines = lines[1:] or lines
     recipe = config.read(folder / "recipe.yaml")
     clocks = {clock: value for clock in CLOCKS if (value := _mean(lines, f"time/{clock}")) is not None}
-    step = _mean(lines, "time/step")
+    step = sum(line["time/step"] for line in lines) / len(lines)
     if generates(recipe):
         answer, prompt = _mean(lines, "train/completion_tokens"), _prompt(folder)
     else:
         rate = _mean(lines, "throughput/tokens_per_s")
         answer, prompt = (rate * step / build(recipe).samples_per_step if rate else None), None
-    return Measured(folder, recipe, len(lines), clocks, step, answer, prompt)
+    return MeasuredRun(folder, recipe, len(lines), clocks, step, answer, prompt)
 
 
 def _mean(lines: Sequence[Mapping[str, Any]], key: str) -> float | None:
@@ -66,7 +67,7 @@ def _prompt(folder: Path) -> float | None:
     return None
 
 
-def find(recipe: Recipe, before: Path | None) -> Measured | None:
+def find(recipe: Recipe, before: Path | None) -> MeasuredRun | None:
     """Return the run to calibrate by: `before`, else the recipe's own. Raises RecipeError if `before` has no steps."""
     if before is None:
         return measured(Path(recipe.run_dir))
@@ -80,7 +81,7 @@ def find(recipe: Recipe, before: Path | None) -> Measured | None:
     return found
 
 
-def ratios(measured: Measured, predicted: Mapping[str, float]) -> dict[str, float]:
+def ratios(measured: MeasuredRun, predicted: Mapping[str, float]) -> dict[str, float]:
     """Return measured / predicted by clock. predicted: seconds of the measured run's own recipe.
 
     Where sampling ran ahead of training the rollout's clock has only what was waited for, so it is left out.
@@ -90,6 +91,7 @@ def ratios(measured: Measured, predicted: Mapping[str, float]) -> dict[str, floa
 
 
 def scaled(phases: Sequence[Phase], ratios: Mapping[str, float]) -> list[Phase]:
+    """Return the phases with each duration multiplied by its clock's ratio; 1 where a clock has none."""
     return [
         Phase(p.clock, p.name, p.flops, {name: ratios.get(p.clock, 1.0) * seconds for name, seconds in p.parts.items()})
         for p in phases

@@ -13,15 +13,15 @@ from typing import Any
 from launch import backend, recipes
 from launch.model_files import is_inside, planning_config
 from launch.model_shape import ModelShape
-from launch.plan import advice, calibration, generate_time, lengths, memory, memory_generate, pace, sharing, split
-from launch.plan.calibration import Measured
+from launch.plan import advice, calibration, colocation, generate_time, lengths, memory, memory_generate, split, step_time
+from launch.plan.calibration import MeasuredRun
 from launch.plan.lengths import Lengths
 from launch.plan.memory_parts import GenerateMemory, TrainMemory
-from launch.plan.pace import Pace
 from launch.plan.phase import Phase, seconds_by_clock
-from launch.plan.refit import Prediction, predict
+from launch.plan.refit import RefitPrediction, predict
 from launch.plan.split import Split
-from launch.plan.step import priced, step_phases, validation_seconds
+from launch.plan.step_phases import priced, step_phases, validation_seconds
+from launch.plan.step_time import StepTime
 from launch.preflight.disk_space import saved_bytes
 from pipeline import config
 from pipeline.config import Problem, Recipe, RecipeError, generates, hardware, ranks, section, uses_megatron
@@ -34,6 +34,8 @@ ROOM = 0.8  # of a GPU, for weights of an engine: what is left must hold a KV ca
 
 @dataclass(frozen=True)
 class Plan:
+    """The plan of one recipe: memory, durations, and whether it fits."""
+
     recipe: Recipe
     choice: backend.BackendChoice
     models: Mapping[str, Mapping[str, Any]]  # config.json, by the sections of config.models
@@ -41,11 +43,11 @@ class Plan:
     lengths: Lengths
     train: TrainMemory
     generate: GenerateMemory | None  # None: an algorithm that does not sample
-    refit: Prediction | None
+    refit: RefitPrediction | None
     refit_unknown: str  # why there is none although the algorithm samples
     phases: Sequence[Phase]  # of a step, calibrated; none without GPUs, or without room for a KV cache
     validation: float | None  # seconds of one, 0 if the recipe has none; None: its samples have no bound
-    measured: Measured | None
+    measured: MeasuredRun | None
     ratios: Mapping[str, float]  # measured / predicted, by clock; what has none is not calibrated
     split: Split | None  # a better one
     reward: TrainMemory | None = None  # None: no ranks of a reward model's own
@@ -56,17 +58,19 @@ class Plan:
         return seconds_by_clock(self.phases)
 
     @cached_property
-    def pace(self) -> Pace:
+    def step_time(self) -> StepTime:
+        """Return the seconds of a step, with how long each component is idle."""
         load, recipe = None, self.recipe
         if self.generate and self.phases:
             gpu = hardware.gpu(recipe.cluster.generate.gpu)
             load = generate_time.load(recipe, self.shapes["policy"], self.lengths, gpu, self.generate.tokens)
         sampling = sum(phase.seconds for phase in self.phases if phase.name in generate_time.SAMPLING)
-        return pace.of(recipe, self.seconds, sampling, load)
+        return step_time.estimate(recipe, self.seconds, sampling, load)
 
     @property
     def step(self) -> float:
-        return self.pace.step
+        """Return the seconds of a step."""
+        return self.step_time.step
 
     @property
     def steps(self) -> int | None:
@@ -75,6 +79,7 @@ class Plan:
 
     @property
     def validations(self) -> int | None:
+        """Return how many validations the run makes; None if its number of steps is not known."""
         algorithm = section(self.recipe)
         if not config.validates(self.recipe):
             return 0
@@ -87,29 +92,33 @@ class Plan:
     @property
     def total(self) -> float | None:
         """Return the seconds of the run, without its start, checkpoints, the queue, and validations without a bound."""
-        if self.steps is None:
+        if self.steps is None or self.validations is None:
             return None
         return self.steps * self.step + self.validations * (self.validation or 0.0) + self.seconds.get("refit", 0.0)
 
     @property
     def gpus(self) -> int:
+        """Return the GPUs of the job; colocated components count once."""
         guests = {"generate"} if config.colocated(self.recipe) else set()
         return sum(c.nodes * c.gpus_per_node for name, c in config.components(self.recipe).items() if name not in guests)
 
     @cached_property
-    def turns(self) -> tuple[sharing.Turn, ...]:
+    def turns(self) -> tuple[colocation.TurnMemory, ...]:
         """Return the memory of a GPU that a train and a generate rank share, in each of their turns; none if none does."""
-        if not config.colocated(self.recipe) or not self.recipe.cluster.train.gpus_per_node:
+        if self.generate is None or not config.colocated(self.recipe) or not self.recipe.cluster.train.gpus_per_node:
             return ()
-        return sharing.turns(self.recipe, self.train, self.generate)
+        return colocation.turns(self.recipe, self.train, self.generate)
 
     @property
     def host(self) -> float:
         """Return the bytes of host memory of a train rank and the generate rank that shares its GPU."""
-        return sharing.host(self.recipe, self.train, self.generate) if self.turns else self.train.host
+        if self.generate is None or not self.turns:
+            return self.train.host
+        return colocation.host(self.recipe, self.train, self.generate)
 
     @property
     def gpu_hours(self) -> float | None:
+        """Return the GPU-hours of `total`; None if that is not known."""
         return None if self.total is None else self.gpus * self.total / 3600
 
     @property
@@ -127,6 +136,7 @@ class Plan:
 
     @property
     def checkpoints(self) -> int | None:
+        """Return how many checkpoints the run saves; None if its number of steps is not known."""
         saving = self.recipe.checkpointing
         if not saving.enabled:
             return 0
@@ -136,6 +146,7 @@ class Plan:
 
     @property
     def fits(self) -> bool:
+        """Return whether there are neither problems nor warnings."""
         return not any(self.problems()) and not any(self.warnings())
 
     def problems(self) -> Iterator[Problem]:
@@ -218,22 +229,27 @@ def plan(
     models = model_configs(recipe, pending)
     shapes = _shapes(models)
     earlier = calibration.find(recipe, before)
-    held, (refit, unknown) = _memory(recipe, shapes), _refit(recipe, models["policy"])
+    refit, unknown = _refit(recipe, models["policy"])
+    means = (earlier.prompt, earlier.answer, earlier.where) if earlier else (None, None, "")
     made = Plan(
         recipe=recipe,
         choice=choice,
         models=models,
         shapes=shapes,
-        lengths=lengths.assumed(recipe, *((earlier.prompt, earlier.answer, earlier.where) if earlier else ())),
-        **held,
+        lengths=lengths.assumed(recipe, *means),
+        train=memory.train(recipe, shapes),
+        generate=_generate_memory(recipe, shapes),
+        reward=memory.reward(recipe, shapes),
         refit=refit,
         refit_unknown=unknown,
         phases=[],
         validation=0.0,
         measured=earlier,
-        ratios=_ratios(earlier, pending) if earlier and _can_be_timed(recipe, held["generate"]) else {},
+        ratios={},
         split=None,
     )
+    if earlier and _can_be_timed(recipe, made.generate):
+        made = replace(made, ratios=_ratios(earlier, pending))
     made = _timed(made, calibration.scaled(_refit_phases(recipe, made.generate, refit), made.ratios))
     if not made.phases or not split.movable(recipe):
         return made
@@ -263,16 +279,21 @@ def step_elsewhere(plan: Plan, recipe: Recipe) -> float | None:
 
 
 def _untimed(plan: Plan, recipe: Recipe) -> Plan:
-    return replace(plan, recipe=recipe, phases=[], validation=0.0, split=None, **_memory(recipe, plan.shapes))
+    return replace(
+        plan,
+        recipe=recipe,
+        phases=[],
+        validation=0.0,
+        split=None,
+        train=memory.train(recipe, plan.shapes),
+        generate=_generate_memory(recipe, plan.shapes),
+        reward=memory.reward(recipe, plan.shapes),
+    )
 
 
-def _memory(recipe: Recipe, shapes: Mapping[str, ModelShape]) -> dict[str, TrainMemory | GenerateMemory | None]:
-    """Return the memory of the fullest rank of each component, None for those that the recipe does not have."""
-    return {
-        "train": memory.train(recipe, shapes),
-        "generate": memory_generate.generate(recipe, shapes["policy"]) if generates(recipe) else None,
-        "reward": memory.reward(recipe, shapes),
-    }
+def _generate_memory(recipe: Recipe, shapes: Mapping[str, ModelShape]) -> GenerateMemory | None:
+    """Return the memory of the fullest generate rank; None for an algorithm that does not sample."""
+    return memory_generate.generate(recipe, shapes["policy"]) if generates(recipe) else None
 
 
 def _timed(plan: Plan, refit: Sequence[Phase]) -> Plan:
@@ -292,7 +313,7 @@ def _can_be_timed(recipe: Recipe, generate: GenerateMemory | None) -> bool:
     return priced(recipe) and (generate is None or generate.tokens > 0)
 
 
-def model_configs(recipe: Recipe, pending: Sequence[Path]) -> dict[str, Mapping[str, Any]]:
+def model_configs(recipe: Recipe, pending: Sequence[os.PathLike]) -> dict[str, Mapping[str, Any]]:
     """Return config.json of all models. Raises RecipeError.
 
     One that a needed recipe has yet to leave is like the one that the needed recipe starts from.
@@ -326,7 +347,7 @@ def _shapes(models: Mapping[str, Mapping[str, Any]]) -> dict[str, ModelShape]:
     return {name: ModelShape.of(model, f"{name}.model_name") for name, model in models.items()}
 
 
-def _refit(recipe: Recipe, model: Mapping[str, Any]) -> tuple[Prediction | None, str]:
+def _refit(recipe: Recipe, model: Mapping[str, Any]) -> tuple[RefitPrediction | None, str]:
     """Return a refit's prediction, or why there is none."""
     if not generates(recipe):
         return None, ""
@@ -336,16 +357,16 @@ def _refit(recipe: Recipe, model: Mapping[str, Any]) -> tuple[Prediction | None,
         return None, str(error)
 
 
-def _refit_phases(recipe: Recipe, generate: GenerateMemory | None, refit: Prediction | None) -> list[Phase]:
+def _refit_phases(recipe: Recipe, generate: GenerateMemory | None, refit: RefitPrediction | None) -> list[Phase]:
     """Return the phases of what a refit moves, not calibrated; none if that is not known."""
     if not _can_be_timed(recipe, generate):
         return []
-    if config.colocated(recipe):
-        return [sharing.refit(recipe, generate.received, refit)]
+    if generate is not None and config.colocated(recipe):
+        return [colocation.refit(recipe, generate.received, refit)]
     return [Phase("refit", "weights to the engines", 0.0, {"transfer": _refit_seconds(recipe, refit)})] if refit else []
 
 
-def _refit_seconds(recipe: Recipe, refit: Prediction) -> float:
+def _refit_seconds(recipe: Recipe, refit: RefitPrediction) -> float:
     from launch.plan import refit_time  # brings numpy, which a plan without a refit does not need
 
     if recipe.policy.generation.refit_transport == "broadcast":
@@ -353,7 +374,7 @@ def _refit_seconds(recipe: Recipe, refit: Prediction) -> float:
     return refit.seconds
 
 
-def _ratios(measured: Measured, pending: Sequence[Path]) -> dict[str, float]:
+def _ratios(measured: MeasuredRun, pending: Sequence[os.PathLike]) -> dict[str, float]:
     """Return measured / predicted of a run, planned by its own recipe and at its own lengths."""
     recipe = measured.recipe
     if not priced(recipe):

@@ -18,6 +18,7 @@ def forward(shape: ModelShape, tokens: float, pairs: float) -> float:
 
 
 def attention(shape: ModelShape, pairs: float) -> float:
+    """Return the operations of attention for `pairs` (query, key) pairs, in all layers."""
     return 2 * shape.layers * shape.heads * (shape.head_dim + shape.value_dim) * pairs
 
 

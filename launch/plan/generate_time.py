@@ -19,10 +19,10 @@ from dataclasses import dataclass
 
 from launch.model_shape import ModelShape
 from launch.plan import flops
-from launch.plan.cut import GIGA, Links, engines
 from launch.plan.lengths import Lengths
+from launch.plan.parallelism import GIGA, Links, engines
 from launch.plan.phase import Phase
-from pipeline.config import PRECISIONS, Recipe, engine_ranks, hardware, section
+from pipeline.config import PRECISIONS, OnlineConfig, Recipe, engine_ranks, hardware, section
 from pipeline.config.hardware import GPUSpec
 
 SAMPLING = ("prefill", "decode")
@@ -32,6 +32,8 @@ POINTS = 200  # at which the last sequences are added up
 
 @dataclass(frozen=True, slots=True)
 class Engine:
+    """One engine: its model, its ranks, and the rates at which they compute and communicate."""
+
     shape: ModelShape
     links: Links
     itemsize: int
@@ -42,6 +44,7 @@ class Engine:
 
     @property
     def gpu(self) -> GPUSpec:
+        """Return the GPU of each rank."""
         return self.links.gpu
 
     @property
@@ -94,6 +97,7 @@ class Engine:
 def sampled(recipe: Recipe) -> tuple[int, int]:
     """Return (prompts, answers) of a rollout; with dynamic sampling those of its first batch."""
     online = section(recipe)
+    assert isinstance(online, OnlineConfig), recipe.algorithm
     prompts = int(online.num_prompts_per_step * getattr(online, "batch_multiplier", 1))
     return prompts, prompts * online.num_generations_per_prompt
 
@@ -105,6 +109,7 @@ def slots(recipe: Recipe, cache_tokens: float, lengths: Lengths) -> int:
 
 
 def engine(recipe: Recipe, shape: ModelShape, gpu: GPUSpec) -> Engine:
+    """Return the engine that a recipe describes; the Transformers backend has one rank per engine."""
     generation, network = recipe.policy.generation, recipe.cluster.network
     vllm = generation.backend == "vllm"
     return Engine(
@@ -119,7 +124,7 @@ def engine(recipe: Recipe, shape: ModelShape, gpu: GPUSpec) -> Engine:
 
 
 @dataclass(frozen=True, slots=True)
-class Load:
+class EngineLoad:
     """The answers that the busiest engine decodes in a rollout."""
 
     engine: Engine
@@ -129,11 +134,11 @@ class Load:
     answers: float  # of all engines together
 
 
-def load(recipe: Recipe, shape: ModelShape, lengths: Lengths, gpu: GPUSpec, cache_tokens: float) -> Load:
+def load(recipe: Recipe, shape: ModelShape, lengths: Lengths, gpu: GPUSpec, cache_tokens: float) -> EngineLoad:
     """Return what the fullest engine has to sample in a step."""
     prompts, answers = sampled(recipe)
     own = math.ceil(prompts / engines(recipe.policy, recipe.cluster.generate)) * answers / prompts
-    return Load(engine(recipe, shape, gpu), own, slots(recipe, cache_tokens, lengths), lengths, answers)
+    return EngineLoad(engine(recipe, shape, gpu), own, slots(recipe, cache_tokens, lengths), lengths, answers)
 
 
 def phases(recipe: Recipe, shape: ModelShape, lengths: Lengths, gpu: GPUSpec, cache_tokens: float) -> list[Phase]:

@@ -20,6 +20,8 @@ EULER = 0.5772156649
 
 @dataclass(frozen=True, slots=True)
 class Lengths:
+    """The assumed distribution of prompt and answer lengths."""
+
     prompt: float  # mean tokens; all prompts are taken to be as long
     answer: float  # mean tokens
     limit: float  # tokens at which an answer is cut
@@ -27,6 +29,7 @@ class Lengths:
 
     @property
     def sequence(self) -> float:
+        """Return the mean tokens of prompt and answer."""
         return self.prompt + self.answer
 
     @property

@@ -17,9 +17,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 
 from launch.model_shape import ModelShape
-from launch.plan.cut import Cut, engines, train_cut
-from launch.plan.memory_backends import Held, held
-from launch.plan.memory_parts import RUNTIME, Load, Model, Parts, TrainMemory, add, load, models
+from launch.plan.memory_backends import ModelMemory, stage_memories
+from launch.plan.memory_parts import RUNTIME, Parts, RankBatches, TrainMemory, TrainModel, add_parts, models, rank_batches
+from launch.plan.parallelism import Parallelism, engines, train_parallelism
 from pipeline.config import (
     PRECISIONS,
     Recipe,
@@ -33,14 +33,16 @@ from pipeline.config import (
 
 def train(recipe: Recipe, shapes: Mapping[str, ModelShape]) -> TrainMemory:
     """Return the memory of the fullest train rank. shapes: by the sections of `pipeline.config.models(recipe)`."""
-    component, cut = recipe.cluster.train, train_cut(recipe.policy, recipe.cluster.train)
-    cuda, of_rank = component.gpus_per_node > 0, load(recipe, cut.data)
-    found = peak(models(recipe, shapes), cut, cuda, of_rank)
-    fixed: Parts = {"buffers": of_rank.batch_bytes + staging(recipe, shapes["policy"], cut)}
+    component, layout = recipe.cluster.train, train_parallelism(recipe.policy, recipe.cluster.train)
+    cuda, of_rank = component.gpus_per_node > 0, rank_batches(recipe, layout.data)
+    found = peak(models(recipe, shapes), layout, cuda, of_rank)
+    fixed: Parts = {"buffers": of_rank.batch_bytes + staging(recipe, shapes["policy"], layout)}
     if cuda:
         fixed["runtime"] = RUNTIME
     phases = {name: size + sum(fixed.values()) for name, size in found.phases.items()}
-    return TrainMemory(add(found.parts, fixed), found.phase, phases, found.host, _assumptions(recipe, of_rank, cuda), shapes)
+    return TrainMemory(
+        add_parts(found.parts, fixed), found.phase, phases, found.host, _assumptions(recipe, of_rank, cuda), shapes
+    )
 
 
 def reward(recipe: Recipe, shapes: Mapping[str, ModelShape]) -> TrainMemory | None:
@@ -48,39 +50,40 @@ def reward(recipe: Recipe, shapes: Mapping[str, ModelShape]) -> TrainMemory | No
     if not serves_rewards(recipe):
         return None
     policy, component = reward_model_policy(recipe), recipe.cluster.reward
-    cut, cuda = train_cut(policy, component), component.gpus_per_node > 0
-    model = Model(policy, shapes[f"env.{reward_environment(recipe)}"], values=True, trained=False)
-    found = peak([model], cut, cuda, load(recipe, cut.data))
-    return replace(found, parts=add(found.parts, {"runtime": RUNTIME} if cuda else {}), shapes=shapes)
+    layout, cuda = train_parallelism(policy, component), component.gpus_per_node > 0
+    model = TrainModel(policy, shapes[f"env.{reward_environment(recipe)}"], values=True, trained=False)
+    found = peak([model], layout, cuda, rank_batches(recipe, layout.data))
+    return replace(found, parts=add_parts(found.parts, {"runtime": RUNTIME} if cuda else {}), shapes=shapes)
 
 
-def peak(models: Sequence[Model], cut: Cut, cuda: bool, of_rank: Load) -> TrainMemory:
+def peak(models: Sequence[TrainModel], layout: Parallelism, cuda: bool, of_rank: RankBatches) -> TrainMemory:
     """Return the memory of the models alone, the policy first: without packed batches, staging of the refit and runtime."""
     fullest: TrainMemory | None = None
-    for place, of_stage in enumerate(zip(*(held(model, cut, cuda) for model in models), strict=True)):
-        stage = f" (pipeline stage {place})" if cut.pipeline > 1 else ""
+    for place, of_stage in enumerate(zip(*(stage_memories(model, layout, cuda) for model in models), strict=True)):
+        stage = f" (pipeline stage {place})" if layout.pipeline > 1 else ""
         phases = {f"{name}{stage}": parts for name, parts in _phases(of_stage, cuda, of_rank)}
         sizes = {name: sum(parts.values()) for name, parts in phases.items()}
-        phase = max(sizes, key=sizes.get)
+        phase = max(sizes, key=sizes.__getitem__)
         if fullest is None or sizes[phase] > fullest.total:
             fullest = TrainMemory(phases[phase], phase, sizes, sum(one.host for one in of_stage), (), {})
+    assert fullest is not None  # a pipeline has at least one stage
     return fullest
 
 
-def _phases(of_stage: Sequence[Held], cuda: bool, of_rank: Load) -> Iterator[tuple[str, Parts]]:
+def _phases(of_stage: Sequence[ModelMemory], cuda: bool, of_rank: RankBatches) -> Iterator[tuple[str, Parts]]:
     """Yield each model's phases, with what all models hold all the time."""
     policy, *others = of_stage
     besides = sum(sum(other.resident.values()) for other in others)
     if not cuda:
         besides += sum(one.host for one in of_stage)
-    resident = add(policy.resident, {"other models": besides})
+    resident = add_parts(policy.resident, {"other models": besides})
     for one in of_stage:
         name = "policy" if one is policy else "other model"
         for phase, parts in one.phases(of_rank):
-            yield f"{phase}, {name}", add(resident, parts)
+            yield f"{phase}, {name}", add_parts(resident, parts)
 
 
-def staging(recipe: Recipe, shape: ModelShape, cut: Cut) -> float:
+def staging(recipe: Recipe, shape: ModelShape, layout: Parallelism) -> float:
     """Return the bytes that a train rank packs a refit in.
 
     These are the buffers of two rounds (`pipeline.refit.planned`), each at most all that it sends; for a broadcast one bucket
@@ -92,11 +95,11 @@ def staging(recipe: Recipe, shape: ModelShape, cut: Cut) -> float:
     bucket = generation.refit_cfg.bucket_bytes
     if generation.refit_transport == "broadcast":
         return bucket + size * max(shape.output, shape.embedding - shape.output)
-    sent = size * shape.parameters * engines(recipe.policy, recipe.cluster.generate) / cut.ranks
+    sent = size * shape.parameters * engines(recipe.policy, recipe.cluster.generate) / layout.ranks
     return 2 * min(bucket, sent) + (sent if generation.refit_transport == "delta" else 0.0)
 
 
-def _assumptions(recipe: Recipe, of_rank: Load, cuda: bool) -> tuple[str, ...]:
+def _assumptions(recipe: Recipe, of_rank: RankBatches, cuda: bool) -> tuple[str, ...]:
     found = [
         f"microbatches of {of_rank.train_tokens:,} tokens with a gradient and {of_rank.forward_tokens:,} without",
         "all sequences of a step at policy.max_total_sequence_length, in its packed batches",

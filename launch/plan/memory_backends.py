@@ -17,55 +17,68 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from launch.plan.activations import Layer, Passage, final_norm, head, hugging_face, latent_projections, megatron, selected
-from launch.plan.cut import Cut
-from launch.plan.memory_parts import Load, Model, Parts, add
+from launch.plan.activations import (
+    LayerActivations,
+    RankMicrobatch,
+    final_norm,
+    head_activations,
+    hugging_face_layer,
+    latent_projections,
+    megatron_layer,
+    selective_bytes,
+)
+from launch.plan.memory_parts import Parts, RankBatches, TrainModel, add_parts
+from launch.plan.parallelism import Parallelism
 from pipeline.config import uses_megatron
 
 # ---- FSDP2 --------------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
-class FSDP:
+class FSDPMemory:
     """One model on one rank."""
 
-    model: Model
-    cut: Cut
+    model: TrainModel
+    layout: Parallelism
     cuda: bool
 
     @property
     def plain(self) -> bool:
         """Return whether nothing is gathered."""
         two_precisions = self.model.trained and self.model.size < 4
-        return self.cut.ranks == 1 and not two_precisions and not self.offloads
+        return self.layout.ranks == 1 and not two_precisions and not self.offloads
 
     @property
     def offloads(self) -> bool:
+        """Return whether weights and optimizer state are kept in host memory."""
         return self.cuda and (self.model.policy.dtensor_cfg.cpu_offload or self.model.offload)
 
     @property
     def adapted(self) -> bool:
+        """Return whether the model trains LoRA adapters."""
         return self.model.trained and self.model.policy.dtensor_cfg.lora_cfg.enabled
 
     @property
     def root(self) -> float:
         """Return the parameters of embedding, last norm and head after tensor parallelism."""
-        return (self.model.table + self.model.output) / self.cut.tensor + self.model.shape.hidden
+        return (self.model.table + self.model.output) / self.layout.tensor + self.model.shape.hidden
 
     def layer(self, sparse: bool) -> float:
+        """Return the parameters of one layer after tensor parallelism. sparse: of a mixture of experts."""
         shape = self.model.shape
-        cut = shape.attention_layer + (shape.sparse_layer if sparse else shape.mlp_layer)
-        return cut / self.cut.tensor + shape.norms_layer
+        divided = shape.attention_layer + (shape.sparse_layer if sparse else shape.mlp_layer)
+        return divided / self.layout.tensor + shape.norms_layer
 
     @property
     def largest(self) -> float:
+        """Return the parameters of the largest layer after tensor parallelism."""
         return max(self.layer(sparse) for sparse in self._counts)
 
     @property
     def parameters(self) -> float:
         """Return the parameters that this rank holds."""
         layers = sum(count * self.layer(sparse) for sparse, count in self._counts.items())
-        return (self.root + layers) / self.cut.data
+        return (self.root + layers) / self.layout.data
 
     @property
     def adapters(self) -> float:
@@ -74,7 +87,7 @@ class FSDP:
         query, key = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
         attention = 2 * (shape.hidden + query) + 2 * (shape.hidden + key)
         mlp = 3 * (shape.hidden + shape.dense_width) if shape.dense_layers else 0
-        return lora.dim * (shape.layers * attention + shape.dense_layers * mlp) / self.cut.data
+        return lora.dim * (shape.layers * attention + shape.dense_layers * mlp) / self.layout.data
 
     @property
     def _counts(self) -> dict[bool, int]:
@@ -99,6 +112,7 @@ class FSDP:
 
     @property
     def reference(self) -> float:
+        """Return the bytes of the reference policy's weights; 0 without one, or where it is the model without adapters."""
         return self.model.size * self.parameters if self.model.reference and not self.adapted else 0.0
 
     @property
@@ -107,26 +121,26 @@ class FSDP:
         reference = 0.0 if "other models" in self.resident else self.reference
         return reference + (self.parameters * (16 if self.model.trained else self.model.size) if self.offloads else 0.0)
 
-    def phases(self, load: Load) -> Iterator[tuple[str, Parts]]:
+    def phases(self, batches: RankBatches) -> Iterator[tuple[str, Parts]]:
         """Yield (phase, bytes on the device besides `resident`; negative where gradients are not there yet)."""
-        forward = self._forward(load.forward_tokens)
+        forward = self._forward(batches.forward_tokens)
         yield "log-probs", forward
         if self.cuda and self.reference and not self.offloads and "other models" not in self.resident:
-            yield "log-probs of the reference", add(forward, {"other models": self.reference})
+            yield "log-probs of the reference", add_parts(forward, {"other models": self.reference})
         if self.model.trained:
-            yield from self._training(load)
+            yield from self._training(batches)
 
     def _forward(self, tokens: float) -> Parts:
         hidden = self.model.size * tokens * self.model.shape.hidden
         layer = max(self._activations(sparse, tokens).forward for sparse in self._counts)
-        logits = head(self.model, tokens, self.cut.tensor).forward
+        logits = head_activations(self.model, tokens, self.layout.tensor).forward
         gathered = 0.0 if self.plain else self._gathered(3)
         if logits > layer:
             return {"activations": hidden, "logits": logits, "buffers": gathered}
         return {"activations": hidden + layer, "buffers": gathered}
 
-    def _training(self, load: Load) -> Iterator[tuple[str, Parts]]:
-        c, tokens = self.model.size, load.train_tokens
+    def _training(self, batches: RankBatches) -> Iterator[tuple[str, Parts]]:
+        c, tokens = self.model.size, batches.train_tokens
         recomputes = self.model.policy.dtensor_cfg.activation_checkpointing
         layers = {sparse: self._activations(sparse, tokens) for sparse in self._counts}
         kept = {sparse: self._kept(sparse, layer, tokens) for sparse, layer in layers.items()}
@@ -134,37 +148,40 @@ class FSDP:
         kind = next(iter(layers))
         last = layers[kind]
         again = last.saved - kept[kind] + last.input if recomputes else 0.0
-        norm, of_head = final_norm(self.model.shape, self._passage(tokens), False), head(self.model, tokens, self.cut.tensor)
-        missing = {} if load.microbatches > 1 or self.offloads or self.adapted else {"gradients": -4 * self.parameters}
+        norm, of_head = (
+            final_norm(self.model.shape, self._passage(tokens), False),
+            head_activations(self.model, tokens, self.layout.tensor),
+        )
+        missing = {} if batches.microbatches > 1 or self.offloads or self.adapted else {"gradients": -4 * self.parameters}
         flying = self._in_flight()
         at_head = {"activations": saved + norm.saved, "logits": max(of_head.forward, of_head.saved + of_head.backward)}
-        yield "backward of the head", add(at_head, {"buffers": 0 if self.plain else self._gathered(2)}, missing)
+        yield "backward of the head", add_parts(at_head, {"buffers": 0 if self.plain else self._gathered(2)}, missing)
         at_layer = {"activations": saved + again, "buffers": flying}
-        yield "backward of the norm", add({"activations": saved + norm.backward, "buffers": flying}, missing)
-        yield "backward of the last layer", add(at_layer, {"activations": last.backward}, missing)
+        yield "backward of the norm", add_parts({"activations": saved + norm.backward, "buffers": flying}, missing)
+        yield "backward of the last layer", add_parts(at_layer, {"activations": last.backward}, missing)
         if recomputes and self.model.shape.layers > 1:  # while the last layer's gradients are reduced
             before = {"activations": last.backward - last.input, "buffers": self._reducing}
-            yield "backward of the layer before", add(at_layer, before, missing)
+            yield "backward of the layer before", add_parts(at_layer, before, missing)
         if not self.plain:
             yield "reduction of the last layer", self._reduction(saved - (0 if recomputes else last.saved), missing)
             yield "reduction of the first layer", self._reduction(0.0, {})
-            yield "reduction of the root", {"buffers": (2 * c + 4 + 4 / self.cut.data) * self.root}
+            yield "reduction of the root", {"buffers": (2 * c + 4 + 4 / self.layout.data) * self.root}
         yield "optimizer", {}
 
-    def _passage(self, tokens: float) -> Passage:
-        return Passage(tokens, self.model.size, self.cuda, self.cut.tensor, 1, self.cut.tensor)
+    def _passage(self, tokens: float) -> RankMicrobatch:
+        return RankMicrobatch(tokens, self.model.size, self.cuda, self.layout.tensor, 1, self.layout.tensor)
 
-    def _activations(self, sparse: bool, tokens: float) -> Layer:
-        return hugging_face(self.model.shape, sparse, self._passage(tokens))
+    def _activations(self, sparse: bool, tokens: float) -> LayerActivations:
+        return hugging_face_layer(self.model.shape, sparse, self._passage(tokens))
 
-    def _kept(self, sparse: bool, layer: Layer, tokens: float) -> float:
+    def _kept(self, sparse: bool, layer: LayerActivations, tokens: float) -> float:
         """Return the bytes that a layer of `tokens` keeps from the forward pass to the backward pass."""
         dtensor = self.model.policy.dtensor_cfg
         if not dtensor.activation_checkpointing:
             return layer.saved
         if dtensor.recompute_granularity == "full":
             return layer.input
-        return selected(self.model.shape, sparse, self._passage(tokens))
+        return selective_bytes(self.model.shape, sparse, self._passage(tokens))
 
     def _gathered(self, layers: int) -> float:
         """Return the bytes of the root's and some layers' gathered weights."""
@@ -177,27 +194,27 @@ class FSDP:
         """
         if self.plain:
             return 0.0
-        prefetched = self.model.size * self.largest if self.cut.data > 1 else 0.0
-        return self._gathered(1) + prefetched + self.model.size * self.model.output / self.cut.tensor
+        prefetched = self.model.size * self.largest if self.layout.data > 1 else 0.0
+        return self._gathered(1) + prefetched + self.model.size * self.model.output / self.layout.tensor
 
     def _reduction(self, saved: float, missing: Parts) -> Parts:
         """Return the bytes at the end of a layer's backward pass: its gradient as computed and in float32, whole and cut."""
         own = self.model.size * self.largest
-        return add({"activations": saved, "buffers": self._in_flight() + own + self._reducing}, missing)
+        return add_parts({"activations": saved, "buffers": self._in_flight() + own + self._reducing}, missing)
 
     @property
     def _reducing(self) -> float:
         """Return the bytes of a layer's gradient in float32: this rank's part and, where there are several, the whole."""
         if self.plain:
             return 0.0
-        return 4 * self.largest * (1 + 1 / self.cut.data) if self.cut.data > 1 else 4 * self.largest
+        return 4 * self.largest * (1 + 1 / self.layout.data) if self.layout.data > 1 else 4 * self.largest
 
 
 # ---- Megatron-Core ------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
-class Stage:
+class PipelineStage:
     """A pipeline stage: how many layers of each kind it has, and whether it is at an end."""
 
     number: int
@@ -208,10 +225,11 @@ class Stage:
 
     @property
     def layers(self) -> int:
+        """Return the number of layers of the stage."""
         return self.dense + self.sparse
 
 
-def stages(model: Model) -> list[Stage]:
+def stages(model: TrainModel) -> list[PipelineStage]:
     """Return the stages as Megatron-Core divides layers; those with an MLP are taken to come first."""
     settings, shape = model.policy.megatron_cfg, model.shape
     size = settings.pipeline_model_parallel_size
@@ -222,24 +240,29 @@ def stages(model: Model) -> list[Stage]:
     for number in range(size):
         count = given.get(number, middle)
         dense = max(0, min(shape.dense_layers - done, count))
-        found.append(Stage(number, dense, count - dense, number == 0, number == size - 1))
+        found.append(PipelineStage(number, dense, count - dense, number == 0, number == size - 1))
         done += count
     return found
 
 
 @dataclass(frozen=True)
-class Megatron:
+class MegatronMemory:
     """One model on one rank of a pipeline stage."""
 
-    model: Model
-    cut: Cut
+    model: TrainModel
+    layout: Parallelism
     cuda: bool
-    stage: Stage
+    stage: PipelineStage
 
     @property
     def dense_parameters(self) -> float:
         """Return the parameters outside of experts. Norms and routers are whole on every rank."""
-        shape, stage, tensor, whole = self.model.shape, self.stage, self.cut.tensor, latent_projections(self.model.shape)
+        shape, stage, tensor, whole = (
+            self.model.shape,
+            self.stage,
+            self.layout.tensor,
+            latent_projections(self.model.shape),
+        )
         total = stage.layers * ((shape.attention_layer - whole) / tensor + whole + shape.norms_layer)
         total += stage.dense * shape.mlp_layer / tensor
         total += stage.sparse * (shape.shared_layer / tensor + shape.router_layer)
@@ -260,11 +283,12 @@ class Megatron:
     @property
     def _rows(self) -> int:
         """Return the rows of the vocabulary on this rank."""
-        return -(-self.model.shape.vocabulary // self.cut.tensor)
+        return -(-self.model.shape.vocabulary // self.layout.tensor)
 
     @property
     def expert_parameters(self) -> float:
-        return self.stage.sparse * self.model.shape.routed_layer / (self.cut.expert * self.cut.expert_tensor)
+        """Return the parameters of routed experts on this rank."""
+        return self.stage.sparse * self.model.shape.routed_layer / (self.layout.expert * self.layout.expert_tensor)
 
     @property
     def weights(self) -> float:
@@ -279,7 +303,7 @@ class Megatron:
             return {} if self._offloads else {"weights": self.weights}
         dense, experts = self.dense_parameters, self.expert_parameters
         dense -= self.stage.sparse * self.model.shape.router_layer if settings.freeze_moe_router else 0.0
-        share = dense / (self.cut.data * self.cut.context) + experts / self.cut.expert_data
+        share = dense / (self.layout.data * self.layout.context) + experts / self.layout.expert_data
         in_float32 = settings.distributed_data_parallel_config.grad_reduce_in_fp32
         return {
             "weights": self.weights + (4 * share if c < 4 else 0.0),
@@ -296,32 +320,35 @@ class Megatron:
         """Return the bytes in host memory: an offloaded model, and reference weights."""
         return self.weights * (2 * self.model.reference + self._offloads)  # while a reference is used, the policy's weights too
 
-    def phases(self, load: Load) -> Iterator[tuple[str, Parts]]:
+    def phases(self, batches: RankBatches) -> Iterator[tuple[str, Parts]]:
         """Yield (phase, bytes on the device besides `resident`; negative where gradients are not there yet)."""
-        yield "log-probs", self._forward(load.forward_tokens)
+        yield "log-probs", self._forward(batches.forward_tokens)
         if self.model.trained:
-            yield from self._training(load)
+            yield from self._training(batches)
 
     def _forward(self, tokens: float) -> Parts:
-        passage = self._passage(tokens)
-        hidden = self.model.size * passage.tokens * self.model.shape.hidden
-        layer = max((one.forward for one in self._layers(passage).values()), default=0.0)
+        microbatch = self._passage(tokens)
+        hidden = self.model.size * microbatch.tokens * self.model.shape.hidden
+        layer = max((one.forward for one in self._layers(microbatch).values()), default=0.0)
         loaded = {"buffers": self.weights} if self._offloads else {}
-        if self.stage.last and (logits := head(self.model, passage.tokens, self.cut.tensor).forward) > layer:
-            return add({"activations": hidden, "logits": logits}, loaded)
-        return add({"activations": hidden + layer}, loaded)
+        if self.stage.last and (logits := head_activations(self.model, microbatch.tokens, self.layout.tensor).forward) > layer:
+            return add_parts({"activations": hidden, "logits": logits}, loaded)
+        return add_parts({"activations": hidden + layer}, loaded)
 
-    def _training(self, load: Load) -> Iterator[tuple[str, Parts]]:
-        shape, passage = self.model.shape, self._passage(load.train_tokens)
-        layers = self._layers(passage)
-        flying = min(self.cut.pipeline - self.stage.number, load.microbatches)
+    def _training(self, batches: RankBatches) -> Iterator[tuple[str, Parts]]:
+        shape, microbatch = self.model.shape, self._passage(batches.train_tokens)
+        layers = self._layers(microbatch)
+        flying = min(self.layout.pipeline - self.stage.number, batches.microbatches)
         counts = {True: self.stage.sparse, False: self.stage.dense}
         kept = sum(counts[sparse] * self._kept(layer) for sparse, layer in layers.items())
         last, again = next(iter(layers.values())), self._again(layers)
-        hidden = self.model.size * passage.tokens * shape.hidden
-        saved = flying * kept + (flying * hidden / passage.sequence if self.cut.pipeline > 1 else 0.0)
+        hidden = self.model.size * microbatch.tokens * shape.hidden
+        saved = flying * kept + (flying * hidden / microbatch.sequence if self.layout.pipeline > 1 else 0.0)
         if self.stage.last:
-            of_head, norm = head(self.model, passage.tokens, self.cut.tensor), final_norm(shape, passage, self.cuda)
+            of_head, norm = (
+                head_activations(self.model, microbatch.tokens, self.layout.tensor),
+                final_norm(shape, microbatch, self.cuda),
+            )
             work = max(of_head.forward, of_head.saved + of_head.backward)
             yield "backward of the head", {"activations": saved + norm.saved, "logits": work}
             yield "backward of the norm", {"activations": saved + norm.backward + (norm.saved if self.cuda else 0.0)}
@@ -331,16 +358,18 @@ class Megatron:
             yield "backward of the embedding", {"activations": (flying - 1) * kept + hidden, "buffers": gradient}
         yield "optimizer", {}
 
-    def _passage(self, tokens: float) -> Passage:
-        sequence = self.cut.tensor if self.cut.sequence else 1
-        experts = max(1, self.model.shape.experts // self.cut.expert)
-        local = tokens / self.cut.context
-        return Passage(local, self.model.size, self.cuda, self.cut.tensor, sequence, self.cut.expert_tensor, experts)
+    def _passage(self, tokens: float) -> RankMicrobatch:
+        sequence = self.layout.tensor if self.layout.sequence else 1
+        experts = max(1, self.model.shape.experts // self.layout.expert)
+        local = tokens / self.layout.context
+        return RankMicrobatch(
+            local, self.model.size, self.cuda, self.layout.tensor, sequence, self.layout.expert_tensor, experts
+        )
 
-    def _layers(self, passage: Passage) -> dict[bool, Layer]:
+    def _layers(self, microbatch: RankMicrobatch) -> dict[bool, LayerActivations]:
         """Return the activations of a layer that is a mixture (True) and of one that is not, of the stage's kinds."""
         kinds = ((True, self.stage.sparse), (False, self.stage.dense))
-        return {sparse: megatron(self.model.shape, sparse, passage) for sparse, count in kinds if count}
+        return {sparse: megatron_layer(self.model.shape, sparse, microbatch) for sparse, count in kinds if count}
 
     @property
     def _recomputes(self) -> bool:
@@ -351,7 +380,7 @@ class Megatron:
         settings = self.model.policy.megatron_cfg
         return settings.activation_checkpointing and settings.recompute_granularity != "selective"
 
-    def _kept(self, layer: Layer) -> float:
+    def _kept(self, layer: LayerActivations) -> float:
         """Return the bytes that a layer keeps from the forward pass to the backward pass."""
         settings = self.model.policy.megatron_cfg
         if not self._recomputes:
@@ -362,7 +391,7 @@ class Megatron:
             return recomputed * layer.input + (1 - recomputed) * layer.saved
         return layer.input / several
 
-    def _again(self, layers: dict[bool, Layer]) -> float:
+    def _again(self, layers: dict[bool, LayerActivations]) -> float:
         """Return the bytes of what is recomputed at a time."""
         settings = self.model.policy.megatron_cfg
         if not self._recomputes:
@@ -371,11 +400,11 @@ class Megatron:
         return largest * (1 if settings.recompute_method == "block" else settings.recompute_num_layers or 1)
 
 
-Held = FSDP | Megatron
+ModelMemory = FSDPMemory | MegatronMemory
 
 
-def held(model: Model, cut: Cut, cuda: bool) -> list[Held]:
+def stage_memories(model: TrainModel, layout: Parallelism, cuda: bool) -> list[ModelMemory]:
     """Return the model on a rank of each pipeline stage."""
     if not uses_megatron(model.policy):
-        return [FSDP(model, cut, cuda)]
-    return [Megatron(model, cut, cuda, stage) for stage in stages(model)]
+        return [FSDPMemory(model, layout, cuda)]
+    return [MegatronMemory(model, layout, cuda, stage) for stage in stages(model)]

@@ -18,7 +18,7 @@ from typing import Any
 
 from launch.model_shape import ModelShape
 from launch.plan.activations import latent_projections
-from launch.plan.memory_parts import RUNTIME, GenerateMemory, add
+from launch.plan.memory_parts import RUNTIME, GenerateMemory, add_parts
 from pipeline.config import PRECISIONS, Problem, Recipe, refits_by_ipc, refuse
 from pipeline.config.hardware import memory_gb
 
@@ -33,7 +33,7 @@ SIZES = ("max_model_len", "max_num_seqs", "gpu_memory_utilization", "max_num_bat
 
 
 @dataclass(frozen=True)
-class Rank:
+class EngineRank:
     """The fullest rank of an engine."""
 
     shape: ModelShape
@@ -45,10 +45,12 @@ class Rank:
 
     @property
     def layers(self) -> int:
+        """Return the layers of the stage that has the most."""
         return -(-self.shape.layers // self.stages)
 
     @property
     def kv_heads(self) -> int:
+        """Return the key-value heads on one rank."""
         return max(1, self.shape.kv_heads // self.tensor)  # vLLM copies heads where there are fewer than ranks
 
     @property
@@ -111,7 +113,7 @@ def generate(recipe: Recipe, shape: ModelShape) -> GenerateMemory:
     vllm, given = policy.generation.vllm_cfg, _given(policy.generation.vllm_kwargs)
     ignored = vllm.quantization_ignored_layer_kws
     fp8, spread = vllm.precision == "fp8" and not ignored, vllm.expert_parallel_size > 1
-    rank = Rank(shape, size, vllm.tensor_parallel_size, vllm.pipeline_parallel_size, spread, fp8)
+    rank = EngineRank(shape, size, vllm.tensor_parallel_size, vllm.pipeline_parallel_size, spread, fp8)
     longest = given.get("max_model_len", vllm.max_model_len)
     sequences = given.get("max_num_seqs", policy.generation.max_num_seqs)
     parts = {"weights": rank.weights, "buffers": _staging(recipe, rank)}
@@ -135,7 +137,7 @@ def generate(recipe: Recipe, shape: ModelShape) -> GenerateMemory:
     token_bytes = rank.cached * CACHE_BYTES.get(str(given.get("kv_cache_dtype")), size)
     blocks = math.floor(cache / (token_bytes * BLOCK[cuda])) - 1  # vLLM keeps one for itself
     fit = max(0, blocks // -(-longest // BLOCK[cuda]))
-    return GenerateMemory(add(parts), rank.received, not less, blocks * BLOCK[cuda], fit, tuple(assumptions), shape)
+    return GenerateMemory(add_parts(parts), rank.received, not less, blocks * BLOCK[cuda], fit, tuple(assumptions), shape)
 
 
 def _given(kwargs: dict[str, Any]) -> dict[str, Any]:
@@ -158,14 +160,14 @@ def _batched_tokens(memory: float) -> int:
     return 16384 if memory * 1e9 >= 70 * 2**30 else 8192
 
 
-def _cpu_cache(rank: Rank, longest: int, sequences: int) -> float:
+def _cpu_cache(rank: EngineRank, longest: int, sequences: int) -> float:
     """Return what `_cpu_cache_bytes` of pipeline/generate/vllm.py does, for all layers."""
     block_bytes = BLOCK[False] * 2 * rank.shape.layers * rank.kv_heads * rank.shape.head_dim * rank.size
     blocks = -(-longest // BLOCK[False])
     return max(min((sequences * blocks + 1) * block_bytes, CPU_CACHE_BYTES), (blocks + 1) * block_bytes)
 
 
-def _staging(recipe: Recipe, rank: Rank) -> float:
+def _staging(recipe: Recipe, rank: EngineRank) -> float:
     """Return the bytes that a refit is received in.
 
     These are two rounds received and one passed on (`pipeline.refit.planned`), none larger than the rank's weights. With IPC
@@ -190,7 +192,7 @@ def _transformers(recipe: Recipe, shape: ModelShape, size: int, cuda: bool) -> G
     parts = {
         "weights": size * shape.parameters,
         "KV cache": tokens * size * shape.layers * shape.kv_heads * (shape.head_dim + shape.value_dim),
-        "buffers": _staging(recipe, Rank(shape, size, 1, 1, False)),
+        "buffers": _staging(recipe, EngineRank(shape, size, 1, 1, False)),
         "runtime": RUNTIME if cuda else 0.0,
     }
-    return GenerateMemory(add(parts), parts["weights"], True, tokens, generation.max_num_seqs, (), shape)
+    return GenerateMemory(add_parts(parts), parts["weights"], True, tokens, generation.max_num_seqs, (), shape)

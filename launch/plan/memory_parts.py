@@ -46,6 +46,7 @@ class TrainMemory:
 
     @property
     def total(self) -> float:
+        """Return the bytes of all parts, on the GPU."""
         return sum(self.parts.values())
 
 
@@ -63,10 +64,11 @@ class GenerateMemory:
 
     @property
     def total(self) -> float:
+        """Return the bytes of all parts, on the GPU."""
         return sum(self.parts.values())
 
 
-def add(*parts: Mapping[str, float]) -> Parts:
+def add_parts(*parts: Mapping[str, float]) -> Parts:
     """Return the sums by name, in the order of PARTS, without those that are 0."""
     sums = {name: sum(part.get(name, 0.0) for part in parts) for name in PARTS}
     if unknown := {name for part in parts for name in part} - sums.keys():
@@ -78,7 +80,7 @@ def add(*parts: Mapping[str, float]) -> Parts:
 
 
 @dataclass(frozen=True, slots=True)
-class Load:
+class RankBatches:
     """The largest microbatches of a data-parallel rank, before context parallelism cuts them."""
 
     train_tokens: int  # of a microbatch with a graph
@@ -88,7 +90,7 @@ class Load:
 
 
 @dataclass(frozen=True, slots=True)
-class Model:
+class TrainModel:
     """A model of the train ranks, and what it is used for (`pipeline.train.base.Use`)."""
 
     policy: PolicyConfig
@@ -116,25 +118,25 @@ class Model:
         return self.shape.embedding - self.shape.output
 
 
-def models(recipe: Recipe, shapes: Mapping[str, ModelShape]) -> list[Model]:
+def models(recipe: Recipe, shapes: Mapping[str, ModelShape]) -> list[TrainModel]:
     """Return the models of the train ranks, the policy first. shapes: by the sections of `config.models`."""
     found, needs = [], build(recipe).needs
     for name, policy in config.models(recipe).items():
         shape = shapes[name]
         if name == "policy":
             values = needs.head == "values"
-            found.append(Model(policy, shape, values=values, reference=needs.reference, entropy=needs.entropy))
+            found.append(TrainModel(policy, shape, values=values, reference=needs.reference, entropy=needs.entropy))
         elif name == "value":
-            found.append(Model(policy, shape, values=True))
+            found.append(TrainModel(policy, shape, values=True))
         elif name == "teacher":
             offload, top_k = recipe.teacher.cpu_offload, needs.teacher_top_k
-            found.append(Model(policy, shape, trained=False, offload=offload, top_k=top_k))
-        elif (environment := config.reward_model(recipe)).served_by == "train":
-            found.append(Model(policy, shape, values=True, trained=False, offload=environment.cpu_offload))
+            found.append(TrainModel(policy, shape, trained=False, offload=offload, top_k=top_k))
+        elif (environment := config.reward_model(recipe)) is not None and environment.served_by == "train":
+            found.append(TrainModel(policy, shape, values=True, trained=False, offload=environment.cpu_offload))
     return found
 
 
-def load(recipe: Recipe, data_ranks: int) -> Load:
+def rank_batches(recipe: Recipe, data_ranks: int) -> RankBatches:
     """Return the microbatches of a rank. data_ranks: how many train ranks have samples of their own."""
     algorithm, policy = build(recipe), recipe.policy
     together, needs = algorithm.sequences_per_item, algorithm.needs
@@ -146,4 +148,4 @@ def load(recipe: Recipe, data_ranks: int) -> Load:
     train, forward = min(train, update), min(forward, update)
     token = TOKEN_BYTES + (3 if needs.critic else 2) * FIELD_BYTES + TEACHER_BYTES * needs.teacher_top_k
     step = -(-algorithm.samples_per_step // data_ranks) * longest
-    return Load(train, forward, -(-update // train), step * token)
+    return RankBatches(train, forward, -(-update // train), step * token)

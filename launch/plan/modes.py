@@ -30,10 +30,18 @@ SHARE: Changes = {"cluster.share_nodes": True}
 
 @dataclass(frozen=True)
 class Mode:
+    """The recipe in one mode, with its estimate."""
+
     name: str
     changes: Changes  # they make it of the recipe; none for the recipe as it is
-    plan: Plan | None  # None: the recipe is refused so
+    estimate: Plan | None  # None: the recipe is refused so
     why_not: str = ""  # why it is refused or does not fit
+
+    @property
+    def plan(self) -> Plan:
+        """Return the estimate. Only for a mode that is not refused."""
+        assert self.estimate is not None, self.why_not
+        return self.estimate
 
     @property
     def cost(self) -> float:
@@ -47,7 +55,7 @@ class Mode:
         return 1 - computing / self.plan.step if config.colocated(self.plan.recipe) else 0.0
 
 
-def of(recipe: Recipe) -> str:
+def mode_name(recipe: Recipe) -> str:
     """Return the name of the recipe's own mode."""
     if config.colocated(recipe):
         return "colocated"
@@ -62,7 +70,7 @@ def compare(plan: Plan) -> list[Mode]:
     found: list[Mode] = []
     if plan.phases and plan.generate:
         for name in NAMES:
-            own = name == of(plan.recipe)
+            own = name == mode_name(plan.recipe)
             found += [Mode(name, {}, plan, _unfit(plan))] if own else []
             found += [_mode(plan, name)] if not own or plan.split else []
     return found
@@ -158,7 +166,7 @@ def _changes(recipe: Recipe, other: Recipe, name: str) -> Changes:
 
 def _keys(recipe: Recipe, name: str) -> Changes:
     """Return what makes the recipe so, but for sizes of components. Raises RecipeError."""
-    if name == of(recipe):
+    if name == mode_name(recipe):
         return {}
     if name == "colocated":
         return placement.colocation(recipe)
@@ -168,8 +176,8 @@ def _keys(recipe: Recipe, name: str) -> Changes:
     if recipe.algorithm != "grpo":
         message = f"got {recipe.algorithm}; expected grpo, which alone samples ahead (grpo.async_grpo)"
         raise RecipeError(Problem("algorithm", "unsupported", message))
-    ahead = {"enabled": True, "in_flight_weight_updates": True}
-    ahead["max_trajectory_age_steps"] = max(1, recipe.grpo.async_grpo.max_trajectory_age_steps)
+    age = max(1, recipe.grpo.async_grpo.max_trajectory_age_steps)
+    ahead = {"enabled": True, "in_flight_weight_updates": True, "max_trajectory_age_steps": age}
     keys |= {f"grpo.async_grpo.{key}": value for key, value in ahead.items()}
     if recipe.grpo.batch_multiplier != 1:
         keys["grpo.batch_multiplier"] = 1.0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 CLOCKS = ("rollout", "train", "refit")
@@ -10,6 +11,8 @@ CLOCKS = ("rollout", "train", "refit")
 
 @dataclass(frozen=True, slots=True)
 class Phase:
+    """One phase of a step: its floating-point operations and its duration by part."""
+
     clock: str  # one of CLOCKS
     name: str
     flops: float  # of all ranks together
@@ -17,6 +20,7 @@ class Phase:
 
     @property
     def seconds(self) -> float:
+        """Return the seconds of all parts."""
         return sum(self.parts.values())
 
     @property
@@ -25,5 +29,6 @@ class Phase:
         return max(self.parts, key=self.parts.__getitem__) if self.parts else ""
 
 
-def seconds_by_clock(phases: list[Phase]) -> dict[str, float]:
+def seconds_by_clock(phases: Sequence[Phase]) -> dict[str, float]:
+    """Return clock -> seconds, in the order of CLOCKS, without clocks that have no phase."""
     return {clock: total for clock in CLOCKS if (total := sum(p.seconds for p in phases if p.clock == clock))}

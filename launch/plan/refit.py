@@ -14,32 +14,35 @@ from pipeline.config import PRECISIONS, Recipe, colocated, ranks, ranks_per_node
 if TYPE_CHECKING:
     import numpy as np
 
-    from launch.plan.refit_time import Broadcast, Demand, Timeline
+    from launch.plan.refit_time import Broadcast, Demand, RefitSimulation
     from pipeline.refit.schedule import RefitSchedule
 
 
 @dataclass(frozen=True)
-class Prediction:
+class RefitPrediction:
+    """The schedule of a refit and its simulated duration."""
+
     recipe: Recipe
     parameters: int  # of the model; its buffers are refitted too
     schedule: RefitSchedule
-    timeline: Timeline
+    simulation: RefitSimulation
     demand: Demand
     reference: Broadcast
 
     @property
     def seconds(self) -> float:
-        return self.timeline.seconds
+        """Return the seconds of the refit, without the pause of generation."""
+        return self.simulation.seconds
 
     @property
     def sent(self) -> np.ndarray:
         """Return the bytes that each train rank sends, [train ranks]."""
-        return self.timeline.loads.sent.sum(0)[: ranks(self.recipe.cluster.train)]
+        return self.simulation.loads.sent.sum(0)[: ranks(self.recipe.cluster.train)]
 
     @property
     def received(self) -> np.ndarray:
         """Return the bytes that each generate rank receives, [generate ranks]."""
-        return self.timeline.loads.received.sum(0)[ranks(self.recipe.cluster.train) :]
+        return self.simulation.loads.received.sum(0)[ranks(self.recipe.cluster.train) :]
 
     @property
     def floor(self) -> tuple[float, str]:
@@ -49,7 +52,7 @@ class Prediction:
         return refit_time.floor(self.demand, self.recipe.cluster.network)
 
 
-def predict(recipe: Recipe, model: Mapping[str, Any] | None = None) -> Prediction:
+def predict(recipe: Recipe, model: Mapping[str, Any] | None = None) -> RefitPrediction:
     """Plan and price the refit of a recipe whose backend is chosen.
 
     model: the policy's config.json; None: that of the model which the recipe names. Raises ValueError, or RecipeError, which is
@@ -64,12 +67,13 @@ def predict(recipe: Recipe, model: Mapping[str, Any] | None = None) -> Predictio
     nodes, network = node_names(recipe), recipe.cluster.network
     itemsize, bucket = PRECISIONS[recipe.policy.precision], recipe.policy.generation.refit_cfg.bucket_bytes
     model = model or planning_config(recipe.policy)
-    owners = refit_layouts.tables(model, recipe)
+    assert model is not None  # None only for a model that a needed run is still to write
+    owners = refit_layouts.recipe_layouts(model, recipe)
     schedule = plan.schedule(owners.train, owners.generate, owners.engines, owners.shapes, itemsize, bucket, nodes, network)
     number = {name: i for i, name in enumerate(dict.fromkeys(nodes.values()))}
     node = np.array([number[nodes[rank]] for rank in range(len(nodes))])
     entries = sum(map(math.prod, owners.shapes.values()))
-    return Prediction(
+    return RefitPrediction(
         recipe,
         ModelShape.of(model).parameters,
         schedule,

@@ -61,7 +61,7 @@ Held = Iterable[tuple[str, Box]]
 
 
 @dataclass(frozen=True, slots=True)
-class Ownership:
+class RankLayouts:
     """Boxes of all ranks. Train ranks come first, then the engines' ranks, as in a run."""
 
     train: dict[int, LayoutTable]  # by global rank
@@ -70,12 +70,12 @@ class Ownership:
     shapes: dict[str, Shape]  # of every tensor on disk, in a checkpoint's order
 
 
-def tables(config: Mapping[str, Any], recipe: Recipe) -> Ownership:
+def recipe_layouts(config: Mapping[str, Any], recipe: Recipe) -> RankLayouts:
     """Return the boxes of a recipe's ranks. config: config.json of the policy's model. Raises RecipeError."""
-    return ownership(config, recipe.policy, ranks(recipe.cluster.train), ranks(recipe.cluster.generate))
+    return rank_layouts(config, recipe.policy, ranks(recipe.cluster.train), ranks(recipe.cluster.generate))
 
 
-def ownership(config: Mapping[str, Any], policy: PolicyConfig, train: int, generate: int) -> Ownership:
+def rank_layouts(config: Mapping[str, Any], policy: PolicyConfig, train: int, generate: int) -> RankLayouts:
     """Return the boxes of all ranks. Raises RecipeError.
 
     config: config.json, in the place of policy.model_name's; train, generate: the numbers of ranks. The model's layouts are
@@ -87,27 +87,27 @@ def ownership(config: Mapping[str, Any], policy: PolicyConfig, train: int, gener
         raise RecipeError(Problem(_MODEL, "bad-format", f"its config.json has no {error}")) from None
     except ValueError as error:
         raise RecipeError(Problem(_MODEL, "unsupported", str(error))) from None
-    maker = _Maker(found)
+    builder = _TableBuilder(found)
     if uses_megatron(policy):
-        held = _megatron(of, policy.megatron_cfg, train, maker)
+        held = _megatron(of, policy.megatron_cfg, train, builder)
     else:
         check_fsdp(config, policy.dtensor_cfg.tensor_parallel_size)
-        held = _fsdp(policy.dtensor_cfg.tensor_parallel_size, train, maker)
+        held = _fsdp(policy.dtensor_cfg.tensor_parallel_size, train, builder)
     size = engine_ranks(policy.generation.vllm_cfg)
     if policy.generation.backend == "vllm":
-        wanted = _vllm(of, policy.generation.vllm_cfg, maker)
+        wanted = _vllm(of, policy.generation.vllm_cfg, builder)
     else:
-        wanted = [maker.table((name, name, whole(shape)) for name, shape in maker.shapes.items())]
+        wanted = [builder.table((name, name, whole(shape)) for name, shape in builder.shapes.items())]
     engines = [list(range(first, first + size)) for first in range(train, train + generate, size)]
-    return Ownership(
+    return RankLayouts(
         train=dict(enumerate(held)),
         generate={rank: wanted[place] for engine in engines for place, rank in enumerate(engine)},
         engines=engines,
-        shapes=maker.shapes,
+        shapes=builder.shapes,
     )
 
 
-class _Maker:
+class _TableBuilder:
     """Makes tables of boxes from names."""
 
     def __init__(self, found: list[Tensor]) -> None:
@@ -125,7 +125,8 @@ class _Maker:
         wanted = list(wanted)
         units = {unit: i for i, unit in enumerate(dict.fromkeys(unit for unit, _, _ in wanted))}
         unit = np.array([units[unit] for unit, _, _ in wanted], np.int32)
-        return LayoutTable(*self.columns((name, box) for _, name, box in wanted), unit, list(units))
+        tensor, offset, size = self.columns((name, box) for _, name, box in wanted)
+        return LayoutTable(tensor, offset, size, unit, list(units))
 
 
 def _joined(*parts: list[np.ndarray]) -> LayoutTable:
@@ -137,16 +138,18 @@ def _joined(*parts: list[np.ndarray]) -> LayoutTable:
 # ---- FSDP2 and tensor parallelism ---------------------------------------------------------------------------------------
 
 
-def _fsdp(size: int, train: int, maker: _Maker) -> list[LayoutTable]:
+def _fsdp(size: int, train: int, builder: _TableBuilder) -> list[LayoutTable]:
     """Return the tables of the train ranks. size: tensor-parallel.
 
     Rank = data rank * tensor-parallel size + tensor-parallel rank, as in `pipeline/train/fsdp.py`. Torch cuts every
     parameter along its first dimension. Of a layer's stacked experts that is the one that counts them.
     """
     data = train // size
-    number, origin, extent = maker.columns((tensor.name, whole(tensor.shape)) for tensor in maker.tensors)
-    expert = np.array([-1 if tensor.expert is None else tensor.expert for tensor in maker.tensors])
-    cut = {dim: np.array([tensor.split == split for tensor in maker.tensors]) for dim, split in enumerate(("rows", "columns"))}
+    number, origin, extent = builder.columns((tensor.name, whole(tensor.shape)) for tensor in builder.tensors)
+    expert = np.array([-1 if tensor.expert is None else tensor.expert for tensor in builder.tensors])
+    cut = {
+        dim: np.array([tensor.split == split for tensor in builder.tensors]) for dim, split in enumerate(("rows", "columns"))
+    }
     each = -(-(expert.max() + 1) // data)
 
     def table(data_rank: int, tensor_rank: int) -> LayoutTable:
@@ -171,7 +174,7 @@ def _chunk(offset: np.ndarray, size: np.ndarray, rows: np.ndarray, dim: int, par
 # ---- Megatron-Core ------------------------------------------------------------------------------------------------------
 
 
-def _megatron(of: SimpleNamespace, megatron: MegatronConfig, train: int, maker: _Maker) -> list[LayoutTable]:
+def _megatron(of: SimpleNamespace, megatron: MegatronConfig, train: int, builder: _TableBuilder) -> list[LayoutTable]:
     """Return the tables of the train ranks.
 
     Ranks are numbered as by megatron.core.parallel_state: tensor, context, data, pipeline, the first the fastest; where experts
@@ -182,7 +185,7 @@ def _megatron(of: SimpleNamespace, megatron: MegatronConfig, train: int, maker: 
     stages = _stages(of, megatron)
     shared: list[dict[str, Parameter]] = [{} for _ in stages]
     routed: list[list[dict[str, Parameter]]] = [[{} for _ in range(expert)] for _ in stages]
-    for name, parameter in _parameters(of, maker.shapes).items():
+    for name, parameter in _parameters(of, builder.shapes).items():
         for stage in _stages_of(_layer(name), name == _VOCABULARY[0], stages, of.tie_word_embeddings):
             if parameter.expert is None:
                 shared[stage][name] = parameter
@@ -192,7 +195,9 @@ def _megatron(of: SimpleNamespace, megatron: MegatronConfig, train: int, maker: 
     @functools.cache
     def part(stage: int, spread: int | None, rank: int) -> list[np.ndarray]:
         chosen, size = (shared[stage], tensor) if spread is None else (routed[stage][spread], expert_tensor)
-        return maker.columns(box for name, p in chosen.items() for box in _megatron_boxes(name, p, maker.shapes, rank, size))
+        return builder.columns(
+            box for name, p in chosen.items() for box in _megatron_boxes(name, p, builder.shapes, rank, size)
+        )
 
     @functools.cache
     def table(stage: int, rank: int, spread: int, expert_rank: int) -> LayoutTable:
@@ -276,7 +281,7 @@ def _stages(of: SimpleNamespace, megatron: MegatronConfig) -> list[range]:
         )
         raise RecipeError(Problem("policy.megatron_cfg.pipeline_model_parallel_size", "not-divisible", message))
     each = rest // middle if middle else 0
-    counts = [first] * (first is not None) + [each] * middle + [last] * (last is not None)
+    counts = [*([] if first is None else [first]), *[each] * middle, *([] if last is None else [last])]
     return _ranges(counts)
 
 
@@ -306,7 +311,7 @@ def _layer(name: str) -> int | None:
 # ---- vLLM ---------------------------------------------------------------------------------------------------------------
 
 
-class _Cut(NamedTuple):
+class _TensorCut(NamedTuple):
     """The cut of a tensor on disk over the ranks of a stage."""
 
     unit: str
@@ -317,7 +322,7 @@ class _Cut(NamedTuple):
     owner: int = -1  # the one rank that has it; -1: all
 
 
-def _vllm(of: SimpleNamespace, vllm: VLLMConfig, maker: _Maker) -> list[LayoutTable]:
+def _vllm(of: SimpleNamespace, vllm: VLLMConfig, builder: _TableBuilder) -> list[LayoutTable]:
     """Return the tables of an engine's ranks: rank = pipeline rank * tensor-parallel size + tensor-parallel rank."""
     if of.model_type == "gpt_oss":
         message = "which parts of a 'gpt_oss' model vLLM's ranks have is not described"
@@ -326,19 +331,19 @@ def _vllm(of: SimpleNamespace, vllm: VLLMConfig, maker: _Maker) -> list[LayoutTa
     layers, rest = divmod(of.num_hidden_layers, pipeline)
     # get_pp_indices of vllm/distributed/utils.py: what is left over goes to the stages before the last.
     stages = _ranges([layers + (pipeline - 1 - rest <= stage < pipeline - 1) for stage in range(pipeline)])
-    cuts: list[list[_Cut]] = [[] for _ in stages]
-    for one in maker.tensors:
+    cuts: list[list[_TensorCut]] = [[] for _ in stages]
+    for one in builder.tensors:
         homes = _stages_of(one.layer, one.part == "embedding", stages, of.tie_word_embeddings)
         if one.layer is None and one.part in _EVERYWHERE.get(of.model_type, ()):
             homes = range(pipeline)
         for stage in homes:
             cuts[stage].append(_vllm_cut(of, vllm, one))
-    return [table for found in cuts for table in _vllm_tables(found, tensor, maker)]
+    return [table for found in cuts for table in _vllm_tables(found, tensor, builder)]
 
 
-def _vllm_tables(cuts: list[_Cut], size: int, maker: _Maker) -> list[LayoutTable]:
+def _vllm_tables(cuts: list[_TensorCut], size: int, builder: _TableBuilder) -> list[LayoutTable]:
     """Return the tables of the ranks of one stage."""
-    everything = maker.table((cut.unit, cut.name, whole(maker.shapes[cut.name])) for cut in cuts)
+    everything = builder.table((cut.unit, cut.name, whole(builder.shapes[cut.name])) for cut in cuts)
     dim, parts, step, owner = (np.array([getattr(cut, name) for cut in cuts]) for name in ("dim", "parts", "step", "owner"))
     found = []
     for rank in range(size):
@@ -354,12 +359,12 @@ def _vllm_tables(cuts: list[_Cut], size: int, maker: _Maker) -> list[LayoutTable
     return found
 
 
-def _vllm_cut(of: SimpleNamespace, vllm: VLLMConfig, tensor: Tensor) -> _Cut:
+def _vllm_cut(of: SimpleNamespace, vllm: VLLMConfig, tensor: Tensor) -> _TensorCut:
     size, unit = vllm.tensor_parallel_size, _unit(of, tensor)
     if tensor.expert is not None and vllm.expert_parallel_size > 1:
-        return _Cut(unit, tensor.name, owner=_place_of(tensor.expert, experts(of), size))
+        return _TensorCut(unit, tensor.name, owner=_place_of(tensor.expert, experts(of), size))
     if tensor.split == "none":
-        return _Cut(unit, tensor.name)
+        return _TensorCut(unit, tensor.name)
     dim, parts = 1 if tensor.split == "columns" else 0, size
     length = tensor.shape[dim]
     if tensor.part in ("embedding", "output"):
@@ -369,7 +374,7 @@ def _vllm_cut(of: SimpleNamespace, vllm: VLLMConfig, tensor: Tensor) -> _Cut:
     if length % parts:
         message = f"{parts} does not divide dimension {dim} of {tensor.name}, which has {length} entries"
         raise RecipeError(Problem("policy.generation.vllm_cfg.tensor_parallel_size", "not-divisible", message))
-    return _Cut(unit, tensor.name, dim, parts, length // parts)
+    return _TensorCut(unit, tensor.name, dim, parts, length // parts)
 
 
 def _place_of(expert: int, count: int, size: int) -> int:

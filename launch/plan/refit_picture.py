@@ -10,57 +10,57 @@ from collections.abc import Iterator
 import numpy as np
 
 from launch.pages.html import Html, tag
-from launch.plan.refit_time import GIGA, Timeline
-from launch.timelines.picture import LEFT, RIGHT, WIDTH, axis, framed
+from launch.plan.refit_time import GIGA, RefitSimulation
+from launch.traces.step_picture import LEFT, RIGHT, WIDTH, axis, svg_document
 
 PARTS = {"pack": "c4", "wire": "c0", "apply": "c2"}  # with colours of the page
 LANE, GAP, FLIGHT = 15, 10, 110  # heights: of a bar, of which a rank has three; between ranks; of the bytes in flight
 GENERATE_ROWS = 3
 
 
-def draw(timeline: Timeline, train_ranks: int, title: str) -> str:
+def draw(simulation: RefitSimulation, train_ranks: int, title: str) -> str:
     """Return an SVG file. Ranks below `train_ranks` train."""
-    scale = (WIDTH - LEFT - RIGHT) / max(timeline.seconds, 1e-9)
+    scale = (WIDTH - LEFT - RIGHT) / max(simulation.seconds, 1e-9)
     parts: list[Html] = []
     y = 60
-    for rank in busiest(timeline, train_ranks):
+    for rank in busiest(simulation, train_ranks):
         name = f"{'train' if rank < train_ranks else 'generate'} rank {rank}"
         parts.append(tag("text", name, x=LEFT - 8, y=y + 1.5 * LANE + 4, text_anchor="end", class_="tick"))
-        for part, start, stop in _bars(timeline, rank):
+        for part, start, stop in _bars(simulation, rank):
             parts.append(_path(start * scale, stop * scale, y, np.full(len(start), LANE - 1), PARTS[part]))
             y += LANE
         y += GAP
-    parts += _flight(timeline, scale, y)
-    return framed(title, PARTS, [*parts, *axis(timeline.seconds, y + FLIGHT + 6, scale)], y + FLIGHT + 26)
+    parts += _flight(simulation, scale, y)
+    return svg_document(title, PARTS, [*parts, *axis(simulation.seconds, y + FLIGHT + 6, scale)], y + FLIGHT + 26)
 
 
-def busiest(timeline: Timeline, train_ranks: int) -> list[int]:
+def busiest(simulation: RefitSimulation, train_ranks: int) -> list[int]:
     """Return the train rank that sends most, and the generate ranks that receive most, in the order of their bytes."""
-    sent, received = timeline.loads.sent.sum(0), timeline.loads.received.sum(0)
+    sent, received = simulation.loads.sent.sum(0), simulation.loads.received.sum(0)
     generate = train_ranks + np.argsort(-received[train_ranks:], kind="stable")[:GENERATE_ROWS]
     return [int(sent[:train_ranks].argmax()), *map(int, generate)]
 
 
-def _bars(timeline: Timeline, rank: int) -> Iterator[tuple[str, np.ndarray, np.ndarray]]:
+def _bars(simulation: RefitSimulation, rank: int) -> Iterator[tuple[str, np.ndarray, np.ndarray]]:
     """Yield (part, begin, end) of a rank, in seconds, for the rounds in which it does something."""
-    active = timeline.loads.sends[:, rank] + timeline.loads.receives[:, rank] > 0
-    posted, applied = timeline.posted[:, rank], timeline.applied[:, rank]
+    active = simulation.loads.sends[:, rank] + simulation.loads.receives[:, rank] > 0
+    posted, applied = simulation.posted[:, rank], simulation.applied[:, rank]
     bars = {
-        "pack": (posted - timeline.parts["pack"][:, rank], posted),
-        "wire": (timeline.begun[:, rank], timeline.arrived[:, rank]),
-        "apply": (applied - timeline.parts["apply"][:, rank], applied),
+        "pack": (posted - simulation.parts["pack"][:, rank], posted),
+        "wire": (simulation.begun[:, rank], simulation.arrived[:, rank]),
+        "apply": (applied - simulation.parts["apply"][:, rank], applied),
     }
     for part, (start, stop) in bars.items():
         there = active & (stop > start)
         yield part, start[there], stop[there]
 
 
-def _flight(timeline: Timeline, scale: float, y: float) -> Iterator[Html]:
+def _flight(simulation: RefitSimulation, scale: float, y: float) -> Iterator[Html]:
     """Yield a bar for each round, as high as its bytes, from its first message's begin until its last one has arrived."""
-    active = timeline.loads.sends + timeline.loads.receives > 0
-    start = np.where(active, timeline.begun, np.inf).min(1, initial=np.inf)
-    stop = np.where(active, timeline.arrived, 0.0).max(1, initial=0.0)
-    some, size = active.any(1), timeline.loads.sent.sum(1)
+    active = simulation.loads.sends + simulation.loads.receives > 0
+    start = np.where(active, simulation.begun, np.inf).min(1, initial=np.inf)
+    stop = np.where(active, simulation.arrived, 0.0).max(1, initial=0.0)
+    some, size = active.any(1), simulation.loads.sent.sum(1)
     most = max(size.max(initial=0), 1)
     height = (FLIGHT - 10) * size[some] / most
     yield _path(start[some] * scale, stop[some] * scale, y + FLIGHT - height, height, "c5")

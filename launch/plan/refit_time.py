@@ -29,7 +29,7 @@ from pipeline.config.cluster import NetworkConfig
 from pipeline.refit.intersection import changes
 from pipeline.refit.schedule import RefitSchedule
 
-TERMS = ("pack", "wire out", "wire in", "node", "latency", "apply")
+TERMS: tuple[str, ...] = ("pack", "wire out", "wire in", "node", "latency", "apply")
 """Durations: copying what is sent, NIC out, NIC in, links within nodes, messages' latency, copying what came."""
 GIGA = 1e9
 
@@ -64,8 +64,9 @@ def merge(round: np.ndarray, source: np.ndarray, target: np.ndarray, size: np.nd
 def messages(schedule: RefitSchedule) -> Messages:
     """Return all messages of a plan."""
     sent, passed = schedule.sent(), schedule.passed()
-    columns = (np.concatenate([getattr(sent, name), getattr(passed, name)]) for name in ("round", "source", "target", "bytes"))
-    return merge(*columns, np.repeat([False, True], [len(sent.round), len(passed.round)]))
+    names = ("round", "source", "target", "bytes")
+    round, source, target, size = (np.concatenate([getattr(sent, name), getattr(passed, name)]) for name in names)
+    return merge(round, source, target, size, np.repeat([False, True], [len(sent.round), len(passed.round)]))
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,10 +83,12 @@ class Loads:
 
     @property
     def sent(self) -> np.ndarray:
+        """Return the bytes that each rank sends per round, [rounds, ranks]."""
         return self.nic_out + self.node_out
 
     @property
     def received(self) -> np.ndarray:
+        """Return the bytes that each rank receives per round, [rounds, ranks]."""
         return self.nic_in + self.node_in
 
     def staging(self, ipc: bool = False) -> np.ndarray:
@@ -121,7 +124,7 @@ def loads(messages: Messages, node: np.ndarray) -> Loads:
 
 
 @dataclass(frozen=True, slots=True)
-class Timeline:
+class RefitSimulation:
     """Times of all events in seconds from the start, [rounds, ranks], and the durations of the parts."""
 
     messages: Messages
@@ -135,10 +138,11 @@ class Timeline:
 
     @property
     def seconds(self) -> float:
+        """Return the seconds until the last rank has applied its last round."""
         return float(self.applied.max(initial=0.0))
 
 
-def simulate(messages: Messages, node: np.ndarray, network: NetworkConfig) -> Timeline:
+def simulate(messages: Messages, node: np.ndarray, network: NetworkConfig) -> RefitSimulation:
     """Price a plan by the model above. node: [ranks], the node of each."""
     load = loads(messages, node)
     rounds, ranks = load.sends.shape
@@ -160,7 +164,7 @@ def simulate(messages: Messages, node: np.ndarray, network: NetworkConfig) -> Ti
     if rounds:
         before = applied[rounds - 2] if rounds > 1 else never
         applied[-1] = np.maximum(before, arrived[-1]) + parts["apply"][-1]
-    return Timeline(messages, load, parts, posted, begun, moved, arrived, applied)
+    return RefitSimulation(messages, load, parts, posted, begun, moved, arrived, applied)
 
 
 def _parts(load: Loads, network: NetworkConfig) -> dict[str, np.ndarray]:
@@ -187,46 +191,46 @@ def _with_partners(own: np.ndarray, source: np.ndarray, target: np.ndarray) -> n
 # ---- what bounds it -----------------------------------------------------------------------------------------------------
 
 
-def bounds(timeline: Timeline) -> dict[str, float]:
+def bounds(simulation: RefitSimulation) -> dict[str, float]:
     """Return the seconds by TERMS along the critical path, which add up to the whole."""
-    spent = dict.fromkeys(TERMS, 0.0)
-    if not timeline.applied.size:
+    spent: dict[str, float] = dict.fromkeys(TERMS, 0.0)
+    if not simulation.applied.size:
         return spent
-    last, rank = divmod(int(timeline.applied.argmax()), timeline.applied.shape[1])
+    last, rank = divmod(int(simulation.applied.argmax()), simulation.applied.shape[1])
     event, r = "applied", last
     while r >= 0 and event != "start":
-        event, r, rank = _STEPS[event](timeline, r, rank, spent)
+        event, r, rank = _STEPS[event](simulation, r, rank, spent)
     return spent
 
 
-def _before_applied(timeline: Timeline, r: int, rank: int, spent: dict[str, float]) -> tuple[str, int, int]:
-    spent["apply"] += float(timeline.parts["apply"][r, rank])
-    rounds = len(timeline.posted)
-    if r + 1 < rounds and timeline.posted[r + 1, rank] > timeline.arrived[r, rank]:
+def _before_applied(simulation: RefitSimulation, r: int, rank: int, spent: dict[str, float]) -> tuple[str, int, int]:
+    spent["apply"] += float(simulation.parts["apply"][r, rank])
+    rounds = len(simulation.posted)
+    if r + 1 < rounds and simulation.posted[r + 1, rank] > simulation.arrived[r, rank]:
         return "posted", r + 1, rank
-    if r + 1 == rounds and r and timeline.applied[r - 1, rank] > timeline.arrived[r, rank]:
+    if r + 1 == rounds and r and simulation.applied[r - 1, rank] > simulation.arrived[r, rank]:
         return "applied", r - 1, rank
     return "arrived", r, rank
 
 
-def _before_posted(timeline: Timeline, r: int, rank: int, spent: dict[str, float]) -> tuple[str, int, int]:
-    spent["pack"] += float(timeline.parts["pack"][r, rank])
+def _before_posted(simulation: RefitSimulation, r: int, rank: int, spent: dict[str, float]) -> tuple[str, int, int]:
+    spent["pack"] += float(simulation.parts["pack"][r, rank])
     if r == 0:
         return "start", 0, rank
-    free = timeline.applied[r - 2, rank] if r > 1 else timeline.posted[0, rank]
-    if timeline.loads.relays[rank] and timeline.arrived[r - 1, rank] > free:
+    free = simulation.applied[r - 2, rank] if r > 1 else simulation.posted[0, rank]
+    if simulation.loads.relays[rank] and simulation.arrived[r - 1, rank] > free:
         return "arrived", r - 1, rank
     return ("applied", r - 2, rank) if r > 1 else ("posted", 0, rank)
 
 
-def _before_arrived(timeline: Timeline, r: int, rank: int, spent: dict[str, float]) -> tuple[str, int, int]:
-    slowest = _latest(timeline, r, rank, timeline.moved[r])
-    path = max(("wire out", "wire in", "node"), key=lambda name: timeline.parts[name][r, slowest])
+def _before_arrived(simulation: RefitSimulation, r: int, rank: int, spent: dict[str, float]) -> tuple[str, int, int]:
+    slowest = _latest(simulation, r, rank, simulation.moved[r])
+    path = max(("wire out", "wire in", "node"), key=lambda name: simulation.parts[name][r, slowest])
     for name in ("latency", path):
-        spent[name] += float(timeline.parts[name][r, slowest])
-    ready = timeline.posted[r] if r == 0 else np.maximum(timeline.posted[r], timeline.arrived[r - 1])
-    waited_for = _latest(timeline, r, slowest, ready)
-    if r and timeline.arrived[r - 1, waited_for] > timeline.posted[r, waited_for]:
+        spent[name] += float(simulation.parts[name][r, slowest])
+    ready = simulation.posted[r] if r == 0 else np.maximum(simulation.posted[r], simulation.arrived[r - 1])
+    waited_for = _latest(simulation, r, slowest, ready)
+    if r and simulation.arrived[r - 1, waited_for] > simulation.posted[r, waited_for]:
         return "arrived", r - 1, waited_for
     return "posted", r, waited_for
 
@@ -234,10 +238,10 @@ def _before_arrived(timeline: Timeline, r: int, rank: int, spent: dict[str, floa
 _STEPS = {"applied": _before_applied, "posted": _before_posted, "arrived": _before_arrived}
 
 
-def _latest(timeline: Timeline, r: int, rank: int, when: np.ndarray) -> int:
+def _latest(simulation: RefitSimulation, r: int, rank: int, when: np.ndarray) -> int:
     """Return which of a rank and its partners in a round is latest."""
-    start, stop = np.searchsorted(timeline.messages.round, (r, r + 1))
-    source, target = timeline.messages.source[start:stop], timeline.messages.target[start:stop]
+    start, stop = np.searchsorted(simulation.messages.round, (r, r + 1))
+    source, target = simulation.messages.source[start:stop], simulation.messages.target[start:stop]
     there = np.concatenate([[rank], target[source == rank], source[target == rank]])
     return int(there[when[there].argmax()])
 

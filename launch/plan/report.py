@@ -8,12 +8,13 @@ from __future__ import annotations
 import textwrap
 from collections.abc import Iterator, Mapping, Sequence
 
-from launch.plan import choices, sharing
-from launch.plan.choices import WIDTH, Line
-from launch.plan.cut import cut_sizes, engines
+from launch.plan import alternatives, colocation
+from launch.plan.alternatives import WIDTH, Line
 from launch.plan.estimate import Plan
+from launch.plan.memory_parts import GenerateMemory
 from launch.plan.modes import Mode
-from launch.plan.step import priced
+from launch.plan.parallelism import engines, parallel_sizes
+from launch.plan.step_phases import priced
 from launch.units import plural, seconds, size
 from pipeline import config
 from pipeline.config import ComponentConfig, Recipe, generates, hardware, ranks, runs_ahead, section, uses_megatron
@@ -30,7 +31,7 @@ def text(plan: Plan, compared: Sequence[Mode] = ()) -> str:
         _memory(plan),
         _refit(plan) if generates(plan.recipe) else (),
         _times(plan),
-        choices.of_modes(plan, compared) if compared else choices.waits(plan),
+        alternatives.mode_table(plan, compared) if compared else alternatives.waits(plan),
         _run(plan),
         _assumptions(plan),
         _verdict(plan),
@@ -43,8 +44,8 @@ def _printed(line: Line) -> str:
     if isinstance(line, str):
         return line
     label, what = line
-    indent = {"initial_indent": f"{label:{LABEL}s}", "subsequent_indent": " " * LABEL}
-    return textwrap.fill(what, WIDTH, break_on_hyphens=False, **indent)
+    first, further = f"{label:{LABEL}s}", " " * LABEL
+    return textwrap.fill(what, WIDTH, break_on_hyphens=False, initial_indent=first, subsequent_indent=further)
 
 
 def _headline(plan: Plan) -> Iterator[Line]:
@@ -68,8 +69,8 @@ def _ranks(component: ComponentConfig) -> str:
 def _cuts(plan: Plan, component: str) -> str:
     policy = plan.recipe.policy
     if component != "generate":
-        return cut_sizes(policy.megatron_cfg if uses_megatron(policy) else policy.dtensor_cfg)
-    of_vllm = cut_sizes(policy.generation.vllm_cfg) if policy.generation.backend == "vllm" else "no parallelism"
+        return parallel_sizes(policy.megatron_cfg if uses_megatron(policy) else policy.dtensor_cfg)
+    of_vllm = parallel_sizes(policy.generation.vllm_cfg) if policy.generation.backend == "vllm" else "no parallelism"
     return f"{plural(engines(policy, plan.recipe.cluster.generate), 'engine')}, {of_vllm}"
 
 
@@ -108,13 +109,13 @@ def _memory(plan: Plan) -> Iterator[Line]:
         turns = (f"{t.name} {size(t.total)} (train {size(t.train)}, generate {size(t.generate)})" for t in plan.turns)
         yield "taking turns", f"a GPU holds in {', '.join(turns)}"
     if plan.generate:
-        yield "generate", _cache(plan)
+        yield "generate", _cache(plan, plan.generate)
 
 
-def _cache(plan: Plan) -> str:
+def _cache(plan: Plan, generate: GenerateMemory) -> str:
     """Return what an engine's KV cache holds, and whether it could hold more."""
-    generation, tokens = plan.recipe.policy.generation, max(0.0, plan.generate.tokens)
-    whole, mean = max(0.0, plan.generate.sequences), tokens / plan.lengths.sequence
+    generation, tokens = plan.recipe.policy.generation, max(0.0, generate.tokens)
+    whole, mean = max(0.0, generate.sequences), tokens / plan.lengths.sequence
     holds = (
         f"an engine's KV cache holds {tokens:,.0f} tokens: {whole:,.0f} sequences of {generation.vllm_cfg.max_model_len:,}"
         f" or {mean:,.0f} of {plan.lengths.sequence:,.0f}; {generation.max_num_seqs} may run (max_num_seqs)"
@@ -177,7 +178,7 @@ def _run(plan: Plan) -> Iterator[Line]:
     if plan.phases:
         yield "run", "; ".join(_whole(plan))
         yield "time limit", f"cluster.time_min {plan.recipe.cluster.time_min}: {_within_limit(plan)}"
-        yield from choices.proposals(plan)
+        yield from alternatives.proposals(plan)
     if plan.checkpoints != 0:
         nbytes = plan.checkpoint_bytes
         each = "adapters and their optimizer's state" if nbytes is None else f"{size(nbytes)} each"
@@ -189,14 +190,15 @@ def _run(plan: Plan) -> Iterator[Line]:
 def _whole(plan: Plan) -> Iterator[str]:
     """Yield what the run takes; of one that its data end, what a step and a validation take."""
     algorithm = plan.recipe.algorithm
-    if plan.steps is None:
+    if plan.steps is None or plan.total is None or plan.gpu_hours is None:
         checks = f", {seconds(plan.validation)} a validation" if plan.validation else ""
         yield f"{seconds(plan.step)} a step{checks} on {plan.gpus} GPUs"
         epochs = plural(section(plan.recipe).max_num_epochs, "epoch")
         yield f"it ends after {epochs} of its data, and {algorithm}.max_num_steps would tell the rest"
     else:
-        counted = plan.validations and plan.validation
-        checks = f" and {plural(plan.validations, 'validation')} of {seconds(plan.validation)}" if counted else ""
+        checks = ""
+        if plan.validations and plan.validation:
+            checks = f" and {plural(plan.validations, 'validation')} of {seconds(plan.validation)}"
         yield f"{plan.steps:,} steps{checks} take {_hours(plan.total)}, {plan.gpu_hours:,.0f} GPU-hours on {plan.gpus} GPUs"
     if plan.validation is None and plan.validations != 0:
         yield f"a validation goes through all of its data, and {algorithm}.max_val_samples would tell how long that takes"
@@ -204,10 +206,10 @@ def _whole(plan: Plan) -> Iterator[str]:
 
 def _within_limit(plan: Plan) -> str:
     limit = 60 * plan.recipe.cluster.time_min
-    if plan.submissions == 1:
+    if plan.total is not None and plan.submissions == 1:
         return f"enough; {_hours(limit - plan.total)} are left for what is not counted"
     holds = f"holds about {plural(int(limit / plan.step), 'step')}"
-    if not plan.submissions:
+    if plan.total is None or not plan.submissions:
         return holds
     return f"{holds}; the run takes {plan.submissions} submissions, or cluster.time_min={int(plan.total / 60) + 1}"
 
@@ -229,7 +231,7 @@ def _assumptions(plan: Plan) -> Iterator[Line]:
         network = recipe.cluster.network
         yield "", f"network: {network.nic_gb_per_s:g} GB/s a NIC, {network.latency_us:g} us a message; full bisection"
         if plan.turns:
-            yield "", sharing.assumed(recipe)
+            yield "", colocation.assumed(recipe)
         yield "", _unpriced(recipe)
     for text in (*plan.train.assumptions, *(plan.generate.assumptions if plan.generate else ())):
         yield "", text

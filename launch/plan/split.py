@@ -14,6 +14,8 @@ WORTH = 0.03  # of a step: a smaller gain is within what an estimate cannot tell
 
 @dataclass(frozen=True, slots=True)
 class Split:
+    """A division of nodes, or of the GPUs of shared nodes, between training and generation."""
+
     key: str  # that divides: nodes, or gpus_per_node on shared nodes
     train: int  # its value
     generate: int

@@ -18,12 +18,13 @@ optimizer in host memory.
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from launch.model_shape import ModelShape
 from launch.plan import flops
-from launch.plan.cut import GIGA, Cut, Links, train_cut
 from launch.plan.lengths import Lengths
+from launch.plan.parallelism import GIGA, Links, Parallelism, train_parallelism
 from launch.plan.phase import Phase
 from pipeline import config
 from pipeline.algorithms import build
@@ -41,7 +42,7 @@ class Job:
 
     shape: ModelShape
     policy: PolicyConfig
-    cut: Cut
+    layout: Parallelism
     links: Links
     lengths: Lengths
     head: bool = True  # whether it has an output layer, not a number per token
@@ -49,10 +50,12 @@ class Job:
 
     @property
     def gpu(self) -> GPUSpec:
+        """Return the GPU of each rank."""
         return self.links.gpu
 
     @property
     def itemsize(self) -> int:
+        """Return the bytes of a number in the policy's precision."""
         return PRECISIONS[self.policy.precision]
 
     @property
@@ -71,7 +74,7 @@ class Job:
 
     def microbatches(self, count: float, tokens: int, size: int) -> int:
         """Return the microbatches of a data rank for `count` sequences in all: of `tokens` with packing, else of `size`."""
-        own = count / self.cut.data
+        own = count / self.layout.data
         if self.policy.sequence_packing.enabled:
             return max(1, math.ceil(own * self.lengths.sequence / tokens))
         return max(1, math.ceil(own / size))
@@ -80,8 +83,9 @@ class Job:
 def job(
     recipe: Recipe, policy: PolicyConfig, shape: ModelShape, lengths: Lengths, gpu: GPUSpec, component: ComponentConfig
 ) -> Job:
+    """Return the job of a model on a component's ranks."""
     links = Links(gpu, recipe.cluster.network.nic_gb_per_s, hardware.nvlink_gpus(component))
-    return Job(shape, policy, train_cut(policy, component), links, lengths)
+    return Job(shape, policy, train_parallelism(policy, component), links, lengths)
 
 
 # ---- one pass over some sequences ---------------------------------------------------------------------------------------
@@ -121,64 +125,64 @@ def recomputed(job: Job, count: float) -> float:
         lengths = job.lengths
         return flops.attention(job.shape, count * lengths.squared_sequence / 2) / job.forward_flops(count)
     if megatron.recompute_method == "block":  # so many layers of each stage
-        return min(1.0, (megatron.recompute_num_layers or 1) * job.cut.pipeline / job.shape.layers)
+        return min(1.0, (megatron.recompute_num_layers or 1) * job.layout.pipeline / job.shape.layers)
     return 1.0
 
 
 def _pass(job: Job, count: float, microbatches: int, forward: float, backward: float, passes: int) -> dict[str, float]:
-    products = [work / (job.cut.ranks * job.rate) for work in (forward, backward)]
+    products = [work / (job.layout.ranks * job.rate) for work in (forward, backward)]
     waited = _waited_for(job, count, passes)
     if not uses_megatron(job.policy):
         own = sum(products) + waited.get("tensor parallelism", 0.0)
         weights = _fsdp_weights(job, microbatches, products, waited.get("tensor parallelism", 0.0))
         return {"matrix products": sum(products)} | waited | ({"weights": weights - own} if weights > own else {})
     parts = {"matrix products": sum(products)} | waited
-    if job.cut.pipeline > 1:
-        parts["pipeline bubble"] = sum(parts.values()) * (job.cut.pipeline - 1) / microbatches
+    if job.layout.pipeline > 1:
+        parts["pipeline bubble"] = sum(parts.values()) * (job.layout.pipeline - 1) / microbatches
         parts["pipeline transfers"] = _stage_transfers(job, count, 2 if backward else 1)
     return parts
 
 
 def _waited_for(job: Job, count: float, passes: int) -> dict[str, float]:
     """Return the seconds of communication in layers. passes: forward, backward, and again with recomputation."""
-    shape, cut, links = job.shape, job.cut, job.links
-    stage = 1 / cut.pipeline
-    tokens = count * job.lengths.sequence / cut.data  # of a data rank
-    hidden = tokens / cut.context * shape.hidden * job.itemsize
+    shape, layout, links = job.shape, job.layout, job.links
+    stage = 1 / layout.pipeline
+    tokens = count * job.lengths.sequence / layout.data  # of a data rank
+    hidden = tokens / layout.context * shape.hidden * job.itemsize
     parts = {}
-    if cut.tensor > 1:
-        sparse = 2 if cut.expert_tensor > 1 or not uses_megatron(job.policy) else 1
+    if layout.tensor > 1:
+        sparse = 2 if layout.expert_tensor > 1 or not uses_megatron(job.policy) else 1
         reduces = 2 * shape.dense_layers + sparse * shape.sparse_layers
-        parts["tensor parallelism"] = passes * stage * reduces * 2 * links.ring_seconds(cut.tensor, hidden)
-    if cut.context > 1:
+        parts["tensor parallelism"] = passes * stage * reduces * 2 * links.ring_seconds(layout.tensor, hidden)
+    if layout.context > 1:
         keys = shape.heads if shape.latent else shape.kv_heads
-        numbers = keys * (shape.head_dim + shape.value_dim) / cut.tensor
-        gathered = links.ring_seconds(cut.context, tokens * numbers * job.itemsize, cut.tensor)
+        numbers = keys * (shape.head_dim + shape.value_dim) / layout.tensor
+        gathered = links.ring_seconds(layout.context, tokens * numbers * job.itemsize, layout.tensor)
         parts["context parallelism"] = passes * stage * shape.layers * gathered
-    if cut.expert > 1:
-        sent = hidden / (cut.tensor if cut.sequence else 1) * shape.experts_per_token
-        exchange = links.exchange_seconds(cut.expert, sent, cut.expert_tensor)
+    if layout.expert > 1:
+        sent = hidden / (layout.tensor if layout.sequence else 1) * shape.experts_per_token
+        exchange = links.exchange_seconds(layout.expert, sent, layout.expert_tensor)
         parts["expert parallelism"] = passes * stage * shape.sparse_layers * 2 * exchange
     return parts
 
 
 def _stage_transfers(job: Job, count: float, directions: int) -> float:
-    cut = job.cut
-    tokens = count * job.lengths.sequence / cut.data / cut.context / (cut.tensor if cut.sequence else 1)
-    near = cut.ranks // cut.pipeline < job.links.island
+    layout = job.layout
+    tokens = count * job.lengths.sequence / layout.data / layout.context / (layout.tensor if layout.sequence else 1)
+    near = layout.ranks // layout.pipeline < job.links.island
     rate = job.gpu.nvlink_gb_per_s if near else job.links.nic_gb_per_s
     return directions * tokens * job.shape.hidden * job.itemsize / (GIGA * rate)
 
 
 def _fsdp_weights(job: Job, microbatches: int, products: list[float], tensor: float) -> float:
     """Return the seconds of all microbatches, where gathering weights and the passes hide each other."""
-    shape, cut = job.shape, job.cut
-    numbers = shape.parameters / cut.tensor
-    gather = job.links.ring_seconds(cut.data, numbers * job.itemsize, cut.tensor)
-    scatter = job.links.ring_seconds(cut.data, numbers * 4, cut.tensor)  # gradients are float32
+    shape, layout = job.shape, job.layout
+    numbers = shape.parameters / layout.tensor
+    gather = job.links.ring_seconds(layout.data, numbers * job.itemsize, layout.tensor)
+    scatter = job.links.ring_seconds(layout.data, numbers * 4, layout.tensor)  # gradients are float32
     if job.policy.dtensor_cfg.cpu_offload:
-        gather += numbers * (job.itemsize if job.frozen else 4) / cut.data / _host(job)
-        scatter += numbers * 4 / cut.data / _host(job)
+        gather += numbers * (job.itemsize if job.frozen else 4) / layout.data / _host(job)
+        scatter += numbers * 4 / layout.data / _host(job)
     forward, backward = (work / microbatches for work in products)
     talk = tensor / microbatches / (2 if backward else 1)
     total = max(forward + talk, gather)
@@ -192,12 +196,15 @@ def _gradients(job: Job, hidden_by: float) -> dict[str, float]:
 
     hidden_by: seconds of the last microbatch's backward pass.
     """
-    cut, links = job.cut, job.links
-    groups = ((cut.data * cut.context, cut.tensor), (cut.expert_data, cut.expert * cut.expert_tensor))
-    held = cut.held(job.shape)
+    layout, links = job.layout, job.links
+    groups = (
+        (layout.data * layout.context, layout.tensor),
+        (layout.expert_data, layout.expert * layout.expert_tensor),
+    )
+    held = layout.held(job.shape)
     bandwidth = GIGA * job.gpu.hbm_gb_per_s * job.gpu.assumed.bandwidth
     if not uses_megatron(job.policy):
-        return {"optimizer": job.shape.parameters / cut.ranks * OPTIMIZER_BYTES / bandwidth}
+        return {"optimizer": job.shape.parameters / layout.ranks * OPTIMIZER_BYTES / bandwidth}
     ddp = job.policy.megatron_cfg.distributed_data_parallel_config
     itemsize = 4 if ddp.grad_reduce_in_fp32 else job.itemsize
     reduce, gather, optimizer = 0.0, 0.0, 0.0
@@ -212,7 +219,7 @@ def _gradients(job: Job, hidden_by: float) -> dict[str, float]:
 # ---- a step ---------------------------------------------------------------------------------------------------------------
 
 
-def phases(recipe: Recipe, shapes: dict[str, ModelShape], lengths: Lengths, gpu: GPUSpec) -> list[Phase]:
+def phases(recipe: Recipe, shapes: Mapping[str, ModelShape], lengths: Lengths, gpu: GPUSpec) -> list[Phase]:
     """Return the phases of a step on the train ranks, in their order."""
     component, models = recipe.cluster.train, config.models(recipe)
     jobs = {name: job(recipe, policy, shapes[name], lengths, gpu, component) for name, policy in models.items()}
@@ -248,7 +255,9 @@ def phases(recipe: Recipe, shapes: dict[str, ModelShape], lengths: Lengths, gpu:
     return found
 
 
-def reward_phase(recipe: Recipe, shapes: dict[str, ModelShape], lengths: Lengths, gpu: GPUSpec, count: float) -> Phase | None:
+def reward_phase(
+    recipe: Recipe, shapes: Mapping[str, ModelShape], lengths: Lengths, gpu: GPUSpec, count: float
+) -> Phase | None:
     """Return the scoring of `count` answers by a reward model; None without one."""
     name = config.reward_environment(recipe)
     if name is None:
@@ -276,14 +285,14 @@ def _swapped(job: Job) -> dict[str, float]:
     if not uses_megatron(job.policy):
         dtensor = job.policy.dtensor_cfg
         return _fetched(job, dtensor.reference_cpu_offload and not (dtensor.cpu_offload or dtensor.lora_cfg.enabled))
-    return {"host copies": 3 * job.itemsize * sum(job.cut.held(job.shape)) / _host(job)}
+    return {"host copies": 3 * job.itemsize * sum(job.layout.held(job.shape)) / _host(job)}
 
 
 def _fetched(job: Job, offloaded: bool) -> dict[str, float]:
     """Return the seconds in which weights come from host memory to be used."""
     if not offloaded:
         return {}
-    held = sum(job.cut.held(job.shape)) if uses_megatron(job.policy) else job.shape.parameters / job.cut.ranks
+    held = sum(job.layout.held(job.shape)) if uses_megatron(job.policy) else job.shape.parameters / job.layout.ranks
     return {"host copies": job.itemsize * held / _host(job)}
 
 

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from typing import Literal
 
 from launch.pages.chart import Chart, Series, figures
-from launch.pages.document import Section, document, folded
+from launch.pages.document import Section, details, document
 from launch.pages.html import Html, table, tag
 from launch.sweeps import expressions
 from launch.sweeps import suite as suites
@@ -127,7 +127,7 @@ def _runs(result: SweepResult) -> Section:
         for each in result.ran
     ]
     failures = [
-        folded(f"{each.job.name}, try {number}: {main_line(lines)}", tag("pre", "\n".join(lines)))
+        details(f"{each.job.name}, try {number}: {main_line(lines)}", tag("pre", "\n".join(lines)))
         for each in result.ran
         for number, lines in enumerate(each.why, 1)
     ]
@@ -148,4 +148,4 @@ def _hardware(result: SweepResult, ran: JobResult) -> str:
 
 
 def _suite(result: SweepResult) -> Section:
-    return Section("Suite", [folded("suite.yaml, resolved", tag("pre", suites.to_yaml(result.sweep.suite)))])
+    return Section("Suite", [details("suite.yaml, resolved", tag("pre", suites.to_yaml(result.sweep.suite)))])

@@ -36,7 +36,7 @@ from tests.benchmarks import cases, floor, offline, sandbox, trl_environment
 from tests.benchmarks.cases import CASES, HALF, STEP_CASES, TRAIN_CASES, Case
 from tests.benchmarks.contender import ENVIRONMENT, Contender
 from tests.benchmarks.lessons import LESSONS
-from tests.benchmarks.report import CPU, Measured, print_backends, print_case
+from tests.benchmarks.report import CPU, MeasuredRun, print_backends, print_case
 from tests.benchmarks.train_step import TRAIN_BACKENDS
 
 FOLDER = Path(".bench")
@@ -130,8 +130,8 @@ Check = Callable[[Case, dict[str, dict[str, Any]]], None]
 """(case, every contender's answer of one turn, by name). Raises RuntimeError if they have not done equal work."""
 
 
-def take_turns(case: Case, contenders: list[Contender], check: Check) -> list[Measured]:
-    measured = [Measured(contender.name) for contender in contenders]
+def take_turns(case: Case, contenders: list[Contender], check: Check) -> list[MeasuredRun]:
+    measured = [MeasuredRun(contender.name) for contender in contenders]
     for step in range(case.warmup + case.steps):
         answers = {contender.name: contender.step() for contender in contenders}
         check(case, answers)

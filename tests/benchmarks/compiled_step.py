@@ -16,7 +16,7 @@ import torch.distributed as dist
 from pipeline.data.packing import pack
 from tests.benchmarks.cases import CASES, Case
 from tests.benchmarks.our_step import join_alone
-from tests.benchmarks.report import CPU, WALL, Measured
+from tests.benchmarks.report import CPU, WALL, MeasuredRun
 from tests.benchmarks.train_step import TrainStep, microbatches, samples_of
 
 
@@ -27,7 +27,7 @@ def compare(case: Case, folder: Path) -> None:
     batches = [pack(members, torch.device("cpu")) for members in microbatches(case, samples_of(case, 0), padded=False)]
     logprobs = [torch.cat([out.logprobs for out in trained.backend.forward(batches)]) for trained in (eager, compiled)]
     of_logprobs = (logprobs[0] - logprobs[1]).abs().max().item()
-    measured = {"eager": Measured("eager layers"), "compiled": Measured("compiled layers")}
+    measured = {"eager": MeasuredRun("eager layers"), "compiled": MeasuredRun("compiled layers")}
     of_gradients = 0.0
     for step in range(case.warmup + case.steps):
         for name, trained in (("eager", eager), ("compiled", compiled)):

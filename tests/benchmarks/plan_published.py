@@ -9,7 +9,7 @@ batches and lengths are the published ones; what was not published is said on th
 
 Most of those runs are colocated: the same GPUs train and generate in turn. Our step, too, is a rollout, then training, then a
 refit, so they are priced as two components of as many GPUs each; the refit is then ours, between disjoint ranks, and not theirs
-in place. The plan can price a colocated run (launch/plan/sharing.py); these lines do not ask it to, since nobody has measured
+in place. The plan can price a colocated run (launch/plan/colocation.py); these lines do not, since nobody has measured
 it. Lines with "ahead" sample that many steps ahead of training, with refits in flight, on GPUs of their own, as ours do.
 
 Sources: NeMo-RL's post "Reinforcement Learning with NVIDIA NeMo-RL: Megatron-Core Support for Optimized Training Throughput"

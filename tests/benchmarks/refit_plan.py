@@ -117,7 +117,7 @@ CASES = (
 
 def measure(case: Case) -> dict[str, Any]:
     """Plan it here."""
-    from launch.plan.refit_layouts import ownership
+    from launch.plan.refit_layouts import rank_layouts
     from pipeline.refit.plan import schedule
 
     policy = PolicyConfig(
@@ -125,7 +125,7 @@ def measure(case: Case) -> dict[str, Any]:
         generation=GenerationConfig(vllm_cfg=case.vllm),
     )
     began = time.perf_counter()
-    owners = ownership(case.config, policy, case.train, case.generate)
+    owners = rank_layouts(case.config, policy, case.train, case.generate)
     told = time.perf_counter()
     before = _peak()
     nodes = {rank: f"node{rank // RANKS_PER_NODE}" for rank in range(case.train + case.generate)}

@@ -23,7 +23,7 @@ import numpy as np
 
 from launch.model_shape import ModelShape
 from launch.plan.refit_time import Broadcast, Messages, bounds, broadcast_seconds, floor, merge, simulate
-from launch.plan_refit import PlanRefitRequest, Prediction, load, model_folder, predict
+from launch.plan_refit import PlanRefitRequest, RefitPrediction, load, model_folder, predict
 from pipeline.config.cluster import NetworkConfig
 from pipeline.config.generation import RefitConfig
 
@@ -119,15 +119,15 @@ def print_ours() -> None:
     print(f"\n{'our plan, for the same model and layout':44s}{'floor':>12s}{'predicted':>12s}{'bound by':>12s}")
     for name, layout in OURS.items():
         found = plan_ours(name, layout)
-        spent = bounds(found.timeline)
+        spent = bounds(found.simulation)
         print(
-            f"{name:44s}{f'{floor(found.demand, NETWORK)[0]:.2f} s':>12s}{f'{found.timeline.seconds:.2f} s':>12s}"
+            f"{name:44s}{f'{floor(found.demand, NETWORK)[0]:.2f} s':>12s}{f'{found.simulation.seconds:.2f} s':>12s}"
             f"{max(spent, key=spent.__getitem__):>12s}"
         )
         print(textwrap.indent(textwrap.fill(" ".join(layout), 110), "    "))
 
 
-def plan_ours(name: str, layout: list[str]) -> Prediction:
+def plan_ours(name: str, layout: list[str]) -> RefitPrediction:
     with tempfile.NamedTemporaryFile("w", suffix=".json") as file:
         json.dump(MODELS[name], file)
         file.flush()

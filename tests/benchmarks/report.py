@@ -15,7 +15,7 @@ CPU, WALL = 0, 1
 
 
 @dataclass
-class Measured:
+class MeasuredRun:
     """A contender's steps, after the warm-up."""
 
     name: str
@@ -33,7 +33,7 @@ class Measured:
         return statistics.median(self.part(self.phases, clock))
 
 
-def print_case(case: Case, floor: Floor, measured: list[Measured]) -> None:
+def print_case(case: Case, floor: Floor, measured: list[MeasuredRun]) -> None:
     """TRL first, ours after it."""
     completion_tokens = case.tokens[1]
     print(
@@ -68,7 +68,7 @@ def print_case(case: Case, floor: Floor, measured: list[Measured]) -> None:
 
 
 def print_backends(
-    case: Case, fsdp_packed: Measured, fsdp_padded: Measured, megatron_packed: Measured, megatron_padded: Measured
+    case: Case, fsdp_packed: MeasuredRun, fsdp_padded: MeasuredRun, megatron_packed: MeasuredRun, megatron_padded: MeasuredRun
 ) -> None:
     lengths = (case.prompt_length + case.lengths()).tolist()
     real = sum(lengths)
@@ -95,7 +95,7 @@ def print_backends(
     _ratio("Megatron-Core / FSDP2, padded", megatron_padded, fsdp_padded)
 
 
-def _ratio(title: str, one: Measured, other: Measured) -> None:
+def _ratio(title: str, one: MeasuredRun, other: MeasuredRun) -> None:
     by_phase = []
     for phase in one.phases:
         ours, theirs = (statistics.median(contender.part([phase], CPU)) for contender in (one, other))
@@ -103,6 +103,6 @@ def _ratio(title: str, one: Measured, other: Measured) -> None:
     print(f"  {title:32s}{one.median(CPU) / other.median(CPU):5.2f}   {'; '.join(by_phase)}")
 
 
-def _row(title: str, contender: Measured, phases: list[str]) -> None:
+def _row(title: str, contender: MeasuredRun, phases: list[str]) -> None:
     cpu, wall = contender.part(phases, CPU), contender.part(phases, WALL)
     print(f"{title:42s} {min(cpu):9.3f} {statistics.median(cpu):9.3f} {min(wall):9.3f} {statistics.median(wall):9.3f}")

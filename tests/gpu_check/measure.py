@@ -26,7 +26,7 @@ import torch
 import torch.distributed as dist
 
 from launch.plan import flops, memory
-from launch.plan.cut import train_cut
+from launch.plan.parallelism import train_parallelism
 from pipeline import generate
 from pipeline.config import hardware
 from pipeline.types import Request, Sampling
@@ -107,7 +107,7 @@ def train(name: str, device: str, size: Size) -> tuple[Numbers, str]:
     rate = 3 * flops.forward(shapes["policy"], tokens, pairs) / spent
     predicted = memory.train(recipe, shapes)
     own = predicted.total - predicted.parts.get("runtime", 0.0)
-    own -= memory.staging(recipe, shapes["policy"], train_cut(recipe.policy, recipe.cluster.train))
+    own -= memory.staging(recipe, shapes["policy"], train_parallelism(recipe.policy, recipe.cluster.train))
     numbers: Numbers = {"tokens/s": tokens / spent, "step, s": spent, "TFLOP/s": rate / 1e12, "MFU": None}
     if device == "cuda":
         peak = next((hardware.gpu(each).bf16_tflops for each in PEAKS if each in torch.cuda.get_device_name().lower()), None)

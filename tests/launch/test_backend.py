@@ -10,7 +10,7 @@ from launch.backend import fsdp_bytes, megatron_bytes
 from launch.components import components
 from launch.model_files import PendingModel
 from launch.model_shape import ModelShape
-from launch.plan.memory_parts import Model
+from launch.plan.memory_parts import TrainModel
 from launch.preflight import architecture
 from pipeline import config
 from pipeline.config import MEGATRON_MODEL_TYPES, PRECISIONS, GenerationConfig, PolicyConfig, RecipeError
@@ -259,7 +259,7 @@ def test_bytes(precision, cut, each):
     """Megatron-Core: bytes of a parameter by its guide to the distributed optimizer, on 8 GPUs of which `cut` cut the model."""
     shape = ModelShape.of(LLAMA_70B)
     assert shape.parameters == 70_553_706_496  # Llama 3 70B
-    held = [Model(PolicyConfig(precision=precision, generation=GenerationConfig(temperature=1.0)), shape)]
+    held = [TrainModel(PolicyConfig(precision=precision, generation=GenerationConfig(temperature=1.0)), shape)]
     assert megatron_bytes(held, 8, cut) == pytest.approx(each * shape.parameters, rel=1e-4)
     in_use = 3 * PRECISIONS[precision] * shape.largest_layer
     assert fsdp_bytes(held, 4) == pytest.approx(16 * shape.parameters / 4 + in_use)

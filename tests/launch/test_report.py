@@ -14,7 +14,7 @@ import pytest
 from launch import report
 from launch.pages import rollouts
 from launch.pages.chart import Chart, Mark, Series, figure
-from launch.pages.recipes import differences
+from launch.pages.recipe_section import differences
 from launch.run_folder import RunFolder
 from tests.launch import made_runs
 from tests.launch.made_runs import Texts
@@ -299,9 +299,9 @@ def test_a_long_run_is_sampled_evenly_and_texts_are_cut(tmp_path, monkeypatch):
 
 
 def test_what_is_chosen_evenly_has_both_ends():
-    assert rollouts.evenly(list(range(10)), 4) == [0, 3, 6, 9]
-    assert rollouts.evenly([1, 2], 4) == [1, 2]
-    assert rollouts.evenly([1, 2, 3], 1) == [3]
+    assert rollouts.pick_evenly(list(range(10)), 4) == [0, 3, 6, 9]
+    assert rollouts.pick_evenly([1, 2], 4) == [1, 2]
+    assert rollouts.pick_evenly([1, 2, 3], 1) == [3]
 
 
 # ---- in a browser ---------------------------------------------------------------------------------------------------------

@@ -13,11 +13,11 @@ import pytest
 
 from launch import report, timeline
 from launch.run_folder import RunFolder
-from launch.timelines import picture, reading, trace
-from launch.timelines.reading import recordings
+from launch.traces import merged_trace, rank_traces, step_picture
+from launch.traces.rank_traces import attempt_traces
 from pipeline.spans import CATEGORIES
-from tests.launch import made_runs, timelines
-from tests.launch.timelines import BEGAN, record
+from tests.launch import made_runs, written_traces
+from tests.launch.written_traces import BEGAN, record
 from tests.problems import refused
 
 NEEDED = {"X": {"name", "pid", "tid", "ts", "dur"}, "M": {"name", "pid", "args"}, "C": {"name", "pid", "ts", "args"}}
@@ -29,7 +29,7 @@ NEEDED |= {"s": {"name", "cat", "id", "pid", "tid", "ts"}, "f": {"name", "cat", 
 def run(tmp_path) -> Path:
     """Two train ranks and two engines of two ranks, three steps."""
     made = made_runs.folder(tmp_path / "run")
-    timelines.cluster(made_runs.attempt(made, "1", BEGAN), train=2, generate=4, steps=3, engine_ranks=2, per_node=2)
+    written_traces.cluster(made_runs.attempt(made, "1", BEGAN), train=2, generate=4, steps=3, engine_ranks=2, per_node=2)
     lines = [
         {"step": step, "time": BEGAN + 10 * step + 1, "idle/train": 0.1 * step, "idle/generate": 0.5} for step in (1, 2, 3)
     ]
@@ -155,7 +155,7 @@ def test_a_compressed_trace_is_the_same(run, tmp_path):
 
 
 def test_a_window_of_a_long_file_is_found_without_reading_all_of_it(tmp_path, monkeypatch):
-    monkeypatch.setattr(reading, "BLOCK", 256)
+    monkeypatch.setattr(rank_traces, "BLOCK", 256)
     attempt = made_runs.attempt(made_runs.folder(tmp_path / "run"), "1", BEGAN)
     events: list = [(0.0, 0.5, "setup", "")]
     for i in range(1, 2000):
@@ -163,7 +163,7 @@ def test_a_window_of_a_long_file_is_found_without_reading_all_of_it(tmp_path, mo
         if i % 10 == 0:
             events.append((i + 0.2, i // 10))  # within the span before, whose line comes later
     record(attempt, 0, "train", events)
-    (rank,) = recordings(RunFolder.at(tmp_path / "run").attempts)[0].ranks
+    (rank,) = attempt_traces(RunFolder.at(tmp_path / "run").attempts)[0].ranks
     whole = list(rank.spans())
     for begin, end in ((0.0, 3.0), (700.25, 700.75), (1234.5, 1300.1), (1990.0, 5000.0)):
         found = list(rank.spans(BEGAN + begin, BEGAN + end))
@@ -179,9 +179,9 @@ def test_memory_does_not_grow_with_the_run(tmp_path):
         attempt = made_runs.attempt(run, "1", BEGAN)
         row = [(0.1 * i, 0.1 * (i + 1), ("idle", "rollout")[i % 2], "decode") for i in range(10 * steps)]
         record(attempt, 1, "generate", row, engine=0)
-        recorded = recordings(RunFolder.at(run).attempts)
+        recorded = attempt_traces(RunFolder.at(run).attempts)
         tracemalloc.start()
-        trace.write(tmp_path / f"{steps}.json", RunFolder.at(run), recorded)
+        merged_trace.write(tmp_path / f"{steps}.json", RunFolder.at(run), recorded)
         peaks.append(tracemalloc.get_traced_memory()[1])
         tracemalloc.stop()
     assert (tmp_path / "200.json").stat().st_size > 8 * (tmp_path / "20.json").stat().st_size
@@ -206,9 +206,9 @@ def shares(svg: str) -> dict[str, float]:
 def test_the_picture_shows_what_the_ranks_did(tmp_path, train, generate, engine_ranks):
     run = made_runs.folder(tmp_path / "run")
     attempt = made_runs.attempt(run, "1", BEGAN)
-    timelines.cluster(attempt, train, generate, 2, engine_ranks)
-    step = recordings(RunFolder.at(run).attempts)[0].step(2, 1600)
-    svg = picture.alone(step, "a <title>")
+    written_traces.cluster(attempt, train, generate, 2, engine_ranks)
+    step = attempt_traces(RunFolder.at(run).attempts)[0].step(2, 1600)
+    svg = step_picture.svg_file(step, "a <title>")
     assert ElementTree.fromstring(svg).tag.endswith("svg")
     found = shares(svg)
     assert found["save"] == found["environment"] == 0  # nobody did that
@@ -220,7 +220,7 @@ def test_the_picture_shows_what_the_ranks_did(tmp_path, train, generate, engine_
         assert found[key] == pytest.approx(seconds[key] / seconds.total(), abs=0.01), key
     names = re.findall(r'text-anchor="end" class="tick">([^<]*)<', svg)
     assert names[0] == ("rank 0" if train == 4 else "node0") and len(names) == (8 if train == 4 else 32)
-    idle = [reading.idle_share(rows) for rows in step.realms().values()]
+    idle = [rank_traces.idle_share(rows) for rows in step.realms().values()]
     assert all(0.1 < share < 0.8 for share in idle)
 
 
@@ -248,10 +248,10 @@ def test_a_run_without_a_timeline_is_told_why(tmp_path, capsys):
     folder = made_runs.attempt(spoiled, "1", BEGAN) / "timeline"
     folder.mkdir()
     (folder / "rank00000.jsonl").write_text('{"rank": 0}\n')  # of a version that wrote no trace events
-    assert recordings(RunFolder.at(spoiled).attempts) == []
+    assert attempt_traces(RunFolder.at(spoiled).attempts) == []
     (folder / "rank00000.jsonl").write_text('[{"ph": "M"},\n')
     with refused(("run", "bad-format")):
-        recordings(RunFolder.at(spoiled).attempts)
+        attempt_traces(RunFolder.at(spoiled).attempts)
 
 
 # ---- the report's page ------------------------------------------------------------------------------------------------------

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 from launch.model_files import read_json
 from launch.model_shape import ModelShape
 from launch.plan import memory
-from launch.plan.cut import train_cut
+from launch.plan.parallelism import train_parallelism
 from pipeline import config
 from pipeline.config import RECIPES, Recipe
 
@@ -73,7 +73,7 @@ class Case:
         recipe = self.load()
         shapes = self.shapes(recipe)
         found = memory.train(recipe, shapes)
-        apart = memory.staging(recipe, shapes["policy"], train_cut(recipe.policy, recipe.cluster.train))
+        apart = memory.staging(recipe, shapes["policy"], train_parallelism(recipe.policy, recipe.cluster.train))
         return found.total - apart - found.parts.get("runtime", 0.0), found.phase
 
 

@@ -9,12 +9,12 @@ import pytest
 from launch.model_files import read_json
 from launch.model_shape import ModelShape
 from launch.plan import memory
-from launch.plan.activations import Passage, hugging_face, megatron, norms
+from launch.plan.activations import RankMicrobatch, hugging_face_layer, megatron_layer, norms
 from launch.plan.advice import advice
-from launch.plan.cut import train_cut
-from launch.plan.memory_backends import Megatron, stages
-from launch.plan.memory_generate import Rank, generate
-from launch.plan.memory_parts import GenerateMemory, TrainMemory, load, models
+from launch.plan.memory_backends import MegatronMemory, stages
+from launch.plan.memory_generate import EngineRank, generate
+from launch.plan.memory_parts import GenerateMemory, TrainMemory, models, rank_batches
+from launch.plan.parallelism import train_parallelism
 from pipeline import config
 from pipeline.config import RECIPES
 from tests.test_imports import ROOT
@@ -89,8 +89,8 @@ def test_pipeline_stages_have_all_layers(of, sizes, dense):
 def test_stages_together_hold_the_model():
     overrides = ("policy.dtensor_cfg.enabled=false", f"{MEGATRON}.enabled=true", f"{MEGATRON}.pipeline_model_parallel_size=4")
     loaded = recipe(*overrides)
-    (model, *_), cut = models(loaded, {"policy": LLAMA}), train_cut(loaded.policy, loaded.cluster.train)
-    held = [Megatron(model, cut, True, stage) for stage in stages(model)]
+    (model, *_), cut = models(loaded, {"policy": LLAMA}), train_parallelism(loaded.policy, loaded.cluster.train)
+    held = [MegatronMemory(model, cut, True, stage) for stage in stages(model)]
     assert sum(one.dense_parameters + one.expert_parameters for one in held) == LLAMA.parameters
 
 
@@ -106,19 +106,21 @@ def test_an_early_stage_keeps_several_microbatches():
     assert found.parts["activations"] > 3 * last.parts["activations"]
 
 
-@pytest.mark.parametrize("layer", [hugging_face, megatron])
+@pytest.mark.parametrize("layer", [hugging_face_layer, megatron_layer])
 @pytest.mark.parametrize(("of", "sparse"), [(LLAMA, False), (QWEN_MIXTURE, True), (DEEPSEEK, True)])
 def test_tokens_are_cut_by_context_and_widths_by_tensor_parallelism(layer, of, sparse):
-    one, half = (layer(of, sparse, Passage(tokens, 2, True)) for tokens in (8192, 4096))
+    one, half = (layer(of, sparse, RankMicrobatch(tokens, 2, True)) for tokens in (8192, 4096))
     assert half.saved == one.saved / 2
-    sequence = 4 if layer is megatron else 1  # which a mixture needs
-    cut = layer(of, sparse, Passage(8192, 2, True, tensor=4, sequence=sequence, expert_tensor=4))
+    sequence = 4 if layer is megatron_layer else 1  # which a mixture needs
+    cut = layer(of, sparse, RankMicrobatch(8192, 2, True, tensor=4, sequence=sequence, expert_tensor=4))
     assert one.saved / 4 <= cut.saved < one.saved
 
 
 def test_sequence_parallelism_cuts_all_that_a_layer_keeps():
-    kept = [megatron(LLAMA, False, Passage(8192, 2, True, tensor=4, sequence=sequence)).saved for sequence in (1, 4)]
-    whole = megatron(LLAMA, False, Passage(8192, 2, True)).saved
+    kept = [
+        megatron_layer(LLAMA, False, RankMicrobatch(8192, 2, True, tensor=4, sequence=sequence)).saved for sequence in (1, 4)
+    ]
+    whole = megatron_layer(LLAMA, False, RankMicrobatch(8192, 2, True)).saved
     assert kept[1] == pytest.approx(whole / 4)
     assert kept[0] > kept[1]
 
@@ -130,11 +132,11 @@ def test_norms_are_told_from_the_counts(of, found):
 
 def test_microbatches_are_no_larger_than_what_a_rank_has():
     loaded = recipe("policy.train_global_batch_size=8", "policy.sequence_packing.train_mb_tokens=100000")
-    assert load(loaded, 8).train_tokens == loaded.policy.max_total_sequence_length
-    assert load(loaded, 8).microbatches == 1
+    assert rank_batches(loaded, 8).train_tokens == loaded.policy.max_total_sequence_length
+    assert rank_batches(loaded, 8).microbatches == 1
     pairs = config.load("llama8b_dpo", ["run_dir=runs/unused", "policy.sequence_packing.enabled=false"])
     size = pairs.policy.train_micro_batch_size * pairs.policy.max_total_sequence_length
-    assert load(pairs, 8).train_tokens == 2 * size
+    assert rank_batches(pairs, 8).train_tokens == 2 * size
 
 
 def test_models_beside_the_policy_count():
@@ -176,23 +178,23 @@ def test_the_cache_is_what_is_left_of_the_share():
 
 
 def test_heads_are_copied_where_there_are_more_ranks():
-    cached = [Rank(LLAMA, 2, tensor, 1, False).cached for tensor in (1, 8, 16)]
+    cached = [EngineRank(LLAMA, 2, tensor, 1, False).cached for tensor in (1, 8, 16)]
     assert cached == [65536, 8192, 8192]
 
 
 def test_latents_are_held_by_all_ranks():
-    assert [Rank(DEEPSEEK, 2, tensor, 1, True).cached for tensor in (1, 16)] == [61 * 576] * 2
+    assert [EngineRank(DEEPSEEK, 2, tensor, 1, True).cached for tensor in (1, 16)] == [61 * 576] * 2
 
 
 def test_ranks_together_hold_the_model_and_padding():
-    rank = Rank(LLAMA, 2, 8, 1, False)
+    rank = EngineRank(LLAMA, 2, 8, 1, False)
     norms_twice = 7 * LLAMA.other  # each rank has all norms
     assert 8 * rank.parameters == pytest.approx(LLAMA.parameters + norms_twice, rel=1e-9)
 
 
 def test_projections_to_latents_are_whole_on_every_rank():
     """q_a_proj and kv_a_proj_with_mqa of DeepSeek-V3: 7168 x (1536 + 512 + 64)."""
-    whole, cut = (Rank(DEEPSEEK, 2, tensor, 1, True).parameters for tensor in (1, 8))
+    whole, cut = (EngineRank(DEEPSEEK, 2, tensor, 1, True).parameters for tensor in (1, 8))
     replicated = DEEPSEEK.other + 61 * 7168 * (1536 + 512 + 64)
     assert 8 * cut - whole == pytest.approx(7 * replicated, rel=1e-9)
 
@@ -206,7 +208,7 @@ def test_linear_layers_in_eight_bits_take_half_and_their_scales():
 
 
 def test_experts_in_eight_bits():
-    plain, small = (Rank(DEEPSEEK, 2, 16, 1, True, fp8) for fp8 in (False, True))
+    plain, small = (EngineRank(DEEPSEEK, 2, 16, 1, True, fp8) for fp8 in (False, True))
     ends = 2 * DEEPSEEK.vocabulary * DEEPSEEK.hidden / 16
     assert plain.parameters - plain.linear == pytest.approx(ends + DEEPSEEK.other)  # norms and routers are whole
     assert plain.weights == 2 * plain.parameters

@@ -4,7 +4,7 @@ import functools
 
 import pytest
 
-from launch.plan import choices, modes
+from launch.plan import alternatives, modes
 from pipeline import config
 from tests.launch.plan.plans import planned, table
 
@@ -30,9 +30,11 @@ def test_each_is_the_plan_of_a_recipe_that_says_so(name):
         "colocated": planned("llama8b_grpo_sync", COLOCATED, "cluster.train.nodes=2", "cluster.generate.nodes=2"),
     }
     for mode, single in expected.items():
-        assert found[mode].plan.pace == single.pace and found[mode].plan.gpu_hours == pytest.approx(single.gpu_hours), mode
+        assert found[mode].plan.step_time == single.step_time and found[mode].plan.gpu_hours == pytest.approx(
+            single.gpu_hours
+        ), mode
         assert found[mode].plan.gpus == 16 and found[mode].why_not == ""
-    own = modes.of(planned(name).recipe)
+    own = modes.mode_name(planned(name).recipe)
     assert [mode for mode in found if not found[mode].changes] == [own]
 
 
@@ -57,7 +59,7 @@ def test_the_keys_make_it_so(name, overrides):
     recipe = planned(name, *overrides).recipe
     for mode in compared(name, *overrides).values():
         again = config.changed(recipe, mode.changes)
-        assert modes.of(again) == mode.name
+        assert modes.mode_name(again) == mode.name
         assert again.cluster == mode.plan.recipe.cluster
 
 
@@ -65,7 +67,7 @@ def test_the_fewest_gpu_hours_are_chosen():
     found = compared("llama8b_grpo")
     best = modes.choose(list(found.values()))
     assert best.name == "async" and best.cost < found["colocated"].cost < found["sync"].cost
-    assert found["sync"].plan.pace.train > 0 < found["sync"].plan.pace.generate and found["colocated"].moving > 0
+    assert found["sync"].plan.step_time.train > 0 < found["sync"].plan.step_time.generate and found["colocated"].moving > 0
     text = told("llama8b_grpo")
     assert "async, as it is 1 + 1 16" in text and "choice async: " in text and "fewer GPU-hours than sync" in text
     assert "grpo.async_grpo.enabled=true" not in text  # it is so already
@@ -81,7 +83,7 @@ def test_what_trains_on_its_own_weights_is_chosen_where_little_is_gained():
     assert found["async"].cost < found["sync"].cost < 1.03 * found["async"].cost
     two = [found["async"], found["sync"]]
     assert modes.choose(two).name == "sync"
-    assert "fewer, but trains on older rollouts" in choices.choice(two)
+    assert "fewer, but trains on older rollouts" in alternatives.choice(two)
 
 
 @pytest.mark.parametrize("overrides", [HALVES, IN_TURN])
@@ -118,7 +120,7 @@ def test_a_better_division_is_taken():
         name: (mode.plan.recipe.cluster.train.nodes, mode.plan.recipe.cluster.generate.nodes) for name, mode in found.items()
     }
     assert nodes["sync"] == (4, 2) and nodes["async"] == (2, 4) and nodes["colocated"] == (6, 6)
-    assert found["async"].plan.refit.timeline is not found["sync"].plan.refit.timeline
+    assert found["async"].plan.refit.simulation is not found["sync"].plan.refit.simulation
 
 
 def test_a_layout_that_does_not_divide_all_nodes_takes_fewer():

@@ -20,7 +20,7 @@ from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from transformers import AutoConfig
 
-from launch.plan.refit_layouts import ownership
+from launch.plan.refit_layouts import rank_layouts
 from pipeline import models
 from pipeline.boxes import Region
 from pipeline.config import DTensorConfig, GenerationConfig, MegatronConfig, PolicyConfig, VLLMConfig
@@ -119,7 +119,7 @@ def test_fsdp(family, layout, folder, monkeypatch):
         dtensor_cfg=DTensorConfig(enabled=True, tensor_parallel_size=layout.tensor),
         generation=GenerationConfig(backend="transformers", temperature=1.0),
     )
-    ours = ownership(read(folder / family), policy, layout.ranks, 1)
+    ours = rank_layouts(read(folder / family), policy, layout.ranks, 1)
     assert sorted(ours.train) == list(range(layout.ranks))
     for rank in range(layout.ranks):
         with rank_of(rank, layout.ranks):
@@ -170,7 +170,7 @@ def check_megatron(model: Path, layout: Megatron, megatron: MegatronConfig) -> N
         megatron_cfg=megatron,
         generation=GenerationConfig(backend="transformers", temperature=1.0),
     )
-    ours = ownership(read(model), policy, layout.ranks, 1)
+    ours = rank_layouts(read(model), policy, layout.ranks, 1)
     distinct = {}
     for rank in range(layout.ranks):
         with rank_of(rank, layout.ranks):
@@ -242,7 +242,7 @@ def test_vllm(family, vllm, tmp_path):
         generation=GenerationConfig(temperature=1.0, vllm_cfg=vllm),
     )
     size = vllm.tensor_parallel_size * vllm.pipeline_parallel_size
-    ours = ownership(config, policy, 1, 2 * size)
+    ours = rank_layouts(config, policy, 1, 2 * size)
     assert ours.engines == [list(range(1, 1 + size)), list(range(1 + size, 1 + 2 * size))]
     for place in range(size):
         assert ours.generate[ours.engines[0][place]] is ours.generate[ours.engines[1][place]]
@@ -281,11 +281,11 @@ MODEL, SIZES = "policy.model_name", ("num_hidden_layers", "hidden_size", "interm
 def test_what_is_not_described_is_refused(config, train, sections, key, code, names, folder):
     policy = PolicyConfig(generation=GenerationConfig(temperature=1.0), **sections)
     with pytest.raises(ValueError, match=f"^{key}: .*{names}") as error:
-        ownership(read(folder / config) if isinstance(config, str) else config, policy, train, 1)
+        rank_layouts(read(folder / config) if isinstance(config, str) else config, policy, train, 1)
     assert not code or named(error.value.problems) == {(key, code)}
 
 
 def test_a_tensor_that_the_family_does_not_describe_is_refused(folder):
     policy = PolicyConfig(megatron_cfg=MegatronConfig(enabled=True), generation=GenerationConfig(temperature=1.0))
     with refused((MODEL, "unsupported")):
-        ownership({**read(folder / "llama"), "attention_bias": True}, policy, 1, 1)
+        rank_layouts({**read(folder / "llama"), "attention_bias": True}, policy, 1, 1)

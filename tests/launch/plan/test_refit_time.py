@@ -7,7 +7,7 @@ from launch.plan import refit_time
 from launch.plan.refit_time import (
     Broadcast,
     Demand,
-    Timeline,
+    RefitSimulation,
     bounds,
     broadcast_seconds,
     demand,
@@ -41,10 +41,10 @@ def apart(ranks):
     return np.arange(ranks)
 
 
-def price(rows, nodes, described) -> Timeline:
-    timeline = simulate(messages(*rows), np.array(nodes), described)
-    assert sum(bounds(timeline).values()) == pytest.approx(timeline.seconds)  # the chain of events is whole
-    return timeline
+def price(rows, nodes, described) -> RefitSimulation:
+    simulation = simulate(messages(*rows), np.array(nodes), described)
+    assert sum(bounds(simulation).values()) == pytest.approx(simulation.seconds)  # the chain of events is whole
+    return simulation
 
 
 TO_ONE = [(r, s, 2, GB) for r in range(4) for s in (0, 1)]
@@ -88,25 +88,25 @@ CLOSED_FORMS = {  # rows, nodes, network, seconds, of these by term
 @pytest.mark.parametrize("case", CLOSED_FORMS)
 def test_closed_forms(case):
     rows, nodes, described, seconds, parts = CLOSED_FORMS[case]
-    timeline = price(rows, nodes, described)
-    assert timeline.seconds == pytest.approx(seconds, rel=2e-6)
-    spent = bounds(timeline)
+    simulation = price(rows, nodes, described)
+    assert simulation.seconds == pytest.approx(seconds, rel=2e-6)
+    spent = bounds(simulation)
     assert {term: spent[term] for term in parts} == pytest.approx(parts, rel=2e-6)
 
 
 def test_a_rank_waits_for_its_partners_only():
     """Ranks 0 and 2 have one big round; 1 and 3 go on with theirs."""
     rows = [(0, 0, 2, 100 * GB), *((r, 1, 3, GB) for r in range(3))]
-    timeline = price(rows, apart(4), network())
-    assert timeline.arrived[-1, 3] == pytest.approx(3 / 50, rel=1e-6)
-    assert timeline.seconds == pytest.approx(100 / 50, rel=1e-6)
+    simulation = price(rows, apart(4), network())
+    assert simulation.arrived[-1, 3] == pytest.approx(3 / 50, rel=1e-6)
+    assert simulation.seconds == pytest.approx(100 / 50, rel=1e-6)
 
 
 def test_a_relay_leaves_after_what_it_passes_on_has_come():
     rows = [(0, 0, 1, GB), (1, 1, 2, GB, True)]
-    timeline = price(rows, [0, 1, 1], network(nic=50, node=100, memory=1000))
-    assert timeline.posted[1, 1] >= timeline.arrived[0, 1]
-    assert timeline.seconds == pytest.approx(1 / 1000 + 1 / 50 + 1 / 1000 + 1 / 100 + 1 / 1000)
+    simulation = price(rows, [0, 1, 1], network(nic=50, node=100, memory=1000))
+    assert simulation.posted[1, 1] >= simulation.arrived[0, 1]
+    assert simulation.seconds == pytest.approx(1 / 1000 + 1 / 50 + 1 / 1000 + 1 / 100 + 1 / 1000)
 
 
 def test_sharing_within_a_node_halves_what_comes_in_by_nic():
@@ -145,8 +145,8 @@ def test_no_plan_beats_the_floor():
     demand = Demand(owned=np.array([GB, GB]), by_node=np.array([GB, GB]), total=2 * GB, train_ranks=2, ranks_per_node=1)
     seconds, limit = floor(demand, network(latency_us=20))
     assert (seconds, limit) == (pytest.approx(1 / 50), "train egress")
-    timeline = price([(r, s, s + 2, GB // 4) for r in range(4) for s in (0, 1)], apart(4), network(latency_us=20))
-    assert seconds < timeline.seconds < 1.01 * seconds
+    simulation = price([(r, s, s + 2, GB // 4) for r in range(4) for s in (0, 1)], apart(4), network(latency_us=20))
+    assert seconds < simulation.seconds < 1.01 * seconds
 
 
 @pytest.mark.parametrize(
@@ -184,12 +184,12 @@ def test_any_plan_lies_between_its_busiest_part_and_everybody_waiting_for_all(se
     for _ in range(60):
         source, target = rng.choice(6, 2, replace=False)
         rows.append((rng.integers(8), source, target, rng.integers(1, GB), source > 3 and rng.random() < 0.5))
-    timeline = price(rows, [0, 0, 1, 1, 2, 2], network(node=90, latency_us=500, memory=rng.choice([20, 100, 1000])))
-    parts = timeline.parts
+    simulation = price(rows, [0, 0, 1, 1, 2, 2], network(node=90, latency_us=500, memory=rng.choice([20, 100, 1000])))
+    parts = simulation.parts
     wire = parts["latency"] + np.maximum.reduce([parts["wire out"], parts["wire in"], parts["node"]])
     copies = parts["pack"] + parts["apply"]
-    assert max(wire.sum(0).max(), copies.sum(0).max()) <= timeline.seconds
-    assert timeline.seconds <= (parts["pack"].max(1) + wire.max(1) + parts["apply"].max(1)).sum()
+    assert max(wire.sum(0).max(), copies.sum(0).max()) <= simulation.seconds
+    assert simulation.seconds <= (parts["pack"].max(1) + wire.max(1) + parts["apply"].max(1)).sum()
 
 
 # ---- of a real plan -----------------------------------------------------------------------------------------------------
@@ -236,8 +236,8 @@ def test_what_a_plan_must_move(planned):
 
 def test_a_plan_comes_close_to_the_floor_and_not_below(planned):
     described = network(node=1e5)
-    timeline = simulate(refit_time.messages(planned), NODE, described)
-    assert 0.8 < floor(demand(planned, NODE), described)[0] / timeline.seconds <= 1
+    simulation = simulate(refit_time.messages(planned), NODE, described)
+    assert 0.8 < floor(demand(planned, NODE), described)[0] / simulation.seconds <= 1
 
 
 @pytest.mark.parametrize(("node", "far"), [([0, 0, 0, 0, 0, 0, 0, 0], 0), ([0, 0, 1, 1, 0, 0, 1, 1], UP / 2)])

@@ -1,4 +1,4 @@
-"""Times of phases: closed forms by hand, what has to grow with what, and an engine against one that is played step by step."""
+"""Times of phases: closed forms, monotonicity, and an engine against one that is simulated step by step."""
 
 import math
 import random
@@ -10,9 +10,9 @@ from launch import backend
 from launch.model_files import planning_config
 from launch.model_shape import ModelShape
 from launch.plan import flops, generate_time, lengths, train_time
-from launch.plan.cut import Cut, Links
 from launch.plan.generate_time import Engine
 from launch.plan.lengths import Lengths
+from launch.plan.parallelism import Links, Parallelism
 from pipeline import config
 from pipeline.config import PolicyConfig
 from pipeline.config.hardware import gpu
@@ -86,7 +86,7 @@ def test_links():
     assert links.exchange_seconds(16, 16e9) == pytest.approx(8e9 / 50e9)  # half of it leaves the node
     assert links.exchange_seconds(8, 8e9) == pytest.approx(7e9 / 450e9)
     assert Links(gpu("gb200"), 50, 72).ring(64) == 900e9
-    assert Cut(64, tensor=4, pipeline=2, context=2).data == 4
+    assert Parallelism(64, tensor=4, pipeline=2, context=2).data == 4
 
 
 def test_nvlink_ends_at_the_node_unless_it_crosses_nodes():
@@ -201,8 +201,8 @@ def test_an_engine_as_played(mean, limit, count, slots):
     """Against a queue of drawn lengths, from which a sequence starts when one ends."""
     one, spread = engine(), Lengths(200, mean, limit, "")
     predicted = sum(generate_time.decoding(one, count, slots, spread, count).values())
-    played = [_play(one, spread, count, slots, seed) for seed in range(5)]
-    assert predicted == pytest.approx(sum(played) / len(played), rel=0.1)
+    simulate_steps = [_play(one, spread, count, slots, seed) for seed in range(5)]
+    assert predicted == pytest.approx(sum(simulate_steps) / len(simulate_steps), rel=0.1)
 
 
 def _play(engine: Engine, lengths: Lengths, count: int, slots: int, seed: int) -> float:

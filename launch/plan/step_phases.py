@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from launch.model_shape import ModelShape
-from launch.plan import generate_time, memory, sharing, train_time
+from launch.plan import colocation, generate_time, memory, train_time
 from launch.plan.lengths import Lengths
 from launch.plan.memory_parts import GenerateMemory
 from launch.plan.phase import Phase
@@ -37,7 +37,7 @@ def step_phases(
     found += [score] if score else []
     found += train
     if config.colocated(recipe):
-        found += sharing.phases(recipe, memory.train(recipe, shapes), generate)
+        found += colocation.phases(recipe, memory.train(recipe, shapes), generate)
     return found
 
 

@@ -12,7 +12,9 @@ GIGA = 1e9
 
 
 @dataclass(frozen=True, slots=True)
-class Cut:
+class Parallelism:
+    """The sizes of the parallel groups of a component."""
+
     ranks: int
     tensor: int = 1
     pipeline: int = 1
@@ -37,12 +39,13 @@ class Cut:
         return rest, shape.routed / (self.expert * self.expert_tensor * self.pipeline)
 
 
-def train_cut(policy: PolicyConfig, component: ComponentConfig) -> Cut:
+def train_parallelism(policy: PolicyConfig, component: ComponentConfig) -> Parallelism:
+    """Return the parallelism of the train backend that the policy uses."""
     if not uses_megatron(policy):
         tensor = policy.dtensor_cfg.tensor_parallel_size
-        return Cut(ranks(component), tensor, expert_tensor=tensor)
+        return Parallelism(ranks(component), tensor, expert_tensor=tensor)
     megatron = policy.megatron_cfg
-    return Cut(
+    return Parallelism(
         ranks(component),
         megatron.tensor_model_parallel_size,
         megatron.pipeline_model_parallel_size,
@@ -92,7 +95,7 @@ class Links:
         return max(inside / self.gpu.nvlink_gb_per_s, outside / self.nic_gb_per_s) / GIGA
 
 
-def cut_sizes(section: object) -> str:
+def parallel_sizes(section: object) -> str:
     """Return the sizes of a backend's section that are not 1, by their keys, without `_size`."""
     sizes = {key: value for key, value in vars(section).items() if key.endswith("_parallel_size") and (value or 1) > 1}
     return ", ".join(f"{key.removesuffix('_size')} {value}" for key, value in sizes.items()) or "no model parallelism"

@@ -2,7 +2,7 @@
 
     in turn      rollout, training and refit follow each other
     drained      sampling runs ahead, and a refit waits for the engines: the longer of rollout and training, then the refit
-    in flight    a refit does not wait: the steps of rank 0's loop are played on one engine until they repeat
+    in flight    a refit does not wait: the steps of rank 0's loop are simulate_steps on one engine until they repeat
 
 Played are the groups of `pipeline/rollout/buffer.py` with `stragglers: wait`: at most max_trajectory_age_steps + 1 rollouts
 live, each refit begins one, and a step waits for the oldest. So the last answers of a rollout share the engine with the first
@@ -20,7 +20,7 @@ from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from launch.plan.generate_time import Load, decoding
+from launch.plan.generate_time import EngineLoad, decoding
 from pipeline.config import Recipe, colocated, runs_ahead
 
 BUNDLES = 200  # of sequences that are taken to be of one length
@@ -30,7 +30,7 @@ ROUNDS = 4  # that are measured, each a step for each rollout that is under way
 
 
 @dataclass(frozen=True, slots=True)
-class Pace:
+class StepTime:
     """Seconds of a step, and those of it in which the ranks of a component are idle."""
 
     step: float
@@ -38,7 +38,7 @@ class Pace:
     generate: float = 0.0
 
 
-def of(recipe: Recipe, seconds: Mapping[str, float], sampling: float, load: Load | None) -> Pace:
+def estimate(recipe: Recipe, seconds: Mapping[str, float], sampling: float, load: EngineLoad | None) -> StepTime:
     """Return the pace of a recipe.
 
     seconds: of the phases, by clock. sampling: of the rollout's, those of the engines; the rest is scored on other ranks, which
@@ -46,25 +46,25 @@ def of(recipe: Recipe, seconds: Mapping[str, float], sampling: float, load: Load
     """
     rollout, train, refit = (seconds.get(clock, 0.0) for clock in ("rollout", "train", "refit"))
     if load is None or colocated(recipe):
-        return Pace(rollout + train + refit)
+        return StepTime(rollout + train + refit)
     if not runs_ahead(recipe):
-        return Pace(rollout + train + refit, rollout, train)
+        return StepTime(rollout + train + refit, rollout, train)
     ahead, scoring = recipe.grpo.async_grpo, rollout - sampling
     if not ahead.in_flight_weight_updates:
         longer = max(rollout, train)
-        return Pace(longer + refit, longer - train, longer - rollout)
-    step, busy = played(load, sampling, scoring + train, refit, ahead.max_trajectory_age_steps)
-    return Pace(step, max(0.0, step - train - refit), max(0.0, step - busy - refit))
+        return StepTime(longer + refit, longer - train, longer - rollout)
+    step, busy = simulate_steps(load, sampling, scoring + train, refit, ahead.max_trajectory_age_steps)
+    return StepTime(step, max(0.0, step - train - refit), max(0.0, step - busy - refit))
 
 
-def played(load: Load, sampling: float, train: float, refit: float, age: int) -> tuple[float, float]:
+def simulate_steps(load: EngineLoad, sampling: float, train: float, refit: float, age: int) -> tuple[float, float]:
     """Return (seconds of a step, of these seconds in which an engine decodes).
 
     sampling: seconds of a rollout that the engine has for itself. train: seconds from a complete rollout to the refit.
     age: how many steps sampling runs ahead, at least 1.
     """
     alone = sum(decoding(load.engine, load.count, load.slots, load.lengths, load.answers).values())
-    queue, live = _Queue(load, sampling / alone), min(age, OLDEST) + 1
+    queue, live = _EngineSimulation(load, sampling / alone), min(age, OLDEST) + 1
     for _ in range(live):
         queue.begin()
     warm, measured = live + WARM_UP, ROUNDS * live
@@ -79,10 +79,10 @@ def played(load: Load, sampling: float, train: float, refit: float, age: int) ->
     return (queue.time - since[0]) / measured, (queue.busy - since[1]) / measured
 
 
-class _Queue:
+class _EngineSimulation:
     """An engine that decodes rollouts, which begin one after another."""
 
-    def __init__(self, load: Load, scale: float):
+    def __init__(self, load: EngineLoad, scale: float):
         """scale: by how much longer a step of the engine is than its parts say."""
         self.time = 0.0
         self.busy = 0.0
@@ -126,7 +126,7 @@ class _Queue:
             self._begun += self._clock
 
 
-def _lengths(load: Load) -> list[float]:
+def _lengths(load: EngineLoad) -> list[float]:
     """Return tokens of an engine's answers, a bundle each, in a random order.
 
     They are quantiles of the assumed distribution and, as the last to end, the longest of all engines' answers. A bundle that

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from launch.pages.html import Html, tag, text
-from launch.timelines.reading import Rank, Step, idle_share
+from launch.traces.rank_traces import RankTrace, StepSpans, idle_share
 from launch.units import plural
 from pipeline.spans import Span
 
@@ -25,23 +25,23 @@ NAMES = 16
 """Groups of a realm that are named at most."""
 WIDTH, LEFT, RIGHT, ROW, HEAD = 1200, 140, 30, 15, 26
 
-Row = tuple[Rank, list[Span]]
+Row = tuple[RankTrace, list[Span]]
 Item = TypeVar("Item")
 
 
-def evenly(items: Sequence[Item], most: int) -> list[Item]:
+def pick_evenly(items: Sequence[Item], most: int) -> list[Item]:
     """Return at most so many of them, from the first to the last, at equal distances."""
     if len(items) <= most:
         return list(items)
     return [items[round(i * (len(items) - 1) / (most - 1))] for i in range(most)] if most > 1 else [items[-1]]
 
 
-def alone(step: Step, title: str) -> str:
+def svg_file(step: StepSpans, title: str) -> str:
     """Return an SVG file with all ranks."""
-    return framed(title, {key: f"is-{key}" for key in step.categories()}, *_panels(step, len(step.rows), 56))
+    return svg_document(title, {key: f"is-{key}" for key in step.categories()}, *_panels(step, len(step.rows), 56))
 
 
-def framed(title: str, legend: Mapping[str, str], parts: Iterable[Html], height: float) -> str:
+def svg_document(title: str, legend: Mapping[str, str], parts: Iterable[Html], height: float) -> str:
     """Return an SVG file with the page's style, a title and a legend: name -> class. The parts are below y = 56."""
     entries = []
     for i, (name, class_) in enumerate(legend.items()):
@@ -54,18 +54,18 @@ def framed(title: str, legend: Mapping[str, str], parts: Iterable[Html], height:
     return str(tag("svg", *inner, xmlns="http://www.w3.org/2000/svg", **box, **look)) + "\n"
 
 
-def inside(step: Step, title: str) -> Html:
+def svg_figure(step: StepSpans, title: str) -> Html:
     """Return the picture for a page, with some of the ranks where a realm has many."""
     parts, height = _panels(step, FEW, 0)
     return tag("svg", *parts, viewBox=f"0 0 {WIDTH} {height}", role="img", aria_label=title)
 
 
-def _panels(step: Step, most: int, y: float) -> tuple[list[Html], float]:
+def _panels(step: StepSpans, most: int, y: float) -> tuple[list[Html], float]:
     """Return the realms one below another with the axis, from `y` on, and where it ends."""
     scale = (WIDTH - LEFT - RIGHT) / (step.end - step.begin)
     parts: list[Html] = []
     for realm, every in step.realms().items():
-        rows = evenly(every, most)
+        rows = pick_evenly(every, most)
         some = f", of which {len(rows)} are shown" if len(rows) < len(every) else ""
         said = f": {plural(len(every), 'rank')}{some}, idle {idle_share(every):.0%}"
         parts.append(tag("text", tag("tspan", realm, class_="realm"), said, x=0, y=y + HEAD - 9, class_="head"))
@@ -91,15 +91,15 @@ def _names(rows: list[Row]) -> Iterator[tuple[str, float]]:
         yield name, sum(at) / len(at) + 0.5
 
 
-def _bars(step: Step, spans: list[Span], y: float, height: float, scale: float) -> Iterator[Html]:
+def _bars(step: StepSpans, spans: list[Span], y: float, height: float, scale: float) -> Iterator[Html]:
     for each in spans:
         x = LEFT + scale * (each.begin - step.begin)
-        gap, said = (1, tag("title", _said(step, each))) if height == ROW else (0, None)
+        gap, said = (1, tag("title", _tooltip(step, each))) if height == ROW else (0, None)
         place = {"x": f"{x:.1f}", "y": y + gap, "height": height - 2 * gap, "width": f"{max(0.2, scale * each.seconds):.1f}"}
         yield tag("rect", said, **place, class_=f"is-{each.category}")
 
 
-def _said(step: Step, span: Span) -> Html:
+def _tooltip(step: StepSpans, span: Span) -> Html:
     verb, phase = span.name
     name = (phase or "wait") if verb == "idle" else ", ".join(filter(None, [verb, phase]))
     said = f"{name}: {_seconds(span.seconds)}, from {_seconds(span.begin - step.begin)}"

@@ -3,9 +3,9 @@
 import pytest
 
 from launch import backend
-from launch.plan import memory, sharing, split
-from launch.plan.cut import train_cut
+from launch.plan import colocation, memory, split
 from launch.plan.estimate import Plan
+from launch.plan.parallelism import train_parallelism
 from launch.plan.refit import node_names
 from pipeline import config
 from pipeline.config import hardware
@@ -25,7 +25,7 @@ def test_turns_are_what_each_rank_holds_in_them():
     found = made(*SHARED)
     rollout, training, refit = found.turns
     train, generate, recipe = found.train, found.generate, found.recipe
-    staging = memory.staging(recipe, found.shapes["policy"], train_cut(recipe.policy, recipe.cluster.train))
+    staging = memory.staging(recipe, found.shapes["policy"], train_parallelism(recipe.policy, recipe.cluster.train))
     stays = train.parts["runtime"] + staging
     asleep = generate.parts["runtime"] + generate.parts["buffers"]
     assert rollout.total == pytest.approx(stays + generate.total)
@@ -53,12 +53,12 @@ def test_a_step_pays_for_the_moves_and_for_half_the_gpus():
     found, apart = made(*SHARED), made()
     assert (found.gpus, apart.gpus) == (8, 16)
     assert found.seconds["rollout"] == pytest.approx(apart.seconds["rollout"])
-    rate = sharing.PAGE_LOCKED * GIGA * hardware.gpu("h100").host_gb_per_s
+    rate = colocation.PAGE_LOCKED * GIGA * hardware.gpu("h100").host_gb_per_s
     moved = found.train.parts["weights"] + found.train.parts["optimizer"]
     assert found.seconds["train"] == pytest.approx(apart.seconds["train"] + moved / rate)
     weights = found.generate.parts["weights"]
-    assert found.seconds["refit"] == pytest.approx(moved / rate + weights / (sharing.IPC_GB_PER_S * GIGA))
-    expected = moved / rate + 2 * weights / rate + weights / (sharing.GLOO_GB_PER_S * GIGA)
+    assert found.seconds["refit"] == pytest.approx(moved / rate + weights / (colocation.IPC_GB_PER_S * GIGA))
+    expected = moved / rate + 2 * weights / rate + weights / (colocation.GLOO_GB_PER_S * GIGA)
     for keys in (BY_HOST, BROADCAST):
         assert made(*SHARED, *keys).seconds["refit"] == pytest.approx(expected)
     assert not split.movable(found.recipe) and found.split is None
@@ -94,17 +94,17 @@ def test_between_nodes_it_goes_over_tcp(trainer, by):
     found = made(*SHARED, *nodes, "policy.dtensor_cfg.enabled=false", f"policy.{trainer}.enabled=true")
     parts = {phase.name: phase.parts for phase in found.phases}["weights to the engines"]
     weights = found.generate.parts["weights"]
-    name, rate = ("CUDA IPC", sharing.IPC_GB_PER_S) if by == "ipc" else ("gloo", sharing.GLOO_GB_PER_S)
+    name, rate = ("CUDA IPC", colocation.IPC_GB_PER_S) if by == "ipc" else ("gloo", colocation.GLOO_GB_PER_S)
     near = parts[name] * rate * GIGA
-    far = parts.get("gloo between nodes", 0.0) * sharing.TCP_GB_PER_S * GIGA
+    far = parts.get("gloo between nodes", 0.0) * colocation.TCP_GB_PER_S * GIGA
     assert near + far / 8 == pytest.approx(weights)
     assert far == (pytest.approx(0.5 * weights, rel=0.01) if trainer == "dtensor_cfg" else 0.0)  # once to a node
-    unknown = sharing.refit(found.recipe, weights, None).parts  # taken to be as FSDP2
+    unknown = colocation.refit(found.recipe, weights, None).parts  # taken to be as FSDP2
     copied = 2 * (far / 8 if by == "ipc" else weights)
-    link = sharing.PAGE_LOCKED * GIGA * hardware.gpu("h100").host_gb_per_s
+    link = colocation.PAGE_LOCKED * GIGA * hardware.gpu("h100").host_gb_per_s
     assert parts.get("to and from the host", 0.0) == pytest.approx(copied / link)
-    assert unknown["gloo between nodes"] == 0.5 * weights / (sharing.TCP_GB_PER_S * GIGA)
-    assert "GLOO_SOCKET_IFNAME" in sharing.assumed(found.recipe) and "GLOO" not in sharing.assumed(made(*SHARED).recipe)
+    assert unknown["gloo between nodes"] == 0.5 * weights / (colocation.TCP_GB_PER_S * GIGA)
+    assert "GLOO_SOCKET_IFNAME" in colocation.assumed(found.recipe) and "GLOO" not in colocation.assumed(made(*SHARED).recipe)
 
 
 def test_a_reward_model_scores_beside_the_engine():

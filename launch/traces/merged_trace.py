@@ -18,7 +18,7 @@ from typing import Any
 
 from launch import startup_stages
 from launch.run_folder import Columns, RunFolder
-from launch.timelines.reading import REALMS, Rank, Recording
+from launch.traces.rank_traces import REALMS, AttemptTrace, RankTrace
 from pipeline.spans import Span, us
 
 RUN = 0
@@ -29,7 +29,7 @@ Event = dict[str, Any]
 Window = tuple[float, float]
 
 
-def write(path: Path, run: RunFolder, recorded: list[Recording], window: Window = (float("-inf"), float("inf"))) -> int:
+def write(path: Path, run: RunFolder, recorded: list[AttemptTrace], window: Window = (float("-inf"), float("inf"))) -> int:
     """Write the trace of what was between two times, and return how many events it has. Raises OSError."""
     opened = gzip.open if path.suffix == ".gz" else open
     count = 0
@@ -42,7 +42,7 @@ def write(path: Path, run: RunFolder, recorded: list[Recording], window: Window 
     return count
 
 
-def _events(run: RunFolder, recorded: list[Recording], window: Window) -> Iterator[Event]:
+def _events(run: RunFolder, recorded: list[AttemptTrace], window: Window) -> Iterator[Event]:
     yield _named("process_name", RUN, name="run")
     metrics = run.metrics()
     for each in recorded:
@@ -60,7 +60,7 @@ def _slice(name: str, category: str, begin: float, end: float, tid: int) -> Even
     return {"ph": "X", "name": name, "cat": category, "pid": RUN, "tid": tid, "ts": at, "dur": us(end) - at}
 
 
-def _ranks(of: list[Rank], window: Window) -> Iterator[Event]:
+def _ranks(of: list[RankTrace], window: Window) -> Iterator[Event]:
     """Yield what an attempt's ranks did, and the arrows between them."""
     processes: dict[tuple[str, str], int] = {}
     engines: dict[int | None, int] = {None: 0}  # engine -> its first rank
@@ -105,7 +105,7 @@ def _arrow(name: str, sent: list[Window], source: int, received: Window, to: tup
     yield {**common, "ph": "f", "bp": "e", "pid": to[0], "tid": to[1], "ts": us(max(leaves, received[1] - 1e-6))}
 
 
-def _start_up(of: Recording, begin: float, end: float) -> Iterator[Event]:
+def _start_up(of: AttemptTrace, begin: float, end: float) -> Iterator[Event]:
     """Yield what a run did before its first step."""
     for stage in startup_stages.of_attempt(of.attempt):
         if stage.ended is not None and begin <= stage.began and stage.ended <= end:

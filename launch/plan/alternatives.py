@@ -7,9 +7,9 @@ from collections.abc import Iterator, Sequence
 
 from launch.plan import generate_time, modes, split
 from launch.plan.advice import recomputes_less
-from launch.plan.cut import engines
 from launch.plan.estimate import Plan, step_elsewhere
 from launch.plan.modes import Mode
+from launch.plan.parallelism import engines
 from launch.units import plural, seconds
 from pipeline import config
 from pipeline.config import runs_ahead
@@ -23,17 +23,17 @@ WIDTHS = (12, 6, 10, 14, 14, 14)
 def waits(plan: Plan) -> Iterator[Line]:
     """Yield how long ranks wait for each other."""
     if plan.phases and plan.generate and not config.colocated(plan.recipe):
-        train, engines = plan.pace.train / plan.step, plan.pace.generate / plan.step
+        train, engines = plan.step_time.train / plan.step, plan.step_time.generate / plan.step
         yield "waits", f"train ranks {train:.0%} of a step, engines {engines:.0%}; plan=true compares with other ways"
 
 
-def of_modes(plan: Plan, compared: Sequence[Mode]) -> Iterator[Line]:
+def mode_table(plan: Plan, compared: Sequence[Mode]) -> Iterator[Line]:
     """Yield a table of the modes, and the one to choose."""
     cost = "GPU-hours" if plan.steps else "GPU-s a step"
     columns = zip(("nodes", "GPUs", "a step", cost, "train waits", "engines wait"), WIDTHS, strict=True)
     yield f"{'the same nodes':26s}" + "".join(f"{name:>{width}s}" for name, width in columns)
     for mode in compared:
-        name = mode.name if mode.changes or mode.plan is None else f"{mode.name}, as it is"
+        name = mode.name if mode.changes or mode.estimate is None else f"{mode.name}, as it is"
         if mode.why_not:
             yield textwrap.fill(f"not so: {mode.why_not}", WIDTH, initial_indent=f"  {name:24s}", subsequent_indent=" " * 26)
         else:
@@ -53,7 +53,7 @@ def _row(mode: Mode) -> str:
         if config.serves_rewards(found.recipe):
             own.append(getattr(cluster.reward, split.key_of(found.recipe)))
         nodes = f"{' + '.join(map(str, own))}{' GPUs' if cluster.share_nodes else ''}"
-        cells = [nodes, *cells, *(f"{idle / found.step:.0%}" for idle in (found.pace.train, found.pace.generate)), ""]
+        cells = [nodes, *cells, *(f"{idle / found.step:.0%}" for idle in (found.step_time.train, found.step_time.generate)), ""]
     return "".join(f"{cell:>{width}}" for cell, width in zip(cells, (*WIDTHS, 0), strict=True))
 
 
@@ -95,7 +95,7 @@ def proposals(plan: Plan) -> Iterator[Line]:
 
 def _division(plan: Plan) -> str:
     estimated = "by these estimates alone; a few measured steps would tell better"
-    by = f"as measured in {plan.measured.where}" if plan.ratios else estimated
+    by = f"as measured in {plan.measured.where}" if plan.measured and plan.ratios else estimated
     if plan.split is None:
         return f"no other division {'makes a step clearly shorter' if plan.fits else 'fits either'}, {by}"
     gain = f"{plan.split.gain:.0%} less" if plan.fits else "and fits"

@@ -12,10 +12,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from launch.plan import memory
-from launch.plan.cut import train_cut
-from launch.plan.memory_parts import GenerateMemory, TrainMemory, load, models
+from launch.plan.memory_parts import GenerateMemory, TrainMemory, models, rank_batches
+from launch.plan.parallelism import train_parallelism
 from launch.plan.phase import Phase
-from launch.plan.refit import Prediction
+from launch.plan.refit import RefitPrediction
 from pipeline.config import Recipe, engine_ranks, hardware, ranks, ranks_per_node, refits_by_ipc
 
 GIGA = 1e9
@@ -33,7 +33,7 @@ MOVED = ("weights", "merged weights", "optimizer", "other models")
 
 
 @dataclass(frozen=True, slots=True)
-class Turn:
+class TurnMemory:
     """Bytes of one GPU."""
 
     name: str
@@ -42,26 +42,27 @@ class Turn:
 
     @property
     def total(self) -> float:
+        """Return the bytes of both ranks."""
         return self.train + self.generate
 
 
-def turns(recipe: Recipe, train: TrainMemory, generate: GenerateMemory) -> tuple[Turn, ...]:
+def turns(recipe: Recipe, train: TrainMemory, generate: GenerateMemory) -> tuple[TurnMemory, ...]:
     """Return the turns in the order of a step."""
-    staging = memory.staging(recipe, train.shapes["policy"], train_cut(recipe.policy, recipe.cluster.train))
+    staging = memory.staging(recipe, train.shapes["policy"], train_parallelism(recipe.policy, recipe.cluster.train))
     away = train.parts.get("runtime", 0.0) + staging
     asleep = generate.parts.get("runtime", 0.0) + generate.parts.get("buffers", 0.0)
     return (
-        Turn("rollout", away + _scoring(recipe, train), generate.total),
-        Turn("training", train.total, asleep),
-        Turn("refit", away + _read(train), asleep + generate.parts.get("weights", 0.0)),
+        TurnMemory("rollout", away + _scoring(recipe, train), generate.total),
+        TurnMemory("training", train.total, asleep),
+        TurnMemory("refit", away + _read(train), asleep + generate.parts.get("weights", 0.0)),
     )
 
 
 def _scoring(recipe: Recipe, train: TrainMemory) -> float:
     """Return the bytes of a reward model that the train ranks serve, while it computes."""
     judges = [each for each in models(recipe, train.shapes) if each.values and not each.trained]
-    cut = train_cut(recipe.policy, recipe.cluster.train)
-    return memory.peak(judges, cut, True, load(recipe, cut.data)).total if judges else 0.0
+    layout = train_parallelism(recipe.policy, recipe.cluster.train)
+    return memory.peak(judges, layout, True, rank_batches(recipe, layout.data)).total if judges else 0.0
 
 
 def host(recipe: Recipe, train: TrainMemory, generate: GenerateMemory) -> float:
@@ -92,7 +93,7 @@ def phases(recipe: Recipe, train: TrainMemory, generate: GenerateMemory) -> Iter
     yield Phase("refit", "the engines take the GPUs", 0.0, {"trainer to the host": _moved(train) / rate, **sleep})
 
 
-def refit(recipe: Recipe, received: float, planned: Prediction | None) -> Phase:
+def refit(recipe: Recipe, received: float, planned: RefitPrediction | None) -> Phase:
     """Return the phase in which weights reach the engines: by memory that both ranks of a GPU map, or through host memory.
 
     NCCL joins no two ranks on one GPU. received: bytes of a generate rank. planned: None where the layouts are not known.
@@ -108,7 +109,7 @@ def refit(recipe: Recipe, received: float, planned: Prediction | None) -> Phase:
     return Phase("refit", "weights to the engines", 0.0, parts)
 
 
-def _across(recipe: Recipe, received: float, planned: Prediction | None) -> float:
+def _across(recipe: Recipe, received: float, planned: RefitPrediction | None) -> float:
     """Return the bytes into the busiest node.
 
     Without a plan each node is taken to hold an equal part of the model, as with FSDP2, and to receive the rest once.
@@ -119,7 +120,7 @@ def _across(recipe: Recipe, received: float, planned: Prediction | None) -> floa
     if planned is None or recipe.policy.generation.refit_transport == "broadcast":
         engine = min(engine_ranks(recipe.policy.generation.vllm_cfg), ranks_per_node(generate))
         return received * engine * (generate.nodes - 1) / generate.nodes
-    into = planned.timeline.loads.nic_in.sum(0)[ranks(recipe.cluster.train) :]
+    into = planned.simulation.loads.nic_in.sum(0)[ranks(recipe.cluster.train) :]
     return float(into.reshape(generate.nodes, -1).sum(1).max())
 
 
@@ -129,6 +130,7 @@ def _rate(recipe: Recipe) -> float:
 
 
 def assumed(recipe: Recipe) -> str:
+    """Return the assumed transfer rates of shared GPUs, for the report."""
     gpu = hardware.gpu(recipe.cluster.train.gpu)
     between = (
         f" and {TCP_GB_PER_S:g} GB/s into a node over TCP, on the interface of its host name or of GLOO_SOCKET_IFNAME"

@@ -6,8 +6,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from launch.plan import generate_time, pace
-from launch.plan.generate_time import Load
+from launch.plan import generate_time, step_time
+from launch.plan.generate_time import EngineLoad
 from launch.plan.lengths import Lengths
 from pipeline import config
 from pipeline.config import AsyncConfig
@@ -18,11 +18,11 @@ SECONDS = {"rollout": 50.0, "train": 30.0, "refit": 1.0}
 SPREAD = Lengths(100, 300, 1500, "")
 
 
-def load(count: float = 48, slots: int = 64, lengths: Lengths = SPREAD) -> Load:
-    return Load(engine(), count, slots, lengths, count)
+def load(count: float = 48, slots: int = 64, lengths: Lengths = SPREAD) -> EngineLoad:
+    return EngineLoad(engine(), count, slots, lengths, count)
 
 
-def alone(load: Load) -> float:
+def alone(load: EngineLoad) -> float:
     return sum(generate_time.decoding(load.engine, load.count, load.slots, load.lengths, load.answers).values())
 
 
@@ -35,19 +35,19 @@ def alone(load: Load) -> float:
     ],
 )
 def test_by_hand(overrides, expected):
-    found = pace.of(config.load("llama8b_grpo", overrides), SECONDS, 50.0, load())
+    found = step_time.estimate(config.load("llama8b_grpo", overrides), SECONDS, 50.0, load())
     assert (found.step, found.train, found.generate) == expected
 
 
 def test_the_train_ranks_wait_for_scores():
     """Of 50 seconds an engine samples for 20, and a reward model scores for 30."""
-    found = pace.of(config.load("llama8b_grpo"), SECONDS, 20.0, load())
+    found = step_time.estimate(config.load("llama8b_grpo"), SECONDS, 20.0, load())
     assert found.step == pytest.approx(30 + 30 + 1) and found.train == pytest.approx(30)
 
 
 def test_training_that_takes_longer_hides_the_rollout():
     one = load()
-    step, busy = pace.played(one, alone(one), train=3 * alone(one), refit=1.0, age=1)
+    step, busy = step_time.simulate_steps(one, alone(one), train=3 * alone(one), refit=1.0, age=1)
     assert step == pytest.approx(3 * alone(one) + 1)
     assert busy == pytest.approx(alone(one), rel=0.05)
 
@@ -55,7 +55,7 @@ def test_training_that_takes_longer_hides_the_rollout():
 def test_the_ends_of_rollouts_overlap():
     """Without training an engine is left with what it can decode, and with the longest answers of two rollouts at once."""
     one = load()
-    ahead = [pace.played(one, alone(one), train=0.0, refit=0.0, age=age)[0] for age in (1, 2, 4)]
+    ahead = [step_time.simulate_steps(one, alone(one), train=0.0, refit=0.0, age=age)[0] for age in (1, 2, 4)]
     full = one.count * SPREAD.answer / one.slots * sum(one.engine.parts(one.slots, 300).values())
     assert alone(one) > ahead[0] > ahead[1] > ahead[2] > 0.9 * full
     assert ahead[0] > alone(one) / 2
@@ -63,14 +63,14 @@ def test_the_ends_of_rollouts_overlap():
 
 def test_more_steps_ahead_than_matter_change_nothing():
     one = load()
-    assert pace.played(one, 9.0, 1.0, 0.1, pace.OLDEST) == pace.played(one, 9.0, 1.0, 0.1, 1000)
+    assert step_time.simulate_steps(one, 9.0, 1.0, 0.1, step_time.OLDEST) == step_time.simulate_steps(one, 9.0, 1.0, 0.1, 1000)
 
 
 def test_many_answers_are_played_in_bundles(monkeypatch):
     many, few = load(1000, 300), load(1000, 3)  # a bundle of five is more than that engine decodes at once
-    bundles = [pace.played(each, alone(each), alone(each) / 2, 0.0, 1)[0] for each in (many, few)]
-    monkeypatch.setattr(pace, "BUNDLES", 1000)
-    singly = [pace.played(each, alone(each), alone(each) / 2, 0.0, 1)[0] for each in (many, few)]
+    bundles = [step_time.simulate_steps(each, alone(each), alone(each) / 2, 0.0, 1)[0] for each in (many, few)]
+    monkeypatch.setattr(step_time, "BUNDLES", 1000)
+    singly = [step_time.simulate_steps(each, alone(each), alone(each) / 2, 0.0, 1)[0] for each in (many, few)]
     assert bundles == pytest.approx(singly, rel=0.08)
 
 
@@ -82,10 +82,10 @@ def test_against_the_loop_token_by_token(count, slots, age, training):
     one = load(count, slots)
     train, refit = training * alone(one), 0.02 * alone(one)
     expected = [_loop(one, train, refit, age, seed) for seed in range(3)]
-    assert pace.played(one, alone(one), train, refit, age)[0] == pytest.approx(sum(expected) / 3, rel=0.1)
+    assert step_time.simulate_steps(one, alone(one), train, refit, age)[0] == pytest.approx(sum(expected) / 3, rel=0.1)
 
 
-def _loop(load: Load, train: float, refit: float, age: int, seed: int, steps: int = 12, warm: int = 4) -> float:
+def _loop(load: EngineLoad, train: float, refit: float, age: int, seed: int, steps: int = 12, warm: int = 4) -> float:
     draw, scale, wanted = random.Random(seed), load.lengths.scale, int(load.count)
     buffer = Buffer(AsyncConfig(enabled=True, max_trajectory_age_steps=age, in_flight_weight_updates=True), wanted)
     waiting: list[list[int]] = []  # [prompt, tokens left, tokens had]

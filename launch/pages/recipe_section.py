@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from launch.pages.chart import swatch
-from launch.pages.document import folded
+from launch.pages.document import details
 from launch.pages.html import Html, table, tag, text
 from launch.run_folder import RunFolder
 
@@ -15,6 +15,7 @@ MISSING = "-"
 
 
 def recipes(runs: Sequence[RunFolder], labels: Sequence[str]) -> list[Html]:
+    """Return each run's recipe.yaml and, for several runs, a table of the keys that differ."""
     content = []
     if len(runs) > 1:
         rows = differences([run.recipe for run in runs])
@@ -23,7 +24,7 @@ def recipes(runs: Sequence[RunFolder], labels: Sequence[str]) -> list[Html]:
         content.append(table(header, shown, "What differs") if rows else tag("p", "The recipes are the same."))
     for run, label in zip(runs, labels, strict=True):
         source = tag("pre", (run.folder / "recipe.yaml").read_text())
-        content.append(folded(f"recipe.yaml of {label}" if len(runs) > 1 else "recipe.yaml", source, open_=len(runs) == 1))
+        content.append(details(f"recipe.yaml of {label}" if len(runs) > 1 else "recipe.yaml", source, open_=len(runs) == 1))
     return content
 
 

@@ -25,7 +25,7 @@ BLOCK = 1 << 16
 
 
 @dataclass(frozen=True)
-class Rank:
+class RankTrace:
     """One rank's file. Times are unix seconds of rank 0's clock."""
 
     path: Path
@@ -101,11 +101,11 @@ def _skip(file: BinaryIO, after: float) -> None:
 
 
 @dataclass(frozen=True)
-class Recording:
+class AttemptTrace:
     """The timelines of one attempt."""
 
     attempt: AttemptFolder
-    ranks: list[Rank]  # in order, at least one
+    ranks: list[RankTrace]  # in order, at least one
 
     @cached_property
     def steps(self) -> dict[int, tuple[float, float]]:
@@ -115,8 +115,8 @@ class Recording:
     @property
     def precision(self) -> str:
         """Return how well the ranks' clocks agree, for people."""
-        errors = [rank.error_s for rank in self.ranks]
-        if None in errors:
+        errors = [rank.error_s for rank in self.ranks if rank.error_s is not None]
+        if len(errors) < len(self.ranks):
             return "the clocks of the nodes are taken as they are: how far they are apart was not measured"
         if not any(errors):
             return "all ranks share one clock"
@@ -132,7 +132,7 @@ class Recording:
                 raise RecipeError(Problem("step", "no-records", message))
         return self.steps[first][0], self.steps[last][1]
 
-    def step(self, number: int | None, pixels: int) -> Step:
+    def step(self, number: int | None, pixels: int) -> StepSpans:
         """Return a step, by default the last one that ended; before one did, all there is.
 
         Spans too short to be seen on so many pixels are merged. Raises RecipeError if the attempt did not make that step.
@@ -145,21 +145,21 @@ class Recording:
             begin, end = self.window(number, number)
         resolution = (end - begin) / pixels
         rows = [(rank, list(_merged(rank.spans(begin, end), resolution))) for rank in self.ranks]
-        return Step(number, begin, end, rows)
+        return StepSpans(number, begin, end, rows)
 
 
-def recordings(attempts: Iterable[AttemptFolder]) -> list[Recording]:
+def attempt_traces(attempts: Iterable[AttemptFolder]) -> list[AttemptTrace]:
     """Return the attempts that have a timeline. Raises RecipeError for a file that is none."""
-    return [Recording(attempt, found) for attempt in attempts if (found := _ranks(attempt))]
+    return [AttemptTrace(attempt, found) for attempt in attempts if (found := _ranks(attempt))]
 
 
-def recording_with(found: list[Recording], number: int | None) -> Recording:
+def trace_with_step(found: list[AttemptTrace], number: int | None) -> AttemptTrace:
     """Return the latest that made a step, or any step; if none did, the latest. found: oldest first, at least one."""
     ended = [each for each in found if each.steps and number in (None, *each.steps)]
     return (ended or found)[-1]
 
 
-def _ranks(attempt: AttemptFolder) -> list[Rank]:
+def _ranks(attempt: AttemptFolder) -> list[RankTrace]:
     clocks = _clocks(attempt)
     found = []
     for path in sorted((attempt.folder / "timeline").glob("rank*.jsonl")):
@@ -171,7 +171,7 @@ def _ranks(attempt: AttemptFolder) -> list[Rank]:
             about = first["args"]
             ahead, error = clocks.get(about["node"], (0.0, None))
             place = (about["rank"], about["realm"], about["engine"], about["node"])
-            found.append(Rank(path, *place, about["began"] - ahead, ahead, error))
+            found.append(RankTrace(path, *place, about["began"] - ahead, ahead, error))
         except (TypeError, KeyError) as wrong:
             raise RecipeError(Problem("run", "bad-format", f"{path} is not a rank's timeline")) from wrong
     return sorted(found, key=lambda each: each.rank)
@@ -199,16 +199,17 @@ def _merged(spans: Iterator[Span], resolution: float) -> Iterator[Span]:
 
 
 @dataclass(frozen=True)
-class Step:
+class StepSpans:
     """The spans of ranks between two times."""
 
     number: int | None  # None: from the start, as no step has ended yet
     begin: float
     end: float
-    rows: list[tuple[Rank, list[Span]]]
+    rows: list[tuple[RankTrace, list[Span]]]
 
     @property
     def title(self) -> str:
+        """Return the step's name for headings."""
         return "from the start; no step has ended yet" if self.number is None else f"step {self.number}"
 
     def categories(self) -> list[str]:
@@ -219,12 +220,13 @@ class Step:
                 seconds.update(each.categories)
         return [key for key in CATEGORIES if seconds[key] > seconds.total() / 1000]
 
-    def realms(self) -> dict[str, list[tuple[Rank, list[Span]]]]:
+    def realms(self) -> dict[str, list[tuple[RankTrace, list[Span]]]]:
+        """Return component -> its rows, without components that have none."""
         named = {realm: [row for row in self.rows if row[0].realm == realm] for realm in REALMS}
         return {realm: rows for realm, rows in named.items() if rows}
 
 
-def idle_share(rows: list[tuple[Rank, list[Span]]]) -> float:
+def idle_share(rows: list[tuple[RankTrace, list[Span]]]) -> float:
     """Return the share of all seconds that ranks waited."""
     seconds = [(sum(each.categories.get(key, 0.0) for key in WAITING), each.seconds) for _, spans in rows for each in spans]
     lived = sum(whole for _, whole in seconds)

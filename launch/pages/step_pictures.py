@@ -6,24 +6,24 @@ from collections.abc import Sequence
 
 from launch.pages.html import Html, tag
 from launch.run_folder import RunFolder
-from launch.timelines import picture, reading
+from launch.traces import rank_traces, step_picture
 
 PIXELS = 1000
 """Shorter spans are merged."""
 
 
-def timelines(runs: Sequence[RunFolder], labels: Sequence[str]) -> list[Html]:
+def step_pictures(runs: Sequence[RunFolder], labels: Sequence[str]) -> list[Html]:
     """Return the last complete step of each run that has a timeline."""
     found = []
     for run, label in zip(runs, labels, strict=True):
-        if recorded := reading.recordings(run.attempts):
-            step = reading.recording_with(recorded, None).step(None, PIXELS)
+        if recorded := rank_traces.attempt_traces(run.attempts):
+            step = rank_traces.trace_with_step(recorded, None).step(None, PIXELS)
             found.append(_figure(step, f" of {label}" if len(runs) > 1 else ""))
     return found
 
 
-def _figure(step: reading.Step, of: str) -> Html:
+def _figure(step: rank_traces.StepSpans, of: str) -> Html:
     title = f"{step.title}{of}, {step.end - step.begin:.3g} s"
     legend = [tag("span", tag("span", class_=f"swatch is-{key}", aria_hidden="true"), key) for key in step.categories()]
-    drawn = tag("div", picture.inside(step, title), class_="scroll", tabindex="0")
+    drawn = tag("div", step_picture.svg_figure(step, title), class_="scroll", tabindex="0")
     return tag("figure", tag("figcaption", tag("h3", title)), tag("div", *legend, class_="legend"), drawn, class_="timeline")
