@@ -28,7 +28,7 @@ from launch.pages.html import Html, tag
 from launch.pages.overview import moment, overview
 from launch.pages.recipe_section import recipes
 from launch.pages.step_pictures import step_pictures
-from launch.run_folder import Columns, RunFolder
+from launch.run_folder import MetricColumns, RunFolder
 from launch.run_state import RunState, states
 from launch.units import size
 
@@ -134,7 +134,7 @@ def _print(labelled: LabelledRun) -> None:
         print("\n".join([heading, *(f"  {label}{': ' if label else '  '}{text}" for label, text in rows)]))
 
 
-def _changes(metrics: Columns) -> Iterator[tuple[str, str]]:
+def _changes(metrics: MetricColumns) -> Iterator[tuple[str, str]]:
     """Yield the first and the last value of each metric of PRINTED."""
     for key in PRINTED:
         if key not in metrics.columns:

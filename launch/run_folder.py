@@ -152,16 +152,16 @@ class RunFolder:
 
     # ---- metrics --------------------------------------------------------------------------------------------------------
 
-    def metrics(self, steps: int | None = None) -> Columns:
+    def metrics(self, steps: int | None = None) -> MetricColumns:
         """Return metrics.jsonl by column, or about its last `steps` lines. Raises RecipeError for a malformed line."""
-        columns = Columns()
+        columns = MetricColumns()
         for line in Reader(self.folder / "metrics.jsonl", steps).lines():
             columns.append(line)
         return columns
 
 
 @dataclass
-class Columns:
+class MetricColumns:
     """metrics.jsonl by column; NaN where a value is null."""
 
     steps: array = field(default_factory=lambda: array("d"))
@@ -188,7 +188,7 @@ class Columns:
         return next((step for step, time in zip(self.steps, self.times, strict=True) if time > moment), None)
 
 
-def phases(metrics: Columns) -> dict[str, tuple[list[float], list[float]]]:
+def phases(metrics: MetricColumns) -> dict[str, tuple[list[float], list[float]]]:
     """Return phase -> (steps, seconds in each step): the phases of time/step, its rest, and the phases between steps.
 
     A phase that took no time in any step is left out.

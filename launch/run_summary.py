@@ -11,7 +11,7 @@ from launch import startup_stages
 from launch.attempts import AttemptFolder
 from launch.failure_logs import container_failure, failed_log_lines
 from launch.follow import FAULT_METRICS, first_failure
-from launch.run_folder import Columns, RunFolder, last_active, phases
+from launch.run_folder import MetricColumns, RunFolder, last_active, phases
 from launch.run_state import RunState
 from pipeline.checkpoint import NAME, Checkpoints
 from pipeline.config import CheckpointingConfig
@@ -88,7 +88,7 @@ def _ended(run: RunFolder, state: RunState) -> float | None:
 # ---- metrics ------------------------------------------------------------------------------------------------------------
 
 
-def _pace(run: RunFolder, metrics: Columns) -> float | None:
+def _pace(run: RunFolder, metrics: MetricColumns) -> float | None:
     """Return the mean seconds between the ends of steps in the current attempt; None before its second step."""
     own = sorted(_current_steps(run, metrics).items())[-RECENT:]
     if len(own) < 2:
@@ -97,24 +97,24 @@ def _pace(run: RunFolder, metrics: Columns) -> float | None:
     return (end - begin) / (last - first)
 
 
-def _current_steps(run: RunFolder, metrics: Columns) -> dict[float, float]:
+def _current_steps(run: RunFolder, metrics: MetricColumns) -> dict[float, float]:
     """Return the unix seconds at which each step of the current attempt ended, by step."""
     started = run.attempts[-1].started if run.attempts else 0.0
     return {step: moment for step, moment in zip(metrics.steps, metrics.times, strict=True) if moment > started}
 
 
-def _recent(metrics: Columns, key: str) -> list[float]:
+def _recent(metrics: MetricColumns, key: str) -> list[float]:
     """Return the latest values of a metric, oldest first."""
     return list(metrics.columns[key][1][-RECENT:]) if key in metrics.columns else []
 
 
-def _phase_means(metrics: Columns) -> dict[str, float]:
+def _phase_means(metrics: MetricColumns) -> dict[str, float]:
     """Return the mean seconds of each phase over the latest steps."""
     recent = {phase: seconds[-RECENT:] for phase, (_, seconds) in phases(metrics).items()}
     return {phase: sum(seconds) / len(seconds) for phase, seconds in recent.items()}
 
 
-def _idle_means(metrics: Columns) -> dict[str, float]:
+def _idle_means(metrics: MetricColumns) -> dict[str, float]:
     """Return the mean idle fraction of each component over the latest steps."""
     recent = {key.partition("/")[2]: _recent(metrics, key) for key in metrics.columns if key.startswith("idle/")}
     return {realm: sum(shares) / len(shares) for realm, shares in recent.items()}

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from launch.pages.chart import POINTS, Chart, Mark, Series
-from launch.run_folder import OTHER_PHASES, STEP_PHASES, Columns, RunFolder, phases
+from launch.run_folder import OTHER_PHASES, STEP_PHASES, MetricColumns, RunFolder, phases
 
 ROLES = {"mean": "mean", "p50": "median", "min": "min", "max": "max", "p01": "1%", "p99": "99%"}
 BANDS = (("min", "max"), ("p01", "p99"))
@@ -39,7 +39,7 @@ class LabelledRun:
 
     run: RunFolder
     label: str  # unique among the runs of the page
-    metrics: Columns
+    metrics: MetricColumns
 
     def restarts(self) -> list[tuple[float, str]]:
         """(the step that was gone on from, why), for each start after the first that brought a step."""

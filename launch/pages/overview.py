@@ -10,7 +10,7 @@ from launch.attempts import AttemptFolder
 from launch.pages.chart import swatch
 from launch.pages.curves import LabelledRun
 from launch.pages.html import Html, table, tag, text
-from launch.run_folder import Columns, last_active
+from launch.run_folder import MetricColumns, last_active
 from launch.run_state import RunState
 from launch.units import plural
 
@@ -80,13 +80,13 @@ def _gpu_hours(gpus: int, busy_s: float) -> str:
     return f"{gpus * busy_s / 3600:.4g} on {plural(gpus, 'GPU')}" if gpus else "none: no GPUs"
 
 
-def _change(metrics: Columns, key: str) -> str:
+def _change(metrics: MetricColumns, key: str) -> str:
     """Return the first value and the last."""
     values = metrics.columns[key][1] if key in metrics.columns else ()
     return f"{values[0]:.4g} → {values[-1]:.4g}" if len(values) > 1 else ""
 
 
-def _median_step(metrics: Columns) -> str:
+def _median_step(metrics: MetricColumns) -> str:
     seconds = sorted(metrics.columns["time/step"][1]) if "time/step" in metrics.columns else []
     return f"{seconds[len(seconds) // 2]:.3g} s (median)" if seconds else ""
 
