@@ -55,7 +55,7 @@ class RunStore(Store):
 
     # ---- the connection -----------------------------------------------------------------------------------------------------
 
-    def _speak(self, request: table.Request | None, replied: bool, timeout_s: float = 0.0) -> bytes:
+    def _speak(self, request: table.StoreRequest | None, replied: bool, timeout_s: float = 0.0) -> bytes:
         """Send a request, if there is one, and return the reply, if one follows."""
         message = _encode(request) if request else None
         with self._turn:
@@ -75,7 +75,7 @@ class RunStore(Store):
                 self._socket.close()
                 raise
 
-    def _ask(self, request: table.Request, timeout_s: float = 0.0) -> Any:
+    def _ask(self, request: table.StoreRequest, timeout_s: float = 0.0) -> Any:
         """Send a request and return its value. timeout_s: how long the store itself may wait before it replies."""
         reply = _decode(self._speak(request, True, timeout_s))
         if reply.error == table.TIMED_OUT:
@@ -135,7 +135,7 @@ class RunStore(Store):
 
     @override
     def check(self, keys: list[str]) -> bool:
-        return self._ask(table.Check(keys))
+        return self._ask(table.HasKeys(keys))
 
     @override
     def delete_key(self, key: str) -> bool:

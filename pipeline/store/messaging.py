@@ -17,7 +17,7 @@ from typing import Any, Protocol, TypeVar
 
 import msgspec
 
-from pipeline.store.table import Missing, Request
+from pipeline.store.table import Missing, StoreRequest
 
 BATCH = 1 << 20  # bytes of bodies in one reply to Collect, and about in one Send or Answers
 NOTHING = b"\x90"  # an empty list in msgpack: an empty part of an answer
@@ -46,7 +46,7 @@ def batches(items: Iterable[Item], size: Callable[[Item], int]) -> Iterator[list
 # ---- requests ---------------------------------------------------------------------------------------------------------
 
 
-class OneWay(Request):
+class OneWay(StoreRequest):
     """A request without a reply."""
 
 
@@ -85,7 +85,7 @@ class Answers(OneWay):
     answers: list[Answer]
 
 
-class Collect(Request):
+class Collect(StoreRequest):
     """Take answers, on rank 0. Waits for one up to `timeout_s`; with 0 it may return none."""
 
     timeout_s: float
@@ -97,7 +97,7 @@ class Collected(msgspec.Struct, array_like=True):
     value: list[Answer]
 
 
-class Unanswered(Request):
+class Unanswered(StoreRequest):
     """Return the ranks that have not ended their answer to a call, on rank 0."""
 
     call: int

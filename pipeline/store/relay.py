@@ -30,7 +30,7 @@ from typing_extensions import override
 from pipeline import rank_log
 from pipeline.store import auth, messaging
 from pipeline.store.server import START_S, Address, Connection, Server, launch, read_parameters, serve
-from pipeline.store.table import Exchange, OnDisconnect, Reply, Request, Set
+from pipeline.store.table import Exchange, OnDisconnect, Reply, Set, StoreRequest
 
 logger = logging.getLogger("pipeline.store.relay")  # `__name__` is `__main__` in this process
 
@@ -70,7 +70,7 @@ class Upstream(asyncio.Protocol):
         if not self.lost.done():
             self.lost.set_result(None)
 
-    def send(self, request: Request) -> None:
+    def send(self, request: StoreRequest) -> None:
         """Send a request without waiting for its reply."""
         self._transport.write(self._channel.seal(_encode(request)))
 
@@ -126,7 +126,7 @@ class Relay(Server):
                 connection.refuse("only rank 0 sends verbs")
 
     @override
-    def handle(self, connection: Connection, request: Request) -> None:
+    def handle(self, connection: Connection, request: StoreRequest) -> None:
         if not isinstance(request, Exchange):
             connection.reply(Reply(error="a relay takes messages and heartbeats only"))
             return

@@ -36,7 +36,7 @@ from typing_extensions import override
 from pipeline import rank_log
 from pipeline.sandbox import linux
 from pipeline.store import auth, messaging
-from pipeline.store.table import ANY, EMPTY, TIMED_OUT, Missing, OnDisconnect, Pop, Reply, Request, Set, Table
+from pipeline.store.table import ANY, EMPTY, TIMED_OUT, Missing, OnDisconnect, Pop, Reply, Set, StoreRequest, Table
 
 logger = logging.getLogger("pipeline.store.server")  # `__name__` is `__main__` in this process
 
@@ -104,7 +104,7 @@ class Server(ABC):
         """Handle a request without a reply."""
 
     @abstractmethod
-    def handle(self, connection: Connection, request: Request) -> None:
+    def handle(self, connection: Connection, request: StoreRequest) -> None:
         """Reply to a request, at once or when its value exists."""
 
     @abstractmethod
@@ -128,7 +128,7 @@ class StoreServer(Server):
         super().__init__(key)
         self.table = Table()
         self._router, self._calls = messaging.Router(), messaging.PendingCalls()
-        self._waiting: dict[tuple[str, ...], dict[Connection, Request]] = {}  # in order of arrival
+        self._waiting: dict[tuple[str, ...], dict[Connection, StoreRequest]] = {}  # in order of arrival
 
     @override
     def receive(self, connection: Connection, request: messaging.OneWay) -> None:
@@ -145,7 +145,7 @@ class StoreServer(Server):
             self.resume(("answers",))
 
     @override
-    def handle(self, connection: Connection, request: Request) -> None:
+    def handle(self, connection: Connection, request: StoreRequest) -> None:
         try:
             if isinstance(request, messaging.Collect | messaging.Unanswered):
                 value = self._calls.apply(request)
@@ -247,7 +247,7 @@ class Connection(asyncio.Protocol):
         except (auth.AuthenticationError, msgspec.DecodeError) as error:
             self.refuse(str(error))
 
-    def _handle(self, request: Request) -> None:
+    def _handle(self, request: StoreRequest) -> None:
         if isinstance(request, messaging.OneWay):
             self._store.receive(self, request)
         elif isinstance(request, OnDisconnect):

@@ -17,53 +17,53 @@ BATCH = 256 << 10  # bytes of values in one reply to Get; the client requests th
 # ---- requests ---------------------------------------------------------------------------------------------------------
 
 
-class Request(msgspec.Struct, array_like=True, tag=True):
+class StoreRequest(msgspec.Struct, array_like=True, tag=True):
     """A request to the store; the class name is its tag on the wire."""
 
 
-class Set(Request):
+class Set(StoreRequest):
     """Set a key."""
 
     key: str
     value: bytes
 
 
-class MultiSet(Request):
+class MultiSet(StoreRequest):
     """Set several keys, one value each."""
 
     keys: list[str]
     values: list[bytes]
 
 
-class Get(Request):
+class Get(StoreRequest):
     """Wait until every key exists and return the values, in order: as many as fit in BATCH bytes, at least one."""
 
     keys: list[str]
     timeout_s: float
 
 
-class Wait(Request):
+class Wait(StoreRequest):
     """Wait until every key exists."""
 
     keys: list[str]
     timeout_s: float
 
 
-class Add(Request):
+class Add(StoreRequest):
     """Add to a key's value, a decimal number, or to 0 if the key does not exist, and return the sum."""
 
     key: str
     amount: int
 
 
-class Append(Request):
+class Append(StoreRequest):
     """Append bytes to a value, which begins empty."""
 
     key: str
     value: bytes
 
 
-class CompareSet(Request):
+class CompareSet(StoreRequest):
     """Set a key if its value is `expected`, and return the key's value, or `expected` if the key does not exist.
 
     An empty `expected` also matches a key that does not exist.
@@ -74,54 +74,54 @@ class CompareSet(Request):
     desired: bytes
 
 
-class Check(Request):
+class HasKeys(StoreRequest):
     """Return whether every key exists."""
 
     keys: list[str]
 
 
-class Delete(Request):
+class Delete(StoreRequest):
     """Delete a key and return whether it existed."""
 
     key: str
 
 
-class Count(Request):
+class Count(StoreRequest):
     """Count the keys."""
 
 
-class List(Request):
+class List(StoreRequest):
     """List the keys, in the order of their first values."""
 
 
-class Push(Request):
+class Push(StoreRequest):
     """Append a value to a queue."""
 
     queue: str
     value: bytes
 
 
-class Pop(Request):
+class Pop(StoreRequest):
     """Wait for a value and take it from its queue. With a timeout of 0 an empty queue is an error."""
 
     queue: str
     timeout_s: float
 
 
-class Length(Request):
+class Length(StoreRequest):
     """Return a queue's length."""
 
     queue: str
 
 
-class Exchange(Request):
+class Exchange(StoreRequest):
     """Set keys and return the values of others without waiting, None for keys that do not exist."""
 
     values: dict[str, bytes]
     keys: list[str]
 
 
-class OnDisconnect(Request):
+class OnDisconnect(StoreRequest):
     """Set `key` to an empty value when this connection ends. An empty key cancels that."""
 
     key: str
@@ -135,7 +135,7 @@ ANY = (
     | Add
     | Append
     | CompareSet
-    | Check
+    | HasKeys
     | Delete
     | Count
     | List
@@ -176,14 +176,14 @@ class Table:
         self._values: dict[str, bytes] = {}
         self._queues: dict[str, deque[bytes]] = {}
 
-    def apply(self, request: Request) -> Any:
+    def apply(self, request: StoreRequest) -> Any:
         """Apply a request and return the reply's value.
 
         Raises Missing if the request must wait, ValueError if it is invalid.
         """
         return self._METHODS[type(request)](self, request)
 
-    def filled(self, request: Request) -> Iterator[tuple[str, str]]:
+    def filled(self, request: StoreRequest) -> Iterator[tuple[str, str]]:
         """Yield the slots that a request has filled."""
         match request:
             case Set(key) | Add(key) | Append(key) | CompareSet(key):
@@ -231,7 +231,7 @@ class Table:
             value = self._values[request.key] = request.desired
         return request.expected if value is None else value
 
-    def _check(self, request: Check) -> bool:
+    def _check(self, request: HasKeys) -> bool:
         return all(key in self._values for key in request.keys)
 
     def _delete(self, request: Delete) -> bool:
@@ -270,7 +270,7 @@ class Table:
         Add: _add,
         Append: _append,
         CompareSet: _compare_set,
-        Check: _check,
+        HasKeys: _check,
         Delete: _delete,
         Count: _count,
         List: _list,
