@@ -32,7 +32,7 @@ from launch.sweeps.html_report import page
 from launch.sweeps.jobs import jobs_of
 from launch.sweeps.queue import Queue
 from launch.sweeps.text_reports import junit, markdown
-from launch.sweeps.verdict import Outcome, SweepResult
+from launch.sweeps.verdict import GateResult, SweepResult
 from launch.terminal import on_one_line, plain
 from pipeline.config import Problem
 from pipeline.storage import write_durably
@@ -203,7 +203,7 @@ def report(folder: SweepFolder) -> int:
 def print_result(result: SweepResult) -> None:
     """Print failed, skipped and retried gates, notes, and the summary."""
     for each in result.verdicts:
-        if each.outcome is not Outcome.PASSED or "RETRIED" in each.message:
+        if each.outcome is not GateResult.PASSED or "RETRIED" in each.message:
             gate = on_one_line(f"{each.run}, {each.gate}: {each.message}")
             style = console.STATE_STYLES[each.outcome.value]
             console.print_field(each.outcome.value, gate, f"{each.outcome.value}: {gate}", style)

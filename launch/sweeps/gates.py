@@ -26,7 +26,7 @@ REDUCTIONS: dict[str, Callable[[Iterable[float]], float]] = {
 }
 
 
-class Outcome(Enum):
+class GateResult(Enum):
     """The outcome of a gate; NOT_JUDGED if it was skipped."""
 
     PASSED = "passed"
@@ -58,7 +58,7 @@ class Verdict:
 
     run: str
     gate: str
-    outcome: Outcome
+    outcome: GateResult
     message: str  # the values found and expected
     values: Mapping[int, float] = field(default_factory=dict)  # by seed
     limits: Limits = Limits()
@@ -128,23 +128,25 @@ class GateCase:
         limits = Limits()
         try:
             if self.gate.same_as is not None:
-                return self._verdict(Outcome.PASSED, self._same())
+                return self._verdict(GateResult.PASSED, self._same())
             values = self.values()
             limits, expected = {"bounds": self._bounds, "band": self._band, "speed": self._speed}[kind(self.gate)]()
         except GateSkipped as reason:
-            return self._verdict(Outcome.NOT_JUDGED, str(reason), values, limits)
+            return self._verdict(GateResult.NOT_JUDGED, str(reason), values, limits)
         except (NoValue, GateFailed) as reason:
-            return self._verdict(Outcome.FAILED, str(reason), values, limits)
+            return self._verdict(GateResult.FAILED, str(reason), values, limits)
         judged: Mapping[int | None, float] = {**values}
         if self.over != "each":
             judged = {None: REDUCTIONS[self.over](values.values())}
         bad = {seed: value for seed, value in judged.items() if not limits.contains(value)}
         if not bad:
-            return self._verdict(Outcome.PASSED, f"{self._listed(judged)}; {expected}", values, limits)
+            return self._verdict(GateResult.PASSED, f"{self._listed(judged)}; {expected}", values, limits)
         since = f"; outside the baseline's curve from step {step} on" if (step := self.departure()) is not None else ""
-        return self._verdict(Outcome.FAILED, f"{self._listed(bad)}; {expected}{since}", values, limits)
+        return self._verdict(GateResult.FAILED, f"{self._listed(bad)}; {expected}{since}", values, limits)
 
-    def _verdict(self, outcome: Outcome, message: str, values: Mapping[int, float] = {}, limits: Limits = Limits()) -> Verdict:
+    def _verdict(
+        self, outcome: GateResult, message: str, values: Mapping[int, float] = {}, limits: Limits = Limits()
+    ) -> Verdict:
         return Verdict(self.run, self.name, outcome, message, values, limits)
 
     def _listed(self, judged: Mapping[int | None, float]) -> str:

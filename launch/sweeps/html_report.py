@@ -17,13 +17,13 @@ from launch.sweeps import expressions
 from launch.sweeps import suite as suites
 from launch.sweeps.baseline import StoredCurve
 from launch.sweeps.expressions import Curve, Statistic
-from launch.sweeps.gates import Outcome, Verdict
+from launch.sweeps.gates import GateResult, Verdict
 from launch.sweeps.measurements import by_step
 from launch.sweeps.verdict import JobResult, SweepResult, baseline_of, main_line, metrics_of
 
 RUNS = ("this sweep", "baseline")
 NOW, BEFORE = 0, 1  # indices in RUNS
-CLASSES = {Outcome.PASSED: "good", Outcome.FAILED: "bad", Outcome.NOT_JUDGED: "warn"}
+CLASSES = {GateResult.PASSED: "good", GateResult.FAILED: "bad", GateResult.NOT_JUDGED: "warn"}
 SECONDS = re.compile(r"time/")
 
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterable
 from xml.etree import ElementTree
 
-from launch.sweeps.gates import Outcome, Verdict
+from launch.sweeps.gates import GateResult, Verdict
 from launch.sweeps.verdict import JobResult, SweepResult, baseline_of, main_line
 
-SIGNS = {Outcome.PASSED: "✅", Outcome.FAILED: "❌", Outcome.NOT_JUDGED: "⚠️ not judged"}
+SIGNS = {GateResult.PASSED: "✅", GateResult.FAILED: "❌", GateResult.NOT_JUDGED: "⚠️ not judged"}
 
 
 def markdown(result: SweepResult) -> str:
@@ -64,8 +64,8 @@ def junit(result: SweepResult) -> str:
 
 
 def _counts(name: str, verdicts: list[Verdict], ran: list[JobResult]) -> dict[str, str]:
-    failed = sum(verdict.outcome is Outcome.FAILED for verdict in verdicts)
-    skipped = sum(verdict.outcome is Outcome.NOT_JUDGED for verdict in verdicts)
+    failed = sum(verdict.outcome is GateResult.FAILED for verdict in verdicts)
+    skipped = sum(verdict.outcome is GateResult.NOT_JUDGED for verdict in verdicts)
     counts = {"tests": len(verdicts), "failures": failed, "errors": 0, "skipped": skipped}
     seconds = sum(each.seconds for each in ran)
     return {"name": name, **{key: str(value) for key, value in counts.items()}, "time": f"{seconds:.3f}"}
@@ -88,11 +88,11 @@ def _case(suite: ElementTree.Element, name: str, verdict: Verdict, ran: list[Job
     case = ElementTree.SubElement(suite, "testcase", attributes)
     message = verdict.message
     values = "\n".join(f"seed {seed}: {value!r}" for seed, value in verdict.values.items())
-    if verdict.outcome is Outcome.FAILED:
+    if verdict.outcome is GateResult.FAILED:
         failure = ElementTree.SubElement(case, "failure", {"message": message, "type": "gate"})
         lines = "\n\n".join("\n".join(each) for each in (job.why if job else []))
         failure.text = "\n".join(filter(None, (message, values, lines)))
-    elif verdict.outcome is Outcome.NOT_JUDGED:
+    elif verdict.outcome is GateResult.NOT_JUDGED:
         ElementTree.SubElement(case, "skipped", {"message": message})
     else:
         ElementTree.SubElement(case, "system-out").text = "\n".join(filter(None, (message, values)))

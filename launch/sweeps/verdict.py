@@ -18,7 +18,7 @@ from launch.sweeps import baseline as baselines
 from launch.sweeps import expressions
 from launch.sweeps.baseline import Baseline, Provenance, StoredRun
 from launch.sweeps.folder import JobState, SweepFolder, SweepJob
-from launch.sweeps.gates import GateCase, GateSkipped, Outcome, Sweep, Verdict, hardware, judge
+from launch.sweeps.gates import GateCase, GateResult, GateSkipped, Sweep, Verdict, hardware, judge
 from launch.sweeps.measurements import RunMeasurements, measure
 from launch.sweeps.queue import Queue
 from launch.sweeps.submission import why_failed
@@ -72,12 +72,12 @@ class SweepResult:
     @property
     def failed(self) -> list[Verdict]:
         """The verdicts of the gates that failed."""
-        return [verdict for verdict in self.verdicts if verdict.outcome is Outcome.FAILED]
+        return [verdict for verdict in self.verdicts if verdict.outcome is GateResult.FAILED]
 
     @property
     def summary(self) -> str:
         """The outcome of the sweep in one line."""
-        counts = {outcome: sum(verdict.outcome is outcome for verdict in self.verdicts) for outcome in Outcome}
+        counts = {outcome: sum(verdict.outcome is outcome for verdict in self.verdicts) for outcome in GateResult}
         numbers = ", ".join(f"{count} {outcome.value}" for outcome, count in counts.items() if count)
         return f"{self.title}: {'passed' if self.passed else 'FAILED'}: {numbers}"
 
@@ -104,7 +104,7 @@ def conclude(folder: SweepFolder) -> SweepResult:
     notes += _changed(sweep, plan.jobs)
     now = datetime.now(UTC).isoformat(timespec="seconds")
     verdicts = [*map(_completes, ran), *judge(sweep)]
-    verdicts += [Verdict("baseline", "update_baseline", Outcome.FAILED, f"not written: {why}") for why in refused]
+    verdicts += [Verdict("baseline", "update_baseline", GateResult.FAILED, f"not written: {why}") for why in refused]
     return SweepResult(folder.title, folder.path, sweep, ran, verdicts, commits, now, notes)
 
 
@@ -119,9 +119,9 @@ def _ran(folder: SweepFolder, job_state: JobState) -> JobResult:
 
 
 def _completes(ran: JobResult) -> Verdict:
-    outcome = Outcome.FAILED
+    outcome = GateResult.FAILED
     if ran.state == "done":
-        outcome = Outcome.PASSED
+        outcome = GateResult.PASSED
         message = f"RETRIED: done at try {ran.tries}; before: {main_line(ran.why[0])}" if ran.why else "done"
     elif ran.state == "live":
         message = "has not ended yet"
@@ -184,7 +184,7 @@ def _renewed(folder: SweepFolder, sweep: Sweep, ran: list[JobResult], commits: l
     """Return (the sweep's values as a baseline, why it must not be written: failed runs, or gates that need none)."""
     cases = [case for run in sweep.suite.runs for case in sweep.cases(run)]
     independent = [case.verdict() for case in cases if kind(case.gate) in ("bounds", "same_as")]
-    bad = [each for each in [*map(_completes, ran), *independent] if each.outcome is not Outcome.PASSED]
+    bad = [each for each in [*map(_completes, ran), *independent] if each.outcome is not GateResult.PASSED]
     problems = [f"{each.run}, {each.gate}: {each.message}" for each in bad]
     runs: dict[str, StoredRun] = {}
     if not bad:

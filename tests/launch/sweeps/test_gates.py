@@ -4,12 +4,12 @@ import pytest
 
 from launch.sweeps.baseline import Baseline, Provenance, StoredGate, StoredRun, read, stored_curve, write
 from launch.sweeps.expressions import Curve, NoValue
-from launch.sweeps.gates import GateCase, GateSkipped, Outcome, Sweep, judge
+from launch.sweeps.gates import GateCase, GateResult, GateSkipped, Sweep, judge
 from launch.sweeps.measurements import RunMeasurements, described
 from launch.sweeps.suite import BandConfig, GateConfig, RunConfig, SameConfig, SpeedConfig, Suite
 from tests.problems import refused
 
-PASSED, FAILED, NOT_JUDGED = Outcome.PASSED, Outcome.FAILED, Outcome.NOT_JUDGED
+PASSED, FAILED, NOT_JUDGED = GateResult.PASSED, GateResult.FAILED, GateResult.NOT_JUDGED
 
 
 def run(hardware="1 x abacus", **metrics):
