@@ -73,7 +73,7 @@ def value(key: str) -> bytes:
 class Patient(RunStore):
     """Of a rank to whom no harm is done, so that a busy machine is not taken for one."""
 
-    def _speak(self, request: table.Request | None, replied: bool, timeout_s: float = 0.0) -> bytes:
+    def _speak(self, request: table.StoreRequest | None, replied: bool, timeout_s: float = 0.0) -> bytes:
         return super()._speak(request, replied, timeout_s + BOUND_S)
 
 
@@ -96,7 +96,7 @@ def requests(chance: random.Random, name: str) -> Iterator[bytes]:
     """What one who knows the key could say, right or not."""
     odd = (0, -1, 1 << 62, 0.0, -1.0, 1e308, float("inf"), "", "x", b"", b"1", None, [], [[]], {}, True, [""], {"": b""})
     kinds = [
-        kind for kind in table.Request.__subclasses__() if kind is not messaging.OneWay
+        kind for kind in table.StoreRequest.__subclasses__() if kind is not messaging.OneWay
     ] + messaging.OneWay.__subclasses__()
     for _ in range(chance.randrange(1, 30)):
         match chance.randrange(5):
@@ -110,7 +110,7 @@ def requests(chance: random.Random, name: str) -> Iterator[bytes]:
                 yield msgspec.msgpack.encode(_right(chance, chance.choice(kinds), name))
 
 
-def _right(chance: random.Random, kind: type[table.Request], name: str) -> table.Request:
+def _right(chance: random.Random, kind: type[table.StoreRequest], name: str) -> table.StoreRequest:
     """A request whose fields are of the right types."""
     makes = {
         "str": lambda: f"insider/{name}/{chance.randrange(3)}",
