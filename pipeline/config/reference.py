@@ -47,7 +47,7 @@ otherwise. NAME stands for a name that the recipe gives."""
 
 
 @dataclass(frozen=True)
-class Key:
+class KeyReference:
     """A key of the schema. A section has keys of its own, and no default except null."""
 
     name: str  # dotted, with NAME where the recipe gives a name
@@ -139,13 +139,13 @@ def _or_interpolation(described: dict[str, Any]) -> dict[str, Any]:
 
 
 @cache
-def keys() -> dict[str, Key]:
+def keys() -> dict[str, KeyReference]:
     """Return all keys by name, a section before its keys."""
     return {key.name: key for key in _keys(_described(), "", schema_validation.with_defaults(Recipe, ConfigMapping()))}
 
 
 @cache
-def kwargs() -> dict[str, list[Key]]:
+def kwargs() -> dict[str, list[KeyReference]]:
     """Return the keys of the kwargs of each kind of environment."""
     found = {}
     for kind in KINDS:
@@ -154,7 +154,7 @@ def kwargs() -> dict[str, list[Key]]:
     return found
 
 
-def _keys(section: dict[str, Any], prefix: str, defaults: ConfigMapping) -> Iterator[Key]:
+def _keys(section: dict[str, Any], prefix: str, defaults: ConfigMapping) -> Iterator[KeyReference]:
     for name, described in section["properties"].items():
         kinds = [kind for kind in described.get("anyOf", [described]) if kind != {"type": "null"}]
         values = kinds[0].get("additionalProperties")
@@ -165,7 +165,7 @@ def _keys(section: dict[str, Any], prefix: str, defaults: ConfigMapping) -> Iter
         default = (
             given.plain() if isinstance(given, ConfigMapping) else given.value if given else described.get("default", MISSING)
         )
-        yield Key(
+        yield KeyReference(
             f"{prefix}{name}",
             _type(described),
             ""
@@ -227,7 +227,7 @@ def explained(key: str) -> str:
     return "\n".join(lines)
 
 
-def _inside(section: str) -> list[Key]:
+def _inside(section: str) -> list[KeyReference]:
     """Return the keys of a section, without those of its subsections."""
     return [key for key in keys().values() if key.parent in (section, f"{section}.{NAME}".lstrip("."))]
 
@@ -244,7 +244,7 @@ def _generic(key: str) -> str | None:
     return found
 
 
-def _paragraph(key: Key) -> str:
+def _paragraph(key: KeyReference) -> str:
     head = f"{key.name}: {key.type}" + (f"; default {key.default}" if key.default else "")
     meaning = " ".join(key.meaning.split())
     return "\n".join([head, *textwrap.wrap(meaning, 100, initial_indent="    ", subsequent_indent="    ")])
@@ -271,11 +271,11 @@ def markdown() -> str:
     return "\n".join(lines) + "\n"
 
 
-def _table(keys: list[Key]) -> list[str]:
+def _table(keys: list[KeyReference]) -> list[str]:
     return ["", "| key | type | default | meaning |", "| --- | --- | --- | --- |", *map(_row, keys)] if keys else []
 
 
-def _row(key: Key) -> str:
+def _row(key: KeyReference) -> str:
     default = f"`{key.default}`" if key.default else ""
     cells = (f"`{key.name.rpartition('.')[2]}`", key.type, default, " ".join(key.meaning.split()))
     return f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in cells)} |"
