@@ -214,7 +214,7 @@ class FSDPMemory:
 
 
 @dataclass(frozen=True, slots=True)
-class PipelineStage:
+class StageLayers:
     """A pipeline stage: how many layers of each kind it has, and whether it is at an end."""
 
     number: int
@@ -229,7 +229,7 @@ class PipelineStage:
         return self.dense + self.sparse
 
 
-def stages(model: TrainModel) -> list[PipelineStage]:
+def stages(model: TrainModel) -> list[StageLayers]:
     """Return the stages as Megatron-Core divides layers; those with an MLP are taken to come first."""
     settings, shape = model.policy.megatron_cfg, model.shape
     size = settings.pipeline_model_parallel_size
@@ -240,7 +240,7 @@ def stages(model: TrainModel) -> list[PipelineStage]:
     for number in range(size):
         count = given.get(number, middle)
         dense = max(0, min(shape.dense_layers - done, count))
-        found.append(PipelineStage(number, dense, count - dense, number == 0, number == size - 1))
+        found.append(StageLayers(number, dense, count - dense, number == 0, number == size - 1))
         done += count
     return found
 
@@ -252,7 +252,7 @@ class MegatronMemory:
     model: TrainModel
     layout: Parallelism
     cuda: bool
-    stage: PipelineStage
+    stage: StageLayers
 
     @property
     def dense_parameters(self) -> float:
