@@ -34,15 +34,7 @@ from typing_extensions import override
 
 from pipeline.rollout import environment_server
 from pipeline.rollout.environment_pool import CLOSE_S, CallFailure
-from pipeline.rollout.environment_server import (
-    EXIT_WORN_OUT,
-    HEARTBEAT_S,
-    MAX_OPEN_CALLS,
-    EnvCommand,
-    EnvReport,
-    frame,
-    messages,
-)
+from pipeline.rollout.environment_server import HEARTBEAT_S, MAX_OPEN_CALLS, EnvCommand, EnvReport, frame, messages
 from pipeline.rollout.environment_threads import EnvironmentExecutor, EnvironmentSettings, StepOutcome, StepRequest, is_final
 
 logger = logging.getLogger(__name__)
@@ -220,7 +212,7 @@ class _Process:
     @property
     def worn_out(self) -> bool:
         """Whether the process asked to be replaced."""
-        return self.handle.poll() == EXIT_WORN_OUT
+        return self.handle.poll() == environment_server.EXIT_WORN_OUT
 
     def close(self) -> None:
         """Let the process close its environments; kill it if it does not end in time."""
@@ -254,16 +246,13 @@ class EnvironmentProcess(EnvironmentExecutor):
         self._idle_deaths = 0
 
     def wait_until_loaded(self, timeout_s: float = LOAD_LIMIT_S) -> None:
-        """Wait for the environments. Raises what building them raised, ValueError for most.
-
-        Raises RuntimeError if the process ends, or does not report within `timeout_s`.
-        """
+        """Wait for the environments. Raises the error of building them; RuntimeError if the process ends or is too slow."""
         try:
             report = self._process.reports.get(timeout=timeout_s)
         except queue.Empty:
-            names = ", ".join(self._settings.env)
             self._process.end()
-            raise RuntimeError(f"env: the environments' process has not loaded {names} within {timeout_s:g} s") from None
+            what = f"the environments' process has not loaded {', '.join(self._settings.env)}"
+            raise RuntimeError(f"env: {what} within {timeout_s:g} s") from None
         self._take(report)
         if not self._process.loaded:
             raise RuntimeError(f"the environments' process {self._process.end()} before its environments were loaded")
