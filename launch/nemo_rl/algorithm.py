@@ -217,7 +217,7 @@ def _rewarded(t: Translator, algorithm: str) -> None:
 
 
 def _differences(t: Translator, algorithm: str) -> None:
-    """Tell what is computed otherwise than there, of an algorithm that learns from rewards."""
+    """Report what an algorithm that learns from rewards computes differently here."""
     shaping, estimator = f"{algorithm}.reward_shaping", t.get(f"{algorithm}.adv_estimator.name")
     shapes, kl = t.on(f"{shaping}.enabled"), t.on("loss_fn.use_kl_in_reward")
     stops = shapes and t.get(f"{shaping}.stop_properly_penalty_coef") is not None

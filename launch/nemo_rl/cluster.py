@@ -20,7 +20,7 @@ CLUSTER = (
 
 
 def translate(t: Translator, samples: bool, rewarded: str | None) -> None:
-    """Translate who runs where.
+    """Translate the nodes and GPUs of each component.
 
     samples: whether the algorithm does. rewarded: the key of an environment whose reward model has GPUs of its own.
     """

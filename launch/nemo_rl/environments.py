@@ -1,4 +1,4 @@
-"""`env`: what judges answers. There the key names the class; ours has it in `kind`."""
+"""Translate `env`. NeMo-RL's key names the class; here `kind` does."""
 
 from __future__ import annotations
 

@@ -36,7 +36,7 @@ class Rule:
 
 @dataclass(frozen=True)
 class Same(Rule):
-    """Keys that mean the same in ours; others of theirs in `convert`'s words, or not given (ABSENT). ours: another name."""
+    """Copy keys that mean the same here, converted by `convert`; ABSENT leaves a key out. ours: the key here, if it differs."""
 
     convert: Callable[[Any], Any] = lambda value: value
     ours: str = ""
@@ -51,7 +51,7 @@ class Same(Rule):
 
 @dataclass(frozen=True)
 class Ignored(Rule):
-    """Keys that mean nothing here. With `why` that is said, once for all leaves of the rule but nulls."""
+    """Ignore keys that have no effect here. `why` is reported once per rule, unless all values are null."""
 
     why: str = ""
 
@@ -75,7 +75,7 @@ class Done(Rule):
 
 @dataclass(frozen=True)
 class Only(Rule):
-    """Keys that may have these values, which ask for what we do anyway; another asks for a feature that we do not have."""
+    """Accept keys at one of these values; any other value asks for an unsupported feature."""
 
     values: tuple[Any, ...]
     feature: str
@@ -91,7 +91,7 @@ class Only(Rule):
 
 @dataclass(frozen=True)
 class Changed(Rule):
-    """Keys that mean nothing here at one of these values; at others it is done otherwise, which is said."""
+    """Ignore keys at one of these values; report other values as changed, with `how`."""
 
     values: tuple[Any, ...]
     how: str
@@ -105,7 +105,7 @@ class Changed(Rule):
 
 @dataclass(frozen=True)
 class Switch(Rule):
-    """A section with `enabled` (its keys: `section.*`): while that is not true, it says nothing; true asks for a feature."""
+    """Ignore a section `section.*` unless its `enabled` is true, which asks for an unsupported feature."""
 
     feature: str
     instead: str = ""

@@ -54,7 +54,7 @@ class Translator:
         return self.get(key, default)
 
     def consume_off(self, *sections: str) -> None:
-        """Consume the sections that are not enabled, which then say nothing."""
+        """Consume the sections that are not enabled; their keys have no effect."""
         for section in sections:
             if not self.on(f"{section}.enabled"):
                 self.consume(section)
@@ -88,7 +88,7 @@ class Translator:
         if self.has(key):
             self.put(key, self.consume(key))
 
-    # ---- what there is to say ----
+    # ---- notes and problems ----
 
     def change(self, key: str, text: str) -> None:
         """Record that a key means something else here than in NeMo-RL."""

@@ -51,7 +51,7 @@ class LabelledRun:
 
 
 class Curves:
-    """Deals each key out once: what one section shows no other does."""
+    """Charts by section. Each key is shown once: `take` removes it from `left`."""
 
     def __init__(self, labelled: Sequence[LabelledRun]):
         self.labelled = labelled
@@ -118,7 +118,7 @@ class Curves:
         self.left = [key for key in self.left if key not in {f"time/refit_{part}" for part in REFIT_PARTS}]
         return [chart for chart in stacks if chart.series]
 
-    # ---- who waits, and how old what is learned from is ---------------------------------------------------------------------
+    # ---- idle shares and the age of training tokens --------------------------------------------------------------------------
 
     def idle(self) -> list[Chart]:
         """Return a chart per realm."""

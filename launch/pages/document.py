@@ -1,6 +1,6 @@
 """A page with its style and its JavaScript inside. Plotly's script lies beside it, for all of a folder.
 
-What the page shows was written by models and users, so three things each keep it from running: all text is escaped (html.py,
+The page shows texts of models and users. Three measures each keep them from running as code: all text is escaped (html.py,
 and chart.py for Plotly's own markup), the JavaScript sets text and never markup, and a content security policy lets the browser
 run these scripts alone: by hash, and Plotly's by a nonce.
 """
@@ -111,7 +111,7 @@ def _toolbar(runs: Sequence[str]) -> Html:
 
 
 def details(summary: str, *content: Html, open_: bool = False) -> Html:
-    """Content that is opened by a click."""
+    """Return content that a click on the summary shows."""
     return tag("details", tag("summary", summary), text(*content), open=open_)
 
 

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 
 class Html(str):
-    """Text that is markup already."""
+    """Text that is already markup and is not escaped."""
 
     __slots__ = ()
 
@@ -32,7 +32,7 @@ def tag(name: str, *children: object, **attributes: object) -> Html:
 
 
 def text(*children: object) -> Html:
-    """Children one after another, escaped where they are not Html."""
+    """Return the children joined, escaped where they are not Html."""
     shown = (child if isinstance(child, Html) else html.escape(str(child)) for child in children if child is not None)
     return Html("".join(shown))
 

@@ -1,4 +1,4 @@
-"""The head of a report: who, what, how far, how long, and each start of the ranks."""
+"""The overview of a report: state, recipe, progress and duration of each run, and its attempts."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""Lengths, rewards and samples out of rollouts/*.jsonl.
+"""Read lengths, rewards and samples from rollouts/*.jsonl.
 
-A long run's rollouts are far larger than a page should be, and than one would wait for: files are read evenly over the steps,
-up to a bound, and of some of them samples are shown, long texts without their middle. All of this is said on the page.
+A long run's rollouts are too large for a page. Files are read at even distances over the steps, up to a bound. Some of them
+give samples, with the middle of long texts left out. The page states each of these limits.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Measurements of an earlier run: its phases, against what is predicted of them, and the lengths of its sequences.
 
 Each clock of a prediction is multiplied by measured / predicted of that clock in the earlier run, which is planned for this by
-its own recipe and at its own lengths. So a plan of the same recipe says what was measured, and a plan of another one is off
-only by what the model of time leaves out and the two do not share.
+its own recipe and at its own lengths. So the plan of the same recipe equals the measurement. The plan of another recipe errs
+only where the two differ in costs that the time model leaves out.
 """
 
 from __future__ import annotations

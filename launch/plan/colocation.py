@@ -1,6 +1,6 @@
-"""A GPU that a train and a generate rank share: what it holds in each turn, what waits on the host, and what moving takes.
+"""Memory and transfer times of a GPU that a train and a generate rank share in turn.
 
-The turns are those of `pipeline/sharing.py`. What stays with a rank that is not on: CUDA's context, libraries and NCCL, CUDA
+The turns are those of `pipeline/sharing.py`. An inactive rank keeps on the GPU: CUDA's context, libraries and NCCL, CUDA
 graphs, and the refit's staging. A reward model that the train ranks serve computes beside the awake engine; its weights wait on
 the host anyway, so they are not moved. Of Megatron-Core's weights the float32 ones are counted with those that a refit reads,
 though they leave before it.

@@ -1,4 +1,4 @@
-"""The pieces of a plan put together for one recipe."""
+"""Build the plan of one recipe: memory, refit, durations, calibration, and whether it fits."""
 
 from __future__ import annotations
 
@@ -150,7 +150,7 @@ class Plan:
         return not any(self.problems()) and not any(self.warnings())
 
     def problems(self) -> Iterator[Problem]:
-        """Yield what cannot fit: parts of memory that are counted exactly and are too large by themselves."""
+        """Yield a problem for each exactly counted part of memory that exceeds its GPU by itself."""
         train, generate = self.recipe.cluster.train, self.recipe.cluster.generate
         state = sum(self.train.parts.get(name, 0.0) for name in STATE)
         if _exceeds(train, state):
@@ -172,7 +172,7 @@ class Plan:
             yield Problem(key, "out-of-memory", message)
 
     def warnings(self) -> Iterator[str]:
-        """Yield what may not fit, by the parts that are only estimated; nothing if there are problems."""
+        """Yield a warning for each rank whose estimated memory exceeds its GPU; none if there are problems."""
         if any(self.problems()):
             return
         cluster, generate = self.recipe.cluster, self.generate
@@ -209,7 +209,7 @@ class Plan:
 
 
 def _exceeds(component: config.ComponentConfig, count: float) -> bool:
-    """Return whether `count` bytes are more than a GPU has. Without GPUs nothing is known to be too much."""
+    """Return whether `count` bytes exceed a GPU's memory; False for a component without GPUs."""
     return component.gpus_per_node > 0 and count > hardware.memory_gb(component) * GIGA
 
 
@@ -309,7 +309,7 @@ def _timed(plan: Plan, refit: Sequence[Phase]) -> Plan:
 
 
 def _can_be_timed(recipe: Recipe, generate: GenerateMemory | None) -> bool:
-    """Return whether times can be told: not without GPUs, nor without room for a KV cache."""
+    """Return whether durations can be estimated: all components have GPUs, and engines have room for a KV cache."""
     return priced(recipe) and (generate is None or generate.tokens > 0)
 
 

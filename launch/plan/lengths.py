@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from pipeline.config import Recipe, generates
 
-PROMPT_TOKENS = 256  # if nobody says otherwise, and a quarter of data.max_input_seq_length is not less
+PROMPT_TOKENS = 256  # the default, unless a quarter of data.max_input_seq_length is less
 PROMPT_SHARE = 0.25
 ANSWER_SHARE = 0.5  # of the longest possible answer
 EULER = 0.5772156649

@@ -1,4 +1,4 @@
-"""Plans the recipe on its GPUs in other ways: sampling ahead of training, in turn, and on GPUs that both share.
+"""Plan the recipe on the same GPUs in other modes: asynchronous, synchronous and colocated.
 
     async        grpo.async_grpo: engines go on while the train ranks learn
     sync         each waits for the other, on ranks of its own

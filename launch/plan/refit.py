@@ -58,7 +58,7 @@ def predict(recipe: Recipe, model: Mapping[str, Any] | None = None) -> RefitPred
     model: the policy's config.json; None: that of the model which the recipe names. Raises ValueError, or RecipeError, which is
     one, if the layouts are not described or do not meet.
     """
-    # Not imported before, so that a wrong command line is soon told.
+    # Imported late so that mistakes on the command line are reported fast.
     import numpy as np
 
     from launch.plan import refit_layouts, refit_time

@@ -1,4 +1,4 @@
-"""Boxes that every rank of a run holds or wants, from the recipe and the model's config.json alone.
+"""Compute the boxes that each rank holds or receives, from the recipe and the model's config.json alone.
 
 It needs no processes, no weights, and neither torch nor transformers nor vLLM. The plan of a run uses it. A run itself asks its
 backends (`layout`), and tests compare both.

@@ -1,4 +1,4 @@
-"""A picture of a simulated refit: what the busiest ranks do when, and how many bytes are on their way.
+"""Draw a simulated refit as an SVG: the timelines of the busiest ranks, and the bytes in flight.
 
 Not counted: all other ranks. The numbers behind the picture are `launch.plan.refit_time.Timeline`.
 """

@@ -15,8 +15,8 @@ before, and ends when it and its partners have moved all that they have in that 
 serve this rank first.
 
 Not counted: congestion inside the fabric (full bisection is assumed), the digest, what `finish` of a unit costs, and the pause
-of generation. All that is sent and received is charged a copy at each end, also what needs none. So a prediction is a lower
-estimate of a refit, and an upper one of its transfer.
+of generation. Every message is charged a copy at each end, although some need none. So the prediction
+underestimates a refit and overestimates its transfer.
 """
 
 from __future__ import annotations

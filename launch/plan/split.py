@@ -1,4 +1,4 @@
-"""Finds divisions of the same nodes, or GPUs of shared nodes, between training and generation that make a shorter step."""
+"""Find divisions of the same nodes, or GPUs of shared nodes, between training and generation that make a shorter step."""
 
 from __future__ import annotations
 

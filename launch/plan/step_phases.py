@@ -25,7 +25,7 @@ def step_phases(
     lengths: Lengths,
     generate: GenerateMemory | None,
 ) -> list[Phase]:
-    """Return the phases of a step in their order, without calibration, but for what a refit moves."""
+    """Return the phases of a step in order, not calibrated, without the transfer of a refit."""
     train = train_time.phases(recipe, shapes, lengths, hardware.gpu(recipe.cluster.train.gpu))
     if generate is None:
         return train

@@ -4,7 +4,7 @@ A process is an engine, or the ranks of a realm on one node; a thread is a rank.
 did before the first of them, and the idle share of each realm as counters. Arrows lead from rank 0's sending of weights to
 their receiving, by the engines' first ranks. Times are microseconds since 1970 of rank 0's clock.
 
-Ranks come one after another, each as it is read, so that the memory does not grow with the run.
+Ranks are written one after another as they are read, so that memory does not grow with the run.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""The timelines of an attempt's ranks, on one clock, as spans; `pipeline/timeline.py` describes the files.
+"""Read the trace events of an attempt's ranks as spans on one clock. `pipeline/timeline.py` describes the files.
 
-Each node's clock is corrected by what the checks of the nodes measured when the attempt began (nodes.json). Left as it is:
-what they may have been wrong by, which `Rank.error_s` says, and what a clock drifted since then.
+Each node's clock is corrected by the offset that the node checks measured when the attempt began (nodes.json). Two errors
+remain: that of the measurement (`RankTrace.error_s`), and the clock's drift since then.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""A step as an SVG: ranks as rows, what they did as colours, idle shares beside their realm.
+"""Draw a step as an SVG: a row for each rank, colours for categories, idle shares beside each component.
 
-A report has it in its page. Alone it has the page's style, a title and a legend. Few ranks of a realm are bars with their names
-and what they did in titles; many are thin lines with the names of nodes or engines, so that one which lags behind stands out.
+A report embeds the picture; a file of its own has the page's style, a title and a legend. Up to FEW ranks of a component are
+bars with names and tooltips. More ranks are thin lines with the names of nodes or engines, so that a slow one stands out.
 """
 
 from __future__ import annotations
