@@ -1,15 +1,15 @@
-"""Look at every node before anything is loaded, and name those that are not as the recipe says, or not as the others.
+"""Check every node before anything is loaded, and name those that do not match the recipe or the other nodes.
 
     check(world, cluster)          # every rank, between `join` and its role
 
-Every rank looks at its own GPU, the first of a component on a node also at that node (`probe.py`). The first rank of each node
-then exchanges messages with its neighbours in the ring of nodes (`network.py`). Rank 0 gathers all that, finds the outliers
-(`diagnosis.py`), and leaves it in the attempt's nodes.json and in its own log (`findings.py`).
+Every rank probes its own GPU, and the first rank of a component on a node probes that node (`probe.py`). The first rank of each
+node exchanges messages with its neighbours in the ring of nodes (`network.py`). Rank 0 gathers the reports, finds outliers
+(`diagnosis.py`), and writes them to the attempt's nodes.json and to its log (`findings.py`).
 
-What it costs: a message of each rank to rank 0's store; a small file of each node, which rank 0 reads several at a time; two or
-three exchanges of about 0.1 s, which all nodes do at the same time. On one node nothing is sent and no file is written.
+The cost: a message of each rank to rank 0's store; a small file of each node, which rank 0 reads several at a time; two or
+three exchanges of about 0.1 s, on all nodes at the same time. A single node sends nothing and writes no file.
 
-Left out: the network card of any but the first GPU of a node, disks, and whatever breaks later.
+Left out: the network card of all GPUs but a node's first, disks, and what breaks later.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ logger = logging.getLogger(__name__)
 
 VERB = "check nodes"
 PROBE_TIMEOUT_S = 120.0
-"""For all ranks to look around: CUDA starts on a busy node, the code is read from a busy file server."""
+"""For all ranks to probe: CUDA starts on a busy node, and a busy file server serves the code."""
 CHUNK = 256  # keys that the store is asked for at once
 
 
@@ -69,7 +69,7 @@ def _look(world: World, cluster: ClusterConfig, token: str) -> RankReport:
 
 
 def _follow(world: World, cluster: ClusterConfig) -> None:
-    """It need not know how things stand: until rank 0 calls a verb it loads nothing."""
+    """Probe this rank and report. It need not know the outcome: it loads nothing until rank 0 calls a verb."""
     token = _wait(world, "token", PROBE_TIMEOUT_S, str)
     report = _look(world, cluster, token)
     _tell(world, f"report/{world.rank}", report)
@@ -87,7 +87,7 @@ def _tell(world: World, key: str, value: Any) -> None:
 
 
 def _wait(world: World, key: str, timeout_s: float, kind: Any) -> Any:
-    """Return what rank 0 has to say."""
+    """Return the value that rank 0 sets at a key."""
     try:
         world.store.wait([f"nodes/{key}"], timedelta(seconds=timeout_s))
     except dist.DistError as error:
@@ -138,7 +138,7 @@ def _nodes(world: World) -> dict[str, list[int]]:
 
 
 def _measure(world: World, findings: Findings, least: float | None) -> None:
-    """Measure the ring of those nodes that can be talked to; then once more, with others, those that may be slow."""
+    """Measure the ring of the reachable nodes, and then once more, with other neighbours, those that may be slow."""
     members = [ranks[0] for ranks in findings.ranks.values() if set(ranks) <= set(findings.reports)]
     rounds = network.ring([] if findings.apart else members)  # a message between such components would never arrive
     for turn in range(network.TURNS):
@@ -157,7 +157,7 @@ def _measure(world: World, findings: Findings, least: float | None) -> None:
 
 
 def _gather(world: World, prefix: str, ranks: Sequence[int], timeout_s: float) -> dict[int, bytes]:
-    """Return what ranks have set at `prefix/RANK`, of those that did within the time, in their order."""
+    """Return what ranks have set at `prefix/RANK` within the time, in the order of ranks."""
     keys = [f"{prefix}/{rank}" for rank in ranks]
     with contextlib.suppress(dist.DistStoreError):  # some are late: what there is counts
         world.store.wait(keys, timedelta(seconds=timeout_s))
@@ -169,7 +169,7 @@ def _gather(world: World, prefix: str, ranks: Sequence[int], timeout_s: float) -
 
 
 def _silent(world: World, nodes: dict[str, list[int]], absent: set[int], timeout_s: float) -> dict[str, list[str]]:
-    """Return the nodes whose ranks have not answered, and where those are, as their heartbeats tell."""
+    """Return the nodes of ranks that have not reported, with the activity in their heartbeats."""
     found: dict[str, list[str]] = {}
     for node, ranks in nodes.items():
         for rank in sorted(absent & set(ranks)):
@@ -180,7 +180,7 @@ def _silent(world: World, nodes: dict[str, list[int]], absent: set[int], timeout
 
 
 def _fail_apart(world: World, findings: Findings, cluster: ClusterConfig) -> None:
-    """Name the components that differ to people. No node is to blame, and none is left out."""
+    """Report that components differ. No node is to blame, and none is excluded."""
     headline, how = diagnosis.remedy(findings.apart, world.workers, cluster)
     others = "".join(f"; {node}: {'; '.join(why)}" for node, why in findings.problems.items())
     message = f"{headline}: {'; '.join(findings.apart.values())}. {how}{others}"
@@ -189,9 +189,9 @@ def _fail_apart(world: World, findings: Findings, cluster: ClusterConfig) -> Non
 
 
 def _fail(world: World, findings: Findings) -> None:
-    """Name the bad nodes to people, and those that are surely bad to whoever starts the run again.
+    """Report the bad nodes, and record those that are certainly bad, so that a requeue excludes them.
 
-    Where all of more than two nodes are bad, only people are told. Raises BadNodes.
+    If all of more than two nodes are bad, none is recorded. Raises BadNodes.
     """
     bad = {node: "; ".join(findings.problems[node]) for node in findings.ranks if node in findings.problems}
     total = len(findings.ranks)

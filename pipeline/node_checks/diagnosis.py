@@ -1,8 +1,8 @@
-"""Find outlier nodes: each function takes what was seen and returns {node: [what is wrong with it]}, for people.
+"""Find outlier nodes: each function takes reports or measurements and returns {node: [what is wrong with it]}.
 
-Where nodes are compared with each other the majority is right. Nodes of a component without a majority are compared with those
-of the other components too, in what all nodes must share (`ONE_FOR_ALL`). If that gives no majority either, all are named, and
-none is left out (`Undecided`). What was measured between two nodes counts against both.
+Among nodes that differ, the majority is right. If a component has no majority, its nodes are compared with those of other
+components, in what all nodes must share (`ONE_FOR_ALL`). If that gives no majority either, all are named and none is excluded
+(`Undecided`). A measurement between two nodes counts against both.
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ ONE_FOR_ALL = ("driver", NCCL, NETWORK)
 
 
 class Undecided(str):
-    """A problem of one of several nodes that differ, where nobody can tell of which."""
+    """A problem of one of several nodes that differ, without a majority that is right."""
 
 
 def reports(
     nodes: Mapping[str, list[int]], seen: Mapping[int, RankReport], workers: WorkerGroups, cluster: ClusterConfig
 ) -> Problems:
-    """Return what is wrong with GPUs and nodes, as ranks see them."""
+    """Return what is wrong with GPUs and nodes, by the reports of ranks."""
     found: Problems = {}
 
     def blame(more: Mapping[str, list[str]]) -> None:
@@ -73,7 +73,7 @@ def reports(
 
 
 def _node_report(there: Iterable[RankReport]) -> NodeReport | None:
-    """Return what the first of these ranks that looked at its node saw of it, or None if none did."""
+    """Return the first node report among these ranks, or None."""
     return next((report.node for report in there if report.node), None)
 
 
@@ -98,9 +98,9 @@ def _same_gpu(
 
 
 def outliers(values: Mapping[str, str], what: str, elsewhere: Sequence[str] = ()) -> Problems:
-    """Return what is wrong with the nodes whose value is not the usual one. values: of each node.
+    """Return the nodes whose value is not the usual one. values: by node.
 
-    elsewhere: the values of other nodes, which must be the same. They decide only what most of `values` do not.
+    elsewhere: the values of other nodes, which must be equal. They only count if `values` has no majority.
     """
     counts = Counter(values.values())
     if len(counts) < 2:
@@ -117,9 +117,9 @@ def outliers(values: Mapping[str, str], what: str, elsewhere: Sequence[str] = ()
 
 
 def images(seen: Mapping[int, RankReport], workers: WorkerGroups, cluster: ClusterConfig) -> tuple[dict[str, str], list[str]]:
-    """Return ({what: why components cannot form one world}, in what else they differ). No single node is to blame for either.
+    """Return ({what: why components cannot form one world}, other differences). Neither blames a node.
 
-    Components that share their GPUs in turn talk over gloo, so only torch's release counts there.
+    Components that share GPUs communicate over gloo, so only torch's release counts there.
     """
     found: dict[str, dict[str, str]] = {}  # what -> component -> what most of its nodes have
     for component in ("train", "generate", "reward"):
@@ -138,7 +138,7 @@ def images(seen: Mapping[int, RankReport], workers: WorkerGroups, cluster: Clust
 
 
 def remedy(apart: Mapping[str, str], workers: WorkerGroups, cluster: ClusterConfig) -> tuple[str, str]:
-    """Return (what keeps components from forming one world, what to try). apart: as `images` returns it, not empty."""
+    """Return (why components cannot form one world, what to try). apart: from `images`, not empty."""
     components = [name for name in ("train", "generate", "reward") if getattr(workers, name)]
     every = " and ".join(f"cluster.{name}" for name in components)
     if len({getattr(cluster, name).container_image for name in components}) > 1:
@@ -151,7 +151,7 @@ def remedy(apart: Mapping[str, str], workers: WorkerGroups, cluster: ClusterConf
 
 
 def _apart(what: str, values: Mapping[str, str], cluster: ClusterConfig) -> str:
-    """Return in what components differ, with their images where those differ too; "" if they do not."""
+    """Return how components differ, with their images if those differ too; "" if they do not."""
     if len(set(values.values())) < 2:
         return ""
     images = {name: getattr(cluster, name).container_image for name in values}
@@ -202,9 +202,9 @@ def _memory(rank: int, gpu: GPUReport, component: ComponentConfig, name: str, mo
 
 
 def shared(nodes: Mapping[str, list[int]], seen: Mapping[int, RankReport], unread: Mapping[int, str]) -> Problems:
-    """Return the nodes that do not share the run folder with rank 0, or, if most do not, rank 0's.
+    """Return the nodes that do not share the run folder with rank 0, or rank 0's node if most do not.
 
-    unread: what rank 0 could not read of what others wrote.
+    unread: by rank, why rank 0 could not read its marker.
     """
     apart: Problems = {}
     for node, ranks in nodes.items():
@@ -222,7 +222,7 @@ def shared(nodes: Mapping[str, list[int]], seen: Mapping[int, RankReport], unrea
 
 
 def links(names: Mapping[int, str], measured: Mapping[Pair, Link], least: float | None) -> Problems:
-    """Return the nodes with only slow ways; of a slow way between two that have fast ones too, both."""
+    """Return the nodes with only slow links, and both ends of a slow link between nodes that have fast ones."""
     slow, cleared = sort_out(dict(measured), least)
     dead: Problems = {}
     tardy: Problems = {}
@@ -241,7 +241,7 @@ def links(names: Mapping[int, str], measured: Mapping[Pair, Link], least: float 
 
 
 def clocks(names: Mapping[int, str], measured: Mapping[Pair, Link], most: float) -> Problems:
-    """Return the nodes whose clock is further than `most` seconds off the median, by more than the measurement may be wrong."""
+    """Return the nodes whose clock differs from the median by more than `most` seconds plus the error of the measurement."""
     skews = against_first(measured)
     middle = statistics.median(skew for skew, _ in skews.values()) if len(skews) > 2 else 0.0
     off = {rank: skew - middle for rank, (skew, error) in skews.items() if abs(skew - middle) - error > most}
@@ -256,10 +256,9 @@ def clocks(names: Mapping[int, str], measured: Mapping[Pair, Link], most: float)
 
 
 def against_first(measured: Mapping[Pair, Link]) -> dict[int, tuple[float, float]]:
-    """Return (seconds that a node's clock is ahead of rank 0's, how wrong that may be), added up along the shortest way over
-    links.
+    """Return by rank (seconds that its clock is ahead of rank 0's, error), summed along the shortest path of links.
 
-    So no rank is asked by all. The error of a way through 500 nodes is that of 500 half round trips, some 50 ms.
+    So no rank has to compare its clock with all others. The error over 500 nodes is that of 500 half round trips, some 50 ms.
     """
     beside: dict[int, list[tuple[int, float, float]]] = {}
     for (opener, other), link in measured.items():

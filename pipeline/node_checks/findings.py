@@ -1,4 +1,4 @@
-"""The results of the node checks, as rank 0 gathers them, writes them to nodes.json, and prints them as a table."""
+"""The results of the node checks: rank 0 gathers them, writes them to nodes.json and logs them as a table."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from pipeline.node_checks.probe import RankReport
 
 @dataclass
 class Findings:
-    """Results of all nodes' checks. Nodes go by their names, in the order of their first ranks."""
+    """Results of all nodes' checks, by node in the order of their first ranks."""
 
     ranks: dict[str, list[int]]  # of each node, ascending
     reports: dict[int, RankReport] = field(default_factory=dict)  # of each rank that answered
@@ -22,12 +22,13 @@ class Findings:
     notes: list[str] = field(default_factory=list)  # in what else they differ
 
     def blame(self, found: dict[str, list[str]]) -> None:
+        """Add problems by node."""
         for node, why in found.items():
             self.problems.setdefault(node, []).extend(why)
 
     @property
     def names(self) -> dict[int, str]:
-        """The node of each node's first rank."""
+        """First rank of each node -> the node's name."""
         return {ranks[0]: node for node, ranks in self.ranks.items()}
 
 
@@ -35,12 +36,13 @@ class Findings:
 
 
 def record(findings: Findings, seconds: float) -> dict[str, Any]:
-    """Return the content of nodes.json:
+    """Return the content of nodes.json.
 
-    {"seconds", "nodes": {name: {...}}, "images": [why components form no world], "notes": [in what else they differ]}
+    {"seconds", "nodes": {name: {...}}, "images": [why components form no world], "notes": [other differences]}
 
-    GB are 10^9 bytes; `gb_per_s` is by the node at the other end; `clock_skew_s` is how far a node's clock is ahead of
-    rank 0's, null if it was not measured."""
+    GB are 10^9 bytes; `gb_per_s` is by the node at the other end; `clock_skew_s` is how far a node's clock is ahead of rank
+    0's, null if it was not measured.
+    """
     skews, speeds = diagnosis.against_first(findings.links), _speeds(findings)
     nodes = {}
     for node, ranks in findings.ranks.items():
@@ -79,7 +81,7 @@ def _speeds(findings: Findings) -> dict[str, dict[str, float]]:
 
 
 def text(record: dict[str, Any]) -> str:
-    """Return a line for each node, and one for all of them."""
+    """Return a table with a line for each node, and a summary."""
     rows = [("node", "ranks", "GPUs", "GB/s to other nodes", "clock", "free: memory, temporary", "")]
     rows += [_row(name, node) for name, node in record["nodes"].items()]
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)][:-1]
@@ -112,7 +114,7 @@ def _kinds(gpus: list[dict[str, Any]]) -> str:
 
 
 def summary(record: dict[str, Any]) -> str:
-    """Return what was found, in a line for people."""
+    """Return a one-line summary."""
     nodes = record["nodes"]
     bad = sum(1 for node in nodes.values() if node["problems"])
     parts = [f"{len(nodes)} node{'s' if len(nodes) > 1 else ''} checked in {record['seconds']:.2f} s"]

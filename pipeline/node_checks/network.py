@@ -1,13 +1,14 @@
-"""Exchange messages between neighbours in the ring of nodes: how fast the way is, and how far apart the two clocks are.
+"""Exchange messages between neighbours in the ring of nodes, to measure bandwidth and the difference of clocks.
 
-A node is measured with both its neighbours, pair by pair, in rounds in which no node has more than one partner: two rounds for
-an even number of nodes, three for an odd one. A slow node makes both its ways slow, but each neighbour still has a fast one on
-its other side; so of two ends the slow one can be told. Who has no fast way at all is measured once more, with one that has.
+Each node is measured with both its neighbours, in rounds in which it has at most one partner: two rounds for an even number of
+nodes, three for an odd one. A slow node makes both its links slow, but each of its neighbours still has a fast link on the
+other side, so the slow end of a link can be found. A node without any fast link is measured once more, with a node that has
+one.
 
-Messages go between the first ranks of the nodes, over NCCL between GPUs and gloo elsewhere (that is also where train and
-generate ranks share GPUs, whose groups across components are gloo's), one way at a time. A conversation
-runs in a thread, which is left behind when it does not go on: gloo's own timeouts close the ways to all other ranks too, and a
-healthy node next to a dead one would seem dead as well. What NCCL allocates for a pair of ranks stays allocated.
+Messages go between the first ranks of the nodes, one way at a time: over NCCL between GPUs, over gloo elsewhere, also where
+train and generate ranks share GPUs. An exchange runs in a thread that is abandoned if it hangs: gloo's own timeouts would also
+close the connections to all other ranks, and a healthy neighbour of a dead node would seem dead. What NCCL allocates for a pair
+stays allocated.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ Rounds = list[list[Pair]]
 
 
 class Link(msgspec.Struct, array_like=True):
-    """Between the first ranks of two nodes."""
+    """A measured link between the first ranks of two nodes."""
 
     opener: int
     other: int
@@ -50,7 +51,7 @@ class Link(msgspec.Struct, array_like=True):
 
 
 def bound_s(rounds: int) -> float:
-    """Return how long an exchange may take at most: in each round one message may get stuck, and so may the partner's."""
+    """Return the longest time of an exchange: in each round one message may hang, and so may the partner's."""
     return (rounds + 1) * 2 * LINK_S
 
 
@@ -65,8 +66,11 @@ def ring(members: list[int]) -> Rounds:
 
 
 def again(links: dict[Pair, Link], least: float | None) -> Rounds:
-    """Return whom to measure once more: nodes without a fast way with nodes that have one, and slow ways, not dead ones,
-    between two of the latter."""
+    """Return the pairs to measure once more.
+
+    These are nodes without a fast link, each with a node that has one, and slow links, not dead ones, between two of the
+    latter.
+    """
     suspects, cleared = sort_out(links, least)
     if not cleared:
         return []
@@ -80,14 +84,14 @@ def again(links: dict[Pair, Link], least: float | None) -> Rounds:
 
 
 def sort_out(links: dict[Pair, Link], least: float | None) -> tuple[set[int], list[int]]:
-    """Return (those that have only slow ways, those that have a fast one)."""
+    """Return (ranks that have only slow links, ranks that have a fast one)."""
     everyone = {rank for pair in links for rank in pair}
     cleared = {rank for pair, link in links.items() if not _slow(link, least) for rank in pair}
     return everyone - cleared, sorted(cleared)
 
 
 def _slow(link: Link, least: float | None) -> bool:
-    """Return whether a way is slow. least: GB/s, None if only a dead way counts."""
+    """Return whether a link is slow. least: GB/s; None if only a dead link counts."""
     return bool(link.problem) or (least is not None and link.gb_per_s < least)
 
 
@@ -97,7 +101,7 @@ def better(link: Link, earlier: Link | None) -> Link:
 
 
 def _in_rounds(pairs: list[Pair]) -> Rounds:
-    """Put each pair into the first round in which both are free: every second of a ring, the others, and the odd one."""
+    """Assign each pair to the first round in which both ranks are free."""
     rounds: Rounds = []
     busy: list[set[int]] = []
     for pair in [*pairs[0::2], *pairs[1::2]]:
@@ -114,7 +118,7 @@ def _in_rounds(pairs: list[Pair]) -> Rounds:
 
 
 def exchange(world: World, turn: int, rounds: Rounds) -> list[Link]:
-    """Take this rank's part in all rounds. Return the links that it opened."""
+    """Take part in all rounds; return the links that this rank opened."""
     links = []
     for number, pairs in enumerate(rounds):
         for pair in pairs:
@@ -127,7 +131,7 @@ def exchange(world: World, turn: int, rounds: Rounds) -> list[Link]:
 
 
 def _measure(world: World, link: Link, peer: int, key: str, timeout_s: float) -> Link:
-    """Fill in what the opener learns. timeout_s: for the peer, which may be stuck in an earlier round."""
+    """Measure a link; the opener fills it in. timeout_s: for the peer, which may hang in an earlier round."""
     world.store.set(f"{key}/{world.rank}", world.carrier.type)
     try:
         world.store.wait([f"{key}/{peer}"], timedelta(seconds=timeout_s))
@@ -144,7 +148,7 @@ def _measure(world: World, link: Link, peer: int, key: str, timeout_s: float) ->
 
 
 class Wire:
-    """Between this rank and another, who both know what comes next."""
+    """A scripted exchange of messages between this rank and another."""
 
     def __init__(self, world: World, peer: int, device: torch.device):
         self._group, self._peer, self._device = world.spanning, peer, device
@@ -152,7 +156,7 @@ class Wire:
         self._error: Exception | None = None
 
     def run(self, talk: Callable[[Link], None], link: Link) -> None:
-        """Raises what `talk` raises, and TimeoutError if a message is on its way for LINK_S."""
+        """Run `talk` in a thread. Raises its error, and TimeoutError if a message takes LINK_S."""
         thread = threading.Thread(target=self._talk, args=(talk, link), name=f"wire to {self._peer}", daemon=True)
         thread.start()
         while thread.is_alive():
@@ -173,7 +177,7 @@ class Wire:
             self._error = error
 
     def ask(self, link: Link) -> None:
-        """The opener's end."""
+        """Run the opener's part."""
         ahead_s, error_s = self._compare_clocks()
         self._there_and_back(1)  # with the first message NCCL makes a communicator, which takes seconds
         seconds = self._there_and_back(PROBE_BYTES)
@@ -183,7 +187,7 @@ class Wire:
         link.ahead_s, link.error_s, link.gb_per_s = ahead_s, error_s, speed
 
     def answer(self, link: Link) -> None:
-        """The other end."""
+        """Run the other rank's part."""
         for _ in range(PINGS):
             self._receive(torch.zeros(1, dtype=torch.float64))
             self._send(torch.tensor([time.time()], dtype=torch.float64))
@@ -192,8 +196,7 @@ class Wire:
         self._back(int(self._receive(torch.tensor([0]))))
 
     def _compare_clocks(self) -> tuple[float, float]:
-        """Return (how far the other's clock is ahead, how wrong that may be), in seconds, of the quickest of some round
-        trips."""
+        """Return the seconds that the other's clock is ahead, and the error, by the shortest of some round trips."""
         best = (0.0, float("inf"))
         for _ in range(PINGS):
             start, sent = time.time(), time.perf_counter()
@@ -223,7 +226,8 @@ class Wire:
         self._wait(dist.irecv(message, self._peer, group=self._group, tag=TAG))
         return message
 
-    def _wait(self, work: dist.Work) -> None:
+    def _wait(self, work: dist.Work | None) -> None:
+        assert work is not None  # both ranks are in the spanning group
         work.wait()
         if self._device.type == "cuda":
             torch.cuda.current_stream().synchronize()  # NCCL's wait is the stream's

@@ -1,6 +1,6 @@
-"""Report what a rank sees of its GPU, and the first rank of a component of its node. Nothing is judged here.
+"""Report what a rank finds about its GPU, and the first rank of a component about its node. Nothing is judged here.
 
-Whatever a broken node may raise becomes a `problem` of what was looked at: rank 0 is to hear of it, not of a rank that died.
+An error of a broken node becomes a `problem` in the report, so that rank 0 learns of it instead of losing the rank.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ SMI_S = 20.0
 
 
 class GPUReport(msgspec.Struct, array_like=True):
-    """A GPU, as the rank sees it that will use it."""
+    """A GPU, as its rank sees it."""
 
     uuid: str = ""
     name: str = ""
@@ -48,7 +48,7 @@ class GPUReport(msgspec.Struct, array_like=True):
 
 
 class NodeReport(msgspec.Struct, array_like=True):
-    """A node, as a component sees it: containers may differ in any of it."""
+    """A node, as a component sees it: containers may differ."""
 
     code: str  # digest of the sources
     versions: dict[str, str]
@@ -61,7 +61,7 @@ class NodeReport(msgspec.Struct, array_like=True):
 
 
 class RankReport(msgspec.Struct, array_like=True):
-    """All that a rank sees."""
+    """The report of a rank."""
 
     rank: int
     seconds: float
@@ -70,7 +70,7 @@ class RankReport(msgspec.Struct, array_like=True):
 
 
 def probe_rank(info: RankInfo, device: torch.device, component: ComponentConfig, token: str) -> RankReport:
-    """Return what this rank sees. token: what rank 0 wrote into the shared folder; empty: there is but one node."""
+    """Return this rank's report. token: what rank 0 wrote into the shared folder; empty if there is only one node."""
     start = time.perf_counter()
     uses_gpus = component.gpus_per_node > 0
     gpu = probe_gpu(device) if uses_gpus else None
@@ -84,7 +84,7 @@ def probe_rank(info: RankInfo, device: torch.device, component: ComponentConfig,
 
 
 def probe_gpu(device: torch.device) -> GPUReport:
-    """Return what this rank sees of its GPU. device: this rank's; the CPU where torch finds no GPU."""
+    """Report this rank's GPU. device: the CPU if torch finds no GPU."""
     if device.type != "cuda":
         return GPUReport(problem=f"torch finds no GPU that it can use{_driver_note(torch.version.cuda, driver_version())}")
     gpu = GPUReport()
@@ -113,7 +113,7 @@ def _driver_note(cuda: str | None, driver: str | None) -> str:
 
 
 def check_matmul(device: torch.device) -> str:
-    """Return what is wrong with products of zeros and ones, 128 to a sum: exact in either precision on any device."""
+    """Return what is wrong with matrix products of zeros and ones, 128 terms a sum: exact in both precisions on any device."""
     draw = torch.Generator().manual_seed(0)
     one, other = (torch.randint(0, 2, size, generator=draw).float() for size in ((1024, 128), (128, 1024)))
     right = one @ other
@@ -125,7 +125,7 @@ def check_matmul(device: torch.device) -> str:
 
 
 def memory_errors() -> tuple[dict[str, int], str]:
-    """Return (uncorrected errors of each GPU since its driver was loaded, why nvidia-smi, if it is there, does not tell)."""
+    """Return (uncorrected errors of each GPU since its driver was loaded, why an installed nvidia-smi does not report them)."""
     command = ["nvidia-smi", "--query-gpu=uuid,ecc.errors.uncorrected.volatile.total", "--format=csv,noheader,nounits"]
     try:
         answer = subprocess.run(command, capture_output=True, text=True, timeout=SMI_S)
@@ -143,6 +143,7 @@ def memory_errors() -> tuple[dict[str, int], str]:
 
 
 def probe_node(info: RankInfo, token: str, uses_gpus: bool) -> NodeReport:
+    """Report this node: code, versions, free space, memory and CPUs."""
     try:
         code = code_digest(ROOT)
     except OSError as error:
@@ -156,7 +157,7 @@ def probe_node(info: RankInfo, token: str, uses_gpus: bool) -> NodeReport:
 
 
 def code_digest(root: Path) -> str:
-    """Return a digest of the names and contents of what runs here: a node with an older copy, or a stale mount, differs."""
+    """Return a digest of the names and contents of the code: an older copy or a stale mount differs."""
     digest = hashlib.sha256()
     for path in sorted(path for part in SOURCES for path in (root / part).rglob("*") if path.suffix in (".py", ".sh")):
         content = path.read_bytes()
@@ -166,6 +167,7 @@ def code_digest(root: Path) -> str:
 
 
 def versions(uses_gpus: bool) -> dict[str, str]:
+    """Return the versions of Python, torch, CUDA, NCCL and the driver."""
     found = {"python": platform.python_version(), TORCH: torch_build()}
     if uses_gpus and torch.version.cuda:
         found[CUDA] = torch.version.cuda
@@ -182,7 +184,7 @@ def torch_build() -> str:
 
 
 def driver_version() -> str | None:
-    """Return NVIDIA's; None where there is none."""
+    """Return the version of NVIDIA's driver, or None if there is none."""
     path = Path("/proc/driver/nvidia/version")
     if not path.exists():
         return None
@@ -191,7 +193,7 @@ def driver_version() -> str | None:
 
 
 def free_space() -> dict[str, float]:
-    """Return the GB that this user may still write; 0 in a folder that is not there."""
+    """Return the GB that this user may still write, by folder; 0 for a missing folder."""
     return {folder: _free_gb(folder) for folder in (os.environ.get("TMPDIR", "/tmp"), "/dev/shm")}
 
 
@@ -225,7 +227,7 @@ def processors() -> str:
 
 
 def check_shared_folder(info: RankInfo, token: str) -> str:
-    """Read what rank 0 wrote and leave something for it to read. Return what is wrong, or ''."""
+    """Read rank 0's marker and write one for it. Return what is wrong, or ''."""
     if info.rank:
         try:
             write_marker(info, token)
@@ -235,7 +237,7 @@ def check_shared_folder(info: RankInfo, token: str) -> str:
 
 
 def unreadable_markers(info: RankInfo, reports: dict[int, RankReport], token: str) -> dict[int, str]:
-    """Return, on rank 0, what is wrong with the files of those ranks that wrote one."""
+    """Return, on rank 0, what is wrong with the markers of ranks that wrote one."""
     writers = [rank for rank, report in reports.items() if rank and report.node is not None and not report.node.shared]
     deadline = time.monotonic() + SHARED_S
     with ThreadPoolExecutor(16) as pool:  # a file server answers many at once
@@ -244,6 +246,7 @@ def unreadable_markers(info: RankInfo, reports: dict[int, RankReport], token: st
 
 
 def write_marker(info: RankInfo, token: str) -> None:
+    """Write this rank's marker into the shared folder, onto the disk."""
     with open(_file(info, info.rank, token), "w") as file:
         file.write(_content(info.rank, token))
         file.flush()
@@ -251,6 +254,7 @@ def write_marker(info: RankInfo, token: str) -> None:
 
 
 def remove_marker(info: RankInfo, token: str) -> None:
+    """Remove this rank's marker."""
     with contextlib.suppress(OSError):  # a folder that is not as it should be has been told of
         _file(info, info.rank, token).unlink()
 
