@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from launch import startup_stages
-from launch.run_folder import Columns, RunFolder
+from launch.run_folder import MetricColumns, RunFolder
 from launch.traces.rank_traces import REALMS, AttemptTrace, RankTrace
 from pipeline.spans import Span, us
 
@@ -113,7 +113,7 @@ def _start_up(of: AttemptTrace, begin: float, end: float) -> Iterator[Event]:
             yield _slice(stage.name, "start-up", stage.began, stage.ended, 1)
 
 
-def _steps(steps: dict[int, Window], metrics: Columns) -> Iterator[Event]:
+def _steps(steps: dict[int, Window], metrics: MetricColumns) -> Iterator[Event]:
     """Yield steps as slices, and idle shares, which are of the whole step, from its beginning on."""
     yield _named("thread_name", RUN, 0, name="steps")
     shares = {key: dict(zip(*column, strict=True)) for key, column in metrics.columns.items() if key.startswith("idle/")}
