@@ -96,7 +96,10 @@ def _run(request: dict, files: dict[str, bytes], stdin: bytes, folder: str, rank
 
 
 def _end_all() -> None:
-    """Kill all children and wait for their end, and again for their orphans, until none is left."""
+    """Kill all children and wait for their end, and again for their orphans, until none is left.
+
+    The client bounds this wait: it kills a guard that does not answer within GUARD_TIMEOUT_S of the program's time.
+    """
     while True:
         for child in processes.children(os.getpid()):
             try:
