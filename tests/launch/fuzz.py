@@ -1,4 +1,8 @@
-"""Make and run command lines that nobody means: the exit status of each must be 0, 1 or 2, without a traceback.
+"""Run random command lines: the exit status of each must be 0, 1 or 2, without a traceback.
+
+A case follows from a seed alone: a shipped recipe and one or more `key=value` with keys of the schema, mutated or invented
+ones, and values that are right, of another type, odd unicode, huge, deeply nested, shell syntax, YAML tags and anchors,
+interpolations, or mutations of right ones. Commands run in this process, in a folder of their own, and may write only there.
 
 A case is made of a seed alone: a shipped recipe, one or more `key=value` with keys of the schema, mutated or invented ones, and
 values that are right, of another type, odd unicode, huge, deeply nested, shell syntax, YAML tags and anchors, interpolations,
@@ -171,13 +175,13 @@ def override(draw: random.Random) -> str:
 
 @cache
 def true_pairs(name: str) -> list[tuple[str, str]]:
-    """(key, value as it is typed) of each value that a shipped recipe gives."""
+    """Return (key, value as typed) of each value that a shipped recipe sets."""
     leaves = config_tree.load_with_parents(RECIPES / f"{name}.yaml").leaves()
     return [(key, config_tree.dump_yaml(leaf.value, on_one_line=True).removesuffix("...\n").strip()) for key, leaf in leaves]
 
 
 def nearly_true(draw: random.Random, name: str) -> str:
-    """A key of a recipe with a value that is near to its own, or is another key's."""
+    """Return a key of a recipe with a value near its own, or a key close to it."""
     pairs = true_pairs(name)
     key, value = draw.choice(pairs)
     kind = draw.random()
@@ -212,7 +216,7 @@ def of_submit(draw: random.Random) -> list[str]:
 
 
 def _with(*names: str) -> Callable[[random.Random], list[str]]:
-    """For a command whose keys are these."""
+    """Make cases of a command with these keys."""
 
     def make(draw: random.Random) -> list[str]:
         some = [f"{draw.choice(names)}={values(draw)}" for _ in range(draw.randint(1, 3))]
@@ -266,11 +270,14 @@ BOUNDS = ((signal.SIGPROF, signal.ITIMER_PROF, BOUND_S), (signal.SIGALRM, signal
 
 
 class TooSlow(Exception):
-    """A case did not end within BOUND_S or WALL_S."""
+    """A case ran longer than BOUND_S or WALL_S."""
 
 
 def run(case: Case, writes: list[str]) -> Outcome:
-    """writes: what was opened for writing, or made, outside of the current folder; this process's audit hook adds to it."""
+    """Run a case.
+
+    writes: this process's audit hook appends the paths opened for writing, or created, outside the current folder.
+    """
 
     def give_up(*_: object) -> None:
         raise TooSlow
@@ -303,7 +310,7 @@ def run(case: Case, writes: list[str]) -> Outcome:
 
 @contextlib.contextmanager
 def surroundings() -> Iterator[list[str]]:
-    """A folder of our own as the current one, without Slurm and without a network; what is written elsewhere is listed."""
+    """Change to a new folder, without Slurm and without a network, and list what is written elsewhere."""
     here, environment, writes, live = Path.cwd(), dict(os.environ), [], [True]
     with tempfile.TemporaryDirectory(prefix="fuzz-") as folder:
         inside = os.path.realpath(folder)
@@ -323,7 +330,7 @@ def surroundings() -> Iterator[list[str]]:
                 if not f"{real}/".startswith(f"{inside}/") and "__pycache__" not in real and real != "/dev/null":
                     writes.append(f"{event} {real}")
 
-        sys.addaudithook(watch)  # for good: a hook cannot be taken away, so `live` silences it
+        sys.addaudithook(watch)  # an audit hook cannot be removed, so `live` silences it
         try:
             os.chdir(folder)
             Path("recipes").symlink_to(RECIPES)
@@ -351,7 +358,7 @@ def fuzz(command: str, count: int, seed: int) -> Iterator[Outcome]:
 
 
 def _past_run(folder: Path) -> None:
-    """What the commands that read runs may be asked about."""
+    """Write a run folder for the commands that read runs."""
     from tests.launch import made_runs
 
     made_runs.folder(folder)

@@ -1,4 +1,4 @@
-"""Run folders as a run leaves them, by the code that runs write them with where there is some."""
+"""Write run folders as a run leaves them, with the code that runs use where it exists."""
 
 import json
 import math
@@ -16,7 +16,7 @@ from pipeline.types import Completion, Prompt, Rollout, RolloutGroup, Turn, Vers
 
 
 class Texts:
-    """Stands for a tokenizer: token i is the i-th text."""
+    """A tokenizer stand-in: token i is the i-th text."""
 
     def __init__(self, *texts: str):
         self.texts = texts
@@ -26,7 +26,7 @@ class Texts:
 
 
 def folder(path: Path, recipe: str = "tiny_grpo", *overrides: str) -> Path:
-    """Submitted, and no more: recipe.yaml, manifest.json, and a job.json whose local job has ended without a word."""
+    """Write a submitted run: recipe.yaml, manifest.json, and a job.json whose local job ended without output."""
     path.mkdir(parents=True)
     config.write(config.load(recipe, [f"run_dir={path}", *overrides]), path / "recipe.yaml")
     append_manifest(path, "local", "1", ["python", "launch/submit.py", f"recipe={recipe}"])
@@ -40,7 +40,10 @@ class Ended:
 
 
 def attempt(run: Path, name: str, started: float, verdict: str | None = None, failure: dict | None = None, log="") -> Path:
-    """A start of the ranks. started: unix seconds. log: of rank 0."""
+    """Write the folder of an attempt.
+
+    started: unix seconds. log: of rank 0.
+    """
     path = run / "attempts" / name
     path.mkdir(parents=True)
     (path / "started").write_text(f"{started}\n")
@@ -53,7 +56,7 @@ def attempt(run: Path, name: str, started: float, verdict: str | None = None, fa
 
 
 def group(index: int, prompt: int, completions: list[list[int]], rewards: list[float]) -> RolloutGroup:
-    """One prompt of one token, and completions by their tokens; those of three tokens are cut."""
+    """Return one prompt of one token with completions given by their tokens; completions of three tokens are truncated."""
     rollouts = tuple(
         Rollout((Turn(_completion(f"{index}/{i}", tokens)),), reward, {"accuracy": float(reward > 0)})
         for i, (tokens, reward) in enumerate(zip(completions, rewards, strict=True))
@@ -70,7 +73,7 @@ def _completion(name: str, tokens: list[int]) -> Completion:
 def steps(
     run: Path, first: int, last: int, tokenizer: Texts, validated: int = 2, restored: int | None = None, **values: float
 ) -> None:
-    """What steps first..last of GRPO leave: metrics and rollouts. `values` go into each step's line, as `train/<name>`."""
+    """Write what GRPO's steps first..last leave: metrics and rollouts. `values` go into each step's line, as `train/<name>`."""
     metrics = Metrics(run, LoggerConfig(tensorboard_enabled=False), after_step=restored)
     for step in range(first, last + 1):
         groups = [group(i, 0, [[1], [1, 2], [1, 2, 3]], [0.0, 1.0, 1.0 if step % 2 else 0.0]) for i in range(4)]

@@ -1,4 +1,4 @@
-"""A tiny model folder and a recipe for it, written without torch: a tokenizer of single characters, random weights."""
+"""Write a tiny model folder and a recipe for it without torch: a tokenizer of single characters, random weights."""
 
 import json
 from pathlib import Path
@@ -27,7 +27,7 @@ def write_data(path: Path, inputs: list[str]) -> Path:
 
 
 def write_recipe(folder: Path, name: str = "tiny", **top: Any) -> Path:
-    """A GRPO recipe at folder/name.yaml that passes every check, on the local executor; `top` replaces whole top-level keys."""
+    """Write a GRPO recipe to folder/name.yaml that passes every check, on the local executor; `top` replaces top-level keys."""
     if not (folder / "model").exists():
         write_model(folder / "model")
         write_data(folder / "data.jsonl", ["1+1=", "2+2="])

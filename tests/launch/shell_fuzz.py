@@ -1,4 +1,7 @@
-"""Make recipes whose texts hold shell syntax, and run their scripts with stand-ins for Slurm's commands and for Python.
+"""Make recipes with shell syntax in their texts, and run their scripts with stand-ins for Slurm's commands and for Python.
+
+A case follows from a seed alone. Wherever a shell evaluates part of a text, it runs the command `pwned` or writes a file of
+that name. A text that the checks accept must reach sbatch, srun and the ranks unchanged.
 
 A case is made of a seed alone. Wherever a shell reads a part of a text as syntax, it runs the command `pwned` or writes a file
 of that name. What the checks of a recipe do not refuse must reach sbatch, srun and the ranks exactly as the recipe has it.
@@ -115,7 +118,7 @@ class Author:
 
 @contextlib.contextmanager
 def surroundings() -> Iterator[tuple[Path, Path, Path]]:
-    """Yield new folders: one to run in, one of commands, and one for what these note."""
+    """Yield new folders: one to run in, one of commands, and one for the commands' logs."""
     with tempfile.TemporaryDirectory(prefix="fuzz-") as made:
         work, bin, out = (Path(made, name) for name in ("work", "bin", "out"))
         for folder in (work, bin, out):
@@ -137,7 +140,7 @@ def run(seed: int, base: Recipe) -> Outcome:
 
 
 def run_script(recipe: Recipe, in_job: bool, work: Path, bin: Path, out: Path) -> list[str]:
-    """Run the script of a job, or that of an allocation, in `work`; return what it does wrong."""
+    """Run the script of a job or of an allocation in `work`; return what it does wrong."""
     parts, train, run_dir = components(recipe), recipe.cluster.train, Path(recipe.run_dir)
     for part in parts.values():
         with contextlib.suppress(FileExistsError):
@@ -183,7 +186,7 @@ def _misread_header(script: str, recipe: Recipe, parts: dict[str, config.Compone
 
 
 def _misread_steps(out: Path, run_dir: Path, parts: dict[str, config.ComponentConfig]) -> Iterator[str]:
-    """Yield what srun and the ranks got that the recipe does not say."""
+    """Yield what srun and the ranks got that differs from the recipe."""
     steps = [path.read_bytes().decode().split("\0")[:-1] for path in out.glob("srun.*")]
     for name, share in nodes.shares(parts).items():
         part = share.component

@@ -1,4 +1,7 @@
-"""What the test jobs run: tiny functions of the standard library. They are pickled by name, so they have their own module."""
+"""Tasks that test jobs run: small functions of the standard library.
+
+They are pickled by name, so they have their own module.
+"""
 
 import json
 import os
@@ -11,7 +14,7 @@ from pipeline.attempt import Attempt
 
 
 def report(run_dir: str) -> None:
-    """Say which rank this is, and in which environment."""
+    """Write this rank's number and environment."""
     rank = int(os.environ["HETSTEP_RANK"])
     found = {key: value for key, value in os.environ.items() if key.startswith("HETSTEP_")}
     found |= {key: os.environ.get(key) for key in ("OMP_NUM_THREADS", "CUDA_VISIBLE_DEVICES", "SLURM_GPUS_ON_NODE", "TEST_VAR")}
@@ -21,7 +24,7 @@ def report(run_dir: str) -> None:
 
 
 def report_and_finish(run_dir: str) -> None:
-    """The same, and the run is complete when all have."""
+    """Report; the run is complete when all ranks have."""
     report(run_dir)
     if os.environ["HETSTEP_RANK"] == "0":
         _wait_for_reports(run_dir)
@@ -29,7 +32,7 @@ def report_and_finish(run_dir: str) -> None:
 
 
 def report_and_wait(run_dir: str) -> None:
-    """The same, and stay until killed."""
+    """Report, and stay until killed."""
     report(run_dir)
     _stay()
 
@@ -43,7 +46,7 @@ def fail_on_rank_1(run_dir: str) -> None:
 
 
 def fail_on_rank_2_after_its_echo(run_dir: str) -> None:
-    """Rank 2 leaves failure.json as `pipeline.watchdog` does, and rank 1 is faster to end because of it."""
+    """Leave failure.json on rank 2 as `pipeline.watchdog` does; rank 1 ends faster because of it."""
     report(run_dir)
     if os.environ["HETSTEP_RANK"] == "1":
         _wait_for_reports(run_dir)
@@ -62,7 +65,7 @@ def exit_with_7_on_rank_1(run_dir: str) -> None:
 
 
 def _stay(seconds: float = 600) -> None:
-    """Until told to go, by SIGTERM or the launcher's file; real ranks take a part of the pipeline to end themselves."""
+    """Wait for SIGTERM or the launcher's stop file; real ranks use a part of the pipeline to end themselves."""
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     told, end = Path(os.environ.get("HETSTEP_SIGNALS", os.devnull)), time.monotonic() + seconds
     while time.monotonic() < end:
@@ -78,7 +81,7 @@ def _wait_for_reports(run_dir: str) -> None:
 
 
 def write_steps(run_dir: str) -> None:
-    """What the pipeline leaves behind for its follower: a line per step, from where it stopped, and done.json."""
+    """Write what the pipeline leaves for its follower: a line per step, from the last one on, and done.json."""
     if os.environ["HETSTEP_RANK"] != "0":
         return
     last = config.read(Path(run_dir, "recipe.yaml")).grpo.max_num_steps
@@ -91,7 +94,7 @@ def write_steps(run_dir: str) -> None:
 
 
 def fail_with_report(run_dir: str) -> None:
-    """Rank 1 fails as the pipeline does: it says where in failure.json."""
+    """Fail on rank 1 as the pipeline does, with its traceback in failure.json."""
     if os.environ["HETSTEP_RANK"] == "1":
         said = {
             "rank": 1,
@@ -107,8 +110,10 @@ def fail_with_report(run_dir: str) -> None:
 
 
 def play(run_dir: str) -> None:
-    """What rank 0 leaves behind in each attempt, by script.json: a list of {"progress", "requeue", "blame", "done",
-    "exit", "wait"}. blame: why its own node is bad."""
+    """Replay rank 0's part of each attempt from script.json.
+
+    The script is a list of {"progress", "requeue", "blame", "done", "exit", "wait"}. blame: why its own node is bad.
+    """
     if os.environ["HETSTEP_RANK"] != "0":
         return
     name = os.environ["HETSTEP_ATTEMPT"]
@@ -127,8 +132,8 @@ def play(run_dir: str) -> None:
     raise SystemExit(act.get("exit", 0))
 
 
-def save_when_told(run_dir: str) -> None:
-    """Stay until a signal comes to rank 0 or is told to it; it then saves for two seconds, and all ranks leave."""
+def save_on_request(run_dir: str) -> None:
+    """Wait until rank 0 gets a signal or a request to leave; it then saves for two seconds, and all ranks leave."""
     report(run_dir)
     folder = Path(run_dir, "attempts", os.environ["HETSTEP_ATTEMPT"])
     if os.environ["HETSTEP_RANK"] == "0":
@@ -142,8 +147,8 @@ def save_when_told(run_dir: str) -> None:
         time.sleep(0.05)
 
 
-def tell_of_the_other_component(run_dir: str) -> None:
-    """A rank of generate ends without a word; rank 0 says so a second after it is told to end."""
+def report_the_other_component(run_dir: str) -> None:
+    """End a rank of generate without output; rank 0 reports it a second after it is asked to end."""
     report(run_dir)
     _wait_for_reports(run_dir)
     if os.environ["HETSTEP_COMPONENT"] == "generate":

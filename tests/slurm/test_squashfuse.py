@@ -76,7 +76,7 @@ def log(attempt: AttemptFolder) -> str:
 @on_slurm
 def test_a_signal_to_a_step_ends_its_ranks(cluster, tmp_path):
     """The stand-in shows the fault: without this, what follows would show nothing."""
-    job = submit(tmp_path, tasks.save_when_told)
+    job = submit(tmp_path, tasks.save_on_request)
     reports(tmp_path, 2)
     slurm("scancel", "--signal=USR2", job.job_id)
     wait_until_ended(job)
@@ -87,7 +87,7 @@ def test_a_signal_to_a_step_ends_its_ranks(cluster, tmp_path):
 @on_slurm
 @pytest.mark.parametrize("number", ["USR2", pytest.param("TERM", marks=pytest.mark.full)])
 def test_a_signal_to_the_batch_script_lets_them_save(cluster, tmp_path, number):
-    job = submit(tmp_path, tasks.save_when_told)
+    job = submit(tmp_path, tasks.save_on_request)
     reports(tmp_path, 2)
     slurm("scancel", "--batch", f"--signal={number}", job.job_id)
     wait_until_ended(job)
@@ -98,7 +98,7 @@ def test_a_signal_to_the_batch_script_lets_them_save(cluster, tmp_path, number):
 @on_slurm
 def test_a_time_limit_that_comes_near_lets_them_save(cluster, tmp_path):
     """It is shortened, so that the ranks do not know of it."""
-    job = submit(tmp_path, tasks.save_when_told)
+    job = submit(tmp_path, tasks.save_on_request)
     reports(tmp_path, 2)
     slurm("scontrol", "update", f"JobId={job.job_id}", "TimeLimit=1")
     wait_until_ended(job)
@@ -108,7 +108,7 @@ def test_a_time_limit_that_comes_near_lets_them_save(cluster, tmp_path):
 @pytest.mark.full
 @on_slurm
 def test_preemption_that_sends_the_user_signal_lets_them_save(cluster, tmp_path):
-    job = submit(tmp_path, tasks.save_when_told)
+    job = submit(tmp_path, tasks.save_on_request)
     reports(tmp_path, 2)
     slurm("sbatch", "--partition=high", "--nodes=2", "--exclusive", "--output=/dev/null", "--wrap=true")
     wait_until_ended(job)
@@ -117,7 +117,7 @@ def test_preemption_that_sends_the_user_signal_lets_them_save(cluster, tmp_path)
 
 @on_slurm
 def test_when_a_component_has_failed_the_other_can_tell(cluster, tmp_path):
-    job = submit(tmp_path, tasks.tell_of_the_other_component)
+    job = submit(tmp_path, tasks.report_the_other_component)
     wait_until_ended(job)
     (attempt,) = all_attempts(tmp_path)
     assert attempt.failure and attempt.failure["message"] == "rank 1 died without a word", log(attempt)
@@ -135,7 +135,7 @@ def test_in_a_batch_job_of_ones_own(cluster, tmp_path, monkeypatch):
         "python": sys.executable,
     }
     contained = [f"cluster.{name}.{key}={value}" for name in ("train", "generate") for key, value in keys.items()]
-    job, out = sbatch(tmp_path, "-N2 --time=30", "save_when_told", "cluster.requeue.enabled=false", *contained)
+    job, out = sbatch(tmp_path, "-N2 --time=30", "save_on_request", "cluster.requeue.enabled=false", *contained)
     reports(tmp_path / "run", 2)
     slurm("scontrol", "update", f"JobId={job}", "TimeLimit=1")
     wait_for("is not complete", out, 120)

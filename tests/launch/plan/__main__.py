@@ -1,4 +1,4 @@
-"""Prints predicted beside measured memory: python -m tests.launch.plan memory [tensors|resident|generate] [NAME ...]
+"""Print predicted beside measured memory: python -m tests.launch.plan memory [tensors|resident|generate] [NAME ...]
 
     tensors     bytes of all tensors of the fullest train rank, at the fullest moment of a step
     resident    growth of a train process's resident memory, of models large enough for it to show

@@ -1,4 +1,4 @@
-"""What a train rank's memory really comes to: `TrainRole` on samples of random tokens, with every allocation recorded.
+"""Measure a train rank's memory: `TrainRole` on samples of random tokens, with every allocation recorded.
 
 `tensors` counts the bytes of all tensors, temporary ones inside operators too, by torch's profiler, which sees each allocation
 and release of torch's CPU allocator. `resident` is the growth of the process's resident memory over a process that has done the
@@ -41,8 +41,11 @@ M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # <malloc.h>
 
 
 def measured(case: Case, folder: Path, kind: str = "tensors") -> float:
-    """Bytes of the fullest rank. With experts spread over ranks, of their mean: the plan takes tokens to spread evenly, and a
-    random router sends some experts far more than others. kind: "tensors", "resident", "cuda"."""
+    """Return the bytes of the fullest rank, or with experts spread over ranks the mean over ranks.
+
+    The plan assumes that tokens spread evenly, and a random router sends some experts far more than others. kind: "tensors",
+    "resident", "cuda".
+    """
     multiprocessing.get_context("forkserver").set_forkserver_preload([__name__, "pipeline.train.fsdp"])
     out = folder / f"{case.name}-{kind}"
     out.mkdir()
@@ -75,7 +78,7 @@ def _rank(rank: int, case: Case, out: Path, kind: str) -> None:
 
 
 def _with_teacher(case: Case, out: Path, rank: int) -> Case:
-    """A teacher is not drawn at random as other models here are, so it needs files."""
+    """Write a teacher's files: it is not initialized at random as other models here are."""
     if rank == 0:
         model = AutoConfig.from_pretrained(RECIPES / case.model)
         AutoModelForCausalLM.from_config(model).save_pretrained(out / "teacher")
@@ -100,7 +103,7 @@ class Run:
         self._updates = _updates(recipe, place, vocabulary)
 
     def step(self) -> Iterator[str]:
-        """Before each phase its name."""
+        """Run one step; yield the name of each phase before it begins."""
         yield "forward"
         self._role.load(self._updates)
         self._role.forward()
@@ -111,7 +114,7 @@ class Run:
 
 
 def _updates(recipe: Recipe, place: DataParallelRank, vocabulary: int) -> list:
-    """This rank's share of sequences of the greatest length, as many as an optimizer step takes."""
+    """Return this rank's share of sequences of the maximum length for one optimizer step."""
     policy, together = recipe.policy, algorithms.build(recipe).sequences_per_item
     random, length = np.random.default_rng(0), policy.max_total_sequence_length
     samples = [_sample(random.integers(3, vocabulary, length)) for _ in range(policy.train_global_batch_size * together)]
@@ -128,8 +131,11 @@ def _sample(tokens: np.ndarray) -> Sample:
 
 
 def _tensors(case: Case, rank: int) -> float:
-    """The least of the later steps: the profiler does not see what a thread of Gloo's releases, which makes a figure too large
-    for as long as that address is not used again, and never too small."""
+    """Return the smallest of the later steps' peaks.
+
+    The profiler does not see what a thread of Gloo's releases. The figure is then too large until that address is used
+    again, and never too small.
+    """
     recipe, marks = case.load(), []
     profiler = torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True, acc_events=False)
     profiler.__enter__()
@@ -162,7 +168,7 @@ def _addresses() -> set[int]:
 
 
 def _allocations(events: list) -> Iterator[tuple[int, int, int]]:
-    """(time in ns, address, bytes; below 0 when released)"""
+    """Return (time in ns, address, bytes; below 0 when released) of each allocation."""
     waiting = list(events)
     while waiting:
         event = waiting.pop()
@@ -172,7 +178,7 @@ def _allocations(events: list) -> Iterator[tuple[int, int, int]]:
 
 
 def peaks(changes: list[tuple[int, int, int]], marks: list[Mark]) -> dict[str, list[int]]:
-    """The most bytes that lived at once, between each mark and the next; by phase, in the order of steps."""
+    """Return the maximum bytes allocated at once between each mark and the next; by phase, in the order of steps."""
     found: dict[str, list[int]] = {}
     live: dict[int, int] = {}
     upcoming = iter(changes)
@@ -211,7 +217,7 @@ def _resident(case: Case, rank: int) -> float:
 
 
 def _steps(case: Case, rank: int) -> None:
-    """Two of them: the second finds the optimizer's state."""
+    """Run two steps: the second one finds the optimizer's state."""
     recipe = case.load()
     run = Run(recipe, rank, case.shapes(recipe)["policy"].vocabulary)
     for _ in range(2):
@@ -220,7 +226,7 @@ def _steps(case: Case, rank: int) -> None:
 
 
 def _cuda(case: Case, rank: int) -> float:
-    """Bytes that torch's allocator gave out at most, beside what a smaller run has left (cuBLAS's workspace)."""
+    """Return the peak bytes of torch's allocator, less what a smaller run leaves (cuBLAS's workspace)."""
     _steps(case.small, rank)
     gc.collect()
     torch.cuda.empty_cache()
@@ -231,7 +237,7 @@ def _cuda(case: Case, rank: int) -> float:
 
 
 def _status(field: str) -> float:
-    """Bytes."""
+    """Return a field of the process's status in bytes."""
     return 1024.0 * int(re.search(rf"^{field}:\s+(\d+) kB", Path("/proc/self/status").read_text(), re.MULTILINE)[1])
 
 
@@ -241,7 +247,7 @@ ENGINES = (("tiny", "float32"), ("tiny", "bfloat16"), ("tiny_moe", "bfloat16"))
 
 
 def engine(model: str, precision: str, folder: Path) -> dict[str, tuple[float, float]]:
-    """Of an engine on one CPU rank: (predicted, measured) bytes of weights and of the KV cache, and the tokens this holds."""
+    """Return (predicted, measured) bytes of weights and of the KV cache, and its tokens, of an engine on one CPU rank."""
     out = folder / f"engine-{model}-{precision}"
     context = multiprocessing.get_context("spawn")
     process = context.Process(target=_engine, args=(model, precision, out))

@@ -1,4 +1,4 @@
-"""What the memory part of the plan is held against: small runs of the real backends, as recipes.
+"""Small runs of the real backends, as recipes, whose measured memory the plan's prediction is compared with.
 
 Every sequence is the longest and every microbatch is full, which is what the plan assumes.
 """
@@ -36,7 +36,7 @@ BATCHES = (
 
 @dataclass(frozen=True)
 class Case:
-    """A run of some steps of one recipe."""
+    """Some steps of one recipe."""
 
     name: str
     recipe: str = "tiny_sft"
@@ -59,7 +59,7 @@ class Case:
         return replace(recipe, policy=replace(recipe.policy, hf_config_overrides=dict(self.changes)))
 
     def shapes(self, recipe: Recipe) -> dict[str, ModelShape]:
-        """Of all the recipe's models, which are of one shape here."""
+        """Return the shape that all models of the recipe share."""
         shape = ModelShape.of(read_json(RECIPES / self.model / "config.json") | self.changes)
         return dict.fromkeys(config.models(recipe), shape)
 
@@ -68,8 +68,10 @@ class Case:
         return replace(self, changes={})
 
     def predicted(self) -> tuple[float, str]:
-        """(bytes of tensors of the fullest rank, when). The runs make no refit, so without its staging; nor is a CUDA context
-        made of tensors."""
+        """Return (bytes of tensors of the fullest rank, when).
+
+        The runs make no refit, so its staging is left out. A CUDA context is not made of tensors.
+        """
         recipe = self.load()
         shapes = self.shapes(recipe)
         found = memory.train(recipe, shapes)
@@ -78,7 +80,7 @@ class Case:
 
 
 def _grid() -> list[Case]:
-    """Both backends and models, one rank and two, both precisions, activations kept and recomputed."""
+    """Return cases of both backends and models, one rank and two, both precisions, activations kept and recomputed."""
     found = []
     for backend, key in (("fsdp", FSDP), ("megatron", MEGATRON)):
         for model in ("tiny", "tiny_moe"):
@@ -94,7 +96,7 @@ def _grid() -> list[Case]:
 
 
 def _selective() -> list[Case]:
-    """FSDP2 with activations recomputed selectively."""
+    """Return cases of FSDP2 with selective activation recomputation."""
     on = (f"{FSDP}.enabled=true", f"{FSDP}.activation_checkpointing=true", f"{FSDP}.recompute_granularity=selective")
     return [
         Case(f"fsdp_{model}_1_{precision}_selective", model=model, overrides=(*BATCHES, *on, f"policy.precision={precision}"))
@@ -121,7 +123,7 @@ def _layouts() -> list[Case]:
 
 
 def _recipes() -> list[Case]:
-    """The tiny recipes as they are, on both backends."""
+    """Return the tiny recipes unchanged, on both backends."""
     own = {
         "tiny_sft": (),
         "tiny_grpo": ("loss_fn.reference_policy_kl_penalty=0.01",),

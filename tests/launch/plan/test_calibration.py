@@ -1,4 +1,4 @@
-"""What a run folder tells. The folders are written by the run's own writer of metrics."""
+"""Plans calibrated by a run folder. The folders are written by the run's own writer of metrics."""
 
 import dataclasses
 from pathlib import Path
@@ -23,7 +23,7 @@ def choose(name: str, run_dir: Path, *overrides: str):
 
 
 def run(folder: Path, *overrides: str, name: str = "tiny_grpo", steps: int = 4, clocks=CLOCKS, **values: float) -> Path:
-    """A run folder as a run leaves it: `clocks` in every step but the first, which took ten times as long."""
+    """Write a finished run's folder: `clocks` in every step but the first, which took ten times as long."""
     folder.mkdir(parents=True)
     recipe, _ = choose(name, folder, *overrides)
     config.write(recipe, folder / "recipe.yaml")
@@ -39,7 +39,7 @@ def run(folder: Path, *overrides: str, name: str = "tiny_grpo", steps: int = 4, 
     return folder
 
 
-def test_a_plan_calibrated_by_a_run_of_the_same_recipe_says_what_was_measured(tmp_path):
+def test_a_plan_calibrated_by_a_run_of_the_same_recipe_equals_the_measured_times(tmp_path):
     folder = run(tmp_path / "run", *GPUS)
     found = plan(*choose("tiny_grpo", folder, *GPUS))
     assert found.measured.steps == 3
@@ -49,8 +49,8 @@ def test_a_plan_calibrated_by_a_run_of_the_same_recipe_says_what_was_measured(tm
     assert "measured / predicted" in report.text(found) and f"{folder} (3 steps)" in report.text(found)
 
 
-def test_another_recipe_is_corrected_by_as_much(tmp_path):
-    """Twice the batch: each clock is its own prediction times the ratio of the run before."""
+def test_another_recipe_is_corrected_by_the_same_ratio(tmp_path):
+    """With twice the batch, each clock is its own prediction times the earlier run's ratio."""
     folder = run(tmp_path / "run", *GPUS)
     double = (*GPUS, "grpo.num_prompts_per_step=32", "plan.answer_tokens=13")
     alone = plan(*choose("tiny_grpo", tmp_path / "other", *double))
@@ -63,7 +63,7 @@ def test_another_recipe_is_corrected_by_as_much(tmp_path):
     assert found.seconds["train"] > CLOCKS["train"]
 
 
-def test_prompts_are_those_of_the_last_rollouts(tmp_path):
+def test_prompt_lengths_come_from_the_last_rollouts(tmp_path):
     folder = run(tmp_path / "run", *GPUS)
     (folder / "rollouts").mkdir()
     for step, lengths in ((1, (1, 1)), (2, (6, 8)), (3, ())):
@@ -73,8 +73,8 @@ def test_prompts_are_those_of_the_last_rollouts(tmp_path):
     assert plan(*choose("tiny_grpo", folder, *GPUS)).lengths.prompt == 7
 
 
-def test_an_offline_run_tells_the_length_of_sequences(tmp_path):
-    """192 sequences of 5 tokens in 2 seconds."""
+def test_an_offline_run_gives_sequence_lengths(tmp_path):
+    """Check 192 sequences of 5 tokens in 2 seconds."""
     gpus = GPUS[::2]
     folder = run(tmp_path / "run", *gpus, name="tiny_sft", clocks={"train": 2.0}, **{"throughput/tokens_per_s": 480.0})
     recipe, choice = choose("tiny_sft", folder, *gpus, "policy.train_global_batch_size=192")
@@ -83,14 +83,14 @@ def test_an_offline_run_tells_the_length_of_sequences(tmp_path):
     assert found.lengths.sequence == pytest.approx(5) and found.seconds == pytest.approx({"train": 2.0})
 
 
-def test_a_run_without_gpus_tells_lengths_alone(tmp_path):
+def test_a_run_without_gpus_gives_lengths_only(tmp_path):
     folder = run(tmp_path / "run", GPUS[-1])
     found = plan(*choose("tiny_grpo", tmp_path / "other", *GPUS), before=folder)
     assert found.ratios == {} and found.lengths.answer == 13
     assert "lengths alone" in report.text(found)
 
 
-def test_a_run_that_tells_nothing(tmp_path):
+def test_a_run_without_measurements_is_refused(tmp_path):
     recipe, choice = choose("tiny_grpo", tmp_path / "new", *GPUS)
     assert plan(recipe, choice).measured is None  # its own run_dir is not there
     with refused(("plan_from", "no-records")):

@@ -21,7 +21,7 @@ def made(*overrides: str) -> Plan:
     return planned("llama8b_grpo_sync", *overrides)
 
 
-def test_turns_are_what_each_rank_holds_in_them():
+def test_each_turn_counts_what_each_rank_holds():
     found = made(*SHARED)
     rollout, training, refit = found.turns
     train, generate, recipe = found.train, found.generate, found.recipe
@@ -40,7 +40,7 @@ def test_turns_are_what_each_rank_holds_in_them():
 
 
 def test_a_refit_reads_the_merged_weights_of_a_policy_with_adapters():
-    """What they were merged from waits on the host by then; later both do."""
+    """The base weights and adapters wait on the host when the merged weights are read; later both do."""
     found = made(*SHARED, "policy.dtensor_cfg.enabled=true", "policy.dtensor_cfg.lora_cfg.enabled=true")
     parts, refit = found.train.parts, found.turns[2]
     assert 0.9 * parts["weights"] < parts["merged weights"] < parts["weights"]
@@ -64,21 +64,21 @@ def test_a_step_pays_for_the_moves_and_for_half_the_gpus():
     assert not split.movable(found.recipe) and found.split is None
 
 
-def test_a_refit_brings_weights_that_are_not_quantized_yet():
+def test_a_refit_transfers_weights_before_quantization():
     found, plain = made(*SHARED, "policy.generation.vllm_cfg.precision=fp8"), made(*SHARED)
     assert found.seconds["refit"] == pytest.approx(plain.seconds["refit"])
     assert found.generate.parts["weights"] < 0.6 * plain.generate.parts["weights"]
 
 
-def test_all_that_travels_stays_on_its_node():
+def test_all_transfers_stay_within_a_node():
     recipe, _ = backend.choose(config.load("llama8b_grpo_sync", [*SHARED, "cluster.train.nodes=2", "cluster.generate.nodes=2"]))
     names = node_names(recipe)
     assert len(names) == 32 and len(set(names.values())) == 2
     assert all(names[rank] == names[16 + rank] for rank in range(16))
 
 
-def test_what_is_read_where_it_lies_is_staged_once():
-    """Of three rounds an engine's rank that passes on keeps its own two; between nodes two more come by the wire."""
+def test_weights_read_over_ipc_are_staged_once():
+    """An engine's rank that relays keeps its own two of three rounds; between nodes two more arrive over the network."""
     nodes = ("cluster.train.nodes=2", "cluster.generate.nodes=2")
     by_host, by_ipc, across = (made(*SHARED, *keys).generate for keys in (BY_HOST, (), nodes))
     bucket = made().recipe.policy.generation.refit_cfg.bucket_bytes
@@ -88,8 +88,8 @@ def test_what_is_read_where_it_lies_is_staged_once():
 
 @pytest.mark.parametrize("by", ["ipc", "host"])
 @pytest.mark.parametrize("trainer", ["dtensor_cfg", "megatron_cfg"])
-def test_between_nodes_it_goes_over_tcp(trainer, by):
-    """Each of 16 ranks of FSDP2 has a sixteenth; with Megatron-Core each rank has it all."""
+def test_between_nodes_weights_go_over_tcp(trainer, by):
+    """Each of 16 FSDP2 ranks has a sixteenth of the weights; with Megatron-Core each rank has all of them."""
     nodes = ("cluster.train.nodes=2", "cluster.generate.nodes=2", f"policy.generation.colocated.refit={by}")
     found = made(*SHARED, *nodes, "policy.dtensor_cfg.enabled=false", f"policy.{trainer}.enabled=true")
     parts = {phase.name: phase.parts for phase in found.phases}["weights to the engines"]
@@ -119,7 +119,7 @@ def test_a_reward_model_scores_beside_the_engine():
         assert found.host - found.train.host == pytest.approx(alone.host - alone.train.host)  # it is there already
 
 
-def test_what_does_not_fit_in_turn_is_told_with_what_helps():
+def test_a_turn_that_does_not_fit_is_warned_of_and_the_table_shows_it():
     full = made(*SHARED, "policy.generation.vllm_cfg.gpu_memory_utilization=0.99")
     assert not full.fits
     assert any("in the rollout" in text and "and has 80" in text for text in full.warnings())

@@ -1,4 +1,4 @@
-"""Operations and lengths, by hand and by drawing."""
+"""Operations and lengths against closed forms and sampling."""
 
 import math
 import random
@@ -31,9 +31,11 @@ def test_a_dense_model_by_hand():
     assert flops.forward(tiny, 5, pairs) == 2 * (matrices + norms) * 5 + scores + values
 
 
-def test_against_what_is_published():
-    """Active parameters: the model cards. Operations to train on a token of a sequence of 4096: "Insights into DeepSeek-V3",
-    table 2 (arXiv 2505.09343)."""
+def test_parameters_and_operations_equal_published_numbers():
+    """Compare active parameters with the model cards, and operations to train on a token with a paper.
+
+    The operations are those of a sequence of 4096 tokens: "Insights into DeepSeek-V3", table 2 (arXiv 2505.09343).
+    """
     assert shape("deepseek-ai/DeepSeek-V3").active == pytest.approx(37e9, rel=0.02)
     assert shape("Qwen/Qwen3-30B-A3B").active == pytest.approx(3.3e9, rel=0.1)
     assert shape("Qwen/Qwen3-235B-A22B").active == pytest.approx(22e9, rel=0.02)
@@ -41,7 +43,7 @@ def test_against_what_is_published():
     assert training == pytest.approx(250e9, rel=0.05)
 
 
-def test_a_latent_is_worked_on_as_it_is_cached():
+def test_decoding_attends_over_the_cached_latent():
     deepseek, llama = shape("deepseek-ai/DeepSeek-V3"), shape("meta-llama/Llama-3.1-8B")
     assert deepseek.latent and not llama.latent
     assert flops.decode_attention(llama, 7) == flops.attention(llama, 7)
@@ -52,7 +54,7 @@ def test_a_latent_is_worked_on_as_it_is_cached():
 
 
 @pytest.mark.parametrize(("mean", "limit"), [(795, 3831), (3283, 3896), (100, 20000), (512, 512)])
-def test_the_distribution_is_the_one_that_is_drawn(mean, limit):
+def test_the_length_distribution_equals_its_samples(mean, limit):
     lengths = Lengths(100, mean, limit, "")
     generator, scale = random.Random(0), lengths.scale
     drawn = [limit if math.isinf(scale) else min(limit, generator.expovariate(1 / scale)) for _ in range(200_000)]

@@ -1,4 +1,4 @@
-"""What a GPU's description says, and what a recipe that leaves memory and network open takes from it."""
+"""Descriptions of GPUs, and the values that a recipe without memory and network takes from them."""
 
 import pytest
 import yaml
@@ -12,7 +12,7 @@ from tests.problems import named, refused
 
 @pytest.fixture
 def described(tmp_path):
-    """described(**changes): the path of an H100 with other keys; None takes one away."""
+    """Return the path of an H100's description with other keys; None removes one."""
 
     def write(**changes) -> str:
         keys = yaml.safe_load((HARDWARE / "h100.yaml").read_text()) | changes
@@ -33,7 +33,7 @@ def test_every_description_is_complete(name):
     assert found.assumed.mixture_training <= found.assumed.dense_training < 1
 
 
-def test_the_rack_shares_nvlink():
+def test_nvlink_spans_the_rack():
     def reached(name: str, ranks: int | None = None) -> int:
         return hardware.nvlink_gpus(ComponentConfig(nodes=18, gpus_per_node=4, gpu=name, ranks_per_node=ranks))
 
@@ -42,7 +42,7 @@ def test_the_rack_shares_nvlink():
     assert hardware.nvlink_gpus(ComponentConfig(gpus_per_node=16, gpu="h200")) == 8
 
 
-def test_memory_and_network_are_the_gpus(tmp_path, described):
+def test_memory_and_network_come_from_the_gpu(tmp_path, described):
     path = str(write_recipe(tmp_path))
     recipe = config.load(path, ["cluster.train.gpu=gb200", "cluster.generate.gpu=h200"])
     assert (recipe.cluster.network.node_gb_per_s, recipe.cluster.network.nic_gb_per_s) == (900, 50)
@@ -57,8 +57,8 @@ def test_memory_and_network_are_the_gpus(tmp_path, described):
     assert hardware.memory_gb(recipe.cluster.train) == 40
 
 
-def test_the_ranks_read_numbers(tmp_path, described):
-    """The description need not be where the job runs."""
+def test_the_ranks_get_numbers_instead_of_the_description(tmp_path, described):
+    """Check that the description need not exist where the job runs."""
     recipe = config.load(str(write_recipe(tmp_path)), [f"cluster.train.gpu={described(nic_gb_per_s=12.5)}"])
     config.write(recipe, tmp_path / "written.yaml")
     assert yaml.safe_load((tmp_path / "written.yaml").read_text())["cluster"]["network"]["nic_gb_per_s"] == 12.5
@@ -78,13 +78,13 @@ def test_the_ranks_read_numbers(tmp_path, described):
         ({"assumed": {"bandwidth": 60}}, ["missing-value", "too-large"]),
     ],
 )
-def test_what_is_wrong_with_a_description(described, changes, codes):
+def test_a_wrong_description_is_refused(described, changes, codes):
     path = described(**changes)
     with refused(*(("cluster.train.gpu", code) for code in codes)):
         gpu(path)
 
 
-def test_a_gpu_that_nobody_described(tmp_path):
+def test_a_gpu_without_a_description_is_refused(tmp_path):
     loaded = config.inspect(str(write_recipe(tmp_path)), ["cluster.train.gpu=h10", "cluster.generate.gpu=mi300x"])
     assert named(loaded.problems) == {(f"cluster.{name}.gpu", "file-not-found") for name in ("train", "generate")}
     assert "did you mean 'h100'?" in str(loaded.problems[0])
@@ -92,6 +92,6 @@ def test_a_gpu_that_nobody_described(tmp_path):
 
 
 @pytest.mark.parametrize(("value", "code"), [("5", "file-not-found"), ("null", "wrong-type"), ("{a: 1}", "wrong-type")])
-def test_a_gpu_that_is_no_name(tmp_path, value, code):
+def test_a_gpu_that_is_not_a_name_is_refused(tmp_path, value, code):
     loaded = config.inspect(str(write_recipe(tmp_path)), [f"cluster.train.gpu={value}"])
     assert named(loaded.problems) == {("cluster.train.gpu", code)}

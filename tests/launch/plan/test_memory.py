@@ -1,4 +1,4 @@
-"""What the memory part of the plan says of recipes, held against arithmetic; against measurements: test_memory_measured.py."""
+"""The plan's memory against arithmetic. test_memory_measured.py compares it with measurements."""
 
 import dataclasses
 import subprocess
@@ -45,24 +45,24 @@ def on_megatron(*overrides: str, **more) -> TrainMemory:
 # ---- training -----------------------------------------------------------------------------------------------------------
 
 
-def test_fsdp_holds_sixteen_bytes_of_a_parameter_cut_over_all_ranks():
+def test_fsdp_shards_sixteen_bytes_per_parameter_over_all_ranks():
     parts = trained("cluster.train.nodes=2").parts
     held = parts["weights"] + parts["gradients"] + parts["optimizer"]
     assert held == pytest.approx(16 * LLAMA.parameters / 16, rel=1e-6)
 
 
-def test_megatron_holds_whole_weights_and_gradients_and_cuts_the_rest():
+def test_megatron_replicates_weights_and_gradients_and_shards_the_rest():
     parts = on_megatron().parts
     held = parts["weights"] + parts["gradients"] + parts["optimizer"]
     assert held == pytest.approx((2 + 4 + 12 / 8) * LLAMA.parameters, rel=1e-6)
 
 
-def test_gradients_in_half_precision_take_half():
+def test_gradients_in_half_precision_take_half_the_bytes():
     halved = on_megatron(f"{MEGATRON}.distributed_data_parallel_config.grad_reduce_in_fp32=false").parts["gradients"]
     assert halved == on_megatron().parts["gradients"] / 2
 
 
-def test_experts_spread_over_ranks_are_held_in_part():
+def test_expert_parallel_ranks_hold_part_of_the_experts():
     spread = on_megatron(f"{MEGATRON}.expert_model_parallel_size=8", of=QWEN_MIXTURE).parts["gradients"]
     whole = on_megatron(of=QWEN_MIXTURE).parts["gradients"]
     assert whole - spread == pytest.approx(4 * QWEN_MIXTURE.routed * 7 / 8, rel=1e-6)
@@ -86,7 +86,7 @@ def test_pipeline_stages_have_all_layers(of, sizes, dense):
     assert sum(stage.sparse for stage in found) == of.sparse_layers
 
 
-def test_stages_together_hold_the_model():
+def test_pipeline_stages_sum_to_the_model():
     overrides = ("policy.dtensor_cfg.enabled=false", f"{MEGATRON}.enabled=true", f"{MEGATRON}.pipeline_model_parallel_size=4")
     loaded = recipe(*overrides)
     (model, *_), cut = models(loaded, {"policy": LLAMA}), train_parallelism(loaded.policy, loaded.cluster.train)
@@ -108,7 +108,7 @@ def test_an_early_stage_keeps_several_microbatches():
 
 @pytest.mark.parametrize("layer", [hugging_face_layer, megatron_layer])
 @pytest.mark.parametrize(("of", "sparse"), [(LLAMA, False), (QWEN_MIXTURE, True), (DEEPSEEK, True)])
-def test_tokens_are_cut_by_context_and_widths_by_tensor_parallelism(layer, of, sparse):
+def test_context_parallelism_splits_tokens_and_tensor_parallelism_widths(layer, of, sparse):
     one, half = (layer(of, sparse, RankMicrobatch(tokens, 2, True)) for tokens in (8192, 4096))
     assert half.saved == one.saved / 2
     sequence = 4 if layer is megatron_layer else 1  # which a mixture needs
@@ -116,7 +116,7 @@ def test_tokens_are_cut_by_context_and_widths_by_tensor_parallelism(layer, of, s
     assert one.saved / 4 <= cut.saved < one.saved
 
 
-def test_sequence_parallelism_cuts_all_that_a_layer_keeps():
+def test_sequence_parallelism_splits_all_activations_of_a_layer():
     kept = [
         megatron_layer(LLAMA, False, RankMicrobatch(8192, 2, True, tensor=4, sequence=sequence)).saved for sequence in (1, 4)
     ]
@@ -126,11 +126,11 @@ def test_sequence_parallelism_cuts_all_that_a_layer_keeps():
 
 
 @pytest.mark.parametrize(("of", "found"), [(LLAMA, (2, False, 0)), (QWEN_MIXTURE, (2, True, 0)), (DEEPSEEK, (2, False, 2048))])
-def test_norms_are_told_from_the_counts(of, found):
+def test_norms_follow_from_the_parameter_counts(of, found):
     assert norms(of) == found
 
 
-def test_microbatches_are_no_larger_than_what_a_rank_has():
+def test_microbatches_are_no_larger_than_a_ranks_share():
     loaded = recipe("policy.train_global_batch_size=8", "policy.sequence_packing.train_mb_tokens=100000")
     assert rank_batches(loaded, 8).train_tokens == loaded.policy.max_total_sequence_length
     assert rank_batches(loaded, 8).microbatches == 1
@@ -139,7 +139,7 @@ def test_microbatches_are_no_larger_than_what_a_rank_has():
     assert rank_batches(pairs, 8).train_tokens == 2 * size
 
 
-def test_models_beside_the_policy_count():
+def test_models_besides_the_policy_are_counted():
     alone, both = trained("cluster.train.nodes=2"), trained("cluster.train.nodes=2", name="llama8b_ppo")
     critic = 16 * (LLAMA.parameters - LLAMA.output + LLAMA.hidden) / 16
     assert both.parts["other models"] == pytest.approx(critic, rel=1e-6)
@@ -168,7 +168,7 @@ def generated(*overrides: str, of: ModelShape = LLAMA) -> GenerateMemory:
     return generate(recipe(*overrides), of)
 
 
-def test_the_cache_is_what_is_left_of_the_share():
+def test_the_kv_cache_takes_the_rest_of_gpu_memory_utilization():
     found = generated()
     whole = recipe().policy.generation.vllm_cfg.gpu_memory_utilization * 80e9
     assert found.total - found.parts["buffers"] == pytest.approx(whole)
@@ -177,29 +177,29 @@ def test_the_cache_is_what_is_left_of_the_share():
     assert found.tokens == found.parts["KV cache"] // (16 * token) * 16 - 16
 
 
-def test_heads_are_copied_where_there_are_more_ranks():
+def test_kv_heads_are_replicated_over_more_ranks_than_heads():
     cached = [EngineRank(LLAMA, 2, tensor, 1, False).cached for tensor in (1, 8, 16)]
     assert cached == [65536, 8192, 8192]
 
 
-def test_latents_are_held_by_all_ranks():
+def test_latents_are_replicated_on_all_ranks():
     assert [EngineRank(DEEPSEEK, 2, tensor, 1, True).cached for tensor in (1, 16)] == [61 * 576] * 2
 
 
-def test_ranks_together_hold_the_model_and_padding():
+def test_engine_ranks_sum_to_the_model_and_padding():
     rank = EngineRank(LLAMA, 2, 8, 1, False)
     norms_twice = 7 * LLAMA.other  # each rank has all norms
     assert 8 * rank.parameters == pytest.approx(LLAMA.parameters + norms_twice, rel=1e-9)
 
 
-def test_projections_to_latents_are_whole_on_every_rank():
-    """q_a_proj and kv_a_proj_with_mqa of DeepSeek-V3: 7168 x (1536 + 512 + 64)."""
+def test_projections_to_latents_are_replicated():
+    """Check q_a_proj and kv_a_proj_with_mqa of DeepSeek-V3: 7168 x (1536 + 512 + 64)."""
     whole, cut = (EngineRank(DEEPSEEK, 2, tensor, 1, True).parameters for tensor in (1, 8))
     replicated = DEEPSEEK.other + 61 * 7168 * (1536 + 512 + 64)
     assert 8 * cut - whole == pytest.approx(7 * replicated, rel=1e-9)
 
 
-def test_linear_layers_in_eight_bits_take_half_and_their_scales():
+def test_linear_layers_in_eight_bits_take_half_plus_scales():
     plain, small = generated(), generated(f"{VLLM}.precision=fp8")
     linear = LLAMA.attention + LLAMA.mlp
     assert plain.parts["weights"] - small.parts["weights"] == pytest.approx(linear * (1 - 4 / 128**2))
@@ -223,7 +223,7 @@ def test_experts_in_eight_bits():
         (("policy.generation.vllm_kwargs.quantization=fp8_per_channel",), False),
     ],
 )
-def test_where_only_some_layers_are_in_eight_bits_the_weights_count_whole(keys, exact):
+def test_weights_count_in_full_if_only_some_layers_are_in_eight_bits(keys, exact):
     found = generated(*keys)
     assert found.exact == exact
     assert (found.parts["weights"] == generated().parts["weights"]) == (not exact)
@@ -248,7 +248,7 @@ def test_vllm_kwargs_override():
 @pytest.mark.parametrize(
     "backend", [("policy.dtensor_cfg.enabled=true",), ("policy.dtensor_cfg.enabled=false", f"{MEGATRON}.enabled=true")]
 )
-def test_advice_does_what_it_says(backend):
+def test_advice_reduces_memory_as_stated(backend):
     loaded = recipe(*backend)
     held = memory.train(loaded, {"policy": LLAMA})
     assert advice(loaded, held, held.total) == []

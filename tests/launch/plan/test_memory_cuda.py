@@ -15,7 +15,7 @@ NAMES = ("fsdp_medium_bfloat16", "fsdp_vocabulary_bfloat16_128", "megatron_mediu
 @pytest.mark.parametrize("again", [False, True])
 @pytest.mark.parametrize("name", NAMES)
 def test_allocated(name, again, tmp_path):
-    """With activations kept, and recomputed; 4,096 tokens at a time, so that they weigh more than the weights."""
+    """Check with activations kept and recomputed; 4,096 tokens at a time, so that activations outweigh the weights."""
     key = "policy.megatron_cfg" if name.startswith("megatron") else "policy.dtensor_cfg"
     more = ("policy.train_global_batch_size=256", "policy.sequence_packing.train_mb_tokens=4096")
     if again:

@@ -1,4 +1,4 @@
-"""Predicted memory against what the real backends take, within a tenth. The table: python -m tests.launch.plan memory"""
+"""Predicted memory is within a tenth of what the real backends use. The table: python -m tests.launch.plan memory"""
 
 import pytest
 
@@ -29,18 +29,18 @@ def test_tensors_of_every_layout(name, tmp_path):
 @pytest.mark.long
 @pytest.mark.parametrize("name", [name for name in MEDIUM_CASES if name.endswith("float32")])
 def test_resident_memory(name, tmp_path):
-    """In bfloat16 oneDNN keeps copies of its own beside torch's tensors."""
+    """In bfloat16 oneDNN keeps copies of its own besides torch's tensors."""
     assert abs(off_by(name, tmp_path, "resident")) < TOLERANCE
 
 
 @pytest.mark.long
 @pytest.mark.parametrize(("model", "precision"), measure.ENGINES)
-def test_vllm_holds_what_was_predicted(model, precision, tmp_path):
+def test_vllms_memory_equals_the_prediction(model, precision, tmp_path):
     for part, (predicted, found) in measure.engine(model, precision, tmp_path).items():
         assert predicted == pytest.approx(found, rel=0.01), part
 
 
-def test_peaks_are_counted_from_what_lives_at_a_mark():
+def test_peaks_start_from_the_allocations_at_a_mark():
     marks = [measure.Mark(0, "a", 10, {1}), measure.Mark(0, "b", 20, {1, 2}), measure.Mark(1, "end", 30, set())]
     changes = [(1, 1, 100), (2, 9, 50), (11, 2, 5), (12, 3, 7), (13, 3, -7), (21, 2, 6), (22, 1, -100), (31, 8, 1000)]
     # 9 was released unseen before the mark, and at 21 the address 2 is given out again.

@@ -1,4 +1,4 @@
-"""The same recipe ahead, in turn and colocated, against plans of recipes that say so themselves."""
+"""The same recipe asynchronous, synchronous and colocated, against plans of recipes with those keys."""
 
 import functools
 
@@ -21,8 +21,8 @@ def told(name: str, *overrides: str) -> str:
 
 
 @pytest.mark.parametrize("name", ["llama8b_grpo", "llama8b_grpo_sync"])
-def test_each_is_the_plan_of_a_recipe_that_says_so(name):
-    """Whichever of them it is found from."""
+def test_each_mode_is_the_plan_of_a_recipe_with_its_keys(name):
+    """Check it from whichever mode the comparison starts."""
     found = compared(name)
     expected = {
         "async": planned("llama8b_grpo"),
@@ -55,7 +55,7 @@ IN_TURN = (*ONE_NODE, COLOCATED)
         ("llama8b_grpo_sync", IN_TURN),
     ],
 )
-def test_the_keys_make_it_so(name, overrides):
+def test_the_printed_keys_select_the_mode(name, overrides):
     recipe = planned(name, *overrides).recipe
     for mode in compared(name, *overrides).values():
         again = config.changed(recipe, mode.changes)
@@ -70,14 +70,14 @@ def test_the_fewest_gpu_hours_are_chosen():
     assert found["sync"].plan.step_time.train > 0 < found["sync"].plan.step_time.generate and found["colocated"].moving > 0
     text = told("llama8b_grpo")
     assert "async, as it is 1 + 1 16" in text and "choice async: " in text and "fewer GPU-hours than sync" in text
-    assert "grpo.async_grpo.enabled=true" not in text  # it is so already
+    assert "grpo.async_grpo.enabled=true" not in text  # it has this mode already
     other = told("llama8b_grpo_sync")
     keys = "grpo.async_grpo.enabled=true loss_fn.use_importance_sampling_correction=true"  # what else it takes is there
     assert "sync, as it is" in other and keys in other
 
 
-def test_what_trains_on_its_own_weights_is_chosen_where_little_is_gained():
-    """Rollouts of a few tokens take no time, so that there is nothing to hide."""
+def test_an_on_policy_mode_is_chosen_where_little_is_gained():
+    """Rollouts of a few tokens take no time, so that there is nothing to overlap."""
     short = ("plan.answer_tokens=4", "policy.generation.max_new_tokens=8")
     found = compared("llama8b_grpo", *short)
     assert found["async"].cost < found["sync"].cost < 1.03 * found["async"].cost
@@ -96,7 +96,7 @@ def test_the_gpus_of_one_node_are_divided_or_shared(overrides):
 
 
 def test_the_recipe_s_own_mode_is_compared_at_its_best_division():
-    """So that `choice` and `split` advise the same."""
+    """Check it so that `choice` and `split` advise the same."""
     nodes = ("cluster.train.nodes=1", "cluster.generate.nodes=5")
     rows = modes.compare(planned("llama8b_grpo", *nodes))
     assert [mode.name for mode in rows] == ["async", "async", "sync", "colocated"] and not rows[0].changes
@@ -124,7 +124,7 @@ def test_a_better_division_is_taken():
 
 
 def test_a_layout_that_does_not_divide_all_nodes_takes_fewer():
-    """Of three nodes two: a model is cut over 16 ranks."""
+    """Check that two of three nodes are used: a model is sharded over 16 ranks."""
     layout = {"enabled": True, "tensor_model_parallel_size": 8, "pipeline_model_parallel_size": 2, "sequence_parallel": True}
     keys = [f"policy.megatron_cfg.{key}={str(value).lower()}" for key, value in layout.items()]
     found = compared("llama8b_grpo", *keys, "policy.dtensor_cfg.enabled=false", "cluster.train.nodes=2")
@@ -132,7 +132,7 @@ def test_a_layout_that_does_not_divide_all_nodes_takes_fewer():
     assert found["colocated"].plan.recipe.cluster.train.nodes == found["colocated"].plan.recipe.cluster.generate.nodes == 2
 
 
-def test_dynamic_sampling_samples_as_much():
+def test_dynamic_sampling_samples_as_much_in_each_mode():
     batches = ("grpo.async_grpo.enabled=false", "grpo.batch_multiplier=3")
     found = compared("dapo_qwen2p5_32b", *batches)
     assert found["async"].changes["grpo.batch_multiplier"] == 1.0
@@ -148,12 +148,12 @@ def test_dynamic_sampling_samples_as_much():
         ("llama8b_grpo", ("policy.generation.vllm_cfg.gpu_memory_utilization=0.97",), "colocated", "a GPU may need"),
     ],
 )
-def test_why_it_is_not_so(name, overrides, mode, why):
+def test_an_unavailable_mode_has_a_reason(name, overrides, mode, why):
     found = compared(name, *overrides)
     assert why in found[mode].why_not
     assert modes.choose(list(found.values())).name != mode
     assert f"not so: {found[mode].why_not}" in told(name, *overrides)
 
 
-def test_without_times_nothing_is_compared():
+def test_without_times_no_modes_are_compared():
     assert compared("tiny_grpo", "policy.model_name=recipes/tiny") == compared("llama8b_sft") == {}

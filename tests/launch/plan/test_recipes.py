@@ -1,4 +1,4 @@
-"""Every recipe plans as a user would have it planned, with nothing there but the repository; those with GPUs fit them."""
+"""Every recipe plans with only the repository present; those with GPUs fit them."""
 
 from pathlib import Path
 

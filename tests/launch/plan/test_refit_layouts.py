@@ -1,4 +1,4 @@
-"""Boxes told from a config alone, against what torch, Megatron-Core and vLLM make of the model.
+"""Boxes computed from a config alone, against what torch, Megatron-Core and vLLM make of the model.
 
 All ranks of a layout are built one after another in this process, in torch's "fake" process group, which has any size and
 whose collectives do nothing.
@@ -67,7 +67,7 @@ def read(model: Path) -> dict[str, Any]:
 
 
 def held(table: LayoutTable, shapes: dict[str, tuple[int, ...]]) -> Held:
-    """The boxes that a table has, those of no entries left out. Raises AssertionError if one comes twice."""
+    """Return a table's boxes without the empty ones. Raises AssertionError if one comes twice."""
     names, found = list(shapes), set()
     for tensor, offset, size in zip(table.tensor, table.offset.tolist(), table.size.tolist(), strict=True):
         dims = len(shapes[names[tensor]])
@@ -203,7 +203,7 @@ def test_megatron_stages_of_unequal_size(first, last, folder):
 
 
 def vllm_boxes(model: Path, rank: int, vllm: VLLMConfig) -> dict[str, Held]:
-    """By unit."""
+    """Return vLLM's boxes by unit."""
     from vllm.model_executor.models import utils
 
     from pipeline.generate.vllm_layout import record
@@ -278,14 +278,14 @@ MODEL, SIZES = "policy.model_name", ("num_hidden_layers", "hidden_size", "interm
         ),
     ],
 )
-def test_what_is_not_described_is_refused(config, train, sections, key, code, names, folder):
+def test_an_undescribed_model_is_refused(config, train, sections, key, code, names, folder):
     policy = PolicyConfig(generation=GenerationConfig(temperature=1.0), **sections)
     with pytest.raises(ValueError, match=f"^{key}: .*{names}") as error:
         rank_layouts(read(folder / config) if isinstance(config, str) else config, policy, train, 1)
     assert not code or named(error.value.problems) == {(key, code)}
 
 
-def test_a_tensor_that_the_family_does_not_describe_is_refused(folder):
+def test_a_tensor_unknown_to_the_family_is_refused(folder):
     policy = PolicyConfig(megatron_cfg=MegatronConfig(enabled=True), generation=GenerationConfig(temperature=1.0))
     with refused((MODEL, "unsupported")):
         rank_layouts({**read(folder / "llama"), "attention_bias": True}, policy, 1, 1)

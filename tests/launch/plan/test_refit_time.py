@@ -1,4 +1,4 @@
-"""The price of a plan against closed forms: few ranks, round numbers."""
+"""The refit time of a plan against closed forms: few ranks, round numbers."""
 
 import numpy as np
 import pytest
@@ -31,13 +31,13 @@ def network(nic=50.0, node=450.0, latency_us=0.0, memory=FREE_COPIES):
 
 
 def messages(*rows):
-    """rows: (round, source, target, bytes), or with True at the end for a relay."""
+    """Return messages of rows (round, source, target, bytes), or with True at the end for a relay."""
     columns = list(zip(*((*row, False)[:5] for row in rows), strict=True))
     return merge(*(np.array(column) for column in columns))
 
 
 def apart(ranks):
-    """Every rank on a node of its own."""
+    """Return a node for each rank."""
     return np.arange(ranks)
 
 
@@ -95,22 +95,22 @@ def test_closed_forms(case):
 
 
 def test_a_rank_waits_for_its_partners_only():
-    """Ranks 0 and 2 have one big round; 1 and 3 go on with theirs."""
+    """Ranks 0 and 2 have one big round; ranks 1 and 3 continue with theirs."""
     rows = [(0, 0, 2, 100 * GB), *((r, 1, 3, GB) for r in range(3))]
     simulation = price(rows, apart(4), network())
     assert simulation.arrived[-1, 3] == pytest.approx(3 / 50, rel=1e-6)
     assert simulation.seconds == pytest.approx(100 / 50, rel=1e-6)
 
 
-def test_a_relay_leaves_after_what_it_passes_on_has_come():
+def test_a_relay_is_sent_after_its_data_arrives():
     rows = [(0, 0, 1, GB), (1, 1, 2, GB, True)]
     simulation = price(rows, [0, 1, 1], network(nic=50, node=100, memory=1000))
     assert simulation.posted[1, 1] >= simulation.arrived[0, 1]
     assert simulation.seconds == pytest.approx(1 / 1000 + 1 / 50 + 1 / 1000 + 1 / 100 + 1 / 1000)
 
 
-def test_sharing_within_a_node_halves_what_comes_in_by_nic():
-    """Ranks 2 and 3 of one node want the same: each gets half of it from afar, and hands it to the other."""
+def test_sharing_within_a_node_halves_incoming_nic_traffic():
+    """Ranks 2 and 3 of one node need the same data: each receives half of it from another node, and sends it to the other."""
     alone = [(r, s, s + 2, GB) for r in range(8) for s in (0, 1)]
     heads = [(r, s, s + 2, GB) for r in range(4) for s in (0, 1)]
     passed = [(r + 1, s + 2, 3 - s, GB, True) for r, s, *_ in heads]
@@ -135,13 +135,13 @@ def test_staging_is_two_rounds_each_way_and_one_of_relays():
     assert loads(rows, apart(3)).staging().tolist() == [2 * 5, 2 * 5 + 3, 2 * 3]
 
 
-def test_staging_with_ipc_is_two_rounds_that_are_sent_and_two_that_come_from_other_nodes():
+def test_staging_with_ipc_is_two_sent_rounds_and_two_from_other_nodes():
     rows = messages((0, 0, 1, 3), (1, 0, 1, 5), (1, 1, 2, 3, True), (2, 0, 1, 4))
     for nodes, expected in (((0, 0, 0), [2 * 5, 2 * 3, 0]), ((0, 0, 1), [2 * 5, 2 * 3, 2 * 3])):
         assert loads(rows, np.array(nodes)).staging(ipc=True).tolist() == expected
 
 
-def test_no_plan_beats_the_floor():
+def test_no_plan_is_below_the_lower_bound():
     demand = Demand(owned=np.array([GB, GB]), by_node=np.array([GB, GB]), total=2 * GB, train_ranks=2, ranks_per_node=1)
     seconds, limit = floor(demand, network(latency_us=20))
     assert (seconds, limit) == (pytest.approx(1 / 50), "train egress")
@@ -178,7 +178,7 @@ def test_a_broadcast_can_be_bound_by_the_gather_before_it():
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_any_plan_lies_between_its_busiest_part_and_everybody_waiting_for_all(seed):
+def test_a_plan_is_between_its_busiest_part_and_full_serialization(seed):
     rng = np.random.default_rng(seed)
     rows = []
     for _ in range(60):
@@ -200,7 +200,7 @@ NODE = np.array([0, 0, 1, 1, 2, 2, 2, 2])
 
 
 def rows(rank, of, units=None):
-    """`up` cut by rows over `of` ranks, `norm` on all."""
+    """Return a tensor `up` split by rows over `of` ranks, and `norm` on all."""
     share = 4096 // of
     held = [Region("up", Box((rank * share, 0), (share, 1024)), "", 0, ()), Region("norm", Box((0,), (1024,)), "", 0, ())]
     return layout_table(held, SHAPES, units)
@@ -208,12 +208,12 @@ def rows(rank, of, units=None):
 
 @pytest.fixture(scope="module")
 def planned():
-    """Four train ranks on two nodes, each with its quarter; two engines of two ranks on one node."""
+    """Return a plan of four train ranks on two nodes, each with a quarter, and two engines of two ranks on one node."""
     return plan(NODE)
 
 
 def plan(node):
-    """node: of each rank."""
+    """Return a plan. node: of each rank."""
     train = {rank: rows(rank, 4) for rank in range(4)}
     generate = {4 + 2 * engine + rank: rows(rank, 2, ["mlp", "norm"]) for engine in (0, 1) for rank in (0, 1)}
     nodes = {rank: str(number) for rank, number in enumerate(node)}
@@ -227,7 +227,7 @@ def test_a_plan_s_messages_bring_each_rank_what_it_owns(planned):
     assert load.relays.tolist() == [False] * 4 + [True] * 4
 
 
-def test_what_a_plan_must_move(planned):
+def test_the_bytes_that_a_plan_must_move(planned):
     wanted = demand(planned, NODE)
     assert wanted.owned.tolist() == [UP / 2 + NORM] * 4
     assert wanted.by_node.tolist() == [UP + NORM]  # of which every entry is on two ranks, and the norm on four
@@ -241,15 +241,15 @@ def test_a_plan_comes_close_to_the_floor_and_not_below(planned):
 
 
 @pytest.mark.parametrize(("node", "far"), [([0, 0, 0, 0, 0, 0, 0, 0], 0), ([0, 0, 1, 1, 0, 0, 1, 1], UP / 2)])
-def test_the_floor_where_train_ranks_are_on_generate_nodes(node, far):
-    """What a node's train ranks hold need not come in: all on one node, half of `up` and the norm on each of two."""
+def test_the_lower_bound_with_train_ranks_on_generate_nodes(node, far):
+    """Data that a node's train ranks hold need not come in: all on one node, half of `up` and the norm on each of two."""
     made, node, described = plan(node), np.array(node), network()
     wanted = demand(made, node)
     assert wanted.shared and set(wanted.by_node) == {far}
     assert 0 < floor(wanted, described)[0] <= simulate(refit_time.messages(made), node, described).seconds
 
 
-def test_what_the_reference_would_move(planned):
+def test_the_bytes_of_the_reference_transfer(planned):
     moved = reference(planned, NODE, UP + NORM, bucket=1000)
     assert (moved.total, moved.near, moved.far) == (UP + NORM, UP / 4, UP / 2)  # rank 0 has a quarter, as does rank 1
     assert (moved.owned, moved.nodes, moved.bucket) == (UP / 2 + NORM, 1, 1000)

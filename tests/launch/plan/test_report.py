@@ -1,4 +1,4 @@
-"""The plan as a whole, and its table."""
+"""The whole plan and its table."""
 
 import subprocess
 import sys
@@ -84,7 +84,7 @@ def test_the_table(recipe):
     assert [part for part in absent if part in told] == []
 
 
-def test_the_time_of_a_run():
+def test_the_time_of_a_run_is_printed():
     found = planned("llama8b_grpo", "plan.prompt_tokens=250", "plan.answer_tokens=900")
     assert found.gpu_hours == pytest.approx(16 * found.total / 3600)
     assert found.total == pytest.approx(500 * found.step + 51 * found.validation + found.seconds["refit"])
@@ -101,7 +101,7 @@ def test_sampling_ahead_of_training_hides_the_shorter_of_the_two():
     assert "waits train ranks 0% of a step, engines 26%;" in table(ahead)
 
 
-def test_an_engine_in_eight_bits_is_not_refused_for_what_it_would_take_in_sixteen():
+def test_an_engine_in_eight_bits_is_not_refused_for_its_size_in_sixteen():
     vllm = "policy.generation.vllm_cfg"
     small, fp8 = "cluster.generate.gpu_memory_gb=12", f"{vllm}.precision=fp8"
     assert named(planned("llama8b_grpo", small).problems()) == {(f"{vllm}.tensor_parallel_size", "out-of-memory")}
@@ -116,7 +116,7 @@ def test_an_offline_algorithm_has_no_generate_part():
     assert found.validations > 0 and found.validation > 0  # on what data.train.split_validation_size holds out
 
 
-def test_of_a_run_that_its_data_end_only_a_step_is_known():
+def test_a_run_that_its_data_ends_has_only_a_step_time():
     found = planned("llama8b_rm", "rm.max_num_steps=1000000", "rm.max_num_epochs=2")
     assert (found.steps, found.total, found.gpu_hours, found.submissions) == (None, None, None, None)
 
@@ -134,7 +134,7 @@ def test_a_validation_on_pairs_is_two_passes_over_two_sequences_each():
     assert found.validation == pytest.approx(2 * (reference.seconds - reference.parts["host copies"]))
 
 
-def test_what_surely_does_not_fit_is_a_problem_with_a_key():
+def test_an_exact_overflow_is_a_problem_with_a_key():
     huge = planned(
         "llama70b_grpo", "policy.megatron_cfg.tensor_model_parallel_size=1", "policy.megatron_cfg.sequence_parallel=false"
     )
@@ -145,7 +145,7 @@ def test_what_surely_does_not_fit_is_a_problem_with_a_key():
     assert "does not fit" in table(huge)
 
 
-def test_what_only_an_estimate_says_is_a_warning():
+def test_an_estimated_overflow_is_a_warning():
     tight = planned("llama8b_grpo", "cluster.train.gpu_memory_gb=25")
     assert not list(tight.problems()) and not tight.fits
     (warning,) = tight.warnings()
@@ -155,8 +155,8 @@ def test_what_only_an_estimate_says_is_a_warning():
     assert planned("llama8b_grpo").advice() == []
 
 
-def test_a_model_that_is_yet_to_come(tmp_path, monkeypatch):
-    """tiny_sft has not run: what it will leave is as large as what it starts from."""
+def test_the_model_of_a_run_that_has_not_started_is_planned(tmp_path, monkeypatch):
+    """tiny_sft has not run: the model that it will save is as large as its initial model."""
     (tmp_path / "recipes").symlink_to(config.RECIPES)
     monkeypatch.chdir(tmp_path)
     pending = [tmp_path / "runs/tiny_sft"]
@@ -167,7 +167,7 @@ def test_a_model_that_is_yet_to_come(tmp_path, monkeypatch):
         plan(other, choice, pending=[tmp_path / "runs/base"])
 
 
-def test_the_ranks_of_a_reward_model_are_told():
+def test_the_ranks_of_a_reward_model_are_listed():
     judge = "env.preference.model_name=meta-llama/Llama-3.1-8B-Instruct"
     found = planned("llama8b_grpo_rm", judge)
     told = table(found, compared=True)

@@ -1,4 +1,4 @@
-"""Other divisions of the same nodes."""
+"""Other divisions of the same nodes between training and generation."""
 
 import pytest
 
@@ -16,7 +16,7 @@ def choose(*overrides: str, run_dir: str = "runs/none"):
     return backend.choose(config.load("llama8b_grpo", [f"run_dir={run_dir}", *overrides]))
 
 
-def test_every_division_whose_layout_divides():
+def test_every_valid_division_is_compared():
     recipe, _ = choose("cluster.train.nodes=3", "cluster.generate.nodes=5", "policy.generation.vllm_cfg.tensor_parallel_size=8")
     nodes = [(other.cluster.train.nodes, other.cluster.generate.nodes) for other in split.others(recipe)]
     assert nodes == [(1, 7), (2, 6), (4, 4), (5, 3), (6, 2), (7, 1)]
@@ -24,7 +24,7 @@ def test_every_division_whose_layout_divides():
     assert [other.cluster.generate.nodes for other in split.others(wide)] == [6, 2]
 
 
-def test_the_best_division_is_told_with_its_gain():
+def test_the_best_division_is_printed_with_its_speedup():
     found = planned("llama8b_grpo", *TWELVE)
     better = found.split
     assert better.train + better.generate == 12 and better.generate > 2
@@ -36,8 +36,8 @@ def test_the_best_division_is_told_with_its_gain():
     assert f"{better} would take" in text and f"{better.gain:.0%} less, by these estimates alone" in text
 
 
-def test_a_measured_run_decides(tmp_path):
-    """Where training takes a hundred times what was predicted, nodes go there."""
+def test_a_measured_run_overrides_predicted_times(tmp_path):
+    """If training takes a hundred times the predicted time, it gets more nodes."""
     slow = {"rollout": 30.0, "train": 3000.0}
     folder = run(tmp_path / "run", *TWELVE, name="llama8b_grpo", clocks=slow)
     even = ("cluster.train.nodes=6", "cluster.generate.nodes=6", TWELVE[-1])
@@ -55,7 +55,7 @@ def test_gpus_of_shared_nodes():
     assert not split.movable(choose(*shared, "cluster.train.ranks_per_node=1")[0])
 
 
-def test_nothing_to_move():
+def test_nodes_are_movable_only_with_several_and_equal_gpus():
     assert not split.movable(choose()[0])  # one node each
     assert not split.movable(choose(*TWELVE, "cluster.generate.gpu=h200")[0])
     assert not split.movable(config.load("llama8b_sft", ["cluster.train.nodes=4"]))

@@ -1,4 +1,4 @@
-"""How long a step takes once its phases are known: by hand, and where sampling runs ahead against the loop's own buffer."""
+"""The step time once its phases are known: by hand, and for asynchronous sampling against the loop's own buffer."""
 
 import math
 import random
@@ -34,13 +34,13 @@ def alone(load: EngineLoad) -> float:
         (["grpo.async_grpo.enabled=false", "policy.generation.colocated.enabled=true"], (81, 0, 0)),
     ],
 )
-def test_by_hand(overrides, expected):
+def test_step_times_by_hand(overrides, expected):
     found = step_time.estimate(config.load("llama8b_grpo", overrides), SECONDS, 50.0, load())
     assert (found.step, found.train, found.generate) == expected
 
 
 def test_the_train_ranks_wait_for_scores():
-    """Of 50 seconds an engine samples for 20, and a reward model scores for 30."""
+    """An engine samples for 20 of 50 seconds, and a reward model scores for 30."""
     found = step_time.estimate(config.load("llama8b_grpo"), SECONDS, 20.0, load())
     assert found.step == pytest.approx(30 + 30 + 1) and found.train == pytest.approx(30)
 
@@ -53,7 +53,7 @@ def test_training_that_takes_longer_hides_the_rollout():
 
 
 def test_the_ends_of_rollouts_overlap():
-    """Without training an engine is left with what it can decode, and with the longest answers of two rollouts at once."""
+    """Without training, an engine is bound by its decoding, and by the longest answers of two rollouts at once."""
     one = load()
     ahead = [step_time.simulate_steps(one, alone(one), train=0.0, refit=0.0, age=age)[0] for age in (1, 2, 4)]
     full = one.count * SPREAD.answer / one.slots * sum(one.engine.parts(one.slots, 300).values())
@@ -66,7 +66,7 @@ def test_more_steps_ahead_than_matter_change_nothing():
     assert step_time.simulate_steps(one, 9.0, 1.0, 0.1, step_time.OLDEST) == step_time.simulate_steps(one, 9.0, 1.0, 0.1, 1000)
 
 
-def test_many_answers_are_played_in_bundles(monkeypatch):
+def test_many_answers_are_simulated_in_bundles(monkeypatch):
     many, few = load(1000, 300), load(1000, 3)  # a bundle of five is more than that engine decodes at once
     bundles = [step_time.simulate_steps(each, alone(each), alone(each) / 2, 0.0, 1)[0] for each in (many, few)]
     monkeypatch.setattr(step_time, "BUNDLES", 1000)
@@ -78,7 +78,7 @@ def test_many_answers_are_played_in_bundles(monkeypatch):
     ("count", "slots", "age", "training"), [(48, 64, 1, 0.1), (48, 64, 1, 0.6), (48, 24, 1, 0.3), (48, 64, 2, 0.3)]
 )
 def test_against_the_loop_token_by_token(count, slots, age, training):
-    """Drawn lengths, the buffer that decides what a step trains on, and one token for each running sequence at a time."""
+    """Compare with sampled lengths, the loop's own buffer, and one token for each running sequence at a time."""
     one = load(count, slots)
     train, refit = training * alone(one), 0.02 * alone(one)
     expected = [_loop(one, train, refit, age, seed) for seed in range(3)]

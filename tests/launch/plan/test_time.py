@@ -1,4 +1,4 @@
-"""Times of phases: closed forms, monotonicity, and an engine against one that is simulated step by step."""
+"""Times of phases: closed forms, monotonicity, and an engine against a step-by-step simulation."""
 
 import math
 import random
@@ -43,8 +43,10 @@ def train_seconds(*overrides: str, name: str = "llama8b_grpo") -> float:
 # ---- training -------------------------------------------------------------------------------------------------------------
 
 
-def test_one_gpu_does_nothing_but_multiply():
-    """Forward 2 operations an active parameter, and half the squared length in pairs; with recomputation four times that."""
+def test_one_gpu_only_computes():
+    """Count a forward pass as 2 operations per active parameter and half the squared length in pairs; recomputed, four times
+    that.
+    """
     lone = ("cluster.train.gpus_per_node=1", "policy.train_global_batch_size=2048")
     limit = ("plan.prompt_tokens=100", "plan.answer_tokens=3072", "policy.generation.max_new_tokens=3072")  # all as long
     update = train_phases(*lone, *limit)["1 update of the policy"]
@@ -58,7 +60,7 @@ def test_one_gpu_does_nothing_but_multiply():
 
 
 def test_the_pipeline_bubble():
-    """(stages - 1) / microbatches of what a stage does (arXiv 2104.04473, section 2.2)."""
+    """Check (stages - 1) / microbatches of a stage's work (arXiv 2104.04473, section 2.2)."""
     recipe = load(*MEGATRON, f"{KEY}.pipeline_model_parallel_size=4", "plan.prompt_tokens=0.1", "plan.answer_tokens=2048")
     llama = shape("meta-llama/Llama-3.1-8B-Instruct")
     job = train_time.job(recipe, recipe.policy, llama, Lengths(0.0, 2048, 4096, ""), H100, recipe.cluster.train)
@@ -69,7 +71,7 @@ def test_the_pipeline_bubble():
     assert parts["pipeline transfers"] == pytest.approx(2 * sent / 450e9)
 
 
-def test_tensor_parallelism_reduces_twice_a_layer():
+def test_tensor_parallelism_all_reduces_twice_a_layer():
     recipe = load(*MEGATRON, f"{KEY}.tensor_model_parallel_size=4", f"{KEY}.sequence_parallel=true")
     llama = shape("meta-llama/Llama-3.1-8B-Instruct")
     job = train_time.job(recipe, recipe.policy, llama, Lengths(0.0, 1000, 4096, ""), H100, recipe.cluster.train)
@@ -90,15 +92,17 @@ def test_links():
 
 
 def test_nvlink_ends_at_the_node_unless_it_crosses_nodes():
-    """Eight ranks that talk, on nodes of 8, 4 and 1."""
+    """Check eight communicating ranks on nodes of 8, 4 and 1."""
     whole = load(
         *MEGATRON, f"{KEY}.tensor_model_parallel_size=8", f"{KEY}.sequence_parallel=true", f"{VLLM}.tensor_parallel_size=8"
     )
     halves = load(*MEGATRON, f"{KEY}.tensor_model_parallel_size=4", f"{KEY}.pipeline_model_parallel_size=2")
     llama, spread = shape("meta-llama/Llama-3.1-8B-Instruct"), Lengths(0.0, 1000, 4096, "")
 
-    def talk(name: str, nodes: int) -> tuple[float, float, float]:
-        """Seconds of training's tensor parallelism, of its pipeline's transfers, and of decoding's tensor parallelism."""
+    def communication(name: str, nodes: int) -> tuple[float, float, float]:
+        """Return seconds of training's tensor parallelism, of its pipeline's transfers, and of decoding's tensor
+        parallelism.
+        """
         on = replace(whole.cluster.train, nodes=nodes, gpus_per_node=8 // nodes, gpu=name)
         tensor, pipeline = (
             train_time.forward_pass(train_time.job(recipe, recipe.policy, llama, spread, gpu(name), on), 64)[1]
@@ -108,17 +112,19 @@ def test_nvlink_ends_at_the_node_unless_it_crosses_nodes():
         decoding = generate_time.engine(recipe, llama, gpu(name)).parts(64, 1000)
         return tensor["tensor parallelism"], pipeline["pipeline transfers"], decoding["tensor parallelism"]
 
-    near, nodes_of_4, nodes_of_1 = (talk("h100", nodes) for nodes in (1, 2, 8))
+    near, nodes_of_4, nodes_of_1 = (communication("h100", nodes) for nodes in (1, 2, 8))
     assert nodes_of_4[0] == pytest.approx(450 / 200 * near[0])  # 4 NICs
     assert nodes_of_1[0] == pytest.approx(450 / 50 * near[0])
     assert nodes_of_4[1] == pytest.approx(450 / 50 * near[1]) == nodes_of_1[1]  # a stage's 4 ranks fill a node
     latency = 2 * llama.layers * 2 * whole.cluster.network.latency_us / 1e6
     assert nodes_of_4[2] - near[2] > latency and nodes_of_1[2] > nodes_of_4[2]
-    assert talk("gb200", 1) == talk("gb200", 2) == talk("gb200", 8)
+    assert communication("gb200", 1) == communication("gb200", 2) == communication("gb200", 8)
 
 
 def test_a_reference_comes_from_the_host():
-    """In 2 bytes a parameter: once, or with cpu_offload for each microbatch, where the policy's come in 4."""
+    """Load the reference in 2 bytes a parameter: once, or with cpu_offload for each microbatch, where the policy takes 4
+    bytes.
+    """
     lone = ("cluster.train.gpus_per_node=1", "policy.sequence_packing.logprob_mb_tokens=4096")
     before, of_reference = "log-probs before the updates", "log-probs of the reference"
     once, host = train_phases(*lone), 64e9 * 0.3
@@ -178,14 +184,14 @@ def test_linear_layers_in_eight_bits():
     assert small.rate == pytest.approx(2 * plain.rate, rel=1e-3) and small.cached == plain.cached
 
 
-def test_experts_are_read_as_they_are_chosen():
+def test_only_routed_experts_are_read():
     one = engine("Qwen/Qwen3-30B-A3B")
     model = one.shape
     assert one.weights(1) == pytest.approx(2 * model.active)
     assert one.weights(10_000) == pytest.approx(2 * (model.parameters - model.vocabulary * model.hidden))
 
 
-def test_tensor_parallelism_cuts_what_is_read():
+def test_tensor_parallelism_divides_the_bytes_read():
     read = [engine(ranks=ranks).weights(1) for ranks in (1, 2, 4, 8)]
     assert read == [read[0], read[0] / 2, read[0] / 4, read[0] / 8]
     cached = [engine(ranks=ranks).cached for ranks in (1, 8, 16)]
@@ -197,8 +203,8 @@ def test_tensor_parallelism_cuts_what_is_read():
 @pytest.mark.parametrize(
     ("mean", "limit", "count", "slots"), [(400, 3800, 256, 256), (400, 3800, 512, 64), (3300, 3896, 128, 128)]
 )
-def test_an_engine_as_played(mean, limit, count, slots):
-    """Against a queue of drawn lengths, from which a sequence starts when one ends."""
+def test_an_engine_equals_its_simulation(mean, limit, count, slots):
+    """Compare with a queue of sampled lengths, from which a sequence starts when another ends."""
     one, spread = engine(), Lengths(200, mean, limit, "")
     predicted = sum(generate_time.decoding(one, count, slots, spread, count).values())
     simulate_steps = [_play(one, spread, count, slots, seed) for seed in range(5)]

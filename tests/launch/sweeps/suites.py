@@ -1,4 +1,4 @@
-"""A suite of trivial runs, and the command as a user gives it."""
+"""A suite of trivial runs, and the sweep command as a user calls it."""
 
 import json
 import os
@@ -21,7 +21,7 @@ GATES = {
 
 
 def write_suite(folder: Path, **changes: Any) -> Path:
-    """Two runs, `a` and `b`, of two seeds, of a recipe that passes every check, in a suite `some`."""
+    """Write a suite `some` of two runs, `a` and `b`, with two seeds each, of a recipe that passes every check."""
     recipe = str(write_recipe(folder))
     runs = {name: {"recipe": recipe, "overrides": {"policy.optimizer.kwargs.lr": 0.5}} for name in ("a", "b")}
     suite = {"seeds": [1, 2], "max_concurrent": 2, "folder": str(folder / "sweeps"), "runs": runs, "gates": GATES}
@@ -31,7 +31,7 @@ def write_suite(folder: Path, **changes: Any) -> Path:
 
 
 def environment(env: dict | None = None, **more: str) -> dict[str, str]:
-    """In which ranks run tasks.learn. env: the Slurm cluster's."""
+    """Return the environment in which ranks run tasks.learn. env: the Slurm cluster's."""
     standin = {"PYTHONPATH": str(STANDIN), "HETSTEP_TEST_TASK": "tests.launch.sweeps.tasks:learn"}
     return {**os.environ, **(env or {}), **standin, **more}
 
@@ -42,7 +42,7 @@ def launch(*arguments: str, env: dict, cwd: Path = ROOT) -> subprocess.Popen:
 
 
 def sweep(*arguments: str, env: dict, cwd: Path = ROOT, timeout: float = 240) -> tuple[int, str]:
-    """(status, output)"""
+    """Run the sweep command; return (status, output)."""
     process = launch(*arguments, env=env, cwd=cwd)
     try:
         output, _ = process.communicate(timeout=timeout)
@@ -52,7 +52,7 @@ def sweep(*arguments: str, env: dict, cwd: Path = ROOT, timeout: float = 240) ->
 
 
 def outcomes(folder: Path) -> dict[tuple[str, str], str]:
-    """(run, gate) -> outcome, of a sweep that was judged."""
+    """Return (run, gate) -> outcome of a judged sweep."""
     verdicts = json.loads((folder / "verdict.json").read_text())["verdicts"]
     return {(each["run"], each["gate"]): each["outcome"] for each in verdicts}
 
@@ -63,5 +63,5 @@ def known(folder: Path) -> int:
 
 
 def submitted(folder: Path) -> list[str]:
-    """The names of the jobs, one for each submission, as the run folders and Slurm's ids tell."""
+    """Return the names of the jobs, one for each submission, from the run folders and Slurm's ids."""
     return [json.loads(line)["job"] for line in (folder / "jobs.jsonl").read_text().splitlines()]

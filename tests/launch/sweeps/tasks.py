@@ -1,4 +1,4 @@
-"""What the ranks of the sweeps' tests run in place of the pipeline: a curve of the standard library, or a failure."""
+"""Tasks that ranks of the sweeps' tests run in place of the pipeline: a curve from the standard library, or a failure."""
 
 import json
 import os
@@ -9,7 +9,10 @@ from pipeline import config
 
 
 def learn(run_dir: str) -> None:
-    """Metrics that depend on seed and learning rate. HETSTEP_TEST_FAILS=NAME:COUNT,...: that run fails so often first."""
+    """Write metrics that depend on seed and learning rate.
+
+    HETSTEP_TEST_FAILS=NAME:COUNT,...: that run fails COUNT times first.
+    """
     if os.environ["HETSTEP_RANK"] != "0":
         return
     folder = Path(run_dir)

@@ -1,4 +1,4 @@
-"""The small language of gates: what it gives, and what it says where it gives nothing."""
+"""The expression language of gates: its values, and its errors."""
 
 import pytest
 
@@ -49,7 +49,7 @@ def test_values(text, value):
     assert evaluate(parse(text), CURVES) == pytest.approx(value, rel=1e-15)
 
 
-def test_the_metrics_of_an_expression_are_told_in_order():
+def test_the_metrics_of_an_expression_are_listed_in_order():
     assert [*metrics(parse("(last(a/b) - 2) / mean(c) + at(a/b, 1)"))] == ["a/b", "c", "a/b"]
 
 
@@ -67,7 +67,7 @@ def test_the_metrics_of_an_expression_are_told_in_order():
         ("last(t) / (first(val/acc) - 0.5)", "division by 0"),
     ],
 )
-def test_what_has_no_value_says_why(text, said):
+def test_an_expression_without_a_value_has_a_reason(text, said):
     with pytest.raises(NoValue) as error:
         evaluate(parse(text), CURVES)
     assert said in str(error.value)
@@ -104,11 +104,11 @@ def test_what_has_no_value_says_why(text, said):
         *("__import__('os').system('true')", "(lambda: 1)()", "[last(t)]", "1" * 400, "-" * 2000 + "last(t)", "a\0b"),
     ],
 )
-def test_what_is_no_expression(text):
+def test_an_invalid_expression_is_refused(text):
     with pytest.raises(Malformed):
         parse(text)
 
 
-def test_a_misspelt_statistic_is_told_with_the_nearest():
+def test_a_misspelt_statistic_suggests_the_nearest():
     with pytest.raises(Malformed, match=r"^'lst\(t\)' is not an expression: got 'lst'; expected a statistic: first"):
         parse("lst(t)")

@@ -1,4 +1,4 @@
-"""Every kind of gate passes what it should and fails what it should, and says which number it did not like."""
+"""Every kind of gate passes and fails when it should, and names the number that failed."""
 
 import pytest
 
@@ -13,13 +13,13 @@ PASSED, FAILED, NOT_JUDGED = GateResult.PASSED, GateResult.FAILED, GateResult.NO
 
 
 def run(hardware="1 x abacus", **metrics):
-    """One value per step and metric; `__` stands for `/`."""
+    """Return metrics with one value per step; `__` stands for `/`."""
     curves = {name.replace("__", "/"): Curve(range(1, len(values) + 1), values) for name, values in metrics.items()}
     return RunMeasurements(curves, hardware)
 
 
 def sweep(gate, runs, stored=None, hardware="1 x abacus", **suite):
-    """A suite of one gate `g` of the run `a`; runs: name -> what it measured, by seed from 1 on."""
+    """Return a suite with one gate `g` of the run `a`. runs: name -> its metrics, by seed from 1 on."""
     found = {name: dict(enumerate(measured, 1)) for name, measured in runs.items()}
     seeds = [*range(1, len(runs["a"]) + 1)]
     configs = {name: RunConfig(gates={"g": gate} if name == "a" else {}) for name in runs}
@@ -67,7 +67,7 @@ def test_bounds(bounds, values, outcome):
     assert verdict(GateConfig("last(loss)", **bounds), losses(*values)).outcome is outcome
 
 
-def test_the_seed_that_fails_is_told_with_what_was_wanted():
+def test_a_failed_bound_names_the_seed_and_the_bound():
     found = verdict(GateConfig("last(loss)", at_most=1), losses(0.5, 3.25))
     assert found.message == "seed 2: 3.25; expected at most 1"
     assert found.values == {1: 0.5, 2: 3.25}
@@ -105,7 +105,7 @@ def test_a_band_over_the_mean_of_the_seeds(gate, mean, outcome):
     ("floor", "value", "outcome"),
     [(0.1, 2.19, PASSED), (0.1, 2.21, FAILED), (0.1, 1.79, FAILED), (0.0, 2.0, PASSED), (0.0, 2.0000001, FAILED)],
 )
-def test_a_band_has_a_least_width(floor, value, outcome):
+def test_a_band_has_a_minimum_width(floor, value, outcome):
     assert verdict(band(spreads=2, floor=floor), losses(value, value), stored(2.0, 2.0, 2.0)).outcome is outcome
 
 
@@ -118,7 +118,7 @@ def test_a_band_has_a_least_width(floor, value, outcome):
         (band(spreads=1, better="lower"), (1.1, 1.1), PASSED, "(baseline 2, band 1)"),
     ],
 )
-def test_a_band_says_what_it_wants(gate, values, outcome, said):
+def test_a_bands_message_names_its_bounds(gate, values, outcome, said):
     found = verdict(gate, losses(*values), BASE)
     assert found.outcome is outcome and said in found.message
 
@@ -185,7 +185,7 @@ def test_a_speed_has_no_ratio_to_nothing():
 SAME = GateConfig(same_as=SameConfig("b"))
 
 
-def test_two_runs_to_the_last_bit():
+def test_two_runs_are_compared_bit_for_bit():
     one = run(train__loss=[1.0, 0.1 + 0.2], time__step=[1.0, 2.0], throughput__x=[1.0, 1.0])
     two = run(train__loss=[1.0, 0.1 + 0.2], time__step=[3.0, 4.0], throughput__x=[2.0, 2.0])
     found = verdict(SAME, {"a": [one], "b": [two]})
@@ -201,12 +201,12 @@ def test_two_runs_to_the_last_bit():
         ({"train__los": [1.0, 0.3]}, "seed 1: only one of a and b has train/los"),
     ],
 )
-def test_the_first_bit_that_differs_is_told(other, said):
+def test_the_first_difference_is_named(other, said):
     found = verdict(SAME, {"a": [run(train__loss=[1.0, 0.1 + 0.2])], "b": [run(**other)]})
     assert (found.outcome, found.message) == (FAILED, said)
 
 
-def test_only_some_metrics_to_the_last_bit():
+def test_selected_metrics_are_compared_bit_for_bit():
     runs = {"a": [run(train__loss=[1.0], refit__bytes=[1.0])], "b": [run(train__loss=[1.0], refit__bytes=[2.0])]}
     assert verdict(SAME, runs).outcome is FAILED
     assert verdict(GateConfig(same_as=SameConfig("b", ["train/*", "val/*"])), runs).outcome is PASSED
@@ -230,7 +230,7 @@ def test_only_some_metrics_to_the_last_bit():
     [{"at_most": 1e9}, {"equals": 0}, {"band": BandConfig(spreads=1e9)}, {"speed": SpeedConfig(at_most=1e9)}],
     ids=["bound", "equals", "band", "speed"],
 )
-def test_a_metric_that_is_not_there_fails_the_gate_by_name(wanted, measured, said):
+def test_a_missing_metric_fails_the_gate_by_name(wanted, measured, said):
     found = verdict(GateConfig("last(los)", **wanted), {"a": [run(**measured)]}, stored(1.0, value="last(los)"))
     assert (found.outcome, found.message) == (FAILED, f"last(los) of a has no value with seed 1: {said}")
 
@@ -245,13 +245,13 @@ def test_a_metric_that_is_not_there_fails_the_gate_by_name(wanted, measured, sai
         (stored(1.0, relative_to="b"), "the baseline is relative to b; expected it absolute"),
     ],
 )
-def test_what_the_baseline_lacks_fails_the_gate(gate, before, said):
+def test_a_metric_missing_from_the_baseline_fails_the_gate(gate, before, said):
     found = verdict(gate, losses(1.0), before)
     assert found.outcome is FAILED and said in found.message
 
 
 @pytest.mark.parametrize("gate", [GateConfig("last(loss)", at_most=9), SAME], ids=["bound", "same_as"])
-def test_a_seed_that_did_not_come_to_its_end_leaves_the_gate_unjudged(gate):
+def test_an_unfinished_seed_leaves_the_gate_unjudged(gate):
     whole = sweep(gate, {**losses(1.0, 1.0), "b": losses(1.0, 1.0)["a"]})
     del whole.runs["a"][2]
     (found,) = judge(whole)
@@ -261,7 +261,7 @@ def test_a_seed_that_did_not_come_to_its_end_leaves_the_gate_unjudged(gate):
 # ---- the baseline ---------------------------------------------------------------------------------------------------------
 
 
-def test_a_baseline_is_read_as_it_was_written(tmp_path):
+def test_a_baseline_survives_a_round_trip(tmp_path):
     curve = stored_curve([Curve([1, 2], [1.0, 2.0]), Curve([1, 2, 3], [3.0, None, 5.0])])
     assert (curve.steps, curve.mean) == ([1, 2, 3], [2.0, 2.0, 5.0])
     assert curve.spread == pytest.approx([2**0.5, 0, 0], rel=1e-3)
@@ -276,7 +276,7 @@ def test_a_baseline_is_read_as_it_was_written(tmp_path):
     assert read(tmp_path / "none.yaml") is None
 
 
-def test_a_file_that_is_no_baseline_is_refused(tmp_path):
+def test_a_file_that_is_not_a_baseline_is_refused(tmp_path):
     (tmp_path / "x.yaml").write_text("runs: {a: {gatez: {}, hardware: 3}}\nprovenance: {sweep: s}\n")
     with refused(("runs.a.gatez", "unknown-key"), ("provenance.date", "missing-value")):
         read(tmp_path / "x.yaml")
@@ -287,7 +287,7 @@ def test_a_stored_curve_is_thinned_and_keeps_both_ends():
     assert len(curve.steps) == 40 and curve.steps[0] == 0 and curve.steps[-1] == 999
 
 
-def test_what_a_gate_stores_is_what_it_judges():
+def test_a_gate_stores_the_metrics_that_it_judges():
     gate = speed(at_most=1.25, relative_to="b")
     found = sweep(gate, {**losses(3.0, 6.0), "b": losses(1.0, 4.0)["a"]})
     assert GateCase(found, "a", "g", gate).to_store() == StoredGate("last(loss)", "b", {"1": 3.0, "2": 1.5})
@@ -297,7 +297,7 @@ def test_what_a_gate_stores_is_what_it_judges():
         GateCase(sweep(gate, {**losses(3.0), "b": []}), "a", "g", gate).to_store()
 
 
-def test_hardware_is_told_by_kind_and_count():
+def test_hardware_is_named_by_kind_and_count():
     h100 = [{"name": "NVIDIA H100 80GB HBM3"}] * 8
     assert described([{"gpus": h100}, {"gpus": h100}]) == "2 x (8 x NVIDIA H100 80GB HBM3)"
     assert described([{"gpus": h100}, {"gpus": [], "cpu": "4 x abacus"}]) == "4 x abacus; 8 x NVIDIA H100 80GB HBM3"
@@ -305,7 +305,7 @@ def test_hardware_is_told_by_kind_and_count():
     assert described([]) is None
 
 
-def test_a_band_that_fails_says_since_when():
+def test_a_failed_band_names_its_first_failing_step():
     gate = band(spreads=2, floor=0.1, better="lower")
     found = sweep(gate, {"a": [run(loss=[9.0, 1.0, 2.1, 3.1]), run(loss=[9.0, 1.0, 2.3, 3.3])]}, stored(1.0, 1.0))
     curve = stored_curve([Curve([1, 2, 3, 4], [4.0, 1.0, 1.0, 1.0])] * 2)

@@ -1,4 +1,4 @@
-"""The nightly suite on a real Slurm with the real pipeline passes, and with planted regressions fails the gates it should.
+"""The nightly suite on a real Slurm with the real pipeline passes, and planted regressions fail the right gates.
 
 Speeds are compared with a run of the same recipe at the same time, so that whatever else this machine does slows both.
 """

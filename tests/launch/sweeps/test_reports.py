@@ -1,4 +1,4 @@
-"""What CI tools, people in a terminal and people in a browser get to read."""
+"""Sweep reports for CI tools, terminals and browsers."""
 
 import json
 import re
@@ -21,7 +21,7 @@ SLOW = {"b": {"time/step": 0.15}}
 
 
 def finished(folder: Path, values: dict, lr: float = 0.5, **changes):
-    """A sweep whose runs have all ended, as if they had run. values: run -> what its metrics are in place of the usual."""
+    """Write a sweep whose runs have all ended, without running them. values: run -> metrics that replace the usual ones."""
     path = write_suite(folder, **changes)
     asked = suite.load(str(path), [f"runs.a.overrides.policy.optimizer.kwargs.lr={lr}"])
     place = SweepFolder(folder / f"sweeps/some/{len(list(folder.glob('sweeps/some/*')))}")
@@ -44,7 +44,7 @@ def finished(folder: Path, values: dict, lr: float = 0.5, **changes):
 
 @pytest.fixture(scope="module")
 def sweeps(tmp_path_factory):
-    """(one that became the baseline, one with two regressions)"""
+    """Return (a sweep that became the baseline, one with two regressions)."""
     tmp_path = tmp_path_factory.mktemp("sweeps")
     good = finished(tmp_path, {})
     good.request_baseline(True)
@@ -86,7 +86,7 @@ def test_junit_has_a_case_for_each_gate(sweeps):
     assert "1.5 times" in failure.get("message") and "seed 2: 0.15" in failure.text
 
 
-def test_what_is_not_judged_is_skipped_in_junit_and_told_everywhere(tmp_path):
+def test_an_unjudged_gate_is_skipped_in_junit_and_listed_elsewhere(tmp_path):
     good = finished(tmp_path, {})
     good.request_baseline(True)
     verdict.conclude(good)
@@ -112,7 +112,7 @@ def test_failures_come_first_in_markdown(sweeps):
     assert "the baseline is from 20" in lines[-1] and "some 0, commit" in lines[-1]
 
 
-def test_the_page_is_whole_and_shows_what_failed_first(sweeps):
+def test_the_page_is_valid_and_shows_failures_first(sweeps):
     _, bad = sweeps
     text = page(bad)
     assert text.startswith("<!DOCTYPE html>") and ' href="http' not in text
@@ -122,7 +122,7 @@ def test_the_page_is_whole_and_shows_what_failed_first(sweeps):
         assert said in text
 
 
-def test_what_a_run_says_cannot_break_a_report(tmp_path):
+def test_hostile_text_of_a_run_cannot_break_a_report(tmp_path):
     place = finished(tmp_path, {})
     job = place.plan.jobs[0]
     (Path(job.run_dir) / "done.json").unlink()
@@ -139,7 +139,7 @@ def test_what_a_run_says_cannot_break_a_report(tmp_path):
         report(result).encode()
 
 
-def test_a_baseline_is_not_made_of_what_failed(tmp_path):
+def test_a_failed_sweep_becomes_no_baseline(tmp_path):
     place = finished(tmp_path, {"a": {"train/ppo_kl": 1e-9}})
     place.request_baseline(True)
     result = verdict.conclude(place)

@@ -1,4 +1,4 @@
-"""Sweeps on a real Slurm, with trivial runs: the bound, the check behind them, retries, and what is killed."""
+"""Sweeps on a real Slurm, with trivial runs: the limit of concurrent runs, the final check, retries, and kills."""
 
 import json
 import os
@@ -17,14 +17,14 @@ ON_SLURM = ("cluster.executor=slurm", "cluster.time_min=5")
 
 
 def jobs(env: dict) -> list[dict[str, str]]:
-    """Every job that Slurm knows, by scontrol's keys; of a heterogeneous one its leader."""
+    """Return every job of Slurm by scontrol's keys; of a heterogeneous job its leader."""
     answer = subprocess.run(["scontrol", "show", "job", "-o"], env=env, capture_output=True, text=True, check=True)
     found = [dict(word.partition("=")[::2] for word in line.split()) for line in answer.stdout.splitlines() if "JobId=" in line]
     return [job for job in found if job.get("HetJobOffset", "0") == "0"]
 
 
 def of(folder: Path, env: dict) -> list[dict[str, str]]:
-    """The jobs of one sweep, in the order of submission; the last is the check."""
+    """Return the jobs of one sweep in the order of submission; the last is the check."""
     found = [job for job in jobs(env) if job.get("StdOut", "").startswith(str(folder))]
     return sorted(found, key=lambda job: int(job["JobId"]))
 
@@ -43,7 +43,7 @@ def test_runs_wait_for_each_other_and_the_check_for_all(slurm_cluster, tmp_path)
 
 
 @pytest.mark.long
-def test_the_check_retries_what_failed_once_and_then_judges(slurm_cluster, tmp_path):
+def test_the_check_retries_failed_runs_once_and_then_judges(slurm_cluster, tmp_path):
     path = write_suite(tmp_path, **{**SUITE, "max_concurrent": 2})
     folder = tmp_path / "sweeps/some/x"
     env = environment(slurm_cluster.env, HETSTEP_TEST_FAILS="a-1:1,b-1:2")
@@ -59,8 +59,8 @@ def test_the_check_retries_what_failed_once_and_then_judges(slurm_cluster, tmp_p
 
 
 @pytest.mark.long
-def test_a_sweep_that_is_killed_while_it_submits_goes_on_and_submits_nothing_twice(slurm_cluster, tmp_path):
-    """Killed when it has submitted 0 to 4 runs, and robbed of its notes of one that only Slurm knows of then."""
+def test_a_sweep_killed_during_submission_resumes_and_submits_nothing_twice(slurm_cluster, tmp_path):
+    """Kill it after 0 to 4 submissions, and delete its record of a run that only Slurm knows of then."""
     path = write_suite(tmp_path, **{**SUITE, "seeds": [1, 2], "max_concurrent": 2})
     folder = tmp_path / "sweeps/some/x"
     env = environment(slurm_cluster.env, HETSTEP_TEST_SLEEP="1")
@@ -79,7 +79,7 @@ def test_a_sweep_that_is_killed_while_it_submits_goes_on_and_submits_nothing_twi
 
 
 @pytest.mark.long
-def test_a_sweep_whose_check_is_cancelled_says_so_and_the_same_command_judges(slurm_cluster, tmp_path):
+def test_a_cancelled_check_is_reported_and_the_same_command_judges(slurm_cluster, tmp_path):
     command = [f"sweep={write_suite(tmp_path, **SUITE)}", "id=x", *ON_SLURM]
     folder = tmp_path / "sweeps/some/x"
     env = environment(slurm_cluster.env, HETSTEP_TEST_SLEEP="8")
@@ -94,7 +94,7 @@ def test_a_sweep_whose_check_is_cancelled_says_so_and_the_same_command_judges(sl
 
 
 @pytest.mark.long
-def test_what_others_need_is_a_dependency_and_its_failure_is_told(slurm_cluster, tmp_path):
+def test_a_needed_run_is_a_dependency_and_its_failure_is_reported(slurm_cluster, tmp_path):
     path = write_suite(tmp_path, **{**SUITE, "max_concurrent": 2}, overrides={"needs": ["needed"]})
     (tmp_path / "needed").write_text((tmp_path / "tiny.yaml").read_text())
     env = environment(slurm_cluster.env, HETSTEP_TEST_FAILS="needed:1")

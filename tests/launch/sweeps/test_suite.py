@@ -1,4 +1,4 @@
-"""A suite's YAML: everything that is wrong with it is told at once, before anything is written or submitted."""
+"""A suite's YAML: all its errors are reported at once, before anything is written or submitted."""
 
 import pytest
 
@@ -11,12 +11,12 @@ from tests.problems import refused
 SUITES = sorted(path.stem for path in suite.SUITES.glob("*.yaml"))
 
 
-def test_the_suites_that_are_here_are_sound():
+def test_the_shipped_suites_are_valid():
     assert {"tiny", "nightly", "convergence"} <= set(SUITES)
 
 
 @pytest.mark.parametrize("name", SUITES)
-def test_a_suite_that_is_here(name):
+def test_a_shipped_suite_loads(name):
     asked = suite.load(name)
     assert asked.suite.name == name
     assert asked.baseline == suite.SUITES / f"baselines/{name}.yaml"
@@ -89,13 +89,13 @@ gates:
     assert "some.yaml:3: max_concurent: " in str(error.value)
 
 
-def test_a_suite_without_runs(tmp_path):
+def test_a_suite_without_runs_is_refused(tmp_path):
     (tmp_path / "some.yaml").write_text("seeds: [1]")
     with refused(("runs", "missing-value")):
         suite.load(str(tmp_path / "some.yaml"))
 
 
-def test_no_such_suite():
+def test_an_unknown_suite_is_refused():
     with refused(("sweep", "file-not-found")):
         suite.load("nightyl")
 
@@ -108,7 +108,7 @@ def test_the_command_line_changes_the_suite_or_every_recipe(tmp_path):
     assert suite.as_arguments(asked.suite.runs["b"].overrides) == ["policy.optimizer.kwargs.lr=0.5"]
 
 
-def test_overrides_become_what_a_command_line_says():
+def test_overrides_become_command_line_arguments():
     given = {"a": {"b": 1.5, "c": [1, "x y"], "d": None}, "e.f": "it's: so", "g": {}, "h": True, "i": "true"}
     told = suite.as_arguments(given)
     assert [each.partition("=")[0] for each in told] == ["a.b", "a.c", "a.d", "e.f", "g", "h", "i"]
@@ -117,13 +117,13 @@ def test_overrides_become_what_a_command_line_says():
     assert values == [[1.5], [[1, "x y"]], [None], ["it's: so"], {}, [True], ["true"]]
 
 
-def test_a_suite_is_read_as_it_was_written(tmp_path):
+def test_a_suite_survives_a_round_trip(tmp_path):
     asked = suite.load("nightly")
     (tmp_path / "suite.yaml").write_text(suite.to_yaml(asked.suite))
     assert suite.read(tmp_path / "suite.yaml") == asked.suite
 
 
-def test_what_is_wrong_with_the_recipes_of_all_runs_comes_in_one_list_and_nothing_is_written(tmp_path, capsys):
+def test_problems_of_all_runs_recipes_come_in_one_list_and_nothing_is_written(tmp_path, capsys):
     path = write_suite(tmp_path)
     before = sorted(tmp_path.rglob("*"))
     wrong = ["runs.a.overrides.grpo.max_num_step=3", "runs.b.overrides.policy.model_name=nowhere", "update_baseline=true"]

@@ -1,4 +1,4 @@
-"""The command on this machine, with trivial runs: from nothing to a verdict, killed and resumed, retried, regressed."""
+"""The sweep command on this machine, with trivial runs: complete, killed and resumed, retried, regressed."""
 
 import json
 import os
@@ -37,11 +37,11 @@ def here(monkeypatch, capsys) -> Callable[..., tuple[int, str]]:
 
 
 def starts(folder: Path) -> dict[str, int]:
-    """How often each run was started."""
+    """Return how often each run was started."""
     return {path.parent.name: len(path.read_text().splitlines()) for path in folder.glob("runs/*/starts")}
 
 
-def test_from_nothing_to_a_baseline_to_a_regression(tmp_path, here):
+def test_a_sweep_makes_a_baseline_and_then_finds_a_regression(tmp_path, here):
     command = [f"sweep={write_suite(tmp_path, seeds=[1])}", "gates.loss.band.floor=0.01"]
     status, output = here(*command, "id=good", "update_baseline=true")
     assert status == 0, output
@@ -86,8 +86,8 @@ def test_a_run_that_fails_is_retried_once_and_marked(tmp_path, here):
     assert f"passed: a, seed 1 completes: {said['a']}" in output
 
 
-def test_a_sweep_that_is_killed_goes_on_and_runs_nothing_twice(tmp_path):
-    """Killed when it has noted 0, 1, 2, 3 submissions; and once robbed of its notes of a run that is under way."""
+def test_a_killed_sweep_resumes_and_runs_nothing_twice(tmp_path):
+    """Kill it after 0, 1, 2 and 3 recorded submissions; and once delete its record of a running run."""
     path = write_suite(tmp_path, **{**ONE_SEED, "seeds": [1, 2]})
     env = environment(HETSTEP_TEST_SLEEP="2")
     folder = tmp_path / "sweeps/some/x"
@@ -106,7 +106,7 @@ def test_a_sweep_that_is_killed_goes_on_and_runs_nothing_twice(tmp_path):
     assert set(outcomes(folder).values()) == {"passed"}
 
 
-def test_two_at_the_same_time_are_refused(tmp_path, here):
+def test_concurrent_sweeps_are_refused(tmp_path, here):
     command = [f"sweep={write_suite(tmp_path, **ONE_SEED)}", "id=x"]
     with SweepFolder(tmp_path / "sweeps/some/x").locked():
         status, output = here(*command)
@@ -115,7 +115,7 @@ def test_two_at_the_same_time_are_refused(tmp_path, here):
 
 
 @pytest.mark.long
-def test_what_others_need_runs_once_for_all_of_them(tmp_path, here, monkeypatch):
+def test_a_needed_run_runs_once_for_all_runs(tmp_path, here, monkeypatch):
     path = write_suite(tmp_path, **ONE_SEED, overrides={"needs": ["needed"]})
     write_recipe(tmp_path, "needed").rename(tmp_path / "needed")  # found by its bare name in the current folder
     monkeypatch.chdir(tmp_path)
