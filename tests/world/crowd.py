@@ -1,6 +1,7 @@
-"""Strangers who connect to an address and say nothing: `python -m tests.world.crowd HOST PORT COUNT [again]`.
+"""Open connections to an address and send nothing: `python -m tests.world.crowd HOST PORT COUNT [again]`.
 
-Prints a line when so many connections are open, and holds them until its input ends. again: one that is closed connects anew.
+Prints a line when all COUNT connections are open, and holds them until its input ends. With `again`, a closed connection is
+opened anew.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ ROOT = Path(__file__).parents[2]
 
 @contextlib.contextmanager
 def crowd(address: tuple[str, int], count: int, again: bool = False) -> Iterator[None]:
-    """Hold so many connections open, from another process."""
+    """Hold `count` connections open from another process."""
     command = [
         sys.executable,
         "-m",

@@ -1,4 +1,4 @@
-"""A world on pretended nodes that checks them: `python -m tests.world.node_ranks RUN_DIR NODES FAULTS`.
+"""Check the nodes of a world whose nodes are pretended: `python -m tests.world.node_ranks RUN_DIR NODES FAULTS`.
 
 NODES is a JSON list of each rank's node, FAULTS is {node: fault}. Ranks are forked from this process: torch is imported once.
 """
@@ -23,11 +23,11 @@ from pipeline.watchdog import Watchdog
 from pipeline.world import RankInfo, WorkerGroups, World, join, leave, open_store, wait_for_all
 
 TIMEOUTS = TimeoutsConfig(join=60, silence=60)
-CHECKS = NodeChecksConfig(min_gb_per_s=0.003, max_clock_skew_s=2.0)  # a busy machine's ranks have been seen at 0.028
+CHECKS = NodeChecksConfig(min_gb_per_s=0.003, max_clock_skew_s=2.0)  # busy machines have shown 0.028 on healthy ranks
 
 
 def break_node(fault: str | None, info: RankInfo) -> RankInfo:
-    """What is wrong with this rank's node from now on. Only where the machine cannot be broken is Python."""
+    """Install the fault of this rank's node. Faults that need broken hardware replace a Python function."""
     match fault:
         case "clock":
             real = time.time
@@ -78,13 +78,13 @@ class _Nothing:
 
 def rank_main(run_dir: Path, nodes: list[str], rank: int, faults: dict[str, str]) -> None:
     rank_log.log_to_stderr()
-    probe.SHARED_S, network.PROBE_BYTES = 1.0, 1 << 18  # a slow node needs no longer than that
+    probe.SHARED_S, network.PROBE_BYTES = 1.0, 1 << 18  # longer than a slow node needs
     if {"dead", "stuck"} & set(faults.values()):
         network.LINK_S, node_checks.PROBE_TIMEOUT_S = 3.0, 8.0
     size, local_rank = len(nodes), nodes[:rank].count(nodes[rank])
     info = RankInfo(rank, size, local_rank, nodes[rank], "127.0.0.1", run_dir / "attempts/1")
     workers = WorkerGroups(tuple(range(size)), (), ())
-    if "other network" in faults.values():  # the last rank generates
+    if "other network" in faults.values():  # the last rank is a generate rank
         workers = WorkerGroups(tuple(range(size - 1)), (size - 1,), ((size - 1,),))
     world = World(info, workers, open_store(info, TIMEOUTS.join))
     watchdog = Watchdog(world, TIMEOUTS)

@@ -1,4 +1,4 @@
-"""Runs one rank of a small world with a role made for the tests: `python -m tests.world.ranks RUN_DIR SCENARIO`."""
+"""Run one rank of a small world with a role made for the tests: `python -m tests.world.ranks RUN_DIR SCENARIO`."""
 
 import ctypes
 import os
@@ -40,7 +40,7 @@ class Role(visited.Verbs):
 
     @verb("setup")
     def realm(self) -> list[int]:
-        """Size of the default group, and who is in it."""
+        """Return the default group's size and the realms of its ranks."""
         ranks = torch.zeros(7, dtype=torch.int64)
         ranks[self.world.rank] = 1
         dist.all_reduce(ranks)
@@ -54,13 +54,13 @@ class Role(visited.Verbs):
 
     @verb("setup")
     def setup(self) -> None:
-        """Hold the interpreter's lock longer than `silence`, on rank 0 and on rank 3, as a slow import does."""
+        """Hold the GIL longer than `silence` on rank 0 and rank 3, as a slow import does."""
         if self.world.rank in (0, 3):
             ctypes.PyDLL(None).sleep(HELD_S)
 
     @verb("setup")
     def waits(self) -> list[float]:
-        """Days that the operations of groups may take which FSDP's mesh and vLLM make."""
+        """Return the timeouts, in days, of groups that FSDP's mesh and vLLM make."""
         size = dist.get_world_size()
         if self.world.component == "train":
             groups = [init_device_mesh("cpu", (1, size)).get_group(dim) for dim in (0, 1)]
@@ -84,7 +84,7 @@ class Role(visited.Verbs):
 
     @verb("setup")
     def reduce(self) -> None:
-        """For ever: rank 3 and the train realm take no part."""
+        """Block forever: rank 3 and the train realm take no part."""
         if self.world.rank == 3:
             (self.world.info.folder / "pid3").write_text(str(os.getpid()))
             time.sleep(600)
@@ -104,7 +104,7 @@ def check(train: RpcGroup, generate: RpcGroup, reward: RpcGroup) -> None:
     replies = generate.double(Message(np.arange(3, dtype=np.int32), "rank ")).result()
     assert [reply.text for reply in replies] == ["rank 2", "rank 3", "rank 4"]
     assert all(reply.array.tolist() == [0, 2, 4] and reply.array.dtype == np.int32 for reply in replies)
-    same = Message(np.random.default_rng(9).random((1000, 400)), "same")  # one body, handed on from rank to rank
+    same = Message(np.random.default_rng(9).random((1000, 400)), "same")  # one body, forwarded from rank to rank
     for i, reply in enumerate(generate.double(same).result()):
         assert reply.text == f"same{i + 2}" and (reply.array == same.array * 2).all()
     large = [np.random.default_rng(i).random((1000, 300 + i)) for i in range(3)]  # above INLINE
@@ -199,7 +199,7 @@ def main(run_dir: Path, scenario: str, timeouts: TimeoutsConfig = TIMEOUTS) -> N
 
 
 def in_job(run_dir: str, scenario: str) -> None:
-    """What executors run."""
+    """Return what executors run."""
     main(Path(run_dir), scenario, TimeoutsConfig(join=100))
 
 

@@ -1,4 +1,4 @@
-"""The run's secret, for tests that start ranks without a submission."""
+"""Write the run's secret, for tests that start ranks without a submission."""
 
 import os
 from pathlib import Path

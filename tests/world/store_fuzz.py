@@ -1,11 +1,11 @@
-"""Attacks on the store's protocol: `python -m tests.world.store_fuzz [cases=5000] [seed=0]` prints counts of what came of each.
+"""Fuzz the store's protocol: `python -m tests.world.store_fuzz [cases=5000] [seed=0]` prints the count of each outcome.
 
-A case is made of a seed alone. A rank speaks to the store, to a relay of its node, or through a relay to the store. On the way
-somebody who does not know the key does one thing to one message: he alters, cuts, repeats, reflects, delays or leaves it out,
-or says something else in its place. In further cases one who knows the key says what no rank says.
+A case depends on its seed alone. A rank talks to the store, to its node's relay, or through a relay to the store. An attacker
+without the key changes one message: it alters, truncates, repeats, reflects, delays, drops or replaces it. Further cases send
+requests that no rank sends, signed with the right key.
 
-A rank must get the right answers, or an error that it expects: of a lost connection, or of a refusal. No process may end or
-print a traceback, only what ranks have said may be stored, and a rank beside all this must be served all the time.
+A rank must get right answers or an expected error (a lost connection or a refusal). No process may end or print a traceback,
+the store may hold only what ranks have stored, and a rank that is not attacked must be served throughout.
 """
 
 from __future__ import annotations
@@ -35,10 +35,10 @@ from pipeline.store.server import Address
 from tests.world.wire import ACTIONS, DOWN, UP, Case, Heard, attacked
 
 WORKERS = 8
-IMPATIENCE_S = 0.5  # how long a rank that is attacked waits for an answer
+IMPATIENCE_S = 0.5  # seconds that an attacked rank waits for an answer
 JOIN_S = 5.0
-BOUND_S = 30.0  # how long a case may take
-WAYS = ("store", "relay", "upstream")  # what a rank speaks to; upstream: a relay whose own connection is attacked
+BOUND_S = 30.0  # seconds that a case may take
+WAYS = ("store", "relay", "upstream")  # what a rank connects to; upstream: a relay whose own connection is attacked
 
 
 @dataclass
@@ -62,23 +62,23 @@ def case(number: int, seed: int) -> Case:
     return Case(number, f"{seed}/{number}/what", way, direction, chance.choice((0, 0, 1, 1, 2, 2, 3, 4, 6, 9)), action)
 
 
-# ---- what ranks say ----------------------------------------------------------------------------------------------------------
+# ---- requests of ranks -------------------------------------------------------------------------------------------------------
 
 
 def value(key: str) -> bytes:
-    """The only value that ranks store by a key."""
+    """Return the only value that ranks store by a key."""
     return sha256(key.encode()).digest() * (1 + len(key) % 100)
 
 
 class Patient(RunStore):
-    """Of a rank to whom no harm is done, so that a busy machine is not taken for one."""
+    """Return a patient connection for a rank that is not attacked, so that a busy machine does not count as a failure."""
 
     def _speak(self, request: table.StoreRequest | None, replied: bool, timeout_s: float = 0.0) -> bytes:
         return super()._speak(request, replied, timeout_s + BOUND_S)
 
 
 def speak(store: RunStore, name: str, relayed: bool) -> None:
-    """Say some things, and raise AssertionError at an answer that is not right."""
+    """Send some requests. Raises AssertionError if an answer is wrong."""
     for i in range(5):
         key = f"{name}/{i}" if relayed else f"{name}/{i}{'x' * 500 * i}"
         seen = store.exchange(key, value(key), [key])
@@ -93,7 +93,7 @@ def speak(store: RunStore, name: str, relayed: bool) -> None:
 
 
 def requests(chance: random.Random, name: str) -> Iterator[bytes]:
-    """What one who knows the key could say, right or not."""
+    """Yield requests, valid or not, that a holder of the key can send."""
     odd = (0, -1, 1 << 62, 0.0, -1.0, 1e308, float("inf"), "", "x", b"", b"1", None, [], [[]], {}, True, [""], {"": b""})
     kinds = [
         kind for kind in table.StoreRequest.__subclasses__() if kind is not messaging.OneWay
@@ -111,7 +111,7 @@ def requests(chance: random.Random, name: str) -> Iterator[bytes]:
 
 
 def _right(chance: random.Random, kind: type[table.StoreRequest], name: str) -> table.StoreRequest:
-    """A request whose fields are of the right types."""
+    """Return a request whose fields have the right types."""
     makes = {
         "str": lambda: f"insider/{name}/{chance.randrange(3)}",
         "bytes": lambda: chance.choice((b"", b"1", chance.randbytes(1000))),
@@ -131,7 +131,7 @@ def _right(chance: random.Random, kind: type[table.StoreRequest], name: str) -> 
 
 
 def betray(case: Case, address: Address, key: bytes) -> None:
-    """Say what no rank says, by the right key."""
+    """Send requests that no rank sends, signed with the right key."""
     chance = random.Random(case.seed)
     connection, channel = auth.connect(address, key, time.monotonic() + JOIN_S)
     with connection, contextlib.suppress(OSError):
@@ -168,19 +168,19 @@ def run(case: Case, house: House) -> Outcome:
 
 
 def _through_relay(case: Case, house: House) -> None:
-    """A relay of its own, whose connection to the store is attacked."""
+    """Yield a new relay whose connection to the store is attacked."""
     with attacked(case, house.addresses["store"], house.heard) as address:
         try:
             wait_s = BOUND_S if case.harmless else JOIN_S
             process, near = relay.start(address, house.key, 1_000_000 + case.number, 0.05, wait_s)
-        except RuntimeError as error:  # it says why, as it ends
+        except RuntimeError as error:  # it logs the reason as it ends
             raise dist.DistNetworkError(str(error)) from error
         try:
             store = (Patient if case.harmless else RunStore)(near, house.key, wait_s)
             with contextlib.closing(store._socket):
                 for i in range(3):
                     speak(store, f"{case.number % 50}/{i}", relayed=True)
-                    time.sleep(0.06)  # until it has exchanged heartbeats
+                    time.sleep(0.06)  # after it has exchanged heartbeats
         finally:
             process.stdin.close()
             status = process.wait(BOUND_S)
@@ -190,25 +190,25 @@ def _through_relay(case: Case, house: House) -> None:
 
 @dataclass
 class House:
-    """A store, a relay of it, and a rank that is served by both."""
+    """A store, its relay, and a rank that both serve."""
 
     key: bytes
     log: Path
     processes: dict[str, subprocess.Popen] = field(default_factory=dict)
     addresses: dict[str, Address] = field(default_factory=dict)
     heard: Heard = field(default_factory=Heard)
-    slowest_s: float = 0.0  # of the rank beside the attacks
+    slowest_s: float = 0.0  # the error of the rank that is not attacked
     served: int = 0
     harmed: list[str] = field(default_factory=list)
 
     def memory(self) -> dict[str, float]:
-        """MB that each process holds."""
+        """Return the MB that each process holds."""
         alive = {name: process.pid for name, process in self.processes.items() if process.poll() is None}
         status = {name: Path(f"/proc/{pid}/status").read_text() for name, pid in alive.items()}
         return {name: int(re.search(r"VmRSS:\s+(\d+)", text)[1]) / 1e3 for name, text in status.items()}
 
     def watch(self, ended: threading.Event) -> None:
-        """Be a rank beside the attacks, until told otherwise: one that stays, and joins again and again."""
+        """Run a rank that is not attacked: one connection stays, another joins again and again."""
         try:
             store = RunStore(self.addresses["store"], self.key, BOUND_S)
             store.set("beside", value("beside"))
@@ -224,7 +224,7 @@ class House:
             self.harmed.append(f"the rank beside it: {type(error).__name__}: {error}")
 
     def wrongs(self) -> list[str]:
-        """What is wrong with the processes, the log and what is stored."""
+        """Return what is wrong with the processes, the log and the stored keys."""
         found = list(self.harmed)
         found += [
             f"the {name} has ended: {each.returncode}" for name, each in self.processes.items() if each.poll() is not None
@@ -242,7 +242,7 @@ class House:
 
 @contextlib.contextmanager
 def house() -> Iterator[House]:
-    """Ranks that are attacked wait IMPATIENCE_S alone; what any process says goes to the log."""
+    """Shorten the attacked ranks' wait to IMPATIENCE_S and send all processes' output to the log."""
     before = client.REPLY_GRACE_S, auth.AUTH_TIMEOUT_S
     client.REPLY_GRACE_S = auth.AUTH_TIMEOUT_S = IMPATIENCE_S
     errors, key = os.dup(2), os.urandom(32)
@@ -263,7 +263,7 @@ def house() -> Iterator[House]:
 
 
 def fuzz(count: int, seed: int, beside: House) -> list[Outcome]:
-    """Run so many cases, several at once."""
+    """Run that many cases, several at once."""
     ended = threading.Event()
     watching = threading.Thread(target=beside.watch, args=(ended,))
     watching.start()

@@ -1,7 +1,7 @@
-"""A stranger at the ports of gloo: it knows gloo's protocol and not the attempt's key.
+"""Attack the ports of gloo with a client that speaks gloo's protocol and lacks the attempt's key.
 
-It looks for sockets on which the ranks listen, connects to each as each of the first ranks, and answers whoever asks it for
-something. `python -m tests.world.stranger [JOINS]` joins a world of seven ranks again and again with one at its ports.
+It finds the sockets on which ranks listen, connects to each under the number of each first rank, and answers every request.
+`python -m tests.world.stranger [JOINS]` makes a world of seven ranks join repeatedly with one such client at its ports.
 """
 
 from __future__ import annotations
@@ -24,16 +24,16 @@ from pathlib import Path
 
 from tests.world.worlds import SIZE, World
 
-SEQUENCE = struct.Struct("<q")  # the first that gloo expects of who connects
+SEQUENCE = struct.Struct("<q")  # what gloo expects first of a new connection
 GUESSES = range(8)
 PREAMBLE = struct.Struct("<6Q")  # bytes in all, operation, slot, offset, bytes that follow, offset there
-SEND, READY = 1, 3  # here is something; send me something
+SEND, READY = 1, 3  # an offer of data; a request for data
 LISTENS = "0A"  # proc(5), /proc/net/tcp
 NAMED = re.compile(r"rank \d \(\w+\) has not proven itself to rank \d \(\w+\) in a gloo group of \d ranks: ")
 
 
 def listening(pids: Iterable[int]) -> set[tuple[str, int]]:
-    """Return the IPv4 addresses and ports at which processes listen; a local stranger reads them in /proc/net/tcp."""
+    """Return the IPv4 addresses and ports at which processes listen, read from /proc/net/tcp as any local user can."""
     inodes = set()
     for pid in pids:
         with contextlib.suppress(OSError):
@@ -55,8 +55,7 @@ def shout(size: int) -> bytes:
 
 @dataclass(frozen=True)
 class Pickled:
-    """Answers as the source of `broadcast_object_list` does: with a number of bytes, then with a pickle of so many, which makes
-    a file."""
+    """Answers like the source of `broadcast_object_list`: a length, then a pickle that creates a file when it is loaded."""
 
     file: Path
 
@@ -69,13 +68,15 @@ class Pickled:
 
 
 class Stranger:
-    """Runs in a thread until `leave`."""
+    """A client that attacks gloo's ports in a thread until `leave`."""
 
     def __init__(self, pids: Iterable[int], say: Callable[[int], bytes] = shout):
-        """pids: of ranks; what they listen at already is left alone. say: what to answer who asks for so many bytes, if
-        anything."""
+        """pids: processes whose listening sockets are left alone.
+
+        say: returns the answer to a request for that many bytes, or None.
+        """
         self.tried = 0  # places
-        self.bound: set[str] = set()  # the addresses at which ranks listen
+        self.bound: set[str] = set()  # addresses at which ranks listen
         self._pids, self._say = list(pids), say
         self._taken: set[socket.socket] = set()
         self._left = threading.Event()
@@ -86,7 +87,7 @@ class Stranger:
 
     @property
     def taken(self) -> int:
-        """Places in which a rank has spoken with it."""
+        """Return the places in which a rank has sent it data."""
         return len(self._taken)
 
     def leave(self) -> None:
@@ -135,18 +136,20 @@ class Stranger:
 
 @dataclass(frozen=True)
 class Join:
-    """How a join with a stranger at its ports went."""
+    """The result of a join with a stranger at its ports."""
 
     end: str  # how it ended
     tried: int  # places
-    taken: int  # places in which a rank has spoken with the stranger
-    foreign: int  # bytes that ranks took for those of other ranks
+    taken: int  # places in which a rank has sent the stranger data
+    foreign: int  # stranger's bytes that ranks accepted as another rank's
     bound: set[str]  # the addresses at which ranks listened
 
 
 def visited(world: World, say: Callable[[int], bytes] = shout) -> Join:
-    """Let a stranger at the ports of a world until its ranks have ended. With HELD, rank 3 joins when it has been at those of
-    all others."""
+    """Run a stranger at a world's ports until its ranks end.
+
+    With HELD, rank 3 joins once the stranger has connected to all other ranks.
+    """
     stranger = Stranger([process.pid for process in world.processes], say)
     (world.run_dir / "visited").touch()
     try:

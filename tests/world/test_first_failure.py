@@ -1,4 +1,4 @@
-"""The first failure first: rank 3 of 8 fails, and that is what a terminal shows, while the job still ends."""
+"""The first failure is reported first: rank 3 of 8 fails, the terminal shows that, and the job still ends."""
 
 import io
 import os
@@ -27,7 +27,7 @@ WORKERS = {
 
 
 class Terminal(io.StringIO):
-    """Keeps when what was written."""
+    """Records the time of each write."""
 
     def __init__(self):
         super().__init__()
@@ -38,13 +38,13 @@ class Terminal(io.StringIO):
         return super().write(text)
 
     def shown(self, text: str) -> float:
-        """When it first was."""
+        """Return the time at which the text first appeared."""
         return next(when for when, said in self.times if text in said)
 
 
 @pytest.fixture(params=["local", pytest.param("slurm", marks=pytest.mark.slurm)])
 def submit(request, tmp_path, monkeypatch):
-    """Start the eight ranks of a scenario and follow them: (job, terminal, what waits for the end)."""
+    """Start the eight ranks of a scenario and follow them. Return (job, terminal, thread that waits for the end)."""
     if request.param == "slurm":
         cluster = request.getfixturevalue("slurm_cluster")
         cluster.enter(monkeypatch)
@@ -90,10 +90,10 @@ def test_the_traceback_of_rank_3_is_shown_within_10_seconds(submit, tmp_path):
 
 @pytest.mark.long
 @pytest.mark.timeout(300)
-def test_a_killed_rank_3_is_the_first_that_is_named(submit, tmp_path):
+def test_killed_rank_3_is_the_first_that_is_named(submit, tmp_path):
     _, terminal, following = submit("reduce")
     pid = _pid_of_rank_3(tmp_path)
-    time.sleep(1)  # into the collective
+    time.sleep(1)  # until it is in the collective
     os.kill(pid, signal.SIGKILL)
     killed = time.time()
     following.join(240)

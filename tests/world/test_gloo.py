@@ -1,4 +1,4 @@
-"""A stranger at gloo's ports is not taken for a rank: groups are proven, and bodies of remote calls have digests."""
+"""Strangers at gloo's ports are not accepted as ranks: groups verify their members, and remote calls' bodies have digests."""
 
 import itertools
 import os
@@ -27,7 +27,7 @@ KEY = b"k" * 32
 
 @pytest.fixture
 def stores():
-    """Connections of two ranks to a store."""
+    """Yield two ranks' connections to a store."""
     process, address = start_store("127.0.0.1", KEY)
     yield [RunStore(address, KEY, 20) for _ in range(2)]
     process.kill()
@@ -37,7 +37,10 @@ def stores():
 
 
 class Pair:
-    """Two ranks, in threads, that make a group and prove it. The second comes when a stranger has been at the first's port."""
+    """Two ranks, in threads, that make a group and verify it.
+
+    The second rank joins once a stranger has connected to the first one's port.
+    """
 
     def __init__(self, stores: list[RunStore], name: str, say: Callable[[int], bytes]):
         self.errors: dict[int, str] = {}
@@ -60,11 +63,11 @@ class Pair:
         try:
             group = ProcessGroupGloo(within, rank, 2, timedelta(seconds=20))
             authenticator.authenticate(group, within, [1 - rank])
-            self._groups.append(group)  # which lives on until the other rank is done, too
+            self._groups.append(group)  # its store must outlive the other rank
         except (
             auth.AuthenticationError,
             RuntimeError,
-        ) as error:  # gloo's own, if the first rank has ended before the second connects
+        ) as error:  # gloo's own error, if the first rank has ended before the second connects
             self.errors[rank] = str(error)
 
 
@@ -82,8 +85,8 @@ SAYS = {
 
 
 @pytest.mark.parametrize("say", SAYS.values(), ids=SAYS)
-def test_a_stranger_who_connects_first_is_not_taken_for_a_rank(stores, monkeypatch, say):
-    """Which of two ranks listens depends on their ports: in about half of the groups it is the one that comes first."""
+def test_a_stranger_who_connects_first_is_not_accepted_as_a_rank(stores, monkeypatch, say):
+    """In about half of the groups the rank that joins first is the one that listens; it depends on the ports."""
     monkeypatch.setattr(gloo, "WAIT_S", 2.0)
     asked = stores[0].clone()
     pairs = (Pair(stores, str(turn), say(asked, str(turn))) for turn in itertools.count())
@@ -100,7 +103,7 @@ def test_a_stranger_who_connects_first_is_not_taken_for_a_rank(stores, monkeypat
         assert words in pair.errors[0]
 
 
-def test_the_right_codes_are_taken_only_of_their_sender_in_their_group():
+def test_codes_are_valid_only_from_their_sender_in_their_group():
     codes = {code(nonce, *ranks) for nonce in (b"a" * 32, b"b" * 32) for ranks in ((0, 1), (1, 0), (0, 2), (2, 1))}
     assert len(codes) == 8
 
@@ -116,8 +119,8 @@ def late(monkeypatch):
 
 
 @pytest.mark.parametrize("connect", ["at once", "when they first speak"])
-def test_a_join_with_a_stranger_at_its_ports_ends_with_both_ranks_named(start, monkeypatch, connect):
-    """In a world whose ranks connect when they first speak each of them proves itself to rank 0."""
+def test_a_join_with_a_stranger_at_its_ports_fails_and_names_both_ranks(start, monkeypatch, connect):
+    """In a world whose ranks connect lazily each rank verifies itself to rank 0."""
     monkeypatch.setenv("HELD", "1")
     monkeypatch.setenv("JOIN_S", "30")
     if connect != "at once":
@@ -129,7 +132,7 @@ def test_a_join_with_a_stranger_at_its_ports_ends_with_both_ranks_named(start, m
 
 
 @pytest.mark.parametrize("maker", ["mesh", "megatron", "vllm"])
-def test_no_pickle_of_a_stranger_is_read_in_groups_that_libraries_make(start, late, tmp_path, maker):
+def test_a_strangers_pickle_is_not_loaded_in_groups_that_libraries_make(start, late, tmp_path, maker):
     world = start(f"visited {maker}")
     world.until("ready")
     join = visited(world, Pickled(tmp_path / "read"))
@@ -139,7 +142,7 @@ def test_no_pickle_of_a_stranger_is_read_in_groups_that_libraries_make(start, la
 
 @pytest.mark.full
 @pytest.mark.parametrize("visitor", [False, True])
-def test_an_engine_of_two_ranks_with_and_without_a_stranger_at_its_ports(start, late, tmp_path, visitor):
+def test_an_engine_of_two_ranks_with_and_without_a_stranger(start, late, tmp_path, visitor):
     world = start("visited engine")
     save(world.run_dir / "model", "llama", 0)
     world.until("ready")
@@ -156,7 +159,7 @@ def test_an_engine_of_two_ranks_with_and_without_a_stranger_at_its_ports(start, 
 # ---- bodies -----------------------------------------------------------------------------------------------------------------
 
 
-def test_a_body_that_another_has_sent_is_not_taken(monkeypatch):
+def test_a_body_from_another_sender_is_refused(monkeypatch):
     sent = encode("x" * messages.INLINE)
     world = SimpleNamespace(spanning=None, describe=lambda rank: f"rank {rank} (train)")
     monkeypatch.setattr(messages.dist, "recv", lambda body, source, **_: body.copy_(messages.as_tensor(sent)))

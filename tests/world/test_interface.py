@@ -1,4 +1,4 @@
-"""Which interface gloo uses, chosen by real connections to a real store."""
+"""The interface that gloo uses is chosen by real connections to a real store."""
 
 import functools
 import os
@@ -21,7 +21,7 @@ KEY = b"k" * 32
 
 
 def other_address() -> tuple[str, str]:
-    """(interface, IPv4 address) of this machine that is not loopback."""
+    """Return (interface, IPv4 address) of this machine that is not loopback."""
     for name, addresses in psutil.net_if_addrs().items():
         for found in addresses:
             if found.family == socket.AF_INET and not network_interface.is_loopback(found.address):
@@ -46,7 +46,10 @@ def can_unshare() -> bool:
 
 @pytest.fixture
 def join(monkeypatch):
-    """Return a function (addresses at which ranks reach rank 0's store, ranks per node) -> the interface that each chooses."""
+    """Return a function that returns the interface each rank chooses.
+
+    Its arguments: the addresses at which ranks reach rank 0's store, and the ranks per node.
+    """
     process, (_, port) = start("localhost", KEY)  # a name, not an address: it listens on every interface
     monkeypatch.setenv(network_interface.VARIABLE, "")
 
@@ -73,19 +76,19 @@ def join(monkeypatch):
 
 
 def test_rank_0_uses_the_interface_at_which_other_nodes_reach_it(join):
-    """Its host name resolves to loopback at home, as on Debian, and to its address elsewhere."""
+    """Its host name resolves to loopback on its own node, as on Debian, and to its address on other nodes."""
     name, address = other_address()
     assert join("127.0.0.1", "127.0.0.1", address) == [name] * 3
 
 
-def test_where_all_are_at_home_gloo_stays_there(join):
-    """Its own choice, the address of the host name, may be one that other machines reach."""
+def test_gloo_uses_loopback_if_all_ranks_do(join):
+    """Gloo's own choice, the address of the host name, may be reachable from other machines."""
     loopback = network_interface.of("127.0.0.1")
     assert join("127.0.0.1", "127.0.0.1") == [loopback, loopback]
 
 
-def test_on_one_node_gloo_stays_there_by_whatever_address_rank_0_is_reached(join):
-    """Slurm gives the node's name, which often resolves to the address at which other nodes reach it."""
+def test_gloo_uses_loopback_on_one_node_whatever_address_reaches_rank_0(join):
+    """Slurm passes the node's name, which often resolves to the address that other nodes use."""
     loopback = network_interface.of("127.0.0.1")
     _, address = other_address()
     assert join(address, address, "127.0.0.1", per_node=3) == [loopback] * 3
@@ -97,7 +100,7 @@ def test_each_rank_uses_the_interface_that_leads_to_rank_0(join):
     assert join(address, address) == [name, name]
 
 
-def test_what_the_user_has_chosen_stays_and_must_be_there(monkeypatch):
+def test_the_users_interface_is_kept_and_must_exist(monkeypatch):
     monkeypatch.setenv(network_interface.VARIABLE, "lo")
     assert network_interface.check_given()
     monkeypatch.setenv(network_interface.VARIABLE, "lo,eth77")
@@ -107,7 +110,7 @@ def test_what_the_user_has_chosen_stays_and_must_be_there(monkeypatch):
 
 def test_an_address_that_this_machine_does_not_have_is_named():
     with pytest.raises(RuntimeError, match=r"GLOO_SOCKET_IFNAME: other nodes reach this one at 203\.0\.113\.7, and none"):
-        network_interface.use("203.0.113.7")  # RFC 5737: nobody has it
+        network_interface.use("203.0.113.7")  # RFC 5737: an address that no host has
 
 
 LISTENS = """
@@ -123,7 +126,7 @@ for address in ("", ADDRESS):
 
 @pytest.mark.skipif(not can_unshare(), reason="no namespaces here")
 def test_gloo_listens_where_other_nodes_can_connect(tmp_path):
-    """On a machine whose host name resolves to 127.0.1.1, as Debian writes it into /etc/hosts: without a choice it is there."""
+    """Without a choice gloo would listen at 127.0.1.1, to which Debian's /etc/hosts maps the host name."""
     (tmp_path / "hosts").write_text("127.0.0.1 localhost\n127.0.1.1 debian\n")
     address = other_address()[1]
     (tmp_path / "listens.py").write_text(f"ADDRESS = {address!r}\n{LISTENS}")

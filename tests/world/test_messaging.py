@@ -1,4 +1,4 @@
-"""What is sent to many ranks, and what comes back of it: the store's book of calls, by hand, and a relay's."""
+"""Calls to many ranks: the store's book of calls and a relay's, driven by hand."""
 
 import pytest
 
@@ -28,7 +28,7 @@ def begin(call, ranks, **fields):
 # ---- down -------------------------------------------------------------------------------------------------------------
 
 
-def test_each_connection_gets_a_message_once_with_its_ranks_and_late_ones_get_what_was_kept():
+def test_each_connection_gets_a_message_once_and_late_ranks_get_stored_messages():
     post, one, other, late = Router(), Connection(), Connection(), Connection()
     post.subscribe(one, [1, 2])
     post.subscribe(other, [3])
@@ -44,7 +44,7 @@ def test_each_connection_gets_a_message_once_with_its_ranks_and_late_ones_get_wh
 # ---- up ---------------------------------------------------------------------------------------------------------------
 
 
-def test_equal_answers_come_as_one_when_the_last_rank_has_answered():
+def test_equal_answers_are_merged_when_the_last_rank_has_answered():
     calls = begin(0, range(1, 5))
     for rank in (3, 1, 4):
         calls.accept(answer(0, rank, b"same" if rank < 4 else b"other"))
@@ -56,7 +56,7 @@ def test_equal_answers_come_as_one_when_the_last_rank_has_answered():
     assert (other.ranks, other.body) == ([4], b"other")
 
 
-def test_a_call_that_is_sent_in_pieces_is_not_over_before_the_last():
+def test_a_call_sent_in_pieces_ends_with_its_last_piece():
     calls = begin(0, [1], last=False)
     calls.accept(answer(0, 1))
     assert not calls.ready()
@@ -66,16 +66,16 @@ def test_a_call_that_is_sent_in_pieces_is_not_over_before_the_last():
     assert [taken.ranks for taken in calls.apply(Collect(1.0))] == [[1, 2]]
 
 
-def test_an_error_of_one_of_many_comes_at_once():
+def test_an_error_of_one_rank_is_forwarded_at_once():
     calls = begin(0, range(1, 1000))
     calls.accept(answer(0, 1))
     calls.accept(answer(0, 500, error="Traceback"))
     assert [(taken.ranks, taken.error) for taken in calls.apply(Collect(1.0))] == [([500], "Traceback")]
 
 
-def test_parts_come_at_once_and_a_last_one_that_says_nothing_wakes_nobody():
+def test_parts_are_forwarded_at_once_and_an_empty_last_part_sends_nothing():
     calls = begin(0, [1, 2], in_parts=True)
-    calls.accept(answer(0, 2, NOTHING))  # follows the leader, and ends at once
+    calls.accept(answer(0, 2, NOTHING))  # follows the leader and ends at once
     assert not calls.ready()
     calls.accept(answer(0, 1, b"part", more=True))
     calls.accept(answer(0, 1, b"part", more=True))
@@ -86,7 +86,7 @@ def test_parts_come_at_once_and_a_last_one_that_says_nothing_wakes_nobody():
     assert (quiet.ranks, quiet.body, quiet.more, quiet.account) == ([2], NOTHING, False, (1.0, 2.0))
 
 
-def test_no_answer_follows_the_one_with_which_a_call_ends():
+def test_the_answer_that_ends_a_call_is_the_last():
     """Rank 0 forgets a call when the last rank has ended its answer."""
     calls = begin(0, [1], in_parts=True)
     calls.accept(answer(0, 1, NOTHING, more=True))
@@ -94,7 +94,7 @@ def test_no_answer_follows_the_one_with_which_a_call_ends():
     assert [(taken.ranks, taken.more) for taken in calls.apply(Collect(1.0))] == [([1], True), ([1], False)]
 
 
-def test_nothing_is_left_of_many_calls():
+def test_finished_calls_leave_nothing_behind():
     calls, post, connection = PendingCalls(), Router(), Connection()
     post.subscribe(connection, range(1, 9))
     for call in range(300):
@@ -112,7 +112,7 @@ def test_nothing_is_left_of_many_calls():
     assert not calls.ready() and not calls._open
 
 
-def test_more_than_a_message_holds_comes_in_batches():
+def test_answers_beyond_a_messages_size_come_in_batches():
     calls = PendingCalls()
     for rank in range(1, 41):
         calls.begin(Send(rank, [([rank], b"")]))
@@ -149,7 +149,7 @@ class Upstream:
 
 @pytest.fixture
 def node(monkeypatch):
-    """(relay, its end to the store, timers that it has started)"""
+    """Return (relay, its connection to the store, the timers that it has started)."""
     timers = []
 
     class Timer:
@@ -171,7 +171,7 @@ def node(monkeypatch):
     return a_node, upstream, timers
 
 
-def test_a_relay_sends_on_what_all_its_ranks_have_said_as_one(node):
+def test_a_relay_merges_the_answers_of_all_its_ranks(node):
     a_node, upstream, timers = node
     for rank in (1, 2):
         a_node.receive(None, Answers([answer(0, rank)]))
@@ -181,7 +181,7 @@ def test_a_relay_sends_on_what_all_its_ranks_have_said_as_one(node):
     assert not a_node._held and not a_node._due
 
 
-def test_a_relay_waits_for_a_late_rank_a_moment_so_that_the_others_are_not_named_with_it(node):
+def test_a_relay_waits_briefly_for_a_late_rank_so_that_the_others_are_not_named_too(node):
     a_node, upstream, timers = node
     for rank in (1, 3):
         a_node.receive(None, Answers([answer(0, rank)]))
@@ -191,7 +191,7 @@ def test_a_relay_waits_for_a_late_rank_a_moment_so_that_the_others_are_not_named
     assert upstream.answers[1:] == [([2], b"\xc0")]
 
 
-def test_a_relay_sends_on_errors_and_parts_at_once_and_what_came_before_them_first(node):
+def test_a_relay_forwards_errors_and_parts_at_once_after_earlier_answers(node):
     a_node, upstream, _ = node
     a_node.receive(None, Answers([answer(0, 1)]))
     a_node.receive(None, Answers([answer(5, 2, b"part", more=True)]))
@@ -200,12 +200,12 @@ def test_a_relay_sends_on_errors_and_parts_at_once_and_what_came_before_them_fir
     assert upstream.answers[2:] == [([2], b"\xc0")]
 
 
-def test_a_relay_rests_when_all_ranks_have_taken_back_their_wills(node):
+def test_a_relay_rests_when_all_ranks_have_cancelled_their_wills(node):
     a_node, upstream, _ = node
     for will in ("lost/1", "lost/2", "lost/3"):
         a_node.change_disconnect_key("", will)
     a_node.change_disconnect_key("lost/1", "")
-    assert isinstance(upstream.sent[-1], OnDisconnect) and not upstream.sent[-1].key  # it is the one that has started the relay
+    assert isinstance(upstream.sent[-1], OnDisconnect) and not upstream.sent[-1].key  # this rank started the relay
     a_node.change_disconnect_key("lost/3", "")
     assert not a_node._drained.is_set()
     a_node.disconnected(Connection(), "lost/2")

@@ -15,7 +15,7 @@ from pipeline.world import WorkerGroups
 
 
 @pytest.mark.parametrize("size", range(10))
-def test_the_ring_meets_each_neighbour_once_and_nobody_twice_in_a_round(size):
+def test_the_ring_measures_each_neighbour_once_and_no_node_twice_in_a_round(size):
     members = [7 * i for i in range(size)]
     rounds = network.ring(members)
     around = {frozenset(pair) for pair in zip(members, members[1:] + members[:1], strict=True) if len(set(pair)) == 2}
@@ -26,7 +26,10 @@ def test_the_ring_meets_each_neighbour_once_and_nobody_twice_in_a_round(size):
 
 
 def measured(size: int, slow: set[int], cut: set[frozenset] = frozenset(), dead: set[int] = frozenset()):
-    """Both turns over a pretended network: a slow node's ways are slow, and so are those in `cut`; a dead node has none."""
+    """Return both rounds' measurements of a pretended network.
+
+    The links of slow nodes and those in `cut` are slow; a dead node has none.
+    """
     links, names = {}, {rank: f"node{rank}" for rank in range(size)}
     rounds = network.ring(list(range(size)))
     for _ in range(network.TURNS):
@@ -39,32 +42,32 @@ def measured(size: int, slow: set[int], cut: set[frozenset] = frozenset(), dead:
 
 
 @pytest.mark.parametrize("size", [3, 4, 5, 8, 101])
-def test_a_slow_node_is_told_from_its_neighbours(size):
+def test_a_slow_node_is_distinguished_from_its_neighbours(size):
     for node in range(min(size, 8)):
         assert measured(size, {node}) == {f"node{node}"}
     assert measured(size, set()) == set()
 
 
-def test_several_slow_nodes_are_told_from_those_between_them():
+def test_several_slow_nodes_are_distinguished_from_those_between_them():
     assert measured(7, {3, 4}) == {"node3", "node4"}
-    assert measured(7, {2, 4}) == {"node2", "node4"}  # node3 has two slow ways, and is measured once more with another
-    assert measured(6, {1, 3, 5}) == {f"node{i}" for i in range(6)}  # every second one: nobody has a fast way
+    assert measured(7, {2, 4}) == {"node2", "node4"}  # node3 has two slow links and is measured again with another node
+    assert measured(6, {1, 3, 5}) == {f"node{i}" for i in range(6)}  # every second node: none has a fast link
     assert measured(20, {0, 2, 4, 6, 19}) == {"node0", "node2", "node4", "node6", "node19"}
     assert measured(8, {2}, dead={5}) == {"node2", "node5"}
 
 
-def test_of_two_measurements_the_better_counts():
+def test_the_better_of_two_measurements_counts():
     fast, slow, dead = Link(0, 1, 40.0), Link(0, 1, 1.0), Link(0, 1, problem="no answer")
     assert network.better(slow, fast) == network.better(fast, slow) == fast == network.better(fast, None)
     assert network.better(dead, slow) == slow
 
 
-def test_where_the_slow_end_cannot_be_told_both_are_named():
+def test_both_ends_are_named_if_the_slow_one_is_unknown():
     assert measured(2, {1}) == {"node0", "node1"}
     assert measured(6, set(), {frozenset((2, 3))}) == {"node2", "node3"}
 
 
-def test_without_a_bound_only_a_dead_way_counts():
+def test_without_a_bound_only_a_dead_link_counts():
     names = {0: "a", 1: "b", 2: "c"}
     links = {(0, 1): Link(0, 1, 0.001), (1, 2): Link(1, 2, 50.0), (0, 2): Link(0, 2, 50.0)}
     assert diagnosis.links(names, links, None) == {}
@@ -77,7 +80,7 @@ def test_without_a_bound_only_a_dead_way_counts():
 
 
 def clocks(ahead: dict[int, float], error_s: float = 1e-4, dead: tuple[tuple[int, int], ...] = ()):
-    """ahead: of each rank's clock against the true time."""
+    """Return measurements; `ahead` is the offset of each rank's clock from the true time."""
     links = {}
     for one, other in [pair for pairs in network.ring(list(ahead)) for pair in pairs]:
         well = Link(one, other, 1.0, ahead[other] - ahead[one], error_s)
@@ -85,17 +88,17 @@ def clocks(ahead: dict[int, float], error_s: float = 1e-4, dead: tuple[tuple[int
     return links, diagnosis.clocks({rank: f"node{rank}" for rank in ahead}, links, 5.0)
 
 
-def test_the_wrong_clock_is_that_of_the_minority():
+def test_the_wrong_clock_is_the_minoritys():
     assert clocks({0: 0, 1: 3, 2: -3, 3: 0})[1] == {}
     assert list(clocks({0: 0, 1: 0, 2: 60, 3: 0})[1]) == ["node2"]
-    late = clocks({0: -60, 1: 0, 2: 0, 3: 0, 4: 0})[1]  # though all are measured against it
+    late = clocks({0: -60, 1: 0, 2: 0, 3: 0, 4: 0})[1]  # the clock that all are measured against
     assert list(late) == ["node0"] and "60.000 s behind the others'" in late["node0"][0]
     found = clocks({0: 0, 1: -60})[1]
     assert "node0" in found and "60.000 s ahead of the other's" in found["node0"][0]
     assert "60.000 s behind the other's" in found["node1"][0]
 
 
-def test_clocks_add_up_along_the_ring_and_so_do_their_errors():
+def test_clock_offsets_and_their_errors_add_up_along_the_ring():
     links, found = clocks(dict.fromkeys(range(7), 0.0) | {3: 2.0})
     assert diagnosis.against_first(links)[3] == pytest.approx((2.0, 3e-4))
     assert found == {}
@@ -147,7 +150,7 @@ def test_gpus_smaller_than_the_described_kind_are_refused_only_if_the_recipe_ask
 
 
 def break_sight(seen: dict[int, RankReport], fault: str) -> None:
-    """Give the node n1, whose ranks are 2 and 3, a fault."""
+    """Put a fault into the report of node n1, whose ranks are 2 and 3."""
     gpu, node = seen[3].gpu, seen[2].node
     match fault:
         case "lost":
@@ -193,7 +196,7 @@ def break_sight(seen: dict[int, RankReport], fault: str) -> None:
         ("full", "/dev/shm: only 2 MB can be written; 16 MB at least"),
     ],
 )
-def test_what_is_wrong_with_a_node_is_told(fault, told):
+def test_a_nodes_fault_is_reported(fault, told):
     seen = reports()
     break_sight(seen, fault)
     found = judged(seen)
@@ -203,7 +206,7 @@ def test_what_is_wrong_with_a_node_is_told(fault, told):
         assert len(found["n1"]) == 1, found
 
 
-def test_memory_errors_of_a_gpu_that_is_not_ours_do_not_count():
+def test_memory_errors_of_other_jobs_gpus_do_not_count():
     seen = reports()
     seen[2].node.errors["gpu-of-another-job"] = 4
     assert judged(seen) == {}
@@ -217,7 +220,7 @@ def test_components_may_have_other_versions_but_not_other_code():
     assert judged(seen, 4, workers=workers) == {}
     seen[6].node.versions["python"] = "3.12.2"
     found = judged(seen, 4, workers=workers)
-    assert sorted(found) == ["n2", "n3"]  # the two of the component, as neither is the majority
+    assert sorted(found) == ["n2", "n3"]  # both nodes of the component, since neither is the majority
     assert found["n3"] == ["python (generate): 3.12.2, but 3.12.1 elsewhere"]
     seen[0].node.code = "older"
     assert sorted(judged(seen, 4, workers=workers)) == ["n0", "n2", "n3"]
@@ -231,7 +234,7 @@ def with_versions(*versions: dict[str, str]) -> dict[int, RankReport]:
     return seen
 
 
-def test_components_whose_images_cannot_talk_are_named_with_their_images():
+def test_components_with_incompatible_images_are_named_with_their_images():
     cluster = ClusterConfig(
         train=ComponentConfig(container_image="/a.sqsh"), generate=ComponentConfig(container_image="/b.sqsh")
     )
@@ -251,21 +254,21 @@ def test_components_whose_images_cannot_talk_are_named_with_their_images():
         (why,) = apart.values()
         assert why == f"{told} cluster.generate.container_image=/b.sqsh"
         assert len(notes) == len({builds.TORCH, builds.CUDA} & set(changed))
-        shared = diagnosis.images(seen, replace(workers, colocated=True), cluster)  # they talk over gloo
+        shared = diagnosis.images(seen, replace(workers, colocated=True), cluster)  # they communicate over gloo
         assert len(shared[0]) == (builds.TORCH in changed)
     assert diagnosis.images(with_versions(one, one, *[one | {builds.CUDA: "13.2"}] * 2), workers, cluster)[0] == {}
     build = one | {builds.TORCH: "2.13.0a0+nv26.07 (y)"}
     apart, (note,) = diagnosis.images(with_versions(one, one, build, build), workers, cluster)
     assert apart == {} and "2.13.0 (x) in" in note and "2.13.0a0+nv26.07 (y) in" in note
-    odd = one | {probe.NETWORK: "Socket"}  # a node without its network card's devices: it is the node, not the image
+    odd = one | {probe.NETWORK: "Socket"}  # the network card's devices are missing: the node is at fault, not the image
     seen = with_versions(one, odd, one, one)
     assert diagnosis.images(seen, workers, cluster) == ({}, [])
     assert sorted(judged(seen, 4, 1, workers)) == ["n1"]
 
 
 @pytest.mark.parametrize("image", [None, "/a.sqsh"])
-def test_components_of_one_image_are_not_told_to_change_it(image):
-    """As train nodes with InfiniBand and generate nodes with Ethernet."""
+def test_components_of_one_image_are_not_advised_to_change_it(image):
+    """As when train nodes have InfiniBand and generate nodes have Ethernet."""
     one = ComponentConfig(container_image=image)
     cluster, workers = ClusterConfig(train=one, generate=replace(one)), WorkerGroups((0,), (1,), ((1,),))
     told = {builds.TORCH: "2.13.0 (x)", builds.CUDA: "13.0", builds.NCCL: "2.30.7", probe.NETWORK: "IB"}
@@ -282,7 +285,7 @@ def test_components_of_one_image_are_not_told_to_change_it(image):
     assert "Try images that containers/build.sh made" in diagnosis.remedy(apart, workers, other)[1]
 
 
-def test_a_node_that_does_not_tell_its_network_is_not_to_blame():
+def test_a_node_that_does_not_report_its_network_is_not_at_fault():
     told = {builds.TORCH: "2.13.0 (x)", builds.NCCL: "2.30.7", probe.NETWORK: "IB"}
     silent = {builds.TORCH: "2.13.0 (x)", builds.NCCL: "2.30.7"}
     workers = WorkerGroups((0, 1, 2, 3), (), ())
@@ -290,12 +293,12 @@ def test_a_node_that_does_not_tell_its_network_is_not_to_blame():
     assert judged(with_versions(told, silent, silent, silent), 4, 1, workers) == {}
     found = judged(with_versions(told, silent, told | {probe.NETWORK: "Socket"}, told), 4, 1, workers)
     assert found == {"n2": ["NCCL's network (train): Socket, but IB on 2 others"]}
-    without_nccl = {builds.TORCH: "2.13.0 (x)", probe.NETWORK: "IB"}  # that is an older or another image
+    without_nccl = {builds.TORCH: "2.13.0 (x)", probe.NETWORK: "IB"}  # an older or another image
     found = judged(with_versions(told, without_nccl, told, told), 4, 1, workers)
     assert found == {"n1": ["NCCL (train): none, but 2.30.7 on 3 others"]}
 
 
-def test_where_nobody_can_tell_which_is_right_it_is_said():
+def test_an_undecidable_difference_is_reported_as_such():
     (one,), (other,) = diagnosis.outliers({"a": "1", "b": "2"}, "x").values()
     assert isinstance(one, diagnosis.Undecided) and isinstance(other, diagnosis.Undecided)
     ((sure,),) = diagnosis.outliers({"a": "1", "b": "2", "c": "1"}, "x").values()
@@ -303,7 +306,7 @@ def test_where_nobody_can_tell_which_is_right_it_is_said():
 
 
 def drivers(train: list[str], generate: list[str]) -> tuple[list[str], list[str]]:
-    """Return (the nodes that are surely odd, those of which nobody can tell)."""
+    """Return (the nodes that are outliers, those that cannot be decided)."""
     size, first = len(train) + len(generate), len(train)
     workers = WorkerGroups(tuple(range(first)), tuple(range(first, size)), ())
     found = judged(with_versions(*({"driver": version} for version in train + generate)), size, 1, workers)
@@ -315,7 +318,7 @@ def test_nodes_of_the_other_components_decide_which_of_two_drivers_is_stale():
     assert drivers(["580", "580", "580"], ["580", "570"]) == (["n4"], [])
     assert drivers(["580"], ["570", "580"]) == (["n1"], [])
     assert drivers(["580", "570"], ["580", "570"]) == ([], ["n0", "n1", "n2", "n3"])
-    assert drivers(["580", "580", "580"], ["570", "590"]) == ([], ["n3", "n4"])  # nodes of another kind, it may be
+    assert drivers(["580", "580", "580"], ["570", "590"]) == ([], ["n3", "n4"])  # they may be nodes of another kind
     assert drivers(["580", "580", "580"], ["570", "570"]) == ([], [])
 
 
@@ -346,19 +349,19 @@ def test_components_on_one_node_have_gpus_of_their_own():
     assert diagnosis.reports({"n0": [0, 1, 2, 3]}, seen, replace(workers, colocated=True), cluster) == {}
 
 
-def test_the_odd_ones_are_the_minority_and_without_a_majority_all():
+def test_outliers_are_the_minority_or_all_without_a_majority():
     assert diagnosis.outliers({"a": "1", "b": "1"}, "x") == {}
     assert diagnosis.outliers({"a": "1", "b": "2", "c": "1"}, "x") == {"b": ["x: 2, but 1 on 2 others"]}
     assert diagnosis.outliers({"a": "1", "b": "2"}, "x") == {"a": ["x: 1, but 2 elsewhere"], "b": ["x: 2, but 1 elsewhere"]}
     assert sorted(diagnosis.outliers({"a": "1", "b": "1", "c": "2", "d": "2"}, "x")) == ["a", "b", "c", "d"]
 
 
-def test_who_does_not_share_the_run_folder():
+def test_nodes_that_do_not_share_the_run_folder_are_named():
     ranks = {f"n{i}": [i] for i in range(4)}
     seen = reports(nodes=4, per_node=1)
     assert diagnosis.shared(ranks, seen, {}) == {}
     assert list(diagnosis.shared(ranks, seen, {2: "no such file"})) == ["n2"]
     for rank in (1, 2, 3):
         seen[rank].node.shared = "no such file"
-    assert list(diagnosis.shared(ranks, seen, {})) == ["n0"]  # rank 0's own node sees something else than all others
+    assert list(diagnosis.shared(ranks, seen, {})) == ["n0"]  # rank 0's own node sees another folder than all others
     assert sorted(diagnosis.shared({"n0": [0], "n1": [1]}, seen, {})) == ["n0", "n1"]

@@ -1,4 +1,4 @@
-"""The looks at nodes: what a rank finds on its node, and worlds of forked ranks with broken nodes among them."""
+"""Node probes: what a rank finds on its node, and worlds of forked ranks with faulty nodes."""
 
 import json
 import os
@@ -21,10 +21,10 @@ from tests.world.secret import write_secret
 ROOT = Path(__file__).parents[2]
 
 
-# ---- what is looked at ------------------------------------------------------------------------------------------------------
+# ---- what a rank measures ---------------------------------------------------------------------------------------------------
 
 
-def test_products_are_compared_number_by_number(monkeypatch):
+def test_matrix_products_are_compared_bit_by_bit(monkeypatch):
     assert probe.check_matmul(torch.device("cpu")) == ""
     right = torch.Tensor.__matmul__
 
@@ -39,7 +39,7 @@ def test_products_are_compared_number_by_number(monkeypatch):
 
 
 @pytest.mark.gpu
-def test_a_real_gpu_is_seen_as_it_is():
+def test_a_real_gpu_is_reported():
     gpu = probe.probe_gpu(torch.device("cuda", 0))
     assert gpu.problem == ""
     assert gpu.uuid in gpu.visible and len(gpu.visible) == torch.cuda.device_count()
@@ -65,7 +65,7 @@ node1:4242:4250 [0] NCCL INFO Using network IB
     ("log", "network"),
     [(LOG, "IB"), (LOG.replace("network IB", "network AWS Libfabric"), "AWS Libfabric"), ("", ""), (LOG[:300], "")],
 )
-def test_what_nccl_says_of_its_network(log, network):
+def test_nccls_network_is_read_from_its_log(log, network):
     assert nccl.said(log) == network
 
 
@@ -87,7 +87,7 @@ int ncclCommInitRank(void **communicator, int size, ncclUniqueId id, int rank) {
 
 
 @pytest.mark.skipif(shutil.which("gcc") is None, reason="no compiler here")
-def test_nccl_is_asked_in_a_process_of_its_own(tmp_path, monkeypatch):
+def test_nccl_is_called_in_a_separate_process(tmp_path, monkeypatch):
     path = tmp_path / "libnccl.so.2"
     subprocess.run(["gcc", "-shared", "-fPIC", "-x", "c", "-", "-o", path], input=LIBRARY, text=True, check=True)
     monkeypatch.setattr(nccl, "library", lambda: str(path))
@@ -107,7 +107,7 @@ def test_nccl_is_asked_in_a_process_of_its_own(tmp_path, monkeypatch):
         ("13.0", "unknown", ""),
     ],
 )
-def test_why_torch_may_find_no_gpu(cuda, driver, note):
+def test_reasons_why_torch_finds_no_gpu(cuda, driver, note):
     assert probe._driver_note(cuda, driver) == note
     assert probe._driver_note(None, driver).endswith(" is built without CUDA")
 
@@ -124,7 +124,7 @@ def test_why_torch_may_find_no_gpu(cuda, driver, note):
         ("exec sleep 100", {}, "nvidia-smi did not answer within 0.5 s"),
     ],
 )
-def test_what_nvidia_smi_may_say(tmp_path, monkeypatch, script, errors, driver):
+def test_outputs_of_nvidia_smi(tmp_path, monkeypatch, script, errors, driver):
     program = tmp_path / "nvidia-smi"
     program.write_text(f"#!/bin/sh\n{script}\n")
     program.chmod(0o755)
@@ -133,12 +133,12 @@ def test_what_nvidia_smi_may_say(tmp_path, monkeypatch, script, errors, driver):
     assert probe.memory_errors() == (errors, driver)
 
 
-def test_a_machine_without_nvidia_smi_tells_of_no_errors(tmp_path, monkeypatch):
+def test_without_nvidia_smi_no_errors_are_reported(tmp_path, monkeypatch):
     monkeypatch.setenv("PATH", str(tmp_path))
     assert probe.memory_errors() == ({}, "")
 
 
-def test_the_code_is_known_by_names_and_contents(tmp_path):
+def test_the_codes_digest_covers_names_and_contents(tmp_path):
     for part in probe.SOURCES:
         (tmp_path / part).mkdir()
         (tmp_path / part / "a.py").write_text("x = 1\n")
@@ -160,7 +160,7 @@ def test_a_folder_that_cannot_be_written_has_no_space(tmp_path):
 
 
 @pytest.mark.parametrize("override", ["min_gb_per_s=0", "max_clock_skew_s=-1"])
-def test_bounds_that_are_none_are_refused(tmp_path, override):
+def test_invalid_bounds_are_refused(tmp_path, override):
     key = f"cluster.node_checks.{override}"
     with refused((key.partition("=")[0], "too-small")):
         config.load(str(write_recipe(tmp_path)), [key])
@@ -170,7 +170,7 @@ def test_bounds_that_are_none_are_refused(tmp_path, override):
 
 
 def check_nodes(run_dir: Path, nodes: list[str], faults: dict[str, str]) -> tuple[int, dict, AttemptFolder]:
-    """(status, nodes.json, the attempt) of `tests.world.node_ranks`."""
+    """Run `tests.world.node_ranks`. Return (status, nodes.json, the attempt)."""
     (run_dir / "attempts/1").mkdir(parents=True)
     write_secret(run_dir)
     command = [sys.executable, "-m", "tests.world.node_ranks", str(run_dir), json.dumps(nodes), json.dumps(faults)]
@@ -185,7 +185,7 @@ def check_nodes(run_dir: Path, nodes: list[str], faults: dict[str, str]) -> tupl
     )
 
 
-def test_healthy_nodes_are_measured_and_the_world_goes_on(tmp_path):
+def test_healthy_nodes_are_measured_and_the_world_continues(tmp_path):
     status, record, attempt = check_nodes(tmp_path, ["a", "a", "b", "b", "c"], {})
     assert status == 0, (tmp_path / "0.log").read_text()
     assert attempt.bad_nodes == {} and attempt.failure is None
@@ -202,13 +202,13 @@ def test_healthy_nodes_are_measured_and_the_world_goes_on(tmp_path):
     assert "3 nodes checked in" in (tmp_path / "0.log").read_text()
 
 
-def test_within_one_node_nothing_is_sent(tmp_path):
+def test_nothing_is_sent_within_one_node(tmp_path):
     status, record, _ = check_nodes(tmp_path, ["a", "a"], {})
     assert status == 0, (tmp_path / "0.log").read_text()
     assert record["nodes"]["a"]["gb_per_s"] == {} and record["nodes"]["a"]["clock_skew_s"] is None
 
 
-def test_each_bad_node_is_named_for_what_is_wrong_with_it(tmp_path):
+def test_each_bad_node_is_named_with_its_fault(tmp_path):
     faults = {"node1": "clock", "node2": "stale folder", "node3": "slow", "node4": "other code", "node6": "full"}
     status, record, attempt = check_nodes(tmp_path, [f"node{i}" for i in range(7)], faults)
     assert status != 0
@@ -222,14 +222,14 @@ def test_each_bad_node_is_named_for_what_is_wrong_with_it(tmp_path):
     assert sorted(attempt.bad_nodes) == sorted(told)
     for node, why in told.items():
         assert why in attempt.bad_nodes[node]
-        assert [part for part in told.values() if part in attempt.bad_nodes[node]] == [why]  # and for nothing else
+        assert [part for part in told.values() if part in attempt.bad_nodes[node]] == [why]  # with no other fault
         assert why in record["nodes"][node]["problems"][0]
     assert (attempt.failure["verb"], attempt.failure["host"]) == ("check nodes", "node1")
     assert "5 of 7 nodes failed the checks: node1: its clock is " in attempt.failure["message"]
 
 
-def test_where_all_nodes_fail_none_is_left_out(tmp_path):
-    """It is not the nodes then, and without them there would be nothing to run on."""
+def test_if_all_nodes_fail_none_is_excluded(tmp_path):
+    """The nodes are not the cause then, and the run would have no nodes left."""
     nodes = [f"node{i}" for i in range(3)]
     status, _, attempt = check_nodes(tmp_path, nodes, dict.fromkeys(nodes, "full"))
     assert status != 0
@@ -237,8 +237,8 @@ def test_where_all_nodes_fail_none_is_left_out(tmp_path):
     assert "3 of 3 nodes failed the checks, so it is the recipe, or what they share: node0: /" in attempt.failure["message"]
 
 
-def test_components_that_take_other_networks_are_named_and_no_node_is_left_out(tmp_path):
-    """Before any message, for it would never arrive."""
+def test_components_on_different_networks_are_named_and_no_node_is_excluded(tmp_path):
+    """This is checked before any message, which would never arrive."""
     status, record, attempt = check_nodes(tmp_path, ["a", "b"], {"a": "one network", "b": "other network"})
     assert status != 0
     assert attempt.bad_nodes == {} and not (tmp_path / "attempts/1/bad_nodes").exists()
@@ -250,7 +250,7 @@ def test_components_that_take_other_networks_are_named_and_no_node_is_left_out(t
 
 
 @pytest.mark.parametrize("nodes", [["a", "b"], ["a", "b", "c", "d"]])
-def test_of_as_many_nodes_that_differ_none_is_left_out(tmp_path, nodes):
+def test_without_a_majority_no_node_is_excluded(tmp_path, nodes):
     status, record, attempt = check_nodes(tmp_path, nodes, dict.fromkeys(nodes[1::2], "older Python"))
     assert status != 0
     assert not (tmp_path / "attempts/1/bad_nodes").exists()
@@ -262,7 +262,7 @@ def test_of_as_many_nodes_that_differ_none_is_left_out(tmp_path, nodes):
 
 
 @pytest.mark.long
-def test_nodes_that_do_not_answer_are_named_and_their_neighbours_are_not(tmp_path):
+def test_silent_nodes_are_named_and_their_neighbours_are_not(tmp_path):
     status, record, attempt = check_nodes(tmp_path, [f"node{i}" for i in range(6)], {"node1": "dead", "node3": "stuck"})
     assert status != 0
     assert sorted(attempt.bad_nodes) == ["node1", "node3"]

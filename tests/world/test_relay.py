@@ -1,6 +1,7 @@
-"""A relay on each node: seven ranks on three nodes, of which all but rank 0's have one.
+"""A relay on each node: seven ranks on three nodes, all of which but rank 0's have a relay.
 
-What ranks say, and what is said of them, is as without."""
+Answers and errors are the same as without relays.
+"""
 
 import contextlib
 import os
@@ -27,7 +28,7 @@ PER_NODE = 3
 
 
 def relays(world) -> dict[int, int]:
-    """Process -> the rank that has started it."""
+    """Return {process: the rank that has started it}."""
     ranks = {process.pid: rank for rank, process in enumerate(world.processes)}
     listed = subprocess.run(["ps", "-eo", "pid,ppid,args"], capture_output=True, text=True).stdout.splitlines()
     found = (line.split() for line in listed if "pipeline.store.relay" in line)
@@ -35,17 +36,17 @@ def relays(world) -> dict[int, int]:
 
 
 @pytest.mark.parametrize("by", ["SPARSE", pytest.param("TORCH_GLOO_LAZY_INIT", marks=pytest.mark.full)])
-def test_messages_through_relays_which_stay_until_the_last_rank_of_a_node_has_ended(start, monkeypatch, by):
-    """And between ranks that gloo connects when they first speak, as in a large world: bodies that go from rank to rank."""
+def test_relays_forward_messages_until_the_last_rank_of_their_node_has_ended(start, monkeypatch, by):
+    """Ranks whose gloo connections are lazy, as in a large world, forward bodies from rank to rank too."""
     monkeypatch.setenv(by, "1")
-    monkeypatch.setenv("SLOW_END", "1")  # of those that have not started one
+    monkeypatch.setenv("SLOW_END", "1")  # of the ranks that have not started a relay
     world = start("check", PER_NODE)
     assert world.wait() == [0] * SIZE, [log.read_text()[-2000:] for log in world.logs]
     assert "checked" in world.log(0)
     assert not list(world.run_dir.glob("attempts/*/failure.json"))
 
 
-def test_an_error_on_one_of_many_ranks_comes_at_once_with_its_traceback(start):
+def test_an_error_on_one_rank_comes_at_once_with_its_traceback(start):
     world = start("fail", PER_NODE)
     statuses = world.wait()
     assert statuses[3] == 1 and all(statuses), statuses
@@ -54,7 +55,7 @@ def test_an_error_on_one_of_many_ranks_comes_at_once_with_its_traceback(start):
     assert 'raise ValueError("the engine is on fire")' in failure["traceback"]
 
 
-def test_a_late_rank_is_named_and_not_those_of_its_node_that_have_answered(start):
+def test_a_late_rank_is_named_without_its_nodes_other_ranks(start):
     world = start("hang-generate", PER_NODE)
     assert world.processes[0].wait(120) == GAVE_UP
     message = world.failure()["message"]
@@ -65,10 +66,10 @@ def test_a_late_rank_is_named_and_not_those_of_its_node_that_have_answered(start
 
 
 @pytest.mark.parametrize("victim", [3, pytest.param(4, marks=pytest.mark.full)])
-def test_a_killed_rank_is_named_be_it_the_one_whose_relay_ends_with_it(start, victim):
+def test_a_killed_rank_is_named_even_if_its_relay_ends_with_it(start, victim):
     world = start("linger", PER_NODE)
     world.until("ready")
-    time.sleep(1)  # until rank 0 has heard of all
+    time.sleep(1)  # until rank 0 has heartbeats of all
     first = set(relays(world).values())
     assert len(first) == 2 and first & {3, 4, 5} and 6 in first
     victim = next(iter(first - {6})) if victim == 3 else next(rank for rank in (3, 4, 5) if rank not in first)
@@ -81,11 +82,11 @@ def test_a_killed_rank_is_named_be_it_the_one_whose_relay_ends_with_it(start, vi
 
 
 @pytest.mark.parametrize("victim", ["rank 0", pytest.param("the store's process", marks=pytest.mark.full)])
-def test_the_end_of_the_store_is_not_blamed_on_a_rank_that_has_started_a_relay(start, victim):
-    """Each relay ends with the store, before any rank has told why."""
+def test_the_stores_end_is_not_blamed_on_a_rank_that_started_a_relay(start, victim):
+    """Each relay ends with the store, before any rank has reported why."""
     world = start("linger", PER_NODE)
     world.until("ready")
-    time.sleep(1)  # until rank 0 is heard of everywhere
+    time.sleep(1)  # until all have rank 0's heartbeat
     if victim == "rank 0":
         world.processes[0].kill()
     else:
@@ -97,7 +98,7 @@ def test_the_end_of_the_store_is_not_blamed_on_a_rank_that_has_started_a_relay(s
 
 
 @pytest.mark.full
-def test_the_end_of_a_relay_ends_the_run_by_the_rank_that_started_it(start):
+def test_a_relays_end_ends_the_run_and_names_the_rank_that_started_it(start):
     world = start("linger", PER_NODE)
     world.until("ready")
     pid, rank = next((pid, rank) for pid, rank in relays(world).items() if rank != 6)
@@ -127,7 +128,7 @@ def end(process: subprocess.Popen) -> None:
 
 
 class Doorkeeper:
-    """A store's address that closes the first connections at once, and then lets one in."""
+    """A store's address that closes the first connections at once and accepts a later one."""
 
     def __init__(self, key: bytes, closes: int):
         self.listener = socket.create_server(("127.0.0.1", 0))
@@ -150,14 +151,14 @@ class Doorkeeper:
                 pass
 
 
-def test_a_relay_that_is_pushed_out_connects_again():
+def test_a_relay_whose_connection_is_closed_connects_again():
     door = Doorkeeper(key := os.urandom(32), 2)
     process, _ = relay.start(door.address, key, 3, 1.0, 30.0)
     assert door.seen == 3 and process.poll() is None
     end(process)
 
 
-def test_a_relay_that_does_not_reach_the_store_says_why(capfd):
+def test_a_relay_that_cannot_reach_the_store_reports_why(capfd):
     door = Doorkeeper(key := os.urandom(32), 10**6)
     with pytest.raises(RuntimeError, match=r"pipeline\.store\.relay has ended with status 1 before it listened"):
         relay.start(door.address, key, 3, 1.0, 0.5)
@@ -166,9 +167,9 @@ def test_a_relay_that_does_not_reach_the_store_says_why(capfd):
     door.listener.close()
 
 
-def test_a_process_that_never_listens_is_not_waited_for_without_end():
+def test_waiting_for_a_process_that_never_listens_times_out():
     with pytest.raises(TimeoutError, match=r"the process of json\.tool does not listen after 0\.5 s"):
-        server.launch("json.tool", "127.0.0.1", {}, 0.5)  # reads its input to the end before it prints
+        server.launch("json.tool", "127.0.0.1", {}, 0.5)  # reads all of its input before it prints
 
 
 def test_errors_behind_a_relay_name_it(tmp_path, monkeypatch):
@@ -188,7 +189,7 @@ def test_errors_behind_a_relay_name_it(tmp_path, monkeypatch):
     end(process)
 
 
-def test_what_comes_behind_a_refused_request_is_not_done():
+def test_requests_behind_a_refused_one_are_not_executed():
     key = os.urandom(32)
     process, address = server.start("127.0.0.1", key)
     relaying, near = relay.start(address, key, 3, 0.1, 30.0)
@@ -197,7 +198,7 @@ def test_what_comes_behind_a_refused_request_is_not_done():
     connection.sendall(b"".join(channel.seal(server._encode(request)) for request in requests))
     assert connection.recv(1000) == auth.REFUSED
     assert RunStore(near, key, 10).exchange("beat", b"1", ["beat"]) == [None]
-    time.sleep(0.5)  # until the relay has exchanged heartbeats
+    time.sleep(0.5)  # after the relay has exchanged heartbeats
     assert RunStore(address, key, 10).check(["beat"]) and not RunStore(address, key, 10).check(["behind"])
     end(relaying)
     end(process)
@@ -207,7 +208,7 @@ def test_a_relay_that_does_not_start_is_named_with_its_rank(tmp_path):
     key = os.urandom(32)
     process, address = server.start("127.0.0.1", key)
     store = RunStore(address, key, 0.5)
-    store.set("relay/node1/by", "3")  # which then hangs
+    store.set("relay/node1/by", "3")  # the rank, which then hangs
     info = RankInfo(4, 7, 4, "node1", "127.0.0.1", tmp_path)
     with pytest.raises(TimeoutError, match=r"verb 'join': rank 3 has not started node1's relay within 0\.5 s"):
         _find_relay(store, info, address, key, 60.0)

@@ -1,4 +1,4 @@
-"""Answers in parts, and roles that work between verbs: rank 0 and one other as threads, over the real store."""
+"""Streaming replies and roles that work between verbs: rank 0 and another rank are threads, over the real store."""
 
 import hashlib
 import os
@@ -28,7 +28,7 @@ class Timeouts:
 
 
 class Counter:
-    """Counts between verbs, as far as it was told, one part for each number; it notes what it did."""
+    """Counts between verbs up to a limit, sends one part for each number, and notes what it did."""
 
     def __init__(self):
         self.wakeup = threading.Event()
@@ -101,7 +101,7 @@ class Counter:
 
 @pytest.fixture
 def job(tmp_path):
-    """(RpcGroup, the other rank's role, RpcClient, what it raised)"""
+    """Yield (RpcGroup, the other rank's role, RpcClient, the errors it raised)."""
     key, raised = os.urandom(32), []
     process, address = start("127.0.0.1", key)
     worlds = [
@@ -127,7 +127,7 @@ def job(tmp_path):
     process.stdout.close()
 
 
-def test_parts_come_as_they_are_put_and_other_verbs_between_them(job):
+def test_parts_arrive_as_they_are_sent_and_other_verbs_run_between_them(job):
     remote, role, _, _ = job
     count = remote.count(3)
     assert remote.receive_replies(block=True)
@@ -137,13 +137,13 @@ def test_parts_come_as_they_are_put_and_other_verbs_between_them(job):
     assert count.take() == [(1, [1])]
     assert remote.ask("between").result() == ["BETWEEN"]
     role.go.release(2)
-    assert count.result() == [[2, 3]]  # what was not taken
+    assert count.result() == [[2, 3]]  # the parts that were not taken
     assert [number for _, part in count.take() for number in part] == [2, 3]
     assert count.done and role.done == ["1", "between", "2", "3"]
     assert not remote.receive_replies(block=False)
 
 
-def test_what_was_put_before_a_reply_comes_before_it(job):
+def test_parts_arrive_before_their_reply(job):
     remote, role, _, _ = job
     count = remote.count(2)
     role.go.release()
@@ -157,7 +157,7 @@ def test_what_was_put_before_a_reply_comes_before_it(job):
     count.result()
 
 
-def test_an_answer_may_be_whole_at_once_and_a_future_is_forgotten_when_it_is(job):
+def test_a_reply_may_come_at_once_and_a_finished_future_is_dropped(job):
     remote, _, client, _ = job
     futures = [remote.at_once(), remote.ask("x")]
     assert [future.result() for future in futures] == [[["a", "b"]], ["X"]]
@@ -165,7 +165,7 @@ def test_an_answer_may_be_whole_at_once_and_a_future_is_forgotten_when_it_is(job
     assert futures[1].take() == [(1, "X")]
 
 
-def test_an_error_between_verbs_is_told_to_rank_0(job):
+def test_an_error_between_verbs_is_reported_to_rank_0(job):
     remote, role, _, raised = job
     role.go.release(101)
     with pytest.raises(RpcError, match=r"(?s)failed on rank 1 .*ValueError: it cannot count so far"):
@@ -176,10 +176,10 @@ def test_an_error_between_verbs_is_told_to_rank_0(job):
     assert isinstance(raised[0], ValueError)
 
 
-def test_an_answer_in_parts_is_overdue_only_while_rank_0_waits_for_anything(job):
-    """Its parts may lie in the queue while rank 0 does something else."""
+def test_a_streaming_reply_is_overdue_only_while_rank_0_waits(job):
+    """Its parts may be queued while rank 0 is busy."""
     remote, _, client, _ = job
-    remote.silent()  # nobody waits for this one
+    remote.silent()  # rank 0 does not wait for this one
     nothing = remote.nothing()
     time.sleep(2 * Timeouts.short)
     assert client.overdue() is None
@@ -199,7 +199,7 @@ def test_an_answer_in_parts_is_overdue_only_while_rank_0_waits_for_anything(job)
     waiting.join(30)
 
 
-def test_a_plain_call_is_overdue_whatever_rank_0_does(job):
+def test_a_plain_call_is_overdue_even_if_rank_0_does_not_wait(job):
     remote, _, client, _ = job
     slow = remote.slow()
     time.sleep(1.5 * Timeouts.short)
@@ -208,10 +208,10 @@ def test_a_plain_call_is_overdue_whatever_rank_0_does(job):
     assert client.overdue() is None
 
 
-def test_a_plain_call_is_overdue_after_a_store_that_was_stuck(job):
+def test_a_plain_call_is_overdue_after_the_store_was_stuck(job):
     remote, _, client, _ = job
     slow = remote.slow()
-    client._asking._socket.close()  # as when a reply is too late
+    client._asking._socket.close()  # as if a reply were too late
     time.sleep(1.2 * Timeouts.short)
     assert client.overdue() is None
     assert client.overdue().missing == [1]
@@ -219,8 +219,8 @@ def test_a_plain_call_is_overdue_after_a_store_that_was_stuck(job):
 
 
 @pytest.mark.parametrize("name", ["body", "bodies"])
-def test_a_body_that_does_not_come_makes_its_call_overdue(job, monkeypatch, name):
-    """The store has seen the answer, and waits for nobody."""
+def test_a_missing_body_makes_its_call_overdue(job, monkeypatch, name):
+    """The store has seen the answer and waits for no rank."""
     remote, _, client, _ = job
     world, asked, released = client._world, threading.Event(), threading.Event()
     monkeypatch.setattr(serving, "send_body", lambda *_: None)
@@ -241,13 +241,13 @@ def test_a_body_that_does_not_come_makes_its_call_overdue(job, monkeypatch, name
         assert time.monotonic() - begun < 30
         time.sleep(0.01)
     assert (late.verb, late.missing) == (name, [1])
-    assert time.monotonic() - begun > 0.9 * Timeouts.short  # however late rank 0 has begun to take it
+    assert time.monotonic() - begun > 0.9 * Timeouts.short  # however late rank 0 begins to receive it
     released.set()
     waiting.join(30)
     assert client.overdue() is None
 
 
-def test_what_several_ranks_get_is_encoded_and_sent_once(tmp_path, monkeypatch):
+def test_an_argument_for_several_ranks_is_encoded_and_sent_once(tmp_path, monkeypatch):
     key, sent, encoded = os.urandom(32), [], []
     process, address = start("127.0.0.1", key)
     workers = WorkerGroups(train=tuple(range(7)), generate=(), engines=())
@@ -273,7 +273,7 @@ def test_what_several_ranks_get_is_encoded_and_sent_once(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("ranks", [[4], [1, 2, 3, 5, 8, 13, 21], list(range(3, 40))])
-def test_a_body_reaches_every_rank_once_and_no_rank_sends_more_than_two(ranks):
+def test_a_body_reaches_every_rank_once_and_no_rank_sends_it_more_than_twice(ranks):
     taken, waiting = [], [(0, ranks[0])]
     while waiting:
         sender, rank = waiting.pop()
@@ -285,7 +285,7 @@ def test_a_body_reaches_every_rank_once_and_no_rank_sends_more_than_two(ranks):
 
 
 def test_a_rank_without_a_store_ends(tmp_path):
-    """The thread that fetches verbs passes on what it met."""
+    """The thread that fetches verbs passes its error on."""
     key = os.urandom(32)
     process, address = start("127.0.0.1", key)
     world = World(RankInfo(1, 2, 1, "here", "127.0.0.1", tmp_path), WORKERS, RunStore(address, key, 60))

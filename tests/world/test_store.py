@@ -1,4 +1,4 @@
-"""Our store and torch's own give the same answers, directly and as torch's C++ asks for them; and what is ours alone."""
+"""Hetstep's store answers like torch's TCPStore, called directly and from torch's C++; and the calls that only it has."""
 
 import os
 import signal
@@ -45,7 +45,7 @@ def server():
 
 @pytest.fixture
 def store(server):
-    """Empty."""
+    """Yield both stores, empty."""
     _, address, key = server
     store = RunStore(address, key, 10)
     for each in store.list_keys():
@@ -54,7 +54,7 @@ def store(server):
 
 
 def outcome(store: dist.Store, name: str, *arguments):
-    """What a call gives, or which error."""
+    """Return a call's result or its error's name."""
     try:
         answer = getattr(store, name)(*arguments)
         return sorted(answer) if name == "list_keys" else answer
@@ -77,7 +77,7 @@ def test_answers_are_those_of_tcpstore(store, wrapped):
         assert outcome(ours, *call) == outcome(theirs, *call), call
 
 
-def test_a_key_that_comes_while_it_is_waited_for(store):
+def test_a_wait_ends_when_its_key_is_set(store):
     values = {f"k{i}": bytes([i % 251]) * 3000 for i in range(500)}  # several batches
     assert sum(map(len, values.values())) > 4 * table.BATCH
     got: list[bytes] = []
@@ -90,12 +90,12 @@ def test_a_key_that_comes_while_it_is_waited_for(store):
     assert got == list(values.values())
 
 
-def test_each_value_of_a_queue_goes_to_one_who_waits_and_none_to_the_dead(store):
+def test_each_value_of_a_queue_goes_to_one_live_waiter(store):
     dead = store.clone()
     waiting = threading.Thread(target=outcome, args=(dead, "queue_pop", "q"))
     waiting.start()
     time.sleep(0.3)
-    dead._socket.shutdown(2)  # as when its process is killed
+    dead._socket.shutdown(2)  # as if its process were killed
     waiting.join(10)
     got: list[bytes] = []
     takers = [threading.Thread(target=lambda: got.append(store.clone().queue_pop("q"))) for _ in range(5)]
@@ -109,7 +109,7 @@ def test_each_value_of_a_queue_goes_to_one_who_waits_and_none_to_the_dead(store)
     assert store.queue_len("q") == 0
 
 
-def test_the_loss_of_a_connection_is_seen_unless_it_was_taken_back(store):
+def test_a_lost_connection_is_published_unless_its_will_was_cancelled(store):
     lost, left = store.clone(), store.clone()
     lost.set_on_disconnect("lost/1")
     left.set_on_disconnect("lost/2")
@@ -120,7 +120,7 @@ def test_the_loss_of_a_connection_is_seen_unless_it_was_taken_back(store):
     assert store.exchange("beat", b"1", ["lost/1", "lost/2", "beat"]) == [b"", None, b"1"]
 
 
-def test_a_request_that_cannot_be_done_fails_alone(store):
+def test_a_failing_request_does_not_affect_others(store):
     store.set("word", "abc")
     with pytest.raises(dist.DistStoreError, match="Add: invalid literal"):
         store.add("word", 1)
@@ -156,8 +156,8 @@ def test_the_store_ends_with_the_process_that_started_it():
         RunStore(address, bytes(32), 0.5)
 
 
-def test_signals_to_the_whole_job_do_not_end_it(server, store):
-    """Slurm sends them to every process of a step, and rank 0 may want to save then."""
+def test_signals_to_the_whole_job_do_not_end_the_store(server, store):
+    """Slurm sends them to every process of a step, and rank 0 may still save."""
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR2):
         server[0].send_signal(number)
     assert store.add("n", 1) == 1

@@ -1,4 +1,4 @@
-"""Floods of strangers at the store's port: ranks join beside them, even where few files may be open. The log stays short."""
+"""Floods of strangers at the store's port: ranks still join, even with few open files allowed, and the log stays short."""
 
 import errno
 import os
@@ -23,7 +23,7 @@ def key():
 
 @pytest.fixture(params=["store", pytest.param("relay", marks=pytest.mark.full)])
 def at(request, key):
-    """(address, process, what joins) of a store, or of a relay, that strangers can reach."""
+    """Yield (address, process, join function) of a store or a relay that strangers can reach."""
     process, address = server.start("127.0.0.1", key)
     if request.param == "store":
         yield address, process
@@ -41,12 +41,12 @@ def end(process) -> None:
 
 
 def limit(process, files: int) -> None:
-    """Let a process open so many files, as where the hard limit is low."""
+    """Limit a process's open files, as a low hard limit does."""
     resource.prlimit(process.pid, resource.RLIMIT_NOFILE, (files, files))
 
 
 def join(address, key, timeout_s: float) -> float:
-    """Return the seconds that a rank takes until it is answered."""
+    """Return the seconds until a rank is answered."""
     begun = time.monotonic()
     store = RunStore(address, key, timeout_s)
     store.exchange("here", b"", [])
@@ -58,18 +58,18 @@ MANY = [(256, 700), pytest.param(1024, 2700, marks=pytest.mark.full)]
 
 
 @pytest.mark.parametrize(("files", "strangers"), MANY)
-def test_strangers_do_not_take_all_open_files(at, key, capfd, files, strangers):
+def test_strangers_do_not_exhaust_open_files(at, key, capfd, files, strangers):
     address, process = at
     limit(process, files)
     rank = RunStore(address, key, 10)
     with crowd(address, strangers):
         assert join(address, key, 30) < auth.AUTH_TIMEOUT_S, "it was only let in when strangers had been closed"
-        rank.exchange("here", b"", [])  # goes on as well
+        rank.exchange("here", b"", [])  # still works
     assert len(capfd.readouterr().err) < LONGEST_LOG
 
 
 @pytest.mark.parametrize(("files", "strangers"), MANY)
-def test_ranks_join_while_strangers_who_are_pushed_out_come_again(at, key, capfd, files, strangers):
+def test_ranks_join_while_disconnected_strangers_reconnect(at, key, capfd, files, strangers):
     address, process = at
     limit(process, files)
     with crowd(address, strangers, again=True):
@@ -78,7 +78,7 @@ def test_ranks_join_while_strangers_who_are_pushed_out_come_again(at, key, capfd
     assert len(capfd.readouterr().err) < LONGEST_LOG
 
 
-def test_ranks_who_take_all_open_files_leave_a_short_log(key, capfd):
+def test_ranks_that_exhaust_open_files_leave_a_short_log(key, capfd):
     process, address = server.start("127.0.0.1", key)
     ranks = [RunStore(address, key, 10) for _ in range(25)]
     limit(process, 20)
@@ -94,8 +94,8 @@ def test_ranks_who_take_all_open_files_leave_a_short_log(key, capfd):
     end(process)
 
 
-def test_a_packet_filter_that_is_full_ends_no_join(key, monkeypatch):
-    """The kernel answers EPERM then, which is no refusal of the store's."""
+def test_a_full_packet_filter_fails_no_join(key, monkeypatch):
+    """The kernel answers EPERM then; the store did not refuse."""
     process, address = server.start("127.0.0.1", key)
     connect, tries = socket.create_connection, []
 
@@ -110,7 +110,7 @@ def test_a_packet_filter_that_is_full_ends_no_join(key, monkeypatch):
     end(process)
 
 
-def test_what_answers_a_byte_at_a_time_does_not_hold_a_rank(key, monkeypatch):
+def test_a_server_that_answers_a_byte_at_a_time_does_not_block_a_rank(key, monkeypatch):
     monkeypatch.setattr(auth, "AUTH_TIMEOUT_S", 1.5)
     listener = socket.create_server(("127.0.0.1", 0))
 

@@ -1,4 +1,4 @@
-"""Attacks on the store's protocol, by `tests/world/store_fuzz.py`."""
+"""Run `tests/world/store_fuzz.py`'s attacks on the store's protocol."""
 
 from collections import Counter
 
@@ -35,7 +35,7 @@ def test_thousands():
     check(5000, seed=1)
 
 
-def test_the_fuzzer_sees_a_client_that_does_not_check_what_it_gets(monkeypatch):
+def test_the_fuzzer_finds_a_client_that_does_not_verify_answers(monkeypatch):
     monkeypatch.setattr(auth.Channel, "verify", lambda self, header, message: message)
     with store_fuzz.house() as house:
         outcomes = store_fuzz.fuzz(15, 0, house)

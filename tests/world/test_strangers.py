@@ -1,6 +1,6 @@
-"""Who may join: strangers at the store's port are refused, and a run with strangers at its port goes on to its end unharmed.
+"""Strangers at the store's port are refused, and a run with strangers at its port ends well.
 
-The strangers speak with `pipeline.store.auth`, as one would who has read the code.
+The strangers use `pipeline.store.auth`, as an attacker who has read the code would.
 """
 
 import asyncio
@@ -41,7 +41,7 @@ def connect(address) -> socket.socket:
 
 
 def read(connection: socket.socket, size: int) -> bytes:
-    """So many bytes, or fewer if the other end closes."""
+    """Return that many bytes, or fewer if the other end closes."""
     data = b""
     with contextlib.suppress(ConnectionResetError):
         while len(data) < size and (more := connection.recv(size - len(data))):
@@ -50,7 +50,7 @@ def read(connection: socket.socket, size: int) -> bytes:
 
 
 def refused(connection: socket.socket) -> bool:
-    """It is told so, perhaps, and closed."""
+    """Assert that the store refuses the connection and closes it, with or without a message."""
     return read(connection, 1000) in (b"", auth.REFUSED)
 
 
@@ -66,7 +66,7 @@ def open_by_hand(address, key) -> tuple[socket.socket, auth.Channel, bytes]:
     return connection, auth.open_channel(key, challenge, answer, read(connection, auth.MAC)), answer
 
 
-# ---- what is refused ----------------------------------------------------------------------------------------------------
+# ---- refused connections ------------------------------------------------------------------------------------------------
 
 
 GARBAGE = {"a request": b"GET / HTTP/1.1\r\n\r\n" * 10, "a megabyte": os.urandom(1 << 20), "zeros": bytes(auth.ANSWER)}
@@ -82,7 +82,7 @@ def test_garbage_is_refused(address, key, said):
     assert RunStore(address, key, 10).num_keys() == 0
 
 
-def test_a_wrong_secret_and_that_of_another_attempt_are_refused(address, tmp_path):
+def test_wrong_secrets_and_those_of_other_attempts_are_refused(address, tmp_path):
     with pytest.raises(PermissionError, match="its secret or its attempt is another one"):
         RunStore(address, os.urandom(32), 5)
     write_secret(tmp_path)
@@ -93,7 +93,7 @@ def test_a_wrong_secret_and_that_of_another_attempt_are_refused(address, tmp_pat
         assert RunStore(address, auth.attempt_key(tmp_path, "17-0"), 5).num_keys() == 0
 
 
-def test_a_recorded_conversation_is_good_for_nothing(address, key):
+def test_a_replayed_conversation_is_refused(address, key):
     connection, channel, answer = open_by_hand(address, key)
     message = request(channel)
     connection.sendall(message)
@@ -102,13 +102,13 @@ def test_a_recorded_conversation_is_good_for_nothing(address, key):
         read(stranger, auth.CHALLENGE)
         stranger.sendall(answer + message)
         assert refused(stranger)
-    connection.sendall(message)  # the same once more, injected into the connection that it was made for
+    connection.sendall(message)  # replayed into the connection that it was made for
     read(connection, auth.HEADER + 3)
     assert refused(connection)
 
 
 @pytest.mark.parametrize("spoil", [0, auth.LENGTH.size, auth.HEADER + 3], ids=["length", "mac", "message"])
-def test_a_message_that_was_changed_is_refused(address, key, spoil):
+def test_an_altered_message_is_refused(address, key, spoil):
     connection, channel, _ = open_by_hand(address, key)
     message = bytearray(request(channel))
     message[spoil] ^= 1
@@ -118,7 +118,7 @@ def test_a_message_that_was_changed_is_refused(address, key, spoil):
     assert not RunStore(address, key, 10).check(["stolen"])
 
 
-def test_a_rank_does_not_talk_to_a_server_that_cannot_prove_itself(key):
+def test_a_rank_sends_nothing_to_a_server_without_the_key(key):
     challenge = auth.challenge()
     with pytest.raises(auth.AuthenticationError, match="does not know this attempt's secret"):
         auth.open_channel(key, challenge, auth.answer(key, challenge), os.urandom(auth.MAC))
@@ -127,7 +127,7 @@ def test_a_rank_does_not_talk_to_a_server_that_cannot_prove_itself(key):
 
 
 @pytest.mark.parametrize("until_closed", [False, pytest.param(True, marks=pytest.mark.long)])
-def test_a_crowd_that_says_nothing_keeps_nobody_out(key, capfd, until_closed):
+def test_silent_connections_do_not_keep_ranks_out(key, capfd, until_closed):
     process, address = server.start("127.0.0.1", key)
     with process:
         begun = time.monotonic()
@@ -147,7 +147,7 @@ def test_a_crowd_that_says_nothing_keeps_nobody_out(key, capfd, until_closed):
 
 @pytest.fixture
 def served(key):
-    """The address of a store that a thread of this process serves."""
+    """Yield the address of a store that a thread of this process serves."""
     listener = socket.create_server(("127.0.0.1", 0), backlog=4096)
     loop, store = asyncio.new_event_loop(), server.StoreServer(key)
     loop.run_until_complete(loop.create_server(lambda: server.Connection(store), sock=listener))
@@ -160,12 +160,12 @@ def served(key):
     loop.close()
 
 
-def test_ranks_that_push_each_other_out_all_get_in(served, key, monkeypatch):
-    """More of them than the store lets wait without a proof."""
+def test_ranks_that_displace_each_other_all_join(served, key, monkeypatch):
+    """There are more of them than the store lets wait unverified."""
     monkeypatch.setattr(server, "MAX_UNAUTHENTICATED", 4)
     dropped: list[str] = []
     monkeypatch.setattr(server.Server, "log_refusal", lambda self, host, why: dropped.append(why))
-    crowd = [connect(served) for _ in range(4)]  # says nothing
+    crowd = [connect(served) for _ in range(4)]  # sends nothing
     with ThreadPoolExecutor(40) as pool:
         ranks = list(pool.map(lambda _: RunStore(served, key, 30), range(40)))
     assert sum(rank.add("n", 1) == 40 for rank in ranks) == 1
@@ -174,13 +174,13 @@ def test_ranks_that_push_each_other_out_all_get_in(served, key, monkeypatch):
         connection.close()
 
 
-def test_one_that_proves_itself_too_late_may_try_again(served, monkeypatch):
+def test_a_rank_that_authenticates_too_late_may_try_again(served, monkeypatch):
     monkeypatch.setattr(auth, "AUTH_TIMEOUT_S", 0.2)
     with connect(served) as connection:
         assert read(connection, 1000)[auth.CHALLENGE :] == b""
 
 
-def test_the_secret_must_be_there_private_and_whole(tmp_path):
+def test_the_secret_must_exist_and_be_private_and_complete(tmp_path):
     with pytest.raises(FileNotFoundError, match="submit the run again"):
         auth.attempt_key(tmp_path, "1", wait_s=0.1)
     write_secret(tmp_path, mode=0o640)
@@ -193,8 +193,8 @@ def test_the_secret_must_be_there_private_and_whole(tmp_path):
         auth.attempt_key(tmp_path, "1")
 
 
-def test_the_secret_is_not_to_be_seen_from_outside(address, key):
-    """Neither on a command line nor in an environment."""
+def test_the_secret_is_not_visible_from_outside(address, key):
+    """It is on no command line and in no environment."""
     for path in ("cmdline", "environ"):
         for process in os.listdir("/proc"):
             with contextlib.suppress(OSError):

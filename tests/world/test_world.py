@@ -1,4 +1,7 @@
-"""World, remote and watchdog over seven real processes of three realms: messages, and errors that name who, what and where."""
+"""World, remote calls and watchdog over seven processes of three realms.
+
+Errors name the rank, the verb and the phase.
+"""
 
 import ast
 import os
@@ -19,7 +22,7 @@ GAVE_UP, WITH_ANOTHER = 124, 123
 
 
 def test_the_realms_of_a_recipe(tmp_path):
-    """Ranks in the order train, generate, reward; the latter only for a reward model with ranks of its own."""
+    """The order of ranks is train, generate, reward; only a reward model with its own ranks has the latter."""
     judged = {"judge": {"kind": "reward_model", "model_name": "some/where"}, "math": {"kind": "math"}}
     ranks = {"train": {"nodes": 2}, "generate": {"ranks_per_node": 3}, "reward": {"nodes": 2}, "executor": "local"}
     path = str(write_recipe(tmp_path, env=judged, cluster=ranks))
@@ -37,7 +40,7 @@ def test_messages_and_realms(start):
     assert not list(world.run_dir.glob("attempts/*/failure.json"))
 
 
-def test_an_error_on_a_rank_ends_the_run_with_its_traceback_and_nobody_else_says_a_word(start):
+def test_an_error_on_a_rank_ends_the_run_and_only_its_traceback_is_shown(start):
     world = start("fail")
     assert world.wait() == [WITH_ANOTHER] * 3 + [1] + [WITH_ANOTHER] * 3
     failure = world.failure()
@@ -49,11 +52,11 @@ def test_an_error_on_a_rank_ends_the_run_with_its_traceback_and_nobody_else_says
 
 
 @pytest.mark.parametrize("victim", [3, pytest.param(0, marks=pytest.mark.long)])
-def test_the_rank_that_was_killed_is_named_and_not_those_whose_connections_it_broke(start, victim):
-    """All ranks of its realm are inside a collective with it."""
+def test_a_killed_rank_is_named_without_those_whose_connections_it_broke(start, victim):
+    """All ranks of its realm are in a collective with it."""
     world = start("reduce")
     world.until("ready")
-    time.sleep(0.5)  # into the collective
+    time.sleep(0.5)  # until it is in the collective
     world.processes[victim].kill()
     statuses = world.wait(120)
     failure = world.failure()
@@ -88,14 +91,14 @@ def test_a_late_verb_names_rank_verb_and_phase(start, late, realm, replied):
     assert "verb 'hang' has not ended after 5 s" in failure["message"]
     assert f"rank {late} ({realm}) on node{late}, in verb 'hang', phase 'decode'" in failure["message"]
     assert f"rank {replied}" not in failure["message"]
-    assert all(code != 0 for code in world.wait())  # the others notice that the coordinator is gone
+    assert all(code != 0 for code in world.wait())  # the others notice that the coordinator has ended
 
 
 @pytest.mark.parametrize("victim", [0, pytest.param(6, marks=pytest.mark.long)])
-def test_a_stopped_rank_is_named_and_nobody_is_left_waiting(start, victim):
+def test_a_stopped_rank_is_named_and_no_rank_is_left_waiting(start, victim):
     world = start("linger")
     world.until("ready")
-    time.sleep(1)  # into the verb
+    time.sleep(1)  # until it is in the verb
     os.kill(world.processes[victim].pid, signal.SIGSTOP)
     others = [process for rank, process in enumerate(world.processes) if rank != victim]
     assert all(process.wait(120) != 0 for process in others)
@@ -108,20 +111,20 @@ def test_a_stopped_rank_is_named_and_nobody_is_left_waiting(start, victim):
         assert re.search(rf"not heard from for 4 s.*rank {victim} \(", failure["message"]), failure
 
 
-def test_ranks_that_load_may_be_silent_for_longer(start):
-    """Two of them hold the interpreter's lock for 7 s, so that none of their threads runs, and nobody is taken for dead."""
+def test_ranks_may_be_silent_for_longer_while_they_load(start):
+    """Two of them hold the GIL for 7 s, so none of their threads runs, and neither counts as dead."""
     world = start("loading")
     assert world.wait() == [0] * SIZE, [log.read_text()[-2000:] for log in world.logs]
 
 
-def test_a_rank_that_never_comes_is_named(start):
+def test_a_rank_that_never_joins_is_named(start):
     world = start("absent")
     assert world.processes[0].wait(120) != 0
     assert "there is no sign of rank 3 (generate)" in world.failure()["message"]
 
 
 def test_nothing_between_ranks_is_pickled():
-    """The ports are open to everyone on the cluster: no pickle, no object collectives, in what we wrote."""
+    """The ports are reachable from the whole cluster, so our code uses neither pickle nor object collectives."""
     forbidden = re.compile(r"(^|\.)((cloud)?pickle|\w*(gather|scatter|broadcast|send|recv)_object\w*|torch\.(load|save))$")
     for path in (ROOT / "pipeline").rglob("*.py"):
         for node in ast.walk(ast.parse(path.read_text())):

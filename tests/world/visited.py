@@ -1,4 +1,4 @@
-"""What ranks of `tests.world.ranks` do while a stranger is at the ports of their groups (`stranger.py`)."""
+"""Work of `tests.world.ranks` while a stranger is at the ports of their groups (`stranger.py`)."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ import pipeline.world
 from pipeline.rpc import RpcGroup, verb
 from pipeline.world import World
 
-TURNS = 6  # in about half of them the rank that listens is the one that comes first
-UNDER_WAY: list[tuple[torch.Tensor, dist.Work]] = []  # messages that a stranger may never take
+TURNS = 6  # in about half of them the rank that listens joins first
+UNDER_WAY: list[tuple[torch.Tensor, dist.Work]] = []  # messages that must never be accepted from a stranger
 
 
 def wait_for(path: Path) -> None:
@@ -31,14 +31,14 @@ def late() -> None:
 
 
 def late_for_groups() -> None:
-    """Have the second rank of a realm or an engine come late for each group that is made from now on."""
+    """Delay the second rank of a realm or an engine in each group that is made from now on."""
     make = distributed_c10d._new_process_group_helper
     if dist.get_rank() == 1:
         distributed_c10d._new_process_group_helper = lambda *arguments, **keywords: (late(), make(*arguments, **keywords))[1]
 
 
 def join_sparsely(world: World) -> None:
-    """Join as a large world does whose refit goes over NCCL: its ranks connect when they first speak."""
+    """Join like a large world whose refit uses NCCL: ranks connect lazily."""
     patch = unittest.mock.patch.object
     with patch(pipeline.world, "RELAYED_FROM", 2), patch(world, "carrier", torch.device("cuda")):
         pipeline.world.join(world)
@@ -49,7 +49,7 @@ class Verbs:
 
     @verb("setup")
     def foreign(self) -> int:
-        """How many bytes are not those of the rank from which they seem to come, over each pair of the world's groups."""
+        """Return the number of bytes not sent by their supposed sender, over each pair of ranks of the world's groups."""
         wrong = 0
         for group in (self.world.spanning, self.world.own, self.world.refit):
             if group in (None, dist.GroupMember.NON_GROUP_MEMBER):
@@ -65,7 +65,7 @@ class Verbs:
 
     @verb("setup")
     def objects(self, maker: str) -> list[int]:
-        """What the second rank of a realm says over groups that a library makes, for which it is late."""
+        """Return what the second rank of a realm receives over groups that a library makes, which it joins late."""
         said = []
         for group in self._groups(maker) if dist.get_world_size() > 1 else ():
             objects = [len(said) if group.rank() == 1 else None]
@@ -88,7 +88,7 @@ class Verbs:
 
     @verb("setup")
     def generate(self, folder: str) -> list[list[int]]:
-        """Tokens that a real engine of two ranks draws. The second one is late for each group."""
+        """Return tokens that a real engine of two ranks draws. The second rank joins each group late."""
         from safetensors.torch import load_file
 
         from pipeline.generate import build

@@ -1,4 +1,4 @@
-"""Somebody between a client and a server of the store, who does one thing to one message."""
+"""A man in the middle between a client and a server of the store, who changes one message."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from dataclasses import dataclass
 from pipeline.store import auth
 from pipeline.store.server import Address
 
-BOUND_S = 30.0  # how long a connection may say nothing
-LINGER = struct.pack("ii", 1, 0)  # a connection is reset when it is closed
+BOUND_S = 30.0  # seconds that a connection may be silent
+LINGER = struct.pack("ii", 1, 0)  # closing resets the connection
 UP, DOWN = "to the server", "to the client"
 
 
@@ -26,7 +26,7 @@ class Case:
     seed: str
     way: str
     direction: str
-    message: int  # the first ones are of the proof
+    message: int  # the first ones belong to the handshake
     action: str
 
     @property
@@ -35,12 +35,12 @@ class Case:
 
 
 class Wire:
-    """One connection of a client's to a server's address, and what is done to one of its messages."""
+    """One connection between a client and a server's address, with the change of one of its messages."""
 
     def __init__(self, case: Case | None, near: socket.socket, address: Address, heard: Heard):
         self.case, self.heard = case, heard
         self.chance = random.Random(case.seed if case else 0)
-        self.ends = {UP: near, DOWN: socket.create_connection(address)}  # by the direction of what comes from it
+        self.ends = {UP: near, DOWN: socket.create_connection(address)}  # by direction of the sender
         for end in self.ends.values():
             end.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self.buffers = {UP: bytearray(), DOWN: bytearray()}
@@ -50,9 +50,9 @@ class Wire:
         self.sent: list[tuple[str, bytes]] = []
 
     def run(self) -> None:
-        """Pass on what comes until both ends are closed."""
+        """Forward all data until both ends are closed."""
         open_ends = {end: direction for direction, end in self.ends.items()}
-        with contextlib.suppress(OSError, ValueError):  # the latter of a socket that was closed meanwhile
+        with contextlib.suppress(OSError, ValueError):  # the latter for a socket that was closed meanwhile
             while open_ends:
                 ready, _, _ = select.select(list(open_ends), [], [], BOUND_S)
                 if not ready:
@@ -95,7 +95,7 @@ class Wire:
             self.heard.add(direction, number, message)
 
     def _size(self, direction: str, buffer: bytearray) -> int:
-        """Bytes of the next message; 0 if not all of it has come."""
+        """Return the number of bytes of the next message; 0 if it is incomplete."""
         opening = {UP: (auth.ANSWER,), DOWN: (auth.CHALLENGE, auth.MAC)}[direction]
         number = self.counts[direction]
         if number < len(opening):
@@ -199,7 +199,7 @@ def _skip(wire: Wire, direction: str, message: bytes) -> None:
 
 
 def _swap(wire: Wire, direction: str, message: bytes) -> None:
-    wire.held[direction] = message  # goes behind the next one
+    wire.held[direction] = message  # goes out after the next message
 
 
 def _reflect(wire: Wire, direction: str, message: bytes) -> None:
@@ -207,18 +207,18 @@ def _reflect(wire: Wire, direction: str, message: bytes) -> None:
 
 
 def _repeat(wire: Wire, direction: str, message: bytes) -> None:
-    """One of this connection's earlier messages once more."""
+    """Repeat one of this connection's earlier messages."""
     earlier = [data for way, data in wire.sent if way == direction] or [message]
     wire.send(direction, message + wire.chance.choice(earlier))
 
 
 def _replay(wire: Wire, direction: str, message: bytes) -> None:
-    """In its place what was said there on another connection."""
+    """Replace it by the message at the same place of another connection."""
     wire.send(direction, wire.heard.of(direction, wire.counts[direction] - 1))
 
 
 def _other_place(wire: Wire, direction: str, message: bytes) -> None:
-    """In its place what belongs elsewhere, perhaps to the other direction."""
+    """Replace it by a message of another place, perhaps of the other direction."""
     wire.send(direction, wire.heard.of(wire.chance.choice((UP, DOWN)), wire.chance.randrange(6)))
 
 
@@ -231,7 +231,7 @@ ACTIONS: dict[str, Callable[[Wire, str, bytes], None]] = {
 
 @contextlib.contextmanager
 def attacked(case: Case, address: Address, heard: Heard) -> Iterator[Address]:
-    """The address by which `address` is reached with somebody between; he attacks the first connection alone."""
+    """Yield an address that forwards to `address` through the attacker, who changes the first connection alone."""
     listener = socket.create_server(("127.0.0.1", 0))
     wires: list[Wire] = []
 

@@ -14,7 +14,7 @@ SIZE = 7
 
 class World:
     def __init__(self, run_dir: Path, scenario: str, per_node: int = 1):
-        """per_node: ranks; from two on each node but rank 0's has a relay."""
+        """per_node: ranks per node; from two on each node but rank 0's has a relay."""
         self.run_dir = run_dir
         self.per_node = per_node
         run_dir.mkdir(exist_ok=True)
