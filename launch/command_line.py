@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import io
 import os
 import re
 import signal
@@ -72,6 +73,9 @@ def run(description: str | None, request: type[Request], command: Callable[[Requ
 
     description: the usage text. The keys are listed after its first paragraph.
     """
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")  # a locale such as C cannot encode every character
     try:
         status = _run(description, request, command, arguments)
         sys.stdout.flush()

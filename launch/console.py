@@ -7,10 +7,11 @@ from __future__ import annotations
 
 import os
 import sys
+import textwrap
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
-from launch.terminal import plain
+from launch.terminal import on_one_line, plain
 from pipeline import secrets
 from pipeline.problems import HELP_HINT, Problem, listed
 
@@ -20,6 +21,8 @@ if TYPE_CHECKING:
     from rich.text import Text
 
 LABEL_WIDTH = 10
+MIN_TEXT_WIDTH = 20
+"""Columns for a text on a very narrow terminal."""
 STATE_STYLES = {
     "done": "green",
     "passed": "green",
@@ -51,32 +54,45 @@ def print_field(label: str, text: str, line: str, style: str = "") -> None:
 def print_rows(rows: Iterable[tuple[str, str]], style: str = "", heading: str = "") -> None:
     """Print a terminal's rows of label and text: the labels aligned, the texts wrapped with a hanging indent.
 
+    A word that is too long, such as a path, stays whole, so that it can be copied; the terminal wraps it.
+
     style: rich's style of the texts. heading: a line above the rows.
     """
     from rich.text import Text
 
     rows = list(rows)
-    grid = _grid(max([LABEL_WIDTH, *(len(label) for label, _ in rows)]))
-    for label, text in rows:
-        grid.add_row(Text(plain(label), style="bold"), Text(plain(text), style=STATE_STYLES.get(text, style)))
-    console = rich_console()
+    console = rich_console(soft_wrap=True)
+    label_width = max([LABEL_WIDTH, *(len(label) for label, _ in rows)])
     if heading:
         console.print(Text(plain(heading), style="bold"))
-    console.print(grid)
+    for label, text in rows:
+        parts = [part for line in plain(text).split("\n") for part in _wrapped(line, console.width - label_width - 1)]
+        for number, part in enumerate(parts):
+            shown = plain(label) if number == 0 else ""
+            console.print(Text.assemble((f"{shown:{label_width}s} ", "bold"), (part, STATE_STYLES.get(text, style))))
+
+
+def _wrapped(line: str, width: int) -> list[str]:
+    parts = textwrap.wrap(line, max(width, MIN_TEXT_WIDTH), break_long_words=False, break_on_hyphens=False)
+    return parts or [""]
 
 
 def print_table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
-    """Print a terminal's table; the first column is a state, the last one is wrapped."""
-    from rich.table import Table
+    """Print a terminal's table, whose first column is a state. A row is one line, however narrow the terminal is."""
     from rich.text import Text
 
-    table = Table(box=None, padding=(0, 2, 0, 0), header_style="bold")
-    for name in header[:-1]:
-        table.add_column(name, no_wrap=True)
-    table.add_column(header[-1], overflow="fold")
-    for state, *cells in rows:
-        table.add_row(Text(plain(state), style=STATE_STYLES.get(state, "")), *(Text(plain(cell)) for cell in cells))
-    rich_console().print(table)
+    cells = [[on_one_line(cell) for cell in row] for row in rows]
+    widths = [max(map(len, column)) for column in zip(header, *cells, strict=True)]
+    console = rich_console(soft_wrap=True)
+
+    def aligned(row: Sequence[str]) -> str:
+        return "  ".join(f"{cell:{width}s}" for cell, width in zip(row, widths, strict=True)).rstrip()
+
+    console.print(Text(aligned(header), style="bold"))
+    for row in cells:
+        text = Text(aligned(row))
+        text.stylize(STATE_STYLES.get(row[0], ""), 0, len(row[0]))
+        console.print(text)
 
 
 def print_problems(problems: Sequence[Problem]) -> None:

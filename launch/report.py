@@ -149,7 +149,7 @@ def _samples(run_dir: Path, count: int = 3) -> Iterator[tuple[str, str]]:
     found = sorted((run_dir / "rollouts").glob("val_*.jsonl")) or sorted((run_dir / "rollouts").glob("step_*.jsonl"))
     if not found:
         return
-    yield "samples of", found[-1].name
+    yield "samples", found[-1].name
     with open(found[-1], encoding="utf-8") as file:
         for record in map(json.loads, (line for _, line in zip(range(count), file, strict=False) if line.endswith("\n"))):
             yield "", f"{_clip(record['prompt'])!r} -> {_clip(record['completion'])!r}  reward {record['reward']:g}"

@@ -218,8 +218,7 @@ def _submit_detached(prepared: list[Prepared]) -> int:
         after = tuple(job_ids[need] for need in map(config.name_of, recipe.needs) if need in job_ids)
         job = run_setup.live_job(run_dir) or start(each, after)
         job_ids[folder_name(recipe)] = job.job_id
-        follow = f"python {Path(__file__).resolve()} follow={run_dir}"
-        console.print_field("follow it", follow, f"follow it: {follow}")
+        print(f"follow it: python {Path(__file__).resolve()} follow={run_dir}", flush=True)  # never wrapped, to be copied
     return 0
 
 

@@ -116,7 +116,7 @@ def details(summary: str, *content: Html, open_: bool = False) -> Html:
 
 
 def _read(name: str) -> str:
-    source = (HERE / name).read_text()
+    source = (HERE / name).read_text(encoding="utf-8")
     if "</" in source:
         raise ValueError(f"{name}: '</' may end the element that it is put into")
     return source

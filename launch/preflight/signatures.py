@@ -50,7 +50,7 @@ def module(dotted: str) -> ast.Module | None:
     for root in _roots(package):
         for file in (root.joinpath(*path, "__init__.py"), root.joinpath(*path).with_suffix(".py") if path else root):
             if file.is_file():
-                return ast.parse(file.read_text())
+                return ast.parse(file.read_bytes())
     return None
 
 

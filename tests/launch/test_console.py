@@ -89,12 +89,23 @@ def test_usage_wraps_on_a_terminal(on_terminal):
     assert max(map(len, lines)) <= 60 and lines[0] == "Do." and lines[-1] == "More."
 
 
-@pytest.mark.parametrize("folder", ["runs/one", "runs"])
-def test_status_wraps_on_a_terminal(on_terminal, tmp_path, folder):
+def test_status_wraps_on_a_terminal(on_terminal, tmp_path):
     for name in ("one", "two"):
         made_runs.attempt(made_runs.folder(tmp_path / f"runs/{name}"), "1-0", made_runs.ago(50), f"stop: {'crashed ' * 20}")
-    shown = on_terminal(status.main, [str(tmp_path / folder)])
-    assert max(map(len, ESCAPE.sub("", shown).splitlines())) <= 60 and "failed" in shown
+    shown = ESCAPE.sub("", on_terminal(status.main, [str(tmp_path / "runs/one")]))
+    assert "failed" in shown and all(len(line) <= 60 for line in shown.splitlines() if "/" not in line)  # paths stay whole
+    header, *runs = ESCAPE.sub("", on_terminal(status.main, [str(tmp_path / "runs")])).splitlines()
+    assert header.startswith("state ") and sorted(run.split()[-1] for run in runs) == [
+        str(tmp_path / "runs/one"),
+        str(tmp_path / "runs/two"),
+    ]
+
+
+def test_a_path_is_whole_on_a_terminal(on_terminal):
+    folder = f"/lustre/{'projects/' * 10}run"
+    assert folder in ESCAPE.sub("", on_terminal(console.print_rows, [("logs", f"the end of {folder}")]))
+    table = ESCAPE.sub("", on_terminal(console.print_table, ("state", "folder"), [("done", folder), ("running", "runs/[b]x")]))
+    assert table.splitlines() == ["state    folder", f"done     {folder}", "running  runs/[b]x"]
 
 
 def test_markup_and_escapes_in_a_message_are_text(on_terminal):
