@@ -1,4 +1,4 @@
-"""Which backend trains, and what a model's config.json has to say against it. The configs are real families' sizes."""
+"""The choice of the train backend, and what a model's config.json rules out. The configs are real families' sizes."""
 
 import json
 from dataclasses import replace
@@ -54,7 +54,7 @@ DEEPSEEK_671B |= {"qk_rope_head_dim": 64, "qk_nope_head_dim": 128, "v_head_dim":
 
 @pytest.fixture
 def load(tmp_path):
-    """load(model's config, *overrides): a recipe on 8 train ranks whose model folder has that config.json."""
+    """Return load(model's config, *overrides): a recipe on 8 train ranks whose model folder has that config.json."""
     path = write_recipe(tmp_path)
 
     def with_model(model: dict, *overrides: str):
@@ -90,7 +90,7 @@ def model(family: str, **changes) -> dict:
         (["policy.dtensor_cfg.tensor_parallel_size=2"], "dtensor", "policy.dtensor_cfg.tensor_parallel_size is set"),
     ],
 )
-def test_what_the_recipe_asks_for(load, overrides, chosen, reason):
+def test_the_recipe_chooses_the_backend(load, overrides, chosen, reason):
     recipe, choice = backend.choose(load(model("llama"), *overrides))
     assert (choice.backend, choice.warning) == (chosen, None)
     assert reason in str(choice) and ("Megatron-Core" if chosen == "megatron" else "FSDP2") in str(choice)
@@ -105,7 +105,7 @@ def test_both_enabled_is_megatron_with_a_warning(load):
     assert "are both true" in choice.warning
 
 
-def test_keys_of_both_layouts_need_a_word(load):
+def test_keys_of_both_layouts_need_an_explicit_choice(load):
     keys = (f"{KEY}.tensor_model_parallel_size=2", "policy.dtensor_cfg.tensor_parallel_size=4")
     with refused((f"{KEY}.tensor_model_parallel_size", "ambiguous")):
         backend.choose(load(model("llama"), *keys))
@@ -143,7 +143,7 @@ def test_by_size(load, described, overrides, chosen, reason):
         (LLAMA_70B, 2, "cluster.train", "under FSDP2 70.6e9 parameters would take 75.7 GB on each of 16 GPUs with 80"),
     ],
 )
-def test_what_fits_only_if_the_recipe_says_how(load, described, nodes, key, says):
+def test_a_model_that_fits_only_with_more_keys_is_refused(load, described, nodes, key, says):
     batch = ["policy.train_global_batch_size=512", "grpo.num_prompts_per_step=256"]
     with refused((key, "out-of-memory")) as error:
         backend.choose(load(described, *gpus(nodes), *batch))
@@ -152,15 +152,15 @@ def test_what_fits_only_if_the_recipe_says_how(load, described, nodes, key, says
     assert backend.choose(load(described, *gpus(nodes), *batch, *layout))[1].backend == "megatron"
 
 
-def test_a_model_that_is_not_there_yet(load, tmp_path):
+def test_the_backend_for_a_model_that_does_not_exist_yet(load, tmp_path):
     recipe = load(model("llama"), *gpus(1), f"policy.model_name={tmp_path}/runs/base/hf")
     _, choice = backend.choose(recipe, [tmp_path / "runs/base"])
     assert choice.backend == "dtensor" and "does not exist yet" in choice.reason
     check(backend.choose(recipe, [tmp_path / "runs/base"])[0], [tmp_path / "runs/base"])
 
 
-def test_what_a_needed_run_will_leave_is_as_large_as_what_it_begins_with(load, tmp_path):
-    """Also where that is itself the model of another run that has not run yet."""
+def test_the_model_of_a_needed_run_has_the_size_of_its_initial_model(load, tmp_path):
+    """Check also a chain, where that model is itself of another run that has not run yet."""
     folders = [tmp_path / "runs/base", tmp_path / "runs/next"]
     base = load(model("llama"))
     after = replace(base.policy, model_name=f"{folders[0]}/hf")
@@ -170,7 +170,7 @@ def test_what_a_needed_run_will_leave_is_as_large_as_what_it_begins_with(load, t
         assert backend.choose(load(model("llama"), *gpus(1), f"policy.model_name={folder}/hf"), pending)[1] == here
 
 
-def test_a_run_goes_on_with_what_it_began_with(load, tmp_path):
+def test_a_resumed_run_keeps_its_backend(load, tmp_path):
     begun, _ = backend.choose(load(model("llama"), f"{KEY}.enabled=true"))
     recipe = load(model("llama"), "cluster.train.nodes=2")
     (tmp_path / "run").mkdir()
@@ -183,7 +183,7 @@ def test_a_run_goes_on_with_what_it_began_with(load, tmp_path):
         run_setup.check(other)
 
 
-def test_what_is_written_for_the_ranks_is_the_choice(load, tmp_path):
+def test_the_written_recipe_has_the_chosen_backend(load, tmp_path):
     recipe, _ = backend.choose(load(model("llama"), f"{KEY}.tensor_model_parallel_size=2", f"{KEY}.env_vars={{A: '1'}}"))
     config.write(recipe, tmp_path / "recipe.yaml")
     again = config.read(tmp_path / "recipe.yaml")
@@ -225,7 +225,7 @@ BIASED = [
 
 
 @pytest.mark.parametrize(("family", "changes"), [*((family, {}) for family in MEGATRON_MODEL_TYPES), *BIASED])
-def test_the_counts_are_transformers(family, changes, tmp_path):
+def test_parameter_counts_equal_transformers(family, changes, tmp_path):
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -256,7 +256,9 @@ def test_a_config_that_lacks_a_key():
 
 @pytest.mark.parametrize(("precision", "cut", "each"), [("bfloat16", 1, 6 + 12 / 8), ("float32", 4, (8 + 8 / 2) / 4)])
 def test_bytes(precision, cut, each):
-    """Megatron-Core: bytes of a parameter by its guide to the distributed optimizer, on 8 GPUs of which `cut` cut the model."""
+    """Check Megatron-Core's bytes of a parameter by its guide to the distributed optimizer, on 8 GPUs; the model is split by
+    `cut`.
+    """
     shape = ModelShape.of(LLAMA_70B)
     assert shape.parameters == 70_553_706_496  # Llama 3 70B
     held = [TrainModel(PolicyConfig(precision=precision, generation=GenerationConfig(temperature=1.0)), shape)]
@@ -317,7 +319,7 @@ TP, PP, EP, ETP = (
         ),
     ],
 )
-def test_what_does_not_fit_the_model_is_refused_by_name(load, described, overrides, key, code):
+def test_a_layout_that_does_not_fit_the_model_is_refused_by_key(load, described, overrides, key, code):
     recipe, _ = backend.choose(load(described, f"{KEY}.enabled=true", *overrides))
     with refused((key, code)):
         check(recipe)
@@ -346,7 +348,7 @@ def test_sizes_that_would_divide_are_named(load):
         (model("deepseek_v3"), [*sizes(pp=2, ep=4), f"{KEY}.moe_router_bias_update_rate=0.001"]),
     ],
 )
-def test_what_fits(load, described, overrides):
+def test_a_valid_layout_passes(load, described, overrides):
     check(backend.choose(load(described, f"{KEY}.enabled=true", *overrides))[0])
 
 
@@ -366,7 +368,7 @@ ALLOWS = "{VLLM_ALLOW_LONG_MAX_MODEL_LEN: '1'}"
         ({"max_position_embeddings": 16, "model_max_length": 64}, [], False),
     ],
 )
-def test_vllm_takes_yarn_to_reach_no_further_than_the_config_says(load, monkeypatch, changes, overrides, told):
+def test_vllm_limits_yarn_to_the_configs_length(load, monkeypatch, changes, overrides, told):
     """The train backends stretch 16 positions to 64."""
     monkeypatch.delenv("VLLM_ALLOW_LONG_MAX_MODEL_LEN", raising=False)
     found = list(architecture.problems(load(model("llama", rope_scaling=YARN, **changes), *overrides)))
@@ -374,14 +376,14 @@ def test_vllm_takes_yarn_to_reach_no_further_than_the_config_says(load, monkeypa
     assert all("expected at most 16" in problem.message for problem in found)
 
 
-def test_the_families_are_those_that_are_described():
+def test_the_families_are_the_described_ones():
     from pipeline.models import FAMILIES
 
     assert set(MEGATRON_MODEL_TYPES) == set(FAMILIES)
 
 
-def test_stages_are_megatron_cores(load):
-    """Where we say yes, Megatron-Core's own configuration does; where we say no, it does not."""
+def test_stages_are_accepted_as_megatron_core_accepts_them(load):
+    """Stages that we accept, Megatron-Core's own configuration accepts too; those we refuse, it refuses."""
     from megatron.core.transformer.transformer_config import TransformerConfig
 
     for stages, first, last in [
@@ -410,7 +412,7 @@ def test_stages_are_megatron_cores(load):
 
 
 def test_more_models_take_more_room(load):
-    """8e9 parameters train under FSDP2 on 8 GPUs of 40 GB; with a critic of that size they do not fit, however they are cut."""
+    """A model of 8e9 parameters trains under FSDP2 on 8 GPUs of 40 GB; with a critic of that size no layout fits."""
     llama = sized("llama", 4096, 14336, 32, 128256, 32, 8)
     small = [*gpus(1), "cluster.train.gpu_memory_gb=40"]
     assert backend.choose(load(llama, *small))[1].backend == "dtensor"

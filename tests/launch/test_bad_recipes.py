@@ -1,4 +1,4 @@
-"""Whatever is wrong with a recipe is said at once, by the real command: status 2, nothing created or submitted."""
+"""The real command reports all of a recipe's errors at once: status 2, nothing created or submitted."""
 
 import contextlib
 import io
@@ -61,7 +61,7 @@ def refusal(folder: Path, before: list[Path], status: int, out: str, err: str, c
 
 
 def told(message: str) -> list[str]:
-    """The problems of an error: one behind `error: `, more as a list below it. A problem may have further lines."""
+    """Return the problems of an error: one after `error: `, more as a list below it. A problem may have further lines."""
     first, *rest = message.removeprefix("error: ").strip().replace("\n      ", " ").splitlines()
     if rest:
         assert rest.pop() == HELP
@@ -105,7 +105,7 @@ def test_the_real_command(tmp_path):
         ("run_dir=/proc/nobody/may", "run_dir", "no-space"),
     ],
 )
-def test_one_key(tmp_path, override, key, code):
+def test_one_wrong_key_is_refused(tmp_path, override, key, code):
     write_recipe(tmp_path)
     message = refuse(tmp_path, override)
     assert f"{key}: " in message and message.rstrip().endswith(f"[{code}]")
@@ -125,7 +125,7 @@ def test_generate_world_that_tensor_parallel_does_not_divide(tmp_path):
     assert f"{TENSOR_PARALLEL}: " in message and "[not-divisible]" in message
 
 
-def test_missing_shard(tmp_path):
+def test_a_missing_shard_is_refused(tmp_path):
     write_recipe(tmp_path)
     shards = {"a": "model-1.safetensors", "b": "model-2.safetensors"}
     (tmp_path / "model/model.safetensors.index.json").write_text(json.dumps({"weight_map": shards}))
@@ -134,21 +134,21 @@ def test_missing_shard(tmp_path):
     assert "model-1.safetensors is empty" in message and "model-2.safetensors is missing" in message
 
 
-def test_no_tokenizer(tmp_path):
+def test_a_missing_tokenizer_is_refused(tmp_path):
     write_recipe(tmp_path)
     (tmp_path / "model/tokenizer.json").unlink()
     assert "policy.tokenizer.name" in (message := refuse(tmp_path)) and "has no tokenizer" in message
 
 
 @pytest.mark.parametrize(("line", "says"), [('{"input": "a", ', "data.jsonl:3: not JSON"), ("[1]", "data.jsonl:3: a list")])
-def test_malformed_data_file(tmp_path, line, says):
+def test_a_malformed_data_file_is_refused(tmp_path, line, says):
     write_recipe(tmp_path)
     with open(tmp_path / "data.jsonl", "a") as file:
         file.write(line + "\n")
     assert says in refuse(tmp_path)
 
 
-def test_messages_that_are_not_messages(tmp_path):
+def test_malformed_messages_are_refused(tmp_path):
     write_recipe(tmp_path)
     (tmp_path / "data.jsonl").write_text('{"chat": [{"role": "user"}]}\n')
     chat = ["data.train.messages_key=chat", "data.apply_chat_template=true", "policy.tokenizer.chat_template=x"]
@@ -158,14 +158,14 @@ def test_messages_that_are_not_messages(tmp_path):
     )
 
 
-def test_data_set_that_is_nowhere(tmp_path):
+def test_a_missing_data_set_is_refused(tmp_path):
     write_recipe(tmp_path, data={"apply_chat_template": False, "train": {"dataset_name": "some/data", "env_name": "math"}})
     message = refuse(tmp_path)
     assert "data.train.dataset_name: got 'some/data'" in message and "hf download --repo-type dataset some/data" in message
 
 
-def test_several_data_sets_are_each_looked_into(tmp_path):
-    """One whose file is not there, one whose lines lack the input, one that nobody has."""
+def test_each_of_several_data_sets_is_checked(tmp_path):
+    """Check a missing file, a file whose lines lack the input, and an unknown data set."""
     several = {
         "here": {"data_path": "data.jsonl", "env_name": "math"},
         "gone": {"data_path": "no.jsonl", "env_name": "math"},
@@ -179,7 +179,7 @@ def test_several_data_sets_are_each_looked_into(tmp_path):
     assert "data.validations.nowhere.dataset_name: got 'some/data'" in message
 
 
-def test_folder_of_another_recipe(tmp_path):
+def test_the_folder_of_another_recipe_is_refused(tmp_path):
     write_recipe(tmp_path, grpo={"num_prompts_per_step": 2, "num_generations_per_prompt": 2, "seed": 1})
     from pipeline import config
 
@@ -190,25 +190,25 @@ def test_folder_of_another_recipe(tmp_path):
     assert "data.train.data_path is" in refuse(tmp_path, "data.train.data_path=other.jsonl")
 
 
-def test_no_sbatch(tmp_path):
+def test_a_missing_sbatch_is_refused(tmp_path):
     write_recipe(tmp_path)
     message = refuse(tmp_path, "cluster.executor=slurm", path=str(tmp_path))
     assert "cluster.executor: got slurm; Slurm is not installed here (there is no scontrol)" in message
 
 
-def test_recipe_that_does_not_exist(tmp_path):
+def test_a_missing_recipe_is_refused(tmp_path):
     known = sorted(path.stem for path in (ROOT / "recipes").glob("*.yaml"))
     message = refuse(tmp_path, recipe="nothing_like_it")
     assert "recipe: got 'nothing_like_it'" in message
     assert [name for name in known if name not in message] == []
 
 
-def test_recipe_without_equals(tmp_path):
+def test_a_recipe_without_an_equals_sign_is_refused(tmp_path):
     write_recipe(tmp_path)
     assert "grpo: is not key=value" in refuse(tmp_path, "grpo")
 
 
-def test_needs_in_a_circle(tmp_path, monkeypatch):
+def test_a_cycle_of_needs_is_refused(tmp_path, monkeypatch):
     from launch import prepare
     from pipeline.config import loading
 
@@ -220,7 +220,7 @@ def test_needs_in_a_circle(tmp_path, monkeypatch):
         prepare.prepare("first", [])
 
 
-def test_prompt_with_its_prompt_file_and_numbers_as_inputs(tmp_path):
+def test_prompts_too_long_with_their_prompt_file_and_numeric_inputs_are_refused(tmp_path):
     write_recipe(tmp_path)
     (tmp_path / "prompt.txt").write_text("what is {} in me")
     (tmp_path / "data.jsonl").write_text('{"input": 7, "output": 1}\n{"input": 1234567, "output": 1}\n')
@@ -228,7 +228,7 @@ def test_prompt_with_its_prompt_file_and_numbers_as_inputs(tmp_path):
     assert "data.jsonl:2: a prompt of 21 tokens" in message
 
 
-def test_model_of_a_needed_run_is_not_looked_for(tmp_path, monkeypatch):
+def test_the_model_of_a_needed_run_may_be_missing(tmp_path, monkeypatch):
     from launch import prepare
     from pipeline.config import loading
 

@@ -1,4 +1,4 @@
-"""The archive for bug reports: what it holds, what it leaves out, and that no secret is in it."""
+"""The archive for bug reports: its members, what it leaves out, and that it has no secret."""
 
 import tarfile
 
@@ -39,7 +39,7 @@ def _members(path) -> dict[str, str]:
         return {member.name: archive.extractfile(member).read().decode() for member in archive}
 
 
-def test_a_bundle_holds_logs_recipe_metrics_versions_and_failures(run, tmp_path, capsys):
+def test_a_bundle_has_logs_recipe_metrics_versions_and_failures(run, tmp_path, capsys):
     assert bundle.main([f"run={run}", f"out={tmp_path}/b.tar.gz"]) == 0
     members = _members(tmp_path / "b.tar.gz")
     expected = {"recipe.yaml", "manifest.json", "job.json", "metrics.jsonl", "files.txt", "machine.txt"}
@@ -53,7 +53,7 @@ def test_a_bundle_holds_logs_recipe_metrics_versions_and_failures(run, tmp_path,
     assert (tmp_path / "b.tar.gz").stat().st_mode & 0o777 == 0o600
 
 
-def test_a_bundle_holds_no_secret_and_no_data(run, tmp_path, monkeypatch):
+def test_a_bundle_has_no_secret_and_no_data(run, tmp_path, monkeypatch):
     monkeypatch.setenv("SITE_TOKEN", "in-the-environment")
     (run / "attempts/1-0/rank00000.log").write_text(LOG + "in-the-environment\n" + "f00d" * 16)
     text = "\n".join(dict(bundle.contents(RunFolder.at(run))).values())
@@ -64,7 +64,7 @@ def test_a_bundle_holds_no_secret_and_no_data(run, tmp_path, monkeypatch):
         assert data not in text
 
 
-def test_a_long_log_loses_its_middle(run):
+def test_the_middle_of_a_long_log_is_left_out(run):
     lines = [f"line {i}" for i in range(300_000)]
     (run / "attempts/1-1/rank00000.log").write_text("\n".join(lines))
     text = dict(bundle.contents(RunFolder.at(run)))["attempts/1-1/rank00000.log"]

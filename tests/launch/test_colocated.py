@@ -1,4 +1,4 @@
-"""Train and generate ranks that share nodes and GPUs: what the recipe may say of it, and where the ranks are started."""
+"""Train and generate ranks that share nodes and GPUs: the recipe's checks, and where the ranks start."""
 
 import dataclasses
 import re
@@ -33,7 +33,7 @@ def load(tmp_path):
 # ---- what the recipe says -----------------------------------------------------------------------------------------------
 
 
-def test_generate_has_what_train_has(load):
+def test_generate_takes_trains_values(load):
     given = ("nodes=2", "gpus_per_node=4", "gpu=h200", "gpu_memory_gb=99", "mem=50G", "account=a", "qos=b", "exclusive=true")
     asked = [f"cluster.train.{setting}" for setting in (*given, "constraint=c", "partition=d")]
     batch = ("policy.train_global_batch_size=8", "grpo.num_prompts_per_step=4")
@@ -46,7 +46,7 @@ def test_generate_has_what_train_has(load):
 
 
 @pytest.mark.parametrize("setting", ["nodes=2", "gpus_per_node=1", "gpu=h200", "partition=other", "mem=1G", "exclusive=true"])
-def test_generate_has_nothing_else(load, setting):
+def test_other_values_of_generate_are_refused(load, setting):
     with refused((f"cluster.generate.{setting.partition('=')[0]}", "contradiction")):
         load(SHARE, f"cluster.generate.{setting}")
 
@@ -60,7 +60,7 @@ def test_a_reward_model_is_served_by_the_train_ranks_and_makes_room(load, tmp_pa
     load(SHARE, judge, "env.judge.served_by=train", "env.judge.cpu_offload=true")
 
 
-def test_it_says_nothing_of_a_run_that_does_not_sample(load):
+def test_it_does_not_affect_a_run_without_sampling(load):
     assert list(components(load(SHARE, "algorithm=sft"))) == ["train"]
     assert not config.colocated(load(SHARE, "algorithm=sft"))
 
@@ -103,7 +103,7 @@ def test_one_allocation_and_two_steps_that_overlap(load, tmp_path):
     assert "--overlap" not in apart and "--het-group=1" in apart
 
 
-def test_what_is_asked_of_slurm_is_asked_once(load):
+def test_slurm_gets_one_request(load):
     recipe = load(SHARE, *TWO_NODES)
     (request,) = requests(recipe)
     assert (request.key, request.nodes, request.ranks_per_node, request.cpus, request.gpus) == ("cluster.train", 2, 2, 6, 2)

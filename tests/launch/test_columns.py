@@ -1,4 +1,4 @@
-"""Data files as people have them: what is read from their columns, and what is said of those that cannot be read."""
+"""Data files in common formats: the columns that are read, and the errors for those that cannot be read."""
 
 import json
 
@@ -12,8 +12,8 @@ CHAT = ("data.apply_chat_template=true", "policy.tokenizer.chat_template=any")
 ANY_ANSWER = ("data.train.output_key=output",)  # tiny_grpo names a column of its own
 
 
-def look(folder, algorithm: str, rows: list[dict] | str, *overrides: str) -> tuple[list[str], list[str]]:
-    """(problems, notes) of tiny_ALGORITHM with these rows."""
+def examined(folder, algorithm: str, rows: list[dict] | str, *overrides: str) -> tuple[list[str], list[str]]:
+    """Return (problems, notes) of tiny_ALGORITHM with these rows."""
     path = folder / "rows.jsonl"
     path.write_text(rows if isinstance(rows, str) else "".join(json.dumps(row) + "\n" for row in rows))
     own = ("data.train.dataset_name=null", f"data.train.data_path={path}", "data.train.margin_key=null", "needs=[]")
@@ -40,8 +40,8 @@ def look(folder, algorithm: str, rows: list[dict] | str, *overrides: str) -> tup
         ("dpo", {"prompt": [USER], "chosen": [ASSISTANT], "rejected": [ASSISTANT | {"content": "no"}]}, CHAT, "'prompt'"),
     ],
 )
-def test_common_columns_are_read_and_that_is_told(tmp_path, algorithm, row, overrides, told):
-    problems, notes = look(tmp_path, algorithm, [row], *overrides)
+def test_common_columns_are_read_and_noted(tmp_path, algorithm, row, overrides, told):
+    problems, notes = examined(tmp_path, algorithm, [row], *overrides)
     assert problems == []
     (note,) = notes
     assert note.startswith("data.train: reads ") and told in note
@@ -76,32 +76,32 @@ def test_common_columns_are_read_and_that_is_told(tmp_path, algorithm, row, over
         ("grpo", [{"input": "a=", "answer": "1"}, {"input": "BIG=", "answer": "1"}], (), "F:2: the tokenizer in"),
     ],
 )  # fmt: skip
-def test_what_cannot_be_read_is_said_with_keys_and_lines(tmp_path, algorithm, rows, overrides, says):
-    (problem,), _ = look(tmp_path, algorithm, rows, *overrides)
+def test_unreadable_rows_are_refused_with_keys_and_lines(tmp_path, algorithm, rows, overrides, says):
+    (problem,), _ = examined(tmp_path, algorithm, rows, *overrides)
     assert says in str(problem)
 
 
-def test_an_answer_that_has_no_tests_is_told_where_code_is_judged(tmp_path):
+def test_an_answer_without_tests_is_refused_for_code(tmp_path):
     rows = [{"input": "a=", "answer": "assert f(1) == 2"}, {"input": "a=", "answer": "3"}, {"input": "a=", "answer": "4"}]
     kind = ("env.sums={kind: code}", "data.train.env_name=sums", "data.bad_records=drop")
-    problems, _ = look(tmp_path, "grpo", rows, *kind)
+    problems, _ = examined(tmp_path, "grpo", rows, *kind)
     assert [problem.partition(": the snippet")[0] for problem in problems] == [
         "data.train.data_path: F:2: 'answer': env.sums cannot judge by it",
         "data.train.data_path: F:3: 'answer': env.sums cannot judge by it",
     ]
 
 
-def test_dropping_is_never_the_advice_where_nothing_would_be_left(tmp_path):
+def test_dropping_rows_is_not_advised_if_none_would_remain(tmp_path):
     rows = [{"input": "a", "chosen": "b", "rejected": "b"}] * 3
-    (problem,), _ = look(tmp_path, "dpo", rows)
+    (problem,), _ = examined(tmp_path, "dpo", rows)
     assert problem.endswith("no record of the file can be used (and so in 2 more: lines 2, 3)")
-    (problem,), _ = look(tmp_path, "dpo", rows, "data.bad_records=drop")
+    (problem,), _ = examined(tmp_path, "dpo", rows, "data.bad_records=drop")
     assert "are the same; expected two different answers; no record" in problem
     good = {"input": "a", "chosen": "b", "rejected": "c"}
-    assert look(tmp_path, "dpo", [*rows, good], "data.bad_records=drop") == ([], [])
+    assert examined(tmp_path, "dpo", [*rows, good], "data.bad_records=drop") == ([], [])
 
 
-def test_a_teachers_weights_are_looked_for_where_the_policys_are_drawn(tmp_path):
+def test_a_teachers_weights_are_needed_even_with_random_policy_weights(tmp_path):
     tiny = f"{config.RECIPES}/tiny"
     own = (f"policy.model_name={tiny}", "policy.random_init=true", f"teacher.model_name={tiny}", "needs=[]")
     (problem,) = weight_files.problems(config.load("tiny_distillation", own))
@@ -110,13 +110,13 @@ def test_a_teachers_weights_are_looked_for_where_the_policys_are_drawn(tmp_path)
 
 def test_unknown_text_is_named_and_may_be_kept(tmp_path):
     rows = [{"input": "a=", "answer": "1"}, {"input": "BIG=", "answer": "1"}]
-    (problem,), _ = look(tmp_path, "grpo", rows)
+    (problem,), _ = examined(tmp_path, "grpo", rows)
     assert "does not know 'B', 'I', 'G', which becomes <unk> (so in 1 of the 2 prompts checked)" in problem
-    assert look(tmp_path, "grpo", rows, "data.unknown_tokens=keep") == ([], [])
+    assert examined(tmp_path, "grpo", rows, "data.unknown_tokens=keep") == ([], [])
 
 
-def test_more_new_tokens_than_the_context_has_are_told(tmp_path):
-    problems, notes = look(tmp_path, "grpo", [{"input": "a=", "answer": "1"}], "policy.generation.max_new_tokens=64")
+def test_more_new_tokens_than_the_context_are_refused(tmp_path):
+    problems, notes = examined(tmp_path, "grpo", [{"input": "a=", "answer": "1"}], "policy.generation.max_new_tokens=64")
     assert problems == []
     (note,) = notes
     assert note.startswith("policy.generation.max_new_tokens: 64 is above policy.max_total_sequence_length 32")
@@ -141,7 +141,7 @@ WRONG = ASSISTANT | {"content": "no"}
 )
 @pytest.mark.parametrize("algorithm", ["dpo", "rm"])
 def test_good_pairs(tmp_path, row, overrides, algorithm):
-    assert look(tmp_path, algorithm, [row], *overrides)[0] == []
+    assert examined(tmp_path, algorithm, [row], *overrides)[0] == []
 
 
 @pytest.mark.parametrize(
@@ -154,5 +154,5 @@ def test_good_pairs(tmp_path, row, overrides, algorithm):
     ],
 )
 def test_bad_pairs(tmp_path, row, overrides, says):
-    (problem,), _ = look(tmp_path, "dpo", [PAIR, row], *overrides)
+    (problem,), _ = examined(tmp_path, "dpo", [PAIR, row], *overrides)
     assert "F:2: " in problem and says in problem

@@ -1,4 +1,4 @@
-"""Command lines, of a command made here and of every command: what they mean, what is refused, how commands end."""
+"""Command lines, of a command made here and of every command: parsing, errors, exit statuses."""
 
 import importlib
 from collections.abc import Iterator
@@ -64,7 +64,7 @@ def test_values_have_the_types_of_their_fields(tmp_path, monkeypatch):
         (["one", "a\udc80b"], r"'a\udc80b'", "bad-format"),
     ],
 )
-def test_what_is_no_command_line(arguments, key, code):
+def test_an_invalid_command_line_is_refused(arguments, key, code):
     with refused((key, code)):
         parse(Made, arguments)
 
@@ -83,7 +83,7 @@ def test_what_is_no_command_line(arguments, key, code):
         (["~env.math"], "env.math=null"),
     ],
 )
-def test_other_commands_ways_to_say_it_are_told_in_ours(arguments, meant):
+def test_options_of_other_commands_suggest_the_key(arguments, meant):
     with pytest.raises(RecipeError) as error:
         parse(WithOthers, ["recipe=x", *arguments])
     assert error.value.problems[0].message.endswith(f"try {meant}")
@@ -97,7 +97,7 @@ def test_other_commands_ways_to_say_it_are_told_in_ours(arguments, meant):
         (KeyboardInterrupt(), 130, ""),
     ],
 )
-def test_the_status_that_a_command_ends_with(capsys, raised, status, said):
+def test_exit_statuses(capsys, raised, status, said):
     def command(_: WithOthers) -> int:
         raise raised
 
@@ -105,7 +105,7 @@ def test_the_status_that_a_command_ends_with(capsys, raised, status, said):
     assert capsys.readouterr().err == said
 
 
-def test_an_error_without_a_file_is_no_users():
+def test_an_os_error_without_a_file_is_not_a_user_error():
     def command(_: WithOthers) -> int:
         raise OSError("?")
 
@@ -174,6 +174,6 @@ def test_each_mistake_is_one_problem(arguments, problems):
         ("plan_refit", ["recipe=a", "out=a.jpg"], ("out", "bad-format")),
     ],
 )
-def test_keys_that_do_not_go_together(name, arguments, problem):
+def test_keys_that_exclude_each_other_are_refused(name, arguments, problem):
     with refused(problem):
         parse(request_class(importlib.import_module(f"launch.{name}")), arguments)

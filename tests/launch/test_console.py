@@ -1,4 +1,4 @@
-"""What commands print on a terminal, and elsewhere."""
+"""Output of commands on a terminal, and elsewhere."""
 
 import contextlib
 import io
@@ -20,7 +20,7 @@ PROBLEMS = [
 
 
 class Terminal(io.StringIO):
-    """A stream that says it is a terminal."""
+    """A stream that reports to be a terminal."""
 
     def isatty(self) -> bool:
         return True
@@ -28,7 +28,7 @@ class Terminal(io.StringIO):
 
 @pytest.fixture
 def on_terminal(monkeypatch):
-    """Return a function that calls another one on a terminal of 60 columns, and returns what that shows."""
+    """Return a function that calls another one on a terminal of 60 columns, and returns its output."""
     for name, value in {"COLUMNS": "60", "TERM": "xterm-256color"}.items():
         monkeypatch.setenv(name, value)
     monkeypatch.delenv("NO_COLOR", raising=False)

@@ -1,4 +1,4 @@
-"""`python launch/export.py`: what a user types, what comes out, and what is refused."""
+"""`python launch/export.py`: its command line, its output, and its errors."""
 
 import json
 import os
@@ -24,7 +24,7 @@ FAMILY = "qwen3_moe"
 
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory):
-    """A run folder with checkpoints of steps 3 and 20, which two ranks saved."""
+    """Write a run folder with checkpoints of steps 3 and 20, saved by two ranks."""
     folder = tmp_path_factory.mktemp("run")
     cases.write_models(folder)
     ranks.run(ranks.train_and_save, ranks.Layout(2, 1), folder)
@@ -78,7 +78,7 @@ def test_another_step_and_another_folder(run, tmp_path, capsys):
     assert (tmp_path / "there" / "model.safetensors").exists()
 
 
-def test_a_reward_model_leaves_as_a_classifier(finished, run, capsys):
+def test_a_reward_model_is_exported_as_a_classifier(finished, run, capsys):
     ranks.run(model_roles.save_values, ranks.Layout(1, 1), finished)
     saved = finished / "values" / "1-1"
     recipe = yaml.safe_load((run / "recipe.yaml").read_text())
@@ -100,7 +100,7 @@ def test_a_reward_model_leaves_as_a_classifier(finished, run, capsys):
     )
 
 
-def test_what_is_wrong_is_said(run, tmp_path, capsys):
+def test_wrong_requests_are_refused(run, tmp_path, capsys):
     def refused(*arguments: str) -> str:
         assert export.main(list(arguments)) == 2
         return capsys.readouterr().err
@@ -116,7 +116,7 @@ def test_what_is_wrong_is_said(run, tmp_path, capsys):
     assert "has no complete checkpoint [no-checkpoint]" in refused(f"run={run}")
 
 
-def test_a_model_that_is_gone_is_named(run, tmp_path, capsys):
+def test_a_missing_model_is_named(run, tmp_path, capsys):
     text = (run / "recipe.yaml").read_text()
     recipe = yaml.safe_load(text)
     recipe["policy"]["model_name"] = "gone/model"

@@ -1,4 +1,4 @@
-"""Which words are shown of a run that failed under Slurm and left no failure.json; files as the batch script leaves them."""
+"""Log lines shown for a run that failed under Slurm without failure.json; the files are as the batch script leaves them."""
 
 from pathlib import Path
 
@@ -14,7 +14,7 @@ INNOCENT = "slurmstepd-n1: error: pyxis: container exited too soon"
 
 @pytest.fixture
 def attempt(tmp_path) -> AttemptFolder:
-    """Of two components of two ranks; generate has failed."""
+    """Return an attempt of two components of two ranks; generate has failed."""
     folder = tmp_path / "attempts/17-0"
     folder.mkdir(parents=True)
     (folder / "started").write_text("1.0\n")
@@ -27,7 +27,7 @@ def attempt(tmp_path) -> AttemptFolder:
 
 
 def write(attempt: AttemptFolder, **texts: str) -> None:
-    """srun: what it said of generate; rank2, rank3: their logs."""
+    """Write logs. srun: its output for generate; rank2, rank3: their logs."""
     for name, text in texts.items():
         log = "srun-generate.out" if name == "srun" else f"rank{int(name[4:]):05d}.log"
         (attempt.folder / log).write_text(text)
@@ -38,13 +38,13 @@ def run_dir(attempt: AttemptFolder) -> Path:
 
 
 @pytest.mark.parametrize("tasks", ["task 1", "tasks 1-3"])
-def test_the_log_of_the_task_that_failed_first(attempt, tasks):
+def test_the_log_of_the_first_failed_task_is_shown(attempt, tasks):
     write(attempt, srun=f"srun: error: n2: {tasks}: Exited with exit code 127\n", rank2="loading\n", rank3=f"{MISSING}\n")
     assert failed_log_lines(run_dir(attempt), attempt, 30) == [f"the end of {attempt.folder}/rank00003.log:", f"  {MISSING}"]
     assert container_failure(run_dir(attempt), attempt) == []
 
 
-def test_a_rank_that_said_nothing_is_shown_by_what_srun_said(attempt):
+def test_sruns_output_is_shown_for_a_rank_without_a_log(attempt):
     write(attempt, srun="srun: error: n2: task 1: Killed\n", rank2="", rank3="")
     assert failed_log_lines(run_dir(attempt), attempt, 30) == [
         f"the end of {attempt.folder}/srun-generate.out:",
@@ -53,7 +53,7 @@ def test_a_rank_that_said_nothing_is_shown_by_what_srun_said(attempt):
 
 
 @pytest.mark.parametrize("begin", ["slurmstepd-{node}: ", "[2026-11-22T15:57:23.927] "], ids=["Slurm 22.05", "Slurm 26.05"])
-def test_a_container_that_did_not_start_is_named_with_the_words_of_its_first_node(attempt, begin):
+def test_a_container_that_did_not_start_is_named_with_its_first_nodes_output(attempt, begin):
     words = [
         "failed to create container filesystem for image: /tmp/x",
         "printing enroot log file:",
@@ -70,7 +70,7 @@ def test_a_container_that_did_not_start_is_named_with_the_words_of_its_first_nod
     assert said == [f"  {each}" for each in words]
 
 
-def test_a_batch_script_that_was_ended_leaves_its_log(attempt):
+def test_the_log_of_a_killed_batch_script_is_shown(attempt):
     (attempt.folder / "failed_step").unlink()
     write(attempt, srun="srun: error: n2: task 1: Killed\n")
     assert failed_log_lines(run_dir(attempt), attempt, 30)[0] == f"the end of {run_dir(attempt)}/submitit/17_0_log.out:"

@@ -1,4 +1,4 @@
-"""README's first commands, as they stand on the page, in each situation that a new user's shell can be in."""
+"""README's first commands, unchanged, in each situation of a new user's shell."""
 
 import getpass
 import os
@@ -19,7 +19,7 @@ from tests.slurm.situations import Situation, first_commands, first_run
 
 @pytest.fixture(autouse=True)
 def outside(monkeypatch):
-    """No job around us, and nothing remembered."""
+    """Remove the surrounding job's variables and the cached choices."""
     for key in [key for key in os.environ if key.startswith("SLURM_")]:
         monkeypatch.delenv(key)
     monkeypatch.setattr(slurm_client, "_unreachable", {})
@@ -39,14 +39,14 @@ def check(situation: Situation, printed: str) -> None:
     assert line.startswith(f"# cluster.executor=auto: {situation.chosen} (") and situation.says in line
 
 
-def test_the_page_begins_with_set_up_and_a_run():
+def test_the_page_starts_with_set_up_and_a_run():
     setup, run = first_commands()
     assert setup == "make setup"
     assert run.startswith(".venv/bin/python launch/submit.py recipe=")
 
 
 @pytest.mark.parametrize("number", range(3), ids=["no Slurm", "no cluster", "down"])
-def test_without_a_cluster(tmp_path, monkeypatch, capsys, number):
+def test_the_commands_without_a_cluster(tmp_path, monkeypatch, capsys, number):
     if number == 1 and Path("/etc/slurm/slurm.conf").exists():
         pytest.skip("this machine is part of a cluster")
     situation = situations.without_cluster(tmp_path)[number]
@@ -63,7 +63,7 @@ def test_without_a_cluster(tmp_path, monkeypatch, capsys, number):
 
 
 @pytest.mark.parametrize("number", range(3), ids=["no Slurm", "no cluster", "down"])
-def test_a_run_whose_job_cannot_be_asked_is_told_so(tmp_path, monkeypatch, capsys, number):
+def test_a_run_whose_job_cannot_be_queried_is_reported(tmp_path, monkeypatch, capsys, number):
     situation = situations.without_cluster(tmp_path)[number]
     enter(monkeypatch, situation)
     monkeypatch.setattr("launch.submit.RESTART_S", 0.0)
@@ -82,7 +82,7 @@ def test_a_run_whose_job_cannot_be_asked_is_told_so(tmp_path, monkeypatch, capsy
 
 
 @pytest.mark.slurm
-def test_with_a_cluster(slurm_cluster, monkeypatch, capsys):
+def test_the_commands_with_a_cluster(slurm_cluster, monkeypatch, capsys):
     situation, inside = situations.with_cluster(slurm_cluster)
     enter(monkeypatch, situation)
     assert submit.main([*first_run(), "dry_run=true"]) == 0
@@ -95,7 +95,7 @@ def test_with_a_cluster(slurm_cluster, monkeypatch, capsys):
 
 
 @pytest.mark.slurm
-def test_a_controller_that_hangs_is_waited_for_within_the_bound(slurm_cluster, monkeypatch):
+def test_a_hanging_controller_is_waited_for_within_the_limit(slurm_cluster, monkeypatch):
     from launch.executors import selection
     from pipeline.config import Recipe
 
@@ -111,8 +111,8 @@ def test_a_controller_that_hangs_is_waited_for_within_the_bound(slurm_cluster, m
 
 
 @pytest.mark.full
-def test_the_run_as_it_stands(tmp_path, monkeypatch):
-    """In a clone whose folder's name has spaces and letters beyond ASCII, without Slurm."""
+def test_the_run_of_the_page(tmp_path, monkeypatch):
+    """Run it in a clone whose folder's name has spaces and non-ASCII letters, without Slurm."""
     clone = tmp_path / "a b ü"
     subprocess.run(["git", "clone", "--quiet", str(submit.local.ROOT), str(clone)], check=True)
     (clone / ".venv").symlink_to(Path(submit.local.ROOT, ".venv").resolve())

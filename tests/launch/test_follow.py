@@ -24,7 +24,7 @@ RAISED = {
 
 
 class Job:
-    """A job whose states are told beforehand; the last one stays. A callable is called for a state, None: it runs."""
+    """A job with scripted states; the last one stays. A callable is called for a state; None means running."""
 
     start_time = None
 
@@ -55,14 +55,14 @@ def at_once(monkeypatch):
 
 
 def write_steps(run_dir: Path, *moments: float, **values) -> None:
-    """One line per step, with the values in the last."""
+    """Write one line per step, with the values in the last."""
     lines = [{"step": step, "time": moment} for step, moment in enumerate(moments, 1)]
     lines[-1] |= values
     (run_dir / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
 
 
 def write_logs(run_dir: Path, *texts: str) -> Path:
-    """Return the folder of an attempt whose ranks have written these."""
+    """Return the folder of an attempt with these rank logs."""
     folder = run_dir / "attempts/17-0"
     folder.mkdir(parents=True)
     (folder / "started").write_text("1.0\n")
@@ -75,7 +75,7 @@ def fail(run_dir: Path, attempt: str, said: dict) -> None:
     (run_dir / f"attempts/{attempt}/failure.json").write_text(json.dumps(said))
 
 
-def test_time_left_is_at_the_recent_pace(tmp_path):
+def test_time_left_assumes_the_recent_pace(tmp_path):
     write_steps(tmp_path, 100.0, 110.0, 120.0)
     metrics = MetricsTail(tmp_path)
     assert metrics.seconds_left(10) is None
@@ -111,7 +111,7 @@ def test_the_live_view_shows_step_metrics_and_time_left(tmp_path, console, steps
     assert [head] == shown and metrics.split() == ["train/reward", "0.25"]
 
 
-def test_a_failure_is_shown_once_while_the_job_still_ends_and_so_is_what_follows(tmp_path, console):
+def test_a_failure_and_its_restart_are_shown_once_while_the_job_ends(tmp_path, console):
     first, second = write_logs(tmp_path, "", "", ""), tmp_path / "attempts/17-1"
     (first / "progress").write_text("2\n")
 
@@ -145,7 +145,7 @@ def test_a_failure_is_shown_once_while_the_job_still_ends_and_so_is_what_follows
     ]
 
 
-def test_a_run_that_left_in_time_but_is_not_requeued_says_how_to_go_on(tmp_path):
+def test_a_run_that_left_in_time_but_is_not_requeued_shows_how_to_resume(tmp_path):
     folder = write_logs(tmp_path, "all well\n")
     (folder / "requeue").write_text("the time limit is near\n")
     (folder / "progress").write_text("2\n")
@@ -164,7 +164,7 @@ def test_a_failure_of_an_earlier_job_in_the_same_folder_is_not_shown(tmp_path):
     assert not any("ValueError" in each for each in failure(tmp_path, Job(FAILED, job_id="18"), FAILED))
 
 
-def test_a_rank_that_did_not_raise_is_shown_with_its_last_words(tmp_path):
+def test_a_rank_that_did_not_raise_is_shown_with_the_end_of_its_log(tmp_path):
     folder = write_logs(tmp_path, "", "loading\nSegmentation fault\n")
     fail(tmp_path, "17-0", {**RAISED, "message": "died without a word: rank 1", "traceback": ""})
     assert failure(tmp_path, Job(FAILED), FAILED)[1:5] == [
@@ -194,7 +194,7 @@ def test_without_a_traceback_the_batch_log_is_shown(tmp_path):
         (("ECHO", "TRAIN", "n2: task 1: Out Of Memory", "GENERATE"), 1, None, ["ECHO", "TRAIN"]),
     ],
 )
-def test_sruns_words_are_of_the_last_attempt_and_of_the_rank_that_failed_first(tmp_path, log, attempt, realm, words):
+def test_sruns_lines_are_of_the_last_attempt_and_of_the_first_failed_rank(tmp_path, log, attempt, realm, words):
     known = {
         "REQUEUE": "requeue: crashed",
         "ECHO": "srun: error: n1: task 0: Exited with exit code 123",
@@ -226,5 +226,5 @@ def test_a_job_that_slurm_has_forgotten_is_judged_by_its_folder(tmp_path, consol
         ({"train/env_failures": 1.0}, ["train/env_failures"]),
     ],
 )
-def test_a_reward_beside_an_accuracy_and_failures_that_did_not_happen_are_not_shown(step, shown):
+def test_a_reward_with_an_accuracy_and_zero_failures_are_not_shown(step, shown):
     assert list(_shown(step)) == shown

@@ -17,8 +17,8 @@ def test_a_variable_that_python_reads_at_its_start_keeps_ranks_from_being_forks(
     assert not forks.possible([{**own, "CUDA_VISIBLE_DEVICES": "0"}])
 
 
-def test_what_cannot_be_imported_is_told_in_the_ranks_logs(tmp_path, monkeypatch):
-    """By the ranks, which import it themselves then; the controller lives to give its verdict."""
+def test_an_import_error_is_in_the_ranks_logs(tmp_path, monkeypatch):
+    """The ranks import it themselves then; the controller survives to give its verdict."""
     (tmp_path / "broken").mkdir()
     (tmp_path / "broken/torch.py").write_text("raise ImportError('a broken torch')\n")
     monkeypatch.setenv("PYTHONPATH", str(tmp_path / "broken"))

@@ -1,4 +1,4 @@
-"""Command lines that nobody means, by `tests/launch/fuzz.py`."""
+"""Random command lines, by `tests/launch/fuzz.py`."""
 
 import pytest
 
@@ -16,27 +16,27 @@ def check(command: str, count: int, seed: int) -> None:
 
 
 @pytest.mark.parametrize("command", fuzz.COMMANDS)
-def test_some(command):
+def test_a_few_cases(command):
     check(command, 20 if command == "submit" else 4, seed=0)
 
 
 @pytest.mark.full
 @pytest.mark.parametrize("command", fuzz.COMMANDS)
-def test_many(command):
+def test_many_cases(command):
     check(command, 600 if command == "submit" else 100, seed=1)
 
 
 @pytest.mark.full
-def test_a_plan_of_thousands_of_ranks_is_within_the_bound():
-    """500 generate nodes: 4,000 ranks in 2,000 engines."""
+def test_a_plan_of_thousands_of_ranks_is_within_the_time_limit():
+    """Plan 500 generate nodes: 4,000 ranks in 2,000 engines."""
     many = ["recipe=qwen3_30ba3b_gspo", "dry_run=true", "cluster.generate.nodes=${grpo.max_val_samples}"]
     with fuzz.surroundings() as writes:
         outcome = fuzz.run(fuzz.Case("submit", many), writes)
     assert not outcome.bad, f"{outcome.seconds:.0f} s, {outcome.raised}"
 
 
-def test_the_fuzzer_sees_what_is_wrong(monkeypatch):
-    """A traceback, a status that no command has, and a file outside of its folder."""
+def test_the_fuzzer_finds_planted_faults(monkeypatch):
+    """Plant a traceback, an unknown status, and a file outside the case's folder."""
     from pathlib import Path
 
     outside = ROOT / "fuzzed"
@@ -79,19 +79,19 @@ def test_the_fuzzer_sees_what_is_wrong(monkeypatch):
         ),
     ],
 )
-def test_what_it_has_found_is_told(tmp_path, argument, problem):
+def test_earlier_findings_are_refused_with_a_message(tmp_path, argument, problem):
     with collected(found := []):
         found += prepare.examine(str(write_recipe(tmp_path)), [argument], dry=True).all_problems
     assert named(found) == {problem}
 
 
 @pytest.mark.parametrize(("command", "key"), [("submit", "recipe"), ("sweep", "sweep"), ("status", "run"), ("export", "run")])
-def test_names_that_are_too_long_for_files_are_told(capsys, command, key):
+def test_names_too_long_for_files_are_refused(capsys, command, key):
     main, _ = fuzz.COMMANDS[command]
     assert main([f"{key}={'x' * 5000}"]) == 2
     assert "error: " in capsys.readouterr().err
 
 
-def test_a_status_of_no_folder(tmp_path, capsys):
+def test_the_status_of_no_folder(tmp_path, capsys):
     assert status.main([f"{tmp_path}/none", f"{tmp_path}/nor this"]) == 2
     assert "error: " in capsys.readouterr().err

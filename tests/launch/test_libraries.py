@@ -1,4 +1,4 @@
-"""Sections of a recipe that go to a library: their keys are compared with the library's source, without importing it."""
+"""Recipe sections passed to a library: their keys are compared with the library's source, without importing it."""
 
 import ast
 import dataclasses
@@ -34,13 +34,13 @@ def check_fields(cls: type, path: str) -> None:
 
 
 @pytest.mark.long  # vLLM's import takes a minute
-def test_vllms_signature_is_that_of_the_class():
+def test_vllms_parsed_signature_equals_the_class():
     from vllm import EngineArgs
 
     check_fields(EngineArgs, "vllm.engine.arg_utils.EngineArgs")
 
 
-def test_signatures_are_those_of_the_classes():
+def test_parsed_signatures_equal_the_classes():
     import torch
     from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 
@@ -55,7 +55,7 @@ def test_signatures_are_those_of_the_classes():
 SCHEDULES = [f"torch.optim.lr_scheduler.{name}" for name in ("LinearLR", "ConstantLR", "CosineAnnealingLR", "LambdaLR")]
 
 
-def test_a_class_that_is_not_there_and_a_library_that_is_not():
+def test_a_missing_class_and_a_missing_library():
     with pytest.raises(signatures.NoSuchClass):
         signatures.parameters("torch.optim.AdamX")
     assert signatures.parameters("a_library_that_is_not_installed.Adam") is None
@@ -69,7 +69,7 @@ NOT_GIVEN = {
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3", "qwen3_moe", "mixtral", "deepseek_v3", "gpt_oss"])
-def test_overrides_of_a_configuration_are_those_that_transformers_takes(tmp_path, family):
+def test_config_overrides_are_those_that_transformers_takes(tmp_path, family):
     from transformers import AutoConfig
 
     (tmp_path / "config.json").write_text(json.dumps({"model_type": family, "rope_theta": 1000.0}))
@@ -136,7 +136,7 @@ def test_options_of_a_library(problems, overrides, key, code):
     assert named(problems(*overrides)) == ({(key, code)} if key else set())
 
 
-def test_the_nearest_option_is_told(problems):
+def test_an_unknown_option_suggests_the_nearest(problems):
     (problem,) = problems("policy.optimizer.name=torch.optim.SGD", "policy.optimizer.kwargs.momentu=1")
     assert "Did you mean 'momentum'?" in problem.message
     (problem,) = problems("policy.optimizer.kwargs.learning_rate=1")
@@ -146,7 +146,7 @@ def test_the_nearest_option_is_told(problems):
 @pytest.mark.parametrize(
     ("key", "package"), [("use_liger_kernel=true", "liger_kernel"), ("flash_attention=3", "flash_attn_interface")]
 )
-def test_kernels_are_installed_where_the_ranks_have_this_python(problems, monkeypatch, key, package):
+def test_kernels_must_be_installed_if_ranks_use_this_python(problems, monkeypatch, key, package):
     asked = (f"policy.dtensor_cfg.{key}", "cluster.train.gpus_per_node=1", "policy.dtensor_cfg.enabled=true")
     found, installed = importlib.util.find_spec, []
     monkeypatch.setattr("importlib.util.find_spec", lambda name: name in installed or (name != package and found(name)) or None)
@@ -158,7 +158,7 @@ def test_kernels_are_installed_where_the_ranks_have_this_python(problems, monkey
     assert problems(*asked) == []
 
 
-def test_what_is_not_installed_is_said_to_be_unchecked(tmp_path, monkeypatch):
+def test_options_of_a_missing_library_are_noted_as_unchecked(tmp_path, monkeypatch):
     recipe = config.load(str(write_recipe(tmp_path)), ["policy.generation.vllm_kwargs={swap_space: 1}"])
     assert list(libraries.unchecked(recipe)) == []
     monkeypatch.setattr("importlib.util.find_spec", lambda _: None)
@@ -166,8 +166,8 @@ def test_what_is_not_installed_is_said_to_be_unchecked(tmp_path, monkeypatch):
     assert "policy.optimizer and policy.scheduler, as torch" in torch and "vllm_kwargs, as vllm" in vllm
 
 
-def test_what_the_engine_is_given_is_known_to_the_check():
-    """Each argument that pipeline/generate/vllm.py sets is refused in vllm_kwargs, but for those that a recipe may change."""
+def test_the_check_refuses_the_engines_own_arguments():
+    """Each argument that pipeline/generate/vllm.py sets is refused in vllm_kwargs, except those that a recipe may change."""
     tree = ast.parse((ROOT / "pipeline/generate/vllm.py").read_text())
     (function,) = [node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef) and node.name == "_arguments"]
     given = set()
@@ -182,7 +182,7 @@ def test_what_the_engine_is_given_is_known_to_the_check():
     assert may_be_changed <= given
 
 
-def test_nothing_of_it_imports_the_libraries():
+def test_the_check_does_not_import_the_libraries():
     code = (
         "import sys; from launch.preflight import signatures, libraries as p\n"
         "assert signatures.parameters('vllm.engine.arg_utils.EngineArgs') and signatures.parameters('torch.optim.AdamW')\n"

@@ -1,4 +1,4 @@
-"""The local executor with real processes: the same environment, logs and kill domain as under Slurm."""
+"""The local executor with real processes: the same environment, logs and joint termination as under Slurm."""
 
 import json
 import os
@@ -68,7 +68,7 @@ def test_two_components_form_one_world(tmp_path, monkeypatch):
         (tasks.fail_on_rank_2_after_its_echo, "crashed: rank 2 (generate) failed first"),
     ],
 )
-def test_a_failing_rank_ends_all(tmp_path, task, reason):
+def test_a_failing_rank_ends_all_ranks(tmp_path, task, reason):
     job = executor(tmp_path).submit(task, str(tmp_path))
     wait_until_ended(job)
 
@@ -76,7 +76,7 @@ def test_a_failing_rank_ends_all(tmp_path, task, reason):
     none_alive(reports(tmp_path, 4))
 
 
-def test_a_killed_rank_ends_all(tmp_path):
+def test_a_killed_rank_ends_all_ranks(tmp_path):
     job = executor(tmp_path).submit(tasks.report_and_wait, str(tmp_path))
     found = reports(tmp_path, 4)
     os.kill(found[2]["pid"], signal.SIGKILL)
@@ -118,7 +118,7 @@ def test_cancel_from_another_process(tmp_path):
     none_alive(found)
 
 
-def test_ranks_die_with_the_controller(tmp_path):
+def test_ranks_end_with_the_controller(tmp_path):
     job = executor(tmp_path).submit(tasks.report_and_wait, str(tmp_path))
     found = reports(tmp_path, 4)
     os.kill(int(job.job_id), signal.SIGKILL)
@@ -128,7 +128,7 @@ def test_ranks_die_with_the_controller(tmp_path):
     none_alive(found)
 
 
-def test_the_time_limit_ends_all(tmp_path):
+def test_the_time_limit_ends_all_ranks(tmp_path):
     job = executor(tmp_path, ClusterConfig(time_min=0.02)).submit(tasks.report_and_wait, str(tmp_path))
     wait_until_ended(job)
 
@@ -139,7 +139,9 @@ def test_the_time_limit_ends_all(tmp_path):
 
 
 def play(run_dir, *acts, cluster=None):
-    """Play these acts with a rank of each component; return the job's end, and the verdict on each of its attempts."""
+    """Run these scripted attempts with a rank of each component; return the job's end, and the verdict on each of its
+    attempts.
+    """
     run_dir.mkdir(exist_ok=True)
     (run_dir / "script.json").write_text(json.dumps(acts))
     components = {"train": ComponentConfig(), "generate": ComponentConfig()}
@@ -162,7 +164,7 @@ def test_ranks_are_started_again_as_another_attempt_until_the_run_is_complete(tm
     ]
 
 
-def test_the_budget_is_that_of_one_submission(tmp_path):
+def test_each_submission_has_its_own_restart_budget(tmp_path):
     crash = {"progress": 1, "exit": 9}
     cluster = ClusterConfig(requeue=RequeueConfig(max_restarts=1))
     for _ in range(2):
@@ -172,7 +174,7 @@ def test_the_budget_is_that_of_one_submission(tmp_path):
 
 
 def test_a_rank_that_overruns_the_time_limit_has_crashed(tmp_path):
-    """Each attempt has the whole limit before it."""
+    """Each attempt has the whole limit for itself."""
     overrun = {"progress": 1, "wait": 600}
     cluster = ClusterConfig(time_min=0.12, requeue=RequeueConfig(max_restarts=1))
     status, verdicts = play(tmp_path / "run", overrun, overrun, cluster=cluster)
@@ -181,7 +183,7 @@ def test_a_rank_that_overruns_the_time_limit_has_crashed(tmp_path):
     assert verdicts[1].startswith("stop: ")
 
 
-def test_ranks_that_ended_well_without_completing_the_run_have_failed(tmp_path, monkeypatch):
+def test_ranks_that_exit_with_0_before_the_run_is_complete_have_failed(tmp_path, monkeypatch):
     monkeypatch.setenv("HETSTEP_SETTLE_S", "0")
     status, (verdict,) = play(tmp_path / "run", {})
     assert status.state == "FAILED" and "the run is not complete" in status.reason
@@ -207,7 +209,7 @@ def test_the_controller_is_out_of_reach_of_the_terminal(tmp_path):
     none_alive(found)
 
 
-def test_a_process_id_that_is_used_again_is_not_the_job(tmp_path):
+def test_a_reused_process_id_is_not_the_job(tmp_path):
     record = JobRecord("local", str(os.getpid()), os.uname().nodename, start_time=1)
     write_record(tmp_path, record)
     job = read_record(tmp_path).attach(tmp_path)
@@ -216,7 +218,7 @@ def test_a_process_id_that_is_used_again_is_not_the_job(tmp_path):
 
 
 def has_gpus(monkeypatch, folder, count: int) -> None:
-    """Puts an nvidia-smi first on PATH that answers as a driver with so many GPUs does."""
+    """Put an nvidia-smi first on PATH that answers like a driver with this many GPUs."""
     script = folder / "nvidia-smi"
     script.write_text("#!/bin/sh\n" + "".join(f"echo 'GPU {i}: NVIDIA H200 (UUID: GPU-{i})'\n" for i in range(count)))
     script.chmod(0o755)
@@ -238,8 +240,8 @@ def test_each_component_and_node_has_its_own_gpus(monkeypatch, tmp_path):
 @pytest.mark.parametrize(
     ("there", "visible", "shown"), [(0, None, 0), (0, "0,1", 0), (2, "0,5,1", 1), (2, "-1", 0), (2, "", 0), (2, "GPU-1", 1)]
 )
-def test_gpus_that_are_not_there_are_refused(monkeypatch, tmp_path, there, visible, shown):
-    """Also those of CUDA_VISIBLE_DEVICES, which CUDA reads up to the first that is not there."""
+def test_missing_gpus_are_refused(monkeypatch, tmp_path, there, visible, shown):
+    """Check also CUDA_VISIBLE_DEVICES, which CUDA reads up to the first missing device."""
     has_gpus(monkeypatch, tmp_path, there)
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     if visible is not None:

@@ -1,4 +1,4 @@
-"""Recipes with several faults of different kinds: the real command names all of them in one go."""
+"""Recipes with several faults of different kinds: the real command names all of them at once."""
 
 import json
 
@@ -233,7 +233,7 @@ BROKEN = {
 
 
 @pytest.mark.parametrize("name", BROKEN)
-def test_all_are_named_in_one_go_and_nothing_else_is(tmp_path, name):
+def test_all_problems_are_named_at_once_and_no_others(tmp_path, name):
     overrides, files, says = BROKEN[name]
     write_recipe(tmp_path)
     for path, text in files.items():
@@ -246,13 +246,13 @@ def test_all_are_named_in_one_go_and_nothing_else_is(tmp_path, name):
     assert problems == []
 
 
-def test_a_model_is_told_of_once_however_many_keys_name_it(tmp_path):
+def test_a_model_named_by_several_keys_is_one_problem(tmp_path):
     write_recipe(tmp_path)
     (problem,) = told(refuse(tmp_path, "policy.model_name=./none"))
     assert problem == f"policy.model_name: there is no folder {tmp_path}/none [file-not-found]"
 
 
-def test_a_file_of_bad_lines_is_told_of_in_a_few(tmp_path):
+def test_a_file_of_bad_lines_is_reported_by_a_few_lines(tmp_path):
     write_model(tmp_path / "model")
     lines = [json.dumps({"input": str(n)}) for n in range(3000)] + ["{"] * 2000 + [json.dumps([n]) for n in range(10)]
     lines += [json.dumps(value) for value in ("a", 1, None, True, {})]

@@ -1,4 +1,4 @@
-"""Names that become folders stay where they belong."""
+"""Names that become folders stay in their parent folder."""
 
 from pathlib import Path
 
@@ -14,7 +14,7 @@ CLIMBING = ("..", "../a", "a/../../b", "/tmp/a", ".", ".a", "a\n", "a\n/../b")
 
 
 @pytest.mark.parametrize("name", CLIMBING)
-def test_a_sweeps_names_do_not_climb(tmp_path, name):
+def test_a_sweeps_names_stay_in_its_folder(tmp_path, name):
     with refused(("id", "bad-format")):
         command_line.parse(sweep.SweepRequest, ["sweep=one", f"id={name}"])
     gates = {"learns": {"value": "last(val/loss)", "at_most": 1}}
@@ -43,7 +43,7 @@ def test_a_recipes_file_does_not_make_another_folder_its_run_folder(tmp_path, mo
         config.load(str(Path("recipes") / name))
 
 
-def test_the_picture_of_a_refit_is_drawn_here_whatever_the_recipes_name_is(tmp_path, monkeypatch):
+def test_the_picture_of_a_refit_is_in_the_current_folder_whatever_the_recipes_name(tmp_path, monkeypatch):
     (tmp_path / "here").mkdir()
     monkeypatch.chdir(tmp_path / "here")
     assert plan_refit.main(["recipe=tiny_grpo", "name=../climbed"]) == 0

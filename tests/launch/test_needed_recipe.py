@@ -1,4 +1,4 @@
-"""What a recipe hands on to the recipes that it needs."""
+"""Keys that a recipe passes to the recipes that it needs."""
 
 import pytest
 import yaml
@@ -24,7 +24,7 @@ def needed(*overrides: str) -> config.Loaded:
     return base
 
 
-def test_all_of_the_command_line_s_cluster_keys(here):
+def test_all_cluster_keys_of_the_command_line_are_passed_on(here):
     write_recipe(here, "second", needs=["base"], run_dir="runs/second")
     given = {
         "cluster.executor": "slurm",
@@ -45,7 +45,7 @@ def test_all_of_the_command_line_s_cluster_keys(here):
     assert needed("grpo.max_num_steps=1").recipe.grpo.max_num_steps == 3
 
 
-def test_sizes_only_where_they_fit(here):
+def test_sizes_are_passed_on_only_if_they_fit(here):
     two_nodes = write_recipe(here, "base", cluster={"train": {"nodes": 2}})
     recipe = yaml.safe_load(two_nodes.read_text())
     recipe["policy"]["dtensor_cfg"] = {"tensor_parallel_size": 2}
@@ -60,7 +60,7 @@ def test_sizes_only_where_they_fit(here):
     assert note.startswith("cluster.train.nodes=3: not inherited by base, which it does not fit: policy.dtensor_cfg.tensor")
 
 
-def test_shared_nodes_only_where_they_fit(here):
+def test_shared_nodes_are_passed_on_only_if_they_fit(here):
     in_turn = write_recipe(here, "base")
     recipe = yaml.safe_load(in_turn.read_text())
     recipe["policy"]["generation"] = {"colocated": {"enabled": True}}
@@ -70,7 +70,7 @@ def test_shared_nodes_only_where_they_fit(here):
     assert base.problems == [] and not base.recipe.cluster.share_nodes and base.recipe.cluster.train.partition == "gpu"
 
 
-def test_where_the_files_of_the_recipe_run_goes_below_the_needed_one_s_own(here):
+def test_the_recipes_file_keys_have_lower_precedence_than_the_needed_ones(here):
     site = {"partition": "gpu", "account": "team", "env_vars": {"NCCL_DEBUG": "INFO", "A": "${not a key}"}, "nodes": 2}
     site["env_vars"]["A"] = "two words"
     options = {"sbatch_options": {"reservation": "weekly"}}
@@ -83,7 +83,7 @@ def test_where_the_files_of_the_recipe_run_goes_below_the_needed_one_s_own(here)
     assert needed("cluster.train.account=theirs").recipe.cluster.train.account == "theirs"
 
 
-def test_options_of_sbatch_are_not_handed_on_to_ranks_without_nodes(here):
+def test_sbatch_options_are_not_passed_on_to_ranks_without_nodes(here):
     options = {"executor": "slurm", "generate": {"sbatch_options": {"nodelist": "n1"}, "python": "/opt/python"}}
     write_recipe(here, "second", needs=["base"], run_dir="runs/second", cluster=options)
     in_turn = write_recipe(here, "base")
@@ -96,14 +96,14 @@ def test_options_of_sbatch_are_not_handed_on_to_ranks_without_nodes(here):
 
 
 @pytest.mark.parametrize("cluster", [None, 3])
-def test_a_cluster_that_is_no_mapping_is_told(here, cluster):
-    """As where all keys below `cluster:` are commented out."""
+def test_a_cluster_that_is_not_a_mapping_is_refused(here, cluster):
+    """It is null where all keys below `cluster:` are commented out."""
     write_recipe(here, "second", needs=["base"], run_dir="runs/second", cluster=cluster)
     _, second = prepare.run_order("second", [])
     assert named(second.problems) == {("cluster", "wrong-type")}
 
 
-def test_what_is_wrong_with_a_key_that_is_handed_on_is_told_once(here):
+def test_a_wrong_key_that_is_passed_on_is_one_problem(here):
     write_recipe(here, "second", needs=["base"], run_dir="runs/second")
     problems = prepare.examine("second", ["cluster.executor=sluurm"], dry=True).all_problems
     assert [problem.origin for problem in problems if problem.key == "cluster.executor"] == ["the command line"]

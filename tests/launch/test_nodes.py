@@ -32,13 +32,13 @@ def load(tmp_path):
 
 @pytest.fixture
 def load_judged(load, tmp_path):
-    """With a reward model that has ranks of its own."""
+    """Load a recipe with a reward model that has ranks of its own."""
     judge = f"env={{judge: {{kind: reward_model, model_name: {tmp_path}/model, served_by: reward}}, math: {{kind: math}}}}"
     return lambda *overrides: load(judge, *overrides)
 
 
 def bash(lines: list[str], variable: str, **environment: str) -> str:
-    """The value of a variable after lines of bash."""
+    """Return a variable's value after these lines of bash."""
     command = ["bash", "-uc", "\n".join([*lines, f'echo "${variable}"'])]
     return subprocess.run(command, env=environment, capture_output=True, text=True, check=True).stdout.strip()
 
@@ -46,7 +46,7 @@ def bash(lines: list[str], variable: str, **environment: str) -> str:
 # ---- what the recipe says -----------------------------------------------------------------------------------------------
 
 
-def test_all_components_have_the_nodes_of_train(load_judged):
+def test_all_components_take_trains_nodes(load_judged):
     asked = ("nodes=2", "gpu=h200", "gpu_memory_gb=99", "partition=p", "account=a", "qos=q", "mem=50G", "constraint=c")
     cluster = load_judged(SHARE, *(f"cluster.train.{setting}" for setting in asked), "cluster.train.exclusive=false").cluster
     for other in (cluster.generate, cluster.reward):
@@ -57,7 +57,7 @@ def test_all_components_have_the_nodes_of_train(load_judged):
 
 @pytest.mark.parametrize("component", ["generate", "reward"])
 @pytest.mark.parametrize("setting", ["nodes=2", "gpu=h200", "partition=other", "account=other", "mem=1G", "exclusive=true"])
-def test_what_one_node_cannot_be(load_judged, component, setting):
+def test_invalid_keys_for_shared_nodes_are_refused(load_judged, component, setting):
     with refused((f"cluster.{component}.{setting.partition('=')[0]}", "contradiction")):
         load_judged(SHARE, f"cluster.{component}.{setting}")
 
@@ -87,7 +87,7 @@ def test_the_job_of_one_node(load, tmp_path):
     assert allocated.salloc_command(recipe).count("--nodes") == 1
 
 
-def test_needs_are_added_up(load_judged):
+def test_requests_of_components_are_summed(load_judged):
     cpus = ("cluster.train.cpus_per_task=8", "cluster.generate.cpus_per_task=3", "cluster.reward.gpus_per_node=1")
     recipe = load_judged(SHARE, *FOUR_AND_TWO, *cpus)
     (host,) = nodes.hosts(components(recipe)).values()
@@ -116,7 +116,7 @@ def test_gpus_of_a_rank(load_judged, given, shown):
     assert found == shown
 
 
-def test_ranks_that_take_turns_or_are_alone_see_all_gpus(load):
+def test_colocated_ranks_and_single_components_see_all_gpus(load):
     for keys in ((TOGETHER, "cluster.train.gpus_per_node=4"), FOUR_AND_TWO):
         assert not any(map(nodes.gpu_exports, nodes.shares(components(load(*keys))).values()))
 
@@ -139,7 +139,7 @@ def test_on_this_machine(load, monkeypatch):
     assert {each["OMP_NUM_THREADS"] for each in in_turn} == {"16"}
 
 
-def test_what_the_plan_knows_of_nodes(load):
+def test_the_plan_counts_shared_nodes(load):
     names = node_names(
         load(SHARE, "cluster.train.nodes=2", "cluster.train.gpus_per_node=2", "cluster.generate.gpus_per_node=1")
     )
@@ -191,14 +191,14 @@ def test_threads_of_a_rank(keys, environment, threads):
     assert bash(nodes.thread_exports(share), "OMP_NUM_THREADS", **environment) == threads
 
 
-def test_threads_of_ranks_beside_each_other(load):
+def test_threads_of_ranks_on_shared_nodes(load):
     for share in nodes.shares(components(load(SHARE, *FOUR_AND_TWO))).values():
         assert bash(nodes.thread_exports(share), "OMP_NUM_THREADS", SLURM_CPUS_ON_NODE="96") == "16"
     for share in nodes.shares(components(load(TOGETHER, "cluster.train.gpus_per_node=4"))).values():
         assert bash(nodes.thread_exports(share), "OMP_NUM_THREADS", SLURM_CPUS_ON_NODE="96") == "24"
 
 
-def test_what_slurm_gives_a_part_of_a_node_is_noted(load):
+def test_a_request_for_part_of_a_node_is_noted(load):
     part = ("cluster.train.exclusive=false", "cluster.train.cpus_per_task=8", *FOUR_AND_TWO)
     (note,) = slurm_request.notes(load(*part))
     assert note.startswith("cluster.train.mem: got null with exclusive=false; Slurm then gives its defaults")

@@ -1,4 +1,4 @@
-"""Which GPUs of a machine a local run takes. `python -m tests.launch.test_placement` prints the table of the tiny recipes."""
+"""GPUs of a machine that a local run takes. `python -m tests.launch.test_placement` prints the table of the tiny recipes."""
 
 import functools
 import sys
@@ -19,7 +19,7 @@ NO_WAY = ("cluster.train.gpus_per_node", "too-large")
 
 @pytest.fixture
 def on(monkeypatch):
-    """(number of GPUs, recipe, overrides) -> the recipe as placed on a machine with that many."""
+    """Return place(number of GPUs, recipe, overrides): the recipe as placed on a machine with that many GPUs."""
     return functools.partial(place, monkeypatch)
 
 
@@ -37,7 +37,7 @@ def device(environment: dict[str, str]) -> str:
 
 
 def devices(loaded: Loaded) -> str:
-    """The GPU of each rank, a component after the other; "colocated" if components share them."""
+    """Return the GPU of each rank, one component after the other; "colocated" if components share them."""
     parts, found = components(loaded.recipe), []
     for name in parts:
         own = [each for each in rank_environments(parts) if each["HETSTEP_COMPONENT"] == name]
@@ -77,7 +77,7 @@ def test_where_ranks_go(on, name, placed):
     assert [devices(on(count, name)) for count in COUNTS] == placed
 
 
-def test_options_for_slurm_are_in_nobodys_way(on):
+def test_options_for_slurm_do_not_matter(on):
     loaded = on(1, "tiny_grpo", "cluster.generate.sbatch_options={nodelist: n1}")
     assert not loaded.problems and devices(loaded) == "train 0, generate 0, colocated"
 
@@ -101,22 +101,22 @@ def test_whether_torch_can_use_gpus(monkeypatch, version, cuda):
 
 
 @pytest.mark.parametrize("key", ["gpu=h200", "partition=x", "mem=10G"])
-def test_what_taking_turns_has_in_common(on, key):
+def test_common_properties_of_colocated_recipes(on, key):
     assert devices(on(1, "tiny_grpo", f"cluster.train.{key}")) == "train 0, generate 0, colocated"
 
 
-def test_a_recipe_that_takes_turns_keeps_its_ranks(on):
+def test_a_colocated_recipe_keeps_its_ranks(on):
     shared = "policy.generation.colocated.enabled=true"
     assert devices(on(8, "tiny_grpo", shared, "cluster.generate.ranks_per_node=1")) == "train 0 1, generate 0, colocated"
 
 
-def test_what_the_command_line_gives_is_not_changed(on):
+def test_keys_of_the_command_line_are_not_changed(on):
     for given in ("policy.generation.colocated.enabled=false", "cluster.train.ranks_per_node=2"):
         assert named(on(1, "tiny_grpo", given).problems) == {NO_WAY}
     assert named(on(1, "tiny_async", "grpo.async_grpo.enabled=true").problems) == {NO_WAY}
 
 
-def test_what_takes_turns_is_synchronous_and_serves_its_own_rewards(on, tmp_path):
+def test_a_colocated_run_is_synchronous_and_serves_its_own_rewards(on, tmp_path):
     assert not on(2, "tiny_async").recipe.grpo.async_grpo.enabled and on(4, "tiny_async").recipe.grpo.async_grpo.enabled
     apart = tmp_path / "apart.yaml"
     apart.write_text("defaults: tiny_grpo_rm\nenv: {reward: {served_by: reward}}\n")
@@ -125,7 +125,7 @@ def test_what_takes_turns_is_synchronous_and_serves_its_own_rewards(on, tmp_path
     assert judged.env["reward"].served_by == "train" and colocated(judged)
 
 
-def test_a_layout_that_needs_more_gpus_is_told(on):
+def test_a_layout_that_needs_more_gpus_is_refused(on):
     loaded = on(1, "tiny_sft", "policy.megatron_cfg.enabled=true", "policy.megatron_cfg.tensor_model_parallel_size=2")
     (problem,) = loaded.problems
     assert named([problem]) == {NO_WAY}
@@ -135,7 +135,7 @@ def test_a_layout_that_needs_more_gpus_is_told(on):
     )
 
 
-def test_a_job_of_which_a_part_has_gpus_is_refused():
+def test_a_job_with_gpus_for_only_some_components_is_refused():
     found = placement.problems(config.load("tiny_grpo", ["cluster.train.gpus_per_node=2"]))
     assert named(found) == {("cluster.generate.gpus_per_node", "needs-gpu")}
     assert not list(placement.problems(config.load("tiny_sft", ["cluster.train.gpus_per_node=2"])))

@@ -1,4 +1,4 @@
-"""python launch/plan_refit.py: what it prints and draws for the tiny models, and what it says to wrong input."""
+"""python launch/plan_refit.py: its output and picture for the tiny models, and its errors."""
 
 import json
 import os
@@ -20,7 +20,7 @@ TINY, TINY_MOE = (ROOT / f"recipes/{name}/config.json" for name in ("tiny", "tin
 
 
 def plan(*arguments):
-    """(status, output, errors) of the command, run from the repository's root as a user does."""
+    """Return (status, output, errors) of the command, run from the repository's root as a user does."""
     command = [sys.executable, "launch/plan_refit.py", *arguments]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300, check=False)
     return done.returncode, done.stdout, done.stderr
@@ -31,7 +31,7 @@ def parameters(config: Path) -> int:
 
 
 def row(output: str, name: str) -> list[str]:
-    """The min, mean and max of a line."""
+    """Return the min, mean and max of a line."""
     (line,) = (line for line in output.splitlines() if line.strip().startswith(name))
     return re.split(r"\s{2,}", line.strip())[1:]
 
@@ -46,7 +46,7 @@ def check_picture(path: Path) -> None:
 
 
 def test_a_dense_model_under_fsdp(tmp_path):
-    """The recipe's own model may not be there: it has the shape of the one that its needed recipe starts from."""
+    """The recipe's own model may be missing: it has the shape of its needed recipe's initial model."""
     network = ["cluster.network.nic_gb_per_s=1", "cluster.network.memory_gb_per_s=0.5", "cluster.network.latency_us=0"]
     out = tmp_path / "dense.svg"
     status, output, errors = plan("recipe=tiny_grpo", f"out={out}", *network)
@@ -109,8 +109,8 @@ DEEPSEEK = [
 ]
 
 
-def test_a_model_that_is_not_here_where_nothing_is_installed(tmp_path):
-    """recipes/models describes it, and a login node need not have torch."""
+def test_a_missing_model_is_planned_without_torch(tmp_path):
+    """Its shape comes from recipes/models, and a login node need not have torch."""
     command = [sys.executable, "-c", BLOCKED, "recipe=tiny_grpo", f"out={tmp_path / 'a.svg'}", *DEEPSEEK]
     environment = {**os.environ, "HF_HUB_CACHE": str(tmp_path)}
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300, check=False)

@@ -1,4 +1,4 @@
-"""The report: what is in the page, that it is whole and loads nothing, and that nothing in it runs but its own scripts."""
+"""The report: its content, that it is complete and loads nothing, and that only its own scripts run."""
 
 import itertools
 import json
@@ -27,7 +27,7 @@ VOID = {"meta", "input"}
 
 
 class Page(HTMLParser):
-    """Fails on a tag that is not closed where it should be; collects what was seen."""
+    """Fails on a tag that is not closed in order; collects elements and texts."""
 
     def __init__(self, text: str):
         super().__init__(convert_charrefs=True)
@@ -55,7 +55,7 @@ class Page(HTMLParser):
         return {each["title"]: each["data"] for each in self.data("chart-data")}
 
     def data(self, class_: str) -> list[dict]:
-        """What is packed for the scripts, in order."""
+        """Return the data packed for the scripts, in order."""
         scripts = [attrs for tag, attrs in self.tags if tag == "script" and "src" not in attrs]
         return [
             json.loads(text) for attrs, text in zip(scripts, self.texts["script"], strict=True) if attrs.get("class") == class_
@@ -67,7 +67,7 @@ class Page(HTMLParser):
 
 @pytest.fixture
 def run(tmp_path) -> Path:
-    """Seven steps in two attempts, of which the second went on from step 4."""
+    """Write seven steps in two attempts; the second one resumed from step 4."""
     made = made_runs.folder(tmp_path / "one")
     made_runs.attempt(made, "7-0", made_runs.ago(500), "requeue: crashed with status 9, after checkpoint 4; restart 1 of 3")
     made_runs.steps(made, 1, 4, Texts("2+5=", "7", "<b>", HOSTILE), loss=0.5)
@@ -89,7 +89,7 @@ def layers(traces: list[dict]) -> list[dict]:
     return [trace for trace in traces if trace.get("type") == "bar"]
 
 
-def test_the_page_tells_all_of_a_run(run, tmp_path, capsys):
+def test_the_page_shows_all_of_a_run(run, tmp_path, capsys):
     text = written(f"run={run}", f"out={tmp_path / 'r.html'}")
     page = Page(text)
 
@@ -124,7 +124,7 @@ def test_the_page_tells_all_of_a_run(run, tmp_path, capsys):
     assert "train/reward: 0.667 at step 1, 0.667 at step 7" in out and "'2+5=' -> '7'  reward 0" in out
 
 
-def test_what_a_model_says_is_text_and_nothing_is_loaded(run, tmp_path):
+def test_a_models_output_is_escaped_and_nothing_is_loaded(run, tmp_path):
     model = "policy.model_name=<script>alert(1)</script>"
     hostile = made_runs.folder(tmp_path / "<img src=x onerror=alert(1)>", "tiny_grpo", model)
     made_runs.steps(hostile, 1, 2, Texts(HOSTILE, HOSTILE, "b", "c"))
@@ -152,7 +152,7 @@ def test_what_a_model_says_is_text_and_nothing_is_loaded(run, tmp_path):
 
 
 def test_plotly_gets_no_markup():
-    """It would show <b> and <a href=...> of a name as such."""
+    """Plotly would render <b> and <a href=...> in a name."""
     chart = Chart("c", [Series(HOSTILE, [1, 2], [1.0, 2.0])], marks=[Mark(1, HOSTILE)], levels=[(1.5, HOSTILE)])
     (packed,) = Page(figure(chart, ["<b>one", "two"])).data("chart-data")
     series, mark = packed["data"]
@@ -160,7 +160,7 @@ def test_plotly_gets_no_markup():
         assert "&lt;" in text and "<" not in text.replace("<br>", "")
 
 
-def test_several_runs_lie_over_each_other(run, tmp_path):
+def test_several_runs_share_charts(run, tmp_path):
     other = made_runs.folder(tmp_path / "two", "tiny_grpo", "grpo.seed=3")
     made_runs.steps(other, 1, 3, Texts("2+5=", "7", "8", "9"), loss=0.25)
     page = Page(written(f"run={run}", f"run={other}", f"out={tmp_path / 'r.html'}"))
@@ -176,7 +176,7 @@ def test_several_runs_lie_over_each_other(run, tmp_path):
     assert "grpo.seed" in page.texts["code"]
 
 
-def test_an_async_run_tells_how_old_its_tokens_were(tmp_path):
+def test_an_async_run_shows_the_age_of_its_tokens(tmp_path):
     run = made_runs.folder(tmp_path / "async")
     line = {"time": 1.0, "async/age_mean": 0.5, "async/age_max": 2.0, "async/groups_live": 8.0}
     ages = [{"async/tokens_age_0": 30.0, "async/tokens_age_1": 10.0}, {"async/tokens_age_0": 10.0, "async/tokens_age_10": 10.0}]
@@ -191,7 +191,7 @@ def test_an_async_run_tells_how_old_its_tokens_were(tmp_path):
     assert "groups live" in charts
 
 
-def test_several_turns_are_told_one_by_one_and_many_without_the_middle_ones(tmp_path):
+def test_several_turns_are_listed_and_many_without_the_middle_ones(tmp_path):
     run = made_runs.folder(tmp_path / "turns")
     record = {"prompt": "p", "completion": "ab", "completion_tokens": [1, 2], "reward": 1.0, "finish": "stop"}
     turns = [{"said": f"say {i} {HOSTILE}", "told": f"told {i}" if i < 39 else ""} for i in range(40)]
@@ -215,7 +215,7 @@ def test_gpus_that_ranks_share_are_counted_once(shared, gpus, tmp_path):
     assert RunFolder.at(made_runs.folder(tmp_path / "run", "tiny_grpo", *asked, *batch)).gpus == gpus
 
 
-def test_labels_tell_folders_of_one_name_apart():
+def test_labels_distinguish_folders_of_one_name():
     assert report.labels([Path("/a/x"), Path("/b/x"), Path("/b/y")]) == ["a/x", "b/x", "b/y"]
     assert report.labels([Path("/a/x"), Path("/a/y")]) == ["x", "y"]
 
@@ -229,7 +229,7 @@ def test_an_offline_run_has_no_empty_sections(tmp_path):
     assert page.charts()["loss"][0]["x"] == [1, 2, 3]
 
 
-def test_a_run_without_a_step_is_told(tmp_path, capsys):
+def test_a_run_without_a_step_is_reported(tmp_path, capsys):
     run = made_runs.folder(tmp_path / "new")
     page = Page(written(run, f"out={tmp_path / 'r.html'}"))
     assert page.headings() == ["Overview", "Recipe"]
@@ -245,7 +245,7 @@ def test_a_run_without_a_step_is_told(tmp_path, capsys):
         (lambda folder: (folder.mkdir(), (folder / "recipe.yaml").write_text("a: 1")), "not-a-run"),
     ],
 )
-def test_a_folder_that_is_no_run_is_refused(tmp_path, capsys, make, code):
+def test_a_folder_that_is_not_a_run_is_refused(tmp_path, capsys, make, code):
     make(tmp_path / "no")
     assert report.main([f"run={tmp_path / 'no'}"]) == 2
     assert capsys.readouterr().err.endswith(f"[{code}]\n")
@@ -298,7 +298,7 @@ def test_a_long_run_is_sampled_evenly_and_texts_are_cut(tmp_path, monkeypatch):
     assert "3,000 characters are left out here" in next(iter(found.prompts))
 
 
-def test_what_is_chosen_evenly_has_both_ends():
+def test_an_even_selection_has_both_ends():
     assert rollouts.pick_evenly(list(range(10)), 4) == [0, 3, 6, 9]
     assert rollouts.pick_evenly([1, 2], 4) == [1, 2]
     assert rollouts.pick_evenly([1, 2, 3], 1) == [3]
@@ -327,7 +327,7 @@ DRIVE = """
 
 
 def browse(path: Path) -> tuple[str, str]:
-    """(the page's elements after its scripts ran, what was written to the console)."""
+    """Return (the page's elements after its scripts ran, the console's output)."""
     command = [BROWSER, "--headless", "--no-sandbox", "--disable-gpu", f"--user-data-dir={path.parent / 'profile'}"]
     command += [
         "--enable-logging=stderr",

@@ -1,4 +1,4 @@
-"""A recipe with a reward model: what is refused before anything is submitted, and the component that it may have."""
+"""A recipe with a reward model: errors before submission, and the component that it may have."""
 
 import json
 import shutil
@@ -34,7 +34,7 @@ APART = ("env.judge.served_by=reward", "cluster.reward.ranks_per_node=2")
 
 @pytest.fixture
 def load(tmp_path):
-    """load(*overrides, key=value of the reward model's config.json ...)"""
+    """Return load(*overrides, key=value of the reward model's config.json ...)."""
     path = write_recipe(
         tmp_path, env={"judge": {"kind": "reward_model", "model_name": str(tmp_path / "judge")}, "math": {"kind": "math"}}
     )
@@ -49,19 +49,19 @@ def load(tmp_path):
 
 
 def cut(backend_section: str, **keys) -> list[str]:
-    """Overrides for four train ranks."""
+    """Return overrides for four train ranks."""
     layout = [f"policy.{backend_section}.{key}={value}" for key, value in {"enabled": "true", **keys}.items()]
     return ["cluster.train.ranks_per_node=4", *layout]
 
 
 def check(recipe: config.Recipe, pending: list[Path] = ()) -> config.Recipe:
-    """As a submission does."""
+    """Check a recipe as a submission does."""
     recipe, _ = backend.choose(recipe, pending)
     config.refuse([*input_files.problems(recipe, pending), *weight_files.problems(recipe, pending)])
     return recipe
 
 
-def test_a_good_one(load):
+def test_a_valid_reward_model_passes(load):
     check(load())
     check(load(*APART))
     check(load("env.judge.hf_config_overrides={num_labels: 1}", id2label={"0": "no", "1": "yes"}))
@@ -86,7 +86,7 @@ def test_a_good_one(load):
         ),
     ],
 )
-def test_what_a_recipe_says_against_itself(load, overrides, problem):
+def test_contradicting_keys_are_refused(load, overrides, problem):
     with refused(problem):
         load(*overrides)
 
@@ -102,12 +102,12 @@ def test_what_a_recipe_says_against_itself(load, overrides, problem):
         ({"vocab_size": 30}, "env.judge.tokenizer.name", "too-large"),
     ],
 )
-def test_a_model_that_is_no_judge(load, described, key, code):
+def test_a_model_that_is_not_a_classifier_is_refused(load, described, key, code):
     with refused((key, code)):
         check(load(**described))
 
 
-def test_a_layout_that_does_not_fit_the_reward_model(load, tmp_path):
+def test_a_layout_that_does_not_fit_the_reward_model_is_refused(load, tmp_path):
     keys = ("cluster.train.ranks_per_node=2", "policy.dtensor_cfg.tensor_parallel_size=2")
     check(load(*keys))
     with refused(("policy.dtensor_cfg.tensor_parallel_size", "not-divisible")):
@@ -122,7 +122,7 @@ def test_a_layout_that_does_not_fit_the_reward_model(load, tmp_path):
         check(load("policy.megatron_cfg.enabled=true", hidden_size=None))
 
 
-def test_files_that_are_not_there(load, tmp_path):
+def test_missing_files_are_refused(load, tmp_path):
     recipe = load()
     (tmp_path / "judge/model.safetensors").unlink()
     with refused(("env.judge.model_name", "file-not-found")):
@@ -168,7 +168,7 @@ def test_it_runs_the_train_backend_with_its_variables(load):
     assert parts["generate"].env_vars == {}
 
 
-def test_where_it_is_served_may_change_when_a_run_goes_on(load):
+def test_a_resumed_run_may_serve_it_elsewhere(load):
     for override in (*APART, "env.judge.cpu_offload=false"):
         assert not run_setup.differences(load(), load(override))
     assert "env.judge.model_name" in run_setup.differences(load(), load("env.judge.model_name=other"))

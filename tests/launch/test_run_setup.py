@@ -1,4 +1,4 @@
-"""Who may write into a run folder."""
+"""Which submissions may write into a run folder."""
 
 import errno
 import fcntl
@@ -60,12 +60,12 @@ def load(tmp_path):
         "policy.megatron_cfg.force_reconvert_from_hf=true",
     ],
 )
-def test_keys_that_may_change_when_a_run_goes_on(load, override):
+def test_keys_that_a_resumed_run_may_change(load, override):
     assert config.to_yaml(load()) != config.to_yaml(load(override))
     assert not run_setup.differences(load(), load(override))
 
 
-def test_all_of_it_may_be_moved(tmp_path):
+def test_a_run_may_be_moved(tmp_path):
     (tmp_path / "old").mkdir()
     path = write_recipe(tmp_path / "old", run_dir=str(tmp_path / "old/runs/a"))
     before = config.load(str(path))
@@ -77,7 +77,7 @@ def test_all_of_it_may_be_moved(tmp_path):
     assert "policy.model_name" in run_setup.differences(before, config.load(str(path), [f"run_dir={tmp_path}/a"]))
 
 
-def test_an_evaluation_completes_no_training(load, tmp_path):
+def test_an_evaluation_does_not_complete_training(load, tmp_path):
     run_dir, done = tmp_path / "run", tmp_path / "run/done.json"
     run_dir.mkdir()
     trained, evaluated = load(), load("grpo.max_num_steps=0", "data.validation={data_path: data.jsonl, env_name: math}")
@@ -97,7 +97,7 @@ def test_an_evaluation_completes_no_training(load, tmp_path):
     assert run_setup.done_step(run_dir) is None
 
 
-def test_what_left_no_checkpoint_is_not_evaluated(load, tmp_path):
+def test_a_run_without_a_checkpoint_is_not_evaluated(load, tmp_path):
     evaluated = load("grpo.max_num_steps=0", "data.validation={data_path: data.jsonl, env_name: math}")
     run_setup.check(evaluated)
     (tmp_path / "run").mkdir()
@@ -109,7 +109,7 @@ def test_what_left_no_checkpoint_is_not_evaluated(load, tmp_path):
 
 
 @pytest.mark.parametrize("key", ["enabled=true", "freeze_moe_router=false", "moe_router_dtype=fp32", "optimizer.lr=1"])
-def test_keys_of_megatron_that_change_what_is_computed(load, key):
+def test_megatron_keys_that_change_results_are_differences(load, key):
     name = f"policy.megatron_cfg.{key.partition('=')[0]}"
     assert any(
         f"{name}.".startswith(f"{other}.") for other in run_setup.differences(load(), load(f"policy.megatron_cfg.{key}"))
@@ -123,15 +123,15 @@ def test_variables_for_vllm_reach_the_generate_ranks_only(load):
 
 
 @pytest.mark.parametrize("given", ["cluster.train.env_vars", "policy.generation.vllm_cfg.env_vars"])
-def test_a_python_path_of_ones_own_keeps_hetstep_in_it(load, given):
-    """Ranks are started with python -P, which does not look in the working directory."""
+def test_a_users_python_path_keeps_hetstep(load, given):
+    """Ranks start with python -P, which ignores the working directory."""
     parts = components(load(f"{given}.PYTHONPATH=/mine:/other"))
     name = "train" if "train" in given else "generate"
     assert parts[name].env_vars == {"PYTHONPATH": f"{ROOT}:/mine:/other"}
     assert components(load(f"{given}.PYTHONPATH=''"))[name].env_vars == {"PYTHONPATH": str(ROOT)}
 
 
-def test_all_other_keys_are_named_in_the_schemas_order_with_what_keeps_them(load, tmp_path):
+def test_keys_that_must_stay_are_named_in_the_schemas_order_with_the_reason(load, tmp_path):
     before = load("policy.tokenizer.chat_template=a b")
     ahead = ["grpo.async_grpo.enabled=true", "loss_fn.use_importance_sampling_correction=true"]
     now = load("grpo.seed=1", "policy.optimizer.kwargs.betas=[0.9,0.95]", "grpo.max_num_steps=99", *ahead)
@@ -156,8 +156,8 @@ def test_all_other_keys_are_named_in_the_schemas_order_with_what_keeps_them(load
     run_setup.check(config.with_backend(again, "dtensor"))
 
 
-def test_a_checkpoint_that_cannot_be_resumed_is_told_before_submission(load, tmp_path):
-    """It is of an earlier version, whose schedules counted updates; see tests/test_checkpoint.py."""
+def test_a_checkpoint_that_cannot_be_resumed_is_refused_before_submission(load, tmp_path):
+    """The checkpoint is of an earlier version, whose schedules counted updates; see tests/test_checkpoint.py."""
     folder = tmp_path / "run/checkpoints/step_000004"
     folder.mkdir(parents=True)
     (folder / "complete.json").write_text(json.dumps({"step": 4, "metric": None, "state": {}, "files": {}}))
@@ -167,7 +167,7 @@ def test_a_checkpoint_that_cannot_be_resumed_is_told_before_submission(load, tmp
         run_setup.check(load(warm_up, "policy.train_global_batch_size=2"))
 
 
-def test_a_folder_is_held_while_it_is_submitted_to(tmp_path):
+def test_a_folder_is_locked_during_submission(tmp_path):
     with run_setup.locked(tmp_path), refused(("run_dir", "in-use")), run_setup.locked(tmp_path):  # a lock is its opener's
         pass
     with run_setup.locked(tmp_path):
@@ -177,15 +177,15 @@ def test_a_folder_is_held_while_it_is_submitted_to(tmp_path):
 @pytest.mark.parametrize(
     "record", [JobRecord("local", "1", "another-host", start_time=1), JobRecord("slurm", "17", "login", cluster="a")]
 )
-def test_a_job_that_cannot_be_asked(tmp_path, monkeypatch, record):
+def test_a_job_that_cannot_be_queried_is_refused(tmp_path, monkeypatch, record):
     monkeypatch.setenv("PATH", str(tmp_path))
     write_record(tmp_path, record)
     with refused(("run_dir", "unreachable")), run_setup.locked(tmp_path):
         pass
 
 
-def test_a_slurm_job_of_another_cluster_cannot_be_asked(tmp_path, monkeypatch):
-    """Nor is it gone, because this one does not know its id."""
+def test_a_slurm_job_of_another_cluster_cannot_be_queried(tmp_path, monkeypatch):
+    """An id that this cluster does not have is not taken for a finished job."""
     known = "ping) echo 'Slurmctld(primary) at x is UP';; show\\ config) echo ClusterName = b"
     scontrol = f'case "$1${{2:+ $2}}" in {known};; *) echo Invalid job id >&2; exit 1; esac'
     answers = {"scontrol": scontrol, "sacct": ":"}
@@ -206,7 +206,7 @@ def test_a_slurm_job_of_another_cluster_cannot_be_asked(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("number", [errno.ENOSYS, errno.ENOTSUP, errno.ENOLCK])
 @pytest.mark.parametrize("hold", [locked, lambda path: SweepFolder(path).locked()], ids=["run", "sweep"])
-def test_a_file_system_without_locks_is_told(tmp_path, monkeypatch, hold, number):
+def test_a_file_system_without_locks_is_refused(tmp_path, monkeypatch, hold, number):
     def flock(file: object, operation: int) -> None:
         raise OSError(number, os.strerror(number))
 
@@ -216,7 +216,7 @@ def test_a_file_system_without_locks_is_told(tmp_path, monkeypatch, hold, number
     assert error.value.problems[0].code == "no-locks" and os.strerror(number) in str(error.value)
 
 
-def test_what_an_earlier_attempt_said_about_its_end_is_removed(tmp_path, load):
+def test_an_earlier_attempts_end_files_are_removed(tmp_path, load):
     (tmp_path / "done.json").write_text("{}")
     run_setup.prepare(load(), tmp_path, "#!/bin/bash\n")
     assert run_setup.done_step(tmp_path) is None

@@ -1,4 +1,4 @@
-"""Secrets are refused in recipes and kept out of what is written; a run folder is its owner's alone."""
+"""Secrets are refused in recipes and kept out of written files; only its owner can access a run folder."""
 
 import json
 import os
@@ -51,7 +51,7 @@ def test_names_of_secrets():
         ("cluster.train.env_vars={OTHER: '${oc.env:SOME_PASSWORD}'}", "cluster.train.env_vars.OTHER"),
     ],
 )
-def test_a_recipe_with_a_secret_is_refused_without_saying_it(load, monkeypatch, override, key):
+def test_a_recipe_with_a_secret_is_refused_without_printing_it(load, monkeypatch, override, key):
     monkeypatch.setenv("SOME_PASSWORD", "correct horse")
     with refused((key, "secret-in-recipe")) as error:
         run_setup.check(load(override))
@@ -59,7 +59,7 @@ def test_a_recipe_with_a_secret_is_refused_without_saying_it(load, monkeypatch, 
     assert HF not in told and "ghp_" not in told and "sk-proj" not in told and "correct horse" not in told
 
 
-def test_recipes_that_only_look_like_it(load):
+def test_recipes_without_secrets_pass(load):
     run_setup.check(
         load(
             "policy.generation.max_new_tokens=12",
@@ -70,7 +70,7 @@ def test_recipes_that_only_look_like_it(load):
     )
 
 
-def test_nothing_of_a_submission_holds_a_secret(load, monkeypatch):
+def test_no_file_of_a_submission_has_a_secret(load, monkeypatch):
     monkeypatch.setenv("HF_TOKEN", HF)
     recipe = load()
     run_dir = base.Path(recipe.run_dir)
@@ -82,7 +82,7 @@ def test_nothing_of_a_submission_holds_a_secret(load, monkeypatch):
     assert json.loads((run_dir / "manifest.json").read_text())[0]["command"] == "submit.py x=***"
 
 
-def test_what_submit_prints_holds_no_secret(tmp_path, capsys):
+def test_submits_output_has_no_secret(tmp_path, capsys):
     path = str(write_recipe(tmp_path))
     submit.main([f"recipe={path}", "show=true", f"policy.generation.vllm_kwargs={{hf_token: {HF}}}"])
     submit.main([f"recipe={path}", f"cluster.train.gpu={HF}"])
@@ -91,7 +91,7 @@ def test_what_submit_prints_holds_no_secret(tmp_path, capsys):
     assert "***" in told.err and HF not in told.out + told.err
 
 
-def test_failures_and_tracebacks_hold_no_secret(tmp_path, monkeypatch, capsys):
+def test_failures_and_tracebacks_have_no_secret(tmp_path, monkeypatch, capsys):
     monkeypatch.setenv("MY_SECRET", "correct horse")
     Failure(0, "train", "n0", "step", "loss", "refused: correct horse").record(tmp_path)
     assert json.loads((tmp_path / "failure.json").read_text())["message"] == "refused: ***"
@@ -104,7 +104,7 @@ def mode(path):
     return stat.S_IMODE(path.stat().st_mode)
 
 
-def test_a_run_folder_is_made_for_its_owner_alone(tmp_path):
+def test_a_run_folder_is_private_to_its_owner(tmp_path):
     run_dir = tmp_path / "runs/a"
     before = os.umask(0o002)
     try:
@@ -120,7 +120,7 @@ def test_a_run_folder_is_made_for_its_owner_alone(tmp_path):
         assert (run_dir / ".secret").read_text() == secret
 
 
-def test_who_may_read_is_the_owners_choice_and_who_may_write_is_not(tmp_path, capsys):
+def test_the_owner_may_allow_others_to_read_but_not_to_write(tmp_path, capsys):
     run_dir = tmp_path / "run"
     run_dir.mkdir()
     run_dir.chmod(0o770)
@@ -129,7 +129,7 @@ def test_who_may_read_is_the_owners_choice_and_who_may_write_is_not(tmp_path, ca
     assert f"# {run_dir}: its mode was 0770; others may no longer write there" in capsys.readouterr().out
 
 
-def test_a_secret_that_others_could_read_is_made_anew(tmp_path):
+def test_a_secret_readable_by_others_is_replaced(tmp_path):
     with locked(tmp_path):
         known = (tmp_path / ".secret").read_text()
     (tmp_path / ".secret").chmod(0o644)
@@ -159,7 +159,7 @@ def test_a_rank_loads_no_code_that_others_could_have_written(tmp_path):
     base.own_pickle(folder, "7")
 
 
-def test_what_a_rank_prints_goes_to_its_log_without_secrets(tmp_path):
+def test_a_ranks_log_has_no_secrets(tmp_path):
     program = """
 import logging, os, sys, warnings
 from pipeline import rank_log
@@ -196,7 +196,7 @@ def refuse_lock(hold, folder, code="permission-denied"):
 
 @pytest.mark.parametrize("hold", [locked, lambda path: SweepFolder(path).locked()], ids=["run", "sweep"])
 def test_a_lock_that_is_a_link_or_a_pipe_is_refused(tmp_path, hold):
-    """What the link leads to is not emptied."""
+    """The link's target is not truncated."""
     folder, precious = tmp_path / "run", tmp_path / "precious"
     folder.mkdir()
     precious.write_text("precious")
@@ -223,8 +223,8 @@ def test_another_users_lock_is_refused(tmp_path, hold):
 @as_root
 @pytest.mark.parametrize("name", ["checkpoints", "attempts", "metrics.jsonl", "submitit"])
 @pytest.mark.parametrize("kind", ["link", "own"])
-def test_what_another_user_has_left_in_the_folder_is_refused(tmp_path, name, kind):
-    """He can still write into a folder of his, and a link of his leads where he wants."""
+def test_another_users_files_in_the_folder_are_refused(tmp_path, name, kind):
+    """That user could still write into a folder of theirs, and choose where a link points."""
     run_dir, elsewhere = tmp_path / "run", tmp_path / "elsewhere"
     run_dir.mkdir()
     elsewhere.mkdir()
@@ -237,7 +237,7 @@ def test_what_another_user_has_left_in_the_folder_is_refused(tmp_path, name, kin
 
 
 @as_root
-def test_a_run_folder_behind_another_users_link_is_refused_and_behind_an_own_one_not(tmp_path):
+def test_a_run_folder_behind_another_users_link_is_refused_and_behind_ones_own_is_not(tmp_path):
     (tmp_path / "mine").mkdir()
     link = tmp_path / "run"
     link.symlink_to(tmp_path / "mine")
@@ -257,7 +257,7 @@ def test_a_secret_behind_a_link_is_refused(tmp_path):
 
 @as_root
 def test_another_users_secret_is_refused(tmp_path):
-    """Root could read it, and would let its owner join."""
+    """Root could read it, which would let its owner join the run."""
     write_secret(tmp_path)
     os.chown(tmp_path / ".secret", NOBODY, -1)
     with pytest.raises(PermissionError, match=r"\.secret belongs to nobody, not to you"):
@@ -266,7 +266,7 @@ def test_another_users_secret_is_refused(tmp_path):
 
 @as_root
 def test_a_secret_is_not_written_into_another_users_file(tmp_path):
-    """Of the name under which it is written first."""
+    """The file has the temporary name of the secret."""
     theirs = tmp_path / f"..secret.{socket.gethostname()}-{os.getpid()}"
     theirs.touch()
     os.chown(theirs, NOBODY, -1)

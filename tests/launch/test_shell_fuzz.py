@@ -1,4 +1,4 @@
-"""What batch scripts do with texts that hold shell syntax, by `tests/launch/shell_fuzz.py`; and what is refused by name."""
+"""Batch scripts with shell syntax in texts, by `tests/launch/shell_fuzz.py`; and texts refused by key."""
 
 import dataclasses
 from pathlib import Path
@@ -18,18 +18,18 @@ def check(count: int, seed: int) -> None:
     assert 0 < sum(bool(each.refused) for each in outcomes) < count / 2
 
 
-def test_some():
+def test_a_few_recipes():
     check(16, seed=0)
 
 
 @pytest.mark.long
 @pytest.mark.timeout(1800)
-def test_thousands():
+def test_thousands_of_recipes():
     check(3000, seed=1)
 
 
 def wrong(tmp_path: Path, in_job: bool, **of_train) -> str:
-    """What the script does wrong that train ranks with these keys have, whatever checks say of them."""
+    """Return what the script does wrong for train ranks with these keys, without the recipe's checks."""
     with shell_fuzz.surroundings() as (work, bin, out):
         recipe = config.load(str(write_recipe(tmp_path)), [f"run_dir={work}/run", f"cluster.generate.python={work}/python"])
         recipe.cluster.train = dataclasses.replace(recipe.cluster.train, python=f"{work}/python", **of_train)
@@ -51,7 +51,7 @@ def test_no_text_is_evaluated(tmp_path, keys, in_job):
     assert not wrong(tmp_path, in_job, **keys)
 
 
-def test_the_fuzzer_sees_a_line_that_should_have_been_refused(tmp_path):
+def test_the_fuzzer_finds_a_line_that_should_be_refused(tmp_path):
     found = wrong(tmp_path, True, partition="a\npwned\n")
     assert "/bin/pwned" in found and "lines that are not sbatch's" in found
 
@@ -89,7 +89,7 @@ OPTIONS, VARIABLES = "cluster.train.sbatch_options", "cluster.train.env_vars"
         (f"{VARIABLES}={{HETSTEP_RANK: 3}}", f"{VARIABLES}.HETSTEP_RANK", "bad-format", "which the launcher sets"),
     ],
 )
-def test_what_is_refused_before_anything_starts(tmp_path, capsys, monkeypatch, argument, key, code, says):
+def test_unsafe_texts_are_refused(tmp_path, capsys, monkeypatch, argument, key, code, says):
     monkeypatch.chdir(tmp_path)
     recipe = write_recipe(tmp_path)
     before = sorted(tmp_path.rglob("*"))
@@ -127,7 +127,7 @@ def test_a_component_without_nodes_has_no_options_of_sbatch(tmp_path):
 
 
 @pytest.mark.parametrize("given", ["[A, B]", "{A: 1, B: [2]}", "{1 a: x}"])
-def test_what_the_kwargs_of_ones_own_code_call_env_vars_is_not_looked_at(tmp_path, given):
+def test_env_vars_in_a_users_kwargs_are_not_checked(tmp_path, given):
     own = ["env.math.kind=mine.Mine", f"env.math.kwargs.env_vars={given}"]
     assert config.inspect(str(write_recipe(tmp_path)), own).problems == []
 

@@ -34,7 +34,7 @@ class Alive:
 
 @pytest.fixture
 def run(tmp_path) -> Path:
-    """Under way since ten minutes ago, at step 6 of 100, in its second attempt."""
+    """Write a run that started ten minutes ago, at step 6 of 100, in its second attempt."""
     made = made_runs.folder(tmp_path / "runs/one")
     write_record(made, JobRecord.of("local", Alive()))
     made_runs.attempt(made, "7-0", made_runs.ago(1000), "requeue: crashed with status 9, after checkpoint 2; restart 1 of 3")
@@ -52,7 +52,7 @@ def asked(capsys, *arguments: object) -> tuple[int, str]:
     return answer, capsys.readouterr().out
 
 
-def test_all_that_is_to_be_known_of_a_run(run, capsys):
+def test_all_fields_of_a_run(run, capsys):
     checkpoints = Checkpoints(run, "7-1", CheckpointingConfig())
     partial = checkpoints.begin(4)
     (partial / "weights").write_bytes(b"x" * 5000)
@@ -82,7 +82,7 @@ def test_all_that_is_to_be_known_of_a_run(run, capsys):
     assert "crashed with status 9" in text and "under way" in text
 
 
-def test_of_a_run_that_its_data_end_nobody_knows_how_long_it_takes(run, capsys):
+def test_a_run_that_its_data_ends_has_no_time_left(run, capsys):
     path = run / "recipe.yaml"
     assert path.read_text().count("max_num_steps: 100\n") == 1
     path.write_text(path.read_text().replace("max_num_steps: 100\n", "max_num_steps: 1000000\n"))
@@ -94,7 +94,7 @@ def test_of_a_run_that_its_data_end_nobody_knows_how_long_it_takes(run, capsys):
     assert text.splitlines()[1].split()[:5] == ["running", "6", "100", "s", "1"]
 
 
-def test_a_run_that_starts_says_so(run, capsys):
+def test_a_starting_run_is_shown_as_starting(run, capsys):
     made_runs.attempt(run, "7-2", time.time())
     _, text = asked(capsys, run)
     assert "running; the ranks are starting" in text
@@ -115,7 +115,7 @@ def test_a_failed_run_shows_the_first_failure_and_exits_with_1(tmp_path, capsys)
     assert f"logs        {run}/attempts/1-1" in text
 
 
-def test_a_run_that_failed_without_a_word_shows_the_end_of_a_log(tmp_path, capsys):
+def test_a_run_without_failure_json_shows_the_end_of_a_log(tmp_path, capsys):
     run = made_runs.folder(tmp_path / "one")
     log = "line 1\n" * 100 + "Traceback (most recent call last):\nMemoryError\n"
     made_runs.attempt(run, "1-0", made_runs.ago(50), "stop: crashed with status 137", log=log)
@@ -124,7 +124,7 @@ def test_a_run_that_failed_without_a_word_shows_the_end_of_a_log(tmp_path, capsy
     assert "the end of" in text and "  MemoryError\n" in text and text.count("line 1\n") == 18
 
 
-def test_a_run_that_somebody_stopped_or_that_is_done(tmp_path, capsys):
+def test_a_stopped_run_and_a_complete_run(tmp_path, capsys):
     run = made_runs.folder(tmp_path / "one")
     made_runs.attempt(run, "7-0", made_runs.ago(50))
     (run / "submitit").mkdir()
@@ -169,7 +169,7 @@ def test_hundreds_of_runs_in_a_list_newest_first(run, tmp_path, capsys):
     assert answer == 2
 
 
-def test_what_is_named_and_failed_gives_1_in_a_list_too(run, tmp_path, capsys):
+def test_a_named_failed_run_exits_with_1_in_a_list_too(run, tmp_path, capsys):
     other = made_runs.folder(tmp_path / "runs/other")
     assert asked(capsys, run, other)[0] == 1
     assert asked(capsys, tmp_path / "runs")[0] == 0
@@ -181,7 +181,7 @@ def test_idle_shares_are_means_of_the_last_steps(run, capsys):
     assert "idle        train 35%, generate 25%\n" in asked(capsys, run)[1]  # the mean of 10%, 20% ... 60%
 
 
-def test_of_a_long_run_only_the_end_is_read(run, capsys):
+def test_only_the_end_of_a_long_run_is_read(run, capsys):
     line = json.loads((run / "metrics.jsonl").read_text().splitlines()[5])
     spoiled = ["x" * len(json.dumps(line))] * 19_000  # would raise, if it were read
     lines = [json.dumps(line | {"step": step, "time": 1e9 + step}) for step in range(19_001, 20_001)]
@@ -205,13 +205,13 @@ def test_watching_ends_with_the_run(run, monkeypatch, capsys):
         (["."], "is not a run folder, and has none below it"),
     ],
 )
-def test_what_is_no_run_is_refused(tmp_path, monkeypatch, capsys, arguments, said):
+def test_a_folder_that_is_not_a_run_is_refused(tmp_path, monkeypatch, capsys, arguments, said):
     monkeypatch.chdir(tmp_path)
     assert status.main(arguments) == 2
     assert said in capsys.readouterr().err
 
 
-def test_a_job_that_cannot_be_asked_is_told_so(run, tmp_path, monkeypatch, capsys):
+def test_a_job_that_cannot_be_queried_is_reported(run, tmp_path, monkeypatch, capsys):
     write_json(run / "job.json", {"executor": "local", "job_id": "1", "host": "another", "start_time": 5})
     assert "unknown; its processes are on another; look there" in asked(capsys, run)[1]
 
@@ -243,7 +243,7 @@ def test_a_job_that_cannot_be_asked_is_told_so(run, tmp_path, monkeypatch, capsy
     assert asked(capsys, run)[0] == 1
 
 
-def test_it_needs_no_library_of_the_job(run):
+def test_status_imports_no_library_of_the_job(run):
     program = "import sys; sys.modules |= dict.fromkeys(('torch', 'vllm', 'transformers', 'tensorboard', 'matplotlib'))\n"
     program += f"from launch import report, status; status.main(['{run}']); sys.exit(report.main(['{run}']))"
     answer = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=60)

@@ -37,7 +37,7 @@ def load(folder: Path, *overrides: str) -> Recipe:
 
 
 def write_shards(model: Path) -> None:
-    """Two weight files of 12 and 8 numbers, and their index."""
+    """Write two weight files of 12 and 8 numbers, and their index."""
     a, b, c = (np.arange(n, dtype=np.float32) for n in (4, 8, 8))
     save_file({"a": a, "b": b}, model / SHARDS[0])
     save_file({"c": c}, model / SHARDS[1])
@@ -47,7 +47,7 @@ def write_shards(model: Path) -> None:
 
 @pytest.fixture
 def disk(folder):
-    """A file system of 8 MiB."""
+    """Mount a file system of 8 MiB."""
     path = folder / "disk"
     path.mkdir()
     if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=8m", "tmpfs", str(path)], capture_output=True).returncode:
@@ -70,7 +70,7 @@ def problems(recipe: Recipe) -> list[Problem]:
 # ---- weights ------------------------------------------------------------------------------------------------------------
 
 
-def test_whole_weights(folder, model):
+def test_complete_weights_pass(folder, model):
     assert problems(load(folder)) == []
     found = read_stored_weights(model)
     assert (found.files, found.parameters, found.nbytes, found.faults) == (2, 20, 80, {})
@@ -135,15 +135,15 @@ MODEL = "policy.model_name"
         (lambda path: save_file({"other": np.zeros(8, np.float32)}, path), "unreadable", "lacks 1 of its 1 tensors"),
     ],
 )
-def test_spoiled_weights(folder, model, spoil, code, says):
-    """Faults of a file have one code, and messages that tell them apart."""
+def test_damaged_weights_are_refused(folder, model, spoil, code, says):
+    """A file's faults have one code, and messages that distinguish them."""
     spoil(model / SHARDS[1])
     (problem,) = problems(load(folder))
     assert named([problem]) == {(MODEL, code)}
     assert problem.message.startswith(f"{model / SHARDS[1]} {says}")
 
 
-def test_every_bad_file_is_told(folder, model):
+def test_every_bad_file_is_named(folder, model):
     cut(model / SHARDS[0])
     lfs(model / SHARDS[1])
     lfs(model / "tokenizer.json")
@@ -152,7 +152,7 @@ def test_every_bad_file_is_told(folder, model):
     assert problems(load(folder, "policy.random_init=true")) == said[:1]  # which needs no weights
 
 
-def test_no_weights_and_an_index_that_is_none(folder, model):
+def test_missing_weights_and_an_invalid_index_are_refused(folder, model):
     index = model / "model.safetensors.index.json"
     index.write_text("{}")
     assert named(problems(load(folder))) == {(MODEL, "unreadable")}
@@ -165,7 +165,7 @@ def test_no_weights_and_an_index_that_is_none(folder, model):
 
 
 @pytest.mark.skipif(os.getuid() != 0, reason="needs root, to be someone else")
-def test_weights_that_may_not_be_read(folder, model, monkeypatch):
+def test_unreadable_weights_are_refused(folder, model, monkeypatch):
     (model / SHARDS[0]).chmod(0)
     monkeypatch.chdir(folder)
     os.seteuid(65534)
@@ -197,7 +197,7 @@ def test_a_snapshot_in_the_hub_cache(folder, model):
 # ---- folders ------------------------------------------------------------------------------------------------------------
 
 
-def test_folders_that_cannot_be_written(folder, model, disk, monkeypatch):
+def test_unwritable_folders_are_refused(folder, model, disk, monkeypatch):
     subprocess.run(["mount", "-o", "remount,ro", str(disk)], check=True)
     monkeypatch.setenv("HETSTEP_MEGATRON_CHECKPOINT_DIR", str(disk / "conversions"))
     (folder / "run").mkdir()
@@ -206,7 +206,7 @@ def test_folders_that_cannot_be_written(folder, model, disk, monkeypatch):
     assert named(problems(load(folder, "policy.megatron_cfg.enabled=true"))) == denied
 
 
-def test_where_conversions_are(folder, model, monkeypatch):
+def test_the_folder_of_conversions(folder, model, monkeypatch):
     recipe = load(folder)
     assert conversions_folder(recipe) == folder / "hf/hetstep"
     monkeypatch.setenv("NRL_MEGATRON_CHECKPOINT_DIR", "/shared/a")
@@ -233,7 +233,7 @@ def test_a_job_on_a_file_system_of_one_machine_is_noted(folder, model, monkeypat
 
 @pytest.fixture
 def contained(folder, model):
-    """(keys of cluster.train and cluster.generate) -> problems of a job in containers."""
+    """Return check(keys of cluster.train and cluster.generate): the problems of a job in containers."""
     image = folder / "train.sqsh"
     image.write_bytes(b"hsqs" + bytes(36) + (200).to_bytes(8, "little") + bytes(152))
 
@@ -248,7 +248,7 @@ def contained(folder, model):
 MOUNTS = "cluster.train.container_mounts"
 
 
-def test_what_a_container_needs(folder, contained):
+def test_a_container_needs_mounts_for_its_files(folder, contained):
     said = contained(container_mounts=[f"{ROOT}:{ROOT}"])
     assert named(said) == {(MOUNTS, "not-mounted")}
     assert [problem.message.partition(", is not mounted")[0] for problem in said] == [
@@ -263,7 +263,7 @@ def test_what_a_container_needs(folder, contained):
     assert len(said) == 3
 
 
-def test_links_that_lead_out_of_a_mount(folder, contained):
+def test_links_that_leave_a_mount_are_refused(folder, contained):
     (folder / "far").mkdir()
     (folder / "model").rename(folder / "far/model")
     (folder / "model").symlink_to(folder / "far/model")
@@ -280,7 +280,7 @@ def test_links_that_lead_out_of_a_mount(folder, contained):
 
 
 def test_every_link_of_a_chain_must_be_mounted(folder, contained):
-    """model -> near/model -> middle/model -> far/model; what is not mounted is seen at every place."""
+    """Link model -> near/model -> middle/model -> far/model; an unmounted folder is noticed at every place."""
     for name in ("far", "middle", "near", "run"):
         (folder / name).mkdir()
     (folder / "model").rename(folder / "far/model")
@@ -302,7 +302,7 @@ def test_every_link_of_a_chain_must_be_mounted(folder, contained):
     assert f"leads to {folder / 'middle/model'}, which is not mounted" in said.message
 
 
-def test_a_circle_of_links_and_a_link_to_a_folder_on_the_way(folder):
+def test_a_cycle_of_links_and_a_link_to_a_folder_on_the_path(folder):
     (folder / "real").mkdir()
     (folder / "real/file").write_text("")
     (folder / "first").symlink_to("second")
@@ -331,13 +331,13 @@ def test_a_circle_of_links_and_a_link_to_a_folder_on_the_way(folder):
         ({"container_image": "nvcr.io#nvidia/pytorch:26.01-py3"}, None, None),
     ],
 )
-def test_containers_that_would_not_start(folder, contained, keys, key, code):
+def test_containers_that_cannot_start_are_refused(folder, contained, keys, key, code):
     given = [f"{ROOT}:{ROOT}", f"{folder}:{folder}"]
     problems = contained(**{**keys, "container_mounts": given + keys.get("container_mounts", [])})
     assert named(problems) == ({(f"cluster.train.{key}", code)} if key else set())
 
 
-def test_an_image_that_was_cut_off(folder, contained):
+def test_a_truncated_image_is_refused(folder, contained):
     cut(folder / "train.sqsh")
     problems = contained(container_mounts=[f"{ROOT}:{ROOT}", f"{folder}:{folder}"])
     assert named(problems) == {("cluster.train.container_image", "unreadable")}
@@ -371,7 +371,7 @@ def llama(folder: Path, *overrides: str) -> Recipe:
     return recipe
 
 
-def test_checkpoints_that_do_not_fit(folder, model, disk):
+def test_checkpoints_that_do_not_fit_are_refused(folder, model, disk):
     one = PARAMETERS * 12  # a float32 weight, and Adam's two of the same
     assert 3 * one < 8 << 20 < 4 * one
     run = f"run_dir={disk / 'run'}"
@@ -397,7 +397,7 @@ def test_checkpoints_that_do_not_fit(folder, model, disk):
     assert f"3 checkpoints of {size(one + 2 * PARAMETERS)}" in problem.message
 
 
-def test_checkpoints_that_are_there_already(folder, model, disk):
+def test_existing_checkpoints_are_counted(folder, model, disk):
     step = disk / "run/checkpoints/step_000001"
     step.mkdir(parents=True)
     (step / "train-rank00000.safetensors").write_bytes(bytes(PARAMETERS * 12))
@@ -410,7 +410,7 @@ def test_checkpoints_that_are_there_already(folder, model, disk):
     assert f", of which {size(PARAMETERS * 12)} are there" in problem.message
 
 
-def test_a_conversion_that_does_not_fit(folder, model, disk, monkeypatch):
+def test_a_conversion_that_does_not_fit_is_refused(folder, model, disk, monkeypatch):
     monkeypatch.setenv("HETSTEP_MEGATRON_CHECKPOINT_DIR", str(disk / "conversions"))
     (model / "model.safetensors.index.json").unlink()
     save_file({"a": np.zeros(3 << 20, np.float32)}, model / "model.safetensors")
@@ -425,7 +425,7 @@ def test_a_conversion_that_does_not_fit(folder, model, disk, monkeypatch):
     assert problems(load(folder, "policy.megatron_cfg.enabled=true", "policy.megatron_cfg.force_reconvert_from_hf=true")) != []
 
 
-def test_a_model_that_is_too_large_for_any_disk(folder, model):
+def test_a_model_too_large_for_the_disk_is_refused(folder, model):
     recipe = llama(folder)
     (model / "config.json").write_text(json.dumps({**LLAMA, "vocab_size": 10**12}))
     (problem,) = problems(recipe)

@@ -1,4 +1,4 @@
-"""`launch/submit.py`: what it prints, what it starts, what it ends with. The jobs are real; what the ranks do is tests' own."""
+"""`launch/submit.py`: its output, the jobs it starts, its exit status. The jobs are real; ranks run the tests' tasks."""
 
 import json
 import os
@@ -27,7 +27,7 @@ GPUS = ["cluster.train.gpus_per_node=1", "cluster.generate.gpus_per_node=1"]
 
 @pytest.fixture(autouse=True)
 def interruptible():
-    """Also where whoever started the tests ignores SIGINT, as nohup and a shell's background do: processes inherit that."""
+    """Restore SIGINT if the tests' parent ignores it, as nohup and a shell's background do: processes inherit that."""
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     yield
     signal.signal(signal.SIGINT, before or signal.SIG_DFL)
@@ -35,7 +35,7 @@ def interruptible():
 
 @pytest.fixture
 def here(tmp_path, monkeypatch) -> Path:
-    """A folder with a recipe `tiny`, as the current one."""
+    """Change to a folder with a recipe `tiny`."""
     write_recipe(tmp_path)
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(loading, "RECIPES", tmp_path)
@@ -113,7 +113,7 @@ def test_dry_run_shows_what_would_be_submitted_where_files_are_missing(
     assert status == 2 and problem in err and not (here / "run").exists()
 
 
-def test_dry_run_of_a_recipe_that_contradicts_itself_tells_only_that(here, dry_run):
+def test_dry_run_of_a_contradicting_recipe_prints_only_its_problems(here, dry_run):
     status, out, err = dry_run("policy.train_global_batch_size=0")
     assert (status, out) == (2, "") and "policy.train_global_batch_size: got 0; expected at least 1 [too-small]" in err
 
@@ -124,7 +124,7 @@ def test_dry_run_warns_of_two_backends(here, dry_run):
     assert "# Megatron-Core trains, because policy.megatron_cfg.enabled overrides" in out
 
 
-def test_the_gpu_that_train_ranks_get_a_variable_for_is_told(here, dry_run):
+def test_the_gpu_behind_a_variable_of_train_ranks_is_printed(here, dry_run):
     cut = ["policy.megatron_cfg.enabled=true", "policy.megatron_cfg.tensor_model_parallel_size=2", "cluster.executor=slurm"]
     cut += ["cluster.train.gpus_per_node=2", "cluster.generate.gpus_per_node=1"]
     status, out, _ = dry_run(*cut)
@@ -133,7 +133,7 @@ def test_the_gpu_that_train_ranks_get_a_variable_for_is_told(here, dry_run):
     assert status == 2 and "cluster.train.gpu: " in err and "grpo.max_num_steps: " in err
 
 
-def test_a_model_that_cannot_be_planned_may_run_all_the_same(here, command, dry_run):
+def test_a_model_that_cannot_be_planned_may_still_run(here, command, dry_run):
     described = json.loads((here / "model/config.json").read_text())
     (here / "model/config.json").write_text(json.dumps(described | {"model_type": "phi3"}))
     status, out, _ = dry_run()
@@ -143,7 +143,7 @@ def test_a_model_that_cannot_be_planned_may_run_all_the_same(here, command, dry_
 
 
 def test_works_where_the_package_is_not_installed(here):
-    """-I: neither the current folder, nor PYTHONPATH, nor the editable install of this checkout is looked at."""
+    """With -I, Python ignores the current folder, PYTHONPATH, and the editable install of this checkout."""
     code = (
         "import os, runpy, sys; sys.argv = sys.argv[1:]\n"
         "sys.meta_path[:] = [f for f in sys.meta_path if 'editable' not in str(f).lower()]\n"
@@ -178,7 +178,7 @@ def test_a_run_from_submit_to_done(here, command):
     assert len(list((here / "run/attempts").iterdir())) == 2
 
 
-def test_a_run_that_its_data_ended_goes_on_with_more_epochs_alone(here, command):
+def test_a_run_that_its_data_ended_resumes_only_with_more_epochs(here, command):
     one_epoch = ("grpo.max_num_steps=1000000", "grpo.max_num_epochs=1")
     (here / "run").mkdir()
     run_setup.prepare(config.with_backend(config.load("tiny", list(one_epoch)), "dtensor"), here / "run", "")
@@ -213,7 +213,7 @@ def test_a_run_that_its_data_ended_goes_on_with_more_epochs_alone(here, command)
     ],
     ids=["failure.json", "a log", "no done.json"],
 )
-def test_a_failure_is_told(here, command, monkeypatch, task, told):
+def test_a_failure_is_printed(here, command, monkeypatch, task, told):
     monkeypatch.setattr("launch.follow.SETTLE_S", 0.0)
     status, out, _ = command("recipe=tiny", task=task)
     assert status == 1 and [text for text in told if text.format(here=here) not in out] == []
@@ -250,7 +250,7 @@ def test_needs_run_first_and_once(here, command):
     assert status == 0 and "of_its_own: local job" not in out
 
 
-def test_a_need_that_fails_stops_the_rest(here, command):
+def test_a_failed_need_stops_the_rest(here, command):
     write_recipe(here, "base")
     write_recipe(here, "second", needs=["base"], run_dir="runs/second")
     assert command("recipe=second", task=tasks.fail_with_report)[0] == 1
@@ -328,7 +328,7 @@ def on_slurm(here, slurm_cluster, monkeypatch) -> Path:
 
 
 @pytest.mark.slurm
-def test_auto_takes_slurm_where_there_is_one(on_slurm, command):
+def test_auto_chooses_slurm_if_there_is_one(on_slurm, command):
     status, out, _ = command("recipe=base")
     assert status == 0 and "base: Slurm job" in out and "step 3/3" in out and "done: step 3" in out
     assert (on_slurm / "run/batch.sh").read_text().count("#SBATCH hetjob") == 1
@@ -346,7 +346,7 @@ def test_detached_needs_are_chained(on_slurm, command):
 
 
 @pytest.mark.slurm
-def test_a_refusal_by_sbatch_is_told(on_slurm, command, monkeypatch):
+def test_a_refusal_by_sbatch_is_printed(on_slurm, command, monkeypatch):
     monkeypatch.setattr(prepare.slurm_job, "problems", lambda *_: iter(()))  # as if the partition went after it was looked for
     status, _, err = command("recipe=base", "cluster.train.partition=nowhere")
     assert status == 2 and "[refused-by-slurm]" in err and "invalid partition" in err
@@ -355,8 +355,8 @@ def test_a_refusal_by_sbatch_is_told(on_slurm, command, monkeypatch):
     assert status == 2 and "[unreachable]" in err and "squeue --me" in err
 
 
-def test_a_reader_that_has_gone_is_no_traceback():
-    """As `| head` is."""
+def test_a_closed_pipe_gives_no_traceback():
+    """The reader ends early, as `| head` does."""
     command = [sys.executable, str(ROOT / "launch/submit.py"), "recipe=tiny_grpo", "show=true"]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     process.stdout.close()

@@ -1,4 +1,4 @@
-"""What a run has said is shown as text: no terminal obeys it."""
+"""A run's texts are shown with control characters escaped, so that no terminal interprets them."""
 
 import json
 import re
@@ -30,7 +30,7 @@ OBEYED = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069\ud8
 
 
 @pytest.mark.parametrize(("said", "shown"), TRICKS.values(), ids=TRICKS)
-def test_text_is_shown_and_tricks_are_written_out(said, shown):
+def test_text_is_shown_and_control_characters_are_escaped(said, shown):
     assert plain(said) == shown
     assert on_one_line(f"{said}\n{said}") == f"{shown}\\n{shown}"
 
@@ -40,7 +40,7 @@ def everything() -> str:
 
 
 @pytest.mark.parametrize("where", ["message", "traceback", "log", "verdict", "host"])
-def test_status_prints_nothing_that_a_terminal_obeys(tmp_path, capsys, where):
+def test_status_prints_no_control_characters(tmp_path, capsys, where):
     run = made_runs.folder(tmp_path / "runs/one")
     said = {"rank": 0, "message": "no", "traceback": ""}
     if where in ("message", "traceback", "host"):
@@ -55,13 +55,13 @@ def test_status_prints_nothing_that_a_terminal_obeys(tmp_path, capsys, where):
         assert asked != run or r"\x1b]0;owned\x07" in told
 
 
-def test_status_prints_a_line_for_a_folder_whose_name_has_two(tmp_path, capsys):
+def test_status_prints_one_line_for_a_folder_name_with_a_newline(tmp_path, capsys):
     made_runs.folder(tmp_path / "runs/one").rename(tmp_path / "runs/one\ndone  forged\x1b[2J")
     status.main([str(tmp_path / "runs")])
     assert len(capsys.readouterr().out.splitlines()) == 2
 
 
-def test_follow_prints_nothing_that_a_terminal_obeys(tmp_path, capsys):
+def test_follow_prints_no_control_characters(tmp_path, capsys):
     write_logs(tmp_path, "", everything().encode(errors="replace").decode())
     fail(tmp_path, "17-0", {**RAISED, "message": everything(), "traceback": ""})
     (tmp_path / "metrics.jsonl").write_text(json.dumps({"step": 1, "time": 1.0}) + "\n")

@@ -27,7 +27,7 @@ NEEDED |= {"s": {"name", "cat", "id", "pid", "tid", "ts"}, "f": {"name", "cat", 
 
 @pytest.fixture
 def run(tmp_path) -> Path:
-    """Two train ranks and two engines of two ranks, three steps."""
+    """Write two train ranks and two engines of two ranks, three steps."""
     made = made_runs.folder(tmp_path / "run")
     written_traces.cluster(made_runs.attempt(made, "1", BEGAN), train=2, generate=4, steps=3, engine_ranks=2, per_node=2)
     lines = [
@@ -38,7 +38,7 @@ def run(tmp_path) -> Path:
 
 
 def traced(run: Path, *arguments: str) -> list[dict]:
-    """Return the events, of which each has what its kind needs; no two slices of a thread overlap."""
+    """Return the events; each has the fields of its kind, and no two slices of a thread overlap."""
     assert timeline.main([f"run={run}", *arguments]) == 0
     whole = json.loads((run / "timeline.json").read_text())
     assert set(whole) == {"displayTimeUnit", "traceEvents", "otherData"}
@@ -126,7 +126,7 @@ def test_the_clocks_of_other_nodes_are_corrected(tmp_path, capsys):
     assert "how far they are apart was not measured" in capsys.readouterr().out
 
 
-def test_all_attempts_come_one_after_another_and_a_killed_one_is_whole(run):
+def test_attempts_follow_each_other_and_a_killed_one_is_complete(run):
     second = made_runs.attempt(run, "2", BEGAN + 100)
     record(second, 0, "train", [(0.0, 1.0, "setup", "load"), (1.0, 2.0, "step", "")], began=BEGAN + 100)
     path = second / "timeline/rank00000.jsonl"
@@ -138,7 +138,7 @@ def test_all_attempts_come_one_after_another_and_a_killed_one_is_whole(run):
     assert max(event["ts"] for event in both) == pytest.approx(101e6)
 
 
-def test_a_trace_of_some_steps_has_only_those(run):
+def test_a_trace_of_some_steps_has_only_their_events(run):
     events = traced(run, "steps=2-3")
     assert [event["name"] for event in events if event["ph"] == "X" and event["pid"] == 0] == ["step 2", "step 3"]
     assert sum(event["name"] == "receive: receive" for event in events if event["ph"] == "X") == 4 * 2
@@ -239,7 +239,7 @@ def test_bad_command_lines(run, capsys, arguments, said):
     assert said in capsys.readouterr().err
 
 
-def test_a_run_without_a_timeline_is_told_why(tmp_path, capsys):
+def test_a_run_without_a_timeline_is_refused_with_a_reason(tmp_path, capsys):
     off = made_runs.folder(tmp_path / "off", "tiny_grpo", "logger.timeline_enabled=false")
     made_runs.attempt(off, "1", BEGAN)
     assert timeline.main([str(off)]) == 2

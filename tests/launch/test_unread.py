@@ -1,4 +1,4 @@
-"""Keys that nothing reads: an error on the command line, a note in the recipe's own file, silence where they are inherited."""
+"""Keys that nothing reads: an error on the command line, a note in the recipe's own file, silent if inherited."""
 
 import pytest
 
@@ -42,7 +42,7 @@ def unread(name, *overrides):
         (["dpo.label_smoothing=0.1"], "dpo.label_smoothing", "leave it out"),
     ],
 )
-def test_on_the_command_line_it_is_refused(overrides, key, instead):
+def test_an_unread_key_on_the_command_line_is_refused(overrides, key, instead):
     (problem,), _ = unread("tiny_grpo", *overrides)
     assert (problem.origin, problem.key, problem.code) == ("the command line", key, "has-no-effect")
     assert instead in problem.message
@@ -59,11 +59,11 @@ def test_on_the_command_line_it_is_refused(overrides, key, instead):
         ["grpo.async_grpo.max_generation_failures=3"],
     ],
 )
-def test_what_is_read_is_not(overrides):
+def test_a_key_that_is_read_is_accepted(overrides):
     assert unread("tiny_grpo", *overrides)[0] == []
 
 
-def test_of_the_loss_distillation_reads_its_own_keys():
+def test_distillation_reads_only_its_own_loss_keys():
     (problem,), _ = unread("tiny_distillation", "loss_fn.ratio_clip_min=0.3", "loss_fn.kl_type=forward")
     assert (problem.key, problem.code) == ("loss_fn.ratio_clip_min", "has-no-effect")
 

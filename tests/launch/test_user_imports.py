@@ -1,4 +1,4 @@
-"""User code is found beside the recipe, and imported and checked before a run is submitted."""
+"""User code is found next to the recipe, and imported and checked before a run is submitted."""
 
 import json
 import os
@@ -54,15 +54,15 @@ def folder(tmp_path, monkeypatch):
     return tmp_path / "there"
 
 
-def asked(folder, *overrides, executor="local"):
-    """(problems, notes)"""
+def examined(folder, *overrides, executor="local"):
+    """Return (problems, notes)."""
     recipe = config.inspect(str(folder / "mine.yaml"), list(overrides)).recipe
     notes = []
     return list(map(str, user_imports.problems(recipe, executor, notes))), notes
 
 
-def test_a_function_beside_the_recipe_is_found_from_anywhere(folder):
-    assert asked(folder) == ([], [])
+def test_a_function_next_to_the_recipe_is_found_from_any_folder(folder):
+    assert examined(folder) == ([], [])
     recipe = config.inspect(str(folder / "mine.yaml")).recipe
     assert recipe.module_folders == [str(folder)]
     assert user_imports.folder_of("rewards_of_mine.right", recipe) == folder
@@ -96,24 +96,24 @@ def test_a_function_beside_the_recipe_is_found_from_anywhere(folder):
         ),
     ],
 )
-def test_what_is_wrong_with_it_is_told(folder, overrides, says):
-    problems, notes = asked(folder, *(shlex.split(overrides) if "{" not in overrides else [overrides]))
+def test_wrong_user_code_is_refused(folder, overrides, says):
+    problems, notes = examined(folder, *(shlex.split(overrides) if "{" not in overrides else [overrides]))
     assert notes == [] and says.format(folder=folder) in problems[0], problems
 
 
-def test_it_is_looked_for_in_the_working_directory_after_all_other_places(folder):
+def test_the_working_directory_is_searched_last(folder):
     here = folder.parent / "here"
     (here / "of_the_project.py").write_text("def right(prompt, answer): return 1.0\n")
     (here / "rewards_of_mine.py").write_text("raise SystemExit(77)\n")
     (here / "random.py").write_text("raise SystemExit(77)\n")
     recipe = (folder / "mine.yaml").read_text()
-    assert asked(folder) == ([], [])
+    assert examined(folder) == ([], [])
     (folder / "mine.yaml").write_text(recipe.replace("rewards_of_mine.right", "of_the_project.right"))
-    assert asked(folder) == ([], [])
+    assert examined(folder) == ([], [])
 
 
-def test_where_it_was_looked_for_and_how_to_add_a_place_is_told(folder):
-    (problem,), _ = asked(folder, "env.mine.kind=rewards.right")
+def test_an_import_error_names_the_searched_folders_and_how_to_add_one(folder):
+    (problem,), _ = examined(folder, "env.mine.kind=rewards.right")
     assert str(folder) in problem and problem.endswith(
         "Try a place beside the recipe's file, or its folder in module_folders=[FOLDER], or in PYTHONPATH"
     )
@@ -123,43 +123,43 @@ def test_where_it_was_looked_for_and_how_to_add_a_place_is_told(folder):
     ("module", "why"),
     [("needs_torch", "it imports no_such_package, which is not installed here"), ("needs_gpu", "RuntimeError: no GPU here")],
 )
-def test_what_only_the_ranks_have_is_noted_and_the_source_is_looked_at(folder, module, why):
+def test_code_that_only_ranks_can_import_is_noted_and_its_source_is_checked(folder, module, why):
     elsewhere = ["cluster.generate.container_image=image", f"env.mine.kind={module}.right"]
     if module == "needs_gpu":
         (folder / "needs_gpu.py").write_text(CODE["needs_gpu.py"] + "def right(prompt, answer): return 1.0\n")
-    problems, (note,) = asked(folder, *elsewhere, executor="slurm")
+    problems, (note,) = examined(folder, *elsewhere, executor="slurm")
     assert problems == [] and why in note and "the ranks of cluster.generate may have what it needs" in note
-    problems, _ = asked(folder, elsewhere[0], f"env.mine.kind={module}.wrong", executor="slurm")
+    problems, _ = examined(folder, elsewhere[0], f"env.mine.kind={module}.wrong", executor="slurm")
     assert problems == [f"env.mine.kind: {module}.wrong: {folder}/{module}.py has no wrong"]
 
 
-def test_what_only_an_image_has_is_noted(folder):
+def test_code_that_only_an_image_has_is_noted(folder):
     given = ("cluster.generate.container_image=image", "env.mine.kind=in_the_image.env.Mine")
-    problems, (note,) = asked(folder, *given, executor="slurm")
+    problems, (note,) = examined(folder, *given, executor="slurm")
     assert problems == [] and note.endswith("it is not here; the ranks of cluster.generate may have it")
-    (problem,), _ = asked(folder, given[1], executor="slurm")
+    (problem,), _ = examined(folder, given[1], executor="slurm")
     assert "there is no module in_the_image" in problem
 
 
-def test_it_is_looked_for_in_a_components_python_path(folder):
+def test_a_components_python_path_is_searched(folder):
     (folder / "lib").mkdir()
     (folder / "lib/far_away.py").write_text("def right(prompt, answer): return 1.0\n")
     path = f"cluster.generate.env_vars.PYTHONPATH={folder}/lib"
-    assert asked(folder, path, "env.mine.kind=far_away.right") == ([], [])
-    assert asked(folder, "env.mine.kind=far_away.right")[0] != []
+    assert examined(folder, path, "env.mine.kind=far_away.right") == ([], [])
+    assert examined(folder, "env.mine.kind=far_away.right")[0] != []
 
 
-def test_a_data_set_beside_the_recipe_is_found(folder):
+def test_a_data_set_next_to_the_recipe_is_found(folder):
     given = "data.train={_override_: true, dataset_name: rewards_of_mine.rows, env_name: mine}"
-    assert asked(folder, given) == ([], [])
+    assert examined(folder, given) == ([], [])
     recipe = config.inspect(str(folder / "mine.yaml"), [given]).recipe
     assert [problem for problem in input_files.problems(recipe, [], []) if "dataset_name" in str(problem)] == []
 
 
 @pytest.mark.parametrize(("module", "why"), [("slow", "importing it takes more than 1 s"), ("leaves", "ended with status 3")])
-def test_code_that_does_not_come_back_is_noted(folder, monkeypatch, module, why):
+def test_code_that_hangs_is_noted(folder, monkeypatch, module, why):
     monkeypatch.setattr(user_imports, "PROBE_S", 1.0 if module == "slow" else 30.0)
-    problems, (note,) = asked(folder, f"env.mine.kind={module}.right")
+    problems, (note,) = examined(folder, f"env.mine.kind={module}.right")
     assert problems == [] and why in note
 
 
@@ -217,8 +217,8 @@ def test_the_pages_reward_runs_from_the_page(example, capsys):
 
 
 @pytest.mark.parametrize("function", ["rewards_of_mine.right", "rewards_of_mine.optional"])
-def test_a_misspelt_column_is_told_whether_the_function_needs_it_or_not(folder, function):
+def test_a_misspelt_column_is_reported_whether_the_function_needs_it_or_not(folder, function):
     with open(folder / "rewards_of_mine.py", "a") as file:
         file.write("def optional(prompt, answer, expected=None): return 1.0\n")
-    (problem, *_), _ = asked(folder, f"env.mine.kind={function}", "data.train.output_key=anwser")
+    (problem, *_), _ = examined(folder, f"env.mine.kind={function}", "data.train.output_key=anwser")
     assert problem == "data.train.output_key: got anwser; expected one of the columns input, answer, level. Try answer"

@@ -1,4 +1,4 @@
-"""launch/executors/verdict.sh over run folders as attempts leave them: what comes next, and the status that says so."""
+"""launch/executors/verdict.sh over run folders as attempts leave them: the next action, and its exit status."""
 
 import os
 import subprocess
@@ -127,7 +127,7 @@ def test_an_attempt_that_another_job_has_superseded_is_the_last_of_its_own(tmp_p
     assert judge(tmp_path, "17-0", 1)[0] == REQUEUE
 
 
-def test_one_that_fails_before_it_claims_the_folder_is_not_superseded(tmp_path):
+def test_an_attempt_that_fails_before_it_claims_the_folder_is_not_superseded(tmp_path):
     left_by(tmp_path, "17-3", started="1000.125").claim()
     left_by(tmp_path, "18-0", bad_nodes="n3: 7 GPUs, not 8", started="1000.25")
     assert judge(tmp_path, "18-0", 1)[0] == REQUEUE
@@ -142,7 +142,7 @@ def test_the_budget_of_crashes(tmp_path):
     assert verdict == ("stop: crashed with status 137, and 2 crashes were restarted before (cluster.requeue.max_restarts: 2)")
 
 
-def test_what_cannot_be_written_cannot_be_counted(tmp_path):
+def test_a_run_stops_if_its_verdict_cannot_be_written(tmp_path):
     left_by(tmp_path, "17-0", progress=4).folder.joinpath("verdict").mkdir()
     (tmp_path / "attempts/17-0/verdict/in the way").touch()
     command = [ROOT / "launch/executors/verdict.sh", tmp_path, "17-0", "1", "3", "true"]
@@ -151,7 +151,7 @@ def test_what_cannot_be_written_cannot_be_counted(tmp_path):
 
 
 @pytest.mark.parametrize(("status", "crashed"), [(123, "crashed"), (124, "crashed"), (1, "crashed with status 1")])
-def test_the_rank_of_failure_json_is_named_instead_of_one_that_ended_with_it(tmp_path, status, crashed):
+def test_the_rank_of_failure_json_is_named_instead_of_a_rank_it_ended(tmp_path, status, crashed):
     first = Failure(2, "generate", "node7", "rollout", "decode", 'ValueError: {"rank": 9, "realm": "train"}')
     attempt = left_by(tmp_path, "17-0")
     assert first.record(attempt.folder)

@@ -1,4 +1,4 @@
-"""Waiting for what another process does, with a bound that only a failure reaches."""
+"""Waits for another process, with a limit that only a failure reaches."""
 
 import json
 import time
@@ -18,7 +18,7 @@ def wait_until_ended(job) -> None:
 
 
 def reports(run_dir: Path, ranks: int) -> list[dict]:
-    """What `tasks.report` wrote, of every rank; waits for them."""
+    """Wait for the files of `tasks.report` of every rank; return them."""
     paths = [run_dir / f"rank{rank}.json" for rank in range(ranks)]
     wait_until(lambda: all(path.exists() and path.read_text().endswith("}") for path in paths), f"a report from {ranks} ranks")
     return [json.loads(path.read_text()) for path in paths]

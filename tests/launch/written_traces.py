@@ -1,4 +1,4 @@
-"""Timelines of ranks that never ran: each rank's spans are said, and written by the code that real ranks write them with."""
+"""Timelines of ranks that never ran: each rank's spans, written by the code that real ranks use."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def record(
     node: str = "node0",
     began: float = BEGAN,
 ) -> Path:
-    """A rank's file below an attempt's folder. events: (begin, end, verb, phase), one after another, and (at, step)."""
+    """Write a rank's file in an attempt's folder. events: (begin, end, verb, phase), one after another, and (at, step)."""
     events = list(events)
     last = next(event for event in reversed(events) if len(event) == 4)
     about = {"rank": rank, "realm": realm, "engine": engine, "node": node, "began": began}
@@ -31,7 +31,10 @@ def record(
 
 
 def cluster(folder: Path, train: int, generate: int, steps: int, engine_ranks: int = 1, per_node: int = 8) -> None:
-    """An attempt of so many ranks: rollouts of unlike lengths, then training, then a refit. Step s ends at 10 s + 1."""
+    """Write an attempt of this many ranks: rollouts of different lengths, then training, then a refit.
+
+    Step s ends at 10 s + 1.
+    """
     draw = random.Random(0)
     rows: list[list[Event]] = [[(0.0, 1.0, "setup", "load")] for _ in range(train + generate)]
     rows[0].append((1.0, 0))
@@ -56,7 +59,7 @@ def cluster(folder: Path, train: int, generate: int, steps: int, engine_ranks: i
 
 
 def _trained(begin: float, rolled_out: float, draw: random.Random) -> list[Event]:
-    """One train rank's step."""
+    """Write one train rank's step."""
     times = [begin, rolled_out, rolled_out + 0.1, rolled_out + 1 + 0.1 * draw.random(), begin + 8.5, begin + 9.8, begin + 10]
     verbs = ["idle", "load", "forward", "step", "send", "idle"]
     phases = ["", "pack", "forward of the policy", "step of the policy", "round 1 of 1, to all", ""]
