@@ -1,4 +1,4 @@
-"""A fork server that has imported what ranks need, so that each rank of a test starts in milliseconds rather than seconds."""
+"""Provide a fork server that has imported what ranks need, so that each rank of a test starts in milliseconds."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ SHARED = "HETSTEP_TEST_FORK_SERVER"
 AT_START = frozenset(os.environ)
 """The variables that the server has before its other imports, some of which set variables for themselves."""
 
-# A fork server imports what it is told to when it starts, once for all tests of a process. All tests share this list: where one
-# started it with less, every rank of the others would import torch, Megatron-Core and transformers by itself.
+# A fork server imports its preload list once, when it starts. All tests share this list: a server started with a shorter one
+# would leave every rank to import torch, Megatron-Core and transformers by itself.
 IMPORTED = (
     "tests.fork_server",
     "launch.submit",
@@ -53,49 +53,52 @@ IMPORTED = (
 
 @functools.cache
 def context() -> ForkServerContext:
-    """The context of processes on the CPU, with its server started."""
+    """Return the context of processes on the CPU, with its server started."""
     if address := os.environ.get(SHARED):
         server = forkserver._forkserver
         server._forkserver_address, server._forkserver_alive_fd = address, os.open(os.devnull, os.O_RDONLY)
-        server.ensure_running = lambda: None  # it is no child of this process
+        server.ensure_running = lambda: None  # it is not a child of this process
     else:
         _start_server()
     return multiprocessing.get_context("forkserver")
 
 
 def share() -> None:
-    """Start a server for all of pytest's workers, which are started next. Its imports take longer than most tests."""
-    if sys.version_info < (3, 14):  # since then a server asks for its starter's key
+    """Start a server for all of pytest's workers, which start next. Its imports take longer than most tests."""
+    if sys.version_info < (3, 14):  # newer Pythons' servers require their starter's key
         _start_server()
         os.environ[SHARED] = forkserver._forkserver._forkserver_address
 
 
 def _start_server() -> None:
     multiprocessing.set_forkserver_preload(list(IMPORTED))
-    # Looking for a GPU in the server would spoil CUDA in what it forks, and Megatron-Core's imports look for one. OpenMP reads
-    # its number of threads when torch is imported, and several threads do not round alike in each run.
+    # Looking for a GPU in the server would break CUDA in its forks, and importing Megatron-Core looks for one. OpenMP reads its
+    # number of threads when torch is imported, and several threads round differently in each run.
     environment = {"CUDA_VISIBLE_DEVICES": "", "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
     with unittest.mock.patch.dict(os.environ, environment):
         forkserver.ensure_running()
 
 
 def start(work: Callable, arguments: tuple, ranks: int) -> mp.ProcessContext:
-    """Start `work(rank, *arguments)` in as many processes on the CPU. `join()` raises what any of them raised first."""
-    import torch.multiprocessing as mp  # not where the server is shared
+    """Start `work(rank, *arguments)` in that many processes on the CPU.
+
+    `join()` raises the first error that one of them raised.
+    """
+    import torch.multiprocessing as mp  # not if the server is shared
 
     context()
     return mp.start_processes(work, arguments, nprocs=ranks, start_method="forkserver", join=False)
 
 
 def run(work: Callable, arguments: tuple, ranks: int) -> None:
-    """Do the same and wait until all are done."""
+    """Run `work(rank, *arguments)` in that many processes and wait for all."""
     processes = start(work, arguments, ranks)
     while not processes.join():
         pass
 
 
 class Program:
-    """A function that runs as a program would: a process with its own environment and output, in the project's folder.
+    """Run a function as a program: a process with its own environment and output, in the project's folder.
 
     It has the methods of `subprocess.Popen` that tests use. The function returns the exit status; None is 0.
     """
@@ -136,7 +139,7 @@ def _play(function: Callable[..., int | None], arguments: tuple, environment: di
 
 
 def _redirect(output: str) -> None:
-    """Make a file the output of this process, and nothing its input."""
+    """Redirect this process's output to a file, and its input from /dev/null."""
     sys.stdout.flush()
     sys.stderr.flush()
     with open(os.devnull, "rb") as nothing, open(output, "ab") as log:

@@ -1,13 +1,16 @@
-"""Take what is imported out of the garbage collector's reach. Importing this module does so; import it last.
+"""Freeze all imported objects for the garbage collector. Importing this module does so; import it last.
 
-A full collection walks through all of it, and vLLM asks for several of them per engine.
+A full collection walks through all of them, and vLLM runs several per engine.
 """
 
 import gc
 
 
 def _nothing() -> None:
-    """Stands for `gc.freeze` and `gc.unfreeze`, which vLLM calls when an engine starts and ends: all would be walked again."""
+    """Replace `gc.freeze` and `gc.unfreeze`.
+
+    vLLM calls them when an engine starts and ends; the latter would undo the freeze.
+    """
 
 
 gc.collect()

@@ -1,4 +1,4 @@
-"""Count the lines of Python by package: all, and without blank lines, comments and docstrings.
+"""Count the lines of Python by package: all, and those without blank lines, comments and docstrings.
 
 python -m tests.lines [CHECKOUT]
 """

@@ -1,4 +1,4 @@
-"""Contradictory keys of the algorithms: each is refused by key and code; similar valid ones are accepted."""
+"""Contradictory keys of the algorithms are refused by key and code; similar valid ones are accepted."""
 
 import pytest
 from omegaconf import OmegaConf
@@ -20,7 +20,7 @@ ON_POLICY = "loss_fn.force_on_policy_ratio=true"
 JUDGE = "env.e.kind=reward_model env.e.model_name=r"
 
 
-# A small recipe of one update a step, 8 prompts of 4 answers.
+# A small recipe: one update a step, 8 prompts with 4 answers each.
 SAMPLES = {"num_prompts_per_step": 8, "num_generations_per_prompt": 4}
 BASE = {
     "name": "small",
@@ -191,12 +191,12 @@ def test_contradictions_are_named(algorithm, overrides, key, code):
         complete(algorithm, overrides)
 
 
-def test_the_ratio_of_sequences_is_no_part_of_cispo():
+def test_cispo_has_no_sequence_level_ratio():
     with refused(("loss_fn.sequence_level_importance_ratios", "contradiction"), ("loss_fn.token_level_loss", "contradiction")):
         complete("grpo", f"{CISPO} {SEQUENCES}")
 
 
-def test_a_message_says_what_to_try():
+def test_a_message_suggests_what_to_try():
     with refused(("loss_fn.force_on_policy_ratio", "contradiction")) as error:
         complete("grpo", f"{ON_POLICY} policy.train_global_batch_size=16")
     assert "Try policy.train_global_batch_size=32" in str(error.value)
@@ -224,7 +224,7 @@ def test_a_message_says_what_to_try():
         ("grpo", JUDGE),
     ],
 )
-def test_what_is_fine_is_let_through(algorithm, overrides):
+def test_valid_keys_are_accepted(algorithm, overrides):
     assert complete(algorithm, overrides).algorithm == algorithm
 
 
@@ -241,5 +241,5 @@ def test_what_is_fine_is_let_through(algorithm, overrides):
         ("policy.model_name", " ".join(ALGORITHMS)),
     ],
 )
-def test_who_reads_a_key(key, names):
+def test_readers_of_a_key_are_named(key, names):
     assert read_by(key) == tuple(names.split())

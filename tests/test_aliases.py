@@ -19,7 +19,7 @@ def sections(key):
     return [key.replace(aliases.OWN, algorithm) for algorithm in ALGORITHMS] if aliases.OWN in key else [key]
 
 
-def test_what_is_suggested_is_a_key():
+def test_suggested_keys_exist():
     for target in set(itertools.chain(*aliases.ALIASES.values())):
         if KWARGS in target:
             section, _, option = target.partition(KWARGS)
@@ -28,16 +28,16 @@ def test_what_is_suggested_is_a_key():
             assert any(key.replace("env.NAME.", "env.*.") in KEYS for key in sections(target)), target
 
 
-def test_keys_that_say_the_same_are_keys():
+def test_equivalent_keys_exist():
     for one, other in unused_keys.SAME:
         assert one in KEYS and (other in KEYS or other.rpartition(".")[0] in KEYS), (one, other)
 
 
-def test_no_name_is_a_key_of_ours():
+def test_no_alias_is_a_key_of_ours():
     assert not set(aliases.ALIASES) & set(KEYS)
 
 
-def test_a_key_that_is_read_comes_first_if_there_is_one():
+def test_a_key_that_is_read_is_suggested_first():
     for name, algorithm, backend in itertools.product(aliases.ALIASES, ALGORITHMS, BACKENDS):
         readers = unused_keys.Readers(algorithm, backend)
         first, *_ = meant = aliases.equivalents(name, algorithm, readers.rank(name))
@@ -68,24 +68,24 @@ def test_a_key_that_is_read_comes_first_if_there_is_one():
         ("reward_funcs=a.b", "reward_funcs", "'env.NAME.kind'"),
     ],
 )
-def test_another_librarys_name_leads_to_ours(given, key, meant):
+def test_another_librarys_name_suggests_ours(given, key, meant):
     first, *others = config.inspect("tiny_grpo", [given]).problems
     assert (first.key, first.code) == (key, "unknown-key") and meant in first.message
     assert len(others) == ("trainer" in given)
 
 
-def test_another_librarys_section_in_place_of_a_value_leads_to_ours():
+def test_another_librarys_section_in_place_of_a_value_suggests_ours():
     (problem,) = config.inspect("tiny_grpo", ["algorithm.kl_ctrl.kl_coef=0.1"]).problems
     assert (problem.key, problem.code) == ("algorithm", "not-a-choice")
     assert "'loss_fn.reference_policy_kl_penalty'" in problem.message
 
 
-def test_dpos_beta_is_dpos():
+def test_beta_of_dpo_suggests_dpos_key():
     (problem,) = config.inspect("tiny_dpo", ["beta=0.1"]).problems
     assert "'dpo.reference_policy_kl_penalty'" in problem.message
 
 
-def test_under_megatron_core_its_own_key_is_suggested_where_that_is_read():
+def test_megatrons_own_key_is_suggested_where_it_is_read():
     chosen = ["policy.megatron_cfg.enabled=true", "policy.optimizer.lr=1e-4"]
     assert "'policy.optimizer.kwargs.lr'" in config.inspect("tiny_grpo", chosen).problems[0].message
     own = [*chosen, "policy.megatron_cfg.optimizer.weight_decay=0.0"]

@@ -1,4 +1,4 @@
-"""Checkpoints: what is not complete is never chosen, whatever moment the writer was killed at."""
+"""Checkpoints: an incomplete one is never chosen, whenever its writer was killed."""
 
 import json
 import shutil
@@ -44,7 +44,7 @@ def test_partial_folders_are_not_checkpoints_and_are_cleaned(checkpoints):
 
 
 @pytest.mark.parametrize("damage", ["truncate", "delete", "no record", "half a record", "no folder entry"])
-def test_a_damaged_checkpoint_is_passed_over_and_can_be_written_again(checkpoints, damage):
+def test_a_damaged_checkpoint_is_skipped_and_can_be_written_again(checkpoints, damage):
     save(checkpoints, 1)
     folder = save(checkpoints, 2).folder
     if damage == "truncate":
@@ -63,14 +63,14 @@ def test_a_damaged_checkpoint_is_passed_over_and_can_be_written_again(checkpoint
 
 
 @pytest.mark.parametrize("name", ["step_000001_keep", "step_best", "step_"])
-def test_what_somebody_put_beside_them_is_no_checkpoint(tmp_path, checkpoints, name):
+def test_other_files_beside_them_are_not_checkpoints(tmp_path, checkpoints, name):
     shutil.copytree(save(checkpoints, 1).folder, tmp_path / "checkpoints" / name)
     save(checkpoints, 2)
     assert [checkpoint.step for checkpoint in checkpoints.all()] == [1, 2]
     assert (tmp_path / "checkpoints" / name / COMPLETE).exists()
 
 
-def test_two_attempts_write_apart(tmp_path):
+def test_two_attempts_write_separately(tmp_path):
     old, new = (Checkpoints(tmp_path, name, CheckpointingConfig(keep_top_k=None)) for name in ("old", "new"))
     first, second = old.begin(3), new.begin(3)
     (first / "weights").write_bytes(b"old")
@@ -87,7 +87,7 @@ def kept(metrics, higher_is_better=True, top=2):
     return [c.step for c in all_of_them if c not in gone]
 
 
-def test_keeps_the_best_and_the_latest():
+def test_the_best_and_the_latest_are_kept():
     assert kept([0.9, 0.1, 0.8, 0.2]) == [0, 2, 3]
     assert kept([0.9, 0.1, 0.8, 0.2], higher_is_better=False) == [1, 3]
     assert kept([None, None, None]) == [1, 2]
@@ -96,21 +96,21 @@ def test_keeps_the_best_and_the_latest():
     assert kept([0.1, 0.2], top=0) == [1]
 
 
-def test_a_metric_that_is_nan_is_worse_than_any_other():
+def test_a_nan_metric_is_worse_than_any_other():
     nan = float("nan")
     assert kept([0.9, nan, 0.95, 0.5]) == [0, 2, 3]
     assert kept([0.9, nan, 0.95, 0.5], higher_is_better=False) == [0, 3]
     assert kept([nan, None, nan, 0.5], top=1) == [3]
 
 
-def test_commit_removes_what_is_superfluous(tmp_path):
+def test_commit_removes_superfluous_checkpoints(tmp_path):
     checkpoints = Checkpoints(tmp_path, "attempt", CheckpointingConfig(keep_top_k=1))
     for step, metric in ((1, 0.9), (2, 0.1), (3, 0.2)):
         save(checkpoints, step, metric)
     assert [c.step for c in checkpoints.all()] == [1, 3]
 
 
-def test_a_commit_does_not_look_through_the_files_of_earlier_checkpoints_again(tmp_path, monkeypatch):
+def test_a_commit_does_not_list_the_files_of_earlier_checkpoints_again(tmp_path, monkeypatch):
     """Each may have thousands, and rank 0 waits for the file system."""
     looked = []
     read = checkpoint._read
@@ -125,12 +125,12 @@ def test_a_commit_does_not_look_through_the_files_of_earlier_checkpoints_again(t
     assert [each.step for each in checkpoints.all()] == [2, 3, 5]
 
 
-def test_the_record_names_every_file(checkpoints):
+def test_the_manifest_names_every_file(checkpoints):
     folder = save(checkpoints, 4).folder
     assert json.loads((folder / COMPLETE).read_text())["files"] == {"weights": 4, "hf/config.json": 2}
 
 
-def test_the_sizes_of_thousands_of_files_are_asked_for_once_and_at_once(tmp_path, monkeypatch):
+def test_the_sizes_of_thousands_of_files_are_read_once_and_concurrently(tmp_path, monkeypatch):
     (tmp_path / "hf").mkdir()
     for number in range(40):
         (tmp_path / "hf" / f"{number}").write_text("x" * number)
@@ -162,8 +162,8 @@ EPOCHS = ("policy.train_global_batch_size=128", "ppo.ppo_epochs=2")
         ("tiny_ppo", (*EPOCHS, CRITICS, "ppo.schedule_every_epoch=true"), None),
     ],
 )
-def test_a_schedule_that_counted_updates_is_refused_where_a_step_has_several(checkpoints, recipe, overrides, updates):
-    """As checkpoints of earlier versions, which have no version, did."""
+def test_a_schedule_that_counted_updates_is_refused_if_a_step_has_several(checkpoints, recipe, overrides, updates):
+    """Checkpoints of earlier versions, which have no version, counted updates."""
     loaded = config.load(recipe, [f"run_dir={checkpoints._folder}", *overrides])
     assert version_problem(save(checkpoints, 1), loaded) is None
     assert checkpoints.latest().version == VERSION == 2

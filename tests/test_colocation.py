@@ -1,4 +1,4 @@
-"""Who has the GPUs when: in which order ranks that share them are told to come and to go, and what a GPU holds at most."""
+"""Colocation: the order in which ranks that share GPUs sleep and wake, and the most that a GPU holds."""
 
 from __future__ import annotations
 
@@ -9,18 +9,18 @@ import pytest
 
 from pipeline.colocation import Colocation
 
-# Of a GPU: what each can have there. The engine's cache is as large as all of the trainer.
+# Memory of each on a GPU. The engine's cache is as large as the whole trainer.
 TRAINER, ENGINE = {"weights": 1, "rest": 3}, {"weights": 1, "cache": 4}
 
 
 @dataclass
 class GPU:
-    """Stands for the verbs of both ranks, and for the refit."""
+    """Stands in for the verbs of both ranks and for the refit."""
 
     trainer: set[str] = field(default_factory=lambda: {"weights", "rest"})
     engine: set[str] = field(default_factory=set)
-    has: int | None = None  # the version that the engine's weights are of
-    version: int | None = None  # that was last refitted
+    has: int | None = None  # the version of the engine's weights
+    version: int | None = None  # the version of the last refit
     told: list[str] = field(default_factory=list)
     most: int = 0
     incremental: bool = False
@@ -69,15 +69,15 @@ def test_a_gpu_never_holds_both():
             assert (gpu.trainer, gpu.engine, gpu.has) == (set(), {"weights", "cache"}, version)
         with colocation.training():
             assert (gpu.trainer, gpu.engine) == ({"weights", "rest"}, set())
-    assert gpu.most == 5  # the engine alone; both would be 9
+    assert gpu.most == 5  # the engine alone; both together would be 9
     assert gpu.told == ["offload", "wake", "refit", "offload", "wake", "sleep", "reload"] * 3
 
 
-def test_nothing_moves_that_need_not():
+def test_nothing_moves_without_need():
     gpu = GPU()
     colocation = Colocation(True, gpu, gpu, gpu)
     with colocation.training():
-        assert not gpu.told  # so it began
+        assert not gpu.told  # the initial state
     colocation.refit(0)
     so_far = len(gpu.told)
     for _ in range(2):
@@ -87,7 +87,7 @@ def test_nothing_moves_that_need_not():
 
 
 @pytest.mark.parametrize("incremental", [False, True])
-def test_engines_that_slept_have_the_same_weights_again(incremental):
+def test_engines_that_slept_get_the_same_weights_again(incremental):
     """A checkpoint was saved between two rollouts."""
     gpu = GPU(incremental=incremental)
     colocation = Colocation(True, gpu, gpu, gpu)
@@ -96,11 +96,11 @@ def test_engines_that_slept_have_the_same_weights_again(incremental):
         assert gpu.has == (0 if incremental else None)
     with colocation.generating():
         assert gpu.has == 0 and gpu.engine == {"weights", "cache"}
-    colocation.refit(1)  # from there, too
+    colocation.refit(1)  # from there too
     assert gpu.has == 1 and gpu.most == 5
 
 
-def test_moves_around_a_checkpoint_are_told_with_the_next_refit(monkeypatch):
+def test_moves_around_a_checkpoint_are_reported_with_the_next_refit(monkeypatch):
     gpu = GPU()
     monkeypatch.setattr("pipeline.colocation.time", SimpleNamespace(perf_counter=lambda: len(gpu.told)))  # a second for each
     colocation = Colocation(True, gpu, gpu, gpu)
@@ -111,7 +111,7 @@ def test_moves_around_a_checkpoint_are_told_with_the_next_refit(monkeypatch):
         assert colocation.refit(1)["time/sharing"] == 2 + 4 + 2 + 4
 
 
-def test_with_gpus_of_their_own_nobody_is_told_anything():
+def test_ranks_with_their_own_gpus_get_no_orders():
     gpu = GPU(engine={"weights"})
     colocation = Colocation(False, gpu, gpu, gpu)
     with colocation.generating(), colocation.training():

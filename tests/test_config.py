@@ -25,7 +25,7 @@ def test_later_layers_win(write):
     assert (recipe.name, recipe.grpo.seed, recipe.grpo.num_prompts_per_step, recipe.grpo.max_num_steps) == ("child", 4, 64, 1)
 
 
-def test_what_is_written_is_read_back(write, tmp_path):
+def test_a_written_recipe_reads_back_equal(write, tmp_path):
     recipe = config.load(write("a.yaml", MINIMAL), ["policy.optimizer.kwargs.eps=1e-8", "policy.max_total_sequence_length=64"])
     config.write(recipe, tmp_path / "resolved.yaml")
     again = config.read(tmp_path / "resolved.yaml")
@@ -50,7 +50,7 @@ DTENSOR, GENERATION = "policy.dtensor_cfg", "policy.generation"
         (["checkpointing.checkpoint_must_save_by='0:0:0:0'"], "checkpointing.checkpoint_must_save_by", "bad-format"),
     ],
 )
-def test_a_value_is_refused_whatever_the_others_are(write, overrides, key, code):
+def test_an_invalid_value_is_refused_whatever_the_others_are(write, overrides, key, code):
     with refused((key, code)):
         config.load(write("a.yaml", MINIMAL), overrides)
 

@@ -1,4 +1,4 @@
-"""When a run is left: by the clock, by what was measured, by signals."""
+"""When a run leaves its allocation: by the clock, by measured times, by signals."""
 
 import json
 import os
@@ -26,12 +26,12 @@ class Clock:
 
 
 def deadline(clock, *history, ends=None, received=()):
-    """Of an allocation of an hour."""
+    """Return a deadline for an allocation of one hour."""
     return Deadline(START, {"the allocation": START + HOUR} if ends is None else ends, history, lambda: list(received), clock)
 
 
 def leaves_at(clock, asked) -> float:
-    """Seconds before the end of the hour from which on the answer is to leave."""
+    """Return the seconds before the end of the hour from which the answer is to leave."""
     low, high = 0.0, HOUR
     while high - low > 1e-3:
         clock.now = START + (low + high) / 2
@@ -48,7 +48,7 @@ def test_the_longest_step_the_longest_save_and_a_margin_must_fit():
     assert leaves_at(clock, asked) == pytest.approx(1.1 * (200 + 50) + 60, abs=0.01)
 
 
-def test_why_says_what_ends_and_what_was_measured():
+def test_the_reason_names_what_ends_and_what_was_measured():
     clock = Clock()
     asked = deadline(clock, ends={"the allocation": START + HOUR, "checkpointing.checkpoint_must_save_by": START + 600})
     asked.stepped({"time/step": 100.0})
@@ -69,7 +69,7 @@ def test_validation_is_part_of_a_step():
     assert leaves_at(clock, asked) == pytest.approx(1.1 * 150 + 60, abs=0.01)
 
 
-def test_earlier_attempts_have_measured_too_but_each_attempt_does_a_step():
+def test_earlier_attempts_measurements_count_but_each_attempt_does_a_step():
     clock = Clock()
     history = [{"step": 0, "time": 5.0, "val/accuracy": 0.5}, {"step": 1, "time/step": 500.0}, {"step": 2, "time/save": 100.0}]
     asked = deadline(clock, *history)
@@ -79,7 +79,7 @@ def test_earlier_attempts_have_measured_too_but_each_attempt_does_a_step():
     assert leaves_at(clock, asked) == pytest.approx(1.1 * 600 + 60, abs=0.01)
 
 
-def test_a_save_that_was_never_measured_is_taken_to_be_long():
+def test_a_save_that_was_never_measured_counts_as_long():
     clock = Clock()
     asked = deadline(clock)
     asked.stepped({"time/step": 10.0})
@@ -104,7 +104,7 @@ def test_without_an_end_only_signals_count():
     assert asked.why_leave() is None
 
 
-def test_a_signal_counts_before_the_first_step_too():
+def test_a_signal_before_the_first_step_counts_too():
     assert deadline(Clock(), received=["SIGUSR2"]).why_leave() == "SIGUSR2 came"
     assert deadline(Clock(), received=["SIGUSR2", "SIGTERM"]).why_leave() == "SIGUSR2 and SIGTERM came"
 
@@ -118,7 +118,7 @@ def test_a_signal_counts_before_the_first_step_too():
         ("", "00:00:10:00", "checkpointing.checkpoint_must_save_by"),
     ],
 )
-def test_the_earlier_end_counts_and_the_attempt_tells_when_it_began(tmp_path, monkeypatch, end, must_save_by, what):
+def test_the_earlier_end_counts_and_the_attempt_records_its_start(tmp_path, monkeypatch, end, must_save_by, what):
     monkeypatch.setenv("HETSTEP_END_TIME", end)
     (tmp_path / "started").write_text(f"{START}\n")
     (tmp_path / "metrics.jsonl").write_text(json.dumps({"step": 1, "time": 1.0, "time/step": 7.0}) + "\n")
@@ -186,7 +186,7 @@ print(came, signals.terminating(), flush=True)
 
 
 def test_a_signal_that_the_launcher_took_is_read_from_its_file(tmp_path):
-    """Which grows; a line that is under way does not count yet, nor does what names no signal."""
+    """The file grows; an incomplete line does not count yet, nor does a line that names no signal."""
     told = tmp_path / "signals"
     told.write_text("SIGKILL\nnonsense\n")
     with subprocess.Popen([sys.executable, "-c", WATCHING, str(told), "2"], stdout=subprocess.PIPE, text=True) as process:
@@ -198,7 +198,7 @@ def test_a_signal_that_the_launcher_took_is_read_from_its_file(tmp_path):
         assert process.stdout.readline() == "['SIGUSR2', 'SIGTERM'] True\n"
 
 
-def test_a_launchers_file_that_is_away_is_looked_for_again(tmp_path):
+def test_a_missing_launcher_file_is_looked_for_again(tmp_path):
     with subprocess.Popen(
         [sys.executable, "-c", WATCHING, str(tmp_path / "signals"), "1"], stdout=subprocess.PIPE, text=True
     ) as process:
@@ -220,6 +220,6 @@ print(child.exitcode == -signal.SIGTERM, signals.received())
 
 
 def test_the_end_of_a_forked_process_is_not_the_ranks():
-    """As environments end what takes too long."""
+    """Environments end such processes when they take too long."""
     ended = subprocess.run([sys.executable, "-c", FORKED], capture_output=True, text=True, timeout=60)
     assert ended.stdout == "True []\n", ended.stderr

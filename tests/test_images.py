@@ -1,4 +1,7 @@
-"""containers/: the images' pinned sets agree with each other and with what the tests run on; what build.sh calls, with what."""
+"""containers/: the images' pinned sets agree with each other and with the tests' packages.
+
+Also which programs build.sh calls, and with which arguments.
+"""
 
 import ctypes.util
 import json
@@ -19,9 +22,9 @@ from tests.test_imports import imports
 ROOT = Path(__file__).parent.parent
 CONTAINERS = ROOT / "containers"
 KINDS = ("train", "generate")
-BASE = {"torch", "numpy", "triton", "setuptools", "jinja2"}  # what both base images bring, and must keep
+BASE = {"torch", "numpy", "triton", "setuptools", "jinja2"}  # in both base images, and must stay
 ONLY_TRAIN = {"megatron", "transformer_engine", "peft", "accelerate"}
-WITH_VLLM = {"vllm", "httpx", "aiohttp"}  # the generate image's base has them; no train rank imports them
+WITH_VLLM = {"vllm", "httpx", "aiohttp"}  # in the generate image's base; no train rank imports them
 
 
 def pinned(path: Path) -> dict[str, str]:
@@ -33,7 +36,7 @@ SETS = {kind: pinned(CONTAINERS / kind / "requirements.txt") for kind in KINDS}
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_versions_are_those_of_the_lock_and_of_pyproject(kind):
+def test_versions_match_the_lock_and_pyproject(kind):
     assert {name: version for name, version in SETS[kind].items() if LOCK.get(name) != version} == {}
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     for line in [*project["dependencies"], *project["optional-dependencies"]["gpu"]]:
@@ -44,8 +47,8 @@ def test_versions_are_those_of_the_lock_and_of_pyproject(kind):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_set_is_whole_without_dependencies(kind):
-    """pip installs it with --no-deps: whatever one of its packages needs is in it, or in the base."""
+def test_a_set_is_complete_without_dependencies(kind):
+    """pip installs it with --no-deps: each package's dependencies are in the set or in the base."""
     missing = []
     for name in SETS[kind]:
         for line in metadata.requires(name) or []:
@@ -58,10 +61,10 @@ def test_a_set_is_whole_without_dependencies(kind):
     assert missing == []
 
 
-def test_the_sets_have_what_the_pipeline_imports():
+def test_the_sets_contain_the_pipelines_imports():
     found = {name.split(".")[0] for path in ROOT.glob("pipeline/**/*.py") for name in imports(path)}
     packages = {name: {*map(canonicalize_name, of)} for name, of in metadata.packages_distributions().items() if name in found}
-    packages.pop("pipeline", None)  # installed, as it may be
+    packages.pop("pipeline", None)  # if it is installed
     assert {"torch", "transformers", "vllm", "megatron", "omegaconf"} <= packages.keys()
     for kind, elsewhere in (("train", WITH_VLLM), ("generate", WITH_VLLM | ONLY_TRAIN)):
         needed = packages.keys() - elsewhere
@@ -80,8 +83,8 @@ def test_both_images_have_one_nccl_and_each_base_is_pinned():
         assert instructions == ["ARG", "ARG", "FROM", "ARG", "RUN", "ENV", "ENV", "ENV", "ENTRYPOINT"]
 
 
-def test_both_images_take_one_network():
-    """NCCL's ranks cannot connect where one has loaded a plugin and another has not, or sees no InfiniBand."""
+def test_both_images_have_one_network_plugin():
+    """NCCL's ranks cannot connect if only one has loaded a plugin or sees InfiniBand."""
     for kind in KINDS:
         text = (CONTAINERS / kind / "Dockerfile").read_text()
         variables = dict(re.findall(r"^ENV (\w+)=(\S+)$", text, re.M))
@@ -128,8 +131,11 @@ def test_the_other_image_s_record_is_read(tmp_path, monkeypatch, capsys):
 
 @pytest.mark.long
 @pytest.mark.parametrize("kind", KINDS)
-def test_an_image_s_check_finds_what_is_wrong_here(kind):
-    """This environment is no image: its PyTorch is built for CPUs. All that the set pins is there, and what ranks import."""
+def test_an_image_s_check_finds_the_faults_of_this_environment(kind):
+    """This environment is not an image: its PyTorch is built for CPUs.
+
+    Everything that the set pins is installed, and ranks' imports work.
+    """
     found = [problem.key for problem in problems(kind, "2.30.7")]
     here = {f"lib{name}.so.1" for name in ("ibverbs", "mlx5") if ctypes.util.find_library(name)}
     assert [name for name in found if name not in here] == [
@@ -144,7 +150,7 @@ def test_an_image_s_check_finds_what_is_wrong_here(kind):
 
 @pytest.fixture
 def build(tmp_path):
-    """(kind, programs that are there, variables) -> its end, and its calls of those programs, which only note them."""
+    """Return a function (kind, installed programs, variables) -> (status, calls). The programs only record their calls."""
     log = tmp_path / "commands"
     (tmp_path / "out").mkdir()
 
@@ -178,7 +184,7 @@ def test_docker_builds_and_enroot_imports(build, tmp_path):
     assert f"cluster.train.container_image={image}" in answer.stdout
 
 
-def test_without_a_daemon_enroot_does_it_all(build):
+def test_without_a_docker_daemon_enroot_builds_and_imports(build):
     answer, commands = build("generate", "docker", "enroot", *SQUASH, NO_DAEMON="1")
     assert answer.returncode == 0, answer.stderr
     assert [command.split()[1] for command in commands] == ["import", "create", "start", "start", "export", "remove"]
@@ -199,7 +205,7 @@ def test_without_a_daemon_enroot_does_it_all(build):
         ("train", ("enroot", *SQUASH), {"TOOL": "podman"}, "TOOL=podman: there is no such program here"),
     ],
 )
-def test_what_is_missing_is_said(build, kind, programs, variables, says):
+def test_missing_programs_are_named(build, kind, programs, variables, says):
     answer, _ = build(kind, *programs, **variables)
     assert answer.returncode != 0
     assert says in answer.stderr

@@ -1,4 +1,4 @@
-"""Imports run downhill only and in no circle, and the submit path never reaches torch."""
+"""Imports run downhill and in no circle, and the submit path never imports torch."""
 
 import ast
 import subprocess
@@ -11,7 +11,7 @@ import pytest
 from pipeline.config import GENERATED_DATASETS, KINDS
 
 ROOT = Path(__file__).parent.parent
-# Each line may import from its own part and from the lines below it. Parts on one line do not know each other.
+# Each line may import from its own part and from the lines below it. Parts on one line do not import each other.
 DOWNHILL = [
     ("main",),
     ("coordinator",),
@@ -45,7 +45,7 @@ LEVEL = {part: level for level, parts in enumerate(DOWNHILL) for part in parts}
 
 
 def imports(path: Path) -> list[str]:
-    """Modules that a file imports, anywhere in it."""
+    """Return the modules that a file imports, anywhere in it."""
     found = []
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Import):
@@ -73,7 +73,7 @@ def test_pipeline_imports_run_downhill(path):
 
 
 def _cycle(graph: dict[str, set[str]]) -> list[str]:
-    """Return the modules of a cycle in the graph, or none."""
+    """Return the modules of a cycle in the graph, empty if there is none."""
     done: set[str] = set()
 
     def follow(module: str, path: list[str]) -> list[str]:
@@ -95,12 +95,12 @@ def test_no_modules_import_each_other():
     paths = {_module(path): path for folder in ("pipeline", "launch") for path in ROOT.glob(f"{folder}/**/*.py")}
     graph = {module: set(_imported(path, paths)) - {module} for module, path in paths.items()}
     for registry, names in (("pipeline.config.environments", KINDS), ("pipeline.data.datasets", GENERATED_DATASETS)):
-        graph[registry] |= {dotted.rpartition(".")[0] for dotted in names.values()}  # they are imported by these names
+        graph[registry] |= {dotted.rpartition(".")[0] for dotted in names.values()}  # these names import them
     assert len(graph) > 300 and not _cycle(graph)
 
 
 def test_algorithms_do_not_import_their_registry():
-    """It imports them by their names, which `_imported` does not see."""
+    """The registry imports them by name, which `_imported` does not see."""
     files = set(ROOT.glob("pipeline/algorithms/*.py")) - {ROOT / "pipeline/algorithms/__init__.py"}
     assert len(files) > 10 and not [path.name for path in files if "pipeline.algorithms" in imports(path)]
 
@@ -124,7 +124,7 @@ def _imported(path: Path, modules: Container[str]) -> Iterator[str]:
 
 
 LAUNCH = sorted(ROOT.glob("launch/**/*.py"))
-IN_THE_JOB = ("task.py", "export.py")  # these run where torch is
+IN_THE_JOB = ("task.py", "export.py")  # these run where torch is installed
 
 
 @pytest.mark.parametrize("path", LAUNCH, ids=lambda path: str(path.relative_to(ROOT)))
@@ -133,7 +133,7 @@ def test_launch_imports_no_library_of_the_job(path):
         assert module.split(".")[0] not in HEAVY, f"{module}: a login node need not have it"
 
 
-def test_launch_answers_where_the_libraries_of_the_job_are_not_installed():
+def test_launch_runs_without_the_libraries_of_the_job():
     modules = [".".join(path.relative_to(ROOT).with_suffix("").parts) for path in LAUNCH if path.name not in IN_THE_JOB]
     program = f"""
 import importlib, sys

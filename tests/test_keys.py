@@ -19,11 +19,11 @@ REFUSED = {f"{KEY}.{key.removesuffix('.enabled')}" for key in ONLY_DEFAULT}
 
 
 def names_used() -> set[str]:
-    """Return the attributes that the code reads, and its texts, which getattr(section, name) may read."""
+    """Return the attributes that the code reads, and its string constants, which getattr(section, name) may read."""
     found = set()
     for path in [*ROOT.glob("pipeline/**/*.py"), *ROOT.glob("launch/**/*.py")]:
         if path.parent.name in ("config", "nemo_rl") or path.name.startswith("preflight"):
-            continue  # that a check looks at a key makes nothing happen
+            continue  # a check that reads a key gives it no effect
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Load):
                 found.add(node.attr)
@@ -42,19 +42,19 @@ LEAVES = [
 def test_every_key_is_read_somewhere():
     used = names_used()
     names = {key: key.rpartition(".")[2] for key in LEAVES}
-    prefixed = {f"val_{name}" for name in used if "val_" in used}  # as getattr(section, f"{prefix}{name}") reads them
+    prefixed = {f"val_{name}" for name in used if "val_" in used}  # read by getattr(section, f"{prefix}{name}")
     unread = {key for key, name in names.items() if name not in used | prefixed}
     assert unread - REFUSED - IGNORED == set()
 
 
-def test_keys_without_effect_say_so():
+def test_keys_without_effect_are_documented_as_such():
     meanings = {key.name: key.meaning for key in reference.keys().values()}
     assert {name for name, meaning in meanings.items() if meaning.startswith("Has no effect")} == IGNORED
     only_default = {name for name, meaning in meanings.items() if meaning.startswith("Only the default")}
     assert only_default == REFUSED - {f"{KEY}.fp8_cfg", f"{KEY}.peft"}
 
 
-def test_true_is_neither_a_number_nor_a_text_of_any_key():
+def test_true_is_neither_a_number_nor_a_string_for_any_key():
     kinds = ("whole number", "number", "text")
     names = [key.name for key in reference.keys().values() if key.type.startswith(kinds)]
     taken = []

@@ -41,7 +41,7 @@ SCALARS = """1e-8 1e10 1.5e3 5.0e-6 1_000 1_000.5 .5 1. 0x1F 017 2020-01-01 1:30
 
 
 @pytest.mark.parametrize("text", SCALARS.split())
-def test_scalars_are_what_omegaconf_takes_them_for(text):
+def test_scalars_are_parsed_like_omegaconf(text):
     expected = OmegaConf.create({"x": OmegaConf.create(f"x: {text}")}).x.x
     got = config_tree.parse_value(text)
     assert got == expected and type(got) is type(OmegaConf.to_container(expected) if isinstance(got, dict | list) else expected)
@@ -63,13 +63,13 @@ def test_scalars_are_what_omegaconf_takes_them_for(text):
         ("a: &k {x: 1}\nb: {<<: *k, y: 2}", "b: {x: 3}", {"a": {"x": 1}, "b": {"x": 3, "y": 2}}),
     ],
 )
-def test_what_replaces_what(write, below, above, merged):
+def test_later_layers_replace_values_and_merge_mappings(write, below, above, merged):
     write("below.yaml", below)
     tree = config_tree.load_with_parents(config.find(write("above.yaml", f"defaults: below.yaml\n{above}")))
     assert tree.plain() == merged
 
 
-def test_of_several_parents_the_last_wins_and_each_may_have_its_own(write, tmp_path):
+def test_the_last_of_several_parents_wins_and_each_may_have_its_own(write, tmp_path):
     (tmp_path / "deep").mkdir()
     write("deep/grandparent.yaml", "a: 1\nb: 1\nc: 1")
     write("deep/mother.yaml", "defaults: grandparent.yaml\nb: 2")
@@ -84,7 +84,7 @@ def test_of_several_parents_the_last_wins_and_each_may_have_its_own(write, tmp_p
     }
 
 
-def test_the_schemas_mappings_are_merged_with_unless_they_are_replaced(write):
+def test_the_schemas_mappings_are_merged_unless_they_are_replaced(write):
     kwargs = {"lr": 1e-6, "eps": 1e-8, "weight_decay": 0.01}
     path = write("a.yaml", BASE)
     assert config.load(path).policy.optimizer.kwargs == kwargs
@@ -116,14 +116,14 @@ def test_the_schemas_mappings_are_merged_with_unless_they_are_replaced(write):
         ("- a", "", "wrong-type", ""),
     ],
 )
-def test_what_cannot_be_read_is_reported_with_its_line(write, text, key, code, origin):
+def test_an_unreadable_file_is_reported_with_its_line(write, text, key, code, origin):
     with refused((key, code)) as error:
         config.inspect(write("a.yaml", text))
     (problem,) = error.value.problems
     assert problem.origin == f"a.yaml{origin}" and "\n" not in problem.message
 
 
-def test_where_a_text_stops_being_yaml_is_told(write):
+def test_the_position_of_a_yaml_error_is_reported(write):
     with refused(("", "bad-format")) as error:
         config.inspect(write("a.yaml", "algorithm: grpo\ngrpo:\n  seed: 1\n max_num_steps: 2\n"))
     (problem,) = error.value.problems
@@ -153,13 +153,13 @@ def test_resolvers(write, monkeypatch, value, seed):
     assert config.load(path).grpo.seed == seed
 
 
-def test_division_gives_a_number_that_is_not_whole_as_python_does():
+def test_division_gives_a_float_if_it_is_not_whole():
     tree = config_tree.from_plain({"a": "${div:1,4}", "b": "${div:4,2}"}, None)
     assert interpolation.resolve(tree) == {}
     assert tree.plain() == {"a": 0.25, "b": 2.0}
 
 
-def test_a_whole_section_may_be_referred_to(write):
+def test_a_whole_section_may_be_referenced(write):
     path = write(
         "a.yaml", BASE + "value: {optimizer: '${policy.optimizer}'}\nteacher: {hf_config_overrides: '${env.e.kwargs}'}\n"
     )
@@ -190,7 +190,7 @@ def test_an_interpolation_without_a_value_is_reported_with_its_line(write, text,
     assert loaded.recipe.grpo.seed == 42 and loaded.faulty == {"grpo.seed"}
 
 
-def test_what_follows_from_a_faulty_value_is_not_reported(write):
+def test_consequences_of_a_faulty_value_are_not_reported(write):
     text = BASE + "a: 1\ngrpo: {seed: '${.max_num_steps}', max_num_steps: '${.val_period}', val_period: many}\n"
     loaded = config.inspect(write("a.yaml", text), ["policy.max_total_sequence_length=long", "policy.precision=fp4"])
     assert [(problem.origin, problem.key, problem.code) for problem in loaded.problems] == [
@@ -219,7 +219,7 @@ def test_what_follows_from_a_faulty_value_is_not_reported(write):
         ("policy.scheduler={name: x}", {"name": "x"}),
     ],
 )
-def test_values_that_are_taken_for_what_they_must_be(write, override, value):
+def test_values_are_converted_to_their_type(write, override, value):
     recipe = config.inspect(write("a.yaml", BASE), [override]).recipe
     for name in override.partition("=")[0].split("."):
         recipe = getattr(recipe, name)
@@ -286,7 +286,7 @@ def test_keys_without_a_value(write, override):
         ("policy.megatron_cfg.optimizer.lr_decay_style", "did you mean 'policy.megatron_cfg.scheduler.lr_decay_style'"),
     ],
 )
-def test_an_unknown_key_and_the_one_that_may_be_meant(write, key, meant):
+def test_an_unknown_key_suggests_a_similar_one(write, key, meant):
     (problem,) = config.inspect(write("a.yaml", BASE), [f"{key}=1"]).problems
     assert (problem.key, problem.code) == (key.removesuffix(".seed") if "GRPO" in key else key, "unknown-key")
     assert problem.origin == "the command line" and meant in problem.message
@@ -295,7 +295,7 @@ def test_an_unknown_key_and_the_one_that_may_be_meant(write, key, meant):
 # ---- origins ----------------------------------------------------------------------------------------------------------------
 
 
-def test_every_value_that_was_given_has_its_line(write):
+def test_every_given_value_has_its_line(write):
     write("base.yaml", BASE)
     path = write(
         "child.yaml", "defaults: base.yaml\npolicy:\n  optimizer:\n    kwargs:\n      lr: 1e-5\n\n  max_grad_norm: null\n"
@@ -314,7 +314,7 @@ def test_every_value_that_was_given_has_its_line(write):
     }
 
 
-def test_show_prints_yaml_that_is_the_recipe_with_the_line_behind_each_value(write):
+def test_show_prints_the_recipe_as_yaml_with_each_values_origin(write):
     path = write("a.yaml", BASE + 'grpo:\n  seed: 7\n  max_num_steps: "${.seed}"\n')
     loaded = config.inspect(path, ['policy.tokenizer.chat_template="a\\nb # ${name}"', "cluster.train.srun_args=[--x, 'a: b']"])
     text = config.format_with_origins(loaded)
@@ -338,14 +338,14 @@ def test_a_reference_to_a_section_of_another_kind_is_refused_key_by_key(write):
     assert config.inspect(write("b.yaml", BASE + "grpo: '${grpo}'\nvalue: {optimizer: '${value}'}\n")).problems
 
 
-def test_a_key_may_be_dropped_with_the_mapping_around_it():
+def test_a_key_may_be_removed_with_the_mapping_around_it():
     tree = config_tree.from_plain({"a": {"b": {"c": 1}, "d": 2}}, None)
     for key in ("a.b", "a.b.c", "a.b", "x.y"):
         tree.drop(key)
     assert tree.plain() == {"a": {"d": 2}}
 
 
-def test_a_default_that_was_taken_away_stays_away_in_the_run(tmp_path):
+def test_a_removed_default_stays_removed_in_the_run(tmp_path):
     parent = config.find("tiny_sft").resolve()
     (tmp_path / "a.yaml").write_text(
         f"defaults: {parent}\npolicy: {{optimizer: {{name: torch.optim.SGD, kwargs: {{_override_: true, lr: 0.1}}}}}}"

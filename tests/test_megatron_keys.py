@@ -166,7 +166,7 @@ def on(*overrides, ranks=8) -> list[str]:
 # ---- keys -----------------------------------------------------------------------------------------------------------------
 
 
-def test_nemo_rls_section_is_taken_as_it_is(load):
+def test_nemo_rls_section_is_accepted(load):
     section = "".join(f"    {line}\n" for line in NEMO_RL.strip().splitlines())
     text = MINIMAL.replace("policy: {model_name: x}\n", f"policy:\n  model_name: x\n  megatron_cfg:\n{section}")
     recipe = load(text=text)
@@ -175,14 +175,14 @@ def test_nemo_rls_section_is_taken_as_it_is(load):
     assert recipe.policy.megatron_cfg.scheduler.start_weight_decay == 0.01
 
 
-def test_nothing_is_refused_that_is_the_default(load):
+def test_no_default_is_refused(load):
     recipe = load(f"{KEY}.enabled=true", f"{KEY}.optimizer={{}}", f"{KEY}.scheduler={{}}")
     assert recipe.policy.megatron_cfg.optimizer.lr == 5e-6
     assert load(f"{KEY}.enabled=true").policy.megatron_cfg.optimizer is None
 
 
 @pytest.mark.parametrize("key", ONLY_DEFAULT)
-def test_what_is_not_done_is_refused_by_name(load, key):
+def test_unsupported_values_are_refused_by_name(load, key):
     defaults = OmegaConf.create(
         asdict(MegatronConfig(optimizer=MegatronOptimizerConfig(), scheduler=MegatronSchedulerConfig()))
     )
@@ -248,12 +248,12 @@ SCHEDULER = f"{KEY}.scheduler"
         ([f"{OPTIMIZER}={{}}", f"{SCHEDULER}.end_weight_decay=0.1"], (f"{SCHEDULER}.end_weight_decay", "unsupported")),
     ],
 )
-def test_values_that_contradict(load, overrides, problem):
+def test_contradictory_values_are_refused(load, overrides, problem):
     with refused(problem):
         load(*on(*overrides))
 
 
-def test_every_key_that_megatron_core_also_has_is_named_as_there():
+def test_keys_that_megatron_core_also_has_keep_their_names():
     from megatron.core.distributed import DistributedDataParallelConfig
     from megatron.core.optimizer import OptimizerConfig
     from megatron.core.transformer.transformer_config import TransformerConfig
@@ -304,7 +304,7 @@ def sizes(**given: int) -> list[str]:
         ([*sizes(tp=2), "policy.train_global_batch_size=2"], 8, ("policy.train_global_batch_size", "too-small")),
     ],
 )
-def test_ranks_that_do_not_divide(load, overrides, ranks, problem):
+def test_rank_counts_that_do_not_divide_are_refused(load, overrides, ranks, problem):
     with refused(problem):
         load(*on(*overrides, ranks=ranks))
 
@@ -314,21 +314,21 @@ def test_layouts_that_megatron_core_can_form(load, given):
     load(f"{KEY}.enabled=true", "cluster.train.ranks_per_node=8", *sizes(**given))
 
 
-def test_a_size_of_the_backend_that_does_not_train_is_not_looked_at(load):
+def test_sizes_of_the_unused_backend_are_not_checked(load):
     load(f"{KEY}.enabled=true", "policy.dtensor_cfg.tensor_parallel_size=3")
     load(f"{KEY}.enabled=false", *sizes(tp=3))
-    load("policy.dtensor_cfg.tensor_parallel_size=3")  # nor is anything before one is chosen
+    load("policy.dtensor_cfg.tensor_parallel_size=3")  # nor is any before one is chosen
 
 
 @pytest.mark.parametrize(
     ("tp", "ep", "etp", "size"), [(1, 1, None, 1), (4, 1, None, 4), (4, 2, None, 1), (4, 2, 2, 2), (2, 1, 1, 1)]
 )
-def test_the_expert_tensor_parallel_size_that_null_stands_for(tp, ep, etp, size):
+def test_null_expert_tensor_parallel_size_has_a_default(tp, ep, etp, size):
     section = MegatronConfig(tensor_model_parallel_size=tp, expert_model_parallel_size=ep, expert_tensor_parallel_size=etp)
     assert config.expert_tensor_parallel_size(section) == size
 
 
-def test_nobody_uses_megatron_unasked():
+def test_megatron_is_not_used_unless_requested():
     policy = PolicyConfig(model_name="x")
     assert not config.uses_megatron(policy)
     policy.megatron_cfg.enabled = True

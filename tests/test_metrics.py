@@ -1,4 +1,4 @@
-"""metrics.jsonl, TensorBoard and rollouts, and how a rerun continues them."""
+"""metrics.jsonl, TensorBoard and rollouts, and how a restart continues them."""
 
 import itertools
 import json
@@ -26,7 +26,7 @@ from tests.problems import refused
 
 
 class Words:
-    """Stands for a tokenizer: a token's text is its number."""
+    """Stands in for a tokenizer: a token's text is its number."""
 
     def decode(self, tokens):
         return " ".join(str(int(token)) for token in tokens)
@@ -54,7 +54,7 @@ def group(*rewards):
     )
 
 
-def test_a_rerun_leaves_no_step_twice(tmp_path):
+def test_a_restart_leaves_no_step_twice(tmp_path):
     metrics = Metrics(tmp_path, LoggerConfig(), after_step=None)
     for step in (1, 2, 3):
         metrics.log_rollouts(step, [group(1.0, 0.0)], Words())
@@ -72,7 +72,7 @@ def test_a_rerun_leaves_no_step_twice(tmp_path):
     assert [(e.step, e.value) for e in events.Scalars("train/loss")] == [(1, 1.0), (2, 20.0)]
 
 
-def test_a_reader_gives_each_step_once_while_a_run_writes_and_restarts(tmp_path):
+def test_a_reader_returns_each_step_once_while_a_run_writes_and_restarts(tmp_path):
     path = tmp_path / "metrics.jsonl"
     reader = Reader(path)
 
@@ -88,13 +88,13 @@ def test_a_reader_gives_each_step_once_while_a_run_writes_and_restarts(tmp_path)
     with open(path, "a") as file:
         file.write('me": 3.0}\n')
     assert new() == [3]
-    (tmp_path / "anew").write_text(text((1, 1.0), (2, 9.0)))  # gone on from step 1
+    (tmp_path / "anew").write_text(text((1, 1.0), (2, 9.0)))  # continued from step 1
     (tmp_path / "anew").replace(path)
     assert new() == [2]
     assert [line["step"] for line in Reader(path).lines()] == [1, 2]
 
 
-def test_a_reader_of_the_last_steps_leaves_the_first_ones_alone(tmp_path):
+def test_a_reader_of_the_last_steps_does_not_read_the_first_ones(tmp_path):
     path = tmp_path / "metrics.jsonl"
     path.write_text("".join(json.dumps({"step": step, "time": float(step)}) + "\n" for step in range(1000, 9000)))
     steps = [line["step"] for line in Reader(path, steps=20).lines()]
@@ -102,13 +102,13 @@ def test_a_reader_of_the_last_steps_leaves_the_first_ones_alone(tmp_path):
 
 
 @pytest.mark.parametrize("line", ["not JSON", "[]", '{"step": 1}', "\x00\x00"])
-def test_a_line_that_is_no_step_is_refused(tmp_path, line):
+def test_a_line_that_is_not_a_step_is_refused(tmp_path, line):
     (tmp_path / "metrics.jsonl").write_text(line + "\n")
     with refused(("run", "bad-format")):
         read(tmp_path / "metrics.jsonl")
 
 
-def test_a_rerun_without_a_checkpoint_begins_anew(tmp_path):
+def test_a_restart_without_a_checkpoint_starts_over(tmp_path):
     for _ in range(2):
         metrics = Metrics(tmp_path, LoggerConfig(tensorboard_enabled=False), after_step=None)
         metrics.log(0, {"val/accuracy": 0.5})
@@ -117,7 +117,7 @@ def test_a_rerun_without_a_checkpoint_begins_anew(tmp_path):
     assert len(read(tmp_path / "metrics.jsonl")) == 1
 
 
-def test_numbers_that_json_lacks_become_null(tmp_path):
+def test_non_finite_numbers_become_null(tmp_path):
     metrics = Metrics(tmp_path, LoggerConfig(tensorboard_enabled=False), after_step=None)
     metrics.log(1, {"a": math.nan, "b": -math.inf, "c": 1.5})
     metrics.close()
@@ -135,7 +135,7 @@ def test_clocks_add_up_within_a_step(tmp_path):
     assert metrics.take_clocks() == {}
 
 
-def test_rollout_metrics_by_hand():
+def test_rollout_metrics_equal_hand_computed_ones():
     values = rollout_metrics("train", [group(1.0, 0.0), group(0.0, 0.0, 1.0, 1.0)])
     assert values["train/reward"] == values["train/accuracy"] == pytest.approx(0.5)
     assert values["train/completion_tokens"] == pytest.approx(13 / 6)
@@ -158,7 +158,7 @@ def test_num_rollouts_to_log(tmp_path):
     assert (record["prompt"], record["completion"], record["reward"], record["spans"]) == ("1 2", "0", 1.0, [[5, 1]])
 
 
-# ---- episodes, and what is validated on ------------------------------------------------------------------------------------
+# ---- episodes and validation -----------------------------------------------------------------------------------------------
 
 
 def told(said, observation):
@@ -168,8 +168,8 @@ def told(said, observation):
     return Turn(completion, np.array(observation, np.int32))
 
 
-def test_episodes_by_hand():
-    """The means are of the two that were judged; what the other two have in them is not told."""
+def test_episode_metrics_equal_hand_computed_ones():
+    """The means are over the two judged episodes; values of the other two are ignored."""
     episode = Rollout((told([1, 2, 3], [9] * 50), told([4], [])), 1.0, {"accuracy": 1.0})
     single = Rollout((told([1, 2], []),), 0.0, {"accuracy": 0.0})
     failed = Rollout((told([1] * 9, [9]), told([1], [9]), told([1], [])), 7.0, {"accuracy": 7.0}, failure="it hung")
@@ -196,7 +196,7 @@ def test_episodes_by_hand():
 
 
 def test_pass_at_k_is_the_share_of_draws_with_a_right_answer():
-    """It is the share of all ways to choose k of n answers; and by hand, of 10 answers of which 3 are right."""
+    """Compare with all ways to choose k of n answers, and with a hand-computed case of 10 answers, 3 of them right."""
     for n in range(1, 8):
         for right, k in itertools.product(range(n + 1), range(1, n + 1)):
             chosen = list(itertools.combinations([True] * right + [False] * (n - right), k))
@@ -225,8 +225,8 @@ def test_validation_of_several_data_sets():
     assert (values["val/easy/accuracy"], values["val/hard/accuracy"]) == (0.75, 0.0)
 
 
-def test_answers_that_nobody_judged_are_not_drawn_from():
-    """One of four answers failed: pass@k is of the other three, and nothing can be said of four."""
+def test_unjudged_answers_are_not_drawn():
+    """One of four answers failed: pass@k is over the other three, and pass@4 is undefined."""
     rollouts = list(group(1.0, 0.0, 0.0, 1.0).rollouts)
     rollouts[3] = replace(rollouts[3], failure="it hung")
     values = validation_metrics([replace(group(0.0), rollouts=tuple(rollouts))])
@@ -238,18 +238,18 @@ def test_answers_that_nobody_judged_are_not_drawn_from():
     ("reward", "metrics", "right"),
     [
         (1.0, {}, True),
-        (0.1, {}, False),  # a judge's lowest mark but one
+        (0.1, {}, False),  # a judge's second lowest score
         (0.0, {}, False),
         (0.5, {"accuracy": 0.0}, False),
         (0.0, {"accuracy": 1.0}, True),
         (1.0, {"accuracy": 0.5}, False),
     ],
 )
-def test_what_counts_as_right(reward, metrics, right):
+def test_right_answers_have_the_highest_reward(reward, metrics, right):
     assert is_right(Rollout((told([1], []),), reward, metrics)) is right
 
 
-def test_a_reward_models_scores_are_no_answers_that_are_right():
+def test_a_reward_models_scores_do_not_make_answers_right():
     scored, told_right = group(3.0, -2.0), group(1.0, 0.0)
     rollouts = tuple(replace(rollout, metrics={"reward_model_score": rollout.reward}) for rollout in scored.rollouts)
     scored = replace(scored, rollouts=rollouts)

@@ -1,4 +1,4 @@
-"""Recipes with one to four things changed at random: each is refused with problems that name a key, or loads."""
+"""Recipes with one to four random changes: each is refused with problems that name a key, or loads."""
 
 import copy
 import json
@@ -67,7 +67,7 @@ NEMO_RL = {
 
 
 def places(tree: dict[str, Any], path: tuple[str, ...] = ()) -> list[tuple[str, ...]]:
-    """The paths of all keys."""
+    """Return the paths of all keys."""
     found = []
     for key, value in tree.items():
         found.append((*path, key))
@@ -77,7 +77,7 @@ def places(tree: dict[str, Any], path: tuple[str, ...] = ()) -> list[tuple[str, 
 
 
 def mutated(tree: dict[str, Any], draw: random.Random) -> tuple[dict[str, Any], list[str]]:
-    """A copy with one to four changes, and what they are."""
+    """Return a copy with one to four changes, and the changes."""
     tree, told = copy.deepcopy(tree), []
     for _ in range(draw.randint(1, 4)):
         *path, key = draw.choice(places(tree))
@@ -105,7 +105,7 @@ def mutated(tree: dict[str, Any], draw: random.Random) -> tuple[dict[str, Any], 
 
 
 def judge(path: Path, tree: dict[str, Any]) -> config.Loaded | None:
-    """Return None if the recipe was refused as a whole. Messages must be readable."""
+    """Return the recipe, or None if it was refused as a whole. Messages must be readable."""
     path.write_text(json.dumps(tree, ensure_ascii=False).replace("Infinity", ".inf").replace("NaN", ".nan"))
     loaded = None
     try:
@@ -147,7 +147,7 @@ def test_a_changed_recipe_is_refused_with_reasons_or_is_a_recipe(tmp_path, seed)
     assert outcomes["refused"] > COUNT // 30 and outcomes["fine"] > 0
 
 
-def test_the_recipes_that_are_changed_are_good_ones(tmp_path):
+def test_the_unchanged_recipes_are_valid(tmp_path):
     for name in OURS:
         assert config.inspect(name).problems == []
     (tmp_path / "theirs.yaml").write_text(json.dumps(NEMO_RL))
@@ -156,7 +156,7 @@ def test_the_recipes_that_are_changed_are_good_ones(tmp_path):
     assert loaded.recipe.policy.train_global_batch_size == 32
 
 
-def test_what_the_command_line_says_of_theirs_is_theirs_and_the_rest_ours(tmp_path):
+def test_nemo_rls_command_line_keys_are_translated_and_ours_kept(tmp_path):
     (tmp_path / "theirs.yaml").write_text(json.dumps(NEMO_RL, indent=1))
     path = str(tmp_path / "theirs.yaml")
     loaded = recipes.inspect(path, ["grpo.num_prompts_per_step=16", "cluster.train.nodes=3", "cluster.num_nodes=4"])
@@ -172,13 +172,13 @@ def test_what_the_command_line_says_of_theirs_is_theirs_and_the_rest_ours(tmp_pa
     assert (problem.origin, problem.key, problem.code) == ("the command line", "grpo.max_num_steps", "wrong-type")
 
 
-def test_our_recipe_without_its_algorithm_is_not_taken_for_theirs(tmp_path):
+def test_our_recipe_without_its_algorithm_is_not_taken_for_nemo_rls(tmp_path):
     for text in ("algoritm: grpo\n", "run_dir: x\n"):
         (tmp_path / "ours.yaml").write_text(text + "policy: {model_name: x}\ngrpo: {seed: 1}\n")
         assert ("algorithm", "missing-value") in named(config.inspect(str(tmp_path / "ours.yaml")).problems)
 
 
-def test_a_text_with_an_interpolation_in_it_is_written_so_that_it_is_read_literally(tmp_path):
+def test_an_interpolation_in_a_string_is_escaped_when_written(tmp_path):
     for text in ("${x}", "a \\${x} b", "{{ '${' }}", "\\\\${x}", "plain"):
         (tmp_path / "a.yaml").write_text(
             json.dumps(

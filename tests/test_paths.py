@@ -18,7 +18,7 @@ data: {train: {env_name: e, data_path: rows.jsonl, prompt_file: ../prompt.txt}}
 
 @pytest.fixture
 def write(tmp_path, monkeypatch):
-    """Writes a file into a folder that is not the working directory."""
+    """Return a function that writes a file into a folder other than the working directory."""
     (tmp_path / "there/model").mkdir(parents=True)
     (tmp_path / "here").mkdir()
     monkeypatch.chdir(tmp_path / "here")
@@ -36,7 +36,7 @@ def load(path, *overrides):
     return loaded.recipe
 
 
-def test_paths_start_at_the_recipes_file(write, tmp_path):
+def test_paths_are_relative_to_the_recipes_file(write, tmp_path):
     more = "value: {model_name: Qwen/Qwen3-8B}\nteacher: {model_name: '${policy.model_name}'}\n"
     mounts = "cluster: {train: {container_image: ./a.sqsh, container_mounts: ['./a:/b:ro', '/c:/c'], gpu: h200}}\n"
     recipe = load(write("a.yaml", BASE + more + mounts))
@@ -53,7 +53,7 @@ def test_paths_start_at_the_recipes_file(write, tmp_path):
     assert config.read(tmp_path / "written.yaml") == recipe
 
 
-def test_those_of_the_command_line_start_at_the_working_directory(write, tmp_path, monkeypatch):
+def test_paths_on_the_command_line_are_relative_to_the_working_directory(write, tmp_path, monkeypatch):
     recipe = load(write("a.yaml"), "data.train.data_path=other.jsonl", "run_dir=../out", "policy.model_name=~/m")
     assert recipe.data.train.data_path == str(tmp_path / "here/other.jsonl")
     assert recipe.run_dir == str(tmp_path / "out")
@@ -61,7 +61,7 @@ def test_those_of_the_command_line_start_at_the_working_directory(write, tmp_pat
     assert load(write("a.yaml"), "policy.model_name=~/m").policy.model_name == "/home/u/m"
 
 
-def test_each_parent_has_its_own_folder(write, tmp_path):
+def test_each_parents_paths_are_relative_to_its_folder(write, tmp_path):
     write("parent.yaml")
     (tmp_path / "child.yaml").write_text("defaults: there/parent\ndata: {validation: {data_path: v.jsonl, env_name: e}}\n")
     recipe = load(str(tmp_path / "child.yaml"))
@@ -69,14 +69,14 @@ def test_each_parent_has_its_own_folder(write, tmp_path):
     assert recipe.data.validation.data_path == str(tmp_path / "v.jsonl")
 
 
-def test_what_runs_leave_is_where_they_write(write, tmp_path):
+def test_output_paths_are_relative_to_the_working_directory(write, tmp_path):
     recipe = load(write("a.yaml"), "policy.model_name=runs/sft/hf")
     assert recipe.policy.model_name == str(tmp_path / "here/runs/sft/hf")
     path = write("b.yaml", BASE.replace("model_name: model", "model_name: runs/sft/hf"))
     assert load(path).policy.model_name == str(tmp_path / "here/runs/sft/hf")
 
 
-def test_a_path_that_is_computed_starts_there_too(write, tmp_path):
+def test_a_computed_path_is_relative_to_the_recipe_too(write, tmp_path):
     path = write("a.yaml", BASE.replace("rows.jsonl", "'${name}/${algorithm}.jsonl'"))
     assert load(path).data.train.data_path == str(tmp_path / "there/a/grpo.jsonl")
 
@@ -92,7 +92,7 @@ def test_a_folder_in_the_working_directory_is_not_taken_for_one_beside_the_recip
 # ---- other recipes -----------------------------------------------------------------------------------------------------------
 
 
-def test_parents_and_needs_are_shipped_ones_by_name_and_neighbours_by_path(write, tmp_path):
+def test_parents_are_shipped_recipes_by_name_and_neighbours_by_path(write, tmp_path):
     write("my_sft.yaml", "defaults: tiny_sft\n")
     path = write("mine.yaml", "defaults: tiny_grpo\nneeds: [tiny_sft, my_sft]\npolicy: {model_name: runs/my_sft/hf}\n")
     assert load(path).needs == ["tiny_sft", str(tmp_path / "there/my_sft.yaml")]
@@ -104,7 +104,7 @@ def test_parents_and_needs_are_shipped_ones_by_name_and_neighbours_by_path(write
 
 
 @pytest.mark.parametrize("key", ["defaults", "needs"])
-def test_who_asks_for_a_recipe_that_there_is_not_is_named(write, tmp_path, key):
+def test_the_recipe_that_names_a_missing_one_is_named(write, tmp_path, key):
     path = write("mine.yaml", f"{key}: [tiny_grp]\n" + (BASE if key == "needs" else ""))
     try:
         (problem,) = config.inspect(path).problems
@@ -115,7 +115,7 @@ def test_who_asks_for_a_recipe_that_there_is_not_is_named(write, tmp_path, key):
     assert all(name in problem.message for name in looked)
 
 
-# ---- where data come from ----------------------------------------------------------------------------------------------------
+# ---- data sources ------------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

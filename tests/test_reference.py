@@ -25,12 +25,12 @@ def found(text: str) -> set[tuple[str, str]]:
 
 
 @pytest.mark.parametrize("name", ["KEYS.md", "schema.json"])
-def test_generated_files_are_those_of_the_schema(tmp_path, name):
+def test_generated_files_match_the_schema(tmp_path, name):
     reference.write(tmp_path)
     assert (tmp_path / name).read_text() == (RECIPES / name).read_text(), "python -m pipeline.config.reference"
 
 
-def test_every_key_has_a_type_and_a_meaning():
+def test_every_key_has_a_type_and_a_description():
     keys = reference.keys()
     assert {key.replace("*", reference.NAME) for key in schema_validation.keys(Recipe)} == set(keys)
     assert [name for name, key in keys.items() if not key.meaning] == []
@@ -45,7 +45,7 @@ def test_shipped_recipes_name_the_schema_and_fit_it(path):
     assert found(path.read_text()) == set()
 
 
-def test_the_schema_is_one():
+def test_the_json_schema_is_valid():
     jsonschema.Draft202012Validator.check_schema(SCHEMA)
 
 
@@ -66,7 +66,7 @@ def test_the_schema_is_one():
         ("defaults: {a: b}", "defaults", "type"),
     ],
 )
-def test_an_editor_finds(text, path, keyword):
+def test_an_editor_finds_errors(text, path, keyword):
     assert (path, keyword) in found(text)
 
 
@@ -82,7 +82,7 @@ def test_an_editor_finds(text, path, keyword):
         "env: {one: {kind: mine.Mine, kwargs: {anything: [1]}}, other: {kwargs: {pattern: x}}}",
     ],
 )
-def test_an_editor_lets_pass(text):
+def test_an_editor_accepts_valid_recipes(text):
     assert found(text) == set()
 
 
@@ -104,7 +104,7 @@ def test_help_of_an_environments_kwargs_is_by_kind(capsys):
     assert judge.startswith("env.NAME.kwargs.url: text\n")
 
 
-def test_help_of_no_key_lists_the_sections(capsys):
+def test_help_without_a_key_lists_the_sections(capsys):
     assert submit.main(["help="]) == 0
     heads = [line.partition(":")[0] for line in capsys.readouterr().out.splitlines() if not line.startswith(" ")]
     assert heads == [*schema_validation.fields(Recipe)]
@@ -115,7 +115,7 @@ def test_help_of_a_key_below_a_value_names_the_value(capsys):
     assert "help: got 'grpo.max_num_steps.x.y'; grpo.max_num_steps is a value, not a section" in capsys.readouterr().err
 
 
-def test_help_of_a_misspelt_key_names_the_one_that_may_be_meant(capsys):
+def test_help_of_a_misspelt_key_suggests_a_similar_one(capsys):
     assert submit.main(["help=policy.max_grad_nrm"]) == 2
     assert "did you mean 'policy.max_grad_norm'?" in capsys.readouterr().err
 

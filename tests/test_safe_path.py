@@ -1,4 +1,4 @@
-"""Processes that Hetstep starts take no module from the working directory, where a user may have any files."""
+"""Processes that Hetstep starts import no module from the working directory, where a user may have any files."""
 
 import os
 import subprocess
@@ -18,22 +18,22 @@ from tests.launch.model import write_recipe
 
 @pytest.fixture(autouse=True)
 def here(tmp_path, monkeypatch) -> Path:
-    """A working directory with files that have names of the standard library's."""
+    """Return a working directory with files that have names of standard library modules."""
     for name in ("json", "signal", "random"):
         (tmp_path / f"{name}.py").write_text("raise SystemExit(77)\n")
     monkeypatch.chdir(tmp_path)
     return tmp_path
 
 
-def test_the_worker_of_math():
+def test_the_math_worker():
     worker = _MathWorker()
     worker.wait_until_ready()
     worker.kill()
 
 
-def test_the_process_of_environments():
+def test_the_environments_process():
     started = environment_process.spawn()
-    started.connection.close()  # it ends by itself then
+    started.connection.close()  # it then ends by itself
     assert started.handle.wait(60) == 0
 
 
@@ -44,7 +44,7 @@ def test_the_store():
     process.communicate()
 
 
-def test_the_probe_of_own_code(here):
+def test_the_probe_of_the_users_code(here):
     folder = here / "recipes"
     folder.mkdir()
     (folder / "mine.py").write_text("class Mine: pass\n")
@@ -55,7 +55,7 @@ def test_the_probe_of_own_code(here):
 
 
 def test_ranks_and_their_controller(here):
-    """Each ends for want of a run folder, after its imports."""
+    """Each ends after its imports, for lack of a run folder."""
     rank = subprocess.run(local.rank_command(here / "none"), capture_output=True, text=True, timeout=60)
     assert rank.returncode == 1 and "KeyError: 'HETSTEP_RANK'" in rank.stderr, rank
     assert local.start_controller(here / "none", dict(os.environ), here / "log").wait(60) == 1

@@ -1,4 +1,4 @@
-"""What is saved when a run is left between two steps: `pipeline.coordinator.Run` over real checkpoints, without ranks."""
+"""Checkpoints of a run that leaves between two steps: `pipeline.coordinator.Run` over real checkpoints, without ranks."""
 
 import contextlib
 import threading
@@ -20,11 +20,11 @@ POSITION = {"epoch": 0, "index": 8}
 
 
 class Ranks:
-    """The train realm, of which only the time it takes to write is of interest here."""
+    """The train realm, reduced to the time that its saves take."""
 
     def __init__(self):
         self.folders: list[str] = []
-        self.slow = False  # what is written behind is not on the disk before someone waits for it
+        self.slow = False  # an asynchronous save is complete only after a wait
 
     def save(self, folder: str):
         self.folders.append(Path(folder).name)
@@ -36,7 +36,7 @@ class Ranks:
 
 
 class Steps:
-    """Rank 0 between steps."""
+    """Return rank 0's run between steps."""
 
     def __init__(self, run_dir: Path, **checkpointing):
         self.signals: list[str] = []
@@ -61,7 +61,7 @@ class Steps:
         return path.read_text().strip() if path.exists() else None
 
 
-def test_a_run_that_has_to_be_left_saves_the_step_it_is_at(tmp_path):
+def test_a_run_that_leaves_saves_its_step(tmp_path):
     steps = Steps(tmp_path)
     steps.end(1)
     assert not steps.run.must_leave() and steps.checkpoints.latest() is None
@@ -85,7 +85,7 @@ def test_not_twice(tmp_path):
 
 @pytest.mark.parametrize("last", [False, True])
 def test_the_end_saves_the_last_step_if_it_is_not_saved_yet(tmp_path, last):
-    """Data may end while the step after it is filled: then nobody knew that it would be the last."""
+    """Data may end while the next step is filled, when the step before has already been treated as not the last."""
     steps = Steps(tmp_path)
     for step in (1, 2):
         steps.end(step, last=last and step == 2)
@@ -101,8 +101,8 @@ def test_before_the_first_step_there_is_nothing_to_save(tmp_path):
     assert steps.left_behind("progress") is None and steps.ranks.folders == []
 
 
-@pytest.mark.parametrize("saved_at", [2, 3])  # by its turn: one step ago, or just now
-def test_what_is_written_behind_is_waited_for(tmp_path, saved_at):
+@pytest.mark.parametrize("saved_at", [2, 3])  # on schedule: one step ago, or just now
+def test_an_asynchronous_save_is_waited_for(tmp_path, saved_at):
     steps = Steps(tmp_path, save_period=saved_at, async_save=True)
     steps.ranks.slow = True
     for step in (1, 2, 3):
@@ -115,7 +115,7 @@ def test_what_is_written_behind_is_waited_for(tmp_path, saved_at):
     assert len(steps.ranks.folders) == (2 if saved_at == 2 else 1)
 
 
-def test_without_checkpoints_nothing_is_saved_and_nothing_goes_on_by_itself(tmp_path):
+def test_without_checkpoints_nothing_is_saved_and_the_run_does_not_continue(tmp_path):
     steps = Steps(tmp_path, enabled=False)
     steps.end(1, last=False)
     steps.signals.append("SIGUSR2")
@@ -124,7 +124,7 @@ def test_without_checkpoints_nothing_is_saved_and_nothing_goes_on_by_itself(tmp_
     assert steps.left_behind("requeue") is None and steps.ranks.folders == []
 
 
-def test_what_a_save_took_is_in_the_next_line(tmp_path):
+def test_the_duration_of_a_save_is_in_the_next_line(tmp_path):
     steps = Steps(tmp_path, save_period=1)
     for step in (1, 2, 3):
         steps.end(step)
@@ -168,7 +168,7 @@ def test_a_checkpoint_keeps_the_rollouts_that_no_step_has_trained_on(tmp_path):
 
 
 class Slow:
-    """Metrics that write rollouts when they are let."""
+    """Metrics that write rollouts only once the test allows it."""
 
     logs_rollouts = True
 
@@ -182,7 +182,7 @@ class Slow:
         self.written.append((kind, step))
 
 
-def test_rollouts_are_written_while_the_run_goes_on_and_before_the_checkpoint_that_counts_them(tmp_path):
+def test_rollouts_are_written_asynchronously_and_before_the_checkpoint_that_counts_them(tmp_path):
     steps = Steps(tmp_path, save_period=2)
     steps.metrics = slow = Slow(steps.metrics)
     steps.end(1, groups=["a group"])
@@ -199,7 +199,7 @@ def test_rollouts_are_written_while_the_run_goes_on_and_before_the_checkpoint_th
     assert at_commit == [("step", 1), ("step", 2)] and steps.checkpoints.latest().step == 2
 
 
-def test_rollouts_that_are_waited_for_have_a_phase_and_are_no_part_of_what_a_save_takes(tmp_path, monkeypatch):
+def test_waiting_for_rollouts_has_its_own_phase_and_is_not_part_of_a_saves_duration(tmp_path, monkeypatch):
     steps = Steps(tmp_path, save_period=1)
     steps.metrics = slow = Slow(steps.metrics)
     phases, saves = [], []
@@ -218,7 +218,7 @@ def test_rollouts_that_are_waited_for_have_a_phase_and_are_no_part_of_what_a_sav
     assert 0 < saves[0] < 0.4 and steps.run._save_s == saves[0]
 
 
-def test_rollouts_that_are_never_written_end_the_run_and_name_where_it_stood(tmp_path):
+def test_rollouts_that_are_never_written_end_the_run_with_its_phase(tmp_path):
     steps = Steps(tmp_path, save_period=1)
     steps.metrics = slow = Slow(steps.metrics)
     steps.run.recipe.cluster.timeouts.save = 0.2
@@ -230,7 +230,7 @@ def test_rollouts_that_are_never_written_end_the_run_and_name_where_it_stood(tmp
     slow.may.set()
 
 
-def test_no_tokenizer_is_copied_where_no_rollouts_are_logged(tmp_path, monkeypatch):
+def test_no_tokenizer_is_copied_if_no_rollouts_are_logged(tmp_path, monkeypatch):
     steps = Steps(tmp_path)
     steps.metrics = Metrics(tmp_path, LoggerConfig(tensorboard_enabled=False, num_rollouts_to_log=0), None)
     monkeypatch.setattr("pipeline.coordinator.copy.deepcopy", lambda _: pytest.fail("the tokenizer was copied"))

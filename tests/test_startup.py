@@ -1,4 +1,4 @@
-"""What a starting run tells of itself, and how people read it."""
+"""What a starting run records of itself, and how it is shown."""
 
 import json
 import time
@@ -16,7 +16,7 @@ def wait_until(condition) -> None:
         time.sleep(0.05)
 
 
-def test_stages_and_what_most_ranks_of_a_realm_do(tmp_path):
+def test_stages_and_the_phase_of_most_ranks_of_a_realm(tmp_path):
     attempt = made_runs.attempt(tmp_path, "local-1-0", made_runs.ago(5))
     append_manifest(tmp_path, "local", "1", ["submit.py"])
     heard: dict[int, tuple[str, str]] = {}
@@ -54,7 +54,7 @@ def test_stages_and_what_most_ranks_of_a_realm_do(tmp_path):
     assert startup_stages.now(startup_stages.stages(tmp_path)) == ""
 
 
-def test_where_it_cannot_be_written_the_run_goes_on(tmp_path):
+def test_the_run_continues_if_it_cannot_be_written(tmp_path):
     startup = Startup(tmp_path / "gone", {"train": (0,)})
     startup.enter(SETTING_UP)
     startup.end()
@@ -83,7 +83,7 @@ def test_the_queue_counts_once_and_an_earlier_jobs_attempt_does_not(tmp_path):
     assert attempt.exists()
 
 
-def test_a_run_that_failed_while_it_started_says_in_what(tmp_path):
+def test_a_run_that_failed_during_startup_names_the_phase(tmp_path):
     attempt = made_runs.attempt(tmp_path, "local-1-0", 100.0)
     append_manifest(tmp_path, "local", "1", ["submit.py"])
     told = {"began": 102.0, "here": 2, "world": 2, "stages": [["join the world", 102.0, 103.5], ["set up", 103.5, None]]}

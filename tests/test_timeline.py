@@ -1,4 +1,4 @@
-"""The records of a rank's timeline: spans without gaps, merged and bounded, kept when the rank is killed; and idle shares."""
+"""A rank's timeline: spans without gaps, merged and bounded, kept when the rank is killed; and idle shares."""
 
 import itertools
 import json
@@ -23,7 +23,7 @@ FIRST = {"name": "train rank 0 on a", **ABOUT, **BEGAN}
 
 
 class Clock:
-    """Stands for a timeline's clocks."""
+    """Stands in for a timeline's clocks."""
 
     def __init__(self):
         self.now = 100.0
@@ -50,19 +50,19 @@ def flush(of: Timeline, folder: Path) -> list[dict]:
 
 
 def events(path: Path) -> list[dict]:
-    """Return a file's events, which are the format's array but for the closing bracket."""
+    """Return a file's events; the file is the trace event format's array without the closing bracket."""
     text = path.read_text()
     assert text.endswith(",\n")
     return json.loads(text[:-2] + "]")
 
 
 def short(event: dict) -> list:
-    """Return [begin, end, verb, phase] of a span, in seconds since the beginning that ABOUT or a Clock has."""
+    """Return [begin, end, verb, phase] of a span, in seconds since the start in ABOUT or a Clock."""
     begin, (verb, _, phase) = event["ts"] / 1e6 % 100_000, event["name"].partition(": ")
     return [round(begin, 6), round(begin + event["dur"] / 1e6, 6), verb, phase]
 
 
-# ---- what is recorded -------------------------------------------------------------------------------------------------------
+# ---- recording --------------------------------------------------------------------------------------------------------------
 
 
 def test_nested_phases_are_a_row_of_spans_without_gaps(clock, tmp_path):
@@ -120,7 +120,7 @@ def merge(events: list[tuple], resolution: float = 0.01) -> list[Span]:
     return [*itertools.chain(*(merger.take(Span.of(*event)) for event in events)), *merger.rest()]
 
 
-def test_an_engine_that_steps_and_glances_at_its_mail_is_one_span():
+def test_an_engine_that_steps_and_polls_its_mail_is_one_span():
     events = [(0.0, 5.0, "idle", "")]
     for _ in range(3000):  # a minute
         at = events[-1][1]
@@ -132,7 +132,7 @@ def test_an_engine_that_steps_and_glances_at_its_mail_is_one_span():
     assert decoded.categories == pytest.approx({"rollout": 57.0, "wait": 2.999})
 
 
-def test_steps_shorter_than_the_resolution_are_not_swallowed_by_what_was_before():
+def test_steps_shorter_than_the_resolution_are_not_merged_into_the_span_before():
     events = [(0.0, 30.0, "idle", "")]
     for _ in range(4000):
         at = events[-1][1]
@@ -143,7 +143,7 @@ def test_steps_shorter_than_the_resolution_are_not_swallowed_by_what_was_before(
     assert (decoded.name, decoded.category) == (("rollout", "decode"), "rollout")
 
 
-def test_merging_keeps_every_second_and_what_it_was_spent_on():
+def test_merging_keeps_every_second_and_its_category():
     draw = random.Random(0)
     for resolution in (0.001, 0.01, 0.3):
         at, events = 0.0, []
@@ -180,7 +180,7 @@ def test_a_part_of_a_span_has_its_share():
 
 
 def write(path: Path, events: list, flushes: int) -> int:
-    """The size of a file that was written so many times."""
+    """Return the size of a file that was written that many times."""
     size = -(-len(events) // flushes)
     batches = iter([events[i : i + size] for i in range(0, len(events), size)])
 
@@ -194,10 +194,10 @@ def write(path: Path, events: list, flushes: int) -> int:
     return path.stat().st_size
 
 
-def test_a_file_grows_by_the_same_size_each_time_the_run_becomes_twice_as_long(tmp_path, monkeypatch):
+def test_a_files_growth_is_constant_per_doubling_of_the_run(tmp_path, monkeypatch):
     monkeypatch.setattr(timeline, "DOUBLING_BYTES", 8192)
     sizes = []
-    for length in (4000, 8000, 16000, 32000):  # the worst case: nothing is like what was before
+    for length in (4000, 8000, 16000, 32000):  # the worst case: no span is like the one before
         events = [(0.02 * i, 0.02 * (i + 1), f"verb {i % 7}", "") for i in range(length)]
         sizes.append(write(tmp_path / f"timeline/{length}", events, flushes=length // 100))
     unbounded = 32000 * 30
@@ -206,7 +206,7 @@ def test_a_file_grows_by_the_same_size_each_time_the_run_becomes_twice_as_long(t
     assert sizes[-1] < unbounded / 10
 
 
-def test_what_is_under_way_is_replaced_when_it_has_ended(tmp_path):
+def test_an_open_span_is_replaced_when_it_has_ended(tmp_path):
     takes = iter(
         [
             ([(0.0, 5.0, "setup", "load a model with a long name")], (5.0, 6.0, "idle", "wait for what other ranks see")),
@@ -225,7 +225,7 @@ def test_what_is_under_way_is_replaced_when_it_has_ended(tmp_path):
 
 
 class Disk:
-    """Counts what the file system is asked for."""
+    """Counts calls to the file system."""
 
     def __init__(self, monkeypatch):
         self.asked = {"pwrite": 0, "ftruncate": 0}
@@ -240,7 +240,7 @@ class Disk:
         return counting
 
 
-def test_a_rank_with_nothing_new_leaves_the_file_system_alone(clock, tmp_path, monkeypatch):
+def test_a_rank_with_nothing_new_does_not_write(clock, tmp_path, monkeypatch):
     disk = Disk(monkeypatch)
     ranks = Timeline(ABOUT, {"train": tuple(range(512))})
     writer = Writer(tmp_path / "timeline/r", ABOUT | BEGAN, ranks.take, ranks._quiet)
@@ -256,7 +256,7 @@ def test_a_rank_with_nothing_new_leaves_the_file_system_alone(clock, tmp_path, m
     assert [event["name"] for event in events(tmp_path / "timeline/r")[1:]] == ["join", "step", "idle"]
 
 
-def test_the_file_is_cut_only_where_it_was_longer(tmp_path, monkeypatch):
+def test_the_file_is_truncated_only_where_it_was_longer(tmp_path, monkeypatch):
     disk = Disk(monkeypatch)
     long, after = (1.0, 2.0, "setup", "load a model with a long name"), (1.0, 3.0, "step", "")
     takes = iter([([(0.0, 1.0, "join", "")], long), ([(1.0, 1.5, *long[2:])], (1.5, 2.5, *long[2:])), ([], after)])
@@ -270,7 +270,7 @@ def test_the_file_is_cut_only_where_it_was_longer(tmp_path, monkeypatch):
     assert cuts == [0, 0, 1]
 
 
-def test_where_no_file_is_wanted_nothing_is_kept_for_it(clock):
+def test_without_a_file_no_events_are_kept(clock):
     rank = Timeline(ABOUT, {"train": (0,)})
     rank.enter("step", "")
     rank.keep_none()
@@ -300,7 +300,7 @@ else:
 """
 
 
-def test_what_a_killed_rank_was_doing_is_in_its_file(tmp_path):
+def test_a_killed_ranks_last_activity_is_in_its_file(tmp_path):
     rank = subprocess.Popen([sys.executable, "-c", RANK, str(tmp_path), "sleep"])
     path = tmp_path / "timeline/rank00003.jsonl"
     try:
@@ -316,12 +316,12 @@ def test_what_a_killed_rank_was_doing_is_in_its_file(tmp_path):
     assert [each["name"] for each in spans][-2:] == ["forward: forward of the policy", "step: step of the policy"]
 
 
-def test_a_rank_that_ends_writes_all_of_it(tmp_path):
+def test_a_rank_that_ends_writes_everything(tmp_path):
     subprocess.run([sys.executable, "-c", RANK, str(tmp_path), "close"], check=True, timeout=60)
     assert "step of the policy" in (tmp_path / "timeline/rank00003.jsonl").read_text()
 
 
-def test_a_disk_that_refuses_costs_the_file_alone_and_is_told_once(tmp_path, caplog, monkeypatch):
+def test_a_failing_disk_loses_only_the_file_and_is_reported_once(tmp_path, caplog, monkeypatch):
     monkeypatch.setattr(timeline, "MOST_UNWRITTEN", 5)
     (tmp_path / "timeline").write_text("in the way")
     ended = iter([[(float(i), float(i + 1), f"verb {i}", "")] for i in range(20)])
@@ -340,12 +340,12 @@ def test_a_disk_that_refuses_costs_the_file_alone_and_is_told_once(tmp_path, cap
 # ---- idle shares ------------------------------------------------------------------------------------------------------------
 
 
-def test_idle_shares_are_the_seconds_of_waiting_of_those_lived(clock):
+def test_idle_shares_are_waiting_seconds_over_all_seconds(clock):
     workers = {"train": (0, 1), "generate": (2,), "reward": ()}
     ranks = [Timeline({**ABOUT, "rank": rank}, workers) for rank in range(3)]
 
     def step(*doing: str) -> None:
-        """A second of it on each rank."""
+        """Add one second of it on each rank."""
         for rank, verb in zip(ranks, doing, strict=True):
             rank.enter(verb, "")
         clock.now += 1
@@ -366,7 +366,7 @@ def test_idle_shares_are_the_seconds_of_waiting_of_those_lived(clock):
     step("step", "step", "rollout")
     step("step", "step", "idle")
     told()
-    clock.now += 2  # rank 0 goes on; what the others did since they replied is part of the next step
+    clock.now += 2  # rank 0 continues; what the others did since they replied is part of the next step
     assert ranks[0].step_ended(2) == pytest.approx({"idle/train": 0.0, "idle/generate": 1 / 2})
     told()
     assert ranks[0].step_ended(3) == pytest.approx({"idle/train": 0.0, "idle/generate": 1.0})

@@ -16,7 +16,7 @@ def made(kind: str, timeout_s: float = 10.0, workers: int | None = None, **kwarg
 
 
 def outcomes(environment: Environment, limit_s: float, prompt: Prompt, texts: list[str]) -> list[Outcome | CallFailure]:
-    """Return the outcomes of episodes of one turn, one for each text, all of which are there at once."""
+    """Return the outcomes of one-turn episodes, one for each text, all of which are submitted at once."""
     wakeup = threading.Event()
     pool = EnvironmentPool({"it": environment}, {"it": limit_s}, wakeup, grace_s=0.0)
     for number, text in enumerate(texts):

@@ -13,10 +13,10 @@ from pipeline.environments.calculator import MAX_CHARACTERS, evaluate
         ("-(2+3)*+4", "-20"),
         ("2^10", "1024"),
         ("2**-2", "0.25"),
-        ("-2**2", "-4"),  # as mathematics has it, and Python
+        ("-2**2", "-4"),  # as in mathematics and Python
         ("7//2", "3"),
         ("-7 % 3", "2"),
-        ("0.1+0.2", "0.3"),  # fractions, no floats
+        ("0.1+0.2", "0.3"),  # fractions, not floats
         ("1/3", "0.333333333333"),
         ("1/3*3", "1"),
         ("sqrt(16)", "4"),
@@ -50,7 +50,7 @@ def test_values(expression: str, value: str):
         ("sqrt(0-1)", "root of a negative number"),
     ],
 )
-def test_what_has_no_value(expression: str, message: str):
+def test_expressions_without_a_value(expression: str, message: str):
     with pytest.raises(ValueError, match=message.replace("(", r"\(")):
         evaluate(expression)
 
@@ -72,7 +72,7 @@ def test_what_has_no_value(expression: str, message: str):
         "1" * (MAX_CHARACTERS + 1),
     ],
 )
-def test_nothing_takes_long_or_much(expression: str):
+def test_time_and_size_are_bounded(expression: str):
     start = time.process_time()
     try:
         assert len(evaluate(expression)) < 2000
@@ -81,5 +81,5 @@ def test_nothing_takes_long_or_much(expression: str):
     assert time.process_time() - start < 0.5
 
 
-def test_powers_of_one_have_any_exponent():
+def test_powers_of_one_may_have_any_exponent():
     assert evaluate("1**(10**300)") == evaluate("(0-1)**(10**300)") == "1"

@@ -1,4 +1,4 @@
-"""The user's own environments: plain functions as rewards, and errors for classes and functions that do not fit."""
+"""Users' own environments: plain functions as rewards, and errors for classes and functions that do not fit."""
 
 import sys
 import types
@@ -64,8 +64,8 @@ def as_in_trl(prompt, completion, answer):
     return float(completion == answer)
 
 
-def test_a_column_may_be_called_as_a_parameter():
-    """As one of the first two it is left out, as any other it is given."""
+def test_a_column_may_have_a_parameters_name():
+    """It is omitted if it has the name of one of the first two parameters, else passed."""
     record = {"question": "2+2=", "prompt": "of the record", "answer": "4"}
     task = {"text": "rendered", "answer": "4", "record": record}
     assert built(of_other_names).step(prompt(task), "5").reward == 1.0
@@ -79,12 +79,12 @@ def test_a_function_gets_the_prompt_the_answer_and_the_records_columns():
     assert seen == [("2+2=", "5", {"input": "2+2=", "level": 3, "expected": "4", "scale": 2.0})]
 
 
-def test_one_without_variable_fields_gets_those_that_it_names():
+def test_a_function_without_kwargs_gets_only_its_named_columns():
     environment = built(some_of_it, scale=0.5)
     assert [environment.step(prompt(BARE), said).reward for said in ("4", "5")] == [1.5, 0.0]
 
 
-def test_of_a_conversation_the_prompt_is_what_the_user_says_last():
+def test_the_prompt_of_a_conversation_is_the_last_user_message():
     said = [("system", "be brief"), ("user", "1+1?"), ("assistant", "2"), ("user", "2+2?")]
     seen.clear()
     built(all_of_it).step(prompt({"messages": [{"role": role, "content": content} for role, content in said]}), "4")
@@ -92,7 +92,7 @@ def test_of_a_conversation_the_prompt_is_what_the_user_says_last():
 
 
 @pytest.mark.parametrize("reward", ["1.0", None, [1.0], float("nan"), float("inf")])
-def test_what_is_no_finite_number_is_no_reward(reward, monkeypatch):
+def test_a_reward_must_be_a_finite_number(reward, monkeypatch):
     monkeypatch.setitem(sys.modules, "odd_rewards", module := types.ModuleType("odd_rewards"))
     module.odd = lambda prompt, answer, **fields: reward
     with pytest.raises(TypeError, match="expected a finite number"):
@@ -112,11 +112,11 @@ def test_what_is_no_finite_number_is_no_reward(reward, monkeypatch):
         (dict, [], "the class has no reset and no step and no close"),
     ],
 )
-def test_what_is_wrong_is_told_before_anything_is_called(thing, kwargs, says):
+def test_errors_are_reported_before_any_call(thing, kwargs, says):
     assert says in custom.problem(thing, kwargs)
 
 
-def test_columns_that_cannot_travel_are_left_out():
+def test_columns_that_cannot_be_sent_are_omitted():
     class Encoder:
         dataset = types.SimpleNamespace(output_key="output", env_name="mine")
 

@@ -13,12 +13,12 @@ SAID = "So it is 34.\n\nAnswer: {}"
     [
         ("34", SAID.format("34"), True),
         ("34", SAID.format("$34$."), True),
-        ("34", SAID.format("34."), False),  # the point stays, as it does for DAPO's authors
+        ("34", SAID.format("34."), False),  # the point stays, as in DAPO's code
         ("34", SAID.format("\\boxed{34}"), True),
         ("34", SAID.format("$x = 34$"), True),
         ("34", SAID.format("034"), False),
         ("34", SAID.format("35"), False),
-        ("34", "\\boxed{34}", False),  # it was to say Answer:
+        ("34", "\\boxed{34}", False),  # "Answer:" is missing
         ("34", "the ANSWER :34\nand that is all", True),
         ("34", "Answer: 34\nno, wait.\nAnswer: 35", False),  # the last counts
         ("34", "Answer: 34\n" + "x" * READ, False),  # too far from the end
@@ -28,7 +28,7 @@ SAID = "So it is 34.\n\nAnswer: {}"
         ("\\frac{1}{2}", SAID.format("0.5"), False),  # formulas are not compared
     ],
 )
-def test_what_follows_the_last_answer(expected: str, text: str, right: bool):
+def test_text_after_the_last_answer(expected: str, text: str, right: bool):
     environment = made("math", math_verify_impl="dapo_math_verify")
     outcome = environment.step(Prompt(0, np.zeros(1, np.int32), "m", {"answer": expected}), text)
     assert (outcome.reward, outcome.metrics) == (float(right), {"accuracy": float(right)})
@@ -48,5 +48,5 @@ def test_what_follows_the_last_answer(expected: str, text: str, right: bool):
         ("(1,\\ 2)", "(1,2)"),
     ],
 )
-def test_the_form_in_which_answers_are_compared(answer: str, plain: str):
+def test_answers_are_normalized_before_comparison(answer: str, plain: str):
     assert normalize(answer) == plain

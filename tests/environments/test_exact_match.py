@@ -17,7 +17,7 @@ def test_the_whole_text():
     assert reward("0132") == reward("13 2") == reward("") == 0.0
 
 
-def test_the_patterns_last_match():
+def test_the_last_match_of_the_pattern_counts():
     pattern = r";(\d+)$"
     assert reward("7+5=12,4+8+1=13;132", pattern) == 1.0
     assert reward("7+5=12,4+8+1=13;133", pattern) == 0.0

@@ -1,4 +1,4 @@
-"""The worker is real: real math-verify, real processes, an expression that sympy does not finish."""
+"""Math verification with real workers: real math-verify, real processes, an expression that sympy does not finish."""
 
 import contextlib
 import fcntl
@@ -62,7 +62,7 @@ def test_right_and_wrong(math: Math, expected: str, text: str, right: bool):
     assert step(math, expected, text) == (float(right), {"accuracy": float(right), "timeout": 0.0, "crash": 0.0})
 
 
-def test_an_expected_answer_without_content_leaves_the_episode_out(math: Math):
+def test_an_expected_answer_without_content_excludes_the_episode(math: Math):
     with pytest.raises(Unjudged, match="prompt 3: math-verify cannot parse"):
         step(math, " ", "42")
     assert step(math, "5", "5")[0] == 1.0
@@ -71,8 +71,8 @@ def test_an_expected_answer_without_content_leaves_the_episode_out(math: Math):
 TIMEOUT, CRASH = ({"accuracy": 0.0, "timeout": float(late), "crash": float(not late)} for late in (True, False))
 
 
-def test_answers_that_never_end_cost_nobody_else_anything(start):
-    """There is one worker, which each of them holds up; the next answer does not wait for another one to load."""
+def test_answers_that_never_end_do_not_affect_others(start):
+    """Each of them blocks the only worker; the next answer does not wait for another worker to load."""
     environment = start(2.0)
     (worker,) = environment._processes
     prompt = Prompt(3, np.zeros(1, np.int32), "math", {"answer": "7"})
@@ -84,7 +84,7 @@ def test_answers_that_never_end_cost_nobody_else_anything(start):
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSEGV])
-def test_an_answer_whose_judgement_dies_is_wrong(math: Math, number: int):
+def test_an_answer_whose_judge_dies_is_wrong(math: Math, number: int):
     (worker,) = math._processes
     judged = threading.Event()
     killer = threading.Thread(target=_end_forks, args=(worker.process.pid, number, judged))
@@ -101,7 +101,7 @@ def _end_forks(worker: int, number: int, judged: threading.Event) -> None:
             os.kill(fork, number)
 
 
-def test_a_fork_that_an_earlier_answer_broke_costs_no_other(math: Math):
+def test_an_answer_that_breaks_its_fork_does_not_affect_later_ones(math: Math):
     (worker,) = math._processes
     assert step(math, "7", "7")[0] == 1.0
     for fork in processes.children(worker.process.pid):
@@ -124,7 +124,7 @@ HOSTILE = {
 
 @pytest.mark.full
 @pytest.mark.parametrize("name", HOSTILE)
-def test_no_expression_fails_its_judge_or_the_next_one(name: str, start):
+def test_no_expression_breaks_its_judge_or_the_next_one(name: str, start):
     environment = start(3.0)
     (worker,) = environment._processes
     reward, metrics = step(environment, "7", HOSTILE[name])
@@ -132,15 +132,15 @@ def test_no_expression_fails_its_judge_or_the_next_one(name: str, start):
     assert step(environment, "7", "7")[0] == 1.0 and environment._processes == [worker]
 
 
-def test_a_worker_has_no_secret(monkeypatch: pytest.MonkeyPatch, start):
+def test_a_worker_has_no_secrets(monkeypatch: pytest.MonkeyPatch, start):
     for name in ("HF_TOKEN", "WANDB_API_KEY", "SOME_VARIABLE"):
         monkeypatch.setenv(name, "canary")
     environment = start(30.0)
     assert b"canary" not in Path(f"/proc/{environment._processes[0].process.pid}/environ").read_bytes()
 
 
-def test_a_worker_that_is_lost_is_replaced(start):
-    """Not by an answer: that is judged in a fork."""
+def test_a_lost_worker_is_replaced(start):
+    """An answer cannot end a worker, since it is judged in a fork."""
     environment = start(60.0)
     worker = environment._processes[0].process
     killer = threading.Timer(0.5, worker.kill)
@@ -153,7 +153,7 @@ def test_a_worker_that_is_lost_is_replaced(start):
     assert second.process.returncode == -signal.SIGKILL
 
 
-def test_several_threads_share_workers_of_which_one_hangs(start):
+def test_threads_share_workers_of_which_one_hangs(start):
     environment = start(6.0, 2)
     hung = threading.Thread(target=lambda: hung_outcomes.append(step(environment, "1", NEVER_ENDS)))
     hung_outcomes: list[tuple[float, dict[str, float]]] = []
@@ -163,15 +163,15 @@ def test_several_threads_share_workers_of_which_one_hangs(start):
     with ThreadPoolExecutor(4) as threads:
         rewards = list(threads.map(lambda n: step(environment, str(n), "7")[0], range(20)))
     assert rewards == [float(n == 7) for n in range(20)]  # each thread has its own question's answer
-    assert not hung_outcomes  # while the other worker is still at it
+    assert not hung_outcomes  # while the other worker is still busy
     hung.join()
     assert hung_outcomes == [(0.0, TIMEOUT)]
     environment.close()
     assert all(worker.process.poll() is not None for worker in environment._processes)
 
 
-def test_any_other_error_of_a_step_costs_its_answer_alone(monkeypatch: pytest.MonkeyPatch, start):
-    """Twice: neither step waits for a worker that was lost."""
+def test_any_other_error_of_a_step_affects_only_its_answer(monkeypatch: pytest.MonkeyPatch, start):
+    """Twice: neither step waits for a lost worker."""
     environment = start(30.0)
     with monkeypatch.context() as patch:
         patch.setattr("pipeline.environments.math._MathWorker.judge", lambda *_: 1 / 0)
@@ -186,13 +186,13 @@ def test_any_other_error_of_a_step_costs_its_answer_alone(monkeypatch: pytest.Mo
             step(environment, "7", "7")
         with pytest.raises(Unjudged, match=r"did not start.*exit status 1"):
             step(environment, "7", "7")
-    with contextlib.suppress(Unjudged):  # of one that was started before
+    with contextlib.suppress(Unjudged):  # by a worker that was started before
         step(environment, "7", "7")
     assert step(environment, "7", "7")[0] == 1.0
 
 
-def test_a_worker_is_asked_only_when_it_is_ready(monkeypatch: pytest.MonkeyPatch, start):
-    """Else its imports count as the time of an answer. A step that cannot wait for it longer leaves it to the next one."""
+def test_a_worker_gets_questions_only_when_it_is_ready(monkeypatch: pytest.MonkeyPatch, start):
+    """Otherwise its imports would count as the answer's time. A step that cannot wait longer leaves it to the next one."""
     environment = start(30.0)
     ready, wait = threading.Event(), _MathWorker.wait_until_ready
     monkeypatch.setattr(_MathWorker, "wait_until_ready", lambda worker: ready.wait(60) and wait(worker))
@@ -207,7 +207,7 @@ def test_a_worker_is_asked_only_when_it_is_ready(monkeypatch: pytest.MonkeyPatch
     assert step(environment, "7", "7")[0] == 1.0
 
 
-def test_descriptors_beyond_what_select_knows(math: Math):
+def test_descriptors_beyond_the_limit_of_select(math: Math):
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (min(hard, 4096), hard))
     (worker,) = math._processes
@@ -229,7 +229,7 @@ def test_the_worker_imports_no_torch(math: Math):
 
 @pytest.mark.parametrize("busy", [False, True])
 def test_the_worker_dies_with_its_parent(busy: bool):
-    """Whether it waits for a question (its pipe ends) or is in the midst of an answer (the kernel's signal)."""
+    """Either while it waits for a question (its pipe ends) or during an answer (the kernel's signal)."""
     ask = f"worker.stdin.write(json.dumps({{'expected': '1', 'text': {NEVER_ENDS!r}}}).encode() + b'\\n');"
     program = (
         "import json, os, time; from tests.environments.pooled import made; worker = made('math')._processes[0].process;"
@@ -255,7 +255,7 @@ def _runs(pid: int) -> bool:
         return False
 
 
-def test_a_worker_that_cannot_start_is_said(monkeypatch: pytest.MonkeyPatch):
+def test_a_worker_that_cannot_start_is_reported(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(sys, "executable", "/bin/false")
     with pytest.raises(RuntimeError, match=r"did not start.*exit status 1"):
         made("math", 10.0, 1)

@@ -27,11 +27,11 @@ from tests.environments.pooled import made
         (" (b). ", "B"),
         ("\uff22", "B"),
         ("A or B", None),
-        ("Answer: E", None),  # there are four
+        ("Answer: E", None),  # there are four choices
         ("", None),
     ],
 )
-def test_which_letter_a_text_answers_with(text: str, letter: str | None):
+def test_the_letter_of_an_answer_is_found(text: str, letter: str | None):
     assert made("multiple_choice", choices=4).answer(text) == letter
 
 

@@ -1,4 +1,4 @@
-"""Texts with which a policy might get its episode dropped: none makes a step raise or search forever."""
+"""Texts that a policy might use to have its episode dropped: none makes a step raise or search forever."""
 
 import random
 import time
@@ -40,7 +40,7 @@ BEGINS = (
 )
 REPEATED = (" ", "\n", "a", ":", "(", "{", "[", "1", "-", "\u0327\u0301")
 SHORT, LONG = 2_000, 40_000  # characters; a cubic search of the one, or a quadratic one of the other, takes
-LIMIT_S = 2.0  # of CPU many times that, a linear one milliseconds
+LIMIT_S = 2.0  # seconds of CPU: a linear search takes milliseconds
 PIECES = (
     *("[", "]", "(", ")", "{", "}", "<action>", "</action>", "slide 1 2", "view", "<tool_call>", "</tool_call>", "<code>"),
     *("0x10", "0b1", "0o7", "1_0", "1j", "1e400", "1e99999999999999999999", "9" * 4400, "-", "**", "//", "%", "sqrt(", "abs("),
@@ -93,7 +93,7 @@ def test_no_text_makes_a_step_raise(environments):
 
 
 @pytest.mark.parametrize("text", ["[0x10]", "[0b1]", "[0o7]", "[1e99999999999999999999]"])
-def test_numbers_that_decimal_does_not_read(environments, text):
+def test_numbers_that_decimal_cannot_read(environments, text):
     step(environments["marked"], "marked", text)
 
 
@@ -103,8 +103,8 @@ def texts(length: int) -> list[str]:
 
 
 @pytest.mark.parametrize("name", ["multilingual", "puzzle", "marked", "interpreter"])
-def test_no_text_is_searched_for_ever(environments, name):
-    interpreter = EnvironmentConfig(kind="code_interpreter", kwargs={"sandbox": "none"})  # no text here has code that ends
+def test_no_text_is_searched_forever(environments, name):
+    interpreter = EnvironmentConfig(kind="code_interpreter", kwargs={"sandbox": "none"})  # no text here has a closed code block
     environment = environments.get(name) or build({name: interpreter})[name]
     for text in texts(SHORT) + texts(LONG):
         begun = time.thread_time()
@@ -112,7 +112,7 @@ def test_no_text_is_searched_for_ever(environments, name):
         assert time.thread_time() - begun < LIMIT_S, text[:20]
 
 
-def test_a_fence_is_not_searched_for_for_ever():
+def test_a_fence_is_not_searched_for_forever():
     for text in texts(LONG):
         begun = time.thread_time()
         code_in(text)
@@ -123,6 +123,6 @@ def test_an_answer_nested_too_deeply_is_wrong():
     assert not same_result("[" * 100_000, "[]")
 
 
-def test_half_a_surrogate_pair_is_no_call():
+def test_half_a_surrogate_pair_is_not_a_call():
     (call,) = HermesCalls().calls('<tool_call>{"name": "python", "arguments": {"code": "\\ud800"}}</tool_call>')
     assert call.error and not call.name

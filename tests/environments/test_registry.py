@@ -25,7 +25,7 @@ JUDGE = "kind=llm_judge kwargs.model=m kwargs.url=http://j/v1"
 
 
 def found(described: str, *more: str) -> list[Problem]:
-    """Return the problems of tiny_grpo with an environment x described so."""
+    """Return the problems of tiny_grpo with an environment x of that description."""
     overrides = [f"env.x.{override}" for override in re.split(r" (?=kwargs\.)", described)]
     return [problem for problem in inspect_recipe(RECIPE, [*overrides, *more]).problems if problem.key.startswith("env.")]
 
@@ -77,7 +77,7 @@ def found(described: str, *more: str) -> list[Problem]:
         (f"{JUDGE} kwargs.score_pattern=')'", "kwargs.score_pattern", "bad-format"),
     ],
 )
-def test_what_is_wrong_is_told(described: str, key: str, code: str):
+def test_errors_are_reported(described: str, key: str, code: str):
     more = ("env.x.model_name=some/where",) if "reward_model" in described else ()
     assert named(found(described, *more)) == {(f"env.x.{key}", code)}
 
@@ -94,17 +94,17 @@ def test_what_is_wrong_is_told(described: str, key: str, code: str):
         "kind=my_package.environments.Mine kwargs.anything=3",
     ],
 )
-def test_what_is_right_is_not(described: str):
+def test_valid_environments_have_no_problems(described: str):
     assert found(described, "env.x.workers=1") == []
 
 
-def test_more_workers_than_the_judge_has_are_told():
+def test_more_workers_than_the_judge_has_are_reported():
     judged = (f"{CALCULATOR} kwargs.judge=addition", "env.addition.workers=2")
     assert named(found(*judged, "env.x.workers=4")) == {("env.x.workers", "too-large")}
     assert found(*judged, "env.x.workers=2") == []
 
 
-def test_a_key_that_is_no_text_is_not_repeated():
+def test_a_key_that_is_not_text_is_not_repeated():
     problems = found("kind=llm_judge kwargs.api_key=s3cret kwargs.api_key_env=s3cret!")
     assert problems and "s3cret" not in "".join(map(str, problems))
 
@@ -115,7 +115,7 @@ def test_every_kind_describes_its_kwargs(kind: str):
     assert issubclass(of, BuiltinEnvironment) and all(field.type for field in of.Arguments.__dataclass_fields__.values())
 
 
-# ---- a new one ---------------------------------------------------------------------------------------------------------------
+# ---- adding a kind -----------------------------------------------------------------------------------------------------------
 
 TOY = '''
 from collections.abc import Iterator
@@ -170,7 +170,7 @@ def test_a_new_environment_is_one_file_and_one_line(tmp_path: Path, monkeypatch:
         assert named(found("kind=toy", f"env.x.kwargs={kwargs}")) == {(f"env.x.kwargs.{key}", code)}
 
 
-# ---- what is built -----------------------------------------------------------------------------------------------------------
+# ---- building ----------------------------------------------------------------------------------------------------------------
 
 
 class LengthReward(Environment):
@@ -193,7 +193,7 @@ class Nothing:
 
 
 class Alien:
-    """An environment that derives from nothing of ours."""
+    """An environment that has none of our base classes."""
 
     def reset(self, prompt: Prompt) -> Prompt:
         return prompt
@@ -241,7 +241,7 @@ def test_the_kinds_and_a_users_class(environments):
         ("tools", {"judge": "b", "tools": ["calculator"]}, ("env.x.kwargs.judge", "not-a-choice")),
     ],
 )
-def test_what_cannot_be_built_is_refused(kind: str, kwargs: dict, expected: tuple[str, str]):
+def test_invalid_environments_are_refused(kind: str, kwargs: dict, expected: tuple[str, str]):
     with refused(expected):
         made(kind, **kwargs)
 
@@ -250,6 +250,6 @@ def test_tools_have_parameters():
     assert all(kind.parameters for kind in TOOLS.values())
 
 
-def test_a_reward_model_judges_elsewhere():
+def test_a_reward_model_scores_elsewhere():
     outcome = made("reward_model").step(Prompt(0, np.zeros(1, np.int32), "judge", {}), "whatever")
     assert (outcome.reward, outcome.metrics) == (0.0, {})

@@ -19,7 +19,7 @@ def act(environment: SlidingPuzzle, episode: Game, action: str) -> Outcome:
     return environment.step(episode, f"let me see ... <action>{action}</action>")
 
 
-def test_moves_slide_the_tile_where_they_say():
+def test_moves_slide_the_named_tile():
     board = puzzle.read("1 2 3/4 0 5/6 7 8")
     assert puzzle.written(puzzle.slid(board, "up")) == "1 2 3/4 7 5/6 0 8"
     assert puzzle.written(puzzle.slid(board, "down")) == "1 0 3/4 2 5/6 7 8"
@@ -30,7 +30,7 @@ def test_moves_slide_the_tile_where_they_say():
     assert puzzle.slid_from(corner, 1, 1) is None and puzzle.slid_from(corner, -1, 0) is None
 
 
-def test_a_game_to_its_end():
+def test_a_game_until_its_end():
     environment = made("sliding_puzzle")
     episode = game(environment, "1 2 3/4 0 6/7 5 8")
     first = act(environment, episode, "Up")
@@ -43,7 +43,7 @@ def test_a_game_to_its_end():
     assert last.metrics == {"accuracy": 1.0, "moves": 3.0, "invalid": 0.0}
 
 
-def test_what_is_no_move_is_told_and_the_game_is_lost_after_too_many():
+def test_an_invalid_move_is_answered_and_too_many_lose_the_game():
     environment = made("sliding_puzzle", max_moves=2)
     episode = game(environment, "0 1/3 2")
     nothing = environment.step(episode, "up")
@@ -55,14 +55,14 @@ def test_what_is_no_move_is_told_and_the_game_is_lost_after_too_many():
     assert (lost.reward, lost.observation, lost.metrics["moves"]) == (0.0, None, 2.0)
 
 
-def test_the_short_way_of_a_small_model():
+def test_the_short_format_of_a_small_model():
     environment = made("sliding_puzzle", action_pattern="([udlr])", tells="board", observation="{}\n")
     episode = game(environment, "0 1/3 2")
     assert environment.step(episode, "xl").observation == {"role": "user", "content": "1 _\n3 2\n"}
     assert environment.step(episode, "u").reward == 1.0
 
 
-def test_boards_can_be_solved_are_not_and_are_drawn_reproducibly():
+def test_boards_are_solvable_unsolved_and_reproducible():
     config = {"size": 3, "shuffle_moves": 5}
     train = list(puzzle.Puzzles("train", 300, seed=1, game_config=config))
     for seed, same in ((1, True), (2, False)):
@@ -84,7 +84,7 @@ def _distance(board: puzzle.Board) -> int:
 
 
 @pytest.mark.parametrize("text", ["", "1 2", "1 2/3 4", "1 2/3", "1 2/0 x", "1 1/0 3"])
-def test_what_is_no_board(text: str):
+def test_invalid_boards(text: str):
     with pytest.raises(ValueError, match="is not a board"):
         game(made("sliding_puzzle"), text)
 
@@ -97,6 +97,6 @@ def test_what_is_no_board(text: str):
         ("train", {"size": 1}, "too-small"),
     ],
 )
-def test_games_that_there_are_not(split: str, config: dict | None, code: str):
+def test_invalid_games(split: str, config: dict | None, code: str):
     with refused(("data", code)):
         puzzle.Puzzles(split, 1, 0, config)

@@ -1,4 +1,4 @@
-"""Tool calls, and tools that hang, raise, and return a megabyte."""
+"""Tool calls, with tools that hang, raise, and return a megabyte."""
 
 import json
 import threading
@@ -103,13 +103,13 @@ def test_an_episode():
         (call("trouble", way="give up"), "error: a second was not enough"),
     ],
 )
-def test_what_the_policy_does_wrong_it_is_told(text: str, answer: str):
+def test_the_policy_is_told_its_mistakes(text: str, answer: str):
     content, metrics = told(environment(), text)
     assert content.startswith(answer.removesuffix(".*")) if answer.endswith(".*") else content == answer
     assert metrics == {"accuracy": 0.0, "calls": 1.0, "call_errors": 1.0}
 
 
-def test_a_tool_that_hangs_is_abandoned_and_others_go_on():
+def test_a_tool_that_hangs_is_abandoned_and_others_continue():
     tools = environment(timeout_s=0.3)
     trouble = tools._tools["trouble"]
     episode = tools.reset(PROMPT)
@@ -117,15 +117,15 @@ def test_a_tool_that_hangs_is_abandoned_and_others_go_on():
     outcome = tools.step(episode, call("trouble", way="hang") + call("calculator", expression="1+1"))
     assert time.monotonic() - start < 30
     late = "error: the tool did not answer within 0.3 s"
-    assert outcome.observation["content"] == f"{late}\n{late}"  # the turn's time was over
+    assert outcome.observation["content"] == f"{late}\n{late}"  # the turn's time limit was reached
     assert tools.step(episode, call("trouble", way="well")).observation["content"] == "fine"
-    assert trouble.opened == 2  # not the session that still hangs
+    assert trouble.opened == 2  # without the session that still hangs
     assert tools.step(episode, "3995").reward == 1.0
     assert trouble.closed == 1
     trouble.release.set()
 
 
-def test_tools_that_hang_for_ever_end_as_an_error(monkeypatch: pytest.MonkeyPatch):
+def test_tools_that_hang_forever_end_as_an_error(monkeypatch: pytest.MonkeyPatch):
     assert MAX_ABANDONED < 1000
     monkeypatch.setattr("pipeline.environments.tools.MAX_ABANDONED", 2)
     tools = environment(timeout_s=0.05)
@@ -142,25 +142,25 @@ def test_tools_that_hang_for_ever_end_as_an_error(monkeypatch: pytest.MonkeyPatc
     assert told(tools, call("trouble", way="hang"))[0] == "fine"
 
 
-def test_a_tool_that_raises_costs_the_episode():
+def test_a_tool_that_raises_excludes_the_episode():
     with pytest.raises(OSError, match="disk on fire"):
         told(environment(), call("trouble", way="raise"))
 
 
-def test_a_megabyte_is_cut_with_a_mark():
+def test_a_long_output_is_truncated_with_a_mark():
     content, _ = told(environment(limit=100), call("trouble", way="much"))
     assert content == "x" * 100 + "\n... (999900 characters cut)"
     content, _ = told(environment(limit=100), call("y" * 1000))
     assert content.startswith("error: there is no tool") and len(content) < 140
 
 
-def test_calls_without_end():
+def test_endless_calls():
     content, metrics = told(environment(max_calls=2), call("calculator", expression="1+1") * 1000)
     assert content == "2\n2\nerror: more than 2 calls in one turn"
     assert metrics["calls"] == 1000
 
 
-def test_the_short_way_of_a_small_model():
+def test_the_short_format_of_a_small_model():
     configs = {
         "product": EnvironmentConfig(kind="calculator", kwargs={"judge": "answers", "open": "[", "close": "]", "reply": "{};"}),
         "answers": EnvironmentConfig(kind="exact_match"),
@@ -191,7 +191,7 @@ def judged_by(judge: EnvironmentConfig, **asking: Any) -> Tools:
     return build({"tools": tools, "judge": judge})["tools"]
 
 
-def test_to_wait_for_the_judge_costs_no_time():
+def test_waiting_for_the_judge_does_not_count_as_time():
     tools = judged_by(EnvironmentConfig(kind=f"{__name__}.OneAtATime"), timeout_s=0.3)
     metrics = {"calls": 0.0, "call_errors": 0.0}
     assert outcomes(tools, 0.3, PROMPT, ["3995"] * 6) == [Outcome(1.0, metrics)] * 6
@@ -208,17 +208,17 @@ def test_to_wait_for_the_judge_costs_no_time():
         (None, EnvironmentConfig(kind=f"{__name__}.OneAtATime"), (1, 1)),
     ],
 )
-def test_a_judge_has_as_many_workers_as_who_asks_it(asking: int | None, judge: EnvironmentConfig, found: tuple[int, int]):
+def test_a_judge_has_as_many_workers_as_its_environment(asking: int | None, judge: EnvironmentConfig, found: tuple[int, int]):
     tools = judged_by(judge, workers=asking)
     assert (tools.workers, tools._judge.workers) == found
 
 
-def test_a_judge_that_cannot_be_asked_so_often_at_once():
+def test_a_judge_with_too_few_workers_is_refused():
     with pytest.raises(ValueError, match=r"env\.tools: .*workers: got 2; expected at most 1, the judge's"):
         judged_by(EnvironmentConfig(kind=f"{__name__}.OneAtATime"), workers=2)
 
 
-def test_a_judge_has_no_more_time_than_who_asks_it():
+def test_a_judge_has_no_more_time_than_its_environment():
     code = EnvironmentConfig(kind="code", timeout_s=60.0, kwargs={"sandbox": "none"})
     assert judged_by(code, timeout_s=3.0)._judge._timeout_s == OWN_SHARE * 3.0
     assert judged_by(code, timeout_s=100.0)._judge._timeout_s == OWN_SHARE * 60.0

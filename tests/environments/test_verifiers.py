@@ -28,7 +28,7 @@ installed = pytest.mark.skipif(importlib.util.find_spec("verifiers") is None, re
 
 
 @pytest.mark.skipif(importlib.util.find_spec("verifiers") is not None, reason="the package verifiers is installed")
-def test_without_the_package_it_is_said():
+def test_a_missing_package_is_reported():
     with pytest.raises(ValueError, match=r"env\.x: kind verifiers: the package verifiers is not installed .*pip install"):
         made("verifiers", taskset="gsm8k-v1")
     with pytest.raises(ValueError, match="is not installed"):
@@ -76,7 +76,7 @@ def test_a_tool(environment: Verifiers):
 
 
 @installed
-def test_an_episode_that_is_forgotten_is_cancelled(environment: Verifiers):
+def test_a_dropped_episode_is_cancelled(environment: Verifiers):
     episode = environment.reset(prompt(1))
     assert len(environment._bridge._runs) == 1
     del episode
@@ -95,15 +95,15 @@ def test_a_prompt_of_another_task_is_refused(environment: Verifiers):
 
 
 @installed
-def test_a_taskset_that_there_is_not():
+def test_an_unknown_taskset():
     with pytest.raises(ValueError, match=r"env\.hub: kind verifiers: taskset: .*no_such_taskset"):
         build({"hub": EnvironmentConfig(kind="verifiers", kwargs={"taskset": "no_such_taskset"})})
 
 
 @installed
 @pytest.mark.full
-def test_a_reward_that_an_answer_makes_raise_or_never_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    """It holds the loop of all episodes; theirs are judged again, in another process."""
+def test_a_reward_that_raises_or_never_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """It blocks the event loop of all episodes; the others are judged again in another process."""
     monkeypatch.syspath_prepend(TASKSETS)
     careless = EnvironmentConfig(
         kind="verifiers", timeout_s=5.0, kwargs={"taskset": "hetstep_sums", "config": {"careless": True}}, precision="float32"

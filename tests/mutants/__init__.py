@@ -1,1 +1,1 @@
-"""One-line faults that are planted in a copy of the product, and the default tests that must find each of them."""
+"""One-line faults that are planted in a copy of the product, each with the default tests that must find it."""

@@ -1,9 +1,9 @@
-"""Plant each fault of faults.yaml in a copy of this checkout, and see whether the default tests find it.
+"""Plant each fault of faults.yaml in a copy of this checkout and check that the default tests find it.
 
-    python -m tests.mutants [words of the faults ...]
+python -m tests.mutants [words of the faults ...]
 
-Prints a Markdown table: the fault, the test that failed first, seconds. A fault whose tests pass has not been found. Ends with
-status 1 if one has not been found, or its line is not there any more.
+Prints a Markdown table: the fault, the first test that failed, seconds. A fault whose tests pass is not found. Exits with
+status 1 if a fault is not found or its line no longer exists.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def main(words: Sequence[str]) -> int:
 
 
 def planted(copy: Path, fault: dict[str, str]) -> str:
-    """Return the first test that fails with a fault and passes without it, empty if none does.
+    """Return the first test that fails with a fault and passes without it, "" if none does.
 
     Raises ValueError if the fault's line is not there once, RuntimeError if the test fails without the fault too.
     """
@@ -66,7 +66,7 @@ def planted(copy: Path, fault: dict[str, str]) -> str:
 
 
 def first_failure(copy: Path, tests: Sequence[str]) -> str:
-    """Run tests up to the first that fails, and return its name, empty if all pass. Raises RuntimeError if pytest cannot."""
+    """Run tests up to the first failure and return its name, "" if all pass. Raises RuntimeError if pytest cannot run."""
     command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", *tests]
     environment = {**os.environ, "PYTHONPATH": str(copy), "OMP_NUM_THREADS": "1"}
     ran = subprocess.run(command, cwd=copy, env=environment, capture_output=True, text=True, timeout=TIMEOUT_S)

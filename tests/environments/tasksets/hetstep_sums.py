@@ -1,4 +1,4 @@
-"""A taskset of the verifiers package, as its users write them: sums, for which there is a tool."""
+"""A taskset of the verifiers package, as its users write them: sums, with a tool that adds."""
 
 from collections.abc import Iterable
 
@@ -24,7 +24,7 @@ class Sum(vf.Task[SumData]):
 
 
 class CarelessSum(vf.Task[SumData]):
-    """Counts up to the reply, and so takes for ever over -1; raises over what is no number."""
+    """Counts up to the reply: never ends for -1, and raises for a reply that is not a number."""
 
     @vf.reward(weight=1.0)
     async def right(self, trace: vf.Trace) -> float:
