@@ -42,7 +42,6 @@ class Same(Rule):
     ours: str = ""
 
     @override
-    @override
     def translate(self, t: Translator, leaves: list[tuple[str, Any]]) -> None:
         for key, value in leaves:
             if (converted := self.convert(value)) is not ABSENT:
@@ -56,7 +55,6 @@ class Ignored(Rule):
     why: str = ""
 
     @override
-    @override
     def translate(self, t: Translator, leaves: list[tuple[str, Any]]) -> None:
         named = dict.fromkeys(next(p for p in self.patterns if fits(p, key)) for key, value in leaves if value is not None)
         if self.why and named:
@@ -67,7 +65,6 @@ class Ignored(Rule):
 class Done(Rule):
     """Keys that a function has translated before the table is applied."""
 
-    @override
     @override
     def translate(self, t: Translator, leaves: list[tuple[str, Any]]) -> None:
         pass
@@ -81,7 +78,6 @@ class Only(Rule):
     feature: str
     instead: str = ""
 
-    @override
     @override
     def translate(self, t: Translator, leaves: list[tuple[str, Any]]) -> None:
         for key, value in leaves:
@@ -97,7 +93,6 @@ class Changed(Rule):
     how: str
 
     @override
-    @override
     def translate(self, t: Translator, leaves: list[tuple[str, Any]]) -> None:
         if other := [f"{key}={shown(value)}" for key, value in leaves if value not in self.values]:
             t.change(", ".join(other), self.how)
@@ -110,7 +105,6 @@ class Switch(Rule):
     feature: str
     instead: str = ""
 
-    @override
     @override
     def translate(self, t: Translator, leaves: list[tuple[str, Any]]) -> None:
         enabled = f"{self.keys.removesuffix('.*')}.enabled"

@@ -1,16 +1,19 @@
-"""The plan of a run: what it holds, moves and computes, how long that takes and whether it fits, before anything is submitted.
+"""Plan a run before it is submitted: its memory, transfers, operations and durations, and whether it fits.
 
-    estimate, modes                     a whole plan, and other ways on the same GPUs
-    report, choices                     the table, and its part about other ways
-    lengths, flops, cut, phase          sizes of the work
-    train_time, generate_time, sharing  seconds of its phases; step, pace: of a step, in turn or ahead of training
-    memory, ...                         bytes of the fullest rank; advice: what to change where it does not fit
-    calibration, split                  measurements of an earlier run; other divisions of nodes or GPUs
-    refit, refit_layouts, refit_time    what a refit moves, and its seconds; refit_picture: a timeline
+    estimate, modes                        the plan of a recipe; the same GPUs in other modes. Start at `estimate.plan`
+    report, alternatives                   the table for the terminal, and its lines about alternatives
+    lengths, flops, parallelism, phase     sequence lengths, operations, parallel groups, phases of a step
+    train_time, generate_time, colocation  seconds of phases on train ranks, generate ranks and shared GPUs
+    step_phases, step_time                 the phases of a step, and its duration when they overlap
+    memory, memory_*, activations          bytes of the fullest rank
+    advice                                 changes for a recipe that does not fit
+    calibration, split                     measurements of an earlier run; other divisions of nodes or GPUs
+    refit, refit_layouts, refit_time       the schedule of a refit, and its seconds; refit_picture draws it
 
-It needs the models' config.json alone: no weights, no torch. Every figure is an estimate. Shares of the peak that programs
-attain are in `recipes/hardware/*.yaml`; other assumptions about programs stand where they are used, each with its source. A key
-that makes a run faster is priced where its work is: matrix products in `train_time.Job.rate`, passes over a model in
-`train_time.forward_pass` and `update`, weights that wait on the host in `train_time._swapped` and `_fetched`, refits between
-ranks that share GPUs in `sharing.refit`. Measurements of a run correct all of them (`calibration`).
+A plan reads only the models' config.json: no weights, no torch. Every figure is an estimate. `recipes/hardware/*.yaml` has the
+shares of peak rates that programs reach. Other assumptions are next to the code that uses them, each with its source.
+
+The time model covers keys that make a run faster: matrix products in `train_time.Job.rate`, passes over a model in
+`train_time.forward_pass` and `update`, copies of weights from host memory in `train_time._swapped` and `_fetched`, refits
+between ranks that share GPUs in `colocation.refit`. Measurements of an earlier run correct all durations (`calibration`).
 """

@@ -1,23 +1,23 @@
 """Activation memory of layers, the last norm and the head, in bytes for one microbatch on one rank.
 
-The numbers come from the tensors that autograd's nodes save, operation by operation. Widths below are numbers per token after
-tensor parallelism: h the hidden size, q k v those of queries, keys and values, o that of the attention's output, i the MLP's; c
-is the bytes of a number (2 or 4).
+The counts follow the tensors that autograd saves for each operation. Widths are elements per token after tensor parallelism: h
+is the hidden size; q, k and v are the widths of queries, keys and values; o is the width of the attention output; i is the MLP
+width. c is the bytes of an element (2 or 4).
 
   Hugging Face's eager modules (FSDP2)
     RMSNorm           (4 + 2c) h + 4    input as float32, its normalized value, the output; 1 / rms in float32
-    attention         c (q + k + v + o)   after rotary embeddings, which save nothing of their input; 4 per head: log-sum-exp
-    norms of q and k  (4 + c) (q + k)    their output goes into rotary embeddings, which do not save it
+    attention         c (q + k + v + o)   after rotary embeddings, which do not save their input; 4 per head: log-sum-exp
+    norms of q and k  (4 + c) (q + k)    rotary embeddings read their output and do not save it
     MLP               4 c i             gate, up, silu(gate), product
-    experts           c (2h + 4i)       of each token's copies: input, gate and up, silu, product, output before its weight
-    recomputed selectively (`pipeline/train/recompute.py`), in place of all above
+    experts           c (2h + 4i)       per copy of a token: input, gate and up, silu, product, output before its weight
+    with selective recomputation (`pipeline/train/recompute.py`), instead of all above
     layer's input     c h
-    attention         c (q + k + v + o + h)   outputs of its products, and its own; 4 per head: log-sum-exp
-    MLP, experts      c (2i + h)        outputs of their products; of experts, of each token's copies
+    attention         c (q + k + v + o + h)   outputs of its matrix products and of the kernel; 4 per head: log-sum-exp
+    MLP, experts      c (2i + h)        outputs of their matrix products; for experts, per copy of a token
   Megatron-Core's local modules (no TransformerEngine: CPU)
     RMSNorm           (8 + c) h + 4     input and normalized value as float32, the output
-    attention         c (q + 2k) c (q + k + o)   the joint projection, of which the values are a view; after rotary embeddings
-    rotary            4 c head_dim      cosine and sine, of queries and of keys, in each layer
+    attention         c (q + 2k) c (q + k + o)   the joint projection, which the values are a view of; after rotary embeddings
+    rotary            4 c head_dim      cosine and sine for queries and for keys, in each layer
     MLP               5 c i             gate and up, silu(gate), up + 0, product
     experts           c (h + 6i)        input, gate and up, silu, up + 0, product, product by weight
   Megatron-Core on TransformerEngine (GPU)
@@ -25,15 +25,15 @@ is the bytes of a number (2 or 4).
     attention         as above, without cosine and sine
     MLP, experts      3 c i, c (h + 4i) the activation is one kernel that saves its input
 
-  Head (`pipeline/train/logprobs.py`), of n rows at once with v entries of the vocabulary on this rank
-    forward pass      8 n v             the logits in float32, and as much inside logsumexp
-                      20 n v            with the most likely tokens, which are found by 64-bit keys
-    saved             4 n v             the softmax, where a batch is one chunk; several chunks save nothing
-    backward pass     see `head`        several chunks: the last one's softmax and gradient beside the new logits before and
-                                        after their cast, 12 n v; and the gradient of the head's weight in float32
+  Head (`pipeline/train/logprobs.py`) for chunks of n rows, with v entries of the vocabulary on this rank
+    forward pass      8 n v             the logits in float32, and the same size inside logsumexp
+                      20 n v            with the most likely tokens, which a sort by 64-bit keys finds
+    saved             4 n v             the softmax, if a batch is one chunk; several chunks save nothing
+    backward pass     `head_activations`  several chunks: softmax and gradient of the previous chunk, and the new logits before
+                                        and after their cast, 12 n v; and the gradient of the head's weight in float32
 
-The flash kernels, on a GPU and on the CPU, save no probabilities. Where sequences are attended one run of equal lengths after
-another (CPU; float32 or unequal head widths on a GPU) the outputs are joined by a copy: c o more.
+Flash attention kernels, on a GPU and on the CPU, save no probabilities. On the CPU, and on a GPU in float32 or with unequal
+head widths, attention runs once per group of sequences of equal length. A copy joins the outputs: c o more.
 
 Not counted: masks of context parallelism without TransformerEngine (tokens x sequence length), gpt_oss's sinks.
 """
@@ -45,20 +45,20 @@ from dataclasses import dataclass
 from launch.model_shape import ModelShape
 from launch.plan.memory_parts import TrainModel
 
-ROTARY = 64  # qk_rope_head_dim of DeepSeek-V3 and of all its kin
+ROTARY = 64  # qk_rope_head_dim of DeepSeek-V3 and of all models with its architecture
 
 
 @dataclass(frozen=True, slots=True)
 class RankMicrobatch:
-    """A microbatch on one rank, and how it is cut."""
+    """A microbatch on one rank, and the parallel sizes that divide it."""
 
-    tokens: float  # of this rank
-    size: int  # c
+    tokens: float  # on this rank
+    size: int  # bytes of an element (c)
     cuda: bool
     tensor: int = 1
     sequence: int = 1  # ranks that share the tokens outside of attention and MLP: tensor, or 1
     expert_tensor: int = 1
-    experts: int = 1  # that this rank holds
+    experts: int = 1  # number of experts on this rank
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,13 +66,13 @@ class LayerActivations:
     """Bytes of a layer's activations."""
 
     saved: float  # from the forward pass to the backward pass
-    input: float  # what is kept in place of `saved` where activations are recomputed
-    backward: float  # besides, in the backward pass
-    forward: float  # without a graph, at most at once
+    input: float  # kept instead of `saved` with recomputation
+    backward: float  # additional workspace of the backward pass
+    forward: float  # peak of a forward pass without a graph
 
 
 def norms(shape: ModelShape) -> tuple[int, bool, int]:
-    """Return (RMSNorms of width h in a layer, whether queries and keys have norms, widths of the norms of latents)."""
+    """Return (number of RMSNorms of width h in a layer, whether queries and keys have norms, total width of latents' norms)."""
     if shape.latent:
         return 2, False, shape.norms_layer - 2 * shape.hidden
     count, rest = divmod(shape.norms_layer, shape.hidden)
@@ -80,14 +80,14 @@ def norms(shape: ModelShape) -> tuple[int, bool, int]:
 
 
 def latent_projections(shape: ModelShape) -> int:
-    """Return the parameters of a layer's projections to latents, which tensor parallelism leaves whole on every rank."""
+    """Return the number of parameters of a layer's latent projections, which tensor parallelism does not divide."""
     _, _, latent = norms(shape)
     return shape.hidden * (latent + ROTARY) if latent else 0
 
 
 @dataclass(frozen=True, slots=True)
 class Widths:
-    """Widths of a layer: numbers per token after tensor parallelism."""
+    """Widths of a layer: elements per token after tensor parallelism."""
 
     hidden: int
     query: float
@@ -111,7 +111,7 @@ class Widths:
 
 
 def hugging_face_layer(shape: ModelShape, sparse: bool, microbatch: RankMicrobatch) -> LayerActivations:
-    """Return the activations of a layer of Hugging Face's eager modules. sparse: a mixture of experts."""
+    """Return the activations of one layer of Hugging Face's eager modules. sparse: the layer is a mixture of experts."""
     c, w = microbatch.size, Widths.of(shape, microbatch)
     count, of_heads, latent = norms(shape)
     saved = count * ((4 + 2 * c) * w.hidden + 4) + c * (w.query + w.key + w.value + w.output) + 4 * w.heads
@@ -119,7 +119,7 @@ def hugging_face_layer(shape: ModelShape, sparse: bool, microbatch: RankMicrobat
         saved += c * w.output
     if of_heads:
         saved += (4 + c) * (w.query + w.key)
-    if latent:  # latents, their norms, and the joint keys and values that come of them
+    if latent:  # latents, their norms, and the joint keys and values projected from them
         saved += (4 + 2 * c) * latent + c * (w.key + w.value)
     forward = c * (2 * w.hidden + 3 * w.query + w.key + w.value)
     if sparse:
@@ -136,7 +136,7 @@ def hugging_face_layer(shape: ModelShape, sparse: bool, microbatch: RankMicrobat
 
 
 def selective_bytes(shape: ModelShape, sparse: bool, microbatch: RankMicrobatch) -> float:
-    """Return the bytes that a layer of Hugging Face's keeps in place of `Layer.saved` with selective recomputation."""
+    """Return the bytes that a Hugging Face layer keeps with selective recomputation, instead of `LayerActivations.saved`."""
     c, w = microbatch.size, Widths.of(shape, microbatch)
     kept = c * (2 * w.hidden + w.query + w.key + w.value + w.output) + 4 * w.heads
     _, _, latent = norms(shape)
@@ -151,7 +151,7 @@ def selective_bytes(shape: ModelShape, sparse: bool, microbatch: RankMicrobatch)
 
 
 def megatron_layer(shape: ModelShape, sparse: bool, microbatch: RankMicrobatch) -> LayerActivations:
-    """Return the activations of a layer of Megatron-Core's: on TransformerEngine on a GPU, else of its local modules."""
+    """Return the activations of one Megatron-Core layer: TransformerEngine's modules on a GPU, local modules on the CPU."""
     c, w, fused = microbatch.size, Widths.of(shape, microbatch), microbatch.cuda
     hidden = w.hidden / microbatch.sequence
     count, of_heads, latent = norms(shape)
@@ -160,7 +160,7 @@ def megatron_layer(shape: ModelShape, sparse: bool, microbatch: RankMicrobatch) 
     if not fused:
         saved += c * (w.output + 4 * shape.head_dim)
     if of_heads and fused:
-        saved += c * w.query  # queries in one piece
+        saved += c * w.query  # a contiguous copy of the queries
     elif of_heads:
         saved += 8 * (w.query + w.key) - (4 * w.key if c == 4 else 0)
     if latent:
@@ -171,7 +171,7 @@ def megatron_layer(shape: ModelShape, sparse: bool, microbatch: RankMicrobatch) 
         width = shape.expert_width / microbatch.expert_tensor
         saved += of_rank * c * (w.hidden + (4 if fused else 6) * width) + (3 if fused else 5) * c * shared
         backward = c * (2 * of_rank + 1) * w.hidden
-        if not fused:  # one expert after another; weights of experts are in float64, and so are three products by them
+        if not fused:  # one expert at a time; three products by its float64 weights are in float64 too
             backward += 3 * 8 * of_rank * width / microbatch.experts
         forward = c * (2 * hidden + of_rank * (2 * w.hidden + 4 * width))
     else:
@@ -179,14 +179,14 @@ def megatron_layer(shape: ModelShape, sparse: bool, microbatch: RankMicrobatch) 
         saved += (3 if fused else 5) * c * width
         backward = c * (2 * width + hidden)
         forward = c * (2 * hidden + 4 * width)
-    if microbatch.sequence > 1:  # a rank gathers the tokens of all, for the forward pass and again for the backward pass
+    if microbatch.sequence > 1:  # a rank gathers all ranks' tokens in the forward pass and again in the backward pass
         backward += c * w.hidden
         forward += c * w.hidden
     return _of_tokens(microbatch, saved, c * hidden, backward, forward)
 
 
 def final_norm(shape: ModelShape, microbatch: RankMicrobatch, fused: bool) -> LayerActivations:
-    """Return the activations of the last norm. fused: TransformerEngine's."""
+    """Return the activations of the last norm. fused: the norm is TransformerEngine's."""
     c, hidden = microbatch.size, shape.hidden / microbatch.sequence
     saved = (2 * c if fused else 8 + c) * hidden + (c * shape.hidden if microbatch.sequence > 1 else 0)
     return _of_tokens(microbatch, saved, 0, (2 * c if fused else 16) * hidden, (c if fused else 8) * hidden)
@@ -205,13 +205,13 @@ class HeadActivations:
     """Bytes of the head's activations."""
 
     saved: float  # from the forward pass to the backward pass
-    forward: float  # at most at once, without a graph too
-    backward: float  # besides what is saved
-    gradient: float  # of the head's weight, in the compute precision
+    forward: float  # peak of the forward pass, with or without a graph
+    backward: float  # workspace of the backward pass, without `saved`
+    gradient: float  # gradient of the head's weight, in the compute precision
 
 
 def head_activations(model: TrainModel, tokens: float, tensor: int) -> HeadActivations:
-    """Return the activations of a model's head for a microbatch of `tokens` on this rank, cut over `tensor` ranks."""
+    """Return the activations of the head for a microbatch of `tokens` on this rank. `tensor` ranks divide the vocabulary."""
     c, hidden = model.size, model.shape.hidden
     if model.values:
         cast = 4 * tokens * hidden if c < 4 else 0.0

@@ -1,6 +1,6 @@
-"""Changes of a recipe that needs more memory than its GPUs have; each is tried, and comes with the memory that it leads to.
+"""Propose changes to a recipe that needs more memory than its GPUs have, each with the memory that it would need.
 
-Only keys that leave the results as they are change, one or two at a time. A batch or a model of another size is not proposed.
+Only keys that do not affect the results change, one or two at a time. No proposal changes the batch size or the model.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from pipeline.config import Recipe, ranks, uses_megatron
 GB = 1e9
 MOST = 4
 SELECTIVE = "recompute_granularity=selective"
-"""The plan proposes this for FSDP2 alone. On Megatron-Core it saves no memory: flash attention keeps nothing to recompute."""
+"""The plan proposes this for FSDP2 only. On Megatron-Core it saves no memory: flash attention keeps nothing to recompute."""
 
 
 def advice(recipe: Recipe, held: TrainMemory | GenerateMemory, room: float) -> list[str]:
-    """Return the changes after which a rank needs no more than the `room` bytes of its GPU, the least need first.
+    """Return the changes with which a rank fits in `room` bytes of GPU memory, the smallest first.
 
-    If there are none, those that come nearest. At most MOST texts; none if it fits now.
+    If no change suffices, return those that come closest. Return at most MOST texts, and none if the rank fits already.
     """
     if isinstance(held, GenerateMemory):
         return _generate_advice(recipe, held, room)
@@ -34,14 +34,14 @@ def advice(recipe: Recipe, held: TrainMemory | GenerateMemory, room: float) -> l
     changes = _train_changes(recipe, held.shapes["policy"])
     tried = sorted((train(changed, held.shapes).total, text) for text, changed in changes)
     fitting = [(total, text) for total, text in tried if total <= room]
-    if any(SELECTIVE in text for _, text in fitting):  # recomputing all costs a forward pass more
+    if any(SELECTIVE in text for _, text in fitting):  # full recomputation costs another forward pass
         fitting = [(total, text) for total, text in fitting if not text.endswith("activation_checkpointing=true")]
         fitting.sort(key=lambda each: SELECTIVE not in each[1])
     return [f"{text}: {_of(total, room)}" for total, text in (fitting or tried)[:MOST] if total < held.total]
 
 
 def recomputes_less(recipe: Recipe) -> Recipe | None:
-    """Return the recipe where FSDP2 recomputes no matrix products, if now it does."""
+    """Return the recipe with selective recomputation; None unless FSDP2 now recomputes whole layers."""
     dtensor = recipe.policy.dtensor_cfg
     full = dtensor.activation_checkpointing and dtensor.recompute_granularity == "full" and not dtensor.compile
     if uses_megatron(recipe.policy) or not full:
@@ -95,7 +95,7 @@ def _megatron_changes(recipe: Recipe, shape: ModelShape, section: str) -> Iterat
 
 
 def _doubled(recipe: Recipe, key: str, of: int) -> Iterator[tuple[str, Recipe]]:
-    """Yield the recipe with twice the size, if that divides `of` and leaves whole data-parallel ranks."""
+    """Yield the recipe with a parallel size doubled, if that divides `of` and the number of ranks."""
     for text, changed in _changed(recipe, key, lambda size: None if of % (2 * size) else 2 * size):
         layout = train_parallelism(changed.policy, changed.cluster.train)
         dense, experts = (
@@ -119,7 +119,7 @@ def _generate_changes(recipe: Recipe, shape: ModelShape) -> Iterator[tuple[str, 
 
 
 def _changed(recipe: Recipe, key: str, to: Callable[[Any], Any]) -> Iterator[tuple[str, Recipe]]:
-    """Yield the recipe with `to(value)` for the key's value, unless that is None."""
+    """Yield the recipe with the key set to `to(value)`, unless that is None."""
     value = recipe
     for name in key.split("."):
         value = getattr(value, name)

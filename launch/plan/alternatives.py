@@ -1,4 +1,4 @@
-"""Lines of the report about other ways to run the recipe: modes, divisions of its nodes, recomputation, idle engines."""
+"""Write the report's lines about alternatives: modes, divisions of the nodes, recomputation, idle engines."""
 
 from __future__ import annotations
 
@@ -15,20 +15,20 @@ from pipeline import config
 from pipeline.config import runs_ahead
 
 Line = str | tuple[str, str]
-"""A text, or a label and what is said beside it."""
+"""A line to print as it is, or (label, text to wrap)."""
 WIDTH = 128  # of the report
 WIDTHS = (12, 6, 10, 14, 14, 14)
 
 
 def waits(plan: Plan) -> Iterator[Line]:
-    """Yield how long ranks wait for each other."""
+    """Yield the share of a step in which train ranks and engines are idle."""
     if plan.phases and plan.generate and not config.colocated(plan.recipe):
         train, engines = plan.step_time.train / plan.step, plan.step_time.generate / plan.step
         yield "waits", f"train ranks {train:.0%} of a step, engines {engines:.0%}; plan=true compares with other ways"
 
 
 def mode_table(plan: Plan, compared: Sequence[Mode]) -> Iterator[Line]:
-    """Yield a table of the modes, and the one to choose."""
+    """Yield a table of the modes, and the recommended one."""
     cost = "GPU-hours" if plan.steps else "GPU-s a step"
     columns = zip(("nodes", "GPUs", "a step", cost, "train waits", "engines wait"), WIDTHS, strict=True)
     yield f"{'the same nodes':26s}" + "".join(f"{name:>{width}s}" for name, width in columns)
@@ -58,7 +58,7 @@ def _row(mode: Mode) -> str:
 
 
 def choice(compared: Sequence[Mode]) -> str:
-    """Return which mode takes the fewest GPU-hours, compared with the others, and the keys that choose it."""
+    """Return the mode with the fewest GPU-hours, its savings against the others, and the keys that select it."""
     best = modes.choose(compared)
     if best is None:
         return "none of them fits"
@@ -77,7 +77,7 @@ def choice(compared: Sequence[Mode]) -> str:
 
 
 def proposals(plan: Plan) -> Iterator[Line]:
-    """Yield single changes that would make a step shorter, and how many engines are idle."""
+    """Yield single changes that shorten a step, and the number of idle engines."""
     if split.movable(plan.recipe):
         yield "split", _division(plan)
     other = recomputes_less(plan.recipe) if plan.fits else None

@@ -1,8 +1,8 @@
-"""Measurements of an earlier run: its phases, against what is predicted of them, and the lengths of its sequences.
+"""Calibrate a plan with the durations and sequence lengths of an earlier run.
 
-Each clock of a prediction is multiplied by measured / predicted of that clock in the earlier run, which is planned for this by
-its own recipe and at its own lengths. So the plan of the same recipe equals the measurement. The plan of another recipe errs
-only where the two differ in costs that the time model leaves out.
+Each predicted clock is multiplied by measured / predicted of the earlier run. That prediction uses the earlier run's own recipe
+and sequence lengths, so the plan of the same recipe equals the measurement. The plan of another recipe errs only where the two
+runs differ in costs that the time model leaves out.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ from pipeline.metrics import read, read_rollouts
 
 @dataclass(frozen=True, slots=True)
 class MeasuredRun:
-    """Means over the steps of a run without its first one, which warms up, unless it is the only one."""
+    """Means over the steps of a run. The first step, which warms up, is left out unless it is the only one."""
 
     folder: Path
     recipe: Recipe
     steps: int
     clocks: dict[str, float]  # seconds by CLOCKS
     step: float  # seconds
-    answer: float | None  # mean tokens; of an offline algorithm, of a whole sequence
+    answer: float | None  # mean tokens; for an offline algorithm, of the whole sequence
     prompt: float | None
 
     @property
@@ -84,10 +84,10 @@ def find(recipe: Recipe, before: Path | None) -> MeasuredRun | None:
 def ratios(measured: MeasuredRun, predicted: Mapping[str, float]) -> dict[str, float]:
     """Return measured / predicted by clock. predicted: seconds of the measured run's own recipe.
 
-    Where sampling ran ahead of training the rollout's clock has only what was waited for, so it is left out.
+    If sampling ran ahead of training, the rollout clock holds only the wait for samples, so it is left out.
     """
-    told = measured.clocks.keys() - ({"rollout"} if runs_ahead(measured.recipe) else set())
-    return {clock: measured.clocks[clock] / seconds for clock, seconds in predicted.items() if clock in told}
+    comparable = measured.clocks.keys() - ({"rollout"} if runs_ahead(measured.recipe) else set())
+    return {clock: measured.clocks[clock] / seconds for clock, seconds in predicted.items() if clock in comparable}
 
 
 def scaled(phases: Sequence[Phase], ratios: Mapping[str, float]) -> list[Phase]:

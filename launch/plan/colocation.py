@@ -1,9 +1,9 @@
-"""Memory and transfer times of a GPU that a train and a generate rank share in turn.
+"""Estimate memory and transfer times of a GPU that a train rank and a generate rank share in turn.
 
-The turns are those of `pipeline/sharing.py`. An inactive rank keeps on the GPU: CUDA's context, libraries and NCCL, CUDA
-graphs, and the refit's staging. A reward model that the train ranks serve computes beside the awake engine; its weights wait on
-the host anyway, so they are not moved. Of Megatron-Core's weights the float32 ones are counted with those that a refit reads,
-though they leave before it.
+The turns are those of `pipeline/colocation.py`. An inactive rank keeps on the GPU: CUDA's context, libraries and NCCL, CUDA
+graphs, and the refit's staging. A reward model on the train ranks computes while the engine is active; its weights are kept in
+host memory, so a turn does not move them. The float32 main weights of Megatron-Core count as weights that a refit reads,
+although they move to the host before it.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ IPC_GB_PER_S = 20.0
 """GB/s into a rank through memory that it maps. slime's buckets over CUDA IPC bring the 61 GB of Qwen3-30B-A3B in bfloat16 to
 engines on the same 8 H200 in 3.0 s, loading included: github.com/vllm-project/vime/issues/175. Not measured here."""
 MOVED = ("weights", "merged weights", "optimizer", "other models")
-"""Parts of a train rank that go to the host and come back; gradients are dropped."""
+"""Parts of a train rank that move to the host and back; gradients are freed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,19 +59,19 @@ def turns(recipe: Recipe, train: TrainMemory, generate: GenerateMemory) -> tuple
 
 
 def _scoring(recipe: Recipe, train: TrainMemory) -> float:
-    """Return the bytes of a reward model that the train ranks serve, while it computes."""
+    """Return the peak bytes of a reward model on the train ranks while it scores."""
     judges = [each for each in models(recipe, train.shapes) if each.values and not each.trained]
     layout = train_parallelism(recipe.policy, recipe.cluster.train)
     return memory.peak(judges, layout, True, rank_batches(recipe, layout.data)).total if judges else 0.0
 
 
 def host(recipe: Recipe, train: TrainMemory, generate: GenerateMemory) -> float:
-    """Return the bytes of host memory for the two ranks of a GPU, what they have there anyway included."""
+    """Return the bytes of host memory of the two ranks of a GPU, offloaded models included."""
     return train.host + _moved(train) + _kept(recipe, generate)
 
 
 def _read(train: TrainMemory) -> float:
-    """Return the bytes that a refit reads: with adapters the merged weights, while the others are on the host."""
+    """Return the bytes that a refit reads on the GPU: with adapters the merged weights, since the others are on the host."""
     return train.parts.get("merged weights", train.parts.get("weights", 0.0))
 
 
@@ -80,7 +80,7 @@ def _moved(train: TrainMemory) -> float:
 
 
 def _kept(recipe: Recipe, generate: GenerateMemory) -> float:
-    """Return the weights that a sleeping engine keeps on the host: only where a refit brings just what has changed."""
+    """Return the bytes of weights that a sleeping engine keeps on the host: all of them for a delta refit, else 0."""
     return generate.parts.get("weights", 0.0) if recipe.policy.generation.refit_transport == "delta" else 0.0
 
 

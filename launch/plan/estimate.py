@@ -28,8 +28,8 @@ from pipeline.config import Problem, Recipe, RecipeError, generates, hardware, r
 from pipeline.config.schema import PlanConfig
 
 GIGA = 1e9
-STATE = ("weights", "merged weights", "gradients", "optimizer")  # what no batch size or recomputation makes smaller
-ROOM = 0.8  # of a GPU, for weights of an engine: what is left must hold a KV cache
+STATE = ("weights", "merged weights", "gradients", "optimizer")  # parts that depend on no batch size or recomputation
+ROOM = 0.8  # share of a GPU for an engine's weights; the rest holds a KV cache
 
 
 @dataclass(frozen=True)
@@ -44,13 +44,13 @@ class Plan:
     train: TrainMemory
     generate: GenerateMemory | None  # None: an algorithm that does not sample
     refit: RefitPrediction | None
-    refit_unknown: str  # why there is none although the algorithm samples
-    phases: Sequence[Phase]  # of a step, calibrated; none without GPUs, or without room for a KV cache
-    validation: float | None  # seconds of one, 0 if the recipe has none; None: its samples have no bound
+    refit_unknown: str  # why `refit` is None although the algorithm samples
+    phases: Sequence[Phase]  # phases of a step, calibrated; empty without GPUs, or without room for a KV cache
+    validation: float | None  # seconds of one validation, 0 if the recipe has none; None: max_val_samples sets no bound
     measured: MeasuredRun | None
-    ratios: Mapping[str, float]  # measured / predicted, by clock; what has none is not calibrated
-    split: Split | None  # a better one
-    reward: TrainMemory | None = None  # None: no ranks of a reward model's own
+    ratios: Mapping[str, float]  # measured / predicted, by clock; a clock without a ratio is not calibrated
+    split: Split | None  # a division with a shorter step
+    reward: TrainMemory | None = None  # None: the reward model has no ranks of its own
 
     @cached_property
     def seconds(self) -> dict[str, float]:
@@ -74,7 +74,7 @@ class Plan:
 
     @property
     def steps(self) -> int | None:
-        """Return the steps of the run; None if its data end it, which the plan does not read."""
+        """Return the steps of the run; None if the run ends with its data, which the plan does not read."""
         return config.bound(section(self.recipe).max_num_steps)
 
     @property
@@ -104,7 +104,7 @@ class Plan:
 
     @cached_property
     def turns(self) -> tuple[colocation.TurnMemory, ...]:
-        """Return the memory of a GPU that a train and a generate rank share, in each of their turns; none if none does."""
+        """Return the memory of a GPU that a train and a generate rank share, for each turn; empty if no GPU is shared."""
         if self.generate is None or not config.colocated(self.recipe) or not self.recipe.cluster.train.gpus_per_node:
             return ()
         return colocation.turns(self.recipe, self.train, self.generate)
@@ -118,7 +118,7 @@ class Plan:
 
     @property
     def gpu_hours(self) -> float | None:
-        """Return the GPU-hours of `total`; None if that is not known."""
+        """Return the GPU-hours of `total`; None if `total` is None."""
         return None if self.total is None else self.gpus * self.total / 3600
 
     @property
@@ -202,7 +202,7 @@ class Plan:
         for held, component in ((self.train, self.recipe.cluster.train), (self.generate, self.recipe.cluster.generate)):
             if held is not None and component.gpus_per_node:
                 room = hardware.memory_gb(component) * GIGA
-                if besides:  # what the rank that is not on keeps
+                if besides:  # the inactive rank keeps some memory
                     room -= besides["training"].generate if held is self.train else besides["rollout"].train
                 found += advice.advice(self.recipe, held, room)
         return found
@@ -223,8 +223,8 @@ def plan(
     """Return the plan of a recipe for which the train backend is chosen.
 
     before: a run folder to calibrate by; None: the recipe's own, if it has made steps. pending: run folders of needed recipes
-    that have not run yet. Raises RecipeError, naming the key, for a model or a GPU that is not known, or a `before` that tells
-    nothing.
+    that have not run yet. Raises RecipeError, which names the key, for an unknown model or GPU, or a `before` without a
+    complete step.
     """
     models = model_configs(recipe, pending)
     shapes = _shapes(models)
@@ -258,9 +258,9 @@ def plan(
 
 
 def elsewhere(plan: Plan, recipe: Recipe) -> Plan:
-    """Return the plan of its recipe with other keys, but the same models, lengths and calibration.
+    """Return the plan of another recipe with the same models, lengths and calibration.
 
-    It has no times if it does not fit. Raises RecipeError.
+    It has no phases if it does not fit. Raises RecipeError.
     """
     made = _untimed(plan, recipe)
     if not made.fits:
@@ -271,7 +271,7 @@ def elsewhere(plan: Plan, recipe: Recipe) -> Plan:
 
 
 def step_elsewhere(plan: Plan, recipe: Recipe) -> float | None:
-    """Return the seconds of a step of that recipe, None if it does not fit. A refit is taken to be as long as now."""
+    """Return the seconds of a step of another recipe; None if it does not fit. Assumes that the refit takes as long as now."""
     made = _untimed(plan, recipe)
     if not made.fits:
         return None
@@ -297,7 +297,7 @@ def _generate_memory(recipe: Recipe, shapes: Mapping[str, ModelShape]) -> Genera
 
 
 def _timed(plan: Plan, refit: Sequence[Phase]) -> Plan:
-    """Return a plan with its times, if these can be told. refit: its phases on the wire, calibrated."""
+    """Return the plan with its durations, if they can be estimated. refit: the calibrated phases of the transfer."""
     recipe, generate = plan.recipe, plan.generate
     if not _can_be_timed(recipe, generate):
         return plan
@@ -316,7 +316,7 @@ def _can_be_timed(recipe: Recipe, generate: GenerateMemory | None) -> bool:
 def model_configs(recipe: Recipe, pending: Sequence[os.PathLike]) -> dict[str, Mapping[str, Any]]:
     """Return config.json of all models. Raises RecipeError.
 
-    One that a needed recipe has yet to leave is like the one that the needed recipe starts from.
+    A model that a needed recipe is still to write has the config.json of the model that the needed recipe starts from.
     """
     found = {}
     for name, policy in config.models(recipe).items():
@@ -333,7 +333,7 @@ def model_configs(recipe: Recipe, pending: Sequence[os.PathLike]) -> dict[str, M
 
 
 def needed_model(recipe: Recipe) -> str | None:
-    """Return the model that a needed recipe starts from, if it has yet to leave this recipe's model; else None."""
+    """Return the model that a needed recipe starts from, if that recipe is still to write this recipe's model; else None."""
     if Path(recipe.policy.model_name).is_dir():
         return None
     for name in recipe.needs:
@@ -353,12 +353,12 @@ def _refit(recipe: Recipe, model: Mapping[str, Any]) -> tuple[RefitPrediction | 
         return None, ""
     try:
         return predict(recipe, model), ""
-    except ValueError as error:  # layouts that cannot be told without the libraries that make them
+    except ValueError as error:  # layouts that only the libraries can compute
         return None, str(error)
 
 
 def _refit_phases(recipe: Recipe, generate: GenerateMemory | None, refit: RefitPrediction | None) -> list[Phase]:
-    """Return the phases of what a refit moves, not calibrated; none if that is not known."""
+    """Return the phases of a refit's transfer, not calibrated; empty if the refit is not known."""
     if not _can_be_timed(recipe, generate):
         return []
     if generate is not None and config.colocated(recipe):
@@ -367,7 +367,7 @@ def _refit_phases(recipe: Recipe, generate: GenerateMemory | None, refit: RefitP
 
 
 def _refit_seconds(recipe: Recipe, refit: RefitPrediction) -> float:
-    from launch.plan import refit_time  # brings numpy, which a plan without a refit does not need
+    from launch.plan import refit_time  # imports numpy, which a plan without a refit does not need
 
     if recipe.policy.generation.refit_transport == "broadcast":
         return refit_time.broadcast_seconds(refit.reference, recipe.cluster.network)[0]
@@ -375,7 +375,7 @@ def _refit_seconds(recipe: Recipe, refit: RefitPrediction) -> float:
 
 
 def _ratios(measured: MeasuredRun, pending: Sequence[os.PathLike]) -> dict[str, float]:
-    """Return measured / predicted of a run, planned by its own recipe and at its own lengths."""
+    """Return measured / predicted of a run, predicted from its own recipe and sequence lengths."""
     recipe = measured.recipe
     if not priced(recipe):
         return {}
@@ -389,7 +389,7 @@ def _ratios(measured: MeasuredRun, pending: Sequence[os.PathLike]) -> dict[str, 
 
 
 def _cut_key(recipe: Recipe) -> tuple[str, str]:
-    """Return the key that would cut the train ranks' state further, and what to try."""
+    """Return the key that divides the train ranks' state further, and what to try."""
     if not uses_megatron(recipe.policy) or ranks(recipe.cluster.train) == 1:
         return "cluster.train.nodes", "more nodes"
     return "policy.megatron_cfg.pipeline_model_parallel_size", "a larger one, or a larger tensor_model_parallel_size"

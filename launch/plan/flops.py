@@ -1,8 +1,9 @@
-"""Floating-point operations of a model, from its shape. A multiply-add counts as two.
+"""Count the floating-point operations of a model from its shape. A multiply-add counts as two.
 
-A token passes every active parameter once: 2 operations each. Attention compares it with the tokens before it: for each of them
-2 heads x (head dimension of keys + of values), which with equal dimensions is the usual 4 x heads x dimension. Backward passes
-take twice a forward pass (Kaplan et al. 2020, arXiv 2001.08361, section 2.1), full recomputation one more.
+A token uses every active parameter once: 2 operations each. Attention takes, for each earlier token, 2 x heads x (head
+dimension of keys + of values) operations; with equal dimensions that is the usual 4 x heads x dimension. A backward pass takes
+twice the operations of a forward pass (Kaplan et al. 2020, arXiv 2001.08361, section 2.1). Full recomputation adds one more
+forward pass.
 
 Not counted: norms, softmax, rotary embeddings, routers' top-k; sliding windows, which would need less; what LoRA saves.
 """

@@ -1,15 +1,17 @@
-"""Time of a rollout on the generate ranks.
+"""Estimate the time of a rollout on the generate ranks.
 
-An engine's step gives one token to each sequence that it is decoding. It takes what reading weights and KV cache takes, or what
-the operations take if that is longer, then an overhead and the all-reduces of tensor parallelism. Of a mixture of experts those
-are read that any of the tokens chose, were the choice even.
+An engine's step produces one token for each running sequence. Its time is that of reading weights and KV cache, or of the
+operations if that is longer, plus an overhead and the all-reduces of tensor parallelism. A step of a mixture of experts reads
+the experts that any of its tokens selects, if tokens select experts uniformly.
 
-An engine decodes as many sequences at once as `max_num_seqs` allows and its KV cache holds. While others wait, one takes the
-place of each that ends; then the last ones end, one after the other, and the rollout with the longest. Lengths spread as
-`launch/plan/lengths.py` says; what waits is as long as what began, which is exact where lengths are exponential or equal.
+An engine runs as many sequences at once as `max_num_seqs` allows and its KV cache holds. While sequences wait, one starts
+whenever another ends. Then the last ones end one after another, and the longest ends the rollout. Lengths have the distribution
+of `launch/plan/lengths.py`. Waiting sequences are assumed to be as long as running ones, which is exact if lengths are
+exponential or equal.
 
-Not counted: several turns (an episode is priced as one answer), preemption, speculative decoding, launching kernels one by one
-(enforce_eager), environments that run on the CPU, the second and later batches of dynamic sampling, which nobody knows before.
+Not counted: several turns (an episode counts as one answer), preemption, speculative decoding, launching kernels one by one
+(enforce_eager), environments that run on the CPU, and the second and later batches of dynamic sampling, whose number is
+unknown.
 """
 
 from __future__ import annotations
@@ -27,7 +29,7 @@ from pipeline.config.hardware import GPUSpec
 
 SAMPLING = ("prefill", "decode")
 """The phases of a rollout that engines take part in."""
-POINTS = 200  # at which the last sequences are added up
+POINTS = 200  # points of the numerical integral over the last sequences
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +42,7 @@ class Engine:
     ranks: int
     tensor: int
     latency_us: float  # of a message to another node
-    fp8: bool = False  # whether the linear layers are
+    fp8: bool = False  # whether the linear layers are in FP8
 
     @property
     def gpu(self) -> GPUSpec:
@@ -57,18 +59,18 @@ class Engine:
         return share * (self.gpu.bf16_tflops if self.itemsize == 2 else self.gpu.fp32_tflops) * 1e12
 
     def weights(self, batch: float) -> float:
-        """Return the bytes of weights that a rank reads for a step of `batch` tokens, without the table of embeddings."""
+        """Return the bytes of weights that a rank reads for a step of `batch` tokens, without the embedding table."""
         shape = self.shape
         chosen = 1 - (1 - shape.experts_per_token / shape.experts) ** batch if shape.experts else 0.0
         linear = shape.attention + shape.mlp + chosen * shape.routed
-        rest = shape.vocabulary * shape.hidden + shape.other  # the output layer is the embedding, if that is tied
+        rest = shape.vocabulary * shape.hidden + shape.other  # the output layer, which is the embedding if it is tied
         return (linear * (1 if self.fp8 else self.itemsize) + rest * self.itemsize) / self.ranks
 
     @property
     def cached(self) -> float:
-        """Return the bytes that a rank reads of the KV cache for each token in it.
+        """Return the bytes of KV cache that a rank reads for each cached token.
 
-        Ranks beyond the number of key-value heads hold copies; of a latent all do.
+        With more ranks than key-value heads, ranks hold copies. Every rank holds a copy of a latent.
         """
         shape = self.shape
         heads = 1 if shape.latent else min(self.tensor, shape.kv_heads)
@@ -95,7 +97,7 @@ class Engine:
 
 
 def sampled(recipe: Recipe) -> tuple[int, int]:
-    """Return (prompts, answers) of a rollout; with dynamic sampling those of its first batch."""
+    """Return (prompts, answers) of a rollout. With dynamic sampling, these are of its first batch."""
     online = section(recipe)
     assert isinstance(online, OnlineConfig), recipe.algorithm
     prompts = int(online.num_prompts_per_step * getattr(online, "batch_multiplier", 1))
@@ -129,13 +131,13 @@ class EngineLoad:
 
     engine: Engine
     count: float  # answers
-    slots: int  # that it decodes at once
+    slots: int  # sequences that it decodes at once
     lengths: Lengths
-    answers: float  # of all engines together
+    answers: float  # answers of all engines together
 
 
 def load(recipe: Recipe, shape: ModelShape, lengths: Lengths, gpu: GPUSpec, cache_tokens: float) -> EngineLoad:
-    """Return what the fullest engine has to sample in a step."""
+    """Return the load of the engine with the most answers to sample in a step."""
     prompts, answers = sampled(recipe)
     own = math.ceil(prompts / engines(recipe.policy, recipe.cluster.generate)) * answers / prompts
     return EngineLoad(engine(recipe, shape, gpu), own, slots(recipe, cache_tokens, lengths), lengths, answers)
@@ -159,10 +161,10 @@ def phases(recipe: Recipe, shape: ModelShape, lengths: Lengths, gpu: GPUSpec, ca
 def decoding(engine: Engine, count: float, slots: int, lengths: Lengths, answers: float) -> dict[str, float]:
     """Return the seconds by part of an engine that decodes `count` answers, `slots` at once.
 
-    answers: of all engines together; the longest of the last ones ends the rollout.
+    answers: the answers of all engines together, the longest of which ends the rollout.
     """
     batch = min(count, slots)
-    steady = (count - batch) * lengths.answer / batch  # steps while others wait
+    steady = (count - batch) * lengths.answer / batch  # steps while sequences wait
     total: dict[str, float] = {}
 
     def add(steps: float, batch: float, context: float) -> None:
@@ -178,7 +180,7 @@ def decoding(engine: Engine, count: float, slots: int, lengths: Lengths, answers
 
 
 def validation(recipe: Recipe, shape: ModelShape, lengths: Lengths, gpu: GPUSpec, cache_tokens: float, count: int) -> float:
-    """Return the seconds of one answer to each of `count` prompts."""
+    """Return the seconds of sampling one answer to each of `count` prompts."""
     made, one = engines(recipe.policy, recipe.cluster.generate), engine(recipe, shape, gpu)
     parts = decoding(one, math.ceil(count / made), slots(recipe, cache_tokens, lengths), lengths, count)
     return sum(parts.values())

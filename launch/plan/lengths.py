@@ -1,8 +1,8 @@
-"""Assumed lengths of prompts and answers, and how lengths of answers spread.
+"""Assume the lengths of prompts and answers, and the distribution of answer lengths.
 
-Answers are taken to be exponentially distributed and cut at a limit: with the mean and the limit given, that is one
-distribution. Its mean is tau (1 - exp(-limit / tau)), from which tau is found. Where the mean is near the limit most answers
-are cut, as a reasoning model's are; where it is far below, few are, and the longest is several times the mean.
+Answer lengths are assumed to be exponentially distributed and cut at a limit. The mean and the limit determine the
+distribution: its mean is tau (1 - exp(-limit / tau)), which is solved for tau. With a mean near the limit most answers are cut,
+as with a reasoning model. With a mean far below the limit few are cut, and the longest answer is several times the mean.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ EULER = 0.5772156649
 class Lengths:
     """The assumed distribution of prompt and answer lengths."""
 
-    prompt: float  # mean tokens; all prompts are taken to be as long
+    prompt: float  # mean tokens; all prompts are assumed to have this length
     answer: float  # mean tokens
     limit: float  # tokens at which an answer is cut
-    source: str  # of the two means, as the report says it
+    source: str  # where the two means come from, for the report
 
     @property
     def sequence(self) -> float:

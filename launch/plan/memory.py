@@ -1,14 +1,14 @@
-"""Memory of the fullest train rank: the fullest phase of every model that it holds.
+"""Estimate the memory of the fullest train rank in its fullest phase, over all models that it holds.
 
-    memory_parts        what memory is divided into; models and microbatches of the train ranks
+    memory_parts        the parts of memory; models and microbatches of the train ranks
     memory_backends     one model on one rank, with FSDP2 and with Megatron-Core
     activations         layers, the last norm and the head
     memory_generate     generate ranks: weights and KV cache
-    advice              which key to change where it does not fit
-`python -m tests.launch.plan memory` prints these figures beside measured ones.
+    advice              keys to change if a rank does not fit
+`python -m tests.launch.plan memory` compares these figures with measured ones.
 
-What is not known before a run is taken at its worst: microbatches are full, all sequences are the longest. Not counted: the
-fragmentation of CUDA's allocator, copies for checkpoints that are written behind training, weights gathered for an export.
+The estimate assumes the worst case: full microbatches, and all sequences of the greatest length. Not counted: fragmentation of
+CUDA's allocator, copies for checkpoints that are written asynchronously, weights gathered for an export.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ def reward(recipe: Recipe, shapes: Mapping[str, ModelShape]) -> TrainMemory | No
 
 
 def peak(models: Sequence[TrainModel], layout: Parallelism, cuda: bool, of_rank: RankBatches) -> TrainMemory:
-    """Return the memory of the models alone, the policy first: without packed batches, staging of the refit and runtime."""
+    """Return the memory of the models alone, without packed batches, refit staging and runtime. models: the policy first."""
     fullest: TrainMemory | None = None
     for place, of_stage in enumerate(zip(*(stage_memories(model, layout, cuda) for model in models), strict=True)):
         stage = f" (pipeline stage {place})" if layout.pipeline > 1 else ""
@@ -71,7 +71,7 @@ def peak(models: Sequence[TrainModel], layout: Parallelism, cuda: bool, of_rank:
 
 
 def _phases(of_stage: Sequence[ModelMemory], cuda: bool, of_rank: RankBatches) -> Iterator[tuple[str, Parts]]:
-    """Yield each model's phases, with what all models hold all the time."""
+    """Yield (phase, memory) for each model's phases, including the resident memory of all models."""
     policy, *others = of_stage
     besides = sum(sum(other.resident.values()) for other in others)
     if not cuda:
@@ -84,10 +84,10 @@ def _phases(of_stage: Sequence[ModelMemory], cuda: bool, of_rank: RankBatches) -
 
 
 def staging(recipe: Recipe, shape: ModelShape, layout: Parallelism) -> float:
-    """Return the bytes that a train rank packs a refit in.
+    """Return the bytes in which a train rank stages a refit.
 
-    These are the buffers of two rounds (`pipeline.refit.planned`), each at most all that it sends; for a broadcast one bucket
-    and one tensor; for deltas also what it sent last.
+    Planned: the buffers of two rounds (`pipeline.refit.planned`), none larger than all that the rank sends. Broadcast: one
+    bucket and one tensor. Delta: as planned, and the weights that the rank sent last.
     """
     if not generates(recipe):
         return 0.0

@@ -1,15 +1,15 @@
-"""Memory of one model on one train rank, as `pipeline.train.fsdp` and `pipeline.train.megatron` hold it.
+"""Estimate the memory of one model on one train rank, as `pipeline.train.fsdp` and `pipeline.train.megatron` allocate it.
 
-FSDP2: trained parameters, their gradients and Adam's moments are float32, cut over all ranks. The root's parameters (embedding,
-norm, head) are gathered for a whole microbatch, a layer's while it computes and the next one's ahead of time. Gradients are
-reduced in float32, one layer at a time; they stay until the next step begins, so forward passes find them there. On one rank
-without offloading, in float32, the plain module runs and nothing is gathered.
+FSDP2: all ranks shard the trained parameters, their gradients and Adam's moments, in float32. The root's parameters (embedding,
+norm, head) are gathered for a whole microbatch. A layer's parameters are gathered while it computes, and the next layer's are
+prefetched. Gradients are reduced in float32, one layer at a time. They stay allocated until the next step begins, and therefore
+during its forward passes. A single rank in float32 without offloading runs the plain module and gathers nothing.
 
-Megatron-Core: weights are in the recipe's precision, in one buffer, whole on every data rank; gradients in another one, float32
-with distributed_data_parallel_config.grad_reduce_in_fp32, which is there all the time. Main weights in float32 (of weights in
-half precision) and Adam's moments are cut over data and context ranks, those of experts over the ranks that hold the same
-experts. Stage s of p keeps the activations of min(p - s, microbatches) microbatches (1F1B). Tokens are taken to spread evenly
-over experts: a rank receives as many copies as it sends.
+Megatron-Core: one buffer holds the weights in the recipe's precision, whole on every data rank. Another buffer, always
+allocated, holds the gradients, in float32 with distributed_data_parallel_config.grad_reduce_in_fp32. Data and context ranks
+shard the float32 main weights (of weights in half precision) and Adam's moments; ranks that hold the same experts shard those
+of experts. Stage s of p keeps the activations of min(p - s, microbatches) microbatches (1F1B). Tokens are assumed to spread
+evenly over experts: a rank receives as many copies as it sends.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from pipeline.config import uses_megatron
 
 @dataclass(frozen=True)
 class FSDPMemory:
-    """One model on one rank."""
+    """The memory of one model on one rank with FSDP2."""
 
     model: TrainModel
     layout: Parallelism
@@ -44,7 +44,7 @@ class FSDPMemory:
 
     @property
     def plain(self) -> bool:
-        """Return whether nothing is gathered."""
+        """Return whether the plain module runs, which gathers no weights."""
         two_precisions = self.model.trained and self.model.size < 4
         return self.layout.ranks == 1 and not two_precisions and not self.offloads
 
@@ -64,7 +64,7 @@ class FSDPMemory:
         return (self.model.table + self.model.output) / self.layout.tensor + self.model.shape.hidden
 
     def layer(self, sparse: bool) -> float:
-        """Return the parameters of one layer after tensor parallelism. sparse: of a mixture of experts."""
+        """Return the parameters of one layer after tensor parallelism. sparse: the layer is a mixture of experts."""
         shape = self.model.shape
         divided = shape.attention_layer + (shape.sparse_layer if sparse else shape.mlp_layer)
         return divided / self.layout.tensor + shape.norms_layer
@@ -91,7 +91,7 @@ class FSDPMemory:
 
     @property
     def _counts(self) -> dict[bool, int]:
-        """Return how many layers are mixtures (True) and how many are not, of the kinds that there are."""
+        """Return the number of layers that are mixtures of experts (True) and that are dense (False), without zeros."""
         shape = self.model.shape
         return {sparse: count for sparse, count in ((True, shape.sparse_layers), (False, shape.dense_layers)) if count}
 
@@ -104,7 +104,7 @@ class FSDPMemory:
         if not self.model.trained:
             return {"weights": whole}
         if self.adapted:
-            trained, merged = self.adapters, {"merged weights": whole}  # as if everything were adapted
+            trained, merged = self.adapters, {"merged weights": whole}  # assumes that every layer has an adapter
             return {"weights": whole + 4 * trained} | merged | {"gradients": 4 * trained, "optimizer": 8 * trained}
         found = {"weights": 4 * self.parameters, "gradients": 4 * self.parameters, "optimizer": 8 * self.parameters}
         stays = self.cuda and not self.model.policy.dtensor_cfg.reference_cpu_offload
@@ -117,7 +117,7 @@ class FSDPMemory:
 
     @property
     def host(self) -> float:
-        """Return the bytes in host memory: what is offloaded, and reference weights."""
+        """Return the bytes in host memory: offloaded state, and reference weights."""
         reference = 0.0 if "other models" in self.resident else self.reference
         return reference + (self.parameters * (16 if self.model.trained else self.model.size) if self.offloads else 0.0)
 
@@ -190,7 +190,7 @@ class FSDPMemory:
     def _in_flight(self) -> float:
         """Return the bytes of gathered weights of a layer, the next one and the root, and of the head's gradient.
 
-        All of them are there while a layer goes backward.
+        All of them are allocated during a layer's backward pass.
         """
         if self.plain:
             return 0.0
@@ -198,13 +198,13 @@ class FSDPMemory:
         return self._gathered(1) + prefetched + self.model.size * self.model.output / self.layout.tensor
 
     def _reduction(self, saved: float, missing: Parts) -> Parts:
-        """Return the bytes at the end of a layer's backward pass: its gradient as computed and in float32, whole and cut."""
+        """Return the bytes at the end of a layer's backward pass: its gradient as computed, and the float32 one."""
         own = self.model.size * self.largest
         return add_parts({"activations": saved, "buffers": self._in_flight() + own + self._reducing}, missing)
 
     @property
     def _reducing(self) -> float:
-        """Return the bytes of a layer's gradient in float32: this rank's part and, where there are several, the whole."""
+        """Return the bytes of a layer's gradient in float32: this rank's shard and, with several data ranks, the whole."""
         if self.plain:
             return 0.0
         return 4 * self.largest * (1 + 1 / self.layout.data) if self.layout.data > 1 else 4 * self.largest
@@ -215,7 +215,7 @@ class FSDPMemory:
 
 @dataclass(frozen=True, slots=True)
 class StageLayers:
-    """A pipeline stage: how many layers of each kind it has, and whether it is at an end."""
+    """A pipeline stage: its number of layers of each kind, and whether it is the first or the last."""
 
     number: int
     dense: int
@@ -230,7 +230,7 @@ class StageLayers:
 
 
 def stages(model: TrainModel) -> list[StageLayers]:
-    """Return the stages as Megatron-Core divides layers; those with an MLP are taken to come first."""
+    """Return the stages as Megatron-Core divides the layers. Dense layers are assumed to come first."""
     settings, shape = model.policy.megatron_cfg, model.shape
     size = settings.pipeline_model_parallel_size
     ends = {0: settings.num_layers_in_first_pipeline_stage, size - 1: settings.num_layers_in_last_pipeline_stage}
@@ -247,7 +247,7 @@ def stages(model: TrainModel) -> list[StageLayers]:
 
 @dataclass(frozen=True)
 class MegatronMemory:
-    """One model on one rank of a pipeline stage."""
+    """The memory of one model on one rank of a pipeline stage with Megatron-Core."""
 
     model: TrainModel
     layout: Parallelism
@@ -256,7 +256,7 @@ class MegatronMemory:
 
     @property
     def dense_parameters(self) -> float:
-        """Return the parameters outside of experts. Norms and routers are whole on every rank."""
+        """Return the parameters outside of routed experts. Every rank holds whole norms and routers."""
         shape, stage, tensor, whole = (
             self.model.shape,
             self.stage,
@@ -274,7 +274,7 @@ class MegatronMemory:
 
     @property
     def _head(self) -> float:
-        """Return the head's parameters besides the embedding. A tied one is there twice if that is on another stage."""
+        """Return the head's own parameters. A tied head has a copy of the embedding if that is on another stage."""
         if self.model.values:
             return self.model.shape.hidden
         tied = not self.model.output
@@ -292,7 +292,7 @@ class MegatronMemory:
 
     @property
     def weights(self) -> float:
-        """Return the bytes of the weights in the precision that they compute in."""
+        """Return the bytes of the weights in the compute precision."""
         return self.model.size * (self.dense_parameters + self.expert_parameters)
 
     @property
@@ -318,7 +318,8 @@ class MegatronMemory:
     @property
     def host(self) -> float:
         """Return the bytes in host memory: an offloaded model, and reference weights."""
-        return self.weights * (2 * self.model.reference + self._offloads)  # while a reference is used, the policy's weights too
+        # With a reference, also the policy's weights while the reference computes.
+        return self.weights * (2 * self.model.reference + self._offloads)
 
     def phases(self, batches: RankBatches) -> Iterator[tuple[str, Parts]]:
         """Yield (phase, bytes on the device besides `resident`; negative where gradients are not there yet)."""
@@ -354,7 +355,7 @@ class MegatronMemory:
             yield "backward of the norm", {"activations": saved + norm.backward + (norm.saved if self.cuda else 0.0)}
         yield "backward of the last layer", {"activations": saved + again + last.backward}
         if self.stage.first:
-            gradient = self.model.size * self._rows * shape.hidden  # the table's, whole
+            gradient = self.model.size * self._rows * shape.hidden  # gradient of the embedding table, unsharded
             yield "backward of the embedding", {"activations": (flying - 1) * kept + hidden, "buffers": gradient}
         yield "optimizer", {}
 
@@ -367,7 +368,7 @@ class MegatronMemory:
         )
 
     def _layers(self, microbatch: RankMicrobatch) -> dict[bool, LayerActivations]:
-        """Return the activations of a layer that is a mixture (True) and of one that is not, of the stage's kinds."""
+        """Return the activations of a mixture of experts (True) and of a dense layer (False), for the kinds in this stage."""
         kinds = ((True, self.stage.sparse), (False, self.stage.dense))
         return {sparse: megatron_layer(self.model.shape, sparse, microbatch) for sparse, count in kinds if count}
 
@@ -375,7 +376,7 @@ class MegatronMemory:
     def _recomputes(self) -> bool:
         """Return whether layers are recomputed.
 
-        Selective recomputation of the attention's core keeps what flash attention keeps anyway; other modules are not counted.
+        Selective recomputation of core attention keeps as much as flash attention does; other modules are not counted.
         """
         settings = self.model.policy.megatron_cfg
         return settings.activation_checkpointing and settings.recompute_granularity != "selective"
@@ -392,7 +393,7 @@ class MegatronMemory:
         return layer.input / several
 
     def _again(self, layers: dict[bool, LayerActivations]) -> float:
-        """Return the bytes of what is recomputed at a time."""
+        """Return the bytes of the activations that are recomputed at one time."""
         settings = self.model.policy.megatron_cfg
         if not self._recomputes:
             return 0.0

@@ -1,13 +1,13 @@
-"""Memory of a generate rank: weights, what vLLM sets aside, and the KV cache that is left.
+"""Estimate the memory of a generate rank: weights, vLLM's reserve, and the remaining KV cache.
 
-On a GPU vLLM 0.32 takes gpu_memory_utilization of the whole memory, profiles a forward pass of max_num_batched_tokens and a
+On a GPU, vLLM 0.32 takes gpu_memory_utilization of the whole memory. It profiles a forward pass of max_num_batched_tokens and a
 sampler of max_num_seqs rows, estimates its CUDA graphs (vllm/v1/worker/gpu_worker.py, determine_available_memory), and gives
-the rest to the KV cache. The refit's staging comes afterwards, outside of that share. On a CPU the cache has the size that
-`pipeline.generate.vllm` asks for. Keys and values that have fewer heads than there are tensor-parallel ranks are held by
-several ranks; latents (MLA) are held by all. With vllm_cfg.precision fp8 vLLM quantizes layer by layer as it loads and refits,
-so that the linear layers are never all there in bfloat16 (vllm/model_executor/layers/quantization/online/fp8.py).
+the rest to the KV cache. The refit's staging is allocated later, outside of that share. On a CPU the cache has the size that
+`pipeline.generate.vllm` sets. With fewer key-value heads than tensor-parallel ranks, several ranks hold the same keys and
+values; all ranks hold latents (MLA). With vllm_cfg.precision=fp8, vLLM quantizes one layer at a time when it loads and refits,
+so the linear layers never all exist in bfloat16 (vllm/model_executor/layers/quantization/online/fp8.py).
 
-Not counted: other quantization that vllm_kwargs may ask for, speculative decoding, sliding windows, environments' own memory.
+Not counted: other quantization in vllm_kwargs, speculative decoding, sliding windows, memory of environments.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ CPU_CACHE_BYTES = 4 << 30  # at most, unless one sequence needs more: pipeline/g
 VOCABULARY_PADDING = 64  # vllm/model_executor/layers/vocab_parallel_embedding.py
 SAMPLER_COPIES = 6  # of float32 logits in the profiled sampler: sorted values, 64-bit indices, probabilities, sums, a mask
 GRAPHS = 1.0 * 2**30  # bytes for CUDA graphs unless enforce_eager. Assumed, not measured
-FP8_BYTES = 1 + 4 / 128**2  # of a weight, with a float32 scale for each block of 128 x 128
-CACHE_BYTES = {"fp8": 1, "fp8_e4m3": 1, "fp8_e5m2": 1}  # of a number, by vllm_kwargs.kv_cache_dtype
+FP8_BYTES = 1 + 4 / 128**2  # bytes of a weight, with a float32 scale for each block of 128 x 128
+CACHE_BYTES = {"fp8": 1, "fp8_e4m3": 1, "fp8_e5m2": 1}  # bytes of an element, by vllm_kwargs.kv_cache_dtype
 SIZES = ("max_model_len", "max_num_seqs", "gpu_memory_utilization", "max_num_batched_tokens", "kv_cache_memory_bytes")
 
 
@@ -37,15 +37,15 @@ class EngineRank:
     """The fullest rank of an engine."""
 
     shape: ModelShape
-    size: int  # bytes of a number
+    size: int  # bytes of an element
     tensor: int
     stages: int
     spreads_experts: bool
-    fp8: bool = False  # whether the linear layers are
+    fp8: bool = False  # whether the linear layers are in FP8
 
     @property
     def layers(self) -> int:
-        """Return the layers of the stage that has the most."""
+        """Return the number of layers of the largest stage."""
         return -(-self.shape.layers // self.stages)
 
     @property
@@ -55,7 +55,7 @@ class EngineRank:
 
     @property
     def cached(self) -> int:
-        """Return the numbers that the KV cache has for each token."""
+        """Return the elements of KV cache for each token."""
         return self.layers * (self.shape.kv_width if self.shape.latent else 2 * self.kv_heads * self.shape.head_dim)
 
     @property
@@ -65,7 +65,7 @@ class EngineRank:
 
     @property
     def linear(self) -> float:
-        """Return the parameters of attention, MLP and experts, of a stage that has the most layers and the most mixtures."""
+        """Return the parameters of attention, MLP and experts of the stage with the most layers and mixtures of experts."""
         shape, tensor, layers = self.shape, self.tensor, self.layers
         attention = layers * (shape.attention_layer + (tensor - 1) * latent_projections(shape))
         if not shape.latent and shape.kv_heads < tensor:
@@ -76,14 +76,14 @@ class EngineRank:
 
     @property
     def parameters(self) -> float:
-        """Return all parameters: embedding and head are cut, norms and routers are whole."""
+        """Return all parameters on this rank. Tensor parallelism divides embedding and head, but not norms and routers."""
         shape = self.shape
         ends = 1 if shape.tied or self.stages > 1 else 2  # the first stage has the embedding, the last one the head
         return self.linear + self.layers / shape.layers * shape.other + ends * self.rows * shape.hidden
 
     @property
     def received(self) -> float:
-        """Return the bytes of weights that a refit brings, which are not quantized."""
+        """Return the bytes of weights that the rank receives in a refit, before quantization."""
         return self.size * self.parameters
 
     @property
@@ -92,7 +92,7 @@ class EngineRank:
         return self.received - (self.size - FP8_BYTES) * self.linear * self.fp8
 
     def working(self, tokens: int, sequences: int) -> float:
-        """Return the bytes of activations in the profiled pass: a layer's at once, or the sampler's."""
+        """Return the peak bytes of activations in the profiled pass: those of one layer, or of the sampler."""
         shape, size = self.shape, self.size
         inner = 3 * (shape.dense_width / self.tensor)
         if shape.experts:
@@ -161,17 +161,17 @@ def _batched_tokens(memory: float) -> int:
 
 
 def _cpu_cache(rank: EngineRank, longest: int, sequences: int) -> float:
-    """Return what `_cpu_cache_bytes` of pipeline/generate/vllm.py does, for all layers."""
+    """Return the bytes of KV cache for all layers, as `_cpu_cache_bytes` of pipeline/generate/vllm.py computes them."""
     block_bytes = BLOCK[False] * 2 * rank.shape.layers * rank.kv_heads * rank.shape.head_dim * rank.size
     blocks = -(-longest // BLOCK[False])
     return max(min((sequences * blocks + 1) * block_bytes, CPU_CACHE_BYTES), (blocks + 1) * block_bytes)
 
 
 def _staging(recipe: Recipe, rank: EngineRank) -> float:
-    """Return the bytes that a refit is received in.
+    """Return the bytes in which a generate rank stages a refit.
 
-    These are two rounds received and one passed on (`pipeline.refit.planned`), none larger than the rank's weights. With IPC
-    two are passed on, and two are received only from other nodes (`pipeline.refit.shared_memory`).
+    It stages two rounds that it receives and one that it relays (`pipeline.refit.planned`), none larger than the rank's
+    weights. With IPC it relays two, and stages two received ones only from other nodes (`pipeline.refit.shared_memory`).
     """
     generation = recipe.policy.generation
     bucket = generation.refit_cfg.bucket_bytes
@@ -185,7 +185,7 @@ def _staging(recipe: Recipe, rank: EngineRank) -> float:
 
 
 def _transformers(recipe: Recipe, shape: ModelShape, size: int, cuda: bool) -> GenerateMemory:
-    """Return the memory of a rank that has the whole model, and cache for max_num_seqs sequences of the greatest length."""
+    """Return the memory of a rank with the whole model and KV cache for max_num_seqs sequences of the greatest length."""
     generation = recipe.policy.generation
     columns = -(-generation.vllm_cfg.max_model_len // 64) * 64  # pipeline/generate/kv_cache.py
     tokens = generation.max_num_seqs * columns

@@ -1,6 +1,6 @@
-"""Parts of the memory of a rank, as they are reported, and the models and microbatches that take them.
+"""Define the reported parts of a rank's memory, and the models and microbatches that determine them.
 
-Lengths are not known before a run, so microbatches are taken to be as full as the recipe allows.
+Lengths are not known before a run, so microbatches are assumed to be as full as the recipe allows.
 """
 
 from __future__ import annotations
@@ -14,23 +14,23 @@ from pipeline.algorithms import build
 from pipeline.config import PRECISIONS, PolicyConfig, Recipe
 
 Parts = dict[str, float]
-"""Bytes, by one of PARTS."""
+"""Part of PARTS -> bytes."""
 PARTS = (
-    "weights",  # of the policy, with float32 main weights
-    "merged weights",  # W + BA, of a policy with adapters: what a refit reads
-    "gradients",  # between microbatches
+    "weights",  # the policy's weights, with float32 main weights
+    "merged weights",  # W + BA of a policy with adapters, which a refit reads
+    "gradients",  # those that are accumulated between microbatches
     "optimizer",  # Adam's two moments
     "activations",  # saved for the backward pass, and the workspace of one layer
-    "logits",  # of a chunk, with the workspace of the softmax and its gradient
+    "logits",  # logits of a chunk, with the workspace of the softmax and its gradient
     "buffers",  # gathered weights, gradients being reduced, staging of the refit, the step's packed batches
     "other models",  # critic, teacher, reward model, the reference policy (Megatron-Core: on a CPU rank)
     "KV cache",
-    "runtime",  # of a GPU: CUDA context, libraries' workspaces, NCCL; CUDA graphs
+    "runtime",  # on a GPU: CUDA context, workspaces of libraries, NCCL, CUDA graphs
 )
-RUNTIME = 2.0 * 2**30  # bytes of a GPU that no tensor has. Assumed, not measured
-TOKEN_BYTES = 8 + 8 + 1 + 4 + 4  # of a packed batch: token, position, mask, log-prob, advantage (pipeline.types.PackedBatch)
-FIELD_BYTES = 4  # of what a forward pass adds for each token: old or reference log-prob, value
-TEACHER_BYTES = 8 + 4  # for each token and each of its teacher's K: token, log-prob
+RUNTIME = 2.0 * 2**30  # bytes of a GPU outside of tensors. Assumed, not measured
+TOKEN_BYTES = 8 + 8 + 1 + 4 + 4  # bytes a token: token, position, mask, log-prob, advantage (pipeline.types.PackedBatch)
+FIELD_BYTES = 4  # bytes a token of each value that a forward pass adds: old or reference log-prob, value
+TEACHER_BYTES = 8 + 4  # bytes for each of the teacher's K tokens at each position: token, log-prob
 
 
 @dataclass(frozen=True)
@@ -40,7 +40,7 @@ class TrainMemory:
     parts: Parts
     phase: str  # the fullest one
     phases: Mapping[str, float]  # bytes of each phase
-    host: float  # bytes of host memory per rank: reference weights, what is offloaded
+    host: float  # bytes of host memory per rank: reference weights, offloaded state
     assumptions: tuple[str, ...]
     shapes: Mapping[str, ModelShape]  # of the models it is counted from
 
@@ -55,10 +55,10 @@ class GenerateMemory:
     """Memory of the fullest generate rank."""
 
     parts: Parts
-    received: float  # bytes of weights that a refit brings, which are not quantized yet
-    exact: bool  # whether the weights take what is counted; else they may take less
-    tokens: float  # that the KV cache of an engine holds; 0 or less: the weights leave no room
-    sequences: float  # of max_model_len that fit at once; policy.generation.max_num_seqs is what may run
+    received: float  # bytes of weights that the rank receives in a refit, before quantization
+    exact: bool  # whether the bytes of weights are exact; else an upper bound
+    tokens: float  # capacity of an engine's KV cache; 0 or less: the weights leave no room
+    sequences: float  # sequences of max_model_len that fit at once; policy.generation.max_num_seqs may run
     assumptions: tuple[str, ...]
     shape: ModelShape  # of the model it is counted from
 
@@ -69,7 +69,7 @@ class GenerateMemory:
 
 
 def add_parts(*parts: Mapping[str, float]) -> Parts:
-    """Return the sums by name, in the order of PARTS, without those that are 0."""
+    """Return the sum of each part in the order of PARTS, without zeros."""
     sums = {name: sum(part.get(name, 0.0) for part in parts) for name in PARTS}
     if unknown := {name for part in parts for name in part} - sums.keys():
         raise AssertionError(f"not parts of memory: {unknown}")
@@ -81,12 +81,12 @@ def add_parts(*parts: Mapping[str, float]) -> Parts:
 
 @dataclass(frozen=True, slots=True)
 class RankBatches:
-    """The largest microbatches of a data-parallel rank, before context parallelism cuts them."""
+    """The largest microbatches of a data-parallel rank, before context parallelism divides them."""
 
-    train_tokens: int  # of a microbatch with a graph
-    forward_tokens: int  # of one without
-    microbatches: int  # of an optimizer step
-    batch_bytes: float  # of a step's packed batches, which are on the device
+    train_tokens: int  # tokens of a microbatch with gradients
+    forward_tokens: int  # tokens of a microbatch without gradients
+    microbatches: int  # number in an optimizer step
+    batch_bytes: float  # bytes on the device of a step's packed batches
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,7 +95,7 @@ class TrainModel:
 
     policy: PolicyConfig
     shape: ModelShape
-    values: bool = False  # one number per token in place of log-probs
+    values: bool = False  # one value per token instead of log-probs
     trained: bool = True
     reference: bool = False
     entropy: bool = False
@@ -104,12 +104,12 @@ class TrainModel:
 
     @property
     def size(self) -> int:
-        """Return the bytes of a number in the precision it computes in."""
+        """Return the bytes of an element in the compute precision."""
         return PRECISIONS[self.policy.precision]
 
     @property
     def output(self) -> int:
-        """Return the number of parameters of the head; 0 if it is the embedding."""
+        """Return the number of parameters of the head; 0 if it is tied to the embedding."""
         return self.shape.hidden if self.values else self.shape.output
 
     @property
@@ -137,7 +137,7 @@ def models(recipe: Recipe, shapes: Mapping[str, ModelShape]) -> list[TrainModel]
 
 
 def rank_batches(recipe: Recipe, data_ranks: int) -> RankBatches:
-    """Return the microbatches of a rank. data_ranks: how many train ranks have samples of their own."""
+    """Return the microbatches of a rank. data_ranks: the number of data-parallel train ranks."""
     algorithm, policy = build(recipe), recipe.policy
     together, needs = algorithm.sequences_per_item, algorithm.needs
     longest, packing = policy.max_total_sequence_length, policy.sequence_packing

@@ -1,12 +1,13 @@
 """Plan the recipe on the same GPUs in other modes: asynchronous, synchronous and colocated.
 
-    async        grpo.async_grpo: engines go on while the train ranks learn
-    sync         each waits for the other, on ranks of its own
-    colocated    train and generate ranks have all GPUs in turn
+    async        grpo.async_grpo: engines sample while the train ranks train
+    sync         train and generate ranks have GPUs of their own and wait for each other
+    colocated    train and generate ranks use all GPUs in turn
 
-Each is the estimate of the recipe with a few keys changed, on the nodes that it has: async and sync divide them as the recipe
-does, or otherwise if that is clearly better; colocated takes all of them, or as many as the layout divides. What is compared is
-GPU-hours. All sample as many answers, also where dynamic sampling has a batch_multiplier, which async has not.
+A mode is the plan of the recipe with a few keys changed, on the recipe's nodes. async and sync divide the nodes as the recipe
+does, or otherwise if that is clearly faster. colocated uses all nodes, or as many as the layout divides. Modes are compared by
+GPU-hours. All modes sample the same number of answers, although async does not support the batch_multiplier of dynamic
+sampling.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from pipeline import config
 from pipeline.config import Problem, Recipe, RecipeError, collected
 
 ON_POLICY = ("sync", "colocated")
-"""These are chosen before async where that saves less than `split.WORTH`: every token is of the weights that are trained."""
+"""Modes preferred to async unless async saves at least `split.WORTH`: they train only on tokens of the current weights."""
 NAMES = ("async", *ON_POLICY)
 SHARE: Changes = {"cluster.share_nodes": True}
 
@@ -33,13 +34,13 @@ class Mode:
     """The recipe in one mode, with its estimate."""
 
     name: str
-    changes: Changes  # they make it of the recipe; none for the recipe as it is
-    estimate: Plan | None  # None: the recipe is refused so
-    why_not: str = ""  # why it is refused or does not fit
+    changes: Changes  # keys that select the mode; empty for the recipe as it is
+    estimate: Plan | None  # None: the recipe is invalid in this mode
+    why_not: str = ""  # why it is invalid or does not fit
 
     @property
     def plan(self) -> Plan:
-        """Return the estimate. Only for a mode that is not refused."""
+        """Return the plan. Only for a mode in which the recipe is valid."""
         assert self.estimate is not None, self.why_not
         return self.estimate
 
@@ -50,7 +51,7 @@ class Mode:
 
     @property
     def moving(self) -> float:
-        """Return the share of a step in which ranks take turns on GPUs and weights go through the host."""
+        """Return the share of a step spent on switching turns and copying weights; 0 unless colocated."""
         computing = sum(phase.seconds for phase in self.plan.phases if phase.flops)
         return 1 - computing / self.plan.step if config.colocated(self.plan.recipe) else 0.0
 
@@ -63,9 +64,9 @@ def mode_name(recipe: Recipe) -> str:
 
 
 def compare(plan: Plan) -> list[Mode]:
-    """Return all modes; none where the recipe's times are not told.
+    """Return all modes; empty if the recipe's times are not estimated.
 
-    The recipe's own mode is there as it is, without changes, and once more if another division of its nodes is better.
+    The recipe's own mode appears without changes, and again if another division of its nodes is better.
     """
     found: list[Mode] = []
     if plan.phases and plan.generate:
@@ -77,14 +78,14 @@ def compare(plan: Plan) -> list[Mode]:
 
 
 def choose(modes: Sequence[Mode]) -> Mode | None:
-    """Return the mode with the fewest GPU-hours; None if none fits. Of modes that are alike the first of `_preference`."""
+    """Return the mode with the fewest GPU-hours; None if none fits. Break ties within `split.WORTH` by `_preference`."""
     fitting = [mode for mode in modes if not mode.why_not]
     least = min((mode.cost for mode in fitting), default=0.0)
     return next((mode for mode in sorted(fitting, key=_preference) if mode.cost * (1 - split.WORTH) <= least), None)
 
 
 def _preference(mode: Mode) -> tuple[bool, bool, int]:
-    """Return what modes are sorted by: on-policy ones first, of these the recipe as it is."""
+    """Return the sort key of a mode: on-policy modes first, and the recipe as it is before changed ones."""
     return mode.name == "async", bool(mode.changes), NAMES.index(mode.name)
 
 
@@ -98,11 +99,12 @@ def _mode(plan: Plan, name: str) -> Mode:
 
 
 def _unfit(plan: Plan) -> str:
+    """Return the first reason why the plan does not fit; "" if it fits."""
     return "" if plan.fits else str(next(iter((*plan.problems(), *plan.warnings()))))
 
 
 def _best(plan: Plan, ways: Sequence[Recipe]) -> Recipe:
-    """Return the way with the shortest step, but for the refit; the first if no other's is clearly shorter."""
+    """Return the recipe with the shortest step; the first one unless another's is clearly shorter. The refit is left out."""
     if len(ways) == 1:
         return ways[0]
     steps = [step_elsewhere(plan, recipe) or math.inf for recipe in ways]
@@ -111,9 +113,9 @@ def _best(plan: Plan, ways: Sequence[Recipe]) -> Recipe:
 
 
 def _ways(recipe: Recipe, name: str) -> list[Recipe]:
-    """Return the recipe made so with each division of its nodes that is allowed, its own first.
+    """Return the recipe in a mode with each valid division of its nodes, its own division first.
 
-    Of colocated ones return the largest alone. Raises RecipeError if none is allowed.
+    For colocated return only the largest. Raises RecipeError if no division is valid.
     """
     keys, found, refused = _keys(recipe, name), [], []
     for division in _divisions(recipe, name):
@@ -127,12 +129,12 @@ def _ways(recipe: Recipe, name: str) -> list[Recipe]:
 
 
 def _as_much(other: Recipe, recipe: Recipe) -> Recipe:
-    """Return the other recipe with as many answers as the recipe has sampled in a step."""
+    """Return the other recipe with the same number of answers in a step as the recipe."""
     return replace(other, grpo=replace(other.grpo, batch_multiplier=recipe.grpo.batch_multiplier))
 
 
 def _divisions(recipe: Recipe, name: str) -> Iterator[Changes]:
-    """Yield what train and generate ranks have of the recipe's nodes. Raises RecipeError if the nodes cannot be used so."""
+    """Yield the divisions of the nodes that a mode allows. Raises RecipeError if the nodes cannot run the mode."""
     train, generate = recipe.cluster.train, recipe.cluster.generate
     shared, in_turn = recipe.cluster.share_nodes, config.colocated(recipe)
     if name == "colocated":
@@ -165,7 +167,7 @@ def _changes(recipe: Recipe, other: Recipe, name: str) -> Changes:
 
 
 def _keys(recipe: Recipe, name: str) -> Changes:
-    """Return what makes the recipe so, but for sizes of components. Raises RecipeError."""
+    """Return the keys that select a mode, without sizes of components. Raises RecipeError."""
     if name == mode_name(recipe):
         return {}
     if name == "colocated":

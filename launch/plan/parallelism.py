@@ -21,11 +21,11 @@ class Parallelism:
     context: int = 1
     expert: int = 1
     expert_tensor: int = 1
-    sequence: bool = False  # whether tensor-parallel ranks share the tokens between them outside of attention and MLP
+    sequence: bool = False  # whether tensor-parallel ranks divide the tokens outside of attention and MLP
 
     @property
     def data(self) -> int:
-        """Return how many ranks have other samples at the same place in the model."""
+        """Return the number of data-parallel ranks."""
         return max(1, self.ranks // (self.tensor * self.pipeline * self.context))
 
     @property
@@ -34,7 +34,7 @@ class Parallelism:
         return max(1, self.ranks // (self.expert * self.expert_tensor * self.pipeline))
 
     def held(self, shape: ModelShape) -> tuple[float, float]:
-        """Return the mean parameters of a rank inside the pipeline: (outside of routed experts, in routed experts)."""
+        """Return the mean number of parameters of a rank: (outside of routed experts, in routed experts)."""
         rest = (shape.parameters - shape.routed) / (self.tensor * self.pipeline)
         return rest, shape.routed / (self.expert * self.expert_tensor * self.pipeline)
 
@@ -57,14 +57,14 @@ def train_parallelism(policy: PolicyConfig, component: ComponentConfig) -> Paral
 
 
 def engines(policy: PolicyConfig, component: ComponentConfig) -> int:
-    """Return how many engines the generate ranks make. The Transformers backend has one on each rank."""
+    """Return the number of engines on the generate ranks. The Transformers backend has one on each rank."""
     size = engine_ranks(policy.generation.vllm_cfg) if policy.generation.backend == "vllm" else 1
     return max(1, ranks(component) // size)
 
 
 @dataclass(frozen=True, slots=True)
 class Links:
-    """Links between the ranks of a component, which are numbered node by node."""
+    """The links between the ranks of a component. Ranks are numbered node by node."""
 
     gpu: GPUSpec
     nic_gb_per_s: float
@@ -73,7 +73,7 @@ class Links:
     def ring(self, size: int, stride: int = 1) -> float:
         """Return the bytes a second that each rank of a group sends in a ring.
 
-        A group's ranks of one node share their NICs, as NCCL's rings do.
+        The ranks of a group on one node use their NICs together, as NCCL's rings do.
         """
         near = self.near(size, stride)
         if size <= near:
@@ -89,13 +89,13 @@ class Links:
         return (size - 1) / size * count / self.ring(size, stride) if size > 1 else 0.0
 
     def exchange_seconds(self, size: int, count: float, stride: int = 1) -> float:
-        """Return the seconds in which each rank sends `count` bytes, spread evenly over the group, itself included."""
+        """Return the seconds of an all-to-all in which each rank sends `count` bytes evenly over the group, itself included."""
         near = self.near(size, stride)
         inside, outside = (near - 1) / size * count, (size - near) / size * count
         return max(inside / self.gpu.nvlink_gb_per_s, outside / self.nic_gb_per_s) / GIGA
 
 
 def parallel_sizes(section: object) -> str:
-    """Return the sizes of a backend's section that are not 1, by their keys, without `_size`."""
+    """Return the parallel sizes above 1 of a backend's section as text. Names are the keys without `_size`."""
     sizes = {key: value for key, value in vars(section).items() if key.endswith("_parallel_size") and (value or 1) > 1}
     return ", ".join(f"{key.removesuffix('_size')} {value}" for key, value in sizes.items()) or "no model parallelism"

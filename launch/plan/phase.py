@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 CLOCKS = ("rollout", "train", "refit")
-"""As the loop's own clocks are called: metrics.jsonl has time/<clock>. What a step takes of them says `pace.py`."""
+"""Names of the clocks, as in time/<clock> of metrics.jsonl. `step_time.py` combines them into the duration of a step."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -16,7 +16,7 @@ class Phase:
     clock: str  # one of CLOCKS
     name: str
     flops: float  # of all ranks together
-    parts: dict[str, float] = field(default_factory=dict)  # seconds by what takes them; they follow each other
+    parts: dict[str, float] = field(default_factory=dict)  # seconds of each part; parts do not overlap
 
     @property
     def seconds(self) -> float:
@@ -25,7 +25,7 @@ class Phase:
 
     @property
     def bound(self) -> str:
-        """Return the part that takes most of it."""
+        """Return the part that takes the most time; "" without parts."""
         return max(self.parts, key=self.parts.__getitem__) if self.parts else ""
 
 

@@ -1,4 +1,4 @@
-"""The refit of a recipe, planned and priced without a job: the schedule that a run would make, and how long it would take."""
+"""Plan the refit of a recipe without a job: the schedule that a run would use, and its estimated duration."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class RefitPrediction:
     """The schedule of a refit and its simulated duration."""
 
     recipe: Recipe
-    parameters: int  # of the model; its buffers are refitted too
+    parameters: int  # parameters of the model; a refit transfers its buffers too
     schedule: RefitSchedule
     simulation: RefitSimulation
     demand: Demand
@@ -46,19 +46,19 @@ class RefitPrediction:
 
     @property
     def floor(self) -> tuple[float, str]:
-        """Return the seconds that any transfer takes on this network at least, and which limit sets them."""
+        """Return the least seconds of any transfer on this network, and the limit that sets them."""
         from launch.plan import refit_time
 
         return refit_time.floor(self.demand, self.recipe.cluster.network)
 
 
 def predict(recipe: Recipe, model: Mapping[str, Any] | None = None) -> RefitPrediction:
-    """Plan and price the refit of a recipe whose backend is chosen.
+    """Plan the refit of a recipe whose backend is chosen, and estimate its duration.
 
-    model: the policy's config.json; None: that of the model which the recipe names. Raises ValueError, or RecipeError, which is
-    one, if the layouts are not described or do not meet.
+    model: the policy's config.json; None: read it from the recipe's model. Raises ValueError (RecipeError is one) if the
+    layouts are unknown or incompatible.
     """
-    # Imported late so that mistakes on the command line are reported fast.
+    # Late imports, so that mistakes on the command line are reported fast.
     import numpy as np
 
     from launch.plan import refit_layouts, refit_time
@@ -67,7 +67,7 @@ def predict(recipe: Recipe, model: Mapping[str, Any] | None = None) -> RefitPred
     nodes, network = node_names(recipe), recipe.cluster.network
     itemsize, bucket = PRECISIONS[recipe.policy.precision], recipe.policy.generation.refit_cfg.bucket_bytes
     model = model or planning_config(recipe.policy)
-    assert model is not None  # None only for a model that a needed run is still to write
+    assert model is not None  # None only for a model that a needed run has not written yet
     owners = refit_layouts.recipe_layouts(model, recipe)
     schedule = plan.schedule(owners.train, owners.generate, owners.engines, owners.shapes, itemsize, bucket, nodes, network)
     number = {name: i for i, name in enumerate(dict.fromkeys(nodes.values()))}
@@ -84,7 +84,7 @@ def predict(recipe: Recipe, model: Mapping[str, Any] | None = None) -> RefitPred
 
 
 def node_names(recipe: Recipe) -> dict[int, str]:
-    """Return the node of every rank, train ranks first."""
+    """Return global rank -> name of its node."""
     names, cluster = [], recipe.cluster
     of_generate = "train" if colocated(recipe) or cluster.share_nodes else "generate"
     for realm, component in (("train", cluster.train), (of_generate, cluster.generate)):

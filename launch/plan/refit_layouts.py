@@ -1,15 +1,15 @@
-"""Compute the boxes that each rank holds or receives, from the recipe and the model's config.json alone.
+"""Compute the boxes that each rank holds or receives, from the recipe and the model's config.json only.
 
-It needs no processes, no weights, and neither torch nor transformers nor vLLM. The plan of a run uses it. A run itself asks its
-backends (`layout`), and tests compare both.
+The plan of a run uses this module. It needs no processes and no weights, and does not import torch, transformers or vLLM. A run
+itself gets the layouts from its backends (`layout`), and tests compare both.
 
-Train ranks: FSDP2 with tensor parallelism, by the chunks that torch makes of transformers' parameters, where the experts of a
-layer are one; Megatron-Core, by the family's description in `pipeline/models`. Generate ranks: vLLM at tensor, expert and
-pipeline parallelism, by how each tensor is cut; transformers, whose engines are one rank that has everything.
+Train ranks: FSDP2 with tensor parallelism, by torch's chunks of transformers' parameters, which join the experts of a layer
+into one parameter; Megatron-Core, by the family's description in `pipeline/models`. Generate ranks: vLLM with tensor, expert
+and pipeline parallelism; transformers, with the whole model on each rank.
 
-Tables are shared: ranks that hold the same have one object.
+Ranks with the same boxes share one table.
 
-Not described: families that `pipeline.models.tensors` does not describe, gpt_oss in vLLM (which pads its experts), quantised
+Not supported: families that `pipeline.models.tensors` does not describe, gpt_oss in vLLM (which pads its experts), quantized
 weights, and multi-token prediction.
 """
 
@@ -47,9 +47,9 @@ from pipeline.refit.tables import LayoutTable, columns
 _MODEL = "policy.model_name"
 _VOCABULARY = ("embedding.word_embeddings.weight", "output_layer.weight")
 _PADDING = 64  # vLLM's DEFAULT_VOCAB_PADDING_SIZE: the vocabulary is padded to a multiple of it, then cut
-# Described as cut by rows, but whole on every rank, with TransformerEngine as well as without in our stages.
+# The description divides these by rows, but every rank of our stages holds them whole, with and without TransformerEngine.
 _WHOLE = ("linear_q_down_proj.weight", "linear_kv_down_proj.weight")
-_EVERYWHERE: dict[str, tuple[Part, ...]] = {  # what vLLM's models have on every stage, beside its layers
+_EVERYWHERE: dict[str, tuple[Part, ...]] = {  # tensors that vLLM's models have on every stage, besides the stage's layers
     "qwen3_moe": ("embedding", "norm", "output"),
     "mixtral": ("embedding", "norm", "output"),
     "gemma3_text": ("norm",),
@@ -57,7 +57,7 @@ _EVERYWHERE: dict[str, tuple[Part, ...]] = {  # what vLLM's models have on every
 
 Shape = tuple[int, ...]
 Held = Iterable[tuple[str, Box]]
-"""(tensor on disk, box of it)"""
+"""Pairs of (tensor on disk, box of it)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,8 +78,8 @@ def recipe_layouts(config: Mapping[str, Any], recipe: Recipe) -> RankLayouts:
 def rank_layouts(config: Mapping[str, Any], policy: PolicyConfig, train: int, generate: int) -> RankLayouts:
     """Return the boxes of all ranks. Raises RecipeError.
 
-    config: config.json, in the place of policy.model_name's; train, generate: the numbers of ranks. The model's layouts are
-    taken from `policy.megatron_cfg` if that is enabled, else `policy.dtensor_cfg`, and `policy.generation`.
+    config: config.json, used instead of policy.model_name's. train, generate: numbers of ranks. The parallel sizes come from
+    `policy.megatron_cfg` if that is enabled, else `policy.dtensor_cfg`, and from `policy.generation`.
     """
     try:
         of, found = sizes(config), tensors(config)
@@ -164,7 +164,7 @@ def _fsdp(size: int, train: int, builder: _TableBuilder) -> list[LayoutTable]:
 
 
 def _chunk(offset: np.ndarray, size: np.ndarray, rows: np.ndarray, dim: int, parts: int, part: int) -> None:
-    """Cut the boxes in these rows as `boxes.chunk` does, in place."""
+    """Divide the boxes in these rows in place, as `boxes.chunk` does."""
     step = -(-size[rows, dim] // parts)
     start = np.minimum(part * step, size[rows, dim])
     offset[rows, dim] += start
@@ -226,7 +226,7 @@ def _parameters(of: SimpleNamespace, shapes: dict[str, Shape]) -> dict[str, Para
 def _megatron_boxes(
     name: str, parameter: Parameter, shapes: dict[str, Shape], rank: int, size: int
 ) -> Iterator[tuple[str, Box]]:
-    """Yield the boxes of one rank of `size`. Raises RecipeError if the parameter cannot be cut so."""
+    """Yield the boxes of one rank of `size`. Raises RecipeError if `size` does not divide the parameter."""
     sources = [(source, whole(shapes[source])) for source in parameter.sources]
     if name in _VOCABULARY:  # padded, then cut in equal parts
         yield sources[0][0], chunk(sources[0][1], 0, size, rank)
@@ -245,7 +245,7 @@ def _megatron_boxes(
 
 
 def _query_group_boxes(sources: list[tuple[str, Box]], groups: int, rank: int, rows: int) -> Iterator[tuple[str, Box]]:
-    """Yield a rank's boxes of the parameter that has each group's queries, key and value one under the other."""
+    """Yield a rank's boxes of a joint projection, whose rows are each group's queries, key and value."""
     each = sum(box.size[0] for _, box in sources) // groups
     low, high = rank * rows, (rank + 1) * rows
     for group in range(low // each, -(-high // each)):
@@ -312,7 +312,7 @@ def _layer(name: str) -> int | None:
 
 
 class _TensorCut(NamedTuple):
-    """The cut of a tensor on disk over the ranks of a stage."""
+    """The division of a tensor on disk over the ranks of a stage."""
 
     unit: str
     name: str
@@ -384,7 +384,7 @@ def _place_of(expert: int, count: int, size: int) -> int:
 
 
 def _unit(of: SimpleNamespace, tensor: Tensor) -> str:
-    """Return vLLM's module that has the tensor."""
+    """Return the name of vLLM's module that holds the tensor."""
     module = tensor.name.rpartition(".")[0]
     parent, _, own = module.rpartition(".")
     latent = of.model_type == "deepseek_v3"

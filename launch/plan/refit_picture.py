@@ -1,6 +1,6 @@
 """Draw a simulated refit as an SVG: the timelines of the busiest ranks, and the bytes in flight.
 
-Not counted: all other ranks. The numbers behind the picture are `launch.plan.refit_time.Timeline`.
+Other ranks are left out. The numbers come from `launch.plan.refit_time.RefitSimulation`.
 """
 
 from __future__ import annotations
@@ -13,13 +13,13 @@ from launch.pages.html import Html, tag
 from launch.plan.refit_time import GIGA, RefitSimulation
 from launch.traces.step_picture import LEFT, RIGHT, WIDTH, axis, svg_document
 
-PARTS = {"pack": "c4", "wire": "c0", "apply": "c2"}  # with colours of the page
+PARTS = {"pack": "c4", "wire": "c0", "apply": "c2"}  # -> a colour class of the page
 LANE, GAP, FLIGHT = 15, 10, 110  # heights: of a bar, of which a rank has three; between ranks; of the bytes in flight
 GENERATE_ROWS = 3
 
 
 def draw(simulation: RefitSimulation, train_ranks: int, title: str) -> str:
-    """Return an SVG file. Ranks below `train_ranks` train."""
+    """Return an SVG file. Ranks below `train_ranks` are train ranks."""
     scale = (WIDTH - LEFT - RIGHT) / max(simulation.seconds, 1e-9)
     parts: list[Html] = []
     y = 60
@@ -35,14 +35,14 @@ def draw(simulation: RefitSimulation, train_ranks: int, title: str) -> str:
 
 
 def busiest(simulation: RefitSimulation, train_ranks: int) -> list[int]:
-    """Return the train rank that sends most, and the generate ranks that receive most, in the order of their bytes."""
+    """Return the train rank that sends most, then the generate ranks that receive most, in descending order."""
     sent, received = simulation.loads.sent.sum(0), simulation.loads.received.sum(0)
     generate = train_ranks + np.argsort(-received[train_ranks:], kind="stable")[:GENERATE_ROWS]
     return [int(sent[:train_ranks].argmax()), *map(int, generate)]
 
 
 def _bars(simulation: RefitSimulation, rank: int) -> Iterator[tuple[str, np.ndarray, np.ndarray]]:
-    """Yield (part, begin, end) of a rank, in seconds, for the rounds in which it does something."""
+    """Yield (part, begin, end) of a rank in seconds, for its rounds with messages."""
     active = simulation.loads.sends[:, rank] + simulation.loads.receives[:, rank] > 0
     posted, applied = simulation.posted[:, rank], simulation.applied[:, rank]
     bars = {
@@ -56,7 +56,7 @@ def _bars(simulation: RefitSimulation, rank: int) -> Iterator[tuple[str, np.ndar
 
 
 def _flight(simulation: RefitSimulation, scale: float, y: float) -> Iterator[Html]:
-    """Yield a bar for each round, as high as its bytes, from its first message's begin until its last one has arrived."""
+    """Yield a bar for each round, with its bytes as height, from the start of its first message to the arrival of its last."""
     active = simulation.loads.sends + simulation.loads.receives > 0
     start = np.where(active, simulation.begun, np.inf).min(1, initial=np.inf)
     stop = np.where(active, simulation.arrived, 0.0).max(1, initial=0.0)

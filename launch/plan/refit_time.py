@@ -1,22 +1,22 @@
-"""Time of a planned refit on a described network: seconds, what bounds them, and the least that any transfer takes.
+"""Estimate the time of a planned refit on a network: its seconds, what limits them, and a lower bound for any transfer.
 
-The model. A rank's main thread gathers and posts the messages of round r, then waits for those of round r - 1 and writes them,
-as `pipeline/refit/transfer.py` does. So packing and applying share one thread, and two rounds at most are under way. A rank
-that relays waits for round r - 1 before it gathers round r.
+A rank's main thread packs and posts the messages of round r, then waits for those of round r - 1 and applies them, as in
+`pipeline/refit/transfer.py`. Packing and applying therefore share one thread, and at most two rounds are in flight. A rank that
+relays waits for round r - 1 before it packs round r.
 
 A round of a rank takes `latency * messages + max(NIC out, NIC in, node out, node in)`, each of these bytes over bandwidth: the
-alpha-beta model (Hockney 1994, "The communication challenge for MPP") with one port, full duplex, and a NIC and links
-within the node that work side by side. Every message pays the whole latency. LogGP (Alexandrov et al. 1995) would let the
-latencies of one rank overlap and charge only each message's overhead, so this is its upper bound. Rounds of a rank follow
-each other on the wire, as batches on one NCCL communicator do.
+alpha-beta model (Hockney 1994, "The communication challenge for MPP") with one port, full duplex, and a NIC and links within
+the node that work in parallel. Every message costs the whole latency. LogGP (Alexandrov et al. 1995) would let the latencies of
+one rank overlap and count only each message's overhead, so this is an upper bound of LogGP. The rounds of a rank are sequential
+on the wire, like batches on one NCCL communicator.
 
-Ranks wait for their partners only. A rank's round begins when it and its partners have posted it and are done with the one
-before, and ends when it and its partners have moved all that they have in that round: an upper bound, since a partner may
-serve this rank first.
+Ranks wait only for their partners. A rank's round begins when the rank and its partners have posted it and have finished the
+previous one. It ends when the rank and its partners have moved all their bytes of that round. This is an upper bound, since a
+partner may serve this rank first.
 
-Not counted: congestion inside the fabric (full bisection is assumed), the digest, what `finish` of a unit costs, and the pause
-of generation. Every message is charged a copy at each end, although some need none. So the prediction
-underestimates a refit and overestimates its transfer.
+Not counted: congestion inside the fabric (full bisection is assumed), the digest, a unit's `finish`, and the pause of
+generation. Every message counts a copy at each end, although some need none. The prediction therefore underestimates a refit
+and overestimates its transfer.
 """
 
 from __future__ import annotations
@@ -30,26 +30,26 @@ from pipeline.refit.intersection import changes
 from pipeline.refit.schedule import RefitSchedule
 
 TERMS: tuple[str, ...] = ("pack", "wire out", "wire in", "node", "latency", "apply")
-"""Durations: copying what is sent, NIC out, NIC in, links within nodes, messages' latency, copying what came."""
+"""Durations: packing of sent bytes, NIC out, NIC in, links within nodes, latency of messages, applying of received bytes."""
 GIGA = 1e9
 
 
 @dataclass(frozen=True, slots=True)
 class Messages:
-    """Messages, a row each, in the order of rounds."""
+    """Messages, one per row, in the order of rounds."""
 
     round: np.ndarray  # [m] int64
     source: np.ndarray  # [m] int64: global ranks
     target: np.ndarray  # [m] int64
     size: np.ndarray  # [m] int64: bytes
-    relay: np.ndarray  # [m] bool: whether it passes on what its source received in the round before
+    relay: np.ndarray  # [m] bool: whether the source relays what it received in the previous round
 
     def __len__(self) -> int:
         return len(self.round)
 
 
 def merge(round: np.ndarray, source: np.ndarray, target: np.ndarray, size: np.ndarray, relay: np.ndarray) -> Messages:
-    """Return the messages of items: those of one round, source and target are one message."""
+    """Return the messages of items. Items with the same round, source and target form one message."""
     ranks = int(max(source.max(initial=0), target.max(initial=0))) + 1
     place = (round.astype(np.int64) * ranks + source) * ranks + target
     order = np.argsort(place, kind="stable")
@@ -79,7 +79,7 @@ class Loads:
     node_in: np.ndarray
     sends: np.ndarray
     receives: np.ndarray
-    relays: np.ndarray  # [ranks] bool: whether the rank ever passes on what it received
+    relays: np.ndarray  # [ranks] bool: whether the rank relays in any round
 
     @property
     def sent(self) -> np.ndarray:
@@ -92,10 +92,10 @@ class Loads:
         return self.nic_in + self.node_in
 
     def staging(self, ipc: bool = False) -> np.ndarray:
-        """Return the bytes that each rank stages, [ranks]: two of its largest rounds each way.
+        """Return the bytes that each rank stages, [ranks]: two of its largest rounds in each direction.
 
-        A rank that relays stages one round of sends, since it packs no earlier than it posts (`pipeline/refit/planned.py`).
-        ipc: what comes from its node is read where the sender stages it, and a sender stages two rounds even if it relays
+        A rank that relays stages one round of sends, since it packs only when it posts (`pipeline/refit/planned.py`). ipc: a
+        receiver reads messages of its own node from the sender's staging, and a sender stages two rounds even if it relays
         (`pipeline/refit/shared_memory.py`).
         """
         if ipc:
@@ -130,10 +130,10 @@ class RefitSimulation:
     messages: Messages
     loads: Loads
     parts: dict[str, np.ndarray]  # by TERMS
-    posted: np.ndarray  # packed, and handed to the network
-    begun: np.ndarray  # all partners are there
-    moved: np.ndarray  # this rank's bytes of the round are
-    arrived: np.ndarray  # and its partners'
+    posted: np.ndarray  # the round is packed and posted
+    begun: np.ndarray  # the rank and its partners have posted the round
+    moved: np.ndarray  # this rank's bytes of the round have moved
+    arrived: np.ndarray  # its partners' bytes have moved, too
     applied: np.ndarray
 
     @property
@@ -155,7 +155,7 @@ def simulate(messages: Messages, node: np.ndarray, network: NetworkConfig) -> Re
         source, target = messages.source[starts[r] : starts[r + 1]], messages.target[starts[r] : starts[r + 1]]
         free = applied[r - 2] if r > 1 else (posted[0] if r else never)  # the main thread
         on_wire = arrived[r - 1] if r else never
-        posted[r] = np.where(load.relays, np.maximum(free, on_wire), free) + parts["pack"][r]  # a relay has to have come
+        posted[r] = np.where(load.relays, np.maximum(free, on_wire), free) + parts["pack"][r]  # a relay must have arrived
         begun[r] = _with_partners(np.maximum(posted[r], on_wire), source, target)
         moved[r] = begun[r] + wire[r]
         arrived[r] = _with_partners(moved[r], source, target)
@@ -181,7 +181,7 @@ def _parts(load: Loads, network: NetworkConfig) -> dict[str, np.ndarray]:
 
 
 def _with_partners(own: np.ndarray, source: np.ndarray, target: np.ndarray) -> np.ndarray:
-    """Return the latest time of each rank and those that it exchanges messages with."""
+    """Return, for each rank, the latest time of it and the ranks that it exchanges messages with."""
     latest = own.copy()
     np.maximum.at(latest, source, own[target])
     np.maximum.at(latest, target, own[source])
@@ -192,7 +192,7 @@ def _with_partners(own: np.ndarray, source: np.ndarray, target: np.ndarray) -> n
 
 
 def bounds(simulation: RefitSimulation) -> dict[str, float]:
-    """Return the seconds by TERMS along the critical path, which add up to the whole."""
+    """Return the seconds by TERMS along the critical path. They add up to the whole duration."""
     spent: dict[str, float] = dict.fromkeys(TERMS, 0.0)
     if not simulation.applied.size:
         return spent
@@ -239,7 +239,7 @@ _STEPS = {"applied": _before_applied, "posted": _before_posted, "arrived": _befo
 
 
 def _latest(simulation: RefitSimulation, r: int, rank: int, when: np.ndarray) -> int:
-    """Return which of a rank and its partners in a round is latest."""
+    """Return the latest of a rank and its partners in a round."""
     start, stop = np.searchsorted(simulation.messages.round, (r, r + 1))
     source, target = simulation.messages.source[start:stop], simulation.messages.target[start:stop]
     there = np.concatenate([[rank], target[source == rank], source[target == rank]])
@@ -253,12 +253,12 @@ def _latest(simulation: RefitSimulation, r: int, rank: int, when: np.ndarray) ->
 class Demand:
     """Bytes that any plan moves; every distinct byte is counted once."""
 
-    owned: np.ndarray  # [generate ranks]: of each
-    by_node: np.ndarray  # [generate nodes]: wanted by any rank of the node, and held by no train rank there
-    total: int  # wanted by any rank
+    owned: np.ndarray  # [generate ranks]: bytes of each rank's weights
+    by_node: np.ndarray  # [generate nodes]: bytes that any rank of the node needs and no train rank there holds
+    total: int  # bytes that any rank needs
     train_ranks: int
     ranks_per_node: int  # of generate nodes
-    shared: bool = False  # train ranks are on generate nodes
+    shared: bool = False  # whether train ranks are on generate nodes
 
 
 def demand(schedule: RefitSchedule, node: np.ndarray) -> Demand:
@@ -290,7 +290,7 @@ def demand(schedule: RefitSchedule, node: np.ndarray) -> Demand:
 
 
 def _held(schedule: RefitSchedule) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Return (wanted box, holder set, bytes of the box that the set holds), each [pairs]."""
+    """Return (needed box, holder set, bytes of the box that the set holds), each [pairs]."""
     pieces, sets = schedule.pieces, len(schedule.held.sets)
     size = pieces.numel * schedule.width[schedule.needed.boxes.tensor[pieces.needed]]
     pair = pieces.needed.astype(np.int64) * sets + schedule.held.holders[pieces.held]
@@ -299,11 +299,11 @@ def _held(schedule: RefitSchedule) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
 
 
 def floor(demand: Demand, network: NetworkConfig) -> tuple[float, str]:
-    """Return the least seconds of any transfer, and which limit sets them; latencies and copies are free.
+    """Return a lower bound of the seconds of any transfer, without latencies and copies, and the name of its limit.
 
-    train egress: every wanted byte leaves some train rank, through its NIC, or within its node where generate ranks are there
-    too. node ingress: what a generate node wants and has not comes in through its NICs, once, and is spread inside. rank
-    ingress: what a rank owns comes in through its NIC and from its node.
+    train egress: every needed byte leaves a train rank through its NIC, or within its node if that has generate ranks too. node
+    ingress: the bytes that a generate node needs and does not hold enter once through its NICs. rank ingress: a rank's weights
+    enter through its NIC and over the links within its node.
     """
     nic, node = GIGA * network.nic_gb_per_s, GIGA * network.node_gb_per_s
     alone = demand.ranks_per_node == 1 and not demand.shared
@@ -320,18 +320,18 @@ def floor(demand: Demand, network: NetworkConfig) -> tuple[float, str]:
 class Broadcast:
     """Bytes of the reference: rank 0 gathers full tensors and broadcasts them to every generate rank."""
 
-    total: int  # of the model on the wire
-    far: int  # of it, what only ranks of other nodes than rank 0's hold
-    near: int  # what rank 0 has to gather from ranks of its own node
-    owned: int  # of the generate rank that writes most
-    bucket: int
-    nodes: int  # of generate ranks
-    nics: int = 1  # of rank 0's node that the broadcast's group can use: one for each of its ranks in that node
-    gather_nics: int = 1  # that the gather can use
+    total: int  # bytes of the model on the wire
+    far: int  # bytes that only ranks outside of rank 0's node hold
+    near: int  # bytes that rank 0 gathers from other ranks of its node
+    owned: int  # bytes of the generate rank that writes most
+    bucket: int  # bytes
+    nodes: int  # number of nodes with generate ranks
+    nics: int = 1  # NICs of rank 0's node that the broadcast can use: one for each rank of its group there
+    gather_nics: int = 1  # NICs that the gather can use
 
 
 def reference(schedule: RefitSchedule, node: np.ndarray, total: int, bucket: int) -> Broadcast:
-    """Return the bytes of the bucketed broadcast in the plan's stead. total: bytes of all tensors, in full."""
+    """Return the bytes of the bucketed broadcast, the alternative to the schedule. total: bytes of all full tensors."""
     held, size = schedule.held, schedule.held.boxes.numel * schedule.width[schedule.held.boxes.tensor]
     beside = [rows.box for rank, rows in held.rows.items() if node[rank] == node[0]]
     own, near = int(size[np.unique(held.rows[0].box)].sum()), int(size[np.unique(np.concatenate(beside))].sum())
@@ -348,8 +348,8 @@ def reference(schedule: RefitSchedule, node: np.ndarray, total: int, bucket: int
 def broadcast_seconds(broadcast: Broadcast, network: NetworkConfig) -> tuple[float, str]:
     """Return the seconds of a broadcast whose stages overlap fully, and which stage bounds them.
 
-    A broadcast is a ring, as NCCL's is: bytes pass through every rank, all links at work at once, so a bucket takes its bytes
-    over the slowest link and a latency. The next one follows it around, so a latency for each node on the way is paid once.
+    The broadcast is a ring, as in NCCL: bytes pass through every rank, and all links work in parallel. A bucket takes its bytes
+    over the slowest link plus one latency. Buckets follow each other around the ring, so the latency of each node counts once.
     """
     nic, node, memory = (GIGA * each for each in (network.nic_gb_per_s, network.node_gb_per_s, network.memory_gb_per_s))
     latency = network.latency_us / 1e6

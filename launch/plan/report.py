@@ -1,6 +1,6 @@
-"""The plan as a table to read in a terminal.
+"""Format the plan as a table for the terminal.
 
-The parts of the table yield lines: a text as it is printed, or a label and what is said beside it, which is wrapped.
+The parts of the table yield lines: a text to print as it is, or (label, text to wrap).
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from pipeline import config
 from pipeline.config import ComponentConfig, Recipe, generates, hardware, ranks, runs_ahead, section, uses_megatron
 
 LABEL = 14
-FULL = 0.85  # of a GPU that an engine has for itself: beyond that little is left to gain
+FULL = 0.85  # gpu_memory_utilization above which the report proposes no larger value
 
 
 def text(plan: Plan, compared: Sequence[Mode] = ()) -> str:
-    """Return the table. compared: what else the recipe could be, as `modes.compare` finds it."""
+    """Return the table. compared: the modes of `modes.compare`."""
     parts = [
         _headline(plan),
         _models(plan),
@@ -113,7 +113,7 @@ def _memory(plan: Plan) -> Iterator[Line]:
 
 
 def _cache(plan: Plan, generate: GenerateMemory) -> str:
-    """Return what an engine's KV cache holds, and whether it could hold more."""
+    """Return the capacity of an engine's KV cache, and whether it could be larger."""
     generation, tokens = plan.recipe.policy.generation, max(0.0, generate.tokens)
     whole, mean = max(0.0, generate.sequences), tokens / plan.lengths.sequence
     holds = (
@@ -168,7 +168,7 @@ def _under_way(recipe: Recipe) -> str:
 
 
 def _most(parts: Mapping[str, float]) -> str:
-    """Return the parts that are more than a twentieth of a phase, the longest first; three at most."""
+    """Return at most three parts that take more than 5% of a phase, the longest first."""
     total = sum(parts.values())
     shares = sorted(((took / total, name) for name, took in parts.items() if total), reverse=True)
     return ", ".join(f"{name} {share:.0%}" for share, name in shares[:3] if share > 0.05)
@@ -188,7 +188,7 @@ def _run(plan: Plan) -> Iterator[Line]:
 
 
 def _whole(plan: Plan) -> Iterator[str]:
-    """Yield what the run takes; of one that its data end, what a step and a validation take."""
+    """Yield the duration of the run. If the run ends with its data, yield those of a step and a validation."""
     algorithm = plan.recipe.algorithm
     if plan.steps is None or plan.total is None or plan.gpu_hours is None:
         checks = f", {seconds(plan.validation)} a validation" if plan.validation else ""

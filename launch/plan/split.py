@@ -9,22 +9,22 @@ from launch.placement import Changes
 from pipeline import config
 from pipeline.config import Recipe, collected, generates
 
-WORTH = 0.03  # of a step: a smaller gain is within what an estimate cannot tell
+WORTH = 0.03  # share of a step: a smaller gain is within the error of the estimate
 
 
 @dataclass(frozen=True, slots=True)
 class Split:
     """A division of nodes, or of the GPUs of shared nodes, between training and generation."""
 
-    key: str  # that divides: nodes, or gpus_per_node on shared nodes
-    train: int  # its value
-    generate: int
-    seconds: float  # of a step
-    now: float  # seconds of a step as it is; infinity if that does not fit
+    key: str  # the key that sets the division: nodes, or gpus_per_node on shared nodes
+    train: int  # the key's value in cluster.train
+    generate: int  # the key's value in cluster.generate
+    seconds: float  # seconds of a step
+    now: float  # seconds of a step with the recipe's own division; infinity if that does not fit
 
     @property
     def gain(self) -> float:
-        """Return the share of a step that it would save."""
+        """Return the share of a step that the division saves."""
         return 1 - self.seconds / self.now
 
     def __str__(self) -> str:
@@ -32,7 +32,7 @@ class Split:
 
 
 def movable(recipe: Recipe) -> bool:
-    """Return whether a node, or a GPU of shared nodes, of one component could as well be the other's."""
+    """Return whether a node, or a GPU of shared nodes, can move from one component to the other."""
     train, generate = recipe.cluster.train, recipe.cluster.generate
     if not generates(recipe) or config.colocated(recipe) or not train.gpus_per_node:
         return False
@@ -42,23 +42,23 @@ def movable(recipe: Recipe) -> bool:
 
 
 def alike(recipe: Recipe) -> bool:
-    """Return whether the nodes of both components are the same."""
+    """Return whether both components have the same kind of nodes."""
     parts = recipe.cluster.train, recipe.cluster.generate
     return len({(c.gpu, c.gpu_memory_gb, c.gpus_per_node, c.ranks_per_node, c.partition) for c in parts}) == 1
 
 
 def key_of(recipe: Recipe) -> str:
-    """Return the key of both components that divides their nodes, or the GPUs of shared nodes."""
+    """Return the key that divides the nodes, or the GPUs of shared nodes, between the components."""
     return "gpus_per_node" if recipe.cluster.share_nodes else "nodes"
 
 
 def sizes(recipe: Recipe) -> tuple[int, int]:
-    """Return that key's values of cluster.train and cluster.generate."""
+    """Return the values of `key_of(recipe)` in cluster.train and cluster.generate."""
     return getattr(recipe.cluster.train, key_of(recipe)), getattr(recipe.cluster.generate, key_of(recipe))
 
 
 def values(key: str, train: int, generate: int) -> Changes:
-    """Return the values of a key of cluster.train and cluster.generate, by their dotted keys."""
+    """Return dotted key -> value of a key of cluster.train and cluster.generate."""
     return {f"cluster.train.{key}": train, f"cluster.generate.{key}": generate}
 
 
@@ -74,16 +74,16 @@ def divisions(recipe: Recipe) -> Iterator[Changes]:
 
 
 def others(recipe: Recipe) -> Iterator[Recipe]:
-    """Yield the recipe with every other division that its layout allows."""
+    """Yield the recipe with every other division that is valid."""
     for division in divisions(recipe):
         with collected([]):
             yield config.changed(recipe, division)
 
 
 def better(recipe: Recipe, now: float, step: Callable[[Recipe], float | None]) -> Split | None:
-    """Return the division with the shortest step, if it gains enough.
+    """Return the division with the shortest step; None if it saves less than WORTH.
 
-    now: seconds of a step as it is. step: those of another recipe, None if it does not fit.
+    now: seconds of a step with the recipe's own division. step: returns those of another recipe, None if it does not fit.
     """
     found = [
         Split(key_of(other), *sizes(other), seconds, now) for other in others(recipe) if (seconds := step(other)) is not None

@@ -1,4 +1,4 @@
-"""The phases of a step, and a validation, put together from those of training, generation and shared GPUs."""
+"""Combine the phases of training, generation and shared GPUs into a step, and estimate a validation."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from pipeline.config import Recipe, hardware
 
 
 def priced(recipe: Recipe) -> bool:
-    """Return whether all components have GPUs, so that times can be told."""
+    """Return whether all components have GPUs, so that durations can be estimated."""
     return all(component.gpus_per_node for component in config.components(recipe).values())
 
 
@@ -44,10 +44,10 @@ def step_phases(
 def validation_seconds(
     recipe: Recipe, shapes: Mapping[str, ModelShape], lengths: Lengths, generate: GenerateMemory | None
 ) -> float | None:
-    """Return the seconds of one validation; None if max_val_samples is no bound.
+    """Return the seconds of one validation; None if max_val_samples sets no bound.
 
-    Each data set is taken to have max_val_samples records. Of preference data each has two sequences, which the reference
-    passes over too.
+    Assumes max_val_samples records in each data set. A record of preference data has two sequences, which the reference
+    processes too.
     """
     algorithm = build(recipe)
     section = algorithm.section

@@ -1,12 +1,12 @@
-"""Time of a step from its phases, and how long each component waits in it.
+"""Estimate the time of a step from its phases, and the idle time of each component.
 
     in turn      rollout, training and refit follow each other
     drained      sampling runs ahead, and a refit waits for the engines: the longer of rollout and training, then the refit
-    in flight    a refit does not wait: the steps of rank 0's loop are simulate_steps on one engine until they repeat
+    in flight    a refit does not wait for the engines: `simulate_steps` simulates rank 0's loop with one engine
 
-Played are the groups of `pipeline/rollout/buffer.py` with `stragglers: wait`: at most max_trajectory_age_steps + 1 rollouts
-live, each refit begins one, and a step waits for the oldest. So the last answers of a rollout share the engine with the first
-of the next, which hides them. A sequence begins when another ends, the oldest rollout's first.
+The simulation follows `pipeline/rollout/buffer.py` with `stragglers: wait`: at most max_trajectory_age_steps + 1 rollouts are
+in flight, each refit starts one, and a step waits for the oldest. The last answers of a rollout therefore overlap with the
+first answers of the next one. A sequence starts when another ends, those of the oldest rollout first.
 
 Not counted: groups that end together, prompts that move to other engines, `stragglers: keep` and `cut`, which wait for less.
 """
@@ -23,15 +23,15 @@ from dataclasses import dataclass
 from launch.plan.generate_time import EngineLoad, decoding
 from pipeline.config import Recipe, colocated, runs_ahead
 
-BUNDLES = 200  # of sequences that are taken to be of one length
-OLDEST = 8  # rollouts ahead: more change nothing, since by then no step waits for an answer that is long
-WARM_UP = 3  # steps, besides one for each rollout that is under way
-ROUNDS = 4  # that are measured, each a step for each rollout that is under way
+BUNDLES = 200  # bundles of sequences that are assumed to have one length
+OLDEST = 8  # most rollouts ahead: with more, still no step waits for a long answer
+WARM_UP = 3  # steps to simulate first, besides one for each rollout in flight
+ROUNDS = 4  # measured rounds, each of one step for each rollout in flight
 
 
 @dataclass(frozen=True, slots=True)
 class StepTime:
-    """Seconds of a step, and those of it in which the ranks of a component are idle."""
+    """Seconds of a step, and the seconds of it in which each component is idle."""
 
     step: float
     train: float = 0.0
@@ -39,10 +39,11 @@ class StepTime:
 
 
 def estimate(recipe: Recipe, seconds: Mapping[str, float], sampling: float, load: EngineLoad | None) -> StepTime:
-    """Return the pace of a recipe.
+    """Return the time of a step and the idle times.
 
-    seconds: of the phases, by clock. sampling: of the rollout's, those of the engines; the rest is scored on other ranks, which
-    the train ranks wait for. load: what an engine decodes in a rollout; None for an algorithm that does not sample.
+    seconds: of the phases, by clock. sampling: the rollout's seconds on the engines; other ranks score in the rest, and the
+    train ranks wait for them. load: the answers that an engine decodes in a rollout; None for an algorithm that does not
+    sample.
     """
     rollout, train, refit = (seconds.get(clock, 0.0) for clock in ("rollout", "train", "refit"))
     if load is None or colocated(recipe):
@@ -60,7 +61,7 @@ def estimate(recipe: Recipe, seconds: Mapping[str, float], sampling: float, load
 def simulate_steps(load: EngineLoad, sampling: float, train: float, refit: float, age: int) -> tuple[float, float]:
     """Return (seconds of a step, of these seconds in which an engine decodes).
 
-    sampling: seconds of a rollout that the engine has for itself. train: seconds from a complete rollout to the refit.
+    sampling: seconds of a rollout that runs alone on the engine. train: seconds from a complete rollout to the refit.
     age: how many steps sampling runs ahead, at least 1.
     """
     alone = sum(decoding(load.engine, load.count, load.slots, load.lengths, load.answers).values())
@@ -80,20 +81,20 @@ def simulate_steps(load: EngineLoad, sampling: float, train: float, refit: float
 
 
 class _EngineSimulation:
-    """An engine that decodes rollouts, which begin one after another."""
+    """A simulated engine that decodes rollouts, which begin one after another."""
 
     def __init__(self, load: EngineLoad, scale: float):
-        """scale: by how much longer a step of the engine is than its parts say."""
+        """scale: the factor by which a step of the engine is longer than the sum of its parts."""
         self.time = 0.0
         self.busy = 0.0
         self._load, self._scale = load, scale
         self._lengths = _lengths(load)
-        self._weight = load.count / len(self._lengths)  # sequences of a bundle
-        self._left: list[int] = []  # bundles, by rollout
+        self._weight = load.count / len(self._lengths)  # sequences in a bundle
+        self._left: list[int] = []  # bundles that have not ended, by rollout
         self._waiting: deque[tuple[int, float]] = deque()  # (rollout, tokens)
-        self._running: list[tuple[float, int, float]] = []  # a heap of (where the clock ends it, rollout, where it began)
-        self._clock = 0.0  # tokens that each running sequence has had since the beginning
-        self._begun = 0.0  # the sum of where those that run began
+        self._running: list[tuple[float, int, float]] = []  # a heap of (clock at its end, rollout, clock at its start)
+        self._clock = 0.0  # tokens that a sequence running since the beginning would have
+        self._begun = 0.0  # sum of the running sequences' clocks at their start
 
     def begin(self) -> None:
         self._waiting.extend((len(self._left), length) for length in self._lengths)
@@ -101,7 +102,7 @@ class _EngineSimulation:
         self._admit()
 
     def run(self, rollout: int | None = None, until: float = math.inf) -> None:
-        """Decode until all of a rollout has ended, or until a time; with nothing to decode the time passes."""
+        """Decode until a rollout has ended, or until a time. Without sequences only the time advances."""
         while self._running and self.time < until and (rollout is None or self._left[rollout]):
             count, tokens = len(self._running), self._running[0][0] - self._clock
             context = self._load.lengths.prompt + self._clock - self._begun / count + tokens / 2
@@ -127,10 +128,10 @@ class _EngineSimulation:
 
 
 def _lengths(load: EngineLoad) -> list[float]:
-    """Return tokens of an engine's answers, a bundle each, in a random order.
+    """Return the tokens of each bundle of an engine's answers, in random order.
 
-    They are quantiles of the assumed distribution and, as the last to end, the longest of all engines' answers. A bundle that
-    is larger than the engine's slots takes so much longer.
+    These are quantiles of the assumed distribution, and the longest answer of all engines. The length of a bundle that is
+    larger than the engine's slots is scaled up accordingly.
     """
     lengths, count = load.lengths, min(BUNDLES, math.ceil(load.count))
     quantiles = (-math.log1p(-(i + 0.5) / count) for i in range(count - 1))

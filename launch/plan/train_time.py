@@ -1,18 +1,19 @@
-"""Time of a step on the train ranks: log-probs, the reference, the critic and the teacher, then updates.
+"""Estimate the time of a step on the train ranks: log-probs, the reference, the critic and the teacher, then updates.
 
-Matrix products run at an assumed fraction of the peak. What is communicated takes its bytes over the rate of the group's links:
-    tensor     two all-reduces a layer of the tokens' hidden states, or the gather and scatter that stand for one; waited for
-    context    keys and values of a layer, gathered from all ranks; waited for
-    expert     tokens to the ranks of their experts and back, twice a layer; waited for
+Matrix products run at an assumed fraction of the peak. The time of communication is its bytes over the rate of the group's
+links; exposed means that nothing overlaps with it:
+    tensor     two all-reduces a layer of the tokens' hidden states, or an equivalent all-gather and reduce-scatter; exposed
+    context    all-gather of a layer's keys and values; exposed
+    expert     all-to-all of tokens to their experts and back, twice a layer; exposed
     pipeline   hidden states from stage to stage; and the bubble of 1F1B, (stages - 1) / microbatches of the work (Narayanan et
                al. 2021, arXiv 2104.04473, section 2.2)
-    gradients  Megatron-Core: reduced once an update, behind the last microbatch's backward pass with overlap_grad_reduce; then
-               updated weights are gathered, which nothing hides
-    weights    FSDP2: a layer's weights are gathered for each microbatch forward and backward, and its gradients scattered; the
-               pass and the communication hide each other
+    gradients  Megatron-Core: one reduction an update, which overlaps with the last microbatch's backward pass if
+               overlap_grad_reduce is set; then an exposed all-gather of updated weights
+    weights    FSDP2: an all-gather of a layer's weights in each forward and backward pass of a microbatch, and a reduce-scatter
+               of its gradients; these overlap with the pass
 
-Not counted: what microbatches of unequal size cost, latencies, the data rank that is slowest, packing on the CPU, clipping, an
-optimizer in host memory.
+Not counted: unequal microbatches, latencies, imbalance between data ranks, packing on the CPU, gradient clipping, an optimizer
+in host memory.
 """
 
 from __future__ import annotations
@@ -38,15 +39,15 @@ written, and a copy in bfloat16."""
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """A model on the ranks of a component, and what it works on."""
+    """A model on the ranks of a component, with the lengths of its sequences."""
 
     shape: ModelShape
     policy: PolicyConfig
     layout: Parallelism
     links: Links
     lengths: Lengths
-    head: bool = True  # whether it has an output layer, not a number per token
-    frozen: bool = False  # whether its weights are in the policy's precision, not in float32 to be trained
+    head: bool = True  # whether it has an output layer, not one value per token
+    frozen: bool = False  # whether its weights are in the policy's precision, not in float32 for training
 
     @property
     def gpu(self) -> GPUSpec:
@@ -55,7 +56,7 @@ class Job:
 
     @property
     def itemsize(self) -> int:
-        """Return the bytes of a number in the policy's precision."""
+        """Return the bytes of an element in the policy's precision."""
         return PRECISIONS[self.policy.precision]
 
     @property
@@ -73,7 +74,7 @@ class Job:
         return total if self.head else total - 2 * self.shape.vocabulary * self.shape.hidden * count * lengths.sequence
 
     def microbatches(self, count: float, tokens: int, size: int) -> int:
-        """Return the microbatches of a data rank for `count` sequences in all: of `tokens` with packing, else of `size`."""
+        """Return a data rank's microbatches for `count` sequences on all ranks: of `tokens` with packing, else of `size`."""
         own = count / self.layout.data
         if self.policy.sequence_packing.enabled:
             return max(1, math.ceil(own * self.lengths.sequence / tokens))
@@ -106,7 +107,7 @@ def update(job: Job, count: float) -> tuple[float, dict[str, float]]:
     forward = job.forward_flops(count)
     again = recomputed(job, count)
     lora = job.policy.dtensor_cfg.lora_cfg.enabled and not uses_megatron(job.policy)
-    backward = (1 if lora else 2) * forward + again * forward  # frozen weights need no gradient
+    backward = (1 if lora else 2) * forward + again * forward  # with LoRA, frozen weights need no gradient
     parts = _pass(job, count, microbatches, forward, backward, passes=2 + (again > 0.5))
     if not lora:
         parts |= _gradients(job, parts.get("matrix products", 0.0) * 2 / 3 / microbatches)
@@ -114,9 +115,9 @@ def update(job: Job, count: float) -> tuple[float, dict[str, float]]:
 
 
 def recomputed(job: Job, count: float) -> float:
-    """Return the share of the forward pass that is computed again in the backward pass."""
+    """Return the share of the forward pass that the backward pass recomputes."""
     if not uses_megatron(job.policy):
-        dtensor = job.policy.dtensor_cfg  # selectively, no matrix product is
+        dtensor = job.policy.dtensor_cfg  # selective recomputation repeats no matrix product
         return float(dtensor.activation_checkpointing and dtensor.recompute_granularity == "full")
     megatron = job.policy.megatron_cfg
     if not megatron.activation_checkpointing:
@@ -124,7 +125,7 @@ def recomputed(job: Job, count: float) -> float:
     if megatron.recompute_granularity == "selective":
         lengths = job.lengths
         return flops.attention(job.shape, count * lengths.squared_sequence / 2) / job.forward_flops(count)
-    if megatron.recompute_method == "block":  # so many layers of each stage
+    if megatron.recompute_method == "block":  # recompute_num_layers in each stage
         return min(1.0, (megatron.recompute_num_layers or 1) * job.layout.pipeline / job.shape.layers)
     return 1.0
 
@@ -144,10 +145,10 @@ def _pass(job: Job, count: float, microbatches: int, forward: float, backward: f
 
 
 def _waited_for(job: Job, count: float, passes: int) -> dict[str, float]:
-    """Return the seconds of communication in layers. passes: forward, backward, and again with recomputation."""
+    """Return the seconds of communication in layers. passes: forward, backward, and forward again with recomputation."""
     shape, layout, links = job.shape, job.layout, job.links
     stage = 1 / layout.pipeline
-    tokens = count * job.lengths.sequence / layout.data  # of a data rank
+    tokens = count * job.lengths.sequence / layout.data  # tokens of a data rank
     hidden = tokens / layout.context * shape.hidden * job.itemsize
     parts = {}
     if layout.tensor > 1:
@@ -175,7 +176,7 @@ def _stage_transfers(job: Job, count: float, directions: int) -> float:
 
 
 def _fsdp_weights(job: Job, microbatches: int, products: list[float], tensor: float) -> float:
-    """Return the seconds of all microbatches, where gathering weights and the passes hide each other."""
+    """Return the seconds of all microbatches, where gathering weights overlaps with the passes."""
     shape, layout = job.shape, job.layout
     numbers = shape.parameters / layout.tensor
     gather = job.links.ring_seconds(layout.data, numbers * job.itemsize, layout.tensor)
@@ -192,9 +193,9 @@ def _fsdp_weights(job: Job, microbatches: int, products: list[float], tensor: fl
 
 
 def _gradients(job: Job, hidden_by: float) -> dict[str, float]:
-    """Return the seconds of reducing gradients, gathering weights and the optimizer, which Megatron-Core cuts over ranks.
+    """Return the seconds of reducing gradients, the sharded optimizer, and gathering updated weights.
 
-    hidden_by: seconds of the last microbatch's backward pass.
+    hidden_by: seconds of the last microbatch's backward pass, which the reduction may overlap with.
     """
     layout, links = job.layout, job.links
     groups = (
@@ -220,7 +221,7 @@ def _gradients(job: Job, hidden_by: float) -> dict[str, float]:
 
 
 def phases(recipe: Recipe, shapes: Mapping[str, ModelShape], lengths: Lengths, gpu: GPUSpec) -> list[Phase]:
-    """Return the phases of a step on the train ranks, in their order."""
+    """Return the phases of a step on the train ranks, in order."""
     component, models = recipe.cluster.train, config.models(recipe)
     jobs = {name: job(recipe, policy, shapes[name], lengths, gpu, component) for name, policy in models.items()}
     algorithm, policy = build(recipe), jobs["policy"]
@@ -276,11 +277,11 @@ def _without_head(job: Job) -> Job:
 
 
 def _swapped(job: Job) -> dict[str, float]:
-    """Return what copies between host and GPU take before and after the reference computes.
+    """Return the seconds of copies between host and GPU before and after the reference computes.
 
-    FSDP2: its weights come from the host, except with cpu_offload, where each microbatch gathers them from there
-    (`_fsdp_weights`), and with adapters, where the reference is the model without them. Megatron-Core: the policy's weights go
-    there, the reference's come, and the policy's come back.
+    FSDP2 copies the reference's weights from the host. It does not with cpu_offload, since each microbatch then gathers them
+    from the host (`_fsdp_weights`), nor with adapters, since the reference is then the model without adapters. Megatron-Core
+    copies the policy's weights to the host, the reference's to the GPU, and the policy's back.
     """
     if not uses_megatron(job.policy):
         dtensor = job.policy.dtensor_cfg
@@ -289,7 +290,7 @@ def _swapped(job: Job) -> dict[str, float]:
 
 
 def _fetched(job: Job, offloaded: bool) -> dict[str, float]:
-    """Return the seconds in which weights come from host memory to be used."""
+    """Return the seconds of copying offloaded weights from host memory."""
     if not offloaded:
         return {}
     held = sum(job.layout.held(job.shape)) if uses_megatron(job.policy) else job.shape.parameters / job.layout.ranks
