@@ -1,8 +1,8 @@
-"""Tensors that say they are on a GPU, on a machine without one: an operation that mixes them with the host's is refused.
+"""Simulate tensors on a GPU, on a machine without one: an operation that mixes them with the host's is refused.
 
-torch's FakeTensorMode does the like without values, so it ends where code reads a number, counts what is not zero or compares
-digests; and it lets a tensor of the host be an index, for which a GPU waits. Here the values are real and lie in the host's
-memory, so that results can be compared with the host's.
+torch's FakeTensorMode does so without values, so it fails where code reads a number, counts nonzeros, compares or digests; and
+it allows a host tensor as an index, for which a GPU synchronizes. Here the values are real and lie in host memory, so that
+results can be compared with the host's.
 
 Left out: backward passes, which torch runs in a thread of the device. A `backward` of an autograd.Function can be called.
 """
@@ -29,11 +29,11 @@ _CUDA, _META = 1, 14  # of c10::DeviceType
 
 
 class MixedDevices(RuntimeError):
-    """A tensor of the host has met one of the GPU."""
+    """An operation mixes a host tensor with one of the GPU."""
 
 
 class OnGPU(torch.Tensor):
-    """Holds its values in a tensor of the host."""
+    """A tensor whose values are in a host tensor."""
 
     @staticmethod
     def __new__(cls, host: torch.Tensor):
@@ -56,11 +56,11 @@ class OnGPU(torch.Tensor):
 
 
 class Pretending(TorchDispatchMode):
-    """What `pretended` does for one thread; other threads of the test enter it by themselves."""
+    """The mode of `pretended` in one thread; other threads of the test enter it themselves."""
 
     def __enter__(self):
         self._before = torch._C._only_lift_cpu_tensors()
-        torch._C._set_only_lift_cpu_tensors(True)  # torch.tensor(..., device=GPU) makes one of the host, and copies it
+        torch._C._set_only_lift_cpu_tensors(True)  # torch.tensor(..., device=GPU) makes a host tensor and copies it
         return super().__enter__()
 
     def __exit__(self, *error):
@@ -81,7 +81,7 @@ class Pretending(TorchDispatchMode):
             kwargs = kwargs | {"device": torch.device("cpu")}
         kwargs = {name: False if name == "pin_memory" else value for name, value in kwargs.items()}
         result = function(*tree_map(_host, args), **tree_map(_host, kwargs))
-        if function is torch.ops.aten.copy_.default:  # its device is that of what is written
+        if function is torch.ops.aten.copy_.default:  # its device is that of the destination
             return args[0]
         return tree_map(lambda value: _placed(value, held, there), result)
 
@@ -93,19 +93,19 @@ def _host(value: Any) -> Any:
 def _placed(value: Any, held: dict[int, OnGPU], there: bool) -> Any:
     if not there or not isinstance(value, torch.Tensor):
         return value
-    return held.get(id(value)) if id(value) in held else OnGPU(value)  # what was changed in place is still the same tensor
+    return held.get(id(value)) if id(value) in held else OnGPU(value)  # an in-place operation returns the same tensor
 
 
 @contextmanager
 def pretended() -> Iterator[torch.device]:
-    """Let there be a GPU, for tensors that this thread makes meanwhile. Yields its device."""
+    """Pretend to have a GPU for tensors that this thread makes in the block. Yields its device."""
     guards = (ctypes.c_void_p * (_META + 1)).in_dll(_c10(), "_ZN3c104impl26device_guard_impl_registryE")
     before = guards[_CUDA]
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(torch.cuda, "_lazy_init", lambda: None)
         patch.setattr(torch.cuda, "Event", _Event)
         patch.setattr(torch.cuda, "current_stream", lambda device: _Event())
-        guards[_CUDA] = guards[_META]  # a build for CPUs has no guard of GPUs; that of meta tensors does nothing
+        guards[_CUDA] = guards[_META]  # a CPU build has no device guard for GPUs; that of meta tensors does nothing
         try:
             with Pretending():
                 yield GPU
@@ -114,7 +114,7 @@ def pretended() -> Iterator[torch.device]:
 
 
 class _Event:
-    """Stands for torch.cuda.Event, and for a stream that has nothing left to do."""
+    """Stands in for torch.cuda.Event and for a stream without pending work."""
 
     def __init__(self, enable_timing: bool = False):
         self._at = 0.0
@@ -134,7 +134,7 @@ def _c10() -> ctypes.CDLL:
 
 
 def moved(value: Any, device: torch.device | str) -> Any:
-    """Return tensors, and dataclasses and tuples of them, on a device."""
+    """Return tensors, or dataclasses and tuples of tensors, on a device."""
     if isinstance(value, torch.Tensor):
         return value.detach().to(device)
     if dataclasses.is_dataclass(value):
@@ -143,7 +143,7 @@ def moved(value: Any, device: torch.device | str) -> Any:
 
 
 def assert_same(found: Any, expected: Any) -> None:
-    """Both are dataclasses, tuples or dictionaries of tensors, the first ones on the GPU."""
+    """Assert equal values of dataclasses, tuples or dictionaries of tensors, the first on the GPU."""
     if isinstance(expected, torch.Tensor):
         assert isinstance(found, OnGPU)
         torch.testing.assert_close(found.host, expected.detach(), rtol=0, atol=0, equal_nan=True)

@@ -1,4 +1,4 @@
-"""Refits between GPUs: what ranks pack, encode, decode, write and hash there meets no tensor of the host."""
+"""Refits between GPUs: packing, encoding, decoding, writing and hashing mix no host tensor with the GPU's."""
 
 from __future__ import annotations
 
@@ -17,16 +17,17 @@ from tests.refit.ranks import AWKWARD, GENERATE, TRAIN, World
 
 ONE, TWO = ((2, 3),), ((2,), (3,))  # engines
 BF16, FP32 = torch.bfloat16, torch.float32
-CASES = (  # precision of train rank, wire and generate rank; engines, sharing a node or not; from where on nothing is staged
+# precision of train rank, wire and generate rank; engines; whether they share a node; from which size on nothing is staged
+CASES = (
     (BF16, BF16, BF16, ONE, False, 64),
-    (FP32, BF16, FP32, TWO, True, 1 << 18),  # cast at both ends, and passed on
+    (FP32, BF16, FP32, TWO, True, 1 << 18),  # cast at both ends, and forwarded
 )
-VERSIONS = (1, 2)  # in the second 3% have changed
+VERSIONS = (1, 2)  # 3% of the values change in the second refit
 PATIENCE_S = 60
 
 
 class Way:
-    """From one rank to another. What is posted first at one end belongs to what is posted first at the other."""
+    """A one-way channel between ranks. The n-th post at one end belongs to the n-th at the other."""
 
     def __init__(self):
         self._sent: list[torch.Tensor] = []
@@ -57,7 +58,7 @@ class Arrival:
 
 
 class Mail:
-    """Stands for the spanning group, between threads."""
+    """Stands in for the spanning group, between threads."""
 
     def __init__(self):
         self._ways = {(a, b): Way() for a in range(4) for b in range(4)}
@@ -71,7 +72,7 @@ class Mail:
 
 @pytest.mark.parametrize("case", CASES, ids=["in place", "staged"])
 @pytest.mark.parametrize("transport", ["planned", "delta"])
-def test_all_stays_on_the_gpu(monkeypatch, transport, case):
+def test_all_tensors_stay_on_the_gpu(monkeypatch, transport, case):
     train, wire, generate, engines, share, direct = case
     monkeypatch.setattr(endpoints, "DIRECT", direct)
     monkeypatch.setattr(transfer, "post", Mail().post)

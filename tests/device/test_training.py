@@ -1,4 +1,4 @@
-"""Train ranks on a GPU: what one makes of a batch meets no tensor of the host, and is what it is on the host."""
+"""Train ranks on a GPU mix no host tensor with the GPU's, and compute the same as on the host."""
 
 from dataclasses import replace
 from functools import partial
@@ -37,7 +37,7 @@ TRUNCATION = Truncation(top_k=7, top_p=0.9)
 COUNTS = GlobalCounts(tokens=17, sequences=6)
 
 
-def test_a_tensor_of_the_host_is_found():
+def test_a_host_tensor_is_detected():
     with pretended() as device:
         there, here = torch.ones(3, device=device), torch.ones(3)
         for meet in (
@@ -104,7 +104,7 @@ def test_the_head(chunk, truncation, top_k):
 
 
 class Context:
-    """Stands for what torch keeps between the two passes."""
+    """Stands in for torch's context between the two passes."""
 
     needs_input_grad = (True,) * 9
 

@@ -11,7 +11,7 @@ from tests.generate.tiny import Checkpoint, load, policy, save
 
 @pytest.fixture(scope="session")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, int], Checkpoint]:
-    """(family, seed) -> a saved model, made once."""
+    """Return a function (family, seed) -> a saved model, made once."""
     made: dict[tuple[str, int], Checkpoint] = {}
 
     def make(family: str, seed: int) -> Checkpoint:
@@ -24,7 +24,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, int],
 
 @pytest.fixture(scope="session")
 def new_engine(checkpoint) -> Callable[..., GenerateBackend]:
-    """(backend, family) -> a new engine that holds checkpoint 0 of the family as version 0."""
+    """Return a function (backend, family) -> a new engine that holds checkpoint 0 of the family as version 0."""
 
     def make(backend: str, family: str, **settings) -> GenerateBackend:
         source = checkpoint(family, 0)
@@ -37,9 +37,9 @@ def new_engine(checkpoint) -> Callable[..., GenerateBackend]:
 
 @pytest.fixture(scope="package", autouse=True)
 def default_group() -> Iterator[None]:
-    """vLLM, alone in a process, makes torch's default group; tests of other packages make their own."""
+    """Destroy torch's default group after a module's tests: vLLM makes it, and tests of other packages make their own."""
     yield
     if dist.is_initialized():
         if state := sys.modules.get("vllm.distributed.parallel_state"):
-            state.destroy_model_parallel()  # its groups, which the next engine of this process would destroy, end here too
+            state.destroy_model_parallel()  # its groups, which this process's next engine would destroy, end here too
         dist.destroy_process_group()

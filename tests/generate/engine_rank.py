@@ -1,4 +1,4 @@
-"""An engine of two ranks in a world of three, each a process; the third is a bystander."""
+"""An engine of two ranks in a world of three, each a process; the third takes no part."""
 
 import json
 import os
@@ -16,7 +16,7 @@ BYSTANDER, ENGINE = 0, (1, 2)
 
 
 def run(folder: Path, old: Checkpoint, new: Checkpoint, settings: dict) -> list[dict]:
-    """What each rank of the engine replies."""
+    """Return what each rank of the engine replies."""
     ranks = []
     for rank in range(3):
         files = [str(folder / "rendezvous"), str(old.folder), str(new.folder), str(folder / f"{rank}.json")]
@@ -55,7 +55,7 @@ def main(rank: int, rendezvous: str, old: str, new: str, output: str, settings: 
         engine.close()
         Path(output).write_text(json.dumps(reply | {"pid": os.getpid(), "shared_memory": shared_memory}))
     seen = torch.ones(1)
-    dist.all_reduce(seen, group=world)  # the spanning world has outlived the engine
+    dist.all_reduce(seen, group=world)  # the spanning world is still usable after the engine ends
     assert seen.item() == 3
     dist.destroy_process_group()
 
@@ -66,7 +66,7 @@ def drawn(engine, temperature: float) -> dict[str, list[int]]:
 
 
 def cut(engine) -> dict[str, tuple[str, list[int]]]:
-    """Finish and tokens of requests of which every second is cut after five steps."""
+    """Return finish reasons and tokens of requests, half of them cut after five steps."""
     asked = requests(4, 2)
     engine.add(asked)
     done = [completion for _ in range(5) for completion in engine.step()]

@@ -18,7 +18,7 @@ import transformers
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
 SHAPE = {
-    "vocab_size": 100,  # no multiple of what vLLM pads to
+    "vocab_size": 100,  # not a multiple of vLLM's padding
     "hidden_size": 64,
     "intermediate_size": 96,
     "num_hidden_layers": 2,
@@ -33,7 +33,7 @@ SHAPE = {
 MIXTURE = {"moe_intermediate_size": 32, "num_experts_per_tok": 2}
 LATENT = {
     "q_lora_rank": 24,
-    "kv_lora_rank": 32,  # these two: where the processor has AMX, vLLM wants multiples of 32
+    "kv_lora_rank": 32,  # these two: with AMX, vLLM needs multiples of 32
     "qk_nope_head_dim": 32,
     "qk_rope_head_dim": 8,
     "v_head_dim": 16,
@@ -44,7 +44,7 @@ LATENT = {
     "num_key_value_heads": 4,
     "first_k_dense_replace": 1,
 }
-# {name: (configuration class, what it says besides SHAPE)}
+# {name: (configuration class, its fields besides SHAPE)}
 SHORT = {
     "llama": ("Llama", {}),
     "llama_one_kv_head": ("Llama", {"num_key_value_heads": 1, "attention_bias": True}),
@@ -211,8 +211,9 @@ LONG = {
 
 REFUSED = {"phi": ("Phi", {"num_key_value_heads": 4})}
 FAMILIES = SHORT | LONG | REFUSED
-EXPERTS = {"num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts"}  # one is in the config of a mixture
-# vLLM has no pipeline stages of the first two; of the third none of one dense layer; of the last its loader fails.
+# one that is only used in a mixture's config
+EXPERTS = {"num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts"}
+# vLLM has no pipeline stages for the first two, none for one dense layer of the third, and its loader of the last fails.
 UNSTAGED = {"mamba2", "zamba2", "glm4_moe", "granite_moe_hybrid"}
 
 
@@ -227,11 +228,11 @@ def save_config(family: str, folder: Path) -> None:
 def rank_model(
     folder: Path, rank: int, tensor: int = 1, stages: int = 1, experts: bool = False, dtype: str = "float32"
 ) -> Iterator[torch.nn.Module]:
-    """vLLM's model of a checkpoint on rank `rank` of an engine of tensor * stages ranks, with its raw parameters.
+    """Return vLLM's model of a checkpoint on rank `rank` of an engine of tensor * stages ranks, with its raw parameters.
 
     Takes the process's default group, so no engine may live in it.
     """
-    importlib.import_module("pipeline.generate.vllm")  # sets what vLLM reads when it is imported
+    importlib.import_module("pipeline.generate.vllm")  # sets environment variables that vLLM reads on import
     from torch.testing._internal.distributed.fake_pg import FakeStore
     from vllm import EngineArgs
     from vllm.config import set_current_vllm_config
@@ -252,7 +253,7 @@ def rank_model(
         pipeline_parallel_size=stages,
         enable_expert_parallel=experts,
         distributed_executor_backend="external_launcher",
-        # Where the processor has AMX, vLLM's choice for latent attention has no float32.
+        # With AMX, vLLM's kernel for latent attention has no float32.
         attention_backend="CPU_MLA"
         if dtype == "float32" and '"kv_lora_rank"' in (folder / "config.json").read_text()
         else None,
@@ -261,13 +262,13 @@ def rank_model(
         for name, value in {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": ranks}.items():
             patch.setenv(name, str(value))
         patch.setattr(dist, "new_group", lambda *args, **settings: new_group(*args, **{**settings, "backend": "fake"}))
-        patch.setattr(registry, "_run_in_subprocess", lambda function: function())  # it would import vLLM once more
-        patch.setattr(utils, "_model_to_pp_missing_layer_names", {})  # by id, which another model may have had
+        patch.setattr(registry, "_run_in_subprocess", lambda function: function())  # it would import vLLM again
+        patch.setattr(utils, "_model_to_pp_missing_layer_names", {})  # cached by id, which another model may have had
         patch.setattr(parallel_state, "_node_count", lambda group: 1)
         patch.setattr(MessageQueue, "create_from_process_group", lambda *args, **settings: None)
         patch.setattr(CpuCommunicator, "_all_group_ranks_share_shm_group_name", lambda self: False)
         destroy_model_parallel()
-        parallel_state._WORLD = None  # of an engine before, whose groups may be gone already
+        parallel_state._WORLD = None  # of an earlier engine, whose groups may no longer exist
         if dist.is_initialized():
             dist.destroy_process_group()
         dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=ranks)

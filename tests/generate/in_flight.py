@@ -1,6 +1,6 @@
-"""Weights that change under running requests: each drawn token's log-prob against a recomputation by the version it claims.
+"""Compare drawn tokens' log-probs under changing weights with a recomputation by the version that each claims.
 
-python -m tests.generate.in_flight   prints how far they differ, in each case, with keys and values made anew and with kept ones
+python -m tests.generate.in_flight   prints the differences in each case, with recomputed and with kept keys and values
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from pipeline.generate import build
 from pipeline.types import Completion, Request, VersionSpan
 from tests.generate.tiny import Checkpoint, policy, refit, requests, save
 
-BLOCK = 32  # tokens in a block of vLLM's cache; the least that its CPU kernels take
+BLOCK = 32  # tokens in a block of vLLM's cache; the minimum of its CPU kernels
 BLOCK_BYTES = BLOCK * 2 * 2 * 2 * 32 * 4  # keys and values, layers, heads, head size, float32
 
 
@@ -32,7 +32,7 @@ class Case:
     steps: int = 4
 
     def waves(self) -> list[list[Request]]:
-        """Groups of two; later waves ask the first one's prompts, under other names and seeds."""
+        """Return groups of two; later waves repeat the first one's prompts under other names and seeds."""
         asked = requests(4, 2, temperature=self.temperature, max_new_tokens=14)
         first = np.random.default_rng(7).integers(2, 96, self.prompt)
         waves = []
@@ -45,7 +45,7 @@ class Case:
 
 
 def small(**settings) -> dict:
-    """An engine with small blocks."""
+    """Return an engine with small blocks."""
     return {"max_model_len": 128, "max_num_seqs": 16, "vllm_kwargs": {"block_size": BLOCK, **settings}}
 
 
@@ -55,7 +55,7 @@ CASES = {
     "transformers": Case("transformers"),
     "vllm": Case("vllm"),
     "vllm, cached prefixes": Case("vllm", small(), prompt=40),
-    # On CPU a prompt in pieces cannot be drawn from with a seed, so this is greedy.
+    # On CPU vLLM cannot draw with a seed from a prompt in pieces, so this is greedy.
     "vllm, prompts in pieces": Case("vllm", small(**CHUNKS), prompt=40, temperature=0.0, steps=6),
     "vllm, preemption": Case("vllm", small(**FEW), prompt=20, steps=8),
     "vllm, all of these": Case("vllm", small(**CHUNKS, **FEW), prompt=40, temperature=0.0, steps=9),
@@ -64,17 +64,17 @@ CASES = {
 
 @dataclass
 class Seen:
-    """What happened to requests: completions, and how far each was read when weights changed."""
+    """The history of requests: completions, and how much of each was computed when weights changed."""
 
     asked: dict[str, Request]
     done: dict[str, Completion] = field(default_factory=dict)
-    fed: dict[str, list[tuple[int, int]]] = field(default_factory=dict)  # (version, tokens whose keys and values there were)
+    fed: dict[str, list[tuple[int, int]]] = field(default_factory=dict)  # (version, tokens whose keys and values existed)
     cached: set[str] = field(default_factory=set)  # found a prefix in vLLM's cache
-    partial: set[str] = field(default_factory=set)  # had half a prompt read when weights changed
+    partial: set[str] = field(default_factory=set)  # had half a prompt computed when weights changed
     preempted: set[str] = field(default_factory=set)
 
     def packed(self) -> dict:
-        """As JSON has it."""
+        """Return it as JSON."""
         done = [
             (c.id, c.tokens.tolist(), c.logprobs.tolist(), [(s.version, s.tokens) for s in c.spans]) for c in self.done.values()
         ]
@@ -105,7 +105,7 @@ class Seen:
 
 
 def running(engine) -> list[tuple[str, int, int, int]]:
-    """Of each running request: its name, tokens in the cache, those it found there, how often it was preempted."""
+    """Return for each running request its name, tokens in the cache, those found there, and its number of preemptions."""
     if hasattr(engine, "_rows"):
         return [(row.request.id, row.length, 0, 0) for row in engine._rows]
     states, held = engine._engine.output_processor.request_states, engine._core.scheduler.requests
@@ -114,7 +114,7 @@ def running(engine) -> list[tuple[str, int, int, int]]:
 
 
 def drive(engine, case: Case, weights: list[dict[str, torch.Tensor]], recompute: bool) -> Seen:
-    """Three waves under versions 0, 1 and 2, of which 0 and 2 are the same weights."""
+    """Run three waves under versions 0, 1 and 2, of which 0 and 2 are the same weights."""
     waves = case.waves()
     seen = Seen({request.id: request for wave in waves for request in wave})
     for version, wave in enumerate(waves):
@@ -131,7 +131,7 @@ def drive(engine, case: Case, weights: list[dict[str, torch.Tensor]], recompute:
 
 
 def claimed_logprobs(models: list[Checkpoint], request: Request, completion: Completion) -> np.ndarray:
-    """[C]: each token's by the version that its span names, which is given the whole prefix."""
+    """Return [C] log-probs, each token's by its span's version, which gets the whole prefix."""
     temperature, start, parts = request.sampling.temperature, 0, []
     for span in completion.spans:
         of_all = models[span.version % 2].logprobs(request.tokens, completion.tokens, temperature)
@@ -141,7 +141,7 @@ def claimed_logprobs(models: list[Checkpoint], request: Request, completion: Com
 
 
 def kept_logprobs(models: list[Checkpoint], request: Request, completion: Completion, fed: list[tuple[int, int]]) -> np.ndarray:
-    """[C]: by keys and values of which each version made those that it was fed."""
+    """Return [C] log-probs with the kept keys and values of each version that computed them."""
     tokens = torch.from_numpy(np.concatenate([request.tokens, completion.tokens])).long()[None]
     last = completion.spans[-1].version
     past, start, parts = None, 0, []
@@ -156,34 +156,34 @@ def kept_logprobs(models: list[Checkpoint], request: Request, completion: Comple
 
 
 def claimed_difference(models: list[Checkpoint], seen: Seen) -> np.ndarray:
-    """[tokens]: of all completions' log-probs from those of the claimed versions."""
+    """Return [tokens], all completions' log-probs minus those of the claimed versions."""
     pairs = [(c.logprobs, claimed_logprobs(models, seen.asked[c.id], c)) for c in seen.done.values()]
     return np.concatenate([abs(ours - theirs) for ours, theirs in pairs])
 
 
 def kept_difference(models: list[Checkpoint], seen: Seen) -> np.ndarray:
-    """[tokens]: from those by kept keys and values, but for requests that were preempted: theirs were made anew."""
+    """Return [tokens], the same with kept keys and values, without preempted requests, whose cache was recomputed."""
     done = [c for c in seen.done.values() if c.id not in seen.preempted]
     pairs = [(c.logprobs, kept_logprobs(models, seen.asked[c.id], c, seen.fed.get(c.id, []))) for c in done]
     return np.concatenate([abs(ours - theirs) for ours, theirs in pairs])
 
 
 def after_a_change(seen: Seen) -> np.ndarray:
-    """[tokens] bool, of all completions: drawn by newer weights than some that had read a part of the sequence."""
+    """Return [tokens] bool: whether newer weights drew the token than computed a part of its prefix."""
     oldest = {id: fed[0][0] for id, fed in seen.fed.items() if fed[0][1]}
     spans = [(span, oldest.get(c.id, span.version)) for c in seen.done.values() for span in c.spans]
     return np.concatenate([np.full(span.tokens, span.version > first) for span, first in spans])
 
 
 def change(models: list[Checkpoint], seen: Seen) -> np.ndarray:
-    """[tokens]: how far the two models' log-probs are from each other."""
+    """Return [tokens], the two models' difference in log-probs."""
     pairs = [(seen.asked[c.id], c) for c in seen.done.values()]
     both = [[m.logprobs(r.tokens, c.tokens, r.sampling.temperature) for r, c in pairs] for m in models]
     return abs(np.concatenate(both[0]) - np.concatenate(both[1]))
 
 
 def near(model: Checkpoint, other: Checkpoint, share: float) -> Checkpoint:
-    """Its weights, moved by this share towards the other's."""
+    """Return its weights, moved by this share towards the other's."""
     moved = copy.deepcopy(model.model)
     with torch.no_grad():
         for ours, theirs in zip(moved.parameters(), other.model.parameters(), strict=True):
@@ -233,7 +233,7 @@ def main() -> None:
                 weights = [dict(model.model.state_dict()) for model in pair]
                 report(name + kind, pair, *(drive(engine, case, weights, recompute) for recompute in (True, False)))
             engine.close()
-        from tests.generate.engine_rank import run  # which imports this
+        from tests.generate.engine_rank import run  # it imports this module
 
         (reply, _) = run(Path(folder), *models, {})
         report("vllm, two ranks", models, *(Seen.unpacked(packed, CASES["vllm"]) for packed in reply["in_flight"]))

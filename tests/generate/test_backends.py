@@ -1,4 +1,4 @@
-"""What every backend promises, on real engines: a Llama, and a Qwen3 whose lm_head is tied to its embedding."""
+"""Guarantees of every backend, on real engines: a Llama, and a Qwen3 whose lm_head is tied to its embedding."""
 
 from dataclasses import replace
 
@@ -30,7 +30,7 @@ def engine(new_engine, backend, family):
 
 @pytest.fixture
 def loadable(engine, family, checkpoint):
-    """The engine, for a test that loads other weights; put back afterwards."""
+    """Yield the engine to a test that loads other weights; restore its weights afterwards."""
     yield engine
     load(engine, checkpoint(family, 0).weights().items(), version=0)
 
@@ -43,7 +43,7 @@ def same(a, b):
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.7, 0.0])
-def test_logprobs_are_those_of_the_distribution_drawn_from(engine, family, checkpoint, temperature):
+def test_logprobs_are_those_of_the_sampling_distribution(engine, family, checkpoint, temperature):
     drawn = requests(6, 4, temperature=temperature)
     done = drain(engine, drawn)
     for request in drawn:
@@ -60,7 +60,7 @@ def test_greedy_equals_hugging_face(engine, family, checkpoint):
         assert done[request.id].tokens.tolist() == checkpoint(family, 0).greedy(request.tokens, 24)
 
 
-def test_draws_do_not_depend_on_neighbours(engine):
+def test_draws_do_not_depend_on_other_requests(engine):
     together = requests(4, 4)
     all_at_once = drain(engine, together)
     same(all_at_once, drain(engine, together[::-1]))
@@ -71,7 +71,7 @@ def test_draws_do_not_depend_on_neighbours(engine):
 
 
 def test_draws_do_not_depend_on_the_engine(engine, new_engine, backend, family):
-    other = new_engine(backend, family, max_num_seqs=3)  # narrower, so that requests wait for each other
+    other = new_engine(backend, family, max_num_seqs=3)  # a smaller batch, so that requests wait
     drawn = requests(4, 4)
     same(drain(engine, drawn), drain(engine, drawn[::2]) | drain(other, drawn[1::2]))
 
@@ -93,7 +93,7 @@ def test_each_seed_draws_its_own(engine):
     assert len({tuple(completion.tokens) for completion in done.values()}) == 16
 
 
-def test_stop_tokens_end_a_completion_and_are_in_it(engine):
+def test_stop_tokens_end_a_completion_and_are_part_of_it(engine):
     prompts = requests(6, 8, max_new_tokens=MAX_MODEL_LEN)
     done = drain(engine, prompts)
     stopped = [c for c in done.values() if c.finish == "stop"]
@@ -101,7 +101,7 @@ def test_stop_tokens_end_a_completion_and_are_in_it(engine):
     for completion in done.values():
         assert (completion.tokens == EOS).sum() == (completion.finish == "stop")
         assert (completion.tokens[-1] == EOS) == (completion.finish == "stop")
-    # A stop token of the request's own, seen in the middle of a completion, ends it there.
+    # A request's own stop token, taken from the middle of a completion, ends it there.
     whole = max(done.values(), key=lambda c: len(c.tokens))
     token = int(whole.tokens[5])
     first = whole.tokens.tolist().index(token)
@@ -118,7 +118,7 @@ def test_length_is_bounded_by_the_request_and_by_the_context(engine):
     assert len(done.tokens) == 2 and done.finish == "length"
 
 
-def test_a_prompt_without_room_is_named(engine):
+def test_a_prompt_that_leaves_no_room_is_named(engine):
     full = single(np.full(MAX_MODEL_LEN, 5), id="too-long")
     with pytest.raises(ValueError, match="too-long"):
         engine.add([single(np.arange(2, 9)), full])
@@ -204,7 +204,7 @@ def test_a_failed_load_stops_the_engine_until_one_succeeds(loadable, family, che
     )
 
 
-def test_no_weights_no_requests_and_random_state_stays(backend, checkpoint):
+def test_without_weights_requests_are_refused_and_random_state_is_kept(backend, checkpoint):
     torch.manual_seed(5)
     np.random.seed(5)
     torch_state, numpy_state = torch.get_rng_state(), np.random.get_state()[1]

@@ -1,6 +1,6 @@
-"""Engines that quantise what they receive: vLLM's own quantisation is done anew at every refit.
+"""Engines that quantize received weights: vLLM quantizes again at every refit.
 
-On CPU vLLM has the kernels of fp8_per_channel; those of a recipe's `precision: fp8`, in blocks, need a GPU.
+On CPU vLLM has the kernels of fp8_per_channel; the blockwise ones of a recipe's `precision: fp8` need a GPU.
 """
 
 import gc
@@ -18,7 +18,7 @@ QUANTISATION = {"quantization": "fp8_per_channel", "quantization_config": {"igno
 @pytest.mark.parametrize("family", ["llama", pytest.param("qwen3", marks=pytest.mark.long)])
 def test_refits_equal_a_fresh_engine(family, new_engine, checkpoint):
     engine = new_engine("vllm", family, precision="bfloat16", vllm_kwargs=QUANTISATION)
-    drawn = requests(6, 1, temperature=0.0, max_new_tokens=8)  # each product takes 8 ms on a CPU
+    drawn = requests(6, 1, temperature=0.0, max_new_tokens=8)  # each matrix product takes 8 ms on a CPU
     expected = [fresh_greedy(checkpoint(family, seed).folder, drawn, dtype="bfloat16", **QUANTISATION) for seed in (0, 1)]
     assert expected[0] != expected[1]
     kinds = {name.rpartition(".")[2]: module.weight.dtype for name, module in engine._model.named_modules() if "_proj" in name}
@@ -32,7 +32,7 @@ def test_refits_equal_a_fresh_engine(family, new_engine, checkpoint):
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
-def test_blocks_need_a_gpu(new_engine):
+def test_blockwise_fp8_needs_a_gpu(new_engine):
     with refused(("policy.generation.vllm_cfg.precision", "needs-gpu")):
         new_engine("vllm", "llama", vllm_cfg_precision="fp8", precision="bfloat16")
 

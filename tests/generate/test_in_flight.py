@@ -15,7 +15,7 @@ DEFAULT = ("transformers", "vllm, all of these")
 
 @pytest.fixture(autouse=True)
 def own_groups():
-    """vLLM keeps its groups per process; those of an earlier test's dense model lack what an MoE model asks for."""
+    """vLLM keeps its groups per process; those of an earlier test's dense model lack the groups of an MoE model."""
     from vllm.distributed import destroy_model_parallel
 
     destroy_model_parallel()
@@ -30,7 +30,7 @@ def test_log_probs_are_of_the_version_that_a_span_names(name, new_engine, checkp
     assert claimed_difference(models, anew).max() < 1e-4
     kept = drive(engine, case, weights, recompute=False)
     assert kept_difference(models, kept).max() < 1e-4
-    assert claimed_difference(models, kept).max() > 0.1  # old keys and values are in it
+    assert claimed_difference(models, kept).max() > 0.1  # some of its keys and values are old
     engine.close()
     gc.collect()
 
@@ -46,8 +46,8 @@ def test_log_probs_are_of_the_version_that_a_span_names(name, new_engine, checkp
         assert kept.preempted
 
 
-def test_kept_keys_and_values_are_found_by_no_newer_request(new_engine, checkpoint):
-    """One prompt longer than a block, asked by a request that runs, one that waits, and two that come after the change."""
+def test_newer_requests_do_not_reuse_kept_keys_and_values(new_engine, checkpoint):
+    """One prompt longer than a block, in a running request, a waiting one, and two that start after the change."""
     models = [checkpoint("llama", seed) for seed in (0, 1)]
     engine = new_engine("vllm", "llama", **small() | {"max_num_seqs": 1})
     prompt = np.random.default_rng(0).integers(2, 96, 70)
@@ -66,10 +66,10 @@ def test_kept_keys_and_values_are_found_by_no_newer_request(new_engine, checkpoi
         np.testing.assert_allclose(completion.logprobs, expected, atol=1e-4)
     versions = {id: [span.version for span in completion.spans] for id, completion in seen.done.items()}
     assert versions == {"running": [0, 1], "waiting": [1], "late": [1], "later": [1]}
-    assert seen.cached == {"late", "later"}  # they find what `waiting` left
+    assert seen.cached == {"late", "later"}  # they reuse the blocks of `waiting`
 
 
-def test_a_prompt_that_older_weights_read_is_not_copied(new_engine, checkpoint):
+def test_a_prompt_computed_by_older_weights_is_not_copied(new_engine, checkpoint):
     engine = new_engine("transformers", "llama")
     prompt = np.arange(2, 22)
     engine.add([single(prompt, id="running", temperature=0.0)])
@@ -88,8 +88,8 @@ def test_a_prompt_that_older_weights_read_is_not_copied(new_engine, checkpoint):
 
 
 @pytest.mark.parametrize("order", [1, -1])
-def test_the_same_weights_change_nothing_whatever_the_order_of_lengths(order, new_engine, checkpoint):
-    """No request comes or ends beside the change, which is to leave all rows where they were."""
+def test_reloading_the_same_weights_changes_nothing_in_any_order_of_lengths(order, new_engine, checkpoint):
+    """No request starts or ends at the change, which must leave all rows in place."""
     engine, asked = new_engine("transformers", "llama"), requests(3, 1)[::order]
     engine._eos = ()
     engine.add(asked)
@@ -106,7 +106,7 @@ def test_the_same_weights_change_nothing_whatever_the_order_of_lengths(order, ne
 
 
 @pytest.mark.parametrize("backend", ["transformers", "vllm"])
-def test_progress_and_cuts_over_a_change(backend, new_engine, checkpoint):
+def test_progress_and_cuts_across_a_change(backend, new_engine, checkpoint):
     engine = new_engine(backend, "llama", max_num_seqs=4)
     asked = requests(3, 2, max_new_tokens=20)
     names = [request.id for request in asked]
@@ -195,7 +195,7 @@ def test_an_engine_sleeps_and_wakes_in_parts(backend, new_engine, checkpoint):
 
 
 def check_saved(engine):
-    """What is saved beside weights is none of the keys and values, which are not there when it is put back."""
+    """State saved besides weights contains no keys and values, whose memory is free when it is restored."""
     from pipeline.generate.vllm_sleep import unregistered_tensors
 
     held = [module.kv_cache for module in engine._model.modules() if hasattr(module, "kv_cache")]
@@ -219,7 +219,7 @@ def test_a_sleeping_transformers_engine_holds_no_weights(new_engine):
     assert held() == awake and all(ours is theirs for ours, theirs in zip(tensors, engine._model.parameters(), strict=True))
 
 
-def test_what_vllm_does_not_save_is_found(tmp_path):
+def test_state_that_vllm_does_not_save_is_found(tmp_path):
     """ALiBi slopes, which attention keeps as a plain tensor in the weights' memory."""
     from tests.generate.families import rank_model, save_config
 
@@ -236,7 +236,7 @@ def test_what_vllm_does_not_save_is_found(tmp_path):
 @pytest.mark.gpu
 @pytest.mark.parametrize("keep_weights", [False, True])
 @pytest.mark.parametrize("family", ["llama", "qwen3", "qwen3_moe"])
-def test_a_sleeping_vllm_engine_gives_its_memory_back(family, keep_weights, new_engine, checkpoint):
+def test_a_sleeping_vllm_engine_frees_its_memory(family, keep_weights, new_engine, checkpoint):
     from tests.generate.test_vllm import tokens
     from tests.generate.tiny import drain
 
@@ -247,7 +247,7 @@ def test_a_sleeping_vllm_engine_gives_its_memory_back(family, keep_weights, new_
     awake = torch.cuda.mem_get_info()[0]
     engine.sleep(keep_weights)
     assert torch.cuda.mem_get_info()[0] - awake > 0.1 * torch.cuda.mem_get_info()[1]
-    ours = torch.full((1 << 28,), float("nan"), device="cuda")  # as a trainer would, over what the engine gave back
+    ours = torch.full((1 << 28,), float("nan"), device="cuda")  # as a trainer would, in the memory that the engine freed
     del ours
     torch.cuda.empty_cache()
     engine.wake("weights")

@@ -1,4 +1,4 @@
-"""The noise and the cuts behind a draw."""
+"""Sampling: the noise and the truncation of a draw."""
 
 import numpy as np
 import torch
@@ -7,7 +7,7 @@ from pipeline.generate.sampling import exponential_noise, keep_top, sample
 
 
 def splitmix64(state: int, count: int) -> list[int]:
-    """The generator as published, in plain integers."""
+    """The published generator, in plain integers."""
     mask, out = (1 << 64) - 1, []
     for _ in range(count):
         state = (state + 0x9E3779B97F4A7C15) & mask
@@ -39,7 +39,7 @@ def test_draws_follow_the_distribution():
         tokens, logprobs = sample(probabilities.log().expand(rows, 4), torch.ones(rows), seeds, positions, None, None)
         counts = torch.bincount(tokens, minlength=4)
         chi_square = ((counts - rows * probabilities) ** 2 / (rows * probabilities)).sum()
-        assert chi_square < 16.27  # 3 degrees of freedom, p = 0.001; the draws are fixed, so this cannot flicker
+        assert chi_square < 16.27  # 3 degrees of freedom, p = 0.001; the draws are fixed, so the result is deterministic
         torch.testing.assert_close(logprobs, probabilities.log()[tokens])
         pairs = torch.bincount(tokens[:-1] * 4 + tokens[1:], minlength=16)
         expected = (rows - 1) * torch.outer(probabilities, probabilities).flatten()
@@ -49,12 +49,12 @@ def test_draws_follow_the_distribution():
 def test_top_k_then_top_p():
     logits = torch.tensor([[0.4, 0.1, 0.3, 0.2]]).log().repeat(4, 1)
     kept = keep_top(logits, torch.tensor([4, 2, 4, 3]), torch.tensor([1.0, 1.0, 0.6, 0.5]))
-    # Row 3: of 4/9, 3/9, 2/9 the first two reach one half.
+    # Row 3: of 4/9, 3/9, 2/9 the first two exceed one half.
     assert (kept > -torch.inf).tolist() == [[1, 1, 1, 1], [1, 0, 1, 0], [1, 0, 1, 0], [1, 0, 1, 0]]
     assert torch.equal(kept[0], logits[0])
 
 
-def test_greedy_and_random_rows_side_by_side():
+def test_greedy_and_random_rows_in_one_batch():
     logits = torch.randn(2, 50, generator=torch.Generator().manual_seed(0)).repeat_interleave(2, 0)
     temperature = torch.tensor([0.0, 0.5, 0.0, 0.5])
     tokens, logprobs = sample(logits, temperature, torch.arange(4), torch.zeros(4, dtype=torch.int64), None, None)

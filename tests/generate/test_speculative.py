@@ -1,4 +1,4 @@
-"""Speculative decoding: the same distributions in fewer steps, before and after refits. Drafts are repetitions (n-grams)."""
+"""Speculative decoding: the same distributions in fewer steps, before and after refits. Drafts are n-grams."""
 
 import numpy as np
 import pytest
@@ -11,7 +11,7 @@ NGRAM = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 3,
 
 @pytest.fixture(scope="module")
 def engine(new_engine):
-    """One for all, of whose groups nothing is left by others."""
+    """Yield one engine for all tests, without groups of earlier engines."""
     from vllm.distributed import destroy_model_parallel
 
     destroy_model_parallel()
@@ -48,7 +48,7 @@ def test_drafts_save_steps(engine, checkpoint):
 
 
 def test_draws_follow_the_truncated_distribution(engine, checkpoint):
-    """The second token of many completions that begin alike, of which some are drafted."""
+    """Compare the second token of many completions that begin alike, some of which are drafted."""
     refit(engine, checkpoint("llama", 0).weights(), 0)
     asked = requests(1, 600, temperature=1.0, top_k=4, top_p=0.9, max_new_tokens=2)
     prompt = np.array([7, 8, 9, 7, 8, 9, 7, 8], dtype=np.int32)  # the draft is 9

@@ -1,4 +1,4 @@
-"""What only the transformers backend has: shared prefills, rows that leave, growing caches."""
+"""Behaviour of the transformers backend alone: shared prefills, finished rows, growing caches."""
 
 from dataclasses import replace
 
@@ -16,7 +16,7 @@ def test_equal_prompts_are_prefilled_once(new_engine):
     assert engine.prefilled_tokens == sum(len(drawn[8 * group].tokens) - 1 for group in range(3))
 
 
-def test_a_prompt_that_still_runs_is_not_prefilled_again(new_engine):
+def test_a_prompt_that_is_still_running_is_not_prefilled_again(new_engine):
     engine = new_engine("transformers", "llama")
     prompt = np.arange(2, 22)
     expected = drain(engine, [single(prompt, id="b", temperature=0.0)])["b"]
@@ -31,7 +31,7 @@ def test_a_prompt_that_still_runs_is_not_prefilled_again(new_engine):
     assert next(c for c in done if c.id == "b").tokens.tolist() == expected.tokens.tolist()
 
 
-def test_finished_rows_make_place_at_once(new_engine):
+def test_finished_rows_are_replaced_at_once(new_engine):
     engine = new_engine("transformers", "llama", max_num_seqs=2)
     lengths = {"long": 30, "a": 2, "b": 3, "c": 4}
     prompt = np.arange(2, 9)
@@ -65,7 +65,7 @@ def test_stop_tokens_come_from_the_tokenizer_and_the_generation_config(checkpoin
     assert eos_token_ids(alone) == (1, 5, 9)
 
 
-def test_models_that_it_cannot_serve_are_refused(checkpoint):
+def test_unsupported_models_are_refused(checkpoint):
     with refused(("policy.generation.backend", "unsupported")):
         build(policy(checkpoint("qwen3_moe", 0).folder, "transformers"), 1, 0, 0)
     with refused(("policy.generation.backend", "unsupported")):

@@ -1,4 +1,4 @@
-"""Log-probs that real engines return of truncated draws, against those of the train backend."""
+"""Log-probs that real engines return for truncated draws equal the train backend's."""
 
 import numpy as np
 import pytest
@@ -18,7 +18,7 @@ SETTINGS = [{"top_p": 0.8}, {"top_k": 5}, {"top_k": 12, "top_p": 0.7}]
 
 @pytest.fixture(scope="module")
 def drawn(new_engine):
-    """By both engines, for each of the settings: [(request, completion)]. vLLM comes first: it makes the default group."""
+    """Return [(request, completion)] by both engines for each setting. vLLM comes first: it makes the default group."""
     found = []
     for kind in ("vllm", "transformers"):
         engine = new_engine(kind, "llama")
@@ -42,7 +42,7 @@ def test_an_engine_s_log_probs_are_the_train_backend_s(drawn, kind, setting, che
     counted = batch.loss_mask
     assert found.logprobs[counted].isfinite().all()
     assert (found.logprobs - batch.generate_logprobs)[counted].abs().max() < 1e-4
-    assert (found.logprobs - found.full_logprobs)[counted].mean() > 0.05  # the filter was at work
+    assert (found.logprobs - found.full_logprobs)[counted].mean() > 0.05  # the truncation had an effect
 
 
 def _sample(request: Request, completion: Completion) -> Sample:

@@ -1,4 +1,4 @@
-"""What only the vLLM backend has: tensor parallelism inside a larger world, packing on reload, equality to the reference."""
+"""Behaviour of the vLLM backend alone: tensor parallelism in a larger world, packing on reload, equality to the reference."""
 
 import gc
 import os
@@ -13,7 +13,7 @@ from tests.generate.tiny import MAX_MODEL_LEN, drain, load, refit, requests, sin
 
 @pytest.fixture(autouse=True)
 def own_groups():
-    """vLLM keeps its groups per process; those of an earlier test's dense model lack what an MoE model asks for."""
+    """vLLM keeps its groups per process; those of an earlier test's dense model lack the groups of an MoE model."""
     from vllm.distributed import destroy_model_parallel
 
     destroy_model_parallel()
@@ -28,7 +28,7 @@ def load_full(engine, weights, version):
 
 
 def fresh_greedy(folder, drawn, **arguments):
-    """Greedy tokens of a vLLM that reads its weights from disk."""
+    """Return greedy tokens of a vLLM that loads its weights from disk."""
     from vllm import LLM, SamplingParams
     from vllm.inputs import tokens_input
 
@@ -66,7 +66,7 @@ def test_updated_equals_fresh_from_disk_and_the_reference(family, new_engine, ch
 
 
 def test_seeded_prompts_that_exceed_one_step_s_token_budget(new_engine):
-    """vLLM would cut the prompt at the budget's edge, and could not rewind its generator on CPU."""
+    """vLLM would split the prompt at the budget's edge, and cannot rewind its generator on CPU."""
     engine = new_engine("vllm", "llama", max_num_seqs=128)
     random = np.random.default_rng(0)
     drawn = [single(random.integers(2, 96, 61), id=str(k), max_new_tokens=2) for k in range(128)]  # 7808 tokens
@@ -79,12 +79,12 @@ def test_a_cached_prefix_does_not_outlive_its_weights(new_engine, checkpoint, mo
     monkeypatch.setenv("HETSTEP_SETTING", "old")
     engine = new_engine("vllm", "llama", max_model_len=192, env_vars={"HETSTEP_SETTING": "new"})
     assert os.environ["HETSTEP_SETTING"] == "new"
-    # Longer than one block of vLLM's cache on CPU (128 tokens), of which only whole ones are shared.
+    # The prompt is longer than one block of vLLM's cache on CPU (128 tokens); only whole blocks are shared.
     request = single(np.random.default_rng(0).integers(2, 96, 150), temperature=0.0)
     for version in (0, 1):
         load(engine, checkpoint("llama", version).weights().items(), version)
         expected = checkpoint("llama", version).greedy(request.tokens, 24)
-        for _ in range(2):  # the second finds the first's prefix
+        for _ in range(2):  # the second reuses the first's prefix
             done = drain(engine, [request])["a"]
             assert done.tokens.tolist() == expected
             logprobs = checkpoint("llama", version).logprobs(request.tokens, done.tokens, 0.0)
@@ -104,11 +104,11 @@ long = pytest.mark.long
         pytest.param("qwen3", {"pipeline_parallel_size": 2}, marks=long),
     ],
 )
-def test_two_ranks_inside_a_larger_world_equal_one(family, settings, tmp_path, new_engine, checkpoint):
+def test_two_ranks_in_a_larger_world_equal_one(family, settings, tmp_path, new_engine, checkpoint):
     old, new = (checkpoint(family, seed) for seed in (0, 1))
     replies = run(tmp_path, old, new, settings)
     assert all(replies[0][what] == replies[1][what] for what in ("results", "cut", "in_flight"))
-    # Engines on one node keep apart by the process id of their first rank.
+    # Engines on one node are distinguished by the process id of their first rank.
     assert [reply["shared_memory"] for reply in replies] == [str(replies[0]["pid"])] * 2
     whole = sum(tensor.numel() for tensor in old.weights().values())
     assert all(reply["received"] < 0.65 * whole for reply in replies)
@@ -152,7 +152,7 @@ def test_cuda_graphs_see_new_weights(family, update, new_engine, checkpoint):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("update", [load_full, refit])
-def test_online_quantisation_is_done_anew(update, new_engine, checkpoint):
+def test_online_quantization_is_repeated(update, new_engine, checkpoint):
     drawn = requests(6, 1, temperature=0.0)
     expected = fresh_greedy(checkpoint("llama", 1).folder, drawn, quantization="fp8", **GPU)
     gc.collect()

@@ -1,4 +1,4 @@
-"""The recorded layout and what an update makes of it, right by value: against vLLM's own loaders on random tensors."""
+"""The recorded layout and an update's result, value by value, against vLLM's own loaders on random tensors."""
 
 import dataclasses
 import functools
@@ -27,8 +27,11 @@ COMPUTED = {  # modules whose loaders compute: A = -exp(A_log)
 
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory):
-    """family -> (folder, shapes on disk, tied copies). The shapes come first: where vLLM runs a transformers model, it changes
-    that model's classes, and they can no longer be built without it."""
+    """Return family -> (folder, shapes on disk, tied copies).
+
+    The shapes come first: where vLLM runs a transformers model, it changes that model's classes,
+    which can then not be built without it.
+    """
 
     @functools.cache
     def save(family):
@@ -55,7 +58,7 @@ def random_weights(shapes):
 
 
 def check_by_value(model, units, weights):
-    """Every raw parameter of every module that is not opaque, bit by bit; and that nothing else is written."""
+    """Compare every raw parameter of every module that is not opaque, bit by bit; nothing else is written."""
     tensors = {f"{module}.{name}": tensor.data for module, layer in model.named_modules() for name, tensor in own(layer)}
     tensors = {name: tensor for name, tensor in tensors.items() if tensor.is_floating_point()}
     opaque = {module for unit in units.values() if unit.opaque for module in unit.modules}
@@ -83,7 +86,7 @@ def own(layer):
 
 
 @pytest.mark.parametrize("family", FAMILY)
-def test_regions_and_fills_are_what_the_loaders_write(family, saved):
+def test_regions_and_fills_equal_the_loaders_writes(family, saved):
     from pipeline.generate.vllm import record
 
     folder, shapes, _ = saved(family)
@@ -104,7 +107,7 @@ def test_regions_and_fills_are_what_the_loaders_write(family, saved):
 
 
 @pytest.mark.long
-def test_a_parameter_that_the_loader_makes_is_refused(saved):
+def test_a_parameter_that_the_loader_creates_is_refused(saved):
     from pipeline.generate.vllm import record
 
     folder, shapes, _ = saved("phi")
@@ -113,9 +116,9 @@ def test_a_parameter_that_the_loader_makes_is_refused(saved):
 
 
 @pytest.mark.parametrize("family", FAMILY)
-def test_an_update_leaves_what_a_first_load_leaves(family, saved):
-    """In every tensor of every module: parameters, buffers, and those that modules keep besides."""
-    from pipeline.generate.vllm import VLLMUpdate, record  # before vLLM: it sets what vLLM reads when it is imported
+def test_an_update_leaves_the_same_state_as_a_first_load(family, saved):
+    """Compare every tensor of every module: parameters, buffers and plain attributes."""
+    from pipeline.generate.vllm import VLLMUpdate, record  # before vLLM: it sets variables that vLLM reads on import
 
     from vllm.config import get_current_vllm_config  # isort: skip
     from vllm.model_executor.model_loader.utils import process_weights_after_loading  # isort: skip
@@ -148,8 +151,8 @@ def test_an_update_leaves_what_a_first_load_leaves(family, saved):
         assert torch.equal(updated[name], tensor), name
 
 
-def test_a_routers_bias_is_taken_in_float32(saved):
-    """Where it is written in place, and where a loader of vLLM's gets it in full."""
+def test_a_routers_bias_is_received_in_float32(saved):
+    """Both where it is written in place and where a loader of vLLM gets it in full."""
     from pipeline.generate.vllm import VLLMUpdate, record
 
     from vllm.config import get_current_vllm_config  # isort: skip

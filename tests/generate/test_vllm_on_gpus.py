@@ -1,4 +1,4 @@
-"""What we call of vLLM that only GPUs run, and its CPU build brings all the same: another worker, and another model runner."""
+"""Calls to vLLM that only GPUs run, checked in its CPU build: another worker and another model runner."""
 
 import inspect
 
@@ -13,12 +13,12 @@ from pipeline.generate.vllm_sleep import SLEEP_ARGUMENTS
 
 
 @pytest.mark.parametrize("runner", [FirstRunner, SecondRunner])
-def test_runners_hand_out_their_model(runner):
+def test_runners_return_their_model(runner):
     assert [*inspect.signature(runner.get_model).parameters] == ["self"]
 
 
 def test_the_worker_sleeps_by_level_and_wakes_by_part():
     assert "level" in inspect.signature(Worker.sleep).parameters
     assert "tags" in inspect.signature(Worker.wake_up).parameters
-    assert {"weights", "kv_cache"} == set(DEFERRABLE_TAGS)  # the first wake brings all other memory back
+    assert {"weights", "kv_cache"} == set(DEFERRABLE_TAGS)  # the first wake restores all other memory
     assert SLEEP_ARGUMENTS.keys() <= inspect.signature(EngineArgs).parameters.keys()

@@ -1,4 +1,4 @@
-"""What vLLM leaves behind when it sleeps is brought back. Without a GPU vLLM has no sleep: its part is stood for."""
+"""State that vLLM drops when it sleeps is restored. Without a GPU vLLM has no sleep, so its part is replaced."""
 
 from types import SimpleNamespace
 
@@ -7,8 +7,8 @@ import torch
 
 
 @pytest.mark.parametrize("inference", [True, False])
-def test_tensors_come_back_to_where_they_were(inference, monkeypatch):
-    """vLLM loads its model in inference mode or not, by version and by feature; what the former makes is not easily written."""
+def test_tensors_are_restored_to_their_places(inference, monkeypatch):
+    """By version and feature, vLLM loads its model in inference mode, whose tensors cannot be written normally."""
     pytest.importorskip("vllm")
     from pipeline.generate import vllm_sleep
 

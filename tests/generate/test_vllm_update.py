@@ -1,4 +1,4 @@
-"""New weights shard by shard, on real engines of one rank."""
+"""Updates shard by shard, on real engines of one rank."""
 
 import pytest
 import torch
@@ -9,7 +9,7 @@ from tests.generate.tiny import drain, refit, requests, write
 
 @pytest.fixture(autouse=True)
 def own_groups():
-    """vLLM keeps its groups per process; those of an earlier test's dense model lack what an MoE model asks for."""
+    """vLLM keeps its groups per process; those of an earlier test's dense model lack the groups of an MoE model."""
     from vllm.distributed import destroy_model_parallel
 
     destroy_model_parallel()
@@ -35,7 +35,7 @@ def test_the_layout_covers_the_checkpoint_once(new_engine, checkpoint):
 
 
 @pytest.mark.parametrize("family", ["qwen3", "qwen3_moe"])
-def test_an_update_given_up_is_mended_by_the_next(family, new_engine, checkpoint):
+def test_an_abandoned_update_is_repaired_by_the_next(family, new_engine, checkpoint):
     engine, drawn = new_engine("vllm", family), requests(4, 1, temperature=0.0)
     live = storage(engine)
     new, units = checkpoint(family, 1).weights(), engine.layout()
@@ -51,7 +51,7 @@ def test_an_update_given_up_is_mended_by_the_next(family, new_engine, checkpoint
     with pytest.raises(RuntimeError, match="commit an update first"):
         engine.add(drawn)
 
-    update = engine.update()  # its own failure: processing raises
+    update = engine.update()  # a failure of its own: processing raises
     packed = next(unit for unit in units if not update.in_place(unit.name))
     layer = dict(engine._model.named_modules())[packed.name]
     update.target(packed.name, packed.regions[0].tensor)
@@ -71,7 +71,7 @@ def test_an_update_given_up_is_mended_by_the_next(family, new_engine, checkpoint
 
 
 def storage(engine):
-    """Where the model's parameters lie."""
+    """Return the addresses of the model's parameters."""
     return {name: parameter.data_ptr() for name, parameter in engine._model.named_parameters()}
 
 

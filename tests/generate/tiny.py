@@ -1,4 +1,4 @@
-"""Tiny models with tokenizers, the eager Hugging Face forward that every log-prob is measured against, and requests."""
+"""Tiny models with tokenizers, the eager Hugging Face forward as the reference of log-probs, and requests."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ SHAPE = {
     "eos_token_id": EOS,
     "pad_token_id": None,
 }
-BLOCKS = {"hidden_size": 256, "intermediate_size": 512, "head_dim": 64}  # of 128, as FP8 kernels have them
+BLOCKS = {"hidden_size": 256, "intermediate_size": 512, "head_dim": 64}  # the 128 of FP8 kernels' blocks
 CONFIGS = {
     "llama": LlamaConfig(**SHAPE),
     "qwen3": Qwen3Config(**SHAPE, tie_word_embeddings=True),
@@ -60,13 +60,13 @@ class Checkpoint:
     model: PreTrainedModel  # float32, eager attention
 
     def weights(self) -> dict[str, torch.Tensor]:
-        """As on disk."""
+        """Return the weights as on disk."""
         from safetensors.torch import load_file
 
         return load_file(self.folder / "model.safetensors")
 
     def logprobs(self, prompt: np.ndarray, completion: np.ndarray, temperature: float) -> np.ndarray:
-        """log p(completion[t] | prompt, completion[<t]), [C] float32."""
+        """Return log p(completion[t] | prompt, completion[<t]), [C] float32."""
         tokens = torch.from_numpy(np.concatenate([prompt, completion])).long()
         with torch.no_grad():
             logits = self.model(tokens[None]).logits[0, len(prompt) - 1 : -1] / (temperature or 1.0)
@@ -81,7 +81,7 @@ class Checkpoint:
 
 
 def save(folder: Path, family: str, seed: int) -> Checkpoint:
-    """A model and its tokenizer, drawn from `seed`."""
+    """Return a model and its tokenizer, drawn from `seed`."""
     with torch.random.fork_rng():
         torch.manual_seed(seed)
         AutoModelForCausalLM.from_config(CONFIGS[family]).save_pretrained(folder)
@@ -117,14 +117,14 @@ def policy(
 
 
 def load(engine: GenerateBackend, weights: Iterable[tuple[str, torch.Tensor]], version: int) -> None:
-    """All weights at once, in full."""
+    """Load all weights at once, in full."""
     update = engine.update()
     update.load(weights)
     update.commit(version)
 
 
 def write(update: WeightUpdate, units: Iterable[UpdateUnit], weights: Mapping[str, torch.Tensor]) -> None:
-    """All regions of these units, which are open together, then finish them."""
+    """Write all regions of these units, which are open together, then finish them."""
     for unit in units:
         for region in unit.regions:
             target = update.target(unit.name, region.tensor)
@@ -136,7 +136,7 @@ def write(update: WeightUpdate, units: Iterable[UpdateUnit], weights: Mapping[st
 
 
 def refit(engine: GenerateBackend, weights: Mapping[str, torch.Tensor], version: int, recompute_kv_cache: bool = True) -> None:
-    """All weights, each rank its own regions; three units are open at a time."""
+    """Write all weights, each rank its own regions; three units are open at a time."""
     update, units = engine.update(), engine.layout()
     for start in range(0, len(units), 3):
         write(update, units[start : start + 3], weights)
@@ -144,7 +144,7 @@ def refit(engine: GenerateBackend, weights: Mapping[str, torch.Tensor], version:
 
 
 def drain(engine: GenerateBackend, requests: list[Request]) -> dict[str, Completion]:
-    """Each request's completion, by its id."""
+    """Return each request's completion, by its id."""
     engine.add(requests)
     done: list[Completion] = []
     while engine.pending:
@@ -155,7 +155,7 @@ def drain(engine: GenerateBackend, requests: list[Request]) -> dict[str, Complet
 
 
 def requests(groups: int, size: int, seed: int = 0, **sampling) -> list[Request]:
-    """`size` requests for each of `groups` prompts of different lengths."""
+    """Return `size` requests for each of `groups` prompts of different lengths."""
     random = np.random.default_rng(seed)
     settings = Sampling(**{"max_new_tokens": 24} | sampling)
     made = []

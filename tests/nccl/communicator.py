@@ -1,4 +1,4 @@
-"""A communicator as NCCL has it, over a gloo group of its own: making it is collective, and its operations run in one order."""
+"""A communicator with NCCL's behaviour over its own gloo group: creation is collective, and operations run in one order."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ POLL_S = 0.005
 
 
 class BrokenRule(RuntimeError):
-    """Over NCCL this would be refused, never end, or spoil memory."""
+    """NCCL would refuse this, hang, or corrupt memory."""
 
 
 @dataclass(frozen=True)
 class Member:
-    """This rank's place in a communicator. All ranks are those of the spanning world."""
+    """This rank's place in a communicator. All rank numbers are those of the spanning world."""
 
     ranks: tuple[int, ...]
     rank: int
@@ -39,7 +39,7 @@ class Member:
 
 
 def gloo(store: dist.Store, index: int, size: int, timeout: timedelta) -> dist.ProcessGroup:
-    """Return a gloo group for tensors of the host, which torch does not know by name. Blocks until all its ranks call."""
+    """Return a gloo group for host tensors, without a name in torch. Blocks until all its ranks call."""
     group = dist.ProcessGroup(store, index, size)
     group._set_default_backend(dist.ProcessGroup.BackendType.GLOO)
     backend = dist.ProcessGroupGloo(store, index, size, timeout=timeout)
@@ -49,7 +49,7 @@ def gloo(store: dist.Store, index: int, size: int, timeout: timedelta) -> dist.P
 
 @dataclass(frozen=True)
 class Collective:
-    """One of a communicator's collective operations, and what all ranks must give alike."""
+    """A collective operation of a communicator, with the arguments that all ranks must give alike."""
 
     name: str
     about: str
@@ -75,10 +75,13 @@ Operation = Collective | list[Message]
 
 
 class Communicator:
-    """Made at a group's first use. Its thread is the stream: one operation ends before the next begins, in the order given."""
+    """Made at a group's first use. Its thread is the stream: operations run one after another in the given order."""
 
     def __init__(self, store: dist.Store, member: Member, timeout_s: float):
-        """Block until all ranks have come. Raises BrokenRule if one has not after `timeout_s`, or if two share a device."""
+        """Block until all ranks have joined.
+
+        Raises BrokenRule if one has not after `timeout_s`, or if two share a device.
+        """
         self._store = store
         self._member = member
         self._timeout_s = timeout_s
@@ -95,7 +98,7 @@ class Communicator:
         return f"the communicator of ranks {', '.join(map(str, self._member.ranks))}"
 
     def _meet(self) -> None:
-        """As ncclCommInitRank: wait for all ranks, then compare their devices."""
+        """Wait for all ranks, then compare their devices, like ncclCommInitRank."""
         own = self._member
         self._store.set(f"device/{own.rank}", json.dumps([own.node, own.device]))
         deadline = time.monotonic() + self._timeout_s
@@ -117,7 +120,7 @@ class Communicator:
                 )
 
     def enqueue(self, operation: Operation, done: torch.futures.Future | None = None) -> torch.futures.Future:
-        """Return a future, `done` if given, that is done when the operation is, or holds its error."""
+        """Return a future, `done` if given, that completes with the operation or with its error."""
         done = done or torch.futures.Future()
         self._stream.submit(self._run, operation, done)
         return done
@@ -138,13 +141,13 @@ class Communicator:
     def _end(self, work: dist.Work) -> None:
         try:
             work.wait()
-        except RuntimeError as error:  # gloo's, after `timeout_s`, or since another rank has given up
+        except RuntimeError as error:  # gloo's, after `timeout_s`, or after another rank has given up
             raise BrokenRule(f"the operations of {self} do not end after {self._timeout_s:g} s: {self._stuck()}") from error
 
     # ---- collectives --------------------------------------------------------------------------------------------------------
 
     def _collect(self, operation: Collective) -> None:
-        """Compare the operation with those that the other ranks have come to, then do it."""
+        """Compare the operation with the other ranks' current ones, then run it."""
         card = [operation.name, operation.about, operation.sends, operation.receives]
         size = len(self._member.ranks)
         cards = [torch.empty(CARD_BYTES, dtype=torch.uint8) for _ in range(size)]
@@ -162,8 +165,10 @@ class Communicator:
     # ---- messages -----------------------------------------------------------------------------------------------------------
 
     def _exchange(self, batch: list[Message]) -> None:
-        """Send and receive all at once. What a message holds goes before it, and its tag depends on that: gloo ends a process
-        that receives more than it expects."""
+        """Send and receive all at once.
+
+        A message's header goes first, and its tag depends on it: gloo ends a process that receives more than it expects.
+        """
         works, cards = [], []
         for message in batch:
             number = self._messages[message.sends, message.peer]
@@ -171,7 +176,7 @@ class Communicator:
             held = elements(message.tensor)
             card = _written(held) if message.sends else torch.empty(CARD_BYTES, dtype=torch.uint8)
             carry = self._gloo.send if message.sends else self._gloo.recv
-            cards.append((carry([card], message.peer, number), card, message))  # a card must live until it is sent
+            cards.append((carry([card], message.peer, number), card, message))  # a header must stay allocated until it is sent
             tag = 1 << 30 | zlib.crc32(f"{number} {held}".encode()) >> 2
             works.append(carry([message.tensor.detach()], message.peer, tag))
         for work, card, message in cards:
@@ -184,10 +189,10 @@ class Communicator:
         for work in works:
             self._end(work)
 
-    # ---- what never ends ----------------------------------------------------------------------------------------------------
+    # ---- operations that never end ------------------------------------------------------------------------------------------
 
     def _stuck(self) -> str:
-        """Tell what all ranks are in. They give up after the same time, but may have begun later."""
+        """Report the operations that all ranks are in. They give up after the same time, but may have begun later."""
         store = self._store.clone()
         store.set(f"stuck/{self._member.rank}", f"operation {self._begun}, {self._told()}")
         deadline = time.monotonic() + self._timeout_s

@@ -1,4 +1,4 @@
-"""A process group that carries its tensors over gloo and keeps NCCL's rules, as ProcessGroupNCCL has them.
+"""A process group that carries its tensors over gloo and enforces NCCL's rules, like ProcessGroupNCCL.
 
     1. A communicator is made at its first operation, by all its ranks together; that blocks the caller (`initNCCLComm`).
     2. Two ranks of a communicator on one device are refused (NCCL's init.cc: "Duplicate GPU detected").
@@ -48,7 +48,7 @@ HOST = (
 
 MOST = 8
 """Of more tensors, an error gives the number and a checksum of what they are."""
-# Which argument holds the tensors of which all ranks must have as many elements. Of the others each rank has its own.
+# The argument with the tensors of which all ranks must have as many elements. Other arguments may differ.
 COMPARED = {
     "all_gather_single": 1,
     "all_gather_single_coalesced": 1,
@@ -67,7 +67,7 @@ COMPARED = {
 
 
 class UnderWay(dist.Work):
-    """An operation under way. torch's own work of a future keeps its error to itself."""
+    """An operation in progress. torch's own work of a future hides its error."""
 
     def __init__(self, done: torch.futures.Future):
         super().__init__()
@@ -85,10 +85,13 @@ class UnderWay(dist.Work):
 
 
 class Group(dist.ProcessGroup):
-    """One rank's end. Its tensors of the host go over a gloo group that is made with it, as torch makes one."""
+    """One rank's end of a group. Its host tensors go over a gloo group that is made with it, as in torch."""
 
     def __init__(self, store: dist.Store, index: int, ranks: tuple[int, ...], timeout: Any, patience_s: float):
-        """ranks: of the spanning world. patience_s: how long to wait for a communicator's ranks, and for an operation's end."""
+        """ranks: of the spanning world.
+
+        patience_s: how long to wait for a communicator's ranks, and for an operation's end.
+        """
         super().__init__(index, len(ranks))
         self._index, self._ranks, self._patience_s = index, ranks, patience_s
         self._own_store = store
@@ -140,7 +143,7 @@ class Group(dist.ProcessGroup):
 
     @contextmanager
     def batch(self) -> Iterator[None]:
-        """Hold back all messages and give them to the group's communicator as one operation."""
+        """Collect messages and give them to the group's communicator as one operation."""
         self._batch = messages, done = [], torch.futures.Future()
         try:
             yield
@@ -164,7 +167,7 @@ for _name in (*COMPARED, "all_to_all_single", "alltoall"):
 
 
 def carried_by_the_host() -> bool:
-    """Return whether who calls torch.distributed sends tensors of the host: a module of HOST, or torch for pickled objects."""
+    """Return whether torch.distributed's caller sends host tensors: a module of HOST, or torch for pickled objects."""
     frame = sys._getframe(1)
     while frame := frame.f_back:
         module = frame.f_globals.get("__name__", "")
@@ -176,7 +179,7 @@ def carried_by_the_host() -> bool:
 
 
 def _about(name: str, args: list[Any]) -> str:
-    """Return what all ranks must give alike: how to reduce, the root, types and numbers of elements."""
+    """Return the values that all ranks must give alike: reduction, root, types and numbers of elements."""
     words = [arg.reduceOp.op.name for arg in args if hasattr(arg, "reduceOp")]
     words += [f"root {arg.rootRank}" for arg in args if hasattr(arg, "rootRank")]
     if name not in COMPARED:
@@ -210,9 +213,9 @@ def _splits(name: str, args: tuple, size: int) -> tuple[tuple[int, ...], ...]:
 
 
 def declared_device() -> tuple[str, str]:
-    """Return (this rank's node, the name of its GPU), by the rule of the pipeline and what its launcher has set.
+    """Return (this rank's node, the name of its GPU), by the pipeline's rule and the launcher's variables.
 
-    Where the launcher shows it no GPUs, each rank of a component has one of its own.
+    Where the launcher shows no GPUs, each rank of a component has its own.
     """
     local_rank = int(os.environ["HETSTEP_LOCAL_RANK"])
     visible = [name for name in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if name]

@@ -1,4 +1,4 @@
-"""Puts NCCL's rules under whole runs, where HETSTEP_TEST_NCCL is set: see tests/end_to_end/faults/sitecustomize.py."""
+"""Install NCCL's rules in whole runs if HETSTEP_TEST_NCCL is set: see tests/end_to_end/faults/sitecustomize.py."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ _batch_isend_irecv = dist.batch_isend_irecv
 
 
 def into(world: Any) -> None:
-    """Let `pipeline.world` make its groups with NCCL's rules where it would make them with gloo."""
+    """Replace the gloo groups of `pipeline.world` by groups with NCCL's rules."""
     register()
     world.carriers = lambda device: NAME
 
 
 def register() -> None:
-    """Make NAME a backend of torch.distributed. Batches of messages are only seen where they are posted."""
+    """Make NAME a backend of torch.distributed. Batches of messages are only visible where they are posted."""
     if NAME not in dist.Backend.backend_list:
         dist.Backend.register_backend(NAME, _group, extended_api=True, devices=["cpu"])
     dist.batch_isend_irecv = distributed_c10d.batch_isend_irecv = batch_isend_irecv
@@ -35,7 +35,7 @@ def _group(options: Any, _: Any) -> Group:
 
 
 def batch_isend_irecv(operations: list[dist.P2POp]) -> list[dist.Work]:
-    """As torch's, which takes a group in Python for one that knows no batches."""
+    """Replace torch's function, which treats a group written in Python as one without batches."""
     group = operations[0].group or dist.group.WORLD
     if not isinstance(group, Group):
         return _batch_isend_irecv(operations)

@@ -1,4 +1,4 @@
-"""What the ranks of a small world do with groups that keep NCCL's rules: each scenario with a group of its own."""
+"""Scenarios for the ranks of a small world with groups that enforce NCCL's rules, each with its own group."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ def batch(group: dist.ProcessGroup, *messages: tuple[str, int, torch.Tensor]) ->
         work.wait()
 
 
-# ---- what NCCL does ---------------------------------------------------------------------------------------------------------
+# ---- allowed by NCCL --------------------------------------------------------------------------------------------------------
 
 
 def all_collectives(rank: int, group: dist.ProcessGroup) -> None:
-    """They give what a group of gloo gives."""
+    """Collectives give the results of a gloo group."""
     plain = dist.new_group(backend="gloo")
     inputs = torch.arange(6.0) + 10 * rank
 
@@ -88,7 +88,7 @@ def messages_make_pairs(rank: int, group: dist.ProcessGroup) -> None:
 
 
 def the_host_has_no_rules(rank: int, group: dist.ProcessGroup) -> None:
-    """Pickled objects, and what the modules of HOST send: in any order, by tags, while others do nothing."""
+    """Pickled objects, and sends of HOST's modules: in any order, by tags, without the other ranks."""
     names = [None] * SIZE
     dist.all_gather_object(names, f"rank {rank}", group=group)
     assert names == ["rank 0", "rank 1", "rank 2"]
@@ -103,7 +103,7 @@ def the_host_has_no_rules(rank: int, group: dist.ProcessGroup) -> None:
     assert not group._communicators
 
 
-# ---- what NCCL does not -----------------------------------------------------------------------------------------------------
+# ---- refused by NCCL --------------------------------------------------------------------------------------------------------
 
 
 def first_a_batch_of_some(rank: int, group: dist.ProcessGroup) -> None:
@@ -113,7 +113,7 @@ def first_a_batch_of_some(rank: int, group: dist.ProcessGroup) -> None:
 
 def one_device_twice(rank: int, group: dist.ProcessGroup) -> None:
     os.environ["CUDA_VISIBLE_DEVICES"] = "4,5" if rank < 2 else "6"
-    os.environ["HETSTEP_LOCAL_RANK"] = str(2 * rank)  # 0, 2 and 4: of two GPUs it is the first, and of one
+    os.environ["HETSTEP_LOCAL_RANK"] = str(2 * rank)  # 0, 2 and 4: the first of two GPUs, and the only one
     dist.all_reduce(torch.zeros(1), group=group)
 
 
@@ -134,7 +134,7 @@ def different_types(rank: int, group: dist.ProcessGroup) -> None:
 
 
 def different_splits(rank: int, group: dist.ProcessGroup) -> None:
-    """Rank 1 sends rank 0 two rows, which expects one."""
+    """Rank 1 sends rank 0 two rows, but rank 0 expects one."""
     splits = [2, 1, 0] if rank == 1 else None
     dist.all_to_all_single(torch.zeros(3, 2), torch.zeros(3, 2), None, splits, group=group)
 
@@ -193,7 +193,7 @@ HANGING: tuple[Scenario, ...] = (
 
 
 def play(rank: int, folder: str) -> None:
-    """Play all scenarios, and leave what each raised on this rank in `folder`."""
+    """Run all scenarios and write each one's error on this rank to `folder`."""
     own = {"HETSTEP_NODE": "here", "HETSTEP_COMPONENT": "train", "HETSTEP_LOCAL_RANK": str(rank), "CUDA_VISIBLE_DEVICES": ""}
     install.register()
     dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=SIZE)

@@ -1,4 +1,4 @@
-"""Refits over a group that keeps NCCL's rules, where ranks pass on what came, share a node, or have nothing in a round."""
+"""Refits over a group that enforces NCCL's rules, where ranks forward data, share a node, or have no messages in a round."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tests.refit.test_transfer import CASES, transfers
 
 
 def refits(world: World, folder: Path, transport: str) -> None:
-    """As `transfers`, on a spanning group whose communicator is made first, as in a run."""
+    """Run `transfers` on a spanning group whose communicator is made first, as in a run."""
     place = {"HETSTEP_NODE": "here", "HETSTEP_COMPONENT": "any", "HETSTEP_LOCAL_RANK": str(world.rank)}
     os.environ |= {**place, install.SWITCH: "60"}
     install.register()
@@ -27,5 +27,5 @@ def refits(world: World, folder: Path, transport: str) -> None:
 
 
 @pytest.mark.parametrize("transport", ["planned", "delta"])
-def test_what_arrives_is_what_was_sent(transport, tmp_path):
+def test_received_weights_equal_the_sent_ones(transport, tmp_path):
     ranks.run(refits, tmp_path, transport)

@@ -1,4 +1,4 @@
-"""Each of NCCL's rules: what keeps it goes through, and what breaks it is refused by name."""
+"""Each of NCCL's rules: operations that follow it succeed, and operations that break it are refused by name."""
 
 import importlib.util
 import json
@@ -13,7 +13,7 @@ from tests.nccl.group import HOST, declared_device
 
 @pytest.fixture(scope="module")
 def raised(tmp_path_factory) -> dict[str, list[str]]:
-    """What each scenario raised, by rank."""
+    """Return each scenario's error, by rank."""
     folder = tmp_path_factory.mktemp("nccl")
     fork_server.run(ranks.play, (str(folder),), ranks.SIZE)
     by_rank = [json.loads((folder / f"rank{rank}.json").read_text()) for rank in range(ranks.SIZE)]
@@ -21,12 +21,12 @@ def raised(tmp_path_factory) -> dict[str, list[str]]:
 
 
 @pytest.mark.parametrize("scenario", ranks.LASTING[:4], ids=lambda scenario: scenario.__name__)
-def test_what_keeps_the_rules_goes_through(raised, scenario):
+def test_valid_operations_succeed(raised, scenario):
     assert raised[scenario.__name__] == ["", "", ""]
 
 
 def test_a_communicator_waits_for_all_ranks(raised):
-    """As where a refit's first batch has no messages for the ranks of a reward model."""
+    """As when a refit's first batch has no messages for the ranks of a reward model."""
     *waiting, absent = raised["first_a_batch_of_some"]
     assert absent == ""
     for rank, words in enumerate(waiting):
@@ -48,25 +48,25 @@ def test_two_ranks_on_one_device_are_refused(raised):
         ("different_splits", 1, ["sends [2, 2, 2]", "sends [4, 2, 0]", "sends [2, 2, 2]"]),
     ],
 )
-def test_all_ranks_come_to_the_same_collectives(raised, scenario, number, told):
+def test_all_ranks_must_call_the_same_collectives(raised, scenario, number, told):
     for words in raised[scenario]:
         before, *operations = re.split(r"rank \d: ", words)
         assert f"the operations of the communicator of ranks 0, 1, 2 differ in number {number}: " in before
         assert all(part in operation for part, operation in zip(told, operations, strict=True)), words
 
 
-def test_a_message_outside_a_batch_makes_its_pair(raised):
+def test_a_message_outside_a_batch_makes_a_pairs_communicator(raised):
     sender, *others = raised["a_send_without_its_pair"]
     assert "the communicator of ranks 0, 1 is not made" in sender and "for rank 1." in sender
     assert others == ["", ""]
 
 
-def test_messages_go_by_their_order(raised):
+def test_messages_are_matched_by_order(raised):
     _, receiver, _ = raised["messages_by_tag"]
     assert "rank 0 sends float32[3], where rank 1 receives float32[4]" in receiver
 
 
-def test_a_pair_that_sends_first_at_both_ends_is_stuck(raised):
+def test_a_pair_that_sends_first_at_both_ends_deadlocks(raised):
     *pair, other = raised["both_send_first"]
     assert other == ""
     for words in pair:
@@ -74,12 +74,12 @@ def test_a_pair_that_sends_first_at_both_ends_is_stuck(raised):
         assert "rank 0: operation 1, send to rank 1 of float32[1]; rank 1: operation 1, send to rank 0" in words
 
 
-def test_batches_and_collectives_of_a_group_come_in_one_order(raised):
+def test_batches_and_collectives_of_a_group_run_in_one_order(raised):
     for words in raised["a_batch_before_or_after_a_collective"]:
         assert "rank 0: operation 2, send to rank 1 of float32[2]; rank 1: operation 2, allreduce" in words
 
 
-def test_the_modules_of_the_host_are_there():
+def test_the_modules_of_host_exist():
     assert [name for name in HOST if importlib.util.find_spec(name) is None] == []
 
 
@@ -87,7 +87,7 @@ def test_the_modules_of_the_host_are_there():
     ("visible", "local_rank", "device"),
     [("", 3, "train:3"), ("2", 0, "2"), ("4,5", 1, "5"), ("4,5", 2, "4")],
 )
-def test_a_rank_declares_the_device_that_the_pipeline_takes(monkeypatch, visible, local_rank, device):
+def test_a_rank_declares_the_device_that_the_pipeline_uses(monkeypatch, visible, local_rank, device):
     environment = {"NODE": "here", "COMPONENT": "train", "LOCAL_RANK": str(local_rank)}
     for name, value in environment.items():
         monkeypatch.setenv(f"HETSTEP_{name}", value)

@@ -1,4 +1,4 @@
-"""Tiny reward models on disk, what transformers says of them, and a recipe that uses one."""
+"""Tiny reward models on disk, their scores by transformers, and a recipe that uses one."""
 
 from pathlib import Path
 
@@ -11,13 +11,13 @@ from pipeline.config import Recipe
 from tests.launch.model import write_recipe
 
 LETTERS = "abcdefghijklmnopqrstuvwxyz 0123456789+="
-PAD, END = 0, 1  # tokens; the letters come after
+PAD, END = 0, 1  # tokens; the letters follow
 CHATML = "{% for m in messages %}<{{ m.role[0] }}>{{ m.content }}!\n{% endfor %}{% if add_generation_prompt %}<a>{% endif %}"
 LIMIT = 32
 
 
 def write_tokenizer(folder: Path, letters: str = LETTERS, chat_template: str | None = None) -> PreTrainedTokenizerFast:
-    """One token for each letter; "!" ends a sequence."""
+    """Write a tokenizer with one token for each letter; "!" ends a sequence."""
     known = {letter: i for i, letter in enumerate(["_", "!", *letters, "<", ">", "\n"])}
     tokenizer = Tokenizer(models.WordLevel(known, unk_token="_"))
     tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")
@@ -29,7 +29,7 @@ def write_tokenizer(folder: Path, letters: str = LETTERS, chat_template: str | N
 
 
 def write_judge(folder: Path, letters: str = LETTERS, chat_template: str | None = None) -> Path:
-    """A llama with one label; every tensor is random."""
+    """Write a llama with one label; every tensor is random."""
     torch.manual_seed(5)
     described = LlamaConfig(
         vocab_size=len(letters) + 5,
@@ -52,7 +52,7 @@ def write_judge(folder: Path, letters: str = LETTERS, chat_template: str | None 
 
 
 def eager_scores(folder: Path, sequences: list[list[int]]) -> list[float]:
-    """By transformers, padded on the right, in float64. No sequence may contain PAD."""
+    """Return scores by transformers, padded on the right, in float64. No sequence may contain PAD."""
     model = AutoModelForSequenceClassification.from_pretrained(folder, dtype=torch.float64, attn_implementation="eager")
     longest = max(map(len, sequences))
     tokens = torch.tensor([[*sequence, *[PAD] * (longest - len(sequence))] for sequence in sequences])
@@ -61,7 +61,10 @@ def eager_scores(folder: Path, sequences: list[list[int]]) -> list[float]:
 
 
 def recipe(folder: Path, *overrides: str, **env) -> Recipe:
-    """GRPO with the reward model in `folder`/judge, in float32, for a policy whose tokenizer is in `folder`/model."""
+    """Return a GRPO recipe with the reward model in `folder`/judge in float32.
+
+    The policy's tokenizer is in `folder`/model.
+    """
     judge = {"kind": "reward_model", "model_name": str(folder / "judge"), "precision": "float32", **env}
     path = write_recipe(folder, env={"judge": judge, "math": {"kind": "math"}})
     packing = [f"policy.sequence_packing.logprob_mb_tokens={LIMIT + 8}", "policy.dtensor_cfg.enabled=true"]

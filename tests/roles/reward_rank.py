@@ -1,4 +1,4 @@
-"""One rank of a world in which two ranks serve a reward model.
+"""Run one rank of a world in which two ranks serve a reward model.
 
 Rank 0 has `conversations` scored and writes scores.json. The train and the generate rank do nothing else.
 """
@@ -22,7 +22,7 @@ from tests.roles.judges import END
 
 
 def conversations() -> list[tuple[list[int], list[int]]]:
-    """(prompt, completion) of many lengths."""
+    """Return (prompt, completion) of many lengths."""
     draw = np.random.default_rng(3)
     return [
         (draw.integers(2, 40, n).tolist(), [*draw.integers(2, 40, m).tolist(), END])

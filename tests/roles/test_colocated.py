@@ -14,7 +14,7 @@ WORKERS = WorkerGroups((0,), (1, 2), ((1, 2),), colocated=True)
 
 
 class Engine:
-    """Stands for one whose layout can be told only while it has its weights, or after it was told."""
+    """An engine that can report its layout only while it has its weights, or once it is cached."""
 
     def __init__(self):
         self._weights, self._layout = True, None
@@ -35,7 +35,7 @@ def world(rank: int, path) -> World:
 
 @pytest.mark.parametrize("transport", ["planned", "delta", "broadcast"])
 def test_an_engine_sleeps_only_after_it_has_its_layout(transport, tmp_path, monkeypatch):
-    """Its follower here, which leads no episodes."""
+    """This test's follower, which leads no episodes."""
     monkeypatch.setattr(generate, "build", lambda *_: Engine())
     recipe = config.load("tiny_grpo", [f"run_dir={tmp_path}", f"policy.generation.refit_transport={transport}"])
     monkeypatch.setattr("pipeline.roles.generate.Lockstep", lambda _: None)
@@ -44,7 +44,7 @@ def test_an_engine_sleeps_only_after_it_has_its_layout(transport, tmp_path, monk
     role = GenerateRole(recipe, 0, role_world, None)
     role.setup()
     role.sleep(False)
-    if transport == "broadcast":  # nobody asks for it, and not every model can tell it
+    if transport == "broadcast":  # it is never requested, and not every model can report it
         assert role._backend._layout is None
     else:
         assert role._regions() == ([], [])
@@ -54,17 +54,17 @@ def test_an_engine_sleeps_only_after_it_has_its_layout(transport, tmp_path, monk
     ("keys", "by_ipc"),
     [((), True), (("policy.generation.colocated.refit=host",), False), (("policy.generation.colocated.enabled=false",), False)],
 )
-def test_a_refit_goes_by_ipc_where_ranks_share_gpus(keys, by_ipc, tmp_path):
+def test_a_refit_uses_ipc_if_ranks_share_gpus(keys, by_ipc, tmp_path):
     recipe = config.load("tiny_grpo", [f"run_dir={tmp_path}", "policy.generation.colocated.enabled=true", *keys])
     assert main._refit(recipe, world(0, tmp_path))._ipc == by_ipc
 
 
-def test_what_a_refit_goes_through_is_chosen_by_name(tmp_path):
+def test_the_transport_of_a_refit_is_chosen_by_name(tmp_path):
     with pytest.raises(config.RecipeError, match=r"colocated\.refit: got 'nvlink'; expected one of: ipc, host"):
         config.load("tiny_grpo", [f"run_dir={tmp_path}", "policy.generation.colocated.refit=nvlink"])
 
 
-def test_a_trainer_that_leaves_takes_the_steps_batches_along(tmp_path):
+def test_a_trainer_that_sleeps_offloads_the_steps_batches(tmp_path):
     recipe = config.load("tiny_grpo", [f"run_dir={tmp_path}"])
     role = TrainRole(recipe, 0, world(0, tmp_path), algorithms.build(recipe), None)
 

@@ -1,4 +1,4 @@
-"""Validation on fewer items than there are data-parallel ranks: some ranks have nothing to evaluate, and it changes nothing."""
+"""Validation on fewer items than data-parallel ranks: ranks without items do not change the result."""
 
 import contextlib
 from types import SimpleNamespace

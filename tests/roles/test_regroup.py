@@ -1,4 +1,4 @@
-"""Outputs of forward microbatches, put together for training microbatches that are cut otherwise."""
+"""Outputs of forward microbatches are regrouped for training microbatches with other boundaries."""
 
 import numpy as np
 import torch
@@ -15,7 +15,7 @@ def update(train, forward) -> Update:
 
 
 def of(members) -> torch.Tensor:
-    """What a model might say of a microbatch: entry t of sample i is 10 i + t."""
+    """Return a model's fake output for a microbatch: entry t of sample i is 10 i + t."""
     return torch.tensor([10.0 * i + t for i in members for t in range(LENGTHS[i])] or [99.0])
 
 
@@ -27,7 +27,7 @@ def test_entries_follow_their_samples_into_other_microbatches():
         assert outputs.values is None and outputs.top_k is None
 
 
-def test_every_field_comes_along():
+def test_every_field_is_regrouped():
     train, forward = [[3], [0, 2, 1]], [[2, 1], [0, 3]]
     outputs = [
         Outputs(

@@ -1,4 +1,4 @@
-"""One rank of a node looks whether all files of a checkpoint are to be seen there, and the others load after it."""
+"""One rank of a node checks that all files of a checkpoint are visible there, and the others load after it."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ LATE_S = 1.0
 
 
 class Model:
-    """Of a backend, the part that loads."""
+    """The part of a backend that loads."""
 
     def __init__(self, rank: int, notes: Path):
         self.rank, self.notes = rank, notes
@@ -45,7 +45,7 @@ def restore(rank: int, notes: Path) -> None:
     dist.destroy_process_group()
 
 
-def test_a_rank_loads_what_another_rank_of_its_node_has_seen(tmp_path):
+def test_a_rank_loads_after_another_rank_of_its_node_has_seen_all_files(tmp_path):
     fork_server.run(restore, (tmp_path,), 2)
     assert not (tmp_path / "seen.1").exists()
     when = {}

@@ -1,4 +1,4 @@
-"""A reward model on ranks of its own, in a real world of three realms: started by the local executor's controller."""
+"""A reward model with its own ranks, in a real world of three realms that the local executor's controller starts."""
 
 import json
 import os
@@ -18,7 +18,7 @@ from tests.world.secret import write_secret
 
 
 def run(folder: Path, *overrides: str) -> dict:
-    """What rank 0 found, of a world with one train, one generate and two reward ranks."""
+    """Return rank 0's scores in a world with one train, one generate and two reward ranks."""
     judged = recipe(folder, "env.judge.served_by=reward", "cluster.reward.ranks_per_node=2", *overrides)
     (folder / "run").mkdir()
     write_secret(folder / "run")
@@ -47,10 +47,10 @@ def folder(tmp_path):
 
 
 @pytest.mark.parametrize("backend", ["dtensor", "megatron"])
-def test_two_ranks_score_as_transformers_does(folder, backend):
+def test_two_ranks_score_like_transformers(folder, backend):
     found = run(folder, *([] if backend == "dtensor" else ["policy.megatron_cfg.enabled=true"]))
     expected = eager_scores(folder / "judge", [[*asked, *answered] for asked, answered in conversations()])
     assert found["places"] == [[0, 2], [1, 2]]
     assert np.allclose(found["scores"], expected, atol=1e-5)
     assert np.std(expected) > 0.1
-    assert np.allclose(found["alone"], expected[:2], atol=1e-5)  # with a data rank that has nothing to do
+    assert np.allclose(found["alone"], expected[:2], atol=1e-5)  # with a data rank that has no samples

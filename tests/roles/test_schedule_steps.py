@@ -1,4 +1,4 @@
-"""Schedules advance once per step of the algorithm, whatever number of updates it holds, and resume there."""
+"""Schedules advance once per step of the algorithm, whatever its number of updates, and resume there."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def warm_up(iters: int) -> str:
 
 
 def share_of(step: int, iters: int) -> float:
-    """LinearLR's factor after `step` advances."""
+    """Return LinearLR's factor after `step` advances."""
     return 0.1 + 0.9 * min(step, iters) / iters
 
 
@@ -52,7 +52,7 @@ def role(backend: str, path: Path, *overrides: str) -> TrainRole:
 
 
 def learn(trained: TrainRole, step: int, models: list[str]) -> dict[str, list[dict[str, float]]]:
-    """Do what the coordinator does in a step, on samples that depend on the step alone."""
+    """Run the coordinator's part of a step, on samples that depend on the step alone."""
     draw = np.random.default_rng(step)
     samples: list[Sample] = [sample(draw, 6 + i) for i in range(8)]
     needs, policy = trained._algorithm.needs, trained._recipe.policy
@@ -72,7 +72,7 @@ BOTH = ["critic", "policy"]
 
 @pytest.mark.parametrize("backend", ["dtensor", "megatron"])
 def test_a_step_of_several_updates_has_one_rate(backend, megatron_ended, tmp_path):  # noqa: F811
-    """A model that does not learn in a step keeps its rate. What was saved between two steps goes on there to the last bit."""
+    """A model that does not learn in a step keeps its rate. A run resumed between two steps continues bit by bit."""
     trained = role(backend, tmp_path)
     assert lrs(learn(trained, 0, ["critic"])["critic"]) == pytest.approx([CRITICS_RATE * 0.1] * (UPDATES * EPOCHS))
     for step in (1, 2):
@@ -90,7 +90,7 @@ def test_a_step_of_several_updates_has_one_rate(backend, megatron_ended, tmp_pat
 
 @pytest.mark.parametrize("backend", ["dtensor", "megatron"])
 def test_a_schedule_of_epochs_advances_after_each(backend, megatron_ended, tmp_path):  # noqa: F811
-    """As NeMo-RL's PPO does, which calls train() once per epoch."""
+    """NeMo-RL's PPO calls train() once per epoch."""
     trained = role(backend, tmp_path, "ppo.schedule_every_epoch=true")
     for step in (0, 1):
         epochs = [EPOCHS * step + epoch for epoch in range(EPOCHS) for _ in range(UPDATES)]

@@ -1,4 +1,4 @@
-"""Rewards by a model: as transformers scores the same text, in the rollouts that they belong to, shared out in any way."""
+"""Rewards by a model: equal to transformers' scores, in their own rollouts, however they are distributed."""
 
 import math
 import random
@@ -29,7 +29,7 @@ class Replies:
 
 
 class Realm:
-    """Ranks at some places, each of whose work the one real scorer does; remembers what each was given."""
+    """Ranks at given places, each of which uses the one real scorer; records each rank's input."""
 
     def __init__(self, scorer: Scorer):
         self.scorer = scorer
@@ -56,7 +56,7 @@ def rollout(tokens: list[int], finish: str = "stop") -> Rollout:
 
 
 def groups(tokenizer, count: int, samples: int, chat: bool = False) -> list[RolloutGroup]:
-    """Prompts and answers of many lengths."""
+    """Return prompts and answers of many lengths."""
     draw = random.Random(count)
     found = []
     for i in range(count):
@@ -82,7 +82,7 @@ def rewards(of: list[RolloutGroup]) -> list[float]:
 
 @pytest.fixture
 def folder(tmp_path):
-    """A policy's and a reward model's, with one tokenizer."""
+    """Return a policy and a reward model with one tokenizer."""
     write_judge(tmp_path / "judge", chat_template=CHATML)
     recipe(tmp_path)  # writes the policy's model
     write_tokenizer(tmp_path / "model", chat_template=CHATML)
@@ -102,22 +102,22 @@ def test_each_rollout_gets_the_score_of_its_own_text(folder, ranks, prompts, sam
 
     expected = eager_scores(folder / "judge", sequences(before))
     assert np.allclose(rewards(after), expected, atol=1e-5)
-    assert len(expected) == 1 or np.std(expected) > 0.1  # an exchange would show
+    assert len(expected) == 1 or np.std(expected) > 0.1  # reveals an exchange
     assert [group.prompt for group in after] == [group.prompt for group in before]
     for group, reward in zip(after, before, strict=True):
         for new, old in zip(group.rollouts, reward.rollouts, strict=True):
             assert new.turns is old.turns
             assert new.metrics == {"old": 1.0, "reward_model_score": new.reward, "reward_model_truncated": 0.0}
     works = served.given[::2]
-    assert len({len(work.microbatches) for work in served.given}) == 1  # the ranks of a realm run as many
+    assert len({len(work.microbatches) for work in served.given}) == 1  # the ranks of a realm run equally many
     assert sorted(tokens for work in works for tokens in given(work)) == sorted(sequences(before))
     for microbatch in (microbatch for work in works for microbatch in work.microbatches):
         assert sum(map(len, microbatch)) <= LIMIT + 8 if packed else len(microbatch) <= 3
     assert rewards(Scoring(judged, served, places, tokenizer)(before)) == rewards(after)
 
 
-def test_an_answer_without_a_finite_score_is_as_bad_as_the_worst(folder):
-    """It ends no run; a model that gives none at all does."""
+def test_an_answer_without_a_finite_score_gets_the_lowest_one(folder):
+    """It ends no run; a model that gives no finite score at all does."""
     judged = recipe(folder)
     served, tokenizer = Realm(scorer(judged)), AutoTokenizer.from_pretrained(folder / "model")
     score = Scoring(judged, served, [DataParallelRank(0, 1)], tokenizer)
@@ -135,7 +135,7 @@ def test_an_answer_without_a_finite_score_is_as_bad_as_the_worst(folder):
         Scoring(judged, served, [DataParallelRank(0, 1)], tokenizer)(before)
 
 
-def test_prompts_of_other_environments_are_left_alone(folder):
+def test_prompts_of_other_environments_are_not_scored(folder):
     judged = recipe(folder)
     served = Realm(scorer(judged))
     tokenizer = AutoTokenizer.from_pretrained(folder / "model")
@@ -149,7 +149,7 @@ def test_prompts_of_other_environments_are_left_alone(folder):
     assert score([other]) == [other] and score([]) == [] and served.given == []
 
 
-def test_another_vocabulary_reads_the_text_anew(folder):
+def test_another_vocabulary_retokenizes_the_text(folder):
     theirs = write_judge(folder / "judge", OTHER_LETTERS) and write_tokenizer(folder / "judge", OTHER_LETTERS)
     judged = recipe(folder)
     tokenizer = AutoTokenizer.from_pretrained(folder / "model")
@@ -162,7 +162,7 @@ def test_another_vocabulary_reads_the_text_anew(folder):
     assert expected[1] != [*asked.tokens, *cut.tokens]
 
 
-def test_another_chat_template_renders_the_conversation_anew(folder):
+def test_another_chat_template_renders_the_conversation_again(folder):
     theirs = write_tokenizer(folder / "judge", chat_template=CHATML.replace("m.role[0]", "m.role"))
     judged = recipe(folder, "data.apply_chat_template=true")
     tokenizer = AutoTokenizer.from_pretrained(folder / "model")
@@ -182,7 +182,7 @@ def test_another_chat_template_renders_the_conversation_anew(folder):
 
 
 @pytest.mark.parametrize("chat", [True, False])
-def test_what_the_policy_spells_out_is_no_mark_of_the_reward_models(folder, chat):
+def test_special_tokens_in_the_policys_text_stay_text(folder, chat):
     theirs = write_tokenizer(folder / "judge", OTHER_LETTERS, chat_template=CHATML)
     theirs.add_special_tokens({"additional_special_tokens": ["<u>"]})
     theirs.save_pretrained(folder / "judge")
@@ -207,7 +207,7 @@ def test_the_same_chat_template_needs_no_messages(folder):
     assert np.allclose(rewards(score([group])), eager_scores(folder / "judge", sequences([group])), atol=1e-5)
 
 
-def test_what_cannot_be_scored_is_said(folder):
+def test_unscorable_rollouts_are_reported(folder):
     tokenizer = AutoTokenizer.from_pretrained(folder / "model")
     judged = recipe(folder)
     places = [DataParallelRank(0, 1)]

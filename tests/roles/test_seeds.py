@@ -33,7 +33,7 @@ def drawn(seed: int, data_rank: int) -> list[float]:
     return draw()
 
 
-def test_data_ranks_and_seeds_draw_differently_and_each_always_the_same():
+def test_draws_differ_by_data_rank_and_seed_and_are_reproducible():
     places = [(seed, rank) for seed in (0, 1, 42, -1) for rank in range(4)]
     found = [drawn(*place) for place in places]
     for kind in range(0, 12, 4):
@@ -42,7 +42,7 @@ def test_data_ranks_and_seeds_draw_differently_and_each_always_the_same():
 
 
 @pytest.mark.parametrize("before", [1, 2])
-def test_a_train_rank_is_seeded_whatever_came_before(before, realm, tmp_path):  # noqa: F811
+def test_a_train_rank_is_seeded_whatever_ran_before(before, realm, tmp_path):  # noqa: F811
     torch.manual_seed(before)
     random.seed(before)
     np.random.seed(before)

@@ -1,4 +1,4 @@
-"""Verbs can be called: `RpcGroup` makes a call of every attribute that it does not have itself."""
+"""Verbs can be called: `RpcGroup` turns every attribute that it lacks into a call."""
 
 import pytest
 
