@@ -1,4 +1,4 @@
-"""Functions of train ranks with adapters. Each is called SPMD with (layout, folder), like those of `ranks`."""
+"""Checks of train ranks with adapters. Each is called SPMD with (layout, folder), like those of `ranks`."""
 
 from __future__ import annotations
 
@@ -49,7 +49,9 @@ def some_adapters(families: Sequence[str], layout: Layout, folder: Path) -> None
 
 
 def check_against_peft(layout: Layout, folder: Path, family: str) -> None:
-    """Step 0 is the base; then, with a B that is not 0: log-probs, loss and every gradient, as peft's eager model has them."""
+    """Compare log-probs, loss and every gradient with peft's eager model: at step 0, which equals the base, and with a
+    nonzero B.
+    """
     trained = backend(folder / family, layout)
     mine, packed = model_roles.batches(trained, layout)
     base, _, _ = cases.eager(folder / family)
@@ -80,7 +82,7 @@ def check_against_peft(layout: Layout, folder: Path, family: str) -> None:
 
 
 def shake(trained: FSDPBackend) -> None:
-    """Give every B entries, the same at every layout."""
+    """Give every B nonzero entries, the same at every layout."""
     generator = torch.Generator().manual_seed(9)
     with torch.no_grad():
         for name, parameter in trained._model.hf.named_parameters():
@@ -93,7 +95,7 @@ def shake(trained: FSDPBackend) -> None:
 
 
 def peft_model(model: Path, trained: FSDPBackend) -> PeftModel:
-    """In float64, with this backend's adapters. Collective."""
+    """Return peft's model in float64, with this backend's adapters. Collective."""
     eager = cases.eager_model(AutoModelForCausalLM, model, torch.float64)
     adapters, names = CASES[model.name]
     peft = get_peft_model(
@@ -109,14 +111,16 @@ def peft_model(model: Path, trained: FSDPBackend) -> PeftModel:
 
 
 def eager_loss(model: torch.nn.Module) -> tuple[list[torch.Tensor], torch.Tensor]:
-    """(log-probs of each sequence [L], loss), after a backward pass."""
+    """Return (log-probs of each sequence [L], loss), after a backward pass."""
     logprobs, total = cases.logprobs_and_loss(model)
     total.backward()
     return logprobs, total.detach()
 
 
 def check_reference_and_merged(layout: Layout, folder: Path, family: str) -> None:
-    """After steps: the reference is still the base; what leaves is peft's merge, in `layout` and `local` too."""
+    """Check after some steps that the reference is still the base, and that exported weights, also sharded, equal peft's
+    merge.
+    """
     trained = backend(folder / family, layout, ModelRole(reference=True))
     _, packed = model_roles.batches(trained, layout)
     before = trained.forward(packed)
@@ -140,14 +144,14 @@ def check_reference_and_merged(layout: Layout, folder: Path, family: str) -> Non
 
 
 def merged(model: Path, trained: FSDPBackend) -> dict[str, torch.Tensor]:
-    """As peft merges, by the names on disk, in float32. Collective."""
+    """Return the weights merged by peft, by their names on disk, in float32. Collective."""
     whole = peft_model(model, trained).merge_and_unload()
     tied = {"lm_head.weight"} if whole.config.tie_word_embeddings else set()
     return {name: t.float() for name, t in on_disk(whole, whole.state_dict()).items() if name not in tied}
 
 
 def check_bfloat16(layout: Layout, folder: Path) -> None:
-    """The base in bfloat16, adapters and their gradients in float32."""
+    """Check the base in bfloat16, with adapters and their gradients in float32."""
     trained = backend(folder / "qwen3", layout, precision="bfloat16")
     shake(trained)
     logprobs, _ = eager_loss(peft_model(folder / "qwen3", trained))
@@ -163,7 +167,7 @@ def check_bfloat16(layout: Layout, folder: Path) -> None:
 
 
 def save(layout: Layout, folder: Path) -> None:
-    """`adapted/<layout>/<case>`: the checkpoint and the weights of one that has learned a step."""
+    """Write `adapted/<layout>/<case>`: checkpoint and weights of a backend after one step."""
     for case in SAVED:
         family = case if case in CASES else "qwen3"
         role = ModelRole("values") if case == "values" else ModelRole()

@@ -76,7 +76,10 @@ EXPORTED = {"qwen3_tied": "bfloat16", "qwen3_moe": "float32"}  # families and pr
 
 
 def tolerance(family: str) -> float:
-    """Of gradients, as a share of the largest entry: processors round float32 differently, by up to 1.4e-6.
+    """Return the tolerance of gradients, as a share of the largest entry: processors round float32 differently, by up to
+    1.4e-6.
+
+    transformers rounds a router's softmax to float32 in any precision.
 
     transformers rounds a router's softmax to float32 in any precision.
     """
@@ -84,7 +87,10 @@ def tolerance(family: str) -> float:
 
 
 def write_models(folder: Path) -> None:
-    """One checkpoint per family. Every tensor is random: biases and norms too, which would else start at 0 and 1."""
+    """Write one checkpoint per family.
+
+    Every tensor is random, also biases and norms, which would otherwise start at 0 and 1.
+    """
     for family, config in configs().items():
         torch.manual_seed(3)
         model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
@@ -95,7 +101,7 @@ def write_models(folder: Path) -> None:
 
 
 def write_classifiers(folder: Path) -> None:
-    """`<family>_values`, sequence classifiers with one label, for some of the families. Every tensor is random."""
+    """Write `<family>_values`, sequence classifiers with one label, for some of the families. Every tensor is random."""
     for family in VALUED:
         torch.manual_seed(4)
         config = configs()[family]
@@ -109,7 +115,7 @@ def write_classifiers(folder: Path) -> None:
 
 
 def policy(model: Path | str, **changes) -> PolicyConfig:
-    """A recipe's policy section, resolved: float32, no clipping, AdamW."""
+    """Return a recipe's policy section, resolved: float32, no clipping, AdamW."""
     return PolicyConfig(
         **{
             "model_name": str(model),
@@ -126,7 +132,7 @@ def policy(model: Path | str, **changes) -> PolicyConfig:
 
 
 def sequences() -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """[(tokens [L] int64, weights of the tokens' log-probs in the loss [L] float32)]"""
+    """Return [(tokens [L] int64, weights of the tokens' log-probs in the loss [L] float32)]."""
     generator = torch.Generator().manual_seed(1)
     return [
         (torch.randint(0, VOCABULARY, (length,), generator=generator), torch.randn(length, generator=generator))
@@ -135,7 +141,7 @@ def sequences() -> list[tuple[torch.Tensor, torch.Tensor]]:
 
 
 def pack(chosen: list[int], device: str = "cpu") -> PackedBatch:
-    """Those of the `sequences()`, end to end."""
+    """Pack these of the `sequences()`, end to end."""
     tokens, weights = zip(*(sequences()[i] for i in chosen), strict=True)
     lengths = tuple(len(t) for t in tokens)
     total = sum(lengths)
@@ -152,7 +158,9 @@ def pack(chosen: list[int], device: str = "cpu") -> PackedBatch:
 
 
 def check_layout(trained: TrainBackend, files: dict[str, torch.Tensor], within: float = 0.0) -> dict[str, torch.Tensor]:
-    """Every region of this rank shows what the file has there. {name: which of its entries this rank holds, bool}"""
+    """Check that every region of this rank equals the file, and return {name: bool mask of the entries that this rank
+    holds}.
+    """
     assert {name: tuple(tensor.shape) for name, tensor in files.items()} == trained.shapes
     held = {name: torch.zeros(shape, dtype=torch.bool) for name, shape in trained.shapes.items()}
     for region in trained.layout():
@@ -167,7 +175,7 @@ def check_layout(trained: TrainBackend, files: dict[str, torch.Tensor], within: 
 
 
 def check_all_held(held: dict[str, torch.Tensor]) -> None:
-    """The train ranks together hold every entry. Collective."""
+    """Check that the train ranks together hold every entry. Collective."""
     for name, entries in held.items():
         count = entries.to(torch.int32)
         dist.all_reduce(count)
@@ -175,7 +183,7 @@ def check_all_held(held: dict[str, torch.Tensor]) -> None:
 
 
 def loss(outputs: Outputs, batch: PackedBatch) -> LossOutput:
-    """A weighted sum of log-probs over the global count of tokens, with one metric of each kind."""
+    """Return a weighted sum of log-probs over the global count of tokens, with one metric of each kind."""
     share = -(outputs.logprobs * batch.advantages).sum() / sum(LENGTHS)
     detached = outputs.logprobs.detach()
     metrics = {"logprob": detached.sum() / sum(LENGTHS), "logprob_max": batch.advantages.max(), "logprob_min": detached.min()}
@@ -183,20 +191,22 @@ def loss(outputs: Outputs, batch: PackedBatch) -> LossOutput:
 
 
 def learn(trained: TrainBackend, batches: list[PackedBatch], of: Loss = loss) -> dict[str, float]:
-    """The metrics of a step of the algorithm that holds one update."""
+    """Return the metrics of a step of the algorithm with one update."""
     metrics = trained.step(batches, of).metrics
     trained.advance_schedule()
     return metrics
 
 
 def value_loss(outputs: Outputs, batch: PackedBatch) -> LossOutput:
-    """A weighted sum of values over the global count of tokens."""
+    """Return a weighted sum of values over the global count of tokens."""
     share = (outputs.values * batch.advantages).sum() / sum(LENGTHS)
     return LossOutput(share, {"value": outputs.values.detach().sum() / sum(LENGTHS)})
 
 
 def eager_values(folder: Path) -> tuple[list[torch.Tensor], dict[str, torch.Tensor], torch.Tensor]:
-    """(values of each sequence [L], gradients by name, loss), one at a time, by transformers' body and head in float64."""
+    """Return (values of each sequence [L], gradients by name, loss) by transformers' body and head in float64, one at a
+    time.
+    """
     model = eager_model(AutoModelForSequenceClassification, folder, torch.float64)
     values, total = [], 0.0
     for tokens, weights in sequences():
@@ -209,7 +219,7 @@ def eager_values(folder: Path) -> tuple[list[torch.Tensor], dict[str, torch.Tens
 
 
 def eager_scores(folder: Path, dtype: torch.dtype = torch.float64) -> torch.Tensor:
-    """What transformers' classifier says of all sequences in one batch, padded on the right [S]."""
+    """Return the scores [S] of transformers' classifier for all sequences in one batch, padded on the right."""
     model = eager_model(AutoModelForSequenceClassification, folder, dtype)
     model.config.pad_token_id = PADDING
     tokens = torch.nn.utils.rnn.pad_sequence([t for t, _ in sequences()], batch_first=True, padding_value=PADDING)
@@ -223,7 +233,7 @@ def eager_model(auto: type, folder: Path, dtype: torch.dtype) -> PreTrainedModel
 
 
 def eager(folder: Path, dtype: torch.dtype = torch.float64) -> tuple[list[torch.Tensor], dict[str, torch.Tensor], torch.Tensor]:
-    """(log-probs of each sequence [L], gradients by name, loss), one sequence at a time, by HF eager in `dtype`."""
+    """Return (log-probs of each sequence [L], gradients by name, loss), one sequence at a time, by HF eager in `dtype`."""
     model = eager_model(AutoModelForCausalLM, folder, dtype)
     # Rotary frequencies are derived in float32 by any model; keep to that, so that only rounding differs.
     logprobs, total = logprobs_and_loss(model)
@@ -232,7 +242,7 @@ def eager(folder: Path, dtype: torch.dtype = torch.float64) -> tuple[list[torch.
 
 
 def logprobs_and_loss(model: nn.Module) -> tuple[list[torch.Tensor], torch.Tensor]:
-    """(log-probs of each sequence [L], `loss` with a graph) by a transformers model, one sequence at a time."""
+    """Return (log-probs of each sequence [L], `loss` with a graph) by a transformers model, one sequence at a time."""
     logprobs, total = [], 0.0
     for tokens, weights in sequences():
         logits = model(tokens[None]).logits[0, :-1] / TEMPERATURE

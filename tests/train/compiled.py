@@ -1,4 +1,4 @@
-"""Functions of train ranks with compiled layers, called like those of `ranks`."""
+"""Checks of train ranks with compiled layers, called like those of `ranks`."""
 
 from __future__ import annotations
 
@@ -34,17 +34,17 @@ def backend(
 
 
 def graphs() -> int:
-    """How many this process has compiled."""
+    """Return the number of graphs that this process has compiled."""
     return counters["stats"]["unique_graphs"]
 
 
 def pack(chosen: list[int]) -> PackedBatch:
-    """Return those sequences on the device where a backend computes."""
+    """Return those sequences on the backend's device."""
     return cases.pack(chosen, "cuda" if torch.cuda.is_available() else "cpu")
 
 
 def check_agrees(layout: Layout, model: Path, precision: str = "float32", **settings) -> None:
-    """Compiled layers say what eager ones do of batches of any length, and are compiled once, when the model is built."""
+    """Check that compiled layers agree with eager ones for batches of any length, and compile once, when the model is built."""
     near, gradients_near = NEAR[precision]
     before = graphs()
     compiled, eager = (backend(model, layout, on, precision=precision, **settings) for on in (True, False))
@@ -63,7 +63,7 @@ def check_agrees(layout: Layout, model: Path, precision: str = "float32", **sett
 
 
 def _step(trained: FSDPBackend, batches: list[PackedBatch]) -> torch.Tensor:
-    """Take a step; the log-probs that its loss is given."""
+    """Take a step; return the log-probs that its loss gets."""
     seen = []
 
     def loss(outputs: Outputs, batch: PackedBatch) -> LossOutput:
@@ -84,7 +84,7 @@ def check_two_ranks(layout: Layout, folder: Path) -> None:
 
 
 def check_ranks_agree(layout: Layout, folder: Path) -> None:
-    """One rank has no compiler: none compiles, and all train."""
+    """Check that if one rank has no compiler, none compiles and all train."""
     subject.DEVICES = ("cpu",)
     if dist.get_rank() == 1:
         torch._inductor.config.cpp.cxx = ("there-is-no-such-compiler",)
@@ -98,7 +98,7 @@ def check_ranks_agree(layout: Layout, folder: Path) -> None:
 
 
 def train_and_save(layout: Layout, folder: Path, precision: str = "float32") -> None:
-    """Two steps; what is saved after the first is in `saved`, the weights after the second in `expected.pt`."""
+    """Take two steps; save after the first in `saved`, and the weights after the second in `expected.pt`."""
     trained = _in_a_cache_of_its_own(layout, folder, "first", precision)
     trained.step([pack([0, 3])], cases.loss)
     trained.shards().write(folder / "saved", dist.get_rank())
@@ -107,7 +107,7 @@ def train_and_save(layout: Layout, folder: Path, precision: str = "float32") -> 
 
 
 def resume(layout: Layout, folder: Path, precision: str = "float32") -> None:
-    """What `train_and_save` leaves comes of its checkpoint too, in a process that has compiled nothing yet."""
+    """Check that its checkpoint leads to the weights of `train_and_save` in a process that has compiled nothing yet."""
     trained = _in_a_cache_of_its_own(layout, folder, "second", precision)
     trained.load(folder / "saved")
     trained.step([pack([5, 6, 7])], cases.loss)
@@ -121,7 +121,7 @@ def _in_a_cache_of_its_own(layout: Layout, folder: Path, cache: str, precision: 
 
 
 def check_reference(layout: Layout, folder: Path) -> None:
-    """The reference runs the policy's graphs: it needs no trial pass, and at first it says the same to the last bit."""
+    """Check that the reference runs the policy's graphs: it needs no trial pass, and at first it is equal to the last bit."""
     with unittest.mock.patch.object(FSDPBackend, "_reference_model", side_effect=AssertionError("it is not to be tried out")):
         trained = backend(folder / "qwen3", layout, True, ModelRole(reference=True), precision="bfloat16")
     built = graphs()

@@ -9,7 +9,7 @@ from tests.train.cases import write_classifiers, write_models
 
 @pytest.fixture(scope="session")
 def models(tmp_path_factory) -> Path:
-    """A folder with one checkpoint per family, and those of classifiers."""
+    """Return a folder with one checkpoint per family, and those of classifiers."""
     folder = tmp_path_factory.mktemp("models")
     write_models(folder)
     write_classifiers(folder)
@@ -18,7 +18,7 @@ def models(tmp_path_factory) -> Path:
 
 @pytest.fixture
 def realm(monkeypatch):
-    """A train realm of this process alone, on the CPU."""
+    """Return a train realm of this process alone, on the CPU."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     yield

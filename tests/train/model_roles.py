@@ -1,4 +1,4 @@
-"""Functions of train ranks with models other than a trained policy: value models, frozen ones, several at once.
+"""Checks of train ranks with models other than a trained policy: value models, frozen ones, several at once.
 
 Each function is called SPMD with (layout, folder), as those of `ranks`.
 """
@@ -36,13 +36,13 @@ def all_roles(layout: Layout, folder: Path) -> None:
 
 
 def batches(trained: FSDPBackend, layout: Layout) -> tuple[list[list[int]], list[PackedBatch]]:
-    """This rank's sequences, and the batches that they make."""
+    """Return this rank's sequences, and the batches made of them."""
     mine = ranks.shares(layout)[trained.data_rank]
     return mine, [cases.pack(chosen) for chosen in mine]
 
 
 def check_values(layout: Layout, folder: Path, family: str) -> None:
-    """Values, loss and every gradient, against transformers' classifier."""
+    """Compare values, loss and every gradient with transformers' classifier."""
     model = folder / f"{family}_values"
     trained = ranks.backend(cases.policy(model), layout, VALUES)
     ranks.check_weights_are_the_files(trained, model)
@@ -63,7 +63,7 @@ def check_values(layout: Layout, folder: Path, family: str) -> None:
 
 
 def check_value_head_on_a_language_model(layout: Layout, folder: Path, family: str) -> None:
-    """The body is the checkpoint's; the head is drawn from the seed, the same on every layout."""
+    """Check that the body is the checkpoint's, and that the head follows from the seed, the same on every layout."""
     ours = ranks.weights(ranks.backend(cases.policy(folder / family), layout, VALUES))
     files = load_file(folder / family / "model.safetensors")
     assert ours.keys() == files.keys() - {"lm_head.weight"} | {"score.weight"}
@@ -74,7 +74,7 @@ def check_value_head_on_a_language_model(layout: Layout, folder: Path, family: s
 
 
 def check_random_values(layout: Layout, folder: Path) -> None:
-    """The same on every layout: each leaves its weights, or finds them so."""
+    """Check that random weights are the same on every layout: the first one saves its weights, the others compare with them."""
     ours = ranks.weights(ranks.backend(cases.policy(folder / "qwen3", random_init=True), layout, VALUES))
     if dist.get_rank() == 0:
         assert 0.01 < ours["score.weight"].std() < 0.03
@@ -86,7 +86,7 @@ def check_random_values(layout: Layout, folder: Path) -> None:
 
 
 def check_frozen(layout: Layout, folder: Path) -> None:
-    """A model that is not trained says what one in training says, to the last bit, at half the memory or less."""
+    """Check that a frozen model's outputs equal a trained one's to the last bit, at half the memory or less."""
     for precision in ("float32", "bfloat16"):
         for head, model in (("logprobs", "qwen3_tied"), ("values", "qwen3_values")):
             trained = ranks.backend(cases.policy(folder / model, precision=precision), layout, ModelRole(head))
@@ -103,7 +103,7 @@ def check_frozen(layout: Layout, folder: Path) -> None:
 
 
 def check_entropy_and_tokens(layout: Layout, folder: Path) -> None:
-    """Entropy and the most likely tokens in a forward pass; entropy and a teacher's tokens, with gradients, in a step."""
+    """Check entropy and most likely tokens in a forward pass; entropy and a teacher's tokens, with gradients, in a step."""
     model = folder / "qwen3"
     trained = ranks.backend(cases.policy(model), layout, ModelRole(entropy=True))
     tables, gradients = tables_and_gradients(model)
@@ -138,7 +138,7 @@ def entropies(table: torch.Tensor) -> torch.Tensor:
 
 
 def tables_and_gradients(model: Path) -> tuple[list[torch.Tensor], dict[str, torch.Tensor]]:
-    """Of each sequence, the log-probs of every token [L, V], by HF eager in float64; the gradients of `loss_of_all`."""
+    """Return, by HF eager in float64, each sequence's log-probs of all tokens [L, V], and the gradients of `loss_of_all`."""
     eager = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float64, attn_implementation="eager")
     tables, total = [], 0.0
     for i, (tokens, weights) in enumerate(cases.sequences()):
@@ -151,7 +151,7 @@ def tables_and_gradients(model: Path) -> tuple[list[torch.Tensor], dict[str, tor
 
 
 def check_several_at_once(layout: Layout, folder: Path) -> None:
-    """A policy, its critic and a teacher in one process: each does what it does alone."""
+    """Check that a policy, its critic and a teacher in one process each behave as they do alone."""
     policy = ranks.backend(cases.policy(folder / "qwen3"), layout, ModelRole(reference=True, entropy=True))
     critic = ranks.backend(cases.policy(folder / "qwen3"), layout, VALUES)
     frozen = ranks.backend(cases.policy(folder / "llama", precision="bfloat16"), layout, ModelRole(trained=False, offload=True))
@@ -176,7 +176,7 @@ def check_several_at_once(layout: Layout, folder: Path) -> None:
 
 
 def save_values(layout: Layout, folder: Path) -> None:
-    """`values/<layout>`: a checkpoint of a value model that has learned a step, and what it says then."""
+    """Write `values/<layout>`: a checkpoint of a value model after one step, and its outputs then."""
     trained = ranks.backend(cases.policy(folder / "qwen3_moe" if layout.tensor == 1 else folder / "qwen3"), layout, VALUES)
     _, packed = batches(trained, layout)
     trained.step(packed, cases.value_loss)

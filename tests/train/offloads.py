@@ -17,8 +17,11 @@ def check(
     states: Callable[[TrainBackend], list[torch.Tensor]],
     loss: Loss = cases.loss,
 ) -> None:
-    """new: a backend, the same each time. states(backend): what the optimizer holds besides the weights, of which none may be
-    there while only weights are kept."""
+    """Check a backend.
+
+    new: returns a backend, the same each time. states(backend): the optimizer's tensors besides the weights, of which none
+    may be there while only weights are kept.
+    """
     stayed, left = new(), new()
     for trained in (stayed, left):
         cases.learn(trained, batches, loss)

@@ -113,7 +113,7 @@ def _case(nemo_rl: Path, bridge: Path, recipe: str, model: str, changes: list[st
 
 
 def _inputs(whole: dict[str, Any], algorithm: str, model: str, backend: str) -> dict[str, Any]:
-    """Of the resolved recipe, all that the rates depend on."""
+    """Return all values of the resolved recipe that the rates depend on."""
     keys = ("num_prompts_per_step", "num_generations_per_prompt", "max_num_steps", "ppo_epochs")
     config: dict[str, Any] = {"train_global_batch_size": whole[model]["train_global_batch_size"]}
     if backend == "megatron":
@@ -127,7 +127,7 @@ def _inputs(whole: dict[str, Any], algorithm: str, model: str, backend: str) -> 
 
 
 def _dtensor(nemo_rl: Path, worker: str, config: dict[str, Any]) -> SimpleNamespace:
-    """`optimizer` and `scheduler`, by the statement of theirs that makes a schedule of the recipe's keys."""
+    """Run `optimizer` and `scheduler` through their statement that makes a schedule of the recipe's keys."""
     parameter = torch.nn.Parameter(torch.zeros(1))
     optimizer = _get_class(config["optimizer"]["name"])([parameter], **config["optimizer"]["kwargs"])
     made = SimpleNamespace(cfg=config, optimizer=optimizer, scheduler=None)
@@ -153,7 +153,7 @@ def _dtensor(nemo_rl: Path, worker: str, config: dict[str, Any]) -> SimpleNamesp
 
 
 def _megatron(bridge: Path, config: dict[str, Any], train_iters: int) -> SimpleNamespace:
-    """`optimizer` and `scheduler`, by Megatron-Bridge's functions; train_iters as the algorithm's setup() has it."""
+    """Run `optimizer` and `scheduler` through Megatron-Bridge's functions; train_iters as in the algorithm's setup()."""
     names: dict[str, Any] = {"OptimizerParamScheduler": OptimizerParamScheduler, "warnings": warnings}
     for file, function in ((CONFIG, "_calculate_scheduler_steps"), (OPTIM, "_get_scheduler")):
         (node,) = (
@@ -179,7 +179,9 @@ def _megatron(bridge: Path, config: dict[str, Any], train_iters: int) -> SimpleN
 
 
 def _rates(file: Path, made: SimpleNamespace, gbs: int, calls: int) -> Iterator[float]:
-    """The rate of each call of the worker's train(), which advances the schedule once, after its loop over global batches."""
+    """Return the rate of each call of the worker's train(), which advances the schedule once, after its loop over global
+    batches.
+    """
     (train,) = (node for node in ast.walk(_parsed(file)) if isinstance(node, ast.FunctionDef) and node.name == "train")
     advances = [node for node in ast.walk(train) if isinstance(node, ast.Expr) and _advances(node)]
     in_a_loop = [
@@ -206,7 +208,7 @@ def _run(node: ast.stmt, file: str, names: dict[str, Any]) -> None:
 
 
 def _get_class(name: str) -> type:
-    """As hydra.utils.get_class."""
+    """Return the class of a dotted path, as hydra.utils.get_class does."""
     module, _, attribute = name.rpartition(".")
     return getattr(importlib.import_module(module), attribute)
 

@@ -1,5 +1,7 @@
 """Start train ranks as processes of a larger world, which has one more rank that takes no part.
 
+`run` starts them; each train rank runs a function of this module, called SPMD with (layout, folder).
+
 `run` starts them; what each train rank does is a function of this module, called SPMD with (layout, folder).
 """
 
@@ -38,7 +40,7 @@ class Layout:
 
 
 def run(work, layout: Layout, folder: Path) -> None:
-    """`work(layout, folder)` on every train rank. Raises what any of them raised."""
+    """Run `work(layout, folder)` on every train rank. Raises what any of them raised."""
     with_bystander = layout.ranks + 1
     with tempfile.TemporaryDirectory() as meeting:
         fork_server.run(_process, (with_bystander, work, layout, folder, Path(meeting) / "store"), with_bystander)
@@ -68,7 +70,7 @@ def full(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def gradients(trained: FSDPBackend) -> dict[str, torch.Tensor]:
-    """In full; they stay until the next step."""
+    """Return the full gradients; they stay until the next step."""
     return {name: full(parameter.grad) for name, parameter in trained._model.hf.named_parameters()}
 
 
@@ -77,7 +79,7 @@ def weights(trained: FSDPBackend) -> dict[str, torch.Tensor]:
 
 
 def shares(layout: Layout, batches: int = 2) -> list[list[list[int]]]:
-    """Which sequences are in which batch of which data rank."""
+    """Return the sequences of each batch of each data-parallel rank."""
     order = list(range(len(cases.LENGTHS)))
     cuts = layout.data * batches
     parts = [order[i::cuts] for i in range(cuts)]
@@ -85,7 +87,7 @@ def shares(layout: Layout, batches: int = 2) -> list[list[list[int]]]:
 
 
 def assert_near(ours: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor], tolerance: float) -> None:
-    """Every tensor equal up to `tolerance` of the largest entry of all."""
+    """Assert that every tensor is equal up to `tolerance` of the largest entry of all."""
     assert ours.keys() == theirs.keys()
     largest = max(t.abs().max().item() for t in theirs.values())
     assert largest > 0.01  # the comparison would be empty otherwise
@@ -95,7 +97,7 @@ def assert_near(ours: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor], 
 
 
 def check_against_eager(trained: FSDPBackend, layout: Layout, model: Path, tolerance: float = 2e-6) -> None:
-    """Log-probs, loss, metrics, every gradient and their norm of one step, against HF eager."""
+    """Compare log-probs, loss, metrics, every gradient and their norm of one step with HF eager."""
     logprobs, expected, total = cases.eager(model)
     mine = shares(layout)[trained.data_rank]
     batches = [cases.pack(chosen) for chosen in mine]
@@ -135,7 +137,7 @@ def some_families(chosen: Sequence[str], layout: Layout, folder: Path) -> None:
 
 
 def families(layout: Layout) -> list[str]:
-    """Those that train at this layout: tensor parallelism does not cut experts."""
+    """Return the families that train at this layout: tensor parallelism does not split experts."""
     return [family for family in cases.FAMILIES if layout.tensor == 1 or family not in cases.MIXTURES]
 
 
@@ -149,7 +151,7 @@ def check_weights_are_the_files(trained: FSDPBackend, model: Path) -> None:
 
 
 def check_random_weights(layout: Layout, folder: Path, family: str) -> None:
-    """The same whatever the layout, and what transformers draws from that seed."""
+    """Check that they do not depend on the layout, and equal transformers' from that seed."""
     trained = backend(cases.policy(folder / family, random_init=True), layout)
     torch.manual_seed(7)
     expected = AutoModelForCausalLM.from_config(cases.configs()[family], dtype=torch.float32)
@@ -169,7 +171,7 @@ def check_activation_checkpointing(layout: Layout, folder: Path) -> None:
 
 
 def check_bfloat16(layout: Layout, folder: Path, family: str) -> None:
-    """Compute in bfloat16 is near, and the weights that it updates are float32."""
+    """Check that outputs in bfloat16 are near, and that the updated weights are float32."""
     logprobs, expected, _ = cases.eager(folder / family)
     trained = backend(cases.policy(folder / family, precision="bfloat16"), layout)
     mine = shares(layout)[trained.data_rank]
@@ -209,7 +211,7 @@ def check_clipping_and_refusal(layout: Layout, folder: Path) -> None:
 def check_save_and_load(
     layout: Layout, folder: Path, family: str, role: ModelRole | None = None, loss: Loss = cases.loss, **dtensor
 ) -> None:
-    """Interrupted after two steps and resumed: the next two are the same to the last bit."""
+    """Check that after an interruption after two steps the next two are the same to the last bit."""
 
     def new() -> FSDPBackend:
         return backend(cases.policy(folder / family, scheduler=SCHEDULER), layout, role, **dtensor)
@@ -241,13 +243,16 @@ def check_save_and_load(
 
 
 def saved_by(layout: Layout, family: str) -> str:
-    """The folder that `check_save_and_load` leaves, with the metrics of the two steps after it."""
+    """Return the folder that `check_save_and_load` writes, with the metrics of the two steps after it."""
     return f"saved-{family}-{layout.data}-{layout.tensor}"
 
 
 def train_and_save(layout: Layout, folder: Path) -> None:
-    """For each family of `cases.EXPORTED`: `checkpoint` by all ranks, and what rank 0 says of it in `weights.safetensors` (as
-    they leave the backend) and `logprobs.safetensors` (of each sequence)."""
+    """Save each family of `cases.EXPORTED`.
+
+    All ranks write `checkpoint`; rank 0 writes `weights.safetensors` (as the backend exports them) and
+    `logprobs.safetensors` (of each sequence).
+    """
     for family, precision in cases.EXPORTED.items():
         trained = backend(cases.policy(folder / family, precision=precision), layout)
         trained.step([cases.pack(chosen) for chosen in shares(layout)[trained.data_rank]], cases.loss)

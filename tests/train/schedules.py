@@ -49,7 +49,7 @@ class Case:
 
     @property
     def tolerance(self) -> float:
-        """Shares of the highest rate, equal but for rounding, with two exceptions."""
+        """Return the tolerance as a share of the highest rate: rounding only, with two exceptions."""
         if self.model == "value":  # torch's LinearLR multiplies its rate from step to step, and cannot begin at 0
             return 1e-12
         if any(change.endswith("lr_decay_iters=9") for change in self.changes):
@@ -73,7 +73,10 @@ def golden() -> list[Case]:
 
 
 def imported(case: Case, folder: Path, nemo_rl: Path | None = None) -> Recipe:
-    """Their recipe in our keys. Without a checkout of NeMo-RL: one in its shape, written to `folder`, with the same inputs."""
+    """Return their recipe in our keys.
+
+    Without a checkout of NeMo-RL it is a small recipe in its shape with the same inputs, written to `folder`.
+    """
     if nemo_rl is not None:
         loaded = recipes.inspect(str(nemo_rl / case.recipe), case.changes)
     else:
@@ -97,7 +100,7 @@ def _in_their_shape(case: Case) -> dict[str, Any]:
 
 
 def built(recipe: Recipe, model: str) -> TrainBackend:
-    """A tiny model with the recipe's optimizer and schedule, in the train realm of this process."""
+    """Build a tiny model with the recipe's optimizer and schedule, in the train realm of this process."""
     policy: PolicyConfig = recipe.policy if model == "policy" else config.critic(recipe)
     role = ModelRole("values" if model == "value" else "logprobs")
     settings = {"optimizer": policy.optimizer, "scheduler": policy.scheduler}
@@ -109,7 +112,7 @@ def built(recipe: Recipe, model: str) -> TrainBackend:
 
 
 def rates(backend: TrainBackend, calls: int, advances: int = 1) -> list[float]:
-    """The rate that the optimizer has in each of so many calls of train(), if each advances the schedule `advances` times."""
+    """Return the optimizer's rate in each of this many calls of train(), if each advances the schedule `advances` times."""
     found = []
     backend.step([cases.pack([1])], cases.value_loss if backend._role.head == "values" else cases.loss)
     for _ in range(calls):
@@ -120,7 +123,7 @@ def rates(backend: TrainBackend, calls: int, advances: int = 1) -> list[float]:
 
 
 def _groups(backend: TrainBackend) -> list[dict[str, Any]]:
-    """The parameter groups of the optimizer that makes the updates."""
+    """Return the parameter groups of the optimizer that makes the updates."""
     return (backend._optimizer if isinstance(backend, FSDPBackend) else backend._optimizer._core).param_groups
 
 
@@ -128,7 +131,10 @@ def _groups(backend: TrainBackend) -> list[dict[str, Any]]:
 
 
 def main(nemo_rl: Path | None) -> int:
-    """1 if a rate differs by more than its case allows. "per update": as schedules advanced in earlier versions."""
+    """Print the table; return 1 if a rate differs by more than its case allows.
+
+    "per update": as schedules advanced in earlier versions.
+    """
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     wrong = 0
     with tempfile.TemporaryDirectory() as name:

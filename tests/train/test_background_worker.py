@@ -7,7 +7,7 @@ import pytest
 from pipeline.train.background_worker import BackgroundWorker
 
 
-def test_work_goes_on_beside_and_one_at_a_time():
+def test_work_runs_in_the_background_one_at_a_time():
     background, gates, order = BackgroundWorker(), [threading.Event(), threading.Event()], []
     assert background.done() and background.wait(0)
 
@@ -29,7 +29,7 @@ def test_work_goes_on_beside_and_one_at_a_time():
     assert order == [0, 1] and background.done()
 
 
-def test_an_error_is_raised_until_it_is_heard():
+def test_an_error_is_raised_by_every_later_call():
     def fail() -> None:
         raise OSError("no space left")
 

@@ -18,7 +18,7 @@ pytestmark = pytest.mark.skipif(not builds.inductor_links(torch.__file__), reaso
 
 @pytest.fixture
 def fresh(realm):
-    """Nothing is compiled yet."""
+    """Reset the compiler."""
     torch._dynamo.reset()
 
 

@@ -50,7 +50,7 @@ def test_a_resumed_run_equals_the_uninterrupted_one(models, tmp_path, precision)
 
 
 def _alone(_: int, work: Callable[[Layout, Path, str], None], folder: Path, precision: str) -> None:
-    """Do the work in a process that is all of the world."""
+    """Run the work in a process that is a world of one."""
     _join()
     work(ONE, folder, precision)
     dist.destroy_process_group()

@@ -83,7 +83,7 @@ def test_a_frozen_model_computes_on_the_gpu_wherever_its_weights_are(models, hea
 
 @pytest.mark.parametrize("offload", [False, True])
 def test_a_reference_is_in_host_memory_or_stays_on_the_gpu(models, monkeypatch, offload):
-    """Between two of its passes, which leave CUDA's cache as it is; either way it leaves with the rest."""
+    """Between two passes it leaves CUDA's cache unchanged; in both cases it is offloaded with the rest."""
     policy = cases.policy(models / "qwen3", precision="bfloat16")
     trained = ranks.backend(policy, role=ModelRole(reference=True), reference_cpu_offload=offload)
     assert (trained._offloaded is not None) == offload
@@ -104,7 +104,7 @@ def test_a_reference_is_in_host_memory_or_stays_on_the_gpu(models, monkeypatch, 
 
 @pytest.mark.parametrize("offload", [False, True])
 def test_adapters(models, tmp_path, offload):
-    """What leaves is what computes; resumed to the last bit."""
+    """Check that exported weights are those that compute, and that training resumes to the last bit."""
     policy = cases.policy(models / "qwen3", precision="bfloat16", tokenizer=TokenizerConfig(str(ROOT / "recipes/tiny")))
     trained = ranks.backend(policy, cpu_offload=offload, lora_cfg=LoRAConfig(True))
     batch = cases.pack(ALL, "cuda")
@@ -120,7 +120,7 @@ def test_adapters(models, tmp_path, offload):
     assert trained.step([batch], cases.loss).metrics == metrics
 
 
-def test_float32_takes_the_other_path(models):
+def test_float32_uses_the_other_path(models):
     trained = ranks.backend(cases.policy(models / "llama"))
     logprobs, _, _ = cases.eager(models / "llama")
     ours = trained.forward([cases.pack(ALL, "cuda")])[0].logprobs

@@ -18,7 +18,7 @@ TINY = str(ROOT / "recipes/tiny")
 
 
 class Backend:
-    """Hands out a model's weights as a train backend does: through one buffer, good until the next is asked for."""
+    """Yields a model's weights as a train backend does: through one buffer, valid until the next one."""
 
     def __init__(self, model):
         self.model = model
@@ -59,8 +59,8 @@ def test_transformers_loads_what_was_exported(tmp_path, model, shard_bytes, file
 
 
 @pytest.mark.parametrize("given", ['{"temperature": 0.6}', '{"top_p":0.95,  "pad_token_id": -1}\n'])
-def test_the_models_own_generation_config_goes_along_as_it_is(tmp_path, model, given):
-    """transformers loads these, and refuses to save them."""
+def test_the_models_generation_config_is_copied_unchanged(tmp_path, model, given):
+    """transformers loads this config, and refuses to save it."""
     shutil.copytree(TINY, tmp_path / "base")
     (tmp_path / "base" / "generation_config.json").write_text(given)
     policy = PolicyConfig(model_name=str(tmp_path / "base"), tokenizer=TokenizerConfig(name=TINY), precision="float32")
@@ -76,7 +76,7 @@ def test_a_rank_that_does_not_write_takes_part(tmp_path, model):
 
 @pytest.fixture(scope="module")
 def saved(models):
-    """What two ranks saved of every family of `cases.EXPORTED`."""
+    """Return what two ranks saved of every family of `cases.EXPORTED`."""
     ranks.run(ranks.train_and_save, ranks.Layout(2, 1), models)
     return models
 

@@ -42,7 +42,7 @@ def test_agrees_with_eager(models, family):
 
 @pytest.mark.parametrize("family", ["qwen3_tied", "qwen3_moe"])
 @pytest.mark.parametrize("precision", ["float32", "bfloat16"])  # one rank in bfloat16 is sharded, in float32 not
-def test_one_rank_does_all_that_several_do(models, family, precision, tmp_path):
+def test_one_rank_passes_the_checks_of_several(models, family, precision, tmp_path):
     (tmp_path / family).symlink_to(models / family)
     if precision == "bfloat16":
         ranks.check_bfloat16(Layout(1, 1), tmp_path, family)
@@ -106,8 +106,8 @@ def test_reference_is_the_initial_policy(models):
 
 
 @pytest.mark.parametrize("family", ["qwen3_tied", "qwen3_moe"])
-def test_the_reference_in_half_precision_is_what_the_float32_weights_were(models, family):
-    """Those are rounded before they compute, so the log-probs are the same to the last bit."""
+def test_the_reference_in_half_precision_equals_the_initial_float32_weights(models, family):
+    """The float32 weights are rounded before they compute, so the log-probs are the same to the last bit."""
     trained = ranks.backend(cases.policy(models / family, precision="bfloat16"), role=ModelRole(reference=True))
     batches = [cases.pack(ALL[:4]), cases.pack(ALL[4:])]
     before = [out.logprobs for out in trained.forward(batches)]
@@ -141,7 +141,7 @@ def test_the_key_is_named_where_the_reference_cannot_be_page_locked(models, monk
         trained._offload_reference(trained._reference, Offload(trained.device))
 
 
-def test_a_reference_on_the_device_leaves_with_the_rest(models):
+def test_a_reference_on_the_device_is_offloaded_with_the_rest(models):
     trained = ranks.backend(cases.policy(models / "qwen3"), role=ModelRole(reference=True))
     batches = [cases.pack(ALL)]
     before = trained.forward(batches, "reference")[0].logprobs
@@ -193,7 +193,7 @@ def test_unsupported_models_are_refused(case, tmp_path):
     assert message in str(error.value)
 
 
-def test_a_window_wider_than_any_sequence_is_no_window(tmp_path):
+def test_a_window_wider_than_any_sequence_is_accepted(tmp_path):
     MistralConfig(**cases.SHAPE, sliding_window=64).save_pretrained(tmp_path)
     trained = ranks.backend(cases.policy(tmp_path, random_init=True))
     assert trained.forward([cases.pack(ALL)])[0].logprobs.isfinite().all()
@@ -276,7 +276,7 @@ def test_a_checkpoint_is_tensors_and_json(models, tmp_path):
     }
 
 
-def test_what_does_not_fit_is_not_loaded(models, tmp_path):
+def test_a_checkpoint_that_does_not_fit_is_not_loaded(models, tmp_path):
     trained = saved(models, tmp_path)
     before = ranks.weights(trained)
     with refused(("policy.model_name", "contradiction")):

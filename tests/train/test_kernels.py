@@ -18,13 +18,13 @@ KEYS = [("use_liger_kernel", True, "liger_kernel"), ("flash_attention", 3, "flas
 
 
 @pytest.mark.parametrize("key, value", [(key, value) for key, value, _ in KEYS])
-def test_a_cpu_has_none_of_them(models, realm, key, value):
+def test_a_cpu_has_no_kernels(models, realm, key, value):
     with refused((f"policy.dtensor_cfg.{key}", "needs-gpu")):
         ranks.backend(cases.policy(models / "qwen3"), Layout(1, 1), **{key: value})
 
 
 @pytest.mark.parametrize("key, value, package", KEYS)
-def test_what_is_not_installed_is_named(key, value, package):
+def test_a_missing_kernel_is_named(key, value, package):
     if importlib.util.find_spec(package):
         pytest.skip(f"{package} is installed")
     policy = cases.policy("unused")
@@ -43,7 +43,7 @@ def nccl():
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("key, value, package", KEYS)
-def test_on_a_gpu_they_agree_with_torch_s_own(models, nccl, key, value, package):
+def test_on_a_gpu_kernels_agree_with_torchs(models, nccl, key, value, package):
     pytest.importorskip(package)
     if key == "flash_attention" and torch.cuda.get_device_capability()[0] != 9:
         pytest.skip("FlashAttention-3 is for Hopper")

@@ -18,7 +18,7 @@ TOKENS, HIDDEN, VOCABULARY, CANDIDATES = sum(LENGTHS), 8, 37, 5
 
 @dataclasses.dataclass
 class Inputs:
-    """Of a head, and the weights of all that it gives in a loss."""
+    """The inputs of a head, and the weights of all its outputs in a loss."""
 
     hidden: torch.Tensor
     weight: torch.Tensor
@@ -64,7 +64,7 @@ def ours(given: Inputs, temperature: float, chunk: int | None, shard=None, weigh
 
 
 def plain(given: Inputs, temperature: float) -> Outputs:
-    """By autograd through the whole table of log-probs, in float64."""
+    """Compute the outputs by autograd through the whole table of log-probs, in float64."""
     table = (given.hidden @ given.weight.T / temperature).log_softmax(-1).roll(1, 0)
     seen = (given.positions != 0).double()
     return Outputs(
@@ -125,7 +125,7 @@ def test_without_entropy_and_candidates(chunk):
 
 
 def test_a_certain_distribution_has_no_entropy_and_a_finite_gradient():
-    """Logits so far apart that the other probabilities underflow."""
+    """The logits are so far apart that the other probabilities underflow."""
     hidden, weight = torch.ones(2, 1, requires_grad=True), torch.tensor([[0.0], [-500.0], [-1000.0]], requires_grad=True)
     entropy = target_outputs(hidden, weight, torch.tensor([0, 2]), 1.0, None, entropy=True).entropy
     assert entropy.tolist() == [0.0, 0.0]
@@ -158,14 +158,14 @@ def test_the_graph_can_be_used_twice(chunk):
 
 
 def tied_inputs() -> Inputs:
-    """Small whole numbers, so that many logits are exactly equal."""
+    """Return small whole numbers, so that many logits are exactly equal."""
     given = inputs(torch.float32)
     given.hidden, given.weight = (t.detach().mul(0.7).round() for t in (given.hidden, given.weight))
     return given
 
 
 def expected_most_likely(given: Inputs, k: int, temperature: float) -> tuple[torch.Tensor, torch.Tensor]:
-    """A stable sort of all log-probs: of equal ones the lower token comes first."""
+    """Return a stable sort of all log-probs: of equal ones the lower token comes first."""
     table = (given.hidden.double() @ given.weight.double().T / temperature).log_softmax(-1)
     order = table.sort(dim=1, descending=True, stable=True)
     return order.indices[:, :k], order.values[:, :k]
@@ -210,7 +210,7 @@ def test_more_than_the_vocabulary_is_refused():
 
 
 def over_ranks(layout: ranks.Layout, folder: Path) -> None:
-    """The vocabulary in unequal parts, of which the last has fewer tokens than are asked for."""
+    """Check unequal parts of the vocabulary; the last one has fewer tokens than requested."""
     group = dist.group.WORLD
     start, stop = [(0, 20), (20, 34), (34, VOCABULARY)][dist.get_rank()]
     shard = VocabularyShard(start, group)
@@ -236,7 +236,7 @@ def test_the_vocabulary_over_ranks(tmp_path):
 
 
 class Sizes(TorchDispatchMode):
-    """Of the largest tensor, and how many as large as `counted` there were."""
+    """Records the size of the largest tensor, and the number of tensors as large as `counted`."""
 
     def __init__(self, counted: int = 0):
         super().__init__()
@@ -264,8 +264,10 @@ def test_no_tensor_has_all_tokens_and_the_whole_vocabulary(everything):
     assert seen[None] == TOKENS * VOCABULARY
 
 
-def test_plain_log_probs_pass_over_the_logits_no_more_often_than_they_must():
-    """One chunk: the product, then softmax in two steps in place. Backward: the gradient, made, added to, seen transposed."""
+def test_plain_log_probs_make_the_minimum_of_passes_over_the_logits():
+    """Count for one chunk: the product, and softmax in two steps in place; backward: the gradient made, added to,
+    transposed.
+    """
     given = inputs(torch.float32)
     with Sizes(TOKENS * VOCABULARY) as sizes:
         given.total(ours(given, 1.0, None, everything=False)).backward()

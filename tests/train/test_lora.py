@@ -52,7 +52,7 @@ def saved(models):
 
 @pytest.mark.parametrize("case", adapters.SAVED)
 def test_a_checkpoint_is_exported_merged(models, saved, case, tmp_path):
-    """A base that was read, one that was drawn, and one with a value head."""
+    """Check a base from a checkpoint, a random one, and one with a value head."""
     family, head = (case if case in adapters.CASES else "qwen3"), ("values" if case == "values" else "logprobs")
     policy = cases.policy(models / family, tokenizer=TOKENIZER, random_init=case == "random")
     assert not any(
@@ -110,7 +110,7 @@ def test_other_adapters_do_not_resume(models, tmp_path):
 @pytest.mark.parametrize(
     "init, spread", [("xavier", (2 / (3 + 32)) ** 0.5), ("gaussian", 1 / 3), ("kaiming", (1 / (3 * 32)) ** 0.5)]
 )
-def test_a_is_drawn_as_the_recipe_says(models, init, spread):
+def test_a_is_initialized_as_the_recipe_says(models, init, spread):
     config = LoRAConfig(True, dim=3, lora_A_init=init, match_all_linear=False, target_modules=["q_proj", "k_proj"])
 
     def drawn() -> torch.Tensor:

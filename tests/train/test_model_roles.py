@@ -33,7 +33,7 @@ def test_one_rank(models):
     ids=["dp2", "tp2", "dp2tp2"],
 )
 def test_several_ranks(layout, models, tmp_path):
-    """Their checkpoint of a value model leaves as what transformers scores with as they did."""
+    """Their checkpoint of a value model is exported, and transformers computes their scores with it."""
     model_roles.check_random_values(ONE, models)
     ranks.run(model_roles.all_roles, layout, models)
     saved = models / "values" / f"{layout.data}-{layout.tensor}"
@@ -65,7 +65,7 @@ def test_a_running_value_model_is_exported(models, tmp_path):
     check_export(tmp_path / "hf", trained.forward([batch])[0].values)
 
 
-def test_what_is_not_trained_cannot_step_nor_be_saved(models, tmp_path):
+def test_a_frozen_model_cannot_step_nor_be_saved(models, tmp_path):
     frozen = ranks.backend(cases.policy(models / "qwen3"), role=ModelRole(trained=False))
     for act in (
         lambda: frozen.step([cases.pack([0])], cases.loss),
@@ -90,7 +90,7 @@ def test_values_have_no_most_likely_tokens(models):
         valued.forward([cases.pack([0])], top_k=2)
 
 
-def test_a_tied_language_model_gives_its_body(models):
+def test_a_value_model_takes_the_body_of_a_tied_language_model(models):
     ours = ranks.weights(ranks.backend(cases.policy(models / "qwen3_tied"), role=model_roles.VALUES))
     files = load_file(models / "qwen3_tied" / "model.safetensors")
     assert ours.keys() == files.keys() | {"score.weight"}
@@ -143,8 +143,8 @@ def test_checkpoints_that_do_not_fit_are_refused(models, tmp_path):
         refused(cases.policy(tmp_path), message)
 
 
-def test_a_language_model_is_no_classifier(models, tmp_path):
-    """A checkpoint of a value model does not load into a policy."""
+def test_a_value_models_checkpoint_does_not_load_into_a_policy(models, tmp_path):
+    """Check the error."""
     valued = ranks.backend(cases.policy(models / "qwen3"), role=model_roles.VALUES)
     valued.shards().write(tmp_path, dist.get_rank())
     with pytest.raises(ValueError, match=r"of another model.*lm_head.*score"):

@@ -40,7 +40,7 @@ def test_one_rank(kind, models):
 
 
 @pytest.mark.usefixtures("realm")
-def test_what_a_checkpoint_brought_moves_too(models, tmp_path):
+def test_a_loaded_checkpoint_is_offloaded_too(models, tmp_path):
     first, again = (ranks.backend(cases.policy(models / "qwen3_tied")) for _ in range(2))
     batches = [cases.pack([0, 1, 2])]
     first.step(batches, cases.loss)
@@ -62,7 +62,7 @@ def test_two_ranks(models):
 
 @pytest.mark.usefixtures("realm")
 def test_a_frozen_model(models):
-    """A teacher or a reward model; its weights are kept, and that is all it has."""
+    """Check a teacher or a reward model, which has only weights, and keeps them."""
     frozen = ranks.backend(cases.policy(models / "qwen3"), role=ModelRole(trained=False))
     batches = [cases.pack([0, 1, 2])]
     before = frozen.forward(batches)[0].logprobs
@@ -75,7 +75,7 @@ def test_a_frozen_model(models):
 
 
 @pytest.mark.usefixtures("realm")
-def test_of_a_model_with_adapters_a_refit_keeps_only_what_is_merged(models):
+def test_a_refit_keeps_only_the_merged_weights_of_a_model_with_adapters(models):
     trained = ranks.backend(cases.policy(models / "qwen3"), lora_cfg=LoRAConfig(True, dim=3))
     trained.step([cases.pack([0, 1, 2])], cases.loss)
     read = {name: trained.local_tensor(name).clone() for name in {region.tensor for region in trained.layout()}}
@@ -99,7 +99,7 @@ def test_a_frozen_model_is_copied_once(models):
 
 
 def test_copies_follow_their_tensors():
-    """Their size, and their end; nobody is given what another one left at the same address."""
+    """Check the copies' size and lifetime; no tensor gets the copy of another one at the same address."""
     offload, tensor = Offload(torch.device("cpu")), torch.arange(10)
     offload.offload([tensor], frozen=True)
     offload.reload()
@@ -116,7 +116,7 @@ def test_copies_follow_their_tensors():
 
 
 class CUDA:
-    """Stands for its runtime."""
+    """A stand-in for CUDA's runtime."""
 
     def __init__(self):
         self.locked: dict[int, int] = {}
@@ -131,7 +131,7 @@ class CUDA:
         del self.locked[address]
 
 
-def test_page_locked_memory_is_as_large_as_what_it_holds_and_is_given_back(monkeypatch):
+def test_page_locked_memory_has_the_size_of_its_content_and_is_freed(monkeypatch):
     cuda, checked = CUDA(), []
     monkeypatch.setattr(torch.cuda, "cudart", lambda: cuda)
     monkeypatch.setattr(torch.cuda, "check_error", checked.append)

@@ -72,7 +72,7 @@ STEPPED = {"name": "torch.optim.lr_scheduler.MultiStepLR", "kwargs": {"milestone
 
 
 @pytest.mark.parametrize("config", [None, COSINE, STEPPED, [WARMUP, COSINE, {"milestones": [4]}]])
-def test_advancing_is_having_taken_the_steps(config):
+def test_advancing_equals_taking_the_steps(config):
     assert rates(config, skip=6) == rates(config)[6:]  # to the last bit
 
 

@@ -31,7 +31,7 @@ def test_each_sequence_attends_to_itself(key_heads):
     assert (ours - torch.cat(expected, dim=2).transpose(1, 2)).abs().max() < 1e-6
 
 
-def test_neighbours_of_equal_length_go_together():
+def test_neighbours_of_equal_length_share_a_call():
     assert Packing.of(cases.pack([0, 1, 2, 4, 5, 0])).runs == ((2, 5), (1, 1), (2, 3), (1, 5))
 
 
@@ -46,13 +46,13 @@ def test_neighbours_of_equal_length_go_together():
         ({"position_bias": torch.zeros(4)}, "position_bias"),
     ],
 )
-def test_what_it_cannot_do_is_refused(change, message):
+def test_unsupported_arguments_are_refused(change, message):
     with pytest.raises(ValueError, match=message):
         attend(**change)
 
 
 def test_the_silently_wrong_inputs_raise(models):
-    """With transformers' own attentions each of these mixes sequences without a sign."""
+    """With transformers' own attentions each of these mixes sequences without an error."""
     model = AutoModelForCausalLM.from_pretrained(models / "llama", attn_implementation=NAME).eval()
     batch = cases.pack(LENGTHS)
     inputs = {"input_ids": batch.tokens[None], "position_ids": batch.positions[None], "use_cache": False}

@@ -24,7 +24,7 @@ class Operators(TorchDispatchMode):
 
 
 def backward(model, **settings) -> tuple[Counter, int]:
-    """(how often the backward pass ran each operator, bytes that the forward pass left for it)."""
+    """Return (how often the backward pass ran each operator, bytes that the forward pass saved for it)."""
     trained = ranks.backend(cases.policy(model), Layout(1, 1), **settings)
     batch = cases.pack(list(range(len(cases.LENGTHS))))
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as memory:

@@ -15,7 +15,7 @@ CASES = {case.name: case for case in schedules.golden()}
 
 @pytest.fixture
 def realm(realm):
-    """Megatron-Core's groups are of this realm, too."""
+    """Destroy Megatron-Core's groups with the realm."""
     yield
     from megatron.core import parallel_state
 
@@ -40,7 +40,7 @@ def test_an_imported_recipe_has_their_rates(name: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", ["grpo_math_8B policy dtensor", "grpo_math_8B_megatron policy megatron"])
 @pytest.mark.usefixtures("realm")
 def test_a_checkpoint_of_an_earlier_version_is_read(name: str, tmp_path: Path) -> None:
-    """It has one count, of updates. Where a step has several, tests/test_checkpoint.py has it refused."""
+    """It has one count, of updates. tests/test_checkpoint.py checks that it is refused if a step has several updates."""
     recipe = schedules.imported(CASES[name], tmp_path)
     trained, batch = schedules.built(recipe, "policy"), [cases.pack([1])]
     for _ in range(3):
@@ -57,8 +57,10 @@ def test_a_checkpoint_of_an_earlier_version_is_read(name: str, tmp_path: Path) -
     assert cases.learn(resumed, batch) == expected
 
 
-def test_the_golden_file_has_what_it_must() -> None:
-    """Both backends, policy and critic, several updates in a step, several calls of train() in a step, and a decay."""
+def test_the_golden_file_covers_all_kinds() -> None:
+    """Check for both backends, policy and critic, several updates in a step, several calls of train() in a step, and a
+    decay.
+    """
     golden = CASES.values()
     assert {case.backend for case in golden} == {"dtensor", "megatron"}
     assert {case.model for case in golden} == {"policy", "value"}

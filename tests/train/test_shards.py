@@ -12,7 +12,7 @@ from pipeline.train.shards import BoxReader, collect_shards, read_shards
 
 
 def cut(tensor, edges, folder):
-    """A reader of `tensor`, of whose first two dimensions each cell between the `edges` is in a file of its own."""
+    """Return a reader of `tensor`, with a file for each cell between the `edges` of its first two dimensions."""
     reader = BoxReader()
     rows, columns = edges
     for i, (a, b) in enumerate(itertools.pairwise(rows)):
@@ -77,7 +77,7 @@ def test_every_dtype_and_scalars_come_back(tmp_path):
 
 
 def test_several_boxes_of_one_tensor_by_one_rank(tmp_path):
-    """As a rank has them that holds a stretch of a flat buffer: a row's end, whole rows, a row's start."""
+    """Check boxes of a rank that holds a range of a flat buffer: a row's end, whole rows, a row's start."""
     tensor = torch.arange(35.0).view(7, 5)
     boxes = [Box((1, 3), (1, 2)), Box((2, 0), (2, 5)), Box((4, 0), (1, 1))]
     rest = [Box((0, 0), (1, 5)), Box((1, 0), (1, 3)), Box((4, 1), (1, 4)), Box((5, 0), (2, 5))]

@@ -10,7 +10,7 @@ from tests.train import cases
 
 
 class Mesh:
-    """All that the checks ask of a mesh."""
+    """The part of a mesh that the checks use."""
 
     def __init__(self, size):
         self._size = size

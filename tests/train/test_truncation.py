@@ -1,5 +1,7 @@
-"""What top-k and top-p sampling leave: against a sort in float64 with gradients by autograd, against the engines' own
-filters, and over ranks. What engines return: tests/generate/test_truncation.py."""
+"""Compare top-k and top-p truncation with a sort in float64 with autograd, with the engines' filters, and over ranks.
+
+tests/generate/test_truncation.py checks what engines return.
+"""
 
 import dataclasses
 import functools
@@ -31,7 +33,7 @@ TRUNCATIONS = [
 
 
 def kept(logits: torch.Tensor, truncation: Truncation) -> torch.Tensor:
-    """[rows, V] bool, by a sort, as the papers have it. Of equal logits that lie on the edge, all or none are in it."""
+    """Return [rows, V] bool by a sort, as in the papers. Of equal logits at the boundary, all or none are included."""
     ordered = logits.sort(-1, descending=True).values
     if truncation.top_k is not None:
         ordered = ordered.masked_fill(ordered < ordered[:, min(truncation.top_k, ordered.size(1)) - 1, None], -torch.inf)
@@ -42,7 +44,7 @@ def kept(logits: torch.Tensor, truncation: Truncation) -> torch.Tensor:
 
 
 def plain(given: Inputs, truncation: Truncation) -> Outputs:
-    """By autograd through the whole table of log-probs."""
+    """Compute the outputs by autograd through the whole table of log-probs."""
     logits = given.hidden @ given.weight.T / TEMPERATURE
     full = logits.log_softmax(-1).roll(1, 0)
     mask = kept(logits.detach(), truncation)
@@ -63,7 +65,7 @@ def ours(given: Inputs, truncation: Truncation, chunk: int | None, shard=None, w
 
 
 def total(given: Inputs, outputs: Outputs) -> torch.Tensor:
-    """Of all outputs; of log-probs those that are finite, as losses have them."""
+    """Return the sum of all outputs; of log-probs only the finite ones, as losses use them."""
     inside = outputs.logprobs.isfinite()
     logprobs = torch.where(inside, outputs.logprobs, 0.0)
     weights = given.of_logprobs
@@ -71,7 +73,7 @@ def total(given: Inputs, outputs: Outputs) -> torch.Tensor:
 
 
 def drawable(truncation: Truncation) -> Inputs:
-    """Tokens of which most are inside, some outside."""
+    """Return tokens, most of them kept and some cut."""
     given = inputs(torch.float32)
     logits = (given.hidden @ given.weight.T / TEMPERATURE).detach()
     drawn = torch.multinomial(
@@ -113,7 +115,7 @@ def test_values_and_gradients(truncation, chunk):
 
 
 @pytest.mark.parametrize("truncation", TRUNCATIONS, ids=str)
-def test_a_token_outside_has_no_gradient_whatever_the_loss_says(truncation):
+def test_a_cut_token_has_no_gradient_in_any_loss(truncation):
     given = drawable(truncation)
     found = ours(given, truncation, 5, more={"entropy": False})
     outside = found.logprobs.isneginf()
@@ -169,7 +171,7 @@ def test_equal_logits_stay_together():
     assert (floors(logits, Truncation(6, 1.0)) == logits.amin(1, keepdim=True)).all()
 
 
-def test_nothing_to_cut_is_no_truncation():
+def test_settings_that_cut_nothing_are_no_truncation():
     assert Truncation.of(GenerationConfig()) is None
     assert Truncation.of(GenerationConfig(top_p=0.9)) == Truncation(None, 0.9)
     assert Truncation.of(GenerationConfig(top_k=50)) == Truncation(50, 1.0)
@@ -179,7 +181,7 @@ def test_nothing_to_cut_is_no_truncation():
 
 
 def over_ranks(layout: ranks.Layout, folder: Path) -> None:
-    """The vocabulary in unequal parts."""
+    """Check unequal parts of the vocabulary."""
     start, stop = [(0, 20), (20, 34), (34, VOCABULARY)][dist.get_rank()]
     shard = VocabularyShard(start, dist.group.WORLD)
     for truncation, chunk in ((TRUNCATIONS[0], 12), (TRUNCATIONS[3], 12), (TRUNCATIONS[3], None), (TRUNCATIONS[4], None)):
@@ -212,7 +214,7 @@ def loss(outputs: Outputs, batch: PackedBatch) -> LossOutput:
 
 
 def eager(model: Path) -> tuple[list[Outputs], dict[str, torch.Tensor]]:
-    """(outputs of each sequence, gradients of `loss` by name) by transformers' eager attention in float64."""
+    """Return (outputs of each sequence, gradients of `loss` by name) by transformers' eager attention in float64."""
     network = cases.eager_model(cases.AutoModelForCausalLM, model, torch.float64)
     truncation, found, summed = Truncation.of(GENERATION), [], 0.0
     for tokens, weights in cases.sequences():
@@ -229,7 +231,7 @@ def eager(model: Path) -> tuple[list[Outputs], dict[str, torch.Tensor]]:
 
 
 def check_step(trained: TrainBackend, mine: list[list[int]], expected: list) -> None:
-    """Log-probs, entropy and the reference's of the sequences `mine` by microbatch, then a step."""
+    """Check log-probs, entropy and the reference's of the sequences `mine` by microbatch, and then a step."""
     packed = [cases.pack(chosen) for chosen in mine]
     outputs = zip(trained.forward(packed), trained.forward(packed, "reference"), strict=True)
     for chosen, (found, reference) in zip(mine, outputs, strict=True):
@@ -266,7 +268,7 @@ def test_the_backend_equals_eager(models, layout, families, counts):
     ranks.run(functools.partial(check_backend, families, counts), layout, models)
 
 
-def test_a_model_that_is_not_to_know_of_it_does_not(models, realm):
+def test_a_model_without_truncation_ignores_it(models, realm):
     policy = cases.policy(models / "llama", generation=GENERATION)
     (found,) = ranks.backend(policy).forward([cases.pack([3, 6])])
     (expected,) = ranks.backend(cases.policy(models / "llama")).forward([cases.pack([3, 6])])

@@ -67,7 +67,7 @@ OPTIMIZER = {"name": "torch.optim.AdamW", "kwargs": {"lr": 0.1, "eps": 1.0, "wei
 
 
 def recipe(case: str, model: Path, teacher: Path, layout: dict[str, Any]) -> Recipe:
-    """layout: changes of a recipe, as nested dicts."""
+    """Return an algorithm's recipe. layout: changes of a recipe, as nested dicts."""
     sections = CASES[case]
     update = PAIRS if sections["algorithm"] in PAIRED else PROMPTS * ANSWERS // UPDATES
     policy = {"train_global_batch_size": update, "generation": {"temperature": 0.7}}  # of sft and dpo too, to see more of it
@@ -103,7 +103,7 @@ def _defaults(model: Path, teacher: Path) -> Recipe:
 
 
 def changed(config: Any, changes: dict[str, Any]) -> Any:
-    """A dataclass with other values in it; a dict changes a dataclass, all else takes the place of what there is."""
+    """Return a dataclass with other values in it; a dict changes a dataclass, any other value replaces the old one."""
     values = {}
     for name, value in changes.items():
         found = getattr(config, name)
@@ -131,7 +131,7 @@ def _group(generator: np.random.Generator, number: int) -> RolloutGroup:
 
 
 def _rollout(generator: np.random.Generator, name: str) -> Rollout:
-    """Its log-probs are near those of a model that has learnt nothing."""
+    """Return log-probs near those of an untrained model."""
     tokens = _tokens(generator, 1)
     logprobs = generator.normal(-np.log(SHAPE["vocab_size"]), 0.5, len(tokens)).astype(np.float32)
     return Rollout((Turn(Completion(name, tokens, logprobs, (VersionSpan(0, len(tokens)),), "stop")),), generator.normal())

@@ -1,5 +1,7 @@
 """Run the same steps of an algorithm on the same samples, in any layout and microbatches, with the train role's own code.
 
+`python -m tests.train.algorithms` prints the largest differences between layouts and microbatches.
+
 `python -m tests.train.algorithms` prints how far layouts and microbatches are apart at most.
 """
 
@@ -35,7 +37,7 @@ SEED = 7
 
 @dataclass(frozen=True)
 class Setup:
-    """A way to run the same steps."""
+    """A layout and a split into microbatches for the same steps."""
 
     backend: str  # fsdp, megatron
     layout: Layout
@@ -77,7 +79,10 @@ class Result:
         )
 
     def changes(self, initial: dict[str, torch.Tensor]) -> dict[str, float]:
-        """Return the largest of any weight, by model. A value head is left out, which begins elsewhere than `initial`."""
+        """Return the largest change of any weight, by model.
+
+        A value head is left out: its initial weights are not `initial`.
+        """
         return {
             model: largest(tensors, {name: initial[name] for name in tensors if name in initial})
             for model, tensors in self.weights.items()
@@ -85,13 +90,13 @@ class Result:
 
 
 def largest(ours: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor]) -> float:
-    """Return the largest of the differences of `theirs` from ours."""
+    """Return the largest differences of `theirs` from ours."""
     return max((ours[name] - tensor).abs().max().item() for name, tensor in theirs.items())
 
 
 @dataclass(frozen=True)
 class Difference:
-    """The largest ones, relative: to the largest loss; to the norm; to the largest change of any weight of that model."""
+    """The largest relative differences: to the largest loss; to the norm; to the largest change of any weight of that model."""
 
     loss: float
     norm: float
@@ -102,7 +107,7 @@ class Difference:
 
 
 class AllRanks:
-    """The train realm's `RpcGroup`, for a coordinator that runs on every rank: a call is this rank's own."""
+    """The train realm's `RpcGroup` for a coordinator on every rank: a call is this rank's own."""
 
     def __init__(self, role: TrainRole, reverse: bool):
         self.role = role
@@ -131,7 +136,7 @@ class AllRanks:
 
 
 def backward(members: list[int], together: int) -> list[int]:
-    """In reverse order, but for the samples of a pair."""
+    """Yield the samples in reverse order, except within a pair."""
     return [i for start in range(len(members) - together, -1, -together) for i in members[start : start + together]]
 
 
@@ -144,13 +149,13 @@ class Done:
 
 
 def gathered(value: Any, kind: Any) -> list:
-    """Every rank's."""
+    """Return every rank's results."""
     messages = all_gather_bytes(dist.group.WORLD, msgspec.msgpack.encode(value))
     return [msgspec.msgpack.decode(message, type=kind) for message in messages]
 
 
 def learn(case: str, setup: Setup, folder: Path) -> tuple[TrainRole, list[dict[str, list[dict[str, float]]]]]:
-    """The role after all steps of a case, and the metrics of each step."""
+    """Return the role after all steps of a case, and the metrics of each step."""
     if parallel_state.model_parallel_is_initialized():  # of the setup before
         parallel_state.destroy_model_parallel()
     recipe = cases.recipe(case, folder / setup.family, folder / "qwen3", setup.changes())
@@ -167,7 +172,7 @@ def learn(case: str, setup: Setup, folder: Path) -> tuple[TrainRole, list[dict[s
 
 
 def measure(names: Sequence[str], setup: Setup, layout: Layout, folder: Path) -> None:
-    """On every rank: write the result of each of these cases."""
+    """Write each case's results on every rank."""
     for case in names:
         role, steps = learn(case, setup, folder)
         found = {model: {n: t.clone() for n, t in role._models[model].weights()} for model in role._algorithm.losses}
@@ -200,14 +205,14 @@ def result(setup: Setup, case: str, folder: Path) -> Result:
 
 
 def differences(setups: Sequence[Setup], names: Sequence[str], folder: Path) -> dict[str, dict[str, Difference]]:
-    """{case: {setup: from one rank of FSDP2}}. The setups are of one family."""
+    """Return {case: {setup: difference from one rank of FSDP2}}. The setups are of one family."""
     for setup in [replace(ONE_RANK, family=setups[0].family), *setups]:
         measured(setup, names, folder)
     return {case: {setup.name: difference(setup, case, folder) for setup in setups} for case in names}
 
 
 def measured(setup: Setup, names: Sequence[str], folder: Path) -> None:
-    """Run these cases and leave the result of each."""
+    """Run these cases and save each result."""
     layouts.run(functools.partial(measure, names, setup), Layout(dp=setup.layout.ranks), folder)
 
 

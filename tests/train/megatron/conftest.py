@@ -9,7 +9,7 @@ from tests.train.megatron.layouts import release, write_families
 
 @pytest.fixture(scope="session")
 def models(tmp_path_factory) -> Path:
-    """A folder with one checkpoint per family that Megatron-Core trains, and what Hugging Face says of each."""
+    """Return a folder with one checkpoint per family that Megatron-Core trains, and Hugging Face's outputs for each."""
     folder = tmp_path_factory.mktemp("megatron-models")
     write_families(folder)
     return folder
@@ -17,14 +17,14 @@ def models(tmp_path_factory) -> Path:
 
 @pytest.fixture(autouse=True)
 def on_the_right_device(request):
-    """Whether Megatron-Core runs on the CPU was decided for the whole process when it was imported."""
+    """Skip if Megatron-Core runs on another device: that was decided for the whole process at its import."""
     if torch.cuda.is_available() and not request.node.get_closest_marker("gpu"):
         pytest.skip("layouts are tested on the CPU: CUDA_VISIBLE_DEVICES= python -m pytest tests/train/megatron")
 
 
 @pytest.fixture
 def realm(realm, models, monkeypatch):
-    """A train realm of this process alone, on the CPU."""
+    """Return a train realm of this process alone, on the CPU."""
     monkeypatch.setenv(VARIABLE, str(models / "converted"))
     yield
     release()

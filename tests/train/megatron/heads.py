@@ -24,13 +24,13 @@ K = 3
 
 @functools.cache
 def candidates() -> tuple[torch.Tensor, ...]:
-    """Of each sequence [L, K] int64."""
+    """Return candidates of each sequence [L, K] int64."""
     generator = torch.Generator().manual_seed(2)
     return tuple(torch.randint(0, cases.VOCABULARY, (length, K), generator=generator) for length in cases.LENGTHS)
 
 
 def pack(chosen: list[int]) -> PackedBatch:
-    """With a teacher's tokens."""
+    """Pack sequences with a teacher's tokens."""
     batch = cases.pack(chosen)
     tokens = torch.cat([candidates()[i] for i in chosen])
     return dataclasses.replace(batch, teacher=TopK(tokens, torch.zeros(tokens.shape)))
@@ -45,7 +45,7 @@ def mixed_loss(outputs: Outputs, batch: PackedBatch) -> LossOutput:
 
 
 def _mixed(logprobs, entropy, chosen, weights) -> torch.Tensor:
-    """Each kind of output counts, each otherwise."""
+    """Return a loss with every kind of output, each with another weight."""
     columns = torch.tensor([0.5, -1.0, 2.0], dtype=chosen.dtype)
     return (logprobs * weights + entropy * weights.cos() + (chosen @ columns) * weights.square()).sum() / sum(cases.LENGTHS)
 
@@ -58,7 +58,7 @@ def value_models(folder: Path) -> Path:
 
 
 def write(folder: Path) -> None:
-    """A value model of each family below `folder/values`, and beside each model of `folder` what is expected of it."""
+    """Write a value model of each family to `folder/values`, and the expected outputs next to each model of `folder`."""
     for family in FAMILIES:
         _write_value_model(family, value_models(folder) / family)
         _write_outputs(folder / family)
@@ -110,7 +110,7 @@ def _write_outputs(folder: Path) -> None:
 
 
 def _shifted(predicted: torch.Tensor) -> torch.Tensor:
-    """Of the tokens, of which the first has none."""
+    """Return values per token, none for the first one."""
     return torch.cat([predicted.new_zeros(1, *predicted.shape[1:]), predicted])
 
 

@@ -59,8 +59,10 @@ class Layout:
 
     @property
     def families(self) -> tuple[str, ...]:
-        """Those that the layout says something about: Megatron-Core wants sequence parallelism beside experts cut by tensor
-        parallelism, and a dense model has no experts."""
+        """Return the families that the layout affects.
+
+        Megatron-Core needs sequence parallelism for experts split by tensor parallelism, and a dense model has no experts.
+        """
         if self.ep > 1:
             return MIXTURES
         return FAMILIES if self.tp == 1 or self.sp else tuple(f for f in FAMILIES if f not in MIXTURES)
@@ -98,7 +100,7 @@ LAYOUTS = (ONE, *OF_TWO_RANKS, *OF_FOUR_RANKS)
 
 
 def run(work: Callable[[Layout, Path], None], layout: Layout, folder: Path) -> None:
-    """`work(layout, folder)` on every train rank of a larger world. Raises what any of them raised."""
+    """Run `work(layout, folder)` on every train rank of a larger world. Raises what any of them raised."""
     with tempfile.TemporaryDirectory() as meeting:
         size = layout.ranks + 1
         arguments = (size, functools.partial(_work, work), layout, folder, Path(meeting) / "store")
@@ -111,7 +113,10 @@ def _work(work: Callable[[Layout, Path], None], layout: Layout, folder: Path) ->
 
 
 def backend(policy: PolicyConfig, layout: Layout = ONE, role: ModelRole = TRAINED, **changes) -> MegatronBackend:
-    """changes: of `policy.megatron_cfg`. Megatron-Core's groups are made anew, so that one process can have several layouts."""
+    """Return a backend.
+
+    changes: of `policy.megatron_cfg`. Megatron-Core's groups are made anew, so that one process can have several layouts.
+    """
     if parallel_state.model_parallel_is_initialized():
         parallel_state.destroy_model_parallel()
     return another(policy, layout, role, **changes)
@@ -135,7 +140,7 @@ def release() -> None:
 
 
 def another(policy: PolicyConfig, layout: Layout = ONE, role: ModelRole = TRAINED, **changes) -> MegatronBackend:
-    """A model beside those that the process has."""
+    """Return a further model for a process that has one."""
     if layout.pp > 1 and Path(policy.model_name).name in THREE_LAYERS:
         changes.setdefault("num_layers_in_first_pipeline_stage", 2)
     policy.megatron_cfg = layout.megatron(**changes)
@@ -143,14 +148,14 @@ def another(policy: PolicyConfig, layout: Layout = ONE, role: ModelRole = TRAINE
 
 
 def shares(layout: Layout, batches: int = 2) -> list[list[list[int]]]:
-    """Which sequences are in which batch of which data rank."""
+    """Return the sequences of each batch of each data-parallel rank."""
     order = list(range(len(cases.LENGTHS)))
     parts = [order[i :: layout.dp * batches] for i in range(layout.dp * batches)]
     return [parts[rank :: layout.dp] for rank in range(layout.dp)]
 
 
 def batches(trained: TrainBackend, layout: Layout, count: int = 2) -> list:
-    """This rank's share of all sequences."""
+    """Return this rank's share of all sequences."""
     return [cases.pack(chosen, trained.device) for chosen in shares(layout, count)[trained.data_rank]]
 
 
@@ -158,12 +163,12 @@ def batches(trained: TrainBackend, layout: Layout, count: int = 2) -> list:
 
 
 def weights(trained: MegatronBackend) -> dict[str, torch.Tensor]:
-    """On rank 0 in full; elsewhere empty tensors."""
+    """Return all weights in full on rank 0, and empty tensors elsewhere."""
     return {name: tensor.clone() for name, tensor in trained.weights()}
 
 
 def gradients(trained: MegatronBackend) -> tuple[dict[str, torch.Tensor], float]:
-    """(those of all parameters that are updated, in full, float32, by Hugging Face name; how far replicas differ at most).
+    """Return (full float32 gradients of all updated parameters by Hugging Face name, the largest difference of replicas).
 
     They stay until the next step.
     """
@@ -192,7 +197,7 @@ def gradients(trained: MegatronBackend) -> tuple[dict[str, torch.Tensor], float]
 
 @dataclass(frozen=True)
 class Expected:
-    """What Hugging Face's eager model says in float64 of all sequences together."""
+    """Outputs of Hugging Face's eager model in float64 for all sequences together."""
 
     logprobs: list[torch.Tensor]  # of each sequence [L]
     gradients: dict[str, torch.Tensor]  # by names on disk
@@ -207,7 +212,7 @@ class Expected:
 
 
 def write_families(folder: Path) -> None:
-    """A checkpoint of every family, with what Hugging Face says beside it."""
+    """Write a checkpoint of every family, with Hugging Face's outputs."""
     write_models(folder)
     for family in FAMILIES:
         write_expected(folder / family)
@@ -232,7 +237,7 @@ def expected(model: Path) -> Expected:
 
 @dataclass(frozen=True)
 class Difference:
-    """The largest ones of one step from `Expected`."""
+    """The largest differences of one step from `Expected`."""
 
     logprob: float
     gradient: float
@@ -245,7 +250,7 @@ class Difference:
 
 
 def difference(trained: MegatronBackend, layout: Layout, model: Path) -> Difference:
-    """Of log-probs and gradients. Loss, metrics and norm follow from those, and must agree."""
+    """Return differences of log-probs and gradients. Loss, metrics and norm follow from those, and must agree."""
     theirs = expected(model)
     chosen, mine = shares(layout)[trained.data_rank], batches(trained, layout)
     found = trained.forward(mine)
@@ -282,7 +287,7 @@ class _near:
 
 
 def measure(families: tuple[str, ...], layout: Layout, folder: Path) -> None:
-    """Writes `measured-<layout>.json` with the differences of each family, before any of them is judged."""
+    """Write `measured-<layout>.json` with the differences of each family, before any of them is checked."""
     found = {}
     for family in families:
         trained = backend(cases.policy(folder / family), layout)
@@ -294,7 +299,7 @@ def measure(families: tuple[str, ...], layout: Layout, folder: Path) -> None:
 
 
 def measured(layout: Layout, folder: Path, families: tuple[str, ...] | None = None) -> dict[str, Difference]:
-    """Of these families, or of all that the layout says something about."""
+    """Return the differences of these families, or of all that the layout affects."""
     run(functools.partial(measure, families or layout.families), layout, folder)
     found = json.loads((folder / f"measured-{layout.name}.json").read_text())
     return {family: Difference(**values) for family, values in found.items()}

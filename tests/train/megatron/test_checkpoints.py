@@ -24,7 +24,7 @@ FROZEN = ("deepseek_v3",)  # whose router does not train; its bias never does
 
 
 def build(folder: Path, family: str, layout: Layout = ONE, **changes) -> MegatronBackend:
-    """Clipped, and with a learning rate that changes."""
+    """Return a backend with clipping and a changing learning rate."""
     policy = cases.policy(folder / family, **{"scheduler": ranks.SCHEDULER, "max_grad_norm": 0.5, **changes})
     return layouts.backend(policy, layout, freeze_moe_router=family in FROZEN)
 
@@ -34,7 +34,7 @@ def three_steps(trained: MegatronBackend, layout: Layout) -> list[dict[str, floa
 
 
 def save(layout: Layout, folder: Path) -> None:
-    """Each family after three steps, what the next three were, and which random numbers came then."""
+    """Save each family after three steps, with the next three and the random numbers that followed."""
     for family in FAMILIES:
         trained = build(folder, family, layout)
         three_steps(trained, layout)
@@ -97,24 +97,24 @@ QUICK = {
 
 
 @pytest.mark.parametrize("layout", QUICK, ids=lambda layout: layout.name)
-def test_goes_on_as_it_would_have(saved, layout):
+def test_a_resumed_run_equals_the_uninterrupted_one(saved, layout):
     layouts.run(functools.partial(resume, QUICK[layout]), layout, saved)
 
 
 @pytest.mark.full
 @pytest.mark.parametrize("layout", [DP2, PP2, CP2], ids=lambda layout: layout.name)
-def test_every_family_goes_on_as_it_would_have(saved, layout):
+def test_a_resumed_run_of_every_family_equals_the_uninterrupted_one(saved, layout):
     layouts.run(functools.partial(resume, FAMILIES), layout, saved)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_goes_on_at_one_rank(saved, realm, family):
+def test_resumes_at_one_rank(saved, realm, family):
     check_resumed(ONE, saved, family)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_the_optimizer_state_is_in_it(saved, realm, family):
-    """Without it, the next steps are others."""
+def test_a_checkpoint_has_the_optimizer_state(saved, realm, family):
+    """Without it, the next steps differ."""
     trained = build(saved, family)
     trained.load(saved / "saved" / family)
     trained._optimizer.restore(0, 0, {})
@@ -142,7 +142,7 @@ def test_files_hold_hugging_face_tensors(saved, family):
 MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
-def test_what_does_not_fit_is_not_loaded(saved, realm, tmp_path):
+def test_a_checkpoint_that_does_not_fit_is_refused(saved, realm, tmp_path):
     trained = build(saved, "qwen3_tied")
     before = layouts.weights(trained)
     with refused(("policy.model_name", "contradiction")):
@@ -159,7 +159,7 @@ def test_what_does_not_fit_is_not_loaded(saved, realm, tmp_path):
 
 
 def test_megatrons_own_settings_resume_to_the_last_bit(models, realm, tmp_path):
-    """With weight decay of some parameters only, and a schedule that counts for itself."""
+    """Check weight decay of some parameters only, and a schedule with its own count."""
 
     def fresh() -> MegatronBackend:
         optimizer = MegatronOptimizerConfig(lr=1e-3, weight_decay=0.3, clip_grad=0.5)

@@ -36,7 +36,7 @@ SLOW_S = 0.05  # for each tensor that is read: a slow file system
 
 @pytest.fixture(scope="session")
 def families(tmp_path_factory) -> Path:
-    """A checkpoint of every family, of some time ago: a file that has just changed is not remembered."""
+    """Write a checkpoint of every family, with an old modification time: recently changed files are not remembered."""
     folder = tmp_path_factory.mktemp("families")
     write_models(folder)
     for file in folder.glob("*/*.safetensors"):
@@ -46,7 +46,7 @@ def families(tmp_path_factory) -> Path:
 
 @pytest.fixture
 def checkpoint(families, tmp_path) -> Path:
-    """A copy of one of them, to be spoilt."""
+    """Return a copy of one of them, to damage."""
     return Path(shutil.copytree(families / "llama", tmp_path / "copy"))
 
 
@@ -62,7 +62,7 @@ def convert(checkpoint: Path, shared: Path, anew: bool = False, timeout_s: float
 
 
 def read(checkpoint: Path, made: conversion.Conversion) -> dict[str, torch.Tensor]:
-    """The whole checkpoint again, by its names on disk, out of a conversion."""
+    """Read the whole checkpoint back from a conversion, by its names on disk."""
     config, disk, back = AutoConfig.from_pretrained(checkpoint), load_file(checkpoint / "model.safetensors"), {}
     for name, parameter in family(config.model_type).parameters(config).items():
         _, pieces = record(parameter.function, [(source, tuple(disk[source].shape)) for source in parameter.sources])
@@ -84,7 +84,7 @@ def assert_holds(made: conversion.Conversion, checkpoint: Path) -> None:
 
 
 def folders(shared: Path) -> list[str]:
-    """What lies on the only shelf, hidden or not."""
+    """Return the entries of the only conversion cache, including hidden ones."""
     (only,) = [folder for folder in shared.iterdir() if folder.is_dir() and folder.name != "digests"]
     return sorted(folder.name for folder in only.iterdir())
 
@@ -99,7 +99,7 @@ def test_round_trip_is_bitwise(name, families, shared, realm):
     assert_holds(made, families / name)
 
 
-def test_it_says_that_it_converts_and_nothing_where_it_finds_one(checkpoint, shared, realm):
+def test_a_new_conversion_is_logged_and_an_existing_one_is_not(checkpoint, shared, realm):
     said = []
 
     def phase(name: str) -> contextlib.AbstractContextManager:
@@ -134,7 +134,7 @@ def test_tensors_of_any_size_are_aligned(tmp_path):
     assert not tensors
 
 
-def test_files_are_divided_as_a_checkpoint_of_several_files_is(checkpoint, shared, realm):
+def test_files_are_divided_like_a_sharded_checkpoint(checkpoint, shared, realm):
     tensors = load_file(checkpoint / "model.safetensors")
     (checkpoint / "model.safetensors").rename(checkpoint.parent / "whole.safetensors")
     names = sorted(tensors)
@@ -152,7 +152,7 @@ def test_files_are_divided_as_a_checkpoint_of_several_files_is(checkpoint, share
 
 
 def zero_data(file: Path) -> None:
-    """Same size, same time, no weights: whoever reads it now is found out."""
+    """Zero the weights with size and time unchanged, so that reading them again is noticed."""
     status = file.stat()
     start = 8 + int.from_bytes(file.read_bytes()[:8], "little")
     with open(file, "r+b") as content:
@@ -161,7 +161,7 @@ def zero_data(file: Path) -> None:
     os.utime(file, ns=(status.st_atime_ns, status.st_mtime_ns))
 
 
-def test_a_second_job_finds_it_and_reads_nothing_of_the_checkpoint(checkpoint, families, shared, realm):
+def test_a_second_job_uses_the_conversion_without_reading_the_checkpoint(checkpoint, families, shared, realm):
     made = convert(checkpoint, shared)
     zero_data(checkpoint / "model.safetensors")
     again = convert(checkpoint, shared)
@@ -175,7 +175,7 @@ def test_the_same_content_at_another_path_is_the_same_checkpoint(checkpoint, fam
     assert folders(shared) == ["000001"]
 
 
-def test_a_file_in_the_cache_is_known_by_its_name(families, tmp_path, shared, realm):
+def test_a_file_in_the_hub_cache_is_identified_by_its_name(families, tmp_path, shared, realm):
     made = convert(families / "llama", shared)
     (note,) = (shared / "digests").glob("*.json")
     digest = json.loads(note.read_text())["sha256"]
@@ -191,7 +191,7 @@ def test_a_file_in_the_cache_is_known_by_its_name(families, tmp_path, shared, re
 
 
 def test_an_edit_in_place_is_another_checkpoint(checkpoint, shared, realm):
-    """Even within the same tick of the clock, which leaves size, time and inode as they were."""
+    """Check an edit within the same tick of the clock, which leaves size, time and inode unchanged."""
     file = checkpoint / "model.safetensors"
     os.utime(file)
     made = convert(checkpoint, shared)
@@ -206,14 +206,14 @@ def test_an_edit_in_place_is_another_checkpoint(checkpoint, shared, realm):
     assert_holds(again, checkpoint)
 
 
-def test_of_the_configuration_only_what_shapes_the_weights_counts(families, shared, realm):
+def test_only_config_keys_that_shape_the_weights_matter(families, shared, realm):
     made = convert(families / "llama", shared)
     assert convert(families / "llama", shared, max_position_embeddings=128).folder == made.folder
     heads = {"num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 4}  # the same shapes, other groups in them
     assert convert(families / "llama", shared, **heads).folder.parent != made.folder.parent
 
 
-def test_converted_anew_beside_a_job_that_reads(families, shared, realm):
+def test_a_new_conversion_leaves_a_reading_job_its_files(families, shared, realm):
     first = convert(families / "llama", shared)
     second = convert(families / "llama", shared, anew=True)
     assert [first.folder.name, second.folder.name] == ["000001", "000002"]
@@ -237,7 +237,7 @@ def test_a_damaged_conversion_is_not_used(families, shared, realm):
 
 
 def run_job(rank: int, size: int, store: Path, checkpoint: Path, shared: Path, slow: bool) -> None:
-    """One train rank of a job; exits with 0 if the conversion is good."""
+    """Run one train rank of a job; exit with 0 if the conversion is good."""
     torch.set_num_threads(1)
     if slow:
         load = safetensors_files.StoredTensor.load
@@ -257,7 +257,7 @@ def start_job(checkpoint: Path, shared: Path, ranks: int = 1, slow: bool = True)
 
 
 def finish(*jobs: list, within_s: float = 60) -> list[int]:
-    """Exit codes; a process that has not ended by then is killed and gives -9."""
+    """Return exit codes; a process that has not ended by then is killed and gives -9."""
     processes = [process for job in jobs for process in job]
     for process in processes:
         process.join(within_s)
@@ -288,7 +288,7 @@ def test_ranks_share_the_work(families, shared):
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_killed_at_any_moment(families, shared, ranks, realm):
+def test_a_conversion_killed_at_any_moment_is_repeated(families, shared, ranks, realm):
     tensors = len(load_file(families / "llama" / "model.safetensors"))
     moments = [0.0, *sorted(random.uniform(0, tensors * SLOW_S / ranks) for _ in range(3))]
     print("killed after", moments)
@@ -326,7 +326,7 @@ def hold(shared: Path, fingerprint: str) -> None:
         time.sleep(600)
 
 
-def test_waiting_has_a_bound_and_names_the_other_job(families, shared, realm, caplog):
+def test_waiting_is_limited_and_names_the_other_job(families, shared, realm, caplog):
     caplog.set_level(logging.INFO)
     made = convert(families / "llama", shared)
     fingerprint = json.loads((made.folder / COMPLETE).read_text())["fingerprint"]
@@ -393,13 +393,13 @@ def test_the_shared_folder(monkeypatch, tmp_path):
 
 
 @pytest.mark.parametrize("folder", ["/proc", "/dev/null/below"])
-def test_a_folder_that_cannot_be_used(folder, families, realm):
+def test_an_unusable_folder_is_refused(folder, families, realm):
     with refused((conversion_cache.VARIABLE, "unwritable")) as error:
         convert(families / "llama", Path(folder))
     assert folder in str(error.value)
 
 
-def test_a_folder_that_is_not_shared(tmp_path):
+def test_a_folder_that_is_not_shared_is_refused(tmp_path):
     with refused((conversion_cache.VARIABLE, "file-not-found")):
         conversion._check_visible(tmp_path / "other-node" / "000001")
 

@@ -16,7 +16,7 @@ from tests.train.megatron.test_conversion import convert
 
 
 def write_2gb(folder: Path) -> int:
-    """A Llama of a billion random bfloat16 weights in one file per layer. Returns its size in bytes."""
+    """Write a Llama of a billion random bfloat16 weights, one file per layer. Return its size in bytes."""
     config = LlamaConfig(
         hidden_size=2048,
         intermediate_size=8192,
@@ -39,7 +39,7 @@ def write_2gb(folder: Path) -> int:
 
 
 def resident() -> dict[str, float]:
-    """This process's memory in MB, file mappings included: now (VmRSS) and at its peak (VmHWM)."""
+    """Return this process's memory in MB, file mappings included: now (VmRSS) and at its peak (VmHWM)."""
     lines = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
     return {key: int(lines[key].split()[0]) / 1e3 for key in ("VmRSS", "VmHWM")}
 

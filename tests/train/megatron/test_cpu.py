@@ -29,21 +29,21 @@ def test_a_changed_source_is_an_error(module, tmp_path):
         cpu._RewritingLoader(module, str(path)).get_code(module)
 
 
-def test_it_must_come_before_megatron(monkeypatch):
+def test_the_replacement_must_precede_megatrons_import(monkeypatch):
     monkeypatch.setattr(sys, "meta_path", [finder for finder in sys.meta_path if not isinstance(finder, cpu._Finder)])
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with pytest.raises(ImportError, match=r"megatron\.core was imported before"):
         cpu.enable()
 
 
-def test_once_is_enough(monkeypatch):
+def test_the_replacement_runs_once(monkeypatch):
     before = list(sys.meta_path)
     assert sum(isinstance(finder, cpu._Finder) for finder in before) == 1
     cpu.enable()
     assert sys.meta_path == before
 
 
-def test_where_cuda_is_nothing_happens(monkeypatch):
+def test_nothing_is_replaced_with_cuda(monkeypatch):
     monkeypatch.setattr(sys, "meta_path", [finder for finder in sys.meta_path if not isinstance(finder, cpu._Finder)])
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     cpu.enable()

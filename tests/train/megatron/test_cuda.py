@@ -30,7 +30,7 @@ def nccl(models, monkeypatch):
 
 @pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3", "qwen3_tied", "qwen3_moe", "mixtral", "deepseek_v3"])
 def test_bfloat16_log_probs_and_gradients(models, family):
-    """Near those of Hugging Face's eager model, itself in bfloat16 for the log-probs."""
+    """Check that they are near Hugging Face's eager model, which also uses bfloat16 for the log-probs."""
     trained = layouts.backend(cases.policy(models / family, precision="bfloat16"), pipeline_dtype="bfloat16")
     batch = cases.pack(ALL, "cuda")
     ours = trained.forward([batch])[0].logprobs
@@ -52,7 +52,7 @@ def head_models(models):
 
 @pytest.mark.parametrize("family", heads.FAMILIES)
 def test_bfloat16_values_and_gradients(head_models, family):
-    """The value head is a plain layer on whatever the last norm is made of."""
+    """The value head is a plain layer, whatever module the last norm is."""
     model = heads.value_models(head_models) / family
     trained = layouts.backend(cases.policy(model, precision="bfloat16"), role=ModelRole("values"), pipeline_dtype="bfloat16")
     batch, expected = cases.pack(ALL, "cuda"), heads.expected(model)

@@ -17,7 +17,7 @@ META = torch.device("meta")
 
 
 class Devices(TorchDispatchMode):
-    """Notes the devices of whatever is computed."""
+    """Records the devices of all computations."""
 
     def __init__(self):
         super().__init__()
@@ -30,7 +30,7 @@ class Devices(TorchDispatchMode):
 
 
 def test_context_parallel_attention_computes_nothing_on_the_host(monkeypatch):
-    """On the second of two ranks."""
+    """Check the second of two ranks."""
     twice = "megatron.core.tensor_parallel.gather_from_sequence_parallel_region"
     monkeypatch.setattr(twice, lambda mine, group: torch.cat([mine, mine]))  # its own buffers are on the process's device
     pair = SimpleNamespace(size=lambda: 2, rank=lambda: 1)
@@ -44,8 +44,8 @@ def test_context_parallel_attention_computes_nothing_on_the_host(monkeypatch):
 
 
 @pytest.mark.parametrize("known", [True, False])
-def test_transformer_engine_is_taken_where_megatron_core_takes_it(monkeypatch, known):
-    """A version that imports, but lacks what Megatron-Core imports of it, is as good as none."""
+def test_transformer_engine_is_used_if_megatron_core_uses_it(monkeypatch, known):
+    """A version that imports, but lacks what Megatron-Core imports from it, counts as missing."""
     engine = {name: ModuleType(name) for name in ("transformer_engine", "transformer_engine.pytorch")}
     for name, module in engine.items():
         module.__path__ = []

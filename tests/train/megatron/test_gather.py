@@ -15,13 +15,13 @@ def gatherer(local):
 
 
 def fused(rows: int = 3) -> tuple[torch.Tensor, list[Piece]]:
-    """A local tensor [2, 5]: `a` in its first row, and in its second one rows of `b`, the last one first."""
+    """Return a local tensor [2, 5]: `a` in its first row, and rows of `b` in its second one, the last one first."""
     tensor = torch.arange(10.0).view(2, 5)
     pieces = [Piece("a", Box((0,), (4,)), Box((0, 0), (1, 4))), Piece("b", Box((2, 0), (1, 2)), Box((1, 0), (1, 2)))]
     return tensor, [*pieces, Piece("b", Box((1, 0), (1, 2)), Box((1, 2), (1, 2)))][:rows]
 
 
-def test_tensors_come_whole_in_order_and_in_the_dtype_asked_for(realm):
+def test_tensors_are_complete_ordered_and_in_the_requested_dtype(realm):
     first = (torch.tensor([[20.0, 21.0]]), [Piece("b", Box((0, 0), (1, 2)), Box((0, 0), (1, 2)))])
     found = gatherer([fused(), first])
     for dtype in (torch.float32, torch.bfloat16):
@@ -32,6 +32,6 @@ def test_tensors_come_whole_in_order_and_in_the_dtype_asked_for(realm):
         assert dict(tensors)["b"].tolist() == [[20, 21], [7, 8], [5, 6]]
 
 
-def test_a_tensor_that_nobody_has_in_full_is_an_error(realm):
+def test_an_incomplete_tensor_is_an_error(realm):
     with pytest.raises(ValueError, match=r"boxes of b \[3, 2\] do not cover the tensor"):
         gatherer([fused(2)])

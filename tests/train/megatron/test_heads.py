@@ -35,13 +35,13 @@ def families(layout: Layout) -> list[str]:
 
 
 def batches(trained: MegatronBackend, layout: Layout) -> tuple[list[list[int]], list[PackedBatch]]:
-    """(which sequences are in each batch of this rank, the batches)"""
+    """Return (the sequences of each batch of this rank, the batches)."""
     chosen = layouts.shares(layout)[trained.data_rank]
     return chosen, [heads.pack(members) for members in chosen]
 
 
 def check_gradients(trained: MegatronBackend, expected: heads.Expected) -> None:
-    """Those of a step, which replicas hold alike."""
+    """Check a step's gradients, which are equal on replicas."""
     ours, replicas = layouts.gradients(trained)
     ranks.assert_near(ours, expected.gradients, 5e-6)
     assert replicas < 1e-6
@@ -64,7 +64,7 @@ def check_values(layout: Layout, folder: Path, family: str) -> None:
 
 
 def check_outputs(layout: Layout, folder: Path, family: str) -> None:
-    """Entropies and the candidates' log-probs; the gradient of all outputs together."""
+    """Check entropies and the candidates' log-probs, and the gradient of all outputs together."""
     expected = heads.expected(folder / family)
     trained = layouts.backend(cases.policy(folder / family), layout, EVERYTHING)
     chosen, mine = batches(trained, layout)
@@ -82,7 +82,9 @@ def check_outputs(layout: Layout, folder: Path, family: str) -> None:
 
 
 def check_drawn_head(layout: Layout, folder: Path) -> None:
-    """A language model's checkpoint begins a critic: the head is what the other backend draws, whatever the layout."""
+    """Check a critic from a language model's checkpoint: its head equals the other backend's random one, whatever the
+    layout.
+    """
     family = "qwen3_moe" if layout.ep > 1 else "qwen3_tied"
     theirs = FSDPBackend(cases.policy(folder / family), dist.group.WORLD, seed=7, role=VALUES)
     expected = {name: tensor.clone() for name, tensor in theirs.weights()}
@@ -93,7 +95,9 @@ def check_drawn_head(layout: Layout, folder: Path) -> None:
 
 
 def check_side_by_side(layout: Layout, folder: Path) -> None:
-    """A policy learns the same to the last bit with a critic and a frozen teacher beside it, and they theirs."""
+    """Check that a policy learns the same to the last bit with a critic and a frozen teacher in the process, and these as
+    well.
+    """
     family = families(layout)[-1]
     policy, critic = cases.policy(folder / family), cases.policy(heads.value_models(folder) / family)
     alone = layouts.backend(policy, layout, EVERYTHING)
@@ -122,7 +126,7 @@ def check_side_by_side(layout: Layout, folder: Path) -> None:
 
 
 def save(layout: Layout, folder: Path) -> None:
-    """Each value model after two steps, and what the next two were."""
+    """Save each value model after two steps, with the next two."""
     for family in families(layout):
         trained = layouts.backend(cases.policy(heads.value_models(folder) / family), layout, VALUES)
         two_steps(trained, layout)
@@ -139,7 +143,7 @@ def two_steps(trained: MegatronBackend, layout: Layout) -> list[dict[str, float]
 
 
 def check_resumed(layout: Layout, folder: Path) -> None:
-    """In any layout, to the last bit in its own."""
+    """Check that it resumes in any layout, to the last bit in its own."""
     for family in families(layout):
         trained = layouts.backend(cases.policy(heads.value_models(folder) / family), layout, VALUES)
         trained.load(folder / "saved-values" / family)
@@ -198,8 +202,8 @@ def test_one_rank(head_models, realm, check, family):
     check(ONE, head_models, family)
 
 
-def test_a_conversion_of_one_kind_is_not_taken_for_the_other(head_models, realm):
-    """Of one checkpoint, a policy and a critic; of the value model's, whose files differ, a critic."""
+def test_policies_and_critics_have_separate_conversions(head_models, realm):
+    """Convert one checkpoint for a policy and a critic; and a value model's, whose files differ, for a critic."""
     causal, values = head_models / "llama", heads.value_models(head_models) / "llama"
     files = load_file(causal / "model.safetensors")
     for _ in range(2):  # the first makes the conversions, the second finds them
@@ -211,8 +215,8 @@ def test_a_conversion_of_one_kind_is_not_taken_for_the_other(head_models, realm)
         layouts.check_weights_are_the_files(layouts.backend(cases.policy(values), role=VALUES), values)
 
 
-def test_an_offloaded_model_is_the_same(head_models, realm):
-    """A real GPU's memory is looked at in test_cuda.py."""
+def test_an_offloaded_model_gives_the_same_outputs(head_models, realm):
+    """test_cuda.py checks a real GPU's memory."""
     trained = layouts.backend(cases.policy(head_models / "qwen3_moe"))
     frozen = layouts.another(cases.policy(head_models / "qwen3_moe"), role=ModelRole(trained=False, offload=True))
     batch = heads.pack(ALL)
@@ -234,7 +238,7 @@ def test_models_of_one_process_share_a_layout(head_models, realm):
         layouts.another(cases.policy(head_models / "llama"), CP2)
 
 
-def test_a_value_head_knows_no_tokens(head_models, realm):
+def test_a_value_head_has_no_token_outputs(head_models, realm):
     trained = layouts.backend(cases.policy(head_models / "llama"), role=VALUES)
     with pytest.raises(ValueError, match="value head has no most likely tokens"):
         trained.forward([heads.pack(ALL)], top_k=2)

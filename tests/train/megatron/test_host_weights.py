@@ -43,7 +43,7 @@ def test_two_ranks(models):
 @pytest.mark.usefixtures("realm")
 @pytest.mark.parametrize("on_the_host", [False, True])
 def test_a_frozen_model(on_the_host, models):
-    """Also one whose weights are on the host but while it computes."""
+    """Check also a model whose weights are on the host except while it computes."""
     frozen = layouts.backend(cases.policy(models / "qwen3"), ONE, ModelRole(trained=False, offload=on_the_host))
     batches = [cases.pack([0, 1, 2])]
     before = frozen.forward(batches)[0].logprobs

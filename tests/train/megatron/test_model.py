@@ -1,4 +1,4 @@
-"""Check one step besides its numbers: memory, precision, errors, frozen parameters, batching of sequences.
+"""Check one step apart from its numbers: memory, precision, errors, frozen parameters, batching of sequences.
 
 Each check runs on one rank by itself and in some layouts of two ranks; marked `full`, in all of them.
 """
@@ -30,13 +30,13 @@ ALL = list(range(len(cases.LENGTHS)))
 
 
 def gradients(trained: MegatronBackend, layout: Layout, batches: list | None = None) -> dict[str, torch.Tensor]:
-    """Of one step on all sequences, or on these batches of this rank's."""
+    """Return gradients of one step on all sequences, or on these batches of this rank's."""
     trained.step(layouts.batches(trained, layout) if batches is None else batches, cases.loss)
     return layouts.gradients(trained)[0]
 
 
 def held(trained: MegatronBackend) -> list[torch.Tensor]:
-    """Copies of all weights that this rank has."""
+    """Return copies of all weights of this rank."""
     tensors = [local.tensor for local in trained._local.values()] + [part.main for part in trained._optimizer.ranges()]
     return [tensor.detach().clone() for tensor in tensors]
 
@@ -52,7 +52,7 @@ OF_DEEPSEEK = ({"recompute_granularity": "selective", "recompute_modules": ["mla
 
 
 def check_recomputation(layout: Layout, folder: Path, family: str, cases_: list[tuple[dict, bool]]) -> None:
-    """The same gradients to the last bit, from activations that were computed again."""
+    """Check that recomputed activations give the same gradients to the last bit."""
     attended = []
     original = PackedAttention.forward
 
@@ -73,7 +73,7 @@ def check_recomputation(layout: Layout, folder: Path, family: str, cases_: list[
 
 
 def check_bfloat16(layout: Layout, folder: Path, family: str, summed: tuple[str, ...] = ("float32",)) -> None:
-    """Compute in bfloat16 is near, and what is updated are the checkpoint's float32 weights, in float32."""
+    """Check that outputs in bfloat16 are near, and that the updated weights are the checkpoint's in float32."""
     expected = layouts.expected(folder / family)
     files = load_file(folder / family / "model.safetensors")
     small = OptimizerConfig(kwargs={"lr": 1e-5, "weight_decay": 0.0})  # far below bfloat16's resolution of most weights
@@ -98,7 +98,7 @@ def check_bfloat16(layout: Layout, folder: Path, family: str, summed: tuple[str,
 
 
 def check_random_weights(layout: Layout, folder: Path, family: str) -> None:
-    """Those that the other backend draws from this seed."""
+    """Check that they equal the other backend's from this seed."""
     theirs = FSDPBackend(cases.policy(folder / family, random_init=True), dist.group.WORLD, seed=7, role=ModelRole())
     expected = {name: tensor.clone() for name, tensor in theirs.weights()}
     ours = layouts.weights(layouts.backend(cases.policy(folder / family, random_init=True), layout))
@@ -107,7 +107,7 @@ def check_random_weights(layout: Layout, folder: Path, family: str) -> None:
 
 
 def check_five_steps(layout: Layout, folder: Path, family: str) -> None:
-    """On the same weights and sequences, they are FSDP2's on as many ranks."""
+    """Check that they equal FSDP2's on as many ranks, from the same weights and sequences."""
     settings = {"scheduler": SCHEDULER, "max_grad_norm": 0.5}
     theirs = FSDPBackend(cases.policy(folder / family, **settings), dist.group.WORLD, seed=7, role=ModelRole())
     expected = five_steps(theirs, Layout(dp=layout.ranks))
@@ -123,7 +123,7 @@ def five_steps(trained: TrainBackend, layout: Layout) -> list[dict[str, float]]:
 
 
 def check_reference(layout: Layout, folder: Path, family: str) -> None:
-    """The reference keeps the log-probs of the beginning, and asking it changes nothing."""
+    """Check that the reference keeps its initial log-probs, and that computing them changes nothing."""
     trained = layouts.backend(cases.policy(folder / family), layout, ModelRole(reference=True))
     mine = layouts.batches(trained, layout)
     first = trained.forward(mine)
@@ -160,7 +160,7 @@ def check_clipping_and_refusal(layout: Layout, folder: Path, family: str) -> Non
 
 
 def check_batching(layout: Layout, folder: Path, family: str) -> None:
-    """Gradients do not depend on how sequences share microbatches, nor on empty ones among them."""
+    """Check that gradients do not depend on the split of sequences into microbatches, nor on empty microbatches."""
     theirs = layouts.expected(folder / family)
     still = OptimizerConfig(kwargs={"lr": 0.0, "weight_decay": 0.0})
     trained = layouts.backend(cases.policy(folder / family, optimizer=still), layout)
@@ -177,7 +177,7 @@ def check_batching(layout: Layout, folder: Path, family: str) -> None:
 
 
 def check_frozen_router(layout: Layout, folder: Path, family: str) -> None:
-    """It stays to the last bit, all else moves as if it did not."""
+    """Check that it stays the same to the last bit, and that all other weights move as if it did not."""
     expected = layouts.expected(folder / family)
     trained = layouts.backend(cases.policy(folder / family), layout, freeze_moe_router=True)
     before = layouts.weights(trained)
@@ -193,7 +193,9 @@ def check_frozen_router(layout: Layout, folder: Path, family: str) -> None:
 
 
 def check_router_bias(layout: Layout, folder: Path) -> None:
-    """With a rate, each step moves every entry by it, towards an even load, on all ranks alike; without, none."""
+    """Check that with a rate each step moves every entry by it towards an even load, equally on all ranks; without one,
+    none.
+    """
     moved = {}
     for rate in (0.0, 0.01):
         trained = layouts.backend(cases.policy(folder / "deepseek_v3"), layout, moe_router_bias_update_rate=rate)
@@ -331,7 +333,7 @@ def test_options_that_cannot_work_are_refused_by_name(models, realm, settings, n
         layouts.backend(cases.policy(models / "qwen3_moe"), **selective, **settings)
 
 
-def test_what_cannot_be_done_is_refused(models, realm):
+def test_unsupported_configurations_are_refused(models, realm):
     trained = layouts.backend(cases.policy(models / "qwen3"))
     good = cases.pack(ALL)
     with pytest.raises(ValueError, match="'other' is not one of"):

@@ -26,7 +26,7 @@ SETTINGS = {
 
 
 def check_steps(layout: Layout, folder: Path, family: str, setting: str) -> None:
-    """Three steps, clipped, are those that torch's optimizer takes with the whole gradients of Hugging Face's tensors."""
+    """Check that three clipped steps equal those of torch's optimizer on the full gradients of Hugging Face's tensors."""
     policy, megatron, optimizer, all_decayed = SETTINGS[setting]
     trained = layouts.backend(cases.policy(folder / family, **{"max_grad_norm": 0.1, **policy}), layout, **megatron)
     theirs = layouts.weights(trained)
@@ -49,7 +49,7 @@ def check_steps(layout: Layout, folder: Path, family: str, setting: str) -> None
 
 @pytest.mark.parametrize("setting", SETTINGS)
 @pytest.mark.parametrize("family", ["qwen2", "deepseek_v3"])
-def test_steps_are_torchs(models, realm, family, setting):
+def test_steps_equal_torchs(models, realm, family, setting):
     check_steps(ONE, models, family, setting)
 
 
@@ -68,13 +68,13 @@ QUICK = {
 
 
 @pytest.mark.parametrize("layout", QUICK, ids=lambda layout: layout.name)
-def test_steps_are_torchs_in_any_layout(models, layout):
+def test_steps_equal_torchs_in_any_layout(models, layout):
     layouts.run(functools.partial(several, QUICK[layout]), layout, models)
 
 
 @pytest.mark.full
 @pytest.mark.parametrize("layout", QUICK, ids=lambda layout: layout.name)
-def test_steps_are_torchs_with_either_optimizer(models, layout):
+def test_steps_equal_torchs_with_either_optimizer(models, layout):
     settings = (("qwen3_moe", "adamw"), ("mixtral" if layout.ep > 1 else "qwen3_tied", "megatron"))
     layouts.run(functools.partial(several, settings), layout, models)
 
@@ -97,7 +97,7 @@ DECAYS = {  # after 3 steps of warm-up, until step 8
 
 @pytest.mark.parametrize("style", DECAYS)
 def test_megatrons_schedule(models, realm, style):
-    """The first step is taken at lr_warmup_init, step n of the warm-up n / 3 of the way from there."""
+    """Check that the first step uses lr_warmup_init, and step n of the warm-up is n / 3 of the way from there."""
     optimizer = MegatronOptimizerConfig(lr=1e-3, min_lr=1e-4, clip_grad=None)
     scheduler = MegatronSchedulerConfig(lr_decay_style=style, lr_decay_iters=8, lr_warmup_iters=3, lr_warmup_init=1e-5)
     trained = layouts.backend(cases.policy(models / "qwen3"), ONE, optimizer=optimizer, scheduler=scheduler)

@@ -80,7 +80,7 @@ def test_four_ranks_with_every_family(models, layout):
 
 
 def test_fewer_key_value_heads_than_ranks(tmp_path):
-    """Megatron-Core gives both ranks the one that there is."""
+    """Megatron-Core gives both ranks the only head."""
     torch.manual_seed(3)
     model = AutoModelForCausalLM.from_config(LlamaConfig(**{**SHAPE, "num_key_value_heads": 1}))
     with torch.no_grad():
@@ -94,7 +94,7 @@ def test_fewer_key_value_heads_than_ranks(tmp_path):
 # ---- what is wrong, or refused ------------------------------------------------------------------------------------------
 
 
-def experts_cut_otherwise(layout: Layout, folder: Path) -> None:
+def experts_split_otherwise(layout: Layout, folder: Path) -> None:
     trained = layouts.backend(cases.policy(folder / "mixtral"), layout)
     theirs = layouts.expected(folder / "mixtral")
     mine = layouts.batches(trained, layout)
@@ -108,9 +108,9 @@ def experts_cut_otherwise(layout: Layout, folder: Path) -> None:
     assert {name for name, by in off.items() if by > 1e-3} == {name for name in off if ".experts." in name}, off
 
 
-def test_experts_cut_otherwise_than_the_rest_are_silently_wrong(models):
-    """Which is why pipeline/config/parallelism.py refuses it (`check_expert_layout`). If this fails, it need no longer."""
-    layouts.run(experts_cut_otherwise, Layout(tp=2, sp=True, etp=1), models)
+def test_experts_split_otherwise_than_the_rest_are_silently_wrong(models):
+    """This is why pipeline/config/parallelism.py refuses it (`check_expert_layout`). If this fails, the check can go."""
+    layouts.run(experts_split_otherwise, Layout(tp=2, sp=True, etp=1), models)
 
 
 def refused(message: str, layout: Layout, folder: Path) -> None:
@@ -126,6 +126,6 @@ def refused(message: str, layout: Layout, folder: Path) -> None:
         (TP2, {"intermediate_size": 43}, "43 is not divisible by 2"),
     ],
 )
-def test_what_cannot_be_cut_is_refused_by_name(tmp_path, layout, changes, message):
+def test_a_layout_that_does_not_divide_is_refused_by_key(tmp_path, layout, changes, message):
     LlamaConfig(**{**SHAPE, **changes}).save_pretrained(tmp_path)
     layouts.run(functools.partial(refused, message), layout, tmp_path)

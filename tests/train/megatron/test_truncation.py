@@ -13,7 +13,7 @@ from tests.train.test_truncation import FAMILIES, GENERATION, ROLE, check_step, 
 
 
 def check(layout: Layout, folder: Path) -> None:
-    """Every family, in one microbatch and in two."""
+    """Check every family, in one microbatch and in two."""
     check_some(FAMILIES, (1, 2), layout, folder)
 
 
