@@ -13,7 +13,7 @@ from pipeline.refit.base import Commit, PreparedRefit, Refit, RefitReport
 from pipeline.refit.tables import LayoutTable, RankPlan, layout_table
 from pipeline.rollout import environment_threads
 from pipeline.rollout.driver import EpisodeDriver
-from pipeline.rollout.environment_process import EnvironmentProcess
+from pipeline.rollout.environment_process import LOAD_SHARE, EnvironmentProcess
 from pipeline.rollout.environment_threads import EnvironmentExecutor, EnvironmentSettings
 from pipeline.rollout.lockstep import VERB, Lockstep
 from pipeline.rollout.work import FinishedGroup, RolloutWork, UnfinishedGroup
@@ -67,7 +67,7 @@ class GenerateRole:
 
     def _lead(self, backend: GenerateBackend, process: EnvironmentProcess | None) -> None:
         if process:
-            process.wait_until_loaded()
+            process.wait_until_loaded(LOAD_SHARE * self._recipe.cluster.timeouts.setup)
         self._environments = process or environment_threads.load(EnvironmentSettings.of(self._recipe), self.wakeup)
         generation = self._recipe.policy.generation
         most, longest = generation.max_num_seqs, generation.vllm_cfg.max_model_len

@@ -44,8 +44,8 @@ SILENCE_LIMIT_S = 30.0
 """Time without a report, beyond the longest `timeout_s`, after which the process is replaced. Imports hold the lock too."""
 MAX_IDLE_DEATHS = 3
 """Most consecutive deaths while nothing was judged. One more ends the run, because its environments cannot run here."""
-LOAD_LIMIT_S = 3000.0
-"""Time to build all environments. Below the default of cluster.timeouts.setup, whose message would not name them."""
+LOAD_SHARE = 5 / 6
+"""Share of cluster.timeouts.setup for building all environments. The message of that timeout would not name them."""
 LOST_WITH_PROCESS = "the environments' process that held the episode has ended"
 
 
@@ -245,8 +245,8 @@ class EnvironmentProcess(EnvironmentExecutor):
         self._silent_s, self._checked_at = 0.0, time.monotonic()
         self._idle_deaths = 0
 
-    def wait_until_loaded(self, timeout_s: float = LOAD_LIMIT_S) -> None:
-        """Wait for the environments. Raises the error of building them; RuntimeError if the process ends or is too slow."""
+    def wait_until_loaded(self, timeout_s: float | None = None) -> None:
+        """Wait for the environments, without limit if timeout_s is None. Raises the error of building them, or RuntimeError."""
         try:
             report = self._process.reports.get(timeout=timeout_s)
         except queue.Empty:
