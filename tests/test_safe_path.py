@@ -51,7 +51,7 @@ def test_the_probe_of_the_users_code(here):
     recipe = config.load(str(write_recipe(folder)))
     named = user_imports.CodeReference("env.math.kind", "mine.Mine", "environment", "generate")
     recipe.module_folders = [str(folder)]
-    assert "wrong" in user_imports._probed(recipe, [named])[named.key]
+    assert "wrong" in user_imports._probe(recipe, [named])[named.key]
 
 
 def test_ranks_and_their_controller(here):
