@@ -68,7 +68,7 @@ class Piece:
 
 @dataclass(frozen=True, slots=True)
 class Region:
-    """Where the entries of a box of a tensor on disk lie in a tensor of this rank, in any order.
+    """The location of a box of a tensor on disk within a tensor of this rank. Entries may be in any order.
 
     Entry `index` of the box lies `offset + sum(index * strides)` entries behind the local tensor's first.
     Worked example, rows 8 to 11 of a [16, 32] in the second half of the columns of a local [4, 64]:

@@ -51,7 +51,7 @@ class StorageError(RuntimeError):
 
 @dataclass(frozen=True)
 class RetryPolicy:
-    """How long to retry an operation on a file, a check before each try, and what the final error adds."""
+    """The limit for retries of an operation on a file, a check before each try, and an addition to the final error."""
 
     seconds: float = 0.0
     check: Callable[[], None] = lambda: None  # raises if another attempt may write there

@@ -1,4 +1,4 @@
-"""The batch's journey: what is handed from one part of the pipeline to the next.
+"""The types that one part of the pipeline hands to the next.
 
     Prompt -> Completion -> Turn -> Rollout -> RolloutGroup -> Sample -> PackedBatch -> LossOutput -> StepResult
 
@@ -26,18 +26,18 @@ if TYPE_CHECKING:
 
 
 Head = Literal["logprobs", "values"]
-"""What stands on a model's body: the vocabulary, or one number (a critic, a reward model)."""
+"""A model's head: log-probabilities over the vocabulary, or one value per token (a critic, a reward model)."""
 
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """One task: what the policy is asked, and what the environment needs to judge the answer."""
+    """One task: the prompt of the policy, and the data that the environment needs to judge the answer."""
 
     index: int  # position in the data stream, counted over epochs; unique in a run, part of every sampling seed
     tokens: np.ndarray  # [P] int32
     environment: str  # key under `env` in the recipe
-    task: dict[str, Any]  # the environment's own, e.g. {"answer": "42"}
-    dataset: str = ""  # its name in the recipe; "" where there is but one
+    task: dict[str, Any]  # data of the environment, e.g. {"answer": "42"}
+    dataset: str = ""  # its name in the recipe; "" if there is only one
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,13 +47,13 @@ class Sampling:
     temperature: float = 1.0
     top_p: float = 1.0
     top_k: int = 0  # 0: no limit
-    max_new_tokens: int = 128  # the shorter of this and the room that the context leaves
+    max_new_tokens: int = 128  # at most; the context may leave room for fewer
     stop_token_ids: tuple[int, ...] = ()  # besides the tokenizer's end-of-sequence token
 
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """One completion to draw. Its seed alone decides its randomness, so it does not matter which engine takes it."""
+    """One completion to sample. Only its seed determines its randomness, so any engine may take it."""
 
     id: str
     tokens: np.ndarray  # [P] int32, the prompt
@@ -71,13 +71,13 @@ class VersionSpan:
 
 @dataclass(frozen=True, slots=True)
 class Completion:
-    """The tokens that an engine drew for one request. Of 5 tokens under a refit after the third, spans are (7, 3), (8, 2)."""
+    """The tokens that an engine drew for one request. If a refit follows the third of 5 tokens, spans are (7, 3), (8, 2)."""
 
     id: str  # the request's
     tokens: np.ndarray  # [C] int32, with the stop token if there was one
     logprobs: np.ndarray  # [C] float32, of the distribution that was sampled from (after temperature)
     spans: tuple[VersionSpan, ...]  # in order; their tokens add up to C
-    finish: str  # "stop": ended by a stop token; "length": cut
+    finish: str  # "stop": ended by a stop token; "length": truncated
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,20 +90,20 @@ class Turn:
 
 @dataclass(frozen=True, slots=True)
 class Rollout:
-    """One episode with its reward. What follows the prompt are its turns, one after another.
+    """One episode with its reward. Its turns follow the prompt, one after another.
 
-    Worked example, two turns, [7, 2] told [9], then [4]: tokens [7, 2, 9, 4], drawn [T, T, F, T].
+    Worked example, [7, 2], the observation [9], then [4]: tokens [7, 2, 9, 4], drawn [T, T, F, T].
     """
 
     turns: tuple[Turn, ...]
     reward: float  # of the whole episode
     metrics: dict[str, float] = field(default_factory=dict)  # the environment's, e.g. {"accuracy": 1.0}
-    failure: str = ""  # why nobody could judge it: then it has no reward, and is not learned from
-    broke: str = ""  # how the answer broke its judge: then it is a wrong one
+    failure: str = ""  # why it has no reward: it could not be judged, and is not trained on
+    broke: str = ""  # how the answer made its environment fail, which counts as a wrong answer
 
     @property
     def tokens(self) -> np.ndarray:
-        """[C] int32: all that follows the prompt."""
+        """[C] int32: all tokens after the prompt."""
         return _joined([part for turn in self.turns for part in (turn.completion.tokens, turn.observation)], np.int32)
 
     @property
@@ -114,7 +114,7 @@ class Rollout:
 
     @property
     def logprobs(self) -> np.ndarray:
-        """[C] float32: 0 for what the policy did not draw."""
+        """[C] float32: 0 for tokens that the policy did not sample."""
         parts = [(turn.completion.logprobs, np.zeros(len(turn.observation))) for turn in self.turns]
         return _joined([part for pair in parts for part in pair], np.float32)
 
@@ -135,12 +135,12 @@ class Rollout:
 
     @property
     def finish(self) -> str:
-        """The last turn's; "" if there is none."""
+        """The `finish` of the last turn; "" if there are no turns."""
         return self.turns[-1].completion.finish if self.turns else ""
 
 
 NOTHING_SAID = "it was cut before it said anything"
-"""The failure of such a rollout, which is not its environment's."""
+"""The `failure` of a rollout that was cut before its first token. Its environment did not fail."""
 
 
 def _joined(parts: list[np.ndarray], dtype: Any) -> np.ndarray:
@@ -161,7 +161,7 @@ class Sample:
 
     tokens: np.ndarray  # [L] int32
     loss_mask: np.ndarray  # [L] bool, True where the loss counts the token
-    logprobs: np.ndarray  # [L] float32, as sampled by the generate rank; 0 where the mask is False
+    logprobs: np.ndarray  # [L] float32, by the generate rank that sampled; 0 where the mask is False
     advantages: np.ndarray  # [L] float32; 0 where the mask is False
     reward: float = 0.0  # the rollout's; of the chosen answer of a pair, its margin over the rejected one, which comes next
 
@@ -203,7 +203,7 @@ class Moments:
 
 @dataclass(frozen=True, slots=True)
 class AdvantageNormalization:
-    """The normalization of a step's advantages, (A - mean) * scale, and what its updates sum over by then."""
+    """The normalization of a step's advantages, (A - mean) * scale, and the counts that its updates then divide by."""
 
     mean: float
     scale: float
@@ -254,7 +254,7 @@ class PackedBatch:
     teacher: TopK | None = None  # the teacher's most likely tokens
 
 
-# The bins of a `_histogram` metric, over log x: 20 to a decade of |log x|, and one around 0, for x that are 1 but for rounding.
+# The bins of a `_histogram` metric, over log x: 20 per decade of |log x|, and one around 0, for x equal to 1 up to rounding.
 BIN_EDGES = np.concatenate([-np.geomspace(10, 1e-6, 141), np.geomspace(1e-6, 10, 141)])  # the outermost bins are open
 BINS = len(BIN_EDGES) + 1
 
@@ -264,7 +264,7 @@ class LossOutput:
     """A microbatch's share of the loss and of each metric: sums over its tokens, already divided by the global count.
 
     Shares add up over microbatches and data-parallel ranks; a metric whose name ends in `_max` or `_min` is combined by that.
-    Two kinds are vectors, which add up, and of which pipeline/train/outputs.py makes numbers:
+    Two kinds are vectors, which add up too; pipeline/train/outputs.py reduces them to numbers:
         X_histogram  [BINS]: the share of tokens whose log x is in each bin; becomes the quantiles X_p01, X_p50, X_p99 of x
         X_moments    [4]: means of a, a^2, b, b^2; becomes X = 1 - Var b / Var a
     """

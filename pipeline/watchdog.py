@@ -76,7 +76,7 @@ def may_be_echo(error: BaseException | None) -> bool:
 
 @dataclass(frozen=True)
 class Failure:
-    """What ended a run. The first one is kept as failure.json in the attempt's folder."""
+    """A failure that ended a run. The first one is kept as failure.json in the attempt's folder."""
 
     rank: int
     component: str

@@ -122,7 +122,7 @@ class WorkerGroups:
 
 @dataclass(frozen=True)
 class Activity:
-    """What a rank is doing, as its heartbeat reports it."""
+    """A rank's current verb and phase, as its heartbeat reports them."""
 
     verb: str = "join"
     phase: str = ""

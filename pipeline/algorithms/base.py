@@ -27,7 +27,7 @@ Variance = Literal["biased", "unbiased"]
 
 @dataclass(frozen=True)
 class Needs:
-    """What a step of an algorithm needs besides samples."""
+    """Inputs that a step of an algorithm needs besides samples."""
 
     head: Head = "logprobs"  # output of the model that `policy` describes; "values" for a reward model
     entropy: bool = False  # the entropy of every distribution, in the policy's outputs
@@ -80,7 +80,7 @@ class Algorithm:
 
     @property
     def advances_per_step(self) -> int:
-        """How often a step advances the learning-rate schedules of the models that learn in it."""
+        """Number of times that a step advances the learning-rate schedules of the models that learn in it."""
         return self.needs.epochs if self.needs.schedule_every_epoch else 1
 
     @property

@@ -27,15 +27,15 @@ from pipeline.world import World
 TURNS = 2  # the ring; then once more
 MOST_ROUNDS = 8  # of the second turn
 LINK_S = 20.0
-"""For one message. The first is of 1 MiB: slower than 50 kB/s is dead."""
+"""Time limit of one message. The first has 1 MiB, so a link below 50 kB/s counts as broken."""
 PINGS = 5
-PROBE_BYTES = 1 << 20  # tells how large the measured message should be
+PROBE_BYTES = 1 << 20  # its time determines the size of the measured message
 MOST_BYTES = 64 << 20
-TAG = 1 << 20  # nobody else's: a conversation that was left behind takes no other message
+TAG = 1 << 20  # used by nothing else, so an abandoned exchange takes no other message
 GOAL_S = 0.03
-"""How long the measured message should be on its way: long against latency, and short."""
+"""Target duration of the measured message: long compared with latency, but short."""
 
-Pair = tuple[int, int]  # the first ranks of two nodes, ascending: the opener, who speaks first, and the other
+Pair = tuple[int, int]  # the first ranks of two nodes, ascending: the one that sends first, and the other
 Rounds = list[list[Pair]]
 
 

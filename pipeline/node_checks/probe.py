@@ -255,7 +255,7 @@ def write_marker(info: RankInfo, token: str) -> None:
 
 def remove_marker(info: RankInfo, token: str) -> None:
     """Remove this rank's marker."""
-    with contextlib.suppress(OSError):  # a folder that is not as it should be has been told of
+    with contextlib.suppress(OSError):  # `check_shared_folder` has reported a faulty folder
         _file(info, info.rank, token).unlink()
 
 

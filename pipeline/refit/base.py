@@ -21,7 +21,7 @@ NOTHING = np.zeros(0, np.int32)
 
 
 class RefitReport(msgspec.Struct):
-    """What one rank did in one refit. Times are seconds of its main thread; on a GPU, of the stream that it waited for."""
+    """Bytes and times of one rank in a refit. Times are seconds of its main thread, or of the GPU stream that it waited for."""
 
     sent: int = 0  # bytes on the network
     received: int = 0

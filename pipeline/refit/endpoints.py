@@ -42,7 +42,7 @@ class Message(NamedTuple):
 
 
 class Endpoint:
-    """What sending and receiving have in common."""
+    """The base of SendEndpoint and ReceiveEndpoint."""
 
     def __init__(
         self,
@@ -130,7 +130,7 @@ class Endpoint:
 
 
 class SendEndpoint(Endpoint):
-    """What a rank sends: on train ranks parts of its own tensors, on generate ranks what it received in the round before."""
+    """A rank's outgoing parts: on train ranks of its own tensors, on generate ranks those received in the round before."""
 
     def __init__(self, plan: RankPlan, *arguments, **settings):
         relayed = np.flatnonzero(plan.sends.source >= 0)
@@ -164,7 +164,7 @@ class SendEndpoint(Endpoint):
 
 
 class ReceiveEndpoint(Endpoint):
-    """What an engine's rank receives, unit by unit."""
+    """The incoming parts of an engine's rank, unit by unit."""
 
     def __init__(self, plan: RankPlan, units: Sequence[str], *arguments: Any, **settings: Any):
         """Compute what to receive, and after which round to finish each unit. units: the unit of each region."""

@@ -37,7 +37,7 @@ _ELSEWHERE = "it is on another node"
 
 
 class MemoryHandle(msgspec.Struct):
-    """How another process maps a rank's memory."""
+    """A handle with which another process maps a rank's memory."""
 
     node: str
     size: int  # bytes
@@ -51,7 +51,7 @@ class MemoryHandle(msgspec.Struct):
 
 
 class StagingOffer(msgspec.Struct):
-    """What a sender sends to a receiver."""
+    """A sender's message to a receiver: the handle of its staging memory and the places in it."""
 
     handle: MemoryHandle
     places: list[int]  # the receiver's part of `SendEndpoint.places`

@@ -71,7 +71,7 @@ class TransferItems(msgspec.Struct):
 
 
 class RankPlan(msgspec.Struct):
-    """What one rank does in a refit."""
+    """One rank's part in a refit."""
 
     rounds: int  # of the whole plan; equal on every rank
     sends: TransferItems

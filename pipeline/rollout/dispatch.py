@@ -24,7 +24,7 @@ FinishedRollouts = Mapping[int, dict[int, Rollout]]
 
 @dataclass(frozen=True)
 class RolloutSpec:
-    """How to sample groups."""
+    """Settings for sampling groups."""
 
     purpose: str  # "train" or "val"
     samples: int  # episodes of each prompt

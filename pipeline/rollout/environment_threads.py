@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class EnvironmentSettings:
-    """What environments and their tokenizer are built from."""
+    """Settings from which environments and their tokenizer are built."""
 
     env: dict[str, EnvironmentConfig]
     tokenizer: TokenizerConfig

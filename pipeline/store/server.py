@@ -57,7 +57,7 @@ _decode = msgspec.msgpack.Decoder(ANY | messaging.ANY).decode
 
 
 class Address(NamedTuple):
-    """Where a store or a relay listens."""
+    """The address at which a store or a relay listens."""
 
     host: str
     port: int

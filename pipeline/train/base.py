@@ -29,7 +29,7 @@ Phase = Callable[[str], contextlib.AbstractContextManager[object]]
 
 @dataclass(frozen=True, slots=True)
 class ModelRole:
-    """What a model is used for, which decides what is built for it."""
+    """The use of a model. It decides what is built for it."""
 
     head: Head = "logprobs"
     trained: bool = True  # False: no gradients and no optimizer; weights in policy.precision
