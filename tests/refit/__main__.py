@@ -1,4 +1,4 @@
-"""The table of planned refits between every pair of layouts: python -m tests.refit [model ...]"""
+"""Print the table of planned refits between every pair of layouts: python -m tests.refit [model ...]"""
 
 import sys
 import tempfile

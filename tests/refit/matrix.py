@@ -2,8 +2,8 @@
 
 `python -m tests.refit` prints the whole table; `test_matrix.py` runs parts of it. For each pair: the reference broadcast first,
 then other weights into the engines, then the planned refit. Every region that it wrote must hold the checkpoint's values, bit
-by bit; what the engine then holds and says must equal what it held and said after the broadcast, log-probs included; each rank
-must have received exactly what it owns; and greedy completions must be those of a fresh vLLM that loads the checkpoint.
+by bit; the engine's weights and outputs, log-probs included, must equal those after the broadcast; each rank must have received
+exactly what it owns; and greedy completions must be those of a fresh vLLM that loads the checkpoint.
 """
 
 from __future__ import annotations
@@ -85,11 +85,14 @@ MIXTURES = ("qwen3_moe", "mixtral")
 @dataclass(frozen=True)
 class Train:
     ranks: int
-    sizes: dict[str, int]  # of policy.megatron_cfg, by tests.train.megatron.layouts.Layout's names; for FSDP2 only tp
+    sizes: dict[str, int]  # policy.megatron_cfg, with the names of tests.train.megatron.layouts.Layout; for FSDP2 only tp
     megatron: bool = True
 
     def fits(self, model: str) -> bool:
-        """FSDP2 cuts no experts by tensor parallelism, and a dense model has none to spread."""
+        """Return whether the backend supports the layout.
+
+        FSDP2 does not shard experts by tensor parallelism, and a dense model has none.
+        """
         if model in MIXTURES:
             return self.megatron or self.sizes["tp"] == 1
         return self.sizes.get("ep", 1) == 1
@@ -110,7 +113,7 @@ GENERATE = {
     "tp2": (VLLMConfig(tensor_parallel_size=2), 1),
     "tp2 x 2": (VLLMConfig(tensor_parallel_size=2), 2),
     "ep2": (VLLMConfig(tensor_parallel_size=2, expert_parallel_size=2), 1),
-}  # an engine's sizes, and how many engines
+}  # an engine's sizes, and the number of engines
 
 
 @dataclass(frozen=True)
@@ -121,7 +124,7 @@ class Case:
 
     @property
     def engines(self) -> tuple[tuple[int, ...], ...]:
-        """Global ranks of each engine."""
+        """Return the global ranks of each engine."""
         vllm, count = GENERATE[self.generate]
         size = engine_ranks(vllm)
         return tuple(tuple(range(TRAIN_RANKS + i * size, TRAIN_RANKS + (i + 1) * size)) for i in range(count))
@@ -136,7 +139,7 @@ class Case:
 
 
 def cases(models=MODELS, train=TRAIN, generate=GENERATE) -> list[Case]:
-    """In an order in which an engine serves as many as it can."""
+    """Return the cases, ordered so that an engine serves as many as it can."""
     return [
         Case(m, t, g)
         for g, m, t in itertools.product(generate, models, train)
@@ -145,7 +148,7 @@ def cases(models=MODELS, train=TRAIN, generate=GENERATE) -> list[Case]:
 
 
 def write_models(folder: Path) -> None:
-    """Every tensor is random: biases and norms too. Large, so that greedy choices are clear."""
+    """Return a model whose tensors are all random, biases and norms too, and large, so that greedy choices are clear."""
     for name, config in MODELS.items():
         torch.manual_seed(3)
         model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
@@ -158,7 +161,7 @@ def write_models(folder: Path) -> None:
 
 
 def run(chosen: list[Case], folder: Path, transport: str = "planned") -> list[dict]:
-    """What each case found, in their order. The models must be in `folder`."""
+    """Return each case's findings, in order. The models must be in `folder`."""
     fork_server.run(_rank, (chosen, folder, transport), TRAIN_RANKS + GENERATE_RANKS)
     return json.loads((folder / "found.json").read_text())
 
@@ -175,7 +178,7 @@ def _rank(rank: int, chosen: list[Case], folder: Path, transport: str) -> None:
     for number, case in enumerate(chosen):
         own = next((r for r in (case.train_ranks, *case.engines) if rank in r), None)
         dist.group.WORLD = groups[own] if own else spanning
-        # Ranks that stood by made fewer groups; torch counts them to name the next.
+        # Idle ranks made fewer groups; torch names the next group by their number.
         dist.distributed_c10d._world.group_count = 1000 * (number + 1)
         cpu, refit = torch.device("cpu"), broadcasts[case.generate_ranks]
         world = SimpleNamespace(rank=rank, device=cpu, carrier=cpu, spanning=spanning, refit=refit, phase=_phase)
@@ -193,7 +196,7 @@ def _rank(rank: int, chosen: list[Case], folder: Path, transport: str) -> None:
     if rank == 0:
         (folder / "found.json").write_text(json.dumps(found))
     dist.barrier(group=spanning)
-    os._exit(0)  # vLLM's and Megatron-Core's teardown have nothing to add
+    os._exit(0)  # skip the teardown of vLLM and Megatron-Core
 
 
 @contextlib.contextmanager
@@ -222,13 +225,16 @@ def _engine(case: Case, folder: Path, own: tuple[int, ...], rank: int):
 
 
 def _end_groups(kept: set) -> None:
-    """All others: each of Megatron-Core's many groups has threads. Not after FSDP2, since torch keeps the meshes it made."""
+    """Destroy all other groups: each of Megatron-Core's many groups has threads.
+
+    Not after FSDP2, since torch caches its meshes.
+    """
     for group in [group for group in dist.distributed_c10d._world.pg_map if group not in kept]:
         dist.destroy_process_group(group)
 
 
 def _forget_engine_ranks() -> None:
-    """vLLM keeps its group of an engine's ranks for the life of a process; here the next engine has others."""
+    """Drop vLLM's group of an engine's ranks, which it keeps for the life of a process; the next engine has others."""
     from vllm.distributed import parallel_state
 
     parallel_state._WORLD = None
@@ -242,13 +248,13 @@ def _trained(case: Case, folder: Path):
     if not layout.megatron:
         return ranks.backend(policy, ranks.Layout(layout.ranks // layout.sizes["tp"], layout.sizes["tp"]))
     sequence_parallel = case.model in MIXTURES and layout.sizes.get("tp", 1) > 1
-    # Else that takes models of this name for those of its own tests, which have three layers.
+    # Otherwise it takes models of this name for those of its own tests, which have three layers.
     even = {"num_layers_in_first_pipeline_stage": None}
     return layouts.backend(policy, layouts.Layout(**layout.sizes, sp=sequence_parallel), **even)
 
 
 def _refit(case: Case, world, engine, folder: Path, transport: str) -> dict:
-    """On every rank, those standing by too."""
+    """Run on every rank, idle ones too."""
     trained = _trained(case, folder) if world.rank in case.train_ranks else None
     config = RefitConfig(bucket_bytes=BUCKET_BYTES)
     exact = PlannedRefit(world, config, torch.float32, transport)
@@ -268,7 +274,7 @@ def _refit(case: Case, world, engine, folder: Path, transport: str) -> dict:
     elif engine is not None:
         reference = _committed(engine, BroadcastRefit(world, BUCKET_BYTES).receive)
         other = _committed(engine, lambda update: update.load(_other(engine)))
-        assert other.completions != reference.completions  # those weights do differ
+        assert other.completions != reference.completions  # the weights do differ
     report = None
     if own is not None:
         exact.prepare(regions, units, agreed.ranks[world.rank])
@@ -324,8 +330,10 @@ def _other(engine) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 class Watched:
-    """An engine's update, which looks at every region before its unit is finished: afterwards CPU kernels keep some weights
-    in a packed form that nobody can read."""
+    """An engine's update that checks every region before its unit is finished.
+
+    Afterwards CPU kernels keep some weights in a packed form that cannot be read.
+    """
 
     def __init__(self, engine, files: dict[str, torch.Tensor]):
         self._update, self._files = engine.update(), files
@@ -345,7 +353,7 @@ class Watched:
 
 @dataclass(frozen=True)
 class State:
-    """What an engine holds, as far as it can be read, and what it says."""
+    """An engine's readable weights and its outputs."""
 
     tensors: dict[str, torch.Tensor]  # every parameter and buffer
     completions: list[list[int]]  # greedy
@@ -362,6 +370,6 @@ class State:
         return cls(tensors, [c.tokens.tolist() for c in completions], [c.logprobs.tolist() for c in completions])
 
     def differs(self, other: State) -> list[str]:
-        """In what the other is not the same to the last bit."""
+        """Return the names of what differs from the other, to the last bit."""
         found = [name for name, tensor in self.tensors.items() if not torch.equal(tensor, other.tensors[name])]
         return found + ["log-probs"] * (self.logprobs != other.logprobs)

@@ -1,4 +1,4 @@
-"""RefitCoordinator between processes: train ranks 0 and 1, generate ranks 2 and 3, and a model that has every awkward tensor.
+"""RefitCoordinator between processes: train ranks 0 and 1, generate ranks 2 and 3, and a model with every awkward tensor.
 
 `run` starts them; what each does is a function of a test module, called SPMD with (world, folder, argument). The backends are
 stand-ins that hold tensors and say where these lie; generate ranks are one engine of two ranks, or two engines of one.
@@ -37,10 +37,10 @@ BIAS = "gate.e_score_correction_bias"
 @dataclass(frozen=True)
 class Model:
     shapes: dict[str, tuple[int, ...]]  # on disk
-    units: dict[str, tuple[tuple[str, ...], ...]]  # each tensor of a unit: what lies in it, rows under rows
-    cut: dict[str, int]  # the dimension along which an engine's ranks share it; the others are whole on each
+    units: dict[str, tuple[tuple[str, ...], ...]]  # each tensor of a unit: the names of the tensors whose rows it stacks
+    cut: dict[str, int]  # the dimension that an engine's ranks shard; the others are replicated
     behind: tuple[str, ...] = ()  # units whose target is not what the engine reads
-    wider: int = 0  # columns by which fused tensors are wider than they must be
+    wider: int = 0  # extra columns of fused tensors
     column_major: tuple[str, ...] = ()  # on the train ranks
 
 
@@ -56,7 +56,7 @@ AWKWARD = Model(
         "down": (24, 40),
         "norm": (24,),
         "bias": (5,),
-        "experts": (4, 6, 10),  # cut into columns of 5, which are no whole words
+        "experts": (4, 6, 10),  # split into columns of 5, which are not whole words
         "scale": (),
         BIAS: (7,),
     },
@@ -95,13 +95,15 @@ class World:
 
 
 def run(work, folder: Path, argument=None, cuda: str = "") -> None:
-    """`work(world, folder, argument)` on four ranks. Raises what any of them raised first. cuda: "apart", a GPU for each rank
-    and NCCL; "shared", what GPUs there are and gloo."""
+    """Run `work(world, folder, argument)` on four ranks. Raises the first error that one of them raised.
+
+    cuda: "apart", a GPU for each rank and NCCL; "shared", the GPUs that exist and gloo.
+    """
     _start(work, folder, argument, cuda).join()
 
 
 def run_to_the_end(work, folder: Path, argument) -> None:
-    """The same, but whatever becomes of one rank, the others go on until they are done or hear of it."""
+    """Do the same, but after one rank's failure the others run until they finish or learn of it."""
     for process in _start(work, folder, argument, "", timeout_s=5).processes:
         process.join()
 
@@ -136,12 +138,12 @@ def _process(rank: int, work, folder: Path, argument, cuda: str, timeout_s: int)
 
 
 def kept(name: str, precision: torch.dtype) -> torch.dtype:
-    """Of a tensor on either end and on the wire."""
+    """The precision of a tensor on either end and on the wire."""
     return torch.float32 if name == BIAS else precision
 
 
 def weights(model: Model, version: int, precision: torch.dtype) -> dict[str, torch.Tensor]:
-    """In full. Each version changes 3% of the values of the one before it; every fourth all."""
+    """Return full tensors. Each version changes 3% of the previous one's values; every fourth all."""
     first = version - version % 4
     rng = torch.Generator().manual_seed(first)
     full = {name: torch.randn(shape, generator=rng).to(kept(name, precision)) for name, shape in model.shapes.items()}
@@ -153,7 +155,7 @@ def weights(model: Model, version: int, precision: torch.dtype) -> dict[str, tor
 
 
 def part_of(shape: Sequence[int], dim: int | None, part: int, parts: int) -> Box:
-    """As torch.chunk cuts, so that the last may be less; everything for dim None."""
+    """Return the part that torch.chunk gives, whose last one may be smaller; everything for dim None."""
     offset, size = [0] * len(shape), list(shape)
     if dim is not None:
         step = -(-shape[dim] // parts)
@@ -163,7 +165,7 @@ def part_of(shape: Sequence[int], dim: int | None, part: int, parts: int) -> Box
 
 
 class Train:
-    """Rows of every tensor of more than one dimension, the others whole."""
+    """Rows of every tensor of more than one dimension; other tensors are whole."""
 
     def __init__(self, model: Model, part: int, parts: int, precision: torch.dtype, device: torch.device):
         self.regions: list[Region] = []
@@ -186,7 +188,7 @@ class Train:
 
 
 class Generate:
-    """A rank of an engine, and the update of its weights. Fused tensors are wider than they must be."""
+    """A rank of an engine, and the update of its weights. Fused tensors are padded."""
 
     def __init__(self, model: Model, part: int, parts: int, precision: torch.dtype, device: torch.device):
         self.live: dict[str, torch.Tensor] = {}
@@ -243,7 +245,7 @@ class Generate:
             assert torch.equal(self.view(held).cpu().to(expected.dtype), expected), held.name
 
     def owned(self, precision: torch.dtype) -> int:
-        """Bytes, on the wire."""
+        """Return the bytes on the wire."""
         return sum(held.box.numel * kept(held.name, precision).itemsize for held in self.regions)
 
 
@@ -254,7 +256,7 @@ Engines = Sequence[Sequence[int]]
 
 
 def backends(model: Model, engines: Engines, train: torch.dtype, generate: torch.dtype, device: torch.device) -> Backends:
-    """All ranks', by rank, so that every rank can plan."""
+    """Gather all ranks' layouts by rank, so that every rank can plan."""
     made: Backends = {rank: Train(model, part, len(TRAIN), train, device) for part, rank in enumerate(TRAIN)}
     for engine in engines:
         made |= {rank: Generate(model, part, len(engine), generate, device) for part, rank in enumerate(engine)}
@@ -264,7 +266,7 @@ def backends(model: Model, engines: Engines, train: torch.dtype, generate: torch
 def planned(
     model: Model, made: Backends, engines: Engines, precision: torch.dtype, bucket_bytes: int, share: bool = False
 ) -> RefitPlan:
-    """share: engines are on one node, so that one passes on to the other what it received."""
+    """share: engines are on one node, so one forwards what it received to the other."""
     train, generate = ({rank: made[rank].table for rank in ranks} for ranks in (TRAIN, GENERATE))
     nodes = {rank: "train" if rank in TRAIN else "generate" if share else str(rank) for rank in made}
     return schedule(train, generate, engines, model.shapes, precision.itemsize, bucket_bytes, nodes, NetworkConfig()).plan()
@@ -290,9 +292,9 @@ def transfer(world: World, refit: PlannedRefit, backend: Train | Generate) -> Re
 
 
 def two_refits(world: World, folder: Path, transport: str, bucket: int, spoil: Callable[[], None], ipc: bool = False) -> None:
-    """Refit twice and call `spoil` before the second. Write what this rank saw to `seen-RANK`, and end its process.
+    """Refit twice and call `spoil` before the second. Write this rank's result to `seen-RANK`, and end its process.
 
-    bucket: bytes that a rank sends in a round at most.
+    bucket: maximum bytes that a rank sends in a round.
     """
     made = backends(AWKWARD, (GENERATE,), torch.float32, torch.float32, world.device)
     plan = planned(AWKWARD, made, (GENERATE,), torch.float32, bucket)
@@ -319,7 +321,7 @@ def two_refits(world: World, folder: Path, transport: str, bucket: int, spoil: C
 
 
 def agree(world: World, model: Model, plan: RefitPlan, report: RefitReport, folder: Path, version: int) -> None:
-    """What rank 0 does before it orders the commit; here every rank. Raises RefitError."""
+    """Do rank 0's check before it orders the commit, here on every rank. Raises RefitError."""
     reports = [folder / f"report-{version}-{rank}" for rank in range(4)]
     reports[world.rank].write_bytes(encode(report))
     dist.barrier(group=world.spanning)

@@ -19,7 +19,7 @@ def weights() -> list[tuple[str, torch.Tensor]]:
 
 
 class Sender:
-    """Yields one reused buffer, as a backend may: a tensor is only good until the next is asked for."""
+    """Yields one reused buffer, as a backend may: a tensor is only valid until the next is requested."""
 
     def weights(self):
         for name, tensor in weights():
@@ -29,7 +29,7 @@ class Sender:
 
 
 class Receiver:
-    """Keeps what it is given, as an engine may."""
+    """Keeps the tensors that it receives, as an engine may."""
 
     def load(self, received):
         self.received = dict(received)
@@ -54,7 +54,7 @@ def rank_main(rank: int, port: int) -> None:
     dist.destroy_process_group()
 
 
-def test_what_arrives_is_what_was_sent():
+def test_received_tensors_equal_the_sent_ones():
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]

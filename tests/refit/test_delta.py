@@ -1,4 +1,4 @@
-"""What changed, and nothing else: lossless for any bits, never more bytes than all of it, and never onto another base."""
+"""Deltas are lossless for any bits, never larger than the full tensor, and never applied to another base."""
 
 from __future__ import annotations
 
@@ -24,7 +24,10 @@ ONE_ENGINE = ((2, 3),)
 
 
 def pair(count: int, places: torch.Tensor, precision: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
-    """(base, new) of random bits, NaNs with payloads and both zeros among them, that differ in one bit at these places."""
+    """Return (base, new) of random bits that differ in one bit at these places.
+
+    They include NaNs with payloads and both zeros.
+    """
     rng = torch.Generator().manual_seed(count)
     bits = torch.randint(-(2**15), 2**15, (count,), generator=rng).to(INTEGERS[precision.itemsize])
     bits[: count // 3] = 0
@@ -34,7 +37,7 @@ def pair(count: int, places: torch.Tensor, precision: torch.dtype) -> tuple[torc
 
 
 def through(base: torch.Tensor, new: torch.Tensor) -> tuple[torch.Tensor, int, int]:
-    """(what the receiver has, the mode, the bytes)"""
+    """Return (the receiver's tensor, the mode, the bytes)."""
     out = torch.full((padded(new.nbytes) + 64,), 0xA5, dtype=torch.uint8, device=new.device)
     code = encode(new, base, out)
     size = encoded_bytes(code, new.numel(), new.itemsize)
@@ -74,7 +77,7 @@ def test_any_share_of_changes_arrives_bit_by_bit(count, share, precision):
         (100_000, 1, FULL),
     ],
 )
-def test_the_form_with_the_fewest_bytes_is_taken(count, every, mode):
+def test_the_smallest_encoding_is_chosen(count, every, mode):
     base, new = pair(count, torch.arange(every - 1, count, every), torch.bfloat16)
     got, taken, size = through(base, new)
     assert same_bits(got, new) and taken == mode
@@ -88,7 +91,7 @@ def test_the_form_with_the_fewest_bytes_is_taken(count, every, mode):
     assert size <= min(fewest.values()) + 16
 
 
-def test_gaps_at_their_limits_are_bridged():
+def test_gaps_at_their_limits_are_encoded():
     for first, gap in itertools.product((0, 254, 255, 256, 65535, 65536), (254, 255, 256, 257, 511, 512, 65535, 65536, 131072)):
         places = torch.tensor([first, first + gap + 1])
         base, new = pair(300_000, places, torch.bfloat16)
@@ -96,7 +99,7 @@ def test_gaps_at_their_limits_are_bridged():
         assert same_bits(got, new) and mode in (GAPS8, GAPS16) and size < 2000
 
 
-def test_what_did_not_change_costs_nothing():
+def test_unchanged_tensors_take_no_bytes():
     base, new = pair(1000, torch.tensor([], dtype=torch.int64), torch.bfloat16)
     assert through(base, new)[2] == 0
 
@@ -111,7 +114,7 @@ def test_places_are_found_in_any_strides():
 
 
 @pytest.mark.parametrize("code", [5 * 4 + FULL, 11 * 4 + GAPS8, -4 + BITMAP])
-def test_a_code_that_no_item_has_is_refused(code):
+def test_an_unknown_code_is_refused(code):
     with pytest.raises(RefitError, match="of 10 entries"):
         encoded_bytes(code, 10, 2)
 
@@ -125,7 +128,7 @@ def test_places_of_another_item_are_refused(mode):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("share", [0, 0.001, 0.05, 0.5, 1])
-def test_a_gpu_does_the_same(share):
+def test_a_gpu_encodes_the_same(share):
     places = (torch.rand(100_001, generator=torch.Generator().manual_seed(1)) < share).nonzero().view(-1)
     base, new = pair(100_001, places, torch.bfloat16)
     got, mode, size = through(base.cuda(), new.cuda())
@@ -135,7 +138,7 @@ def test_a_gpu_does_the_same(share):
 # ---- bases ------------------------------------------------------------------------------------------------------------
 
 
-def test_a_base_lasts_until_a_refit_fails():
+def test_a_base_is_valid_until_a_refit_fails():
     bases = DeltaBases()
     assert bases.begin() == 0
     bases.done()
@@ -146,7 +149,7 @@ def test_a_base_lasts_until_a_refit_fails():
 
 
 def three_refits(world: World, folder: Path, failing: str) -> None:
-    """The second fails at one end when everything has come; nobody knows at the other."""
+    """Fail the second refit at one end after all data has arrived; the other end does not know."""
     made = ranks.backends(AWKWARD, ONE_ENGINE, torch.bfloat16, torch.bfloat16, world.device)
     plan = ranks.planned(AWKWARD, made, ONE_ENGINE, torch.bfloat16, 1 << 16)
     own = made[world.rank]
@@ -174,7 +177,7 @@ def three_refits(world: World, folder: Path, failing: str) -> None:
 
 @contextmanager
 def patched(fails: bool) -> Iterator[None]:
-    """A failure as late as it can come."""
+    """Fail at the latest possible moment."""
     with pytest.MonkeyPatch.context() as patch:
         if fails:
 
@@ -186,11 +189,11 @@ def patched(fails: bool) -> Iterator[None]:
 
 
 @pytest.mark.parametrize("failing", ["train", "generate"])
-def test_after_a_failure_at_one_end_nothing_is_built_on_what_the_other_has(failing, tmp_path):
+def test_after_a_failure_at_one_end_no_delta_is_sent_on_the_others_base(failing, tmp_path):
     ranks.run_to_the_end(three_refits, tmp_path, failing)
     outcomes = {rank: path.read_text() for rank in range(4) if (path := tmp_path / f"outcome-{rank}").exists()}
     if failing == "train":
-        assert outcomes == dict.fromkeys(range(4), "done")  # all was sent in full
+        assert outcomes == dict.fromkeys(range(4), "done")  # everything was sent in full
     else:
         assert set(outcomes) == set(GENERATE)
         assert all("since refit 2, but" in outcome and "the base is lost" in outcome for outcome in outcomes.values()), outcomes

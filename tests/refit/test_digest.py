@@ -1,4 +1,4 @@
-"""Hashes add up over any cut and catch what a transfer can do wrong; rank 0 names what differs."""
+"""Hashes add up over any split and detect the faults of a transfer; rank 0 names what differs."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from pipeline.refit.tables import RefitPlan, TransferItems
 
 KINDS = (torch.bfloat16, torch.float16, torch.float32)
 SHAPES = ((), (1,), (37,), (8, 16), (9, 13), (3, 5, 8), (4, 3, 2, 7))
-CUTS = ((), (1,), (2, 5), (3, 4, 7))  # places along a dimension, where that is long enough
+CUTS = ((), (1,), (2, 5), (3, 4, 7))  # places along a dimension that is long enough
 
 
 def digest_of(tensor: torch.Tensor, offset: tuple[int, ...] = (), precision: torch.dtype | None = None) -> int:
-    """The hash of a box at `offset` of the tensor on disk."""
+    """Return the hash of a box at `offset` of the tensor on disk."""
     dims = max(tensor.ndim, 1)
     offsets, sizes = np.zeros((1, dims), np.int64), np.ones((1, dims), np.int64)
     offsets[0, : len(offset)], sizes[0, : tensor.ndim] = offset, tensor.shape
@@ -32,7 +32,7 @@ def digest_of(tensor: torch.Tensor, offset: tuple[int, ...] = (), precision: tor
 
 
 def boxes(shape: tuple[int, ...], cut: tuple[int, ...]) -> list[tuple[slice, ...]]:
-    """The grid that cuts every dimension at these places."""
+    """Return the grid that splits every dimension at these places."""
     along = []
     for length in shape:
         edges = [0, *(place for place in cut if place < length), length]
@@ -45,7 +45,7 @@ def random(shape: tuple[int, ...], precision: torch.dtype) -> torch.Tensor:
 
 
 def straightforward(tensor: torch.Tensor) -> int:
-    """The definition, entry by entry, in Python's integers."""
+    """Return the hash by its definition, entry by entry, in Python's integers."""
     bits = 8 * tensor.itemsize
     integers = tensor.view({16: torch.int16, 32: torch.int32}[bits])
     rows = integers.reshape(-1, 1 if tensor.ndim < 2 else tensor.shape[-1]).tolist()
@@ -62,7 +62,7 @@ def straightforward(tensor: torch.Tensor) -> int:
 
 @pytest.mark.parametrize("precision", KINDS, ids=str)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_hashes_add_up_over_any_cut(shape, precision):
+def test_hashes_add_up_over_any_split(shape, precision):
     tensor = random(shape, precision)
     expected = straightforward(tensor)
     assert digest_of(tensor) == expected
@@ -81,7 +81,7 @@ def test_neither_strides_nor_a_higher_precision_change_the_hash():
 
 @pytest.mark.parametrize("precision", KINDS, ids=str)
 @pytest.mark.parametrize("shape", ((5,), (3, 8), (3, 5)), ids=str)
-def test_every_single_flipped_bit_is_seen(shape, precision):
+def test_every_flipped_bit_is_detected(shape, precision):
     tensor = random(shape, precision)
     before = digest_of(tensor)
     integers = tensor.view({2: torch.int16, 4: torch.int32}[tensor.itemsize]).view(-1)
@@ -93,7 +93,7 @@ def test_every_single_flipped_bit_is_seen(shape, precision):
     assert digest_of(tensor) == before
 
 
-def test_rows_exchanged_stale_or_missing_are_seen():
+def test_swapped_stale_or_missing_rows_are_detected():
     old, new = random((6, 8), torch.bfloat16), random((7, 8), torch.bfloat16)[1:]
     expected = digest_of(new)
     for i, j in itertools.combinations(range(6), 2):
@@ -112,10 +112,10 @@ def test_weights_are_odd_and_all_different():
     weights = np.concatenate([row_weights((0, 0, 0), (64, 64, 8)), row_weights((0, 0), (100_000, 8))])
     assert (weights % 2 == 1).all()
     assert len(np.unique(row_weights((0, 0, 0, 0), (8, 32, 32, 8)))) == 8 * 32 * 32
-    assert len(np.unique(weights)) == 64 * 64 + 100_000 - 64  # the first rows of both have the same numbers
+    assert len(np.unique(weights)) == 64 * 64 + 100_000 - 64  # the first rows of both have the same indexes
 
 
-def test_splitmix64_is_the_published_one():
+def test_splitmix64_equals_the_published_one():
     # The first two outputs with seed 0, whose state is advanced by `golden` before each.
     first, second = 0xE220A8397B1DCDAF, 0x6E789E6AA1B965F4
     golden = 0x9E3779B97F4A7C15
@@ -153,7 +153,7 @@ def test_train_ranks_add_up_and_generate_ranks_agree():
     ],
     ids=["one", "several", "silence"],
 )
-def test_what_differs_is_named(generate, words):
+def test_differing_tensors_are_named(generate, words):
     train = {0: report(k0=2, k1=5, k3=9), 1: report(k2=6)}
     with pytest.raises(RefitError) as caught:
         compare(PLAN, NAMES, train, generate, 7)
@@ -163,6 +163,6 @@ def test_what_differs_is_named(generate, words):
 @pytest.mark.gpu
 @pytest.mark.parametrize("precision", KINDS, ids=str)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_a_gpu_finds_the_same_hash(shape, precision):
+def test_a_gpu_computes_the_same_hash(shape, precision):
     tensor = random(shape, precision)
     assert digest_of(tensor.cuda()) == digest_of(tensor)

@@ -1,4 +1,4 @@
-"""Plans of random layouts, counted entry by entry."""
+"""Plans of random layouts, checked entry by entry."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ FAST_NODES, FAST_NICS = NetworkConfig(), NetworkConfig(nic_gb_per_s=50, node_gb_
 
 
 def pieces(rng: random.Random, length: int, most: int) -> list[tuple[int, int]]:
-    """A dimension cut at random: (offset, size) of each part."""
+    """Split a dimension at random. Return (offset, size) of each part."""
     cuts = sorted(rng.sample(range(1, length), min(rng.randint(0, most - 1), length - 1)))
     return [(a, b - a) for a, b in itertools.pairwise([0, *cuts, length])]
 
@@ -32,8 +32,11 @@ def grid(rng: random.Random, shape: tuple[int, ...], most: int) -> list[Box]:
 
 
 class Case:
-    """Random tensors of one and two dimensions; train ranks hold the boxes of a random grid, each on random ranks; generate
-    ranks want random boxes, in units that some of them share."""
+    """Random tensors of one and two dimensions.
+
+    Train ranks hold the boxes of a random grid, each on random ranks; generate ranks need random boxes, in units that some of
+    them share.
+    """
 
     def __init__(self, seed: int):
         rng = random.Random(seed)
@@ -102,8 +105,8 @@ def planned(request) -> tuple[Case, RefitPlan]:
     return case, case.plan()
 
 
-def test_the_cases_are_of_all_kinds():
-    """Relays, several rounds, boxes cut in either dimension, units that finish early, boxes that several rows want."""
+def test_the_random_cases_cover_all_kinds():
+    """They include forwarding, several rounds, boxes split in either dimension, units that finish early, and shared rows."""
     found = {"relays": 0, "rounds": 0, "rows": 0, "columns": 0, "early": 0, "shared": 0}
     for seed in range(60):
         made = Case(seed).schedule()
@@ -117,7 +120,7 @@ def test_the_cases_are_of_all_kinds():
     assert min(found.values()) >= 10, found
 
 
-def test_what_is_counted_without_rank_plans_is_what_they_have():
+def test_counts_without_rank_plans_equal_the_rank_plans():
     for seed in range(10):
         made = Case(seed).schedule()
         whole = made.plan()
@@ -127,7 +130,7 @@ def test_what_is_counted_without_rank_plans_is_what_they_have():
                 assert np.array_equal(np.bincount(items.round, size_of(items), made.rounds), found[:, rank])
 
 
-def test_the_messages_that_are_priced_are_those_of_the_rank_plans():
+def test_the_priced_messages_are_those_of_the_rank_plans():
     for seed in range(20):
         made = Case(seed).schedule()
         expected = {}
@@ -142,11 +145,11 @@ def test_the_messages_that_are_priced_are_those_of_the_rank_plans():
 
 
 def name_of(case: Case, made: RefitPlan, rank: int, i: int) -> str:
-    """Return the tensor that a receive is of."""
+    """Return the tensor of a receive."""
     return case.regions(rank)[made.ranks[rank].receives.row[i]].name
 
 
-def test_every_wanted_entry_comes_once(planned):
+def test_every_wanted_entry_is_received_once(planned):
     case, made = planned
     for rank in itertools.chain(*case.engines):
         receives = made.ranks[rank].receives
@@ -160,7 +163,7 @@ def test_every_wanted_entry_comes_once(planned):
 
 
 def messages(items: TransferItems, rank: int, sends: bool) -> dict[tuple[int, int, int], list[int]]:
-    """(round, source, target) -> its items, in the order they have in the message."""
+    """Return (round, source, target) -> its items, in the message's order."""
     found: dict[tuple[int, int, int], list[int]] = {}
     for i in range(len(items)):
         peer = int(items.peer[i])
@@ -169,7 +172,7 @@ def messages(items: TransferItems, rank: int, sends: bool) -> dict[tuple[int, in
     return found
 
 
-def test_both_ends_of_a_message_know_the_same(planned):
+def test_both_ends_of_a_message_have_the_same_items(planned):
     _, made = planned
     sent, received = {}, {}
     for rank, part in made.ranks.items():
@@ -180,7 +183,7 @@ def test_both_ends_of_a_message_know_the_same(planned):
     assert sent == received
 
 
-def test_sources_have_what_they_send(planned):
+def test_sources_hold_what_they_send(planned):
     case, made = planned
     for rank, part in made.ranks.items():
         for i in range(len(part.sends)):
@@ -192,13 +195,13 @@ def test_sources_have_what_they_send(planned):
                 continue
             source = part.sends.source[i]
             assert part.sends.row[i] == -1 and part.sends.key[i] == -1
-            assert part.receives.round[source] == part.sends.round[i] - 1  # after it came
+            assert part.receives.round[source] == part.sends.round[i] - 1  # after it was received
             assert np.array_equal(part.receives.offset[source], part.sends.offset[i])
             assert np.array_equal(part.receives.size[source], part.sends.size[i])
 
 
-def test_the_tensors_of_both_ends_are_the_same(planned):
-    """Boxes of two tensors may be equal: a send must be of the tensor that the receive is of."""
+def test_both_ends_name_the_same_tensor(planned):
+    """Boxes of two tensors may be equal, but a send and its receive must name the same tensor."""
     case, made = planned
     for rank in itertools.chain(*case.engines):
         mine = made.ranks[rank]
@@ -243,8 +246,8 @@ def test_units_finish_on_all_ranks_of_an_engine_together(planned):
             assert [unit for unit in one if unit in other] == [unit for unit in other if unit in one]
 
 
-def test_each_box_is_vouched_for_once(planned):
-    """All the train ranks' sends: those with a key cover each distinct wanted box once; receives have the same keys."""
+def test_each_box_is_hashed_once(planned):
+    """The train ranks' sends with a key cover each distinct box once; receives have the same keys."""
     case, made = planned
     boxes: dict[int, tuple[str, Box]] = {}
     for rank in itertools.chain(*case.engines):
@@ -271,7 +274,7 @@ def test_each_box_is_vouched_for_once(planned):
 def one_tensor(
     held: dict[int, list[tuple[int, int]]], wanted: dict[int, list[tuple[int, int]]], engines: list[list[int]], bucket: int
 ) -> RefitSchedule:
-    """A tensor "w" of 8 rows and 4 columns; rows that ranks hold and want, as (first, last + 1)."""
+    """Plan a tensor "w" of 8 rows and 4 columns, with the rows that ranks hold and need as (first, last + 1)."""
     shapes = {"v": (3,), "w": (8, 4)}
 
     def rows(parts: list[tuple[int, int]], unit: list[str] | None = None) -> LayoutTable:
@@ -284,7 +287,7 @@ def one_tensor(
     return schedule(train, generate, engines, shapes, ITEMSIZE, bucket, nodes, FAST_NICS)
 
 
-def test_what_no_train_rank_holds_is_named():
+def test_rows_that_no_train_rank_holds_are_named():
     with pytest.raises(ValueError, match=r"hold 16 of the 24 entries of 'w' \[2:8, 0:4\], which generate ranks \[6, 7\] need"):
         one_tensor({0: [(0, 4)], 1: [(6, 8)]}, {5: [(0, 4)], 6: [(2, 8)], 7: [(2, 8)]}, [[5, 6, 7]], 1000)
 
@@ -311,8 +314,8 @@ def test_a_bucket_that_is_too_small_is_an_error():
 # ---- balance
 
 
-def test_loads_are_the_least_possible():
-    """Random holder sets, which overlap in every way: the largest load is what `floor` proves to be needed."""
+def test_loads_are_minimal():
+    """For random overlapping holder sets, the largest load equals the lower bound of `floor`."""
     rng = np.random.default_rng(0)
     for _ in range(30):
         ranks = int(rng.integers(2, 12))
@@ -327,7 +330,7 @@ def test_loads_are_the_least_possible():
         assert load.max() <= 1.01 * balance.lower_bound(sets, demand, load)
 
 
-def test_a_floor_looks_at_what_few_ranks_hold():
+def test_the_floor_accounts_for_data_that_few_ranks_hold():
     sets = [np.array([0]), np.array([0, 1, 2, 3])]
     shares, load = balance.send_shares(sets, np.array([60.0, 40.0]), 4)
     assert load == pytest.approx([60, 40 / 3, 40 / 3, 40 / 3])
@@ -348,18 +351,18 @@ def test_a_floor_looks_at_what_few_ranks_hold():
     ],
 )
 def test_sharing_groups(per_node, network, sent, expected):
-    """Eight engines of one rank, each of which receives 8 bytes; `sent` by the busiest train rank for one engine."""
+    """Plan for eight engines of one rank, each of which receives 8 bytes; `sent`: by the busiest train rank for one engine."""
     nodes = {rank: f"node{rank // per_node}" for rank in range(8)}
     assert balance.sharing_groups([[rank] for rank in range(8)], nodes, network, sent, 8.0) == expected
 
 
-def test_engines_share_only_if_all_their_ranks_do():
+def test_engines_forward_only_if_all_their_ranks_do():
     engines, nodes = [[0, 1], [2, 3], [4, 5], [6, 7]], {0: "a", 1: "b", 2: "a", 3: "b", 4: "a", 5: "c", 6: "c", 7: "b"}
     assert balance.sharing_groups(engines, nodes, FAST_NODES, 1.0, 8.0) == [[0, 1], [2], [3]]
 
 
 def even(train: int, engines: int, size: int, nodes: int, network: NetworkConfig) -> RefitSchedule:
-    """64 units of 32 kB that all train ranks hold; an engine's ranks each want equal parts of all."""
+    """Return 64 units of 32 kB that all train ranks hold; an engine's ranks each need equal parts of all."""
     shapes = {f"t{i}": (16, 1024) for i in range(64)}
     whole = layout_table([Region(name, Box((0, 0), shape), "", 0, ()) for name, shape in shapes.items()], shapes)
     rows = 16 // size
@@ -377,15 +380,16 @@ def even(train: int, engines: int, size: int, nodes: int, network: NetworkConfig
     ("train", "engines", "size", "groups"),
     [(8, 8, 1, 8), (4, 2, 4, 1), (6, 5, 2, 3), (16, 2, 2, 2), (3, 7, 1, 3), (15, 16, 1, 16)],
 )
-def test_all_sources_are_busy_all_the_time(train, engines, size, groups):
+def test_all_sources_are_always_busy(train, engines, size, groups):
     made = even(train, engines, size, 1000, FAST_NICS)
-    assert len(made.groups) == groups  # where fewer train ranks would need longer than a generate rank, engines share
+    # engines forward to each other if fewer train ranks would need longer than a generate rank
+    assert len(made.groups) == groups
     out, into = made.traffic()
     busiest = max(out.sum(0).max(), into.sum(0).max())
     assert busiest <= 1.05 * made.lower_bound_bytes
     assert made.lower_bound_bytes == max(64 * 32768 / size, 64 * 32768 * groups / train)
     assert (out[: made.round.max() + 1, :train] > 0).mean() > 0.9
-    assert sum(max(a.max(), b.max()) for a, b in zip(out, into, strict=True)) < 1.35 * busiest  # nobody waits long
+    assert sum(max(a.max(), b.max()) for a, b in zip(out, into, strict=True)) < 1.35 * busiest  # no rank waits long
     sources = {rank: set() for rank in made.place}
     sent = made.sent()
     for source, target in zip(sent.source.tolist(), sent.target.tolist(), strict=True):
@@ -400,7 +404,7 @@ def test_a_shared_byte_leaves_the_train_ranks_once():
     assert out[:, :2].sum() == 64 * 32768
     assert (into[:, 2:].sum(0) == 32 * 32768).all()
     relayed = out[:, 2:].sum(0)
-    assert relayed.max() < 1.1 * relayed.mean() == pytest.approx(1.1 * 0.75 * 32 * 32768)  # heads rotate
+    assert relayed.max() < 1.1 * relayed.mean() == pytest.approx(1.1 * 0.75 * 32 * 32768)  # the first engines rotate
 
 
 def test_units_come_in_the_models_order():
@@ -411,7 +415,7 @@ def test_units_come_in_the_models_order():
 
 
 def test_pipeline_stages_are_busy_at_once_on_either_side():
-    """Four units; train ranks 0 and 1 hold two each, generate ranks 2 and 3 want two each, otherwise paired."""
+    """Plan four units: train ranks 0 and 1 hold two each; generate ranks 2 and 3 need two each, paired differently."""
     shapes = dict.fromkeys("abcd", (64, 1024))
 
     def of(names: str, units: bool) -> LayoutTable:
@@ -428,7 +432,7 @@ def test_pipeline_stages_are_busy_at_once_on_either_side():
         assert busy[:-1].all() and made.rounds <= 10
 
 
-def test_what_stays_in_float32_counts_as_that():
+def test_tensors_that_stay_in_float32_count_as_float32():
     name, box = "gate.e_score_correction_bias", Box((0,), (1000,))
     shapes, regions = {name: box.size}, [Region(name, box, name, 0, (1,))]
     train, generate = {0: layout_table(regions, shapes)}, {1: layout_table(regions, shapes, ["gate"])}

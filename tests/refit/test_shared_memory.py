@@ -1,4 +1,4 @@
-"""Refits within a node through memory that both ends map: they bring what the wire brings, bit by bit; faults are noticed."""
+"""Refits within a node through shared memory: results equal the wire's bit by bit, and faults are detected."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from tests.refit.ranks import AWKWARD, GENERATE, TRAIN, World
 
 ONE, TWO = ((2, 3),), ((2,), (3,))  # engines
 BF16, FP32 = torch.bfloat16, torch.float32
-CASES = (  # precision of train rank, wire and generate rank; engines, passing on to each other or not; bucket
+CASES = (  # precision of train rank, wire and generate rank; engines, forwarding to each other or not; bucket
     (BF16, BF16, BF16, ONE, False, 1000),
     (FP32, BF16, FP32, TWO, True, 1000),
 )
@@ -29,7 +29,7 @@ REFITS = 3
 
 
 def both_ways(world: World, folder: Path, transport: str, cases: tuple = CASES, elsewhere: tuple[int, ...] = ()) -> None:
-    """The same refits by wire and through shared memory. elsewhere: ranks on another node."""
+    """Run the same refits by wire and through shared memory. elsewhere: ranks on another node."""
     world.info.node = "other" if world.rank in elsewhere else "one"
     for train, wire, generate, engines, share, bucket_bytes in cases:
         made = ranks.backends(AWKWARD, engines, train, generate, world.device)
@@ -48,7 +48,7 @@ def both_ways(world: World, folder: Path, transport: str, cases: tuple = CASES, 
             for i, refit in enumerate(refits):
                 if world.rank in GENERATE and transport == "planned":
                     for tensor in own.live.values():
-                        tensor.fill_(-7)  # nothing of what the other refit wrote is left
+                        tensor.fill_(-7)  # nothing of the other refit's result is left
                 reports.append(ranks.transfer(world, refit, own))
                 ranks.agree(world, AWKWARD, plan, reports[-1], folder, 2 * version + i)
                 if world.rank in GENERATE:
@@ -68,7 +68,7 @@ def _check_who_shares(world: World, refit, elsewhere: tuple[int, ...]) -> None:
     for side in (refit._sends, refit._receives):
         assert set(side.mapped_peers) == near(side)
     if set(refit._receives.mapped_peers) == set(refit._receives.peers):
-        assert refit._receives.round_bytes == 0  # what is read in place needs no staging
+        assert refit._receives.round_bytes == 0  # data read in place needs no staging
 
 
 def _check_equal(wire: RefitReport, shared: RefitReport) -> None:
@@ -77,7 +77,7 @@ def _check_equal(wire: RefitReport, shared: RefitReport) -> None:
 
 
 @pytest.mark.parametrize("transport", ["planned", "delta"])
-def test_it_equals_what_the_wire_brings(transport, tmp_path):
+def test_shared_memory_gives_the_same_weights_as_the_wire(transport, tmp_path):
     ranks.run(both_ways, tmp_path, transport)
 
 
@@ -86,12 +86,12 @@ def across_nodes(world: World, folder: Path, transport: str) -> None:
 
 
 @pytest.mark.parametrize("transport", ["planned", pytest.param("delta", marks=pytest.mark.full)])
-def test_between_nodes_it_goes_over_the_wire(transport, tmp_path):
+def test_the_wire_is_used_between_nodes(transport, tmp_path):
     ranks.run(across_nodes, tmp_path, transport)
 
 
 def _delay(world: World) -> None:
-    """On a GPU the stream's work, not this thread."""
+    """On a GPU delay the stream, not this thread."""
     if world.device.type == "cuda":
         torch.cuda._sleep(50_000_000)  # cycles
     else:
@@ -99,8 +99,11 @@ def _delay(world: World) -> None:
 
 
 def slow(world: World, folder: Path, transport: str) -> None:
-    """Train ranks pack late and generate ranks read late, each at other times. A sender that did not wait would write over what
-    is read; a reader that did not wait would read what is not there yet."""
+    """Delay train ranks' packing and generate ranks' reading at different times.
+
+    A sender that did not wait would overwrite data that is being read; a reader that did not wait would read data that is not
+    there yet.
+    """
     kind, pack = (delta.DeltaEncoding, "_encode") if transport == "delta" else (full.FullEncoding, "_gather")
     name = pack if world.rank in TRAIN else "apply"
     work, times = getattr(kind, name), []
@@ -129,7 +132,7 @@ on_gpus = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU,
 @pytest.mark.gpu
 @on_gpus
 @pytest.mark.parametrize("transport", ["planned", "delta"])
-def test_it_equals_what_the_wire_brings_on_gpus(transport, tmp_path):
+def test_shared_memory_gives_the_same_weights_as_the_wire_on_gpus(transport, tmp_path):
     ranks.run(both_ways, tmp_path, transport, cuda="shared")
 
 
@@ -149,7 +152,7 @@ def expandable(world: World, folder: Path, transport: str) -> None:
 
 @pytest.mark.gpu
 @on_gpus
-def test_expandable_segments_do_not_stand_in_the_way(tmp_path):
+def test_expandable_segments_do_not_prevent_sharing(tmp_path):
     ranks.run(expandable, tmp_path, "planned", cuda="shared")
 
 
@@ -171,8 +174,8 @@ def test_expandable_segments_do_not_stand_in_the_way(tmp_path):
     ],
     ids=["off", "among others", "alone"],
 )
-def test_memory_to_share_is_not_of_expandable_segments(settings, written, monkeypatch):
-    """And the allocator's other settings stay."""
+def test_shared_memory_does_not_use_expandable_segments(settings, written, monkeypatch):
+    """The allocator's other settings stay."""
     given: list[str] = []
     monkeypatch.setattr(torch.cuda.memory, "_snapshot", lambda: {"allocator_settings": settings})
     monkeypatch.setattr(torch._C, "_accelerator_setAllocatorSettings", given.append)
@@ -181,11 +184,11 @@ def test_memory_to_share_is_not_of_expandable_segments(settings, written, monkey
     assert given == written
 
 
-# ---- pairs that cannot ------------------------------------------------------------------------------------------------
+# ---- pairs that cannot share memory -----------------------------------------------------------------------------------
 
 
 def unable(world: World, folder: Path, whose: str) -> None:
-    """One rank cannot share its memory, or another cannot map what is shared."""
+    """Make one rank unable to share its memory, or another unable to map it."""
 
     def refused(*_, **__):
         raise OSError("not allowed here")
@@ -216,14 +219,14 @@ def unable(world: World, folder: Path, whose: str) -> None:
 
 
 @pytest.mark.parametrize("whose", ["sender", "receiver"])
-def test_a_pair_that_cannot_share_says_so_and_uses_the_wire(whose, tmp_path):
+def test_a_pair_that_cannot_share_logs_it_and_uses_the_wire(whose, tmp_path):
     ranks.run(unable, tmp_path, whose)
 
 
 def another_process(world: World, folder: Path, argument: None) -> None:
-    """Of a file that another process number stands for here, as in a container with numbers of its own."""
+    """Return the memory file of a process whose number means another process here, as in a container with its own numbers."""
     memory, handle, descriptor = shared_memory._shareable(64, world.device, "one")
-    assert os.fstat(descriptor).st_nlink == 0  # it has no name anywhere, so none is left by a process that is killed
+    assert os.fstat(descriptor).st_nlink == 0  # the file has no name, so a killed process leaves none
     memory.fill_(3)
     assert shared_memory._mapped(handle, world.device, "one").tolist() == [3] * 64
     process, number, device, inode = handle.file
@@ -233,7 +236,7 @@ def another_process(world: World, folder: Path, argument: None) -> None:
     os.close(descriptor)
 
 
-def test_memory_is_not_taken_for_that_of_another_process(tmp_path):
+def test_memory_is_not_taken_for_another_processs(tmp_path):
     ranks.run(another_process, tmp_path)
 
 
@@ -241,20 +244,20 @@ def test_memory_is_not_taken_for_that_of_another_process(tmp_path):
 
 
 def two_refits(world: World, folder: Path, argument: tuple[str, str]) -> None:
-    """The second goes wrong."""
+    """Fail the second refit."""
     transport, fault = argument
     ranks.two_refits(world, folder, transport, 2000, lambda: _break(world, fault), ipc=True)
 
 
 def _break(world: World, fault: str) -> None:
-    """From now on train rank 1 spoils what it has packed or dies once it is packed, or generate rank 3 dies as it reads."""
+    """Make train rank 1 corrupt its packed data or die after packing, or generate rank 3 die while it reads."""
     if fault == "spoiled memory" and world.rank == 1:
         post_round = transfer.PeerChannel.post_round
 
         def spoiled(
             wire: transfer.PeerChannel, out: transfer.PeerTensors, into: transfer.PeerTensors
         ) -> transfer.PendingMessages:
-            max((tensor for _, tensor in out), key=len)[-3] ^= 4  # it lies in the shared memory
+            max((tensor for _, tensor in out), key=len)[-3] ^= 4  # the data is in the shared memory
             return post_round(wire, out, into)
 
         transfer.PeerChannel.post_round = spoiled
@@ -282,7 +285,7 @@ DEAD = {"killed sender": {1}, "killed reader": {3}}
 
 @pytest.mark.parametrize("transport", ["planned", pytest.param("delta", marks=pytest.mark.full)])
 @pytest.mark.parametrize("fault", list(EVIDENCE))
-def test_a_fault_is_noticed_and_never_served(fault, transport, tmp_path):
+def test_a_fault_is_detected_and_never_served(fault, transport, tmp_path):
     ranks.run_to_the_end(two_refits, tmp_path, (transport, fault))
     seen = {rank: json.loads(path.read_text()) for rank in range(4) if (path := tmp_path / f"seen-{rank}").exists()}
     assert set(seen) == {0, 1, 2, 3} - DEAD.get(fault, set())

@@ -15,8 +15,8 @@ from pipeline.refit.tables import LayoutTable, layout_table
     ("nodes", "per_node", "tensor", "size"),
     [(2, 4, 1, 1), (4, 8, 8, 8), (2, 8, 4, 2), (3, 4, 2, 4), (2, 2, 2, 1), (1, 8, 2, 4), (4, 1, 1, 1)],
 )
-def test_where_a_node_has_all_of_the_model_no_byte_leaves_it(nodes, per_node, tensor, size):
-    """Train and generate ranks are on the same nodes. tensor: train ranks that hold a replica in parts; size: of an engine."""
+def test_no_byte_leaves_a_node_that_holds_all_of_the_model(nodes, per_node, tensor, size):
+    """Place train and generate ranks on the same nodes. tensor: train ranks that shard a replica; size: of an engine."""
     shapes = {f"t{i}": (16, 1024) for i in range(32)}
 
     def part(k: int, of: int, units: bool) -> LayoutTable:

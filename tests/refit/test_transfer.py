@@ -1,4 +1,4 @@
-"""Transfers between real processes: what arrives is what was sent, bit by bit, and what goes wrong on the way is noticed."""
+"""Transfers between real processes: received tensors equal the sent ones bit by bit, and faults are detected."""
 
 from __future__ import annotations
 
@@ -18,7 +18,8 @@ from tests.refit.ranks import AWKWARD, GENERATE, TRAIN, World
 
 ONE, TWO = ((2, 3),), ((2,), (3,))  # engines
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
-CASES = (  # precision of train rank, wire and generate rank; engines, sharing or not; bucket; from where on nothing is staged
+# precision of train rank, wire and generate rank; engines, forwarding or not; bucket; from which size on nothing is staged
+CASES = (
     (BF16, BF16, BF16, ONE, False, 2000, 64),
     (FP32, BF16, FP32, ONE, False, 1 << 16, 1 << 18),  # cast on both sides
     (FP32, FP32, FP32, TWO, False, 4000, 64),
@@ -52,28 +53,28 @@ def transfers(world: World, folder: Path, transport: str, cases: tuple = CASES) 
 
 
 @pytest.mark.parametrize("transport", ["planned", "delta"])
-def test_what_arrives_is_what_was_sent(transport, tmp_path):
+def test_received_tensors_equal_the_sent_ones(transport, tmp_path):
     ranks.run(transfers, tmp_path, transport)
 
 
 def carried(world: World, folder: Path, transport: str) -> None:
-    world.carrier = torch.device("cpu", 0)  # no tensor says that it is there, so each message has a copy at either end
+    world.carrier = torch.device("cpu", 0)  # staging is forced for all tensors, so each message has a copy at either end
     copies = []
     copied = transfer.PeerChannel._carried
     transfer.PeerChannel._carried = lambda wire, tensor: copies.append(tensor) or copied(wire, tensor)
-    transfers(world, folder, transport, CASES[3:4])  # with relays
+    transfers(world, folder, transport, CASES[3:4])  # with forwarding
     assert copies and all(copied(transfer.PeerChannel(world), tensor).data_ptr() != tensor.data_ptr() for tensor in copies)
 
 
 @pytest.mark.parametrize("transport", ["planned", pytest.param("delta", marks=pytest.mark.long)])
-def test_what_the_group_cannot_carry_goes_through_memory_that_it_can(transport, tmp_path):
+def test_data_that_the_group_cannot_carry_is_staged_in_memory_that_it_can(transport, tmp_path):
     ranks.run(carried, tmp_path, transport)
 
 
 @pytest.mark.gpu
 @pytest.mark.skipif(torch.cuda.device_count() < 4, reason="four ranks need a GPU each")
 @pytest.mark.parametrize("transport", ["planned", "delta"])
-def test_the_same_over_nccl(transport, tmp_path):
+def test_received_tensors_equal_the_sent_ones_over_nccl(transport, tmp_path):
     ranks.run(transfers, tmp_path, transport, cuda="apart")
 
 
@@ -83,19 +84,19 @@ def test_the_same_over_nccl(transport, tmp_path):
 EVIDENCE = {
     "flipped": re.compile("1 of 13 tensors did not arrive as they were sent: generate rank [23] differs in"),
     "cut": re.compile("of 13 tensors did not arrive as they were sent: generate rank [23] differs in"),
-    "dropped": re.compile("Timed out waiting|by peer"),  # in a run nothing times out, and the watchdog names the phase
+    "dropped": re.compile("Timed out waiting|by peer"),  # in a run this never times out; the watchdog names the phase
     "killed": re.compile("by peer"),
 }
 
 
 def spoil(fault: str) -> None:
-    """From now on, one message of this process does not go out as it should."""
+    """Corrupt one later message of this process."""
     post = transfer.post
     posted = 0
 
     def spoiled(world: World, out: TaggedTensors, into: TaggedTensors):
         nonlocal posted
-        if any(tensor.numel() > 64 for _, tensor, _ in out):  # not a mere header of a delta
+        if any(tensor.numel() > 64 for _, tensor, _ in out):  # not only a delta's header
             posted += 1
             if posted == 2:
                 place = max(range(len(out)), key=lambda i: out[i][1].numel())
@@ -113,20 +114,20 @@ def spoil(fault: str) -> None:
 
 
 def two_refits(world: World, folder: Path, argument: tuple[str, str]) -> None:
-    """The second goes wrong."""
+    """Corrupt the second refit."""
     transport, fault = argument
     ranks.two_refits(world, folder, transport, 4000, lambda: spoil(fault) if world.rank == 1 else None)
 
 
 @pytest.mark.parametrize("transport", ["planned", "delta"])
 @pytest.mark.parametrize("fault", ["flipped", "dropped", "cut", "killed"])
-def test_a_spoiled_message_is_noticed_and_never_served(fault, transport, tmp_path):
+def test_a_corrupted_message_is_detected_and_never_served(fault, transport, tmp_path):
     ranks.run_to_the_end(two_refits, tmp_path, (transport, fault))
     seen = {rank: json.loads(path.read_text()) for rank in range(4) if (path := tmp_path / f"seen-{rank}").exists()}
     assert all(seen[rank]["served"] == 1 for rank in GENERATE if rank in seen)
     for rank, one in seen.items():
         assert EVIDENCE[fault].search(one["error"]), seen
-        # Rank 0 ends because rank 1 was killed, and a receiver may have all of rank 1's by then.
+        # Rank 0 ends because rank 1 was killed, and a receiver may have all of rank 1's data by then.
         senders = "from ranks? (0|1|0, 1)$" if fault == "killed" else "from ranks? (0, )?1$"
         assert re.search("to ranks? " if rank in TRAIN else senders, one["phase"]), seen
     assert 0 in seen and (fault == "dropped" or set(seen) == {0, 2, 3} | ({1} if fault != "killed" else set()))

@@ -13,7 +13,7 @@ def checkpoint(tmp_path_factory):
 
 @pytest.fixture
 def play_in(tmp_path):
-    """Run a program to its end; (exit status, what was printed)."""
+    """Return a function that runs a program to its end and returns (exit status, output)."""
     programs = []
 
     def run(program, *arguments, timeout_s=400):

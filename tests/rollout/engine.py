@@ -1,4 +1,4 @@
-"""An engine with a tiny model, a driver on it, and environments made for the tests."""
+"""Provide an engine with a tiny model, a driver on it, and environments for tests."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from tests.generate.tiny import MAX_MODEL_LEN, VOCAB, Checkpoint, load, policy
 
 
 class Noted:
-    """A backend that notes what it is asked. Before each step it calls `before_step` with the number of those before."""
+    """A backend that records its calls. Before each step it calls `before_step` with the number of earlier steps."""
 
     def __init__(self, engine: TransformersBackend):
         self._engine = engine
@@ -57,7 +57,7 @@ class Noted:
 
 
 class NoWorld:
-    """A driver asks nothing of the world but to note its phases."""
+    """The driver needs a world only to record its phases."""
 
     def __init__(self):
         self.phases: list[str] = []
@@ -84,10 +84,10 @@ class Bench:
         limit_s: float = 60.0,
         broken_rewards: dict[str, float] | None = None,
     ):
-        """environments: to run in threads; or what makes their executor, given its wakeup."""
+        """environments: run in threads; or a function from its wakeup to their executor."""
         engine = _engine(checkpoint.folder)
         load(engine, checkpoint.weights().items(), version=7)
-        engine.cut(list(engine.progress()))  # what a test has left
+        engine.cut(list(engine.progress()))  # left over by a test
         self.engine = Noted(engine)
         self.world = NoWorld()
         self.wakeup = threading.Event()
@@ -103,17 +103,17 @@ class Bench:
         self.driver = EpisodeDriver(*parts, max_num_seqs, MAX_MODEL_LEN, broken_rewards)
 
     def work(self, until: Callable[[], bool] = lambda: False) -> None:
-        """Until a verb waits, or all is done."""
+        """Step until a verb waits, or all is done."""
         self.driver.work(until)
 
     def run(self, *given: Any, **options: Any) -> tuple[Any, list[Rollout]]:
-        """Do a work to its end: what answered it, and the first rollout of each of its groups."""
+        """Run a work to its end. Return its answer and the first rollout of each of its groups."""
         later = self.driver.rollout(work(*given, **options))
         self.work()
         return later, [rollouts[0] for _, rollouts in sorted(by_place(later.unsent).items())]
 
     def after(self, steps: int) -> None:
-        """Until the engine has made so many steps in all."""
+        """Step until the engine has made that many steps in all."""
         self.work(lambda: self.engine.steps >= steps)
 
 
@@ -133,12 +133,12 @@ def work(number: int, prompts: list[Prompt], samples: int = 2, max_new_tokens: i
 
 
 def by_place(parts) -> dict[int, tuple[Rollout, ...]]:
-    """Return what has been answered."""
+    """Return the answers."""
     return {part.place: part.group.rollouts for part in parts}
 
 
 class Told(Environment):
-    """Answers every turn with a word, and pays 1 for each but the last of `turns`, which ends the episode."""
+    """Answers every turn with a word and rewards each with 1, except the last of `turns`, which ends the episode."""
 
     workers = 3
 

@@ -1,4 +1,4 @@
-"""An engine's rank whose environments run in a process of their own. Each scenario is a program.
+"""Scenarios of an engine's rank whose environments run in a separate process. Each scenario is a program.
 
 Their processes are forks of the scenario's own, made before it has threads, as on a machine without GPUs.
 """
@@ -39,12 +39,12 @@ NAUGHTY = "tests.rollout.test_environment_pool.Naughty"
 
 
 def hold_lock() -> None:
-    """For hours: `re` does not let other threads of Python run."""
+    """Search for hours: `re` does not release the GIL."""
     re.fullmatch("(a+)+", "a" * 64 + "b")
 
 
 class Deadly(Environment):
-    """Pays 1 a turn, for three turns. The first turn of prompt 3 and the second one of prompt 4 end the process."""
+    """Rewards each of three turns with 1. The first turn of prompt 3 and the second turn of prompt 4 end the process."""
 
     workers = 1
 
@@ -65,7 +65,7 @@ class Deadly(Environment):
 
 
 class Holding(Environment):
-    """Starts a program in the sandbox, notes which processes there are, and holds Python's lock."""
+    """Starts a program in the sandbox, records the running processes, and holds the GIL."""
 
     def __init__(self, notes: str) -> None:
         self._notes = Path(notes)
@@ -106,9 +106,9 @@ def raises(kind: type[Exception], says: str) -> Iterator[None]:
 
 
 def same(folder: Path) -> None:
-    """In threads and in the process episodes are the same to the bit, those that fail too.
+    """Episodes in threads and in the process are equal to the bit, failing ones too.
 
-    One at a time: what the engine draws together rounds together, and what it draws together depends on time.
+    They run one at a time: the composition of a batch changes rounding, and depends on time.
     """
     fork_early(2)
     for chosen in (settings(folder, "tests.rollout.engine.Told", turns=3), settings(folder, NAUGHTY, "naughty", 0.3)):
@@ -141,7 +141,7 @@ def bits(rollout: Rollout) -> tuple:
 
 
 def deaths(folder: Path, way: str, why: str) -> None:
-    """The process ends twice: the answers that it judged are wrong, and episodes that it held are left out, and no others."""
+    """The process ends twice: answers that it was judging are wrong, open episodes are excluded, and no others are affected."""
     environment_process.SILENCE_LIMIT_S = 0.5
     fork_early(3)
     chosen = settings(folder, f"{__name__}.Deadly", limit_s=1.0, way=way)
@@ -150,7 +150,7 @@ def deaths(folder: Path, way: str, why: str) -> None:
     bench.work()
     rollouts = [by_place(later.unsent)[place][0] for place in range(8)]
     assert re.fullmatch(f"the environments' process {why}", rollouts[3].broke), rollouts[3]
-    assert rollouts[4].broke or rollouts[4].failure == LOST_WITH_PROCESS  # where the other one's end was the end of it
+    assert rollouts[4].broke or rollouts[4].failure == LOST_WITH_PROCESS  # the other one was the last that it held
     for place, rollout in enumerate(rollouts):
         if rollout.failure or rollout.broke:
             assert rollout.failure == LOST_WITH_PROCESS or (place in (3, 4) and rollout.reward == 0.0), place
@@ -161,7 +161,7 @@ def deaths(folder: Path, way: str, why: str) -> None:
 
 
 def unbegun(folder: Path) -> None:
-    """Only the turn fails that the process died of, none that waits for the one worker; and then what the process held."""
+    """Only the turn that ended the process fails, none that waits for the one worker; then the process's open episodes."""
     fork_early(2)
     process = started(settings(folder, f"{__name__}.Deadly", way="kill"))
     first = prompts(1, first=9)[0]
@@ -182,7 +182,7 @@ def said(episode: str, prompt: Prompt | None, last: bool = True) -> StepRequest:
 
 
 def answers(process: EnvironmentProcess, count: int) -> list[tuple[str, Any]]:
-    """Return the next `count` answers. They must come within two minutes: where a process takes another's place, it loads."""
+    """Return the next `count` answers, within two minutes: a replacement process must load."""
     found, deadline = [], time.monotonic() + 120
     while len(found) < count:
         assert time.monotonic() < deadline, f"{len(found)} of {count} answers: {found}"
@@ -192,7 +192,7 @@ def answers(process: EnvironmentProcess, count: int) -> list[tuple[str, Any]]:
 
 
 def idle_deaths(folder: Path) -> None:
-    """A process that cannot live ends the run; one that judges between its deaths can."""
+    """A process that always dies ends the run; one that judges between its deaths does not."""
     fork_early(2 * environment_process.MAX_IDLE_DEATHS + 1)
     process = started(settings(folder, "exact_match"))
 
@@ -212,14 +212,14 @@ def idle_deaths(folder: Path) -> None:
 
 
 def errors(folder: Path) -> None:
-    """An error in building environments is raised on the rank as if they ran there."""
+    """An error in building environments is raised on the rank as if they were built there."""
     fork_early()
     with raises(ValueError, rf"env\.told: kind {__name__}\.Deadly: kwargs do not fit Deadly"):
         started(settings(folder, f"{__name__}.Deadly", no=1))
 
 
 def garbled(folder: Path) -> None:
-    """A command that cannot be decoded ends the process at once, and the rank raises why."""
+    """A command that cannot be decoded ends the process at once, and the rank raises the cause."""
     environment_process.SILENCE_LIMIT_S = 3600.0
     fork_early()
     process = started(settings(folder, "exact_match"))
@@ -230,7 +230,7 @@ def garbled(folder: Path) -> None:
 
 
 class Together(Environment):
-    """Judges when `size` turns are there, or some time has passed. Those in `deadly`, "<prompt>/<turn>", end the process."""
+    """Judges once `size` turns have arrived, or after a delay. Those in `deadly`, "<prompt>/<turn>", end the process."""
 
     workers = 6
 
@@ -248,14 +248,14 @@ class Together(Environment):
             self._changed.wait_for(lambda: self._inside >= self._size, 0.5)
         if f"{episode['index']}/{episode['turn']}" in self._deadly:
             os.kill(os.getpid(), signal.SIGKILL)
-        time.sleep(0.3)  # whoever dies, dies before this
+        time.sleep(0.3)  # the process dies before this
         with self._changed:
             self._inside -= 1
         return Outcome(1.0, {}, {"role": "user", "content": "w21"} if episode["turn"] == 1 else None)
 
 
 class Later(Environment):
-    """The call of prompt 0 hangs, and ends the process when one of prompt 1 is there."""
+    """The call of prompt 0 hangs, and ends the process when a call of prompt 1 arrives."""
 
     workers = 2
     begun = threading.Event()
@@ -270,7 +270,7 @@ class Later(Environment):
 
 
 def verdicts(process: EnvironmentProcess, turns: list[StepRequest]) -> dict[str, str]:
-    """Return how turns that are there at once end: judged, broke or left out."""
+    """Return the outcomes of turns submitted at once: judged, broke or excluded."""
     for one in turns:
         process.submit(one)
     found = dict(answers(process, len(turns)))
@@ -279,7 +279,7 @@ def verdicts(process: EnvironmentProcess, turns: list[StepRequest]) -> dict[str,
 
 
 def suspects(folder: Path) -> None:
-    """A process dies while it judges several answers: those are wrong that it dies of alone."""
+    """When a process dies while it judges several answers, only those that kill it alone are wrong."""
     fork_early(4)
     process = started(settings(folder, f"{__name__}.Together", deadly=["1/1", "3/1"]))
     found = verdicts(process, [said(str(prompt.index), prompt) for prompt in prompts(4)])
@@ -288,7 +288,7 @@ def suspects(folder: Path) -> None:
 
 
 def accused(folder: Path, deadly: str) -> None:
-    """Second turns cannot be judged again: they are wrong unless a first turn beside them was to blame."""
+    """Second turns cannot be judged again: they are wrong unless a concurrent first turn was the cause."""
     fork_early(3)
     process = started(settings(folder, f"{__name__}.Together", deadly=[deadly]))
     zero, one, two, three = prompts(4)
@@ -300,7 +300,7 @@ def accused(folder: Path, deadly: str) -> None:
 
 
 def given_up(folder: Path) -> None:
-    """A call that was given up ends the process later: whoever is judged then is judged again."""
+    """An abandoned call ends the process later: turns being judged then are judged again."""
     fork_early(2)
     process = started(settings(folder, f"{__name__}.Later", limit_s=1.0))
     zero, one = prompts(2)
@@ -311,7 +311,7 @@ def given_up(folder: Path) -> None:
 
 
 def worn_out(folder: Path) -> None:
-    """Calls that hang are given up, and the process with them when they are too many; no other turn is lost."""
+    """Calls that hang are abandoned, and too many of them end the process; no other turn is lost."""
     environment_pool.MAX_HANGING_CALLS = 2
     fork_early(2)
     process = started(settings(folder, f"{__name__}.Hanging", limit_s=0.3))
@@ -358,7 +358,7 @@ class Closing(Environment):
 
 
 def leave(folder: Path, notes: Path) -> None:
-    """The rank is killed while its environments' process holds Python's lock, and a program runs in the sandbox."""
+    """The rank is killed while its environments' process holds the GIL and a program runs in the sandbox."""
     fork_early()
     process = started(settings(folder, f"{__name__}.Holding", notes=str(notes)))
     process.submit(said("0", prompts(1)[0]))
@@ -370,7 +370,7 @@ def leave(folder: Path, notes: Path) -> None:
 
 
 def executed(folder: Path) -> None:
-    """The process is a program of its own where it cannot be a fork."""
+    """The process is started as a program where it cannot be a fork."""
     process = started(settings(folder, "exact_match"))
     pid = process._process.handle.pid
     assert b"pipeline.rollout.environment_server" in Path(f"/proc/{pid}/cmdline").read_bytes()

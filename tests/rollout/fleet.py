@@ -1,4 +1,4 @@
-"""Groups, and engines that answer as `RpcGroup` does, when a test says so."""
+"""Groups, and engines that answer like `RpcGroup` when a test tells them to."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def rollout(reward: float = 0.0, tokens: int = 1, version: int = 0, failure: str
 
 
 def group(prompt: Prompt, samples: int = 2, tokens: int = 1, version: int = 0) -> RolloutGroup:
-    """Rewards vary if the prompt's index is even."""
+    """Return a group whose rewards vary if the prompt's index is even."""
     varied = prompt.index % 2 == 0
     return RolloutGroup(prompt, tuple(rollout(float(varied and i % 2 == 0), tokens, version) for i in range(samples)))
 
@@ -51,14 +51,14 @@ class Stream:
 
 
 class Fleet:
-    """Engines that finish groups in the order that `pick` chooses: it is given the indexes of all open groups' prompts."""
+    """Engines that finish groups in the order of `pick`, which gets the indexes of all open groups' prompts."""
 
     def __init__(self, engines: int, pick=min):
         self.engines = [Engine(self) for _ in range(engines)]
         self.pick = pick
         self.version = 0
         self.works: list[RolloutWork] = []
-        self.open: dict[int, tuple[RolloutWork, int, Answer]] = {}  # by prompt index; of one purpose at a time
+        self.open: dict[int, tuple[RolloutWork, int, Answer]] = {}  # by prompt index; one purpose at a time
         self.queue: deque = deque()
         self.drained = 0
         self.cut: list[int] = []
@@ -104,7 +104,7 @@ class Engine:
         return Answer()
 
     def cut(self, works: list[int]) -> Answer:
-        """Cut; what was cut has come back by the time that this is answered."""
+        """Cut. The answer means that everything that was cut has been returned."""
         self.fleet.cut += works
         for work in self.works:
             for prompt in work.prompts if work.number in works else ():

@@ -1,6 +1,6 @@
-"""A policy that tries to break its judges, beside one that answers rightly: a program with the real loop, but for the engine.
+"""Run a policy that tries to break its judges beside one that answers rightly, with the real loop and a fake engine.
 
-    python -m tests.rollout.hostile_policy [whole|function]     # some tricks; all of them; those against a user's function
+python -m tests.rollout.hostile_policy [whole|function]     # some tricks; all of them; those against a user's function
 
 Each group has two answers to one prompt: a trick, and the right one. Groups go through the real sampling of a step, the driver
 and the environments' process, and no group may fail: a trick must score 0 and the right answer 1, though they share judges.
@@ -45,7 +45,7 @@ from tests.rollout.engine import NoWorld
 from tests.sandbox import hosts, test_hostile_reach, test_hostile_resources
 
 ROOM = 1 << 20
-DEATHS = 24  # processes of environments that are there to take a dead one's place
+DEATHS = 24  # environments' processes ready to replace a dead one
 EXPECTED = "42"
 RIGHT = {
     "code": ["def f(x): return 42"],
@@ -67,16 +67,16 @@ ENVIRONMENTS = {
 MINE = {"mine": EnvironmentConfig(kind=f"{__name__}.fragile", timeout_s=1.0, workers=4)}
 
 
-# ---- a function of a user's, which an answer can break in every way ----------------------------------------------------------
+# ---- a user's function, which an answer can break in every way ---------------------------------------------------------------
 
 
 def fragile(prompt: str, answer: str, expected: str) -> Any:
-    """Does what the answer says, as a careless judge may be made to."""
+    """Do what the answer orders, as a careless judge may."""
     return BREAKS.get(answer, lambda: float(answer == expected))()
 
 
 def _fill_memory() -> None:
-    raise MemoryError  # as where a limit is set; else the kernel ends the process, as below
+    raise MemoryError  # if a limit is set; else the kernel ends the process, as below
 
 
 def _recurse() -> None:
@@ -108,11 +108,11 @@ BREAKS: dict[str, Callable[[], Any]] = {
 }
 
 
-# ---- what the policy says ----------------------------------------------------------------------------------------------------
+# ---- the policy's texts ------------------------------------------------------------------------------------------------------
 
 
 class Recorder:
-    """A `Host` that runs nothing, and notes the program."""
+    """A `Host` that runs nothing and records the program."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -151,7 +151,7 @@ FEW = {"fork bomb", "sleep for ever", "kills its parent"}
 
 
 def tricks(folder: Path, whole: bool) -> dict[str, dict[str, list[str]]]:
-    """environment -> the trick's name -> what the policy says in its turns."""
+    """Return environment -> the trick's name -> the policy's texts in its turns."""
     known = programs(test_hostile_reach, folder) | programs(test_hostile_resources, folder)
     assert len(known) > 40 and set(known) >= FEW, known
     chosen = {name: program for name, program in known.items() if whole or name in FEW}
@@ -182,7 +182,7 @@ def _call(arguments: dict[str, Any]) -> str:
 
 
 class Scripted:
-    """An engine that says what it is told to: `said[prompt][sample][turn]`, all of it in one step."""
+    """An engine that returns the scripted texts `said[prompt][sample][turn]`, all of them in one step."""
 
     def __init__(self, said: list[list[list[str]]], tokenizer: PreTrainedTokenizerFast) -> None:
         self._said, self._tokenizer = said, tokenizer
@@ -220,7 +220,7 @@ class Reply:
 
 
 class Engine:
-    """The driver's rank, as rank 0 has it."""
+    """The driver's rank, as rank 0 sees it."""
 
     def __init__(self, driver: EpisodeDriver) -> None:
         self._driver, self._replies = driver, []
@@ -241,7 +241,7 @@ class NoMore:
 
 
 def write_tokenizer(folder: Path) -> None:
-    """One whose tokens are bytes."""
+    """Write a tokenizer whose tokens are bytes."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     tokenizer = Tokenizer(models.BPE(vocab={character: number for number, character in enumerate(alphabet)}, merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
@@ -250,7 +250,7 @@ def write_tokenizer(folder: Path) -> None:
 
 
 def run(folder: Path, environments: dict[str, EnvironmentConfig], said: dict[str, dict[str, list[str]]]) -> list[tuple]:
-    """(environment, trick, the group that came of it)."""
+    """Return (environment, trick, its group)."""
     write_tokenizer(folder)
     tokenizer = PreTrainedTokenizerFast.from_pretrained(folder)
     tried = [(name, trick, turns) for name, of in said.items() for trick, turns in of.items()]
@@ -259,7 +259,7 @@ def run(folder: Path, environments: dict[str, EnvironmentConfig], said: dict[str
         Prompt(number, np.asarray([number], np.int32), name, {"text": "", "answer": tests if name == "code" else EXPECTED})
         for number, (name, _, _) in enumerate(tried)
     ]
-    environments = {name: replace(one, precision="float32") for name, one in environments.items()}  # as a recipe has it
+    environments = {name: replace(one, precision="float32") for name, one in environments.items()}  # as in a recipe
     settings = EnvironmentSettings(environments, TokenizerConfig(name=str(folder)), False, 3, sys.path, grace_s=0.0)
     wakeup = threading.Event()
     process = EnvironmentProcess(settings, wakeup)
@@ -284,7 +284,10 @@ def run(folder: Path, environments: dict[str, EnvironmentConfig], said: dict[str
 
 
 def check(ran: list[tuple[str, str, RolloutGroup]]) -> None:
-    """Print a line for each trick. Raises AssertionError, naming those that paid, or that cost the right answer beside them."""
+    """Print a line for each trick.
+
+    Raises AssertionError that names tricks that got a reward or cost the right answer its reward.
+    """
     wrong = []
     for name, trick, group in ran:
         tried, right = group.rollouts

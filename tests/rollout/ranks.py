@@ -33,7 +33,7 @@ TIMEOUTS = TimeoutsConfig(join=100, silence=20, rollout=3)
 
 
 class FromDisk:
-    """A refit."""
+    """Refit."""
 
     def __init__(self, folder: Path):
         self.folder = folder
@@ -44,7 +44,7 @@ class FromDisk:
 
 
 class Gated(Told):
-    """Gives the first answer to the first prompt when a file is there."""
+    """Gives the first answer to the first prompt once a file exists."""
 
     def __init__(self, gate: Path):
         super().__init__(turns=2)
@@ -79,7 +79,7 @@ class Role(GenerateRole):
 
     def _before_step(self, steps: int) -> None:
         if self._scenario == "check":
-            time.sleep(0.05)  # what comes while an answer is under way comes before its end
+            time.sleep(0.05)  # parts of an answer come before its end
         elif steps == 3:
             if self._scenario == "hang":
                 threading.Event().wait(600)

@@ -15,7 +15,7 @@ def problems(*overrides: str) -> list[config.Problem]:
 
 def test_a_recipe_may_sample_ahead():
     assert problems(*AHEAD) == []
-    assert problems(f"{KEY}.enabled=true", f"{KEY}.max_trajectory_age_steps=0") == []  # that is the synchronous run
+    assert problems(f"{KEY}.enabled=true", f"{KEY}.max_trajectory_age_steps=0") == []  # the synchronous run
 
 
 @pytest.mark.parametrize(
@@ -45,9 +45,9 @@ def test_a_recipe_may_sample_ahead():
         ((*AHEAD, f"{KEY}.straggler_share=1.5"), f"{KEY}.straggler_share", "too-large"),
     ],
 )
-def test_what_is_wrong(overrides: tuple[str, ...], key: str, code: str):
+def test_errors_are_reported(overrides: tuple[str, ...], key: str, code: str):
     assert named(problems(*overrides)) == {(key, code)}
 
 
-def test_while_it_is_off_nothing_of_it_is_looked_at():
+def test_nothing_is_checked_while_it_is_off():
     assert problems(f"{KEY}.stragglers=cut", f"{KEY}.recompute_kv_cache_after_weight_updates=true") == []

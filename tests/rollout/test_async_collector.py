@@ -1,4 +1,4 @@
-"""Sampling that runs ahead: whole runs of the loop's calls against engines that finish in any order."""
+"""Asynchronous sampling: whole runs of the loop's calls against engines that finish in any order."""
 
 import random
 from collections import Counter
@@ -25,7 +25,7 @@ def collector(pick=min, engines=2, steps=6, changes=None, **ahead):
 
 
 def run(of, fleet, stream, first=0, last=6, select=list):
-    """The loop's calls; (prompt, step) of what was trained on, and each step's metrics."""
+    """Run the loop's calls. Return (prompt, step) of trained groups, and each step's metrics."""
     trained, metrics = [], []
     for step in range(first, last):
         of.send(stream.take(of.num_prompts_to_send(step)), step)
@@ -38,7 +38,7 @@ def run(of, fleet, stream, first=0, last=6, select=list):
 
 
 @pytest.mark.parametrize("stragglers", ["wait", "keep", "cut"])
-def test_a_run_trains_once_on_each_group_that_it_sampled(stragglers):
+def test_a_run_trains_once_on_each_sampled_group(stragglers):
     draw = random.Random(3)
     of, fleet = collector(lambda open_: draw.choice(list(open_)), stragglers=stragglers, straggler_share=0.25)
     stream = Stream(100)
@@ -51,7 +51,7 @@ def test_a_run_trains_once_on_each_group_that_it_sampled(stragglers):
     assert bool(fleet.cut) == (stragglers == "cut") and len(fleet.cut) == len(set(fleet.cut))
 
 
-def test_age_0_asks_the_engines_for_what_the_synchronous_run_asks():
+def test_age_0_sends_the_engines_the_requests_of_the_synchronous_run():
     asked = []
     for enabled in (True, False):
         of, fleet = collector(max_trajectory_age_steps=0, enabled=enabled)
@@ -66,14 +66,14 @@ def test_age_0_asks_the_engines_for_what_the_synchronous_run_asks():
     assert shown[0] == shown[1]
 
 
-def test_engines_are_drained_before_a_refit_unless_it_may_come_in_flight():
-    for in_flight, drained in ((True, 0), (False, 5 * 2)):  # nothing is under way after the last step
+def test_engines_are_drained_before_a_refit_unless_it_may_be_in_flight():
+    for in_flight, drained in ((True, 0), (False, 5 * 2)):  # nothing is open after the last step
         of, fleet = collector(min, in_flight_weight_updates=in_flight)
         run(of, fleet, Stream(100))
         assert fleet.drained == drained
 
 
-def test_a_group_that_is_passed_over_is_replaced_by_one_of_the_newest_weights():
+def test_a_discarded_group_is_replaced_by_one_of_the_newest_weights():
     of, fleet = collector(changes={"use_dynamic_sampling": True})
     stream = Stream(100)
 
@@ -84,17 +84,17 @@ def test_a_group_that_is_passed_over_is_replaced_by_one_of_the_newest_weights():
     indexes = [index for index, _ in trained]
     assert len(set(indexes)) == 24 and all(index % 4 for index in indexes)
     assert Counter(step for _, step in trained) == dict.fromkeys(range(6), 4)
-    assert stream.take(1)[0].index == 32 and of.pending == 0  # 24, and one for each of the 8 that were passed over
+    assert stream.take(1)[0].index == 32 and of.pending == 0  # 24, and one for each of the 8 that were discarded
     assert metrics[0]["train/dynamic_sampling_batches"] > 1
 
 
-def test_a_bound_on_what_is_passed_over():
+def test_discarded_groups_have_a_bound():
     of, fleet = collector(changes={"use_dynamic_sampling": True, "dynamic_sampling_max_gen_batches": 2})
     with pytest.raises(RuntimeError, match=r"dynamic_sampling_max_gen_batches: after 8 prompts only 0 of 4 groups"):
         run(of, fleet, Stream(100), select=lambda groups: [])
 
 
-def test_the_data_end():
+def test_the_data_ends():
     of, fleet = collector()
     stream = Stream(10)
     trained, _ = run(of, fleet, stream, last=2)
@@ -102,8 +102,8 @@ def test_the_data_end():
     assert not of.can_fill_step(stream.take(of.num_prompts_to_send(2))) and of.pending == 2
 
 
-def test_the_data_end_while_a_step_is_filled():
-    """Its groups are as they were before it, for a checkpoint that more data can follow."""
+def test_the_data_ends_while_a_step_is_filled():
+    """Its groups are as before it, for a checkpoint that more data can follow."""
     of, fleet = collector(changes={"use_dynamic_sampling": True})
     stream = Stream(14)
     run(of, fleet, stream, last=1)
@@ -117,16 +117,16 @@ def test_the_data_end_while_a_step_is_filled():
     assert all(entry.group for entry in entries)
 
 
-def test_what_fills_up_a_step_is_not_cut():
-    """The last of four is cut where it is; the one that is trained on instead of the first has its time."""
+def test_a_replacement_group_is_not_cut():
+    """The last of four is cut where it is; the replacement of the first gets the time it needs."""
     of, fleet = collector(changes={"use_dynamic_sampling": True}, stragglers="cut", straggler_share=0.25)
     trained, _ = run(of, fleet, Stream(100), last=1, select=lambda groups: [one for one in groups if one.prompt.index])
     assert [index for index, _ in trained] == [1, 2, 3, 4]
     assert [fleet.works[number].prompts[0].index for number in fleet.cut] == [3]
 
 
-def test_validation_goes_first_and_leaves_training_rollouts_alone():
-    of, fleet = collector(max)  # validation prompts are the last: they are finished first
+def test_validation_goes_first_and_does_not_affect_training_rollouts():
+    of, fleet = collector(max)  # validation prompts have the highest indexes: they are finished first
     of.send(prompts(0, of.num_prompts_to_send(0)), 0)
     fleet.finish(3)
     validated = of.validate(prompts(1000, 3))
@@ -139,7 +139,7 @@ def test_validation_goes_first_and_leaves_training_rollouts_alone():
 # ---- checkpoints ----------------------------------------------------------------------------------------------------------
 
 
-def test_a_restart_keeps_what_was_finished_and_trains_once_on_each_group(caplog):
+def test_a_restart_keeps_finished_groups_and_trains_once_on_each(caplog):
     caplog.set_level("INFO")
     draw = random.Random(5)
 
@@ -152,7 +152,7 @@ def test_a_restart_keeps_what_was_finished_and_trains_once_on_each_group(caplog)
     fleet.finish(max(fleet.open))
     kept, position = of.state_dict(), stream.take(1)[0].index
     entries = decode_groups(kept)
-    # by these names, so that a later version reads what an earlier one has kept
+    # these names are a file format: later versions read earlier checkpoints
     assert {name for saved in msgspec.msgpack.decode(kept) for name in saved} == {"prompt", "begun", "rollouts", "open"}
     complete = [entry.prompt.index for entry in entries if entry.group]
     assert len(entries) == 4 and 1 <= len(complete) < 4
@@ -175,13 +175,13 @@ def test_a_restart_keeps_what_was_finished_and_trains_once_on_each_group(caplog)
     assert not set(complete) & {prompt.index for work in fresh.works for prompt in work.prompts}  # not sampled again
 
 
-def test_a_checkpoint_between_steps_of_age_0_keeps_nothing():
+def test_a_checkpoint_between_steps_of_age_0_is_empty():
     of, fleet = collector(max_trajectory_age_steps=0)
     run(of, fleet, Stream(100), last=2)
     assert of.state_dict() == b"" and of.load_state_dict(b"", 2) == {}
 
 
-def test_a_smaller_age_cannot_go_on_with_what_is_older():
+def test_a_smaller_age_refuses_older_groups():
     of, fleet = collector()
     run(of, fleet, Stream(100), last=3)
     other, _ = collector(max_trajectory_age_steps=0)
@@ -201,7 +201,7 @@ def test_groups_of_another_size_are_refused():
 # ---- staleness ------------------------------------------------------------------------------------------------------------
 
 
-def test_ages_are_of_tokens():
+def test_ages_are_per_token():
     """Tokens that a rollout has before a refit are older."""
     first, second = rollout(tokens=3, version=5), rollout(tokens=1, version=7)
     groups = [RolloutGroup(prompts(0, 1)[0], (first, second))]

@@ -20,7 +20,7 @@ def buffer(stragglers="wait", age=2, size=4, share=0.25) -> Buffer:
 
 
 class Schedule:
-    """Runs a buffer to the end of `steps` steps; `finishes(prompt, draw)` is how long a group takes, in groups of work."""
+    """Runs a buffer to the end of `steps` steps; `finishes(prompt, draw)` is how long a group takes, in units of groups."""
 
     def __init__(self, of: Buffer, size: int, steps: int, draw: random.Random, duration, rejected: float = 0.0):
         self.of, self.size, self.steps, self.draw, self.duration, self.rejected = of, size, steps, draw, duration, rejected
@@ -45,7 +45,7 @@ class Schedule:
     def run(self) -> "Schedule":
         for step in range(self.steps):
             self.begin(self.of.num_groups_to_begin(self.steps - step), step)
-            while self.ends and self.draw.random() < 0.5:  # some come while the train ranks are at work
+            while self.ends and self.draw.random() < 0.5:  # some finish while the train ranks work
                 self.complete_one()
             wanted = self.size
             while wanted:
@@ -66,11 +66,11 @@ class Schedule:
         ages = [step - self.begun[index] for index, step in self.trained]
         assert min(ages) >= 0 and max(ages) <= self.of.max_age
         every = sorted([index for index, _ in self.trained] + self.thrown)
-        assert every == list(range(self.next))  # each group that was begun once, and none is left
+        assert every == list(range(self.next))  # each group that was started once, and none is left
 
 
 def durations(draw: random.Random):
-    """Mostly short, sometimes very long."""
+    """Return a duration: mostly short, sometimes very long."""
     kind = draw.choice(["same", "uniform", "heavy", "adversarial"])
     return {
         "same": lambda index: 1.0,
@@ -81,7 +81,7 @@ def durations(draw: random.Random):
 
 
 @pytest.mark.parametrize("stragglers", STRAGGLERS)
-def test_any_run_is_full_and_trains_once_on_each_group_before_it_is_too_old(stragglers):
+def test_any_run_fills_all_steps_and_trains_once_on_each_group_before_it_is_too_old(stragglers):
     seen = set()
     for seed in range(300):
         draw = random.Random(seed)
@@ -90,16 +90,16 @@ def test_any_run_is_full_and_trains_once_on_each_group_before_it_is_too_old(stra
         run = Schedule(buffer(stragglers, age, size), size, steps, draw, durations(draw), rejected).run()
         run.check()
         seen |= {step - run.begun[index] for index, step in run.trained}
-    assert seen == set(range(9))  # every age does occur
+    assert seen == set(range(9))  # every age occurs
 
 
 @pytest.mark.parametrize(("stragglers", "age"), [("wait", 1), ("keep", 1), ("wait", 2), ("keep", 2), ("keep", 3)])
 def test_every_order_of_completion(stragglers, age):
-    """All that a few groups can do: size 2, four steps, each choice of which open group ends next."""
+    """Enumerate all behaviours of a few groups: size 2, four steps, each choice of which open group ends next."""
     size, steps, runs = 2, 4, 0
 
     def explore(choices: tuple[int, ...]) -> list[tuple[int, ...]]:
-        """Run with these choices and then the first; the choices that it did not take."""
+        """Run with these choices and then the first one. Return the choices that it did not take."""
         of, ends, begun, trained, made, branches = buffer(stragglers, age, size), set(), {}, [], [], []
         for step in range(steps):
             new = prompts(len(begun), of.num_groups_to_begin(steps - step))
@@ -126,7 +126,7 @@ def test_every_order_of_completion(stragglers, age):
     assert runs > 100
 
 
-def test_age_0_takes_the_prompts_of_the_step_in_their_order():
+def test_age_0_takes_the_prompts_of_the_step_in_order():
     of = buffer(age=0, size=3)
     assert of.num_groups_to_begin(steps_left=9) == 3
     of.begin(prompts(0, 3), 0)
@@ -147,7 +147,7 @@ def test_wait_takes_the_oldest_whatever_is_complete():
     assert [one.prompt.index for one in of.take(0, 2)] == [0, 1]
 
 
-def test_keep_carries_a_straggler_over_until_it_must_be_trained_on():
+def test_keep_defers_a_straggler_until_it_is_due():
     of = buffer("keep", age=2, size=2)
     of.begin(prompts(0, of.num_groups_to_begin(9)), 0)
     assert len(of.live) == 4
@@ -158,13 +158,13 @@ def test_keep_carries_a_straggler_over_until_it_must_be_trained_on():
         of.begin(prompts(4 + 2 * step, 2), step + 1)
     for index in (5, 6, 7):
         of.complete(group(prompts(index, 1)[0]))
-    assert of.take(2, 2) is None  # 0 is 2 steps old: this step must have it
+    assert of.take(2, 2) is None  # 0 is 2 steps old: this step must take it
     of.complete(group(prompts(0, 1)[0]))
     assert [one.prompt.index for one in of.take(2, 2)] == [0, 5]
 
 
-def test_keep_waits_when_later_steps_could_not_take_all_that_are_due():
-    """Four stragglers with one deadline, two to a step: one step before it two of them must go."""
+def test_keep_waits_if_later_steps_could_not_take_all_due_groups():
+    """Four stragglers with one deadline, two to a step: two of them must be taken one step earlier."""
     of = buffer("keep", age=1, size=2)
     of.begin(prompts(0, 3), 0)
     of.complete(group(prompts(2, 1)[0]))
@@ -175,7 +175,7 @@ def test_keep_waits_when_later_steps_could_not_take_all_that_are_due():
     over.begin(prompts(0, 2), 0)
     over.begin(prompts(2, 1), 2)
     over.complete(group(prompts(2, 1)[0]))
-    assert over.take(2, 1) is None  # 0 and 1 are due by step 3, so that one of them must go now
+    assert over.take(2, 1) is None  # 0 and 1 are due by step 3, so one of them must be taken now
     over.complete(group(prompts(1, 1)[0]))
     assert [one.prompt.index for one in over.take(2, 1)] == [1]
 
@@ -192,14 +192,14 @@ def test_cut_ends_only_the_last_few_of_the_step():
     assert buffer("wait").stragglers(4) == []
 
 
-def test_cut_leaves_alone_what_replaces_the_last_few_that_were_passed_over():
+def test_cut_does_not_end_replacements_of_discarded_groups():
     of = buffer("cut", age=1, size=4, share=0.25)
     of.begin(prompts(0, 3), 0)
     for wanted in (1, 2, 3):
         assert of.stragglers(wanted) == []
 
 
-def test_no_more_begin_than_the_steps_that_are_left_take():
+def test_no_more_groups_start_than_the_remaining_steps_take():
     of = buffer("wait", age=8, size=4)
     assert of.num_groups_to_begin(steps_left=2) == 8
     of.begin(prompts(0, 8), 0)
@@ -207,7 +207,7 @@ def test_no_more_begin_than_the_steps_that_are_left_take():
 
 
 @pytest.mark.parametrize("stragglers", STRAGGLERS)
-def test_what_lives_can_always_be_trained_on_in_time(stragglers):
+def test_open_groups_can_always_be_trained_on_in_time(stragglers):
     for age, size in itertools.product(range(9), range(1, 9)):
         of = buffer(stragglers, age, size)
         of.begin(prompts(0, of.num_groups_to_begin(100)), 5)
@@ -217,7 +217,7 @@ def test_what_lives_can_always_be_trained_on_in_time(stragglers):
             of.check(5)
 
 
-def test_a_group_begins_and_completes_once():
+def test_a_group_starts_and_completes_once():
     of = buffer()
     of.begin(prompts(0, 1), 0)
     with pytest.raises(ValueError, match="prompt 0 is in progress already"):
@@ -231,7 +231,7 @@ def test_a_group_begins_and_completes_once():
 
 
 class FirstComeFirstServed(Buffer):
-    """A buffer as it must not be: a step takes whatever is complete first, and what is then open is given up."""
+    """A wrong buffer: a step takes the groups that complete first, and the open ones are discarded."""
 
     def take(self, step, wanted):
         done = [live for live in self.live if live.group is not None]
@@ -243,7 +243,7 @@ class FirstComeFirstServed(Buffer):
 
 
 def lengths_trained(kind: type[Buffer], stragglers: str) -> tuple[list[int], list[int]]:
-    """(lengths that a run sampled, lengths that it trained on), where a group takes as long as its answers are."""
+    """Return (lengths that a run sampled, lengths that it trained on), if a group takes as long as its answers are."""
     draw = random.Random(7)
     lengths = [round(1 + 100 * draw.paretovariate(1.2)) for _ in range(8 * 60 * 6)]
     size, steps = 8, 60
@@ -266,13 +266,13 @@ def lengths_trained(kind: type[Buffer], stragglers: str) -> tuple[list[int], lis
 
 
 @pytest.mark.parametrize("stragglers", ["wait", "keep"])
-def test_what_is_trained_on_is_what_was_sampled_however_long_it_is(stragglers):
+def test_trained_lengths_equal_sampled_lengths(stragglers):
     sampled, trained = lengths_trained(Buffer, stragglers)
     assert Counter(trained) == Counter(sampled)
     assert len(trained) == 8 * 60
 
 
-def test_the_same_check_finds_a_rule_that_prefers_short_answers():
+def test_the_same_check_detects_a_rule_that_prefers_short_answers():
     sampled, trained = lengths_trained(FirstComeFirstServed, "wait")
     assert Counter(trained) != Counter(sampled)
     assert sum(trained) / len(trained) < 0.8 * sum(sampled) / len(sampled)

@@ -1,4 +1,4 @@
-"""Groups go to the engine with the least work, and come back whole."""
+"""Groups go to the engine with the least work, and are returned whole."""
 
 from dataclasses import replace
 
@@ -48,7 +48,7 @@ def test_a_long_group_counts_for_all_its_episodes():
     assert [given(engine)[-1:] for engine in fleet.engines] == [[[4]], [[0, 1, 2, 3]]]
 
 
-def test_groups_come_back_once_and_by_purpose():
+def test_groups_are_returned_once_and_by_purpose():
     of, fleet = dispatch()
     of.send(prompts(0, 3), TRAIN)
     of.send(prompts(10, 2), RolloutSpec("val", 1, Sampling(), urgent=True))
@@ -61,7 +61,7 @@ def test_groups_come_back_once_and_by_purpose():
     assert of.outstanding == [0, 0, 0]
 
 
-def test_what_was_finished_before_goes_with_the_group():
+def test_finished_rollouts_are_sent_with_their_group():
     of, fleet = dispatch(2)
     kept = rollout(reward=0.75)
     of.send(prompts(0, 3), TRAIN, {2: {1: kept}})
@@ -78,7 +78,7 @@ def test_a_cut_names_only_the_works_of_these_groups():
     assert fleet.cut == [next(work.number for work in fleet.works if work.prompts[0].index == 2)]
 
 
-def test_a_snapshot_leaves_out_what_has_come_back():
+def test_a_snapshot_omits_returned_groups():
     of, fleet = dispatch(2)
     of.send(prompts(0, 4), TRAIN)
     of.send(prompts(50, 1), RolloutSpec("val", 2, Sampling()))
@@ -88,7 +88,7 @@ def test_a_snapshot_leaves_out_what_has_come_back():
     assert [group.prompt.index for group in of.take("train")] == [1]
 
 
-def test_a_row_of_groups_that_failed_whole_ends_the_run_and_one_judged_episode_breaks_it(caplog):
+def test_a_series_of_wholly_failed_groups_ends_the_run_and_one_judged_episode_resets_it(caplog):
     failures = FailureMonitor(2, "some.max_generation_failures")
     prompt = prompts(5, 1)[0]
     bad, good, cut = rollout(failure="TimeoutError: 10 s"), rollout(), rollout(failure=NOTHING_SAID)
@@ -104,8 +104,8 @@ def test_a_row_of_groups_that_failed_whole_ends_the_run_and_one_judged_episode_b
         failures.record(RolloutGroup(prompt, (bad, cut)))
 
 
-def test_answers_that_break_their_judge_end_no_run_and_one_that_never_judges_does():
-    """Failures through no doing of an answer count apart from both."""
+def test_answers_that_break_their_judge_end_no_run_but_a_judge_that_never_judges_does():
+    """Failures that are not an answer's fault are counted separately."""
     failures = FailureMonitor(0, "key")
     prompt = prompts(5, 1)[0]
     other = replace(prompt, environment="other")

@@ -1,4 +1,4 @@
-"""Many episodes on one engine: what they are made of, in which order they go, and what ends them."""
+"""Many episodes on one engine: their content, their order, and their ends."""
 
 import threading
 
@@ -11,11 +11,11 @@ from pipeline.types import NOTHING_SAID, VersionSpan
 from tests.generate.tiny import MAX_MODEL_LEN, VOCAB, load
 from tests.rollout.engine import Bench, Told, by_place, prompts, work
 
-ANY = tuple(range(VOCAB))  # as stop tokens: every turn is one word, and ends with "stop"
+ANY = tuple(range(VOCAB))  # as stop tokens: every turn is one word and ends with "stop"
 
 
 class Once(Environment):
-    """Pays the number of words. Waits for `go` first."""
+    """Rewards the number of words. Waits for `go` first."""
 
     workers = 2
 
@@ -29,7 +29,7 @@ class Once(Environment):
 
 
 def test_several_turns_are_one_sequence(checkpoint):
-    """It is known who said what, and log-probs that one pass of the model over the whole gives."""
+    """Each token's author is recorded, and log-probs equal one forward pass of the whole sequence."""
     bench = Bench(checkpoint, {"told": Told(3)})
     later, _ = bench.run(0, prompts(3), samples=2, max_turns=5)
     assert later.ended and len(later.unsent) == 3
@@ -47,7 +47,7 @@ def test_several_turns_are_one_sequence(checkpoint):
     assert first.tokens.tolist() != second.tokens.tolist()
 
 
-def test_a_turns_seed_is_its_own():
+def test_each_turn_has_its_own_seed():
     seeds = {
         sampling_seed(42, "train", prompt, sample, turn) for prompt in range(9) for sample in range(9) for turn in range(9)
     }
@@ -56,7 +56,7 @@ def test_a_turns_seed_is_its_own():
     assert sampling_seed(42, "train", 1, 2) == sampling_seed(42, "train", 1, 2, turn=0)
 
 
-def test_an_episode_ends_where_its_turns_or_its_room_end(checkpoint):
+def test_an_episode_ends_at_its_limit_of_turns_or_tokens(checkpoint):
     bench = Bench(checkpoint, {"told": Told(100)})
     _, (rollout,) = bench.run(0, prompts(1), samples=1, max_turns=2)
     assert len(rollout.turns) == 2 and len(rollout.turns[-1].observation) == 0 and rollout.reward == 2.0
@@ -66,7 +66,7 @@ def test_an_episode_ends_where_its_turns_or_its_room_end(checkpoint):
 
 
 def test_a_slow_tool_does_not_stall_other_episodes(checkpoint):
-    """Group 0's is answered only when all other groups have come."""
+    """Group 0 is answered only after all other groups."""
 
     class Slow(Told):
         go = threading.Event()
@@ -89,11 +89,11 @@ def test_a_slow_tool_does_not_stall_other_episodes(checkpoint):
     bench.work(look)
     assert [part.place for part in later.unsent][-1] == 0
     assert not any(rollout.failure for rollouts in by_place(later.unsent).values() for rollout in rollouts)
-    assert "environment" in bench.world.phases  # the engine had nothing to do in the end, and waited
+    assert "environment" in bench.world.phases  # the engine was idle in the end, and waited
 
 
-def test_what_can_begin_has_begun_before_the_first_step_and_judges_hold_no_place(checkpoint):
-    """So the batch does not depend on time, where episodes have one turn."""
+def test_all_first_turns_start_before_the_first_step_and_judging_takes_no_slot(checkpoint):
+    """So the batch does not depend on time if episodes have one turn."""
     once = Once()
     once.go.clear()
     bench = Bench(checkpoint, {"told": once}, max_num_seqs=3)
@@ -107,7 +107,7 @@ def test_what_can_begin_has_begun_before_the_first_step_and_judges_hold_no_place
     assert later.ended and len(later.unsent) == 4
 
 
-def test_no_more_episodes_than_places_however_many_turns(checkpoint):
+def test_open_episodes_are_bounded_whatever_their_turns(checkpoint):
     bench = Bench(checkpoint, {"told": Told(3)}, max_num_seqs=3)
     begun, most = set(), []
 
@@ -118,11 +118,11 @@ def test_no_more_episodes_than_places_however_many_turns(checkpoint):
 
     bench.engine.before_step = look
     later, _ = bench.run(0, prompts(4), samples=2, max_turns=3)
-    assert later.ended and max(most) <= 3 + Told.workers  # those that have said their last are only being judged
+    assert later.ended and max(most) <= 3 + Told.workers  # those past their last turn are only being judged
     assert max(pending for name, pending in bench.engine.calls if name == "step") <= 3
 
 
-def test_urgent_work_goes_before_what_has_not_begun(checkpoint):
+def test_urgent_work_starts_before_other_work(checkpoint):
     bench = Bench(checkpoint, {"told": Once()}, max_num_seqs=2)
     bench.driver.rollout(work(0, prompts(3), samples=2))
     bench.after(steps=1)
@@ -133,13 +133,13 @@ def test_urgent_work_goes_before_what_has_not_begun(checkpoint):
     assert order == ["0", "0", "1", "1", "0", "0", "0", "0", "2"]
 
 
-def test_of_a_work_with_finished_rollouts_only_the_rest_is_sampled(checkpoint):
+def test_only_the_unfinished_rollouts_of_a_work_are_sampled(checkpoint):
     bench = Bench(checkpoint, {"told": Once()})
     whole, _ = bench.run(0, prompts(2), samples=3)
     groups = by_place(whole.unsent)
     finished = {0: {1: groups[0][1]}, 1: dict(enumerate(groups[1]))}
     rest = bench.driver.rollout(work(1, prompts(2), samples=3, finished=finished))
-    assert [part.place for part in rest.unsent] == [1] and not rest.ended  # nothing is left to do of it
+    assert [part.place for part in rest.unsent] == [1] and not rest.ended  # it has nothing left to do
     bench.work()
     assert bench.engine.added[1:] == [["1/0/0/0", "1/0/2/0"]]
     for place, rollouts in by_place(rest.unsent).items():
@@ -149,7 +149,7 @@ def test_of_a_work_with_finished_rollouts_only_the_rest_is_sampled(checkpoint):
     assert empty.ended and not empty.unsent
 
 
-def test_a_snapshot_tells_what_is_finished_and_what_has_been_drawn(checkpoint):
+def test_a_snapshot_contains_finished_rollouts_and_drawn_tokens(checkpoint):
     bench = Bench(checkpoint, {"told": Told(2)}, max_num_seqs=3)
     later = bench.driver.rollout(work(4, prompts(3), samples=2, max_turns=2))
     bench.after(steps=9)
@@ -169,12 +169,12 @@ def test_a_snapshot_tells_what_is_finished_and_what_has_been_drawn(checkpoint):
                 assert len(spans) == int(running[0][-1]) + bool(tail)  # one of each earlier turn
             assert all(span.version == 7 for span in spans)
     assert seen and {0, 1, 2} - answered
-    assert stands[-1].open[1] == []  # the last one has not begun
+    assert stands[-1].open[1] == []  # the last one has not started
     bench.work()
     assert later.ended and bench.driver.snapshot() == []
 
 
-def test_a_cut_ends_open_episodes_where_they_are_and_they_are_judged(checkpoint):
+def test_a_cut_ends_open_episodes_and_they_are_judged(checkpoint):
     bench = Bench(checkpoint, {"told": Once()}, max_num_seqs=3)
     cut = bench.driver.rollout(work(0, prompts(2), samples=2, max_new_tokens=20))
     other = bench.driver.rollout(work(1, prompts(1), samples=1, max_new_tokens=20))
@@ -186,15 +186,15 @@ def test_a_cut_ends_open_episodes_where_they_are_and_they_are_judged(checkpoint)
     assert rollouts[-1].failure == NOTHING_SAID and rollouts[-1].turns == ()
     still = [rollout for i, rollout in enumerate(rollouts) if f"0/{i // 2}/{i % 2}/0" in running]
     assert still and all(r.finish == "length" and r.drawn_tokens == 4 and not r.failure for r in still)
-    assert all(rollout.reward == len(rollout.tokens) for rollout in still)  # judged all the same
+    assert all(rollout.reward == len(rollout.tokens) for rollout in still)  # judged nevertheless
     ((whole,),) = by_place(other.unsent).values()
     assert whole.drawn_tokens > 4 and not whole.failure
     (ids,) = [ids for name, ids in bench.engine.calls if name == "cut"]
     assert all(id.startswith("0/") for id in ids)
 
 
-def test_a_cut_between_two_turns_ends_with_what_was_said(checkpoint):
-    """One that its environment is asked about, and one that has been answered but not added yet."""
+def test_a_cut_between_two_turns_keeps_the_turns_so_far(checkpoint):
+    """One whose environment is working, and one whose outcome has come but is not added yet."""
     told = Told(9)
     bench = Bench(checkpoint, {"told": told})
     later = bench.driver.rollout(work(0, prompts(1), samples=1, max_turns=9, max_new_tokens=2))
@@ -214,7 +214,7 @@ def test_a_cut_between_two_turns_ends_with_what_was_said(checkpoint):
     assert len(rollout.turns) == 1 and rollout.finish == "length" and rollout.reward == 1.0 and not rollout.failure
 
 
-def test_a_drain_lets_what_has_begun_end_and_begins_nothing_until_new_weights(checkpoint):
+def test_a_drain_finishes_started_work_and_starts_none_until_new_weights(checkpoint):
     bench = Bench(checkpoint, {"told": Told(2)}, max_num_seqs=3)
     later = bench.driver.rollout(work(0, prompts(4), samples=2, max_turns=2))
     bench.after(steps=2)
@@ -224,7 +224,7 @@ def test_a_drain_lets_what_has_begun_end_and_begins_nothing_until_new_weights(ch
     assert drain.ended and bench.engine.pending == 0 and not later.ended
     begun = {id.rsplit("/", 1)[0] for ids in bench.engine.added for id in ids}
     assert begun == {"0/0/0", "0/0/1", "0/1/0"}
-    assert bench.driver.drain().ended  # nothing is under way
+    assert bench.driver.drain().ended  # nothing is open
     bench.driver.paused = True
     load(bench.engine, checkpoint.weights().items(), version=8)
     bench.work()
@@ -243,7 +243,7 @@ def test_new_weights_between_two_steps_make_spans_of_two_versions(checkpoint):
     bench.after(steps=3)
     bench.driver.paused = True
     update = bench.engine.update()
-    bench.work()  # leaves the engine alone
+    bench.work()  # does not affect the engine
     assert bench.engine.steps == 3
     update.load(checkpoint.weights().items())
     update.commit(8)
@@ -254,7 +254,7 @@ def test_new_weights_between_two_steps_make_spans_of_two_versions(checkpoint):
         assert all(span.version == 8 for span in rollout.spans[1:])
 
 
-def test_a_number_is_used_once(checkpoint):
+def test_a_work_number_is_used_once(checkpoint):
     bench = Bench(checkpoint, {"told": Once()})
     bench.driver.rollout(work(0, prompts(1)))
     with pytest.raises(ValueError, match="work 0 is in progress already"):

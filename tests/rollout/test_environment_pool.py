@@ -1,4 +1,4 @@
-"""Environments that hang, raise, or return nonsense: answers that they do this to are wrong, and no others."""
+"""Environments that hang, raise, or return nonsense: the answers that cause it are wrong, and no others."""
 
 import re
 import sys
@@ -61,8 +61,8 @@ TASKS = 2
 """Of EXPECTED, those of `reset`, which has seen no answer."""
 
 
-def test_what_fails_of_an_answer_is_wrong_and_of_its_task_left_out(checkpoint, caplog):
-    """With one thread for all of them: who hangs is replaced."""
+def test_an_answers_failure_is_wrong_and_its_tasks_failure_is_excluded(checkpoint, caplog):
+    """One thread serves all of them: one that hangs is replaced."""
     bench = Bench(checkpoint, {"naughty": Naughty()}, limit_s=0.3)
     _, rollouts = bench.run(0, prompts(11, "naughty"), samples=1)
     assert [(rollout.failure, rollout.broke) for rollout in rollouts[9:]] == [("", "")] * 2
@@ -79,8 +79,8 @@ def test_what_fails_of_an_answer_is_wrong_and_of_its_task_left_out(checkpoint, c
     assert any(wrong in line for line in lines)
 
 
-def test_what_is_not_the_answers_doing_is_left_out(checkpoint):
-    """Though `step` raises it, from which anything else is the answer's."""
+def test_failures_that_are_not_the_answers_fault_are_excluded(checkpoint):
+    """Although `step` raises it, and any other error there is the answer's fault."""
 
     class Unlucky(Environment):
         def step(self, prompt, text):
@@ -91,7 +91,7 @@ def test_what_is_not_the_answers_doing_is_left_out(checkpoint):
     assert "no connection" in rollouts[0].failure and rollouts[2].reward == 0.0
 
 
-def test_an_episode_that_breaks_its_judge_late_keeps_nothing(checkpoint):
+def test_an_episode_that_breaks_its_judge_late_loses_its_rewards(checkpoint):
     class Late(Environment):
         def step(self, prompt, text):
             told.append(text)
@@ -102,7 +102,7 @@ def test_an_episode_that_breaks_its_judge_late_keeps_nothing(checkpoint):
     assert (len(rollout.turns), rollout.reward, rollout.metrics) == (3, 0.0, {}) and "ZeroDivisionError" in rollout.broke
 
 
-def test_breaking_a_judge_pays_no_more_than_a_wrong_answer(checkpoint):
+def test_breaking_a_judge_gets_no_more_than_a_wrong_answer(checkpoint):
     class Strict(Environment):
         def step(self, prompt, text):
             return {0: lambda: Outcome(-1.0), 1: lambda: 1 / 0}[prompt.index]()
@@ -112,7 +112,7 @@ def test_breaking_a_judge_pays_no_more_than_a_wrong_answer(checkpoint):
     assert wrong.reward == broke.reward == -1.0 and broke.broke and not wrong.broke
 
 
-def test_calls_that_all_hang_end_a_run_whose_threads_they_are(checkpoint, monkeypatch):
+def test_calls_that_all_hang_end_the_run_that_owns_the_threads(checkpoint, monkeypatch):
     monkeypatch.setattr(environment_pool, "MAX_HANGING_CALLS", 2)
     bench = Bench(checkpoint, {"naughty": Naughty()}, limit_s=0.05)
     with pytest.raises(RuntimeError, match=r"env\.naughty: 3 calls hang at the same time, each for more than 0\.05 s"):
@@ -120,7 +120,7 @@ def test_calls_that_all_hang_end_a_run_whose_threads_they_are(checkpoint, monkey
 
 
 def come(pool: environment_pool.EnvironmentPool, wakeup: threading.Event, count: int) -> list[tuple]:
-    """Wait for so many answers."""
+    """Wait for that many answers."""
     answers = []
     while len(answers) < count:
         wakeup.wait(pool.seconds_left())
@@ -129,7 +129,7 @@ def come(pool: environment_pool.EnvironmentPool, wakeup: threading.Event, count:
     return answers
 
 
-def test_a_call_that_ends_after_it_was_given_up_changes_nothing():
+def test_a_call_that_ends_after_it_was_abandoned_changes_nothing():
     wakeup, go = threading.Event(), threading.Event()
     pool = environment_pool.EnvironmentPool({"late": Naughty()}, {"late": 0.05}, wakeup, grace_s=0.0)
 
@@ -145,13 +145,13 @@ def test_a_call_that_ends_after_it_was_given_up_changes_nothing():
     assert come(pool, wakeup, 1) == [("second", "at once")]
     for thread in threading.enumerate():
         if thread.name == "environment late":
-            thread.join(0.2)  # the one that was given up ends; its successor waits for more
+            thread.join(0.2)  # the abandoned thread ends; its successor waits for more
     assert [thread.name for thread in threading.enumerate()].count("environment late") == 1
     assert pool.take() == []
     assert pool.seconds_left() is None
 
 
-def test_workers_calls_run_at_the_same_time_and_no_more():
+def test_as_many_calls_run_concurrently_as_there_are_workers():
     wakeup, both, running = threading.Event(), threading.Barrier(2), []
 
     class Two(Naughty):
@@ -162,7 +162,7 @@ def test_workers_calls_run_at_the_same_time_and_no_more():
     def meet(begin):
         running.append(1)
         begin("step")
-        both.wait(60)  # raises unless two are here
+        both.wait(60)  # raises unless two calls are here
         return len(running)
 
     for key in range(4):
@@ -173,7 +173,7 @@ def test_workers_calls_run_at_the_same_time_and_no_more():
     assert len([thread for thread in threading.enumerate() if thread.name == "environment two"]) == 2
 
 
-def test_environments_are_closed_and_one_that_hangs_is_not_waited_for(caplog, monkeypatch):
+def test_environments_are_closed_without_waiting_for_one_that_hangs(caplog, monkeypatch):
     closed = []
 
     class Closing(Naughty):

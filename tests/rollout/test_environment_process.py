@@ -1,4 +1,4 @@
-"""Environments in a process of their own: the same episodes, and what its end costs. See environment_scenarios.py."""
+"""Environments in a separate process: the same episodes, and the effects of its end. See environment_scenarios.py."""
 
 import signal
 import socket
@@ -18,7 +18,7 @@ ANOTHER = "another process takes its place"
 
 @pytest.fixture
 def play(play_in, checkpoint):
-    """Run a scenario with a model to its end; (exit status, what was printed)."""
+    """Run a scenario with a model to its end. Return (exit status, output)."""
     return lambda scenario, *arguments: play_in(scenario, checkpoint.folder, *arguments)
 
 
@@ -43,13 +43,13 @@ def play(play_in, checkpoint):
     ids=lambda value: value.__name__ if callable(value) else None,
 )
 def test_a_scenario(play, scenario, arguments, says):
-    """Each scenario holds; its docstring says what it shows."""
+    """Each scenario holds; its docstring describes it."""
     status, printed = play(scenario, *arguments)
     assert status == 0 and says in printed, printed[-4000:]
 
 
 def test_nothing_outlives_the_rank(play, tmp_path):
-    """Not the process, though no thread of it can run, nor what guards a program in the sandbox, nor the program."""
+    """Neither the process, though none of its threads can run, nor a sandboxed program, nor its guard."""
     status, printed = play(scenarios.leave, tmp_path)
     assert status == -signal.SIGKILL, printed[-4000:]
     pids = (tmp_path / "pids").read_text().split()
@@ -71,7 +71,7 @@ def test_a_report_that_cannot_be_decoded_is_an_error_at_once():
     its.close()
 
 
-def test_a_process_that_does_not_load_is_named_after_its_time(monkeypatch):
+def test_a_process_that_does_not_load_in_time_is_named(monkeypatch):
     ours, _its = socket.socketpair()
     started = environment_process.StartedProcess(Silent(), ours, None)
     monkeypatch.setattr(environment_process, "_next", lambda: started)

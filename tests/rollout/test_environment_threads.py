@@ -1,4 +1,4 @@
-"""The text between two turns, whatever token the policy ended its turn with."""
+"""The text between two turns is right whatever token the policy ended its turn with."""
 
 import numpy as np
 import pytest

@@ -1,4 +1,4 @@
-"""A policy that optimises for breaking its judges: reward 0 each time, and the run goes on. See hostile_policy.py."""
+"""A policy that optimizes for breaking its judges gets reward 0 each time, and the run continues. See hostile_policy.py."""
 
 import pytest
 
@@ -14,6 +14,6 @@ def test_tricks_against_sandboxes_and_math(play_in, tmp_path, whole):
     assert status == 0, printed[-8000:]
 
 
-def test_tricks_against_a_function_of_the_users(play_in, tmp_path):
+def test_tricks_against_a_users_function(play_in, tmp_path):
     status, printed = play_in(hostile_policy.in_a_function, tmp_path)
     assert status == 0, printed[-8000:]

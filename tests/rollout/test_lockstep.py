@@ -12,7 +12,7 @@ from tests.world.secret import write_secret
 
 @pytest.fixture
 def run(tmp_path, checkpoint):
-    """(exit statuses, what rank 0 said, failure.json)"""
+    """Run the ranks. Return (exit statuses, rank 0's output, failure.json)."""
     processes = []
 
     def begin(scenario: str):
@@ -41,20 +41,20 @@ def run(tmp_path, checkpoint):
             process.wait()
 
 
-def test_the_ranks_of_an_engine_make_the_same_moves_and_verbs_come_between_them(run):
-    """Answers in parts, a snapshot, new weights in flight, a drain and a cut: see tests/rollout/ranks.py."""
+def test_the_ranks_of_an_engine_act_alike_and_verbs_run_between_steps(run):
+    """Streaming replies, a snapshot, new weights in flight, a drain and a cut: see tests/rollout/ranks.py."""
     statuses, said, failures = run("check")
     assert statuses == [0, 0, 0] and "checked" in said and not failures, said[-4000:]
 
 
 @pytest.mark.long
-def test_an_engine_that_hangs_is_named_though_its_answer_comes_in_parts(run):
+def test_an_engine_that_hangs_is_named_though_its_reply_streams(run):
     statuses, said, (failure,) = run("hang")
     failure = json.loads(failure.read_text())
     assert statuses[0] == 124, said[-4000:]
     assert (failure["rank"], failure["verb"], failure["phase"]) == (1, "rollout", "decode")
     assert "verb 'rollout' has not ended after 3 s: rank 1 (generate)" in failure["message"]
-    assert "rank 2 (generate)" in failure["message"]  # it only follows, but might as well be what rank 1 waits for
+    assert "rank 2 (generate)" in failure["message"]  # it only follows, but rank 1 might be waiting for it
 
 
 @pytest.mark.long

@@ -1,5 +1,7 @@
-"""The rollouts that a step is made of where sampling and training take turns: sampled until enough groups are selected, with a
-bound."""
+"""Rollouts of a step when sampling and training alternate.
+
+Batches are sampled until enough groups are selected, with a bound.
+"""
 
 import pytest
 
@@ -28,7 +30,7 @@ def collect(of, stream, select):
     return of.collect(stream, select, 7)
 
 
-def test_all_groups_of_one_batch_where_nothing_is_passed_over():
+def test_all_groups_of_one_batch_if_none_is_discarded():
     of, fleet = collector(grpo())
     groups, values = collect(of, Stream(10), list)
     assert [group.prompt.index for group in groups] == [0, 1, 2, 3]
@@ -50,7 +52,7 @@ def test_more_batches_until_the_step_is_full():
     assert stream.take(1)[0].index == 12
 
 
-def test_a_bound_on_batches_names_the_key_and_what_was_found():
+def test_exceeding_the_bound_on_batches_names_the_key_and_the_groups_found():
     of, _ = collector(grpo(use_dynamic_sampling=True, dynamic_sampling_max_gen_batches=2))
     with pytest.raises(
         RuntimeError, match=r"grpo\.dynamic_sampling_max_gen_batches: after 2 batches of 4 .* only 0 of 4 groups"
@@ -58,7 +60,7 @@ def test_a_bound_on_batches_names_the_key_and_what_was_found():
         collect(of, Stream(100), lambda groups: [])
 
 
-def test_fewer_groups_where_the_data_end():
+def test_fewer_groups_when_the_data_ends():
     of, _ = collector(grpo(use_dynamic_sampling=True))
     groups, _ = collect(of, Stream(6), varied)
     assert [group.prompt.index for group in groups] == [0, 2, 4]
@@ -73,12 +75,12 @@ def test_prompts_keep_their_order_whichever_ends_first(pick):
     assert all(work.urgent and work.purpose == "val" and work.sampling.temperature == 0 for work in fleet.works)
 
 
-def test_validation_asks_for_as_many_answers_as_the_recipe_says():
+def test_validation_samples_the_recipes_number_of_answers():
     of, _ = collector(grpo(val_num_generations_per_prompt=3))
     assert [len(group.rollouts) for group in of.validate(prompts(0, 2))] == [3, 3]
 
 
-def test_a_reward_model_judges_before_groups_are_selected():
+def test_a_reward_model_scores_before_groups_are_selected():
     def judge(groups):
         return [group(prompts(0, 1)[0], len(each.rollouts)) for each in groups]
 
@@ -87,14 +89,14 @@ def test_a_reward_model_judges_before_groups_are_selected():
     assert len(groups) == 4
 
 
-def test_what_was_sampled_ahead_is_not_lost_by_going_on_without():
+def test_groups_sampled_ahead_are_kept_when_async_is_switched_off():
     of, _ = collector(grpo())
     assert of.load_state_dict(b"", 3) == {} and of.state_dict() == b""
     with refused(("grpo.async_grpo.enabled", "run-exists")):
         of.load_state_dict(b"x", 3)
 
 
-def test_validation_samples_as_its_own_keys_say():
+def test_validation_samples_with_its_own_keys():
     generation = GenerationConfig(top_k=7, top_p=0.9, val_temperature=0.6, val_top_p=0.7, val_top_k=None)
     train, validation = sampling(generation), sampling(generation, "val_")
     assert (train.temperature, train.top_p, train.top_k) == (1.0, 0.9, 7)
