@@ -1,4 +1,7 @@
-"""`python -m tests.algorithms`: difference of every loss and estimator from its second implementation, as a Markdown table.
+"""Print the difference of every loss and estimator from its second implementation: `python -m tests.algorithms`.
+
+The output is a Markdown table. Each test file in this folder with such a comparison has a `largest_differences`, which its own
+test calls too.
 
 Each test file beside this one that has such a comparison has a `largest_differences`, which its own test calls too.
 """

@@ -1,4 +1,4 @@
-"""`python -m tests.algorithms.distillation`: 200 steps of distillation from a student that equals its teacher, or is near it.
+"""Run 200 steps of distillation from a student equal or near to its teacher: `python -m tests.algorithms.distillation`.
 
 A tiny Llama samples, and learns by the loss of each kind from the outputs that the train backends' head computes. The table has
 the student's mass in the teacher's top k, and its divergence from the teacher over the whole vocabulary, both on sequences that
@@ -32,7 +32,7 @@ KINDS = {
 
 @dataclass(frozen=True)
 class Distance:
-    """Return means over the sampled tokens of sequences from the teacher."""
+    """Mean distances over the sampled tokens of sequences from the teacher."""
 
     mass: float  # of the student in the teacher's top k
     kl: float  # of the student from the teacher, over the whole vocabulary, in nats
@@ -58,7 +58,7 @@ def a_teacher() -> LlamaForCausalLM:
 
 
 def near(teacher: LlamaForCausalLM, noise: float) -> LlamaForCausalLM:
-    """Return a copy of which every matrix differs by `noise`, relative to its norm."""
+    """Return a copy in which every matrix differs by `noise`, relative to its norm."""
     student, draw = copy.deepcopy(teacher).requires_grad_(True), torch.Generator().manual_seed(1)
     with torch.no_grad():
         for weight in student.parameters():
@@ -68,7 +68,7 @@ def near(teacher: LlamaForCausalLM, noise: float) -> LlamaForCausalLM:
 
 @torch.no_grad()
 def sampled(model: LlamaForCausalLM, draw: torch.Generator) -> torch.Tensor:
-    """[SEQUENCES, LENGTH] int64: random prompts of PROMPT tokens, each with a completion of the model."""
+    """Return [SEQUENCES, LENGTH] int64: random prompts of PROMPT tokens, each with a completion of the model."""
     rows = torch.randint(0, VOCABULARY, (SEQUENCES, PROMPT), generator=draw)
     while rows.shape[1] < LENGTH:
         probabilities = model(rows).logits[:, -1].softmax(-1)

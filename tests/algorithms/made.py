@@ -15,7 +15,10 @@ def made(
     updates: int = 1,
     value: ValueLossConfig | None = None,
 ) -> Algorithm:
-    """Return the algorithm whose section this is. updates: of one pass over the samples of a step"""
+    """Return the algorithm of this section.
+
+    updates: of one pass over the samples of a step.
+    """
     name = next(name for name, kind in ALGORITHMS.items() if kind.Section is type(section))
     samples = 1 if name in OFFLINE else section.num_prompts_per_step * section.num_generations_per_prompt
     recipe = {

@@ -19,7 +19,7 @@ CUTS_OF_PAIRS = (
 
 @dataclass(frozen=True)
 class Packed:
-    """A batch with outputs of a model. `logprobs` and `values` are views of the leaf that gradients go to."""
+    """A batch with a model's outputs. `logprobs` and `values` are views of the leaf that receives gradients."""
 
     leaf: torch.Tensor  # [T] float64: log-probs below 0; a test may take them for values just as well
     logprobs: torch.Tensor  # [T]
@@ -36,7 +36,10 @@ class Packed:
 
 
 def random_packed(lengths: Sequence[int], seed: int = 0, reference_is_policy: bool = False, top_k: int = 0) -> Packed:
-    """Every sequence has at least one counted token, and its first never counts. Entries outside the mask are infinite."""
+    """Return a random batch.
+
+    Every sequence has at least one counted token, and its first never counts. Entries outside the mask are infinite.
+    """
     draw = torch.Generator().manual_seed(seed)
     total = sum(lengths)
     leaf = (-1.5 + 0.4 * torch.randn(total, generator=draw, dtype=torch.float64)).clamp(max=-1e-3)
@@ -105,7 +108,7 @@ def in_pieces(
     return total | {"gradient": packed.leaf.grad.clone()}
 
 
-def assert_however_cut(
+def assert_split_invariant(
     packed: Packed, cuts: Iterable[Sequence[Sequence[int]]], share: Callable[[Packed], LossOutput], atol: float = 1e-14
 ) -> None:
     """Assert that loss, gradient and metrics do not depend on the split into microbatches."""

@@ -15,7 +15,7 @@ from tests.algorithms.packed import Packed
 
 
 def rows(packed: Packed, values: torch.Tensor) -> torch.Tensor:
-    """`[T]` -> `[S, L]`; 0 where nothing counts."""
+    """Return `[T]` as `[S, L]`; 0 where nothing counts."""
     values = torch.where(packed.batch.loss_mask, values, 0.0)
     return torch.nn.utils.rnn.pad_sequence(values.split(packed.batch.lengths), batch_first=True)
 
@@ -50,7 +50,7 @@ def _objective(
     mask: torch.Tensor,
     lengths: torch.Tensor,
 ) -> torch.Tensor:
-    """The clipped surrogate as in Spinning Up: the ratio is bounded above for A > 0, below for A < 0."""
+    """Return the clipped surrogate as in Spinning Up: the ratio is bounded above for A > 0, below for A < 0."""
     if config.disable_ppo_ratio:
         return advantage * now
     low, high = 1 - config.ratio_clip_min, 1 + config.ratio_clip_max
@@ -87,7 +87,7 @@ def _weights(
 
 
 def kl(config: LossConfig, now: torch.Tensor, frozen: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    """Schulman's estimates; a bound is a number, which has no gradient."""
+    """Return Schulman's estimates; a bound is a number, which has no gradient."""
     log_ratio, most = now - frozen, config.kl_input_clamp_value
     if most is not None:
         beyond = log_ratio.abs() > most
@@ -114,7 +114,7 @@ def group_advantages(rewards: np.ndarray, leave_one_out: bool, normalize: bool) 
 
 
 def reinforce_plus_plus(config: LossConfig, packed: Packed, rewards: np.ndarray) -> torch.Tensor:
-    """`[T]`: standardized advantages of sequences with these rewards, 0 where nothing counts."""
+    """Return `[T]`: standardized advantages of sequences with these rewards, 0 where nothing counts."""
     batch, found = packed.batch, torch.zeros_like(packed.leaf)
     for reward, positions in zip(rewards, counted_positions(packed), strict=True):
         for i, t in enumerate(positions):
@@ -128,7 +128,7 @@ def reinforce_plus_plus(config: LossConfig, packed: Packed, rewards: np.ndarray)
 
 
 def gae(gae: GAEConfig, loss: LossConfig, packed: Packed) -> tuple[torch.Tensor, torch.Tensor]:
-    """(advantages, returns) `[T]` each: every sum written out, sequence by sequence and token by token."""
+    """Return (advantages, returns) `[T]` each: every sum written out, sequence by sequence and token by token."""
     batch = packed.batch
     advantages, returns = torch.zeros_like(packed.leaf), torch.zeros_like(packed.leaf)
     for reward, positions in zip(batch.rewards.tolist(), counted_positions(packed), strict=True):

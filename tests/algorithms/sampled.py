@@ -22,8 +22,10 @@ Loss = Callable[[Outputs, PackedBatch, GlobalCounts], LossOutput]
 def random_sampled(
     seed: int = 0, old: bool = True, reference: bool = False, lengths: Sequence[int] = LENGTHS, noise: float = 0.4
 ) -> Packed:
-    """Log-probs of four policies that differ by `noise`, and advantages of every token. In long sequences there are tokens in
-    the middle that do not count, as a tool's are. What does not count has infinities in all of these."""
+    """Return log-probs of four policies that differ by `noise`, and advantages of every token.
+
+    Long sequences have uncounted tokens in the middle, like a tool's output. Uncounted entries are infinite in all of these.
+    """
     packed = random_packed(lengths, seed)
     draw = torch.Generator().manual_seed(1000 + seed)
     total, mask = len(packed.leaf), packed.batch.loss_mask.clone()
@@ -52,7 +54,7 @@ def random_sampled(
 
 
 def outputs_of(piece: Packed, entropy: bool = False) -> Outputs:
-    """The leaf as log-probs, as values, and as entropies of some kind, so that its gradient has a part of each."""
+    """Return outputs with the leaf as log-probs, as values, and as entropies, so that its gradient has a part of each."""
     return Outputs(logprobs=piece.logprobs, entropy=piece.logprobs.square() if entropy else None, values=piece.logprobs)
 
 
@@ -68,8 +70,8 @@ def largest_difference(config: LossConfig, seeds: int = 8, **batch: float | bool
     return differences(map(case, range(seeds)))
 
 
-def assert_however_cut(loss: Loss, packed: Packed, entropy: bool = False) -> None:
-    """Loss, gradient and metrics are the same over microbatches, sequences in another order, and with an empty microbatch."""
+def assert_split_invariant(loss: Loss, packed: Packed, entropy: bool = False) -> None:
+    """Assert that loss, gradient and metrics do not depend on microbatches, the order of sequences, or an empty microbatch."""
     whole = _total(loss, packed, [range(len(packed.batch.lengths))], entropy)
     for cut in CUTS:
         pieces = _total(loss, packed, cut, entropy)

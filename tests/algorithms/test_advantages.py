@@ -74,8 +74,10 @@ def test_normalised_by_hand():
 
 @pytest.mark.parametrize("value", [0.0, 0.1, 0.7])
 def test_leave_one_out_normalised_by_hand(value):
-    """The sample that is right alone sees others that do not vary, so it is not divided, not even by what is left of their
-    deviation after rounding; the others see (1, 0, 0)."""
+    """The only correct sample sees others that do not vary, so it is not divided.
+
+    It is not even divided by what is left of their deviation after rounding; the others see (1, 0, 0).
+    """
     advantages = group_advantages([value + 1, value, value, value], True, normalize=True)
     expected = -(1 / 3) / (math.sqrt(1 / 3) + GROUP_EPSILON)
     np.testing.assert_allclose(advantages, [1.0, expected, expected, expected], rtol=1e-12)
@@ -106,7 +108,7 @@ def test_leave_one_out_is_the_centered_one_times_g_over_g_minus_1():
 
 
 def test_dr_grpo_by_hand():
-    """Easy and hard prompts alike: a right answer's advantage is the share of wrong ones."""
+    """Easy and hard prompts count alike: a correct answer's advantage is the share of wrong ones."""
     estimator = AdvantageConfig(normalize_rewards=False, use_leave_one_out_baseline=False)
     groups = [group_of([1.0, 1.0, 1.0, 0.0]), group_of([1.0, 0.0, 0.0, 0.0])]
     samples = grpo(estimator=estimator).compute_advantages(groups)
@@ -146,7 +148,7 @@ def test_needs_follow_from_the_recipe():
 
 
 def algorithms(**keys):
-    """GRPO's and PPO's, which select and shape alike."""
+    """Return GRPO's and PPO's algorithms, which select and shape alike."""
     return grpo(**keys), made(PPOConfig(**keys), LossConfig(), updates=1)
 
 
@@ -160,14 +162,14 @@ def test_groups_that_vary_are_kept():
 
 
 def test_rounding_is_no_variation():
-    """Scores of one answer in two microbatches differ by rounding only."""
+    """Scores of one answer in two microbatches differ only by rounding."""
     scores = np.array([3.1, 3.1 + 2e-6, 3.1 - 1e-6])
     assert not varies(scores)
     assert varies(scores + np.array([0, 0, 1e-3]))
 
 
-def test_lengths_are_no_reason_to_keep_a_group():
-    """The shaped rewards of the second answer differ from the first's; what dynamic sampling looks at do not."""
+def test_lengths_do_not_keep_a_group():
+    """The shaped rewards of the second answer differ from the first's; the rewards for dynamic sampling do not."""
     group = group_of([1.0, 1.0], lengths=[5, 19])
     keys = {"use_dynamic_sampling": True, "reward_shaping": OVERLONG}
     assert shaped_rewards(group, GRPOConfig(**keys)).tolist() == [1.0, 0.25]
@@ -195,7 +197,7 @@ def test_scaling_clamps_and_maps():
     assert scaled_rewards(group_of([-1.0, 3.0]), RewardScalingConfig()).tolist() == [-1.0, 3.0]
 
 
-def test_a_cut_answers_reward_is_multiplied():
+def test_a_truncated_answers_reward_is_multiplied():
     shaping = RewardShapingConfig(enabled=True, stop_properly_penalty_coef=0.25, max_response_length=4)
     group = group_of([1.0, 1.0, -2.0], lengths=[50, 50, 50], cut=[False, True, True])
     assert shaped_rewards(group, GRPOConfig(reward_shaping=shaping)).tolist() == [1.0, 0.25, -0.5]
@@ -207,7 +209,7 @@ def test_scaling_comes_before_shaping():
     assert shaped_rewards(group_of([1.0, 0.0], lengths=[18, 18]), config).tolist() == [0.5, -1.5]
 
 
-def test_overlong_filtering_leaves_cut_answers_out_of_the_loss_but_not_out_of_the_baseline():
+def test_overlong_filtering_excludes_truncated_answers_from_the_loss_but_not_the_baseline():
     group = group_of([1.0, 0.0, 0.0], cut=[False, True, False])
     for algorithm in algorithms(overlong_filtering=True):
         kept = [bool(sample.loss_mask.any()) for sample in algorithm.compute_advantages([group])]

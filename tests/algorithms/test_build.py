@@ -57,13 +57,13 @@ def test_a_recipe_makes_its_algorithm(name, kind, needs):
 
 @pytest.fixture
 def alone():
-    """A world of this process."""
+    """Return a world of this process."""
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     yield dist.group.WORLD
     dist.destroy_process_group()
 
 
-def test_shares_become_numbers(alone):
+def test_shares_of_ranks_become_metrics(alone):
     """Metrics are those of the whole step, however the batch is split."""
     packed = random_sampled(0)
     for loss in (partial(policy_loss, LossConfig()), partial(value_loss, ValueLossConfig())):

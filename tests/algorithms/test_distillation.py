@@ -13,7 +13,7 @@ from pipeline.config import DistillationConfig, LossConfig
 from pipeline.types import Completion, Outputs, Prompt, Rollout, RolloutGroup, TopK, Turn, VersionSpan
 from tests.algorithms import distillation
 from tests.algorithms.made import made
-from tests.algorithms.packed import Packed, assert_however_cut, differences, random_packed
+from tests.algorithms.packed import Packed, assert_split_invariant, differences, random_packed
 
 LENGTHS, VOCABULARY = (6, 3, 8, 2), 11
 CONFIGS = {
@@ -27,7 +27,7 @@ CONFIGS = {
 
 
 def logits_of(packed: Packed, seed: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """The policy's, with a graph, and the teacher's: `[T, V]` each."""
+    """Return logits `[T, V]` of the policy, with a graph, and of the teacher."""
     draw = torch.Generator().manual_seed(1000 + seed)
     policy, teacher = torch.randn(2, len(packed.leaf), VOCABULARY, generator=draw, dtype=torch.float64)
     return policy.requires_grad_(), teacher
@@ -49,7 +49,7 @@ def loss_of(config: LossConfig, logits: torch.Tensor, teacher: torch.Tensor, pac
 def reference_loss(
     config: LossConfig, logits: torch.Tensor, teacher: torch.Tensor, mask: torch.Tensor, top_k: int
 ) -> torch.Tensor:
-    """From the definitions, token by token over the whole vocabulary; `[T, V]` logits."""
+    """Compute the loss from the definitions, token by token over the whole vocabulary; `[T, V]` logits."""
     total = 0.0
     for student_row, teacher_row in zip(logits[mask], teacher[mask], strict=True):
         inside = teacher_row >= teacher_row.sort(descending=True).values[top_k - 1]
@@ -83,7 +83,7 @@ def test_against_the_reference():
 
 
 def one_token(policy: list[float], teacher: list[float], entropy: float = 0.0) -> tuple[Outputs, Packed]:
-    """A prompt token and one sampled token, whose distributions give the teacher's top tokens these probabilities."""
+    """Return a prompt token and one sampled token, with these probabilities of the teacher's top tokens."""
     packed = random_packed((2,))
     tokens = torch.arange(len(policy)).expand(2, -1)
     probabilities = [torch.tensor([[1.0] * len(p), p], dtype=torch.float64).log() for p in (policy, teacher)]
@@ -101,7 +101,7 @@ def one_token(policy: list[float], teacher: list[float], entropy: float = 0.0) -
     ],
 )
 def test_one_token_by_hand(config: LossConfig, expected: float):
-    """Renormalised, the teacher gives the two tokens 2/3 and 1/3, and the policy 1/3 and 2/3."""
+    """After renormalization, the teacher gives the two tokens 2/3 and 1/3, and the policy 1/3 and 2/3."""
     outputs, packed = one_token([0.25, 0.5], [0.5, 0.25])
     out = distillation_loss(config, outputs, packed.batch, packed.counts)
     assert out.loss.item() == pytest.approx(expected, abs=1e-15)
@@ -109,7 +109,7 @@ def test_one_token_by_hand(config: LossConfig, expected: float):
     assert ("reverse_kl" in out.metrics) == (not config.zero_outside_topk)
 
 
-def test_what_lies_outside_the_top_k_by_hand():
+def test_the_mass_outside_the_top_k_by_hand():
     """The policy has 1/2 in the top token and 1/4 in each of two others; its entropy is 1.5 log 2."""
     outputs, packed = one_token([0.5], [0.4], entropy=1.5 * math.log(2))
     config = LossConfig(kl_type="reverse", zero_outside_topk=True)
@@ -119,7 +119,7 @@ def test_what_lies_outside_the_top_k_by_hand():
 
 
 def check_minimum(config: LossConfig, logits: torch.Tensor, teacher: torch.Tensor, packed: Packed, top_k: int) -> None:
-    """The loss and its gradient are 0, and a step in any direction of the top k does not make the loss smaller."""
+    """Check that the loss and its gradient are 0, and that no step in a direction of the top k lowers the loss."""
     loss = loss_of(config, logits, teacher, packed, top_k).loss
     (gradient,) = torch.autograd.grad(loss, logits)
     assert abs(loss.item()) < 1e-13
@@ -132,15 +132,15 @@ def check_minimum(config: LossConfig, logits: torch.Tensor, teacher: torch.Tenso
 
 @pytest.mark.parametrize("top_k", [2, 5, VOCABULARY])
 @pytest.mark.parametrize("kind", ["forward", "reverse", "mixed"])
-def test_a_policy_that_is_its_teacher(kind: str, top_k: int):
+def test_a_policy_equal_to_its_teacher_is_a_minimum(kind: str, top_k: int):
     packed = random_packed(LENGTHS)
     logits, _ = logits_of(packed, 0)
     check_minimum(LossConfig(kl_type=kind, mixed_kl_weight=0.3), logits, logits.detach().clone(), packed, top_k)
 
 
 @pytest.mark.parametrize("kind", ["forward", "reverse", "mixed"])
-def test_a_policy_that_is_all_of_its_teacher(kind: str):
-    """Nothing is outside of the top k."""
+def test_a_policy_equal_to_its_teacher_over_all_tokens_is_a_minimum(kind: str):
+    """No token is outside of the top k."""
     packed = random_packed(LENGTHS)
     logits, _ = logits_of(packed, 0)
     config = LossConfig(kl_type=kind, mixed_kl_weight=0.3, zero_outside_topk=True)
@@ -149,7 +149,7 @@ def test_a_policy_that_is_all_of_its_teacher(kind: str):
 
 @pytest.mark.parametrize("kind", ["forward", "reverse", "mixed"])
 def test_the_mass_of_the_top_k_has_no_gradient(kind: str):
-    """However far the policy is from its teacher, logits outside the top k do not matter."""
+    """Logits outside the top k do not matter, however far the policy is from its teacher."""
     packed = random_packed(LENGTHS)
     logits, teacher = logits_of(packed, 0)
     loss = loss_of(LossConfig(kl_type=kind, mixed_kl_weight=0.3), logits, teacher, packed, 4).loss
@@ -167,7 +167,7 @@ def test_gradcheck(config: LossConfig):
 
 
 @pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS.keys())
-def test_however_sequences_are_cut_and_ordered(config: LossConfig):
+def test_the_split_and_order_of_sequences_do_not_matter(config: LossConfig):
     packed = random_packed(LENGTHS, top_k=5)
     shift = torch.linspace(-1, 0, 5, dtype=torch.float64)
 
@@ -176,7 +176,7 @@ def test_however_sequences_are_cut_and_ordered(config: LossConfig):
         outputs = Outputs(entropy=piece.logprobs.square(), top_k=TopK(piece.batch.teacher.tokens, policy))
         return distillation_loss(config, outputs, piece.batch, packed.counts)
 
-    assert_however_cut(packed, ([[0], [1, 2, 3]], [[3, 1], [2, 0]], [[2], [0], [3], [1], []]), share, atol=1e-12)
+    assert_split_invariant(packed, ([[0], [1, 2, 3]], [[3, 1], [2, 0]], [[2], [0], [3], [1], []]), share, atol=1e-12)
 
 
 @pytest.mark.long

@@ -14,7 +14,7 @@ from pipeline.algorithms.pairs import split
 from pipeline.config import DPOConfig
 from pipeline.types import Outputs
 from tests.algorithms.made import made
-from tests.algorithms.packed import CUTS_OF_PAIRS, Packed, assert_however_cut, differences, random_packed
+from tests.algorithms.packed import CUTS_OF_PAIRS, Packed, assert_split_invariant, differences, random_packed
 
 CONFIGS = {
     "sigmoid": DPOConfig(sft_average_log_probs=False),
@@ -29,7 +29,7 @@ LENGTHS = (7, 4, 3, 9, 5, 5, 2, 8)  # chosen, rejected, chosen, rejected ...
 
 
 def reference_loss(config: DPOConfig, logprobs: torch.Tensor, reference: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-    """From the papers, on padded rows `[2P, L]`, chosen ones first."""
+    """Compute the loss from the papers, on padded rows `[2P, L]`, chosen ones first."""
     pairs = len(logprobs) // 2
     policy_sums, reference_sums = (torch.where(mask, values, 0.0).sum(1) for values in (logprobs, reference))
     lengths = mask.sum(1)
@@ -88,8 +88,8 @@ def metrics_of(config: DPOConfig, packed: Packed) -> tuple[float, dict[str, floa
         (DPOConfig(preference_loss="ipo", reference_policy_kl_penalty=0.25), 4.0),  # (1 / (2 * 0.25))^2
     ],
 )
-def test_first_step_where_the_policy_is_the_reference(config: DPOConfig, expected: float):
-    """0.6931... for DPO."""
+def test_the_first_step_with_the_policy_equal_to_the_reference(config: DPOConfig, expected: float):
+    """DPO's loss is 0.6931... ."""
     packed = random_packed(LENGTHS, reference_is_policy=True)
     loss, metrics = metrics_of(config, packed)
     assert loss == pytest.approx(expected, abs=1e-12)
@@ -97,7 +97,7 @@ def test_first_step_where_the_policy_is_the_reference(config: DPOConfig, expecte
 
 
 def by_hand(chosen: list[float], rejected: list[float], reference: float) -> Packed:
-    """One pair of answers, each after a prompt of one token, with the same reference log-prob everywhere."""
+    """Return one pair of answers, each after a prompt of one token, with the same reference log-prob everywhere."""
     packed = random_packed((len(chosen) + 1, len(rejected) + 1))
     with torch.no_grad():
         packed.leaf.copy_(torch.tensor([0.0, *chosen, 0.0, *rejected], dtype=torch.float64))
@@ -135,7 +135,9 @@ def test_the_sft_term_is_of_the_chosen_answer():
 
 
 def test_gradient_by_hand():
-    """It is -beta sigma(-beta (h_c - h_r)) for each token of the chosen answer, its opposite for the rejected one's."""
+    """The gradient is -beta sigma(-beta (h_c - h_r)) for each token of the chosen answer, its opposite for the rejected
+    one's.
+    """
     packed = by_hand([-0.5, -0.5], [-1.0], -1.0)
     made(DPOConfig(reference_policy_kl_penalty=0.1)).loss(Outputs(packed.leaf), packed.batch, packed.counts).loss.backward()
     slope = 0.1 / (1 + math.exp(0.1 * 1.0))
@@ -154,13 +156,13 @@ def test_gradcheck(config: DPOConfig):
 
 
 @pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS.keys())
-def test_however_pairs_are_cut_and_ordered(config: DPOConfig):
+def test_the_split_and_order_of_pairs_do_not_matter(config: DPOConfig):
     packed = random_packed(LENGTHS)
 
     def share(piece: Packed):
         return made(config).loss(Outputs(logprobs=piece.logprobs), piece.batch, packed.counts)
 
-    assert_however_cut(packed, CUTS_OF_PAIRS, share)
+    assert_split_invariant(packed, CUTS_OF_PAIRS, share)
 
 
 def test_half_a_pair_is_refused():

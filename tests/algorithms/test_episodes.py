@@ -1,5 +1,7 @@
 """Episodes of several turns, in which only the policy's tokens count, and episodes that failed in their environment.
 
+The other files compare masked losses with their references; these tests start from rollouts, by hand.
+
 That every loss passes over holes in its mask, the other files show against their references; here it is done by hand, from
 rollouts on.
 """
@@ -53,7 +55,7 @@ HOLES = [False, False, True, True, False, False, False, True]
 
 
 def packed(**fields: list[float]) -> PackedBatch:
-    """The episode, and before it one of a single turn: so that a sum that ran on would be seen."""
+    """Return the episode after one of a single turn, so that a sum across their boundary would be noticed."""
     before = Rollout((turn([7], [], [-0.7]),), reward=5.0)
     batch = pack([make_sample(PROMPT, before, 3.0, 5.0), make_sample(PROMPT, EPISODE, 2.0, 1.0)], "cpu")
     return replace(batch, **{name: torch.tensor([0.0] * 3 + values) for name, values in fields.items()})
@@ -63,7 +65,7 @@ def episodes(values: torch.Tensor) -> list[float]:
     return values[3:].tolist()
 
 
-def test_a_sample_counts_what_was_drawn():
+def test_a_sample_counts_sampled_tokens():
     found = make_sample(PROMPT, EPISODE, 2.0, 1.0)
     assert found.tokens.tolist() == [5, 6, 7, 2, 9, 8, 9, 4] and found.loss_mask.tolist() == HOLES
     assert found.logprobs.tolist() == pytest.approx([0, 0, -0.1, -0.2, 0, 0, 0, -0.4])
@@ -74,8 +76,8 @@ def test_a_sample_counts_what_was_drawn():
     assert update.counts == GlobalCounts(tokens=6, sequences=2)
 
 
-def test_gae_goes_from_a_turn_to_the_next_over_what_was_told():
-    """Values stand after each token: before the second turn's token that is the one after the observation's last."""
+def test_gae_skips_observations_between_turns():
+    """A value follows each token: the one before the second turn's first token is after the observation's last token."""
     values = [0.0, 0.5, 0.6, 9.0, 9.0, 9.0, 0.8, 9.0]  # what any 9 enters is wrong
     gamma, decay = 0.9, 0.9 * 0.8
     advantages, returns = estimate_gae(packed(old_values=values), GAEConfig(gae_gamma=gamma, gae_lambda=0.8), LossConfig())
@@ -93,7 +95,7 @@ def test_an_adaptive_lambda_counts_the_policys_tokens():
     assert episodes(adaptive[0]) == pytest.approx(episodes(fixed[0]))
 
 
-def test_kl_to_come_is_of_the_policys_tokens():
+def test_future_kl_is_of_the_policys_tokens():
     config = LossConfig(use_kl_in_reward=True, reference_policy_kl_penalty=0.5, reference_policy_kl_type="k1")
     batch = packed(old_logprobs=[9, 9, 1, 2, 9, 9, 9, 4], reference_logprobs=[-9, -9, 0, 0, -9, -9, -9, 0])
     assert episodes(subtract_future_kl(batch, config)) == pytest.approx([0, 0, 2 - 3.5, 2 - 3.0, 0, 0, 0, 2 - 2.0])
@@ -108,8 +110,8 @@ def test_means_and_ratios_are_of_the_policys_tokens():
     assert masked_share(values, batch, GlobalCounts(4, 2), token_level=False).item() == 5 / 2
 
 
-def test_lengths_are_of_what_was_drawn():
-    """40 tokens of observations do not make an episode longer for the length penalty."""
+def test_lengths_count_sampled_tokens():
+    """Check that 40 tokens of observations do not make an episode longer for the length penalty."""
     told = Rollout((turn([7, 2], [9] * 40, [-0.1, -0.2]), turn([4], [], [-0.4])), reward=1.0)
     alone = Rollout((turn([7, 2, 4], [], [-0.1, -0.2, -0.4]),), reward=1.0)
     shaping = RewardShapingConfig(enabled=True, max_response_length=4, overlong_buffer_length=2)
@@ -117,7 +119,7 @@ def test_lengths_are_of_what_was_drawn():
     assert [one.reward for one in samples] == [0.5, 0.5]
 
 
-def test_overlong_is_an_episode_whose_last_turn_was_cut():
+def test_an_episode_is_overlong_if_its_last_turn_was_truncated():
     cut_before = Rollout((turn([7, 2], [9], [-0.1, -0.2], "length"), turn([4], [], [-0.4])), reward=1.0)
     cut = Rollout((turn([7, 2], [9], [-0.1, -0.2]), turn([4], [], [-0.4], "length")), reward=0.0)
     samples = grpo(overlong_filtering=True).compute_advantages([RolloutGroup(PROMPT, (cut_before, cut))])
@@ -128,7 +130,7 @@ def test_overlong_is_an_episode_whose_last_turn_was_cut():
 
 
 def failed(group: RolloutGroup, *numbers: int, reward: float = 0.0) -> RolloutGroup:
-    """The group with these of its episodes failed; their rewards are meaningless."""
+    """Return the group with these of its episodes failed; their rewards are meaningless."""
     rollouts = [
         replace(rollout, failure="the tool hung", reward=reward) if i in numbers else rollout
         for i, rollout in enumerate(group.rollouts)
@@ -146,7 +148,7 @@ ESTIMATORS = {
 
 @pytest.mark.parametrize("name", ESTIMATORS)
 @pytest.mark.parametrize("reward", [0.0, 1e6, float("nan")])
-def test_the_others_are_credited_as_if_it_had_not_been(name, reward):
+def test_other_episodes_advantages_ignore_a_failed_one(name, reward):
     algorithm = grpo(estimator=ESTIMATORS[name])
     alone = algorithm.compute_advantages([group_of([1.0, 0.0, 0.25])])
     found = algorithm.compute_advantages([failed(group_of([1.0, 9.0, 0.0, 9.0, 0.25]), 1, 3, reward=reward)])
@@ -157,7 +159,7 @@ def test_the_others_are_credited_as_if_it_had_not_been(name, reward):
         assert not one.loss_mask.any() and not one.advantages.any() and one.reward == 0.0 and not one.logprobs.any()
 
 
-def test_dynamic_sampling_looks_at_what_was_judged():
+def test_dynamic_sampling_ignores_failed_episodes():
     algorithm = grpo(use_dynamic_sampling=True)
     groups = [group_of([1.0, 1.0, 0.0]), group_of([1.0, 0.0, 0.0]), group_of([1.0, 0.0]), group_of([1.0, 1.0])]
     chosen = [failed(groups[0], 2), failed(groups[1], 2), failed(groups[2], 0, 1), failed(groups[3], 0)]
@@ -176,8 +178,8 @@ def algorithms() -> dict:
 
 @pytest.mark.parametrize("name", ["GRPO", "REINFORCE++", "PPO", "distillation"])
 @pytest.mark.filterwarnings("error")
-def test_a_group_that_failed_whole_contributes_nothing(name):
-    """It has its places among the samples, which updates are cut from, and counts for nothing there."""
+def test_a_group_of_failed_episodes_contributes_nothing(name):
+    """It keeps its places among the samples of an update, and counts for nothing there."""
     algorithm = algorithms()[name]
     good, bad = group_of([1.0, 0.0]), failed(group_of([1.0, 0.0]), 0, 1)
     samples = algorithm.compute_advantages([good, bad])

@@ -22,12 +22,12 @@ def cases() -> list:
 
 
 @pytest.mark.parametrize("golden", cases())
-def test_is_what_the_peer_computes(golden: Golden):
+def test_equals_the_peers_values(golden: Golden):
     found = difference(golden)
     assert found < TOLERANCE[golden.peer], f"{golden.function} of {golden.peer} {golden.commit} differs by {found:.1e}"
 
 
-def test_every_file_says_where_it_is_from():
+def test_every_file_has_its_provenance():
     for path in FOLDER.glob("*.json"):
         content = json.loads(path.read_text())
         assert content["repository"].startswith("https://github.com/") and len(content["commit"]) == 40, path.name
@@ -41,7 +41,7 @@ def test_every_kind_has_a_golden_value():
 
 
 def test_no_expected_value_is_empty_or_the_same_everywhere():
-    """A golden value of zeros alone would pass for a formula that computes nothing."""
+    """Golden values of only zeros would accept a formula that computes nothing."""
     by_formula: dict[tuple[str, str], float] = {}
     for golden in goldens():
         largest = max(tensor.abs().max().item() for tensor in golden.expected.values())

@@ -32,7 +32,7 @@ from tests.algorithms.sampled import (
         weighed("seq-mask-tis", 1.05, 0.95),
     ],
 )
-def test_equal_logprobs_make_every_correction_nothing(config, sequences):
+def test_equal_logprobs_need_no_correction(config, sequences):
     """Weights are exactly 1, within all bounds, and so are their quantiles."""
     level = {
         "sequence_level_importance_ratios": sequences and config.truncated_importance_sampling_type != "seq-mask-tis",
@@ -102,7 +102,7 @@ def test_weights_by_hand(config, weights, outside):
     ],
 )
 def test_mean_weight_and_share_out_of_bounds_by_hand(config, ratio, outside):
-    """It is of tokens, or of sequences where those are weighed or left out."""
+    """The share is of tokens, or of sequences where sequences are weighted or left out."""
     packed = by_hand()
     metrics = policy_loss(config, outputs_of(packed), packed.batch, packed.counts).metrics
     assert metrics["sampling_importance_ratio"].item() == pytest.approx(ratio)
@@ -127,7 +127,7 @@ def test_mismatch_by_hand():
 
 
 def test_divergences_are_the_exact_ones_over_tokens_drawn_from_the_generate_ranks():
-    """Each token of a vocabulary is one token of the batch; weighing each by its probability gives the expectation."""
+    """Each token of a vocabulary is one token of the batch; weighting each by its probability gives the expectation."""
     generate, old = torch.randn(2, 5, generator=torch.Generator().manual_seed(0), dtype=torch.float64).log_softmax(-1)
     found: dict[str, float] = {}
     for p, q in zip(generate, old, strict=True):
@@ -156,7 +156,7 @@ def test_sequences_above_the_threshold_are_left_out(threshold, kept):
     assert torch.equal(estimated.loss_mask, found) and torch.equal(estimated.advantages, packed.batch.advantages)
 
 
-def test_a_sequence_left_out_is_as_if_it_were_not_there():
+def test_a_sequence_left_out_changes_nothing():
     packed = by_hand()
     kept = replace(packed, batch=replace(packed.batch, loss_mask=mask_mismatched_sequences(packed.batch, 1.5)))
     counts = replace(packed.counts, tokens=1, sequences=1)
@@ -171,7 +171,7 @@ def test_a_sequence_left_out_is_as_if_it_were_not_there():
 
 
 def test_quantiles_of_weights():
-    """1000 tokens: the histogram's quantiles are those of the weights, as near as its bins are wide (12 % of log w)."""
+    """The histogram's quantiles of 1000 tokens equal the weights' to the width of a bin (12 % of log w)."""
     rng = np.random.default_rng(0)
     logs = rng.normal(scale=0.02, size=1000)
     packed = by_hand(tuple(np.exp(logs)), lengths=(1001,))

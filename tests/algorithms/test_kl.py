@@ -31,7 +31,7 @@ def test_clamps_by_hand():
 
 @pytest.mark.parametrize("kind", ["k1", "k2", "k3"])
 def test_gradient_is_that_of_the_exact_kl(kind):
-    """Over tokens drawn from the policy, k1's and k3's gradient with the score factor is the exact KL's; k2's is near."""
+    """With the score factor, k1's and k3's gradients over the policy's samples equal the exact KL's; k2's is near."""
     rng = torch.Generator().manual_seed(3)
     logits = torch.randn(6, generator=rng, dtype=torch.float64).requires_grad_()
     frozen = torch.log_softmax(logits.detach() + 0.05 * torch.randn(6, generator=rng, dtype=torch.float64), 0)
@@ -42,7 +42,7 @@ def test_gradient_is_that_of_the_exact_kl(kind):
     torch.testing.assert_close(gradient, exact, rtol=0, atol=1e-12 if kind != "k2" else 2e-3)
 
 
-def test_tokens_drawn_by_another_policy_give_the_same_gradient_with_the_approximation():
+def test_tokens_of_another_policy_give_the_same_gradient_with_the_approximation():
     rng = torch.Generator().manual_seed(4)
     logits = torch.randn(6, generator=rng, dtype=torch.float64).requires_grad_()
     generate, frozen = torch.randn(2, 6, generator=rng, dtype=torch.float64).log_softmax(-1)
@@ -63,7 +63,7 @@ def test_a_policy_that_is_the_reference_has_no_kl():
     assert torch.equal(gradient_of(with_it.loss, packed), gradient_of(without.loss, packed))
 
 
-def test_in_the_reward_it_is_of_the_old_policy_and_not_in_the_loss():
+def test_kl_in_the_reward_is_of_the_old_policy_and_not_in_the_loss():
     packed = random_sampled(6, reference=True)
     config = LossConfig(reference_policy_kl_penalty=0.3, reference_policy_kl_type="k1", use_kl_in_reward=True)
     found = kl_in_reward(packed.batch, config)
@@ -77,13 +77,13 @@ def test_in_the_reward_it_is_of_the_old_policy_and_not_in_the_loss():
     )
 
 
-def test_unknown_estimate():
+def test_an_unknown_estimate_is_refused():
     with pytest.raises(ValueError, match="'k4'"):
         estimate_kl(torch.zeros(1), torch.zeros(1), "k4")
 
 
 def test_the_reference_has_the_same_values():
-    """`reference.kl` is what the tables compare with; these numbers are by hand: x = log pi_ref - log pi = -0.25."""
+    """`reference.kl` is compared with in the tables; these numbers are by hand: x = log pi_ref - log pi = -0.25."""
     now, frozen = torch.tensor(-1.0, dtype=torch.float64), torch.tensor(-1.25, dtype=torch.float64)
     for kind, expected in (("k1", 0.25), ("k2", 0.03125), ("k3", math.exp(-0.25) - 0.75)):
         config = LossConfig(reference_policy_kl_type=kind)

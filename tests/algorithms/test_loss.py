@@ -20,7 +20,7 @@ from pipeline.types import PackedBatch
 from tests.algorithms.made import grpo, weighed
 from tests.algorithms.sampled import (
     assert_gradcheck,
-    assert_however_cut,
+    assert_split_invariant,
     gradient_of,
     largest_difference,
     outputs_of,
@@ -80,7 +80,7 @@ def is_differentiable(name: str) -> bool:
 
 
 def noise(name: str) -> float:
-    """Return how far policies differ: ratios of whole sequences are products."""
+    """Return the distance of policies: ratios of whole sequences are products."""
     return 0.1 if name.startswith(("GSPO", "RLOO")) else 0.4
 
 
@@ -95,15 +95,15 @@ def test_against_the_reference(name):
 
 
 @pytest.mark.parametrize("name", CONFIGS)
-def test_however_sequences_are_cut_and_ordered(name):
+def test_the_split_and_order_of_sequences_do_not_matter(name):
     config = CONFIGS[name]
     packed = random_sampled(1, reference=config.reference_policy_kl_penalty != 0, noise=noise(name))
-    assert_however_cut(partial(policy_loss, config), packed, entropy=config.entropy_coeff != 0)
+    assert_split_invariant(partial(policy_loss, config), packed, entropy=config.entropy_coeff != 0)
 
 
 @pytest.mark.parametrize("name", list(filter(is_differentiable, CONFIGS)))
 def test_gradcheck(name):
-    """Against differences of the loss itself."""
+    """Compare the gradient with finite differences of the loss."""
     config = CONFIGS[name]
     packed = random_sampled(2, reference=config.reference_policy_kl_penalty != 0)
     assert_gradcheck(partial(policy_loss, config), packed, entropy=config.entropy_coeff != 0)
@@ -113,7 +113,7 @@ def test_gradcheck(name):
 
 
 def by_hand(config: LossConfig, ratios: list[float], advantages: list[float]) -> tuple[float, list[float], dict[str, float]]:
-    """One sequence of these tokens after one that does not count: loss, gradient, metrics."""
+    """Return loss, gradient and metrics of one sequence of these tokens after one that does not count."""
     packed = random_sampled(0, lengths=(len(ratios) + 1,))
     old = torch.full((len(ratios) + 1,), math.log(0.25), dtype=torch.float64)
     with torch.no_grad():
@@ -180,8 +180,10 @@ def test_a_tokens_weight_does_not_depend_on_its_answers_length():
 
 @pytest.mark.parametrize("forced", [False, True])
 def test_on_policy_gradient_is_reinforce(forced):
-    """With pi_old = pi the gradient is that of -A log pi, whatever the clip; the ratio is 1 and ppo_kl 0. Log-probs of an old
-    policy change nothing where the ratio is forced."""
+    """With pi_old = pi the gradient is that of -A log pi, whatever the clip; the ratio is 1 and ppo_kl 0.
+
+    Log-probs of an old policy change nothing where the ratio is forced.
+    """
     packed = random_sampled(3, old=forced)
     config = LossConfig(force_on_policy_ratio=forced, ratio_clip_min=0.0, ratio_clip_max=0.0)
     out = policy_loss(config, outputs_of(packed), packed.batch, packed.counts)
@@ -215,7 +217,7 @@ def test_the_ratio_is_the_geometric_mean():
 
 
 def test_a_sequence_is_clipped_as_a_whole():
-    """Ratios 2 and 1/2 of one sequence are a ratio of 1; ratios of 1.5 all are above 1.2."""
+    """Ratios 2 and 1/2 of one sequence give a ratio of 1; ratios all equal to 1.5 are above 1.2."""
     packed = random_sampled(0, lengths=(3, 3))
     ratios = torch.tensor([1.0, 2.0, 0.5, 1.0, 1.5, 1.5], dtype=torch.float64)
     batch = replace(
@@ -231,7 +233,7 @@ def test_a_sequence_is_clipped_as_a_whole():
     assert out.metrics["clip_fraction"] == 0.5
 
 
-def test_equal_policies_are_reinforce_by_sequence():
+def test_equal_policies_give_reinforce_by_sequence():
     packed = random_sampled(3, old=False)
     out = policy_loss(LossConfig(**SEQUENCES), outputs_of(packed), packed.batch, packed.counts)
     expected = policy_loss(LossConfig(token_level_loss=False), outputs_of(packed), packed.batch, packed.counts)
@@ -246,7 +248,7 @@ def test_equal_policies_are_reinforce_by_sequence():
 
 
 def test_cispos_loss_and_gradient_by_hand():
-    """Ratios 4, 4, 1/4 and 1: what is bounded keeps the bound's gradient, praised or blamed."""
+    """With ratios 4, 4, 1/4 and 1, a bounded token keeps the bound's gradient, whatever the sign of its advantage."""
     packed = random_sampled(0, lengths=(5,))
     ratios = torch.tensor([1.0, 4.0, 4.0, 0.25, 1.0], dtype=torch.float64)
     with torch.no_grad():
@@ -266,7 +268,7 @@ def test_cispos_loss_and_gradient_by_hand():
     assert out.metrics["clip_fraction"] == 0.75
 
 
-def test_cispo_of_equal_policies_is_reinforce():
+def test_cispo_of_equal_policies_equals_reinforce():
     packed = random_sampled(2, old=False)
     one = policy_loss(CONFIGS["CISPO, the paper's"], outputs_of(packed), packed.batch, packed.counts)
     other = policy_loss(LossConfig(disable_ppo_ratio=True), outputs_of(packed), packed.batch, packed.counts)
@@ -287,7 +289,7 @@ def test_reinforces_loss_and_gradient_by_hand():
 # ---- entropy, masks --------------------------------------------------------------------------------------------------
 
 
-def test_entropy_is_taken_off_the_loss():
+def test_entropy_is_subtracted_from_the_loss():
     packed = random_sampled(5)
     without = policy_loss(LossConfig(), outputs_of(packed), packed.batch, packed.counts)
     logged = policy_loss(LossConfig(log_entropy=True), outputs_of(packed, entropy=True), packed.batch, packed.counts)
@@ -299,7 +301,7 @@ def test_entropy_is_taken_off_the_loss():
 
 
 def test_approximate_entropy_is_the_entropy_over_tokens_drawn_from_the_generate_ranks():
-    """Every token of a vocabulary once, weighed by how likely it was drawn."""
+    """Each token of a vocabulary appears once, weighted by its sampling probability."""
     logits = torch.randn(2, 6, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     policy, generate = logits.log_softmax(-1)
     packed = random_sampled(0, old=False, lengths=(7,))
@@ -328,7 +330,7 @@ def test_advantages_are_clipped_where_they_are_final():
 
 
 def test_entries_outside_the_mask_do_not_matter():
-    """`random_sampled` has infinities there, in all that generate, old and reference policies say."""
+    """`random_sampled` puts infinities there, in the log-probs of the generate, old and reference policies."""
     packed = random_sampled(7, reference=True)
     config = LossConfig(
         reference_policy_kl_penalty=0.1, use_importance_sampling_correction=True, use_on_policy_kl_approximation=True
@@ -342,7 +344,7 @@ def test_entries_outside_the_mask_do_not_matter():
     assert all(torch.equal(out.metrics[name], value) for name, value in expected.metrics.items())
 
 
-def test_a_batch_that_does_not_count_has_no_share():
+def test_a_batch_without_counted_tokens_has_no_share():
     packed = random_sampled(8)
     batch: PackedBatch = replace(packed.batch, loss_mask=torch.zeros_like(packed.batch.loss_mask))
     out = policy_loss(LossConfig(token_level_loss=False), outputs_of(packed), batch, packed.counts)

@@ -20,7 +20,7 @@ from tests.algorithms.packed import Packed, differences, piece_of
 from tests.algorithms.sampled import (
     CUTS,
     assert_gradcheck,
-    assert_however_cut,
+    assert_split_invariant,
     gradient_of,
     outputs_of,
     random_sampled,
@@ -75,7 +75,7 @@ def test_against_the_reference():
 
 
 def by_hand() -> Packed:
-    """One sequence of 6 tokens, of which 2, 3 and 5 count. The values before those are 1, 2 and 3; the reward is 10."""
+    """Return a sequence of 6 tokens, of which 2, 3 and 5 count. The values before those are 1, 2 and 3; the reward is 10."""
     packed = random_sampled(0, reference=True, lengths=(6,))
     batch = replace(
         packed.batch,
@@ -89,27 +89,27 @@ def by_hand() -> Packed:
 
 
 def test_one_step_errors_by_hand():
-    """lambda 0: what the next value says more than this one. From token 3 it goes to 5, over the one that does not count."""
+    """With lambda 0 an advantage is the next value less this one. After token 3 comes 5, past the uncounted token."""
     advantages, returns = estimate_gae(by_hand().batch, GAEConfig(gae_gamma=0.5, gae_lambda=0.0), LossConfig())
     assert advantages.tolist() == [0, 0, 0.5 * 2 - 1, 0.5 * 3 - 2, 0, 10 - 3]
     assert returns.tolist() == [0, 0, 1.0, 1.5, 0, 10]
 
 
 def test_whole_returns_by_hand():
-    """lambda 1: the discounted reward to come, whatever the critic says, less its value."""
+    """With lambda 1 an advantage is the discounted future reward less the value, whatever the later values."""
     advantages, returns = estimate_gae(by_hand().batch, GAEConfig(gae_gamma=0.5, gae_lambda=1.0), LossConfig())
     assert returns.tolist() == [0, 0, 2.5, 5, 0, 10]
     assert advantages.tolist() == [0, 0, 1.5, 3, 0, 7]
 
 
 def test_in_between_by_hand():
-    """gamma lambda = 1/2; errors 1, 1, 7."""
+    """Here gamma lambda = 1/2 and the errors are 1, 1, 7."""
     advantages, _ = estimate_gae(by_hand().batch, GAEConfig(gae_lambda=0.5), LossConfig())
     assert advantages.tolist() == [0, 0, 1 + 0.5 + 0.25 * 7, 1 + 0.5 * 7, 0, 7]
 
 
 def test_kl_in_the_reward_by_hand():
-    """k1 is 0.5 at each token, beta 2."""
+    """Here k1 is 0.5 at each token, beta 2."""
     config = LossConfig(use_kl_in_reward=True, reference_policy_kl_penalty=2.0, reference_policy_kl_type="k1")
     _, returns = estimate_gae(by_hand().batch, GAEConfig(gae_lambda=1.0), config)
     assert returns.tolist() == [0, 0, 7, 8, 0, 9]
@@ -123,13 +123,13 @@ def test_decoupled_by_hand():
 
 @pytest.mark.parametrize(("alpha", "decay"), [(2 / 3, 0.5), (1 / 3, 0.0), (0.1, 0.0), (100.0, 1 - 1 / 300)])
 def test_length_adaptive_by_hand(alpha, decay):
-    """1 - 1 / (alpha 3), and not below 0."""
+    """Lambda is 1 - 1 / (alpha 3), and at least 0."""
     advantages, _ = estimate_gae(by_hand().batch, GAEConfig(length_adaptive_alpha=alpha), LossConfig())
     expected = [0, 0, 1 + decay + decay**2 * 7, 1 + decay * 7, 0, 7]
     torch.testing.assert_close(advantages, torch.tensor(expected, dtype=torch.float64))
 
 
-def test_a_critic_that_knows_leaves_no_advantage():
+def test_a_perfect_critic_leaves_no_advantage():
     packed = by_hand()
     batch = replace(packed.batch, old_values=torch.full((6,), 10.0, dtype=torch.float64))
     for lam in (0.0, 0.3, 1.0):
@@ -138,7 +138,7 @@ def test_a_critic_that_knows_leaves_no_advantage():
 
 
 @pytest.mark.parametrize("name", ESTIMATORS)
-def test_estimates_however_sequences_are_cut_and_ordered(name):
+def test_the_split_and_order_of_sequences_do_not_change_estimates(name):
     gae, loss = ESTIMATORS[name]
     packed = random_sampled(1, reference=True)
     advantages, returns = estimate_gae(packed.batch, gae, loss)
@@ -161,7 +161,7 @@ def test_discounted_sums_of_every_length():
             assert found[row, column].item() == pytest.approx(expected.item())
 
 
-def test_rows_gather_what_counts_and_scatter_it_back():
+def test_rows_gather_counted_tokens_and_scatter_them_back():
     packed = random_sampled(2)
     values = torch.arange(len(packed.leaf), dtype=torch.float64) + 1
     gathered = gather_counted(values, packed.batch)
@@ -169,7 +169,7 @@ def test_rows_gather_what_counts_and_scatter_it_back():
     assert torch.equal(scatter_counted(gathered, packed.batch), torch.where(packed.batch.loss_mask, values, 0.0))
 
 
-def test_estimate_puts_them_in_the_batch():
+def test_estimate_puts_advantages_and_returns_in_the_batch():
     packed = random_sampled(3)
     found = ppo().estimate(packed.batch)
     advantages, returns = estimate_gae(packed.batch, GAEConfig(), LossConfig())
@@ -193,8 +193,8 @@ def test_estimate_leaves_sequences_out():
 
 
 @pytest.mark.parametrize("name", CRITICS)
-def test_critic_however_sequences_are_cut_and_ordered(name):
-    assert_however_cut(partial(value_loss, CRITICS[name]), random_sampled(1))
+def test_the_split_and_order_of_sequences_do_not_change_the_critics_loss(name):
+    assert_split_invariant(partial(value_loss, CRITICS[name]), random_sampled(1))
 
 
 def test_gradcheck():
@@ -203,8 +203,11 @@ def test_gradcheck():
 
 
 def test_critics_loss_by_hand():
-    """Values before the two tokens that count are those after the tokens before them: 1 and 3. The first moved by 1 of 0.5
-    away from its return, so that the error is the unbounded one; the second by 2 towards it, so that the bound counts."""
+    """Check two counted tokens; the values before them, which follow the tokens before them, are 1 and 3.
+
+    The first moved by 1 of 0.5 away from its return, so that the error is the unbounded one; the second by 2 towards it, so
+    that the bound counts.
+    """
     packed = random_sampled(0, lengths=(4,))
     with torch.no_grad():
         packed.leaf.copy_(torch.tensor([99.0, 1.0, 3.0, 99.0]))
@@ -225,7 +228,7 @@ def test_critics_loss_by_hand():
     assert explained_variance(*metrics["explained_variance_moments"].tolist()) == 1 - 1 / 4
 
 
-def test_a_critic_that_knows_explains_all_and_a_constant_nothing():
+def test_a_perfect_critic_explains_all_variance_and_a_constant_none():
     packed = random_sampled(4)
     for values, expected in ((torch.roll(packed.batch.returns, -1), 1.0), (torch.full_like(packed.leaf, 7.0), 0.0)):
         with torch.no_grad():
@@ -258,7 +261,7 @@ def test_the_critic_learns_alone_at_first():
     assert ppo().trains(0) == ("critic", "policy")
 
 
-def test_credit_leaves_rewards_to_the_estimate():
+def test_advantages_are_left_to_the_estimate():
     first, second = ppo().compute_advantages([group_of([1.0, 0.25], lengths=[2, 1])])
     assert first.reward == 1.0 and second.reward == 0.25
     assert first.tokens.tolist() == [5, 6, 7, 8] and first.loss_mask.tolist() == [False, False, True, True]

@@ -15,7 +15,7 @@ from tests.algorithms import reference
 from tests.algorithms.groups import group_of
 from tests.algorithms.made import grpo
 from tests.algorithms.packed import Packed, piece_of
-from tests.algorithms.sampled import CUTS, assert_however_cut, random_sampled
+from tests.algorithms.sampled import CUTS, assert_split_invariant, random_sampled
 
 IN_REWARD = LossConfig(use_kl_in_reward=True, reference_policy_kl_penalty=0.3, reference_policy_kl_type="k2")
 CONFIGS = {
@@ -31,7 +31,7 @@ def algorithm(loss: LossConfig, minus_baseline: bool = True) -> GRPO:
 
 
 def sampled(seed: int) -> tuple[Packed, np.ndarray]:
-    """A batch whose tokens have their sequence's advantage, as `compute_advantages` leaves it."""
+    """Return a batch whose tokens have their sequence's advantage, as `compute_advantages` sets it."""
     packed = random_sampled(seed, reference=True)
     rewards = np.random.default_rng(seed).normal(size=len(packed.batch.lengths))
     advantages = torch.tensor(np.repeat(rewards, packed.batch.lengths))
@@ -41,7 +41,7 @@ def sampled(seed: int) -> tuple[Packed, np.ndarray]:
 
 
 def estimated(loss: LossConfig, batches: list[PackedBatch]) -> list[PackedBatch]:
-    """Return the batches that a step of these microbatches on one rank learns from."""
+    """Return the batches that a step of these microbatches on one rank trains on."""
     found = [algorithm(loss).estimate(batch) for batch in batches]
     to = normalization([[moments(found)]], "biased")
     return [standardize(batch, to) for batch in found]
@@ -65,7 +65,7 @@ def test_against_the_reference():
 
 
 @pytest.mark.parametrize("name", CONFIGS)
-def test_however_sequences_are_cut_and_ordered(name):
+def test_the_split_and_order_of_sequences_do_not_matter(name):
     packed, _ = sampled(1)
     whole = estimated(CONFIGS[name], [packed.batch])[0].advantages
     for cut in CUTS:
@@ -75,14 +75,14 @@ def test_however_sequences_are_cut_and_ordered(name):
             torch.testing.assert_close(batch.advantages[batch.loss_mask], expected[batch.loss_mask], rtol=0, atol=1e-13)
 
 
-def test_the_loss_however_cut():
+def test_the_split_does_not_change_the_loss():
     packed, _ = sampled(2)
     packed = replace(packed, batch=estimated(IN_REWARD, [packed.batch])[0])
-    assert_however_cut(algorithm(IN_REWARD).losses["policy"], packed)
+    assert_split_invariant(algorithm(IN_REWARD).losses["policy"], packed)
 
 
-def test_kl_to_come_by_hand():
-    """k1 of 0.5, 0 and -0.25 at beta 2: each token answers for itself and what follows."""
+def test_future_kl_by_hand():
+    """With k1 of 0.5, 0 and -0.25 at beta 2, each token counts its own KL and all that follows."""
     packed = random_sampled(0, reference=True, lengths=(5,))
     old = torch.full((5,), -1.0, dtype=torch.float64)
     batch = replace(

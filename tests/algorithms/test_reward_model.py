@@ -10,7 +10,7 @@ import torch
 
 from pipeline.algorithms.pairs import reward_model_loss
 from pipeline.types import GlobalCounts, LossOutput, Outputs
-from tests.algorithms.packed import CUTS_OF_PAIRS, Packed, assert_however_cut, differences, random_packed
+from tests.algorithms.packed import CUTS_OF_PAIRS, Packed, assert_split_invariant, differences, random_packed
 
 LENGTHS = (7, 4, 3, 9, 5, 5, 2, 8)  # chosen, rejected, chosen, rejected ...
 
@@ -20,7 +20,7 @@ def share_of(piece: Packed, counts: GlobalCounts) -> LossOutput:
 
 
 def reference_loss(values: torch.Tensor, lengths: tuple[int, ...], margins: torch.Tensor) -> torch.Tensor:
-    """Llama 2 eq. 2, on padded rows `[2P, L]`; margins `[P]`."""
+    """Compute Llama 2's eq. 2 on padded rows `[2P, L]`; margins `[P]`."""
     scores = [row[length - 1] for row, length in zip(values, lengths, strict=True)]
     wrong = [1 / (1 + torch.exp(scores[2 * i] - scores[2 * i + 1] - margin)) for i, margin in enumerate(margins)]
     return sum(-torch.log(1 - w) for w in wrong) / len(wrong)
@@ -77,6 +77,6 @@ def test_gradcheck():
     )
 
 
-def test_however_pairs_are_cut_and_ordered():
+def test_the_split_and_order_of_pairs_do_not_matter():
     packed = random_packed(LENGTHS)
-    assert_however_cut(packed, CUTS_OF_PAIRS, lambda piece: share_of(piece, packed.counts))
+    assert_split_invariant(packed, CUTS_OF_PAIRS, lambda piece: share_of(piece, packed.counts))

@@ -4,7 +4,7 @@ import torch
 
 from pipeline.algorithms.loss import sft_loss
 from pipeline.types import LossOutput, Outputs
-from tests.algorithms.packed import Packed, assert_however_cut, differences, random_packed
+from tests.algorithms.packed import Packed, assert_split_invariant, differences, random_packed
 
 LENGTHS = (5, 3, 7, 2)
 
@@ -52,10 +52,10 @@ def test_gradcheck():
     assert torch.autograd.gradcheck(lambda x: sft_loss(Outputs(logprobs=x), packed.batch, packed.counts).loss, (packed.leaf,))
 
 
-def test_however_sequences_are_cut_and_ordered():
+def test_the_split_and_order_of_sequences_do_not_matter():
     packed = random_packed(LENGTHS)
 
     def share(piece: Packed) -> LossOutput:
         return sft_loss(Outputs(logprobs=piece.logprobs), piece.batch, packed.counts)
 
-    assert_however_cut(packed, ([[0], [1, 2, 3]], [[3, 1], [2, 0]], [[2], [0], [3], [1], []]), share, atol=1e-15)
+    assert_split_invariant(packed, ([[0], [1, 2, 3]], [[3, 1], [2, 0]], [[2], [0], [3], [1], []]), share, atol=1e-15)

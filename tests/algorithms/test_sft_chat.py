@@ -1,5 +1,8 @@
-"""SFT on conversations of several turns, packed, on both train backends: loss and gradient are what transformers finds of one
-conversation after the other, with labels at the assistant's words alone."""
+"""SFT on packed conversations of several turns equals transformers, on both train backends.
+
+Loss and gradient are compared with transformers' on one conversation after the other, with labels only in the assistant's
+turns.
+"""
 
 import re
 
@@ -37,7 +40,7 @@ TEMPLATES = {"ChatML": CHATML, "generation marks": MARKED}
 
 @pytest.fixture
 def realm(monkeypatch, tmp_path):
-    """A train realm of this process alone, on the CPU."""
+    """Return a train realm of this process alone, on the CPU."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setenv(VARIABLE, str(tmp_path / "converted"))
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
@@ -50,7 +53,7 @@ def realm(monkeypatch, tmp_path):
 
 
 def expected(model: torch.nn.Module, tokenizer, answer: str) -> tuple[float, float, int]:
-    """The mean over all labels, the gradient's norm, and how many labels there are."""
+    """Return the mean over all labels, the gradient's norm, and the number of labels."""
     total, labels_seen = torch.zeros(()), 0
     for record in RECORDS:
         text = tokenizer.apply_chat_template(record["messages"], tokenize=False)
@@ -71,7 +74,7 @@ def expected(model: torch.nn.Module, tokenizer, answer: str) -> tuple[float, flo
 
 @pytest.mark.parametrize("template", TEMPLATES)
 @pytest.mark.parametrize("backend", ["fsdp", "megatron"])
-def test_packed_conversations(backend, template, realm, tmp_path):
+def test_packed_conversations_equal_transformers(backend, template, realm, tmp_path):
     encodes = encoder(TEMPLATES[template], max_input_seq_length=100)
     torch.manual_seed(0)
     shape = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}

@@ -1,4 +1,4 @@
-"""Advantages standardized over a step: the same as in one tensor, for every split over ranks and microbatches."""
+"""Advantages standardized over a step equal those in one tensor, for every split over ranks and microbatches."""
 
 import dataclasses
 
@@ -12,7 +12,7 @@ from tests.algorithms.sampled import random_sampled
 
 @pytest.fixture
 def ranks():
-    """[data rank][update][microbatch] batches with advantages far from 0, so that a careless variance would show."""
+    """Return [data rank][update][microbatch] batches with advantages far from 0, where a naive variance would be wrong."""
     made, seed = [], 0
     for _ in range(2):
         made.append([])
@@ -47,19 +47,19 @@ def test_the_spread_over_ranks_and_microbatches_does_not_matter(ranks):
     assert one.mean == pytest.approx(other.mean, rel=1e-14) and one.scale == pytest.approx(other.scale, rel=1e-10)
 
 
-def test_counts_are_those_of_the_masks_as_they_are_now(ranks):
+def test_counts_follow_the_current_masks(ranks):
     first = ranks[0][0][0]
     ranks[0][0][0] = dataclasses.replace(first, loss_mask=first.loss_mask & (torch.arange(8) >= 5))  # one of its two is out
     assert found(ranks).counts[0] == GlobalCounts(tokens=2 * (4 + 2 + 1 + 6 + 3) - 4, sequences=9)
 
 
-def test_without_standardizing_only_what_does_not_count_changes(ranks):
+def test_without_standardizing_only_uncounted_entries_change(ranks):
     batch = ranks[0][0][0]
     after = standardize(batch, found(ranks, None)).advantages
     assert torch.equal(after, torch.where(batch.loss_mask, batch.advantages, 0.0))
 
 
 @pytest.mark.parametrize("variance", ["biased", "unbiased"])
-def test_equal_advantages_become_nothing(ranks, variance):
+def test_equal_advantages_become_zero(ranks, variance):
     flat = [[[dataclasses.replace(b, advantages=torch.full_like(b.advantages, 0.3)) for b in u] for u in r] for r in ranks]
     assert standardize(flat[0][0][0], found(flat, variance)).advantages.abs().max() < 1e-9

@@ -27,15 +27,15 @@ CONFIGS = {
 }
 
 
-def cut_away(packed: Packed) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return which tokens the policy as it is, and the one before the step, cut away."""
+def truncated_tokens(packed: Packed) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the tokens that the current policy and the one before the step truncate."""
     places = torch.arange(len(packed.leaf))
     return places % 5 == 1, places % 7 == 2
 
 
 def truncated(packed: Packed) -> tuple[Outputs, Packed]:
-    """The truncated distributions have more mass for what they keep than the whole ones."""
-    by_current, by_old = cut_away(packed)
+    """Return a batch in which the truncated distributions have more mass for kept tokens than the whole ones."""
+    by_current, by_old = truncated_tokens(packed)
     outputs = Outputs(
         logprobs=torch.where(by_current, -torch.inf, packed.logprobs), full_logprobs=packed.logprobs - 0.3 * packed.leaf.cos()
     )
@@ -48,11 +48,11 @@ def truncated(packed: Packed) -> tuple[Outputs, Packed]:
 
 @pytest.mark.parametrize("old", [True, False])
 @pytest.mark.parametrize("name", CONFIGS)
-def test_tokens_that_are_cut_away_do_not_count(name, old):
+def test_truncated_tokens_do_not_count(name, old):
     packed = random_sampled(3, old=old)
     outputs, given = truncated(packed)
     out = policy_loss(CONFIGS[name], outputs, given.batch, packed.counts)
-    by_current, by_old = cut_away(packed)
+    by_current, by_old = truncated_tokens(packed)
     outside = by_current | by_old if old else by_current
     without = replace(packed.batch, loss_mask=packed.batch.loss_mask & ~outside)
     expected = policy_loss(CONFIGS[name], Outputs(logprobs=packed.logprobs), without, packed.counts)
@@ -83,7 +83,7 @@ def test_kl_in_the_loss_is_of_whole_distributions_at_all_tokens(approximation):
     surrogate = policy_loss(LossConfig(), truncated(packed)[0], replace(given.batch, reference_logprobs=None), packed.counts)
     gradients = [gradient_of(loss, packed) for loss in (out.loss, expected.loss, surrogate.loss)]
     torch.testing.assert_close(gradients[0], gradients[1] + gradients[2], rtol=0, atol=1e-14)
-    assert gradients[0][cut_away(packed)[0] & packed.batch.loss_mask].all()
+    assert gradients[0][truncated_tokens(packed)[0] & packed.batch.loss_mask].all()
 
 
 def test_kl_in_the_reward_is_of_whole_distributions():
@@ -94,7 +94,7 @@ def test_kl_in_the_reward_is_of_whole_distributions():
     assert torch.equal(kl_in_reward(given.batch, config), kl_in_reward(full, config))
 
 
-def test_a_sequence_is_not_distrusted_for_a_token_that_is_cut_away():
+def test_a_truncated_token_does_not_exclude_its_sequence():
     packed = random_sampled(6, noise=0.01)
     _, given = truncated(packed)
     assert torch.equal(mask_mismatched_sequences(given.batch, 1.1), packed.batch.loss_mask)

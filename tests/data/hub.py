@@ -15,7 +15,9 @@ REVISION = "0" * 40
 
 
 def download(cache: Path, repository: str, files: dict[str, list[Row]], card: str = "") -> None:
-    """Lay a repository of `files` ({path: rows}; Parquet, JSONL or gzipped JSONL by their endings) in the hub cache.
+    """Write a repository of `files` to the hub cache.
+
+    files: {path: rows}; Parquet, JSONL or gzipped JSONL by their endings.
 
     card: the YAML of its README.md.
     """
@@ -43,7 +45,7 @@ def _content(path: str, rows: list[Row]) -> bytes:
 
 
 def configs(**files: dict[str, str]) -> str:
-    """A card's `configs`: {subset: {split: path}}."""
+    """Return a card's `configs`: {subset: {split: path}}."""
     lines = ["configs:\n"]
     for subset, splits in files.items():
         lines.append(f"- config_name: {subset}\n  data_files:\n")

@@ -11,7 +11,7 @@ Row = dict[str, Any]
 
 
 def turns(*texts: str) -> list[dict[str, str]]:
-    """The user speaks first."""
+    """Return messages, the user's first."""
     return [{"role": ("user", "assistant")[i % 2], "content": text} for i, text in enumerate(texts)]
 
 
@@ -141,7 +141,7 @@ SUBSETS = {  # ending of the files, and rows by subset and split
 
 
 def download_all(cache: Path) -> None:
-    """Lay every named data set's repository, small, in the hub cache."""
+    """Write every named data set's repository, small, to the hub cache."""
     for repository, (path, rows) in PLAIN.items():
         download(cache, repository, {path: rows})
     for repository, (ending, rows) in SUBSETS.items():

@@ -11,7 +11,7 @@ from pipeline.types import DataParallelRank, Sample, Update
 
 
 def sample(number: int, length: int, counted: bool = True) -> Sample:
-    """All tokens are its number."""
+    """Return a sample whose tokens are all its number."""
     mask = np.zeros(length, bool)
     mask[1:] = counted
     zeros = np.zeros(length, np.float32)
@@ -32,7 +32,7 @@ def numbers(update: Update, microbatch: list[int]) -> list[int]:
 
 @pytest.mark.parametrize("sequences_per_item", [1, 2, 3])
 @pytest.mark.parametrize("packed", [True, False])
-def test_each_unit_once_and_whole(sequences_per_item: int, packed: bool):
+def test_each_unit_appears_once_and_complete(sequences_per_item: int, packed: bool):
     draw = random.Random(sequences_per_item)
     for _ in range(100):
         units, ranks = draw.choice([8, 12, 24]), draw.choice([1, 2, 4])
@@ -75,7 +75,7 @@ def test_counts_are_of_the_whole_update():
         assert (update.counts.tokens, update.counts.sequences) == (4 + 3 + 2, 3)
 
 
-def test_what_cannot_be_cut_is_said():
+def test_a_batch_that_does_not_divide_is_refused():
     samples = [sample(i, 40) for i in range(6)]
     with pytest.raises(ValueError, match="6 samples cannot be cut into updates of 2 of 2 samples each"):
         split_batch(samples, policy(True), [DataParallelRank(0, 1)], 2, sequences_per_item=2)

@@ -70,7 +70,7 @@ def learned(encoder: Encoder, record: dict) -> tuple[str, list[str]]:
     return encoder.tokenizer.decode(tokens), spans
 
 
-def test_chatml_two_turns_without_the_newline_that_no_one_samples():
+def test_chatml_two_turns_without_the_unsampled_newline():
     text, spans = learned(encoder(CHATML), {"messages": TURNS})
     assert text == "".join(f"<|im_start|>{t['role']}\n{t['content']}<|im_end|>\n" for t in TURNS)
     assert spans == ["uno<|im_end|>", "dos<|im_end|>"]
@@ -119,18 +119,18 @@ def test_a_template_that_marks_what_is_generated():
     [(MARKED_BEYOND, CHATML), (MARKED_SHORT, CHATML), (MARKED_LLAMA3, LLAMA3)],
     ids=["the newline too", "the content only", "up to the next turn"],
 )
-def test_wherever_the_marks_end_what_is_learned_ends_with_the_turn(marked: str, plain: str):
+def test_learned_tokens_end_with_the_turn_wherever_the_marks_end(marked: str, plain: str):
     for turns in (TURNS, TURNS[:4], TURNS[:3]):
         assert learned(encoder(marked), {"messages": turns}) == learned(encoder(plain), {"messages": turns})
 
 
-def test_what_begins_the_next_turn_is_not_learned_as_the_end_of_one():
+def test_the_start_of_the_next_turn_is_not_learned():
     text, spans = learned(encoder(MARKED_ENDLESS), {"messages": TURNS})
     assert "uno<|im_start|>" in text
     assert spans == ["uno", "dos"]
 
 
-def test_a_template_that_rewrites_earlier_turns_is_refused_where_it_matters():
+def test_a_template_that_rewrites_earlier_turns_is_refused_for_several_turns():
     with pytest.raises(ValueError, match="up to message 2 differently when more follows"):
         encoder(FORGETFUL).conversation({"messages": TURNS})
     _, spans = learned(encoder(FORGETFUL), {"messages": TURNS[:3]})
@@ -173,7 +173,7 @@ def test_bare_text_learns_the_answer_and_the_end():
     assert made.tokenizer.decode(made.prompt({"input": "1+1="})) == "<s>1+1="
 
 
-def test_what_does_not_fit_is_said(tmp_path: Path):
+def test_conversations_that_do_not_fit_the_template_are_refused(tmp_path: Path):
     with refused(("policy.tokenizer.chat_template", "missing-value")):
         encoder(None)
     (tmp_path / "system.txt").write_text("be brief")
@@ -197,18 +197,18 @@ def test_what_does_not_fit_is_said(tmp_path: Path):
         ({}, "not a list of"),
     ],
 )
-def test_what_is_no_conversation_is_said(record: dict, message: str):
+def test_malformed_conversations_are_refused(record: dict, message: str):
     with pytest.raises(ValueError, match=message):
         encoder(CHATML).conversation(record)
 
 
-def test_a_template_that_marks_nothing_is_said():
+def test_a_template_that_marks_nothing_is_refused():
     silent = MARKED.replace("m.role == 'assistant'", "m.role == 'bot'")
     with pytest.raises(ValueError, match="renders no text of the assistant"):
         encoder(silent).conversation({"messages": TURNS})
 
 
-def test_an_input_that_is_no_text_is_said():
+def test_an_input_that_is_not_text_is_refused():
     made = encoder(CHATML, DatasetConfig())
     for value, says in ((None, "a NoneType, not a text"), (True, "a bool, not a text"), (["a"], "not a list of {role")):
         with pytest.raises(ValueError, match=f"'input' is {says}"):

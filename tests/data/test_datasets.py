@@ -43,7 +43,7 @@ def test_an_empty_file_is_an_error(tmp_path: Path):
         load_records(DatasetConfig(data_path=str(tmp_path / "a.jsonl")), seed=0)
 
 
-def test_what_save_to_disk_wrote(tmp_path: Path):
+def test_a_folder_of_save_to_disk_is_read(tmp_path: Path):
     rows = datasets.Dataset.from_list([{"input": "a", "output": "b"}, {"input": "c", "output": "d"}])
     rows.save_to_disk(tmp_path / "one")
     datasets.DatasetDict({"train": rows, "test": rows.select([1])}).save_to_disk(tmp_path / "splits")

@@ -26,7 +26,7 @@ def mixture(weights: dict[str, float], epochs: int = 1000, seed: int = 5, kind: 
     return Mixture(streams, weights, seed)
 
 
-def test_each_is_drawn_as_often_as_it_weighs():
+def test_each_set_is_sampled_by_its_weight():
     weights = {"few": 1.0, "many": 3.0, "most": 6.0}
     drawn = Counter(prompt.dataset for prompt in mixture(weights).take(3000))
     for name, weight in weights.items():
@@ -40,7 +40,7 @@ def test_engines_that_are_served_in_turn_get_of_all_data_sets():
     assert all(60 < Counter(prompt.dataset for prompt in prompts[engine::2])["few"] < 140 for engine in (0, 1))
 
 
-def test_each_goes_through_its_own_epochs_and_the_index_is_unique():
+def test_each_set_has_its_own_epochs_and_indices_are_unique():
     """With weights by number of records an epoch has every record once. With equal weights the small set ends early."""
     once = mixture({name: float(size) for name, size in SIZES.items()}, epochs=1)
     prompts = once.take(10_000)
@@ -50,7 +50,7 @@ def test_each_goes_through_its_own_epochs_and_the_index_is_unique():
     assert Counter(order) == {"few": 10, "most": 600} and max(i for i, name in enumerate(order) if name == "few") < 60
 
 
-def test_what_is_left_shares_the_weight_of_what_has_ended():
+def test_remaining_sets_share_the_weight_of_an_ended_one():
     """The weight of an ended set is shared by all others, not given to the next one."""
     names = [prompt.dataset for prompt in mixture({"few": 2.0, "many": 1.0, "most": 1.0}, epochs=3).take(130)]
     after = names[max(i for i, name in enumerate(names) if name == "few") + 1 :]
@@ -58,7 +58,7 @@ def test_what_is_left_shares_the_weight_of_what_has_ended():
 
 
 @pytest.mark.parametrize("before", [0, 1, 7, 90, 344])
-def test_goes_on_at_the_very_record(before):
+def test_resumes_at_the_same_record(before):
     weights = {"few": 1.0, "many": 2.0, "most": 2.0}
     whole = [(p.index, p.dataset, p.task["answer"]) for p in mixture(weights, epochs=1).take(10_000)]
     first = mixture(weights, epochs=1)
@@ -124,7 +124,7 @@ def several(folder: Path, *overrides: str) -> Recipe:
     return load(path, overrides)
 
 
-def test_a_recipe_of_several(tmp_path):
+def test_a_recipe_of_several_data_sets(tmp_path):
     stream, validation = build_streams(several(tmp_path), TOKENIZER)
     prompts = stream.take(200)
     assert [prompt.index for prompt in prompts] == list(range(200))
@@ -138,7 +138,7 @@ def test_a_recipe_of_several(tmp_path):
     assert not held_out & {prompt.task["text"] for prompt in prompts if prompt.dataset == "long"}
 
 
-def test_weights_that_are_not_given_are_the_numbers_of_records(tmp_path):
+def test_default_weights_are_the_numbers_of_records(tmp_path):
     sizes = ("data.datasets.short.kwargs.size=60", "data.datasets.short.weight=null", "data.datasets.long.weight=null")
     stream, _ = build_streams(several(tmp_path, *sizes), TOKENIZER)
     assert stream.state_dict()["weights"] == {"short": 60.0, "long": 16.0}
@@ -150,8 +150,8 @@ def test_one_to_train_and_one_to_validate_on_have_no_names(tmp_path):
     assert {prompt.dataset for prompt in [*stream.take(5), *validation]} == {""} and isinstance(stream, PromptStream)
 
 
-def test_prompts_leave_room_for_an_answer():
-    """By default as many tokens may go in as there may be in all, and the engine must have one to draw."""
+def test_prompts_leave_space_for_an_answer():
+    """By default a prompt may have the maximum total length, but the engine must have one token to sample."""
     one_digit = ["data.train.kwargs={size: 20, digits: 1}", "data.validation.kwargs={size: 4, digits: 1}"]
     full, roomy = (load(RECIPES / "tiny_grpo.yaml", [*one_digit, f"policy.max_total_sequence_length={n}"]) for n in (5, 6))
     assert full.data.max_input_seq_length == full.policy.generation.vllm_cfg.max_model_len == 5
@@ -179,11 +179,11 @@ GSM8K = "{dataset_name: gsm8k, env_name: addition, weight: 1}"
         (f"datasets.a@b={GSM8K}", "datasets.a@b", "bad-format"),
     ],
 )
-def test_what_data_sets_say_against_each_other(tmp_path, override, key, code):
+def test_contradicting_data_sets_are_refused(tmp_path, override, key, code):
     with refused((f"data.{key}", code)):
         several(tmp_path, *(f"data.{override}".split(" ") if " data." in override else [f"data.{override}"]))
 
 
-def test_there_must_be_something_to_train_on():
+def test_a_recipe_without_training_data_is_refused():
     with refused(("data.train", "missing-value")):
         load(RECIPES / "tiny_grpo.yaml", ["data.train=null"])

@@ -68,7 +68,7 @@ def streams(*args: Any, **options: Any) -> tuple[Any, list]:
 
 
 def epoch(stream: Any) -> list:
-    """Every item once."""
+    """Return every item once."""
     return stream.take(stream.state_dict()["records"] - stream.dropped_at_start)
 
 
@@ -144,8 +144,8 @@ def test_pairs(name: str):
         streams("dpo", dataset_name=name)
 
 
-def test_prompts_of_conversations():
-    """What comes before the last answer, which is what is expected; `prompt_file` is around what the user says first."""
+def test_prompts_from_conversations():
+    """The prompt is all before the last answer, which is expected; `prompt_file` wraps the user's first message."""
     stream, _ = streams("grpo", dataset_name="HelpSteer3")
     prompt = stream.take(1)[0]
     assert text(prompt.tokens) == "[user]hello#[assistant]hi#[user]how are you?#[assistant]"
@@ -174,8 +174,8 @@ def test_another_answer_subset_and_split():
     assert load_records(DatasetConfig(dataset_name="HelpSteer3", split="validation"), seed=0)[0]["chosen"] == "a"
 
 
-def test_a_repository_by_its_name_and_columns():
-    """The same files without the name: a subset, a split, and the recipe's own choice of columns."""
+def test_a_repository_is_read_by_its_name_and_columns():
+    """Check the same files without the data set's name: a subset, a split, and the recipe's own choice of columns."""
     dataset = DatasetConfig(dataset_name="openai/gsm8k", subset="main", split="test", input_key="question", output_key="answer")
     assert load_records(dataset, seed=0)[0]["question"] == "how many then?"
     for options, message in (({"split": "tst"}, "'openai/gsm8k': .*tst"), ({"subset": "min"}, "'openai/gsm8k': .*min")):
@@ -183,13 +183,13 @@ def test_a_repository_by_its_name_and_columns():
             load_records(DatasetConfig(dataset_name="openai/gsm8k", **{"subset": "main", **options}), seed=0)
 
 
-def test_what_is_in_no_cache():
+def test_a_data_set_in_no_cache_is_refused():
     with pytest.raises(ValueError, match=r"'DeepScalr' is neither .*; did you mean DeepScaler\?"):
         load_records(DatasetConfig(dataset_name="DeepScalr"), seed=0)
 
 
-def test_a_card_alone_is_no_data(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    """`datasets` leaves cards in the hub's cache of what it keeps elsewhere."""
+def test_a_card_without_data_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """`datasets` leaves cards in the hub's cache for data that it keeps elsewhere."""
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path))
     hub.download(tmp_path, "openai/gsm8k", {})
     with pytest.raises(ValueError, match="'openai/gsm8k' is neither"):
@@ -222,7 +222,7 @@ def test_a_row_in_other_columns_is_named(name: str, tmp_path: Path, monkeypatch:
 
 
 @pytest.mark.parametrize("size", [0.05, 0.26, 12.0])
-def test_what_is_held_out_is_what_datasets_holds_out(size: float):
+def test_held_out_records_equal_those_of_datasets(size: float):
     dataset = DatasetConfig(dataset_name="OpenMathInstruct-2", split_validation_size=size, seed=5)
     kept, held_out = load_split(dataset, seed=0)
     theirs = datasets.Dataset.from_list(list(load_records(dataset, seed=0))).train_test_split(
@@ -232,7 +232,7 @@ def test_what_is_held_out_is_what_datasets_holds_out(size: float):
     assert list(load_split(dataset, seed=9)[1]) == list(held_out)  # the run's seed does not matter
 
 
-def test_samples_drawn_are_those_of_datasets(tmp_path: Path):
+def test_sampled_records_equal_those_of_datasets(tmp_path: Path):
     rows = [{"input": str(i), "output": str(i)} for i in range(30)]
     (tmp_path / "a.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     dataset = DatasetConfig(data_path=str(tmp_path / "a.jsonl"), max_samples=8, seed=3)
@@ -247,7 +247,7 @@ def test_samples_drawn_are_those_of_datasets(tmp_path: Path):
     assert len(load_split(dataset, seed=0)[0]) == 28
 
 
-def test_repeated_as_datasets_repeats():
+def test_repeated_records_equal_those_of_datasets():
     records = load_records(DatasetConfig(dataset_name="AIME2024", repeat=16), seed=0)
     assert [record["input"] for record in records] == ["20+4=", "10+1="] * 16
 
@@ -256,7 +256,7 @@ def test_repeated_as_datasets_repeats():
     ("algorithm", "name", "size"),
     [("grpo", "OpenMathInstruct-2", 0.2), ("sft", "tulu3_sft_mixture", 3), ("dpo", "HelpSteer3", 1)],
 )
-def test_validation_on_what_is_held_out(algorithm: str, name: str, size: float):
+def test_validation_on_held_out_records(algorithm: str, name: str, size: float):
     options = {"dataset_name": name, "split_validation_size": size, "data": {"bad_records": "drop"}, "seed": 1}
     assert validates(a_recipe(algorithm, **options))
     stream, validation = streams(algorithm, **options)
@@ -271,7 +271,7 @@ def test_validation_on_what_is_held_out(algorithm: str, name: str, size: float):
     assert (shown(epoch(again)), shown(same)) == (trained, validated)
 
 
-def test_resumes_among_what_is_kept():
+def test_resumes_among_the_kept_records():
     options = {"dataset_name": "OpenMathInstruct-2", "split_validation_size": 0.25, "repeat": 2}
     whole = [prompt.task["answer"] for prompt in streams("grpo", **options)[0].take(60)]
     assert len(whole) == 60 and whole[:30] == whole[30:]
@@ -281,7 +281,7 @@ def test_resumes_among_what_is_kept():
     assert [prompt.task["answer"] for prompt in [*taken, *second.take(23)]] == whole
 
 
-def test_all_or_nothing_cannot_be_held_out():
+def test_holding_out_all_or_nothing_is_refused():
     for size in (40, 99):
         with refused(("data", "too-large")):
             load_split(DatasetConfig(dataset_name="OpenMathInstruct-2", split_validation_size=size), seed=0)
@@ -311,7 +311,7 @@ def texts(split: str, seed: int) -> list[str]:
     return [split]
 
 
-def test_a_users_own_by_its_dotted_path():
+def test_a_users_data_set_by_its_dotted_path():
     stream, validation = streams(
         "grpo",
         dataset_name=f"{__name__}.Numbers",
@@ -334,7 +334,7 @@ def test_a_users_own_by_its_dotted_path():
         (f"{__name__}.texts", {}, "got a str as the first record"),
     ],
 )
-def test_a_users_own_that_does_not_fit(name: str, kwargs: dict, message: str):
+def test_a_users_data_set_that_does_not_fit_is_refused(name: str, kwargs: dict, message: str):
     with pytest.raises(ValueError, match=message):
         load_records(DatasetConfig(dataset_name=name, kwargs=kwargs), seed=0)
 
@@ -342,7 +342,7 @@ def test_a_users_own_that_does_not_fit(name: str, kwargs: dict, message: str):
 # ---- what a recipe says against itself ------------------------------------------------------------------------------------
 
 
-def test_all_that_is_wrong_is_told_at_once():
+def test_all_problems_are_reported_at_once():
     recipe = a_recipe(
         "dpo",
         dataset_name="gsm8k",

@@ -30,7 +30,7 @@ def test_a_named_data_set_must_be_in_a_cache(tmp_path: Path):
     assert problems("squad") == []
 
 
-def test_a_card_alone_is_not_the_data(tmp_path: Path):
+def test_a_card_without_data_is_refused(tmp_path: Path):
     hub.download(tmp_path / "hub", "openai/gsm8k", {})
     assert len(problems("gsm8k")) == 1
 
@@ -42,7 +42,7 @@ def test_a_folder_does_not_stand_for_a_named_data_set(tmp_path: Path, monkeypatc
     assert len(problems("squad")) == 1 and problems("mine") == []
 
 
-def test_a_misspelt_name():
+def test_a_misspelt_name_is_refused():
     (problem,) = problems("OpenMathInstruct2")
     assert "Did you mean 'OpenMathInstruct-2'?" in problem.message
 
@@ -56,11 +56,11 @@ def test_a_users_callable():
     ("name", "close"),
     [("deepscaler", "DeepScaler"), ("AIME24", "AIME2024"), ("DAPO-Math-17K", "DAPOMath17K"), ("helpsteer-3", "HelpSteer3")],
 )
-def test_the_nearest_name(name: str, close: str):
+def test_the_nearest_name_is_suggested(name: str, close: str):
     assert nearest_dataset(name) == close
 
 
-def test_what_is_no_name_at_all():
+def test_an_invalid_name_is_refused():
     assert nearest_dataset("org/another") is None
     assert is_dotted_path("my_package.my_module.MyDataset")
     for name in ("allenai/llama-3.1-tulu", "HelpSteer3", "train.jsonl", "runs/a.b", "OpenMathInstruct-2.x"):

@@ -56,7 +56,7 @@ def observations(template: str | None, **options) -> Observations:
     ],
 )
 @pytest.mark.parametrize("ended", [True, False])
-def test_prompt_answer_and_observation_are_the_whole_conversation(template, stop, options, ended):
+def test_prompt_answer_and_observation_equal_the_whole_conversation(template, stop, options, ended):
     """After two rounds the tokens equal the template's rendering of the whole conversation."""
     loaded, told = tokenizer(template), observations(template, **options)
     messages = [{"role": "user", "content": "17 + 4?"}]
@@ -79,8 +79,8 @@ def test_prompt_answer_and_observation_are_the_whole_conversation(template, stop
         assert held == whole
 
 
-def test_a_tokens_boundaries_are_the_whole_conversations():
-    """A tokenizer that joins characters, and puts a space before a text's first word: only a tokenised whole says how."""
+def test_token_boundaries_equal_the_whole_conversations():
+    """The tokenizer joins characters and prefixes a text with a space, so that only the tokenized whole is correct."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
     from transformers import PreTrainedTokenizerFast
 
@@ -111,7 +111,7 @@ def test_roles():
 
 
 @pytest.mark.parametrize("template", [MISTRAL, SILENT])
-def test_a_template_without_tools_tells_them_as_the_user(template, caplog):
+def test_a_template_without_tools_renders_observations_as_the_users(template, caplog):
     caplog.set_level("INFO")
     told = observations(template)
     as_tool, as_user = (told.tokens({"role": role, "content": "21"}, ended=False).tolist() for role in ("tool", "user"))
@@ -133,12 +133,12 @@ def test_a_template_of_single_turns_is_refused_when_it_is_loaded():
     ("template", "text"),
     [(ENDLESS, "\nuser:  it is 21 \n\nassistant: "), (BEGINNINGS, "<|start|>user<|end|> it is 21 \n<|start|>assistant<|end|>")],
 )
-def test_a_template_without_an_end_of_turn_writes_all_that_it_writes(template, text):
+def test_a_template_without_an_end_of_turn_is_rendered_completely(template, text):
     told = observations(template)
     assert [tokenizer(None).decode(told.tokens(TOLD, ended)) for ended in (True, False)] == [text] * 2
 
 
-def test_without_a_template_it_is_the_text():
+def test_without_a_template_an_observation_is_its_text():
     loaded, told = AutoTokenizer.from_pretrained(RECIPES / "tiny"), observations(None)
     for ended in (True, False):
         assert (
@@ -147,7 +147,7 @@ def test_without_a_template_it_is_the_text():
 
 
 @pytest.mark.parametrize("template", [CHATML, None])
-def test_a_long_one_is_cut_to_its_room(template):
+def test_a_long_observation_is_truncated(template):
     told, message = observations(template), {"role": "user", "content": "0123456789" * 1000}
     frame = len(told.tokens({"role": "user", "content": ""}, ended=False))
     room = frame + len(CUT) + 4  # the tiny tokenizer has one token for each character
@@ -169,7 +169,7 @@ def with_plain_marks(template: str | None) -> tuple[PreTrainedTokenizerBase, Obs
 
 
 @pytest.mark.parametrize(("template", "role"), [(CHATML, "user"), (QWEN, "tool"), (MISTRAL, "tool")])
-def test_what_a_tool_says_makes_no_mark(template, role):
+def test_a_tools_output_makes_no_special_tokens(template, role):
     """Special tokens are those around harmless content, and the content is complete, spelled out."""
     loaded, told = with_plain_marks(template)
     marks = set(loaded.added_tokens_decoder) - {loaded.unk_token_id}
@@ -183,7 +183,7 @@ def test_what_a_tool_says_makes_no_mark(template, role):
     assert [token for token in cut if token in marks] == [token for token in harmless if token in marks]
 
 
-def test_without_a_template_too_and_nothing_else_changes():
+def test_special_tokens_in_a_text_without_a_template_are_spelled_out():
     loaded, told = with_plain_marks(None)
     assert not {loaded.eos_token_id, loaded.convert_tokens_to_ids("<|im_end|>")} & set(
         told.tokens({"role": "tool", "content": "1</s>2<|im_end|>"}, ended=False).tolist()
@@ -195,7 +195,7 @@ def test_without_a_template_too_and_nothing_else_changes():
 
 
 @pytest.mark.parametrize("template", [CHATML, None])
-def test_half_a_surrogate_pair_is_a_question_mark(template):
+def test_half_a_surrogate_pair_becomes_a_question_mark(template):
     told = observations(template)
     half, mark = ({"role": "user", "content": text} for text in ("1\ud800", "1?"))
     assert told.tokens(half, True).tolist() == told.tokens(mark, True).tolist()
@@ -203,7 +203,7 @@ def test_half_a_surrogate_pair_is_a_question_mark(template):
 
 
 def test_only_the_templates_own_end_ends_a_turn():
-    """Not every token that the engine stops at: "]" of a tool's call, another end-of-sequence token."""
+    """Other stop tokens of the engine do not: "]" of a tool's call, or another end-of-sequence token."""
     loaded, told = tokenizer(CHATML), observations(CHATML)
     assert [token for token in range(len(loaded)) if told.ends_turn(token)] == [loaded.convert_tokens_to_ids("<|im_end|>")]
     assert not any(observations(None).ends_turn(token) for token in range(len(loaded)))

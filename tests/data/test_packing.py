@@ -19,7 +19,7 @@ def cases() -> list[tuple[list[int], int, int | None, int | None]]:
     return found
 
 
-def test_whatever_the_lengths():
+def test_packing_of_any_lengths():
     for lengths, ranks, tokens, sequences in cases():
         plan = plan_microbatches(lengths, ranks, tokens, sequences)
         assert plan == plan_microbatches(lengths, ranks, tokens, sequences)
@@ -62,7 +62,7 @@ def test_fewer_sequences_than_ranks_leave_some_without_any(bounds: tuple[int | N
     assert plan_microbatches([3, 10], 4, *bounds) == [[[1]], [[0]], [[]], [[]]]
 
 
-def test_what_cannot_be_is_said():
+def test_impossible_packings_are_refused():
     with pytest.raises(ValueError, match=r"sample 1 has 11 tokens, more than a microbatch may have \(10\)"):
         plan_microbatches([3, 11], 1, 10, None)
 
@@ -73,7 +73,7 @@ def sample(tokens: list[int], mask: list[int]) -> Sample:
     return Sample(np.array(tokens, dtype=np.int32), counted, logprobs=-numbers, advantages=numbers / 2)
 
 
-def test_pack_lays_end_to_end():
+def test_pack_concatenates_sequences():
     batch = pack([sample([5, 6, 7], [0, 1, 1]), sample([8], [0]), sample([9, 4], [0, 1])], "cpu")
     assert batch.tokens.tolist() == [5, 6, 7, 8, 9, 4]
     assert batch.positions.tolist() == [0, 1, 2, 0, 0, 1]
@@ -87,7 +87,7 @@ def test_pack_lays_end_to_end():
     assert batch.old_logprobs is None
 
 
-def test_nothing_packs_to_one_token_that_does_not_count():
+def test_an_empty_batch_packs_to_one_uncounted_token():
     batch = pack([], "cpu")
     assert batch.lengths == (1,)
     assert batch.cu_seqlens.tolist() == [0, 1]

@@ -83,7 +83,7 @@ TEMPLATES = {
 
 @pytest.mark.parametrize("name", TEMPLATES)
 def test_other_templates(name: str):
-    """Each answer ends in the token that sampling stops at: a reward model is read there."""
+    """Each answer ends in the token that sampling stops at, where a reward model's score is read."""
     template, answer = TEMPLATES[name]
     (prompt, chosen), (same, rejected) = read(chat(template), {"chosen": PROMPT + DOS, "rejected": PROMPT + TRES})
     assert prompt == same and "uno" in prompt
@@ -99,7 +99,7 @@ def test_the_system_prompt_comes_first(tmp_path):
         )
 
 
-def test_conversations_that_part_early_count_every_turn_of_the_assistants_from_there():
+def test_conversations_that_differ_early_count_every_assistant_turn_from_there():
     question = {"role": "user", "content": "more"}
     record = {"chosen": PROMPT + DOS + [question] + TRES, "rejected": PROMPT + TRES + [question] + DOS}
     made = chat()
@@ -109,7 +109,7 @@ def test_conversations_that_part_early_count_every_turn_of_the_assistants_from_t
     assert [made.tokenizer.decode(chosen.tokens[a:b]) for a, b in (edges[:2], edges[2:])] == ["dos<|im_end|>", "tres<|im_end|>"]
 
 
-def test_the_margin_is_the_chosen_ones():
+def test_the_margin_is_on_the_chosen_sequence():
     record = {"input": "1+1=", "chosen": "2", "rejected": "3", "gap": 2}
     assert [sample.reward for sample in encode_pair(bare(margin_key="gap"), 0, record)] == [2.0, 0.0]
     assert [sample.reward for sample in encode_pair(bare(), 0, record)] == [0.0, 0.0]
@@ -132,20 +132,20 @@ def test_the_margin_is_the_chosen_ones():
         ({"chosen": PROMPT[:2], "rejected": PROMPT + DOS}, "do not differ first at an assistant's turn"),
     ],
 )
-def test_what_is_no_pair_is_said(record: dict, message: str):
+def test_malformed_pairs_are_refused(record: dict, message: str):
     with pytest.raises(ValueError, match=message):
         encode_pair(chat(), 0, record)
 
 
 @pytest.mark.parametrize("margin", [None, "2", True, float("nan")])
-def test_a_margin_that_is_no_number_is_said(margin):
+def test_a_margin_that_is_not_a_number_is_refused(margin):
     with pytest.raises(ValueError, match=r"'gap' is .*, not a number"):
         encode_pair(bare(margin_key="gap"), 0, {"input": "1", "chosen": "2", "rejected": "3", "gap": margin})
     with pytest.raises(ValueError, match="has no 'gap'"):
         encode_pair(bare(margin_key="gap"), 0, {"input": "1", "chosen": "2", "rejected": "3"})
 
 
-def test_messages_without_a_chat_template_and_a_prompt_that_ends_in_an_answer_are_said():
+def test_messages_without_a_chat_template_and_a_prompt_that_ends_in_an_answer_are_refused():
     with pytest.raises(ValueError, match=r"data\.apply_chat_template is false"):
         encode_pair(bare(), 0, {"chosen": PROMPT + DOS, "rejected": PROMPT + TRES})
     with pytest.raises(ValueError, match="must end before the assistant's answer"):

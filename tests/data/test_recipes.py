@@ -75,7 +75,7 @@ def test_tiny_pairs(name: str, margins: set[float], monkeypatch: pytest.MonkeyPa
 
 
 def test_tiny_grpo_rm(monkeypatch: pytest.MonkeyPatch):
-    """Each prompt has what its reward model judges it by; answers are not needed for that."""
+    """Each prompt has the columns for its reward model; it needs no answers."""
     monkeypatch.chdir(config.RECIPES.parent)
     recipe = config.load("tiny_grpo_rm", ["data.train.output_key=nothing_like_it"])
     stream, validation = build_streams(recipe, load_tokenizer(config.load("tiny_sft").policy.tokenizer))

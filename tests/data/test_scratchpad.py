@@ -10,7 +10,7 @@ from pipeline.data.scratchpad import addition, preferences, write_tokenizer
 TINY = config.RECIPES / "tiny"
 
 
-def test_every_line_of_the_scratchpad_is_right():
+def test_every_line_of_the_scratchpad_is_correct():
     for record in addition("train", 2000, seed=3):
         a, b = map(int, record["input"].rstrip("=").split("+"))
         scratchpad, answer = record["output"].split(";")
@@ -65,7 +65,7 @@ def wrong_columns(demonstration: str) -> int:
     return sum(total != int(written) for total, written in totals)
 
 
-def test_of_a_pair_one_is_right_and_the_margin_counts_the_others_mistakes():
+def test_one_of_a_pair_is_correct_and_the_margin_counts_the_others_mistakes():
     pairs = preferences("train", 2000, seed=0, digits=[1, 2], mistakes=0.3)
     for pair in pairs:
         assert wrong_columns(pair["chosen"]) == 0
@@ -86,7 +86,7 @@ def test_deterministic_and_disjoint_whatever_the_seeds():
     assert not train & validation
 
 
-def test_digits_are_as_asked():
+def test_digits_are_as_requested():
     for record in addition("train", 300, seed=0, digits=3):
         assert re.fullmatch(r"\d{3}\+\d{3}=", record["input"])
     with pytest.raises(ValueError, match="at least 1"):
@@ -95,7 +95,7 @@ def test_digits_are_as_asked():
         addition("test", 1, seed=0)
 
 
-def test_the_tokenizer_in_the_repository_is_what_the_function_writes(tmp_path: Path):
+def test_the_tokenizer_in_the_repository_equals_the_functions(tmp_path: Path):
     write_tokenizer(tmp_path)
     for name in ("tokenizer.json", "tokenizer_config.json"):
         assert (TINY / name).read_text() == (tmp_path / name).read_text()

@@ -41,7 +41,7 @@ def test_an_epoch_is_every_record_once_in_an_order_of_its_own():
     assert answers(prompts(shuffle=False).take(9)) == ["1", "2", "3", "4", "5", "6", "7", "1", "2"]
 
 
-def test_a_prompt_is_whole():
+def test_a_prompt_has_all_its_fields():
     prompt = prompts(shuffle=False).take(9)[8]
     assert (prompt.index, prompt.environment, prompt.task) == (8, "addition", {"text": "1+1=", "answer": "2"})
     assert prompt.tokens.dtype == np.int32
@@ -49,7 +49,7 @@ def test_a_prompt_is_whole():
 
 
 @pytest.mark.parametrize("before", [0, 1, 6, 7, 8, 17])
-def test_resumes_to_the_prompt_whatever_is_taken_at_a_time(before: int):
+def test_resumes_at_the_same_prompt_whatever_the_batch(before: int):
     whole = prompts().take(30)
     first = prompts()
     taken = first.take(before)
@@ -70,7 +70,7 @@ def prompts_after(n: int) -> dict:
     return stream.state_dict()["loader"]
 
 
-def test_ends_after_max_num_epochs_and_goes_on_when_there_are_more():
+def test_ends_after_max_num_epochs_and_continues_if_there_are_more():
     stream = prompts(epochs=2)
     assert [len(stream.take(5)) for _ in range(4)] == [5, 5, 4, 0]
     longer = prompts(epochs=3)
@@ -98,7 +98,7 @@ def test_leaves_the_global_random_state_alone():
     assert torch.equal(torch.rand(3), expected)
 
 
-def test_too_long_a_prompt():
+def test_a_prompt_that_is_too_long():
     records = [*RECORDS, {"input": "123456+1=", "output": "123457"}]
     with pytest.raises(ValueError, match=r"record 7 \(from 0\): 10 tokens are more than data.max_input_seq_length 9"):
         prompts(records=records, limit=9)
@@ -136,7 +136,7 @@ def test_a_bad_record_is_named():
         prompts(records=[*RECORDS, {"input": "1", "result": "2"}])
 
 
-def test_bad_records_may_be_passed_over():
+def test_bad_records_may_be_skipped():
     stream = prompts(records=[{"input": "1", "result": "2"}, *RECORDS], bad="drop", epochs=1)
     assert stream.dropped_at_start == 1
     assert sorted(answers(stream.take(100))) == [str(i) for i in range(1, 8)]

@@ -28,7 +28,7 @@ def is_chat(row: dict) -> bool:
 
 
 def items(algorithm: str, rows: list[dict], tokenizer: PreTrainedTokenizerBase, folder: Path, *overrides: str) -> list:
-    """Return what a step takes, as a recipe that says nothing of columns reads them."""
+    """Return a step's items, read without columns in the recipe."""
     path = folder / "rows.jsonl"
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     values = ("data.train.dataset_name=null", f"data.train.data_path={path}", "data.validation=null", "data.shuffle=false")

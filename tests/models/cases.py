@@ -90,7 +90,10 @@ FAMILIES = tuple(configs())
 
 
 def write_models(folder: Path) -> None:
-    """One checkpoint per family. Every tensor is random: biases and norms too, which would else start at 0 and 1."""
+    """Write one checkpoint per family.
+
+    Every tensor is random, also biases and norms, which would otherwise start at 0 and 1.
+    """
     for family, config in configs().items():
         torch.manual_seed(3)
         model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)

@@ -57,7 +57,7 @@ def check_read(config: dict, of_transformers: PreTrainedConfig) -> None:
 
 
 @pytest.mark.parametrize(("name", "more"), READ, ids=[f"{name}-{','.join(more)}" for name, more in READ])
-def test_every_attribute_is_transformers(name, more, tmp_path):
+def test_every_attribute_equals_transformers(name, more, tmp_path):
     family, changes = CASES[name]
     config = {"model_type": family, **TINY, **changes, **more}
     theirs = AutoConfig.for_model(**deepcopy(config))  # it writes into the parts
@@ -82,7 +82,7 @@ def written(config: PreTrainedConfig, folder) -> dict:
 
 
 @pytest.mark.parametrize("name", configs())
-def test_megatron_core_gets_the_same_from_either(name, tmp_path):
+def test_megatron_core_gets_the_same_from_both(name, tmp_path):
     config = configs()[name]
     ours = parse_config(written(config, tmp_path))
     assert models.family(ours.model_type).transformer(ours) == models.family(config.model_type).transformer(config)
@@ -90,7 +90,7 @@ def test_megatron_core_gets_the_same_from_either(name, tmp_path):
 
 
 def parameters(config: Any) -> dict[str, tuple]:
-    """Without their functions, of which equal ones may be two objects."""
+    """Return parameters without their functions, of which equal ones may be two objects."""
     found = models.family(config.model_type).parameters(config)
     return {name: (parameter.sources, parameter.split, parameter.expert) for name, parameter in found.items()}
 
@@ -117,7 +117,7 @@ def test_megatron_core_refuses_the_same(name, changes, message, tmp_path):
         ("gpt_oss", {"num_local_experts": 4}, 65, "attention sinks"),
     ],
 )
-def test_attention_that_cannot_be_packed(family, changes, longest, message):
+def test_attention_that_cannot_be_packed_is_refused(family, changes, longest, message):
     config = {"model_type": family, **TINY, **changes}
     for one in (parse_config(config), AutoConfig.for_model(**config)):
         if message is None:
@@ -135,7 +135,7 @@ def problems(family: str, policy: PolicyConfig) -> set[tuple[str, str]]:
 MODEL = ("policy.model_name", "unsupported")
 
 
-def test_what_a_train_backend_does_not_support_is_a_problem():
+def test_a_model_unsupported_by_a_train_backend_is_a_problem():
     megatron = PolicyConfig(megatron_cfg=MegatronConfig(enabled=True), max_total_sequence_length=64)
     assert problems("llama", megatron) == problems("qwen3_moe", replace(megatron, megatron_cfg=MegatronConfig())) == set()
     assert problems("llama_biased", megatron) == {MODEL}

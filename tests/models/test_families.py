@@ -21,7 +21,7 @@ PADDED = ("embedding.word_embeddings.weight", "output_layer.weight")
 
 @pytest.fixture(params=FAMILIES)
 def case(request, families_folder):
-    """(config, {name on disk: tensor})"""
+    """Return (config, {name on disk: tensor})."""
     return configs()[request.param], load_file(families_folder / request.param / "model.safetensors")
 
 
@@ -35,7 +35,7 @@ def padded(function, rows, *sources):
 
 
 def layouts_and_tensors(config, disk, rank, size):
-    """({name: pieces}, {name: tensor}) of one rank's parts: the tensors, placed by the pieces, are what the functions make."""
+    """Return ({name: pieces}, {name: tensor}) of one rank's parts: the functions' tensors equal those placed by the pieces."""
     layouts, tensors = {}, {}
     for name, parameter in family(config.model_type).parameters(config).items():
         function = parameter.function
@@ -51,7 +51,7 @@ def layouts_and_tensors(config, disk, rank, size):
 
 
 @pytest.mark.parametrize("size", [1, 2])
-def test_there_and_back_is_bitwise(case, size):
+def test_a_round_trip_is_bitwise(case, size):
     config, disk = case
     parameters = family(config.model_type).parameters(config)
     layouts, tensors = {}, {}
@@ -80,7 +80,7 @@ def test_a_value_model_has_a_value_head_in_place_of_the_vocabulary(case):
 
 @pytest.mark.parametrize("name", ["qwen3_moe", "mixtral", "deepseek_v3"])
 def test_transformers_conversion_to_disk_is_recorded(name, families_folder):
-    """What lies in memory under transformers' names, as pieces of it on disk."""
+    """Record what is in memory under transformers' names as pieces of the tensors on disk."""
     disk = load_file(families_folder / name / "model.safetensors")
     model = AutoModelForCausalLM.from_pretrained(families_folder / name)
     memory = {key: tensor.detach() for key, tensor in model.state_dict().items()}
@@ -127,7 +127,7 @@ REFUSED = [
 
 
 @pytest.mark.parametrize(("name", "changes", "message"), REFUSED, ids=[f"{name} {message}" for name, _, message in REFUSED])
-def test_what_is_not_described_is_refused(name, changes, message):
+def test_an_undescribed_configuration_is_refused(name, changes, message):
     family(configs()[name].model_type).transformer(configs()[name])
     config = changed(name, changes)
     with refused(("policy.model_name", "unsupported")) as error:

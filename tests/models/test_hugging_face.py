@@ -19,7 +19,7 @@ def models(tmp_path_factory):
 
 
 @pytest.mark.parametrize("family", cases.FAMILIES)
-def test_shapes_are_those_of_the_files(models, family):
+def test_shapes_equal_the_files(models, family):
     shapes, tied = hugging_face.checkpoint_shapes(AutoConfig.from_pretrained(models / family))
     files = load_file(models / family / "model.safetensors")
     assert shapes == {name: tuple(tensor.shape) for name, tensor in files.items()}
@@ -27,7 +27,7 @@ def test_shapes_are_those_of_the_files(models, family):
 
 
 @pytest.mark.parametrize("family", cases.FAMILIES)
-def test_what_lies_in_memory_is_what_transformers_loads(models, family):
+def test_tensors_in_memory_equal_those_that_transformers_loads(models, family):
     files = load_file(models / family / "model.safetensors")
     loaded = AutoModelForCausalLM.from_pretrained(models / family)
     layout = hugging_face.layout(hugging_face.meta_model(loaded.config))
@@ -52,7 +52,7 @@ def test_what_lies_in_memory_is_what_transformers_loads(models, family):
     ],
     ids=["transposed", "joined", "lost"],
 )
-def test_what_is_not_made_of_whole_tensors_is_refused(monkeypatch, convert, named):
+def test_parameters_not_made_of_whole_tensors_are_refused(monkeypatch, convert, named):
     model = hugging_face.meta_model(cases.configs()["llama"])
     monkeypatch.setattr(hugging_face, "on_disk", lambda model, state: convert(state))
     with pytest.raises(ValueError, match=f"policy.model_name: LlamaForCausalLM .*{named}"):

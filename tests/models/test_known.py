@@ -45,7 +45,7 @@ def of_language_model(name: str) -> dict:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_the_count_is_that_of_transformers_model(name):
+def test_the_count_equals_transformers_model(name):
     left_out = ("quantization_config", "text_config")  # transformers would act on these
     config = {key: value for key, value in of_language_model(name).items() if key not in left_out}
     with torch.device("meta"):
@@ -62,14 +62,14 @@ def test_the_count_is_the_stated_one(name):
     assert ModelShape.of(of_language_model(name)).parameters == STATED[name]
 
 
-def test_what_is_like_another_says_only_what_differs():
+def test_a_derived_model_has_only_the_differing_keys():
     instruct, base = public_model_config("Qwen/Qwen2.5-7B-Instruct"), public_model_config("Qwen/Qwen2.5-7B")
     assert {key for key in base if instruct[key] != base[key]} == {"max_position_embeddings"}
     assert "like" not in instruct
 
 
-def test_a_model_that_is_here_is_read_there(tmp_path, monkeypatch):
-    """A folder or the cache goes before recipes/models, and the recipe's overrides before both."""
+def test_a_local_model_is_read_from_its_folder(tmp_path, monkeypatch):
+    """A folder or the cache precedes recipes/models, and the recipe's overrides precede both."""
     name = "meta-llama/Llama-3.2-1B"
     monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path))
     policy = PolicyConfig(model_name=name, hf_config_overrides={"tie_word_embeddings": False})
@@ -80,7 +80,7 @@ def test_a_model_that_is_here_is_read_there(tmp_path, monkeypatch):
     assert planning_config(policy) == {"model_type": "llama", "tie_word_embeddings": False}
 
 
-def test_a_model_that_nobody_knows_is_refused(tmp_path, monkeypatch):
+def test_an_unknown_model_is_refused(tmp_path, monkeypatch):
     monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path))
     with pytest.raises(RecipeError, match=r"teacher.model_name: 'nobody/nothing' is neither"):
         planning_config(PolicyConfig(model_name="nobody/nothing"), key="teacher.model_name")
@@ -88,7 +88,7 @@ def test_a_model_that_nobody_knows_is_refused(tmp_path, monkeypatch):
 
 
 def named(tree: object) -> Iterator[str]:
-    """Every model_name in a recipe's tree."""
+    """Return every model_name in a recipe's tree."""
     if isinstance(tree, dict):
         for key, value in tree.items():
             yield from [value] if key == "model_name" else named(value)

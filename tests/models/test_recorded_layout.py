@@ -14,7 +14,7 @@ from pipeline.models.recorded_layout import copy_pieces, cut, cut_after, flat_bo
 
 
 def numbered(shapes):
-    """Sources whose entries are all different, and none 0."""
+    """Return sources whose entries all differ, and are not 0."""
     tensors, first = [], 1
     for shape in shapes:
         tensors.append(torch.arange(first, first + math.prod(shape)).view(shape))
@@ -27,7 +27,7 @@ def reader(tensors):
 
 
 def counts(shape, boxes):
-    """Return how often each entry lies in a box."""
+    """Return how often each entry is in a box."""
     counted = torch.zeros(shape, dtype=torch.int64)
     for box in boxes:
         counted[box.within(whole(shape))] += 1
@@ -35,7 +35,10 @@ def counts(shape, boxes):
 
 
 def check(function, *shapes):
-    """Rebuild the function's result from its pieces, and see that they cover what is not filled, once. Returns the pieces."""
+    """Rebuild the function's result from its pieces, and check that they cover each entry that is not filled once.
+
+    Return the pieces.
+    """
     names = [f"source {i}" for i in range(len(shapes))]
     sources = numbered(shapes)
     real = function(*sources)
@@ -99,13 +102,13 @@ CASES = {
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_pieces_are_what_the_function_does(case):
+def test_pieces_rebuild_the_functions_result(case):
     function, shapes, number = CASES[case]
     assert len(check(function, *shapes)) == number
 
 
 def random_step(rng, tensors):
-    """One operation on a list of tensors, chosen by `rng`; the same for real and meta tensors of the same shapes."""
+    """Return one operation on a list of tensors, chosen by `rng`; the same for real and meta tensors of the same shapes."""
     i = rng.randrange(len(tensors))
     x = tensors[i]
     kind = rng.choice(["narrow", "split", "pad", "clone", "view", "stack", "cat", "outer", "copy"])
@@ -153,7 +156,7 @@ def random_function(seed, *sources):
 
 @pytest.mark.parametrize("block", range(4))
 def test_random_compositions(block):
-    """Those that transpose are refused; all others are right."""
+    """Check that those that transpose are refused, and all others are correct."""
     right = 0
     for seed in range(100 * block, 100 * (block + 1)):
         try:
@@ -181,7 +184,7 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("case", REFUSED)
-def test_what_no_pieces_express_is_refused(case):
+def test_a_function_that_pieces_cannot_express_is_refused(case):
     function, message = REFUSED[case]
     with pytest.raises(ValueError, match=message):
         record(function, {"x": (3, 4)})
@@ -235,7 +238,7 @@ def test_a_cut_that_does_not_divide_is_refused(shape, split):
 
 @pytest.mark.parametrize("case", ["grouped", "stack", "split dimension", "merge dimensions", "experts", "padded around"])
 def test_restrict(case):
-    """Every box of a result, on its own."""
+    """Check every box of a result on its own."""
     function, shapes, _ = CASES[case]
     names = [f"source {i}" for i in range(len(shapes))]
     sources = dict(zip(names, numbered(shapes), strict=True))

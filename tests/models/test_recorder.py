@@ -119,7 +119,7 @@ COMPUTED = [arithmetic, in_place_on_a_copy, in_place_on_the_parameter, of_the_pa
 
 
 @pytest.mark.parametrize("loader", COMPUTED, ids=lambda loader: loader.__name__)
-def test_what_is_computed_makes_its_owner_opaque(loader):
+def test_a_computed_value_makes_its_parameter_opaque(loader):
     recorder = recorded(loader)
     taken = recorder.opaque["owner"].union(*(writes.names() for writes in recorder.writes.values()))
     assert recorder.opaque and "a" in taken
@@ -134,7 +134,7 @@ def test_entries_written_twice_are_counted_twice():
     assert writes.entries == 12 * 8 + 6 * 8
 
 
-def test_entries_that_nothing_writes_become_zero_and_others_stay():
+def test_unwritten_entries_become_zero_and_others_stay():
     importlib.import_module("pipeline.generate.vllm")  # sets what vLLM reads when it is imported
     from pipeline.generate.vllm_layout import Fill, ModuleUnit
     from pipeline.generate.vllm_update import _zero_holes

@@ -65,7 +65,7 @@ assert {family for family, _ in CASES.values()} == set(MODEL_TYPES)
 
 @pytest.fixture(params=CASES)
 def described(request) -> dict:
-    """config.json as a model's authors write it: what is transformers' default may be missing."""
+    """Return config.json as a model's authors write it: transformers' defaults may be missing."""
     family, changes = CASES[request.param]
     return {"model_type": family, **TINY, **changes}
 
@@ -74,27 +74,27 @@ def of_transformers(config: dict):
     return AutoConfig.for_model(**config)
 
 
-def test_names_and_shapes_are_those_of_the_checkpoint(described):
+def test_names_and_shapes_equal_the_checkpoint(described):
     shapes, _ = checkpoint_shapes(of_transformers(described))
     found = tensors(described)
     assert len({tensor.name for tensor in found}) == len(found)
     assert {tensor.name: tensor.shape for tensor in found} == shapes
 
 
-def test_the_count_is_that_of_the_model(described):
+def test_the_count_equals_the_model(described):
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(of_transformers(described))
     assert sum(t.numel for t in tensors(described) if t.part != "buffer") == sum(p.numel() for p in model.parameters())
     assert sum(t.numel for t in tensors(described) if t.part == "embedding") == model.get_input_embeddings().weight.numel()
 
 
-def test_as_transformers_writes_the_config(described, tmp_path):
-    """Other names of the same keys, and all defaults."""
+def test_transformers_form_of_the_config_gives_the_same_tensors(described, tmp_path):
+    """Check other names of the same keys, and all defaults."""
     of_transformers(described).save_pretrained(tmp_path)
     assert tensors(json.loads((tmp_path / "config.json").read_text())) == tensors(described)
 
 
-def test_layers_and_experts_are_those_of_the_names(described):
+def test_layers_and_experts_follow_the_names(described):
     for tensor in tensors(described):
         names = tensor.name.split(".")
         assert tensor.layer == (int(names[names.index("layers") + 1]) if "layers" in names else None)
@@ -104,8 +104,8 @@ def test_layers_and_experts_are_those_of_the_names(described):
 
 
 @pytest.mark.parametrize("name", [name for name, (family, _) in CASES.items() if family in MEGATRON_MODEL_TYPES])
-def test_cuts_are_those_of_the_families(name):
-    """A fused parameter is cut as its tensors are. Megatron-Core's own projections down to a latent are cut, ours are not."""
+def test_cuts_equal_the_families(name):
+    """A fused parameter is split as its tensors are. Megatron-Core's own projections to a latent are split, ours are not."""
     family, changes = CASES[name]
     config = of_transformers({"model_type": family, **TINY, **changes})
     cuts = {tensor.name: tensor.split for tensor in tensors({"model_type": family, **TINY, **changes})}
@@ -117,11 +117,11 @@ def test_cuts_are_those_of_the_families(name):
             assert experts[source] == parameter.expert
 
 
-def test_another_family_is_named():
+def test_an_unsupported_family_is_named():
     with pytest.raises(ValueError, match="'bloom' models are not described; expected one of llama, mistral"):
         tensors({"model_type": "bloom"})
 
 
-def test_a_key_that_is_missing_is_named():
+def test_a_missing_key_is_named():
     with pytest.raises(KeyError, match="hidden_size"):
         tensors({"model_type": "llama", "num_hidden_layers": 1})

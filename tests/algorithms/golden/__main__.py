@@ -1,4 +1,4 @@
-"""`python -m tests.algorithms.golden`: how far every formula is from peers' own numbers, as a Markdown table."""
+"""Print the difference of every formula from peers' own numbers, as a Markdown table: `python -m tests.algorithms.golden`."""
 
 from __future__ import annotations
 

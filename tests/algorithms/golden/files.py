@@ -1,4 +1,4 @@
-"""The golden values of this folder: what peers' own code computes of given inputs. README.md says how they are made."""
+"""Golden values of this folder: outputs of peers' own code for given inputs. README.md describes how they are made."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def _read(path: Path) -> list[Golden]:
 
 
 def _flat(values: dict[str, Any], prefix: str = "") -> dict[str, torch.Tensor]:
-    """{"values": {"two": [..]}} -> {"values of two": tensor}"""
+    """Return {"values": {"two": [..]}} as {"values of two": tensor}."""
     found = {}
     for name, value in values.items():
         if isinstance(value, dict):

@@ -42,14 +42,14 @@ Found = dict[str, torch.Tensor]
 SMALL = 1e-3  # gradients that should be 0 are rounding errors; they have no size to compare with
 
 
-def _told(out: LossOutput, leaf: torch.Tensor) -> Found:
-    """The loss, its gradient and the metrics."""
+def _outputs(out: LossOutput, leaf: torch.Tensor) -> Found:
+    """Return the loss, its gradient and the metrics."""
     (gradient,) = torch.autograd.grad(out.loss, leaf)
     return {"loss": out.loss.detach(), "gradient": gradient} | {f"metrics of {k}": v for k, v in out.metrics.items()}
 
 
 def _of_tokens(found: Found) -> Found:
-    """Peers' gradients leave out the first token of a row, which has no log-prob."""
+    """Drop the first token of each row, which has no log-prob; peers' gradients leave it out."""
     return found | {"gradient": found["gradient"][:, 1:]}
 
 
@@ -66,13 +66,13 @@ def of_policy(golden: Golden) -> Found:
         fields["advantages"] = torch.zeros_like(leaf)
         config = LossConfig(entropy_coeff=1.0, disable_ppo_ratio=True)
         outputs = dataclasses.replace(outputs, entropy=rows.packed(leaf))
-    return _of_tokens(_told(policy_loss(config, outputs, rows.batch(**fields), rows.counts), leaf))
+    return _of_tokens(_outputs(policy_loss(config, outputs, rows.batch(**fields), rows.counts), leaf))
 
 
 def sft(golden: Golden) -> Found:
     rows = Rows(golden.inputs)
     leaf = rows.leaf("logprobs")
-    return _of_tokens(_told(sft_loss(Outputs(logprobs=rows.packed(leaf)), rows.batch(), rows.counts), leaf))
+    return _of_tokens(_outputs(sft_loss(Outputs(logprobs=rows.packed(leaf)), rows.batch(), rows.counts), leaf))
 
 
 def dpo(golden: Golden) -> Found:
@@ -85,12 +85,12 @@ def dpo(golden: Golden) -> Found:
         leaf = rows.leaf("logprobs")
         logprobs, reference = leaf, rows.tensor("reference_logprobs")
     batch = rows.batch(reference_logprobs=reference)
-    found = _told(made(config).loss(Outputs(logprobs=rows.packed(logprobs)), batch, rows.counts), leaf)
+    found = _outputs(made(config).loss(Outputs(logprobs=rows.packed(logprobs)), batch, rows.counts), leaf)
     return found if "logits" in rows.inputs else _of_tokens(found)
 
 
 def _of_drawn(rows: Rows, logits: torch.Tensor) -> torch.Tensor:
-    """`[B, S, V]` logits that follow each token -> `[B, S]` log-probs of the tokens."""
+    """Map `[B, S, V]` logits that follow each token to `[B, S]` log-probs of the tokens."""
     tokens = torch.tensor(rows.inputs["tokens"])[..., None]
     return before(logits.log_softmax(-1)).gather(-1, tokens)[..., 0]
 
@@ -103,20 +103,20 @@ def reward_model(golden: Golden) -> Found:
     if golden.arguments.get("margins"):
         margins[0::2] = tensor(golden.inputs["margins"])
     values = torch.stack([torch.full_like(scores, 9.0), scores], 1).flatten()
-    return _told(reward_model_loss(Outputs(values=values), rows.batch(rewards=margins), rows.counts), scores)
+    return _outputs(reward_model_loss(Outputs(values=values), rows.batch(rewards=margins), rows.counts), scores)
 
 
 def of_critic(golden: Golden) -> Found:
-    """Peers' values of a token are of what stands before it."""
+    """Compare the critic; peers' values of a token are of the state before it."""
     rows = Rows(golden.inputs)
     leaf = rows.leaf("values")
     batch = rows.batch(old_values=after(rows.tensor("old_values")), returns=rows.tensor("returns"))
     outputs = Outputs(values=rows.packed(after(leaf)))
-    return _told(value_loss(ValueLossConfig(**golden.arguments), outputs, batch, rows.counts), leaf)
+    return _outputs(value_loss(ValueLossConfig(**golden.arguments), outputs, batch, rows.counts), leaf)
 
 
 def distillation(golden: Golden) -> Found:
-    """From whole distributions, as backends tell them."""
+    """Compute the loss from whole distributions, as backends return them."""
     rows, top_k = Rows(golden.inputs), golden.more["top_k"]
     leaf = rows.leaf("student_logits")
     student, teacher = (rows.packed(before(x)).log_softmax(-1) for x in (leaf, rows.tensor("teacher_logits")))
@@ -125,7 +125,7 @@ def distillation(golden: Golden) -> Found:
         entropy=torch.special.entr(student.exp()).sum(-1), top_k=TopK(best.indices, student.gather(-1, best.indices))
     )
     batch = rows.batch(teacher=TopK(best.indices, best.values))
-    return _told(distillation_loss(LossConfig(**golden.arguments), outputs, batch, rows.counts), leaf)
+    return _outputs(distillation_loss(LossConfig(**golden.arguments), outputs, batch, rows.counts), leaf)
 
 
 def kl(golden: Golden) -> Found:
@@ -203,7 +203,7 @@ def rewards(golden: Golden) -> Found:
 
 
 def mismatch(golden: Golden) -> Found:
-    """Return which sequences are still there, and the metrics that are told of them."""
+    """Return the sequences that are still included, and the metrics for them."""
     rows = Rows(golden.inputs)
     batch = rows.batch(old_logprobs=rows.tensor("old_logprobs"), generate_logprobs=rows.tensor("generate_logprobs"))
     left = rows.padded(mask_mismatched_sequences(batch, golden.arguments["seq_logprob_error_threshold"]).to(torch.float64))
@@ -229,14 +229,14 @@ OURS: dict[str, Callable[[Golden], Found]] = {
 
 
 def deliberate(golden: Golden) -> str:
-    """Return why ours is another formula; "" if it is not."""
+    """Return why our formula differs on purpose; "" if it does not."""
     if golden.peer == "NeMo-RL" and golden.kind == "reinforce_plus_plus" and golden.arguments["use_kl_in_reward"]:
         return "a token answers for the KL from itself on, as in the paper and in verl; in NeMo-RL for its own alone"
     return ""
 
 
 def difference(golden: Golden) -> float:
-    """The largest of ours from theirs, relative to the largest entry of the same tensor; of small ones, to `SMALL`."""
+    """Return our largest difference from theirs, relative to the largest entry of the tensor; of small ones, to `SMALL`."""
     found, largest = OURS[golden.kind](golden), 0.0
     for name, theirs in golden.expected.items():
         ours = found[name]

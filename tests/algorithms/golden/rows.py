@@ -1,4 +1,4 @@
-"""Peers' padded rows as our packed batches. Everything is float64, and gradients arrive in the rows."""
+"""Convert peers' padded rows to our packed batches. Everything is float64, and gradients arrive in the rows."""
 
 from __future__ import annotations
 
@@ -31,11 +31,11 @@ class Rows:
         return self.tensor(name).requires_grad_()
 
     def packed(self, rows: torch.Tensor) -> torch.Tensor:
-        """`[B, S, ...]` -> `[T, ...]`."""
+        """Pack `[B, S, ...]` to `[T, ...]`."""
         return torch.cat([row[:length] for row, length in zip(rows, self.lengths, strict=True)])
 
     def padded(self, values: torch.Tensor) -> torch.Tensor:
-        """`[T]` -> `[B, S]`."""
+        """Pad `[T]` to `[B, S]`."""
         rows = values.split(self.lengths)
         return torch.stack([torch.cat([row, row.new_zeros(self.mask.shape[1] - len(row))]) for row in rows])
 
@@ -44,7 +44,7 @@ class Rows:
         return GlobalCounts(int(self.mask.sum()), int(self.mask.any(1).sum()))
 
     def batch(self, **fields: Any) -> PackedBatch:
-        """fields: of a `PackedBatch`; tensors of rows `[B, S]` are packed."""
+        """Return a batch. fields: of a `PackedBatch`; tensors of rows `[B, S]` are packed."""
         total = sum(self.lengths)
         zeros = torch.zeros(total, dtype=torch.float64)
         given = {
@@ -65,7 +65,7 @@ class Rows:
 
 
 def before(rows: torch.Tensor) -> torch.Tensor:
-    """`[B, S, ...]` of what follows each token -> of what stands before it; the first column is 0."""
+    """Shift `[B, S, ...]` of what follows each token to what precedes it; the first column is 0."""
     return torch.cat([torch.zeros_like(rows[:, :1]), rows[:, :-1]], 1)
 
 
