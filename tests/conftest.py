@@ -23,8 +23,8 @@ def require_slurm() -> None:
         (pytest.fail if os.environ.get("HETSTEP_REQUIRE_SLURM") == "1" else pytest.skip)(message)
 
 
-# Folders whose files take longest come first, so that all workers end at about the same time. Those of one line take turns:
-# Slurm's tests wait much, what runs beside them computes.
+# Folders with the slowest files come first, so that all workers end at about the same time. Folders on one line alternate:
+# Slurm's tests mostly wait, so that others can compute beside them.
 SLOW = (("end_to_end", "slurm"), ("train",), ("generate",), ("refit",), ("launch", "world"), ("storage", "sandbox"))
 
 
@@ -56,7 +56,7 @@ def pytest_collection_finish() -> None:
 
 @pytest.fixture(scope="module", autouse=True)
 def _preloaded_libraries() -> Iterator[None]:
-    """Undoes what vLLM's CPU platform does to LD_PRELOAD: processes that the tests of other files start would inherit it."""
+    """Undo the change of vLLM's CPU platform to LD_PRELOAD, which processes of other files' tests would inherit."""
     before = os.environ.get("LD_PRELOAD")
     yield
     os.environ.pop("LD_PRELOAD", None)
@@ -66,13 +66,13 @@ def _preloaded_libraries() -> Iterator[None]:
 
 @pytest.fixture(scope="session")
 def made_once(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, Callable[[Path], None]], Path]:
-    """Return a function (name, make) -> folder. The first of pytest's workers that asks for it makes it, by `make(folder)`."""
+    """Return a function (name, make) -> folder. The first of pytest's workers that requests it calls `make(folder)`."""
     base = tmp_path_factory.getbasetemp()
     base = base.parent if "PYTEST_XDIST_WORKER" in os.environ else base
 
     def folder(name: str, make: Callable[[Path], None]) -> Path:
         made = base / name
-        with open(base / f"{name}.lock", "a") as lock:  # not empty: it is made
+        with open(base / f"{name}.lock", "a") as lock:  # it is not empty: it is complete
             fcntl.flock(lock, fcntl.LOCK_EX)
             if not os.fstat(lock.fileno()).st_size:
                 shutil.rmtree(made, ignore_errors=True)
@@ -86,7 +86,10 @@ def made_once(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, Callab
 
 @pytest.fixture(scope="session")
 def slurm_cluster() -> Iterator[SlurmCluster]:
-    """A real Slurm cluster of four nodes on this machine; its `env` is for subprocesses. Skips where Slurm is not installed."""
+    """Start a real Slurm cluster of four nodes on this machine.
+
+    Its `env` is for subprocesses. Skips where Slurm is not installed.
+    """
     require_slurm()
     with tempfile.TemporaryDirectory(prefix="slurm-") as folder:  # a short path: it holds a Unix socket
         cluster = SlurmCluster(Path(folder), nodes=4)

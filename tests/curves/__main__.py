@@ -1,7 +1,7 @@
-"""Show what every tiny recipe learns, over seeds and training backends: python -m tests.curves [recipe ...] [key=value ...]
+"""Plot every tiny recipe's learning curve over seeds and training backends: python -m tests.curves [recipe ...] [key=value ...]
 
-Submits each run as a user would and prints a Markdown table; draws curves.png in the folder. Runs that are complete there are
-taken as they are, so that a second call goes on where the first was stopped.
+Submits each run as a user would and prints a Markdown table; draws curves.png in the folder. Complete runs there are reused, so
+a second call continues after an interruption.
 """
 
 from __future__ import annotations
@@ -64,8 +64,10 @@ def run(recipe: str, backend: str, seed: int, executor: str, folder: Path, overr
 
 
 def submit(run_dir: Path, arguments: list[str]) -> None:
-    """Run to the end what is not complete. Raises RuntimeError with the end of what it printed if it fails, or the folder holds
-    another recipe."""
+    """Run to the end unless it is complete.
+
+    Raises RuntimeError with the end of its output if it fails, or if the folder holds another recipe.
+    """
     command = [sys.executable, str(ROOT / "launch/submit.py"), *arguments, f"run_dir={run_dir}"]
     result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=TIMEOUT_S)
     if result.returncode:
@@ -73,7 +75,7 @@ def submit(run_dir: Path, arguments: list[str]) -> None:
 
 
 def row(curves: list[Curve]) -> str:
-    """One line of the table, of one recipe on one backend."""
+    """Return the table's line for one recipe on one backend."""
     first = curves[0]
     before, after = ([curve.points[i][1] for curve in curves] for i in (0, -1))
     ends = " ".join(f"{a:.3f}→{b:.3f}" for a, b in zip(before, after, strict=True))
@@ -103,7 +105,7 @@ def draw(curves: list[Curve], path: Path) -> None:
 
 @dataclass(frozen=True)
 class Request:
-    """The command line."""
+    """The command line's arguments."""
 
     recipe: Annotated[list[str], Key("NAME", "a recipe; default: every tiny one", bare=True)] = field(default_factory=recipes)
     seeds: Annotated[int, Key("N", "how many; default: 3")] = 3

@@ -1,4 +1,4 @@
-"""Compare ages of sampling ahead with the synchronous run, over seeds: python -m tests.curves.ages [key=value ...]
+"""Compare ages of asynchronous sampling with the synchronous run, over seeds: python -m tests.curves.ages [key=value ...]
 
 For each seed one run without `grpo.async_grpo` and one for each age, submitted as a user would. Prints a Markdown table, means
 over seeds; draws ages.png in the folder: reward over steps, the ages of tokens, time per step and the idle share of each realm.
@@ -33,30 +33,30 @@ TIMES = ("time/step", "time/rollout", "time/train", "time/refit", "idle/train", 
 
 @dataclass(frozen=True)
 class Runs:
-    """The steps of one age, or of those without."""
+    """The steps of one age, or of the synchronous runs."""
 
     name: str
     lines: list[list[dict[str, Any]]]  # each seed's steps
 
     def mean(self, key: str, after: int = 0) -> float:
-        """Over the steps beyond `after` and the seeds."""
+        """Return the mean over the steps beyond `after` and the seeds."""
         return statistics.mean(line[key] for lines in self.lines for line in lines[after:] if line.get(key) is not None)
 
     def curve(self, key: str) -> list[float]:
-        """Mean over seeds, by step."""
+        """Return the mean over seeds, by step."""
         return [statistics.mean(line[key] for line in step) for step in zip(*self.lines, strict=True)]
 
     def reproducible(self) -> list[list[dict[str, Any]]]:
-        """The metrics that two runs of the same recipe share, without those that only sampling ahead has."""
+        """Return the metrics that two runs of the same recipe share, without those that only asynchronous runs have."""
         without = (*NOT_REPRODUCIBLE, "async/")
         return [[{k: v for k, v in line.items() if not k.startswith(without)} for line in lines] for lines in self.lines]
 
     def last(self, key: str, steps: int = 10) -> list[float]:
-        """Each seed's mean over its last steps."""
+        """Return each seed's mean over its last steps."""
         return [statistics.mean(line[key] for line in lines[-steps:]) for lines in self.lines]
 
     def tokens(self) -> dict[int, float]:
-        """The share of tokens of each age; {0: 1} of a synchronous run."""
+        """Return the share of tokens of each age; {0: 1} for a synchronous run."""
         found: dict[int, float] = {}
         for line in (line for lines in self.lines for line in lines):
             for key in (key for key in line if key.startswith("async/tokens_age_")):
@@ -119,7 +119,7 @@ def draw(every: Sequence[Runs], path: Path) -> None:
 
 @dataclass(frozen=True)
 class Request:
-    """The command line."""
+    """The command line's arguments."""
 
     recipe: Annotated[str, Key("NAME", "default: tiny_async")] = "tiny_async"
     ages: Annotated[str, Key("N,N", "default: 0,1,2,4,8")] = "0,1,2,4,8"
@@ -134,7 +134,7 @@ def main(arguments: list[str]) -> int:
 
 def compare(request: Request) -> int:
     recipe, overrides, folder = request.recipe, request.overrides, request.folder.absolute()
-    config.load(recipe, overrides)  # an error in it comes before the first run
+    config.load(recipe, overrides)  # an error in it is raised before the first run
     names = [SYNCHRONOUS, *request.ages.split(",")]
     seeds = range(1, request.seeds + 1)
     folder.mkdir(parents=True, exist_ok=True)

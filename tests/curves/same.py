@@ -58,7 +58,7 @@ def left(run_dir: Path) -> Left:
 
 
 def run(checkout: Path, recipe: str, folder: Path, overrides: list[str]) -> Left:
-    """Run a recipe of a checkout in a folder that holds its runs. Raises RuntimeError if it fails."""
+    """Run a checkout's recipe in a folder for its runs. Raises RuntimeError if it fails."""
     folder.mkdir(parents=True, exist_ok=True)
     arguments = [f"recipe={recipe}", "cluster.executor=local", f"run_dir=runs/{recipe}", *overrides]
     command = [sys.executable, str(checkout / "launch/submit.py"), *arguments]

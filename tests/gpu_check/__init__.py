@@ -1,1 +1,1 @@
-"""`make gpu-check`: whether Hetstep works on this machine's GPUs, and how fast, with whatever is installed here."""
+"""Check that Hetstep works on this machine's GPUs, and how fast, with the installed packages: `make gpu-check`."""

@@ -114,7 +114,10 @@ def run(part: Part, setting: Setting) -> Result:
 
 
 def _end(process: subprocess.Popen, run_dir: Path | None) -> None:
-    """End what is left of a part, so that it holds no GPU: its process group and, of a run, the controller with its ranks."""
+    """End the processes of a part, so that none holds a GPU.
+
+    They are its process group and, for a run, the controller with its ranks.
+    """
     with contextlib.suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
     process.wait()

@@ -1,4 +1,4 @@
-"""One measurement, in a process of its own: python -m tests.gpu_check.measure train|decode|refit NAME cuda|cpu full|tiny
+"""Take one measurement in its own process: python -m tests.gpu_check.measure train|decode|refit NAME cuda|cpu full|tiny
 
 Its last line holds the numbers. Weights are random; the policy is Llama's shape.
 
@@ -81,7 +81,7 @@ def _wait(device: str) -> None:
 
 
 def train(name: str, device: str, size: Size) -> tuple[Numbers, str]:
-    from tests.launch.plan.measure import Run  # it imports what a train rank does
+    from tests.launch.plan.measure import Run  # it has a train rank's imports
 
     tokens = size.sequences * size.length
     keys = ("train_mb_tokens", "logprob_mb_tokens")
@@ -162,7 +162,7 @@ def _requests(size: Size, vocabulary: int, answer: int) -> list[Request]:
 
 
 def _drain(engine: generate.base.GenerateBackend, requests: list[Request]) -> int:
-    """Return how many tokens were drawn."""
+    """Return the number of drawn tokens."""
     engine.add(requests)
     drawn = 0
     while engine.pending:

@@ -1,4 +1,4 @@
-"""The parts of the check: what each needs, the command that runs it, and what its end means."""
+"""The parts of the check: what each needs, the command that runs it, and how its result is read."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class Part:
     name: str
     needs: tuple[str, ...]  # modules
     command: list[str]
-    judge: Callable[[str, int, str], Result]  # (name, status, output) -> what came of it
+    judge: Callable[[str, int, str], Result]  # (name, status, output) -> result
     run_dir: Path | None = None  # of a run
 
 
@@ -63,7 +63,7 @@ def every(setting: Setting) -> Iterator[Part]:
 
 
 def missing(*modules: str) -> list[str]:
-    """Return those that are not installed. Nothing is imported but the packages above them."""
+    """Return the packages that are not installed. Nothing is imported but the packages above them."""
     return [name for name in modules if not _there(name)]
 
 
@@ -75,12 +75,12 @@ def _there(module: str) -> bool:
 
 
 def package(module: str) -> str:
-    """Return by what name pip knows a module."""
+    """Return pip's name of a module."""
     return PACKAGES.get(module, module)
 
 
 def versions() -> dict[str, str | None]:
-    """Return those that are told, by module. None: not installed."""
+    """Return the versions of these modules. None: not installed."""
     owners = metadata.packages_distributions()
     return {module: metadata.version(owners[module][0]) if module in owners else None for module in TOLD}
 

@@ -1,4 +1,4 @@
-"""What came of each part, and the table of it."""
+"""The result of each part, and the table of all."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ class Result:
     part: str
     outcome: str  # PASSED, FAILED or LEFT_OUT
     note: str = ""
-    numbers: dict[str, float | None] = field(default_factory=dict)  # by name with unit; None: not known on this device
+    numbers: dict[str, float | None] = field(default_factory=dict)  # by name with unit; None: unknown on this device
     seconds: float = 0.0
-    log: str = ""  # the end of it, of a part that failed
+    log: str = ""  # the end of a failed part's output
 
 
 def text(machine: Mapping[str, object], results: Sequence[Result]) -> str:
-    """Return the table, for people."""
+    """Return the table for the terminal."""
     gpus = ", ".join(f"{count} {name}" for name, count in Counter(machine["gpus"]).items()) or "CPU"
     versions = ", ".join(f"{name} {version or 'none'}" for name, version in machine["versions"].items())
     rows = [("part", "", "s", "")]

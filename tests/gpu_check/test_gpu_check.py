@@ -1,4 +1,4 @@
-"""`make gpu-check`: what it says where there is no GPU, what becomes of each part, and, on the CPU at tiny sizes, all of it."""
+"""`make gpu-check` without a GPU, the results of its parts, and, on the CPU at tiny sizes, the whole check."""
 
 import json
 import os
@@ -28,7 +28,7 @@ def python(program: str, judge=parts._judge_measurement, needs: tuple[str, ...] 
     return Part("train: x", needs, [sys.executable, "-c", program], judge)
 
 
-def test_without_a_gpu_it_says_so(monkeypatch, capsys, tmp_path):
+def test_without_a_gpu_the_check_reports_it(monkeypatch, capsys, tmp_path):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     assert main([]) == 2
@@ -36,7 +36,7 @@ def test_without_a_gpu_it_says_so(monkeypatch, capsys, tmp_path):
     assert not (tmp_path / "gpu_check.json").exists()
 
 
-def test_without_the_packages_that_all_needs_it_names_them(monkeypatch, capsys):
+def test_missing_required_packages_are_named(monkeypatch, capsys):
     monkeypatch.setattr(parts, "CORE", ("numpy", "no_such_package", "yaml"))
     assert main(["device=cpu"]) == 2
     assert "without no_such_package nothing runs. Try pip install no_such_package" in capsys.readouterr().out
@@ -44,7 +44,7 @@ def test_without_the_packages_that_all_needs_it_names_them(monkeypatch, capsys):
     assert "got devise=cpu; expected one of parts=..., out=..." in capsys.readouterr().out
 
 
-def test_a_part_that_there_is_not_is_refused_with_those_that_there_are(capsys, tmp_path):
+def test_an_unknown_part_is_refused_with_the_known_ones(capsys, tmp_path):
     assert main(["device=cpu", "parts=train,foo", f"out={tmp_path / 'out.json'}"]) == 2
     told = capsys.readouterr().out
     assert "parts: got foo; expected beginnings of tests: nodes, " in told and "train: FSDP2" in told
@@ -65,7 +65,7 @@ def test_a_part_whose_packages_are_missing_is_left_out(tmp_path):
         ("import os; os.abort()", FAILED, "it ended with status -6"),
     ],
 )
-def test_what_comes_of_a_measurement(tmp_path, program, outcome, note):
+def test_results_of_a_measurement(tmp_path, program, outcome, note):
     result = run(python(program), setting(tmp_path))
     assert (result.outcome, result.note) == (outcome, note)
 
@@ -76,8 +76,8 @@ def test_a_part_that_does_not_end_fails(tmp_path, monkeypatch):
     assert (result.outcome, result.note) == (FAILED, "it has not ended within 0.2 s")
 
 
-def test_nothing_is_left_of_a_part(tmp_path):
-    """Neither what it started in its own session nor the ranks of its run, whose controller has another."""
+def test_all_processes_of_a_part_are_ended(tmp_path):
+    """Both those that it started in its own session and its run's ranks, whose controller has another."""
     program = f"""
 import subprocess, sys
 from pathlib import Path
@@ -96,7 +96,7 @@ write_record(run_dir, JobRecord.of("local", job))
 reports(run_dir, 2)
 """
     result = run(replace(python(program), run_dir=tmp_path), setting(tmp_path))
-    assert result.outcome == FAILED  # it has told no numbers
+    assert result.outcome == FAILED  # it has printed no numbers
     assert not alive(int((tmp_path / "child").read_text()))
     assert not any(alive(rank["pid"]) for rank in reports(tmp_path, 2))
 
@@ -112,7 +112,7 @@ reports(run_dir, 2)
         ("", LEFT_OUT, "it has no test that needs a GPU"),
     ],
 )
-def test_what_comes_of_an_area_of_tests(tmp_path, body, outcome, note):
+def test_results_of_an_area_of_tests(tmp_path, body, outcome, note):
     """pytest's own report of a file of tests is read."""
     (tmp_path / "test_it.py").write_text(f"import pytest\npytestmark = pytest.mark.gpu\n{body}\n")
     (tmp_path / "pytest.ini").write_text("[pytest]\nmarkers = gpu\n")
@@ -123,14 +123,14 @@ def test_what_comes_of_an_area_of_tests(tmp_path, body, outcome, note):
     assert bool(result.log) == (outcome == FAILED)
 
 
-def test_compiled_layers_are_measured_beside_eager_ones():
+def test_compiled_layers_are_measured_besides_eager_ones():
     """On a GPU; where the key is null, layers are compiled there."""
     recipes = {name: config.load("tiny_sft", list(keys)) for name, keys in parts.STEPS.items() if "FSDP2" in name}
     asked = {name: recipe.policy.dtensor_cfg.compile for name, recipe in recipes.items()}
     assert asked == {"FSDP2": None, "FSDP2, eager": False}
 
 
-def test_every_test_that_needs_a_gpu_is_of_an_area():
+def test_every_test_that_needs_a_gpu_is_in_an_area():
     files = {ROOT / path for _, *paths in parts.AREAS.values() for path in paths}
     marked = {path for path in (ROOT / "tests").rglob("test_*.py") if "mark.gpu" in path.read_text()}
     assert files == marked - {Path(__file__)}
@@ -148,8 +148,8 @@ def test_every_test_that_needs_a_gpu_is_of_an_area():
         ("environment", True, ".venv python3", "python3"),
     ],
 )
-def test_which_python_make_takes(tmp_path, given, ready, gpus, chosen):
-    """gpus: of which Pythons torch finds one. Programs stand for them that know that, and say who they are."""
+def test_make_chooses_a_python_that_finds_a_gpu(tmp_path, given, ready, gpus, chosen):
+    """gpus: the Pythons whose torch finds a GPU. Programs that print their name stand in for them."""
     for name, path in ((".venv", tmp_path / ".venv/bin/python"), ("python3", tmp_path / "python3")):
         path.parent.mkdir(parents=True, exist_ok=True)
         found = int(name not in gpus.split())
@@ -188,7 +188,7 @@ def test_the_table():
 
 @pytest.mark.full
 @pytest.mark.timeout(1300)
-def test_all_of_it_on_the_cpu(tmp_path):
+def test_the_whole_check_on_the_cpu(tmp_path):
     command = [sys.executable, "-m", "tests.gpu_check", "device=cpu", "size=tiny", f"out={tmp_path}/found.json"]
     answer = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=1200)
     assert answer.returncode == 0, answer.stdout[-5000:]

@@ -1,4 +1,4 @@
-"""Try attacks against each sandbox backend and write the table in pipeline/sandbox/README.md.
+"""Run attacks against each sandbox backend and write the table in pipeline/sandbox/README.md.
 
     python -m tests.sandbox.attacks          writes the table anew (as root, with bubblewrap installed)
 
@@ -20,7 +20,7 @@ BEGIN, END = "<!-- python -m tests.sandbox.attacks writes from here -->\n", "<!-
 COLUMNS = ("bubblewrap", "namespaces", "namespaces, from root", "none")
 HELD, THROUGH = "held", "**gets through**"
 
-REACHES = {  # attempt: what prints ESCAPED if it works
+REACHES = {  # attack: a program that prints ESCAPED if it succeeds
     "read another file of the user": 'refused(open, told["folder"] + "/secret")',
     "write outside of the scratch folder": 'refused(os.utime, told["folder"] + "/secret")',
     "open a connection to this machine": """
@@ -78,7 +78,7 @@ REFUSED_IN_CONTAINERS = {
     "use io_uring, bpf or keys",
 }
 """What a container around the tests may refuse where the sandbox does not."""
-USES = {  # attempt: program, what ends it
+USES = {  # attack: (program, what ends it)
     "use more CPU time": ("while time.process_time() < 60: pass", "cpu time", {"cpu_s": 0.3, "wall_s": 20.0}),
     "use more wall time": ("time.sleep(60)", "wall time", {"wall_s": 0.5}),
     "use more memory, in several processes": (
@@ -126,7 +126,7 @@ for attempt, program in attempts.items():
 
 
 def host_of(column: str) -> Host | None:
-    """None: this user cannot have it here."""
+    """None: this user cannot use the backend here."""
     way, _, root = column.partition(", ")
     if root and os.geteuid() != 0:
         return None
@@ -134,7 +134,7 @@ def host_of(column: str) -> Host | None:
 
 
 def found(host: Host) -> dict[str, str]:
-    """Attempt -> what came of it."""
+    """Return attack -> its result."""
     with host.shown() as (folder, _):
         ran = host.tried(REACH.format(attempts=REACHES), "tried", replace(LIMITS, wall_s=20.0, cpu_s=10.0), (folder,))
     told = dict(line.split(" ", 1)[::-1] for line in ran.stdout.decode().splitlines())
@@ -160,14 +160,14 @@ def _cmdline(pid: str) -> bytes:
 
 
 def table(columns: dict[str, dict[str, str]]) -> str:
-    """columns: column -> attempt -> what came of it."""
+    """columns: column -> attack -> result."""
     lines = [f"| a program tries to | {' | '.join(columns)} |", f"|---|{'---|' * len(columns)}"]
     lines += [f"| {row} | {' | '.join(cells[row] for cells in columns.values())} |" for row in (*REACHES, *USES)]
     return "\n".join(lines) + "\n"
 
 
 def on_the_page() -> dict[str, dict[str, str]]:
-    """What the page says: column -> attempt -> what came of it."""
+    """Return the page's table: column -> attack -> result."""
     text = PAGE.read_text().partition(BEGIN)[2].partition(END)[0]
     head, _, *rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in text.splitlines()]
     return {column: {row[0]: row[at] for row in rows} for at, column in enumerate(head) if at}

@@ -1,4 +1,4 @@
-"""Fixtures with hosts for hostile programs: the default one, and in long runs each backend as this and as another user."""
+"""Fixtures with hosts for hostile programs: the default one; in long runs each backend as this and as another user."""
 
 import functools
 from collections.abc import Iterator
@@ -12,7 +12,7 @@ from tests.sandbox.hosts import Host, can_be_another
 
 @functools.cache
 def works(way: str) -> str:
-    """Why it does not, else nothing."""
+    """Return why the backend does not work here, else nothing."""
     try:
         backends.choose(way)
     except SandboxError as error:
@@ -46,7 +46,7 @@ def host(request: pytest.FixtureRequest) -> Iterator[Host]:
 
 @pytest.fixture(params=["none", pytest.param("none as another", marks=pytest.mark.full)], scope="session")
 def free(request: pytest.FixtureRequest) -> Iterator[Host]:
-    """Where nothing holds a program but its limits."""
+    """Return a host where only limits restrict a program."""
     way, _, another = request.param.partition(" ")
     if another and not can_be_another():
         pytest.skip("not root, or no Python here that another user may run")

@@ -1,10 +1,10 @@
 """Run programs of random system calls and allocations in the sandbox: none breaks it, outlives it or changes the machine.
 
-    python -m tests.sandbox.fuzz [programs=1000] [seed=0] [way=auto] [another=false]    counts of ends, and what is bad
+python -m tests.sandbox.fuzz [programs=1000] [seed=0] [way=auto] [another=false]    prints counts of ends and all faults
 
-another=true runs them as another user, which takes root. A program is made of its seed alone. `Host.run` asserts that the
-answer comes in time, that no process and no file is left, and that the canary's folder is as it was. Besides, the machine is
-looked at after each. Nothing runs uncontained.
+another=true runs them as another user, which takes root. A program depends on its seed alone. `Host.run` asserts that the
+answer comes in time, that no process or file is left, and that the canary's folder is unchanged. The machine is checked after
+each program too. Nothing runs uncontained.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from tests.sandbox.hosts import Host
 ENDS = ("exit", "wall time", "cpu time", "memory", "output", "processes")
 SETTINGS = ("core_pattern", "hostname", "domainname", "printk", "tainted", "pid_max", "randomize_va_space")
 MOUNTED = "nr_inodes="  # of a scratch folder
-CLOCK_S = 5.0  # by which the clock may drift from the monotonic one, of which time servers take some
+CLOCK_S = 5.0  # seconds by which the clock may differ from the monotonic one, which includes time servers' corrections
 
 PROGRAM = """
 import mmap, random, socket, threading
@@ -122,7 +122,7 @@ class Outcome:
     seed: int
     ended_by: str
     seconds: float
-    bad: str  # what is wrong; empty if nothing is
+    bad: str  # faults; empty if there is none
 
 
 def fuzz(host: Host, programs: int, seed: int) -> Iterator[Outcome]:
@@ -145,13 +145,13 @@ def fuzz(host: Host, programs: int, seed: int) -> Iterator[Outcome]:
 
 
 def program(seed: int) -> str:
-    """The calls that the filter looks at, and those that reach furthest, come more often than others."""
+    """System calls that the filter inspects, and those with the widest effects, are more frequent than others."""
     numbers = "9, 16, 53, 56, 62, 72, 157, 200, 234, 247, 293, 302, 41, 44, 101, 161, 165, 272, 319, 425, 435"
     return PROGRAM.format(seed=seed, numbers=numbers)
 
 
 def machine() -> dict[str, object]:
-    """What no program in the sandbox may change."""
+    """Return the machine's state that no program in the sandbox may change."""
     kernel = {name: Path(f"/proc/sys/kernel/{name}").read_text() for name in SETTINGS}
     return {
         **kernel,

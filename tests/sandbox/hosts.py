@@ -28,7 +28,7 @@ LIMITS = ResourceLimits(
     scratch_files=100,
     open_files=32,
 )
-LATE_S = 6.0  # how long after its wall time a program's end may be told, on a machine that is very busy
+LATE_S = 6.0  # seconds after its wall time within which a program's end must be reported, on a very busy machine
 PRELUDE = """
 import ctypes, errno, json, os, signal, sys, time
 told = json.loads(sys.stdin.read())
@@ -59,7 +59,7 @@ print(json.dumps(asdict(ran), default=lambda raw: base64.b64encode(raw).decode()
 
 @dataclass
 class Host:
-    """Runs programs, each after PRELUDE, and looks whether the machine is as it was."""
+    """Runs programs, each after PRELUDE, and checks that the machine is unchanged."""
 
     way: str
     another_user: bool = False
@@ -90,7 +90,7 @@ class Host:
         }
 
     def run(self, program: str, readable: tuple[str, ...] = (), **limits: float) -> ProgramResult:
-        """Asserts that nothing of it is left, nothing was written, and the answer came within the wall time."""
+        """Run a program. Assert that nothing of it is left, nothing was written, and the answer came within the wall time."""
         mark = uuid.uuid4().hex
         asked = ResourceLimits(**{**asdict(LIMITS), **limits})
         before = _contents(self.folder)
@@ -103,11 +103,11 @@ class Host:
         return ran
 
     def tried(self, program: str, mark: str, limits: ResourceLimits, readable: tuple[str, ...] = ()) -> ProgramResult:
-        """Runs it, and asserts nothing."""
+        """Run a program without assertions."""
         return (self._as_another if self.another_user else self._here)(PRELUDE + program, mark, limits, readable)
 
     def held(self, program: str, readable: tuple[str, ...] = (), **limits: float) -> ProgramResult:
-        """Runs it, and asserts that it got nowhere and said so."""
+        """Run a program, and assert that it failed to escape and printed so."""
         ran = self.run(program + "\nprint('held')", readable, **limits)
         assert b"ESCAPED" not in ran.stdout, ran
         assert (ran.status, ran.ended_by) == (0, "exit") and ran.stdout.endswith(b"held\n"), ran
@@ -115,7 +115,7 @@ class Host:
 
     @contextlib.contextmanager
     def shown(self) -> Iterator[tuple[str, socket.socket]]:
-        """A folder that everyone may read, and in it `outside`, a datagram socket that everyone may write to."""
+        """Yield a folder that every user may read, with `outside`, a datagram socket that every user may write to."""
         folder = self.folder / "shown"
         folder.mkdir()
         folder.chmod(0o755)
@@ -171,7 +171,7 @@ class Host:
 
 
 def can_be_another() -> bool:
-    """Whether this process may act as another user, and that user has a Python that is new enough."""
+    """Return whether this process may act as another user who has a recent enough Python."""
     if os.geteuid() != 0 or not os.path.exists(PYTHON_OF_ALL):
         return False
     newest = subprocess.run(
@@ -181,7 +181,7 @@ def can_be_another() -> bool:
 
 
 def until(found: Callable[[], Any], every_s: float = 0.05) -> Any:
-    """What `found` gives, once that is not None. Asked for half a minute."""
+    """Return the result of `found` once it is not None. Polls for half a minute."""
     end = time.monotonic() + 30.0
     while time.monotonic() < end:
         if (result := found()) is not None:

@@ -14,7 +14,7 @@ NEAR = "namespaces, from root" if os.geteuid() == 0 else "namespaces"
     "column",
     [column if column == NEAR else pytest.param(column, marks=pytest.mark.full) for column in attacks.COLUMNS],
 )
-def test_the_table_is_what_was_tried(column: str):
+def test_the_table_matches_the_attacks_results(column: str):
     if (host := attacks.host_of(column)) is None:
         pytest.skip("as root alone")
     try:
@@ -30,14 +30,14 @@ def test_the_table_is_what_was_tried(column: str):
         host.close()
 
 
-def test_the_table_is_as_it_is_written():
+def test_the_table_is_formatted_as_written():
     page = attacks.on_the_page()
     assert tuple(page) == attacks.COLUMNS
     assert attacks.table(page) in attacks.PAGE.read_text()
 
 
 def test_each_reach_can_fail():
-    """`none` lets through all but what is bounded everywhere, so that none of the attempts is empty."""
+    """`none` lets through everything but what is always limited, so no attack is empty."""
     free = attacks.on_the_page()["none"]
     held = {attempt for attempt in attacks.REACHES if free[attempt] == attacks.HELD}
     assert held == {"read a token from its own environment", "have the machine's core handler started"}

@@ -68,12 +68,12 @@ cgroup.LIMIT_FILES, cgroup.EVENT_FILES = ("cgroup.max.descendants",), ("cgroup.e
         ("", "", (0, Path("/"))),
     ],
 )
-def test_where_a_process_is(cgroups: str, mounts: str, expected: tuple[int, Path]):
+def test_the_cgroup_of_a_process(cgroups: str, mounts: str, expected: tuple[int, Path]):
     assert cgroup.memory_cgroup(cgroups, mounts) == expected
 
 
-def test_only_what_is_handed_over_is_taken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    """A folder of one's own in a folder of one's own, as all are to root, is not; below another's it is."""
+def test_only_delegated_cgroups_are_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """One's own folder in one's own folder, which is every folder for root, is not delegated; one below another user's is."""
     (tmp_path / "a").mkdir()
     (tmp_path / "a/cgroup.procs").touch()
     monkeypatch.setattr(cgroup, "_own", lambda: (1, tmp_path / "a"))
@@ -95,8 +95,8 @@ class Owned:
         self.st_uid = owner
 
 
-def test_memory_that_the_kernel_keeps(host: Host):
-    """Where no cgroup was handed over its bound is that of open files and processes: tests/sandbox/test_hostile_kernel.py."""
+def test_kernel_memory_is_limited(host: Host):
+    """Without a delegated cgroup the limits on open files and processes bound it: tests/sandbox/test_hostile_kernel.py."""
     if host.another_user or not cgroup.prepare():
         pytest.skip(cgroup.NO_CGROUP)
     ran = host.run(SOCKETS, open_files=500, memory_bytes=128 << 20, wall_s=30.0, cpu_s=20.0)
@@ -107,7 +107,7 @@ def test_memory_that_the_kernel_keeps(host: Host):
 
 @pytest.fixture
 def version_2(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Programs have a cgroup of version 2: one that was handed over, or, where this is root, one made here."""
+    """Give programs a cgroup of version 2: a delegated one or, as root, one made here."""
     if cgroup.prepare() and (cgroup.delegated_folder() / "cgroup.controllers").exists():
         yield
         return

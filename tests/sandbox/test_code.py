@@ -48,7 +48,7 @@ def metrics(passed: float, **others: float) -> dict[str, float]:
     return {"accuracy": float(passed == 1), "passed": passed, "timeouts": 0.0, "memory": 0.0, "crashes": 0.0, **others}
 
 
-def test_the_share_that_passes_and_all_or_nothing():
+def test_rewards_are_the_passing_share_or_all_or_nothing():
     assert judged(PAIRS, DOUBLE, reward="share") == (2 / 3, metrics(2 / 3))
     assert judged(PAIRS, DOUBLE) == (0.0, metrics(2 / 3))
     right = {"inputs": PAIRS["inputs"], "outputs": ["2", "4", "6"]}
@@ -71,7 +71,7 @@ def test_how_answers_fail(code: str, end: dict[str, float]):
 
 
 @pytest.mark.long
-def test_no_time_is_left():
+def test_no_time_remains():
     environment = built(0.4)
     outcome = environment.step(
         Prompt(0, np.zeros(1, np.int32), "code", {"answer": json.dumps(PAIRS)}), "import time; time.sleep(60)"
@@ -147,11 +147,11 @@ def test_a_piece_that_only_defines_is_an_error(piece: str):
 @pytest.mark.parametrize(
     "last", ["check(f)", "for x in (1,): check(f)", "with open('x'): y = 1", "if f(1) != 2: raise ValueError"]
 )
-def test_a_piece_that_does_something_is_a_test(last: str):
+def test_a_piece_with_statements_is_a_test(last: str):
     assert parse_tests(CHECK + last).snippets == (CHECK + last,)
 
 
-def test_a_check_that_is_not_there():
+def test_an_unknown_check():
     with pytest.raises(ValueError, match=r"does not define check\(candidate\)"):
         parse_tests({"test": "assert f(1) == 2", "entry_point": "f"})
 
@@ -159,17 +159,17 @@ def test_a_check_that_is_not_there():
 STARTED = "class Solution:\n  def gcd(self, nums: List[int]) -> int: return min(inf, math.fsum(deque(nums)), pow(9, 9, 99))"
 
 
-def test_answers_find_the_names_that_judges_import():
+def test_answers_have_the_imports_that_judges_provide():
     called = {"fn_name": "gcd", "inputs": [[[1, 2]]], "outputs": [3]}
     assert judged(called, STARTED) == (1.0, metrics(1.0))
-    assert judged(called, "pass") == (0.0, metrics(0.0, crashes=1.0))  # math's is not the answer's
+    assert judged(called, "pass") == (0.0, metrics(0.0, crashes=1.0))  # the name of math is not the answer's
     assert judged(["assert Solution().gcd([1, 2]) == 3", "assert inf > 1"], STARTED) == (1.0, metrics(1.0))
     reads = "from __future__ import annotations\nif __name__ == '__main__': print(Counter(stdin.readline().strip())['a'])"
     assert judged({"inputs": ["banana"], "outputs": ["3"]}, reads) == (1.0, metrics(1.0))
 
 
 def test_an_answer_is_a_module():
-    """As a dataclass asks for it that has its annotations as texts."""
+    """A dataclass with annotations as strings needs it."""
     code = "from __future__ import annotations\nfrom dataclasses import *\n@dataclass\nclass A:\n  x: int = 1\nprint(A())"
     assert judged({"inputs": [""], "outputs": ["A(x=1)"]}, code)[0] == 1.0
     assert judged(["assert A().x == 1"], code)[0] == 1.0
@@ -206,7 +206,7 @@ f = lambda x: Equal()""",
 
 
 @pytest.mark.parametrize("code", FORGED.values(), ids=list(FORGED))
-def test_what_a_test_is_to_come_to_cannot_be_forged(code: str):
+def test_a_tests_result_cannot_be_forged(code: str):
     tests = ["assert f(1) == 2", "assert f(2) == [3, 4]", "assert {3: 'x'} == f(3), 'wrong'", "assert set(f(4)) == set([5])"]
     nested = [
         "assert (f(1) == 2) == True",
@@ -242,16 +242,16 @@ def test_values_are_encoded_and_compared_as_python_does(value: str):
 @pytest.mark.parametrize(
     "told", ["", "[" * 10**6, '{"int": "x"}', '{"int": 2}', '{"list": 3}', '{"dict": [1]}', "[1]", "9" * 5000]
 )
-def test_what_is_no_value_is_equal_to_nothing(told: str):
+def test_a_result_that_is_not_a_value_equals_nothing(told: str):
     assert not any(same_value(told, expected) for expected in (1, "x", [1], {1: 2}, {1}, 1j, None, b"x"))
 
 
 @pytest.mark.parametrize("code", ["raise SystemExit(0)", "import os; os._exit(0)", "print('test 0'); print('0' * 32 + ' 0')"])
-def test_an_answer_that_ends_before_its_tests_has_not_passed_them(code: str):
+def test_an_answer_that_exits_before_its_tests_fails_them(code: str):
     assert judged(["assert f(1) == 2"], code)[0] == 0.0
 
 
-def test_what_is_expected_is_nowhere_to_be_found():
+def test_expected_values_are_not_visible_to_the_answer():
     program = """
 import os, sys
 for folder, _, names in os.walk("/tmp"):
@@ -265,7 +265,7 @@ print(open("/proc/self/environ").read(), sys.argv, sys.stdin.read())
     assert judged({"inputs": ["given"], "outputs": ["4711"]}, program)[0] == 0.0
 
 
-def test_the_code_of_a_text():
+def test_the_code_of_a_text_is_found():
     assert code_in("```\na\n```\nor\n```python\nb\nc\n```\n") == "b\nc\n"
     assert code_in("a = 1") == "a = 1"
     assert code_in("```python\na") == "```python\na"  # cut before its end
@@ -326,16 +326,16 @@ def test_the_forms_of_tests():
         (object, "<class 'object'>", True),
     ],
 )
-def test_a_value_is_the_answer_however_it_is_shown(value: object, answer: str, same: bool):
+def test_an_answers_value_counts_in_any_output_format(value: object, answer: str, same: bool):
     assert same_literal(pformat(value), answer) == same
 
 
 @pytest.mark.parametrize("shown", ["[" * 5000, "-" * 60_000 + "1", "{[]}", "1" * 5000, "'\ud800' ", "'\0'", "{**{}}", "(1"])
-def test_what_is_no_literal_is_not_the_answer(shown: str):
+def test_an_output_that_is_not_a_literal_is_wrong(shown: str):
     assert not same_literal(shown, "1")
 
 
-def test_a_literal_that_is_too_long_is_not_read():
+def test_a_literal_that_is_too_long_is_not_parsed():
     assert same_literal(" " * (LITERAL - 4) + "[ 1]", "[1]")
     assert not same_literal(" " * (LITERAL - 3) + "[ 1]", "[1]")
 
@@ -368,7 +368,7 @@ def test_a_long_value_is_the_answer():
 
 
 @pytest.mark.long
-def test_code_that_goes_on_after_a_value():
+def test_code_that_continues_after_a_value():
     environment, begun = episode(terminate_on_evaluation=False)
     told = environment.step(begun, "<code>40 + 2</code>")
     assert (told.reward, told.observation["content"]) == (0.0, "<result>42</result>")
@@ -376,7 +376,7 @@ def test_code_that_goes_on_after_a_value():
     assert (over.reward, over.observation) == (1.0, None)
 
 
-def test_what_code_comes_to_is_told_within_its_limit():
+def test_the_output_of_code_is_limited():
     environment, begun = episode(output_bytes=1000, terminate_on_evaluation=False)
     for code in ("print('x' * 10**4)\n'y' * 10**4", "print('x' * 900)\nraise ValueError('z' * 10**4)"):
         told = environment.step(begun, f"<code>{code}</code>").observation["content"]
@@ -385,7 +385,7 @@ def test_what_code_comes_to_is_told_within_its_limit():
 
 
 @pytest.mark.parametrize("kind", ["code", "code_interpreter"])
-def test_a_sandbox_that_cannot_be_started_is_not_the_answers_doing(kind: str, monkeypatch: pytest.MonkeyPatch):
+def test_a_sandbox_that_cannot_start_is_not_the_answers_fault(kind: str, monkeypatch: pytest.MonkeyPatch):
     environment = built(60.0, kind)
     begun = environment.reset(Prompt(0, np.zeros(1, np.int32), "code", {"answer": "assert f(1) == 2"}))
 

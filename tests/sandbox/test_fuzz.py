@@ -1,4 +1,4 @@
-"""Random programs in the sandbox, by `tests/sandbox/fuzz.py`."""
+"""Run random programs in the sandbox with `tests/sandbox/fuzz.py`."""
 
 import pytest
 
@@ -18,12 +18,12 @@ def test_some(host: Host):
 
 @pytest.mark.long
 @pytest.mark.timeout(3600)
-def test_a_thousand(host: Host):
+def test_a_thousand_programs(host: Host):
     check(host, 1000, seed=1000)
 
 
-def test_the_fuzzer_sees_what_is_wrong(host: Host, monkeypatch: pytest.MonkeyPatch):
-    """A sandbox that fails, what is left, an end that nobody knows, and a machine that changes."""
+def test_the_fuzzer_detects_faults(host: Host, monkeypatch: pytest.MonkeyPatch):
+    """They are a failing sandbox, leftovers, an unknown end, and a changed machine."""
     fails = [SandboxError("it failed"), AssertionError("it is still there"), ProgramResult(0, b"", b"", "boredom", 0.0)]
 
     def run(*_: object, **__: object) -> ProgramResult:

@@ -1,4 +1,4 @@
-"""Programs that use memory that no process's size shows, or resources that all programs of a user share."""
+"""Programs that use memory that no process's size includes, or resources that all programs of a user share."""
 
 import resource
 
@@ -45,8 +45,8 @@ fcntl.fcntl(writer, fcntl.F_GETPIPE_SZ) <= 1 << 16 or escaped("a large pipe")
 """)
 
 
-def test_shared_memory_that_is_not_mapped_any_more(host: Host):
-    """What has no file stays while a page of it is mapped, and no process's size shows the others."""
+def test_shared_memory_that_is_no_longer_mapped(host: Host):
+    """Memory without a file stays while one of its pages is mapped, and no process's size includes the others."""
     host.held(
         SHMEM
         + """
@@ -73,7 +73,7 @@ shared_mb() - before < 100 or escaped(shared_mb() - before, "MB")
 
 
 def test_huge_pages_held_by_pipes(host: Host):
-    """A byte of one that lies in a pipe holds all 2 MB of it."""
+    """One byte of a huge page in a pipe holds all of its 2 MB."""
     host.held("""
 class Piece(ctypes.Structure):
     _fields_ = (("place", ctypes.c_void_p), ("size", ctypes.c_size_t))
@@ -86,7 +86,7 @@ refused(os.sendfile, writer, os.open(__file__, os.O_RDONLY), 0, 1)
 
 
 def test_huge_pages_that_are_mostly_unmapped(host: Host):
-    """The kernel takes one back in parts only when it is short of memory."""
+    """The kernel splits one and frees its parts only when it is short of memory."""
     host.held("""
 import mmap
 def resident():
@@ -113,7 +113,7 @@ except OSError as error:
 
 
 def test_locks_on_parts_of_files(host: Host):
-    """No limit holds their number. They are said to be granted, and are not kept."""
+    """No limit bounds their number. The calls appear to succeed, but no lock is held."""
     host.held("""
 import fcntl, sqlite3
 held = open("held", "w")
@@ -133,15 +133,15 @@ with sqlite3.connect("a.db") as base:
 
 
 def test_watches_of_files(host: Host):
-    """A user has 128 instances, of all its programs together."""
+    """A user has 128 instances for all of its programs."""
     host.held("""
 libc.inotify_init() == -1 and ctypes.get_errno() == errno.EPERM or escaped("inotify_init")
 libc.inotify_init1(0) == -1 and ctypes.get_errno() == errno.EPERM or escaped("inotify_init1")
 """)
 
 
-def test_descriptors_on_their_way(host: Host):
-    """A user's programs share how many there may be."""
+def test_descriptors_in_transit(host: Host):
+    """Their limit is shared by a user's programs."""
     host.held("""
 import socket
 one, other = socket.socketpair()
@@ -149,8 +149,8 @@ refused(socket.send_fds, one, [b"x"], [0])
 """)
 
 
-def test_signals_and_timers_that_wait(host: Host):
-    """A user's programs share how many there may be."""
+def test_pending_signals_and_timers(host: Host):
+    """Their limit is shared by a user's programs."""
     host.held("""
 signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGRTMIN])
 value = ctypes.c_void_p()
@@ -160,8 +160,8 @@ count + timers <= 64 or escaped(count, timers)
 """)
 
 
-def test_bounds_that_a_program_inherits(host: Host):
-    """A core of 1 byte: the kernel starts no handler of cores then, and with 0 it does (core(5))."""
+def test_limits_that_a_program_inherits(host: Host):
+    """The core limit is 1 byte: with 0 the kernel starts a handler of cores, with 1 it does not (core(5))."""
     if resource.getrlimit(resource.RLIMIT_CORE)[1] == 0 and not host.another_user:
         pytest.skip("this user may have no core, and cannot ask for 1 byte of one")
     host.held("""
@@ -174,8 +174,8 @@ refused(os.nice, -1)
 """)
 
 
-def test_bounds_of_process_1(host: Host):
-    """It has the program's user, and its end would be the sandbox's."""
+def test_limits_of_process_1(host: Host):
+    """It has the program's user, and its end would end the sandbox."""
     host.held("""
 import resource
 refused(resource.prlimit, 1, resource.RLIMIT_CPU)
@@ -185,8 +185,8 @@ time.sleep(0.1)
 """)
 
 
-def test_a_socket_outside_that_can_be_seen(host: Host):
-    """A socket's file lets a datagram in wherever it is shown, also read-only."""
+def test_a_visible_socket_outside(host: Host):
+    """A socket's file accepts a datagram wherever it is visible, even read-only."""
     with host.shown() as (folder, outside):
         host.held(
             f"""

@@ -1,7 +1,7 @@
 """Programs that try to reach other files, processes and networks. Each test is one program.
 
-None does harm where nothing holds it, even as root: a mode is changed to what it is, a file renamed to its own name, a switch
-only opened.
+Uncontained they do no harm either, even as root: a mode is set to its current value, a file renamed to its own name, a kernel
+switch only opened.
 """
 
 import os
@@ -71,7 +71,7 @@ for path in ("~/.bashrc", "~/.ssh", "~/.netrc", "~/.cache/huggingface/token"):
 print(json.dumps(os.listdir(told["home"]) if os.path.isdir(told["home"]) else []))
 """)
     seen = ran.stdout.decode().splitlines()[0]
-    assert len(seen) <= len('["."]') + 40  # at most the folder on the way to Python
+    assert len(seen) <= len('["."]') + 40  # at most the folder on the path to Python
 
 
 def test_files_of_the_system(host: Host):
@@ -143,7 +143,7 @@ os.getppid() == 1 or escaped(os.getppid())
 
 
 def test_limits_of_process_1(host: Host):
-    """Where they may be lowered, what process 1 dies of is the program's result."""
+    """If they may be lowered, the error that ends process 1 is the program's result."""
     ran = host.run(
         OWN_PROCESS_1
         + """
@@ -178,8 +178,8 @@ print("still here")
     assert ran.ended_by in ("exit", "signal 9", "processes"), ran
 
 
-def test_process_1_tells_no_secret(host: Host, monkeypatch: pytest.MonkeyPatch):
-    """Where it can be read at all, which is bubblewrap's: its memory, its environment, and what it has open."""
+def test_process_1_reveals_no_secret(host: Host, monkeypatch: pytest.MonkeyPatch):
+    """Checks its memory, environment and open files where they are readable, which is under bubblewrap."""
     monkeypatch.setenv("HF_TOKEN", "hf_canary_of_the_rank")
     ran = host.held(
         OWN_PROCESS_1
@@ -215,7 +215,7 @@ refused(os.open, "/proc/1/mem", os.O_RDWR)
 
 
 def test_ends_the_process_that_waits_for_it(free: Host):
-    """With `sandbox: none` it can, and that is its result, not the sandbox's failure."""
+    """With `sandbox: none` it can, and that is its result, not a failure of the sandbox."""
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGKILL):
         ran = free.run(f"os.kill(os.getppid(), {int(number)}); time.sleep(20)")
         assert (ran.status, ran.ended_by) == (-number, f"signal {int(number)}")
@@ -277,7 +277,7 @@ for path in ("/proc/sysrq-trigger", "/proc/sys/kernel/core_pattern", "/proc/sys/
 """)
 
 
-def test_the_kernel_ends_it_first_where_memory_is_short(host: Host):
+def test_the_kernel_ends_it_first_if_memory_is_short(host: Host):
     host.held("int(open('/proc/self/oom_score_adj').read()) == 1000 or escaped('its guard may be ended before it')")
 
 
@@ -357,7 +357,7 @@ refused(os.open, "/dev/ptmx", os.O_RDWR)
 """)
 
 
-def test_daemon_that_wants_to_survive(host: Host):
+def test_daemon_that_tries_to_survive(host: Host):
     ran = host.run(
         """
 if os.fork() == 0:
@@ -393,7 +393,7 @@ def test_secrets_of_the_environment(host: Host, monkeypatch: pytest.MonkeyPatch)
     assert b"canary" not in ran.stdout and b"TOKEN" not in ran.stdout and b"SLURM" not in ran.stdout
 
 
-def test_what_stdin_is_cannot_be_changed(host: Host):
+def test_stdin_cannot_be_replaced(host: Host):
     host.held("""
 for descriptor in (0, os.open("/proc/self/fd/0", os.O_RDWR) if os.access("/proc/self/fd/0", os.W_OK) else 0):
     refused(os.write, descriptor, b"x")
@@ -402,16 +402,16 @@ for descriptor in (0, os.open("/proc/self/fd/0", os.O_RDWR) if os.access("/proc/
 
 
 @pytest.mark.parametrize("program", [NETWORK, RUN_FOLDER, LINKS, PROCESSES])
-def test_these_programs_escape_where_nothing_holds_them(program: str):
-    """So that the tests above can fail."""
+def test_these_programs_escape_without_a_sandbox(program: str):
+    """So the tests above can fail."""
     free = Host("none")
     try:
-        with pytest.raises(AssertionError):  # it also writes into the folder that is watched
+        with pytest.raises(AssertionError):  # it also writes into the watched folder
             assert b"ESCAPED" not in free.run(program).stdout
     finally:
         free.close()
 
 
-def test_nobody_else_has_the_secret(host: Host):
-    """The canary can be read by who may."""
+def test_no_other_process_has_the_secret(host: Host):
+    """A user with permission can read the canary."""
     assert subprocess.run(["cat", host.folder / "secret"], capture_output=True, check=True).stdout == b"the canary sings"

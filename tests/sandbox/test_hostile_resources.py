@@ -1,6 +1,6 @@
 """Programs that exhaust resources. Each test is one program; `Host.run` asserts that nothing of it is left.
 
-Where nothing holds it, each ends by itself before a machine is full: after some hundred processes or MB, or some seconds.
+Uncontained, each ends by itself before the machine is full: after some hundred processes or MB, or some seconds.
 """
 
 import os
@@ -25,8 +25,8 @@ time.sleep(10)
     assert (ran.status, ran.ended_by) == (-9, "processes")
 
 
-def test_names_that_look_like_what_a_process_uses(host: Host):
-    """Of processes that have ended and nobody waits for: the kernel says nothing else of their memory."""
+def test_process_names_that_imitate_usage_fields(host: Host):
+    """For zombies, the kernel reports nothing else about their memory."""
     host.held("""
 for name in (b"x\\rVmSwap:y", b"x\\x0bVmSwap:y", b"x\\nVmSwap:y", b"x:VmSwap:y"):
     if os.fork() == 0:
@@ -37,7 +37,7 @@ time.sleep(0.3)  # while the guard looks
 
 
 def test_fork_churn(host: Host):
-    """Processes that end while the guard looks at them. Whichever bound ends it, the guard tells."""
+    """Processes end while the guard inspects them. The guard reports the limit that ended the program."""
     ran = host.run(
         """
 signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # so they are gone at once
@@ -95,8 +95,8 @@ time.sleep(30)
     assert (ran.status, ran.ended_by) == (-9, "memory")
 
 
-def test_memory_that_is_shared(host: Host):
-    """By a file, as other shared memory is refused: test_hostile_kernel.py."""
+def test_shared_memory(host: Host):
+    """It is shared through a file, since other shared memory is refused: test_hostile_kernel.py."""
     ran = host.run(
         """
 import mmap
@@ -112,7 +112,7 @@ while True:
     assert ran.ended_by == "memory"
 
 
-def test_memory_that_no_process_shows(host: Host):
+def test_memory_that_no_process_reports(host: Host):
     host.held("""
 refused(os.memfd_create, "hoard")
 for number in {"x86_64": (29, 68, 240, 447), "aarch64": (194, 186, 180, 447)}[os.uname().machine]:  # shmget, msgget, mq_open
@@ -193,12 +193,12 @@ for _ in range(2000):
     assert (ran.ended_by, ran.stdout, len(ran.stderr)) == ("output", b"first\n", LIMITS.output_bytes - 6)
 
 
-def test_output_of_one_that_has_ended(host: Host):
+def test_output_of_a_process_that_has_ended(host: Host):
     ran = host.run("os.write(1, b'x' * 40000); os.write(2, b'y' * 40000)")
     assert (ran.ended_by, len(ran.stdout), len(ran.stderr)) == ("output", 40000, LIMITS.output_bytes - 40000)
 
 
-def test_sleep_for_ever(host: Host):
+def test_sleep_forever(host: Host):
     ran = host.run("time.sleep(60)", wall_s=0.5)
     assert (ran.status, ran.ended_by) == (-9, "wall time") and ran.seconds >= 0.5
 
@@ -256,13 +256,13 @@ for _ in range(16):
 """
 
 
-def test_busy_processes_that_nobody_waits_for(host: Host):
+def test_busy_processes_that_are_not_waited_for(host: Host):
     ran = host.run(IGNORES_ENDS, wall_s=60.0, cpu_s=0.5)
     assert (ran.status, ran.ended_by) == (-9, "cpu time")
 
 
-def test_busy_processes_that_are_waited_for_after_others_that_nobody_waits_for(host: Host):
-    """The time of the later ones does not take the place of that of the earlier ones."""
+def test_busy_processes_that_are_waited_for_after_others_that_are_not(host: Host):
+    """The later ones' time does not replace that of the earlier ones."""
     ran = host.run(
         """
 def work(processes, seconds):
@@ -285,12 +285,12 @@ work(60, 0.007)  # between two looks
     assert (ran.status, ran.ended_by) == (-9, "cpu time")
 
 
-def test_busy_processes_that_nobody_waits_for_and_that_nothing_holds(free: Host):
+def test_busy_processes_that_are_not_waited_for_without_containment(free: Host):
     assert free.run(IGNORES_ENDS, wall_s=60.0, cpu_s=0.5).ended_by == "cpu time"
 
 
-def test_busy_processes_that_have_left_their_parent(free: Host):
-    """Where there is no namespace, whose process 1 they become children of."""
+def test_busy_orphans(free: Host):
+    """Without a namespace there is no process 1 that adopts them."""
     ran = free.run(
         """
 for _ in range(2):
@@ -324,12 +324,12 @@ for _ in range(12):
 
 
 def test_files_that_do_not_fit(host: Host):
-    """An answer can be as long as it likes."""
+    """An answer may be of any length."""
     ran = host.run("#" * LIMITS.scratch_bytes)
     assert (ran.status, ran.ended_by) == (-9, "memory")
 
 
-@pytest.mark.parametrize("free", ["none", "none as another"], indirect=True)  # what is shut is open to root
+@pytest.mark.parametrize("free", ["none", "none as another"], indirect=True)  # root can open closed folders
 @pytest.mark.parametrize(
     "left",
     [

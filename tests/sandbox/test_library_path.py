@@ -26,7 +26,7 @@ ENVIRONMENT = b"import json, os; print(json.dumps(dict(os.environ)))"
 
 @pytest.fixture(scope="module")
 def folder() -> Iterator[Path]:
-    """bin/python and lib/libneeded.so, where programs in the sandbox may see them: not in /tmp, which is theirs."""
+    """Return bin/python and lib/libneeded.so, in a folder visible in the sandbox: not /tmp, which is the program's own."""
     if shutil.which("gcc") is None:
         pytest.skip("no gcc here")
     with tempfile.TemporaryDirectory(dir="/var/tmp", prefix="hetstep-linked-") as name:
@@ -45,7 +45,7 @@ def folder() -> Iterator[Path]:
 
 @pytest.fixture
 def interpreter(folder, monkeypatch) -> Iterator[str]:
-    """Takes the place of this process's own."""
+    """Use it in place of this process's interpreter."""
     monkeypatch.setattr(sys, "executable", str(folder / "bin/python"))
     monkeypatch.setenv("SECRET_OF_THE_RANK", "hidden")
     backends._first_working.cache_clear()
@@ -60,14 +60,14 @@ def way(request) -> str:
     return request.param
 
 
-def test_it_runs_in_the_sandbox_and_takes_nothing_else_along(way, interpreter, folder, monkeypatch):
+def test_it_runs_in_the_sandbox_and_nothing_else_becomes_visible(way, interpreter, folder, monkeypatch):
     monkeypatch.setenv("LD_LIBRARY_PATH", f"{folder / 'other'}:relative::{folder / 'lib'}/")
     ran = Sandbox(ResourceLimits(), way, (str(folder / "bin"),)).run([interpreter, "main.py"], {"main.py": ENVIRONMENT})
     assert ran.status == 0, ran.stderr
     assert json.loads(ran.stdout) == file_system.ENVIRONMENT | {"LD_LIBRARY_PATH": str(folder / "lib")}
 
 
-def test_without_the_variable_the_guard_is_to_blame_and_no_way_of_containing(interpreter, monkeypatch):
+def test_without_the_variable_the_guard_fails_and_no_backend_is_blamed(interpreter, monkeypatch):
     monkeypatch.delenv("LD_LIBRARY_PATH", raising=False)
     with pytest.raises(GuardError) as caught:
         backends.choose("auto")
@@ -75,7 +75,7 @@ def test_without_the_variable_the_guard_is_to_blame_and_no_way_of_containing(int
     assert "libneeded.so: cannot open shared object file" in str(caught.value) and "bubblewrap" not in str(caught.value)
 
 
-def test_a_library_that_is_not_shown_is_named(way, interpreter, folder, monkeypatch):
+def test_a_library_that_is_not_visible_is_named(way, interpreter, folder, monkeypatch):
     monkeypatch.setenv("LD_LIBRARY_PATH", str(folder / "lib"))
     monkeypatch.setattr(backends, "library_folders", lambda _: [])
     with pytest.raises(SandboxError, match=r"does not find its libraries in the sandbox\. Try to name their folder"):

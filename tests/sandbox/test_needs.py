@@ -66,7 +66,7 @@ asyncio.run(main())
     )
 
 
-def test_files_and_what_is_kept_in_them(host: Host):
+def test_files_and_their_attributes(host: Host):
     host.held(
         """
 import dbm, glob, mmap, pathlib, shelve, shutil, sqlite3, tarfile, tempfile, zipfile, gzip

@@ -1,4 +1,4 @@
-"""The sandbox at submission."""
+"""Checks of the sandbox at submission."""
 
 import pytest
 
@@ -14,7 +14,7 @@ def told(*overrides: str, executor: str = "local") -> tuple[list[config.Problem]
     return list(problems(recipe, executor, notes)), notes
 
 
-def test_what_this_machine_can_is_tried(monkeypatch: pytest.MonkeyPatch):
+def test_this_machines_sandbox_is_tried(monkeypatch: pytest.MonkeyPatch):
     if reason := works("auto"):
         pytest.skip(reason)
     assert told() == ([], [])
@@ -25,11 +25,11 @@ def test_what_this_machine_can_is_tried(monkeypatch: pytest.MonkeyPatch):
     assert (problem.key, problem.code) == ("env.c.kwargs.sandbox", "unsupported") and "install bubblewrap" in problem.message
 
 
-def test_other_nodes_are_only_mentioned():
+def test_other_nodes_are_only_noted():
     found, (note,) = told(executor="slurm")
     assert not found and note.startswith("env.c.kwargs: the generate ranks check when they start")
 
 
-def test_uncontained_is_mentioned():
+def test_an_uncontained_sandbox_is_noted():
     found, (note,) = told("env.c.kwargs.sandbox=none")
     assert not found and "env.c.kwargs.sandbox: none: programs of the policy run with this user's rights" in note

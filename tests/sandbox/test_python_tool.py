@@ -23,7 +23,7 @@ def tool() -> PythonTool:
     return build_tool(ToolConfig("python", {"wall_s": 20.0, "memory_bytes": 128 << 20, "output_bytes": 1000}))
 
 
-def test_names_stay_and_sessions_are_apart(tool: PythonTool):
+def test_names_persist_and_sessions_are_separate(tool: PythonTool):
     one, other = tool.open(), tool.open()
     assert one.call({"code": "x = 6"}, TIMEOUT_S) == ""
     assert one.call({"code": "print('so'); x * 7"}, TIMEOUT_S) == "so\n42"
@@ -38,7 +38,7 @@ def test_names_stay_and_sessions_are_apart(tool: PythonTool):
     other.close()
 
 
-def test_an_interpreter_that_cannot_be_started_is_not_the_answers_doing(tool: PythonTool, monkeypatch: pytest.MonkeyPatch):
+def test_an_interpreter_that_cannot_start_is_not_the_answers_fault(tool: PythonTool, monkeypatch: pytest.MonkeyPatch):
     def no_room(*arguments, **rest):
         raise BlockingIOError("Resource temporarily unavailable")
 
@@ -47,7 +47,7 @@ def test_an_interpreter_that_cannot_be_started_is_not_the_answers_doing(tool: Py
         tool.open().call({"code": "1"}, TIMEOUT_S)
 
 
-def test_what_the_code_raises_is_told_with_what_it_printed(tool: PythonTool):
+def test_an_exception_is_returned_with_the_output(tool: PythonTool):
     session = tool.open()
     with pytest.raises(ToolError, match=r"^so far\nline 2: ZeroDivisionError: division by zero$"):
         session.call({"code": "print('so far')\n1 / 0"}, TIMEOUT_S)
@@ -73,7 +73,7 @@ def test_what_the_code_raises_is_told_with_what_it_printed(tool: PythonTool):
         ),
     ],
 )
-def test_an_interpreter_that_is_lost_is_told_and_replaced(tool: PythonTool, code: str, error: str):
+def test_a_lost_interpreter_is_reported_and_replaced(tool: PythonTool, code: str, error: str):
     session = tool.open()
     session.call({"code": "x = 1"}, TIMEOUT_S)
     with pytest.raises(ToolError, match=error):
@@ -92,8 +92,8 @@ def test_code_that_does_not_end(tool: PythonTool):
     session.close()
 
 
-def test_a_session_that_is_forgotten_leaves_nothing(tool: PythonTool):
-    """And whoever forgets it does not wait for that: here a guard that cannot end."""
+def test_a_dropped_session_leaves_nothing(tool: PythonTool):
+    """Dropping it does not wait for its end: here the guard cannot end."""
     session = tool.open()
     session.call({"code": "1"}, TIMEOUT_S)
     guard = session._program._process.pid
@@ -116,7 +116,7 @@ def test_many_sessions_need_few_descriptors(tool: PythonTool):
     assert len(os.listdir("/proc/self/fd")) == before
 
 
-def test_limits_that_are_none():
+def test_invalid_limits():
     with pytest.raises(ValueError, match="memory_bytes"):
         build_tool(ToolConfig("python", {"memory_bytes": -1}))
 
@@ -145,7 +145,7 @@ for descriptor in range(3, 16):  # 4 or so is the interpreter's own copy of wher
         "struct.pack('<I', len(forged)) + forged",
     ],
 )
-def test_a_forged_answer_is_told(tool: PythonTool, answer: str):
+def test_a_forged_answer_is_reported(tool: PythonTool, answer: str):
     session = tool.open()
     with pytest.raises(ToolError, match="the interpreter ended"):
         session.call({"code": FORGE.replace("ANSWER", answer)}, TIMEOUT_S)
@@ -153,8 +153,8 @@ def test_a_forged_answer_is_told(tool: PythonTool, answer: str):
     session.close()
 
 
-def test_an_answer_that_does_not_end_is_waited_for_until_its_time(tool: PythonTool):
-    """Data that are always there keep nobody from looking at the clock."""
+def test_an_endless_answer_is_read_until_its_timeout(tool: PythonTool):
+    """The clock is checked even if data is always available."""
     program = tool._sandbox.start([tool._sandbox.python, "-c", "import os\nwhile True: os.write(1, b'x' * 512)"])
     program.receive(1, time.monotonic() + TIMEOUT_S)
     begun = time.monotonic()
@@ -164,7 +164,7 @@ def test_an_answer_that_does_not_end_is_waited_for_until_its_time(tool: PythonTo
     program.close()
 
 
-def test_a_question_that_is_taken_slowly_is_told_until_its_time(tool: PythonTool):
+def test_a_question_that_is_read_slowly_is_sent_until_its_timeout(tool: PythonTool):
     program = tool._sandbox.start([tool._sandbox.python, "-c", "import os, time\nwhile os.read(0, 4096): time.sleep(0.001)"])
     begun = time.monotonic()
     with pytest.raises(TimeoutError):
@@ -173,15 +173,15 @@ def test_a_question_that_is_taken_slowly_is_told_until_its_time(tool: PythonTool
     program.close()
 
 
-def test_all_that_a_call_tells_is_within_its_limit(tool: PythonTool):
-    """Bytes, of characters of any length: what was printed gives way to a value or an error."""
+def test_the_result_of_a_call_is_limited(tool: PythonTool):
+    """The limit is in bytes, whatever the characters' length; output is truncated before a value or an error."""
     session = tool.open()
     for code in ("print('é' * 10**4); 'é' * 10**4", "print('\\0' * 10**4)", "print('x' * 10**4); '\\U0001F600' * 10**4"):
         executed = session.execute(code, TIMEOUT_S)
         assert 990 < len((executed.printed + (executed.value or "")).encode()) <= 1000
     executed = session.execute("print('x' * 10**4)\nraise ValueError('why')", TIMEOUT_S)
     assert executed.error == "line 2: ValueError: why" and len(executed.printed + executed.error) == 1000
-    assert session.execute("print('\\ud800')", TIMEOUT_S).printed == "?\n"  # no character, and no text of a policy's
+    assert session.execute("print('\\ud800')", TIMEOUT_S).printed == "?\n"  # not a character, and not part of a policy's text
     session.close()
 
 
@@ -196,7 +196,7 @@ def test_an_interpreter_has_a_wall_time_between_calls_too():
     session.close()
 
 
-def test_a_sandbox_that_fails_is_not_the_codes_doing(tmp_path: Path):
+def test_a_sandbox_failure_is_not_the_codes_fault(tmp_path: Path):
     if reason := works("auto"):
         pytest.skip(reason)
     folder = tmp_path / "readable"

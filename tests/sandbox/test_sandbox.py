@@ -42,7 +42,7 @@ def test_files_arguments_stdin_and_both_outputs(sandbox: Sandbox):
     assert (ran.status, ran.stdout, ran.stderr, ran.ended_by) == (3, b"held x y in\n", b"e\n", "exit")
 
 
-def test_a_program_that_is_not_there(sandbox: Sandbox):
+def test_a_missing_program(sandbox: Sandbox):
     assert sandbox.run(["/usr/bin/there-is-no-such-program"]).status != 0
 
 
@@ -58,7 +58,7 @@ def test_many_threads_at_once(sandbox: Sandbox):
         assert [ran.stdout for ran in pool.map(sandbox.run, argvs)] == [f"{n}\n".encode() for n in range(6)]
 
 
-def test_a_program_that_is_talked_to(sandbox: Sandbox):
+def test_an_interactive_program(sandbox: Sandbox):
     program = sandbox.start([sandbox.python, "-u", "-c", "while True: print(input()[::-1])"])
     deadline = time.monotonic() + 60
     for text in (b"one\n", b"two\n"):
@@ -70,7 +70,7 @@ def test_a_program_that_is_talked_to(sandbox: Sandbox):
     assert program.close() == "closed"
 
 
-def test_short_of_memory_the_kernel_ends_a_program_before_its_guard(sandbox: Sandbox):
+def test_the_kernel_ends_a_program_before_its_guard_if_memory_is_short(sandbox: Sandbox):
     program = sandbox.start(
         [sandbox.python, "-c", "import time; print(open('/proc/self/oom_score_adj').read(), flush=True); time.sleep(60)"]
     )
@@ -79,14 +79,14 @@ def test_short_of_memory_the_kernel_ends_a_program_before_its_guard(sandbox: San
     program.close()
 
 
-def test_a_process_that_is_offered_to_the_oom_killer_already_stays_so():
-    """A higher score is kept: in a container that begins with 1000 the kernel refuses a lower one."""
+def test_a_high_oom_score_is_kept():
+    """In a container that starts with 1000 the kernel refuses a lower score."""
     program = "own.write_text('1000'); linux.raise_oom_score(999); print(own.read_text().strip())"
     program = f"from pathlib import Path; from pipeline.sandbox import linux; own = Path('/proc/self/oom_score_adj'); {program}"
     assert subprocess.check_output([sys.executable, "-c", program]) == b"1000\n"
 
 
-def test_a_program_that_is_talked_to_and_takes_too_much(sandbox: Sandbox):
+def test_an_interactive_program_that_uses_too_much(sandbox: Sandbox):
     program = sandbox.start([sandbox.python, "-c", "import os, time\nfor _ in range(3): os.fork()\ntime.sleep(60)"])
     with pytest.raises(EOFError):
         program.receive(1, time.monotonic() + 60)
@@ -148,7 +148,7 @@ def _watch(monkeypatch: pytest.MonkeyPatch, sample: Callable[[UsageMeter], Resou
     return guard._Watch(prepared, ResourceLimits(processes=4), {}, os.getppid(), interactive=True), told
 
 
-def test_an_idle_program_is_looked_at_less_often_until_it_works(monkeypatch: pytest.MonkeyPatch):
+def test_an_idle_program_is_sampled_less_often_until_it_works(monkeypatch: pytest.MonkeyPatch):
     used = [ResourceUsage(1, 1 << 20, 0.1)]
     watch, _ = _watch(monkeypatch, lambda meter: used[-1])
     ticks = [watch._exceeded(1.0) or watch._tick_s for _ in range(10)]
@@ -157,7 +157,7 @@ def test_an_idle_program_is_looked_at_less_often_until_it_works(monkeypatch: pyt
     assert watch._exceeded(1.0) is None and watch._tick_s == guard.TICK_S
 
 
-def test_a_program_that_is_asked_is_looked_at_at_once(monkeypatch: pytest.MonkeyPatch):
+def test_a_program_with_new_input_is_sampled_at_once(monkeypatch: pytest.MonkeyPatch):
     def sample(meter: UsageMeter) -> ResourceUsage:
         looks.append(meter)
         os.write(told, b"\n")
@@ -170,7 +170,7 @@ def test_a_program_that_is_asked_is_looked_at_at_once(monkeypatch: pytest.Monkey
 
 
 def test_output_that_the_program_reads_itself(monkeypatch: pytest.MonkeyPatch, sandbox: Sandbox):
-    """It can open its own pipe for reading. Whoever was told that there is something to read does not wait for it."""
+    """It can open its own pipe for reading. A reader that was notified of data does not block."""
     watch, _ = _watch(monkeypatch, lambda meter: ResourceUsage(5, 0, 0.0))
     reader, _ = os.pipe()
     os.set_blocking(reader, False)
@@ -187,7 +187,7 @@ def test_output_that_the_program_reads_itself(monkeypatch: pytest.MonkeyPatch, s
 
 
 class _Late:
-    """A poll after which somebody else has read what there was."""
+    """A poll after which another process has read the data."""
 
     def __init__(self, reader: int) -> None:
         self._reader = reader
@@ -198,8 +198,8 @@ class _Late:
         return [(self._reader, select.POLLIN)]
 
 
-def test_a_process_that_ends_while_it_is_looked_at():
-    """Held open, its folder is there still, and all in it is gone: so it is between two steps of a path."""
+def test_a_process_that_ends_while_it_is_sampled():
+    """An open descriptor keeps its folder, now empty, as between two steps of a path lookup."""
     ended = subprocess.Popen(["sleep", "60"])
     folder = os.open(f"/proc/{ended.pid}", os.O_RDONLY)
     ended.kill()
@@ -211,9 +211,11 @@ def test_a_process_that_ends_while_it_is_looked_at():
 
 
 @pytest.mark.parametrize("ends", ["SIG_DFL", "SIG_IGN"])
-def test_what_processes_use_counts_once(ends: str):
-    """Where a parent waits for its children, never more than the kernel counts. Where it ignores their ends, as looks saw it:
-    4 times 0.1 s, less what each used after its last look."""
+def test_usage_of_processes_counts_once(ends: str):
+    """If a parent waits for its children, their usage never exceeds the kernel's count.
+
+    If it ignores their ends, it is the sampled usage: 4 times 0.1 s, less the usage after each one's last sample.
+    """
     work = (
         f"import os, signal, time\nsignal.signal(signal.SIGCHLD, signal.{ends})\nfor _ in range(4):\n    if os.fork() == 0:\n"
         "        if os.fork():\n            try: os.wait()\n            except ChildProcessError: pass\n"
@@ -239,7 +241,7 @@ def test_a_guard_that_fails_is_an_error(sandbox: Sandbox, monkeypatch: pytest.Mo
 
 @pytest.mark.parametrize("broken", [(guard_client, "_start"), (os, "pipe")], ids=["guard", "pipe"])
 def test_a_guard_that_cannot_be_started_leaves_nothing_open(sandbox: Sandbox, monkeypatch: pytest.MonkeyPatch, broken: tuple):
-    pipes = iter([os.pipe])  # of two, the second fails
+    pipes = iter([os.pipe])  # the second of two fails
 
     def fails(*arguments: object) -> tuple[int, int]:
         if broken == (os, "pipe") and (pipe := next(pipes, None)):
@@ -253,7 +255,7 @@ def test_a_guard_that_cannot_be_started_leaves_nothing_open(sandbox: Sandbox, mo
     assert sorted(os.listdir("/proc/self/fd")) == before
 
 
-def test_where_nothing_works_the_reasons_and_what_to_do_are_said(monkeypatch: pytest.MonkeyPatch):
+def test_if_no_backend_works_the_reasons_and_remedies_are_named(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(backends, "PROBE", b"raise SystemExit('this kernel allows nothing')")
     backends._first_working.cache_clear()
     with pytest.raises(
@@ -263,7 +265,7 @@ def test_where_nothing_works_the_reasons_and_what_to_do_are_said(monkeypatch: py
     backends._first_working.cache_clear()
 
 
-def test_where_there_is_no_bubblewrap(monkeypatch: pytest.MonkeyPatch):
+def test_without_bubblewrap(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("PATH", "/nowhere")
     backends._first_working.cache_clear()
     with pytest.raises(SandboxError, match="bwrap is not in PATH"):
@@ -294,15 +296,15 @@ def test_an_unknown_backend():
 
 
 @pytest.mark.parametrize("wrong", [{"wall_s": 0}, {"memory_bytes": 1.5}, {"processes": True}, {"cpu_s": float("inf")}])
-def test_limits_that_are_none(wrong: dict):
+def test_invalid_limits(wrong: dict):
     with pytest.raises(ValueError, match=next(iter(wrong))):
         ResourceLimits(**wrong)
 
 
-def test_what_is_readable(tmp_path: Path):
+def test_visible_files(tmp_path: Path):
     (tmp_path / "held").write_text("yes")
     open_to_all = Path("/usr/share")
-    assert str(open_to_all) not in file_system.file_system_view((str(open_to_all),)).mounted  # it is there already
+    assert str(open_to_all) not in file_system.file_system_view((str(open_to_all),)).mounted  # it exists already
     with pytest.raises(SandboxError, match="expected an absolute path that exists"):
         file_system.file_system_view(("nowhere",))
     with pytest.raises(SandboxError, match="the home folder"):
@@ -315,7 +317,7 @@ def test_what_is_readable(tmp_path: Path):
 
 
 @pytest.mark.parametrize("name", file_system.SECRET)
-def test_a_token_and_the_run_are_not_shown(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_tokens_and_the_run_folder_are_hidden(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     (tmp_path / "shown/it").mkdir(parents=True)
     (tmp_path / "link").symlink_to(tmp_path / "shown/it")
     monkeypatch.setenv(name, str(tmp_path / "beside"))
@@ -326,8 +328,8 @@ def test_a_token_and_the_run_are_not_shown(name: str, tmp_path: Path, monkeypatc
             file_system.file_system_view((str(tmp_path / "shown"),))
 
 
-def test_of_pythons_folder_only_what_it_needs_is_shown(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    """As conda has it."""
+def test_only_the_needed_parts_of_pythons_folder_are_visible(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """With conda's layout."""
     for name in ("bin", "lib", "envs/others", "pkgs", "share"):
         (tmp_path / name).mkdir(parents=True)
     (tmp_path / ".condarc").write_text("https://user:password@host")

@@ -18,11 +18,11 @@ CALLS = {**ALLOWED, **CONDITIONAL}
 HEADERS = {"x86_64": "/usr/include/x86_64-linux-gnu/asm/unistd_64.h", "aarch64": "/usr/include/asm-generic/unistd.h"}
 
 
-YOUNG = {"futex_waitv", "fchmodat2"}  # younger than some headers and libraries; one number on all machines
+YOUNG = {"futex_waitv", "fchmodat2"}  # newer than some headers and libraries; the same number on all machines
 
 
 def verdict(machine: str, number: int, *arguments: int, architecture: int | None = None) -> int:
-    """What the filter returns of a call, by the rules of classic BPF."""
+    """Return the filter's result for a call, by the rules of classic BPF."""
     _, own = MACHINES[machine]
     data = struct.pack(
         "<iIQ6Q", number, own if architecture is None else architecture, 0, *arguments, *[0] * (6 - len(arguments))
@@ -79,7 +79,7 @@ LOOKS = {  # call: (arguments, verdict)
         ((0, 4096, 3, 0x40022), DENY),  # MAP_HUGETLB
         ((0, 4096, 3, 0x20022), ALLOW),  # MAP_STACK
     ],
-    "prlimit64": [((0, 7), ALLOW), ((1, 7), DENY), ((1 << 32, 7), ALLOW)],  # whose lower half is all that the kernel reads
+    "prlimit64": [((0, 7), ALLOW), ((1, 7), DENY), ((1 << 32, 7), ALLOW)],  # the kernel reads its lower half alone
     "pipe2": [((0, 0x80000), ALLOW), ((0, 0x80), INVALID)],
     "socketpair": [
         ((1, 1), ALLOW),
@@ -93,7 +93,7 @@ LOOKS = {  # call: (arguments, verdict)
 
 
 @pytest.mark.parametrize("machine", MACHINES)
-def test_what_is_let_through(machine: str):
+def test_allowed_calls(machine: str):
     place, _ = MACHINES[machine]
     listed = {pair[place] for pair in ALLOWED.values()} - {None}
     looked_at = {pair[place]: name for name, pair in CONDITIONAL.items()}
@@ -106,7 +106,7 @@ def test_what_is_let_through(machine: str):
 
 
 @pytest.mark.parametrize("machine", MACHINES)
-def test_what_is_looked_at(machine: str):
+def test_inspected_arguments(machine: str):
     assert set(LOOKS) == set(CONDITIONAL)
     for name, cases in LOOKS.items():
         for arguments, expected in cases:
@@ -114,13 +114,13 @@ def test_what_is_looked_at(machine: str):
 
 
 @pytest.mark.parametrize("machine", MACHINES)
-def test_it_is_short_enough_for_the_kernel(machine: str):
+def test_the_filter_is_short_enough_for_the_kernel(machine: str):
     assert len(seccomp.filter_for(machine)) // 8 <= 4096  # BPF_MAXINSNS
 
 
 @pytest.mark.parametrize("machine", MACHINES)
-def test_the_numbers_are_the_kernels(machine: str):
-    """By the kernel's headers. Of two numbers for one call, asm-generic names that of 64-bit machines 3264."""
+def test_the_numbers_match_the_kernels_headers(machine: str):
+    """Where a call has two numbers, asm-generic gives that of 64-bit machines as 3264."""
     if not Path(HEADERS[machine]).exists():
         pytest.skip("the kernel's headers are not here")
     text = Path(HEADERS[machine]).read_text()
@@ -134,7 +134,7 @@ def test_the_numbers_are_the_kernels(machine: str):
 
 
 @pytest.mark.parametrize("machine", MACHINES)
-def test_the_numbers_are_libseccomps(machine: str):
+def test_the_numbers_match_libseccomp(machine: str):
     if (found := ctypes.util.find_library("seccomp")) is None:
         pytest.skip("libseccomp is not here")
     place, architecture = MACHINES[machine]
@@ -144,16 +144,16 @@ def test_the_numbers_are_libseccomps(machine: str):
         assert number == pair[place] or (number < 0 and (pair[place] is None or name in YOUNG)), name
 
 
-def test_a_machine_that_is_not_known():
+def test_an_unknown_machine():
     with pytest.raises(ValueError, match="got machine s390x; expected x86_64 or aarch64"):
         seccomp.filter_for("s390x")
 
 
 def test_the_kernel_refuses_all_others(host: Host):
-    """All arguments are 0, so that none of them would do anything."""
+    """All arguments are 0, so none of the calls would have an effect."""
     place = MACHINES[platform.machine()][0]
     listed = {pair[place] for pair in CALLS.values()}
-    unfiltered = {335, 336}  # uretprobe and uprobe of x86_64, which new kernels let past every filter and answer by a signal
+    unfiltered = {335, 336}  # uretprobe and uprobe of x86_64, which new kernels let past every filter and answer with a signal
     host.held(f"""
 for number in sorted(set(range({YOUNGEST} + 40)) - {listed - {None} | unfiltered}):
     expected = errno.EPERM if number <= {YOUNGEST} else errno.ENOSYS

@@ -1,4 +1,4 @@
-"""python -m tests.storage: what the user sees, and what is kept, of every writer on every kind of failing file system.
+"""Print, for every writer on every kind of failing file system, what the user sees and what is kept: python -m tests.storage
 
 A Markdown table. As root, or the full and the read-only disk cannot be real ones.
 """
@@ -12,7 +12,7 @@ from tests.storage.test_writers import cells
 
 
 def said(cell: dict) -> str:
-    """What the run ends with, or else what it says on the log."""
+    """Return the error that ends the run, or else its log messages."""
     text = cell["error"] or cell["told"] or "nothing"
     return text.replace(cell["folder"], "RUN").replace("\n", "<br>")
 

@@ -20,7 +20,7 @@ class Disk:
         self.path = path
 
     def fill(self, leave: int = 0) -> None:
-        """Take all but `leave` bytes, rounded down to whole pages."""
+        """Fill all but `leave` bytes, rounded down to whole pages."""
         status = os.statvfs(self.path)
         with open(self.path / "ballast", "ab") as ballast:
             ballast.write(bytes(max(0, status.f_bavail * status.f_frsize - leave)))
@@ -44,14 +44,14 @@ def small_disk(path: Path, size: str = "8m") -> Iterator[Disk]:
 
 
 class Faults:
-    """Switches what `faulty.c` does to the processes that have it before libc."""
+    """Switches faults of `faulty.c` on and off in the processes that load it before libc."""
 
     def __init__(self, file: Path):
         self._file = file
 
     @classmethod
     def of_environment(cls) -> "Faults":
-        """Of this process."""
+        """Return this process's switches."""
         return cls(Path(os.environ["HETSTEP_TEST_FAULT_FILE"]))
 
     def none(self) -> None:
@@ -66,7 +66,7 @@ class Faults:
 
 
 def faulty(folder: Path, disk: Path) -> dict[str, str]:
-    """The environment of a process for which `disk` can be made to fail. Skips where there is no C compiler."""
+    """Return the environment of a process for which `disk` can be made to fail. Skips where there is no C compiler."""
     if shutil.which("cc") is None:
         pytest.skip("no C compiler here: file systems that fail are not tested")
     library = folder / "faulty.so"

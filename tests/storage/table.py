@@ -1,4 +1,4 @@
-"""Each writer on each kind of failing file system: what the user sees, and what is kept.
+"""Try each writer on each kind of failing file system: what the user sees, and what is kept.
 
 Run with the environment of `disks.Faults`: python -m tests.storage.table DISK, where a small file system is mounted. Prints a
 JSON object a line.
@@ -30,8 +30,8 @@ class Cell:
     writer: str
     fault: str
     needed: bool
-    real: bool  # the file system really was so; else the calls to it were made to fail
-    error: str  # that reached the run
+    real: bool  # whether the file system was real; else its calls were made to fail
+    error: str  # the error that reached the run
     told: str  # on the log
     kept: str
     seconds: float
@@ -39,7 +39,7 @@ class Cell:
 
 @contextlib.contextmanager
 def failing(disk: Disk, faults: Faults, fault: str):
-    """Gives whether it is real."""
+    """Yields whether the fault is real."""
     real = fault == "full"
     if fault == "full":
         disk.fill()

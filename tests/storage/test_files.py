@@ -1,4 +1,4 @@
-"""The primitives on a disk that is really full or read-only, and the writers that stand on them."""
+"""File primitives on a disk that is really full or read-only, and the writers that use them."""
 
 import errno
 import json
@@ -33,7 +33,7 @@ def disk(tmp_path):
 
 
 def later(work) -> threading.Timer:
-    """Somebody mends it, after the first tries have failed."""
+    """Repair the disk after the first tries have failed."""
     timer = threading.Timer(0.5, work)
     timer.start()
     return timer
@@ -50,7 +50,7 @@ def test_a_file_is_the_old_or_the_new_one(disk):
     assert sorted(os.listdir(disk.path)) == ["ballast", "file"]
 
 
-def test_an_append_that_stopped_half_way_is_done_again(disk, caplog):
+def test_an_interrupted_append_is_repeated(disk, caplog):
     caplog.set_level("INFO")
     path = disk.path / "lines"
     size = append(path, 0, b"one\n")
@@ -65,7 +65,7 @@ def test_an_append_that_stopped_half_way_is_done_again(disk, caplog):
     assert "done after" in done
 
 
-def test_patience_has_an_end_and_says_what_is_kept(disk):
+def test_retries_end_and_the_error_names_what_is_kept(disk):
     disk.remount("ro")
     path = disk.path / "file"
     retry = RetryPolicy(0.3, kept=lambda: "Kept: all")
@@ -76,12 +76,12 @@ def test_patience_has_an_end_and_says_what_is_kept(disk):
     assert said.endswith("the same command then goes on from the last checkpoint. Kept: all")
 
 
-def test_what_nobody_can_mend_is_no_matter_of_patience(tmp_path):
+def test_permanent_errors_are_not_retried(tmp_path):
     with pytest.raises(FileNotFoundError):
         retrying(lambda: write_durably(tmp_path / "no/file", "x"), "writing", tmp_path, RetryPolicy(60))
 
 
-def test_who_waits_for_a_disk_does_not_write_after_a_later_attempt_has_begun(disk):
+def test_a_writer_that_waits_for_a_disk_does_not_write_after_a_later_attempt_has_begun(disk):
     old, new = (Attempt(disk.path / "attempts" / name) for name in ("old", "new"))
     for attempt in (old, new):
         attempt.folder.mkdir(parents=True)
@@ -96,7 +96,7 @@ def test_who_waits_for_a_disk_does_not_write_after_a_later_attempt_has_begun(dis
     assert [line["step"] for line in read(disk.path / "metrics.jsonl")] == [1]
 
 
-def test_what_another_node_wrote_is_waited_for(tmp_path, monkeypatch):
+def test_another_nodes_files_are_waited_for(tmp_path, monkeypatch):
     path = tmp_path / "file"
     timer = later(lambda: write_durably(path, "x"))
     storage.wait_for(path, 20)
@@ -105,10 +105,10 @@ def test_what_another_node_wrote_is_waited_for(tmp_path, monkeypatch):
         storage.wait_for(tmp_path / "never", 0.1)
 
 
-# ---- what a run writes --------------------------------------------------------------------------------------------------
+# ---- files of a run -----------------------------------------------------------------------------------------------------
 
 
-def test_a_full_disk_costs_no_metric_and_curves_and_rollouts_only_while_it_lasts(disk, caplog):
+def test_a_full_disk_loses_no_metric_and_curves_and_rollouts_only_while_it_lasts(disk, caplog):
     caplog.set_level("INFO")
     metrics = Metrics(disk.path, LoggerConfig(), None, RetryPolicy(20))
     metrics.log_rollouts(1, [group(1.0)], Words())
@@ -134,7 +134,7 @@ def curve(run_dir, tag="loss"):
     return [(event.step, event.value) for event in events.Scalars(tag)]
 
 
-def test_curves_that_were_not_written_are_caught_up_at_the_next_start(tmp_path, caplog):
+def test_missing_curves_are_written_at_the_next_start(tmp_path, caplog):
     metrics = Metrics(tmp_path, LoggerConfig(), None)
     metrics.log(1, {"loss": 1.0})
     (tmp_path / "tensorboard").rename(tmp_path / "away")
@@ -143,15 +143,15 @@ def test_curves_that_were_not_written_are_caught_up_at_the_next_start(tmp_path, 
     for step in (2, 3):
         metrics.log(step, {"loss": float(step)})
     metrics.close()
-    assert caplog.text.count("TensorBoard of step") == 2  # when it began, and at the end
+    assert caplog.text.count("TensorBoard of step") == 2  # at its start and at its end
     (tmp_path / "tensorboard").unlink()
     (tmp_path / "away").rename(tmp_path / "tensorboard")
     assert curve(tmp_path) == [(1, 1.0)]
-    Metrics(tmp_path, LoggerConfig(), 2).close()  # goes on from a checkpoint of step 2
+    Metrics(tmp_path, LoggerConfig(), 2).close()  # continues from a checkpoint of step 2
     assert curve(tmp_path) == [(1, 1.0), (2, 2.0)]
 
 
-def test_a_checkpoint_that_does_not_fit_leaves_no_part_and_the_complete_one(disk):
+def test_a_checkpoint_that_does_not_fit_leaves_no_part_and_keeps_the_complete_one(disk):
     checkpoints = Checkpoints(disk.path, "attempt", CheckpointingConfig(keep_top_k=None))
     retry = RetryPolicy(0.3, kept=lambda: kept(disk.path))
 
@@ -194,7 +194,7 @@ def test_a_superfluous_checkpoint_that_cannot_be_removed_does_not_end_the_run(tm
     assert sorted(os.listdir(tmp_path / "checkpoints")) == ["step_000002"]
 
 
-def test_a_checkpoint_that_this_node_does_not_see_yet_is_waited_for(tmp_path):
+def test_a_checkpoint_that_is_not_visible_on_this_node_yet_is_waited_for(tmp_path):
     checkpoints = Checkpoints(tmp_path, "attempt", CheckpointingConfig(keep_top_k=None))
     for step in (1, 2):
         partial = checkpoints.begin(step)
@@ -227,7 +227,7 @@ raise RuntimeError("the token is " + os.environ["HF_TOKEN"])
 """
 
 
-def test_a_full_disk_does_not_end_a_rank_by_its_own_log(disk):
+def test_a_full_disk_under_a_ranks_own_log_does_not_end_it(disk):
     disk.fill(leave=8192)
     with open(disk.path / "log", "a") as log:
         subprocess.run(
@@ -241,7 +241,7 @@ def test_a_full_disk_does_not_end_a_rank_by_its_own_log(disk):
     assert "RuntimeError: the token is ***" in text
 
 
-def test_the_record_of_metrics_is_json_to_the_end_whatever_happened(disk):
+def test_metrics_jsonl_is_valid_json_after_all_faults(disk):
     path = disk.path / "metrics.jsonl"
     metrics = Metrics(disk.path, LoggerConfig(tensorboard_enabled=False), None)
     metrics.log(1, {"a": 1.0})

@@ -1,4 +1,4 @@
-"""What a power cut leaves: of a file the bytes, and of a folder the names, of when each was last synced."""
+"""A power cut leaves a file's bytes, and a folder's names, as they were last synced."""
 
 import os
 import stat
@@ -14,7 +14,7 @@ from pipeline.train.shards import Shards
 
 
 class SyncedDisk:
-    """Remembers, at each `os.fsync`, what the file or folder holds."""
+    """Records, at each `os.fsync`, the content of the file or folder."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch):
         self._bytes: dict[int, bytes] = {}  # by inode
@@ -31,7 +31,7 @@ class SyncedDisk:
             self._bytes[status.st_ino] = path.read_bytes()
 
     def after_power_cut(self, folder: Path) -> dict[str, bytes]:
-        """Return the files that are left in a folder, by their paths in it. One of which no byte was synced is empty."""
+        """Return the files that are left in a folder, by their paths in it. A file without synced bytes is empty."""
         return self._left(folder.stat().st_ino, "")
 
     def _left(self, inode: int, at: str) -> dict[str, bytes]:
@@ -61,7 +61,7 @@ def test_a_durable_append_keeps_every_byte(tmp_path, disk):
     assert disk.after_power_cut(tmp_path) == {"lines": b"one\ntwo\n"}
 
 
-def test_a_committed_checkpoint_is_there_and_whole(tmp_path, disk):
+def test_a_committed_checkpoint_is_complete(tmp_path, disk):
     checkpoints = Checkpoints(tmp_path, "attempt", CheckpointingConfig(keep_top_k=None))
     partial = checkpoints.begin(1)
     checkpoints.keep_rollouts(partial, b"rollouts")

@@ -1,4 +1,4 @@
-"""Whole tiny runs whose run folder is on a disk that turns out too small, or read-only, while they run."""
+"""Whole tiny runs whose run folder's disk becomes full or read-only while they run."""
 
 import contextlib
 import os
@@ -11,7 +11,7 @@ import pytest
 from tests.end_to_end.runs import LOCAL, submit
 from tests.storage.disks import small_disk
 
-ENOUGH, SMALL = "80m", "26m"  # of the four checkpoints of 9 MB two fit into the small one
+ENOUGH, SMALL = "80m", "26m"  # two of the four checkpoints of 9 MB fit
 
 
 def printed(run_dir):
@@ -19,12 +19,12 @@ def printed(run_dir):
 
 
 def steps(run_dir):
-    """Of its checkpoints, and of what is left of others."""
+    """Return the steps of its checkpoints, and the remains of others."""
     return sorted(os.listdir(run_dir / "checkpoints"))
 
 
 def do(*works) -> threading.Thread:
-    """Pairs of (when to, what to do), one after the other."""
+    """steps: pairs of (when, what to do), one after the other."""
 
     def all_of_them() -> None:
         for is_time, work in works:
@@ -39,12 +39,12 @@ def do(*works) -> threading.Thread:
 
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory):
-    """The run that nothing befalls."""
+    """Return the undisturbed run."""
     return submit(tmp_path_factory.mktemp("whole") / "run", *LOCAL)
 
 
 @pytest.mark.parametrize("saving", ["sync", pytest.param("async", marks=pytest.mark.long)])
-def test_a_run_waits_for_a_full_disk_and_goes_on(tmp_path, saving):
+def test_a_run_waits_for_a_full_disk_and_continues(tmp_path, saving):
     with small_disk(tmp_path / "disk", ENOUGH) as disk:
         run_dir = disk.path / "run"
         events = do(
@@ -63,7 +63,7 @@ def test_a_run_waits_for_a_full_disk_and_goes_on(tmp_path, saving):
 
 @pytest.mark.long
 @pytest.mark.parametrize("saving", ["sync", "async"])
-def test_a_run_ends_when_the_disk_stays_full_and_the_same_command_goes_on(tmp_path, whole, saving):
+def test_a_run_ends_if_the_disk_stays_full_and_the_same_command_continues(tmp_path, whole, saving):
     background = f"checkpointing.async_save={str(saving == 'async').lower()}"
     with small_disk(tmp_path / "disk", ENOUGH) as disk:
         run_dir = disk.path / "run"
@@ -98,7 +98,7 @@ def test_a_run_whose_checkpoints_folder_turns_read_only(tmp_path):
 
 
 def read_only(disk):
-    """Whether that could be done: not while a file is open for writing."""
+    """Return whether it succeeded: it cannot while a file is open for writing."""
     with contextlib.suppress(subprocess.CalledProcessError):
         disk.remount("ro")
         return True

@@ -16,7 +16,7 @@ SYMBOL["stale handle"] = "ESTALE"
 
 
 def cells(folder: Path, disk: Disk) -> Iterator[dict]:
-    """Of `table.py`, which ends with an error if something that was complete is lost."""
+    """Return the rows of `table.py`, which ends with an error if complete data is lost."""
     command = [sys.executable, "-m", "tests.storage.table", str(disk.path)]
     with subprocess.Popen(command, cwd=ROOT, env=faulty(folder, disk.path), stdout=subprocess.PIPE, text=True) as process:
         for line in process.stdout:

@@ -1,8 +1,10 @@
-"""Every writer of the run folder, to be tried on a file system that fails: what a run needs must end in an error that says so,
-what it does not need must be told and go on, and neither may spoil what was there.
+"""Every writer of the run folder, to be tried on a failing file system.
 
-A writer begins healthy (`__init__`), writes under the fault (`write`), and is asked afterwards, on a healthy file system again,
-what is there (`kept`), which raises AssertionError if anything was lost that was complete.
+A required write must end the run with an error that names it, an optional one must be logged and the run must continue, and
+neither may damage earlier data.
+
+A writer starts on a healthy file system (`__init__`), writes under the fault (`write`), and then reports on a healthy file
+system what is there (`kept`), which raises AssertionError if complete data was lost.
 """
 
 import json
@@ -66,7 +68,7 @@ class Curves(Writer):
 
     def __init__(self, folder, patience_s):
         super().__init__(folder, patience_s)
-        healthy = Path(tempfile.mkdtemp())  # where the metrics are: this is about the curves
+        healthy = Path(tempfile.mkdtemp())  # the metrics' own folder: this is about the curves
         (healthy / "tensorboard").symlink_to(folder)
         self.metrics = Metrics(healthy, LoggerConfig(), None, self.retry)
         self.metrics.log(1, LINE)
