@@ -1,4 +1,4 @@
-"""The algorithm's own section and its losses. DEFAULTS are those of theirs that differ from ours."""
+"""Translate the algorithm's section and the losses. DEFAULTS holds NeMo-RL's defaults that differ from ours."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ VALIDATED_BATCHES = {"sft": (8, 32), "dpo": (8, 8), "rm": (-1, 32)}
 ESTIMATOR = {"normalize_rewards": True, "use_leave_one_out_baseline": True, "minus_baseline": True}
 """Defaults of GRPO's adv_estimator, which do not follow the section's keys of the same names, as ours do."""
 KL_CLAMPS = {"kl_input_clamp_value": 20.0, "kl_output_clamp_value": 10.0}
-"""Defaults of loss_fn's; of KL in the reward in any case."""
+"""Defaults in loss_fn. KL in the reward always uses them."""
 PENALTY, PENALTY_DEFAULT = "loss_fn.reference_policy_kl_penalty", 0.01
 
 REWARD_PENALTIES = "penalties on single tokens of reasoning or tool calls"
@@ -40,14 +40,14 @@ ADVANTAGES = {
 
 
 def bounded(value: int | None) -> int | None:
-    """Convert max_num_steps or max_num_epochs, which bound nothing where they are not positive."""
+    """Convert max_num_steps or max_num_epochs: a value that is not positive means no bound."""
     return value if value is None or value > 0 else UNBOUNDED
 
 
 COMMON: tuple[Rule, ...] = (
     Same("val_at_start val_at_end seed"),
     Same("max_num_steps max_num_epochs", bounded),
-    Same("val_period", lambda period: max(0, period or 0)),  # -1 there is never, too
+    Same("val_period", lambda period: max(0, period or 0)),  # -1 also means never
 )
 OFFLINE_COMMON = (*COMMON, Ignored("val_micro_batch_size"))
 SAMPLED = (
@@ -118,7 +118,7 @@ LOSSES: dict[str, tuple[Rule, ...]] = {
 
 
 def algorithm_name(t: Translator) -> str | None:
-    """Return the algorithm whose section a recipe has. Those of others may be there, and null."""
+    """Return the algorithm whose section the recipe has. Sections of others may exist as null."""
     found = [name for name in NAMES if t.get(name) is not None]
     for other in (name for name in NAMES if name not in found[:1]):
         t.consume(other)
@@ -128,10 +128,10 @@ def algorithm_name(t: Translator) -> str | None:
 
 
 def translate(t: Translator, algorithm: str, validates: bool) -> None:
-    """Translate the section and the losses. validates: whether there is a data set to validate on."""
+    """Translate the section and the losses. validates: whether there is a dataset to validate on."""
     defaults = DEFAULTS[algorithm]
     _max_val_samples(t, algorithm)
-    if algorithm in OFFLINE and not validates:  # these two are passed over then
+    if algorithm in OFFLINE and not validates:  # NeMo-RL ignores these two then
         for name in ("val_at_start", "val_at_end"):
             t.consume(f"{algorithm}.{name}")
             t.put(f"{algorithm}.{name}", False)
@@ -152,18 +152,18 @@ def translate(t: Translator, algorithm: str, validates: bool) -> None:
 
 
 def epochs(t: Translator, algorithm: str) -> int:
-    """Return the passes over the samples of a step; theirs advances the schedules after each."""
+    """Return the passes over the samples of a step; NeMo-RL's PPO advances the schedules after each."""
     given = t.get("ppo.ppo_epochs", DEFAULTS["ppo"]["ppo_epochs"]) if algorithm == "ppo" else 1
     return given or 1  # null: the schema refuses it
 
 
 def max_num_steps(t: Translator, algorithm: str) -> int | None:
-    """Return max_num_steps as translated; None if neither the recipe nor their default has it."""
+    """Return max_num_steps as translated; None if neither the recipe nor NeMo-RL's default has it."""
     return bounded(t.get(f"{algorithm}.max_num_steps", DEFAULTS[algorithm].get("max_num_steps")))
 
 
 def _max_val_samples(t: Translator, algorithm: str) -> None:
-    """Translate how many samples are validated on, in batches of which GRPO and PPO drop one that is not full."""
+    """Translate the number of validation samples. GRPO and PPO drop a batch that is not full."""
     if algorithm in OFFLINE:
         name, (number, batch) = "val_batches", VALIDATED_BATCHES[algorithm]
         batches = _whole(t, f"{algorithm}.val_batches", number)
@@ -173,7 +173,7 @@ def _max_val_samples(t: Translator, algorithm: str) -> None:
         name, (number, batch) = "max_val_samples", VALIDATED[algorithm]
         samples, size = t.consume(f"{algorithm}.max_val_samples", number), t.consume(f"{algorithm}.val_batch_size", batch)
         if samples is None or not size:
-            samples = UNBOUNDED  # NeMo Gym's: all
+            samples = UNBOUNDED  # all samples, as for NeMo Gym
         else:
             samples = (samples + (size - 1) * (algorithm == "distillation")) // size * size
     t.put(f"{algorithm}.max_val_samples", samples, f"{algorithm}.{name}")
@@ -196,7 +196,7 @@ def _async(t: Translator) -> None:
     t.put_defaults({f"{section}.max_generation_failures": 0}, section)
     message = "counts groups in a row all of whose episodes failed; there batches in a row in which anything failed"
     t.change(f"{section}.max_generation_failures", message)
-    if not t.on(f"{section}.in_flight_weight_updates"):  # there what cannot be used is passed over, too
+    if not t.on(f"{section}.in_flight_weight_updates"):  # NeMo-RL ignores it then
         t.consume(f"{section}.recompute_kv_cache_after_weight_updates")
 
 
@@ -207,7 +207,7 @@ def _rewarded(t: Translator, algorithm: str) -> None:
         t.lacks(estimator, name, *ADVANTAGES[name])
         t.consume(f"{algorithm}.adv_estimator")
     t.consume_off(f"{algorithm}.reward_shaping", f"{algorithm}.reward_scaling")
-    if t.get("loss_fn.truncated_importance_sampling_type") is None:  # the bounds say nothing then
+    if t.get("loss_fn.truncated_importance_sampling_type") is None:  # the bounds have no effect then
         for bound in ("ratio", "ratio_min"):
             t.consume(f"loss_fn.truncated_importance_sampling_{bound}")
     skip = f"{algorithm}.skip_reference_policy_logprobs_calculation"

@@ -21,23 +21,23 @@ from pipeline.metrics import read_rollouts
 
 KINDS = {"step": "training", "val": "validation"}
 FILES = 200
-"""Files of one run and kind that are read at most."""
+"""Maximum number of files that are read of one run and kind."""
 READ_BYTES = 1 << 30
-"""Bytes of all runs together that are read, about."""
+"""Approximate number of bytes that are read of all runs together."""
 SAMPLED_FILES = 24
-"""Files of one run and kind with samples on the page."""
+"""Maximum number of files of one run and kind with samples on the page."""
 SAMPLES = 32
-"""Samples of one file."""
+"""Maximum number of samples of one file."""
 PAGE_CHARACTERS = 4_000_000
-"""Characters of all samples on the page."""
+"""Maximum number of characters of all samples on the page."""
 TEXT_CHARACTERS = 6_000
-"""Characters of a prompt or completion."""
+"""Maximum number of characters of a prompt or completion."""
 TURNS = 20
-"""Turns of a conversation that are shown."""
+"""Maximum number of turns that are shown of an episode."""
 DISTINCT = 6
-"""Rewards with no more values than this are shown by the share of each."""
+"""If rewards have at most this many distinct values, a chart shows the share of each value."""
 OWN = frozenset(("prompt_index", "sample", "reward"))
-"""Numbers of a record that are no metric."""
+"""Numbers of a record that are not metrics."""
 QUANTILES = (0.05, 0.25, 0.5, 0.75, 0.95)
 
 
@@ -96,7 +96,7 @@ def _step(path: Path) -> int:
 def _records(path: Path) -> list[dict[str, Any]]:
     try:
         return read_rollouts(path)
-    except FileNotFoundError:  # a restart has just cut it away
+    except FileNotFoundError:  # a restart has just deleted it
         return []
 
 
@@ -121,7 +121,7 @@ def _samples(prompts: dict[str, int], run: int, kind: str, path: Path, records: 
 
 
 def _answer(record: dict[str, Any]) -> dict[str, Any]:
-    """Return the completion; of several turns instead what was said and told in each, of many without those in the middle."""
+    """Return the completion, or the completion and observation of each turn. Many turns lose those in the middle."""
     turns = record.get("turns")
     if not turns:
         return {"completion": _short(record["completion"])}
@@ -174,7 +174,7 @@ def lengths(found: Rollouts, marks: Sequence[Mark]) -> list[Chart]:
 
 
 def rewards(found: Rollouts, labels: Sequence[str], marks: Sequence[Mark]) -> list[Chart]:
-    """Return bands over each other; where a run has few different rewards, the share of each, a chart per run."""
+    """Return bands of the rewards of all runs. A run with few distinct rewards has a chart of their shares instead."""
     charts, shared = [], []
     for (run, kind), steps in found.steps.items():
         values = sorted({reward for step in steps for reward in step.rewards})
@@ -191,7 +191,7 @@ def rewards(found: Rollouts, labels: Sequence[str], marks: Sequence[Mark]) -> li
 
 
 def _bands(found, what, unit, values, marks, without) -> Iterator[Chart]:
-    """Yield charts with the median, the quarters and the twentieths by step."""
+    """Yield charts with the median, 25% to 75% and 5% to 95% by step."""
     for kind in KINDS:
         series = []
         for run, each in found.steps:

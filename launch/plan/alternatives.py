@@ -94,7 +94,7 @@ def proposals(plan: Plan) -> Iterator[Line]:
 
 
 def _division(plan: Plan) -> str:
-    estimated = "by these estimates alone; a few measured steps would tell better"
+    estimated = "by these estimates only; measure a few steps to be sure"
     by = f"as measured in {plan.measured.where}" if plan.measured and plan.ratios else estimated
     if plan.split is None:
         return f"no other division {'makes a step clearly shorter' if plan.fits else 'fits either'}, {by}"

@@ -74,7 +74,7 @@ def _cuts(plan: Plan, component: str) -> str:
     return f"{plural(engines(policy, plan.recipe.cluster.generate), 'engine')}, {of_vllm}"
 
 
-# ---- what is held and moved ---------------------------------------------------------------------------------------------
+# ---- memory and refit ---------------------------------------------------------------------------------------------------
 
 
 def _models(plan: Plan) -> Iterator[Line]:
@@ -129,27 +129,27 @@ def _cache(plan: Plan, generate: GenerateMemory) -> str:
 def _refit(plan: Plan) -> Iterator[Line]:
     refit, took = plan.refit, seconds(plan.seconds["refit"]) if "refit" in plan.seconds else ""
     if refit is None:
-        yield "refit", f"not known: {plan.refit_unknown}"
+        yield "refit", f"unknown: {plan.refit_unknown}"
         return
     sent, received = (size(float(nbytes.max())) for nbytes in (refit.sent, refit.received))
-    moved = f"{sent} leave the busiest train rank, {received} reach a generate rank"
+    moved = f"the busiest train rank sends {sent}, a generate rank receives {received}"
     if plan.turns:
         way = "by CUDA IPC" if config.refits_by_ipc(plan.recipe) else "through host memory"
         yield "refit", f"{moved}, {way}{f', {took} with taking turns' if took else ''}"
         return
     floor, limit = refit.floor
     took = f"; {plan.recipe.policy.generation.refit_transport}: {took}" if took else ""
-    yield "refit", f"{moved}{took}; no transfer could take less than {seconds(floor)} ({limit})"
+    yield "refit", f"{moved}{took}; the lower bound is {seconds(floor)} ({limit})"
 
 
-# ---- what it takes ------------------------------------------------------------------------------------------------------
+# ---- times and costs ----------------------------------------------------------------------------------------------------
 
 
 def _times(plan: Plan) -> Iterator[Line]:
     if not plan.phases:
         without = [f"cluster.{name}" for name, on in config.components(plan.recipe).items() if not on.gpus_per_node]
         why = f"no GPUs in {' and '.join(without)}" if without else "an engine has no room for a KV cache"
-        yield "times", f"not told: {why}"
+        yield "times", f"unknown: {why}"
         return
     yield f"{'a step':36s}{'FLOPs':>10s}{'time':>10s}   most of it"
     for clock, duration in plan.seconds.items():
@@ -184,7 +184,7 @@ def _run(plan: Plan) -> Iterator[Line]:
         each = "adapters and their optimizer's state" if nbytes is None else f"{size(nbytes)} each"
         about = "" if plan.checkpoints is None else f"about {plan.checkpoints}, "
         every = f"every {plan.recipe.checkpointing.save_period} steps (checkpointing.save_period)"
-        yield "checkpoints", f"{each}, {about}{every}; how long the file system takes is not known"
+        yield "checkpoints", f"{each}, {about}{every}; the time of the file system is unknown"
 
 
 def _whole(plan: Plan) -> Iterator[str]:
@@ -194,20 +194,20 @@ def _whole(plan: Plan) -> Iterator[str]:
         checks = f", {seconds(plan.validation)} a validation" if plan.validation else ""
         yield f"{seconds(plan.step)} a step{checks} on {plan.gpus} GPUs"
         epochs = plural(section(plan.recipe).max_num_epochs, "epoch")
-        yield f"it ends after {epochs} of its data, and {algorithm}.max_num_steps would tell the rest"
+        yield f"it ends after {epochs} of its data; set {algorithm}.max_num_steps to see the total"
     else:
         checks = ""
         if plan.validations and plan.validation:
             checks = f" and {plural(plan.validations, 'validation')} of {seconds(plan.validation)}"
         yield f"{plan.steps:,} steps{checks} take {_hours(plan.total)}, {plan.gpu_hours:,.0f} GPU-hours on {plan.gpus} GPUs"
     if plan.validation is None and plan.validations != 0:
-        yield f"a validation goes through all of its data, and {algorithm}.max_val_samples would tell how long that takes"
+        yield f"a validation uses all of its data; set {algorithm}.max_val_samples to see how long it takes"
 
 
 def _within_limit(plan: Plan) -> str:
     limit = 60 * plan.recipe.cluster.time_min
     if plan.total is not None and plan.submissions == 1:
-        return f"enough; {_hours(limit - plan.total)} are left for what is not counted"
+        return f"enough; {_hours(limit - plan.total)} are left for the rest"
     holds = f"holds about {plural(int(limit / plan.step), 'step')}"
     if plan.total is None or not plan.submissions:
         return holds
@@ -218,7 +218,7 @@ def _hours(duration: float) -> str:
     return f"{duration / 3600:.1f} h" if duration >= 3600 else f"{duration / 60:.0f} min"
 
 
-# ---- what is assumed, and whether it fits -------------------------------------------------------------------------------
+# ---- assumptions and verdict --------------------------------------------------------------------------------------------
 
 
 def _assumptions(plan: Plan) -> Iterator[Line]:
@@ -238,10 +238,10 @@ def _assumptions(plan: Plan) -> Iterator[Line]:
     if plan.measured:
         where = plan.measured.where
         times = f"by {where}: a clock's seconds are multiplied by measured / predicted there"
-        lengths = f"lengths alone, by {where}; that run's times cannot be compared with predicted ones"
+        lengths = f"only lengths, by {where}; the times of that run cannot be compared with predicted ones"
         yield "calibrated", times if plan.ratios else lengths
     elif priced(recipe):
-        yield "calibrated", "by nothing: run_dir has no earlier run; plan_from=RUN_DIR names another"
+        yield "calibrated", "no: run_dir has no earlier run. Try plan_from=RUN_DIR"
 
 
 def _hardware(plan: Plan, component: str) -> str:
@@ -252,8 +252,8 @@ def _hardware(plan: Plan, component: str) -> str:
     return (
         f"{gpu.name}: {gpu.bf16_tflops:g} TFLOP/s in BF16 ({gpu.fp8_tflops:g} in FP8, {gpu.fp32_tflops:g} in FP32), of which"
         f" matrix products reach {share:.0%}; HBM {gpu.hbm_gb_per_s:g} GB/s, of which {assumed.bandwidth:.0%}; NVLink"
-        f" {gpu.nvlink_gb_per_s:g} GB/s among {hardware.nvlink_gpus(on)}; {assumed.engine_step_ms:g} ms an engine's step beside"
-        " that"
+        f" {gpu.nvlink_gb_per_s:g} GB/s among {hardware.nvlink_gpus(on)}; {assumed.engine_step_ms:g} ms overhead per"
+        " engine step"
     )
 
 
@@ -264,7 +264,7 @@ def _unpriced(recipe: Recipe) -> str:
     if generates(recipe):
         left.append("environments on the CPU")
         if getattr(section(recipe), "use_dynamic_sampling", False):
-            groups, batches = "groups that dynamic sampling passes over", "batches of dynamic sampling after the first"
+            groups, batches = "groups that dynamic sampling drops", "batches of dynamic sampling after the first"
             left.append(groups if runs_ahead(recipe) else batches)
     return f"not in these times: {', '.join(left)}"
 

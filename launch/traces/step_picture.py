@@ -18,11 +18,11 @@ from pipeline.spans import Span
 
 STYLE = Path(__file__).parent.parent / "pages" / "page.css"
 FEW = 24
-"""Ranks of a realm that are shown as bars."""
+"""Maximum number of ranks of a component in a figure, and of ranks with a row of full height."""
 THIN = 720
-"""Height of a realm with many ranks, about."""
+"""Approximate height of a component with many ranks."""
 NAMES = 16
-"""Groups of a realm that are named at most."""
+"""Maximum number of groups of a component that are named."""
 WIDTH, LEFT, RIGHT, ROW, HEAD = 1200, 140, 30, 15, 26
 
 Row = tuple[RankTrace, list[Span]]
@@ -30,7 +30,7 @@ Item = TypeVar("Item")
 
 
 def pick_evenly(items: Sequence[Item], most: int) -> list[Item]:
-    """Return at most so many of them, from the first to the last, at equal distances."""
+    """Return at most `most` items, from the first to the last, at equal distances."""
     if len(items) <= most:
         return list(items)
     return [items[round(i * (len(items) - 1) / (most - 1))] for i in range(most)] if most > 1 else [items[-1]]
@@ -55,13 +55,13 @@ def svg_document(title: str, legend: Mapping[str, str], parts: Iterable[Html], h
 
 
 def svg_figure(step: StepSpans, title: str) -> Html:
-    """Return the picture for a page, with some of the ranks where a realm has many."""
+    """Return the picture for a page, with at most FEW ranks of each component."""
     parts, height = _panels(step, FEW, 0)
     return tag("svg", *parts, viewBox=f"0 0 {WIDTH} {height}", role="img", aria_label=title)
 
 
 def _panels(step: StepSpans, most: int, y: float) -> tuple[list[Html], float]:
-    """Return the realms one below another with the axis, from `y` on, and where it ends."""
+    """Return the components one below another and the axis, starting at `y`, and the y at which the axis ends."""
     scale = (WIDTH - LEFT - RIGHT) / (step.end - step.begin)
     parts: list[Html] = []
     for realm, every in step.realms().items():
@@ -80,7 +80,7 @@ def _panels(step: StepSpans, most: int, y: float) -> tuple[list[Html], float]:
 
 
 def _names(rows: list[Row]) -> Iterator[tuple[str, float]]:
-    """Yield (name, in the middle of how many rows): of each rank, or of some groups of many ranks."""
+    """Yield (name, row at its middle) of each rank, or, if there are many, of some groups of ranks."""
     if len(rows) <= FEW:
         yield from ((rank.name, i + 0.5) for i, (rank, _) in enumerate(rows))
         return
@@ -110,7 +110,7 @@ def _tooltip(step: StepSpans, span: Span) -> Html:
 
 
 def axis(length: float, y: float, scale: float) -> Iterator[Html]:
-    """Yield an axis of so many seconds. scale: pixels of a second."""
+    """Yield an axis of `length` seconds. scale: pixels per second."""
     unit, per_unit = ("s", 1.0) if length >= 0.5 else ("ms", 1e3)
     power = 10 ** math.floor(math.log10(length / 8))
     every = next(power * each for each in (1, 2, 5, 10) if power * each >= length / 8)

@@ -48,21 +48,21 @@ TABLES = {  # (recipe, overrides): (what its table has, what it has not)
     ("llama8b_grpo_sync",): (["fits, by these estimates"], ["at once"]),
     ("llama8b_sft",): (["verdict fits"], ["generate", "refit"]),
     ("llama8b_rm", "rm.max_num_steps=1000000", "rm.max_num_epochs=2"): (  # as NeMo-RL's rm.yaml has it: -1 is 1,000,000 here
-        ["a step", "a validation on", "it ends after 2 epochs of its data, and rm.max_num_steps would tell the rest"],
+        ["a step", "a validation on", "it ends after 2 epochs of its data; set rm.max_num_steps to see the total"],
         ["GPU-hours", "submissions", "000,000", "None"],
     ),
-    ("llama8b_rm", "rm.max_val_samples=1000000", "rm.max_num_steps=300"): (["rm.max_val_samples would tell how long"], []),
+    ("llama8b_rm", "rm.max_val_samples=1000000", "rm.max_num_steps=300"): (["set rm.max_val_samples to see how long"], []),
     ("llama8b_rm", "rm.max_val_samples=1000000", "rm.max_num_steps=300", "rm.val_period=0", "rm.val_at_end=false"): (
         ["GPU-hours"],
-        ["validation goes"],
+        ["validation uses"],
     ),
     ("llama8b_ppo",): (["value 1.05e9", "updates of the critic", "values of the critic"], []),
     ("tiny_grpo", "policy.model_name=recipes/tiny"): (
-        ["not told: no GPUs in cluster.train and cluster.generate", "754,816 exactly", "reach a generate rank"],
+        ["unknown: no GPUs in cluster.train and cluster.generate", "754,816 exactly", "a generate rank receives"],
         ["GPU-hours"],
     ),
     ("llama8b_grpo", "policy.generation.vllm_cfg.gpu_memory_utilization=0.2"): (
-        ["not told: an engine has no room for a KV cache", "KV cache may hold", "does not fit", "gpu_memory_utilization="],
+        ["unknown: an engine has no room for a KV cache", "KV cache may hold", "does not fit", "gpu_memory_utilization="],
         [],
     ),
     (
