@@ -1,4 +1,4 @@
-"""What several tests compare with."""
+"""Fixtures of uninterrupted runs."""
 
 import pytest
 
@@ -7,7 +7,7 @@ from tests.end_to_end.runs import LOCAL, Run, printed, submit
 
 @pytest.fixture(scope="session")
 def whole(made_once) -> Run:
-    """The recipe's four steps, run in one go."""
+    """Return the recipe's four steps, run without interruption."""
 
     def make(folder):
         run = submit(folder / "run", *LOCAL)
@@ -19,7 +19,7 @@ def whole(made_once) -> Run:
 
 @pytest.fixture(scope="session")
 def uninterrupted(whole) -> list[dict]:
-    """The metrics of its steps."""
+    """Return the metrics of its steps."""
     lines = whole.metrics()
     assert [line["step"] for line in lines] == [1, 2, 3, 4]
     assert len({line["train/loss"] for line in lines}) == 4  # it does learn something

@@ -1,4 +1,4 @@
-"""An environment in which even an untrained model earns something."""
+"""Environments: one that rewards even an untrained model, and one that ends its process."""
 
 import os
 import signal
@@ -9,7 +9,7 @@ from pipeline.types import Prompt
 
 
 class Digits(Environment):
-    """Reward: the share of the answer's characters that are digits."""
+    """Rewards the share of the answer's characters that are digits."""
 
     def step(self, prompt: Prompt, text: str) -> Outcome:
         share = sum(character.isdigit() for character in text) / max(1, len(text))
@@ -17,7 +17,7 @@ class Digits(Environment):
 
 
 class DiesOnce(Digits):
-    """The first answer that it is asked about, on whatever rank, ends the process."""
+    """Ends the process at the first answer, on whatever rank."""
 
     def __init__(self, mark: str) -> None:
         self._mark = Path(mark)

@@ -8,7 +8,7 @@ from pathlib import Path
 
 
 def greedy(model: Path, prompts: list[list[int]], max_tokens: int) -> list[list[int]]:
-    """Token ids, with the end-of-sequence token where there is one."""
+    """Return token ids, with the end-of-sequence token where there is one."""
     request = json.dumps({"model": str(model), "prompts": prompts, "max_tokens": max_tokens})
     env = os.environ | {
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0",

@@ -1,4 +1,4 @@
-"""Submit real runs of the tiny model as a user would, and read what they left."""
+"""Submit real runs of the tiny model as a user would, and read their folders."""
 
 import json
 import os
@@ -58,12 +58,12 @@ class Run:
         return latest(self.folder).failure
 
     def verdicts(self) -> list[str]:
-        """On each start of the ranks, oldest first."""
+        """Return the verdict on each start of the ranks, oldest first."""
         return [attempt.verdict for attempt in all_attempts(self.folder)]
 
 
 def submit(folder: Path, *overrides: str, env: dict | None = None, fault: Fault | None = None, timeout: float = 240) -> Run:
-    """`python launch/submit.py recipe=... ` in the foreground, in a run folder, to its end."""
+    """Run `python launch/submit.py recipe=... ` in the foreground, in a run folder, to its end."""
     start = time.monotonic()
     process = launch(folder, *overrides, env=env, fault=fault)
     try:
@@ -74,7 +74,10 @@ def submit(folder: Path, *overrides: str, env: dict | None = None, fault: Fault 
 
 
 def launch(folder: Path, *overrides: str, env: dict | None = None, fault: Fault | None = None) -> subprocess.Popen | Program:
-    """The same, without waiting. Where there is a fault, each rank's process id is a file in `pids_of(folder)`."""
+    """Start a run without waiting.
+
+    With a fault, each rank's process id is a file in `pids_of(folder)`.
+    """
     environment = {**os.environ, "OMP_NUM_THREADS": "1", **(env or {})}
     if fault:
         pids = pids_of(folder)
@@ -113,7 +116,7 @@ def pids_of(folder: Path) -> Path:
 
 
 def left_alive(folder: Path, within_s: float = 15) -> list[int]:
-    """Ranks of a run with a fault whose process is still there after a while."""
+    """Return the ranks of a run with a fault whose process still runs after a while."""
     pids = {int(path.name): int(path.read_text()) for path in pids_of(folder).glob("[0-9]*")}
     deadline = time.monotonic() + within_s
     while alive := [rank for rank, pid in pids.items() if _alive(pid)]:

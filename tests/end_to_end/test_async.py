@@ -1,4 +1,4 @@
-"""Sampling that runs ahead, in whole runs: age 0 is the synchronous run, and a kill loses no rollout and repeats none."""
+"""Asynchronous sampling in whole runs: age 0 equals the synchronous run, and a kill neither loses nor repeats a rollout."""
 
 from collections import Counter
 from pathlib import Path
@@ -57,7 +57,7 @@ def test_age_0_leaves_the_checkpoints_of_the_synchronous_run(tmp_path):
 
 
 def kill_and_rerun(folder: Path, victim: int, count: int, *overrides: str) -> None:
-    """Kill a rank at the third step, look at what the checkpoint kept, go on, and count."""
+    """Kill a rank at the third step, check what the checkpoint kept, resume, and count."""
     broken = submit(folder, *LOCAL, *overrides, fault=Fault("step", victim, count=count))
     assert broken.status == 1, broken.output
     latest = max(path for path in folder.glob("checkpoints/step_*"))
@@ -90,14 +90,14 @@ def test_a_killed_run_loses_no_rollout_and_repeats_none(tmp_path):
 @pytest.mark.parametrize("stragglers", ["wait", "keep"])
 @pytest.mark.parametrize("in_flight", [True, False])
 @pytest.mark.parametrize("victim", [1, 2, 3])
-def test_whoever_is_killed(tmp_path, victim, in_flight, stragglers):
+def test_a_kill_of_any_rank_loses_no_rollout(tmp_path, victim, in_flight, stragglers):
     ahead = IN_FLIGHT if in_flight else AHEAD
     kill_and_rerun(tmp_path / "run", victim, 5, *ahead, *SLOW, f"grpo.async_grpo.stragglers={stragglers}")
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("stragglers", ["cut", "wait"])
-def test_answers_are_cut_only_where_the_recipe_says_so(tmp_path, stragglers):
+def test_answers_are_truncated_only_if_the_recipe_says_so(tmp_path, stragglers):
     ahead = (f"grpo.async_grpo.stragglers={stragglers}", "grpo.async_grpo.straggler_share=0.5")
     run = submit(tmp_path / "run", *LOCAL, *IN_FLIGHT, *SLOW, *ahead)
     assert run.status == 0, run.output

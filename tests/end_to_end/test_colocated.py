@@ -16,8 +16,8 @@ SHARED = ("policy.generation.colocated.enabled=true",)
 ONE_ALLOCATION = ("cluster.executor=slurm", "cluster.train.nodes=2", "cluster.train.ranks_per_node=1")
 
 
-def test_it_equals_ranks_apart(tmp_path, uninterrupted):
-    """With a checkpoint after each step, from which the engines come back with the weights that they had."""
+def test_a_colocated_run_equals_one_with_separate_gpus(tmp_path, uninterrupted):
+    """A checkpoint follows each step, from which the engines resume with their weights."""
     run = submit(tmp_path / "run", *LOCAL, *SHARED)
     assert run.status == 0, run.output
     assert run.metrics() == uninterrupted
@@ -26,7 +26,7 @@ def test_it_equals_ranks_apart(tmp_path, uninterrupted):
 
 @pytest.mark.full  # by default: tests/refit/test_shared_memory.py
 @pytest.mark.parametrize("what", [signal.SIGKILL, signal.SIGSTOP])
-def test_a_reader_that_is_lost_in_a_refit_is_named(what, tmp_path):
+def test_a_reader_that_fails_in_a_refit_is_named(what, tmp_path):
     fault = Fault("round 2", victim=3, actor=3, count=3, signal=what)
     run = submit(tmp_path / "run", *LOCAL, *SHARED, "cluster.timeouts.silence=6", fault=fault)
     assert run.status == 1
@@ -42,7 +42,7 @@ def test_a_reader_that_is_lost_in_a_refit_is_named(what, tmp_path):
 
 @pytest.mark.slurm
 @pytest.mark.long
-def test_one_allocation_equals_ranks_apart(tmp_path, uninterrupted, slurm_cluster):
+def test_one_allocation_equals_separate_gpus(tmp_path, uninterrupted, slurm_cluster):
     run = submit(tmp_path / "run", *SHARED, *ONE_ALLOCATION, "cluster.generate.ranks_per_node=1", env=slurm_cluster.env)
     assert run.status == 0, run.output
     assert run.metrics() == uninterrupted

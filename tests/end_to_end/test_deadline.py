@@ -1,4 +1,4 @@
-"""A run that is told to leave, or whose time is short, saves, leaves, and goes on by itself to the same end, to the last bit.
+"""A run that is asked to leave, or whose time is short, saves, leaves, and resumes by itself to the same result bit for bit.
 
 On the local executor, whose controller does what the tail of a batch script does. By default: SIGUSR2. All else is
 `make test-long`.
@@ -32,7 +32,7 @@ def resumed_from(attempt) -> str | None:
 @pytest.mark.parametrize(
     "number", [signal.SIGUSR2, pytest.param(signal.SIGTERM, marks=pytest.mark.long)], ids=lambda number: number.name
 )
-def test_a_signal_is_obeyed_at_the_end_of_the_step(tmp_path, uninterrupted, number):
+def test_a_signal_ends_the_attempt_after_the_step(tmp_path, uninterrupted, number):
     """It comes in step 3 of 4; the second attempt does the fourth."""
     run = submit(tmp_path / "run", *LOCAL, NEVER, fault=at_step(3, 0, number))
     assert run.status == 0, run.output
@@ -46,8 +46,8 @@ def test_a_signal_is_obeyed_at_the_end_of_the_step(tmp_path, uninterrupted, numb
 
 
 @pytest.mark.long
-def test_a_signal_while_it_starts_is_obeyed_before_the_first_step(tmp_path):
-    """Each start is told to leave while it loads: twice in a row is the end."""
+def test_a_signal_during_start_ends_the_attempt_before_the_first_step(tmp_path):
+    """Each start gets the signal while it loads: twice in a row ends the run."""
     run = submit(tmp_path / "run", *LOCAL, fault=Fault("load data", 0, actor=0, count=1, signal=signal.SIGUSR2))
     assert run.status == 1
     first, second = run.verdicts()
@@ -58,7 +58,7 @@ def test_a_signal_while_it_starts_is_obeyed_before_the_first_step(tmp_path):
 
 @pytest.mark.long
 def test_must_save_by(tmp_path, uninterrupted):
-    """It is over before the first step: each attempt does one."""
+    """The deadline is over before the first step, so each attempt does one step."""
     run = submit(tmp_path / "run", *LOCAL, NEVER, "checkpointing.checkpoint_must_save_by='0:0:0:1'")
     assert run.status == 0, run.output
     *left, last = run.verdicts()
@@ -69,7 +69,7 @@ def test_must_save_by(tmp_path, uninterrupted):
 
 @contextmanager
 def endless(folder, *overrides, **more):
-    """A run that has no end of its own, which is cancelled after the block."""
+    """Start an endless run, which is cancelled after the block."""
     process = launch(folder, *LOCAL, NEVER, "grpo.max_num_steps=1000000", *overrides, **more)
 
     def wait_until(condition):
@@ -86,7 +86,7 @@ def endless(folder, *overrides, **more):
 
 
 def second_attempt(folder):
-    """Once it has gone on from where the first one left: both."""
+    """Wait for both attempts, the second one after it has resumed."""
     attempts = all_attempts(folder)
     return attempts[:2] if len(attempts) > 1 and resumed_from(attempts[1]) else None
 
@@ -104,7 +104,7 @@ def test_the_ranks_leave_before_the_time_limit_and_go_on_in_a_new_allocation(tmp
 
 @pytest.mark.long
 def test_every_rank_gets_the_signal(tmp_path, uninterrupted):
-    """As Slurm's preemption sends it: rank 0 alone decides, the others go on to the end of the step."""
+    """Slurm's preemption does so: rank 0 alone decides, the others continue to the end of the step."""
     folder = tmp_path / "run"
     with endless(folder, fault=Fault("never", victim=0)) as wait_until:
         wait_until(lambda: len(read(folder / "metrics.jsonl")) >= 2)
@@ -141,7 +141,7 @@ def test_a_crash_without_progress_is_the_end(tmp_path):
 
 
 @pytest.mark.long
-def test_without_checkpoints_a_signal_ends_the_run_and_says_what_is_lost(tmp_path):
+def test_without_checkpoints_a_signal_ends_the_run_and_reports_the_loss(tmp_path):
     run = submit(tmp_path / "run", *LOCAL, RESTARTS, "checkpointing.enabled=false", fault=at_step(3, 0, signal.SIGUSR2))
     assert run.status == 1 and len(run.verdicts()) == 1
     assert "SIGUSR2 came: the run ends without having saved anything" in run.failure()["message"]

@@ -1,4 +1,4 @@
-"""Whole runs with environments in threads of the engine's process, and in one of their own, which is the default, that dies."""
+"""Whole runs with environments in threads of the engine's process, and in a process of their own, the default, that ends."""
 
 import pytest
 
@@ -14,7 +14,7 @@ def test_in_threads_a_run_is_the_same_to_the_last_bit(tmp_path, uninterrupted):
 
 @pytest.mark.full
 def test_a_run_goes_on_when_the_process_dies(tmp_path):
-    """The answer that it was judging is then a wrong one."""
+    """The answer that it was scoring then counts as wrong."""
     dies = ("env.digits.kind=tests.end_to_end.environment.DiesOnce", f"env.digits.kwargs.mark={tmp_path / 'mark'}")
     run = submit(tmp_path / "run", *LOCAL, *dies)
     assert run.status == 0, run.output

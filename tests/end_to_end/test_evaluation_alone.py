@@ -1,4 +1,4 @@
-"""max_num_steps=0: a run validates once and learns nothing, at its beginning or from its last checkpoint."""
+"""With max_num_steps=0 a run validates once without training, from its initial model or its last checkpoint."""
 
 import json
 import shutil
@@ -14,7 +14,7 @@ pytestmark = pytest.mark.full
 
 
 def test_a_run_is_evaluated_before_between_and_after_its_steps(tmp_path):
-    """What it learns is the same as without, to the last bit."""
+    """Its training is the same as without, to the last bit."""
     common = (*LOCAL, "grpo.max_val_samples=6")
     plain = submit(tmp_path / "plain", *common, "grpo.max_num_steps=2", "grpo.val_at_start=true")
     assert plain.status == 0, plain.output

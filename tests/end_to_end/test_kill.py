@@ -38,7 +38,7 @@ def test_kill_and_rerun(tmp_path, uninterrupted):
     [pytest.param(3, "rollout", 3, marks=pytest.mark.long), (1, "save", 3)],
 )
 def test_a_killed_run_is_restarted_by_itself(tmp_path, uninterrupted, victim, verb, count):
-    """In the third step. What the second attempt has left to do is less than what the fault waits for."""
+    """Kill it in the third step. The second attempt has fewer steps left than the fault's count."""
     phase = PHASES[verb]
     fault = Fault(phase, victim, ACTORS[phase], count)
     run = submit(tmp_path / "run", *LOCAL, "cluster.requeue.max_restarts=1", fault=fault)

@@ -36,7 +36,7 @@ WAIT_S = 600
 
 
 class Killed:
-    """The run, and what is known about it from outside: its files and the machine's processes."""
+    """The run, and its state from outside: its files and the machine's processes."""
 
     def __init__(self, folder: Path):
         self.folder = folder
@@ -48,7 +48,7 @@ class Killed:
         self.submissions += 1
 
     def next_attempt(self, before: set[str]) -> AttemptFolder:
-        """A start of all ranks that is not in `before`; submits the run again if that is needed."""
+        """Return a start of all ranks that is not in `before`; submit the run again if needed."""
         deadline = time.monotonic() + WAIT_S
         while time.monotonic() < deadline:
             if new := [attempt for attempt in all_attempts(self.folder) if attempt.name not in before]:
@@ -64,7 +64,7 @@ class Killed:
         raise AssertionError(f"no new start of the ranks within {WAIT_S} s")
 
     def wait_for_a_step(self, attempt: AttemptFolder) -> float:
-        """Seconds from its start to its first step."""
+        """Return seconds from its start to its first step."""
         deadline = time.monotonic() + WAIT_S
         while "\nstep " not in attempt.logs[0].read_text():
             assert time.monotonic() < deadline and self.ranks(attempt.name), attempt.logs[0].read_text()
@@ -75,7 +75,7 @@ class Killed:
         return int(json.loads((self.folder / "job.json").read_text())["job_id"])
 
     def processes(self) -> dict[int, tuple[str, str]]:
-        """Process id -> (attempt, rank) of all that print into a rank's log, the rank itself and what it started."""
+        """Return process id -> (attempt, rank) of all that write to a rank's log: the rank and its children."""
         found = {}
         for path in Path("/proc").glob("[0-9]*"):
             try:
@@ -89,7 +89,7 @@ class Killed:
         return found
 
     def ranks(self, attempt: str) -> dict[int, int]:
-        """Rank -> process id of the ranks themselves: their group's leaders."""
+        """Return rank -> process id of the ranks themselves: their groups' leaders."""
         found = self.processes().items()
         return {int(rank): pid for pid, (name, rank) in found if name == attempt and _leads_group(pid)}
 
@@ -97,7 +97,7 @@ class Killed:
         return attempt not in {name for name, _ in self.processes().values()}
 
     def complete(self) -> list[int]:
-        """The steps of the checkpoints of which every file is there in its full size."""
+        """Return the steps of checkpoints with every file in its full size."""
         steps = []
         for path in sorted((self.folder / "checkpoints").glob("step_*/complete.json")):
             try:
@@ -120,7 +120,7 @@ def _leads_group(pid: int) -> bool:
 
 
 def restored(attempt: AttemptFolder) -> int | None:
-    """The step that an attempt went on from; None if it did not come to that."""
+    """Return the step that an attempt resumed from; None if it did not get that far."""
     text = attempt.logs[0].read_text()
     if "resumed from" in text:
         return int(text.partition("resumed from")[2].partition("\n")[0].rpartition("step_")[2])

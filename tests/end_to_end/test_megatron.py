@@ -70,7 +70,7 @@ def of(model) -> tuple[str, ...]:
 
 @pytest.fixture(scope="module")
 def fsdp(models, tmp_path_factory):
-    """The metrics of five steps on FSDP2, of a model."""
+    """Return a model's metrics of five steps on FSDP2."""
 
     @functools.cache
     def metrics(name: str) -> list[dict]:
@@ -118,7 +118,7 @@ PP2 = megatron(pipeline_model_parallel_size=2)
 
 @pytest.fixture(scope="module")
 def tp2(models, conversions, tmp_path_factory):
-    """Four steps at tp2 with a checkpoint after each, written while training goes on, and greedy validation at the end."""
+    """Run four steps at tp2 with asynchronous checkpoints after each, and greedy validation at the end."""
     run = submit(tmp_path_factory.mktemp("tp2") / "run", *LOCAL, *of(models / "dense"), *TP2, *SAVED, env=conversions)
     assert run.status == 0, run.output
     return run
@@ -128,8 +128,8 @@ SAVED = ("policy.megatron_cfg.checkpoint.async_save=true", "grpo.val_at_end=true
 
 
 @pytest.mark.full  # by default: tests/train/megatron/test_checkpoints.py
-def test_a_killed_run_goes_on_to_the_last_bit(tmp_path, models, conversions, tp2):
-    """Killed in the step after a save began, which may or may not have ended."""
+def test_a_killed_run_resumes_bit_for_bit(tmp_path, models, conversions, tp2):
+    """Kill it in the step after a save began, which may or may not have ended."""
     keys = (*LOCAL, *of(models / "dense"), *TP2, *SAVED)
     broken = submit(tmp_path / "run", *keys, env=conversions, fault=Fault("step", victim=1, count=4))
     assert broken.status == 1, broken.output
@@ -153,8 +153,8 @@ def test_resumes_at_another_layout(tmp_path, models, conversions, tp2):
 
 
 @pytest.mark.full  # by default: tests/train/megatron/test_export.py
-def test_the_exported_checkpoint_says_what_the_run_said(tp2, tmp_path):
-    """The greedy completions of the last validation, by transformers."""
+def test_the_exported_checkpoint_gives_the_runs_completions(tp2, tmp_path):
+    """Compare transformers' greedy completions with the last validation's."""
     out = tmp_path / "hf"
     command = [sys.executable, str(ROOT / "launch/export.py"), f"run={tp2.folder}", f"out={out}"]
     done = subprocess.run(command, cwd=ROOT, env={**os.environ, "OMP_NUM_THREADS": "1"}, capture_output=True, text=True)

@@ -29,7 +29,7 @@ def refit(transport: str) -> tuple[str, ...]:
 
 @pytest.fixture(scope="module")
 def reward_component(tmp_path_factory) -> tuple[str, ...]:
-    """The keys of a reward model with a rank of its own."""
+    """Return the keys of a reward model with a rank of its own."""
     folder = tmp_path_factory.mktemp("judge")
     torch.manual_seed(0)
     model = AutoModelForSequenceClassification.from_config(AutoConfig.from_pretrained(MODEL, num_labels=1))
@@ -59,7 +59,7 @@ def test_megatron_with_delta_refits(tmp_path):
 
 
 def test_fsdp2_with_broadcast_refits(tmp_path, uninterrupted):
-    """The numbers are those of a run on gloo."""
+    """Compare the numbers with a run's on gloo."""
     made = run(tmp_path / "run", *refit("broadcast"))
     assert made == {"0, 1, 2, 3", "0, 1", "0, 2, 3"}
     assert_equal(read(tmp_path / "run/metrics.jsonl"), uninterrupted[:2])
@@ -73,7 +73,7 @@ def test_colocated(tmp_path, uninterrupted):
 
 
 def assert_equal(lines: list[dict], expected: list[dict]) -> None:
-    """In all that is learned."""
+    """Compare all training metrics."""
     for line, other in zip(lines, expected, strict=True):
         learned = {key: value for key, value in other.items() if key.startswith("train/")}
         assert learned and learned == {key: line[key] for key in learned}

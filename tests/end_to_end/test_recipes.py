@@ -91,7 +91,7 @@ def test_runs(name, models, tmp_path):
 
 
 @pytest.mark.long
-def test_a_killed_ppo_run_goes_on_to_the_last_bit(models, tmp_path):
+def test_a_killed_ppo_run_resumes_bit_for_bit(models, tmp_path):
     """The critic and its optimizer are part of a checkpoint."""
     same = [*arguments("tiny_ppo", models, steps=4), "checkpointing.save_period=1", "ppo.num_prompts_per_step=16"]
     same += ["policy.train_global_batch_size=8", "cluster.requeue.max_restarts=0"]

@@ -1,4 +1,4 @@
-"""In whole runs: what goes wrong in a refit is caught, named and not served; every transport gives the same numbers."""
+"""Refits in whole runs: a fault is caught, named and not served; every transport gives the same numbers."""
 
 import pytest
 
@@ -19,7 +19,7 @@ SECOND = {"phase": "send", "victim": 1, "actor": 1, "count": 3}  # the refit aft
     ],
     ids=["flipped bit", "dropped message", "killed sender"],
 )
-def test_what_goes_wrong_on_the_way_is_named_and_not_served(tmp_path, whole, fault, named):
+def test_a_fault_in_a_refit_is_named_and_not_served(tmp_path, whole, fault, named):
     broken = submit(tmp_path / "run", *LOCAL, *REFIT, fault=fault)
     assert broken.status == 1, broken.output
     assert (pids_of(broken.folder) / "done").exists(), "the fault never struck"
@@ -45,7 +45,7 @@ def test_every_transport_gives_the_same_run(tmp_path, whole, transport):
     assert without_bytes(run.metrics()) == without_bytes(whole.metrics())
 
 
-def test_each_step_says_what_its_refit_took(whole):
+def test_each_step_has_its_refits_metrics(whole):
     for line in read(whole.folder / "metrics.jsonl"):
         assert line["refit/bytes_received_max"] > 3e6
         parts = [line[f"time/refit_{part}"] for part in ("pack", "wire", "apply", "pause", "digest")]

@@ -15,7 +15,7 @@ FIRST_OF_REWARD = 4  # after two train and two generate ranks
 
 @pytest.fixture(scope="module")
 def keys(tmp_path_factory) -> tuple[str, ...]:
-    """What makes the recipe one with a reward model; of the policy's tokenizer, with random weights."""
+    """Return the keys of a recipe with a reward model; it has the policy's tokenizer and random weights."""
     folder = tmp_path_factory.mktemp("judge")
     torch.manual_seed(0)
     model = AutoModelForSequenceClassification.from_config(AutoConfig.from_pretrained(MODEL, num_labels=1))

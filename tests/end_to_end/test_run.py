@@ -12,7 +12,7 @@ VLLM = ("policy.generation.backend=vllm", "cluster.timeouts.silence=120")
 
 @pytest.fixture(scope="module")
 def local(tmp_path_factory):
-    """Three steps of vLLM and FSDP2 with greedy validation at the end, exported."""
+    """Run three steps of vLLM and FSDP2 with greedy validation at the end, exported."""
     folder = tmp_path_factory.mktemp("local") / "run"
     run = submit(folder, *VLLM, *LOCAL, *EXPORTED)
     assert run.status == 0, run.output
@@ -36,7 +36,7 @@ def test_slurm_equals_local_to_the_last_bit(tmp_path, local, slurm_cluster):
 
 
 @pytest.mark.full  # by default with the transformers engine: test_kill.py
-def test_a_killed_run_of_vllm_goes_on_to_the_last_bit(tmp_path, local):
+def test_a_killed_run_of_vllm_resumes_bit_for_bit(tmp_path, local):
     """The engine starts anew, with another history, and still draws the same tokens."""
     broken = submit(tmp_path / "run", *VLLM, *LOCAL, *EXPORTED, fault=Fault("decode", victim=3, actor=2, count=3))
     assert broken.status == 1, broken.output
@@ -72,7 +72,7 @@ def test_training_moved_the_policy(local):
 
 
 def test_generation_equals_a_fresh_vllm_with_the_exported_checkpoint(local):
-    """In a process that never saw the run."""
+    """The process has no state of the run."""
     records = read_rollouts(local.folder / "rollouts" / "val_000003.jsonl")
     assert len(records) == 6
     assert all(record["spans"] == [[3, len(record["completion_tokens"])]] for record in records)

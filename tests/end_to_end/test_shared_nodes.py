@@ -16,7 +16,7 @@ ONE_NODE = (*GPUS, "cluster.share_nodes=true")
 
 
 def digests(folder: Path) -> dict[str, str]:
-    """Of the weights and the optimizer's state in all checkpoints."""
+    """Return digests of the weights and the optimizer's state in all checkpoints."""
     files = sorted(folder.glob("checkpoints/*/*.safetensors"))
     return {str(path.relative_to(folder)): hashlib.sha256(path.read_bytes()).hexdigest() for path in files}
 

@@ -1,4 +1,4 @@
-"""An engine that is slow, that stops for a while, that is killed: what becomes of a run that samples ahead, in numbers.
+"""An asynchronous run with an engine that is slow, that pauses, and that is killed, in numbers.
 
 `pytest -s -m long tests/end_to_end/test_slow_engine.py` prints them.
 """
@@ -25,7 +25,7 @@ pytestmark = pytest.mark.long
 
 
 def whole(run: Run) -> list[dict]:
-    """Its steps, of which each group was trained on once, in time."""
+    """Return the steps of a run in which each group was trained on once, in time."""
     assert run.status == 0, run.output
     assert trained_on(run.folder) == {(prompt, sample): 1 for prompt in range(4 * STEPS) for sample in range(4)}
     lines = read(run.folder / "metrics.jsonl")

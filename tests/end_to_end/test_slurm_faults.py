@@ -78,11 +78,11 @@ class Held:
         return subprocess.run(command, env=self.cluster.env, capture_output=True, text=True, check=True).stdout
 
     def job(self) -> str:
-        """What Slurm says of it, with restarts and times."""
+        """Return Slurm's record of the job, with restarts and times."""
         return self.slurm("scontrol", "show", "job", "-o", self.job_id)
 
     def end(self, seconds: float = 300) -> Run:
-        """Wait for it; nothing of the job may be left but the held rank, if it still is."""
+        """Wait for the job's end; of its processes only the stopped rank may remain."""
         start = time.monotonic()
         try:
             output = self._wait(start + seconds)
@@ -110,7 +110,7 @@ def _stopped(pid: int) -> bool:
 
 
 def checkpoints(folder: Path) -> list[int]:
-    """Steps of those that are complete: every file is there, in its full size."""
+    """Return steps of complete checkpoints: every file exists in its full size."""
     steps = []
     for path in sorted((folder / "checkpoints").glob("step_*")):
         record = json.loads((path / "complete.json").read_text())  # a checkpoint by name is a complete one
@@ -120,7 +120,7 @@ def checkpoints(folder: Path) -> list[int]:
 
 
 def complete(run: Run, uninterrupted: list[dict]) -> None:
-    """After one requeue."""
+    """Check that the run is complete after one requeue."""
     assert run.status == 0, run.output
     assert len(run.verdicts()) == 2 and run.verdicts()[1] == "done"
     assert run.metrics() == uninterrupted
@@ -178,7 +178,7 @@ def test_cancelled(cluster, tmp_path, uninterrupted):
 
 @faults
 def test_the_batch_script_is_killed(cluster, tmp_path, uninterrupted):
-    """Nobody is left to requeue the job: it has failed, and the same command goes on."""
+    """Nothing can requeue the job: it has failed, and the same command resumes it."""
     held = Held(cluster, tmp_path / "run", PATIENT, RESTARTS)
     (script,) = [pid for pid in cluster.on(held.node(0)) if b"slurm_script" in Path(f"/proc/{pid}/cmdline").read_bytes()]
     os.kill(script, signal.SIGKILL)
@@ -207,7 +207,7 @@ def test_the_budget_is_spent(cluster, tmp_path, uninterrupted):
 
 @pytest.mark.parametrize("verb", [pytest.param(verb, marks=faults if verb == "save" else []) for verb in PHASES])
 def test_a_node_dies(cluster, tmp_path, uninterrupted, verb):
-    """With all that runs on it. Whoever notices first, the job goes on elsewhere."""
+    """Everything on the node ends with it; the job continues on other nodes."""
     held = Held(cluster, tmp_path / "run", RESTARTS, phase=PHASES[verb])
     node = held.node(held.rank)
     cluster.lose(node)
@@ -242,7 +242,7 @@ def test_a_node_is_given_up_while_its_rank_lives_on(cluster, tmp_path, uninterru
 
 
 def _nodes(run: Run) -> set[str]:
-    """Of the last attempt."""
+    """Return the nodes of the last attempt."""
     last = all_attempts(run.folder)[-1]
     return {re.search(r"Starting with rank \d+ .* on (\S+),", log.read_text())[1] for log in last.logs}
 

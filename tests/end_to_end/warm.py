@@ -1,4 +1,4 @@
-"""`launch/submit.py` and the local executor's controller in forks of a process that has imported the pipeline.
+"""Run `launch/submit.py` and the local executor's controller in forks of a process that has imported the pipeline.
 
 They are the same processes as in a run from the shell. Only their imports are done already, which take longer than the run of a
 tiny model.
@@ -20,7 +20,7 @@ FAULTS = Path(__file__).parent / "faults"
 
 
 def run(arguments: list[str]) -> int:
-    """`python launch/submit.py ARGUMENTS`; the exit status."""
+    """Run `python launch/submit.py ARGUMENTS`; return the exit status."""
     if os.environ.get("HETSTEP_TEST_FAULT") or os.environ.get("HETSTEP_TEST_NCCL"):
         sys.path.insert(0, str(FAULTS))
         sys.modules.pop("sitecustomize", None)

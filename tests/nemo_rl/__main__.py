@@ -90,7 +90,7 @@ def outcome(path: Path) -> Outcome:
 
 
 def resolved(path: Path) -> dict[str, Any]:
-    """The recipe as NeMo-RL reads it. Raises RecipeError."""
+    """Return the recipe as NeMo-RL reads it. Raises RecipeError."""
     tree = config_tree.load_with_parents(path)
     refuse(interpolation.resolve(tree).values())
     return tree.plain()

@@ -17,7 +17,7 @@ def get(tree: Any, key: str, default: Any = None) -> Any:
 
 
 def megatron(tree: Tree, key: str, default: Any = None) -> Any:
-    """Of the backend's section, if it trains."""
+    """Return a key of the backend's section, if it trains."""
     return get(tree, f"policy.megatron_cfg.{key}", default) if get(tree, "policy.megatron_cfg.enabled") else default
 
 
@@ -57,5 +57,5 @@ QUESTIONS: dict[str, Callable[[Tree], Any]] = {
 
 
 def features(tree: Tree) -> Iterator[str]:
-    """The names of the questions that are answered with yes."""
+    """Return the names of the features that a recipe uses."""
     return (name for name, asks in QUESTIONS.items() if asks(tree))

@@ -9,7 +9,7 @@ from tests.nemo_rl.test_meanings import MEANINGS, NOTHING, effective, given_with
 
 
 def differing() -> Iterator[str]:
-    """A row for each key that becomes something else, or of which the import says something."""
+    """Return a row for each key that becomes something else, or for which the import makes a note."""
     for name, rows in MEANINGS.items():
         for key, row in rows.items():
             ours = row.get("ours", {key: row["give"]})
@@ -21,7 +21,7 @@ def differing() -> Iterator[str]:
 
 
 def defaults() -> Iterator[str]:
-    """A row for each key whose default is another than ours."""
+    """Return a row for each key whose default differs from ours."""
     for rows in MEANINGS.values():
         for key, row in rows.items():
             ours = effective({}, next(iter(row.get("ours", {key: None}))))

@@ -30,7 +30,7 @@ def test_a_data_set_that_holds_nothing_out() -> None:
     assert data.train.split_validation_size == 0 and (data.validation.dataset_name, data.validation.repeat) == ("AIME2024", 16)
 
 
-def test_what_is_held_out_is_validated_on_beside_another_data_set() -> None:
+def test_held_out_records_and_another_data_set_are_validated_on() -> None:
     loaded = inspect("grpo", "data.validation={dataset_name: AIME2024}")
     assert (loaded.recipe.data.train.split_validation_size, loaded.recipe.data.validation.dataset_name) == (0.05, "AIME2024")
     assert any(note.startswith("data.validation: of each data set as many records") for note in loaded.notes)
@@ -48,7 +48,7 @@ SEVERAL = (
 
 
 def test_several_data_sets() -> None:
-    """Each with the defaults, and under a name of its own; theirs are laid end to end, so none has a weight."""
+    """Each has the defaults and its own name; theirs are concatenated, so none has a weight."""
     data = read("grpo", *SEVERAL).data
     assert data.train is None and data.validation is None
     assert [(name, one.dataset_name, one.env_name, one.weight) for name, one in data.datasets.items()] == [
@@ -79,7 +79,7 @@ def test_several_files() -> None:
     }
 
 
-def test_what_is_wrong_in_a_list_is_told_with_its_place() -> None:
+def test_a_problem_in_a_list_names_its_index() -> None:
     _, translation = with_keys("grpo", "data.train=[{dataset_name: gsm8k}, {dataset_name: gsm8k, colour: red}]")
     assert named(translation.problems) == {("data.train[1].colour", "unknown-key")}
     _, translation = with_keys("grpo", "data.train=[{dataset_name: gsm8k}, {dataset_name: NoSuchSet}]")
@@ -106,7 +106,7 @@ def test_files_by_keys() -> None:
         ("data.train.colour=red", "data.train.colour", "unknown-key"),
     ],
 )
-def test_what_we_do_not_have(override: str, key: str, code: str) -> None:
+def test_unsupported_data_sets_are_refused(override: str, key: str, code: str) -> None:
     assert named(with_keys("grpo", override)[1].problems) == {(key, code)}
 
 

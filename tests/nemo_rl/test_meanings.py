@@ -1,4 +1,4 @@
-"""For every key of NeMo-RL's that an import takes: what it becomes, what it is where it is absent, and what is said of it.
+"""Each key of NeMo-RL's that an import reads: its translation, its value if absent, and its notes.
 
 The table is `meanings.yaml`, which explains its columns.
 """
@@ -76,7 +76,7 @@ SAYS_NOTHING = (  # that a function passes over
 
 
 def effective(layer: dict[str, Any], key: str) -> Any:
-    """A key's value in our recipe, if an import gives it this layer over the schema's defaults."""
+    """Return a key's value in our recipe, if an import sets it over the schema's defaults."""
     found = _at(layer, key)
     if found is not NOTHING:
         return found
@@ -101,7 +101,7 @@ def whole(name: str) -> dict[str, Any]:
 
 
 def translated(name: str, given: dict[str, Any], absent: str = "") -> nemo_rl.Translation:
-    """A recipe of theirs with these keys, and without `absent`, translated."""
+    """Translate one of their recipes with these keys, and without `absent`."""
     tree = deepcopy(whole(name))
     for key, value in given.items():
         section, last = _section(tree, key)
@@ -113,7 +113,7 @@ def translated(name: str, given: dict[str, Any], absent: str = "") -> nemo_rl.Tr
 
 
 def _section(tree: dict[str, Any], key: str) -> tuple[dict[str, Any], str]:
-    """(the mapping that a key is in, its name there); mappings on the way are made."""
+    """Return (the mapping that has a key, its name there); mappings on the path are made."""
     *parents, last = key.split(".")
     for parent in parents:
         if not isinstance(tree.get(parent), dict):
@@ -123,7 +123,7 @@ def _section(tree: dict[str, Any], key: str) -> tuple[dict[str, Any], str]:
 
 
 def given_with(row: dict[str, Any]) -> dict[str, Any]:
-    """The keys that a row needs, and their values."""
+    """Return the keys that a row needs, with their values."""
     pairs = (pair.partition("=") for pair in row.get("with", ()))
     return {key: yaml.safe_load(value) for key, _, value in pairs}
 

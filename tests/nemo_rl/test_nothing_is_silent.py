@@ -39,7 +39,7 @@ OPEN = (
 
 
 def sections(tree: Mapping[str, Any], key: str = "") -> Iterator[str]:
-    """All mappings but those that are off, or open."""
+    """Return all mappings except those that are off, or open."""
     yield key
     for name, value in tree.items():
         below = f"{key}.{name}" if key else name
@@ -65,11 +65,11 @@ def test_an_unknown_key_is_a_problem(name: str, section: str) -> None:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_what_is_passed_on_is_known(name: str) -> None:
+def test_keys_that_are_passed_on_are_known(name: str) -> None:
     assert inspect(name).problems == []
 
 
-def test_an_unknown_key_is_told_with_the_nearest() -> None:
+def test_an_unknown_key_suggests_the_nearest() -> None:
     (problem,) = with_keys("grpo", "loss_fn.ratio_clip_maxx=0.2")[1].problems
     assert (problem.key, problem.code) == ("loss_fn.ratio_clip_maxx", "unknown-key")
     assert "did you mean 'loss_fn.ratio_clip_max'" in problem.message
@@ -101,7 +101,7 @@ ASKING = {
 }
 
 
-def test_all_questions_of_the_census_are_asked() -> None:
+def test_all_features_of_the_census_occur() -> None:
     assert ASKING.keys() == QUESTIONS.keys()
 
 

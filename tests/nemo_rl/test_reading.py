@@ -1,4 +1,4 @@
-"""Their chain of defaults, their `${...}`, and what the command line may set in them."""
+"""Their chain of defaults, their `${...}`, and overrides from the command line."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def test_override_replaces() -> None:
     assert loss.kl_type == "reverse" and loss.ratio_clip_max == 0.2
 
 
-def test_the_command_line_comes_before_what_refers_to_it() -> None:
+def test_the_command_line_is_applied_before_references_resolve() -> None:
     loaded = inspect("grpo", "policy.max_total_sequence_length=2048")
     policy = loaded.recipe.policy
     assert policy.generation.max_new_tokens == policy.generation.vllm_cfg.max_model_len == 2048

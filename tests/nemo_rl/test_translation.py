@@ -1,4 +1,4 @@
-"""Recipes in NeMo-RL's shape, read as recipes of ours: what each rule makes of them."""
+"""Recipes in NeMo-RL's shape read as ours: the result of each rule."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def inspect(name: str, *overrides: str) -> config.Loaded:
 
 
 def with_keys(name: str, *overrides: str) -> tuple[dict[str, Any], nemo_rl.Translation]:
-    """A recipe whose file has these keys as well, as it is resolved, and its translation."""
+    """Return a recipe whose file has these keys as well, resolved, and its translation."""
     path = RECIPES / f"{name}.yaml"
     tree = config_tree.load_with_parents(path)
     for key, node in config_tree.parse_overrides(overrides):
@@ -56,7 +56,7 @@ def test_the_same_keys_mean_the_same() -> None:
     assert recipe.checkpointing.checkpoint_must_save_by == "00:03:45:00"
 
 
-def test_what_bounds_nothing_is_left_out() -> None:
+def test_bounds_without_effect_are_left_out() -> None:
     loss = read("grpo").loss_fn  # a ratio without a type of truncation, which theirs passes over
     assert loss.truncated_importance_sampling_ratio is None
     assert read("grpo_megatron").policy.megatron_cfg.moe_router_bias_update_rate == 0  # of a dense model
@@ -68,7 +68,7 @@ def test_what_a_constant_rate_and_installed_kernels_leave_open() -> None:
 
 
 def test_a_decay_cuts_the_warm_up_of_a_constant_rate() -> None:
-    """As Megatron-Bridge does, to a sample less than the decay; tests/train/test_schedules.py has the rates."""
+    """Megatron-Bridge does so, to a sample less than the decay; tests/train/test_schedules.py has the rates."""
     scheduler = "policy.megatron_cfg.scheduler"
     loaded = inspect("grpo_megatron")  # a warm-up of 13, a decay of 10
     assert loaded.recipe.policy.megatron_cfg.scheduler.lr_warmup_iters == 10
@@ -85,7 +85,7 @@ def test_a_decay_cuts_the_warm_up_of_a_constant_rate() -> None:
 
 
 def test_schedules_of_ppo_advance_with_every_epoch() -> None:
-    """As theirs do, and a decay with the run ends after its steps times its epochs."""
+    """Theirs do so, and a decay over the run ends after its steps times its epochs."""
     scheduler = "policy.megatron_cfg.scheduler"
     linear = (f"{scheduler}.lr_decay_style=linear", f"{scheduler}.lr_decay_iters=null", f"{scheduler}.lr_warmup_iters=3")
     recipe = read("ppo", *linear)
@@ -122,7 +122,7 @@ def test_fused_log_probs_are_chunks() -> None:
     assert any("use_fused_linear_logprobs" in note for note in loaded.notes)
 
 
-def test_recomputation_that_is_off_says_nothing() -> None:
+def test_disabled_recomputation_is_ignored() -> None:
     modules = ("policy.megatron_cfg.recompute_granularity=selective", "policy.megatron_cfg.recompute_modules=[moe]")
     off, on = (read("grpo_megatron", *modules, *more) for more in ((), ("policy.megatron_cfg.activation_checkpointing=true",)))
     assert (off.policy.megatron_cfg.recompute_granularity, off.policy.megatron_cfg.recompute_modules) == ("full", None)
@@ -155,7 +155,7 @@ def test_a_critics_section_in_torchs_words() -> None:
         "dtensor_cfg.lora_cfg.enabled",
     ],
 )
-def test_a_critic_asks_for_what_a_policy_may_ask_for(key: str) -> None:
+def test_a_critic_may_have_a_policys_keys(key: str) -> None:
     megatron = key.startswith("megatron")
     backend = (f"value.megatron_cfg.enabled={megatron}", f"value.dtensor_cfg.enabled={not megatron}")
     problems = with_keys("ppo", f"value.{key}=true", *backend)[1].problems
@@ -226,7 +226,7 @@ def test_problems(given: str, key: str, code: str) -> None:
         ("ppo", "value.megatron_cfg.optimizer.lr", "missing-value"),
     ],
 )
-def test_what_may_not_be_null(name: str, key: str, code: str | None) -> None:
+def test_keys_that_must_not_be_null_are_refused(name: str, key: str, code: str | None) -> None:
     before, found = (named(with_keys(name, *given)[1].problems) for given in ((), (f"{key}=null",)))
     assert found - before == ({(key, code)} if code else set())
 
@@ -248,7 +248,7 @@ ASYNC = (
 @pytest.mark.parametrize(
     "off", [("grpo.async_grpo=null",), ("grpo.async_grpo.enabled=false", "grpo.async_grpo.max_trajectory_age_steps=4")]
 )
-def test_asynchronous_rollouts_that_are_off_say_nothing(off: tuple[str, ...]) -> None:
+def test_disabled_asynchronous_rollouts_are_ignored(off: tuple[str, ...]) -> None:
     loaded = inspect("grpo", *off)
     ours = loaded.recipe.grpo.async_grpo
     assert not ours.enabled and (ours.max_trajectory_age_steps, ours.max_generation_failures) == (1, 10)

@@ -43,7 +43,7 @@ STEPS = (0, 1, 2, 3, 5, 9, 10, 12, 13, 19, 20, 30, 49, 50, 100, 210, 211, 230)
 
 
 def facts(recipe: Recipe) -> dict[str, Any]:
-    """Dotted key -> value."""
+    """Return dotted key -> value."""
     held = {"algorithm": recipe.algorithm}
     held |= {key: value for key, value in leaves(dataclasses.asdict(recipe)) if _is_held(recipe, key)}
     if recipe.algorithm in ONLINE:
@@ -111,7 +111,7 @@ def _optimizer(key: str, model: PolicyConfig | ValueConfig) -> dict[str, Any]:
 
 
 def _torchs(optimizer: OptimizerConfig, scheduler: Any) -> list[float]:
-    """The rates of the steps in STEPS."""
+    """Return the rates of the steps in STEPS."""
     schedule = LRSchedule(torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=optimizer.kwargs["lr"]), scheduler)
     rates = []
     for step in range(STEPS[-1] + 1):

@@ -127,7 +127,7 @@ def names() -> list[str]:
 
 
 def imported(source: Source, folder: Path) -> Recipe:
-    """A source of NeMo-RL's as an import makes it a recipe of ours, at its complete keys. Raises RecipeError."""
+    """Return a source of NeMo-RL's as an import translates it, at its complete keys. Raises RecipeError."""
     path = folder / f"{source.name}.yaml"
     path.write_text(yaml.safe_dump(tree(source, folder), sort_keys=False))
     return recipes.load(str(path), source.given)

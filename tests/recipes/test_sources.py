@@ -28,7 +28,7 @@ Imported = Callable[[str], dict[str, Any]]
 
 @functools.cache
 def loaded(name: str) -> dict[str, Any]:
-    """What decides what a recipe of ours learns."""
+    """Return the values that decide what our recipe learns."""
     return facts(config.load(name))
 
 
@@ -61,13 +61,13 @@ def claims(name: str, imported: Imported) -> list[Claim]:
 
 
 def reasons(name: str) -> dict[str, str]:
-    """Pattern of keys -> why they differ."""
+    """Return pattern of keys -> why they differ."""
     given = [CLAIMS["reasons"][one] if isinstance(one, str) else one for one in CLAIMS["recipes"][name]["but"]]
     return {pattern: one["why"] for one in given for pattern in one["keys"]}
 
 
 def differences(ours: dict[str, Any], held_to: list[Claim]) -> dict[str, tuple[Any, Any]]:
-    """Key -> (ours, the source's), of the keys that a source has."""
+    """Return key -> (ours, the source's), for the keys of a source."""
     keys = ours.keys() | {key for claim in held_to for key in claim.values}
     found = {}
     for key in keys:

@@ -75,7 +75,7 @@ SRUN_PORTS = 40
 
 
 def missing() -> list[str]:
-    """The commands that a cluster needs and this machine lacks."""
+    """Return the commands that a cluster needs and this machine lacks."""
     return [name for name in COMMANDS if shutil.which(name, path=SEARCH) is None]
 
 
@@ -95,17 +95,17 @@ class SlurmCluster:
 
     @property
     def variables(self) -> dict[str, str]:
-        """What of `env` differs from the environment without a cluster."""
+        """Return the variables of `env` that differ from the environment without a cluster."""
         return {name: self.env[name] for name in ("SLURM_CONF", "PATH")}
 
     def enter(self, monkeypatch: pytest.MonkeyPatch) -> SlurmCluster:
-        """Let this process talk to it until the test ends; return itself."""
+        """Point this process to the cluster until the test ends; return the cluster."""
         for name, value in self.variables.items():
             monkeypatch.setenv(name, value)
         return self
 
     def start(self, timeout: float = 60.0) -> None:
-        """Returns when every node is idle. Raises RuntimeError with the daemons' last words."""
+        """Start all daemons; return when every node is idle. Raises RuntimeError with the ends of the daemons' logs."""
         try:
             self._write_configuration()
             self._start_daemons(deadline := time.monotonic() + timeout)
@@ -130,7 +130,7 @@ class SlurmCluster:
         (self.folder / "pids").unlink(missing_ok=True)
 
     def steps_alive(self) -> list[int]:
-        """Process ids of slurmstepd daemons of this cluster: while there is one, a job's processes may live."""
+        """Return process ids of this cluster's slurmstepd daemons: while there is one, a job's processes may be running."""
         found = []
         for environ in glob.glob("/proc/[0-9]*/environ"):
             try:
@@ -144,14 +144,14 @@ class SlurmCluster:
     # ---- losing a node ------------------------------------------------------------------------------------------------------
 
     def cut_off(self, node: str) -> None:
-        """Kill its slurmd. What runs on the node lives on, and slurmctld gives it up after SlurmdTimeout."""
+        """Kill a node's slurmd. Its processes continue, and slurmctld gives it up after SlurmdTimeout."""
         pid = self._pids()[f"slurmd.{node}"]
         os.kill(pid, signal.SIGKILL)
         while _alive(pid):
             time.sleep(0.02)
 
     def lose(self, node: str) -> None:
-        """The same, and everything that runs on the node is killed, as when its power fails."""
+        """Kill a node's slurmd and everything that runs on the node, as when its power fails."""
         self.cut_off(node)
         self.end_all_on(node)
 
@@ -173,7 +173,7 @@ class SlurmCluster:
             time.sleep(0.2)
 
     def on(self, node: str) -> list[int]:
-        """Process ids of tasks and batch scripts on a node, of all that these have started, and of their slurmstepds."""
+        """Return process ids of tasks and batch scripts on a node, of all that they started, and of their slurmstepds."""
         found = set()
         for folder in glob.glob("/proc/[0-9]*"):
             try:
@@ -230,7 +230,7 @@ class SlurmCluster:
         )
 
     def _gres(self, node: str, kind: str) -> str:
-        """A node's line of gres.conf."""
+        """Return a node's line of gres.conf."""
         if not (gpus := re.search(r"Gres=gpu(?::([a-z]\w*))?:(\d+)", kind)):
             return ""
         of_type = f" Type={gpus[1]}" if gpus[1] else ""
@@ -265,11 +265,11 @@ class SlurmCluster:
         return {name: int(pid) for name, pid in map(str.split, path.read_text().splitlines())} if path.exists() else {}
 
     def pid(self, daemon: str) -> int:
-        """daemon: munged, slurmctld, slurmd.<node>."""
+        """Return a daemon's process id. daemon: munged, slurmctld, slurmd.<node>."""
         return self._pids()[daemon]
 
     def node_states(self) -> dict[str, str]:
-        """sinfo's short words, by node; nothing while slurmctld does not answer."""
+        """Return sinfo's short states by node; empty while slurmctld does not answer."""
         answer = subprocess.run(["sinfo", "-h", "-N", "-o", "%N %t"], env=self.env, capture_output=True, text=True)
         return dict(line.split() for line in answer.stdout.splitlines())  # a node comes once for each of its partitions
 
@@ -292,7 +292,7 @@ def _user() -> str:
 
 
 def _free_ports(count: int) -> int:
-    """The first of `count` consecutive ports that nothing listens on, outside the range that the kernel hands out."""
+    """Return the first of `count` consecutive ports that nothing listens on, outside the kernel's ephemeral range."""
     for _ in range(200):
         first = random.randrange(20000, 32000 - count)
         sockets = []

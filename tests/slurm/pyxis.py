@@ -1,4 +1,4 @@
-"""A cluster whose srun takes pyxis's options: by pyxis_stub.c, built for the Slurm that is installed. Says what tasks got."""
+"""A cluster whose srun takes pyxis's options, by pyxis_stub.c, built for the installed Slurm; it records what tasks got."""
 
 import shutil
 import subprocess
@@ -12,7 +12,7 @@ SOURCE = Path(__file__).with_name("pyxis_stub.c")
 
 
 def missing() -> list[str]:
-    """What is needed to build the plugin, and is not here."""
+    """Return what the plugin's build needs and this machine lacks."""
     header = any(Path(folder, "slurm/spank.h").exists() for folder in ("/usr/include", "/usr/local/include"))
     return ([] if shutil.which("gcc") else ["gcc"]) + ([] if header else ["slurm/spank.h (libslurm-dev)"])
 
@@ -47,13 +47,13 @@ def image(path: Path, corrupt: bool = False) -> Path:
 
 
 def srun(cluster: SlurmCluster, *options: str, **more: str) -> subprocess.CompletedProcess:
-    """One task, in a job of its own, that says where it is. more: variables of its environment."""
+    """Run one task in a job of its own that reports its location. more: variables of its environment."""
     command = ["srun", "--nodes=1", "--ntasks=1", "--time=1", *options, "pwd"]
     return subprocess.run(command, env={**cluster.env, **more}, capture_output=True, text=True, timeout=60)
 
 
 def tasks(cluster: SlurmCluster) -> list[dict[str, str]]:
-    """What each task in a container got, e.g. {"container-image": "/x.sqsh", "env:NAME": "value", "task": "17.0.3"}."""
+    """Return what each task in a container got, e.g. {"container-image": "/x.sqsh", "env:NAME": "value", "task": "17.0.3"}."""
     found = []
     for path in sorted((cluster.folder / "tasks").iterdir()):
         found.append({"task": path.name} | dict(line.split("=", 1) for line in path.read_text().splitlines()))

@@ -36,14 +36,14 @@ DEFAULT_MIRROR = "http://deb.debian.org/debian"
 
 
 class CannotBuild(RuntimeError):
-    """Why there is no root."""
+    """The reason why a root cannot be built."""
 
 
 # ---- the roots ----------------------------------------------------------------------------------------------------------
 
 
 def root(suite: str) -> Path:
-    """The folder of that Debian, made if it is not there yet. Raises CannotBuild."""
+    """Return the folder of that Debian, made if it does not exist. Raises CannotBuild."""
     wanted = hashlib.sha256(" ".join(PACKAGES).encode()).hexdigest()[:8]
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "hetstep/slurm-roots"
     path = cache / f"{suite}-{wanted}"
@@ -77,7 +77,7 @@ def _debootstrap(suite: str, target: Path) -> None:
 
 
 def mirror() -> str:
-    """The Debian mirror that this machine's apt uses."""
+    """Return the Debian mirror that this machine's apt uses."""
     release = platform.freedesktop_os_release()
     if release["ID"] == "debian" and shutil.which("apt-get"):
         answer = subprocess.run(
@@ -94,7 +94,7 @@ def mirror() -> str:
 
 
 def inside(path: Path, command: list[str]) -> list[str]:
-    """The command that runs `command` in the root `path`, or on this machine if that is /."""
+    """Return the command that runs `command` in the root `path`, or on this machine if that is /."""
     if path == Path("/"):
         return command
     if (program := shutil.which("bwrap", path=SEARCH)) is None:

@@ -1,4 +1,4 @@
-"""What `cluster.executor=auto` chooses in each situation that a user's shell can be in, as README's command prints it.
+"""Print what `cluster.executor=auto` chooses in each situation of a user's shell, by README's command.
 
     python -m tests.slurm.situations    a table: the situation, what is printed, the exit status, the seconds
 
@@ -43,20 +43,20 @@ class Situation:
 
 
 def first_commands() -> list[str]:
-    """The commands of README's first block of shell, without comments: set-up, then a run."""
+    """Return the commands of README's first shell block, without comments: set-up, then a run."""
     text = (ROOT / "README.md").read_text().partition("```sh\n")[2].partition("```")[0]
     return [command for line in text.splitlines() if (command := line.partition("#")[0].strip())]
 
 
 def first_run() -> list[str]:
-    """The arguments of launch/submit.py in README's first command that runs something."""
+    """Return the arguments of launch/submit.py in README's first command that runs something."""
     python, script, *arguments = shlex.split(first_commands()[1])
     assert (python, script) == (".venv/bin/python", "launch/submit.py")
     return arguments
 
 
 def without_cluster(folder: Path) -> list[Situation]:
-    """Those that need no running Slurm. folder: where files for them may be written."""
+    """Return the situations that need no running Slurm. folder: where files for them may be written."""
     commands = folder / "commands"  # of a machine without Slurm
     commands.mkdir()
     for place in os.environ["PATH"].split(os.pathsep):
@@ -86,7 +86,7 @@ def with_cluster(cluster: SlurmCluster) -> list[Situation]:
 
 @contextlib.contextmanager
 def hanging(cluster: SlurmCluster) -> Iterator[Situation]:
-    """The cluster's controller takes connections and answers none."""
+    """Make the cluster's controller accept connections without answering any."""
     pid = cluster.pid("slurmctld")
     os.kill(pid, signal.SIGSTOP)
     try:
@@ -100,7 +100,7 @@ def hanging(cluster: SlurmCluster) -> Iterator[Situation]:
 
 
 def ask(situation: Situation, user: str) -> tuple[str, int, float]:
-    """(the line that says what was chosen, or what the command ends with; its status; seconds)."""
+    """Return (the line with the choice, or the command's last line; its status; seconds)."""
     run = [*situation.inside, sys.executable, str(ROOT / "launch/submit.py"), *first_run(), "dry_run=true"]
     as_user = (
         [] if user == _name(os.getuid()) else [shutil.which("setpriv"), f"--reuid={user}", "--clear-groups", "env", "HOME=/tmp"]
@@ -129,7 +129,7 @@ def _name(uid: int) -> str:
 
 
 def table(folder: Path) -> bool:
-    """Whether each situation has what it must have."""
+    """Print the table; return whether each situation has its expected choice."""
     users = ["root", "nobody"] if os.getuid() == 0 else [_name(os.getuid())]
     well = True
 

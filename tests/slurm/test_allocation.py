@@ -1,4 +1,4 @@
-"""Runs in an allocation that is there already: an salloc, plain and heterogeneous, and a batch job of launch/hetstep.sbatch."""
+"""Runs in an existing allocation: an salloc, plain and heterogeneous, and a batch job of launch/hetstep.sbatch."""
 
 import json
 import os
@@ -23,7 +23,7 @@ from tests.slurm.wrapper import SUBMIT, sbatch, wait_for
 
 @pytest.fixture
 def here(tmp_path, slurm_cluster, monkeypatch) -> Path:
-    """A folder with a recipe `tiny` of two components of one rank, as the current one."""
+    """Change to a folder with a recipe `tiny` of two components of one rank."""
     write_recipe(tmp_path, cluster={})
     monkeypatch.chdir(tmp_path)
     slurm_cluster.enter(monkeypatch)
@@ -97,7 +97,7 @@ def test_a_cancel_ends_the_run_but_not_the_allocation(here):
     none_alive(found)
 
 
-def test_an_allocation_is_asked_for_outside_of_one(tmp_path, capsys):
+def test_an_allocation_is_requested_outside_of_one(tmp_path, capsys):
     assert submit.main([f"recipe={write_recipe(tmp_path)}", "cluster.executor=allocation"]) == 2
     assert re.search(r"error: cluster.executor: .* \[unreachable\]$", capsys.readouterr().err.strip())
 
@@ -178,7 +178,7 @@ RAY_SUB = {
 }
 
 
-def test_what_means_the_same_becomes_overrides(tmp_path):
+def test_equivalent_variables_become_overrides(tmp_path):
     overrides, lines = ray_sub.translated(RAY_SUB, ["recipe=x"])
     recipe = config.inspect(str(write_recipe(tmp_path)), overrides).recipe
     for component in (recipe.cluster.train, recipe.cluster.generate):
@@ -189,14 +189,14 @@ def test_what_means_the_same_becomes_overrides(tmp_path):
     assert "cluster.train.gpus_per_node=8, from the environment, as ray.sub has it" in lines
 
 
-def test_the_command_line_goes_before_the_environment(tmp_path):
+def test_the_command_line_precedes_the_environment(tmp_path):
     overrides, _ = ray_sub.translated(RAY_SUB, ["cluster.train.container_image=/mine.sqsh", "cluster.generate={nodes: 2}"])
     names = [override.partition("=")[0] for override in overrides]
     assert "cluster.train.container_image" not in names and "cluster.train.container_mounts" in names
     assert not any(name.startswith("cluster.generate") for name in names)
 
 
-def test_what_means_nothing_here_is_said_in_a_line():
+def test_variables_without_a_meaning_here_are_noted():
     overrides, lines = ray_sub.translated({"COMMAND": "uv run x.py", "BASE_LOG_DIR": "/logs", "CPUS_PER_WORKER": "64"}, [])
     assert overrides == []
     assert [line.partition(":")[0] for line in lines] == ["CPUS_PER_WORKER", "COMMAND", "BASE_LOG_DIR"]

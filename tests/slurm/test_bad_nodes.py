@@ -41,7 +41,7 @@ WRONG_CLOCK = "import time\n\nreal = time.time\ntime.time = lambda: real() - 600
 
 @pytest.fixture
 def broken(tmp_path):
-    """broken({node: fault}): the override that starts all generate ranks so that those nodes are broken."""
+    """Return broken({node: fault}): the override that starts all generate ranks so that those nodes are broken."""
     namespaces = subprocess.run(["unshare", "--map-root-user", "--mount", "true"], capture_output=True, text=True)
     if namespaces.returncode:
         pytest.skip(f"no mount namespaces here: {namespaces.stderr.strip()}")
@@ -92,7 +92,7 @@ def test_bad_nodes_are_named_to_the_user(slurm_cluster, tmp_path, broken):
 @pytest.mark.long
 @pytest.mark.parametrize("fault", ["stale folder", "other code"])
 def test_a_run_with_a_bad_node_goes_on_without_it(slurm_cluster, tmp_path, broken, fault):
-    """Three of the four nodes; no checkpoint was made, but another try on other nodes is worth it."""
+    """Use three of the four nodes; no checkpoint was made, but other nodes are worth another attempt."""
     bad = slurm_cluster.nodes[1]
     placement = ["cluster.executor=slurm", "cluster.train.ranks_per_node=1", "cluster.generate.nodes=2"]
     run = submit(

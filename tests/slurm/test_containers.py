@@ -85,7 +85,7 @@ def test_the_plugin_refuses_what_pyxis_refuses(cluster, tmp_path):
 
 @pytest.fixture
 def here(tmp_path, monkeypatch) -> Path:
-    """A folder with two images and a recipe `tiny` of two components, each in its own container."""
+    """Change to a folder with two images and a recipe `tiny` of two components, each in its own container."""
     for name in ("train", "generate"):
         pyxis.image(tmp_path / f"{name} image.sqsh")
     write_recipe(tmp_path)
@@ -95,7 +95,7 @@ def here(tmp_path, monkeypatch) -> Path:
 
 
 def contained(here: Path) -> list[str]:
-    """Overrides; the first component's and the second's differ in everything."""
+    """Return overrides in which the two components differ in everything."""
     mounts = f"[{here}:{here},{ROOT}:{ROOT}]"
     return [
         "cluster.executor=slurm",
@@ -150,7 +150,7 @@ def test_two_images_on_one_node(cluster, here, monkeypatch, command):  # noqa: F
 
 @pytest.mark.slurm
 def test_an_image_that_a_node_cannot_start_ends_the_job_at_once(cluster, here, monkeypatch, command):  # noqa: F811
-    """It is named, and pyxis's words for it are shown. The other component's ranks would wait until their patience is over."""
+    """The image is named with pyxis's message. The other component's ranks would wait until their timeout."""
     pyxis.image(here / "generate image.sqsh", corrupt=True)
     monkeypatch.setenv("TEST_VAR", "1")
     status, said, _ = command("recipe=tiny", *contained(here), task=tasks.report)
@@ -177,8 +177,8 @@ def test_an_interpreter_that_is_not_in_an_image_is_named(cluster, here, monkeypa
 
 @pytest.mark.full
 @pytest.mark.slurm
-def test_an_image_that_no_node_has_ends_the_job_at_once(cluster, here, monkeypatch, command):  # noqa: F811
-    """srun exits with 0 then."""
+def test_a_missing_image_ends_the_job_at_once(cluster, here, monkeypatch, command):  # noqa: F811
+    """srun exits with 0 in this case."""
     overrides = [each for each in contained(here) if not each.startswith("cluster.generate.container_image")]
     image = "cluster.generate.container_image=registry#no/such:image"
     monkeypatch.setenv("TEST_VAR", "1")
@@ -189,7 +189,7 @@ def test_an_image_that_no_node_has_ends_the_job_at_once(cluster, here, monkeypat
 
 @pytest.mark.slurm
 def test_the_batch_wrapper_takes_container_and_mounts_from_the_environment(cluster, here, monkeypatch):
-    """As they are given to NeMo-RL's ray.sub."""
+    """The variables are those of NeMo-RL's ray.sub."""
     monkeypatch.setenv("CONTAINER", f"{here}/train image.sqsh")
     monkeypatch.setenv("MOUNTS", f"{here}:{here},{ROOT}:{ROOT}")
     monkeypatch.setenv("COMMAND", "uv run examples/run_grpo.py")
@@ -258,11 +258,11 @@ MOUNTS = "cluster.train.container_mounts"
         ({"srun_args": ["--container-mou=/x"]}, "srun_args", "contradiction"),
     ],
 )
-def test_values_that_cannot_be(here, keys, key, code):
+def test_invalid_values_are_refused(here, keys, key, code):
     assert named(problems(here, **keys)) == {(f"cluster.train.{key}", code)}
 
 
-def test_what_may_be(here, monkeypatch):
+def test_valid_values_pass(here, monkeypatch):
     monkeypatch.setenv("SET_HERE", "1")
     names = ["SET_HERE", "IN_THE_RECIPE", "HETSTEP_RANK", "SLURM_JOB_ID"]
     assert problems(here, container_env=names, env_vars={"IN_THE_RECIPE": "1"}) == []
@@ -270,7 +270,7 @@ def test_what_may_be(here, monkeypatch):
     assert problems(here, container_image="user@nvcr.io#nvidia/pytorch:26.07-py3", container_writable=False) == []
 
 
-def test_container_keys_without_an_image_say_nothing(here):
+def test_container_keys_without_an_image_have_no_effect(here):
     found = problems(here, container_image=None, python=None, container_env=["PATH"], container_writable=False)
     assert named(found) == {(f"cluster.train.container_{key}", "has-no-effect") for key in ("mounts", "env", "writable")}
 
@@ -289,7 +289,7 @@ def test_an_empty_folder_over_the_run_folder(here):
     assert named(problems(here, container_mounts=[f"tmpfs:{here}/run"])) == {(MOUNTS, "not-mounted")}
 
 
-def test_pyxis_s_own_variables_are_told(here, monkeypatch):
+def test_pyxiss_own_variables_are_reported(here, monkeypatch):
     monkeypatch.setenv("PYXIS_CONTAINER_WRITABLE", "1")
     assert named(problems(here)) == {("cluster", "contradiction")}
 

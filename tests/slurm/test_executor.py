@@ -60,7 +60,7 @@ def test_two_components_form_one_world(cluster, tmp_path):
 
 
 def test_sbatch_srun_and_the_ranks_read_texts_as_they_are(cluster, tmp_path, monkeypatch):
-    """No part of them is taken for syntax, nor `hetjob`, as which sbatch would end a component's options, for a separator."""
+    """No part of them is parsed as syntax, and `hetjob`, which would end a component's options for sbatch, is no separator."""
     odd = r"""it's "50%j" of #1 \' \n hetjob PackJob; $(touch pwned) `touch pwned` a[$(touch pwned)]"""
     run_dir = tmp_path / odd.replace("\\", "").replace("%", "")
     variables = {"TEST_VAR": odd, "RANDOM": "a[$(touch pwned)]", "SLURM_PROCID": "a[$(touch pwned)]"}
@@ -206,8 +206,8 @@ def test_a_dependent_job_waits_and_never_starts_if_the_first_fails(cluster, tmp_
     assert not (tmp_path / "second/attempts").exists()
 
 
-def test_what_the_submitting_shell_says_to_slurm_is_not_for_the_ranks(cluster, tmp_path, monkeypatch):
-    """As in a step, with --export=NONE, in a heterogeneous salloc, and of somebody who likes other times."""
+def test_slurm_variables_of_the_submitting_shell_do_not_reach_the_ranks(cluster, tmp_path, monkeypatch):
+    """Set them as in a step with --export=NONE, in a heterogeneous salloc, and with another format of times."""
     around = "SLURM_CPU_BIND=mask_cpu:nonsense SLURM_MEM_BIND=nonsense SLURM_GPU_BIND=single:1 SLURM_DISTRIBUTION=cyclic"
     around += " SLURM_EXPORT_ENV=NONE SLURM_HET_SIZE=2 SLURM_JOB_NODELIST_HET_GROUP_0=n99 SLURM_TIME_FORMAT=%s"
     for variable in around.split():
@@ -232,7 +232,7 @@ def test_an_array_is_refused(cluster, tmp_path):
         executor(tmp_path).map_array(tasks.report_and_finish, ["a", "b"])
 
 
-def test_a_job_that_nobody_knows_is_gone_until_there_is_one_of_that_id(cluster, tmp_path):
+def test_an_unknown_job_is_gone_until_one_has_its_id(cluster, tmp_path):
     first = executor(tmp_path / "first").submit(tasks.report_and_finish, str(tmp_path / "first"))
     later = str(int(first.job_id) + 2)
     assert HetSlurmJob(tmp_path, later).status(now=True) == slurm.JobStatus("GONE", ended=True)

@@ -1,4 +1,4 @@
-"""Preflight against a real Slurm: requests that it refuses, by recipe key, and requests that it accepts and never starts."""
+"""Preflight against a real Slurm: requests refused, by recipe key, and requests accepted that never start."""
 
 import functools
 import os
@@ -57,7 +57,7 @@ def own_cluster():
 
 @pytest.fixture(scope="module")
 def lenient_cluster():
-    """sbatch takes jobs beyond a partition's limits, which then wait for ever. This is Slurm's default."""
+    """Start a cluster whose sbatch takes jobs beyond a partition's limits, which then wait forever: Slurm's default."""
     yield from started("EnforcePartLimits=NO")
 
 
@@ -77,7 +77,7 @@ def examined(asked: Recipe) -> set[tuple[str, str]]:
 
 
 def of_train(found: set[tuple[str, str]]) -> dict[str, str]:
-    """{key under cluster.train: code}, without the advice to take another partition."""
+    """Return {key under cluster.train: code}, without the advice to use another partition."""
     return {key.removeprefix("cluster.train."): code for key, code in found if (key, code) != ELSEWHERE}
 
 
@@ -114,7 +114,7 @@ ELSEWHERE = ("cluster.train.partition", "refused-by-slurm")
         ),
     ],
 )
-def test_what_slurm_refuses(cluster, asked, found):
+def test_requests_that_slurm_refuses_are_problems(cluster, asked, found):
     assert of_train(examined(recipe(train=ComponentConfig(**asked)))) == found
 
 
@@ -129,12 +129,12 @@ def test_what_slurm_refuses(cluster, asked, found):
         (30, {"gpus_per_node": 9}, {("cluster.train.gpus_per_node", "over-limit")}),
     ],
 )
-def test_limits_that_slurm_does_not_enforce(lenient_cluster, monkeypatch, time_min, asked, found):
+def test_limits_that_slurm_does_not_enforce_are_checked(lenient_cluster, monkeypatch, time_min, asked, found):
     lenient_cluster.enter(monkeypatch)
     assert examined(recipe(time_min, train=ComponentConfig(**asked))) == found
 
 
-def test_a_partition_that_starts_no_jobs(cluster):
+def test_a_partition_that_starts_no_jobs_is_refused(cluster):
     assert ELSEWHERE in examined(recipe(train=ComponentConfig(partition="off")))
 
 
@@ -150,7 +150,7 @@ def test_a_partition_that_starts_no_jobs(cluster):
         ({"sbatch_options": {"contiguos": None}}, "Did you mean 'contiguous'?"),
     ],
 )
-def test_what_would_do_is_told(cluster, asked, says):
+def test_the_advice_names_a_valid_value(cluster, asked, says):
     assert says in "\n".join(map(str, slurm_job.problems(recipe(train=ComponentConfig(**asked)))))
 
 
@@ -178,11 +178,11 @@ def test_a_wrong_option_needs_no_controller(cluster, monkeypatch):
         {"mem": "0"},
     ],
 )
-def test_what_slurm_takes(cluster, asked):
+def test_requests_that_slurm_accepts_pass(cluster, asked):
     assert examined(recipe(train=ComponentConfig(**asked))) == set()
 
 
-def test_the_time_limit_and_what_would_do(cluster):
+def test_the_time_limit_and_a_valid_one_are_named(cluster):
     wrong = recipe(time_min=61, train=ComponentConfig(gpus_per_node=8))
     limit, elsewhere = slurm_job.problems(wrong)
     assert named([limit, elsewhere]) == {("cluster.time_min", "over-limit"), ELSEWHERE}
@@ -191,7 +191,7 @@ def test_the_time_limit_and_what_would_do(cluster):
     assert examined(wrong) == set()
 
 
-def test_all_problems_of_all_components_at_once(cluster):
+def test_all_problems_of_all_components_are_reported_at_once(cluster):
     wrong = recipe(
         train=ComponentConfig(nodes=3, gpus_per_node=9, constraint="ibb"),
         generate=ComponentConfig(partition="smal", container_image="/images/x.sqsh"),
@@ -231,7 +231,7 @@ def test_groups_of_a_partition(cluster, monkeypatch, number, found):
 
 
 def test_two_components_never_share_a_node(cluster):
-    """Slurm takes the job, and it waits for ever: each component alone would fit."""
+    """Slurm accepts the job, and it waits forever: each component alone would fit."""
     wrong = recipe(train=ComponentConfig(nodes=2, gpus_per_node=4), generate=ComponentConfig(nodes=1, gpus_per_node=4))
     (problem,) = slurm_job.problems(wrong)
     assert named([problem]) == {("cluster.generate.nodes", "over-limit")}
@@ -247,7 +247,7 @@ def test_two_components_never_share_a_node(cluster):
 
 
 def test_drained_nodes_are_noted(cluster):
-    """They may be back when the job's turn comes, and sbatch takes such jobs; --test-only does not."""
+    """They may be back when the job starts, and sbatch accepts such jobs; --test-only does not."""
     change = ["scontrol", "update", f"nodename={cluster.nodes[1]}"]
     subprocess.run([*change, "state=drain", "reason=test"], check=True)
     try:
@@ -260,7 +260,7 @@ def test_drained_nodes_are_noted(cluster):
     assert any("of the 2 suitable nodes only 1 are not down or drained" in note for note in notes), notes
 
 
-def test_variables_that_sbatch_takes_before_the_recipe(cluster, monkeypatch):
+def test_variables_that_override_the_recipe_for_sbatch(cluster, monkeypatch):
     monkeypatch.setenv("SBATCH_PARTITION", "all")
     monkeypatch.setenv("SBATCH_TIMELIMIT", "2:00:00")
     assert examined(recipe(time_min=120, train=ComponentConfig(nodes=5))) == set()
@@ -268,7 +268,7 @@ def test_variables_that_sbatch_takes_before_the_recipe(cluster, monkeypatch):
     assert examined(recipe(train=ComponentConfig(partition="big"))) == contradicted
 
 
-def test_what_slurm_does_not_answer_is_noted(cluster, monkeypatch, tmp_path):
+def test_queries_that_slurm_does_not_answer_are_noted(cluster, monkeypatch, tmp_path):
     notes = []
     assert list(slurm_job.problems(recipe(train=ComponentConfig()), notes)) == []
     assert notes == ["accounts and QOS were not checked: this cluster does not enforce them"]
@@ -352,7 +352,7 @@ def test_limits_count_all_components(accounts):
 
 
 def test_limits_count_whole_nodes(accounts, monkeypatch):
-    """2 nodes of 8 GPUs are more than the account's 12, whatever is used of them."""
+    """Two nodes of 8 GPUs exceed the account's 12, even if the job uses fewer."""
     monkeypatch.setattr(Cluster, "enforced", property(lambda _: frozenset(("associations", "limits"))))
     monkeypatch.setattr(slurm_job.pwd, "getpwuid", lambda _: SimpleNamespace(pw_name="jo"))
     asked = {"nodes": 2, "gpus_per_node": 4, "constraint": "ib", "partition": "all"}

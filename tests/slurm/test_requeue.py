@@ -1,4 +1,4 @@
-"""What follows an attempt under Slurm: the same job again, on other nodes if need be, or the end. The ranks are stand-ins."""
+"""The action after an attempt under Slurm: the same job again, possibly on other nodes, or the end. Ranks are stand-ins."""
 
 import json
 import time
@@ -22,7 +22,7 @@ def cluster(slurm_cluster, monkeypatch):
 
 
 def play(run_dir: Path, *acts: dict, requeue: RequeueConfig | None = None) -> HetSlurmJob:
-    """acts: what rank 0 leaves behind in the first, second ... attempt; see tasks.play."""
+    """Run these acts: what rank 0 leaves in the first, second ... attempt; see tasks.play."""
     run_dir.mkdir(exist_ok=True)
     (run_dir / "script.json").write_text(json.dumps(acts))
     cluster = ClusterConfig(time_min=5, requeue=requeue or RequeueConfig())
@@ -33,7 +33,7 @@ def verdicts(run_dir: Path) -> list[str | None]:
     return [attempt.verdict for attempt in all_attempts(run_dir)]
 
 
-def test_the_same_job_goes_on_until_the_run_is_complete_and_avoids_bad_nodes(cluster, tmp_path):
+def test_the_same_job_is_requeued_until_the_run_is_complete_and_avoids_bad_nodes(cluster, tmp_path):
     acts = [{"progress": 3, "requeue": "time is short"}, {"blame": "its clock is late", "exit": 1}, {"done": 6}]
     before = time.time()
     job = play(tmp_path, *acts)
@@ -53,7 +53,7 @@ def test_the_same_job_goes_on_until_the_run_is_complete_and_avoids_bad_nodes(clu
     assert bad not in job.watcher.get_info(job.job_id)["NodeList"].split(",")
 
 
-def test_a_cancelled_job_does_not_come_back(cluster, tmp_path):
+def test_a_cancelled_job_is_not_requeued(cluster, tmp_path):
     job = play(tmp_path, {"progress": 1, "requeue": "SIGTERM", "wait": 600})
     wait_until(lambda: latest(tmp_path) and (latest(tmp_path).folder / "requeue").exists(), "the rank's last word")
     job.cancel()
@@ -83,7 +83,7 @@ def test_a_run_that_is_not_complete_has_failed(cluster, tmp_path, requeue, act, 
 
 
 def test_a_job_whose_run_is_complete_does_nothing(cluster, tmp_path):
-    """Slurm 24.11 starts a job that was preempted once more after it has succeeded."""
+    """Slurm 24.11 starts a preempted job once more after it has succeeded."""
     (tmp_path / "done.json").write_text('{"step": 6}')
     job = play(tmp_path)
     wait_until_ended(job)

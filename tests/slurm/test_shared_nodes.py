@@ -28,7 +28,7 @@ def cluster(slurm_cluster, monkeypatch):
 
 
 def test_a_job_divides_the_gpus_of_each_node(tmp_path):
-    """Of 8 GPUs, 7 are used; the job has all of them, as it takes whole nodes."""
+    """The components use 7 of 8 GPUs; the job has all of them, as it takes whole nodes."""
     components = {
         name: kind(nodes=2, gpus_per_node=count, ranks_per_node=1)
         for name, kind, count in (

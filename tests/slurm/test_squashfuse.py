@@ -50,7 +50,7 @@ def cluster(own_cluster, monkeypatch) -> SlurmCluster:
 
 
 def submit(run_dir: Path, task) -> HetSlurmJob:
-    """Two components of one rank, each in a container, that are not requeued."""
+    """Submit two components of one rank, each in a container, without requeue."""
     image = str(pyxis.image(run_dir / "x.sqsh"))
     components = {name: ComponentConfig(container_image=image) for name in ("train", "generate")}
     cluster = ClusterConfig(time_min=30, requeue=RequeueConfig(enabled=False))
@@ -62,7 +62,7 @@ def slurm(*command: str) -> None:
 
 
 def left(run_dir: Path, why: str) -> None:
-    """All ranks have left with everything saved."""
+    """Check that all ranks have left with everything saved."""
     (attempt,) = all_attempts(run_dir)
     assert attempt.verdict == f"stop: {why}; cluster.requeue.enabled is false", log(attempt)
     assert attempt.progress == 7
@@ -75,7 +75,7 @@ def log(attempt: AttemptFolder) -> str:
 @pytest.mark.full
 @on_slurm
 def test_a_signal_to_a_step_ends_its_ranks(cluster, tmp_path):
-    """The stand-in shows the fault: without this, what follows would show nothing."""
+    """This shows that the stand-in has the fault, without which the other tests would show nothing."""
     job = submit(tmp_path, tasks.save_on_request)
     reports(tmp_path, 2)
     slurm("scancel", "--signal=USR2", job.job_id)
@@ -116,7 +116,7 @@ def test_preemption_that_sends_the_user_signal_lets_them_save(cluster, tmp_path)
 
 
 @on_slurm
-def test_when_a_component_has_failed_the_other_can_tell(cluster, tmp_path):
+def test_a_component_can_report_another_ones_failure(cluster, tmp_path):
     job = submit(tmp_path, tasks.report_the_other_component)
     wait_until_ended(job)
     (attempt,) = all_attempts(tmp_path)
@@ -146,7 +146,7 @@ def test_in_a_batch_job_of_ones_own(cluster, tmp_path, monkeypatch):
 
 
 @on_slurm
-def test_what_cannot_be_saved_is_noted(cluster, tmp_path):
+def test_signals_that_prevent_a_save_are_noted(cluster, tmp_path):
     recipe = config.inspect(str(write_recipe(tmp_path, cluster={})), []).recipe
     recipe.cluster.train.container_image = "/x.sqsh"
     notes: list[str] = []
@@ -195,6 +195,6 @@ def test_where_signals_reach_squashfuse(tmp_path, line, slurm_says, says):
     assert [says in note for note in found] == ([True] if says else [])
 
 
-def test_nothing_is_said_of_a_plugstack_that_is_not_here(tmp_path):
+def test_a_missing_plugstack_is_not_noted(tmp_path):
     there = {"ProctrackType": "proctrack/linuxproc", "PlugStackConfig": f"{tmp_path}/no/plugstack.conf"}
     assert list(squashfuse.notes(["cluster.train.container_image"], there)) == []

@@ -1,4 +1,4 @@
-"""How Slurm's words for a job are read; lines as Slurm 22.05 to 26.05 print them."""
+"""The parsing of Slurm's job states; the lines are those of Slurm 22.05 to 26.05."""
 
 from launch import slurm_client
 from launch.executors.base import JobStatus
@@ -28,7 +28,7 @@ def test_sacct_rows_of_a_het_job():
     assert merged(parts) == JobComponent("17", "CANCELLED", "n1,n3")
 
 
-def test_a_state_that_is_not_known_is_not_an_end():
+def test_an_unknown_state_is_not_an_end():
     for state in (
         *("SIGNALING", "PENDING", "RUNNING", "COMPLETING", "REQUEUED", "REQUEUE_HOLD", "SPECIAL_EXIT", "STAGE_OUT"),
         "SOMETHING_NEW",
@@ -36,7 +36,7 @@ def test_a_state_that_is_not_known_is_not_an_end():
         assert state not in TERMINAL
 
 
-def test_times_are_asked_for_in_the_form_that_is_read(tmp_path, monkeypatch):
+def test_times_are_requested_in_the_parsed_format(tmp_path, monkeypatch):
     (tmp_path / "scontrol").write_text("#!/bin/sh\necho $SLURM_TIME_FORMAT\n")
     (tmp_path / "scontrol").chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")

@@ -17,7 +17,7 @@ BATCH = SUBMIT.replace("submit.main(", "ray_sub.main(").replace("import submit",
 
 
 def sbatch(here: Path, options: str, task: str, *overrides: str, recipe: str = "tiny.yaml") -> tuple[str, Callable[[], str]]:
-    """Submits the wrapper from the current folder: the job's id, and what it has printed."""
+    """Submit the wrapper from the current folder; return the job's id and its output so far."""
     python = here / "python"  # the wrapper gives it launch/ray_sub.py first, in whose place this comes
     python.write_text(f"#!/bin/bash\nshift\nPYTHONPATH='{ROOT}' exec '{sys.executable}' -c '{BATCH}' {task} \"$@\"\n")
     python.chmod(0o755)
@@ -29,7 +29,7 @@ def sbatch(here: Path, options: str, task: str, *overrides: str, recipe: str = "
 
 
 def wait_for(text: str, out: Callable[[], str], seconds: float = 60.0) -> None:
-    """Raises AssertionError with all that the job has printed."""
+    """Wait for a condition. Raises AssertionError with all that the job has printed."""
     deadline = time.monotonic() + seconds
     while text not in out():
         assert time.monotonic() < deadline, f"no '{text}' in {seconds:.0f} s:\n{out()}"
