@@ -1,4 +1,4 @@
-"""What is measured: two models, their batches, and the length of every completion.
+"""The benchmarks' cases: two models, their batches, and the length of every completion.
 
 A step trains on `prompts * generations` samples of one generation, in float32, with AdamW at lr 1e-4. Weights are random: what
 a step costs depends on shapes and lengths, not on what the model says. Lengths are dealt out beforehand, so that everyone
@@ -45,23 +45,23 @@ class Case:
         return self.prompts * self.generations
 
     def lengths(self) -> np.ndarray:
-        """Completion lengths of every step, prompt by prompt, [prompts * generations] int64."""
+        """Return completion lengths of every step, prompt by prompt, [prompts * generations] int64."""
         if self.mean_length == self.max_length:
             return np.full(self.samples, self.max_length)
         return np.random.default_rng(_LENGTHS_SEED).geometric(1 / self.mean_length, self.samples).clip(2, self.max_length)
 
     def prompts_of(self, step: int) -> np.ndarray:
-        """[prompts, prompt_length] int64"""
+        """Return prompts, [prompts, prompt_length] int64."""
         return np.random.default_rng(step).integers(2, self.vocab_size, (self.prompts, self.prompt_length))
 
     @property
     def tokens(self) -> tuple[int, int]:
-        """(prompt tokens, completion tokens) of all samples of a step."""
+        """Return (prompt tokens, completion tokens) of all samples of a step."""
         return self.samples * self.prompt_length, int(self.lengths().sum())
 
     @property
     def multiplied(self) -> int:
-        """Parameters that every token is multiplied with: all but the input embedding and the norms."""
+        """Return the number of parameters that every token is multiplied with: all but the input embedding and the norms."""
         layer = 4 * self.hidden_size**2 + 3 * self.hidden_size * self.intermediate_size
         return self.layers * layer + self.vocab_size * self.hidden_size
 
@@ -73,15 +73,14 @@ class Case:
 SMALL = Case("0.8M", 48, 128, 344, 4, 4, 16, 8, 12, 32, 32, 2, 5, packed_tokens=1536, trl_micro_batch=32)
 SKEWED = Case("32M", 4096, 512, 1600, 8, 8, 6, 8, 44, 65, 256, 1, 3, packed_tokens=1024, trl_micro_batch=8)
 SMALL_SKEWED = Case("0.8M-skewed", 48, 128, 344, 4, 4, 4, 8, 12, 132, 515, 2, 5, packed_tokens=1536, trl_micro_batch=8)
-HALF = replace(SKEWED, name="32M-half", prompts=3)  # four contenders would take too long over all of it
+HALF = replace(SKEWED, name="32M-half", prompts=3)  # four contenders would take too long for all steps
 CASES = {case.name: case for case in (SMALL, SKEWED, SMALL_SKEWED, HALF)}
 STEP_CASES = (SMALL, SKEWED)  # of the comparison with TRL
 TRAIN_CASES = (SMALL_SKEWED, HALF)  # of the comparison of train backends: in SMALL there is nothing to pad
 
 
 def padded_microbatches(lengths: Sequence[int], most_tokens: int) -> list[list[int]]:
-    """As a trainer without packing forms them: samples in the order they come, each as long as the longest of its microbatch,
-    as many as make no more than `most_tokens` together, and at least one.
+    """Form microbatches like a trainer without packing: samples in order, each padded to the longest of its microbatch.
 
     Fewer to a microbatch are padded less, and on a CPU are cheaper for that; on a GPU they leave it idle.
     """
@@ -100,13 +99,13 @@ def padded_tokens(lengths: Sequence[int], microbatches: list[list[int]]) -> int:
 
 
 def score(text: str) -> float:
-    """The reward: the share of words with an even number, so that samples of a group differ."""
+    """Return the reward: the share of words with an even number, so that samples of a group differ."""
     words = text.split()
     return sum(word[-1] in "02468" for word in words) / max(1, len(words))
 
 
 def write(case: Case, folder: Path) -> None:
-    """The checkpoint that all start from, with TRL's tokenizer; ours, which knows no end of sequence, is in `tokenizer/`."""
+    """Write the checkpoint that all start from, with TRL's tokenizer; ours, without an end of sequence, is in `tokenizer/`."""
     import torch
     from tokenizers import Tokenizer
     from tokenizers.models import WordLevel
@@ -128,7 +127,7 @@ def write(case: Case, folder: Path) -> None:
     )
     torch.manual_seed(0)
     AutoModelForCausalLM.from_config(config, dtype=torch.float32).save_pretrained(folder)
-    # No word contains another's special token, or the tokenizer would find it in there.
+    # No word contains another's special token, which the tokenizer would match.
     vocabulary = {"<pad>": PAD, "<eos>": EOS} | {f"w{i}": i for i in range(2, case.vocab_size)}
     words = Tokenizer(WordLevel(vocabulary, unk_token="<pad>"))
     words.pre_tokenizer = WhitespaceSplit()

@@ -1,4 +1,4 @@
-"""Compiled decoder layers against eager ones, on FSDP2: how far apart their numbers are, and CPU seconds of a training step.
+"""Compare compiled decoder layers with eager ones on FSDP2: numerical differences, and CPU seconds of a training step.
 
 `python -m tests.benchmarks.compiled_step CASE FOLDER`, with the checkpoint of CASE in FOLDER. Both train in this process and
 take one step in turns, from the same weights on the same samples.
@@ -55,7 +55,7 @@ def compare(case: Case, folder: Path) -> None:
 
 
 def _difference(ours: TrainStep, theirs: TrainStep) -> float:
-    """The largest difference of a gradient's entry, as a share of the largest entry."""
+    """Return the largest difference of a gradient's entry, as a share of the largest entry."""
     pairs = list(zip(*(trained.backend._gradients().values() for trained in (ours, theirs)), strict=True))
     return max((a - b).abs().max().item() for a, b in pairs) / max(b.abs().max().item() for _, b in pairs)
 

@@ -1,4 +1,4 @@
-"""A process that takes one training step whenever it is told to, so that contenders can take turns on a busy machine.
+"""Run a process that takes one training step on request, so that contenders can alternate on a busy machine.
 
 The parent writes the line `step`, the child answers with one line of JSON: `times`, {phase: [CPU seconds, wall seconds]}, which
 add up to the step, and what else the parent wants to compare. While it waits, a contender uses no CPU.
@@ -22,7 +22,7 @@ Times = dict[str, list[float]]  # phase -> [CPU seconds of all threads of the pr
 LONGEST_S = 900.0  # that a start or a step may take
 ENVIRONMENT = {
     "CUDA_VISIBLE_DEVICES": "",
-    "OMP_NUM_THREADS": "1",  # more threads than free cores wait for each other, and burn CPU seconds while they do
+    "OMP_NUM_THREADS": "1",  # more threads than free cores wait for each other, and use CPU while they do
     "TOKENIZERS_PARALLELISM": "false",
     "HF_HUB_OFFLINE": "1",
     "VLLM_NO_USAGE_STATS": "1",
@@ -32,7 +32,7 @@ ENVIRONMENT = {
 
 
 class Contender:
-    """The parent's end."""
+    """The parent's end of a contender."""
 
     def __init__(self, name: str, command: list[str], log: Path):
         self.name = name
@@ -44,7 +44,7 @@ class Contender:
         self._receive()
 
     def step(self) -> dict[str, Any]:
-        """The child's answer. Raises RuntimeError with the end of its log if the process has ended."""
+        """Return the child's answer. Raises RuntimeError with the end of its log if the process has ended."""
         self._process.stdin.write("step\n")
         self._process.stdin.flush()
         return self._receive()
@@ -65,7 +65,7 @@ class Contender:
 
 
 class Turns:
-    """The child's end. What anyone prints to stdout goes to stderr."""
+    """The child's end. Everything else printed to stdout goes to stderr."""
 
     def __init__(self) -> None:
         self._replies = os.fdopen(os.dup(1), "w")
@@ -75,12 +75,12 @@ class Turns:
         print(json.dumps(value), file=self._replies, flush=True)
 
     def wait(self) -> bool:
-        """Whether there is another step to take."""
+        """Return whether there is another step to take."""
         return bool(sys.stdin.readline())
 
 
 class Clock:
-    """Where a step's time goes."""
+    """Measures the time of a step's phases."""
 
     def __init__(self) -> None:
         self._times: Times = {}
@@ -93,11 +93,11 @@ class Clock:
         self._spend(name, begun, _now())
 
     def start(self) -> None:
-        """Begin the first of some laps."""
+        """Begin the first of several laps."""
         self._last = _now()
 
     def lap(self, name: str) -> None:
-        """A phase that began where the last one ended, for phases that no `with` can hold."""
+        """Count a phase that began where the last one ended, for phases that no `with` can enclose."""
         now = _now()
         self._spend(name, self._last, now)
         self._last = now
@@ -108,7 +108,7 @@ class Clock:
             spent[clock] += ended[clock] - begun[clock]
 
     def take(self) -> Times:
-        """What has been counted since the last time."""
+        """Return the counts since the last call."""
         times, self._times = self._times, {}
         return times
 

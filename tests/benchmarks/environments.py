@@ -59,7 +59,7 @@ class Busy(Environment):
 
 
 class Contender:
-    """A driver on the engine, and what its rounds took."""
+    """A driver on the engine, and its rounds' measurements."""
 
     def __init__(self, engine, folder: Path, place: str, busy_ms: float) -> None:
         kind = "tests.benchmarks.environments.Busy"

@@ -33,12 +33,12 @@ class Floor:
 
     @property
     def generate(self) -> float:
-        """CPU seconds"""
+        """Return CPU seconds of generation."""
         return self.generate_flops / self.generate_rate
 
     @property
     def train(self) -> float:
-        """CPU seconds"""
+        """Return CPU seconds of training."""
         return self.train_flops / self.train_rate
 
 
@@ -55,7 +55,7 @@ def measure(case: Case) -> Floor:
 
 @torch.inference_mode()
 def _rate(case: Case, rows: int) -> float:
-    """FLOPs per CPU second of the best of many passes through one layer's products."""
+    """Return FLOPs per CPU second of the best of many passes through one layer's products."""
     hidden, inner = case.hidden_size, case.intermediate_size
     shapes = [(hidden, hidden)] * 4 + [(hidden, inner)] * 2 + [(inner, hidden)]
     products = [(torch.randn(rows, k), torch.randn(n, k).T, torch.empty(rows, n)) for k, n in shapes]

@@ -36,12 +36,12 @@ DIGITS = (1, 2)
 
 
 def model_folder(folder: Path, lesson: Lesson, seed: int) -> Path:
-    """Where both start."""
+    """Write the initial checkpoint of both sides."""
     return folder / f"{lesson.name}-{seed}"
 
 
 def records_file(folder: Path, lesson: Lesson, seed: int) -> Path:
-    """JSONL, one record a line, in the order in which they are learnt from."""
+    """Write JSONL, one record a line, in training order."""
     return folder / f"{lesson.name}-{seed}.jsonl"
 
 

@@ -1,4 +1,4 @@
-"""SFT and DPO by ours and by TRL 1.16: losses step by step, and CPU seconds. See lessons.py for what is equal.
+"""Compare SFT and DPO by ours and by TRL 1.16: losses step by step, and CPU seconds. See lessons.py for what is equal.
 
 `compare` prints the tables and draws every curve into one picture.
 """
@@ -29,10 +29,10 @@ Curves = dict[str, list[list[float]]]  # by contender, for each seed a value at 
 
 
 def compare(names: Sequence[str], folder: Path, trl: Path) -> Path:
-    """The picture. names: of lessons; those after SFT begin where ours ended. trl: where TRL's environment is."""
+    """Draw the picture. names: of lessons; those after SFT start from ours. trl: the folder of TRL's environment."""
     found = {}
     for name, lesson in lessons.LESSONS.items():
-        if name in names or lesson is SFT:  # whose models the other begins with
+        if name in names or lesson is SFT:  # the contender whose models the other starts from
             found[name] = _learn(lesson, folder, trl)
     for name in names:
         _print(lessons.LESSONS[name], *found[name])
@@ -40,7 +40,7 @@ def compare(names: Sequence[str], folder: Path, trl: Path) -> Path:
 
 
 def _learn(lesson: Lesson, folder: Path, trl: Path) -> tuple[Curves, Curves]:
-    """Losses, and CPU seconds."""
+    """Print losses and CPU seconds."""
     losses: Curves = {name: [] for name in NAMES}
     seconds: Curves = {name: [] for name in NAMES}
     for seed in SEEDS:
@@ -60,7 +60,7 @@ def _learn(lesson: Lesson, folder: Path, trl: Path) -> tuple[Curves, Curves]:
 
 
 def _prepare(lesson: Lesson, folder: Path, seed: int) -> None:
-    """The records, and the model to begin with."""
+    """Write the records and the initial model."""
     folder.mkdir(parents=True, exist_ok=True)
     make = scratchpad.addition if lesson is SFT else scratchpad.preferences
     records = make("train", lesson.steps * lesson.batch, seed, lessons.DIGITS, mistakes=0.3)
@@ -107,7 +107,7 @@ def _final(curve: list[float]) -> float:
 
 
 def _draw(found: dict[str, Curves], path: Path) -> Path:
-    """TRL's curves broad and light, ours thin on top of them."""
+    """Draw TRL's curves broad and light, ours thin on top of them."""
     figure, axes = plt.subplots(1, len(found), figsize=(6.5 * len(found), 4.2), squeeze=False, layout="constrained")
     for axis, (name, losses) in zip(axes[0], found.items(), strict=True):
         for i, (contender, curves) in enumerate(losses.items()):

@@ -37,7 +37,7 @@ class OurLesson:
         )
 
     def step(self) -> float:
-        """The loss."""
+        """Take a step and return the loss."""
         size, needs = self.recipe.policy.train_global_batch_size, self._algorithm.needs
         items = self._examples.take(size)
         samples = [sample for item in items for sample in (item if isinstance(item, tuple) else (item,))]

@@ -1,4 +1,4 @@
-"""Our GRPO step in one process, from the pipeline's own parts: what the train and generate ranks do, without the mail between.
+"""Run our GRPO step in one process, from the pipeline's own parts for train and generate ranks, without messaging.
 
 `python -m tests.benchmarks.our_step CASE FOLDER BACKEND PACKED_TOKENS`
 """
@@ -48,7 +48,7 @@ class EvenWords(Environment):
 
 
 class Dealt:
-    """A generation backend whose requests end after the lengths that the case has dealt out."""
+    """A generation backend whose requests end after the case's completion lengths."""
 
     def __init__(self, engine: GenerateBackend):
         self._engine = engine
@@ -82,7 +82,7 @@ class OurStep:
         self._refit()
 
     def step(self) -> list[int]:
-        """Completion lengths. The times are in `clock`."""
+        """Return completion lengths. The times are in `clock`."""
         groups = self.rollout()
         self.learn(groups)
         return [rollout.drawn_tokens for group in groups for rollout in group.rollouts]
@@ -121,7 +121,7 @@ class OurStep:
 
 
 def _driver(engine: Dealt, policy: PolicyConfig, clock: Clock) -> EpisodeDriver:
-    """A driver asks nothing of the world but to note its phases, for which a clock does."""
+    """The driver needs a world only to record its phases, which a clock does here."""
     environments, wakeup, generation = {"even": EvenWords()}, threading.Event(), policy.generation
     stepper = EnvStepper(environments, load_tokenizer(policy.tokenizer), None)
     threads = EnvironmentThreads(stepper, EnvironmentPool(environments, {"even": 60.0}, wakeup))

@@ -1,4 +1,4 @@
-"""The plan held against what NeMo-RL has published of whole steps: predicted and published, side by side.
+"""Compare the plan with NeMo-RL's published whole steps: predicted and published, side by side.
 
     python -m tests.benchmarks.plan_published
 
@@ -28,11 +28,12 @@ from pipeline import config
 
 GPUS = 8  # of a node
 PROMPT = 265  # tokens: with Llama-3.1-8B on OpenMathInstruct-2, 1,060 of a sequence (v0.4) less 795 of an answer (v0.3)
-# About what the driver says of an "80 GB" H100, of which vLLM takes its share. With the 80 of h100.yaml the plan finds no room
-# for DeepSeek-V3's cache, in a run that is published; other steps differ by 2% at most.
+# About the memory that the driver reports for an "80 GB" H100, of which vLLM takes its share. With the 80 of h100.yaml the plan
+# finds no room for DeepSeek-V3's cache, in a run that is published; other steps differ by 2% at most.
 MEMORY_GB = 85
 KEY = "policy.megatron_cfg"
-FORCED = "grpo.seq_logprob_error_threshold=1000"  # theirs computes log-probs before the update also where one update needs none
+# theirs also computes log-probs before the update where a single update needs none
+FORCED = "grpo.seq_logprob_error_threshold=1000"
 PHASES = ("train", "log-probs", "generate", "refit")
 
 
@@ -47,7 +48,7 @@ class Line:
     published: dict[str, float]  # seconds by PHASES and "step"
     layout: tuple[str, ...]
     assumed: str
-    why: str = ""  # it is off by more than 2
+    why: str = ""  # why it is off by more than 2
     prompts: int = 64  # of a step
     answers: int = 32  # of each
     ahead: int = 0  # steps
@@ -318,7 +319,7 @@ def predicted(line: Line) -> Plan:
 
 
 def by_phase(plan: Plan) -> dict[str, float]:
-    """Seconds by PHASES, and of the step."""
+    """Return seconds by PHASES, and of the step."""
     found = dict.fromkeys(PHASES, 0.0) | {"step": plan.step}
     for phase in plan.phases:
         name = {"rollout": "generate", "train": "train", "refit": "refit"}[phase.clock]
@@ -327,7 +328,7 @@ def by_phase(plan: Plan) -> dict[str, float]:
 
 
 def ratio(line: Line, seconds: float) -> float:
-    """Published over predicted."""
+    """Return published over predicted."""
     return line.published["step"] / seconds
 
 

@@ -1,4 +1,4 @@
-"""Where our step's CPU time goes: torch's operators, then Python's functions.
+"""Profile our step's CPU time: torch's operators, then Python's functions.
 
 `python -m tests.benchmarks.profile CASE FOLDER BACKEND`, by way of `python -m tests.benchmarks profile CASE --backend BACKEND`.
 A backend that samples (transformers, vllm): rollout and training apart. One that trains (fsdp, megatron): a packed step of it.
@@ -23,7 +23,7 @@ _ROWS = 20
 
 
 def main(name: str, folder: str, backend: str) -> None:
-    """One step by each profiler, since both together would measure each other."""
+    """Profile one step with each profiler, since both together would measure each other."""
     case = CASES[name]
     join_alone()
     if backend in TRAIN_BACKENDS:

@@ -1,4 +1,4 @@
-"""What the proofs of gloo's groups add to a join: `python -m tests.benchmarks.proofs`.
+"""Measure what group verification adds to a join: `python -m tests.benchmarks.proofs`.
 
 Half of the ranks train, half generate by engines of 4. All are processes of this machine, forked from one that has imported
 torch, with the real store. They join by turns with and without proofs; a turn lasts from when all ranks have met until the
@@ -24,7 +24,7 @@ ENGINE = 4
 
 
 def rank_main(address: Address, key: bytes, rank: int, size: int, proven: bool) -> None:
-    """Join, and leave in the store how long it took."""
+    """Join, and store the duration."""
     half = size // 2
     engines = tuple(tuple(range(first, first + ENGINE)) for first in range(half, size, ENGINE))
     workers = WorkerGroups(tuple(range(half)), tuple(range(half, size)), engines)
@@ -65,7 +65,7 @@ def main() -> None:
     for size in SIZES:
         took: dict[bool, list[float]] = {True: [], False: []}
         for i in range(TURNS):
-            for proven in (i % 2 == 0, i % 2 == 1):  # each comes first as often as the other
+            for proven in (i % 2 == 0, i % 2 == 1):  # each comes first equally often
                 took[proven].append(turn(size, proven))
         with_, without = statistics.median(took[True]), statistics.median(took[False])
         print(f"{size:3} ranks join in {without:.3f} s, with proofs in {with_:.3f} s: x {with_ / without:.2f}", flush=True)

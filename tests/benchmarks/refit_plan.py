@@ -1,4 +1,4 @@
-"""Planning refits of models and runs of a size that is not here, on one core: seconds, memory, how near the floor.
+"""Plan refits of models and runs too large for this machine, on one core: seconds, memory, distance from the floor.
 
 Each case is planned in a process of its own, since memory is that process's peak; what it takes before planning counts.
 "layouts" is the time that `launch.plan.refit_layouts` takes to tell every rank's boxes from the config, in whose place a run
@@ -23,7 +23,7 @@ from pipeline.config.cluster import NetworkConfig
 BUCKET_BYTES = 256 << 20
 RANKS_PER_NODE = 8
 
-# As their config.json on Hugging Face have them; K2 is moonshotai/Kimi-K2-Instruct as transformers' DeepseekV3.
+# From their config.json on Hugging Face; K2 is moonshotai/Kimi-K2-Instruct as transformers' DeepseekV3.
 LLAMA_70B = {
     "model_type": "llama",
     "vocab_size": 128256,
@@ -116,7 +116,7 @@ CASES = (
 
 
 def measure(case: Case) -> dict[str, Any]:
-    """Plan it here."""
+    """Plan it in this process."""
     from launch.plan.refit_layouts import rank_layouts
     from pipeline.refit.plan import schedule
 

@@ -1,4 +1,4 @@
-"""The simulator held against what others have published of their refits: predicted and published, side by side.
+"""Compare the simulator with published refits: predicted and published, side by side.
 
 Nothing is fitted. Bandwidths are those of the data sheets of the machines that were measured (DGX H100: a 400 Gb/s NIC for
 each GPU, NVLink 4), latency and copying are the defaults of `cluster.network`. Where a layout was not published, the line says
@@ -32,7 +32,7 @@ GPUS = 8  # of a node
 BUCKET = RefitConfig().bucket_bytes
 NEMO_BUCKET = 80_000_000_000 // 50
 CHECKPOINT_ENGINE_BUCKET = 8 << 30
-SOURCES = 16  # ranks that a generate rank hears from in a round
+SOURCES = 16  # ranks from which a generate rank receives in a round
 
 QWEN = {"model_type": "qwen3_moe", "vocab_size": 151936, "head_dim": 128, "num_key_value_heads": 4, "num_experts": 128}
 DEEPSEEK = {
@@ -89,11 +89,11 @@ class Line:
     published: tuple[float, float]  # seconds, from and to
     predicted: float
     assumed: str
-    why: str = ""  # it is off by more than 2
+    why: str = ""  # why it is off by more than 2
 
     @property
     def ratio(self) -> float:
-        """Published over predicted; 1 within the published range."""
+        """Return published over predicted; 1 within the published range."""
         low, high = self.published
         return min(max(self.predicted, low), high) / self.predicted
 
@@ -115,7 +115,7 @@ def print_published() -> None:
 
 
 def print_ours() -> None:
-    """Return what `launch/plan_refit.py` predicts of ours, for the layouts of those."""
+    """Return `launch/plan_refit.py`'s prediction of our refit for their layouts."""
     print(f"\n{'our plan, for the same model and layout':44s}{'floor':>12s}{'predicted':>12s}{'bound by':>12s}")
     for name, layout in OURS.items():
         found = plan_ours(name, layout)
@@ -164,8 +164,10 @@ def broadcasts() -> list[Line]:
 
 
 def inclusive_broadcast(total: int, train: int, tensor: int) -> float:
-    """Seconds. All train ranks gather all bytes and belong to the broadcast's group, so both can use all NICs of a node, and
-    the one overlaps the other."""
+    """Return seconds.
+
+    All train ranks gather all bytes and belong to the broadcast's group, so both phases can use all NICs of a node and overlap.
+    """
     nodes = train // GPUS
     moved = Broadcast(
         total=total,
@@ -181,7 +183,7 @@ def inclusive_broadcast(total: int, train: int, tensor: int) -> float:
 
 
 def reshards() -> list[Line]:
-    """Feed-forward weights straight from train shards to generate shards, all others broadcast after that."""
+    """Predict feed-forward weights sent from train shards to generate shards, and all others broadcast afterwards."""
     found = []
     for name, layout, train, generate, tensor, seconds in (
         ("Qwen3-30B-A3B", "EP8 PP2 to TP8 DP2, as published", 16, 16, 8, (0.74, 1.0)),
@@ -243,12 +245,12 @@ def checkpoint_engine() -> Line:
 
 
 def exchange(train: int, generate: int, received: int) -> float:
-    """Seconds for every generate rank to get `received` bytes, point to point and evenly from all train ranks."""
+    """Return seconds for every generate rank to get `received` bytes, point to point and evenly from all train ranks."""
     return simulate(even(train, generate, received), np.arange(train + generate) // GPUS, NETWORK).seconds
 
 
 def even(train: int, generate: int, received: int) -> Messages:
-    """Rounds of a bucket a generate rank; its sources rotate, such that all train ranks send as much in every round."""
+    """Predict rounds of a bucket per generate rank; its sources rotate, so all train ranks send equally much in every round."""
     rounds, sources = -(-received // BUCKET), min(SOURCES, train)
     round, target, source = (axis.ravel() for axis in np.mgrid[:rounds, :generate, :sources])
     size = np.full(len(round), received // (rounds * sources))

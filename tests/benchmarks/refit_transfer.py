@@ -71,7 +71,7 @@ def llama() -> Model:
 
 
 class Broadcast:
-    """Both ends of the reference, over the same tensors."""
+    """Both ends of the reference broadcast, over the same tensors."""
 
     def __init__(self, world: World, model: Model, own: Train | Generate):
         self._world, self._model, self._own = world, model, own
@@ -97,7 +97,7 @@ class Broadcast:
 
 
 class Bare:
-    """The plan's messages, two rounds at a time under way as in the refit."""
+    """Send the plan's messages, two rounds at a time in flight as in the refit."""
 
     def __init__(self, world: World, plan: RefitPlan):
         self._world = world
@@ -130,7 +130,7 @@ def refit_once(world: World, refit, own: Train | Generate) -> RefitReport:
 
 
 class Turn(msgspec.Struct):
-    """One contender's, as one rank saw it."""
+    """One contender's turn, as measured by one rank."""
 
     wall: float  # seconds between the barriers
     cpu: float  # seconds of all processes
@@ -138,10 +138,10 @@ class Turn(msgspec.Struct):
 
 
 class Seen(msgspec.Struct):
-    """By one rank."""
+    """One rank's measurements."""
 
     turns: dict[str, list[Turn]]
-    bytes: int  # that it sends, or receives, in full
+    bytes: int  # tensors that it sends, or receives, in full
 
 
 def timed(world: World, work: Callable[[], RefitReport]) -> Turn:
@@ -181,7 +181,7 @@ def take_turns(world: World, folder: Path, argument: None) -> None:
         for name, work in contenders.items():
             turns[name].append(timed(world, work))
     for name, (share, work) in changes.items():
-        work()  # all of it, for there is no base
+        work()  # all of it, since there is no base
         for _ in range(TURNS):
             change(own, share, rng)
             turns[name].append(timed(world, work))

@@ -1,4 +1,4 @@
-"""The tables: every contender's step by phase, and how they compare."""
+"""Print the tables: every contender's step by phase, and the comparison."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class MeasuredRun:
     times: list[Times] = field(default_factory=list)
 
     def part(self, phases: list[str], clock: int) -> list[float]:
-        """Seconds of those phases together, by step."""
+        """Return seconds of those phases together, by step."""
         return [sum(times[phase][clock] for phase in phases) for times in self.times]
 
     @property
@@ -34,7 +34,7 @@ class MeasuredRun:
 
 
 def print_case(case: Case, floor: Floor, measured: list[MeasuredRun]) -> None:
-    """TRL first, ours after it."""
+    """Sort TRL first, ours after it."""
     completion_tokens = case.tokens[1]
     print(
         f"\n{case.name}: {case.parameters / 1e6:.2f}M parameters, float32, {case.prompts} prompts x {case.generations};"

@@ -1,4 +1,4 @@
-"""Starts of the sandbox and calls of the Python tool, of this checkout and of another, in turns.
+"""Benchmark sandbox starts and Python tool calls of this checkout and of another, in turns.
 
     python -m tests.benchmarks sandbox [--against FOLDER]
 
@@ -63,7 +63,7 @@ def _command(root: Path, way: str) -> list[str]:
 
 
 def _work(way: str) -> None:
-    """The child's end."""
+    """Run the child's end."""
     turns, sandbox = Turns(), Sandbox(ResourceLimits(), way)
     tool = build_tool(ToolConfig("python", {"sandbox": way}))
     turns.reply({})
@@ -92,7 +92,7 @@ def _call_once(tool) -> None:
 
 
 def _rate(work: Callable[[], object], times: int) -> tuple[float, float]:
-    """Return how often in a second, and CPU milliseconds of each."""
+    """Return calls per second, and CPU milliseconds of each."""
     cpu_s, begun = _cpu_s(), time.perf_counter()
     for _ in range(times):
         work()

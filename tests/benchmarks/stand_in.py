@@ -1,4 +1,4 @@
-"""A process that stands for many ranks and the relays of their nodes; `verbs.py` starts it.
+"""Stand in for many ranks and the relays of their nodes, in one process; `verbs.py` starts it.
 
 Its first line of input, JSON: {"host", "port", "key", "nodes": [[rank, ...], ...], "leaders", "answers", "interval_s"}. Each
 rank has a connection to the store, by which it says that it is here. The relay of a node is `pipeline.store.relay.Relay` over
@@ -29,7 +29,7 @@ DIGESTS = 128
 
 
 class Counted:
-    """Messages and bytes that pass the connections of this process."""
+    """Messages and bytes over this process's connections."""
 
     requests = sent = received = 0
 
@@ -50,7 +50,7 @@ class Counted:
 
 
 class Rank:
-    """What its relay takes for a connection."""
+    """A rank as a connection of its relay."""
 
     def __init__(self, number: int, relay: Relay, answers: dict[str, list[tuple[bytes, bool]]], leads: bool):
         self.number, self.relay, self.answers, self.leads = number, relay, answers, leads
@@ -63,10 +63,10 @@ class Rank:
                 self.relay.receive(self, messaging.Answers([answer]))
 
     def _bodies(self, verb: str) -> list[tuple[bytes, bool]]:
-        if verb in ("send", "receive"):  # what each rank says for itself, with digests of DIGESTS parts
+        if verb in ("send", "receive"):  # each rank's own answer, with digests of DIGESTS parts
             digests = {"keys": ["<i4", [DIGESTS], bytes(4 * DIGESTS)], "hashes": ["<u8", [DIGESTS], bytes(8 * DIGESTS)]}
             return [(msgspec.msgpack.encode({"sent": self.number, **digests}), False)]
-        if verb == "estimate":  # the same of ranks that share their samples
+        if verb == "estimate":  # the same for ranks that share their samples
             moments = {"sum": float(self.number // TOGETHER), "squares": 2.0, "counts": {"tokens": 100, "sequences": 10}}
             return [(msgspec.msgpack.encode([moments]), False)]
         if verb == "rollout" and not self.leads:
@@ -96,7 +96,7 @@ async def _node(
 
 
 async def _beat(relay: Relay, ranks: list[int], interval_s: float) -> None:
-    """Each rank has something new to tell, every time."""
+    """Give each rank a new status to report, every time."""
 
     class Quiet:
         def reply(self, _: table.Reply) -> None: ...

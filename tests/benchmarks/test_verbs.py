@@ -1,4 +1,4 @@
-"""Test that the benchmark of verbs runs on the store and the relays of today."""
+"""The benchmark of verbs runs on the current store and relays."""
 
 import os
 import subprocess

@@ -1,4 +1,4 @@
-"""One training step of one backend on one rank, packed or padded, on samples of random tokens: nothing is sampled.
+"""Take one training step of one backend on one rank, packed or padded, on random tokens, without sampling.
 
 `python -m tests.benchmarks.train_step CASE FOLDER BACKEND LAYOUT`, with BACKEND fsdp or megatron and LAYOUT packed or padded.
 
@@ -47,13 +47,13 @@ class TrainStep:
         self.backend = train.build(policy, dist.group.WORLD, 0, ModelRole())
 
     def step(self) -> dict[str, float]:
-        """The step's loss and gradient norm. The times are in `clock`."""
+        """Return the step's loss and gradient norm. The times are in `clock`."""
         samples = samples_of(self._case, self._steps)
         counts = GlobalCounts(sum(int(sample.loss_mask.sum()) for sample in samples), len(samples))
         batches = [pack(microbatch, self.backend.device) for microbatch in microbatches(self._case, samples, self._padded)]
 
         def loss(outputs: Outputs, batch: PackedBatch) -> LossOutput:
-            # The engine alone knows when a backward pass has ended, whoever began it.
+            # Only the engine knows when a backward pass has ended, whichever code began it.
             outputs.logprobs.register_hook(lambda _: torch.autograd.Variable._execution_engine.queue_callback(backward_ends))
             output = sft_loss(outputs, batch, counts)
             self.clock.lap(FORWARD)
@@ -70,7 +70,7 @@ class TrainStep:
 
 
 def samples_of(case: Case, step: int) -> list[Sample]:
-    """The case's prompts and lengths, with random tokens for completions, in the order a rollout would give them."""
+    """Return samples of the case's prompts and lengths, with random tokens for completions, in a rollout's order."""
     prompts = case.prompts_of(step).astype(np.int32).repeat(case.generations, axis=0)
     random = np.random.default_rng((step, 1))
     return [
@@ -103,7 +103,7 @@ def _padded(sample: Sample, length: int) -> Sample:
 def _policy(case: Case, folder: Path, megatron: bool, compiled: bool) -> PolicyConfig:
     return PolicyConfig(
         model_name=str(folder),
-        random_init=True,  # the same weights for everyone, from the seed
+        random_init=True,  # the same weights for all contenders, from the seed
         max_total_sequence_length=case.prompt_length + case.max_length,
         precision="float32",
         sequence_packing=SequencePackingConfig(train_mb_tokens=case.packed_tokens),  # what compiled layers are tried out with

@@ -1,4 +1,4 @@
-"""TRL's own virtual environment, made on first use."""
+"""Create TRL's own virtual environment on first use."""
 
 from __future__ import annotations
 
@@ -7,16 +7,17 @@ import sys
 from pathlib import Path
 
 TRL = "trl==1.16.0"
-PINNED = ("transformers==5.23.0", "datasets==5.2.0", "accelerate==1.15.0")  # what TRL 1.16.0 resolved to on first use
+# the versions that TRL 1.16.0 resolved to on first use
+PINNED = ("transformers==5.23.0", "datasets==5.2.0", "accelerate==1.15.0")
 
 
 def python(folder: Path) -> str:
-    """The interpreter of the environment in `folder`."""
+    """Return the interpreter of the environment in `folder`."""
     ready = folder / TRL
     if not ready.exists():
         print(f"installing {TRL} in {folder} ...", flush=True)
         subprocess.run([sys.executable, "-m", "venv", str(folder)], check=True)
-        # torch first and alone: the same build as ours, whatever index it comes from.
+        # torch first and alone: the same build as ours, from whichever index.
         for packages in (["torch==2.13.0"], [TRL, *PINNED]):
             subprocess.run([str(folder / "bin/pip"), "install", "--quiet", *packages], check=True)
         ready.touch()

@@ -1,4 +1,4 @@
-"""TRL's side of the comparison of offline training, in its own environment.
+"""Run TRL's side of the comparison of offline training, in its own environment.
 
 `python -m tests.benchmarks.trl_lesson LESSON FOLDER SEED`
 
@@ -23,7 +23,7 @@ from tests.benchmarks.lessons import LESSONS, Lesson
 
 
 class TakeTurns(TrainerCallback):
-    """Waits for the parent before a step, and tells it the loss and the time after."""
+    """Waits for the parent before a step, and sends it the loss and the time afterwards."""
 
     def __init__(self, turns: Turns):
         self._turns, self._clock = turns, Clock()
@@ -43,7 +43,7 @@ class TakeTurns(TrainerCallback):
 
 
 def _in_order(trainer_class: type) -> type:
-    """Takes the records as they come, and notes each step's loss."""
+    """Takes the records in order, and records each step's loss."""
 
     class InOrder(trainer_class):
         def _get_train_sampler(self, dataset=None):

@@ -1,4 +1,4 @@
-"""TRL's GRPO step, in TRL's own environment: `python -m tests.benchmarks.trl_step CASE FOLDER MICRO_BATCH`.
+"""Run TRL's GRPO step in TRL's own environment: `python -m tests.benchmarks.trl_step CASE FOLDER MICRO_BATCH`.
 
 TRL's best on a CPU: float32, one optimizer step per generation (so that no forward pass for old log-probs is needed), no KL
 term, no gradient checkpointing, no dropout, the fused AdamW, nothing logged or saved, generation with a cache and the whole
@@ -25,7 +25,7 @@ _STEPS_OF_DATA = 64
 
 
 class EndAt(LogitsProcessor):
-    """Row i ends with token number `lengths[i]` and not before."""
+    """Ends row i with token number `lengths[i]` and not before."""
 
     def __init__(self, prompt_length: int, lengths: torch.Tensor):
         self._last = prompt_length + lengths - 1  # [R] int64, position of each row's last token
@@ -39,7 +39,7 @@ class EndAt(LogitsProcessor):
 
 
 class TakeTurns(TrainerCallback):
-    """Waits for the parent before a step, and tells it the times after."""
+    """Waits for the parent before a step, and sends it the times afterwards."""
 
     def __init__(self, turns: Turns, clock: Clock, lengths: list[int]):
         self._turns, self._clock, self._lengths = turns, clock, lengths
@@ -49,7 +49,7 @@ class TakeTurns(TrainerCallback):
 
     def on_step_begin(self, args, state, control, **kwargs):
         if not self._turns.wait():
-            sys.exit()  # TRL would take this step before it looked at `should_training_stop`
+            sys.exit()  # TRL would take this step before it checked `should_training_stop`
         self._clock.take()
         self._whole = self._clock.phase("whole")
         self._whole.__enter__()

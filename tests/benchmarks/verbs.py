@@ -85,7 +85,7 @@ class Timeouts:
 
 
 class Role:
-    """The verbs that the ranks are asked."""
+    """The verbs that are called on the ranks."""
 
     @verb("any")
     def nothing(self) -> None: ...
@@ -122,7 +122,7 @@ class Role:
 
 
 class Own(Role):
-    """Rank 0's, which does nothing."""
+    """Rank 0's own role, which does nothing."""
 
     def estimate(self) -> list[Moments]:
         return []
@@ -131,7 +131,7 @@ class Own(Role):
 
 
 def _answers() -> dict[str, list[list[Any]]]:
-    """Verb -> [body, whether more follow], in hex. Those that differ from rank to rank are the other processes' own."""
+    """Return verb -> [body, whether more follow], in hex. Bodies that differ by rank are made in the other processes."""
     completion = Completion("", np.zeros(8, np.int32), np.zeros(8, np.float32), (VersionSpan(1, 8),), "stop")
     group = RolloutGroup(PROMPT, (Rollout((Turn(completion),), 1.0),))
     metrics = {f"metric_{i}": 0.1 * i for i in range(20)}
@@ -143,7 +143,7 @@ def _answers() -> dict[str, list[list[Any]]]:
 
 
 class Bodies:
-    """Stands for the spanning group."""
+    """Stands in for the spanning group."""
 
     sockets: ClassVar[list[socket.socket]] = []
     bytes: ClassVar[int] = 0
@@ -198,13 +198,13 @@ class Simulation:
         return process
 
     def _nodes(self) -> list[list[int]]:
-        """The ranks behind each relay. Those beside rank 0, and all of a small world, have none: as if each had its own."""
+        """Return the ranks behind each relay. Ranks on rank 0's node, and all of a small world, count as having one each."""
         together = TOGETHER if self.size >= RELAYED_FROM else 1
         nodes = [list(range(first, first + together)) for first in range(together, self.size, together)]
         return [[rank] for rank in range(1, together)] + nodes
 
     def counts(self) -> dict[str, float]:
-        """Of everyone, so far."""
+        """Return the totals of all processes so far."""
         total = {"requests": Counted.requests, "sent": Counted.sent, "received": Counted.received, "cpu": 0.0}
         for other in self.others:
             other.stdin.write("\n")
@@ -229,16 +229,16 @@ class Simulation:
 
 
 def _cpu(pid: int) -> float:
-    """Seconds; proc(5)."""
+    """Return CPU seconds; proc(5)."""
     fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
-# ---- what is measured -----------------------------------------------------------------------------------------------------
+# ---- measurements ---------------------------------------------------------------------------------------------------------
 
 
 def parts(ranks: int) -> list[list[Update]]:
-    """One rank's share for each, the same for TOGETHER successive ones, as `pipeline.data.batches.split_batch` gives them."""
+    """Return one rank's share for each, equal for TOGETHER successive ranks, like `pipeline.data.batches.split_batch`."""
     places = max(1, ranks // TOGETHER)
     tokens = np.arange(LENGTH, dtype=np.int32)
     mask, numbers = np.ones(LENGTH, np.bool_), np.ones(LENGTH, np.float32)
@@ -270,7 +270,7 @@ def step(simulation: Simulation, shares: list[list[Update]]) -> None:
 
 
 def hang(simulation: Simulation) -> str:
-    """One rank of all does not answer."""
+    """Measure a verb that one rank does not answer."""
     future = simulation.all.hang()
     while not (late := simulation.client.overdue()):
         time.sleep(0.01)
@@ -278,7 +278,7 @@ def hang(simulation: Simulation) -> str:
 
 
 def beats(simulation: Simulation) -> str:
-    """Measure what the store does while nobody asks anything: heartbeats, and rank 0's look at all of them."""
+    """Measure the store without calls: heartbeats, and rank 0's check of all of them."""
     watchdog = Watchdog(simulation.world, TimeoutsConfig())
     watchdog.start()
     time.sleep(2)
@@ -292,7 +292,7 @@ def beats(simulation: Simulation) -> str:
 
 
 def measure(size: int) -> None:
-    """Print this size's rows: of several turns the quickest, and the mean of what was sent and of the CPU's seconds."""
+    """Print this size's rows: the fastest of several turns, and means of messages and CPU seconds."""
     Counted.install()
     with tempfile.TemporaryDirectory() as folder:
         simulation = Simulation(size, Path(folder))
@@ -319,7 +319,7 @@ def measure(size: int) -> None:
 
 
 def node() -> str:
-    """A verb through a relay's own process to the ranks of its node, which really serve here, in threads."""
+    """Measure a verb through a relay's own process to the ranks of its node, which really serve here, in threads."""
     key, ranks = os.urandom(32), tuple(range(1, TOGETHER + 1))
     process, address = start("127.0.0.1", key)
     workers = WorkerGroups((0, *ranks), (), ())

@@ -146,8 +146,8 @@ def programs(module: ModuleType, folder: Path) -> dict[str, str]:
 INTERRUPT = "import os, signal, time\nos.kill(1, signal.SIGINT)\ntime.sleep(0.5)"
 CHURN = "import os, time\nend = time.time() + 1.5\nwhile time.time() < end:\n    if os.fork() == 0: os._exit(0)\n    os.wait()"
 FORGED = "class Equal:\n    __eq__ = lambda self, other: True\nf = lambda x: Equal()"
-FEW = {"fork bomb", "sleep for ever", "kills its parent"}
-"""Of the hostile programs, those that are run by default."""
+FEW = {"fork bomb", "sleep forever", "kills its parent"}
+"""The hostile programs that run by default."""
 
 
 def tricks(folder: Path, whole: bool) -> dict[str, dict[str, list[str]]]:

@@ -2,7 +2,7 @@
 
     python -m tests.sandbox.attacks          writes the table anew (as root, with bubblewrap installed)
 
-Each attempt is harmless where nothing holds it. `test_tried.py` compares the page with what it finds.
+Each attempt is harmless without a sandbox. `test_attacks.py` compares the page with its results.
 """
 
 from __future__ import annotations
