@@ -53,7 +53,7 @@ RECIPES = {
         "Pass it by its path as `recipe=PATH`: it is then translated. recipes/README.md lists the keys.",
     ),
     "not-a-choice": ProblemCode(
-        "The value is not one of the possible ones: of a kind, an algorithm, a dataset, a partition.",
+        "The value is not one of the allowed ones: a kind, an algorithm, a dataset, a partition.",
         "Choose one of the values that the message lists.",
     ),
     "not-divisible": ProblemCode(
@@ -65,7 +65,7 @@ RECIPES = {
         "Export it as an environment variable, and name that variable in the recipe. Change the token if the file was shared.",
     ),
     "too-large": ProblemCode(
-        "A number is above its upper bound, which may depend on other keys or on the GPUs that there are.",
+        "A number is above its upper bound, which may depend on other keys or on the available GPUs.",
         "Use at most the bound that the message names.",
     ),
     "too-small": ProblemCode(
@@ -110,12 +110,12 @@ FILES = {
         "Add the column, give the parameter a default, or point `data.train.output_key` at the right column.",
     ),
     "no-records": ProblemCode(
-        "A file or a run folder has no records of the kind that was asked for: examples, phases, a timeline, this step.",
+        "A file or a run folder has no records of the requested kind: examples, phases, a timeline, this step.",
         "Choose another file, run or step. A timeline needs `logger.timeline_enabled=true` during the run.",
     ),
     "not-importable": ProblemCode(
         "Importing your own module failed, or the module does not have the named function or class.",
-        "Import it by hand with the same Python. Modules are looked for beside the recipe, in `module_folders` and PYTHONPATH.",
+        "Import it by hand with the same Python. The search path is the recipe's folder, `module_folders` and PYTHONPATH.",
     ),
     "not-installed": ProblemCode(
         "A Python package, a shared library or a Slurm command is missing.",
@@ -138,7 +138,7 @@ FILES = {
         "Copy or download it again.",
     ),
     "unwritable": ProblemCode(
-        "The file system refuses to write: full, over quota, read-only, or out of order.",
+        "The file system refuses to write: full, over quota, read-only, or broken.",
         "Free space or choose another folder. The same command tries again.",
     ),
 }
