@@ -60,7 +60,7 @@ def check(world: World, cluster: ClusterConfig) -> None:
             _follow(world, cluster)
 
 
-def _look(world: World, cluster: ClusterConfig, token: str) -> RankReport:
+def _probe_rank(world: World, cluster: ClusterConfig, token: str) -> RankReport:
     with world.phase("probe the node"):
         return probe.probe_rank(world.info, world.device, getattr(cluster, world.component), token)
 
@@ -71,18 +71,18 @@ def _look(world: World, cluster: ClusterConfig, token: str) -> RankReport:
 def _follow(world: World, cluster: ClusterConfig) -> None:
     """Probe this rank and report. It need not know the outcome: it loads nothing until rank 0 calls a verb."""
     token = _wait(world, "token", PROBE_TIMEOUT_S, str)
-    report = _look(world, cluster, token)
-    _tell(world, f"report/{world.rank}", report)
+    report = _probe_rank(world, cluster, token)
+    _send(world, f"report/{world.rank}", report)
     if report.node is None or not token:
         return
     for turn in range(network.TURNS):
         rounds = _wait(world, f"rounds/{turn}", PROBE_TIMEOUT_S + probe.SHARED_S + network.bound_s(network.MOST_ROUNDS), Rounds)
         probe.remove_marker(world.info, token)  # rank 0 has read it
         if links := network.exchange(world, turn, rounds):
-            _tell(world, f"links/{turn}/{world.rank}", links)
+            _send(world, f"links/{turn}/{world.rank}", links)
 
 
-def _tell(world: World, key: str, value: Any) -> None:
+def _send(world: World, key: str, value: Any) -> None:
     world.store.set(f"nodes/{key}", msgspec.msgpack.encode(value))
 
 
@@ -104,16 +104,16 @@ def _lead(world: World, cluster: ClusterConfig) -> None:
     token = secrets.token_hex(16) if len(findings.ranks) > 1 else ""
     if token:
         probe.write_marker(world.info, token)
-    _tell(world, "token", token)
-    findings.reports[0] = _look(world, cluster, token)
-    with world.phase("wait for what other ranks see"):
-        told = _gather(world, "nodes/report", range(1, world.size), PROBE_TIMEOUT_S)
-        findings.reports |= {rank: msgspec.msgpack.decode(report, type=RankReport) for rank, report in told.items()}
+    _send(world, "token", token)
+    findings.reports[0] = _probe_rank(world, cluster, token)
+    with world.phase("wait for the reports of other ranks"):
+        reports = _gather(world, "nodes/report", range(1, world.size), PROBE_TIMEOUT_S)
+        findings.reports |= {rank: msgspec.msgpack.decode(report, type=RankReport) for rank, report in reports.items()}
     findings.blame(_silent(world, findings.ranks, set(range(world.size)) - set(findings.reports), PROBE_TIMEOUT_S))
     findings.blame(diagnosis.reports(findings.ranks, findings.reports, world.workers, cluster))
     findings.apart, findings.notes = diagnosis.images(findings.reports, world.workers, cluster)
     if token:
-        with world.phase("read what other nodes wrote"):
+        with world.phase("read the markers of other nodes"):
             unread = probe.unreadable_markers(world.info, findings.reports, token)
         findings.blame(diagnosis.shared(findings.ranks, findings.reports, unread))
         _measure(world, findings, cluster.node_checks.min_gb_per_s)
@@ -142,14 +142,14 @@ def _measure(world: World, findings: Findings, least: float | None) -> None:
     members = [ranks[0] for ranks in findings.ranks.values() if set(ranks) <= set(findings.reports)]
     rounds = network.ring([] if findings.apart else members)  # a message between such components would never arrive
     for turn in range(network.TURNS):
-        _tell(world, f"rounds/{turn}", rounds)
+        _send(world, f"rounds/{turn}", rounds)
         links, bound = network.exchange(world, turn, rounds), network.bound_s(len(rounds))
         openers = sorted({opener for pairs in rounds for opener, _ in pairs} - {0})
         with world.phase("wait for what other nodes measure"):
-            told = _gather(world, f"nodes/links/{turn}", openers, bound)
-        findings.blame(_silent(world, findings.ranks, set(openers) - set(told), bound))
-        for links_told in told.values():
-            links += msgspec.msgpack.decode(links_told, type=list[Link])
+            reports = _gather(world, f"nodes/links/{turn}", openers, bound)
+        findings.blame(_silent(world, findings.ranks, set(openers) - set(reports), bound))
+        for encoded in reports.values():
+            links += msgspec.msgpack.decode(encoded, type=list[Link])
         for link in links:
             pair = (link.opener, link.other)
             findings.links[pair] = network.better(link, findings.links.get(pair))

@@ -123,7 +123,8 @@ def images(seen: Mapping[int, RankReport], workers: WorkerGroups, cluster: Clust
     """
     found: dict[str, dict[str, str]] = {}  # what -> component -> what most of its nodes have
     for component in ("train", "generate", "reward"):
-        there = [seen[rank].node.versions for rank in getattr(workers, component) if rank in seen and seen[rank].node]
+        reports = [seen[rank].node for rank in getattr(workers, component) if rank in seen]
+        there = [node.versions for node in reports if node]
         for name in (*MUST_MATCH, NETWORK):
             counts = Counter(versions[name] for versions in there if name in versions)
             usual, number = counts.most_common(1)[0] if counts else ("", 0)
@@ -208,7 +209,8 @@ def shared(nodes: Mapping[str, list[int]], seen: Mapping[int, RankReport], unrea
     """
     apart: Problems = {}
     for node, ranks in nodes.items():
-        why = [seen[rank].node.shared for rank in ranks if rank in seen and seen[rank].node and seen[rank].node.shared]
+        reports = [seen[rank].node for rank in ranks if rank in seen]
+        why = [report.shared for report in reports if report and report.shared]
         why += [f"rank 0 cannot see what it wrote: {unread[rank]}" for rank in ranks if rank in unread]
         if why:
             apart[node] = [f"the run folder is not the others': {line}" for line in why]

@@ -17,6 +17,7 @@ from pathlib import Path
 
 import msgspec
 import torch
+import torch.cuda.nccl
 
 from pipeline.builds import CUDA, NCCL, TORCH
 from pipeline.config import ComponentConfig
