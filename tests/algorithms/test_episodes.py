@@ -126,7 +126,7 @@ def test_an_episode_is_overlong_if_its_last_turn_was_truncated():
     assert [int(one.loss_mask.sum()) for one in samples] == [3, 0]
 
 
-# ---- episodes that nobody judged -------------------------------------------------------------------------------------------
+# ---- failed episodes -------------------------------------------------------------------------------------------------------
 
 
 def failed(group: RolloutGroup, *numbers: int, reward: float = 0.0) -> RolloutGroup:

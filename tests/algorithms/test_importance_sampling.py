@@ -141,7 +141,7 @@ def test_divergences_are_the_exact_ones_over_tokens_drawn_from_the_generate_rank
     assert found["js_divergence_error"] == pytest.approx(jensen_shannon.item())
 
 
-# ---- sequences left out for good ------------------------------------------------------------------------------------------
+# ---- sequences left out ---------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

@@ -93,7 +93,7 @@ def test_examples_are_mixed_too():
     assert set(names) == {"fw", "mn"} and all(example.loss_mask.any() for example in taken)
 
 
-# ---- of a recipe -------------------------------------------------------------------------------------------------------------
+# ---- recipes -----------------------------------------------------------------------------------------------------------------
 
 SEVERAL = """
 defaults: tiny_grpo

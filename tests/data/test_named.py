@@ -218,7 +218,7 @@ def test_a_row_in_other_columns_is_named(name: str, tmp_path: Path, monkeypatch:
         streams("sft", dataset_name=name)
 
 
-# ---- what is held out, drawn and repeated ---------------------------------------------------------------------------------
+# ---- held out, sampled and repeated records -------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("size", [0.05, 0.26, 12.0])
@@ -287,7 +287,7 @@ def test_holding_out_all_or_nothing_is_refused():
             load_split(DatasetConfig(dataset_name="OpenMathInstruct-2", split_validation_size=size), seed=0)
 
 
-# ---- a user's own -------------------------------------------------------------------------------------------------------
+# ---- a user's data set --------------------------------------------------------------------------------------------------
 
 
 class Numbers:
@@ -339,7 +339,7 @@ def test_a_users_data_set_that_does_not_fit_is_refused(name: str, kwargs: dict, 
         load_records(DatasetConfig(dataset_name=name, kwargs=kwargs), seed=0)
 
 
-# ---- what a recipe says against itself ------------------------------------------------------------------------------------
+# ---- contradicting keys ---------------------------------------------------------------------------------------------------
 
 
 def test_all_problems_are_reported_at_once():

@@ -38,7 +38,7 @@ def test_age_0_is_the_synchronous_run_to_the_last_bit(tmp_path, uninterrupted):
 
 @pytest.mark.long
 def test_age_0_leaves_the_checkpoints_of_the_synchronous_run(tmp_path):
-    """With validation between its steps."""
+    """Check with validation between its steps."""
     shape = ("grpo.max_num_steps=2", "grpo.val_period=1", "grpo.max_val_samples=3")
     runs = [
         submit(tmp_path / "sync", *LOCAL, *shape),

@@ -13,7 +13,7 @@ def test_in_threads_a_run_is_the_same_to_the_last_bit(tmp_path, uninterrupted):
 
 
 @pytest.mark.full
-def test_a_run_goes_on_when_the_process_dies(tmp_path):
+def test_a_run_continues_when_the_environment_process_dies(tmp_path):
     """The answer that it was scoring then counts as wrong."""
     dies = ("env.digits.kind=tests.end_to_end.environment.DiesOnce", f"env.digits.kwargs.mark={tmp_path / 'mark'}")
     run = submit(tmp_path / "run", *LOCAL, *dies)

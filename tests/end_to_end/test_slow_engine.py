@@ -33,7 +33,7 @@ def whole(run: Run) -> list[dict]:
     return lines
 
 
-def beside(folder, disturb, fault: Fault) -> Run:
+def run_disturbed(folder, disturb, fault: Fault) -> Run:
     """A run, while `disturb(pid)` does something to the engine; the fault tells when that begins."""
     process = launch(folder, *SHAPE, *LONG, fault=fault)
     try:
@@ -60,7 +60,7 @@ def test_a_slow_engine_is_given_less_to_do(tmp_path):
 
         threading.Thread(target=disturb, daemon=True).start()
 
-    lines = whole(beside(tmp_path / "run", slow, Fault("step", ENGINE, count=3, signal=signal.SIGCONT)))
+    lines = whole(run_disturbed(tmp_path / "run", slow, Fault("step", ENGINE, count=3, signal=signal.SIGCONT)))
     groups = [0.0, 0.0]  # by engine
     for line in lines[3:]:
         fewest = int(line["async/engine_with_fewest"])
@@ -77,14 +77,14 @@ def test_an_engine_that_stops_for_a_while_only_costs_that_while(tmp_path):
         time.sleep(pause)
         os.kill(pid, signal.SIGCONT)
 
-    lines = whole(beside(tmp_path / "run", stop, Fault("step", ENGINE, count=9, signal=signal.SIGSTOP)))
+    lines = whole(run_disturbed(tmp_path / "run", stop, Fault("step", ENGINE, count=9, signal=signal.SIGSTOP)))
     seconds = [line["time/step"] for line in lines]
     print(f"\nstopped for {pause} s: steps took {[round(s, 2) for s in seconds]} s")
     assert sum(s > pause / 2 for s in seconds) == 1, "it costs one step its time, for a refit reaches all engines"
     assert max(seconds) < pause + 10 * statistics.median(seconds)
 
 
-def test_a_killed_engine_ends_the_run_and_the_next_start_keeps_what_was_finished(tmp_path):
+def test_a_killed_engine_ends_the_run_and_the_next_start_keeps_finished_rollouts(tmp_path):
     broken = submit(tmp_path / "run", *SHAPE, *LONG, fault=Fault("step", ENGINE, count=11))
     why = f"rank {ENGINE} (generate) was ended by SIGKILL"
     assert broken.status == 1 and why in broken.output

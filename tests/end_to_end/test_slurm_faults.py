@@ -1,4 +1,4 @@
-"""What a real cluster does to a run: time limits, preemption, cancelling, lost nodes. Six nodes of a private one, real runs.
+"""Faults of a real cluster in real runs on six nodes: time limits, preemption, cancelling, lost nodes.
 
 At a chosen moment a rank is stopped (SIGSTOP), the cluster does its worst, and the rank goes on if it still can. Whatever
 comes, the run's metrics are in the end those of a run that nothing happened to, to the last bit; no half checkpoint is taken
@@ -163,7 +163,7 @@ def test_requeued_by_hand(cluster, tmp_path, uninterrupted):
 
 
 def test_cancelled(cluster, tmp_path, uninterrupted):
-    """In the middle of a save. It stays cancelled; the same command goes on."""
+    """Cancel it during a save. It stays cancelled; the same command resumes it."""
     held = Held(cluster, tmp_path / "run", PATIENT, RESTARTS, phase="write checkpoint")
     held.slurm("scancel", held.job_id)
     run = held.end()

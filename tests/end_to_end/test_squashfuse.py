@@ -40,7 +40,7 @@ def contained(folder: Path) -> list[str]:
     return [f"cluster.{name}.{key}={value}" for name in ("train", "generate") for key, value in keys.items()]
 
 
-def test_a_signal_to_the_batch_script_saves_the_step_and_the_job_goes_on(cluster, tmp_path, uninterrupted):
+def test_a_signal_to_the_batch_script_saves_the_step_and_the_job_is_requeued(cluster, tmp_path, uninterrupted):
     held = Held(cluster, tmp_path / "run", SAVES_WHEN_TOLD, PATIENT, *contained(tmp_path))
     held.slurm("scancel", "--batch", "--signal=USR2", held.job_id)
     held.go_on()
@@ -49,8 +49,8 @@ def test_a_signal_to_the_batch_script_saves_the_step_and_the_job_goes_on(cluster
     assert first.verdict == "requeue: SIGUSR2 came" and first.progress == 3
 
 
-def test_scancel_loses_what_came_after_the_last_checkpoint(cluster, tmp_path):
-    """What is said at submission: here Slurm itself sends SIGTERM to the steps."""
+def test_scancel_loses_the_steps_after_the_last_checkpoint(cluster, tmp_path):
+    """Slurm itself sends SIGTERM to the steps here, as the note at submission states."""
     held = Held(cluster, tmp_path / "run", SAVES_WHEN_TOLD, PATIENT, *contained(tmp_path))
     held.slurm("scancel", held.job_id)
     run = held.end()

@@ -267,7 +267,7 @@ def test_bytes(precision, cut, each):
     assert fsdp_bytes(held, 4) == pytest.approx(16 * shape.parameters / 4 + in_use)
 
 
-# ---- what the model says against Megatron-Core ----------------------------------------------------------------------------
+# ---- limits of Megatron-Core ----------------------------------------------------------------------------------------------
 
 
 def sizes(**given: int) -> list[str]:

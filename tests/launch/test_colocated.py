@@ -30,7 +30,7 @@ def load(tmp_path):
     return lambda *overrides: config.load(str(path), list(overrides))
 
 
-# ---- what the recipe says -----------------------------------------------------------------------------------------------
+# ---- the recipe's checks ------------------------------------------------------------------------------------------------
 
 
 def test_generate_takes_trains_values(load):
@@ -65,7 +65,7 @@ def test_it_does_not_affect_a_run_without_sampling(load):
     assert not config.colocated(load(SHARE, "algorithm=sft"))
 
 
-# ---- where the ranks are ------------------------------------------------------------------------------------------------
+# ---- placement of ranks -------------------------------------------------------------------------------------------------
 
 
 def test_two_processes_have_one_gpu(load, monkeypatch):

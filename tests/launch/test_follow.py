@@ -1,4 +1,4 @@
-"""What the follower reads and shows, without a job."""
+"""The follower's output, without a job."""
 
 import json
 from collections.abc import Callable

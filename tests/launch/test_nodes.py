@@ -43,7 +43,7 @@ def bash(lines: list[str], variable: str, **environment: str) -> str:
     return subprocess.run(command, env=environment, capture_output=True, text=True, check=True).stdout.strip()
 
 
-# ---- what the recipe says -----------------------------------------------------------------------------------------------
+# ---- the recipe's checks ------------------------------------------------------------------------------------------------
 
 
 def test_all_components_take_trains_nodes(load_judged):

@@ -251,7 +251,7 @@ def test_a_folder_that_is_not_a_run_is_refused(tmp_path, capsys, make, code):
     assert capsys.readouterr().err.endswith(f"[{code}]\n")
 
 
-# ---- how much -------------------------------------------------------------------------------------------------------------
+# ---- limits ---------------------------------------------------------------------------------------------------------------
 
 
 def test_a_long_series_keeps_its_peaks_and_a_stack_its_means():

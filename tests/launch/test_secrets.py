@@ -181,7 +181,7 @@ raise ValueError(os.environ["HF_TOKEN"])
         assert said in text
 
 
-# ---- what another user has put there ------------------------------------------------------------------------------------
+# ---- files of other users -----------------------------------------------------------------------------------------------
 
 
 NOBODY = 65534

@@ -102,9 +102,7 @@ def test_dry_run_writes_nothing_and_imports_no_torch(here, executor):
         ),
     ],
 )
-def test_dry_run_shows_what_would_be_submitted_where_files_are_missing(
-    here, command, dry_run, monkeypatch, overrides, problem, choice
-):
+def test_dry_run_shows_the_submission_despite_missing_files(here, command, dry_run, monkeypatch, overrides, problem, choice):
     monkeypatch.setenv("PATH", str(here))  # no sbatch here
     status, out, err = dry_run("cluster.executor=slurm", *overrides)
     assert status == 2 and problem in err and "max_num_steps: 3" in out

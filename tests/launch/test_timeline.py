@@ -224,7 +224,7 @@ def test_the_picture_shows_what_the_ranks_did(tmp_path, train, generate, engine_
     assert all(0.1 < share < 0.8 for share in idle)
 
 
-# ---- what is refused --------------------------------------------------------------------------------------------------------
+# ---- errors -----------------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

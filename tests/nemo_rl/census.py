@@ -1,4 +1,4 @@
-"""What a recipe of NeMo-RL's asks for, by direct questions to its resolved tree; apart from the translation, to check that."""
+"""The features that a recipe of NeMo-RL's uses, read from its resolved tree independently of the translation, to check that."""
 
 from __future__ import annotations
 

@@ -18,7 +18,7 @@ def test_the_default_fills_in() -> None:
     assert data.overlong_prompts == "drop" and data.max_input_seq_length == 256
 
 
-def test_prompt_files_lie_below_a_folder_that_the_recipe_lies_in() -> None:
+def test_prompt_files_are_found_below_a_parent_of_the_recipe() -> None:
     assert read("grpo").data.train.prompt_file == str(RECIPES / "examples/prompts/boxed.txt")
     missing = problem("grpo", "data.default.prompt_file=examples/prompts/none.txt")
     assert missing == ("data.default.prompt_file", "file-not-found")

@@ -129,7 +129,7 @@ def given_with(row: dict[str, Any]) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(("name", "key"), ROWS)
-def test_what_it_becomes(name: str, key: str) -> None:
+def test_the_translation_of_each_key(name: str, key: str) -> None:
     row = MEANINGS[name][key]
     translation = translated(name, {**given_with(row), key: row["give"]})
     ours = row.get("ours", {key: row["give"]})
@@ -142,13 +142,13 @@ def test_what_it_becomes(name: str, key: str) -> None:
 
 
 @pytest.mark.parametrize(("name", "key"), [(name, key) for name, key in ROWS if "absent" in MEANINGS[name][key]])
-def test_where_it_is_absent(name: str, key: str) -> None:
+def test_the_value_of_each_absent_key(name: str, key: str) -> None:
     row = MEANINGS[name][key]
     ours = next(iter(row.get("ours", {key: None})))
     assert effective(translated(name, given_with(row), absent=key).layer, ours) == row["absent"]
 
 
-def test_every_key_that_is_taken_has_its_row(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_every_key_that_is_read_has_its_row(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     keys = {key for _, key in ROWS}
     same = {pattern for rule in TABLES if isinstance(rule, Same) for pattern in rule.patterns}
     missing = {one for one in same if not any(fits(one, key) for key in keys) and f"{one}.*" not in same}

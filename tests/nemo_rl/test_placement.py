@@ -1,4 +1,4 @@
-"""Which GPUs train and which generate."""
+"""The GPUs that train and those that generate."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def test_of_one_node_the_gpus_are_divided(nodes: str) -> None:
     ("nodes", "resources"),
     [(1, "{num_nodes: 1, gpus_per_node: 8}"), (3, "{num_nodes: 3, gpus_per_node: 8}"), (3, "{num_nodes: 1, gpus_per_node: 4}")],
 )
-def test_what_cannot_be_divided(nodes: int, resources: str) -> None:
+def test_nodes_that_cannot_be_divided_are_refused(nodes: int, resources: str) -> None:
     found = inspect("grpo_megatron", f"cluster.num_nodes={nodes}", f"{COLOCATED}.resources={resources}").problems
     assert (f"{COLOCATED}.resources", "not-divisible") in named(found)
 

@@ -62,7 +62,7 @@ def test_bounds_without_effect_are_left_out() -> None:
     assert read("grpo_megatron").policy.megatron_cfg.moe_router_bias_update_rate == 0  # of a dense model
 
 
-def test_what_a_constant_rate_and_installed_kernels_leave_open() -> None:
+def test_keys_without_effect_for_a_constant_rate_and_installed_kernels() -> None:
     megatron = read("grpo_megatron").policy.megatron_cfg
     assert megatron.scheduler.lr_decay_iters is None and megatron.bias_activation_fusion is None
 

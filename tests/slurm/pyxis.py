@@ -38,7 +38,7 @@ def cluster(folder: Path, nodes: int | list[str] = 4, squashfuse: bool = False, 
 
 
 def image(path: Path, corrupt: bool = False) -> Path:
-    """What passes for a squashfs file as far as its header goes: its kind, and its length in bytes 40 to 48.
+    """Write a file with the header of a squashfs file: its kind, and its length in bytes 40 to 48.
 
     corrupt: the plugin cannot start it.
     """

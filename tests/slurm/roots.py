@@ -110,7 +110,7 @@ def inside(path: Path, command: list[str]) -> list[str]:
 
 
 def _python() -> list[str]:
-    """What the virtual environment's interpreter is made of. A distribution's own shares its folders with all else."""
+    """Return the interpreter's files of the virtual environment. A distribution's own shares its folders with all else."""
     if sys.base_prefix != "/usr":
         return [sys.base_prefix]
     return [os.path.realpath(sys.executable), sysconfig.get_path("stdlib")]

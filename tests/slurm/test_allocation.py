@@ -155,7 +155,7 @@ def test_a_batch_job_of_ones_own(here):
 
 @pytest.mark.long
 @pytest.mark.slurm
-def test_a_batch_job_is_requeued_and_goes_on(here):
+def test_a_batch_job_is_requeued_and_resumes(here):
     acts = [{"progress": 1, "exit": 9}, {"progress": 2, "requeue": "time is short"}, {"done": 3}]
     (here / "run").mkdir(mode=0o700)
     (here / "run/script.json").write_text(json.dumps(acts))

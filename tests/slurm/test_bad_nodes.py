@@ -91,7 +91,7 @@ def test_bad_nodes_are_named_to_the_user(slurm_cluster, tmp_path, broken):
 
 @pytest.mark.long
 @pytest.mark.parametrize("fault", ["stale folder", "other code"])
-def test_a_run_with_a_bad_node_goes_on_without_it(slurm_cluster, tmp_path, broken, fault):
+def test_a_run_with_a_bad_node_continues_without_it(slurm_cluster, tmp_path, broken, fault):
     """Use three of the four nodes; no checkpoint was made, but other nodes are worth another attempt."""
     bad = slurm_cluster.nodes[1]
     placement = ["cluster.executor=slurm", "cluster.train.ranks_per_node=1", "cluster.generate.nodes=2"]

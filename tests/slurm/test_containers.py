@@ -42,11 +42,11 @@ def cluster(own_cluster, monkeypatch):
     return own_cluster
 
 
-# ---- the plugin takes what pyxis takes ----------------------------------------------------------------------------------
+# ---- the plugin's options -----------------------------------------------------------------------------------------------
 
 
 @pytest.mark.slurm
-def test_the_plugin_takes_each_option_and_says_what_a_task_got(cluster, tmp_path):
+def test_the_plugin_takes_each_option_and_records_a_tasks_settings(cluster, tmp_path):
     image = pyxis.image(tmp_path / "x.sqsh")
     mounts = f"--container-mounts={tmp_path}:/data:ro+rprivate,tmpfs:/scratch,{tmp_path}:/odd:ro:rw"
     given = [f"--container-image={image}", mounts, f"--container-workdir={tmp_path}", "--container-readonly"]
@@ -80,7 +80,7 @@ def test_the_plugin_refuses_what_pyxis_refuses(cluster, tmp_path):
         assert says in answer.stderr, answer.stderr
 
 
-# ---- what a job asks for ------------------------------------------------------------------------------------------------
+# ---- requests of a job --------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -239,7 +239,7 @@ def test_an_image_that_sets_the_job_s_variables_cannot_hide_code_and_caches(tmp_
 
 MOUNTS = "cluster.train.container_mounts"
 
-# ---- what is refused before anything is submitted -----------------------------------------------------------------------
+# ---- errors before submission -------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -295,7 +295,7 @@ def test_pyxiss_own_variables_are_reported(here, monkeypatch):
 
 
 def problems(here: Path, *overrides: str, mounted: tuple[Path, ...] = (), **keys) -> list[Problem]:
-    """What is said of a train component in a container in which all that it needs is mounted, but for `keys`."""
+    """Return the problems of a train component in a container with all its mounts, except for `keys`."""
     given = [str(path) for path in mounted or (ROOT, here)]
     keys["container_mounts"] = [*given, *keys.get("container_mounts", [])]
     recipe = config.inspect("tiny", list(overrides)).recipe

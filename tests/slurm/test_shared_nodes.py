@@ -55,7 +55,7 @@ def test_a_job_divides_the_gpus_of_each_node(tmp_path):
 @pytest.mark.full
 @pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="needs two CPUs")
 def test_ranks_with_gpus_are_bound_to_no_cpu(tmp_path, monkeypatch):
-    """Where Slurm binds tasks, it would bind each rank to one CPU."""
+    """A Slurm that binds tasks would bind each rank to one CPU."""
     node = "CPUs=2 Sockets=1 CoresPerSocket=2 ThreadsPerCore=1 Gres=gpu:2"
     with tempfile.TemporaryDirectory(prefix="slurm-") as folder:
         own = SlurmCluster(Path(folder), [node], settings="TaskPlugin=task/affinity\nSelectTypeParameters=CR_Core")

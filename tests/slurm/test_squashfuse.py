@@ -142,7 +142,7 @@ def test_in_a_batch_job_of_ones_own(cluster, tmp_path, monkeypatch):
     left(tmp_path / "run", "SIGUSR2 came")
 
 
-# ---- what is said at submission -----------------------------------------------------------------------------------------
+# ---- notes at submission ------------------------------------------------------------------------------------------------
 
 
 @on_slurm

@@ -41,7 +41,7 @@ def model():
 
 
 @pytest.mark.parametrize(("shard_bytes", "files"), [(1 << 30, 1), (1 << 20, 4)])
-def test_transformers_loads_what_was_exported(tmp_path, model, shard_bytes, files):
+def test_transformers_loads_an_exported_checkpoint(tmp_path, model, shard_bytes, files):
     policy = PolicyConfig(model_name=TINY, tokenizer=TokenizerConfig(name=TINY), precision="float32")
     export(Backend(model), policy, tmp_path / "hf", writes=True, shard_bytes=shard_bytes)
     shards = sorted(path.name for path in (tmp_path / "hf").glob("*.safetensors"))

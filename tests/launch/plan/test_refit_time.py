@@ -192,7 +192,7 @@ def test_a_plan_is_between_its_busiest_part_and_full_serialization(seed):
     assert simulation.seconds <= (parts["pack"].max(1) + wire.max(1) + parts["apply"].max(1)).sum()
 
 
-# ---- of a real plan -----------------------------------------------------------------------------------------------------
+# ---- a real plan --------------------------------------------------------------------------------------------------------
 
 SHAPES = {"up": (4096, 1024), "norm": (1024,)}
 UP, NORM = 4096 * 1024 * 2, 1024 * 2  # bytes
@@ -220,7 +220,7 @@ def plan(node):
     return schedule(train, generate, [[4, 5], [6, 7]], SHAPES, 2, UP, nodes, NetworkConfig(latency_us=0))
 
 
-def test_a_plan_s_messages_bring_each_rank_what_it_owns(planned):
+def test_a_plans_messages_give_each_rank_its_weights(planned):
     load = loads(refit_time.messages(planned), NODE)
     assert load.received.sum(0).tolist() == [0] * 4 + [UP / 2 + NORM] * 4
     assert load.nic_in.sum() == UP + 2 * NORM  # both engines share it

@@ -180,7 +180,7 @@ def test_a_speed_has_no_ratio_to_nothing():
     assert found.outcome is FAILED and "last(loss) of b is 0" in found.message
 
 
-# ---- to the last bit ------------------------------------------------------------------------------------------------------
+# ---- bitwise --------------------------------------------------------------------------------------------------------------
 
 SAME = GateConfig(same_as=SameConfig("b"))
 
@@ -214,7 +214,7 @@ def test_selected_metrics_are_compared_bit_for_bit():
     assert (found.outcome, found.message) == (FAILED, "seed 1 has no metric that matches vla/*")
 
 
-# ---- nothing passes for want of something -----------------------------------------------------------------------------------
+# ---- missing metrics and baselines ------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

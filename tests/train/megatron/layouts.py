@@ -159,7 +159,7 @@ def batches(trained: TrainBackend, layout: Layout, count: int = 2) -> list:
     return [cases.pack(chosen, trained.device) for chosen in shares(layout, count)[trained.data_rank]]
 
 
-# ---- what a backend holds, in full --------------------------------------------------------------------------------------
+# ---- full tensors of a backend ------------------------------------------------------------------------------------------
 
 
 def weights(trained: MegatronBackend) -> dict[str, torch.Tensor]:
