@@ -1,4 +1,4 @@
-"""What a starting run records of itself, and how it is shown."""
+"""The startup record of a run, and how it is shown."""
 
 import json
 import time

@@ -4,7 +4,7 @@
 
 One engine with a tiny model draws episodes of two turns, 32 at a time. Their environment evaluates arithmetic with the
 calculator's own code for a given time a turn, as tools and judges in plain Python do. Both places take turns, round by round,
-so whatever else runs on the machine meets both. Told are medians over rounds: milliseconds of an engine's step, on the clock
+so other load on the machine affects both. Prints medians over rounds: milliseconds of an engine's step, on the clock
 and of the CPU of the engine's process, and turns a second. A tiny model's step is all overhead, which is what a step of a GPU
 leaves to the CPU.
 """

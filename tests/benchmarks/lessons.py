@@ -1,4 +1,4 @@
-"""What the comparison of offline training is about: SFT and DPO on scratchpad addition, by ours and by TRL.
+"""The cases of the comparison of offline training: SFT and DPO on scratchpad addition, by ours and by TRL.
 
 Of each seed all start from the same weights and see the same records in the same order, in batches of the same size, with the
 same AdamW: what sets their curves apart is arithmetic. A seed is of weights and of data. SFT starts from random weights, DPO

@@ -60,7 +60,7 @@ MODELS = {
     "Kimi-K2": DEEPSEEK
     | {"vocab_size": 163840, "n_routed_experts": 384, "num_attention_heads": 64, "first_k_dense_replace": 1},
 }
-"""What the models' config.json on the Hugging Face Hub say of sizes."""
+"""Sizes from the models' config.json on the Hugging Face Hub."""
 
 MEGATRON, VLLM = "policy.megatron_cfg", "policy.generation.vllm_cfg"
 OURS = {

@@ -3,7 +3,7 @@
     python -m tests.benchmarks sandbox [--against FOLDER]
 
 FOLDER is the root of another checkout, say of the commit before a change: `git worktree add FOLDER COMMIT`. The `pipeline` of
-each runs in a process of its own, and they take turns, so whatever else runs on the machine meets both. Printed, for each way
+each runs in a process of its own, and they take turns, so other load on the machine affects both. Printed, for each way
 that works for this user, are medians over turns: programs that do nothing and interpreters with one call, each in a sandbox of
 its own, and calls of one interpreter, one after the other, all per second; CPU milliseconds of the first two, their guard and
 sandbox with them; and what this checkout has of each for 1 of the other's, the median of each turn's ratio.

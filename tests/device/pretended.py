@@ -24,7 +24,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 GPU = torch.device("cuda", 0)
 COPIES = (torch.ops.aten._to_copy.default, torch.ops.aten.copy_.default)
-"""What may take a tensor from one device to the other."""
+"""Operations that may move a tensor between devices."""
 _CUDA, _META = 1, 14  # of c10::DeviceType
 
 

@@ -189,7 +189,7 @@ class NoStep(Environment):
 
 
 class Nothing:
-    """No environment at all."""
+    """A class that is not an environment."""
 
 
 class Alien:

@@ -29,9 +29,9 @@ from tests.gpu_check.parts import Part, Setting
 from tests.gpu_check.table import Result
 
 LIMIT_S = 1800.0
-"""For one part."""
+"""Time limit of one part."""
 RUN_ENDS_S = 30.0
-"""For a run's controller to end its ranks and itself."""
+"""Time for a run's controller to end its ranks and itself."""
 NOTHING_TO_CHECK = 2
 OPTIONS = {"parts": "", "out": "gpu_check.json", "size": "full", "device": "cuda"}
 

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 CARD_BYTES = 2048
-"""Of what a rank tells the others about its operation."""
+"""Size of the message in which a rank describes its operation to the others."""
 POLL_S = 0.005
 
 

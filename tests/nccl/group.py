@@ -47,7 +47,7 @@ HOST = (
 """Modules that send tensors of the host on a machine with GPUs too."""
 
 MOST = 8
-"""Of more tensors, an error gives the number and a checksum of what they are."""
+"""For more tensors than this, an error gives their number and a checksum of their shapes and types."""
 # The argument with the tensors of which all ranks must have as many elements. Other arguments may differ.
 COMPARED = {
     "all_gather_single": 1,

@@ -16,7 +16,7 @@ from tests.nccl import install
 
 SIZE = 3
 HANGS_S = 2.0
-"""How long ranks wait where the rest never comes."""
+"""Timeout of ranks in operations that the others never join."""
 
 Scenario = Callable[[int, dist.ProcessGroup], None]
 

@@ -137,7 +137,7 @@ def by_place(parts) -> dict[int, tuple[Rollout, ...]]:
     return {part.place: part.group.rollouts for part in parts}
 
 
-class Told(Environment):
+class FixedTurns(Environment):
     """Answers every turn with a word and rewards each with 1, except the last of `turns`, which ends the episode."""
 
     workers = 3

@@ -111,7 +111,7 @@ def same(folder: Path) -> None:
     They run one at a time: the composition of a batch changes rounding, and depends on time.
     """
     fork_early(2)
-    for chosen in (settings(folder, "tests.rollout.engine.Told", turns=3), settings(folder, NAUGHTY, "naughty", 0.3)):
+    for chosen in (settings(folder, "tests.rollout.engine.FixedTurns", turns=3), settings(folder, NAUGHTY, "naughty", 0.3)):
         (name,) = chosen.env
         found = []
         for executor in (EnvironmentProcess, load):

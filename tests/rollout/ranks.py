@@ -26,7 +26,7 @@ from pipeline.rpc import RpcClient, RpcGroup, serve, stop, verb
 from pipeline.watchdog import Watchdog
 from pipeline.world import RankInfo, WorkerGroups, World, join, leave, open_store, wait_for_all
 from tests.generate.tiny import MAX_MODEL_LEN, policy
-from tests.rollout.engine import Noted, Told, by_place, prompts, work
+from tests.rollout.engine import FixedTurns, Noted, by_place, prompts, work
 
 WORKERS = WorkerGroups(train=(0,), generate=(1, 2), engines=((1, 2),))
 TIMEOUTS = TimeoutsConfig(join=100, silence=20, rollout=3)
@@ -43,7 +43,7 @@ class FromDisk:
         return RefitReport()
 
 
-class Gated(Told):
+class Gated(FixedTurns):
     """Gives the first answer to the first prompt once a file exists."""
 
     def __init__(self, gate: Path):

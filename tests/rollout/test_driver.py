@@ -9,7 +9,7 @@ from pipeline.environments.base import Environment, Outcome
 from pipeline.rollout.episode import sampling_seed
 from pipeline.types import NOTHING_SAID, VersionSpan
 from tests.generate.tiny import MAX_MODEL_LEN, VOCAB, load
-from tests.rollout.engine import Bench, Told, by_place, prompts, work
+from tests.rollout.engine import Bench, FixedTurns, by_place, prompts, work
 
 ANY = tuple(range(VOCAB))  # as stop tokens: every turn is one word and ends with "stop"
 
@@ -30,7 +30,7 @@ class Once(Environment):
 
 def test_several_turns_are_one_sequence(checkpoint):
     """Each token's author is recorded, and log-probs equal one forward pass of the whole sequence."""
-    bench = Bench(checkpoint, {"told": Told(3)})
+    bench = Bench(checkpoint, {"told": FixedTurns(3)})
     later, _ = bench.run(0, prompts(3), samples=2, max_turns=5)
     assert later.ended and len(later.unsent) == 3
     for part in later.unsent:
@@ -57,7 +57,7 @@ def test_each_turn_has_its_own_seed():
 
 
 def test_an_episode_ends_at_its_limit_of_turns_or_tokens(checkpoint):
-    bench = Bench(checkpoint, {"told": Told(100)})
+    bench = Bench(checkpoint, {"told": FixedTurns(100)})
     _, (rollout,) = bench.run(0, prompts(1), samples=1, max_turns=2)
     assert len(rollout.turns) == 2 and len(rollout.turns[-1].observation) == 0 and rollout.reward == 2.0
     _, (rollout,) = bench.run(1, prompts(1), samples=1, max_turns=100, stop=ANY)
@@ -68,7 +68,7 @@ def test_an_episode_ends_at_its_limit_of_turns_or_tokens(checkpoint):
 def test_a_slow_tool_does_not_stall_other_episodes(checkpoint):
     """Group 0 is answered only after all other groups."""
 
-    class Slow(Told):
+    class Slow(FixedTurns):
         go = threading.Event()
 
         def reset(self, prompt):
@@ -108,7 +108,7 @@ def test_all_first_turns_start_before_the_first_step_and_judging_takes_no_slot(c
 
 
 def test_open_episodes_are_bounded_whatever_their_turns(checkpoint):
-    bench = Bench(checkpoint, {"told": Told(3)}, max_num_seqs=3)
+    bench = Bench(checkpoint, {"told": FixedTurns(3)}, max_num_seqs=3)
     begun, most = set(), []
 
     def look(steps):
@@ -118,7 +118,7 @@ def test_open_episodes_are_bounded_whatever_their_turns(checkpoint):
 
     bench.engine.before_step = look
     later, _ = bench.run(0, prompts(4), samples=2, max_turns=3)
-    assert later.ended and max(most) <= 3 + Told.workers  # those past their last turn are only being judged
+    assert later.ended and max(most) <= 3 + FixedTurns.workers  # those past their last turn are only being judged
     assert max(pending for name, pending in bench.engine.calls if name == "step") <= 3
 
 
@@ -150,7 +150,7 @@ def test_only_the_unfinished_rollouts_of_a_work_are_sampled(checkpoint):
 
 
 def test_a_snapshot_contains_finished_rollouts_and_drawn_tokens(checkpoint):
-    bench = Bench(checkpoint, {"told": Told(2)}, max_num_seqs=3)
+    bench = Bench(checkpoint, {"told": FixedTurns(2)}, max_num_seqs=3)
     later = bench.driver.rollout(work(4, prompts(3), samples=2, max_turns=2))
     bench.after(steps=9)
     progress = bench.engine.progress()
@@ -195,7 +195,7 @@ def test_a_cut_ends_open_episodes_and_they_are_judged(checkpoint):
 
 def test_a_cut_between_two_turns_keeps_the_turns_so_far(checkpoint):
     """One whose environment is working, and one whose outcome has come but is not added yet."""
-    told = Told(9)
+    told = FixedTurns(9)
     bench = Bench(checkpoint, {"told": told})
     later = bench.driver.rollout(work(0, prompts(1), samples=1, max_turns=9, max_new_tokens=2))
     bench.work(lambda: bool(bench.driver._next))
@@ -215,7 +215,7 @@ def test_a_cut_between_two_turns_keeps_the_turns_so_far(checkpoint):
 
 
 def test_a_drain_finishes_started_work_and_starts_none_until_new_weights(checkpoint):
-    bench = Bench(checkpoint, {"told": Told(2)}, max_num_seqs=3)
+    bench = Bench(checkpoint, {"told": FixedTurns(2)}, max_num_seqs=3)
     later = bench.driver.rollout(work(0, prompts(4), samples=2, max_turns=2))
     bench.after(steps=2)
     drain = bench.driver.drain()
@@ -238,7 +238,7 @@ def test_a_drain_finishes_started_work_and_starts_none_until_new_weights(checkpo
 
 
 def test_new_weights_between_two_steps_make_spans_of_two_versions(checkpoint):
-    bench = Bench(checkpoint, {"told": Told(3)})
+    bench = Bench(checkpoint, {"told": FixedTurns(3)})
     later = bench.driver.rollout(work(0, prompts(2), samples=1, max_turns=3, max_new_tokens=12))
     bench.after(steps=3)
     bench.driver.paused = True

@@ -77,7 +77,7 @@ REFUSED_IN_CONTAINERS = {
     "gain rights by a set-user-id program",
     "use io_uring, bpf or keys",
 }
-"""What a container around the tests may refuse where the sandbox does not."""
+"""Attacks that a container around the tests may block although the sandbox does not."""
 USES = {  # attack: (program, what ends it)
     "use more CPU time": ("while time.process_time() < 60: pass", "cpu time", {"cpu_s": 0.3, "wall_s": 20.0}),
     "use more wall time": ("time.sleep(60)", "wall time", {"wall_s": 0.5}),

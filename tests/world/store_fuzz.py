@@ -32,7 +32,7 @@ import torch.distributed as dist
 from pipeline.store import auth, client, messaging, relay, server, table
 from pipeline.store.client import RunStore
 from pipeline.store.server import Address
-from tests.world.wire import ACTIONS, DOWN, UP, Case, Heard, attacked
+from tests.world.wire import ACTIONS, DOWN, UP, Case, RecordedMessages, attacked
 
 WORKERS = 8
 IMPATIENCE_S = 0.5  # seconds that an attacked rank waits for an answer
@@ -196,7 +196,7 @@ class House:
     log: Path
     processes: dict[str, subprocess.Popen] = field(default_factory=dict)
     addresses: dict[str, Address] = field(default_factory=dict)
-    heard: Heard = field(default_factory=Heard)
+    heard: RecordedMessages = field(default_factory=RecordedMessages)
     slowest_s: float = 0.0  # the error of the rank that is not attacked
     served: int = 0
     harmed: list[str] = field(default_factory=list)

@@ -37,7 +37,7 @@ class Case:
 class Wire:
     """One connection between a client and a server's address, with the change of one of its messages."""
 
-    def __init__(self, case: Case | None, near: socket.socket, address: Address, heard: Heard):
+    def __init__(self, case: Case | None, near: socket.socket, address: Address, heard: RecordedMessages):
         self.case, self.heard = case, heard
         self.chance = random.Random(case.seed if case else 0)
         self.ends = {UP: near, DOWN: socket.create_connection(address)}  # by direction of the sender
@@ -107,7 +107,7 @@ class Wire:
         return size if len(buffer) >= size else 0
 
 
-class Heard:
+class RecordedMessages:
     """Messages of earlier connections, by direction and place."""
 
     def __init__(self) -> None:
@@ -230,7 +230,7 @@ ACTIONS: dict[str, Callable[[Wire, str, bytes], None]] = {
 
 
 @contextlib.contextmanager
-def attacked(case: Case, address: Address, heard: Heard) -> Iterator[Address]:
+def attacked(case: Case, address: Address, heard: RecordedMessages) -> Iterator[Address]:
     """Yield an address that forwards to `address` through the attacker, who changes the first connection alone."""
     listener = socket.create_server(("127.0.0.1", 0))
     wires: list[Wire] = []
