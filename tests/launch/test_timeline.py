@@ -22,7 +22,7 @@ from tests.problems import refused
 
 NEEDED = {"X": {"name", "pid", "tid", "ts", "dur"}, "M": {"name", "pid", "args"}, "C": {"name", "pid", "ts", "args"}}
 NEEDED |= {"s": {"name", "cat", "id", "pid", "tid", "ts"}, "f": {"name", "cat", "id", "pid", "tid", "ts", "bp"}}
-"""What the trace event format asks of each kind of event."""
+"""The required fields of each kind of event in the trace event format."""
 
 
 @pytest.fixture

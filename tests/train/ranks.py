@@ -117,7 +117,7 @@ def check_against_eager(trained: FSDPBackend, layout: Layout, model: Path, toler
     assert result.metrics["lr"] == 1e-3
 
 
-# ---- what the train ranks do --------------------------------------------------------------------------------------------
+# ---- checks of train ranks ----------------------------------------------------------------------------------------------
 
 
 def some_families(chosen: Sequence[str], layout: Layout, folder: Path) -> None:

@@ -89,7 +89,7 @@ def folders(shared: Path) -> list[str]:
     return sorted(folder.name for folder in only.iterdir())
 
 
-# ---- what a conversion holds
+# ---- content of a conversion
 
 
 @pytest.mark.parametrize("name", FAMILIES)
@@ -148,7 +148,7 @@ def test_files_are_divided_like_a_sharded_checkpoint(checkpoint, shared, realm):
     assert_holds(made, checkpoint)
 
 
-# ---- when it is made
+# ---- when a conversion is made
 
 
 def zero_data(file: Path) -> None:
@@ -369,7 +369,7 @@ def test_if_one_rank_fails_all_do(tmp_path):
     assert (tmp_path / "1").read_text() == "ValueError: no such file: ä"
 
 
-# ---- where it lies
+# ---- its folder
 
 
 def test_the_shared_folder(monkeypatch, tmp_path):
@@ -404,7 +404,7 @@ def test_a_folder_that_is_not_shared_is_refused(tmp_path):
         conversion._check_visible(tmp_path / "other-node" / "000001")
 
 
-# ---- what is refused
+# ---- errors
 
 
 def assert_refused(checkpoint: Path, shared: Path, message: str) -> None:

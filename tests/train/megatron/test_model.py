@@ -302,7 +302,7 @@ def test_layouts_with_every_check(models, layout):
     layouts.run(functools.partial(run_checks, tuple(CHECKS)), layout, models)
 
 
-# ---- what is not trained on ---------------------------------------------------------------------------------------------
+# ---- unsupported --------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

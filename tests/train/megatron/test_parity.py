@@ -91,7 +91,7 @@ def test_fewer_key_value_heads_than_ranks(tmp_path):
     check(layouts.measured(TP2_SP, tmp_path, ("multi_query",)), ("multi_query",))
 
 
-# ---- what is wrong, or refused ------------------------------------------------------------------------------------------
+# ---- errors -------------------------------------------------------------------------------------------------------------
 
 
 def experts_split_otherwise(layout: Layout, folder: Path) -> None:
