@@ -47,7 +47,7 @@ HOST = (
 """Modules that send tensors of the host on a machine with GPUs too."""
 
 MOST = 8
-"""For more tensors than this, an error gives their number and a checksum of their shapes and types."""
+"""For more tensors than this, an error gives their number and a checksum of their descriptions."""
 # The argument with the tensors of which all ranks must have as many elements. Other arguments may differ.
 COMPARED = {
     "all_gather_single": 1,

@@ -58,7 +58,7 @@ EXPECTED = [
 
 
 TASKS = 2
-"""The errors in EXPECTED that `reset` raises, before any answer."""
+"""Number of errors in EXPECTED that `reset` raises, before any answer."""
 
 
 def test_an_answers_failure_is_wrong_and_its_tasks_failure_is_excluded(checkpoint, caplog):
