@@ -1,12 +1,14 @@
-"""Translate recipes of NeMo-RL (https://github.com/NVIDIA-NeMo/RL, examples/configs) into our keys.
+"""Translate recipes of NeMo-RL (https://github.com/NVIDIA-NeMo/RL, examples/configs) into Hetstep's keys.
 
-One rule or function consumes each leaf of their resolved tree. It means the same; or it is translated, with a line in `changed`
-if that changes what it means; or it means nothing here, with a line in `ignored` if somebody might miss it; or it is a problem,
-because it asks for a feature that we do not have, or because the key is unknown. Their defaults that differ from ours are set.
+One rule or function consumes each leaf of the resolved NeMo-RL recipe, with one of these results:
+    same        the key is copied
+    changed     the key is translated; a note in `changed` describes a difference in meaning
+    ignored     the key has no effect here; a note in `ignored` gives the reason if a user might miss it
+    problem     the key is unknown, or asks for a feature that Hetstep does not support
+NeMo-RL's defaults that differ from Hetstep's are set explicitly.
 
-Each module has the tables of rules (`rules.py`) of its sections. Read against NeMo-RL of August 2026.
-
-Leaves out: recipes for vision and audio, and for evaluation alone.
+Start at `translate`. Each module translates some sections, by tables of rules (`rules.py`). The tables follow NeMo-RL of August
+2026. Recipes for vision, for audio and for evaluation only are not supported.
 """
 
 from __future__ import annotations
@@ -29,17 +31,18 @@ __all__ = ["Translation", "translate"]
 class Translation:
     """The result of translating one recipe of NeMo-RL."""
 
-    layer: dict[str, Any]  # in our keys
-    origins: dict[str, str]  # of our dotted keys: "file:line", with (their key) behind it where that is another
-    changed: list[str]  # what is done otherwise than there, one line each
-    ignored: list[str]  # what means nothing here, one line each
+    layer: dict[str, Any]  # the recipe in Hetstep's keys
+    origins: dict[str, str]  # Hetstep's dotted key -> "file:line", or "file:line (NeMo-RL's key)" if the keys differ
+    changed: list[str]  # notes on keys with another meaning, one line each
+    ignored: list[str]  # notes on keys without effect, one line each
     problems: list[Problem]
 
 
 def translate(tree: Mapping[str, Any], origins: Mapping[str, str], path: Path) -> Translation:
-    """Translate a recipe of theirs, merged and resolved.
+    """Translate a merged and resolved NeMo-RL recipe.
 
-    origins: of the tree's dotted keys. path: the recipe's file; files it names are looked for below the folders it lies in.
+    origins: dotted key of the tree -> "file:line". path: the recipe's file. Files that the recipe names are searched below the
+    parent folders of `path`.
     """
     t = Translator(tree, origins)
     if name := algorithm.algorithm_name(t):
@@ -71,4 +74,4 @@ def _sections(t: Translator, name: str, path: Path) -> None:
     for key, _ in t.unconsumed():
         near = difflib.get_close_matches(key, known, 1, cutoff=0.8)
         hint = f"; did you mean '{near[0]}'?" if near else ". Try without it"
-        t.problem(key, "unknown-key", f"is not a key that we know, neither ours nor NeMo-RL's{hint}")
+        t.problem(key, "unknown-key", f"is neither a key of NeMo-RL nor one of Hetstep{hint}")

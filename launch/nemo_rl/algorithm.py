@@ -26,7 +26,7 @@ VALIDATED = {"grpo": (256, 256), "ppo": (256, 256), "distillation": (512, 64)}
 VALIDATED_BATCHES = {"sft": (8, 32), "dpo": (8, 8), "rm": (-1, 32)}
 """Defaults of val_batches and val_global_batch_size."""
 ESTIMATOR = {"normalize_rewards": True, "use_leave_one_out_baseline": True, "minus_baseline": True}
-"""Defaults of GRPO's adv_estimator, which do not follow the section's keys of the same names, as ours do."""
+"""Defaults of GRPO's adv_estimator. Hetstep's follow the keys of the same names in the section; NeMo-RL's do not."""
 KL_CLAMPS = {"kl_input_clamp_value": 20.0, "kl_output_clamp_value": 10.0}
 """Defaults in loss_fn. KL in the reward always uses them."""
 PENALTY, PENALTY_DEFAULT = "loss_fn.reference_policy_kl_penalty", 0.01
@@ -111,7 +111,7 @@ LOSSES: dict[str, tuple[Rule, ...]] = {
     "ppo": (
         *POLICY_LOSS,
         Same("value_loss_fn.scale"),
-        Same("value_loss_fn.cliprange", lambda bound: bound or None),  # 0 there: no bound
+        Same("value_loss_fn.cliprange", lambda bound: bound or None),  # 0 in NeMo-RL: no bound
     ),
     "distillation": (Same("loss_fn.kl_type loss_fn.mixed_kl_weight loss_fn.zero_outside_topk"),),
 }
@@ -140,7 +140,7 @@ def translate(t: Translator, algorithm: str, validates: bool) -> None:
     if algorithm == "ppo":
         t.put_defaults({"value_loss_fn.cliprange": None}, algorithm)
         if epochs(t, algorithm) > 1:
-            # Theirs calls train() once per epoch, which advances the schedules: nemo_rl/algorithms/ppo.py, "total ticks".
+            # NeMo-RL calls train() once per epoch, which advances the schedules: nemo_rl/algorithms/ppo.py, "total ticks".
             t.put("ppo.schedule_every_epoch", True, "ppo.ppo_epochs")
     if algorithm in ("grpo", "ppo"):
         _rewarded(t, algorithm)
@@ -194,7 +194,7 @@ def _async(t: Translator) -> None:
     if not t.on(f"{section}.enabled"):
         return
     t.put_defaults({f"{section}.max_generation_failures": 0}, section)
-    message = "counts groups in a row all of whose episodes failed; there batches in a row in which anything failed"
+    message = "counts consecutive groups whose episodes all failed; NeMo-RL counts consecutive batches with any failure"
     t.change(f"{section}.max_generation_failures", message)
     if not t.on(f"{section}.in_flight_weight_updates"):  # NeMo-RL ignores it then
         t.consume(f"{section}.recompute_kv_cache_after_weight_updates")
@@ -217,46 +217,50 @@ def _rewarded(t: Translator, algorithm: str) -> None:
 
 
 def _differences(t: Translator, algorithm: str) -> None:
-    """Report what an algorithm that learns from rewards computes differently here."""
+    """Add notes on computations of GRPO and PPO that differ from NeMo-RL's."""
     shaping, estimator = f"{algorithm}.reward_shaping", t.get(f"{algorithm}.adv_estimator.name")
     shapes, kl = t.on(f"{shaping}.enabled"), t.on("loss_fn.use_kl_in_reward")
     stops = shapes and t.get(f"{shaping}.stop_properly_penalty_coef") is not None
     whole = t.on("grpo.use_dynamic_sampling") and t.get("grpo.use_leave_one_out_baseline", True)
-    cut = "an answer is cut if its last turn ended for length; there also if another did, or the reply to it has no room"
+    cut = (
+        "an answer is cut if its last turn reached the length limit; in NeMo-RL also if another turn did, or if the reply to"
+        " it does not fit"
+    )
     message = [
         (
             t.on("ppo.use_dynamic_sampling"),
             "ppo.use_dynamic_sampling",
-            "groups whose rewards do not vary are sampled anew; there they are trained on",
+            "groups whose rewards do not vary are sampled again; NeMo-RL trains on them",
         ),
         (
             whole,
             "grpo.use_dynamic_sampling",
-            "a group is kept whole if its rewards vary; there, with grpo.use_leave_one_out_baseline=true, the one answer that"
-            " differs from all others is dropped from it",
+            "a group is kept whole if its rewards vary; with grpo.use_leave_one_out_baseline=true NeMo-RL drops the one"
+            " answer that differs from all others",
         ),
         (
             shapes and not stops and t.get(f"{algorithm}.max_rollout_turns", 1) > 1,
             f"{shaping}.overlong_buffer_length",
-            "counts the tokens of all turns; there those of the first",
+            "counts the tokens of all turns; NeMo-RL counts those of the first",
         ),
         (stops, f"{shaping}.stop_properly_penalty_coef", cut),
         (t.on(f"{algorithm}.overlong_filtering"), f"{algorithm}.overlong_filtering", cut),
         (
             kl and algorithm == "grpo" and estimator == "reinforce_plus_plus",
             "loss_fn.use_kl_in_reward",
-            "a token answers for the KL from itself to the end of the answer, as in the paper; there for its own alone",
+            "a token's return has the KL of all tokens from it to the end of the answer, as in the paper; in NeMo-RL only its"
+            " own KL",
         ),
     ]
     for name, always in KL_CLAMPS.items():
         clamp = t.get(f"loss_fn.{name}", always)
-        bounds = f"bounds the KL in the reward too; there that has {always:g} always"
+        bounds = f"bounds the KL in the reward too, which NeMo-RL always bounds by {always:g}"
         message.append((kl and clamp != always, f"loss_fn.{name}={shown(clamp)}", bounds))
     for name in ("normalize_rewards", "use_leave_one_out_baseline"):
         key = f"grpo.adv_estimator.{name}"
         own, made = t.get(f"grpo.{name}", True), t.get(key, True)
         differs = algorithm == "grpo" and (estimator or "grpo") == "grpo" and own != made
-        message.append((differs, f"grpo.{name}={shown(own)}", f"advantages are made by {key}={shown(made)}, as there"))
+        message.append((differs, f"grpo.{name}={shown(own)}", f"advantages are made by {key}={shown(made)}, as in NeMo-RL"))
     for applies, key, text in message:
         if applies:
             t.change(key, text)

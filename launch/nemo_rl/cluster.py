@@ -1,7 +1,7 @@
-"""Translate which ranks get which GPUs: `cluster`, `policy.generation.colocated`, and the reward model's `resources`.
+"""Translate the placement of ranks: `cluster`, `policy.generation.colocated`, and the reward model's `resources`.
 
-There, train and generate ranks share GPUs by default; so they do here. Beside a reward model with GPUs of its own ours are
-disjoint: such a recipe gets as many GPUs again, and a note.
+Train and generate ranks share GPUs by default in NeMo-RL and therefore here. They cannot if a reward model has GPUs of its own:
+such a recipe gets the same number of GPUs for each, and a note.
 """
 
 from __future__ import annotations
@@ -15,14 +15,15 @@ RESOURCES = f"{COLOCATED}.resources"
 
 CLUSTER = (
     Ignored("cluster.master_port_range_*"),
-    Ignored("cluster.segment_size", "which nodes a job gets is Slurm's; cluster.<component>.constraint may say"),
+    Ignored("cluster.segment_size", "Slurm selects the nodes of a job; cluster.<component>.constraint restricts them"),
 )
 
 
 def translate(t: Translator, samples: bool, rewarded: str | None) -> None:
     """Translate the nodes and GPUs of each component.
 
-    samples: whether the algorithm does. rewarded: the key of an environment whose reward model has GPUs of its own.
+    samples: whether the algorithm samples. rewarded: the key of the environment whose reward model has GPUs of its own, or
+    None.
     """
     nodes, gpus = t.consume(NODES, 1), t.consume(GPUS)
     if not all(isinstance(n, int) and n > 0 for n in (nodes, gpus)):
@@ -40,11 +41,11 @@ def translate(t: Translator, samples: bool, rewarded: str | None) -> None:
             _component(t, name, nodes_left, NODES, gpus_left, GPUS)
         t.changed.insert(
             0,
-            f"{COLOCATED}.enabled=true: there train and generate ranks take turns on {nodes_left} x {gpus_left} GPUs; here,"
-            f" beside {rewarded} with GPUs of its own, each have {nodes_left} x {gpus_left}, at the same time. Fewer:"
-            " cluster.generate.nodes and .gpus_per_node",
+            f"{COLOCATED}.enabled=true: in NeMo-RL train and generate ranks take turns on {nodes_left} x {gpus_left} GPUs;"
+            f" here, with {rewarded} on GPUs of its own, each has {nodes_left} x {gpus_left} GPUs. Set"
+            " cluster.generate.nodes and .gpus_per_node to use fewer",
         )
-    elif shares or not samples:  # of what is shared, cluster.generate has what cluster.train has
+    elif shares or not samples:  # cluster.generate equals cluster.train if they share GPUs
         _component(t, "train", nodes, NODES, gpus, GPUS)
     else:
         _split(t, nodes_left, gpus_left)
@@ -60,11 +61,11 @@ def translate(t: Translator, samples: bool, rewarded: str | None) -> None:
 
 
 def environment_variables(t: Translator, theirs: str, ours: str) -> None:
-    """Translate the variables of a kind of process. NeMo-RL's own and Ray's mean nothing here."""
+    """Translate the environment variables of a component. NeMo-RL's own and Ray's have no effect here."""
     for name in t.get(theirs) or {}:
         key = f"{theirs}.{name}"
         if name.startswith(("NRL_", "RAY_")) or "_RAY_" in name:
-            t.ignore(key, "only NeMo-RL or Ray reads it")
+            t.ignore(key, "only NeMo-RL or Ray reads this variable")
         elif t.get(key) is None:
             t.problem(key, "wrong-type", "got null; expected a text. Try without it")
         else:
@@ -78,7 +79,7 @@ def _component(t: Translator, name: str, nodes: int, nodes_key: str, gpus: int, 
 
 
 def _reward(t: Translator, rewarded: str | None) -> tuple[int, int]:
-    """Return the nodes of the reward model, and its GPUs on each."""
+    """Return (nodes, GPUs per node) of the reward model."""
     if rewarded is None:
         return 0, 0
     keys = f"{rewarded}.resources.num_nodes", f"{rewarded}.resources.gpus_per_node"

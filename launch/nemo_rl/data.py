@@ -1,7 +1,7 @@
-"""`data`: how records become prompts and conversations, and what happens to those that are too long.
+"""Translate `data`: the data sets, their conversion to prompts and conversations, and the treatment of long records.
 
-`data.default` fills in what data.train and data.validation leave out, each of which may be a list: several data sets are laid
-end to end there, and are mixed by their numbers of records here. `datasets.py` translates one of them.
+`data.default` completes data.train and data.validation. Each may be a list of data sets, which NeMo-RL concatenates and Hetstep
+mixes in proportion to their sizes. `datasets.py` translates one data set.
 """
 
 from __future__ import annotations
@@ -21,22 +21,22 @@ SEVERAL = {"data.train": "data.datasets", "data.validation": "data.validations"}
 DATA = (
     Same("data.shuffle"),
     Same("data.max_input_seq_length", given),
-    Only("data.use_multiple_dataloader", (False, None), "a data loader of one's own", "false, which mixes them by their sizes"),
+    Only("data.use_multiple_dataloader", (False, None), "a custom data loader", "false, which mixes them by their sizes"),
     Ignored("data.custom_dataloader data.num_prompts_per_dataloader data.num_workers"),
-    # A few recipes have these beside data.train, where nothing of NeMo-RL reads them.
+    # A few recipes set these next to data.train; NeMo-RL does not read them there.
     Ignored("data.dataset_name data.prompt_file data.add_system_prompt"),
 )
 
 
 def translate(t: Translator, algorithm: str, path: Path) -> bool:
-    """Translate the section, and return whether there is something to validate on."""
+    """Translate the section, and return whether there are validation data."""
     default = t.consume("data.default") or {}
     several = {key: _sets(t, key) for key in SEVERAL}
     train, validation = several.values()
     if not train:
         message = "got no data set to train on. Try data.train.dataset_name=..., or data_path=FILE.jsonl"
         t.problem("data.train", "missing-value", message)
-    names: set[str] = set()  # of all, since what one holds out is validated on under its name
+    names: set[str] = set()  # names of all data sets: a held-out split is validated under its data set's name
     held_out = 0
     for key, those in several.items():
         for place, fields in enumerate(those):
@@ -49,15 +49,15 @@ def translate(t: Translator, algorithm: str, path: Path) -> bool:
         if not isinstance(t.get(key), Mapping) or not those:
             t.consume(key)
     if held_out + len(validation) > 1:
-        t.change("data.validation", "of each data set as many records are validated on as there of all together")
+        t.change("data.validation", "each data set contributes as many records as all together do in NeMo-RL")
     if len(train) > 1 and t.get("data.shuffle") is False:
-        t.change("data.shuffle=false", "the data sets are mixed, each in its order; there one comes after another")
+        t.change("data.shuffle=false", "the data sets are mixed, each in its order; NeMo-RL concatenates them")
     t.put("data.overlong_prompts", "drop", "data.max_input_seq_length")
-    message = "what is longer is left out; there it stays in its batch, and does not count in the loss"
+    message = "longer records are dropped; NeMo-RL keeps them in the batch and leaves them out of the loss"
     t.change("data.max_input_seq_length", message)
     if algorithm in PAIRED:
         t.put("data.bad_records", "drop", "data.train")
-        t.change("data.train", "pairs of the same answers are left out; there they count, with a constant loss")
+        t.change("data.train", "pairs with equal answers are dropped; NeMo-RL keeps them, with a constant loss")
     if algorithm == "sft":
         _turns(t)
     apply(t, DATA)
@@ -72,13 +72,13 @@ def environments(t: Translator) -> list[str]:
 
 
 def _sets(t: Translator, key: str) -> list[dict[str, Any]]:
-    """Return the data sets: one by itself, those of a list, or none."""
+    """Return the data sets of a key: one, a list of them, or none."""
     found = t.get(key)
     return [dict(found)] if isinstance(found, Mapping) and found else list(found or [])
 
 
 def _named(fields: Mapping[str, Any], names: set[str]) -> str:
-    """Return a name for one of several data sets, which no other has; it is a part of metrics' names."""
+    """Return a unique name for one of several data sets, which becomes a part of metric names."""
     where = Path(str(fields.get("data_path") or fields.get("dataset_name"))).stem
     name = re.sub(r"[^A-Za-z0-9-]+", "_", where).strip("_-") or "data"
     numbered = (name if number == 1 else f"{name}_{number}" for number in itertools.count(1))
@@ -87,23 +87,24 @@ def _named(fields: Mapping[str, Any], names: set[str]) -> str:
 
 
 def _turns(t: Translator) -> None:
-    """Translate the frame of a conversation.
+    """Translate the first and last tokens of a conversation.
 
-    Theirs puts the tokenizer's bos before and its eos behind it, unless the template has: so does ours.
+    NeMo-RL adds the tokenizer's bos at the start and its eos at the end, unless the template has them. The translated template
+    does the same.
     """
     bos, eos = (t.consume(f"data.add_{token}", True) for token in ("bos", "eos"))
     if t.consume("data.add_generation_prompt", False) is not True:
-        t.change("data.add_generation_prompt=false", "what the template puts before an answer does not count in the loss")
+        t.change("data.add_generation_prompt=false", "the loss does not cover what the template puts before an answer")
     key = "policy.tokenizer.chat_template"
     ours = t.layer.get("policy", {}).get("tokenizer", {}).get("chat_template")
     if ours is not None:
         t.put(key, _framed(ours, bos, eos))
     elif bos or eos:
-        t.change("data.add_bos, data.add_eos", "the tokenizer's template alone says how a text begins and ends")
+        t.change("data.add_bos, data.add_eos", "the first and last tokens come from the tokenizer's template only")
 
 
 def _framed(template: str, bos: bool, eos: bool) -> str:
-    """Return the template with bos before and eos behind what it renders, where that is missing, and only behind an answer."""
+    """Return the template, extended to add a missing bos, and a missing eos after an answer."""
     before = "{% if bos_token and not rendered.startswith(bos_token) %}{{ bos_token }}{% endif %}" if bos else ""
     behind = (
         "{% if messages[-1]['role'] == 'assistant' and eos_token and not rendered.rstrip('\\n').endswith(eos_token) %}"

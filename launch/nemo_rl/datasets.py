@@ -1,7 +1,7 @@
-"""One data set, of `data.train` or `data.validation`, and the files that a recipe names.
+"""Translate one data set of `data.train` or `data.validation`, and find the files that a recipe names.
 
-Data sets with names of their own keep them (`pipeline/config/data.py`). Paths are relative to the root of NeMo-RL's repository,
-which the recipe lies in.
+Built-in data sets keep their names (`pipeline/config/data.py`). Paths are relative to the root of the NeMo-RL repository that
+contains the recipe.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from launch.nemo_rl.translator import Translator
 from pipeline.config import NAMED_DATASETS
 
 SPLIT = {"OpenMathInstruct-2": 0.05, "tulu3_sft_mixture": 0.05, "Nemotron-Cascade-2-SFT-Math": 0.05, "OpenR1-Math-220k": 0.0}
-"""The named ones that hold records out to validate on, and how many where nothing is said; others pass over the key."""
+"""Built-in data sets that hold out a validation split -> its default share. Others ignore split_validation_size."""
 
 ONE_SPLIT = ("DAPOMath17K", "DAPOMathAIME2024", "DeepScaler", "AIME2024", "AIME2025", "AIME2026", "Tulu3Preference")
-"""The named ones that pass over `split` too."""
+"""Built-in data sets that also ignore `split`."""
 
-# Classes of theirs that read a file, or a data set of any name, by keys: theirs -> ours, and their defaults.
+# NeMo-RL's classes that read a file, or a data set of any name: NeMo-RL's key -> (our key, NeMo-RL's default).
 READERS: dict[str, dict[str, tuple[str, str]]] = {
     "ResponseDataset": {"input_key": ("input_key", "input"), "output_key": ("output_key", "output")},
     "openai_format": {"chat_key": ("messages_key", "messages")},
@@ -32,21 +32,21 @@ READERS: dict[str, dict[str, tuple[str, str]]] = {
     },
 }
 PROCESSORS = {"sft": "sft_processor", **dict.fromkeys(("grpo", "ppo", "distillation"), "math_hf_data_processor")}
-"""NeMo-RL's processors of records, by algorithm. Hetstep has one way for each algorithm."""
+"""NeMo-RL's processor of records that corresponds to Hetstep's, by algorithm."""
 
 
 def find(name: str, recipe: Path) -> Path | None:
-    """Return the absolute path of a file, None if there is none.
+    """Return the absolute path of a file; None if it does not exist.
 
-    It is looked for below the folders that the recipe lies in, the nearest first, and then below the working directory.
+    Search below the recipe's parent folders, the nearest first, and then below the working directory.
     """
     folders = (*Path(os.path.abspath(recipe)).parents, Path.cwd())
     return next((path for path in (folder / name for folder in folders) if path.is_file()), None)
 
 
 def report_missing(t: Translator, key: str, name: str, recipe: Path) -> None:
-    """Add the problem of a file that the recipe names and that does not exist."""
-    message = f"there is no {name}, neither below a folder that {recipe} lies in nor in the working directory"
+    """Add a problem for a file that the recipe names and that does not exist."""
+    message = f"found no {name} below a parent folder of {recipe} or in the working directory"
     t.problem(key, "file-not-found", f"{message}. Try an absolute path")
 
 
@@ -56,18 +56,18 @@ class Dataset:
 
     t: Translator
     algorithm: str
-    key: str  # theirs; of one in a list `data.train[1]`
-    ours: str
-    given: Mapping[str, Any]
-    default: Mapping[str, Any]  # what it does not say itself
-    path: Path  # of the recipe
-    fields: dict[str, Any] = field(init=False)  # that are left
+    key: str  # NeMo-RL's key; `data.train[1]` in a list
+    ours: str  # our key
+    given: Mapping[str, Any]  # the data set's own fields
+    default: Mapping[str, Any]  # the fields of data.default
+    path: Path  # path of the recipe
+    fields: dict[str, Any] = field(init=False)  # fields that are not translated yet
 
     def __post_init__(self) -> None:
         self.fields = {**self.default, **self.given}
 
     def translate(self) -> bool:
-        """Translate the data set, and return whether it holds records out to validate on."""
+        """Translate the data set, and return whether it holds out a validation split."""
         name = self._consume("dataset_name")
         if name not in NAMED_DATASETS and name not in READERS:
             known = ", ".join((*NAMED_DATASETS, *READERS))
@@ -89,12 +89,12 @@ class Dataset:
         for same in ("subset", "max_samples", "repeat", "env_name"):
             self._put(same, self._consume(same), same)
         for unknown in self.fields:
-            if not self.t.has(f"{self.key}.{unknown}"):  # it stands in data.default, or in a list
-                self.t.problem(self._source(unknown), "unknown-key", "is not a key of a data set that we know. Try without it")
+            if not self.t.has(f"{self.key}.{unknown}"):  # the field is from data.default, or in a list
+                self.t.problem(self._source(unknown), "unknown-key", "is not a known key of a data set. Try without it")
         return held_out
 
     def _source(self, name: str) -> str:
-        """Return the key that gives a field."""
+        """Return the key that sets a field."""
         return f"{self.key if name in self.given or name not in self.default else 'data.default'}.{name}"
 
     def _consume(self, name: str) -> Any:
@@ -112,7 +112,7 @@ class Dataset:
             self._put("dataset_name", name, "dataset_name")
             self._put("split", None if name in ONE_SPLIT else split, "split")
             if NAMED_DATASETS[name].output_key and (answer := self._consume("output_key")) != "expected_answer":
-                self._put("output_key", answer, "output_key")  # not the one that the data set has anyway
+                self._put("output_key", answer, "output_key")  # leave out the data set's default
             return
         self._put("split", split, "split")
         where = self._consume("data_path")
@@ -132,12 +132,12 @@ class Dataset:
             self._put("seed", seed, "seed")
         if not splits:
             if size:
-                self.t.ignore(self._source(key), f"{name} holds nothing out; there too")
+                self.t.ignore(self._source(key), f"{name} holds out no validation split, in NeMo-RL either")
             return False
         size = SPLIT.get(name, 0.0) if size is None else size
         if not self.key.startswith("data.train"):
             if size:
-                message = "all records are validated on; there only those that are not held out"
+                message = "all records are validated; NeMo-RL validates only those that are not held out"
                 self.t.change(self._source(key), message)
             return False
         self._put(key, size, key)

@@ -1,4 +1,4 @@
-"""Translate `env`. NeMo-RL's key names the class; here `kind` does."""
+"""Translate `env`. In NeMo-RL the section's name selects the class; in Hetstep `kind` does."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ REWARD_MODEL: tuple[Rule, ...] = (
     Only("checkpoint_path", (None,), PRETRAINED, "model_name=FOLDER"),
     Only("reward_model_cfg.enabled", (True,), ENVIRONMENT, "true"),
     Only("reward_model_cfg.reward_model_type", ("bradley_terry",), ENVIRONMENT, "bradley_terry"),
-    Changed("dtensor_cfg.tensor_parallel_size dtensor_cfg.context_parallel_size", (1,), "it is cut as the policy is"),
+    Changed("dtensor_cfg.tensor_parallel_size dtensor_cfg.context_parallel_size", (1,), "it is divided like the policy"),
     Ignored("dtensor_cfg.* megatron_cfg.* resources.* dynamic_batching.* sequence_packing.* generation.*"),
     Ignored("batch_size logprob_batch_size max_model_len max_grad_norm offload_optimizer_for_logprob processor"),
     Ignored("enabled optimizer.* scheduler.* make_sequence_length_divisible_by tokenizer.use_fastokens"),
@@ -33,7 +33,7 @@ PUZZLE_PROMPT = str(RECIPES / "prompts/sliding_puzzle.txt")
 
 
 def translate(t: Translator, names: list[str]) -> None:
-    """Translate the environments. names: of those that a data set's answers go to."""
+    """Translate the environments. names: the environments that a data set uses."""
     if t.on("env.should_use_nemo_gym"):
         t.lacks("env.should_use_nemo_gym", True, "NeMo Gym")
     for key in ("should_use_nemo_gym", "should_log_nemo_gym_responses", "should_mask_flagged_samples"):
@@ -50,7 +50,7 @@ def translate(t: Translator, names: list[str]) -> None:
             t.consume(f"env.{name}")
         elif isinstance(t.get(f"env.{name}"), dict):
             t.consume(f"env.{name}")
-            t.ignore(f"env.{name}", "no data set's answers go there")
+            t.ignore(f"env.{name}", "no data set uses this environment")
     for name in names:
         if name in KINDS:
             _known(t, name)
@@ -70,13 +70,13 @@ def _known(t: Translator, name: str) -> None:
 
 
 def _math(t: Translator, key: str) -> None:
-    """Translate an environment of theirs of class math, which is multiple_choice here with another verifier."""
+    """Translate an environment of NeMo-RL's class math. With some verifiers it is multiple_choice here."""
     kind, implementation = t.consume(f"{key}.verifier_type"), t.consume(f"{key}.math_verify_impl")
     letters, verifiers = _choices("multiple_choice", "verifier_type"), _choices("math", "math_verify_impl")
-    if kind in letters:  # whose math_verify_impl says nothing there either
+    if kind in letters:  # math_verify_impl has no effect then, in NeMo-RL either
         t.put(f"{key}.kind", "multiple_choice", key)
         t.put(f"{key}.kwargs.verifier_type", kind, f"{key}.verifier_type")
-        t.change(f"{key}.verifier_type", "of several letters the last said counts; there the first")
+        t.change(f"{key}.verifier_type", "of several letters in an answer the last counts; in NeMo-RL the first")
         return
     t.put(f"{key}.kind", "math", key)
     if kind not in ("math", None):
@@ -95,7 +95,7 @@ def _choices(kind: str, argument: str) -> tuple[str, ...]:
 def _puzzle(t: Translator) -> None:
     """Translate the sliding puzzle, whose boards are data sets here.
 
-    Theirs draws them in a script of its own (run_grpo_sliding_puzzle.py), whatever `data` says.
+    NeMo-RL draws them in a separate script (run_grpo_sliding_puzzle.py) and ignores `data`.
     """
     key = f"env.{PUZZLE}"
     given = (t.consume(key) or {}).get("cfg", {})
@@ -107,6 +107,6 @@ def _puzzle(t: Translator) -> None:
         kwargs = {"size": size, "game_config": dict(given.get("game_config", {}))}
         dataset = {"dataset_name": "sliding_puzzle", "split": split, "env_name": PUZZLE, "prompt_file": PUZZLE_PROMPT}
         t.put(f"data.{split}", {**dataset, "kwargs": kwargs}, f"{key}.cfg.game_config")
-    t.change(f"{key}.cfg.game_config", "boards are data.train and data.validation, drawn by the data set sliding_puzzle")
-    t.change(key, "a turn ends with the model's end of turn; there with the stop string </action>")
-    t.change(key, "what the game tells is a turn of the chat template; there it stands bare behind what the model said")
+    t.change(f"{key}.cfg.game_config", "the data set sliding_puzzle generates the boards of data.train and data.validation")
+    t.change(key, "a turn ends with the model's end-of-turn token; in NeMo-RL with the stop string </action>")
+    t.change(key, "the game's reply is a turn of the chat template; NeMo-RL appends its bare text to the model's answer")

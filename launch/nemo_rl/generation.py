@@ -1,4 +1,4 @@
-"""`policy.generation`."""
+"""Translate `policy.generation`."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from launch.nemo_rl.translator import Translator
 
 KEY = "policy.generation"
 VLLM = f"{KEY}.vllm_cfg"
-MOST_SEQUENCES = 1024  # that vLLM decodes at once where nothing is said, on GPUs with 70 GB and more
+MOST_SEQUENCES = 1024  # vLLM's default of max_num_seqs on GPUs with at least 70 GB
 
-# NeMo-RL's refit transports, and those of ours that do the same.
+# NeMo-RL's refit transport -> (our equivalent, its description).
 TRANSPORTS = {
-    "vllm_zmq_sparse": ("delta", "only what changed travels"),
-    "vllm_s3_sparse": ("delta", "only what changed travels"),
+    "vllm_zmq_sparse": ("delta", "only changed weights are sent"),
+    "vllm_s3_sparse": ("delta", "only changed weights are sent"),
     "nixl": ("planned", "each rank receives its own shard, by NCCL"),
 }
 OF_FP8 = ("is_mx", "num_first_layers_in_bf16", "num_last_layers_in_bf16", "quantization_ignored_layer_kws")
@@ -32,11 +32,11 @@ VLLM_RULES = under(
     (
         Same("tensor_parallel_size pipeline_parallel_size gpu_memory_utilization max_model_len enforce_eager"),
         Same("enable_prefix_caching", given),  # null, or absent: on
-        Only("kv_cache_dtype", ("auto", None), "a KV cache in 8 bits", "auto, which has policy.precision"),
+        Only("kv_cache_dtype", ("auto", None), "a KV cache in 8 bits", "auto, which uses policy.precision"),
         Ignored("use_deep_gemm"),  # a kernel of precision fp8
         Done("precision logprobs_mode expert_parallel_size env_vars.*"),
         Done(" ".join(OF_FP8)),
-        # How its engines are run and watched. Ours are stepped in process, and serve nothing over the network.
+        # How engines run and are monitored. Our engines run in the rank's process and have no server.
         Ignored("async_engine distributed_executor_backend skip_tokenizer_init load_format enable_expert_parallel"),
         Ignored("use_tqdm enable_vllm_metrics_logger vllm_metrics_logger_interval *_refit_*"),
         Ignored("reset_encoder_cache_after_weight_update expose_http_server http_server_serving_chat_kwargs.*"),
@@ -48,7 +48,7 @@ VLLM_RULES = under(
 
 
 def translate(t: Translator, samples: bool) -> None:
-    """Translate sampling, refit transport and vLLM's keys. samples: whether the algorithm samples; else consume the section."""
+    """Translate sampling, refit transport and vLLM's keys. samples: whether the algorithm samples; else ignore the section."""
     if not samples:
         t.consume(KEY)
         return
@@ -58,13 +58,13 @@ def translate(t: Translator, samples: bool) -> None:
     if vllm:
         _vllm(t)
     apply(t, under(KEY, (*VLLM_RULES, *GENERATION) if vllm else GENERATION))
-    if not vllm:  # which is a problem
+    if not vllm:  # another backend is a problem
         t.consume(VLLM)
         t.consume(f"{KEY}.vllm_kwargs")
 
 
 def _sampling(t: Translator) -> None:
-    """Translate how tokens are drawn. Theirs refuses validation of its own sampling but with NeMo Gym; ours has it."""
+    """Translate sampling parameters. NeMo-RL allows other ones for validation only with NeMo Gym; Hetstep always does."""
     own = []
     for name, default in (("temperature", 1.0), ("top_p", 1.0), ("top_k", None)):
         train = _unbounded(t.consume(f"{KEY}.{name}", default))
@@ -76,17 +76,17 @@ def _sampling(t: Translator) -> None:
             own.append(f"val_{name}={validation}")
     if own:
         key = f"{KEY}.{own[0].partition('=')[0]}"
-        t.change(key, f"validation samples with {', '.join(own)}; there only with NeMo Gym")
+        t.change(key, f"validation samples with {', '.join(own)}; in NeMo-RL only with NeMo Gym")
     if t.get(f"{KEY}.stop_token_ids"):
         message = (
-            "these, the tokenizer's end token and those of the model's generation_config.json end an answer; there the"
-            " tokenizer's does not, unless it is among the others"
+            "these, the tokenizer's end token and those of the model's generation_config.json end an answer; in NeMo-RL the"
+            " tokenizer's does not, unless it is one of the others"
         )
         t.change(f"{KEY}.stop_token_ids", message)
 
 
 def _unbounded(top_k: object) -> object:
-    """Convert vLLM's -1 for no top_k."""
+    """Convert vLLM's -1, which means no top_k, to None."""
     return None if top_k == -1 else top_k
 
 
@@ -98,7 +98,7 @@ def _transport(t: Translator) -> None:
         t.put(key, ours)
         t.change(f"{key}={theirs}", f"{ours}: {how}")
     elif theirs is not None:
-        message = f"got '{theirs}'; expected null, or one that ours can stand for: {', '.join(TRANSPORTS)}"
+        message = f"got '{theirs}'; expected null, or one of: {', '.join(TRANSPORTS)}"
         t.problem(key, "not-a-choice", message)
 
 
@@ -109,7 +109,7 @@ def _vllm(t: Translator) -> None:
     size, tensor = t.consume(f"{VLLM}.expert_parallel_size", 1), t.get(f"{VLLM}.tensor_parallel_size", 1)
     if size in (1, tensor):
         t.put(f"{VLLM}.expert_parallel_size", size)
-    else:  # theirs spreads them over tensor x data-parallel ranks; an engine of ours has no data-parallel ones
+    else:  # NeMo-RL spreads experts over tensor x data-parallel ranks; our engines have no data-parallel ranks
         t.lacks(
             f"{VLLM}.expert_parallel_size", size, "experts spread over several engines", f"1, or tensor_parallel_size {tensor}"
         )
@@ -117,29 +117,29 @@ def _vllm(t: Translator) -> None:
     t.put(f"{KEY}.max_num_seqs", t.consume(f"{kwargs}.max_num_seqs", MOST_SEQUENCES), most)
     method = t.get(f"{kwargs}.speculative_config.method")
     if method not in (None, "ngram"):
-        feature = "speculative decoding with a model that drafts"
+        feature = "speculative decoding with a draft model"
         t.lacks(f"{kwargs}.speculative_config.method", method, feature, "ngram, which drafts from the text so far")
     for name in t.get(kwargs) or {}:
-        if name not in ("max_num_seqs", "tokenizer"):  # our engines take tokens and give tokens
+        if name not in ("max_num_seqs", "tokenizer"):  # our engines read and return token ids
             t.copy(f"{kwargs}.{name}")
     t.consume(kwargs)
 
 
 def _precision(t: Translator) -> None:
     precision, trained = t.consume(f"{VLLM}.precision"), t.get("policy.precision")
-    if precision == "fp8":  # vLLM's with blocks of 128 x 128, as ours; theirs has another with the blocks of MXFP8
+    if precision == "fp8":  # vLLM's, with blocks of 128 x 128, as ours; NeMo-RL has MXFP8 too
         t.put(f"{VLLM}.precision", "fp8")
         if t.get(f"{VLLM}.is_mx"):
             t.lacks(f"{VLLM}.is_mx", True, "generation in MXFP8", "false, which has blocks of 128 x 128")
         for name in ("num_first_layers_in_bf16", "num_last_layers_in_bf16"):
             if count := t.get(f"{VLLM}.{name}"):
-                feature = "generation with some layers in 8 bits by their place"
+                feature = "generation with 8 bits in some layers, selected by position"
                 t.lacks(f"{VLLM}.{name}", count, feature, "0, and quantization_ignored_layer_kws by name")
         if t.get(f"{VLLM}.quantization_ignored_layer_kws"):
             t.copy(f"{VLLM}.quantization_ignored_layer_kws")
     elif precision not in (None, "auto", trained):
         t.problem(f"{VLLM}.precision", "contradiction", f"got {precision}; expected policy.precision, {trained}, or fp8")
-    for name in OF_FP8:  # without it they say nothing
+    for name in OF_FP8:  # they have no effect without fp8
         t.consume(f"{VLLM}.{name}")
     mode = t.consume(f"{VLLM}.logprobs_mode", "raw_logprobs")  # vLLM's own default
     plain = t.get(f"{KEY}.temperature", 1.0) == 1 and t.get(f"{KEY}.top_p", 1.0) == 1

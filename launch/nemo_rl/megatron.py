@@ -1,4 +1,4 @@
-"""`policy.megatron_cfg`, where Megatron-Core trains."""
+"""Translate `policy.megatron_cfg` of a recipe that Megatron-Core trains."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ MEGATRON = under(
         Same("model_overrides.*"),
         Same("distributed_data_parallel_config.grad_reduce_in_fp32 distributed_data_parallel_config.overlap_grad_reduce"),
         Same("distributed_data_parallel_config.overlap_param_gather distributed_data_parallel_config.use_custom_fsdp"),
-        # Kernels that theirs has always installed. Ours takes them where they are (null), so that true says nothing.
+        # NeMo-RL always has these kernels installed. Ours uses them if they are installed (null), so true needs no key.
         Same(
             "moe_permute_fusion moe_grouped_gemm apply_rope_fusion bias_activation_fusion",
             lambda on: False if on is False else ABSENT,
@@ -42,7 +42,7 @@ MEGATRON = under(
         Changed(
             "moe_token_dispatcher_type moe_enable_deepep",
             ("alltoall", "allgather", False, None),
-            "tokens travel to their experts by NCCL's all-to-all: the same numbers, without DeepEP's speed",
+            "NCCL's all-to-all sends tokens to their experts: equal results, slower than DeepEP",
         ),
         Only("cuda_graph_impl", ("none", None), "CUDA graphs in training", "none"),
         Only(
@@ -51,9 +51,9 @@ MEGATRON = under(
             "offloading of activations or optimizer state",
             "activation_checkpointing=true",
         ),
-        Only("freeze_config.* freeze_vision_* freeze_sound_*", (False, None), "freezing of a part of the model", "false"),
-        Changed("transformer_impl", ("transformer_engine", None), "what trains is Megatron-Core's usual modules"),
-        Changed("moe_per_layer_logging track_moe_metrics", (False, None), "the experts' load is not logged"),
+        Only("freeze_config.* freeze_vision_* freeze_sound_*", (False, None), "freezing a part of the model", "false"),
+        Changed("transformer_impl", ("transformer_engine", None), "training uses Megatron-Core's default modules"),
+        Changed("moe_per_layer_logging track_moe_metrics", (False, None), "the load of experts is not logged"),
         Ignored("mtp_* cuda_graph_* offload_modules moe_flex_* *hybridep_*"),  # of those above
         Ignored("inference_* moe_pad_experts_for_cuda_graph_inference clear_memory_caches_before_refit"),
         Ignored("use_gloo_process_groups use_fused_weighted_squared_relu fused_linear_logprobs_chunk_size"),
@@ -74,7 +74,7 @@ OPTIMIZER_RULES = under(
         Only("fp16", (False, None), "this optimizer", "false: policy.precision=bfloat16 needs no loss scaling"),
         Only("optimizer_cpu_offload", (False, None), "offloading of activations or optimizer state", "false"),
         Changed("bf16", (True, None), "main weights are float32 in any case"),
-        Changed("use_distributed_optimizer", (True, None), "the optimizer's state is cut over the data ranks: less memory"),
+        Changed("use_distributed_optimizer", (True, None), "data ranks shard the optimizer's state, which needs less memory"),
         Ignored("params_dtype sgd_momentum optimizer_offload_fraction overlap_cpu_optimizer_d2h_h2d"),
     ),
 )
@@ -91,7 +91,7 @@ def translate(t: Translator, algorithm: str) -> None:
     """Translate Megatron-Core's section with its optimizer and schedule."""
     environment_variables(t, f"{KEY}.env_vars", f"{KEY}.env_vars")
     dense = has_experts(t.get("policy.model_name")) is False
-    for name in BALANCE:  # which some recipes of dense models set as well, where they say nothing
+    for name in BALANCE:  # some recipes of dense models set these too, without effect
         if not dense:
             t.copy(f"{KEY}.{name}")
         t.consume(f"{KEY}.{name}")
@@ -99,18 +99,18 @@ def translate(t: Translator, algorithm: str) -> None:
         for name in ("recompute_granularity", "recompute_method", "recompute_num_layers", "recompute_modules"):
             t.consume(f"{KEY}.{name}")
     if t.get(f"{KEY}.moe_token_dispatcher_type") == "allgather" and t.get(f"{KEY}.expert_model_parallel_size", 1) > 1:
-        t.change(f"{KEY}.moe_token_dispatcher_type=allgather", "tokens are sent to their experts, with the same numbers")
+        t.change(f"{KEY}.moe_token_dispatcher_type=allgather", "an all-to-all sends tokens to experts, with equal results")
     fused, size = f"{KEY}.use_fused_linear_logprobs", f"{KEY}.fused_linear_logprobs_chunk_size"
     if t.consume(fused) is True:
         chunk = t.get(size, 256)
         t.put("policy.logprob_chunk_size", chunk, size if t.has(size) else fused)
-        t.change(f"{fused}=true", f"policy.logprob_chunk_size={chunk} bounds the logits that exist at once")
+        t.change(f"{fused}=true", f"policy.logprob_chunk_size={chunk} limits the logits in memory")
     _schedule(t, algorithm)
     apply(t, under("policy", (*OPTIMIZER_RULES, *SCHEDULER_RULES, *MEGATRON)))
 
 
 def has_experts(model: str | None) -> bool | None:
-    """Return whether it is a mixture of experts; None if its config.json is neither here nor known."""
+    """Return whether the model is a mixture of experts; None if its config.json is not available."""
     if model is None:
         return None
     path = Path(model) / "config.json"
@@ -124,8 +124,8 @@ def has_experts(model: str | None) -> bool | None:
 def _schedule(t: Translator, algorithm: str) -> None:
     """Translate optimizer and schedule.
 
-    Theirs advances by train_global_batch_size samples per train() call and counts an iteration as as many samples, so its
-    iterations are steps of the algorithm, as ours (DPO and RM double both sides).
+    NeMo-RL advances the schedule by train_global_batch_size samples per train() call and counts as many samples as an
+    iteration. Its iterations are therefore steps of the algorithm, as here (DPO and RM double both).
     """
     for absent in (OPTIMIZER, SCHEDULER):
         if t.get(absent) is None:
@@ -155,10 +155,10 @@ def _schedule(t: Translator, algorithm: str) -> None:
 
 
 def warm_up_iters(t: Translator, scheduler: str, decay: int | None, algorithm: str) -> int:
-    """Return lr_warmup_iters of a rate that is constant afterwards.
+    """Return lr_warmup_iters of a learning rate that is constant after its warm-up.
 
-    scheduler: the key of the section. decay: its lr_decay_iters. Theirs cuts a warm-up that is not shorter than the decay to
-    the decay less one sample: ConfigContainer of Megatron-Bridge, _calculate_scheduler_steps.
+    scheduler: the key of the section. decay: its lr_decay_iters. NeMo-RL shortens a warm-up that is not shorter than the decay
+    to the decay minus one sample: ConfigContainer of Megatron-Bridge, _calculate_scheduler_steps.
     """
     key = f"{scheduler}.lr_warmup_iters"
     warm_up = t.get(key) or 0
@@ -166,14 +166,14 @@ def warm_up_iters(t: Translator, scheduler: str, decay: int | None, algorithm: s
     if end is None or warm_up < end:
         return warm_up
     if warm_up > end:
-        t.change(f"{key}={warm_up}", f"{end}, since {source}={end} cuts the warm-up there too")
+        t.change(f"{key}={warm_up}", f"{end}, since {source}={end} ends the warm-up, as in NeMo-RL")
     return end
 
 
 def _run(t: Translator, algorithm: str) -> int | None:
-    """Return how often a run advances the schedules, which theirs sets as train_iters; None: max_num_steps does not bound it.
+    """Return how often a run advances the schedules (train_iters of NeMo-RL); None if max_num_steps sets no bound.
 
-    Theirs takes the steps or what the epochs of data have, whichever are fewer; how long the data are is not known here.
+    NeMo-RL uses the smaller of max_num_steps and the steps of all epochs. The size of the data is not known here.
     """
     steps = max_num_steps(t, algorithm) or (OfflineConfig if algorithm in OFFLINE else OnlineConfig).max_num_steps
     return None if bound(steps) is None else steps * epochs(t, algorithm)
@@ -185,4 +185,4 @@ def _decay_with_the_run(t: Translator, algorithm: str, decay: str) -> None:
         t.problem(decay, "missing-value", f"got null; expected the step at which the decay ends, here or at {key}")
     else:
         t.put(decay, end, key)
-        t.change(f"{decay}=null", f"the decay ends with the run, {key}: {end}, whatever the number of epochs of data")
+        t.change(f"{decay}=null", f"the decay ends with the run, at {key}={end}; the size of the data does not matter")

@@ -1,7 +1,7 @@
-"""PPO's critic (`value`) and distillation's teacher (`teacher`), which there are described as fully as the policy is.
+"""Translate PPO's critic (`value`) and distillation's teacher (`teacher`), whose sections have all keys of a policy in NeMo-RL.
 
-Ours are cut as the policy is, and their batches are the policy's. What says otherwise is a note, or a problem where the numbers
-would differ. Keys that only say how such a model would train or generate by itself say nothing.
+In Hetstep they have the policy's parallel sizes and batches. Keys that differ give a note, or a problem if the results would
+differ. Keys that only apply to training or generating with such a model alone have no effect.
 """
 
 from __future__ import annotations
@@ -28,15 +28,15 @@ OWN = (
 
 
 def critic(t: Translator) -> None:
-    """Translate the section `value`. Add a problem where the critic's numbers would differ."""
+    """Translate the section `value`. Add a problem if the critic's results would differ."""
     backend = _model(t, "value", "the critic")
     if backend is None:
         return
     for name in ("train_global_batch_size", "max_total_sequence_length"):
         ours, its = t.get(f"policy.{name}"), t.get(f"value.{name}")
         if its not in (None, ours):
-            t.lacks(f"value.{name}", its, "batches of the critic's own", f"policy.{name}, {ours}")
-    t.consume("value.reward_model_cfg.enabled")  # a critic is one in any case
+            t.lacks(f"value.{name}", its, "separate batches of the critic", f"policy.{name}, {ours}")
+    t.consume("value.reward_model_cfg.enabled")  # a critic always is one
     kind = t.consume("value.reward_model_cfg.reward_model_type", "regression")
     if kind != "regression":
         message = f"got {kind}; expected regression, since a critic gives one number"
@@ -50,9 +50,9 @@ def critic(t: Translator) -> None:
 
 
 def teacher(t: Translator) -> None:
-    """Translate the section `teacher`; one of several teachers is not supported."""
+    """Translate the section `teacher`. Several teachers are not supported."""
     if (several := t.get("teachers")) is not None:
-        instead = "the section teacher, with one of the policy's vocabulary"
+        instead = "the section teacher, with a model of the policy's vocabulary"
         t.lacks("teachers", "a list", "distillation between tokenizers", instead)
         t.put("teacher.model_name", several[0].get("model_name") if several else None, "teachers")
         for section in ("teachers", "teacher", "loss_fn"):
@@ -60,19 +60,19 @@ def teacher(t: Translator) -> None:
         return
     if _model(t, "teacher", "the teacher") is None:
         return
-    # There, each model's own key divides its logits, and nothing does where `generation` is not given.
+    # In NeMo-RL each model's own temperature divides its logits; without `generation` none does.
     ours, its = (t.get(f"{section}.generation.temperature", 1.0) for section in ("policy", "teacher"))
     if ours != its:
-        message = f"got {its}; expected policy.generation.temperature, {ours}, which the teacher's distribution has here"
+        message = f"got {its}; expected policy.generation.temperature, {ours}, which applies to the teacher too"
         t.problem("teacher.generation.temperature", "contradiction", message)
     _rest(t, "teacher")
 
 
 def _model(t: Translator, section: str, what: str) -> str | None:
-    """Translate its name and note its layout. Return its backend there, None if the section is not given."""
+    """Translate the model's name and note its layout. Return its backend in NeMo-RL; None if the section is not given."""
     if t.get(section) is None:
         t.consume(section)
-        t.problem(section, "missing-value", f"is not given; {what} is described there, by {section}.model_name")
+        t.problem(section, "missing-value", f"is not given; {section}.model_name selects {what}")
         return None
     policy.check_model_name(t, f"{section}.model_name")
     t.copy(f"{section}.model_name")
@@ -84,14 +84,14 @@ def _model(t: Translator, section: str, what: str) -> str | None:
         if size is not None and (its != ours or size != t.get(f"policy.{its}_cfg.{name}"))
     ]
     if other:
-        t.change(f"{section}.{its}_cfg", f"{what} is cut as the policy is; there: {', '.join(other)}")
+        t.change(f"{section}.{its}_cfg", f"{what} has the parallel sizes of the policy; in NeMo-RL: {', '.join(other)}")
     t.consume(f"{section}.{'dtensor' if its == 'megatron' else 'megatron'}_cfg")
     apply(t, under(section, OWN))
     return its
 
 
 def _rest(t: Translator, section: str) -> None:
-    """Refuse what asks for a feature as it does of the policy; other keys that the policy has say nothing."""
+    """Add problems for unsupported features, as for the policy, and ignore the other keys of a policy."""
     rules: tuple[Rule, ...] = (*policy.MODEL, *policy.DTENSOR, *megatron.MEGATRON)
     trained = megatron.OPTIMIZER_RULES if section == "value" else ()
     asking = [rule for rule in (*rules, *trained) if isinstance(rule, Only | Switch) and "_parallel_size" not in rule.keys]
@@ -106,7 +106,7 @@ def _rest(t: Translator, section: str) -> None:
 
 
 def _megatron_optimizer(t: Translator) -> None:
-    """Translate a critic's optimizer into torch's words, which our critic's keys are: the same rates, step by step."""
+    """Translate a critic's Megatron-Core optimizer into torch's, which our critic uses, with the same rate at each step."""
     key = "value.megatron_cfg"
     o, s = (dict(t.get(f"{key}.{name}") or {}) for name in ("optimizer", "scheduler"))
     for name in ("lr", "adam_beta1", "adam_beta2", "adam_eps", "weight_decay"):
@@ -115,7 +115,7 @@ def _megatron_optimizer(t: Translator) -> None:
             return
     name, style = o.get("optimizer", "adam"), s.get("lr_decay_style", "linear" if s else "constant")
     if name != "adam" or style != "constant":
-        instead = "adam, and a rate that is constant after its warm-up"
+        instead = "adam with a rate that is constant after its warm-up"
         t.lacks(f"{key}.optimizer", f"{name} with a {style} rate", "this optimizer", instead)
         return
     start, end = s.get("start_weight_decay"), s.get("end_weight_decay")
@@ -123,7 +123,7 @@ def _megatron_optimizer(t: Translator) -> None:
         instead = "the same value as end_weight_decay"
         t.lacks(f"{key}.scheduler.start_weight_decay", f"{start}, which becomes {end}", "this optimizer", instead)
         return
-    decay = s.get("end_weight_decay", o["weight_decay"])  # Megatron-Core takes the schedule's
+    decay = s.get("end_weight_decay", o["weight_decay"])  # Megatron-Core uses the schedule's value
     kwargs = {"lr": o["lr"], "betas": [o["adam_beta1"], o["adam_beta2"]], "eps": o["adam_eps"], "weight_decay": decay}
     t.put("value.optimizer.name", "torch.optim.AdamW", f"{key}.optimizer.optimizer")
     t.put("value.optimizer.kwargs", kwargs, f"{key}.optimizer")
@@ -134,9 +134,9 @@ def _megatron_optimizer(t: Translator) -> None:
 
 
 def _warm_up(lr: float, begin: float, steps: int) -> list[dict[str, Any]] | None:
-    """Return torch's schedule that is linear from `begin` to lr in so many steps.
+    """Return torch's schedule that rises linearly from `begin` to lr in `steps` steps.
 
-    LinearLR cannot begin at 0: it begins at 1e-12 of lr.
+    LinearLR cannot start at 0, so it starts at 1e-12 of lr.
     """
     if not steps:
         return None

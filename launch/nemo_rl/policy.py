@@ -1,6 +1,6 @@
-"""`policy` but for generation: the model, its batches, and FSDP2's keys. Megatron-Core's are in `megatron.py`.
+"""Translate `policy` except `generation`: the model, its batches, and FSDP2's keys. `megatron.py` has Megatron-Core's keys.
 
-Where only one backend trains, the other's section says nothing, and neither does its optimizer.
+One backend trains; the section and the optimizer of the other have no effect.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from launch.nemo_rl.run import PRETRAINED
 from launch.nemo_rl.translator import Translator
 from pipeline.config import Backend
 
-PASSTHROUGH = "{% for message in messages %}{{ message['content'] }}{% endfor %}"  # their template null: the bare texts
+PASSTHROUGH = "{% for message in messages %}{{ message['content'] }}{% endfor %}"  # NeMo-RL's template null: the bare texts
 BATCHING = ("dynamic_batching", "sequence_packing")
 OF_BATCHING = ("enabled", "train_mb_tokens", "logprob_mb_tokens", "algorithm", "microbatch_order")
 OF_BATCHING += ("sequence_length_round", "fuse_loss")
@@ -35,12 +35,12 @@ MODEL = (
     Only("is_vlm", (False, None), "images, sound or video"),
     Ignored("quant_* disable_modelopt_layer_spec"),  # of quant_cfg
     Ignored("tokenizer.use_fastokens generation_batch_size activation_checkpointing_enabled"),
-    Ignored("make_sequence_length_divisible_by"),  # nothing is padded
-    Changed("offload_optimizer_for_logprob", (False, None), "the optimizer's state stays on the GPUs: more memory"),
+    Ignored("make_sequence_length_divisible_by"),  # no padding
+    Changed("offload_optimizer_for_logprob", (False, None), "the optimizer's state stays on the GPUs, which needs more memory"),
     Done("model_name tokenizer.chat_template optimizer.* scheduler.* dtensor_cfg.enabled dtensor_cfg.env_vars.*"),
     Done("reward_model_cfg.enabled reward_model_cfg.reward_model_type"),
     Done(" ".join(f"{section}.{key}" for section in BATCHING for key in OF_BATCHING)),
-    Ignored("refit_buffer_size_gb", "policy.generation.refit_cfg.bucket_bytes bounds what a refit stages"),
+    Ignored("refit_buffer_size_gb", "policy.generation.refit_cfg.bucket_bytes limits the staging of a refit"),
 )
 DTENSOR = under(
     "dtensor_cfg",
@@ -49,16 +49,16 @@ DTENSOR = under(
         Same("automodel_kwargs.use_liger_kernel", given, ours="policy.dtensor_cfg.use_liger_kernel"),
         Only("context_parallel_size", (1, None), "context parallelism of FSDP2", MEGATRON_HAS_IT),
         Only("expert_parallel_size", (1, None), "expert parallelism of FSDP2", MEGATRON_HAS_IT),
-        Changed("dp_replicate_size", (1, None), "weights and state are cut over all ranks, not over a replica's: less memory"),
-        Only("custom_parallel_plan", (None,), "a tensor-parallel plan of one's own", "null, which takes the model's"),
-        Changed("sequence_parallel", (False, None), "activations between layers are whole on each tensor-parallel rank"),
-        Only("automodel_kwargs.freeze_config.*", (False, None), "freezing of a part of the model"),
+        Changed("dp_replicate_size", (1, None), "all ranks shard weights and state, not a replica's: less memory"),
+        Only("custom_parallel_plan", (None,), "a custom tensor-parallel plan", "null, which uses the model's"),
+        Changed("sequence_parallel", (False, None), "each tensor-parallel rank holds whole activations between layers"),
+        Only("automodel_kwargs.freeze_config.*", (False, None), "freezing a part of the model"),
         Only("automodel_kwargs.backend.fake_balanced_gate", (False, None), "a loss that balances the experts' load", "false"),
         Changed("automodel_kwargs.backend.gate_precision", (None,), "transformers' router has its own precision"),
         Ignored(
             "automodel_kwargs.backend.* automodel_kwargs.use_sdpa_patching automodel_kwargs.attn_implementation"
             " automodel_kwargs.force_hf",
-            "which kernels compute; the model is transformers' own",
+            "selects kernels; here the model is transformers' own",
         ),
         Ignored("_v2 automodel_kwargs clear_cache_every_n_steps defer_fsdp_grad_sync moe_parallelizer.*"),
     ),
@@ -67,7 +67,7 @@ LORA = under(
     "dtensor_cfg.lora_cfg",
     (
         Same("enabled target_modules exclude_modules match_all_linear dim alpha"),
-        # Theirs are two: xavier, and peft's uniform one for any other word.
+        # NeMo-RL has two: xavier, and peft's uniform one for any other value.
         Same("lora_A_init", lambda start: start if start == "xavier" else "kaiming"),
         Only("dropout", (0, 0.0, None), LORA_OPTION, "0"),
         Ignored("dropout_position use_triton"),
@@ -97,7 +97,7 @@ def translate(t: Translator, algorithm: str, path: Path) -> None:
 
 
 def _backend(t: Translator) -> Backend | None:
-    """Return which backend trains. One must; both, or neither, is a problem there too."""
+    """Return the backend that trains. Both, or neither, is a problem, in NeMo-RL too."""
     backends: tuple[Backend, ...] = ("megatron", "dtensor")
     on: list[Backend] = [backend for backend in backends if t.on(f"policy.{backend}_cfg.enabled")]
     if len(on) == 1:
@@ -111,17 +111,17 @@ def _backend(t: Translator) -> Backend | None:
 
 
 def check_model_name(t: Translator, key: str) -> None:
-    """Add a problem if there is an instruction in place of a model, as in some recipes."""
+    """Add a problem if the key holds an instruction instead of a model, as in some recipes."""
     name = t.get(key)
     if isinstance(name, str) and any(c.isspace() for c in name) and not Path(name).exists():
-        message = f"got '{name}', which is an instruction. Try {key}=FOLDER, or a name on the Hugging Face Hub"
+        message = f"got '{name}', an instruction; expected a model. Try {key}=FOLDER, or a name on the Hugging Face Hub"
         t.problem(key, "missing-value", message)
 
 
 def _chat_template(t: Translator, path: Path) -> None:
-    """Translate the template.
+    """Translate the chat template.
 
-    Absent and "default" are the tokenizer's own, null the bare texts, *.jinja a file, anything else the template.
+    Absent or "default": the tokenizer's own. null: the bare texts. *.jinja: a file. Anything else is the template itself.
     """
     key = "policy.tokenizer.chat_template"
     template: Any = t.consume(key, "default")
@@ -137,7 +137,7 @@ def _chat_template(t: Translator, path: Path) -> None:
 
 
 def _batches(t: Translator) -> None:
-    """Translate how many tokens make a microbatch. Ours are laid end to end in any case."""
+    """Translate the number of tokens in a microbatch. Ours are always packed."""
     packs, fills = (t.on(f"policy.{section}.enabled") for section in ("sequence_packing", "dynamic_batching"))
     section, ours = "policy.sequence_packing" if packs else "policy.dynamic_batching", "policy.sequence_packing"
     if packs or fills:
@@ -146,7 +146,7 @@ def _batches(t: Translator) -> None:
         t.put(f"{ours}.train_mb_tokens", t.get(train), train)
         t.put(f"{ours}.logprob_mb_tokens", t.get(logprob), logprob)
         if not packs:
-            message = "the sequences of a microbatch are laid end to end, not padded; its tokens are policy.sequence_packing's"
+            message = "the sequences of a microbatch are packed, not padded; policy.sequence_packing sets its tokens"
             t.change(f"{section}.enabled=true", message)
     t.put(f"{ours}.enabled", packs or fills, f"{section if packs or fills else ours}.enabled")
     if packs and fills:
@@ -158,7 +158,7 @@ def _reward_model(t: Translator, algorithm: str) -> None:
     key = "policy.reward_model_cfg"
     enabled, kind = t.consume(f"{key}.enabled") is True, t.consume(f"{key}.reward_model_type")
     if algorithm == "rm" and not (enabled and kind == "bradley_terry"):
-        message = "got another; expected enabled=true and reward_model_type=bradley_terry, since rm trains a reward model"
+        message = "got other values; expected enabled=true and reward_model_type=bradley_terry, since rm trains a reward model"
         t.problem(key, "contradiction", message)
     if algorithm != "rm" and enabled:
         message = f"got true, but {algorithm} trains no reward model. Try false, or a recipe with a section rm"
@@ -183,7 +183,7 @@ def _dtensor(t: Translator) -> None:
     if t.on(f"{lora}.enabled"):
         for names in ("target_modules", "exclude_modules"):
             if wild := [name for name in t.get(f"{lora}.{names}") or () if "*" in name]:
-                t.lacks(f"{lora}.{names}", wild, LORA_OPTION, "names of layers, or their endings, without *")
+                t.lacks(f"{lora}.{names}", wild, LORA_OPTION, "names of layers, or endings of names, without *")
                 t.consume(f"{lora}.{names}")
         t.put_defaults({f"{lora}.lora_A_init": "xavier"}, lora)
     apply(t, under("policy", (*LORA, *DTENSOR)))

@@ -1,7 +1,7 @@
-"""The kinds of rule that the tables of the sections are written in, and how a table is applied.
+"""Define the kinds of rules in the tables of the sections, and apply a table.
 
-A rule's keys are patterns separated by blanks. `*` stands for anything, dots included; `section.*` is also `section` itself
-where that is no mapping, or an empty one. The first rule that fits a leaf consumes it.
+A rule's keys are patterns separated by blanks. `*` matches anything, dots included. `section.*` also matches `section` itself
+if that is not a mapping, or an empty one. The first rule that matches a leaf consumes it.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class Rule:
         return tuple(self.keys.split())
 
     def translate(self, t: Translator, leaves: list[tuple[str, Any]]) -> None:
-        """Translate the leaves that fit, (key, value) of each."""
+        """Translate the leaves that match, each as (key, value)."""
         raise NotImplementedError
 
 
@@ -63,7 +63,7 @@ class Ignored(Rule):
 
 @dataclass(frozen=True)
 class Done(Rule):
-    """Keys that a function has translated before the table is applied."""
+    """Keys that a function translates before the table is applied."""
 
     @override
     def translate(self, t: Translator, leaves: list[tuple[str, Any]]) -> None:
@@ -113,7 +113,7 @@ class Switch(Rule):
 
 
 def given(value: Any) -> Any:
-    """Convert null to "not given"."""
+    """Convert null to ABSENT."""
     return ABSENT if value is None else value
 
 
@@ -131,12 +131,12 @@ def fits(pattern: str, key: str) -> bool:
 
 @functools.cache
 def _compiled(pattern: str) -> Callable[[str], re.Match[str] | None]:
-    """Return a matcher of a pattern. fnmatch's own cache holds fewer than these tables have."""
+    """Return a function that matches a pattern. fnmatch's own cache is smaller than these tables."""
     return re.compile(fnmatch.translate(pattern)).match
 
 
 def apply(t: Translator, rules: Iterable[Rule]) -> None:
-    """Consume every leaf that a rule fits and that is left, rule by rule."""
+    """Consume every remaining leaf that a rule matches, rule by rule."""
     rules = tuple(rules)
     first = _first(tuple(rule.keys for rule in rules))
     by_rule: dict[int, list[tuple[str, Any]]] = {}
@@ -150,7 +150,7 @@ def apply(t: Translator, rules: Iterable[Rule]) -> None:
 
 @functools.cache
 def _first(tables: tuple[str, ...]) -> Callable[[str], int | None]:
-    """Return a function from a key to the index of the first rule that it fits. It keeps what it found."""
+    """Return a cached function from a key to the index of the first rule that matches it."""
     patterns = [keys.split() for keys in tables]
 
     @functools.lru_cache(maxsize=4096)

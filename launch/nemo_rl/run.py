@@ -1,13 +1,13 @@
-"""`checkpointing`, `logger`, and what only their infrastructure reads."""
+"""Translate `checkpointing`, `logger`, and sections that only NeMo-RL's infrastructure reads."""
 
 from __future__ import annotations
 
 from launch.nemo_rl.rules import Changed, Ignored, Only, Same, apply, under
 from launch.nemo_rl.translator import Translator
 
-PRETRAINED = "a start from a checkpoint that is not a Hugging Face one"
+PRETRAINED = "a start from a checkpoint that is not in Hugging Face format"
 SEVERAL_TEACHERS = "several teachers"
-METRICS = {  # theirs -> ours, where the names differ
+METRICS = {  # NeMo-RL's metric -> ours, if the names differ
     "val:val_loss": "val:loss",
     "val:validation-default_loss": "val:loss",
     "val:validation-default_accuracy": "val:accuracy",
@@ -20,8 +20,8 @@ CHECKPOINTING = under(
     (
         Same("metric_name", lambda metric: METRICS.get(metric, metric)),
         Same("enabled save_period keep_top_k higher_is_better save_consolidated checkpoint_must_save_by"),
-        Ignored("checkpoint_dir", "a run writes all it writes below run_dir"),
-        Changed("ft_save_period ft_keep_latest_k", (None,), "save_period says when; the latest is always kept"),
+        Ignored("checkpoint_dir", "a run writes all files below run_dir"),
+        Changed("ft_save_period ft_keep_latest_k", (None,), "save_period sets the interval; the latest is always kept"),
         Changed("save_optimizer", (True, None), "a checkpoint always has the optimizer's state"),
         Only("pretrained_checkpoint.*", (None,), PRETRAINED, "policy.model_name=FOLDER"),
         Ignored("model_save_format model_cache_dir model_repo_id is_peft peft_config.* is_async"),
@@ -42,11 +42,11 @@ def translate(t: Translator) -> None:
     for service in SERVICES:
         t.consume(f"logger.{service}")
     if on:
-        t.ignore(", ".join(on), f"no {' and '.join(on.values())} here; metrics.jsonl is always written")
+        t.ignore(", ".join(on), f"{' and '.join(on.values())} is not supported; metrics.jsonl is always written")
     if t.on("data_plane.enabled"):
-        t.ignore("data_plane.*", "samples travel through torch.distributed, whatever their size")
+        t.ignore("data_plane.*", "torch.distributed transfers samples of any size")
     t.consume("data_plane")
     if t.get("async_rl") is not None:
-        t.lacks("async_rl", "a section", "asynchronous training", "the section grpo alone")
+        t.lacks("async_rl", "a section", "asynchronous training", "only the section grpo")
         t.consume("async_rl")
     apply(t, OTHERS)

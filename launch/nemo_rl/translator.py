@@ -1,7 +1,7 @@
-"""The state of a translation: which leaves of a NeMo-RL recipe are consumed, and the recipe in our keys that grows from it.
+"""Hold the state of a translation: the consumed leaves of a NeMo-RL recipe, and the resulting recipe in Hetstep's keys.
 
-A leaf is a value that is not a mapping, or an empty mapping; a list is one leaf. Each is consumed once: by a function, or by
-the first rule (`rules.py`) that fits. A leaf that nothing consumes is an unknown key.
+A leaf is a value that is not a mapping, or an empty mapping; a list is one leaf. A function, or the first rule (`rules.py`)
+that matches, consumes each leaf once. A leaf that nothing consumes is an unknown key.
 """
 
 from __future__ import annotations
@@ -18,21 +18,21 @@ LONGEST = 60  # characters of a value that a problem shows
 
 @dataclass
 class Translator:
-    """A NeMo-RL recipe, the leaves consumed so far, and the recipe in our keys."""
+    """A NeMo-RL recipe, the leaves consumed so far, and the recipe in Hetstep's keys."""
 
     theirs: Mapping[str, Any]
-    origins: Mapping[str, str]  # of their leaves: "file:line"
-    layer: dict[str, Any] = field(default_factory=dict)  # ours
+    origins: Mapping[str, str]  # NeMo-RL's leaf -> "file:line"
+    layer: dict[str, Any] = field(default_factory=dict)  # the recipe in our keys
     our_origins: dict[str, str] = field(default_factory=dict)
     changed: list[str] = field(default_factory=list)
     ignored: list[str] = field(default_factory=list)
     problems: list[Problem] = field(default_factory=list)
-    consumed: set[str] = field(default_factory=set)  # their leaves
+    consumed: set[str] = field(default_factory=set)  # NeMo-RL's leaves
 
-    # ---- theirs ----
+    # ---- NeMo-RL's recipe ----
 
     def get(self, key: str, default: Any = None) -> Any:
-        """Return a value of theirs, leaf or mapping, without consuming it; `default` where there is none."""
+        """Return a value of NeMo-RL's recipe, leaf or mapping, without consuming it; `default` if it is absent."""
         value: Any = self.theirs
         for part in key.split("."):
             if not isinstance(value, Mapping) or part not in value:
@@ -49,12 +49,12 @@ class Translator:
         return self.get(key) is True
 
     def consume(self, key: str, default: Any = None) -> Any:
-        """Return the same as `get`, and consume all leaves at or below the key."""
+        """Return the value as `get` does, and consume all leaves at or below the key."""
         self.consumed.update(leaf for leaf, _ in leaves(self.get(key, {}), key))
         return self.get(key, default)
 
     def consume_off(self, *sections: str) -> None:
-        """Consume the sections that are not enabled; their keys have no effect."""
+        """Consume the sections that are not enabled, whose keys have no effect."""
         for section in sections:
             if not self.on(f"{section}.enabled"):
                 self.consume(section)
@@ -63,10 +63,10 @@ class Translator:
         """Yield (key, value) of the leaves that nothing has consumed."""
         return ((key, value) for key, value in leaves(self.theirs) if key not in self.consumed)
 
-    # ---- ours ----
+    # ---- the recipe in Hetstep's keys ----
 
     def put(self, ours: str, value: Any, theirs: str = "") -> None:
-        """Set a key of ours. theirs: the key that it comes from, if that has another name."""
+        """Set a key of Hetstep. theirs: NeMo-RL's key that it comes from, if the names differ."""
         theirs, section = theirs or ours, self.layer
         *parents, last = ours.split(".")
         for parent in parents:
@@ -78,13 +78,13 @@ class Translator:
                 self.our_origins[leaf] = origin if leaf == source else f"{origin} ({source})"
 
     def put_defaults(self, defaults: Mapping[str, Any], theirs: str) -> None:
-        """Set keys that their recipe leaves out to their defaults. theirs: the section that it leaves them out of."""
+        """Set keys that the recipe leaves out to NeMo-RL's defaults. theirs: the section that lacks them."""
         for key, value in defaults.items():
             if not self.has(key):
                 self.put(key, value, theirs)
 
     def copy(self, key: str) -> None:
-        """Take over a key, if their recipe has it, that means the same in ours."""
+        """Copy a key with the same meaning, if the recipe has it."""
         if self.has(key):
             self.put(key, self.consume(key))
 
@@ -103,7 +103,7 @@ class Translator:
         self.problems.append(Problem(key, code, message, self.origins.get(key, "")))
 
     def lacks(self, key: str, value: object, feature: str, instead: str = "") -> None:
-        """Add the problem of a key whose value asks for a feature that we do not have. instead: what to try."""
+        """Add a problem for a value that asks for an unsupported feature. instead: what to try."""
         text = shown(value)
         text = text if len(text) < LONGEST else f"{text[: LONGEST - 3]}..."
         hint = f". Try {instead}" if instead else ""
@@ -120,5 +120,5 @@ def leaves(value: Any, key: str = "") -> Iterator[tuple[str, Any]]:
 
 
 def shown(value: Any) -> str:
-    """Return a value as YAML has it."""
+    """Return a scalar as YAML writes it."""
     return "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)

@@ -17,33 +17,33 @@ from typing import Any, Literal
 from launch.pages.html import Html, data, tag
 
 POINTS = 1000
-"""Numbers of one series at most: a chart is seldom wider in pixels."""
+"""Most points of a series: charts are seldom wider in pixels."""
 BARS = 400
-"""Bars of one layer of a stack at most."""
+"""Most bars in one layer of a stack."""
 COLOURS = 8
-"""Colours that page.css has; further runs begin again, dashed."""
+"""Number of colours in page.css. Further runs use them again, with dashed lines."""
 NAMED = 3
-"""Runs that legends name at most; of more they have the colours."""
+"""Most runs that a legend names; with more runs it shows only colours."""
 DASHES = ("solid", "dot", "dash", "dashdot")
-"""Dashes of the lines that one run has in one chart."""
+"""Dash styles of the lines of one run in a chart."""
 
 
 @dataclass(frozen=True)
 class Series:
-    """x ascends. A value that is None or not finite is a gap."""
+    """The values of one run in a chart. x ascends; a y that is None or not finite is a gap."""
 
     name: str
     x: Sequence[float]
-    y: Sequence[float | None]  # of a band: its middle, or empty
+    y: Sequence[float | None]  # for a band: its middle line, or empty
     run: int = 0
-    kind: Literal["line", "points", "band"] = "line"  # points: what is measured now and then, such as validation
-    low: Sequence[float | None] = ()  # of a band
+    kind: Literal["line", "points", "band"] = "line"  # points: occasional values, such as validation
+    low: Sequence[float | None] = ()  # lower edge of a band
     high: Sequence[float | None] = ()
 
 
 @dataclass(frozen=True)
 class Mark:
-    """Something that happened at an x, e.g. a restart."""
+    """An event at an x, for example a restart."""
 
     x: float
     label: str
@@ -61,11 +61,11 @@ class Chart:
     marks: Sequence[Mark] = ()
     levels: Sequence[tuple[float, str]] = ()  # horizontal lines with their names, e.g. the limits of a gate
     note: str = ""  # below the title
-    points: int = field(default=POINTS, kw_only=True)  # POINTS, for fewer
+    points: int = field(default=POINTS, kw_only=True)  # most points of a series
 
 
 def figures(charts: Sequence[Chart], runs: Sequence[str] = ("",)) -> Html:
-    """Return the charts in as many columns as there is room for. runs: the names of the page's runs."""
+    """Return the charts in a grid with as many columns as fit. runs: the names of the page's runs."""
     return tag("div", *(figure(chart, runs) for chart in charts), class_="charts")
 
 
@@ -105,7 +105,7 @@ def swatch(colour: int, kind: str = "line") -> Html:
 
 def _label(chart: Chart, series: Series, runs: Sequence[str]) -> str:
     if chart.stacked:
-        return series.name  # of one run, which the title names
+        return series.name  # the title names the run
     alone = all(other.name == series.name for other in chart.series)
     return " ".join(filter(None, [runs[series.run] if len(runs) > 1 else "", "" if alone else series.name]))
 
@@ -147,7 +147,7 @@ def _dashes(chart: Chart) -> Iterator[str]:
 
 
 def _alone(values: list[float | None]) -> list[bool]:
-    """Return which values stand between gaps, where a line alone shows nothing."""
+    """Return for each value whether it is between gaps, where a line is invisible."""
     around = [None, *values, None]
     return [b is not None and a is None and c is None for a, b, c in zip(around, values, around[2:], strict=False)]
 
@@ -172,7 +172,7 @@ def _marks(marks: Sequence[Mark]) -> Iterator[dict[str, Any]]:
 
 
 def _layout(chart: Chart, series: Sequence[Series]) -> dict[str, Any]:
-    """Return what the layout has of this chart; charts.js adds what all charts have."""
+    """Return the chart's own part of Plotly's layout; charts.js adds the common part."""
     levels = [value for value, _ in chart.levels]
     values = [*levels, *(value for each in series for column in (each.y, each.low, each.high) for value in column)]
     finite = [value for value in values if _finite(value) is not None]
@@ -180,7 +180,7 @@ def _layout(chart: Chart, series: Sequence[Series]) -> dict[str, Any]:
     axis: dict[str, Any] = {"exponentformat": "SI"} if max(high, -low) >= 1e-3 else {"tickformat": "~e"}
     if chart.unit == "B":
         axis = {"tickformat": "~s", "ticksuffix": "B"}
-    if not chart.stacked and high - low < (least := 1e-4 * max(abs(low), abs(high))):  # less is rounding: no tick would tell
+    if not chart.stacked and high - low < (least := 1e-4 * max(abs(low), abs(high))):  # smaller differences are rounding errors
         axis["range"] = _short([low - 1e3 * least, high + 1e3 * least])
     elif low == high == 0:
         axis["range"] = [-0.1, 0.1]
@@ -208,7 +208,7 @@ def _plain(said: str) -> str:
 
 
 def _short(values: Sequence[float | None]) -> list[float | None]:
-    """Return six digits of each value, None where it is no number."""
+    """Return the values with six significant digits; None for those that are not finite."""
     return [None if (finite := _finite(value)) is None else _six_digits(finite) for value in values]
 
 

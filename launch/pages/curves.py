@@ -1,7 +1,6 @@
-"""Charts of everything in metrics.jsonl: each key in one chart, the runs over each other.
+"""Make charts of all keys in metrics.jsonl, each with all runs.
 
-Keys that tell of one thing share a chart: x with x_max; x_min to x_max and x_p01 to x_p99 as bands; train/x with val/x, which
-is points.
+Related keys share a chart: x and x_max; x_min to x_max and x_p01 to x_p99 as bands; train/x as lines and val/x as points.
 """
 
 from __future__ import annotations
@@ -16,37 +15,37 @@ from launch.run_folder import OTHER_PHASES, STEP_PHASES, MetricColumns, RunFolde
 ROLES = {"mean": "mean", "p50": "median", "min": "min", "max": "max", "p01": "1%", "p99": "99%"}
 BANDS = (("min", "max"), ("p01", "p99"))
 KINDS = {"train": "training", "val": "validation"}
-"""Prefixes that share charts, and what their values are called there."""
+"""Prefixes that share charts -> their names in the charts."""
 FIRST = ("reward", "selected_reward", "accuracy", "loss", "kl", "entropy", "grad_norm", "gen_logprob_error", "lr")
-"""Charts are in this order, by the first of these that is in the name; all others follow by name."""
+"""The order of charts, by the first of these words in the name. All others follow alphabetically."""
 NOTES = {
-    "gen_logprob_error": "of a token, as the generate ranks and as the train ranks compute it",
-    "approx_entropy": "of the sampled tokens, in nats",
-    "selected_reward": "of the rollouts that were trained on",
-    "grad_norm": "before it is clipped",
+    "gen_logprob_error": "difference per token between the generate ranks and the train ranks",
+    "approx_entropy": "entropy of the sampled tokens, in nats",
+    "selected_reward": "mean over the rollouts in the training batch",
+    "grad_norm": "before clipping",
 }
 REFIT_PARTS = ("pack", "wire", "apply", "pause")
 UNITS = {"bytes": "B", "gb_per_s": "GB/s", "tokens_per_s": "tokens/s"}
 TOKENS_OF_AGE = r"async/tokens_age_\d+"
 Layers = Mapping[str, tuple[Sequence[float], Sequence[float]]]
 MOST_POINTS = 6000
-"""Points of all runs in one chart."""
+"""Most points of all runs in one chart."""
 
 
 @dataclass(frozen=True)
 class LabelledRun:
-    """A run with what its metrics.jsonl holds."""
+    """A run with its label and its metrics."""
 
     run: RunFolder
     label: str  # unique among the runs of the page
     metrics: MetricColumns
 
     def restarts(self) -> list[tuple[float, str]]:
-        """(the step that was gone on from, why), for each start after the first that brought a step."""
+        """Return (step from which the run continued, reason) for each restart that completed a step."""
         found = []
         for before, attempt in zip(self.run.attempts, self.run.attempts[1:], strict=False):
             if (step := self.metrics.step_after(attempt.started)) is not None:
-                found.append((max(0.0, step - 1), f"restart; {before.verdict or 'nobody said why'}"))
+                found.append((max(0.0, step - 1), f"restart; {before.verdict or 'reason unknown'}"))
         return found
 
 
@@ -60,13 +59,13 @@ class Curves:
         self.points = min(POINTS, max(200, MOST_POINTS // max(1, len(labelled))))
 
     def take(self, pattern: str) -> list[Chart]:
-        """Return charts of the keys not yet taken that a regular expression matches at the beginning."""
+        """Return charts of the remaining keys that start with a match of a regular expression."""
         taken = [key for key in self.left if re.match(pattern, key)]
         self.left = [key for key in self.left if key not in taken]
         return self._charts(taken)
 
     def groups(self) -> list[str]:
-        """Return the prefixes of what is left; those of KINDS are one."""
+        """Return the prefixes of the remaining keys, with those of KINDS as one."""
         return list(dict.fromkeys("train" if (prefix := _prefix(key)) in KINDS else prefix for key in self.left))
 
     def _charts(self, keys: list[str]) -> list[Chart]:
@@ -103,13 +102,13 @@ class Curves:
     # ---- where the time goes ------------------------------------------------------------------------------------------------
 
     def phase_times(self) -> list[Chart]:
-        """Return a chart per run: seconds of each phase, on each other."""
+        """Return a chart per run with the seconds of each phase, stacked."""
         shown = ("time/step", *(f"time/{part}" for part in (*STEP_PHASES, *OTHER_PHASES)))
         self.left = [key for key in self.left if key not in shown]
         return [self._stack(run, "seconds per step", phases(each.metrics)) for run, each in enumerate(self.labelled)]
 
     def refit_times(self) -> list[Chart]:
-        """Return a chart per run. The digest's time is a part of the others and has a chart of its own."""
+        """Return a chart per run with the parts of a refit. The digest's time is within them and has a separate chart."""
         stacks = []
         for run, each in enumerate(self.labelled):
             columns = each.metrics.columns
@@ -121,14 +120,14 @@ class Curves:
     # ---- idle shares and the age of training tokens --------------------------------------------------------------------------
 
     def idle(self) -> list[Chart]:
-        """Return a chart per realm."""
+        """Return a chart of the idle share of each realm."""
         keys = [key for key in self.left if key.startswith("idle/")]
         self.left = [key for key in self.left if key not in keys]
-        note = "of the seconds of its ranks those in which they waited; a rank inside a collective does not count as waiting"
+        note = "share of the ranks' seconds spent waiting; a rank inside a collective does not count as waiting"
         return [replace(chart, title=f"idle share, {chart.title}", note=note) for chart in self._charts(keys)]
 
     def ages(self) -> list[Chart]:
-        """Return charts of the ages in steps of tokens that were trained on, and a chart per run with the share of each."""
+        """Return charts of the age in steps of training tokens, and a chart per run with the share of each age."""
         stacks = []
         for run, each in enumerate(self.labelled):
             columns = each.metrics.columns
@@ -136,7 +135,7 @@ class Curves:
             if of_age:
                 stacks.append(self._stack(run, "share of tokens by age", _shares(dict(sorted(of_age.items()))), unit=""))
         self.left = [key for key in self.left if not re.fullmatch(TOKENS_OF_AGE, key)]
-        ages = [replace(chart, note="of a token that was trained on") for chart in self.take("async/age_")]
+        ages = [replace(chart, note="age of training tokens, in steps") for chart in self.take("async/age_")]
         return [*ages, *stacks]
 
     def _stack(self, run: int, title: str, layers: Layers, unit: str = "s") -> Chart:
@@ -147,7 +146,7 @@ class Curves:
 
 
 def _shares(counts: dict[int, tuple[Sequence[float], Sequence[float]]]) -> Layers:
-    """Return the share that each age has of each step's tokens; 0 where a step has none of that age."""
+    """Return each age's share of each step's tokens; 0 if a step has no token of that age."""
     by_step = {age: dict(zip(*column, strict=True)) for age, column in counts.items()}
     steps = sorted({step for of in by_step.values() for step in of})
     whole = {step: sum(of.get(step, 0.0) for of in by_step.values()) or 1.0 for step in steps}

@@ -1,8 +1,8 @@
-"""A page with its style and its JavaScript inside. Plotly's script lies beside it, for all of a folder.
+"""Write a page with its style and its JavaScript inline. The pages of a folder share one file with Plotly's script.
 
-The page shows texts of models and users. Three measures each keep them from running as code: all text is escaped (html.py,
+The page shows texts of models and users. Each of three measures keeps these from running as code: all text is escaped (html.py,
 and chart.py for Plotly's own markup), the JavaScript sets text and never markup, and a content security policy lets the browser
-run these scripts alone: by hash, and Plotly's by a nonce.
+run only these scripts, by hash, and Plotly's by a nonce.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ HERE = Path(__file__).parent
 SCRIPTS = ("charts.js", "samples.js")
 PLOTLY = "plotly.min.js"
 LONE_SURROGATE = re.compile("[\ud800-\udfff]")
-"""As broken text may hold them; they have no UTF-8."""
+"""Lone surrogates, which broken text may contain and UTF-8 cannot encode."""
 
 
 @dataclass(frozen=True)
@@ -47,12 +47,12 @@ class Section:
 
 
 def add_plotly(folder: Path) -> bool:
-    """Put Plotly's script into a folder of pages; return False where Plotly is not installed, so that charts are not drawn.
+    """Copy Plotly's script into a folder of pages. Return False if Plotly is not installed; then no charts are drawn.
 
     Raises OSError.
     """
     script = folder / PLOTLY
-    found = importlib.util.find_spec("plotly")  # its script alone is needed: importing the package takes seconds
+    found = importlib.util.find_spec("plotly")  # only its script is needed; importing the package takes seconds
     if found is None or found.origin is None:
         return script.exists()
     source = Path(found.origin).parent / "package_data" / PLOTLY

@@ -1,6 +1,6 @@
-"""HTML as nested calls, in which text cannot become markup: whatever is not Html already is escaped.
+"""Build HTML by nested calls. Everything that is not `Html` is escaped, so text cannot become markup.
 
-Leaves out void elements and raw insertion but for `script` and `style`, whose contents document.py alone writes.
+Void elements are not supported. Raw text exists only in `script` and `style`, which only document.py writes.
 """
 
 from __future__ import annotations
@@ -17,18 +17,18 @@ class Html(str):
 
 
 def tag(name: str, *children: object, **attributes: object) -> Html:
-    """`<name ...>children</name>`. Of an attribute's name a last `_` is dropped and others become `-` (class_, data_run).
+    """Return `<name ...>children</name>`. In attribute names a final `_` is dropped and others become `-` (class_, data_run).
 
-    True gives the bare attribute; None and False leave it out, and None among the children is nothing.
+    True gives the bare attribute; None and False leave it out. Children that are None are left out.
     """
-    said = []
+    written = []
     for key, value in attributes.items():
         key = key.removesuffix("_").replace("_", "-")
         if value is True:
-            said.append(f" {key}")
+            written.append(f" {key}")
         elif value is not None and value is not False:
-            said.append(f' {key}="{html.escape(str(value))}"')
-    return Html(f"<{name}{''.join(said)}>{text(*children)}</{name}>")
+            written.append(f' {key}="{html.escape(str(value))}"')
+    return Html(f"<{name}{''.join(written)}>{text(*children)}</{name}>")
 
 
 def text(*children: object) -> Html:
@@ -38,7 +38,7 @@ def text(*children: object) -> Html:
 
 
 def data(value: object, class_: str) -> Html:
-    """A value for the page's JavaScript, which reads it with JSON.parse. Nothing in it can end the element or begin another."""
+    """Return a value for the page's JavaScript, which reads it with JSON.parse. It cannot end the element or begin another."""
     packed = json.dumps(value, separators=(",", ":"), ensure_ascii=False, allow_nan=False)
     for character in "<>&\u2028\u2029":
         packed = packed.replace(character, f"\\u{ord(character):04x}")
@@ -46,7 +46,7 @@ def data(value: object, class_: str) -> Html:
 
 
 def table(header: Sequence[object], rows: Sequence[Sequence[object]], caption: str | None = None) -> Html:
-    """A table that scrolls sideways where it is too wide. A row's first cell heads it."""
+    """Return a table that scrolls horizontally if it is too wide. The first cell of a row is its header."""
     head = tag("tr", *(tag("th", cell, scope="col") for cell in header))
     body = [tag("tr", tag("th", row[0], scope="row"), *(tag("td", cell) for cell in row[1:])) for row in rows]
     inner = [tag("caption", caption)] if caption else []

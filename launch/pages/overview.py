@@ -47,7 +47,7 @@ def _side_by_side(labelled: Sequence[LabelledRun], columns: list[dict[str, objec
 
 
 def _facts(labelled: LabelledRun, state: RunState) -> dict[str, object]:
-    """Return facts by the same names for every run; empty where there is nothing to tell."""
+    """Return fact -> value, with the same facts for every run; a value is empty if it is not known."""
     run, metrics = labelled.run, labelled.metrics
     of = "" if run.max_steps is None else f" of {run.max_steps}"
     last = run.submissions[-1] if run.submissions else {}

@@ -1,4 +1,4 @@
-"""The resolved recipe of each run, and before it what differs between them."""
+"""Show the resolved recipe of each run, and a table of the differences."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def recipes(runs: Sequence[RunFolder], labels: Sequence[str]) -> list[Html]:
 
 
 def differences(recipes: Sequence[dict[str, Any]]) -> list[tuple[str, list[str]]]:
-    """(dotted key, its value in each recipe) for all that is not the same in all; the run folder differs anyway."""
+    """Yield (dotted key, value in each recipe) for keys that differ, except the run folder."""
     flat = [dict(_flat(recipe)) for recipe in recipes]
     keys = dict.fromkeys(key for each in flat for key in each)
     rows = [(key, [each.get(key, MISSING) for each in flat]) for key in keys if key != "run_dir"]

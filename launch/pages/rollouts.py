@@ -61,7 +61,7 @@ class Rollouts:
 
 
 def read(folders: Sequence[Path]) -> Rollouts:
-    """Return the rollouts in the folders of runs, which are numbered in this order."""
+    """Return the rollouts in the folders of runs. Runs are numbered in this order."""
     found = Rollouts()
     kinds = {(run, kind): _files(folder, kind) for run, folder in enumerate(folders) for kind in KINDS}
     kinds = {key: paths for key, paths in kinds.items() if paths}
@@ -127,7 +127,7 @@ def _answer(record: dict[str, Any]) -> dict[str, Any]:
         return {"completion": _short(record["completion"])}
     shown = turns if len(turns) <= TURNS else [*turns[: TURNS // 2], None, *turns[-(TURNS // 2) :]]
     most = max(200, TEXT_CHARACTERS // len(shown))
-    left_out = (f"… {len(turns) - len(shown) + 1} turns are left out here …", "")
+    left_out = (f"… {len(turns) - len(shown) + 1} turns left out …", "")
     return {"turns": [(_short(each["said"], most), _short(each["told"], most)) if each else left_out for each in shown]}
 
 
@@ -157,7 +157,7 @@ def _short(text: str, most: int = TEXT_CHARACTERS) -> str:
     if len(text) <= most:
         return text
     head, tail = most * 2 // 3, most // 3
-    return f"{text[:head]}\n… {len(text) - head - tail:,} characters are left out here …\n{text[-tail:]}"
+    return f"{text[:head]}\n… {len(text) - head - tail:,} characters left out …\n{text[-tail:]}"
 
 
 def samples(found: Rollouts) -> Html:

@@ -1,4 +1,4 @@
-"""The last step's timeline of each run in a report."""
+"""Draw the timeline of each run's last step for a report."""
 
 from __future__ import annotations
 

@@ -61,7 +61,7 @@ def _generate_advice(recipe: Recipe, held: GenerateMemory, room: float) -> list[
 
 
 def _of(total: float, room: float) -> str:
-    return f"{total / GB:.1f} GB of {room / GB:g}" + ("" if total <= room else ", which is still too much")
+    return f"{total / GB:.1f} GB of {room / GB:g}" + ("" if total <= room else ", still too much")
 
 
 def _train_changes(recipe: Recipe, shape: ModelShape) -> Iterator[tuple[str, Recipe]]:

@@ -24,7 +24,7 @@ def waits(plan: Plan) -> Iterator[Line]:
     """Yield the share of a step in which train ranks and engines are idle."""
     if plan.phases and plan.generate and not config.colocated(plan.recipe):
         train, engines = plan.step_time.train / plan.step, plan.step_time.generate / plan.step
-        yield "waits", f"train ranks {train:.0%} of a step, engines {engines:.0%}; plan=true compares with other ways"
+        yield "waits", f"train ranks {train:.0%} of a step, engines {engines:.0%}; plan=true compares other modes"
 
 
 def mode_table(plan: Plan, compared: Sequence[Mode]) -> Iterator[Line]:
@@ -35,11 +35,13 @@ def mode_table(plan: Plan, compared: Sequence[Mode]) -> Iterator[Line]:
     for mode in compared:
         name = mode.name if mode.changes or mode.estimate is None else f"{mode.name}, as it is"
         if mode.why_not:
-            yield textwrap.fill(f"not so: {mode.why_not}", WIDTH, initial_indent=f"  {name:24s}", subsequent_indent=" " * 26)
+            yield textwrap.fill(
+                f"not possible: {mode.why_not}", WIDTH, initial_indent=f"  {name:24s}", subsequent_indent=" " * 26
+            )
         else:
             yield f"  {name:24s}{_row(mode)}"
             if (spare := plan.gpus - mode.plan.gpus) > 0:
-                yield f"  {'':24s}{plural(spare, 'GPU')} of the recipe's {plan.gpus} would be left over"
+                yield f"  {'':24s}{plural(spare, 'GPU')} of the recipe's {plan.gpus} would stay unused"
     yield "choice", choice(compared)
 
 
@@ -47,7 +49,7 @@ def _row(mode: Mode) -> str:
     found, cluster = mode.plan, mode.plan.recipe.cluster
     cells = [found.gpus, seconds(found.step), f"{mode.cost if found.gpu_hours is None else found.gpu_hours:,.0f}"]
     if config.colocated(found.recipe):
-        cells = [cluster.train.nodes, *cells, "-", "-", f"   {mode.moving:.0%} for changing turns"]
+        cells = [cluster.train.nodes, *cells, "-", "-", f"   {mode.moving:.0%} for the change of turns"]
     else:
         own = [*split.sizes(found.recipe)]
         if config.serves_rewards(found.recipe):
@@ -61,7 +63,7 @@ def choice(compared: Sequence[Mode]) -> str:
     """Return the mode with the fewest GPU-hours, its savings against the others, and the keys that select it."""
     best = modes.choose(compared)
     if best is None:
-        return "none of them fits"
+        return "no mode fits"
     against = []
     for mode in compared:
         if mode is best or mode.why_not:
@@ -71,9 +73,9 @@ def choice(compared: Sequence[Mode]) -> str:
             against.append(f"{1 - best.cost / mode.cost:.0%} fewer GPU-hours than {name}")
         else:
             but = ", but trains on older rollouts" if mode.name == "async" else ""
-            against.append(f"{name} takes {1 - mode.cost / best.cost:.0%} fewer{but}")
+            against.append(f"{name} takes {1 - mode.cost / best.cost:.0%} fewer GPU-hours{but}")
     keys = " ".join(f"{key}={'null' if value is None else str(value).lower()}" for key, value in best.changes.items())
-    return "; ".join([f"{best.name}: {', '.join(against) or 'nothing else fits'}", *([keys] if keys else [])])
+    return "; ".join([f"{best.name}: {', '.join(against) or 'no other mode fits'}", *([keys] if keys else [])])
 
 
 def proposals(plan: Plan) -> Iterator[Line]:
@@ -97,6 +99,6 @@ def _division(plan: Plan) -> str:
     estimated = "by these estimates only; measure a few steps to be sure"
     by = f"as measured in {plan.measured.where}" if plan.measured and plan.ratios else estimated
     if plan.split is None:
-        return f"no other division {'makes a step clearly shorter' if plan.fits else 'fits either'}, {by}"
+        return f"no other division {'is clearly faster' if plan.fits else 'fits either'}, {by}"
     gain = f"{plan.split.gain:.0%} less" if plan.fits else "and fits"
     return f"{plan.split} would take {seconds(plan.split.seconds)} a step, {gain}, {by}"

@@ -144,5 +144,5 @@ def assumed(recipe: Recipe) -> str:
     )
     return (
         f"ranks that share a GPU: page-locked copies reach {PAGE_LOCKED:.0%} of the host link's {gpu.host_gb_per_s:g} GB/s, a"
-        f" refit {within}{between}; an engine sleeps and wakes in no time"
+        f" refit {within}{between}; no time for an engine to sleep and wake"
     )

@@ -186,8 +186,8 @@ class Plan:
         elif generate and _exceeds(cluster.generate, generate.total):
             yield f"a generate rank may need {_of_gpu(generate.total, cluster.generate)}"
         if self.reward and _exceeds(cluster.reward, self.reward.total):
-            more = "cluster.reward.nodes or gpus_per_node: more"
-            yield f"a reward rank may need {_of_gpu(self.reward.total, cluster.reward)}; {more}"
+            more = "Try more cluster.reward.nodes or gpus_per_node"
+            yield f"a reward rank may need {_of_gpu(self.reward.total, cluster.reward)}. {more}"
         for turn in self.turns:
             if _exceeds(cluster.train, turn.total):
                 yield (
@@ -325,7 +325,7 @@ def model_configs(recipe: Recipe, pending: Sequence[os.PathLike]) -> dict[str, M
         if model is None:
             start = needed_model(replace(recipe, policy=policy))
             if start is None:
-                message = f"{policy.model_name} is not there yet, and no recipe under `needs` says what it will be"
+                message = f"{policy.model_name} does not exist yet, and no recipe in `needs` writes it"
                 raise RecipeError(Problem(key, "unavailable-model", message))
             model = planning_config(replace(policy, model_name=start), [], key)
         found[name] = model

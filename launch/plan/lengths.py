@@ -91,4 +91,4 @@ def _first(what: str, key: float | None, run: float | None, guess: float, where:
         return key, f"{what} of {key:,.0f} tokens: {name}"
     if run is not None:
         return run, f"{what} of {run:,.0f} tokens, the mean in {where}"
-    return guess, f"{what} of {guess:,.0f} tokens, a guess; say better with {name}"
+    return guess, f"{what} of {guess:,.0f} tokens, a guess; set {name} to change it"

@@ -102,7 +102,7 @@ def staging(recipe: Recipe, shape: ModelShape, layout: Parallelism) -> float:
 def _assumptions(recipe: Recipe, of_rank: RankBatches, cuda: bool) -> tuple[str, ...]:
     found = [
         f"microbatches of {of_rank.train_tokens:,} tokens with a gradient and {of_rank.forward_tokens:,} without",
-        "all sequences of a step at policy.max_total_sequence_length, in its packed batches",
+        "packed batches in which all sequences of a step have policy.max_total_sequence_length",
     ]
     if cuda:
         found.append(f"{RUNTIME / 2**30:g} GiB for CUDA's context, libraries and NCCL; no fragmentation")

@@ -118,7 +118,7 @@ def generate(recipe: Recipe, shape: ModelShape) -> GenerateMemory:
     sequences = given.get("max_num_seqs", policy.generation.max_num_seqs)
     parts = {"weights": rank.weights, "buffers": _staging(recipe, rank)}
     less = "quantization_ignored_layer_kws" if ignored else "vllm_kwargs.quantization" if given.get("quantization") else ""
-    assumptions = [f"an engine's weights as if none were quantized: what {less} leaves is not counted"] if less else []
+    assumptions = [f"an engine's weights as if none were quantized: the effect of {less} is not counted"] if less else []
     if cuda:
         budget = given.get("gpu_memory_utilization", vllm.gpu_memory_utilization) * memory_gb(component) * 1e9
         tokens = given.get("max_num_batched_tokens", _batched_tokens(memory_gb(component)))

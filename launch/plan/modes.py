@@ -142,7 +142,7 @@ def _divisions(recipe: Recipe, name: str) -> Iterator[Changes]:
             yield split.values("gpus_per_node", *[train.gpus_per_node + generate.gpus_per_node] * 2)
             return
         if not split.alike(recipe):
-            message = "got other nodes than cluster.train has; expected the same"
+            message = "got nodes that differ from cluster.train's; expected the same kind"
             raise RecipeError(Problem("cluster.generate", "contradiction", message))
         yield from (split.values("nodes", nodes, nodes) for nodes in range(train.nodes + generate.nodes, 0, -1))
         return
@@ -155,7 +155,7 @@ def _divisions(recipe: Recipe, name: str) -> Iterator[Changes]:
     elif train.gpus_per_node > 1 and train.ranks_per_node is None:
         yield from (SHARE | split.values("gpus_per_node", *sizes) for sizes in split.halves(train.gpus_per_node))
     else:
-        message = "got 1; expected a GPU for each component at least"
+        message = "got 1; expected at least one GPU for each component"
         raise RecipeError(Problem("cluster.train.gpus_per_node", "too-small", message))
 
 

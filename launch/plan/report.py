@@ -50,11 +50,11 @@ def _printed(line: Line) -> str:
 
 def _headline(plan: Plan) -> Iterator[Line]:
     recipe = plan.recipe
-    yield f"{recipe.name}: the plan of {recipe.algorithm}. All figures are estimates"
+    yield f"{recipe.name}: plan for {recipe.algorithm}. All figures are estimates"
     for name, component in config.components(recipe).items():
         same = ", the same GPUs in turn" if name == "generate" and config.colocated(recipe) else ""
         if name != "train" and recipe.cluster.share_nodes:
-            same = ", of the same nodes"
+            same = ", on the same nodes"
         yield name, f"{_ranks(component)}{same}; {_cuts(plan, name)}"
     yield "backend", str(plan.choice)
 
@@ -118,11 +118,11 @@ def _cache(plan: Plan, generate: GenerateMemory) -> str:
     whole, mean = max(0.0, generate.sequences), tokens / plan.lengths.sequence
     holds = (
         f"an engine's KV cache holds {tokens:,.0f} tokens: {whole:,.0f} sequences of {generation.vllm_cfg.max_model_len:,}"
-        f" or {mean:,.0f} of {plan.lengths.sequence:,.0f}; {generation.max_num_seqs} may run (max_num_seqs)"
+        f" or {mean:,.0f} of {plan.lengths.sequence:,.0f}; at most {generation.max_num_seqs} run at once (max_num_seqs)"
     )
     share = generation.vllm_cfg.gpu_memory_utilization
     if mean < generation.max_num_seqs and share < FULL:
-        holds += f"; more would with policy.generation.vllm_cfg.gpu_memory_utilization above {share:g}"
+        holds += f"; it holds more with policy.generation.vllm_cfg.gpu_memory_utilization above {share:g}"
     return holds
 
 
@@ -135,7 +135,7 @@ def _refit(plan: Plan) -> Iterator[Line]:
     moved = f"the busiest train rank sends {sent}, a generate rank receives {received}"
     if plan.turns:
         way = "by CUDA IPC" if config.refits_by_ipc(plan.recipe) else "through host memory"
-        yield "refit", f"{moved}, {way}{f', {took} with taking turns' if took else ''}"
+        yield "refit", f"{moved}, {way}{f', {took} including the change of turns' if took else ''}"
         return
     floor, limit = refit.floor
     took = f"; {plan.recipe.policy.generation.refit_transport}: {took}" if took else ""
@@ -158,13 +158,13 @@ def _times(plan: Plan) -> Iterator[Line]:
         for phase in (phase for phase in plan.phases if phase.clock == clock):
             work = f"{phase.flops:.2e}" if phase.flops else ""
             yield f"  {phase.name:34s}{work:>10s}{seconds(phase.seconds):>10s}   {_most(phase.parts)}"
-    at_once = f"   rollout and training at once{_under_way(plan.recipe)}" if runs_ahead(plan.recipe) else ""
+    at_once = f"   rollout and training overlap{_under_way(plan.recipe)}" if runs_ahead(plan.recipe) else ""
     yield f"{'all':36s}{sum(phase.flops for phase in plan.phases):10.2e}{seconds(plan.step):>10s}{at_once}"
 
 
 def _under_way(recipe: Recipe) -> str:
     ahead = recipe.grpo.async_grpo
-    return f", {ahead.max_trajectory_age_steps + 1} rollouts under way" if ahead.in_flight_weight_updates else ""
+    return f", {ahead.max_trajectory_age_steps + 1} rollouts in flight" if ahead.in_flight_weight_updates else ""
 
 
 def _most(parts: Mapping[str, float]) -> str:
@@ -223,7 +223,7 @@ def _hours(duration: float) -> str:
 
 def _assumptions(plan: Plan) -> Iterator[Line]:
     recipe = plan.recipe
-    yield "assumed", f"{plan.lengths.source}; the longest {plan.lengths.limit:,.0f}, between them exponential"
+    yield "assumed", f"{plan.lengths.source}; lengths are exponentially distributed up to {plan.lengths.limit:,.0f}"
     if priced(recipe):
         kinds = {(on.gpu, hardware.nvlink_gpus(on)): name for name, on in reversed(config.components(recipe).items())}
         for name in kinds.values():
@@ -266,12 +266,12 @@ def _unpriced(recipe: Recipe) -> str:
         if getattr(section(recipe), "use_dynamic_sampling", False):
             groups, batches = "groups that dynamic sampling drops", "batches of dynamic sampling after the first"
             left.append(groups if runs_ahead(recipe) else batches)
-    return f"not in these times: {', '.join(left)}"
+    return f"not counted: {', '.join(left)}"
 
 
 def _verdict(plan: Plan) -> Iterator[Line]:
     if not any(component.gpus_per_node for component in config.components(plan.recipe).values()):
-        yield "verdict", "no GPUs: memory is the host's, which is not described"
+        yield "verdict", "no GPUs: host memory is used, and its size is not known"
         return
     yield "verdict", "fits, by these estimates" if plan.fits else "does not fit"
     for text in (*plan.problems(), *plan.warnings()):

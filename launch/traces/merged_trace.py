@@ -22,15 +22,15 @@ from launch.traces.rank_traces import REALMS, AttemptTrace, RankTrace
 from pipeline.spans import Span, us
 
 RUN = 0
-"""The process "run"; of ranks it is 1 + the first of those that it has."""
+"""Process id of "run". A process of ranks has the id 1 + its first rank."""
 MOST_ARROWS = 64
-"""Engines with arrows at each refit."""
+"""Most engines with arrows at each refit."""
 Event = dict[str, Any]
 Window = tuple[float, float]
 
 
 def write(path: Path, run: RunFolder, recorded: list[AttemptTrace], window: Window = (float("-inf"), float("inf"))) -> int:
-    """Write the trace of what was between two times, and return how many events it has. Raises OSError."""
+    """Write the events between two times, and return their number. Raises OSError."""
     opened = gzip.open if path.suffix == ".gz" else open
     count = 0
     with opened(path, "wt", encoding="utf-8") as file:
@@ -61,7 +61,7 @@ def _slice(name: str, category: str, begin: float, end: float, tid: int) -> Even
 
 
 def _ranks(of: list[RankTrace], window: Window) -> Iterator[Event]:
-    """Yield what an attempt's ranks did, and the arrows between them."""
+    """Yield the spans of an attempt's ranks, and the arrows between them."""
     processes: dict[tuple[str, str], int] = {}
     engines: dict[int | None, int] = {None: 0}  # engine -> its first rank
     sent: list[Window] = []
@@ -106,7 +106,7 @@ def _arrow(name: str, sent: list[Window], source: int, received: Window, to: tup
 
 
 def _start_up(of: AttemptTrace, begin: float, end: float) -> Iterator[Event]:
-    """Yield what a run did before its first step."""
+    """Yield the stages of a run before its first step."""
     for stage in startup_stages.of_attempt(of.attempt):
         if stage.ended is not None and begin <= stage.began and stage.ended <= end:
             yield _named("thread_name", RUN, 1, name="start-up")

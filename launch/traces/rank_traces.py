@@ -31,24 +31,24 @@ class RankTrace:
     path: Path
     rank: int
     realm: str
-    engine: int | None  # its number, of a generate rank
+    engine: int | None  # number of a generate rank's engine
     node: str
     began: float
-    ahead_s: float  # how much its node's clock is ahead
-    error_s: float | None  # how far off that may be, of other ranks'; None: it was not measured
+    ahead_s: float  # seconds that its node's clock is ahead of rank 0's
+    error_s: float | None  # error bound of `ahead_s`; None: not measured
 
     @property
     def name(self) -> str:
-        """Return the name for people."""
+        """Return the rank's name for display."""
         return f"engine {self.engine}, rank {self.rank}" if self.engine is not None else f"rank {self.rank}"
 
     @property
     def group(self) -> str:
-        """Return what ranks that are shown together have in common: the engine, or else the node."""
+        """Return the name of the group that the rank is shown in: its engine, or else its node."""
         return f"engine {self.engine} on {self.node}" if self.engine is not None else self.node
 
     def spans(self, begin: float = float("-inf"), end: float = float("inf")) -> Iterator[Span]:
-        """Yield, in order, those that are between two times at least in part, cut there."""
+        """Yield the spans that overlap with a window in order, cut at its ends."""
         for event in self._events(begin + self.ahead_s):
             if event["ph"] == "X":
                 found = span(event, -self.ahead_s)
@@ -58,13 +58,13 @@ class RankTrace:
                     yield part
 
     def steps(self) -> dict[int, tuple[float, float]]:
-        """Return step -> (begin, end) of those that the rank saw end in this attempt; only rank 0 sees any."""
+        """Return step -> (begin, end) of the steps that ended in this attempt. Only rank 0 records steps."""
         marks = [(event["args"]["step"], event["ts"] / 1e6 - self.ahead_s) for event in self._events() if event["ph"] == "i"]
         pairs = itertools.pairwise(marks)
         return {step: (begin, end) for (before, begin), (step, end) in pairs if step == before + 1}
 
     def _events(self, after: float = float("-inf")) -> Iterator[dict[str, Any]]:
-        """Yield all but the first; and, if `after` is given, about those that end later than that second of its own clock."""
+        """Yield all events except the first. With `after`, skip most events that end before that second of the rank's clock."""
         with open(self.path, "rb") as file:
             file.readline()
             _skip(file, 1e6 * after)
@@ -74,7 +74,7 @@ class RankTrace:
 
 
 def _parsed(text: bytes) -> dict[str, Any] | None:
-    """Return a line's event, None for a line that is just being written."""
+    """Return a line's event; None for an incomplete line."""
     try:
         return json.loads(text.removeprefix(b"[").removesuffix(b",\n")) if text.endswith(b"\n") else None
     except ValueError:
@@ -82,7 +82,7 @@ def _parsed(text: bytes) -> dict[str, Any] | None:
 
 
 def _skip(file: BinaryIO, after: float) -> None:
-    """Go at most some blocks before the first event that ends later: lines are in the order of their ends, nearly."""
+    """Seek to at most some blocks before the first event that ends later. Lines are nearly in the order of their ends."""
     first = low = file.tell()
     high = file.seek(0, os.SEEK_END)
     while high - low > 2 * BLOCK:
@@ -109,22 +109,22 @@ class AttemptTrace:
 
     @cached_property
     def steps(self) -> dict[int, tuple[float, float]]:
-        """Step -> (begin, end)."""
+        """Return step -> (begin, end)."""
         return self.ranks[0].steps()
 
     @property
     def precision(self) -> str:
-        """Return how well the ranks' clocks agree, for people."""
+        """Return how well the ranks' clocks agree, as text."""
         errors = [rank.error_s for rank in self.ranks if rank.error_s is not None]
         if len(errors) < len(self.ranks):
-            return "the clocks of the nodes are taken as they are: how far they are apart was not measured"
+            return "the clocks of the nodes are not corrected, because their offsets were not measured"
         if not any(errors):
             return "all ranks share one clock"
         measured = f"to ± {1e3 * max(errors):.2g} ms when the attempt began"
-        return f"clocks of nodes corrected, {measured}; not for what they drifted since"
+        return f"clocks of nodes corrected, {measured}; later drift is not corrected"
 
     def window(self, first: int, last: int) -> tuple[float, float]:
-        """Return when a step began and a later one ended. Raises RecipeError if the attempt did not make both."""
+        """Return (begin of step `first`, end of step `last`). Raises RecipeError if the attempt lacks one of them."""
         for number in (first, last):
             if number not in self.steps:
                 known = f"steps {min(self.steps)} to {max(self.steps)}" if self.steps else "no step"

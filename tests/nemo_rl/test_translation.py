@@ -72,7 +72,7 @@ def test_a_decay_cuts_the_warm_up_of_a_constant_rate() -> None:
     scheduler = "policy.megatron_cfg.scheduler"
     loaded = inspect("grpo_megatron")  # a warm-up of 13, a decay of 10
     assert loaded.recipe.policy.megatron_cfg.scheduler.lr_warmup_iters == 10
-    note = f"{scheduler}.lr_warmup_iters=13: 10, since {scheduler}.lr_decay_iters=10 cuts the warm-up there too"
+    note = f"{scheduler}.lr_warmup_iters=13: 10, since {scheduler}.lr_decay_iters=10 ends the warm-up, as in NeMo-RL"
     assert note in loaded.notes
     for change in ("lr_decay_iters=14", "lr_decay_iters=null"):  # null: the run, 20 steps
         loaded = inspect("grpo_megatron", f"{scheduler}.{change}")
@@ -143,7 +143,9 @@ def test_a_critics_section_in_torchs_words() -> None:
     assert value.optimizer.name == "torch.optim.AdamW"
     assert value.optimizer.kwargs == {"lr": 1e-5, "betas": [0.9, 0.999], "eps": 1e-8, "weight_decay": 0.1}  # the schedule's
     assert value.max_grad_norm is None  # clip_grad 0
-    assert any(note.startswith("value.megatron_cfg: the critic is cut as the policy is") for note in inspect("ppo").notes)
+    assert any(
+        note.startswith("value.megatron_cfg: the critic has the parallel sizes of the policy") for note in inspect("ppo").notes
+    )
     assert problem("ppo", "value.train_global_batch_size=16") == ("value.train_global_batch_size", "unsupported")
 
 
@@ -166,8 +168,8 @@ def test_the_teacher_is_cut_as_the_policy_is() -> None:
     loaded = inspect("distillation")
     assert loaded.recipe.teacher.model_name == "Qwen/Qwen2.5-7B"
     assert (
-        "teacher.dtensor_cfg: the teacher is cut as the policy is; there: tensor_parallel_size=4, context_parallel_size=2"
-        in (loaded.notes)
+        "teacher.dtensor_cfg: the teacher has the parallel sizes of the policy; in NeMo-RL:"
+        " tensor_parallel_size=4, context_parallel_size=2" in (loaded.notes)
     )
 
 
@@ -184,14 +186,16 @@ def test_verifiers() -> None:
     _, translation = with_keys("grpo", "env.math.verifier_type=english_multichoice")
     assert translation.problems == []
     assert translation.layer["env"]["math"] == {"kind": "multiple_choice", "kwargs": {"verifier_type": "english_multichoice"}}
-    assert any(note.startswith("env.math.verifier_type: of several letters the last") for note in translation.changed)
+    assert any(
+        note.startswith("env.math.verifier_type: of several letters in an answer the last") for note in translation.changed
+    )
 
 
 def test_the_sliding_puzzle_brings_its_boards() -> None:
     game = "env.sliding_puzzle_game={cfg: {game_config: {size: 5, shuffle_moves: 10}, max_moves: 30}}"
     _, translation = with_keys("grpo", game)
     assert translation.problems == []
-    assert any("stands bare behind what the model said" in note for note in translation.changed)
+    assert any("appends its bare text to the model's answer" in note for note in translation.changed)
     assert translation.layer["env"] == {"sliding_puzzle_game": {"kind": "sliding_puzzle", "kwargs": {"max_moves": 30}}}
     train, validation = (translation.layer["data"][split] for split in ("train", "validation"))
     assert (train["dataset_name"], train["env_name"]) == ("sliding_puzzle", "sliding_puzzle_game")

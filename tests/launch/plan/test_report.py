@@ -40,12 +40,15 @@ TABLES = {  # (recipe, overrides): (what its table has, what it has not)
     ("llama8b_grpo", "policy.dtensor_cfg.activation_checkpointing=false"): (["verdict"], ["recomputing"]),
     ("llama8b_grpo", "plan.prompt_tokens=250", "plan.answer_tokens=900"): (["answers of 900 tokens: plan.answer_tokens"], []),
     ("llama8b_grpo", "grpo.max_num_steps=3"): (["240: enough"], ["takes 1 submission"]),
-    ("llama8b_grpo", "grpo.async_grpo.in_flight_weight_updates=false"): (["at once"], ["rollouts under way"]),
+    ("llama8b_grpo", "grpo.async_grpo.in_flight_weight_updates=false"): (
+        ["rollout and training overlap"],
+        ["rollouts in flight"],
+    ),
     ("llama8b_grpo", "policy.dtensor_cfg.activation_checkpointing=true"): (
         ["recompute_granularity=selective would fit and take"],
         [],
     ),
-    ("llama8b_grpo_sync",): (["fits, by these estimates"], ["at once"]),
+    ("llama8b_grpo_sync",): (["fits, by these estimates"], ["overlap"]),
     ("llama8b_sft",): (["verdict fits"], ["generate", "refit"]),
     ("llama8b_rm", "rm.max_num_steps=1000000", "rm.max_num_epochs=2"): (  # as NeMo-RL's rm.yaml has it: -1 is 1,000,000 here
         ["a step", "a validation on", "it ends after 2 epochs of its data; set rm.max_num_steps to see the total"],
@@ -97,7 +100,7 @@ def test_sampling_ahead_of_training_hides_the_shorter_of_the_two():
     assert turns.seconds == hidden.seconds == ahead.seconds and min(turns.seconds.values()) > 0
     assert turns.step - hidden.step == pytest.approx(min(turns.seconds["rollout"], turns.seconds["train"]))
     assert ahead.step == pytest.approx(ahead.seconds["train"] + ahead.seconds["refit"])  # which takes longer than sampling
-    assert "rollout and training at once, 2 rollouts under way" in table(ahead)
+    assert "rollout and training overlap, 2 rollouts in flight" in table(ahead)
     assert "waits train ranks 0% of a step, engines 26%;" in table(ahead)
 
 
@@ -174,7 +177,7 @@ def test_the_ranks_of_a_reward_model_are_listed():
     assert "memory of the fullest rank train generate reward" in told
     weights = found.reward.parts["weights"]
     assert found.reward.total > weights == pytest.approx(2 * found.shapes["policy"].parameters / 2, rel=0.1)
-    assert "async, as it is 1 + 1 + 1 18" in told and "2 GPUs of the recipe's 18 would be left over" in told
+    assert "async, as it is 1 + 1 + 1 18" in told and "2 GPUs of the recipe's 18 would stay unused" in told
     small = planned("llama8b_grpo_rm", judge, "cluster.reward.gpu_memory_gb=10")
     assert found.fits and not small.fits
     assert "a reward rank may need 14 GB, and its GPU has 10" in table(small)
