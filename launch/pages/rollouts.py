@@ -127,7 +127,7 @@ def _answer(record: dict[str, Any]) -> dict[str, Any]:
         return {"completion": _short(record["completion"])}
     shown = turns if len(turns) <= TURNS else [*turns[: TURNS // 2], None, *turns[-(TURNS // 2) :]]
     most = max(200, TEXT_CHARACTERS // len(shown))
-    left_out = (f"… {len(turns) - len(shown) + 1} turns left out …", "")
+    left_out = (f"… {len(turns) - len(shown) + 1} turns are left out here …", "")
     return {"turns": [(_short(each["said"], most), _short(each["told"], most)) if each else left_out for each in shown]}
 
 
@@ -157,7 +157,7 @@ def _short(text: str, most: int = TEXT_CHARACTERS) -> str:
     if len(text) <= most:
         return text
     head, tail = most * 2 // 3, most // 3
-    return f"{text[:head]}\n… {len(text) - head - tail:,} characters left out …\n{text[-tail:]}"
+    return f"{text[:head]}\n… {len(text) - head - tail:,} characters are left out here …\n{text[-tail:]}"
 
 
 def samples(found: Rollouts) -> Html:
