@@ -4,7 +4,8 @@
 
 The archive holds the recipe, the batch script, versions, the metrics and, for each attempt, its logs, checks of nodes and
 failure. It holds no model, checkpoint, rollout, TensorBoard event or pickle. Secrets are replaced by ***. A log longer than
-1 MiB loses its middle. Exceptions of your own code can quote an answer or a record: look at the logs before you send them.
+1 MiB loses its middle. What your own code prints or raises can quote an answer or a record, so look at the logs before you
+send them.
 
 Ends with status 0 if the archive was written, 2 if something about the command line, the run or the disk is wrong.
 """
@@ -49,8 +50,6 @@ COMMAND_S = 10.0
 """Seconds that a command that describes this machine may take."""
 ASSIGNED = re.compile(rf"\b({secrets.NAMES.pattern})(['\"]?\s*[=:]\s*['\"]?)[^\s,'\"]+")
 """A secret's variable with a value, as in a printed environment."""
-CREDENTIALS = re.compile(r"(\w+://)[^/\s@]+@")
-"""User and password in an address."""
 
 
 @dataclass(frozen=True)
@@ -76,9 +75,8 @@ def execute(request: BundleRequest) -> int:
     _write(path, files)
     for name, text in files.items():
         print(f"{len(text.encode()):>12,} bytes  {name}")
-    print(
-        f"written: {path}. Exceptions of your own code can quote an answer or a record: look at the logs before you send them."
-    )
+    print(f"written: {path}")
+    print("What your own code prints or raises can quote an answer or a record: look at the logs before you send them.")
     return 0
 
 
@@ -94,8 +92,7 @@ def contents(run: RunFolder) -> Iterator[tuple[str, str]]:
 
 def redacted(text: str, values: dict[str, str]) -> str:
     """Return the text without secrets. values: as `secrets.in_environment` returns them."""
-    text = ASSIGNED.sub(lambda found: f"{found[1]}{found.groups()[-1]}***", secrets.redacted(text, values))
-    return CREDENTIALS.sub(r"\1***@", text)
+    return ASSIGNED.sub(lambda found: f"{found[1]}{found.groups()[-1]}***", secrets.redacted(text, values))
 
 
 def _own_secret(folder: Path) -> list[str]:

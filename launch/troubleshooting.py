@@ -12,8 +12,9 @@ HEAD = """\
 
 `python -m launch.troubleshooting` writes this page from `pipeline/problem_codes.py`; do not edit it.
 
-An error of a command has the form `FILE:LINE: KEY: got X; expected Y. Try Z. [CODE]`. FILE:LINE is the place in the recipe
-that sets the key. All problems of a recipe are printed at once, before anything is submitted, and the exit status is 2.
+An error of a command has the form `KEY: got X; expected Y. Try Z. [CODE]`. An error of a single value begins with
+`FILE:LINE: `, the place that sets the key; for other keys, `show=true` prints that place. All problems of a recipe are
+printed at once, before anything is submitted, and the exit status is 2.
 `python launch/submit.py help=CODE` prints an entry of this page.
 
 For a run that started and then failed, see [When a run fails](README.md#when-a-run-fails).

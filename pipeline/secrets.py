@@ -27,6 +27,7 @@ VALUES = re.compile(
     r"|\b(?:sk|nvapi|wandb_v1|xox[abpr])-[\w-]{16,}|\bwandb_v1_\w{16,}"  # OpenAI and others, NVIDIA, Slack, W&B
     r"|\bA[KS]IA[0-9A-Z]{16}\b"  # AWS
     r"|-----BEGIN [A-Z ]*PRIVATE KEY-----"
+    r"|(?<=://)[^/\s:@]+:[^/\s@]+(?=@)"  # user:password@ in an address
 )
 """Values that are a secret wherever they stand, by the marks that their makers give them."""
 GIVEN = re.compile(rf"\b({NAMES.pattern})=(?=[^\s,'\"])")
