@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from launch.terminal import on_one_line, plain
 from pipeline import secrets
-from pipeline.problems import HELP_HINT, Problem, listed
+from pipeline.problems import HELP_HINT, Problem, format_problems
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -98,7 +98,7 @@ def print_table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
 def print_problems(problems: Sequence[Problem]) -> None:
     """Print problems to stderr, each with its origin, key, message and [code]."""
     if not sys.stderr.isatty():
-        print(plain(secrets.redacted(f"error: {listed(problems)}")), file=sys.stderr)
+        print(plain(secrets.redacted(f"error: {format_problems(problems)}")), file=sys.stderr)
         return
     from rich.text import Text
 

@@ -1,4 +1,4 @@
-"""Boxes: the parts of a tensor that ranks hold, files store and messages carry.
+"""Boxes: rectangular parts of tensors, in ranks' memory, in files and in messages.
 
 A box is an offset and a size in every dimension of a whole tensor. A piece maps a box of one tensor to a box of another, so a
 fused QKV, an interleaved QKV, `gate_up` and stacked experts are lists of pieces. A region maps a box to a local tensor's
@@ -25,7 +25,7 @@ class Box:
         return math.prod(self.size)
 
     def intersect(self, other: Box) -> Box | None:
-        """Return the box that both cover, or None."""
+        """Return the intersection, or None if it is empty."""
         start = tuple(map(max, self.offset, other.offset))
         stop = tuple(min(o + s, p + t) for o, s, p, t in zip(self.offset, self.size, other.offset, other.size, strict=True))
         if any(b <= a for a, b in zip(start, stop, strict=True)):
@@ -70,20 +70,20 @@ class Piece:
 class Region:
     """The location of a box of a tensor on disk within a tensor of this rank. Entries may be in any order.
 
-    Entry `index` of the box lies `offset + sum(index * strides)` entries behind the local tensor's first.
+    Entry `index` of the box is at `offset + sum(index * strides)` entries from the start of the local tensor.
     Worked example, rows 8 to 11 of a [16, 32] in the second half of the columns of a local [4, 64]:
         Region("mlp.up_proj.weight", Box((8, 0), (4, 32)), "gate_up", offset=32, strides=(64, 1))
     """
 
     name: str  # the tensor on disk
-    box: Box  # of it
+    box: Box  # of the tensor on disk
     tensor: str  # this rank's name of the local tensor
     offset: int  # entries
     strides: tuple[int, ...]  # entries, one for each dimension of the box; 0 where its size is 1
 
 
 def region(piece: Piece, tensor: str, strides: tuple[int, ...]) -> Region:
-    """Return a piece of a local tensor with these strides as a region."""
+    """Convert a piece to a region of a local tensor with these strides."""
     offset = sum(map(operator.mul, piece.target.offset, strides))
     steps = iter(step for step, size in zip(strides, piece.target.size, strict=True) if size > 1)
     along = tuple(next(steps) if size > 1 else 0 for size in piece.source.size)

@@ -49,7 +49,7 @@ def main(run_dir: Path) -> None:
     if recipe.logger.timeline_enabled:
         world.timeline.write(info.folder)
     else:
-        world.timeline.keep_none()
+        world.timeline.disable_file()
     client = RpcClient(world) if world.rank == 0 else None
     watchdog = Watchdog(world, timeouts, *([client.overdue] if client else []))
     startup = Startup(info.folder, workers.by_component(), watchdog.heard) if client else Startup()

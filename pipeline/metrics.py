@@ -117,7 +117,7 @@ class Metrics:
 
     @property
     def logs_rollouts(self) -> bool:
-        """Whether `log_rollouts` writes any."""
+        """True if `log_rollouts` writes rollouts."""
         return self._config.num_rollouts_to_log != 0
 
     def log_rollouts(

@@ -1,11 +1,11 @@
-"""The network interface of gloo: the one over which this rank and rank 0 reach each other.
+"""Set the network interface of gloo: the one over which this rank and rank 0 reach each other.
 
 gloo listens on the address that the host name resolves to. Debian and Ubuntu resolve it to 127.0.1.1 (/etc/hosts), to which no
-other node can connect, and on a node with several networks it may be an address that other nodes have no route to. That rank 0
-is reached is known: each rank has a connection to its store. GLOO_SOCKET_IFNAME, where a user has set it, is left as it is.
-Where all ranks are on one node it is loopback, at which no other node can connect.
+other node can connect, and on a node with several networks it may be an address that other nodes have no route to. The path to
+rank 0 works: each rank has a connection to its store. If a user has set GLOO_SOCKET_IFNAME, it stays. If all ranks are on one
+node, the interface is loopback, to which no other node can connect.
 
-NCCL chooses for itself, among interfaces that are neither loopback nor Docker's (NCCL_SOCKET_IFNAME).
+NCCL chooses its own interface, neither loopback nor Docker's (NCCL_SOCKET_IFNAME).
 """
 
 from __future__ import annotations
@@ -15,56 +15,61 @@ import os
 
 import psutil
 
+from pipeline.problems import Problem, RecipeError
+
 VARIABLE = "GLOO_SOCKET_IFNAME"
 LOOPBACK = "127.0.0.1"
 
 
 def is_loopback(address: str) -> bool:
-    """Return whether `address`, an IPv4 or IPv6 address, is one at which a machine reaches only itself."""
-    return _parsed(address).is_loopback
+    """Return whether `address`, an IPv4 or IPv6 address, is a loopback address."""
+    return _parse(address).is_loopback
 
 
-def _parsed(address: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address:
-    """Return the address without its zone (fe80::1%eth0), and as IPv4 where a socket of both versions writes ::ffff:10.0.0.7.
+def _parse(address: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address:
+    """Return the address without its zone (fe80::1%eth0), and an IPv4-mapped IPv6 address (::ffff:10.0.0.7) as IPv4.
 
-    Python 3.11.7 says of ::ffff:127.0.0.1 that it is not loopback. Raises ValueError if it is no address.
+    In Python 3.11.7 `is_loopback` is False for ::ffff:127.0.0.1. Raises ValueError if `address` is no address.
     """
     parsed = ipaddress.ip_address(address.partition("%")[0])
     return getattr(parsed, "ipv4_mapped", None) or parsed
 
 
-def of(address: str) -> str | None:
+def find_interface(address: str) -> str | None:
     """Return the name of this machine's interface that has `address`, an IPv4 or IPv6 address; None if none has."""
-    wanted = _parsed(address)
+    target = _parse(address)
     for name, addresses in psutil.net_if_addrs().items():
         for found in addresses:
             try:
-                if _parsed(found.address) == wanted:
+                if _parse(found.address) == target:
                     return name
             except ValueError:  # a hardware address
                 continue
     return None
 
 
-def check_given() -> bool:
-    """Return whether a user has chosen. Raises ValueError if this node lacks an interface that was chosen."""
+def check_user_setting() -> bool:
+    """Return whether the user has set GLOO_SOCKET_IFNAME. Raises RecipeError if this node lacks an interface in it."""
     given = os.environ.get(VARIABLE, "")
     here = psutil.net_if_addrs()
     for name in filter(None, given.split(",")):
         if name not in here:
-            raise ValueError(f"{VARIABLE}: got {name!r}; this node has {', '.join(here)}. Try one that every node has")
+            raise RecipeError(
+                Problem(
+                    VARIABLE, "not-a-choice", f"got {name!r}; expected one of {', '.join(here)}. Try one that every node has"
+                )
+            )
     return bool(given)
 
 
-def use(address: str) -> None:
-    """Have gloo's groups of this process use the interface with this address of this machine.
+def use_interface_of(address: str) -> None:
+    """Set GLOO_SOCKET_IFNAME of this process to the interface that has `address`.
 
-    Raises RuntimeError if none has it.
+    Raises RecipeError if none has it.
     """
-    name = of(address)
+    name = find_interface(address)
     if name is None:
-        raise RuntimeError(
-            f"{VARIABLE}: other nodes reach this one at {address}, and none of its interfaces"
-            f" ({', '.join(psutil.net_if_addrs())}) has that address. Try to set it to the interface that does"
-        )
+        found = ", ".join(psutil.net_if_addrs())
+        message = f"got no interface with {address}, where other nodes reach this one; it has {found}. Try the one they reach"
+        raise RecipeError(Problem(VARIABLE, "missing-value", message))
     os.environ[VARIABLE] = name

@@ -14,12 +14,12 @@ HELP_HINT = "for cause and cure: python launch/submit.py help=CODE"
 
 @dataclass(frozen=True)
 class Problem:
-    """One thing that is wrong, and where.
+    """A mistake in a recipe, on the command line, in a file or in a cluster, and its location.
 
-    key: dotted key of the recipe, or the command line's word, that has to change
-    code: stable name of the kind of problem, one of `pipeline.problem_codes.CODES`; tests and scripts compare this
-    message: what was found, what is expected, what to try: `got 0; expected at least 1`. Its words may change
-    origin: where the recipe gives the key, such as `recipes/tiny_grpo.yaml:12`; empty where it does not
+    key: dotted key of the recipe, or argument of the command line, that has to change
+    code: stable name of the kind of problem, one of `pipeline.problem_codes.CODES`; tests and scripts compare it
+    message: `got 0; expected at least 1. Try ...`; its text may change between versions
+    origin: file and line of the key, such as `recipes/tiny_grpo.yaml:12`; empty if the recipe does not set it
     """
 
     key: str
@@ -34,12 +34,12 @@ class Problem:
         return ": ".join(part for part in (self.origin, self.key, self.message) if part)
 
     def within(self, where: str) -> Problem:
-        """Return the problem with `where` before its origin: the run, or the needed recipe, that has it."""
+        """Return the problem with `where` before its origin: the run, or the needed recipe, that contains it."""
         return replace(self, origin=": ".join(part for part in (where, self.origin) if part))
 
 
 class RecipeError(ValueError):
-    """A recipe, a file or a cluster that cannot be used, with all `problems` that were found."""
+    """Raised for a recipe, a file or a cluster that cannot be used; `problems` has all that were found."""
 
     def __init__(self, *problems: Problem) -> None:
         self.problems = problems
@@ -47,13 +47,13 @@ class RecipeError(ValueError):
 
 
 def refuse(problems: Iterable[Problem]) -> None:
-    """Raise RecipeError if there are problems; each is named once."""
+    """Raise RecipeError if there are problems; equal ones are listed once."""
     if found := tuple(dict.fromkeys(problems)):
         raise RecipeError(*found)
 
 
-def listed(problems: Sequence[Problem]) -> str:
-    """Return the problems as a command prints them, each with `[code]` at its end: one on its own line, several as a list."""
+def format_problems(problems: Sequence[Problem]) -> str:
+    """Return the problems as text for a command, each with `[code]` at its end: one on its own line, several as a list."""
     lines = [f"{problem} [{problem.code}]" for problem in problems]
     if len(lines) == 1:
         return lines[0]
@@ -62,7 +62,7 @@ def listed(problems: Sequence[Problem]) -> str:
 
 @contextmanager
 def collected(problems: list[Problem]) -> Iterator[None]:
-    """Add the problems of a RecipeError in this block to `problems`, and leave the rest of the block out."""
+    """Catch a RecipeError of this block and add its problems to `problems`; the rest of the block is skipped."""
     try:
         yield
     except RecipeError as error:

@@ -27,6 +27,7 @@ from pipeline.config import PolicyConfig, Recipe, TokenizerConfig
 from pipeline.data.chat import load_tokenizer
 from pipeline.data.packing import plan_microbatches
 from pipeline.data.special_tokens import SpecialTokenEscaper
+from pipeline.problems import Problem, RecipeError
 from pipeline.roles.reward import ScoreWork
 from pipeline.rpc import RpcGroup
 from pipeline.types import DataParallelRank, Prompt, Rollout, RolloutGroup
@@ -35,7 +36,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 Encode = Callable[[Prompt, Rollout], np.ndarray]
-"""(prompt, rollout) -> [L] int32: what the reward model reads."""
+"""(prompt, rollout) -> [L] int32, the reward model's input."""
 
 
 class Scoring:
@@ -59,7 +60,7 @@ class Scoring:
         An answer without a finite score gets the lowest finite one of this call, or of the last call that had one. Raises
         ValueError if there was none.
         """
-        judged = [(group.prompt, rollout) for group in groups if self._mine(group) for rollout in group.rollouts]
+        judged = [(group.prompt, rollout) for group in groups if self._is_scored(group) for rollout in group.rollouts]
         sequences = [self._encode(prompt, rollout) for prompt, rollout in judged]
         limit = self._model.max_total_sequence_length
         scores = self._score([tokens[-limit:] for tokens in sequences])
@@ -72,18 +73,21 @@ class Scoring:
         )
         return [
             dataclasses.replace(group, rollouts=tuple(itertools.islice(rewarded, len(group.rollouts))))
-            if self._mine(group)
+            if self._is_scored(group)
             else group
             for group in groups
         ]
 
-    def _mine(self, group: RolloutGroup) -> bool:
+    def _is_scored(self, group: RolloutGroup) -> bool:
         return group.prompt.environment == self._environment
 
     def _rewarded(self, prompt: Prompt, rollout: Rollout, score: float, lowest: float, truncated: bool) -> Rollout:
         broke = "" if math.isfinite(score) else f"the reward model scores it {score}"
         if broke and not math.isfinite(lowest):
-            raise ValueError(f"env.{self._environment}: the reward model scores an answer to prompt {prompt.index} {score}")
+            raise ValueError(
+                f"env.{self._environment}: got score {score} for an answer to prompt {prompt.index}; expected a finite score"
+                " for at least one answer. Try another reward model or precision"
+            )
         score = lowest if broke else score
         metrics = {**rollout.metrics, "reward_model_score": score, "reward_model_truncated": float(truncated)}
         return dataclasses.replace(rollout, reward=score, metrics=metrics, broke=broke or rollout.broke)
@@ -103,23 +107,23 @@ class Scoring:
         return scores
 
 
-# ---- what the reward model reads ----------------------------------------------------------------------------------------
+# ---- the reward model's input -------------------------------------------------------------------------------------------
 
 
 def _encoder(recipe: Recipe, model: PolicyConfig, environment: str, ours: PreTrainedTokenizerBase) -> Encode:
-    """Return how rollouts are encoded. Raises ValueError if the reward model's tokenizer lacks a needed chat template."""
+    """Return the function that encodes rollouts. Raises RecipeError if a needed chat template is missing."""
     chat, theirs = recipe.data.apply_chat_template, load_tokenizer(model.tokenizer)
-    if _reads_the_same(ours, theirs, recipe.policy.tokenizer, model.tokenizer, chat):
+    if _same_tokens(ours, theirs, recipe.policy.tokenizer, model.tokenizer, chat):
         return lambda prompt, rollout: np.concatenate([prompt.tokens, rollout.tokens])
     if chat and not theirs.chat_template:
-        raise ValueError(
-            f"env.{environment}.tokenizer: {model.tokenizer.name} has no chat template, and is not the policy's tokenizer; give"
-            f" one in env.{environment}.tokenizer.chat_template"
-        )
-    return _Anew(environment, ours, theirs, chat, model.tokenizer.chat_template_kwargs or {}, SpecialTokenEscaper(theirs))
+        message = f"got none, and {model.tokenizer.name} has none; expected one, as the policy has another tokenizer"
+        raise RecipeError(Problem(f"env.{environment}.tokenizer.chat_template", "missing-value", message))
+    return _Retokenizer(
+        environment, ours, theirs, chat, model.tokenizer.chat_template_kwargs or {}, SpecialTokenEscaper(theirs)
+    )
 
 
-def _reads_the_same(
+def _same_tokens(
     ours: PreTrainedTokenizerBase, theirs: PreTrainedTokenizerBase, our: TokenizerConfig, their: TokenizerConfig, chat: bool
 ) -> bool:
     if ours.get_vocab() != theirs.get_vocab():
@@ -129,7 +133,7 @@ def _reads_the_same(
 
 
 @dataclass(frozen=True)
-class _Anew:
+class _Retokenizer:
     """Tokenizes a conversation with the reward model's own tokenizer."""
 
     environment: str
@@ -137,14 +141,13 @@ class _Anew:
     theirs: PreTrainedTokenizerBase
     chat: bool
     options: dict[str, Any]  # of the chat template
-    escaper: SpecialTokenEscaper  # theirs: what the policy spells out does not end its turn there
+    escaper: SpecialTokenEscaper  # of `theirs`: special tokens that the policy writes as text stay text
 
     def __call__(self, prompt: Prompt, rollout: Rollout) -> np.ndarray:
         if len(rollout.turns) > 1:
-            raise ValueError(
-                f"env.{self.environment}: the reward model has another tokenizer than the policy, and so cannot read an episode"
-                " of several turns"
-            )
+            turns = len(rollout.turns)
+            message = f"got an episode of {turns} turns; expected 1. Try a reward model with the policy's tokenizer"
+            raise RecipeError(Problem(f"env.{self.environment}", "unsupported", message))
         answer = self.escaper.escape(str(self.ours.decode(rollout.tokens, skip_special_tokens=True)))
         if self.chat:
             messages = [*self._task(prompt, "messages"), {"role": "assistant", "content": answer}]
@@ -165,8 +168,9 @@ class _Anew:
 
     def _task(self, prompt: Prompt, key: str) -> Any:
         if key not in prompt.task:
-            raise ValueError(
-                f"env.{self.environment}: the reward model has another tokenizer than the policy, and prompt {prompt.index}"
-                f" comes without its {key}; it has: {', '.join(prompt.task)}"
+            message = (
+                f"got prompt {prompt.index} with {', '.join(prompt.task)}; expected also {key}, as the reward model has another"
+                " tokenizer than the policy. Try a reward model with the policy's tokenizer"
             )
+            raise RecipeError(Problem(f"env.{self.environment}", "missing-column", message))
         return prompt.task[key]

@@ -1,8 +1,8 @@
 """Find secrets, by the name of their variable or by their form, and redact them in texts.
 
-Secrets travel only in the environment. sbatch passes the submitting shell's on to the job (--export=ALL, its default). If a
-site sets SBATCH_EXPORT or SLURM_EXPORT_ENV to NONE, set `SBATCH_EXPORT=ALL SLURM_EXPORT_ENV=ALL` in the submitting shell, or
-keep the token in a file that its library reads (`hf auth login`, `wandb login`).
+Secrets travel only in the environment. sbatch passes the submitting shell's environment to the job (--export=ALL, its
+default). If a site sets SBATCH_EXPORT or SLURM_EXPORT_ENV to NONE, set `SBATCH_EXPORT=ALL SLURM_EXPORT_ENV=ALL` in the
+submitting shell, or keep the token in a file that its library reads (`hf auth login`, `wandb login`).
 
 Left out: the output of C libraries, and secrets in another form, such as base64.
 """
@@ -20,7 +20,7 @@ NAMES = re.compile(
     r"(\w*_)?(TOKEN|API_?KEY|ACCESS_KEY|PRIVATE_KEY|SECRET|SECRET_KEY|SECRET_ACCESS_KEY|PASSWORD|PASSWD|CREDENTIALS?)"
     r"|\w*PASSWORD\w*|HUGGING_FACE_HUB_TOKEN|HETSTEP_SECRET"
 )
-"""Variables of the environment that hold a secret: whole names, in capitals."""
+"""Names of environment variables that hold a secret: whole names, in capitals."""
 VALUES = re.compile(
     r"\bhf_[A-Za-z0-9]{16,}"  # Hugging Face
     r"|\b(?:gh[pousr]_[A-Za-z0-9]{20,}|github_pat_\w{20,}|glpat-[\w-]{20,})"  # GitHub, GitLab
@@ -29,11 +29,11 @@ VALUES = re.compile(
     r"|-----BEGIN [A-Z ]*PRIVATE KEY-----"
     r"|(?<=://)[^/\s:@]+:[^/\s@]+(?=@)"  # user:password@ in an address
 )
-"""Values that are a secret wherever they stand, by the marks that their makers give them."""
-GIVEN = re.compile(rf"\b({NAMES.pattern})=(?=[^\s,'\"])")
-"""A secret's variable that is given a value, inside a longer text."""
+"""Secrets by their form: the prefixes that providers give their tokens."""
+ASSIGNMENT = re.compile(rf"\b({NAMES.pattern})=(?=[^\s,'\"])")
+"""An assignment to a secret variable inside a longer text."""
 SHORTEST = 8
-"""Characters of a secret that is looked for in texts: shorter ones would be found everywhere."""
+"""Shortest secret that is searched for in texts, in characters: shorter ones would match everywhere."""
 ADVICE = "export it in the shell that submits: the job has that shell's environment"
 
 
@@ -49,7 +49,7 @@ def in_environment(environment: Mapping[str, str] = os.environ) -> dict[str, str
 
 
 def redacted(text: str, values: Mapping[str, str] | None = None) -> str:
-    """Return the text without secrets. values: as of `in_environment`, which is the default."""
+    """Return the text without secrets. values: as `in_environment` returns them, which is the default."""
     for value in in_environment() if values is None else values:
         text = text.replace(value, "***")
     return VALUES.sub("***", text)
@@ -62,13 +62,13 @@ def problems(tree: Mapping[str, Any], environment: Mapping[str, str] = os.enviro
         if not isinstance(value, str) or not value:
             continue
         key = ".".join(keys)
-        held = next((name for secret, name in values.items() if secret in value), None)
+        variable = next((name for secret, name in values.items() if secret in value), None)
         if len(keys) > 1 and keys[-2] == "env_vars" and is_secret(keys[-1]):
             why = f"a recipe is written to disk and shown, so it may not hold a secret; {ADVICE}"
-        elif held:
-            why = f"holds the value of the variable {held}; a recipe may not hold a secret, and ranks have the variable"
-        elif VALUES.search(value) or GIVEN.search(value):
-            why = f"looks as if it held a secret, and a recipe is written to disk and shown; {ADVICE}"
+        elif variable:
+            why = f"holds the value of the variable {variable}; a recipe may not hold a secret, and ranks have the variable"
+        elif VALUES.search(value) or ASSIGNMENT.search(value):
+            why = f"looks like a secret, and a recipe is written to disk and shown; {ADVICE}"
         else:
             continue
         yield Problem(key, "secret-in-recipe", why)

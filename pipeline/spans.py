@@ -9,11 +9,11 @@ from typing import Any
 
 RESOLUTION_S = 0.01
 MOST_NAMES = 32
-"""Names that a merged span keeps; time of further ones counts for their verb alone."""
+"""Names that a merged span keeps; the time of further names counts for their verb only."""
 
 CATEGORIES = ("rollout", "environment", "forward", "step", "refit", "save", "coordinate", "other", "wait")
 WAITING = ("wait", "environment")
-OF_VERB = {
+VERB_CATEGORIES = {
     "idle": "wait",
     **dict.fromkeys(("rollout", "drain", "snapshot", "cut"), "rollout"),
     **dict.fromkeys(("forward", "estimate", "standardize", "evaluate", "score"), "forward"),
@@ -32,7 +32,7 @@ def category(verb: str, phase: str) -> str:
     """Return one of CATEGORIES."""
     if phase.startswith("wait"):
         return "wait"
-    found = OF_VERB.get(verb, "other")
+    found = VERB_CATEGORIES.get(verb, "other")
     return "environment" if found == "rollout" and phase in ENVIRONMENTS else found
 
 
@@ -53,7 +53,7 @@ class Span:
 
     @property
     def seconds(self) -> float:
-        """Its duration, with what was merged."""
+        """Duration in seconds, including merged spans."""
         return self.end - self.begin
 
     @property
@@ -65,7 +65,7 @@ class Span:
         for (verb, _), seconds in self.names.items():
             verbs[verb] = verbs.get(verb, 0.0) + seconds
         verb = max(verbs, key=verbs.__getitem__)
-        phases = {phase: seconds for (of, phase), seconds in self.names.items() if of == verb}
+        phases = {phase: seconds for (name, phase), seconds in self.names.items() if name == verb}
         phase = max(phases, key=phases.__getitem__)
         return verb, phase if 2 * phases[phase] > verbs[verb] else ""
 
@@ -74,10 +74,10 @@ class Span:
         """The category with most of the time."""
         return max(self.categories, key=self.categories.__getitem__)
 
-    def likes(self, other: Span) -> bool:
+    def same_activity(self, other: Span) -> bool:
         """Return whether the other span has the same verb and phase."""
-        (verb, phase), (its, in_phase) = self.name, other.name
-        return verb == its and (phase == in_phase or (len(self.names) > 2 and not phase))
+        (verb, phase), (other_verb, other_phase) = self.name, other.name
+        return verb == other_verb and (phase == other_phase or (len(self.names) > 2 and not phase))
 
     def absorb(self, other: Span) -> None:
         """Merge the span that follows directly."""
@@ -115,9 +115,9 @@ def us(seconds: float) -> int:
     return round(1e6 * seconds)
 
 
-def span(event: dict[str, Any], later: float = 0.0) -> Span:
-    """Return the span of an event that `Span.event` made, shifted by `later` seconds. A merged one keeps only its main name."""
-    begin = event["ts"] / 1e6 + later
+def span(event: dict[str, Any], shift_s: float = 0.0) -> Span:
+    """Return the span of an event that `Span.event` made, shifted by `shift_s`. A merged span keeps only its main name."""
+    begin = event["ts"] / 1e6 + shift_s
     verb, _, phase = event["name"].partition(": ")
     found = Span.of(begin, begin + event["dur"] / 1e6, verb, phase)
     if "args" in event:
@@ -126,7 +126,7 @@ def span(event: dict[str, Any], later: float = 0.0) -> Span:
 
 
 class Merger:
-    """Merges spans: all that it yields but the first last at least `resolution` seconds, and no time is lost."""
+    """Merges spans: every yielded span except the first lasts at least `resolution` seconds, and no time is lost."""
 
     def __init__(self, resolution: float = RESOLUTION_S):
         self.resolution = resolution
@@ -138,7 +138,7 @@ class Merger:
         if self._span is None:
             self._span = span
             return
-        if self._span.likes(span) and (self._short is None or span.seconds >= self.resolution):
+        if self._span.same_activity(span) and (self._short is None or span.seconds >= self.resolution):
             self._close()
             self._span.absorb(span)
             return
@@ -148,7 +148,7 @@ class Merger:
             self._short = span
         if self._short.seconds < self.resolution:
             return
-        if self._span.likes(self._short):
+        if self._span.same_activity(self._short):
             self._close()
         else:
             yield self._span
@@ -160,5 +160,5 @@ class Merger:
             self._short = None
 
     def rest(self) -> Iterator[Span]:
-        """Return the spans that may still grow."""
+        """Return the spans that may still be merged."""
         return filter(None, (self._span, self._short))

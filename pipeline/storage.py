@@ -42,7 +42,7 @@ LOG_EVERY_S = 60.0
 SLOW_S = 5.0
 """A write that takes longer is logged."""
 SEEN_S = 120.0
-"""How long a node may take to see what another wrote: NFS caches names and attributes for up to 60 s (nfs(5), acdirmax)."""
+"""Seconds until a node must see another node's write: NFS caches names and attributes for up to 60 s (nfs(5), acdirmax)."""
 
 
 class StorageError(RuntimeError):

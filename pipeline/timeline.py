@@ -1,9 +1,9 @@
 """Record what a rank does and when, as trace events in a file, and the share of its time that it waits.
 
-    timeline = Timeline(about, components)      # every rank; World.phase calls `enter`
+    timeline = Timeline(about, components)      # every rank; `World.phase` calls `enter`
     timeline.write(folder)                      # into folder/timeline/rank00000.jsonl, by a thread
     account = timeline.account()                # since the last one; sent with every reply to rank 0
-    timeline.heard(component, account)          # rank 0: adds the account of one or more ranks
+    timeline.add_account(component, account)    # rank 0: adds the account of one or more ranks
     timeline.step_ended(step)                   # rank 0: {"idle/train": 0.2, ...} since the previous call
 
 A file uses the JSON array format of Chrome's trace events ("Trace Event Format", Google, 2016), one event a line, without the
@@ -16,8 +16,8 @@ optional closing bracket; https://ui.perfetto.dev shows it. Its events are
 
 Times are microseconds since 1970, counted by a monotonic clock from the wall clock's time at the beginning, so they never jump.
 The end of the file is rewritten every second with the current activity. While that only grows longer, it is rewritten every
-(world size / 64) seconds, which spares a file system that thousands of ranks share. A killed rank loses what began in its last
-second.
+(world size / 64) seconds, which spares a file system that thousands of ranks share. A killed rank loses its
+last second.
 
 Merging bounds the file. An interruption shorter than the resolution is merged into its span: an engine's 50 steps a second are
 one span. The resolution is 10 ms and doubles with every 8 MB, so a file grows by at most 8 MB whenever the run's length
@@ -27,7 +27,7 @@ A rank waits if it runs no verb, or is in a phase that begins with "wait", or if
 that waits for others inside a collective counts as busy. If train and generate ranks share GPUs, one waits while the other
 works.
 
-Left out: several threads of a rank, and the GPU's own times. `launch/timeline.py` merges the files. The cost is about 0.1% of a
+Left out: a rank's threads, and times on the GPU. `launch/timeline.py` merges the files. The cost is about 0.1% of a
 CPU at 200 changes a second (`python -m tests.benchmarks.timeline_cost`).
 """
 
@@ -51,7 +51,7 @@ logger = logging.getLogger(__name__)
 
 FLUSH_S = 1.0
 QUIET_RANKS_PER_S = 64
-"""Ranks of a run that rewrite an unchanged activity in one second."""
+"""Ranks of a run that rewrite an unchanged activity per second."""
 DOUBLING_BYTES = 8 << 20
 MOST_UNWRITTEN = 10_000
 """Lines kept while the disk fails; older ones are dropped."""
@@ -76,8 +76,8 @@ class Timeline:
         self._about = {**about, "began": time.time()}
         self._now = (self._began, "join", "")  # (since, verb, phase)
         self._waited = 0.0
-        self._told: Account = (0.0, 0.0)  # at the last `account`
-        self._heard: dict[str, Account] | None = None  # by component since the last step; None before the first
+        self._reported: Account = (0.0, 0.0)  # idle and total seconds at the previous `account`
+        self._accounts: dict[str, Account] | None = None  # by component since the last step; None before the first
         self._ended: deque[Event] = deque(maxlen=100_000)  # bounded, in case the writing thread hangs
         self._writer: Writer | None = None
         self._quiet = max(FLUSH_S, sum(map(len, self._components.values())) / QUIET_RANKS_PER_S)
@@ -85,10 +85,10 @@ class Timeline:
     def enter(self, verb: str, phase: str) -> None:
         """Record that the rank's activity changes to this one."""
         now = time.monotonic()
-        since, was, in_phase = self._now
-        if category(was, in_phase) in WAITING:
+        since, old_verb, old_phase = self._now
+        if category(old_verb, old_phase) in WAITING:
             self._waited += now - since
-        self._ended.append((since - self._began, now - self._began, was, in_phase))
+        self._ended.append((since - self._began, now - self._began, old_verb, old_phase))
         self._now = (now, verb, phase)
 
     def account(self) -> Account:
@@ -96,16 +96,16 @@ class Timeline:
         now = time.monotonic()
         since, verb, phase = self._now
         waited = self._waited + (now - since if category(verb, phase) in WAITING else 0.0)
-        before, self._told = self._told, (waited, now - self._began)
-        return self._told[0] - before[0], self._told[1] - before[1]
+        before, self._reported = self._reported, (waited, now - self._began)
+        return self._reported[0] - before[0], self._reported[1] - before[1]
 
     # ---- rank 0 -------------------------------------------------------------------------------------------------------------
 
-    def heard(self, component: str, account: Account) -> None:
+    def add_account(self, component: str, account: Account) -> None:
         """Add an account of ranks of a component."""
-        if self._heard is not None:
-            waited, lived = self._heard.get(component, (0.0, 0.0))
-            self._heard[component] = (waited + account[0], lived + account[1])
+        if self._accounts is not None:
+            waited, total = self._accounts.get(component, (0.0, 0.0))
+            self._accounts[component] = (waited + account[0], total + account[1])
 
     def step_ended(self, step: int) -> dict[str, float]:
         """Return the share of time that each component's ranks were idle since the previous call.
@@ -114,9 +114,13 @@ class Timeline:
         first call returns {}.
         """
         self._ended.append((time.monotonic() - self._began, step))
-        self.heard(self._about["realm"], self.account())
-        heard, self._heard = self._heard or {}, {}
-        return {f"idle/{name}": heard[name][0] / heard[name][1] for name in self._components if heard.get(name, (0, 0))[1] > 0}
+        self.add_account(self._about["realm"], self.account())
+        accounts, self._accounts = self._accounts or {}, {}
+        return {
+            f"idle/{name}": accounts[name][0] / accounts[name][1]
+            for name in self._components
+            if accounts.get(name, (0, 0))[1] > 0
+        }
 
     # ---- the file -----------------------------------------------------------------------------------------------------------
 
@@ -126,8 +130,8 @@ class Timeline:
         self._writer = Writer(path, self._about, self.take, self._quiet)
         self._writer.start()
 
-    def keep_none(self) -> None:
-        """Record nothing for a file. Idle shares do not need it."""
+    def disable_file(self) -> None:
+        """Stop recording events for the file. Idle shares do not need them."""
         self._ended = deque(maxlen=0)
 
     def close(self) -> None:
@@ -166,7 +170,7 @@ class Writer:
         self._path = path
         self._take = take  # returns what ended and the current activity
         self._quiet = quiet
-        self._told = -math.inf  # the file has the current activity up to this time
+        self._written_until = -math.inf  # end of the current activity in the file
         self._merger = Merger()
         self._rank, self._zero = about["rank"], about["began"]
         self._lines = [f"[{_text(self._first(about))}"]  # final, but not written yet
@@ -196,7 +200,7 @@ class Writer:
     def flush(self) -> None:
         """Write what has been recorded since the previous call."""
         ended, under_way = self._take()
-        if not ended and not self._lines and under_way[1] < self._told + self._quiet:
+        if not ended and not self._lines and under_way[1] < self._written_until + self._quiet:
             return
         for event in ended:
             if len(event) == 2:
@@ -210,14 +214,14 @@ class Writer:
         try:
             self._put(settled + "".join(map(self._text, tail)).encode())
         except OSError as error:
-            self._give_up(error)
+            self._handle_write_error(error)
             return
         if self._failing:
             logger.warning("the timeline (%s) can be written again; %d lines are lost", self._path, self._lost)
             self._failing = False
         self._at += len(settled)
         self._lines = []
-        self._told = under_way[1]
+        self._written_until = under_way[1]
         self._merger.resolution = RESOLUTION_S * 2 ** (self._at // DOUBLING_BYTES)
 
     def _first(self, about: Mapping[str, Any]) -> dict[str, Any]:
@@ -245,10 +249,10 @@ class Writer:
             os.ftruncate(self._file, at)
             self._end = at
 
-    def _give_up(self, error: OSError) -> None:
+    def _handle_write_error(self, error: OSError) -> None:
         if not self._failing:
             self._failing, self._lost = True, 0
-            logger.warning("the timeline (%s) cannot be written (%s); the run goes on without", self._path, error)
+            logger.warning("the timeline (%s) cannot be written (%s); the run continues without it", self._path, error)
         about, lines = (self._lines[:1], self._lines[1:]) if self._at == 0 else ([], self._lines)
         self._lost += max(0, len(lines) - MOST_UNWRITTEN)
         self._lines = about + lines[-MOST_UNWRITTEN:]

@@ -110,7 +110,7 @@ class Rollout:
     def drawn(self) -> np.ndarray:
         """[C] bool: True for the policy's tokens."""
         parts = [(turn.completion.tokens, turn.observation) for turn in self.turns]
-        return _joined([mask for said, told in parts for mask in (np.ones(len(said)), np.zeros(len(told)))], np.bool_)
+        return _joined([mask for drawn, observed in parts for mask in (np.ones(len(drawn)), np.zeros(len(observed)))], np.bool_)
 
     @property
     def logprobs(self) -> np.ndarray:
@@ -130,7 +130,7 @@ class Rollout:
 
     @property
     def failed(self) -> bool:
-        """Whether the episode has no score for another reason than that it was cut before its first token."""
+        """True if the episode has no score, unless it was cut before its first token."""
         return self.failure not in ("", NOTHING_SAID)
 
     @property
@@ -149,7 +149,7 @@ def _joined(parts: list[np.ndarray], dtype: Any) -> np.ndarray:
 
 @dataclass(frozen=True, slots=True)
 class RolloutGroup:
-    """All rollouts of one prompt, in sample order."""
+    """A prompt and all its rollouts, in sample order."""
 
     prompt: Prompt
     rollouts: tuple[Rollout, ...]
@@ -212,17 +212,17 @@ class AdvantageNormalization:
 
 @dataclass(frozen=True, slots=True)
 class TopK:
-    """K tokens, and how likely each is. Entry t is of the distribution that token t was drawn from."""
+    """K tokens and their log-probabilities. Entry t is of the distribution that token t was drawn from."""
 
     tokens: torch.Tensor  # [T, K] int64
-    logprobs: torch.Tensor  # [T, K] float32, of the whole distribution, so they do not add up to 1
+    logprobs: torch.Tensor  # [T, K] float32, of the whole distribution, so their probabilities do not add up to 1
 
 
 @dataclass(frozen=True, slots=True)
 class Outputs:
     """A model's outputs for each token of a batch. Where a sequence begins there is no distribution: its entries are 0."""
 
-    logprobs: torch.Tensor | None = None  # [T] float32; where sampling is truncated -inf of tokens that this model cuts away
+    logprobs: torch.Tensor | None = None  # [T] float32; -inf for tokens that truncated sampling excludes
     entropy: torch.Tensor | None = None  # [T] float32, of the distribution that token t was drawn from
     top_k: TopK | None = None
     values: torch.Tensor | None = None  # [T] float32, the value head's on the state *after* token t
@@ -250,7 +250,7 @@ class PackedBatch:
     old_full_logprobs: torch.Tensor | None = None  # [T] float32, likewise; see Outputs.full_logprobs
     reference_logprobs: torch.Tensor | None = None  # [T] float32, by the frozen reference policy; never truncated
     old_values: torch.Tensor | None = None  # [T] float32, by the critic before this step's first update; after token t
-    returns: torch.Tensor | None = None  # [T] float32: what the critic's value *before* token t should be
+    returns: torch.Tensor | None = None  # [T] float32: the target of the critic's value *before* token t
     teacher: TopK | None = None  # the teacher's most likely tokens
 
 
@@ -263,8 +263,8 @@ BINS = len(BIN_EDGES) + 1
 class LossOutput:
     """A microbatch's share of the loss and of each metric: sums over its tokens, already divided by the global count.
 
-    Shares add up over microbatches and data-parallel ranks; a metric whose name ends in `_max` or `_min` is combined by that.
-    Two kinds are vectors, which add up too; pipeline/train/outputs.py reduces them to numbers:
+    Shares add up over microbatches and data-parallel ranks; a metric whose name ends in `_max` or `_min` is combined by max or
+    min. Two kinds are vectors, which add up; pipeline/train/outputs.py converts them to numbers:
         X_histogram  [BINS]: the share of tokens whose log x is in each bin; becomes the quantiles X_p01, X_p50, X_p99 of x
         X_moments    [4]: means of a, a^2, b, b^2; becomes X = 1 - Var b / Var a
     """

@@ -1,7 +1,7 @@
 """Types of a recipe's values, for the annotations of its sections.
 
-They convert what YAML, quotes and environment variables make necessary: "3" and 3.0 are whole numbers, 3 is a text, yes true.
-They refuse what Python would accept: true is neither a number nor a text, and nan and infinity are not numbers.
+They accept the forms that YAML, quotes and environment variables produce: "3" and 3.0 as integers, 3 as a text, yes as true.
+They refuse some values that Python converts: true is neither a number nor a text, and nan and infinity are not numbers.
 """
 
 import difflib
@@ -14,7 +14,7 @@ from pydantic import Field, GetCoreSchemaHandler, Strict
 from pydantic_core import PydanticCustomError, core_schema
 
 MISSING = "???"
-"""Default of a key that the recipe must give."""
+"""Default of a key that the recipe must set."""
 
 
 def interpolation(text: str) -> Any:
@@ -22,14 +22,14 @@ def interpolation(text: str) -> Any:
     return text
 
 
-_WORDS = {"true": True, "yes": True, "on": True, "false": False, "no": False, "off": False}
+_BOOLEANS = {"true": True, "yes": True, "on": True, "false": False, "no": False, "off": False}
 
 
-def _truth(value: Any) -> Any:
-    return _WORDS.get(value.lower(), value) if isinstance(value, str) else value
+def _parse_bool(value: Any) -> Any:
+    return _BOOLEANS.get(value.lower(), value) if isinstance(value, str) else value
 
 
-def _not_bool(value: Any) -> Any:
+def _refuse_bool(value: Any) -> Any:
     if isinstance(value, bool):
         raise PydanticCustomError("number_type", "expected a number")
     return value
@@ -70,31 +70,31 @@ class Check:
         return value
 
 
-Bool = Annotated[bool, Strict(), _Before(_truth)]
-Int = Annotated[int, _Before(_not_bool)]
-Float = Annotated[float, Field(allow_inf_nan=False), _Before(_not_bool)]
+Bool = Annotated[bool, Strict(), _Before(_parse_bool)]
+Int = Annotated[int, _Before(_refuse_bool)]
+Float = Annotated[float, Field(allow_inf_nan=False), _Before(_refuse_bool)]
 Text = Annotated[str, _Before(_text)]
 Positive = Annotated[Int, Field(ge=1)]
 NotNegative = Annotated[Int, Field(ge=0)]
 
 
 def not_a_kind(kind: str, kinds: Iterable[str]) -> str | None:
-    """Return what is wrong with a kind that is none of `kinds` and cannot be the dotted path of a user's code either."""
+    """Return an error if `kind` is none of `kinds` and cannot be the dotted path of a user's code."""
     parts = kind.split(".")
     if kind in kinds or (len(parts) > 1 and all(part.isidentifier() for part in parts)):
         return None
     near = difflib.get_close_matches(kind.lower(), list(kinds), 1, 0.75)
-    meant = f"Did you mean {near[0]}?" if near else f"There are: {', '.join(kinds)}"
+    hint = f"Did you mean {near[0]}?" if near else f"There are: {', '.join(kinds)}"
     if ".py" in kind:
-        meant = "For `right` in my_reward.py beside the recipe, my_reward.right"
-    return f"got '{kind}'; expected a kind, or the dotted path of a class or a function. {meant}"
+        hint = "For `right` in my_reward.py beside the recipe, my_reward.right"
+    return f"got '{kind}'; expected a kind, or the dotted path of a class or a function. {hint}"
 
 
 # ---- texts that become lines of a batch script, or names of files and variables ---------------------------------------------
 # Values are quoted wherever a shell reads them. A newline cannot be: sbatch's options are comments of a script, one a line.
 
 VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
-OF_THE_JOB = tuple(
+RANK_VARIABLES = tuple(
     f"HETSTEP_{name}"
     for name in (
         *("RUN_DIR", "RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "ATTEMPT", "COMPONENT", "NODE"),
@@ -103,35 +103,35 @@ OF_THE_JOB = tuple(
 )
 """Variables that the launcher sets for each rank; see launch/executors/base.py."""
 _CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f\u2028\u2029\ud800-\udfff]")
-"""Control characters, what else some programs end a line at, and halves of UTF-16's pairs, which no file can hold."""
+"""Control characters, other line ends of some programs, and surrogates (halves of UTF-16 pairs), which no file can hold."""
 
 
-def _not_a_line(text: str) -> str | None:
+def _line_error(text: str) -> str | None:
     return f"got {text!a}; expected a text without control characters" if _CONTROL.search(text) else None
 
 
-def _not_a_word(text: str) -> str | None:
+def _word_error(text: str) -> str | None:
     return f"got {text!a}; expected a name without blanks" if " " in text else None
 
 
-def _pattern_of_slurm(text: str) -> str | None:
+def _folder_error(text: str) -> str | None:
     return (
-        f"got {text}; expected no % and no \\, with which Slurm and submitit write patterns" if set("%\\") & set(text) else None
+        f"got {text}; expected a folder without % and \\, which Slurm and submitit replace" if set("%\\") & set(text) else None
     )
 
 
-def _not_a_variable(name: str) -> str | None:
+def _variable_error(name: str) -> str | None:
     if not VARIABLE.fullmatch(name):
         return f"got the name {name!a}; expected letters, digits and _, and no digit first, as in NCCL_DEBUG"
-    return f"got {name}, which the launcher sets for each rank. Try without it" if name in OF_THE_JOB else None
+    return f"got {name}, which the launcher sets for each rank. Try without it" if name in RANK_VARIABLES else None
 
 
-def _control_characters(value: str) -> str | None:
+def _value_error(value: str) -> str | None:
     return "got control characters in the value; expected a text without them" if _CONTROL.search(value) else None
 
 
 def seconds(text: str) -> int:
-    """Return the seconds of days:hours:minutes:seconds, as NeMo-RL writes them: 13500 for 00:03:45:00. Raise ValueError."""
+    """Return the seconds of days:hours:minutes:seconds, as NeMo-RL writes them: 13500 for 00:03:45:00. Raises ValueError."""
     parts = text.split(":")
     if len(parts) != 4 or not all(part.isdecimal() for part in parts):
         raise ValueError(f"got '{text}'; expected days:hours:minutes:seconds in quotes, as in '00:03:45:00'")
@@ -139,16 +139,16 @@ def seconds(text: str) -> int:
     return ((days * 24 + hours) * 60 + minutes) * 60 + rest
 
 
-def _not_a_duration(text: str) -> str | None:
+def _duration_error(text: str) -> str | None:
     try:
-        return None if seconds(text) else f"got '{text}', which leaves no time; expected more, or null"
+        return None if seconds(text) else f"got '{text}', which is no time; expected more, or null"
     except ValueError as error:
         return str(error)
 
 
-Line = Annotated[Text, Check(_not_a_line)]
-Word = Annotated[Line, Check(_not_a_word)]  # `scontrol show job` separates its fields by blanks
-Folder = Annotated[Line, Check(_pattern_of_slurm)]
-Duration = Annotated[Text, Check(_not_a_duration)]
-Variables = dict[Annotated[str, Check(_not_a_variable)], Annotated[Text, Check(_control_characters)]]
+Line = Annotated[Text, Check(_line_error)]
+Word = Annotated[Line, Check(_word_error)]  # `scontrol show job` separates its fields by blanks
+Folder = Annotated[Line, Check(_folder_error)]
+Duration = Annotated[Text, Check(_duration_error)]
+Variables = dict[Annotated[str, Check(_variable_error)], Annotated[Text, Check(_value_error)]]
 """Environment variables of ranks, whose values may be secrets. `env_vars` among the kwargs of a user's code may be anything."""

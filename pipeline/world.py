@@ -40,16 +40,16 @@ from pipeline.store.gloo import GlooAuthenticator
 from pipeline.store.server import Address, start
 from pipeline.timeline import Timeline
 
-NEVER = timedelta(days=365)  # for waits that the watchdog bounds
+NEVER = timedelta(days=365)  # a timeout for waits that the watchdog bounds
 REACHED = "reached"
-"""A key of the store: the address at which other nodes reach rank 0. Missing where all ranks use loopback."""
+"""Key in the store: the address at which other nodes reach rank 0. Missing if all ranks use loopback."""
 ADDRESS = "address"
-"""A key of the store: the address for gloo of ranks that reach rank 0 over loopback. On a single node it is loopback."""
+"""Key in the store: gloo's address for ranks that reach rank 0 over loopback. On a single node it is loopback."""
 LAZY = "TORCH_GLOO_LAZY_INIT"  # torch reads it
 RELAYED_FROM = 256
-"""World size from which each node has a relay. Fewer ranks cost rank 0's store little, and a relay can fail, too."""
+"""World size from which each node has a relay. Fewer ranks cost rank 0's store little, and a relay may fail."""
 BEATS_PER_S = 4096
-"""Heartbeats that rank 0 reads in a second."""
+"""Heartbeats that rank 0 reads per second."""
 
 
 @dataclass(frozen=True)
@@ -204,9 +204,9 @@ def open_store(info: RankInfo, timeout_s: float, silence_s: float = 60.0, relaye
         store.process = process
         store.set(f"relay/{info.node}", "")  # rank 0's node has no relay
         info.folder.mkdir(parents=True, exist_ok=True)
-        beside = card.with_suffix(".tmp")
-        beside.write_text(json.dumps(address._asdict()))
-        beside.replace(card)
+        temporary = card.with_suffix(".tmp")
+        temporary.write_text(json.dumps(address._asdict()))
+        temporary.replace(card)
         return store
     deadline = time.monotonic() + timeout_s
     while not listed(card):
@@ -241,8 +241,8 @@ def _find_relay(store: RunStore, info: RankInfo, address: Address, key: bytes, s
 
 def wait_for_all(world: World, timeout_s: float) -> None:
     """Announce this rank; rank 0 waits for all ranks. Raises TimeoutError that names the missing ones."""
-    mine, rank_0 = world.store.addresses()
-    if world.info.local_rank == 0 and not network_interface.is_loopback(mine):
+    own_address, rank_0 = world.store.addresses()
+    if world.info.local_rank == 0 and not network_interface.is_loopback(own_address):
         world.store.set(REACHED, rank_0)
     world.store.set(f"here/{world.rank}", world.info.node)
     if world.rank:
@@ -253,7 +253,7 @@ def wait_for_all(world: World, timeout_s: float) -> None:
     except dist.DistStoreError:
         nodes = world.store.exchange("here/0", world.info.node.encode(), others)
         names = ", ".join(world.describe(rank) for rank, node in enumerate(nodes, 1) if node is None)
-        raise TimeoutError(f"verb 'join': after {timeout_s:g} s (cluster.timeouts.join) there is no sign of {names}") from None
+        raise TimeoutError(f"verb 'join': after {timeout_s:g} s (cluster.timeouts.join) no message from {names}") from None
 
 
 def carriers(device: torch.device) -> str:
@@ -332,16 +332,18 @@ def _choose_interface(world: World) -> None:
     It is the interface over which this rank reaches rank 0. On rank 0's node that may be loopback; then it is the one at which
     other nodes reach rank 0. If all ranks are on one node it is loopback, whatever name they use for rank 0.
     """
-    given = network_interface.check_given()
-    mine, _ = world.store.addresses()
-    alone = network_interface.is_loopback(mine)
+    set_by_user = network_interface.check_user_setting()
+    own_address, _ = world.store.addresses()
+    over_loopback = network_interface.is_loopback(own_address)
     if world.rank == 0:
         (reached,) = world.store.exchange("here/0", world.info.node.encode(), [REACHED])
         one_node = len(set(world.nodes().values())) == 1
-        world.store.set(ADDRESS, network_interface.LOOPBACK if one_node else (reached or mine) if alone else mine)
-    if not given:
+        world.store.set(
+            ADDRESS, network_interface.LOOPBACK if one_node else (reached or own_address) if over_loopback else own_address
+        )
+    if not set_by_user:
         address = world.store.get(ADDRESS).decode()
-        network_interface.use(address if alone or network_interface.is_loopback(address) else mine)
+        network_interface.use_interface_of(address if over_loopback or network_interface.is_loopback(address) else own_address)
 
 
 def _connect_to_rank_0(world: World, authenticator: GlooAuthenticator) -> None:
@@ -359,8 +361,8 @@ def leave(world: World, timeout_s: float) -> None:
     world.store.set(f"bye/{world.rank}", "")
     if world.rank == 0:
         world.store.wait([f"bye/{rank}" for rank in range(world.size)], timedelta(seconds=timeout_s))
-    if relaying := world.store.relay_process:  # other ranks of this node may still use it
-        if relaying.stdin:
-            relaying.stdin.close()
+    if relay_process := world.store.relay_process:  # other ranks of this node may still use it
+        if relay_process.stdin:
+            relay_process.stdin.close()
         with contextlib.suppress(subprocess.TimeoutExpired):
-            relaying.wait(timeout_s)
+            relay_process.wait(timeout_s)

@@ -169,7 +169,7 @@ def test_merging_keeps_every_second_and_its_category():
 
 def test_a_part_of_a_span_has_its_share():
     args = {"merged": 200, "seconds": {"rollout": 3.0, "wait": 1.0}}
-    whole = span({"ph": "X", "name": "rollout: decode", "ts": 0, "dur": 4_000_000, "args": args}, later=10.0)
+    whole = span({"ph": "X", "name": "rollout: decode", "ts": 0, "dur": 4_000_000, "args": args}, shift_s=10.0)
     part = whole.part(11.0, 13.0)
     assert (part.begin, part.end, part.name, part.category) == (11.0, 13.0, ("rollout", "decode"), "rollout")
     assert part.categories == {"rollout": 1.5, "wait": 0.5}
@@ -273,7 +273,7 @@ def test_the_file_is_truncated_only_where_it_was_longer(tmp_path, monkeypatch):
 def test_without_a_file_no_events_are_kept(clock):
     rank = Timeline(ABOUT, {"train": (0,)})
     rank.enter("step", "")
-    rank.keep_none()
+    rank.disable_file()
     for step in range(3):
         rank.enter("idle", "")
         clock.now += 1
@@ -352,7 +352,7 @@ def test_idle_shares_are_waiting_seconds_over_all_seconds(clock):
 
     def told() -> None:
         for realm, rank in zip(("train", "generate"), ranks[1:], strict=True):
-            ranks[0].heard(realm, rank.account())
+            ranks[0].add_account(realm, rank.account())
 
     step("idle", "idle", "setup")
     told()

@@ -22,7 +22,7 @@ Loss = Callable[["Outputs", "PackedBatch", "GlobalCounts"], "LossOutput"]
 """(a model's outputs with a graph, the batch, the counts of the whole optimizer step) -> this batch's share of the loss."""
 
 Variance = Literal["biased", "unbiased"]
-"""Which variance of the advantages becomes 1: `normalization` in pipeline/algorithms/advantages.py."""
+"""The variance that normalization of the advantages sets to 1: `normalization` in pipeline/algorithms/advantages.py."""
 
 
 @dataclass(frozen=True)

@@ -111,4 +111,4 @@ from pipeline.config.schema import (
     section,
     uses_megatron,
 )
-from pipeline.problems import Problem, RecipeError, collected, listed, refuse
+from pipeline.problems import Problem, RecipeError, collected, format_problems, refuse

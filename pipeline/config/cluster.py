@@ -125,9 +125,9 @@ OF_NODES = {
     "constraint": None,
     "exclusive": None,
 }
-"""With cluster.share_nodes all components have the values of cluster.train. These are the defaults on separate nodes."""
+"""Defaults of components on separate nodes. With cluster.share_nodes all components take the values of cluster.train."""
 SHARED = {**OF_NODES, "gpus_per_node": 0}
-"""With policy.generation.colocated.enabled cluster.generate has the values of cluster.train."""
+"""Defaults of cluster.generate. With policy.generation.colocated.enabled it takes the values of cluster.train."""
 
 
 def _of_train(key: str, apart: object, *conditions: str) -> Any:

@@ -56,7 +56,7 @@ class EqualityTest:
 
 @dataclass(frozen=True, slots=True)
 class Tests:
-    """All tests of a task: either programs with inputs and outputs, or Python snippets."""
+    """The tests of a task: either programs with inputs and outputs, or Python snippets."""
 
     cases: tuple[IOTest, ...] = ()
     snippets: tuple[str | EqualityTest, ...] = ()

@@ -11,7 +11,7 @@ MemoryPart = Literal["weights", "cache"]
 
 
 class EngineState:
-    """Which calls an engine accepts now."""
+    """The state of an engine; it decides which calls the engine accepts."""
 
     def __init__(self) -> None:
         self._has_weights = False

@@ -24,8 +24,8 @@ if TYPE_CHECKING:
     import torch
 
 Split = Literal["none", "rows", "columns", "halves"]
-"""How tensor parallelism cuts a whole parameter [out, in] or [out]: not at all; by rows; by columns; by the rows of each of its
-two halves (gate and up projections of a gated MLP). A vocabulary is padded and then cut by rows."""
+"""The tensor-parallel split of a whole parameter [out, in] or [out]: none; by rows; by columns; by the rows of each of its two
+halves (gate and up projections of a gated MLP). A vocabulary is padded and then cut by rows."""
 
 
 VALUE_HEAD = "value_head.weight"

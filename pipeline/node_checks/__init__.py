@@ -4,12 +4,13 @@
 
 Every rank probes its own GPU, and the first rank of a component on a node probes that node (`probe.py`). The first rank of each
 node exchanges messages with its neighbours in the ring of nodes (`network.py`). Rank 0 gathers the reports, finds outliers
-(`diagnosis.py`), and writes them to the attempt's nodes.json and to its log (`findings.py`).
+(`diagnosis.py`), and writes them to the attempt's nodes.json and to its log (`results.py`).
 
-The cost: a message of each rank to rank 0's store; a small file of each node, which rank 0 reads several at a time; two or
-three exchanges of about 0.1 s, on all nodes at the same time. A single node sends nothing and writes no file.
+The cost: each rank sends one message to rank 0's store; each node writes one small file, and rank 0 reads several at a
+time; all nodes exchange messages at the same time, two or three times for about 0.1 s. A single node sends nothing and writes
+no file.
 
-Left out: the network card of all GPUs but a node's first, disks, and what breaks later.
+Left out: the network cards of all GPUs except a node's first, disks, and later failures.
 """
 
 from __future__ import annotations
@@ -29,10 +30,9 @@ import torch.distributed as dist
 from pipeline.attempt import Attempt
 from pipeline.config import ClusterConfig
 from pipeline.node_checks import diagnosis, network, probe
-from pipeline.node_checks import findings as results
-from pipeline.node_checks.findings import Findings
 from pipeline.node_checks.network import Link, Rounds
 from pipeline.node_checks.probe import RankReport
+from pipeline.node_checks.results import CheckResults, record, text
 from pipeline.storage import write_durably
 from pipeline.watchdog import Failure, Heartbeat
 from pipeline.world import World
@@ -41,8 +41,8 @@ logger = logging.getLogger(__name__)
 
 VERB = "check nodes"
 PROBE_TIMEOUT_S = 120.0
-"""For all ranks to probe: CUDA starts on a busy node, and a busy file server serves the code."""
-CHUNK = 256  # keys that the store is asked for at once
+"""Seconds until all ranks have probed: CUDA starts on a busy node, and a busy file server serves the code."""
+CHUNK = 256  # keys that one request to the store reads
 
 
 class BadNodes(RuntimeError):
@@ -50,7 +50,7 @@ class BadNodes(RuntimeError):
 
 
 def check(world: World, cluster: ClusterConfig) -> None:
-    """Every rank calls this. Raises BadNodes on rank 0, and TimeoutError elsewhere if rank 0 does not go on."""
+    """Check the nodes; every rank calls this. Raises BadNodes on rank 0, TimeoutError elsewhere if rank 0 does not respond."""
     if not cluster.node_checks.enabled:
         return
     with world.phase("", verb=VERB):
@@ -60,7 +60,7 @@ def check(world: World, cluster: ClusterConfig) -> None:
             _follow(world, cluster)
 
 
-def _probe_rank(world: World, cluster: ClusterConfig, token: str) -> RankReport:
+def _probe(world: World, cluster: ClusterConfig, token: str) -> RankReport:
     with world.phase("probe the node"):
         return probe.probe_rank(world.info, world.device, getattr(cluster, world.component), token)
 
@@ -69,20 +69,20 @@ def _probe_rank(world: World, cluster: ClusterConfig, token: str) -> RankReport:
 
 
 def _follow(world: World, cluster: ClusterConfig) -> None:
-    """Probe this rank and report. It need not know the outcome: it loads nothing until rank 0 calls a verb."""
+    """Probe this rank and report. The outcome is not sent back: this rank loads nothing until rank 0 calls a verb."""
     token = _wait(world, "token", PROBE_TIMEOUT_S, str)
-    report = _probe_rank(world, cluster, token)
-    _send(world, f"report/{world.rank}", report)
+    report = _probe(world, cluster, token)
+    _publish(world, f"report/{world.rank}", report)
     if report.node is None or not token:
         return
     for turn in range(network.TURNS):
         rounds = _wait(world, f"rounds/{turn}", PROBE_TIMEOUT_S + probe.SHARED_S + network.bound_s(network.MOST_ROUNDS), Rounds)
         probe.remove_marker(world.info, token)  # rank 0 has read it
         if links := network.exchange(world, turn, rounds):
-            _send(world, f"links/{turn}/{world.rank}", links)
+            _publish(world, f"links/{turn}/{world.rank}", links)
 
 
-def _send(world: World, key: str, value: Any) -> None:
+def _publish(world: World, key: str, value: Any) -> None:
     world.store.set(f"nodes/{key}", msgspec.msgpack.encode(value))
 
 
@@ -100,33 +100,33 @@ def _wait(world: World, key: str, timeout_s: float, kind: Any) -> Any:
 
 def _lead(world: World, cluster: ClusterConfig) -> None:
     start = time.perf_counter()
-    findings = Findings(_nodes(world))
-    token = secrets.token_hex(16) if len(findings.ranks) > 1 else ""
+    results = CheckResults(_nodes(world))
+    token = secrets.token_hex(16) if len(results.ranks) > 1 else ""
     if token:
         probe.write_marker(world.info, token)
-    _send(world, "token", token)
-    findings.reports[0] = _probe_rank(world, cluster, token)
-    with world.phase("wait for the reports of other ranks"):
-        reports = _gather(world, "nodes/report", range(1, world.size), PROBE_TIMEOUT_S)
-        findings.reports |= {rank: msgspec.msgpack.decode(report, type=RankReport) for rank, report in reports.items()}
-    findings.blame(_silent(world, findings.ranks, set(range(world.size)) - set(findings.reports), PROBE_TIMEOUT_S))
-    findings.blame(diagnosis.reports(findings.ranks, findings.reports, world.workers, cluster))
-    findings.apart, findings.notes = diagnosis.images(findings.reports, world.workers, cluster)
+    _publish(world, "token", token)
+    results.reports[0] = _probe(world, cluster, token)
+    with world.phase("wait for other ranks' reports"):
+        replies = _gather(world, "nodes/report", range(1, world.size), PROBE_TIMEOUT_S)
+        results.reports |= {rank: msgspec.msgpack.decode(report, type=RankReport) for rank, report in replies.items()}
+    results.add_problems(_silent(world, results.ranks, set(range(world.size)) - set(results.reports), PROBE_TIMEOUT_S))
+    results.add_problems(diagnosis.reports(results.ranks, results.reports, world.workers, cluster))
+    results.mismatches, results.notes = diagnosis.images(results.reports, world.workers, cluster)
     if token:
-        with world.phase("read the markers of other nodes"):
-            unread = probe.unreadable_markers(world.info, findings.reports, token)
-        findings.blame(diagnosis.shared(findings.ranks, findings.reports, unread))
-        _measure(world, findings, cluster.node_checks.min_gb_per_s)
+        with world.phase("read other nodes' markers"):
+            unread = probe.unreadable_markers(world.info, results.reports, token)
+        results.add_problems(diagnosis.shared(results.ranks, results.reports, unread))
+        _measure(world, results, cluster.node_checks.min_gb_per_s)
         probe.remove_marker(world.info, token)
-        findings.blame(diagnosis.links(findings.names, findings.links, cluster.node_checks.min_gb_per_s))
-        findings.blame(diagnosis.clocks(findings.names, findings.links, cluster.node_checks.max_clock_skew_s))
-    record = results.record(findings, time.perf_counter() - start)
-    write_durably(world.info.folder / "nodes.json", json.dumps(record, indent=1) + "\n")
-    logger.info(results.text(record))
-    if findings.apart:
-        _fail_apart(world, findings, cluster)
-    if findings.problems:
-        _fail(world, findings)
+        results.add_problems(diagnosis.links(results.names, results.links, cluster.node_checks.min_gb_per_s))
+        results.add_problems(diagnosis.clocks(results.names, results.links, cluster.node_checks.max_clock_skew_s))
+    content = record(results, time.perf_counter() - start)
+    write_durably(world.info.folder / "nodes.json", json.dumps(content, indent=1) + "\n")
+    logger.info(text(content))
+    if results.mismatches:
+        _fail_mismatch(world, results, cluster)
+    if results.problems:
+        _fail(world, results)
 
 
 def _nodes(world: World) -> dict[str, list[int]]:
@@ -137,29 +137,29 @@ def _nodes(world: World) -> dict[str, list[int]]:
     return found
 
 
-def _measure(world: World, findings: Findings, least: float | None) -> None:
-    """Measure the ring of the reachable nodes, and then once more, with other neighbours, those that may be slow."""
-    members = [ranks[0] for ranks in findings.ranks.values() if set(ranks) <= set(findings.reports)]
-    rounds = network.ring([] if findings.apart else members)  # a message between such components would never arrive
+def _measure(world: World, results: CheckResults, least: float | None) -> None:
+    """Measure the ring of the reachable nodes. Then measure nodes that may be slow once more, with other partners."""
+    members = [ranks[0] for ranks in results.ranks.values() if set(ranks) <= set(results.reports)]
+    rounds = network.ring([] if results.mismatches else members)  # messages between mismatched components never arrive
     for turn in range(network.TURNS):
-        _send(world, f"rounds/{turn}", rounds)
+        _publish(world, f"rounds/{turn}", rounds)
         links, bound = network.exchange(world, turn, rounds), network.bound_s(len(rounds))
         openers = sorted({opener for pairs in rounds for opener, _ in pairs} - {0})
-        with world.phase("wait for what other nodes measure"):
-            reports = _gather(world, f"nodes/links/{turn}", openers, bound)
-        findings.blame(_silent(world, findings.ranks, set(openers) - set(reports), bound))
-        for encoded in reports.values():
-            links += msgspec.msgpack.decode(encoded, type=list[Link])
+        with world.phase("wait for other nodes' measurements"):
+            replies = _gather(world, f"nodes/links/{turn}", openers, bound)
+        results.add_problems(_silent(world, results.ranks, set(openers) - set(replies), bound))
+        for reply in replies.values():
+            links += msgspec.msgpack.decode(reply, type=list[Link])
         for link in links:
             pair = (link.opener, link.other)
-            findings.links[pair] = network.better(link, findings.links.get(pair))
-        rounds = network.again(findings.links, least)
+            results.links[pair] = network.better(link, results.links.get(pair))
+        rounds = network.remeasure_pairs(results.links, least)
 
 
 def _gather(world: World, prefix: str, ranks: Sequence[int], timeout_s: float) -> dict[int, bytes]:
-    """Return what ranks have set at `prefix/RANK` within the time, in the order of ranks."""
+    """Return the values that ranks set at `prefix/RANK` within `timeout_s`, in the order of ranks; late ranks are missing."""
     keys = [f"{prefix}/{rank}" for rank in ranks]
-    with contextlib.suppress(dist.DistStoreError):  # some are late: what there is counts
+    with contextlib.suppress(dist.DistStoreError):  # some ranks are late: return the others' values
         world.store.wait(keys, timedelta(seconds=timeout_s))
     found: dict[int, bytes] = {}
     for first in range(0, len(keys), CHUNK):
@@ -179,34 +179,34 @@ def _silent(world: World, nodes: dict[str, list[int]], absent: set[int], timeout
     return found
 
 
-def _fail_apart(world: World, findings: Findings, cluster: ClusterConfig) -> None:
-    """Report that components differ. No node is to blame, and none is excluded."""
-    headline, how = diagnosis.remedy(findings.apart, world.workers, cluster)
-    others = "".join(f"; {node}: {'; '.join(why)}" for node, why in findings.problems.items())
-    message = f"{headline}: {'; '.join(findings.apart.values())}. {how}{others}"
+def _fail_mismatch(world: World, results: CheckResults, cluster: ClusterConfig) -> None:
+    """Report that components differ. No node is at fault, and none is excluded."""
+    headline, advice = diagnosis.remedy(results.mismatches, world.workers, cluster)
+    others = "".join(f"; {node}: {'; '.join(why)}" for node, why in results.problems.items())
+    message = f"{headline}: {'; '.join(results.mismatches.values())}. {advice}{others}"
     Failure(world.rank, world.component, world.info.node, VERB, "", message).record(world.info.folder)
     raise BadNodes(headline)
 
 
-def _fail(world: World, findings: Findings) -> None:
-    """Report the bad nodes, and record those that are certainly bad, so that a requeue excludes them.
+def _fail(world: World, results: CheckResults) -> None:
+    """Report the bad nodes, and record those that are certainly bad, so that a requeue excludes them. Raises BadNodes.
 
-    If all of more than two nodes are bad, none is recorded. Raises BadNodes.
+    If all nodes are bad and there are more than two, none is recorded.
     """
-    bad = {node: "; ".join(findings.problems[node]) for node in findings.ranks if node in findings.problems}
-    total = len(findings.ranks)
-    headline, how = f"{len(bad)} of {total} nodes failed the checks" if total > 1 else "the node failed its checks", ""
-    undecided = {node for node, why in findings.problems.items() if all(isinstance(line, diagnosis.Undecided) for line in why)}
-    surely = {node: why for node, why in bad.items() if node not in undecided}
-    if not surely:
-        headline += ", which differ: nobody can tell which is right, so none is left out and the run stops"
-        how = ". Try without the wrong one: sbatch --exclude=NODE ... launch/hetstep.sbatch"
+    bad = {node: "; ".join(results.problems[node]) for node in results.ranks if node in results.problems}
+    total = len(results.ranks)
+    headline, advice = f"{len(bad)} of {total} nodes failed the checks" if total > 1 else "the node failed its checks", ""
+    undecided = {node for node, why in results.problems.items() if all(isinstance(line, diagnosis.Undecided) for line in why)}
+    certain = {node: why for node, why in bad.items() if node not in undecided}
+    if not certain:
+        headline += ", which differ without a majority, so none is excluded and the run stops"
+        advice = ". Try without the wrong one: sbatch --exclude=NODE ... launch/hetstep.sbatch"
     elif len(bad) == total > 2:
-        headline += ", so it is the recipe, or what they share"
+        headline += ", so the cause is the recipe or something that they share"
     else:
-        Attempt(world.info.folder).tell_bad_nodes(surely)
-    message = f"{headline}: {'; '.join(f'{node}: {why}' for node, why in bad.items())}{how}"
+        Attempt(world.info.folder).tell_bad_nodes(certain)
+    message = f"{headline}: {'; '.join(f'{node}: {why}' for node, why in bad.items())}{advice}"
     first = next(iter(bad))
-    rank = findings.ranks[first][0]
+    rank = results.ranks[first][0]
     Failure(rank, world.workers.name(rank), first, VERB, "", message).record(world.info.folder)
     raise BadNodes(headline)

@@ -1,8 +1,8 @@
 """Find outlier nodes: each function takes reports or measurements and returns {node: [what is wrong with it]}.
 
-Among nodes that differ, the majority is right. If a component has no majority, its nodes are compared with those of other
-components, in what all nodes must share (`ONE_FOR_ALL`). If that gives no majority either, all are named and none is excluded
-(`Undecided`). A measurement between two nodes counts against both.
+Among nodes that differ, the majority is right. If a component has no majority, the values that all nodes must share
+(`ONE_FOR_ALL`) are also compared with those of other components. If that gives no majority either, all are named and none is
+excluded (`Undecided`). A measurement between two nodes counts against both.
 """
 
 from __future__ import annotations
@@ -13,34 +13,35 @@ from collections.abc import Iterable, Mapping, Sequence
 
 from pipeline.builds import CUDA, MUST_MATCH, NCCL, TORCH, common_part
 from pipeline.config import ClusterConfig, ComponentConfig, ranks_per_node
-from pipeline.node_checks.network import Link, Pair, sort_out
+from pipeline.node_checks.network import Link, Pair, split_by_speed
 from pipeline.node_checks.probe import NETWORK, GPUReport, NodeReport, RankReport
 from pipeline.world import WorkerGroups
 
 Problems = dict[str, list[str]]
 
 FOREIGN_GB = 3.0
-"""A GPU that is ours alone holds CUDA context and cuBLAS workspace of one process, or of two that share it: under 1 GB each."""
+"""GB that may be in use on a GPU: context and cuBLAS workspace of one process, or of two that share it, under 1 GB each."""
 MEMORY_SHARE = 0.9
-"""Of what a GPU is sold with, what CUDA shows at least: ECC and the driver keep a few percent of some."""
+"""The smallest share of a GPU's nominal memory that CUDA shows: ECC and the driver reserve a few percent on some GPUs."""
 LEAST_FREE_GB = 0.016
-"""Of a temporary folder. In /dev/shm NCCL takes about 10 MB for a connection, gloo and vLLM's queues more; in $TMPDIR compilers
-keep their output. With less than 16 MiB nothing of that starts, and the error that comes then is a bus error without a word."""
+"""Free space that a temporary folder needs. In /dev/shm NCCL takes about 10 MB for a connection, gloo and vLLM's queues more;
+in $TMPDIR compilers keep their output. With less than 16 MiB none of them starts, and they fail by a bus error without a
+message."""
 ONE_FOR_ALL = ("driver", NCCL, NETWORK)
-"""Versions that the nodes of all components have alike: the driver is the node's, whatever the image, and NCCL must be one."""
+"""Versions that must be equal on the nodes of all components: the driver is the node's, whatever the image."""
 
 
 class Undecided(str):
-    """A problem of one of several nodes that differ, without a majority that is right."""
+    """A problem of a node that differs from others, where no majority shows which one is right."""
 
 
 def reports(
     nodes: Mapping[str, list[int]], seen: Mapping[int, RankReport], workers: WorkerGroups, cluster: ClusterConfig
 ) -> Problems:
-    """Return what is wrong with GPUs and nodes, by the reports of ranks."""
+    """Return the problems of GPUs and nodes that the ranks' reports show."""
     found: Problems = {}
 
-    def blame(more: Mapping[str, list[str]]) -> None:
+    def add(more: Mapping[str, list[str]]) -> None:
         for node, why in more.items():
             found.setdefault(node, []).extend(why)
 
@@ -56,19 +57,19 @@ def reports(
             if node not in on and (report := _node_report(seen[r] for r in ranks if r in seen))
         }
         for name in sorted({name for report in by_node.values() for name in report.versions}):
-            # NCCL need not tell its network, and a node that lacks any other of these is an outlier.
-            tell = {node: report for node, report in by_node.items() if name in report.versions or name != NETWORK}
-            values = {node: report.versions.get(name, "none") for node, report in tell.items()}
+            # NCCL may not log its network. A node that lacks any other of these is an outlier.
+            reporting = {node: report for node, report in by_node.items() if name in report.versions or name != NETWORK}
+            values = {node: report.versions.get(name, "none") for node, report in reporting.items()}
             elsewhere = [report.versions[name] for report in others.values() if name in report.versions and name in ONE_FOR_ALL]
-            blame(outliers(values, f"{name} ({component})", elsewhere))
+            add(outliers(values, f"{name} ({component})", elsewhere))
         kinds = {node: " and ".join(sorted({s.gpu.name for s in there if s.gpu and s.gpu.name})) for node, there in on.items()}
-        blame(outliers({node: kind for node, kind in kinds.items() if kind}, f"its GPUs ({component})"))
+        add(outliers({node: kind for node, kind in kinds.items() if kind}, f"its GPUs ({component})"))
         most_gb = max((s.gpu.memory_gb for there in on.values() for s in there if s.gpu), default=0.0)
         for node, there in on.items():
-            blame({node: [*_space(there), *(_gpus(there, config, component, most_gb) if config.gpus_per_node else [])]})
-    blame(_same_gpu(nodes, seen, workers, cluster))
+            add({node: [*_space(there), *(_gpus(there, config, component, most_gb) if config.gpus_per_node else [])]})
+    add(_same_gpu(nodes, seen, workers, cluster))
     code = {node: report.code for node, ranks in nodes.items() if (report := _node_report(seen[r] for r in ranks if r in seen))}
-    blame(outliers(code, "the code in pipeline/ and launch/, digest"))
+    add(outliers(code, "the code in pipeline/ and launch/, digest"))
     return {node: why for node, why in found.items() if why}
 
 
@@ -77,10 +78,15 @@ def _node_report(there: Iterable[RankReport]) -> NodeReport | None:
     return next((report.node for report in there if report.node), None)
 
 
+def _node_reports(ranks: Iterable[int], seen: Mapping[int, RankReport]) -> list[NodeReport]:
+    """Return the node reports of these ranks; only the first rank of a component on a node has one."""
+    return [report.node for rank in ranks if (report := seen.get(rank)) and report.node]
+
+
 def _same_gpu(
     nodes: Mapping[str, list[int]], seen: Mapping[int, RankReport], workers: WorkerGroups, cluster: ClusterConfig
 ) -> Problems:
-    """Return the nodes on which ranks use the same GPU that the recipe does not put there, and which ranks those are."""
+    """Return the nodes on which ranks share a GPU although the recipe does not place them there, with those ranks."""
     found: Problems = {}
     for node, ranks in nodes.items():
         users: dict[str, list[int]] = {}
@@ -92,8 +98,8 @@ def _same_gpu(
             parts = [getattr(cluster, name) for name, count in counts.items() if count > 1]
             crowded = any(ranks_per_node(part) <= part.gpus_per_node for part in parts)
             if crowded or (len(counts) > 1 and not workers.colocated):
-                told = " and ".join(f"rank {rank} ({workers.name(rank)})" for rank in there)
-                found.setdefault(node, []).append(f"{told} use the same GPU {uuid}")
+                users_text = " and ".join(f"rank {rank} ({workers.name(rank)})" for rank in there)
+                found.setdefault(node, []).append(f"{users_text} use the same GPU {uuid}")
     return found
 
 
@@ -117,41 +123,40 @@ def outliers(values: Mapping[str, str], what: str, elsewhere: Sequence[str] = ()
 
 
 def images(seen: Mapping[int, RankReport], workers: WorkerGroups, cluster: ClusterConfig) -> tuple[dict[str, str], list[str]]:
-    """Return ({what: why components cannot form one world}, other differences). Neither blames a node.
+    """Return ({what differs: why components cannot form one world}, other differences). Neither names a node.
 
     Components that share GPUs communicate over gloo, so only torch's release counts there.
     """
-    found: dict[str, dict[str, str]] = {}  # what -> component -> what most of its nodes have
+    found: dict[str, dict[str, str]] = {}  # what -> component -> the value of most of its nodes
     for component in ("train", "generate", "reward"):
-        reports = [seen[rank].node for rank in getattr(workers, component) if rank in seen]
-        there = [node.versions for node in reports if node]
+        there = [node.versions for node in _node_reports(getattr(workers, component), seen)]
         for name in (*MUST_MATCH, NETWORK):
             counts = Counter(versions[name] for versions in there if name in versions)
             usual, number = counts.most_common(1)[0] if counts else ("", 0)
             if 2 * number > counts.total() and (name == TORCH or not workers.colocated):
                 found.setdefault(name, {})[component] = usual
-    told = {TORCH: "torch's release", CUDA: "CUDA's major release"}
+    titles = {TORCH: "torch's release", CUDA: "CUDA's major release"}
     parts = {name: {of: common_part(name, version) for of, version in found.get(name, {}).items()} for name in MUST_MATCH}
     parts[NETWORK] = found.get(NETWORK, {})
-    apart = {name: _apart(told.get(name, name), values, cluster) for name, values in parts.items()}
-    notes = [_apart(f"{name}'s build", found.get(name, {}), cluster) for name in (TORCH, CUDA)]
-    return {name: why for name, why in apart.items() if why}, [why for why in notes if why]
+    mismatches = {name: _difference(titles.get(name, name), values, cluster) for name, values in parts.items()}
+    notes = [_difference(f"{name}'s build", found.get(name, {}), cluster) for name in (TORCH, CUDA)]
+    return {name: why for name, why in mismatches.items() if why}, [why for why in notes if why]
 
 
-def remedy(apart: Mapping[str, str], workers: WorkerGroups, cluster: ClusterConfig) -> tuple[str, str]:
-    """Return (why components cannot form one world, what to try). apart: from `images`, not empty."""
+def remedy(mismatches: Mapping[str, str], workers: WorkerGroups, cluster: ClusterConfig) -> tuple[str, str]:
+    """Return (why components cannot form one world, what to try). mismatches: from `images`, not empty."""
     components = [name for name in ("train", "generate", "reward") if getattr(workers, name)]
     every = " and ".join(f"cluster.{name}" for name in components)
     if len({getattr(cluster, name).container_image for name in components}) > 1:
-        how = "Try images that containers/build.sh made of one version, and the same NCCL_* variables in both (env_vars)"
-        return "the components' images do not form one world", how
-    if set(apart) == {NETWORK}:
+        advice = "Try images that containers/build.sh made of one version, and the same NCCL_* variables in both (env_vars)"
+        return "the components' images do not form one world", advice
+    if set(mismatches) == {NETWORK}:
         return "the components take different networks", f"Try env_vars: {{NCCL_NET: Socket}} in {every}"
-    how = f"Try a python that has the same PyTorch, CUDA and NCCL in {every}"
-    return "the components' installations do not form one world", how
+    advice = f"Try a python that has the same PyTorch, CUDA and NCCL in {every}"
+    return "the components' installations do not form one world", advice
 
 
-def _apart(what: str, values: Mapping[str, str], cluster: ClusterConfig) -> str:
+def _difference(what: str, values: Mapping[str, str], cluster: ClusterConfig) -> str:
     """Return how components differ, with their images if those differ too; "" if they do not."""
     if len(set(values.values())) < 2:
         return ""
@@ -164,7 +169,7 @@ def _apart(what: str, values: Mapping[str, str], cluster: ClusterConfig) -> str:
 
 def _space(there: list[RankReport]) -> list[str]:
     return [
-        f"{folder}: only {free * 1000:.0f} MB can be written; {LEAST_FREE_GB * 1000:.0f} MB at least"
+        f"{folder}: only {free * 1000:.0f} MB can be written; expected at least {LEAST_FREE_GB * 1000:.0f} MB"
         for report in there
         if report.node
         for folder, free in report.node.free_gb.items()
@@ -173,7 +178,7 @@ def _space(there: list[RankReport]) -> list[str]:
 
 
 def _gpus(there: list[RankReport], component: ComponentConfig, name: str, most_gb: float) -> list[str]:
-    """Return what is wrong with a component's GPUs on a node. most_gb: memory of the largest that it has on any node."""
+    """Return the problems of a component's GPUs on a node. most_gb: memory of its largest GPU on any node."""
     own = {report.rank: report.gpu for report in there if report.gpu}
     found = [f"rank {rank}: {gpu.problem}" for rank, gpu in own.items() if gpu.problem]
     visible = {uuid for gpu in own.values() for uuid in gpu.visible}
@@ -192,10 +197,10 @@ def _gpus(there: list[RankReport], component: ComponentConfig, name: str, most_g
 
 
 def _memory(rank: int, gpu: GPUReport, component: ComponentConfig, name: str, most_gb: float) -> list[str]:
-    """Return what is wrong with a GPU's memory. cluster.<component>.gpu is only what the plan takes a GPU for."""
-    asked, found = component.gpu_memory_gb, []
-    if gpu.memory_gb and gpu.memory_gb < MEMORY_SHARE * (asked or most_gb):
-        other = f"by cluster.{name}.gpu_memory_gb it would be {asked:g}" if asked else f"others of {name} have {most_gb:.1f}"
+    """Return the problems of a GPU's memory. cluster.<component>.gpu is not compared: it only names the GPU of the plan."""
+    expected, found = component.gpu_memory_gb, []
+    if gpu.memory_gb and gpu.memory_gb < MEMORY_SHARE * (expected or most_gb):
+        other = f"cluster.{name}.gpu_memory_gb is {expected:g}" if expected else f"others of {name} have {most_gb:.1f}"
         found.append(f"rank {rank}: its GPU ({gpu.name}) has {gpu.memory_gb:.1f} GB; {other}")
     if gpu.used_gb > FOREIGN_GB:
         found.append(f"rank {rank}: {gpu.used_gb:.1f} GB of its GPU {gpu.uuid} are in use before anything is loaded")
@@ -205,72 +210,71 @@ def _memory(rank: int, gpu: GPUReport, component: ComponentConfig, name: str, mo
 def shared(nodes: Mapping[str, list[int]], seen: Mapping[int, RankReport], unread: Mapping[int, str]) -> Problems:
     """Return the nodes that do not share the run folder with rank 0, or rank 0's node if most do not.
 
-    unread: by rank, why rank 0 could not read its marker.
+    unread: rank -> why rank 0 could not read the rank's marker.
     """
-    apart: Problems = {}
+    separate: Problems = {}
     for node, ranks in nodes.items():
-        reports = [seen[rank].node for rank in ranks if rank in seen]
-        why = [report.shared for report in reports if report and report.shared]
-        why += [f"rank 0 cannot see what it wrote: {unread[rank]}" for rank in ranks if rank in unread]
+        why = [node.shared for node in _node_reports(ranks, seen) if node.shared]
+        why += [f"rank 0 cannot read its marker: {unread[rank]}" for rank in ranks if rank in unread]
         if why:
-            apart[node] = [f"the run folder is not the others': {line}" for line in why]
-    if not apart or (len(nodes) > 2 and len(apart) <= len(nodes) / 2):
-        return apart
-    home = next(node for node, ranks in nodes.items() if 0 in ranks)
+            separate[node] = [f"it does not share the run folder with rank 0: {line}" for line in why]
+    if not separate or (len(nodes) > 2 and len(separate) <= len(nodes) / 2):
+        return separate
+    first = next(node for node, ranks in nodes.items() if 0 in ranks)
     if len(nodes) == 2:
-        return {home: [f"it does not share the run folder with {next(iter(apart))}"], **apart}
-    why = f"it does not share the run folder with {len(apart)} of {len(nodes)} nodes; {next(iter(apart))} says: "
-    return {node: [why + next(iter(apart.values()))[0]] for node in nodes if node not in apart}
+        return {first: [f"it does not share the run folder with {next(iter(separate))}"], **separate}
+    why = f"it does not share the run folder with {len(separate)} of {len(nodes)} nodes; {next(iter(separate))} reports: "
+    return {node: [why + next(iter(separate.values()))[0]] for node in nodes if node not in separate}
 
 
 def links(names: Mapping[int, str], measured: Mapping[Pair, Link], least: float | None) -> Problems:
     """Return the nodes with only slow links, and both ends of a slow link between nodes that have fast ones."""
-    slow, cleared = sort_out(dict(measured), least)
-    dead: Problems = {}
-    tardy: Problems = {}
+    slow, fast = split_by_speed(dict(measured), least)
+    dead_links: Problems = {}
+    slow_links: Problems = {}
     for (one, other), link in measured.items():
         for rank, peer in ((one, other), (other, one)):
-            if not (rank in slow or {rank, peer} <= set(cleared)):
+            if not (rank in slow or {rank, peer} <= set(fast)):
                 continue
             if link.problem:
-                dead.setdefault(names[rank], []).append(f"{names[peer]} ({link.problem})")
+                dead_links.setdefault(names[rank], []).append(f"{names[peer]} ({link.problem})")
             elif least is not None and link.gb_per_s < least:
-                tardy.setdefault(names[rank], []).append(f"{link.gb_per_s:.3g} GB/s to {names[peer]}")
-    found = {node: [f"no network to {' and '.join(ways)}"] for node, ways in dead.items()}
-    for node, ways in tardy.items():
-        found.setdefault(node, []).append(f"a slow network, {', '.join(ways)}; cluster.node_checks.min_gb_per_s is {least:g}")
+                slow_links.setdefault(names[rank], []).append(f"{link.gb_per_s:.3g} GB/s to {names[peer]}")
+    found = {node: [f"no network to {' and '.join(peers)}"] for node, peers in dead_links.items()}
+    for node, speeds in slow_links.items():
+        found.setdefault(node, []).append(f"a slow network, {', '.join(speeds)}; cluster.node_checks.min_gb_per_s is {least:g}")
     return found
 
 
 def clocks(names: Mapping[int, str], measured: Mapping[Pair, Link], most: float) -> Problems:
     """Return the nodes whose clock differs from the median by more than `most` seconds plus the error of the measurement."""
-    skews = against_first(measured)
+    skews = clock_offsets(measured)
     middle = statistics.median(skew for skew, _ in skews.values()) if len(skews) > 2 else 0.0
     off = {rank: skew - middle for rank, (skew, error) in skews.items() if abs(skew - middle) - error > most}
     if len(skews) == 2 and off:
         off = {0: -sum(off.values()), **off}
-    than = "the others'" if len(skews) > 2 else "the other's"
+    others = "the others'" if len(skews) > 2 else "the other's"
     bound = f"cluster.node_checks.max_clock_skew_s is {most:g}"
     return {
-        names[rank]: [f"its clock is {abs(skew):.3f} s {'ahead of' if skew > 0 else 'behind'} {than}; {bound}"]
+        names[rank]: [f"its clock is {abs(skew):.3f} s {'ahead of' if skew > 0 else 'behind'} {others}; {bound}"]
         for rank, skew in off.items()
     }
 
 
-def against_first(measured: Mapping[Pair, Link]) -> dict[int, tuple[float, float]]:
-    """Return by rank (seconds that its clock is ahead of rank 0's, error), summed along the shortest path of links.
+def clock_offsets(measured: Mapping[Pair, Link]) -> dict[int, tuple[float, float]]:
+    """Return {rank: (seconds that its clock is ahead of rank 0's, error)}, summed along the shortest path of links.
 
-    So no rank has to compare its clock with all others. The error over 500 nodes is that of 500 half round trips, some 50 ms.
+    No rank has to compare its clock with all others. Over 500 nodes the errors of 500 half round trips add up to about 50 ms.
     """
-    beside: dict[int, list[tuple[int, float, float]]] = {}
+    neighbours: dict[int, list[tuple[int, float, float]]] = {}
     for (opener, other), link in measured.items():
         if link.error_s:
-            beside.setdefault(opener, []).append((other, link.ahead_s, link.error_s))
-            beside.setdefault(other, []).append((opener, -link.ahead_s, link.error_s))
-    reached = {0: (0.0, 0.0)} if 0 in beside else {}
+            neighbours.setdefault(opener, []).append((other, link.ahead_s, link.error_s))
+            neighbours.setdefault(other, []).append((opener, -link.ahead_s, link.error_s))
+    reached = {0: (0.0, 0.0)} if 0 in neighbours else {}
     queue = list(reached)
     for rank in queue:
-        for peer, ahead, error in beside[rank]:
+        for peer, ahead, error in neighbours[rank]:
             if peer not in reached:
                 reached[peer] = (reached[rank][0] + ahead, reached[rank][1] + error)
                 queue.append(peer)

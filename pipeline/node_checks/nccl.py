@@ -1,11 +1,11 @@
-"""Which network NCCL takes in a component's image, as NCCL itself says in its log when it makes a communicator of one rank.
+"""Find the network that NCCL chooses in a component's image, from NCCL's log of a communicator of one rank.
 
-NCCL takes the first of these that finds a device: a plugin (libnccl-net.so, or what NCCL_NET_PLUGIN names), its own InfiniBand
-and RoCE, sockets (ncclNetInit in NCCL's src/plugin/net.cc). What an image brings decides it: NVIDIA's images bring a plugin,
-and without libibverbs or the devices of /dev/infiniband sockets are left. Ranks that took different ones cannot connect, and
-wait for ever (NVIDIA/nccl#1357), so this is asked before any communicator between images is made.
+NCCL chooses the first of these that finds a device: a plugin (libnccl-net.so, or the one that NCCL_NET_PLUGIN names), its own
+InfiniBand and RoCE, sockets (ncclNetInit in NCCL's src/plugin/net.cc). The choice depends on the image: NVIDIA's images contain
+a plugin, and without libibverbs or the devices of /dev/infiniband only sockets remain. Ranks with different networks cannot
+connect and wait forever (NVIDIA/nccl#1357), so this check runs before any communicator between images is made.
 
-The log is made in a process of its own, so that nothing of it stays in this one: neither memory of the GPU nor a log level.
+A separate process makes the communicator, so that this one keeps neither its GPU memory nor its log level.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import sys
 from pathlib import Path
 
 PROBE_S = 40.0
-"""For CUDA to start on one GPU and for NCCL to look for devices."""
+"""Seconds for CUDA to start on one GPU and for NCCL to look for devices."""
 USING = re.compile(r"NCCL INFO .*?Using network (.+)$", re.M)  # src/init.cc
 UNIQUE_ID_BYTES = 128  # nccl.h
 
@@ -28,15 +28,15 @@ class _UniqueId(ctypes.Structure):
 
 
 def library() -> str | None:
-    """Return the path of the NCCL that torch has loaded into this process, or None where that cannot be told."""
+    """Return the path of the NCCL that torch has loaded into this process, or None if none is loaded."""
     paths = re.findall(r"\s(/\S*libnccl\.so\S*)$", Path("/proc/self/maps").read_text(), re.M)
     return paths[0] if paths else None
 
 
 def network(uuid: str) -> str:
-    """Return the name of the network that NCCL takes on the GPU with this uuid, such as "IB", "Socket" or "AWS Libfabric".
+    """Return the name of the network that NCCL chooses on the GPU with this uuid, such as "IB", "Socket" or "AWS Libfabric".
 
-    "" where NCCL does not say: then there is nothing to compare, and a communicator of all ranks will tell.
+    Returns "" if NCCL does not log it: then nodes are not compared, and the first communicator of all ranks shows a mismatch.
     """
     path = library()
     if path is None:
@@ -48,17 +48,17 @@ def network(uuid: str) -> str:
         answer = subprocess.run(command, env=environment, capture_output=True, text=True, errors="replace", timeout=PROBE_S)
     except (OSError, subprocess.TimeoutExpired):
         return ""
-    return said(answer.stdout)
+    return parse_network(answer.stdout)
 
 
-def said(log: str) -> str:
+def parse_network(log: str) -> str:
     """Return the network that NCCL's log names, "" if it names none."""
     found = USING.findall(log)
     return found[-1].strip() if found else ""
 
 
 def main(path: str) -> int:
-    """Make a communicator of one rank on the first visible GPU, and end: NCCL logs to stdout. Returns NCCL's status."""
+    """Make a communicator of one rank on the first visible GPU, and return NCCL's status. NCCL logs to stdout."""
     nccl = ctypes.CDLL(path)
     nccl.ncclCommInitRank.argtypes = (ctypes.POINTER(ctypes.c_void_p), ctypes.c_int, _UniqueId, ctypes.c_int)
     identity, communicator = _UniqueId(), ctypes.c_void_p()

@@ -24,8 +24,8 @@ import torch.distributed as dist
 
 from pipeline.world import World
 
-TURNS = 2  # the ring; then once more
-MOST_ROUNDS = 8  # of the second turn
+TURNS = 2  # the ring, then the second measurement
+MOST_ROUNDS = 8  # of the second measurement
 LINK_S = 20.0
 """Time limit of one message. The first has 1 MiB, so a link below 50 kB/s counts as broken."""
 PINGS = 5
@@ -44,9 +44,9 @@ class Link(msgspec.Struct, array_like=True):
 
     opener: int
     other: int
-    gb_per_s: float = 0.0  # one way, the mean of there and back; 0 if it is dead
-    ahead_s: float = 0.0  # the other's clock, of the opener's
-    error_s: float = 0.0  # how wrong that may be: half the shortest round trip (Cristian 1989); 0: not known at all
+    gb_per_s: float = 0.0  # the mean of both directions; 0 if the link is dead
+    ahead_s: float = 0.0  # seconds that the other's clock is ahead of the opener's
+    error_s: float = 0.0  # bound on the error of ahead_s: half the shortest round trip (Cristian 1989); 0: not measured
     problem: str = ""
 
 
@@ -55,39 +55,39 @@ def bound_s(rounds: int) -> float:
     return (rounds + 1) * 2 * LINK_S
 
 
-# ---- who with whom ----------------------------------------------------------------------------------------------------------
+# ---- pairs and rounds -------------------------------------------------------------------------------------------------------
 
 
 def ring(members: list[int]) -> Rounds:
     """Return the pairs of a ring, in rounds. members: the first rank of each node, in the ring's order."""
     around = zip(members, members[1:] + members[:1], strict=True)
     pairs = [(min(pair), max(pair)) for pair in around]
-    return _in_rounds(pairs if len(pairs) > 2 else pairs[1:])  # two nodes have one way between them, one has none
+    return _in_rounds(pairs if len(pairs) > 2 else pairs[1:])  # two nodes have one link, a single node has none
 
 
-def again(links: dict[Pair, Link], least: float | None) -> Rounds:
+def remeasure_pairs(links: dict[Pair, Link], least: float | None) -> Rounds:
     """Return the pairs to measure once more.
 
-    These are nodes without a fast link, each with a node that has one, and slow links, not dead ones, between two of the
-    latter.
+    Each node without a fast link gets a partner that has one. Slow links, but not dead ones, between two nodes that have fast
+    links are measured again, too.
     """
-    suspects, cleared = sort_out(links, least)
-    if not cleared:
+    suspects, fast = split_by_speed(links, least)
+    if not fast:
         return []
-    apart = {pair: link for pair, link in links.items() if not suspects & set(pair) and not link.problem}
-    pairs = [pair for pair, link in apart.items() if _slow(link, least)]
+    between_fast = {pair: link for pair, link in links.items() if not suspects & set(pair) and not link.problem}
+    pairs = [pair for pair, link in between_fast.items() if _slow(link, least)]
     for i, suspect in enumerate(sorted(suspects)):
-        turned = [*cleared[i % len(cleared) :], *cleared[: i % len(cleared)]]  # the helpers take turns
-        tries = [(min(suspect, helper), max(suspect, helper)) for helper in turned]
+        partners = [*fast[i % len(fast) :], *fast[: i % len(fast)]]  # spread the suspects over the partners
+        tries = [(min(suspect, partner), max(suspect, partner)) for partner in partners]
         pairs.append(next((pair for pair in tries if pair not in links), tries[0]))
     return _in_rounds(pairs)[:MOST_ROUNDS]
 
 
-def sort_out(links: dict[Pair, Link], least: float | None) -> tuple[set[int], list[int]]:
+def split_by_speed(links: dict[Pair, Link], least: float | None) -> tuple[set[int], list[int]]:
     """Return (ranks that have only slow links, ranks that have a fast one)."""
-    everyone = {rank for pair in links for rank in pair}
-    cleared = {rank for pair, link in links.items() if not _slow(link, least) for rank in pair}
-    return everyone - cleared, sorted(cleared)
+    ranks = {rank for pair in links for rank in pair}
+    fast = {rank for pair, link in links.items() if not _slow(link, least) for rank in pair}
+    return ranks - fast, sorted(fast)
 
 
 def _slow(link: Link, least: float | None) -> bool:
@@ -136,12 +136,12 @@ def _measure(world: World, link: Link, peer: int, key: str, timeout_s: float) ->
     try:
         world.store.wait([f"{key}/{peer}"], timedelta(seconds=timeout_s))
     except dist.DistStoreError:
-        link.problem = f"its rank {peer} has not come within {timeout_s:g} s"
+        link.problem = f"its rank {peer} has not started the exchange within {timeout_s:g} s"
         return link
     try:
         both = {world.carrier.type, world.store.get(f"{key}/{peer}").decode()}
         wire = Wire(world, peer, world.carrier if both == {"cuda"} else torch.device("cpu"))
-        wire.run(wire.ask if world.rank == link.opener else wire.answer, link)
+        wire.run(wire.measure if world.rank == link.opener else wire.answer, link)
     except (RuntimeError, TimeoutError) as error:  # gloo's and NCCL's are RuntimeErrors
         link.problem = str(error).partition("\n")[0][:200] or type(error).__name__
     return link
@@ -152,38 +152,38 @@ class Wire:
 
     def __init__(self, world: World, peer: int, device: torch.device):
         self._group, self._peer, self._device = world.spanning, peer, device
-        self._went_on = time.monotonic()
+        self._progress_at = time.monotonic()
         self._error: Exception | None = None
 
-    def run(self, talk: Callable[[Link], None], link: Link) -> None:
-        """Run `talk` in a thread. Raises its error, and TimeoutError if a message takes LINK_S."""
-        thread = threading.Thread(target=self._talk, args=(talk, link), name=f"wire to {self._peer}", daemon=True)
+    def run(self, script: Callable[[Link], None], link: Link) -> None:
+        """Run `script`, `measure` or `answer`, in a thread. Raises its error, and TimeoutError if a message takes LINK_S."""
+        thread = threading.Thread(target=self._run_script, args=(script, link), name=f"wire to {self._peer}", daemon=True)
         thread.start()
         while thread.is_alive():
-            if (left := self._went_on + LINK_S - time.monotonic()) < 0:
+            if (left := self._progress_at + LINK_S - time.monotonic()) < 0:
                 raise TimeoutError(f"no answer for {LINK_S:g} s")
             thread.join(left + 0.001)
         if self._error:
             raise self._error
 
-    def _talk(self, talk: Callable[[Link], None], link: Link) -> None:
+    def _run_script(self, script: Callable[[Link], None], link: Link) -> None:
         try:
             if self._device.type == "cpu":
-                talk(link)
+                script(link)
             else:
                 with torch.cuda.device(self._device), torch.cuda.stream(torch.cuda.Stream()):  # another's may be stuck
-                    talk(link)
+                    script(link)
         except Exception as error:
             self._error = error
 
-    def ask(self, link: Link) -> None:
+    def measure(self, link: Link) -> None:
         """Run the opener's part."""
         ahead_s, error_s = self._compare_clocks()
-        self._there_and_back(1)  # with the first message NCCL makes a communicator, which takes seconds
-        seconds = self._there_and_back(PROBE_BYTES)
+        self._round_trip(1)  # with the first message NCCL makes a communicator, which takes seconds
+        seconds = self._round_trip(PROBE_BYTES)
         size = int(min(MOST_BYTES, max(PROBE_BYTES, PROBE_BYTES * GOAL_S / (seconds / 2))))
         self._send(torch.tensor([size]))
-        speed = 2 * size / self._there_and_back(size) / 1e9
+        speed = 2 * size / self._round_trip(size) / 1e9
         link.ahead_s, link.error_s, link.gb_per_s = ahead_s, error_s, speed
 
     def answer(self, link: Link) -> None:
@@ -191,9 +191,9 @@ class Wire:
         for _ in range(PINGS):
             self._receive(torch.zeros(1, dtype=torch.float64))
             self._send(torch.tensor([time.time()], dtype=torch.float64))
-        self._back(1)
-        self._back(PROBE_BYTES)
-        self._back(int(self._receive(torch.tensor([0]))))
+        self._echo(1)
+        self._echo(PROBE_BYTES)
+        self._echo(int(self._receive(torch.tensor([0]))))
 
     def _compare_clocks(self) -> tuple[float, float]:
         """Return the seconds that the other's clock is ahead, and the error, by the shortest of some round trips."""
@@ -207,7 +207,7 @@ class Wire:
                 best = (theirs - (start + half), half)
         return best
 
-    def _there_and_back(self, size: int) -> float:
+    def _round_trip(self, size: int) -> float:
         """Return the seconds that a message takes there and back."""
         message = torch.zeros(size, dtype=torch.uint8, device=self._device)
         start = time.perf_counter()
@@ -215,7 +215,7 @@ class Wire:
         self._receive(message)
         return time.perf_counter() - start
 
-    def _back(self, size: int) -> None:
+    def _echo(self, size: int) -> None:
         message = torch.zeros(size, dtype=torch.uint8, device=self._device)
         self._send(self._receive(message))
 
@@ -231,4 +231,4 @@ class Wire:
         work.wait()
         if self._device.type == "cuda":
             torch.cuda.current_stream().synchronize()  # NCCL's wait is the stream's
-        self._went_on = time.monotonic()
+        self._progress_at = time.monotonic()

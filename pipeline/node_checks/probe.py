@@ -1,6 +1,6 @@
-"""Report what a rank finds about its GPU, and the first rank of a component about its node. Nothing is judged here.
+"""Probe each rank's GPU, and the node by the first rank of a component on it. `diagnosis.py` compares the reports.
 
-An error of a broken node becomes a `problem` in the report, so that rank 0 learns of it instead of losing the rank.
+An error of a broken node becomes a `problem` in the report, so that rank 0 can name the node instead of losing the rank.
 """
 
 from __future__ import annotations
@@ -27,38 +27,38 @@ from pipeline.world import RankInfo
 ROOT = Path(__file__).parents[2]
 SOURCES = ("pipeline", "launch")
 SHARED_S = 15.0
-"""How long another node's file may take to be seen. Its name is new, so no NFS client has cached that it does not exist
-(lookupcache, nfs(5)); this is for a slow server."""
+"""Seconds until another node's file must be readable. Its name is new, so no NFS client has cached that it does not exist
+(lookupcache, nfs(5)); this time is for a slow server."""
 NETWORK = "NCCL's network"
-"""Told among a component's versions, beside those of pipeline/builds.py."""
+"""Reported among a component's versions, besides those of pipeline/builds.py."""
 DRIVERS = {12: 525, 13: 580}
-"""The oldest driver for a release of CUDA (its release notes, "CUDA Driver"), but for data-center GPUs with cuda-compat."""
+"""Major release of CUDA -> its oldest driver (release notes, "CUDA Driver"); data-center GPUs with cuda-compat accept older."""
 SMI_S = 20.0
-"""For nvidia-smi, which takes up to some seconds where no persistence daemon runs. A driver that is stuck never answers."""
+"""Seconds for nvidia-smi, which takes several without a persistence daemon. A driver that is stuck never answers."""
 
 
 class GPUReport(msgspec.Struct, array_like=True):
-    """A GPU, as its rank sees it."""
+    """The state of a GPU, reported by its rank."""
 
     uuid: str = ""
     name: str = ""
-    memory_gb: float = 0.0  # units of 10^9 bytes, as all here
-    used_gb: float = 0.0  # by whomever, with this process's own CUDA context
-    visible: list[str] = []  # the uuids of all that it may use
+    memory_gb: float = 0.0  # 10^9 bytes, as everywhere here
+    used_gb: float = 0.0  # by all processes, including this one's CUDA context
+    visible: list[str] = []  # the uuids of all GPUs that the rank may use
     problem: str = ""
 
 
 class NodeReport(msgspec.Struct, array_like=True):
-    """A node, as a component sees it: containers may differ."""
+    """The state of a node inside a component's container; containers may differ."""
 
     code: str  # digest of the sources
     versions: dict[str, str]
-    free_gb: dict[str, float]  # folder -> what may still be written there
-    memory_gb: float  # available
-    shared: str = ""  # why the shared folder is not as it should be
+    free_gb: dict[str, float]  # folder -> GB that can still be written
+    memory_gb: float  # available, 10^9 bytes
+    shared: str = ""  # why the run folder is not shared; empty if it is
     errors: dict[str, int] = {}  # uncorrected memory errors of each GPU, by uuid
-    driver: str = ""  # why nvidia-smi did not tell those
-    cpu: str = ""  # e.g. "32 x AMD EPYC 9454": those that the job may use
+    driver: str = ""  # why nvidia-smi did not report them
+    cpu: str = ""  # e.g. "32 x AMD EPYC 9454": the CPUs that the job may use
 
 
 class RankReport(msgspec.Struct, array_like=True):
@@ -71,7 +71,7 @@ class RankReport(msgspec.Struct, array_like=True):
 
 
 def probe_rank(info: RankInfo, device: torch.device, component: ComponentConfig, token: str) -> RankReport:
-    """Return this rank's report. token: what rank 0 wrote into the shared folder; empty if there is only one node."""
+    """Return this rank's report. token: of rank 0's marker in the shared folder; empty if there is only one node."""
     start = time.perf_counter()
     uses_gpus = component.gpus_per_node > 0
     gpu = probe_gpu(device) if uses_gpus else None
@@ -102,7 +102,7 @@ def probe_gpu(device: torch.device) -> GPUReport:
 
 
 def _driver_note(cuda: str | None, driver: str | None) -> str:
-    """Return why that may be, "" if it is not known. cuda: the release that torch is built for, such as "13.0"."""
+    """Return why torch may find no GPU, "" if unknown. cuda: the release that torch is built for, such as "13.0"."""
     if cuda is None:
         return f": {torch.__version__} is built without CUDA"
     if driver is None:
@@ -114,7 +114,7 @@ def _driver_note(cuda: str | None, driver: str | None) -> str:
 
 
 def check_matmul(device: torch.device) -> str:
-    """Return what is wrong with matrix products of zeros and ones, 128 terms a sum: exact in both precisions on any device."""
+    """Return what is wrong with products of 0/1 matrices, or "". Sums of 128 terms are exact in both precisions."""
     draw = torch.Generator().manual_seed(0)
     one, other = (torch.randint(0, 2, size, generator=draw).float() for size in ((1024, 128), (128, 1024)))
     right = one @ other
@@ -189,8 +189,8 @@ def driver_version() -> str | None:
     path = Path("/proc/driver/nvidia/version")
     if not path.exists():
         return None
-    words = path.read_text().split()  # "NVRM version: NVIDIA UNIX x86_64 Kernel Module  535.104.05  Sat Aug 19 ..."
-    return next((word for word in words if word[0].isdigit() and word.count(".") >= 1), "unknown")
+    parts = path.read_text().split()  # "NVRM version: NVIDIA UNIX x86_64 Kernel Module  535.104.05  Sat Aug 19 ..."
+    return next((part for part in parts if part[0].isdigit() and part.count(".") >= 1), "unknown")
 
 
 def free_space() -> dict[str, float]:
@@ -202,13 +202,13 @@ def _free_gb(folder: str) -> float:
     try:
         tempfile.TemporaryFile(dir=folder).close()
         return _statvfs_gb(folder)
-    except OSError:  # not there, read-only, or full
+    except OSError:  # missing, read-only, or full
         return 0.0
 
 
 def _statvfs_gb(folder: str) -> float:
-    of = os.statvfs(folder)
-    return of.f_bavail * of.f_frsize / 1e9
+    stats = os.statvfs(folder)
+    return stats.f_bavail * stats.f_frsize / 1e9
 
 
 def available_memory() -> float:
@@ -265,17 +265,17 @@ def _file(info: RankInfo, rank: int, token: str) -> Path:
 
 
 def _content(rank: int, token: str) -> str:
-    """Return random text, so that no copy of the folder holds it."""
+    """Return the marker's text. The token is random, so a copy of the folder cannot contain it."""
     return f"{rank} {token}"
 
 
 def _misread(info: RankInfo, rank: int, token: str, deadline: float) -> str:
-    """Return why it cannot be seen what `rank` wrote; '' as soon as it can."""
+    """Wait until the marker of `rank` is readable. Return "", or after `deadline` why it is not."""
     path, expected = _file(info, rank, token), _content(rank, token)
     while True:
         try:
             content = path.read_text()
-            why = f"{path} holds something else ({len(content)} characters, not {len(expected)})"
+            why = f"{path} has other content ({len(content)} characters, not {len(expected)})"
         except (OSError, UnicodeDecodeError) as error:
             content, why = None, f"{path}: {getattr(error, 'strerror', 'it is not text')}"
         if content == expected:

@@ -212,7 +212,7 @@ class RefitSchedule:
 
     @cached_property
     def _first_needing(self) -> np.ndarray:
-        """Whether a row of `needed` is the first that needs its box, [rows] bool."""
+        """[rows] bool: True if a row of `needed` is the first that needs its box."""
         found = np.zeros(len(self.needed.box), bool)
         found[np.unique(self.needed.box, return_index=True)[1]] = True
         return found

@@ -166,7 +166,7 @@ class EpisodeDriver:
 
     @property
     def _may_begin(self) -> bool:
-        """Whether an episode can begin now."""
+        """True if an episode can begin now."""
         unbegun = self._urgent or self._waiting
         return bool(unbegun) and not self._draining and len(self._active) < self._max_num_seqs
 

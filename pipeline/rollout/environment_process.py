@@ -211,7 +211,7 @@ class _Process:
 
     @property
     def worn_out(self) -> bool:
-        """Whether the process asked to be replaced."""
+        """True if the process requested its replacement."""
         return self.handle.poll() == environment_server.EXIT_WORN_OUT
 
     def close(self) -> None:

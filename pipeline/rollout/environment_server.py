@@ -38,7 +38,7 @@ from pipeline.sandbox import linux
 logger = logging.getLogger(__name__)
 
 NAME = b"hetstep-env"
-"""As ps and top show it: 15 bytes at most."""
+"""The process name that ps and top show; at most 15 bytes."""
 OOM_SCORE = 500
 """See linux.raise_oom_score. A rank has 0, the guard of a sandboxed program 999."""
 MAX_OPEN_CALLS = 1 << 20

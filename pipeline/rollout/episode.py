@@ -51,7 +51,7 @@ class Episode:
 
     @property
     def last_turn(self) -> bool:
-        """Whether the turn that is being drawn or judged is the policy's last."""
+        """True if the turn that is being sampled or scored is the policy's last."""
         return self.cut or len(self.turns) + 1 >= self.work.max_turns
 
     @property

@@ -71,7 +71,7 @@ class Future:
 
     @property
     def done(self) -> bool:
-        """Whether every rank has replied to the end."""
+        """True if every rank has sent its whole reply."""
         return not self._missing
 
     def accept(self, ranks: list[int], body: bytes, more: bool) -> None:
@@ -190,7 +190,7 @@ class RpcClient:
                 self._arriving = None
         with self._lock:
             future = self._futures[answer.call]
-            self._world.timeline.heard(future.component, answer.account)
+            self._world.timeline.add_account(future.component, answer.account)
             future.accept(answer.ranks, body, answer.more)
         self.settle(answer.call)
 

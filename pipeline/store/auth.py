@@ -5,9 +5,9 @@
     server -> client    HMAC(key, "server", both nonces), or REFUSED
 then messages both ways, each as: length, HMAC(the connection's key for this direction, the message's number, message), message.
 
-Each end contributes a nonce, so a handshake is valid for one connection. Messages are numbered, so a message that somebody
-repeats, drops, moves or forges does not verify. All HMACs are HMAC-SHA256 (RFC 2104).
-Left out: secrecy. Whoever listens on the network reads the messages, but not the key.
+Each end contributes a nonce, so a handshake is valid for one connection. Messages are numbered, so a repeated, dropped,
+reordered or forged message fails verification. All HMACs are HMAC-SHA256 (RFC 2104).
+Left out: secrecy. An eavesdropper on the network can read the messages, but not the key.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class Refused(PermissionError):
 
 
 def attempt_key(run_dir: Path, attempt: str, wait_s: float = 10.0) -> bytes:
-    """Return the key of one attempt, derived from the run's secret; it excludes ranks of earlier attempts.
+    """Return the key of one attempt, derived from the run's secret. Ranks of earlier attempts have other keys.
 
     Waits `wait_s` for a shared file system to show the secret. Raises FileNotFoundError, PermissionError if others may read the
     file, or it is a link or another user's, and ValueError if it is not 32 bytes in hex.
@@ -128,7 +128,7 @@ def challenge() -> bytes:
 def answer(key: bytes, challenge: bytes) -> bytes:
     """Return the client's reply to a challenge. Raises AuthenticationError if the greeting is wrong."""
     if not challenge.startswith(GREETING):
-        raise AuthenticationError("the server there is no store of a run")
+        raise AuthenticationError("the server at this address is no store of a run")
     nonce = os.urandom(NONCE)
     return nonce + keyed_hmac(key, b"client", challenge + nonce)
 
@@ -149,7 +149,7 @@ def open_channel(key: bytes, challenge: bytes, answer: bytes, proof: bytes) -> C
         raise Refused("the store of rank 0 refuses this rank: its secret or its attempt is another one")
     both = challenge + answer[:NONCE]
     if not hmac.compare_digest(proof, keyed_hmac(key, b"server", both)):
-        raise AuthenticationError("the server there does not know this attempt's secret")
+        raise AuthenticationError("the server at this address does not know this attempt's secret")
     return Channel(keyed_hmac(key, b"to server", both), keyed_hmac(key, b"to client", both))
 
 
@@ -166,10 +166,10 @@ def connect(address: tuple[str, int], key: bytes, deadline: float) -> tuple[sock
         try:
             connection = socket.create_connection(address, timeout=AUTH_TIMEOUT_S)
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            said = receive(connection, CHALLENGE, until)
-            own = answer(key, said)
+            first = receive(connection, CHALLENGE, until)
+            own = answer(key, first)
             connection.sendall(own)
-            return connection, open_channel(key, said, own, receive(connection, MAC, until))
+            return connection, open_channel(key, first, own, receive(connection, MAC, until))
         except (OSError, AuthenticationError) as error:
             if connection:
                 connection.close()

@@ -55,7 +55,7 @@ class RunStore(Store):
 
     # ---- the connection -----------------------------------------------------------------------------------------------------
 
-    def _speak(self, request: table.StoreRequest | None, replied: bool, timeout_s: float = 0.0) -> bytes:
+    def _round_trip(self, request: table.StoreRequest | None, replied: bool, timeout_s: float = 0.0) -> bytes:
         """Send a request, if there is one, and return the reply, if one follows."""
         message = _encode(request) if request else None
         with self._turn:
@@ -75,12 +75,12 @@ class RunStore(Store):
                 self._socket.close()
                 raise
 
-    def _ask(self, request: table.StoreRequest, timeout_s: float = 0.0) -> Any:
+    def _request(self, request: table.StoreRequest, timeout_s: float = 0.0) -> Any:
         """Send a request and return its value. timeout_s: how long the store itself may wait before it replies."""
-        reply = _decode(self._speak(request, True, timeout_s))
+        reply = _decode(self._round_trip(request, True, timeout_s))
         if reply.error == table.TIMED_OUT:
-            what = request.queue if isinstance(request, table.Pop) else ", ".join(getattr(request, "keys", ()))
-            raise dist.DistStoreError(f"the store has no {what} after {timeout_s:g} s")
+            slot = request.queue if isinstance(request, table.Pop) else ", ".join(getattr(request, "keys", ()))
+            raise dist.DistStoreError(f"the store has no {slot} after {timeout_s:g} s")
         if reply.error == table.EMPTY and isinstance(request, table.Pop):
             raise dist.QueueEmptyError(f"the queue {request.queue} is empty")
         if reply.error:
@@ -99,7 +99,7 @@ class RunStore(Store):
 
     @override
     def set(self, key: str, value: str | bytes) -> None:
-        self._ask(table.Set(key, _bytes(value)))
+        self._request(table.Set(key, _bytes(value)))
 
     @override
     def get(self, key: str) -> bytes:
@@ -110,57 +110,57 @@ class RunStore(Store):
         timeout_s = self._seconds()
         values: list[bytes] = []
         while len(values) < len(keys):
-            values += self._ask(table.Get(keys[len(values) :], timeout_s), timeout_s)
+            values += self._request(table.Get(keys[len(values) :], timeout_s), timeout_s)
         return values
 
     def multi_set(self, keys: list[str], values: list[str | bytes]) -> None:
         """Set several keys in one request."""
-        self._ask(table.MultiSet(keys, [_bytes(value) for value in values]))
+        self._request(table.MultiSet(keys, [_bytes(value) for value in values]))
 
     @override
     def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:
-        self._ask(table.Wait(keys, self._seconds(timeout)), self._seconds(timeout))
+        self._request(table.Wait(keys, self._seconds(timeout)), self._seconds(timeout))
 
     @override
     def add(self, key: str, amount: int) -> int:
-        return self._ask(table.Add(key, amount))
+        return self._request(table.Add(key, amount))
 
     def append(self, key: str, value: str | bytes) -> None:
         """Append to the value of a key, which begins empty."""
-        self._ask(table.Append(key, _bytes(value)))
+        self._request(table.Append(key, _bytes(value)))
 
     @override
     def compare_set(self, key: str, expected_value: str | bytes, desired_value: str | bytes) -> bytes:
-        return self._ask(table.CompareSet(key, _bytes(expected_value), _bytes(desired_value)))
+        return self._request(table.CompareSet(key, _bytes(expected_value), _bytes(desired_value)))
 
     @override
     def check(self, keys: list[str]) -> bool:
-        return self._ask(table.HasKeys(keys))
+        return self._request(table.HasKeys(keys))
 
     @override
     def delete_key(self, key: str) -> bool:
-        return self._ask(table.Delete(key))
+        return self._request(table.Delete(key))
 
     @override
     def num_keys(self) -> int:
-        return self._ask(table.Count())
+        return self._request(table.Count())
 
     @override
     def list_keys(self) -> list[str]:
-        return self._ask(table.List())
+        return self._request(table.List())
 
     @override
     def queue_push(self, key: str, value: str | bytes) -> None:
-        self._ask(table.Push(key, _bytes(value)))
+        self._request(table.Push(key, _bytes(value)))
 
     @override
     def queue_pop(self, key: str, block: bool = True) -> bytes:
         timeout_s = self._seconds() if block else 0.0
-        return self._ask(table.Pop(key, timeout_s), timeout_s)
+        return self._request(table.Pop(key, timeout_s), timeout_s)
 
     @override
     def queue_len(self, key: str) -> int:
-        return self._ask(table.Length(key))
+        return self._request(table.Length(key))
 
     def has_extended_api(self) -> bool:
         """Return True: torch may use `append`, `multi_get`, `multi_set` and queues."""
@@ -187,7 +187,7 @@ class RunStore(Store):
 
     def exchange(self, key: str, value: bytes, keys: list[str]) -> list[bytes | None]:
         """Set `key` and return the values of `keys` without waiting, None for keys that do not exist."""
-        return self._ask(table.Exchange({key: value}, keys))
+        return self._request(table.Exchange({key: value}, keys))
 
     def addresses(self) -> tuple[str, str]:
         """Return the IP addresses of this end and of rank 0's."""
@@ -199,7 +199,7 @@ class RunStore(Store):
 
     def set_on_disconnect(self, key: str) -> None:
         """Have the store set `key` when this connection ends. An empty key cancels that."""
-        self._ask(table.OnDisconnect(key))
+        self._request(table.OnDisconnect(key))
 
     # ---- messages (`messaging.py`) -------------------------------------------------------------------------------------------
 
@@ -208,20 +208,20 @@ class RunStore(Store):
 
         Only one thread may send requests over a connection, or the connection must carry one-way requests alone.
         """
-        self._speak(request, False)
+        self._round_trip(request, False)
 
     def next_messages(self) -> list[bytes]:
         """Wait for messages that this connection has subscribed for. Afterwards it can make no other request."""
-        return [message for _, _, message in _decode(self._speak(None, True, LONGEST_S)).value]
+        return [message for _, _, message in _decode(self._round_trip(None, True, LONGEST_S)).value]
 
     def collect(self, block: bool) -> list[messaging.Answer]:
         """Return answers on rank 0, in order of arrival. Without `block` the list may be empty."""
         timeout_s = FOREVER_S if block else 0.0
-        return _decode_answers(self._speak(messaging.Collect(timeout_s), True, timeout_s)).value
+        return _decode_answers(self._round_trip(messaging.Collect(timeout_s), True, timeout_s)).value
 
     def unanswered(self, call: int) -> list[int]:
         """Return the ranks that have not answered call number `call`, on rank 0."""
-        return self._ask(messaging.Unanswered(call))
+        return self._request(messaging.Unanswered(call))
 
 
 def _bytes(value: str | bytes) -> bytes:

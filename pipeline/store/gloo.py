@@ -4,7 +4,7 @@ gloo connects each pair of ranks by TCP. One of the two listens and accepts the 
 easy to guess. So as soon as a group is made, each pair of its ranks exchanges codes over its connection: HMACs, with the
 attempt's key, of the group's nonce and both ranks. gloo never reconnects a pair, so once is enough. Codes are tensors of
 a fixed size, which are compared and never parsed. If a code is wrong or missing, the rank fails with an error that names both
-ranks, and the attempt ends. A stranger who connects first can therefore end an attempt, but none of its bytes reach the group.
+ranks, and the attempt ends. A stranger that connects first can therefore end an attempt, but its bytes never reach the group.
 
 `GlooAuthenticator.install` does this in the constructor of torch's ProcessGroupGloo. That covers the groups of `world.py` and
 those that FSDP's mesh, vLLM and Megatron-Core make later. It does not cover groups that C++ makes (`split_group`, which needs
@@ -12,7 +12,7 @@ groups bound to a device); nothing here makes one. In worlds that connect lazily
 authenticated only between rank 0 and each other rank. The other pairs exchange only bodies of RPC messages, which have digests,
 and the payloads of the node checks.
 
-Not covered: secrecy, and integrity against whoever alters packets: gloo's later messages carry no codes; only bodies of RPC
+Not covered: secrecy, and integrity against altered packets. gloo's later messages carry no codes; only bodies of RPC
 messages have digests (`rpc/messages.py`). NCCL's sockets authenticate by a random number that travels through
 the store in the clear, and vLLM's ZeroMQ sockets between the nodes of an engine not at all. Keep all these ports on a network
 that only the cluster reaches.
@@ -127,8 +127,8 @@ class GlooAuthenticator:
             raise self._failed(store, peer, size, str(error).partition("\n")[0]) from error
 
     def _failed(self, store: Store, peer: int, size: int, why: str) -> AuthenticationError:
-        who = self.describe(int(store.get(f"proof/{peer}")))
+        peer_name = self.describe(int(store.get(f"proof/{peer}")))
         return AuthenticationError(
-            f"{who} has not proven itself to {self.describe(self.rank)} in a gloo group of {size} ranks: {why}."
+            f"{peer_name} did not authenticate to {self.describe(self.rank)} in a gloo group of {size} ranks: {why}."
             " A stranger may have connected in its place. Try again, on a network that only the cluster reaches"
         )

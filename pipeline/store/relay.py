@@ -35,7 +35,7 @@ from pipeline.store.table import Exchange, OnDisconnect, Reply, Set, StoreReques
 logger = logging.getLogger("pipeline.store.relay")  # `__name__` is `__main__` in this process
 
 HOLD_S = 0.02
-"""How long an answer waits for equal ones of other ranks."""
+"""Seconds that an answer waits for equal answers of other ranks."""
 STORE_GONE = 3  # a relay's exit status when it has lost the store
 
 _encode = msgspec.msgpack.Encoder().encode
@@ -128,7 +128,7 @@ class Relay(Server):
     @override
     def handle(self, connection: Connection, request: StoreRequest) -> None:
         if not isinstance(request, Exchange):
-            connection.reply(Reply(error="a relay takes messages and heartbeats only"))
+            connection.reply(Reply(error="a relay accepts only messages and heartbeats"))
             return
         self._changed |= request.values
         for key in request.keys:
@@ -136,11 +136,11 @@ class Relay(Server):
         connection.reply(Reply([self._values[key] for key in request.keys]))
 
     @override
-    def disconnected(self, connection: Connection, will: str) -> None:
+    def disconnected(self, connection: Connection, key: str) -> None:
         self._router.leave(connection)
-        if will:
-            self._upstream.send(Set(will, b""))
-            self._disconnect_keys.discard(will)
+        if key:
+            self._upstream.send(Set(key, b""))
+            self._disconnect_keys.discard(key)
             self._update_drained()
 
     @override
@@ -205,7 +205,7 @@ class Relay(Server):
             self._changed = {}
 
     def update(self, values: list[bytes | None]) -> None:
-        """Take the values that the store replied to `exchange_heartbeats`."""
+        """Store the values of the reply to `exchange_heartbeats`."""
         self._values |= dict(zip(self._requested, values, strict=True))
         self._requested = []
 

@@ -76,10 +76,10 @@ class Server(ABC):
     def admit(self, connection: Connection) -> None:
         """Add a connection that has not authenticated; close the oldest ones if there are too many."""
         self.unauthenticated[connection] = None
-        while len(self.unauthenticated) > self._room():
+        while len(self.unauthenticated) > self._max_unauthenticated():
             next(iter(self.unauthenticated)).drop("too many unauthenticated connections")
 
-    def _room(self) -> int:
+    def _max_unauthenticated(self) -> int:
         """Return how many unauthenticated connections may be open."""
         files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
         return max(1, min(MAX_UNAUTHENTICATED, files // 2, files - len(self.authenticated) - SPARE))
@@ -108,10 +108,10 @@ class Server(ABC):
         """Reply to a request, at once or when its value exists."""
 
     @abstractmethod
-    def disconnected(self, connection: Connection, will: str) -> None:
-        """Handle the end of an authenticated connection. will: the key to set, or empty."""
+    def disconnected(self, connection: Connection, key: str) -> None:
+        """Handle the end of an authenticated connection. key: its disconnect key to set now; empty for none."""
 
-    def stop_waiting(self, connection: Connection, slot: tuple[str, ...]) -> None:  # noqa: B027 a relay lets nobody wait
+    def stop_waiting(self, connection: Connection, slot: tuple[str, ...]) -> None:  # noqa: B027 no request waits in a relay
         """Drop the request of a connection that waits for `slot`."""
 
     def change_disconnect_key(self, before: str, after: str) -> None:  # noqa: B027 only a relay needs it
@@ -122,7 +122,7 @@ class Server(ABC):
 
 
 class StoreServer(Server):
-    """The table, the messages, and the requests that wait."""
+    """The store of rank 0: keys and queues, messages, and waiting requests."""
 
     def __init__(self, key: bytes):
         super().__init__(key)
@@ -178,11 +178,11 @@ class StoreServer(Server):
             self._waiting.pop(slot, None)
 
     @override
-    def disconnected(self, connection: Connection, will: str) -> None:
+    def disconnected(self, connection: Connection, key: str) -> None:
         self._router.leave(connection)
-        if will:
-            self.table.apply(Set(will, b""))
-            self.resume(("key", will))
+        if key:
+            self.table.apply(Set(key, b""))
+            self.resume(("key", key))
 
 
 class Connection(asyncio.Protocol):
@@ -193,7 +193,7 @@ class Connection(asyncio.Protocol):
         self._buffer = bytearray()
         self._channel: auth.Channel | None = None
         self._disconnect_key = ""
-        self._slot: tuple[str, ...] | None = None  # that its request waits for
+        self._slot: tuple[str, ...] | None = None  # the slot that its request waits for
         self._since = 0.0
         self._timer: asyncio.TimerHandle | None = None
 
@@ -304,8 +304,8 @@ class Connection(asyncio.Protocol):
         if self._slot:
             self._store.stop_waiting(self, self._slot)
             self._slot = None
-        will, self._disconnect_key = self._disconnect_key, ""
-        self._store.disconnected(self, will)
+        key, self._disconnect_key = self._disconnect_key, ""
+        self._store.disconnected(self, key)
 
 
 # ---- the process --------------------------------------------------------------------------------------------------------

@@ -44,7 +44,7 @@ class FSDPBackend(TrainBackend):
     """The training backend on FSDP2."""
 
     def __init__(self, policy: PolicyConfig, group: dist.ProcessGroup, seed: int, role: ModelRole):
-        """As `pipeline.train.build`. Where there are GPUs, the current CUDA device must be set."""
+        """Build the backend, as `pipeline.train.build` documents. With GPUs, the current CUDA device must be set."""
         if group.size() != dist.get_world_size():
             raise ValueError(f"the train component has {group.size()} ranks but the default group {dist.get_world_size()}")
         self.device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")

@@ -73,8 +73,8 @@ def value(key: str) -> bytes:
 class Patient(RunStore):
     """Return a patient connection for a rank that is not attacked, so that a busy machine does not count as a failure."""
 
-    def _speak(self, request: table.StoreRequest | None, replied: bool, timeout_s: float = 0.0) -> bytes:
-        return super()._speak(request, replied, timeout_s + BOUND_S)
+    def _round_trip(self, request: table.StoreRequest | None, replied: bool, timeout_s: float = 0.0) -> bytes:
+        return super()._round_trip(request, replied, timeout_s + BOUND_S)
 
 
 def speak(store: RunStore, name: str, relayed: bool) -> None:

@@ -29,7 +29,7 @@ GUESSES = range(8)
 PREAMBLE = struct.Struct("<6Q")  # bytes in all, operation, slot, offset, bytes that follow, offset there
 SEND, READY = 1, 3  # an offer of data; a request for data
 LISTENS = "0A"  # proc(5), /proc/net/tcp
-NAMED = re.compile(r"rank \d \(\w+\) has not proven itself to rank \d \(\w+\) in a gloo group of \d ranks: ")
+NAMED = re.compile(r"rank \d \(\w+\) did not authenticate to rank \d \(\w+\) in a gloo group of \d ranks: ")
 
 
 def listening(pids: Iterable[int]) -> set[tuple[str, int]]:

@@ -99,7 +99,7 @@ def test_a_stranger_who_connects_first_is_not_accepted_as_a_rank(stores, monkeyp
             continue
         taken += 1
         assert pair.errors.keys() == {0, 1}
-        words = "rank 1 (train) has not proven itself to rank 0 (train) in a gloo group of 2 ranks: "
+        words = "rank 1 (train) did not authenticate to rank 0 (train) in a gloo group of 2 ranks: "
         assert words in pair.errors[0]
 
 

@@ -1,4 +1,4 @@
-"""The checks of the nodes: what is measured, and which nodes are found to be outliers."""
+"""The node checks measure links and clocks, and find outlier nodes."""
 
 from dataclasses import replace
 
@@ -37,7 +37,7 @@ def measured(size: int, slow: set[int], cut: set[frozenset] = frozenset(), dead:
             speed = 1.0 if slow & set(pair) or frozenset(pair) in cut else 40.0
             link = Link(*pair, problem="no answer") if dead & set(pair) else Link(*pair, speed)
             links[pair] = network.better(link, links.get(pair))
-        rounds = network.again(links, 10.0)
+        rounds = network.remeasure_pairs(links, 10.0)
     return set(diagnosis.links(names, links, 10.0))
 
 
@@ -100,10 +100,10 @@ def test_the_wrong_clock_is_the_minoritys():
 
 def test_clock_offsets_and_their_errors_add_up_along_the_ring():
     links, found = clocks(dict.fromkeys(range(7), 0.0) | {3: 2.0})
-    assert diagnosis.against_first(links)[3] == pytest.approx((2.0, 3e-4))
+    assert diagnosis.clock_offsets(links)[3] == pytest.approx((2.0, 3e-4))
     assert found == {}
     links, found = clocks(dict.fromkeys(range(7), 0.0) | {2: 60.0}, dead=((1, 2),))  # the other way round
-    assert diagnosis.against_first(links)[2] == pytest.approx((60.0, 5e-4))
+    assert diagnosis.clock_offsets(links)[2] == pytest.approx((60.0, 5e-4))
     assert list(found) == ["node2"]
     assert clocks({0: 0, 1: 0, 2: 6, 3: 0}, error_s=1.0)[1] == {}  # 2 s of error: it may be within 5 s
 
@@ -193,7 +193,7 @@ def break_sight(seen: dict[int, RankReport], fault: str) -> None:
         ("driver", "nvidia-smi did not answer"),
         ("version", "driver (train): 535.2, but 550.1 on 2 others"),
         ("code", "the code in pipeline/ and launch/, digest: older, but digest on 2 others"),
-        ("full", "/dev/shm: only 2 MB can be written; 16 MB at least"),
+        ("full", "/dev/shm: only 2 MB can be written; expected at least 16 MB"),
     ],
 )
 def test_a_nodes_fault_is_reported(fault, told):

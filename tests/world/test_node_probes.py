@@ -66,7 +66,7 @@ node1:4242:4250 [0] NCCL INFO Using network IB
     [(LOG, "IB"), (LOG.replace("network IB", "network AWS Libfabric"), "AWS Libfabric"), ("", ""), (LOG[:300], "")],
 )
 def test_nccls_network_is_read_from_its_log(log, network):
-    assert nccl.said(log) == network
+    assert nccl.parse_network(log) == network
 
 
 # NCCL's interface (nccl.h) as far as it is called. The second call fails unless the id of the first came with it by value.
@@ -214,7 +214,7 @@ def test_each_bad_node_is_named_with_its_fault(tmp_path):
     assert status != 0
     told = {
         "node1": " s ahead of the others'; cluster.node_checks.max_clock_skew_s is 2",
-        "node2": "the run folder is not the others'",
+        "node2": "it does not share the run folder with rank 0",
         "node3": "a slow network",
         "node4": "the code in pipeline/ and launch/",
         "node6": "only 1 MB can be written",
@@ -234,7 +234,10 @@ def test_if_all_nodes_fail_none_is_excluded(tmp_path):
     status, _, attempt = check_nodes(tmp_path, nodes, dict.fromkeys(nodes, "full"))
     assert status != 0
     assert attempt.bad_nodes == {}
-    assert "3 of 3 nodes failed the checks, so it is the recipe, or what they share: node0: /" in attempt.failure["message"]
+    assert (
+        "3 of 3 nodes failed the checks, so the cause is the recipe or something that they share: node0: /"
+        in attempt.failure["message"]
+    )
 
 
 def test_components_on_different_networks_are_named_and_no_node_is_excluded(tmp_path):
@@ -255,8 +258,8 @@ def test_without_a_majority_no_node_is_excluded(tmp_path, nodes):
     assert status != 0
     assert not (tmp_path / "attempts/1/bad_nodes").exists()
     message = attempt.failure["message"]
-    assert f"{len(nodes)} of {len(nodes)} nodes failed the checks, which differ: nobody can tell which is right, so" in message
-    assert ", so none is left out and the run stops: a: python (train): 3." in message
+    assert f"{len(nodes)} of {len(nodes)} nodes failed the checks, which differ without a majority, so" in message
+    assert ", so none is excluded and the run stops: a: python (train): 3." in message
     assert message.endswith(" elsewhere. Try without the wrong one: sbatch --exclude=NODE ... launch/hetstep.sbatch")
     assert record["nodes"]["b"]["problems"][0].startswith("python (train): 3.1, but 3.")
 

@@ -120,7 +120,7 @@ def test_ranks_may_be_silent_for_longer_while_they_load(start):
 def test_a_rank_that_never_joins_is_named(start):
     world = start("absent")
     assert world.processes[0].wait(120) != 0
-    assert "there is no sign of rank 3 (generate)" in world.failure()["message"]
+    assert "no message from rank 3 (generate)" in world.failure()["message"]
 
 
 def test_nothing_between_ranks_is_pickled():

@@ -51,7 +51,7 @@ class MegatronBackend(TrainBackend):
     """The training backend on Megatron-Core."""
 
     def __init__(self, policy: PolicyConfig, group: dist.ProcessGroup, seed: int, role: ModelRole):
-        """As `pipeline.train.build`."""
+        """Build the backend, as `pipeline.train.build` documents."""
         self.device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
         self._policy, self._group = policy, group
         self._role = role

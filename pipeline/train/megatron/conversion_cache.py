@@ -67,7 +67,7 @@ class Conversion:
 
 
 class ConversionCache:
-    """All conversions of one checkpoint. One rank of each job finds a conversion, or writes one under a lock."""
+    """The cached conversions of one checkpoint. One rank of each job finds a conversion, or writes one under a lock."""
 
     def __init__(self, root: Path, model_name: str, fingerprint: str):
         self._root = root

@@ -25,7 +25,7 @@ class HeldBox(msgspec.Struct, array_like=True):
 
     @property
     def box(self) -> Box:
-        """The same as a box, which msgspec does not encode."""
+        """The `Box`, which msgspec does not encode."""
         return Box(self.offset, self.size)
 
 

@@ -11,17 +11,17 @@ from pipeline.node_checks.probe import RankReport
 
 
 @dataclass
-class Findings:
-    """Results of all nodes' checks, by node in the order of their first ranks."""
+class CheckResults:
+    """The results of all nodes' checks. Nodes are in the order of their first ranks."""
 
     ranks: dict[str, list[int]]  # of each node, ascending
     reports: dict[int, RankReport] = field(default_factory=dict)  # of each rank that answered
     links: dict[Pair, Link] = field(default_factory=dict)  # of the first ranks of two nodes
     problems: dict[str, list[str]] = field(default_factory=dict)  # of each node that has some
-    apart: dict[str, str] = field(default_factory=dict)  # what -> why the components cannot form one world
-    notes: list[str] = field(default_factory=list)  # in what else they differ
+    mismatches: dict[str, str] = field(default_factory=dict)  # what differs -> why components cannot form one world
+    notes: list[str] = field(default_factory=list)  # other differences between components
 
-    def blame(self, found: dict[str, list[str]]) -> None:
+    def add_problems(self, found: dict[str, list[str]]) -> None:
         """Add problems by node."""
         for node, why in found.items():
             self.problems.setdefault(node, []).extend(why)
@@ -32,26 +32,26 @@ class Findings:
         return {ranks[0]: node for node, ranks in self.ranks.items()}
 
 
-# ---- for people and programs ------------------------------------------------------------------------------------------------
+# ---- nodes.json and the log -------------------------------------------------------------------------------------------------
 
 
-def record(findings: Findings, seconds: float) -> dict[str, Any]:
+def record(results: CheckResults, seconds: float) -> dict[str, Any]:
     """Return the content of nodes.json.
 
     {"seconds", "nodes": {name: {...}}, "images": [why components form no world], "notes": [other differences]}
 
-    GB are 10^9 bytes; `gb_per_s` is by the node at the other end; `clock_skew_s` is how far a node's clock is ahead of rank
-    0's, null if it was not measured.
+    GB are 10^9 bytes; `gb_per_s` has the node at the other end as key. `clock_skew_s` is the seconds that a node's clock is
+    ahead of rank 0's, null if it was not measured.
     """
-    skews, speeds = diagnosis.against_first(findings.links), _speeds(findings)
+    skews, speeds = diagnosis.clock_offsets(results.links), _speeds(results)
     nodes = {}
-    for node, ranks in findings.ranks.items():
-        there = [findings.reports[rank] for rank in ranks if rank in findings.reports]
+    for node, ranks in results.ranks.items():
+        there = [results.reports[rank] for rank in ranks if rank in results.reports]
         node_reports = [report.node for report in there if report.node]
         skew, error = skews.get(ranks[0], (None, None))
         nodes[node] = {
             "ranks": ranks,
-            "problems": findings.problems.get(node, []),
+            "problems": results.problems.get(node, []),
             "seconds": round(max((report.seconds for report in there), default=0.0), 3),
             "gpus": [
                 {"rank": report.rank, "uuid": report.gpu.uuid, "name": report.gpu.name}
@@ -68,14 +68,14 @@ def record(findings: Findings, seconds: float) -> dict[str, Any]:
             "cpu": node_reports[0].cpu if node_reports else None,
             "free_gb": {folder: round(free, 3) for report in node_reports for folder, free in report.free_gb.items()},
         }
-    return {"seconds": round(seconds, 3), "nodes": nodes, "images": [*findings.apart.values()], "notes": findings.notes}
+    return {"seconds": round(seconds, 3), "nodes": nodes, "images": [*results.mismatches.values()], "notes": results.notes}
 
 
-def _speeds(findings: Findings) -> dict[str, dict[str, float]]:
+def _speeds(results: CheckResults) -> dict[str, dict[str, float]]:
     """Return the GB/s of each node, by the node at the other end."""
-    names = findings.names
-    found: dict[str, dict[str, float]] = {node: {} for node in findings.ranks}
-    for (one, other), link in findings.links.items():
+    names = results.names
+    found: dict[str, dict[str, float]] = {node: {} for node in results.ranks}
+    for (one, other), link in results.links.items():
         found[names[one]][names[other]] = found[names[other]][names[one]] = round(link.gb_per_s, 3)
     return found
 
@@ -118,10 +118,10 @@ def summary(record: dict[str, Any]) -> str:
     nodes = record["nodes"]
     bad = sum(1 for node in nodes.values() if node["problems"])
     parts = [f"{len(nodes)} node{'s' if len(nodes) > 1 else ''} checked in {record['seconds']:.2f} s"]
-    parts.append(f"{bad} failed" if bad else "the components do not fit" if record["images"] else "all well")
+    parts.append(f"{bad} failed" if bad else "the components do not match" if record["images"] else "no problems")
     if speeds := [(speed, name, peer) for name, node in nodes.items() for peer, speed in node["gb_per_s"].items()]:
         speed, one, other = min(speeds)
-        parts.append(f"the slowest way {speed:.3g} GB/s ({one} - {other})")
+        parts.append(f"the slowest link {speed:.3g} GB/s ({one} - {other})")
     if skews := [abs(node["clock_skew_s"]) for node in nodes.values() if node["clock_skew_s"] is not None]:
-        parts.append(f"no clock further than {_time(max(skews))} from rank 0's")
+        parts.append(f"clocks within {_time(max(skews))} of rank 0's")
     return ", ".join(parts)
