@@ -46,7 +46,7 @@ class StatusRequest:
             "a run folder, shown in full. Any other folder, or several: one line for each run below; default: runs/",
             bare=True,
         ),
-    ] = field(default_factory=lambda: [Path("runs").absolute()])
+    ] = field(default_factory=list)
     watch: Annotated[float | None, Key("SECONDS", "repeat every so many seconds; with one run, until it ends")] = None
     json: Annotated[bool, Key("true", "print JSON")] = False
 
@@ -74,17 +74,22 @@ def _watch(request: StatusRequest, pause_s: float) -> int:
 
 def _show(request: StatusRequest) -> tuple[int, bool]:
     """Show the runs, and return (exit status, whether this was a single run that has ended)."""
-    only = request.run[0]
-    if len(request.run) == 1 and (not only.is_dir() or (only / "recipe.yaml").exists()):
+    folders = request.run or [Path("runs").absolute()]
+    if not request.run and not any(find(folders[0])):
+        none_yet = f"no runs in {folders[0]} yet. Start one: python launch/submit.py recipe=tiny_sft"
+        print(as_json([]) if request.json else none_yet)
+        return 0, False
+    only = folders[0]
+    if len(folders) == 1 and (not only.is_dir() or (only / "recipe.yaml").exists()):
         return _show_one(RunFolder.at(only), request.json)
-    summaries = _summaries(list(dict.fromkeys(run for folder in request.run for run in _below(folder))))
+    summaries = _summaries(list(dict.fromkeys(run for folder in folders for run in _below(folder))))
     if request.json:
         print(as_json(summaries))
     elif sys.stdout.isatty():
         console.print_table(HEADER, map(_row, summaries))
     else:
         print("\n".join(map(on_one_line, table(summaries))))
-    named = {str(folder) for folder in request.run}
+    named = {str(folder) for folder in folders}
     return int(any(each["folder"] in named and each["state"] in BAD for each in summaries)), False
 
 

@@ -211,6 +211,15 @@ def test_a_folder_that_is_not_a_run_is_refused(tmp_path, monkeypatch, capsys, ar
     assert said in capsys.readouterr().err
 
 
+def test_without_runs_the_list_says_how_to_start_one(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    for _ in range(2):  # without the folder, then with an empty one
+        assert asked(capsys) == (0, f"no runs in {tmp_path}/runs yet. Start one: python launch/submit.py recipe=tiny_sft\n")
+        assert asked(capsys, "json=true") == (0, "[]\n")
+        (tmp_path / "runs").mkdir(exist_ok=True)
+    assert status.main(["runs"]) == 2
+
+
 def test_a_job_that_cannot_be_queried_is_reported(run, tmp_path, monkeypatch, capsys):
     write_json(run / "job.json", {"executor": "local", "job_id": "1", "host": "another", "start_time": 5})
     assert "unknown; its processes are on another; look there" in asked(capsys, run)[1]
