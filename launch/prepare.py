@@ -178,7 +178,8 @@ def site_problems_of(
     start.
     """
     yield from placement.problems(recipe)
-    yield from input_files.problems(recipe, pending, notes)
+    code = user_imports.probe(recipe)
+    yield from input_files.problems(recipe, pending, notes, user_imports.required_fields(recipe, code))
     unreachable = slurm_client.unreachable(0 if dry else RESTART_S) if chosen.name == "slurm" else None
     yield from storage.problems(recipe, pending, notes, on_nodes=chosen.name != "local" and not unreachable)
     notes += libraries.unchecked(recipe)
@@ -193,7 +194,7 @@ def site_problems_of(
     else:
         yield from _executor_problems(recipe, chosen, notes)
     yield from sandbox_support.problems(recipe, chosen.name, notes)
-    yield from user_imports.problems(recipe, chosen.name, notes)
+    yield from user_imports.problems(recipe, chosen.name, notes, code)
 
 
 def folder_problems(recipe: Recipe) -> list[Problem]:

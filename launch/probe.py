@@ -1,7 +1,7 @@
 """Import and describe a user's code in a process of its own: `python -m launch.probe REPLY`.
 
 Reads {folders, asked: [{key, path, role, kwargs}]} as JSON from stdin, and writes one of these by key into the file REPLY:
-{ok, fields, required}, {wrong}, {absent, importer}, {raised, foreign}. The caller discards what the code prints.
+{ok, fields, required}, {wrong, code}, {absent, importer}, {raised, foreign}. The caller discards what the code prints.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ def describe(source: dict[str, Any]) -> dict[str, Any]:
     try:
         thing = user_code.load(source["path"])
     except user_code.NotFound as error:
-        return {"wrong": str(error)}
+        return {"wrong": str(error), "code": "not-importable"}
     except ModuleNotFoundError as error:
         return {"absent": error.name, "importer": _innermost(error)[0]}
     except SyntaxError as error:
@@ -33,11 +33,11 @@ def describe(source: dict[str, Any]) -> dict[str, Any]:
         return {"raised": what, "foreign": isinstance(error, ImportError | OSError | RuntimeError | AssertionError)}
     if source["role"] == "environment":
         if wrong := custom.problem(thing, source["kwargs"]):
-            return {"wrong": wrong}
+            return {"wrong": wrong, "code": "wrong-type" if custom.problem(thing, ()) else "unknown-key"}
         if not inspect.isclass(thing):
             return {"ok": True, "fields": custom.fields(thing), "required": custom.required(thing)}
     elif not callable(thing):
-        return {"wrong": f"it is a {type(thing).__name__}, which cannot be called"}
+        return {"wrong": f"it is a {type(thing).__name__}, which cannot be called", "code": "wrong-type"}
     return {"ok": True, "fields": None, "required": []}
 
 

@@ -2,14 +2,29 @@
 
 from __future__ import annotations
 
+import difflib
+from collections.abc import Iterator, Sequence
 from typing import Any
 
-from pipeline.config import KINDS, PAIRED, DatasetConfig, Recipe, generates, judged_by_answer, kind_class, parse_conversation
+from pipeline.config import (
+    KINDS,
+    PAIRED,
+    DatasetConfig,
+    Problem,
+    Recipe,
+    generates,
+    judged_by_answer,
+    kind_class,
+    parse_conversation,
+)
 from pipeline.data.records import RecordReader
 
 
-def prompt(recipe: Recipe, record: dict[str, Any], dataset: DatasetConfig) -> str | None:
-    """Return the prompt's text, None if it is a conversation. Raises ValueError with the first error."""
+def prompt(recipe: Recipe, record: dict[str, Any], dataset: DatasetConfig, fields: Sequence[str] = ()) -> str | None:
+    """Return the prompt's text, None if it is a conversation. Raises ValueError with the first error.
+
+    fields: that the user's reward function needs.
+    """
     reader, key = RecordReader(recipe.data, dataset), dataset.text_key or dataset.input_key
     if recipe.algorithm in PAIRED:
         reader.pair(record)
@@ -21,6 +36,7 @@ def prompt(recipe: Recipe, record: dict[str, Any], dataset: DatasetConfig) -> st
         reader.question(record)
         if judged_by_answer(recipe, dataset):
             reader.answer(record)
+        reader.check_fields(record, fields)
     else:
         reader.example(record)
     text = None if dataset.messages_key and not dataset.text_key else record.get(key)
@@ -37,3 +53,23 @@ def unfit_answer(recipe: Recipe, record: dict[str, Any], dataset: DatasetConfig)
         except ValueError as error:
             return f"'{dataset.output_key}': env.{dataset.env_name} cannot judge by it: {error}"
     return None
+
+
+def absent_columns(
+    recipe: Recipe, key: str, given: DatasetConfig, dataset: DatasetConfig, fields: Sequence[str], records: list[dict[str, Any]]
+) -> Iterator[Problem]:
+    """Yield a problem if no record has a field that the user's reward function needs, or if `output_key` looks misspelt.
+
+    given: the data set as the recipe describes it. dataset: with its recognized columns. fields: that the function needs.
+    """
+    columns = dict.fromkeys(name for record in records for name in record)
+    if given.output_key not in columns and (meant := difflib.get_close_matches(given.output_key, columns, 1, 0.7)):
+        what = f"got {given.output_key}; expected one of the columns {', '.join(columns)}. Try {meant[0]}"
+        yield Problem(f"{key}.output_key", "missing-column", what)
+        return
+    there = {*columns} | ({"expected"} if dataset.output_key in columns or dataset.messages_key else set())
+    if absent := [field for field in fields if field not in there]:
+        hint = f"{key}.output_key" if absent[0] == "expected" else "a default for it, or a value in env's kwargs"
+        path = recipe.env[dataset.env_name or ""].kind
+        what = f"{path} needs {absent[0]}, and the records of {key}.data_path have: {', '.join(columns)}. Try {hint}"
+        yield Problem(f"env.{dataset.env_name}.kind", "missing-column", what)

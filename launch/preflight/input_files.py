@@ -11,7 +11,7 @@ from __future__ import annotations
 import codecs
 import os
 import re
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Generator, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -44,10 +44,16 @@ SHOWN_LINES = 5  # line numbers reported per fault, besides the first
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")
 
 
-def problems(recipe: Recipe, pending: Sequence[os.PathLike] = (), notes: list[str] | None = None) -> Iterator[Problem]:
+def problems(
+    recipe: Recipe,
+    pending: Sequence[os.PathLike] = (),
+    notes: list[str] | None = None,
+    fields: Mapping[str, Sequence[str]] | None = None,
+) -> Iterator[Problem]:
     """Yield problems of tokenizers and data files.
 
     pending: models of needed recipes that have not run yet, which are not checked. notes: receives how data files are read.
+    fields: that the user's environments need from a record, by name (`user_imports.required_fields`).
     """
     notes = [] if notes is None else notes
     notes += prompt_tokens.notes(recipe)
@@ -61,7 +67,7 @@ def problems(recipe: Recipe, pending: Sequence[os.PathLike] = (), notes: list[st
             yield from _check_teacher_tokenizer(recipe, tokenizer, pending)
         yield from _check_teacher_rows(recipe, pending)
     for key, dataset in config.keyed_sets(recipe.data).items():
-        yield from _check_dataset(recipe, key, dataset, tokenizer, notes)
+        yield from _check_dataset(recipe, key, dataset, tokenizer, notes, fields or {})
 
 
 def _tokenizer(
@@ -170,7 +176,12 @@ def _check_teacher_rows(recipe: Recipe, pending: Sequence[os.PathLike]) -> Itera
 
 
 def _check_dataset(
-    recipe: Recipe, key: str, dataset: DatasetConfig, tokenizer: Path | None, notes: list[str]
+    recipe: Recipe,
+    key: str,
+    dataset: DatasetConfig,
+    tokenizer: Path | None,
+    notes: list[str],
+    fields: Mapping[str, Sequence[str]],
 ) -> Iterator[Problem]:
     texts: list[Problem] = []
     template, system = "{}", ""
@@ -189,7 +200,7 @@ def _check_dataset(
         return
     if dataset.dataset_name is not None:
         yield Problem(key, "contradiction", "got both dataset_name and data_path; expected one of them")
-    inputs = yield from _check_records(recipe, key, dataset, notes)
+    inputs = yield from _check_records(recipe, key, dataset, notes, fields.get(dataset.env_name or ""))
     if tokenizer and inputs and not texts:
         system = system if recipe.data.apply_chat_template else ""
         longest = sorted(inputs, key=lambda numbered: -len(numbered[1]))[:LONGEST]
@@ -200,9 +211,12 @@ def _check_dataset(
 
 
 def _check_records(
-    recipe: Recipe, key: str, dataset: DatasetConfig, notes: list[str]
+    recipe: Recipe, key: str, dataset: DatasetConfig, notes: list[str], fields: Sequence[str] | None
 ) -> Generator[Problem, None, list[tuple[int, str]]]:
-    """Return (line number, text) of the prompts. Yields one problem for a fault of many lines."""
+    """Return (line number, text) of the prompts. Yields one problem for a fault of many lines.
+
+    fields: that the user's reward function needs; None without one.
+    """
     path, data_path = f"{key}.data_path", dataset.data_path
     assert data_path is not None  # else it has a dataset_name
     found: list[tuple[int, Any]] = []  # line number, record
@@ -229,9 +243,14 @@ def _check_records(
             hint = "template, but data.apply_chat_template is false. Try data.apply_chat_template=true"
             yield Problem(path, "contradiction", f"{what} {hint}")
             return []
+        if fields is not None:
+            records = [record for _, record in found]
+            absent = list(data_records.absent_columns(recipe, key, dataset, columns.dataset, fields, records))
+            yield from absent
+            fields = () if absent else fields
         for number, record in found:
             try:
-                text = data_records.prompt(recipe, record, columns.dataset)
+                text = data_records.prompt(recipe, record, columns.dataset, fields or ())
             except ValueError as error:
                 unusable.setdefault(str(error), []).append(number)
             else:

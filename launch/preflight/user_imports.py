@@ -7,22 +7,20 @@ or GPUs that only they may have are noted, and the source alone is checked.
 from __future__ import annotations
 
 import ast
-import contextlib
-import difflib
 import json
 import os
 import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from launch import containers
 from launch.executors.base import ROOT
-from pipeline.config import KINDS, Problem, Recipe, generates, is_dotted_path, keyed_sets, recognize_columns
+from pipeline.config import KINDS, Problem, Recipe, generates, is_dotted_path, keyed_sets
 
 PROBE_S = 30.0
 ABSENT = "there is no module"
@@ -78,13 +76,34 @@ def folder_of(path: str, recipe: Recipe) -> Path | None:
     return next((place for place in places(recipe) if os.path.isfile(place / f"{top}.py") or os.path.isdir(place / top)), None)
 
 
-def problems(recipe: Recipe, executor: str, notes: list[str]) -> Iterator[Problem]:
-    """Yield problems of user code. executor: local, slurm or allocation. notes: receives code that could not be checked."""
+Replies = Mapping[str, dict[str, Any]] | str
+"""The reply of `launch/probe.py` by key, or why there is none."""
+
+
+def probe(recipe: Recipe) -> Replies:
+    """Import the user code of a recipe in a separate process."""
     references = named(recipe)
-    if not references:
-        return
-    answers = _probe(recipe, references)
-    for one in references:
+    return _probe(recipe, references) if references else {}
+
+
+def required_fields(recipe: Recipe, replies: Replies) -> dict[str, list[str]]:
+    """Return the fields that each environment of the user needs from a record, without those in kwargs; none for a class.
+
+    By name under `env`. Lacks environments that could not be imported or are not valid.
+    """
+    return {
+        one.key.split(".")[1]: [field for field in replies[one.key]["required"] if field not in one.kwargs]
+        for one in named(recipe)
+        if not isinstance(replies, str) and one.role == "environment" and "ok" in replies[one.key]
+    }
+
+
+def problems(recipe: Recipe, executor: str, notes: list[str], answers: Replies) -> Iterator[Problem]:
+    """Yield problems of user code.
+
+    executor: local, slurm or allocation. notes: receives code that could not be checked. answers: of `probe`.
+    """
+    for one in named(recipe):
         if isinstance(answers, str):
             notes.append(f"{one.key}: {one.path} was not checked: {answers}")
             continue
@@ -97,10 +116,10 @@ def problems(recipe: Recipe, executor: str, notes: list[str]) -> Iterator[Proble
         elif "wrong" in answer:
             absent = answer["wrong"].startswith(ABSENT)
             place = ". Try a place beside the recipe's file, or its folder in module_folders=[FOLDER], or in PYTHONPATH"
-            code = "not-importable" if absent else "wrong-type"
-            yield Problem(one.key, code, f"{one.path}: {answer['wrong']}{place if absent else ''}")
+            key = one.key.removesuffix("kind") + "kwargs" if answer["code"] == "unknown-key" else one.key
+            yield Problem(key, answer["code"], f"{one.path}: {answer['wrong']}{place if absent else ''}")
         elif "ok" in answer:
-            yield from _columns(recipe, one, answer)
+            continue
         elif elsewhere and ("absent" in answer or answer["foreign"]):
             yield from _check_source(recipe, one, answer, notes)
         elif "absent" in answer:
@@ -110,7 +129,7 @@ def problems(recipe: Recipe, executor: str, notes: list[str]) -> Iterator[Proble
             yield Problem(one.key, "not-importable", f"{one.path} cannot be imported: {answer['raised']}")
 
 
-def _probe(recipe: Recipe, references: list[CodeReference]) -> dict[str, dict[str, Any]] | str:
+def _probe(recipe: Recipe, references: list[CodeReference]) -> Replies:
     """Return the reply of `launch/probe.py` by key, or why there is none."""
     request = {
         "folders": recipe.module_folders,
@@ -144,36 +163,6 @@ def _end(process: subprocess.Popen) -> None:
     except ProcessLookupError:
         pass
     process.wait()
-
-
-def _columns(recipe: Recipe, one: CodeReference, answer: dict[str, Any]) -> Iterator[Problem]:
-    """Yield parameters of a reward function that the first record of a JSONL file lacks."""
-    name = one.key.split(".")[1]
-    for key, dataset in keyed_sets(recipe.data).items() if one.role == "environment" else ():
-        record = _first_record(dataset.data_path) if dataset.env_name == name and dataset.data_path else None
-        if record is None:
-            continue
-        if dataset.output_key not in record and (meant := difflib.get_close_matches(dataset.output_key, record, 1, 0.7)):
-            what = f"got {dataset.output_key}; expected one of the columns {', '.join(record)}. Try {meant[0]}"
-            yield Problem(f"{key}.output_key", "missing-column", what)
-            continue
-        with contextlib.suppress(ValueError):  # input_files.py reports it
-            dataset = recognize_columns(recipe, key, dataset, [record]).dataset
-        there = {*record, *one.kwargs} | ({"expected"} if dataset.output_key in record or dataset.messages_key else set())
-        if lacking := [need for need in answer["required"] if need not in there]:
-            hint = f"{key}.output_key" if lacking[0] == "expected" else "a default for it, or a value in env's kwargs"
-            what = f"{one.path} needs {lacking[0]}, and the records of {key}.data_path have: {', '.join(record)}. Try {hint}"
-            yield Problem(one.key, "missing-column", what)
-
-
-def _first_record(path: str) -> dict[str, Any] | None:
-    """Return the first record; None if the file cannot be read, which input_files.py reports."""
-    try:
-        with open(path, "rb") as file:
-            record = json.loads(next((line for line in file if line.strip()), b"null"))
-    except (OSError, ValueError):
-        return None
-    return record if isinstance(record, dict) else None
 
 
 def _check_source(recipe: Recipe, one: CodeReference, answer: dict[str, Any], notes: list[str]) -> Iterator[Problem]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import itertools
 import math
 import string
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -68,6 +69,14 @@ class RecordReader:
             if last["role"] == "assistant":
                 return last["content"]
         return self._answers(record)[-1]["content"]
+
+    def check_fields(self, record: Record, fields: Iterable[str]) -> None:
+        """Raise ValueError if a record lacks a field that a reward function needs (`pipeline/environments/custom.py`)."""
+        for field in fields:
+            if field == "expected" and field not in record:
+                self.answer(record)
+            else:
+                value_of(record, field)
 
     def _answers(self, record: Record) -> list[Message]:
         """Return the messages in `output_key`; a text becomes one assistant's turn."""

@@ -11,7 +11,8 @@ A function without `**fields` receives the fields that it has parameters for. If
 the answer is wrong and its reward 0, as in any environment; the metric `broke_judge` is the share of such answers, and the log
 has the first traceback. Where wrong answers get rewards below 0, set env.<name>.broken_reward, so that breaking the function
 does not pay. If it cannot judge for a reason that no answer can cause, such as a lost connection, it raises
-`pipeline.environments.base.Unjudged`, and the episode is dropped.
+`pipeline.environments.base.Unjudged`, and the episode is dropped. So are episodes whose record lacks a field of a parameter
+without a default.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from typing import TYPE_CHECKING, Any
 
 from typing_extensions import override
 
-from pipeline.environments.base import Environment, Outcome
+from pipeline.environments.base import Environment, Outcome, Unjudged
 
 if TYPE_CHECKING:
     from pipeline.types import Prompt
@@ -37,7 +38,7 @@ class RewardFunction(Environment):
 
     def __init__(self, function: Callable[..., float], kwargs: dict[str, Any]) -> None:
         self._function, self._kwargs = function, kwargs
-        self._first, self._names = _first_two(function), fields(function)
+        self._first, self._names, self._required = _first_two(function), fields(function), required(function)
 
     @override
     def step(self, prompt: Prompt, text: str) -> Outcome:
@@ -45,6 +46,10 @@ class RewardFunction(Environment):
         given = {**task.get("record", {}), **({"expected": task["answer"]} if "answer" in task else {}), **self._kwargs}
         names = given if self._names is None else self._names
         taken = {name: value for name, value in given.items() if name in names and name not in self._first}
+        if lacking := [name for name in self._required if name not in taken]:
+            raise Unjudged(
+                f"prompt {prompt.index}: the record has no '{lacking[0]}', which {self._function.__qualname__} needs"
+            )
         reward = self._function(_last_user_text(task), text, **taken)
         if isinstance(reward, str) or not hasattr(reward, "__float__") or not math.isfinite(reward):
             raise TypeError(f"{self._function.__qualname__} returned {reward!r}; expected a finite number")

@@ -8,7 +8,7 @@ import pytest
 
 from pipeline.data.stream import _plain, encode_prompt
 from pipeline.environments import custom
-from pipeline.environments.base import Environment, Outcome
+from pipeline.environments.base import Environment, Outcome, Unjudged
 from pipeline.types import Prompt
 from tests.environments.pooled import made
 
@@ -134,3 +134,10 @@ def test_columns_that_cannot_be_sent_are_omitted():
     assert task == {"text": "x", "record": {"input": "x", "n": 3, "list": [1, {"a": None}]}}
     assert "record" not in encode_prompt(Encoder(), 0, record, answered=False).task
     assert _plain(np.arange(3)) == [0, 1, 2]
+
+
+def test_a_record_without_a_required_field_is_not_judged():
+    environment = built(as_in_trl)
+    with pytest.raises(Unjudged, match="the record has no 'answer', which as_in_trl needs"):
+        environment.step(prompt({"text": "2+2=", "record": {"input": "2+2="}}), "4")
+    assert built(as_in_trl, answer="4").step(prompt({"text": "2+2=", "record": {}}), "4").reward == 1.0

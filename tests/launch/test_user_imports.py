@@ -55,10 +55,13 @@ def folder(tmp_path, monkeypatch):
 
 
 def examined(folder, *overrides, executor="local"):
-    """Return (problems, notes)."""
+    """Return (problems of code and of the columns that it needs, notes)."""
     recipe = config.inspect(str(folder / "mine.yaml"), list(overrides)).recipe
     notes = []
-    return list(map(str, user_imports.problems(recipe, executor, notes))), notes
+    replies = user_imports.probe(recipe)
+    of_files = input_files.problems(recipe, fields=user_imports.required_fields(recipe, replies))
+    columns = [problem for problem in of_files if problem.code in ("missing-column", "bad-record")]
+    return list(map(str, [*columns, *user_imports.problems(recipe, executor, notes, replies)])), notes
 
 
 def test_a_function_next_to_the_recipe_is_found_from_any_folder(folder):
@@ -222,3 +225,38 @@ def test_a_misspelt_column_is_reported_whether_the_function_needs_it_or_not(fold
         file.write("def optional(prompt, answer, expected=None): return 1.0\n")
     (problem, *_), _ = examined(folder, f"env.mine.kind={function}", "data.train.output_key=anwser")
     assert problem == "data.train.output_key: got anwser; expected one of the columns input, answer, level. Try answer"
+
+
+@pytest.mark.parametrize(
+    ("function", "columns", "missing", "field"),
+    [("right", {"input": "1+1="}, "answer", "expected"), ("graded", {"input": "1+1=", "answer": "2"}, "level", "level")],
+)
+def test_a_later_record_without_a_needed_column_is_refused_or_dropped(folder, function, columns, missing, field):
+    with open(folder / "rewards_of_mine.py", "a") as file:
+        file.write("def graded(prompt, answer, level): return 1.0\n")
+    with open(folder / "rows.jsonl", "a") as file:
+        file.write(json.dumps(columns) + "\n")
+    kind = f"env.mine.kind=rewards_of_mine.{function}"
+    (problem, _), _ = examined(folder, kind)  # the same in data.validation
+    assert problem == (
+        f"data.train.data_path: {folder}/rows.jsonl:2: has no '{missing}'; it has: {', '.join(columns)}."
+        " Try to fix it, or data.bad_records=drop"
+    )
+    assert examined(folder, kind, "data.bad_records=drop") == ([], [])
+    given = f"env.mine.kwargs.{field}=1"  # the recipe gives it, so that no record needs it
+    assert examined(folder, kind, given) == ([], [])
+
+
+@pytest.mark.parametrize(
+    ("overrides", "key", "code"),
+    [
+        (["env.mine.kind=rewards_of_mine.wrong"], "env.mine.kind", "not-importable"),
+        (["env.mine.kind=rewards.right"], "env.mine.kind", "not-importable"),
+        (["env.mine.kind=rewards_of_mine.level", "env.mine.kwargs={bonuss: 1}"], "env.mine.kwargs", "unknown-key"),
+        (["env.mine.kind=rewards_of_mine.NoStep"], "env.mine.kind", "wrong-type"),
+    ],
+)
+def test_codes_of_wrong_user_code(folder, overrides, key, code):
+    recipe = config.inspect(str(folder / "mine.yaml"), overrides).recipe
+    (problem,) = user_imports.problems(recipe, "local", [], user_imports.probe(recipe))
+    assert (problem.key, problem.code) == (key, code)
