@@ -106,8 +106,7 @@ def print_problems(problems: Sequence[Problem]) -> None:
     if len(problems) > 1:
         console.print(Text.assemble(("error", "bold red"), f": {len(problems)} problems"))
     console.print(_problem_grid(problems, ("error:", "bold red") if len(problems) == 1 else ("  •", "")))
-    if len(problems) > 1:
-        console.print(Text(HELP_HINT, style="dim"))
+    console.print(Text(HELP_HINT, style="dim"))
 
 
 def print_unmet(heading: str, problems: Sequence[Problem]) -> None:

@@ -66,6 +66,7 @@ class Run:
     _unsettled: Callable[[], None] | None = None  # completes a save under way
     _save_s: float | None = None  # duration of the last save, until it is logged
     _kept: bytes = b""  # the rollout buffer's state in the restored checkpoint
+    _warned: set[str] = field(default_factory=set)  # why checkpoints lacked a metric to rank by, each logged once
 
     def restore(self, stream: Stream | Mixture) -> tuple[int, Metrics]:
         """Load the last complete checkpoint, if there is one. Return its step and the metrics, cut back to it."""
@@ -201,7 +202,7 @@ class Run:
             self.train.save(str(partial)).result()
             if config.save_consolidated:
                 self.train.export(str(partial / "hf")).result()
-        metric = values.get(config.metric_name.replace(":", "/", 1)) if config.metric_name else None
+        metric = self._ranking_metric(step, values)
 
         def commit() -> None:
             self.attempt.check()
@@ -212,6 +213,21 @@ class Run:
 
         self._unsaved, self._unsettled = None, commit
         self.settle(wait=not config.async_save)
+
+    def _ranking_metric(self, step: int, values: dict[str, float]) -> float | None:
+        """Return the metric that ranks the checkpoint of a step; None if its metrics lack it, with a warning the first time."""
+        if not (name := self.recipe.checkpointing.metric_name):
+            return None
+        key = name.replace(":", "/", 1)
+        validated = not key.startswith("val/") or any(each.startswith("val/") for each in values)
+        why = "" if validated else ", which was not validated,"
+        if key not in values and why not in self._warned:
+            self._warned.add(why)
+            logger.warning(
+                "checkpointing.metric_name: got %s, but the metrics of step %d%s have no %s, so its checkpoint ranks last."
+                " There are: %s", name, step, why, key, ", ".join(sorted(values))
+            )  # fmt: skip
+        return values.get(key)
 
     def settle(self, wait: bool = False) -> None:
         """Complete the checkpoint under way if all ranks have written it. wait: until they have."""

@@ -354,3 +354,19 @@ def test_a_removed_default_stays_removed_in_the_run(tmp_path):
     assert recipe.policy.optimizer.kwargs == {"lr": 0.1}
     config.write(recipe, tmp_path / "written.yaml")
     assert config.read(tmp_path / "written.yaml") == recipe
+
+
+@pytest.mark.parametrize("name", ["rev_grpo.yml", "./rev_grp", "rev_grpo.yml.yaml"])
+def test_a_path_without_a_file_names_the_nearest_file_beside_it(tmp_path, monkeypatch, name):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "rev_grpo.yaml").write_text("")
+    with refused(("recipe", "file-not-found")) as error:
+        config.find(name)
+    assert str(error.value) == f"recipe: there is no file {tmp_path / name}; did you mean rev_grpo.yaml?"
+
+
+def test_a_path_with_no_similar_file_beside_it(tmp_path):
+    for name in ("rev_grpo.yml", "no/folder/tiny_grpo", "a\0b.yaml", "a" * 5000 + "/b.yaml"):
+        with refused(("recipe", "file-not-found")) as error:
+            config.find(str(tmp_path / name))
+        assert "there is no file " in str(error.value) and "did you mean" not in str(error.value)

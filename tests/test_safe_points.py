@@ -249,3 +249,25 @@ def test_an_error_in_writing_rollouts_ends_the_run_and_commits_nothing(tmp_path)
     assert steps.checkpoints.latest() is None
     with pytest.raises(ValueError, match="nothing to write"):
         steps.run.finish()
+
+
+def test_a_metric_that_a_checkpoint_lacks_is_logged_once(tmp_path, caplog):
+    steps = Steps(tmp_path, save_period=1, metric_name="train:lss")
+    steps.end(1)
+    steps.end(2)
+    (warning,) = [record.getMessage() for record in caplog.records if "metric_name" in record.getMessage()]
+    assert "got train:lss, but the metrics of step 1 have no train/lss" in warning
+    assert warning.endswith("There are: time/step, train/loss")
+
+
+def test_a_step_without_validation_is_named_as_the_reason(tmp_path, caplog):
+    steps = Steps(tmp_path, save_period=1, metric_name="val:accuracy")
+    steps.end(1)
+    assert "step 1, which was not validated, have no val/accuracy" in caplog.text
+
+
+@pytest.mark.parametrize("name", ["train:loss", "train/loss"])
+def test_a_metric_that_a_checkpoint_has_is_not_logged(tmp_path, caplog, name):
+    steps = Steps(tmp_path, save_period=1, metric_name=name)
+    steps.end(1)
+    assert steps.checkpoints.latest().metric == 0.5 and "metric_name" not in caplog.text

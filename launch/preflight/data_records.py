@@ -43,6 +43,14 @@ def prompt(recipe: Recipe, record: dict[str, Any], dataset: DatasetConfig, field
     return None if text is None or isinstance(text, list) else str(text)
 
 
+def learned_answers(recipe: Recipe, record: dict[str, Any], dataset: DatasetConfig) -> list[str]:
+    """Return the answers of a valid record that training learns from: one, two of a pair, none of a conversation or a text."""
+    if generates(recipe) or dataset.messages_key or dataset.text_key:
+        return []
+    keys = (dataset.chosen_key, dataset.rejected_key) if recipe.algorithm in PAIRED else (dataset.output_key,)
+    return [str(record[key]) for key in keys if not isinstance(record[key], list)]
+
+
 def unfit_answer(recipe: Recipe, record: dict[str, Any], dataset: DatasetConfig) -> str | None:
     """Return why the environment cannot judge by the expected answer of a valid record; None if it can."""
     environment = recipe.env.get(dataset.env_name) if generates(recipe) and dataset.env_name else None

@@ -200,20 +200,25 @@ def _check_dataset(
         return
     if dataset.dataset_name is not None:
         yield Problem(key, "contradiction", "got both dataset_name and data_path; expected one of them")
-    inputs = yield from _check_records(recipe, key, dataset, notes, fields.get(dataset.env_name or ""))
+    inputs, answers = yield from _check_records(recipe, key, dataset, notes, fields.get(dataset.env_name or ""))
     if tokenizer and inputs and not texts:
         system = system if recipe.data.apply_chat_template else ""
-        longest = sorted(inputs, key=lambda numbered: -len(numbered[1]))[:LONGEST]
-        prompts = [
-            (number, f"{system}{template.format(text)}".strip()) for number, text in dict(longest + inputs[:LONGEST]).items()
-        ]
-        yield from prompt_tokens.problems(f"{key}.data_path", dataset.data_path, prompts, tokenizer, recipe)
+        prompts = [(number, f"{system}{template.format(text)}".strip()) for number, text in _selected(inputs)]
+        yield from prompt_tokens.problems(f"{key}.data_path", dataset.data_path, prompts, tokenizer, recipe, "prompts")
+    if tokenizer and answers:
+        selected = _selected(answers)
+        yield from prompt_tokens.problems(f"{key}.data_path", dataset.data_path, selected, tokenizer, recipe, "answers")
+
+
+def _selected(texts: list[tuple[int, str]]) -> list[tuple[int, str]]:
+    """Return the (line number, text) to tokenize: the longest ones and the first ones."""
+    return list(dict.fromkeys(sorted(texts, key=lambda numbered: -len(numbered[1]))[:LONGEST] + texts[:LONGEST]))
 
 
 def _check_records(
     recipe: Recipe, key: str, dataset: DatasetConfig, notes: list[str], fields: Sequence[str] | None
-) -> Generator[Problem, None, list[tuple[int, str]]]:
-    """Return (line number, text) of the prompts. Yields one problem for a fault of many lines.
+) -> Generator[Problem, None, tuple[list[tuple[int, str]], list[tuple[int, str]]]]:
+    """Return (line, text) of the prompts, and of the answers to learn from. Yields one problem for a fault of many lines.
 
     fields: that the user's reward function needs; None without one.
     """
@@ -230,6 +235,7 @@ def _check_records(
                 bad.setdefault(str(error), []).append(number)
     yield from unread
     inputs: list[tuple[int, str]] = []
+    answers: list[tuple[int, str]] = []
     unusable: dict[str, list[int]] = {}
     try:
         columns = config.recognize_columns(recipe, key, dataset, (record for _, record in found))
@@ -242,7 +248,7 @@ def _check_records(
             what = f"{dataset.data_path}:{found[0][0]}: '{columns.dataset.messages_key}' is a conversation, which needs a chat"
             hint = "template, but data.apply_chat_template is false. Try data.apply_chat_template=true"
             yield Problem(path, "contradiction", f"{what} {hint}")
-            return []
+            return [], []
         if fields is not None:
             records = [record for _, record in found]
             absent = list(data_records.absent_columns(recipe, key, dataset, columns.dataset, fields, records))
@@ -255,6 +261,7 @@ def _check_records(
                 unusable.setdefault(str(error), []).append(number)
             else:
                 inputs += [] if text is None else [(number, text)]
+                answers += [(number, answer) for answer in data_records.learned_answers(recipe, record, columns.dataset)]
                 if why := data_records.unfit_answer(recipe, record, columns.dataset):
                     bad.setdefault(why, []).append(number)
         unusable = _droppable(recipe, unusable, len(found))
@@ -263,7 +270,7 @@ def _check_records(
         yield Problem(path, "bad-record", f"{dataset.data_path}:{numbers[0]}: {what}{_also(numbers)}")
     if rest := sum(map(len, list(bad.values())[SHOWN_FAULTS:])):
         yield Problem(path, "bad-record", f"{dataset.data_path}: {rest} more lines have other faults")
-    return inputs
+    return inputs, answers
 
 
 def _droppable(recipe: Recipe, unusable: dict[str, list[int]], count: int) -> dict[str, list[int]]:

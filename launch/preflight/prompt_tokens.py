@@ -1,6 +1,6 @@
-"""Check the token counts of prompts in a data file, and text that the tokenizer does not know.
+"""Check the token counts of prompts in a data file, and text of prompts and answers that the tokenizer does not know.
 
-Needs the `tokenizers` package and tokenizer.json. The job checks all prompts again, with transformers.
+Needs the `tokenizers` package and tokenizer.json. The job checks all records again, with transformers.
 """
 
 from __future__ import annotations
@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Literal
 
 from pipeline.config import Problem, Recipe, generates
 
@@ -22,17 +23,19 @@ def notes(recipe: Recipe) -> Iterator[str]:
         )
 
 
-def problems(key: str, path: str, prompts: list[tuple[int, str]], tokenizer: Path, recipe: Recipe) -> Iterator[Problem]:
-    """Yield prompts that are too long or contain text that the tokenizer does not know.
+def problems(
+    key: str, path: str, texts: list[tuple[int, str]], tokenizer: Path, recipe: Recipe, kind: Literal["prompts", "answers"]
+) -> Iterator[Problem]:
+    """Yield texts that the tokenizer does not know, and prompts that are too long.
 
-    path: the data file of `key`. prompts: (line number, text), without the chat template, so the job counts at least as many
+    path: the data file of `key`. texts: (line number, text), without the chat template, so the job counts at least as many
     tokens. tokenizer: path of tokenizer.json.
     """
     from tokenizers import Tokenizer
 
-    encodings = Tokenizer.from_file(str(tokenizer)).encode_batch([text for _, text in prompts], add_special_tokens=False)
-    numbered = [(number, text, encoding) for (number, text), encoding in zip(prompts, encodings, strict=True)]
-    if recipe.data.overlong_prompts == "error":
+    encodings = Tokenizer.from_file(str(tokenizer)).encode_batch([text for _, text in texts], add_special_tokens=False)
+    numbered = [(number, text, encoding) for (number, text), encoding in zip(texts, encodings, strict=True)]
+    if recipe.data.overlong_prompts == "error" and kind == "prompts":
         yield from _too_long(key, path, max((len(encoding.ids), number) for number, _, encoding in numbered), recipe)
     if recipe.data.unknown_tokens == "error" and (mark := _unknown_token(tokenizer)):
         found = []
@@ -45,8 +48,8 @@ def problems(key: str, path: str, prompts: list[tuple[int, str]], tokenizer: Pat
             number, parts = min(found)
             shown = ", ".join(dict.fromkeys(map(repr, parts[:5])))
             what = f"{path}:{number}: the tokenizer in {tokenizer.parent} does not know {shown}, which becomes {mark} (so in"
-            hint = "Try another policy.tokenizer.name, or data.unknown_tokens=keep"
-            yield Problem(key, "bad-record", f"{what} {len(found)} of the {len(numbered)} prompts checked). {hint}")
+            hint = "Try another policy.tokenizer.name, or data.unknown_tokens=keep or drop"
+            yield Problem(key, "bad-record", f"{what} {len(found)} of the {len(numbered)} {kind} checked). {hint}")
 
 
 def _too_long(key: str, path: str, longest: tuple[int, int], recipe: Recipe) -> Iterator[Problem]:

@@ -204,18 +204,30 @@ def dump_yaml(value: Any, on_one_line: bool = False) -> str:
 def find_file(name: str, folder: Path, key: str, more: str = "") -> Path:
     """Return NAME.yaml in the folder, or the file at that path, with or without .yaml.
 
-    Raise RecipeError for `key`, with the names in the folder unless a path is given.
+    Raise RecipeError for `key`, with the names in the folder; for a path (with a slash, .yaml or .yml) with the nearest file.
     """
     for path in (folder / f"{name}.yaml", Path(name), Path(f"{name}.yaml")):
         if os.path.isfile(path):  # False also for a name that is too long for a file
             return path
     known = sorted(path.stem for path in folder.glob("*.yaml"))
-    near = difflib.get_close_matches(Path(name).name.removesuffix(".yaml"), known, 1)
+    near = difflib.get_close_matches(re.sub(r"\.ya?ml$", "", Path(name).name), known, 1)
     hint = f"did you mean '{near[0]}'? " if near else ""
-    if name.endswith(".yaml") or os.sep in name:  # a path
-        message = f"got '{name}'; {hint}there is no file {os.path.abspath(name)}"
+    if name.endswith((".yaml", ".yml")) or os.sep in name:
+        suggestion = _nearest_file(Path(name)) or (near[0] if near and os.sep not in name else None)
+        message = f"there is no file {os.path.abspath(name)}" + (f"; did you mean {suggestion}?" if suggestion else "")
         raise RecipeError(Problem(key, "file-not-found", message))
     raise RecipeError(Problem(key, "file-not-found", f"got '{name}'; {hint}there are: {', '.join(known)}{more}"))
+
+
+def _nearest_file(path: Path) -> str | None:
+    """Return the YAML file in the folder of `path` whose name is most similar; None if none is."""
+    try:
+        names = os.listdir(path.parent)
+    except (OSError, ValueError):  # ValueError: a null byte
+        return None
+    stems = {Path(name).stem: name for name in sorted(names) if name.endswith((".yaml", ".yml"))}
+    near = difflib.get_close_matches(path.stem, stems, 1)
+    return str(path.parent / stems[near[0]]) if near else None
 
 
 def parse_value(text: str) -> Any:

@@ -55,8 +55,11 @@ class Loaded:
 
     def unread(self, recipe: Recipe) -> tuple[list[Problem], list[str]]:
         """Return (problems, notes) about keys that nothing reads. recipe: this recipe with the chosen backend."""
-        problems = unused_keys.problems(recipe, self.origins, self.references)
-        return list(problems), list(unused_keys.notes(recipe, self.origins, self.references, self.file) if self.file else ())
+        given = recipe, self.origins, self.references
+        problems = list(unused_keys.problems(*given))
+        if not self.file:
+            return problems, []
+        return [*problems, *unused_keys.problems_of_files(*given, self.file)], list(unused_keys.notes(*given, self.file))
 
 
 def load(name: str, overrides: Iterable[str] = ()) -> Recipe:

@@ -112,7 +112,8 @@ class DataConfig:
     unknown_tokens: Annotated[
         Literal["error", "keep", "drop"],
         Field(
-            description="What to do with a prompt whose text the tokenizer can only partly represent, using its unknown token."
+            description="What to do with a record whose text the tokenizer can only partly represent, using its unknown token."
+            " The longest and the first texts of a data_path are checked before submission, all when the job reads them."
         ),
     ] = "error"
     bad_records: Annotated[
@@ -140,8 +141,8 @@ class CheckpointingConfig:
     metric_name: Annotated[
         Text | None,
         Field(
-            description="Metric that ranks checkpoints, such as `val:accuracy` or `train:reward`. null: keep the latest"
-            " keep_top_k."
+            description="Metric that ranks checkpoints, as metrics.jsonl names it, such as `val/accuracy`; `val:accuracy` is"
+            " the same. null: keep the latest keep_top_k."
         ),
     ] = None
     higher_is_better: Annotated[Bool, Field(description="Whether a higher value of the metric is better.")] = True

@@ -14,6 +14,7 @@ from typing import Any
 from pipeline.algorithms import ALGORITHMS, read_by
 from pipeline.config import aliases, schema_validation
 from pipeline.config.config_tree import COMMAND_LINE, ConfigMapping, from_plain
+from pipeline.config.data import keyed_sets
 from pipeline.config.parallelism import DTENSOR, MEGATRON, Backend, backend_of, named_backend
 from pipeline.config.schema import Recipe
 from pipeline.problems import Problem
@@ -38,6 +39,8 @@ SAME = (  # keys with the same meaning for different backends
     (f"{MEGATRON}.activation_checkpointing", f"{DTENSOR}.activation_checkpointing"),
     (f"{MEGATRON}.peft", f"{DTENSOR}.lora_cfg"),
 )
+FIELDS_OF_NAMED_DATA = ("subset", "split", "kwargs")
+"""Fields of a data set that nothing reads if it is a file (data_path)."""
 NOTED = 3  # keys that a note lists
 
 References = Mapping[str, Collection[str]]
@@ -120,6 +123,29 @@ def problems(recipe: Recipe, origins: Mapping[str, str], references: References)
     for key in _given(recipe, origins, references, lambda origin: origin == COMMAND_LINE):
         if why := readers.unread(key):
             yield Problem(key, "has-no-effect", f"{why}; {readers.instead(key)}", COMMAND_LINE)
+
+
+def problems_of_files(recipe: Recipe, origins: Mapping[str, str], references: References, file: str) -> Iterator[Problem]:
+    """Yield a problem for each key of named data sets that is given for a file: on the command line, or in the recipe's file.
+
+    file: the recipe's own file, as in `origins`. The recipe's keys are not reported if the command line gives the data_path.
+    """
+
+    def own(origin: str) -> bool:
+        return origin.rpartition(":")[0] == file
+
+    for section, dataset in keyed_sets(recipe.data).items():
+        if dataset.data_path is None or dataset.dataset_name is not None:
+            continue
+        fields = [f"{section}.{name}" for name in FIELDS_OF_NAMED_DATA]
+        path_is_own = own(origins.get(f"{section}.data_path", ""))
+        given = _given(
+            recipe, origins, references, lambda origin, both=path_is_own: origin == COMMAND_LINE or (both and own(origin))
+        )
+        for key in given:
+            if _within(key, fields):
+                why = f"{section}.data_path is a file, which has none; leave it out, or give a {section}.dataset_name"
+                yield Problem(key, "has-no-effect", why, origins[key])
 
 
 def notes(recipe: Recipe, origins: Mapping[str, str], references: References, file: str) -> Iterator[str]:

@@ -110,7 +110,7 @@ class Encoder(RecordReader):
             return ""
         return (
             f"{count} of {len(tokens)} tokens are {self.tokenizer.unk_token}, which stands for text that the tokenizer"
-            f" {self.tokenizer.name_or_path} does not know. Try another policy.tokenizer.name, or data.unknown_tokens=keep"
+            f" {self.tokenizer.name_or_path} does not know"
         )
 
     def _ended(self, tokens: list[int]) -> list[int]:

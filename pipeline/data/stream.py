@@ -212,7 +212,7 @@ class _Items(Dataset):
                     self._item(0, other)[1] is None for other in range(number + 1, min(count, number + TRIED_AFTER_BAD))
                 ):
                     raise self._refused(wrong)
-                raise self._refused(wrong, f"None of the first {min(count, number + TRIED_AFTER_BAD)} records is valid")
+                raise self._refused(wrong, tried=min(count, number + TRIED_AFTER_BAD))
             dropped += wrong is not None
             found += wrong is None
         if dropped == count:
@@ -220,9 +220,13 @@ class _Items(Dataset):
             raise RecipeError(Problem("data", "bad-record", message)) from first
         return dropped
 
-    def _refused(self, wrong: BadRecord, advice: str = "") -> RecipeError:
-        advice = advice or f"Try data.{wrong.key}=drop, which skips such records"
-        return RecipeError(Problem("data", "bad-record", f"{wrong}. {advice}"))
+    def _refused(self, wrong: BadRecord, tried: int | None = None) -> RecipeError:
+        """Return the error of a record. tried: how many records were tried, none of which is valid."""
+        choices = ["another policy.tokenizer.name", "data.unknown_tokens=keep"] if wrong.key == "unknown_tokens" else []
+        choices += [f"data.{wrong.key}=drop, which skips such records"] if tried is None else []
+        sentences = [str(wrong), *([f"None of the first {tried} records is valid"] if tried is not None else [])]
+        sentences += [f"Try {' or '.join(choices)}"] if choices else []
+        return RecipeError(Problem("data", "bad-record", ". ".join(sentences)))
 
     def _item(self, position: int, number: int) -> tuple[Prompt | Sample | Pair | None, BadRecord | None]:
         """Return (the item, None) or (None, the error of the record)."""

@@ -155,3 +155,13 @@ def test_examples_to_learn_from():
     assert TOKENIZER.decode(example.tokens) == "<s>2+1=3</s>"
     assert example.loss_mask.tolist() == [False] * 5 + [True] * 2
     assert example.advantages.tolist() == example.logprobs.tolist() == [0.0] * 7
+
+
+def test_an_answer_with_unknown_text_has_one_sentence_of_advice():
+    records = [{"input": "1+1=", "output": "\N{GRINNING FACE}"}, *RECORDS]
+    with refused(("data", "bad-record")) as error:
+        ExampleStream(records, encoder(), seed=0)
+    assert str(error.value).count("Try ") == 1 and "unknown_tokens=keep or data.unknown_tokens=drop" in str(error.value)
+    with refused(("data", "bad-record")) as error:
+        ExampleStream(records[:1], encoder(), seed=0)
+    assert str(error.value).count("Try ") == 1 and "drop" not in str(error.value)

@@ -156,3 +156,16 @@ def test_good_pairs(tmp_path, row, overrides, algorithm):
 def test_bad_pairs(tmp_path, row, overrides, says):
     (problem,), _ = examined(tmp_path, "dpo", [PAIR, row], *overrides)
     assert "F:2: " in problem and says in problem
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "row"),
+    [("sft", {"prompt": "a=", "completion": "BIG"}), ("dpo", {"prompt": "a=", "chosen": "BIG", "rejected": "b"})],
+)
+def test_unknown_text_of_an_answer_is_named_and_may_be_kept(tmp_path, algorithm, row):
+    rows = [row | {"completion": "1"} if algorithm == "sft" else row | {"chosen": "1"}, row]
+    (problem,), _ = examined(tmp_path, algorithm, rows)
+    assert problem.startswith("data.train.data_path: F:2: the tokenizer in ") and "does not know 'B', 'I', 'G'" in problem
+    assert "answers checked" in problem
+    for choice in ("keep", "drop"):
+        assert examined(tmp_path, algorithm, rows, f"data.unknown_tokens={choice}")[0] == []

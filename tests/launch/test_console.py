@@ -10,6 +10,7 @@ import pytest
 from launch import command_line, console, status
 from launch.submit import SubmitRequest
 from pipeline.config import Problem, RecipeError
+from pipeline.problems import HELP_HINT
 from tests.launch import made_runs
 
 ESCAPE = re.compile(r"\x1b\[[0-9;]*m")
@@ -111,4 +112,9 @@ def test_a_path_is_whole_on_a_terminal(on_terminal):
 def test_markup_and_escapes_in_a_message_are_text(on_terminal):
     shown = on_terminal(run, [Problem("a", "unknown-key", "got [red]x[/red] :smile: \x1b[2J")])
     text = " ".join(ESCAPE.sub("", shown).split())
-    assert text == r"error: a: got [red]x[/red] :smile: \x1b[2J [unknown-key]"
+    assert text == rf"error: a: got [red]x[/red] :smile: \x1b[2J [unknown-key] {HELP_HINT}"
+
+
+def test_one_problem_on_a_terminal_has_the_line_about_help(on_terminal):
+    lines = ESCAPE.sub("", on_terminal(run, PROBLEMS[:1])).splitlines()
+    assert lines[0].startswith("error:") and lines[-1].startswith("for cause and cure")

@@ -90,3 +90,21 @@ def test_on_the_command_line_of_a_recipe_of_nemo_rls():
     assert str(problem).startswith(
         "the command line: policy.megatron_cfg.optimizer.lr: FSDP2 trains, which does not read it; try pol"
     )
+
+
+@pytest.mark.parametrize("key", ["data.train.kwargs.siz=3", "data.train.split=foo", "data.train.subset=foo"])
+def test_a_key_of_named_data_is_refused_for_a_file_on_the_command_line(key):
+    (problem,), _ = unread("tiny_sft", "data.train.data_path=rows.jsonl", key)
+    assert (problem.key, problem.code) == (key.partition("=")[0], "has-no-effect")
+    assert unread("tiny_sft", "data.train.dataset_name=GSM8K", "data.train.split=foo")[0] == []
+
+
+def test_a_key_of_named_data_is_refused_in_the_file_that_has_the_path(tmp_path):
+    parent = config.find("tiny_sft").resolve()
+    (tmp_path / "own.yaml").write_text(f"defaults: {parent}\ndata: {{train: {{data_path: rows.jsonl, split: foo}}}}\n")
+    (tmp_path / "child.yaml").write_text("defaults: own.yaml\n")
+    (tmp_path / "named.yaml").write_text(f"defaults: {parent}\ndata: {{train: {{dataset_name: GSM8K, split: foo}}}}\n")
+    (problem,), _ = unread(str(tmp_path / "own.yaml"))
+    assert (problem.key, problem.code) == ("data.train.split", "has-no-effect")
+    assert unread(str(tmp_path / "child.yaml"))[0] == []
+    assert unread(str(tmp_path / "named.yaml"), "data.train.data_path=rows.jsonl")[0] == []
