@@ -23,7 +23,7 @@ if __name__ == "__main__":
     sys.path[0] = str(Path(__file__).resolve().parent.parent)  # in place of containers/
 
 from pipeline.builds import CUDA, MUST_MATCH, NCCL, TORCH, common_part
-from pipeline.problems import Problem, listed
+from pipeline.problems import Problem, format_problems
 
 FOLDER = Path(__file__).resolve().parent
 OF_THE_BASE = {"train": {"transformer_engine": "2.17"}, "generate": {"vllm": "0.32.0"}}
@@ -100,7 +100,7 @@ def main(kind: str, nccl: str, record: str, other: str = "") -> int:
         wrong, notes = differences(own, json.loads(Path(other).read_text()))
         found += wrong
         print("\n".join(f"note: {note}" for note in notes))
-    print(listed(found) if found else f"the {kind} image has what its ranks need")
+    print(format_problems(found) if found else f"the {kind} image has what its ranks need")
     if not found:
         Path(record).write_text(json.dumps(own) + "\n")
     return 1 if found else 0

@@ -66,7 +66,7 @@ OPTIONS, VARIABLES = "cluster.train.sbatch_options", "cluster.train.env_vars"
         ('cluster.generate.srun_args=["--a\\r"]', "cluster.generate.srun_args", "bad-format", r"got '--a\r'"),
         (f'{VARIABLES}={{A: "\\x1b[31m"}}', f"{VARIABLES}.A", "bad-format", "got control characters in the value"),
         ('run_dir="runs/a\\nb"', "run_dir", "bad-format", "a text without control characters"),
-        ("run_dir=runs/%j", "run_dir", "bad-format", "no % and no \\"),
+        ("run_dir=runs/%j", "run_dir", "bad-format", "without % and \\"),
         ('name="a\\nb"', "name", "bad-format", r"got 'a\nb'"),
         ('policy.model_name="a\\nb"', "policy.model_name", "bad-format", ""),
         ('cluster.train.account="a Restarts=b"', "cluster.train.account", "bad-format", "a name without blanks"),
