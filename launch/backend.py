@@ -11,7 +11,7 @@ If the recipe does not choose, the first line that applies decides:
     otherwise                                       Megatron-Core; an error if its layout's keys must split the model first
 
 A model "fits" if parameters, gradients and optimizer state of all models of the train ranks, as
-`launch/plan/memory_backends.py` counts them, take at most 70 % of the GPUs' memory. The rest is for activations and logits.
+`launch/plan/memory.py` counts them, take at most 70 % of the GPUs' memory. The rest is for activations and logits.
 """
 
 from __future__ import annotations
@@ -23,7 +23,8 @@ from typing import Any
 
 from launch.model_files import planning_config
 from launch.model_shape import ModelShape
-from launch.plan.memory_backends import FSDPMemory, MegatronMemory, stages
+from launch.plan.memory_fsdp import FSDPMemory
+from launch.plan.memory_megatron import MegatronMemory, stages
 from launch.plan.memory_parts import TrainModel, models
 from launch.plan.parallelism import Parallelism
 from launch.units import plural

@@ -71,7 +71,7 @@ class ModelShape:
 
     @property
     def latent(self) -> bool:
-        """Whether attention caches a latent that all heads share (MLA), as DeepSeek's does."""
+        """Return whether attention caches a latent that all heads share (MLA), as DeepSeek's does."""
         return self.family == "deepseek_v3"
 
     @property

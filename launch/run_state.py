@@ -27,7 +27,7 @@ StateName = Literal["done", "running", "waiting", "failed", "stopped", "unknown"
 
 @dataclass(frozen=True)
 class RunState:
-    """Whether a run goes on, how it ended, and what its job does."""
+    """The state of a run: whether it goes on, how it ended, and what its job does."""
 
     name: StateName
     why: str = ""

@@ -27,7 +27,7 @@ from pipeline.data.preferences import Pair
 from pipeline.data.stream import Stream
 from pipeline.deadline import Deadline
 from pipeline.metrics import Metrics, mean_metrics, validation_metrics
-from pipeline.rollout.collectors import Collector
+from pipeline.rollout.collectors import Collector, Prompts
 from pipeline.rpc import RpcGroup
 from pipeline.startup import Startup
 from pipeline.timeline import Timeline
@@ -239,13 +239,7 @@ class Run:
                 self._unsettled = None
 
 
-def run_online(
-    run: Run,
-    algorithm: OnlineAlgorithm,
-    collector: Collector,
-    prompts: Stream[Prompt] | Mixture[Prompt],
-    validation: list[Prompt],
-) -> int:
+def run_online(run: Run, algorithm: OnlineAlgorithm, collector: Collector, prompts: Prompts, validation: list[Prompt]) -> int:
     """Train on rollouts: sample, score, update, refit. Return the last step."""
     section, colocation = config.section(run.recipe), run.colocation
     assert isinstance(section, config.OnlineConfig)

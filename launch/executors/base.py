@@ -41,7 +41,7 @@ class JobStatus:
 
     @property
     def succeeded(self) -> bool:
-        """Whether the job ended without an error."""
+        """Return whether the job ended without an error."""
         return self.state == "COMPLETED"
 
     def __str__(self) -> str:

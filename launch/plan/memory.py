@@ -1,7 +1,8 @@
 """Estimate the memory of the fullest train rank in its fullest phase, over all models that it holds.
 
     memory_parts        the parts of memory; models and microbatches of the train ranks
-    memory_backends     one model on one rank, with FSDP2 and with Megatron-Core
+    memory_fsdp         one model on one rank, with FSDP2
+    memory_megatron     likewise, with Megatron-Core
     activations         layers, the last norm and the head
     memory_generate     generate ranks: weights and KV cache
     advice              keys to change if a rank does not fit
@@ -17,7 +18,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 
 from launch.model_shape import ModelShape
-from launch.plan.memory_backends import ModelMemory, stage_memories
+from launch.plan.memory_fsdp import FSDPMemory
+from launch.plan.memory_megatron import MegatronMemory, stages
 from launch.plan.memory_parts import RUNTIME, Parts, RankBatches, TrainMemory, TrainModel, add_parts, models, rank_batches
 from launch.plan.parallelism import Parallelism, engines, train_parallelism
 from pipeline.config import (
@@ -29,6 +31,8 @@ from pipeline.config import (
     serves_rewards,
     uses_megatron,
 )
+
+ModelMemory = FSDPMemory | MegatronMemory
 
 
 def train(recipe: Recipe, shapes: Mapping[str, ModelShape]) -> TrainMemory:
@@ -109,3 +113,10 @@ def _assumptions(recipe: Recipe, of_rank: RankBatches, cuda: bool) -> tuple[str,
         if uses_megatron(recipe.policy):
             found.append("TransformerEngine is installed; tokens spread evenly over experts")
     return tuple(found)
+
+
+def stage_memories(model: TrainModel, layout: Parallelism, cuda: bool) -> list[ModelMemory]:
+    """Return the model on a rank of each pipeline stage."""
+    if not uses_megatron(model.policy):
+        return [FSDPMemory(model, layout, cuda)]
+    return [MegatronMemory(model, layout, cuda, stage) for stage in stages(model)]

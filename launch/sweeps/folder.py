@@ -96,7 +96,7 @@ class SweepFolder:
 
     @property
     def begun(self) -> bool:
-        """Whether sweep.json exists."""
+        """Return whether sweep.json exists."""
         return (self.path / "sweep.json").exists()
 
     @property

@@ -66,7 +66,7 @@ class SweepResult:
 
     @property
     def passed(self) -> bool:
-        """Whether no gate failed."""
+        """Return whether all gates passed or were not judged."""
         return not self.failed
 
     @property

@@ -8,8 +8,8 @@ closes. The key is on no command line and in no environment, where others could 
 
 A client must authenticate within AUTH_TIMEOUT_S (`auth.py`) before the server reads anything else from it. At most
 MAX_UNAUTHENTICATED connections, and at most half of the process's file descriptors, may be unauthenticated; a new one closes
-the oldest, which may connect again. One thread handles everything, so that requests have an order. The process imports only the
-standard library and msgspec and starts in a tenth of a second.
+the oldest, which may connect again. One thread handles everything, so that requests have an order. The process imports no torch
+and starts in a tenth of a second.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What the pages name exists: files, headings, recipes, keys, commands and their arguments, modules, make targets."""
+"""Check that what the pages name exists: files, headings, recipes, keys, commands and their arguments, modules, targets."""
 
 import functools
 import importlib

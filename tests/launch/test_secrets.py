@@ -224,7 +224,7 @@ def test_another_users_lock_is_refused(tmp_path, hold):
 @pytest.mark.parametrize("name", ["checkpoints", "attempts", "metrics.jsonl", "submitit"])
 @pytest.mark.parametrize("kind", ["link", "own"])
 def test_another_users_files_in_the_folder_are_refused(tmp_path, name, kind):
-    """That user could still write into a folder of theirs, and choose where a link points."""
+    """Another user could still write into a folder of theirs, and choose where their link points."""
     run_dir, elsewhere = tmp_path / "run", tmp_path / "elsewhere"
     run_dir.mkdir()
     elsewhere.mkdir()

@@ -93,7 +93,7 @@ def test_a_slow_tool_does_not_stall_other_episodes(checkpoint):
 
 
 def test_all_first_turns_start_before_the_first_step_and_judging_takes_no_slot(checkpoint):
-    """So the batch does not depend on time if episodes have one turn."""
+    """The batch does not depend on time if episodes have one turn."""
     once = Once()
     once.go.clear()
     bench = Bench(checkpoint, {"told": once}, max_num_seqs=3)

@@ -403,7 +403,7 @@ for descriptor in (0, os.open("/proc/self/fd/0", os.O_RDWR) if os.access("/proc/
 
 @pytest.mark.parametrize("program", [NETWORK, RUN_FOLDER, LINKS, PROCESSES])
 def test_these_programs_escape_without_a_sandbox(program: str):
-    """So the tests above can fail."""
+    """Without isolation the attacks succeed, so the tests above can fail."""
     free = Host("none")
     try:
         with pytest.raises(AssertionError):  # it also writes into the watched folder

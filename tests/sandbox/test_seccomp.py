@@ -120,7 +120,7 @@ def test_the_filter_is_short_enough_for_the_kernel(machine: str):
 
 @pytest.mark.parametrize("machine", MACHINES)
 def test_the_numbers_match_the_kernels_headers(machine: str):
-    """Where a call has two numbers, asm-generic gives that of 64-bit machines as 3264."""
+    """Use one number for a call with two: asm-generic gives that of 64-bit machines as 3264."""
     if not Path(HEADERS[machine]).exists():
         pytest.skip("the kernel's headers are not here")
     text = Path(HEADERS[machine]).read_text()

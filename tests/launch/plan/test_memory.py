@@ -11,8 +11,8 @@ from launch.model_shape import ModelShape
 from launch.plan import memory
 from launch.plan.activations import RankMicrobatch, hugging_face_layer, megatron_layer, norms
 from launch.plan.advice import advice
-from launch.plan.memory_backends import MegatronMemory, stages
 from launch.plan.memory_generate import EngineRank, generate
+from launch.plan.memory_megatron import MegatronMemory, stages
 from launch.plan.memory_parts import GenerateMemory, TrainMemory, models, rank_batches
 from launch.plan.parallelism import train_parallelism
 from pipeline import config

@@ -1,0 +1,199 @@
+"""Estimate the memory of one model on one rank with FSDP2, as `pipeline.train.fsdp` allocates it.
+
+All ranks shard the trained parameters, their gradients and Adam's moments, in float32. The root's parameters (embedding,
+norm, head) are gathered for a whole microbatch. A layer's parameters are gathered while it computes, and the next layer's are
+prefetched. Gradients are reduced in float32, one layer at a time. They stay allocated until the next step begins, and therefore
+during its forward passes. A single rank in float32 without offloading runs the plain module and gathers nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from launch.plan.activations import (
+    LayerActivations,
+    RankMicrobatch,
+    final_norm,
+    head_activations,
+    hugging_face_layer,
+    selective_bytes,
+)
+from launch.plan.memory_parts import Parts, RankBatches, TrainModel, add_parts
+from launch.plan.parallelism import Parallelism
+
+
+@dataclass(frozen=True)
+class FSDPMemory:
+    """The memory of one model on one rank with FSDP2."""
+
+    model: TrainModel
+    layout: Parallelism
+    cuda: bool
+
+    @property
+    def plain(self) -> bool:
+        """Return whether the plain module runs, which gathers no weights."""
+        two_precisions = self.model.trained and self.model.size < 4
+        return self.layout.ranks == 1 and not two_precisions and not self.offloads
+
+    @property
+    def offloads(self) -> bool:
+        """Return whether weights and optimizer state are kept in host memory."""
+        return self.cuda and (self.model.policy.dtensor_cfg.cpu_offload or self.model.offload)
+
+    @property
+    def adapted(self) -> bool:
+        """Return whether the model trains LoRA adapters."""
+        return self.model.trained and self.model.policy.dtensor_cfg.lora_cfg.enabled
+
+    @property
+    def root(self) -> float:
+        """Return the parameters of embedding, last norm and head after tensor parallelism."""
+        return (self.model.table + self.model.output) / self.layout.tensor + self.model.shape.hidden
+
+    def layer(self, sparse: bool) -> float:
+        """Return the parameters of one layer after tensor parallelism. sparse: the layer is a mixture of experts."""
+        shape = self.model.shape
+        divided = shape.attention_layer + (shape.sparse_layer if sparse else shape.mlp_layer)
+        return divided / self.layout.tensor + shape.norms_layer
+
+    @property
+    def largest(self) -> float:
+        """Return the parameters of the largest layer after tensor parallelism."""
+        return max(self.layer(sparse) for sparse in self._counts)
+
+    @property
+    def parameters(self) -> float:
+        """Return the parameters that this rank holds."""
+        layers = sum(count * self.layer(sparse) for sparse, count in self._counts.items())
+        return (self.root + layers) / self.layout.data
+
+    @property
+    def adapters(self) -> float:
+        """Return the parameters of adapters that this rank holds: its share of dim x (in + out) of each linear layer."""
+        shape, lora = self.model.shape, self.model.policy.dtensor_cfg.lora_cfg
+        query, key = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
+        attention = 2 * (shape.hidden + query) + 2 * (shape.hidden + key)
+        mlp = 3 * (shape.hidden + shape.dense_width) if shape.dense_layers else 0
+        return lora.dim * (shape.layers * attention + shape.dense_layers * mlp) / self.layout.data
+
+    @property
+    def _counts(self) -> dict[bool, int]:
+        """Return the number of layers that are mixtures of experts (True) and that are dense (False), without zeros."""
+        shape = self.model.shape
+        return {sparse: count for sparse, count in ((True, shape.sparse_layers), (False, shape.dense_layers)) if count}
+
+    @property
+    def resident(self) -> Parts:
+        """Return the bytes that are on the device all the time, gradients included."""
+        if self.offloads:
+            return {}
+        whole = self.model.size * self.parameters
+        if not self.model.trained:
+            return {"weights": whole}
+        if self.adapted:
+            trained, merged = self.adapters, {"merged weights": whole}  # assumes that every layer has an adapter
+            return {"weights": whole + 4 * trained} | merged | {"gradients": 4 * trained, "optimizer": 8 * trained}
+        found = {"weights": 4 * self.parameters, "gradients": 4 * self.parameters, "optimizer": 8 * self.parameters}
+        stays = self.cuda and not self.model.policy.dtensor_cfg.reference_cpu_offload
+        return found | ({"other models": self.reference} if stays and self.reference else {})
+
+    @property
+    def reference(self) -> float:
+        """Return the bytes of the reference policy's weights; 0 without one, or where it is the model without adapters."""
+        return self.model.size * self.parameters if self.model.reference and not self.adapted else 0.0
+
+    @property
+    def host(self) -> float:
+        """Return the bytes in host memory: offloaded state, and reference weights."""
+        reference = 0.0 if "other models" in self.resident else self.reference
+        return reference + (self.parameters * (16 if self.model.trained else self.model.size) if self.offloads else 0.0)
+
+    def phases(self, batches: RankBatches) -> Iterator[tuple[str, Parts]]:
+        """Yield (phase, bytes on the device besides `resident`; negative where gradients are not there yet)."""
+        forward = self._forward(batches.forward_tokens)
+        yield "log-probs", forward
+        if self.cuda and self.reference and not self.offloads and "other models" not in self.resident:
+            yield "log-probs of the reference", add_parts(forward, {"other models": self.reference})
+        if self.model.trained:
+            yield from self._training(batches)
+
+    def _forward(self, tokens: float) -> Parts:
+        hidden = self.model.size * tokens * self.model.shape.hidden
+        layer = max(self._activations(sparse, tokens).forward for sparse in self._counts)
+        logits = head_activations(self.model, tokens, self.layout.tensor).forward
+        gathered = 0.0 if self.plain else self._gathered(3)
+        if logits > layer:
+            return {"activations": hidden, "logits": logits, "buffers": gathered}
+        return {"activations": hidden + layer, "buffers": gathered}
+
+    def _training(self, batches: RankBatches) -> Iterator[tuple[str, Parts]]:
+        c, tokens = self.model.size, batches.train_tokens
+        recomputes = self.model.policy.dtensor_cfg.activation_checkpointing
+        layers = {sparse: self._activations(sparse, tokens) for sparse in self._counts}
+        kept = {sparse: self._kept(sparse, layer, tokens) for sparse, layer in layers.items()}
+        saved = sum(count * kept[sparse] for sparse, count in self._counts.items())
+        kind = next(iter(layers))
+        last = layers[kind]
+        again = last.saved - kept[kind] + last.input if recomputes else 0.0
+        norm, of_head = (
+            final_norm(self.model.shape, self._passage(tokens), False),
+            head_activations(self.model, tokens, self.layout.tensor),
+        )
+        missing = {} if batches.microbatches > 1 or self.offloads or self.adapted else {"gradients": -4 * self.parameters}
+        flying = self._in_flight()
+        at_head = {"activations": saved + norm.saved, "logits": max(of_head.forward, of_head.saved + of_head.backward)}
+        yield "backward of the head", add_parts(at_head, {"buffers": 0 if self.plain else self._gathered(2)}, missing)
+        at_layer = {"activations": saved + again, "buffers": flying}
+        yield "backward of the norm", add_parts({"activations": saved + norm.backward, "buffers": flying}, missing)
+        yield "backward of the last layer", add_parts(at_layer, {"activations": last.backward}, missing)
+        if recomputes and self.model.shape.layers > 1:  # while the last layer's gradients are reduced
+            before = {"activations": last.backward - last.input, "buffers": self._reducing}
+            yield "backward of the layer before", add_parts(at_layer, before, missing)
+        if not self.plain:
+            yield "reduction of the last layer", self._reduction(saved - (0 if recomputes else last.saved), missing)
+            yield "reduction of the first layer", self._reduction(0.0, {})
+            yield "reduction of the root", {"buffers": (2 * c + 4 + 4 / self.layout.data) * self.root}
+        yield "optimizer", {}
+
+    def _passage(self, tokens: float) -> RankMicrobatch:
+        return RankMicrobatch(tokens, self.model.size, self.cuda, self.layout.tensor, 1, self.layout.tensor)
+
+    def _activations(self, sparse: bool, tokens: float) -> LayerActivations:
+        return hugging_face_layer(self.model.shape, sparse, self._passage(tokens))
+
+    def _kept(self, sparse: bool, layer: LayerActivations, tokens: float) -> float:
+        """Return the bytes that a layer of `tokens` keeps from the forward pass to the backward pass."""
+        dtensor = self.model.policy.dtensor_cfg
+        if not dtensor.activation_checkpointing:
+            return layer.saved
+        if dtensor.recompute_granularity == "full":
+            return layer.input
+        return selective_bytes(self.model.shape, sparse, self._passage(tokens))
+
+    def _gathered(self, layers: int) -> float:
+        """Return the bytes of the root's and some layers' gathered weights."""
+        return self.model.size * (self.root + layers * self.largest)
+
+    def _in_flight(self) -> float:
+        """Return the bytes of gathered weights of a layer, the next one and the root, and of the head's gradient.
+
+        All of them are allocated during a layer's backward pass.
+        """
+        if self.plain:
+            return 0.0
+        prefetched = self.model.size * self.largest if self.layout.data > 1 else 0.0
+        return self._gathered(1) + prefetched + self.model.size * self.model.output / self.layout.tensor
+
+    def _reduction(self, saved: float, missing: Parts) -> Parts:
+        """Return the bytes at the end of a layer's backward pass: its gradient as computed, and the float32 one."""
+        own = self.model.size * self.largest
+        return add_parts({"activations": saved, "buffers": self._in_flight() + own + self._reducing}, missing)
+
+    @property
+    def _reducing(self) -> float:
+        """Return the bytes of a layer's gradient in float32: this rank's shard and, with several data ranks, the whole."""
+        if self.plain:
+            return 0.0
+        return 4 * self.largest * (1 + 1 / self.layout.data) if self.layout.data > 1 else 4 * self.largest

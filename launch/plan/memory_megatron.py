@@ -1,0 +1,212 @@
+"""Estimate the memory of one model on one rank with Megatron-Core, as `pipeline.train.megatron` allocates it.
+
+One buffer holds the weights in the recipe's precision, whole on every data rank. Another buffer, always
+allocated, holds the gradients, in float32 with distributed_data_parallel_config.grad_reduce_in_fp32. Data and context ranks
+shard the float32 main weights (of weights in half precision) and Adam's moments; ranks that hold the same experts shard those
+of experts. Stage s of p keeps the activations of min(p - s, microbatches) microbatches (1F1B). Tokens are assumed to spread
+evenly over experts: a rank receives as many copies as it sends.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from launch.plan.activations import (
+    LayerActivations,
+    RankMicrobatch,
+    final_norm,
+    head_activations,
+    latent_projections,
+    megatron_layer,
+)
+from launch.plan.memory_parts import Parts, RankBatches, TrainModel, add_parts
+from launch.plan.parallelism import Parallelism
+
+
+@dataclass(frozen=True, slots=True)
+class StageLayers:
+    """A pipeline stage: its number of layers of each kind, and whether it is the first or the last."""
+
+    number: int
+    dense: int
+    sparse: int
+    first: bool
+    last: bool
+
+    @property
+    def layers(self) -> int:
+        """Return the number of layers of the stage."""
+        return self.dense + self.sparse
+
+
+def stages(model: TrainModel) -> list[StageLayers]:
+    """Return the stages as Megatron-Core divides the layers. Dense layers are assumed to come first."""
+    settings, shape = model.policy.megatron_cfg, model.shape
+    size = settings.pipeline_model_parallel_size
+    ends = {0: settings.num_layers_in_first_pipeline_stage, size - 1: settings.num_layers_in_last_pipeline_stage}
+    given = {number: count for number, count in ends.items() if count is not None}
+    middle = (shape.layers - sum(given.values())) // max(1, size - len(given))
+    found, done = [], 0
+    for number in range(size):
+        count = given.get(number, middle)
+        dense = max(0, min(shape.dense_layers - done, count))
+        found.append(StageLayers(number, dense, count - dense, number == 0, number == size - 1))
+        done += count
+    return found
+
+
+@dataclass(frozen=True)
+class MegatronMemory:
+    """The memory of one model on one rank of a pipeline stage with Megatron-Core."""
+
+    model: TrainModel
+    layout: Parallelism
+    cuda: bool
+    stage: StageLayers
+
+    @property
+    def dense_parameters(self) -> float:
+        """Return the parameters outside of routed experts. Every rank holds whole norms and routers."""
+        shape, stage, tensor, whole = (
+            self.model.shape,
+            self.stage,
+            self.layout.tensor,
+            latent_projections(self.model.shape),
+        )
+        total = stage.layers * ((shape.attention_layer - whole) / tensor + whole + shape.norms_layer)
+        total += stage.dense * shape.mlp_layer / tensor
+        total += stage.sparse * (shape.shared_layer / tensor + shape.router_layer)
+        if stage.first:
+            total += self._rows * shape.hidden
+        if stage.last:
+            total += shape.hidden + self._head
+        return total
+
+    @property
+    def _head(self) -> float:
+        """Return the head's own parameters. A tied head has a copy of the embedding if that is on another stage."""
+        if self.model.values:
+            return self.model.shape.hidden
+        tied = not self.model.output
+        return 0.0 if tied and self.stage.first else self._rows * self.model.shape.hidden
+
+    @property
+    def _rows(self) -> int:
+        """Return the rows of the vocabulary on this rank."""
+        return -(-self.model.shape.vocabulary // self.layout.tensor)
+
+    @property
+    def expert_parameters(self) -> float:
+        """Return the parameters of routed experts on this rank."""
+        return self.stage.sparse * self.model.shape.routed_layer / (self.layout.expert * self.layout.expert_tensor)
+
+    @property
+    def weights(self) -> float:
+        """Return the bytes of the weights in the compute precision."""
+        return self.model.size * (self.dense_parameters + self.expert_parameters)
+
+    @property
+    def resident(self) -> Parts:
+        """Return the bytes that are on the device all the time, gradients included."""
+        settings, c = self.model.policy.megatron_cfg, self.model.size
+        if not self.model.trained:
+            return {} if self._offloads else {"weights": self.weights}
+        dense, experts = self.dense_parameters, self.expert_parameters
+        dense -= self.stage.sparse * self.model.shape.router_layer if settings.freeze_moe_router else 0.0
+        share = dense / (self.layout.data * self.layout.context) + experts / self.layout.expert_data
+        in_float32 = settings.distributed_data_parallel_config.grad_reduce_in_fp32
+        return {
+            "weights": self.weights + (4 * share if c < 4 else 0.0),
+            "gradients": (4 if in_float32 else c) * (dense + experts),
+            "optimizer": 8 * share,
+        }
+
+    @property
+    def _offloads(self) -> bool:
+        return self.model.offload and self.cuda
+
+    @property
+    def host(self) -> float:
+        """Return the bytes in host memory: an offloaded model, and reference weights."""
+        # With a reference, also the policy's weights while the reference computes.
+        return self.weights * (2 * self.model.reference + self._offloads)
+
+    def phases(self, batches: RankBatches) -> Iterator[tuple[str, Parts]]:
+        """Yield (phase, bytes on the device besides `resident`; negative where gradients are not there yet)."""
+        yield "log-probs", self._forward(batches.forward_tokens)
+        if self.model.trained:
+            yield from self._training(batches)
+
+    def _forward(self, tokens: float) -> Parts:
+        microbatch = self._passage(tokens)
+        hidden = self.model.size * microbatch.tokens * self.model.shape.hidden
+        layer = max((one.forward for one in self._layers(microbatch).values()), default=0.0)
+        loaded = {"buffers": self.weights} if self._offloads else {}
+        if self.stage.last and (logits := head_activations(self.model, microbatch.tokens, self.layout.tensor).forward) > layer:
+            return add_parts({"activations": hidden, "logits": logits}, loaded)
+        return add_parts({"activations": hidden + layer}, loaded)
+
+    def _training(self, batches: RankBatches) -> Iterator[tuple[str, Parts]]:
+        shape, microbatch = self.model.shape, self._passage(batches.train_tokens)
+        layers = self._layers(microbatch)
+        flying = min(self.layout.pipeline - self.stage.number, batches.microbatches)
+        counts = {True: self.stage.sparse, False: self.stage.dense}
+        kept = sum(counts[sparse] * self._kept(layer) for sparse, layer in layers.items())
+        last, again = next(iter(layers.values())), self._again(layers)
+        hidden = self.model.size * microbatch.tokens * shape.hidden
+        saved = flying * kept + (flying * hidden / microbatch.sequence if self.layout.pipeline > 1 else 0.0)
+        if self.stage.last:
+            of_head, norm = (
+                head_activations(self.model, microbatch.tokens, self.layout.tensor),
+                final_norm(shape, microbatch, self.cuda),
+            )
+            work = max(of_head.forward, of_head.saved + of_head.backward)
+            yield "backward of the head", {"activations": saved + norm.saved, "logits": work}
+            yield "backward of the norm", {"activations": saved + norm.backward + (norm.saved if self.cuda else 0.0)}
+        yield "backward of the last layer", {"activations": saved + again + last.backward}
+        if self.stage.first:
+            gradient = self.model.size * self._rows * shape.hidden  # gradient of the embedding table, unsharded
+            yield "backward of the embedding", {"activations": (flying - 1) * kept + hidden, "buffers": gradient}
+        yield "optimizer", {}
+
+    def _passage(self, tokens: float) -> RankMicrobatch:
+        sequence = self.layout.tensor if self.layout.sequence else 1
+        experts = max(1, self.model.shape.experts // self.layout.expert)
+        local = tokens / self.layout.context
+        return RankMicrobatch(
+            local, self.model.size, self.cuda, self.layout.tensor, sequence, self.layout.expert_tensor, experts
+        )
+
+    def _layers(self, microbatch: RankMicrobatch) -> dict[bool, LayerActivations]:
+        """Return the activations of a mixture of experts (True) and of a dense layer (False), for the kinds in this stage."""
+        kinds = ((True, self.stage.sparse), (False, self.stage.dense))
+        return {sparse: megatron_layer(self.model.shape, sparse, microbatch) for sparse, count in kinds if count}
+
+    @property
+    def _recomputes(self) -> bool:
+        """Return whether layers are recomputed.
+
+        Selective recomputation of core attention keeps as much as flash attention does; other modules are not counted.
+        """
+        settings = self.model.policy.megatron_cfg
+        return settings.activation_checkpointing and settings.recompute_granularity != "selective"
+
+    def _kept(self, layer: LayerActivations) -> float:
+        """Return the bytes that a layer keeps from the forward pass to the backward pass."""
+        settings = self.model.policy.megatron_cfg
+        if not self._recomputes:
+            return layer.saved
+        several = settings.recompute_num_layers or 1
+        if settings.recompute_method == "block":
+            recomputed = min(1.0, several / max(1, self.stage.layers))
+            return recomputed * layer.input + (1 - recomputed) * layer.saved
+        return layer.input / several
+
+    def _again(self, layers: dict[bool, LayerActivations]) -> float:
+        """Return the bytes of the activations that are recomputed at one time."""
+        settings = self.model.policy.megatron_cfg
+        if not self._recomputes:
+            return 0.0
+        largest = max(layer.saved for layer in layers.values())
+        return largest * (1 if settings.recompute_method == "block" else settings.recompute_num_layers or 1)
