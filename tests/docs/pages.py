@@ -8,16 +8,13 @@ from __future__ import annotations
 import re
 import shlex
 import shutil
-import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
 ROOT = Path(__file__).parents[2]
-PAGES = sorted(
-    ROOT / name
-    for name in subprocess.run(["git", "ls-files", "*.md"], cwd=ROOT, capture_output=True, text=True, check=True).stdout.split()
-)
+FOLDERS = (".github", "containers", "launch", "pipeline", "recipes", "tests")
+PAGES = sorted([*ROOT.glob("*.md"), *(page for folder in FOLDERS for page in (ROOT / folder).rglob("*.md"))])
 OURS = [page for page in PAGES if page.relative_to(ROOT).parts[0] != ".github"]
 
 
