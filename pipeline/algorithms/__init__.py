@@ -16,6 +16,7 @@ CLASSES = {  # by the name of the file, which is also the recipe's section and t
     "sft": "SFT",
     "dpo": "DPO",
     "rm": "RM",
+    "evaluate": "Evaluate",
 }
 ALGORITHMS: dict[str, type[Algorithm]] = {
     name: getattr(import_module(f"pipeline.algorithms.{name}"), kind) for name, kind in CLASSES.items()

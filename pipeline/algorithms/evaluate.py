@@ -1,0 +1,142 @@
+"""Evaluate: score a model on tasks. Nothing is trained, and the job has only generate ranks.
+
+A task has a kind, which decides how its questions are asked and scored (KINDS), and a format, which turns the records of its
+data into questions (FORMATS). A new one of either is one file in `pipeline/evaluation/` and one line here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Annotated, Any, ClassVar, Literal
+
+from pydantic import Field
+from typing_extensions import override
+
+from pipeline.algorithms.base import OnlineAlgorithm
+from pipeline.algorithms.sections import UNBOUNDED
+from pipeline.problems import Problem
+from pipeline.values import Bool, Check, Float, Int, Line, NotNegative, Positive, Text, not_a_kind
+
+KINDS = {
+    "generate": "pipeline.evaluation.generation.GenerationTask",
+}
+"""How questions are asked and scored: name -> class, a `pipeline.evaluation.base.Task`."""
+
+FORMATS: dict[str, str] = {}
+"""How records become questions: name -> class, a `pipeline.evaluation.base.Format`."""
+
+
+@dataclass
+class TaskDataConfig:
+    """Data of a task."""
+
+    dataset_name: Annotated[
+        Line | None, Field(description="A name or folder for `datasets`, read from the local cache, or your own callable.")
+    ] = None
+    data_path: Annotated[Line | None, Field(description="A JSONL file, in place of dataset_name.")] = None
+    subset: Annotated[Text | None, Field(description="Configuration of the repository. null: its default.")] = None
+    split: Annotated[Text, Field(description="Split of the questions.")] = "test"
+    few_shot_split: Annotated[
+        Text | None, Field(description="Split of the worked examples. null: `split`, without the question itself.")
+    ] = None
+    max_samples: Annotated[Positive | None, Field(description="Number of questions, drawn with `seed`. null: all.")] = None
+    kwargs: Annotated[dict[str, Any], Field(description="Arguments of `datasets`, or of your own callable.")] = field(
+        default_factory=dict
+    )
+
+
+@dataclass
+class TaskConfig:
+    """One task of a suite."""
+
+    kind: Annotated[
+        Text,
+        Check(lambda kind: not_a_kind(kind, KINDS), "not-a-choice"),
+        Field(description="How questions are asked and scored."),
+    ] = "generate"
+    format: Annotated[
+        Text,
+        Check(lambda name: not_a_kind(name, FORMATS), "not-a-choice"),
+        Field(description="Format of the records, or the dotted path of your own class."),
+    ] = "records"
+    format_kwargs: Annotated[dict[str, Any], Field(description="Arguments of the format.")] = field(default_factory=dict)
+    data: TaskDataConfig = field(default_factory=TaskDataConfig)
+    env_name: Annotated[
+        Text | None, Field(description="kind=generate: key under `env` of the environment that scores the answers.")
+    ] = None
+    apply_chat_template: Annotated[Bool, Field(description="Render questions with the model's chat template.")] = True
+    system_prompt: Annotated[Text | None, Field(description="Text of the system's message.")] = None
+    num_few_shot: Annotated[NotNegative, Field(description="Worked examples before the question.")] = 0
+    few_shot_as_turns: Annotated[
+        Bool, Field(description="With the chat template: each worked example is a turn. false: all are in the user's message.")
+    ] = True
+    answer_prefix: Annotated[
+        Text | None, Field(description="Beginning of the answer, which the model continues. null: none.")
+    ] = None
+    num_samples: Annotated[Positive, Field(description="Answers of each question.")] = 1
+    temperature: Annotated[Float, Field(ge=0, description="Sampling temperature. 0: greedy.")] = 0.0
+    top_p: Annotated[Float, Field(gt=0, le=1, description="Nucleus sampling.")] = 1.0
+    top_k: Annotated[Positive | None, Field(description="Number of most likely tokens to sample from. null: all.")] = None
+    max_new_tokens: Annotated[Positive, Field(description="Maximum tokens of an answer.")] = 1024
+    stop: Annotated[list[Text], Field(description="Texts that end an answer. The answer is cut before them.")] = field(
+        default_factory=list
+    )
+    thinking_tokens: Annotated[
+        Positive | None,
+        Field(description="Maximum tokens before thinking_end; then the end is inserted and the answer begins. null: no bound."),
+    ] = None
+    thinking_end: Annotated[Text, Field(description="Text that ends the model's thinking.")] = "</think>"
+    max_turns: Annotated[Positive, Field(description="Maximum turns of an episode.")] = 1
+    pass_at: Annotated[list[Positive], Field(description="Values k for which pass@k is reported.")] = field(
+        default_factory=list
+    )
+    majority: Annotated[Bool, Field(description="Report the accuracy of the most frequent answer, maj@num_samples.")] = False
+    metric: Annotated[Text | None, Field(description="The metric that stands for the task. null: the kind's.")] = None
+    seed: Annotated[NotNegative, Field(description="Seed of sampling, of max_samples and of the worked examples.")] = 42
+
+
+@dataclass
+class EvaluateConfig:
+    """Evaluation of a model on tasks."""
+
+    # Keys that other algorithms have, for code that reads any algorithm's section.
+    max_num_steps: ClassVar[int] = 0
+    max_num_epochs: ClassVar[int] = UNBOUNDED
+    max_rollout_turns: ClassVar[int] = 1
+    val_period: ClassVar[int] = 0
+    val_at_start: ClassVar[bool] = False
+    val_at_end: ClassVar[bool] = False
+    max_val_samples: ClassVar[int] = UNBOUNDED
+    num_prompts_per_step: ClassVar[int] = 1
+    num_generations_per_prompt: ClassVar[int] = 1
+
+    tasks: Annotated[dict[str, TaskConfig], Field(description="Tasks by name.")] = field(default_factory=dict)
+    checkpoint: Annotated[
+        Line | None,
+        Field(description="A run's checkpoint whose weights to evaluate. null: the weights of policy.model_name."),
+    ] = None
+    step: Annotated[Int | None, Field(description="Step of the checkpoint, for curves. null: none.")] = None
+    seed: Annotated[NotNegative, Field(description="Seed of sampling.")] = 42
+
+
+class Evaluate(OnlineAlgorithm):
+    """Evaluation. It samples and scores, and has no loss."""
+
+    Section = EvaluateConfig
+    trains_model: ClassVar[Literal[False]] = False
+
+    @property
+    @override
+    def samples_per_step(self) -> int:
+        return self.recipe.policy.train_global_batch_size
+
+    @override
+    def problems(self) -> Iterator[Problem]:
+        if not self.section.tasks:
+            yield Problem("evaluate.tasks", "missing-value", "got none; expected at least one task. Try suite=NAME")
+        for name, task in self.section.tasks.items():
+            if task.kind == "generate" and task.env_name not in self.recipe.env:
+                known = ", ".join(self.recipe.env) or "none"
+                message = f"got {task.env_name}; expected a key of env, which scores the answers: {known}"
+                yield Problem(f"evaluate.tasks.{name}.env_name", "not-a-choice", message)

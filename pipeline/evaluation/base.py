@@ -1,0 +1,101 @@
+"""Questions, formats and tasks of an evaluation.
+
+A `Format` turns a record of a data set into a `Question`. A `Task` asks the questions on the engines, keeps the answers, and
+computes its scores from the kept answers alone. So the scores of a restarted evaluation equal those of an uninterrupted one.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol
+
+from pipeline.algorithms.evaluate import TaskConfig
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+    from pipeline.config import Recipe
+    from pipeline.evaluation.answers import AnswerLog
+    from pipeline.evaluation.engines import Engines
+
+Message = dict[str, str]
+Record = dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Question:
+    """One item of a task."""
+
+    id: str  # unique in its task, and the same in every run on the same data
+    prompt: str | list[Message]  # a text, or a conversation that the model continues
+    target: str = ""  # the expected answer as a worked example shows it, such as " 42"
+    task: dict[str, Any] = field(default_factory=dict)  # what the environment gets, e.g. {"answer": "42"}
+    choices: tuple[str, ...] = ()  # likelihood: continuations of the prompt
+    correct: tuple[int, ...] = ()  # indices of right choices
+    group: str = ""  # subject or category, with a score of its own
+
+
+@dataclass(frozen=True)
+class NoArguments:
+    """No format_kwargs."""
+
+
+class Format:
+    """Turns the records of one family of data sets into questions."""
+
+    Arguments: ClassVar[type] = NoArguments
+    """A dataclass with type, default and description of each of `format_kwargs` at its field."""
+    columns: ClassVar[tuple[str, ...]] = ()
+    """Columns that every record must have, checked before submission."""
+
+    def __init__(self, arguments: Any) -> None:
+        """Bind the format to its arguments."""
+        self.arguments = arguments
+
+    @abstractmethod
+    def question(self, record: Record, index: int) -> Question:
+        """Return the question of a record. index: the record's place in its split.
+
+        Raises ValueError for a record that it cannot read.
+        """
+        raise NotImplementedError
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """One answer of a question, as `answers/TASK.jsonl` has it. The class of a task may add what it needs in `details`."""
+
+    question: str  # Question.id
+    sample: int
+    score: float | None  # None: not judged, and asked again by a restart
+    metrics: dict[str, float] = field(default_factory=dict)  # `unparsed`: 1 where the parser found no answer
+    prompt: str = ""
+    text: str = ""
+    tokens: int = 0  # drawn
+    finish: str = ""  # "stop" or "length"
+    failure: str = ""  # why there is no score, or how the answer broke its environment
+    group: str = ""
+    details: dict[str, Any] = field(default_factory=dict)
+
+
+PerQuestion = Mapping[str, Sequence[float]]
+"""Values of a metric by question id: one for each sample, in the order of the samples."""
+
+
+class Task(Protocol):
+    """A task of the suite, on rank 0."""
+
+    name: str
+    config: TaskConfig
+
+    def __init__(self, name: str, config: TaskConfig, recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> None:
+        """Read the data. Raises RecipeError if it is missing, or if a record does not have the format."""
+
+    def ask(self, engines: Engines, answers: AnswerLog) -> None:
+        """Ask what `answers` lacks, and add each answer as it arrives."""
+
+    def metrics(self, answers: Sequence[Answer]) -> dict[str, PerQuestion]:
+        """Return each metric's values by question; the first is the task's own. Computed from the kept answers alone."""
+        ...

@@ -1,0 +1,1 @@
+"""Formats of evaluation data: one file per family, registered in FORMATS of pipeline/algorithms/evaluate.py."""
