@@ -81,6 +81,27 @@ class Completion:
 
 
 @dataclass(frozen=True, slots=True)
+class LikelihoodRequest:
+    """A text whose tokens from `first` on are scored.
+
+    Worked example, tokens [5, 6, 7, 2] and first 2: log p(7|5,6) and log p(2|5,6,7).
+    """
+
+    id: str
+    tokens: np.ndarray  # [L] int32, at most the engine's max_model_len
+    first: int  # in [1, L): the first token has no distribution
+
+
+@dataclass(frozen=True, slots=True)
+class Likelihood:
+    """The scored tokens of a request. Entry i is of tokens[first + i], under the model's own distribution (temperature 1)."""
+
+    id: str  # the request's
+    logprobs: np.ndarray  # [L - first] float32
+    greedy: np.ndarray  # [L - first] bool: no token is more likely
+
+
+@dataclass(frozen=True, slots=True)
 class Turn:
     """A completion of the policy, and the environment's observation after it."""
 

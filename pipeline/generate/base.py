@@ -6,7 +6,7 @@ order. Only the written weights differ: each rank writes its own shard.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -14,7 +14,7 @@ import torch
 
 from pipeline.boxes import Region
 from pipeline.generate.engine_state import MemoryPart
-from pipeline.types import Completion, Request, VersionSpan
+from pipeline.types import Completion, Likelihood, LikelihoodRequest, Request, VersionSpan
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,8 +62,8 @@ class WeightUpdate(Protocol):
 class GenerateBackend(Protocol):
     """An engine. A request is pending from `add` until `step` or `cut` returns its completion.
 
-    `add`, `step` and `cut` raise RuntimeError before the first commit, from an update to its commit, and while memory is
-    released by `sleep`.
+    `add`, `step`, `cut` and `likelihoods` raise RuntimeError before the first commit, from an update to its commit, and while
+    memory is released by `sleep`.
     """
 
     def add(self, requests: list[Request]) -> None:
@@ -78,6 +78,15 @@ class GenerateBackend(Protocol):
 
         A request without a drawn token gives an empty completion. A request that has ended but was not returned yet gives its
         real completion. Raises ValueError, and cuts nothing, if one of them is not pending.
+        """
+        ...
+
+    def likelihoods(self, requests: Sequence[LikelihoodRequest]) -> list[Likelihood]:
+        """Return the log-probs of each request's scored tokens, in this order.
+
+        They depend on these requests and on the weights alone, to the last bit: not on the engine, nor on what it computed
+        before. Raises ValueError, naming the request, if it has no token to score or does not fit max_model_len, and
+        RuntimeError if a request is pending.
         """
         ...
 
