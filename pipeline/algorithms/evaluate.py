@@ -23,7 +23,9 @@ KINDS = {
 }
 """How questions are asked and scored: name -> class, a `pipeline.evaluation.base.Task`."""
 
-FORMATS: dict[str, str] = {}
+FORMATS = {
+    "records": "pipeline.evaluation.formats.records.Records",
+}
 """How records become questions: name -> class, a `pipeline.evaluation.base.Format`."""
 
 
@@ -34,11 +36,18 @@ class TaskDataConfig:
     dataset_name: Annotated[
         Line | None, Field(description="A name or folder for `datasets`, read from the local cache, or your own callable.")
     ] = None
-    data_path: Annotated[Line | None, Field(description="A JSONL file, in place of dataset_name.")] = None
-    subset: Annotated[Text | None, Field(description="Configuration of the repository. null: its default.")] = None
+    data_path: Annotated[
+        Line | None,
+        Field(description="In place of dataset_name: a JSONL file, or a folder that has SPLIT.jsonl, or SUBSET/SPLIT.jsonl."),
+    ] = None
+    subset: Annotated[
+        Text | None,
+        Field(description="Configuration of the repository; several, with commas, are joined. null: its default."),
+    ] = None
     split: Annotated[Text, Field(description="Split of the questions.")] = "test"
     few_shot_split: Annotated[
-        Text | None, Field(description="Split of the worked examples. null: `split`, without the question itself.")
+        Text | None,
+        Field(description="Split of the worked examples. null: the format's own, else `split` without the question itself."),
     ] = None
     max_samples: Annotated[Positive | None, Field(description="Number of questions, drawn with `seed`. null: all.")] = None
     kwargs: Annotated[dict[str, Any], Field(description="Arguments of `datasets`, or of your own callable.")] = field(
@@ -68,6 +77,13 @@ class TaskConfig:
     apply_chat_template: Annotated[Bool, Field(description="Render questions with the model's chat template.")] = True
     system_prompt: Annotated[Text | None, Field(description="Text of the system's message.")] = None
     num_few_shot: Annotated[NotNegative, Field(description="Worked examples before the question.")] = 0
+    few_shot_choice: Annotated[
+        Literal["random", "first"],
+        Field(
+            description="random: each question's worked examples are drawn with `seed`, as lm-evaluation-harness draws them"
+            " (its seed is 1234). first: the first ones of few_shot_split."
+        ),
+    ] = "random"
     few_shot_as_turns: Annotated[
         Bool, Field(description="With the chat template: each worked example is a turn. false: all are in the user's message.")
     ] = True
@@ -84,7 +100,9 @@ class TaskConfig:
     )
     thinking_tokens: Annotated[
         Positive | None,
-        Field(description="Maximum tokens before thinking_end; then the end is inserted and the answer begins. null: no bound."),
+        Field(
+            description="Maximum tokens before thinking_end; then the end is inserted and the answer begins. null: no bound."
+        ),
     ] = None
     thinking_end: Annotated[Text, Field(description="Text that ends the model's thinking.")] = "</think>"
     max_turns: Annotated[Positive, Field(description="Maximum turns of an episode.")] = 1

@@ -262,3 +262,26 @@ def text_of(record: Record, key: str) -> str:
 def messages_of(record: Record, key: str) -> list[Message]:
     """Return a list of messages with role and text. Raise ValueError for other values."""
     return parse_conversation(record.get(key), key)
+
+
+def plain_columns(record: Record) -> Record:
+    """Return the columns of texts, numbers, lists and mappings, which can be sent between ranks."""
+    return {key: plain for key, value in record.items() if (plain := _plain(value)) is not _NO_PLAIN}
+
+
+_NO_PLAIN = object()
+
+
+def _plain(value: Any) -> Any:
+    """Return a value that can be sent between ranks; _NO_PLAIN for others, such as an image."""
+    if value is None or isinstance(value, str | int | float | bool):
+        return value
+    if hasattr(value, "tolist"):  # numpy's
+        return _plain(value.tolist())
+    if isinstance(value, dict):
+        values = {str(key): _plain(item) for key, item in value.items()}
+        return _NO_PLAIN if _NO_PLAIN in values.values() else values
+    if isinstance(value, list | tuple):
+        items = [_plain(item) for item in value]
+        return _NO_PLAIN if any(item is _NO_PLAIN for item in items) else items
+    return _NO_PLAIN

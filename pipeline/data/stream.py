@@ -23,12 +23,12 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 from pipeline.data.chat import Encoder
 from pipeline.data.datasets import record_location
 from pipeline.data.preferences import Pair, encode_pair
+from pipeline.data.records import plain_columns
 from pipeline.problems import Problem, RecipeError
 from pipeline.types import Prompt, Sample
 
 CHECKED_AT_START = 20_000  # records to check before the run, which takes seconds, so that a bad one ends it early
 TRIED_AFTER_BAD = 1000  # records after a bad one to search for a good one
-NO_PLAIN = object()
 
 Record = dict[str, Any]
 Item = TypeVar("Item", Prompt, Sample, Pair)
@@ -52,7 +52,7 @@ def encode_prompt(
     elif answered or encoder.dataset.output_key in record:
         task["answer"] = encoder.answer(record)
     if whole:
-        task["record"] = {key: plain for key, value in record.items() if (plain := _plain(value)) is not NO_PLAIN}
+        task["record"] = plain_columns(record)
     return Prompt(position, encoder.prompt(record), encoder.dataset.env_name or "", task, dataset)
 
 
@@ -247,21 +247,6 @@ class _Items(Dataset):
         else:
             return item, None
         return None, BadRecord("overlong_prompts", f"{where}: {tokens} tokens {what}")
-
-
-def _plain(value: Any) -> Any:
-    """Return a value that can be sent between ranks; NO_PLAIN for others, such as an image."""
-    if value is None or isinstance(value, str | int | float | bool):
-        return value
-    if hasattr(value, "tolist"):  # numpy's
-        return _plain(value.tolist())
-    if isinstance(value, dict):
-        values = {str(key): _plain(item) for key, item in value.items()}
-        return NO_PLAIN if NO_PLAIN in values.values() else values
-    if isinstance(value, list | tuple):
-        items = [_plain(item) for item in value]
-        return NO_PLAIN if any(item is NO_PLAIN for item in items) else items
-    return NO_PLAIN
 
 
 def _as_it_is(item: Any) -> Any:

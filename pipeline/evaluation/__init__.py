@@ -1,7 +1,7 @@
 """Evaluation of models on tasks. Start in `base.py`, which defines questions, formats and tasks, then `loop.py`.
 
-    formats/       one file per family of data sets: records -> questions
-    generation.py  tasks whose answers an environment scores
-    engines.py     asks the engines, on rank 0
-    answers.py     the answers so far, as JSONL, from which a killed evaluation continues
+formats/       one file per family of data sets: records -> questions
+generation.py  tasks whose answers an environment scores
+engines.py     asks the engines, on rank 0
+answers.py     the answers so far, as JSONL, from which a killed evaluation continues
 """

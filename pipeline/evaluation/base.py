@@ -28,13 +28,15 @@ Record = dict[str, Any]
 class Question:
     """One item of a task."""
 
-    id: str  # unique in its task, and the same in every run on the same data
+    id: str  # the record's own, unique in its task; "": `data.read` makes one of its place and content
     prompt: str | list[Message]  # a text, or a conversation that the model continues
     target: str = ""  # the expected answer as a worked example shows it, such as " 42"
     task: dict[str, Any] = field(default_factory=dict)  # what the environment gets, e.g. {"answer": "42"}
     choices: tuple[str, ...] = ()  # likelihood: continuations of the prompt
     correct: tuple[int, ...] = ()  # indices of right choices
     group: str = ""  # subject or category, with a score of its own
+    description: str = ""  # text before the worked examples; with a chat template, the end of the system's message
+    index: int = 0  # place in the task's whole data, before max_samples; `data.read` sets it
 
 
 @dataclass(frozen=True)
@@ -48,11 +50,20 @@ class Format:
     Arguments: ClassVar[type] = NoArguments
     """A dataclass with type, default and description of each of `format_kwargs` at its field."""
     columns: ClassVar[tuple[str, ...]] = ()
-    """Columns that every record must have, checked before submission."""
+    """Columns that every record must have."""
+    examples: ClassVar[tuple[Record, ...]] = ()
+    """Records of the worked examples that the benchmark prescribes; a task's few_shot_split takes their place."""
+    examples_by_group: ClassVar[bool] = False
+    """True if the worked examples are of the question's own group."""
 
     def __init__(self, arguments: Any) -> None:
         """Bind the format to its arguments."""
         self.arguments = arguments
+
+    @property
+    def required(self) -> tuple[str, ...]:
+        """Columns that every record must have with these arguments, checked before submission."""
+        return self.columns
 
     @abstractmethod
     def question(self, record: Record, index: int) -> Question:

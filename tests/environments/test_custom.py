@@ -6,7 +6,8 @@ import types
 import numpy as np
 import pytest
 
-from pipeline.data.stream import _plain, encode_prompt
+from pipeline.data.records import plain_columns
+from pipeline.data.stream import encode_prompt
 from pipeline.environments import custom
 from pipeline.environments.base import Environment, Outcome, Unjudged
 from pipeline.types import Prompt
@@ -133,7 +134,7 @@ def test_columns_that_cannot_be_sent_are_omitted():
     task = encode_prompt(Encoder(), 0, record, answered=False, whole=True).task
     assert task == {"text": "x", "record": {"input": "x", "n": 3, "list": [1, {"a": None}]}}
     assert "record" not in encode_prompt(Encoder(), 0, record, answered=False).task
-    assert _plain(np.arange(3)) == [0, 1, 2]
+    assert plain_columns({"a": np.arange(3)}) == {"a": [0, 1, 2]}
 
 
 def test_a_record_without_a_required_field_is_not_judged():
