@@ -16,7 +16,7 @@ DOWNHILL = [
     ("main",),
     ("coordinator",),
     ("scoring", "deadline", "colocation"),
-    ("roles",),
+    ("roles", "evaluation"),
     ("rollout", "refit"),
     ("train", "generate", "environments", "rpc", "node_checks"),
     ("watchdog", "metrics"),
