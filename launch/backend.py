@@ -71,12 +71,17 @@ class BackendChoice:
         return f"{NAMES[self.backend]} trains, because {self.reason}"
 
 
-def choose(recipe: Recipe, pending: Sequence[os.PathLike] = (), before: Recipe | None = None) -> tuple[Recipe, BackendChoice]:
-    """Return the recipe with both `enabled` keys set and validated, and the choice.
+def choose(
+    recipe: Recipe, pending: Sequence[os.PathLike] = (), before: Recipe | None = None
+) -> tuple[Recipe, BackendChoice | None]:
+    """Return the recipe with both `enabled` keys set and validated, and the choice; an evaluation as it is, and None.
 
     pending: folders of needed runs that are still to come. before: the recipe with which the run began; None for a new run.
     Raises RecipeError.
     """
+    if not config.trains(recipe):
+        config.validate(recipe)
+        return recipe, None
     choice = _by_recipe(recipe) or _by_earlier_run(before) or _by_keys(recipe) or _by_size(recipe, pending)
     recipe = config.with_backend(recipe, choice.backend)
     config.validate(recipe)

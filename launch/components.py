@@ -9,7 +9,7 @@ from launch import cuda_variables
 from launch.executors.base import ROOT
 from launch.nodes import ColocatedComponent
 from pipeline import config
-from pipeline.config import ComponentConfig, Recipe, colocated, components_on_train_nodes, uses_megatron
+from pipeline.config import ComponentConfig, Recipe, colocated, components_on_train_nodes, trains, uses_megatron
 
 
 def components(recipe: Recipe) -> dict[str, ComponentConfig]:
@@ -19,7 +19,7 @@ def components(recipe: Recipe) -> dict[str, ComponentConfig]:
     read on import.
     """
     own = (recipe.policy.megatron_cfg.env_vars or {}) if uses_megatron(recipe.policy) else {}
-    trainers = cuda_variables.for_train_ranks(recipe) | own
+    trainers = cuda_variables.for_train_ranks(recipe) | own if trains(recipe) else own
     variables = {"train": trainers, "generate": recipe.policy.generation.vllm_cfg.env_vars, "reward": trainers}
     options = recipe.cluster.sbatch_options
     parts = {
@@ -30,7 +30,7 @@ def components(recipe: Recipe) -> dict[str, ComponentConfig]:
         )
         for name, part in config.components(recipe).items()
     }
-    colocated_names = [name for name in components_on_train_nodes(recipe) if name in parts]
+    colocated_names = [name for name in components_on_train_nodes(recipe) if name in parts and "train" in parts]
     return parts | {name: ColocatedComponent(**vars(parts[name]), shares_gpus=colocated(recipe)) for name in colocated_names}
 
 

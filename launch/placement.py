@@ -47,13 +47,13 @@ def place_on_gpus(loaded: Loaded) -> Loaded:
     for changes in candidates(loaded, len(devices)):
         with collected(found := []):
             recipe = config.changed(bare, changes)
-            config.validate(config.with_backend(recipe, choice.backend))
+            config.validate(config.with_backend(recipe, choice.backend) if choice else recipe)
         if not found:
             given = " ".join(f"{key}={str(value).lower()}" for key, value in changes.items())
             note = f"this machine has {available}: {given}; set cluster.*.gpus_per_node to place the ranks yourself"
             return replace(loaded, recipe=recipe, notes=[*loaded.notes, note])
         refused = refused or f": {found[0]}"
-    key = "cluster.train.gpus_per_node"
+    key = f"cluster.{'train' if config.trains(loaded.recipe) else 'generate'}.gpus_per_node"
     why = f"no placement of the recipe fits this machine's {available}{refused}. Try a smaller layout, or {key}=0 for CPUs"
     return replace(loaded, problems=[Problem(key, "too-large", why)])
 
@@ -109,8 +109,8 @@ def _candidates(recipe: Recipe, available: int) -> Iterator[Changes]:
     owners = [name for name, part in parts.items() if not shares_gpus(part)]
     if sum(parts[name].nodes * per_node[name] for name in owners) <= available:
         yield {f"cluster.{name}.gpus_per_node": count for name, count in per_node.items()}
-    shared = ("train", "generate") if "generate" in parts else ("train",)
-    sharing = colocation(recipe) if "generate" in parts else {}
+    shared = [name for name in ("train", "generate") if name in parts]
+    sharing = colocation(recipe) if len(shared) > 1 else {}
     for count in range(min(available, *(ranks(parts[name]) for name in shared)), 0, -1):
         sizes = {"nodes": 1, "ranks_per_node": count, "gpus_per_node": count}
         yield {**sharing, **{f"cluster.{name}.{key}": size for name in shared for key, size in sizes.items()}}

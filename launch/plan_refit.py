@@ -43,6 +43,7 @@ from pipeline.config import (
     ranks_per_node,
     refits_by_ipc,
     refuse,
+    trains,
     uses_megatron,
 )
 
@@ -117,12 +118,13 @@ def load(request: PlanRefitRequest, folder: Path | None) -> tuple[Recipe, backen
     if folder:
         overrides.append(f"policy.model_name={folder}")
     recipe = recipes.load(request.recipe, overrides)
-    if not generates(recipe):
-        message = f"got {recipe.algorithm}, which has no generate ranks to refit; expected an online algorithm such as grpo"
+    if not generates(recipe) or not trains(recipe):
+        message = f"got {recipe.algorithm}, which makes no refits; expected an online algorithm such as grpo"
         raise RecipeError(Problem("algorithm", "unsupported", message))
     if not folder and (model := needed_model(recipe)):
         recipe = recipes.load(request.recipe, [*overrides, f"policy.model_name={model}"])
     recipe, choice = backend.choose(recipe)
+    assert choice is not None, "it trains"
     if is_local(recipe.policy.model_name):
         refuse(architecture.problems(recipe))
     return recipe, choice

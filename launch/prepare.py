@@ -40,7 +40,7 @@ class Prepared:
     """A recipe without problems of its own, with the chosen train backend and executor."""
 
     recipe: Recipe
-    choice: backend.BackendChoice | None  # None in a dry run, if the model is not here
+    choice: backend.BackendChoice | None  # None in an evaluation; in a dry run, if the model is not here
     executor: selection.ExecutorChoice
     plan: Plan | None  # None if no plan can be made
     notes: list[str]  # what could not be checked; of a NeMo-RL recipe also what was changed or ignored
@@ -116,7 +116,7 @@ def _examine(
         notes += unread_notes
         if not own:
             layout = list(architecture.against_layout(recipe, pending))
-            planned, no_plan = (None, ()) if layout else _plan(recipe, choice, plan_from, pending, notes)
+            planned, no_plan = (None, ()) if layout or not choice else _plan(recipe, choice, plan_from, pending, notes)
             own += [*layout, *(planned.problems() if planned else ())]
             prepared = Prepared(recipe, choice, executor, planned, notes, loaded.inherited, no_plan)
     except ModelNotFound as error:
@@ -184,7 +184,7 @@ def site_problems_of(
     yield from storage.problems(recipe, pending, notes, on_nodes=chosen.name != "local" and not unreachable)
     notes += libraries.unchecked(recipe)
     notes += placement.notes(recipe)
-    notes += cuda_variables.notes(recipe)
+    notes += cuda_variables.notes(recipe) if config.trains(recipe) else ()
     if unreachable:
         why = f"got slurm; {unreachable}. Try a machine where a controller answers, or cluster.executor=local"
         problem = Problem("cluster.executor", "unreachable", why)

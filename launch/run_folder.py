@@ -20,6 +20,7 @@ import yaml
 
 from launch.attempts import AttemptFolder, all_attempts
 from launch.units import plural
+from pipeline.algorithms import ALGORITHMS
 from pipeline.config import ONLINE, Problem, RecipeError, bound
 from pipeline.metrics import Reader
 
@@ -81,6 +82,11 @@ class RunFolder:
         return self.recipe["algorithm"]
 
     @property
+    def trains(self) -> bool:
+        """Whether the run has train ranks; an evaluation has none."""
+        return self.algorithm not in ALGORITHMS or ALGORITHMS[self.algorithm].trains_model
+
+    @property
     def model(self) -> str:
         """The policy's model_name; `unknown` if the recipe has none."""
         return str(self.value("policy.model_name", "unknown"))
@@ -103,7 +109,9 @@ class RunFolder:
 
     @property
     def backend(self) -> str:
-        """The train backend and, of an online algorithm, the generate backend, for people."""
+        """The train backend, if the run trains, and the generate backend, if it samples, for people."""
+        if not self.trains:
+            return str(self.value("policy.generation.backend"))
         train = "Megatron-Core" if self.value("policy.megatron_cfg.enabled") else "FSDP2"
         return f"{train}, {self.value('policy.generation.backend')}" if self.algorithm in ONLINE else train
 
@@ -111,8 +119,8 @@ class RunFolder:
     def components(self) -> dict[str, dict[str, Any]]:
         """The section of each component of the job, by name, in rank order."""
         served = any(isinstance(each, dict) and each.get("served_by") == "reward" for each in self.value("env", {}).values())
-        names = ["train", *(["generate"] if self.algorithm in ONLINE else []), *(["reward"] if served else [])]
-        return {name: self.value(f"cluster.{name}", {}) for name in names}
+        present = {"train": self.trains, "generate": self.algorithm in ONLINE, "reward": served}
+        return {name: self.value(f"cluster.{name}", {}) for name, is_there in present.items() if is_there}
 
     @property
     def layout(self) -> str:

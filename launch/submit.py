@@ -161,7 +161,8 @@ def _print_submission(prepared: list[Prepared], problems: list[Problem]) -> None
             print(local.commands(run_dir, components(recipe)))
     if problems:
         print("# cannot be submitted yet: the problems are below")
-    print(f"# {choice or 'the train backend depends on the size of the model, which is not here'}")
+    if config.trains(recipe):
+        print(f"# {choice or 'the train backend depends on the size of the model, which is not here'}")
     if choice and choice.warning:
         print(f"# warning: {choice.warning}")
     for note in requested.notes:
@@ -229,7 +230,7 @@ def start(prepared: Prepared, after: tuple[str, ...] = (), behind: tuple[str, ..
     if the run folder is in use.
     """
     recipe, choice = prepared.recipe, prepared.choice
-    assert choice is not None, "only a dry run has no backend"
+    assert choice is not None or not config.trains(recipe), "only a dry run has no backend"
     run_dir = Path(recipe.run_dir).absolute()
     name = prepared.executor.name
     with run_setup.locked(run_dir):
@@ -256,8 +257,9 @@ def start(prepared: Prepared, after: tuple[str, ...] = (), behind: tuple[str, ..
     if prepared.plan:
         print(f"{report.text(prepared.plan)}\n")
     console.print_field(recipe.name, f"{job.name()}, in {run_dir}", f"{recipe.name}: {job.name()}, in {run_dir}")
-    console.print_field("backend", str(choice), f"{recipe.name}: {choice}")
-    if choice.warning:
+    if choice:
+        console.print_field("backend", str(choice), f"{recipe.name}: {choice}")
+    if choice and choice.warning:
         print(f"warning: {choice.warning}", file=sys.stderr)
     return job
 

@@ -71,7 +71,7 @@ def _against_layout(recipe: Recipe, section: str, policy: PolicyConfig, pending:
         if (model := planning_config(policy, pending, key)) is None:
             return
         found += _model_problems(recipe, section, policy, model)
-        if not found:  # errors that the backends raise in the job
+        if not found and (config.trains(recipe) or section != "policy"):  # errors that the backends raise in the job
             if model.get("model_type") in MODEL_TYPES:
                 ModelShape.of(model, key)  # raises if config.json lacks a key
             refused = unsupported(model, policy)

@@ -54,6 +54,8 @@ class PlannedWrite:
 
 def problems(recipe: Recipe, pending: Sequence[os.PathLike], notes: list[str]) -> Iterator[Problem]:
     """Yield disks with too little room. notes: receives disks that may have too little, and checks that were not possible."""
+    if not config.trains(recipe):
+        return
     uses = [*_conversions(recipe, pending)]
     checkpoint = _checkpoint(recipe, pending, notes)
     run_dir = Path(recipe.run_dir).absolute()
@@ -82,7 +84,8 @@ def nearest_existing(path: Path) -> Path:
 
 def conversions_folder(recipe: Recipe) -> Path:
     """Return the folder of Megatron conversions, as `pipeline/train/megatron/conversion.py` chooses it."""
-    environment = {**os.environ, **components(recipe)["train"].env_vars}
+    trainers = components(recipe).get("train")
+    environment = {**os.environ, **(trainers.env_vars if trainers else {})}
     for variable in CONVERSIONS:
         if value := environment.get(variable):
             return Path(value).expanduser().absolute()

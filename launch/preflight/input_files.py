@@ -66,7 +66,7 @@ def problems(
         if tokenizer:
             yield from _check_teacher_tokenizer(recipe, tokenizer, pending)
         yield from _check_teacher_rows(recipe, pending)
-    for key, dataset in config.keyed_sets(recipe.data).items():
+    for key, dataset in config.keyed_sets(recipe.data).items() if config.trains(recipe) else ():
         yield from _check_dataset(recipe, key, dataset, tokenizer, notes, fields or {})
 
 
@@ -94,17 +94,25 @@ def _tokenizer(
         what = f"got {folder}, which has no tokenizer; expected one of {', '.join(TOKENIZER_FILES)} in it"
         yield Problem(f"{key}.name", "file-not-found", what)
         return None
-    if recipe.data.apply_chat_template and given.chat_template is None:
-        yield from _check_chat_template(key, folder)
+    if given.chat_template is None and (wants := _renders(recipe)):
+        yield from _check_chat_template(key, folder, wants)
     path = folder / "tokenizer.json"
     return path if path.exists() else None
 
 
-def _check_chat_template(key: str, folder: Path) -> Iterator[Problem]:
+def _renders(recipe: Recipe) -> str:
+    """Return the key that asks for the chat template; "" if none does."""
+    if config.trains(recipe):
+        return "data.apply_chat_template" if recipe.data.apply_chat_template else ""
+    asking = [name for name, task in recipe.evaluate.tasks.items() if task.apply_chat_template]
+    return f"evaluate.tasks.{asking[0]}.apply_chat_template" if asking else ""
+
+
+def _check_chat_template(key: str, folder: Path, wants: str) -> Iterator[Problem]:
     settings = folder / "tokenizer_config.json"
     if not any(folder.glob("chat_template*")) and not (settings.exists() and read_json(settings).get("chat_template")):
         what = f"got true, but the tokenizer in {folder} has no chat template. Try {key}.chat_template, or false for bare text"
-        yield Problem("data.apply_chat_template", "missing-value", what)
+        yield Problem(wants, "missing-value", what)
 
 
 def _vocabulary(path: Path) -> dict[str, int]:

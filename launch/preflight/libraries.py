@@ -16,7 +16,17 @@ from launch import containers
 from launch.model_files import read_json
 from launch.preflight import signatures
 from pipeline.algorithms import build
-from pipeline.config import OptimizerConfig, PolicyConfig, Problem, Recipe, aliases, generates, serves_rewards, uses_megatron
+from pipeline.config import (
+    OptimizerConfig,
+    PolicyConfig,
+    Problem,
+    Recipe,
+    aliases,
+    generates,
+    serves_rewards,
+    trains,
+    uses_megatron,
+)
 
 VLLM_KWARGS = "policy.generation.vllm_kwargs"
 ENGINE = "policy.generation"
@@ -70,6 +80,8 @@ def problems(recipe: Recipe) -> Iterator[Problem]:
     policy = recipe.policy
     if generates(recipe) and policy.generation.backend == "vllm":
         yield from _engine(policy.generation.vllm_kwargs)
+    if not trains(recipe):
+        return
     if uses_megatron(policy):
         yield from _megatron(policy.megatron_cfg.model_overrides)
     else:
@@ -86,7 +98,7 @@ def problems(recipe: Recipe) -> Iterator[Problem]:
 def unchecked(recipe: Recipe) -> Iterator[str]:
     """Yield notes on options that `problems` cannot check because the library is not installed on this machine."""
     policy = recipe.policy
-    read_by = {"torch": ["policy.optimizer", "policy.scheduler"]}
+    read_by = {"torch": ["policy.optimizer", "policy.scheduler"]} if trains(recipe) else {}
     if policy.generation.vllm_kwargs and generates(recipe):
         read_by["vllm"] = [VLLM_KWARGS]
     if policy.megatron_cfg.model_overrides and uses_megatron(policy):

@@ -10,13 +10,13 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Literal
 
-from pipeline.config import Problem, Recipe, generates
+from pipeline.config import Problem, Recipe, generates, trains
 
 
 def notes(recipe: Recipe) -> Iterator[str]:
     """Yield notes on lengths in the recipe that are unusual but harmless."""
     most, context = recipe.policy.generation.max_new_tokens, recipe.policy.max_total_sequence_length
-    if generates(recipe) and most > context:
+    if generates(recipe) and trains(recipe) and most > context:
         yield (
             f"policy.generation.max_new_tokens: {most} is above policy.max_total_sequence_length {context}, where prompt and"
             " answer end together; answers are cut there"

@@ -20,7 +20,7 @@ from typing import Any
 
 from launch import containers
 from launch.executors.base import ROOT
-from pipeline.config import KINDS, Problem, Recipe, generates, is_dotted_path, keyed_sets
+from pipeline.config import KINDS, Problem, Recipe, generates, is_dotted_path, keyed_sets, trains
 
 PROBE_S = 30.0
 ABSENT = "there is no module"
@@ -50,7 +50,7 @@ def named(recipe: Recipe) -> list[CodeReference]:
             tools, _ = read_tools(key, environment.kwargs.get("tools"))  # checks of the recipe report its problems
             kinds = {tool: config.kind for tool, config in tools.items() if config.kind and config.kind not in TOOLS}
             found += [CodeReference(f"{key}.{tool}", kind, "tool", "generate") for tool, kind in kinds.items()]
-    for key, dataset in keyed_sets(recipe.data).items():
+    for key, dataset in keyed_sets(recipe.data).items() if trains(recipe) else ():
         name = dataset.dataset_name
         if name and is_dotted_path(name) and not os.path.exists(name):
             found.append(CodeReference(f"{key}.dataset_name", name, "dataset", "train"))

@@ -79,7 +79,7 @@ def submit_all(folder: SweepFolder, todo: list[JobState], live: list[JobState]) 
 def submit_check(folder: SweepFolder, waits_for: list[str]) -> str:
     """Submit the job that checks the gates when all others have ended, and return its id. Raises RecipeError."""
     suite, plan = folder.suite, folder.plan
-    train = config.read(Path(plan.jobs[-1].run_dir) / "recipe.yaml").cluster.train
+    first = next(iter(config.components(config.read(Path(plan.jobs[-1].run_dir) / "recipe.yaml")).values()))
     options = {
         "job-name": f"{suite.name}-check",
         "output": folder.path / "check.log",
@@ -87,9 +87,9 @@ def submit_check(folder: SweepFolder, waits_for: list[str]) -> str:
         "chdir": plan.cwd,
         "ntasks": 1,
         "time": suite.check.time_min,
-        "partition": suite.check.partition or train.partition,
-        "account": suite.check.account or train.account,
-        "qos": suite.check.qos or train.qos,
+        "partition": suite.check.partition or first.partition,
+        "account": suite.check.account or first.account,
+        "qos": suite.check.qos or first.qos,
         "mem": suite.check.mem,
         "dependency": slurm.dependency(afterany=tuple(waits_for)),
     }

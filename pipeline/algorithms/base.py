@@ -50,6 +50,7 @@ class Algorithm:
 
     Section: ClassVar[type[OnlineConfig | OfflineConfig]]  # the recipe's section of the algorithm's name
     reads: ClassVar[tuple[str, ...]] = ()  # other keys or sections of the recipe that only some algorithms read
+    trains_model: ClassVar[bool] = True  # whether the job has train ranks
     paired: ClassVar[bool] = False  # whether an example is a chosen and a rejected answer
     needs: Needs = Needs()
     runs_ahead: bool = False  # whether engines sample while the train ranks learn

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar
 
 from pydantic import Field
 from typing_extensions import override
@@ -142,7 +142,7 @@ class Evaluate(OnlineAlgorithm):
     """Evaluation. It samples and scores, and has no loss."""
 
     Section = EvaluateConfig
-    trains_model: ClassVar[Literal[False]] = False
+    trains_model = False
 
     @property
     @override

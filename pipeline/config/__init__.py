@@ -109,6 +109,7 @@ from pipeline.config.schema import (
     only_evaluates,
     runs_ahead,
     section,
+    trains,
     uses_megatron,
 )
 from pipeline.problems import Problem, RecipeError, collected, format_problems, refuse

@@ -18,7 +18,7 @@ from pipeline.config.environments import check_environments
 from pipeline.config.models import check_reward_model, reward_environment, reward_model, serves_rewards
 from pipeline.config.parallelism import check_divides, check_layout, colocated, components_on_train_nodes, named_backend
 from pipeline.config.policy import PolicyConfig
-from pipeline.config.schema import Recipe, engine_ranks, generates, section
+from pipeline.config.schema import Recipe, engine_ranks, generates, section, trains
 from pipeline.problems import Problem, refuse
 
 
@@ -39,10 +39,13 @@ def contradictions(recipe: Recipe) -> Iterator[Problem]:
     """Yield the problems of combinations of values."""
     if recipe.algorithm in ALGORITHMS:
         yield from _check_algorithm(recipe, build(recipe))
-    yield from _check_packing(recipe.policy)
+    if not trains(recipe):
+        yield from _check_without_trainers(recipe)
+    else:
+        yield from _check_packing(recipe.policy)
+        yield from _check_world(recipe)
+        yield from check_data(recipe)
     yield from _check_storage(recipe.cluster.timeouts)
-    yield from _check_world(recipe)
-    yield from check_data(recipe)
     yield from check_environments(recipe.env)
     yield from hardware.problems(recipe)
 
@@ -98,12 +101,28 @@ def _check_world(recipe: Recipe) -> Iterator[Problem]:
 def components(recipe: Recipe) -> dict[str, ComponentConfig]:
     """Return the job's components in rank order."""
     cluster = recipe.cluster
-    parts = {"train": cluster.train}
+    parts = {"train": cluster.train} if trains(recipe) else {}
     if generates(recipe):
         parts["generate"] = cluster.generate
     if serves_rewards(recipe):
         parts["reward"] = cluster.reward
     return parts
+
+
+def _check_without_trainers(recipe: Recipe) -> Iterator[Problem]:
+    """Yield the problems of a job that has no train ranks."""
+    yield from check_reward_model(recipe)
+    yield from _check_engine(recipe)
+    yield from _check_quantisation(recipe)
+    yield from _check_gpus(recipe)
+    own = f"{recipe.algorithm} has no train ranks"
+    if recipe.policy.generation.colocated.enabled:
+        yield Problem(COLOCATED, "has-no-effect", f"got true, but {own} to share GPUs with. Try false")
+    if recipe.cluster.share_nodes:
+        yield Problem("cluster.share_nodes", "has-no-effect", f"got true, but {own} to share nodes with. Try false")
+    if (judge := reward_model(recipe)) and not serves_rewards(recipe):
+        key = f"env.{reward_environment(recipe)}.served_by"
+        yield Problem(key, "unsupported", f"got {judge.served_by}, but {own}. Try reward, which gives it ranks of its own")
 
 
 def _check_gpus(recipe: Recipe) -> Iterator[Problem]:

@@ -13,7 +13,7 @@ from typing import Literal
 from pipeline.config.cluster import ComponentConfig, ranks, ranks_per_node
 from pipeline.config.models import serves_rewards
 from pipeline.config.policy import PolicyConfig
-from pipeline.config.schema import Recipe, expert_tensor_parallel_size, generates
+from pipeline.config.schema import Recipe, expert_tensor_parallel_size, generates, trains
 from pipeline.problems import Problem, refuse
 
 Backend = Literal["megatron", "dtensor"]
@@ -55,7 +55,7 @@ def check_requested_backend(policy: PolicyConfig) -> Iterator[Problem]:
 
 def colocated(recipe: Recipe) -> bool:
     """Return whether the train and generate ranks of a node take turns on its GPUs."""
-    return generates(recipe) and recipe.policy.generation.colocated.enabled
+    return generates(recipe) and trains(recipe) and recipe.policy.generation.colocated.enabled
 
 
 def components_on_train_nodes(recipe: Recipe) -> tuple[str, ...]:

@@ -243,6 +243,11 @@ def generates(recipe: Recipe) -> bool:
     return recipe.algorithm in ONLINE
 
 
+def trains(recipe: Recipe) -> bool:
+    """Return whether the algorithm trains a model. The job then has a train component. An evaluation has none."""
+    return recipe.algorithm not in ALGORITHMS or ALGORITHMS[recipe.algorithm].trains_model
+
+
 def runs_ahead(recipe: Recipe) -> bool:
     """Return whether engines sample while the train ranks train."""
     return build(recipe).runs_ahead
