@@ -1,0 +1,149 @@
+r"""Prompts of a task: the system's message, worked examples, the question, and the beginning of the answer, as tokens.
+
+Without a chat template they are one text, as lm-evaluation-harness writes it. Worked example, one example of target " 4":
+    Question: 2+2?\nAnswer: 4\n\nQuestion: 3+5?\nAnswer:
+With one, each worked example is two turns, or all are in the user's message; answer_prefix continues the assistant's turn.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from jinja2 import TemplateError
+
+from pipeline.algorithms.evaluate import TaskConfig
+from pipeline.config import PolicyConfig, TokenizerConfig
+from pipeline.evaluation.base import Message, Question
+from pipeline.evaluation.data import TaskData
+from pipeline.problems import Problem, RecipeError
+from pipeline.types import Prompt
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+BETWEEN_EXAMPLES = "\n\n"
+SHOWN_IDS = 3  # questions named in a message
+
+
+def encode(
+    name: str, task: TaskConfig, data: TaskData, policy: PolicyConfig, tokenizer: PreTrainedTokenizerBase
+) -> tuple[list[Prompt], list[str]]:
+    """Return (the prompts in the order of the questions, warnings).
+
+    A prompt that leaves less room than max_new_tokens is a warning: its answers may be cut earlier. Raises RecipeError, naming
+    the questions, if prompts leave no room for an answer, or if the chat template refuses them.
+    """
+    encoder = PromptEncoder(name, task, policy.tokenizer, tokenizer)
+    prompts = [encoder.prompt(question, data.examples.get(question.id, ())) for question in data.questions]
+    room = policy.generation.vllm_cfg.max_model_len
+    sizes = {question.id: len(prompt.tokens) for question, prompt in zip(data.questions, prompts, strict=True)}
+    if overlong := {one: size for one, size in sizes.items() if size >= room}:
+        shown = ", ".join(f"{one} ({size} tokens)" for one, size in list(overlong.items())[:SHOWN_IDS])
+        message = f"{len(overlong)} of {len(sizes)} prompts leave no room for an answer in max_model_len {room}: {shown}"
+        hint = f"Try policy.max_total_sequence_length={max(overlong.values()) + task.max_new_tokens}"
+        raise RecipeError(Problem(f"evaluate.tasks.{name}.data", "too-large", f"{message}. {hint}"))
+    longest = max(sizes.values(), default=0)
+    if longest + task.max_new_tokens <= room:
+        return prompts, []
+    cut = sum(size + task.max_new_tokens > room for size in sizes.values())
+    warning = f"{name}: {cut} of {len(sizes)} questions have room for fewer than max_new_tokens {task.max_new_tokens}"
+    return prompts, [f"{warning}. Try policy.max_total_sequence_length={longest + task.max_new_tokens}"]
+
+
+class PromptEncoder:
+    """Renders and tokenizes the questions of one task."""
+
+    def __init__(self, name: str, task: TaskConfig, config: TokenizerConfig, tokenizer: PreTrainedTokenizerBase) -> None:
+        """Raises RecipeError if the task needs a chat template, and the tokenizer has none."""
+        self._key, self._task, self._tokenizer = f"evaluate.tasks.{name}", task, tokenizer
+        self._template_kwargs = config.chat_template_kwargs or {}
+        if task.apply_chat_template and not tokenizer.chat_template:
+            message = f"got true, and the tokenizer {tokenizer.name_or_path} has no chat template. Try false"
+            raise RecipeError(Problem(f"{self._key}.apply_chat_template", "missing-value", message))
+
+    def prompt(self, question: Question, examples: Sequence[Question] = ()) -> Prompt:
+        """Return a question as a prompt. The environment gets `Question.task`, and the prompt's "messages" or "text"."""
+        given: dict[str, Any] = {}
+        if self._task.apply_chat_template:
+            given["messages"] = self.messages(question, examples)
+        else:
+            given["text"] = self.text(question, examples)
+        tokens = self.tokenize(self.text(question, examples))
+        return Prompt(question.index, tokens, self._task.env_name or "", {**given, **question.task})
+
+    def text(self, question: Question, examples: Sequence[Question] = ()) -> str:
+        """Return what the model reads. Raises RecipeError, naming the question, if the chat template refuses it."""
+        if not self._task.apply_chat_template:
+            system = "".join(part for part in (self._task.system_prompt, question.description) if part)
+            return system + self._in_one_text(question, examples, self._task.answer_prefix)
+        messages = self.messages(question, examples)
+        continued = messages[-1]["role"] == "assistant"
+        try:
+            rendered: Any = self._tokenizer.apply_chat_template(
+                messages,
+                **{
+                    **self._template_kwargs,
+                    "tokenize": False,
+                    "add_generation_prompt": not continued,
+                    "continue_final_message": continued,
+                },
+            )
+        except (TemplateError, ValueError) as error:
+            roles = ", ".join(message["role"] for message in messages)
+            raise self._bad(question, f"the chat template refuses its messages ({roles}): {error}") from error
+        return rendered + (self._task.answer_prefix or "")
+
+    def messages(self, question: Question, examples: Sequence[Question] = ()) -> list[Message]:
+        """Return the conversation that the chat template renders, without answer_prefix."""
+        parts = [part for part in (self._task.system_prompt, question.description.strip()) if part]
+        begin = [{"role": "system", "content": "\n\n".join(parts)}] if parts else []
+        if not self._task.few_shot_as_turns:
+            if isinstance(question.prompt, str):
+                return [*begin, {"role": "user", "content": self._in_one_text(question, examples, None)}]
+            if examples:
+                raise self._bad(question, "its prompt is a conversation; expected few_shot_as_turns=true")
+        for example in examples:
+            answer = _joined(self._task.answer_prefix or "", example.target.lstrip())
+            begin += [*_turns(example), {"role": "assistant", "content": answer}]
+        turns = _turns(question)
+        if begin and begin[0]["role"] == turns[0]["role"] == "system":
+            first = {"role": "system", "content": f"{begin[0]['content']}\n\n{turns[0]['content']}"}
+            return [first, *begin[1:], *turns[1:]]
+        return [*begin, *turns]
+
+    def tokenize(self, text: str) -> np.ndarray:
+        """Return a rendered text as `[P]` int32. Special tokens are added only without a chat template, which has its own."""
+        ids = self._tokenizer(text, add_special_tokens=not self._task.apply_chat_template).input_ids
+        return np.asarray(ids, dtype=np.int32)
+
+    def _in_one_text(self, question: Question, examples: Sequence[Question], prefix: str | None) -> str:
+        """Return worked examples and the question as one text. prefix: begins the answer to the question."""
+        shown = self._task.answer_prefix
+        before = [
+            _joined(_joined(self._bare(example), shown), example.target.lstrip())
+            if shown
+            else self._bare(example) + example.target
+            for example in examples
+        ]
+        return "".join(text + BETWEEN_EXAMPLES for text in before) + _joined(self._bare(question), prefix or "")
+
+    def _bare(self, question: Question) -> str:
+        if not isinstance(question.prompt, str):
+            raise self._bad(question, "its prompt is a conversation, which needs apply_chat_template=true")
+        return question.prompt
+
+    def _bad(self, question: Question, what: str) -> RecipeError:
+        return RecipeError(Problem(f"{self._key}.data", "bad-record", f"question {question.id or question.index}: {what}"))
+
+
+def _turns(question: Question) -> list[Message]:
+    return [{"role": "user", "content": question.prompt}] if isinstance(question.prompt, str) else list(question.prompt)
+
+
+def _joined(before: str, after: str) -> str:
+    """Return two texts with a space between them, unless there is white space, or one is empty."""
+    if not before or not after or before[-1].isspace() or after[0].isspace():
+        return before + after
+    return f"{before} {after}"
