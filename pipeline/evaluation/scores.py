@@ -1,0 +1,136 @@
+"""Compute an evaluation's scores from its answers alone, and write scores.json.
+
+    {"suite", "model", "run", "step",               run, step: of the training run whose checkpoint was evaluated, or null
+     "tasks": {TASK: {"kind", "metric",             the metric that stands for the task
+                      "questions", "samples",       samples: judged answers
+                      "truncated", "unparsed",      shares of the answers that the limit cut, or in which no answer was found
+                      "unjudged",                   answers without a score, which no metric counts
+                      "metrics": {METRIC: {"value", "low", "high"}},
+                      "groups": {GROUP: {"questions", "metrics": {METRIC: ...}}},
+                      "macro": {METRIC: ...}}},     means over groups; without groups left out
+     "warnings": [...]}
+
+low and high are the ends of a 95% interval; null where it cannot be known. The order of the answers does not matter.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from pipeline.config import Recipe
+from pipeline.evaluation.base import Answer, PerQuestion, Task
+from pipeline.evaluation.statistics import Interval, interval, macro_interval
+from pipeline.storage import write_durably
+
+FILE = "scores.json"
+WARN_SHARE = 0.01
+"""A larger share of answers without an end, or without an answer that the parser finds, is a warning."""
+
+
+def summarize(recipe: Recipe, tasks: Mapping[str, tuple[Task, Sequence[Answer]]]) -> dict[str, Any]:
+    """Return the contents of scores.json: the scores of each task with their intervals, and warnings."""
+    summaries, warnings = {}, []
+    for name, (task, answers) in tasks.items():
+        kept = latest(answers)
+        summaries[name] = _task(task, kept)
+        warnings += [f"{name}: {warning}" for warning in _warnings(task, kept, summaries[name])]
+    checkpoint = recipe.evaluate.checkpoint
+    return {
+        "suite": recipe.name,
+        "model": recipe.policy.model_name,
+        "run": str(run_of(Path(checkpoint))) if checkpoint else None,
+        "step": recipe.evaluate.step,
+        "tasks": summaries,
+        "warnings": warnings,
+    }
+
+
+def write(run_dir: Path, scores: Mapping[str, Any]) -> Path:
+    """Write scores.json into the evaluation's folder, and return its path. Raises OSError."""
+    path = run_dir / FILE
+    write_durably(path, json.dumps(scores, indent=1, ensure_ascii=False, allow_nan=False) + "\n")
+    return path
+
+
+def run_of(checkpoint: Path) -> Path:
+    """Return the run folder of a checkpoint RUN_DIR/checkpoints/step_N."""
+    return checkpoint.parent.parent
+
+
+def latest(answers: Sequence[Answer]) -> list[Answer]:
+    """Return one answer for each question and sample, in their order: a judged one if there is any."""
+    found: dict[tuple[str, int], Answer] = {}
+    for answer in answers:
+        place = answer.question, answer.sample
+        found[place] = min(found[place], answer, key=_rank) if place in found else answer
+    return [found[place] for place in sorted(found)]
+
+
+def _rank(answer: Answer) -> tuple[bool, str]:
+    return answer.score is None, json.dumps(asdict(answer))
+
+
+def _task(task: Task, answers: Sequence[Answer]) -> dict[str, Any]:
+    """Return the summary of a task. answers: those of `latest`."""
+    metrics = task.metrics(answers)
+    groups = {answer.question: answer.group for answer in answers if answer.group}
+    summary = {
+        "kind": task.config.kind,
+        "metric": task.config.metric or next(iter(metrics), ""),
+        "questions": len({answer.question for answer in answers}),
+        "samples": sum(answer.score is not None for answer in answers),
+        "truncated": _share([answer.finish == "length" for answer in answers]),
+        "unparsed": _share([answer.metrics.get("unparsed", 0.0) > 0 for answer in answers if answer.score is not None]),
+        "unjudged": sum(answer.score is None for answer in answers),
+        "metrics": {name: _as_json(interval(values.values())) for name, values in metrics.items()},
+        "groups": {},
+    }
+    if groups:
+        names = sorted(set(groups.values()))
+        summary["groups"] = {name: _group(metrics, {id for id, group in groups.items() if group == name}) for name in names}
+        by_group = {metric: [_within(values, groups, name) for name in names] for metric, values in metrics.items()}
+        summary["macro"] = {metric: _as_json(macro_interval(each)) for metric, each in by_group.items()}
+    return summary
+
+
+def _group(metrics: Mapping[str, PerQuestion], questions: set[str]) -> dict[str, Any]:
+    scores = {
+        name: _as_json(interval([of for id, of in values.items() if id in questions])) for name, values in metrics.items()
+    }
+    return {"questions": len(questions), "metrics": scores}
+
+
+def _within(values: PerQuestion, groups: Mapping[str, str], name: str) -> list[Sequence[float]]:
+    return [of for id, of in values.items() if groups.get(id) == name]
+
+
+def _warnings(task: Task, answers: Sequence[Answer], summary: Mapping[str, Any]) -> Iterator[str]:
+    config = task.config
+    if summary["truncated"] > WARN_SHARE:
+        limit = f"the limit of {config.max_new_tokens} tokens (max_new_tokens)"
+        yield f"{summary['truncated']:.1%} of the answers were cut by {limit}"
+    if summary["unparsed"] > WARN_SHARE:
+        yield f"in {summary['unparsed']:.1%} of the answers the parser found no answer"
+    if summary["unjudged"]:
+        yield f"{summary['unjudged']} of {len(answers)} answers could not be judged and do not count"
+    if missing := max(0, summary["questions"] * config.num_samples - len(answers)):
+        yield f"{missing} of {summary['questions'] * config.num_samples} answers are missing"
+    if config.data.max_samples is not None and summary["questions"] >= config.data.max_samples:
+        yield f"{summary['questions']} questions were drawn from the data (max_samples); the whole data may score differently"
+    if not answers:
+        yield "has no answer"
+    elif summary["metric"] not in summary["metrics"]:
+        yield f"has no metric '{summary['metric']}'; it has {', '.join(summary['metrics']) or 'none'}"
+
+
+def _share(values: Sequence[bool]) -> float:
+    return sum(values) / len(values) if values else 0.0
+
+
+def _as_json(found: Interval) -> dict[str, float | None]:
+    return {key: None if math.isnan(value) else value for key, value in asdict(found).items()}

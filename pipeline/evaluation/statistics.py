@@ -1,0 +1,250 @@
+"""95% intervals of scores, and paired comparisons of two evaluations of the same questions.
+
+Questions are the unit: they are a sample of all questions that the task could ask, and several answers of one question are one
+cluster. Each question weighs the same in a score, whatever its number of samples.
+
+    scores in [0, 1]   Wilson's interval with the effective sample size p (1 - p) / variance of the mean
+    other scores       bootstrap over questions, widened for small samples
+    pairs              bootstrap over the questions' differences; McNemar's mid-p where each question has one answer, right or
+                       wrong, otherwise a randomization test that swaps the two evaluations question by question
+
+`python -m tests.evaluation.coverage` measures the coverage of the intervals and the false alarms of the comparisons.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from statistics import NormalDist
+from typing import Literal
+
+import numpy as np
+
+LEVEL = 0.95
+ALPHA = 1 - LEVEL
+UPPER = 1 - ALPHA / 2
+Z = NormalDist().inv_cdf(UPPER)
+RESAMPLES = 2000
+"""Resamples of a bootstrap, and swaps of a randomization test."""
+SEED = 20_000
+CHUNK = 1 << 21
+"""Random numbers drawn at once."""
+
+Verdict = Literal["better", "worse", "cannot tell"]
+
+
+@dataclass(frozen=True, slots=True)
+class Interval:
+    """A score with its 95% interval. NaN stands for an end that cannot be known, as of a single real-valued question."""
+
+    value: float
+    low: float
+    high: float
+
+
+UNKNOWN = Interval(math.nan, math.nan, math.nan)
+
+
+# ---- one evaluation ---------------------------------------------------------------------------------------------------------
+
+
+def interval(questions: Collection[Sequence[float]]) -> Interval:
+    """Return the mean over questions of the mean over their samples. Questions without a sample are left out."""
+    kept = [values for values in questions if len(values)]
+    means = np.sort(np.array([_mean(values) for values in kept]))
+    n = len(means)
+    if not n:
+        return UNKNOWN
+    p = _mean(means)
+    if means[0] < 0 or means[-1] > 1:
+        return _bootstrap(means)
+    if any(value not in (0, 1) for values in kept for value in values):
+        return _wilson(p, n, n * _smoothed_ratio(means), max(1, n - 1))
+    answers = sum(map(len, kept))
+    if answers == n:  # the variance follows from p
+        return _wilson(p, n, n, None)
+    variance = _variance(means)
+    return _wilson(p, n, min(max(p * (1 - p) / variance if variance else math.inf, n), answers), max(1, n - 1))
+
+
+def macro_interval(groups: Collection[Collection[Sequence[float]]]) -> Interval:
+    """Return the mean over groups of each group's mean over questions."""
+    found = [np.sort(np.array([_mean(values) for values in group if len(values)])) for group in groups]
+    found = [means for means in found if len(means)]
+    freedom = sum(len(means) - 1 for means in found)
+    if not freedom:
+        return interval([[each] for means in found for each in means.tolist()])
+    value = _mean([_mean(means) for means in found])
+    # A group of one question takes the variance within all groups.
+    within = math.fsum(_variance(means) * len(means) * (len(means) - 1) for means in found) / freedom
+    parts = [(_variance(means) if len(means) > 1 else within) / len(found) ** 2 for means in found]
+    variance = math.fsum(parts)
+    if variance:  # Welch and Satterthwaite's degrees of freedom
+        squares = math.fsum(part**2 / max(1, len(means) - 1) for part, means in zip(parts, found, strict=True))
+        freedom = min(freedom, variance**2 / squares)
+    if all(means[0] >= 0 and means[-1] <= 1 for means in found):
+        effective = value * (1 - value) / variance if variance else sum(map(len, found))
+        return _wilson(value, sum(map(len, found)), effective, freedom)
+    half = t_quantile(freedom) * math.sqrt(variance)
+    return Interval(value, value - half, value + half)
+
+
+def pass_at(scores: Sequence[float], k: int) -> float:
+    """Return pass@k of one question: the chance that of k samples, drawn from these without replacement, one scores 1.
+
+    Unbiased (Chen et al., 2021, arXiv:2107.03374). Raises ValueError if there are fewer than k samples.
+    """
+    n, wrong = len(scores), sum(score < 1 for score in scores)
+    if not 1 <= k <= n:
+        raise ValueError(f"pass@{k} needs at least {max(1, k)} samples; got {n}")
+    return 1.0 - math.comb(wrong, k) / math.comb(n, k)
+
+
+# ---- two evaluations of the same questions ----------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Difference:
+    """What the second of two evaluations scores above the first, over the questions that both have."""
+
+    value: float
+    low: float
+    high: float
+    p_value: float
+    questions: int
+    gained: int  # questions with a higher score in the second evaluation
+    lost: int
+
+    @property
+    def verdict(self) -> Verdict:
+        """The second evaluation is better or worse if both the interval and the test say so, else one cannot tell."""
+        if self.p_value < ALPHA and (self.low > 0 or self.high < 0):
+            return "better" if self.value > 0 else "worse"
+        return "cannot tell"
+
+
+def difference(first: Mapping[str, Sequence[float]], second: Mapping[str, Sequence[float]]) -> Difference:
+    """Compare the values of two evaluations by question id. Questions that only one has are left out."""
+    shared = sorted(question for question in first.keys() & second.keys() if len(first[question]) and len(second[question]))
+    if not shared:
+        return Difference(math.nan, math.nan, math.nan, 1.0, 0, 0, 0)
+    means = np.array([_mean(second[question]) - _mean(first[question]) for question in shared])
+    gained, lost = int((means > 0).sum()), int((means < 0).sum())
+    found = _bootstrap(means)
+    p_value = mcnemar(gained, lost) if set(np.abs(means).tolist()) <= {0.0, 1.0} else _swap_test(means)
+    return Difference(found.value, found.low, found.high, p_value, len(shared), gained, lost)
+
+
+def mcnemar(gained: int, lost: int) -> float:
+    """Return McNemar's mid-p: the two-sided binomial probability of the changed answers, half of the outcome's own left out."""
+    count, fewer = gained + lost, min(gained, lost)
+    logs = [math.lgamma(count + 1) - math.lgamma(i + 1) - math.lgamma(count - i + 1) for i in range(fewer + 1)]
+    chances = [math.exp(each - count * math.log(2)) for each in logs]
+    return min(1.0, 2 * math.fsum(chances) - chances[-1])
+
+
+def _swap_test(means: np.ndarray) -> float:
+    """Return the chance of as large a sum of differences [n] if each question's two scores were swapped at random."""
+    changed = means[means != 0]
+    least, rng, extreme = abs(math.fsum(changed)) - 1e-9, np.random.default_rng(SEED), 0
+    rows = max(1, CHUNK // max(1, len(changed)))
+    for begin in range(0, RESAMPLES, rows):
+        signs = 2.0 * rng.integers(0, 2, (min(rows, RESAMPLES - begin), len(changed)), dtype=np.int8) - 1
+        extreme += int((np.abs((signs * changed).sum(axis=1)) >= least).sum())
+    return (extreme + 1) / (RESAMPLES + 1)
+
+
+# ---- parts ------------------------------------------------------------------------------------------------------------------
+
+
+def t_quantile(freedom: float) -> float:
+    """Return the 97.5% quantile of Student's t by Hill's expansion (1970); below 3 degrees of freedom from closed forms."""
+    if freedom < 1.5:
+        return math.tan(math.pi * (UPPER - 0.5))
+    if freedom < 2.5:
+        spread = 2 * UPPER - 1
+        return spread * math.sqrt(2 / (1 - spread**2))
+    z = Z
+    terms = (
+        (z**3 + z) / 4,
+        (5 * z**5 + 16 * z**3 + 3 * z) / 96,
+        (3 * z**7 + 19 * z**5 + 17 * z**3 - 15 * z) / 384,
+        (79 * z**9 + 776 * z**7 + 1482 * z**5 - 1920 * z**3 - 945 * z) / 92160,
+    )
+    return z + sum(term / freedom**power for power, term in enumerate(terms, 1))
+
+
+def _wilson(p: float, questions: int, effective: float, freedom: float | None) -> Interval:
+    """Return Wilson's interval of a mean p in [0, 1].
+
+    effective: the number of independent answers, right or wrong, whose mean would vary as much as this one. With `freedom`, the
+    degrees of freedom of the estimate of it, it is reduced by (z / t)^2. Where p is 0 or 1 there is no estimate, and each
+    question counts once.
+    """
+    n = float(questions)
+    if 0 < p < 1:
+        n = effective if freedom is None else effective * (Z / t_quantile(freedom)) ** 2
+    width = 1 + Z**2 / n
+    centre = (p + Z**2 / (2 * n)) / width
+    half = Z / width * math.sqrt(p * (1 - p) / n + Z**2 / (4 * n**2))
+    return Interval(p, 0.0 if p == 0 else max(0.0, centre - half), 1.0 if p == 1 else min(1.0, centre + half))
+
+
+def _smoothed_ratio(means: np.ndarray) -> float:
+    """Return p (1 - p) / variance of questions' means in [0, 1], to which a quarter of a 0 and of a 1 are added.
+
+    Without these, scores of which nearly all are 1 would have hardly any variance by chance.
+    """
+    n, added = len(means), 0.25
+    p = (math.fsum(means) + added) / (n + 2 * added)
+    squares = math.fsum((value - p) ** 2 for value in means.tolist()) + added * (p**2 + (1 - p) ** 2)
+    return p * (1 - p) * (n + 2 * added) / squares
+
+
+def _bootstrap(means: np.ndarray) -> Interval:
+    """Return an interval of the mean of means [n] by resampling the questions.
+
+    It spans two intervals: the percentile bootstrap's, widened by sqrt(n / (n - 1)) t / z for small n, and the studentized
+    bootstrap's, which follows a skew better but breaks down where few values differ.
+    """
+    n, value = len(means), _mean(means)
+    if n == 1:
+        return Interval(value, math.nan, math.nan)
+    error = math.sqrt(_variance(means))
+    if not error:
+        return Interval(value, value, value)
+    drawn, ratios = [], []
+    for rows in _resamples(n):
+        resampled = means[rows]
+        drawn.append(resampled.mean(axis=1))
+        errors = resampled.std(axis=1, ddof=1) / math.sqrt(n)
+        ratios.append((drawn[-1] - value) / np.maximum(errors, error * 1e-3))
+    ends = [1 - UPPER, UPPER]
+    low, high = np.quantile(np.concatenate(drawn), ends).tolist()
+    least, most = np.quantile(np.concatenate(ratios), ends).tolist()
+    wider = math.sqrt(n / (n - 1)) * t_quantile(n - 1) / Z
+    return Interval(
+        value,
+        min(value - (value - low) * wider, value - most * error),
+        max(value + (high - value) * wider, value - least * error),
+    )
+
+
+def _resamples(n: int) -> Iterator[np.ndarray]:
+    """Yield indices [rows, n] of questions, RESAMPLES rows in all, the same in every call."""
+    rng = np.random.default_rng(SEED)
+    rows = max(1, CHUNK // n)
+    for begin in range(0, RESAMPLES, rows):
+        yield rng.integers(0, n, (min(rows, RESAMPLES - begin), n))
+
+
+def _mean(values: Sequence[float] | np.ndarray) -> float:
+    """Return the mean, rounded once, so that the order of the values does not matter."""
+    return math.fsum(values) / len(values)
+
+
+def _variance(means: np.ndarray) -> float:
+    """Return the variance of the mean of two or more values; 0 for a single value."""
+    n, middle = len(means), _mean(means)
+    return math.fsum((value - middle) ** 2 for value in means.tolist()) / max(1, n - 1) / n

@@ -1,0 +1,106 @@
+"""scores.json depends on the answers alone, not on their order, and warns about what makes scores doubtful."""
+
+import json
+import random
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from pipeline.algorithms.evaluate import EvaluateConfig, TaskConfig, TaskDataConfig
+from pipeline.evaluation import scores
+from pipeline.evaluation.base import Answer
+from pipeline.evaluation.statistics import interval, macro_interval
+
+
+class Scored:
+    """A task whose metric is the score of each answer."""
+
+    name = "arithmetic"
+
+    def __init__(self, **keys):
+        self.config = TaskConfig(**keys)
+
+    def metrics(self, answers):
+        values: dict[str, list[float]] = {}
+        for answer in answers:
+            if answer.score is not None:
+                values.setdefault(answer.question, []).append(answer.score)
+        return {"accuracy": values}
+
+
+def recipe(checkpoint=None, step=None):
+    section = EvaluateConfig(checkpoint=checkpoint, step=step)
+    return SimpleNamespace(name="math", policy=SimpleNamespace(model_name="models/tiny"), evaluate=section)
+
+
+def answers(questions=40, samples=2, group=""):
+    draw = random.Random(0)
+    return [
+        Answer(f"q{i}", sample, float(draw.random() < 0.7), {"unparsed": 0.0}, finish="stop", group=group and f"{group}{i % 3}")
+        for i in range(questions)
+        for sample in range(samples)
+    ]
+
+
+def summary(kept, **keys):
+    return scores.summarize(recipe(), {"arithmetic": (Scored(**{"num_samples": 2, **keys}), kept)})
+
+
+def test_scores_do_not_depend_on_the_order_of_the_answers():
+    kept = answers(group="subject ")
+    expected = json.dumps(summary(kept))
+    for seed in range(3):
+        random.Random(seed).shuffle(kept)
+        assert json.dumps(summary(kept)) == expected
+
+
+def test_the_summary_of_a_task():
+    kept = answers(group="subject ")
+    of = summary(kept)["tasks"]["arithmetic"]
+    by_question = [[kept[2 * i].score, kept[2 * i + 1].score] for i in range(40)]
+    expected = interval(by_question)
+    assert of["metrics"] == {"accuracy": {"value": expected.value, "low": expected.low, "high": expected.high}}
+    assert (of["metric"], of["questions"], of["samples"]) == ("accuracy", 40, 80)
+    assert {name: group["questions"] for name, group in of["groups"].items()} == {
+        f"subject {i}": [14, 13, 13][i] for i in range(3)
+    }
+    assert of["macro"]["accuracy"]["value"] == macro_interval([by_question[i::3] for i in range(3)]).value
+    assert summary(kept)["warnings"] == []
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"finish": "length"}, "2.0% of the answers were cut by the limit of 1024 tokens"),
+        ({"metrics": {"unparsed": 1.0}}, "in 2.0% of the answers the parser found no answer"),
+        ({"score": None}, "2 of 100 answers could not be judged"),
+    ],
+)
+def test_doubtful_scores_are_warned_about(change, said):
+    kept = answers(50)
+    once, twice = [replace(kept[0], **change), *kept[1:]], [replace(kept[0], **change), replace(kept[1], **change), *kept[2:]]
+    (warning,) = summary(twice)["warnings"]
+    assert said in warning
+    assert len(summary(once)["warnings"]) == ("score" in change)  # 1% of the answers
+
+
+def test_missing_answers_and_a_draw_of_the_questions_are_warned_about():
+    assert summary(answers()[:-1])["warnings"] == ["arithmetic: 1 of 80 answers are missing"]
+    (drawn,) = summary(answers(), data=TaskDataConfig(max_samples=40))["warnings"]
+    assert "40 questions were drawn" in drawn
+    assert summary(answers(), data=TaskDataConfig(max_samples=41))["warnings"] == []
+
+
+def test_a_judged_answer_replaces_an_unjudged_one():
+    kept = answers()
+    unjudged = [replace(kept[0], score=None, failure="no reply"), *kept[1:]]
+    assert summary([*unjudged, kept[0]]) == summary([kept[0], *unjudged]) == summary(kept) != summary(unjudged)
+
+
+def test_the_run_is_that_of_the_checkpoint(tmp_path):
+    found = scores.summarize(recipe(str(tmp_path / "run/checkpoints/step_5"), 5), {})
+    assert (found["run"], found["step"], found["suite"], found["model"]) == (str(tmp_path / "run"), 5, "math", "models/tiny")
+    path = scores.write(tmp_path, summary([]))
+    assert path == Path(tmp_path / "scores.json") and "has no answer" in json.loads(path.read_text())["warnings"][0]

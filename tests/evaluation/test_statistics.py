@@ -1,0 +1,87 @@
+"""Intervals and comparisons against known values; `python -m tests.evaluation.coverage` simulates them."""
+
+import math
+import random
+
+import numpy as np
+import pytest
+
+from pipeline.evaluation.statistics import difference, interval, macro_interval, mcnemar, pass_at, t_quantile
+
+
+def test_wilson_of_single_answers():
+    found = interval([[1]] * 15 + [[0]] * 5)  # Wilson (1927) at 95%: R, binom.confint(15, 20, methods = "wilson")
+    assert (found.value, found.low, found.high) == pytest.approx((0.75, 0.531299, 0.888138), abs=1e-5)
+    none, all_ = interval([[0]] * 30), interval([[1]] * 30)
+    assert (none.low, all_.high) == (0, 1) and none.high == pytest.approx(1 - all_.low) == pytest.approx(0.11351, abs=1e-5)
+
+
+def test_samples_of_a_question_are_one_cluster():
+    """Equal answers of a question count once, independent ones each."""
+    once, copied = interval([[1]] * 60 + [[0]] * 40), interval([[1] * 8] * 60 + [[0] * 8] * 40)
+    assert copied.high - copied.low == pytest.approx(once.high - once.low, rel=0.02)
+    draw = np.random.default_rng(0)
+    independent = interval((draw.random((100, 8)) < 0.6).astype(float).tolist())
+    assert independent.high - independent.low == pytest.approx((once.high - once.low) / math.sqrt(8), rel=0.15)
+
+
+def test_real_values_have_a_bootstrap_interval():
+    values = np.random.default_rng(0).normal(7, 2, 200)
+    found = interval([[value] for value in values.tolist()])
+    half = 1.96 * 2 / math.sqrt(200)
+    assert (found.low, found.high) == pytest.approx((found.value - half, found.value + half), abs=0.06)
+    assert interval([[3.5]]).value == 3.5 and math.isnan(interval([[3.5]]).low)
+    assert interval([[3.5], [3.5]]).high == 3.5 and math.isnan(interval([]).value)
+
+
+def test_no_interval_depends_on_the_order():
+    draw = random.Random(0)
+    for values in ([[draw.random(), draw.random()] for _ in range(50)], [[draw.gauss(3, 9)] for _ in range(50)]):
+        shuffled = values[:]
+        draw.shuffle(shuffled)
+        assert interval(values) == interval(shuffled)
+        named = {f"q{i}": value for i, value in enumerate(values)}
+        other = {f"q{i}": [each + 0.1 * draw.random() for each in value] for i, value in enumerate(values)}
+        assert difference(named, other) == difference(dict(reversed(named.items())), other)
+
+
+def test_macro_average_weighs_groups_equally():
+    groups = [[[1.0]] * 90 + [[0.0]] * 10, [[1.0]] * 5 + [[0.0]] * 5]
+    found = macro_interval(groups)
+    assert found.value == pytest.approx(0.7) and found.low < 0.6 < 0.8 < found.high
+    error = math.sqrt((0.9 * 0.1 / 100 + 0.25 / 10) / 4)
+    assert found.high - found.low == pytest.approx(2 * 1.96 * error, rel=0.25)
+    assert macro_interval([[[1.0]], [[0.0]]]).value == 0.5
+
+
+def test_pass_at_k_is_unbiased():
+    assert pass_at([1, 0, 0, 0], 1) == 0.25 and pass_at([1, 0, 0, 0], 2) == 0.5 and pass_at([1, 0, 0, 0], 4) == 1
+    assert pass_at([0, 0.99], 2) == 0  # a part of the tests is no pass
+    with pytest.raises(ValueError, match="at least 3 samples; got 2"):
+        pass_at([1, 1], 3)
+
+
+def test_t_quantiles():
+    table = {1: 12.7062, 2: 4.3027, 3: 3.1824, 4: 2.7764, 5: 2.5706, 10: 2.2281, 30: 2.0423, 120: 1.9799}
+    assert {freedom: t_quantile(freedom) for freedom in table} == pytest.approx(table, rel=2e-3)
+
+
+def test_mcnemar_against_the_binomial():
+    assert mcnemar(0, 0) == 1 and mcnemar(7, 7) == pytest.approx(1, abs=0.2)
+    exact = 2 * sum(math.comb(12, i) for i in range(3)) / 2**12  # two-sided, of 2 in 12
+    assert mcnemar(10, 2) == mcnemar(2, 10) == pytest.approx(exact - math.comb(12, 2) / 2**12)
+    assert mcnemar(3000, 3200) == pytest.approx(math.erfc(200 / math.sqrt(6200) / math.sqrt(2)), rel=1e-2)
+
+
+def test_verdicts():
+    first = {f"q{i}": [float(i % 2)] for i in range(100)}
+    better = first | {f"q{i}": [1.0] for i in range(0, 30, 2)}
+    found = difference(first, better)
+    assert (found.verdict, found.gained, found.lost, found.questions) == ("better", 15, 0, 100)
+    assert found.value == pytest.approx(0.15) and 0 < found.low < 0.15 < found.high
+    assert difference(better, first).verdict == "worse"
+    assert difference(first, first).verdict == difference(first, first | {"q0": [1.0]}).verdict == "cannot tell"
+    assert difference(first, {"another": [1.0]}).questions == 0
+    several = {question: value * 4 for question, value in first.items()}
+    assert difference(several, {question: [0.5, *value[1:]] for question, value in several.items()}).verdict == "cannot tell"
+    assert difference(several, {question: [1.0, *value[1:]] for question, value in several.items()}).verdict == "better"
