@@ -59,13 +59,11 @@ def interval(questions: Collection[Sequence[float]]) -> Interval:
     p = _mean(means)
     if means[0] < 0 or means[-1] > 1:
         return _bootstrap(means)
-    if any(value not in (0, 1) for values in kept for value in values):
-        return _wilson(p, n, n * _smoothed_ratio(means), max(1, n - 1))
     answers = sum(map(len, kept))
-    if answers == n:  # the variance follows from p
+    whole = all(value in (0, 1) for values in kept for value in values)
+    if whole and answers == n:  # the variance follows from p
         return _wilson(p, n, n, None)
-    variance = _variance(means)
-    return _wilson(p, n, min(max(p * (1 - p) / variance if variance else math.inf, n), answers), max(1, n - 1))
+    return _wilson(p, n, min(n * _smoothed_ratio(means), answers if whole else math.inf), max(1, n - 1))
 
 
 def macro_interval(groups: Collection[Collection[Sequence[float]]]) -> Interval:
@@ -192,11 +190,11 @@ def _wilson(p: float, questions: int, effective: float, freedom: float | None) -
 
 
 def _smoothed_ratio(means: np.ndarray) -> float:
-    """Return p (1 - p) / variance of questions' means in [0, 1], to which a quarter of a 0 and of a 1 are added.
+    """Return p (1 - p) / variance of questions' means in [0, 1], to which 1/20 of a 0 and of a 1 are added.
 
     Without these, scores of which nearly all are 1 would have hardly any variance by chance.
     """
-    n, added = len(means), 0.25
+    n, added = len(means), 0.05
     p = (math.fsum(means) + added) / (n + 2 * added)
     squares = math.fsum((value - p) ** 2 for value in means.tolist()) + added * (p**2 + (1 - p) ** 2)
     return p * (1 - p) * (n + 2 * added) / squares
