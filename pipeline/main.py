@@ -64,10 +64,13 @@ def main(run_dir: Path) -> None:
         with world.phase("", verb="coordinate" if client else "serve"):
             role = _role(recipe, world)
             if client:
-                assert isinstance(role, TrainRole)  # rank 0 trains
-                _coordinate(recipe, run_dir, world, client, role, startup)
+                if isinstance(role, GenerateRole):
+                    _evaluate(recipe, run_dir, world, client, role, startup)
+                else:
+                    assert isinstance(role, TrainRole)  # rank 0 trains
+                    _coordinate(recipe, run_dir, world, client, role, startup)
                 startup.end()
-                rpc.stop(world)
+                rpc.stop(world, client.own)
             else:
                 rpc.serve(world, role)
     except Exception as error:
@@ -79,7 +82,7 @@ def main(run_dir: Path) -> None:
 
 
 def _role(recipe: Recipe, world: World) -> TrainRole | GenerateRole | RewardRole:
-    refit = _refit(recipe, world) if world.workers.generate else None
+    refit = _refit(recipe, world) if config.generates(recipe) and config.trains(recipe) else None
     seed = config.section(recipe).seed
     if world.component == "train":
         return TrainRole(recipe, seed, world, algorithms.build(recipe), refit)
@@ -143,5 +146,17 @@ def _coordinate(recipe: Recipe, run_dir: Path, world: World, client: RpcClient, 
         record["evaluation"] = True
     else:
         checkpoints.link_latest(run_dir / "hf", "hf")
+    _write_done(run_dir, record, retry)
+
+
+def _evaluate(recipe: Recipe, run_dir: Path, world: World, client: RpcClient, role: GenerateRole, startup: Startup) -> None:
+    from pipeline.evaluation.loop import evaluate
+
+    if evaluate(recipe, run_dir, world, client, role, startup):
+        _write_done(run_dir, {"step": recipe.evaluate.step or 0}, RetryPolicy(storage_timeout_s(recipe.cluster.timeouts)))
+    role.close()
+
+
+def _write_done(run_dir: Path, record: dict[str, Any], retry: RetryPolicy) -> None:
     done = run_dir / "done.json"
     retrying(lambda: write_durably(done, json.dumps(record)), "writing that the run is complete", done, retry)

@@ -30,7 +30,7 @@ from torch._C._distributed_c10d import PrefixStore  # torch.distributed exports 
 from torch.distributed import distributed_c10d
 
 from pipeline import network_interface
-from pipeline.config import Recipe, colocated, engine_ranks, generates, ranks, serves_rewards
+from pipeline.config import Recipe, colocated, engine_ranks, generates, ranks, serves_rewards, trains
 from pipeline.sandbox import linux
 from pipeline.storage import listed
 from pipeline.store import relay
@@ -94,8 +94,8 @@ class WorkerGroups:
 
     @classmethod
     def of(cls, recipe: Recipe) -> WorkerGroups:
-        """Number the ranks: train first, then generate, then reward."""
-        train = tuple(range(ranks(recipe.cluster.train)))
+        """Number the ranks: train first, then generate, then reward. An evaluation has only generate ranks."""
+        train = tuple(range(ranks(recipe.cluster.train))) if trains(recipe) else ()
         if not generates(recipe):
             return cls(train, (), ())
         size = engine_ranks(recipe.policy.generation.vllm_cfg)
@@ -146,7 +146,7 @@ class World:
         self.carrier = torch.device("cpu") if workers.colocated else self.device
         self.spanning: dist.ProcessGroup  # all ranks; this and `own` are set by `join`
         self.own: dist.ProcessGroup  # the train ranks, the reward ranks, or this generate rank's engine
-        self.refit: dist.ProcessGroup | None = None  # rank 0 and all generate ranks; None on other ranks, and if none generates
+        self.refit: dist.ProcessGroup | None = None  # rank 0 and all generate ranks; None on other ranks, and where nothing is refitted
 
     @contextmanager
     def phase(self, phase: str, verb: str | None = None) -> Iterator[None]:
@@ -295,8 +295,8 @@ def join(world: World) -> None:
     else:
         authenticator.install()
         _make_spanning(world)
-    own = (workers.train, *workers.engines, *([workers.reward] if workers.reward else []))
-    for members in own:  # every rank makes every group, in the same order
+    own = (workers.train, *workers.engines, workers.reward)
+    for members in filter(None, own):  # every rank makes every group, in the same order
         group = dist.new_group(members, backend=backend, timeout=NEVER)
         if world.rank in members:
             assert isinstance(group, dist.ProcessGroup)
@@ -311,7 +311,7 @@ def _make_spanning(world: World) -> None:
     dist.init_process_group(across, store=store, rank=world.rank, world_size=world.size, timeout=NEVER)
     assert dist.group.WORLD is not None
     world.spanning = dist.group.WORLD
-    if world.workers.generate:
+    if world.workers.generate and world.workers.train:
         group = dist.new_group((0, *world.workers.generate), backend=across, timeout=NEVER)
         world.refit = group if isinstance(group, dist.ProcessGroup) else None
 

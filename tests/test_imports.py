@@ -14,7 +14,7 @@ ROOT = Path(__file__).parent.parent
 # Each line may import from its own part and from the lines below it. Parts on one line do not import each other.
 DOWNHILL = [
     ("main",),
-    ("coordinator",),
+    ("coordinator", "evaluation"),
     ("scoring", "deadline", "colocation"),
     ("roles", "evaluation"),
     ("rollout", "refit"),

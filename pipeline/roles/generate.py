@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from pathlib import Path
 
 from pipeline import generate
 from pipeline.boxes import Region
@@ -18,6 +19,8 @@ from pipeline.rollout.environment_threads import EnvironmentExecutor, Environmen
 from pipeline.rollout.lockstep import VERB, Lockstep
 from pipeline.rollout.work import FinishedGroup, RolloutWork, UnfinishedGroup
 from pipeline.rpc import StreamingReply, verb
+from pipeline.train.saved_weights import checkpoint_weights, model_weights
+from pipeline.types import Likelihood, LikelihoodRequest
 from pipeline.world import World
 
 
@@ -149,16 +152,42 @@ class GenerateRole:
         if self._driver:
             self._driver.cut(works)
 
+    # ---- evaluation ---------------------------------------------------------------------------------------------------------
+
+    @verb("refit")
+    def load(self) -> None:
+        """Load the weights of `evaluate.checkpoint`, or those of the model's own files, and serve them."""
+        policy, checkpoint = self._recipe.policy, self._recipe.evaluate.checkpoint
+        with self._world.phase("load weights"):
+            update = self._backend.update()
+            update.load(checkpoint_weights(Path(checkpoint), policy) if checkpoint else model_weights(policy, self._seed))
+            update.commit(0)
+
+    @verb("rollout")
+    def likelihoods(self, unit: list[LikelihoodRequest]) -> list[Likelihood]:
+        """Return the log-probs of given texts, on the engine's leader. No episode may be open."""
+        with self._world.phase("likelihoods"):
+            found = self._backend.likelihoods(unit)
+        return found if self._leads else []
+
     # ---- between verbs ------------------------------------------------------------------------------------------------------
 
     def work(self, verb_waits: Callable[[], bool]) -> None:
         """Advance the episodes, or follow the engine's leader, until the next verb."""
         if self._leads:
-            if self._driver:
-                self._driver.work(verb_waits)
-            self._lockstep.announce(VERB)
+            self.advance(verb_waits)
+            self.release()
         else:
             self._lockstep.follow(self._built, self._world)
+
+    def advance(self, stop: Callable[[], bool]) -> None:
+        """Advance the episodes of the engine that this rank leads, until `stop` returns True or there is nothing to do."""
+        if self._driver:
+            self._driver.work(stop)
+
+    def release(self) -> None:
+        """Let the engine's other ranks take their next verb."""
+        self._lockstep.announce(VERB)
 
     def close(self) -> None:
         """Close the environments."""

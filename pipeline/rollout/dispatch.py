@@ -47,8 +47,8 @@ class SentMessage:
 class Dispatcher:
     """Sends groups to engines and receives them."""
 
-    def __init__(self, engines: Sequence[RpcGroup], seed: int, max_turns: int, failures: FailureMonitor):
-        """Bind to the engines, one group of ranks each."""
+    def __init__(self, engines: Sequence[RpcGroup], seed: int, max_turns: int, failures: FailureMonitor | None):
+        """Bind to the engines, one group of ranks each. failures: None if no number of failed episodes ends the run."""
         self._engines = engines
         self._seed = seed
         self._max_turns = max_turns
@@ -112,7 +112,8 @@ class Dispatcher:
                 for part in parts:
                     sent.open.remove(part.place)
                     self._answered[sent.engine] += 1
-                    self._failures.record(part.group)
+                    if self._failures:
+                        self._failures.record(part.group)
                     self._received.setdefault(sent.spec.purpose, []).append(part.group)
             if not sent.open:
                 del self._sent[number]

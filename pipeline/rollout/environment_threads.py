@@ -19,7 +19,7 @@ import numpy as np
 from typing_extensions import override
 
 from pipeline import config
-from pipeline.config import EnvironmentConfig, OnlineConfig, Recipe, TokenizerConfig
+from pipeline.config import EnvironmentConfig, Recipe, TokenizerConfig
 from pipeline.data.chat import load_tokenizer
 from pipeline.data.observations import Observations
 from pipeline.environments import registry
@@ -46,10 +46,8 @@ class EnvironmentSettings:
     @classmethod
     def of(cls, recipe: Recipe) -> EnvironmentSettings:
         """Return the settings of a recipe of an online algorithm."""
-        section = config.section(recipe)
-        assert isinstance(section, OnlineConfig)  # the others have no environments
-        chat = recipe.data.apply_chat_template
-        return cls(recipe.env, recipe.policy.tokenizer, chat, section.max_rollout_turns, sys.path)
+        turns = getattr(config.section(recipe), "max_rollout_turns")  # noqa: B009 - offline algorithms have no environments
+        return cls(recipe.env, recipe.policy.tokenizer, recipe.data.apply_chat_template, turns, sys.path)
 
 
 @dataclass(frozen=True, eq=False, slots=True)

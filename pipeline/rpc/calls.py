@@ -7,7 +7,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import msgspec
 import torch.distributed as dist
@@ -20,10 +20,22 @@ from pipeline.watchdog import Overdue, PeerError
 from pipeline.world import World
 
 REOPEN_S = 5.0  # to reconnect to a store that was stuck
+LOOK_S = 0.02
+"""Seconds between two looks for answers of other ranks while rank 0's own role works."""
 
 
 class RpcError(PeerError):
     """A verb raised on another rank; the message has its traceback."""
+
+
+class LeadingRole(Protocol):
+    """Rank 0's own role where it works between verbs, as the leader of an engine does."""
+
+    def advance(self, stop: Callable[[], bool]) -> None:
+        """Work until `stop` returns True or nothing is left to do."""
+
+    def release(self) -> None:
+        """Let the engine's other ranks take their next verb. Called before each verb and at the end."""
 
 
 @dataclass(frozen=True)
@@ -128,8 +140,10 @@ class RpcClient:
         self._awaited: Future | None = None  # the future that rank 0 waits for; None: any
         self._waiting_since: float | None = None  # since when rank 0 waits for a message
         self._arriving: Arriving | None = None  # the body that rank 0 waits for
+        self.own: LeadingRole | None = None  # rank 0's role, if it works between verbs
+        self._own_replied = False  # a reply in parts of `own` has new parts
         self._store = world.store.clone()
-        self._asking = world.store.clone()  # the watchdog's connection connection
+        self._asking = world.store.clone()  # the watchdog's connection
 
     def open(self, call: Call, ranks: tuple[int, ...]) -> Future:
         """Number a call and return its future."""
@@ -164,11 +178,46 @@ class RpcClient:
             raise RuntimeError(f"{phase}: no call is open")
         self._awaited = awaited
         with self._world.phase(phase, verb="idle"):
-            self._waiting_since = time.monotonic()
-            answers = self._store.collect(block=True)
-            self._waiting_since = None
+            answers = self._work_own() if self.own else []
+            if not (answers or self._own_replied):
+                self._waiting_since = time.monotonic()
+                answers = self._store.collect(block=True)
+                self._waiting_since = None
+        self._own_replied = False
         for answer in answers:
             self._sort(answer)
+
+    def _work_own(self) -> list[messaging.Answer]:
+        """Let rank 0's own role work until an answer arrives, it replies itself, or it has nothing to do."""
+        assert self.own
+        answers: list[messaging.Answer] = []
+        looked = 0.0
+
+        def arrived() -> bool:
+            nonlocal answers, looked
+            if not (answers or self._own_replied) and time.monotonic() - looked > LOOK_S:
+                answers = self._store.collect(block=False)
+                looked = time.monotonic()
+            return bool(answers or self._own_replied)
+
+        self.own.advance(arrived)
+        return answers
+
+    def run_own(self, role: Any, future: Future, argument: Any) -> None:
+        """Run a verb of rank 0's own role; its reply, or each part of it, becomes rank 0's in the future."""
+        if role is self.own:
+            role.release()
+        reply = run(self._world, role, future.verb, argument)
+        if not future.in_parts:
+            future.reply(self._world.rank, reply)
+            return
+
+        def send(items: list[Any], more: bool) -> None:
+            self._own_replied = True
+            future.reply(self._world.rank, items, more)
+            self.settle(future.number)
+
+        reply.send_by(send)
 
     def poll(self) -> bool:
         """Assign the answers that have arrived; return whether there were any."""
@@ -197,7 +246,7 @@ class RpcClient:
     def settle(self, call: int) -> None:
         """Forget the call if every rank has replied."""
         with self._lock:
-            if self._futures[call].done:
+            if call in self._futures and self._futures[call].done:
                 del self._futures[call]
 
     def overdue(self) -> Overdue | None:
@@ -250,6 +299,11 @@ class RpcGroup:
         self._timeouts = timeouts
         self._role = role
 
+    @property
+    def includes_caller(self) -> bool:
+        """True if rank 0 is in the group."""
+        return self._role is not None
+
     def receive_replies(self, block: bool) -> bool:
         """Assign answers that have arrived, of any group. Returns False if there are none and `block` is False."""
         if not block:
@@ -267,7 +321,7 @@ class RpcGroup:
             self._client.send(future, [(self._others, encode(argument))] if parts is None else self._each(parts))
             if self._role is not None:
                 own = argument if parts is None else parts[self._ranks.index(self._world.rank)]
-                future.reply(self._world.rank, run(self._world, self._role, name, own))
+                self._client.run_own(self._role, future, own)
             self._client.settle(future.number)
             return future
 
@@ -282,7 +336,9 @@ class RpcGroup:
         return ((ranks, encode(part)) for ranks, part in members.values())
 
 
-def stop(world: World) -> None:
-    """Send every other rank the message that ends `serve`."""
+def stop(world: World, own: LeadingRole | None = None) -> None:
+    """Send every other rank the message that ends `serve`. own: rank 0's role, if it works between verbs."""
+    if own:
+        own.release()
     message = msgspec.msgpack.encode(Envelope(messaging.NO_CALL, STOP, b""))
     world.store.clone().send(messaging.Send(messaging.NO_CALL, [(list(range(1, world.size)), message)]))

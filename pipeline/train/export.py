@@ -17,16 +17,13 @@ from pathlib import Path
 import torch
 from transformers.utils.hub import cached_file
 
-from pipeline.boxes import whole
-from pipeline.config import PolicyConfig, Problem, RecipeError
+from pipeline.config import PolicyConfig
 from pipeline.data.chat import load_tokenizer
-from pipeline.models.hugging_face import checkpoint_shapes, meta_model, model_config
-from pipeline.models.precision import served_dtype
+from pipeline.models.hugging_face import meta_model, model_config
 from pipeline.storage import NO_RETRIES, RetryPolicy, StorageError, errors_of_rust, retrying, sync, write_durably
-from pipeline.train import lora
 from pipeline.train.base import TrainBackend
-from pipeline.train.initial_weights import initial_weights
-from pipeline.train.shards import read_shards, write_tensors
+from pipeline.train.saved_weights import checkpoint_weights
+from pipeline.train.shards import write_tensors
 from pipeline.types import Head
 
 SHARD_BYTES = 4 << 30
@@ -61,33 +58,12 @@ def export_checkpoint(
     Files are first written to `.<folder's name>.partial` next to it, so `folder` is always complete. Raises RecipeError if the
     checkpoint's model is not policy.model_name, StorageError if the files cannot be written.
     """
-    reader, records = read_shards(checkpoint)
-    config = model_config(policy, head)
-    shapes, _ = checkpoint_shapes(config, head)
-    stored = {name.removeprefix("model."): shape for name, shape in reader.shapes.items() if name.startswith("model.")}
-    adapted = lora.adapted_weights(reader)
-    held = stored | adapted
-    expected = {name: shapes.get(name) for name in held} if adapted else shapes  # other weights are policy.model_name's
-    if held != expected:
-        wrong = sorted(name for name in held.keys() | expected.keys() if held.get(name) != expected.get(name))
-        message = f"{checkpoint} is of another model; these tensors differ: {wrong[:4]} ({len(wrong)})"
-        raise RecipeError(Problem("policy.model_name", "contradiction", message))
-    if adapted:
-        record = records[0]["lora"]
-        base = initial_weights(policy, config, record["random_seed"] or 0, head)
-
-    def weight(name: str) -> torch.Tensor:
-        box, dtype = whole(shapes[name]), served_dtype(name, getattr(torch, policy.precision))
-        if name in stored:
-            return reader.read(f"model.{name}", box).to(dtype)
-        unmerged = base(name, box).to(dtype)
-        return lora.merged_weight(name, unmerged, reader, record) if name in adapted else unmerged
-
+    weights = checkpoint_weights(checkpoint, policy, head)
     partial = folder.with_name(f".{folder.name}.partial")
     if partial.exists():  # an earlier attempt was killed
         shutil.rmtree(partial)
     try:
-        write_model(((name, weight(name)) for name in shapes), policy, partial, head, shard_bytes)
+        write_model(weights, policy, partial, head, shard_bytes)
     except StorageError:  # the partial folder may be what fills the disk
         shutil.rmtree(partial, ignore_errors=True)
         raise

@@ -1,0 +1,82 @@
+"""Ask the engines of an evaluation, on rank 0.
+
+Each engine gets as many questions as it can decode at the same time, and as many again that wait. So engines that answer faster
+get more questions.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+
+from pipeline.config import Recipe
+from pipeline.rollout.dispatch import Dispatcher, RolloutSpec
+from pipeline.rpc import Future, RpcGroup
+from pipeline.types import Likelihood, LikelihoodRequest, Prompt, RolloutGroup
+
+AHEAD = 2
+"""Questions that an engine holds, as a multiple of `max_num_seqs`."""
+UNITS_AHEAD = 2
+"""Units of likelihood requests that an engine of another rank holds."""
+
+
+class Engines:
+    """The engines that serve one model."""
+
+    def __init__(
+        self, groups: Sequence[RpcGroup], seed: int, max_num_seqs: int, check: Callable[[], None] = lambda: None
+    ) -> None:
+        """Bind to the engines.
+
+        groups: one per engine; rank 0 may be in one of them. check: called between two waits; what it raises ends the work.
+        """
+        self._groups = groups
+        self._seed = seed
+        self._most = AHEAD * max_num_seqs
+        self._check = check
+
+    @classmethod
+    def of(cls, recipe: Recipe, groups: Sequence[RpcGroup], check: Callable[[], None] = lambda: None) -> Engines:
+        """Return the engines of the recipe's policy."""
+        return cls(groups, recipe.evaluate.seed, recipe.policy.generation.max_num_seqs, check)
+
+    def generate(self, prompts: Sequence[Prompt], spec: RolloutSpec, max_turns: int = 1) -> Iterator[RolloutGroup]:
+        """Sample the prompts, and yield each group when all its episodes have ended.
+
+        An answer depends on the seed, `spec.purpose`, `Prompt.index` and its sample alone, not on the engine.
+        """
+        dispatch = Dispatcher(self._groups, self._seed, max_turns, None)
+        waiting = list(reversed(prompts))
+        while waiting or any(dispatch.outstanding):
+            self._check()
+            outstanding = dispatch.outstanding
+            room = sum(max(0, -(-(self._most - episodes) // spec.samples)) for episodes in outstanding)
+            batch = [waiting.pop() for _ in range(min(len(waiting), max(room, int(not any(outstanding)))))]
+            if batch:
+                dispatch.send(batch, spec)
+            dispatch.receive()
+            yield from dispatch.take(spec.purpose)
+
+    def likelihoods(self, units: Sequence[Sequence[LikelihoodRequest]]) -> Iterator[tuple[int, list[Likelihood]]]:
+        """Yield (index of a unit, its likelihoods in the order of the requests) as units are computed.
+
+        An engine computes a unit alone, so the values do not depend on other units, the engine or the number of engines.
+        """
+        waiting = list(reversed(range(len(units))))
+        computing: list[dict[int, Future]] = [{} for _ in self._groups]  # by engine, then unit
+        while waiting or any(computing):
+            self._check()
+            for group, futures in zip(self._groups, computing, strict=True):
+                while waiting and len(futures) < UNITS_AHEAD and not group.includes_caller:
+                    unit = waiting.pop()
+                    futures[unit] = group.likelihoods(list(units[unit]))
+            own = next((i for i, group in enumerate(self._groups) if group.includes_caller), None)
+            if own is not None and waiting and not computing[own]:  # computes it in this call, so the others come first
+                unit = waiting.pop()
+                computing[own][unit] = self._groups[own].likelihoods(list(units[unit]))
+            block = not any(future.done for futures in computing for future in futures.values())
+            while self._groups[0].receive_replies(block=block):
+                block = False
+            for futures in computing:
+                for unit, future in [item for item in futures.items() if item[1].done]:
+                    del futures[unit]
+                    yield unit, future.result()[0]

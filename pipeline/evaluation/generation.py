@@ -1,0 +1,79 @@
+"""Tasks whose answers are sampled, and scored by an environment, as in training."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from pipeline.algorithms.evaluate import TaskConfig
+from pipeline.config import Recipe
+from pipeline.evaluation import data, prompts
+from pipeline.evaluation.answers import AnswerLog
+from pipeline.evaluation.base import Answer, PerQuestion, Question
+from pipeline.evaluation.engines import Engines
+from pipeline.rollout.dispatch import RolloutSpec
+from pipeline.types import Prompt, Rollout, Sampling
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+
+class GenerationTask:
+    """A task of kind `generate`. The score of an answer is its reward."""
+
+    def __init__(self, name: str, config: TaskConfig, recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> None:
+        self.name, self.config = name, config
+        self._tokenizer = tokenizer
+        self.questions = data.questions(config)
+        encode = prompts.encoder(config, recipe, tokenizer)
+        self._prompts = [encode(question) for question in self.questions]
+
+    def ask(self, engines: Engines, answers: AnswerLog) -> None:
+        """Ask the questions whose samples are not all kept. A question's samples are asked together."""
+        config = self.config
+        missing = [
+            self._prompt(index, question)
+            for index, question in enumerate(self.questions)
+            if not all(answers.has(question.id, sample) for sample in range(config.num_samples))
+        ]
+        spec = RolloutSpec(self.name, config.num_samples, sampling(config))
+        for group in engines.generate(missing, spec, config.max_turns):
+            question = self.questions[group.prompt.index]
+            text = str(self._tokenizer.decode(group.prompt.tokens))
+            for sample, rollout in enumerate(group.rollouts):
+                answers.add(self._answer(question, sample, text, rollout))
+
+    def _prompt(self, index: int, question: Question) -> Prompt:
+        assert self.config.env_name is not None  # a task of this kind has an environment
+        return Prompt(index, self._prompts[index], self.config.env_name, question.task)
+
+    def _answer(self, question: Question, sample: int, prompt: str, rollout: Rollout) -> Answer:
+        text = str(self._tokenizer.decode(rollout.tokens, skip_special_tokens=True))
+        return Answer(
+            question.id,
+            sample,
+            None if rollout.failed else rollout.reward,
+            rollout.metrics,
+            prompt,
+            text,
+            rollout.drawn_tokens,
+            rollout.finish,
+            rollout.failure or rollout.broke,
+            question.group,
+        )
+
+    def metrics(self, answers: Sequence[Answer]) -> dict[str, PerQuestion]:
+        """Return `score`, and each metric that the environment gives to every judged answer."""
+        judged = [answer for answer in answers if answer.score is not None]
+        names = set.intersection(*(set(answer.metrics) for answer in judged)) if judged else set()
+        found: dict[str, dict[str, list[float]]] = {"score": {}, **{name: {} for name in sorted(names)}}
+        for answer in judged:
+            values: dict[str, Any] = {"score": answer.score, **answer.metrics}
+            for name, by_question in found.items():
+                by_question.setdefault(answer.question, []).append(values[name])
+        return dict(found)
+
+
+def sampling(config: TaskConfig) -> Sampling:
+    """Return a task's sampling parameters."""
+    return Sampling(config.temperature, config.top_p, config.top_k or 0, config.max_new_tokens)

@@ -1,0 +1,65 @@
+"""Read a whole model, one tensor at a time, from a run's checkpoint or from the model's own files, without its ranks or a GPU."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+
+from pipeline.boxes import whole
+from pipeline.config import PolicyConfig, Problem, RecipeError
+from pipeline.models.hugging_face import checkpoint_shapes, model_config
+from pipeline.models.precision import served_dtype
+from pipeline.train import lora
+from pipeline.train.initial_weights import initial_weights
+from pipeline.train.shards import read_shards
+from pipeline.types import Head
+
+Weights = Iterator[tuple[str, torch.Tensor]]
+"""(name on disk, tensor in the precision in which engines serve it), on the CPU, in the order of a checkpoint."""
+
+
+def model_weights(policy: PolicyConfig, seed: int, head: Head = "logprobs") -> Weights:
+    """Return the weights of policy.model_name, or random ones with policy.random_init.
+
+    Raises RecipeError if the files are not of this model.
+    """
+    config = model_config(policy, head)
+    shapes, _ = checkpoint_shapes(config, head)
+    read = initial_weights(policy, config, seed, head)
+    return ((name, read(name, whole(shapes[name])).to(_dtype(name, policy))) for name in shapes)
+
+
+def checkpoint_weights(checkpoint: Path, policy: PolicyConfig, head: Head = "logprobs") -> Weights:
+    """Return the weights in `checkpoint`, which any backend saved with any layout. Adapters are merged.
+
+    Raises RecipeError if the checkpoint's model is not policy.model_name.
+    """
+    reader, records = read_shards(checkpoint)
+    config = model_config(policy, head)
+    shapes, _ = checkpoint_shapes(config, head)
+    stored = {name.removeprefix("model."): shape for name, shape in reader.shapes.items() if name.startswith("model.")}
+    adapted = lora.adapted_weights(reader)
+    held = stored | adapted
+    expected = {name: shapes.get(name) for name in held} if adapted else shapes  # other weights are policy.model_name's
+    if held != expected:
+        wrong = sorted(name for name in held.keys() | expected.keys() if held.get(name) != expected.get(name))
+        message = f"{checkpoint} is of another model; these tensors differ: {wrong[:4]} ({len(wrong)})"
+        raise RecipeError(Problem("policy.model_name", "contradiction", message))
+    if adapted:
+        record = records[0]["lora"]
+        base = initial_weights(policy, config, record["random_seed"] or 0, head)
+
+    def weight(name: str) -> torch.Tensor:
+        box, dtype = whole(shapes[name]), _dtype(name, policy)
+        if name in stored:
+            return reader.read(f"model.{name}", box).to(dtype)
+        unmerged = base(name, box).to(dtype)
+        return lora.merged_weight(name, unmerged, reader, record) if name in adapted else unmerged
+
+    return ((name, weight(name)) for name in shapes)
+
+
+def _dtype(name: str, policy: PolicyConfig) -> torch.dtype:
+    return served_dtype(name, getattr(torch, policy.precision))
