@@ -146,7 +146,7 @@ class World:
         self.carrier = torch.device("cpu") if workers.colocated else self.device
         self.spanning: dist.ProcessGroup  # all ranks; this and `own` are set by `join`
         self.own: dist.ProcessGroup  # the train ranks, the reward ranks, or this generate rank's engine
-        self.refit: dist.ProcessGroup | None = None  # rank 0 and all generate ranks; None on other ranks, and where nothing is refitted
+        self.refit: dist.ProcessGroup | None = None  # rank 0 and all generate ranks; None on others, and if nothing is refitted
 
     @contextmanager
     def phase(self, phase: str, verb: str | None = None) -> Iterator[None]:

@@ -12,7 +12,7 @@ from pipeline.evaluation.answers import AnswerLog
 from pipeline.evaluation.base import Answer, PerQuestion, Question
 from pipeline.evaluation.engines import Engines
 from pipeline.rollout.dispatch import RolloutSpec
-from pipeline.types import Prompt, Rollout, Sampling
+from pipeline.types import Rollout, Sampling
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -24,28 +24,24 @@ class GenerationTask:
     def __init__(self, name: str, config: TaskConfig, recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> None:
         self.name, self.config = name, config
         self._tokenizer = tokenizer
-        self.questions = data.questions(config)
-        encode = prompts.encoder(config, recipe, tokenizer)
-        self._prompts = [encode(question) for question in self.questions]
+        read = data.read(name, config)
+        self._prompts, self.warnings = prompts.encode(name, config, read, recipe.policy, tokenizer)
+        self._questions = {question.index: question for question in read.questions}
 
     def ask(self, engines: Engines, answers: AnswerLog) -> None:
         """Ask the questions whose samples are not all kept. A question's samples are asked together."""
         config = self.config
         missing = [
-            self._prompt(index, question)
-            for index, question in enumerate(self.questions)
-            if not all(answers.has(question.id, sample) for sample in range(config.num_samples))
+            prompt
+            for prompt in self._prompts
+            if not all(answers.has(self._questions[prompt.index].id, sample) for sample in range(config.num_samples))
         ]
         spec = RolloutSpec(self.name, config.num_samples, sampling(config))
         for group in engines.generate(missing, spec, config.max_turns):
-            question = self.questions[group.prompt.index]
+            question = self._questions[group.prompt.index]
             text = str(self._tokenizer.decode(group.prompt.tokens))
             for sample, rollout in enumerate(group.rollouts):
                 answers.add(self._answer(question, sample, text, rollout))
-
-    def _prompt(self, index: int, question: Question) -> Prompt:
-        assert self.config.env_name is not None  # a task of this kind has an environment
-        return Prompt(index, self._prompts[index], self.config.env_name, question.task)
 
     def _answer(self, question: Question, sample: int, prompt: str, rollout: Rollout) -> Answer:
         text = str(self._tokenizer.decode(rollout.tokens, skip_special_tokens=True))

@@ -1,4 +1,4 @@
-"""Read a whole model, one tensor at a time, from a run's checkpoint or from the model's own files, without its ranks or a GPU."""
+"""Read a whole model, one tensor at a time, from a checkpoint of a run or from its own files, without ranks or a GPU."""
 
 from __future__ import annotations
 
