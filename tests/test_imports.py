@@ -14,9 +14,10 @@ ROOT = Path(__file__).parent.parent
 # Each line may import from its own part and from the lines below it. Parts on one line do not import each other.
 DOWNHILL = [
     ("main",),
-    ("coordinator", "evaluation"),
+    ("coordinator",),
+    ("evaluation",),
     ("scoring", "deadline", "colocation"),
-    ("roles", "evaluation"),
+    ("roles",),
     ("rollout", "refit"),
     ("train", "generate", "environments", "rpc", "node_checks"),
     ("watchdog", "metrics"),

@@ -21,7 +21,7 @@ from pipeline.values import Bool, Check, Float, Int, Line, NotNegative, Positive
 KINDS = {
     "generate": "pipeline.evaluation.generation.GenerationTask",
 }
-"""How questions are asked and scored: name -> class, a `pipeline.evaluation.base.Task`."""
+"""How questions are asked and scored: name -> class, a `pipeline.evaluation.task.Task`."""
 
 FORMATS = {
     "records": "pipeline.evaluation.formats.records.Records",

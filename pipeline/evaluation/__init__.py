@@ -1,4 +1,4 @@
-"""Evaluation of models on tasks. Start in `base.py`, which defines questions, formats and tasks, then `loop.py`.
+"""Evaluation of models on tasks. Start in `base.py` (questions, formats, answers) and `task.py`, then `loop.py`.
 
 formats/       one file per family of data sets: records -> questions
 generation.py  tasks whose answers an environment scores

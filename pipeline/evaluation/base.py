@@ -1,7 +1,8 @@
-"""Questions, formats and tasks of an evaluation.
+"""Questions, formats and answers of an evaluation.
 
-A `Format` turns a record of a data set into a `Question`. A `Task` asks the questions on the engines, keeps the answers, and
-computes its scores from the kept answers alone. So the scores of a restarted evaluation equal those of an uninterrupted one.
+A `Format` turns a record of a data set into a `Question`. A `Task` (`task.py`) asks the questions on the engines, keeps the
+answers, and computes its scores from the kept answers alone. So the scores of a restarted evaluation equal those of an
+uninterrupted one.
 """
 
 from __future__ import annotations
@@ -9,16 +10,7 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, ClassVar, Protocol
-
-from pipeline.algorithms.evaluate import TaskConfig
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
-
-    from pipeline.config import Recipe
-    from pipeline.evaluation.answers import AnswerLog
-    from pipeline.evaluation.engines import Engines
+from typing import Any, ClassVar
 
 Message = dict[str, str]
 Record = dict[str, Any]
@@ -40,14 +32,14 @@ class Question:
 
 
 @dataclass(frozen=True)
-class NoArguments:
+class NoFormatArguments:
     """No format_kwargs."""
 
 
 class Format:
     """Turns the records of one family of data sets into questions."""
 
-    Arguments: ClassVar[type] = NoArguments
+    Arguments: ClassVar[type] = NoFormatArguments
     """A dataclass with type, default and description of each of `format_kwargs` at its field."""
     columns: ClassVar[tuple[str, ...]] = ()
     """Columns that every record must have."""
@@ -93,20 +85,3 @@ class Answer:
 
 PerQuestion = Mapping[str, Sequence[float]]
 """Values of a metric by question id: one for each sample, in the order of the samples."""
-
-
-class Task(Protocol):
-    """A task of the suite, on rank 0."""
-
-    name: str
-    config: TaskConfig
-
-    def __init__(self, name: str, config: TaskConfig, recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> None:
-        """Read the data. Raises RecipeError if it is missing, or if a record does not have the format."""
-
-    def ask(self, engines: Engines, answers: AnswerLog) -> None:
-        """Ask what `answers` lacks, and add each answer as it arrives."""
-
-    def metrics(self, answers: Sequence[Answer]) -> dict[str, PerQuestion]:
-        """Return each metric's values by question; the first is the task's own. Computed from the kept answers alone."""
-        ...

@@ -15,12 +15,12 @@ from pipeline.data.chat import load_tokenizer
 from pipeline.deadline import Deadline
 from pipeline.evaluation import scores
 from pipeline.evaluation.answers import AnswerLog
-from pipeline.evaluation.base import Task
 from pipeline.evaluation.engines import Engines
+from pipeline.evaluation.task import Task
 from pipeline.roles import GenerateRole
 from pipeline.rpc import RpcClient, RpcGroup
 from pipeline.startup import SETTING_UP, Startup
-from pipeline.storage import RetryPolicy
+from pipeline.storage import RetryPolicy, retrying
 from pipeline.world import World
 
 logger = logging.getLogger(__name__)
@@ -72,7 +72,8 @@ def evaluate(recipe: Recipe, run_dir: Path, world: World, client: RpcClient, rol
         logger.info("leaving: %s", why)
         return False
     attempt.check()
-    scores.write(run_dir, recipe, {task.name: (task, logs[task.name].all()) for task in tasks}, retry)
+    summary = scores.summarize(recipe, {task.name: (task, logs[task.name].all()) for task in tasks})
+    retrying(lambda: scores.write(run_dir, summary), "writing the scores", run_dir / scores.FILE, retry)
     return True
 
 

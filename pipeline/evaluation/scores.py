@@ -23,8 +23,9 @@ from pathlib import Path
 from typing import Any
 
 from pipeline.config import Recipe
-from pipeline.evaluation.base import Answer, PerQuestion, Task
+from pipeline.evaluation.base import Answer, PerQuestion
 from pipeline.evaluation.statistics import Interval, interval, macro_interval
+from pipeline.evaluation.task import Task
 from pipeline.storage import write_durably
 
 FILE = "scores.json"

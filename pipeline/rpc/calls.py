@@ -187,10 +187,10 @@ class RpcClient:
         for answer in answers:
             self._sort(answer)
 
-    def _work_own(self) -> list[messaging.Answer]:
+    def _work_own(self) -> list[messaging.VerbReply]:
         """Let rank 0's own role work until an answer arrives, it replies itself, or it has nothing to do."""
         assert self.own
-        answers: list[messaging.Answer] = []
+        answers: list[messaging.VerbReply] = []
         looked = 0.0
 
         def arrived() -> bool:
@@ -226,7 +226,7 @@ class RpcClient:
             self._sort(answer)
         return bool(answers)
 
-    def _sort(self, answer: messaging.Answer) -> None:
+    def _sort(self, answer: messaging.VerbReply) -> None:
         if answer.error:
             name = self._world.describe(answer.ranks[0])
             raise RpcError(f"verb '{answer.verb}' failed on {name}:\n{answer.error}")

@@ -92,7 +92,7 @@ class _Outbox:
         follows = following(body)
         account = self._world.timeline.account()
         inline, ranks = b"" if follows else body, [self._world.rank]
-        answer = messaging.Answer(call, ranks, verb, inline, follows, error, more, account, digest(body))
+        answer = messaging.VerbReply(call, ranks, verb, inline, follows, error, more, account, digest(body))
         self._store.send(messaging.Answers([answer]))
         if follows:  # do not wait: rank 0 may need this rank in a collective first
             self._sends.append((call, send_body(self._world, as_tensor(body), call, 0)))

@@ -65,7 +65,7 @@ class Send(OneWay):
     last: bool = True
 
 
-class Answer(msgspec.Struct, array_like=True, gc=False):
+class VerbReply(msgspec.Struct, array_like=True, gc=False):
     """One or more ranks' equal replies to a call, or one part of a reply in parts."""
 
     call: int
@@ -82,7 +82,7 @@ class Answer(msgspec.Struct, array_like=True, gc=False):
 class Answers(OneWay):
     """Answers of ranks on their way to rank 0."""
 
-    answers: list[Answer]
+    answers: list[VerbReply]
 
 
 class Collect(StoreRequest):
@@ -94,7 +94,7 @@ class Collect(StoreRequest):
 class Collected(msgspec.Struct, array_like=True):
     """The reply to Collect."""
 
-    value: list[Answer]
+    value: list[VerbReply]
 
 
 class Unanswered(StoreRequest):
@@ -159,17 +159,17 @@ class Router:
 # ---- to rank 0 -------------------------------------------------------------------------------------------------------
 
 
-def mergeable(answer: Answer) -> bool:
+def mergeable(answer: VerbReply) -> bool:
     """Return whether an answer may be merged with equal ones: it is whole, without error, and its body is inline."""
     return not (answer.more or answer.error or answer.follows)
 
 
-def size_of(answer: Answer) -> int:
+def size_of(answer: VerbReply) -> int:
     """Return about how many bytes an answer takes in a message."""
     return len(answer.body) + len(answer.error) + 9 * len(answer.ranks)
 
 
-def merge(answers: dict[tuple[int, bytes], Answer], answer: Answer) -> None:
+def merge(answers: dict[tuple[int, bytes], VerbReply], answer: VerbReply) -> None:
     """Merge an answer into `answers`, by call and body. `answers` owns its values."""
     key = (answer.call, answer.body)
     if key not in answers:
@@ -187,8 +187,8 @@ class _Open:
     in_parts: bool
     missing: set[int] = field(default_factory=set)
     sent: bool = False  # all pieces of the call have been sent
-    answers: dict[tuple[int, bytes], Answer] = field(default_factory=dict)  # delivered when every rank has ended
-    single: list[Answer] = field(default_factory=list)  # likewise, answers whose body follows
+    answers: dict[tuple[int, bytes], VerbReply] = field(default_factory=dict)  # delivered when every rank has ended
+    single: list[VerbReply] = field(default_factory=list)  # likewise, answers whose body follows
 
 
 class PendingCalls:
@@ -196,7 +196,7 @@ class PendingCalls:
 
     def __init__(self) -> None:
         self._open: dict[int, _Open] = {}
-        self._ready: deque[Answer] = deque()
+        self._ready: deque[VerbReply] = deque()
 
     def begin(self, send: Send) -> None:
         """Open a call, or add the ranks of a further piece of it."""
@@ -208,7 +208,7 @@ class PendingCalls:
         call.sent = send.last
         self._end(send.call, call)
 
-    def accept(self, answer: Answer) -> None:
+    def accept(self, answer: VerbReply) -> None:
         """Add an answer; it becomes ready at once, or when all ranks of its call have ended."""
         call = self._open.get(answer.call)
         if answer.error or call is None:
@@ -234,7 +234,7 @@ class PendingCalls:
         """Return whether Collect would return an answer without waiting."""
         return bool(self._ready)
 
-    def apply(self, request: Collect | Unanswered) -> list[Answer] | list[int]:
+    def apply(self, request: Collect | Unanswered) -> list[VerbReply] | list[int]:
         """Return the reply's value. Raises Missing if the request must wait."""
         if isinstance(request, Unanswered):
             return sorted(self._open[request.call].missing) if request.call in self._open else []

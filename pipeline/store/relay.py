@@ -100,7 +100,7 @@ class Relay(Server):
         self._drained.set()
         self._router = messaging.Router()
         self._due: Counter[int] = Counter()  # by call: this node's ranks that have not ended their answer
-        self._held: dict[tuple[int, bytes], messaging.Answer] = {}
+        self._held: dict[tuple[int, bytes], messaging.VerbReply] = {}
         self._timer: asyncio.TimerHandle | None = None
         self._changed: dict[str, bytes] = {}  # heartbeats not yet sent to the store
         self._values: dict[str, bytes | None] = {}  # keys that this node's ranks read, with their latest values
@@ -164,7 +164,7 @@ class Relay(Server):
 
     # ---- answers ----------------------------------------------------------------------------------------------------------
 
-    def _take(self, answer: messaging.Answer) -> None:
+    def _take(self, answer: messaging.VerbReply) -> None:
         if not answer.more and answer.call in self._due:
             self._due[answer.call] -= len(answer.ranks)
             if not self._due[answer.call]:
@@ -178,7 +178,7 @@ class Relay(Server):
         elif not self._timer:
             self._timer = asyncio.get_running_loop().call_later(HOLD_S, self._flush)
 
-    def _flush(self, last: list[messaging.Answer] | None = None) -> None:
+    def _flush(self, last: list[messaging.VerbReply] | None = None) -> None:
         """Send the held answers in order of arrival, then `last`."""
         if self._timer:
             self._timer.cancel()

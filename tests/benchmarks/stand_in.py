@@ -59,7 +59,7 @@ class Rank:
         for call, _, message in messages:
             verb = msgspec.msgpack.decode(message)[1]
             for body, more in self._bodies(verb) if call != messaging.NO_CALL else ():
-                answer = messaging.Answer(call, [self.number], verb, body, more=more, account=(1.0, 2.0))
+                answer = messaging.VerbReply(call, [self.number], verb, body, more=more, account=(1.0, 2.0))
                 self.relay.receive(self, messaging.Answers([answer]))
 
     def _bodies(self, verb: str) -> list[tuple[bytes, bool]]:

@@ -1,0 +1,33 @@
+"""The interface of tasks. A kind of task is one file in this package and one line in pipeline/algorithms/evaluate.py."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Protocol
+
+from pipeline.algorithms.evaluate import TaskConfig
+from pipeline.config import Recipe
+from pipeline.evaluation.answers import AnswerLog
+from pipeline.evaluation.base import Answer, PerQuestion
+from pipeline.evaluation.engines import Engines
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+
+class Task(Protocol):
+    """A task of the suite, on rank 0."""
+
+    name: str
+    config: TaskConfig
+    warnings: Sequence[str]  # about its data, for the log and scores.json
+
+    def __init__(self, name: str, config: TaskConfig, recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> None:
+        """Read the data. Raises RecipeError if it is missing, or if a record does not have the format."""
+
+    def ask(self, engines: Engines, answers: AnswerLog) -> None:
+        """Ask what `answers` lacks, and add each answer as it arrives."""
+
+    def metrics(self, answers: Sequence[Answer]) -> dict[str, PerQuestion]:
+        """Return each metric's values by question; the first is the task's own. Computed from the kept answers alone."""
+        ...
