@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 
 from pipeline.config import PolicyConfig
-from pipeline.types import Request
+from pipeline.types import LikelihoodRequest, Request
 
 
 def new_token_limit(request: Request, max_model_len: int) -> int:
@@ -45,3 +45,15 @@ def check_pending(ids: list[str], pending: Collection[str]) -> None:
     for id in ids:
         if id not in pending:
             raise ValueError(f"request {id}: the engine has no such request, or has returned its completion")
+
+
+def check_likelihoods(requests: Sequence[LikelihoodRequest], max_model_len: int, pending: int) -> None:
+    """Raise ValueError, naming the request, if it cannot be scored, and RuntimeError if a request is pending."""
+    if pending:
+        raise RuntimeError(f"likelihoods: {pending} requests are pending")
+    for request in requests:
+        length = len(request.tokens)
+        if not 1 <= request.first < length:
+            raise ValueError(f"request {request.id}: got first {request.first} of {length} tokens; expected 1 to {length - 1}")
+        if length > max_model_len:
+            raise ValueError(f"request {request.id}: got {length} tokens; expected at most max_model_len {max_model_len}")

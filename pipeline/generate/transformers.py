@@ -13,7 +13,7 @@ Not supported: prefix sharing between different prompts, tensor parallelism, att
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 
 import numpy as np
@@ -25,15 +25,16 @@ from pipeline.config import PolicyConfig
 from pipeline.generate.base import GenerateBackend, UpdateUnit, WeightUpdate
 from pipeline.generate.engine_state import EngineState, MemoryPart
 from pipeline.generate.kv_cache import ATTENTION, RowCache
-from pipeline.generate.requests import check_pending, eos_token_ids, new_token_limit
+from pipeline.generate.requests import check_likelihoods, check_pending, eos_token_ids, new_token_limit
 from pipeline.generate.sampling import sample
 from pipeline.generate.weight_checks import checked_weights
 from pipeline.models.hugging_face import checkpoint_shapes, model_config
 from pipeline.models.recorded_layout import Shape
 from pipeline.problems import Problem, RecipeError
-from pipeline.types import Completion, Request, VersionSpan
+from pipeline.types import Completion, Likelihood, LikelihoodRequest, Request, VersionSpan
 
 _PREFILL_TOKENS = 16384  # of one forward, padding included; bounds the memory of activations
+_LOGITS = 1 << 26  # of one forward for likelihoods, unless a single text has more
 
 
 @dataclass(slots=True)
@@ -182,6 +183,47 @@ class TransformersBackend(GenerateBackend):
         self._remove(sorted({places[id] for id in ids if id in places}))
         self._waiting = deque(waiting for waiting in self._waiting if waiting[0].id not in set(ids))
         return completions
+
+    @torch.inference_mode()
+    @override
+    def likelihoods(self, requests: Sequence[LikelihoodRequest]) -> list[Likelihood]:
+        self._state.check_serves()
+        check_likelihoods(requests, self._max_model_len, self.pending)
+        left = sorted(range(len(requests)), key=lambda i: len(requests[i].tokens))  # similar lengths together
+        scored: dict[int, Likelihood] = {}
+        vocab_size = self._model.config.get_text_config().vocab_size
+        while left:
+            count = 1
+            while count < len(left) and (count + 1) * len(requests[left[count]].tokens) * vocab_size <= _LOGITS:
+                count += 1
+            scored |= zip(left[:count], self._score([requests[i] for i in left[:count]]), strict=True)
+            del left[:count]
+        return [scored[i] for i in range(len(requests))]
+
+    def _score(self, requests: list[LikelihoodRequest]) -> list[Likelihood]:
+        """Return likelihoods of one batch. A last token is scored but not an input."""
+        inputs = np.zeros(
+            (len(requests), max(len(request.tokens) for request in requests) - 1), np.int64
+        )  # padded on the right
+        for row, request in zip(inputs, requests, strict=True):
+            row[: len(request.tokens) - 1] = request.tokens[:-1]
+        kept = min(request.first for request in requests) - 1  # no logits before it
+        positions = torch.arange(inputs.shape[1], device=self._device)
+        logits = self._model(
+            input_ids=torch.from_numpy(inputs).to(self._device),
+            position_ids=positions[None],
+            use_cache=False,
+            logits_to_keep=positions[kept:],
+        ).logits.float()
+        best, totals = logits.argmax(-1), logits.logsumexp(-1)  # each [R, length - kept]
+        found = []
+        for row, request in enumerate(requests):
+            places = slice(request.first - 1 - kept, len(request.tokens) - 1 - kept)
+            tokens = torch.from_numpy(np.asarray(request.tokens[request.first :], np.int64)).to(self._device)
+            logprobs = logits[row, places].gather(-1, tokens[:, None])[:, 0] - totals[row, places]
+            greedy = best[row, places] == tokens
+            found.append(Likelihood(request.id, logprobs.cpu().numpy(), greedy.cpu().numpy()))
+        return found
 
     @override
     def progress(self) -> dict[str, tuple[VersionSpan, ...]]:

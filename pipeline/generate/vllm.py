@@ -14,9 +14,7 @@ from __future__ import annotations
 
 import gc
 import os
-import random
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Sequence
 from functools import cached_property
 from typing import Any
 
@@ -29,10 +27,10 @@ from pipeline import builds
 from pipeline.config import PolicyConfig, VLLMConfig
 from pipeline.generate.base import GenerateBackend, UpdateUnit
 from pipeline.generate.engine_state import EngineState, MemoryPart
-from pipeline.generate.requests import check_pending, eos_token_ids, new_token_limit
+from pipeline.generate.requests import check_likelihoods, check_pending, eos_token_ids, new_token_limit
 from pipeline.models.hugging_face import checkpoint_shapes, model_config
 from pipeline.problems import Problem, RecipeError
-from pipeline.types import Completion, Request, VersionSpan
+from pipeline.types import Completion, Likelihood, LikelihoodRequest, Request, VersionSpan
 
 # vLLM reads these at import. It must run in this process, so that we can step the engine and access its weights.
 os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
@@ -65,10 +63,11 @@ from vllm.v1.core.sched.scheduler import Scheduler  # noqa: E402
 from vllm.v1.engine import FinishReason  # noqa: E402
 from vllm.v1.engine.core_client import InprocClient  # noqa: E402
 from vllm.v1.engine.llm_engine import LLMEngine  # noqa: E402
-from vllm.v1.executor.uniproc_executor import ExecutorWithExternalLauncher  # noqa: E402
 from vllm.v1.request import RequestStatus  # noqa: E402
 
+from pipeline.generate.vllm_launcher import launcher_environment  # noqa: E402
 from pipeline.generate.vllm_layout import ModuleUnit, record  # noqa: E402
+from pipeline.generate.vllm_likelihood import likelihoods  # noqa: E402
 from pipeline.generate.vllm_sleep import SLEEP_ARGUMENTS, SleepMode  # noqa: E402
 from pipeline.generate.vllm_update import VLLMUpdate  # noqa: E402
 
@@ -97,7 +96,7 @@ class VLLMBackend(GenerateBackend):
         if current_platform.is_cpu() and not builds.inductor_links(torch.__file__):
             torch.compiler.set_stance("force_eager")
         arguments = EngineArgs(**_arguments(policy, config, engine_ranks, seed))
-        with _launcher_environment(engine_ranks, rank_in_engine):
+        with launcher_environment(engine_ranks, rank_in_engine):
             self._engine = LLMEngine.from_engine_args(arguments, UsageContext.LLM_CLASS)
         # The finalizer would destroy every process group of this process, the world's too, when the engine is collected.
         client = self._engine.engine_core
@@ -106,9 +105,10 @@ class VLLMBackend(GenerateBackend):
         self._core = client.engine_core
         worker: Any  # vLLM's classes differ by platform
         (worker,) = self._engine.collective_rpc(lambda worker: worker)
-        self._model, self._config = worker.model_runner.get_model(), worker.vllm_config
+        self._runner = worker.model_runner
+        self._model, self._config = self._runner.get_model(), worker.vllm_config
         if current_platform.is_cpu() and policy.generation.vllm_cfg.pipeline_parallel_size > 1:
-            _allocate_intermediate_tensors(worker.model_runner)
+            _allocate_intermediate_tensors(self._runner)
         self._sleep = SleepMode(self._engine, self._model)
 
     @property
@@ -160,6 +160,13 @@ class VLLMBackend(GenerateBackend):
         self._engine.abort_request([id for id in ids if id in running])
         self._ended = [completion for id, completion in ended.items() if id not in set(ids)]
         return completions
+
+    @override
+    def likelihoods(self, requests: Sequence[LikelihoodRequest]) -> list[Likelihood]:
+        self._state.check_serves()
+        self._finish_in_flight()
+        check_likelihoods(requests, self._max_model_len, self.pending)
+        return likelihoods(self._engine, self._runner, self._model, requests)
 
     @override
     def progress(self) -> dict[str, tuple[VersionSpan, ...]]:
@@ -224,7 +231,7 @@ class VLLMBackend(GenerateBackend):
     def close(self) -> None:
         """Free the model, the cache and vLLM's own process groups, but not the default group or the world's groups."""
         self._engine.model_executor.shutdown()
-        del self._engine, self._core, self._model, self._update, self._sleep
+        del self._engine, self._core, self._runner, self._model, self._update, self._sleep
         destroy_model_parallel()
         gc.collect()
         if current_platform.is_cuda():
@@ -353,42 +360,3 @@ def _allocate_intermediate_tensors(runner: Any) -> None:
         runner.intermediate_tensors = runner.model.make_empty_intermediate_tensors(
             batch_size=runner.max_num_tokens, dtype=runner.model_config.dtype, device=runner.device
         )
-
-
-@contextmanager
-def _launcher_environment(engine_ranks: int, rank_in_engine: int) -> Iterator[None]:
-    """Set the environment that vLLM expects of a launcher while it starts.
-
-    Restore afterwards that environment, all random state, and torch.set_num_threads, which vLLM's CPU worker replaces.
-    """
-    launcher = {"RANK": rank_in_engine, "WORLD_SIZE": engine_ranks, "LOCAL_RANK": rank_in_engine}
-    cuda = current_platform.is_cuda()
-    if cuda:
-        launcher["LOCAL_RANK"] = torch.cuda.current_device()  # vLLM uses the device of this number
-    environment = {name: os.environ.get(name) for name in launcher}
-    states = random.getstate(), np.random.get_state(), torch.get_rng_state()
-    cuda_state = torch.cuda.get_rng_state() if cuda else None
-    set_num_threads, distributed_args = torch.set_num_threads, ExecutorWithExternalLauncher._distributed_args
-    os.environ.update({name: str(value) for name, value in launcher.items()})
-    if engine_ranks > 1 and not cuda:
-        # The CPU communicator names its shared memory after the text behind the last colon. Without this, engines on one node
-        # would share a segment.
-        name = torch.tensor([os.getpid()])
-        dist.broadcast(name, group_src=0)
-        init_method = f"env://:{name.item()}"
-        ExecutorWithExternalLauncher._distributed_args = lambda self: (init_method, rank_in_engine, rank_in_engine)
-    try:
-        yield
-    finally:
-        ExecutorWithExternalLauncher._distributed_args = distributed_args
-        torch.set_num_threads = set_num_threads
-        random.setstate(states[0])
-        np.random.set_state(states[1])
-        torch.set_rng_state(states[2])
-        if cuda_state is not None:
-            torch.cuda.set_rng_state(cuda_state)
-        for name, value in environment.items():
-            if value is None:
-                os.environ.pop(name, None)
-            else:
-                os.environ[name] = value

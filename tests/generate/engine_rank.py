@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 from safetensors.torch import load_file
 
+from pipeline.types import LikelihoodRequest
 from tests.fork_server import Program
 from tests.generate.in_flight import CASES, drive
 from tests.generate.tiny import Checkpoint, drain, policy, refit, requests
@@ -50,6 +51,8 @@ def main(rank: int, rendezvous: str, old: str, new: str, output: str, settings: 
         results += [drawn(engine, temperature) for temperature in (0.0, 1.0)]
         received = sum(region.box.numel for unit in engine.layout() for region in unit.regions)
         reply = {"results": results, "received": received, "cut": cut(engine)}
+        scored = engine.likelihoods(texts())
+        reply["scored"] = [(likelihood.logprobs.tolist(), likelihood.greedy.tolist()) for likelihood in scored]
         reply["in_flight"] = [drive(engine, CASES["vllm"], weights, recompute).packed() for recompute in (True, False)]
         shared_memory = os.environ["VLLM_DIST_IDENT"]
         engine.close()
@@ -58,6 +61,10 @@ def main(rank: int, rendezvous: str, old: str, new: str, output: str, settings: 
     dist.all_reduce(seen, group=world)  # the spanning world is still usable after the engine ends
     assert seen.item() == 3
     dist.destroy_process_group()
+
+
+def texts() -> list[LikelihoodRequest]:
+    return [LikelihoodRequest(request.id, request.tokens, 1 + place % 2) for place, request in enumerate(requests(4, 2))]
 
 
 def drawn(engine, temperature: float) -> dict[str, list[int]]:

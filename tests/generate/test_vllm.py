@@ -6,7 +6,7 @@ import os
 import numpy as np
 import pytest
 
-from tests.generate.engine_rank import run
+from tests.generate.engine_rank import run, texts
 from tests.generate.in_flight import CASES, Seen, claimed_difference, kept_difference
 from tests.generate.tiny import MAX_MODEL_LEN, drain, load, refit, requests, single
 
@@ -107,7 +107,7 @@ long = pytest.mark.long
 def test_two_ranks_in_a_larger_world_equal_one(family, settings, tmp_path, new_engine, checkpoint):
     old, new = (checkpoint(family, seed) for seed in (0, 1))
     replies = run(tmp_path, old, new, settings)
-    assert all(replies[0][what] == replies[1][what] for what in ("results", "cut", "in_flight"))
+    assert all(replies[0][what] == replies[1][what] for what in ("results", "cut", "scored", "in_flight"))
     # Engines on one node are distinguished by the process id of their first rank.
     assert [reply["shared_memory"] for reply in replies] == [str(replies[0]["pid"])] * 2
     whole = sum(tensor.numel() for tensor in old.weights().values())
@@ -119,6 +119,10 @@ def test_two_ranks_in_a_larger_world_equal_one(family, settings, tmp_path, new_e
     expected += [tokens(drain(engine, requests(4, 2, temperature=temperature))) for temperature in (0.0, 1.0)]
     engine.close()
     assert replies[0]["results"] == expected
+
+    for text, (logprobs, _) in zip(texts(), replies[0]["scored"], strict=True):
+        expected_logprobs = new.logprobs(text.tokens[: text.first], text.tokens[text.first :], 1.0)
+        np.testing.assert_allclose(logprobs, expected_logprobs, atol=1e-4)
 
     models, case = [old, new], CASES["vllm"]
     anew, kept = (Seen.unpacked(packed, case) for packed in replies[0]["in_flight"])

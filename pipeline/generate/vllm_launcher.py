@@ -1,0 +1,53 @@
+"""The environment of a launcher such as torchrun, which vLLM's `external_launcher` expects while it starts."""
+
+from __future__ import annotations
+
+import os
+import random
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from vllm.platforms import current_platform
+from vllm.v1.executor.uniproc_executor import ExecutorWithExternalLauncher
+
+
+@contextmanager
+def launcher_environment(engine_ranks: int, rank_in_engine: int) -> Iterator[None]:
+    """Set the environment that vLLM expects of a launcher while it starts.
+
+    Restore afterwards that environment, all random state, and torch.set_num_threads, which vLLM's CPU worker replaces.
+    """
+    launcher = {"RANK": rank_in_engine, "WORLD_SIZE": engine_ranks, "LOCAL_RANK": rank_in_engine}
+    cuda = current_platform.is_cuda()
+    if cuda:
+        launcher["LOCAL_RANK"] = torch.cuda.current_device()  # vLLM uses the device of this number
+    environment = {name: os.environ.get(name) for name in launcher}
+    states = random.getstate(), np.random.get_state(), torch.get_rng_state()
+    cuda_state = torch.cuda.get_rng_state() if cuda else None
+    set_num_threads, distributed_args = torch.set_num_threads, ExecutorWithExternalLauncher._distributed_args
+    os.environ.update({name: str(value) for name, value in launcher.items()})
+    if engine_ranks > 1 and not cuda:
+        # The CPU communicator names its shared memory after the text behind the last colon. Without this, engines on one node
+        # would share a segment.
+        name = torch.tensor([os.getpid()])
+        dist.broadcast(name, group_src=0)
+        init_method = f"env://:{name.item()}"
+        ExecutorWithExternalLauncher._distributed_args = lambda self: (init_method, rank_in_engine, rank_in_engine)
+    try:
+        yield
+    finally:
+        ExecutorWithExternalLauncher._distributed_args = distributed_args
+        torch.set_num_threads = set_num_threads
+        random.setstate(states[0])
+        np.random.set_state(states[1])
+        torch.set_rng_state(states[2])
+        if cuda_state is not None:
+            torch.cuda.set_rng_state(cuda_state)
+        for name, value in environment.items():
+            if value is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = value
