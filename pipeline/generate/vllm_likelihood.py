@@ -30,7 +30,7 @@ _LOGITS = 1 << 24  # of one batch of rows; bounds the memory beside vLLM's own
 _SALT = "likelihood"  # keeps these blocks apart from those of generation
 
 
-class _Rows(NamedTuple):
+class _States(NamedTuple):
     """Successive hidden states of one request in a batch."""
 
     request: str  # vLLM's own id
@@ -42,7 +42,7 @@ class _Rows(NamedTuple):
 def likelihoods(engine: LLMEngine, runner: Any, model: Any, requests: Sequence[LikelihoodRequest]) -> list[Likelihood]:
     """Return the likelihoods of a unit. No request is pending. Collective over the engine's ranks."""
     plan = scoring_plan(requests)
-    scorer = _Scorer(plan, model.compute_logits, max(1, _LOGITS // engine.model_config.get_vocab_size()))
+    scorer = _LikelihoodScorer(plan, model.compute_logits, max(1, _LOGITS // engine.model_config.get_vocab_size()))
     if not engine.reset_prefix_cache():
         raise RuntimeError("vLLM did not reset its prefix cache")
     # ignore_eos and no tokenizer: the one token that vLLM insists on drawing is not looked at.
@@ -67,7 +67,7 @@ def likelihoods(engine: LLMEngine, runner: Any, model: Any, requests: Sequence[L
     return split(requests, *results)
 
 
-class _Scorer:
+class _LikelihoodScorer:
     """Scores tokens as the hidden states before them arrive."""
 
     def __init__(self, plan: ScoringPlan, compute_logits: Callable[[torch.Tensor], torch.Tensor], most_rows: int) -> None:
@@ -78,7 +78,7 @@ class _Scorer:
         self._places: list[np.ndarray] = []  # of the tokens scored so far
         self._scores: list[torch.Tensor] = []  # for each of those, float64 [2, tokens]: log-prob, and 1 if greedy
 
-    def score(self, hidden: torch.Tensor, batch: Sequence[_Rows]) -> None:
+    def score(self, hidden: torch.Tensor, batch: Sequence[_States]) -> None:
         """Score what a batch's states [rows, hidden size] allow."""
         rows, prefixes = [], []
         for part in batch:
@@ -115,7 +115,7 @@ class _Scorer:
 
 
 @contextmanager
-def _hidden_states(runner: Any, receive: Callable[[torch.Tensor, list[_Rows]], None]) -> Iterator[None]:
+def _hidden_states(runner: Any, receive: Callable[[torch.Tensor, list[_States]], None]) -> Iterator[None]:
     """Pass the final hidden states of each batch to `receive`, on the ranks that compute logits."""
 
     def from_v1(hidden: torch.Tensor, scheduled: dict[str, int]) -> dict:
@@ -124,7 +124,7 @@ def _hidden_states(runner: Any, receive: Callable[[torch.Tensor, list[_Rows]], N
             receive(
                 hidden,
                 [
-                    _Rows(id, runner.requests[id].num_computed_tokens, int(begins[places[id]]), count)
+                    _States(id, runner.requests[id].num_computed_tokens, int(begins[places[id]]), count)
                     for id, count in scheduled.items()
                 ],
             )
@@ -132,7 +132,7 @@ def _hidden_states(runner: Any, receive: Callable[[torch.Tensor, list[_Rows]], N
 
     def from_v2(_logits: Any, hidden: torch.Tensor, batch: Any, *_: Any) -> dict:
         columns = (batch.req_ids, batch.num_computed_prefill_tokens_np, batch.query_start_loc_np, batch.num_scheduled_tokens)
-        receive(hidden, [_Rows(id, *map(int, numbers)) for id, *numbers in zip(*columns, strict=False)])
+        receive(hidden, [_States(id, *map(int, numbers)) for id, *numbers in zip(*columns, strict=False)])
         return {}
 
     if hasattr(runner, "prompt_logprobs_worker"):

@@ -82,9 +82,9 @@ def test_vllm_computes_shared_blocks_once(engine, settings, monkeypatch):
         pytest.skip("the reference shares nothing")
     from pipeline.generate import vllm_likelihood
 
-    computed, score = [], vllm_likelihood._Scorer.score
+    computed, score = [], vllm_likelihood._LikelihoodScorer.score
     monkeypatch.setattr(
-        vllm_likelihood._Scorer,
+        vllm_likelihood._LikelihoodScorer,
         "score",
         lambda scorer, hidden, batch: (computed.append(len(hidden)), score(scorer, hidden, batch)),
     )
