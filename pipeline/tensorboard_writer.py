@@ -66,6 +66,22 @@ class TensorBoardWriter:
         return self._path
 
 
+def write_events(folder: Path, step: int, values: dict[str, float]) -> Path:
+    """Write the values of one step as a new file of a folder, which other processes may write too. Raises OSError.
+
+    The folder must not be one of a `TensorBoardWriter`: TensorBoard reads only the newest file of a folder while it grows.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    event = Event(
+        wall_time=time.time(),
+        step=step,
+        summary=Summary(value=[Summary.Value(tag=key, simple_value=value) for key, value in values.items()]),
+    )
+    path = folder / f"events.out.tfevents.{time.time():017.6f}.{socket.gethostname()}.{os.getpid()}"
+    append(path, 0, _records([Event(wall_time=time.time(), file_version="brain.Event:2"), event]), durable=False)
+    return path
+
+
 def _scalars(line: dict[str, Any]) -> list[tuple[str, float]]:
     """Return the values of a line. null, which stands for NaN and infinity, is left out."""
     return [(key, value) for key, value in line.items() if key not in ("step", "time") and value is not None]

@@ -16,6 +16,7 @@ low and high are the ends of a 95% interval; null where it cannot be known. The 
 from __future__ import annotations
 
 import json
+import logging
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
@@ -27,6 +28,8 @@ from pipeline.evaluation.base import Answer, PerQuestion
 from pipeline.evaluation.statistics import Interval, interval, macro_interval
 from pipeline.evaluation.task import Task
 from pipeline.storage import write_durably
+
+logger = logging.getLogger(__name__)
 
 FILE = "scores.json"
 WARN_SHARE = 0.01
@@ -56,6 +59,27 @@ def write(run_dir: Path, scores: Mapping[str, Any]) -> Path:
     path = run_dir / FILE
     write_durably(path, json.dumps(scores, indent=1, ensure_ascii=False, allow_nan=False) + "\n")
     return path
+
+
+def show(scores: Mapping[str, Any]) -> None:
+    """Write the scores into the training run's tensorboard/evaluations/SUITE, as values of its step.
+
+    An evaluation without a run or a step has none. A failure to write is logged, since scores.json has the scores.
+    """
+    if scores["run"] is None or scores["step"] is None or not Path(scores["run"]).is_dir():
+        return
+    from pipeline.tensorboard_writer import write_events  # only rank 0 needs the package
+
+    values = {}
+    for task, summary in scores["tasks"].items():
+        for metric, found in summary["metrics"].items():
+            named = {"": found["value"], "_low": found["low"], "_high": found["high"]}
+            values |= {f"{task}/{metric}{end}": value for end, value in named.items() if value is not None}
+    folder = Path(scores["run"]) / "tensorboard" / "evaluations" / scores["suite"]
+    try:
+        write_events(folder, scores["step"], values)
+    except OSError as error:
+        logger.warning(f"TensorBoard lacks the scores of step {scores['step']}: {folder}: {error}")
 
 
 def run_of(checkpoint: Path) -> Path:

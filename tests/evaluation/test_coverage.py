@@ -11,7 +11,7 @@ ERRORS = 3  # standard errors of a simulated share
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("case", coverage.cases(), ids=lambda case: case.name)
+@pytest.mark.parametrize("case", [*coverage.cases()], ids=lambda case: case.name)
 def test_intervals_hold_the_true_score(case):
     error = ERRORS * math.sqrt(0.05 * 0.95 / TRIALS)
     for n in case.sizes[:2]:

@@ -104,3 +104,23 @@ def test_the_run_is_that_of_the_checkpoint(tmp_path):
     assert (found["run"], found["step"], found["suite"], found["model"]) == (str(tmp_path / "run"), 5, "math", "models/tiny")
     path = scores.write(tmp_path, summary([]))
     assert path == Path(tmp_path / "scores.json") and "has no answer" in json.loads(path.read_text())["warnings"][0]
+
+
+def test_the_training_run_shows_scores_by_step_in_tensorboard(tmp_path):
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    for step in (10, 5):  # follow jobs may end in any order
+        found = scores.summarize(
+            recipe(str(tmp_path / f"checkpoints/step_{step}"), step), {"add": (Scored(num_samples=2), answers(step))}
+        )
+        scores.show(found)
+    shown = EventAccumulator(str(tmp_path / "tensorboard/evaluations/math"))
+    shown.Reload()
+    assert sorted(shown.Tags()["scalars"]) == ["add/accuracy", "add/accuracy_high", "add/accuracy_low"]
+    assert [event.step for event in shown.Scalars("add/accuracy")] == [10, 5]
+    assert shown.Scalars("add/accuracy_low")[1].value == pytest.approx(found["tasks"]["add"]["metrics"]["accuracy"]["low"])
+    scores.show({**found, "step": None})
+    scores.show({**found, "run": str(tmp_path / "moved")})
+    (tmp_path / "tensorboard/evaluations/other").touch()
+    scores.show({**found, "suite": "other"})  # cannot be written, and raises nothing
+    assert not (tmp_path / "moved").exists() and len([*(tmp_path / "tensorboard/evaluations/math").iterdir()]) == 2
