@@ -20,8 +20,9 @@ import os
 import random
 import re
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 from pydantic import Field
 from typing_extensions import override
@@ -59,6 +60,8 @@ MAX_REPLY_BYTES = 1 << 20
 WORKERS = 16
 SHOWN = 300  # characters of a reply in an error message
 FIELDS = ("question", "answer", "response")
+
+Reply = TypeVar("Reply")
 
 
 def _password_error(url: str) -> str | None:  # never repeats the URL
@@ -178,29 +181,42 @@ class LLMJudge(BuiltinEnvironment):
         body = self._body(template, prompt, text)
         try:
             return self._score_with_retries(body, self._arguments.tries, deadlines[0])
-        except _NoScore as error:
+        except NoReply as error:
             if error.busy:
                 raise Unjudged(str(error)) from None
             first = error
         try:
             self._score_with_retries(self._body(template, prompt, ""), 1, deadlines[1])
-        except _NoScore:
+        except NoReply:
             raise Unjudged(str(first)) from None
         try:
             return self._score_with_retries(body, 1, deadlines[1])  # the endpoint may have recovered
-        except _NoScore as error:
+        except NoReply as error:
             if error.busy:
                 raise Unjudged(str(error)) from None
             raise ValueError(f"{first}; it scores an empty answer") from None
 
+    def ask(self, content: str, fields: dict[str, Any]) -> tuple[str, str]:
+        """Return (text, finish reason) of the reply to a prompt of the caller, retried like a score. fields: of the body.
+
+        Raises NoReply if there is none within `timeout_s` and `tries`.
+        """
+        message = {"role": "user", "content": content}
+        body = json.dumps({"model": self._arguments.model, "messages": [message], **self._arguments.request, **fields}).encode()
+        deadline = time.monotonic() + self._timeout_s
+        return self._with_retries(lambda: self._request(body, deadline), self._arguments.tries, deadline)[0]
+
     def _score_with_retries(self, body: bytes, tries: int, deadline: float) -> tuple[float, int]:
+        return self._with_retries(lambda: self._request_score(body, deadline), tries, deadline)
+
+    def _with_retries(self, request: Callable[[], Reply], tries: int, deadline: float) -> tuple[Reply, int]:
         for number in range(1, tries + 1):
             try:
-                return self._request_score(body, deadline), number
+                return request(), number
             except _TransientError as error:
                 pause = error.pause_s or min(LONGEST_PAUSE_S, FIRST_PAUSE_S * 2 ** (number - 1)) * random.uniform(0.5, 1.0)
                 if number == tries or time.monotonic() + pause >= deadline:
-                    raise _NoScore(f"{self._url}: no score after {number} tries; the last: {error}", error.busy) from None
+                    raise NoReply(f"{self._url}: no score after {number} tries; the last: {error}", error.busy) from None
                 time.sleep(pause)
         raise AssertionError("the last try returns or raises")
 
@@ -222,15 +238,20 @@ class LLMJudge(BuiltinEnvironment):
         body = {"model": self._arguments.model, "messages": [{"role": "user", "content": content}], **self._arguments.request}
         return json.dumps(body).encode()
 
-    def _request_score(self, body: bytes, deadline: float) -> float:
+    def _request(self, body: bytes, deadline: float) -> tuple[str, str]:
+        """Return (text, finish reason)."""
         reply = self._post(body, deadline)
         try:
-            content = json.loads(reply)["choices"][0]["message"]["content"]
-        except (ValueError, LookupError, TypeError):
-            raise _NoScore(f"{self._url}: not a chat completion: {_start(reply)}") from None
-        found = self._score.findall(content or "")
+            choice = json.loads(reply)["choices"][0]
+            return choice["message"]["content"] or "", str(choice.get("finish_reason") or "stop")
+        except (ValueError, LookupError, TypeError, AttributeError):
+            raise NoReply(f"{self._url}: not a chat completion: {_start(reply)}") from None
+
+    def _request_score(self, body: bytes, deadline: float) -> float:
+        content, _ = self._request(body, deadline)
+        found = self._score.findall(content)
         if not found:
-            raise _TransientError(f"a reply without a score: {_start((content or '').encode())}")
+            raise _TransientError(f"a reply without a score: {_start(content.encode())}")
         score = float(found[-1])
         if not min(self._low, self._high) <= score <= max(self._low, self._high):
             raise _TransientError(f"a score of {score:g}, which is not from {self._low:g} to {self._high:g}")
@@ -248,7 +269,7 @@ class LLMJudge(BuiltinEnvironment):
                 for chunk in response.iter_bytes():
                     reply += chunk
                     if len(reply) > MAX_REPLY_BYTES:
-                        raise _NoScore(f"{self._url}: a reply of more than {MAX_REPLY_BYTES} bytes")
+                        raise NoReply(f"{self._url}: a reply of more than {MAX_REPLY_BYTES} bytes")
                     if time.monotonic() > deadline:
                         raise _TransientError("the reply did not end in time")
         except httpx.TransportError as error:
@@ -258,19 +279,19 @@ class LLMJudge(BuiltinEnvironment):
             busy = response.status_code in BUSY
             raise _TransientError(f"status {response.status_code}: {_start(reply)}", busy, _retry_after(response))
         if response.status_code != 200:
-            raise _NoScore(f"{self._url}: status {response.status_code}: {_start(reply)}")
+            raise NoReply(f"{self._url}: status {response.status_code}: {_start(reply)}")
         return reply
 
 
-class _NoScore(Exception):
-    """The endpoint gave no score. busy: no answer can be the cause."""
+class NoReply(Exception):
+    """The endpoint gave no reply, or one without a score. busy: no answer can be the cause."""
 
     def __init__(self, text: str, busy: bool = False) -> None:
         super().__init__(text)
         self.busy = busy
 
 
-class _TransientError(_NoScore):
+class _TransientError(NoReply):
     """A failure that the next try may not have. pause_s: the wait that the endpoint requests; None: not given."""
 
     def __init__(self, text: str, busy: bool = False, pause_s: float | None = None) -> None:
