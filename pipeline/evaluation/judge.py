@@ -4,8 +4,9 @@ A `Judge` takes requests and returns replies in any order: an endpoint (`judge_e
 (`judge_engines.py`). `Judging` asks it for the verdicts of cases, while other engines go on.
 
 A reply without a readable verdict is counted and asked again with another seed, `tries` times in all. An answer may keep the
-judge from giving a verdict. So if there is none, the same prompt is asked with empty answers. If that gets a verdict, the answer
-is judged once more, and is to blame if there is still none. Otherwise the judge is to blame, and the answer stays unjudged.
+judge from giving a verdict. So if there is none, the same prompt is asked with empty answers. If that gets a verdict, the
+answer is judged once more, and is to blame if there is still none. Otherwise the judge is to blame, and the answer stays
+unjudged.
 """
 
 from __future__ import annotations

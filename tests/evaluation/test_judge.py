@@ -2,7 +2,7 @@
 
 import pytest
 
-from pipeline.evaluation.judge import Case, JudgeReply, Judgement, Judging
+from pipeline.evaluation.judge import Case, Judgement, JudgeReply, Judging
 from pipeline.evaluation.verdicts import read_preference
 from tests.evaluation.judges import SaidJudge
 

@@ -93,7 +93,7 @@ RATINGS = {
     "Rating: 10\nThat is my rating": None,
     "I give 7": None,
     "Verdict: 7": None,
-    "Rating: ٧": None,  # no ASCII digit
+    "Rating: \u0667": None,  # no ASCII digit
     "": None,
 }
 
