@@ -371,6 +371,7 @@ def _record(
         **rollout.metrics,
         **({"failure": rollout.failure} if rollout.failure else {}),
         **({"broke": rollout.broke} if rollout.broke else {}),
+        **({"extracted": rollout.extracted} if rollout.extracted else {}),
         "finish": rollout.finish,
         "spans": [[span.version, span.tokens] for span in rollout.spans],
     }

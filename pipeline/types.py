@@ -121,6 +121,7 @@ class Rollout:
     metrics: dict[str, float] = field(default_factory=dict)  # the environment's, e.g. {"accuracy": 1.0}
     failure: str = ""  # why it has no reward: it could not be judged, and is not trained on
     broke: str = ""  # how the answer made its environment fail, which counts as a wrong answer
+    extracted: str = ""  # the answer that the environment found in the last turn; "": none
 
     @property
     def tokens(self) -> np.ndarray:

@@ -42,6 +42,7 @@ class Outcome:
     reward: float = 0.0
     metrics: dict[str, float] = field(default_factory=dict)  # those of the last turn count; a step reports their means
     observation: dict[str, str] | None = None  # reply to the policy: {"role", "content"}; None: the episode ends
+    extracted: str = ""  # the answer that was found in the text, in a form in which equal answers are equal; "": none
 
 
 class Environment(Protocol):

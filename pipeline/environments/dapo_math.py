@@ -59,13 +59,14 @@ UNWRAPPED = (
 
 
 class DAPOMath(Environment):
-    """Reward 1 if the text's answer is `prompt.task["answer"]`, else 0."""
+    """Reward 1 if the text's answer is `prompt.task["answer"]`, else 0. `unparsed`: 1 if it has none."""
 
     @override
     def step(self, prompt: Prompt, text: str) -> Outcome:
         answers = ANSWER.findall(text[-READ:])
-        right = float(bool(answers) and normalize(answers[-1]) == normalize(prompt.task["answer"]))
-        return Outcome(right, {"accuracy": right})
+        found = normalize(answers[-1]) if answers else ""
+        right = float(bool(answers) and found == normalize(prompt.task["answer"]))
+        return Outcome(right, {"accuracy": right, "unparsed": float(not answers)}, extracted=found)
 
 
 def normalize(answer: str) -> str:

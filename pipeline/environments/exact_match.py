@@ -29,7 +29,10 @@ class ExactMatchArguments:
 
 
 class ExactMatch(BuiltinEnvironment):
-    """Compares the stripped text, or the match of `pattern` in it, with `prompt.task["answer"]`. No match is wrong."""
+    """Compares the stripped text, or the match of `pattern` in it, with `prompt.task["answer"]`.
+
+    No match is wrong. Metrics: `accuracy`; `unparsed`, 1 if nothing matches.
+    """
 
     Arguments = ExactMatchArguments
 
@@ -39,5 +42,6 @@ class ExactMatch(BuiltinEnvironment):
     @override
     def step(self, prompt: Prompt, text: str) -> Outcome:
         matches = [text] if self._pattern is None else self._pattern.findall(text)
-        right = float(bool(matches) and matches[-1].strip() == prompt.task["answer"].strip())
-        return Outcome(right, {"accuracy": right})
+        found = matches[-1].strip() if matches else ""
+        right = float(bool(matches) and found == prompt.task["answer"].strip())
+        return Outcome(right, {"accuracy": right, "unparsed": float(not matches)}, extracted=found)

@@ -53,8 +53,8 @@ class Math(BuiltinEnvironment):
     """Reward 1 if math-verify finds the text's answer equal to `prompt.task["answer"]`, else 0.
 
     `timeout_s` is for one step, OWN_SHARE of it for the answer. Metrics: `accuracy`; `timeout`, 1 if it took longer; `crash`, 1
-    if it ended its fork; both have reward 0. workers: processes that judge, each one answer at a time. Raises RuntimeError if a
-    worker does not start.
+    if it ended its fork; `unparsed`, 1 if the text has neither a number nor a formula; these three have reward 0. workers:
+    processes that judge, each one answer at a time. Raises RuntimeError if a worker does not start.
     """
 
     Arguments = MathArguments
@@ -107,8 +107,9 @@ class Math(BuiltinEnvironment):
         self._idle.put(worker)
         if "error" in reply:
             raise Unjudged(f"prompt {prompt.index}: {reply['error']}")
-        metrics = {"accuracy": reply.get("right"), "timeout": reply.get("timeout"), "crash": reply.get("crash")}
-        return Outcome(float(reply.get("right") is True), {name: float(value is True) for name, value in metrics.items()})
+        told = {"accuracy": "right", "timeout": "timeout", "crash": "crash", "unparsed": "unparsed"}
+        metrics = {metric: float(reply.get(name) is True) for metric, name in told.items()}
+        return Outcome(metrics["accuracy"], metrics, extracted=str(reply.get("extracted", "")))
 
     @override
     def close(self) -> None:

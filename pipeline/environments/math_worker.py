@@ -1,10 +1,10 @@
 """The process that runs math-verify: `python -m pipeline.environments.math_worker PARENT_PID`.
 
-Reads lines {"expected", "text", "timeout_s"}. Replies {"right": bool}, {"timeout": true} or {"crash": true} for the answer, or
-{"error": str} for an expected answer that it cannot parse; a first line {} announces that it is ready. A fork judges answers.
-It is replaced after an answer that fails or takes longer than SUSPECT_S, so whatever such an answer breaks or leaves behind
-ends with the fork. The worker ends with the thread that started it, and its fork with the worker. It imports neither torch nor
-anything else that loads slowly.
+Reads lines {"expected", "text", "timeout_s"}. Replies {"right": bool, "unparsed": bool, "extracted": str}, {"timeout": true} or
+{"crash": true} for the answer, or {"error": str} for an expected answer that it cannot parse; a first line {} announces that it
+is ready. A fork judges answers. It is replaced after an answer that fails or takes longer than SUSPECT_S, so whatever such an
+answer breaks or leaves behind ends with the fork. The worker ends with the thread that started it, and its fork with the
+worker. It imports neither torch nor anything else that loads slowly.
 """
 
 from __future__ import annotations
@@ -25,7 +25,8 @@ from pipeline.sandbox import linux
 
 MEMORY_BYTES = 4 << 30  # address space; an answer that needs more is wrong
 SUSPECT_S = 0.1  # a right answer takes milliseconds, as does a fork
-RIGHT, WRONG, UNPARSED = b"1", b"0", b"?"
+RIGHT, WRONG, NOTHING_FOUND, BAD_EXPECTED = b"1", b"0", b"-", b"?"
+EXTRACTED_BYTES = 500  # of the answer that math-verify found, written after RIGHT or WRONG; a pipe writes them at once
 
 
 def main(parent: int) -> None:
@@ -51,13 +52,14 @@ def main(parent: int) -> None:
         request, fresh, begun = json.loads(line), fork is None, time.monotonic()
         fork = fork or _Fork()
         verdict = fork.judge(line, request["timeout_s"])
-        if verdict in (b"", UNPARSED) and not fresh:  # an earlier answer may be the cause
+        if verdict in (b"", BAD_EXPECTED) and not fresh:  # an earlier answer may be the cause
             fork.end()
             fork = _Fork()
             verdict = fork.judge(line, max(0.0, begun + request["timeout_s"] - time.monotonic()))
-        if verdict in (RIGHT, WRONG):
-            reply = {"right": verdict == RIGHT}
-        elif verdict == UNPARSED:
+        if verdict and verdict[:1] in (RIGHT, WRONG, NOTHING_FOUND):
+            extracted = verdict[1:].decode(errors="replace")
+            reply = {"right": verdict[:1] == RIGHT, "unparsed": verdict == NOTHING_FOUND, "extracted": extracted}
+        elif verdict == BAD_EXPECTED:
             reply = {"error": f"math-verify cannot parse the expected answer {request['expected']!r}"}
         else:
             reply = {"timeout": True} if verdict is None else {"crash": True}
@@ -84,14 +86,17 @@ class _Fork:
         self._poll.register(self._verdicts, select.POLLIN)
 
     def judge(self, line: str, timeout_s: float) -> bytes | None:
-        """Return RIGHT, WRONG or UNPARSED; b"" if the fork has ended, None if it exceeds its time."""
+        """Return RIGHT or WRONG with the answer found, NOTHING_FOUND or BAD_EXPECTED.
+
+        b"" if the fork has ended, None if it exceeds its time.
+        """
         try:
             left = line.encode()
             while left:
                 left = left[os.write(self._requests, left) :]
         except BrokenPipeError:
             return b""
-        return os.read(self._verdicts, 1) if self._poll.poll(1e3 * timeout_s) else None
+        return os.read(self._verdicts, 1 + EXTRACTED_BYTES) if self._poll.poll(1e3 * timeout_s) else None
 
     def end(self) -> None:
         """Kill the fork and reap it."""
@@ -114,8 +119,13 @@ def _judge(requests: int, verdicts: int, worker: int) -> None:
         for line in os.fdopen(requests):
             request = json.loads(line)
             expected = _parse_expected(request["expected"])
-            right = verify(expected, _parse(request["text"]), timeout_seconds=None) if expected else None
-            os.write(verdicts, UNPARSED if right is None else RIGHT if right else WRONG)
+            if not expected:
+                os.write(verdicts, BAD_EXPECTED)
+            elif found := _parse(request["text"]):
+                right = verify(expected, found, timeout_seconds=None)
+                os.write(verdicts, (RIGHT if right else WRONG) + _extracted(found))
+            else:
+                os.write(verdicts, NOTHING_FOUND)
     finally:
         os._exit(0)  # no traceback of errors that an answer causes
 
@@ -124,6 +134,11 @@ def _parse(text: str) -> list:
     from math_verify import parse
 
     return parse(text, parsing_timeout=None)  # pyright: ignore[reportArgumentType] its own code accepts None: no timeout
+
+
+def _extracted(found: list) -> bytes:
+    """Return the text of the answer that was found, without spaces."""
+    return "".join(str(found[-1]).split()).encode(errors="replace")[:EXTRACTED_BYTES] if isinstance(found[-1], str) else b""
 
 
 @functools.lru_cache(maxsize=1024)

@@ -64,7 +64,7 @@ class MultipleChoiceArguments:
 class MultipleChoice(BuiltinEnvironment):
     """Reward 1 if the text's letter is that of `prompt.task["answer"]`, else 0.
 
-    Metrics: `accuracy`; `no_answer`, 1 if the text has no letter.
+    Metrics: `accuracy`; `unparsed`, 1 if the text has no letter.
     """
 
     Arguments = MultipleChoiceArguments
@@ -89,7 +89,7 @@ class MultipleChoice(BuiltinEnvironment):
             )
         letter = self.answer(text)
         right = float(letter == expected)
-        return Outcome(right, {"accuracy": right, "no_answer": float(letter is None)})
+        return Outcome(right, {"accuracy": right, "unparsed": float(letter is None)}, extracted=letter or "")
 
     def answer(self, text: str) -> str | None:
         """Return the letter that the text answers with, as a Latin capital."""

@@ -14,7 +14,7 @@ import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import Future
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Annotated, Any
 
 from pydantic import Field
@@ -131,7 +131,7 @@ class Tools(BuiltinEnvironment):
             for session in episode.sessions.values():
                 session.close()
             outcome = self._judge.step(episode.judge_episode, text)
-            return Outcome(outcome.reward, {**outcome.metrics, **_metrics(episode)}, outcome.observation)
+            return replace(outcome, metrics={**outcome.metrics, **_metrics(episode)})
         deadline = time.monotonic() + self._timeout_s
         results = []
         for number, call in enumerate(calls):

@@ -213,7 +213,7 @@ class EpisodeDriver:
         last, completion = episode.last_turn, episode.completion
         assert completion is not None  # the environment has judged it
         episode.reward += outcome.reward
-        episode.metrics = outcome.metrics
+        episode.metrics, episode.extracted = outcome.metrics, outcome.extracted
         episode.completion = None
         if outcome.over or last or outcome.observation is None:
             cut = not outcome.over and (episode.cut or not last)  # it ends because of a cut, or because no room is left

@@ -31,6 +31,8 @@ from pipeline.types import Prompt
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+EXTRACTED_CHARACTERS = 500  # kept of an answer that an environment found in a text
+
 
 @dataclass(frozen=True, slots=True)
 class EnvironmentSettings:
@@ -74,6 +76,7 @@ class StepOutcome:
     metrics: dict[str, float]
     over: bool  # the environment has ended the episode
     observation: np.ndarray | None  # [O] int32; None if the episode is over, or there is no room for it and one more token
+    extracted: str = ""  # see Outcome; at most EXTRACTED_CHARACTERS
 
 
 def is_final(request: StepRequest, answer: StepOutcome | CallFailure) -> bool:
@@ -134,7 +137,7 @@ class EnvStepper:
         with self._tokenizing:
             ended = self._observations.ends_turn(int(request.tokens[-1]))
             observation = self._observations.within(outcome.observation, ended, request.room)
-        return StepOutcome(checked.reward, checked.metrics, False, observation)
+        return StepOutcome(checked.reward, checked.metrics, False, observation, checked.extracted)
 
     def _checked(self, outcome: Outcome) -> StepOutcome:
         """Return the outcome of a last turn. Raises TypeError or ValueError if the environment returned no valid outcome."""
@@ -144,7 +147,8 @@ class EnvStepper:
         if not math.isfinite(reward):
             raise ValueError(f"step returned the reward {reward}")
         metrics = {encodable(str(name)): float(value) for name, value in outcome.metrics.items()}
-        return StepOutcome(reward, metrics, outcome.observation is None, None)
+        extracted = encodable(str(outcome.extracted))[:EXTRACTED_CHARACTERS]
+        return StepOutcome(reward, metrics, outcome.observation is None, None, extracted)
 
 
 class EnvironmentExecutor(Protocol):

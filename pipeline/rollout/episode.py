@@ -29,6 +29,7 @@ class Episode:
     completion: Completion | None = None  # the answer that the environment is judging
     reward: float = 0.0
     metrics: dict[str, float] = field(default_factory=dict)
+    extracted: str = ""
     cut: bool = False  # end it as soon as possible
 
     def __str__(self) -> str:
@@ -79,14 +80,15 @@ class Episode:
 
     def rollout(self) -> Rollout:
         """Return the rollout of an episode that its environment has ended, or that has no more turns."""
-        return Rollout(tuple(self.turns), self.reward, self.metrics)
+        return Rollout(tuple(self.turns), self.reward, self.metrics, extracted=self.extracted)
 
     def cut_short(self) -> Rollout:
         """Return the rollout of an episode that is cut before the policy answers the last observation."""
         if not self.turns:
             return self.failed(NOTHING_SAID)
         *before, last = self.turns
-        return Rollout((*before, Turn(replace(last.completion, finish="length"))), self.reward, self.metrics)
+        turns = (*before, Turn(replace(last.completion, finish="length")))
+        return Rollout(turns, self.reward, self.metrics, extracted=self.extracted)
 
     def failed(self, why: str) -> Rollout:
         """Return the rollout of an episode that failed for a reason other than its answers; it is not trained on."""

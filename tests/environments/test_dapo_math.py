@@ -31,7 +31,11 @@ SAID = "So it is 34.\n\nAnswer: {}"
 def test_text_after_the_last_answer(expected: str, text: str, right: bool):
     environment = made("math", math_verify_impl="dapo_math_verify")
     outcome = environment.step(Prompt(0, np.zeros(1, np.int32), "m", {"answer": expected}), text)
-    assert (outcome.reward, outcome.metrics) == (float(right), {"accuracy": float(right)})
+    assert (outcome.reward, outcome.metrics) == (
+        float(right),
+        {"accuracy": float(right), "unparsed": outcome.metrics["unparsed"]},
+    )
+    assert bool(outcome.extracted) != bool(outcome.metrics["unparsed"])
 
 
 @pytest.mark.parametrize(

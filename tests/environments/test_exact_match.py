@@ -8,7 +8,7 @@ PROMPT = Prompt(0, np.zeros(1, np.int32), "addition", {"answer": "132"})
 
 def reward(text: str, pattern: str | None = None) -> float:
     outcome = made("exact_match", pattern=pattern).step(PROMPT, text)
-    assert outcome.metrics == {"accuracy": outcome.reward}
+    assert outcome.metrics == {"accuracy": outcome.reward, "unparsed": float(pattern is not None and not outcome.extracted)}
     return outcome.reward
 
 

@@ -59,7 +59,17 @@ def step(environment: Math, expected: str, text: str) -> tuple[float, dict[str, 
     ],
 )
 def test_right_and_wrong(math: Math, expected: str, text: str, right: bool):
-    assert step(math, expected, text) == (float(right), {"accuracy": float(right), "timeout": 0.0, "crash": 0.0})
+    assert step(math, expected, text) == (
+        float(right),
+        {"accuracy": float(right), "timeout": 0.0, "crash": 0.0, "unparsed": float(not text)},
+    )
+
+
+def test_the_answer_that_was_found_is_told(math: Math):
+    prompt = Prompt(3, np.zeros(1, np.int32), "math", {"answer": "42"})
+    texts = ["so \\boxed{42}", "so \\boxed{ 4 1 }", "it is 1/2", "I do not know", "\\boxed{" + "1+" * 2000 + "1}"]
+    found = [math.step(prompt, text).extracted for text in texts]
+    assert found[:4] == ["42", "41", "1/2", ""] and 100 < len(found[4]) <= 500
 
 
 def test_an_expected_answer_without_content_excludes_the_episode(math: Math):
@@ -68,7 +78,9 @@ def test_an_expected_answer_without_content_excludes_the_episode(math: Math):
     assert step(math, "5", "5")[0] == 1.0
 
 
-TIMEOUT, CRASH = ({"accuracy": 0.0, "timeout": float(late), "crash": float(not late)} for late in (True, False))
+TIMEOUT, CRASH = (
+    {"accuracy": 0.0, "timeout": float(late), "crash": float(not late), "unparsed": 0.0} for late in (True, False)
+)
 
 
 def test_answers_that_never_end_do_not_affect_others(start):
@@ -76,7 +88,10 @@ def test_answers_that_never_end_do_not_affect_others(start):
     environment = start(2.0)
     (worker,) = environment._processes
     prompt = Prompt(3, np.zeros(1, np.int32), "math", {"answer": "7"})
-    wrong, right = Outcome(0.0, TIMEOUT), Outcome(1.0, {"accuracy": 1.0, "timeout": 0.0, "crash": 0.0})
+    wrong, right = (
+        Outcome(0.0, TIMEOUT),
+        Outcome(1.0, {"accuracy": 1.0, "timeout": 0.0, "crash": 0.0, "unparsed": 0.0}, extracted="7"),
+    )
     assert outcomes(environment, 2.0, prompt, [NEVER_ENDS, "7"] * 2) == [wrong, right] * 2
     assert environment._processes == [worker] and len(processes.children(worker.process.pid)) <= 1
     environment.close()
@@ -106,7 +121,7 @@ def test_an_answer_that_breaks_its_fork_does_not_affect_later_ones(math: Math):
     assert step(math, "7", "7")[0] == 1.0
     for fork in processes.children(worker.process.pid):
         os.kill(fork, signal.SIGKILL)
-    assert step(math, "7", "7") == (1.0, {"accuracy": 1.0, "timeout": 0.0, "crash": 0.0})
+    assert step(math, "7", "7") == (1.0, {"accuracy": 1.0, "timeout": 0.0, "crash": 0.0, "unparsed": 0.0})
 
 
 HOSTILE = {

@@ -48,7 +48,7 @@ def test_reward_and_metrics():
     prompt = Prompt(7, np.zeros(1, np.int32), "quiz", {"answer": "(C)"})
     for text, right, silent in [("Answer: C", 1.0, 0.0), ("Answer: D", 0.0, 0.0), ("I do not know", 0.0, 1.0)]:
         outcome = environment.step(environment.reset(prompt), text)
-        assert (outcome.reward, outcome.metrics) == (right, {"accuracy": right, "no_answer": silent})
+        assert (outcome.reward, outcome.metrics) == (right, {"accuracy": right, "unparsed": silent})
         assert outcome.observation is None
     with pytest.raises(Unjudged, match="prompt 7: got expected answer 'F'; expected a letter of ABCDE"):
         environment.step(Prompt(7, np.zeros(1, np.int32), "quiz", {"answer": "F"}), "Answer: C")

@@ -83,7 +83,8 @@ def test_an_episode():
     assert second.observation == {"role": "tool", "content": "error: division by zero\n4"}
     last = tools.step(episode, " 3995 ")
     assert (last.reward, last.observation) == (1.0, None)
-    assert last.metrics == {"accuracy": 1.0, "calls": 3.0, "call_errors": 1.0}
+    assert last.metrics == {"accuracy": 1.0, "unparsed": 0.0, "calls": 3.0, "call_errors": 1.0}
+    assert last.extracted == "3995"
     assert tools.step(tools.reset(PROMPT), "<think><tool_call></think>3994").metrics["accuracy"] == 0.0
 
 
