@@ -16,7 +16,7 @@ from typing_extensions import override
 from pipeline.algorithms.base import OnlineAlgorithm
 from pipeline.algorithms.sections import UNBOUNDED
 from pipeline.problems import Problem
-from pipeline.values import Bool, Check, Float, Int, Line, NotNegative, Positive, Text, not_a_kind
+from pipeline.values import Bool, Check, Float, Int, Line, NotNegative, Positive, Text, interpolation, not_a_kind
 
 KINDS = {
     "generate": "pipeline.evaluation.generation.GenerationTask",
@@ -111,7 +111,9 @@ class TaskConfig:
     )
     majority: Annotated[Bool, Field(description="Report the accuracy of the most frequent answer, maj@num_samples.")] = False
     metric: Annotated[Text | None, Field(description="The metric that stands for the task. null: the kind's.")] = None
-    seed: Annotated[NotNegative, Field(description="Seed of sampling, of max_samples and of the worked examples.")] = 42
+    seed: Annotated[NotNegative, Field(description="Seed of sampling, of max_samples and of the worked examples.")] = (
+        interpolation("${evaluate.seed}")
+    )
 
 
 @dataclass
@@ -135,7 +137,7 @@ class EvaluateConfig:
         Field(description="A run's checkpoint whose weights to evaluate. null: the weights of policy.model_name."),
     ] = None
     step: Annotated[Int | None, Field(description="Step of the checkpoint, for curves. null: none.")] = None
-    seed: Annotated[NotNegative, Field(description="Seed of sampling.")] = 42
+    seed: Annotated[NotNegative, Field(description="Default of the tasks' seed, and the seed of random weights.")] = 42
 
 
 class Evaluate(OnlineAlgorithm):

@@ -6,15 +6,18 @@ get more questions.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 
 from pipeline.config import Recipe
 from pipeline.rollout.dispatch import Dispatcher, RolloutSpec
 from pipeline.rpc import Future, RpcGroup
-from pipeline.types import Likelihood, LikelihoodRequest, Prompt, RolloutGroup
+from pipeline.types import Likelihood, LikelihoodRequest, Prompt, Rollout, RolloutGroup
+
+KeptSamples = Mapping[int, Collection[int]]
+"""Samples whose answers are kept, by prompt index."""
 
 AHEAD = 2
-"""Questions that an engine holds, as a multiple of `max_num_seqs`."""
+"""Episodes that an engine holds, as a multiple of `max_num_seqs`."""
 UNITS_AHEAD = 2
 """Units of likelihood requests that an engine of another rank holds."""
 
@@ -22,29 +25,30 @@ UNITS_AHEAD = 2
 class Engines:
     """The engines that serve one model."""
 
-    def __init__(
-        self, groups: Sequence[RpcGroup], seed: int, max_num_seqs: int, check: Callable[[], None] = lambda: None
-    ) -> None:
+    def __init__(self, groups: Sequence[RpcGroup], max_num_seqs: int, check: Callable[[], None] = lambda: None) -> None:
         """Bind to the engines.
 
         groups: one per engine; rank 0 may be in one of them. check: called between two waits; what it raises ends the work.
         """
         self._groups = groups
-        self._seed = seed
         self._most = AHEAD * max_num_seqs
         self._check = check
 
     @classmethod
     def of(cls, recipe: Recipe, groups: Sequence[RpcGroup], check: Callable[[], None] = lambda: None) -> Engines:
         """Return the engines of the recipe's policy."""
-        return cls(groups, recipe.evaluate.seed, recipe.policy.generation.max_num_seqs, check)
+        return cls(groups, recipe.policy.generation.max_num_seqs, check)
 
-    def generate(self, prompts: Sequence[Prompt], spec: RolloutSpec, max_turns: int = 1) -> Iterator[RolloutGroup]:
+    def generate(
+        self, prompts: Sequence[Prompt], spec: RolloutSpec, seed: int, max_turns: int = 1, kept: KeptSamples | None = None
+    ) -> Iterator[RolloutGroup]:
         """Sample the prompts, and yield each group when all its episodes have ended.
 
-        An answer depends on the seed, `spec.purpose`, `Prompt.index` and its sample alone, not on the engine.
+        An answer depends on the seed, `spec.purpose`, `Prompt.index` and its sample alone, not on the engine. kept: samples
+        that are not drawn again; their rollouts in the groups are empty.
         """
-        dispatch = Dispatcher(self._groups, self._seed, max_turns, None)
+        dispatch = Dispatcher(self._groups, seed, max_turns, None)
+        finished = {index: dict.fromkeys(samples, Rollout((), 0.0)) for index, samples in (kept or {}).items()}
         waiting = list(reversed(prompts))
         while waiting or any(dispatch.outstanding):
             self._check()
@@ -52,7 +56,7 @@ class Engines:
             room = sum(max(0, -(-(self._most - episodes) // spec.samples)) for episodes in outstanding)
             batch = [waiting.pop() for _ in range(min(len(waiting), max(room, int(not any(outstanding)))))]
             if batch:
-                dispatch.send(batch, spec)
+                dispatch.send(batch, spec, finished)
             dispatch.receive()
             yield from dispatch.take(spec.purpose)
 

@@ -29,19 +29,19 @@ class GenerationTask:
         self._questions = {question.index: question for question in read.questions}
 
     def ask(self, engines: Engines, answers: AnswerLog) -> None:
-        """Ask the questions whose samples are not all kept. A question's samples are asked together."""
-        config = self.config
-        missing = [
-            prompt
-            for prompt in self._prompts
-            if not all(answers.has(self._questions[prompt.index].id, sample) for sample in range(config.num_samples))
-        ]
+        """Draw the samples that are not kept. The samples of a question are drawn by one engine."""
+        config, samples = self.config, range(self.config.num_samples)
+        kept = {
+            index: {sample for sample in samples if answers.has(question.id, sample)}
+            for index, question in self._questions.items()
+        }
+        missing = [prompt for prompt in self._prompts if len(kept[prompt.index]) < len(samples)]
         spec = RolloutSpec(self.name, config.num_samples, sampling(config))
-        for group in engines.generate(missing, spec, config.max_turns):
-            question = self._questions[group.prompt.index]
+        for group in engines.generate(missing, spec, config.seed, config.max_turns, kept):
+            index = group.prompt.index
             text = str(self._tokenizer.decode(group.prompt.tokens))
-            for sample, rollout in enumerate(group.rollouts):
-                answers.add(self._answer(question, sample, text, rollout))
+            for sample in sorted(set(samples) - kept[index]):
+                answers.add(self._answer(self._questions[index], sample, text, group.rollouts[sample]))
 
     def _answer(self, question: Question, sample: int, prompt: str, rollout: Rollout) -> Answer:
         text = str(self._tokenizer.decode(rollout.tokens, skip_special_tokens=True))
