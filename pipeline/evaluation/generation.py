@@ -11,6 +11,7 @@ from pipeline.evaluation import data, prompts
 from pipeline.evaluation.answers import AnswerLog
 from pipeline.evaluation.base import Answer, PerQuestion, Question
 from pipeline.evaluation.engines import Engines
+from pipeline.evaluation.statistics import pass_at
 from pipeline.rollout.dispatch import RolloutSpec
 from pipeline.types import Rollout, Sampling
 
@@ -59,7 +60,7 @@ class GenerationTask:
         )
 
     def metrics(self, answers: Sequence[Answer]) -> dict[str, PerQuestion]:
-        """Return `score`, and each metric that the environment gives to every judged answer."""
+        """Return `score`, each metric that the environment gives to every judged answer, and pass@k."""
         judged = [answer for answer in answers if answer.score is not None]
         names = set.intersection(*(set(answer.metrics) for answer in judged)) if judged else set()
         found: dict[str, dict[str, list[float]]] = {"score": {}, **{name: {} for name in sorted(names)}}
@@ -67,7 +68,8 @@ class GenerationTask:
             values: dict[str, Any] = {"score": answer.score, **answer.metrics}
             for name, by_question in found.items():
                 by_question.setdefault(answer.question, []).append(values[name])
-        return dict(found)
+        solved = found["score"]
+        return {**found, **{f"pass@{k}": pass_at(solved, k) for k in self.config.pass_at}}
 
 
 def sampling(config: TaskConfig) -> Sampling:

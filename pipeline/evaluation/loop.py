@@ -74,6 +74,7 @@ def evaluate(recipe: Recipe, run_dir: Path, world: World, client: RpcClient, rol
     attempt.check()
     summary = scores.summarize(recipe, {task.name: (task, logs[task.name].all()) for task in tasks})
     retrying(lambda: scores.write(run_dir, summary), "writing the scores", run_dir / scores.FILE, retry)
+    scores.show(summary)
     return True
 
 

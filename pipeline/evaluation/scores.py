@@ -21,13 +21,15 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from pipeline.config import Recipe
 from pipeline.evaluation.base import Answer, PerQuestion
 from pipeline.evaluation.statistics import Interval, interval, macro_interval
-from pipeline.evaluation.task import Task
 from pipeline.storage import write_durably
+
+if TYPE_CHECKING:
+    from pipeline.evaluation.task import Task
 
 logger = logging.getLogger(__name__)
 
@@ -136,6 +138,7 @@ def _within(values: PerQuestion, groups: Mapping[str, str], name: str) -> list[S
 
 def _warnings(task: Task, answers: Sequence[Answer], summary: Mapping[str, Any]) -> Iterator[str]:
     config = task.config
+    yield from task.warnings
     if summary["truncated"] > WARN_SHARE:
         limit = f"the limit of {config.max_new_tokens} tokens (max_new_tokens)"
         yield f"{summary['truncated']:.1%} of the answers were cut by {limit}"

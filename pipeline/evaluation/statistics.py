@@ -88,15 +88,17 @@ def macro_interval(groups: Collection[Collection[Sequence[float]]]) -> Interval:
     return Interval(value, value - half, value + half)
 
 
-def pass_at(scores: Sequence[float], k: int) -> float:
-    """Return pass@k of one question: the chance that of k samples, drawn from these without replacement, one scores 1.
+def pass_at(scores: Mapping[str, Sequence[float]], k: int) -> dict[str, list[float]]:
+    """Return pass@k by question: the chance that of k of its samples, drawn without replacement, at least one scores 1.
 
-    Unbiased (Chen et al., 2021, arXiv:2107.03374). Raises ValueError if there are fewer than k samples.
+    Unbiased (Chen et al., 2021, arXiv:2107.03374). Questions with fewer than k judged samples are left out.
     """
-    n, wrong = len(scores), sum(score < 1 for score in scores)
-    if not 1 <= k <= n:
-        raise ValueError(f"pass@{k} needs at least {max(1, k)} samples; got {n}")
-    return 1.0 - math.comb(wrong, k) / math.comb(n, k)
+    found = {}
+    for question, values in scores.items():
+        if len(values) >= k:
+            wrong = sum(value < 1 for value in values)
+            found[question] = [1.0 - math.comb(wrong, k) / math.comb(len(values), k)]
+    return found
 
 
 # ---- two evaluations of the same questions ----------------------------------------------------------------------------------

@@ -23,7 +23,7 @@ Draw = Callable[[np.random.Generator, int], np.ndarray]
 """(random numbers, number of questions) -> scores [questions, samples]."""
 COVERED = (0.93, 0.97)
 FALSE_ALARMS = 0.05
-PASS = np.array([[pass_at([0] * wrong + [1] * (8 - wrong), 4) for wrong in range(9)]])[0]
+PASS = np.array([*pass_at({str(wrong): [0] * wrong + [1] * (8 - wrong) for wrong in range(9)}, 4).values()])[:, 0]
 SHAPES = {"hard": (0.2, 1.8), "even": (1.0, 1.0), "easy": (9.0, 1.0), "all or none": (0.5, 0.5)}
 """Beta distributions of the chance to solve a question."""
 

@@ -18,6 +18,7 @@ class Scored:
     """A task whose metric is the score of each answer."""
 
     name = "arithmetic"
+    warnings = ()
 
     def __init__(self, **keys):
         self.config = TaskConfig(**keys)

@@ -55,10 +55,13 @@ def test_macro_average_weighs_groups_equally():
 
 
 def test_pass_at_k_is_unbiased():
-    assert pass_at([1, 0, 0, 0], 1) == 0.25 and pass_at([1, 0, 0, 0], 2) == 0.5 and pass_at([1, 0, 0, 0], 4) == 1
-    assert pass_at([0, 0.99], 2) == 0  # a part of the tests is no pass
-    with pytest.raises(ValueError, match="at least 3 samples; got 2"):
-        pass_at([1, 1], 3)
+    scores = {"one of four": [1, 0, 0, 0], "parts of the tests": [0, 0.99], "unjudged": [1]}
+    assert pass_at(scores, 1) == {"one of four": [0.25], "parts of the tests": [0.0], "unjudged": [1.0]}
+    assert pass_at(scores, 2) == {"one of four": [0.5], "parts of the tests": [0.0]}
+    draw = np.random.default_rng(0)
+    answers = (draw.random((20_000, 8)) < 0.2).astype(int).tolist()
+    means = pass_at({str(i): row for i, row in enumerate(answers)}, 4)
+    assert interval(means.values()).value == pytest.approx(1 - 0.8**4, abs=0.01)
 
 
 def test_t_quantiles():
