@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -57,19 +58,40 @@ class GenerationTask:
             rollout.finish,
             rollout.failure or rollout.broke,
             question.group,
+            {"extracted": rollout.extracted} if rollout.extracted else {},
         )
 
     def metrics(self, answers: Sequence[Answer]) -> dict[str, PerQuestion]:
-        """Return `score`, each metric that the environment gives to every judged answer, and pass@k."""
+        """Return `score`, each metric of the environment, pass@k and maj@k; the last two have one value a question.
+
+        An answer that broke its environment has 0 in each metric.
+        """
         judged = [answer for answer in answers if answer.score is not None]
-        names = set.intersection(*(set(answer.metrics) for answer in judged)) if judged else set()
-        found: dict[str, dict[str, list[float]]] = {"score": {}, **{name: {} for name in sorted(names)}}
+        names = sorted({name for answer in judged for name in answer.metrics})
+        found: dict[str, dict[str, list[float]]] = {name: {} for name in ("score", *names)}
+        extracted: dict[str, list[str]] = {}
         for answer in judged:
-            values: dict[str, Any] = {"score": answer.score, **answer.metrics}
+            values: dict[str, Any] = {**dict.fromkeys(names, 0.0), **answer.metrics, "score": answer.score}
             for name, by_question in found.items():
                 by_question.setdefault(answer.question, []).append(values[name])
+            extracted.setdefault(answer.question, []).append(answer.details.get("extracted", ""))
         solved = found["score"]
-        return {**found, **{f"pass@{k}": pass_at(solved, k) for k in self.config.pass_at}}
+        several: dict[str, PerQuestion] = {f"pass@{k}": pass_at(solved, k) for k in self.config.pass_at}
+        if self.config.majority:
+            several[f"maj@{self.config.num_samples}"] = {id: [majority(solved[id], extracted[id])] for id in solved}
+        return {**found, **several}
+
+
+def majority(scores: Sequence[float], extracted: Sequence[str]) -> float:
+    """Return 1 if the most frequent answer scores 1, else 0; of n equally frequent ones each counts 1/n.
+
+    extracted: the answer that was found in each sample, "" if none, which has no vote. All right answers are one answer, since
+    they equal the expected one: 0.5 and 1/2.
+    """
+    right = [score >= 1 for score in scores]
+    votes = Counter(None if is_right else answer for is_right, answer in zip(right, extracted, strict=True) if is_right or answer)
+    most = max(votes.values(), default=0)
+    return float(votes[None] == most) / sum(count == most for count in votes.values()) if votes[None] else 0.0
 
 
 def sampling(config: TaskConfig) -> Sampling:
