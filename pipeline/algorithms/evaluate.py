@@ -160,3 +160,18 @@ class Evaluate(OnlineAlgorithm):
                 known = ", ".join(self.recipe.env) or "none"
                 message = f"got {task.env_name}; expected a key of env, which scores the answers: {known}"
                 yield Problem(f"evaluate.tasks.{name}.env_name", "not-a-choice", message)
+            yield from _check_samples(f"evaluate.tasks.{name}", task)
+
+
+def _check_samples(key: str, task: TaskConfig) -> Iterator[Problem]:
+    """Yield the problems of metrics that need several different answers."""
+    for k in task.pass_at:
+        if k > task.num_samples:
+            message = f"got {k}; expected at most num_samples {task.num_samples}"
+            yield Problem(f"{key}.pass_at", "too-large", message)
+    if task.majority and task.num_samples == 1:
+        message = "got 1, but majority counts the answers of several; expected at least 2"
+        yield Problem(f"{key}.num_samples", "too-small", message)
+    if task.kind == "generate" and task.num_samples > 1 and task.temperature == 0:
+        message = f"got 0, which makes all num_samples {task.num_samples} answers the same; expected more, or num_samples=1"
+        yield Problem(f"{key}.temperature", "contradiction", message)

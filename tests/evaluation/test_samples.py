@@ -1,0 +1,63 @@
+"""pass@k and maj@k against counting all subsets, and in a generation task's metrics."""
+
+from itertools import combinations
+
+import pytest
+
+from pipeline.algorithms.evaluate import TaskConfig
+from pipeline.evaluation.base import Answer
+from pipeline.evaluation.generation import GenerationTask
+from pipeline.evaluation.samples import majority, pass_at
+
+
+@pytest.mark.parametrize("right", [(0, 0, 0, 0), (1, 0, 0, 0), (0, 1, 1, 0), (1, 1, 1, 0), (1, 1, 1, 1)])
+@pytest.mark.parametrize("k", [1, 2, 3, 4])
+def test_pass_at_k_is_the_share_of_subsets_with_a_right_answer(right: tuple[int, ...], k: int):
+    subsets = list(combinations(right, k))
+    assert pass_at(k, [bool(one) for one in right]) == pytest.approx(sum(map(any, subsets)) / len(subsets))
+
+
+def test_pass_at_more_than_there_are():
+    with pytest.raises(ValueError, match="pass@3 of 2"):
+        pass_at(3, [True, False])
+
+
+@pytest.mark.parametrize(
+    ("answers", "right", "expected"),
+    [
+        (["4", "4", "5"], "4", 1.0),
+        (["5", "5", "4"], "4", 0.0),
+        (["5", "4"], "4", 0.5),  # a tie
+        (["5", "6", "4", "4", "5"], "4", 0.5),
+        (["", "", "", "4"], "4", 1.0),  # no answer has no vote
+        (["", ""], "4", 0.0),
+        ([], "4", 0.0),
+        (["5", "6", "7"], "4", 0.0),
+    ],
+)
+def test_majority(answers: list[str], right: str, expected: float):
+    assert majority([answer == right for answer in answers], answers) == expected
+
+
+def test_right_answers_in_other_words_are_one_answer():
+    assert majority([True, True, False, False, False], ["0.5", "1/2", "3", "3", "4"]) == 0.5
+
+
+def test_metrics_of_a_task():
+    task = object.__new__(GenerationTask)
+    task.config = TaskConfig(num_samples=3, pass_at=[1, 3], majority=True)
+    answers = [
+        Answer("q", 0, 1.0, {"accuracy": 1.0, "unparsed": 0.0}, details={"extracted": "4"}),
+        Answer("q", 1, 0.0, {}, failure="it broke its environment"),
+        Answer("q", 2, 0.0, {"accuracy": 0.0, "unparsed": 1.0}),
+        Answer("r", 0, 0.0, {"accuracy": 0.0, "unparsed": 0.0}, details={"extracted": "5"}),
+        Answer("r", 1, None, failure="its judge was down"),
+    ]
+    assert task.metrics(answers) == {
+        "score": {"q": [1.0, 0.0, 0.0], "r": [0.0]},
+        "accuracy": {"q": [1.0, 0.0, 0.0], "r": [0.0]},
+        "unparsed": {"q": [0.0, 0.0, 1.0], "r": [0.0]},
+        "pass@1": {"q": [pytest.approx(1 / 3)], "r": [0.0]},
+        "pass@3": {"q": [1.0]},
+        "maj@3": {"q": [1.0], "r": [0.0]},
+    }
