@@ -89,7 +89,9 @@ def majority(scores: Sequence[float], extracted: Sequence[str]) -> float:
     they equal the expected one: 0.5 and 1/2.
     """
     right = [score >= 1 for score in scores]
-    votes = Counter(None if is_right else answer for is_right, answer in zip(right, extracted, strict=True) if is_right or answer)
+    votes = Counter(
+        None if is_right else answer for is_right, answer in zip(right, extracted, strict=True) if is_right or answer
+    )
     most = max(votes.values(), default=0)
     return float(votes[None] == most) / sum(count == most for count in votes.values()) if votes[None] else 0.0
 
