@@ -83,7 +83,7 @@ def speak(store: RunStore, name: str, relayed: bool) -> None:
         key = f"{name}/{i}" if relayed else f"{name}/{i}{'x' * 500 * i}"
         seen = store.exchange(key, value(key), [key])
         assert seen[0] in ((None, value(key)) if relayed else (value(key),)), "a wrong value was read"
-        store.send(messaging.Answers([messaging.Answer(1, [0], "verb", b"")]))
+        store.send(messaging.Answers([messaging.VerbReply(1, [0], "verb", b"")]))
         if relayed:
             continue
         assert store.get(key) == value(key), "a wrong value was read"
@@ -124,7 +124,7 @@ def _right(chance: random.Random, kind: type[table.StoreRequest], name: str) -> 
         "dict[str, bytes]": lambda: {f"insider/{name}/{i}": b"1" for i in range(chance.randrange(3))},
         "list[Part]": lambda: [([1_000_000 + chance.randrange(9)], b"x") for _ in range(chance.randrange(3))],
         "list[Answer]": lambda: (
-            [messaging.Answer(chance.randrange(9), [1], "v", b"", more=chance.random() < 0.5)] * chance.randrange(3)
+            [messaging.VerbReply(chance.randrange(9), [1], "v", b"", more=chance.random() < 0.5)] * chance.randrange(3)
         ),
     }
     return kind(*(makes[kind.__annotations__[name]]() for name in kind.__struct_fields__))

@@ -3,7 +3,7 @@
 import pytest
 
 from pipeline.store import messaging, relay
-from pipeline.store.messaging import NOTHING, Answer, Answers, Collect, PendingCalls, Router, Send, Subscribe, Unanswered
+from pipeline.store.messaging import NOTHING, Answers, Collect, PendingCalls, Router, Send, Subscribe, Unanswered, VerbReply
 from pipeline.store.table import Missing, OnDisconnect
 
 
@@ -16,7 +16,7 @@ class Connection:
 
 
 def answer(call, rank, body=b"\xc0", **fields):
-    return Answer(call, [rank], "verb", body, account=(1.0, 2.0), **fields)
+    return VerbReply(call, [rank], "verb", body, account=(1.0, 2.0), **fields)
 
 
 def begin(call, ranks, **fields):

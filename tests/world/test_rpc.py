@@ -195,7 +195,7 @@ def test_a_streaming_reply_is_overdue_only_while_rank_0_waits(job):
         assert time.monotonic() < deadline
         time.sleep(0.01)
     assert (late.verb, late.timeout_s, late.missing) == ("nothing", Timeouts.short, [1])
-    client._asking.send(messaging.Answers([messaging.Answer(messaging.NO_CALL, [1], "nothing", b"", error="enough")]))
+    client._asking.send(messaging.Answers([messaging.VerbReply(messaging.NO_CALL, [1], "nothing", b"", error="enough")]))
     waiting.join(30)
 
 
