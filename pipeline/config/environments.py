@@ -21,6 +21,7 @@ from pipeline.values import MISSING, Bool, Check, Float, Line, Positive, Text, i
 KINDS = {
     "calculator": "pipeline.environments.tools.CalculatorEnvironment",
     "code": "pipeline.environments.code.Code",
+    "code_benchmark": "pipeline.environments.code_benchmark.CodeBenchmark",
     "code_interpreter": "pipeline.environments.code.CodeInterpreter",
     "exact_match": "pipeline.environments.exact_match.ExactMatch",
     "llm_judge": "pipeline.environments.llm_judge.LLMJudge",

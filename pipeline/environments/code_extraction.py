@@ -1,0 +1,78 @@
+"""Find the program in the answer to a programming task.
+
+The task says how the answer has its code:
+
+    blocks        anywhere in fenced blocks; the last one that defines the wanted name, else the last one
+    continuation  the text continues code that the model was given, up to the next fence
+    open_block    the text begins inside a fenced block, up to the next fence
+
+Only the text after the last </think> counts. Blocks of languages other than Python do not count. A last block without its
+closing fence does: the answer was cut there, or by a stop string.
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+import textwrap
+import warnings
+
+from pipeline.environments.tool_calls import THOUGHT_ENDS
+
+STYLES = ("blocks", "continuation", "open_block")
+FENCE = "```"
+BLOCK = re.compile(r"```([^\n`]*)\n(.*?)(?:```|\Z)", re.DOTALL)
+PYTHON = ("", "python", "py", "python3")
+
+
+def find_code(text: str, style: str = "blocks", name: str = "", given: str = "") -> str | None:
+    """Return the program of an answer, or None if it has none.
+
+    name: of the function or class that it must define; empty if it is a program of its own. given: code that a continuation
+    continues. A block may leave out the imports and functions before the named one, or have its body alone.
+    """
+    text = text.rpartition(THOUGHT_ENDS)[2]
+    if style != "blocks":
+        found = text.partition(FENCE)[0]
+        return given + found if found.strip() else None
+    blocks = [code for language, code in BLOCK.findall(text) if language.strip().lower() in PYTHON and code.strip()]
+    if not blocks:
+        return _complete(text, name, given) if name and FENCE not in text and defines(text, name) else None
+    defining = [code for code in blocks if name and defines(code, name)]
+    return _complete((defining or blocks)[-1], name, given)
+
+
+def defines(code: str, name: str) -> bool:
+    """Return whether a piece of Python defines a function, a class or a method of a class with this name."""
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of escapes in its strings
+            body = ast.parse(textwrap.dedent(code)).body
+    except (SyntaxError, ValueError, RecursionError, MemoryError):
+        return False
+    found = {_name(one) for one in body}
+    return name in found | {_name(inner) for one in body if isinstance(one, ast.ClassDef) for inner in one.body}
+
+
+def _name(statement: ast.stmt) -> str:
+    match statement:
+        case ast.FunctionDef(name=name) | ast.AsyncFunctionDef(name=name) | ast.ClassDef(name=name):
+            return name
+        case ast.Assign(targets=[ast.Name(id=name)]):
+            return name
+    return ""
+
+
+def _complete(code: str, name: str, given: str) -> str:
+    if not given:
+        return textwrap.dedent(code)
+    if not defines(code, name):
+        return f"{given.rstrip()}\n{code}" if code[:1] in " \t" else code
+    code = textwrap.dedent(code)
+    return code if "from __future__" in code else f"{before(given, name)}\n{code}"
+
+
+def before(given: str, name: str) -> str:
+    """Return the code before the definition of the function `name`."""
+    found = re.search(rf"^(?:async\s+)?def\s+{re.escape(name)}\b", given, re.MULTILINE)
+    return given[: found.start()] if found else ""

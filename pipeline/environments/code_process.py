@@ -1,0 +1,366 @@
+"""Two programs for the sandbox: one serves the functions of an answer, the other runs the tests that call them.
+
+    code_process.py serve bare|imports    loads answer.py and calls its functions, or runs it as a program
+    code_process.py judge                 runs tests; each call of the answer's functions goes to stdout as a request
+
+Each runs in a sandbox of its own and exchanges frames with its caller through stdin and stdout: the length in four bytes, then
+JSON. An answer never meets its tests: it sees the arguments of one call at a time, and only values of built-in types come back.
+So nothing that it does to its own process changes how its values are compared.
+
+The file is copied into the sandbox, so it imports nothing of the pipeline.
+"""
+
+from __future__ import annotations
+
+import builtins
+import importlib
+import itertools
+import json
+import os
+import struct
+import symtable
+import sys
+import types
+from collections import deque
+from collections.abc import Callable, Iterable
+from typing import Any, NoReturn
+
+LENGTH = struct.Struct("<I")  # bytes of a frame
+VERDICT, REQUEST = b"V", b"C"
+"""First byte of the judge's frames."""
+SEQUENCES = {"list": list, "tuple": tuple, "set": set, "frozenset": frozenset, "deque": deque}
+ITEMS = 1 << 20  # of an iterator at most
+RECURSION = 50_000  # as LiveCodeBench's judge sets it
+
+
+class NotPlain(TypeError):
+    """A value that has no encoding."""
+
+
+def encode(value: Any, number: Callable[[Any], int]) -> Any:
+    """Return the JSON of a value. Subclasses become their built-in type.
+
+    number: returns a number for a value of another type. It raises NotPlain where such values cannot be sent.
+    """
+    if value is None or isinstance(value, str | bool | float):
+        return value
+    if isinstance(value, int):
+        return int(value) if abs(value) < 1 << 63 else {"int": hex(value)}
+    if isinstance(value, complex):
+        return {"complex": [value.real, value.imag]}
+    if isinstance(value, bytes | bytearray):
+        return {"bytes": list(value)}
+    if isinstance(value, range):
+        return {"range": [value.start, value.stop, value.step]}
+    if isinstance(value, dict):
+        return {"dict": [[encode(key, number), encode(one, number)] for key, one in value.items()]}
+    for kind, one_type in SEQUENCES.items():
+        if isinstance(value, one_type):
+            return {kind: [encode(one, number) for one in value]}
+    if hasattr(value, "dtype") and getattr(value, "ndim", 1) == 0:  # a scalar of numpy
+        return encode(value.item(), number)
+    return {"object": number(value)}
+
+
+def decode(value: Any, find: Callable[[int], Any]) -> Any:
+    """Return the value of `encode`'s JSON. find: returns the value with a number."""
+    if not isinstance(value, dict):
+        return value
+    ((kind, content),) = value.items()
+    match kind:
+        case "int":
+            return int(content, 16)
+        case "complex":
+            return complex(*content)
+        case "bytes":
+            return bytes(content)
+        case "range":
+            return range(*content)
+        case "dict":
+            return {decode(key, find): decode(one, find) for key, one in content}
+        case "object":
+            return find(content)
+    return SEQUENCES[kind](decode(one, find) for one in content)
+
+
+class Frames:
+    """Frames over stdin and stdout, which are then no longer those of the process."""
+
+    def __init__(self) -> None:
+        self._input, self._output = os.dup(0), os.dup(1)
+        nothing = os.open(os.devnull, os.O_RDWR)
+        for descriptor in (0, 1):
+            os.dup2(nothing, descriptor)
+
+    def receive(self) -> Any:
+        """Return the next frame. Raises EOFError."""
+        (size,) = LENGTH.unpack(self._read(LENGTH.size))
+        return json.loads(self._read(size))
+
+    def send(self, content: bytes) -> None:
+        """Write a frame."""
+        left = memoryview(LENGTH.pack(len(content)) + content)
+        while left:
+            left = left[os.write(self._output, left) :]
+
+    def close(self) -> None:
+        """Close both ends, in a process that must not use them."""
+        os.close(self._input)
+        os.close(self._output)
+
+    def _read(self, size: int) -> bytes:
+        parts = bytearray()
+        while len(parts) < size:
+            part = os.read(self._input, size - len(parts))
+            if not part:
+                raise EOFError
+            parts += part
+        return bytes(parts)
+
+
+# ---- the answer --------------------------------------------------------------------------------------------------------------
+
+
+def load(name: str, bare: bool) -> dict[str, Any]:
+    """Run answer.py as a module and return its names. bare: without the names that `harness.py` imports for it."""
+    if not bare:
+        return importlib.import_module("harness").load(name)
+    answer = sys.modules[name] = types.ModuleType(name)
+    answer.__file__ = "answer.py"
+    with open("answer.py", "rb") as file:
+        exec(compile(file.read(), "answer.py", "exec"), vars(answer))
+    return vars(answer)
+
+
+class AnswerServer:
+    """Serves the names of an answer."""
+
+    def __init__(self, frames: Frames, bare: bool) -> None:
+        self._frames, self._bare = frames, bare
+        self._names: dict[str, Any] = {}
+        self._objects: dict[int, Any] = {}
+        self._solution: Any = None
+        if not bare:  # before programs fork from this process
+            for module in importlib.import_module("harness").MODULES:
+                importlib.import_module(module)
+
+    def serve(self) -> None:
+        """Answer requests until they end. A value, {"value": ...}, or what was raised, {"error": [type, text]}."""
+        while True:
+            request = self._frames.receive()
+            try:
+                reply = {"value": encode(self._do(**request), self._number)}
+                content = json.dumps(reply).encode(errors="surrogatepass")
+            except (Exception, SystemExit, KeyboardInterrupt, GeneratorExit) as error:
+                content = json.dumps({"error": [type(error).__name__, str(error)[:1000]]}).encode(errors="replace")
+            self._frames.send(content)
+
+    def _do(self, op: str, target: Any = None, arguments: Any = None, named: Any = None) -> Any:
+        if op == "load":
+            self._names = load("solution", self._bare)
+            return None
+        if op == "run":
+            return self._run(str(target))
+        receiver = self._objects[target] if isinstance(target, int) else None
+        if op == "get":
+            return getattr(receiver, arguments)
+        if op == "set":
+            return setattr(receiver, arguments, decode(named, self._objects.__getitem__))
+        if op == "list":
+            assert receiver is not None
+            return list(itertools.islice(receiver, ITEMS))
+        function = self._function(str(target)) if receiver is None else receiver
+        return function(*decode(arguments, self._objects.__getitem__), **decode(named, self._objects.__getitem__))
+
+    def _number(self, value: Any) -> int:
+        self._objects[id(value)] = value
+        return id(value)
+
+    def _function(self, name: str) -> Any:
+        """Return a function of the answer, or a method of its class Solution, of which there is one object."""
+        if name in self._names:
+            return self._names[name]
+        if "Solution" not in self._names:
+            raise NameError(f"name {name!r} is not defined")
+        if self._solution is None:
+            self._solution = self._names["Solution"]()
+        return getattr(self._solution, name)
+
+    def _run(self, stdin: str) -> list[Any]:
+        """Run the answer as a program and return [status, stdout]. Leaving with any status is no failure."""
+        with open("stdin", "w", newline="") as file:
+            file.write(stdin)
+        given, written = os.open("stdin", os.O_RDONLY), os.open("stdout", os.O_RDWR | os.O_CREAT | os.O_TRUNC)
+        process = os.fork()
+        if process == 0:
+            self._frames.close()
+            os.dup2(given, 0)
+            os.dup2(written, 1)
+            run_program(self._bare)
+        _, status = os.waitpid(process, 0)
+        os.lseek(written, 0, os.SEEK_SET)
+        with os.fdopen(written, "rb") as file:
+            output = file.read()
+        os.close(given)
+        return [os.waitstatus_to_exitcode(status), output.decode(errors="replace")]
+
+
+def run_program(bare: bool) -> NoReturn:
+    """Run the answer as the process's program to its end, with its threads and atexit functions."""
+    import atexit
+    import threading
+
+    status = 1
+    try:
+        sys.stdin = sys.__stdin__ = open(0, closefd=False)  # noqa: SIM115 -- until the process ends
+        sys.stdout = sys.__stdout__ = open(1, "w", closefd=False)  # noqa: SIM115
+        sys.argv = ["answer.py"]
+        try:
+            load("__main__", bare)
+            status = 0
+        except SystemExit:
+            status = 0
+        threading._shutdown()  # pyright: ignore[reportAttributeAccessIssue]
+        atexit._run_exitfuncs()
+        sys.stdout.flush()
+    except BaseException:
+        os._exit(1)
+    os._exit(status)
+
+
+# ---- the tests ---------------------------------------------------------------------------------------------------------------
+
+
+class BrokenTests(BaseException):
+    """The tests cannot run, whatever the answer is. Not an Exception, since tests may catch those."""
+
+
+class RemoteCalls:
+    """Calls the functions of the answer, and uses the objects that it returns."""
+
+    def __init__(self, frames: Frames) -> None:
+        self._frames = frames
+        self.raised: Exception | None = None  # the last exception of the answer
+
+    def request(self, op: str, target: str | int = "", arguments: Any = None, named: Any = None) -> Any:
+        """Return the value of an operation in the answer's process, or raise what it raised."""
+        content = {"op": op, "target": target, "arguments": arguments, "named": named}
+        self._frames.send(REQUEST + json.dumps(content).encode(errors="surrogatepass"))
+        reply = self._frames.receive()
+        if "error" in reply:
+            self.raised = _exception(*reply["error"])
+            raise self.raised
+        return decode(reply["value"], lambda number: RemoteObject(self, number))
+
+    def call(self, target: str | int, arguments: tuple[Any, ...], named: dict[str, Any]) -> Any:
+        """Call a function of a name, or an object. Raises BrokenTests for arguments that cannot be sent."""
+        return self.request("call", target, self.encoded(list(arguments)), self.encoded(named))
+
+    def encoded(self, value: Any) -> Any:
+        """Return the JSON of a value that goes to the answer."""
+        try:
+            return encode(value, _number_of)
+        except NotPlain as error:
+            raise BrokenTests(str(error)) from None
+
+    def function(self, name: str) -> Callable[..., Any]:
+        """Return a function that calls the answer's."""
+
+        def remote(*arguments: Any, **named: Any) -> Any:
+            return self.call(name, arguments, named)
+
+        remote.__name__ = name
+        return remote
+
+
+class RemoteObject:
+    """An object of the answer's process. It equals itself alone, and has no special methods but those below."""
+
+    def __init__(self, calls: RemoteCalls, number: int) -> None:
+        vars(self).update(_calls=calls, _number=number)
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return self._calls.request("get", self._number, name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        self._calls.request("set", self._number, name, self._calls.encoded(value))
+
+    def __call__(self, *arguments: Any, **named: Any) -> Any:
+        """Call the object."""
+        return self._calls.call(self._number, arguments, named)
+
+    def __iter__(self) -> Any:
+        return iter(self._calls.request("list", self._number))
+
+
+def _number_of(value: Any) -> int:
+    if isinstance(value, RemoteObject):
+        return vars(value)["_number"]
+    raise NotPlain(f"a value of type {type(value).__name__} cannot be passed to the answer")
+
+
+def _exception(kind: Any, text: Any) -> Exception:
+    """Return the answer's exception. One that would end a loop, or the judge, becomes a RuntimeError."""
+    known = getattr(builtins, str(kind), None)
+    if isinstance(known, type) and issubclass(known, Exception) and not issubclass(known, StopIteration | StopAsyncIteration):
+        try:
+            return known(str(text))
+        except TypeError:
+            pass  # it takes other arguments
+    return RuntimeError(f"{kind}: {text}")
+
+
+def free_names(program: str, known: Iterable[str]) -> set[str]:
+    """Return the names that a program uses and does not define. known: other names that are none."""
+    top = symtable.symtable(program, "tests", "exec")
+    defined = {one.get_name() for one in top.get_symbols() if one.is_assigned() or one.is_imported() or one.is_namespace()}
+    tables, used = [top], set()
+    while tables:
+        table = tables.pop()
+        tables += table.get_children()
+        used |= {one.get_name() for one in table.get_symbols() if one.is_referenced() and one.is_global()}
+    return used - defined - set(known) - set(dir(builtins))
+
+
+def judge(frames: Frames) -> None:
+    """Run the tests of the first frame, {"setup", "program", "entry_point"}, and send a verdict with the key passed or broken.
+
+    Names that the tests use and do not define are functions of the answer, and so is the entry point.
+    """
+    task, calls = frames.receive(), RemoteCalls(frames)
+    try:
+        names: dict[str, Any] = {"__name__": "tests"}
+        exec(compile(task["setup"], "setup", "exec"), names)
+        wanted = free_names(task["program"], names) | ({task["entry_point"]} if task["entry_point"] else set())
+        names |= {name: calls.function(name) for name in wanted}
+        program = compile(task["program"], "tests", "exec")
+    except Exception as error:
+        verdict = {"broken": f"the tests cannot be read: {error!r}"}
+    else:
+        try:
+            calls.request("load")
+            exec(program, names)
+            verdict = {"passed": True}
+        except BrokenTests as error:
+            verdict = {"broken": str(error)}
+        except ImportError as error:
+            verdict = {"passed": False, "why": repr(error)} if error is calls.raised else {"broken": repr(error)}
+        except BaseException as error:
+            verdict = {"passed": False, "why": repr(error)[:1000]}
+    frames.send(VERDICT + json.dumps(verdict).encode(errors="replace"))
+
+
+def main() -> None:
+    """Serve or judge, as argv says."""
+    sys.setrecursionlimit(RECURSION)
+    frames = Frames()
+    if sys.argv[1] == "judge":
+        judge(frames)
+    else:
+        AnswerServer(frames, bare=sys.argv[2] == "bare").serve()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,60 @@
+"""The part of numpy that tests of HumanEval+ and MBPP+ use to compare floats, for a sandbox whose Python may lack numpy.
+
+`code_benchmark.py` copies it into the tests' sandbox as numpy.py where a program needs nothing else, which is also faster to
+import. Unlike numpy it compares values of the same lengths only, rather than one number with all of a list.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from typing import Any
+
+NAMES = {"allclose", "isclose", "testing", "ndarray", "float64", "float32", "bool_", "inf", "nan"}
+USE = re.compile(r"\b(?:np|numpy)\.(\w+)")
+OTHER_IMPORT = re.compile(r"^\s*from\s+numpy\b|^\s*import\s+numpy\.", re.MULTILINE)
+
+inf, nan = math.inf, math.nan
+
+
+def can_stand_in(program: str) -> bool:
+    """Return whether a program uses nothing else of numpy."""
+    return set(USE.findall(program)) <= NAMES and not OTHER_IMPORT.search(program)
+
+
+class ndarray:
+    """No value is one."""
+
+
+float64, float32, bool_ = float, float, bool
+
+
+def isclose(value: Any, expected: Any, rtol: float = 1e-05, atol: float = 1e-08, equal_nan: bool = False) -> bool:
+    """Return whether two numbers differ by at most atol + rtol * |expected|."""
+    if isinstance(value, complex) or isinstance(expected, complex):
+        return abs(value - expected) <= atol + rtol * abs(expected)
+    if not isinstance(value, int | float) or not isinstance(expected, int | float):
+        raise TypeError(f"{value!r} and {expected!r} are not both numbers")
+    if math.isnan(value) or math.isnan(expected):
+        return equal_nan and math.isnan(value) and math.isnan(expected)
+    if math.isinf(value) or math.isinf(expected):
+        return value == expected
+    return abs(value - expected) <= atol + rtol * abs(expected)
+
+
+def allclose(value: Any, expected: Any, rtol: float = 1e-05, atol: float = 1e-08, equal_nan: bool = False) -> bool:
+    """Return whether numbers, or nested lists and tuples of the same lengths, are close."""
+    if isinstance(value, list | tuple) and isinstance(expected, list | tuple):
+        pairs = zip(value, expected, strict=False)
+        return len(value) == len(expected) and all(allclose(one, other, rtol, atol, equal_nan) for one, other in pairs)
+    return isclose(value, expected, rtol, atol, equal_nan)
+
+
+class testing:
+    """numpy.testing."""
+
+    @staticmethod
+    def assert_allclose(value: Any, expected: Any, rtol: float = 1e-07, atol: float = 0.0, equal_nan: bool = True) -> None:
+        """Raise AssertionError unless values are close."""
+        if not allclose(value, expected, rtol, atol, equal_nan):
+            raise AssertionError(f"{value!r} is not close to {expected!r}")
