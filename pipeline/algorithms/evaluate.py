@@ -24,6 +24,9 @@ KINDS = {
 """How questions are asked and scored: name -> class, a `pipeline.evaluation.task.Task`."""
 
 FORMATS = {
+    "humaneval": "pipeline.evaluation.formats.code.HumanEval",
+    "livecodebench": "pipeline.evaluation.formats.code.LiveCodeBench",
+    "mbpp": "pipeline.evaluation.formats.code.MBPP",
     "records": "pipeline.evaluation.formats.records.Records",
 }
 """How records become questions: name -> class, a `pipeline.evaluation.base.Format`."""

@@ -71,7 +71,7 @@ class CodeBenchmarkArguments(SandboxArguments):
 
 
 @dataclass(frozen=True, slots=True)
-class Verdict:
+class TestsResult:
     """The result of an answer's tests."""
 
     passed: bool
@@ -109,7 +109,7 @@ class CodeBenchmark(BuiltinEnvironment):
         name = tests.get("entry_point") or tests.get("function") or ""
         code = find_code(text, task.get("style", "blocks"), name, task.get("given", ""))
         if code is None:
-            verdict = Verdict(False)
+            verdict = TestsResult(False)
         else:
             deadline = time.monotonic() + self._seconds
             try:
@@ -120,7 +120,7 @@ class CodeBenchmark(BuiltinEnvironment):
         metrics |= {end: float(verdict.ended_by == end) for end in ("timeouts", "memory", "crashes")}
         return Outcome(metrics["accuracy"], metrics)
 
-    def _run_cases(self, code: str, tests: dict[str, Any], cases: list[dict[str, str]], deadline: float) -> Verdict:
+    def _run_cases(self, code: str, tests: dict[str, Any], cases: list[dict[str, str]], deadline: float) -> TestsResult:
         function = tests.get("function", "")
         with _Program(self._answer(code, "imports"), self._sandbox.limits.output_bytes) as answer:
             try:
@@ -137,16 +137,16 @@ class CodeBenchmark(BuiltinEnvironment):
                         status, printed = answer.ask({"op": "run", "target": case["input"]}, limit)["list"]
                         right = status == 0 and isinstance(printed, str) and same_stdout(printed, case["output"])
                         if status != 0:
-                            return Verdict(False, "crashes")
+                            return TestsResult(False, "crashes")
                     if not right:
-                        return Verdict(False)
+                        return TestsResult(False)
             except _Wrong as error:
-                return Verdict(False, answer.cause(error))
+                return TestsResult(False, answer.cause(error))
             except (TypeError, ValueError, KeyError, RecursionError):
-                return Verdict(False, "crashes")  # a reply that is none
-        return Verdict(True)
+                return TestsResult(False, "crashes")  # a reply that is none
+        return TestsResult(True)
 
-    def _run_program(self, code: str, tests: dict[str, Any], deadline: float) -> Verdict:
+    def _run_program(self, code: str, tests: dict[str, Any], deadline: float) -> TestsResult:
         limit = self._sandbox.limits.output_bytes
         with _Program(self._answer(code, "bare"), limit) as answer, _Program(self._judge(tests["program"]), 1 << 30) as judge:
             try:
@@ -158,11 +158,11 @@ class CodeBenchmark(BuiltinEnvironment):
                     answer.send(frame[1:], deadline)
                     judge.send(answer.receive(deadline), deadline)
             except _Wrong as error:
-                return Verdict(False, answer.cause(error))
+                return TestsResult(False, answer.cause(error))
         verdict = json.loads(frame[1:])
         if "broken" in verdict:
             raise code_process.BrokenTests(verdict["broken"])
-        return Verdict(verdict["passed"])
+        return TestsResult(verdict["passed"])
 
     def _answer(self, code: str, names: str) -> InteractiveProgram:
         files = {"answer.py": code.encode(errors="replace"), "code_process.py": PROCESS, "harness.py": HARNESS}

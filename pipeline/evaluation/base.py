@@ -57,6 +57,10 @@ class Format:
         """Columns that every record must have with these arguments, checked before submission."""
         return self.columns
 
+    def places(self, records: Sequence[Record]) -> Sequence[int]:
+        """Return the places of the records to ask; all of them unless a format leaves some out."""
+        return range(len(records))
+
     @abstractmethod
     def question(self, record: Record, index: int) -> Question:
         """Return the question of a record. index: the record's place in its split.

@@ -47,7 +47,9 @@ def read(name: str, task: TaskConfig) -> TaskData:
     key = f"evaluate.tasks.{name}"
     form = load_format(key, task)
     records = _records(f"{key}.data", task, task.data.split)
-    chosen = _selected(len(records), task)
+    with _named(f"{key}.data"):
+        places = form.places(records)
+    chosen = [places[number] for number in _selected(len(places), task)]
     questions = _with_ids([_question(key, form, records, index) for index in chosen], records)
     return TaskData(questions, _examples(key, task, form, records, questions))
 
