@@ -30,7 +30,7 @@ Style = Annotated[Literal["chat", "instruct", "completion"], Field(description="
 
 
 @dataclass
-class CodeArguments:
+class StyleArguments:
     """How HumanEval and MBPP are asked."""
 
     style: Style = "chat"
@@ -42,7 +42,7 @@ class CodeArguments:
 class HumanEval(Format):
     """openai_humaneval and evalplus/humanevalplus: a function's head and docstring, to be completed."""
 
-    Arguments = CodeArguments
+    Arguments = StyleArguments
     columns = ("task_id", "prompt", "canonical_solution", "test", "entry_point")
 
     @override
@@ -50,14 +50,9 @@ class HumanEval(Format):
         code, name, style = record["prompt"], record["entry_point"], self.arguments.style
         if "def check(" not in record["test"]:
             raise ValueError("test does not define check(candidate)")
-        prompt: str | list[Message] = code
-        if style != "completion":
-            prompt = (
-                f"Write a solution to the following problem and make sure that it passes the tests:\n```python\n{code}\n```\n"
-            )
-        if style == "instruct":
-            begun = f"Here is the completed function:\n```python\n{code}\n"
-            prompt = [{"role": "user", "content": prompt}, {"role": "assistant", "content": begun}]
+        asked = f"Write a solution to the following problem and make sure that it passes the tests:\n```python\n{code}\n```\n"
+        begun = f"Here is the completed function:\n```python\n{code}\n"
+        prompts: dict[str, str | list[Message]] = {"completion": code, "chat": asked, "instruct": _begun(asked, begun)}
         tests = {"program": f"{record['test']}\n\ncheck({name})\n", "setup": code, "entry_point": name}
         return Question(
             id=str(record["task_id"]),
@@ -113,7 +108,7 @@ class MBPP(Format):
     MBPP+ is scored by its column `test`, the others by `test_list` after `test_imports` or `test_setup_code`.
     """
 
-    Arguments = CodeArguments
+    Arguments = StyleArguments
     columns = ("task_id", "code", "test_list")
     examples = EXAMPLES
 
