@@ -77,12 +77,16 @@ def examine(name: str, overrides: list[str], dry: bool, plan_from: Path | None =
 
     dry: nothing will be submitted, so no Slurm controller has to answer. Raises RecipeError for a recipe that cannot be read.
     """
+    return examine_loaded(run_order(name, overrides), dry, plan_from)
+
+
+def examine_loaded(ordered: list[Loaded], dry: bool, plan_from: Path | None = None) -> Examination:
+    """Examine recipes in the order of their runs, the requested one last. dry: as in `examine`."""
     pending: list[PendingModel] = []
     prepared: list[Prepared] = []
     problems: list[Problem] = []
     site_problems: list[Problem] = []
     inherited: dict[Problem, Problem] = {}  # a needed recipe's problem in an inherited key -> the requested recipe's problem
-    ordered = run_order(name, overrides)
     usable = False
     for loaded in ordered:
         one, own, site = _examine(loaded, pending, dry, plan_from)

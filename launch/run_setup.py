@@ -57,6 +57,7 @@ MAY_DIFFER = (
     "module_folders",
     "cluster.*",
     "logger.*",
+    "evaluation.*",
     "checkpointing.*",
     "*.max_num_steps",
     "*.max_num_epochs",

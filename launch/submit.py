@@ -39,6 +39,8 @@ if TYPE_CHECKING:
 
 FLAGS = ("show", "plan", "dry_run", "detach")
 CANCEL_WAIT_S = 60
+CANCELLED = 130
+"""Exit status after a cancellation."""
 
 
 @dataclass(frozen=True)
@@ -96,7 +98,7 @@ def execute(request: SubmitRequest) -> int:
     if request.help is not None:
         print(troubleshooting.explained(request.help) if request.help in CODES else reference.explained(request.help))
         return 0
-    signal.signal(signal.SIGTERM, _interrupt)
+    handle_signals()
     if request.follow:
         return attach(request.follow)
     assert request.recipe is not None, "SubmitRequest.problems lets no such request pass"
@@ -307,6 +309,11 @@ class Terminated(KeyboardInterrupt):
     """SIGTERM arrived. It cancels the run without a question."""
 
 
+def handle_signals() -> None:
+    """Let SIGTERM cancel the followed job, as Ctrl-C does, without a question."""
+    signal.signal(signal.SIGTERM, _interrupt)
+
+
 def _interrupt(_number: int, _frame: object) -> None:
     if allocation.batch_job() is None:  # in a batch job, the script of the steps handles it
         raise Terminated
@@ -349,7 +356,7 @@ def cancel(job: RunJob) -> int:
         if status.ended
         else f"{job.name()} is still {status}"
     )
-    return 130
+    return CANCELLED
 
 
 if __name__ == "__main__":

@@ -74,11 +74,11 @@ class Checkpoints:
 
     def all(self) -> list[Checkpoint]:
         """Return the complete checkpoints, oldest first."""
-        return _complete(self._folder)
+        return complete_in(self._folder)
 
     def _kept(self) -> list[Checkpoint]:
         """Return what `all` does, but do not look again at the files of checkpoints known to be complete."""
-        self._seen = {path: found for path in _folders(self._folder) if (found := self._seen.get(path) or _read(path))}
+        self._seen = {path: found for path in _folders(self._folder) if (found := self._seen.get(path) or read(path))}
         return list(self._seen.values())
 
     def latest(self) -> Checkpoint | None:
@@ -216,7 +216,7 @@ def version_problem(checkpoint: Checkpoint, recipe: Recipe) -> Problem | None:
 
 def wait_until_seen(folder: Path) -> None:
     """Wait until this node sees all files of a complete checkpoint that another node wrote. Raises StorageError."""
-    storage.seen_within(storage.SEEN_S, lambda: _read(folder), folder)
+    storage.seen_within(storage.SEEN_S, lambda: read(folder), folder)
 
 
 def storage_timeout_s(timeouts: TimeoutsConfig) -> float:
@@ -227,7 +227,7 @@ def storage_timeout_s(timeouts: TimeoutsConfig) -> float:
 def kept(run_dir: Path) -> str:
     """Return a sentence about the part of a run that is safe. Callable on any rank."""
     with contextlib.suppress(OSError):
-        complete = _complete(run_dir / "checkpoints")
+        complete = complete_in(run_dir / "checkpoints")
         checkpoint = f"the checkpoint of step {complete[-1].step}, the last complete one" if complete else "no checkpoint yet"
         path = run_dir / "metrics.jsonl"
         lines = path.read_bytes().split(b"\n")[:-1] if path.exists() else []  # an incomplete last line does not count
@@ -236,9 +236,9 @@ def kept(run_dir: Path) -> str:
     return "What is kept cannot be seen from here"
 
 
-def _complete(folder: Path) -> list[Checkpoint]:
+def complete_in(folder: Path) -> list[Checkpoint]:
     """Return the complete checkpoints, oldest first, without other folders such as a user's copy (`step_000100_keep`)."""
-    return [checkpoint for path in _folders(folder) if (checkpoint := _read(path))]
+    return [checkpoint for path in _folders(folder) if (checkpoint := read(path))]
 
 
 def _folders(folder: Path) -> list[Path]:
@@ -271,7 +271,7 @@ def _name(step: int) -> str:
     return f"step_{step:06d}"
 
 
-def _read(folder: Path) -> Checkpoint | None:
+def read(folder: Path) -> Checkpoint | None:
     """Return the checkpoint in a folder, or None if it is not complete."""
     try:
         record = json.loads((folder / COMPLETE).read_text())

@@ -50,10 +50,14 @@ def named(recipe: Recipe) -> list[CodeReference]:
             tools, _ = read_tools(key, environment.kwargs.get("tools"))  # checks of the recipe report its problems
             kinds = {tool: config.kind for tool, config in tools.items() if config.kind and config.kind not in TOOLS}
             found += [CodeReference(f"{key}.{tool}", kind, "tool", "generate") for tool, kind in kinds.items()]
-    for key, dataset in keyed_sets(recipe.data).items() if trains(recipe) else ():
-        name = dataset.dataset_name
+    if trains(recipe):
+        realm, names = "train", {key: dataset.dataset_name for key, dataset in keyed_sets(recipe.data).items()}
+    else:
+        tasks = recipe.evaluate.tasks.items()
+        realm, names = "generate", {f"evaluate.tasks.{name}.data": task.data.dataset_name for name, task in tasks}
+    for key, name in names.items():
         if name and is_dotted_path(name) and not os.path.exists(name):
-            found.append(CodeReference(f"{key}.dataset_name", name, "dataset", "train"))
+            found.append(CodeReference(f"{key}.dataset_name", name, "dataset", realm))
     return [one for one in found if one.path.count(".")]
 
 

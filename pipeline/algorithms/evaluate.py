@@ -139,6 +139,7 @@ class EvaluateConfig:
         Line | None,
         Field(description="A run's checkpoint whose weights to evaluate. null: the weights of policy.model_name."),
     ] = None
+    run: Annotated[Line | None, Field(description="Folder of the run that the checkpoint is of. null: none.")] = None
     step: Annotated[Int | None, Field(description="Step of the checkpoint, for curves. null: none.")] = None
     seed: Annotated[NotNegative, Field(description="Default of the tasks' seed, and the seed of random weights.")] = 42
 

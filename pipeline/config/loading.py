@@ -10,7 +10,7 @@ import dataclasses
 import difflib
 import functools
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -72,9 +72,15 @@ def load(name: str, overrides: Iterable[str] = ()) -> Recipe:
     return loaded.recipe
 
 
-def inspect(name: str, overrides: Iterable[str] = (), translate: Translate | None = None) -> Loaded:
+def inspect(
+    name: str,
+    overrides: Iterable[str] = (),
+    translate: Translate | None = None,
+    above: Sequence[ConfigMapping] = (),
+) -> Loaded:
     """Return the recipe as `load` does, with its problems. Raise RecipeError only for a file that cannot be read.
 
+    above: layers over the file, under the overrides.
     translate: converts a recipe of NeMo-RL to our keys (`launch/nemo_rl/`). Without it such a recipe raises RecipeError.
     """
     path = find(name)
@@ -82,7 +88,7 @@ def inspect(name: str, overrides: Iterable[str] = (), translate: Translate | Non
     tree = functools.reduce(config_tree.merge, stack, ConfigMapping())
     given = list(config_tree.parse_overrides(overrides))
     if not is_nemo_rls(tree, given):
-        return dataclasses.replace(_read(path, Layers([*stack, layer(given)])), file=config_tree.short_path(path))
+        return dataclasses.replace(_read(path, Layers([*stack, *above, layer(given)])), file=config_tree.short_path(path))
     if translate is None:
         message = f"got a recipe of NeMo-RL ({path}). Try `python launch/submit.py recipe={name}`, which translates it"
         raise RecipeError(Problem("algorithm", "nemo-rl-recipe", message))

@@ -20,9 +20,18 @@ from pipeline.config.data import GENERATED_DATASETS, NAMED_DATASETS, is_dotted_p
 from pipeline.config.interpolation import interpolated
 from pipeline.problems import Problem, RecipeError, collected
 
-FILES = ("data.*.data_path", "data.*.prompt_file", "data.*.system_prompt_file", "module_folders")
-NAMES = ("*.model_name", "*.tokenizer.name", "data.*.dataset_name")  # a folder, or a name of a hub
-MARKED = ("cluster.*.container_image", "cluster.*.container_mounts", "cluster.*.gpu", "cluster.*.python")
+FILES = (
+    *("data.*.data_path", "data.*.prompt_file", "data.*.system_prompt_file", "module_folders"),
+    *("evaluate.tasks.*.data.data_path", "evaluate.checkpoint", "evaluate.run"),
+)
+NAMES = (  # a folder, or a name of a hub
+    *("*.model_name", "*.tokenizer.name", "data.*.dataset_name"),
+    "evaluate.tasks.*.data.dataset_name",
+)
+MARKED = (
+    *("cluster.*.container_image", "cluster.*.container_mounts", "cluster.*.gpu", "cluster.*.python"),
+    "evaluation.suite",
+)
 """Paths only where they begin with `./`, `../` or `~`."""
 WRITTEN = "runs"
 SOURCES = {"dataset_name": "data_path", "data_path": "dataset_name"}
@@ -146,8 +155,10 @@ def add_module_folders(tree: ConfigMapping, recipe: Path) -> None:
 
 
 def _names_own_code(key: str, value: object) -> bool:
-    if fnmatch.fnmatchcase(key, "data.*.dataset_name"):
+    if any(fnmatch.fnmatchcase(key, one) for one in ("data.*.dataset_name", "evaluate.tasks.*.data.dataset_name")):
         return isinstance(value, str) and is_dotted_path(value)
+    if fnmatch.fnmatchcase(key, "evaluate.tasks.*.format"):
+        return isinstance(value, str) and "." in value
     if fnmatch.fnmatchcase(key, "env.*.kwargs.tools*"):
         texts = value if isinstance(value, list) else [value]
         return any(isinstance(text, str) and "." in text for text in texts)

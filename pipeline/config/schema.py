@@ -162,6 +162,27 @@ class CheckpointingConfig:
 
 
 @dataclass
+class EvaluationConfig:
+    """Evaluation of a run's checkpoints as they are completed, each in a job of its own (launch/evaluate.py, step=follow)."""
+
+    suite: Annotated[
+        Line | None,
+        Field(description="A file in recipes/suites/, without .yaml, or a path. null: checkpoints are not evaluated."),
+    ] = None
+    period: Annotated[Positive, Field(description="Evaluate every Nth checkpoint, and the last.")] = 1
+    cluster: Annotated[
+        dict[str, Any],
+        Field(
+            description="Keys of `cluster` for the jobs, as in {time_min: 30, generate: {nodes: 1}, partition: small}, in place"
+            " of the run's. One that only components have, such as partition, is of cluster.generate."
+        ),
+    ] = field(default_factory=dict)
+    overrides: Annotated[
+        dict[str, Any], Field(description="Keys of the suite's recipe to change, such as {evaluate.seed: 1}.")
+    ] = field(default_factory=dict)
+
+
+@dataclass
 class LoggerConfig:
     """Logs of a run."""
 
@@ -233,6 +254,7 @@ class Recipe(_Algorithms):
     data: DataConfig = field(default_factory=DataConfig)
     env: Annotated[dict[str, EnvironmentConfig], Field(description="Environments by name.")] = field(default_factory=dict)
     checkpointing: CheckpointingConfig = field(default_factory=CheckpointingConfig)
+    evaluation: EvaluationConfig = field(default_factory=EvaluationConfig)
     logger: LoggerConfig = field(default_factory=LoggerConfig)
     cluster: ClusterConfig = field(default_factory=ClusterConfig)
     plan: PlanConfig = field(default_factory=PlanConfig)

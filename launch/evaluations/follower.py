@@ -1,0 +1,183 @@
+"""Evaluate the checkpoints of a live run as they are completed, oldest first, each in a job of its own.
+
+The follower ends when the run has ended and all is evaluated. It keeps due checkpoints that the run would remove (`kept`). If
+it is killed, the same command goes on: a job that still evaluates is followed, and what is complete is left alone.
+"""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+from launch import folder_lock, follow, run_setup
+from launch.evaluations import background, kept, sources, submission, suites, tables
+from launch.evaluations.background import FollowRequest
+from launch.evaluations.submission import Evaluation
+from launch.executors.base import RunJob
+from launch.run_folder import RunFolder
+from launch.run_state import state
+from launch.terminal import plain
+from pipeline import checkpoint
+from pipeline.checkpoint import Checkpoint
+from pipeline.config import Problem, Recipe, RecipeError
+
+POLL_S = 3.0
+ENDED_S = 10.0
+"""How long the run must have ended: a resubmission looks so for a moment."""
+RETRY_S = 30.0
+"""Pause after a submission that failed."""
+TRIES = 2
+"""Submissions of one evaluation. It is then given up."""
+LOCK_WAIT_S = 20.0
+"""How long to wait for a follower that is about to end."""
+ENDED = ("done", "failed", "stopped")
+
+
+class Follower:
+    """Follows one run, with one suite."""
+
+    def __init__(self, request: FollowRequest, suite: str):
+        """Follow a request. suite: its suite, or that of the run's section `evaluation`. Raises RecipeError."""
+        self.request, self.suite = request, suite
+        self.run_dir = request.run_dir
+        self.name = suites.find(suite)[0]
+        self.folder = self.run_dir / sources.FOLDER / self.name
+        self.seen: dict[Path, Checkpoint] = {}  # complete checkpoints of the run
+        self.due: dict[int, Checkpoint] = {}  # kept, and not evaluated
+        self.tries: dict[int, int] = {}
+        self.failed: dict[int, str] = {}
+        self.running: tuple[Evaluation, RunJob] | None = None
+        self.retry_at = 0.0
+        self.ended_at: float | None = None
+
+    def follow(self) -> int:
+        """Evaluate until the run has ended and nothing is left; return 1 if an evaluation was given up, else 0.
+
+        Raises RecipeError if another process follows.
+        """
+        self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        try:
+            with folder_lock.held(self.folder, "run", LOCK_WAIT_S):
+                background.write_record(self.folder, self.request, self.failed)
+                self._adopt()
+                while self._step():
+                    time.sleep(POLL_S)
+        except RecipeError as error:
+            if error.problems[0].code != "in-use":
+                raise
+            record = background.read_record(self.folder)
+            who = f"process {record.get('pid')} on {record.get('host')}" if record else "another process"
+            message = f"{who} follows the evaluations of {self.run_dir} by {self.name} already; see {self.folder.parent}"
+            raise RecipeError(Problem("run", "in-use", message)) from None
+        return 1 if self.failed else 0
+
+    def _adopt(self) -> None:
+        """Take over what an earlier follower has kept."""
+        for folder in kept.folders(self.folder):
+            if run_setup.ended_well(folder.parent):
+                kept.release(folder.parent)
+            elif found := checkpoint.read(folder):
+                self.due[found.step] = found
+
+    def _step(self) -> bool:
+        """Do what can be done now, and return whether anything may be left."""
+        recipe = sources.read_run(self.run_dir)
+        has_ended = self._has_ended()
+        self._keep(recipe, has_ended)
+        if self.running:
+            self._poll(*self.running)
+        if not self.running and self.due and time.monotonic() >= self.retry_at:
+            self._start(recipe, self.due[min(self.due)])
+        return bool(self.running or self.due) or not has_ended
+
+    def _has_ended(self) -> bool:
+        """Return whether the run has ended, and stayed so for ENDED_S."""
+        if state(RunFolder.at(self.run_dir)).name not in ENDED:
+            self.ended_at = None
+            return False
+        self.ended_at = self.ended_at or time.monotonic()
+        return time.monotonic() - self.ended_at >= ENDED_S
+
+    # ---- checkpoints ----------------------------------------------------------------------------------------------------
+
+    def _keep(self, recipe: Recipe, has_ended: bool) -> None:
+        """Keep the checkpoints that are due now."""
+        folders = sorted((self.run_dir / "checkpoints").glob("step_*"))
+        self.seen = {
+            path: found
+            for path in folders
+            if checkpoint.NAME.fullmatch(path.name) and (found := self.seen.get(path) or checkpoint.read(path))
+        }
+        found = {one.step: one for one in self.seen.values()}
+        for step, one in found.items():
+            folder = sources.evaluation_folder(self.run_dir, self.name, step)
+            if step in self.due or step in self.failed or run_setup.ended_well(folder):
+                continue
+            if self.is_due(recipe, step) or (has_ended and step == max(found)):
+                try:
+                    kept.keep(one.folder, folder)
+                except RecipeError as error:
+                    if error.problems[0].code != "no-checkpoint":  # else the run removed it before we could
+                        raise
+                    self._say(str(error))
+                else:
+                    self.due[step] = one
+
+    def is_due(self, recipe: Recipe, step: int) -> bool:
+        """Return whether a step's checkpoint is one of every `period`."""
+        every = recipe.checkpointing.save_period * (self.request.period or 1)
+        return step % every == 0
+
+    # ---- jobs -----------------------------------------------------------------------------------------------------------
+
+    def _start(self, recipe: Recipe, found: Checkpoint) -> None:
+        source = sources.of_checkpoint(self.run_dir, recipe, found, self.name)
+        try:
+            evaluation = submission.read(self.suite, source, self.request.overrides, self.request.more)
+            job = run_setup.live_job(evaluation.run_dir) or submission.start(evaluation)
+        except RecipeError as error:
+            self.retry_at = time.monotonic() + RETRY_S
+            self._say(f"step {found.step} was not submitted: {error}")
+            if any(problem.code not in ("unreachable", "in-use") for problem in error.problems):
+                self._failed(found.step, str(error))
+            return
+        self._say(f"step {found.step}: {job.name()}")
+        self.running = evaluation, job
+
+    def _poll(self, evaluation: Evaluation, job: RunJob) -> None:
+        status, step = job.status(now=True), evaluation.recipe.evaluate.step
+        if not status.ended:
+            return
+        assert step is not None, "a checkpoint has a step"
+        self.running = None
+        deadline = time.monotonic() + follow.SETTLE_S
+        while not run_setup.ended_well(evaluation.run_dir) and time.monotonic() < deadline:
+            time.sleep(0.1)
+        if run_setup.ended_well(evaluation.run_dir):
+            self.due.pop(step, None)
+            kept.release(evaluation.source.run_dir)
+            scores = tables.read(evaluation.run_dir)
+            self._say(f"step {step}: {tables.short(scores) if scores else 'done'}")
+            return
+        why = follow.failure(evaluation.run_dir, job, status)
+        self._say("\n".join([f"step {step}: {why[0]}", *why[1:]]))
+        self._failed(step, why[0])
+
+    def _failed(self, step: int, why: str) -> None:
+        """Count a failure of a step. After TRIES the step is given up, and its checkpoint released if the run has it still."""
+        self.tries[step] = self.tries.get(step, 0) + 1
+        if self.tries[step] < TRIES:
+            return
+        self.failed[step] = why
+        self.due.pop(step, None)
+        background.write_record(self.folder, self.request, self.failed)
+        folder = sources.evaluation_folder(self.run_dir, self.name, step)
+        if any(one.step == step for one in self.seen.values()):
+            kept.release(folder)
+        self._say(
+            f"step {step} is given up after {TRIES} tries; what it lacks: python launch/evaluate.py"
+            f" run={self.run_dir} suite={self.suite} step={step}"
+        )
+
+    def _say(self, text: str) -> None:
+        print(plain(text), flush=True)

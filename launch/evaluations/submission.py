@@ -1,0 +1,102 @@
+"""One evaluation, from its recipe to its scores. The machinery is that of launch/submit.py."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from launch import placement, prepare, run_setup, submit
+from launch.evaluations import kept, suites, tables
+from launch.evaluations.sources import Source
+from launch.executors.base import RunJob
+from launch.prepare import Examination
+from launch.terminal import plain
+from pipeline.config import Loaded, Recipe, refuse
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """The evaluation of one source by one suite."""
+
+    loaded: Loaded
+    source: Source
+
+    @property
+    def recipe(self) -> Recipe:
+        """The recipe of the job."""
+        return self.loaded.recipe
+
+    @property
+    def run_dir(self) -> Path:
+        """The run folder of the evaluation."""
+        return Path(self.recipe.run_dir).absolute()
+
+
+def read(suite: str, source: Source, overrides: Iterable[str], more: Mapping[str, Any] = {}) -> Evaluation:
+    """Return an evaluation. more: as in `suites.inspect`. Raises RecipeError for files that cannot be read."""
+    return Evaluation(placement.place_on_gpus(suites.inspect(suite, source, overrides, more)), source)
+
+
+def is_complete(run_dir: Path) -> bool:
+    """Return whether an evaluation has ended, and judged all its answers."""
+    if not run_setup.ended_well(run_dir):
+        return False
+    scores = tables.read(run_dir)
+    return scores is not None and not any(task.get("unjudged") for task in scores["tasks"].values())
+
+
+def examine(evaluation: Evaluation, dry: bool) -> Examination:
+    """Return the evaluation's job with all its problems. dry: as in `prepare.examine`."""
+    return prepare.examine_loaded([evaluation.loaded], dry)
+
+
+def run(evaluation: Evaluation, detach: bool) -> int:
+    """Submit an evaluation, follow it, print its scores, and return the exit status. Goes on with one that was interrupted.
+
+    detach: return once it is submitted. Raises RecipeError.
+    """
+    refuse(evaluation.loaded.problems)
+    run_dir = evaluation.run_dir
+    if is_complete(run_dir):
+        run_setup.check(evaluation.recipe)  # refuses the folder if it is another evaluation's
+        print(f"{run_dir} is complete")
+        print_scores(run_dir)
+        return 0
+    if job := run_setup.live_job(run_dir):
+        if detach:
+            print(f"{job.name()} evaluates already, in {run_dir}")
+            return 0
+        status = submit.attach(run_dir)
+    else:
+        status = submit.submit(_prepared(evaluation), detach)
+    if not detach:
+        finish(evaluation)
+        print_scores(run_dir)
+    return status
+
+
+def start(evaluation: Evaluation) -> RunJob:
+    """Submit an evaluation, and return its job. Raises RecipeError."""
+    return submit.start(_prepared(evaluation)[-1])
+
+
+def _prepared(evaluation: Evaluation) -> list[prepare.Prepared]:
+    found = examine(evaluation, dry=False)
+    refuse(found.all_problems)
+    if evaluation.source.checkpoint:
+        kept.keep(evaluation.source.checkpoint, evaluation.source.run_dir)
+    return found.prepared
+
+
+def finish(evaluation: Evaluation) -> None:
+    """Release the checkpoint of an evaluation that is complete."""
+    if evaluation.source.checkpoint and is_complete(evaluation.run_dir):
+        kept.release(evaluation.source.run_dir)
+
+
+def print_scores(run_dir: Path) -> None:
+    """Print the scores of an evaluation, if it has any."""
+    if scores := tables.read(run_dir):
+        print("\n".join(map(plain, tables.lines(scores))), flush=True)

@@ -1,0 +1,50 @@
+"""The recipe of an evaluation: a suite, the keys of what is evaluated, and the command line's, each over the one before."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from launch.evaluations.sources import Source
+from pipeline import config
+from pipeline.config import RECIPES, Loaded, Problem, RecipeError, config_tree, interpolation
+
+SUITES = RECIPES / "suites"
+HARNESS = "lm_eval"
+"""suite=lm_eval:mmlu,hellaswag runs tasks of lm-evaluation-harness, over the suite of this name."""
+
+
+def find(suite: str) -> tuple[str, Path, list[str]]:
+    """Return a suite's name, its file, and the tasks of lm-evaluation-harness that it names. Raises RecipeError."""
+    prefix, colon, tasks = suite.partition(":")
+    if prefix == HARNESS and colon:
+        names = [name for name in tasks.split(",") if name]
+        if not names:
+            raise RecipeError(Problem("suite", "missing-value", f"got '{suite}'; expected {HARNESS}:TASK or {HARNESS}:A,B"))
+        return f"{HARNESS}_{'_'.join(names)}"[:100], SUITES / f"{HARNESS}.yaml", names
+    path = config_tree.find_file(suite, SUITES, "suite", f"; or {HARNESS}:TASK,..., or a path to a recipe")
+    return path.stem, path, []
+
+
+def inspect(suite: str, source: Source, overrides: Iterable[str], cluster_and_more: Mapping[str, Any] = {}) -> Loaded:
+    """Return the recipe of an evaluation, with its problems.
+
+    cluster_and_more: nested keys over the source's, under the command line's. Raises RecipeError for files that cannot be read.
+    """
+    name, path, tasks = find(suite)
+    own: dict[str, Any] = {"name": name, "run_dir": str(source.run_dir)}
+    if tasks:
+        own["evaluate"] = {HARNESS: {"tasks": tasks}}
+    layers = [_layer(own, "suite="), _layer(source.values, source.origin), _layer(dict(cluster_and_more), "evaluation")]
+    loaded = config.inspect(str(path), overrides, above=layers)
+    if config.trains(loaded.recipe) and "algorithm" not in loaded.faulty:
+        message = f"got {path}, whose algorithm is {loaded.recipe.algorithm}; expected a suite, with algorithm: evaluate"
+        raise RecipeError(Problem("suite", "not-a-choice", message))
+    return loaded
+
+
+def _layer(values: dict[str, Any], origin: str) -> config_tree.ConfigMapping:
+    tree = config_tree.from_plain(interpolation.escaped(values), origin)
+    assert isinstance(tree, config_tree.ConfigMapping), "of a mapping"
+    return tree
