@@ -17,6 +17,7 @@ from launch.model_shape import UnknownShape
 from launch.plan.estimate import Plan, plan
 from launch.preflight import (
     architecture,
+    evaluation_checkpoint,
     input_files,
     libraries,
     sandbox_support,
@@ -182,6 +183,7 @@ def site_problems_of(
     start.
     """
     yield from placement.problems(recipe)
+    yield from evaluation_checkpoint.problems(recipe)
     code = user_imports.probe(recipe)
     yield from input_files.problems(recipe, pending, notes, user_imports.required_fields(recipe, code))
     unreachable = slurm_client.unreachable(0 if dry else RESTART_S) if chosen.name == "slurm" else None

@@ -307,7 +307,7 @@ def prepare(recipe: Recipe, run_dir: Path, script: str) -> None:
     """Write the recipe and the batch script, and remove done.json. Call it within `locked`, before a submission."""
     write_durably(run_dir / "recipe.yaml", config.to_yaml(recipe))
     write_durably(run_dir / "batch.sh", script)
-    if config.only_evaluates(recipe) and done_step(run_dir) is not None:
+    if config.trains(recipe) and config.only_evaluates(recipe) and done_step(run_dir) is not None:
         if not (run_dir / TRAINED).exists():
             (run_dir / "done.json").replace(run_dir / TRAINED)
     else:

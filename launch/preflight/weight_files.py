@@ -49,9 +49,15 @@ def problems(recipe: Recipe, pending: Sequence[os.PathLike] = ()) -> Iterator[Pr
                 Problem(key, fault_code(reason), f"{path} {reason}") for path in present if (reason := file_fault(path))
             )
         section = key.removesuffix(".model_name")
-        if section in models and folder not in weighed and not models[section].random_init:
+        loaded = section in models and not models[section].random_init
+        if loaded and folder not in weighed and not (section == "policy" and _has_checkpoint(recipe)):
             weighed.add(folder)
             yield from _check_weights(section, folder)
+
+
+def _has_checkpoint(recipe: Recipe) -> bool:
+    """Return whether the policy's weights are those of a run's checkpoint."""
+    return not config.trains(recipe) and recipe.evaluate.checkpoint is not None
 
 
 def _folder(key: str, name: str | None, pending: Sequence[os.PathLike]) -> Path | None:

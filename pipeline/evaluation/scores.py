@@ -46,10 +46,11 @@ def summarize(recipe: Recipe, tasks: Mapping[str, tuple[Task, Sequence[Answer]]]
         summaries[name] = _task(task, kept)
         warnings += [f"{name}: {warning}" for warning in _warnings(task, kept, summaries[name])]
     checkpoint = recipe.evaluate.checkpoint
+    run = recipe.evaluate.run or (str(run_of(Path(checkpoint))) if checkpoint else None)
     return {
         "suite": recipe.name,
         "model": recipe.policy.model_name,
-        "run": str(run_of(Path(checkpoint))) if checkpoint else None,
+        "run": run,
         "step": recipe.evaluate.step,
         "tasks": summaries,
         "warnings": warnings,

@@ -1,0 +1,33 @@
+"""Check the checkpoint of an evaluation: it is complete, and of the model that the recipe names."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+from pipeline import checkpoint, config
+from pipeline.config import Problem, Recipe, RecipeError
+
+
+def problems(recipe: Recipe) -> Iterator[Problem]:
+    """Yield the problems of `evaluate.checkpoint`; none for an evaluation of a model's own weights."""
+    given = recipe.evaluate
+    if config.trains(recipe) or given.checkpoint is None:
+        return
+    folder = Path(given.checkpoint)
+    places = [folder, *([Path(given.run) / f"checkpoints/step_{given.step:06d}"] if given.run and given.step else [])]
+    if not any(map(checkpoint.read, places)):
+        message = f"got {places[-1]}; expected a complete checkpoint of a run, RUN_DIR/checkpoints/step_N"
+        yield Problem("evaluate.checkpoint", "no-checkpoint", message)
+    run_dir = Path(given.run) if given.run else folder.parent.parent
+    if not (run_dir / "recipe.yaml").exists():
+        return
+    try:
+        trained = config.read(run_dir / "recipe.yaml").policy
+    except RecipeError:  # of another version
+        return
+    for key in ("model_name", "hf_config_overrides"):
+        ours, theirs = getattr(recipe.policy, key), getattr(trained, key)
+        if ours != theirs:
+            message = f"got {ours}; expected {theirs}, the model that {run_dir} trains from. Try without it"
+            yield Problem(f"policy.{key}", "contradiction", message)
