@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
     from pipeline.tensorboard_writer import TensorBoardWriter
-    from pipeline.types import Prompt, Rollout, RolloutGroup
+    from pipeline.types import Completion, Prompt, Rollout, RolloutGroup
 
 logger = logging.getLogger(__name__)
 
@@ -349,7 +349,7 @@ def _record(
     if len(rollout.turns) > 1 or any(len(turn.observation) for turn in rollout.turns):
         turns = [
             {
-                "said": tokenizer.decode(turn.completion.tokens),
+                "said": _said(turn.completion, tokenizer),
                 "told": tokenizer.decode(turn.observation),
                 "said_tokens": len(turn.completion.tokens),
                 "told_tokens": len(turn.observation),
@@ -363,7 +363,7 @@ def _record(
         "sample": sample,
         "prompt": text,
         "prompt_tokens": tokens,
-        "completion": tokenizer.decode(completion),
+        "completion": tokenizer.decode(completion) if turns or not rollout.turns else _said(rollout.turns[0].completion, tokenizer),
         "completion_tokens": completion.tolist(),
         **({"turns": turns} if turns else {}),
         "task": prompt.task,
@@ -375,3 +375,9 @@ def _record(
         "finish": rollout.finish,
         "spans": [[span.version, span.tokens] for span in rollout.spans],
     }
+
+
+def _said(completion: Completion, tokenizer: PreTrainedTokenizerBase) -> str:
+    """Return the text of a completion, with its special tokens, up to its stop string."""
+    text = str(tokenizer.decode(completion.tokens))
+    return text.partition(completion.stop)[0] if completion.stop else text

@@ -27,6 +27,7 @@ from pipeline.config import PolicyConfig, Recipe, TokenizerConfig
 from pipeline.data.chat import load_tokenizer
 from pipeline.data.packing import plan_microbatches
 from pipeline.data.special_tokens import SpecialTokenEscaper
+from pipeline.data.stop_strings import text_before_stop
 from pipeline.problems import Problem, RecipeError
 from pipeline.roles.reward import ScoreWork
 from pipeline.rpc import RpcGroup
@@ -148,7 +149,8 @@ class _Retokenizer:
             turns = len(rollout.turns)
             message = f"got an episode of {turns} turns; expected 1. Try a reward model with the policy's tokenizer"
             raise RecipeError(Problem(f"env.{self.environment}", "unsupported", message))
-        answer = self.escaper.escape(str(self.ours.decode(rollout.tokens, skip_special_tokens=True)))
+        stop = rollout.turns[0].completion.stop
+        answer = self.escaper.escape(text_before_stop(self.ours, rollout.tokens.tolist(), stop))
         if self.chat:
             messages = [*self._task(prompt, "messages"), {"role": "assistant", "content": answer}]
             text = self.theirs.apply_chat_template(messages, **self.options, tokenize=False)

@@ -49,6 +49,7 @@ class Sampling:
     top_k: int = 0  # 0: no limit
     max_new_tokens: int = 128  # at most; the context may leave room for fewer
     stop_token_ids: tuple[int, ...] = ()  # besides the tokenizer's end-of-sequence token
+    stop: tuple[str, ...] = ()  # texts; the token that completes one ends the completion
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,7 +78,8 @@ class Completion:
     tokens: np.ndarray  # [C] int32, with the stop token if there was one
     logprobs: np.ndarray  # [C] float32, of the distribution that was sampled from (after temperature)
     spans: tuple[VersionSpan, ...]  # in order; their tokens add up to C
-    finish: str  # "stop": ended by a stop token; "length": truncated
+    finish: str  # "stop": ended by a stop token or a stop string; "length": truncated
+    stop: str = ""  # the stop string that the last token completes; "" if none. What is judged is the text before it
 
 
 @dataclass(frozen=True, slots=True)

@@ -261,10 +261,12 @@ def test_a_reward_models_scores_do_not_make_answers_right():
 def test_the_record_of_an_episode(tmp_path):
     metrics = Metrics(tmp_path, LoggerConfig(), after_step=None)
     episode = Rollout((told([1, 2], [9, 9]), told([4], [])), 0.0, failure="it hung")
-    metrics.log_rollouts(1, [RolloutGroup(replace(group(0.0).prompt, dataset="puzzles"), (episode,)), group(1.0)], Words())
+    ended = Rollout((Turn(replace(told([6, 7, 8], []).completion, stop=" 7 8")),), 1.0)
+    prompt = replace(group(0.0).prompt, dataset="puzzles")
+    metrics.log_rollouts(1, [RolloutGroup(prompt, (episode,)), group(1.0), RolloutGroup(prompt, (ended,))], Words())
     metrics.log(1, validation_metrics([group(1.0, 0.0)]))
     metrics.close()
-    record, single = read_rollouts(tmp_path / "rollouts" / "step_000001.jsonl")
+    record, single, stopped = read_rollouts(tmp_path / "rollouts" / "step_000001.jsonl")
     assert record["turns"] == [
         {"said": "1 2", "told": "9 9", "said_tokens": 2, "told_tokens": 2},
         {"said": "4", "told": "", "said_tokens": 1, "told_tokens": 0},
@@ -272,6 +274,7 @@ def test_the_record_of_an_episode(tmp_path):
     assert (record["dataset"], record["failure"], record["completion"]) == ("puzzles", "it hung", "1 2 9 9 4")
     assert record["spans"] == [[5, 2], [5, 1]]
     assert not {"turns", "dataset", "failure"} & single.keys()
+    assert (stopped["completion"], stopped["completion_tokens"]) == ("6", [6, 7, 8])
     events = EventAccumulator(str(tmp_path / "tensorboard"))
     events.Reload()
     assert [event.value for event in events.Scalars("val/pass@2")] == [1.0]

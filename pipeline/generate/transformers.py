@@ -22,6 +22,7 @@ from typing_extensions import override
 
 from pipeline.boxes import Piece, region, whole
 from pipeline.config import PolicyConfig
+from pipeline.data.stop_strings import StopStrings
 from pipeline.generate.base import GenerateBackend, UpdateUnit, WeightUpdate
 from pipeline.generate.engine_state import EngineState, MemoryPart
 from pipeline.generate.kv_cache import ATTENTION, RowCache
@@ -132,6 +133,7 @@ class TransformersBackend(GenerateBackend):
             )
             raise RecipeError(Problem("policy.generation.backend", "unsupported", message))
         self._eos = eos_token_ids(policy)
+        self._stop_strings = StopStrings(policy.tokenizer)
         self._max_rows = policy.generation.max_num_seqs
         self._max_model_len = policy.generation.vllm_cfg.max_model_len
         self._version = -1  # no weights yet
@@ -162,12 +164,19 @@ class TransformersBackend(GenerateBackend):
         if not self._rows:
             return []
         self._decode()
-        ended = [i for i, row in enumerate(self._rows) if row.last in row.stop or len(row.tokens) == row.limit]
-        completions = [
-            self._completion(self._rows[i], "stop" if self._rows[i].last in self._rows[i].stop else "length") for i in ended
-        ]
-        self._remove(ended)
+        ended = {i: end for i, row in enumerate(self._rows) if (end := self._end(row))}
+        completions = [self._completion(self._rows[i], *end) for i, end in ended.items()]
+        self._remove(list(ended))
         return completions
+
+    def _end(self, row: _Row) -> tuple[str, str] | None:
+        """Return how the last token ends a completion, its `finish` and `stop`; None if it goes on."""
+        strings = row.request.sampling.stop
+        if strings and (found := self._stop_strings.find(row.tokens, 1, strings)):
+            return "stop", found.string
+        if row.last in row.stop:
+            return "stop", ""
+        return ("length", "") if len(row.tokens) == row.limit else None
 
     @torch.inference_mode()
     @override
@@ -376,11 +385,12 @@ class TransformersBackend(GenerateBackend):
         del rows[kept:]
         self._draws = None
 
-    def _completion(self, row: _Row, finish: str) -> Completion:
+    def _completion(self, row: _Row, finish: str, stop: str = "") -> Completion:
         return Completion(
             id=row.request.id,
             tokens=np.array(row.tokens, dtype=np.int32),
             logprobs=np.array(row.logprobs, dtype=np.float32),
             spans=row.all_spans(self._version),
             finish=finish,
+            stop=stop,
         )

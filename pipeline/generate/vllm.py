@@ -69,6 +69,7 @@ from pipeline.generate.vllm_launcher import launcher_environment  # noqa: E402
 from pipeline.generate.vllm_layout import ModuleUnit, record  # noqa: E402
 from pipeline.generate.vllm_likelihood import likelihoods  # noqa: E402
 from pipeline.generate.vllm_sleep import SLEEP_ARGUMENTS, SleepMode  # noqa: E402
+from pipeline.generate.vllm_stop_strings import StopWatch  # noqa: E402
 from pipeline.generate.vllm_update import VLLMUpdate  # noqa: E402
 
 if current_platform.is_cpu():
@@ -87,6 +88,7 @@ class VLLMBackend(GenerateBackend):
         # Before creating the engine: if vLLM runs a transformers model, it changes that model's classes.
         self._shapes, self._tied = checkpoint_shapes(config)
         self._eos = eos_token_ids(policy)
+        self._stop_strings = StopWatch(policy.tokenizer)
         self._max_model_len = policy.generation.vllm_cfg.max_model_len
         self._precision = getattr(torch, policy.precision)
         self._version: int | None = None
@@ -136,7 +138,8 @@ class VLLMBackend(GenerateBackend):
         self._state.check_serves()
         limits = [new_token_limit(request, self._max_model_len) for request in requests]
         for request, limit in zip(requests, limits, strict=True):
-            self._engine.add_request(request.id, self._prompt(request), self._sampling_params(request, limit))
+            added = self._engine.add_request(request.id, self._prompt(request), self._sampling_params(request, limit))
+            self._stop_strings.watch(self._engine, added, request.sampling.stop)
 
     @override
     def step(self) -> list[Completion]:
@@ -268,6 +271,7 @@ class VLLMBackend(GenerateBackend):
             logprobs=np.array(drawn.logprobs.logprobs, dtype=np.float32),
             spans=_spans(drawn.weight_versions),
             finish=drawn.finish_reason,
+            stop=drawn.stop_reason if isinstance(drawn.stop_reason, str) else "",
         )
 
 

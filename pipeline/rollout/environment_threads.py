@@ -22,6 +22,7 @@ from pipeline import config
 from pipeline.config import EnvironmentConfig, Recipe, TokenizerConfig
 from pipeline.data.chat import load_tokenizer
 from pipeline.data.observations import Observations
+from pipeline.data.stop_strings import text_before_stop
 from pipeline.environments import registry
 from pipeline.environments.base import Environment, Outcome, ProcessStuck
 from pipeline.rollout.environment_pool import GRACE_S, Begin, Call, CallFailure, EnvironmentPool, encodable
@@ -63,6 +64,7 @@ class StepRequest:
     tokens: np.ndarray  # [C] int32
     last: bool  # it is the policy's last turn
     room: int  # most tokens of an observation
+    stop: str = ""  # the stop string that ends the tokens, see `Completion.stop`
 
     def __str__(self) -> str:
         return self.title
@@ -125,8 +127,7 @@ class EnvStepper:
             episode.begun = True
         begin("decoding the answer")
         with self._tokenizing:
-            text = self._tokenizer.decode(request.tokens, skip_special_tokens=True)
-        assert isinstance(text, str)  # of one sequence
+            text = text_before_stop(self._tokenizer, request.tokens.tolist(), request.stop)
         begin("step")
         outcome = environment.step(episode.state, text)
         begin("its answer")

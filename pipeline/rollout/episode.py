@@ -71,7 +71,8 @@ class Episode:
         assert self.completion is not None
         room = max_length - len(self.tokens) - len(self.completion.tokens) - 1
         begins = None if self.turns else self.prompt
-        return StepRequest(self.id, str(self), self.prompt.environment, begins, self.completion.tokens, self.last_turn, room)
+        environment, answer = self.prompt.environment, self.completion
+        return StepRequest(self.id, str(self), environment, begins, answer.tokens, self.last_turn, room, answer.stop)
 
     def drawn(self) -> list[VersionSpan]:
         """Return the spans of all turns but the one that is being drawn."""

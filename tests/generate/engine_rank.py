@@ -14,6 +14,7 @@ from tests.generate.in_flight import CASES, drive
 from tests.generate.tiny import Checkpoint, drain, policy, refit, requests
 
 BYSTANDER, ENGINE = 0, (1, 2)
+STOP = (" w5", "8 w")  # stop strings that about half of the completions have
 
 
 def run(folder: Path, old: Checkpoint, new: Checkpoint, settings: dict) -> list[dict]:
@@ -49,6 +50,7 @@ def main(rank: int, rendezvous: str, old: str, new: str, output: str, settings: 
         results = [drawn(engine, 0.0)]
         refit(engine, weights[1], 1)
         results += [drawn(engine, temperature) for temperature in (0.0, 1.0)]
+        results.append(drawn(engine, 1.0, stop=STOP))
         received = sum(region.box.numel for unit in engine.layout() for region in unit.regions)
         reply = {"results": results, "received": received, "cut": cut(engine)}
         scored = engine.likelihoods(texts())
@@ -67,8 +69,8 @@ def texts() -> list[LikelihoodRequest]:
     return [LikelihoodRequest(request.id, request.tokens, 1 + place % 2) for place, request in enumerate(requests(4, 2))]
 
 
-def drawn(engine, temperature: float) -> dict[str, list[int]]:
-    done = drain(engine, requests(4, 2, temperature=temperature))
+def drawn(engine, temperature: float, **sampling) -> dict[str, list[int]]:
+    done = drain(engine, requests(4, 2, temperature=temperature, **sampling))
     return {id: completion.tokens.tolist() for id, completion in done.items()}
 
 

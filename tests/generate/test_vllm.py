@@ -6,7 +6,7 @@ import os
 import numpy as np
 import pytest
 
-from tests.generate.engine_rank import run, texts
+from tests.generate.engine_rank import STOP, run, texts
 from tests.generate.in_flight import CASES, Seen, claimed_difference, kept_difference
 from tests.generate.tiny import MAX_MODEL_LEN, drain, load, refit, requests, single
 
@@ -117,7 +117,9 @@ def test_two_ranks_in_a_larger_world_equal_one(family, settings, tmp_path, new_e
     expected = [tokens(drain(engine, requests(4, 2, temperature=0.0)))]
     load(engine, new.weights().items(), 1)
     expected += [tokens(drain(engine, requests(4, 2, temperature=temperature))) for temperature in (0.0, 1.0)]
+    expected.append(tokens(drain(engine, requests(4, 2, temperature=1.0, stop=STOP))))
     engine.close()
+    assert expected[3] != expected[2] and all(expected[2][id][: len(kept)] == kept for id, kept in expected[3].items())
     assert replies[0]["results"] == expected
 
     for text, (logprobs, _) in zip(texts(), replies[0]["scored"], strict=True):

@@ -50,9 +50,9 @@ def prompt(index: int, text: str, tokens: list[int], environment: str = "judge")
     return Prompt(index, np.asarray(tokens, np.int32), environment, task)
 
 
-def rollout(tokens: list[int], finish: str = "stop") -> Rollout:
+def rollout(tokens: list[int], finish: str = "stop", stop: str = "") -> Rollout:
     array = np.asarray(tokens, np.int32)
-    completion = Completion("0", array, np.zeros(len(array), np.float32), (VersionSpan(0, len(array)),), finish)
+    completion = Completion("0", array, np.zeros(len(array), np.float32), (VersionSpan(0, len(array)),), finish, stop)
     return Rollout((Turn(completion),), 0.25, {"old": 1.0})
 
 
@@ -157,8 +157,9 @@ def test_another_vocabulary_retokenizes_the_text(folder):
     score = Scoring(judged, served := Realm(scorer(judged)), [DataParallelRank(0, 1)], tokenizer)
     asked = prompt(0, "ab+", tokenizer("ab+").input_ids)
     ended, cut = rollout([*tokenizer("cd").input_ids, END]), rollout(tokenizer("cd").input_ids, "length")
-    score([RolloutGroup(asked, (ended, cut))])
-    expected = [theirs("ab+cd!").input_ids, theirs("ab+cd").input_ids]
+    stopped = rollout(tokenizer("dc+a").input_ids, stop="+a")
+    score([RolloutGroup(asked, (ended, cut, stopped))])
+    expected = [theirs("ab+cd!").input_ids, theirs("ab+cd").input_ids, theirs("ab+dc!").input_ids]
     assert sorted(given(served.given[0])) == sorted(expected)
     assert expected[1] != [*asked.tokens, *cut.tokens]
 

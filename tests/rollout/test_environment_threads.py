@@ -35,3 +35,23 @@ def test_the_turn_ends_once(last, finish):
     between = tokenizer.decode(np.concatenate([said, outcome.observation])).partition("[17+4")[2]
     other = last if last != "<|im_end|>" else ""
     assert between == other + "<|im_end|>\n<|im_start|>user\n21<|im_end|>\n<|im_start|>assistant\n"
+
+
+@pytest.mark.parametrize("ends", ["; end", "; end now", "</s>"])
+def test_the_environment_gets_the_text_before_the_stop_string(ends):
+    seen = []
+
+    class Listens(Environment):
+        def step(self, prompt, text):
+            seen.append(text)
+            return Outcome(1.0)
+
+    tokenizer = load_tokenizer(TokenizerConfig(name=str(RECIPES / "tiny")))
+    said = np.asarray(tokenizer("17 + 4" + ends, add_special_tokens=False).input_ids, np.int32)
+    prompt = Prompt(0, np.asarray([1], np.int32), "told", {})
+    episode = Episode(RolloutWork(0, [prompt], 1, "train", 42, Sampling()), 0, 0)
+    spans = (VersionSpan(0, len(said)),)
+    stop = "; end" if "end" in ends else ""
+    episode.completion = Completion("0", said, np.zeros(len(said), np.float32), spans, "stop", stop)
+    EnvStepper({"told": Listens()}, tokenizer, None).call(episode.step_request(1000))(lambda part: None)
+    assert seen == ["17 + 4"]

@@ -1,0 +1,45 @@
+"""Stop strings in vLLM, which has no tokenizer here: an object in place of each request's detokenizer finds them.
+
+vLLM then ends the request as for its own stop strings: on every rank alike, with batches in flight, and with drafted tokens
+after the string and their log-probs dropped.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from typing_extensions import override
+from vllm.v1.engine.detokenizer import IncrementalDetokenizer
+from vllm.v1.engine.llm_engine import LLMEngine
+
+from pipeline.config import TokenizerConfig
+from pipeline.data.stop_strings import StopStrings
+
+
+class _Finder(IncrementalDetokenizer):
+    """Collects the tokens of a request until they complete a stop string."""
+
+    def __init__(self, finder: StopStrings, stop: Sequence[str]) -> None:
+        super().__init__()
+        self._finder, self._stop = finder, stop
+
+    @override
+    def update(self, new_token_ids: list[int], stop_terminated: bool) -> str | None:
+        super().update(new_token_ids, stop_terminated)
+        found = self._finder.find(self.token_ids, len(new_token_ids), self._stop)
+        if found is None:
+            return None
+        del self.token_ids[found.length :]
+        return found.string
+
+
+class StopWatch:
+    """Watches requests for their stop strings. The tokenizer is loaded for the first one that has any."""
+
+    def __init__(self, tokenizer: TokenizerConfig) -> None:
+        self._finder = StopStrings(tokenizer)
+
+    def watch(self, engine: LLMEngine, internal_id: str, stop: Sequence[str]) -> None:
+        """End a request that was just added at its first stop string. internal_id: vLLM's own."""
+        if stop:
+            engine.output_processor.request_states[internal_id].detokenizer = _Finder(self._finder, stop)

@@ -1,0 +1,79 @@
+"""Tokenizers of a few tokens, one for each way of decoding, with multi-byte characters that tokens split."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from tokenizers import AddedToken, Tokenizer, decoders
+from tokenizers.models import BPE, WordLevel, WordPiece
+from tokenizers.pre_tokenizers import ByteLevel
+from transformers import PreTrainedTokenizerFast
+
+END, MARK, THOUGHT = "<|end|>", "<|mark|>", "</think>"
+WORDS = ["Question", ":", "Q", "uestion", ".", "\n", "\n\n", " ", "  ", "The", " answer", " is", "4", " 4", ".\n", "#", "##", "###"]
+WORDS += ["日", "本", "é", "😀", "a", "b", "ab", "aab", "ba", "<|", "end", "|>", "S", "ST", "TOP", "STOP", "</", "think", ">"]
+
+
+def _letters() -> dict[int, str]:
+    """Return the letter that stands for each byte in byte-level tokens."""
+    kept = [*range(33, 127), *range(161, 173), *range(174, 256)]
+    others = [byte for byte in range(256) if byte not in kept]
+    return {byte: chr(byte) for byte in kept} | {byte: chr(256 + i) for i, byte in enumerate(others)}
+
+
+def byte_level() -> PreTrainedTokenizerFast:
+    """Return a tokenizer like GPT-2's, of 96 tokens: words, single bytes of their characters, and pairs of bytes."""
+    letters = _letters()
+    pieces = [word.encode() for word in WORDS]
+    pieces += [bytes([byte]) for word in ("日本", "é", "😀", "è") for byte in word.encode()]
+    pieces += ["日".encode()[:2], "本".encode()[1:], "😀".encode()[:2], "😀".encode()[2:], "日本".encode()[1:5], b"a\xc3", b"\xa9b"]
+    pieces += [bytes([byte]) for byte in b"cdefghijklmnopqrstuvwxyzABCDEFGHIJ"]
+    names = [END, MARK, THOUGHT, *dict.fromkeys("".join(letters[byte] for byte in piece) for piece in pieces)]
+    vocab = {name: i for i, name in enumerate(["w0", *names][:96])}
+    vocab = {**{"w0": 0, END: 1}, **{name: i for name, i in vocab.items() if i > 1}}
+    tokenizer = Tokenizer(BPE(vocab, [], unk_token="w0"))
+    tokenizer.pre_tokenizer, tokenizer.decoder = ByteLevel(add_prefix_space=False), decoders.ByteLevel()
+    return _with_special(tokenizer)
+
+
+def metaspace() -> PreTrainedTokenizerFast:
+    """Return a tokenizer like Llama 2's: a leading space is dropped, and unknown characters are bytes such as <0xE6>."""
+    names = ["w0", *(f"<0x{byte:02X}>" for byte in range(256)), *(word.replace(" ", "▁") for word in WORDS)]
+    tokenizer = Tokenizer(BPE({name: i for i, name in enumerate(dict.fromkeys(names))}, [], unk_token="w0", byte_fallback=True))
+    tokenizer.decoder = decoders.Sequence(
+        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    )
+    return _with_special(tokenizer)
+
+
+def word_piece() -> PreTrainedTokenizerFast:
+    """Return a tokenizer like BERT's, which joins ## to the word before and removes spaces before punctuation."""
+    names = ["w0", *(word.strip() for word in WORDS if word.strip() and "#" not in word), "##ab", "##estion", "##s"]
+    tokenizer = Tokenizer(WordPiece({name: i for i, name in enumerate(dict.fromkeys(names))}, unk_token="w0"))
+    tokenizer.decoder = decoders.WordPiece("##")
+    return _with_special(tokenizer)
+
+
+def words() -> PreTrainedTokenizerFast:
+    """Return a tokenizer whose tokens are words with spaces between them."""
+    tokenizer = Tokenizer(WordLevel({f"w{i}": i for i in range(40)}, unk_token="w0"))
+    return _with_special(tokenizer)
+
+
+def _with_special(tokenizer: Tokenizer) -> PreTrainedTokenizerFast:
+    tokenizer.add_special_tokens([AddedToken(END, special=True, normalized=False), AddedToken(MARK, special=True)])
+    tokenizer.add_tokens([AddedToken(THOUGHT, special=False, normalized=False)])
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token=END)
+
+
+def ids(tokenizer: PreTrainedTokenizerFast, pieces: Sequence[str | bytes]) -> list[int]:
+    """Return the tokens of a byte-level tokenizer, each given as its text or its bytes."""
+    letters, vocab = _letters(), tokenizer.get_vocab()
+    names = [
+        piece if piece in (END, MARK, THOUGHT) else "".join(letters[byte] for byte in _bytes(piece)) for piece in pieces
+    ]
+    return [vocab[str(name)] for name in names]
+
+
+def _bytes(piece: str | bytes) -> bytes:
+    return piece.encode() if isinstance(piece, str) else piece
