@@ -149,8 +149,7 @@ class _Retokenizer:
             turns = len(rollout.turns)
             message = f"got an episode of {turns} turns; expected 1. Try a reward model with the policy's tokenizer"
             raise RecipeError(Problem(f"env.{self.environment}", "unsupported", message))
-        stop = rollout.turns[0].completion.stop
-        answer = self.escaper.escape(text_before_stop(self.ours, rollout.tokens.tolist(), stop))
+        answer = self.escaper.escape(text_before_stop(self.ours, rollout.tokens.tolist(), rollout.stop))
         if self.chat:
             messages = [*self._task(prompt, "messages"), {"role": "assistant", "content": answer}]
             text = self.theirs.apply_chat_template(messages, **self.options, tokenize=False)

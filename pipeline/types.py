@@ -162,6 +162,11 @@ class Rollout:
         """The `finish` of the last turn; "" if there are no turns."""
         return self.turns[-1].completion.finish if self.turns else ""
 
+    @property
+    def stop(self) -> str:
+        """The `stop` of the last turn; "" if there are no turns."""
+        return self.turns[-1].completion.stop if self.turns else ""
+
 
 NOTHING_SAID = "it was cut before it said anything"
 """The `failure` of a rollout that was cut before its first token. Its environment did not fail."""

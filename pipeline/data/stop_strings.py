@@ -1,10 +1,10 @@
-"""Stop strings: texts that end a completion at the token that completes one of them.
+r"""Stop strings: texts that end a completion at the token that completes one of them.
 
 A stop string counts in the decoded text of the completion's own tokens, special tokens included; it may begin and end anywhere
 in a token, and the prompt is no part of it. The completion keeps all its tokens. What is judged or shown is its text before the
 string, which `text_before_stop` returns.
 
-    tokens of a completion    The| answer| is| 4|.\\n|\\nQ      stop strings    ("\\n\\n", "Question:")
+    tokens of a completion    The| answer| is| 4|.\n|\nQ        stop strings    ("\n\n", "Question:")
     its text                  The answer is 4.
 """
 
@@ -70,7 +70,7 @@ class StopStrings:
         return REPLACEMENT in text or any(string[-1] == " " or string[-1] in text for string in stop)
 
     def _window(self, tokens: Sequence[int], begin: int, most_bytes: int) -> int:
-        """Return the start of a window in which every string ends that tokens[begin:] complete; each token has a byte at least."""
+        """Return where to begin to decode, so that the strings that tokens[begin:] complete are whole."""
         left = most_bytes + MARGIN
         while begin and left:
             begin -= 1

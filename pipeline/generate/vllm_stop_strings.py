@@ -16,7 +16,7 @@ from pipeline.config import TokenizerConfig
 from pipeline.data.stop_strings import StopStrings
 
 
-class _Finder(IncrementalDetokenizer):
+class _StopDetokenizer(IncrementalDetokenizer):
     """Collects the tokens of a request until they complete a stop string."""
 
     def __init__(self, finder: StopStrings, stop: Sequence[str]) -> None:
@@ -42,4 +42,4 @@ class StopWatch:
     def watch(self, engine: LLMEngine, internal_id: str, stop: Sequence[str]) -> None:
         """End a request that was just added at its first stop string. internal_id: vLLM's own."""
         if stop:
-            engine.output_processor.request_states[internal_id].detokenizer = _Finder(self._finder, stop)
+            engine.output_processor.request_states[internal_id].detokenizer = _StopDetokenizer(self._finder, stop)

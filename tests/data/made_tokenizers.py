@@ -10,8 +10,9 @@ from tokenizers.pre_tokenizers import ByteLevel
 from transformers import PreTrainedTokenizerFast
 
 END, MARK, THOUGHT = "<|end|>", "<|mark|>", "</think>"
-WORDS = ["Question", ":", "Q", "uestion", ".", "\n", "\n\n", " ", "  ", "The", " answer", " is", "4", " 4", ".\n", "#", "##", "###"]
-WORDS += ["日", "本", "é", "😀", "a", "b", "ab", "aab", "ba", "<|", "end", "|>", "S", "ST", "TOP", "STOP", "</", "think", ">"]
+WORDS = ["Question", ":", "Q", "uestion", ".", "\n", "\n\n", " ", "  ", "The", " answer", " is", "4", " 4", ".\n", "#", "##"]
+WORDS += ["###", "日", "本", "é", "😀", "a", "b", "ab", "aab", "ba", "<|", "end", "|>", "S", "ST", "TOP", "STOP", "</", "think"]
+WORDS += [">"]
 
 
 def _letters() -> dict[int, str]:
@@ -26,11 +27,12 @@ def byte_level() -> PreTrainedTokenizerFast:
     letters = _letters()
     pieces = [word.encode() for word in WORDS]
     pieces += [bytes([byte]) for word in ("日本", "é", "😀", "è") for byte in word.encode()]
-    pieces += ["日".encode()[:2], "本".encode()[1:], "😀".encode()[:2], "😀".encode()[2:], "日本".encode()[1:5], b"a\xc3", b"\xa9b"]
+    pieces += [b"a\xc3", b"\xa9b", "日".encode()[:2], "本".encode()[1:], "😀".encode()[:2], "😀".encode()[2:]]
+    pieces += ["日本".encode()[1:5]]
     pieces += [bytes([byte]) for byte in b"cdefghijklmnopqrstuvwxyzABCDEFGHIJ"]
     names = [END, MARK, THOUGHT, *dict.fromkeys("".join(letters[byte] for byte in piece) for piece in pieces)]
     vocab = {name: i for i, name in enumerate(["w0", *names][:96])}
-    vocab = {**{"w0": 0, END: 1}, **{name: i for name, i in vocab.items() if i > 1}}
+    vocab = {"w0": 0, END: 1, **{name: i for name, i in vocab.items() if i > 1}}
     tokenizer = Tokenizer(BPE(vocab, [], unk_token="w0"))
     tokenizer.pre_tokenizer, tokenizer.decoder = ByteLevel(add_prefix_space=False), decoders.ByteLevel()
     return _with_special(tokenizer)
@@ -69,9 +71,7 @@ def _with_special(tokenizer: Tokenizer) -> PreTrainedTokenizerFast:
 def ids(tokenizer: PreTrainedTokenizerFast, pieces: Sequence[str | bytes]) -> list[int]:
     """Return the tokens of a byte-level tokenizer, each given as its text or its bytes."""
     letters, vocab = _letters(), tokenizer.get_vocab()
-    names = [
-        piece if piece in (END, MARK, THOUGHT) else "".join(letters[byte] for byte in _bytes(piece)) for piece in pieces
-    ]
+    names = [piece if piece in (END, MARK, THOUGHT) else "".join(letters[byte] for byte in _bytes(piece)) for piece in pieces]
     return [vocab[str(name)] for name in names]
 
 
