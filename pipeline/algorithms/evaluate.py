@@ -20,6 +20,9 @@ from pipeline.values import Bool, Check, Float, Int, Line, NotNegative, Positive
 
 KINDS = {
     "generate": "pipeline.evaluation.generation.GenerationTask",
+    "choices": "pipeline.evaluation.choices.ChoicesTask",
+    "continuation": "pipeline.evaluation.perplexity.ContinuationTask",
+    "perplexity": "pipeline.evaluation.perplexity.PerplexityTask",
 }
 """How questions are asked and scored: name -> class, a `pipeline.evaluation.task.Task`."""
 
@@ -28,6 +31,15 @@ FORMATS = {
     "livecodebench": "pipeline.evaluation.formats.code.LiveCodeBench",
     "mbpp": "pipeline.evaluation.formats.code.MBPP",
     "records": "pipeline.evaluation.formats.records.Records",
+    "arc": "pipeline.evaluation.formats.knowledge.ARC",
+    "boolq": "pipeline.evaluation.formats.commonsense.BoolQ",
+    "documents": "pipeline.evaluation.formats.documents.Documents",
+    "hellaswag": "pipeline.evaluation.formats.commonsense.HellaSwag",
+    "lambada": "pipeline.evaluation.formats.commonsense.Lambada",
+    "mmlu": "pipeline.evaluation.formats.knowledge.MMLU",
+    "openbookqa": "pipeline.evaluation.formats.commonsense.OpenBookQA",
+    "piqa": "pipeline.evaluation.formats.commonsense.PIQA",
+    "winogrande": "pipeline.evaluation.formats.commonsense.WinoGrande",
 }
 """How records become questions: name -> class, a `pipeline.evaluation.base.Format`."""
 

@@ -24,7 +24,8 @@ class Question:
     prompt: str | list[Message]  # a text, or a conversation that the model continues
     target: str = ""  # the expected answer as a worked example shows it, such as " 42"
     task: dict[str, Any] = field(default_factory=dict)  # what the environment gets, e.g. {"answer": "42"}
-    choices: tuple[str, ...] = ()  # likelihood: continuations of the prompt
+    choices: tuple[str, ...] = ()  # likelihood: continuations of the prompt, without the space before them
+    prompts: tuple[str, ...] = ()  # likelihood: a prompt for each choice, where they differ in it; `prompt` is a right one
     correct: tuple[int, ...] = ()  # indices of right choices
     group: str = ""  # subject or category, with a score of its own
     description: str = ""  # text before the worked examples; with a chat template, the end of the system's message

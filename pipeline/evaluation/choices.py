@@ -1,0 +1,233 @@
+"""Tasks that a model answers by likelihood: it chooses the continuation that it finds the most likely.
+
+    acc         the continuation of the highest log-likelihood is right; of equal ones the first counts
+    acc_norm    as acc, of the log-likelihood per character
+    acc_bytes   as acc, of the log-likelihood per byte
+
+These are lm-evaluation-harness's definitions. Lengths are of the choices as they are written, without the space before them.
+Questions are asked in units, which depend on the data alone, so the numbers do not depend on engines and restarts.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, overload
+
+import numpy as np
+from typing_extensions import override
+
+from pipeline.algorithms.evaluate import TaskConfig
+from pipeline.config import Recipe
+from pipeline.evaluation import data
+from pipeline.evaluation.answers import AnswerLog
+from pipeline.evaluation.base import Answer, PerQuestion, Question
+from pipeline.evaluation.continuations import ContinuationEncoder, TokenPair
+from pipeline.evaluation.data import TaskData
+from pipeline.evaluation.engines import Engines
+from pipeline.evaluation.prompts import PromptEncoder
+from pipeline.problems import Problem, RecipeError
+from pipeline.types import Likelihood, LikelihoodRequest
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+UNIT_TOKENS = 1 << 16
+"""Tokens of a unit, contexts that choices share counted once. Enough for several batches of an engine."""
+ENCODED_TOGETHER = 1024  # questions
+
+
+@dataclass(frozen=True, slots=True)
+class ScoredQuestion:
+    """A question with its texts, ready to score."""
+
+    question: Question
+    prompt: str  # the first text's context, to read
+    texts: tuple[TokenPair, ...]
+
+    @property
+    def size(self) -> int:
+        """Tokens, successive equal contexts counted once."""
+        contexts = {id(text.context): len(text.context) for text in self.texts}
+        return sum(contexts.values()) + sum(len(text.continuation) for text in self.texts)
+
+
+class LikelihoodTask:
+    """What tasks by likelihood have in common: units, and answers per question."""
+
+    def __init__(self, name: str, config: TaskConfig, recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> None:
+        self.name, self.config = name, config
+        self._longest = recipe.policy.generation.vllm_cfg.max_model_len
+        read = data.read(name, config)
+        self._units = list(_units(self._scored(read, recipe, tokenizer)))
+        texts = [text for unit in self._units for scored in unit for text in scored.texts]
+        cut = sum(len(text) > self._longest for text in texts)
+        self.warnings = [self._too_long(cut, max(map(len, texts)), len(texts))] if cut else []
+
+    def _too_long(self, cut: int, most: int, count: int) -> str:
+        lost = f"{cut} of {count} texts have more than {self._longest} tokens and lose their first ones"
+        return f"{self.name}: {lost}. Try policy.max_total_sequence_length={most}"
+
+    def _scored(self, read: TaskData, recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> Iterator[ScoredQuestion]:
+        """Yield the questions with their texts. Raises RecipeError for one that cannot be scored."""
+        raise NotImplementedError
+
+    def _answer(self, scored: ScoredQuestion, found: Sequence[Likelihood]) -> Answer:
+        """Return the answer of a question, from the likelihoods of its texts."""
+        raise NotImplementedError
+
+    def _bad(self, question: Question, what: str) -> RecipeError:
+        message = f"question {question.id}: {what}"
+        return RecipeError(Problem(f"evaluate.tasks.{self.name}.data", "bad-record", message))
+
+    def ask(self, engines: Engines, answers: AnswerLog) -> None:
+        """Score the units of which an answer is missing; a unit is always scored whole."""
+        missing = [unit for unit in self._units if not all(answers.has(scored.question.id) for scored in unit)]
+        for place, found in engines.likelihoods(_Requests(missing, self._longest)):
+            likelihoods = iter(found)
+            for scored in missing[place]:
+                mine = [next(likelihoods) for _ in scored.texts]
+                if not answers.has(scored.question.id):
+                    answers.add(self._answer(scored, mine))
+
+
+class ChoicesTask(LikelihoodTask):
+    """A task of kind `choices`."""
+
+    @override
+    def _scored(self, read: TaskData, recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> Iterator[ScoredQuestion]:
+        prompts = PromptEncoder(self.name, self.config, recipe.policy.tokenizer, tokenizer)
+        encoder = ContinuationEncoder(tokenizer)
+        between = delimiter(self.config)
+        for start in range(0, len(read.questions), ENCODED_TOGETHER):
+            questions = read.questions[start : start + ENCODED_TOGETHER]
+            texts = []
+            for question in questions:
+                self._check(question)
+                examples = read.examples.get(question.id, ())
+                texts.append([(text, between + choice) for text, choice in _contexts(prompts, question, examples)])
+            pairs = iter(encoder.pairs([text for of_question in texts for text in of_question]))
+            for question, of_question in zip(questions, texts, strict=True):
+                mine = tuple(next(pairs) for _ in of_question)
+                for place, pair in enumerate(mine):
+                    if not 0 < len(pair.continuation) < self._longest:
+                        count, limit = len(pair.continuation), self._longest - 1
+                        raise self._bad(question, f"choice {place} has {count} tokens; expected 1 to {limit}")
+                yield ScoredQuestion(question, of_question[0][0], mine)
+
+    def _check(self, question: Question) -> None:
+        if len(question.choices) < 2 or not set(question.correct) & set(range(len(question.choices))):
+            got = f"has {len(question.choices)} choices, of which {list(question.correct)} are right"
+            raise self._bad(question, f"{got}; expected two or more, and a right one")
+
+    @override
+    def _answer(self, scored: ScoredQuestion, found: Sequence[Likelihood]) -> Answer:
+        question = scored.question
+        sums = log_likelihoods(found)
+        metrics = accuracies(sums, question)
+        bad = [place for place, value in enumerate(sums) if not math.isfinite(value)]
+        return Answer(
+            question=question.id,
+            sample=0,
+            score=metrics.get(self.config.metric or "acc", metrics["acc"]),
+            metrics=metrics,
+            prompt=scored.prompt,
+            text=question.choices[_highest(sums)],
+            failure=f"the model gives choice {bad[0]} the log-likelihood {sums[bad[0]]}" if bad else "",
+            group=question.group,
+            details={
+                "choices": list(question.choices),
+                "correct": list(question.correct),
+                "logprobs": sums,
+                "greedy": [bool(each.greedy.all()) for each in found],
+            },
+        )
+
+    def metrics(self, answers: Sequence[Answer]) -> dict[str, PerQuestion]:
+        """Return acc, acc_norm and acc_bytes by question."""
+        return {
+            name: {answer.question: [answer.metrics[name]] for answer in answers if name in answer.metrics}
+            for name in ("acc", "acc_norm", "acc_bytes")
+            if any(name in answer.metrics for answer in answers)
+        }
+
+
+def delimiter(config: TaskConfig) -> str:
+    """Return what stands between a prompt and its continuation: a chat template's end of a turn needs no space."""
+    if not config.apply_chat_template:
+        return " "
+    return " " if config.answer_prefix and not config.answer_prefix[-1].isspace() else ""
+
+
+def log_likelihoods(found: Sequence[Likelihood]) -> list[float]:
+    """Return each text's sum of log-probs."""
+    return [float(likelihood.logprobs.sum(dtype=np.float64)) for likelihood in found]
+
+
+def accuracies(sums: Sequence[float], question: Question) -> dict[str, float]:
+    """Return acc, acc_norm and acc_bytes of one question: 1 or 0. sums: the log-likelihood of each choice.
+
+    Choices that differ in their prompts, not in the text that is scored, have only acc.
+    """
+    lengths = {"acc": [1] * len(sums)}
+    if not question.prompts:
+        lengths["acc_norm"] = [len(choice) for choice in question.choices]
+        lengths["acc_bytes"] = [len(choice.encode(errors="surrogatepass")) for choice in question.choices]
+    return {
+        name: float(_highest([value / length for value, length in zip(sums, of, strict=True)]) in question.correct)
+        for name, of in lengths.items()
+    }
+
+
+def _highest(values: Sequence[float]) -> int:
+    """Return the place of the first of the highest values. NaN is higher than any number, as for numpy."""
+    return int(np.argmax(values))
+
+
+def _contexts(prompts: PromptEncoder, question: Question, examples: Sequence[Question]) -> list[tuple[str, str]]:
+    """Return (what the model reads, the continuation) of each choice."""
+    if not question.prompts:
+        text = prompts.text(question, examples)
+        return [(text, choice) for choice in question.choices]
+    own = [replace(question, prompt=prompt) for prompt in question.prompts]
+    return [(prompts.text(each, examples), choice) for each, choice in zip(own, question.choices, strict=True)]
+
+
+def _units(questions: Iterator[ScoredQuestion]) -> Iterator[list[ScoredQuestion]]:
+    unit: list[ScoredQuestion] = []
+    size = 0
+    for scored in questions:
+        if unit and size + scored.size > UNIT_TOKENS:
+            yield unit
+            unit, size = [], 0
+        unit.append(scored)
+        size += scored.size
+    if unit:
+        yield unit
+
+
+class _Requests(Sequence[Sequence[LikelihoodRequest]]):
+    """The requests of units, made when they are sent: choices repeat their context, which takes memory."""
+
+    def __init__(self, units: Sequence[Sequence[ScoredQuestion]], longest: int) -> None:
+        self._units, self._longest = units, longest
+
+    def __len__(self) -> int:
+        return len(self._units)
+
+    @overload
+    def __getitem__(self, place: int) -> list[LikelihoodRequest]: ...
+
+    @overload
+    def __getitem__(self, place: slice) -> list[list[LikelihoodRequest]]: ...
+
+    @override
+    def __getitem__(self, place: Any) -> Any:
+        if isinstance(place, slice):
+            return [self[each] for each in range(*place.indices(len(self)))]
+        return [
+            text.request(f"{scored.question.id}/{number}", self._longest)
+            for scored in self._units[place]
+            for number, text in enumerate(scored.texts)
+        ]

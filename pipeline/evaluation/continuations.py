@@ -1,0 +1,97 @@
+"""Tokenize contexts with their continuations for scoring, token for token as lm-evaluation-harness does for causal models.
+
+The continuation is what the tokens of the whole text have beyond the number of the context's own. White space at the end of the
+context counts as the continuation's, because most tokenizers join a space with the word after it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from pipeline.types import LikelihoodRequest
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+
+@dataclass(frozen=True, slots=True)
+class TokenPair:
+    """The tokens of a context and of its continuation."""
+
+    context: np.ndarray  # [C] int32, at least one
+    continuation: np.ndarray  # [K] int32
+
+    def __len__(self) -> int:
+        return len(self.context) + len(self.continuation)
+
+    def request(self, id: str, longest: int) -> LikelihoodRequest:
+        """Return the request that scores the continuation. A text of more than `longest` tokens loses its first ones."""
+        tokens = np.concatenate([self.context, self.continuation])[-longest:]
+        return LikelihoodRequest(id, tokens, len(tokens) - len(self.continuation))
+
+
+class ContinuationEncoder:
+    """Tokenizes texts with one tokenizer."""
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
+        self._tokenizer = tokenizer
+        ids: list[Any] = [tokenizer.bos_token_id, tokenizer.eos_token_id]
+        self.prefix: int = ids[0] if ids[0] is not None else ids[1]
+        """The context of a text without one."""
+        self._prefix_text = str(tokenizer.decode([self.prefix]))
+
+    def pairs(self, texts: Sequence[tuple[str, str]]) -> list[TokenPair]:
+        """Return the tokens of each (context, continuation). A continuation that adds no token to its context is empty."""
+        moved = [_spaces_moved(context, continuation) for context, continuation in texts]
+        wholes = self.encode([context + continuation for context, continuation in moved if context])
+        contexts = list(dict.fromkeys(context for context, _ in moved if context))
+        by_context = dict(zip(contexts, self.encode(contexts), strict=True))
+        rest = iter(wholes)
+        found = []
+        for context, continuation in moved:
+            if not context:
+                found.append(self._without_context(continuation))
+                continue
+            begin = by_context[context]
+            found.append(TokenPair(begin, next(rest)[len(begin) :]))
+        return found
+
+    def encode(self, texts: Sequence[str]) -> list[np.ndarray]:
+        """Return each text's tokens [T] int32, with the tokenizer's special tokens unless it begins with one."""
+        found: dict[int, np.ndarray] = {}
+        for special in (True, False):
+            places = [place for place, text in enumerate(texts) if text.startswith(self._prefix_text) is not special]
+            if places:
+                ids = self._tokenizer([texts[place] for place in places], add_special_tokens=special).input_ids
+                found |= {place: np.asarray(each, np.int32) for place, each in zip(places, ids, strict=True)}
+        return [found[place] for place in range(len(texts))]
+
+    def _without_context(self, continuation: str) -> TokenPair:
+        tokens = np.asarray(self._tokenizer(continuation, add_special_tokens=False).input_ids, np.int32)
+        if len(tokens) and tokens[0] == self.prefix:
+            return TokenPair(tokens[:1], tokens[1:])
+        return TokenPair(np.array([self.prefix], np.int32), tokens)
+
+
+def rolling_windows(tokens: np.ndarray, prefix: int, longest: int) -> list[TokenPair]:
+    """Return windows of at most `longest` tokens that score each token of a text once.
+
+    The first begins with `prefix`. A window's context is the one token before it; the last has as much context as fits.
+    """
+    predicted = longest - 1
+    text = np.concatenate([np.array([prefix], np.int32), tokens])
+    windows = []
+    for start in range(1, len(text), predicted):
+        end = min(start + predicted, len(text))
+        first = max(0, end - longest)
+        windows.append(TokenPair(text[first:start], text[start:end]))
+    return windows
+
+
+def _spaces_moved(context: str, continuation: str) -> tuple[str, str]:
+    kept = context.rstrip()
+    return kept, context[len(kept) :] + continuation

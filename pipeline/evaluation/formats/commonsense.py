@@ -1,0 +1,110 @@
+"""Choices of common sense by likelihood, with the prompts of lm-evaluation-harness's tasks of these names."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from typing import ClassVar
+
+from typing_extensions import override
+
+from pipeline.data.records import text_of
+from pipeline.evaluation.base import Format, Question, Record
+
+_ARTIFACT = re.compile(r"\[.*?\]")  # of WikiHow's pages, such as [step]
+
+
+class HellaSwag(Format):
+    """The ending of a description of an activity (Zellers et al., 2019)."""
+
+    columns: ClassVar[tuple[str, ...]] = ("activity_label", "ctx_a", "ctx_b", "endings", "label")
+
+    @override
+    def question(self, record: Record, index: int) -> Question:
+        context = f"{text_of(record, 'activity_label')}: {record['ctx_a']} {record['ctx_b'].capitalize()}"
+        return chosen(_cleaned(context), [_cleaned(ending) for ending in record["endings"]], int(record["label"]))
+
+
+class WinoGrande(Format):
+    """Which of two nouns a blank stands for (Sakaguchi et al., 2019): the rest of the sentence is scored after either."""
+
+    columns: ClassVar[tuple[str, ...]] = ("sentence", "option1", "option2", "answer")
+
+    @override
+    def question(self, record: Record, index: int) -> Question:
+        before, blank, after = text_of(record, "sentence").partition("_")
+        if not blank or str(record["answer"]) not in ("1", "2"):
+            raise ValueError(f"sentence '{record['sentence']}', answer '{record['answer']}'; expected a blank '_', and 1 or 2")
+        prompts = (before + record["option1"], before + record["option2"])
+        right, end = int(record["answer"]) - 1, after.strip()
+        return Question("", prompts[right], f" {end}", choices=(end, end), prompts=prompts, correct=(right,))
+
+
+class PIQA(Format):
+    """Which of two ways reaches a physical goal (Bisk et al., 2020)."""
+
+    columns: ClassVar[tuple[str, ...]] = ("goal", "sol1", "sol2", "label")
+
+    @override
+    def question(self, record: Record, index: int) -> Question:
+        return chosen(f"Question: {record['goal']}\nAnswer:", [record["sol1"], record["sol2"]], int(record["label"]))
+
+
+class OpenBookQA(Format):
+    """Questions of elementary science (Mihaylov et al., 2018)."""
+
+    columns: ClassVar[tuple[str, ...]] = ("question_stem", "choices", "answerKey")
+
+    @override
+    def question(self, record: Record, index: int) -> Question:
+        return chosen(text_of(record, "question_stem"), *labelled(record))
+
+
+class BoolQ(Format):
+    """Yes or no to a question about a passage (Clark et al., 2019), with the columns of SuperGLUE."""
+
+    columns: ClassVar[tuple[str, ...]] = ("passage", "question", "label")
+
+    @override
+    def question(self, record: Record, index: int) -> Question:
+        prompt = f"{record['passage']}\nQuestion: {record['question']}?\nAnswer:"
+        return chosen(prompt, ["no", "yes"], int(record["label"]))
+
+
+class Lambada(Format):
+    """The last word of a passage (Paperno et al., 2016), for the kind `continuation`."""
+
+    columns: ClassVar[tuple[str, ...]] = ("text",)
+
+    @override
+    def question(self, record: Record, index: int) -> Question:
+        before, _, word = text_of(record, "text").rpartition(" ")
+        return chosen(before, [word], 0)
+
+
+def chosen(prompt: str, choices: Sequence[str], right: int, group: str = "", description: str = "") -> Question:
+    """Return a question whose choices continue its prompt. Raises ValueError unless `right` is the place of one of them."""
+    if not 0 <= right < len(choices):
+        raise ValueError(f"got choice {right} as the right one; expected 0 to {len(choices) - 1}")
+    return Question(
+        "",
+        prompt,
+        f" {choices[right]}",
+        choices=tuple(choices),
+        correct=(right,),
+        group=group,
+        description=description,
+    )
+
+
+def labelled(record: Record) -> tuple[list[str], int]:
+    """Return choices {"text": [..], "label": [..]} as texts, and the place of the one that answerKey labels."""
+    choices, key = record["choices"], text_of(record, "answerKey").lstrip()
+    if key not in choices["label"]:
+        raise ValueError(f"'answerKey' is '{key}'; expected one of {', '.join(choices['label'])}")
+    return list(choices["text"]), list(choices["label"]).index(key)
+
+
+def _cleaned(text: str) -> str:
+    """Return a text of WikiHow without marks of its layout."""
+    return _ARTIFACT.sub("", text.strip().replace(" [title]", ". ")).replace("  ", " ")

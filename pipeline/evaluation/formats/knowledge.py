@@ -1,0 +1,40 @@
+"""Exam questions by likelihood, with the prompts of lm-evaluation-harness's tasks of these names."""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+from typing_extensions import override
+
+from pipeline.data.records import text_of
+from pipeline.evaluation.base import Format, Question, Record
+from pipeline.evaluation.formats.commonsense import chosen, labelled
+
+LETTERS = "ABCD"
+
+
+class ARC(Format):
+    """Science exams of grade schools (Clark et al., 2018), the easy and the challenge set."""
+
+    columns: ClassVar[tuple[str, ...]] = ("question", "choices", "answerKey")
+
+    @override
+    def question(self, record: Record, index: int) -> Question:
+        return chosen(f"Question: {record['question']}\nAnswer:", *labelled(record))
+
+
+class MMLU(Format):
+    """Exams of 57 subjects (Hendrycks et al., 2021): the answer's letter. Worked examples are of the question's subject."""
+
+    columns: ClassVar[tuple[str, ...]] = ("question", "choices", "answer", "subject")
+    examples_by_group: ClassVar[bool] = True
+
+    @override
+    def question(self, record: Record, index: int) -> Question:
+        subject, choices = text_of(record, "subject"), record["choices"]
+        if len(choices) != len(LETTERS):
+            raise ValueError(f"has {len(choices)} choices; expected {len(LETTERS)}")
+        lines = "".join(f"{letter}. {choice}\n" for letter, choice in zip(LETTERS, choices, strict=True))
+        about = f"The following are multiple choice questions (with answers) about {subject.replace('_', ' ')}.\n\n"
+        prompt = f"{text_of(record, 'question').strip()}\n{lines}Answer:"
+        return chosen(prompt, LETTERS, int(record["answer"]), subject, about)
