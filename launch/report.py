@@ -1,8 +1,9 @@
 """Write a report of runs as an HTML page with `python launch/report.py run=RUN_DIR [run=RUN_DIR ...] [out=FILE]`.
 
-The page shows curves, phase times, a timeline, refits, lengths, samples and recipes; curves of several runs share a chart. It
-loads only plotly.min.js, which is written beside it. The command also prints first and last values and three samples of each
-run. It reads only files, so a run may be active, or an older version's.
+The page shows curves, evaluations, phase times, a timeline, refits, lengths, samples and recipes. Curves of several runs share
+a chart, and their evaluations are compared question by question. The page loads only plotly.min.js, which is written beside it.
+The command also prints first and last values and three samples of each run. It reads only files, so a run may be active, or
+an older version's.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from launch.pages import rollouts
 from launch.pages.chart import Chart, figures
 from launch.pages.curves import Curves, LabelledRun
 from launch.pages.document import Section, add_plotly, document
+from launch.pages.evaluations import evaluations
 from launch.pages.html import Html, tag
 from launch.pages.overview import moment, overview
 from launch.pages.recipe_section import recipes
@@ -105,6 +107,8 @@ def _sections(labelled: Sequence[LabelledRun], of: Sequence[RunState]) -> Iterat
     main = curves.take("(train|val)/")
     spread = [*rollouts.lengths(sampled, curves.marks), *rollouts.rewards(sampled, names, curves.marks)]
     yield Section("Curves", grid(main), "Lines: training; circles: validation; flags on the step axis: restarts.")
+    scored = evaluations([each.run for each in labelled], names, curves.marks)
+    yield Section("Evaluations", scored, "Bands and brackets: 95% intervals. Verdicts: paired over the questions.")
     for group in curves.groups():
         yield Section(group.capitalize(), grid(curves.take(rf"{group}/" if group != "other" else "")))
     yield Section("Time", grid([*phases, *speed]), "rest: time/step without its phases.")

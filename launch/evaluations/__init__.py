@@ -8,4 +8,6 @@ follower     evaluates the checkpoints of a live run as they are completed
 background   the follower as a process of its own
 records      which checkpoints of a run are evaluated, pending or being evaluated
 tables       scores for the terminal
+folder       the scores and answers of complete evaluations
+comparison   two evaluations of the same questions, with verdicts of paired tests
 """

@@ -111,7 +111,7 @@ def _samples(prompts: dict[str, int], run: int, kind: str, path: Path, records: 
     """Return one file for samples.js. room: characters for all its texts."""
     samples = []
     for record in pick_evenly(records, SAMPLES):
-        prompt, answer = _short(record["prompt"]), _answer(record)
+        prompt, answer = shortened(record["prompt"]), _answer(record)
         room -= _characters(answer) + (len(prompt) if prompt not in prompts else 0) + 100
         if room < 0 and samples:
             break
@@ -124,11 +124,11 @@ def _answer(record: dict[str, Any]) -> dict[str, Any]:
     """Return the completion, or the completion and observation of each turn. Many turns lose those in the middle."""
     turns = record.get("turns")
     if not turns:
-        return {"completion": _short(record["completion"])}
+        return {"completion": shortened(record["completion"])}
     shown = turns if len(turns) <= TURNS else [*turns[: TURNS // 2], None, *turns[-(TURNS // 2) :]]
     most = max(200, TEXT_CHARACTERS // len(shown))
     left_out = (f"… {len(turns) - len(shown) + 1} turns are left out here …", "")
-    return {"turns": [(_short(each["said"], most), _short(each["told"], most)) if each else left_out for each in shown]}
+    return {"turns": [(shortened(each["said"], most), shortened(each["told"], most)) if each else left_out for each in shown]}
 
 
 def _characters(answer: dict[str, Any]) -> int:
@@ -140,10 +140,10 @@ def _facts(record: dict[str, Any]) -> list[tuple[str, Any]]:
     facts: list[tuple[str, Any]] = [("finish", record["finish"]), ("tokens", _length(record))]
     if turns := record.get("turns"):
         facts.append(("turns", len(turns)))
-    facts += [(key, _short(str(record[key]), 200)) for key in ("dataset", "failure") if record.get(key)]
+    facts += [(key, shortened(str(record[key]), 200)) for key in ("dataset", "failure") if record.get(key)]
     facts += [(key, _digits(value)) for key, value in record.items() if key not in OWN and isinstance(value, int | float)]
     if isinstance(answer := (record.get("task") or {}).get("answer"), str | int | float):
-        facts.append(("answer", _short(str(answer), 200)))
+        facts.append(("answer", shortened(str(answer), 200)))
     if versions := sorted({version for version, _ in record.get("spans", ())}):
         facts.append(("weights of step", " to ".join(str(each) for each in dict.fromkeys((versions[0], versions[-1])))))
     return facts
@@ -153,7 +153,8 @@ def _digits(value: float) -> float | None:
     return float(f"{value:.6g}") if value == value and abs(value) != float("inf") else None
 
 
-def _short(text: str, most: int = TEXT_CHARACTERS) -> str:
+def shortened(text: str, most: int = TEXT_CHARACTERS) -> str:
+    """Return a text without its middle if it has more than `most` characters."""
     if len(text) <= most:
         return text
     head, tail = most * 2 // 3, most // 3

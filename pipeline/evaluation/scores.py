@@ -45,8 +45,7 @@ def summarize(recipe: Recipe, tasks: Mapping[str, tuple[Task, Sequence[Answer]]]
         kept = latest(answers)
         summaries[name] = _task(task, kept)
         warnings += [f"{name}: {warning}" for warning in _warnings(task, kept, summaries[name])]
-    checkpoint = recipe.evaluate.checkpoint
-    run = recipe.evaluate.run or (str(run_of(Path(checkpoint))) if checkpoint else None)
+    run = recipe.evaluate.run or (recipe.evaluate.run)
     return {
         "suite": recipe.name,
         "model": recipe.policy.model_name,
@@ -83,11 +82,6 @@ def show(scores: Mapping[str, Any]) -> None:
         write_events(folder, scores["step"], values)
     except OSError as error:
         logger.warning(f"TensorBoard lacks the scores of step {scores['step']}: {folder}: {error}")
-
-
-def run_of(checkpoint: Path) -> Path:
-    """Return the run folder of a checkpoint RUN_DIR/checkpoints/step_N."""
-    return checkpoint.parent.parent
 
 
 def latest(answers: Sequence[Answer]) -> list[Answer]:

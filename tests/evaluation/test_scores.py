@@ -4,45 +4,13 @@ import json
 import random
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 
-from pipeline.algorithms.evaluate import EvaluateConfig, TaskConfig, TaskDataConfig
+from pipeline.algorithms.evaluate import TaskDataConfig
 from pipeline.evaluation import scores
-from pipeline.evaluation.base import Answer
 from pipeline.evaluation.statistics import interval, macro_interval
-
-
-class Scored:
-    """A task whose metric is the score of each answer."""
-
-    name = "arithmetic"
-    warnings = ()
-
-    def __init__(self, **keys):
-        self.config = TaskConfig(**keys)
-
-    def metrics(self, answers):
-        values: dict[str, list[float]] = {}
-        for answer in answers:
-            if answer.score is not None:
-                values.setdefault(answer.question, []).append(answer.score)
-        return {"accuracy": values}
-
-
-def recipe(checkpoint=None, step=None):
-    section = EvaluateConfig(checkpoint=checkpoint, step=step)
-    return SimpleNamespace(name="math", policy=SimpleNamespace(model_name="models/tiny"), evaluate=section)
-
-
-def answers(questions=40, samples=2, group=""):
-    draw = random.Random(0)
-    return [
-        Answer(f"q{i}", sample, float(draw.random() < 0.7), {"unparsed": 0.0}, finish="stop", group=group and f"{group}{i % 3}")
-        for i in range(questions)
-        for sample in range(samples)
-    ]
+from tests.evaluation.made import Scored, answers, recipe
 
 
 def summary(kept, **keys):
@@ -100,9 +68,9 @@ def test_a_judged_answer_replaces_an_unjudged_one():
     assert summary([*unjudged, kept[0]]) == summary([kept[0], *unjudged]) == summary(kept) != summary(unjudged)
 
 
-def test_the_run_is_that_of_the_checkpoint(tmp_path):
-    found = scores.summarize(recipe(str(tmp_path / "run/checkpoints/step_5"), 5), {})
-    assert (found["run"], found["step"], found["suite"], found["model"]) == (str(tmp_path / "run"), 5, "math", "models/tiny")
+def test_the_run_and_its_step_are_named(tmp_path):
+    found = scores.summarize(recipe("runs/a", 5), {})
+    assert (found["run"], found["step"], found["suite"], found["model"]) == ("runs/a", 5, "math", "models/tiny")
     path = scores.write(tmp_path, summary([]))
     assert path == Path(tmp_path / "scores.json") and "has no answer" in json.loads(path.read_text())["warnings"][0]
 
@@ -111,9 +79,7 @@ def test_the_training_run_shows_scores_by_step_in_tensorboard(tmp_path):
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     for step in (10, 5):  # follow jobs may end in any order
-        found = scores.summarize(
-            recipe(str(tmp_path / f"checkpoints/step_{step}"), step), {"add": (Scored(num_samples=2), answers(step))}
-        )
+        found = scores.summarize(recipe(str(tmp_path), step), {"add": (Scored(num_samples=2), answers(step))})
         scores.show(found)
     shown = EventAccumulator(str(tmp_path / "tensorboard/evaluations/math"))
     shown.Reload()

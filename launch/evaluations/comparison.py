@@ -1,0 +1,69 @@
+"""Compare two evaluations question by question: verdicts of paired tests, and the questions whose score changed."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from launch.evaluations.folder import EvaluationFolder, values
+from pipeline.evaluation.base import Answer
+from pipeline.evaluation.statistics import Difference, difference
+
+
+@dataclass(frozen=True)
+class ChangedQuestion:
+    """A question with different scores in two evaluations."""
+
+    question: str
+    before: Sequence[Answer]
+    after: Sequence[Answer]
+    change: float  # of the mean over the samples
+
+
+@dataclass(frozen=True)
+class TaskComparison:
+    """A task in two evaluations."""
+
+    task: str
+    metric: str
+    difference: Difference  # of the second evaluation above the first
+    changed: Sequence[ChangedQuestion]  # the largest changes first
+    unpaired: int  # questions that only one evaluation has
+
+    @property
+    def summary(self) -> str:
+        """The verdict in a line."""
+        found = self.difference
+        if not found.questions:
+            return "no question in common"
+        moved = f"{found.gained} questions better, {found.lost} worse, of {found.questions}"
+        ends = f"{found.value:+.4f} [{found.low:+.4f}, {found.high:+.4f}], p = {found.p_value:.2g}"
+        return f"{found.verdict}: {ends}; {moved}"
+
+
+def compare(before: EvaluationFolder, after: EvaluationFolder) -> list[TaskComparison]:
+    """Return a comparison of each task that both evaluations have, in the first one's order."""
+    return [compare_task(before, after, task) for task in before.tasks if task in after.tasks]
+
+
+def compare_task(before: EvaluationFolder, after: EvaluationFolder, task: str, metric: str | None = None) -> TaskComparison:
+    """Return a comparison of one task. metric: of the answers; None: the task's own, or else the score."""
+    metric = metric or str(before.tasks[task]["metric"])
+    answers = before.answers(task), after.answers(task)
+    first, second = (values(each, metric) for each in answers)
+    changes = {question: _mean(second[question]) - _mean(first[question]) for question in first.keys() & second.keys()}
+    moved = sorted((question for question, change in changes.items() if change), key=lambda each: (-abs(changes[each]), each))
+    by_question = [_by_question(each) for each in answers]
+    changed = [ChangedQuestion(each, by_question[0][each], by_question[1][each], changes[each]) for each in moved]
+    return TaskComparison(task, metric, difference(first, second), changed, len(first.keys() ^ second.keys()))
+
+
+def _by_question(answers: Sequence[Answer]) -> dict[str, list[Answer]]:
+    found: dict[str, list[Answer]] = {}
+    for answer in answers:
+        found.setdefault(answer.question, []).append(answer)
+    return found
+
+
+def _mean(scores: Sequence[float]) -> float:
+    return sum(scores) / len(scores)
