@@ -6,16 +6,15 @@ RUN_DIR/                                   the run itself, if it is an evaluatio
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from launch.evaluations import sources, tables
 from pipeline.config import Problem, RecipeError
 from pipeline.evaluation.answers import FOLDER, read_answers
 from pipeline.evaluation.base import Answer
-from pipeline.evaluation.scores import FILE
 
 
 @dataclass(frozen=True)
@@ -61,16 +60,11 @@ def values(answers: list[Answer], metric: str | None = None) -> dict[str, list[f
 
 def read(folder: Path) -> EvaluationFolder | None:
     """Return the evaluation in a folder; None without scores.json. Raises RecipeError if that is malformed."""
-    path = folder / FILE
-    if not path.exists():
+    scores = tables.read(folder)
+    if scores is None:
         return None
-    try:
-        scores = json.loads(path.read_text(encoding="utf-8"))
-        missing = [key for key in ("suite", "model", "step", "tasks", "warnings") if key not in scores]
-    except (OSError, ValueError) as error:
-        raise RecipeError(Problem("evaluation", "unreadable", f"{path}: {error}")) from error
-    if missing:
-        raise RecipeError(Problem("evaluation", "bad-format", f"{path} has no {missing[0]}"))
+    if missing := [key for key in ("suite", "model", "step", "tasks", "warnings") if key not in scores]:
+        raise RecipeError(Problem("run_dir", "bad-format", f"{folder / tables.SCORES} has no {missing[0]}"))
     return EvaluationFolder(folder, scores)
 
 
@@ -83,7 +77,7 @@ def of_run(run_dir: Path) -> list[EvaluationFolder]:
 
 def _folders(run_dir: Path) -> Iterator[Path]:
     for depth in ("*", "*/*"):
-        yield from (path.parent for path in sorted((run_dir / "evaluations").glob(f"{depth}/{FILE}")))
+        yield from (path.parent for path in sorted((run_dir / sources.FOLDER).glob(f"{depth}/{tables.SCORES}")))
 
 
 def by_suite(evaluations: list[EvaluationFolder]) -> dict[str, list[EvaluationFolder]]:

@@ -37,7 +37,7 @@ def test_evaluations_are_found_by_suite_and_step(run, tmp_path):
     assert folder.of_run(tmp_path / "nothing") == []
 
 
-@pytest.mark.parametrize(("text", "said"), [("{", "Expecting property name"), ('{"suite": "a"}', "has no model")])
+@pytest.mark.parametrize(("text", "said"), [("{", "is not JSON"), ('{"suite": "a"}', "has no model")])
 def test_malformed_scores_are_named(run, text, said):
     (run / "evaluations/math/step_000000/scores.json").write_text(text)
     with pytest.raises(RecipeError, match=said):
