@@ -27,18 +27,27 @@ KINDS = {
 """How questions are asked and scored: name -> class, a `pipeline.evaluation.task.Task`."""
 
 FORMATS = {
-    "humaneval": "pipeline.evaluation.formats.code.HumanEval",
-    "livecodebench": "pipeline.evaluation.formats.code.LiveCodeBench",
-    "mbpp": "pipeline.evaluation.formats.code.MBPP",
-    "records": "pipeline.evaluation.formats.records.Records",
+    "aime24": "pipeline.evaluation.formats.math.AIME24",
+    "aime25": "pipeline.evaluation.formats.math.AIME25",
     "arc": "pipeline.evaluation.formats.knowledge.ARC",
+    "arc_generative": "pipeline.evaluation.formats.science.GenerativeARC",
     "boolq": "pipeline.evaluation.formats.commonsense.BoolQ",
     "documents": "pipeline.evaluation.formats.documents.Documents",
+    "gpqa": "pipeline.evaluation.formats.science.GPQA",
+    "gsm8k": "pipeline.evaluation.formats.math.GSM8K",
     "hellaswag": "pipeline.evaluation.formats.commonsense.HellaSwag",
+    "humaneval": "pipeline.evaluation.formats.code.HumanEval",
     "lambada": "pipeline.evaluation.formats.commonsense.Lambada",
+    "livecodebench": "pipeline.evaluation.formats.code.LiveCodeBench",
+    "math500": "pipeline.evaluation.formats.math.MATH500",
+    "mbpp": "pipeline.evaluation.formats.code.MBPP",
+    "minerva_math": "pipeline.evaluation.formats.math.MinervaMATH",
     "mmlu": "pipeline.evaluation.formats.knowledge.MMLU",
+    "mmlu_generative": "pipeline.evaluation.formats.science.GenerativeMMLU",
+    "mmlu_pro": "pipeline.evaluation.formats.science.MMLUPro",
     "openbookqa": "pipeline.evaluation.formats.commonsense.OpenBookQA",
     "piqa": "pipeline.evaluation.formats.commonsense.PIQA",
+    "records": "pipeline.evaluation.formats.records.Records",
     "winogrande": "pipeline.evaluation.formats.commonsense.WinoGrande",
 }
 """How records become questions: name -> class, a `pipeline.evaluation.base.Format`."""

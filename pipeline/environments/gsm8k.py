@@ -1,0 +1,46 @@
+r"""Judge answers to GSM8K by the rules of lm-evaluation-harness's task gsm8k: a number after `#### `, or the last number.
+
+Leaves out: equal numbers in different digits, such as 18 and 18.00, which `math` finds equal.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import TYPE_CHECKING
+
+from typing_extensions import override
+
+from pipeline.environments.base import BuiltinEnvironment, Outcome
+
+if TYPE_CHECKING:
+    from pipeline.types import Prompt
+
+STRICT = re.compile(r"#### (\-?[0-9\.\,]+)")
+FLEXIBLE = re.compile(r"(?:-?[$0-9.,]{2,})|(?:-?[0-9]+)")
+IGNORED = tuple(map(re.compile, (",", r"\$", r"(?s).*#### ", r"\.$")))
+"""Removed in this order before numbers are compared."""
+
+
+class GSM8KAnswer(BuiltinEnvironment):
+    """Reward 1 if the last number of the text is `prompt.task["answer"]`, else 0.
+
+    Metrics: `accuracy`, the reward, which is also `flexible_extract`; `strict_match`, 1 if the first number after `#### ` is
+    the expected one; `unparsed`, 1 if there is no number.
+    """
+
+    @override
+    def step(self, prompt: Prompt, text: str) -> Outcome:
+        expected = normalize(prompt.task["answer"])
+        strict, numbers = STRICT.search(text), FLEXIBLE.findall(text)
+        found = normalize(numbers[-1]) if numbers else ""
+        right = float(bool(numbers) and found == expected)
+        matched = float(strict is not None and normalize(strict[1]) == expected)
+        metrics = {"accuracy": right, "flexible_extract": right, "strict_match": matched, "unparsed": float(not numbers)}
+        return Outcome(right, metrics, extracted=found)
+
+
+def normalize(number: str) -> str:
+    """Return a number in the form that is compared."""
+    for ignored in IGNORED:
+        number = ignored.sub("", number)
+    return number.strip().lower()

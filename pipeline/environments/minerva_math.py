@@ -1,0 +1,97 @@
+r"""Judge answers to Minerva's prompt: math-verify's verdict, and Minerva's comparison of normalized texts beside it.
+
+Minerva (arXiv:2206.14858, appendix D.1) takes the answer from "Final Answer: The final answer is X. I hope it is correct.", as
+its worked examples end, and normalizes it. Unit words go where they are words, so \left keeps its "ft".
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from typing_extensions import override
+
+from pipeline.environments.base import NoArguments, Outcome
+from pipeline.environments.dapo_math import REMOVED, REPLACED, UNWRAPPED, WORDS
+from pipeline.environments.math import Math, MathArguments
+
+if TYPE_CHECKING:
+    from pipeline.environments.base import Environment, EnvironmentContext
+    from pipeline.types import Prompt
+
+END = "I hope it is correct."
+FINAL_ANSWER = re.compile(rf"Final Answer: The final answer is(.*?). {END}")
+UNITS = tuple(word for word in (*WORDS.split(), "ft") if word.isalpha())
+MARKS = tuple(mark for mark in REMOVED if mark not in UNITS)
+COMMAND = re.compile(r"(\\[a-zA-Z]+)")
+INDEXED_ROOT = re.compile(r"(sqrt)(\[[^\]]*\])(\w)")
+THOUSANDS = re.compile(r"-?\d{1,3}(,\d{3})+")
+
+
+class MinervaMath(Math):
+    """Reward 1 if math-verify finds the text's answer equal to `prompt.task["answer"]`, else 0.
+
+    Metrics: those of `math`; `exact_match`, 1 if the final answer, normalized, is the expected one: as text, or by math-verify;
+    `no_final_answer`, 1 if the text lacks Minerva's words.
+    """
+
+    Arguments = NoArguments
+
+    @classmethod
+    @override
+    def build(cls, arguments: NoArguments, context: EnvironmentContext) -> Environment:
+        return cls(arguments, context)
+
+    def __init__(self, arguments: NoArguments, context: EnvironmentContext) -> None:
+        super().__init__(MathArguments(), replace(context, timeout_s=context.timeout_s / 2))  # a step may ask math-verify twice
+
+    @override
+    def step(self, prompt: Prompt, text: str) -> Outcome:
+        outcome = super().step(prompt, text)
+        found, expected = final_answer(text), normalize(prompt.task["answer"])
+        same = found is not None and bool(found) and found == expected
+        if found and not same:
+            task = {**prompt.task, "answer": expected}
+            same = bool(super().step(replace(prompt, task=task), f"\\boxed{{{found}}}").reward)
+        metrics = {**outcome.metrics, "exact_match": float(same), "no_final_answer": float(found is None)}
+        return replace(outcome, metrics=metrics, extracted=found or outcome.extracted)
+
+
+def final_answer(text: str) -> str | None:
+    """Return the normalized answer after Minerva's words; None without them."""
+    found = FINAL_ANSWER.search(text + END)  # END may have been a stop string
+    return normalize(found[1].strip()) if found else None
+
+
+def normalize(answer: str) -> str:
+    """Return an answer in the form that is compared."""
+    answer = answer.split("=")[-1]
+    for unit in UNITS:
+        answer = re.sub(rf"(?<!\\)\b{re.escape(unit)}\b", "", answer)
+    for old, new in REPLACED:
+        answer = answer.replace(old, new)
+    for unit in UNITS:  # without the spaces, units may be joined to what they follow
+        parts = COMMAND.split(answer)
+        answer = "".join(part if place % 2 else part.replace(unit, "") for place, part in enumerate(parts))
+    for mark in MARKS:
+        answer = answer.replace(mark, "")
+    for pattern, new in UNWRAPPED[:-1]:
+        answer = pattern.sub(new, answer)
+    answer = INDEXED_ROOT.sub(r"\1\2{\3}", answer)
+    answer = re.sub(r"(sqrt)(?!\[)([^{])", r"sqrt{\2}", answer).replace("$", "")
+    return answer.replace(",", "") if THOUSANDS.fullmatch(answer) else answer
+
+
+def last_box(text: str) -> str | None:
+    r"""Return the content of the last complete \boxed{...} or \fbox{...}, or of `\boxed X`; None without one."""
+    begins = list(re.finditer(r"\\(?:boxed|fbox)\s*(\{|(?= ))", text))
+    for found in reversed(begins):
+        if not found[1]:
+            return text[found.end() :].split("$")[0].strip()
+        depth = 1
+        for place in range(found.end(), len(text)):
+            depth += {"{": 1, "}": -1}.get(text[place], 0)
+            if not depth:
+                return text[found.end() : place]
+    return None

@@ -1,0 +1,167 @@
+"""Questions with lettered choices, answered in words: GPQA, MMLU, MMLU-Pro and ARC. `knowledge.py` has those by likelihood.
+
+Each class names the repository whose columns it reads. The environment `multiple_choice` scores the answers.
+"""
+
+from __future__ import annotations
+
+import random
+import re
+import string
+from abc import abstractmethod
+from dataclasses import dataclass
+from typing import Annotated
+
+from pydantic import Field
+from typing_extensions import override
+
+from pipeline.data.records import text_of
+from pipeline.evaluation.base import Format, Question, Record
+from pipeline.values import NotNegative, Text
+
+STEP_BY_STEP = (
+    "Answer the following multiple choice question. The last line of your response should be of the following format:"
+    " 'Answer: $LETTER' (without quotes) where LETTER is one of {letters}. Think step by step before answering."
+    "\n\n{question}\n\n{choices}"
+)
+
+
+@dataclass
+class ChoicesArguments:
+    """Arguments of formats of lettered choices."""
+
+    prompt_text: Annotated[
+        Text, Field(description="Text around a question: {question}, {choices}, {letters}, such as ABCD, and {subject}.")
+    ] = STEP_BY_STEP
+    choice_text: Annotated[Text, Field(description="Line of a choice: {letter} and {choice}.")] = "{letter}) {choice}"
+    description: Annotated[Text, Field(description="Text before the worked examples; {subject} is replaced.")] = ""
+    shuffle_seed: Annotated[NotNegative, Field(description="GPQA: seed of the order of the choices.")] = 42
+
+
+@dataclass(frozen=True)
+class _Choices:
+    """A record of any of these repositories."""
+
+    question: str
+    choices: tuple[str, ...]
+    right: int  # index of the right choice
+    id: str = ""
+    subject: str = ""
+    solution: str = ""  # a worked example's, with its reasons; "": the letter alone
+
+
+class _Lettered(Format):
+    """Renders the choices that a subclass reads."""
+
+    Arguments = ChoicesArguments
+
+    @abstractmethod
+    def read(self, record: Record, index: int) -> _Choices:
+        """Return a record's question and choices. Raises ValueError for a record without them."""
+
+    @override
+    def question(self, record: Record, index: int) -> Question:
+        read = self.read(record, index)
+        if not 0 <= read.right < len(read.choices):
+            raise ValueError(f"its answer is choice {read.right + 1} of {len(read.choices)}")
+        letters = string.ascii_uppercase[: len(read.choices)]
+        lines = [
+            _filled(self.arguments.choice_text, letter=letter, choice=choice)
+            for letter, choice in zip(letters, read.choices, strict=True)
+        ]
+        asked = _filled(
+            self.arguments.prompt_text,
+            question=read.question,
+            choices="\n".join(lines),
+            letters=letters,
+            subject=read.subject.replace("_", " "),
+        )
+        return Question(
+            id=read.id,
+            prompt=asked,
+            target=f" {read.solution or letters[read.right]}",
+            task={"answer": letters[read.right]},
+            group=read.subject,
+            description=_filled(self.arguments.description, subject=read.subject.replace("_", " ")),
+        )
+
+
+def _filled(text: str, **values: str) -> str:
+    """Return a text with {name} replaced by its value; other braces stay."""
+    return re.sub("|".join(rf"\{{{name}\}}" for name in values), lambda found: values[found[0][1:-1]], text)
+
+
+class GPQA(_Lettered):
+    """Idavidrein/gpqa. The order of the choices is drawn for each question from its text and shuffle_seed."""
+
+    columns = ("Question", "Correct Answer", "Incorrect Answer 1", "Incorrect Answer 2", "Incorrect Answer 3")
+
+    @override
+    def read(self, record: Record, index: int) -> _Choices:
+        question, *choices = (_cleaned(text_of(record, column)) for column in self.columns)
+        order = list(range(len(choices)))
+        random.Random(f"{self.arguments.shuffle_seed} {question}").shuffle(order)
+        return _Choices(
+            question,
+            tuple(choices[place] for place in order),
+            order.index(0),
+            str(record.get("Record ID") or ""),
+            str(record.get("High-level domain") or ""),
+        )
+
+
+def _cleaned(text: str) -> str:
+    """Return a text of GPQA without the marks of its forms."""
+    return text.strip().replace(" [title]", ". ").replace("  ", " ")
+
+
+class GenerativeMMLU(_Lettered):
+    """cais/mmlu, grouped by subject. Worked examples are of the question's subject."""
+
+    columns = ("question", "choices", "answer")
+    examples_by_group = True
+
+    @override
+    def read(self, record: Record, index: int) -> _Choices:
+        choices = tuple(str(choice) for choice in record["choices"])
+        return _Choices(
+            text_of(record, "question").strip(), choices, int(record["answer"]), subject=_optional(record, "subject")
+        )
+
+
+class MMLUPro(_Lettered):
+    """TIGER-Lab/MMLU-Pro, up to ten choices, grouped by category. Worked examples have the reasons of `cot_content`."""
+
+    columns = ("question", "options", "answer_index", "category")
+    examples_by_group = True
+
+    @override
+    def read(self, record: Record, index: int) -> _Choices:
+        choices = tuple(str(choice).strip() for choice in record["options"])
+        solution = _optional(record, "cot_content").removeprefix("A: Let's think step by step.").strip()
+        return _Choices(
+            text_of(record, "question"),
+            choices,
+            int(record["answer_index"]),
+            _optional(record, "question_id"),
+            text_of(record, "category"),
+            solution,
+        )
+
+
+class GenerativeARC(_Lettered):
+    """allenai/ai2_arc: three to five choices, labelled by letters or by numbers."""
+
+    columns = ("question", "choices", "answerKey")
+
+    @override
+    def read(self, record: Record, index: int) -> _Choices:
+        labels, choices = (list(record["choices"][key]) for key in ("label", "text"))
+        key = text_of(record, "answerKey")
+        if key not in labels:
+            raise ValueError(f"'answerKey' is {key}; expected one of its labels {', '.join(labels)}")
+        return _Choices(text_of(record, "question").strip(), tuple(choices), labels.index(key), _optional(record, "id"))
+
+
+def _optional(record: Record, key: str) -> str:
+    return str(record[key]) if record.get(key) is not None else ""
