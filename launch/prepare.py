@@ -11,6 +11,7 @@ from pathlib import Path
 
 from launch import backend, cuda_variables, needed_recipe, placement, recipes, run_setup, slurm_client
 from launch.components import components
+from launch.evaluations import background, sources, suites
 from launch.executors import allocation, local, selection
 from launch.model_files import ModelNotFound, PendingModel
 from launch.model_shape import UnknownShape
@@ -96,6 +97,8 @@ def examine_loaded(ordered: list[Loaded], dry: bool, plan_from: Path | None = No
         recipe = one.recipe if one else loaded.recipe
         needed = "" if loaded is ordered[-1] else f"{folder_name(recipe)}, which is needed first"
         keys = {override.partition("=")[0] for override in loaded.inherited}
+        of_evaluation = _examine_evaluation(recipe, pending, dry) if not own else []
+        site += [each for each in of_evaluation if (each.key, each.code) not in {(one.key, one.code) for one in site}]
         inherited |= {problem.within(needed): problem for problem in (*own, *site) if problem.key in keys}
         problems += [problem.within(needed) for problem in own]
         site_problems += [problem.within(needed) for problem in site]
@@ -135,6 +138,23 @@ def _examine(
         site += config.independent(site_problems_of(recipe, executor, pending, dry, notes), loaded.faulty)
         site += folder_problems(recipe) if not own and not site else []
     return prepared, own, site
+
+
+def _examine_evaluation(recipe: Recipe, pending: list[PendingModel], dry: bool) -> list[Problem]:
+    """Return the problems of the jobs that evaluate a run's checkpoints: the section `evaluation`."""
+    suite = recipe.evaluation.suite
+    if suite is None or not config.trains(recipe):
+        return []
+    found: list[Problem] = []
+    with collected(found):
+        source = sources.of_future(recipe, suites.find(suite)[0])
+        loaded = suites.inspect(suite, source, (), background.keys_of(recipe.evaluation))
+        _, own, site = _examine(placement.place_on_gpus(loaded), pending, dry, None)
+        found += [*own, *site]
+    named = (replace(each, key="evaluation.suite") if each.key == "suite" else each for each in found)
+    return [
+        each if each.key == "evaluation.suite" or each.origin == "evaluation" else each.within("evaluation") for each in named
+    ]
 
 
 def _plan(

@@ -5,10 +5,13 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
+from pathlib import Path
 from typing import Any
 
 from launch import startup_stages
 from launch.attempts import AttemptFolder
+from launch.evaluations import records, tables
 from launch.failure_logs import container_failure, failed_log_lines
 from launch.follow import FAULT_METRICS, first_failure
 from launch.run_folder import MetricColumns, RunFolder, last_active, phases
@@ -72,6 +75,7 @@ def whole(run: RunFolder, state: RunState) -> dict[str, Any]:
         "idle": _idle_means(metrics),
         "tokens_per_s": metrics.last("throughput/tokens_per_s"),
         "checkpoint": _checkpoint(run),
+        "evaluations": _evaluations(run),
         "attempts": [_attempt(attempt) for attempt in run.attempts],
         "failure": _why(run, state),
         "logs": str(run.attempts[-1].folder if run.attempts else run.folder / "submitit"),
@@ -145,6 +149,15 @@ def _checkpoint(run: RunFolder) -> dict[str, Any]:
         written = (latest.folder / "complete.json").stat().st_mtime
         summary |= {"step": latest.step, "written": written, "bytes": sum(sizes), "folder": str(latest.folder)}
     return summary
+
+
+def _evaluations(run: RunFolder) -> list[dict[str, Any]]:
+    """Return what is known of the run's evaluations, by suite; none without an evaluation."""
+    found = [asdict(each) for each in records.of_run(run.folder)]
+    for each in found:
+        each["scores"] = {step: tables.main_scores(scores) for step, scores in each["scores"].items()}
+        each["asked"] = each["suite"] == Path(run.value("evaluation.suite", "")).stem
+    return found
 
 
 def _attempt(attempt: AttemptFolder) -> dict[str, Any]:

@@ -217,6 +217,8 @@ def whole(run: dict[str, Any]) -> Iterator[Row]:
     if run["idle"]:
         yield _row_of("idle", ", ".join(f"{realm} {share:.0%}" for realm, share in run["idle"].items()))
     yield _row_of("checkpoint", *_checkpoint(run["checkpoint"]))
+    for each in run["evaluations"]:
+        yield _row_of("evaluation", *_evaluation(each, run))
     if len(run["attempts"]) > 1 or any(each["bad_nodes"] for each in run["attempts"]):
         yield from _starts(run["attempts"])
     for i, each in enumerate(run["failure"]):
@@ -249,6 +251,26 @@ def _checkpoint(run: dict[str, Any]) -> Iterator[str]:
         yield f"being written, or interrupted: {', '.join(run['partial'])}"
     if run["incomplete"]:
         yield f"not complete: {', '.join(run['incomplete'])}"
+
+
+def _evaluation(suite: dict[str, Any], run: dict[str, Any]) -> Iterator[str]:
+    scores = suite["scores"]
+    latest = ""
+    if scores:
+        parts = (f"{task} {found['value']:.3f} ({_ends(found)})" for task, found in scores[max(scores)].items())
+        latest = f": step {max(scores)}: {', '.join(parts)}"
+    yield f"{suite['suite']}{latest}"
+    for label, steps in (("evaluated", list(scores)), ("begun", suite["begun"]), ("pending", suite["pending"])):
+        if steps:
+            yield f"{label}: {', '.join(map(str, sorted(steps)))}"
+    for step, why in suite["failed"].items():
+        yield f"step {step} failed: {why}"
+    if suite["asked"] and not suite["followed"] and (suite["pending"] or run["state"] in ("running", "waiting")):
+        yield f"no process evaluates new checkpoints. Start it: python launch/evaluate.py run={run['folder']} step=follow"
+
+
+def _ends(found: dict[str, Any]) -> str:
+    return " to ".join("?" if found[end] is None else f"{found[end]:.3f}" for end in ("low", "high"))
 
 
 def _starts(attempts: list[dict[str, Any]]) -> Iterator[Row]:

@@ -24,6 +24,7 @@ if __name__ == "__main__":
 from launch import command_line, console, recipes, run_setup, slurm_client, task, troubleshooting
 from launch.command_line import Key
 from launch.components import components
+from launch.evaluations import background, suites
 from launch.executors import allocation, local, slurm
 from launch.executors.base import RunJob
 from launch.executors.record import JobRecord, read_record, write_record
@@ -263,7 +264,16 @@ def start(prepared: Prepared, after: tuple[str, ...] = (), behind: tuple[str, ..
         console.print_field("backend", str(choice), f"{recipe.name}: {choice}")
     if choice and choice.warning:
         print(f"warning: {choice.warning}", file=sys.stderr)
+    if recipe.evaluation.suite is not None:
+        _start_evaluations(recipe, run_dir)
     return job
+
+
+def _start_evaluations(recipe: Recipe, run_dir: Path) -> None:
+    """Start the process that evaluates the run's checkpoints, unless one does so."""
+    assert recipe.evaluation.suite is not None, "the caller has seen it"
+    line = background.start(background.FollowRequest(run_dir, None), suites.find(recipe.evaluation.suite)[0])
+    console.print_field("evaluation", line, f"{recipe.name}: {line}")
 
 
 def _not_submitted(error: slurm_client.SlurmError) -> Problem:

@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import time
 from pathlib import Path
+from typing import Any
 
 from launch import folder_lock, follow, run_setup
 from launch.evaluations import background, kept, sources, submission, suites, tables
 from launch.evaluations.background import FollowRequest
 from launch.evaluations.submission import Evaluation
 from launch.executors.base import RunJob
+from launch.executors.record import read_record
 from launch.run_folder import RunFolder
 from launch.run_state import state
 from launch.terminal import plain
@@ -21,9 +23,9 @@ from pipeline import checkpoint
 from pipeline.checkpoint import Checkpoint
 from pipeline.config import Problem, Recipe, RecipeError
 
-POLL_S = 3.0
-ENDED_S = 10.0
-"""How long the run must have ended: a resubmission looks so for a moment."""
+POLL_S = 2.0
+STATE_S = 10.0
+"""Seconds between two queries of the run's job. It must have ended in two of them: a resubmission looks so for a moment."""
 RETRY_S = 30.0
 """Pause after a submission that failed."""
 TRIES = 2
@@ -48,7 +50,7 @@ class Follower:
         self.failed: dict[int, str] = {}
         self.running: tuple[Evaluation, RunJob] | None = None
         self.retry_at = 0.0
-        self.ended_at: float | None = None
+        self.asked_at, self.ended = 0.0, 0  # last query of the run's job; queries in a row that found its end
 
     def follow(self) -> int:
         """Evaluate until the run has ended and nothing is left; return 1 if an evaluation was given up, else 0.
@@ -91,12 +93,11 @@ class Follower:
         return bool(self.running or self.due) or not has_ended
 
     def _has_ended(self) -> bool:
-        """Return whether the run has ended, and stayed so for ENDED_S."""
-        if state(RunFolder.at(self.run_dir)).name not in ENDED:
-            self.ended_at = None
-            return False
-        self.ended_at = self.ended_at or time.monotonic()
-        return time.monotonic() - self.ended_at >= ENDED_S
+        """Return whether the run has ended, as two queries in a row found."""
+        if time.monotonic() - self.asked_at >= STATE_S:
+            self.asked_at = time.monotonic()
+            self.ended = self.ended + 1 if state(RunFolder.at(self.run_dir)).name in ENDED else 0
+        return self.ended > 1
 
     # ---- checkpoints ----------------------------------------------------------------------------------------------------
 
@@ -133,7 +134,7 @@ class Follower:
     def _start(self, recipe: Recipe, found: Checkpoint) -> None:
         source = sources.of_checkpoint(self.run_dir, recipe, found, self.name)
         try:
-            evaluation = submission.read(self.suite, source, self.request.overrides, self.request.more)
+            evaluation = submission.read(self.suite, source, self.request.overrides, self._more())
             job = run_setup.live_job(evaluation.run_dir) or submission.start(evaluation)
         except RecipeError as error:
             self.retry_at = time.monotonic() + RETRY_S
@@ -144,8 +145,15 @@ class Follower:
         self._say(f"step {found.step}: {job.name()}")
         self.running = evaluation, job
 
+    def _more(self) -> dict[str, Any]:
+        """Return the request's keys; for a run in an allocation, whose GPUs it uses itself, with Slurm as executor."""
+        record, cluster = read_record(self.run_dir), self.request.more.get("cluster", {})
+        if record is None or record.executor != "allocation":
+            return self.request.more
+        return {**self.request.more, "cluster": {"executor": "slurm", **cluster}}
+
     def _poll(self, evaluation: Evaluation, job: RunJob) -> None:
-        status, step = job.status(now=True), evaluation.recipe.evaluate.step
+        status, step = job.status(now=run_setup.ended_well(evaluation.run_dir)), evaluation.recipe.evaluate.step
         if not status.ended:
             return
         assert step is not None, "a checkpoint has a step"

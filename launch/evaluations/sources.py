@@ -92,15 +92,21 @@ def available(run_dir: Path, suite: str) -> dict[int, Checkpoint]:
 def of_checkpoint(run_dir: Path, recipe: Recipe, found: Checkpoint, suite: str) -> Source:
     """Return a run's checkpoint as a source. recipe: the run's."""
     folder = evaluation_folder(run_dir, suite, found.step)
-    values = {
-        "policy": _policy(recipe),
-        "cluster": _cluster(recipe),
-        "evaluate": {"run": str(run_dir), "checkpoint": str(kept.place(folder)), "step": found.step},
-    }
-    if recipe.module_folders:
-        values["module_folders"] = recipe.module_folders
+    own = {"checkpoint": str(kept.place(folder)), "step": found.step}
     name = f"step {found.step} of {run_dir}"
-    return Source(values, str(run_dir / "recipe.yaml"), folder, name, found.folder)
+    return Source(_values(run_dir, recipe, own), str(run_dir / "recipe.yaml"), folder, name, found.folder)
+
+
+def of_future(recipe: Recipe, suite: str) -> Source:
+    """Return the checkpoints that a run is still to make as a source, for checks before the run is submitted."""
+    run_dir = Path(recipe.run_dir).absolute()
+    folder = evaluation_folder(run_dir, suite, 0)
+    return Source(_values(run_dir, recipe, {}), "the recipe", folder, f"checkpoints of {run_dir}")
+
+
+def _values(run_dir: Path, recipe: Recipe, own: dict[str, Any]) -> dict[str, Any]:
+    values = {"policy": _policy(recipe), "cluster": _cluster(recipe), "evaluate": {"run": str(run_dir), **own}}
+    return values | ({"module_folders": recipe.module_folders} if recipe.module_folders else {})
 
 
 def _policy(recipe: Recipe) -> dict[str, Any]:
