@@ -19,6 +19,7 @@ from launch.plan.estimate import Plan, plan
 from launch.preflight import (
     architecture,
     evaluation_checkpoint,
+    evaluation_data,
     input_files,
     libraries,
     sandbox_support,
@@ -207,6 +208,7 @@ def site_problems_of(
     code = user_imports.probe(recipe)
     yield from input_files.problems(recipe, pending, notes, user_imports.required_fields(recipe, code))
     unreachable = slurm_client.unreachable(0 if dry else RESTART_S) if chosen.name == "slurm" else None
+    yield from evaluation_data.problems(recipe)
     yield from storage.problems(recipe, pending, notes, on_nodes=chosen.name != "local" and not unreachable)
     notes += libraries.unchecked(recipe)
     notes += placement.notes(recipe)

@@ -5,6 +5,7 @@ imports torch.
 
     input_files, data_records    the tokenizer, and the records of data files
     architecture                 each model's config.json against the parallel layout
+    evaluation_data              the data of an evaluation's tasks
     evaluation_checkpoint        the checkpoint of an evaluation is complete, and of the model that the recipe names
     libraries, signatures        options that are handed on to vLLM, Megatron-Core, torch and transformers
     storage                      writable folders; calls the next three

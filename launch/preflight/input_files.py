@@ -204,7 +204,7 @@ def _check_dataset(
                 what = f"got {getattr(dataset, name)}, which needs a chat template, but data.apply_chat_template is false"
                 yield Problem(f"{key}.{name}", "contradiction", what)
     if dataset.data_path is None:
-        yield from _check_name(key, dataset.dataset_name)
+        yield from check_name(key, dataset.dataset_name)
         return
     if dataset.dataset_name is not None:
         yield Problem(key, "contradiction", "got both dataset_name and data_path; expected one of them")
@@ -236,9 +236,9 @@ def _check_records(
     unread: list[Problem] = []
     bad: dict[str, list[int]] = {}  # fault -> line numbers
     with collected(unread):
-        for number, line in _lines(path, Path(data_path)):
+        for number, line in lines_of(path, Path(data_path)):
             try:
-                found.append((number, _record(line)))
+                found.append((number, parse_record(line)))
             except ValueError as error:
                 bad.setdefault(str(error), []).append(number)
     yield from unread
@@ -275,7 +275,7 @@ def _check_records(
         unusable = _droppable(recipe, unusable, len(found))
     bad = unusable | bad
     for what, numbers in list(bad.items())[:SHOWN_FAULTS]:
-        yield Problem(path, "bad-record", f"{dataset.data_path}:{numbers[0]}: {what}{_also(numbers)}")
+        yield Problem(path, "bad-record", f"{dataset.data_path}:{numbers[0]}: {what}{also(numbers)}")
     if rest := sum(map(len, list(bad.values())[SHOWN_FAULTS:])):
         yield Problem(path, "bad-record", f"{dataset.data_path}: {rest} more lines have other faults")
     return inputs, answers
@@ -290,7 +290,8 @@ def _droppable(recipe: Recipe, unusable: dict[str, list[int]], count: int) -> di
     return {f"{what}{advice}": numbers for what, numbers in unusable.items()}
 
 
-def _also(numbers: list[int]) -> str:
+def also(numbers: Sequence[int]) -> str:
+    """Return the end of a message about a fault of several lines."""
     if not (others := numbers[1:]):
         return ""
     shown = ", ".join(map(str, others[:SHOWN_LINES])) + (" ..." if len(others) > SHOWN_LINES else "")
@@ -318,7 +319,8 @@ def _unreadable(key: str, path: str | Path, error: Exception) -> Problem:
     return Problem(key, code, f"{path}: {error.strerror if isinstance(error, OSError) else error}")
 
 
-def _check_name(key: str, name: str | None) -> Iterator[Problem]:
+def check_name(key: str, name: str | None) -> Iterator[Problem]:
+    """Yield the problem of a data set's name that is neither ours, nor a folder, nor in the local caches."""
     if name is None:
         yield Problem(
             key, "missing-value", "expected dataset_name or data_path. Try data_path=FILE.jsonl, or a data set's name"
@@ -361,7 +363,7 @@ def _snake(name: str) -> str:
     return f"{organization}{'___' if slash else ''}{short}"
 
 
-def _lines(key: str, path: Path) -> Iterator[tuple[int, bytes]]:
+def lines_of(key: str, path: Path) -> Iterator[tuple[int, bytes]]:
     """Yield (line number from 1, line) of a JSONL file's first SCAN_BYTES, without empty lines. Raises RecipeError."""
     try:
         file = open(path, "rb")  # noqa: SIM115 closed below
@@ -379,7 +381,7 @@ def _lines(key: str, path: Path) -> Iterator[tuple[int, bytes]]:
             raise RecipeError(Problem(key, "no-records", f"{path} is empty; expected one JSON object a line"))
 
 
-def _record(line: bytes) -> dict[str, Any]:
+def parse_record(line: bytes) -> dict[str, Any]:
     """Return a record as the job reads it. Raises ValueError for a line that is not a JSON object."""
     try:
         record = msgspec.json.decode(line)

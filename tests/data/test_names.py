@@ -16,7 +16,7 @@ def _empty_caches(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
 
 
 def problems(name: str) -> list[Problem]:
-    return list(input_files._check_name("data.train", name))
+    return list(input_files.check_name("data.train", name))
 
 
 def test_a_named_data_set_must_be_in_a_cache(tmp_path: Path):

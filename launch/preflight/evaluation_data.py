@@ -1,0 +1,73 @@
+"""Check the data of an evaluation's tasks before anything is submitted.
+
+A JSONL file is read as the job reads it, up to SCAN_BYTES. Of a data set that `datasets` reads only its presence is checked;
+`user_imports.py` checks your own formats and callables.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+from launch.preflight import input_files
+from pipeline.algorithms.evaluate import FORMATS, TaskConfig
+from pipeline.config import Problem, Recipe, RecipeError, collected, trains
+from pipeline.evaluation import data
+from pipeline.evaluation.base import Format
+
+
+def problems(recipe: Recipe) -> Iterator[Problem]:
+    """Yield missing data, and records that do not have the task's format."""
+    if trains(recipe):
+        return
+    for name, task in recipe.evaluate.tasks.items():
+        yield from _check_task(f"evaluate.tasks.{name}", task)
+
+
+def _check_task(key: str, task: TaskConfig) -> Iterator[Problem]:
+    form: Format | None = None
+    if task.format in FORMATS:
+        try:
+            form = data.load_format(key, task)
+        except RecipeError as error:
+            yield from error.problems
+            return
+    given = task.data
+    if given.data_path is None:
+        yield from input_files.check_name(f"{key}.data", given.dataset_name)
+        return
+    if given.dataset_name is not None:
+        yield Problem(f"{key}.data", "contradiction", "got both dataset_name and data_path; expected one of them")
+        return
+    files: list[Path] = []
+    found: list[Problem] = []
+    for split in _splits(task):
+        with collected(found):
+            files += data.data_files(f"{key}.data", given, split)
+    yield from found
+    for file in files:
+        yield from _check_file(f"{key}.data.data_path", file, form)
+
+
+def _splits(task: TaskConfig) -> list[str]:
+    """Return the splits that the job reads."""
+    examples = task.data.few_shot_split
+    return [task.data.split, *([examples] if task.num_few_shot and examples not in (None, task.data.split) else [])]
+
+
+def _check_file(key: str, path: Path, form: Format | None) -> Iterator[Problem]:
+    """Yield one problem for a fault of many lines."""
+    found: list[Problem] = []
+    bad: dict[str, list[int]] = {}  # fault -> line numbers
+    with collected(found):
+        for number, line in input_files.lines_of(key, path):
+            try:
+                record = input_files.parse_record(line)
+                if form is not None:
+                    data.check_columns(form, record)
+                    form.question(record, number)
+            except ValueError as error:
+                bad.setdefault(str(error), []).append(number)
+    yield from found
+    for what, numbers in list(bad.items())[: input_files.SHOWN_FAULTS]:
+        yield Problem(key, "bad-record", f"{path}:{numbers[0]}: {what}{input_files.also(numbers)}")
