@@ -89,12 +89,25 @@ class Deadline:
             return f"{' and '.join(received)} came"
         if self._end is None or not self._stepped:
             return None
-        span, left = self._end - self._started, self._end - self._now()
-        save_s = UNKNOWN_SAVE_SHARE * span if self._save_s is None else self._save_s
-        margin_s = min(MARGIN_S, MARGIN_SHARE * span)
-        if left >= SLACK * (self._step_s + save_s) + margin_s:
+        save_s = UNKNOWN_SAVE_SHARE * (self._end - self._started) if self._save_s is None else self._save_s
+        if not (ending := self._ending(SLACK * (self._step_s + save_s))):
             return None
-        ends = f"ends in {left:.0f} s" if left > 0 else "is over"
-        return (
-            f"{self._what} {ends}: no time for another step ({self._step_s:.1f} s at most so far) and a save ({save_s:.1f} s)"
-        )
+        return f"{ending}: no time for another step ({self._step_s:.1f} s at most so far) and a save ({save_s:.1f} s)"
+
+    def why_end(self, progressed: bool) -> str | None:
+        """Return why to end work that can end at any moment with everything saved; None if there is time and no signal came.
+
+        progressed: this attempt has saved something. Until then it goes on, however little time is left.
+        """
+        if received := self._received():
+            return f"{' and '.join(received)} came"
+        return self._ending(0.0) if progressed else None
+
+    def _ending(self, needed_s: float) -> str | None:
+        """Return how near the end is if `needed_s` do not fit before it; None if they do."""
+        if self._end is None:
+            return None
+        left, margin_s = self._end - self._now(), min(MARGIN_S, MARGIN_SHARE * (self._end - self._started))
+        if left >= needed_s + margin_s:
+            return None
+        return f"{self._what} ends in {left:.0f} s" if left > 0 else f"{self._what} is over"

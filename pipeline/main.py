@@ -152,8 +152,11 @@ def _coordinate(recipe: Recipe, run_dir: Path, world: World, client: RpcClient, 
 def _evaluate(recipe: Recipe, run_dir: Path, world: World, client: RpcClient, role: GenerateRole, startup: Startup) -> None:
     from pipeline.evaluation.loop import evaluate
 
-    if evaluate(recipe, run_dir, world, client, role, startup):
-        _write_done(run_dir, {"step": recipe.evaluate.step or 0}, RetryPolicy(storage_timeout_s(recipe.cluster.timeouts)))
+    storage_s = storage_timeout_s(recipe.cluster.timeouts)
+    attempt = Attempt(world.info.folder, storage_s)
+    retry = RetryPolicy(storage_s, attempt.check)
+    if evaluate(recipe, attempt, retry, world, client, role, startup):
+        _write_done(run_dir, {"step": recipe.evaluate.step or 0}, retry)
     role.close()
 
 

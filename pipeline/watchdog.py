@@ -275,8 +275,9 @@ class Watchdog:
 
     def _judge_silence(self, heard: dict[int, tuple[Heartbeat, float]], now: float) -> None:
         silence_s, key = self._patience(self._world.activity.verb)
+        rank_0 = self._world.describe(0)
         if now - self._answered > silence_s:
-            asked = f"the relay of {self._world.info.node}" if self._world.store.relay else "the store beside rank 0 (train)"
+            asked = f"the relay of {self._world.info.node}" if self._world.store.relay else f"the store beside {rank_0}"
             self._end(Failure.here(self._world, self._no_answer(silence_s, key, asked)))
         silent: dict[tuple[float, str], list[int]] = {}  # by how long they may be
         for rank, (beat, last) in heard.items():
@@ -285,7 +286,7 @@ class Watchdog:
                 silent.setdefault((silence_s, key), []).append(rank)
         for (silence_s, key), ranks in silent.items():
             if self._world.rank:
-                self._end(Failure.here(self._world, self._no_answer(silence_s, key, "rank 0 (train), the coordinator,")))
+                self._end(Failure.here(self._world, self._no_answer(silence_s, key, f"{rank_0}, the coordinator,")))
             self._blame(ranks, f"not heard from for {silence_s:g} s ({key})")
 
     def _patience(self, verb: str) -> tuple[float, str]:
@@ -337,7 +338,7 @@ class Watchdog:
         """
         if process := self._world.store.process:
             time.sleep(0.1)  # the process ends just after its connections
-            why = f"the store's process beside rank 0 (train) has ended (status {process.poll()}): {self._cut}"
+            why = f"the store's process beside {self._world.describe(0)} has ended (status {process.poll()}): {self._cut}"
             self._end(Failure.here(self._world, why))
         if process := self._world.store.relay_process:
             time.sleep(0.1)
@@ -352,8 +353,8 @@ class Watchdog:
         if self._world.store.relay and self._store_answers():
             self._end(Failure.here(self._world, f"the relay of {self._world.info.node} is gone: {self._cut}"))
         rank_0 = self._heard[0][0] if 0 in self._heard else Heartbeat(0, "an unknown node", "join", "")
-        why = f"rank 0 (train), the coordinator, on {rank_0.node} is gone, and the store with it: {self._cut}"
-        self._end(Failure(0, "train", rank_0.node, rank_0.verb, rank_0.phase, why))
+        why = f"{self._world.describe(0)}, the coordinator, on {rank_0.node} is gone, and the store with it: {self._cut}"
+        self._end(Failure(0, self._world.workers.name(0), rank_0.node, rank_0.verb, rank_0.phase, why))
 
     def _store_answers(self) -> bool:
         """Return whether the store accepts a new connection from this rank."""

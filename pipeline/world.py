@@ -211,7 +211,7 @@ def open_store(info: RankInfo, timeout_s: float, silence_s: float = 60.0, relaye
     deadline = time.monotonic() + timeout_s
     while not listed(card):
         if time.monotonic() > deadline:
-            raise TimeoutError(f"verb 'join': rank 0 (train) has not appeared within {timeout_s:g} s (no {card})")
+            raise TimeoutError(f"verb 'join': rank 0, the coordinator, has not appeared within {timeout_s:g} s (no {card})")
         time.sleep(0.1)
     address = Address(**json.loads(card.read_text()))
     store = RunStore(address, key, timeout_s)

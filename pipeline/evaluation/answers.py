@@ -1,20 +1,23 @@
 """The answers of an evaluation, in `answers/TASK.jsonl`, from which a killed evaluation continues.
 
 A line is written as soon as an answer arrives, and forced to disk with the first one that arrives `SYNC_S` after the last time.
-A line that a kill left incomplete is dropped at the next start, and its answer is asked again. Of several lines for one sample
-the last one counts.
+A line that a kill or a power cut left incomplete is dropped at the next start, and its answer is asked again. Of several lines
+for one sample the last one counts.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import json
+import logging
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 from pipeline.evaluation.base import Answer
-from pipeline.storage import NO_RETRIES, RetryPolicy, append, retrying
+from pipeline.storage import NO_RETRIES, RetryPolicy, append, retrying, sync
+
+logger = logging.getLogger(__name__)
 
 SYNC_S = 1.0
 FOLDER = "answers"
@@ -23,23 +26,19 @@ FOLDER = "answers"
 class AnswerLog:
     """The answers of one task."""
 
-    def __init__(
-        self,
-        run_dir: Path,
-        task: str,
-        retry: RetryPolicy = NO_RETRIES,
-        check: Callable[[], None] = lambda: None,
-    ) -> None:
-        """Read the kept answers. check: raises if another attempt has taken over the run folder."""
+    def __init__(self, run_dir: Path, task: str, retry: RetryPolicy = NO_RETRIES) -> None:
+        """Read the kept answers. retry.check: raises if another attempt has taken over the run folder."""
         self.path = run_dir / FOLDER / f"{task}.jsonl"
-        self._retry, self._check = retry, check
+        self._retry = retry
         self._answers: dict[tuple[str, int], Answer] = {}
+        self.added = self.scored = 0  # answers since the start, and those among them that have a score
         self._size = 0  # bytes of complete lines
         self._synced_at = time.monotonic()
         self.path.parent.mkdir(parents=True, exist_ok=True)
         for answer, end in _read(self.path):
-            self._answers[answer.question, answer.sample] = answer
             self._size = end
+            if answer:
+                self._answers[answer.question, answer.sample] = answer
 
     def has(self, question: str, sample: int = 0) -> bool:
         """Return whether a sample of a question has a score."""
@@ -54,32 +53,55 @@ class AnswerLog:
         return [answer for _, answer in sorted(self._answers.items())]
 
     def add(self, answer: Answer) -> None:
-        """Keep an answer. Raises StorageError if it cannot be written until the retries end."""
-        self._answers[answer.question, answer.sample] = answer
-        line = (json.dumps(dataclasses.asdict(answer), ensure_ascii=False) + "\n").encode(errors="surrogatepass")
+        """Keep an answer, as a restart will read it. Raises StorageError if it cannot be written until the retries end."""
+        line = _encode(answer)
         durable = time.monotonic() - self._synced_at > SYNC_S
-        if durable:
-            self._check()
         at = self._size
         self._size = retrying(lambda: append(self.path, at, line, durable), "writing answers", self.path, self._retry)
         if durable:
             self._synced_at = time.monotonic()
+        self._answers[answer.question, answer.sample] = _decode(line)
+        self.added += 1
+        self.scored += answer.score is not None
+
+    def sync(self) -> None:
+        """Force all answers to disk. Raises StorageError if that fails until the retries end."""
+        if self._size:
+            retrying(lambda: sync(self.path), "writing answers", self.path, self._retry)
 
 
 def read_answers(path: Path) -> list[Answer]:
     """Return the answers in a file, ordered by question and sample; of several for one sample the last one."""
-    found = {(answer.question, answer.sample): answer for answer, _ in _read(path)}
+    found = {(answer.question, answer.sample): answer for answer, _ in _read(path) if answer}
     return [answer for _, answer in sorted(found.items())]
 
 
-def _read(path: Path) -> Iterator[tuple[Answer, int]]:
-    """Yield the answers of complete lines, each with the position of its line's end."""
+def _encode(answer: Answer) -> bytes:
+    """Return the answer's line, in UTF-8. With half a surrogate pair, which UTF-8 cannot encode, it is in ASCII."""
+    record = dataclasses.asdict(answer)
+    try:
+        return (json.dumps(record, ensure_ascii=False) + "\n").encode()
+    except UnicodeEncodeError:
+        return (json.dumps(record) + "\n").encode()
+
+
+def _decode(line: bytes) -> Answer:
+    return Answer(**json.loads(line))
+
+
+def _read(path: Path) -> Iterator[tuple[Answer | None, int]]:
+    """Yield the answers of complete lines, each with the position of its line's end; None for a line that is not JSON."""
     if not path.exists():
         return
     end = 0
     with path.open("rb") as file:
-        for line in file:
+        for number, line in enumerate(file, 1):
             if not line.endswith(b"\n"):
                 return
             end += len(line)
-            yield Answer(**json.loads(line.decode(errors="surrogatepass"))), end
+            try:
+                answer = _decode(line)
+            except ValueError as error:  # blocks that a power cut kept from the disk are zeros
+                logger.warning(f"{path}: line {number} cannot be read ({error}): its answer is lost")
+                answer = None
+            yield answer, end

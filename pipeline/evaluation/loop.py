@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import logging
 import time
-from pathlib import Path
+from collections.abc import Sequence
 
 from pipeline import user_code
 from pipeline.algorithms.evaluate import KINDS, TaskConfig
 from pipeline.attempt import Attempt
-from pipeline.checkpoint import storage_timeout_s
 from pipeline.config import Recipe
 from pipeline.data.chat import load_tokenizer
 from pipeline.deadline import Deadline
@@ -35,12 +34,15 @@ class Leaving(Exception):
     """The evaluation ends before it is complete; another attempt continues it."""
 
 
-def evaluate(recipe: Recipe, run_dir: Path, world: World, client: RpcClient, role: GenerateRole, startup: Startup) -> bool:
-    """Evaluate, and return whether all tasks are complete. False: time is up or a signal came, and a requeue is requested."""
+def evaluate(
+    recipe: Recipe, attempt: Attempt, retry: RetryPolicy, world: World, client: RpcClient, role: GenerateRole, startup: Startup
+) -> bool:
+    """Evaluate, and return whether all tasks are complete. False: time is up or a signal came, and a requeue is requested.
+
+    retry: for what is written into the run folder.
+    """
     startup.enter(SETTING_UP)
-    timeouts, workers = recipe.cluster.timeouts, world.workers
-    storage_s = storage_timeout_s(timeouts)
-    attempt = Attempt(world.info.folder, storage_s)
+    timeouts, workers, run_dir = recipe.cluster.timeouts, world.workers, world.info.run_dir
     attempt.claim()
     client.own = role
     generate = RpcGroup(client, world, workers.generate, GenerateRole, timeouts, role)
@@ -56,22 +58,25 @@ def evaluate(recipe: Recipe, run_dir: Path, world: World, client: RpcClient, rol
         RpcGroup(client, world, ranks, GenerateRole, timeouts, role if world.rank in ranks else None)
         for ranks in workers.engines
     ]
-    retry = RetryPolicy(storage_s, attempt.check)
-    logs = {task.name: AnswerLog(run_dir, task.name, retry, attempt.check) for task in tasks}
-    engines = Engines.of(recipe, groups, _Supervisor(attempt, deadline, list(logs.values())))
+    logs = {task.name: AnswerLog(run_dir, task.name, retry) for task in tasks}
+    supervisor = Supervisor(attempt, deadline, list(logs.values()), startup)
+    engines = Engines.of(recipe, groups, supervisor)
     startup.enter("first answers")
     try:
         for task in tasks:
-            before, began = len(logs[task.name]), time.perf_counter()
-            task.ask(engines, logs[task.name])
-            startup.end()
-            asked = len(logs[task.name]) - before
-            logger.info("task %s: %d answers kept, %d new in %.1f s", task.name, before, asked, time.perf_counter() - began)
+            log, began = logs[task.name], time.perf_counter()
+            before = log.added, len(log)
+            task.ask(engines, log)
+            new, took_s = log.added - before[0], time.perf_counter() - began
+            logger.info(f"task {task.name}: {before[1]} answers kept, {new} new in {took_s:.1f} s")
+            supervisor.record()
     except Leaving as why:
+        supervisor.record()
         attempt.ask_requeue(str(why))
-        logger.info("leaving: %s", why)
+        logger.info(f"leaving: {why}")
         return False
-    attempt.check()
+    for log in logs.values():
+        log.sync()
     summary = scores.summarize(recipe, {task.name: (task, logs[task.name].all()) for task in tasks})
     retrying(lambda: scores.write(run_dir, summary), "writing the scores", run_dir / scores.FILE, retry)
     scores.show(summary)
@@ -83,22 +88,32 @@ def build(name: str, config: TaskConfig, recipe: Recipe, tokenizer: object) -> T
     return user_code.load(KINDS.get(config.kind, config.kind))(name, config, recipe, tokenizer)
 
 
-class _Supervisor:
+class Supervisor:
     """Called while engines work: it records progress, and raises Leaving where time is up or a signal has come."""
 
-    def __init__(self, attempt: Attempt, deadline: Deadline, logs: list[AnswerLog]) -> None:
-        self._attempt, self._deadline, self._logs = attempt, deadline, logs
-        self._recorded = sum(len(log) for log in logs)
+    def __init__(self, attempt: Attempt, deadline: Deadline, logs: Sequence[AnswerLog], startup: Startup) -> None:
+        self._attempt, self._deadline, self._logs, self._startup = attempt, deadline, logs, startup
+        self._recorded = 0  # answers of this attempt that have a score
         self._looked = self._recorded_at = 0.0
 
     def __call__(self) -> None:
+        """Look, at most every CHECK_S."""
         now = time.monotonic()
         if now - self._looked < CHECK_S:
             return
         self._looked = now
-        why, answers = self._deadline.why_leave(), sum(len(log) for log in self._logs)
-        if answers > self._recorded and (why or now - self._recorded_at > RECORD_S):
-            self._attempt.progressed(answers)  # a crash after progress is requeued
-            self._recorded, self._recorded_at = answers, now
-        if why:
+        if now - self._recorded_at > RECORD_S:
+            self.record()
+            self._recorded_at = now
+        if why := self._deadline.why_end(any(log.added for log in self._logs)):
             raise Leaving(why)
+
+    def record(self) -> None:
+        """Record the answers that are kept, if there are new ones: a crash after progress is requeued."""
+        if (scored := sum(log.scored for log in self._logs)) == self._recorded:
+            return
+        self._startup.end()
+        for log in self._logs:
+            log.sync()
+        self._attempt.progressed(sum(map(len, self._logs)))
+        self._recorded = scored

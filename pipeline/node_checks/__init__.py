@@ -91,7 +91,7 @@ def _wait(world: World, key: str, timeout_s: float, kind: Any) -> Any:
     try:
         world.store.wait([f"nodes/{key}"], timedelta(seconds=timeout_s))
     except dist.DistError as error:
-        raise TimeoutError(f"rank 0 (train) has not continued the node checks within {timeout_s:g} s") from error
+        raise TimeoutError(f"{world.describe(0)} has not continued the node checks within {timeout_s:g} s") from error
     return msgspec.msgpack.decode(world.store.get(f"nodes/{key}"), type=kind)
 
 

@@ -154,7 +154,7 @@ class GenerateRole:
 
     # ---- evaluation ---------------------------------------------------------------------------------------------------------
 
-    @verb("refit")
+    @verb("setup")
     def load(self) -> None:
         """Load the weights of `evaluate.checkpoint`, or those of the model's own files, and serve them."""
         policy, checkpoint = self._recipe.policy, self._recipe.evaluate.checkpoint
@@ -175,15 +175,16 @@ class GenerateRole:
     def work(self, verb_waits: Callable[[], bool]) -> None:
         """Advance the episodes, or follow the engine's leader, until the next verb."""
         if self._leads:
-            self.advance(verb_waits)
+            if self._driver:
+                self._driver.work(verb_waits)
             self.release()
         else:
             self._lockstep.follow(self._built, self._world)
 
-    def advance(self, stop: Callable[[], bool]) -> None:
+    def advance(self, stop: Callable[[], bool], look_s: float) -> None:
         """Advance the episodes of the engine that this rank leads, until `stop` returns True or there is nothing to do."""
         if self._driver:
-            self._driver.work(stop)
+            self._driver.work(stop, look_s)
 
     def release(self) -> None:
         """Let the engine's other ranks take their next verb."""

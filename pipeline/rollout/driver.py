@@ -141,8 +141,11 @@ class EpisodeDriver:
 
     # ---- between verbs ------------------------------------------------------------------------------------------------------
 
-    def work(self, verb_waits: Callable[[], bool]) -> None:
-        """Work until a verb waits, or there is nothing to do before one arrives."""
+    def work(self, verb_waits: Callable[[], bool], look_s: float | None = None) -> None:
+        """Work until a verb waits, or there is nothing to do before one arrives.
+
+        look_s: longest wait between two calls of `verb_waits`. None: `wakeup` is set when a verb arrives.
+        """
         while not verb_waits():
             if self._can_step:
                 with working(self._world):
@@ -152,7 +155,8 @@ class EpisodeDriver:
                 self._lockstep.announce(WAIT)
                 with waiting(self._world):
                     while self._in_environment and not self._can_step and not verb_waits():
-                        self._wakeup.wait(self._environments.seconds_left())
+                        limits = (look_s, self._environments.seconds_left())
+                        self._wakeup.wait(min((limit for limit in limits if limit is not None), default=None))
                         self._wakeup.clear()  # before looking for outcomes, so that no wakeup is lost
                         self._take_outcomes()
             else:

@@ -22,6 +22,8 @@ from pipeline.world import World
 REOPEN_S = 5.0  # to reconnect to a store that was stuck
 LOOK_S = 0.02
 """Seconds between two looks for answers of other ranks while rank 0's own role works."""
+RETURN_S = 1.0
+"""Seconds after which `receive` returns without an answer where rank 0 has a role of its own: its caller looks around."""
 
 
 class RpcError(PeerError):
@@ -31,8 +33,8 @@ class RpcError(PeerError):
 class LeadingRole(Protocol):
     """Rank 0's own role where it works between verbs, as the leader of an engine does."""
 
-    def advance(self, stop: Callable[[], bool]) -> None:
-        """Work until `stop` returns True or nothing is left to do."""
+    def advance(self, stop: Callable[[], bool], look_s: float) -> None:
+        """Work until `stop` returns True or nothing is left to do. look_s: longest wait between two calls of `stop`."""
 
     def release(self) -> None:
         """Let the engine's other ranks take their next verb. Called before each verb and at the end."""
@@ -138,7 +140,8 @@ class RpcClient:
         self._futures: dict[int, Future] = {}
         self._lock = threading.Lock()  # the watchdog reads the futures from its thread
         self._awaited: Future | None = None  # the future that rank 0 waits for; None: any
-        self._waiting_since: float | None = None  # since when rank 0 waits for a message
+        self._waiting_since: float | None = None  # since when rank 0 waits for a message, and its own role has nothing to do
+        self._own_looked: float | None = None  # when rank 0's own role, which works, last called `stop`
         self._arriving: Arriving | None = None  # the body that rank 0 waits for
         self.own: LeadingRole | None = None  # rank 0's role, if it works between verbs
         self._own_replied = False  # a reply in parts of `own` has new parts
@@ -172,35 +175,43 @@ class RpcClient:
     def receive(self, phase: str, awaited: Future | None = None) -> None:
         """Wait for answers and assign them. awaited: the future that rank 0 waits for, if it is one.
 
-        Raises RuntimeError where no call is open, so that no answer could arrive.
+        Where rank 0 has a role of its own, that works meanwhile, and this may return without an answer after RETURN_S. Raises
+        RuntimeError where no call is open, so that no answer could arrive.
         """
         if not self._futures:
             raise RuntimeError(f"{phase}: no call is open")
         self._awaited = awaited
         with self._world.phase(phase, verb="idle"):
-            answers = self._work_own() if self.own else []
-            if not (answers or self._own_replied):
+            if self.own:
+                answers = self._work_own(self.own)
+            else:
                 self._waiting_since = time.monotonic()
-                answers = self._store.collect(block=True)
+                answers = self._store.collect()
                 self._waiting_since = None
-        self._own_replied = False
         for answer in answers:
             self._sort(answer)
 
-    def _work_own(self) -> list[messaging.VerbReply]:
-        """Let rank 0's own role work until an answer arrives, it replies itself, or it has nothing to do."""
-        assert self.own
+    def _work_own(self, own: LeadingRole) -> list[messaging.VerbReply]:
+        """Let rank 0's own role work until an answer arrives, it replies itself, or RETURN_S are over; return the answers."""
         answers: list[messaging.VerbReply] = []
-        looked = 0.0
+        began, looked = time.monotonic(), 0.0
 
-        def arrived() -> bool:
+        def stop() -> bool:
             nonlocal answers, looked
-            if not (answers or self._own_replied) and time.monotonic() - looked > LOOK_S:
-                answers = self._store.collect(block=False)
-                looked = time.monotonic()
-            return bool(answers or self._own_replied)
+            now = self._own_looked = time.monotonic()
+            if not (answers or self._own_replied) and now - looked > LOOK_S:
+                answers, looked = self._store.collect(0.0), now
+            return bool(answers or self._own_replied or now - began > RETURN_S)
 
-        self.own.advance(arrived)
+        own.advance(stop, LOOK_S)
+        self._own_looked = None
+        if answers or self._own_replied or time.monotonic() - began > RETURN_S:
+            self._waiting_since = None
+        else:  # it has nothing to do
+            self._waiting_since = self._waiting_since or began
+            answers = self._store.collect(RETURN_S)
+            self._waiting_since = None if answers else self._waiting_since
+        self._own_replied = False
         return answers
 
     def run_own(self, role: Any, future: Future, argument: Any) -> None:
@@ -221,7 +232,7 @@ class RpcClient:
 
     def poll(self) -> bool:
         """Assign the answers that have arrived; return whether there were any."""
-        answers = self._store.collect(block=False)
+        answers = self._store.collect(0.0)
         for answer in answers:
             self._sort(answer)
         return bool(answers)
@@ -253,10 +264,11 @@ class RpcClient:
         """Return a call past its deadline, if there is one.
 
         A call with a reply in parts may run for any time, and its parts may be queued while rank 0 is busy. It is late when
-        rank 0 has waited for it, or for any message, longer than its timeout. The same holds for the body of any reply, of
-        which the store only knows that it follows.
+        rank 0 has waited for it, or for any message, longer than its timeout; or when one step of rank 0's own role takes
+        longer. The same holds for the body of any reply, of which the store only knows that it follows.
         """
         now, since, awaited, arriving = time.monotonic(), self._waiting_since, self._awaited, self._arriving
+        looked = self._own_looked
         with self._lock:
             open_ = [future for future in self._futures.values() if not future.done]
         for future in open_:
@@ -264,6 +276,8 @@ class RpcClient:
                 return Overdue(future.verb, future.timeout_s, [arriving.rank])
             if not future.in_parts and now > future.deadline and (missing := self._unanswered(future)):
                 return Overdue(future.verb, future.timeout_s, missing)
+            if looked is not None and self._world.rank in future.missing and now > looked + future.timeout_s:
+                return Overdue(future.verb, future.timeout_s, future.suspects)
         if since is None:
             return None
         waited_for = [future for future in open_ if future.in_parts and awaited in (None, future)]

@@ -214,10 +214,9 @@ class RunStore(Store):
         """Wait for messages that this connection has subscribed for. Afterwards it can make no other request."""
         return [message for _, _, message in _decode(self._round_trip(None, True, LONGEST_S)).value]
 
-    def collect(self, block: bool) -> list[messaging.VerbReply]:
-        """Return answers on rank 0, in order of arrival. Without `block` the list may be empty."""
-        timeout_s = FOREVER_S if block else 0.0
-        return _decode_answers(self._round_trip(messaging.Collect(timeout_s), True, timeout_s)).value
+    def collect(self, timeout_s: float = FOREVER_S) -> list[messaging.VerbReply]:
+        """Return answers on rank 0, in order of arrival; none if none arrives within the timeout."""
+        return _decode_answers(self._round_trip(messaging.Collect(timeout_s), True, timeout_s)).value or []
 
     def unanswered(self, call: int) -> list[int]:
         """Return the ranks that have not answered call number `call`, on rank 0."""

@@ -94,7 +94,7 @@ class Collect(StoreRequest):
 class Collected(msgspec.Struct, array_like=True):
     """The reply to Collect."""
 
-    value: list[VerbReply]
+    value: list[VerbReply] | None  # None: none has arrived in time
 
 
 class Unanswered(StoreRequest):
