@@ -39,6 +39,7 @@ class StoredGate:
     value: Text = schema_validation.MISSING
     relative_to: Text | None = None
     seeds: dict[str, Float] = field(default_factory=dict)
+    questions: dict[str, list[Float]] = field(default_factory=dict)  # of a paired gate: values by a hash of the question
 
 
 @dataclass

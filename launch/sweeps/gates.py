@@ -1,4 +1,4 @@
-"""Evaluate gates on a run's numbers over its seeds: bounds, bands around a baseline, speeds, equality to the last bit.
+"""Evaluate gates on a run's numbers over its seeds: bounds, baseline bands, speeds, equality to the bit, paired evaluations.
 
 A gate fails if an input is missing: a metric, a finite value, its entry in the baseline. A gate is skipped, and reported as
 `not judged`, if the run did not complete, which fails the suite anyway, or if a speed's hardware differs from the baseline's.
@@ -11,11 +11,13 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from enum import Enum
 
-from launch.sweeps import expressions
+from launch.evaluations.folder import EvaluationFolder
+from launch.sweeps import expressions, scores
 from launch.sweeps.baseline import Baseline, StoredGate, StoredRun
 from launch.sweeps.expressions import Curve, NoValue
 from launch.sweeps.measurements import RunMeasurements, mean_and_spread, spread
-from launch.sweeps.suite import GateConfig, Suite, gates_of, kind, seeds_of
+from launch.sweeps.suite import BASELINE, EvaluationGateConfig, GateConfig, Suite, gates_of, kind, seeds_of
+from pipeline.evaluation.statistics import difference
 
 UPDATE = "update_baseline=true writes it"
 REDUCTIONS: dict[str, Callable[[Iterable[float]], float]] = {
@@ -108,7 +110,9 @@ class GateCase:
 
     @property
     def expression(self) -> str:
-        """The gate's expression over metrics, which every gate but same_as has."""
+        """The gate's expression over metrics, or the score it asks for; every gate but same_as has one."""
+        if asked := self.gate.evaluation:
+            return f"{asked.metric or 'score'} of {asked.task} in {asked.suite}"
         assert self.gate.value is not None, "`suite.problems` requires it"
         return self.gate.value
 
@@ -130,6 +134,8 @@ class GateCase:
             if self.gate.same_as is not None:
                 return self._verdict(GateResult.PASSED, self._same())
             values = self.values()
+            if kind(self.gate) == "paired":
+                return self._verdict(GateResult.PASSED, self._not_worse(), values)
             limits, expected = {"bounds": self._bounds, "band": self._band, "speed": self._speed}[kind(self.gate)]()
         except GateSkipped as reason:
             return self._verdict(GateResult.NOT_JUDGED, str(reason), values, limits)
@@ -163,10 +169,12 @@ class GateCase:
             return values
         divisors = self._of(self.relative_to)
         if 0 in divisors.values():
-            raise NoValue(f"{self.gate.value} of {self.relative_to} is 0")
+            raise NoValue(f"{self.expression} of {self.relative_to} is 0")
         return {seed: value / divisors[seed] for seed, value in values.items()}
 
     def _of(self, run: str) -> dict[int, float]:
+        if asked := self.gate.evaluation:
+            return {seed: scores.score(each, asked) for seed, each in self._evaluations(run, asked).items()}
         expression, found = expressions.parse(self.expression), {}
         for seed, measured in self.sweep.seeds(run).items():
             try:
@@ -174,6 +182,11 @@ class GateCase:
             except NoValue as error:
                 raise NoValue(f"{self.gate.value} of {run} has no value with seed {seed}: {error}") from None
         return found
+
+    def _evaluations(self, run: str, asked: EvaluationGateConfig) -> dict[int, EvaluationFolder]:
+        """Return the evaluation of each seed of a run. Raises NoValue, GateSkipped."""
+        folders = {seed: each.folder for seed, each in self.sweep.seeds(run).items()}
+        return {seed: scores.find(folder, asked) for seed, folder in folders.items() if folder is not None}
 
     # ---- limits ---------------------------------------------------------------------------------------------------------
 
@@ -223,7 +236,11 @@ class GateCase:
 
         Only for a band over one metric.
         """
-        if self.gate.band is None or len(named := set(expressions.metrics(expressions.parse(self.expression)))) != 1:
+        if (
+            self.gate.band is None
+            or self.gate.evaluation
+            or len(named := set(expressions.metrics(expressions.parse(self.expression)))) != 1
+        ):
             return None
         metric, first = named.pop(), None
         before = self._stored()[0].curves.get(metric)
@@ -245,8 +262,8 @@ class GateCase:
         stored = of_run.gates.get(self.name)
         if stored is None or not stored.seeds:
             raise GateFailed(f"the baseline does not have this gate; {UPDATE}")
-        if stored.value != self.gate.value:
-            raise GateFailed(f"the baseline has {stored.value}; expected {self.gate.value}; {UPDATE}")
+        if stored.value != self.expression:
+            raise GateFailed(f"the baseline has {stored.value}; expected {self.expression}; {UPDATE}")
         if stored.relative_to != self.relative_to:
             before, now = (f"relative to {run}" if run else "absolute" for run in (stored.relative_to, self.relative_to))
             raise GateFailed(f"the baseline is {before}; expected it {now}; {UPDATE}")
@@ -258,7 +275,43 @@ class GateCase:
 
     def to_store(self) -> StoredGate:
         """Return the gate's entry in a baseline. Raises NoValue, GateSkipped."""
-        return StoredGate(self.expression, self.relative_to, {str(seed): value for seed, value in self.values().items()})
+        seeds = {str(seed): value for seed, value in self.values().items()}
+        asked = self.gate.evaluation
+        questions = self._questions(self.run, asked) if asked and kind(self.gate) == "paired" else {}
+        return StoredGate(self.expression, self.relative_to, seeds, questions)
+
+    @property
+    def needs_baseline(self) -> bool:
+        """Whether the gate compares with the baseline."""
+        asked = self.gate.evaluation
+        return kind(self.gate) in ("band", "speed") or (asked is not None and asked.not_worse_than == BASELINE)
+
+    # ---- evaluations, question by question ----------------------------------------------------------------------------------
+
+    def _questions(self, run: str, asked: EvaluationGateConfig) -> dict[str, list[float]]:
+        return scores.questions([*self._evaluations(run, asked).values()], asked)
+
+    def _not_worse(self) -> str:
+        """Compare the scores of all seeds with the reference's, and return the passing message. Raises GateFailed, NoValue."""
+        asked = self.gate.evaluation
+        assert asked is not None and asked.not_worse_than is not None, "a paired gate has both"
+        reference = asked.not_worse_than
+        if reference == BASELINE:
+            before: scores.Questions = self._stored()[1].questions
+        elif reference in self.sweep.suite.runs:
+            before = self._questions(reference, asked)
+        else:
+            before = scores.questions([scores.stored(reference, asked)], asked)
+        found = difference(before, self._questions(self.run, asked))
+        if not found.questions:
+            raise GateFailed(f"has no question in common with {reference}")
+        ends = f"{found.value:+.4f} [{found.low:+.4f}, {found.high:+.4f}] against {reference}"
+        message = f"{found.verdict}: {ends}, p = {found.p_value:.2g}, {found.questions} questions"
+        if asked.margin is None and found.verdict == "worse":
+            raise GateFailed(f"{message}; expected it not worse")
+        if asked.margin is not None and found.low < -asked.margin:
+            raise GateFailed(f"{message}; expected a loss of at most {asked.margin:g}, in the whole interval")
+        return message
 
     # ---- to the last bit ------------------------------------------------------------------------------------------------
 

@@ -23,6 +23,7 @@ class RunMeasurements:
     curves: Mapping[str, Curve]
     hardware: str | None  # such as "2 x (8 x NVIDIA H100 80GB HBM3)"; None if not recorded
     seconds: float = 0.0  # from the start of its first attempt to its last step
+    folder: Path | None = None  # the run's
 
     def reproducible(self, patterns: list[str]) -> dict[str, Curve]:
         """Return the metrics that match one of `patterns` and that a second run reproduces to the last bit."""
@@ -35,7 +36,7 @@ def measure(run_dir: Path) -> RunMeasurements:
     lines = read(run_dir / "metrics.jsonl")
     attempts = all_attempts(run_dir)
     seconds = max(0.0, lines[-1]["time"] - attempts[0].started) if lines and attempts else 0.0
-    return RunMeasurements(curves(lines), _hardware(run_dir), seconds)
+    return RunMeasurements(curves(lines), _hardware(run_dir), seconds, run_dir)
 
 
 def curves(lines: list[dict[str, Any]]) -> dict[str, Curve]:

@@ -11,20 +11,22 @@ from __future__ import annotations
 import difflib
 import re
 from collections.abc import Iterable, Iterator
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
+from launch.evaluations import suites as evaluation_suites
 from launch.run_setup import flat
 from launch.sweeps import expressions
-from pipeline.config import RECIPES, Problem, Recipe, config_tree, independent, loading, refuse, schema_validation
+from pipeline.config import RECIPES, Problem, Recipe, RecipeError, config_tree, independent, loading, refuse, schema_validation
 from pipeline.config.config_tree import COMMAND_LINE
 from pipeline.values import Float, NotNegative, Positive, Text
 
 SUITES = RECIPES / "sweeps"
 NAME = re.compile(r"[A-Za-z0-9][\w.-]*")
+BASELINE = "baseline"
 SET_BY_SWEEP = ("run_dir", "name")  # keys of each recipe that the sweep sets
 
 
@@ -61,8 +63,25 @@ class SameConfig:
 
 
 @dataclass
+class EvaluationGateConfig:
+    """The score of a task in an evaluation of each seed's checkpoint, in place of `value`.
+
+    With `not_worse_than` the gate is a paired comparison over the questions, of which all seeds' answers are samples.
+    """
+
+    suite: Text = schema_validation.MISSING  # as of launch/evaluate.py
+    task: Text = schema_validation.MISSING
+    metric: Text | None = None  # null: the task's own
+    step: NotNegative | None = None  # of the checkpoint; null: the run's last one
+    not_worse_than: Text | None = None  # `baseline`, a run of this sweep, or the folder of an evaluation, with a slash
+    margin: Annotated[Float | None, Field(ge=0)] = (
+        None  # null: `worse` fails; else a loss up to it is allowed, and must be shown
+    )
+
+
+@dataclass
 class GateConfig:
-    """One check: bounds (at_least, at_most, equals), a band, a speed, or same_as."""
+    """One check: bounds (at_least, at_most, equals), a band, a speed, same_as, or a paired comparison of an evaluation."""
 
     value: Text | None = None  # an expression, launch/sweeps/expressions.py
     over: Literal["each", "mean", "median", "min", "max"] | None = (
@@ -74,6 +93,7 @@ class GateConfig:
     band: BandConfig | None = None
     speed: SpeedConfig | None = None
     same_as: SameConfig | None = None
+    evaluation: EvaluationGateConfig | None = None  # a score, in place of `value`
     runs: list[Text] | None = None  # runs that a suite's gate applies to; null: all
 
 
@@ -127,10 +147,11 @@ def gates_of(suite: Suite, run: str) -> dict[str, GateConfig]:
 
 
 def kind(gate: GateConfig) -> str:
-    """Return bounds, band, speed or same_as; "" for none of them, and several joined by `and`."""
+    """Return bounds, band, speed, same_as or paired; "" for none of them, and several joined by `and`."""
     bounds = [gate.at_least, gate.at_most, gate.equals]
     kinds = {"bounds": any(bound is not None for bound in bounds), "band": gate.band, "speed": gate.speed}
-    return " and ".join(name for name, there in {**kinds, "same_as": gate.same_as}.items() if there)
+    paired = gate.evaluation and gate.evaluation.not_worse_than
+    return " and ".join(name for name, there in {**kinds, "same_as": gate.same_as, "paired": paired}.items() if there)
 
 
 # ---- reading ------------------------------------------------------------------------------------------------------------
@@ -286,7 +307,7 @@ def _nearest(name: str, known: Iterable[str]) -> str:
 def _gate(key: str, gate: GateConfig) -> Iterator[Problem]:
     kinds, bounds = kind(gate), (gate.at_least, gate.at_most)
     if not kinds:
-        nothing = "got no condition; expected at_least, at_most, equals, band, speed or same_as"
+        nothing = "got no condition; expected at_least, at_most, equals, band, speed, same_as or not_worse_than"
         yield Problem(key, "missing-value", nothing)
     elif " and " in kinds:
         yield Problem(key, "contradiction", f"got {kinds}; expected one of them per gate")
@@ -302,6 +323,10 @@ def _gate(key: str, gate: GateConfig) -> Iterator[Problem]:
         for name in ("value", "over"):
             if getattr(gate, name) is not None:
                 yield Problem(f"{key}.{name}", "has-no-effect", "same_as compares every metric of every seed")
+        if gate.evaluation:
+            yield Problem(f"{key}.evaluation", "contradiction", "got same_as too; expected one of them")
+    elif gate.evaluation is not None:
+        yield from _evaluation(key, gate, gate.evaluation)
     elif gate.value is None:
         yield Problem(f"{key}.value", "missing-value", "expected an expression over metrics, such as last(val/loss)")
     else:
@@ -316,17 +341,40 @@ def _gate(key: str, gate: GateConfig) -> Iterator[Problem]:
             yield Problem(f"{key}.value", "bad-format", str(error))
 
 
+def _evaluation(key: str, gate: GateConfig, asked: EvaluationGateConfig) -> Iterator[Problem]:
+    """Yield the problems of a gate on a score."""
+    for name in ("value", "speed"):
+        if getattr(gate, name) is not None:
+            yield Problem(f"{key}.{name}", "contradiction", "got evaluation too; expected one of them")
+    if asked.not_worse_than is None:
+        if asked.margin is not None:
+            yield Problem(f"{key}.evaluation.margin", "has-no-effect", "it is of not_worse_than")
+    elif gate.over is not None:
+        yield Problem(f"{key}.over", "has-no-effect", "not_worse_than compares all seeds together")
+    try:
+        evaluation_suites.find(asked.suite)
+    except RecipeError as error:
+        yield from (replace(problem, key=f"{key}.evaluation.suite") for problem in error.problems)
+
+
 def _of_run(suite: Suite, run: str, key: str, gate: GateConfig) -> Iterator[Problem]:
     """Yield the problems of a gate for one of its runs, such as those of the run that it is compared with."""
     if gate.band and gate.band.floor == 0 and len(seeds_of(suite, run)) < 2:
         point = f"got 0 with one seed of run '{run}'; expected above 0, since one seed has no standard deviation"
         yield Problem(f"{key}.band.floor", "missing-value", point)
     others = {"same_as.run": gate.same_as and gate.same_as.run, "speed.relative_to": gate.speed and gate.speed.relative_to}
+    reference = gate.evaluation.not_worse_than if gate.evaluation else None
+    if reference != BASELINE and "/" not in (reference or "/"):
+        others["evaluation.not_worse_than"] = reference
     for name, other in others.items():
         if other == run:
             yield Problem(f"{key}.{name}", "contradiction", f"got '{run}', the run itself; expected another run")
         elif other is not None and other not in suite.runs:
             yield from _is_run(suite, f"{key}.{name}", other)
-        elif other is not None and (lacking := sorted(set(seeds_of(suite, run)) - set(seeds_of(suite, other)))):
+        elif (
+            other is not None
+            and name != "evaluation.not_worse_than"
+            and (lacking := sorted(set(seeds_of(suite, run)) - set(seeds_of(suite, other))))
+        ):
             seeds = f"'{other}' has no seed {', '.join(map(str, lacking))}; expected every seed of '{run}'"
             yield Problem(f"{key}.{name}", "contradiction", seeds)

@@ -15,14 +15,13 @@ from pathlib import Path
 from launch.attempts import AttemptFolder, all_attempts
 from launch.executors.base import write_json
 from launch.sweeps import baseline as baselines
-from launch.sweeps import expressions
+from launch.sweeps import expressions, scores
 from launch.sweeps.baseline import Baseline, Provenance, StoredRun
 from launch.sweeps.folder import JobState, SweepFolder, SweepJob
 from launch.sweeps.gates import GateCase, GateResult, GateSkipped, Sweep, Verdict, hardware, judge
 from launch.sweeps.measurements import RunMeasurements, measure
 from launch.sweeps.queue import Queue
 from launch.sweeps.submission import why_failed
-from launch.sweeps.suite import kind
 
 COMPLETES = "completes"
 NOT_TEXT = re.compile("[^\t\n\r -\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")
@@ -86,6 +85,9 @@ def conclude(folder: SweepFolder) -> SweepResult:
     """Evaluate the gates on the runs' folders, and write a requested baseline. Raises RecipeError for an invalid baseline."""
     plan, suite = folder.plan, folder.suite
     job_states = folder.job_states(Queue(plan.executor))
+    done = [each.job for each in job_states if each.state == "done" and each.job.run is not None]
+    run_dirs = {run: [Path(job.run_dir) for job in done if job.run == run] for run in suite.runs}
+    scores.evaluate_missing(suite, run_dirs, folder.path / scores.LOG)
     runs: dict[str, dict[int, RunMeasurements]] = {run: {} for run in suite.runs}
     for each in job_states:
         if each.state == "done" and each.job.run is not None and each.job.seed is not None:
@@ -183,14 +185,14 @@ def baseline_of(result: SweepResult) -> str:
 def _renewed(folder: SweepFolder, sweep: Sweep, ran: list[JobResult], commits: list[str]) -> tuple[Baseline, list[str]]:
     """Return (the sweep's values as a baseline, why it must not be written: failed runs, or gates that need none)."""
     cases = [case for run in sweep.suite.runs for case in sweep.cases(run)]
-    independent = [case.verdict() for case in cases if kind(case.gate) in ("bounds", "same_as")]
+    independent = [case.verdict() for case in cases if not case.needs_baseline]
     bad = [each for each in [*map(_completes, ran), *independent] if each.outcome is not GateResult.PASSED]
     problems = [f"{each.run}, {each.gate}: {each.message}" for each in bad]
     runs: dict[str, StoredRun] = {}
     if not bad:
         for run in sweep.suite.runs:
             stored = runs[run] = StoredRun(_hardware(sweep.runs[run]), _overrides(folder.plan.jobs, run))
-            own = [case for case in sweep.cases(run) if kind(case.gate) in ("band", "speed")]
+            own = [case for case in sweep.cases(run) if case.needs_baseline]
             for case in own:
                 try:
                     stored.gates[case.name] = case.to_store()
