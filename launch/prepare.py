@@ -15,7 +15,9 @@ from launch.evaluations import background, sources, suites
 from launch.executors import allocation, local, selection
 from launch.model_files import ModelNotFound, PendingModel
 from launch.model_shape import UnknownShape
+from launch.plan import evaluation
 from launch.plan.estimate import Plan, plan
+from launch.plan.evaluation import EvaluationPlan
 from launch.preflight import (
     architecture,
     evaluation_checkpoint,
@@ -45,7 +47,7 @@ class Prepared:
     recipe: Recipe
     choice: backend.BackendChoice | None  # None in an evaluation; in a dry run, if the model is not here
     executor: selection.ExecutorChoice
-    plan: Plan | None  # None if no plan can be made
+    plan: Plan | EvaluationPlan | None  # None if no plan can be made
     notes: list[str]  # what could not be checked; of a NeMo-RL recipe also what was changed or ignored
     inherited: tuple[str, ...] = ()  # overrides that a needed recipe inherits from the requested one
     no_plan: tuple[Problem, ...] = ()  # why no plan can be made, if the run may succeed all the same
@@ -125,7 +127,7 @@ def _examine(
         notes += unread_notes
         if not own:
             layout = list(architecture.against_layout(recipe, pending))
-            planned, no_plan = (None, ()) if layout or not choice else _plan(recipe, choice, plan_from, pending, notes)
+            planned, no_plan = (None, ()) if layout else _plan(recipe, choice, plan_from, pending, notes, dry)
             own += [*layout, *(planned.problems() if planned else ())]
             prepared = Prepared(recipe, choice, executor, planned, notes, loaded.inherited, no_plan)
     except ModelNotFound as error:
@@ -159,11 +161,16 @@ def _examine_evaluation(recipe: Recipe, pending: list[PendingModel], dry: bool) 
 
 
 def _plan(
-    recipe: Recipe, choice: backend.BackendChoice, plan_from: Path | None, pending: list[PendingModel], notes: list[str]
-) -> tuple[Plan | None, tuple[Problem, ...]]:
+    recipe: Recipe,
+    choice: backend.BackendChoice | None,
+    plan_from: Path | None,
+    pending: list[PendingModel],
+    notes: list[str],
+    dry: bool,
+) -> tuple[Plan | EvaluationPlan | None, tuple[Problem, ...]]:
     """Return (the plan, why there is none). FSDP2 may train a model of a family that cannot be planned; a note names it."""
     try:
-        return plan(recipe, choice, plan_from, pending), ()
+        return plan(recipe, choice, plan_from, pending) if choice else evaluation.plan(recipe, pending, reads=dry), ()
     except UnknownShape as error:
         notes.append(f"no plan: {error}")
         return None, error.problems

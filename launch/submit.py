@@ -28,7 +28,8 @@ from launch.evaluations import background, suites
 from launch.executors import allocation, local, slurm
 from launch.executors.base import RunJob
 from launch.executors.record import JobRecord, read_record, write_record
-from launch.plan import modes, report
+from launch.plan import evaluation, modes, report
+from launch.plan.evaluation import EvaluationPlan
 from launch.prepare import RESTART_S, Examination, Prepared, examine, folder_name, prepare
 from launch.units import plural
 from pipeline import config, secrets
@@ -128,7 +129,10 @@ def show_plan(found: Examination) -> int:
     if requested is None or requested.plan is None:
         raise RecipeError(*dict.fromkeys(found.problems), *(requested.no_plan if requested else ()))
     _print_notes(requested)
-    print(report.text(requested.plan, modes.compare(requested.plan)))
+    if isinstance(requested.plan, EvaluationPlan):
+        print(evaluation.text(requested.plan))
+    else:
+        print(report.text(requested.plan, modes.compare(requested.plan)))
     if found.site_problems:
         console.print_unmet("before it can run here", list(dict.fromkeys(found.site_problems)))
     refuse(found.problems)
@@ -257,7 +261,9 @@ def start(prepared: Prepared, after: tuple[str, ...] = (), behind: tuple[str, ..
             job.cancel(check=False)  # a job without a record must not write into the folder
             raise
     _print_notes(prepared)
-    if prepared.plan:
+    if isinstance(prepared.plan, EvaluationPlan):
+        print(f"{evaluation.text(prepared.plan)}\n")
+    elif prepared.plan:
         print(f"{report.text(prepared.plan)}\n")
     console.print_field(recipe.name, f"{job.name()}, in {run_dir}", f"{recipe.name}: {job.name()}, in {run_dir}")
     if choice:

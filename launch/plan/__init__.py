@@ -1,6 +1,7 @@
 """Plan a run before it is submitted: its memory, transfers, operations and durations, and whether it fits.
 
     estimate, modes                        the plan of a recipe; the same GPUs in other modes. Start at `estimate.plan`
+    evaluation                             the plan of an evaluation
     report, alternatives                   the table for the terminal, and its lines about alternatives
     lengths, flops, parallelism, phase     sequence lengths, operations, parallel groups, phases of a step
     train_time, generate_time, colocation  seconds of phases on train ranks, generate ranks and shared GPUs

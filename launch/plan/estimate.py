@@ -29,7 +29,6 @@ from pipeline.config.schema import PlanConfig
 
 GIGA = 1e9
 STATE = ("weights", "merged weights", "gradients", "optimizer")  # parts that depend on no batch size or recomputation
-ROOM = 0.8  # share of a GPU for an engine's weights; the rest holds a KV cache
 
 
 @dataclass(frozen=True)
@@ -151,7 +150,7 @@ class Plan:
 
     def problems(self) -> Iterator[Problem]:
         """Yield a problem for each exactly counted part of memory that exceeds its GPU by itself."""
-        train, generate = self.recipe.cluster.train, self.recipe.cluster.generate
+        train = self.recipe.cluster.train
         state = sum(self.train.parts.get(name, 0.0) for name in STATE)
         if _exceeds(train, state):
             key, how = _cut_key(self.recipe)
@@ -160,16 +159,8 @@ class Plan:
                 f" {hardware.memory_gb(train):g} GB of its GPU (cluster.train.gpu, gpu_memory_gb). Try {how}"
             )
             yield Problem(key, "out-of-memory", message)
-        weights = self.generate.parts.get("weights", 0.0) if self.generate and self.generate.exact else 0.0
-        if _exceeds(generate, weights):
-            key = "policy.generation.vllm_cfg.tensor_parallel_size"
-            size, has = self.recipe.policy.generation.vllm_cfg.tensor_parallel_size, hardware.memory_gb(generate)
-            message = (
-                f"got {size}, with which the weights take {weights / GIGA:.0f} GB on a generate rank; expected at most the"
-                f" {has:g} GB of its GPU (cluster.generate.gpu, gpu_memory_gb). Try"
-                f" {2 ** math.ceil(math.log2(size * weights / (ROOM * has * GIGA)))}"
-            )
-            yield Problem(key, "out-of-memory", message)
+        if self.generate:
+            yield from memory_generate.weights_problems(self.recipe, self.generate)
 
     def warnings(self) -> Iterator[str]:
         """Yield a warning for each rank whose estimated memory exceeds its GPU; none if there are problems."""

@@ -13,15 +13,17 @@ Not counted: other quantization in vllm_kwargs, speculative decoding, sliding wi
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
 from launch.model_shape import ModelShape
 from launch.plan.activations import latent_projections
 from launch.plan.memory_parts import RUNTIME, GenerateMemory, add_parts
-from pipeline.config import PRECISIONS, Problem, Recipe, refits_by_ipc, refuse
+from pipeline.config import PRECISIONS, Problem, Recipe, refits_by_ipc, refuse, trains
 from pipeline.config.hardware import memory_gb
 
+ROOM = 0.8  # share of a GPU for an engine's weights; the rest holds a KV cache
 BLOCK = {True: 16, False: 128}  # tokens of a block of the KV cache, on a GPU and on a CPU (vllm/platforms/cpu.py)
 CPU_CACHE_BYTES = 4 << 30  # at most, unless one sequence needs more: pipeline/generate/vllm.py
 VOCABULARY_PADDING = 64  # vllm/model_executor/layers/vocab_parallel_embedding.py
@@ -140,6 +142,19 @@ def generate(recipe: Recipe, shape: ModelShape) -> GenerateMemory:
     return GenerateMemory(add_parts(parts), rank.received, not less, blocks * BLOCK[cuda], fit, tuple(assumptions), shape)
 
 
+def weights_problems(recipe: Recipe, held: GenerateMemory) -> Iterator[Problem]:
+    """Yield a problem if the exactly counted weights exceed a GPU by themselves."""
+    component, size = recipe.cluster.generate, recipe.policy.generation.vllm_cfg.tensor_parallel_size
+    weights, has = held.parts.get("weights", 0.0) if held.exact else 0.0, memory_gb(component)
+    if component.gpus_per_node and weights > has * 1e9:
+        message = (
+            f"got {size}, with which the weights take {weights / 1e9:.0f} GB on a generate rank; expected at most the"
+            f" {has:g} GB of its GPU (cluster.generate.gpu, gpu_memory_gb). Try"
+            f" {2 ** math.ceil(math.log2(size * weights / (ROOM * has * 1e9)))}"
+        )
+        yield Problem("policy.generation.vllm_cfg.tensor_parallel_size", "out-of-memory", message)
+
+
 def _given(kwargs: dict[str, Any]) -> dict[str, Any]:
     """Return the arguments that are not null, which is vLLM's own default. Raises RecipeError."""
     given = {key: value for key, value in kwargs.items() if value is not None}
@@ -173,6 +188,8 @@ def _staging(recipe: Recipe, rank: EngineRank) -> float:
     It stages two rounds that it receives and one that it relays (`pipeline.refit.planned`), none larger than the rank's
     weights. With IPC it relays two, and stages two received ones only from other nodes (`pipeline.refit.shared_memory`).
     """
+    if not trains(recipe):
+        return 0.0  # weights come from files
     generation = recipe.policy.generation
     bucket = generation.refit_cfg.bucket_bytes
     if generation.refit_transport == "broadcast":

@@ -1,0 +1,279 @@
+"""Plan an evaluation: questions, tokens, an engine's memory, seconds and GPU-hours.
+
+Numbers of questions and lengths of prompts are those of the data where these are here and small to read; other prompts have
+plan.prompt_tokens, or the guess of `lengths`. Answers have plan.answer_tokens, or half of max_new_tokens. A likelihood task has
+no answers: its questions are read once, and its choices after them.
+
+Not counted: loading weights, the environments' work, judges behind endpoints, and further turns of an episode.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import textwrap
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from launch.model_files import planning_config
+from launch.model_shape import ModelShape
+from launch.plan import flops, generate_time, lengths, memory_generate
+from launch.plan.lengths import Lengths
+from launch.plan.memory_parts import GenerateMemory
+from launch.plan.parallelism import engines, parallel_sizes
+from launch.units import plural, seconds, size
+from pipeline.algorithms.evaluate import TaskConfig
+from pipeline.config import GENERATED_DATASETS, Problem, Recipe, collected, hardware, ranks
+
+LABEL, WIDTH = 14, 120
+CHARACTERS = 4.0  # of a token of text
+CHOICE_TOKENS = 8  # of a choice whose text is not read
+SAMPLED = 200  # questions whose texts are measured
+
+
+@dataclass(frozen=True)
+class TaskPlan:
+    """What one task asks."""
+
+    name: str
+    questions: int | None  # None: the data are not read before the job
+    samples: int  # answers of each question; 0 for a task by likelihood
+    prompt: float  # mean tokens of a question with its worked examples
+    lengths: Lengths  # of answers, whose prompt is `prompt`; for likelihood the tokens of all choices
+
+    @property
+    def answers(self) -> int:
+        """The answers of all questions."""
+        return (self.questions or 0) * self.samples
+
+    @property
+    def read_tokens(self) -> float:
+        """The tokens that engines read: each prompt once, and choices."""
+        return (self.questions or 0) * (self.prompt + (0 if self.samples else self.lengths.answer))
+
+    @property
+    def drawn_tokens(self) -> float:
+        """The tokens that engines draw."""
+        return self.answers * self.lengths.answer
+
+
+@dataclass(frozen=True)
+class EvaluationPlan:
+    """The plan of an evaluation."""
+
+    recipe: Recipe
+    shape: ModelShape
+    memory: GenerateMemory
+    tasks: tuple[TaskPlan, ...]
+
+    @property
+    def gpus(self) -> int:
+        """The GPUs of the engines."""
+        return self.recipe.cluster.generate.nodes * self.recipe.cluster.generate.gpus_per_node
+
+    @property
+    def is_timed(self) -> bool:
+        """Whether durations can be estimated: there are GPUs, and room for a KV cache."""
+        return self.gpus > 0 and self.memory.tokens > 0
+
+    def task_seconds(self, task: TaskPlan) -> float | None:
+        """Return the seconds of a task; None if they are not known."""
+        if not self.is_timed or task.questions is None:
+            return None
+        gpu = hardware.gpu(self.recipe.cluster.generate.gpu)
+        engine, made = (
+            generate_time.engine(self.recipe, self.shape, gpu),
+            engines(self.recipe.policy, self.recipe.cluster.generate),
+        )
+        one = task.read_tokens / max(1, task.questions)
+        found = flops.forward(self.shape, task.read_tokens, task.questions * one**2 / 2) / (made * engine.ranks * engine.rate)
+        if task.answers:
+            own, slots = math.ceil(task.answers / made), generate_time.slots(self.recipe, self.memory.tokens, task.lengths)
+            found += sum(generate_time.decoding(engine, own, slots, task.lengths, task.answers).values())
+        return found
+
+    @property
+    def seconds(self) -> float | None:
+        """The seconds of all tasks; None if those of one are not known."""
+        found = [self.task_seconds(task) for task in self.tasks]
+        return None if None in found else sum(one for one in found if one is not None)
+
+    def problems(self) -> Iterator[Problem]:
+        """Yield a problem if the weights exceed a GPU."""
+        yield from memory_generate.weights_problems(self.recipe, self.memory)
+
+    def warnings(self) -> Iterator[str]:
+        """Yield a warning for memory that may not suffice, and for answers that the model's length cuts."""
+        if self.gpus and self.memory.sequences < 1 and not any(self.problems()):
+            longest = self.recipe.policy.generation.vllm_cfg.max_model_len
+            yield (
+                f"an engine's KV cache may hold {max(0.0, self.memory.tokens):,.0f} tokens, and one sequence of"
+                f" policy.generation.vllm_cfg.max_model_len has {longest:,}"
+            )
+        total = self.recipe.policy.max_total_sequence_length
+        for task in self.tasks:
+            asked = self.recipe.evaluate.tasks[task.name].max_new_tokens
+            if task.samples and task.prompt + asked > total:
+                yield (
+                    f"{task.name}: prompts of about {task.prompt:,.0f} tokens leave less than max_new_tokens={asked:,} of"
+                    f" policy.max_total_sequence_length={total:,}; longer answers are cut"
+                )
+
+
+def plan(recipe: Recipe, pending: Sequence[os.PathLike] = (), reads: bool = False) -> EvaluationPlan | None:
+    """Return the plan of an evaluation; None if a run is still to write its model. reads: read data sets of `datasets` too.
+
+    Raises RecipeError for an unknown model or GPU.
+    """
+    model = planning_config(recipe.policy, list(pending))
+    if model is None:
+        return None
+    shape = ModelShape.of(model, "policy.model_name")
+    tasks = tuple(_task(recipe, name, task, reads) for name, task in recipe.evaluate.tasks.items())
+    return EvaluationPlan(recipe, shape, memory_generate.generate(recipe, shape), tasks)
+
+
+def _task(recipe: Recipe, name: str, task: TaskConfig, reads: bool) -> TaskPlan:
+    questions, prompt, choices = _of_data(name, task) if reads or task.data.dataset_name in GENERATED_DATASETS else (None,) * 3
+    questions = _lines(task) if questions is None else questions
+    total, given = recipe.policy.max_total_sequence_length, recipe.plan
+    prompt = given.prompt_tokens or prompt or min(lengths.PROMPT_TOKENS * (1 + task.num_few_shot), total / 2)
+    prompt = min(prompt, total - 1)
+    if task.kind != "generate":
+        read = choices or CHOICE_TOKENS
+        return TaskPlan(name, questions, 0, prompt, Lengths(prompt, read, read, ""))
+    limit = min(task.max_new_tokens, total - prompt)
+    answer = min(given.answer_tokens or lengths.ANSWER_SHARE * limit, limit)
+    return TaskPlan(name, questions, task.num_samples, prompt, Lengths(prompt, answer, limit, ""))
+
+
+def _of_data(name: str, task: TaskConfig) -> tuple[int | None, float | None, float | None]:
+    """Return (questions, mean tokens of a prompt, mean tokens of the choices); None if the data cannot be read here."""
+    from pipeline.evaluation import data  # imports numpy
+
+    with collected([]):  # other checks report it
+        found = data.read(name, task)
+        some = found.questions[:SAMPLED]
+        if not some:
+            return 0, None, None
+        texts = [_length(q.prompt) + sum(_length(e.prompt) + len(e.target) for e in found.examples.get(q.id, ())) for q in some]
+        choices = [sum(map(len, question.choices)) for question in some]
+        return len(found.questions), _mean(texts) / CHARACTERS, _mean(choices) / CHARACTERS
+    return None, None, None
+
+
+def _length(prompt: str | list[dict[str, str]]) -> int:
+    return len(prompt) if isinstance(prompt, str) else sum(len(message["content"]) for message in prompt)
+
+
+def _mean(values: Sequence[float]) -> float:
+    return sum(values) / len(values)
+
+
+def _lines(task: TaskConfig) -> int | None:
+    """Return the number of questions of a JSONL file or folder; None for other data."""
+    if task.data.data_path is None:
+        return task.data.max_samples
+    path = Path(task.data.data_path)
+    files = [path] if path.is_file() else sorted(path.rglob(f"{task.data.split}.jsonl"))
+    try:
+        count = sum(bool(line.strip()) for file in files for line in file.read_bytes().splitlines())
+    except OSError:
+        return task.data.max_samples
+    return min(count, task.data.max_samples or count)
+
+
+# ---- the table ----------------------------------------------------------------------------------------------------------
+
+
+def text(plan: EvaluationPlan) -> str:
+    """Return the plan as a table for the terminal."""
+    parts = (_headline(plan), _tasks(plan), _memory(plan), _run(plan), _verdict(plan))
+    return "\n\n".join("\n".join(part) for part in parts)
+
+
+def _headline(plan: EvaluationPlan) -> Iterator[str]:
+    recipe, on, shape = plan.recipe, plan.recipe.cluster.generate, plan.shape
+    vllm = recipe.policy.generation.backend == "vllm"
+    cuts = parallel_sizes(recipe.policy.generation.vllm_cfg) if vllm else "no parallelism"
+    where = f"{on.gpus_per_node} {on.gpu} of {hardware.memory_gb(on):g} GB each" if on.gpus_per_node else "no GPUs"
+    yield f"{recipe.name}: plan for evaluate. All figures are estimates"
+    yield from _row(
+        "generate",
+        f"{plural(ranks(on), 'rank')} on {plural(on.nodes, 'node')}, {where};"
+        f" {plural(engines(recipe.policy, on), 'engine')}, {cuts}",
+    )
+    yield from _row(
+        "policy",
+        f"{recipe.policy.model_name}: {shape.family}, {plural(shape.layers, 'layer')}, {shape.parameters:,} parameters",
+    )
+
+
+def _tasks(plan: EvaluationPlan) -> Iterator[str]:
+    header = ("task", "questions", "samples", "prompt", "answer", "tokens", "seconds")
+    rows: list[tuple[str, ...]] = [header]
+    for task in plan.tasks:
+        took = plan.task_seconds(task)
+        known = task.questions is not None
+        rows.append(
+            (
+                task.name,
+                f"{task.questions:,}" if known else "unknown",
+                str(task.samples) if task.samples else "-",
+                f"{task.prompt:,.0f}",
+                f"{task.lengths.answer:,.0f}",
+                f"{task.read_tokens + task.drawn_tokens:,.0f}" if known else "-",
+                "-" if took is None else seconds(took),
+            )
+        )
+    widths = [max(len(row[column]) for row in rows) for column in range(len(header))]
+    for name, *numbers in rows:
+        yield "  ".join([f"{name:{widths[0]}s}", *(f"{one:>{width}s}" for one, width in zip(numbers, widths[1:], strict=True))])
+
+
+def _memory(plan: EvaluationPlan) -> Iterator[str]:
+    yield "memory of the fullest generate rank"
+    for name, nbytes in plan.memory.parts.items():
+        yield f"  {name:28s}{size(nbytes):>14s}"
+    yield f"  {'all':28s}{size(plan.memory.total):>14s}"
+    if plan.gpus:
+        yield f"  {'of a GPU with':28s}{hardware.memory_gb(plan.recipe.cluster.generate):>11g} GB"
+    yield from _row("", f"an engine's KV cache holds {max(0.0, plan.memory.tokens):,.0f} tokens")
+
+
+def _run(plan: EvaluationPlan) -> Iterator[str]:
+    unknown = [task.name for task in plan.tasks if task.questions is None]
+    if plan.seconds is not None:
+        yield from _row(
+            "run",
+            f"{seconds(plan.seconds)} on {plural(plan.gpus, 'GPU')}: {plan.gpus * plan.seconds / 3600:.3g}"
+            " GPU-hours, without the start and the queue",
+        )
+    elif not plan.is_timed:
+        yield from _row(
+            "run", "its time is unknown: no GPUs in cluster.generate" if not plan.gpus else "no room for a KV cache"
+        )
+    else:
+        yield from _row("run", f"its time is unknown: the data of {', '.join(unknown)} are not read here. Try plan=true")
+    yield from _row(
+        "assumed",
+        "answers of half of max_new_tokens; set plan.answer_tokens to change it. Not counted: loading"
+        " weights, environments and judges, further turns",
+    )
+
+
+def _verdict(plan: EvaluationPlan) -> Iterator[str]:
+    found = [*map(str, plan.problems()), *plan.warnings()]
+    if not plan.gpus:
+        yield from _row("verdict", "no GPUs: host memory is used, and its size is not known")
+    else:
+        yield from _row(
+            "verdict", "does not fit" if any(plan.problems()) or plan.memory.sequences < 1 else "fits, by these estimates"
+        )
+    for one in found:
+        yield from _row("", one)
+
+
+def _row(label: str, what: str) -> list[str]:
+    return textwrap.wrap(what, WIDTH, break_on_hyphens=False, initial_indent=f"{label:{LABEL}s}", subsequent_indent=" " * LABEL)
