@@ -46,6 +46,8 @@ class Format:
     """Columns that every record must have."""
     examples: ClassVar[tuple[Record, ...]] = ()
     """Records of the worked examples that the benchmark prescribes; a task's few_shot_split takes their place."""
+    draws_one_more: ClassVar[bool] = False
+    """True if lm-evaluation-harness draws one worked example more than it uses, as it does where a task has no test split."""
     examples_by_group: ClassVar[bool] = False
     """True if the worked examples are of the question's own group."""
 

@@ -99,7 +99,7 @@ class ChoicesTask(LikelihoodTask):
     def _scored(self, read: TaskData, recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> Iterator[ScoredQuestion]:
         prompts = PromptEncoder(self.name, self.config, recipe.policy.tokenizer, tokenizer)
         encoder = ContinuationEncoder(tokenizer)
-        between = delimiter(self.config)
+        between = self._delimiter()
         for start in range(0, len(read.questions), ENCODED_TOGETHER):
             questions = read.questions[start : start + ENCODED_TOGETHER]
             texts = []
@@ -115,6 +115,12 @@ class ChoicesTask(LikelihoodTask):
                         count, limit = len(pair.continuation), self._longest - 1
                         raise self._bad(question, f"choice {place} has {count} tokens; expected 1 to {limit}")
                 yield ScoredQuestion(question, of_question[0][0], mine)
+
+    def _delimiter(self) -> str:
+        """Return what is between a prompt and its continuation: no space after a chat template's beginning of a turn."""
+        prefix = self.config.answer_prefix
+        spaced = bool(prefix) and not prefix[-1].isspace() if self.config.apply_chat_template else True
+        return " " if spaced else ""
 
     def _check(self, question: Question) -> None:
         if len(question.choices) < 2 or not set(question.correct) & set(range(len(question.choices))):
@@ -151,13 +157,6 @@ class ChoicesTask(LikelihoodTask):
             for name in ("acc", "acc_norm", "acc_bytes")
             if any(name in answer.metrics for answer in answers)
         }
-
-
-def delimiter(config: TaskConfig) -> str:
-    """Return what stands between a prompt and its continuation: a chat template's end of a turn needs no space."""
-    if not config.apply_chat_template:
-        return " "
-    return " " if config.answer_prefix and not config.answer_prefix[-1].isspace() else ""
 
 
 def log_likelihoods(found: Sequence[Likelihood]) -> list[float]:

@@ -221,7 +221,8 @@ class _Examples:
     def _draw(self, generator: random.Random, places: Sequence[int], record: Record | None) -> list[int]:
         """Return drawn places without those of an equal record."""
         if record is None:
-            return self._enough(generator.sample(places, min(self._count, len(places))))
+            count = self._count + self._form.draws_one_more
+            return self._enough(generator.sample(places, min(count, len(places))))
         drawn = generator.sample(places, min(self._count + 1, len(places)))
         others = [place for place in drawn if self._pool[place] != record][: self._count]
         if len(others) < self._count:

@@ -73,6 +73,10 @@ class ContinuationTask(ChoicesTask):
     """A task of kind `continuation`. A question has one choice, the end of its text."""
 
     @override
+    def _delimiter(self) -> str:
+        return " "
+
+    @override
     def _check(self, question: Question) -> None:
         if len(question.choices) != 1:
             raise self._bad(question, f"has {len(question.choices)} choices; expected one, the end of the text")

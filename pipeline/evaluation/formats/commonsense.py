@@ -18,6 +18,7 @@ class HellaSwag(Format):
     """The ending of a description of an activity (Zellers et al., 2019)."""
 
     columns: ClassVar[tuple[str, ...]] = ("activity_label", "ctx_a", "ctx_b", "endings", "label")
+    draws_one_more: ClassVar[bool] = True
 
     @override
     def question(self, record: Record, index: int) -> Question:
@@ -29,6 +30,7 @@ class WinoGrande(Format):
     """Which of two nouns a blank stands for (Sakaguchi et al., 2019): the rest of the sentence is scored after either."""
 
     columns: ClassVar[tuple[str, ...]] = ("sentence", "option1", "option2", "answer")
+    draws_one_more: ClassVar[bool] = True
 
     @override
     def question(self, record: Record, index: int) -> Question:
@@ -44,6 +46,7 @@ class PIQA(Format):
     """Which of two ways reaches a physical goal (Bisk et al., 2020)."""
 
     columns: ClassVar[tuple[str, ...]] = ("goal", "sol1", "sol2", "label")
+    draws_one_more: ClassVar[bool] = True
 
     @override
     def question(self, record: Record, index: int) -> Question:
@@ -64,6 +67,7 @@ class BoolQ(Format):
     """Yes or no to a question about a passage (Clark et al., 2019), with the columns of SuperGLUE."""
 
     columns: ClassVar[tuple[str, ...]] = ("passage", "question", "label")
+    draws_one_more: ClassVar[bool] = True
 
     @override
     def question(self, record: Record, index: int) -> Question:
