@@ -1,0 +1,34 @@
+"""An environment that rewards even an untrained model and logs each answer that it judges, and small units of choices."""
+
+import json
+import os
+import time
+
+from pipeline.environments.base import Environment, Outcome
+from pipeline.evaluation import choices
+from pipeline.types import Prompt
+
+
+class Digits(Environment):
+    """Rewards the share of the answer's characters that are digits.
+
+    log: file that gets a line [prompt's index, text] for each answer. unparsed: where no character is a digit.
+    """
+
+    def __init__(self, log: str, delay_s: float = 0.0) -> None:
+        self._log = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)
+        self._delay_s = delay_s
+
+    def step(self, prompt: Prompt, text: str) -> Outcome:
+        os.write(self._log, (json.dumps([prompt.index, text]) + "\n").encode())
+        time.sleep(self._delay_s)
+        digits = "".join(filter(str.isdigit, text))
+        return Outcome(len(digits) / max(1, len(text)), {"unparsed": float(not digits)}, extracted=digits)
+
+
+class SmallUnits(choices.ChoicesTask):
+    """Choices in units of a few questions."""
+
+    def __init__(self, *given) -> None:
+        choices.UNIT_TOKENS = 150
+        super().__init__(*given)
