@@ -1,8 +1,9 @@
 """Export a checkpoint of a run in Hugging Face format with `python launch/export.py run=RUN_DIR [step=N] [out=DIR]`.
 
-Writes sharded safetensors in policy.precision, config, tokenizer and chat template, which transformers and vLLM load. A reward
-model (algorithm rm) becomes a sequence classifier with one label. The checkpoint is read on this machine, without a GPU or a
-job; any backend and any number of ranks may have written it.
+Writes sharded safetensors in policy.precision, config, tokenizer and chat template, which transformers and vLLM load, and a
+model card, README.md, with the run's evaluations of that step. A reward model (algorithm rm) becomes a sequence classifier with
+one label. The checkpoint is read on this machine, without a GPU or a job; any backend and any number of ranks may have written
+it.
 
 Exit status: 0 if the checkpoint was written; 2 if the command line, the run, its checkpoint or the disk has an error.
 """
@@ -17,8 +18,9 @@ from typing import Annotated
 if __name__ == "__main__":
     sys.path[0] = str(Path(__file__).resolve().parent.parent)  # replaces launch/, so that no installed package is needed
 
-from launch import command_line
+from launch import command_line, model_card
 from launch.command_line import Key
+from launch.run_folder import RunFolder
 from pipeline import config
 from pipeline.algorithms import build
 from pipeline.checkpoint import Checkpoint, Checkpoints
@@ -76,6 +78,7 @@ def export(request: ExportRequest) -> Path:
         why = f"{error} (relative paths start at {Path.cwd()})"
         raise RecipeError(Problem("policy.model_name", "unavailable-model", why)) from error
     export_checkpoint(checkpoint.folder, recipe.policy, folder, head)
+    (folder / model_card.FILE).write_text(model_card.text(RunFolder.at(request.run), checkpoint.step), encoding="utf-8")
     return folder
 
 

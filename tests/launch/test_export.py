@@ -69,6 +69,7 @@ def test_the_script_writes_what_transformers_loads(finished, run, tmp_path):
     assert tensors.keys() == expected.keys()
     assert all(torch.equal(tensors[name], tensor) for name, tensor in expected.items())
     assert AutoTokenizer.from_pretrained(run / "hf_step_20").chat_template == "{{ messages }}"
+    assert "step 20" in (run / "hf_step_20" / "README.md").read_text()
     assert json.loads((run / "hf_step_20" / "config.json").read_text())["architectures"] == ["Qwen3MoeForCausalLM"]
 
 
