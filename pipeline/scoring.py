@@ -29,7 +29,7 @@ from pipeline.data.packing import plan_microbatches
 from pipeline.data.special_tokens import SpecialTokenEscaper
 from pipeline.data.stop_strings import text_before_stop
 from pipeline.problems import Problem, RecipeError
-from pipeline.roles.reward import ScoreWork
+from pipeline.rollout.work import ScoreWork
 from pipeline.rpc import RpcGroup
 from pipeline.types import DataParallelRank, Prompt, Rollout, RolloutGroup
 

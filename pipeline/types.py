@@ -35,7 +35,7 @@ class Prompt:
 
     index: int  # position in the data stream, counted over epochs; unique in a run, part of every sampling seed
     tokens: np.ndarray  # [P] int32
-    environment: str  # key under `env` in the recipe
+    environment: str  # key under `env` in the recipe; "": no environment judges the answer
     task: dict[str, Any]  # data of the environment, e.g. {"answer": "42"}
     dataset: str = ""  # its name in the recipe; "" if there is only one
 

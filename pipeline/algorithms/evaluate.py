@@ -15,22 +15,32 @@ from typing_extensions import override
 
 from pipeline.algorithms.base import OnlineAlgorithm
 from pipeline.algorithms.sections import UNBOUNDED
+from pipeline.algorithms.served_models import JudgeConfig, RewardModelConfig
 from pipeline.problems import Problem
 from pipeline.values import Bool, Check, Float, Int, Line, NotNegative, Positive, Text, interpolation, not_a_kind
 
 KINDS = {
-    "generate": "pipeline.evaluation.generation.GenerationTask",
     "choices": "pipeline.evaluation.choices.ChoicesTask",
+    "comparison": "pipeline.evaluation.comparison.ComparisonTask",
     "continuation": "pipeline.evaluation.perplexity.ContinuationTask",
+    "generate": "pipeline.evaluation.generation.GenerationTask",
+    "multi_turn_rating": "pipeline.evaluation.multi_turn_rating.RatingTask",
     "perplexity": "pipeline.evaluation.perplexity.PerplexityTask",
+    "preference": "pipeline.evaluation.preference.PreferenceTask",
+    "refusal": "pipeline.evaluation.refusal.RefusalTask",
 }
 """How questions are asked and scored: name -> class, a `pipeline.evaluation.task.Task`."""
+
+JUDGED = ("comparison", "multi_turn_rating", "refusal")
+"""Kinds whose answers `evaluate.judge` judges."""
 
 FORMATS = {
     "aime24": "pipeline.evaluation.formats.math.AIME24",
     "aime25": "pipeline.evaluation.formats.math.AIME25",
+    "alpaca_eval": "pipeline.evaluation.formats.chat.AlpacaEval",
     "arc": "pipeline.evaluation.formats.knowledge.ARC",
     "arc_generative": "pipeline.evaluation.formats.science.GenerativeARC",
+    "arena_hard": "pipeline.evaluation.formats.chat.ArenaHard",
     "boolq": "pipeline.evaluation.formats.commonsense.BoolQ",
     "documents": "pipeline.evaluation.formats.documents.Documents",
     "gpqa": "pipeline.evaluation.formats.science.GPQA",
@@ -45,9 +55,12 @@ FORMATS = {
     "mmlu": "pipeline.evaluation.formats.knowledge.MMLU",
     "mmlu_generative": "pipeline.evaluation.formats.science.GenerativeMMLU",
     "mmlu_pro": "pipeline.evaluation.formats.science.MMLUPro",
+    "mt_bench": "pipeline.evaluation.formats.chat.MTBench",
     "openbookqa": "pipeline.evaluation.formats.commonsense.OpenBookQA",
     "piqa": "pipeline.evaluation.formats.commonsense.PIQA",
     "records": "pipeline.evaluation.formats.records.Records",
+    "requests": "pipeline.evaluation.formats.requests.Requests",
+    "reward_bench": "pipeline.evaluation.formats.preferences.RewardBench",
     "winogrande": "pipeline.evaluation.formats.commonsense.WinoGrande",
 }
 """How records become questions: name -> class, a `pipeline.evaluation.base.Format`."""
@@ -133,6 +146,10 @@ class TaskConfig:
     pass_at: Annotated[list[Positive], Field(description="Values k for which pass@k is reported.")] = field(
         default_factory=list
     )
+    judge_prompt_file: Annotated[
+        Line | None,
+        Field(description="kind=comparison, multi_turn_rating, refusal: file of the judge's prompt. null: one of the kind."),
+    ] = None
     majority: Annotated[Bool, Field(description="Report the accuracy of the most frequent answer, maj@num_samples.")] = False
     metric: Annotated[Text | None, Field(description="The metric that stands for the task. null: the kind's.")] = None
     seed: Annotated[NotNegative, Field(description="Seed of sampling, of max_samples and of the worked examples.")] = (
@@ -156,6 +173,8 @@ class EvaluateConfig:
     num_generations_per_prompt: ClassVar[int] = 1
 
     tasks: Annotated[dict[str, TaskConfig], Field(description="Tasks by name.")] = field(default_factory=dict)
+    judge: JudgeConfig = field(default_factory=JudgeConfig)
+    reward_model: RewardModelConfig = field(default_factory=RewardModelConfig)
     checkpoint: Annotated[
         Line | None,
         Field(description="A run's checkpoint whose weights to evaluate. null: the weights of policy.model_name."),
@@ -186,6 +205,40 @@ class Evaluate(OnlineAlgorithm):
                 message = f"got {task.env_name}; expected a key of env, which scores the answers: {known}"
                 yield Problem(f"evaluate.tasks.{name}.env_name", "not-a-choice", message)
             yield from _check_samples(f"evaluate.tasks.{name}", task)
+        yield from self._judge_problems()
+        yield from self._reward_model_problems()
+
+    def _judge_problems(self) -> Iterator[Problem]:
+        judge, judged = self.section.judge, [name for name, task in self.section.tasks.items() if task.kind in JUDGED]
+        if judge.env_name is not None and judge.model_name is not None:
+            message = "got env_name and model_name; expected one of them: an endpoint, or a model of the job"
+            yield Problem("evaluate.judge", "contradiction", message)
+        elif judge.env_name is not None:
+            environments = {name: environment.kind for name, environment in self.recipe.env.items()}
+            if environments.get(judge.env_name) != "llm_judge":
+                known = ", ".join(name for name, kind in environments.items() if kind == "llm_judge") or "none"
+                message = f"got {judge.env_name}; expected a key of env of kind llm_judge: {known}"
+                yield Problem("evaluate.judge.env_name", "not-a-choice", message)
+        elif judge.model_name is None and judged and not self._scores_policy:
+            message = f"got null; expected a judge of {', '.join(judged)}: a model, or evaluate.judge.env_name"
+            yield Problem("evaluate.judge.model_name", "missing-value", message)
+
+    def _reward_model_problems(self) -> Iterator[Problem]:
+        preference = [task.kind == "preference" for task in self.section.tasks.values()]
+        if preference and all(preference) and self.section.reward_model.model_name is None:
+            message = "got null, and all tasks are of kind preference. Try ${policy.model_name} to evaluate a reward model"
+            yield Problem("evaluate.reward_model.model_name", "missing-value", message)
+        if self._scores_policy and not any(preference):
+            message = "got policy.model_name, so that only tasks of kind preference are asked; expected one"
+            yield Problem("evaluate.reward_model.model_name", "contradiction", message)
+        if self._scores_policy and self.section.checkpoint is not None:
+            message = "got a checkpoint of a reward model; expected null. Try its hf/ folder as policy.model_name"
+            yield Problem("evaluate.checkpoint", "unsupported", message)
+
+    @property
+    def _scores_policy(self) -> bool:
+        """True if the evaluated model is a reward model."""
+        return self.section.reward_model.model_name == self.recipe.policy.model_name
 
 
 def _check_samples(key: str, task: TaskConfig) -> Iterator[Problem]:

@@ -70,7 +70,11 @@ from pipeline.config.megatron import (
     MegatronSchedulerConfig,
 )
 from pipeline.config.models import (
+    EngineModel,
     critic,
+    engine_models,
+    evaluated_reward_model,
+    judge_policy,
     models,
     reward_environment,
     reward_model,

@@ -12,10 +12,10 @@ from pipeline.config import (
     megatron_checks,
     schema_validation,
 )
-from pipeline.config.cluster import COLOCATED, OF_NODES, SHARED, ComponentConfig, TimeoutsConfig, ranks_per_node
+from pipeline.config.cluster import COLOCATED, OF_NODES, SHARED, ComponentConfig, TimeoutsConfig, ranks, ranks_per_node
 from pipeline.config.data import check_data, validates
 from pipeline.config.environments import check_environments
-from pipeline.config.models import check_reward_model, reward_environment, reward_model, serves_rewards
+from pipeline.config.models import check_reward_model, engine_models, reward_environment, reward_model, serves_rewards
 from pipeline.config.parallelism import check_divides, check_layout, colocated, components_on_train_nodes, named_backend
 from pipeline.config.policy import PolicyConfig
 from pipeline.config.schema import Recipe, engine_ranks, generates, section, trains
@@ -115,6 +115,7 @@ def _check_without_trainers(recipe: Recipe) -> Iterator[Problem]:
     yield from _check_engine(recipe)
     yield from _check_quantisation(recipe)
     yield from _check_gpus(recipe)
+    yield from _check_served_engines(recipe)
     own = f"{recipe.algorithm} has no train ranks"
     if recipe.policy.generation.colocated.enabled:
         yield Problem(COLOCATED, "has-no-effect", f"got true, but {own} to share GPUs with. Try false")
@@ -123,6 +124,16 @@ def _check_without_trainers(recipe: Recipe) -> Iterator[Problem]:
     if (judge := reward_model(recipe)) and not serves_rewards(recipe):
         key = f"env.{reward_environment(recipe)}.served_by"
         yield Problem(key, "unsupported", f"got {judge.served_by}, but {own}. Try reward, which gives it ranks of its own")
+
+
+def _check_served_engines(recipe: Recipe) -> Iterator[Problem]:
+    """Yield a problem if the judge and the reward model of an evaluation leave no engine to the policy."""
+    per_engine = engine_ranks(recipe.policy.generation.vllm_cfg)
+    engines = ranks(recipe.cluster.generate) // per_engine
+    if engines and engine_models(recipe, engines)[0] != "policy" and len(served := engine_models(recipe, 0)) >= engines:
+        needed = (len(served) + 1) * per_engine
+        message = f"got {engines} engines, of which {', '.join(served)} need {len(served)}; expected at least {needed} ranks"
+        yield Problem("cluster.generate.ranks_per_node", "too-small", message)
 
 
 def _check_gpus(recipe: Recipe) -> Iterator[Problem]:

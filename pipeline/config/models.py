@@ -4,13 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
-from typing import Any
+from typing import Any, Literal
 
 from pipeline.algorithms import build
+from pipeline.algorithms.evaluate import JUDGED
+from pipeline.algorithms.served_models import ServedModelConfig
 from pipeline.config.environments import EnvironmentConfig
 from pipeline.config.policy import LoRAConfig, PolicyConfig, TeacherConfig, TokenizerConfig, ValueConfig
 from pipeline.config.schema import Recipe, generates
 from pipeline.problems import Problem
+
+EngineModel = Literal["policy", "judge", "reward_model"]
+"""What an engine of the generate component serves."""
 
 
 def reward_environment(recipe: Recipe) -> str | None:
@@ -68,6 +73,45 @@ def reward_model_policy(recipe: Recipe) -> PolicyConfig:
     return _with_policy_layout(recipe, environment, tokenizer=tokenizer)
 
 
+def judge_policy(recipe: Recipe) -> PolicyConfig:
+    """Return the judge of an evaluation as a policy's configuration. It must be a model of the job."""
+    judge = recipe.evaluate.judge
+    generation = replace(recipe.policy.generation, stop_token_ids=None)
+    return _served(replace(recipe, policy=replace(recipe.policy, generation=generation)), judge)
+
+
+def evaluated_reward_model(recipe: Recipe) -> PolicyConfig:
+    """Return the reward model of an evaluation as a policy's configuration. It must have one. FSDP2 computes it."""
+    policy = recipe.policy
+    dtensor = replace(policy.dtensor_cfg, enabled=True, tensor_parallel_size=1)
+    fsdp = replace(policy, dtensor_cfg=dtensor, megatron_cfg=replace(policy.megatron_cfg, enabled=False))
+    return _served(replace(recipe, policy=fsdp), recipe.evaluate.reward_model)
+
+
+def _served(recipe: Recipe, model: ServedModelConfig) -> PolicyConfig:
+    given, length = model.tokenizer, model.max_total_sequence_length
+    tokenizer = TokenizerConfig(given.name or model.model_name or "", given.chat_template, given.chat_template_kwargs)
+    generation = recipe.policy.generation
+    generation = replace(generation, vllm_cfg=replace(generation.vllm_cfg, max_model_len=length))
+    return _with_policy_layout(recipe, model, tokenizer=tokenizer, max_total_sequence_length=length, generation=generation)
+
+
+def engine_models(recipe: Recipe, engines: int) -> tuple[EngineModel, ...]:
+    """Return the model of each of so many engines: the evaluated model first. If they are too few, it has none."""
+    if recipe.algorithm != "evaluate":
+        return ("policy",) * engines
+    section, named = recipe.evaluate, recipe.evaluate.reward_model.model_name
+    if named == recipe.policy.model_name:
+        return ("reward_model",) * engines
+    others: list[EngineModel] = []
+    if named is not None and any(task.kind == "preference" for task in section.tasks.values()):
+        others += ["reward_model"] * section.reward_model.engines
+    if section.judge.model_name is not None and any(task.kind in JUDGED for task in section.tasks.values()):
+        others += ["judge"] * section.judge.engines
+    policy: list[EngineModel] = ["policy"] * (engines - len(others))
+    return (*policy, *others)
+
+
 def models(recipe: Recipe) -> dict[str, PolicyConfig]:
     """Return all models of the train backend, by the section of the recipe that describes them."""
     found = {"policy": recipe.policy}
@@ -81,7 +125,9 @@ def models(recipe: Recipe) -> dict[str, PolicyConfig]:
     return {section: model for section, model in found.items() if model.model_name is not None}  # null is refused elsewhere
 
 
-def _with_policy_layout(recipe: Recipe, model: ValueConfig | TeacherConfig | EnvironmentConfig, **more: Any) -> PolicyConfig:
+def _with_policy_layout(
+    recipe: Recipe, model: ValueConfig | TeacherConfig | EnvironmentConfig | ServedModelConfig, **more: Any
+) -> PolicyConfig:
     """Return the policy's configuration with another model in it.
 
     Megatron-Core's own optimizer keys do not apply to it, nor do the layers of the first and last stage unless it is the same

@@ -9,6 +9,8 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 
 from pipeline.config import Recipe
+from pipeline.evaluation.judge import Judge
+from pipeline.evaluation.reward_engines import RewardEngines
 from pipeline.rollout.dispatch import Dispatcher, RolloutSpec
 from pipeline.rpc import Future, RpcGroup
 from pipeline.types import Likelihood, LikelihoodRequest, Prompt, Rollout, RolloutGroup
@@ -31,8 +33,10 @@ class Engines:
         groups: one per engine; rank 0 may be in one of them. check: called between two waits; what it raises ends the work.
         """
         self._groups = groups
+        self.check = check
+        self.judge: Judge | None = None  # of the tasks that one judges
+        self.rewards: RewardEngines | None = None  # engines of the reward model that is evaluated
         self._most = AHEAD * max_num_seqs
-        self._check = check
 
     @classmethod
     def of(cls, recipe: Recipe, groups: Sequence[RpcGroup], check: Callable[[], None] = lambda: None) -> Engines:
@@ -51,7 +55,7 @@ class Engines:
         finished = {index: dict.fromkeys(samples, Rollout((), 0.0)) for index, samples in (kept or {}).items()}
         waiting = list(reversed(prompts))
         while waiting or any(dispatch.outstanding):
-            self._check()
+            self.check()
             outstanding = dispatch.outstanding
             room = sum(max(0, -(-(self._most - episodes) // spec.samples)) for episodes in outstanding)
             batch = [waiting.pop() for _ in range(min(len(waiting), max(room, int(not any(outstanding)))))]
@@ -68,7 +72,7 @@ class Engines:
         waiting = list(reversed(range(len(units))))
         computing: list[dict[int, Future]] = [{} for _ in self._groups]  # by engine, then unit
         while waiting or any(computing):
-            self._check()
+            self.check()
             for group, futures in zip(self._groups, computing, strict=True):
                 while waiting and len(futures) < UNITS_AHEAD and not group.includes_caller:
                     unit = waiting.pop()

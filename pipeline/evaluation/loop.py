@@ -12,9 +12,8 @@ from pipeline.attempt import Attempt
 from pipeline.config import Recipe
 from pipeline.data.chat import load_tokenizer
 from pipeline.deadline import Deadline
-from pipeline.evaluation import scores
+from pipeline.evaluation import models, scores
 from pipeline.evaluation.answers import AnswerLog
-from pipeline.evaluation.engines import Engines
 from pipeline.evaluation.task import Task
 from pipeline.roles import GenerateRole
 from pipeline.rpc import RpcClient, RpcGroup
@@ -47,9 +46,11 @@ def evaluate(
     client.own = role
     generate = RpcGroup(client, world, workers.generate, GenerateRole, timeouts, role)
     ready = generate.setup()
+    skipped = models.skipped(recipe, len(workers.engines))
     with world.phase("load data", verb="setup"):
         tokenizer = load_tokenizer(recipe.policy.tokenizer)
-        tasks = [build(name, config, recipe, tokenizer) for name, config in recipe.evaluate.tasks.items()]
+        asked = {name: config for name, config in recipe.evaluate.tasks.items() if name not in skipped}
+        tasks = [build(name, config, recipe, tokenizer) for name, config in asked.items()]
     ready.result()
     startup.enter("load the weights")
     generate.load().result()
@@ -60,7 +61,9 @@ def evaluate(
     ]
     logs = {task.name: AnswerLog(run_dir, task.name, retry) for task in tasks}
     supervisor = Supervisor(attempt, deadline, list(logs.values()), startup)
-    engines = Engines.of(recipe, groups, supervisor)
+    engines = models.engines(recipe, groups, supervisor)
+    for name, why in skipped.items():
+        logger.info(f"task {name} is skipped: {why}")
     startup.enter("first answers")
     try:
         for task in tasks:
@@ -75,9 +78,13 @@ def evaluate(
         attempt.ask_requeue(str(why))
         logger.info(f"leaving: {why}")
         return False
+    finally:
+        if engines.judge:
+            engines.judge.close()
     for log in logs.values():
         log.sync()
     summary = scores.summarize(recipe, {task.name: (task, logs[task.name].all()) for task in tasks})
+    summary["skipped"] = skipped
     retrying(lambda: scores.write(run_dir, summary), "writing the scores", run_dir / scores.FILE, retry)
     scores.show(summary)
     return True

@@ -2,22 +2,24 @@
 
 from __future__ import annotations
 
+import dataclasses
 import threading
 from collections.abc import Callable
 from pathlib import Path
 
-from pipeline import generate
+from pipeline import config, generate
 from pipeline.boxes import Region
-from pipeline.config import Recipe
+from pipeline.config import PolicyConfig, Recipe
 from pipeline.generate.base import GenerateBackend, MemoryPart
 from pipeline.refit.base import Commit, PreparedRefit, Refit, RefitReport
 from pipeline.refit.tables import LayoutTable, RankPlan, layout_table
+from pipeline.roles.reward import Scorer
 from pipeline.rollout import environment_threads
 from pipeline.rollout.driver import EpisodeDriver
 from pipeline.rollout.environment_process import LOAD_SHARE, EnvironmentProcess
 from pipeline.rollout.environment_threads import EnvironmentExecutor, EnvironmentSettings
 from pipeline.rollout.lockstep import VERB, Lockstep
-from pipeline.rollout.work import FinishedGroup, RolloutWork, UnfinishedGroup
+from pipeline.rollout.work import FinishedGroup, RolloutWork, ScoreWork, UnfinishedGroup
 from pipeline.rpc import StreamingReply, verb
 from pipeline.train.saved_weights import checkpoint_weights, model_weights
 from pipeline.types import Likelihood, LikelihoodRequest
@@ -37,6 +39,7 @@ class GenerateRole:
         self._refit = refit
         self._engine = world.workers.engine(world.rank)
         self._leads = world.rank == self._engine[0]
+        self._serves = config.engine_models(recipe, len(world.workers.engines))[world.workers.engines.index(self._engine)]
         self._lockstep = Lockstep(world.own if len(self._engine) > 1 else None)
         self._driver: EpisodeDriver | None = None  # on the leader
         self._environments: EnvironmentExecutor | None = None  # on the leader
@@ -45,8 +48,13 @@ class GenerateRole:
 
     @verb("setup")
     def setup(self) -> None:
-        """Build the engine and, on its leader, the environments."""
-        policy = self._recipe.policy
+        """Build the engine and, on its leader, the environments. An evaluation's engine may serve another model."""
+        if self._serves == "reward_model":
+            with self._world.phase("load reward model"):
+                model = config.evaluated_reward_model(self._recipe)
+                self._scorer = Scorer(model, self._world.own, self._seed, offload=False)
+            return
+        policy = self._policy
         process = self._start_process() if self._leads else None  # loads alongside the engine
         with self._world.phase("load engine"):
             self._built = generate.build(policy, len(self._engine), self._engine.index(self._world.rank), self._seed)
@@ -57,22 +65,30 @@ class GenerateRole:
                 self._lead(self._backend, process)
 
     @property
+    def _policy(self) -> PolicyConfig:
+        """The model that this engine generates with."""
+        return config.judge_policy(self._recipe) if self._serves == "judge" else self._recipe.policy
+
+    @property
     def _backend(self) -> GenerateBackend:
         assert self._built, "verb 'setup' comes first"
         return self._built
 
     def _start_process(self) -> EnvironmentProcess | None:
-        """Return the environments' process, or None if they run in threads here or on other ranks."""
+        """Return the environments' process, or None if there are none, or they run in threads here or on other ranks."""
         elsewhere = all(environment.kind == "reward_model" for environment in self._recipe.env.values())
-        if elsewhere or not self._recipe.policy.generation.environment_process:
+        if elsewhere or self._serves == "judge" or not self._recipe.policy.generation.environment_process:
             return None
         return EnvironmentProcess(EnvironmentSettings.of(self._recipe), self.wakeup)
 
     def _lead(self, backend: GenerateBackend, process: EnvironmentProcess | None) -> None:
         if process:
             process.wait_until_loaded(LOAD_SHARE * self._recipe.cluster.timeouts.setup)
-        self._environments = process or environment_threads.load(EnvironmentSettings.of(self._recipe), self.wakeup)
-        generation = self._recipe.policy.generation
+        settings = EnvironmentSettings.of(self._recipe)
+        if self._serves == "judge":  # rank 0 reads its verdicts
+            settings = dataclasses.replace(settings, env={})
+        self._environments = process or environment_threads.load(settings, self.wakeup)
+        generation = self._policy.generation
         most, longest = generation.max_num_seqs, generation.vllm_cfg.max_model_len
         broken = {name: environment.broken_reward for name, environment in self._recipe.env.items()}
         self._driver = EpisodeDriver(
@@ -157,7 +173,9 @@ class GenerateRole:
     @verb("setup")
     def load(self) -> None:
         """Load the weights of `evaluate.checkpoint`, or those of the model's own files, and serve them."""
-        policy, checkpoint = self._recipe.policy, self._recipe.evaluate.checkpoint
+        if self._serves == "reward_model":
+            return  # loaded where it was built
+        policy, checkpoint = self._policy, self._recipe.evaluate.checkpoint if self._serves == "policy" else None
         with self._world.phase("load weights"):
             update = self._backend.update()
             update.load(checkpoint_weights(Path(checkpoint), policy) if checkpoint else model_weights(policy, self._seed))
@@ -169,6 +187,12 @@ class GenerateRole:
         with self._world.phase("likelihoods"):
             found = self._backend.likelihoods(unit)
         return found if self._leads else []
+
+    @verb("rollout")
+    def score(self, work: ScoreWork) -> list[float]:
+        """Return the score of each sequence by the reward model that this engine serves, in the order of the microbatches."""
+        with self._world.phase("score"):
+            return self._scorer.score(work)
 
     # ---- between verbs ------------------------------------------------------------------------------------------------------
 

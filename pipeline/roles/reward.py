@@ -6,25 +6,17 @@ A score is the value head's output after a sequence's last token. Rank 0 chooses
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import numpy as np
 import torch.distributed as dist
 
 from pipeline import config, train
 from pipeline.config import PolicyConfig, Recipe
 from pipeline.data.packing import pack
+from pipeline.rollout.work import ScoreWork
 from pipeline.rpc import verb
 from pipeline.train.base import ModelRole
 from pipeline.types import DataParallelRank, Sample
 from pipeline.world import World
-
-
-@dataclass(frozen=True, slots=True)
-class ScoreWork:
-    """One data rank's sequences to score. All data ranks have the same number of microbatches; some may be empty."""
-
-    microbatches: list[list[np.ndarray]]  # of sequences [L] int32
 
 
 class Scorer:

@@ -23,7 +23,8 @@ from pipeline.data.packing import pack
 from pipeline.refit.base import PreparedRefit, Refit, RefitReport
 from pipeline.refit.tables import LayoutTable, RankPlan, layout_table
 from pipeline.roles.regroup import regroup
-from pipeline.roles.reward import Scorer, ScoreWork
+from pipeline.roles.reward import Scorer
+from pipeline.rollout.work import ScoreWork
 from pipeline.rpc import verb
 from pipeline.storage import RetryPolicy
 from pipeline.train.background_worker import BackgroundWorker

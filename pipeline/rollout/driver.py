@@ -199,6 +199,9 @@ class EpisodeDriver:
             self._end(episode, episode.cut_short())
             return
         episode.completion = completion
+        if not episode.prompt.environment:  # what asked scores it
+            self._go_on(episode, StepOutcome(0.0, {}, over=True, observation=None))
+            return
         self._in_environment[episode.id] = episode
         self._environments.submit(episode.step_request(self._max_length))
 

@@ -1,8 +1,10 @@
-"""Requests from rank 0 to an engine, and its replies."""
+"""Requests from rank 0 to an engine or a reward model, and their replies."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+
+import numpy as np
 
 from pipeline.types import Prompt, Rollout, RolloutGroup, Sampling, VersionSpan
 
@@ -40,3 +42,10 @@ class UnfinishedGroup:
     place: int
     finished: dict[int, Rollout]  # by sample
     open: dict[int, list[VersionSpan]]  # by sample: drawn spans of the others; empty if not begun
+
+
+@dataclass(frozen=True, slots=True)
+class ScoreWork:
+    """One data rank's sequences to score. All data ranks have the same number of microbatches; some may be empty."""
+
+    microbatches: list[list[np.ndarray]]  # of sequences [L] int32

@@ -10,7 +10,8 @@ import torch.distributed as dist
 from transformers import AutoTokenizer
 
 from pipeline import config
-from pipeline.roles.reward import Scorer, ScoreWork
+from pipeline.roles.reward import Scorer
+from pipeline.rollout.work import ScoreWork
 from pipeline.scoring import Scoring
 from pipeline.types import Completion, DataParallelRank, Prompt, Rollout, RolloutGroup, Turn, VersionSpan
 from tests.problems import refused

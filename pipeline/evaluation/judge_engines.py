@@ -1,0 +1,103 @@
+"""A judge model on engines of the job, which rank 0 asks as it asks the policy's engines."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from pipeline.algorithms.served_models import JudgeConfig
+from pipeline.config import PolicyConfig, Problem, RecipeError
+from pipeline.data.special_tokens import SpecialTokenEscaper
+from pipeline.evaluation.judge import JudgeReply, JudgeRequest
+from pipeline.evaluation.judge_endpoint import AGAIN_TEMPERATURE
+from pipeline.rollout.dispatch import Dispatcher, RolloutSpec
+from pipeline.rpc import RpcGroup
+from pipeline.types import Prompt, RolloutGroup, Sampling
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+
+class EngineJudge:
+    """Sends requests to the judge's engines. A reply depends on the seed, the task, and the request's index and attempt."""
+
+    def __init__(
+        self,
+        engines: Sequence[RpcGroup],
+        section: JudgeConfig,
+        policy: PolicyConfig,
+        tokenizer: PreTrainedTokenizerBase,
+        seed: int,
+        check: Callable[[], None] = lambda: None,
+    ) -> None:
+        """Bind to engines, one group of ranks each. policy, tokenizer: the judge's. check: called before each wait.
+
+        Raises RecipeError if the judge has no chat template.
+        """
+        if not tokenizer.chat_template:
+            message = f"got null, and the judge's tokenizer {tokenizer.name_or_path} has no chat template; expected one"
+            raise RecipeError(Problem("evaluate.judge.tokenizer.chat_template", "missing-value", message))
+        self._dispatch = Dispatcher(engines, seed, 1, None)
+        self._section, self._tokenizer, self._check = section, tokenizer, check
+        self._options = policy.tokenizer.chat_template_kwargs or {}
+        self._escaper = SpecialTokenEscaper(tokenizer, str(tokenizer.chat_template))
+        self._room = policy.generation.vllm_cfg.max_model_len
+        self._open: dict[tuple[str, int], str] = {}  # (purpose, index) -> id of the request
+        self._refused: list[JudgeReply] = []
+
+    def submit(self, requests: Sequence[JudgeRequest]) -> None:
+        """Begin these requests."""
+        prompts: dict[tuple[str, int], list[Prompt]] = {}
+        for request in requests:
+            tokens = self._encode(request.prompt)
+            if len(tokens) >= self._room:
+                why = (
+                    f"the judge's prompt has {len(tokens)} tokens, and evaluate.judge.max_total_sequence_length is {self._room}"
+                )
+                self._refused.append(JudgeReply(request.id, failure=why))
+                continue
+            purpose = f"judge/{request.task}/{request.id.rpartition('/')[2]}"
+            self._open[purpose, request.index] = request.id
+            prompts.setdefault((purpose, request.attempt), []).append(Prompt(request.index, tokens, "", {}))
+        for (purpose, attempt), group in prompts.items():
+            self._dispatch.send(group, RolloutSpec(purpose, 1, self._sampling(attempt)))
+
+    def take(self, wait: bool) -> list[JudgeReply]:
+        """Return the replies that have arrived; with `wait` at least one, if a request is open."""
+        replies, self._refused = self._refused, []
+        self._check()
+        if self._open:
+            self._dispatch.receive(block=False)
+            replies += self._arrived()
+        while wait and self._open and not replies:
+            self._check()
+            self._dispatch.receive()
+            replies += self._arrived()
+        return replies
+
+    def close(self) -> None:
+        """Nothing: the engines end with the job."""
+
+    def _arrived(self) -> list[JudgeReply]:
+        purposes = {purpose for purpose, _ in self._open}
+        return [self._reply(purpose, group) for purpose in sorted(purposes) for group in self._dispatch.take(purpose)]
+
+    def _reply(self, purpose: str, group: RolloutGroup) -> JudgeReply:
+        (rollout,) = group.rollouts
+        text = str(self._tokenizer.decode(rollout.tokens, skip_special_tokens=True))
+        return JudgeReply(self._open.pop((purpose, group.prompt.index)), text, rollout.finish, rollout.failure, busy=True)
+
+    def _encode(self, prompt: str) -> np.ndarray:
+        """Return the prompt as a user's message, [P] int32. Special tokens in it stay text."""
+        message = {"role": "user", "content": self._escaper.escape(prompt)}
+        rendered = self._tokenizer.apply_chat_template(
+            [message], **{**self._options, "tokenize": False, "add_generation_prompt": True}
+        )
+        return np.asarray(self._escaper.tokenize(str(rendered)), np.int32)
+
+    def _sampling(self, attempt: int) -> Sampling:
+        section = self._section
+        temperature = max(section.temperature, AGAIN_TEMPERATURE) if attempt else section.temperature
+        return Sampling(temperature, section.top_p, 0, section.max_new_tokens)

@@ -1,0 +1,186 @@
+"""The common part of tasks whose answers a judge judges: sample the answers, have them judged meanwhile, keep both.
+
+An answer is kept twice: without a score as soon as it is sampled, so that a restart has only to judge it, and again with its
+score. The judge's prompts and replies are in the answer's details.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from pipeline.algorithms.evaluate import TaskConfig
+from pipeline.config import Recipe
+from pipeline.evaluation import data, prompts
+from pipeline.evaluation.answers import AnswerLog
+from pipeline.evaluation.base import Answer, PerQuestion, Question
+from pipeline.evaluation.engines import Engines
+from pipeline.evaluation.generation import sampling
+from pipeline.evaluation.judge import Case, Judgement, Judging, needed
+from pipeline.evaluation.judge_prompts import JudgePrompt
+from pipeline.rollout.dispatch import RolloutSpec
+from pipeline.types import Rollout
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+TEXTS = "texts"
+"""Key of the details with the model's texts that are judged, one for each turn."""
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """What a judge is asked about an answer."""
+
+    name: str  # unique for the answer
+    prompt: str
+    blank: str  # with an empty answer of the evaluated model
+    read: Callable[[str], Any]
+
+
+@dataclass(slots=True)
+class _Open:
+    question: Question
+    answer: Answer
+    waiting: set[str]
+    judgements: dict[str, Judgement] = field(default_factory=dict)
+
+
+class JudgedTask:
+    """A task whose answers `evaluate.judge` judges."""
+
+    prompt_file: ClassVar[str]
+    """The kind's own prompt, in recipes/prompts/."""
+    places: ClassVar[tuple[str, ...]]
+    """Places that a judge's prompt must have."""
+    verdicts_per_answer: ClassVar[int] = 1
+
+    def __init__(self, name: str, config: TaskConfig, recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> None:
+        self.name, self.config = name, config
+        self._tokenizer, self._tries = tokenizer, recipe.evaluate.judge.tries
+        self._data = data.read(name, config)
+        self._prompts, self.warnings = prompts.encode(
+            name, replace(config, env_name=None), self._data, recipe.policy, tokenizer
+        )
+        self._questions = {question.index: question for question in self._data.questions}
+        key = f"evaluate.tasks.{name}.judge_prompt_file"
+        self._judge_prompt = JudgePrompt.of_file(key, config.judge_prompt_file, self.prompt_file, self.places)
+
+    @abstractmethod
+    def verdicts(self, question: Question, texts: Sequence[str]) -> list[Verdict]:
+        """Return what to ask about the texts of an answer: `verdicts_per_answer` at most."""
+        raise NotImplementedError
+
+    @abstractmethod
+    def judged(self, question: Question, texts: Sequence[str], verdicts: Mapping[str, Any]) -> tuple[float, dict[str, float]]:
+        """Return (score, metrics) of an answer. A verdict is None if the answer kept the judge from giving one."""
+        raise NotImplementedError
+
+    @abstractmethod
+    def metrics(self, answers: Sequence[Answer]) -> dict[str, PerQuestion]:
+        """See `pipeline.evaluation.task.Task`."""
+        raise NotImplementedError
+
+    def ask(self, engines: Engines, answers: AnswerLog) -> None:
+        """Sample the answers that are not kept, and have all judged that are not."""
+        judging = Judging(needed(engines.judge, self.name), self.name, self._tries)
+        open_answers: dict[str, _Open] = {}
+
+        def judge(question: Question, answer: Answer) -> None:
+            found = self._cases(question, answer)
+            waiting = _Open(question, answer, {case.id for case in found})
+            open_answers[f"{question.id}/{answer.sample}"] = waiting
+            judging.submit(found)
+
+        def keep(wait: bool) -> None:
+            for judgement in judging.take(wait):
+                name, _, verdict = judgement.case.id.rpartition("/")
+                waiting = open_answers[name]
+                waiting.judgements[verdict] = judgement
+                waiting.waiting.discard(judgement.case.id)
+                if not waiting.waiting:
+                    answers.add(self._judged(open_answers.pop(name)))
+
+        sampled = {(answer.question, answer.sample): answer for answer in answers.all() if answer.details.get(TEXTS)}
+        by_id = {question.id: question for question in self._data.questions}
+        for (name, sample), answer in sampled.items():
+            if name in by_id and not answers.has(name, sample):
+                judge(by_id[name], answer)
+        for question, answer in self.sample(engines, sampled):
+            answers.add(answer)
+            if not answer.failure:
+                judge(question, answer)
+            keep(wait=False)
+        while judging.pending:
+            engines.check()
+            keep(wait=True)
+
+    def sample(self, engines: Engines, kept: Mapping[tuple[str, int], Answer]) -> Iterator[tuple[Question, Answer]]:
+        """Yield answers without a score, as they arrive, of the samples that are not kept."""
+        samples = range(self.config.num_samples)
+        held = {
+            index: {sample for sample in samples if (question.id, sample) in kept}
+            for index, question in self._questions.items()
+        }
+        missing = [prompt for prompt in self._prompts if len(held[prompt.index]) < len(samples)]
+        spec = RolloutSpec(self.name, len(samples), sampling(self.config))
+        for group in engines.generate(missing, spec, self.config.seed, kept=held):
+            question = self._questions[group.prompt.index]
+            shown = str(self._tokenizer.decode(group.prompt.tokens))
+            for sample in sorted(set(samples) - held[question.index]):
+                yield question, self._sampled(question, sample, shown, group.rollouts[sample])
+
+    def _sampled(self, question: Question, sample: int, prompt: str, rollout: Rollout) -> Answer:
+        text = str(self._tokenizer.decode(rollout.tokens, skip_special_tokens=True))
+        return Answer(
+            question.id,
+            sample,
+            None,
+            {},
+            prompt,
+            text,
+            rollout.drawn_tokens,
+            rollout.finish,
+            rollout.failure,
+            question.group,
+            {TEXTS: [] if rollout.failure else [self.without_thinking(text)]},
+        )
+
+    def without_thinking(self, text: str) -> str:
+        """Return what follows the model's thinking, which is not judged. Thinking that does not end leaves nothing."""
+        end = self.config.thinking_end
+        begin = end.replace("</", "<")
+        _, found, said = text.rpartition(end)
+        if found:
+            return said.strip()
+        return "" if begin != end and begin in text else text.strip()
+
+    def _cases(self, question: Question, answer: Answer) -> list[Case]:
+        first = (question.index * self.config.num_samples + answer.sample) * self.verdicts_per_answer
+        return [
+            Case(f"{question.id}/{answer.sample}/{one.name}", first + number, one.prompt, one.blank, one.read)
+            for number, one in enumerate(self.verdicts(question, answer.details[TEXTS]))
+        ]
+
+    def _judged(self, ended: _Open) -> Answer:
+        answer, judgements = ended.answer, ended.judgements
+        details = {**answer.details, "judge": {name: judgements[name].record() for name in sorted(judgements)}}
+        unreadable = {"unreadable_verdicts": float(sum(one.unreadable for one in judgements.values()))}
+        failures = [one.failure for one in judgements.values() if one.failure]
+        failure = "; ".join(failures)
+        if any(one.verdict is None and not one.at_fault for one in judgements.values()):
+            return replace(answer, metrics=unreadable, failure=failure, details=details)
+        verdicts = {name: one.verdict for name, one in judgements.items()}
+        score, metrics = self.judged(ended.question, answer.details[TEXTS], verdicts)
+        return replace(answer, score=score, metrics={**metrics, **unreadable}, failure=failure, details=details)
+
+
+def per_question(answers: Sequence[Answer], value: Callable[[Answer], float | None]) -> dict[str, list[float]]:
+    """Return a metric's values by question, of judged answers for which there is one."""
+    found: dict[str, list[float]] = {}
+    for answer in answers:
+        if answer.score is not None and (one := value(answer)) is not None:
+            found.setdefault(answer.question, []).append(one)
+    return found

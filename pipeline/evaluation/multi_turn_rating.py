@@ -1,0 +1,132 @@
+"""Tasks of several turns, each of whose answers a judge rates from 1 to 10, as MT-Bench does.
+
+The second turn is asked once the first is answered, with the model's own answer before it as a chat shows it: the chat template
+renders the conversation anew, without the model's thinking. The judge rates each turn alone, with the conversation up to it and
+the reference where there is one. An answer that keeps the judge from giving a rating has the lowest.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from typing_extensions import override
+
+from pipeline.algorithms.evaluate import TaskConfig
+from pipeline.config import Recipe
+from pipeline.evaluation.base import Answer, PerQuestion, Question
+from pipeline.evaluation.engines import Engines
+from pipeline.evaluation.generation import sampling
+from pipeline.evaluation.judged import TEXTS, JudgedTask, Verdict, per_question
+from pipeline.evaluation.prompts import PromptEncoder
+from pipeline.evaluation.verdicts import LOWEST, read_rating
+from pipeline.problems import Problem, RecipeError
+from pipeline.rollout.dispatch import RolloutSpec
+from pipeline.types import Prompt
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+MOST_TURNS = 8
+
+
+class RatingTask(JudgedTask):
+    """A task of kind `multi_turn_rating`. `Question.task` has `turns`, the user's, and `references`, one a turn or none.
+
+    Metrics: `rating`, the mean over a question's turns; `turn_1`, `turn_2`, ....
+    """
+
+    prompt_file: ClassVar[str] = "judge_rating.txt"
+    places: ClassVar[tuple[str, ...]] = ("conversation", "reference")
+    verdicts_per_answer: ClassVar[int] = MOST_TURNS
+
+    def __init__(self, name: str, config: TaskConfig, recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> None:
+        super().__init__(name, config, recipe, tokenizer)
+        if not config.apply_chat_template:
+            message = "got false; expected true, since a conversation of several turns needs a chat template"
+            raise RecipeError(Problem(f"evaluate.tasks.{name}.apply_chat_template", "contradiction", message))
+        self._encoder = PromptEncoder(name, replace(config, env_name=None), recipe.policy.tokenizer, tokenizer)
+        self._room = recipe.policy.generation.vllm_cfg.max_model_len
+
+    @override
+    def sample(self, engines: Engines, kept: Mapping[tuple[str, int], Answer]) -> Iterator[tuple[Question, Answer]]:
+        waiting: dict[int, tuple[Question, Answer]] = {}
+        for question, answer in super().sample(engines, kept):
+            if answer.failure or len(question.task["turns"]) == 1:
+                yield question, answer
+            else:
+                waiting[question.index * self.config.num_samples + answer.sample] = question, answer
+        turn = 1
+        while waiting:
+            asked = {index: self._next(index, *one) for index, one in waiting.items()}
+            for index in [index for index, prompt in asked.items() if len(prompt.tokens) >= self._room]:
+                question, answer = waiting.pop(index)  # no room for another answer: the rest is empty
+                del asked[index]
+                texts = answer.details[TEXTS]
+                rest = [""] * (len(question.task["turns"]) - len(texts))
+                yield question, replace(answer, finish="length", details={TEXTS: [*texts, *rest]})
+            spec = RolloutSpec(f"{self.name}/turn {turn + 1}", 1, sampling(self.config))
+            following: dict[int, tuple[Question, Answer]] = {}
+            for group in engines.generate(list(asked.values()), spec, self.config.seed):
+                question, answer = waiting.pop(group.prompt.index)
+                shown = str(self._tokenizer.decode(group.prompt.tokens))
+                answer = _joined(answer, self._sampled(question, answer.sample, shown, group.rollouts[0]))
+                if answer.failure or len(answer.details[TEXTS]) == len(question.task["turns"]):
+                    yield question, answer
+                else:
+                    following[group.prompt.index] = question, answer
+            waiting, turn = following, turn + 1
+
+    def _next(self, index: int, question: Question, answer: Answer) -> Prompt:
+        """Return the prompt of the turn after those that are answered."""
+        texts: list[str] = answer.details[TEXTS]
+        messages = _conversation(question, texts)
+        messages.append({"role": "user", "content": question.task["turns"][len(texts)]})
+        return replace(self._encoder.prompt(replace(question, prompt=messages)), index=index)
+
+    @override
+    def verdicts(self, question: Question, texts: Sequence[str]) -> list[Verdict]:
+        asked = [[self._asked(question, texts[:turn], blank) for blank in (False, True)] for turn in range(1, len(texts) + 1)]
+        return [Verdict(f"turn_{turn}", real, blank, read_rating) for turn, (real, blank) in enumerate(asked, 1)]
+
+    def _asked(self, question: Question, texts: Sequence[str], blank: bool) -> str:
+        turn = len(texts)
+        conversation: dict[str, str] = {}
+        for number, (user, said) in enumerate(zip(question.task["turns"], texts, strict=False), 1):
+            conversation[f"user_{number}"], conversation[f"assistant_{number}"] = user, "" if blank else said
+        references = question.task.get("references") or []
+        reference = {"reference": references[turn - 1]} if turn <= len(references) and references[turn - 1] else {}
+        return self._judge_prompt.fill({"conversation": conversation, "reference": reference})
+
+    @override
+    def judged(self, question: Question, texts: Sequence[str], verdicts: Mapping[str, Any]) -> tuple[float, dict[str, float]]:
+        ratings = {name: LOWEST if verdict is None else verdict for name, verdict in verdicts.items()}
+        return sum(ratings.values()) / len(ratings), ratings
+
+    @override
+    def metrics(self, answers: Sequence[Answer]) -> dict[str, PerQuestion]:
+        judged = [answer for answer in answers if answer.score is not None]
+        names = sorted({name for answer in judged for name in answer.metrics if name.startswith("turn_")})
+        found: dict[str, PerQuestion] = {"rating": per_question(judged, lambda answer: answer.score)}
+        return found | {name: per_question(judged, lambda answer, name=name: answer.metrics.get(name)) for name in names}
+
+
+def _conversation(question: Question, texts: Sequence[str]) -> list[dict[str, str]]:
+    """Return the turns that are answered, with the answers."""
+    messages: list[dict[str, str]] = []
+    for user, said in zip(question.task["turns"], texts, strict=False):
+        messages += [{"role": "user", "content": user}, {"role": "assistant", "content": said}]
+    return messages
+
+
+def _joined(before: Answer, after: Answer) -> Answer:
+    """Return an answer with its next turn."""
+    texts = [*before.details[TEXTS], *after.details[TEXTS]]
+    return replace(
+        after,
+        text=f"{before.text}\n\n{after.text}",
+        tokens=before.tokens + after.tokens,
+        finish="length" if "length" in (before.finish, after.finish) else after.finish,
+        details={TEXTS: texts},
+    )

@@ -1,0 +1,179 @@
+"""Tasks that score a reward model: does it score chosen answers above rejected ones, as RewardBench asks?
+
+    a pair              right if the chosen answer's score is higher; equal scores are wrong
+    best of n           one chosen answer and several rejected ones: right if its score is the highest; where k answers share
+                        the highest score and the chosen one is among them, 1/k
+    several chosen      right if each chosen answer's score is higher than each rejected one's
+
+A text is scored at the end of its answer's turn, as in training. One that is too long loses its first tokens.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from pipeline.algorithms.evaluate import TaskConfig
+from pipeline.config import Recipe, evaluated_reward_model
+from pipeline.data.chat import load_tokenizer
+from pipeline.data.special_tokens import SpecialTokenEscaper
+from pipeline.evaluation import data
+from pipeline.evaluation.answers import AnswerLog
+from pipeline.evaluation.base import Answer, PerQuestion, Question
+from pipeline.evaluation.engines import Engines
+from pipeline.evaluation.judged import per_question
+from pipeline.problems import Problem, RecipeError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+UNIT = 32
+"""Questions that an engine scores together, so that the scores depend on the data alone."""
+SECTIONS = {
+    "chat": ("alpacaeval-easy", "alpacaeval-length", "alpacaeval-hard", "mt-bench-easy", "mt-bench-med"),
+    "chat_hard": (
+        *("mt-bench-hard", "llmbar-natural", "llmbar-adver-neighbor", "llmbar-adver-GPTInst", "llmbar-adver-GPTOut"),
+        "llmbar-adver-manual",
+    ),
+    "safety": ("refusals-dangerous", "refusals-offensive", "xstest-should-refuse", "xstest-should-respond", "donotanswer"),
+    "reasoning": ("math-prm", "hep-cpp", "hep-go", "hep-java", "hep-js", "hep-python", "hep-rust"),
+}
+"""RewardBench's sections and their subsets."""
+MATH = "math-prm"
+"""The subset that weighs as much as all others of its section."""
+SECTION_OF = {subset: section for section, subsets in SECTIONS.items() for subset in subsets}
+
+
+class PreferenceTask:
+    """A task of kind `preference`. `Question.task` has `chosen` and `rejected`, lists of texts; `group` is the subset.
+
+    Metrics: `score`, for RewardBench's subsets the mean of its sections, else the mean of the subsets; `accuracy`, the mean of
+    the questions; the sections.
+    """
+
+    def __init__(self, name: str, config: TaskConfig, recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> None:
+        self.name, self.config = name, config
+        self.warnings: Sequence[str] = ()
+        model = evaluated_reward_model(recipe)
+        self._questions = data.read(name, config).questions
+        self._encoder = _ConversationEncoder(
+            name, config, load_tokenizer(model.tokenizer), model.tokenizer.chat_template_kwargs
+        )
+        self._longest = model.max_total_sequence_length
+
+    def ask(self, engines: Engines, answers: AnswerLog) -> None:
+        """Score the units of questions that are not all kept."""
+        assert engines.rewards  # the loop skips the task without a reward model
+        units = [self._questions[i : i + UNIT] for i in range(0, len(self._questions), UNIT)]
+        missing = [unit for unit in units if not all(answers.has(question.id) for question in unit)]
+        encoded = [[self._sequences(question) for question in unit] for unit in missing]
+        flat = [[tokens[-self._longest :] for texts in unit for tokens in texts] for unit in encoded]
+        for number, scores in engines.rewards.score(flat):
+            rest = iter(scores)
+            for question, texts in zip(missing[number], encoded[number], strict=True):
+                own = [next(rest) for _ in texts]
+                if not answers.has(question.id):
+                    answers.add(_answer(question, own, any(len(tokens) > self._longest for tokens in texts)))
+
+    def _sequences(self, question: Question) -> list[np.ndarray]:
+        return [self._encoder.encode(question, text) for text in (*question.task["chosen"], *question.task["rejected"])]
+
+    def metrics(self, answers: Sequence[Answer]) -> dict[str, PerQuestion]:
+        """Return `score`, `accuracy` and the sections. Weights are such that the mean over questions is the score."""
+        accuracy = per_question(answers, lambda answer: answer.score)
+        subsets = {answer.question: answer.group for answer in answers if answer.question in accuracy}
+        if not subsets or not set(subsets.values()) <= set(SECTION_OF):
+            return {"score": _weighted(accuracy, subsets, lambda subset, sizes: 1.0), "accuracy": accuracy}
+        sections: dict[str, PerQuestion] = {}
+        for section in SECTIONS:
+            own = {question: subset for question, subset in subsets.items() if SECTION_OF[subset] == section}
+            if own:
+                sections[section] = _weighted({question: accuracy[question] for question in own}, own, _weight)
+        total = len(accuracy)
+        score = {
+            question: [value * total / (len(sections) * len(values)) for value in each]
+            for values in sections.values()
+            for question, each in values.items()
+        }
+        return {"score": score, "accuracy": accuracy, **sections}
+
+
+def _weight(subset: str, sizes: Mapping[str, int]) -> float:
+    """Return the weight of a subset in its section: its number of questions, and for math that of all others."""
+    others = sum(size for name, size in sizes.items() if name != MATH)
+    return others if subset == MATH and others else sizes[subset]
+
+
+def _weighted(values: PerQuestion, subsets: Mapping[str, str], weight: Any) -> dict[str, list[float]]:
+    """Return values whose mean over questions is the mean of the subsets by weight."""
+    sizes: dict[str, int] = {}
+    for question in values:
+        sizes[subsets[question]] = sizes.get(subsets[question], 0) + 1
+    weights = {subset: weight(subset, sizes) for subset in sizes}
+    factor = len(values) / sum(weights.values()) if weights else 0.0
+    return {
+        question: [value * factor * weights[subsets[question]] / sizes[subsets[question]] for value in each]
+        for question, each in values.items()
+    }
+
+
+def credit(chosen: Sequence[float], rejected: Sequence[float]) -> float:
+    """Return how right the scores of chosen and rejected answers are, from 0 to 1."""
+    if not all(map(math.isfinite, (*chosen, *rejected))):
+        return 0.0
+    if len(chosen) > 1 or len(rejected) == 1:
+        return float(min(chosen) > max(rejected))
+    best = max(*chosen, *rejected)
+    return 0.0 if chosen[0] < best else 1 / (1 + sum(score == best for score in rejected))
+
+
+def _answer(question: Question, scores: Sequence[float], cut: bool) -> Answer:
+    chosen, rejected = scores[: len(question.task["chosen"])], scores[len(question.task["chosen"]) :]
+    finite = all(map(math.isfinite, scores))
+    prompt = question.prompt if isinstance(question.prompt, str) else question.prompt[-1]["content"]
+    given = {"chosen": list(chosen), "rejected": list(rejected)} if finite else {}
+    return Answer(
+        question.id,
+        0,
+        credit(chosen, rejected),
+        {"margin": min(chosen) - max(rejected)} if finite else {},
+        prompt,
+        question.task["chosen"][0],
+        finish="length" if cut else "stop",
+        failure="" if finite else f"the scores are not finite: {list(map(str, scores))}",
+        group=question.group,
+        details=given,
+    )
+
+
+class _ConversationEncoder:
+    """Tokenizes conversations for the reward model."""
+
+    def __init__(
+        self, name: str, config: TaskConfig, tokenizer: PreTrainedTokenizerBase, options: dict[str, Any] | None
+    ) -> None:
+        self._chat, self._tokenizer, self._options = config.apply_chat_template, tokenizer, options or {}
+        self._escaper = SpecialTokenEscaper(tokenizer)
+        if self._chat and not tokenizer.chat_template:
+            message = f"got true, and the reward model's tokenizer {tokenizer.name_or_path} has no chat template. Try false"
+            raise RecipeError(Problem(f"evaluate.tasks.{name}.apply_chat_template", "missing-value", message))
+        self._ends = tuple(token.content for token in tokenizer.added_tokens_decoder.values() if token.special)
+        self._system = [{"role": "system", "content": config.system_prompt}] if config.system_prompt else []
+
+    def encode(self, question: Question, answer: str) -> np.ndarray:
+        """Return [L] int32. Special tokens in the texts stay text."""
+        escape, prompt = self._escaper.escape, question.prompt
+        if not self._chat:
+            asked = prompt if isinstance(prompt, str) else "\n\n".join(message["content"] for message in prompt)
+            tokens = [*self._tokenizer(asked).input_ids, *self._escaper.tokenize(escape(answer))]
+            return np.asarray([*tokens, self._tokenizer.eos_token_id], np.int32)
+        turns = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
+        messages = [*self._system, *turns, {"role": "assistant", "content": answer}]
+        escaped = [{**message, "content": escape(message["content"])} for message in messages]
+        text = str(self._tokenizer.apply_chat_template(escaped, **{**self._options, "tokenize": False}))
+        if (stripped := text.rstrip()).endswith(self._ends):
+            text = stripped  # white space after the end of the turn, as in training
+        return np.asarray(self._escaper.tokenize(text), np.int32)

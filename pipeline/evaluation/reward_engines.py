@@ -1,0 +1,65 @@
+"""Ask the engines that serve a reward model, on rank 0."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator, Sequence
+
+import numpy as np
+
+from pipeline.config import PolicyConfig
+from pipeline.data.packing import plan_microbatches
+from pipeline.rollout.work import ScoreWork
+from pipeline.rpc import Future, RpcGroup
+
+Plan = list[list[list[int]]]
+"""plan[rank of the engine][microbatch]: sequence numbers."""
+AHEAD = 2
+"""Units that an engine of another rank holds."""
+
+
+class RewardEngines:
+    """Engines of `ranks` data-parallel ranks each."""
+
+    def __init__(
+        self, groups: Sequence[RpcGroup], ranks: int, model: PolicyConfig, check: Callable[[], None] = lambda: None
+    ) -> None:
+        """Bind to the engines. check: called between two waits; what it raises ends the work."""
+        self._groups, self._ranks, self._check = groups, ranks, check
+        packing = model.sequence_packing
+        self._bounds = (packing.logprob_mb_tokens, None) if packing.enabled else (None, model.logprob_batch_size)
+
+    def score(self, units: Sequence[Sequence[np.ndarray]]) -> Iterator[tuple[int, list[float]]]:
+        """Yield (index of a unit, the scores of its sequences [L] int32) as units are computed, each by one engine."""
+        waiting = list(reversed(range(len(units))))
+        computing: list[dict[int, tuple[Plan, Future]]] = [{} for _ in self._groups]
+        while waiting or any(computing):
+            self._check()
+            for engine, group in enumerate(self._groups):
+                while waiting and len(computing[engine]) < AHEAD and not group.includes_caller:
+                    unit = waiting.pop()
+                    computing[engine][unit] = self._begin(group, units[unit])
+            own = next((engine for engine, group in enumerate(self._groups) if group.includes_caller), None)
+            if own is not None and waiting and not computing[own]:  # rank 0 computes it in this call, so the others come first
+                unit = waiting.pop()
+                computing[own][unit] = self._begin(self._groups[own], units[unit])
+            block = not any(future.done for open_ in computing for _, future in open_.values())
+            while self._groups[0].receive_replies(block=block):
+                block = False
+            for open_ in computing:
+                for unit, (plan, future) in [item for item in open_.items() if item[1][1].done]:
+                    del open_[unit]
+                    yield unit, _in_order(plan, future.result(), len(units[unit]))
+
+    def _begin(self, group: RpcGroup, sequences: Sequence[np.ndarray]) -> tuple[Plan, Future]:
+        plan = plan_microbatches([len(tokens) for tokens in sequences], self._ranks, *self._bounds)
+        works = [ScoreWork([[sequences[i] for i in members] for members in microbatches]) for microbatches in plan]
+        return plan, group.score(parts=works)
+
+
+def _in_order(plan: Plan, replies: Sequence[Sequence[float]], count: int) -> list[float]:
+    scores = [float("nan")] * count
+    for microbatches, reply in zip(plan, replies, strict=True):
+        for i, score in zip(itertools.chain(*microbatches), reply, strict=True):
+            scores[i] = score
+    return scores
