@@ -13,7 +13,7 @@ from typing import Any, ClassVar
 from typing_extensions import override
 
 from pipeline.evaluation.base import Answer, PerQuestion, Question
-from pipeline.evaluation.judged import TEXTS, JudgedTask, Verdict, per_question
+from pipeline.evaluation.judged import TEXTS, AskedVerdict, JudgedTask, per_question
 from pipeline.evaluation.verdicts import read_preference
 from pipeline.evaluation.win_rate import length_controlled
 
@@ -33,10 +33,10 @@ class ComparisonTask(JudgedTask):
     verdicts_per_answer: ClassVar[int] = 2
 
     @override
-    def verdicts(self, question: Question, texts: Sequence[str]) -> list[Verdict]:
+    def verdicts(self, question: Question, texts: Sequence[str]) -> list[AskedVerdict]:
         baseline = question.task["baseline"]
         asked = {order: [self._asked(question, order, text, baseline) for text in (texts[0], "")] for order in ORDERS}
-        return [Verdict(order, real, blank, read_preference) for order, (real, blank) in asked.items()]
+        return [AskedVerdict(order, real, blank, read_preference) for order, (real, blank) in asked.items()]
 
     def _asked(self, question: Question, order: str, text: str, baseline: str) -> str:
         first, second = (text, baseline) if order == "model_first" else (baseline, text)

@@ -31,7 +31,7 @@ TEXTS = "texts"
 
 
 @dataclass(frozen=True, slots=True)
-class Verdict:
+class AskedVerdict:
     """What a judge is asked about an answer."""
 
     name: str  # unique for the answer
@@ -41,7 +41,7 @@ class Verdict:
 
 
 @dataclass(slots=True)
-class _Open:
+class _OpenAnswer:
     question: Question
     answer: Answer
     waiting: set[str]
@@ -69,7 +69,7 @@ class JudgedTask:
         self._judge_prompt = JudgePrompt.of_file(key, config.judge_prompt_file, self.prompt_file, self.places)
 
     @abstractmethod
-    def verdicts(self, question: Question, texts: Sequence[str]) -> list[Verdict]:
+    def verdicts(self, question: Question, texts: Sequence[str]) -> list[AskedVerdict]:
         """Return what to ask about the texts of an answer: `verdicts_per_answer` at most."""
         raise NotImplementedError
 
@@ -86,11 +86,11 @@ class JudgedTask:
     def ask(self, engines: Engines, answers: AnswerLog) -> None:
         """Sample the answers that are not kept, and have all judged that are not."""
         judging = Judging(needed(engines.judge, self.name), self.name, self._tries)
-        open_answers: dict[str, _Open] = {}
+        open_answers: dict[str, _OpenAnswer] = {}
 
         def judge(question: Question, answer: Answer) -> None:
             found = self._cases(question, answer)
-            waiting = _Open(question, answer, {case.id for case in found})
+            waiting = _OpenAnswer(question, answer, {case.id for case in found})
             open_answers[f"{question.id}/{answer.sample}"] = waiting
             judging.submit(found)
 
@@ -164,7 +164,7 @@ class JudgedTask:
             for number, one in enumerate(self.verdicts(question, answer.details[TEXTS]))
         ]
 
-    def _judged(self, ended: _Open) -> Answer:
+    def _judged(self, ended: _OpenAnswer) -> Answer:
         answer, judgements = ended.answer, ended.judgements
         details = {**answer.details, "judge": {name: judgements[name].record() for name in sorted(judgements)}}
         unreadable = {"unreadable_verdicts": float(sum(one.unreadable for one in judgements.values()))}

@@ -18,7 +18,7 @@ from pipeline.config import Recipe
 from pipeline.evaluation.base import Answer, PerQuestion, Question
 from pipeline.evaluation.engines import Engines
 from pipeline.evaluation.generation import sampling
-from pipeline.evaluation.judged import TEXTS, JudgedTask, Verdict, per_question
+from pipeline.evaluation.judged import TEXTS, AskedVerdict, JudgedTask, per_question
 from pipeline.evaluation.prompts import PromptEncoder
 from pipeline.evaluation.verdicts import LOWEST, read_rating
 from pipeline.problems import Problem, RecipeError
@@ -86,9 +86,9 @@ class RatingTask(JudgedTask):
         return replace(self._encoder.prompt(replace(question, prompt=messages)), index=index)
 
     @override
-    def verdicts(self, question: Question, texts: Sequence[str]) -> list[Verdict]:
+    def verdicts(self, question: Question, texts: Sequence[str]) -> list[AskedVerdict]:
         asked = [[self._asked(question, texts[:turn], blank) for blank in (False, True)] for turn in range(1, len(texts) + 1)]
-        return [Verdict(f"turn_{turn}", real, blank, read_rating) for turn, (real, blank) in enumerate(asked, 1)]
+        return [AskedVerdict(f"turn_{turn}", real, blank, read_rating) for turn, (real, blank) in enumerate(asked, 1)]
 
     def _asked(self, question: Question, texts: Sequence[str], blank: bool) -> str:
         turn = len(texts)

@@ -18,7 +18,7 @@ from typing_extensions import override
 
 from pipeline.evaluation.base import Answer, PerQuestion, Question
 from pipeline.evaluation.comparison import asked_text
-from pipeline.evaluation.judged import JudgedTask, Verdict, per_question
+from pipeline.evaluation.judged import AskedVerdict, JudgedTask, per_question
 from pipeline.evaluation.verdicts import REFUSALS, read_refusal
 
 RIGHT = {True: "refused", False: "answered"}
@@ -37,9 +37,9 @@ class RefusalTask(JudgedTask):
     places: ClassVar[tuple[str, ...]] = ("question", "answer")
 
     @override
-    def verdicts(self, question: Question, texts: Sequence[str]) -> list[Verdict]:
+    def verdicts(self, question: Question, texts: Sequence[str]) -> list[AskedVerdict]:
         real, blank = (self._judge_prompt.fill({"question": asked_text(question), "answer": text}) for text in (texts[0], ""))
-        return [Verdict("refusal", real, blank, read_refusal)]
+        return [AskedVerdict("refusal", real, blank, read_refusal)]
 
     @override
     def judged(self, question: Question, texts: Sequence[str], verdicts: Mapping[str, Any]) -> tuple[float, dict[str, float]]:
