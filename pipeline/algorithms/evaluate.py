@@ -47,6 +47,7 @@ FORMATS = {
     "gsm8k": "pipeline.evaluation.formats.math.GSM8K",
     "hellaswag": "pipeline.evaluation.formats.commonsense.HellaSwag",
     "humaneval": "pipeline.evaluation.formats.code.HumanEval",
+    "ifeval": "pipeline.evaluation.formats.ifeval.IFEvalPrompts",
     "lambada": "pipeline.evaluation.formats.commonsense.Lambada",
     "livecodebench": "pipeline.evaluation.formats.code.LiveCodeBench",
     "math500": "pipeline.evaluation.formats.math.MATH500",

@@ -25,6 +25,7 @@ KINDS = {
     "code_interpreter": "pipeline.environments.code.CodeInterpreter",
     "exact_match": "pipeline.environments.exact_match.ExactMatch",
     "gsm8k": "pipeline.environments.gsm8k.GSM8KAnswer",
+    "ifeval": "pipeline.environments.ifeval.IFEval",
     "llm_judge": "pipeline.environments.llm_judge.LLMJudge",
     "math": "pipeline.environments.math.Math",
     "minerva_math": "pipeline.environments.minerva_math.MinervaMath",

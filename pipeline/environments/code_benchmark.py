@@ -23,6 +23,7 @@ from __future__ import annotations
 import base64
 import binascii
 import json
+import signal
 import time
 import zlib
 from dataclasses import dataclass
@@ -137,7 +138,7 @@ class CodeBenchmark(BuiltinEnvironment):
                         status, printed = answer.ask({"op": "run", "target": case["input"]}, limit)["list"]
                         right = status == 0 and isinstance(printed, str) and same_stdout(printed, case["output"])
                         if status != 0:
-                            return TestsResult(False, "crashes")
+                            return TestsResult(False, "timeouts" if status == -signal.SIGXCPU else "crashes")
                     if not right:
                         return TestsResult(False)
             except _Wrong as error:

@@ -1,0 +1,106 @@
+"""Judge how many verifiable instructions of a prompt an answer follows: IFEval (https://arxiv.org/abs/2311.07911).
+
+`prompt.task["answer"]` is JSON with the columns of google/IFEval, {"instruction_id_list": [...], "kwargs": [{...}, ...]}, a
+mapping of arguments for each instruction, in which null stands for an argument that the instruction does not take. The rules
+are in `ifeval_rules.py`.
+
+strict: the answer as it is. loose: an instruction is followed if the answer follows it with its first or last line left out,
+or without stars. An empty answer follows none.
+
+Differences to lm-evaluation-harness: the number of sentences (`ifeval_text.py`), which `sentences: punkt` counts as it does;
+arguments that it replaces by random ones, such as a letter "#", count as they are; languages are detected with a fixed seed.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+from pydantic import Field
+from typing_extensions import override
+
+from pipeline.environments.base import BuiltinEnvironment, EnvironmentContext, Outcome, Unjudged
+from pipeline.environments.ifeval_rules import RULES, check_arguments
+from pipeline.environments.ifeval_text import TextAnalysis
+
+if TYPE_CHECKING:
+    from pipeline.types import Prompt
+
+Instruction = tuple[str, dict[str, Any]]
+"""(id, arguments), such as ("punctuation:no_comma", {})."""
+
+
+@dataclass
+class IFEvalArguments:
+    """The kwargs of `kind: ifeval`."""
+
+    reward: Annotated[
+        Literal["strict", "loose", "share"],
+        Field(description="strict, loose: 1 if all instructions are followed. share: the share followed, strict."),
+    ] = "strict"
+    sentences: Annotated[
+        Literal["rules", "punkt"],
+        Field(description="How sentences are counted. punkt: by NLTK, which needs its data punkt_tab where the ranks run."),
+    ] = "rules"
+
+
+class IFEval(BuiltinEnvironment):
+    """Rewards an answer that follows its instructions.
+
+    Metrics: `prompt_strict` and `prompt_loose`, 1 if all are followed; `instruction_strict` and `instruction_loose`, the share;
+    `instructions`, their number; `unparsed`, 1 for an empty answer.
+    """
+
+    Arguments = IFEvalArguments
+
+    def __init__(self, arguments: IFEvalArguments, context: EnvironmentContext) -> None:
+        self._reward, self._analysis = arguments.reward, TextAnalysis(arguments.sentences)
+
+    @classmethod
+    @override
+    def check_answer(cls, answer: str) -> None:
+        read_instructions(answer)
+
+    @override
+    def step(self, prompt: Prompt, text: str) -> Outcome:
+        """Judge an answer. Raises Unjudged if the instructions cannot be read."""
+        try:
+            instructions = read_instructions(prompt.task["answer"])
+        except ValueError as error:
+            raise Unjudged(f"prompt {prompt.index}: {error}") from None
+        strict = followed(instructions, [text], self._analysis)
+        loose = followed(instructions, variants(text), self._analysis)
+        shares = {"strict": sum(strict) / len(strict), "loose": sum(loose) / len(loose)}
+        metrics = {f"prompt_{name}": float(share == 1) for name, share in shares.items()}
+        metrics |= {f"instruction_{name}": share for name, share in shares.items()}
+        metrics |= {"instructions": float(len(strict)), "unparsed": float(not text.strip())}
+        reward = shares["strict"] if self._reward == "share" else metrics[f"prompt_{self._reward}"]
+        return Outcome(reward, metrics)
+
+
+def read_instructions(answer: str) -> list[Instruction]:
+    """Return the instructions in a task's answer. Raises ValueError if they are unknown, or if their arguments do not fit."""
+    given = json.loads(answer)
+    if not isinstance(given, dict) or not given.get("instruction_id_list"):
+        raise ValueError("got no instruction_id_list; expected JSON with it and with kwargs")
+    instructions = []
+    for name, arguments in zip(given["instruction_id_list"], given["kwargs"], strict=True):
+        named = {key: value for key, value in (arguments or {}).items() if value is not None}
+        check_arguments(name, named)
+        instructions.append((name, named))
+    return instructions
+
+
+def followed(instructions: Sequence[Instruction], texts: Sequence[str], analysis: TextAnalysis) -> list[bool]:
+    """Return whether each instruction is followed by any of the texts that are not empty."""
+    present = [text for text in texts if text.strip()]
+    return [any(RULES[name](text, analysis, **arguments) for text in present) for name, arguments in instructions]
+
+
+def variants(text: str) -> list[str]:
+    """Return the texts of which one must follow an instruction loosely: without the first line, the last, stars."""
+    lines = text.split("\n")
+    found = [text, *("\n".join(part).strip() for part in (lines[1:], lines[:-1], lines[1:-1]))]
+    return [*found, *(one.replace("*", "") for one in found)]
