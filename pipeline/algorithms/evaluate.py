@@ -24,12 +24,15 @@ KINDS = {
     "comparison": "pipeline.evaluation.comparison.ComparisonTask",
     "continuation": "pipeline.evaluation.perplexity.ContinuationTask",
     "generate": "pipeline.evaluation.generation.GenerationTask",
+    "instructions": "pipeline.evaluation.instructions.InstructionTask",
     "multi_turn_rating": "pipeline.evaluation.multi_turn_rating.RatingTask",
     "perplexity": "pipeline.evaluation.perplexity.PerplexityTask",
     "preference": "pipeline.evaluation.preference.PreferenceTask",
     "refusal": "pipeline.evaluation.refusal.RefusalTask",
 }
 """How questions are asked and scored: name -> class, a `pipeline.evaluation.task.Task`."""
+SAMPLED = ("generate", "instructions")
+"""Kinds whose answers are sampled and scored by an environment."""
 
 JUDGED = ("comparison", "multi_turn_rating", "refusal")
 """Kinds whose answers `evaluate.judge` judges."""
@@ -110,7 +113,8 @@ class TaskConfig:
     format_kwargs: Annotated[dict[str, Any], Field(description="Arguments of the format.")] = field(default_factory=dict)
     data: TaskDataConfig = field(default_factory=TaskDataConfig)
     env_name: Annotated[
-        Text | None, Field(description="kind=generate: key under `env` of the environment that scores the answers.")
+        Text | None,
+        Field(description="Key under `env` of the environment that scores sampled answers (kind generate, instructions)."),
     ] = None
     apply_chat_template: Annotated[Bool, Field(description="Render questions with the model's chat template.")] = True
     system_prompt: Annotated[Text | None, Field(description="Text of the system's message.")] = None
@@ -201,7 +205,7 @@ class Evaluate(OnlineAlgorithm):
         if not self.section.tasks:
             yield Problem("evaluate.tasks", "missing-value", "got none; expected at least one task. Try suite=NAME")
         for name, task in self.section.tasks.items():
-            if task.kind == "generate" and task.env_name not in self.recipe.env:
+            if task.kind in SAMPLED and task.env_name not in self.recipe.env:
                 known = ", ".join(self.recipe.env) or "none"
                 message = f"got {task.env_name}; expected a key of env, which scores the answers: {known}"
                 yield Problem(f"evaluate.tasks.{name}.env_name", "not-a-choice", message)
@@ -251,6 +255,6 @@ def _check_samples(key: str, task: TaskConfig) -> Iterator[Problem]:
     if task.majority and task.num_samples == 1:
         message = "got 1, but majority counts the answers of several; expected at least 2"
         yield Problem(f"{key}.num_samples", "too-small", message)
-    if task.kind == "generate" and task.num_samples > 1 and task.temperature == 0:
+    if task.kind in SAMPLED and task.num_samples > 1 and task.temperature == 0:
         message = f"got 0, which makes all num_samples {task.num_samples} answers the same; expected more, or num_samples=1"
         yield Problem(f"{key}.temperature", "contradiction", message)
