@@ -77,7 +77,10 @@ RECORDS: dict[str, dict[str, Rows]] = {
             for i in range(4)
         ]
     },
-    "mmlu": {"all/test": _mmlu("anatomy", 3) + _mmlu("world_religions", 2)},
+    "mmlu": {
+        "all/test": _mmlu("anatomy", 3) + _mmlu("world_religions", 2),
+        "all/dev": _mmlu("world_religions", 5) + _mmlu("anatomy", 5),
+    },
     "mmlu_pro": {
         "test": _mmlu_pro("law", 3) + _mmlu_pro("computer science", 2),
         "validation": _mmlu_pro("computer science", 6) + _mmlu_pro("law", 6),

@@ -1,6 +1,7 @@
 """Each scoring rule against answers made by hand: right, wrong, without an answer, cut, and misleading."""
 
 import contextlib
+import json
 from collections.abc import Iterator
 
 import numpy as np
@@ -10,6 +11,7 @@ from pipeline.environments.base import Environment, Outcome
 from pipeline.environments.minerva_math import MinervaMath
 from pipeline.types import Prompt
 from tests.environments.pooled import made
+from tests.evaluation.lm_eval_golden import GOLDEN
 
 NOTHING = None  # no answer is found
 
@@ -146,6 +148,14 @@ def test_minerva(minerva: MinervaMath, expected: str, text: str, right: bool | N
     metrics = judge(minerva, expected, text).metrics
     assert metrics["exact_match"] == float(right is True)
     assert metrics["no_final_answer"] == float(right is NOTHING)
+
+
+def test_minerva_scores_as_lm_evaluation_harness(minerva: MinervaMath):
+    found = json.loads(GOLDEN.read_text())["minerva_math"]["scores"]
+    for expected, text, exact_match, math_verify in found:
+        metrics = judge(minerva, expected, text).metrics
+        assert (metrics["exact_match"], metrics["accuracy"]) == (exact_match, math_verify), text
+    assert len(found) == len(MATH) + len(MINERVA)
 
 
 LETTER = [  # expected, text, right; of four choices
