@@ -9,5 +9,6 @@ background   the follower as a process of its own
 records      which checkpoints of a run are evaluated, pending or being evaluated
 tables       scores for the terminal
 folder       the scores and answers of complete evaluations
+overlap      questions whose text occurs in other texts
 comparison   two evaluations of the same questions, with verdicts of paired tests
 """

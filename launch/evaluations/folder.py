@@ -6,6 +6,7 @@ RUN_DIR/                                   the run itself, if it is an evaluatio
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,6 +16,8 @@ from launch.evaluations import sources, tables
 from pipeline.config import Problem, RecipeError
 from pipeline.evaluation.answers import FOLDER, read_answers
 from pipeline.evaluation.base import Answer
+
+CONTAMINATION = "contamination.json"
 
 
 @dataclass(frozen=True)
@@ -43,6 +46,12 @@ class EvaluationFolder:
     def tasks(self) -> dict[str, dict[str, Any]]:
         """The summary of each task by name."""
         return self.scores["tasks"]
+
+    @property
+    def contamination(self) -> dict[str, dict[str, Any]]:
+        """What launch/contamination.py found by task; {} if it has not run."""
+        path = self.folder / CONTAMINATION
+        return json.loads(path.read_text(encoding="utf-8"))["tasks"] if path.exists() else {}
 
     def answers(self, task: str) -> list[Answer]:
         """Return a task's answers by question and sample."""

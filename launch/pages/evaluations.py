@@ -38,6 +38,7 @@ def evaluations(runs: Sequence[RunFolder], names: Sequence[str], marks: Sequence
             content.append(figures(charts, names))
         content.append(_scores(found, names, suite))
         content += _groups(found, names, suite)
+        content += _contamination(found, names, suite)
         content += _warnings(found, names, suite)
         for title, before, after in _pairs(found, names, suite):
             content += _compared(title, compare(before, after))
@@ -91,6 +92,19 @@ def _warnings(found: Sequence[Suites], names: Sequence[str], suite: str) -> Iter
     said = [f"{name}: {warning}" for name, each in _columns(found, names, suite) for warning in each.scores["warnings"]]
     if said:
         yield tag("ul", *(tag("li", each, class_="warn") for each in said))
+
+
+def _contamination(found: Sequence[Suites], names: Sequence[str], suite: str) -> Iterator[Html]:
+    """Yield a table of the scores without the questions that occur in the training data, where these were searched for."""
+    rows: list[list[object]] = []
+    for name, each in _columns(found, names, suite):
+        for task, of in each.contamination.items():
+            if "scores" in of:
+                scores = (_cell(of["scores"][part]) for part in ("all", "clean", "flagged"))
+                rows.append([task, name, f"{of['flagged']} of {of['questions']}", *scores])
+    if rows:
+        header = ["task", "", "in the training data", "all questions", "without them", "of them"]
+        yield table(header, rows, "Questions that occur in the training data")
 
 
 def _columns(found: Sequence[Suites], names: Sequence[str], suite: str) -> list[tuple[str, EvaluationFolder]]:

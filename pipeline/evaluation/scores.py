@@ -109,21 +109,19 @@ def _task(task: Task, answers: Sequence[Answer]) -> dict[str, Any]:
         "truncated": _share([answer.finish == "length" for answer in answers]),
         "unparsed": _share([answer.metrics.get("unparsed", 0.0) > 0 for answer in answers if answer.score is not None]),
         "unjudged": sum(answer.score is None for answer in answers),
-        "metrics": {name: _as_json(interval(values.values())) for name, values in metrics.items()},
+        "metrics": {name: as_json(interval(values.values())) for name, values in metrics.items()},
         "groups": {},
     }
     if groups:
         names = sorted(set(groups.values()))
         summary["groups"] = {name: _group(metrics, {id for id, group in groups.items() if group == name}) for name in names}
         by_group = {metric: [_within(values, groups, name) for name in names] for metric, values in metrics.items()}
-        summary["macro"] = {metric: _as_json(macro_interval(each)) for metric, each in by_group.items()}
+        summary["macro"] = {metric: as_json(macro_interval(each)) for metric, each in by_group.items()}
     return summary
 
 
 def _group(metrics: Mapping[str, PerQuestion], questions: set[str]) -> dict[str, Any]:
-    scores = {
-        name: _as_json(interval([of for id, of in values.items() if id in questions])) for name, values in metrics.items()
-    }
+    scores = {name: as_json(interval([of for id, of in values.items() if id in questions])) for name, values in metrics.items()}
     return {"questions": len(questions), "metrics": scores}
 
 
@@ -155,5 +153,6 @@ def _share(values: Sequence[bool]) -> float:
     return sum(values) / len(values) if values else 0.0
 
 
-def _as_json(found: Interval) -> dict[str, float | None]:
+def as_json(found: Interval) -> dict[str, float | None]:
+    """Return the value and both ends; None for what cannot be known."""
     return {key: None if math.isnan(value) else value for key, value in asdict(found).items()}
