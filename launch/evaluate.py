@@ -56,6 +56,9 @@ class EvaluateRequest:
         Key("N", "step of the checkpoint; all; or follow: each as the run completes it; default: the latest", read=_step),
     ] = None
     model: Annotated[str | None, Key("PATH_OR_NAME", "a model in place of a run")] = None
+    compare: Annotated[Path | None, Key("EVALUATION_DIR", "then compare with a complete evaluation, question by question")] = (
+        None
+    )
     overrides: Annotated[
         list[str],
         Key("key=value", "any key of the recipe, such as cluster.generate.nodes=2 evaluate.seed=1", others=True),
@@ -82,6 +85,11 @@ class EvaluateRequest:
             yield Problem("suite", "missing-value", "got no suite; expected suite=NAME, a file in recipes/suites/")
         if self.step is not None and self.run is None:
             yield Problem("step", "has-no-effect", "got a step without a run. Try run=RUN_DIR")
+        if self.compare is not None and (flags or self.step in ("all", "follow")):
+            other = f"{flags[0]}=true" if flags else f"step={self.step}"
+            yield Problem(
+                "compare", "contradiction", f"got {other} too; expected compare with one evaluation that is run to its end"
+            )
         if self.step == "all" and self.detach:
             yield Problem("detach", "unsupported", "got true with step=all, which evaluates one after another. Try step=follow")
         if self.step == "follow" and (self.show or self.plan or self.dry_run):
@@ -120,7 +128,11 @@ def _one(request: EvaluateRequest, evaluation: Evaluation) -> int:
     if request.plan or request.dry_run:
         found = submission.examine(evaluation, dry=True)
         return submit.show_plan(found) if request.plan else submit.dry_run(found)
-    return submission.run(evaluation, request.detach)
+    other = submission.read_complete(request.compare) if request.compare else None
+    status = submission.run(evaluation, request.detach)
+    if other and status == 0:
+        submission.print_comparison(other, evaluation.run_dir)
+    return status
 
 
 def _evaluations(request: EvaluateRequest) -> Iterator[Evaluation]:

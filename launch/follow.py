@@ -25,6 +25,7 @@ from rich.text import Text
 from launch import startup_stages
 from launch.attempts import AttemptFolder, all_attempts
 from launch.console import rich_console
+from launch.evaluations.progress import AnswerCounts
 from launch.executors.base import JobStatus, RunJob
 from launch.failure_logs import container_failure, failed_log_lines, failed_step, log_end, tail
 from launch.terminal import plain
@@ -106,6 +107,7 @@ class Follower:
         self.max_steps = max_steps
         self.console = console or rich_console(soft_wrap=True)
         self.metrics = metrics
+        self.answers = AnswerCounts(run_dir)
         self.last_line = ""  # "steps" once a step has been printed
         self.printed = {(each.name, what) for each in own_attempts(run_dir, job) if each.verdict for what in EVENTS}
 
@@ -151,6 +153,7 @@ class Follower:
     def _waiting(self, status: JobStatus) -> str:
         """Return what the job waits for or does, without seconds, so that each line is printed once."""
         doing = startup_stages.now(startup_stages.stages(self.run_dir)) if status.state == "RUNNING" else ""
+        doing = doing or self.answers.text()
         return f"{self.job.name()}: {status}{': ' if doing else ''}{doing}"
 
     def _print_lines(self, status: JobStatus, lines: list[dict[str, Any]]) -> None:
@@ -177,7 +180,8 @@ class Follower:
     def _view(self, status: JobStatus) -> Group | Text:
         if not self.metrics.step:
             done = startup_stages.text(startup_stages.stages(self.run_dir)) if status.state == "RUNNING" else ""
-            return Text(plain(f"{self.job.name()}: {status}{': ' if done else ''}{done}"))
+            parts = filter(None, [f"{self.job.name()}: {status}", done, self.answers.text()])
+            return Text(plain(": ".join(parts)))
         head = "  ".join([self._at(self.metrics.step), *self._eta(), f"{self.job.name()}: {status}"])
         table = Table.grid(padding=(0, 2))
         for key, value in _shown(self.metrics.latest).items():

@@ -7,6 +7,7 @@ submission   one evaluation, from its recipe to its scores
 follower     evaluates the checkpoints of a live run as they are completed
 background   the follower as a process of its own
 records      which checkpoints of a run are evaluated, pending or being evaluated
+progress     numbers of answers so far
 tables       scores for the terminal
 folder       the scores and answers of complete evaluations
 overlap      questions whose text occurs in other texts

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from launch import placement, prepare, run_setup, submit
 from launch.evaluations import kept, suites, tables
@@ -13,7 +13,10 @@ from launch.evaluations.sources import Source
 from launch.executors.base import RunJob
 from launch.prepare import Examination
 from launch.terminal import plain
-from pipeline.config import Loaded, Recipe, refuse
+from pipeline.config import Loaded, Problem, Recipe, RecipeError, refuse
+
+if TYPE_CHECKING:
+    from launch.evaluations.folder import EvaluationFolder
 
 
 @dataclass(frozen=True)
@@ -100,3 +103,23 @@ def print_scores(run_dir: Path) -> None:
     """Print the scores of an evaluation, if it has any."""
     if scores := tables.read(run_dir):
         print("\n".join(map(plain, tables.lines(scores))), flush=True)
+
+
+def read_complete(folder: Path) -> EvaluationFolder:
+    """Return a complete evaluation. Raises RecipeError."""
+    from launch.evaluations.folder import read as read_folder  # imports numpy
+
+    found = read_folder(folder)
+    if found is None:
+        message = f"got {folder}; expected the folder of a complete evaluation, which has a {tables.SCORES}"
+        raise RecipeError(Problem("compare", "file-not-found", message))
+    return found
+
+
+def print_comparison(other: EvaluationFolder, run_dir: Path) -> None:
+    """Print for each task whether an evaluation is better than another one, worse, or neither."""
+    from launch.evaluations.comparison import compare
+
+    print(f"compared with {other.label}, in {other.folder}")
+    for each in compare(other, read_complete(run_dir)):
+        print(plain(f"{each.task}, {each.metric}: {each.summary}"), flush=True)
