@@ -174,9 +174,14 @@ def accuracies(sums: Sequence[float], question: Question) -> dict[str, float]:
         lengths["acc_norm"] = [len(choice) for choice in question.choices]
         lengths["acc_bytes"] = [len(choice.encode(errors="surrogatepass")) for choice in question.choices]
     return {
-        name: float(_highest([value / length for value, length in zip(sums, of, strict=True)]) in question.correct)
+        name: float(_highest([_per(value, length) for value, length in zip(sums, of, strict=True)]) in question.correct)
         for name, of in lengths.items()
     }
+
+
+def _per(value: float, length: int) -> float:
+    """Return value / length. A choice without a character is never the highest."""
+    return value / length if length else -math.inf
 
 
 def _highest(values: Sequence[float]) -> int:
