@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -81,8 +83,10 @@ def run(evaluation: Evaluation, detach: bool) -> int:
 
 
 def start(evaluation: Evaluation) -> RunJob:
-    """Submit an evaluation, and return its job. Raises RecipeError."""
-    return submit.start(_prepared(evaluation)[-1])
+    """Submit an evaluation without a word, and return its job. Raises RecipeError."""
+    prepared = _prepared(evaluation)[-1]
+    with contextlib.redirect_stdout(io.StringIO()):
+        return submit.start(prepared)
 
 
 def _prepared(evaluation: Evaluation) -> list[prepare.Prepared]:

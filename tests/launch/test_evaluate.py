@@ -3,6 +3,7 @@
 import json
 import os
 import shutil
+import signal
 from pathlib import Path
 
 import pytest
@@ -22,6 +23,14 @@ from tests.launch import made_runs
 
 MODEL = str(RECIPES / "tiny")
 OF_RUN = (f"policy.model_name={MODEL}", "policy.random_init=true", "needs=[]", "cluster.executor=local")
+
+
+@pytest.fixture(autouse=True)
+def signals():
+    """Restore what the command does at SIGTERM."""
+    before = signal.getsignal(signal.SIGTERM)
+    yield
+    signal.signal(signal.SIGTERM, before)
 
 
 @pytest.fixture
