@@ -29,6 +29,7 @@ from pipeline.config import GENERATED_DATASETS, Problem, Recipe, collected, hard
 LABEL, WIDTH = 14, 120
 CHARACTERS = 4.0  # of a token of text
 CHOICE_TOKENS = 8  # of a choice whose text is not read
+READ = ("choices", "continuation", "perplexity", "preference")  # kinds whose questions engines only read
 SAMPLED = 200  # questions whose texts are measured
 
 
@@ -140,7 +141,7 @@ def _task(recipe: Recipe, name: str, task: TaskConfig, reads: bool) -> TaskPlan:
     total, given = recipe.policy.max_total_sequence_length, recipe.plan
     prompt = given.prompt_tokens or prompt or min(lengths.PROMPT_TOKENS * (1 + task.num_few_shot), total / 2)
     prompt = min(prompt, total - 1)
-    if task.kind != "generate":
+    if task.kind in READ:
         read = choices or CHOICE_TOKENS
         return TaskPlan(name, questions, 0, prompt, Lengths(prompt, read, read, ""))
     limit = min(task.max_new_tokens, total - prompt)
