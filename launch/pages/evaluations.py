@@ -33,15 +33,16 @@ def evaluations(runs: Sequence[RunFolder], names: Sequence[str], marks: Sequence
     suites = list(dict.fromkeys(suite for each in found for suite in each))
     content: list[Html] = []
     for suite in suites:
-        content.append(tag("h3", f"Suite {suite}"))
+        content.append(tag("h3", f"Suite {suite}", class_="suite"))
         if charts := [*_curves(found, suite, marks)]:
             content.append(figures(charts, names))
         content.append(_scores(found, names, suite))
         content += _groups(found, names, suite)
         content += _contamination(found, names, suite)
         content += _warnings(found, names, suite)
-        for title, before, after in _pairs(found, names, suite):
-            content += _compared(title, compare(before, after))
+        (first, before), *others = _columns(found, names, suite)
+        for name, after in others:
+            content += _compared((first, name), compare(before, after))
     return content
 
 
@@ -136,24 +137,17 @@ def _of_group(summary: Mapping | None, group: str) -> str:
 def _cell(score: Mapping[str, float | None] | None) -> str:
     if not score or score.get("value") is None:
         return ""
-    low, high = ("?" if end is None else f"{end:.3g}" for end in (score["low"], score["high"]))
-    return f"{score['value']:.4g} [{low}, {high}]"
+    value, low, high = ("?" if end is None else f"{end:.3f}" for end in (score["value"], score["low"], score["high"]))
+    return f"{value} [{low}, {high}]"
 
 
 # ---- two evaluations --------------------------------------------------------------------------------------------------------
 
 
-def _pairs(
-    found: Sequence[Suites], names: Sequence[str], suite: str
-) -> Iterator[tuple[str, EvaluationFolder, EvaluationFolder]]:
-    (first, before), *others = _columns(found, names, suite)
-    for name, after in others:
-        yield f"{first} → {name}", before, after
-
-
-def _compared(title: str, compared: Sequence[TaskComparison]) -> Iterator[Html]:
+def _compared(names: tuple[str, str], compared: Sequence[TaskComparison]) -> Iterator[Html]:
     if not compared:
         return
+    title = " → ".join(names)
     rows: list[list[object]] = []
     for each in compared:
         found = each.difference
@@ -168,7 +162,7 @@ def _compared(title: str, compared: Sequence[TaskComparison]) -> Iterator[Html]:
     yield table(header, rows, f"{title}, question by question")
     for each in compared:
         if each.changed:
-            shown = [_changed(question) for question in islice(each.changed, CHANGED)]
+            shown = [_changed(question, names) for question in islice(each.changed, CHANGED)]
             count = f"{len(shown)} of {len(each.changed)}" if len(shown) < len(each.changed) else str(len(shown))
             yield details(f"{each.task}: {count} changed questions, {title}", *shown)
 
@@ -177,10 +171,10 @@ def _end(value: float) -> str:
     return "?" if math.isnan(value) else f"{value:+.4f}"
 
 
-def _changed(question: ChangedQuestion) -> Html:
+def _changed(question: ChangedQuestion, names: tuple[str, str]) -> Html:
     facts = [_fact("question", question.question), _fact("change", f"{question.change:+.3g}")]
     prompt = next((answer.prompt for answer in (*question.after, *question.before) if answer.prompt), "")
-    sides = [_side(name, answers) for name, answers in (("before", question.before), ("after", question.after))]
+    sides = [_side(*side) for side in zip(names, (question.before, question.after), strict=True)]
     texts = tag("div", tag("pre", shortened(prompt, TEXT_CHARACTERS), class_="prompt"), tag("div", *sides), class_="texts")
     return tag("article", tag("div", *facts, class_="facts"), texts)
 
@@ -189,7 +183,7 @@ def _side(name: str, answers: Sequence[Answer]) -> Html:
     """Return the scores of all samples, and the text of the first."""
     scores = ", ".join("not judged" if answer.score is None else f"{answer.score:g}" for answer in answers)
     text = answers[0].text or answers[0].failure
-    return tag("div", tag("span", f"{name}, score {scores}"), tag("pre", shortened(text, TEXT_CHARACTERS)), class_="turn")
+    return tag("div", tag("span", f"{name}: score {scores}"), tag("pre", shortened(text, TEXT_CHARACTERS)), class_="turn")
 
 
 def _fact(name: str, value: str) -> Html:
