@@ -74,20 +74,22 @@ class ArenaHard(Format):
 
 
 class MTBench(Format):
-    """Records {question_id, category, turns: [text, ...], reference: [text, ...] or null}. Groups: `category`."""
+    """Records {question_id, category, turns: [text, ...], reference: [text, ...] or null}. Groups: `category`.
 
-    columns = ("question_id", "turns")
+    Hugging Face's copy has `prompt_id` and `prompt` in place of question_id and turns.
+    """
 
     @override
     def question(self, record: Record, index: int) -> Question:
-        turns = record["turns"]
+        name = value_of(record, "prompt_id" if "prompt_id" in record else "question_id")
+        turns = value_of(record, "turns" if "turns" in record or "prompt" not in record else "prompt")
         if not isinstance(turns, list) or not turns or not all(isinstance(turn, str) and turn.strip() for turn in turns):
-            raise ValueError(f"'turns' is {turns!r}; expected a list of texts")
+            raise ValueError(f"the turns are {turns!r}; expected a list of texts")
         references = record.get("reference") or []
         if isinstance(references, str) or len(references) > len(turns):
             raise ValueError(f"'reference' is {references!r}; expected a list with at most one text for each turn")
         task = {"turns": turns, "references": [reference or "" for reference in references]}
-        return Question(str(record["question_id"]), turns[0], task=task, group=str(record.get("category") or ""))
+        return Question(str(name), turns[0], task=task, group=str(record.get("category") or ""))
 
 
 _READ: dict[tuple[str, int], dict[str, str]] = {}
