@@ -190,7 +190,7 @@ def test_the_chat_and_safety_suites_with_an_endpoint(endpoint, models, tmp_path)
     )
     # "No" is longer than the first baseline, "", and shorter than the five others; the longer answer wins both orders.
     assert value(scores, "alpaca_eval", "win_rate") == pytest.approx(1 / 6)
-    assert value(scores, "alpaca_eval", "consistent") == 0.0 and value(scores, "alpaca_eval", "losses") == pytest.approx(5 / 6)
+    assert value(scores, "alpaca_eval", "consistent") == 1.0 and value(scores, "alpaca_eval", "losses") == pytest.approx(5 / 6)
     assert value(scores, "mt_bench", "rating") == 4.0
     answers = read_answers(tmp_path / "chat/answers/mt_bench.jsonl")
     assert [answer.metrics["unreadable_verdicts"] for answer in answers] == [1.0] * 4
@@ -232,7 +232,8 @@ def test_the_reward_suite(tmp_path):
     )
     runs = []
     for ranks in (1, 2):
-        scores = evaluate(tmp_path / f"run{ranks}", "reward", model, *both, f"cluster.generate.ranks_per_node={ranks}")
+        keys = ("policy.max_total_sequence_length=64", f"cluster.generate.ranks_per_node={ranks}")
+        scores = evaluate(tmp_path / f"run{ranks}", "reward", model, *both, *keys)
         runs.append(
             [read_answers(tmp_path / f"run{ranks}/answers/{task}.jsonl") for task in ("reward_bench", "reward_bench_2")]
         )
