@@ -21,7 +21,7 @@ if __name__ == "__main__":
 
 from launch import command_line, submit, troubleshooting
 from launch.command_line import Key
-from launch.evaluations import background, follower, sources, submission, suites
+from launch.evaluations import background, sources, submission, suites
 from launch.evaluations.background import FollowRequest
 from launch.evaluations.submission import Evaluation
 from launch.units import is_count
@@ -167,6 +167,8 @@ def _follow(request: EvaluateRequest, run_dir: Path) -> int:
     recipe = sources.read_run(run_dir)
     suite, more = _suite(request, recipe)
     period = request.period or (recipe.evaluation.period if request.suite is None else 1)
+    from launch.evaluations import follower  # imports rich
+
     if request.detach:
         work = FollowRequest(run_dir, request.suite, request.period, tuple(request.overrides))
         print(background.start(work, suites.find(suite)[0]))

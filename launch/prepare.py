@@ -21,7 +21,6 @@ from launch.plan.evaluation import EvaluationPlan
 from launch.preflight import (
     architecture,
     evaluation_checkpoint,
-    evaluation_data,
     input_files,
     libraries,
     sandbox_support,
@@ -215,7 +214,10 @@ def site_problems_of(
     code = user_imports.probe(recipe)
     yield from input_files.problems(recipe, pending, notes, user_imports.required_fields(recipe, code))
     unreachable = slurm_client.unreachable(0 if dry else RESTART_S) if chosen.name == "slurm" else None
-    yield from evaluation_data.problems(recipe)
+    if not config.trains(recipe):
+        from launch.preflight import evaluation_data  # imports numpy, which no other command needs
+
+        yield from evaluation_data.problems(recipe)
     yield from storage.problems(recipe, pending, notes, on_nodes=chosen.name != "local" and not unreachable)
     notes += libraries.unchecked(recipe)
     notes += placement.notes(recipe)

@@ -109,6 +109,14 @@ def test_tasks_of_the_harness_are_a_suite():
         suites.find("lm_eval:")
 
 
+@pytest.mark.parametrize("path", sorted(suites.SUITES.glob("*.yaml")), ids=lambda path: path.stem)
+def test_each_suite_is_a_recipe_without_problems(path):
+    """But for what a user must give: a judge, and tasks of lm-evaluation-harness."""
+    loaded = suites.inspect(path.stem, sources.of_model(MODEL, path.stem), ())
+    given = {"evaluate.judge.model_name", *(["evaluate.tasks"] if path.stem == suites.HARNESS else [])}
+    assert {problem.key for problem in loaded.problems} <= given
+
+
 # ---- problems -------------------------------------------------------------------------------------------------------------
 
 
