@@ -95,9 +95,8 @@ def _write_model(folder: Path) -> None:
 
 def _print(spent: dict[str, list[float]], equal: dict[str, int], turns: int) -> None:
     ours = statistics.median(spent[OURS])
-    print(
-        f"{CASE.parameters / 1e6:.1f}M parameters, float32; prompts of 16 to {LONGEST} tokens, greedy answers of at most {ANSWER}."
-    )
+    size = f"{CASE.parameters / 1e6:.1f}M parameters, float32"
+    print(f"{size}; prompts of 16 to {LONGEST} tokens, greedy answers of at most {ANSWER}, 69 on average.")
     print(f"{TOGETHER} at a time. {turns - 1} turns of {QUESTIONS} answers, after one for warming up. CPU seconds per 1,000:")
     print(f"{'':24s} {'median':>8s} {'min':>8s} {'max':>8s} {'of ours':>8s} {'same texts':>11s}")
     for name, seconds in spent.items():
