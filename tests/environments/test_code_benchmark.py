@@ -73,6 +73,12 @@ def test_a_known_good_answer_passes(environment, name: str):
     assert judged(environment, task_of(name), fenced(right(name))) == RIGHT
 
 
+def test_a_function_may_have_the_name_of_a_built_in_one(environment):
+    code = "def sum(a, b):\n    return a * b"
+    record = {**MBPP_RECORDS["mbpp_full"], "code": code, "test_list": ["assert sum(10, 15) == 150"], "test_setup_code": ""}
+    assert judged(environment, MBPP(StyleArguments()).question(record, 0).task, fenced(code)) == RIGHT
+
+
 @pytest.mark.parametrize("style", ["instruct", "completion"])
 def test_a_continued_function_passes(environment, style: str):
     task = HumanEval(StyleArguments(style)).question(HUMANEVAL["humaneval"], 0).task

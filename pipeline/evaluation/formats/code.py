@@ -12,6 +12,7 @@ HumanEval and MBPP can be asked in three styles:
 
 from __future__ import annotations
 
+import builtins
 import json
 import re
 from collections.abc import Sequence
@@ -120,7 +121,7 @@ class MBPP(Format):
         style, shown = self.arguments.style, record["test_list"][:3]
         setup = [*(record.get("test_imports") or []), record.get("test_setup_code") or ""]
         program = "\n".join([*setup, record.get("test") or "\n".join(record["test_list"])])
-        name = _called("\n".join([*setup, *record["test_list"]]))
+        name = _called("\n".join([*setup, *record["test_list"]]), record["code"])
         return Question(
             id=str(record["task_id"]),
             prompt=_mbpp_prompt(text, shown, style, plus="test" in record),
@@ -142,10 +143,15 @@ def _mbpp_prompt(text: str, tests: Sequence[str], style: str, plus: bool) -> str
     return _begun(asked, "Here is a solution to this programming problem:\n```python\n")
 
 
-def _called(tests: str) -> str:
-    """Return the first function that the tests call and do not define. Raises ValueError if there is none."""
+def _called(tests: str, code: str) -> str:
+    """Return the first function that the tests call and do not define. Raises ValueError if there is none.
+
+    code: a solution. A function of it may have the name of a built-in one: task 126 asks for `sum`.
+    """
     try:
-        names = free_names(tests, ())
+        names = free_names(tests, ()) | {
+            name for name in re.findall(r"^def (\w+)", code, re.MULTILINE) if hasattr(builtins, name)
+        }
     except SyntaxError as error:
         raise ValueError(f"the tests are not Python: {error}") from error
     places = {found.start(): name for name in names if (found := re.search(rf"\b{name}\s*\(", tests))}
