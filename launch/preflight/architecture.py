@@ -57,6 +57,20 @@ def problems(recipe: Recipe, pending: Sequence[os.PathLike] = ()) -> Iterator[Pr
         yield from found
         if not found:  # else further checks would use wrong values
             yield from _against_layout(recipe, section, policy, pending)
+    for section, policy in config.served_models(recipe).items():
+        yield from _served_problems(f"{section}.model_name", policy, pending)
+
+
+def _served_problems(key: str, policy: PolicyConfig, pending: Sequence[os.PathLike]) -> Iterator[Problem]:
+    """Yield problems of a judge or a reward model that an evaluation serves."""
+    found: list[Problem] = []
+    if not is_inside(policy.model_name, pending):
+        with collected(found):
+            model_folder(key, policy.model_name)
+            model = planning_config(policy, pending, key)
+            if model and key == "evaluate.reward_model.model_name":
+                found += _check_classifier(key, policy.model_name, model)
+    yield from found
 
 
 def against_layout(recipe: Recipe, pending: Sequence[os.PathLike] = ()) -> Iterator[Problem]:

@@ -62,6 +62,8 @@ def problems(
     tokenizer = yield from _tokenizer(recipe, "policy", recipe.policy, pending)
     if (name := config.reward_environment(recipe)) and recipe.env[name].model_name:
         yield from _check_reward_tokenizer(recipe, f"env.{name}", config.reward_model_policy(recipe), pending)
+    for section, model in config.served_models(recipe).items():
+        yield from _check_reward_tokenizer(recipe, section, model, pending)
     if build(recipe).needs.teacher_top_k:
         if tokenizer:
             yield from _check_teacher_tokenizer(recipe, tokenizer, pending)

@@ -34,7 +34,7 @@ def problems(recipe: Recipe, pending: Sequence[os.PathLike] = ()) -> Iterator[Pr
     """
     seen: set[Path] = set()
     weighed: set[Path] = set()  # folders checked; another model of the same folder may have random_init
-    models = config.models(recipe)
+    models = config.models(recipe) | config.served_models(recipe)
     names = {f"{section}.model_name": policy.model_name for section, policy in models.items()}
     names["policy.tokenizer.name"] = recipe.policy.tokenizer.name
     if environment := config.reward_environment(recipe):

@@ -79,6 +79,7 @@ from pipeline.config.models import (
     reward_environment,
     reward_model,
     reward_model_policy,
+    served_models,
     serves_rewards,
     teacher,
 )

@@ -96,18 +96,32 @@ def _served(recipe: Recipe, model: ServedModelConfig) -> PolicyConfig:
     return _with_policy_layout(recipe, model, tokenizer=tokenizer, max_total_sequence_length=length, generation=generation)
 
 
+def served_models(recipe: Recipe) -> dict[str, PolicyConfig]:
+    """Return the judge and the reward model that an evaluation loads, by the section of the recipe that describes them."""
+    if recipe.algorithm != "evaluate":
+        return {}
+    found: dict[str, PolicyConfig] = {}
+    kinds = {task.kind for task in recipe.evaluate.tasks.values()}
+    if recipe.evaluate.reward_model.model_name is not None and "preference" in kinds:
+        found["evaluate.reward_model"] = evaluated_reward_model(recipe)
+    generates_too = recipe.evaluate.reward_model.model_name != recipe.policy.model_name
+    if recipe.evaluate.judge.model_name is not None and generates_too and kinds & set(JUDGED):
+        found["evaluate.judge"] = judge_policy(recipe)
+    return found
+
+
 def engine_models(recipe: Recipe, engines: int) -> tuple[EngineModel, ...]:
     """Return the model of each of so many engines: the evaluated model first. If they are too few, it has none."""
     if recipe.algorithm != "evaluate":
         return ("policy",) * engines
-    section, named = recipe.evaluate, recipe.evaluate.reward_model.model_name
-    if named == recipe.policy.model_name:
-        return ("reward_model",) * engines
+    served = served_models(recipe)
     others: list[EngineModel] = []
-    if named is not None and any(task.kind == "preference" for task in section.tasks.values()):
-        others += ["reward_model"] * section.reward_model.engines
-    if section.judge.model_name is not None and any(task.kind in JUDGED for task in section.tasks.values()):
-        others += ["judge"] * section.judge.engines
+    if "evaluate.reward_model" in served:
+        if recipe.evaluate.reward_model.model_name == recipe.policy.model_name:
+            return ("reward_model",) * engines
+        others += ["reward_model"] * recipe.evaluate.reward_model.engines
+    if "evaluate.judge" in served:
+        others += ["judge"] * recipe.evaluate.judge.engines
     policy: list[EngineModel] = ["policy"] * (engines - len(others))
     return (*policy, *others)
 
