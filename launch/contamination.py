@@ -125,7 +125,7 @@ def _texts(value: Any) -> Iterator[str]:
 
 def _scores(evaluation: EvaluationFolder, task: str, search: OverlapSearch) -> dict[str, Any]:
     metric = evaluation.tasks[task]["metric"]
-    values = evaluations.values(evaluation.answers(task), metric)
+    values = evaluation.values(task)
     flagged = {question: of for question, of in values.items() if question in search.found}
     clean = {question: of for question, of in values.items() if question not in search.found}
     scores = {name: as_json(interval(of.values())) for name, of in (("all", values), ("clean", clean), ("flagged", flagged))}

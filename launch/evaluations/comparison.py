@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from launch.evaluations.folder import EvaluationFolder, values
+from launch.evaluations.folder import EvaluationFolder
 from pipeline.evaluation.base import Answer
 from pipeline.evaluation.statistics import Difference, difference
+
+LOWER_IS_BETTER = re.compile(r"(perplexity|bits_per_byte|harmless_refused|losses|unparsed)$")
 
 
 @dataclass(frozen=True)
@@ -47,15 +50,20 @@ def compare(before: EvaluationFolder, after: EvaluationFolder) -> list[TaskCompa
 
 
 def compare_task(before: EvaluationFolder, after: EvaluationFolder, task: str, metric: str | None = None) -> TaskComparison:
-    """Return a comparison of one task. metric: of the answers; None: the task's own, or else the score."""
+    """Return a comparison of one task. metric: None: the task's own."""
     metric = metric or str(before.tasks[task]["metric"])
-    answers = before.answers(task), after.answers(task)
-    first, second = (values(each, metric) for each in answers)
+    first, second = before.values(task, metric), after.values(task, metric)
     changes = {question: _mean(second[question]) - _mean(first[question]) for question in first.keys() & second.keys()}
     moved = sorted((question for question, change in changes.items() if change), key=lambda each: (-abs(changes[each]), each))
-    by_question = [_by_question(each) for each in answers]
+    by_question = [_by_question(each.answers(task)) for each in (before, after)] if moved else [{}, {}]
     changed = [ChangedQuestion(each, by_question[0][each], by_question[1][each], changes[each]) for each in moved]
-    return TaskComparison(task, metric, difference(first, second), changed, len(first.keys() ^ second.keys()))
+    found = difference(first, second, is_lower_better(metric))
+    return TaskComparison(task, metric, found, changed, len(first.keys() ^ second.keys()))
+
+
+def is_lower_better(metric: str) -> bool:
+    """Return whether a lower value of a metric is better."""
+    return LOWER_IS_BETTER.search(metric) is not None
 
 
 def _by_question(answers: Sequence[Answer]) -> dict[str, list[Answer]]:

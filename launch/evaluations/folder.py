@@ -1,4 +1,4 @@
-"""Read the evaluations of a run: scores.json and answers/TASK.jsonl of each.
+"""Read the evaluations of a run: scores.json, values.json and answers/TASK.jsonl of each.
 
 RUN_DIR/evaluations/SUITE/step_000050/     an evaluation of a checkpoint of the run
 RUN_DIR/                                   the run itself, if it is an evaluation
@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from launch.evaluations import sources, tables
 from pipeline.config import Problem, RecipeError
 from pipeline.evaluation.answers import FOLDER, read_answers
 from pipeline.evaluation.base import Answer
+from pipeline.evaluation.scores import VALUES
 
 CONTAMINATION = "contamination.json"
 
@@ -53,18 +55,23 @@ class EvaluationFolder:
         path = self.folder / CONTAMINATION
         return json.loads(path.read_text(encoding="utf-8"))["tasks"] if path.exists() else {}
 
+    def values(self, task: str, metric: str | None = None) -> dict[str, list[float]]:
+        """Return a metric of a task by question, {} if the task does not have it. None: the task's own metric.
+
+        Raises RecipeError for an evaluation without values.json.
+        """
+        return self._values.get(task, {}).get(metric or self.tasks[task]["metric"], {})
+
+    @cached_property
+    def _values(self) -> dict[str, dict[str, dict[str, list[float]]]]:
+        try:
+            return json.loads((self.folder / VALUES).read_text(encoding="utf-8"))
+        except (OSError, ValueError) as error:
+            raise RecipeError(Problem("run_dir", "unreadable", f"{self.folder / VALUES} cannot be read: {error}")) from None
+
     def answers(self, task: str) -> list[Answer]:
         """Return a task's answers by question and sample."""
         return read_answers(self.folder / FOLDER / f"{task}.jsonl")
-
-
-def values(answers: list[Answer], metric: str | None = None) -> dict[str, list[float]]:
-    """Return a metric of the judged answers by question id; the score of answers that do not have it, and with None."""
-    found: dict[str, list[float]] = {}
-    for answer in answers:
-        if answer.score is not None:
-            found.setdefault(answer.question, []).append(answer.metrics.get(metric or "", answer.score))
-    return found
 
 
 def read(folder: Path) -> EvaluationFolder | None:

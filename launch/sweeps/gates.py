@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from enum import Enum
 
+from launch.evaluations.comparison import is_lower_better
 from launch.evaluations.folder import EvaluationFolder
 from launch.sweeps import expressions, scores
 from launch.sweeps.baseline import Baseline, StoredGate, StoredRun
@@ -291,6 +292,10 @@ class GateCase:
     def _questions(self, run: str, asked: EvaluationGateConfig) -> dict[str, list[float]]:
         return scores.questions([*self._evaluations(run, asked).values()], asked)
 
+    def _lower_is_better(self, asked: EvaluationGateConfig) -> bool:
+        first = next(iter(self._evaluations(self.run, asked).values()))
+        return is_lower_better(asked.metric or first.tasks[asked.task]["metric"])
+
     def _not_worse(self) -> str:
         """Compare the scores of all seeds with the reference's, and return the passing message. Raises GateFailed, NoValue."""
         asked = self.gate.evaluation
@@ -302,14 +307,15 @@ class GateCase:
             before = self._questions(reference, asked)
         else:
             before = scores.questions([scores.stored(reference, asked)], asked)
-        found = difference(before, self._questions(self.run, asked))
+        lower = self._lower_is_better(asked)
+        found = difference(before, self._questions(self.run, asked), lower)
         if not found.questions:
             raise GateFailed(f"has no question in common with {reference}")
         ends = f"{found.value:+.4f} [{found.low:+.4f}, {found.high:+.4f}] against {reference}"
         message = f"{found.verdict}: {ends}, p = {found.p_value:.2g}, {found.questions} questions"
         if asked.margin is None and found.verdict == "worse":
             raise GateFailed(f"{message}; expected it not worse")
-        if asked.margin is not None and found.low < -asked.margin:
+        if asked.margin is not None and (found.high if lower else -found.low) > asked.margin:
             raise GateFailed(f"{message}; expected a loss of at most {asked.margin:g}, in the whole interval")
         return message
 

@@ -71,8 +71,7 @@ def questions(found: Sequence[EvaluationFolder], gate: EvaluationGateConfig) -> 
     """Return the values of all samples of several evaluations, such as those of the seeds, by a hash of the question's id."""
     joined: dict[str, list[float]] = {}
     for each in found:
-        metric = gate.metric or each.tasks[gate.task]["metric"]
-        for question, values in evaluations.values(each.answers(gate.task), metric).items():
+        for question, values in each.values(gate.task, gate.metric).items():
             joined.setdefault(_hash(question), []).extend(values)
     return dict(sorted(joined.items()))
 

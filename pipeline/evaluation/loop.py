@@ -83,9 +83,10 @@ def evaluate(
             engines.judge.close()
     for log in logs.values():
         log.sync()
-    summary = scores.summarize(recipe, {task.name: (task, logs[task.name].all()) for task in tasks})
+    answered = {task.name: (task, logs[task.name].all()) for task in tasks}
+    summary, values = scores.summarize(recipe, answered), scores.values(answered)
     summary["skipped"] = skipped
-    retrying(lambda: scores.write(run_dir, summary), "writing the scores", run_dir / scores.FILE, retry)
+    retrying(lambda: scores.write(run_dir, summary, values), "writing the scores", run_dir / scores.FILE, retry)
     scores.show(summary)
     return True
 

@@ -10,7 +10,8 @@
                       "macro": {METRIC: ...}}},     means over groups; without groups left out
      "warnings": [...]}
 
-low and high are the ends of a 95% interval; null where it cannot be known. The order of the answers does not matter.
+low and high are the ends of a 95% interval; null where it cannot be known. values.json has what these are computed from, for
+comparisons: {TASK: {METRIC: {QUESTION: [values]}}}. The order of the answers does not matter.
 """
 
 from __future__ import annotations
@@ -34,6 +35,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 FILE = "scores.json"
+VALUES = "values.json"
 WARN_SHARE = 0.01
 """A larger share of answers without an end, or without an answer that the parser finds, is a warning."""
 
@@ -56,8 +58,14 @@ def summarize(recipe: Recipe, tasks: Mapping[str, tuple[Task, Sequence[Answer]]]
     }
 
 
-def write(run_dir: Path, scores: Mapping[str, Any]) -> Path:
-    """Write scores.json into the evaluation's folder, and return its path. Raises OSError."""
+def values(tasks: Mapping[str, tuple[Task, Sequence[Answer]]]) -> dict[str, dict[str, PerQuestion]]:
+    """Return the contents of values.json."""
+    return {name: task.metrics(latest(answers)) for name, (task, answers) in tasks.items()}
+
+
+def write(run_dir: Path, scores: Mapping[str, Any], values: Mapping[str, Mapping[str, PerQuestion]]) -> Path:
+    """Write values.json and then scores.json into the evaluation's folder, and return the latter's path. Raises OSError."""
+    write_durably(run_dir / VALUES, json.dumps(values))
     path = run_dir / FILE
     write_durably(path, json.dumps(scores, indent=1, ensure_ascii=False, allow_nan=False) + "\n")
     return path

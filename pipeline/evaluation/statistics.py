@@ -113,27 +113,31 @@ class Difference:
     high: float
     p_value: float
     questions: int
-    gained: int  # questions with a higher score in the second evaluation
+    gained: int  # questions that the second evaluation does better
     lost: int
+    lower_is_better: bool = False
 
     @property
     def verdict(self) -> Verdict:
         """The second evaluation is better or worse if both the interval and the test say so, else one cannot tell."""
         if self.p_value < ALPHA and (self.low > 0 or self.high < 0):
-            return "better" if self.value > 0 else "worse"
+            return "better" if (self.value > 0) != self.lower_is_better else "worse"
         return "cannot tell"
 
 
-def difference(first: Mapping[str, Sequence[float]], second: Mapping[str, Sequence[float]]) -> Difference:
+def difference(
+    first: Mapping[str, Sequence[float]], second: Mapping[str, Sequence[float]], lower_is_better: bool = False
+) -> Difference:
     """Compare the values of two evaluations by question id. Questions that only one has are left out."""
     shared = sorted(question for question in first.keys() & second.keys() if len(first[question]) and len(second[question]))
     if not shared:
-        return Difference(math.nan, math.nan, math.nan, 1.0, 0, 0, 0)
+        return Difference(math.nan, math.nan, math.nan, 1.0, 0, 0, 0, lower_is_better)
     means = np.array([_mean(second[question]) - _mean(first[question]) for question in shared])
-    gained, lost = int((means > 0).sum()), int((means < 0).sum())
+    higher, lower = int((means > 0).sum()), int((means < 0).sum())
+    gained, lost = (lower, higher) if lower_is_better else (higher, lower)
     found = _bootstrap(means)
     p_value = mcnemar(gained, lost) if set(np.abs(means).tolist()) <= {0.0, 1.0} else _swap_test(means)
-    return Difference(found.value, found.low, found.high, p_value, len(shared), gained, lost)
+    return Difference(found.value, found.low, found.high, p_value, len(shared), gained, lost, lower_is_better)
 
 
 def mcnemar(gained: int, lost: int) -> float:

@@ -56,5 +56,6 @@ def evaluation(run: Path, step: int | None, tasks: dict[str, Sequence[Answer]], 
             log.add(answer)
     samples = {name: len({answer.sample for answer in kept}) for name, kept in tasks.items()}
     made = {name: (Scored(num_samples=samples[name]), kept) for name, kept in tasks.items()}
-    scores.write(folder, scores.summarize(recipe(None if step is None else str(run), step, suite), made))
+    summary = scores.summarize(recipe(None if step is None else str(run), step, suite), made)
+    scores.write(folder, summary, scores.values(made))
     return folder

@@ -91,3 +91,20 @@ def test_runs_are_compared_and_texts_escaped(run, tmp_path):
     hostile = HOSTILE.format().replace("\ud800", "\ufffd")
     assert any(hostile in text for text in page.texts["pre"])
     assert [trace["meta"]["run"] for trace in page.charts()["add"]] == [0, 0, 1, 1]
+
+
+def test_a_lower_perplexity_is_better(run):
+    for path in run.glob("evaluations/math/step_*"):
+        for name in ("scores.json", "values.json"):
+            (path / name).write_text((path / name).read_text().replace('"accuracy"', '"word_perplexity"'))
+    first, _, last = folder.of_run(run)
+    found = compare(first, last)[0].difference
+    assert found.value > 0 and found.verdict == "worse" and found.lost > found.gained
+    assert compare(last, first)[0].difference.verdict == "better"
+
+
+def test_an_evaluation_without_values_is_named(run):
+    first, _, last = folder.of_run(run)
+    (last.folder / "values.json").unlink()
+    with pytest.raises(RecipeError, match=r"step_000020/values\.json cannot be read"):
+        compare(first, last)

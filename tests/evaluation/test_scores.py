@@ -71,7 +71,7 @@ def test_a_judged_answer_replaces_an_unjudged_one():
 def test_the_run_and_its_step_are_named(tmp_path):
     found = scores.summarize(recipe("runs/a", 5), {})
     assert (found["run"], found["step"], found["suite"], found["model"]) == ("runs/a", 5, "math", "models/tiny")
-    path = scores.write(tmp_path, summary([]))
+    path = scores.write(tmp_path, summary([]), {})
     assert path == Path(tmp_path / "scores.json") and "has no answer" in json.loads(path.read_text())["warnings"][0]
 
 
