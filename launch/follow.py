@@ -25,7 +25,7 @@ from rich.text import Text
 from launch import startup_stages
 from launch.attempts import AttemptFolder, all_attempts
 from launch.console import rich_console
-from launch.evaluations.progress import AnswerCounts
+from launch.evaluations.progress import AnswerCounts, evaluates
 from launch.executors.base import JobStatus, RunJob
 from launch.failure_logs import container_failure, failed_log_lines, failed_step, log_end, tail
 from launch.terminal import plain
@@ -137,13 +137,16 @@ class Follower:
             step = max((each.progress for each in attempts[:number]), default=0)
             verdict = attempt.verdict or ""
             for what, lines in (
-                ("start", [f"attempt {attempt.name}: all ranks start again, from step {step}"] if number else []),
+                ("start", [f"attempt {attempt.name}: all ranks start again, {self._since(step)}"] if number else []),
                 ("failure", first_failure(attempt) if attempt.failure else []),
                 ("verdict", [f"attempt {attempt.name} ended; {verdict}"] if verdict.startswith("requeue") else []),
             ):
                 if lines and (attempt.name, what) not in self.printed:
                     self.printed.add((attempt.name, what))
                     self._print("\n".join(lines))
+
+    def _since(self, progress: int) -> str:
+        return f"with {progress} answers kept" if evaluates(self.run_dir) else f"from step {progress}"
 
     def _print(self, text: str, style: str = "") -> None:
         self.console.print(Text(plain(text), style=style))
@@ -260,5 +263,8 @@ def failure(run_dir: Path, job: RunJob, status: JobStatus, printed: AbstractSet[
         lines += failed_log_lines(run_dir, attempt, LOG_LINES)
     lines += [f"logs: {logs[0].parent if logs else run_dir / 'submitit'}"]
     if step := max((each.progress for each in all_attempts(run_dir)), default=0):
-        lines += [f"there is a checkpoint of step {step}: the same command continues from it"]
+        if evaluates(run_dir):
+            lines += [f"{step} answers are kept: the same command asks the others"]
+        else:
+            lines += [f"there is a checkpoint of step {step}: the same command continues from it"]
     return lines

@@ -9,6 +9,11 @@ PRINT_S = 10.0
 """Seconds between two looks."""
 
 
+def evaluates(run_dir: Path) -> bool:
+    """Return whether a run is an evaluation that has begun."""
+    return (run_dir / "answers").is_dir()
+
+
 class AnswerCounts:
     """Counts the answers of each task, as their files grow."""
 

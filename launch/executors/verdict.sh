@@ -81,7 +81,8 @@ superseded_by() {
 failed_first() { sed -nE 's/^\{"rank": ([0-9]+), "realm": "(\w+)".*/rank \1 (\2)/p' "$own/failure.json" 2>/dev/null; }
 
 judge() {
-    local why restarted first
+    local why restarted first saved=checkpoint
+    has "$run_dir" answers && saved=answer # an evaluation
     if has "$run_dir" done.json; then
         echo "done"
     elif why=$(superseded_by); then
@@ -91,7 +92,7 @@ judge() {
         if [[ $requeue != true ]]; then
             echo "stop: $why; cluster.requeue.enabled is false"
         elif makes_no_progress; then
-            echo "stop: two starts in a row were left without a new checkpoint ($why); the time of one allocation," \
+            echo "stop: two starts in a row were left without a new $saved ($why); the time of one allocation," \
                 "cluster.time_min or checkpointing.checkpoint_must_save_by, must suffice for the start, a step and a save, or" \
                 "for checkpointing.save_period steps"
         else
@@ -110,11 +111,11 @@ judge() {
         if [[ $requeue != true ]]; then
             echo "stop: $why; cluster.requeue.enabled is false"
         elif ! has "$own" progress && ! has "$own" bad_nodes; then
-            echo "stop: $why, without a new checkpoint since its start"
+            echo "stop: $why, without a new $saved since its start"
         elif ((restarted >= max_restarts)); then
             echo "stop: $why, and $restarted crashes were restarted before (cluster.requeue.max_restarts: $max_restarts)"
         else
-            echo "requeue: $why, after checkpoint $(cat "$own/progress" 2>/dev/null || echo none);" \
+            echo "requeue: $why, after $saved $(cat "$own/progress" 2>/dev/null || echo none);" \
                 "restart $((restarted + 1)) of $max_restarts"
         fi
     fi
