@@ -10,6 +10,7 @@
     python -m tests.benchmarks environments     what busy environments take from the engine, in threads and in a process
     python -m tests.benchmarks verbs            what a verb and a step's verbs cost rank 0 and its store, to 64 to 8,192 ranks
     python -m tests.benchmarks proofs           what the proofs of gloo's groups add to a join of 8 and of 32 ranks
+    python -m tests.benchmarks evaluation       CPU seconds per 1,000 answers, against models of lm-evaluation-harness
     python -m tests.benchmarks sandbox          starts and the Python tool's calls; --against FOLDER: another checkout's too
     python -m tests.benchmarks profile CASE     where our step's time goes; with --backend megatron or fsdp, a training step's
     python -m tests.benchmarks tune CASE        CPU seconds by size of microbatch, TRL's and ours
@@ -47,7 +48,20 @@ _PACKED_TOKENS = (512, 1024, 1536, 2048, 8192)  # tried by `tune`
 
 
 COMMANDS = (
-    *("compare", "backends", "compiled", *LESSONS, "refit", "environments", "verbs", "proofs", "sandbox", "profile", "tune"),
+    *(
+        "compare",
+        "backends",
+        "compiled",
+        *LESSONS,
+        "refit",
+        "environments",
+        "verbs",
+        "proofs",
+        "evaluation",
+        "sandbox",
+        "profile",
+        "tune",
+    ),
 )
 
 
@@ -81,7 +95,7 @@ def main() -> None:
             subprocess.run([sys.executable, "-m", f"tests.benchmarks.refit_{name}"], env=os.environ | ENVIRONMENT, check=True)
     if arguments.command in (None, "environments"):
         subprocess.run([sys.executable, "-m", "tests.benchmarks.environments"], env=os.environ | ENVIRONMENT, check=True)
-    if arguments.command in ("verbs", "proofs"):
+    if arguments.command in ("verbs", "proofs", "evaluation"):
         subprocess.run([sys.executable, "-m", f"tests.benchmarks.{arguments.command}"], check=True)
     if arguments.command == "sandbox":
         sandbox.main(arguments.against)

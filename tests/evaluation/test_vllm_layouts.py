@@ -29,9 +29,15 @@ def whole(made_once) -> Run:
     ids=["two engines", "tensor-parallel", "two engines, tensor-parallel", "pipeline-parallel"],
 )
 def test_scores_do_not_depend_on_the_layout(tmp_path, whole, layout):
+    """The log-probs of an engine of several ranks, which adds in another order, differ in the last bits."""
     run = submit(tmp_path / "run", *LOCAL, *overrides(tmp_path, VLLM, *layout))
     assert scores(run) == scores(whole)
-    assert kept(run.folder) == kept(whole.folder)
+    found, expected = kept(run.folder), kept(whole.folder)
+    if len(layout) == 1:
+        assert found == expected
+    for answer, other in zip(found["chosen"], expected["chosen"], strict=True):
+        assert answer.details.pop("logprobs") == pytest.approx(other.details.pop("logprobs"), rel=1e-5)
+    assert found == expected
 
 
 def test_a_restart_continues_to_the_same_scores(tmp_path, whole):
