@@ -165,3 +165,53 @@ def test_the_family_trains_on_megatron_core(example):
     assert done.returncode == 0, done.stdout + done.stderr
     first, second = steps(folder / "runs/mistral")
     assert second["train/loss"] < first["train/loss"]
+
+
+# ---- a format of evaluations ------------------------------------------------------------------------------------------------
+
+EVALUATION = ROOT / "pipeline/evaluation/README.md"
+SVAMP = (
+    '{{"ID": "chal-{0}", "Body": "Ann has {0} pens.", "Question": "How many are 2 more?", "Equation": "( {0} + 2 )",'
+    ' "Answer": "{1}", "Type": "Addition"}}\n'
+)
+
+
+def svamp(folder: Path) -> tuple[str, ...]:
+    """Write data of the format, and return the keys of a small evaluation."""
+    for split, begin in (("test", 0), ("train", 50)):
+        (folder / f"{split}.jsonl").write_text("".join(SVAMP.format(i, i + 2) for i in range(begin, begin + 6)))
+    data = "evaluate.tasks.svamp.data"
+    return (
+        *(
+            f"model={ROOT / 'recipes/tiny'}",
+            f"{data}.dataset_name=null",
+            f"{data}.data_path={folder}",
+            "cluster.executor=local",
+        ),
+        *("policy.random_init=true", "policy.precision=float32", "policy.generation.backend=transformers"),
+        *("policy.hf_config_overrides.max_position_embeddings=1024", "policy.max_total_sequence_length=1024"),
+    )
+
+
+def test_the_formats_records_are_checked(example):
+    folder = example(EVALUATION)
+    _, evaluate = page_commands(EVALUATION, folder)
+    keys = svamp(folder)
+    (folder / "test.jsonl").write_text('{"ID": "chal-0", "Question": "?"}\n')
+    refused = run(folder, *evaluate[:2], *keys, "dry_run=true", "evaluate.tasks.svamp.format_kwargs.text=x")
+    assert refused.returncode == 2 and "svamp.format_kwargs.text" in refused.stderr and "[unknown-key]" in refused.stderr
+    refused = run(folder, *evaluate[:2], *keys, "dry_run=true")
+    assert refused.returncode == 2 and "test.jsonl:1: has no 'Body'; it has: ID, Question [bad-record]" in refused.stderr
+
+
+@pytest.mark.full
+def test_the_format_is_evaluated(example):
+    folder = example(EVALUATION)
+    write, evaluate = page_commands(EVALUATION, folder)
+    assert run(folder, *write).returncode == 0
+    done = run(folder, *evaluate[:2], *svamp(folder), f"run_dir={folder / 'svamp'}")
+    assert done.returncode == 0, done.stdout + done.stderr
+    kept = [json.loads(line) for line in (folder / "svamp/answers/svamp.jsonl").open()]
+    assert {answer["question"] for answer in kept} == {f"chal-{i}" for i in range(6)}
+    assert all(answer["prompt"].count("nswer:") == 5 and answer["group"] == "Addition" for answer in kept)
+    assert json.loads((folder / "svamp/scores.json").read_text())["tasks"]["svamp"]["questions"] == 6
