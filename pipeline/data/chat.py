@@ -56,7 +56,6 @@ class Encoder(RecordReader):
         system = Path(dataset.system_prompt_file).read_text().strip() if dataset.system_prompt_file else None
         super().__init__(data, dataset, text, system)
         self.tokenizer = tokenizer
-        self._unknown = _unknown_token(tokenizer)
         self._special = {i for i, token in tokenizer.added_tokens_decoder.items() if token.special}
         self._template_kwargs = tokenizer_config.chat_template_kwargs or {}
         if data.apply_chat_template and not tokenizer.chat_template:
@@ -104,14 +103,7 @@ class Encoder(RecordReader):
 
     def unknown(self, parts: Sequence[Prompt | Sample]) -> str:
         """Return a message if tokens stand for text that the tokenizer does not know, else an empty text."""
-        marks = self._unknown
-        tokens = np.concatenate([one.tokens for one in parts])
-        if marks is None or not (count := int((tokens == marks).sum())):
-            return ""
-        return (
-            f"{count} of {len(tokens)} tokens are {self.tokenizer.unk_token}, which stands for text that the tokenizer"
-            f" {self.tokenizer.name_or_path} does not know"
-        )
+        return unknown_text(parts, self.tokenizer)
 
     def _ended(self, tokens: list[int]) -> list[int]:
         end: Any = self.tokenizer.eos_token_id  # typed as for a batch of ids
@@ -191,6 +183,18 @@ class Encoder(RecordReader):
 def _needs_template(key: str) -> RecipeError:
     message = f"{key} needs a chat template; expected data.apply_chat_template=true"
     return RecipeError(Problem("data", "contradiction", message))
+
+
+def unknown_text(parts: Sequence[Prompt | Sample], tokenizer: PreTrainedTokenizerBase) -> str:
+    """Return a message if tokens stand for text that a tokenizer does not know, else an empty text."""
+    mark = _unknown_token(tokenizer)
+    tokens = np.concatenate([one.tokens for one in parts]) if parts else np.zeros(0, np.int32)
+    if mark is None or not (count := int((tokens == mark).sum())):
+        return ""
+    return (
+        f"{count} of {len(tokens)} tokens are {tokenizer.unk_token}, which stands for text that the tokenizer"
+        f" {tokenizer.name_or_path} does not know"
+    )
 
 
 def _unknown_token(tokenizer: PreTrainedTokenizerBase) -> int | None:

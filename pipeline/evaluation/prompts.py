@@ -15,6 +15,7 @@ from jinja2 import TemplateError
 
 from pipeline.algorithms.evaluate import TaskConfig
 from pipeline.config import PolicyConfig, TokenizerConfig
+from pipeline.data.chat import unknown_text
 from pipeline.evaluation.base import Message, Question
 from pipeline.evaluation.data import TaskData
 from pipeline.problems import Problem, RecipeError
@@ -32,24 +33,27 @@ def encode(
 ) -> tuple[list[Prompt], list[str]]:
     """Return (the prompts in the order of the questions, warnings).
 
-    A prompt that leaves less room than max_new_tokens is a warning: its answers may be cut earlier. Raises RecipeError, naming
-    the questions, if prompts leave no room for an answer, or if the chat template refuses them.
+    Warnings: prompts that leave less room than max_new_tokens, so that answers may be cut earlier; text that the tokenizer does
+    not know. Raises RecipeError, naming the questions, if prompts leave no room for an answer, or if the chat template refuses
+    them.
     """
     encoder = PromptEncoder(name, task, policy.tokenizer, tokenizer)
     prompts = [encoder.prompt(question, data.examples.get(question.id, ())) for question in data.questions]
     room = policy.generation.vllm_cfg.max_model_len
     sizes = {question.id: len(prompt.tokens) for question, prompt in zip(data.questions, prompts, strict=True)}
+    longest = max(sizes.values(), default=0)
+    hint = f"Try policy.max_total_sequence_length={longest + task.max_new_tokens}"
     if overlong := {one: size for one, size in sizes.items() if size >= room}:
         shown = ", ".join(f"{one} ({size} tokens)" for one, size in list(overlong.items())[:SHOWN_IDS])
         message = f"{len(overlong)} of {len(sizes)} prompts leave no room for an answer in max_model_len {room}: {shown}"
-        hint = f"Try policy.max_total_sequence_length={max(overlong.values()) + task.max_new_tokens}"
         raise RecipeError(Problem(f"evaluate.tasks.{name}.data", "too-large", f"{message}. {hint}"))
-    longest = max(sizes.values(), default=0)
-    if longest + task.max_new_tokens <= room:
-        return prompts, []
-    cut = sum(size + task.max_new_tokens > room for size in sizes.values())
-    warning = f"{name}: {cut} of {len(sizes)} questions have room for fewer than max_new_tokens {task.max_new_tokens}"
-    return prompts, [f"{warning}. Try policy.max_total_sequence_length={longest + task.max_new_tokens}"]
+    warnings = []
+    if cut := sum(size + task.max_new_tokens > room for size in sizes.values()):
+        what = f"{cut} of {len(sizes)} questions have room for fewer than max_new_tokens {task.max_new_tokens}"
+        warnings.append(f"{name}: {what}. {hint}")
+    if unknown := unknown_text(prompts, tokenizer):
+        warnings.append(f"{name}: {unknown}")
+    return prompts, warnings
 
 
 class PromptEncoder:

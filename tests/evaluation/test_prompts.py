@@ -146,3 +146,9 @@ def test_a_prompt_without_room_for_an_answer_is_refused(policy: PolicyConfig):
         encoded(policy, [10, 40, 41], 5)
     message = "2 of 3 prompts leave no room for an answer in max_model_len 40: q1 (40 tokens), q2 (41 tokens)"
     assert message in str(error.value) and "Try policy.max_total_sequence_length=46" in str(error.value)
+
+
+def test_text_that_the_tokenizer_does_not_know_is_a_warning(policy: PolicyConfig):
+    task = TaskConfig(apply_chat_template=False, max_new_tokens=5)
+    _, warnings = encode("quiz", task, TaskData((Question("q", "1\u2603\u2603"),), {}), policy, tokenizer(None))
+    assert len(warnings) == 1 and warnings[0].startswith("quiz: 2 of 4 tokens are <unk>, which stands for text")
