@@ -67,7 +67,7 @@ class LikelihoodTask:
 
     def _too_long(self, cut: int, most: int, count: int) -> str:
         lost = f"{cut} of {count} texts have more than {self._longest} tokens and lose their first ones"
-        return f"{self.name}: {lost}. Try policy.max_total_sequence_length={most}"
+        return f"{lost}. Try policy.max_total_sequence_length={most}"
 
     def _scored(self, read: TaskData, recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> Iterator[ScoredQuestion]:
         """Yield the questions with their texts. Raises RecipeError for one that cannot be scored."""

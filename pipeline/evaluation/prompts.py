@@ -50,9 +50,9 @@ def encode(
     warnings = []
     if cut := sum(size + task.max_new_tokens > room for size in sizes.values()):
         what = f"{cut} of {len(sizes)} questions have room for fewer than max_new_tokens {task.max_new_tokens}"
-        warnings.append(f"{name}: {what}. {hint}")
+        warnings.append(f"{what}. {hint}")
     if unknown := unknown_text(prompts, tokenizer):
-        warnings.append(f"{name}: {unknown}")
+        warnings.append(unknown)
     return prompts, warnings
 
 

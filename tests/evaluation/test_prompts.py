@@ -151,4 +151,4 @@ def test_a_prompt_without_room_for_an_answer_is_refused(policy: PolicyConfig):
 def test_text_that_the_tokenizer_does_not_know_is_a_warning(policy: PolicyConfig):
     task = TaskConfig(apply_chat_template=False, max_new_tokens=5)
     _, warnings = encode("quiz", task, TaskData((Question("q", "1\u2603\u2603"),), {}), policy, tokenizer(None))
-    assert len(warnings) == 1 and warnings[0].startswith("quiz: 2 of 4 tokens are <unk>, which stands for text")
+    assert len(warnings) == 1 and warnings[0].startswith("2 of 4 tokens are <unk>, which stands for text")
