@@ -2,8 +2,8 @@
 
 The page shows curves, evaluations, phase times, a timeline, refits, lengths, samples and recipes. Curves of several runs share
 a chart, and their evaluations are compared question by question. The page loads only plotly.min.js, which is written beside it.
-The command also prints first and last values and three samples of each run. It reads only files, so a run may be active, or
-an older version's.
+The command also prints first and last values, scores and three samples of each run. It reads only files, so a run may be
+active, or an older version's.
 """
 
 from __future__ import annotations
@@ -21,6 +21,8 @@ if __name__ == "__main__":
 
 from launch import command_line, console
 from launch.command_line import Key
+from launch.evaluations import folder as evaluation_folders
+from launch.evaluations import tables
 from launch.pages import rollouts
 from launch.pages.chart import Chart, figures
 from launch.pages.curves import Curves, LabelledRun
@@ -34,6 +36,7 @@ from launch.run_folder import MetricColumns, RunFolder
 from launch.run_state import RunState, states
 from launch.units import size
 
+EVALUATE = "evaluate"
 PRINTED = ("val/accuracy", "val/loss", "train/reward")
 
 
@@ -129,9 +132,11 @@ def _sections(labelled: Sequence[LabelledRun], of: Sequence[RunState]) -> Iterat
 
 
 def _print(labelled: LabelledRun) -> None:
-    folder, steps = labelled.run.folder, labelled.metrics.steps
-    heading = f"{folder}: {steps[-1]:.0f} steps" if steps else f"{folder}: no step yet"
-    rows = [*_changes(labelled.metrics), *_samples(folder)] if steps else []
+    run_dir, steps = labelled.run.folder, labelled.metrics.steps
+    heading = f"{run_dir}: {steps[-1]:.0f} steps" if steps else f"{run_dir}: no step yet"
+    if labelled.run.algorithm == EVALUATE:
+        heading = f"{run_dir}: an evaluation"
+    rows = [*(_changes(labelled.metrics) if steps else ()), *_scores(run_dir), *(_samples(run_dir) if steps else ())]
     if sys.stdout.isatty():
         console.print_rows(rows, heading=heading)
     else:
@@ -146,6 +151,12 @@ def _changes(metrics: MetricColumns) -> Iterator[tuple[str, str]]:
         steps, values = metrics.columns[key]
         if len(values) > 1:
             yield key, f"{values[0]:.3f} at step {steps[0]:.0f}, {values[-1]:.3f} at step {steps[-1]:.0f}"
+
+
+def _scores(run_dir: Path) -> Iterator[tuple[str, str]]:
+    """Yield the scores of the last evaluation by each suite."""
+    for suite, found in evaluation_folders.by_suite(evaluation_folders.of_run(run_dir)).items():
+        yield f"{suite}, {found[-1].label}", tables.short(found[-1].scores)
 
 
 def _samples(run_dir: Path, count: int = 3) -> Iterator[tuple[str, str]]:

@@ -4,4 +4,6 @@ formats/       one file per family of data sets: records -> questions
 generation.py  tasks whose answers an environment scores
 engines.py     asks the engines, on rank 0
 answers.py     the answers so far, as JSONL, from which a killed evaluation continues
+scores.py      scores.json and values.json, from the answers alone
+statistics.py  intervals of scores, and comparisons of two evaluations of the same questions
 """

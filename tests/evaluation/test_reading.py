@@ -65,8 +65,9 @@ def test_answers_without_a_score_and_questions_of_one_side_are_left_out(tmp_path
     assert (found.difference.questions, found.unpaired, found.changed) == (7, 3, [])
 
 
-def test_the_report_shows_curves_scores_and_changed_questions(run, tmp_path):
+def test_the_report_shows_curves_scores_and_changed_questions(run, tmp_path, capsys):
     assert report.main([f"run={run}", f"out={tmp_path / 'r.html'}"]) == 0
+    assert "math, step 20" in (out := capsys.readouterr().out) and "add 0.875 (" in out
     text = (tmp_path / "r.html").read_text()
     page = Page(text)
     assert page.headings() == ["Overview", "Evaluations", "Recipe"]
