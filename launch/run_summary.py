@@ -12,6 +12,7 @@ from typing import Any
 from launch import startup_stages
 from launch.attempts import AttemptFolder
 from launch.evaluations import records, tables
+from launch.evaluations.progress import AnswerCounts
 from launch.failure_logs import container_failure, failed_log_lines
 from launch.follow import FAULT_METRICS, first_failure
 from launch.run_folder import MetricColumns, RunFolder, last_active, phases
@@ -31,7 +32,7 @@ def line(run: RunFolder, state: RunState) -> dict[str, Any]:
     """Return the values of a line in a list. Times are unix seconds, durations seconds; None if unknown yet."""
     metrics = run.metrics(RECENT)
     pace = _pace(run, metrics)
-    step = int(metrics.steps[-1]) if metrics.steps else 0
+    step = int(metrics.steps[-1]) if metrics.steps else int(run.value("evaluate.step", 0)) * (not run.trains)
     left = (run.max_steps - step) * pace if pace and run.max_steps is not None and state.name == "running" else None
     return {
         "folder": str(run.folder),
@@ -46,7 +47,9 @@ def line(run: RunFolder, state: RunState) -> dict[str, Any]:
         "seconds_left": left,
         "restarts": max(0, len(run.attempts) - 1),
         "last_written": run.last_written(),
-        "metrics": {
+        "metrics": _own_scores(run)
+        if not run.trains
+        else {
             key: values
             for key in (*SUMMARY_METRICS, *FAULT_METRICS)
             if (values := _recent(metrics, key)) and (key not in FAULT_METRICS or any(values))
@@ -59,6 +62,8 @@ def whole(run: RunFolder, state: RunState) -> dict[str, Any]:
     metrics = run.metrics(RECENT)
     return {
         **line(run, state),
+        "trains": run.trains,
+        "answers": AnswerCounts(run.folder).text(),
         "model": run.model,
         "backend": run.backend,
         "layout": run.layout,
@@ -80,6 +85,12 @@ def whole(run: RunFolder, state: RunState) -> dict[str, Any]:
         "failure": _why(run, state),
         "logs": str(run.attempts[-1].folder if run.attempts else run.folder / "submitit"),
     }
+
+
+def _own_scores(run: RunFolder) -> dict[str, list[float]]:
+    """Return the score of each task of a run that is an evaluation; none before its end."""
+    scores = tables.read(run.folder)
+    return {name: [found["value"]] for name, found in tables.main_scores(scores).items()} if scores else {}
 
 
 def _ended(run: RunFolder, state: RunState) -> float | None:

@@ -216,7 +216,10 @@ def whole(run: dict[str, Any]) -> Iterator[Row]:
         yield _row_of("phases", ", ".join(parts), rate)
     if run["idle"]:
         yield _row_of("idle", ", ".join(f"{realm} {share:.0%}" for realm, share in run["idle"].items()))
-    yield _row_of("checkpoint", *_checkpoint(run["checkpoint"]))
+    if run["answers"]:
+        yield _row_of("answers", run["answers"].removeprefix("answers: "))
+    if run["trains"]:
+        yield _row_of("checkpoint", *_checkpoint(run["checkpoint"]))
     for each in run["evaluations"]:
         yield _row_of("evaluation", *_evaluation(each, run))
     if len(run["attempts"]) > 1 or any(each["bad_nodes"] for each in run["attempts"]):

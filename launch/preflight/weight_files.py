@@ -56,8 +56,9 @@ def problems(recipe: Recipe, pending: Sequence[os.PathLike] = ()) -> Iterator[Pr
 
 
 def _has_checkpoint(recipe: Recipe) -> bool:
-    """Return whether the policy's weights are those of a run's checkpoint."""
-    return not config.trains(recipe) and recipe.evaluate.checkpoint is not None
+    """Return whether all of the policy's weights are those of a run's checkpoint, which may have adapters alone."""
+    adapters = recipe.policy.dtensor_cfg.lora_cfg.enabled
+    return not config.trains(recipe) and recipe.evaluate.checkpoint is not None and not adapters
 
 
 def _folder(key: str, name: str | None, pending: Sequence[os.PathLike]) -> Path | None:

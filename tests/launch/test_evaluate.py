@@ -350,6 +350,19 @@ def test_status_shows_what_is_evaluated_and_pending(run, capsys):
     assert shown.split(None, 1)[1] == "tiny: step 50: addition 0.500 (0.250 to 0.750); evaluated: 50; pending: 100"
 
 
+def test_status_of_an_evaluation_shows_its_scores_and_answers(run, capsys):
+    source = sources.of_checkpoint(run, sources.read_run(run), sources.select(run, "tiny", 50), "tiny")
+    folder = source.run_dir
+    (folder / "answers").mkdir(parents=True)
+    (folder / "answers/addition.jsonl").write_text("{}\n" * 3)
+    config.write(suites.inspect("tiny", source, ()).recipe, folder / "recipe.yaml")
+    (folder / tables.SCORES).write_text(json.dumps(SCORES))
+    status.main([str(folder)])
+    rows = dict(line.split(None, 1) for line in capsys.readouterr().out.splitlines()[1:])
+    assert rows["answers"] == "addition 3" and rows["addition"].strip() == "0.5" and rows["step"].startswith("50;")
+    assert "train" not in rows["runs"] and "checkpoint" not in rows
+
+
 def test_a_complete_evaluation_is_said_to_be_complete(run, capsys):
     source = sources.of_checkpoint(run, sources.read_run(run), sources.select(run, "tiny", 50), "tiny")
     folder = source.run_dir
