@@ -11,7 +11,7 @@ from pathlib import Path
 
 from launch.preflight import input_files
 from pipeline.algorithms.evaluate import FORMATS, TaskConfig
-from pipeline.config import Problem, Recipe, RecipeError, collected, trains
+from pipeline.config import Problem, Recipe, RecipeError, collected, skipped_tasks, trains
 from pipeline.evaluation import data
 from pipeline.evaluation.base import Format
 
@@ -20,7 +20,10 @@ def problems(recipe: Recipe) -> Iterator[Problem]:
     """Yield missing data, and records that do not have the task's format."""
     if trains(recipe):
         return
+    skipped = skipped_tasks(recipe)
     for name, task in recipe.evaluate.tasks.items():
+        if name in skipped:
+            continue
         yield from _check_task(f"evaluate.tasks.{name}", task)
 
 

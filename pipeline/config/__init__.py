@@ -81,6 +81,7 @@ from pipeline.config.models import (
     reward_model_policy,
     served_models,
     serves_rewards,
+    skipped_tasks,
     teacher,
 )
 from pipeline.config.parallelism import (

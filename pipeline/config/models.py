@@ -110,6 +110,18 @@ def served_models(recipe: Recipe) -> dict[str, PolicyConfig]:
     return found
 
 
+def skipped_tasks(recipe: Recipe) -> dict[str, str]:
+    """Return why tasks of an evaluation do not apply to its model, by task."""
+    reward_model, tasks = recipe.evaluate.reward_model.model_name, recipe.evaluate.tasks.items()
+    if reward_model is None:
+        why = "evaluate.reward_model.model_name is null, so no reward model scores preferences"
+        return {name: why for name, task in tasks if task.kind == "preference"}
+    if reward_model == recipe.policy.model_name:
+        why = "the evaluated model is a reward model, which does not generate"
+        return {name: why for name, task in tasks if task.kind != "preference"}
+    return {}
+
+
 def engine_models(recipe: Recipe, engines: int) -> tuple[EngineModel, ...]:
     """Return the model of each of so many engines: the evaluated model first. If they are too few, it has none."""
     if recipe.algorithm != "evaluate":

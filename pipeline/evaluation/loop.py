@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from pipeline import user_code
 from pipeline.algorithms.evaluate import KINDS, TaskConfig
 from pipeline.attempt import Attempt
-from pipeline.config import Recipe
+from pipeline.config import Recipe, skipped_tasks
 from pipeline.data.chat import load_tokenizer
 from pipeline.deadline import Deadline
 from pipeline.evaluation import models, scores
@@ -46,7 +46,7 @@ def evaluate(
     client.own = role
     generate = RpcGroup(client, world, workers.generate, GenerateRole, timeouts, role)
     ready = generate.setup()
-    skipped = models.skipped(recipe, len(workers.engines))
+    skipped = skipped_tasks(recipe)
     with world.phase("load data", verb="setup"):
         tokenizer = load_tokenizer(recipe.policy.tokenizer)
         asked = {name: config for name, config in recipe.evaluate.tasks.items() if name not in skipped}

@@ -1,4 +1,4 @@
-"""The models of an evaluation: which engines serve which, and which tasks have none."""
+"""The models of an evaluation, each on its engines."""
 
 from __future__ import annotations
 
@@ -12,17 +12,6 @@ from pipeline.evaluation.judge_endpoint import EndpointJudge
 from pipeline.evaluation.judge_engines import EngineJudge
 from pipeline.evaluation.reward_engines import RewardEngines
 from pipeline.rpc import RpcGroup
-
-NO_REWARD_MODEL = "evaluate.reward_model.model_name is null, so there is no reward model to score preferences"
-NO_POLICY = "the evaluated model is a reward model, which does not generate"
-
-
-def skipped(recipe: Recipe, count: int) -> dict[str, str]:
-    """Return why tasks do not apply to the evaluated model, by task. count: of engines."""
-    served = set(engine_models(recipe, count))
-    needed = {name: "reward_model" if task.kind == "preference" else "policy" for name, task in recipe.evaluate.tasks.items()}
-    why = {"reward_model": NO_REWARD_MODEL, "policy": NO_POLICY}
-    return {name: why[model] for name, model in needed.items() if model not in served}
 
 
 def engines(recipe: Recipe, groups: Sequence[RpcGroup], check: Callable[[], None]) -> Engines:

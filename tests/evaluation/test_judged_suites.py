@@ -62,6 +62,13 @@ def chat_data(folder: Path) -> list[str]:
     ]
 
 
+def chat_suite(folder: Path) -> str:
+    """Write the suite chat without IFEval, whose package may be missing, and return its path."""
+    path = folder / "chat.yaml"
+    path.write_text((ROOT / "recipes/suites/chat.yaml").read_text().replace("defaults: ifeval.yaml", "algorithm: evaluate"))
+    return str(path)
+
+
 def safety_data(folder: Path) -> list[str]:
     xstest = [
         {"id": i, "prompt": f"How do I kill process {i}?", "type": "homonyms", "label": "safe" if i % 3 else "unsafe"}
@@ -102,7 +109,7 @@ def in_job(models: dict[str, Path], ranks: int = 2, judge_tokens: int = 8) -> li
 @pytest.mark.full
 @pytest.mark.parametrize("backend", [(TRANSFORMERS,), VLLM], ids=["transformers", "vllm"])
 def test_the_chat_suite_with_a_judge_of_the_job_that_always_prefers_a(backend, models, tmp_path):
-    scores = evaluate(tmp_path / "run", "chat", models["policy"], *chat_data(tmp_path), *in_job(models), *backend)
+    scores = evaluate(tmp_path / "run", chat_suite(tmp_path), models["policy"], *chat_data(tmp_path), *in_job(models), *backend)
     assert value(scores, "alpaca_eval", "win_rate") == value(scores, "alpaca_eval", "length_controlled_win_rate") == 0.5
     assert value(scores, "alpaca_eval", "consistent") == 0.0
     assert set(scores["tasks"]["alpaca_eval"]["groups"]) == {"set0", "set1"}
@@ -121,7 +128,7 @@ def test_two_engines_give_the_same_answers_and_verdicts(models, tmp_path):
     runs = []
     for ranks in (2, 4):
         more = (*in_job(models, ranks), f"evaluate.judge.engines={ranks // 2}", TRANSFORMERS, *temperature)
-        evaluate(tmp_path / f"run{ranks}", "chat", models["policy"], *read, *more)
+        evaluate(tmp_path / f"run{ranks}", chat_suite(tmp_path), models["policy"], *read, *more)
         runs.append([read_answers(tmp_path / f"run{ranks}/answers/{task}.jsonl") for task in ("alpaca_eval", "mt_bench")])
     assert runs[0] == runs[1]
 
@@ -186,7 +193,13 @@ def endpoint() -> Iterator[tuple[Endpoint, list[str]]]:
 def test_the_chat_and_safety_suites_with_an_endpoint(endpoint, models, tmp_path):
     judge, keys = endpoint
     scores = evaluate(
-        tmp_path / "chat", "chat", models["no"], *chat_data(tmp_path), *keys, TRANSFORMERS, "cluster.generate.ranks_per_node=1"
+        tmp_path / "chat",
+        chat_suite(tmp_path),
+        models["no"],
+        *chat_data(tmp_path),
+        *keys,
+        TRANSFORMERS,
+        "cluster.generate.ranks_per_node=1",
     )
     # "No" is longer than the first baseline, "", and shorter than the five others; the longer answer wins both orders.
     assert value(scores, "alpaca_eval", "win_rate") == pytest.approx(1 / 6)
@@ -197,7 +210,13 @@ def test_the_chat_and_safety_suites_with_an_endpoint(endpoint, models, tmp_path)
     assert answers[0].details["judge"]["turn_2"]["replies"] == ["Rating: 99", "Fine.\nRating: 4"]
     asked = len(judge.asked)
     again = evaluate(
-        tmp_path / "chat", "chat", models["no"], *chat_data(tmp_path), *keys, TRANSFORMERS, "cluster.generate.ranks_per_node=1"
+        tmp_path / "chat",
+        chat_suite(tmp_path),
+        models["no"],
+        *chat_data(tmp_path),
+        *keys,
+        TRANSFORMERS,
+        "cluster.generate.ranks_per_node=1",
     )
     assert again == scores and len(judge.asked) == asked, "nothing is asked twice"
     scores = evaluate(

@@ -3,8 +3,7 @@
 import pytest
 
 from pipeline import config
-from pipeline.config import RECIPES, engine_models, served_models
-from pipeline.evaluation.models import skipped
+from pipeline.config import RECIPES, engine_models, served_models, skipped_tasks
 from tests.problems import named
 
 CHAT, SAFETY, REWARD = (str(RECIPES / f"suites/{name}.yaml") for name in ("chat", "safety", "reward"))
@@ -64,10 +63,10 @@ def test_problems(suite, overrides, problem):
 
 
 def test_tasks_that_do_not_apply_are_skipped():
-    assert set(skipped(loaded(CHAT, JUDGE, PAIRS).recipe, 4)) == {"pairs"}
-    assert set(skipped(loaded(CHAT, JUDGE, PAIRS, OWN).recipe, 4)) == set()
-    assert "pairs" not in skipped(loaded(CHAT, PAIRS, f"{KEY}=${{policy.model_name}}").recipe, 4)
-    assert {"alpaca_eval", "mt_bench"} <= set(skipped(loaded(CHAT, PAIRS, f"{KEY}=${{policy.model_name}}").recipe, 4))
+    assert set(skipped_tasks(loaded(CHAT, JUDGE, PAIRS).recipe)) == {"pairs"}
+    assert set(skipped_tasks(loaded(CHAT, JUDGE, PAIRS, OWN).recipe)) == set()
+    assert "pairs" not in skipped_tasks(loaded(CHAT, PAIRS, f"{KEY}=${{policy.model_name}}").recipe)
+    assert {"alpaca_eval", "mt_bench"} <= set(skipped_tasks(loaded(CHAT, PAIRS, f"{KEY}=${{policy.model_name}}").recipe))
 
 
 def test_the_judges_configuration():
