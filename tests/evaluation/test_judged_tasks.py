@@ -33,6 +33,7 @@ class Letters:
 
     chat_template = "{{ messages }}"
     name_or_path = "letters"
+    bos_token_id = eos_token_id = unk_token_id = None
 
     def __call__(self, text: str, **options):
         return SimpleNamespace(input_ids=[ord(letter) for letter in text])
