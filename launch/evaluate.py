@@ -174,7 +174,7 @@ def _follow(request: EvaluateRequest, run_dir: Path) -> int:
         print(background.start(work, suites.find(suite)[0]))
         return 0
     work = FollowRequest(run_dir, request.suite, period, tuple(request.overrides), more)
-    return follower.Follower(work, suite).follow()
+    return follower.CheckpointFollower(work, suite).follow()
 
 
 if __name__ == "__main__":

@@ -113,8 +113,8 @@ def test_commit_removes_superfluous_checkpoints(tmp_path):
 def test_a_commit_does_not_list_the_files_of_earlier_checkpoints_again(tmp_path, monkeypatch):
     """Each may have thousands, and rank 0 waits for the file system."""
     looked = []
-    read = checkpoint._read
-    monkeypatch.setattr(checkpoint, "_read", lambda folder: looked.append(folder.name) or read(folder))
+    read = checkpoint.read
+    monkeypatch.setattr(checkpoint, "read", lambda folder: looked.append(folder.name) or read(folder))
     earlier = Checkpoints(tmp_path, "earlier", CheckpointingConfig(keep_top_k=2))
     save(earlier, 1)
     assert looked == []

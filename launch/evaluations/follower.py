@@ -35,7 +35,7 @@ LOCK_WAIT_S = 20.0
 ENDED = ("done", "failed", "stopped")
 
 
-class Follower:
+class CheckpointFollower:
     """Follows one run, with one suite."""
 
     def __init__(self, request: FollowRequest, suite: str):

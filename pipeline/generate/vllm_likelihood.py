@@ -61,10 +61,10 @@ def likelihoods(engine: LLMEngine, runner: Any, model: Any, requests: Sequence[L
         while engine.has_unfinished_requests():
             engine.step()
     stages = get_pp_group()
-    results: Any = scorer.results() if stages.is_last_rank else None
+    scores = scorer.scores() if stages.is_last_rank else torch.zeros(2, len(plan.tokens), dtype=torch.float64)
     if stages.world_size > 1:
-        results = stages.broadcast_object(results, src=stages.world_size - 1)
-    return split(requests, *results)
+        scores = stages.broadcast(scores.to(stages.device), src=stages.world_size - 1).cpu()
+    return split(requests, scores[0].numpy().astype(np.float32), scores[1].numpy() > 0)
 
 
 class _LikelihoodScorer:
@@ -104,14 +104,14 @@ class _LikelihoodScorer:
         self._places.append(places)
         self._scores.append(torch.stack([logprobs.double(), greedy.double()]))
 
-    def results(self) -> tuple[np.ndarray, np.ndarray]:
-        """Return log-probs [E] float32 and greedy [E] bool of all scored tokens. Raises RuntimeError if one is missing."""
+    def scores(self) -> torch.Tensor:
+        """Return log-prob, and 1 if greedy, of all scored tokens, float64 [2, E]. Raises RuntimeError if one is missing."""
         if missing := int(self._left.sum()):
             raise RuntimeError(f"vLLM computed no hidden state for {missing} of {len(self._left)} prefixes")
-        scores = np.zeros((2, len(self._plan.tokens)))
+        scores = torch.zeros(2, len(self._plan.tokens), dtype=torch.float64)
         if self._places:
-            scores[:, np.concatenate(self._places)] = torch.cat(self._scores, 1).cpu().numpy()
-        return scores[0].astype(np.float32), scores[1] > 0
+            scores[:, torch.from_numpy(np.concatenate(self._places))] = torch.cat(self._scores, 1).cpu()
+        return scores
 
 
 @contextmanager

@@ -12,7 +12,7 @@ from launch import evaluate, status, submit
 from launch.components import components
 from launch.evaluations import background, follower, kept, records, sources, submission, suites, tables
 from launch.evaluations.background import FollowRequest
-from launch.evaluations.follower import Follower
+from launch.evaluations.follower import CheckpointFollower
 from launch.executors.base import JobStatus
 from launch.plan import evaluation as evaluation_plan
 from launch.run_state import RunState
@@ -247,23 +247,23 @@ def test_each_checkpoint_is_evaluated_once_oldest_first_and_the_last_one_too(run
     save(run, 120)  # not a multiple of save_period: only the end makes it due
     made = iter([lambda: save(run, 150, keep=1), lambda: save(run, 170, keep=1)])
     monkeypatch.setattr(follower.time, "sleep", lambda _: next(made, lambda: None)())
-    assert Follower(FollowRequest(run, "tiny"), "tiny").follow() == 0
+    assert CheckpointFollower(FollowRequest(run, "tiny"), "tiny").follow() == 0
     assert jobs == [50, 100, 150, 170]
     assert not list(run.glob("evaluations/tiny/*/checkpoint"))  # all released
-    assert Follower(FollowRequest(run, "tiny"), "tiny").follow() == 0
+    assert CheckpointFollower(FollowRequest(run, "tiny"), "tiny").follow() == 0
     assert jobs == [50, 100, 150, 170]
 
 
 def test_period_counts_checkpoints_by_step(run, jobs, states):
     save(run, 150)
-    assert Follower(FollowRequest(run, "tiny", 2), "tiny").follow() == 0
+    assert CheckpointFollower(FollowRequest(run, "tiny", 2), "tiny").follow() == 0
     assert jobs == [100, 150]
 
 
 def test_what_an_earlier_follower_kept_is_evaluated_first(run, jobs, states):
     kept.keep(run / "checkpoints/step_000050", sources.evaluation_folder(run, "tiny", 50))
     shutil.rmtree(run / "checkpoints/step_000050")
-    assert Follower(FollowRequest(run, "tiny", 2), "tiny").follow() == 0
+    assert CheckpointFollower(FollowRequest(run, "tiny", 2), "tiny").follow() == 0
     assert jobs == [50, 100]
 
 
@@ -271,7 +271,7 @@ def test_a_failing_evaluation_is_given_up_and_named(run, jobs, states, capsys):
     save(run, 13)
     shutil.rmtree(run / "checkpoints/step_000050")
     shutil.rmtree(run / "checkpoints/step_000100")
-    assert Follower(FollowRequest(run, "tiny"), "tiny").follow() == 1
+    assert CheckpointFollower(FollowRequest(run, "tiny"), "tiny").follow() == 1
     assert jobs == [13, 13]
     assert "step 13 is given up after 2 tries" in capsys.readouterr().out
     (record,) = records.of_run(run)
@@ -284,12 +284,12 @@ def test_two_followers_do_not_work_at_once(run, jobs, states):
     def other(_):
         seen.append(background.is_followed(run / "evaluations/tiny"))
         with pytest.raises(RecipeError) as error:
-            Follower(FollowRequest(run, "tiny"), "tiny").follow()
+            CheckpointFollower(FollowRequest(run, "tiny"), "tiny").follow()
         seen.append(codes(error.value))
 
     follower.time.sleep, before = other, follower.time.sleep
     try:
-        Follower(FollowRequest(run, "tiny"), "tiny").follow()
+        CheckpointFollower(FollowRequest(run, "tiny"), "tiny").follow()
     finally:
         follower.time.sleep = before
     assert seen[:2] == [True, {("run", "in-use")}]
