@@ -2,6 +2,7 @@
 
 formats/       one file per family of data sets: records -> questions
 generation.py  tasks whose answers an environment scores
+choices.py     tasks by likelihood: choices; perplexity.py has continuations and whole texts
 engines.py     asks the engines, on rank 0
 answers.py     the answers so far, as JSONL, from which a killed evaluation continues
 scores.py      scores.json and values.json, from the answers alone

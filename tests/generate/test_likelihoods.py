@@ -1,9 +1,13 @@
 """Likelihoods of both backends: equal to the eager Hugging Face forward, and a unit's bits independent of all else."""
 
+import inspect
 from itertools import pairwise
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from pipeline.generate.likelihood_plan import scoring_plan, split
 from pipeline.types import LikelihoodRequest
@@ -109,6 +113,31 @@ def test_what_cannot_be_scored_is_refused(engine):
     while engine.pending:
         engine.step()
     assert engine.likelihoods([]) == []
+
+
+def test_states_come_from_the_model_runner_of_gpus_too():
+    """It needs Triton, so only its names and the rows that they stand for are checked here."""
+    pytest.importorskip("pipeline.generate.vllm")
+    from vllm.v1.worker.gpu.input_batch import InputBatch
+    from vllm.v1.worker.gpu.sample.prompt_logprob import PromptLogprobsWorker
+
+    from pipeline.generate.vllm_likelihood import _hidden_states, _States
+
+    batch: Any = SimpleNamespace(
+        req_ids=["a", "b"],
+        num_computed_prefill_tokens_np=np.array([16, 0]),
+        query_start_loc_np=np.array([0, 5, 8, 8]),  # longer than the batch
+        num_scheduled_tokens=np.array([5, 3]),
+    )
+    assert vars(batch).keys() <= InputBatch.__dataclass_fields__.keys()
+    worker = PromptLogprobsWorker(4, torch.device("cpu"))
+    received = []
+    with _hidden_states(SimpleNamespace(prompt_logprobs_worker=worker), lambda *states: received.append(states)):
+        names = list(inspect.signature(PromptLogprobsWorker.compute_prompt_logprobs).parameters)
+        assert names[1:4] == ["logits_fn", "hidden_states", "input_batch"]
+        assert worker.compute_prompt_logprobs(None, "hidden", batch, None, None, None) == {}  # pyright: ignore[reportArgumentType]
+    assert received == [("hidden", [_States("a", 16, 0, 5), _States("b", 0, 5, 3)])]
+    assert "compute_prompt_logprobs" not in vars(worker)
 
 
 def test_a_plan_holds_each_prefix_once():
