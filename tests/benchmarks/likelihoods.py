@@ -48,7 +48,7 @@ def main() -> None:
                         reply = ask(contender, task)
                         seconds.setdefault((contender, task), []).append(reply["seconds"])
                         sums[contender, task] = reply["sums"]
-    print("CPU seconds per 1,000 items, of hf's, largest difference of a log-likelihood")
+    print("CPU seconds per 1,000 items, against hf, largest difference of a log-likelihood from that of hf")
     for task in QUESTIONS:
         middle = {contender: statistics.median(seconds[contender, task]) for contender in CONTENDERS}
         for contender in CONTENDERS:
