@@ -18,7 +18,7 @@ from pipeline.environments import custom
 
 
 def describe(source: dict[str, Any]) -> dict[str, Any]:
-    """Import and describe one object. source: its path, role (environment, tool, dataset) and kwargs."""
+    """Import and describe one object. source: its path, role (environment, tool, dataset, format) and kwargs."""
     try:
         thing = user_code.load(source["path"])
     except user_code.NotFound as error:

@@ -20,6 +20,7 @@ from typing import Any
 
 from launch import containers
 from launch.executors.base import ROOT
+from pipeline.algorithms.evaluate import FORMATS
 from pipeline.config import KINDS, Problem, Recipe, generates, is_dotted_path, keyed_sets, trains
 
 PROBE_S = 30.0
@@ -32,13 +33,13 @@ class CodeReference:
 
     key: str
     path: str  # dotted
-    role: str  # environment, tool, dataset
+    role: str  # environment, tool, dataset, format
     component: str  # whose ranks import it
     kwargs: dict[str, Any] = field(default_factory=dict)
 
 
 def named(recipe: Recipe) -> list[CodeReference]:
-    """Return the user code in a recipe: environments, tools and data sets with a dotted path."""
+    """Return the user code in a recipe: environments, tools, data sets and formats with a dotted path."""
     found = []
     for name, environment in recipe.env.items() if generates(recipe) else ():
         if environment.kind not in KINDS:
@@ -54,6 +55,8 @@ def named(recipe: Recipe) -> list[CodeReference]:
         realm, names = "train", {key: dataset.dataset_name for key, dataset in keyed_sets(recipe.data).items()}
     else:
         tasks = recipe.evaluate.tasks.items()
+        formats = {f"evaluate.tasks.{name}.format": task.format for name, task in tasks if task.format not in FORMATS}
+        found += [CodeReference(key, path, "format", "generate") for key, path in formats.items()]
         realm, names = "generate", {f"evaluate.tasks.{name}.data": task.data.dataset_name for name, task in tasks}
     for key, name in names.items():
         if name and is_dotted_path(name) and not os.path.exists(name):

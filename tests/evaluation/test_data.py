@@ -8,7 +8,7 @@ from typing import Any
 import datasets
 import pytest
 
-from launch.preflight import evaluation_data
+from launch.preflight import evaluation_data, user_imports
 from pipeline.algorithms.evaluate import TaskConfig, TaskDataConfig
 from pipeline.config import RECIPES, inspect
 from pipeline.evaluation import data
@@ -195,6 +195,13 @@ def test_missing_data_are_named_with_the_command_that_fetches_them(tmp_path: Pat
     tasks = ("gsm8k", "minerva_math", "math500", "aime24", "aime25")
     assert named(found) == {(f"evaluate.tasks.{name}.data.dataset_name", "unavailable-dataset") for name in tasks}
     assert "hf download --repo-type dataset HuggingFaceH4/MATH-500" in str(found)
+
+
+def test_a_format_of_ones_own_is_imported_before_submission(tmp_path: Path):
+    overrides = ["policy.model_name=m", "name=n", f"run_dir={tmp_path}", "evaluate.tasks.addition.format=nowhere.Format"]
+    recipe = inspect(str(RECIPES / "suites/tiny.yaml"), overrides).recipe
+    found = user_imports.problems(recipe, "local", [], user_imports.probe(recipe))
+    assert named(found) == {("evaluate.tasks.addition.format", "not-importable")}
 
 
 def test_good_data_pass_the_checks_before_submission(tmp_path: Path):
