@@ -41,6 +41,15 @@ class Prompt:
 
 
 @dataclass(frozen=True, slots=True)
+class Thinking:
+    """A bound of the tokens that the policy thinks before each answer."""
+
+    tokens: int  # at most; then `end_tokens` are inserted
+    end: str  # the text that ends thinking
+    end_tokens: tuple[int, ...]  # its tokens
+
+
+@dataclass(frozen=True, slots=True)
 class Sampling:
     """Parameters of sampling. Temperature 0 is greedy."""
 
@@ -50,6 +59,7 @@ class Sampling:
     max_new_tokens: int = 128  # at most; the context may leave room for fewer
     stop_token_ids: tuple[int, ...] = ()  # besides the tokenizer's end-of-sequence token
     stop: tuple[str, ...] = ()  # texts; the token that completes one ends the completion
+    thinking: Thinking | None = None  # of episodes; a request has none
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,6 +119,7 @@ class Turn:
 
     completion: Completion
     observation: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int32))  # [O] int32; empty in the last turn
+    thinking: bool = False  # what it thought, with the inserted end as observation; the next turn has the answer
 
 
 @dataclass(frozen=True, slots=True)

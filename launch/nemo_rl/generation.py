@@ -22,7 +22,8 @@ GENERATION = (
     Done("temperature top_p top_k val_temperature val_top_p val_top_k refit_transport vllm_kwargs.*"),
     Only("backend", ("vllm",), "this generation backend", "vllm"),
     Same("max_new_tokens stop_token_ids"),
-    Only("stop_strings bad_words", (None, []), "stop strings", "stop_token_ids, which ends an answer by a token"),
+    Same("stop_strings"),
+    Only("bad_words", (None, []), "words that are never sampled", "null"),
     Only("quant_cfg", (None,), "quantization-aware training", "null, which generates in policy.precision"),
     Ignored("real_quant* port_range_* refit_cfg.* use_async_rollouts mcore_generation_config.* dynamo_cfg.*"),
     Ignored("sglang_cfg.* sglang_kwargs.* trtllm_cfg.* trtllm_kwargs.*"),
@@ -83,6 +84,9 @@ def _sampling(t: Translator) -> None:
             " tokenizer's does not, unless it is one of the others"
         )
         t.change(f"{KEY}.stop_token_ids", message)
+    if t.get(f"{KEY}.stop_strings"):
+        message = "an answer keeps the tokens of the string; environments get its text before the string, in NeMo-RL with it"
+        t.change(f"{KEY}.stop_strings", message)
 
 
 def _unbounded(top_k: object) -> object:

@@ -137,9 +137,9 @@ class TaskConfig:
     top_p: Annotated[Float, Field(gt=0, le=1, description="Nucleus sampling.")] = 1.0
     top_k: Annotated[Positive | None, Field(description="Number of most likely tokens to sample from. null: all.")] = None
     max_new_tokens: Annotated[Positive, Field(description="Maximum tokens of an answer.")] = 1024
-    stop: Annotated[list[Text], Field(description="Texts that end an answer. The answer is cut before them.")] = field(
-        default_factory=list
-    )
+    stop: Annotated[
+        list[Annotated[Text, Field(min_length=1)]], Field(description="Texts that end an answer. The answer is cut before them.")
+    ] = field(default_factory=list)
     thinking_tokens: Annotated[
         Positive | None,
         Field(
@@ -163,6 +163,31 @@ class TaskConfig:
 
 
 @dataclass
+class LmEvalConfig:
+    """Tasks of lm-evaluation-harness (`pip install 'hetstep[lm_eval]'`), whose model are the engines."""
+
+    tasks: Annotated[
+        list[Text], Field(description="Tasks and groups of lm-evaluation-harness, such as mmlu; * stands for any text.")
+    ] = field(default_factory=list)
+    num_fewshot: Annotated[NotNegative | None, Field(description="Worked examples. null: as each task defines.")] = None
+    limit: Annotated[
+        Float | None, Field(gt=0, description="Documents of each task; below 1: the fraction of them. null: all.")
+    ] = None
+    include_path: Annotated[Line | None, Field(description="A folder with more tasks, in lm-evaluation-harness's YAML.")] = None
+    gen_kwargs: Annotated[
+        dict[str, Any],
+        Field(description="Sampling over the tasks' own: until, max_gen_toks, do_sample, temperature, top_p, top_k."),
+    ] = field(default_factory=dict)
+    max_gen_toks: Annotated[Positive, Field(description="Maximum tokens of an answer for tasks that define none.")] = 256
+    apply_chat_template: Annotated[Bool, Field(description="Render prompts with the model's chat template.")] = False
+    fewshot_as_multiturn: Annotated[Bool, Field(description="With the chat template: each worked example is a turn.")] = True
+    system_instruction: Annotated[Text | None, Field(description="Text before the prompt, or of the system's message.")] = None
+    think_end_token: Annotated[
+        Text | None, Field(description="Text that ends the model's thinking; only what follows is scored.")
+    ] = None
+
+
+@dataclass
 class EvaluateConfig:
     """Evaluation of a model on tasks."""
 
@@ -178,6 +203,7 @@ class EvaluateConfig:
     num_generations_per_prompt: ClassVar[int] = 1
 
     tasks: Annotated[dict[str, TaskConfig], Field(description="Tasks by name.")] = field(default_factory=dict)
+    lm_eval: LmEvalConfig = field(default_factory=LmEvalConfig)
     judge: JudgeConfig = field(default_factory=JudgeConfig)
     reward_model: RewardModelConfig = field(default_factory=RewardModelConfig)
     checkpoint: Annotated[
@@ -202,7 +228,7 @@ class Evaluate(OnlineAlgorithm):
 
     @override
     def problems(self) -> Iterator[Problem]:
-        if not self.section.tasks:
+        if not self.section.tasks and not self.section.lm_eval.tasks:
             yield Problem("evaluate.tasks", "missing-value", "got none; expected at least one task. Try suite=NAME")
         for name, task in self.section.tasks.items():
             if task.kind in SAMPLED and task.env_name not in self.recipe.env:

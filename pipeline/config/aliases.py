@@ -82,6 +82,7 @@ ALIASES: dict[str, tuple[str, ...]] = {
     **dict.fromkeys(("max_prompt_length", "prompt_max_len", "prompt_length"), PROMPT),
     **dict.fromkeys(("max_length", "max_seq_length", "max_seq_len", "seq_length", "sequence_length", "max_len"), WINDOW),
     **{name: (f"policy.generation.{name}",) for name in ("temperature", "top_p", "top_k", "stop_token_ids")},
+    **dict.fromkeys(("stop_strings", "stop_string", "stop", "until", "stop_words"), ("policy.generation.stop_strings",)),
     "max_rollout_turns": (f"{OWN}.max_rollout_turns",),
     **dict.fromkeys(("gpu_memory_utilization", "vllm_gpu_memory_utilization"), (f"{ENGINE}.gpu_memory_utilization",)),
     **dict.fromkeys(("tensor_model_parallel_size", "tensor_parallel_size", "tp_size", "tp"), TENSOR),
@@ -162,7 +163,6 @@ NOT_HERE = (
     (r"deepspeed|(^|[._])fsdp", "the backends are policy.dtensor_cfg (FSDP2) and policy.megatron_cfg; leave it out"),
     (r"(^|\.)use_vllm$", "policy.generation.backend is vllm unless the recipe says otherwise; leave it out"),
     (r"(^|\.)logging_steps$", "every step is logged; leave it out"),
-    (r"(^|\.)stop_strings?$", "generation stops at tokens, not at texts; try policy.generation.stop_token_ids"),
 )
 """Patterns of dotted keys without an equivalent here, and what to do instead."""
 

@@ -96,6 +96,13 @@ class GenerationConfig:
     stop_token_ids: Annotated[
         list[Int] | None, Field(description="Token ids that end an answer, in addition to the tokenizer's and the model's own.")
     ] = None
+    stop_strings: Annotated[
+        list[Annotated[Text, Field(min_length=1)]] | None,
+        Field(
+            description="Texts that end an answer, or a turn, at the token that completes one. The answer keeps its tokens;"
+            " its text, which environments get, ends before the text."
+        ),
+    ] = None
     max_num_seqs: Annotated[Positive, Field(description="Maximum completions that one engine decodes concurrently.")] = 256
     environment_process: Annotated[
         Bool,

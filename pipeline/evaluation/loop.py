@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 from pipeline import user_code
 from pipeline.algorithms.evaluate import KINDS, TaskConfig
@@ -20,6 +21,11 @@ from pipeline.rpc import RpcClient, RpcGroup
 from pipeline.startup import SETTING_UP, Startup
 from pipeline.storage import RetryPolicy, retrying
 from pipeline.world import World
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+    from pipeline.evaluation.lm_eval_tasks import HarnessRun
 
 logger = logging.getLogger(__name__)
 
@@ -51,6 +57,7 @@ def evaluate(
         tokenizer = load_tokenizer(recipe.policy.tokenizer)
         asked = {name: config for name, config in recipe.evaluate.tasks.items() if name not in skipped}
         tasks = [build(name, config, recipe, tokenizer) for name, config in asked.items()]
+        harness = _harness(recipe, tokenizer)
     ready.result()
     startup.enter("load the weights")
     generate.load().result()
@@ -59,14 +66,15 @@ def evaluate(
         RpcGroup(client, world, ranks, GenerateRole, timeouts, role if world.rank in ranks else None)
         for ranks in workers.engines
     ]
-    logs = {task.name: AnswerLog(run_dir, task.name, retry) for task in tasks}
+    asking = [*tasks, *([harness] if harness else [])]
+    logs = {task.name: AnswerLog(run_dir, task.name, retry) for task in asking}
     supervisor = Supervisor(attempt, deadline, list(logs.values()), startup)
     engines = models.engines(recipe, groups, supervisor)
     for name, why in skipped.items():
         logger.info(f"task {name} is skipped: {why}")
     startup.enter("first answers")
     try:
-        for task in tasks:
+        for task in asking:
             log, began = logs[task.name], time.perf_counter()
             before = log.added, len(log)
             task.ask(engines, log)
@@ -83,9 +91,12 @@ def evaluate(
             engines.judge.close()
     for log in logs.values():
         log.sync()
-    answered = {task.name: (task, logs[task.name].all()) for task in tasks}
+    answered = {task.name: (task, logs[task.name].all()) for task in tasks} | (harness.tasks() if harness else {})
     summary, values = scores.summarize(recipe, answered), scores.values(answered)
     summary["skipped"] = skipped
+    if harness:
+        harness.complete(summary)
+        retrying(lambda: harness.write(run_dir), "writing the results of lm_eval", run_dir, retry)
     retrying(lambda: scores.write(run_dir, summary, values), "writing the scores", run_dir / scores.FILE, retry)
     scores.show(summary)
     return True
@@ -94,6 +105,14 @@ def evaluate(
 def build(name: str, config: TaskConfig, recipe: Recipe, tokenizer: object) -> Task:
     """Return a task of the suite. Raises RecipeError for data that cannot be read."""
     return user_code.load(KINDS.get(config.kind, config.kind))(name, config, recipe, tokenizer)
+
+
+def _harness(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> HarnessRun | None:
+    if not recipe.evaluate.lm_eval.tasks:
+        return None
+    from pipeline.evaluation.lm_eval_tasks import HarnessRun  # its package is optional
+
+    return HarnessRun(recipe, tokenizer)
 
 
 class Supervisor:

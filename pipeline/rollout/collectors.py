@@ -336,4 +336,5 @@ def sampling(generation: GenerationConfig, prefix: str = "") -> Sampling:
         top_k=getattr(generation, f"{prefix}top_k") or 0,
         max_new_tokens=generation.max_new_tokens,
         stop_token_ids=tuple(generation.stop_token_ids or ()),
+        stop=tuple(generation.stop_strings or ()),
     )

@@ -137,7 +137,7 @@ class EpisodeDriver:
             for queue in (self._urgent, self._waiting, self._next):
                 if episode in queue:
                     queue.remove(episode)
-            self._end(episode, episode.cut_short())
+            self._end_unsaid(episode)
 
     # ---- between verbs ------------------------------------------------------------------------------------------------------
 
@@ -191,19 +191,32 @@ class EpisodeDriver:
         self._end_drains()
 
     def _judge(self, completion: Completion) -> None:
-        """Give an answer of the policy to its environment."""
+        """Give an answer of the policy to its environment, or let the policy answer after it has thought."""
         episode = self._in_engine.pop(completion.id)
+        if episode.think(completion, self._max_length):
+            self._next.append(episode)
+            return
         if episode.last_turn:
             self._active.discard(episode)
-        if not len(completion.tokens):  # cut before the first token
-            self._end(episode, episode.cut_short())
-            return
+        if len(completion.tokens):
+            self._submit(episode, completion)
+        else:
+            self._end_unsaid(episode)
+
+    def _submit(self, episode: Episode, completion: Completion) -> None:
         episode.completion = completion
         if not episode.prompt.environment:  # what asked scores it
             self._go_on(episode, StepOutcome(0.0, {}, over=True, observation=None))
             return
         self._in_environment[episode.id] = episode
         self._environments.submit(episode.step_request(self._max_length))
+
+    def _end_unsaid(self, episode: Episode) -> None:
+        """End an episode that was cut before the first token of a turn. After thinking its answer is empty, and is judged."""
+        if episode.thought:
+            self._submit(episode, replace(episode.turns.pop().completion, finish="length"))
+        else:
+            self._end(episode, episode.cut_short())
 
     def _take_outcomes(self) -> None:
         for name, answer in self._environments.take():

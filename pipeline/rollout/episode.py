@@ -53,7 +53,17 @@ class Episode:
     @property
     def last_turn(self) -> bool:
         """True if the turn that is being sampled or scored is the policy's last."""
-        return self.cut or len(self.turns) + 1 >= self.work.max_turns
+        return self.cut or sum(not turn.thinking for turn in self.turns) + 1 >= self.work.max_turns
+
+    @property
+    def thinks(self) -> bool:
+        """True if what is being drawn, or comes next, is what the policy thinks before an answer."""
+        return self.work.sampling.thinking is not None and not self.thought
+
+    @property
+    def thought(self) -> bool:
+        """True if the policy has thought, and its answer is being drawn or comes next."""
+        return bool(self.turns) and self.turns[-1].thinking
 
     @property
     def tokens(self) -> np.ndarray:
@@ -64,14 +74,34 @@ class Episode:
     def request(self) -> Request:
         """Return the request for the next turn."""
         seed = sampling_seed(self.work.seed, self.work.purpose, self.prompt.index, self.sample, len(self.turns))
-        return Request(self.request_id, self.tokens, seed, self.work.sampling)
+        sampling, thinking = replace(self.work.sampling, thinking=None), self.work.sampling.thinking
+        if thinking and self.thinks:
+            sampling = replace(sampling, max_new_tokens=thinking.tokens, stop=(thinking.end,))
+        return Request(self.request_id, self.tokens, seed, sampling)
+
+    def think(self, completion: Completion, max_length: int) -> bool:
+        """Keep what the policy thought, and return True if its answer can begin.
+
+        False for a completion that is to be judged: an answer; one that ended its turn without the end of thinking, which is the
+        answer too; or one that was cut, or leaves no room. max_length: as for `step_request`.
+        """
+        thinking = self.work.sampling.thinking
+        if thinking is None or not self.thinks or self.cut or (completion.finish == "stop" and not completion.stop):
+            return False
+        end = np.array(() if completion.stop else thinking.end_tokens, np.int32)
+        if len(self.tokens) + len(completion.tokens) + len(end) >= max_length:
+            return False
+        self.turns.append(Turn(completion, end, thinking=True))
+        return True
 
     def step_request(self, max_length: int) -> StepRequest:
         """Return the request to the environment to judge `completion`. max_length: tokens of a prompt and all that follows."""
         assert self.completion is not None
         room = max_length - len(self.tokens) - len(self.completion.tokens) - 1
-        begins = None if self.turns else self.prompt
+        begins = None if any(not turn.thinking for turn in self.turns) else self.prompt
         environment, answer = self.prompt.environment, self.completion
+        if self.thinks and (answer.finish != "stop" or answer.stop):  # its answer did not begin
+            return StepRequest(self.id, str(self), environment, begins, np.zeros(0, np.int32), True, room)
         return StepRequest(self.id, str(self), environment, begins, answer.tokens, self.last_turn, room, answer.stop)
 
     def drawn(self) -> list[VersionSpan]:

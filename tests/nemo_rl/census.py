@@ -52,7 +52,7 @@ QUESTIONS: dict[str, Callable[[Tree], Any]] = {
         get(t, "policy.generation.vllm_cfg.expert_parallel_size", 1)
         > get(t, "policy.generation.vllm_cfg.tensor_parallel_size", 1)
     ),
-    "stop strings": lambda t: get(t, "policy.generation.stop_strings"),
+    "words never sampled": lambda t: get(t, "policy.generation.bad_words"),
 }
 
 

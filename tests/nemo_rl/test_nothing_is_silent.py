@@ -97,7 +97,7 @@ ASKING = {
     "several teachers": ("grpo", "on_policy_distillation={teachers: []}"),
     "positive NLL": ("grpo", "loss_fn.positive_example_nll_weight=0.1"),
     "engine data parallelism": ("grpo", "policy.generation.vllm_cfg.expert_parallel_size=8"),
-    "stop strings": ("grpo", "policy.generation.stop_strings=[stop]"),
+    "words never sampled": ("grpo", "policy.generation.bad_words=[stop]"),
 }
 
 

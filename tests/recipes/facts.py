@@ -33,7 +33,7 @@ MODEL = (
 POLICY = (
     *MODEL,
     "dtensor_cfg.lora_cfg.*",
-    *(f"generation.{key}" for key in ("max_new_tokens", "temperature", "top_?", "val_*", "stop_token_ids")),
+    *(f"generation.{key}" for key in ("max_new_tokens", "temperature", "top_?", "val_*", "stop_token_ids", "stop_strings")),
     "generation.vllm_cfg.precision",
 )
 MIXTURE = ("freeze_moe_router", "moe_router_*", "moe_aux_loss_coeff", "apply_rope_fusion", "mtp_num_layers")

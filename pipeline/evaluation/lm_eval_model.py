@@ -1,0 +1,244 @@
+"""The model of lm-evaluation-harness (lm_eval 0.4.13, an optional package), answered by this evaluation's engines.
+
+Texts are tokenized as by the harness's own Hugging Face model: contexts with the tokenizer's special tokens unless they begin
+with one, contexts that are too long lose their first tokens, and an answer's text is cut by the harness's own function. Each
+answered request is kept under a hash of its tokens and parameters, so a restart asks only what is missing.
+
+Likelihood requests are computed in units that depend on the tasks alone. A sampled answer's seed is of its hash.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import jinja2
+import numpy as np
+from lm_eval.api.model import TemplateLM  # pyright: ignore[reportMissingImports] optional package
+from lm_eval.models.utils import (  # pyright: ignore[reportMissingImports] as above
+    handle_stop_sequences,
+    normalize_gen_kwargs,
+    postprocess_generated_text,
+)
+
+from pipeline.config import Recipe
+from pipeline.evaluation.answers import AnswerLog
+from pipeline.evaluation.base import Answer
+from pipeline.evaluation.choices import UNIT_TOKENS
+from pipeline.evaluation.continuations import ContinuationEncoder, rolling_windows
+from pipeline.evaluation.engines import Engines
+from pipeline.problems import Problem, RecipeError
+from pipeline.rollout.dispatch import RolloutSpec
+from pipeline.types import LikelihoodRequest, Prompt, Rollout, Sampling
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+KEY = "evaluate.lm_eval"
+PURPOSE = "lm_eval"
+INDEX_DIGITS = 12  # hexadecimal digits of a request's hash, whose number is its prompt's index
+
+Scored = tuple[float, bool]
+"""The log-likelihood of a continuation, and whether greedy sampling would draw it."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Drawing:
+    """One answer to sample."""
+
+    key: str
+    context: str
+    tokens: np.ndarray  # [P] int32
+    sampling: Sampling
+
+
+class EnginesLM(TemplateLM):
+    """Answers the harness's requests."""
+
+    def __init__(self, recipe: Recipe, tokenizer: PreTrainedTokenizerBase, engines: Engines, answers: AnswerLog) -> None:
+        """Bind to the engines. answers: those that are kept; new ones are added."""
+        super().__init__()
+        self.tokenizer: Any = tokenizer
+        self.max_length: int = recipe.policy.generation.vllm_cfg.max_model_len
+        self._config, self._seed = recipe.evaluate.lm_eval, recipe.evaluate.seed
+        self._template_kwargs = recipe.policy.tokenizer.chat_template_kwargs or {}
+        self._encoder = ContinuationEncoder(tokenizer)
+        self._engines, self._answers = engines, answers
+        self._kept = {answer.question: answer for answer in answers.all()}
+        self.drawn: dict[str, Answer] = {}
+        """Sampled answers of this call of the harness, by `request_key` of the request's arguments."""
+
+    # ---- what the harness asks of a tokenizer -------------------------------------------------------------------------------
+
+    @property
+    def eot_token_id(self) -> int:
+        """The end of a text."""
+        return self.tokenizer.eos_token_id
+
+    @property
+    def prefix_token_id(self) -> int:
+        """The context of a text without one."""
+        return self._encoder.prefix
+
+    def tok_encode(self, string: str, add_special_tokens: bool | None = None, **kwargs: Any) -> list[int]:
+        """Return the tokens of a text. add_special_tokens: None: unless the text begins with one."""
+        if add_special_tokens is not None:
+            return self.tokenizer(string, add_special_tokens=add_special_tokens).input_ids
+        return self._encoder.encode([string])[0].tolist()
+
+    @property
+    def tokenizer_name(self) -> str:
+        """The tokenizer, as the harness names it in its cache."""
+        return self.tokenizer.name_or_path.replace("/", "__")
+
+    def chat_template(self, chat_template: bool | str = False) -> str | None:
+        """Return the chat template, for the harness's records."""
+        return self.tokenizer.chat_template if chat_template else ""
+
+    def apply_chat_template(self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True) -> str:
+        """Return the text of a conversation. False: the answer's beginning is its last message."""
+        options = {"tokenize": False, "add_generation_prompt": add_generation_prompt}
+        options |= {"continue_final_message": not add_generation_prompt, **self._template_kwargs}
+        try:
+            return self.tokenizer.apply_chat_template(chat_history, **options)
+        except jinja2.exceptions.TemplateError:  # of a template without the role `system`
+            others = [message for message in chat_history if message["role"] != "system"]
+            return self.tokenizer.apply_chat_template(others, **options)
+
+    # ---- likelihood ---------------------------------------------------------------------------------------------------------
+
+    def _loglikelihood_tokens(
+        self, requests: list[tuple[tuple[str, str], list[int], list[int]]], **kwargs: Any
+    ) -> list[Scored]:
+        texts = [
+            (context, continuation, self._scorable(words, context, continuation)) for words, context, continuation in requests
+        ]
+        return self._scores([request for _, _, request in texts])
+
+    def loglikelihood_rolling(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[float]:
+        """Return the log-likelihood of each text."""
+        windows = [self._windows(*request.args) for request in requests]
+        scores = iter(self._scores([window for each in windows for window in each]))
+        return [sum(next(scores)[0] for _ in each) for each in windows]
+
+    def _windows(self, text: str) -> list[LikelihoodRequest]:
+        tokens = np.asarray(self.tok_encode(text), np.int32)
+        windows = rolling_windows(tokens, self.prefix_token_id, self.max_length)
+        return [_keyed(window.request("", self.max_length)) for window in windows]
+
+    def _scorable(self, words: tuple[str, str], context: Sequence[int], continuation: Sequence[int]) -> LikelihoodRequest:
+        if not 0 < len(continuation) < self.max_length:
+            message = f"the continuation {words[1][:60]!r} has {len(continuation)} tokens; expected 1 to {self.max_length - 1}"
+            raise RecipeError(Problem(f"{KEY}.tasks", "bad-record", message))
+        tokens = np.array([*context, *continuation], np.int32)[-self.max_length :]
+        return _keyed(LikelihoodRequest("", tokens, len(tokens) - len(continuation)))
+
+    def _scores(self, requests: Sequence[LikelihoodRequest]) -> list[Scored]:
+        """Return the score of each request. Equal ones are asked once; a unit is always asked whole."""
+        units = list(_units({request.id: request for request in requests}.values()))
+        missing = [unit for unit in units if not all(request.id in self._kept for request in unit)]
+        for place, found in self._engines.likelihoods(missing):
+            for request, likelihood in zip(missing[place], found, strict=True):
+                if request.id not in self._kept:
+                    score = float(np.sum(likelihood.logprobs, dtype=np.float64))
+                    self._keep(Answer(request.id, 0, score, {"greedy": float(likelihood.greedy.all())}))
+        kept = [self._kept[request.id] for request in requests]
+        return [(float(answer.score or 0.0), bool(answer.metrics["greedy"])) for answer in kept]
+
+    def _keep(self, answer: Answer) -> None:
+        self._answers.add(answer)
+        self._kept[answer.question] = answer
+
+    # ---- generation ---------------------------------------------------------------------------------------------------------
+
+    def generate_until(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[str]:
+        """Return the text of each answer, up to the text that ends it."""
+        drawings, untils, seen = [], [], {}
+        for request in requests:
+            context, given = request.args
+            sampling, until = self._sampling(given)
+            tokens = self._prompt(context, sampling.max_new_tokens)
+            key = _hash(["generate", tokens.tolist(), *_values(sampling)])
+            if sampling.temperature > 0:  # each repetition is an answer of its own
+                seen[key] = seen.get(key, -1) + 1
+                key = _hash([key, seen[key]])
+            drawings.append(_Drawing(key, context, tokens, sampling))
+            untils.append(until)
+            self.drawn[request_key(request.args)] = Answer(key, 0, None)
+        self._draw({drawing.key: drawing for drawing in drawings if drawing.key not in self._kept}.values())
+        self.drawn = {name: self._kept.get(answer.question, answer) for name, answer in self.drawn.items()}
+        texts = [self._kept[drawing.key].text for drawing in drawings]
+        thinking = self._config.think_end_token
+        return [postprocess_generated_text(text, until, thinking) for text, until in zip(texts, untils, strict=True)]
+
+    def _draw(self, drawings: Iterable[_Drawing]) -> None:
+        alike: dict[Sampling, list[_Drawing]] = {}
+        for drawing in drawings:
+            alike.setdefault(drawing.sampling, []).append(drawing)
+        for sampling, members in alike.items():
+            by_index = {int(drawing.key[:INDEX_DIGITS], 16): drawing for drawing in members}
+            prompts = [Prompt(index, drawing.tokens, "", {}) for index, drawing in by_index.items()]
+            for group in self._engines.generate(prompts, RolloutSpec(PURPOSE, 1, sampling), self._seed):
+                self._keep(self._answer(by_index[group.prompt.index], group.rollouts[0]))
+
+    def _answer(self, drawing: _Drawing, rollout: Rollout) -> Answer:
+        text = str(self.tokenizer.decode(rollout.tokens, skip_special_tokens=True))
+        prompt, count = drawing.context, rollout.drawn_tokens
+        return Answer(drawing.key, 0, 0.0, prompt=prompt, text=text, tokens=count, finish=rollout.finish)
+
+    def _prompt(self, context: str, max_new_tokens: int) -> np.ndarray:
+        """Return the last tokens of a context that leave room for the answer, [P] int32."""
+        room = self.max_length - max_new_tokens
+        if room < 1:
+            message = f"got a task with {max_new_tokens} tokens for an answer; expected fewer than {self.max_length}"
+            hint = "Try policy.max_total_sequence_length, or evaluate.lm_eval.gen_kwargs.max_gen_toks"
+            raise RecipeError(Problem(f"{KEY}.tasks", "too-large", f"{message}. {hint}"))
+        return np.asarray(self.tok_encode(context) or [self.prefix_token_id], np.int32)[-room:]
+
+    def _sampling(self, given: dict[str, Any]) -> tuple[Sampling, list[str]]:
+        """Return the sampling parameters of a request, and the texts that end its answer. Raises RecipeError for others."""
+        options = dict(normalize_gen_kwargs(given, self._config.max_gen_toks))
+        eos = str(self.tokenizer.decode([self.eot_token_id]))
+        until = handle_stop_sequences(options.pop("until", None), eos=eos)
+        most, sampled, temperature = options.pop("max_gen_toks"), options.pop("do_sample"), options.pop("temperature", 0.0)
+        top_p, top_k = options.pop("top_p", 1.0), options.pop("top_k", 0)
+        if other := [name for name, value in options.items() if value is not None]:
+            message = f"a task samples with {', '.join(other)}, which the engines do not have; expected until, max_gen_toks,"
+            raise RecipeError(Problem(f"{KEY}.gen_kwargs", "unsupported", f"{message} do_sample, temperature, top_p or top_k"))
+        greedy = not sampled or temperature == 0
+        stop = tuple(text for text in until if text)
+        narrowed = (0.0, 1.0, 0) if greedy else (float(temperature), float(top_p), max(0, int(top_k or 0)))
+        return Sampling(*narrowed, max_new_tokens=most, stop=stop), until
+
+
+def request_key(arguments: Sequence[Any]) -> str:
+    """Return the hash of a request's arguments: a context, and the parameters of its answer."""
+    return _hash(list(arguments))
+
+
+def _values(sampling: Sampling) -> list[Any]:
+    return [sampling.temperature, sampling.top_p, sampling.top_k, sampling.max_new_tokens, list(sampling.stop)]
+
+
+def _keyed(request: LikelihoodRequest) -> LikelihoodRequest:
+    return LikelihoodRequest(_hash(["likelihood", request.tokens.tolist(), request.first]), request.tokens, request.first)
+
+
+def _hash(content: list[Any]) -> str:
+    return hashlib.sha256(json.dumps(content, default=str).encode()).hexdigest()[:32]
+
+
+def _units(requests: Iterable[LikelihoodRequest]) -> Iterator[list[LikelihoodRequest]]:
+    """Yield successive requests of about UNIT_TOKENS together."""
+    unit, size = [], 0
+    for request in requests:
+        unit.append(request)
+        size += len(request.tokens)
+        if size >= UNIT_TOKENS:
+            yield unit
+            unit, size = [], 0
+    if unit:
+        yield unit
