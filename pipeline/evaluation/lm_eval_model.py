@@ -62,7 +62,9 @@ class EnginesLM(TemplateLM):
         """Bind to the engines. answers: those that are kept; new ones are added."""
         super().__init__()
         self.tokenizer: Any = tokenizer
-        self.max_length: int = recipe.policy.generation.vllm_cfg.max_model_len
+        self._longest = recipe.policy.generation.vllm_cfg.max_model_len  # tokens of a text
+        self.max_length: int = self._longest - 1
+        """Tokens of an input: a text's last token is scored, and is none."""
         self._config, self._seed = recipe.evaluate.lm_eval, recipe.evaluate.seed
         self._template_kwargs = recipe.policy.tokenizer.chat_template_kwargs or {}
         self._encoder = ContinuationEncoder(tokenizer)
@@ -126,14 +128,14 @@ class EnginesLM(TemplateLM):
 
     def _windows(self, text: str) -> list[LikelihoodRequest]:
         tokens = np.asarray(self.tok_encode(text), np.int32)
-        windows = rolling_windows(tokens, self.prefix_token_id, self.max_length)
-        return [_keyed(window.request("", self.max_length)) for window in windows]
+        windows = rolling_windows(tokens, self.prefix_token_id, self._longest)
+        return [_keyed(window.request("", self._longest)) for window in windows]
 
     def _scorable(self, words: tuple[str, str], context: Sequence[int], continuation: Sequence[int]) -> LikelihoodRequest:
-        if not 0 < len(continuation) < self.max_length:
-            message = f"the continuation {words[1][:60]!r} has {len(continuation)} tokens; expected 1 to {self.max_length - 1}"
+        if not 0 < len(continuation) <= self.max_length:
+            message = f"the continuation {words[1][:60]!r} has {len(continuation)} tokens; expected 1 to {self.max_length}"
             raise RecipeError(Problem(f"{KEY}.tasks", "bad-record", message))
-        tokens = np.array([*context, *continuation], np.int32)[-self.max_length :]
+        tokens = np.array([*context, *continuation], np.int32)[-self._longest :]
         return _keyed(LikelihoodRequest("", tokens, len(tokens) - len(continuation)))
 
     def _scores(self, requests: Sequence[LikelihoodRequest]) -> list[Scored]:
