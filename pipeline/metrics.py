@@ -265,7 +265,7 @@ def rollout_metrics(prefix: str, groups: list[RolloutGroup]) -> dict[str, float]
     """
     rollouts = [rollout for group in groups for rollout in group.rollouts]
     judged = [rollout for rollout in rollouts if not rollout.failure]
-    lengths, turns = [rollout.drawn_tokens for rollout in judged], [len(rollout.turns) for rollout in judged]
+    lengths, turns = [rollout.drawn_tokens for rollout in judged], [rollout.answers for rollout in judged]
     values = {
         "reward": _mean([rollout.reward for rollout in judged]),
         "completion_tokens": _mean(lengths),

@@ -159,6 +159,11 @@ class Rollout:
         return sum(len(turn.completion.tokens) for turn in self.turns)
 
     @property
+    def answers(self) -> int:
+        """The number of turns, what the policy thought and its answer counted as one."""
+        return sum(not turn.thinking for turn in self.turns[:-1]) + bool(self.turns)
+
+    @property
     def spans(self) -> tuple[VersionSpan, ...]:
         """The spans of the drawn tokens, in order."""
         return tuple(span for turn in self.turns for span in turn.completion.spans)

@@ -138,7 +138,8 @@ class TaskConfig:
     top_k: Annotated[Positive | None, Field(description="Number of most likely tokens to sample from. null: all.")] = None
     max_new_tokens: Annotated[Positive, Field(description="Maximum tokens of an answer.")] = 1024
     stop: Annotated[
-        list[Annotated[Text, Field(min_length=1)]], Field(description="Texts that end an answer. The answer is cut before them.")
+        list[Annotated[Text, Field(min_length=1)]],
+        Field(description="Texts that end an answer. The answer is cut before them."),
     ] = field(default_factory=list)
     thinking_tokens: Annotated[
         Positive | None,

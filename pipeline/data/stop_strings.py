@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING
 
 from pipeline.config import TokenizerConfig
 from pipeline.data.chat import load_tokenizer
+from pipeline.types import Rollout
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -90,6 +91,23 @@ def first_stop(text: str, stop: Sequence[str]) -> tuple[int, str] | None:
     """Return (position, string) of the stop string that begins first in a text; None if it has none."""
     found = [(at, string) for string in stop if (at := text.find(string)) >= 0]
     return min(found, key=lambda one: one[0]) if found else None
+
+
+def rollout_text(tokenizer: PreTrainedTokenizerBase, rollout: Rollout) -> str:
+    """Return the text of all turns with what the environment told, up to the stop string of the last one."""
+    if not rollout.turns:
+        return ""
+    *before, last = rollout.turns
+    head = str(tokenizer.decode(Rollout(tuple(before), 0.0).tokens, skip_special_tokens=True)) if before else ""
+    return head + text_before_stop(tokenizer, last.completion.tokens.tolist(), "" if last.thinking else last.completion.stop)
+
+
+def answer_text(tokenizer: PreTrainedTokenizerBase, rollout: Rollout) -> str:
+    """Return the text of the last turn's answer, after thinking and up to its stop string; "" if it did not begin."""
+    if not rollout.turns or rollout.turns[-1].thinking:
+        return ""
+    last = rollout.turns[-1].completion
+    return text_before_stop(tokenizer, last.tokens.tolist(), last.stop)
 
 
 def text_before_stop(tokenizer: PreTrainedTokenizerBase, tokens: Sequence[int], stop: str) -> str:

@@ -8,13 +8,14 @@ from typing import TYPE_CHECKING, Any
 
 from pipeline.algorithms.evaluate import TaskConfig
 from pipeline.config import Recipe
+from pipeline.data.stop_strings import rollout_text
 from pipeline.evaluation import data, prompts
 from pipeline.evaluation.answers import AnswerLog
 from pipeline.evaluation.base import Answer, PerQuestion, Question
 from pipeline.evaluation.engines import Engines
 from pipeline.evaluation.statistics import pass_at
 from pipeline.rollout.dispatch import RolloutSpec
-from pipeline.types import Rollout, Sampling
+from pipeline.types import Rollout, Sampling, Thinking
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -38,7 +39,7 @@ class GenerationTask:
             for index, question in self._questions.items()
         }
         missing = [prompt for prompt in self._prompts if len(kept[prompt.index]) < len(samples)]
-        spec = RolloutSpec(self.name, config.num_samples, sampling(config))
+        spec = RolloutSpec(self.name, config.num_samples, sampling(config, self._tokenizer))
         for group in engines.generate(missing, spec, config.seed, config.max_turns, kept):
             index = group.prompt.index
             text = str(self._tokenizer.decode(group.prompt.tokens))
@@ -46,7 +47,7 @@ class GenerationTask:
                 answers.add(self._answer(self._questions[index], sample, text, group.rollouts[sample]))
 
     def _answer(self, question: Question, sample: int, prompt: str, rollout: Rollout) -> Answer:
-        text = str(self._tokenizer.decode(rollout.tokens, skip_special_tokens=True))
+        text = rollout_text(self._tokenizer, rollout)
         return Answer(
             question.id,
             sample,
@@ -96,6 +97,11 @@ def majority(scores: Sequence[float], extracted: Sequence[str]) -> float:
     return float(votes[None] == most) / sum(count == most for count in votes.values()) if votes[None] else 0.0
 
 
-def sampling(config: TaskConfig) -> Sampling:
+def sampling(config: TaskConfig, tokenizer: PreTrainedTokenizerBase) -> Sampling:
     """Return a task's sampling parameters."""
-    return Sampling(config.temperature, config.top_p, config.top_k or 0, config.max_new_tokens)
+    thinking = None
+    if config.thinking_tokens is not None:
+        end = tokenizer(config.thinking_end, add_special_tokens=False).input_ids
+        thinking = Thinking(config.thinking_tokens, config.thinking_end, tuple(end))
+    limits = (config.temperature, config.top_p, config.top_k or 0, config.max_new_tokens)
+    return Sampling(*limits, stop=tuple(config.stop), thinking=thinking)

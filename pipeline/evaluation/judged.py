@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from pipeline.algorithms.evaluate import TaskConfig
 from pipeline.config import Recipe
+from pipeline.data.stop_strings import answer_text, rollout_text
 from pipeline.evaluation import data, prompts
 from pipeline.evaluation.answers import AnswerLog
 from pipeline.evaluation.base import Answer, PerQuestion, Question
@@ -125,7 +126,7 @@ class JudgedTask:
             for index, question in self._questions.items()
         }
         missing = [prompt for prompt in self._prompts if len(held[prompt.index]) < len(samples)]
-        spec = RolloutSpec(self.name, len(samples), sampling(self.config))
+        spec = RolloutSpec(self.name, len(samples), sampling(self.config, self._tokenizer))
         for group in engines.generate(missing, spec, self.config.seed, kept=held):
             question = self._questions[group.prompt.index]
             shown = str(self._tokenizer.decode(group.prompt.tokens))
@@ -133,7 +134,7 @@ class JudgedTask:
                 yield question, self._sampled(question, sample, shown, group.rollouts[sample])
 
     def _sampled(self, question: Question, sample: int, prompt: str, rollout: Rollout) -> Answer:
-        text = str(self._tokenizer.decode(rollout.tokens, skip_special_tokens=True))
+        text, answer = rollout_text(self._tokenizer, rollout), answer_text(self._tokenizer, rollout)
         return Answer(
             question.id,
             sample,
@@ -145,7 +146,7 @@ class JudgedTask:
             rollout.finish,
             rollout.failure,
             question.group,
-            {TEXTS: [] if rollout.failure else [self.without_thinking(text)]},
+            {TEXTS: [] if rollout.failure else [self.without_thinking(answer)]},
         )
 
     def without_thinking(self, text: str) -> str:

@@ -66,7 +66,7 @@ class RatingTask(JudgedTask):
                 texts = answer.details[TEXTS]
                 rest = [""] * (len(question.task["turns"]) - len(texts))
                 yield question, replace(answer, finish="length", details={TEXTS: [*texts, *rest]})
-            spec = RolloutSpec(f"{self.name}/turn {turn + 1}", 1, sampling(self.config))
+            spec = RolloutSpec(f"{self.name}/turn {turn + 1}", 1, sampling(self.config, self._tokenizer))
             following: dict[int, tuple[Question, Answer]] = {}
             for group in engines.generate(list(asked.values()), spec, self.config.seed):
                 question, answer = waiting.pop(group.prompt.index)

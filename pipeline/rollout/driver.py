@@ -234,10 +234,11 @@ class EpisodeDriver:
         assert completion is not None  # the environment has judged it
         episode.reward += outcome.reward
         episode.metrics, episode.extracted = outcome.metrics, outcome.extracted
-        episode.completion = None
+        unanswered, episode.completion = episode.unanswered, None
         if outcome.over or last or outcome.observation is None:
-            cut = not outcome.over and (episode.cut or not last)  # it ends because of a cut, or because no room is left
-            episode.turns.append(Turn(replace(completion, finish="length") if cut else completion))
+            # It ends because of a cut, or because no room is left.
+            cut = unanswered or (not outcome.over and (episode.cut or not last))
+            episode.turns.append(Turn(replace(completion, finish="length") if cut else completion, thinking=unanswered))
             self._end(episode, episode.rollout())
         else:
             episode.turns.append(Turn(completion, outcome.observation))

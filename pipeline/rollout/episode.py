@@ -82,11 +82,11 @@ class Episode:
     def think(self, completion: Completion, max_length: int) -> bool:
         """Keep what the policy thought, and return True if its answer can begin.
 
-        False for a completion that is to be judged: an answer; one that ended its turn without the end of thinking, which is the
-        answer too; or one that was cut, or leaves no room. max_length: as for `step_request`.
+        False for a completion that is to be judged: an answer; one that ended its turn without the end of thinking, which is an
+        answer too; one that was cut, or leaves no room. max_length: as for `step_request`.
         """
         thinking = self.work.sampling.thinking
-        if thinking is None or not self.thinks or self.cut or (completion.finish == "stop" and not completion.stop):
+        if thinking is None or self.thought or self.cut or (completion.finish == "stop" and not completion.stop):
             return False
         end = np.array(() if completion.stop else thinking.end_tokens, np.int32)
         if len(self.tokens) + len(completion.tokens) + len(end) >= max_length:
@@ -94,13 +94,19 @@ class Episode:
         self.turns.append(Turn(completion, end, thinking=True))
         return True
 
+    @property
+    def unanswered(self) -> bool:
+        """True if `completion` is what the policy thought before an answer that cannot begin: cut, or without room."""
+        answer = self.completion
+        return answer is not None and self.thinks and (answer.finish != "stop" or bool(answer.stop))
+
     def step_request(self, max_length: int) -> StepRequest:
         """Return the request to the environment to judge `completion`. max_length: tokens of a prompt and all that follows."""
         assert self.completion is not None
         room = max_length - len(self.tokens) - len(self.completion.tokens) - 1
         begins = None if any(not turn.thinking for turn in self.turns) else self.prompt
         environment, answer = self.prompt.environment, self.completion
-        if self.thinks and (answer.finish != "stop" or answer.stop):  # its answer did not begin
+        if self.unanswered:
             return StepRequest(self.id, str(self), environment, begins, np.zeros(0, np.int32), True, room)
         return StepRequest(self.id, str(self), environment, begins, answer.tokens, self.last_turn, room, answer.stop)
 

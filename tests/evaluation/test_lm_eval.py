@@ -167,11 +167,14 @@ def test_options_mean_the_same(backend, folder, options, tmp_path):
     compare(run(recipe, made.OneEngine(backend), folder, tmp_path).results, theirs(folder, recipe))
 
 
-def test_a_restart_asks_what_is_missing_and_gives_the_same(backend, folder, tmp_path):
+def test_a_restart_asks_what_is_missing_and_gives_the_same(backend, folder, tmp_path, monkeypatch):
+    from pipeline.evaluation import lm_eval_model
+
+    monkeypatch.setattr(lm_eval_model, "UNIT_TOKENS", 800)
     recipe = recipe_of(folder, gen_kwargs={"do_sample": True, "temperature": 1.0})
     whole = run(recipe, once := made.OneEngine(backend), folder, tmp_path / "whole")
     asked = 0
-    for most in (10, 150, 20):
+    for most in (60, 260, 20):
         engines = made.OneEngine(backend, most)
         with pytest.raises(KeyboardInterrupt):
             run(recipe, engines, folder, tmp_path / "killed")
