@@ -140,7 +140,7 @@ def test_each_answer_equals_that_of_the_hugging_face_model(backend, folder, tmp_
 
     summary = scores.summarize(recipe, harness.tasks())
     harness.complete(summary)
-    scores.write(tmp_path, summary)
+    scores.write(tmp_path, summary, scores.values(harness.tasks()))
     tasks = summary["tasks"]
     found = harness.results["results"]
     assert tasks["made_choices"]["metrics"]["acc"]["value"] == pytest.approx(found["made_choices"]["acc,none"])
