@@ -38,7 +38,7 @@ def write_model(folder: Path, chat_template: str, said: bool = True, longest: in
     torch.manual_seed(3)
     described = LlamaConfig(
         vocab_size=len(tokenizer),
-        hidden_size=32,
+        hidden_size=64,
         intermediate_size=32,
         num_hidden_layers=1,
         num_attention_heads=2,

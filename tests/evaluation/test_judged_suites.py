@@ -143,6 +143,24 @@ def test_the_safety_suite_with_a_judge_of_the_job(model, models, tmp_path):
         assert read_answers(tmp_path / "run/answers/xstest.jsonl")[0].text == "No"
 
 
+@pytest.mark.full
+def test_a_policy_a_judge_and_a_reward_model_in_one_evaluation(models, tmp_path):
+    """Each has an engine. The reward model scores what the reward suite has it score."""
+    model = write_judge(tmp_path / "scorer", chat_template=CHATML)
+    pairs = [{"prompt": f"add {i}", "chosen": f"it is {i}", "rejected": f"no {i}", "subset": "hep-go"} for i in range(40)]
+    path = write(tmp_path / "pairs.jsonl", pairs)
+    keys = [
+        f"evaluate.tasks.pairs={{kind: preference, format: reward_bench, data: {{data_path: {path}}}}}",
+        f"evaluate.reward_model={{model_name: {model}, max_total_sequence_length: 64}}",
+    ]
+    more = (*safety_data(tmp_path), *in_job(models, ranks=3), *keys, TRANSFORMERS)
+    scores = evaluate(tmp_path / "run", "safety", models["no"], *more)
+    assert value(scores, "strongreject", "balanced") == 1.0 and scores["skipped"] == {}
+    alone = ("policy.max_total_sequence_length=64", data("reward_bench", path), data("reward_bench_2", path))
+    expected = evaluate(tmp_path / "alone", "reward", model, *alone)
+    assert scores["tasks"]["pairs"]["metrics"] == expected["tasks"]["reward_bench"]["metrics"]
+
+
 class Endpoint:
     """A judge over HTTP. `says` gets the prompt's material by name, and the number of times that it was asked before."""
 
