@@ -19,7 +19,7 @@ from typing import Any
 
 from safetensors.torch import load_file, save_file
 
-from tests.benchmarks.cases import Case, write
+from tests.benchmarks.cases import EOS, PAD, Case, write
 from tests.benchmarks.contender import Contender
 
 FOLDER = Path(".bench/evaluation")
@@ -91,6 +91,9 @@ def _write_model(folder: Path) -> None:
     write(CASE, folder)
     weights = {name: value if value.dim() == 1 else GAIN * value for name, value in load_file(folder / WEIGHTS).items()}
     save_file(weights, folder / WEIGHTS, {"format": "pt"})
+    for name in ("config.json", "generation_config.json"):  # transformers reads the end of sequence there
+        path = folder / name
+        path.write_text(json.dumps(json.loads(path.read_text()) | {"eos_token_id": EOS, "pad_token_id": PAD}))
 
 
 def _print(spent: dict[str, list[float]], equal: dict[str, int], turns: int) -> None:

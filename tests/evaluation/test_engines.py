@@ -220,7 +220,7 @@ def test_rank_0_looks_around_while_the_engines_work_and_may_leave(own_job):
         role.step_s = 0.02
     with pytest.raises(TimeoutError):
         list(engines.generate(prompts(100), SPEC, 0))
-    assert all(role.open for role in job.roles)
+    assert sum(len(role.drawn) for role in job.roles) < 100 * SAMPLES
 
 
 def test_rank_0_returns_although_nothing_arrives(job, monkeypatch):
