@@ -107,7 +107,9 @@ def _renders(recipe: Recipe) -> str:
     if config.trains(recipe):
         return "data.apply_chat_template" if recipe.data.apply_chat_template else ""
     asking = [name for name, task in recipe.evaluate.tasks.items() if task.apply_chat_template]
-    return f"evaluate.tasks.{asking[0]}.apply_chat_template" if asking else ""
+    if asking:
+        return f"evaluate.tasks.{asking[0]}.apply_chat_template"
+    return "evaluate.lm_eval.apply_chat_template" if recipe.evaluate.lm_eval.apply_chat_template else ""
 
 
 def _check_chat_template(key: str, folder: Path, wants: str) -> Iterator[Problem]:

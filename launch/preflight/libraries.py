@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ast
 import difflib
+import importlib.metadata
 import importlib.util
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
@@ -71,6 +72,7 @@ RUN_OPTIONS = {  # Megatron's options that this backend sets -> the reason
     "hidden_dropout": "ratios to the policy that sampled would be noise",
 }
 MEGATRON_ADAM = {"lr", "betas", "eps", "weight_decay", "fused", "foreach"}  # see pipeline/train/megatron/optimizer.py
+HARNESS, HARNESS_VERSION = "lm_eval", "0.4.13"
 RATES = ("lr", "weight_decay", "eps")
 PLAIN = {"int": int, "float": float, "bool": bool, "str": str, "None": type(None)}
 
@@ -80,6 +82,8 @@ def problems(recipe: Recipe) -> Iterator[Problem]:
     policy = recipe.policy
     if generates(recipe) and policy.generation.backend == "vllm":
         yield from _engine(policy.generation.vllm_kwargs)
+    if recipe.evaluate.lm_eval.tasks and not containers.has_another_python(recipe.cluster.generate):
+        yield from _harness()
     if not trains(recipe):
         return
     if uses_megatron(policy):
@@ -183,6 +187,20 @@ def _kernels(recipe: Recipe) -> Iterator[Problem]:
     if dtensor.flash_attention == 3 and importlib.util.find_spec("flash_attn_interface") is None:
         what = "got 3, but flash_attn_interface, FlashAttention-3's package, is not installed. Try 2"
         yield Problem(f"{key}.flash_attention", "not-installed", what)
+
+
+# ---- lm-evaluation-harness ------------------------------------------------------------------------------------------------
+
+
+def _harness() -> Iterator[Problem]:
+    """Yield a problem if lm_eval is missing, or is of a version whose tasks and interface are not known to agree."""
+    try:
+        found = importlib.metadata.version(HARNESS)
+    except importlib.metadata.PackageNotFoundError:
+        found = "none"
+    if found != HARNESS_VERSION:
+        what = f"got {found}; expected the package {HARNESS} {HARNESS_VERSION}. Try pip install 'hetstep[{HARNESS}]'"
+        yield Problem("evaluate.lm_eval.tasks", "not-installed", what)
 
 
 # ---- torch --------------------------------------------------------------------------------------------------------------
