@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from typing_extensions import override
 
-from pipeline.algorithms.sections import OfflineConfig, OnlineConfig
 from pipeline.problems import Problem
 
 if TYPE_CHECKING:
@@ -48,7 +47,7 @@ class Algorithm:
     An algorithm does not depend on a backend. It reads samples, packed batches and the outputs of models.
     """
 
-    Section: ClassVar[type[OnlineConfig | OfflineConfig]]  # the recipe's section of the algorithm's name
+    Section: ClassVar[type[Any]]  # the recipe's section of the algorithm's name
     reads: ClassVar[tuple[str, ...]] = ()  # other keys or sections of the recipe that only some algorithms read
     trains_model: ClassVar[bool] = True  # whether the job has train ranks
     paired: ClassVar[bool] = False  # whether an example is a chosen and a rejected answer

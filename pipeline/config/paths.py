@@ -118,7 +118,8 @@ def with_one_source(below: ConfigMapping, above: ConfigMapping) -> None:
     """Set the other key of SOURCES to null, in place, if a layer gives a data set a different source than the layers below."""
     for key, node in list(above.leaves("")):
         section, _, name = key.rpartition(".")
-        if name in SOURCES and section.startswith("data.") and getattr(node, "value", None) is not None:
+        names_data = section.startswith("data.") or fnmatch.fnmatchcase(section, "evaluate.tasks.*.data")
+        if name in SOURCES and names_data and getattr(node, "value", None) is not None:
             other = f"{section}.{SOURCES[name]}"
             if above.find(other) is None and getattr(below.find(other), "value", None) is not None:
                 above.set(other, ConfigValue(None, node.origin))
