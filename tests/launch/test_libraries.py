@@ -190,3 +190,12 @@ def test_the_check_does_not_import_the_libraries():
         "assert not {'torch', 'vllm', 'transformers', 'megatron.core'} & set(sys.modules)"
     )
     subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True)
+
+
+def test_lm_evaluation_harness_must_be_installed_in_its_version(monkeypatch):
+    versions = {"lm_eval": "0.4.9"}
+    monkeypatch.setattr("importlib.metadata.version", lambda name: versions[name])
+    (problem,) = libraries._harness()
+    assert (problem.key, problem.code) == ("evaluate.lm_eval.tasks", "not-installed") and "0.4.9" in problem.message
+    versions["lm_eval"] = "0.4.13"
+    assert list(libraries._harness()) == []
