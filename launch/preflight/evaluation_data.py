@@ -67,8 +67,7 @@ def _check_file(key: str, path: Path, form: Format | None) -> Iterator[Problem]:
             try:
                 record = input_files.parse_record(line)
                 if form is not None:
-                    data.check_columns(form, record)
-                    form.question(record, number)
+                    data.to_question(form, record, number)
             except ValueError as error:
                 bad.setdefault(str(error), []).append(number)
     yield from found

@@ -93,10 +93,14 @@ def data_files(key: str, data: TaskDataConfig, split: str) -> list[Path]:
     return files
 
 
-def check_columns(form: Format, record: Record) -> None:
-    """Raise ValueError if a record lacks a column of the format."""
+def to_question(form: Format, record: Record, index: int) -> Question:
+    """Return the question of a record. Raises ValueError if the record does not have the format."""
     for column in form.required:
         value_of(record, column)
+    try:
+        return form.question(record, index)
+    except (AttributeError, LookupError, TypeError) as error:  # such as a number in place of a text
+        raise ValueError(f"the record does not have the format: {type(error).__name__}: {error}") from error
 
 
 # ---- records ---------------------------------------------------------------------------------------------------------------
@@ -141,8 +145,7 @@ def _selected(count: int, task: TaskConfig) -> list[int]:
 
 def _question(key: str, form: Format, records: Sequence[Record], index: int) -> Question:
     try:
-        check_columns(form, records[index])
-        return replace(form.question(records[index], index), index=index)
+        return replace(to_question(form, records[index], index), index=index)
     except ValueError as error:
         raise RecipeError(Problem(f"{key}.data", "bad-record", f"{record_location(records, index)}: {error}")) from error
 

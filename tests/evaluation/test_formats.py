@@ -109,10 +109,11 @@ def test_labels_of_arc_become_letters(tmp_path: Path):
         ("mmlu_generative", {"question": "?", "choices": ["a"], "answer": 1}, "choice 2 of 1"),
         ("arc_generative", {"question": "?", "choices": {"label": ["A"], "text": ["a"]}, "answerKey": "B"}, "labels A"),
         ("math500", {"problem": "1+1?", "answer": [2]}, "'answer' is a list"),
+        ("mmlu", {"question": "?", "choices": 3, "answer": 1, "subject": "x"}, "does not have the format: TypeError"),
+        ("arc", {"question": "?", "choices": ["a"], "answerKey": "A"}, "does not have the format: TypeError"),
     ],
 )
 def test_records_that_are_not_of_the_format(format: str, record: dict, message: str):
     form = data.load_format("evaluate.tasks.x", TaskConfig(format=format))
     with pytest.raises(ValueError, match=message):
-        data.check_columns(form, record)
-        form.question(record, 0)
+        data.to_question(form, record, 0)
