@@ -95,7 +95,7 @@ class EvaluateRequest:
         if self.step == "follow" and (self.show or self.plan or self.dry_run):
             yield Problem("step", "contradiction", f"got follow with {flags[0]}=true. Try step=N")
         if self.period is not None and (self.step != "follow" or self.period < 1):
-            yield Problem("period", "has-no-effect", "expected 1 or more, with step=follow")
+            yield Problem("period", "has-no-effect", f"got {self.period}; expected 1 or more, with step=follow")
 
 
 def main(arguments: list[str]) -> int:

@@ -48,7 +48,7 @@ class CheckpointFollower:
         self.due: dict[int, Checkpoint] = {}  # kept, and not evaluated
         self.tries: dict[int, int] = {}
         self.failed: dict[int, str] = {}
-        self.running: tuple[Evaluation, RunJob] | None = None
+        self.running: tuple[int, Evaluation, RunJob] | None = None  # with the step
         self.retry_at = 0.0
         self.asked_at, self.ended = 0.0, 0  # last query of the run's job; queries in a row that found its end
 
@@ -77,7 +77,7 @@ class CheckpointFollower:
         """Take over what an earlier follower has kept."""
         for folder in kept.folders(self.folder):
             if run_setup.ended_well(folder.parent):
-                kept.release(folder.parent)
+                _release_judged(folder.parent)
             elif found := checkpoint.read(folder):
                 self.due[found.step] = found
 
@@ -143,27 +143,30 @@ class CheckpointFollower:
                 self._failed(found.step, str(error))
             return
         self._say(f"step {found.step}: {job.name()}")
-        self.running = evaluation, job
+        self.running = found.step, evaluation, job
 
     def _more(self) -> dict[str, Any]:
-        """Return the request's keys; for a run in an allocation, whose GPUs it uses itself, with Slurm as executor."""
+        """Return the request's keys; for a run in a job or an allocation of Slurm, with Slurm as executor.
+
+        A run uses the GPUs of its allocation itself. With `auto` a controller that does not answer for a moment would place the
+        evaluation on this machine.
+        """
         record, cluster = read_record(self.run_dir), self.request.more.get("cluster", {})
-        if record is None or record.executor != "allocation":
+        if record is None or record.executor == "local":
             return self.request.more
         return {**self.request.more, "cluster": {"executor": "slurm", **cluster}}
 
-    def _poll(self, evaluation: Evaluation, job: RunJob) -> None:
-        status, step = job.status(now=run_setup.ended_well(evaluation.run_dir)), evaluation.recipe.evaluate.step
+    def _poll(self, step: int, evaluation: Evaluation, job: RunJob) -> None:
+        status = job.status(now=run_setup.ended_well(evaluation.run_dir))
         if not status.ended:
             return
-        assert step is not None, "a checkpoint has a step"
         self.running = None
         deadline = time.monotonic() + follow.SETTLE_S
         while not run_setup.ended_well(evaluation.run_dir) and time.monotonic() < deadline:
             time.sleep(0.1)
         if run_setup.ended_well(evaluation.run_dir):
             self.due.pop(step, None)
-            kept.release(evaluation.source.run_dir)
+            _release_judged(evaluation.run_dir)
             scores = tables.read(evaluation.run_dir)
             self._say(f"step {step}: {tables.short(scores) if scores else 'done'}")
             return
@@ -189,3 +192,9 @@ class CheckpointFollower:
 
     def _say(self, text: str) -> None:
         print(plain(text), flush=True)
+
+
+def _release_judged(folder: Path) -> None:
+    """Release the checkpoint of a complete evaluation, unless answers still have to be judged, which loads it again."""
+    if submission.is_complete(folder):
+        kept.release(folder)

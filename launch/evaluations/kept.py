@@ -49,6 +49,8 @@ def keep(source: Path, folder: Path) -> Path:
     except FileNotFoundError:
         pass  # the run has removed it
     except OSError as error:
+        if checkpoint.read(target):  # another process has just kept it
+            return target
         message = f"{source} cannot be linked into {folder}: {error.strerror}. Try model=PATH with what export.py writes"
         raise RecipeError(Problem("run", "unwritable", message)) from error
     finally:
@@ -58,5 +60,6 @@ def keep(source: Path, folder: Path) -> Path:
 
 
 def release(folder: Path) -> None:
-    """Remove the links in an evaluation's folder."""
-    shutil.rmtree(place(folder), ignore_errors=True)
+    """Remove the links in an evaluation's folder, and those of a `keep` that was killed."""
+    for path in (place(folder), *folder.glob(f".{NAME}.*.partial")):
+        shutil.rmtree(path, ignore_errors=True)

@@ -66,16 +66,18 @@ def run(evaluation: Evaluation, detach: bool) -> int:
     run_dir = evaluation.run_dir
     if is_complete(run_dir):
         run_setup.check(evaluation.recipe)  # refuses the folder if it is another evaluation's
+        finish(evaluation)  # after detach=true nobody else does
         print(f"{run_dir} is complete")
         print_scores(run_dir)
         return 0
-    if job := run_setup.live_job(run_dir):
+    prepared = [] if run_setup.live_job(run_dir) else _prepared(evaluation)
+    if job := run_setup.live_job(run_dir):  # also one that another process, such as a follower, has submitted meanwhile
         if detach:
             print(f"{job.name()} evaluates already, in {run_dir}")
             return 0
         status = submit.attach(run_dir)
     else:
-        status = submit.submit(_prepared(evaluation), detach)
+        status = submit.submit(prepared, detach)
     if not detach:
         finish(evaluation)
         print_scores(run_dir)

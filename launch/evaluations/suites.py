@@ -41,6 +41,9 @@ def inspect(suite: str, source: Source, overrides: Iterable[str], cluster_and_mo
     if config.trains(loaded.recipe) and "algorithm" not in loaded.faulty:
         message = f"got {path}, whose algorithm is {loaded.recipe.algorithm}; expected a suite, with algorithm: evaluate"
         raise RecipeError(Problem("suite", "not-a-choice", message))
+    if "evaluate" in source.values and Path(loaded.recipe.run_dir).absolute() != source.run_dir.absolute():
+        message = f"got {loaded.recipe.run_dir}; expected {source.run_dir}, where a run's evaluations are. Try without it"
+        raise RecipeError(Problem("run_dir", "unsupported", message))
     return loaded
 
 

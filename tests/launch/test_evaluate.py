@@ -14,6 +14,7 @@ from launch.evaluations import background, follower, kept, records, sources, sub
 from launch.evaluations.background import FollowRequest
 from launch.evaluations.follower import CheckpointFollower
 from launch.executors.base import JobStatus
+from launch.executors.record import JobRecord
 from launch.plan import evaluation as evaluation_plan
 from launch.run_state import RunState
 from pipeline import checkpoint, config
@@ -148,6 +149,7 @@ def test_problems_of_a_checkpoint(run, capsys):
     assert "policy.hf_config_overrides: got " in printed_problems(capsys, f"run={run}", "suite=tiny", *other)
     gone = printed_problems(capsys, f"run={run}", "suite=tiny", "evaluate.checkpoint=x", "evaluate.step=7", "dry_run=true")
     assert "evaluate.checkpoint: " in gone and "[no-checkpoint]" in gone
+    assert "/x; expected " in printed_problems(capsys, f"run={run}", "suite=tiny", "run_dir=x", "dry_run=true")
     shutil.rmtree(run / "checkpoints")
     assert "no complete checkpoint yet" in printed_problems(capsys, f"run={run}", "suite=tiny")
     assert "got no suite" in printed_problems(capsys, f"run={run}")
@@ -267,6 +269,13 @@ def test_what_an_earlier_follower_kept_is_evaluated_first(run, jobs, states):
     assert jobs == [50, 100]
 
 
+def test_a_run_of_slurm_is_evaluated_by_slurm(run, monkeypatch):
+    each = CheckpointFollower(FollowRequest(run, "tiny"), "tiny")
+    assert each._more() == {}
+    monkeypatch.setattr(follower, "read_record", lambda _: JobRecord("slurm", "1", "host"))
+    assert each._more() == {"cluster": {"executor": "slurm"}}
+
+
 def test_a_failing_evaluation_is_given_up_and_named(run, jobs, states, capsys):
     save(run, 13)
     shutil.rmtree(run / "checkpoints/step_000050")
@@ -370,7 +379,9 @@ def test_a_complete_evaluation_is_said_to_be_complete(run, capsys):
     (folder / tables.SCORES).write_text(json.dumps(SCORES))
     made_runs.ended(folder, 50)
     config.write(suites.inspect("tiny", source, ()).recipe, folder / "recipe.yaml")
+    kept.keep(run / "checkpoints/step_000050", folder)  # as detach=true leaves it
     assert evaluate.main([f"run={run}", "suite=tiny", "step=50"]) == 0
+    assert not kept.place(folder).exists()
     out = capsys.readouterr().out
     assert f"{folder} is complete" in out and "accuracy  0.500" in out
     assert "holds another recipe" in printed_problems(capsys, f"run={run}", "suite=tiny", "step=50", "evaluate.seed=9")
