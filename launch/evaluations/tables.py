@@ -19,7 +19,7 @@ def read(run_dir: Path) -> dict[str, Any] | None:
     """Return an evaluation's scores.json; None if it has none yet. Raises RecipeError for a damaged file."""
     path = run_dir / SCORES
     try:
-        return json.loads(path.read_text())
+        return json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         return None
     except ValueError as error:

@@ -36,7 +36,7 @@ class JudgePrompt:
         """
         path = RECIPES / "prompts" / default if file is None else Path(file)
         try:
-            text = path.read_text()
+            text = path.read_text(encoding="utf-8")
         except OSError as error:
             raise RecipeError(Problem(key, "file-not-found", f"got {path}: {error.strerror}")) from None
         if missing := [place for place in places if f"{{{place}}}" not in text]:

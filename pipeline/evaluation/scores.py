@@ -47,11 +47,10 @@ def summarize(recipe: Recipe, tasks: Mapping[str, tuple[Task, Sequence[Answer]]]
         kept = latest(answers)
         summaries[name] = _task(task, kept)
         warnings += [f"{name}: {warning}" for warning in _warnings(task, kept, summaries[name])]
-    run = recipe.evaluate.run or (recipe.evaluate.run)
     return {
         "suite": recipe.name,
         "model": recipe.policy.model_name,
-        "run": run,
+        "run": recipe.evaluate.run,
         "step": recipe.evaluate.step,
         "tasks": summaries,
         "warnings": warnings,
@@ -67,7 +66,7 @@ def write(run_dir: Path, scores: Mapping[str, Any], values: Mapping[str, Mapping
     """Write values.json and then scores.json into the evaluation's folder, and return the latter's path. Raises OSError."""
     write_durably(run_dir / VALUES, json.dumps(values))
     path = run_dir / FILE
-    write_durably(path, json.dumps(scores, indent=1, ensure_ascii=False, allow_nan=False) + "\n")
+    write_durably(path, json.dumps(scores, indent=1, allow_nan=False) + "\n")
     return path
 
 

@@ -100,7 +100,7 @@ def _baselines(path: str) -> dict[str, str]:
     try:
         key = (path, Path(path).stat().st_mtime_ns)
         if key not in _READ:
-            lines = Path(path).read_text().splitlines()
+            lines = Path(path).read_text(encoding="utf-8").split("\n")
             _READ[key] = dict(_answer(json.loads(line)) for line in lines if line.strip())
         return _READ[key]
     except OSError as error:
