@@ -18,7 +18,7 @@ from launch.run_folder import RunFolder
 from pipeline import secrets
 
 FILE = "README.md"
-HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
+HUB_NAME = re.compile(r"\w[\w.-]*/[\w.-]+")
 SETTINGS = ("loss_fn", "policy.optimizer", "policy.train_global_batch_size", "policy.max_total_sequence_length")
 """Keys of the recipe that the card shows, besides the algorithm's section."""
 

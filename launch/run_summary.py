@@ -90,7 +90,8 @@ def whole(run: RunFolder, state: RunState) -> dict[str, Any]:
 def _own_scores(run: RunFolder) -> dict[str, list[float]]:
     """Return the score of each task of a run that is an evaluation; none before its end."""
     scores = tables.read(run.folder)
-    return {name: [found["value"]] for name, found in tables.main_scores(scores).items()} if scores else {}
+    found = tables.main_scores(scores) if scores else {}
+    return {name: [of["value"]] for name, of in found.items() if of["value"] is not None}
 
 
 def _ended(run: RunFolder, state: RunState) -> float | None:

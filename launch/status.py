@@ -260,7 +260,7 @@ def _evaluation(suite: dict[str, Any], run: dict[str, Any]) -> Iterator[str]:
     scores = suite["scores"]
     latest = ""
     if scores:
-        parts = (f"{task} {found['value']:.3f} ({_ends(found)})" for task, found in scores[max(scores)].items())
+        parts = (f"{task} {_score(found['value'])} ({_ends(found)})" for task, found in scores[max(scores)].items())
         latest = f": step {max(scores)}: {', '.join(parts)}"
     yield f"{suite['suite']}{latest}"
     for label, steps in (("evaluated", list(scores)), ("begun", suite["begun"]), ("pending", suite["pending"])):
@@ -273,7 +273,11 @@ def _evaluation(suite: dict[str, Any], run: dict[str, Any]) -> Iterator[str]:
 
 
 def _ends(found: dict[str, Any]) -> str:
-    return " to ".join("?" if found[end] is None else f"{found[end]:.3f}" for end in ("low", "high"))
+    return " to ".join(_score(found[end]) for end in ("low", "high"))
+
+
+def _score(value: float | None) -> str:
+    return "?" if value is None else f"{value:.3f}"
 
 
 def _starts(attempts: list[dict[str, Any]]) -> Iterator[Row]:

@@ -9,6 +9,7 @@ from typing import Any
 
 from launch.evaluations import background, kept, tables
 from launch.evaluations.sources import FOLDER
+from pipeline import checkpoint
 from pipeline.config import RecipeError
 
 
@@ -34,7 +35,7 @@ def of_run(run_dir: Path) -> Iterator[SuiteRecord]:
 def _of_suite(folder: Path) -> SuiteRecord:
     failed = {int(step): why for step, why in background.read_record(folder).get("failed", {}).items()}
     record = SuiteRecord(folder.name, failed=failed, followed=background.is_followed(folder))
-    for one in sorted(folder.glob("step_*"), key=lambda path: path.name):
+    for one in sorted(path for path in folder.glob("step_*") if checkpoint.NAME.fullmatch(path.name)):
         step = int(one.name.removeprefix("step_"))
         scores = _scores(one)
         if scores is not None and (one / "done.json").exists():
