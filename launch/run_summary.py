@@ -6,12 +6,11 @@
 from __future__ import annotations
 
 from dataclasses import asdict
-from pathlib import Path
 from typing import Any
 
 from launch import startup_stages
 from launch.attempts import AttemptFolder
-from launch.evaluations import records, tables
+from launch.evaluations import records, suites, tables
 from launch.evaluations.progress import AnswerCounts
 from launch.failure_logs import container_failure, failed_log_lines
 from launch.follow import FAULT_METRICS, first_failure
@@ -168,7 +167,7 @@ def _evaluations(run: RunFolder) -> list[dict[str, Any]]:
     found = [asdict(each) for each in records.of_run(run.folder)]
     for each in found:
         each["scores"] = {step: tables.main_scores(scores) for step, scores in each["scores"].items()}
-        each["asked"] = each["suite"] == Path(run.value("evaluation.suite", "")).stem
+        each["asked"] = each["suite"] == suites.name_of(run.value("evaluation.suite", ""))
     return found
 
 

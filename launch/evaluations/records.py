@@ -28,7 +28,7 @@ class SuiteRecord:
 def of_run(run_dir: Path) -> Iterator[SuiteRecord]:
     """Yield the evaluations of a run by each suite."""
     for folder in sorted((run_dir / FOLDER).glob("*/")):
-        if any(folder.glob("step_*")) or background.is_followed(folder):
+        if any(folder.glob("step_*")) or (folder / background.RECORD).exists():
             yield _of_suite(folder)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,14 @@ HARNESS = "lm_eval"
 """suite=lm_eval:mmlu,hellaswag runs tasks of lm-evaluation-harness, over the suite of this name."""
 
 
+def name_of(suite: str) -> str:
+    """Return a suite's name, which is that of its folders, without a look at its file."""
+    prefix, colon, tasks = suite.partition(":")
+    if prefix == HARNESS and colon:
+        return re.sub(r"[^\w.-]+", "_", f"{HARNESS}_{tasks}".rstrip(","))[:100]
+    return Path(suite).stem
+
+
 def find(suite: str) -> tuple[str, Path, list[str]]:
     """Return a suite's name, its file, and the tasks of lm-evaluation-harness that it names. Raises RecipeError."""
     prefix, colon, tasks = suite.partition(":")
@@ -22,7 +31,7 @@ def find(suite: str) -> tuple[str, Path, list[str]]:
         names = [name for name in tasks.split(",") if name]
         if not names:
             raise RecipeError(Problem("suite", "missing-value", f"got '{suite}'; expected {HARNESS}:TASK or {HARNESS}:A,B"))
-        return f"{HARNESS}_{'_'.join(names)}"[:100], SUITES / f"{HARNESS}.yaml", names
+        return name_of(suite), SUITES / f"{HARNESS}.yaml", names
     path = config_tree.find_file(suite, SUITES, "suite", f"; or {HARNESS}:TASK,..., or a path to a recipe")
     return path.stem, path, []
 

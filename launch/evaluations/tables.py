@@ -63,7 +63,8 @@ def main_scores(scores: Mapping[str, Any]) -> dict[str, Mapping[str, float]]:
 
 def short(scores: Mapping[str, Any]) -> str:
     """Return the tasks' own metrics in one line."""
-    return ", ".join(f"{name} {_number(found['value'])} ({_interval(found)})" for name, found in main_scores(scores).items())
+    found = main_scores(scores).items()
+    return ", ".join(f"{name} {_number(of['value'])}{f' ({ends})' if (ends := _interval(of)) else ''}" for name, of in found)
 
 
 def _interval(found: Mapping[str, Any]) -> str:

@@ -106,6 +106,7 @@ def test_an_evaluation_of_a_model_has_a_folder_of_the_models_name(name, folder, 
 def test_tasks_of_the_harness_are_a_suite():
     name, path, tasks = suites.find("lm_eval:mmlu,hellaswag")
     assert (name, path.stem, tasks) == ("lm_eval_mmlu_hellaswag", "lm_eval", ["mmlu", "hellaswag"])
+    assert suites.find("lm_eval:mmlu_*,a/b")[0] == suites.name_of("lm_eval:mmlu_*,a/b") == "lm_eval_mmlu__a_b"
     with pytest.raises(RecipeError):
         suites.find("lm_eval:")
 
