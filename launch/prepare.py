@@ -155,7 +155,8 @@ def _examine_evaluation(recipe: Recipe, pending: list[PendingModel], dry: bool) 
         found += [*own, *site]
     named = (replace(each, key="evaluation.suite") if each.key == "suite" else each for each in found)
     return [
-        each if each.key == "evaluation.suite" or each.origin == "evaluation" else each.within("evaluation") for each in named
+        each if each.key.startswith("evaluation.") or each.origin == "evaluation" else each.within("evaluation")
+        for each in named
     ]
 
 

@@ -48,8 +48,12 @@ class FollowRequest:
 def keys_of(section: EvaluationConfig) -> dict[str, Any]:
     """Return the nested keys of the recipe that a run's section `evaluation` gives.
 
-    In `cluster` a key that only components have, such as partition, is cluster.generate's. Keys may be dotted.
+    In `cluster` a key that only components have, such as partition, is cluster.generate's. Keys may be dotted. Raises
+    RecipeError for an empty key.
     """
+    for name, given in (("overrides", section.overrides), ("cluster", section.cluster)):
+        if "" in given:
+            raise RecipeError(Problem(f"evaluation.{name}", "bad-format", "got an empty key; expected keys of the recipe"))
     shared = {each.name for each in fields(ClusterConfig)}
     of_component = {each.name for each in fields(ComponentConfig)} - shared
     tree = config_tree.from_plain({}, None)
