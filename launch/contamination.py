@@ -21,6 +21,7 @@ if __name__ == "__main__":
 from launch import command_line
 from launch.command_line import Key
 from launch.evaluations import folder as evaluations
+from launch.evaluations import sources
 from launch.evaluations.folder import CONTAMINATION, EvaluationFolder
 from launch.evaluations.overlap import WORDS, OverlapSearch
 from launch.executors.base import write_json
@@ -61,7 +62,8 @@ def execute(request: ContaminationRequest) -> int:
     evaluation = evaluations.read(request.evaluation)
     if evaluation is None:
         raise RecipeError(Problem("evaluation", "not-a-run", f"{request.evaluation} is not a complete evaluation"))
-    run = request.run or (Path(evaluation.scores["run"]) if evaluation.scores["run"] else None)
+    trained = evaluation.scores.get("run")
+    run = request.run or (Path(trained) if trained else None)
     if run is None:
         message = "the evaluation is not of a run; expected run=RUN_DIR, whose training data are searched"
         raise RecipeError(Problem("run", "missing-value", message))
@@ -78,13 +80,16 @@ def contamination(evaluation: EvaluationFolder, run: Path, words: int = WORDS) -
     recipe = config.read(evaluation.folder / "recipe.yaml")
     searches, unreadable = {}, {}
     for name in evaluation.tasks:
+        if name not in recipe.evaluate.tasks:
+            unreadable[name] = "a task of lm-evaluation-harness, whose data are its own"
+            continue
         try:
             questions = data.read(name, recipe.evaluate.tasks[name]).questions
-        except (RecipeError, KeyError) as error:  # a task of another library has no data here
+        except RecipeError as error:
             unreadable[name] = str(error)
             continue
         searches[name] = OverlapSearch.of({question.id: _text(question) for question in questions}, words)
-    records = _search(config.read(run / "recipe.yaml"), list(searches.values()))
+    records = _search(sources.read_run(run), list(searches.values()))
     tasks: dict[str, Any] = {name: _scores(evaluation, name, search) for name, search in searches.items()}
     tasks |= {name: {"unreadable": why} for name, why in unreadable.items()}
     return {"run": str(run), "words": words, "records": records, "tasks": tasks}
