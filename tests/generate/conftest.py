@@ -41,5 +41,7 @@ def default_group() -> Iterator[None]:
     yield
     if dist.is_initialized():
         if state := sys.modules.get("vllm.distributed.parallel_state"):
-            state.destroy_model_parallel()  # its groups, which this process's next engine would destroy, end here too
-        dist.destroy_process_group()
+            state.destroy_model_parallel()  # its groups, which this process's next engine would take for its own
+            state.destroy_distributed_environment()
+        if dist.is_initialized():
+            dist.destroy_process_group()

@@ -4,6 +4,7 @@ import pytest
 
 from tests.fork_server import Program
 from tests.generate import tiny
+from tests.generate.conftest import default_group  # noqa: F401 - a fixture for all tests here
 
 
 @pytest.fixture(scope="session")
