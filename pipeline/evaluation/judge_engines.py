@@ -87,7 +87,8 @@ class EngineJudge:
     def _reply(self, purpose: str, group: RolloutGroup) -> JudgeReply:
         (rollout,) = group.rollouts
         text = str(self._tokenizer.decode(rollout.tokens, skip_special_tokens=True))
-        return JudgeReply(self._open.pop((purpose, group.prompt.index)), text, rollout.finish, rollout.failure, busy=True)
+        name, failure = self._open.pop((purpose, group.prompt.index)), rollout.failure
+        return JudgeReply(name, text, rollout.finish, failure, busy=bool(failure))
 
     def _encode(self, prompt: str) -> np.ndarray:
         """Return the prompt as a user's message, [P] int32. Special tokens in it stay text."""
