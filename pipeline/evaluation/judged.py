@@ -173,7 +173,7 @@ class JudgedTask:
         failure = "; ".join(failures)
         if any(one.verdict is None and not one.at_fault for one in judgements.values()):
             return replace(answer, metrics=unreadable, failure=failure, details=details)
-        verdicts = {name: one.verdict for name, one in judgements.items()}
+        verdicts = {name: one.verdict for name, one in sorted(judgements.items())}
         score, metrics = self.judged(ended.question, answer.details[TEXTS], verdicts)
         return replace(answer, score=score, metrics={**metrics, **unreadable}, failure=failure, details=details)
 
