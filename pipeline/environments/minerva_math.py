@@ -51,7 +51,7 @@ class MinervaMath(Math):
         outcome = super().step(prompt, text)
         found, expected = final_answer(text), normalize(prompt.task["answer"])
         same = found is not None and bool(found) and found == expected
-        if found and not same:
+        if found and expected and not same:
             task = {**prompt.task, "answer": expected}
             same = bool(super().step(replace(prompt, task=task), f"\\boxed{{{found}}}").reward)
         metrics = {**outcome.metrics, "exact_match": float(same), "no_final_answer": float(found is None)}
