@@ -46,6 +46,10 @@ class RatingTask(JudgedTask):
         if not config.apply_chat_template:
             message = "got false; expected true, since a conversation of several turns needs a chat template"
             raise RecipeError(Problem(f"evaluate.tasks.{name}.apply_chat_template", "contradiction", message))
+        for question in self._data.questions:
+            if (turns := len(question.task["turns"])) > MOST_TURNS:
+                message = f"question {question.id}: has {turns} turns; expected at most {MOST_TURNS}"
+                raise RecipeError(Problem(f"evaluate.tasks.{name}.data", "bad-record", message))
         self._encoder = PromptEncoder(name, replace(config, env_name=None), recipe.policy.tokenizer, tokenizer)
         self._room = recipe.policy.generation.vllm_cfg.max_model_len
 

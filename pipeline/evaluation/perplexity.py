@@ -111,12 +111,15 @@ def words(text: str) -> list[str]:
 
 
 def _linearized(answers: Sequence[Answer], unit: str, of: Callable[[float], tuple[float, float]]) -> PerQuestion:
-    """Return values whose mean is f(nats per unit over all answers). of: nats per unit -> f, and its derivative."""
+    """Return values whose mean is f(nats per unit over all answers); none if f overflows. of: nats per unit -> f, slope."""
     if not answers:
         return {}
     nats = np.array([-answer.details["logprob"] for answer in answers])
     counts = np.array([answer.details[unit] for answer in answers], np.float64)
     ratio = math.fsum(nats) / math.fsum(counts)
-    value, slope = of(ratio)
+    try:
+        value, slope = of(ratio)
+    except OverflowError:  # a perplexity above the largest float
+        return {}
     values = value + slope * (nats - ratio * counts) / counts.mean()
     return {answer.question: [float(each)] for answer, each in zip(answers, values, strict=True)}
