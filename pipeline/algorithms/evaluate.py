@@ -147,7 +147,7 @@ class TaskConfig:
             description="Maximum tokens before thinking_end; then the end is inserted and the answer begins. null: no bound."
         ),
     ] = None
-    thinking_end: Annotated[Text, Field(description="Text that ends the model's thinking.")] = "</think>"
+    thinking_end: Annotated[Text, Field(min_length=1, description="Text that ends the model's thinking.")] = "</think>"
     max_turns: Annotated[Positive, Field(description="Maximum turns of an episode.")] = 1
     pass_at: Annotated[list[Positive], Field(description="Values k for which pass@k is reported.")] = field(
         default_factory=list

@@ -243,7 +243,10 @@ class LLMJudge(BuiltinEnvironment):
         reply = self._post(body, deadline)
         try:
             choice = json.loads(reply)["choices"][0]
-            return choice["message"]["content"] or "", str(choice.get("finish_reason") or "stop")
+            content = choice["message"]["content"] or ""
+            if not isinstance(content, str):
+                raise TypeError(content)
+            return content, str(choice.get("finish_reason") or "stop")
         except (ValueError, LookupError, TypeError, AttributeError):
             raise NoReply(f"{self._url}: not a chat completion: {_start(reply)}") from None
 

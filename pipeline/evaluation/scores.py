@@ -120,20 +120,23 @@ def _task(task: Task, answers: Sequence[Answer]) -> dict[str, Any]:
         "groups": {},
     }
     if groups:
-        names = sorted(set(groups.values()))
-        summary["groups"] = {name: _group(metrics, {id for id, group in groups.items() if group == name}) for name in names}
-        by_group = {metric: [_within(values, groups, name) for name in names] for metric, values in metrics.items()}
-        summary["macro"] = {metric: as_json(macro_interval(each)) for metric, each in by_group.items()}
+        # Of each group's own answers: some metrics weigh a question by all questions that they are given.
+        by_group = {
+            name: task.metrics([each for each in answers if each.group == name]) for name in sorted(set(groups.values()))
+        }
+        summary["groups"] = {
+            name: {
+                "questions": sum(group == name for group in groups.values()),
+                "metrics": {metric: as_json(interval(values.values())) for metric, values in found.items()},
+            }
+            for name, found in by_group.items()
+        }
+        summary["macro"] = {
+            metric: as_json(macro_interval([found[metric].values() for found in by_group.values() if metric in found]))
+            for metric in metrics
+            if any(metric in found for found in by_group.values())
+        }
     return summary
-
-
-def _group(metrics: Mapping[str, PerQuestion], questions: set[str]) -> dict[str, Any]:
-    scores = {name: as_json(interval([of for id, of in values.items() if id in questions])) for name, values in metrics.items()}
-    return {"questions": len(questions), "metrics": scores}
-
-
-def _within(values: PerQuestion, groups: Mapping[str, str], name: str) -> list[Sequence[float]]:
-    return [of for id, of in values.items() if groups.get(id) == name]
 
 
 def _warnings(task: Task, answers: Sequence[Answer], summary: Mapping[str, Any]) -> Iterator[str]:

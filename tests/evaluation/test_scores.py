@@ -39,6 +39,23 @@ def test_the_summary_of_a_task():
     assert summary(kept)["warnings"] == []
 
 
+class Weighed(Scored):
+    """Its metric gives the first question twice the weight of the others that it is given."""
+
+    def metrics(self, answers):
+        (values,) = super().metrics(answers).values()
+        share = len(values) / (len(values) + 1)
+        first = min(values)
+        return {"weighed": {id: [share * (1 + (id == first)) * score for score in of] for id, of in values.items()}}
+
+
+def test_a_group_has_the_weights_of_its_own_questions():
+    kept = [replace(answer, score=1.0) for answer in answers(group="subject ")]
+    of = scores.summarize(recipe(), {"task": (Weighed(num_samples=2), kept)})["tasks"]["task"]
+    found = [of["metrics"], *(group["metrics"] for group in of["groups"].values()), of["macro"]]
+    assert [each["weighed"]["value"] for each in found] == pytest.approx([1.0] * 5)
+
+
 @pytest.mark.parametrize(
     ("change", "said"),
     [
