@@ -98,7 +98,8 @@ FILES = {
     ),
     "bad-record": ProblemCode(
         "A line of a data file has no usable record: no JSON object, a missing column, an empty or too long prompt.",
-        "Correct the line that the message names, or set `data.train.input_key` and `output_key` to the file's columns.",
+        "Correct the line that the message names, or set `data.train.input_key` and `output_key` to the file's columns;"
+        " in an evaluation, `evaluate.tasks.NAME.format_kwargs`.",
     ),
     "file-not-found": ProblemCode(
         "A file, folder or recipe does not exist.",
