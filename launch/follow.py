@@ -203,7 +203,8 @@ class Follower:
         while status.state in ("COMPLETED", "GONE") and not done.exists() and time.monotonic() < deadline:
             time.sleep(0.1)
         if status.state in ("COMPLETED", "GONE") and done.exists():
-            self._print(f"done: step {json.loads(done.read_text())['step']}, in {self.run_dir}", "green")
+            what = "all answers" if evaluates(self.run_dir) else f"step {json.loads(done.read_text())['step']}"
+            self._print(f"done: {what}, in {self.run_dir}", "green")
             return True
         first, *rest = failure(self.run_dir, self.job, status, self.printed)
         self._print(first, "bold red")

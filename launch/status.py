@@ -196,7 +196,7 @@ def _heading(run: dict[str, Any]) -> str:
 
 def whole(run: dict[str, Any]) -> Iterator[Row]:
     """Yield (label, text) of everything about a run. run: a summary from `run_summary.whole`."""
-    yield _row_of("state", run["state"], run["why"], "the ranks are starting" if run["starting"] else "")
+    yield _row_of("state", run["state"], run["why"], "the ranks are starting" if run["starting"] and not run["answers"] else "")
     if run["job"]:
         yield _row_of("job", run["job"])
     if run["startup_text"]:

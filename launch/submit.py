@@ -337,6 +337,7 @@ def _interrupt(_number: int, _frame: object) -> None:
 
 def follow_to_end(run_dir: Path, job: RunJob, steps: int | None, metrics: MetricsTail) -> int:
     """Follow a job to its end, and return the exit status. Ctrl-C cancels it; on a terminal, after a question."""
+    from launch.evaluations.progress import evaluates
     from launch.follow import Follower
 
     follower = Follower(run_dir, job, steps, metrics)
@@ -345,7 +346,7 @@ def follow_to_end(run_dir: Path, job: RunJob, steps: int | None, metrics: Metric
             return 0 if follower.follow() else 1
         except KeyboardInterrupt as interrupt:
             if isinstance(interrupt, Terminated) or not sys.stdin.isatty() or _wants_to_cancel():
-                return cancel(job)
+                return cancel(job, evaluates(run_dir))
 
 
 def _wants_to_cancel() -> bool:
@@ -358,8 +359,11 @@ def _wants_to_cancel() -> bool:
     return False
 
 
-def cancel(job: RunJob) -> int:
-    """Cancel a job, wait for its end at most CANCEL_WAIT_S, and return the exit status 130."""
+def cancel(job: RunJob, evaluates: bool = False) -> int:
+    """Cancel a job, wait for its end at most CANCEL_WAIT_S, and return the exit status 130.
+
+    evaluates: the job is an evaluation, which has answers and no checkpoints
+    """
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)  # a second signal does not interrupt the cancellation
     print(f"\ncancelling {job.name()} ...", flush=True)
@@ -367,11 +371,8 @@ def cancel(job: RunJob) -> int:
     deadline = time.monotonic() + CANCEL_WAIT_S
     while not (status := job.status(now=True)).ended and time.monotonic() < deadline:
         time.sleep(0.2)
-    print(
-        f"{job.name()}: {status}; the same command continues from the last checkpoint"
-        if status.ended
-        else f"{job.name()} is still {status}"
-    )
+    how = "with the answers that are missing" if evaluates else "from the last checkpoint"
+    print(f"{job.name()}: {status}; the same command continues {how}" if status.ended else f"{job.name()} is still {status}")
     return CANCELLED
 
 
