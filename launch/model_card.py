@@ -16,8 +16,10 @@ from launch.evaluations import folder as evaluations
 from launch.evaluations.folder import EvaluationFolder
 from launch.run_folder import RunFolder
 from pipeline import secrets
+from pipeline.algorithms import read_by
 
 FILE = "README.md"
+ABSOLUTE = re.compile(r"(?<![\w:/.])~?(?:/[\w.@+-]+)+")
 HUB_NAME = re.compile(r"\w[\w.-]*/[\w.-]+")
 SETTINGS = ("loss_fn", "policy.optimizer", "policy.train_global_batch_size", "policy.max_total_sequence_length")
 """Keys of the recipe that the card shows, besides the algorithm's section."""
@@ -34,7 +36,7 @@ def _front_matter(run: RunFolder) -> Iterator[str]:
     names = [str(each.get("dataset_name")) for each in _data(run).values()]
     published = [name for name in dict.fromkeys(names) if _is_hub_name(name)]
     values: dict[str, Any] = {"library_name": "transformers", "tags": ["hetstep", run.algorithm]}
-    if _is_hub_name(run.model):
+    if _is_hub_name(run.model) and not run.value("policy.random_init"):
         values["base_model"] = run.model
     if published:
         values["datasets"] = published
@@ -47,7 +49,7 @@ def _lineage(run: RunFolder, step: int) -> Iterator[str]:
     steps = f"{step} of {run.max_steps}" if run.max_steps else str(step)
     commit = f"{git['commit']}{', with changes' if git['dirty'] else ''}" if git else ""
     facts = {
-        "base model": _shown(run.model),
+        "base model": "random weights, of the shape of " * bool(run.value("policy.random_init")) + _shown(run.model),
         "algorithm": run.algorithm,
         "recipe": run.name,
         "steps": steps,
@@ -93,14 +95,33 @@ def _scores(scored: Sequence[EvaluationFolder]) -> Iterator[str]:
                 value = "" if score["value"] is None else f"{score['value']:.3f}"
                 rows.append((each.suite, task, metric, value, f"{low} to {high}", summary["questions"], summary["samples"]))
     yield from _table(("suite", "task", "metric", "score", "interval", "questions", "answers"), rows)
-    warnings = [f"- {_plain(f'{each.suite}: {warning}')}" for each in scored for warning in each.scores["warnings"]]
+    said = [f"{each.suite}: {warning}" for each in scored for warning in each.scores["warnings"]]
+    warnings = [f"- {_plain(_without_folders(one))}" for one in said]
     if warnings:
         yield "\n".join(["", *warnings])
 
 
 def _recipe(run: RunFolder) -> Iterator[str]:
-    found = {key: value for key in (run.algorithm, *SETTINGS) if (value := run.value(key)) is not None}
+    found = {key: _read(run.algorithm, key, run.value(key)) for key in (run.algorithm, *SETTINGS)}
+    found = {key: value for key, value in found.items() if value not in (None, {})}
     yield f"\n## Recipe\n\n```yaml\n{yaml.safe_dump(_without_paths(found), sort_keys=False).strip()}\n```"
+
+
+def _read(algorithm: str, key: str, value: Any) -> Any:
+    """Return the value of a key without what the algorithm does not read; None or {} if it reads nothing of it."""
+    if isinstance(value, Mapping):
+        inside = {name: (_read(algorithm, f"{key}.{name}", inner), inner) for name, inner in value.items()}
+        return {
+            name: own
+            for name, (own, inner) in inside.items()
+            if own not in (None, {}) or (own == inner and algorithm in read_by(f"{key}.{name}"))
+        }
+    return value if algorithm in read_by(key) else None
+
+
+def _without_folders(text: str) -> str:
+    """Return a text whose absolute paths have only their last part."""
+    return ABSOLUTE.sub(lambda found: found[0].rpartition("/")[2], text)
 
 
 def _without_paths(value: Any) -> Any:

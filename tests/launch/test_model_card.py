@@ -55,3 +55,16 @@ def test_a_model_of_the_hub_is_the_base_model(tmp_path):
     run = made_runs.folder(tmp_path / "run", "tiny_grpo", "policy.model_name=Qwen/Qwen3-0.6B")
     front = yaml.safe_load(model_card.text(RunFolder.at(run), 1).split("---\n")[1])
     assert front["base_model"] == "Qwen/Qwen3-0.6B"
+
+
+def test_random_weights_unread_keys_and_folders_of_warnings(tmp_path):
+    overrides = ("policy.model_name=Qwen/Qwen3-0.6B", "policy.random_init=true", "needs=[]")
+    run = made_runs.folder(tmp_path / "run", "tiny_sft", *overrides)
+    made.evaluation(run, 10, {"add": made.answers()})
+    path = run / "evaluations/math/step_000010/scores.json"
+    scores = json.loads(path.read_text())
+    path.write_text(json.dumps({**scores, "warnings": ["add: cut at /home/somebody/data/test.jsonl, see https://a.b/c/d"]}))
+    card = model_card.text(RunFolder.at(run), 10)
+    assert "| base model | random weights, of the shape of Qwen/Qwen3-0.6B |" in card and "base_model" not in card
+    assert "loss_fn" not in card and "policy.optimizer" in card and "seed: " in card
+    assert "cut at test.jsonl, see https://a.b/c/d" in card and "somebody" not in card
