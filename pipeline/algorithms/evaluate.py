@@ -34,6 +34,8 @@ KINDS = {
 SAMPLED = ("generate", "instructions")
 """Kinds whose answers are sampled and scored by an environment."""
 
+METRICS = {"choices": ("acc", "acc_norm", "acc_bytes")}
+"""The metrics of a kind, where they are known before a job."""
 JUDGED = ("comparison", "multi_turn_rating", "refusal")
 """Kinds whose answers `evaluate.judge` judges."""
 
@@ -103,12 +105,12 @@ class TaskConfig:
     kind: Annotated[
         Text,
         Check(lambda kind: not_a_kind(kind, KINDS), "not-a-choice"),
-        Field(description="How questions are asked and scored."),
+        Field(description=f"How questions are asked and scored: {', '.join(KINDS)}."),
     ] = "generate"
     format: Annotated[
         Text,
         Check(lambda name: not_a_kind(name, FORMATS), "not-a-choice"),
-        Field(description="Format of the records, or the dotted path of your own class."),
+        Field(description=f"Format of the records: {', '.join(FORMATS)}; or the dotted path of your own class."),
     ] = "records"
     format_kwargs: Annotated[dict[str, Any], Field(description="Arguments of the format.")] = field(default_factory=dict)
     data: TaskDataConfig = field(default_factory=TaskDataConfig)
@@ -236,6 +238,10 @@ class Evaluate(OnlineAlgorithm):
                 known = ", ".join(self.recipe.env) or "none"
                 message = f"got {task.env_name}; expected a key of env, which scores the answers: {known}"
                 yield Problem(f"evaluate.tasks.{name}.env_name", "not-a-choice", message)
+            known = METRICS.get(task.kind, ())
+            if known and task.metric not in (None, *known):
+                message = f"got {task.metric}; expected a metric of kind {task.kind}: {', '.join(known)}"
+                yield Problem(f"evaluate.tasks.{name}.metric", "not-a-choice", message)
             yield from _check_samples(f"evaluate.tasks.{name}", task)
         yield from self._judge_problems()
         yield from self._reward_model_problems()
