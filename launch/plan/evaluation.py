@@ -1,8 +1,9 @@
 """Plan an evaluation: questions, tokens, an engine's memory, seconds and GPU-hours.
 
 Numbers of questions and lengths of prompts are those of the data where these are here and small to read; other prompts have
-plan.prompt_tokens, or the guess of `lengths`. Answers have plan.answer_tokens, or half of max_new_tokens. A likelihood task has
-no answers: its questions are read once, and its choices after them.
+plan.prompt_tokens, or the guess of `lengths`. A token has 4 characters, whatever the tokenizer is. Answers have
+plan.answer_tokens, or half of max_new_tokens. A likelihood task has no answers: its questions are read once, and its choices
+after them.
 
 Not counted: loading weights, the environments' work, judges behind endpoints, and further turns of an episode.
 """
@@ -29,6 +30,8 @@ from pipeline.config import GENERATED_DATASETS, Problem, Recipe, collected, hard
 LABEL, WIDTH = 14, 120
 CHARACTERS = 4.0  # of a token of text
 CHOICE_TOKENS = 8  # of a choice whose text is not read
+GIVEN, MEASURED, GUESSED = "plan.prompt_tokens", "characters / 4", "a guess"
+LEAST = {GIVEN: 1.0, MEASURED: 1 / 3, GUESSED: 0.0}  # the part of an estimate that prompts have in any case, by its source
 READ = ("choices", "continuation", "perplexity", "preference")  # kinds whose questions engines only read
 SAMPLED = 200  # questions whose texts are measured
 
@@ -42,6 +45,7 @@ class TaskPlan:
     samples: int  # answers of each question; 0 for a task by likelihood
     prompt: float  # mean tokens of a question with its worked examples
     lengths: Lengths  # of answers, whose prompt is `prompt`; for likelihood the tokens of all choices
+    source: str  # of `prompt`: GIVEN, MEASURED or GUESSED
 
     @property
     def answers(self) -> int:
@@ -115,9 +119,10 @@ class EvaluationPlan:
         total = self.recipe.policy.max_total_sequence_length
         for task in self.tasks:
             asked = self.recipe.evaluate.tasks[task.name].max_new_tokens
-            if task.samples and task.prompt + asked > total:
+            least = task.prompt * LEAST[task.source]
+            if task.samples and least + asked > total:
                 yield (
-                    f"{task.name}: prompts of about {task.prompt:,.0f} tokens leave less than max_new_tokens={asked:,} of"
+                    f"{task.name}: prompts of at least {least:,.0f} tokens leave less than max_new_tokens={asked:,} of"
                     f" policy.max_total_sequence_length={total:,}; longer answers are cut"
                 )
 
@@ -136,17 +141,19 @@ def plan(recipe: Recipe, pending: Sequence[os.PathLike] = (), reads: bool = Fals
 
 
 def _task(recipe: Recipe, name: str, task: TaskConfig, reads: bool) -> TaskPlan:
-    questions, prompt, choices = _of_data(name, task) if reads or task.data.dataset_name in GENERATED_DATASETS else (None,) * 3
+    reads = reads or task.data.data_path is not None or task.data.dataset_name in GENERATED_DATASETS
+    questions, prompt, choices = _of_data(name, task) if reads else (None,) * 3
     questions = _lines(task) if questions is None else questions
     total, given = recipe.policy.max_total_sequence_length, recipe.plan
+    source = GIVEN if given.prompt_tokens else MEASURED if prompt else GUESSED
     prompt = given.prompt_tokens or prompt or min(lengths.PROMPT_TOKENS * (1 + task.num_few_shot), total / 2)
     prompt = min(prompt, total - 1)
     if task.kind in READ:
         read = choices or CHOICE_TOKENS
-        return TaskPlan(name, questions, 0, prompt, Lengths(prompt, read, read, ""))
+        return TaskPlan(name, questions, 0, prompt, Lengths(prompt, read, read, ""), source)
     limit = min(task.max_new_tokens, total - prompt)
     answer = min(given.answer_tokens or lengths.ANSWER_SHARE * limit, limit)
-    return TaskPlan(name, questions, task.num_samples, prompt, Lengths(prompt, answer, limit, ""))
+    return TaskPlan(name, questions, task.num_samples, prompt, Lengths(prompt, answer, limit, ""), source)
 
 
 def _of_data(name: str, task: TaskConfig) -> tuple[int | None, float | None, float | None]:
@@ -257,11 +264,20 @@ def _run(plan: EvaluationPlan) -> Iterator[str]:
         )
     else:
         yield from _row("run", f"its time is unknown: the data of {', '.join(unknown)} are not read here. Try plan=true")
+    given = plan.recipe.plan.answer_tokens
+    answers = "answers of half of max_new_tokens" if given is None else f"answers of {given:g} tokens"
     yield from _row(
         "assumed",
-        "answers of half of max_new_tokens; set plan.answer_tokens to change it. Not counted: loading"
-        " weights, environments and judges, further turns",
+        f"prompts of {_sources(plan.tasks)} tokens, {answers}; set plan.prompt_tokens and plan.answer_tokens to"
+        " change it. Not counted: loading weights, environments and judges, further turns",
     )
+
+
+def _sources(tasks: Sequence[TaskPlan]) -> str:
+    """Return where the prompts' lengths come from; the tasks of each source, if there are several."""
+    by_source = {source: [task.name for task in tasks if task.source == source] for source in LEAST}
+    found = {source: names for source, names in by_source.items() if names}
+    return " or ".join(source if len(found) == 1 else f"{source} ({', '.join(names)})" for source, names in found.items())
 
 
 def _verdict(plan: EvaluationPlan) -> Iterator[str]:

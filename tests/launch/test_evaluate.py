@@ -397,3 +397,37 @@ def test_the_plan_counts_questions_tokens_and_hours():
     assert plan.seconds > 0 and "received" not in plan.memory.parts and "buffers" not in plan.memory.parts
     text = evaluation_plan.text(plan)
     assert "2 engines" in text and "on 2 GPUs" in text and "fits" in text
+
+
+@pytest.mark.parametrize("reads", [False, True])
+def test_a_plan_measures_prompts_of_files_and_says_so(tmp_path, reads):
+    (tmp_path / "test.jsonl").write_text(json.dumps({"prompt": "q" * 40, "answer": "1"}) + "\n")
+    data = f"{{data_path: {tmp_path / 'test.jsonl'}, split: test}}"
+    (tmp_path / "own.yaml").write_text(
+        f"algorithm: evaluate\nevaluate: {{tasks: {{own: {{env_name: match, max_new_tokens: 24, data: {data}}}}}}}\n"
+        "env: {match: {kind: exact_match}}\n"
+    )
+    source = sources.of_model(MODEL, "own")
+    for total, cut in ((34, False), (26, True)):
+        suite = suites.inspect(str(tmp_path / "own.yaml"), source, [f"policy.max_total_sequence_length={total}"])
+        plan = evaluation_plan.plan(suite.recipe, reads=reads)
+        assert plan.tasks[0].questions == 1 and round(plan.tasks[0].prompt) == 10
+        assert any("prompts of at least 3 tokens" in warning for warning in plan.warnings()) == cut
+        assert "prompts of characters / 4 tokens" in evaluation_plan.text(plan)
+
+
+def test_a_key_of_an_unknown_task_names_the_nearest_task_first(capsys, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    text = printed_problems(capsys, f"model={MODEL}", "suite=tiny", "evaluate.tasks.additon.data.max_samples=3")
+    first, second = text.index("did you mean addition?"), text.index("env_name")
+    assert "evaluate.tasks.additon: is no task of the suite" in text and first < second
+
+
+def test_a_metric_that_a_kind_cannot_give_is_refused():
+    loaded = suites.inspect(
+        "tiny",
+        sources.of_model(MODEL, "tiny"),
+        ["evaluate.tasks.addition.kind=choices", "evaluate.tasks.addition.metric=acc_nrom"],
+    )
+    assert [problem.key for problem in loaded.problems] == ["evaluate.tasks.addition.metric"]
+    assert "acc, acc_norm, acc_bytes" in loaded.problems[0].message
