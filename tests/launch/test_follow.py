@@ -228,3 +228,11 @@ def test_a_job_that_slurm_has_forgotten_is_judged_by_its_folder(tmp_path, consol
 )
 def test_a_reward_with_an_accuracy_and_zero_failures_are_not_shown(step, shown):
     assert list(_shown(step)) == shown
+
+
+def test_an_evaluation_ends_with_all_answers(tmp_path, console):
+    (tmp_path / "answers").mkdir()
+    (tmp_path / "done.json").write_text('{"step": 0}')
+    assert Follower(tmp_path, Job(JobStatus("COMPLETED", ended=True)), None, MetricsTail(tmp_path), console).follow()
+    text = console.export_text()
+    assert f"done: all answers, in {tmp_path}" in text and "step 0" not in text
