@@ -131,15 +131,16 @@ class ChoicesTask(LikelihoodTask):
     def _answer(self, scored: ScoredQuestion, found: Sequence[Likelihood]) -> Answer:
         question = scored.question
         sums = log_likelihoods(found)
-        metrics = accuracies(sums, question)
+        metrics, chosen = accuracies(sums, question), choices_by(sums, question)
+        metric = self.config.metric or "acc"
         bad = [place for place, value in enumerate(sums) if not math.isfinite(value)]
         return Answer(
             question=question.id,
             sample=0,
-            score=metrics.get(self.config.metric or "acc", metrics["acc"]),
+            score=metrics.get(metric, metrics["acc"]),
             metrics=metrics,
             prompt=scored.prompt,
-            text=question.choices[_highest(sums)],
+            text=question.choices[chosen.get(metric, chosen["acc"])],
             failure=f"the model gives choice {bad[0]} the log-likelihood {sums[bad[0]]}" if bad else "",
             group=question.group,
             details={
@@ -165,7 +166,12 @@ def log_likelihoods(found: Sequence[Likelihood]) -> list[float]:
 
 
 def accuracies(sums: Sequence[float], question: Question) -> dict[str, float]:
-    """Return acc, acc_norm and acc_bytes of one question: 1 or 0. sums: the log-likelihood of each choice.
+    """Return acc, acc_norm and acc_bytes of one question: 1 or 0. sums: the log-likelihood of each choice."""
+    return {name: float(place in question.correct) for name, place in choices_by(sums, question).items()}
+
+
+def choices_by(sums: Sequence[float], question: Question) -> dict[str, int]:
+    """Return the place of the choice by acc, acc_norm and acc_bytes. sums: the log-likelihood of each choice.
 
     Choices that differ in their prompts, not in the text that is scored, have only acc.
     """
@@ -174,8 +180,7 @@ def accuracies(sums: Sequence[float], question: Question) -> dict[str, float]:
         lengths["acc_norm"] = [len(choice) for choice in question.choices]
         lengths["acc_bytes"] = [len(choice.encode(errors="surrogatepass")) for choice in question.choices]
     return {
-        name: float(_highest([_per(value, length) for value, length in zip(sums, of, strict=True)]) in question.correct)
-        for name, of in lengths.items()
+        name: _highest([_per(value, length) for value, length in zip(sums, of, strict=True)]) for name, of in lengths.items()
     }
 
 

@@ -16,7 +16,7 @@ from pipeline.algorithms.evaluate import FORMATS, TaskConfig
 from pipeline.evaluation import choices
 from pipeline.evaluation.answers import AnswerLog
 from pipeline.evaluation.base import Answer, Question
-from pipeline.evaluation.choices import ChoicesTask, accuracies
+from pipeline.evaluation.choices import ChoicesTask, ScoredQuestion, accuracies, choices_by
 from pipeline.evaluation.continuations import ContinuationEncoder, rolling_windows
 from pipeline.evaluation.perplexity import ContinuationTask, PerplexityTask
 from pipeline.evaluation.statistics import interval
@@ -69,6 +69,17 @@ class Fake:
 def test_accuracies(sums, texts, correct, acc, norm, per_byte):
     question = Question("q", "p", choices=tuple(texts), correct=correct)
     assert accuracies(sums, question) == {"acc": acc, "acc_norm": norm, "acc_bytes": per_byte}
+
+
+@pytest.mark.parametrize(("metric", "chosen"), [(None, "b"), ("acc", "b"), ("acc_norm", "long"), ("acc_bytes", "long")])
+def test_the_text_is_the_choice_that_gives_the_score(metric, chosen):
+    question = Question("q", "p", choices=("b", "long"), correct=(1,))
+    assert choices_by([-1.0, -2.0], question) == {"acc": 0, "acc_norm": 1, "acc_bytes": 1}
+    task = object.__new__(ChoicesTask)
+    task.config = TaskConfig(metric=metric)
+    found = [Likelihood("q", np.array([value]), np.array([True])) for value in (-1.0, -2.0)]
+    answer = task._answer(ScoredQuestion(question, "p", ()), found)
+    assert (answer.text, answer.score) == (chosen, float(chosen == "long"))
 
 
 def test_choices_that_differ_in_their_prompts_have_one_length():
