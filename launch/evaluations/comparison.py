@@ -40,8 +40,7 @@ class TaskComparison:
         if not found.questions:
             return "no question in common"
         moved = f"{found.gained} questions better, {found.lost} worse, of {found.questions}"
-        ends = f"{found.value:+.4f} [{found.low:+.4f}, {found.high:+.4f}], p = {found.p_value:.2g}"
-        return f"{found.verdict}: {ends}; {moved}"
+        return f"{found.verdict}: {found.shown}, p = {found.p_value:.2g}; {moved}"
 
 
 def compare(before: EvaluationFolder, after: EvaluationFolder) -> list[TaskComparison]:

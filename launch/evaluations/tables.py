@@ -48,7 +48,7 @@ def _rows(name: str, task: Mapping[str, Any]) -> Iterator[Sequence[str]]:
     own = {task["metric"]: metrics.pop(task["metric"])} if task.get("metric") in metrics else {}
     about = (f"{task['questions']:,}", f"{task['samples']:,}", _share(task.get("truncated")), _share(task.get("unparsed")))
     for metric, found in {**own, **metrics}.items():
-        yield name, metric, _number(found["value"]), _interval(found), *about
+        yield name, metric, _number(found["value"]), _interval(found) or "-", *about
         name, about = "", ("", "", "", "")
 
 

@@ -5,7 +5,6 @@ Of one run the first and the last evaluation of a suite are compared, of several
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import islice
 
@@ -137,8 +136,9 @@ def _of_group(summary: Mapping | None, group: str) -> str:
 def _cell(score: Mapping[str, float | None] | None) -> str:
     if not score or score.get("value") is None:
         return ""
-    value, low, high = ("?" if end is None else f"{end:.3f}" for end in (score["value"], score["low"], score["high"]))
-    return f"{value} [{low}, {high}]"
+    low, high = score["low"], score["high"]
+    ends = "-" if low is None or high is None else f"{low:.3f}, {high:.3f}"
+    return f"{score['value']:.3f} [{ends}]"
 
 
 # ---- two evaluations --------------------------------------------------------------------------------------------------------
@@ -154,8 +154,7 @@ def _compared(names: tuple[str, str], compared: Sequence[TaskComparison]) -> Ite
         verdict = tag("span", found.verdict, class_=CLASSES[found.verdict])
         numbers = ["", "", "", ""]
         if found.questions:
-            ends = f"{found.value:+.4f} [{_end(found.low)}, {_end(found.high)}]"
-            numbers = [ends, f"{found.p_value:.2g}", f"{found.gained} / {found.lost}", str(found.questions)]
+            numbers = [found.shown, f"{found.p_value:.2g}", f"{found.gained} / {found.lost}", str(found.questions)]
         unpaired = f"{each.unpaired} of one only" if each.unpaired else ""
         rows.append([each.task, verdict, *numbers, unpaired])
     header = ["task", "", "difference", "p", "better / worse", "questions", ""]
@@ -165,10 +164,6 @@ def _compared(names: tuple[str, str], compared: Sequence[TaskComparison]) -> Ite
             shown = [_changed(question, names) for question in islice(each.changed, CHANGED)]
             count = f"{len(shown)} of {len(each.changed)}" if len(shown) < len(each.changed) else str(len(shown))
             yield details(f"{each.task}: {count} changed questions, {title}", *shown)
-
-
-def _end(value: float) -> str:
-    return "?" if math.isnan(value) else f"{value:+.4f}"
 
 
 def _changed(question: ChangedQuestion, names: tuple[str, str]) -> Html:

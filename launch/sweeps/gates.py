@@ -311,11 +311,11 @@ class GateCase:
         found = difference(before, self._questions(self.run, asked), lower)
         if not found.questions:
             raise GateFailed(f"has no question in common with {reference}")
-        ends = f"{found.value:+.4f} [{found.low:+.4f}, {found.high:+.4f}] against {reference}"
+        ends = f"{found.shown} against {reference}"
         message = f"{found.verdict}: {ends}, p = {found.p_value:.2g}, {found.questions} questions"
         if asked.margin is None and found.verdict == "worse":
             raise GateFailed(f"{message}; expected it not worse")
-        if asked.margin is not None and (found.high if lower else -found.low) > asked.margin:
+        if asked.margin is not None and not (found.high if lower else -found.low) <= asked.margin:  # NaN: no interval
             raise GateFailed(f"{message}; expected a loss of at most {asked.margin:g}, in the whole interval")
         return message
 

@@ -5,8 +5,9 @@ cluster. Each question weighs the same in a score, whatever its number of sample
 
     scores in [0, 1]   Wilson's interval with the effective sample size p (1 - p) / variance of the mean
     other scores       bootstrap over questions, widened for small samples
-    pairs              bootstrap over the questions' differences; McNemar's mid-p where each question has one answer, right or
-                       wrong, otherwise a randomization test that swaps the two evaluations question by question
+    pairs              Wilson's interval of (1 + difference) / 2 for scores in [0, 1], otherwise bootstrap over the questions'
+                       differences; McNemar's mid-p where each question has one answer, right or wrong, otherwise a
+                       randomization test that swaps the two evaluations question by question
 
 `python -m tests.evaluation.coverage` measures the coverage of the intervals and the false alarms of the comparisons.
 """
@@ -106,7 +107,10 @@ def pass_at(scores: Mapping[str, Sequence[float]], k: int) -> dict[str, list[flo
 
 @dataclass(frozen=True, slots=True)
 class Difference:
-    """What the second of two evaluations scores above the first, over the questions that both have."""
+    """What the second of two evaluations scores above the first, over the questions that both have.
+
+    The ends are NaN without an interval, as of a single question.
+    """
 
     value: float
     low: float
@@ -116,6 +120,12 @@ class Difference:
     gained: int  # questions that the second evaluation does better
     lost: int
     lower_is_better: bool = False
+
+    @property
+    def shown(self) -> str:
+        """The difference with its interval, "-" without one, for people."""
+        ends = "-" if math.isnan(self.low) or math.isnan(self.high) else f"{self.low:+.4f}, {self.high:+.4f}"
+        return f"{self.value:+.4f} [{ends}]"
 
     @property
     def verdict(self) -> Verdict:
@@ -135,7 +145,8 @@ def difference(
     means = np.array([_mean(second[question]) - _mean(first[question]) for question in shared])
     higher, lower = int((means > 0).sum()), int((means < 0).sum())
     gained, lost = (lower, higher) if lower_is_better else (higher, lower)
-    found = _bootstrap(means)
+    scores = [value for question in shared for values in (first[question], second[question]) for value in values]
+    found = _bounded_difference(means) if min(scores) >= 0 and max(scores) <= 1 else _bootstrap(means)
     p_value = mcnemar(gained, lost) if set(np.abs(means).tolist()) <= {0.0, 1.0} else _swap_test(means)
     return Difference(found.value, found.low, found.high, p_value, len(shared), gained, lost, lower_is_better)
 
@@ -204,6 +215,18 @@ def _smoothed_ratio(means: np.ndarray) -> float:
     p = (math.fsum(means) + added) / (n + 2 * added)
     squares = math.fsum((value - p) ** 2 for value in means.tolist()) + added * (p**2 + (1 - p) ** 2)
     return p * (1 - p) * (n + 2 * added) / squares
+
+
+def _bounded_difference(means: np.ndarray) -> Interval:
+    """Return an interval in [-1, 1] of the mean of differences [n] between scores in [0, 1]."""
+    n, value = len(means), _mean(means)
+    if n == 1:
+        return Interval(value, math.nan, math.nan)
+    if not means.any():
+        return Interval(0.0, 0.0, 0.0)
+    halves = (1 + means) / 2
+    found = _wilson((1 + value) / 2, n, n * _smoothed_ratio(halves), n - 1)
+    return Interval(value, 2 * found.low - 1, 2 * found.high - 1)
 
 
 def _bootstrap(means: np.ndarray) -> Interval:

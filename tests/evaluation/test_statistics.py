@@ -88,3 +88,36 @@ def test_verdicts():
     several = {question: value * 4 for question, value in first.items()}
     assert difference(several, {question: [0.5, *value[1:]] for question, value in several.items()}).verdict == "cannot tell"
     assert difference(several, {question: [1.0, *value[1:]] for question, value in several.items()}).verdict == "better"
+
+
+def pair(changes: list[float]) -> tuple[dict[str, list[float]], dict[str, list[float]]]:
+    """Return two evaluations of a question for each difference."""
+    first = {f"q{i}": [float(change < 0)] for i, change in enumerate(changes)}
+    return first, {f"q{i}": [(change < 0) + change] for i, change in enumerate(changes)}
+
+
+@pytest.mark.parametrize(
+    ("changes", "low", "high"),
+    [
+        ([1] * 2 + [0] * 10, -0.1, 0.45),
+        ([-1] * 2 + [0] * 10, -0.45, 0.1),
+        ([1] + [0] * 11, -0.15, 0.35),
+        ([1, 0], -1, 1),
+        ([1, -1], -1, 1),
+        ([1] * 12, 0.4, 1),
+        ([-1] * 2, -1, 1),
+        ([0.5] * 3 + [-0.25] * 3, -0.5, 0.75),
+        ([0] * 12, 0, 0),
+    ],
+)
+def test_differences_of_scores_from_0_to_1_stay_from_minus_1_to_1(changes, low, high):
+    found = difference(*pair(changes))
+    assert found.value == pytest.approx(sum(changes) / len(changes))
+    assert -1 <= low <= found.low <= found.value <= found.high <= high <= 1
+
+
+def test_a_single_question_gives_no_interval():
+    for change in (1, 0, 0.5):
+        found = difference(*pair([change]))
+        assert (found.questions, found.verdict, found.shown) == (1, "cannot tell", f"{change:+.4f} [-]")
+        assert math.isnan(found.low) and math.isnan(found.high)
