@@ -3,14 +3,22 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from launch.evaluations.folder import EvaluationFolder
+from launch.units import plural
 from pipeline.evaluation.base import Answer
 from pipeline.evaluation.statistics import Difference, difference
 
 LOWER_IS_BETTER = re.compile(r"(perplexity|bits_per_byte|harmless_refused|losses|unparsed)$")
+
+SETTINGS = (
+    *("num_samples", "temperature", "top_p", "top_k", "max_new_tokens"),
+    *("num_few_shot", "few_shot_choice", "few_shot_as_turns", "format", "format_kwargs"),
+    *("num_fewshot", "fewshot_as_multiturn", "gen_kwargs", "max_gen_toks"),  # of lm-evaluation-harness
+)
+"""Settings of a task with which its scores change."""
 
 
 @dataclass(frozen=True)
@@ -32,6 +40,7 @@ class TaskComparison:
     difference: Difference  # of the second evaluation above the first
     changed: Sequence[ChangedQuestion]  # the largest changes first
     unpaired: int  # questions that only one evaluation has
+    warnings: Sequence[str] = ()
 
     @property
     def summary(self) -> str:
@@ -57,12 +66,27 @@ def compare_task(before: EvaluationFolder, after: EvaluationFolder, task: str, m
     by_question = [_by_question(each.answers(task)) for each in (before, after)] if moved else [{}, {}]
     changed = [ChangedQuestion(each, by_question[0][each], by_question[1][each], changes[each]) for each in moved]
     found = difference(first, second, is_lower_better(metric))
-    return TaskComparison(task, metric, found, changed, len(first.keys() ^ second.keys()))
+    unpaired = len(first.keys() ^ second.keys())
+    return TaskComparison(task, metric, found, changed, unpaired, [*_warnings(before, after, task, found, unpaired)])
+
+
+def _warnings(before: EvaluationFolder, after: EvaluationFolder, task: str, found: Difference, unpaired: int) -> Iterator[str]:
+    """Yield why two evaluations of a task can hardly be compared."""
+    if unpaired:
+        yield f"{found.questions} of {plural(found.questions + unpaired, 'question')} in common"
+    first, second = before.settings(task), after.settings(task)
+    for key in SETTINGS:
+        if key in first and key in second and first[key] != second[key]:
+            yield f"{key} differs: {_setting(first[key])} and {_setting(second[key])}"
 
 
 def is_lower_better(metric: str) -> bool:
     """Return whether a lower value of a metric is better."""
     return LOWER_IS_BETTER.search(metric) is not None
+
+
+def _setting(value: object) -> str:
+    return "null" if value is None else str(value)
 
 
 def _by_question(answers: Sequence[Answer]) -> dict[str, list[Answer]]:

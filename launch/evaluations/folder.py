@@ -13,6 +13,8 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+import yaml
+
 from launch.evaluations import sources, tables
 from pipeline.config import Problem, RecipeError
 from pipeline.evaluation.answers import FOLDER, read_answers
@@ -68,6 +70,15 @@ class EvaluationFolder:
             return json.loads((self.folder / VALUES).read_text(encoding="utf-8"))
         except (OSError, ValueError) as error:
             raise RecipeError(Problem("run_dir", "unreadable", f"{self.folder / VALUES} cannot be read: {error}")) from None
+
+    def settings(self, task: str) -> dict[str, Any]:
+        """Return the settings of a task in recipe.yaml, {} where that cannot be read."""
+        try:
+            section = yaml.safe_load((self.folder / "recipe.yaml").read_text(encoding="utf-8"))["evaluate"]
+            own = section.get("tasks") or {}
+            return own[task] if task in own else section.get("lm_eval") or {}
+        except (OSError, ValueError, yaml.YAMLError, KeyError, TypeError, AttributeError):
+            return {}
 
     def answers(self, task: str) -> list[Answer]:
         """Return a task's answers by question and sample."""

@@ -129,3 +129,5 @@ def print_comparison(other: EvaluationFolder, run_dir: Path) -> None:
     print(f"compared with {other.label}, in {other.folder}")
     for each in compare(other, read_complete(run_dir)):
         print(plain(f"{each.task}, {each.metric}: {each.summary}"), flush=True)
+        for warning in each.warnings:
+            print(plain(f"warning: {each.task}: {warning}"), flush=True)

@@ -159,6 +159,8 @@ def _compared(names: tuple[str, str], compared: Sequence[TaskComparison]) -> Ite
         rows.append([each.task, verdict, *numbers, unpaired])
     header = ["task", "", "difference", "p", "better / worse", "questions", ""]
     yield table(header, rows, f"{title}, question by question")
+    if said := [f"{title}, {each.task}: {warning}" for each in compared for warning in each.warnings]:
+        yield tag("ul", *(tag("li", each, class_="warn") for each in said))
     for each in compared:
         if each.changed:
             shown = [_changed(question, names) for question in islice(each.changed, CHANGED)]

@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 
 from launch import report
-from launch.evaluations import folder
+from launch.evaluations import folder, submission
 from launch.evaluations.comparison import compare
 from pipeline.config import RecipeError
 from tests.evaluation import made
@@ -63,6 +63,43 @@ def test_answers_without_a_score_and_questions_of_one_side_are_left_out(tmp_path
     after = made.evaluation(tmp_path / "b", None, {"add": [replace(kept[0], score=None), *kept[1:8]]})
     (found,) = compare(folder.read(before), folder.read(after))
     assert (found.difference.questions, found.unpaired, found.changed) == (7, 3, [])
+
+
+def test_other_questions_and_other_settings_are_warned_of(run, tmp_path, capsys):
+    first, last = run / "evaluations/math/step_000000", made.evaluation(run, 30, {"add": made.answers(24, 1)})
+    same = {"num_samples": 2, "temperature": 0.0, "max_new_tokens": 64, "num_few_shot": 0, "format": "records", "top_k": None}
+    other = {"num_samples": 1, "temperature": 1.0, "max_new_tokens": 32, "num_few_shot": 5, "format": "gsm8k", "top_k": 20}
+    for path, settings in ((first, same), (last, other)):
+        (path / "recipe.yaml").write_text(json.dumps({"evaluate": {"tasks": {"add": settings}}}))
+    (found,) = compare(folder.read(first), folder.read(last))
+    assert found.warnings == [
+        "24 of 60 questions in common",
+        "num_samples differs: 2 and 1",
+        "temperature differs: 0.0 and 1.0",
+        "top_k differs: null and 20",
+        "max_new_tokens differs: 64 and 32",
+        "num_few_shot differs: 0 and 5",
+        "format differs: records and gsm8k",
+    ]
+    submission.print_comparison(folder.read(first), last)
+    assert "\nwarning: add: 24 of 60 questions in common\n" in capsys.readouterr().out
+    assert report.main([f"run={run}", f"out={tmp_path / 'r.html'}"]) == 0
+    items = Page((tmp_path / "r.html").read_text()).texts["li"]
+    assert [f"step 0 → step 30, add: {warning}" for warning in found.warnings] == items
+    (last / "recipe.yaml").write_text(": {")
+    assert compare(folder.read(first), folder.read(last))[0].warnings == ["24 of 60 questions in common"]
+    assert not compare(folder.read(first), folder.read(first))[0].warnings
+
+
+def test_a_single_question_is_shown_without_an_interval(tmp_path, capsys):
+    run = made_runs.folder(tmp_path / "run")
+    for step, of in ((0, 24), (10, 1)):
+        made.evaluation(run, step, {"add": made.answers(of, 1, solved=1)})
+    (found,) = compare(*folder.of_run(run))
+    assert found.summary == "cannot tell: +0.0000 [-], p = 1; 0 questions better, 0 worse, of 1"
+    assert found.warnings == ["1 of 24 questions in common"]
+    assert report.main([f"run={run}", f"out={tmp_path / 'r.html'}"]) == 0
+    assert "+0.0000 [-]" in Page((tmp_path / "r.html").read_text()).texts["td"]
 
 
 def test_the_report_shows_curves_scores_and_changed_questions(run, tmp_path, capsys):
