@@ -15,6 +15,7 @@ from pipeline.data.chat import load_tokenizer
 from pipeline.deadline import Deadline
 from pipeline.evaluation import models, scores
 from pipeline.evaluation.answers import AnswerLog
+from pipeline.evaluation.engines import Engines
 from pipeline.evaluation.task import Task
 from pipeline.roles import GenerateRole
 from pipeline.rpc import RpcClient, RpcGroup
@@ -75,11 +76,7 @@ def evaluate(
     startup.enter("first answers")
     try:
         for task in asking:
-            log, began = logs[task.name], time.perf_counter()
-            before = log.added, len(log)
-            task.ask(engines, log)
-            new, took_s = log.added - before[0], time.perf_counter() - began
-            logger.info(f"task {task.name}: {before[1]} answers kept, {new} new in {took_s:.1f} s")
+            _ask(task, engines, logs[task.name])
             supervisor.record()
     except Leaving as why:
         supervisor.record()
@@ -100,6 +97,13 @@ def evaluate(
     retrying(lambda: scores.write(run_dir, summary, values), "writing the scores", run_dir / scores.FILE, retry)
     scores.show(summary)
     return True
+
+
+def _ask(task: Task | HarnessRun, engines: Engines, log: AnswerLog) -> None:
+    began, before = time.perf_counter(), (log.added, len(log))
+    task.ask(engines, log)
+    new, took_s = log.added - before[0], time.perf_counter() - began
+    logger.info(f"task {task.name}: {before[1]} answers kept, {new} new in {took_s:.1f} s")
 
 
 def build(name: str, config: TaskConfig, recipe: Recipe, tokenizer: object) -> Task:

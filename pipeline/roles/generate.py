@@ -39,7 +39,6 @@ class GenerateRole:
         self._refit = refit
         self._engine = world.workers.engine(world.rank)
         self._leads = world.rank == self._engine[0]
-        self._serves = config.engine_models(recipe, len(world.workers.engines))[world.workers.engines.index(self._engine)]
         self._lockstep = Lockstep(world.own if len(self._engine) > 1 else None)
         self._driver: EpisodeDriver | None = None  # on the leader
         self._environments: EnvironmentExecutor | None = None  # on the leader
@@ -63,6 +62,12 @@ class GenerateRole:
         if self._leads:
             with self._world.phase("load environments"):
                 self._lead(self._backend, process)
+
+    @property
+    def _serves(self) -> str:
+        """The model of this engine: `policy`, or in an evaluation also `judge` or `reward_model`."""
+        engines = self._world.workers.engines
+        return config.engine_models(self._recipe, len(engines))[engines.index(self._engine)]
 
     @property
     def _policy(self) -> PolicyConfig:
