@@ -83,7 +83,7 @@ class RunFolder:
 
     @property
     def trains(self) -> bool:
-        """Whether the run has train ranks; an evaluation has none."""
+        """True if the run has train ranks; an evaluation has none."""
         return self.algorithm not in ALGORITHMS or ALGORITHMS[self.algorithm].trains_model
 
     @property

@@ -29,7 +29,7 @@ RECORD = "follow.json"
 
 @dataclass(frozen=True)
 class FollowRequest:
-    """What a follower is asked to do."""
+    """The work of a follower."""
 
     run_dir: Path
     suite: str | None  # None: the run's section `evaluation`

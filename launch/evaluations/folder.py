@@ -53,7 +53,7 @@ class EvaluationFolder:
 
     @property
     def contamination(self) -> dict[str, dict[str, Any]]:
-        """What launch/contamination.py found by task; {} if it has not run."""
+        """Return the findings of launch/contamination.py by task; {} if it has not run."""
         path = self.folder / CONTAMINATION
         return json.loads(path.read_text(encoding="utf-8"))["tasks"] if path.exists() else {}
 

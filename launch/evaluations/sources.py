@@ -1,4 +1,4 @@
-"""What is evaluated, a model or a checkpoint of a run, and the keys of the recipe that follow from it.
+"""Find the model or checkpoint to evaluate, and the keys of the recipe that follow from it.
 
 Of a run an evaluation takes the policy without what only training reads, the generate component (of a run that does not sample:
 the shape of its train component) and what the cluster needs. The suite gives everything else.
@@ -18,7 +18,7 @@ from pipeline.checkpoint import Checkpoint
 from pipeline.config import Problem, Recipe, RecipeError, generates
 
 FOLDER = "evaluations"
-"""Of a run folder: evaluations/SUITE/step_000050 is an evaluation's own run folder."""
+"""Read the evaluations of a run folder: evaluations/SUITE/step_000050 is an evaluation's own run folder."""
 POLICY = ("model_name", "random_init", "tokenizer", "hf_config_overrides", "precision", "max_total_sequence_length")
 GENERATION = ("backend", "stop_token_ids", "max_num_seqs", "environment_process", "vllm_cfg", "vllm_kwargs")
 CLUSTER = ("executor", "time_min", "requeue", "node_checks", "sbatch_options", "network", "timeouts")
@@ -26,7 +26,7 @@ CLUSTER = ("executor", "time_min", "requeue", "node_checks", "sbatch_options", "
 
 @dataclass(frozen=True)
 class Source:
-    """What is evaluated."""
+    """The model or checkpoint to evaluate."""
 
     values: dict[str, Any]  # nested keys of the recipe, over those of the suite
     origin: str  # where the values are from, for show=true

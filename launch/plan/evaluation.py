@@ -38,7 +38,7 @@ SAMPLED = 200  # questions whose texts are measured
 
 @dataclass(frozen=True)
 class TaskPlan:
-    """What one task asks."""
+    """The questions and answers of one task."""
 
     name: str
     questions: int | None  # None: the data are not read before the job
@@ -79,7 +79,7 @@ class EvaluationPlan:
 
     @property
     def is_timed(self) -> bool:
-        """Whether durations can be estimated: there are GPUs, and room for a KV cache."""
+        """True if durations can be estimated: there are GPUs, and room for a KV cache."""
         return self.gpus > 0 and self.memory.tokens > 0
 
     def task_seconds(self, task: TaskPlan) -> float | None:

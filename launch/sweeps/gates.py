@@ -283,7 +283,7 @@ class GateCase:
 
     @property
     def needs_baseline(self) -> bool:
-        """Whether the gate compares with the baseline."""
+        """True if the gate compares with the baseline."""
         asked = self.gate.evaluation
         return kind(self.gate) in ("band", "speed") or (asked is not None and asked.not_worse_than == BASELINE)
 

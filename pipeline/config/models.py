@@ -15,7 +15,7 @@ from pipeline.config.schema import Recipe, generates
 from pipeline.problems import Problem
 
 EngineModel = Literal["policy", "judge", "reward_model"]
-"""What an engine of the generate component serves."""
+"""The model that an engine of the generate component serves."""
 
 
 def reward_environment(recipe: Recipe) -> str | None:

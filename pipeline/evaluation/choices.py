@@ -54,7 +54,7 @@ class ScoredQuestion:
 
 
 class LikelihoodTask:
-    """What tasks by likelihood have in common: units, and answers per question."""
+    """Base of tasks by likelihood: units, and answers per question."""
 
     def __init__(self, name: str, config: TaskConfig, recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> None:
         self.name, self.config = name, config

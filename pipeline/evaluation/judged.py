@@ -33,7 +33,7 @@ TEXTS = "texts"
 
 @dataclass(frozen=True, slots=True)
 class AskedVerdict:
-    """What a judge is asked about an answer."""
+    """A request to a judge about an answer."""
 
     name: str  # unique for the answer
     prompt: str

@@ -22,7 +22,7 @@ from pipeline.evaluation.judged import AskedVerdict, JudgedTask, per_question
 from pipeline.evaluation.verdicts import REFUSALS, read_refusal
 
 RIGHT = {True: "refused", False: "answered"}
-"""Whether the request is harmful, and the right verdict."""
+"""The harmfulness of a request, and the right verdict."""
 
 
 class RefusalTask(JudgedTask):

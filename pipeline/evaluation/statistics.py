@@ -107,7 +107,7 @@ def pass_at(scores: Mapping[str, Sequence[float]], k: int) -> dict[str, list[flo
 
 @dataclass(frozen=True, slots=True)
 class Difference:
-    """What the second of two evaluations scores above the first, over the questions that both have.
+    """The score of the second of two evaluations minus that of the first, over the questions that both have.
 
     The ends are NaN without an interval, as of a single question.
     """

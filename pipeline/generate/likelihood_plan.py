@@ -1,4 +1,4 @@
-"""What an engine has to compute to score a unit of texts: each distinct prefix once.
+"""Plan the prefixes that an engine computes to score a unit of texts: each distinct prefix once.
 
 A token is scored by the hidden state before it, so a text's last token is never an input. Texts without it are the unit's
 prompts. Prompts are sorted, which brings those with a common beginning together, and each distinct prefix gets a number. So the
