@@ -20,8 +20,7 @@ if __name__ == "__main__":
 
 from launch import command_line, model_card
 from launch.command_line import Key
-from launch.run_folder import RunFolder
-from pipeline import config
+from launch.run_folder import RunFolder, read_recipe
 from pipeline.algorithms import build
 from pipeline.checkpoint import Checkpoint, Checkpoints
 from pipeline.config import Problem, Recipe, RecipeError
@@ -60,7 +59,7 @@ def export(request: ExportRequest) -> Path:
     Raises RecipeError if the run or the step does not exist, or the folder does; ValueError if the checkpoint does not match
     the model.
     """
-    recipe = _recipe(request.run)
+    recipe = read_recipe(request.run)
     checkpoint = _checkpoint(request.run, recipe, request.step)
     folder = request.out or request.run / f"hf_step_{checkpoint.step}"
     if folder.exists():
@@ -80,18 +79,6 @@ def export(request: ExportRequest) -> Path:
     export_checkpoint(checkpoint.folder, recipe.policy, folder, head)
     (folder / model_card.FILE).write_text(model_card.text(RunFolder.at(request.run), checkpoint.step), encoding="utf-8")
     return folder
-
-
-def _recipe(run_dir: Path) -> Recipe:
-    path = run_dir / "recipe.yaml"
-    if not run_dir.is_dir():
-        raise RecipeError(Problem("run", "file-not-found", f"{run_dir} is not a run folder: there is no such folder"))
-    if not path.exists():
-        raise RecipeError(Problem("run", "not-a-run", f"{run_dir} is not a run folder: it has no recipe.yaml"))
-    try:
-        return config.read(path)
-    except RecipeError as error:
-        raise RecipeError(Problem("run", "unreadable", f"{path} is not a recipe of this version: {error}")) from error
 
 
 def _checkpoint(run_dir: Path, recipe: Recipe, step: int | None) -> Checkpoint:

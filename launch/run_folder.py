@@ -20,8 +20,9 @@ import yaml
 
 from launch.attempts import AttemptFolder, all_attempts
 from launch.units import plural
+from pipeline import config
 from pipeline.algorithms import ALGORITHMS
-from pipeline.config import ONLINE, Problem, RecipeError, bound
+from pipeline.config import ONLINE, Problem, Recipe, RecipeError, bound
 from pipeline.metrics import Reader
 
 STEP_PHASES = ("rollout", "train", "refit")
@@ -242,3 +243,16 @@ def find(folder: Path, depth: int = 4) -> Iterator[Path]:
             return
         for path in below:
             yield from find(Path(path), depth - 1)
+
+
+def read_recipe(run_dir: Path) -> Recipe:
+    """Return the recipe of the run folder that a command's key `run` names. Raises RecipeError."""
+    path = run_dir / "recipe.yaml"
+    if not run_dir.is_dir():
+        raise RecipeError(Problem("run", "file-not-found", f"{run_dir} is not a run folder: there is no such folder"))
+    if not path.exists():
+        raise RecipeError(Problem("run", "not-a-run", f"{run_dir} is not a run folder: it has no recipe.yaml"))
+    try:
+        return config.read(path)
+    except RecipeError as error:
+        raise RecipeError(Problem("run", "unreadable", f"{path} is not a recipe of this version: {error}")) from error

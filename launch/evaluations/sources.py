@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from launch.evaluations import kept
+from launch.run_folder import read_recipe
 from pipeline import checkpoint, config
 from pipeline.checkpoint import Checkpoint
 from pipeline.config import Problem, Recipe, RecipeError, generates
@@ -48,16 +49,8 @@ def of_model(name: str, suite: str) -> Source:
 
 
 def read_run(run_dir: Path) -> Recipe:
-    """Return the recipe of a run folder. Raises RecipeError."""
-    path = run_dir / "recipe.yaml"
-    if not run_dir.is_dir():
-        raise RecipeError(Problem("run", "file-not-found", f"{run_dir} is not a run folder: there is no such folder"))
-    if not path.exists():
-        raise RecipeError(Problem("run", "not-a-run", f"{run_dir} is not a run folder: it has no recipe.yaml"))
-    try:
-        recipe = config.read(path)
-    except RecipeError as error:
-        raise RecipeError(Problem("run", "unreadable", f"{path} is not a recipe of this version: {error}")) from error
+    """Return the recipe of a run that trains. Raises RecipeError."""
+    recipe = read_recipe(run_dir)
     if not config.trains(recipe):
         message = f"got {run_dir}, which is an evaluation itself; expected a run that trains. Try model=PATH"
         raise RecipeError(Problem("run", "unsupported", message))
