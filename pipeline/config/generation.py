@@ -117,6 +117,13 @@ class GenerationConfig:
             " broadcast: every rank receives all weights from rank 0."
         ),
     ] = "planned"
+    lora_refit: Annotated[
+        Literal["merged", "adapter"],
+        Field(
+            description="What a refit of a policy with adapters sends. merged: whole weights, with adapters merged."
+            " adapter: only the adapters, which vLLM applies to the base weights."
+        ),
+    ] = "merged"
     refit_cfg: RefitConfig = field(default_factory=RefitConfig)
     vllm_cfg: VLLMConfig = field(default_factory=VLLMConfig)
     vllm_kwargs: Annotated[dict[str, Any], Field(description="Other arguments of vllm.LLM.")] = field(default_factory=dict)

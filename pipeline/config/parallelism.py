@@ -96,8 +96,22 @@ def _check_ranks(policy: PolicyConfig, backend: Backend, component: ComponentCon
     if backend == "megatron":
         yield from _check_megatron(policy, component, realm)
     else:
-        sizes = {"tensor_parallel_size": policy.dtensor_cfg.tensor_parallel_size}
+        yield from _check_dtensor(policy, component, realm)
+
+
+def _check_dtensor(policy: PolicyConfig, component: ComponentConfig, realm: str) -> Iterator[Problem]:
+    """Yield what `pipeline.train.fsdp_mesh` would refuse."""
+    d = policy.dtensor_cfg
+    yield from (found := list(check_divides(DTENSOR, _dtensor_sizes(policy), component, realm)))
+    if not found:
+        sizes = {
+            "expert_parallel_size": d.expert_parallel_size,
+            "data_parallel_replicate_size": d.data_parallel_replicate_size,
+        }
         yield from check_divides(DTENSOR, sizes, component, realm)
+    if d.sequence_parallel and d.tensor_parallel_size == 1:
+        message = f"got true with {DTENSOR}.tensor_parallel_size=1; expected more ranks to shard sequences over, or false"
+        yield Problem(f"{DTENSOR}.sequence_parallel", "contradiction", message)
 
 
 def check_divides(section: str, sizes: Mapping[str, int], component: ComponentConfig, realm: str) -> Iterator[Problem]:
@@ -117,8 +131,15 @@ def check_divides(section: str, sizes: Mapping[str, int], component: ComponentCo
 def data_parallel_size(recipe: Recipe, backend: Backend) -> int:
     """Return the number of data-parallel ranks, which hold different samples of a batch."""
     policy = recipe.policy
-    share = math.prod(_sizes(policy).values()) if backend == "megatron" else policy.dtensor_cfg.tensor_parallel_size
-    return ranks(recipe.cluster.train) // share
+    if backend == "megatron":
+        return ranks(recipe.cluster.train) // math.prod(_sizes(policy).values())
+    dtensor = policy.dtensor_cfg
+    return ranks(recipe.cluster.train) // (dtensor.tensor_parallel_size * dtensor.context_parallel_size)
+
+
+def _dtensor_sizes(policy: PolicyConfig) -> dict[str, int]:
+    names = ("tensor_parallel_size", "context_parallel_size", "data_parallel_replicate_size")
+    return {name: getattr(policy.dtensor_cfg, name) for name in names}
 
 
 def _sizes(policy: PolicyConfig) -> dict[str, int]:

@@ -38,9 +38,19 @@ class LoRAConfig:
     match_all_linear: Annotated[Bool, Field(description="Adapt all linear layers except the head.")] = True
     dim: Annotated[Positive, Field(description="Rank of the adapters.")] = 8
     alpha: Annotated[Positive, Field(description="Scale: adapters are multiplied by alpha / dim.")] = 32
+    dropout: Annotated[Float, Field(ge=0, lt=1, description="Dropout probability of adapters in training.")] = 0.0
+    dropout_position: Annotated[
+        Literal["pre", "post"], Field(description="pre: dropout of the input of A. post: of the output of B.")
+    ] = "post"
     lora_A_init: Annotated[
         Literal["xavier", "gaussian", "kaiming"], Field(description="Initialization of A. B starts at 0.")
     ] = "xavier"
+    use_dora: Annotated[
+        Bool, Field(description="Train a magnitude for each row of W besides (DoRA, https://arxiv.org/abs/2402.09353).")
+    ] = False
+    use_rslora: Annotated[
+        Bool, Field(description="Scale adapters by alpha / sqrt(dim) (rsLoRA, https://arxiv.org/abs/2312.03732).")
+    ] = False
 
 
 @dataclass
@@ -50,7 +60,20 @@ class DTensorConfig:
     enabled: Annotated[
         Bool | None, Field(description="Train with FSDP2. null: submit.py chooses the backend by the model's size.")
     ] = None
+    data_parallel_replicate_size: Annotated[
+        Positive,
+        Field(description="Replicas of the weights (HSDP), each sharded over the other ranks. 1: shard over all ranks."),
+    ] = 1
     tensor_parallel_size: Annotated[Positive, Field(description="Tensor-parallel ranks.")] = 1
+    sequence_parallel: Annotated[
+        Bool,
+        Field(description="Shard activations between tensor-parallel regions by tokens. Needs tensor parallelism."),
+    ] = False
+    context_parallel_size: Annotated[Positive, Field(description="Context-parallel ranks, which share each sequence.")] = 1
+    expert_parallel_size: Annotated[
+        Positive,
+        Field(description="Expert-parallel ranks, which hold different experts of each layer."),
+    ] = 1
     activation_checkpointing: Annotated[Bool, Field(description="Recompute activations in the backward pass.")] = False
     recompute_granularity: Annotated[
         Literal["full", "selective"],

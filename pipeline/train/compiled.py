@@ -33,7 +33,8 @@ from transformers import AttentionInterface
 
 from pipeline import builds
 from pipeline.config import PolicyConfig, Problem, RecipeError
-from pipeline.train.packed_attention import NAME, Packing, packed_attention
+from pipeline.train.packed_attention import NAME, packed_attention
+from pipeline.train.packing import Packing
 
 logger = logging.getLogger(__name__)
 

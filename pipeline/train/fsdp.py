@@ -20,9 +20,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor import DTensor
 from typing_extensions import override
 
 from pipeline.boxes import Piece, Region, region, whole
@@ -31,11 +29,13 @@ from pipeline.models.hugging_face import checkpoint_shapes
 from pipeline.models.recorded_layout import Shape, restrict
 from pipeline.train import checkpoint_state, compiled, lora
 from pipeline.train.base import Loss, ModelRole, TrainBackend
+from pipeline.train.fsdp_mesh import Layout, Meshes
 from pipeline.train.fsdp_model import PackedModel, build
+from pipeline.train.gradients import Gradients
 from pipeline.train.offload import Offload
 from pipeline.train.optimizer import LRSchedule, build_optimizer
 from pipeline.train.outputs import reduce_outputs
-from pipeline.train.packed_attention import Packing, check_batch
+from pipeline.train.packing import Packing, check_batch
 from pipeline.train.shards import Entry, Shards, collect_shards, gather_full, local, local_box, read_shards
 from pipeline.types import LossOutput, Outputs, PackedBatch, StepResult, TopK
 
@@ -48,31 +48,28 @@ class FSDPBackend(TrainBackend):
         if group.size() != dist.get_world_size():
             raise ValueError(f"the train component has {group.size()} ranks but the default group {dist.get_world_size()}")
         self.device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
-        tensor_size = policy.dtensor_cfg.tensor_parallel_size
-        if group.size() % tensor_size:
-            message = f"got {tensor_size}; expected a divisor of the number of train ranks, {group.size()}"
-            raise RecipeError(Problem("policy.dtensor_cfg.tensor_parallel_size", "not-divisible", message))
-        self.data_size = group.size() // tensor_size
-        self.data_rank, self._tensor_rank = divmod(group.rank(), tensor_size)
+        layout = Layout.of(policy.dtensor_cfg, group.size(), group.rank())
+        self.data_size, self.data_rank = layout.data_size, layout.data_rank
+        self._layout = layout
         self._group = group
         self._policy = policy
         self._role = role
         offload = (policy.dtensor_cfg.cpu_offload or role.offload) and self.device.type == "cuda"
         two_precisions = role.trained and policy.precision != "float32"
-        mesh = None
+        meshes = None
         if group.size() > 1 or two_precisions or offload:
-            mesh = init_device_mesh(self.device.type, (self.data_size, tensor_size), mesh_dim_names=("data", "tensor"))
-        self._model = build(policy, self.device, mesh, seed, role)
+            meshes = Meshes.of(layout, self.device.type)
+        self._model = build(policy, self.device, meshes, seed, role)
         self._parameters = dict(self._model.hf.named_parameters())
         self._trained = {name: parameter for name, parameter in self._parameters.items() if parameter.requires_grad}
         self._shapes, _ = checkpoint_shapes(self._model.hf.config, role.head)  # on disk, in a checkpoint's order
-        self._tensor_group = mesh.get_group("tensor") if mesh is not None else None
+        self._gradients = Gradients(self._trained, self._model.partial, group, self.device)
         self._vocabulary = self._model.hf.get_input_embeddings().get_parameter("weight").shape[0]
         self._reference: PackedModel | None = None
         self._offloaded: Offload | None = None  # of the reference, between forward passes
         if role.reference and not self._model.adapters:
             frozen = dataclasses.replace(role, trained=False, reference=False)
-            self._reference = build(policy, self.device, mesh, seed, frozen, like=self._model)
+            self._reference = build(policy, self.device, meshes, seed, frozen, like=self._model)
             if policy.dtensor_cfg.reference_cpu_offload and self.device.type == "cuda":
                 self._offload_reference(self._reference, Offload(self.device))
         self._merged: lora.MergedWeights | None = None  # merged weights, from the first read on
@@ -136,14 +133,14 @@ class FSDPBackend(TrainBackend):
             output = loss(self._outputs(batch, self._model, teacher=batch.teacher), batch)
             output.loss.backward()
             shares.append(LossOutput(output.loss.detach(), output.metrics))
-        self._sum_partial_gradients()
-        # Tensor-parallel peers have the same batches, so only one of them counts.
-        metrics = reduce_outputs(shares, counts=self._tensor_rank == 0, group=self._group, device=self.device)
-        norm = self._norm()
+        self._gradients.sum_partial()
+        # Context- and tensor-parallel peers have the same batches, so only one of them counts.
+        metrics = reduce_outputs(shares, counts=self._layout.leads_batch, group=self._group, device=self.device)
+        norm = self._gradients.norm()
         if not math.isfinite(norm):
             self._optimizer.zero_grad(set_to_none=True)
             raise FloatingPointError(f"the gradient's norm is {norm}; the step was not taken")
-        self._clip(norm)
+        self._gradients.clip(norm, self._policy.max_grad_norm)
         metrics |= {"grad_norm": norm, "lr": self._schedule.lr}
         self._optimizer.step()
         self._refresh_merged()
@@ -236,48 +233,6 @@ class FSDPBackend(TrainBackend):
     @override
     def reload(self) -> None:
         self._offload.reload()
-
-    # ---- gradients ------------------------------------------------------------------------------------------------------
-
-    def _gradients(self) -> dict[str, torch.Tensor]:
-        """Return this rank's part of each gradient, by name."""
-        return {name: local(p.grad) for name, p in self._trained.items() if p.grad is not None}
-
-    def _sum_partial_gradients(self) -> None:
-        """Sum gradients of whole parameters that each rank applies to its own heads only. Once per step is enough."""
-        if not self._model.partial:
-            return
-        gradients = self._gradients()
-        gradients = [gradients[name] for name in self._model.partial]
-        flat = torch.cat([gradient.flatten() for gradient in gradients]).to(self.device)
-        dist.all_reduce(flat, group=self._tensor_group)
-        for gradient, summed in zip(gradients, flat.split([g.numel() for g in gradients]), strict=True):
-            gradient.copy_(summed.view_as(gradient))
-
-    def _norm(self) -> float:
-        """Return the norm of the whole gradient, summed in float64."""
-        squared = self._squared_norm()
-        dist.all_reduce(squared, group=self._group)
-        return math.sqrt(squared.item())
-
-    def _squared_norm(self) -> torch.Tensor:
-        """Return this rank's share of the squared norm, [] float64. Replicated gradients count on the first rank only."""
-        counted = [g for name, g in self._gradients().items() if g.numel() and (not self._tensor_rank or self._cut(name))]
-        if not counted:
-            return torch.zeros((), dtype=torch.float64, device=self.device)
-        norms = torch._foreach_norm(counted)  # pyright: ignore[reportPrivateImportUsage] - torch has no public name for it
-        return torch.stack(norms).double().square().sum().to(self.device)
-
-    def _cut(self, name: str) -> bool:
-        """Return whether tensor-parallel ranks hold different parts of the parameter."""
-        parameter = self._parameters[name]
-        return isinstance(parameter, DTensor) and "tensor" in (parameter.device_mesh.mesh_dim_names or ())
-
-    def _clip(self, norm: float) -> None:
-        limit = self._policy.max_grad_norm
-        if limit is not None and norm > limit:
-            gradients = list(self._gradients().values())
-            torch._foreach_mul_(gradients, limit / norm)  # pyright: ignore[reportPrivateImportUsage] - as _foreach_norm
 
     # ---- weights and checkpoints ----------------------------------------------------------------------------------------
 

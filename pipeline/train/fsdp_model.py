@@ -10,29 +10,30 @@ checkpoints with other names than the model's, buffers that cannot be recomputed
 
 from __future__ import annotations
 
-import functools
-
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
-from transformers.modeling_outputs import MoeModelOutputWithPast
 
 from pipeline.boxes import Piece
 from pipeline.config import GenerationConfig, PolicyConfig, Problem, RecipeError
-from pipeline.models.base import SCORE, unsupported_model
+from pipeline.models.base import SCORE
 from pipeline.models.config_json import check_attention
 from pipeline.models.hugging_face import layout, meta_model, model_config
 from pipeline.models.recorded_layout import copy_pieces, restrict
 from pipeline.train import compiled, lora, tensor_parallel
 from pipeline.train.base import ModelRole
+from pipeline.train.fsdp_mesh import Meshes
 from pipeline.train.initial_weights import initial_weights
 from pipeline.train.kernels import use_kernels
 from pipeline.train.logprobs import VocabularyShard, packed_outputs
 from pipeline.train.lora import Adapter
-from pipeline.train.packed_attention import NAME, Packing
+from pipeline.train.model_checks import check_model, derive_buffers
+from pipeline.train.packed_attention import NAME
+from pipeline.train.packing import Packing
 from pipeline.train.recompute import recompute
 from pipeline.train.shards import local, local_box
 from pipeline.train.truncation import Truncation
@@ -45,7 +46,7 @@ class PackedModel(nn.Module):
     def __init__(self, hf: PreTrainedModel, role: ModelRole, generation: GenerationConfig, chunk: int | None):
         super().__init__()
         self.hf = hf
-        self.partial: list[str] = []  # parameters whose gradients must be summed over tensor-parallel ranks
+        self.partial: dict[str, dist.ProcessGroup] = {}  # parameters of which each rank of the group has a partial gradient
         self.shard: VocabularyShard | None = None
         self.layout: dict[str, list[Piece]] = {}  # for each parameter of `hf`: its pieces of tensors on disk
         self.compiled = False  # whether layers are compiled at the first call
@@ -72,7 +73,7 @@ class PackedModel(nn.Module):
         if self._role.head == "values":
             return Outputs(values=hidden.float() @ self.hf.get_parameter(SCORE)[0].float())
         head = self.hf.get_output_embeddings()
-        assert head is not None  # `_check_model` requires one
+        assert head is not None  # `check_model` requires one
         weight: torch.Tensor = head.get_parameter("weight")
         if self.shard is not None:
             assert isinstance(weight, DTensor)
@@ -84,12 +85,12 @@ class PackedModel(nn.Module):
 def build(
     policy: PolicyConfig,
     device: torch.device,
-    mesh: DeviceMesh | None,
+    meshes: Meshes | None,
     seed: int,
     role: ModelRole,
     like: PackedModel | None = None,
 ) -> PackedModel:
-    """Return the model with its initial weights, cut over `mesh` (dimensions "data" and "tensor"; None: one rank, whole).
+    """Return the model with its initial weights, cut over `meshes` (None: one rank, whole).
 
     like: the same model with the same cut, whose current weights are copied instead of those on disk. Trained weights are
     float32; others, such as those under adapters, are in policy.precision. Raises RecipeError if the model or the layout is not
@@ -100,7 +101,7 @@ def build(
     adapted = role.trained and policy.dtensor_cfg.lora_cfg.enabled
     precision = torch.float32 if role.trained and not adapted else getattr(torch, policy.precision)
     hf = meta_model(config, role.head, dtype=precision, attn_implementation=NAME).eval()
-    _check_model(hf, role)
+    check_model(hf, role)
     # transformers gives the padding token's embedding no gradient. Here nothing is padded, so this token was sampled.
     if isinstance(embedding := hf.get_input_embeddings(), nn.Embedding):
         embedding.padding_idx = None
@@ -114,8 +115,8 @@ def build(
     if adapted:
         model.adapters = lora.inject(hf, policy.dtensor_cfg.lora_cfg, model.layout)
     offload = (policy.dtensor_cfg.cpu_offload or role.offload) and device.type != "cpu"
-    if mesh is not None and mesh["tensor"].size() > 1:
-        _parallelize(model, mesh["tensor"], role)
+    if meshes is not None and meshes.tensor.size() > 1:
+        _parallelize(model, meshes.tensor, role)
     layers = [module for module in hf.modules() if type(module).__name__ in (hf._no_split_modules or ())]
     use_kernels(policy, hf, device)
     mixture = any(parameter.dim() > 2 for parameter in hf.parameters())
@@ -124,13 +125,13 @@ def build(
         compiled.compile_layers(layers)
     if policy.dtensor_cfg.activation_checkpointing:
         recompute(layers, policy.dtensor_cfg.recompute_granularity)
-    if mesh is not None:
-        _shard(model, layers, mesh["data"], policy.precision, offload)
+    if meshes is not None:
+        _shard(model, layers, meshes.data, policy.precision, offload)
     model.to_empty(device=torch.device("cpu") if offload else device)
     for alias, name in tied.items():  # to_empty allocated separate memory for each name
         module, _, parameter = alias.rpartition(".")
         setattr(hf.get_submodule(module), parameter, hf.get_parameter(name))
-    _derive_buffers(hf, device)
+    derive_buffers(hf, device)
     parameters = dict(hf.named_parameters())
     model.layout = {name: model.layout[name] for name in parameters if name in model.layout}
     for name, pieces in model.layout.items():
@@ -147,7 +148,7 @@ def _parallelize(model: PackedModel, mesh: DeviceMesh, role: ModelRole) -> None:
     if model.adapters:
         message = f"got true with policy.dtensor_cfg.tensor_parallel_size={mesh.size()}; expected 1"
         raise RecipeError(Problem(f"{lora.KEY}.enabled", "unsupported", message))
-    model.partial = tensor_parallel.parallelize(model.hf, mesh)
+    model.partial = dict.fromkeys(tensor_parallel.parallelize(model.hf, mesh), mesh.get_group())
     if role.head == "logprobs":
         model.shard = tensor_parallel.vocabulary_shard(model.hf, mesh)
 
@@ -169,72 +170,3 @@ def _shard(model: PackedModel, layers: list[nn.Module], mesh: DeviceMesh, precis
             # Losses are already divided by the global count, so gradients are summed; fully_shard would average them.
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)
-
-
-# ---- checks -------------------------------------------------------------------------------------------------------------
-
-
-def _check_model(hf: PreTrainedModel, role: ModelRole) -> None:
-    name = type(hf).__name__
-    if not hf._supports_attention_backend:
-        raise unsupported_model(f"{name} has custom attention, which packed attention cannot replace")
-    if hf._is_stateful or any(isinstance(m, nn.Conv1d) for m in hf.modules()):
-        raise unsupported_model(
-            f"{name} mixes tokens in other layers than attention, so packed sequences would not be independent"
-        )
-    if not hf._no_split_modules:
-        raise unsupported_model(f"{name} does not declare its layers (_no_split_modules)")
-    if persistent := sorted(set(hf.state_dict()) - {n for n, _ in hf.named_parameters(remove_duplicate=False)}):
-        raise unsupported_model(
-            f"{name} has buffers in its checkpoint, which the FSDP2 backend does not support: {persistent[:4]}"
-        )
-    try:
-        linear = _head_is_linear(hf, "lm_head" if role.head == "logprobs" else "score")
-    except Exception as error:
-        raise unsupported_model(f"{name} has a head whose trial fails: {error}") from error
-    if not linear:
-        raise unsupported_model(f"{name} has a head that computes more than hidden @ W^T (a scale, a soft cap or a bias)")
-
-
-def _head_is_linear(hf: PreTrainedModel, name: str) -> bool:
-    """Run the model's head on known hidden states, large enough to reveal a soft cap, and compare with hidden @ W^T."""
-    body, prefix = hf.base_model, hf.base_model_prefix
-    head = hf.get_output_embeddings() if name == "lm_head" else hf.get_submodule("score")
-    if type(head) is not nn.Linear or head.bias is not None:
-        return False
-    generator = torch.Generator().manual_seed(0)
-    hidden = 100 * torch.randn(1, 3, head.in_features, generator=generator)
-    trial = nn.Linear(head.in_features, 8, bias=False)
-    stub = nn.Module()
-    # transformers annotates a FloatTensor and takes any.
-    output = MoeModelOutputWithPast(last_hidden_state=hidden)  # pyright: ignore[reportArgumentType]
-    stub.forward = lambda *args, **kwargs: output
-    set_head = hf.set_output_embeddings if name == "lm_head" else functools.partial(setattr, hf, name)
-    try:
-        setattr(hf, prefix, stub)
-        set_head(trial)
-        with torch.no_grad():
-            # A classifier reads the last token that is not padding.
-            token = int(hf.config.get_text_config().pad_token_id == 0)
-            logits = hf(input_ids=torch.full((1, 3), token), use_cache=False).logits
-            expected = hidden @ trial.weight.T
-            return torch.allclose(logits, expected if name == "lm_head" else expected[:, -1], rtol=1e-4, atol=1e-4)
-    finally:
-        setattr(hf, prefix, body)
-        set_head(head)
-
-
-def _derive_buffers(hf: PreTrainedModel, device: torch.device) -> None:
-    """Compute the buffers that are in no checkpoint (rotary frequencies), with the model's own initialisation."""
-    for module_name, module in hf.named_modules():
-        own = dict(module.named_buffers(recurse=False))
-        if not own:
-            continue
-        for name, buffer in own.items():
-            if not buffer.is_floating_point():
-                raise unsupported_model(f"buffer {module_name}.{name} of {type(hf).__name__} cannot be recomputed")
-            setattr(module, name, torch.full_like(buffer, torch.nan, device=device))
-        hf._init_weights(module)
-        for name in own:
-            if getattr(module, name).isnan().any():
-                raise unsupported_model(f"buffer {module_name}.{name} of {type(hf).__name__} cannot be recomputed")

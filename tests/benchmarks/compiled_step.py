@@ -56,7 +56,7 @@ def compare(case: Case, folder: Path) -> None:
 
 def _difference(ours: TrainStep, theirs: TrainStep) -> float:
     """Return the largest difference of a gradient's entry, as a share of the largest entry."""
-    pairs = list(zip(*(trained.backend._gradients().values() for trained in (ours, theirs)), strict=True))
+    pairs = list(zip(*(trained.backend._gradients.local().values() for trained in (ours, theirs)), strict=True))
     return max((a - b).abs().max().item() for a, b in pairs) / max(b.abs().max().item() for _, b in pairs)
 
 

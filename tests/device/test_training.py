@@ -21,10 +21,10 @@ from pipeline.config import (
     ValueLossConfig,
 )
 from pipeline.data.packing import pack
+from pipeline.train.context_parallel import localize
 from pipeline.train.logprobs import _Head, packed_outputs
-from pipeline.train.megatron.batch import localize
 from pipeline.train.megatron.heads import ValueHead, VocabularyHead
-from pipeline.train.packed_attention import check_batch
+from pipeline.train.packing import check_batch
 from pipeline.train.truncation import Truncation
 from pipeline.types import GlobalCounts, Outputs, Sample, TopK
 from tests.algorithms.made import made
@@ -76,10 +76,8 @@ def test_megatrons_part_of_a_batch(ranks):
     batch = random_packed((5, 3, 8), top_k=2).batch
     with pretended() as device:
         found, expected = (localize(one, ranks, ranks - 1, 2) for one in (moved(batch, device), batch))
-        for name in ("tokens", "positions", "targets", "candidates", "token_rows", "predicting_rows", "begins"):
+        for name in ("tokens", "positions", "targets", "candidates", "token_rows", "predicting_rows", "begins", "packing"):
             assert_same(getattr(found, name), getattr(expected, name))
-        for name in ("cu_seqlens_q", "cu_seqlens_kv_padded", "packing"):
-            assert_same(getattr(found.sequences, name), getattr(expected.sequences, name))
 
 
 # ---- heads ------------------------------------------------------------------------------------------------------------------

@@ -37,6 +37,7 @@ class Fault:
     actor: int = 0
     count: int = 2
     signal: int = signal.SIGKILL
+    once: bool = False  # only in the first attempt of the run
     message: str = ""  # "flip" a bit of it, "drop" it, "die" while it is on its way
 
 

@@ -60,7 +60,7 @@ def test_the_controller_is_killed(tmp_path, whole):
 
 
 def test_a_crash_after_progress_is_restarted_by_itself(tmp_path, whole):
-    fault = Fault("likelihoods", 1, actor=1, count=4)  # the second attempt has fewer units left
+    fault = Fault("likelihoods", 1, actor=1, count=1, once=True)
     more = overrides(tmp_path, "cluster.requeue.max_restarts=1")
     run = submit(tmp_path / "run", *LOCAL, *more, fault=fault)
     assert scores(run) == scores(whole)

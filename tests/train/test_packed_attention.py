@@ -5,7 +5,8 @@ import torch
 import torch.nn.functional as F
 from transformers import AutoModelForCausalLM
 
-from pipeline.train.packed_attention import NAME, Packing, packed_attention
+from pipeline.train.packed_attention import NAME, packed_attention
+from pipeline.train.packing import Packing
 from tests.train import cases
 
 LENGTHS = [0, 3, 7, 1]

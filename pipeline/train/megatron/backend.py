@@ -30,19 +30,20 @@ from pipeline.models.hugging_face import SCORE, checkpoint_shapes, model_config
 from pipeline.models.recorded_layout import Shape, copy_pieces, flat_boxes, restrict
 from pipeline.train import checkpoint_state
 from pipeline.train.base import Loss, ModelRole, TrainBackend
+from pipeline.train.context_parallel import LocalBatch, localize
 from pipeline.train.initial_weights import ReadBox, initial_weights
-from pipeline.train.megatron.batch import LocalBatch, localize
 from pipeline.train.megatron.conversion import converted
 from pipeline.train.megatron.gather import WeightGatherer
 from pipeline.train.megatron.groups import context_group, data_group, initialize, pipeline_group
 from pipeline.train.megatron.heads import ValueHead, VocabularyHead, broadcast_outputs
 from pipeline.train.megatron.host_weights import HostWeights
+from pipeline.train.megatron.local_modules import PackedSequences
 from pipeline.train.megatron.local_tensors import LocalTensor, local_tensors
 from pipeline.train.megatron.model import build, data_parallel
 from pipeline.train.megatron.optimizer import ParameterRange, ScheduledOptimizer
 from pipeline.train.offload import Offload
 from pipeline.train.outputs import broadcast_record, reduce_outputs
-from pipeline.train.packed_attention import check_batch
+from pipeline.train.packing import check_batch
 from pipeline.train.shards import BoxReader, Entry, Shards, collect_shards, read_shards
 from pipeline.types import LossOutput, Outputs, PackedBatch, StepResult
 
@@ -166,7 +167,8 @@ class MegatronBackend(TrainBackend):
 
         def forward_step(iterator: Iterator[tuple[PackedBatch, LocalBatch]], model: torch.nn.Module):
             batch, local = next(iterator)
-            hidden = model(local.tokens, local.positions, attention_mask=None, packed_seq_params=local.sequences)
+            sequences = PackedSequences.of(local.packing)
+            hidden = model(local.tokens, local.positions, attention_mask=None, packed_seq_params=sequences)
             if not parallel_state.is_pipeline_last_stage():
                 return hidden, None
             # The schedule expects a number of tokens to divide by. `_finalize` ignores it, because losses are already divided.
@@ -175,9 +177,9 @@ class MegatronBackend(TrainBackend):
             return outputs, lambda outputs: (finish(batch, outputs), one, None)
 
         config = self._stage.config
-        context = context_group()
         multiple = config.tensor_model_parallel_size if config.sequence_parallel else 1
-        pairs = ((batch, localize(batch, context.size(), context.rank(), multiple)) for batch in batches)
+        context = context_group()
+        pairs = ((batch, localize(batch, context.size(), context.rank(), multiple, context)) for batch in batches)
         get_forward_backward_func()(
             forward_step_func=forward_step,
             data_iterator=pairs,

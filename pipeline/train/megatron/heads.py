@@ -15,8 +15,8 @@ from transformers import PreTrainedConfig
 
 from pipeline.config import PolicyConfig
 from pipeline.train.base import ModelRole
+from pipeline.train.context_parallel import GatherContextParallel, LocalBatch
 from pipeline.train.logprobs import VocabularyShard, most_likely, target_outputs
-from pipeline.train.megatron.batch import GatherContextParallel, LocalBatch
 from pipeline.train.megatron.groups import context_group, tensor_group
 from pipeline.train.megatron.model import PipelineStage
 from pipeline.train.truncation import Truncation

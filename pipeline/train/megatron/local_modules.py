@@ -12,15 +12,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
-import torch.distributed as dist
-import torch.nn.functional as F
-from megatron.core import tensor_parallel
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_config import TransformerConfig
 from typing_extensions import override
 
-from pipeline.train.packed_attention import Packing, attend
+from pipeline.train.attention import AttentionKind, attend
+from pipeline.train.packing import Packing
 
 
 @dataclass
@@ -28,7 +26,21 @@ class PackedSequences(PackedSeqParams):
     """Megatron-Core's description of packed sequences, with the lengths on the host, so that no kernel waits for them."""
 
     packing: Packing | None = None  # of the padded sequences, over all context-parallel ranks
-    lengths: tuple[int, ...] = ()  # of the padded sequences, over all context-parallel ranks
+
+    @classmethod
+    def of(cls, packing: Packing) -> PackedSequences:
+        """Return Megatron-Core's description of a packing. Padding counts as tokens of its sequence."""
+        starts, longest = packing.cu_seqlens, packing.max_length
+        return cls(
+            qkv_format="thd",
+            cu_seqlens_q=starts,
+            cu_seqlens_kv=starts,
+            cu_seqlens_q_padded=starts,
+            cu_seqlens_kv_padded=starts,
+            max_seqlen_q=longest,
+            max_seqlen_kv=longest,
+            packing=packing,
+        )
 
 
 class RMSNorm(torch.nn.RMSNorm):
@@ -63,9 +75,7 @@ class PackedAttention(MegatronModule):
         dropout = config.attention_dropout if attention_dropout is None else attention_dropout
         if dropout or config.window_size or config.softmax_type != "vanilla":
             raise ValueError("packed attention supports no dropout, window or softmax offset")
-        self._scale = softmax_scale
-        assert pg_collection is not None
-        self._group: dist.ProcessGroup = pg_collection.cp
+        self._kind = AttentionKind(softmax_scale)
 
     @override
     def forward(
@@ -73,36 +83,9 @@ class PackedAttention(MegatronModule):
     ) -> torch.Tensor:
         if attention_mask is not None or attention_bias is not None or not isinstance(packed_seq_params, PackedSequences):
             raise ValueError("packed attention expects packed sequences, without a mask or a bias")
-        if self._group.size() == 1:
-            assert packed_seq_params.packing is not None  # `localize` sets it
-            return attend(query, key, value, packed_seq_params.packing, self._scale).flatten(1)
-        return self._attend_over_ranks(query, key, value, packed_seq_params.lengths).flatten(1)
-
-    def _attend_over_ranks(self, query, key, value, lengths: tuple[int, ...]) -> torch.Tensor:
-        ranks, rank = self._group.size(), self._group.rank()
-        both = torch.cat([key, value], -1).contiguous()
-        both = tensor_parallel.gather_from_sequence_parallel_region(both, group=self._group)  # backward: reduce-scatter
-        local_lengths = [length // ranks for length in lengths]
-        of_rank = [part.split(local_lengths) for part in both.view(ranks, -1, *both.shape[1:])]
-        outputs, device = [], query.device  # on the device, because a mask from the host would wait for it in every layer
-        for i, (length, q) in enumerate(zip(lengths, query.split(local_lengths), strict=True)):
-            chunk = length // (2 * ranks)
-            halves = [part[i] for part in of_rank]
-            whole = torch.cat([h[:chunk] for h in halves] + [h[chunk:] for h in reversed(halves)])
-            k, v = whole.split([key.size(-1), value.size(-1)], -1)
-            own = torch.arange(chunk, device=device)
-            positions = torch.cat([own + c * chunk for c in (rank, 2 * ranks - 1 - rank)])
-            mask = positions[:, None] >= torch.arange(length, device=device)
-            outputs.append(_attend_masked(q, k, v, mask, self._scale))
-        return torch.cat(outputs)
+        assert packed_seq_params.packing is not None  # `PackedSequences.of` sets it
+        return attend(query, key, value, packed_seq_params.packing, self._kind).flatten(1)
 
     @override
     def sharded_state_dict(self, *args, **kwargs) -> dict:
         return {}
-
-
-def _attend_masked(query, key, value, mask: torch.Tensor, scale: float | None) -> torch.Tensor:
-    """Compute attention with a mask: query [t, Hq, D], key [T, Hkv, D], value [T, Hkv, Dv], mask [t, T] -> [t, Hq, Dv]."""
-    q, k, v = (x.transpose(0, 1)[None] for x in (query, key, value))
-    out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale, enable_gqa=q.size(1) != k.size(1))
-    return out[0].transpose(0, 1)

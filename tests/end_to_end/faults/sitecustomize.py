@@ -1,11 +1,12 @@
 """Kills or stops a rank, or spoils a message, at a chosen moment. Python imports this by itself where it is on PYTHONPATH.
 `tests/end_to_end/warm.py` imports it too, after the pipeline.
 
-HETSTEP_TEST_FAULT is JSON: {"phase", "count", "actor", "victim", "signal", "message", "folder"}. Every rank that joins the
-world leaves its process id in `folder`. When rank `actor` enters a phase that begins with `phase` for the `count`-th time, it
-sends `signal` to rank `victim`, which may be itself; or, with a `message`, the first message of a refit that it sends from then
-on is not as it was: "flip" turns one bit of it, "drop" leaves it out, "die" kills the rank with the message on its way. The
-pipeline knows nothing of this: `World` and the refit's `post` are wrapped when their modules are imported.
+HETSTEP_TEST_FAULT is JSON: {"phase", "count", "actor", "victim", "signal", "once", "message", "folder"}. Every rank that
+joins the world leaves its process id in `folder`. When rank `actor` enters a phase that begins with `phase` for the `count`-th
+time, it sends `signal` to rank `victim`, which may be itself (`once`: only in the run's first attempt); or, with a `message`,
+the first message of a refit that it sends from then on is not as it was: "flip" turns one bit of it, "drop" leaves it out,
+"die" kills the rank with the message on its way. The pipeline knows nothing of this: `World` and the refit's `post` are wrapped
+when their modules are imported.
 
 HETSTEP_TEST_NCCL puts NCCL's rules under the run: see tests/nccl.
 """
@@ -61,7 +62,7 @@ def wrap_world(module):
         with original(self, phase, verb):
             if self.rank == fault["actor"] and phase.startswith(fault["phase"]):
                 entered += 1
-                if entered == fault["count"]:
+                if entered == fault["count"] and not (fault["once"] and (folder / "done").exists()):
                     strike(folder)
             yield
 

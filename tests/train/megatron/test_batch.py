@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 
-from pipeline.train.megatron.batch import GatherContextParallel, localize, padded_lengths
+from pipeline.train.context_parallel import GatherContextParallel, localize, padded_lengths
 from tests.train import cases
 from tests.train.megatron import heads, layouts
 from tests.train.megatron.layouts import CP2, Layout
@@ -41,8 +41,8 @@ def test_every_token_is_on_one_rank(ranks, multiple, chosen):
     parts = [localize(batch, ranks, rank, multiple) for rank in range(ranks)]
     padded = padded_lengths(batch.lengths, ranks, multiple)
     for part in parts:
-        assert part.sequences.cu_seqlens_q.tolist() == [0, *torch.tensor(padded).cumsum(0).tolist()]
-        assert part.sequences.max_seqlen_q == max(padded) and part.sequences.lengths == padded
+        assert part.packing.cu_seqlens.tolist() == [0, *torch.tensor(padded).cumsum(0).tolist()]
+        assert part.packing.max_length == max(padded)
         assert part.tokens.shape == part.positions.shape == (1, sum(padded) // ranks)
         assert part.targets.shape == (sum(padded) // ranks,)
         assert part.tokens.size(1) % multiple == 0

@@ -6,12 +6,12 @@ from types import ModuleType, SimpleNamespace
 
 import pytest
 import torch
-from megatron.core.transformer.transformer_config import TransformerConfig
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from pipeline.train import attention
 from pipeline.train.megatron import model
-from pipeline.train.megatron.local_modules import PackedAttention
+from pipeline.train.packing import Packing
 
 META = torch.device("meta")
 
@@ -31,14 +31,13 @@ class Devices(TorchDispatchMode):
 
 def test_context_parallel_attention_computes_nothing_on_the_host(monkeypatch):
     """Check the second of two ranks."""
-    twice = "megatron.core.tensor_parallel.gather_from_sequence_parallel_region"
-    monkeypatch.setattr(twice, lambda mine, group: torch.cat([mine, mine]))  # its own buffers are on the process's device
+    monkeypatch.setattr(attention.GatherRows, "apply", lambda mine, group: torch.cat([mine, mine]))
     pair = SimpleNamespace(size=lambda: 2, rank=lambda: 1)
-    config = TransformerConfig(num_layers=1, hidden_size=16, num_attention_heads=4, attention_dropout=0.0)
-    attention = PackedAttention(config, 1, None, "self", pg_collection=SimpleNamespace(cp=pair))
+    starts = torch.empty(3, device=META, dtype=torch.int32)
+    packing = Packing.of_lengths((16, 8), starts, pair)
     query, key, value = (torch.empty(12, heads, 4, device=META) for heads in (4, 2, 2))
     with Devices() as devices:
-        out = attention._attend_over_ranks(query, key, value, (16, 8))
+        out = attention.attend(query, key, value, packing, attention.AttentionKind())
     assert out.shape == (12, 4, 4)
     assert devices.seen == {META}
 

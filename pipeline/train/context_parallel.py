@@ -1,4 +1,4 @@
-"""Packed batches for Megatron-Core: padded so that the layout divides them, and cut over context-parallel ranks.
+"""Packed batches, padded so that the layout divides them, and cut over context-parallel ranks.
 
 Under context parallelism each rank holds two of 2 cp equal chunks of every sequence, so each sequence is padded to a multiple
 of 2 cp. The last one is padded further, until sequence parallelism divides a rank's tokens. Padding comes after a sequence's
@@ -18,8 +18,7 @@ import torch
 import torch.distributed as dist
 from typing_extensions import override
 
-from pipeline.train.megatron.local_modules import PackedSequences
-from pipeline.train.packed_attention import Packing
+from pipeline.train.packing import Packing
 from pipeline.types import PackedBatch
 
 
@@ -31,16 +30,17 @@ class LocalBatch:
     positions: torch.Tensor  # [1, t] int64
     targets: torch.Tensor  # [t] int64: the next token; undefined at the end of a sequence and on padding
     candidates: torch.Tensor | None  # [t, K] int64: the teacher's tokens for each target
-    sequences: PackedSequences
+    packing: Packing  # of the padded sequences
     token_rows: torch.Tensor  # [T] int64: the row of token t of the batch, among the rows of all ranks
     predicting_rows: torch.Tensor  # [T] int64: the row that predicts token t of the batch, among the rows of all ranks
     begins: torch.Tensor  # [T] bool: whether token t is the first of a sequence, which no row predicts
 
 
-def localize(batch: PackedBatch, ranks: int, rank: int, multiple: int) -> LocalBatch:
+def localize(batch: PackedBatch, ranks: int, rank: int, multiple: int, group: dist.ProcessGroup | None = None) -> LocalBatch:
     """Return this rank's part of a batch.
 
-    ranks, rank: of context parallelism. multiple: divisor of a rank's number of tokens, for sequence parallelism.
+    ranks, rank: of context parallelism, in `group`. multiple: divisor of a rank's number of tokens, for sequence
+    parallelism.
     """
     lengths = padded_lengths(batch.lengths, ranks, multiple)
     device = batch.tokens.device
@@ -66,18 +66,7 @@ def localize(batch: PackedBatch, ranks: int, rank: int, multiple: int) -> LocalB
         positions=positions[rows][None],
         targets=targets[rows],
         candidates=None if candidates is None else candidates[rows],
-        sequences=PackedSequences(
-            qkv_format="thd",
-            # Padding counts as tokens of its sequence, so kernels need no extra case.
-            cu_seqlens_q=cu_seqlens,
-            cu_seqlens_kv=cu_seqlens,
-            cu_seqlens_q_padded=cu_seqlens,
-            cu_seqlens_kv_padded=cu_seqlens,
-            max_seqlen_q=max(lengths),
-            max_seqlen_kv=max(lengths),
-            packing=Packing.of_lengths(lengths, cu_seqlens),
-            lengths=lengths,
-        ),
+        packing=Packing.of_lengths(lengths, cu_seqlens, group),
         token_rows=place[real],
         predicting_rows=place[(real - 1).clamp(min=0)],
         begins=begins,
@@ -124,3 +113,22 @@ class GatherContextParallel(torch.autograd.Function):
     @override
     def backward(ctx, grad: torch.Tensor):
         return grad.chunk(ctx.group.size())[ctx.group.rank()].contiguous(), None
+
+
+class GatherRows(torch.autograd.Function):
+    """Gather [t, ...] of each context-parallel rank to [ranks * t, ...] on all of them; the backward pass reduce-scatters."""
+
+    @staticmethod
+    @override
+    def forward(ctx, local: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+        ctx.group = group
+        whole = local.new_empty(group.size() * len(local), *local.shape[1:])
+        dist.all_gather_into_tensor(whole, local.contiguous(), group=group)
+        return whole
+
+    @staticmethod
+    @override
+    def backward(ctx, grad: torch.Tensor):
+        part = grad.new_empty(len(grad) // ctx.group.size(), *grad.shape[1:])
+        dist.reduce_scatter_tensor(part, grad.contiguous(), group=ctx.group)
+        return part, None

@@ -1,0 +1,72 @@
+"""The gradients of the FSDP2 backend's parameters over the ranks of its layout: partial sums, norm and clipping."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+
+import torch
+import torch.distributed as dist
+from torch.distributed.tensor import DTensor, Replicate
+
+from pipeline.train.shards import local
+
+
+class Gradients:
+    """The gradients of the trained parameters, by name."""
+
+    def __init__(
+        self,
+        trained: Mapping[str, torch.nn.Parameter],
+        partial: Mapping[str, dist.ProcessGroup],
+        group: dist.ProcessGroup,
+        device: torch.device,
+    ):
+        """partial: parameters of which each rank of the group has only a part of the sum. group: the train component."""
+        self._trained, self._partial = trained, partial
+        self._group, self._device = group, device
+
+    def local(self) -> dict[str, torch.Tensor]:
+        """Return this rank's part of each gradient, by name."""
+        return {name: local(p.grad) for name, p in self._trained.items() if p.grad is not None}
+
+    def sum_partial(self) -> None:
+        """Sum the partial gradients over their groups. Once per step is enough."""
+        gradients = self.local()
+        by_group: dict[dist.ProcessGroup, list[torch.Tensor]] = {}
+        for name, group in self._partial.items():
+            by_group.setdefault(group, []).append(gradients[name])
+        for group, parts in by_group.items():
+            flat = torch.cat([gradient.flatten() for gradient in parts]).to(self._device)
+            dist.all_reduce(flat, group=group)
+            for gradient, summed in zip(parts, flat.split([g.numel() for g in parts]), strict=True):
+                gradient.copy_(summed.view_as(gradient))
+
+    def norm(self) -> float:
+        """Return the norm of the whole gradient, summed in float64. Collective over the component."""
+        squared = self._squared_norm()
+        dist.all_reduce(squared, group=self._group)
+        return math.sqrt(squared.item())
+
+    def _squared_norm(self) -> torch.Tensor:
+        """Return this rank's share of the squared norm, [] float64."""
+        counted = [g for name, g in self.local().items() if g.numel() and self._counts(self._trained[name])]
+        if not counted:
+            return torch.zeros((), dtype=torch.float64, device=self._device)
+        norms = torch._foreach_norm(counted)  # pyright: ignore[reportPrivateImportUsage] - torch has no public name for it
+        return torch.stack(norms).double().square().sum().to(self._device)
+
+    def _counts(self, parameter: torch.nn.Parameter) -> bool:
+        """Return whether this rank is the first of those that hold the same part of the parameter."""
+        if not isinstance(parameter, DTensor):
+            return self._group.rank() == 0
+        mesh = parameter.device_mesh
+        replicated = [dim for dim, placement in enumerate(parameter.placements) if isinstance(placement, Replicate)]
+        # A mesh may have only some of the component's ranks; the other ranks then have meshes with the same parts.
+        return 0 in mesh.mesh.flatten().tolist() and all(mesh.get_local_rank(dim) == 0 for dim in replicated)
+
+    def clip(self, norm: float, limit: float | None) -> None:
+        """Scale the gradients, of this norm, to the limit if they are above it."""
+        if limit is not None and norm > limit:
+            gradients = list(self.local().values())
+            torch._foreach_mul_(gradients, limit / norm)  # pyright: ignore[reportPrivateImportUsage] - as _foreach_norm

@@ -1,0 +1,80 @@
+"""Checks of transformers models before they train, and the buffers that no checkpoint holds."""
+
+from __future__ import annotations
+
+import functools
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+from transformers.modeling_outputs import MoeModelOutputWithPast
+
+from pipeline.models.base import unsupported_model
+from pipeline.train.base import ModelRole
+
+
+def check_model(hf: PreTrainedModel, role: ModelRole) -> None:
+    """Raise RecipeError if the backend does not support this model."""
+    name = type(hf).__name__
+    if not hf._supports_attention_backend:
+        raise unsupported_model(f"{name} has custom attention, which packed attention cannot replace")
+    if hf._is_stateful or any(isinstance(m, nn.Conv1d) for m in hf.modules()):
+        raise unsupported_model(
+            f"{name} mixes tokens in other layers than attention, so packed sequences would not be independent"
+        )
+    if not hf._no_split_modules:
+        raise unsupported_model(f"{name} does not declare its layers (_no_split_modules)")
+    if persistent := sorted(set(hf.state_dict()) - {n for n, _ in hf.named_parameters(remove_duplicate=False)}):
+        raise unsupported_model(
+            f"{name} has buffers in its checkpoint, which the FSDP2 backend does not support: {persistent[:4]}"
+        )
+    try:
+        linear = _head_is_linear(hf, "lm_head" if role.head == "logprobs" else "score")
+    except Exception as error:
+        raise unsupported_model(f"{name} has a head whose trial fails: {error}") from error
+    if not linear:
+        raise unsupported_model(f"{name} has a head that computes more than hidden @ W^T (a scale, a soft cap or a bias)")
+
+
+def _head_is_linear(hf: PreTrainedModel, name: str) -> bool:
+    """Run the model's head on known hidden states, large enough to reveal a soft cap, and compare with hidden @ W^T."""
+    body, prefix = hf.base_model, hf.base_model_prefix
+    head = hf.get_output_embeddings() if name == "lm_head" else hf.get_submodule("score")
+    if type(head) is not nn.Linear or head.bias is not None:
+        return False
+    generator = torch.Generator().manual_seed(0)
+    hidden = 100 * torch.randn(1, 3, head.in_features, generator=generator)
+    trial = nn.Linear(head.in_features, 8, bias=False)
+    stub = nn.Module()
+    # transformers annotates a FloatTensor and takes any.
+    output = MoeModelOutputWithPast(last_hidden_state=hidden)  # pyright: ignore[reportArgumentType]
+    stub.forward = lambda *args, **kwargs: output
+    set_head = hf.set_output_embeddings if name == "lm_head" else functools.partial(setattr, hf, name)
+    try:
+        setattr(hf, prefix, stub)
+        set_head(trial)
+        with torch.no_grad():
+            # A classifier reads the last token that is not padding.
+            token = int(hf.config.get_text_config().pad_token_id == 0)
+            logits = hf(input_ids=torch.full((1, 3), token), use_cache=False).logits
+            expected = hidden @ trial.weight.T
+            return torch.allclose(logits, expected if name == "lm_head" else expected[:, -1], rtol=1e-4, atol=1e-4)
+    finally:
+        setattr(hf, prefix, body)
+        set_head(head)
+
+
+def derive_buffers(hf: PreTrainedModel, device: torch.device) -> None:
+    """Compute the buffers that are in no checkpoint (rotary frequencies), with the model's own initialisation."""
+    for module_name, module in hf.named_modules():
+        own = dict(module.named_buffers(recurse=False))
+        if not own:
+            continue
+        for name, buffer in own.items():
+            if not buffer.is_floating_point():
+                raise unsupported_model(f"buffer {module_name}.{name} of {type(hf).__name__} cannot be recomputed")
+            setattr(module, name, torch.full_like(buffer, torch.nan, device=device))
+        hf._init_weights(module)
+        for name in own:
+            if getattr(module, name).isnan().any():
+                raise unsupported_model(f"buffer {module_name}.{name} of {type(hf).__name__} cannot be recomputed")

@@ -1,0 +1,67 @@
+"""The boundaries of the sequences of a packed batch, for attention and for other layers that mix tokens."""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+
+from pipeline.types import PackedBatch
+
+
+@dataclass(frozen=True, slots=True)
+class ContextPart:
+    """The part of packed sequences that a context-parallel rank holds: chunks r and 2 ranks - 1 - r of each sequence.
+
+    The chunks of a sequence are equal, so padded lengths are multiples of 2 ranks. This balances the work of a causal mask.
+    """
+
+    group: dist.ProcessGroup  # of context-parallel ranks
+    lengths: tuple[int, ...]  # of the padded sequences, over all ranks
+
+
+@dataclass(frozen=True, slots=True)
+class Packing:
+    """The boundaries of the sequences of a batch."""
+
+    cu_seqlens: torch.Tensor  # [S+1] int32, on the device
+    max_length: int
+    runs: tuple[tuple[int, int], ...]  # (count, length) of neighbouring sequences of equal length
+    context: ContextPart | None = None  # the part of the batch that this context-parallel rank holds; None: all of it
+
+    @staticmethod
+    def of(batch: PackedBatch) -> Packing:
+        """Return the packing of a batch."""
+        return Packing.of_lengths(batch.lengths, batch.cu_seqlens)
+
+    @staticmethod
+    def of_lengths(lengths: tuple[int, ...], cu_seqlens: torch.Tensor, group: dist.ProcessGroup | None = None) -> Packing:
+        """Return the packing of sequences with these lengths.
+
+        cu_seqlens: their running sum, [S+1] int32 on the device. group: context-parallel ranks; None, or one rank: no
+        context parallelism.
+        """
+        runs = tuple((len(tuple(same)), length) for length, same in itertools.groupby(lengths))
+        context = ContextPart(group, lengths) if group is not None and group.size() > 1 else None
+        return Packing(cu_seqlens, max(lengths), runs, context)
+
+
+def check_batch(batch: PackedBatch, vocabulary: int) -> None:
+    """Raise ValueError if the fields contradict each other, because training would then use wrong log-probs silently."""
+    if not batch.lengths or min(batch.lengths) < 1:
+        raise ValueError(f"lengths {batch.lengths}: a batch holds at least one sequence and no empty ones")
+    total = sum(batch.lengths)
+    device = batch.tokens.device
+    if batch.tokens.shape != (total,):
+        raise ValueError(f"tokens has shape {tuple(batch.tokens.shape)}, but the lengths sum to {total}")
+    cu_seqlens = torch.tensor([0, *itertools.accumulate(batch.lengths)], dtype=torch.int32)
+    positions = torch.arange(total) - torch.repeat_interleave(cu_seqlens[:-1], torch.tensor(batch.lengths))
+    if batch.cu_seqlens.dtype != torch.int32 or not torch.equal(batch.cu_seqlens, cu_seqlens.to(device)):
+        raise ValueError("cu_seqlens is not the running sum of the lengths, from 0, in int32")
+    if not torch.equal(batch.positions, positions.to(device)):
+        raise ValueError("positions do not restart at 0 in each sequence")
+    low, high = batch.tokens.aminmax()
+    if low < 0 or high >= vocabulary:
+        raise ValueError(f"token ids from {int(low)} to {int(high)} do not fit a vocabulary of {vocabulary}")
