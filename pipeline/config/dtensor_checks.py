@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import functools
+from collections.abc import Iterable, Iterator
 
 from pipeline.config import hardware
 from pipeline.config.models import serves_rewards
@@ -10,10 +11,33 @@ from pipeline.config.parallelism import DTENSOR, named_backend
 from pipeline.config.schema import Recipe
 from pipeline.problems import Problem
 
+LORA = f"{DTENSOR}.lora_cfg"
+NOT_BUILT = {  # keys of which only this value is supported so far
+    f"{DTENSOR}.sequence_parallel": False,
+    f"{DTENSOR}.context_parallel_size": 1,
+    f"{DTENSOR}.expert_parallel_size": 1,
+    f"{DTENSOR}.data_parallel_replicate_size": 1,
+    f"{LORA}.dropout": 0.0,
+    f"{LORA}.dropout_position": "post",
+    f"{LORA}.use_dora": False,
+    f"{LORA}.use_rslora": False,
+    "policy.generation.lora_refit": "merged",
+}
+
+
+def _check_built(recipe: Recipe, keys: Iterable[str]) -> Iterator[Problem]:
+    """Yield a problem for each of the keys whose value is not supported yet."""
+    for key in keys:
+        given, supported = functools.reduce(getattr, key.split("."), recipe), NOT_BUILT[key]
+        if given != supported:
+            shown = (str(value).lower() if isinstance(value, bool) else value for value in (given, supported))
+            yield Problem(key, "unsupported", "got {}; expected {}, the only supported value".format(*shown))
+
 
 def check_dtensor(recipe: Recipe) -> Iterator[Problem]:
     """Yield a problem for each unsupported combination of keys."""
     yield from _check_kernels(recipe)
+    yield from _check_built(recipe, [key for key in NOT_BUILT if key.rpartition(".")[0] == DTENSOR])
     dtensor = recipe.policy.dtensor_cfg
     selective = dtensor.recompute_granularity == "selective"
     if dtensor.compile:
@@ -62,10 +86,12 @@ def _check_kernels(recipe: Recipe) -> Iterator[Problem]:
 
 def check_lora(recipe: Recipe) -> Iterator[Problem]:
     """Yield the problems of adapters, for either backend."""
-    dtensor, key = recipe.policy.dtensor_cfg, f"{DTENSOR}.lora_cfg"
+    dtensor, key = recipe.policy.dtensor_cfg, LORA
     lora, tensor = dtensor.lora_cfg, dtensor.tensor_parallel_size
+    yield from _check_built(recipe, [key for key in NOT_BUILT if key == "policy.generation.lora_refit"])
     if not lora.enabled:
         return
+    yield from _check_built(recipe, [key for key in NOT_BUILT if key.rpartition(".")[0] == LORA])
     if named_backend(recipe.policy) == "megatron":
         message = f"got true with Megatron-Core; expected false, or FSDP2. Try {DTENSOR}.enabled=true"
         yield Problem(f"{key}.enabled", "unsupported", message)
