@@ -1,0 +1,1 @@
+"""LoRA and DoRA adapters of linear layers, the same numbers for every backend and layout."""
