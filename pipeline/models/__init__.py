@@ -7,9 +7,10 @@ module and one line of `FAMILIES`. Other families train with the FSDP2 backend, 
 from __future__ import annotations
 
 from types import ModuleType
+from typing import Any
 
 from pipeline.models import deepseek, llama, moe
-from pipeline.models.base import unsupported_model
+from pipeline.models.base import Features, unsupported_model
 
 FAMILIES: dict[str, ModuleType] = {
     "llama": llama,
@@ -31,3 +32,9 @@ def family(model_type: str) -> ModuleType:
             " policy.megatron_cfg.enabled=false"
         )
     return FAMILIES[model_type]
+
+
+def features(config: Any) -> Features:
+    """Return what TransformerConfig cannot say of a model. Raises RecipeError as `family` does."""
+    of = family(config.model_type)
+    return of.features(config) if hasattr(of, "features") else Features()

@@ -1,9 +1,17 @@
 """The module of a model family: Megatron-Core's configuration, and parameters as functions of Hugging Face tensors.
 
-A family is a module of this package with two functions of a transformers config:
+A family is a module of this package with two functions of a transformers config, and a third where Megatron-Core needs modules
+of ours:
 
     transformer(config) -> keyword arguments of megatron-core's TransformerConfig (or MLATransformerConfig), as plain values
     parameters(config, head) -> {Megatron name: Parameter}, in the model's order; the head gives log-probs or values
+    features(config) -> Features, what TransformerConfig cannot say
+
+TransformerConfig says more than sizes: window_size=(w - 1, 0) with window_attn_skip_freq=[1 for a layer with it, else 0],
+softmax_type="learnable" (attention sinks, `self_attention.core_attention.softmax_offset`), softmax_scale,
+layernorm_zero_centered_gamma (norms multiply by 1 + weight), attention_output_gate, rotary_interleaved, glu_linear_offset,
+activation_func_clamp_value, add_bias_linear (of every projection, router and expert). Its activation_func is a name of
+`pipeline.train.megatron.model.ACTIVATIONS`. A share of each head that is rotated comes from the config's rope_parameters.
 
 Called with real tensors, a parameter's function converts them. Called with meta tensors under
 `pipeline.models.recorded_layout.record`, it gives the layout that export, checkpoints and refit use. Each mapping is therefore
@@ -51,6 +59,18 @@ class Parameter:
     #   decoder.final_layernorm.weight
     #   output_layer.weight            (absent where it is tied to the embedding, and where there is a value head)
     #   value_head.weight
+
+
+@dataclass(frozen=True, slots=True)
+class Features:
+    """What TransformerConfig cannot say of a model. `pipeline/train/megatron/features.py` builds it."""
+
+    # Norms of the outputs of attention and MLP, before the residual is added: decoder.layers.3.post_self_attn_layernorm.weight,
+    # decoder.layers.3.post_mlp_layernorm.weight.
+    sandwich_norms: bool = False
+    embedding_scale: float | None = None  # factor of the embeddings, rounded to the precision of the weights
+    score_softcap: float | None = None  # attention scores s become softcap * tanh(s / softcap)
+    layer_rotary: tuple[str, ...] | None = None  # of each layer, its key in rope_parameters, where layers have their own RoPE
 
 
 def unsupported_model(message: str) -> RecipeError:

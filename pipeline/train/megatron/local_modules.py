@@ -4,17 +4,20 @@ Megatron-Core's local norm does not support sequence parallelism, and its local 
 context parallelism, so these modules replace them. Under context parallelism rank r holds chunks r and 2 cp - 1 - r of the 2 cp
 equal chunks of every sequence, which balances the work of a causal mask. Keys and values are gathered from all ranks.
 
-Not supported, with an error: masks, biases, dropout, windows, batches that are not packed.
+Not supported, with an error: masks, biases, dropout, batches that are not packed.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
+import torch.nn.functional as F
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.utils import is_layer_window_attention
 from typing_extensions import override
 
 from pipeline.train.attention import AttentionKind, attend
@@ -50,11 +53,28 @@ class RMSNorm(torch.nn.RMSNorm):
         super().__init__(hidden_size, eps=eps, dtype=config.params_dtype, device=_device(config))
         # An attribute of Megatron-Core: it sums the gradients of such parameters.
         self.weight.sequence_parallel = config.sequence_parallel  # pyright: ignore[reportAttributeAccessIssue]
+        self._zero_centered = config.layernorm_zero_centered_gamma
+
+    @override
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        weight = self.weight + 1 if self._zero_centered else self.weight
+        return F.rms_norm(x, self.normalized_shape, weight, self.eps)
 
 
 def _device(config: TransformerConfig) -> torch.device:
     on_gpu = torch.cuda.is_available() and not config.use_cpu_initialization
     return torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")
+
+
+def _window(config: TransformerConfig, layer_number: int) -> int | None:
+    """Return how many keys a query of a layer sees, its own included; None for all."""
+    every: Any = config.window_attn_skip_freq  # None is allowed too, against the annotation
+    if config.window_size is None or not is_layer_window_attention(config.window_size, every, layer_number):
+        return None
+    left, right = config.window_size
+    if right != 0:
+        raise ValueError(f"packed attention supports no window to the right; got {config.window_size}")
+    return left + 1
 
 
 class PackedAttention(MegatronModule):
@@ -69,13 +89,18 @@ class PackedAttention(MegatronModule):
         attention_dropout: float | None = None,
         softmax_scale: float | None = None,
         pg_collection=None,
+        softcap: float | None = None,
         **_,
     ):
         super().__init__(config=config)
         dropout = config.attention_dropout if attention_dropout is None else attention_dropout
-        if dropout or config.window_size or config.softmax_type != "vanilla":
-            raise ValueError("packed attention supports no dropout, window or softmax offset")
-        self._kind = AttentionKind(softmax_scale)
+        if dropout or config.softmax_type == "off-by-one":
+            raise ValueError("packed attention supports no dropout and no softmax offset that is fixed")
+        self._kind = AttentionKind(softmax_scale, _window(config, layer_number), softcap)
+        self.softmax_offset: torch.nn.Parameter | None = None  # the sinks of this rank's heads
+        if config.softmax_type == "learnable":
+            heads = config.num_attention_heads // config.tensor_model_parallel_size
+            self.softmax_offset = torch.nn.Parameter(torch.empty(heads, dtype=config.params_dtype, device=_device(config)))
 
     @override
     def forward(
@@ -84,7 +109,7 @@ class PackedAttention(MegatronModule):
         if attention_mask is not None or attention_bias is not None or not isinstance(packed_seq_params, PackedSequences):
             raise ValueError("packed attention expects packed sequences, without a mask or a bias")
         assert packed_seq_params.packing is not None  # `PackedSequences.of` sets it
-        return attend(query, key, value, packed_seq_params.packing, self._kind).flatten(1)
+        return attend(query, key, value, packed_seq_params.packing, self._kind, self.softmax_offset).flatten(1)
 
     @override
     def sharded_state_dict(self, *args, **kwargs) -> dict:

@@ -109,8 +109,8 @@ def global_name(stage: PipelineStage, name: str) -> str:
     first = _first_expert(stage)
     rest = re.sub(r"local_experts\.(\d+)", lambda m: f"local_experts.{int(m[1]) + first}", rest)
     rest = re.sub(
-        r"mlp\.experts\.(linear_fc\d)\.weight(\d+)",
-        lambda m: f"mlp.experts.local_experts.{int(m[2]) + first}.{m[1]}.weight",
+        r"mlp\.experts\.(linear_fc\d)\.(weight|bias)(\d+)",
+        lambda m: f"mlp.experts.local_experts.{int(m[3]) + first}.{m[1]}.{m[2]}",
         rest,
     )
     return f"decoder.layers.{layer}.{rest}"

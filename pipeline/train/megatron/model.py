@@ -12,6 +12,7 @@ rotary embeddings.
 from __future__ import annotations
 
 import contextlib
+import functools
 import warnings
 from collections.abc import Iterator
 from typing import Any
@@ -20,7 +21,8 @@ import torch
 import torch.nn.functional as F
 from megatron.core import parallel_state, tensor_parallel
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
-from megatron.core.extensions.transformer_engine import HAVE_TE
+from megatron.core.extensions.transformer_engine import HAVE_TE, TENorm
+from megatron.core.fusions.fused_bias_geglu import quick_gelu
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
 from megatron.core.post_training.modelopt.layers import Linear as WholeLinear
@@ -31,18 +33,24 @@ from megatron.core.transformer.moe import moe_utils
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 from transformers import PreTrainedConfig
-from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from typing_extensions import override
 
 from pipeline import models
 from pipeline.config import MegatronConfig, PolicyConfig, Problem, RecipeError
 from pipeline.models import deepseek
+from pipeline.models.base import Features
+from pipeline.train.megatron.features import scale_embeddings, set_rotary, with_features
 from pipeline.train.megatron.local_modules import PackedAttention, RMSNorm
+from pipeline.train.megatron.rotary import softmax_factor
 from pipeline.types import Head
 
 if not HAVE_TE:  # two modules of Megatron-Core 0.16.1 do not notice that TransformerEngine is not importable
     moe_utils.te_general_gemm = None
     multi_latent_attention.HAVE_TE = False
+
+
+ACTIVATIONS = {"silu": F.silu, "gelu_tanh": functools.partial(F.gelu, approximate="tanh"), "quick_gelu": quick_gelu}
+"""The activation functions of families. quick_gelu: x * sigmoid(1.702 x)."""
 
 
 class PipelineStage(GPTModel):
@@ -64,7 +72,7 @@ def build(policy: PolicyConfig, hf: PreTrainedConfig, head: Head = "logprobs") -
 
     Raises RecipeError for a model or a layout that Megatron-Core does not support.
     """
-    engine = transformer_engine()
+    engine, features = transformer_engine(), models.features(hf)
     config = _transformer_config(policy, hf, engine)
     size = parallel_state.get_tensor_model_parallel_world_size()
     rows = -(-hf.vocab_size // size)
@@ -72,10 +80,9 @@ def build(policy: PolicyConfig, hf: PreTrainedConfig, head: Head = "logprobs") -
         message = f"got {size}; a vocabulary of {hf.vocab_size} leaves some ranks without a row"
         raise RecipeError(Problem("policy.megatron_cfg.tensor_model_parallel_size", "too-large", message))
     with _core_errors_as_problems():
-        spec = get_gpt_decoder_block_spec(config, use_transformer_engine=engine, normalization="RMSNorm")
         stage = PipelineStage(
             config,
-            spec if engine else _with_our_modules(spec),  # pyright: ignore[reportArgumentType] - it takes both kinds
+            _spec(config, features, engine),  # pyright: ignore[reportArgumentType] - it takes both kinds
             vocab_size=rows * size,
             max_sequence_length=hf.max_position_embeddings,
             pre_process=parallel_state.is_pipeline_first_stage(),
@@ -92,7 +99,9 @@ def build(policy: PolicyConfig, hf: PreTrainedConfig, head: Head = "logprobs") -
     if config.multi_latent_attention:
         _set_latent_norms(stage)
     else:
-        stage.rotary_pos_emb.inv_freq, _ = rotary(hf)
+        set_rotary(stage, hf, features)
+    if features.embedding_scale is not None and stage.pre_process:
+        scale_embeddings(stage, features.embedding_scale)
     if policy.megatron_cfg.freeze_moe_router:
         for name, parameter in stage.named_parameters():
             if ".router." in name:
@@ -126,16 +135,6 @@ def transformer_engine() -> bool:
     return HAVE_TE
 
 
-def rotary(hf: PreTrainedConfig) -> tuple[torch.Tensor, float]:
-    """Return (inverse frequencies [D / 2] float32, factor on queries and on keys), as transformers derives them."""
-    parameters = hf.rope_parameters
-    kind = parameters.get("rope_type", "default")
-    if kind != "default":
-        return ROPE_INIT_FUNCTIONS[kind](hf, torch.device("cpu"))
-    width = getattr(hf, "head_dim", None) or hf.hidden_size // hf.num_attention_heads
-    return 1.0 / parameters["rope_theta"] ** (torch.arange(0, width, 2, dtype=torch.int64).float() / width), 1.0
-
-
 def _transformer_config(policy: PolicyConfig, hf: PreTrainedConfig, engine: bool) -> TransformerConfig:
     megatron = policy.megatron_cfg
     dtype = getattr(torch, policy.precision)
@@ -145,10 +144,13 @@ def _transformer_config(policy: PolicyConfig, hf: PreTrainedConfig, engine: bool
         arguments |= _mixture(megatron, engine)
     latent = arguments.get("multi_latent_attention", False)
     if not latent:
-        width = arguments["kv_channels"]
-        _, factor = rotary(hf)
-        arguments["softmax_scale"] = factor * factor * width**-0.5
-    arguments["activation_func"] = {"silu": F.silu}[arguments.get("activation_func", "silu")]
+        scale = arguments.get("softmax_scale") or arguments["kv_channels"] ** -0.5
+        arguments["softmax_scale"] = softmax_factor(hf, models.features(hf)) * scale
+    arguments["activation_func"] = ACTIVATIONS[arguments.get("activation_func", "silu")]
+    if arguments["activation_func"] not in (F.silu, quick_gelu) and megatron.bias_activation_fusion is None:
+        arguments["bias_activation_fusion"] = False  # Megatron-Core has no such kernel
+    if arguments.get("rotary_interleaved") and megatron.apply_rope_fusion is None:
+        arguments["apply_rope_fusion"] = False  # Megatron-Core does not tell the kernel for packed sequences
     if megatron.attention_backend:
         arguments["attention_backend"] = AttnBackend[megatron.attention_backend]
     arguments |= megatron.model_overrides
@@ -238,6 +240,14 @@ def _mixture(megatron: MegatronConfig, engine: bool) -> dict[str, Any]:
 def _needs_engine(name: str, value: str, alternative: str) -> RecipeError:
     message = f"got {value}, which requires TransformerEngine; it is not available. Try {alternative}"
     return RecipeError(Problem(f"policy.megatron_cfg.{name}", "not-installed", message))
+
+
+def _spec(config: TransformerConfig, features: Features, engine: bool) -> TransformerBlockSubmodules:
+    """Return the modules of a stage: TransformerEngine's or Megatron-Core's local ones, and ours."""
+    block: Any = get_gpt_decoder_block_spec(config, use_transformer_engine=engine, normalization="RMSNorm")
+    if not engine:
+        block = _with_our_modules(block)
+    return with_features(block, config, features, TENorm if engine else RMSNorm)  # pyright: ignore[reportArgumentType]
 
 
 def _with_our_modules(block: TransformerBlockSubmodules) -> TransformerBlockSubmodules:
