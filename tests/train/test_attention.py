@@ -1,0 +1,144 @@
+"""Check every kind of attention against its definition, with a mask of the whole sequence, in float64."""
+
+import itertools
+import time
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from pipeline.train import attention, attention_blocks
+from pipeline.train.attention import AttentionKind, VarlenWithSinks, attend
+from pipeline.train.packing import Packing
+
+LENGTHS = (5, 5, 1, 23, 12, 12)
+KINDS = {
+    "full": (AttentionKind(0.3), False),
+    "window": (AttentionKind(0.3, window=4), False),
+    "window of one": (AttentionKind(window=1), False),
+    "window as long as the longest": (AttentionKind(window=23), False),
+    "chunk": (AttentionKind(chunk=5), False),
+    "soft cap": (AttentionKind(0.3, softcap=0.7), False),
+    "sinks": (AttentionKind(), True),
+    "all": (AttentionKind(0.4, window=6, softcap=0.9), True),
+}
+
+
+def packing(lengths=LENGTHS, group=None) -> Packing:
+    return Packing.of_lengths(lengths, torch.tensor([0, *itertools.accumulate(lengths)], dtype=torch.int32), group)
+
+
+def inputs(total: int, heads=4, key_heads=2, width=8, value_width=8, dtype=torch.float64):
+    generator = torch.Generator().manual_seed(0)
+    shapes = (total, heads, width), (total, key_heads, width), (total, key_heads, value_width), (heads,)
+    return [torch.randn(*shape, generator=generator, dtype=dtype).requires_grad_() for shape in shapes]
+
+
+def defined(query, key, value, lengths, kind: AttentionKind, sinks):
+    """Return attention by its definition, a sequence at a time."""
+    outputs = []
+    for q, k, v in zip(*(x.split(lengths) for x in (query, key, value)), strict=True):
+        k, v = (x.repeat_interleave(q.size(1) // x.size(1), 1) for x in (k, v))
+        scores = torch.einsum("qhd,khd->hqk", q, k) * (kind.scale or q.size(-1) ** -0.5)
+        if kind.softcap:
+            scores = kind.softcap * (scores / kind.softcap).tanh()
+        for i, j in itertools.product(range(len(q)), range(len(q))):
+            far = kind.window is not None and j <= i - kind.window
+            other = kind.chunk is not None and i // kind.chunk != j // kind.chunk
+            if j > i or far or other:
+                scores[:, i, j] = -torch.inf
+        exponents = scores.exp()
+        total = exponents.sum(-1, keepdim=True)
+        if sinks is not None:
+            total = total + sinks.exp()[:, None, None]
+        outputs.append(torch.einsum("hqk,khd->qhd", exponents / total, v))
+    return torch.cat(outputs)
+
+
+def differences(ours, theirs, leaves) -> float:
+    """Return the largest difference of outputs and of gradients."""
+    weights = torch.randn(ours.shape, generator=torch.Generator().manual_seed(1), dtype=ours.dtype)
+    found = [torch.autograd.grad((x * weights).sum(), leaves, allow_unused=True) for x in (ours, theirs)]
+    pairs = [(ours, theirs), *((a, b) for a, b in zip(*found, strict=True) if a is not None or b is not None)]
+    return max((a - b).abs().max().item() for a, b in pairs)
+
+
+@pytest.mark.parametrize("block", [4, 256])
+@pytest.mark.parametrize("name", KINDS)
+def test_each_kind_is_its_definition(name, block, monkeypatch):
+    monkeypatch.setattr(attention_blocks, "_BLOCK", block)
+    kind, with_sinks = KINDS[name]
+    query, key, value, sinks = inputs(sum(LENGTHS), value_width=12)
+    given = sinks if with_sinks else None
+    ours = attend(query, key, value, packing(), kind, given)
+    theirs = defined(query, key, value, LENGTHS, kind, given)
+    assert differences(ours, theirs, [query, key, value, sinks]) < 1e-12
+    if name not in ("full", "window as long as the longest"):
+        assert (theirs - defined(query, key, value, LENGTHS, AttentionKind(kind.scale), None)).abs().max() > 0.1
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+@pytest.mark.parametrize("name", KINDS)
+def test_each_kind_over_context_parallel_ranks(name, ranks, monkeypatch):
+    """Give each rank in turn its chunks, and the gathered keys and values of all."""
+    monkeypatch.setattr(attention_blocks, "_BLOCK", 4)
+    kind, with_sinks = KINDS[name]
+    lengths = tuple(4 * ranks * n for n in (1, 3, 2))
+    query, key, value, sinks = inputs(sum(lengths))
+    given = sinks if with_sinks else None
+    rows = [attention_rows(lengths, ranks, rank) for rank in range(ranks)]
+    monkeypatch.setattr(attention.GatherRows, "apply", lambda mine, group: torch.cat([key, value], -1)[torch.cat(rows)])
+    outputs = []
+    for rank, own in enumerate(rows):
+        group = SimpleNamespace(size=lambda: ranks, rank=lambda rank=rank: rank)
+        outputs.append(attend(query[own], key[own], value[own], packing(lengths, group), kind, given))
+    ours = torch.empty_like(torch.cat(outputs)).index_copy(0, torch.cat(rows), torch.cat(outputs))
+    theirs = defined(query, key, value, lengths, kind, given)
+    assert differences(ours, theirs, [query, key, value, sinks]) < 1e-12
+
+
+def attention_rows(lengths, ranks: int, rank: int) -> torch.Tensor:
+    starts = list(itertools.accumulate(lengths, initial=0))
+    chunks = [(start, length // (2 * ranks)) for start, length in zip(starts, lengths, strict=False)]
+    return torch.cat([torch.arange(n) + s + c * n for s, n in chunks for c in (rank, 2 * ranks - 1 - rank)])
+
+
+@pytest.mark.parametrize("window", [(-1, 0), (3, 0)])
+def test_sinks_by_the_normalizer_of_the_kernel(window, monkeypatch):
+    """Compute what the CUDA kernel does by its definition: output, normalizer, and gradients from those that it is given."""
+    query, key, value, sinks = inputs(sum(LENGTHS), dtype=torch.float32)
+    kind = AttentionKind(0.3, window=None if window[0] < 0 else window[0] + 1)
+
+    def scores(q, k):
+        mask = torch.block_diag(*(kind.mask(torch.arange(n), torch.arange(n)).float() for n in LENGTHS)).bool()
+        found = torch.einsum("qhd,khd->hqk", q, k.repeat_interleave(2, 1)) * 0.3
+        return found.masked_fill(~mask, -torch.inf)
+
+    def forward(q, k, v, *_):
+        s = scores(q, k)
+        return torch.einsum("hqk,khd->qhd", s.softmax(-1), v.repeat_interleave(2, 1)), s.logsumexp(-1), torch.zeros(2)
+
+    def backward(grad, q, k, v, out, lse, *_):
+        p = (scores(q, k) - lse[:, :, None]).exp()
+        of_p = torch.einsum("qhd,khd->hqk", grad, v.repeat_interleave(2, 1))
+        of_s = p * (of_p - (grad * out).sum(-1).T[:, :, None]) * 0.3
+        of_k, of_v = torch.einsum("hqk,qhd->khd", of_s, q), torch.einsum("hqk,qhd->khd", p, grad)
+        both = (x.unflatten(1, (2, 2)).sum(2) for x in (of_k, of_v))
+        return torch.einsum("hqk,khd->qhd", of_s, k.repeat_interleave(2, 1)), *both
+
+    kernels = SimpleNamespace(_varlen_attn=forward, _varlen_attn_backward=backward)
+    monkeypatch.setattr(attention.torch.ops, "torch_attn", kernels)
+    ours = VarlenWithSinks.apply(query, key, value, sinks, packing(), 0.3, window)
+    theirs = attend(query, key, value, packing(), kind, sinks)
+    assert differences(ours, theirs, [query, key, value, sinks]) < 2e-5
+
+
+def test_a_small_window_costs_less_than_full_attention():
+    query, key, value, _ = inputs(8192, width=16, value_width=16, dtype=torch.float32)
+
+    def seconds(kind: AttentionKind) -> float:
+        begin = time.process_time()
+        attend(query, key, value, packing((8192,)), kind).sum().backward()
+        return time.process_time() - begin
+
+    assert min(seconds(AttentionKind(window=64)) for _ in range(2)) < 0.5 * seconds(AttentionKind())
