@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from pipeline.config import PolicyConfig, Problem, RecipeError, collected, refuse
+from pipeline.models.sizes import ALIASES
 
 KNOWN = Path(__file__).resolve().parent.parent / "recipes/models"
 """Folder of ORG/NAME.json: the keys of public models' config.json that a plan needs. `like` names another file, whose keys are
@@ -80,7 +81,9 @@ def planning_config(
 def _language_model_config(config: dict[str, Any], policy: PolicyConfig, key: str) -> dict[str, Any]:
     refuse(_type_problems(f"{key.removesuffix('model_name')}hf_config_overrides", policy.hf_config_overrides, config))
     config = config | policy.hf_config_overrides
-    return config | (config.get("text_config") or {})
+    config = config | (config.get("text_config") or {})
+    kind = config.get("model_type")
+    return {**config, "model_type": ALIASES[kind]} if kind in ALIASES else config
 
 
 def _type_problems(key: str, given: dict[str, Any], config: dict[str, Any]) -> Iterator[Problem]:

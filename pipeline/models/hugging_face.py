@@ -18,6 +18,7 @@ from pipeline.boxes import Piece
 from pipeline.config import PolicyConfig, Problem, RecipeError
 from pipeline.models.base import SCORE, unsupported_model
 from pipeline.models.recorded_layout import Shape, invert, record_all
+from pipeline.models.sizes import ALIASES
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel
@@ -31,12 +32,15 @@ def model_config(policy: PolicyConfig, head: Head = "logprobs") -> PreTrainedCon
     Raises RecipeError for an override that the config does not have, for a sequence classifier with another number of labels,
     and for a family that has no sequence classifier.
     """
-    from transformers import AutoConfig
+    from transformers import CONFIG_MAPPING, AutoConfig
 
+    for alias, known in ALIASES.items():
+        CONFIG_MAPPING.register(alias, CONFIG_MAPPING[known], exist_ok=True)
     options = {"local_files_only": True, "return_unused_kwargs": True, **policy.hf_config_overrides}
     loaded: tuple[PreTrainedConfig, dict[str, Any]]  # with return_unused_kwargs, which transformers' annotation leaves out
     loaded = AutoConfig.from_pretrained(policy.model_name, **options)  # pyright: ignore[reportAssignmentType]
     config, unused = loaded
+    vars(config).pop("model_type", None)  # an alias from the file, which hides the class's
     if unused:
         found = ", ".join(unused)
         message = f"got {found}, which the {config.model_type} configuration does not have"

@@ -58,17 +58,20 @@ _DEFAULTS: dict[str, dict[str, Any]] = {
 MODEL_TYPES = tuple(_DEFAULTS)
 """The `model_type`s that are described."""
 
+ALIASES = {"kimi_k2": "deepseek_v3"}
+"""`model_type` of a config.json that transformers does not know -> the one whose model it is."""
+
 
 def sizes(config: Mapping[str, Any]) -> SimpleNamespace:
     """Return every key that determines the size of a tensor, as an attribute.
 
     Raises ValueError for a family that is not described, KeyError for a missing key without a default.
     """
-    family = config.get("model_type")
+    family = ALIASES.get(config.get("model_type", ""), config.get("model_type"))
     if family not in _DEFAULTS:
         raise ValueError(f"the tensors of '{family}' models are not described; expected one of {', '.join(MODEL_TYPES)}")
     found = {"model_type": family, "tie_word_embeddings": False, "head_dim": None, **_DEFAULTS[family]}
-    found |= {name: config[name] for name in found if name in config}
+    found |= {name: config[name] for name in found if name in config and name != "model_type"}
     for name in (*_REQUIRED, *_REQUIRED_BY_FAMILY.get(family, ())):
         if name not in found:
             either = _EITHER_NAME.get(name)

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from transformers import AutoConfig, PreTrainedConfig
 
-from launch.model_files import KNOWN, public_model_config
+from launch.model_files import KNOWN, planning_config
 from pipeline import models
 from pipeline.config import MEGATRON_MODEL_TYPES, DTensorConfig, MegatronConfig, PolicyConfig
 from pipeline.models.config_json import check_attention, parse_config, unsupported
@@ -68,8 +68,7 @@ def test_every_attribute_equals_transformers(name, more, tmp_path):
 
 @pytest.mark.parametrize("name", sorted(str(path.relative_to(KNOWN).with_suffix("")) for path in KNOWN.glob("*/*.json")))
 def test_known_models_are_read_alike(name):
-    config = public_model_config(name)
-    config = {key: value for key, value in (config | config.get("text_config", {})).items() if key != "text_config"}
+    config = {key: value for key, value in planning_config(PolicyConfig(model_name=name)).items() if key != "text_config"}
     check_read(config, AutoConfig.for_model(**{k: v for k, v in config.items() if k != "quantization_config"}))
 
 

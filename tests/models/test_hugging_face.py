@@ -5,9 +5,13 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from launch.model_files import planning_config
+from launch.model_shape import ModelShape
 from pipeline.boxes import whole
+from pipeline.config import PolicyConfig
 from pipeline.models import hugging_face
 from pipeline.models.recorded_layout import copy_pieces
+from tests.models.cases import configs
 from tests.train import cases
 
 
@@ -38,6 +42,17 @@ def test_tensors_in_memory_equal_those_that_transformers_loads(models, family):
         assert torch.equal(ours, parameter), name
     fused = [name for name, pieces in layout.items() if [piece.name for piece in pieces] != [name]]
     assert any("experts" in name for name in fused) == (family in cases.MIXTURES)
+
+
+def test_a_type_that_transformers_does_not_know_is_its_model_s(tmp_path):
+    """Kimi-K2 is DeepSeek-V3's model under a name of its own."""
+    configs()["deepseek_v3_plain"].save_pretrained(tmp_path)
+    path = tmp_path / "config.json"
+    path.write_text(path.read_text().replace('"model_type": "deepseek_v3"', '"model_type": "kimi_k2"'))
+    config = hugging_face.model_config(PolicyConfig(model_name=str(tmp_path)))
+    assert config.model_type == "deepseek_v3"
+    assert type(hugging_face.meta_model(config)).__name__ == "DeepseekV3ForCausalLM"
+    assert ModelShape.of(planning_config(PolicyConfig(model_name=str(tmp_path)))).family == "deepseek_v3"
 
 
 @pytest.mark.parametrize(
