@@ -17,10 +17,6 @@ NOT_BUILT = {  # keys of which only this value is supported so far
     f"{DTENSOR}.context_parallel_size": 1,
     f"{DTENSOR}.expert_parallel_size": 1,
     f"{DTENSOR}.data_parallel_replicate_size": 1,
-    f"{LORA}.dropout": 0.0,
-    f"{LORA}.dropout_position": "post",
-    f"{LORA}.use_dora": False,
-    f"{LORA}.use_rslora": False,
     "policy.generation.lora_refit": "merged",
 }
 
@@ -87,17 +83,16 @@ def _check_kernels(recipe: Recipe) -> Iterator[Problem]:
 def check_lora(recipe: Recipe) -> Iterator[Problem]:
     """Yield the problems of adapters, for either backend."""
     dtensor, key = recipe.policy.dtensor_cfg, LORA
-    lora, tensor = dtensor.lora_cfg, dtensor.tensor_parallel_size
+    lora = dtensor.lora_cfg
     yield from _check_built(recipe, [key for key in NOT_BUILT if key == "policy.generation.lora_refit"])
     if not lora.enabled:
         return
-    yield from _check_built(recipe, [key for key in NOT_BUILT if key.rpartition(".")[0] == LORA])
     if named_backend(recipe.policy) == "megatron":
         message = f"got true with Megatron-Core; expected false, or FSDP2. Try {DTENSOR}.enabled=true"
         yield Problem(f"{key}.enabled", "unsupported", message)
-    if tensor > 1:
-        message = f"got true with {DTENSOR}.tensor_parallel_size={tensor}; expected 1, since adapters are not sharded"
-        yield Problem(f"{key}.enabled", "unsupported", message)
+    if dtensor.compile and lora.dropout:
+        message = f"got {lora.dropout} with {DTENSOR}.compile=true; expected 0, since compiled layers draw no random numbers"
+        yield Problem(f"{key}.dropout", "contradiction", f"{message}. Try {DTENSOR}.compile=false")
     if lora.match_all_linear and lora.target_modules:
         message = f"got names with {key}.match_all_linear=true, which takes all linear layers; expected none. Try that false"
         yield Problem(f"{key}.target_modules", "contradiction", message)

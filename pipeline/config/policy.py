@@ -26,7 +26,7 @@ class TokenizerConfig:
 
 @dataclass
 class LoRAConfig:
-    """Low-rank adapters (https://arxiv.org/abs/2106.09685): W + alpha / dim B A. Only A and B are trained."""
+    """Low-rank adapters (https://arxiv.org/abs/2106.09685): W + alpha / dim B A. Only they are trained."""
 
     enabled: Annotated[Bool, Field(description="Train adapters in place of all weights.")] = False
     target_modules: Annotated[
@@ -38,7 +38,10 @@ class LoRAConfig:
     match_all_linear: Annotated[Bool, Field(description="Adapt all linear layers except the head.")] = True
     dim: Annotated[Positive, Field(description="Rank of the adapters.")] = 8
     alpha: Annotated[Positive, Field(description="Scale: adapters are multiplied by alpha / dim.")] = 32
-    dropout: Annotated[Float, Field(ge=0, lt=1, description="Dropout probability of adapters in training.")] = 0.0
+    dropout: Annotated[
+        Float,
+        Field(ge=0, lt=1, description="Dropout probability of adapters in optimizer steps. Log-probs are computed without."),
+    ] = 0.0
     dropout_position: Annotated[
         Literal["pre", "post"], Field(description="pre: dropout of the input of A. post: of the output of B.")
     ] = "post"

@@ -58,6 +58,7 @@ def should_compile(policy: PolicyConfig, device: torch.device, mixture: bool) ->
     dtensor, requested = policy.dtensor_cfg, policy.dtensor_cfg.compile
     tensor_size, selective = dtensor.tensor_parallel_size, dtensor.recompute_granularity == "selective"
     others = mixture or tensor_size > 1 or selective or dtensor.use_liger_kernel
+    others = others or (dtensor.lora_cfg.enabled and dtensor.lora_cfg.dropout > 0)
     if requested is False or (requested is None and (device.type not in DEVICES or others)):
         return False
     if requested and tensor_size > 1:

@@ -130,8 +130,9 @@ class FSDPBackend(TrainBackend):
         self._optimizer.zero_grad(set_to_none=True)
         shares = []
         for batch in batches:
-            output = loss(self._outputs(batch, self._model, teacher=batch.teacher), batch)
-            output.loss.backward()
+            with self._model.adapters.training() if self._model.adapters else contextlib.nullcontext():
+                output = loss(self._outputs(batch, self._model, teacher=batch.teacher), batch)
+                output.loss.backward()
             shares.append(LossOutput(output.loss.detach(), output.metrics))
         self._gradients.sum_partial()
         # Context- and tensor-parallel peers have the same batches, so only one of them counts.
@@ -179,7 +180,7 @@ class FSDPBackend(TrainBackend):
         if not self._role.reference:
             raise ValueError("there are no reference weights; build the backend with ModelRole(reference=True)")
         if self._model.adapters:
-            with lora.disabled(self._model.adapters):
+            with self._model.adapters.disabled():
                 yield self._model
             self._reshard()
             return
@@ -333,17 +334,16 @@ class FSDPBackend(TrainBackend):
 
     def _saved(self) -> Iterator[tuple[str, torch.nn.Parameter, list[Piece]]]:
         """Yield (prefix of the names, parameter, its pieces on disk) of what is saved: adapters, or all weights."""
-        adapters = {name: piece for adapter in self._model.adapters for name, piece in adapter.pieces(self._parameters).items()}
+        adapters = self._model.adapters.layout if self._model.adapters else {}
         for name, parameter in self._trained.items():
             if name in adapters:
-                yield "adapter", parameter, [adapters[name]]
+                yield "adapter", parameter, adapters[name]
             else:
                 yield "model", parameter, self._model.layout[name]
 
     def _saved_shapes(self) -> dict[str, Shape]:
         """Return the shapes of tensors on disk and of adapters in a checkpoint."""
-        adapters = (piece for adapter in self._model.adapters for piece in adapter.pieces(self._parameters).values())
-        return self._shapes | {piece.name: piece.source.size for piece in adapters}
+        return self._shapes | (self._model.adapters.shapes if self._model.adapters else {})
 
     def _pieces(self) -> dict[torch.Tensor, list[Piece]]:
         return {parameter: pieces for _, parameter, pieces in self._saved()}

@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
 from pipeline.boxes import Piece
-from pipeline.config import GenerationConfig, PolicyConfig, Problem, RecipeError
+from pipeline.config import GenerationConfig, PolicyConfig
 from pipeline.models.base import SCORE
 from pipeline.models.config_json import check_attention
 from pipeline.models.hugging_face import layout, meta_model, model_config
@@ -30,7 +30,7 @@ from pipeline.train.fsdp_mesh import Meshes
 from pipeline.train.initial_weights import initial_weights
 from pipeline.train.kernels import use_kernels
 from pipeline.train.logprobs import VocabularyShard, packed_outputs
-from pipeline.train.lora import Adapter
+from pipeline.train.lora import Adapters
 from pipeline.train.model_checks import check_model, derive_buffers
 from pipeline.train.packed_attention import NAME
 from pipeline.train.packing import Packing
@@ -50,7 +50,7 @@ class PackedModel(nn.Module):
         self.shard: VocabularyShard | None = None
         self.layout: dict[str, list[Piece]] = {}  # for each parameter of `hf`: its pieces of tensors on disk
         self.compiled = False  # whether layers are compiled at the first call
-        self.adapters: list[Adapter] = []  # their parameters exist only in our checkpoints
+        self.adapters: Adapters | None = None  # their parameters exist only in our checkpoints
         self._role = role
         self._temperature = generation.temperature
         self._truncation = Truncation.of(generation) if role.truncated else None
@@ -124,7 +124,8 @@ def build(
     if model.compiled:
         compiled.compile_layers(layers)
     if policy.dtensor_cfg.activation_checkpointing:
-        recompute(layers, policy.dtensor_cfg.recompute_granularity)
+        draws = model.adapters is not None and model.adapters.spec.dropout > 0
+        recompute(layers, policy.dtensor_cfg.recompute_granularity, draws)
     if meshes is not None:
         _shard(model, layers, meshes.data, policy.precision, offload)
     model.to_empty(device=torch.device("cpu") if offload else device)
@@ -139,16 +140,15 @@ def build(
             local(parameters[name]).copy_(local(source.hf.get_parameter(name)))
         else:
             copy_pieces(local(parameters[name]), restrict(pieces, local_box(parameters[name])), source)
-    lora.initialize(model.adapters, parameters, policy.dtensor_cfg.lora_cfg.lora_A_init, seed)
+    if model.adapters:
+        model.adapters.initialize(parameters, seed)
     return model
 
 
 def _parallelize(model: PackedModel, mesh: DeviceMesh, role: ModelRole) -> None:
     """Cut the model over the 1-d mesh of tensor-parallel ranks."""
-    if model.adapters:
-        message = f"got true with policy.dtensor_cfg.tensor_parallel_size={mesh.size()}; expected 1"
-        raise RecipeError(Problem(f"{lora.KEY}.enabled", "unsupported", message))
-    model.partial = dict.fromkeys(tensor_parallel.parallelize(model.hf, mesh), mesh.get_group())
+    partial = [name for name in tensor_parallel.parallelize(model.hf, mesh) if model.hf.get_parameter(name).requires_grad]
+    model.partial = dict.fromkeys(partial, mesh.get_group())
     if role.head == "logprobs":
         model.shard = tensor_parallel.vocabulary_shard(model.hf, mesh)
 

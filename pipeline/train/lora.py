@@ -1,17 +1,16 @@
-"""LoRA adapters by peft (https://arxiv.org/abs/2106.09685): W + alpha / dim B A, where A and B are trained and W is frozen.
+"""The adapters of a model of the FSDP2 backend (`adapters/spec.py` defines them): which layers have one, and their weights.
 
-Weights leave the backend merged, under the names of W, so refit and export need no code for adapters. A checkpoint holds A and
-B, as `adapter.<layer>.lora_A` and `.lora_B`. W is loaded from policy.model_name again. W alone is the reference policy.
+Weights leave the backend merged, under the names of W, or, for a role that serves adapters, as the adapters' own tensors. A
+checkpoint holds the adapters alone; W is loaded from policy.model_name again. W alone is the reference policy.
 
-Not supported: tensor parallelism, adapters of embeddings, heads and experts that are bare parameters, dropout, trained biases.
+Not supported: adapters of embeddings, heads and experts that are bare parameters; trained biases.
 """
 
 from __future__ import annotations
 
 import contextlib
-import math
-from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -22,10 +21,13 @@ from transformers import PreTrainedModel
 from pipeline.boxes import Piece, whole
 from pipeline.config import LoRAConfig, Problem, RecipeError
 from pipeline.models.hugging_face import SCORE
+from pipeline.train.adapters import arithmetic, spec
+from pipeline.train.adapters.arithmetic import KEY
+from pipeline.train.adapters.linear import AdaptedLinear, AdapterSwitch
+from pipeline.train.adapters.spec import AdapterSpec
 from pipeline.train.shards import BoxReader, gather_full, local, local_box
 
-KEY = "policy.dtensor_cfg.lora_cfg"
-_NAME = "default"  # peft's name of the adapters
+PREFIX = "adapter."  # of the adapters' tensors in a checkpoint
 
 
 @dataclass(frozen=True)
@@ -33,48 +35,94 @@ class Adapter:
     """The adapter of one linear layer."""
 
     stored: str  # the layer's name on disk
-    layer: nn.Module  # peft's module, which contains the linear layer
+    layer: AdaptedLinear
     weight: str  # names of parameters in memory: W [out, in]
     a: str  # A [dim, in]
     b: str  # B [out, dim]
-    scale: float
+    magnitude: str | None  # m [out], with DoRA
 
-    def pieces(self, parameters: Mapping[str, nn.Parameter]) -> dict[str, Piece]:
-        """Return {name in memory: the piece of the checkpoint} of A and B."""
-        boxes = {name: whole(tuple(parameters[name].shape)) for name in (self.a, self.b)}
-        return {n: Piece(f"{self.stored}.lora_{'A' if n == self.a else 'B'}", box, box) for n, box in boxes.items()}
+    def names(self) -> dict[str, str]:
+        """Return {name in memory: name on disk}."""
+        names = {self.a: self.stored + spec.A, self.b: self.stored + spec.B}
+        return names | ({self.magnitude: self.stored + spec.MAGNITUDE} if self.magnitude else {})
 
 
-def inject(hf: PreTrainedModel, config: LoRAConfig, layout: dict[str, list[Piece]]) -> list[Adapter]:
+@dataclass
+class Adapters:
+    """All adapters of a model."""
+
+    spec: AdapterSpec
+    items: list[Adapter] = field(default_factory=list)
+    layout: dict[str, list[Piece]] = field(default_factory=dict)  # {name in memory: the piece on disk}
+    shapes: dict[str, tuple[int, ...]] = field(default_factory=dict)  # on disk
+    switch: AdapterSwitch = field(default_factory=AdapterSwitch)
+
+    def add(self, adapter: Adapter) -> None:
+        """Add an adapter, whose parameters are still whole."""
+        self.items.append(adapter)
+        weight = adapter.layer.base_layer.weight
+        shapes = self.spec.shapes(adapter.stored, *weight.shape)
+        self.shapes |= shapes
+        for name, stored in adapter.names().items():
+            self.layout[name] = [Piece(stored, whole(shapes[stored]), whole(shapes[stored]))]
+
+    def initialize(self, parameters: Mapping[str, nn.Parameter], seed: int) -> None:
+        """Give this rank's parts their initial values, which the layout does not change. The weights must be loaded."""
+        for adapter in self.items:
+            a, b = parameters[adapter.a], parameters[adapter.b]
+            drawn = arithmetic.initial_a(self.spec, adapter.stored, a.shape[1], seed)
+            local(a).copy_(drawn[local_box(a).within(whole(tuple(a.shape)))])
+            local(b).zero_()
+            if adapter.magnitude:
+                # fully_shard cuts the magnitudes into the same rows as W.
+                norms = arithmetic.initial_magnitude(local(parameters[adapter.weight]), adapter.layer.sum_columns)
+                local(parameters[adapter.magnitude]).copy_(norms)
+
+    @contextlib.contextmanager
+    def disabled(self) -> Iterator[None]:
+        """Disable the adapters within this context: the model is its base."""
+        self.switch.enabled = False
+        try:
+            yield
+        finally:
+            self.switch.enabled = True
+
+    @contextlib.contextmanager
+    def training(self) -> Iterator[None]:
+        """Apply dropout within this context."""
+        self.switch.dropout = True
+        try:
+            yield
+        finally:
+            self.switch.dropout = False
+
+
+def inject(hf: PreTrainedModel, config: LoRAConfig, layout: dict[str, list[Piece]]) -> Adapters:
     """Add adapters in float32 to a model on the meta device. Only they, and a value head, are trained then.
 
     layout: of the model; its keys are changed to the new names of the parameters. Raises RecipeError for layers that cannot
     have an adapter.
     """
-    from peft import LoraConfig, inject_adapter_in_model
-
     if config.dim < 1:
         raise _problem("dim", "too-small", f"got {config.dim}; expected at least 1")
+    adapters = Adapters(AdapterSpec.of(config))
     targets = _targets(hf, config)
+    hf.requires_grad_(False)
     for target in targets:
         pieces, shape = layout[f"{target}.weight"], tuple(hf.get_parameter(f"{target}.weight").shape)
         if [piece.source for piece in pieces] != [whole(shape)]:
             message = f"{target} of {type(hf).__name__} is more than one tensor on disk, so it cannot have an adapter"
             raise _problem("target_modules", "unsupported", message)
-    options = LoraConfig(r=config.dim, lora_alpha=config.alpha, target_modules=targets)
-    inject_adapter_in_model(options, hf, _NAME, low_cpu_mem_usage=True)
-    adapters = []
-    for target in targets:
-        layer = hf.get_submodule(target)
-        layer.lora_A.float()
-        layer.lora_B.float()
+        linear = hf.get_submodule(target)
+        assert isinstance(linear, nn.Linear)
+        layer = AdaptedLinear(linear, adapters.spec, adapters.switch)
+        hf.set_submodule(target, layer)
         for parameter in ("weight", "bias"):
             if f"{target}.{parameter}" in layout:
                 layout[f"{target}.base_layer.{parameter}"] = layout.pop(f"{target}.{parameter}")
-        weight = f"{target}.base_layer.weight"
-        stored = layout[weight][0].name.removesuffix(".weight")
-        a, b = (f"{target}.lora_{matrix}.{_NAME}.weight" for matrix in "AB")
-        adapters.append(Adapter(stored, layer, weight, a, b, config.alpha / config.dim))
+        stored = pieces[0].name.removesuffix(".weight")
+        magnitude = f"{target}{spec.MAGNITUDE}" if adapters.spec.dora else None
+        adapters.add(Adapter(stored, layer, f"{target}.base_layer.weight", target + spec.A, target + spec.B, magnitude))
     if SCORE in layout:
         hf.get_submodule("score").float().requires_grad_(True)
     return adapters
@@ -120,70 +168,40 @@ def _matches(name: str, wanted: str) -> bool:
     return name == wanted or name.endswith(f".{wanted}")
 
 
-def initialize(adapters: Iterable[Adapter], parameters: Mapping[str, nn.Parameter], init: str, seed: int) -> None:
-    """Initialize every A at random, equally for every layout, and every B with 0.
-
-    init: "xavier" as in NeMo's Automodel, "kaiming" as in peft and Automodel, "gaussian" as in peft.
-    """
-    generator = torch.Generator().manual_seed(seed)
-    for adapter in adapters:
-        a, b = parameters[adapter.a], parameters[adapter.b]
-        drawn = torch.empty(a.shape)
-        if init == "xavier":
-            nn.init.xavier_normal_(drawn, generator=generator)
-        elif init == "kaiming":
-            nn.init.kaiming_uniform_(drawn, a=math.sqrt(5), generator=generator)
-        elif init == "gaussian":
-            nn.init.normal_(drawn, std=1 / len(drawn), generator=generator)
-        else:
-            raise _problem("lora_A_init", "not-a-choice", f"got {init}; expected xavier, gaussian or kaiming")
-        local(a).copy_(drawn[local_box(a).within(whole(drawn.shape))])
-        local(b).zero_()
-
-
-@contextlib.contextmanager
-def disabled(adapters: Iterable[Adapter]) -> Iterator[None]:
-    """Disable the adapters within this context."""
-    # peft's own switch also turns off requires_grad, which fully_shard may read only once.
-    for adapter in adapters:
-        adapter.layer.forward = adapter.layer.get_submodule("base_layer").forward
-    try:
-        yield
-    finally:
-        for adapter in adapters:
-            del adapter.layer.forward
-
-
 class MergedWeights:
     """This rank's part of each adapted weight, merged with its adapter in separate memory."""
 
-    def __init__(self, adapters: Iterable[Adapter], parameters: Mapping[str, nn.Parameter], device: torch.device):
+    def __init__(self, adapters: Adapters, parameters: Mapping[str, nn.Parameter], device: torch.device):
         self._adapters = adapters
         self._parameters = parameters
         self._device = device
-        self.tensors = {adapter.weight: torch.empty_like(local(parameters[adapter.weight])) for adapter in adapters}
+        self.tensors = {adapter.weight: torch.empty_like(local(parameters[adapter.weight])) for adapter in adapters.items}
         self.refresh()
 
     def refresh(self) -> None:
         """Merge the current adapters. Collective."""
-        for adapter in self._adapters:
-            weight, a, b = (self._parameters[name] for name in (adapter.weight, adapter.a, adapter.b))
-            # `fully_shard` cuts B and W into the same rows. A is needed whole.
-            whole_a, rows = gather_full(a, local(a).to(self._device)), local(b).to(self._device)
-            self.tensors[adapter.weight].copy_(merge(local(weight).to(self._device), whole_a, rows, adapter.scale))
+        for adapter in self._adapters.items:
+            weight = self._parameters[adapter.weight]
+            rows, columns = local_box(weight).within(whole(tuple(weight.shape)))
+            a, b = (self._whole(name) for name in (adapter.a, adapter.b))
+            magnitude = self._whole(adapter.magnitude)[rows] if adapter.magnitude else None
+            part = local(weight).to(self._device)
+            options = (self._adapters.spec.scale, magnitude, adapter.layer.sum_columns)
+            self.tensors[adapter.weight].copy_(arithmetic.merge(part, a[:, columns], b[rows], *options))
 
-
-def merge(weight: torch.Tensor, a: torch.Tensor, b: torch.Tensor, scale: float) -> torch.Tensor:
-    """Return W + scale B A in the precision of W, rounded once."""
-    return torch.addmm(weight.float(), b, a, alpha=scale).to(weight.dtype)
+    def _whole(self, name: str) -> torch.Tensor:
+        parameter = self._parameters[name]
+        return gather_full(parameter, local(parameter).to(self._device))
 
 
 # ---- checkpoints --------------------------------------------------------------------------------------------------------
 
 
 def record(config: LoRAConfig, random_seed: int | None) -> dict[str, Any]:
-    """Return what a checkpoint records besides A and B. random_seed: of W, if its weights are random."""
-    return {"dim": config.dim, "alpha": config.alpha, "random_seed": random_seed}
+    """Return what a checkpoint records besides the adapters' tensors. random_seed: of W, if its weights are random."""
+    options = {"use_dora": True} if config.use_dora else {}
+    options |= {"use_rslora": True} if config.use_rslora else {}
+    return {"dim": config.dim, "alpha": config.alpha, "random_seed": random_seed, **options}
 
 
 def check_record(folder: Path, theirs: Mapping[str, Any] | None, ours: Mapping[str, Any] | None) -> None:
@@ -195,18 +213,25 @@ def check_record(folder: Path, theirs: Mapping[str, Any] | None, ours: Mapping[s
         raise RecipeError(Problem(KEY, "contradiction", message))
 
 
+def saved_spec(record: Mapping[str, Any]) -> AdapterSpec:
+    """Return the options of a checkpoint's adapters. record: the checkpoint's. Those of training alone are the defaults."""
+    names = ("dim", "alpha", "use_dora", "use_rslora")
+    return AdapterSpec.of(LoRAConfig(True, **{name: record[name] for name in names if name in record}))
+
+
 def adapted_weights(reader: BoxReader) -> dict[str, tuple[int, ...]]:
     """Return {weight on disk: shape} of the weights for which a checkpoint has adapters."""
-    prefix, suffix = "adapter.", ".lora_A"
     found = {}
-    for name, (_, columns) in ((n, shape) for n, shape in reader.shapes.items() if n.startswith(prefix) and n.endswith(suffix)):
-        rows, _ = reader.shapes[f"{name.removesuffix(suffix)}.lora_B"]
-        found[f"{name.removeprefix(prefix).removesuffix(suffix)}.weight"] = (rows, columns)
+    for name, (_, columns) in ((n, shape) for n, shape in reader.shapes.items() if n.startswith(PREFIX) and n.endswith(spec.A)):
+        layer = name.removeprefix(PREFIX).removesuffix(spec.A)
+        rows, _ = reader.shapes[PREFIX + layer + spec.B]
+        found[f"{layer}.weight"] = (rows, columns)
     return found
 
 
 def merged_weight(name: str, weight: torch.Tensor, reader: BoxReader, record: Mapping[str, Any]) -> torch.Tensor:
     """Merge a whole weight with its adapter from a checkpoint. record: the checkpoint's."""
-    names = [f"adapter.{name.removesuffix('.weight')}.lora_{matrix}" for matrix in "AB"]
-    a, b = (reader.read(stored, whole(reader.shapes[stored])) for stored in names)
-    return merge(weight, a, b, record["alpha"] / record["dim"])
+    options = saved_spec(record)
+    shapes = options.shapes(name.removesuffix(".weight"), *weight.shape)
+    a, b, *magnitude = [reader.read(PREFIX + stored, whole(shape)) for stored, shape in shapes.items()]
+    return arithmetic.merge(weight, a, b, options.scale, magnitude[0] if options.dora else None)

@@ -34,9 +34,9 @@ KEPT = {
 }
 
 
-def recompute(layers: Iterable[nn.Module], granularity: str) -> None:
-    """Checkpoint the forward of each layer, in place. granularity: "full" or "selective"."""
-    options: dict[str, Any] = {"use_reentrant": False, "preserve_rng_state": False}
+def recompute(layers: Iterable[nn.Module], granularity: str, draws: bool = False) -> None:
+    """Checkpoint the forward of each layer, in place. granularity: "full" or "selective". draws: layers draw random numbers."""
+    options: dict[str, Any] = {"use_reentrant": False, "preserve_rng_state": draws}
     if granularity == "selective":
         options["context_fn"] = functools.partial(create_selective_checkpoint_contexts, _policy)
     for layer in layers:

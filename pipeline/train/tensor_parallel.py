@@ -17,6 +17,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, Ro
 from transformers import PreTrainedModel
 
 from pipeline.config import Problem, RecipeError
+from pipeline.train.adapters.linear import AdaptedLinear
 from pipeline.train.logprobs import VocabularyShard
 
 KEY = "policy.dtensor_cfg.tensor_parallel_size"
@@ -30,11 +31,15 @@ def parallelize(hf: PreTrainedModel, mesh: DeviceMesh) -> list[str]:
     """
     _check_heads(hf, mesh.size())
     styles: dict[str, ParallelStyle] = {}
-    partial = []
+    partial, adapted = [], {}
     for name, style in expand(hf).items():
         module = hf.get_submodule(name)
         if style == "replicated_with_grad_allreduce":
             partial += [f"{name}.{parameter}" for parameter, _ in module.named_parameters()]
+        elif isinstance(module, AdaptedLinear):
+            base = f"{name}.base_layer"
+            styles[base] = _style(base, style, module.base_layer, mesh.size())
+            adapted[name] = module
         else:
             styles[name] = _style(name, style, module, mesh.size())
     embedding, head = hf.get_input_embeddings(), hf.get_output_embeddings()
@@ -46,6 +51,8 @@ def parallelize(hf: PreTrainedModel, mesh: DeviceMesh) -> list[str]:
         if tied:
             del styles[_name(hf, head)]
     parallelize_module(hf, mesh, styles)
+    for name, module in adapted.items():
+        partial += [f"{name}.{parameter}" for parameter in module.cut(styles[f"{name}.base_layer"], mesh)]
     if head is not None and tied:
         head.weight = embedding.weight
     return partial

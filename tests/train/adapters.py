@@ -11,20 +11,27 @@ from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
+from pipeline.boxes import whole
 from pipeline.config import LoRAConfig
 from pipeline.models.hugging_face import on_disk
 from pipeline.train.base import ModelRole
 from pipeline.train.fsdp import FSDPBackend
+from pipeline.train.shards import local, local_box
 from tests.train import cases, model_roles, ranks
 from tests.train.ranks import Layout
 
 LINEAR = {"q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"}
 CASES = {  # model: its adapters, and which layers those are for
     "qwen3": (LoRAConfig(True, dim=3, alpha=7), LINEAR),
-    "qwen3_tied": (LoRAConfig(True, dim=4, alpha=4, exclude_modules=["gate_proj", "lm_head"]), LINEAR - {"gate_proj"}),
+    "qwen3_tied": (
+        LoRAConfig(True, dim=4, alpha=4, use_rslora=True, exclude_modules=["gate_proj", "lm_head"]),
+        LINEAR - {"gate_proj"},
+    ),
     "qwen2": (
-        LoRAConfig(True, match_all_linear=False, target_modules=["q_proj", "self_attn.v_proj"], dim=2),
-        {"q_proj", "v_proj"},
+        LoRAConfig(
+            True, match_all_linear=False, target_modules=["q_proj", "self_attn.o_proj", "up_proj"], dim=2, use_dora=True
+        ),
+        {"q_proj", "o_proj", "up_proj"},
     ),
     "qwen3_moe": (LoRAConfig(True, match_all_linear=False, target_modules=["o_proj"], dim=2), {"o_proj"}),
 }
@@ -44,7 +51,8 @@ def some_adapters(families: Sequence[str], layout: Layout, folder: Path) -> None
     for family in families:
         check_against_peft(layout, folder, family)
         check_reference_and_merged(layout, folder, family)
-    check_bfloat16(layout, folder)
+    if layout.tensor == 1:
+        check_bfloat16(layout, folder)
     ranks.check_save_and_load(layout, folder, "qwen3", lora_cfg=CASES["qwen3"][0])
 
 
@@ -65,8 +73,8 @@ def check_against_peft(layout: Layout, folder: Path, family: str) -> None:
         assert (found.logprobs - expected).abs().max() < 1e-5
         assert (expected - torch.cat([base[i] for i in chosen])).abs().max() > 1e-2
     metrics = trained.step(packed, cases.loss).metrics
-    names = {name.removeprefix("base_model.model."): p for name, p in peft.named_parameters() if p.requires_grad}
-    assert {name.split(".")[-4] for name in names} == CASES[family][1]
+    names = {ours(name): p for name, p in peft.named_parameters() if p.requires_grad}
+    assert {name.split(".lora_")[0].split(".")[-1] for name in names} == CASES[family][1]
     held = {name: p for name, p in trained._model.hf.named_parameters() if p.requires_grad}
     gradients = {name: parameter.grad for name, parameter in names.items()}
     ranks.assert_near({name: ranks.full(p.grad) for name, p in held.items()}, gradients, 5e-6)
@@ -81,31 +89,48 @@ def check_against_peft(layout: Layout, folder: Path, family: str) -> None:
     assert all(torch.equal(ranks.full(p), files[name]) for name, p in frozen.items() if name in files)
 
 
+def ours(name: str) -> str:
+    """Return our name of a parameter of peft's model."""
+    name = name.removeprefix("base_model.model.")
+    return name.replace(".lora_magnitude_vector.default.weight", ".lora_magnitude_vector").replace(".default.", ".")
+
+
 def shake(trained: FSDPBackend) -> None:
-    """Give every B nonzero entries, the same at every layout."""
+    """Give every B nonzero entries, and change every magnitude, the same at every layout."""
     generator = torch.Generator().manual_seed(9)
     with torch.no_grad():
         for name, parameter in trained._model.hf.named_parameters():
+            if ".lora_" not in name or ".lora_A." in name:
+                continue
+            drawn = 0.2 * torch.randn(parameter.shape, generator=generator)
             if ".lora_B." in name:
                 assert ranks.full(parameter).eq(0).all()
-                drawn = 0.2 * torch.randn(parameter.shape, generator=generator)
-                if isinstance(parameter, torch.distributed.tensor.DTensor):
-                    drawn = torch.distributed.tensor.distribute_tensor(drawn, parameter.device_mesh, parameter.placements)
-                parameter.copy_(drawn)
+            else:
+                drawn = (1 + drawn) * ranks.full(parameter)
+            local(parameter).copy_(drawn[local_box(parameter).within(whole(tuple(drawn.shape)))])
 
 
-def peft_model(model: Path, trained: FSDPBackend) -> PeftModel:
-    """Return peft's model in float64, with this backend's adapters. Collective."""
+def peft_model(model: Path, trained: FSDPBackend, **options) -> PeftModel:
+    """Return peft's model in float64, with this backend's adapters. options: of peft's LoraConfig. Collective."""
     eager = cases.eager_model(AutoModelForCausalLM, model, torch.float64)
     adapters, names = CASES[model.name]
     peft = get_peft_model(
-        eager, LoraConfig(r=adapters.dim, lora_alpha=adapters.alpha, target_modules=names), autocast_adapter_dtype=False
+        eager,
+        LoraConfig(
+            r=adapters.dim,
+            lora_alpha=adapters.alpha,
+            target_modules=names,
+            use_dora=adapters.use_dora,
+            use_rslora=adapters.use_rslora,
+            **options,
+        ),
+        autocast_adapter_dtype=False,
     )
     state = {n: ranks.full(p) for n, p in trained._model.hf.named_parameters() if ".lora_" in n}
     with torch.no_grad():
         for name, parameter in peft.named_parameters():
             if ".lora_" in name:
-                parameter.copy_(state.pop(name.removeprefix("base_model.model.")))
+                parameter.copy_(state.pop(ours(name)))
     assert not state
     return peft
 
@@ -125,8 +150,9 @@ def check_reference_and_merged(layout: Layout, folder: Path, family: str) -> Non
     _, packed = model_roles.batches(trained, layout)
     before = trained.forward(packed)
     base = merged(folder / family, trained)
-    cases.check_all_held(cases.check_layout(trained, base))
-    place = folder / f"untouched-{family}-{layout.data}"
+    rounding = 1e-6 if CASES[family][0].use_dora else 0.0
+    cases.check_all_held(cases.check_layout(trained, base, rounding))
+    place = folder / f"untouched-{family}-{layout.data}-{layout.tensor}"
     trained.shards().write(place, dist.get_rank())
     dist.barrier()
     for _ in range(2):
@@ -140,7 +166,7 @@ def check_reference_and_merged(layout: Layout, folder: Path, family: str) -> Non
     for name, tensor in trained.weights():
         assert dist.get_rank() != 0 or (tensor - expected[name]).abs().max() < 1e-6
     trained.load(place)
-    cases.check_layout(trained, base)
+    cases.check_layout(trained, base, rounding)
 
 
 def merged(model: Path, trained: FSDPBackend) -> dict[str, torch.Tensor]:

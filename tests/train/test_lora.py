@@ -29,13 +29,15 @@ def test_one_rank(models):
 
 
 @pytest.mark.parametrize(
-    "families", [("qwen3", "qwen3_moe"), pytest.param(("qwen3_tied", "qwen2"), marks=pytest.mark.full)], ids=" ".join
+    "families", [("qwen2", "qwen3_moe"), pytest.param(("qwen3_tied", "qwen3"), marks=pytest.mark.full)], ids=" ".join
 )
-def test_two_ranks(models, families):
-    ranks.run(functools.partial(adapters.some_adapters, families), Layout(2, 1), models)
+@pytest.mark.parametrize("layout", [Layout(2, 1), Layout(1, 2)], ids=["dp2", "tp2"])
+def test_two_ranks(models, layout, families):
+    families = [family for family in families if family in ranks.families(layout)]
+    ranks.run(functools.partial(adapters.some_adapters, families), layout, models)
     # What they saved goes on at one rank as it did at theirs.
     resumed = adapters.backend(models / "qwen3", ONE, scheduler=ranks.SCHEDULER)
-    folder = models / ranks.saved_by(Layout(2, 1), "qwen3")
+    folder = models / ranks.saved_by(layout, "qwen3")
     resumed.load(folder)
     batches = [cases.pack(chosen) for chosen in ranks.shares(ONE)[0]]
     for theirs in json.loads((folder / "after.json").read_text()):
@@ -124,6 +126,50 @@ def test_a_is_initialized_as_the_recipe_says(models, init, spread):
     assert torch.equal(drawn(), first)
 
 
+@pytest.mark.parametrize("family", ["qwen3", "qwen2"])
+def test_dropout_of_inputs_is_that_of_peft(models, family):
+    """Check LoRA and DoRA: the same generator gives the same masks for one sequence."""
+    dropped = dataclasses.replace(adapters.CASES[family][0], dropout=0.4, dropout_position="pre")
+    trained = ranks.backend(cases.policy(models / family), lora_cfg=dropped)
+    adapters.shake(trained)
+    peft = adapters.peft_model(models / family, trained, lora_dropout=0.4).float().train()
+    longest = cases.LENGTHS.index(max(cases.LENGTHS))
+    tokens, weights = cases.sequences()[longest]
+    torch.manual_seed(5)
+    logits = peft(tokens[None]).logits[0, :-1] / cases.TEMPERATURE
+    following = logits.log_softmax(-1).gather(-1, tokens[1:, None])[:, 0]
+    (-(following * weights[1:]).sum() / sum(cases.LENGTHS)).backward()
+    expected = {adapters.ours(name): p.grad for name, p in peft.named_parameters() if p.requires_grad}
+    before = trained.forward([cases.pack([longest])])[0].logprobs
+    for recomputed in (False, True):
+        if recomputed:
+            trained = ranks.backend(cases.policy(models / family), lora_cfg=dropped, activation_checkpointing=True)
+            adapters.shake(trained)
+        torch.manual_seed(5)
+        metrics = trained.step([cases.pack([longest])], cases.loss).metrics
+        found = {name: p.grad for name, p in trained._model.hf.named_parameters() if p.requires_grad}
+        ranks.assert_near(found, expected, 1e-5)
+        assert abs(metrics["logprob"] - following.sum().item() / sum(cases.LENGTHS)) < 1e-5
+        assert abs(metrics["logprob"] - before.sum().item() / sum(cases.LENGTHS)) > 1e-3  # log-probs are without dropout
+
+
+def test_dropout_of_outputs(models):
+    """Check that training passes drop entries of B A x and scale the rest, and that a step draws new ones."""
+    dropped = dataclasses.replace(adapters.CASES["qwen3"][0], dropout=0.5)
+    trained = ranks.backend(cases.policy(models / "qwen3"), lora_cfg=dropped)
+    adapters.shake(trained)
+    layer = trained._model.adapters.items[0].layer
+    hidden = torch.randn(400, 32)
+    without = layer(hidden) - layer.base_layer(hidden)
+    with trained._model.adapters.training():
+        first, second = (layer(hidden) - layer.base_layer(hidden) for _ in range(2))
+    kept = first.abs() > 1e-4
+    assert abs(kept.float().mean() - 0.5) < 0.02
+    assert (first[kept] - 2 * without[kept]).abs().max() < 1e-5
+    assert not torch.equal(first, second)
+    assert torch.equal(layer(hidden) - layer.base_layer(hidden), without)
+
+
 # ---- refusals -----------------------------------------------------------------------------------------------------------
 
 REFUSED = {
@@ -151,12 +197,3 @@ def test_refused_by_name(models, case):
     family, changes, key, code = REFUSED[case]
     with refused((f"policy.dtensor_cfg.lora_cfg.{key}", code)):
         ranks.backend(cases.policy(models / family), lora_cfg=dataclasses.replace(LoRAConfig(True), **changes))
-
-
-def refuse_tensor_parallelism(layout, folder):
-    with refused(("policy.dtensor_cfg.lora_cfg.enabled", "unsupported")):
-        adapters.backend(folder / "qwen3", layout)
-
-
-def test_tensor_parallelism_is_refused(models):
-    ranks.run(refuse_tensor_parallelism, Layout(1, 2), models)

@@ -1,0 +1,116 @@
+"""A linear layer with an adapter, for the FSDP2 backend: y = W x + b + scale B A x, or DoRA's.
+
+A and B are cut with W by tensor parallelism. Column-wise: A is whole and B is cut by rows, like W. Row-wise: A is cut by
+columns, like W, and B is whole; the ranks' parts of A x are summed before B. So little more than [T, dim] is communicated.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel, parallelize_module
+from typing_extensions import override
+
+from pipeline.train.adapters import arithmetic
+from pipeline.train.adapters.spec import AdapterSpec
+
+if TYPE_CHECKING:
+    from torch.distributed.tensor.placement_types import Placement
+
+
+@dataclass
+class AdapterSwitch:
+    """What the adapters of a model do in the current pass."""
+
+    enabled: bool = True
+    dropout: bool = False  # in training passes; log-probs are computed without
+
+
+class AdaptedLinear(nn.Module):
+    """A frozen linear layer with an adapter in float32.
+
+    It has no `weight`: code that reads a layer's weight in place of calling the layer would ignore the adapter, and fails.
+    """
+
+    def __init__(self, base_layer: nn.Linear, spec: AdapterSpec, switch: AdapterSwitch):
+        super().__init__()
+        self.base_layer = base_layer
+        options = {"bias": False, "dtype": torch.float32, "device": base_layer.weight.device}
+        self.lora_A = nn.Linear(base_layer.in_features, spec.dim, **options)
+        self.lora_B = nn.Linear(spec.dim, base_layer.out_features, **options)
+        self.lora_magnitude_vector: nn.Parameter | None = None
+        if spec.dora:
+            empty = torch.empty(base_layer.out_features, dtype=torch.float32, device=base_layer.weight.device)
+            self.lora_magnitude_vector = nn.Parameter(empty)
+        self.sum_columns: arithmetic.Sum | None = None  # over the ranks that hold other columns of W
+        self._spec, self._switch = spec, switch
+
+    @override
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Return the layer's output for hidden [..., in]."""
+        output = self.base_layer(hidden)
+        if not self._switch.enabled:
+            return output
+        spec, dropped = self._spec, hidden
+        drops = self._switch.dropout and spec.dropout > 0
+        if drops and spec.dropout_input:
+            dropped = F.dropout(hidden, spec.dropout)
+        added = self.lora_B(self.lora_A(dropped)) * spec.scale
+        if drops and not spec.dropout_input:
+            added = F.dropout(added, spec.dropout)
+        if self.lora_magnitude_vector is None:
+            return output + added
+        # As in peft: dropout of the input applies to the part of W x that the magnitudes change, too.
+        scaled = output if dropped is hidden else self.base_layer(dropped)
+        if self.base_layer.bias is not None:
+            scaled = scaled - _local(self.base_layer.bias)
+        weight, a, b = (_local(layer.weight) for layer in (self.base_layer, self.lora_A, self.lora_B))
+        norms = arithmetic.row_norms(weight, a, b, spec.scale, self.sum_columns)
+        factor = (_local(self.lora_magnitude_vector).to(norms.dtype) / norms).to(output.dtype)
+        return output + (factor - 1) * scaled + factor * added
+
+    def cut(self, style: ParallelStyle, mesh: DeviceMesh) -> list[str]:
+        """Cut the adapter over the 1-d mesh like the linear layer, which has this style and is already cut.
+
+        Returns the names of parameters that are whole on every rank but have partial gradients.
+        """
+        if isinstance(style, ColwiseParallel):
+            (layout,) = style.input_layouts
+            parallelize_module(self.lora_B, mesh, ColwiseParallel(input_layouts=layout))
+            if self.lora_magnitude_vector is not None:
+                rows = distribute_tensor(self.lora_magnitude_vector.data, mesh, [Shard(0)])
+                self.lora_magnitude_vector = nn.Parameter(rows)
+            return ["lora_A.weight"] if _cuts_tokens(layout) else []
+        assert isinstance(style, RowwiseParallel)  # the only other style of a linear layer
+        (layout,) = style.output_layouts
+        parallelize_module(self.lora_A, mesh, RowwiseParallel(output_layouts=layout))
+        self.sum_columns = _Sum(mesh.get_group())
+        whole = ["lora_B.weight", *(["lora_magnitude_vector"] if self.lora_magnitude_vector is not None else [])]
+        return whole if _cuts_tokens(layout) else []
+
+
+class _Sum:
+    """The sum over a group."""
+
+    def __init__(self, group: dist.ProcessGroup):
+        self._group = group
+
+    def __call__(self, tensor: torch.Tensor) -> torch.Tensor:
+        dist.all_reduce(tensor, group=self._group)
+        return tensor
+
+
+def _cuts_tokens(layout: Placement) -> bool:
+    return not isinstance(layout, Replicate)
+
+
+def _local(parameter: torch.Tensor) -> torch.Tensor:
+    """Return this rank's part, with a graph."""
+    return parameter.to_local() if isinstance(parameter, DTensor) else parameter
