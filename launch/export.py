@@ -1,9 +1,9 @@
-"""Export a checkpoint of a run in Hugging Face format with `python launch/export.py run=RUN_DIR [step=N] [out=DIR]`.
+"""Export a checkpoint of a run in Hugging Face format: `python launch/export.py run=RUN_DIR [step=N] [out=DIR] [adapter=true]`.
 
 Writes sharded safetensors in policy.precision, config, tokenizer and chat template, which transformers and vLLM load, and a
 model card, README.md, with the run's evaluations of that step. A reward model (algorithm rm) becomes a sequence classifier with
-one label. The checkpoint is read on this machine, without a GPU or a job; any backend and any number of ranks may have written
-it.
+one label. Adapters are merged; adapter=true writes them alone instead, as peft and vLLM load them. The checkpoint is read on
+this machine, without a GPU or a job; any backend and any number of ranks may have written it.
 
 Exit status: 0 if the checkpoint was written; 2 if the command line, the run, its checkpoint or the disk has an error.
 """
@@ -33,7 +33,8 @@ class ExportRequest:
 
     run: Annotated[Path, Key("RUN_DIR", "the run's folder; the run may still be active", bare=True)]
     step: Annotated[int | None, Key("N", "step of the checkpoint; default: the latest")] = None
-    out: Annotated[Path | None, Key("DIR", "a new folder for the export; default: RUN_DIR/hf_step_N")] = None
+    out: Annotated[Path | None, Key("DIR", "a new folder for the export; default: RUN_DIR/hf_step_N, or adapter_step_N")] = None
+    adapter: Annotated[bool, Key("true", "write the adapters of the checkpoint alone, in peft's format")] = False
 
 
 def main(arguments: list[str]) -> int:
@@ -61,13 +62,14 @@ def export(request: ExportRequest) -> Path:
     """
     recipe = read_recipe(request.run)
     checkpoint = _checkpoint(request.run, recipe, request.step)
-    folder = request.out or request.run / f"hf_step_{checkpoint.step}"
+    folder = request.out or request.run / f"{'adapter' if request.adapter else 'hf'}_step_{checkpoint.step}"
     if folder.exists():
         raise RecipeError(
             Problem("out", "already-exists", f"{folder} exists already. Try to remove it, or out=DIR with another folder")
         )
     # Imported late, because they import torch, and a wrong command line fails fast.
     from pipeline.models.hugging_face import model_config
+    from pipeline.train.adapters.peft_files import export_adapters
     from pipeline.train.export import export_checkpoint
 
     head = build(recipe).needs.head
@@ -76,7 +78,7 @@ def export(request: ExportRequest) -> Path:
     except OSError as error:
         why = f"{error} (relative paths start at {Path.cwd()})"
         raise RecipeError(Problem("policy.model_name", "unavailable-model", why)) from error
-    export_checkpoint(checkpoint.folder, recipe.policy, folder, head)
+    (export_adapters if request.adapter else export_checkpoint)(checkpoint.folder, recipe.policy, folder, head)
     (folder / model_card.FILE).write_text(model_card.text(RunFolder.at(request.run), checkpoint.step), encoding="utf-8")
     return folder
 

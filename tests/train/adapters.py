@@ -35,7 +35,8 @@ CASES = {  # model: its adapters, and which layers those are for
     ),
     "qwen3_moe": (LoRAConfig(True, match_all_linear=False, target_modules=["o_proj"], dim=2), {"o_proj"}),
 }
-SAVED = ("qwen3_tied", "qwen3_moe", "random", "values")
+SAVED = ("qwen3_tied", "qwen2", "qwen3_moe", "random", "values")
+PEFT = {"qwen3_tied": "qwen3_tied", "qwen2": "qwen2", "qwen3_moe": "qwen3_moe", "values": "qwen3"}  # saved ones: models
 
 
 def backend(model: Path, layout: Layout, role: ModelRole | None = None, precision: str = "float32", **changes) -> FSDPBackend:

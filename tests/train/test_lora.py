@@ -7,10 +7,12 @@ import json
 import pytest
 import torch
 import torch.distributed as dist
+from peft import PeftModel
 from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
 from pipeline.config import LoRAConfig, TokenizerConfig
+from pipeline.train.adapters.peft_files import export_adapters
 from pipeline.train.base import ModelRole
 from pipeline.train.export import export_checkpoint
 from tests.end_to_end.runs import ROOT
@@ -80,9 +82,34 @@ def test_a_checkpoint_is_exported_merged(models, saved, case, tmp_path):
         assert (ours.logprobs - theirs.logprobs).abs().max() < 1e-5
 
 
+@pytest.mark.parametrize("case", adapters.PEFT)
+def test_peft_loads_an_exported_adapter(models, saved, case, tmp_path):
+    """Check LoRA, rsLoRA, DoRA, and a value head."""
+    family, head = adapters.PEFT[case], ("values" if case == "values" else "logprobs")
+    trained = adapters.backend(models / family, ONE, ModelRole(head))
+    trained.load(saved / case)
+    export_adapters(saved / case, cases.policy(models / family), tmp_path / "adapter", head)
+    auto = AutoModelForSequenceClassification if head == "values" else AutoModelForCausalLM
+    options = {"experts_implementation": "eager"} | ({"num_labels": 1} if head == "values" else {})
+    base = auto.from_pretrained(models / family, dtype=torch.float64, attn_implementation="eager", **options)
+    peft = PeftModel.from_pretrained(base, tmp_path / "adapter", autocast_adapter_dtype=False).double()
+    found = trained.forward([cases.pack(ALL)])[0]
+    with torch.no_grad():
+        if head == "values":
+            bodies = [peft.base_model.model.model(tokens[None]).last_hidden_state[0] for tokens, _ in cases.sequences()]
+            expected = torch.cat([peft.base_model.model.score(body)[:, 0] for body in bodies])
+        else:
+            expected = torch.cat(cases.logprobs_and_loss(peft)[0])
+    assert (found.values if head == "values" else found.logprobs).sub(expected).abs().max() < 1e-5
+    with refused(("adapter", "contradiction")):
+        export_adapters(saved / "random", cases.policy(models / "qwen3", random_init=True), tmp_path / "none")
+
+
 def test_an_adapter_of_another_model_is_not_exported(models, saved, tmp_path):
     with refused(("policy.model_name", "contradiction")):
         export_checkpoint(saved / "qwen3_moe", cases.policy(tiny(models, tmp_path)), tmp_path / "hf")
+    with refused(("policy.model_name", "contradiction")):
+        export_adapters(saved / "qwen2", cases.policy(tiny(models, tmp_path)), tmp_path / "adapter")
 
 
 def tiny(models, folder):
