@@ -227,7 +227,7 @@ def _check_megatron(key: str, policy: PolicyConfig, model: dict[str, Any]) -> It
     if found:
         yield from found
         return
-    yield from _check_positions(key, policy, model, family)
+    yield from _check_positions(key, model, family)
     yield from _check_stages(policy, shape)
     for name, width in (("MLP", shape.dense_width), ("shared experts", shape.shared_width)):
         size = policy.megatron_cfg.tensor_model_parallel_size
@@ -237,21 +237,12 @@ def _check_megatron(key: str, policy: PolicyConfig, model: dict[str, Any]) -> It
     yield from _check_experts(policy, shape, family)
 
 
-def _check_positions(key: str, policy: PolicyConfig, model: dict[str, Any], family: str) -> Iterator[Problem]:
+def _check_positions(key: str, model: dict[str, Any], family: str) -> Iterator[Problem]:
     kind, _ = _rope(model)
     known = MLA_ROPE_TYPES if family == "deepseek_v3" else ROPE_TYPES
     if kind not in known:
         what = f"got a model with rope_type '{kind}'; the Megatron backend has for {family}: {', '.join(known)}"
         yield Problem(key, "unsupported", f"{what}. {OTHER_BACKEND}")
-    # Mixtral uses its window whenever it has one, the other families only with use_sliding_window.
-    window = model.get("sliding_window") if model.get("use_sliding_window", family == "mixtral") else None
-    kinds = model.get("layer_types")
-    slides = "sliding_attention" in kinds if kinds else model.get("max_window_layers", 0) < model["num_hidden_layers"]
-    if window and window < policy.max_total_sequence_length and slides:
-        what = f"got {policy.max_total_sequence_length}; expected at most {window}, the model's sliding window, which the"
-        yield Problem(
-            "policy.max_total_sequence_length", "too-large", f"{what} Megatron backend does not have. {OTHER_BACKEND}"
-        )
 
 
 def _check_stages(policy: PolicyConfig, shape: ModelShape) -> Iterator[Problem]:

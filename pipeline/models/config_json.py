@@ -56,6 +56,9 @@ _DEFAULTS: dict[str, dict[str, Any]] = {
 }
 """The defaults of transformers' configuration classes."""
 
+PACKED_LAYERS = {"full_attention", "sliding_attention", "chunked_attention"}
+"""The `layer_types` of transformers that attend within packed sequences."""
+
 
 def parse_config(config: Mapping[str, Any]) -> SimpleNamespace:
     """Return the sizes of a model and its attention, RoPE and routing parameters. Raises as `sizes` does."""
@@ -106,7 +109,7 @@ def unsupported(config: Mapping[str, Any], policy: PolicyConfig) -> Iterator[Pro
     of = parse_config(config)
     yield from _refused(lambda: check_attention(of, policy.max_total_sequence_length))
     if uses_megatron(policy):
-        yield from _refused(lambda: models.family(of.model_type).transformer(of))
+        yield from _refused(lambda: check_megatron_attention(of, policy.max_total_sequence_length))
     else:
         yield from _refused(lambda: check_fsdp(config, policy.dtensor_cfg.tensor_parallel_size))
 
@@ -133,25 +136,13 @@ def check_fsdp(config: Mapping[str, Any], tensor_parallel_size: int) -> None:
 def check_attention(config: Any, max_length: int) -> None:
     """Raise RecipeError if packed attention does not support the attention of this model.
 
-    config: the result of `parse_config`, or transformers' own configuration. max_length: tokens of the longest sequence; a
-    sliding window at least that wide changes nothing.
+    config: the result of `parse_config`, or transformers' own configuration. max_length: tokens of the longest sequence.
+    Windows, chunks, soft caps of scores and sinks are supported. For Megatron-Core see `check_megatron_attention` too.
     """
-    if config.model_type == "gpt_oss":
-        raise unsupported_model("gpt_oss has attention sinks, which packed attention does not support")
-    for name in ("attn_logit_softcapping", "attn_logit_softcap"):
-        if getattr(config, name, None):
-            value = getattr(config, name)
-            raise unsupported_model(f"{config.model_type} has {name}={value}, which packed attention does not support")
-    window = getattr(config, "sliding_window", None)
-    kinds = set(getattr(config, "layer_types", None) or ["full_attention"])
-    if window is not None and window >= max_length:
-        kinds.discard("sliding_attention")
-    elif window is not None and getattr(config, "layer_types", None) is None:
-        kinds.add("sliding_attention")
-    if kinds - {"full_attention"}:
+    unknown = set(getattr(config, "layer_types", None) or []) - PACKED_LAYERS
+    if unknown:
         raise unsupported_model(
-            f"{config.model_type} has layers with {', '.join(sorted(kinds - {'full_attention'}))} (window {window}, sequences"
-            f" of up to {max_length} tokens); expected full_attention only"
+            f"{config.model_type} has layers with {', '.join(sorted(unknown))}; expected {' or '.join(sorted(PACKED_LAYERS))}"
         )
     rope = getattr(config, "rope_parameters", None) or {}
     for parameters in (rope, *(nested for nested in rope.values() if isinstance(nested, dict))):
@@ -160,3 +151,23 @@ def check_attention(config: Any, max_length: int) -> None:
                 f"{config.model_type} has rope_type {parameters['rope_type']}, which depends on the longest sequence of a"
                 " batch, so log-probs would change with the packing"
             )
+
+
+def check_megatron_attention(config: Any, max_length: int) -> None:
+    """Raise RecipeError if the model's family does not describe its windows and soft caps to Megatron-Core.
+
+    Arguments: see `check_attention`. A window at least as wide as the longest sequence changes nothing.
+    """
+    transformer, features = models.family(config.model_type).transformer(config), models.features(config)
+    window, kinds = getattr(config, "sliding_window", None), getattr(config, "layer_types", None)
+    slides = window is not None and window < max_length and (kinds is None or "sliding_attention" in kinds)
+    if slides and transformer.get("window_size") is None:
+        raise unsupported_model(
+            f"{config.model_type} has layers with sliding_attention (window {window}, sequences of up to {max_length} tokens),"
+            " which its Megatron-Core model does not have. Try policy.megatron_cfg.enabled=false"
+        )
+    if getattr(config, "attn_logit_softcapping", None) and features.score_softcap is None:
+        raise unsupported_model(
+            f"{config.model_type} has attn_logit_softcapping={config.attn_logit_softcapping}, which its Megatron-Core model"
+            " does not have. Try policy.megatron_cfg.enabled=false"
+        )

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
@@ -29,7 +30,7 @@ from pipeline.train.base import ModelRole
 from pipeline.train.fsdp_mesh import Meshes
 from pipeline.train.initial_weights import initial_weights
 from pipeline.train.kernels import use_kernels
-from pipeline.train.logprobs import VocabularyShard, packed_outputs
+from pipeline.train.logprobs import LINEAR, VocabularyShard, packed_outputs
 from pipeline.train.lora import Adapters
 from pipeline.train.model_checks import check_model, derive_buffers
 from pipeline.train.packed_attention import NAME
@@ -48,6 +49,7 @@ class PackedModel(nn.Module):
         self.hf = hf
         self.partial: dict[str, dist.ProcessGroup] = {}  # parameters of which each rank of the group has a partial gradient
         self.shard: VocabularyShard | None = None
+        self.function = LINEAR  # of the head
         self.layout: dict[str, list[Piece]] = {}  # for each parameter of `hf`: its pieces of tensors on disk
         self.compiled = False  # whether layers are compiled at the first call
         self.adapters: Adapters | None = None  # their parameters exist only in our checkpoints
@@ -74,12 +76,13 @@ class PackedModel(nn.Module):
             return Outputs(values=hidden.float() @ self.hf.get_parameter(SCORE)[0].float())
         head = self.hf.get_output_embeddings()
         assert head is not None  # `check_model` requires one
-        weight: torch.Tensor = head.get_parameter("weight")
-        if self.shard is not None:
-            assert isinstance(weight, DTensor)
-            weight = weight.to_local()
+        weight, bias = (x.to_local() if isinstance(x, DTensor) else x for x in (head.get_parameter("weight"), head.bias))
+        if bias is not None:  # a column of weights of a hidden unit that is always 1
+            weight = torch.cat([weight, bias[:, None]], 1)
+            hidden = F.pad(hidden, (0, 1), value=1.0)
         options = (self._temperature, self._chunk, self.shard, self._role.entropy, candidates, top_k)
-        return packed_outputs(hidden, weight, tokens, positions, *options, self._truncation if truncated else None)
+        truncation = self._truncation if truncated else None
+        return packed_outputs(hidden, weight, tokens, positions, *options, truncation, self.function)
 
 
 def build(
@@ -101,7 +104,7 @@ def build(
     adapted = role.trained and policy.dtensor_cfg.lora_cfg.enabled
     precision = torch.float32 if role.trained and not adapted else getattr(torch, policy.precision)
     hf = meta_model(config, role.head, dtype=precision, attn_implementation=NAME).eval()
-    check_model(hf, role)
+    function = check_model(hf, role)
     # transformers gives the padding token's embedding no gradient. Here nothing is padded, so this token was sampled.
     if isinstance(embedding := hf.get_input_embeddings(), nn.Embedding):
         embedding.padding_idx = None
@@ -111,7 +114,7 @@ def build(
     tied = {n: names[id(p)] for n, p in hf.named_parameters(remove_duplicate=False) if names[id(p)] != n}
 
     model = PackedModel(hf, role, policy.generation, policy.logprob_chunk_size)
-    model.layout = layout(hf)
+    model.layout, model.function = layout(hf), function
     if adapted:
         model.adapters = lora.inject(hf, policy.dtensor_cfg.lora_cfg, model.layout)
     offload = (policy.dtensor_cfg.cpu_offload or role.offload) and device.type != "cpu"

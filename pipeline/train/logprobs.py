@@ -3,10 +3,12 @@
 Logits [T, vocabulary] in float32 are the largest tensor of a training step, so at most `chunk` rows of them exist at once. The
 backward pass recomputes them. A batch of one chunk keeps its softmax instead.
 
-    log p(y) = z_y - log sum_v exp(z_v),      z = h W^T / temperature
+    log p(y) = z_y - log sum_v exp(z_v),      z = f(h W^T) / temperature
     d log p(y) / d z_v = [v = y] - p(v)
     H = - sum_v p(v) log p(v)
     d H / d z_v = - p(v) (log p(v) + H)
+
+f is the identity, a scale, a soft cap, or both (`HeadFunction`).
 
 With truncated sampling (truncation.py), p is the truncated distribution: p(v) = 0 and log p(v) = -inf for truncated tokens. The
 set of truncated tokens is constant: they have no gradient, and neither has the log-prob of a truncated target.
@@ -32,6 +34,31 @@ class VocabularyShard:
     group: dist.ProcessGroup
 
 
+@dataclass(frozen=True, slots=True)
+class HeadFunction:
+    """What a head computes from x = h W^T: x * scale, and of that softcap * tanh(x / softcap)."""
+
+    scale: float = 1.0
+    softcap: float | None = None
+
+    def apply_(self, products: torch.Tensor) -> torch.Tensor:
+        """Compute it in place."""
+        if self.scale != 1.0:
+            products.mul_(self.scale)
+        if self.softcap is not None:
+            products.div_(self.softcap).tanh_().mul_(self.softcap)
+        return products
+
+    def slope(self, logits: torch.Tensor) -> torch.Tensor | float:
+        """Return the derivative, given the values that `apply_` returned."""
+        if self.softcap is None:
+            return self.scale
+        return (logits / self.softcap).square_().neg_().add_(1.0).mul_(self.scale)
+
+
+LINEAR = HeadFunction()
+
+
 def packed_outputs(
     hidden: torch.Tensor,
     weight: torch.Tensor,
@@ -44,21 +71,24 @@ def packed_outputs(
     candidates: torch.Tensor | None = None,
     top_k: int = 0,
     truncation: Truncation | None = None,
+    function: HeadFunction = LINEAR,
 ) -> Outputs:
     """Return outputs of packed tokens. Entry t is of the distribution of token t, and 0 where a sequence begins.
 
     hidden [T, H]; weight [V, H], or this rank's rows of it; tokens, positions [T] int64. chunk None: all rows at once.
     candidates [T, K] int64: tokens whose log-probs `Outputs.top_k` contains. top_k, instead of candidates: `Outputs.top_k`
-    contains the K most likely tokens, without a graph. Both are of the distribution without truncation.
+    contains the K most likely tokens, without a graph. Both are of the distribution without truncation. function: of the head.
     """
     # Row t predicts token t + 1. The last row of a sequence predicts the first token of the next one and is masked below.
     # Computing these few rows is cheaper than gathering the others.
     first = positions == 0
     following = None if candidates is None else candidates.roll(-1, 0)
-    outputs = target_outputs(hidden, weight, tokens.roll(-1), temperature, chunk, shard, entropy, following, truncation)
+    outputs = target_outputs(
+        hidden, weight, tokens.roll(-1), temperature, chunk, shard, entropy, following, truncation, function
+    )
     chosen = outputs.candidates
     if top_k:
-        likely, chosen = most_likely(hidden, weight, top_k, temperature, chunk, shard)
+        likely, chosen = most_likely(hidden, weight, top_k, temperature, chunk, shard, function)
         candidates = likely.roll(1, 0).masked_fill(first[:, None], 0)
 
     likely_tokens = None
@@ -95,13 +125,15 @@ def target_outputs(
     entropy: bool = False,
     candidates: torch.Tensor | None = None,
     truncation: Truncation | None = None,
+    function: HeadFunction = LINEAR,
 ) -> TargetOutputs:
     """Return outputs of the targets: hidden [T, H]; targets [T] int64; candidates [T, K] int64.
 
     entropy: whether to compute it. Other arguments: see `packed_outputs`.
     """
     chunk = chunk or len(targets)
-    return TargetOutputs(*_Head.apply(hidden, weight, targets, temperature, chunk, shard, entropy, candidates, truncation))
+    options = (temperature, chunk, shard, entropy, candidates, truncation, function)
+    return TargetOutputs(*_Head.apply(hidden, weight, targets, *options))
 
 
 @torch.no_grad()
@@ -112,6 +144,7 @@ def most_likely(
     temperature: float,
     chunk: int | None,
     shard: VocabularyShard | None = None,
+    function: HeadFunction = LINEAR,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the k most likely tokens of each row of hidden [T, H], as (tokens [T, k] int64, log-probs [T, k] float32).
 
@@ -125,7 +158,7 @@ def most_likely(
     tokens = torch.empty(len(hidden), k, dtype=torch.int64, device=hidden.device)
     logprobs = torch.empty(len(hidden), k, dtype=torch.float32, device=hidden.device)
     for rows in _chunks(len(hidden), chunk or len(hidden)):
-        logits = _logits(hidden[rows], weight, temperature)
+        logits = _logits(hidden[rows], weight, temperature, function)
         normalizer, _ = _normalize(logits, logits.new_empty(len(logits), 0), shard)
         keys = _top(_sortable(logits, shard.start if shard else 0), k, shard)
         tokens[rows], values = _from_sortable(keys)
@@ -137,8 +170,8 @@ class _Head(torch.autograd.Function):
     """hidden [T, H], weight [V, H], targets [T], candidates [T, K] -> the fields of `TargetOutputs`."""
 
     @staticmethod
-    def forward(ctx, hidden, weight, targets, temperature, chunk, shard, with_entropy, candidates, truncation):
-        ctx.temperature, ctx.chunk, ctx.shard = temperature, chunk, shard
+    def forward(ctx, hidden, weight, targets, temperature, chunk, shard, with_entropy, candidates, truncation, function):
+        ctx.temperature, ctx.chunk, ctx.shard, ctx.function = temperature, chunk, shard, function
         ctx.set_materialize_grads(False)  # unused outputs cost nothing
         wanted = targets[:, None] if candidates is None else torch.cat([targets[:, None], candidates], 1)  # [T, 1 + K]
         logprobs = torch.empty(wanted.shape, dtype=torch.float32, device=hidden.device)  # without truncation
@@ -148,10 +181,11 @@ class _Head(torch.autograd.Function):
             normalizer, floor, drawn = (torch.empty_like(full_normalizer) for _ in range(3))  # after truncation; drawn: log p
         entropy = torch.empty_like(normalizer) if with_entropy else None
         softmax = None
-        # With truncation two distributions may have gradients, so none is kept.
-        keeps = len(hidden) <= chunk and truncation is None and (ctx.needs_input_grad[0] or ctx.needs_input_grad[1])
+        # With truncation two distributions may have gradients, and a soft cap needs the logits, so none is kept.
+        keeps = len(hidden) <= chunk and truncation is None and function.softcap is None
+        keeps = keeps and (ctx.needs_input_grad[0] or ctx.needs_input_grad[1])
         for rows in _chunks(len(hidden), chunk):
-            logits = _logits(hidden[rows], weight, temperature)
+            logits = _logits(hidden[rows], weight, temperature, function)
             local, here = _local_targets(wanted[rows], len(weight), shard)
             picked = logits.gather(1, local)
             full_normalizer[rows], picked = _normalize(logits, picked if here is None else picked.where(here, 0.0), shard)
@@ -193,9 +227,11 @@ class _Head(torch.autograd.Function):
         # In float32, so that half precision does not round after each chunk.
         grad_weight = torch.zeros_like(weight, dtype=torch.float32) if several else None
         for rows in _chunks(len(hidden), ctx.chunk):
-            probabilities, untruncated = softmax, None
+            probabilities, untruncated, slope = softmax, None, ctx.function.scale
             if softmax is None:
-                logits = _logits(hidden[rows], weight, ctx.temperature)
+                logits = _logits(hidden[rows], weight, 1.0, ctx.function)
+                slope = ctx.function.slope(logits)
+                logits.div_(ctx.temperature)
                 untruncated = (logits - full_normalizer[rows, None]).exp_() if two else None
                 if floor is not None:
                     logits.masked_fill_(logits < floor[rows, None], -torch.inf)
@@ -209,6 +245,8 @@ class _Head(torch.autograd.Function):
             local, here = _local_targets(wanted[rows], len(weight), ctx.shard)
             grad_local = grad_wanted[rows] / ctx.temperature
             grad_logits.scatter_add_(1, local, grad_local if here is None else grad_local.where(here, 0.0))
+            if ctx.function != LINEAR:
+                grad_logits.mul_(slope)
             grad_logits = grad_logits.to(weight.dtype)
             torch.mm(grad_logits, weight, out=grad_hidden[rows])
             if several:
@@ -217,7 +255,7 @@ class _Head(torch.autograd.Function):
                 grad_weight = grad_logits.T @ hidden
         _summed(grad_hidden, ctx.shard)  # each rank computed its part of the vocabulary
         assert grad_weight is not None  # there is at least one chunk
-        return grad_hidden, grad_weight.to(weight.dtype), None, None, None, None, None, None, None
+        return grad_hidden, grad_weight.to(weight.dtype), *(None,) * 8
 
 
 def _joined(grad_targets: torch.Tensor | None, grad_candidates: torch.Tensor | None, wanted: torch.Tensor) -> torch.Tensor:
@@ -234,9 +272,9 @@ def _chunks(length: int, chunk: int) -> list[slice]:
     return [slice(start, min(start + chunk, length)) for start in range(0, length, chunk)]
 
 
-def _logits(hidden: torch.Tensor, weight: torch.Tensor, temperature: float) -> torch.Tensor:
+def _logits(hidden: torch.Tensor, weight: torch.Tensor, temperature: float, function: HeadFunction) -> torch.Tensor:
     """Return logits [rows, V] float32. The product is in the model's precision, as in inference engines."""
-    logits = (hidden @ weight.T).float()
+    logits = function.apply_((hidden @ weight.T).float())
     return logits.div_(temperature) if temperature != 1.0 else logits
 
 

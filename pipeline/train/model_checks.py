@@ -3,18 +3,25 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Iterable
 
 import torch
 from torch import nn
-from transformers import PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.modeling_outputs import MoeModelOutputWithPast
 
 from pipeline.models.base import unsupported_model
 from pipeline.train.base import ModelRole
+from pipeline.train.logprobs import LINEAR, HeadFunction
+
+# The configuration's keys of what heads compute: a soft cap, a factor, and a divisor of the logits.
+_SOFT_CAPS = ("final_logit_softcapping", "final_logit_soft_cap", "logits_soft_cap", "output_logit_soft_cap")
+_FACTORS = ("logit_scale", "lm_head_multiplier", "output_multiplier_scale")
+_DIVISORS = ("logits_scaling",)
 
 
-def check_model(hf: PreTrainedModel, role: ModelRole) -> None:
-    """Raise RecipeError if the backend does not support this model."""
+def check_model(hf: PreTrainedModel, role: ModelRole) -> HeadFunction:
+    """Return what the head computes. Raises RecipeError if the backend does not support this model."""
     name = type(hf).__name__
     if not hf._supports_attention_backend:
         raise unsupported_model(f"{name} has custom attention, which packed attention cannot replace")
@@ -28,23 +35,35 @@ def check_model(hf: PreTrainedModel, role: ModelRole) -> None:
         raise unsupported_model(
             f"{name} has buffers in its checkpoint, which the FSDP2 backend does not support: {persistent[:4]}"
         )
+    head = "lm_head" if role.head == "logprobs" else "score"
+    function = _head_function(hf.config.get_text_config()) if head == "lm_head" else LINEAR
     try:
-        linear = _head_is_linear(hf, "lm_head" if role.head == "logprobs" else "score")
+        known = _head_is(function, hf, head)
     except Exception as error:
         raise unsupported_model(f"{name} has a head whose trial fails: {error}") from error
-    if not linear:
-        raise unsupported_model(f"{name} has a head that computes more than hidden @ W^T (a scale, a soft cap or a bias)")
+    if not known:
+        raise unsupported_model(f"{name} has a head that computes more than hidden @ W^T with a bias and {function}")
+    return function
 
 
-def _head_is_linear(hf: PreTrainedModel, name: str) -> bool:
-    """Run the model's head on known hidden states, large enough to reveal a soft cap, and compare with hidden @ W^T."""
+def _head_function(config: PreTrainedConfig) -> HeadFunction:
+    """Return what the configuration says of the head; `_head_is` verifies it."""
+
+    def of(names: Iterable[str]) -> float | None:
+        return next((float(value) for name in names if (value := getattr(config, name, None))), None)
+
+    return HeadFunction((of(_FACTORS) or 1.0) / (of(_DIVISORS) or 1.0), of(_SOFT_CAPS))
+
+
+def _head_is(function: HeadFunction, hf: PreTrainedModel, name: str) -> bool:
+    """Run the model's head on known hidden states, some large enough to reveal a soft cap, and compare with the function."""
     body, prefix = hf.base_model, hf.base_model_prefix
     head = hf.get_output_embeddings() if name == "lm_head" else hf.get_submodule("score")
-    if type(head) is not nn.Linear or head.bias is not None:
+    if type(head) is not nn.Linear or (head.bias is not None and name != "lm_head"):
         return False
     generator = torch.Generator().manual_seed(0)
-    hidden = 100 * torch.randn(1, 3, head.in_features, generator=generator)
-    trial = nn.Linear(head.in_features, 8, bias=False)
+    hidden = torch.tensor([1.0, 10.0, 100.0])[:, None] * torch.randn(1, 3, head.in_features, generator=generator)
+    trial = nn.Linear(head.in_features, 8, bias=head.bias is not None)
     stub = nn.Module()
     # transformers annotates a FloatTensor and takes any.
     output = MoeModelOutputWithPast(last_hidden_state=hidden)  # pyright: ignore[reportArgumentType]
@@ -57,7 +76,7 @@ def _head_is_linear(hf: PreTrainedModel, name: str) -> bool:
             # A classifier reads the last token that is not padding.
             token = int(hf.config.get_text_config().pad_token_id == 0)
             logits = hf(input_ids=torch.full((1, 3), token), use_cache=False).logits
-            expected = hidden @ trial.weight.T
+            expected = function.apply_(trial(hidden))
             return torch.allclose(logits, expected if name == "lm_head" else expected[:, -1], rtol=1e-4, atol=1e-4)
     finally:
         setattr(hf, prefix, body)

@@ -1,13 +1,16 @@
 """Packed attention as transformers' attention implementation `packed`.
 
 transformers passes the model's keyword arguments to its attention function. The packing is passed this way, so no mask is
-built.
+built: where a model asks for the mask of a window or of chunks, it gets a `Local` instead, and hands it on to its layers. So
+each layer has the kind of attention that the mask of transformers' eager attention would give it.
 
-Not supported, with an error: sliding windows, soft caps, attention sinks, masks, caches, attention dropout.
+Not supported, with an error: other masks, caches, attention dropout, biases of scores.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -24,23 +27,57 @@ NAME = "packed"  # value of a model's `attn_implementation`
 _WITHOUT_EFFECT = {"position_ids", "position_embeddings", "dropout", "layer_idx"}
 
 
+@dataclass(frozen=True, slots=True)
+class Local:
+    """Stands for the mask of a causal window or of causal chunks."""
+
+    window: int | None = None
+    chunk: int | None = None
+
+
+def packed_mask(
+    *args: Any,
+    mask_function: Callable,
+    attention_mask: torch.Tensor | None = None,
+    local_size: int | None = None,
+    use_vmap: bool = False,
+    config: Any = None,
+    **kwargs: Any,
+) -> Local | None:
+    """Return what stands for a mask in transformers' interface: None for a causal one.
+
+    Raises ValueError for masks that packed attention does not support.
+    """
+    united = getattr(mask_function, "__qualname__", "").startswith("or_masks")
+    if attention_mask is not None or use_vmap or united or "allow_is_bidirectional_skip" in kwargs:
+        raise ValueError("packed attention supports causal masks only, with windows or chunks")
+    if local_size is None:
+        return None
+    window, chunk = (getattr(config, name, None) for name in ("sliding_window", "attention_chunk_size"))
+    if window is not None and chunk is not None:
+        raise ValueError(f"the configuration has both sliding_window {window} and attention_chunk_size {chunk}")
+    return Local(window=local_size) if chunk is None else Local(chunk=local_size)
+
+
 def packed_attention(
     module: torch.nn.Module,
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
-    attention_mask: torch.Tensor | None,
+    attention_mask: Local | None,
     packing: Packing | None = None,
     scaling: float | None = None,
     use_cache: bool | None = False,
     sliding_window: int | None = None,
+    softcap: float | None = None,
+    s_aux: torch.Tensor | None = None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
     """Compute attention in transformers' interface.
 
     query [1, Hq, T, D], key and value [1, Hkv, T, D] -> ([1, T, Hq, D], None).
 
-    `sliding_window` is not used: `check_attention` ensures that it is at least as wide as any sequence. Raises ValueError for
+    sliding_window: as its mask says; transformers' eager attention ignores it. s_aux [Hq]: sinks. Raises ValueError for
     arguments that are not supported.
     """
     if packing is None:
@@ -48,14 +85,19 @@ def packed_attention(
             f"{type(module).__name__} did not pass `packing` to attention; its model cannot run on packed sequences"
         )
     unknown = sorted(name for name, given in kwargs.items() if given is not None and name not in _WITHOUT_EFFECT)
-    if attention_mask is not None or use_cache or unknown or not getattr(module, "is_causal", True):
+    masked = attention_mask is not None and not isinstance(attention_mask, Local)
+    if masked or use_cache or unknown or not getattr(module, "is_causal", True):
         raise ValueError(
-            f"{type(module).__name__} uses what packed attention does not support: mask {attention_mask is not None},"
-            f" cache {bool(use_cache)}, causal {getattr(module, 'is_causal', True)}, other arguments {unknown}"
+            f"{type(module).__name__} uses what packed attention does not support: mask {masked}, cache {bool(use_cache)},"
+            f" causal {getattr(module, 'is_causal', True)}, other arguments {unknown}"
         )
+    local = attention_mask or Local()
+    if sliding_window is not None and sliding_window < packing.max_length and sliding_window != local.window:
+        raise ValueError(f"{type(module).__name__} has sliding_window {sliding_window}, but its mask has {local.window}")
     query, key, value = (x[0].transpose(0, 1) for x in (query, key, value))
-    return attend(query, key, value, packing, AttentionKind(scaling))[None], None
+    kind = AttentionKind(scaling, local.window, softcap, local.chunk)
+    return attend(query, key, value, packing, kind, s_aux)[None], None
 
 
 AttentionInterface.register(NAME, packed_attention)
-AttentionMaskInterface.register(NAME, lambda *args, **kwargs: None)
+AttentionMaskInterface.register(NAME, packed_mask)

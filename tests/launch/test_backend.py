@@ -279,7 +279,7 @@ SP = f"{KEY}.sequence_parallel=true"
 FIRST, LAST = (f"{KEY}.num_layers_in_{which}_pipeline_stage" for which in ("first", "last"))
 
 
-MODEL, LENGTH = "policy.model_name", "policy.max_total_sequence_length"
+MODEL = "policy.model_name"
 TP, PP, EP, ETP = (
     f"{KEY}.{name}_parallel_size" for name in ("tensor_model", "pipeline_model", "expert_model", "expert_tensor")
 )
@@ -295,8 +295,8 @@ TP, PP, EP, ETP = (
         (model("llama", rope_scaling={"rope_type": "longrope"}), [], MODEL, "unsupported"),
         (model("llama", rope_parameters={"rope_type": "dynamic"}), [], MODEL, "unsupported"),
         (model("deepseek_v3", rope_scaling={"type": "linear"}), [], MODEL, "unsupported"),
-        (model("mixtral", sliding_window=16), [], LENGTH, "too-large"),
-        (model("qwen2", sliding_window=16, use_sliding_window=True), [], LENGTH, "too-large"),
+        (model("mixtral", sliding_window=16), [], MODEL, "unsupported"),
+        (model("qwen2", sliding_window=16, use_sliding_window=True, max_window_layers=1), [], MODEL, "unsupported"),
         (model("llama"), sizes(tp=8), TP, "not-divisible"),
         (model("llama", intermediate_size=98), sizes(tp=4), TP, "not-divisible"),
         (model("deepseek_v3", moe_intermediate_size=33), [*sizes(tp=4, ep=2), SP], TP, "not-divisible"),

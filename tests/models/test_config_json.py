@@ -11,7 +11,7 @@ from transformers import AutoConfig, PreTrainedConfig
 from launch.model_files import KNOWN, planning_config
 from pipeline import models
 from pipeline.config import MEGATRON_MODEL_TYPES, DTensorConfig, MegatronConfig, PolicyConfig
-from pipeline.models.config_json import check_attention, parse_config, unsupported
+from pipeline.models.config_json import check_attention, check_megatron_attention, parse_config, unsupported
 from pipeline.models.sizes import MODEL_TYPES
 from tests.models.cases import configs
 from tests.models.test_families import REFUSED, changed
@@ -103,27 +103,43 @@ def test_megatron_core_refuses_the_same(name, changes, message, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("family", "changes", "longest", "message"),
+    ("family", "changes", "message"),
     [
-        ("gemma3_text", {"sliding_window": 64}, 65, r"sliding_attention .window 64, sequences of up to 65"),
-        ("gemma3_text", {"sliding_window": 64}, 64, None),
-        ("mistral", {"sliding_window": 64}, 65, "sliding_attention"),
-        ("mistral", {"sliding_window": None}, 65, None),
-        ("qwen2", {"sliding_window": 64}, 65, None),
-        ("qwen2", {"sliding_window": 64, "use_sliding_window": True, "max_window_layers": 2}, 65, "sliding_attention"),
-        ("qwen2", {"sliding_window": 64, "use_sliding_window": True, "max_window_layers": 4}, 65, None),
-        ("llama", {"rope_scaling": {"type": "dynamic", "factor": 2.0}}, 65, "rope_type dynamic"),
-        ("gpt_oss", {"num_local_experts": 4}, 65, "attention sinks"),
+        ("gemma3_text", {"sliding_window": 64, "attn_logit_softcapping": 50.0}, None),
+        ("mistral", {"sliding_window": 64}, None),
+        ("llama", {"rope_scaling": {"type": "dynamic", "factor": 2.0}}, "rope_type dynamic"),
+        ("qwen2", {"layer_types": ["linear_attention"] * TINY["num_hidden_layers"]}, "layers with linear_attention"),
+        ("gpt_oss", {"num_local_experts": 4}, None),
     ],
 )
-def test_attention_that_cannot_be_packed_is_refused(family, changes, longest, message):
+def test_attention_that_cannot_be_packed_is_refused(family, changes, message):
     config = {"model_type": family, **TINY, **changes}
     for one in (parse_config(config), AutoConfig.for_model(**config)):
         if message is None:
-            check_attention(one, longest)
+            check_attention(one, 65)
             continue
         with pytest.raises(ValueError, match=f"^policy.model_name: {family} .*{message}"):
-            check_attention(one, longest)
+            check_attention(one, 65)
+
+
+@pytest.mark.parametrize(
+    ("family", "changes", "longest", "refused"),
+    [
+        ("qwen2", {"sliding_window": 64}, 65, False),
+        ("qwen2", {"sliding_window": 64, "use_sliding_window": True, "max_window_layers": 2}, 65, True),
+        ("qwen2", {"sliding_window": 64, "use_sliding_window": True, "max_window_layers": 2}, 64, False),
+        ("qwen2", {"sliding_window": 64, "use_sliding_window": True, "max_window_layers": 4}, 65, False),
+        ("mixtral", {"sliding_window": 64, "num_local_experts": 4}, 65, True),
+    ],
+)
+def test_windows_that_a_family_does_not_describe_are_refused_with_megatron(family, changes, longest, refused):
+    config = {"model_type": family, **TINY, **changes}
+    for one in (parse_config(config), AutoConfig.for_model(**config)):
+        if not refused:
+            check_megatron_attention(one, longest)
+            continue
+        with pytest.raises(ValueError, match=f"{family} has layers with sliding_attention .window 64, sequences of up to 65"):
+            check_megatron_attention(one, longest)
 
 
 def problems(family: str, policy: PolicyConfig) -> set[tuple[str, str]]:
@@ -138,8 +154,6 @@ def test_a_model_unsupported_by_a_train_backend_is_a_problem():
     megatron = PolicyConfig(megatron_cfg=MegatronConfig(enabled=True), max_total_sequence_length=64)
     assert problems("llama", megatron) == problems("qwen3_moe", replace(megatron, megatron_cfg=MegatronConfig())) == set()
     assert problems("llama_biased", megatron) == {MODEL}
-    sinks, family = unsupported({"model_type": "gpt_oss", **TINY, **CASES["gpt_oss"][1]}, megatron)
-    assert "attention sinks" in sinks.message and "'gpt_oss' are not described" in family.message
     cut = PolicyConfig(dtensor_cfg=DTensorConfig(tensor_parallel_size=2), max_total_sequence_length=64)
     assert problems("llama_biased", cut) == set()
     assert problems("deepseek_v3", cut) == {MODEL}

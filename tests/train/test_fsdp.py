@@ -12,12 +12,8 @@ from safetensors.torch import load_file, save_file
 from transformers import (
     AutoModelForCausalLM,
     BloomConfig,
-    CohereConfig,
-    Gemma2Config,
-    GraniteConfig,
     LlamaConfig,
     MambaConfig,
-    MistralConfig,
     RwkvConfig,
 )
 
@@ -169,11 +165,6 @@ def test_overrides_reach_the_model(models):
 # ---- refusals -----------------------------------------------------------------------------------------------------------
 
 REFUSED = {
-    "soft cap in attention": (Gemma2Config(**cases.SHAPE, head_dim=8), "attn_logit_softcapping"),
-    "soft cap on logits": (Gemma2Config(**cases.SHAPE, head_dim=8, attn_logit_softcapping=None, sliding_window=64), "head"),
-    "scaled logits": (CohereConfig(**cases.SHAPE), "head"),
-    "divided logits": (GraniteConfig(**cases.SHAPE, logits_scaling=8.0), "head"),
-    "sliding window": (MistralConfig(**cases.SHAPE, sliding_window=63), "sliding_attention"),
     "recurrent": (MambaConfig(vocab_size=61, hidden_size=32, num_hidden_layers=1), "linear_attention"),
     "recurrent, by its layers": (RwkvConfig(vocab_size=61, hidden_size=32, num_hidden_layers=1), "attention"),
     "attention of its own": (BloomConfig(vocab_size=61, hidden_size=32, n_layer=1, n_head=4), "attention"),
@@ -191,12 +182,6 @@ def test_unsupported_models_are_refused(case, tmp_path):
     with refused(("policy.model_name", "unsupported")) as error:
         ranks.backend(cases.policy(tmp_path, random_init=True))
     assert message in str(error.value)
-
-
-def test_a_window_wider_than_any_sequence_is_accepted(tmp_path):
-    MistralConfig(**cases.SHAPE, sliding_window=64).save_pretrained(tmp_path)
-    trained = ranks.backend(cases.policy(tmp_path, random_init=True))
-    assert trained.forward([cases.pack(ALL)])[0].logprobs.isfinite().all()
 
 
 def test_checkpoints_that_do_not_fit_are_refused(models, tmp_path):

@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from pipeline.train.logprobs import VocabularyShard, most_likely, packed_outputs, target_outputs
+from pipeline.train.logprobs import LINEAR, HeadFunction, VocabularyShard, most_likely, packed_outputs, target_outputs
 from pipeline.types import Outputs, TopK
 from tests.train import ranks
 
@@ -57,15 +57,22 @@ def inputs(dtype=torch.float64) -> Inputs:
     )
 
 
-def ours(given: Inputs, temperature: float, chunk: int | None, shard=None, weight=None, everything: bool = True) -> Outputs:
+def ours(given: Inputs, temperature, chunk: int | None, shard=None, weight=None, everything=True, function=LINEAR) -> Outputs:
     weight = given.weight if weight is None else weight
     more = {"entropy": True, "candidates": given.candidates} if everything else {}
-    return packed_outputs(given.hidden, weight, given.tokens, given.positions, temperature, chunk, shard, **more)
+    options = {"shard": shard, "function": function, **more}
+    return packed_outputs(given.hidden, weight, given.tokens, given.positions, temperature, chunk, **options)
 
 
-def plain(given: Inputs, temperature: float) -> Outputs:
+def applied(function: HeadFunction, products: torch.Tensor) -> torch.Tensor:
+    """Return what the function computes, with a graph."""
+    products = products * function.scale
+    return products if function.softcap is None else function.softcap * (products / function.softcap).tanh()
+
+
+def plain(given: Inputs, temperature: float, function: HeadFunction = LINEAR) -> Outputs:
     """Compute the outputs by autograd through the whole table of log-probs, in float64."""
-    table = (given.hidden @ given.weight.T / temperature).log_softmax(-1).roll(1, 0)
+    table = (applied(function, given.hidden @ given.weight.T) / temperature).log_softmax(-1).roll(1, 0)
     seen = (given.positions != 0).double()
     return Outputs(
         logprobs=table.gather(1, given.tokens[:, None])[:, 0] * seen,
@@ -74,9 +81,9 @@ def plain(given: Inputs, temperature: float) -> Outputs:
     )
 
 
-def check(found: Outputs, given: Inputs, gradients: tuple[torch.Tensor, ...], temperature: float) -> None:
+def check(found: Outputs, given: Inputs, gradients: tuple[torch.Tensor, ...], temperature: float, function=LINEAR) -> None:
     exact = inputs()
-    expected = plain(exact, temperature)
+    expected = plain(exact, temperature, function)
     pairs = [
         (found.logprobs, expected.logprobs),
         (found.entropy, expected.entropy),
@@ -97,6 +104,22 @@ def test_values_and_gradients(chunk, temperature):
     given = inputs(torch.float32)
     found = ours(given, temperature, chunk)
     check(found, given, given.gradients(found), temperature)
+
+
+FUNCTIONS = [HeadFunction(0.3), HeadFunction(softcap=15.0), HeadFunction(0.5, 8.0)]
+
+
+@pytest.mark.parametrize("function", FUNCTIONS)
+@pytest.mark.parametrize("chunk", [5, None])
+def test_scales_and_soft_caps(chunk, function):
+    given = inputs(torch.float32)
+    found = ours(given, 0.6, chunk, function=function)
+    check(found, given, given.gradients(found), 0.6, function)
+    assert (found.logprobs - plain(inputs(), 0.6).logprobs).abs().max() > 0.5  # the function matters
+    logits = applied(function, given.hidden.detach().double() @ given.weight.detach().double().T) / 0.6
+    tokens, logprobs = most_likely(given.hidden, given.weight, 4, 0.6, chunk, function=function)
+    assert (logprobs - logits.log_softmax(-1).gather(1, tokens)).abs().max() < 1e-4
+    assert (logprobs - logits.log_softmax(-1).topk(4, 1).values).abs().max() < 1e-4
 
 
 @pytest.mark.parametrize("part", ["logprobs", "entropy", "top_k"])
@@ -217,12 +240,12 @@ def over_ranks(layout: ranks.Layout, folder: Path) -> None:
     for chunk in (5, None):
         given = inputs(torch.float32)
         rows = given.weight.detach()[start:stop].requires_grad_()
-        found = ours(given, 0.6, chunk, shard, rows)
+        found = ours(given, 0.6, chunk, shard, rows, function=FUNCTIONS[-1])
         of_hidden, of_rows = torch.autograd.grad(given.total(found), (given.hidden, rows))
         of_weight = torch.zeros_like(given.weight)
         of_weight[start:stop] = of_rows
         dist.all_reduce(of_weight)
-        check(found, given, (of_hidden, of_weight), 0.6)
+        check(found, given, (of_hidden, of_weight), 0.6, FUNCTIONS[-1])
         for k in (4, VOCABULARY):
             given = tied_inputs()
             tokens, logprobs = most_likely(given.hidden, given.weight[start:stop], k, 0.5, chunk, shard)

@@ -42,8 +42,7 @@ def test_neighbours_of_equal_length_share_a_call():
         ({"packing": None}, "did not pass `packing`"),
         ({"attention_mask": torch.ones(1, 1, 12, 12)}, "mask True"),
         ({"use_cache": True}, "cache True"),
-        ({"softcap": 30.0}, "softcap"),
-        ({"s_aux": torch.zeros(4)}, "s_aux"),
+        ({"sliding_window": 4}, "sliding_window 4, but its mask has None"),
         ({"position_bias": torch.zeros(4)}, "position_bias"),
     ],
 )

@@ -15,11 +15,11 @@ import torch.distributed as dist
 from pipeline.config import GenerationConfig
 from pipeline.generate.sampling import keep_top
 from pipeline.train.base import ModelRole, TrainBackend
-from pipeline.train.logprobs import VocabularyShard, packed_outputs
+from pipeline.train.logprobs import LINEAR, HeadFunction, VocabularyShard, packed_outputs
 from pipeline.train.truncation import Truncation
 from pipeline.types import LossOutput, Outputs, PackedBatch
 from tests.train import cases, ranks
-from tests.train.test_logprobs import TOKENS, VOCABULARY, Inputs, inputs
+from tests.train.test_logprobs import TOKENS, VOCABULARY, Inputs, applied, inputs
 
 TEMPERATURE = 0.6
 TRUNCATIONS = [
@@ -43,9 +43,9 @@ def kept(logits: torch.Tensor, truncation: Truncation) -> torch.Tensor:
     return logits >= ordered.masked_fill(outside, torch.inf).amin(-1, keepdim=True)
 
 
-def plain(given: Inputs, truncation: Truncation) -> Outputs:
+def plain(given: Inputs, truncation: Truncation, function: HeadFunction = LINEAR) -> Outputs:
     """Compute the outputs by autograd through the whole table of log-probs."""
-    logits = given.hidden @ given.weight.T / TEMPERATURE
+    logits = applied(function, given.hidden @ given.weight.T) / TEMPERATURE
     full = logits.log_softmax(-1).roll(1, 0)
     mask = kept(logits.detach(), truncation)
     table = logits.masked_fill(~mask, -torch.inf).log_softmax(-1)
@@ -87,9 +87,9 @@ def exactly(given: Inputs) -> Inputs:
     return dataclasses.replace(given, hidden=hidden, weight=weight)
 
 
-def check(found: Outputs, given: Inputs, gradients: tuple[torch.Tensor, ...], truncation: Truncation) -> None:
+def check(found: Outputs, given: Inputs, gradients: tuple[torch.Tensor, ...], truncation: Truncation, function=LINEAR) -> None:
     exact = exactly(given)
-    expected = plain(exact, truncation)
+    expected = plain(exact, truncation, function)
     assert torch.equal(found.logprobs.isneginf(), expected.logprobs.isneginf())
     for name in ("logprobs", "entropy", "full_logprobs"):
         value, theirs = getattr(found, name), getattr(expected, name)
@@ -112,6 +112,15 @@ def test_values_and_gradients(truncation, chunk):
     for _ in range(2):  # the graph may be used twice
         gradients = torch.autograd.grad(total(given, found), (given.hidden, given.weight), retain_graph=True)
         check(found, given, gradients, truncation)
+
+
+@pytest.mark.parametrize("chunk", [5, None])
+def test_values_and_gradients_with_a_soft_cap(chunk):
+    truncation, function = Truncation(8, 0.7), HeadFunction(0.5, 9.0)
+    given = inputs(torch.float32)
+    found = ours(given, truncation, chunk, more={"function": function})
+    gradients = torch.autograd.grad(total(given, found), (given.hidden, given.weight))
+    check(found, given, gradients, truncation, function)
 
 
 @pytest.mark.parametrize("truncation", TRUNCATIONS, ids=str)

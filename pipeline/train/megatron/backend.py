@@ -25,7 +25,7 @@ from pipeline import models
 from pipeline.boxes import Box, Piece, Region, region, whole
 from pipeline.config import PolicyConfig, Problem, RecipeError
 from pipeline.models.base import VALUE_HEAD
-from pipeline.models.config_json import check_attention
+from pipeline.models.config_json import check_attention, check_megatron_attention
 from pipeline.models.hugging_face import SCORE, checkpoint_shapes, model_config
 from pipeline.models.recorded_layout import Shape, copy_pieces, flat_boxes, restrict
 from pipeline.train import checkpoint_state
@@ -61,6 +61,7 @@ class MegatronBackend(TrainBackend):
         self.data_size = parallel_state.get_data_parallel_world_size()
         hf = model_config(policy, role.head)
         check_attention(hf, policy.max_total_sequence_length)
+        check_megatron_attention(hf, policy.max_total_sequence_length)
         self._shapes, _ = checkpoint_shapes(hf, role.head)
         self._stage = build(policy, hf, role.head).to(self.device)
         if not role.trained:

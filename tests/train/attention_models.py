@@ -1,0 +1,72 @@
+"""Tiny models whose attention or head is of more than one kind, or another than full attention and hidden @ W^T."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from pathlib import Path
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig
+
+from tests.train import cases
+
+WINDOW = 4  # shorter than most of `cases.LENGTHS`
+SLIDING, FULL = "sliding_attention", "full_attention"
+
+
+def _config(model_type: str, **changes) -> PreTrainedConfig:
+    own = {"bos_token_id": None, "eos_token_id": None, "pad_token_id": None, "tie_word_embeddings": False}
+    return AutoConfig.for_model(model_type, **{**cases.SHAPE, **own, **changes})
+
+
+def configs() -> dict[str, PreTrainedConfig]:
+    """Return the models by name."""
+    gemma = {"head_dim": 16, "sliding_window": WINDOW, "query_pre_attn_scalar": 10, "layer_types": [SLIDING, FULL]}
+    experts = {"moe_intermediate_size": 24, "num_experts_per_tok": 2}
+    return {
+        "mistral": _config("mistral", sliding_window=WINDOW),
+        "qwen2": _config("qwen2", use_sliding_window=True, sliding_window=WINDOW, max_window_layers=1),
+        "gemma2": _config("gemma2", **gemma, attn_logit_softcapping=2.0, final_logit_softcapping=3.0, tie_word_embeddings=True),
+        "gemma3_text": _config("gemma3_text", **gemma, tie_word_embeddings=True),
+        "gpt_oss": _config(
+            "gpt_oss",
+            head_dim=16,
+            sliding_window=WINDOW,
+            layer_types=[SLIDING, FULL],
+            num_local_experts=4,
+            num_experts_per_tok=2,
+        ),
+        "glm4": _config(
+            "glm4", head_dim=16, rope_parameters={"partial_rotary_factor": 0.5, "rope_theta": 1e4, "rope_type": "default"}
+        ),
+        "glm4_moe": _config(
+            "glm4_moe",
+            **experts,
+            head_dim=16,
+            n_routed_experts=4,
+            n_shared_experts=1,
+            first_k_dense_replace=1,
+            n_group=1,
+            topk_group=1,
+            use_qk_norm=True,
+            rope_parameters={"partial_rotary_factor": 0.5, "rope_theta": 1e4, "rope_type": "default"},
+        ),
+        "phi": _config("phi", partial_rotary_factor=0.5),  # with biases, of the head too
+        "cohere": _config("cohere", logit_scale=0.25),
+        "cohere2": _config("cohere2", logit_scale=0.25, sliding_window=WINDOW, layer_types=[SLIDING, FULL]),
+        "granite": _config(
+            "granite", logits_scaling=4.0, embedding_multiplier=3.0, residual_multiplier=0.5, attention_multiplier=0.2
+        ),
+    }
+
+
+def write(folder: Path, names: Iterable[str]) -> None:
+    """Write a checkpoint of each. Every tensor is random."""
+    for name in names:
+        torch.manual_seed(3)
+        model = AutoModelForCausalLM.from_config(configs()[name], dtype=torch.float32)
+        with torch.no_grad():
+            for parameter_name, parameter in model.named_parameters():
+                # Gemma's norms add 1 to their weights.
+                parameter.normal_(1.0 if "norm" in parameter_name and "gemma" not in name else 0.0, 0.2)
+        model.save_pretrained(folder / name)

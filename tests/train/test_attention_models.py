@@ -1,0 +1,60 @@
+"""Compare models of every kind of attention and head with Hugging Face's eager models, and show that each kind matters."""
+
+import dataclasses
+
+import pytest
+
+from pipeline.train import packed_attention
+from pipeline.train.logprobs import LINEAR
+from tests.train import attention_models, cases, ranks
+from tests.train.ranks import Layout
+
+pytestmark = pytest.mark.usefixtures("realm")
+EVERY = list(range(len(cases.LENGTHS)))
+QUICK = ("gemma2", "gpt_oss", "cohere2", "phi")
+
+
+def models() -> list:
+    return [pytest.param(name, marks=() if name in QUICK else pytest.mark.full) for name in attention_models.configs()]
+
+
+@pytest.mark.parametrize("name", models())
+def test_a_model_equals_eager(name, tmp_path):
+    attention_models.write(tmp_path, [name])
+    ranks.check_against_eager(ranks.backend(cases.policy(tmp_path / name)), Layout(1, 1), tmp_path / name, 3e-6)
+
+
+# Of each kind: a model that has it, and what takes it away.
+WITHOUT = {
+    "window": ("mistral", {"window": None}),
+    "window of some layers": ("gemma3_text", {"window": None}),
+    "window, with sinks": ("gpt_oss", {"window": None}),
+    "one key more": ("mistral", {"window": attention_models.WINDOW + 1}),
+    "soft cap of scores": ("gemma2", {"softcap": None}),
+    "scale": ("gemma2", {"scale": None}),
+    "sinks": ("gpt_oss", {"sinks": None}),
+    "soft cap of logits": ("gemma2", {"head": LINEAR}),
+    "scale of logits": ("cohere", {"head": LINEAR}),
+    "divisor of logits": ("granite", {"head": LINEAR}),
+}
+
+
+@pytest.mark.parametrize("what", [pytest.param(w, marks=() if w == "sinks" else pytest.mark.full) for w in WITHOUT])
+def test_each_kind_matters(what, tmp_path, monkeypatch):
+    """Check that log-probs without it differ by far more than the tolerance of 1e-5."""
+    name, change = WITHOUT[what]
+    attention_models.write(tmp_path, [name])
+    trained = ranks.backend(cases.policy(tmp_path / name))
+    batch = cases.pack(EVERY)
+    right = trained.forward([batch])[0].logprobs
+    attend, kinds = packed_attention.attend, change.keys() & {"window", "softcap", "scale"}
+
+    def wrong(query, key, value, packing, kind, sinks=None):
+        if kind.window is not None or "window" not in kinds:  # other layers stay full
+            kind = dataclasses.replace(kind, **{k: change[k] for k in kinds})
+        return attend(query, key, value, packing, kind, None if "sinks" in change else sinks)
+
+    monkeypatch.setattr(packed_attention, "attend", wrong)
+    if "head" in change:
+        trained._model.function = change["head"]
+    assert (trained.forward([batch])[0].logprobs - right).abs().max() > 1e-2
