@@ -26,6 +26,7 @@ import numpy as np
 from pipeline import models
 from pipeline.boxes import Box, chunk, whole
 from pipeline.config import (
+    DTensorConfig,
     MegatronConfig,
     PolicyConfig,
     Problem,
@@ -92,7 +93,7 @@ def rank_layouts(config: Mapping[str, Any], policy: PolicyConfig, train: int, ge
         held = _megatron(of, policy.megatron_cfg, train, builder)
     else:
         check_fsdp(config, policy.dtensor_cfg.tensor_parallel_size)
-        held = _fsdp(policy.dtensor_cfg.tensor_parallel_size, train, builder)
+        held = _fsdp(policy.dtensor_cfg, train, builder)
     size = engine_ranks(policy.generation.vllm_cfg)
     if policy.generation.backend == "vllm":
         wanted = _vllm(of, policy.generation.vllm_cfg, builder)
@@ -138,13 +139,15 @@ def _joined(*parts: list[np.ndarray]) -> LayoutTable:
 # ---- FSDP2 and tensor parallelism ---------------------------------------------------------------------------------------
 
 
-def _fsdp(size: int, train: int, builder: _TableBuilder) -> list[LayoutTable]:
-    """Return the tables of the train ranks. size: tensor-parallel.
+def _fsdp(config: DTensorConfig, train: int, builder: _TableBuilder) -> list[LayoutTable]:
+    """Return the tables of the train ranks.
 
-    Rank = data rank * tensor-parallel size + tensor-parallel rank, as in `pipeline/train/fsdp.py`. Torch cuts every
-    parameter along its first dimension. Of a layer's stacked experts that is the one that counts them.
+    Ranks are numbered as in `pipeline/train/fsdp_mesh.py`: replicas, then the ranks that `fully_shard` cuts parameters over,
+    then tensor-parallel ranks. Torch cuts every parameter along its first dimension. Of a layer's stacked experts that is the
+    one that counts them.
     """
-    data = train // size
+    size = config.tensor_parallel_size
+    data = train // (size * config.data_parallel_replicate_size)
     number, origin, extent = builder.columns((tensor.name, whole(tensor.shape)) for tensor in builder.tensors)
     expert = np.array([-1 if tensor.expert is None else tensor.expert for tensor in builder.tensors])
     cut = {
@@ -152,15 +155,15 @@ def _fsdp(size: int, train: int, builder: _TableBuilder) -> list[LayoutTable]:
     }
     each = -(-(expert.max() + 1) // data)
 
-    def table(data_rank: int, tensor_rank: int) -> LayoutTable:
+    def table(shard: int, tensor_rank: int) -> LayoutTable:
         offset, length = origin.copy(), extent.copy()
         for dim, mine in cut.items():
             _chunk(offset, length, mine, dim, size, tensor_rank)
-        _chunk(offset, length, expert < 0, 0, data, data_rank)
-        held = ((expert < 0) | (expert // max(each, 1) == data_rank)) & (length[:, 0] > 0)
+        _chunk(offset, length, expert < 0, 0, data, shard)
+        held = ((expert < 0) | (expert // max(each, 1) == shard)) & (length[:, 0] > 0)
         return _joined([number[held], offset[held], length[held]])
 
-    return [table(*divmod(rank, size)) for rank in range(train)]
+    return [table(*divmod(rank, size)) for rank in range(data * size)] * config.data_parallel_replicate_size
 
 
 def _chunk(offset: np.ndarray, size: np.ndarray, rows: np.ndarray, dim: int, parts: int, part: int) -> None:

@@ -14,9 +14,7 @@ from pipeline.problems import Problem
 LORA = f"{DTENSOR}.lora_cfg"
 NOT_BUILT = {  # keys of which only this value is supported so far
     f"{DTENSOR}.sequence_parallel": False,
-    f"{DTENSOR}.context_parallel_size": 1,
     f"{DTENSOR}.expert_parallel_size": 1,
-    f"{DTENSOR}.data_parallel_replicate_size": 1,
     "policy.generation.lora_refit": "merged",
 }
 

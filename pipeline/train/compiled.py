@@ -34,7 +34,7 @@ from transformers import AttentionInterface
 from pipeline import builds
 from pipeline.config import PolicyConfig, Problem, RecipeError
 from pipeline.train.packed_attention import NAME, packed_attention
-from pipeline.train.packing import Packing
+from pipeline.types import PackedBatch
 
 logger = logging.getLogger(__name__)
 
@@ -145,14 +145,23 @@ def explain_out_of_memory(policy: PolicyConfig) -> Iterator[None]:
         raise
 
 
-def trial_batches(policy: PolicyConfig, device: torch.device) -> Iterator[tuple[torch.Tensor, torch.Tensor, Packing]]:
-    """Yield (tokens [T], positions [T], packing) of a full microbatch of the longest sequences, then of two tokens.
+def trial_batches(policy: PolicyConfig, device: torch.device) -> Iterator[PackedBatch]:
+    """Yield a full microbatch of the longest sequences, then one of two tokens.
 
     For few tokens Inductor may need another graph: its C++ code sums more than 4,096 numbers in another way than fewer.
     """
     longest, packing = policy.max_total_sequence_length, policy.sequence_packing
     count = max(1, packing.train_mb_tokens // longest) if packing.enabled else policy.train_micro_batch_size
     for lengths in ((longest,) * count, (2,)):
-        ends = torch.tensor([0, *itertools.accumulate(lengths)], dtype=torch.int32, device=device)
         positions = torch.arange(lengths[0], device=device).repeat(len(lengths))
-        yield torch.zeros_like(positions), positions, Packing.of_lengths(lengths, ends)
+        zeros = torch.zeros(len(positions), device=device)
+        yield PackedBatch(
+            tokens=torch.zeros_like(positions),
+            positions=positions,
+            cu_seqlens=torch.tensor([0, *itertools.accumulate(lengths)], dtype=torch.int32, device=device),
+            lengths=lengths,
+            loss_mask=zeros.bool(),
+            generate_logprobs=zeros,
+            advantages=zeros,
+            rewards=zeros[: len(lengths)],
+        )

@@ -1,13 +1,14 @@
 """The FSDP2/DTensor training backend, on Hugging Face models.
 
-Ranks form a mesh of data x tensor parallelism. Trained parameters are float32 and cut over both. Computation, and models that
-are not trained, use the recipe's precision. A single rank that needs neither offloading nor two precisions runs the plain
-module without sharding.
+Ranks form a mesh of data x context x tensor parallelism (fsdp_mesh.py), and trained parameters, in float32, are cut over all of
+it. Each rank computes a part of its batch's tokens; outputs are gathered, so all ranks of a batch compute the same loss.
+Computation, and models that are not trained, use the recipe's precision. A single rank that needs neither offloading nor two
+precisions runs the plain module without sharding.
 
 Mixtures of experts train too: transformers keeps a layer's experts in one tensor, which `fully_shard` cuts like any other.
 With adapters (lora.py) only these are trained and saved; `weights` and `local_tensor` return merged weights.
 
-Not supported: pipeline, context, expert and sequence parallelism, dropout.
+Not supported: pipeline and expert parallelism, dropout.
 """
 
 from __future__ import annotations
@@ -29,15 +30,16 @@ from pipeline.models.hugging_face import checkpoint_shapes
 from pipeline.models.recorded_layout import Shape, restrict
 from pipeline.train import checkpoint_state, compiled, lora
 from pipeline.train.base import Loss, ModelRole, TrainBackend
+from pipeline.train.context_parallel import localize
 from pipeline.train.fsdp_mesh import Layout, Meshes
 from pipeline.train.fsdp_model import PackedModel, build
 from pipeline.train.gradients import Gradients
 from pipeline.train.offload import Offload
 from pipeline.train.optimizer import LRSchedule, build_optimizer
 from pipeline.train.outputs import reduce_outputs
-from pipeline.train.packing import Packing, check_batch
+from pipeline.train.packing import check_batch
 from pipeline.train.shards import Entry, Shards, collect_shards, gather_full, local, local_box, read_shards
-from pipeline.types import LossOutput, Outputs, PackedBatch, StepResult, TopK
+from pipeline.types import LossOutput, Outputs, PackedBatch, StepResult
 
 
 class FSDPBackend(TrainBackend):
@@ -59,6 +61,7 @@ class FSDPBackend(TrainBackend):
         meshes = None
         if group.size() > 1 or two_precisions or offload:
             meshes = Meshes.of(layout, self.device.type)
+        self._context = meshes.context if meshes is not None else None
         self._model = build(policy, self.device, meshes, seed, role)
         self._parameters = dict(self._model.hf.named_parameters())
         self._trained = {name: parameter for name, parameter in self._parameters.items() if parameter.requires_grad}
@@ -91,12 +94,12 @@ class FSDPBackend(TrainBackend):
 
         A separate reference model uses the policy's graphs. The policy without its adapters has other graphs.
         """
-        for tokens, positions, packing in compiled.trial_batches(self._policy, self.device):
+        for batch in compiled.trial_batches(self._policy, self.device):
             if self._role.reference and self._model.adapters:
                 with torch.no_grad(), self._reference_model() as reference:
-                    reference(tokens, positions, packing, truncated=False)
+                    self._outputs(batch, reference, truncated=False)
             with torch.set_grad_enabled(self._role.trained):
-                outputs = self._model(tokens, positions, packing, truncated=False)
+                outputs = self._outputs(batch, self._model, truncated=False)
             if self._role.trained:
                 result = outputs.values if self._role.head == "values" else outputs.logprobs
                 assert result is not None
@@ -131,7 +134,7 @@ class FSDPBackend(TrainBackend):
         shares = []
         for batch in batches:
             with self._model.adapters.training() if self._model.adapters else contextlib.nullcontext():
-                output = loss(self._outputs(batch, self._model, teacher=batch.teacher), batch)
+                output = loss(self._outputs(batch, self._model), batch)
                 output.loss.backward()
             shares.append(LossOutput(output.loss.detach(), output.metrics))
         self._gradients.sum_partial()
@@ -163,11 +166,10 @@ class FSDPBackend(TrainBackend):
             if batch.teacher is not None and batch.teacher.tokens.max() >= self._vocabulary:
                 raise ValueError(f"a teacher's tokens do not fit a vocabulary of {self._vocabulary}")
 
-    def _outputs(
-        self, batch: PackedBatch, model: PackedModel, teacher: TopK | None = None, top_k: int = 0, truncated: bool = True
-    ) -> Outputs:
-        candidates = teacher.tokens if teacher else None
-        return model(batch.tokens, batch.positions, Packing.of(batch), candidates, top_k, truncated)
+    def _outputs(self, batch: PackedBatch, model: PackedModel, top_k: int = 0, truncated: bool = True) -> Outputs:
+        layout = self._layout
+        local = localize(batch, layout.context, layout.context_rank, layout.tokens_multiple, self._context)
+        return model(local, top_k, truncated)
 
     def _reshard(self) -> None:
         # The root module keeps its weights gathered for a backward pass, which does not follow here.

@@ -83,6 +83,11 @@ class Layout:
         return self.rank % self.tensor
 
     @property
+    def tokens_multiple(self) -> int:
+        """What must divide the tokens of a context-parallel rank."""
+        return self.tensor if self.sequence else 1
+
+    @property
     def leads_batch(self) -> bool:
         """Whether this rank is the first of those that compute its batch."""
         return not self.context_rank and not self.tensor_rank

@@ -27,14 +27,15 @@ from pipeline.models.hugging_face import layout, meta_model, model_config
 from pipeline.models.recorded_layout import copy_pieces, restrict
 from pipeline.train import compiled, lora, tensor_parallel
 from pipeline.train.base import ModelRole
+from pipeline.train.context_parallel import LocalBatch
 from pipeline.train.fsdp_mesh import Meshes
+from pipeline.train.heads import packed_outputs, packed_values
 from pipeline.train.initial_weights import initial_weights
 from pipeline.train.kernels import use_kernels
-from pipeline.train.logprobs import LINEAR, VocabularyShard, packed_outputs
+from pipeline.train.logprobs import LINEAR, VocabularyShard
 from pipeline.train.lora import Adapters
 from pipeline.train.model_checks import check_model, derive_buffers
 from pipeline.train.packed_attention import NAME
-from pipeline.train.packing import Packing
 from pipeline.train.recompute import recompute
 from pipeline.train.shards import local, local_box
 from pipeline.train.truncation import Truncation
@@ -42,7 +43,7 @@ from pipeline.types import Outputs
 
 
 class PackedModel(nn.Module):
-    """A Hugging Face model that maps tokens [T] and positions [T] to the Outputs that its role needs."""
+    """A Hugging Face model that maps a rank's part of a batch to the Outputs of the batch that its role needs."""
 
     def __init__(self, hf: PreTrainedModel, role: ModelRole, generation: GenerationConfig, chunk: int | None):
         super().__init__()
@@ -58,31 +59,22 @@ class PackedModel(nn.Module):
         self._truncation = Truncation.of(generation) if role.truncated else None
         self._chunk = chunk
 
-    def forward(
-        self,
-        tokens: torch.Tensor,
-        positions: torch.Tensor,
-        packing: Packing,
-        candidates: torch.Tensor | None = None,
-        top_k: int = 0,
-        truncated: bool = True,
-    ) -> Outputs:
-        """Return outputs. candidates [T, K], top_k: see `packed_outputs`. truncated: False to ignore the role's truncation."""
+    def forward(self, batch: LocalBatch, top_k: int = 0, truncated: bool = True) -> Outputs:
+        """Return outputs of the whole batch. top_k: see `packed_outputs`. truncated: False to ignore the role's truncation."""
         # With use_cache, transformers would ignore that positions restart.
         hidden = self.hf.base_model(
-            input_ids=tokens[None], position_ids=positions[None], use_cache=False, packing=packing
+            input_ids=batch.tokens, position_ids=batch.positions, use_cache=False, packing=batch.packing
         ).last_hidden_state[0]
         if self._role.head == "values":
-            return Outputs(values=hidden.float() @ self.hf.get_parameter(SCORE)[0].float())
+            return packed_values(hidden, self.hf.get_parameter(SCORE), batch)
         head = self.hf.get_output_embeddings()
         assert head is not None  # `check_model` requires one
         weight, bias = (x.to_local() if isinstance(x, DTensor) else x for x in (head.get_parameter("weight"), head.bias))
         if bias is not None:  # a column of weights of a hidden unit that is always 1
             weight = torch.cat([weight, bias[:, None]], 1)
             hidden = F.pad(hidden, (0, 1), value=1.0)
-        options = (self._temperature, self._chunk, self.shard, self._role.entropy, candidates, top_k)
-        truncation = self._truncation if truncated else None
-        return packed_outputs(hidden, weight, tokens, positions, *options, truncation, self.function)
+        options = (self._temperature, self._chunk, self.shard, self._role.entropy, top_k)
+        return packed_outputs(hidden, weight, batch, *options, self._truncation if truncated else None, self.function)
 
 
 def build(

@@ -23,7 +23,6 @@ import torch
 import torch.distributed as dist
 
 from pipeline.train.truncation import Truncation, float_order, from_float_order
-from pipeline.types import Outputs, TopK
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,53 +58,6 @@ class HeadFunction:
 LINEAR = HeadFunction()
 
 
-def packed_outputs(
-    hidden: torch.Tensor,
-    weight: torch.Tensor,
-    tokens: torch.Tensor,
-    positions: torch.Tensor,
-    temperature: float,
-    chunk: int | None,
-    shard: VocabularyShard | None = None,
-    entropy: bool = False,
-    candidates: torch.Tensor | None = None,
-    top_k: int = 0,
-    truncation: Truncation | None = None,
-    function: HeadFunction = LINEAR,
-) -> Outputs:
-    """Return outputs of packed tokens. Entry t is of the distribution of token t, and 0 where a sequence begins.
-
-    hidden [T, H]; weight [V, H], or this rank's rows of it; tokens, positions [T] int64. chunk None: all rows at once.
-    candidates [T, K] int64: tokens whose log-probs `Outputs.top_k` contains. top_k, instead of candidates: `Outputs.top_k`
-    contains the K most likely tokens, without a graph. Both are of the distribution without truncation. function: of the head.
-    """
-    # Row t predicts token t + 1. The last row of a sequence predicts the first token of the next one and is masked below.
-    # Computing these few rows is cheaper than gathering the others.
-    first = positions == 0
-    following = None if candidates is None else candidates.roll(-1, 0)
-    outputs = target_outputs(
-        hidden, weight, tokens.roll(-1), temperature, chunk, shard, entropy, following, truncation, function
-    )
-    chosen = outputs.candidates
-    if top_k:
-        likely, chosen = most_likely(hidden, weight, top_k, temperature, chunk, shard, function)
-        candidates = likely.roll(1, 0).masked_fill(first[:, None], 0)
-
-    likely_tokens = None
-    if chosen is not None and candidates is not None:
-        likely_tokens = TopK(candidates, chosen.roll(1, 0).masked_fill(first[:, None], 0.0))
-
-    def predicted(rows: torch.Tensor | None) -> torch.Tensor | None:
-        return None if rows is None else rows.roll(1).masked_fill(first, 0.0)
-
-    return Outputs(
-        logprobs=predicted(outputs.logprobs),
-        entropy=predicted(outputs.entropy),
-        full_logprobs=predicted(outputs.full),
-        top_k=likely_tokens,
-    )
-
-
 class TargetOutputs(NamedTuple):
     """Outputs of the distributions that T rows predict, in float32 and with a graph."""
 
@@ -127,9 +79,10 @@ def target_outputs(
     truncation: Truncation | None = None,
     function: HeadFunction = LINEAR,
 ) -> TargetOutputs:
-    """Return outputs of the targets: hidden [T, H]; targets [T] int64; candidates [T, K] int64.
+    """Return outputs of the targets: hidden [T, H]; targets [T] int64.
 
-    entropy: whether to compute it. Other arguments: see `packed_outputs`.
+    weight [V, H], or this rank's rows of it. chunk None: all rows at once. entropy: whether to compute it. candidates [T, K]
+    int64: tokens whose log-probs, without truncation, are returned too. function: of the head.
     """
     chunk = chunk or len(targets)
     options = (temperature, chunk, shard, entropy, candidates, truncation, function)

@@ -16,8 +16,9 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from pipeline.algorithms.divergence import distillation_loss
 from pipeline.config import LossConfig
-from pipeline.train.logprobs import packed_outputs
+from pipeline.train.heads import packed_outputs
 from pipeline.types import GlobalCounts, Outputs, PackedBatch, TopK
+from tests.train.cases import localized
 
 STEPS, SEQUENCES, PROMPT, LENGTH = 200, 16, 2, 12
 VOCABULARY, TOP_K = 61, 8
@@ -80,8 +81,8 @@ def outputs_of(model: LlamaForCausalLM, rows: torch.Tensor, candidates: torch.Te
     """Return outputs at the most likely tokens, or of the candidates `[T, K]`."""
     hidden = model.model(rows).last_hidden_state.flatten(0, 1)
     positions = torch.arange(LENGTH).repeat(SEQUENCES)
-    which = {"top_k": TOP_K} if candidates is None else {"candidates": candidates}
-    return packed_outputs(hidden, model.lm_head.weight, rows.flatten(), positions, 1.0, None, **which)
+    batch = localized(rows.flatten(), positions, candidates)
+    return packed_outputs(hidden, model.lm_head.weight, batch, 1.0, None, top_k=0 if batch.candidates is not None else TOP_K)
 
 
 def packed(rows: torch.Tensor, teacher: TopK) -> PackedBatch:

@@ -22,7 +22,8 @@ from pipeline.config import (
 )
 from pipeline.data.packing import pack
 from pipeline.train.context_parallel import localize
-from pipeline.train.logprobs import _Head, packed_outputs
+from pipeline.train.heads import packed_outputs
+from pipeline.train.logprobs import LINEAR, _Head
 from pipeline.train.megatron.heads import ValueHead, VocabularyHead
 from pipeline.train.packing import check_batch
 from pipeline.train.truncation import Truncation
@@ -31,6 +32,7 @@ from tests.algorithms.made import made
 from tests.algorithms.packed import random_packed
 from tests.algorithms.sampled import random_sampled
 from tests.device.pretended import MixedDevices, assert_same, moved, pretended
+from tests.train import cases
 from tests.train.test_logprobs import VOCABULARY, inputs
 
 TRUNCATION = Truncation(top_k=7, top_p=0.9)
@@ -91,11 +93,11 @@ CUTS = pytest.mark.parametrize("truncation", [None, TRUNCATION, Truncation(None,
 @pytest.mark.parametrize("top_k", [0, 4])
 def test_the_head(chunk, truncation, top_k):
     given = inputs(torch.float32)
-    rows = (given.hidden.detach(), given.weight.detach(), given.tokens, given.positions)
-    candidates = None if top_k else given.candidates
+    rows = (given.hidden.detach(), given.weight.detach())
+    places = (given.tokens, given.positions, None if top_k else given.candidates)
     with pretended() as device:
         found, expected = (
-            packed_outputs(*moved(rows, on), 0.7, chunk, None, True, moved(candidates, on), top_k, truncation)
+            packed_outputs(*moved(rows, on), cases.localized(*moved(places, on)), 0.7, chunk, None, True, top_k, truncation)
             for on in (device, "cpu")
         )
         assert_same(found, expected)
@@ -123,7 +125,8 @@ def test_the_heads_gradients(chunk, truncation):
             Context(),
             *moved((given.hidden, given.weight, given.tokens, given.candidates), on),
         )
-        outputs = _Head.forward(context, hidden, weight, tokens, 0.7, chunk or len(tokens), None, True, candidates, truncation)
+        options = (0.7, chunk or len(tokens), None, True, candidates)
+        outputs = _Head.forward(context, hidden, weight, tokens, *options, truncation, LINEAR)
         of_tokens, of_entropy, of_candidates = moved((given.of_logprobs, given.of_entropy, given.of_candidates), on)
         full = None if outputs[3] is None else of_tokens
         return _Head.backward(context, of_tokens, of_entropy, of_candidates, full)[:2]

@@ -153,7 +153,7 @@ def check_reference_and_merged(layout: Layout, folder: Path, family: str) -> Non
     base = merged(folder / family, trained)
     rounding = 1e-6 if CASES[family][0].use_dora else 0.0
     cases.check_all_held(cases.check_layout(trained, base, rounding))
-    place = folder / f"untouched-{family}-{layout.data}-{layout.tensor}"
+    place = folder / f"untouched-{family}-{layout.name}"
     trained.shards().write(place, dist.get_rank())
     dist.barrier()
     for _ in range(2):
@@ -201,7 +201,7 @@ def save(layout: Layout, folder: Path) -> None:
         trained = backend(folder / family, layout, role, random_init=case == "random")
         _, packed = model_roles.batches(trained, layout)
         trained.step(packed, cases.value_loss if case == "values" else cases.loss)
-        place = folder / "adapted" / f"{layout.data}-{layout.tensor}" / case
+        place = folder / "adapted" / layout.name / case
         trained.shards().write(place, dist.get_rank())
         weights = ranks.weights(trained)
         if dist.get_rank() == 0:

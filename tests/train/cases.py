@@ -22,7 +22,8 @@ from transformers import (
 from pipeline.boxes import whole
 from pipeline.config import DTensorConfig, GenerationConfig, OptimizerConfig, PolicyConfig
 from pipeline.train.base import Loss, TrainBackend
-from pipeline.types import LossOutput, Outputs, PackedBatch
+from pipeline.train.context_parallel import LocalBatch, localize
+from pipeline.types import LossOutput, Outputs, PackedBatch, TopK
 
 VOCABULARY = 61  # odd, so that two ranks get unequal parts of it
 LENGTHS = (5, 5, 1, 9, 3, 3, 12, 2)
@@ -155,6 +156,25 @@ def pack(chosen: list[int], device: str = "cpu") -> PackedBatch:
         advantages=torch.cat(weights).to(device),
         rewards=torch.zeros(len(lengths), device=device),
     )
+
+
+def localized(tokens: torch.Tensor, positions: torch.Tensor, candidates: torch.Tensor | None = None) -> LocalBatch:
+    """Return packed tokens [T] with positions [T] and a teacher's candidates [T, K], all on one rank."""
+    starts = (positions == 0).nonzero()[:, 0].tolist()
+    ends = [*starts[1:], len(tokens)]
+    zeros = torch.zeros(len(tokens), device=tokens.device)
+    batch = PackedBatch(
+        tokens=tokens,
+        positions=positions,
+        cu_seqlens=torch.tensor([*starts, len(tokens)], dtype=torch.int32, device=tokens.device),
+        lengths=tuple(end - start for start, end in zip(starts, ends, strict=True)),
+        loss_mask=zeros.bool(),
+        generate_logprobs=zeros,
+        advantages=zeros,
+        rewards=zeros[: len(starts)],
+        teacher=None if candidates is None else TopK(candidates, candidates.float()),
+    )
+    return localize(batch, 1, 0, 1)
 
 
 def check_layout(trained: TrainBackend, files: dict[str, torch.Tensor], within: float = 0.0) -> dict[str, torch.Tensor]:

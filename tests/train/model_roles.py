@@ -127,7 +127,8 @@ def teacher(batch: PackedBatch) -> TopK:
 
 
 def loss_of_all(outputs: Outputs, batch: PackedBatch) -> LossOutput:
-    assert torch.equal(outputs.top_k.tokens, batch.teacher.tokens)
+    begins = (batch.positions == 0)[:, None]
+    assert torch.equal(outputs.top_k.tokens, batch.teacher.tokens.masked_fill(begins, 0))
     of_tokens = (outputs.top_k.logprobs * torch.arange(1, CANDIDATES + 1)).sum(1)
     share = ((outputs.entropy + of_tokens) * batch.advantages).sum() / sum(cases.LENGTHS)
     return LossOutput(share, {})
@@ -180,7 +181,7 @@ def save_values(layout: Layout, folder: Path) -> None:
     trained = ranks.backend(cases.policy(folder / "qwen3_moe" if layout.tensor == 1 else folder / "qwen3"), layout, VALUES)
     _, packed = batches(trained, layout)
     trained.step(packed, cases.value_loss)
-    place = folder / "values" / f"{layout.data}-{layout.tensor}"
+    place = folder / "values" / layout.name
     trained.shards().write(place, dist.get_rank())
     values = trained.forward([cases.pack(list(range(len(cases.LENGTHS))))])[0].values
     if dist.get_rank() == 0:

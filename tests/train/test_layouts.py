@@ -14,6 +14,15 @@ LAYOUTS = [
     # Biases, and norms of heads and tied embeddings.
     pytest.param(Layout(1, 2), ("qwen2", "qwen3_tied"), id="tp2"),
     pytest.param(Layout(1, 2), ("llama", "qwen3"), id="tp2, others", marks=pytest.mark.full),
+    pytest.param(Layout(1, 1, context=2), ("qwen3_tied",), id="cp2"),
+    *(
+        pytest.param(layout, ("llama", "qwen3", "qwen3_tied"), id=layout.name, marks=pytest.mark.full)
+        for layout in (Layout(2, 1, context=2, replicas=2), Layout(1, 2, context=2), Layout(2, 2, replicas=2))
+    ),
+    *(
+        pytest.param(layout, ("llama", "qwen3", "qwen3_tied"), id=layout.name, marks=pytest.mark.long)
+        for layout in (Layout(1, 1, context=4), Layout(4, 1, replicas=2))
+    ),
     pytest.param(Layout(2, 2), ("llama", "qwen2", "qwen3", "qwen3_tied"), id="dp2tp2", marks=pytest.mark.long),
 ]
 

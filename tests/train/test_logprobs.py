@@ -8,9 +8,10 @@ import torch
 import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from pipeline.train.logprobs import LINEAR, HeadFunction, VocabularyShard, most_likely, packed_outputs, target_outputs
+from pipeline.train.heads import packed_outputs
+from pipeline.train.logprobs import LINEAR, HeadFunction, VocabularyShard, most_likely, target_outputs
 from pipeline.types import Outputs, TopK
-from tests.train import ranks
+from tests.train import cases, ranks
 
 LENGTHS = (7, 1, 12, 3)
 TOKENS, HIDDEN, VOCABULARY, CANDIDATES = sum(LENGTHS), 8, 37, 5
@@ -59,9 +60,8 @@ def inputs(dtype=torch.float64) -> Inputs:
 
 def ours(given: Inputs, temperature, chunk: int | None, shard=None, weight=None, everything=True, function=LINEAR) -> Outputs:
     weight = given.weight if weight is None else weight
-    more = {"entropy": True, "candidates": given.candidates} if everything else {}
-    options = {"shard": shard, "function": function, **more}
-    return packed_outputs(given.hidden, weight, given.tokens, given.positions, temperature, chunk, **options)
+    batch = cases.localized(given.tokens, given.positions, given.candidates if everything else None)
+    return packed_outputs(given.hidden, weight, batch, temperature, chunk, shard, entropy=everything, function=function)
 
 
 def applied(function: HeadFunction, products: torch.Tensor) -> torch.Tensor:
@@ -93,7 +93,8 @@ def check(found: Outputs, given: Inputs, gradients: tuple[torch.Tensor, ...], te
         assert value.dtype == torch.float32 and value.shape == theirs.shape
         assert (value - theirs).abs().max() < 2e-5
         assert value[given.positions == 0].eq(0).all()
-    assert torch.equal(found.top_k.tokens, given.candidates)
+    begins = (given.positions == 0)[:, None]
+    assert torch.equal(found.top_k.tokens, given.candidates.masked_fill(begins, 0))
     for gradient, theirs in zip(gradients, exact.gradients(expected), strict=True):
         assert (gradient - theirs).abs().max() < 2e-6 * theirs.abs().max()
 
@@ -208,7 +209,7 @@ def test_most_likely(make, chunk, k):
 
 def test_most_likely_of_packed_tokens():
     given = tied_inputs()
-    found = packed_outputs(given.hidden, given.weight, given.tokens, given.positions, 0.5, 5, top_k=4)
+    found = packed_outputs(given.hidden, given.weight, cases.localized(given.tokens, given.positions), 0.5, 5, top_k=4)
     tokens, logprobs = (t.roll(1, 0) for t in most_likely(given.hidden, given.weight, 4, 0.5, 5))
     begins = given.positions == 0
     assert found.top_k.tokens[begins].eq(0).all() and found.top_k.logprobs[begins].eq(0).all()

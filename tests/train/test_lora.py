@@ -51,7 +51,7 @@ def test_two_ranks(models, layout, families):
 @pytest.fixture(scope="module")
 def saved(models):
     ranks.run(adapters.save, Layout(2, 1), models)
-    return models / "adapted" / "2-1"
+    return models / "adapted" / "dp2"
 
 
 @pytest.mark.parametrize("case", adapters.SAVED)

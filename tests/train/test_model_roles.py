@@ -36,7 +36,7 @@ def test_several_ranks(layout, models, tmp_path):
     """Their checkpoint of a value model is exported, and transformers computes their scores with it."""
     model_roles.check_random_values(ONE, models)
     ranks.run(model_roles.all_roles, layout, models)
-    saved = models / "values" / f"{layout.data}-{layout.tensor}"
+    saved = models / "values" / layout.name
     model = models / ("qwen3_moe" if layout.tensor == 1 else "qwen3")
     export_checkpoint(saved, cases.policy(model, tokenizer=TOKENIZER), tmp_path / "hf", "values")
     check_export(tmp_path / "hf", load_file(saved / "values.safetensors")["values"])

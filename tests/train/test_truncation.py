@@ -15,7 +15,8 @@ import torch.distributed as dist
 from pipeline.config import GenerationConfig
 from pipeline.generate.sampling import keep_top
 from pipeline.train.base import ModelRole, TrainBackend
-from pipeline.train.logprobs import LINEAR, HeadFunction, VocabularyShard, packed_outputs
+from pipeline.train.heads import packed_outputs
+from pipeline.train.logprobs import LINEAR, HeadFunction, VocabularyShard
 from pipeline.train.truncation import Truncation
 from pipeline.types import LossOutput, Outputs, PackedBatch
 from tests.train import cases, ranks
@@ -58,10 +59,11 @@ def plain(given: Inputs, truncation: Truncation, function: HeadFunction = LINEAR
     )
 
 
-def ours(given: Inputs, truncation: Truncation, chunk: int | None, shard=None, weight=None, more=None) -> Outputs:
+def ours(given: Inputs, truncation: Truncation, chunk: int | None, shard=None, weight=None, candidates=None, **more) -> Outputs:
     weight = given.weight if weight is None else weight
-    places = (given.hidden, weight, given.tokens, given.positions, TEMPERATURE, chunk, shard)
-    return packed_outputs(*places, **{"entropy": True, "truncation": truncation} | (more or {}))
+    batch = cases.localized(given.tokens, given.positions, candidates)
+    options = {"entropy": True, "truncation": truncation} | more
+    return packed_outputs(given.hidden, weight, batch, TEMPERATURE, chunk, shard, **options)
 
 
 def total(given: Inputs, outputs: Outputs) -> torch.Tensor:
@@ -118,7 +120,7 @@ def test_values_and_gradients(truncation, chunk):
 def test_values_and_gradients_with_a_soft_cap(chunk):
     truncation, function = Truncation(8, 0.7), HeadFunction(0.5, 9.0)
     given = inputs(torch.float32)
-    found = ours(given, truncation, chunk, more={"function": function})
+    found = ours(given, truncation, chunk, function=function)
     gradients = torch.autograd.grad(total(given, found), (given.hidden, given.weight))
     check(found, given, gradients, truncation, function)
 
@@ -126,7 +128,7 @@ def test_values_and_gradients_with_a_soft_cap(chunk):
 @pytest.mark.parametrize("truncation", TRUNCATIONS, ids=str)
 def test_a_cut_token_has_no_gradient_in_any_loss(truncation):
     given = drawable(truncation)
-    found = ours(given, truncation, 5, more={"entropy": False})
+    found = ours(given, truncation, 5, entropy=False)
     outside = found.logprobs.isneginf()
     for weights in (torch.where(outside, torch.nan, 0.0), torch.where(outside, 1.0, 0.0)):
         for gradient in torch.autograd.grad(found.logprobs, (given.hidden, given.weight), weights, retain_graph=True):
@@ -136,8 +138,8 @@ def test_a_cut_token_has_no_gradient_in_any_loss(truncation):
 @pytest.mark.parametrize("chunk", [5, None])
 def test_candidates_are_of_the_whole_distribution(chunk):
     given, truncation = drawable(TRUNCATIONS[0]), TRUNCATIONS[0]
-    cut = ours(given, truncation, chunk, more={"candidates": given.candidates})
-    full = ours(given, None, chunk, more={"candidates": given.candidates})
+    cut = ours(given, truncation, chunk, candidates=given.candidates)
+    full = ours(given, None, chunk, candidates=given.candidates)
     assert torch.equal(cut.top_k.logprobs, full.top_k.logprobs)
     assert torch.equal(cut.full_logprobs, full.logprobs) and full.full_logprobs is None
     of_cut, of_full = (

@@ -1,8 +1,4 @@
-"""Heads of the last pipeline stage: from hidden states to outputs of every token, in the batch's order.
-
-Under context parallelism each rank has a part of the rows. `GatherContextParallel` gathers the outputs, so all ranks of the
-last stage that share a batch compute the same loss.
-"""
+"""Heads of the last pipeline stage: from hidden states to outputs of every token, in the batch's order."""
 
 from __future__ import annotations
 
@@ -15,9 +11,10 @@ from transformers import PreTrainedConfig
 
 from pipeline.config import PolicyConfig
 from pipeline.train.base import ModelRole
-from pipeline.train.context_parallel import GatherContextParallel, LocalBatch
-from pipeline.train.logprobs import VocabularyShard, most_likely, target_outputs
-from pipeline.train.megatron.groups import context_group, tensor_group
+from pipeline.train.context_parallel import LocalBatch
+from pipeline.train.heads import packed_outputs, packed_values
+from pipeline.train.logprobs import VocabularyShard
+from pipeline.train.megatron.groups import tensor_group
 from pipeline.train.megatron.model import PipelineStage
 from pipeline.train.truncation import Truncation
 from pipeline.types import Outputs, PackedBatch, TopK
@@ -49,18 +46,8 @@ class VocabularyHead:
         top_k: number of most likely tokens in `Outputs.top_k`, without a graph; 0 for the batch's candidates, if it has any.
         """
         weight, shard = self._weight(stage)
-        options = (self.temperature, self.chunk, shard)
-        rows, tokens = hidden[:, 0], None if top_k else batch.candidates
-        found = target_outputs(rows, weight, batch.targets, *options, self.entropy, tokens, self.truncation)
-        chosen = found.candidates
-        if top_k:
-            tokens, chosen = most_likely(rows, weight, top_k, *options)
-        return Outputs(
-            logprobs=_predicted(found.logprobs, batch),
-            entropy=None if found.entropy is None else _predicted(found.entropy, batch),
-            full_logprobs=None if found.full is None else _predicted(found.full, batch),
-            top_k=None if tokens is None or chosen is None else TopK(_predicted(tokens, batch), _predicted(chosen, batch)),
-        )
+        options = (self.temperature, self.chunk, shard, self.entropy, top_k, self.truncation)
+        return packed_outputs(hidden[:, 0], weight, batch, *options)
 
     def empty(self, batch: PackedBatch, top_k: int) -> Outputs:
         """Return zero outputs, to receive the last stage's on another stage."""
@@ -86,21 +73,17 @@ class VocabularyHead:
 
 @dataclass(frozen=True)
 class ValueHead:
-    """One value for each state, in float32 for any precision of the model: values are close together, and targets unrounded."""
+    """One value for each state."""
 
     def untruncated(self) -> ValueHead:
         """Return the head itself: values do not depend on sampling."""
         return self
 
     def outputs(self, stage: PipelineStage, hidden: torch.Tensor, batch: LocalBatch, top_k: int) -> Outputs:
-        """Return the value after each token of the whole batch. Arguments: see `VocabularyHead.outputs`.
-
-        Every tensor-parallel rank has the whole head and whole hidden states, so each computes the whole gradient.
-        """
+        """Return the value after each token of the whole batch. Arguments: see `VocabularyHead.outputs`."""
         if top_k:
             raise ValueError("top_k: a model with a value head has no most likely tokens")
-        values = hidden[:, 0].float() @ stage.value_head.weight[0].float()
-        return Outputs(values=_gather_context(values)[batch.token_rows])
+        return packed_values(hidden[:, 0], stage.value_head.weight, batch)
 
     def empty(self, batch: PackedBatch, top_k: int) -> Outputs:
         """Return zero outputs, to receive the last stage's on another stage."""
@@ -114,14 +97,3 @@ def broadcast_outputs(outputs: list[Outputs], stages: dist.ProcessGroup) -> None
         dist.broadcast(flat, group_src=stages.size() - 1, group=stages)
         for tensor, part in zip(tensors, flat.split([len(tensor) for tensor in tensors]), strict=True):
             tensor.copy_(part)
-
-
-def _predicted(rows: torch.Tensor, batch: LocalBatch) -> torch.Tensor:
-    """Map predictions [t, ...] of this rank's rows to the predicted tokens [T, ...]; 0 where a sequence begins."""
-    begins = batch.begins.view(-1, *[1] * (rows.dim() - 1))
-    return _gather_context(rows)[batch.predicting_rows].masked_fill(begins, 0)
-
-
-def _gather_context(rows: torch.Tensor) -> torch.Tensor:
-    group = context_group()
-    return GatherContextParallel.apply(rows, group) if group.size() > 1 else rows

@@ -15,7 +15,6 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from transformers import AutoConfig
@@ -86,11 +85,13 @@ def boxes(regions: list[Region]) -> Held:
 # ---- FSDP2 and tensor parallelism
 
 
-def fsdp_boxes(policy: PolicyConfig, layout: Cut) -> Held:
+def fsdp_boxes(policy: PolicyConfig) -> Held:
+    from pipeline.train.fsdp_mesh import Layout, Meshes
     from pipeline.train.fsdp_model import build
 
-    mesh = init_device_mesh("cpu", (layout.data, layout.tensor), mesh_dim_names=("data", "tensor"))
-    model = build(policy, torch.device("cpu"), mesh, seed=0, role=ModelRole())
+    layout = Layout.of(policy.dtensor_cfg, dist.get_world_size(), dist.get_rank())
+    meshes = Meshes.of(layout, "cpu") if layout.ranks > 1 else None
+    model = build(policy, torch.device("cpu"), meshes, seed=0, role=ModelRole())
     found = set()
     for name, parameter in model.hf.named_parameters():
         for piece in restrict(model.layout[name], local_box(parameter)):
@@ -104,6 +105,8 @@ WITH_OTHERS = [*((family, Cut(3, 1)) for family in OTHERS), ("mistral", Cut(2, 2
 CUTS = [
     *((family, Cut(data, 1)) for family in (*DENSE, *SPARSE) for data in (1, 2, 3, 5)),
     *((family, Cut(data, 2)) for family in DENSE for data in (1, 2, 3)),
+    ("qwen3_moe", Cut(1, 1, context=2)),
+    *(("llama", cut) for cut in (Cut(1, 2, context=2), Cut(4, 2, replicas=2), Cut(2, 1, context=2, replicas=2))),
     *WITH_OTHERS,
 ]
 
@@ -116,14 +119,14 @@ def test_fsdp(family, layout, folder, monkeypatch):
         random_init=True,
         precision="float32",
         max_total_sequence_length=64,
-        dtensor_cfg=DTensorConfig(enabled=True, tensor_parallel_size=layout.tensor),
+        dtensor_cfg=layout.dtensor(enabled=True),
         generation=GenerationConfig(backend="transformers", temperature=1.0),
     )
     ours = rank_layouts(read(folder / family), policy, layout.ranks, 1)
     assert sorted(ours.train) == list(range(layout.ranks))
     for rank in range(layout.ranks):
         with rank_of(rank, layout.ranks):
-            assert held(ours.train[rank], ours.shapes) == fsdp_boxes(policy, layout), rank
+            assert held(ours.train[rank], ours.shapes) == fsdp_boxes(policy), rank
 
 
 # ---- Megatron-Core
