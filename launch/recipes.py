@@ -7,6 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from launch import nemo_rl
+from launch.nemo_rl import environments
 from pipeline import config
 from pipeline.config import (
     Loaded,
@@ -67,6 +68,8 @@ def _type_errors(tree: ConfigMapping) -> dict[str, Problem]:
         value = getattr(tree.find(key), "value", None)
         if isinstance(value, list) and value and all(isinstance(item, dict) for item in value):
             found.pop(key)
+    for name in environments.SWITCHES:
+        found.pop(f"env.{name}", None)
     key, default = "data.default", tree.find("data.default")
     if isinstance(default, ConfigMapping):
         inside = schema_validation.coerce_types(DatasetConfig, default)

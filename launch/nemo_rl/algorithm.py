@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from launch.nemo_rl import single_controller
 from launch.nemo_rl.rules import Ignored, Only, Rule, Same, Switch, apply, given, under
 from launch.nemo_rl.run import SEVERAL_TEACHERS
 from launch.nemo_rl.translator import Translator, shown
@@ -146,6 +147,7 @@ def translate(t: Translator, algorithm: str, validates: bool) -> None:
         _rewarded(t, algorithm)
         _differences(t, algorithm)
     if algorithm == "grpo":
+        single_controller.translate(t)
         t.put_defaults({f"grpo.adv_estimator.{name}": value for name, value in ESTIMATOR.items()}, "grpo.adv_estimator")
         _async(t)
     apply(t, (*under(algorithm, SECTIONS[algorithm]), *LOSSES.get(algorithm, ())))

@@ -25,6 +25,7 @@ REWARD_MODEL: tuple[Rule, ...] = (
     Ignored("batch_size logprob_batch_size max_model_len max_grad_norm offload_optimizer_for_logprob processor"),
     Ignored("enabled optimizer.* scheduler.* make_sequence_length_divisible_by tokenizer.use_fastokens"),
 )
+SWITCHES = ("should_use_nemo_gym", "should_log_nemo_gym_responses", "should_mask_flagged_samples")  # not environments
 KINDS = {"math": MATH, "math_default": MATH, "reward_model": REWARD_MODEL}
 LACKING = {"math_multi_reward": "several rewards of one answer", "nemo_gym": "NeMo Gym", "vlm": "images, sound or video"}
 
@@ -36,7 +37,7 @@ def translate(t: Translator, names: list[str]) -> None:
     """Translate the environments. names: the environments that a data set uses."""
     if t.on("env.should_use_nemo_gym"):
         t.lacks("env.should_use_nemo_gym", True, "NeMo Gym")
-    for key in ("should_use_nemo_gym", "should_log_nemo_gym_responses", "should_mask_flagged_samples"):
+    for key in SWITCHES:
         t.consume(f"env.{key}")
     if isinstance(t.get(f"env.{PUZZLE}"), dict):
         _puzzle(t)

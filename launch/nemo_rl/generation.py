@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from launch.nemo_rl import engines
 from launch.nemo_rl.cluster import environment_variables
 from launch.nemo_rl.rules import Done, Ignored, Only, Same, apply, given, under
 from launch.nemo_rl.translator import Translator
@@ -20,13 +21,12 @@ OF_FP8 = ("is_mx", "num_first_layers_in_bf16", "num_last_layers_in_bf16", "quant
 
 GENERATION = (
     Done("temperature top_p top_k val_temperature val_top_p val_top_k refit_transport vllm_kwargs.*"),
-    Only("backend", ("vllm",), "this generation backend", "vllm"),
+    Only("backend", ("vllm",), "this generation backend", f"one of: vllm, {', '.join(engines.RULES)}"),
     Same("max_new_tokens stop_token_ids"),
     Same("stop_strings"),
     Only("bad_words", (None, []), "words that are never sampled", "null"),
     Only("quant_cfg", (None,), "quantization-aware training", "null, which generates in policy.precision"),
-    Ignored("real_quant* port_range_* refit_cfg.* use_async_rollouts mcore_generation_config.* dynamo_cfg.*"),
-    Ignored("sglang_cfg.* sglang_kwargs.* trtllm_cfg.* trtllm_kwargs.*"),
+    Ignored("real_quant* port_range_* refit_cfg.* use_async_rollouts"),
 )
 VLLM_RULES = under(
     "vllm_cfg",
@@ -55,13 +55,18 @@ def translate(t: Translator, samples: bool) -> None:
         return
     _sampling(t)
     _transport(t)
-    vllm = t.get(f"{KEY}.backend") == "vllm"
+    backend = t.get(f"{KEY}.backend")
+    vllm = backend in ("vllm", "dynamo")
     if vllm:
         _vllm(t)
-    apply(t, under(KEY, (*VLLM_RULES, *GENERATION) if vllm else GENERATION))
-    if not vllm:  # another backend is a problem
+    else:  # vLLM's keys have no effect then
         t.consume(VLLM)
         t.consume(f"{KEY}.vllm_kwargs")
+    for section in engines.sections_of_others(backend):
+        t.consume(f"{KEY}.{section}")
+    if backend in engines.RULES:
+        engines.translate(t, backend)
+    apply(t, under(KEY, (*VLLM_RULES, *GENERATION) if vllm else GENERATION))
 
 
 def _sampling(t: Translator) -> None:
@@ -114,17 +119,19 @@ def _vllm(t: Translator) -> None:
     if size in (1, tensor):
         t.put(f"{VLLM}.expert_parallel_size", size)
     else:  # NeMo-RL spreads experts over tensor x data-parallel ranks; our engines have no data-parallel ranks
-        t.lacks(
-            f"{VLLM}.expert_parallel_size", size, "experts spread over several engines", f"1, or tensor_parallel_size {tensor}"
-        )
+        t.put(f"{VLLM}.expert_parallel_size", tensor)
+        message = f"each engine holds all experts, over its {tensor} ranks: equal results, with more memory"
+        t.change(f"{VLLM}.expert_parallel_size={size}", message)
     most = f"{kwargs}.max_num_seqs" if t.has(f"{kwargs}.max_num_seqs") else f"{KEY}.backend"
     t.put(f"{KEY}.max_num_seqs", t.consume(f"{kwargs}.max_num_seqs", MOST_SEQUENCES), most)
     method = t.get(f"{kwargs}.speculative_config.method")
     if method not in (None, "ngram"):
-        feature = "speculative decoding with a draft model"
-        t.lacks(f"{kwargs}.speculative_config.method", method, feature, "ngram, which drafts from the text so far")
+        message = "engines sample without a draft model, from the same distribution, in more time"
+        t.change(f"{kwargs}.speculative_config.method={method}", message)
+        t.consume(f"{kwargs}.speculative_config")
     for name in t.get(kwargs) or {}:
-        if name not in ("max_num_seqs", "tokenizer"):  # our engines read and return token ids
+        of_drafts = name == "speculative_config" and method not in (None, "ngram")
+        if name not in ("max_num_seqs", "tokenizer") and not of_drafts:  # our engines read and return token ids
             t.copy(f"{kwargs}.{name}")
     t.consume(kwargs)
 

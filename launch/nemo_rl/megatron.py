@@ -8,6 +8,7 @@ from launch.model_files import public_model_config, read_json
 from launch.nemo_rl.algorithm import epochs, max_num_steps
 from launch.nemo_rl.cluster import environment_variables
 from launch.nemo_rl.rules import Changed, Done, Ignored, Only, Same, Switch, apply, given, under
+from launch.nemo_rl.run import TEXT
 from launch.nemo_rl.translator import ABSENT, Translator
 from pipeline.algorithms import OFFLINE
 from pipeline.algorithms.sections import OfflineConfig, OnlineConfig, bound
@@ -51,7 +52,8 @@ MEGATRON = under(
             "offloading of activations or optimizer state",
             "activation_checkpointing=true",
         ),
-        Only("freeze_config.* freeze_vision_* freeze_sound_*", (False, None), "freezing a part of the model", "false"),
+        Ignored("freeze_config.freeze_vision_* freeze_config.freeze_sound_* freeze_vision_* freeze_sound_*", TEXT),
+        Only("freeze_config.*", (False, None), "freezing the language model", "false"),
         Changed("transformer_impl", ("transformer_engine", None), "training uses Megatron-Core's default modules"),
         Changed("moe_per_layer_logging track_moe_metrics", (False, None), "the load of experts is not logged"),
         Ignored("mtp_* cuda_graph_* offload_modules moe_flex_* *hybridep_*"),  # of those above

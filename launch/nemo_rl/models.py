@@ -18,7 +18,7 @@ LAYOUT = {
         *("expert_model_parallel_size", "expert_tensor_parallel_size"),
         *("num_layers_in_first_pipeline_stage", "num_layers_in_last_pipeline_stage"),
     ),
-    "dtensor": ("tensor_parallel_size", "context_parallel_size"),
+    "dtensor": ("tensor_parallel_size", "context_parallel_size", "expert_parallel_size"),
 }
 OWN = (
     Switch("dtensor_cfg.lora_cfg.*", policy.LORA_OPTION, "false: only the policy has adapters"),

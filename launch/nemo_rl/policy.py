@@ -12,8 +12,8 @@ from launch.nemo_rl import megatron
 from launch.nemo_rl.cluster import environment_variables
 from launch.nemo_rl.datasets import find, report_missing
 from launch.nemo_rl.rules import Changed, Done, Ignored, Only, Same, Switch, apply, given, under
-from launch.nemo_rl.run import PRETRAINED
-from launch.nemo_rl.translator import Translator
+from launch.nemo_rl.run import PRETRAINED, TEXT
+from launch.nemo_rl.translator import Translator, shown
 from pipeline.config import Backend
 
 PASSTHROUGH = "{% for message in messages %}{{ message['content'] }}{% endfor %}"  # NeMo-RL's template null: the bare texts
@@ -21,7 +21,12 @@ BATCHING = ("dynamic_batching", "sequence_packing")
 OF_BATCHING = ("enabled", "train_mb_tokens", "logprob_mb_tokens", "algorithm", "microbatch_order")
 OF_BATCHING += ("sequence_length_round", "fuse_loss")
 LORA_OPTION = "this option of LoRA"
-MEGATRON_HAS_IT = "Megatron-Core, which has it: policy.megatron_cfg"
+FUSED_ADAM = (  # Transformer Engine's, by each of its names
+    "transformer_engine.pytorch.optimizers.fused_adam.FusedAdam",
+    "transformer_engine.pytorch.optimizers.FusedAdam",
+)
+OF_FUSED_ADAM = ("master_weights", "store_param_remainders", "master_weight_dtype", "exp_avg_dtype", "exp_avg_sq_dtype")
+OF_FUSED_ADAM += ("use_decoupled_grad", "capturable", "set_grad_none")
 
 MODEL = (
     Same("hf_config_overrides tokenizer.chat_template_kwargs logprob_chunk_size", given),
@@ -47,12 +52,12 @@ DTENSOR = under(
     (
         Same("tensor_parallel_size activation_checkpointing cpu_offload"),
         Same("automodel_kwargs.use_liger_kernel", given, ours="policy.dtensor_cfg.use_liger_kernel"),
-        Only("context_parallel_size", (1, None), "context parallelism of FSDP2", MEGATRON_HAS_IT),
-        Only("expert_parallel_size", (1, None), "expert parallelism of FSDP2", MEGATRON_HAS_IT),
+        Same("context_parallel_size expert_parallel_size", lambda size: 1 if size is None else size),
         Changed("dp_replicate_size", (1, None), "all ranks shard weights and state, not a replica's: less memory"),
         Only("custom_parallel_plan", (None,), "a custom tensor-parallel plan", "null, which uses the model's"),
         Changed("sequence_parallel", (False, None), "each tensor-parallel rank holds whole activations between layers"),
-        Only("automodel_kwargs.freeze_config.*", (False, None), "freezing a part of the model"),
+        Ignored("automodel_kwargs.freeze_config.freeze_vision_tower automodel_kwargs.freeze_config.freeze_audio_tower", TEXT),
+        Only("automodel_kwargs.freeze_config.freeze_language_model", (False, None), "freezing the language model", "false"),
         Only("automodel_kwargs.backend.fake_balanced_gate", (False, None), "a loss that balances the experts' load", "false"),
         Changed("automodel_kwargs.backend.gate_precision", (None,), "transformers' router has its own precision"),
         Ignored(
@@ -69,8 +74,8 @@ LORA = under(
         Same("enabled target_modules exclude_modules match_all_linear dim alpha"),
         # NeMo-RL has two: xavier, and peft's uniform one for any other value.
         Same("lora_A_init", lambda start: start if start == "xavier" else "kaiming"),
-        Only("dropout", (0, 0.0, None), LORA_OPTION, "0"),
-        Ignored("dropout_position use_triton"),
+        Same("dropout dropout_position", given),
+        Ignored("use_triton"),
     ),
 )
 
@@ -172,6 +177,8 @@ def _dtensor(t: Translator) -> None:
         t.problem("policy.optimizer", "missing-value", message)
     elif str(name).startswith("torch.optim."):
         t.copy("policy.optimizer")
+    elif name in FUSED_ADAM:
+        _fused_adam(t)
     else:
         t.lacks("policy.optimizer.name", name, "this optimizer", "torch.optim.AdamW")
     t.consume("policy.optimizer")
@@ -181,9 +188,22 @@ def _dtensor(t: Translator) -> None:
     lora = "policy.dtensor_cfg.lora_cfg"
     t.consume_off(lora)
     if t.on(f"{lora}.enabled"):
-        for names in ("target_modules", "exclude_modules"):
-            if wild := [name for name in t.get(f"{lora}.{names}") or () if "*" in name]:
-                t.lacks(f"{lora}.{names}", wild, LORA_OPTION, "names of layers, or endings of names, without *")
-                t.consume(f"{lora}.{names}")
         t.put_defaults({f"{lora}.lora_A_init": "xavier"}, lora)
     apply(t, under("policy", (*LORA, *DTENSOR)))
+    if t.on(f"{lora}.enabled") and t.get(f"{lora}.exclude_modules") and not t.get(f"{lora}.target_modules"):
+        t.put(f"{lora}.match_all_linear", True, f"{lora}.exclude_modules")  # theirs adapts all other linear layers then
+
+
+def _fused_adam(t: Translator) -> None:
+    """Translate Transformer Engine's Adam into torch's, with its defaults."""
+    key = "policy.optimizer.kwargs"
+    kwargs = dict(t.get(key) or {})
+    own = {name: kwargs.pop(name, None) for name in OF_FUSED_ADAM}
+    name = "AdamW" if kwargs.pop("adam_w_mode", True) else "Adam"
+    if kwargs.pop("bias_correction", True) is False:
+        t.lacks(f"{key}.bias_correction", False, "this optimizer", "true")
+    t.put("policy.optimizer.name", f"torch.optim.{name}", "policy.optimizer.name")
+    t.put(key, {"weight_decay": 0.0, **kwargs})
+    if given := [f"{name}={shown(value)}" for name, value in own.items() if value is not None]:
+        text = "weights and state of the optimizer are float32: closer to the formula, with more memory"
+        t.change(f"{key}: {', '.join(given)}", text)

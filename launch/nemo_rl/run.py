@@ -6,6 +6,7 @@ from launch.nemo_rl.rules import Changed, Ignored, Only, Same, apply, under
 from launch.nemo_rl.translator import Translator
 
 PRETRAINED = "a start from a checkpoint that is not in Hugging Face format"
+TEXT = "a model is its text part here, which is trained alone"
 SEVERAL_TEACHERS = "several teachers"
 METRICS = {  # NeMo-RL's metric -> ours, if the names differ
     "val:val_loss": "val:loss",
@@ -46,7 +47,4 @@ def translate(t: Translator) -> None:
     if t.on("data_plane.enabled"):
         t.ignore("data_plane.*", "torch.distributed transfers samples of any size")
     t.consume("data_plane")
-    if t.get("async_rl") is not None:
-        t.lacks("async_rl", "a section", "asynchronous training", "only the section grpo")
-        t.consume("async_rl")
     apply(t, OTHERS)

@@ -30,11 +30,16 @@ class LoRAConfig:
 
     enabled: Annotated[Bool, Field(description="Train adapters in place of all weights.")] = False
     target_modules: Annotated[
-        list[Text], Field(description="Names, or ends of names, of the linear layers to adapt. Empty with match_all_linear.")
+        list[Text],
+        Field(
+            description="Names, or ends of names, of the linear layers to adapt; * matches any text. Empty with"
+            " match_all_linear."
+        ),
     ] = field(default_factory=list)
-    exclude_modules: Annotated[list[Text], Field(description="Names, or ends of names, of layers that get no adapter.")] = (
-        field(default_factory=list)
-    )
+    exclude_modules: Annotated[
+        list[Text],
+        Field(description="Names, or ends of names, of layers that get no adapter; * matches any text."),
+    ] = field(default_factory=list)
     match_all_linear: Annotated[Bool, Field(description="Adapt all linear layers except the head.")] = True
     dim: Annotated[Positive, Field(description="Rank of the adapters.")] = 8
     alpha: Annotated[Positive, Field(description="Scale: adapters are multiplied by alpha / dim.")] = 32

@@ -9,6 +9,7 @@ Not supported: adapters of embeddings, heads and experts that are bare parameter
 from __future__ import annotations
 
 import contextlib
+import fnmatch
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -165,7 +166,7 @@ def _targets(hf: PreTrainedModel, config: LoRAConfig) -> list[str]:
 
 
 def _matches(name: str, wanted: str) -> bool:
-    return name == wanted or name.endswith(f".{wanted}")
+    return name == wanted or name.endswith(f".{wanted}") or fnmatch.fnmatchcase(name, wanted)
 
 
 class MergedWeights:

@@ -2,7 +2,8 @@
 
 The text recipes: examples/configs/*.yaml and examples/configs/recipes/llm, without those for pictures and sound. One resolves
 if its chain of defaults and its `${...}` do, translates if nothing that it asks for is missing and its keys agree, and plans if
-`submit.py plan=true` would print a plan. Exits with 1 if one plans although it has a feature that we do not (`census.py`).
+`submit.py plan=true` would print a plan. Exits with 1 if one plans although it has a feature that we do not, or that its
+translation neither keeps nor notes (`census.py`).
 
 Models that their recipes leave to the user ("Follow instructions in ...") are given: see PLACEHOLDERS.
 """
@@ -10,6 +11,7 @@ Models that their recipes leave to the user ("Follow instructions in ...") are g
 from __future__ import annotations
 
 import collections
+import dataclasses
 import os
 import re
 import sys
@@ -25,7 +27,7 @@ from launch.plan.estimate import plan
 from launch.preflight import architecture
 from pipeline.config import Problem, RecipeError, config_tree, interpolation
 from pipeline.problems import refuse
-from tests.nemo_rl.census import features
+from tests.nemo_rl.census import dropped, features
 
 PLACEHOLDERS = {"docs/guides/deepseek.md": "unsloth/DeepSeek-V3-bf16"}  # part of the instruction -> the model it ends in
 NOT_TEXT = ("vlm", "audio", "avlm")
@@ -39,6 +41,7 @@ class Outcome:
     unplanned: tuple[Problem, ...]  # of planning
     resolves: bool
     fits: bool = False  # into the memory of the GPUs, as planned
+    dropped: frozenset[str] = frozenset()  # features that the translation neither keeps nor notes
 
     @property
     def translates(self) -> bool:
@@ -57,9 +60,9 @@ def main(root: Path) -> int:
         os.environ.setdefault("HF_HOME", home)  # some recipes have a path below it
         outcomes = [outcome(path) for path in recipes(root)]
     print(report(outcomes))
-    wrong = [o for o in outcomes if o.plans and o.features]
+    wrong = [o for o in outcomes if o.plans and o.features | o.dropped]
     for o in wrong:
-        print(f"plans, but has {', '.join(sorted(o.features))}: {o.name}")
+        print(f"plans, but has or drops {', '.join(sorted(o.features | o.dropped))}: {o.name}")
     return 1 if wrong else 0
 
 
@@ -86,7 +89,8 @@ def outcome(path: Path) -> Outcome:
             fits = plan(chosen, choice).fits
         except RecipeError as error:
             unplanned = error.problems
-    return Outcome(path.name, frozenset(features(tree)), tuple(loaded.problems), unplanned, True, fits)
+    lost = dropped(tree, dataclasses.asdict(loaded.recipe), loaded.notes)
+    return Outcome(path.name, frozenset(features(tree)), tuple(loaded.problems), unplanned, True, fits, frozenset(lost))
 
 
 def resolved(path: Path) -> dict[str, Any]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 Tree = Mapping[str, Any]
@@ -25,11 +25,16 @@ def dtensor(tree: Tree, key: str, default: Any = None) -> Any:
     return get(tree, f"policy.dtensor_cfg.{key}", default) if get(tree, "policy.dtensor_cfg.enabled") else default
 
 
+def _same(name: str) -> tuple[str, Callable[[Tree], Any]]:
+    return f"policy.dtensor_cfg.{name}", lambda tree: dtensor(tree, name)
+
+
+ENGINES = ("vllm", "sglang", "trtllm", "megatron", "dynamo")
+
 QUESTIONS: dict[str, Callable[[Tree], Any]] = {
-    "async": lambda t: get(t, "ppo.async_ppo.enabled") or get(t, "ppo.async_grpo.enabled") or "async_rl" in t,
-    "generation backend": lambda t: get(t, "policy.generation.backend", "vllm") != "vllm",
+    "async PPO": lambda t: get(t, "ppo.async_ppo.enabled"),
+    "generation backend": lambda t: get(t, "policy.generation.backend", "vllm") not in ENGINES,
     "FP8 training": lambda t: megatron(t, "fp8_cfg.enabled"),
-    "drafting": lambda t: get(t, "policy.generation.vllm_kwargs.speculative_config.method", "ngram") != "ngram",
     "MXFP8 generation": lambda t: (
         "fp8" in str(get(t, "policy.generation.vllm_cfg.precision")) and get(t, "policy.generation.vllm_cfg.is_mx")
     ),
@@ -40,22 +45,66 @@ QUESTIONS: dict[str, Callable[[Tree], Any]] = {
     "MTP": lambda t: megatron(t, "mtp_num_layers"),
     "Megatron LoRA": lambda t: megatron(t, "peft.enabled"),
     "virtual pipeline": lambda t: megatron(t, "virtual_pipeline_model_parallel_size"),
-    "FSDP2 context parallelism": lambda t: dtensor(t, "context_parallel_size", 1) > 1,
-    "FSDP2 expert parallelism": lambda t: dtensor(t, "expert_parallel_size", 1) > 1,
-    "another optimizer": lambda t: dtensor(t, "enabled") and get(t, "policy.optimizer.name") != "torch.optim.AdamW",
+    "another optimizer": lambda t: dtensor(t, "enabled") and "Adam" not in str(get(t, "policy.optimizer.name")),
+    "frozen language model": lambda t: (
+        megatron(t, "freeze_config.freeze_language_model") or dtensor(t, "automodel_kwargs.freeze_config.freeze_language_model")
+    ),
     "NeMo Gym": lambda t: get(t, "env.should_use_nemo_gym") or get(t, "data.default.env_name") == "nemo_gym",
     "custom data loader": lambda t: get(t, "data.use_multiple_dataloader"),
     "several rewards": lambda t: get(t, "grpo.adv_estimator.name") == "gdpo",
     "several teachers": lambda t: get(t, "teachers") or get(t, "on_policy_distillation"),
     "positive NLL": lambda t: get(t, "loss_fn.positive_example_nll_weight"),
-    "engine data parallelism": lambda t: (
-        get(t, "policy.generation.vllm_cfg.expert_parallel_size", 1)
-        > get(t, "policy.generation.vllm_cfg.tensor_parallel_size", 1)
-    ),
     "words never sampled": lambda t: get(t, "policy.generation.bad_words"),
 }
+"""Features that we do not have. No recipe with one may plan."""
+
+TRANSLATED: dict[str, tuple[Callable[[Tree], Any], str, Any]] = {
+    "single controller": (lambda t: "async_rl" in t, "async_rl.sampler", None),
+    "another engine": (lambda t: get(t, "policy.generation.backend", "vllm") != "vllm", "policy.generation.backend", None),
+    "drafting": (
+        lambda t: (
+            get(t, "policy.generation.backend") == "vllm"
+            and get(t, "policy.generation.vllm_kwargs.speculative_config.method", "ngram") != "ngram"
+        ),
+        "policy.generation.vllm_kwargs.speculative_config",
+        None,
+    ),
+    "experts over several engines": (
+        lambda t: (
+            get(t, "policy.generation.vllm_cfg.expert_parallel_size", 1)
+            > get(t, "policy.generation.vllm_cfg.tensor_parallel_size", 1)
+        ),
+        "policy.generation.vllm_cfg.expert_parallel_size",
+        None,
+    ),
+    "FusedAdam": (
+        lambda t: dtensor(t, "enabled") and "FusedAdam" in str(get(t, "policy.optimizer.name")),
+        "",
+        ("policy.optimizer.name", lambda t: "torch.optim.AdamW"),
+    ),
+    "frozen towers": (
+        lambda t: dtensor(t, "automodel_kwargs.freeze_config.freeze_vision_tower"),
+        "policy.dtensor_cfg.automodel_kwargs.freeze_config",
+        None,
+    ),
+    "FSDP2 context parallelism": (lambda t: dtensor(t, "context_parallel_size", 1) > 1, "", _same("context_parallel_size")),
+    "FSDP2 expert parallelism": (lambda t: dtensor(t, "expert_parallel_size", 1) > 1, "", _same("expert_parallel_size")),
+}
+"""Features that become something: whether a recipe asks for one, the beginning of the note about it or "", and (a key of ours,
+its value from their tree) or None."""
 
 
 def features(tree: Tree) -> Iterator[str]:
-    """Return the names of the features that a recipe uses."""
+    """Return the names of the features that a recipe uses and that we do not have."""
     return (name for name, asks in QUESTIONS.items() if asks(tree))
+
+
+def dropped(tree: Tree, layer: Tree, notes: Iterable[str]) -> Iterator[str]:
+    """Yield the names of the features that the translation of a recipe neither keeps nor notes. layer: in our keys."""
+    notes = tuple(notes)
+    for name, (asks, note, kept) in TRANSLATED.items():
+        if not asks(tree):
+            continue
+        noted = note and any(one.startswith(note) for one in notes)
+        if not noted and (kept is None or get(layer, kept[0]) != kept[1](tree)):
+            yield name

@@ -19,7 +19,7 @@ import pytest
 import yaml
 
 from launch import nemo_rl
-from launch.nemo_rl import algorithm, data, environments, generation, megatron, policy, run
+from launch.nemo_rl import algorithm, data, engines, environments, generation, megatron, policy, run, single_controller
 from launch.nemo_rl.rules import Done, Rule, Same, fits, under
 from launch.nemo_rl.translator import Translator
 from pipeline.config import Recipe
@@ -44,6 +44,8 @@ TABLES: tuple[Rule, ...] = (
     ),
     *under("policy", (*megatron.MEGATRON, *megatron.OPTIMIZER_RULES, *megatron.SCHEDULER_RULES)),
     *under("policy.generation", (*generation.GENERATION, *generation.VLLM_RULES)),
+    *(rule for rules in engines.RULES.values() for rule in under("policy.generation", rules)),
+    *single_controller.RULES,
     *(*run.CHECKPOINTING, *run.OTHERS, *data.DATA),
     *under("env.math", environments.MATH),
 )

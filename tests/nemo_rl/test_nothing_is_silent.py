@@ -12,7 +12,7 @@ import pytest
 from launch import nemo_rl
 from launch.nemo_rl.translator import leaves
 from tests.nemo_rl.__main__ import resolved
-from tests.nemo_rl.census import QUESTIONS, features
+from tests.nemo_rl.census import QUESTIONS, TRANSLATED, dropped, features
 from tests.nemo_rl.test_translation import RECIPES, inspect, with_keys
 from tests.problems import named
 
@@ -76,11 +76,10 @@ def test_an_unknown_key_suggests_the_nearest() -> None:
 
 
 ASKING = {
-    "async": ("ppo", "ppo.async_ppo.enabled=true"),
-    "generation backend": ("grpo", "policy.generation.backend=sglang"),
+    "async PPO": ("ppo", "ppo.async_ppo.enabled=true"),
+    "generation backend": ("grpo", "policy.generation.backend=hal"),
     "FP8 training": ("grpo_megatron", "policy.megatron_cfg.fp8_cfg.enabled=true"),
     "MXFP8 generation": ("grpo", "policy.generation.vllm_cfg.precision=fp8", "policy.generation.vllm_cfg.is_mx=true"),
-    "drafting": ("grpo", "policy.generation.vllm_kwargs.speculative_config={method: deepseek_mtp}"),
     "FP8 cache": ("grpo", "policy.generation.vllm_cfg.kv_cache_dtype=fp8"),
     "draft": ("grpo", "policy.draft.enabled=true"),
     "router replay": ("grpo", "policy.router_replay.enabled=true"),
@@ -88,21 +87,34 @@ ASKING = {
     "MTP": ("grpo_megatron", "policy.megatron_cfg.mtp_num_layers=1"),
     "Megatron LoRA": ("grpo_megatron", "policy.megatron_cfg.peft.enabled=true"),
     "virtual pipeline": ("grpo_megatron", "policy.megatron_cfg.virtual_pipeline_model_parallel_size=2"),
-    "FSDP2 context parallelism": ("grpo", "policy.dtensor_cfg.context_parallel_size=2"),
-    "FSDP2 expert parallelism": ("grpo", "policy.dtensor_cfg.expert_parallel_size=8"),
-    "another optimizer": ("grpo", "policy.optimizer.name=transformer_engine.pytorch.optimizers.fused_adam.FusedAdam"),
+    "another optimizer": ("grpo", "policy.optimizer.name=dion.Dion"),
+    "frozen language model": (
+        "grpo",
+        "policy.dtensor_cfg.automodel_kwargs.freeze_config={freeze_vision_tower: false, freeze_language_model: true}",
+    ),
     "NeMo Gym": ("grpo", "env.should_use_nemo_gym=true"),
     "custom data loader": ("grpo", "data.use_multiple_dataloader=true"),
     "several rewards": ("grpo", "grpo.adv_estimator.name=gdpo"),
     "several teachers": ("grpo", "on_policy_distillation={teachers: []}"),
     "positive NLL": ("grpo", "loss_fn.positive_example_nll_weight=0.1"),
-    "engine data parallelism": ("grpo", "policy.generation.vllm_cfg.expert_parallel_size=8"),
     "words never sampled": ("grpo", "policy.generation.bad_words=[stop]"),
 }
 
 
+KEEPING = {
+    "single controller": ("grpo", "grpo.async_grpo=null", "async_rl={sampler: {name: windowed, max_staleness_versions: 2}}"),
+    "another engine": ("grpo", "policy.generation.backend=sglang", "policy.generation.sglang_cfg={tp_size: 2}"),
+    "drafting": ("grpo", "policy.generation.vllm_kwargs.speculative_config={method: deepseek_mtp}"),
+    "experts over several engines": ("grpo", "policy.generation.vllm_cfg.expert_parallel_size=8"),
+    "FusedAdam": ("grpo", "policy.optimizer.name=transformer_engine.pytorch.optimizers.fused_adam.FusedAdam"),
+    "frozen towers": ("grpo", "policy.dtensor_cfg.automodel_kwargs.freeze_config={freeze_vision_tower: true}"),
+    "FSDP2 context parallelism": ("grpo", "policy.dtensor_cfg.context_parallel_size=2"),
+    "FSDP2 expert parallelism": ("grpo", "policy.dtensor_cfg.expert_parallel_size=8"),
+}
+
+
 def test_all_features_of_the_census_occur() -> None:
-    assert ASKING.keys() == QUESTIONS.keys()
+    assert ASKING.keys() == QUESTIONS.keys() and KEEPING.keys() == TRANSLATED.keys()
 
 
 @pytest.mark.parametrize("question", ASKING)
@@ -111,3 +123,12 @@ def test_the_census_and_the_translation_find_the_feature(question: str) -> None:
     tree, translation = with_keys(name, *overrides)
     assert list(features(tree)) == [question]
     assert any(problem.code == "unsupported" for problem in translation.problems)
+
+
+@pytest.mark.parametrize("feature", KEEPING)
+def test_the_census_notices_a_feature_that_a_translation_drops(feature: str) -> None:
+    name, *overrides = KEEPING[feature]
+    tree, translation = with_keys(name, *overrides)
+    assert translation.problems == [] and list(features(tree)) == []
+    assert list(dropped(tree, translation.layer, [*translation.changed, *translation.ignored])) == []
+    assert list(dropped(tree, {}, [])) == [feature]

@@ -262,3 +262,58 @@ def test_disabled_asynchronous_rollouts_are_ignored(off: tuple[str, ...]) -> Non
 def test_asynchronous_rollouts_are_a_recipe_that_can_run() -> None:
     assert read("grpo", *ASYNC).grpo.async_grpo.stragglers == "wait"
     assert problem("grpo", *ASYNC, "grpo.async_grpo.colour=red") == ("grpo.async_grpo.colour", "unknown-key")
+
+
+@pytest.mark.parametrize(
+    ("backend", "given", "key", "code"),
+    [
+        ("sglang", "sglang_cfg.no_such_key=1", "sglang_cfg.no_such_key", "unknown-key"),
+        ("sglang", "sglang_cfg.kv_cache_dtype=fp8_e5m2", "sglang_cfg.kv_cache_dtype", "unsupported"),
+        ("sglang", "sglang_cfg.dtype=float32", "sglang_cfg.dtype", "unsupported"),  # the policy has bfloat16
+        ("trtllm", "trtllm_kwargs.kv_cache_config={dtype: fp8}", "trtllm_kwargs.kv_cache_config.dtype", "unsupported"),
+        ("trtllm", "trtllm_kwargs.sampler_type=1", "trtllm_kwargs.sampler_type", "unknown-key"),
+        ("megatron", "mcore_generation_config={colour: red}", "mcore_generation_config.colour", "unknown-key"),
+        ("dynamo", "dynamo_cfg={worker_args: {extra_cli_args: [--x]}}", "dynamo_cfg.worker_args.extra_cli_args", "unsupported"),
+    ],
+)
+def test_an_engines_key_that_may_change_samples_is_refused(backend: str, given: str, key: str, code: str) -> None:
+    translation = with_keys("grpo", f"policy.generation.backend={backend}", f"policy.generation.{given}")[1]
+    assert named(translation.problems) == {(f"policy.generation.{key}", code)}
+
+
+def test_an_engines_tuning_is_listed() -> None:
+    given = ("policy.generation.backend=sglang", "policy.generation.sglang_cfg={schedule_policy: lpm, cuda_graph_max_bs: 8}")
+    (note,) = (note for note in with_keys("grpo", *given)[1].ignored if "sglang_cfg" in note)
+    names = "policy.generation.sglang_cfg.schedule_policy, policy.generation.sglang_cfg.cuda_graph_max_bs"
+    assert note == f"{names}: tunes SGLang; vLLM samples"
+
+
+def test_no_age_is_the_synchronous_algorithm() -> None:
+    given = ("grpo.async_grpo=null", "async_rl={sampler: {name: in_order, max_lookahead_versions: 0}}")
+    assert with_keys("grpo", *given)[1].layer["grpo"]["async_grpo"] == {"enabled": False}
+    both = with_keys("grpo", "async_rl={sampler: {name: windowed}}")[1]
+    assert named(both.problems) == {("grpo.async_grpo", "contradiction")}
+    custom = ("grpo.async_grpo=null", "async_rl={sampler: {name: custom, target: a:B}}")
+    assert named(with_keys("grpo", *custom)[1].problems) == {("async_rl.sampler.name", "unsupported")}
+
+
+def test_switches_of_nemo_gym_are_not_environments(tmp_path: Path) -> None:
+    for on, problems in (("false", set()), ("true", {("env.should_use_nemo_gym", "unsupported")})):
+        (tmp_path / "gym.yaml").write_text(
+            f"defaults: {RECIPES / 'grpo.yaml'}\nenv: {{should_use_nemo_gym: {on}}}\ndata: {{default: {{prompt_file: null}}}}\n"
+        )
+        assert named(recipes.inspect(str(tmp_path / "gym.yaml"), []).problems) == problems
+
+
+def test_excluded_layers_alone_leave_all_others() -> None:
+    lora = "policy.dtensor_cfg.lora_cfg"
+    given = (f"{lora}.enabled=true", f"{lora}.match_all_linear=false", f"{lora}.exclude_modules=['*o_proj*']")
+    ours = with_keys("grpo", *given)[1].layer["policy"]["dtensor_cfg"]["lora_cfg"]
+    assert ours["match_all_linear"] and ours["exclude_modules"] == ["*o_proj*"]
+
+
+def test_fused_adam_has_its_own_default_of_weight_decay() -> None:
+    tree = with_keys("grpo", "policy.optimizer.name=transformer_engine.pytorch.optimizers.FusedAdam")[0]
+    tree["policy"]["optimizer"]["kwargs"] = {"lr": 0.1}
+    translation = nemo_rl.translate(tree, {}, RECIPES / "grpo.yaml")
+    assert translation.layer["policy"]["optimizer"]["kwargs"] == {"weight_decay": 0.0, "lr": 0.1}
