@@ -323,3 +323,13 @@ class StepResult:
     """One optimizer step, the same on every rank of the train component."""
 
     metrics: dict[str, float]  # the loss's metrics and loss, grad_norm, lr
+
+
+@dataclass(frozen=True, slots=True)
+class ServedAdapters:
+    """The adapters of a policy whose refits deliver adapters alone (policy.generation.lora_refit=adapter)."""
+
+    dim: int
+    alpha: float
+    rslora: bool  # the scale is alpha / sqrt(dim) rather than alpha / dim
+    shapes: dict[str, tuple[int, ...]]  # of A and B, by their names (pipeline/train/adapters/spec.py)

@@ -15,7 +15,6 @@ LORA = f"{DTENSOR}.lora_cfg"
 NOT_BUILT = {  # keys of which only this value is supported so far
     f"{DTENSOR}.sequence_parallel": False,
     f"{DTENSOR}.expert_parallel_size": 1,
-    "policy.generation.lora_refit": "merged",
 }
 
 
@@ -82,7 +81,7 @@ def check_lora(recipe: Recipe) -> Iterator[Problem]:
     """Yield the problems of adapters, for either backend."""
     dtensor, key = recipe.policy.dtensor_cfg, LORA
     lora = dtensor.lora_cfg
-    yield from _check_built(recipe, [key for key in NOT_BUILT if key == "policy.generation.lora_refit"])
+    yield from _check_lora_refit(recipe)
     if not lora.enabled:
         return
     if named_backend(recipe.policy) == "megatron":
@@ -97,3 +96,23 @@ def check_lora(recipe: Recipe) -> Iterator[Problem]:
     if not lora.match_all_linear and not lora.target_modules:
         message = f"got none with {key}.match_all_linear=false; expected names of layers to train. Try that true"
         yield Problem(f"{key}.target_modules", "missing-value", message)
+
+
+def _check_lora_refit(recipe: Recipe) -> Iterator[Problem]:
+    """Yield a problem for each key with which engines cannot serve adapters."""
+    policy, generation = recipe.policy, recipe.policy.generation
+    if generation.lora_refit != "adapter":
+        return
+    key, lora = "policy.generation.lora_refit", policy.dtensor_cfg.lora_cfg
+    stages = generation.vllm_cfg.pipeline_parallel_size
+    for found, what, why in (
+        (not lora.enabled, f"{LORA}.enabled=false", "there are no adapters"),
+        (lora.use_dora, f"{LORA}.use_dora=true", "vLLM has no DoRA"),
+        (generation.backend != "vllm", f"policy.generation.backend={generation.backend}", "it serves merged weights"),
+        (policy.random_init, "policy.random_init=true", "engines read the base weights from files"),
+        (generation.refit_transport == "delta", "policy.generation.refit_transport=delta", "it compares whole weights"),
+        (generation.colocated.enabled, "policy.generation.colocated.enabled=true", "sleeping engines drop the base weights"),
+        (stages > 1, f"policy.generation.vllm_cfg.pipeline_parallel_size={stages}", "a stage has only some of the layers"),
+    ):
+        if found:
+            yield Problem(key, "contradiction", f"got adapter with {what}; expected merged, since {why}. Try {key}=merged")

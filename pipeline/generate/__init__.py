@@ -11,19 +11,26 @@ import os
 from pipeline.config import PolicyConfig
 from pipeline.generate.base import GenerateBackend
 from pipeline.problems import Problem, RecipeError
+from pipeline.types import ServedAdapters
 
 
-def build(policy: PolicyConfig, engine_ranks: int, rank_in_engine: int, seed: int) -> GenerateBackend:
+def build(
+    policy: PolicyConfig, engine_ranks: int, rank_in_engine: int, seed: int, adapters: ServedAdapters | None = None
+) -> GenerateBackend:
     """Return this rank's part of one engine, without weights: commit an `update` before the first request.
 
     Collective over the `engine_ranks` ranks of the engine. If torch.distributed is initialised, its default group must be
     exactly those ranks. `seed` is used only for requests without a seed, and the pipeline sends none.
+    adapters: updates deliver these alone, and the engine has the base weights of policy.model_name.
     """
     if policy.generation.backend == "vllm":
         os.environ.update(policy.generation.vllm_cfg.env_vars)  # before the import: vLLM reads some of them there
         from pipeline.generate.vllm import VLLMBackend
 
-        return VLLMBackend(policy, engine_ranks, rank_in_engine, seed)
+        return VLLMBackend(policy, engine_ranks, rank_in_engine, seed, adapters)
+    if adapters:
+        message = "got adapter for the transformers engine, which serves merged weights; expected merged, or vllm"
+        raise RecipeError(Problem("policy.generation.lora_refit", "unsupported", message))
     from pipeline.generate.transformers import TransformersBackend
 
     if engine_ranks != 1:

@@ -30,7 +30,7 @@ from pipeline.generate.engine_state import EngineState, MemoryPart
 from pipeline.generate.requests import check_likelihoods, check_pending, eos_token_ids, new_token_limit
 from pipeline.models.hugging_face import checkpoint_shapes, model_config
 from pipeline.problems import Problem, RecipeError
-from pipeline.types import Completion, Likelihood, LikelihoodRequest, Request, VersionSpan
+from pipeline.types import Completion, Likelihood, LikelihoodRequest, Request, ServedAdapters, VersionSpan
 
 # vLLM reads these at import. It must run in this process, so that we can step the engine and access its weights.
 os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
@@ -65,6 +65,7 @@ from vllm.v1.engine.core_client import InprocClient  # noqa: E402
 from vllm.v1.engine.llm_engine import LLMEngine  # noqa: E402
 from vllm.v1.request import RequestStatus  # noqa: E402
 
+from pipeline.generate.vllm_adapters import AdapterUpdate, VLLMAdapters, engine_arguments  # noqa: E402
 from pipeline.generate.vllm_launcher import launcher_environment  # noqa: E402
 from pipeline.generate.vllm_layout import ModuleUnit, record  # noqa: E402
 from pipeline.generate.vllm_likelihood import likelihoods  # noqa: E402
@@ -83,7 +84,15 @@ _CPU_CACHE_BYTES = 4 << 30  # upper bound; sequences that do not fit wait
 class VLLMBackend(GenerateBackend):
     """One rank of a vLLM engine of `engine_ranks`. Construction and every method are collective over them."""
 
-    def __init__(self, policy: PolicyConfig, engine_ranks: int, rank_in_engine: int, seed: int) -> None:
+    def __init__(
+        self,
+        policy: PolicyConfig,
+        engine_ranks: int,
+        rank_in_engine: int,
+        seed: int,
+        adapters: ServedAdapters | None = None,
+    ) -> None:
+        """Build the engine. adapters: updates deliver these alone."""
         config = model_config(policy)
         # Before creating the engine: if vLLM runs a transformers model, it changes that model's classes.
         self._shapes, self._tied = checkpoint_shapes(config)
@@ -93,11 +102,11 @@ class VLLMBackend(GenerateBackend):
         self._precision = getattr(torch, policy.precision)
         self._version: int | None = None
         self._state = EngineState()
-        self._update: VLLMUpdate | None = None  # the one in progress
+        self._update: VLLMUpdate | AdapterUpdate | None = None  # the one in progress
         self._ended: list[Completion] = []  # completions for the next step to return
         if current_platform.is_cpu() and not builds.inductor_links(torch.__file__):
             torch.compiler.set_stance("force_eager")
-        arguments = EngineArgs(**_arguments(policy, config, engine_ranks, seed))
+        arguments = EngineArgs(**_arguments(policy, config, engine_ranks, seed, adapters))
         with launcher_environment(engine_ranks, rank_in_engine):
             self._engine = LLMEngine.from_engine_args(arguments, UsageContext.LLM_CLASS)
         # The finalizer would destroy every process group of this process, the world's too, when the engine is collected.
@@ -112,6 +121,10 @@ class VLLMBackend(GenerateBackend):
         if current_platform.is_cpu() and policy.generation.vllm_cfg.pipeline_parallel_size > 1:
             _allocate_intermediate_tensors(self._runner)
         self._sleep = SleepMode(self._engine, self._model)
+        self._adapters: VLLMAdapters | None = None
+        if adapters:
+            self._shapes = adapters.shapes
+            self._adapters = VLLMAdapters(adapters, self._runner, self._precision, self._runner.device)
 
     @property
     @override
@@ -125,6 +138,8 @@ class VLLMBackend(GenerateBackend):
 
     @override
     def layout(self) -> list[UpdateUnit]:
+        if self._adapters:
+            return [self._adapters.unit()]
         return [described.unit for described in self._units.values() if described.unit.regions]
 
     @cached_property
@@ -138,7 +153,9 @@ class VLLMBackend(GenerateBackend):
         self._state.check_serves()
         limits = [new_token_limit(request, self._max_model_len) for request in requests]
         for request, limit in zip(requests, limits, strict=True):
-            added = self._engine.add_request(request.id, self._prompt(request), self._sampling_params(request, limit))
+            prompt, sampling = self._prompt(request), self._sampling_params(request, limit)
+            adapters = self._adapters.request if self._adapters else None
+            added = self._engine.add_request(request.id, prompt, sampling, lora_request=adapters)
             self._stop_strings.watch(self._engine, added, request.sampling.stop)
 
     @override
@@ -168,6 +185,8 @@ class VLLMBackend(GenerateBackend):
     def likelihoods(self, requests: Sequence[LikelihoodRequest]) -> list[Likelihood]:
         self._state.check_serves()
         self._finish_in_flight()
+        if self._adapters:
+            raise RuntimeError("likelihoods: an engine that serves adapters has none; evaluations serve merged weights")
         check_likelihoods(requests, self._max_model_len, self.pending)
         return likelihoods(self._engine, self._runner, self._model, requests)
 
@@ -178,12 +197,15 @@ class VLLMBackend(GenerateBackend):
         return drawn | {completion.id: completion.spans for completion in self._ended}
 
     @override
-    def update(self) -> VLLMUpdate:
+    def update(self) -> VLLMUpdate | AdapterUpdate:
         self._state.begin_update()
         self._finish_in_flight()
         if self._update is not None:
             self._update.give_up()
-        self._update = VLLMUpdate(self._model, self._config, self._shapes, self._tied, lambda: self._units, self._serve)
+        if self._adapters:
+            self._update = AdapterUpdate(self._adapters, self._shapes, self._serve)
+        else:
+            self._update = VLLMUpdate(self._model, self._config, self._shapes, self._tied, lambda: self._units, self._serve)
         return self._update
 
     def _finish_in_flight(self) -> None:
@@ -234,7 +256,7 @@ class VLLMBackend(GenerateBackend):
     def close(self) -> None:
         """Free the model, the cache and vLLM's own process groups, but not the default group or the world's groups."""
         self._engine.model_executor.shutdown()
-        del self._engine, self._core, self._runner, self._model, self._update, self._sleep
+        del self._engine, self._core, self._runner, self._model, self._update, self._sleep, self._adapters
         destroy_model_parallel()
         gc.collect()
         if current_platform.is_cuda():
@@ -280,7 +302,9 @@ def _spans(versions: list[WeightVersionSpan] | None) -> tuple[VersionSpan, ...]:
     return tuple(VersionSpan(int(span.version), span.end - span.start) for span in versions)
 
 
-def _arguments(policy: PolicyConfig, config: Any, engine_ranks: int, seed: int) -> dict[str, Any]:
+def _arguments(
+    policy: PolicyConfig, config: Any, engine_ranks: int, seed: int, adapters: ServedAdapters | None
+) -> dict[str, Any]:
     """Return the engine's arguments, named as those of vllm.LLM. `vllm_kwargs` comes last and overrides."""
     generation, vllm_cfg = policy.generation, policy.generation.vllm_cfg
     stages = vllm_cfg.pipeline_parallel_size
@@ -323,6 +347,8 @@ def _arguments(policy: PolicyConfig, config: Any, engine_ranks: int, seed: int) 
         arguments |= SLEEP_ARGUMENTS
     if vllm_cfg.precision == "fp8":
         arguments |= _fp8(vllm_cfg)
+    if adapters:
+        arguments |= engine_arguments(adapters)
     arguments |= generation.vllm_kwargs
     if arguments.get("speculative_config"):
         # A draft model's own weights are not refitted: they come from its files and stay.

@@ -21,6 +21,8 @@ from pipeline.rollout.environment_threads import EnvironmentExecutor, Environmen
 from pipeline.rollout.lockstep import VERB, Lockstep
 from pipeline.rollout.work import FinishedGroup, RolloutWork, ScoreWork, UnfinishedGroup
 from pipeline.rpc import StreamingReply, verb
+from pipeline.train.adapters.served import served_adapters
+from pipeline.train.adapters.spec import refits_adapters
 from pipeline.train.saved_weights import checkpoint_weights, model_weights
 from pipeline.types import Likelihood, LikelihoodRequest
 from pipeline.world import World
@@ -56,7 +58,9 @@ class GenerateRole:
         policy = self._policy
         process = self._start_process() if self._leads else None  # loads alongside the engine
         with self._world.phase("load engine"):
-            self._built = generate.build(policy, len(self._engine), self._engine.index(self._world.rank), self._seed)
+            adapters = served_adapters(policy) if refits_adapters(self._recipe) else None
+            place = len(self._engine), self._engine.index(self._world.rank)
+            self._built = generate.build(policy, *place, self._seed, adapters)
             if self._world.workers.colocated and policy.generation.refit_transport != "broadcast":
                 self._backend.layout()  # vLLM computes it by running loaders, which need the weights' memory
         if self._leads:

@@ -27,6 +27,7 @@ from pipeline.roles.reward import Scorer
 from pipeline.rollout.work import ScoreWork
 from pipeline.rpc import verb
 from pipeline.storage import RetryPolicy
+from pipeline.train.adapters.spec import refits_adapters
 from pipeline.train.background_worker import BackgroundWorker
 from pipeline.train.base import ModelRole, TrainBackend
 from pipeline.train.checkpoint_state import seed_generators
@@ -69,6 +70,7 @@ class TrainRole:
         """Build the models and return this rank among the data-parallel ones."""
         recipe, needs = self._recipe, self._algorithm.needs
         role = ModelRole(needs.head, reference=needs.reference, entropy=needs.entropy, truncated=needs.truncated)
+        role = dataclasses.replace(role, serves_adapters=refits_adapters(recipe))
         self._build("policy", recipe.policy, role)
         if needs.critic:
             self._build("critic", config.critic(recipe), ModelRole("values"))

@@ -36,6 +36,7 @@ class ModelRole:
     reference: bool = False  # keep the initial weights for `forward(..., "reference")`
     entropy: bool = False  # outputs contain the entropy
     truncated: bool = False  # the policy's log-probs are of the distribution after policy.generation's top_p and top_k
+    serves_adapters: bool = False  # of a policy with adapters: refits read these and not merged weights
     offload: bool = False  # only if not trained: keep weights in host memory outside forward passes
     phase: Phase = contextlib.nullcontext  # reports long phases of loading
 
@@ -81,9 +82,10 @@ class TrainBackend(Protocol):
     def reload(self) -> None:
         """Move everything that was offloaded back to the device."""
 
-    def weights(self) -> Iterator[tuple[str, torch.Tensor]]:
+    def weights(self, model: bool = False) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield every whole tensor of the policy, in a fixed order and in the precision in which it is served.
 
+        For a role that serves adapters these are the adapters' tensors; model: yield the model's merged weights all the same.
         Collective: all ranks must exhaust it. A tensor is valid until the next one. Only rank 0 of the component gets the
         tensors; other ranks get empty ones.
         """
@@ -91,7 +93,7 @@ class TrainBackend(Protocol):
 
     @property
     def shapes(self) -> dict[str, tuple[int, ...]]:
-        """The shape of every tensor on disk, in the order of a checkpoint."""
+        """The shape of every tensor on disk, in the order of a checkpoint; of the adapters for a role that serves them."""
         ...
 
     def layout(self) -> list[Region]:

@@ -44,9 +44,9 @@ def export(
     Raises StorageError if writing fails until `retry` ends.
     """
     if writes:
-        write_model(backend.weights(), policy, folder, head, shard_bytes, retry)
+        write_model(backend.weights(model=True), policy, folder, head, shard_bytes, retry)
         return
-    for _ in backend.weights():  # gathering a full tensor needs every rank
+    for _ in backend.weights(model=True):  # gathering a full tensor needs every rank
         pass
 
 

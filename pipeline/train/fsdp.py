@@ -218,9 +218,9 @@ class FSDPBackend(TrainBackend):
     def offload(self, keep_weights: bool = False) -> None:
         self._reshard()
         read: list[torch.Tensor] = []
-        if keep_weights:  # merged weights, but not the adapters and their base weights
+        if keep_weights:  # what a refit reads: merged weights without their parts, or the adapters
             self._merge()
-            read = [self.local_tensor(name) for name in self._model.layout]
+            read = [self.local_tensor(name) for name in self._served]
         changing = [local(parameter) for parameter in self._trained.values()]
         changing += self._merged.tensors.values() if self._merged else ()
         if self._role.trained:
@@ -240,10 +240,10 @@ class FSDPBackend(TrainBackend):
     # ---- weights and checkpoints ----------------------------------------------------------------------------------------
 
     @override
-    def weights(self) -> Iterator[tuple[str, torch.Tensor]]:
+    def weights(self, model: bool = False) -> Iterator[tuple[str, torch.Tensor]]:
         dtype = getattr(torch, self._policy.precision)
-        self._merge()
-        for name, pieces in self._model.layout.items():
+        self._merge(always=model)
+        for name, pieces in (self._model.layout if model else self._served).items():
             # Cast before gathering, which halves the traffic in half precision.
             tensor = gather_full(self._parameters[name], self.local_tensor(name).to(self.device, dtype))
             outer = whole(tuple(tensor.shape))
@@ -254,14 +254,21 @@ class FSDPBackend(TrainBackend):
     @property
     @override
     def shapes(self) -> dict[str, Shape]:
-        return self._shapes
+        adapters = self._model.adapters
+        return adapters.shapes if adapters and self._role.serves_adapters else self._shapes
+
+    @property
+    def _served(self) -> dict[str, list[Piece]]:
+        """The pieces of each parameter that refits read, by its name."""
+        adapters = self._model.adapters
+        return adapters.layout if adapters and self._role.serves_adapters else self._model.layout
 
     @override
     def layout(self) -> list[Region]:
         self._merge()
         return [
             region(piece, name, self.local_tensor(name).stride())
-            for name, pieces in self._model.layout.items()
+            for name, pieces in self._served.items()
             for piece in restrict(pieces, local_box(self._parameters[name]))
         ]
 
@@ -271,9 +278,9 @@ class FSDPBackend(TrainBackend):
             return self._merged.tensors[name]
         return local(self._parameters[name])
 
-    def _merge(self) -> None:
-        """Merge adapters for a reader of the weights, and from now on after every step."""
-        if self._model.adapters and self._merged is None:
+    def _merge(self, always: bool = False) -> None:
+        """Merge adapters for a reader of the weights, and from now on after every step. always: even if adapters are served."""
+        if self._model.adapters and self._merged is None and (always or not self._role.serves_adapters):
             self._merged = lora.MergedWeights(self._model.adapters, self._parameters, self.device)
 
     def _refresh_merged(self) -> None:

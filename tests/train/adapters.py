@@ -52,6 +52,7 @@ def some_adapters(families: Sequence[str], layout: Layout, folder: Path) -> None
     for family in families:
         check_against_peft(layout, folder, family)
         check_reference_and_merged(layout, folder, family)
+        check_served(layout, folder, family)
     if layout.tensor == 1:
         check_bfloat16(layout, folder)
     ranks.check_save_and_load(layout, folder, "qwen3", lora_cfg=CASES["qwen3"][0])
@@ -168,6 +169,21 @@ def check_reference_and_merged(layout: Layout, folder: Path, family: str) -> Non
         assert dist.get_rank() != 0 or (tensor - expected[name]).abs().max() < 1e-6
     trained.load(place)
     cases.check_layout(trained, base, rounding)
+
+
+def check_served(layout: Layout, folder: Path, family: str) -> None:
+    """Check that a role that serves adapters gives A and B to a refit, also sharded, and the merged model to an export."""
+    trained = backend(folder / family, layout, ModelRole(serves_adapters=True))
+    shake(trained)
+    held = {name: ranks.full(p) for name, p in trained._model.hf.named_parameters() if ".lora_" in name}
+    adapters = {pieces[0].name: held[name] for name, pieces in trained._model.adapters.layout.items()}
+    cases.check_all_held(cases.check_layout(trained, adapters))
+    served = ranks.weights(trained)
+    assert served.keys() == adapters.keys()
+    assert all(torch.equal(tensor, adapters[name]) for name, tensor in served.items() if dist.get_rank() == 0)
+    expected = merged(folder / family, trained)
+    for name, tensor in trained.weights(model=True):
+        assert dist.get_rank() != 0 or (tensor - expected[name]).abs().max() < 1e-6
 
 
 def merged(model: Path, trained: FSDPBackend) -> dict[str, torch.Tensor]:

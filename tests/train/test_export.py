@@ -23,7 +23,7 @@ class Backend:
     def __init__(self, model):
         self.model = model
 
-    def weights(self):
+    def weights(self, model=False):
         tied = self.model.config.tie_word_embeddings
         for name, tensor in self.model.named_parameters():
             assert not (tied and name == "lm_head.weight")

@@ -19,7 +19,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from pipeline.config import LoRAConfig
+from pipeline.config import LoRAConfig, Recipe
 
 A = ".lora_A.weight"
 B = ".lora_B.weight"
@@ -59,3 +59,9 @@ class AdapterSpec:
 def layer_of(name: str) -> str | None:
     """Return the layer of an adapter's tensor; None if the name is not that of one."""
     return next((name.removesuffix(suffix) for suffix in (A, B, MAGNITUDE) if name.endswith(suffix)), None)
+
+
+def refits_adapters(recipe: Recipe) -> bool:
+    """Return whether refits deliver the policy's adapters alone. Engines of an evaluation get merged weights."""
+    adapted = recipe.policy.dtensor_cfg.lora_cfg.enabled and recipe.policy.generation.lora_refit == "adapter"
+    return adapted and recipe.algorithm != "evaluate"

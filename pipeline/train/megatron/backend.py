@@ -239,7 +239,7 @@ class MegatronBackend(TrainBackend):
     # ---- weights --------------------------------------------------------------------------------------------------------
 
     @override
-    def weights(self) -> Iterator[tuple[str, torch.Tensor]]:
+    def weights(self, model: bool = False) -> Iterator[tuple[str, torch.Tensor]]:
         with self._weights_of("policy"):
             yield from self._gatherer.tensors(getattr(torch, self._policy.precision))
 
