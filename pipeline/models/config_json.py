@@ -56,8 +56,11 @@ _DEFAULTS: dict[str, dict[str, Any]] = {
 }
 """The defaults of transformers' configuration classes."""
 
-PACKED_LAYERS = {"full_attention", "sliding_attention", "chunked_attention"}
-"""The `layer_types` of transformers that attend within packed sequences."""
+PACKED_LAYERS = {
+    *("full_attention", "sliding_attention", "chunked_attention"),
+    *("linear_attention", "conv", "hybrid", "moe", "mlp"),  # with sequence resets, or without tokens that mix
+}
+"""The `layer_types` of transformers that can compute packed sequences."""
 
 
 def parse_config(config: Mapping[str, Any]) -> SimpleNamespace:

@@ -4,7 +4,7 @@ The model is built on the meta device, cut by tensor parallelism and `fully_shar
 boxes of the checkpoint, so no rank ever holds the whole model, except for random weights, which are drawn whole on the CPU. The
 model is always in evaluation mode: with dropout, its log-probs would differ from those that the engine sampled with.
 
-Models that need more than this are rejected when they are built: heads that compute more than hidden @ W^T, recurrent layers,
+Models that need more than this are rejected when they are built: heads that compute more than f(hidden @ W^T),
 checkpoints with other names than the model's, buffers that cannot be recomputed.
 """
 
@@ -37,6 +37,7 @@ from pipeline.train.lora import Adapters
 from pipeline.train.model_checks import check_model, derive_buffers
 from pipeline.train.packed_attention import NAME
 from pipeline.train.recompute import recompute
+from pipeline.train.sequence_resets import WHOLE_SEQUENCES, reset_sequences
 from pipeline.train.shards import local, local_box
 from pipeline.train.truncation import Truncation
 from pipeline.types import Outputs
@@ -114,7 +115,9 @@ def build(
         _parallelize(model, meshes.tensor, role)
     layers = [module for module in hf.modules() if type(module).__name__ in (hf._no_split_modules or ())]
     use_kernels(policy, hf, device)
-    mixture = any(parameter.dim() > 2 for parameter in hf.parameters())
+    sizes = {f"policy.dtensor_cfg.{key}": getattr(policy.dtensor_cfg, key) for key in WHOLE_SEQUENCES}
+    resets = reset_sequences(hf.base_model, layers, sizes)
+    mixture = resets or any(parameter.dim() > 2 for parameter in hf.parameters())
     model.compiled = like.compiled if like is not None else compiled.should_compile(policy, device, mixture)
     if model.compiled:
         compiled.compile_layers(layers)

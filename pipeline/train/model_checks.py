@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterable
+from typing import Any
 
 import torch
 from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.modeling_outputs import MoeModelOutputWithPast
+from typing_extensions import override
 
 from pipeline.models.base import unsupported_model
 from pipeline.train.base import ModelRole
 from pipeline.train.logprobs import LINEAR, HeadFunction
+from pipeline.train.sequence_resets import check_mixers
 
 # The configuration's keys of what heads compute: a soft cap, a factor, and a divisor of the logits.
 _SOFT_CAPS = ("final_logit_softcapping", "final_logit_soft_cap", "logits_soft_cap", "output_logit_soft_cap")
@@ -23,14 +26,11 @@ _DIVISORS = ("logits_scaling",)
 def check_model(hf: PreTrainedModel, role: ModelRole) -> HeadFunction:
     """Return what the head computes. Raises RecipeError if the backend does not support this model."""
     name = type(hf).__name__
-    if not hf._supports_attention_backend:
+    if not (hf._supports_attention_backend or hf._can_set_attn_implementation()):
         raise unsupported_model(f"{name} has custom attention, which packed attention cannot replace")
-    if hf._is_stateful or any(isinstance(m, nn.Conv1d) for m in hf.modules()):
-        raise unsupported_model(
-            f"{name} mixes tokens in other layers than attention, so packed sequences would not be independent"
-        )
     if not hf._no_split_modules:
         raise unsupported_model(f"{name} does not declare its layers (_no_split_modules)")
+    check_mixers(hf)
     if persistent := sorted(set(hf.state_dict()) - {n for n, _ in hf.named_parameters(remove_duplicate=False)}):
         raise unsupported_model(
             f"{name} has buffers in its checkpoint, which the FSDP2 backend does not support: {persistent[:4]}"
@@ -64,10 +64,7 @@ def _head_is(function: HeadFunction, hf: PreTrainedModel, name: str) -> bool:
     generator = torch.Generator().manual_seed(0)
     hidden = torch.tensor([1.0, 10.0, 100.0])[:, None] * torch.randn(1, 3, head.in_features, generator=generator)
     trial = nn.Linear(head.in_features, 8, bias=head.bias is not None)
-    stub = nn.Module()
-    # transformers annotates a FloatTensor and takes any.
-    output = MoeModelOutputWithPast(last_hidden_state=hidden)  # pyright: ignore[reportArgumentType]
-    stub.forward = lambda *args, **kwargs: output
+    stub = _Body(body, hidden)
     set_head = hf.set_output_embeddings if name == "lm_head" else functools.partial(setattr, hf, name)
     try:
         setattr(hf, prefix, stub)
@@ -81,6 +78,33 @@ def _head_is(function: HeadFunction, hf: PreTrainedModel, name: str) -> bool:
     finally:
         setattr(hf, prefix, body)
         set_head(head)
+
+
+class _Body(nn.Module):
+    """Returns known hidden states in place of a model's body, whose other attributes it has."""
+
+    def __init__(self, body: nn.Module, hidden: torch.Tensor):
+        super().__init__()
+        self.__dict__["_body"] = body  # not a submodule
+        self.__dict__["_hidden"] = hidden
+
+    @override
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.__dict__["_body"], name)
+
+    @override
+    def forward(self, *args: Any, **kwargs: Any) -> _Output:
+        # transformers annotates a FloatTensor and takes any.
+        return _Output(last_hidden_state=self._hidden)
+
+
+class _Output(MoeModelOutputWithPast):
+    """An output without the fields that only some models have."""
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return None
 
 
 def derive_buffers(hf: PreTrainedModel, device: torch.device) -> None:

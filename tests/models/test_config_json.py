@@ -108,7 +108,7 @@ def test_megatron_core_refuses_the_same(name, changes, message, tmp_path):
         ("gemma3_text", {"sliding_window": 64, "attn_logit_softcapping": 50.0}, None),
         ("mistral", {"sliding_window": 64}, None),
         ("llama", {"rope_scaling": {"type": "dynamic", "factor": 2.0}}, "rope_type dynamic"),
-        ("qwen2", {"layer_types": ["linear_attention"] * TINY["num_hidden_layers"]}, "layers with linear_attention"),
+        ("qwen2", {"layer_types": ["indexed_attention"] * TINY["num_hidden_layers"]}, "layers with indexed_attention"),
         ("gpt_oss", {"num_local_experts": 4}, None),
     ],
 )

@@ -57,6 +57,51 @@ def configs() -> dict[str, PreTrainedConfig]:
         "granite": _config(
             "granite", logits_scaling=4.0, embedding_multiplier=3.0, residual_multiplier=0.5, attention_multiplier=0.2
         ),
+        **hybrids(),
+    }
+
+
+def hybrids() -> dict[str, PreTrainedConfig]:
+    """Return models with layers that carry a state from token to token."""
+    experts = {"moe_intermediate_size": 24, "num_experts_per_tok": 2}
+    kinds = {"layer_types": ["linear_attention", FULL]}
+    delta = {"linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 8, "linear_value_head_dim": 8}
+    mamba = {"mamba_n_heads": 4, "mamba_d_head": 16, "mamba_d_state": 8, "mamba_n_groups": 2, "mamba_chunk_size": 4}
+    return {
+        "qwen3_5_text": _config("qwen3_5_text", head_dim=16, **kinds, **delta),
+        "qwen3_5_moe_text": _config(
+            "qwen3_5_moe_text", head_dim=16, **kinds, **delta, **experts, num_experts=4, shared_expert_intermediate_size=24
+        ),
+        "qwen3_next": _config(
+            "qwen3_next", head_dim=16, **kinds, **delta, **experts, num_experts=4, shared_expert_intermediate_size=24
+        ),
+        "nemotron_h": _config(
+            "nemotron_h",
+            num_hidden_layers=3,
+            layers_block_type=["mamba", "attention", "mlp"],
+            head_dim=16,
+            mamba_num_heads=4,
+            mamba_head_dim=16,
+            ssm_state_size=8,
+            n_groups=2,
+            chunk_size=4,
+        ),
+        "lfm2": _config("lfm2", layer_types=["conv", FULL]),
+        "bamba": _config("bamba", attn_layer_indices=[1], **mamba),
+        "jamba": _config(
+            "jamba", attn_layer_period=2, attn_layer_offset=1, num_experts=2, mamba_d_state=8, use_mamba_kernels=False
+        ),
+        "granitemoehybrid": _config(
+            "granitemoehybrid",
+            **kinds,
+            **mamba,
+            num_local_experts=4,
+            num_experts_per_tok=2,
+            shared_intermediate_size=24,
+            logits_scaling=2.0,
+        ),
+        "mamba": _config("mamba", state_size=8),
+        "mamba2": _config("mamba2", num_heads=4, head_dim=16, state_size=8, n_groups=2, chunk_size=4, expand=2),
     }
 
 
@@ -67,6 +112,6 @@ def write(folder: Path, names: Iterable[str]) -> None:
         model = AutoModelForCausalLM.from_config(configs()[name], dtype=torch.float32)
         with torch.no_grad():
             for parameter_name, parameter in model.named_parameters():
-                # Gemma's norms add 1 to their weights.
-                parameter.normal_(1.0 if "norm" in parameter_name and "gemma" not in name else 0.0, 0.2)
+                adds = name.startswith(("gemma", "qwen3_"))  # norms that add 1 to their weights
+                parameter.normal_(1.0 if "norm" in parameter_name and not adds else 0.0, 0.2)
         model.save_pretrained(folder / name)

@@ -1,4 +1,4 @@
-"""Compare models of every kind of attention and head with Hugging Face's eager models, and show that each kind matters."""
+"""Compare models of every kind of attention, head and state with Hugging Face eager, and show that each kind matters."""
 
 import dataclasses
 
@@ -11,7 +11,7 @@ from tests.train.ranks import Layout
 
 pytestmark = pytest.mark.usefixtures("realm")
 EVERY = list(range(len(cases.LENGTHS)))
-QUICK = ("gemma2", "gpt_oss", "cohere2", "phi")
+QUICK = ("gemma2", "gpt_oss", "cohere2", "qwen3_5_text", "bamba")
 
 
 def models() -> list:

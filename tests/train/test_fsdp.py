@@ -13,7 +13,6 @@ from transformers import (
     AutoModelForCausalLM,
     BloomConfig,
     LlamaConfig,
-    MambaConfig,
     RwkvConfig,
 )
 
@@ -165,7 +164,6 @@ def test_overrides_reach_the_model(models):
 # ---- refusals -----------------------------------------------------------------------------------------------------------
 
 REFUSED = {
-    "recurrent": (MambaConfig(vocab_size=61, hidden_size=32, num_hidden_layers=1), "linear_attention"),
     "recurrent, by its layers": (RwkvConfig(vocab_size=61, hidden_size=32, num_hidden_layers=1), "attention"),
     "attention of its own": (BloomConfig(vocab_size=61, hidden_size=32, n_layer=1, n_head=4), "attention"),
     "dynamic rotary": (

@@ -1,0 +1,143 @@
+"""Sequence resets: layers that mix tokens in other ways than attention, on packed sequences.
+
+Convolutions, Mamba's state spaces and gated delta nets carry a state from token to token, which must start anew in each
+sequence. Their modules get each sequence as a row of its own, padded on the right. They are causal, so padding does not change
+a sequence's tokens. Sequences of similar lengths share a call, so at most a quarter of the tokens of long sequences is padding.
+
+Only these modules see rows; the rest of the model sees packed tokens. Not supported: context, sequence and tensor parallelism.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.utils.rnn import pad_sequence
+from transformers import PreTrainedModel
+
+from pipeline.config import Problem, RecipeError
+from pipeline.models.base import unsupported_model
+from pipeline.train.packing import Packing
+
+# Classes of transformers that carry a state and have no convolution of their own.
+_STATEFUL = {"MiniMaxLightningAttention"}
+_SHORT = 64  # sequences up to this length share a call: modules pad them to such chunks anyway
+# Arguments that say nothing about the tokens, or that rows of whole sequences make unnecessary.
+_WITHOUT_EFFECT = {"packing", "position_ids", "position_embeddings", "use_cache", "layer_idx"}
+
+WHOLE_SEQUENCES = ("tensor_parallel_size", "context_parallel_size", "sequence_parallel")
+"""Keys of policy.dtensor_cfg that mixers do not support."""
+
+
+class _Current:
+    """The packing of the batch that a layer computes."""
+
+    packing: Packing | None = None
+
+
+def mixers(module: nn.Module) -> list[nn.Module]:
+    """Return the outermost modules that mix tokens in other ways than attention."""
+    if type(module).__name__ in _STATEFUL or any(isinstance(child, nn.Conv1d) for child in module.children()):
+        return [module]
+    return [found for child in module.children() for found in mixers(child)]
+
+
+def check_mixers(hf: PreTrainedModel) -> None:
+    """Raise RecipeError if the model mixes tokens where they cannot be reset."""
+    name = type(hf).__name__
+    found = mixers(hf)
+    inside = {id(mixer) for layer in _layers(hf) for mixer in mixers(layer)}
+    if any(id(mixer) not in inside for mixer in found) or (hf._is_stateful and not found):
+        what = next((type(mixer).__name__ for mixer in found if id(mixer) not in inside), "a state without a known module")
+        raise unsupported_model(
+            f"{name} mixes tokens in {what}, outside of its layers or in an unknown way, so packed sequences would not be"
+            " independent"
+        )
+
+
+def _layers(hf: PreTrainedModel) -> Iterator[nn.Module]:
+    return (module for module in hf.modules() if type(module).__name__ in (hf._no_split_modules or ()))
+
+
+def reset_sequences(body: nn.Module, layers: Iterable[nn.Module], sizes: dict[str, int | bool]) -> bool:
+    """Make the mixers of the layers see one sequence a row, in place. Returns whether there are any.
+
+    body: the module that is called with `packing`. sizes: {key: ranks} of the kinds of parallelism that mixers do not support.
+    Raises RecipeError if one of them is used.
+    """
+    called = _Current()
+    found: list[tuple[nn.Module, nn.Module]] = []
+    for layer in layers:  # of which transformers may name one inside another, the outer one first
+        found += [(layer, mixer) for mixer in mixers(layer) if all(mixer is not known for _, known in found)]
+    for key, size in sizes.items():
+        if found and size > 1:
+            message = f"got {size} for a model with {type(found[0][1]).__name__}, which needs whole sequences; expected 1"
+            raise RecipeError(Problem(key, "unsupported", message))
+    for layer, mixer in found:
+        current = _Current()
+        mixer.forward = functools.partial(_by_sequence, mixer.forward, current, type(mixer).__name__)
+        takes_any = any(p.kind is p.VAR_KEYWORD for p in inspect.signature(layer.forward).parameters.values())
+        layer.forward = functools.partial(_with_packing, layer.forward, current, takes_any)
+        layer.register_forward_pre_hook(functools.partial(_hand_on, called), with_kwargs=True)
+    if found:
+        body.register_forward_pre_hook(functools.partial(_remember, called), with_kwargs=True)
+    return bool(found)
+
+
+def _remember(called: _Current, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
+    called.packing = kwargs.get("packing")
+
+
+def _hand_on(called: _Current, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
+    """Give a layer the packing, which some models do not hand on, as an argument that recomputation gives it again."""
+    return args, {"packing": called.packing, **kwargs}
+
+
+def _with_packing(forward: Callable, current: _Current, takes_any: bool, *args: Any, packing: Packing | None, **kwargs: Any):
+    current.packing = packing
+    return forward(*args, **kwargs, **({"packing": packing} if takes_any else {}))
+
+
+def _by_sequence(
+    forward: Callable, current: _Current, name: str, hidden_states: torch.Tensor, *args: Any, **kwargs: Any
+) -> torch.Tensor:
+    """Compute a mixer on packed hidden states [1, T, H] -> [1, T, H'], by rows of sequences."""
+    packing = current.packing
+    if packing is None:
+        raise ValueError(f"the layer of {name} did not get `packing`; its model cannot run on packed sequences")
+    unknown = [key for key, given in kwargs.items() if key not in _WITHOUT_EFFECT and given is not None and given is not False]
+    if unknown or any(given is not None for given in args):
+        raise ValueError(
+            f"{name} gets arguments that sequence resets do not support: {sorted(unknown)}, {len(args)} by position"
+        )
+    lengths = [length for count, length in packing.runs for _ in range(count)]
+    if hidden_states.shape[:2] != (1, sum(lengths)):
+        raise ValueError(f"{name} gets {tuple(hidden_states.shape)} for {sum(lengths)} packed tokens")
+    sequences = hidden_states[0].split(lengths)
+    outputs: list[torch.Tensor] = list(sequences)
+    for chosen in similar(lengths):
+        rows = forward(pad_sequence([sequences[i] for i in chosen], batch_first=True))
+        if not isinstance(rows, torch.Tensor):
+            raise ValueError(f"{name} returns a {type(rows).__name__}; expected one tensor")
+        for i, row in zip(chosen, rows.unbind(), strict=True):
+            outputs[i] = row[: lengths[i]]
+    return torch.cat(outputs)[None]
+
+
+def similar(lengths: Sequence[int]) -> list[list[int]]:
+    """Return groups of the sequences' numbers: in each, no length is below three quarters of the longest, unless all are short.
+
+    Example: [100, 30, 80, 20] -> [[0, 2], [1, 3]].
+    """
+    groups: list[list[int]] = []
+    for i in sorted(range(len(lengths)), key=lambda i: -lengths[i]):
+        longest = lengths[groups[-1][0]] if groups else 0
+        if groups and (longest <= _SHORT or 4 * lengths[i] >= 3 * longest):
+            groups[-1].append(i)
+        else:
+            groups.append([i])
+    return groups
