@@ -56,7 +56,15 @@ MEGATRON_LAYOUT = (
     "expert_tensor_parallel_size",
     "sequence_parallel",
 )
-DTENSOR_LAYOUT = ("tensor_parallel_size", "cpu_offload", "lora_cfg")
+DTENSOR_LAYOUT = (
+    "tensor_parallel_size",
+    "sequence_parallel",
+    "context_parallel_size",
+    "expert_parallel_size",
+    "data_parallel_replicate_size",
+    "cpu_offload",
+    "lora_cfg",
+)
 
 
 @dataclass(frozen=True, slots=True)

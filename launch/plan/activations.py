@@ -12,6 +12,8 @@ width. c is the bytes of an element (2 or 4).
     experts           c (2h + 4i)       per copy of a token: input, gate and up, silu, product, output before its weight
     with selective recomputation (`pipeline/train/recompute.py`), instead of all above
     layer's input     c h
+    context, sequence parallelism    attention saves all context ranks' keys and values; tokens outside of attention and MLP are
+                                     divided, and the inputs of both are saved as gathered
     attention         c (q + k + v + o + h)   outputs of its matrix products and of the kernel; 4 per head: log-sum-exp
     MLP, experts      c (2i + h)        outputs of their matrix products; for experts, per copy of a token
   Megatron-Core's local modules (no TransformerEngine: CPU)
@@ -59,6 +61,8 @@ class RankMicrobatch:
     sequence: int = 1  # ranks that share the tokens outside of attention and MLP: tensor, or 1
     expert_tensor: int = 1
     experts: int = 1  # number of experts on this rank
+    context: int = 1  # context-parallel ranks, whose keys and values attention gathers (FSDP2)
+    token_split: int = 1  # ranks that divide the tokens before their experts (FSDP2 with expert parallelism)
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,36 +118,43 @@ def hugging_face_layer(shape: ModelShape, sparse: bool, microbatch: RankMicrobat
     """Return the activations of one layer of Hugging Face's eager modules. sparse: the layer is a mixture of experts."""
     c, w = microbatch.size, Widths.of(shape, microbatch)
     count, of_heads, latent = norms(shape)
-    saved = count * ((4 + 2 * c) * w.hidden + 4) + c * (w.query + w.key + w.value + w.output) + 4 * w.heads
+    hidden, gathered = w.hidden / microbatch.sequence, w.hidden if microbatch.sequence > 1 else 0.0
+    keys = microbatch.context * (w.key + w.value)
+    saved = count * ((4 + 2 * c) * hidden + 4) + c * (w.query + keys + w.output) + 4 * w.heads
+    if gathered:  # the inputs of both blocks are gathered, and saved as gathered for their weights' gradients
+        saved += 2 * c * (gathered - hidden)
     if not (microbatch.cuda and c == 2 and shape.head_dim == shape.value_dim):
         saved += c * w.output
     if of_heads:
         saved += (4 + c) * (w.query + w.key)
     if latent:  # latents, their norms, and the joint keys and values projected from them
         saved += (4 + 2 * c) * latent + c * (w.key + w.value)
-    forward = c * (2 * w.hidden + 3 * w.query + w.key + w.value)
+    forward = c * (2 * hidden + gathered + 3 * w.query + keys)
     if sparse:
-        copies, width, shared = shape.experts_per_token, shape.expert_width / microbatch.expert_tensor, shape.shared_width
+        copies = shape.experts_per_token / microbatch.token_split
+        width, shared = shape.expert_width / microbatch.expert_tensor, shape.shared_width
         saved += c * (copies * (2 * w.hidden + 4 * width) + 4 * shared / microbatch.tensor)
         backward = c * (3 * copies + 1) * w.hidden
-        forward = max(forward, c * (2 * w.hidden + copies * (3 * w.hidden + 4 * width)))
+        forward = max(forward, c * (2 * hidden + gathered + copies * (3 * w.hidden + 4 * width)))
     else:
         width = shape.dense_width / microbatch.tensor
         saved += 4 * c * width
         backward = c * (2 * width + w.hidden)
-        forward = max(forward, c * (2 * w.hidden + 3 * width))
-    return _of_tokens(microbatch, saved, c * w.hidden, backward, forward)
+        forward = max(forward, c * (2 * hidden + gathered + 3 * width))
+    return _of_tokens(microbatch, saved, c * hidden, backward + c * gathered, forward)
 
 
 def selective_bytes(shape: ModelShape, sparse: bool, microbatch: RankMicrobatch) -> float:
     """Return the bytes that a Hugging Face layer keeps with selective recomputation, instead of `LayerActivations.saved`."""
     c, w = microbatch.size, Widths.of(shape, microbatch)
-    kept = c * (2 * w.hidden + w.query + w.key + w.value + w.output) + 4 * w.heads
+    keys = microbatch.context * (w.key + w.value)
+    kept = c * (2 * w.hidden / microbatch.sequence + w.query + keys + w.output) + 4 * w.heads
     _, _, latent = norms(shape)
     if latent:
         kept += c * (latent + ROTARY)
     if sparse:
-        copies, width, shared = shape.experts_per_token, shape.expert_width / microbatch.expert_tensor, shape.shared_width
+        copies = shape.experts_per_token / microbatch.token_split
+        width, shared = shape.expert_width / microbatch.expert_tensor, shape.shared_width
         kept += c * (copies * (2 * width + w.hidden) + (2 * shared / microbatch.tensor + w.hidden if shared else 0))
     else:
         kept += c * (2 * shape.dense_width / microbatch.tensor + w.hidden)

@@ -1,6 +1,7 @@
 """Estimate the memory of one model on one rank with FSDP2, as `pipeline.train.fsdp` allocates it.
 
-All ranks shard the trained parameters, their gradients and Adam's moments, in float32. The root's parameters (embedding,
+The ranks of a replica shard the trained parameters, their gradients and Adam's moments, in float32: dense ones over data x
+context ranks after tensor parallelism, experts over the ranks that have the same ones. The root's parameters (embedding,
 norm, head) are gathered for a whole microbatch. A layer's parameters are gathered while it computes, and the next layer's are
 prefetched. Gradients are reduced in float32, one layer at a time. They stay allocated until the next step begins, and therefore
 during its forward passes. A single rank in float32 without offloading runs the plain module and gathers nothing.
@@ -54,9 +55,23 @@ class FSDPMemory:
 
     def layer(self, sparse: bool) -> float:
         """Return the parameters of one layer after tensor parallelism. sparse: the layer is a mixture of experts."""
+        return self._dense(sparse) + (self._experts if sparse else 0.0)
+
+    def _dense(self, sparse: bool) -> float:
+        """Return the parameters of a layer outside of its routed experts, after tensor parallelism."""
         shape = self.model.shape
-        divided = shape.attention_layer + (shape.sparse_layer if sparse else shape.mlp_layer)
+        divided = shape.attention_layer + (shape.sparse_layer - self._routed if sparse else shape.mlp_layer)
         return divided / self.layout.tensor + shape.norms_layer
+
+    @property
+    def _routed(self) -> float:
+        """Return the parameters of a layer's routed experts."""
+        return self.model.shape.routed / max(1, self.model.shape.sparse_layers)
+
+    @property
+    def _experts(self) -> float:
+        """Return the parameters of a layer's routed experts after expert or tensor parallelism."""
+        return self._routed / self.layout.experts_divided
 
     @property
     def largest(self) -> float:
@@ -66,8 +81,9 @@ class FSDPMemory:
     @property
     def parameters(self) -> float:
         """Return the parameters that this rank holds."""
-        layers = sum(count * self.layer(sparse) for sparse, count in self._counts.items())
-        return (self.root + layers) / self.layout.data
+        layers = sum(count * self._dense(sparse) for sparse, count in self._counts.items())
+        experts = self.model.shape.sparse_layers * self._experts / self.layout.expert_shard
+        return (self.root + layers) / self.layout.shard + experts
 
     @property
     def adapters(self) -> float:
@@ -76,7 +92,7 @@ class FSDPMemory:
         query, key = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
         attention = 2 * (shape.hidden + query) + 2 * (shape.hidden + key)
         mlp = 3 * (shape.hidden + shape.dense_width) if shape.dense_layers else 0
-        return lora.dim * (shape.layers * attention + shape.dense_layers * mlp) / self.layout.data
+        return lora.dim * (shape.layers * attention + shape.dense_layers * mlp) / self.layout.shard
 
     @property
     def _counts(self) -> dict[bool, int]:
@@ -112,7 +128,7 @@ class FSDPMemory:
 
     def phases(self, batches: RankBatches) -> Iterator[tuple[str, Parts]]:
         """Yield (phase, bytes on the device besides `resident`; negative where gradients are not there yet)."""
-        forward = self._forward(batches.forward_tokens)
+        forward = self._forward(batches.forward_tokens / self.layout.context)
         yield "log-probs", forward
         if self.cuda and self.reference and not self.offloads and "other models" not in self.resident:
             yield "log-probs of the reference", add_parts(forward, {"other models": self.reference})
@@ -120,7 +136,7 @@ class FSDPMemory:
             yield from self._training(batches)
 
     def _forward(self, tokens: float) -> Parts:
-        hidden = self.model.size * tokens * self.model.shape.hidden
+        hidden = self.model.size * tokens * self.model.shape.hidden / (self.layout.tensor if self.layout.sequence else 1)
         layer = max(self._activations(sparse, tokens).forward for sparse in self._counts)
         logits = head_activations(self.model, tokens, self.layout.tensor).forward
         gathered = 0.0 if self.plain else self._gathered(3)
@@ -129,7 +145,7 @@ class FSDPMemory:
         return {"activations": hidden + layer, "buffers": gathered}
 
     def _training(self, batches: RankBatches) -> Iterator[tuple[str, Parts]]:
-        c, tokens = self.model.size, batches.train_tokens
+        c, tokens = self.model.size, batches.train_tokens / self.layout.context
         recomputes = self.model.policy.dtensor_cfg.activation_checkpointing
         layers = {sparse: self._activations(sparse, tokens) for sparse in self._counts}
         kept = {sparse: self._kept(sparse, layer, tokens) for sparse, layer in layers.items()}
@@ -154,11 +170,23 @@ class FSDPMemory:
         if not self.plain:
             yield "reduction of the last layer", self._reduction(saved - (0 if recomputes else last.saved), missing)
             yield "reduction of the first layer", self._reduction(0.0, {})
-            yield "reduction of the root", {"buffers": (2 * c + 4 + 4 / self.layout.data) * self.root}
+            yield "reduction of the root", {"buffers": (2 * c + 4 + 4 / self.layout.shard) * self.root}
         yield "optimizer", {}
 
     def _passage(self, tokens: float) -> RankMicrobatch:
-        return RankMicrobatch(tokens, self.model.size, self.cuda, self.layout.tensor, 1, self.layout.tensor)
+        layout = self.layout
+        sequence = layout.tensor if layout.sequence else 1
+        copies = layout.tensor if layout.expert > 1 else 1
+        return RankMicrobatch(
+            tokens,
+            self.model.size,
+            self.cuda,
+            layout.tensor,
+            sequence,
+            layout.expert_tensor,
+            context=layout.context,
+            token_split=copies,
+        )
 
     def _activations(self, sparse: bool, tokens: float) -> LayerActivations:
         return hugging_face_layer(self.model.shape, sparse, self._passage(tokens))
@@ -183,7 +211,7 @@ class FSDPMemory:
         """
         if self.plain:
             return 0.0
-        prefetched = self.model.size * self.largest if self.layout.data > 1 else 0.0
+        prefetched = self.model.size * self.largest if self.layout.shard > 1 else 0.0
         return self._gathered(1) + prefetched + self.model.size * self.model.output / self.layout.tensor
 
     def _reduction(self, saved: float, missing: Parts) -> Parts:
@@ -196,4 +224,4 @@ class FSDPMemory:
         """Return the bytes of a layer's gradient in float32: this rank's shard and, with several data ranks, the whole."""
         if self.plain:
             return 0.0
-        return 4 * self.largest * (1 + 1 / self.layout.data) if self.layout.data > 1 else 4 * self.largest
+        return 4 * self.largest * (1 + 1 / self.layout.shard) if self.layout.shard > 1 else 4 * self.largest

@@ -22,11 +22,27 @@ class Parallelism:
     expert: int = 1
     expert_tensor: int = 1
     sequence: bool = False  # whether tensor-parallel ranks divide the tokens outside of attention and MLP
+    replicas: int = 1  # FSDP2: copies of the weights, each of which the other ranks shard
 
     @property
     def data(self) -> int:
         """Return the number of data-parallel ranks."""
         return max(1, self.ranks // (self.tensor * self.pipeline * self.context))
+
+    @property
+    def shard(self) -> int:
+        """Return over how many ranks FSDP2 shards the weights that a tensor-parallel rank has."""
+        return max(1, self.ranks // (self.tensor * self.replicas))
+
+    @property
+    def expert_shard(self) -> int:
+        """Return over how many ranks FSDP2 shards the routed experts of a rank."""
+        return max(1, self.ranks // (self.expert * self.replicas)) if self.expert > 1 else self.shard
+
+    @property
+    def experts_divided(self) -> int:
+        """Return into how many parts FSDP2 divides routed experts before it shards them: expert or tensor parallelism."""
+        return self.expert if self.expert > 1 else self.tensor
 
     @property
     def expert_data(self) -> int:
@@ -42,8 +58,17 @@ class Parallelism:
 def train_parallelism(policy: PolicyConfig, component: ComponentConfig) -> Parallelism:
     """Return the parallelism of the train backend that the policy uses."""
     if not uses_megatron(policy):
-        tensor = policy.dtensor_cfg.tensor_parallel_size
-        return Parallelism(ranks(component), tensor, expert_tensor=tensor)
+        dtensor = policy.dtensor_cfg
+        tensor, expert = dtensor.tensor_parallel_size, dtensor.expert_parallel_size
+        return Parallelism(
+            ranks(component),
+            tensor,
+            context=dtensor.context_parallel_size,
+            expert=expert,
+            expert_tensor=tensor if expert == 1 else 1,  # tokens are split over tensor-parallel ranks before their experts
+            sequence=dtensor.sequence_parallel,
+            replicas=dtensor.data_parallel_replicate_size,
+        )
     megatron = policy.megatron_cfg
     return Parallelism(
         ranks(component),

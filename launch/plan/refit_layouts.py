@@ -139,31 +139,38 @@ def _joined(*parts: list[np.ndarray]) -> LayoutTable:
 # ---- FSDP2 and tensor parallelism ---------------------------------------------------------------------------------------
 
 
-def _fsdp(config: DTensorConfig, train: int, builder: _TableBuilder) -> list[LayoutTable]:
+def _fsdp(dtensor: DTensorConfig, train: int, builder: _TableBuilder) -> list[LayoutTable]:
     """Return the tables of the train ranks.
 
-    Ranks are numbered as in `pipeline/train/fsdp_mesh.py`: replicas, then the ranks that `fully_shard` cuts parameters over,
-    then tensor-parallel ranks. Torch cuts every parameter along its first dimension. Of a layer's stacked experts that is the
-    one that counts them.
+    Ranks are numbered replica, data, context, tensor, the last the fastest, as in `pipeline/train/fsdp_mesh.py`; where experts
+    are concerned replica, shard, expert. Torch cuts every parameter along its first dimension. Of a layer's stacked experts
+    that is the one that counts them. Without expert parallelism experts are cut as other parameters are.
     """
-    size = config.tensor_parallel_size
-    data = train // (size * config.data_parallel_replicate_size)
-    number, origin, extent = builder.columns((tensor.name, whole(tensor.shape)) for tensor in builder.tensors)
-    expert = np.array([-1 if tensor.expert is None else tensor.expert for tensor in builder.tensors])
+    tensor, parallel = dtensor.tensor_parallel_size, dtensor.expert_parallel_size
+    replica = train // dtensor.data_parallel_replicate_size
+    number, origin, extent = builder.columns((found.name, whole(found.shape)) for found in builder.tensors)
+    expert = np.array([-1 if found.expert is None else found.expert for found in builder.tensors])
+    whole_experts = (expert >= 0) & (parallel > 1)
     cut = {
-        dim: np.array([tensor.split == split for tensor in builder.tensors]) for dim, split in enumerate(("rows", "columns"))
+        dim: np.array([found.split == split for found in builder.tensors]) & ~whole_experts
+        for dim, split in enumerate(("rows", "columns"))
     }
-    each = -(-(expert.max() + 1) // data)
+    count, shards = int(expert.max()) + 1, replica // (parallel if parallel > 1 else tensor)
+    own = count // parallel  # experts of an expert-parallel rank
+    each = max(1, -(-own // shards))
 
-    def table(shard: int, tensor_rank: int) -> LayoutTable:
+    def table(place: int) -> LayoutTable:
         offset, length = origin.copy(), extent.copy()
         for dim, mine in cut.items():
-            _chunk(offset, length, mine, dim, size, tensor_rank)
-        _chunk(offset, length, expert < 0, 0, data, shard)
-        held = ((expert < 0) | (expert // max(each, 1) == shard)) & (length[:, 0] > 0)
+            _chunk(offset, length, mine, dim, tensor, place % tensor)
+        _chunk(offset, length, expert < 0, 0, replica // tensor, place // tensor)
+        shard, rank = divmod(place, parallel) if parallel > 1 else (place // tensor, 0)
+        within = expert - rank * own
+        held = ((expert < 0) | ((within >= 0) & (within < max(own, 1)) & (within // each == shard))) & (length[:, 0] > 0)
         return _joined([number[held], offset[held], length[held]])
 
-    return [table(*divmod(rank, size)) for rank in range(data * size)] * config.data_parallel_replicate_size
+    tables = [table(place) for place in range(replica)]
+    return [tables[rank % replica] for rank in range(train)]
 
 
 def _chunk(offset: np.ndarray, size: np.ndarray, rows: np.ndarray, dim: int, parts: int, part: int) -> None:

@@ -10,7 +10,7 @@ links; exposed means that nothing overlaps with it:
     gradients  Megatron-Core: one reduction an update, which overlaps with the last microbatch's backward pass if
                overlap_grad_reduce is set; then an exposed all-gather of updated weights
     weights    FSDP2: an all-gather of a layer's weights in each forward and backward pass of a microbatch, and a reduce-scatter
-               of its gradients; these overlap with the pass
+               of its gradients, with an all-reduce over replicas; these overlap with the pass
 
 Not counted: unequal microbatches, latencies, imbalance between data ranks, packing on the CPU, gradient clipping, an optimizer
 in host memory.
@@ -134,8 +134,8 @@ def _pass(job: Job, count: float, microbatches: int, forward: float, backward: f
     products = [work / (job.layout.ranks * job.rate) for work in (forward, backward)]
     waited = _waited_for(job, count, passes)
     if not uses_megatron(job.policy):
-        own = sum(products) + waited.get("tensor parallelism", 0.0)
-        weights = _fsdp_weights(job, microbatches, products, waited.get("tensor parallelism", 0.0))
+        own = sum(products) + sum(waited.values())
+        weights = _fsdp_weights(job, microbatches, products, sum(waited.values()))
         return {"matrix products": sum(products)} | waited | ({"weights": weights - own} if weights > own else {})
     parts = {"matrix products": sum(products)} | waited
     if job.layout.pipeline > 1:
@@ -152,7 +152,9 @@ def _waited_for(job: Job, count: float, passes: int) -> dict[str, float]:
     hidden = tokens / layout.context * shape.hidden * job.itemsize
     parts = {}
     if layout.tensor > 1:
-        sparse = 2 if layout.expert_tensor > 1 or not uses_megatron(job.policy) else 1
+        sparse = 2.0 if layout.expert_tensor > 1 else 1.0
+        if layout.expert > 1 and not layout.sequence and not uses_megatron(job.policy):
+            sparse += 0.5  # the outputs of experts, whose tokens are split, are gathered
         reduces = 2 * shape.dense_layers + sparse * shape.sparse_layers
         parts["tensor parallelism"] = passes * stage * reduces * 2 * links.ring_seconds(layout.tensor, hidden)
     if layout.context > 1:
@@ -161,7 +163,8 @@ def _waited_for(job: Job, count: float, passes: int) -> dict[str, float]:
         gathered = links.ring_seconds(layout.context, tokens * numbers * job.itemsize, layout.tensor)
         parts["context parallelism"] = passes * stage * shape.layers * gathered
     if layout.expert > 1:
-        sent = hidden / (layout.tensor if layout.sequence else 1) * shape.experts_per_token
+        split = layout.sequence or not uses_megatron(job.policy)  # over tensor-parallel ranks
+        sent = hidden / (layout.tensor if split else 1) * shape.experts_per_token
         exchange = links.exchange_seconds(layout.expert, sent, layout.expert_tensor)
         parts["expert parallelism"] = passes * stage * shape.sparse_layers * 2 * exchange
     return parts
@@ -177,13 +180,19 @@ def _stage_transfers(job: Job, count: float, directions: int) -> float:
 
 def _fsdp_weights(job: Job, microbatches: int, products: list[float], tensor: float) -> float:
     """Return the seconds of all microbatches, where gathering weights overlaps with the passes."""
-    shape, layout = job.shape, job.layout
-    numbers = shape.parameters / layout.tensor
-    gather = job.links.ring_seconds(layout.data, numbers * job.itemsize, layout.tensor)
-    scatter = job.links.ring_seconds(layout.data, numbers * 4, layout.tensor)  # gradients are float32
-    if job.policy.dtensor_cfg.cpu_offload:
-        gather += numbers * (job.itemsize if job.frozen else 4) / layout.data / _host(job)
-        scatter += numbers * 4 / layout.data / _host(job)
+    shape, layout, links = job.shape, job.layout, job.links
+    groups = (  # numbers, ranks that shard them, and how far apart these are
+        ((shape.parameters - shape.routed) / layout.tensor, layout.shard, layout.tensor),
+        (shape.routed / layout.experts_divided, layout.expert_shard, layout.experts_divided),
+    )
+    gather, scatter = 0.0, 0.0
+    for numbers, size, stride in groups:
+        gather += links.ring_seconds(size, numbers * job.itemsize, stride)
+        scatter += links.ring_seconds(size, numbers * 4, stride)  # gradients are float32
+        scatter += 2 * links.ring_seconds(layout.replicas, numbers * 4 / size, layout.ranks // layout.replicas)
+        if job.policy.dtensor_cfg.cpu_offload:
+            gather += numbers * (job.itemsize if job.frozen else 4) / size / _host(job)
+            scatter += numbers * 4 / size / _host(job)
     forward, backward = (work / microbatches for work in products)
     talk = tensor / microbatches / (2 if backward else 1)
     total = max(forward + talk, gather)
@@ -205,7 +214,7 @@ def _gradients(job: Job, hidden_by: float) -> dict[str, float]:
     held = layout.held(job.shape)
     bandwidth = GIGA * job.gpu.hbm_gb_per_s * job.gpu.assumed.bandwidth
     if not uses_megatron(job.policy):
-        return {"optimizer": job.shape.parameters / layout.ranks * OPTIMIZER_BYTES / bandwidth}
+        return {"optimizer": job.shape.parameters * layout.replicas / layout.ranks * OPTIMIZER_BYTES / bandwidth}
     ddp = job.policy.megatron_cfg.distributed_data_parallel_config
     itemsize = 4 if ddp.grad_reduce_in_fp32 else job.itemsize
     reduce, gather, optimizer = 0.0, 0.0, 0.0

@@ -51,7 +51,8 @@ def measured(case: Case, folder: Path, kind: str = "tensors") -> float:
     out.mkdir()
     mp.start_processes(_rank, (case, out, kind), nprocs=case.ranks, start_method="forkserver")
     found = [float((out / str(rank)).read_text()) for rank in range(case.ranks)]
-    spread = case.load().policy.megatron_cfg.expert_model_parallel_size > 1
+    policy = case.load().policy
+    spread = policy.megatron_cfg.expert_model_parallel_size > 1 or policy.dtensor_cfg.expert_parallel_size > 1
     return sum(found) / len(found) if spread else max(found)
 
 

@@ -14,7 +14,7 @@ from launch.plan.advice import advice
 from launch.plan.memory_generate import EngineRank, generate
 from launch.plan.memory_megatron import MegatronMemory, stages
 from launch.plan.memory_parts import GenerateMemory, TrainMemory, models, rank_batches
-from launch.plan.parallelism import train_parallelism
+from launch.plan.parallelism import Parallelism, train_parallelism
 from pipeline import config
 from pipeline.config import RECIPES
 from tests.test_imports import ROOT
@@ -49,6 +49,25 @@ def test_fsdp_shards_sixteen_bytes_per_parameter_over_all_ranks():
     parts = trained("cluster.train.nodes=2").parts
     held = parts["weights"] + parts["gradients"] + parts["optimizer"]
     assert held == pytest.approx(16 * LLAMA.parameters / 16, rel=1e-6)
+
+
+def test_replicas_of_fsdp_hold_as_much_as_fewer_ranks_would():
+    key = "policy.dtensor_cfg"
+    one, two = (trained(f"{key}.data_parallel_replicate_size={size}").parts for size in (1, 2))
+    for part in ("weights", "gradients", "optimizer"):
+        assert two[part] == pytest.approx(2 * one[part])
+
+
+def test_context_parallelism_of_fsdp_divides_activations_but_not_weights():
+    key = "policy.dtensor_cfg"
+    one, two = (trained(f"{key}.context_parallel_size={size}").parts for size in (1, 2))
+    assert two["weights"] == one["weights"] and two["activations"] < 0.75 * one["activations"]
+
+
+def test_expert_parallelism_of_fsdp_shards_over_the_ranks_with_the_same_experts():
+    for layout in (Parallelism(16, 2, expert_tensor=2), Parallelism(16, 2, expert=4), Parallelism(16, expert=16)):
+        assert layout.experts_divided * layout.expert_shard == layout.tensor * layout.shard == 16
+    assert Parallelism(16, 2, context=2, replicas=2).data == 4 and Parallelism(16, 2, context=2, replicas=2).shard == 4
 
 
 def test_megatron_replicates_weights_and_gradients_and_shards_the_rest():

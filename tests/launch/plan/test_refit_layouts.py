@@ -7,6 +7,7 @@ whose collectives do nothing.
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -127,6 +128,25 @@ def test_fsdp(family, layout, folder, monkeypatch):
     for rank in range(layout.ranks):
         with rank_of(rank, layout.ranks):
             assert held(ours.train[rank], ours.shapes) == fsdp_boxes(policy), rank
+
+
+def test_expert_parallel_ranks_hold_every_tensor_once(folder):
+    """2 replicas x 8 ranks, experts 4: a rank has whole experts, and the ranks of a replica share no number."""
+    sizes = {"expert_parallel_size": 4, "data_parallel_replicate_size": 2}
+    policy = PolicyConfig(
+        model_name=str(folder / "qwen3_moe"),
+        dtensor_cfg=DTensorConfig(enabled=True, **sizes),
+        generation=GenerationConfig(backend="transformers", temperature=1.0),
+    )
+    ours = rank_layouts(read(folder / "qwen3_moe"), policy, 16, 1)
+    assert all(held(ours.train[rank], ours.shapes) == held(ours.train[rank + 8], ours.shapes) for rank in range(8))
+    counts = dict.fromkeys(ours.shapes, 0)
+    for rank in range(8):
+        for name, _, size in held(ours.train[rank], ours.shapes):
+            counts[name] += math.prod(size)
+            if ".experts." in name:
+                assert size == tuple(ours.shapes[name])
+    assert counts == {name: math.prod(shape) for name, shape in ours.shapes.items()}
 
 
 # ---- Megatron-Core

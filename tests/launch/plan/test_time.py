@@ -80,6 +80,18 @@ def test_tensor_parallelism_all_reduces_twice_a_layer():
     assert parts["tensor parallelism"] == pytest.approx(32 * 2 * 2 * 3 / 4 * hidden / 450e9)
 
 
+def test_context_and_replicas_of_fsdp_communicate():
+    """Context-parallel ranks gather keys and values, and the optimizer of two replicas is sharded over half of the ranks."""
+
+    def parts(key: str, size: int) -> dict[str, float]:
+        phases = train_phases(f"policy.dtensor_cfg.{key}={size}")
+        return next(phase.parts for name, phase in phases.items() if "of the policy" in name and "update" in name)
+
+    assert parts("context_parallel_size", 2)["context parallelism"] > 0
+    plain, replicated = (parts("data_parallel_replicate_size", size) for size in (1, 2))
+    assert replicated["optimizer"] == pytest.approx(2 * plain["optimizer"])
+
+
 def test_links():
     links = Links(H100, 50, 8)
     assert links.ring(8) == 450e9 and links.ring(16) == 400e9  # 8 NICs
