@@ -13,7 +13,6 @@ from pipeline.problems import Problem
 
 LORA = f"{DTENSOR}.lora_cfg"
 NOT_BUILT = {  # keys of which only this value is supported so far
-    f"{DTENSOR}.sequence_parallel": False,
     f"{DTENSOR}.expert_parallel_size": 1,
 }
 

@@ -95,7 +95,7 @@ def _rows(lengths: tuple[int, ...], ranks: int, rank: int) -> torch.Tensor:
 
 
 class GatherContextParallel(torch.autograd.Function):
-    """Gather [t, ...] of each context-parallel rank to [ranks * t, ...] on all of them.
+    """Gather [t, ...] of each rank of a group to [ranks * t, ...] on all of them.
 
     Every rank computes the same loss of the whole batch, so the backward pass returns only the rank's own part of the gradient.
     The sum over ranks, as in data parallelism, then counts every token once.
@@ -116,7 +116,7 @@ class GatherContextParallel(torch.autograd.Function):
 
 
 class GatherRows(torch.autograd.Function):
-    """Gather [t, ...] of each context-parallel rank to [ranks * t, ...] on all of them; the backward pass reduce-scatters."""
+    """Gather [t, ...] of each rank of a group to [ranks * t, ...] on all of them; the backward pass reduce-scatters."""
 
     @staticmethod
     @override

@@ -27,7 +27,7 @@ from pipeline.models.hugging_face import layout, meta_model, model_config
 from pipeline.models.recorded_layout import copy_pieces, restrict
 from pipeline.train import compiled, lora, tensor_parallel
 from pipeline.train.base import ModelRole
-from pipeline.train.context_parallel import LocalBatch
+from pipeline.train.context_parallel import GatherContextParallel, LocalBatch
 from pipeline.train.fsdp_mesh import Meshes
 from pipeline.train.heads import packed_outputs, packed_values
 from pipeline.train.initial_weights import initial_weights
@@ -51,6 +51,7 @@ class PackedModel(nn.Module):
         self.hf = hf
         self.partial: dict[str, dist.ProcessGroup] = {}  # parameters of which each rank of the group has a partial gradient
         self.shard: VocabularyShard | None = None
+        self.token_group: dist.ProcessGroup | None = None  # ranks that hold other tokens between blocks (sequence parallelism)
         self.function = LINEAR  # of the head
         self.layout: dict[str, list[Piece]] = {}  # for each parameter of `hf`: its pieces of tensors on disk
         self.compiled = False  # whether layers are compiled at the first call
@@ -66,6 +67,8 @@ class PackedModel(nn.Module):
         hidden = self.hf.base_model(
             input_ids=batch.tokens, position_ids=batch.positions, use_cache=False, packing=batch.packing
         ).last_hidden_state[0]
+        if self.token_group is not None:
+            hidden = GatherContextParallel.apply(hidden, self.token_group)
         if self._role.head == "values":
             return packed_values(hidden, self.hf.get_parameter(SCORE), batch)
         head = self.hf.get_output_embeddings()
@@ -112,7 +115,7 @@ def build(
         model.adapters = lora.inject(hf, policy.dtensor_cfg.lora_cfg, model.layout)
     offload = (policy.dtensor_cfg.cpu_offload or role.offload) and device.type != "cpu"
     if meshes is not None and meshes.tensor.size() > 1:
-        _parallelize(model, meshes.tensor, role)
+        _parallelize(model, meshes.tensor, role, policy.dtensor_cfg.sequence_parallel)
     layers = [module for module in hf.modules() if type(module).__name__ in (hf._no_split_modules or ())]
     use_kernels(policy, hf, device)
     sizes = {f"policy.dtensor_cfg.{key}": getattr(policy.dtensor_cfg, key) for key in WHOLE_SEQUENCES}
@@ -143,9 +146,12 @@ def build(
     return model
 
 
-def _parallelize(model: PackedModel, mesh: DeviceMesh, role: ModelRole) -> None:
+def _parallelize(model: PackedModel, mesh: DeviceMesh, role: ModelRole, sequence: bool) -> None:
     """Cut the model over the 1-d mesh of tensor-parallel ranks."""
-    partial = [name for name in tensor_parallel.parallelize(model.hf, mesh) if model.hf.get_parameter(name).requires_grad]
+    model.token_group = mesh.get_group() if sequence else None
+    partial = [
+        name for name in tensor_parallel.parallelize(model.hf, mesh, sequence) if model.hf.get_parameter(name).requires_grad
+    ]
     model.partial = dict.fromkeys(partial, mesh.get_group())
     if role.head == "logprobs":
         model.shard = tensor_parallel.vocabulary_shard(model.hf, mesh)

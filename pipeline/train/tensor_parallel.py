@@ -1,33 +1,50 @@
 """Tensor parallelism: the plan of a Hugging Face model, as torch's DTensor styles.
 
 Supported are column-wise and row-wise linear layers, embedding and head cut by vocabulary, and small parameters inside the cut
-region that stay whole. A value head stays whole too. Activations between blocks are whole on every rank.
+region that stay whole. A value head stays whole too.
 
-Not supported, with an error that names the style: sequence parallelism, experts, packed projections.
+Activations between blocks are whole on every rank or, with sequence parallelism, cut by tokens: a block that has column-wise
+layers gathers its input once, and its row-wise layers reduce-scatter their output. The last hidden states are gathered again.
+
+Not supported, with an error that names the style: experts, packed projections.
 """
 
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import Replicate
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel, parallelize_module
+from torch.distributed.tensor.placement_types import Placement
 from transformers import PreTrainedModel
+from typing_extensions import override
 
 from pipeline.config import Problem, RecipeError
 from pipeline.train.adapters.linear import AdaptedLinear
+from pipeline.train.context_parallel import GatherRows
 from pipeline.train.logprobs import VocabularyShard
 
 KEY = "policy.dtensor_cfg.tensor_parallel_size"
 
 
-def parallelize(hf: PreTrainedModel, mesh: DeviceMesh) -> list[str]:
-    """Cut the parameters of `hf` over the 1-d mesh, in place.
+class _ColumnsOfGathered(ColwiseParallel):
+    """A column-wise layer of a block that gathers its input; the input's gradient stays a partial sum until then."""
 
-    Returns the names of parameters that are whole on every rank but have partial gradients: each rank applies them to its own
-    heads only, so their gradients must be summed over the mesh. Raises RecipeError for a model that cannot be cut.
+    @staticmethod
+    @override
+    def _prepare_input_fn(input_layouts, desired_input_layouts, mod, inputs, device_mesh) -> DTensor:
+        return DTensor.from_local(inputs[0], device_mesh, [Replicate()], run_check=False, grad_placements=[Partial()])
+
+
+def parallelize(hf: PreTrainedModel, mesh: DeviceMesh, sequence: bool = False) -> list[str]:
+    """Cut the parameters of `hf` over the 1-d mesh, in place. sequence: with sequence parallelism.
+
+    Returns the names of parameters that are whole on every rank but have partial gradients, which must be summed over the mesh:
+    each rank applies them to its own heads or tokens only. Raises RecipeError for a model that cannot be cut.
     """
     _check_heads(hf, mesh.size())
     styles: dict[str, ParallelStyle] = {}
@@ -38,14 +55,14 @@ def parallelize(hf: PreTrainedModel, mesh: DeviceMesh) -> list[str]:
             partial += [f"{name}.{parameter}" for parameter, _ in module.named_parameters()]
         elif isinstance(module, AdaptedLinear):
             base = f"{name}.base_layer"
-            styles[base] = _style(base, style, module.base_layer, mesh.size())
+            styles[base] = _style(base, style, module.base_layer, mesh.size(), sequence)
             adapted[name] = module
         else:
-            styles[name] = _style(name, style, module, mesh.size())
+            styles[name] = _style(name, style, module, mesh.size(), sequence)
     embedding, head = hf.get_input_embeddings(), hf.get_output_embeddings()
     tied = head is not None and head.weight is embedding.weight
     _check_vocabulary(len(embedding.get_parameter("weight")), mesh.size())
-    styles[_name(hf, embedding)] = RowwiseParallel(input_layouts=Replicate())
+    styles[_name(hf, embedding)] = RowwiseParallel(input_layouts=Replicate(), output_layouts=_between_blocks(sequence))
     if head is not None:
         styles[_name(hf, head)] = ColwiseParallel(use_local_output=False)  # its forward is not used, only its weight is cut
         if tied:
@@ -55,7 +72,35 @@ def parallelize(hf: PreTrainedModel, mesh: DeviceMesh) -> list[str]:
         partial += [f"{name}.{parameter}" for parameter in module.cut(styles[f"{name}.base_layer"], mesh)]
     if head is not None and tied:
         head.weight = embedding.weight
+    if sequence:
+        blocks = {_block(name) for name, style in styles.items() if isinstance(style, _ColumnsOfGathered)}
+        for block in sorted(blocks):
+            hf.get_submodule(block).register_forward_pre_hook(_gather_input(mesh.get_group()), with_kwargs=True)
+        # Before the column-wise layers of a block gradients are partial sums, and outside of blocks a rank has its own tokens.
+        body = {id(parameter) for parameter in hf.base_model.parameters() if not isinstance(parameter, DTensor)}
+        partial = [name for name, parameter in hf.named_parameters() if id(parameter) in body]
     return partial
+
+
+def _between_blocks(sequence: bool) -> Placement:
+    """Return the placement of hidden states [1, t, H] outside of blocks."""
+    return Shard(1) if sequence else Replicate()
+
+
+def _block(name: str) -> str:
+    """Return the module that contains a layer, adapted or not."""
+    return name.removesuffix(".base_layer").rpartition(".")[0]
+
+
+def _gather_input(group: dist.ProcessGroup) -> Callable[..., tuple[tuple, dict]]:
+    """Return a forward hook that gathers a block's hidden states [1, t / ranks, H] over the tokens."""
+
+    def gather(block: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
+        if args:
+            return (GatherRows.apply(args[0][0], group)[None], *args[1:]), kwargs
+        return args, kwargs | {"hidden_states": GatherRows.apply(kwargs["hidden_states"][0], group)[None]}
+
+    return gather
 
 
 def _name(hf: PreTrainedModel, wanted: nn.Module) -> str:
@@ -91,7 +136,7 @@ def _unsupported(message: str) -> RecipeError:
     return RecipeError(Problem(KEY, "unsupported", message))
 
 
-def _style(name: str, style: str, module: nn.Module, size: int) -> ParallelStyle:
+def _style(name: str, style: str, module: nn.Module, size: int, sequence: bool) -> ParallelStyle:
     vocabulary = isinstance(module, nn.Embedding) or name == "lm_head"
     cut = {"colwise": 0, "rowwise": 1, "embedding_rowwise": 0, "colwise_gather_output": 0}.get(style)
     if cut is None or (style in ("embedding_rowwise", "colwise_gather_output") and not vocabulary):
@@ -101,7 +146,9 @@ def _style(name: str, style: str, module: nn.Module, size: int) -> ParallelStyle
     if not vocabulary and module.weight.shape[cut] % size:
         message = f"got {size}; expected a divisor of dimension {cut} of {name}, which has {module.weight.shape[cut]} entries"
         raise RecipeError(Problem(KEY, "not-divisible", message))
-    return RowwiseParallel() if style == "rowwise" else ColwiseParallel()
+    if style == "rowwise":
+        return RowwiseParallel(output_layouts=_between_blocks(sequence))
+    return _ColumnsOfGathered() if sequence and not vocabulary else ColwiseParallel()
 
 
 def _check_heads(hf: PreTrainedModel, size: int) -> None:

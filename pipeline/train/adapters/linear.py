@@ -83,7 +83,7 @@ class AdaptedLinear(nn.Module):
         """
         if isinstance(style, ColwiseParallel):
             (layout,) = style.input_layouts
-            parallelize_module(self.lora_B, mesh, ColwiseParallel(input_layouts=layout))
+            parallelize_module(self.lora_B, mesh, style)
             if self.lora_magnitude_vector is not None:
                 rows = distribute_tensor(self.lora_magnitude_vector.data, mesh, [Shard(0)])
                 self.lora_magnitude_vector = nn.Parameter(rows)
