@@ -10,6 +10,7 @@
     advice                                 changes for a recipe that does not fit
     calibration, split                     measurements of an earlier run; other divisions of nodes or GPUs
     refit, refit_layouts, refit_time       the schedule of a refit, and its seconds; refit_picture draws it
+    layout_tables, refit_adapters          tables of boxes; the tensors of a refit of adapters
 
 A plan reads only the models' config.json: no weights, no torch. Every figure is an estimate. `recipes/hardware/*.yaml` has the
 shares of peak rates that programs reach. Other assumptions are next to the code that uses them, each with its source.

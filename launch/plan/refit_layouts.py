@@ -16,13 +16,15 @@ weights, and multi-token prediction.
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import numpy as np
 
+from launch.plan.layout_tables import Shape, TableBuilder, joined
+from launch.plan.refit_adapters import adapter_tensors, received
 from pipeline import models
 from pipeline.boxes import Box, chunk, whole
 from pipeline.config import (
@@ -43,7 +45,8 @@ from pipeline.models.base import Parameter
 from pipeline.models.config_json import check_fsdp
 from pipeline.models.sizes import sizes
 from pipeline.models.tensors import Part, Tensor, experts, tensors
-from pipeline.refit.tables import LayoutTable, columns
+from pipeline.refit.tables import LayoutTable
+from pipeline.train.adapters.spec import refits_adapters
 
 _MODEL = "policy.model_name"
 _VOCABULARY = ("embedding.word_embeddings.weight", "output_layer.weight")
@@ -55,10 +58,6 @@ _EVERYWHERE: dict[str, tuple[Part, ...]] = {  # tensors that vLLM's models have 
     "mixtral": ("embedding", "norm", "output"),
     "gemma3_text": ("norm",),
 }
-
-Shape = tuple[int, ...]
-Held = Iterable[tuple[str, Box]]
-"""Pairs of (tensor on disk, box of it)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,14 +72,18 @@ class RankLayouts:
 
 def recipe_layouts(config: Mapping[str, Any], recipe: Recipe) -> RankLayouts:
     """Return the boxes of a recipe's ranks. config: config.json of the policy's model. Raises RecipeError."""
-    return rank_layouts(config, recipe.policy, ranks(recipe.cluster.train), ranks(recipe.cluster.generate))
+    sizes = ranks(recipe.cluster.train), ranks(recipe.cluster.generate)
+    return rank_layouts(config, recipe.policy, *sizes, adapters=refits_adapters(recipe))
 
 
-def rank_layouts(config: Mapping[str, Any], policy: PolicyConfig, train: int, generate: int) -> RankLayouts:
+def rank_layouts(
+    config: Mapping[str, Any], policy: PolicyConfig, train: int, generate: int, adapters: bool = False
+) -> RankLayouts:
     """Return the boxes of all ranks. Raises RecipeError.
 
     config: config.json, used instead of policy.model_name's. train, generate: numbers of ranks. The parallel sizes come from
-    `policy.megatron_cfg` if that is enabled, else `policy.dtensor_cfg`, and from `policy.generation`.
+    `policy.megatron_cfg` if that is enabled, else `policy.dtensor_cfg`, and from `policy.generation`. adapters: of the adapters
+    alone, which every rank of an engine gets whole.
     """
     try:
         of, found = sizes(config), tensors(config)
@@ -88,14 +91,21 @@ def rank_layouts(config: Mapping[str, Any], policy: PolicyConfig, train: int, ge
         raise RecipeError(Problem(_MODEL, "bad-format", f"its config.json has no {error}")) from None
     except ValueError as error:
         raise RecipeError(Problem(_MODEL, "unsupported", str(error))) from None
-    builder = _TableBuilder(found)
+    if adapters:
+        if uses_megatron(policy):
+            message = "got adapter with Megatron-Core, whose adapters are not planned"
+            raise RecipeError(Problem("policy.generation.lora_refit", "unsupported", message))
+        found = adapter_tensors(found, policy.dtensor_cfg.lora_cfg)
+    builder = TableBuilder(found)
     if uses_megatron(policy):
         held = _megatron(of, policy.megatron_cfg, train, builder)
     else:
         check_fsdp(config, policy.dtensor_cfg.tensor_parallel_size)
         held = _fsdp(policy.dtensor_cfg, train, builder)
     size = engine_ranks(policy.generation.vllm_cfg)
-    if policy.generation.backend == "vllm":
+    if adapters:
+        wanted = [builder.table(received(found))] * size
+    elif policy.generation.backend == "vllm":
         wanted = _vllm(of, policy.generation.vllm_cfg, builder)
     else:
         wanted = [builder.table((name, name, whole(shape)) for name, shape in builder.shapes.items())]
@@ -108,38 +118,10 @@ def rank_layouts(config: Mapping[str, Any], policy: PolicyConfig, train: int, ge
     )
 
 
-class _TableBuilder:
-    """Makes tables of boxes from names."""
-
-    def __init__(self, found: list[Tensor]) -> None:
-        self.tensors = found
-        self.shapes = {tensor.name: tensor.shape for tensor in found}
-        self._number = {name: i for i, name in enumerate(self.shapes)}
-        self._dims = max(map(len, self.shapes.values()))
-
-    def columns(self, held: Held) -> list[np.ndarray]:
-        """Return the columns tensor, offset and size."""
-        return columns(list(held), self._number, self._dims)
-
-    def table(self, wanted: Iterable[tuple[str, str, Box]]) -> LayoutTable:
-        """Return the table of a generate rank from (unit, tensor, box)."""
-        wanted = list(wanted)
-        units = {unit: i for i, unit in enumerate(dict.fromkeys(unit for unit, _, _ in wanted))}
-        unit = np.array([units[unit] for unit, _, _ in wanted], np.int32)
-        tensor, offset, size = self.columns((name, box) for _, name, box in wanted)
-        return LayoutTable(tensor, offset, size, unit, list(units))
-
-
-def _joined(*parts: list[np.ndarray]) -> LayoutTable:
-    """Return the table of a train rank."""
-    tensor, offset, size = (np.concatenate(columns) for columns in zip(*parts, strict=True))
-    return LayoutTable(tensor, offset, size, np.full(len(tensor), -1, np.int32))
-
-
 # ---- FSDP2 and tensor parallelism ---------------------------------------------------------------------------------------
 
 
-def _fsdp(dtensor: DTensorConfig, train: int, builder: _TableBuilder) -> list[LayoutTable]:
+def _fsdp(dtensor: DTensorConfig, train: int, builder: TableBuilder) -> list[LayoutTable]:
     """Return the tables of the train ranks.
 
     Ranks are numbered replica, data, context, tensor, the last the fastest, as in `pipeline/train/fsdp_mesh.py`; where experts
@@ -167,7 +149,7 @@ def _fsdp(dtensor: DTensorConfig, train: int, builder: _TableBuilder) -> list[La
         shard, rank = divmod(place, parallel) if parallel > 1 else (place // tensor, 0)
         within = expert - rank * own
         held = ((expert < 0) | ((within >= 0) & (within < max(own, 1)) & (within // each == shard))) & (length[:, 0] > 0)
-        return _joined([number[held], offset[held], length[held]])
+        return joined([number[held], offset[held], length[held]])
 
     tables = [table(place) for place in range(replica)]
     return [tables[rank % replica] for rank in range(train)]
@@ -184,7 +166,7 @@ def _chunk(offset: np.ndarray, size: np.ndarray, rows: np.ndarray, dim: int, par
 # ---- Megatron-Core ------------------------------------------------------------------------------------------------------
 
 
-def _megatron(of: SimpleNamespace, megatron: MegatronConfig, train: int, builder: _TableBuilder) -> list[LayoutTable]:
+def _megatron(of: SimpleNamespace, megatron: MegatronConfig, train: int, builder: TableBuilder) -> list[LayoutTable]:
     """Return the tables of the train ranks.
 
     Ranks are numbered as by megatron.core.parallel_state: tensor, context, data, pipeline, the first the fastest; where experts
@@ -213,11 +195,11 @@ def _megatron(of: SimpleNamespace, megatron: MegatronConfig, train: int, builder
     def table(stage: int, rank: int, spread: int, expert_rank: int) -> LayoutTable:
         if not routed[stage][spread]:
             return dense(stage, rank)
-        return _joined(part(stage, None, rank), part(stage, spread, expert_rank))
+        return joined(part(stage, None, rank), part(stage, spread, expert_rank))
 
     @functools.cache
     def dense(stage: int, rank: int) -> LayoutTable:
-        return _joined(part(stage, None, rank))
+        return joined(part(stage, None, rank))
 
     peers = train // pipeline
     return [table(r // peers, r % tensor, r // expert_tensor % expert, r % expert_tensor) for r in range(train)]
@@ -332,7 +314,7 @@ class _TensorCut(NamedTuple):
     owner: int = -1  # the one rank that has it; -1: all
 
 
-def _vllm(of: SimpleNamespace, vllm: VLLMConfig, builder: _TableBuilder) -> list[LayoutTable]:
+def _vllm(of: SimpleNamespace, vllm: VLLMConfig, builder: TableBuilder) -> list[LayoutTable]:
     """Return the tables of an engine's ranks: rank = pipeline rank * tensor-parallel size + tensor-parallel rank."""
     if of.model_type == "gpt_oss":
         message = "which parts of a 'gpt_oss' model vLLM's ranks have is not described"
@@ -351,7 +333,7 @@ def _vllm(of: SimpleNamespace, vllm: VLLMConfig, builder: _TableBuilder) -> list
     return [table for found in cuts for table in _vllm_tables(found, tensor, builder)]
 
 
-def _vllm_tables(cuts: list[_TensorCut], size: int, builder: _TableBuilder) -> list[LayoutTable]:
+def _vllm_tables(cuts: list[_TensorCut], size: int, builder: TableBuilder) -> list[LayoutTable]:
     """Return the tables of the ranks of one stage."""
     everything = builder.table((cut.unit, cut.name, whole(builder.shapes[cut.name])) for cut in cuts)
     dim, parts, step, owner = (np.array([getattr(cut, name) for cut in cuts]) for name in ("dim", "parts", "step", "owner"))

@@ -33,7 +33,16 @@ def test_one_rank(models):
 @pytest.mark.parametrize(
     "families", [("qwen2", "qwen3_moe"), pytest.param(("qwen3_tied", "qwen3"), marks=pytest.mark.full)], ids=" ".join
 )
-@pytest.mark.parametrize("layout", [Layout(2, 1), Layout(1, 2)], ids=["dp2", "tp2"])
+@pytest.mark.parametrize(
+    "layout",
+    [
+        Layout(2, 1),
+        Layout(1, 2),
+        pytest.param(Layout(1, 1, context=2), marks=pytest.mark.full),
+        pytest.param(Layout(2, 1, replicas=2), marks=pytest.mark.full),
+    ],
+    ids=lambda layout: layout.name,
+)
 def test_two_ranks(models, layout, families):
     families = [family for family in families if family in ranks.families(layout)]
     ranks.run(functools.partial(adapters.some_adapters, families), layout, models)

@@ -1,0 +1,43 @@
+"""Make the tables of boxes of `refit_layouts` from tensors' names."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import numpy as np
+
+from pipeline.boxes import Box
+from pipeline.models.tensors import Tensor
+from pipeline.refit.tables import LayoutTable, columns
+
+Shape = tuple[int, ...]
+Held = Iterable[tuple[str, Box]]
+"""Pairs of (tensor on disk, box of it)."""
+
+
+class TableBuilder:
+    """Makes tables of boxes from names."""
+
+    def __init__(self, found: list[Tensor]) -> None:
+        self.tensors = found
+        self.shapes = {tensor.name: tensor.shape for tensor in found}
+        self._number = {name: i for i, name in enumerate(self.shapes)}
+        self._dims = max(map(len, self.shapes.values()))
+
+    def columns(self, held: Held) -> list[np.ndarray]:
+        """Return the columns tensor, offset and size."""
+        return columns(list(held), self._number, self._dims)
+
+    def table(self, wanted: Iterable[tuple[str, str, Box]]) -> LayoutTable:
+        """Return the table of a generate rank from (unit, tensor, box)."""
+        wanted = list(wanted)
+        units = {unit: i for i, unit in enumerate(dict.fromkeys(unit for unit, _, _ in wanted))}
+        unit = np.array([units[unit] for unit, _, _ in wanted], np.int32)
+        tensor, offset, size = self.columns((name, box) for _, name, box in wanted)
+        return LayoutTable(tensor, offset, size, unit, list(units))
+
+
+def joined(*parts: list[np.ndarray]) -> LayoutTable:
+    """Return the table of a train rank."""
+    tensor, offset, size = (np.concatenate(columns) for columns in zip(*parts, strict=True))
+    return LayoutTable(tensor, offset, size, np.full(len(tensor), -1, np.int32))

@@ -1,0 +1,40 @@
+"""The tensors of a refit that delivers adapters alone (policy.generation.lora_refit=adapter), from the recipe."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+
+from pipeline.boxes import Box, whole
+from pipeline.config import LoRAConfig
+from pipeline.models.tensors import Tensor
+from pipeline.train.adapters.spec import A, AdapterSpec, B
+
+LINEAR = ("attention", "mlp", "shared")  # parts of a model with linear layers; routed experts are bare parameters
+UNIT = "adapters"  # of an engine, which gets every adapter whole
+
+
+def adapter_tensors(found: Iterable[Tensor], config: LoRAConfig) -> list[Tensor]:
+    """Return A and B of each adapted layer, with their tensor-parallel cuts. found: the model's tensors."""
+    spec, tensors = AdapterSpec.of(config), []
+    for tensor in found:
+        layer = tensor.name.removesuffix(".weight")
+        if tensor.part not in LINEAR or len(tensor.shape) != 2 or not _adapted(layer, config):
+            continue
+        shapes = spec.shapes(layer, *tensor.shape)
+        for name, split in ((layer + A, "columns"), (layer + B, "rows")):
+            cut = split if tensor.split == split else "none"
+            tensors.append(Tensor(name, shapes[name], tensor.part, cut, tensor.layer))
+    return tensors
+
+
+def _adapted(layer: str, config: LoRAConfig) -> bool:
+    def among(names: Iterable[str]) -> bool:
+        return any(layer == name or layer.endswith(f".{name}") for name in names)
+
+    return (config.match_all_linear or among(config.target_modules)) and not among(config.exclude_modules)
+
+
+def received(tensors: Iterable[Tensor]) -> Iterator[tuple[str, str, Box]]:
+    """Yield (unit, tensor, box) of a rank of an engine."""
+    for tensor in tensors:
+        yield UNIT, tensor.name, whole(tensor.shape)
