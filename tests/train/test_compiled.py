@@ -48,8 +48,9 @@ def test_the_reference(models, fresh):
 
 
 @pytest.mark.full
-def test_two_ranks(models):
-    ranks.run(compiled.check_two_ranks, Layout(2, 1), models)
+@pytest.mark.parametrize("layout", [Layout(2, 1), Layout(1, 1, context=2)], ids=["dp2", "cp2"])
+def test_two_ranks(models, layout):
+    ranks.run(compiled.check_two_ranks, layout, models)
 
 
 @pytest.mark.full
