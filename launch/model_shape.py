@@ -13,7 +13,8 @@ from types import SimpleNamespace
 from typing import Any
 
 from pipeline.config import Problem, RecipeError
-from pipeline.models import sizes
+from pipeline.models import nemotron_h, sizes
+from pipeline.models.mixers import StateSpace
 from pipeline.models.tensors import Tensor, experts, tensors
 
 
@@ -27,7 +28,9 @@ class ModelShape:
 
     family: str  # model_type
     layers: int
-    dense_layers: int  # layers with an MLP
+    kinds: tuple[str, ...]  # of each layer, as `pipeline.models.sizes.layer_kinds` returns them
+    attention_layers: int  # layers with attention, not a state space
+    dense_layers: int  # layers without experts: with an MLP, but for hybrid models' other layers
     sparse_layers: int  # layers with a mixture of experts
     hidden: int
     vocabulary: int
@@ -37,9 +40,12 @@ class ModelShape:
     value_dim: int  # size of a value
     kv_width: int  # values that generation caches per token and layer
     dense_width: int  # intermediate size of the layers with an MLP; 0 if there are none
+    mlp_layers: int  # layers with an MLP
     experts: int  # routed experts of each sparse layer; 0 if there are none
     experts_per_token: int
     expert_width: int
+    expert_input: int  # size of the input of routed experts: hidden, or a latent
+    gated: bool  # whether MLPs and experts have a gate: three matrices, otherwise two
     shared_width: int  # sum over the experts that every token passes
     tied: bool  # whether the output layer is the embedding
     # Parameters of the whole model, by part
@@ -51,9 +57,11 @@ class ModelShape:
     output: int  # the output layer, part of `embedding`; 0 if tied
     # Parameters of one layer
     largest_layer: int  # the whole largest layer
-    attention_layer: int
-    mlp_layer: int  # the MLP of a dense layer; 0 if there are none
+    attention_layer: int  # of a hybrid model: attention and state spaces, the mean over all layers
+    norms_layer: int  # of a hybrid model: the mean over all layers
+    mlp_layer: int  # the MLP of a dense layer; 0 if there are none; of a hybrid model: the mean over layers without experts
     sparse_layer: int  # the mixture of a sparse layer, with router and shared experts; 0 if there are none
+    state: StateSpace | None  # the state-space mixers, if there are any
 
     @property
     def parameters(self) -> int:
@@ -75,9 +83,14 @@ class ModelShape:
         return self.family == "deepseek_v3"
 
     @property
-    def norms_layer(self) -> int:
-        """Number of parameters of one layer's norms."""
-        return self.largest_layer - self.attention_layer - max(self.sparse_layer, self.mlp_layer)
+    def mean_width(self) -> float:
+        """Intermediate size of MLPs, the mean over layers without experts."""
+        return self.dense_width * self.mlp_layers / max(1, self.dense_layers)
+
+    @property
+    def state_layers(self) -> int:
+        """Number of layers with a state space."""
+        return self.kinds.count("linear_attention")
 
     @property
     def routed_layer(self) -> int:
@@ -87,11 +100,11 @@ class ModelShape:
     @property
     def shared_layer(self) -> int:
         """Number of parameters of one sparse layer's shared experts."""
-        return 3 * self.hidden * self.shared_width
+        return (3 if self.gated else 2) * self.hidden * self.shared_width
 
     @property
     def router_layer(self) -> int:
-        """Number of parameters of one sparse layer's router."""
+        """Number of parameters of one sparse layer's router, and of the projections to the latent of its experts."""
         return self.sparse_layer - self.shared_layer - self.routed_layer
 
     @classmethod
@@ -110,16 +123,21 @@ class ModelShape:
 
 
 def _shape(of: SimpleNamespace, found: list[Tensor]) -> ModelShape:
-    sparse = sizes.sparse_layers(of)
-    mixtures, parts = sum(sparse), _parts(found)
-    first = {kind: _parts([t for t in found if t.layer == sparse.index(kind)]) for kind in set(sparse)}
-    dense_layer, sparse_layer = first.get(False, Counter()), first.get(True, Counter())
-    latent = of.model_type == "deepseek_v3"
+    kinds = sizes.layer_kinds(of)
+    parts = _parts(found)
+    first = {kind: _parts([t for t in found if t.layer == kinds.index(kind)]) for kind in dict.fromkeys(kinds)}
+    mlps = sum(first[kind]["mlp"] > 0 for kind in kinds)
+    mixtures = sum(first[kind]["routed"] > 0 for kind in kinds)
+    sparse_layer = next((layer for layer in first.values() if layer["routed"]), Counter())
+    latent, hybrid = of.model_type == "deepseek_v3", of.model_type == "nemotron_h"
     expert_width = getattr(of, "moe_intermediate_size", of.intermediate_size) if mixtures else 0
+    own = next(iter(first.values()))
     return ModelShape(
         family=of.model_type,
         layers=of.num_hidden_layers,
-        dense_layers=of.num_hidden_layers - mixtures,
+        kinds=tuple(kinds),
+        attention_layers=kinds.count("full_attention") if hybrid else of.num_hidden_layers,
+        dense_layers=len(kinds) - mixtures,
         sparse_layers=mixtures,
         hidden=of.hidden_size,
         vocabulary=of.vocab_size,
@@ -128,11 +146,14 @@ def _shape(of: SimpleNamespace, found: list[Tensor]) -> ModelShape:
         head_dim=of.qk_nope_head_dim + of.qk_rope_head_dim if latent else of.head_dim,
         value_dim=of.v_head_dim if latent else of.head_dim,
         kv_width=of.kv_lora_rank + of.qk_rope_head_dim if latent else 2 * of.num_key_value_heads * of.head_dim,
-        dense_width=0 if all(sparse) else of.intermediate_size,
+        dense_width=of.intermediate_size if mlps else 0,
+        mlp_layers=mlps,
         experts=experts(of) if mixtures else 0,
         experts_per_token=of.num_experts_per_tok if mixtures else 0,
         expert_width=expert_width,
-        shared_width=expert_width * (getattr(of, "n_shared_experts", None) or 0),
+        expert_input=(hybrid and of.moe_latent_size) or of.hidden_size,
+        gated=not hybrid,
+        shared_width=_shared_width(of, expert_width) if mixtures else 0,
         tied=of.tie_word_embeddings,
         embedding=parts["embedding"] + parts["output"],
         attention=parts["attention"],
@@ -141,10 +162,18 @@ def _shape(of: SimpleNamespace, found: list[Tensor]) -> ModelShape:
         other=parts["norm"] + parts["router"],
         output=parts["output"],
         largest_layer=max(layer.total() for layer in first.values()),
-        attention_layer=next(iter(first.values()))["attention"],
-        mlp_layer=dense_layer["mlp"],
+        attention_layer=round(parts["attention"] / of.num_hidden_layers) if hybrid else own["attention"],
+        norms_layer=of.hidden_size if hybrid else own["norm"],
+        mlp_layer=round(parts["mlp"] / max(1, len(kinds) - mixtures)),
         sparse_layer=sum(sparse_layer[part] for part in ("shared", "routed", "router")),
+        state=nemotron_h.state_space(of) if "linear_attention" in kinds else None,
     )
+
+
+def _shared_width(of: SimpleNamespace, expert_width: int) -> int:
+    if of.model_type == "nemotron_h":
+        return of.moe_shared_expert_intermediate_size
+    return expert_width * (getattr(of, "n_shared_experts", None) or 0)
 
 
 def _parts(found: list[Tensor]) -> Counter[str]:

@@ -34,6 +34,12 @@ width. c is the bytes of an element (2 or 4).
     backward pass     `head_activations`  several chunks: softmax and gradient of the previous chunk, and the new logits before
                                         and after their cast, 12 n v; and the gradient of the head's weight in float32
 
+  State spaces (Mamba-2), with f = 4 bytes
+    projection, convolution  c (p + 2 u)   p: rows of the joint projection; u: channels of the convolution
+    gated norm          f (4 w) + 2 c w    w: width of all heads; gate and output in float32
+    scan without kernels f (3 w + 3 q m)   q: tokens of a chunk, m: heads; the decays between its tokens
+  A hybrid model's layers are the mean of its mixers and of its MLPs, so that the sum over all layers is right.
+
 Flash attention kernels, on a GPU and on the CPU, save no probabilities. On the CPU, and on a GPU in float32 or with unequal
 head widths, attention runs once per group of sequences of equal length. A copy joins the outputs: c o more.
 
@@ -89,6 +95,17 @@ def latent_projections(shape: ModelShape) -> int:
     return shape.hidden * (latent + ROTARY) if latent else 0
 
 
+def state_space(shape: ModelShape, microbatch: RankMicrobatch) -> float:
+    """Return the bytes per token that a state space saves."""
+    if shape.state is None:
+        return 0.0
+    of, c = shape.state, microbatch.size
+    saved = c * (sum(of.projected) + 2 * sum(of.convolved)) + 16 * of.width + 2 * c * of.width
+    if not microbatch.cuda:
+        saved += 12 * (of.width + of.chunk * of.heads)
+    return saved / microbatch.tensor
+
+
 @dataclass(frozen=True, slots=True)
 class Widths:
     """Widths of a layer: elements per token after tensor parallelism."""
@@ -137,7 +154,7 @@ def hugging_face_layer(shape: ModelShape, sparse: bool, microbatch: RankMicrobat
         backward = c * (3 * copies + 1) * w.hidden
         forward = max(forward, c * (2 * hidden + gathered + copies * (3 * w.hidden + 4 * width)))
     else:
-        width = shape.dense_width / microbatch.tensor
+        width = shape.mean_width / microbatch.tensor
         saved += 4 * c * width
         backward = c * (2 * width + w.hidden)
         forward = max(forward, c * (2 * hidden + gathered + 3 * width))
@@ -157,7 +174,7 @@ def selective_bytes(shape: ModelShape, sparse: bool, microbatch: RankMicrobatch)
         width, shared = shape.expert_width / microbatch.expert_tensor, shape.shared_width
         kept += c * (copies * (2 * width + w.hidden) + (2 * shared / microbatch.tensor + w.hidden if shared else 0))
     else:
-        kept += c * (2 * shape.dense_width / microbatch.tensor + w.hidden)
+        kept += c * (2 * shape.mean_width / microbatch.tensor + w.hidden)
     return microbatch.tokens * kept
 
 
@@ -167,26 +184,28 @@ def megatron_layer(shape: ModelShape, sparse: bool, microbatch: RankMicrobatch) 
     hidden = w.hidden / microbatch.sequence
     count, of_heads, latent = norms(shape)
     norm = 2 * c if fused else 8 + c
-    saved = count * (norm * hidden + 4 / microbatch.sequence) + c * (2 * w.query + 3 * w.key + w.output) + 4 * w.heads
+    attention = c * (2 * w.query + 3 * w.key + w.output) + 4 * w.heads
     if not fused:
-        saved += c * (w.output + 4 * shape.head_dim)
+        attention += c * (w.output + 4 * shape.head_dim)
     if of_heads and fused:
-        saved += c * w.query  # a contiguous copy of the queries
+        attention += c * w.query  # a contiguous copy of the queries
     elif of_heads:
-        saved += 8 * (w.query + w.key) - (4 * w.key if c == 4 else 0)
+        attention += 8 * (w.query + w.key) - (4 * w.key if c == 4 else 0)
     if latent:
-        saved += norm * latent + c * (w.value - w.key)
+        attention += norm * latent + c * (w.value - w.key)
+    mixers = (shape.attention_layers * attention + shape.state_layers * state_space(shape, microbatch)) / shape.layers
+    saved = count * (norm * hidden + 4 / microbatch.sequence) + mixers
     if sparse:
         copies, shared = shape.experts_per_token, shape.shared_width / microbatch.tensor
         of_rank = copies * microbatch.expert_tensor / microbatch.sequence
         width = shape.expert_width / microbatch.expert_tensor
-        saved += of_rank * c * (w.hidden + (4 if fused else 6) * width) + (3 if fused else 5) * c * shared
+        saved += of_rank * c * (shape.expert_input + (4 if fused else 6) * width) + (3 if fused else 5) * c * shared
         backward = c * (2 * of_rank + 1) * w.hidden
         if not fused:  # one expert at a time; three products by its float64 weights are in float64 too
             backward += 3 * 8 * of_rank * width / microbatch.experts
-        forward = c * (2 * hidden + of_rank * (2 * w.hidden + 4 * width))
+        forward = c * (2 * hidden + of_rank * (2 * shape.expert_input + 4 * width))
     else:
-        width = shape.dense_width / microbatch.tensor
+        width = shape.mean_width / microbatch.tensor
         saved += (3 if fused else 5) * c * width
         backward = c * (2 * width + hidden)
         forward = c * (2 * hidden + 4 * width)

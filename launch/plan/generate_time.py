@@ -74,7 +74,7 @@ class Engine:
         """
         shape = self.shape
         heads = 1 if shape.latent else min(self.tensor, shape.kv_heads)
-        return shape.kv_width * shape.layers * self.itemsize / heads / (self.ranks // self.tensor)
+        return shape.kv_width * shape.attention_layers * self.itemsize / heads / (self.ranks // self.tensor)
 
     def parts(self, batch: float, context: float) -> dict[str, float]:
         """Return the seconds, by part, of a step of `batch` sequences with `context` tokens each."""
@@ -93,7 +93,9 @@ class Engine:
         near = self.tensor <= self.links.island
         latency = self.gpu.assumed.all_reduce_us if near else self.gpu.assumed.all_reduce_us + 2 * self.latency_us
         moved = 2 * self.links.ring_seconds(self.tensor, batch * self.shape.hidden * self.itemsize)
-        return 2 * self.shape.layers * (latency / 1e6 + moved)
+        shape = self.shape
+        reduces = shape.attention_layers + shape.state_layers + shape.mlp_layers + shape.sparse_layers
+        return reduces * (latency / 1e6 + moved)
 
 
 def sampled(recipe: Recipe) -> tuple[int, int]:

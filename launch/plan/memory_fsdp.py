@@ -91,8 +91,8 @@ class FSDPMemory:
         shape, lora = self.model.shape, self.model.policy.dtensor_cfg.lora_cfg
         query, key = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
         attention = 2 * (shape.hidden + query) + 2 * (shape.hidden + key)
-        mlp = 3 * (shape.hidden + shape.dense_width) if shape.dense_layers else 0
-        return lora.dim * (shape.layers * attention + shape.dense_layers * mlp) / self.layout.shard
+        mlp = 3 * (shape.hidden + shape.dense_width) if shape.mlp_layers else 0
+        return lora.dim * (shape.attention_layers * attention + shape.mlp_layers * mlp) / self.layout.shard
 
     @property
     def _counts(self) -> dict[bool, int]:

@@ -58,7 +58,8 @@ class EngineRank:
     @property
     def cached(self) -> int:
         """Return the elements of KV cache for each token."""
-        return self.layers * (self.shape.kv_width if self.shape.latent else 2 * self.kv_heads * self.shape.head_dim)
+        layers = -(-self.shape.attention_layers // self.stages)
+        return layers * (self.shape.kv_width if self.shape.latent else 2 * self.kv_heads * self.shape.head_dim)
 
     @property
     def rows(self) -> int:
@@ -177,7 +178,7 @@ def _batched_tokens(memory: float) -> int:
 
 def _cpu_cache(rank: EngineRank, longest: int, sequences: int) -> float:
     """Return the bytes of KV cache for all layers, as `_cpu_cache_bytes` of pipeline/generate/vllm.py computes them."""
-    block_bytes = BLOCK[False] * 2 * rank.shape.layers * rank.kv_heads * rank.shape.head_dim * rank.size
+    block_bytes = BLOCK[False] * 2 * rank.shape.attention_layers * rank.kv_heads * rank.shape.head_dim * rank.size
     blocks = -(-longest // BLOCK[False])
     return max(min((sequences * blocks + 1) * block_bytes, CPU_CACHE_BYTES), (blocks + 1) * block_bytes)
 
@@ -208,7 +209,7 @@ def _transformers(recipe: Recipe, shape: ModelShape, size: int, cuda: bool) -> G
     tokens = generation.max_num_seqs * columns
     parts = {
         "weights": size * shape.parameters,
-        "KV cache": tokens * size * shape.layers * shape.kv_heads * (shape.head_dim + shape.value_dim),
+        "KV cache": tokens * size * shape.attention_layers * shape.kv_heads * (shape.head_dim + shape.value_dim),
         "buffers": _staging(recipe, EngineRank(shape, size, 1, 1, False)),
         "runtime": RUNTIME if cuda else 0.0,
     }

@@ -113,7 +113,8 @@ class MegatronMemory:
         if not self.model.trained:
             return {} if self._offloads else {"weights": self.weights}
         dense, experts = self.dense_parameters, self.expert_parameters
-        dense -= self.stage.sparse * self.model.shape.router_layer if settings.freeze_moe_router else 0.0
+        router = self.model.shape.hidden * self.model.shape.experts
+        dense -= self.stage.sparse * router if settings.freeze_moe_router else 0.0
         share = dense / (self.layout.data * self.layout.context) + experts / self.layout.expert_data
         in_float32 = settings.distributed_data_parallel_config.grad_reduce_in_fp32
         return {

@@ -228,12 +228,25 @@ def _megatron_boxes(
             _divided(name, groups, size)
         yield from _query_group_boxes(sources, groups, rank, _divided(name, sum(box.size[0] for _, box in sources), size))
     else:
+        if isinstance(parameter.split, tuple) and size > 1:
+            ((source, box),) = sources
+            yield from ((source, part) for part in _part_boxes(name, box, parameter.split, rank, size))
+            return
         cut = size > 1 and parameter.split != "none" and not name.endswith(_WHOLE)
         dim = 1 if parameter.split == "columns" else 0
         for source, box in sources:
             if cut:
                 _divided(name, box.size[dim], size)
             yield source, chunk(box, dim, size, rank) if cut else box
+
+
+def _part_boxes(name: str, box: Box, parts: tuple[int, ...], rank: int, size: int) -> Iterator[Box]:
+    """Yield a rank's boxes of a parameter whose parts, with these numbers of rows, are cut each by rows."""
+    start = 0
+    for rows in parts:
+        each = _divided(name, rows, size)
+        yield Box((start + rank * each, *box.offset[1:]), (each, *box.size[1:]))
+        start += rows
 
 
 def _query_group_boxes(sources: list[tuple[str, Box]], groups: int, rank: int, rows: int) -> Iterator[tuple[str, Box]]:
@@ -316,8 +329,8 @@ class _TensorCut(NamedTuple):
 
 def _vllm(of: SimpleNamespace, vllm: VLLMConfig, builder: TableBuilder) -> list[LayoutTable]:
     """Return the tables of an engine's ranks: rank = pipeline rank * tensor-parallel size + tensor-parallel rank."""
-    if of.model_type == "gpt_oss":
-        message = "which parts of a 'gpt_oss' model vLLM's ranks have is not described"
+    if of.model_type in ("gpt_oss", "nemotron_h"):
+        message = f"which parts of a '{of.model_type}' model vLLM's ranks have is not described"
         raise RecipeError(Problem(_MODEL, "unsupported", message))
     tensor, pipeline = vllm.tensor_parallel_size, vllm.pipeline_parallel_size
     layers, rest = divmod(of.num_hidden_layers, pipeline)

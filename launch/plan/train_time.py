@@ -155,13 +155,13 @@ def _waited_for(job: Job, count: float, passes: int) -> dict[str, float]:
         sparse = 2.0 if layout.expert_tensor > 1 else 1.0
         if layout.expert > 1 and not layout.sequence and not uses_megatron(job.policy):
             sparse += 0.5  # the outputs of experts, whose tokens are split, are gathered
-        reduces = 2 * shape.dense_layers + sparse * shape.sparse_layers
+        reduces = shape.attention_layers + shape.state_layers + shape.mlp_layers + (sparse - 1) * shape.sparse_layers
         parts["tensor parallelism"] = passes * stage * reduces * 2 * links.ring_seconds(layout.tensor, hidden)
     if layout.context > 1:
         keys = shape.heads if shape.latent else shape.kv_heads
         numbers = keys * (shape.head_dim + shape.value_dim) / layout.tensor
         gathered = links.ring_seconds(layout.context, tokens * numbers * job.itemsize, layout.tensor)
-        parts["context parallelism"] = passes * stage * shape.layers * gathered
+        parts["context parallelism"] = passes * stage * shape.attention_layers * gathered
     if layout.expert > 1:
         split = layout.sequence or not uses_megatron(job.policy)  # over tensor-parallel ranks
         sent = hidden / (layout.tensor if split else 1) * shape.experts_per_token

@@ -234,7 +234,19 @@ def _check_megatron(key: str, policy: PolicyConfig, model: dict[str, Any]) -> It
         yield from _indivisible(
             f"{MEGATRON}.tensor_model_parallel_size", size, width, f"the intermediate size of the model's {name},"
         )
+    yield from _check_state(policy, shape)
     yield from _check_experts(policy, shape, family)
+
+
+def _check_state(policy: PolicyConfig, shape: ModelShape) -> Iterator[Problem]:
+    """Check that the layout supports state-space layers: whole sequences, and whole groups of heads."""
+    if shape.state is None:
+        return
+    key, size = f"{MEGATRON}.context_parallel_size", policy.megatron_cfg.context_parallel_size
+    if size > 1:
+        yield Problem(key, "unsupported", f"got {size}; expected 1, since state-space layers need whole sequences")
+    key, size = f"{MEGATRON}.tensor_model_parallel_size", policy.megatron_cfg.tensor_model_parallel_size
+    yield from _indivisible(key, size, shape.state.groups, "the number of groups of the model's state spaces,")
 
 
 def _check_positions(key: str, model: dict[str, Any], family: str) -> Iterator[Problem]:
@@ -267,7 +279,7 @@ def _check_stages(policy: PolicyConfig, shape: ModelShape) -> Iterator[Problem]:
 
 def _check_experts(policy: PolicyConfig, shape: ModelShape, family: str) -> Iterator[Problem]:
     m = policy.megatron_cfg
-    if m.moe_router_bias_update_rate and family != "deepseek_v3":
+    if m.moe_router_bias_update_rate and family not in ("deepseek_v3", "nemotron_h"):
         what = f"got {m.moe_router_bias_update_rate}; expected 0, since {family} models have no such bias"
         yield Problem(f"{MEGATRON}.moe_router_bias_update_rate", "has-no-effect", what)
     if not shape.experts:

@@ -12,7 +12,7 @@ from pydantic_core import CoreSchema
 
 from pipeline.values import Bool, Float, Int, NotNegative, Positive, Text, Variables, interpolation
 
-MEGATRON_MODEL_TYPES = ("llama", "qwen2", "qwen3", "qwen3_moe", "mixtral", "deepseek_v3")  # pipeline/models/
+MEGATRON_MODEL_TYPES = ("llama", "qwen2", "qwen3", "qwen3_moe", "mixtral", "deepseek_v3", "nemotron_h")  # pipeline/models/
 IGNORED = "Has no effect: "
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from types import ModuleType
 from typing import Any
 
-from pipeline.models import deepseek, llama, moe
+from pipeline.models import deepseek, llama, moe, nemotron_h
 from pipeline.models.base import Features, unsupported_model
 
 FAMILIES: dict[str, ModuleType] = {
@@ -19,6 +19,7 @@ FAMILIES: dict[str, ModuleType] = {
     "qwen3_moe": moe,
     "mixtral": moe,
     "deepseek_v3": deepseek,
+    "nemotron_h": nemotron_h,
 }
 """`model_type` of a config.json -> the module that describes it."""
 

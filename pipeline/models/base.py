@@ -26,14 +26,16 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
+from pipeline.models.mixers import Layer
 from pipeline.problems import Problem, RecipeError
 
 if TYPE_CHECKING:
     import torch
 
-Split = Literal["none", "rows", "columns", "halves"]
+Split = Literal["none", "rows", "columns", "halves"] | tuple[int, ...]
 """The tensor-parallel split of a whole parameter [out, in] or [out]: none; by rows; by columns; by the rows of each of its two
-halves (gate and up projections of a gated MLP). A vocabulary is padded and then cut by rows."""
+halves (gate and up projections of a gated MLP); a tuple: by the rows of each of its parts, which have these numbers of rows. A
+vocabulary is padded and then cut by rows."""
 
 
 VALUE_HEAD = "value_head.weight"
@@ -71,6 +73,8 @@ class Features:
     embedding_scale: float | None = None  # factor of the embeddings, rounded to the precision of the weights
     score_softcap: float | None = None  # attention scores s become softcap * tanh(s / softcap)
     layer_rotary: tuple[str, ...] | None = None  # of each layer, its key in rope_parameters, where layers have their own RoPE
+    rotary: bool = True  # whether there is RoPE
+    layers: tuple[Layer, ...] | None = None  # of a hybrid model; None: every layer has attention and an MLP or experts
 
 
 def unsupported_model(message: str) -> RecipeError:

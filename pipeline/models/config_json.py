@@ -39,6 +39,19 @@ _DEFAULTS: dict[str, dict[str, Any]] = {
         "rope_theta": 1e6,
         "rope_local_base_freq": 1e4,
     },
+    "nemotron_h": {
+        "use_bias": False,
+        "mlp_bias": False,
+        "use_conv_bias": True,
+        "attention_bias": False,
+        "mlp_hidden_act": "relu2",
+        "mamba_hidden_act": "silu",
+        "sliding_window": None,
+        "routed_scaling_factor": 1.0,
+        "n_group": 1,
+        "topk_group": 1,
+        "norm_topk_prob": True,
+    },
     "gpt_oss": {
         "sliding_window": 128,
         "layer_types": None,
@@ -66,6 +79,10 @@ PACKED_LAYERS = {
 def parse_config(config: Mapping[str, Any]) -> SimpleNamespace:
     """Return the sizes of a model and its attention, RoPE and routing parameters. Raises as `sizes` does."""
     of = sizes(config)
+    positions = config.get("max_position_embeddings")
+    if of.model_type == "nemotron_h":  # no RoPE
+        found = {name: config.get(name, default) for name, default in _DEFAULTS["nemotron_h"].items()}
+        return SimpleNamespace(**vars(of), **found, layer_types=of.layers_block_type, max_position_embeddings=positions)
     found = {"rms_norm_eps": 1e-6, "rope_theta": 1e4, "rope_scaling": None, **_DEFAULTS[of.model_type]}
     if of.model_type != "gemma3_text":
         found["hidden_act"] = "silu"
@@ -76,7 +93,7 @@ def parse_config(config: Mapping[str, Any]) -> SimpleNamespace:
         found["layer_types"] = found["layer_types"] or _layer_types(of, found, config)
     theta, scaling, local = (found.pop(name, None) for name in ("rope_theta", "rope_scaling", "rope_local_base_freq"))
     found["rope_parameters"] = config.get("rope_parameters") or _rope(theta, scaling, local)
-    return SimpleNamespace(**vars(of), **found, max_position_embeddings=config.get("max_position_embeddings"))
+    return SimpleNamespace(**vars(of), **found, max_position_embeddings=positions)
 
 
 def _layer_types(of: SimpleNamespace, found: Mapping[str, Any], config: Mapping[str, Any]) -> list[str]:

@@ -107,6 +107,8 @@ def cut(tensor: torch.Tensor, split: Split, rank: int, size: int) -> torch.Tenso
         return tensor
     if split == "halves":
         return torch.cat([cut(half, "rows", rank, size) for half in _parts(tensor, 0, 2, split)])
+    if isinstance(split, tuple):
+        return torch.cat([cut(part, "rows", rank, size) for part in tensor.split(split)])
     return _parts(tensor, 0 if split == "rows" else 1, size, split)[rank]
 
 

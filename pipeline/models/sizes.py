@@ -19,6 +19,7 @@ _REQUIRED_BY_FAMILY: dict[str, tuple[str, ...]] = {
     "mixtral": ("num_local_experts",),
     "deepseek_v3": (*_LATENT, "moe_intermediate_size", "n_routed_experts", "first_k_dense_replace"),
     "gpt_oss": ("num_local_experts",),
+    "nemotron_h": ("layers_block_type",),
 }
 
 _EITHER_NAME = {"num_local_experts": "num_experts", "n_routed_experts": "num_local_experts"}
@@ -51,6 +52,25 @@ _DEFAULTS: dict[str, dict[str, Any]] = {
         "attention_bias": False,
         "tie_word_embeddings": True,
     },
+    "nemotron_h": {
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "head_dim": 128,
+        "intermediate_size": 21504,
+        "ssm_state_size": 128,
+        "mamba_num_heads": 128,
+        "mamba_head_dim": 64,
+        "n_groups": 8,
+        "conv_kernel": 4,
+        "chunk_size": 128,
+        "n_routed_experts": 8,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 7688,
+        "moe_shared_expert_intermediate_size": 7688,
+        "moe_latent_size": None,
+        "time_step_min": 0.001,  # these two are no sizes, but of the mixers
+        "layer_norm_epsilon": 1e-5,
+    },
     "gpt_oss": {"num_key_value_heads": 8, "head_dim": 64, "attention_bias": True, "num_experts_per_tok": 4},
 }
 """The defaults of transformers' configuration classes, for keys that released config.json files leave out."""
@@ -70,6 +90,7 @@ def sizes(config: Mapping[str, Any]) -> SimpleNamespace:
     family = ALIASES.get(config.get("model_type", ""), config.get("model_type"))
     if family not in _DEFAULTS:
         raise ValueError(f"the tensors of '{family}' models are not described; expected one of {', '.join(MODEL_TYPES)}")
+    config = {**config, **_pattern(config)} if family == "nemotron_h" else config
     found = {"model_type": family, "tie_word_embeddings": False, "head_dim": None, **_DEFAULTS[family]}
     found |= {name: config[name] for name in found if name in config and name != "model_type"}
     for name in (*_REQUIRED, *_REQUIRED_BY_FAMILY.get(family, ())):
@@ -88,6 +109,14 @@ def sizes(config: Mapping[str, Any]) -> SimpleNamespace:
     return SimpleNamespace(**found)
 
 
+def _pattern(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the layers of a hybrid model under the names of transformers' newest version."""
+    names = {"M": "linear_attention", "E": "moe", "*": "full_attention", "-": "mlp"}
+    given = config.get("layers_block_type") or config.get("layer_types") or config["hybrid_override_pattern"]
+    layers = [names.get(kind, kind) for kind in given]
+    return {"layers_block_type": layers, "num_hidden_layers": len(layers)}
+
+
 def sparse_layers(config: Any) -> list[bool]:
     """Return for each layer whether it has experts. config: the result of `sizes`, or transformers' configuration."""
     layers = range(config.num_hidden_layers)
@@ -97,6 +126,18 @@ def sparse_layers(config: Any) -> list[bool]:
         case "qwen3_moe":
             step, dense = config.decoder_sparse_step, config.mlp_only_layers
             return [i not in dense and (i + 1) % step == 0 and config.num_local_experts > 0 for i in layers]
+        case "nemotron_h":
+            return [kind == "moe" for kind in config.layers_block_type]
         case "deepseek_v3":
             return [i >= config.first_k_dense_replace for i in layers]
     return [False for _ in layers]
+
+
+def layer_kinds(config: Any) -> list[str]:
+    """Return for each layer its kind; layers of one kind have the same tensors. config: as of `sparse_layers`.
+
+    dense, sparse: attention and an MLP, or experts; other kinds: of a hybrid model, as transformers names them.
+    """
+    if config.model_type == "nemotron_h":
+        return list(config.layers_block_type)
+    return ["sparse" if sparse else "dense" for sparse in sparse_layers(config)]

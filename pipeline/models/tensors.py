@@ -16,10 +16,11 @@ from types import SimpleNamespace
 from typing import Any, Literal, NamedTuple
 
 from pipeline.models.base import Split
-from pipeline.models.sizes import sizes, sparse_layers
+from pipeline.models.sizes import layer_kinds, sizes
 
 Part = Literal["embedding", "output", "attention", "mlp", "shared", "routed", "router", "norm", "buffer"]
-"""The part of the model to which a tensor belongs. shared: experts that process every token; routed: experts that a router
+"""The part of the model to which a tensor belongs. attention: also mixers in its place; router: also projections to the latent
+of experts; shared: experts that process every token; routed: experts that a router
 selects; norm: norms of layers and inside attention; buffer: saved, but not a parameter (the bias of DeepSeek's router)."""
 
 
@@ -46,19 +47,25 @@ def tensors(config: Mapping[str, Any]) -> list[Tensor]:
     """
     of = sizes(config)
     vocabulary = (of.vocab_size, of.hidden_size)
-    sparse = sparse_layers(of)
-    blocks = {kind: list(_layer(of, kind)) for kind in set(sparse)}
-    found = [Tensor("model.embed_tokens.weight", vocabulary, "embedding", "rows")]
-    for i, kind in enumerate(sparse):
-        found += [Tensor(f"model.layers.{i}.{t.name}", t.shape, t.part, t.split, i, t.expert) for t in blocks[kind]]
-    found.append(Tensor("model.norm.weight", (of.hidden_size,), "norm"))
+    kinds = layer_kinds(of)
+    blocks = {kind: list(_layer(of, kind)) for kind in set(kinds)}
+    hybrid = of.model_type == "nemotron_h"
+    model, embedding, norm = ("backbone", "embeddings", "norm_f") if hybrid else ("model", "embed_tokens", "norm")
+    found = [Tensor(f"{model}.{embedding}.weight", vocabulary, "embedding", "rows")]
+    for i, kind in enumerate(kinds):
+        found += [Tensor(f"{model}.layers.{i}.{t.name}", t.shape, t.part, t.split, i, t.expert) for t in blocks[kind]]
+    found.append(Tensor(f"{model}.{norm}.weight", (of.hidden_size,), "norm"))
     return found if of.tie_word_embeddings else [*found, Tensor("lm_head.weight", vocabulary, "output", "rows")]
 
 
 # ---- a layer; names are within it ---------------------------------------------------------------------------------------
 
 
-def _layer(of: SimpleNamespace, sparse: bool) -> Iterator[Tensor]:
+def _layer(of: SimpleNamespace, kind: str) -> Iterator[Tensor]:
+    if of.model_type == "nemotron_h":
+        yield from _hybrid_layer(of, kind)
+        return
+    sparse = kind == "sparse"
     yield from _latent_attention(of) if of.model_type == "deepseek_v3" else _attention(of)
     if not sparse:
         yield from _mlp("mlp", of.hidden_size, of.intermediate_size, "mlp", getattr(of, "mlp_bias", False))
@@ -145,6 +152,49 @@ def _experts(of: SimpleNamespace) -> Iterator[Tensor]:
         yield from _mlp(f"{module}.shared_experts", of.hidden_size, width * shared, "shared")
 
 
+def _hybrid_layer(of: SimpleNamespace, kind: str) -> Iterator[Tensor]:
+    """Yield one of Nemotron-H's layers."""
+    yield _norm("norm", of.hidden_size)
+    match kind:
+        case "linear_attention":
+            yield from _state_space(of)
+        case "full_attention":
+            yield from (t._replace(name=t.name.replace("self_attn", "mixer")) for t in _attention(of))
+        case "mlp":
+            yield from _plain_mlp("mixer", of.hidden_size, of.intermediate_size, "mlp")
+        case _:
+            yield Tensor("mixer.gate.weight", (of.n_routed_experts, of.hidden_size), "router")
+            yield Tensor("mixer.gate.e_score_correction_bias", (of.n_routed_experts,), "buffer")
+            latent = of.moe_latent_size
+            if latent is not None:
+                yield from _linear("mixer.fc1_latent_proj", latent, of.hidden_size, "router", "none")
+                yield from _linear("mixer.fc2_latent_proj", of.hidden_size, latent, "router", "none")
+            for i in range(of.n_routed_experts):
+                mlp = _plain_mlp(f"mixer.experts.{i}", latent or of.hidden_size, of.moe_intermediate_size, "routed")
+                yield from (tensor._replace(expert=i) for tensor in mlp)
+            yield from _plain_mlp("mixer.shared_experts", of.hidden_size, of.moe_shared_expert_intermediate_size, "shared")
+
+
+def _plain_mlp(name: str, hidden: int, width: int, part: Part) -> Iterator[Tensor]:
+    """Yield an MLP without a gate."""
+    yield from _linear(f"{name}.up_proj", width, hidden, part, "rows")
+    yield from _linear(f"{name}.down_proj", hidden, width, part, "columns")
+
+
+def _state_space(of: SimpleNamespace) -> Iterator[Tensor]:
+    """Yield a Mamba-2 mixer. Its joint projection and its convolution are cut in parts."""
+    inner, shared = of.mamba_num_heads * of.mamba_head_dim, of.n_groups * of.ssm_state_size
+    convolved = (inner, shared, shared)
+    projected = (inner, *convolved, of.mamba_num_heads)
+    yield from _linear("mixer.in_proj", sum(projected), of.hidden_size, "attention", projected)
+    yield Tensor("mixer.conv1d.weight", (sum(convolved), 1, of.conv_kernel), "attention", convolved)
+    yield Tensor("mixer.conv1d.bias", (sum(convolved),), "attention", convolved)
+    for name in ("A_log", "D", "dt_bias"):
+        yield Tensor(f"mixer.{name}", (of.mamba_num_heads,), "attention", "rows")
+    yield Tensor("mixer.norm.weight", (inner,), "attention", "rows")
+    yield from _linear("mixer.out_proj", of.hidden_size, inner, "attention", "columns")
+
+
 def _stacked_experts(of: SimpleNamespace) -> Iterator[Tensor]:
     """Yield gpt_oss's experts: one tensor for all, with gate and up projection alternating along the last dimension."""
     count, hidden, width = experts(of), of.hidden_size, of.intermediate_size
@@ -158,4 +208,6 @@ def _stacked_experts(of: SimpleNamespace) -> Iterator[Tensor]:
 
 def experts(of: SimpleNamespace) -> int:
     """Return the number of routed experts of a layer that has any; 0 for a dense model."""
-    return of.n_routed_experts if of.model_type == "deepseek_v3" else getattr(of, "num_local_experts", 0)
+    if of.model_type == "nemotron_h" and "moe" not in of.layers_block_type:
+        return 0
+    return getattr(of, "n_routed_experts", None) or getattr(of, "num_local_experts", 0)

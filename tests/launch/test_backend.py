@@ -37,6 +37,9 @@ CONFIGS = {
     | {"n_routed_experts": 8, "n_shared_experts": 2, "first_k_dense_replace": 1, "n_group": 2, "topk_group": 1}
     | {"q_lora_rank": 24, "kv_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 12, "v_head_dim": 10}
     | {"num_key_value_heads": 8},
+    "nemotron_h": EXPERTS
+    | {"hybrid_override_pattern": "ME*-ME", "n_routed_experts": 8, "moe_shared_expert_intermediate_size": 48, "head_dim": 16}
+    | {"mamba_num_heads": 8, "mamba_head_dim": 12, "n_groups": 4, "ssm_state_size": 16},
 }
 
 
@@ -243,8 +246,8 @@ def test_parameter_counts_equal_transformers(family, changes, tmp_path):
         return sum(numel for name, numel in named.items() if any(part in name for part in parts))
 
     assert shape.parameters == sum(named.values())
-    assert shape.embedding == of("embed_tokens", "lm_head")
-    assert shape.routed == of("mlp.experts.", "block_sparse_moe.experts.")
+    assert shape.embedding == of("embed_tokens", "embeddings", "lm_head")
+    assert shape.routed == of("mlp.experts.", "block_sparse_moe.experts.", "mixer.experts.")
     layers = [of(f"layers.{layer}.") for layer in range(6)]
     assert max(layers) == shape.largest_layer
 

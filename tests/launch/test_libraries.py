@@ -68,7 +68,7 @@ NOT_GIVEN = {
 }
 
 
-@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3", "qwen3_moe", "mixtral", "deepseek_v3", "gpt_oss"])
+@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3", "qwen3_moe", "mixtral", "deepseek_v3", "nemotron_h", "gpt_oss"])
 def test_config_overrides_are_those_that_transformers_takes(tmp_path, family):
     from transformers import AutoConfig
 

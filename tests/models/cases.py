@@ -10,6 +10,7 @@ from transformers import (
     DeepseekV3Config,
     LlamaConfig,
     MixtralConfig,
+    NemotronHConfig,
     PreTrainedConfig,
     Qwen2Config,
     Qwen3Config,
@@ -52,6 +53,20 @@ LATENT = {
     "moe_intermediate_size": 12,
     "rope_parameters": {**YARN_ROPE, "mscale": 1.0, "mscale_all_dim": 0.7, "beta_fast": 4.0, "beta_slow": 1.0},
 }
+HYBRID = {
+    "head_dim": 16,
+    "mamba_num_heads": 8,
+    "mamba_head_dim": 6,
+    "ssm_state_size": 5,
+    "n_groups": 2,
+    "chunk_size": 4,
+    "time_step_min": 0.3,  # some steps are at the bound
+    "n_routed_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 12,
+    "moe_shared_expert_intermediate_size": 20,
+    "routed_scaling_factor": 2.5,
+}
 
 
 def configs() -> dict[str, PreTrainedConfig]:
@@ -83,6 +98,8 @@ def configs() -> dict[str, PreTrainedConfig]:
                 "rope_parameters": {"rope_type": "default", "rope_theta": 1e4},
             }
         ),
+        "nemotron_h": NemotronHConfig(**SHAPE, **HYBRID, hybrid_override_pattern="M-*M"),
+        "nemotron_h_moe": NemotronHConfig(**SHAPE, **HYBRID, hybrid_override_pattern="ME*EM", moe_latent_size=10),
     }
 
 

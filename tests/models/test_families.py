@@ -118,6 +118,10 @@ REFUSED = [
     ("deepseek_v3", {"num_experts_per_tok": 3}, "topk_group=1"),
     ("deepseek_v3", {"num_key_value_heads": 2}, "num_key_value_heads=2"),
     ("deepseek_v3", {"first_k_dense_replace": 3}, "without"),
+    ("nemotron_h", {"mlp_hidden_act": "silu"}, "mlp_hidden_act='silu'"),
+    ("nemotron_h", {"use_bias": True}, "use_bias=True"),
+    ("nemotron_h_moe", {"norm_topk_prob": False}, "norm_topk_prob=False"),
+    ("nemotron_h_moe", {"n_group": 2}, "n_group=2"),
     (
         "deepseek_v3",
         {"rope_parameters": {**configs()["deepseek_v3"].rope_parameters, "attention_factor": 1.0}},

@@ -37,6 +37,9 @@ STATED = {  # by the metadata of their safetensors files, but for copies of a ti
     "mistralai/Mistral-Nemo-Instruct-2407": 12_247_782_400,
     "google/gemma-3-1b-it": 999_885_952,
     "openai/gpt-oss-20b": 20_914_757_184,
+    "nvidia/NVIDIA-Nemotron-Nano-9B-v2": 8_888_227_328,
+    "nvidia/NVIDIA-Nemotron-Nano-12B-v2": 12_310_001_152,
+    "nvidia/NVIDIA-Nemotron-3-Nano-30B-A3B-BF16": 31_577_937_344,
 }
 
 

@@ -33,6 +33,16 @@ LATENT = {
     "moe_intermediate_size": 12,
     "first_k_dense_replace": 1,
 }
+HYBRID = {
+    "head_dim": 16,
+    "mamba_num_heads": 6,
+    "mamba_head_dim": 8,
+    "ssm_state_size": 5,
+    "n_groups": 2,
+    "n_routed_experts": 4,
+    "moe_intermediate_size": 12,
+    "moe_shared_expert_intermediate_size": 20,
+}
 EXPERTS = {"num_experts": 4, "moe_intermediate_size": 12}
 CASES = {
     "llama": ("llama", {}),
@@ -55,6 +65,8 @@ CASES = {
     "deepseek_v3_no_query_latent": ("deepseek_v3", {**LATENT, "q_lora_rank": None}),
     "deepseek_v3_biased": ("deepseek_v3", {**LATENT, "attention_bias": True}),
     "deepseek_v3_all_dense": ("deepseek_v3", {**LATENT, "first_k_dense_replace": 9}),
+    "nemotron_h": ("nemotron_h", {**HYBRID, "hybrid_override_pattern": "M*-M"}),
+    "nemotron_h_moe": ("nemotron_h", {**HYBRID, "hybrid_override_pattern": "ME*E", "moe_latent_size": 10}),
     "gemma3_text": ("gemma3_text", {"head_dim": 16}),
     "gemma3_text_untied": ("gemma3_text", {"head_dim": 16, "tie_word_embeddings": False, "attention_bias": True}),
     "gpt_oss": ("gpt_oss", {"num_local_experts": 4, "head_dim": 16}),

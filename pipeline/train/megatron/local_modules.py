@@ -50,7 +50,7 @@ class RMSNorm(torch.nn.RMSNorm):
     """RMSNorm with Megatron-Core's constructor."""
 
     def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **_):
-        super().__init__(hidden_size, eps=eps, dtype=config.params_dtype, device=_device(config))
+        super().__init__(hidden_size, eps=eps, dtype=config.params_dtype, device=module_device(config))
         # An attribute of Megatron-Core: it sums the gradients of such parameters.
         self.weight.sequence_parallel = config.sequence_parallel  # pyright: ignore[reportAttributeAccessIssue]
         self._zero_centered = config.layernorm_zero_centered_gamma
@@ -61,7 +61,8 @@ class RMSNorm(torch.nn.RMSNorm):
         return F.rms_norm(x, self.normalized_shape, weight, self.eps)
 
 
-def _device(config: TransformerConfig) -> torch.device:
+def module_device(config: TransformerConfig) -> torch.device:
+    """Return the device of new parameters."""
     on_gpu = torch.cuda.is_available() and not config.use_cpu_initialization
     return torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")
 
@@ -100,7 +101,9 @@ class PackedAttention(MegatronModule):
         self.softmax_offset: torch.nn.Parameter | None = None  # the sinks of this rank's heads
         if config.softmax_type == "learnable":
             heads = config.num_attention_heads // config.tensor_model_parallel_size
-            self.softmax_offset = torch.nn.Parameter(torch.empty(heads, dtype=config.params_dtype, device=_device(config)))
+            self.softmax_offset = torch.nn.Parameter(
+                torch.empty(heads, dtype=config.params_dtype, device=module_device(config))
+            )
 
     @override
     def forward(

@@ -21,6 +21,7 @@ from pipeline.train.megatron.model import PipelineStage
 
 _ENGINE_NAMES = {  # TransformerEngine's name -> the local modules' name
     "self_attention.linear_qkv.layer_norm_weight": "input_layernorm.weight",
+    "self_attention.in_proj.layer_norm_weight": "input_layernorm.weight",
     "self_attention.linear_q_up_proj.layer_norm_weight": "self_attention.q_layernorm.weight",
     "self_attention.linear_kv_up_proj.layer_norm_weight": "self_attention.kv_layernorm.weight",
     "mlp.linear_fc1.layer_norm_weight": "pre_mlp_layernorm.weight",

@@ -20,6 +20,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from megatron.core import parallel_state, tensor_parallel
+from megatron.core.activations import squared_relu
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
 from megatron.core.extensions.transformer_engine import HAVE_TE, TENorm
 from megatron.core.fusions.fused_bias_geglu import quick_gelu
@@ -29,7 +30,7 @@ from megatron.core.post_training.modelopt.layers import Linear as WholeLinear
 from megatron.core.transformer import multi_latent_attention
 from megatron.core.transformer.enums import AttnBackend
 from megatron.core.transformer.identity_op import IdentityOp
-from megatron.core.transformer.moe import moe_utils
+from megatron.core.transformer.moe import moe_layer, moe_utils
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 from transformers import PreTrainedConfig
@@ -40,6 +41,7 @@ from pipeline.config import MegatronConfig, PolicyConfig, Problem, RecipeError
 from pipeline.models import deepseek
 from pipeline.models.base import Features
 from pipeline.train.megatron.features import scale_embeddings, set_rotary, with_features
+from pipeline.train.megatron.hybrid import with_layers
 from pipeline.train.megatron.local_modules import PackedAttention, RMSNorm
 from pipeline.train.megatron.rotary import softmax_factor
 from pipeline.types import Head
@@ -47,10 +49,18 @@ from pipeline.types import Head
 if not HAVE_TE:  # two modules of Megatron-Core 0.16.1 do not notice that TransformerEngine is not importable
     moe_utils.te_general_gemm = None
     multi_latent_attention.HAVE_TE = False
+    # Experts that work on a latent: without TransformerEngine, its projections are torch's, whole on every rank too.
+    moe_layer.HAVE_TE = True
+    moe_layer.TELinear = lambda *sizes, parallel_mode, **named: WholeLinear(*sizes, **named)
 
 
-ACTIVATIONS = {"silu": F.silu, "gelu_tanh": functools.partial(F.gelu, approximate="tanh"), "quick_gelu": quick_gelu}
-"""The activation functions of families. quick_gelu: x * sigmoid(1.702 x)."""
+ACTIVATIONS = {
+    "silu": F.silu,
+    "gelu_tanh": functools.partial(F.gelu, approximate="tanh"),
+    "quick_gelu": quick_gelu,
+    "relu2": squared_relu,
+}
+"""The activation functions of families. quick_gelu: x * sigmoid(1.702 x); relu2: max(x, 0)^2."""
 
 
 class PipelineStage(GPTModel):
@@ -87,7 +97,7 @@ def build(policy: PolicyConfig, hf: PreTrainedConfig, head: Head = "logprobs") -
             max_sequence_length=hf.max_position_embeddings,
             pre_process=parallel_state.is_pipeline_first_stage(),
             post_process=parallel_state.is_pipeline_last_stage(),
-            position_embedding_type="rope",
+            position_embedding_type="rope" if features.rotary else "none",
             share_embeddings_and_output_weights=head == "logprobs" and hf.tie_word_embeddings,
             parallel_output=True,
         )
@@ -98,7 +108,7 @@ def build(policy: PolicyConfig, hf: PreTrainedConfig, head: Head = "logprobs") -
         del stage.output_layer
     if config.multi_latent_attention:
         _set_latent_norms(stage)
-    else:
+    elif features.rotary:
         set_rotary(stage, hf, features)
     if features.embedding_scale is not None and stage.pre_process:
         scale_embeddings(stage, features.embedding_scale)
@@ -143,9 +153,10 @@ def _transformer_config(policy: PolicyConfig, hf: PreTrainedConfig, engine: bool
     if arguments.get("num_moe_experts"):
         arguments |= _mixture(megatron, engine)
     latent = arguments.get("multi_latent_attention", False)
-    if not latent:
+    features = models.features(hf)
+    if not latent and features.rotary:
         scale = arguments.get("softmax_scale") or arguments["kv_channels"] ** -0.5
-        arguments["softmax_scale"] = softmax_factor(hf, models.features(hf)) * scale
+        arguments["softmax_scale"] = softmax_factor(hf, features) * scale
     arguments["activation_func"] = ACTIVATIONS[arguments.get("activation_func", "silu")]
     if arguments["activation_func"] not in (F.silu, quick_gelu) and megatron.bias_activation_fusion is None:
         arguments["bias_activation_fusion"] = False  # Megatron-Core has no such kernel
@@ -247,6 +258,8 @@ def _spec(config: TransformerConfig, features: Features, engine: bool) -> Transf
     block: Any = get_gpt_decoder_block_spec(config, use_transformer_engine=engine, normalization="RMSNorm")
     if not engine:
         block = _with_our_modules(block)
+    if features.layers is not None:
+        block = with_layers(block, config, features.layers)
     return with_features(block, config, features, TENorm if engine else RMSNorm)  # pyright: ignore[reportArgumentType]
 
 

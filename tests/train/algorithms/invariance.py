@@ -56,7 +56,7 @@ class Setup:
         policy: dict[str, Any] = {"sequence_packing": packing, "train_micro_batch_size": 1, "logprob_batch_size": 3}
         if self.backend == "fsdp":
             return {"policy": {**policy, "dtensor_cfg": {"tensor_parallel_size": self.layout.tp}}}
-        first = 2 if self.layout.pp > 1 and self.family in layouts.THREE_LAYERS else None
+        first = 2 if self.layout.pp > 1 and self.family in layouts.UNEVEN else None
         return {"policy": {**policy, "megatron_cfg": self.layout.megatron(num_layers_in_first_pipeline_stage=first)}}
 
 

@@ -33,8 +33,9 @@ from tests import fork_server
 from tests.models.cases import FAMILIES, write_models
 from tests.train import cases, ranks
 
-MIXTURES = ("qwen3_moe", "mixtral", "deepseek_v3", "deepseek_v3_plain")
-THREE_LAYERS = ("qwen3_moe", "deepseek_v3", "deepseek_v3_plain")
+MIXTURES = ("qwen3_moe", "mixtral", "deepseek_v3", "deepseek_v3_plain", "nemotron_h_moe")
+HYBRIDS = ("nemotron_h", "nemotron_h_moe")  # no context parallelism
+UNEVEN = ("qwen3_moe", "deepseek_v3", "deepseek_v3_plain", "nemotron_h_moe")  # an odd number of layers
 
 
 @dataclass(frozen=True)
@@ -63,9 +64,12 @@ class Layout:
 
         Megatron-Core needs sequence parallelism for experts split by tensor parallelism, and a dense model has no experts.
         """
+        left_out = HYBRIDS if self.cp > 1 else ()
         if self.ep > 1:
-            return MIXTURES
-        return FAMILIES if self.tp == 1 or self.sp else tuple(f for f in FAMILIES if f not in MIXTURES)
+            return tuple(f for f in MIXTURES if f not in left_out)
+        if self.tp > 1 and not self.sp:
+            left_out += MIXTURES
+        return tuple(f for f in FAMILIES if f not in left_out)
 
     def megatron(self, **changes) -> MegatronConfig:
         settings = {
@@ -141,7 +145,7 @@ def release() -> None:
 
 def another(policy: PolicyConfig, layout: Layout = ONE, role: ModelRole = TRAINED, **changes) -> MegatronBackend:
     """Return a further model for a process that has one."""
-    if layout.pp > 1 and Path(policy.model_name).name in THREE_LAYERS:
+    if layout.pp > 1 and Path(policy.model_name).name in UNEVEN:
         changes.setdefault("num_layers_in_first_pipeline_stage", 2)
     policy.megatron_cfg = layout.megatron(**changes)
     return MegatronBackend(policy, dist.group.WORLD, seed=7, role=role)

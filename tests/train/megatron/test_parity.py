@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, LlamaConfig
+from transformers import AutoModelForCausalLM, LlamaConfig, NemotronHConfig
 
-from tests.models.cases import SHAPE
+from tests.models.cases import HYBRID, SHAPE
 from tests.train import cases
 from tests.train.megatron import layouts
 from tests.train.megatron.layouts import (
@@ -33,7 +33,7 @@ from tests.train.megatron.layouts import (
 # Float32 is good to about 1e-6 of the largest entry; what a layout gets wrong is off by far more.
 GRADIENT, LOGPROB = 5e-6, 1e-5
 # Four ranks take time, and what they could get wrong that two could not is the same in the others.
-OF_EACH_KIND = ("qwen2", "qwen3_tied", "qwen3_moe", "deepseek_v3")
+OF_EACH_KIND = ("qwen2", "qwen3_tied", "qwen3_moe", "deepseek_v3", "nemotron_h_moe")
 
 # What the default tests run: tied embeddings where stages or vocabularies are cut, biases and norms of heads where those are
 # cut, each kind of RoPE where sequences are cut, and each kind of router where experts are spread.
@@ -44,7 +44,7 @@ QUICK = {
     CP2: ("llama_yarn", "qwen3", "deepseek_v3"),
     DP2: ("qwen3_tied", "qwen3_moe"),
     EP2: ("qwen3_moe", "deepseek_v3"),
-    TP2_EP2_SP: ("mixtral", "deepseek_v3_plain"),
+    TP2_EP2_SP: ("mixtral", "deepseek_v3_plain", "nemotron_h_moe"),
     TP2_PP2_SP: ("qwen3_tied", "deepseek_v3"),
 }
 
@@ -89,6 +89,17 @@ def test_fewer_key_value_heads_than_ranks(tmp_path):
     model.save_pretrained(tmp_path / "multi_query")
     layouts.write_expected(tmp_path / "multi_query")
     check(layouts.measured(TP2_SP, tmp_path, ("multi_query",)), ("multi_query",))
+
+
+@pytest.mark.full
+def test_context_parallelism_of_a_state_space_is_refused(tmp_path):
+    NemotronHConfig(**{**SHAPE, **HYBRID}, hybrid_override_pattern="M*").save_pretrained(tmp_path)
+    layouts.run(refused_context, CP2, tmp_path)
+
+
+def refused_context(layout: Layout, folder: Path) -> None:
+    with pytest.raises(ValueError, match=r"^policy.megatron_cfg.context_parallel_size: got 2; expected 1"):
+        layouts.backend(cases.policy(folder, random_init=True), layout)
 
 
 # ---- errors -------------------------------------------------------------------------------------------------------------

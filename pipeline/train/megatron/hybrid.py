@@ -1,0 +1,52 @@
+"""Stages of hybrid models: each layer has a mixer along the sequence (attention, or a state space), an MLP or experts, or both.
+
+Layers are Megatron-Core's transformer layers, with nothing in the place of what a layer does not have. So pipeline stages,
+recomputation, experts and heads are those of other models. Megatron-Core's own hybrid stack (`megatron.core.ssm`) has no
+recomputation of layers, and no modules without TransformerEngine and mamba_ssm.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from megatron.core.transformer.identity_op import IdentityFuncOp, IdentityOp
+from megatron.core.transformer.spec_utils import ModuleSpec
+from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
+from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
+
+from pipeline.models.mixers import Layer
+from pipeline.problems import Problem, RecipeError
+from pipeline.train.megatron.state_space import MixerSubmodules, StateSpaceMixer
+
+
+def with_layers(
+    block: TransformerBlockSubmodules, config: TransformerConfig, layers: tuple[Layer, ...]
+) -> TransformerBlockSubmodules:
+    """Return the spec of a stage with the kinds of `layers`, of the whole model.
+
+    Raises RecipeError for context parallelism, which mixers other than attention do not support.
+    """
+    if config.context_parallel_size > 1 and any(layer.mixer not in ("attention", None) for layer in layers):
+        message = f"got {config.context_parallel_size}; expected 1, since state-space layers need whole sequences"
+        raise RecipeError(Problem("policy.megatron_cfg.context_parallel_size", "unsupported", message))
+    first = get_transformer_layer_offset(config)
+    specs: list[Any] = list(block.layer_specs or ())  # submodules are annotated as object
+    mine = layers[first : first + len(specs)]
+    return replace(block, layer_specs=[_layer(spec, kind) for spec, kind in zip(specs, mine, strict=True)])
+
+
+def _layer(spec: Any, kind: Layer) -> ModuleSpec:
+    changes: dict[str, Any] = {}
+    if kind.mixer is None:
+        changes |= {"input_layernorm": IdentityOp, "self_attention": IdentityOp, "self_attn_bda": IdentityFuncOp}
+    elif kind.mixer != "attention":
+        attention = spec.submodules.self_attention.submodules
+        projections = MixerSubmodules(
+            attention.linear_qkv, attention.linear_proj
+        )  # with TransformerEngine, the first has the norm
+        changes["self_attention"] = ModuleSpec(StateSpaceMixer, params={"sizes": kind.mixer}, submodules=projections)
+    if not kind.feed_forward:
+        changes |= {"pre_mlp_layernorm": IdentityOp, "mlp": IdentityOp, "mlp_bda": IdentityFuncOp}
+    return replace(spec, submodules=replace(spec.submodules, **changes))
