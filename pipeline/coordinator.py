@@ -284,7 +284,7 @@ def run_online(run: Run, algorithm: OnlineAlgorithm, collector: Collector, promp
             cost = refit()
         position, batch = prompts.state_dict(), prompts.take(collector.num_prompts_to_send(step))
         last = step == section.max_num_steps or not collector.can_fill_step(batch)
-        if validation and (_due(section.val_period, step) or (section.val_at_end and last)):
+        if validation and _validates(section, step, last):
             values |= validate()
         tokens = sum(rollout.drawn_tokens for group in groups for rollout in group.rollouts)
         clocks = metrics.take_clocks()
@@ -341,6 +341,11 @@ def run_offline(run: Run, algorithm: Algorithm, examples: Stream | Mixture, vali
 
 def _flat(items: Sequence[Sample | Pair]) -> list[Sample]:
     return [sample for item in items for sample in (item if isinstance(item, tuple) else (item,))]
+
+
+def _validates(section: config.OnlineConfig, step: int, last: bool) -> bool:
+    """Return whether to validate after a step. last: whether it is the run's last one."""
+    return (_due(section.val_period, step) and step >= section.val_start_at) or (section.val_at_end and last)
 
 
 def _due(period: int, step: int) -> bool:

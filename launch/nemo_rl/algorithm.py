@@ -53,7 +53,7 @@ COMMON: tuple[Rule, ...] = (
 OFFLINE_COMMON = (*COMMON, Ignored("val_micro_batch_size"))
 SAMPLED = (
     Same("num_prompts_per_step num_generations_per_prompt max_rollout_turns val_num_generations_per_prompt"),
-    Only("val_start_at", (-1, 0), "a first step of validation", "-1"),
+    Same("val_start_at", lambda step: max(0, step or 0)),  # -1: from the first step on
     Only("stop_at_validation_metric", (None,), "an early stop by a validation metric", "null"),
     Ignored("stop_at_validation_threshold"),
 )

@@ -53,9 +53,9 @@ DTENSOR = under(
         Same("tensor_parallel_size activation_checkpointing cpu_offload"),
         Same("automodel_kwargs.use_liger_kernel", given, ours="policy.dtensor_cfg.use_liger_kernel"),
         Same("context_parallel_size expert_parallel_size", lambda size: 1 if size is None else size),
-        Changed("dp_replicate_size", (1, None), "all ranks shard weights and state, not a replica's: less memory"),
+        Same("dp_replicate_size", lambda size: size or 1, ours="policy.dtensor_cfg.data_parallel_replicate_size"),
         Only("custom_parallel_plan", (None,), "a custom tensor-parallel plan", "null, which uses the model's"),
-        Changed("sequence_parallel", (False, None), "each tensor-parallel rank holds whole activations between layers"),
+        Done("sequence_parallel"),
         Ignored("automodel_kwargs.freeze_config.freeze_vision_tower automodel_kwargs.freeze_config.freeze_audio_tower", TEXT),
         Only("automodel_kwargs.freeze_config.freeze_language_model", (False, None), "freezing the language model", "false"),
         Only("automodel_kwargs.backend.fake_balanced_gate", (False, None), "a loss that balances the experts' load", "false"),
@@ -185,6 +185,9 @@ def _dtensor(t: Translator) -> None:
     t.copy("policy.scheduler")
     t.put("checkpointing.async_save", False, "policy.dtensor_cfg.enabled")
     environment_variables(t, "policy.dtensor_cfg.env_vars", "cluster.train.env_vars")
+    sequence = "policy.dtensor_cfg.sequence_parallel"
+    if t.consume(sequence) and t.get("policy.dtensor_cfg.tensor_parallel_size", 1) > 1:  # no effect with one rank
+        t.put(sequence, True)
     lora = "policy.dtensor_cfg.lora_cfg"
     t.consume_off(lora)
     if t.on(f"{lora}.enabled"):

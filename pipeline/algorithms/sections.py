@@ -73,6 +73,10 @@ class OnlineConfig:
         ),
     ] = UNBOUNDED
     val_period: Annotated[NotNegative, Field(description="Steps between two validations. 0: never validate.")] = 0
+    val_start_at: Annotated[
+        NotNegative,
+        Field(description="First step that val_period may validate after. val_at_start and val_at_end do not read it."),
+    ] = 0
     val_at_start: Annotated[Bool, Field(description="Whether to validate before the first step.")] = False
     val_at_end: Annotated[Bool, Field(description="Whether to validate after the last step.")] = False
     val_num_generations_per_prompt: Annotated[

@@ -1,0 +1,16 @@
+"""The steps after which a run that samples validates."""
+
+from pipeline.config import GRPOConfig
+from pipeline.coordinator import _validates
+
+
+def steps(**keys: object) -> list[int]:
+    section = GRPOConfig(max_num_steps=10, **keys)  # type: ignore[arg-type]
+    return [step for step in range(1, 11) if _validates(section, step, step == 10)]
+
+
+def test_validation_begins_at_a_step() -> None:
+    assert steps() == []
+    assert steps(val_period=3) == [3, 6, 9]
+    assert steps(val_period=3, val_start_at=6) == [6, 9]
+    assert steps(val_period=3, val_start_at=7, val_at_end=True) == [9, 10]
