@@ -14,7 +14,7 @@ from pipeline import models
 from pipeline.config import PolicyConfig, Problem, RecipeError, uses_megatron
 from pipeline.models.base import unsupported_model
 from pipeline.models.sizes import MODEL_TYPES, sizes
-from pipeline.models.tensors import experts, tensors
+from pipeline.models.tensors import experts
 
 _QWEN = {"use_sliding_window": False, "sliding_window": 4096}
 _DENSE_QWEN = {**_QWEN, "max_window_layers": 28, "layer_types": None}
@@ -142,12 +142,7 @@ def _refused(check: Callable[[], object]) -> Iterator[Problem]:
 
 
 def check_fsdp(config: Mapping[str, Any], tensor_parallel_size: int) -> None:
-    """Raise RecipeError if FSDP2 cannot hold the model, or tensor parallelism cannot cut it."""
-    if buffer := next((tensor.name for tensor in tensors(config) if tensor.part == "buffer"), None):
-        raise unsupported_model(
-            f"the checkpoint of a '{config['model_type']}' model has buffers ({buffer}), which the FSDP2 backend does not"
-            " support. Try policy.megatron_cfg.enabled=true"
-        )
+    """Raise RecipeError if tensor parallelism cannot cut the model."""
     if tensor_parallel_size > 1 and experts(sizes(config)):
         message = f"got {tensor_parallel_size} for a '{config['model_type']}' model, whose experts cannot be cut; expected 1"
         raise RecipeError(Problem("policy.dtensor_cfg.tensor_parallel_size", "unsupported", message))

@@ -27,6 +27,7 @@ from typing_extensions import override
 from pipeline.boxes import Piece, Region, region, whole
 from pipeline.config import PolicyConfig, Problem, RecipeError
 from pipeline.models.hugging_face import checkpoint_shapes
+from pipeline.models.precision import served_dtype
 from pipeline.models.recorded_layout import Shape, restrict
 from pipeline.train import checkpoint_state, compiled, lora
 from pipeline.train.base import Loss, ModelRole, TrainBackend
@@ -245,7 +246,7 @@ class FSDPBackend(TrainBackend):
         self._merge(always=model)
         for name, pieces in (self._model.layout if model else self._served).items():
             # Cast before gathering, which halves the traffic in half precision.
-            tensor = gather_full(self._parameters[name], self.local_tensor(name).to(self.device, dtype))
+            tensor = gather_full(self._parameters[name], self.local_tensor(name).to(self.device, served_dtype(name, dtype)))
             outer = whole(tuple(tensor.shape))
             for piece in pieces:
                 part = tensor[piece.target.within(outer)].reshape(piece.source.size).contiguous()
@@ -344,7 +345,8 @@ class FSDPBackend(TrainBackend):
     def _saved(self) -> Iterator[tuple[str, torch.nn.Parameter, list[Piece]]]:
         """Yield (prefix of the names, parameter, its pieces on disk) of what is saved: adapters, or all weights."""
         adapters = self._model.adapters.layout if self._model.adapters else {}
-        for name, parameter in self._trained.items():
+        saved = self._trained if self._model.adapters else self._parameters  # with the constants of a checkpoint
+        for name, parameter in saved.items():
             if name in adapters:
                 yield "adapter", parameter, adapters[name]
             else:

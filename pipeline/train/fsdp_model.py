@@ -24,6 +24,7 @@ from pipeline.config import GenerationConfig, PolicyConfig
 from pipeline.models.base import SCORE
 from pipeline.models.config_json import check_attention
 from pipeline.models.hugging_face import layout, meta_model, model_config
+from pipeline.models.precision import served_dtype
 from pipeline.models.recorded_layout import copy_pieces, restrict
 from pipeline.train import compiled, lora, tensor_parallel
 from pipeline.train.base import ModelRole
@@ -34,7 +35,7 @@ from pipeline.train.initial_weights import initial_weights
 from pipeline.train.kernels import use_kernels
 from pipeline.train.logprobs import LINEAR, VocabularyShard
 from pipeline.train.lora import Adapters
-from pipeline.train.model_checks import check_model, derive_buffers
+from pipeline.train.model_checks import check_model, derive_buffers, freeze_buffers
 from pipeline.train.packed_attention import NAME
 from pipeline.train.recompute import recompute
 from pipeline.train.sequence_resets import WHOLE_SEQUENCES, reset_sequences
@@ -105,6 +106,7 @@ def build(
     if isinstance(embedding := hf.get_input_embeddings(), nn.Embedding):
         embedding.padding_idx = None
     hf.requires_grad_(role.trained or like is not None)  # so that compiled layers have the same graphs as those of `like`
+    freeze_buffers(hf)
     source = initial_weights(policy, config, seed, role.head) if like is None else like
     names = {id(parameter): name for name, parameter in hf.named_parameters()}
     tied = {n: names[id(p)] for n, p in hf.named_parameters(remove_duplicate=False) if names[id(p)] != n}
@@ -166,6 +168,8 @@ def _shard(model: PackedModel, layers: list[nn.Module], mesh: DeviceMesh, precis
         ),
         "offload_policy": CPUOffloadPolicy() if offload else OffloadPolicy(),
     }
+    # `fully_shard` would round them to the precision of the weights.
+    options["ignored_params"] = {p for name, p in model.named_parameters() if served_dtype(name, compute) != compute}
     for layer in layers:
         fully_shard(layer, **options)
     fully_shard(model, reshard_after_forward=False, **options)

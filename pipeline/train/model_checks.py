@@ -13,6 +13,7 @@ from transformers.modeling_outputs import MoeModelOutputWithPast
 from typing_extensions import override
 
 from pipeline.models.base import unsupported_model
+from pipeline.models.precision import served_dtype
 from pipeline.train.base import ModelRole
 from pipeline.train.logprobs import LINEAR, HeadFunction
 from pipeline.train.sequence_resets import check_mixers
@@ -31,10 +32,6 @@ def check_model(hf: PreTrainedModel, role: ModelRole) -> HeadFunction:
     if not hf._no_split_modules:
         raise unsupported_model(f"{name} does not declare its layers (_no_split_modules)")
     check_mixers(hf)
-    if persistent := sorted(set(hf.state_dict()) - {n for n, _ in hf.named_parameters(remove_duplicate=False)}):
-        raise unsupported_model(
-            f"{name} has buffers in its checkpoint, which the FSDP2 backend does not support: {persistent[:4]}"
-        )
     head = "lm_head" if role.head == "logprobs" else "score"
     function = _head_function(hf.config.get_text_config()) if head == "lm_head" else LINEAR
     try:
@@ -105,6 +102,22 @@ class _Output(MoeModelOutputWithPast):
         if name.startswith("__"):
             raise AttributeError(name)
         return None
+
+
+def freeze_buffers(hf: PreTrainedModel) -> None:
+    """Turn the buffers of a checkpoint, such as the biases that balance experts, into parameters without gradients, in place.
+
+    They are then read, cut, saved and sent like weights. They stay in float32 where they are served so.
+    """
+    for name in sorted(set(hf.state_dict()) - {n for n, _ in hf.named_parameters(remove_duplicate=False)}):
+        module, _, own = name.rpartition(".")
+        owner = hf.get_submodule(module)
+        buffer = owner._buffers.pop(own)
+        assert buffer is not None  # it is in the state dict
+        if not buffer.is_floating_point():
+            raise unsupported_model(f"{type(hf).__name__} has the buffer {name} of {buffer.dtype} in its checkpoint")
+        constant = torch.empty_like(buffer, dtype=served_dtype(name, buffer.dtype))
+        owner.register_parameter(own, nn.Parameter(constant, requires_grad=False))
 
 
 def derive_buffers(hf: PreTrainedModel, device: torch.device) -> None:

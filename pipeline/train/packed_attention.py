@@ -84,7 +84,7 @@ def packed_attention(
         raise ValueError(
             f"{type(module).__name__} did not pass `packing` to attention; its model cannot run on packed sequences"
         )
-    unknown = sorted(name for name, given in kwargs.items() if given is not None and name not in _WITHOUT_EFFECT)
+    unknown = sorted(n for n, given in kwargs.items() if given is not None and given is not False and n not in _WITHOUT_EFFECT)
     masked = attention_mask is not None and not isinstance(attention_mask, Local)
     if masked or use_cache or unknown or not getattr(module, "is_causal", True):
         raise ValueError(

@@ -23,8 +23,8 @@ from pipeline.config import Problem, RecipeError
 from pipeline.models.base import unsupported_model
 from pipeline.train.packing import Packing
 
-# Classes of transformers that carry a state and have no convolution of their own.
-_STATEFUL = {"MiniMaxLightningAttention"}
+# Classes of transformers that carry a state and cannot compute rows of sequences, because of their other arguments.
+_REFUSED = {"MiniMaxLightningAttention", "RecurrentGemmaRecurrentBlock"}
 _SHORT = 64  # sequences up to this length share a call: modules pad them to such chunks anyway
 # Arguments that say nothing about the tokens, or that rows of whole sequences make unnecessary.
 _WITHOUT_EFFECT = {"packing", "position_ids", "position_embeddings", "use_cache", "layer_idx"}
@@ -41,7 +41,7 @@ class _Current:
 
 def mixers(module: nn.Module) -> list[nn.Module]:
     """Return the outermost modules that mix tokens in other ways than attention."""
-    if type(module).__name__ in _STATEFUL or any(isinstance(child, nn.Conv1d) for child in module.children()):
+    if type(module).__name__ in _REFUSED or any(isinstance(child, nn.Conv1d) for child in module.children()):
         return [module]
     return [found for child in module.children() for found in mixers(child)]
 
@@ -50,6 +50,8 @@ def check_mixers(hf: PreTrainedModel) -> None:
     """Raise RecipeError if the model mixes tokens where they cannot be reset."""
     name = type(hf).__name__
     found = mixers(hf)
+    if refused := next((type(m).__name__ for m in found if type(m).__name__ in _REFUSED), None):
+        raise unsupported_model(f"{name} mixes tokens in {refused}, whose state cannot start anew in each packed sequence")
     inside = {id(mixer) for layer in _layers(hf) for mixer in mixers(layer)}
     if any(id(mixer) not in inside for mixer in found) or (hf._is_stateful and not found):
         what = next((type(mixer).__name__ for mixer in found if id(mixer) not in inside), "a state without a known module")

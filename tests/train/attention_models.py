@@ -114,4 +114,7 @@ def write(folder: Path, names: Iterable[str]) -> None:
             for parameter_name, parameter in model.named_parameters():
                 adds = name.startswith(("gemma", "qwen3_"))  # norms that add 1 to their weights
                 parameter.normal_(1.0 if "norm" in parameter_name and not adds else 0.0, 0.2)
+            for buffer_name, buffer in model.named_buffers():
+                if buffer_name.endswith("e_score_correction_bias"):
+                    buffer.normal_(0.0, 0.2)
         model.save_pretrained(folder / name)

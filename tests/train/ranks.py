@@ -88,7 +88,7 @@ def full(tensor: torch.Tensor) -> torch.Tensor:
 
 def gradients(trained: FSDPBackend) -> dict[str, torch.Tensor]:
     """Return the full gradients; they stay until the next step."""
-    return {name: full(parameter.grad) for name, parameter in trained._model.hf.named_parameters()}
+    return {name: full(parameter.grad) for name, parameter in trained._model.hf.named_parameters() if parameter.requires_grad}
 
 
 def weights(trained: FSDPBackend) -> dict[str, torch.Tensor]:
