@@ -29,8 +29,13 @@ def test_one_rank(models):
 
 @pytest.mark.parametrize(
     "layout",
-    [Layout(2, 1), pytest.param(Layout(1, 2), marks=pytest.mark.long), pytest.param(Layout(2, 2), marks=pytest.mark.long)],
-    ids=["dp2", "tp2", "dp2tp2"],
+    [
+        Layout(2, 1),
+        pytest.param(Layout(1, 2), marks=pytest.mark.long),
+        pytest.param(Layout(2, 2), marks=pytest.mark.long),
+        pytest.param(Layout(1, 2, context=2, sequence=True), marks=pytest.mark.long),
+    ],
+    ids=lambda layout: layout.name,
 )
 def test_several_ranks(layout, models, tmp_path):
     """Their checkpoint of a value model is exported, and transformers computes their scores with it."""
