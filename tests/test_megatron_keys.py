@@ -40,7 +40,7 @@ ONLY_DEFAULT = (
     "use_fused_weighted_squared_relu",
     "use_gloo_process_groups",
     "fp8_cfg.enabled",
-    "peft.enabled",
+    "peft.lora_B_init_method",
     "optimizer.fp16",
     "optimizer.params_dtype",
     "optimizer.use_distributed_optimizer",
@@ -207,6 +207,8 @@ def test_unsupported_values_are_refused_by_name(load, key):
 
 OPTIMIZER = f"{KEY}.optimizer"
 SCHEDULER = f"{KEY}.scheduler"
+PEFT = f"{KEY}.peft"
+EXCLUDED, TARGETS = f"{PEFT}.exclude_modules", f"{PEFT}.target_modules"
 
 
 @pytest.mark.parametrize(
@@ -232,6 +234,11 @@ SCHEDULER = f"{KEY}.scheduler"
             [f"{KEY}.activation_checkpointing=true", f"{KEY}.recompute_granularity=selective", f"{KEY}.recompute_modules=[x]"],
             (f"{KEY}.recompute_modules", "not-a-choice"),
         ),
+        ([f"{PEFT}.enabled=true", f"{PEFT}.exclude_modules=[x]", f"{PEFT}.target_modules=[y]"], (EXCLUDED, "contradiction")),
+        ([f"{PEFT}.enabled=true", f"{PEFT}.target_modules=[linear_q,linear_qkv]"], (TARGETS, "contradiction")),
+        ([f"{PEFT}.enabled=true", f"{PEFT}.lora_dtype=float64"], (f"{PEFT}.lora_dtype", "unsupported")),
+        ([f"{PEFT}.enabled=true", f"{PEFT}.use_dora=true", f"{PEFT}.dropout=0.5"], (f"{PEFT}.use_dora", "contradiction")),
+        ([f"{PEFT}.lora_A_init_method=normal"], (f"{PEFT}.lora_A_init_method", "not-a-choice")),
         ([f"{KEY}.model_overrides.sequence_parallel=true"], (f"{KEY}.model_overrides.sequence_parallel", "contradiction")),
         ([f"{OPTIMIZER}.optimizer=lion"], (f"{OPTIMIZER}.optimizer", "not-a-choice")),
         ([f"{OPTIMIZER}.bf16=false"], (f"{OPTIMIZER}.bf16", "contradiction")),

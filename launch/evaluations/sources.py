@@ -108,6 +108,8 @@ def _policy(recipe: Recipe) -> dict[str, Any]:
         del policy["generation"]
     if recipe.policy.dtensor_cfg.lora_cfg.enabled:  # the checkpoint then holds adapters alone
         policy["dtensor_cfg"] = {"lora_cfg": asdict(recipe.policy.dtensor_cfg.lora_cfg)}
+    if recipe.policy.megatron_cfg.peft.enabled:
+        policy["megatron_cfg"] = {"peft": asdict(recipe.policy.megatron_cfg.peft)}
     return policy
 
 

@@ -16,6 +16,8 @@ from pipeline.algorithms.sections import OfflineConfig, OnlineConfig, bound
 KEY = "policy.megatron_cfg"
 OPTIMIZER, SCHEDULER = f"{KEY}.optimizer", f"{KEY}.scheduler"
 BALANCE = ("moe_router_load_balancing_type", "moe_aux_loss_coeff", "moe_router_bias_update_rate")  # of a mixture of experts
+EXPERT_MODULES = "*.local_experts.*"
+LORA_OPTION = "this option of LoRA"
 EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
 
 MEGATRON = under(
@@ -37,7 +39,6 @@ MEGATRON = under(
         ),
         Same("recompute_granularity recompute_method recompute_num_layers recompute_modules", given),
         Switch("fp8_cfg.*", "training in 8 bits", "false, which trains in policy.precision"),
-        Switch("peft.*", "LoRA on Megatron-Core", "FSDP2, which has adapters: policy.dtensor_cfg.lora_cfg"),
         Only("mtp_num_layers", (0, None), "multi-token prediction", "0"),
         Only("virtual_pipeline_model_parallel_size", (1, None), "interleaved pipeline stages", "null"),
         Changed(
@@ -66,6 +67,15 @@ MEGATRON = under(
         Ignored("scale_loss_by_dp_cp_size do_not_average_loss cp_normalize checkpoint.*"),
         Ignored("distributed_data_parallel_config.average_in_collective"),
         Ignored("distributed_data_parallel_config.data_parallel_sharding_strategy"),  # of use_custom_fsdp
+    ),
+)
+LORA = under(
+    "megatron_cfg.peft",
+    (
+        Same("enabled target_modules exclude_modules dim alpha dropout dropout_position lora_A_init_method"),
+        Only("lora_B_init_method", ("zero",), LORA_OPTION, "zero"),
+        Changed("lora_dtype", (None, "None"), "adapters are in policy.precision, which is its default"),
+        Ignored("a2a_experimental"),
     ),
 )
 OPTIMIZER_RULES = under(
@@ -107,8 +117,30 @@ def translate(t: Translator, algorithm: str) -> None:
         chunk = t.get(size, 256)
         t.put("policy.logprob_chunk_size", chunk, size if t.has(size) else fused)
         t.change(f"{fused}=true", f"policy.logprob_chunk_size={chunk} limits the logits in memory")
+    _adapters(t)
     _schedule(t, algorithm)
-    apply(t, under("policy", (*OPTIMIZER_RULES, *SCHEDULER_RULES, *MEGATRON)))
+    apply(t, under("policy", (*OPTIMIZER_RULES, *SCHEDULER_RULES, *LORA, *MEGATRON)))
+
+
+def _adapters(t: Translator) -> None:
+    """Translate the choice of adapted modules. Without target_modules, NeMo-RL leaves out the experts."""
+    peft = f"{KEY}.peft"
+    t.consume_off(peft)
+    if not t.on(f"{peft}.enabled"):
+        return
+    start = t.get(f"{peft}.lora_A_init_method")
+    if start not in ("xavier", "kaiming", None):
+        t.lacks(f"{peft}.lora_A_init_method", start, LORA_OPTION, "xavier or kaiming")
+        t.consume(f"{peft}.lora_A_init_method")
+    whole = not t.get(f"{peft}.target_modules")
+    if whole:
+        t.change(f"{peft}.target_modules=[]", "all linear layers except for the output layer, which gets no adapter")
+    if not has_experts(t.get("policy.model_name")):
+        return
+    if whole:
+        t.put(f"{peft}.exclude_modules", [*(t.consume(f"{peft}.exclude_modules") or ()), EXPERT_MODULES])
+    else:
+        t.change(f"{peft}.target_modules", "each expert has its own adapter; NeMo-RL's experts of a rank share one")
 
 
 def has_experts(model: str | None) -> bool | None:

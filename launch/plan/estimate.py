@@ -128,7 +128,7 @@ class Plan:
     @property
     def checkpoint_bytes(self) -> float | None:
         """Return the bytes of a checkpoint; None where only adapters are saved."""
-        if self.recipe.policy.dtensor_cfg.lora_cfg.enabled and not uses_megatron(self.recipe.policy):
+        if config.adapters(self.recipe.policy):
             return None
         trained = {name: model for name, model in config.models(self.recipe).items() if name in ("policy", "value")}
         return sum(saved_bytes(model, self.shapes[name].parameters) for name, model in trained.items())

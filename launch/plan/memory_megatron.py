@@ -115,13 +115,35 @@ class MegatronMemory:
         dense, experts = self.dense_parameters, self.expert_parameters
         router = self.model.shape.hidden * self.model.shape.experts
         dense -= self.stage.sparse * router if settings.freeze_moe_router else 0.0
+        if adapted := settings.peft.enabled:
+            dense, experts = self._adapters(settings.peft.dim)
         share = dense / (self.layout.data * self.layout.context) + experts / self.layout.expert_data
         in_float32 = settings.distributed_data_parallel_config.grad_reduce_in_fp32
+        own = c * (dense + experts) if adapted else 0.0
+        merged = {"merged weights": self.weights} if adapted else {}  # assumes that every layer has an adapter
         return {
-            "weights": self.weights + (4 * share if c < 4 else 0.0),
+            "weights": self.weights + own + (4 * share if c < 4 else 0.0),
+            **merged,
             "gradients": (4 if in_float32 else c) * (dense + experts),
             "optimizer": 8 * share,
         }
+
+    def _adapters(self, dim: int) -> tuple[float, float]:
+        """Return the parameters of adapters of this rank's linear layers: (outside of routed experts, of routed experts).
+
+        The matrix of A and B on the side that tensor parallelism does not cut is whole on each rank.
+        """
+        shape, stage, tensor = self.model.shape, self.stage, self.layout.tensor
+        heads = shape.heads + 2 * shape.kv_heads
+        attention = 2 * shape.hidden + (heads + shape.heads) * shape.head_dim / tensor
+
+        def mlp(width: float, parts: int) -> float:
+            return 2 * shape.hidden + 3 * width / parts if width else 0.0
+
+        dense = stage.layers * attention + stage.dense * mlp(shape.dense_width, tensor)
+        dense += stage.sparse * mlp(shape.shared_width, tensor)
+        experts = stage.sparse * shape.experts / self.layout.expert * mlp(shape.expert_width, self.layout.expert_tensor)
+        return dim * dense, dim * experts
 
     @property
     def _offloads(self) -> bool:
@@ -130,8 +152,9 @@ class MegatronMemory:
     @property
     def host(self) -> float:
         """Return the bytes in host memory: an offloaded model, and reference weights."""
-        # With a reference, also the policy's weights while the reference computes.
-        return self.weights * (2 * self.model.reference + self._offloads)
+        # With a reference, also the policy's weights while the reference computes. With adapters, it is the base itself.
+        copied = self.model.reference and not (self.model.trained and self.model.policy.megatron_cfg.peft.enabled)
+        return self.weights * (2 * copied + self._offloads)
 
     def phases(self, batches: RankBatches) -> Iterator[tuple[str, Parts]]:
         """Yield (phase, bytes on the device besides `resident`; negative where gradients are not there yet)."""

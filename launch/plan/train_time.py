@@ -106,7 +106,7 @@ def update(job: Job, count: float) -> tuple[float, dict[str, float]]:
     microbatches = job.microbatches(count, packing.train_mb_tokens, job.policy.train_micro_batch_size)
     forward = job.forward_flops(count)
     again = recomputed(job, count)
-    lora = job.policy.dtensor_cfg.lora_cfg.enabled and not uses_megatron(job.policy)
+    lora = config.adapters(job.policy)
     backward = (1 if lora else 2) * forward + again * forward  # with LoRA, frozen weights need no gradient
     parts = _pass(job, count, microbatches, forward, backward, passes=2 + (again > 0.5))
     if not lora:
@@ -290,11 +290,13 @@ def _swapped(job: Job) -> dict[str, float]:
 
     FSDP2 copies the reference's weights from the host. It does not with cpu_offload, since each microbatch then gathers them
     from the host (`_fsdp_weights`), nor with adapters, since the reference is then the model without adapters. Megatron-Core
-    copies the policy's weights to the host, the reference's to the GPU, and the policy's back.
+    copies the policy's weights to the host, the reference's to the GPU, and the policy's back, unless it trains adapters.
     """
     if not uses_megatron(job.policy):
         dtensor = job.policy.dtensor_cfg
         return _fetched(job, dtensor.reference_cpu_offload and not (dtensor.cpu_offload or dtensor.lora_cfg.enabled))
+    if config.adapters(job.policy):
+        return {}
     return {"host copies": 3 * job.itemsize * sum(job.layout.held(job.shape)) / _host(job)}
 
 

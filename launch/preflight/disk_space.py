@@ -29,6 +29,7 @@ from pipeline.config import (
     Problem,
     Recipe,
     RecipeError,
+    adapters,
     generates,
     ranks,
     uses_megatron,
@@ -144,16 +145,16 @@ def _parameters(section: str, policy: PolicyConfig, pending: Sequence[os.PathLik
 
     trained: count only trained ones, which with LoRA are the adapters, one assumed for every linear layer.
     """
-    key, lora = f"{section}.model_name", policy.dtensor_cfg.lora_cfg
+    key, lora = f"{section}.model_name", adapters(policy)
     try:
         model = planning_config(policy, pending, key)
         if model is None:
             return None
-        if trained and lora.enabled and not uses_megatron(policy):
+        if trained and lora:
             return sum(lora.dim * sum(t.shape) for t in tensors(model) if t.part in ADAPTED and len(t.shape) == 2)
         return ModelShape.of(model, key).parameters
     except (RecipeError, ValueError, KeyError):  # an unknown family, or errors that other checks report
-        return _stored_parameters(key, policy) if not lora.enabled else None
+        return _stored_parameters(key, policy) if not lora else None
 
 
 def _stored_parameters(key: str, policy: PolicyConfig) -> int | None:

@@ -57,7 +57,7 @@ def problems(recipe: Recipe, pending: Sequence[os.PathLike] = ()) -> Iterator[Pr
 
 def _has_checkpoint(recipe: Recipe) -> bool:
     """Return whether all of the policy's weights are those of a run's checkpoint, which may have adapters alone."""
-    adapters = recipe.policy.dtensor_cfg.lora_cfg.enabled
+    adapters = recipe.policy.dtensor_cfg.lora_cfg.enabled or recipe.policy.megatron_cfg.peft.enabled  # of the run
     return not config.trains(recipe) and recipe.evaluate.checkpoint is not None and not adapters
 
 

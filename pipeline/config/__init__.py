@@ -66,6 +66,7 @@ from pipeline.config.megatron import (
     MEGATRON_MODEL_TYPES,
     MegatronConfig,
     MegatronDDPConfig,
+    MegatronLoRAConfig,
     MegatronOptimizerConfig,
     MegatronSchedulerConfig,
 )
@@ -109,6 +110,7 @@ from pipeline.config.schema import (
     DatasetConfig,
     LoggerConfig,
     Recipe,
+    adapters,
     engine_ranks,
     expert_tensor_parallel_size,
     generates,

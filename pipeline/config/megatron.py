@@ -114,6 +114,51 @@ class MegatronCheckpointConfig:
 
 
 @dataclass
+class MegatronLoRAConfig:
+    """Low-rank adapters (https://arxiv.org/abs/2106.09685): W + alpha / dim B A. Only A and B are trained.
+
+    Modules have Megatron's names. linear_qkv and linear_fc1 share one A between the projections that they fuse. linear_q,
+    linear_k, linear_v, linear_fc1_gate and linear_fc1_up are their parts with an A each, as FSDP2's adapters have it.
+    """
+
+    enabled: Annotated[Bool, Field(description="Train adapters in place of all weights.")] = False
+    target_modules: Annotated[
+        list[Text],
+        Field(
+            description="Modules to adapt: last parts of names (linear_qkv, linear_proj, linear_fc1, linear_fc2; linear_q,"
+            " linear_k, linear_v, linear_fc1_gate, linear_fc1_up), or whole names with *. Empty: all linear layers of the"
+            " decoder, fused."
+        ),
+    ] = field(default_factory=list)
+    exclude_modules: Annotated[
+        list[Text], Field(description="Modules that get no adapter, named as in target_modules, which must be empty.")
+    ] = field(default_factory=list)
+    dim: Annotated[Positive, Field(description="Rank of the adapters.")] = 8
+    alpha: Annotated[Positive, Field(description="Scale: adapters are multiplied by alpha / dim.")] = 32
+    dropout: Annotated[Float, Field(ge=0, lt=1, description="Dropout probability of adapters in training.")] = 0.0
+    dropout_position: Annotated[
+        Literal["pre", "post"], Field(description="pre: dropout of the input of A. post: of the output of B.")
+    ] = "post"
+    lora_A_init_method: Annotated[
+        Literal["xavier", "gaussian", "kaiming"], Field(description="Initialization of A. B starts at 0.")
+    ] = "xavier"
+    lora_B_init_method: Annotated[Text, OnlyDefault("adapters start as the base model")] = "zero"
+    a2a_experimental: Annotated[
+        Bool, Field(description=f"{IGNORED}ranks exchange the dim columns between A and B, never whole activations.")
+    ] = False
+    lora_dtype: Annotated[
+        Text | None,
+        Field(description=f"{IGNORED}adapters are in policy.precision, in float32 in the optimizer."),
+    ] = None
+    use_dora: Annotated[
+        Bool, Field(description="Train a magnitude for each row of W besides (DoRA, https://arxiv.org/abs/2402.09353).")
+    ] = False
+    use_rslora: Annotated[
+        Bool, Field(description="Scale adapters by alpha / sqrt(dim) (rsLoRA, https://arxiv.org/abs/2312.03732).")
+    ] = False
+
+
+@dataclass
 class MegatronConfig:
     """The Megatron-Core backend. Data-parallel size = ranks / (tensor x pipeline x context)."""
 
@@ -251,6 +296,4 @@ class MegatronConfig:
     fp8_cfg: Annotated[
         dict[str, Any], Field(description="Only enabled=false is supported; the other keys then have no effect.")
     ] = field(default_factory=lambda: {"enabled": False})
-    peft: Annotated[
-        dict[str, Any], Field(description="Only enabled=false is supported; the other keys then have no effect.")
-    ] = field(default_factory=lambda: {"enabled": False})
+    peft: MegatronLoRAConfig = field(default_factory=MegatronLoRAConfig)

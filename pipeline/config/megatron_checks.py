@@ -6,11 +6,19 @@ from collections.abc import Iterator
 from dataclasses import MISSING, Field, fields, is_dataclass
 from typing import Any, get_type_hints
 
-from pipeline.config.megatron import MegatronConfig, MegatronOptimizerConfig, MegatronSchedulerConfig, OnlyDefault
+from pipeline.config.megatron import (
+    MegatronConfig,
+    MegatronLoRAConfig,
+    MegatronOptimizerConfig,
+    MegatronSchedulerConfig,
+    OnlyDefault,
+)
 from pipeline.config.policy import PolicyConfig
 from pipeline.problems import Problem
 
 KEY = "policy.megatron_cfg"
+FUSED = {"linear_qkv": ("linear_q", "linear_k", "linear_v"), "linear_fc1": ("linear_fc1_gate", "linear_fc1_up")}
+"""Modules of Megatron that fuse projections -> the names of these parts, in the order of the fused weight's sources."""
 RECOMPUTE_MODULES = ("core_attn", "moe_act", "layernorm", "mla_up_proj", "mlp", "moe", "shared_experts")
 
 
@@ -18,14 +26,11 @@ def check_megatron(policy: PolicyConfig) -> Iterator[Problem]:
     """Yield a problem for each value that Megatron-Core, or the backend built on it, does not support."""
     megatron = policy.megatron_cfg
     yield from _check_only_defaults(megatron, KEY)
-    for name, reason in (
-        ("fp8_cfg", "training in 8 bits is not supported"),
-        ("peft", "the Megatron-Core backend trains all weights"),
-    ):
-        enabled, only = getattr(megatron, name).get("enabled", False), False
-        if enabled != only:
-            message = f"got {_yaml(enabled)}; expected {_yaml(only)}: {reason}"
-            yield Problem(f"{KEY}.{name}.enabled", "unsupported", message)
+    if (enabled := megatron.fp8_cfg.get("enabled", False)) is not False:
+        message = f"got {_yaml(enabled)}; expected false: training in 8 bits is not supported"
+        yield Problem(f"{KEY}.fp8_cfg.enabled", "unsupported", message)
+    if megatron.peft.enabled:
+        yield from _check_adapters(megatron.peft, policy.precision)
     if megatron.pipeline_dtype != policy.precision:
         message = f"got {megatron.pipeline_dtype}; expected policy.precision, {policy.precision}. Try without it"
         yield Problem(f"{KEY}.pipeline_dtype", "contradiction", message)
@@ -44,6 +49,26 @@ def check_megatron(policy: PolicyConfig) -> Iterator[Problem]:
     for name in megatron.model_overrides:
         if name in known:
             yield Problem(f"{KEY}.model_overrides.{name}", "contradiction", f"is also a key of the recipe. Try {KEY}.{name}")
+
+
+def _check_adapters(peft: MegatronLoRAConfig, precision: str) -> Iterator[Problem]:
+    key = f"{KEY}.peft"
+    if peft.target_modules and peft.exclude_modules:
+        message = f"got names with {key}.target_modules; expected one of the two. Try target_modules=[]"
+        yield Problem(f"{key}.exclude_modules", "contradiction", message)
+    names = set(peft.target_modules)  # patterns with * are compared with the modules, by the backend
+    for fused, parts in FUSED.items():
+        if fused in names and (both := sorted(names.intersection(parts))):
+            message = (
+                f"got {fused} and {both[0]}; expected one of the two: {fused} gives its parts one A, {both[0]} has its own"
+            )
+            yield Problem(f"{key}.target_modules", "contradiction", message)
+    if peft.lora_dtype not in (None, "None", precision):
+        message = f"got {peft.lora_dtype}; expected null or policy.precision, {precision}. Try without it"
+        yield Problem(f"{key}.lora_dtype", "unsupported", message)
+    if peft.use_dora and peft.dropout:
+        message = f"got true with {key}.dropout={peft.dropout}; expected 0, since magnitudes would scale what is not dropped"
+        yield Problem(f"{key}.use_dora", "contradiction", message)
 
 
 def _check_only_defaults(section: Any, prefix: str) -> Iterator[Problem]:

@@ -10,6 +10,7 @@ from pipeline.algorithms import build
 from pipeline.algorithms.evaluate import JUDGED
 from pipeline.algorithms.served_models import ServedModelConfig
 from pipeline.config.environments import EnvironmentConfig
+from pipeline.config.megatron import MegatronLoRAConfig
 from pipeline.config.policy import LoRAConfig, PolicyConfig, TeacherConfig, TokenizerConfig, ValueConfig
 from pipeline.config.schema import Recipe, generates
 from pipeline.problems import Problem
@@ -161,6 +162,7 @@ def _with_policy_layout(
     """
     policy = recipe.policy
     own: dict[str, Any] = {"optimizer": None, "scheduler": None, "pipeline_dtype": model.precision}
+    own["peft"] = MegatronLoRAConfig()
     if model.model_name != policy.model_name:
         own |= {"num_layers_in_first_pipeline_stage": None, "num_layers_in_last_pipeline_stage": None}
     return replace(

@@ -13,8 +13,8 @@ from pipeline.algorithms.sections import LossConfig, OfflineConfig, OnlineConfig
 from pipeline.config.cluster import ClusterConfig
 from pipeline.config.environments import EnvironmentConfig
 from pipeline.config.generation import VLLMConfig
-from pipeline.config.megatron import MegatronConfig
-from pipeline.config.policy import PolicyConfig, TeacherConfig, ValueConfig
+from pipeline.config.megatron import MegatronConfig, MegatronLoRAConfig
+from pipeline.config.policy import LoRAConfig, PolicyConfig, TeacherConfig, ValueConfig
 from pipeline.values import MISSING, Bool, Duration, Float, Folder, Int, Line, NotNegative, Positive, Text, interpolation
 
 # ---- data ----------------------------------------------------------------------------------------------------------------
@@ -293,6 +293,12 @@ def engine_ranks(vllm: VLLMConfig) -> int:
 def uses_megatron(policy: PolicyConfig) -> bool:
     """Return whether Megatron-Core trains, else FSDP2. `launch/backend.py` writes the choice into the recipe."""
     return policy.megatron_cfg.enabled is True
+
+
+def adapters(policy: PolicyConfig) -> LoRAConfig | MegatronLoRAConfig | None:
+    """Return the section of the adapters that the chosen backend trains; None if it trains all weights."""
+    found = policy.megatron_cfg.peft if uses_megatron(policy) else policy.dtensor_cfg.lora_cfg
+    return found if found.enabled else None
 
 
 def expert_tensor_parallel_size(megatron: MegatronConfig) -> int:

@@ -43,7 +43,6 @@ QUESTIONS: dict[str, Callable[[Tree], Any]] = {
     "router replay": lambda t: get(t, "policy.router_replay.enabled"),
     "quantization": lambda t: get(t, "policy.quant_cfg") or get(t, "policy.generation.quant_cfg"),
     "MTP": lambda t: megatron(t, "mtp_num_layers"),
-    "Megatron LoRA": lambda t: megatron(t, "peft.enabled"),
     "virtual pipeline": lambda t: megatron(t, "virtual_pipeline_model_parallel_size"),
     "another optimizer": lambda t: dtensor(t, "enabled") and "Adam" not in str(get(t, "policy.optimizer.name")),
     "frozen language model": lambda t: (

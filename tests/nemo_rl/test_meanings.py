@@ -42,7 +42,7 @@ TABLES: tuple[Rule, ...] = (
         for model in ("policy", "value", "teacher")
         for rule in under(model, (*policy.MODEL, *policy.DTENSOR, *policy.LORA))
     ),
-    *under("policy", (*megatron.MEGATRON, *megatron.OPTIMIZER_RULES, *megatron.SCHEDULER_RULES)),
+    *under("policy", (*megatron.MEGATRON, *megatron.OPTIMIZER_RULES, *megatron.SCHEDULER_RULES, *megatron.LORA)),
     *under("policy.generation", (*generation.GENERATION, *generation.VLLM_RULES)),
     *(rule for rules in engines.RULES.values() for rule in under("policy.generation", rules)),
     *single_controller.RULES,

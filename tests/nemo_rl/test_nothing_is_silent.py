@@ -85,7 +85,6 @@ ASKING = {
     "router replay": ("grpo", "policy.router_replay.enabled=true"),
     "quantization": ("grpo", "policy.quant_cfg=NVFP4_DEFAULT_CFG"),
     "MTP": ("grpo_megatron", "policy.megatron_cfg.mtp_num_layers=1"),
-    "Megatron LoRA": ("grpo_megatron", "policy.megatron_cfg.peft.enabled=true"),
     "virtual pipeline": ("grpo_megatron", "policy.megatron_cfg.virtual_pipeline_model_parallel_size=2"),
     "another optimizer": ("grpo", "policy.optimizer.name=dion.Dion"),
     "frozen language model": (

@@ -2,15 +2,16 @@
 
 Weights are in the recipe's precision. Megatron-Core's DistributedDataParallel sums gradients, and its distributed optimizer
 keeps float32 weights and state cut over data-parallel ranks. Checkpoints hold boxes of Hugging Face tensors, so they load with
-any layout.
+any layout. With adapters (adapters.py) only these are trained and saved; `weights` and `local_tensor` return merged weights.
 
-Not supported: virtual pipeline stages, FP8, multi-token prediction, LoRA, Megatron-FSDP.
+Not supported: virtual pipeline stages, FP8, multi-token prediction, Megatron-FSDP.
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable, Iterator, Sequence
+import functools
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 import torch
@@ -22,16 +23,17 @@ from transformers import PreTrainedConfig
 from typing_extensions import override
 
 from pipeline import models
-from pipeline.boxes import Box, Piece, Region, region, whole
+from pipeline.boxes import Box, Piece, Region, region
 from pipeline.config import PolicyConfig, Problem, RecipeError
 from pipeline.models.base import VALUE_HEAD
 from pipeline.models.config_json import check_attention, check_megatron_attention
 from pipeline.models.hugging_face import SCORE, checkpoint_shapes, model_config
-from pipeline.models.recorded_layout import Shape, copy_pieces, flat_boxes, restrict
-from pipeline.train import checkpoint_state
+from pipeline.models.recorded_layout import Shape, copy_pieces, restrict
+from pipeline.train import checkpoint_state, lora
 from pipeline.train.base import Loss, ModelRole, TrainBackend
 from pipeline.train.context_parallel import LocalBatch, localize
 from pipeline.train.initial_weights import ReadBox, initial_weights
+from pipeline.train.megatron import adapted_stage
 from pipeline.train.megatron.conversion import converted
 from pipeline.train.megatron.gather import WeightGatherer
 from pipeline.train.megatron.groups import context_group, data_group, initialize, pipeline_group
@@ -40,11 +42,12 @@ from pipeline.train.megatron.host_weights import HostWeights
 from pipeline.train.megatron.local_modules import PackedSequences
 from pipeline.train.megatron.local_tensors import LocalTensor, local_tensors
 from pipeline.train.megatron.model import build, data_parallel
-from pipeline.train.megatron.optimizer import ParameterRange, ScheduledOptimizer
+from pipeline.train.megatron.optimizer import ScheduledOptimizer
+from pipeline.train.megatron.saved_state import SavedState, boxes, is_data_parallel_leader, stored
 from pipeline.train.offload import Offload
 from pipeline.train.outputs import broadcast_record, reduce_outputs
 from pipeline.train.packing import check_batch
-from pipeline.train.shards import BoxReader, Entry, Shards, collect_shards, read_shards
+from pipeline.train.shards import Shards, collect_shards, read_shards
 from pipeline.types import LossOutput, Outputs, PackedBatch, StepResult
 
 
@@ -54,8 +57,7 @@ class MegatronBackend(TrainBackend):
     def __init__(self, policy: PolicyConfig, group: dist.ProcessGroup, seed: int, role: ModelRole):
         """Build the backend, as `pipeline.train.build` documents."""
         self.device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
-        self._policy, self._group = policy, group
-        self._role = role
+        self._policy, self._group, self._role = policy, group, role
         initialize(policy, seed)
         self.data_rank = parallel_state.get_data_parallel_rank()
         self.data_size = parallel_state.get_data_parallel_world_size()
@@ -66,22 +68,25 @@ class MegatronBackend(TrainBackend):
         self._stage = build(policy, hf, role.head).to(self.device)
         if not role.trained:
             self._stage.requires_grad_(False)
-        self._local = local_tensors(self._stage, models.family(hf.model_type).parameters(hf, role.head), self._shapes)
-        self._of = {id(local.tensor): local for local in self._local.values()}
+        family = models.family(hf.model_type).parameters(hf, role.head)
+        self._adapters = adapted_stage.adapt(self._stage, policy, family, self._shapes) if role.trained else None
+        whole, shapes = (self._adapters.parameters, self._adapters.shapes) if self._adapters else ({}, {})
+        self._local = local_tensors(self._stage, family | whole, self._shapes | shapes)
+        self._base = {name: local for name, local in self._local.items() if name not in whole}
+        self._saved = SavedState.of(self._local, self._shapes, self._adapters, role.head)
         self._vocabulary = hf.vocab_size
         self._head = ValueHead() if role.head == "values" else VocabularyHead.of(policy, hf, role)
         self._training: tuple[DistributedDataParallel, ScheduledOptimizer] | None = None
         if role.trained:
-            model = data_parallel(policy, self._stage)
+            model = data_parallel(policy, self._stage, self._adapters.sum_partial if self._adapters else None)
             self._training = model, ScheduledOptimizer(policy, model)
         self._load_initial(hf, seed)
-        self._reference = self._copy_weights() if role.reference else None
-        self._gatherer = WeightGatherer(
-            [(local.tensor, local.hugging_face) for name, local in self._local.items() if _is_data_parallel_leader(name)],
-            self._shapes,
-            group,
-            self.device,
-        )
+        self._reference = self._copy_weights() if role.reference and self._adapters is None else None
+        peft, random_seed = policy.megatron_cfg.peft, seed if policy.random_init else None
+        self._lora_record = lora.record(adapted_stage.options(peft), random_seed) if self._adapters else None
+        self._merged: dict[str, torch.Tensor] = {}  # merged weights by name, from the first read on
+        if self._adapters is None:
+            assert self._gatherer  # raises if the ranks do not hold every weight
         # Last, because it moves the weights to the host.
         offload = role.offload and not role.trained
         self._host = HostWeights([local.tensor for local in self._local.values()], self.device) if offload else None
@@ -121,10 +126,12 @@ class MegatronBackend(TrainBackend):
             found.append(LossOutput(output.loss.detach(), output.metrics))
             return output.loss
 
-        self._run(self._model, batches, finish, self._head)
+        with self._adapters.training() if self._adapters else contextlib.nullcontext():
+            self._run(self._model, batches, finish, self._head)
         metrics = self._metrics(found)
         lr = self._optimizer.lr
         metrics |= {"grad_norm": self._optimizer.step(), "lr": lr}
+        self._refresh_merged()
         self._empty_cache(1)
         return StepResult(metrics)
 
@@ -172,7 +179,7 @@ class MegatronBackend(TrainBackend):
             hidden = model(local.tokens, local.positions, attention_mask=None, packed_seq_params=sequences)
             if not parallel_state.is_pipeline_last_stage():
                 return hidden, None
-            # The schedule expects a number of tokens to divide by. `_finalize` ignores it, because losses are already divided.
+            # The schedule expects a number of tokens to divide by. It is ignored: losses are already divided.
             one = torch.ones((), dtype=torch.int, device=self.device)
             outputs = head.outputs(self._stage, hidden, local, top_k)
             return outputs, lambda outputs: (finish(batch, outputs), one, None)
@@ -222,15 +229,21 @@ class MegatronBackend(TrainBackend):
 
     @override
     def offload(self, keep_weights: bool = False) -> None:
-        weights = [local.tensor for local in self._local.values()]
+        if keep_weights:
+            self._merge()
+        served = [self.local_tensor(name) for name in self._base]
+        weights = [*(local.tensor for local in self._local.values()), *self._merged.values()]
         if self._training is not None:
             model, optimizer = self._training
             optimizer.zero_grad()
             buffers = model.buffers + model.expert_parallel_buffers  # pyright: ignore[reportOperatorIssue] - a list here
             self._offload.drop(buffer.grad_data for buffer in buffers)
-            self._offload.offload(optimizer.tensors(), keep=weights)
-        if not keep_weights:
-            self._offload.offload(weights, frozen=not self._role.trained)
+            self._offload.offload(optimizer.tensors(), keep=served if self._adapters else weights)
+        if self._adapters is not None:
+            base = [local.tensor for local in self._base.values() if not local.tensor.requires_grad]
+            self._offload.offload(base, keep=served if keep_weights else (), frozen=True)
+        if self._adapters is not None or not keep_weights:
+            self._offload.offload(weights, keep=served if keep_weights else (), frozen=not self._role.trained)
 
     @override
     def reload(self) -> None:
@@ -240,8 +253,16 @@ class MegatronBackend(TrainBackend):
 
     @override
     def weights(self, model: bool = False) -> Iterator[tuple[str, torch.Tensor]]:
+        self._merge()
         with self._weights_of("policy"):
             yield from self._gatherer.tensors(getattr(torch, self._policy.precision))
+
+    @functools.cached_property
+    def _gatherer(self) -> WeightGatherer:
+        """Gathers the weights. With adapters it must be made after they are merged for the first time."""
+        leaders = {name: local for name, local in self._base.items() if is_data_parallel_leader(name)}
+        pieces = [(self.local_tensor(name), local.hugging_face) for name, local in leaders.items()]
+        return WeightGatherer(pieces, self._shapes, self._group, self.device)
 
     @property
     @override
@@ -250,13 +271,24 @@ class MegatronBackend(TrainBackend):
 
     @override
     def layout(self) -> list[Region]:
+        self._merge()
         return [
-            region(piece, name, local.tensor.stride()) for name, local in self._local.items() for piece in local.hugging_face
+            region(piece, name, local.tensor.stride()) for name, local in self._base.items() for piece in local.hugging_face
         ]
 
     @override
     def local_tensor(self, name: str) -> torch.Tensor:
-        return self._local[name].tensor.detach()
+        return self._merged[name] if name in self._merged else self._local[name].tensor.detach()
+
+    def _merge(self) -> None:
+        """Merge adapters for a reader of the weights, and from now on after every step. Collective."""
+        if self._adapters is not None and not self._merged:
+            self._merged = dict(self._adapters.merged())
+
+    def _refresh_merged(self) -> None:
+        if self._adapters is not None and self._merged:
+            for name, tensor in self._adapters.merged():
+                self._merged[name].copy_(tensor)
 
     def _copy_weights(self) -> list[torch.Tensor]:
         """Return copies of all weights of this rank, on the CPU."""
@@ -267,6 +299,10 @@ class MegatronBackend(TrainBackend):
         """Have the weights of "policy" or "reference" in the model's tensors, on the device, within this context."""
         if model == "policy":
             with self._host.on_device() if self._host else contextlib.nullcontext():
+                yield
+            return
+        if self._adapters is not None and self._role.reference:
+            with self._adapters.disabled():
                 yield
             return
         if self._reference is None:
@@ -282,9 +318,15 @@ class MegatronBackend(TrainBackend):
                 tensor.copy_(policy)
 
     def _load_initial(self, hf: PreTrainedConfig, seed: int) -> None:
+        self._load_base(hf, seed)
+        if self._adapters is not None:
+            adapters = {name: local for name, local in self._local.items() if name not in self._base}
+            self._fill(self._adapters.initial(self._local, seed), lambda local: local.hugging_face, adapters)
+
+    def _load_base(self, hf: PreTrainedConfig, seed: int) -> None:
         head = self._role.head
         if self._policy.random_init:
-            self._fill(initial_weights(self._policy, hf, seed, head), lambda local: local.hugging_face)
+            self._fill(initial_weights(self._policy, hf, seed, head), lambda local: local.hugging_face, self._base)
             return
         conversion = converted(self._policy, hf, self._group, head, phase=self._role.phase)
         read = conversion.read
@@ -294,18 +336,20 @@ class MegatronBackend(TrainBackend):
             def read(name: str, box: Box) -> torch.Tensor:
                 return files(SCORE, box) if name == VALUE_HEAD else conversion.read(name, box)
 
-        self._fill(read, lambda local: local.whole)
+        self._fill(read, lambda local: local.whole, self._base)
 
-    def _fill(self, read: ReadBox, pieces_of: Callable[[LocalTensor], list[Piece]]) -> None:
-        """Fill the model's tensors and the optimizer's float32 ranges with what `read` returns for their pieces."""
-        for local in self._local.values():
+    def _fill(self, read: ReadBox, pieces_of: Callable[[LocalTensor], list[Piece]], of: Mapping[str, LocalTensor]) -> None:
+        """Fill these tensors and the optimizer's float32 ranges of them with what `read` returns for their pieces."""
+        for local in of.values():
             tensor = local.tensor.detach()
             tensor.zero_()  # padding of the vocabulary has no piece
             copy_pieces(tensor, pieces_of(local), read)
+        by_tensor = {id(local.tensor): local for local in of.values()}
         for part in self._optimizer.ranges() if self._training is not None else ():
-            part.main.zero_()
-            for box, view in _boxes(part, part.main):
-                copy_pieces(view, restrict(pieces_of(self._of[id(part.parameter)]), box), read)
+            if (local := by_tensor.get(id(part.parameter))) is not None:
+                part.main.zero_()
+                for box, view in boxes(part, part.main):
+                    copy_pieces(view, restrict(pieces_of(local), box), read)
 
     # ---- checkpoints ----------------------------------------------------------------------------------------------------
 
@@ -318,27 +362,11 @@ class MegatronBackend(TrainBackend):
             "updates": self._optimizer.updates,
             "schedule": self._optimizer.schedule_steps,
             "optimizer": self._optimizer.options,
+            "lora": self._lora_record,
             "random": checkpoint_state.random_record(),
         }
-        return collect_shards(self._entries(), record, copy)
-
-    def _entries(self) -> Iterator[Entry]:
-        """Yield this rank's part of a checkpoint."""
-        for part in self._optimizer.ranges():
-            local = self._of[id(part.parameter)]
-            for prefix, values in {"model": part.main, **{f"optimizer.{k}": v for k, v in part.state.items()}}.items():
-                for box, view in _boxes(part, values):
-                    yield from self._as_hugging_face(prefix, restrict(local.hugging_face, box), view)
-        for name, local in self._local.items():
-            if not local.tensor.requires_grad and _is_data_parallel_leader(name):  # a frozen router, or a router's bias
-                yield from self._as_hugging_face("model", local.hugging_face, local.tensor.detach())
-        for name, tensor in checkpoint_state.random_tensors(self.device, self._group.rank()).items():
-            yield name, tuple(tensor.shape), whole(tuple(tensor.shape)), tensor
-
-    def _as_hugging_face(self, prefix: str, pieces: Iterable[Piece], tensor: torch.Tensor) -> Iterator[Entry]:
-        for piece in pieces:
-            part = tensor[piece.target.within(whole(tuple(tensor.shape)))]
-            yield f"{prefix}.{piece.name}", self._shapes[piece.name], piece.source, part.reshape(piece.source.size)
+        random = checkpoint_state.random_tensors(self.device, self._group.rank())
+        return collect_shards(self._saved.entries(self._optimizer.ranges(), random), record, copy)
 
     @override
     def load(self, folder: Path) -> None:
@@ -346,31 +374,21 @@ class MegatronBackend(TrainBackend):
         self._check_trained()
         reader, records = read_shards(folder)
         record = records[0]
-        stored = {n.removeprefix("model."): s for n, s in reader.shapes.items() if n.startswith("model.")}
-        if stored != {name: tuple(shape) for name, shape in self._shapes.items()}:
-            raise checkpoint_state.other_model(folder, stored, self._shapes)
+        lora.check_record(folder, record.get("lora"), self._lora_record)
+        self._saved.check_tensors(folder, reader)
         if record.get("optimizer") != self._optimizer.options:
             message = (
                 f"{folder} was saved with other settings of the optimizer, or by another backend:"
                 f" {record.get('optimizer')} -> {self._optimizer.options}"
             )
             raise RecipeError(Problem("policy.optimizer", "contradiction", message))
-        self._fill(lambda name, box: reader.read(f"model.{name}", box), lambda local: local.hugging_face)
-        states = {}
-        kinds = sorted({name.split(".", 2)[1] for name in reader.shapes if name.startswith("optimizer.")})
-        for part in self._optimizer.ranges():
-            states[part.parameter] = {kind: self._read_state(reader, kind, part) for kind in kinds}
+        self._fill(lambda name, box: reader.read(stored(name), box), lambda local: local.hugging_face, self._saved.local)
         updates = record["updates"] if "updates" in record else record["steps"]
+        states = self._saved.optimizer_states(self._optimizer.ranges(), reader)
         self._optimizer.restore(updates, checkpoint_state.schedule_steps(record), states)
+        self._refresh_merged()
         if record.get("layout") == self._layout() and record["ranks"] == self._group.size():
             checkpoint_state.load_random(self.device, self._group.rank(), reader, records[self._group.rank()]["random"])
-
-    def _read_state(self, reader: BoxReader, kind: str, part: ParameterRange) -> torch.Tensor:
-        values = torch.zeros_like(part.main)
-        for box, view in _boxes(part, values):
-            pieces = restrict(self._of[id(part.parameter)].hugging_face, box)
-            copy_pieces(view, pieces, lambda name, source: reader.read(f"optimizer.{kind}.{name}", source))
-        return values
 
     def _layout(self) -> list[int]:
         config = self._stage.config
@@ -380,18 +398,3 @@ class MegatronBackend(TrainBackend):
             config.context_parallel_size,
             config.expert_model_parallel_size,
         ]
-
-
-def _boxes(part: ParameterRange, values: torch.Tensor) -> Iterator[tuple[Box, torch.Tensor]]:
-    """Yield the boxes of a flat range of a parameter, each with its view of `values` [stop - start]."""
-    done = 0
-    for box in flat_boxes(tuple(part.parameter.shape), part.start, part.stop):
-        yield box, values[done : done + box.numel].view(box.size)
-        done += box.numel
-
-
-def _is_data_parallel_leader(name: str) -> bool:
-    """Return whether this rank is the first of its data-parallel peers, which hold the same part of this parameter."""
-    if ".local_experts." in name:
-        return parallel_state.get_expert_data_parallel_rank() == 0
-    return parallel_state.get_data_parallel_rank(with_context_parallel=True) == 0

@@ -14,7 +14,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -239,7 +239,9 @@ def _mixture(megatron: MegatronConfig, engine: bool) -> dict[str, Any]:
     return {
         "expert_model_parallel_size": megatron.expert_model_parallel_size,
         "expert_tensor_parallel_size": parallel_state.get_expert_tensor_parallel_world_size(),
-        "moe_grouped_gemm": engine if grouped is None else grouped,
+        "moe_grouped_gemm": engine and not megatron.peft.enabled
+        if grouped is None
+        else grouped,  # adapters need separate experts
         "moe_permute_fusion": engine if megatron.moe_permute_fusion is None else megatron.moe_permute_fusion,
         "moe_router_dtype": megatron.moe_router_dtype,
         "moe_router_load_balancing_type": "none",  # a load-balancing loss would move the policy away from the one that sampled
@@ -283,8 +285,13 @@ def _with_our_modules(block: TransformerBlockSubmodules) -> TransformerBlockSubm
     return TransformerBlockSubmodules(layer_specs=block.layer_specs, layer_norm=final_norm)
 
 
-def data_parallel(policy: PolicyConfig, stage: PipelineStage) -> DistributedDataParallel:
-    """Wrap a stage that is trained, so that gradients are summed over data-parallel ranks."""
+def data_parallel(
+    policy: PolicyConfig, stage: PipelineStage, then: Callable[[], None] | None = None
+) -> DistributedDataParallel:
+    """Wrap a stage that is trained, so that gradients are summed over data-parallel ranks.
+
+    then: called after that, to sum further gradients.
+    """
     settings = policy.megatron_cfg.distributed_data_parallel_config
     model = DistributedDataParallel(
         stage.config,
@@ -298,10 +305,12 @@ def data_parallel(policy: PolicyConfig, stage: PipelineStage) -> DistributedData
         ),
         stage,
     )
-    stage.config.finalize_model_grads_func = _finalize
+
+    def finalize(models_: list, num_tokens=None, **kwargs) -> None:
+        finalize_model_grads(models_, None, **kwargs)  # None: the loss is already divided
+        if then is not None:
+            then()
+
+    stage.config.finalize_model_grads_func = finalize
     stage.config.no_sync_func = model.no_sync
     return model
-
-
-def _finalize(models_: list, num_tokens=None, **kwargs) -> None:
-    finalize_model_grads(models_, None, **kwargs)  # None: the loss is already divided

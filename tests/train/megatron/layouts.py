@@ -26,8 +26,9 @@ from pipeline.config import MegatronConfig, MegatronDDPConfig, PolicyConfig
 from pipeline.models.hugging_face import meta_model, on_disk
 from pipeline.models.recorded_layout import restrict
 from pipeline.train.base import ModelRole, TrainBackend
-from pipeline.train.megatron.backend import MegatronBackend, _boxes
+from pipeline.train.megatron.backend import MegatronBackend
 from pipeline.train.megatron.conversion_cache import VARIABLE
+from pipeline.train.megatron.saved_state import boxes
 from pipeline.types import Outputs
 from tests import fork_server
 from tests.models.cases import FAMILIES, write_models
@@ -176,11 +177,12 @@ def gradients(trained: MegatronBackend) -> tuple[dict[str, torch.Tensor], float]
 
     They stay until the next step.
     """
-    mine = {name: torch.full(shape, torch.nan) for name, shape in trained._shapes.items()}
+    mine = {name: torch.full(shape, torch.nan) for name, shape in trained._saved.shapes.items()}
+    of = {id(local.tensor): local for local in trained._local.values()}
     for part in trained._optimizer.ranges():
         gradient = part.parameter.main_grad.detach().float().cpu().flatten()[part.start : part.stop]
-        for box, view in _boxes(part, gradient):
-            for piece in restrict(trained._of[id(part.parameter)].hugging_face, box):
+        for box, view in boxes(part, gradient):
+            for piece in restrict(of[id(part.parameter)].hugging_face, box):
                 values = view[piece.target.within(whole(tuple(view.shape)))].reshape(piece.source.size)
                 mine[piece.name][piece.source.within(whole(tuple(mine[piece.name].shape)))] = values
     flat = torch.cat([tensor.flatten() for tensor in mine.values()]).to(trained.device)

@@ -1,0 +1,179 @@
+"""The adapters of a pipeline stage: attached to its modules, initialized, merged, disabled for the reference."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from pipeline.boxes import Box, whole
+from pipeline.config import LoRAConfig, MegatronLoRAConfig, PolicyConfig, Problem, RecipeError
+from pipeline.models.base import Parameter
+from pipeline.models.recorded_layout import Shape
+from pipeline.train.adapters.arithmetic import initial_a
+from pipeline.train.adapters.spec import A as SUFFIX_A
+from pipeline.train.adapters.spec import AdapterSpec, layer_of
+from pipeline.train.adapters.spec import B as SUFFIX_B
+from pipeline.train.initial_weights import ReadBox
+from pipeline.train.megatron.adapter_targets import KEY, SUBMODULE, Target, targets
+from pipeline.train.megatron.adapters import Adapter, Switch
+from pipeline.train.megatron.local_tensors import LocalTensor, global_name
+from pipeline.train.megatron.model import PipelineStage
+
+
+def options(config: MegatronLoRAConfig) -> LoRAConfig:
+    """Return the options in the form that both backends share."""
+    return LoRAConfig(
+        True,
+        dim=config.dim,
+        alpha=config.alpha,
+        dropout=config.dropout,
+        dropout_position=config.dropout_position,
+        lora_A_init=config.lora_A_init_method,
+        use_dora=config.use_dora,
+        use_rslora=config.use_rslora,
+    )
+
+
+def adapt(
+    stage: PipelineStage, policy: PolicyConfig, parameters: Mapping[str, Parameter], shapes: Mapping[str, Shape]
+) -> Adapters | None:
+    """Add the recipe's adapters to a stage; return None if it has none. Everything else is frozen, except for a value head.
+
+    parameters: of the whole model; shapes: of the tensors on disk. Raises RecipeError for names that match no module.
+    """
+    config = policy.megatron_cfg.peft
+    if not config.enabled:
+        return None
+    found = Adapters(AdapterSpec.of(options(config)), targets(config, parameters, shapes), shapes)
+    stage.requires_grad_(False)
+    if stage.post_process and hasattr(stage, "value_head"):
+        stage.value_head.requires_grad_(True)
+    found.attach(stage)
+    return found
+
+
+class Adapters:
+    """The adapters of a model, and those of this rank's stage."""
+
+    def __init__(self, spec: AdapterSpec, found: list[Target], shapes: Mapping[str, Shape]):
+        self.spec = spec
+        self._targets = found
+        self._switch = Switch()
+        self._held: dict[str, tuple[nn.Module, Adapter]] = {}  # of this rank, by global name of the module
+        self.parameters: dict[str, Parameter] = {}  # of all ranks, by global name
+        self.shapes: dict[str, Shape] = {}  # of the tensors on disk
+        self.copies: dict[str, list[str]] = {}  # tensors on disk that are one parameter, by the first one's name
+        for target in found:
+            self.parameters |= target.parameters(spec)
+            columns = shapes[target.weight.sources[0]][1]
+            for layer, rows in zip(target.layers, target.rows, strict=True):
+                self.shapes |= spec.shapes(layer, rows, columns) if layer else {}
+            self.copies |= target.duplicates()
+
+    def attach(self, stage: PipelineStage) -> None:
+        """Add the adapters to the stage's modules. Raises RecipeError if the stage gets none."""
+        modules = {}
+        for name, _ in list(stage.named_parameters()):
+            module = name.rpartition(".")[0]
+            modules[global_name(stage, name).rpartition(".")[0]] = stage.get_submodule(module)
+        for target in self._targets:
+            if (layer := modules.get(target.module)) is None:
+                continue  # of another stage or expert-parallel rank
+            if not hasattr(layer, "weight"):
+                message = "got adapters of experts that one kernel computes; expected false. Try without it"
+                raise RecipeError(Problem("policy.megatron_cfg.moe_grouped_gemm", "unsupported", message))
+            adapter = Adapter(layer, target, self.spec, self._switch)
+            layer.add_module(SUBMODULE, adapter)
+            layer.register_forward_hook(self._add)
+            self._held[target.module] = layer, adapter
+        if not self._held:
+            message = "got names that leave a pipeline stage without adapters; expected some in each. Try fewer stages"
+            raise RecipeError(Problem(f"{KEY}.target_modules", "unsupported", message))
+        if stage.pre_process:
+            stage.embedding.register_forward_hook(_require_gradient)
+
+    def _add(self, layer: nn.Module, inputs: tuple[torch.Tensor, ...], output: Any) -> Any:
+        """Add an adapter's output: the forward hook of an adapted module."""
+        if not self._switch.enabled:
+            return output
+        adapter = layer.get_submodule(SUBMODULE)
+        if isinstance(output, tuple):
+            return adapter(layer, inputs[0], output[0]), *output[1:]
+        return adapter(layer, inputs[0], output)
+
+    @contextlib.contextmanager
+    def disabled(self) -> Iterator[None]:
+        """Disable the adapters within this context: the model is then its base."""
+        self._switch.enabled = False
+        try:
+            yield
+        finally:
+            self._switch.enabled = True
+
+    @contextlib.contextmanager
+    def training(self) -> Iterator[None]:
+        """Have dropout within this context."""
+        self._switch.dropout = True
+        try:
+            yield
+        finally:
+            self._switch.dropout = False
+
+    def sum_partial(self) -> None:
+        """Sum the gradients of whole matrices over the ranks that have parts of them. Collective, after data parallelism."""
+        by_group: dict[dist.ProcessGroup, list[Any]] = {}
+        for _, adapter in self._held.values():
+            by_group.setdefault(adapter.group, []).extend(adapter.partial)
+        for group, parameters in by_group.items():
+            if parameters:
+                _sum_together([parameter.main_grad for parameter in parameters], group)
+
+    def merged(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yield (global name of an adapted weight, this rank's part of it, merged). Collective with DoRA."""
+        for module, (layer, adapter) in self._held.items():
+            yield f"{module}.weight", adapter.merged(layer)
+
+    def initial(self, local: Mapping[str, LocalTensor], seed: int) -> ReadBox:
+        """Return a function that reads the initial adapters' boxes, float32. Collective with DoRA.
+
+        local: tensors of this rank, of which W must be loaded.
+        """
+        magnitudes: dict[str, torch.Tensor] = {}  # whole, of which this rank fills its rows
+        for module, (layer, adapter) in self._held.items() if self.spec.dora else ():
+            rows = adapter.initial_magnitude(layer).cpu()
+            for piece in local[f"{module}.{SUBMODULE}.magnitude"].hugging_face:
+                into = magnitudes.setdefault(piece.name, torch.zeros(self.shapes[piece.name]))
+                into[piece.source.within(whole(tuple(into.shape)))] = rows[piece.target.within(whole(tuple(rows.shape)))]
+
+        @functools.lru_cache(maxsize=8)
+        def drawn(name: str) -> torch.Tensor:
+            return initial_a(self.spec, name.removesuffix(SUFFIX_A), self.shapes[name][1], seed)
+
+        def read(name: str, box: Box) -> torch.Tensor:
+            assert layer_of(name) is not None
+            if name.endswith(SUFFIX_B):
+                return torch.zeros(box.size)
+            full = drawn(name) if name.endswith(SUFFIX_A) else magnitudes[name]
+            return full[box.within(whole(tuple(full.shape)))]
+
+        return read
+
+
+def _require_gradient(embedding: nn.Module, inputs: Any, output: torch.Tensor) -> torch.Tensor:
+    """Have activations require gradients from the first on, as recomputation and pipeline stages expect."""
+    return output.requires_grad_() if torch.is_grad_enabled() and not output.requires_grad else output
+
+
+def _sum_together(tensors: Iterable[torch.Tensor], group: dist.ProcessGroup) -> None:
+    """Sum each tensor over the ranks of a group, in place, by one collective."""
+    tensors = list(tensors)
+    flat = torch.cat([tensor.flatten() for tensor in tensors])
+    dist.all_reduce(flat, group=group)
+    for tensor, part in zip(tensors, flat.split([tensor.numel() for tensor in tensors]), strict=True):
+        tensor.copy_(part.view_as(tensor))

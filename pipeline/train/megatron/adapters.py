@@ -1,0 +1,198 @@
+"""LoRA and DoRA adapters in Megatron-Core's linear layers, under tensor, sequence, expert, pipeline and context parallelism.
+
+A module's adapter is a submodule, and a forward hook adds its output. It is cut like W [out, in]: B like its rows, A like its
+columns. The other matrix is whole on every rank. Ranks exchange only the product of A, [tokens, dim]:
+
+    W cut by rows      A is whole. With sequence parallelism, its product of this rank's tokens is gathered before B.
+    W cut by columns   The ranks' products of A are summed, and this rank's tokens of them are multiplied by the whole B.
+    W of an expert     The dispatcher gathers tokens and sums outputs over ranks that cut an expert, so no exchange is needed.
+
+Where ranks have a part of the tokens, or of the output, the gradient of a whole matrix is partial (`Adapter.partial`).
+`adapted_stage.py` attaches the adapters, and sums these gradients.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from megatron.core import parallel_state, tensor_parallel
+from megatron.core.tensor_parallel.random import get_cuda_rng_tracker, get_expert_parallel_rng_tracker_name
+from torch import nn
+from typing_extensions import override
+
+from pipeline.models.recorded_layout import cut
+from pipeline.train.adapters.arithmetic import initial_magnitude, merge, row_norms
+from pipeline.train.adapters.spec import AdapterSpec
+from pipeline.train.megatron.adapter_targets import Target
+from pipeline.train.megatron.groups import tensor_group
+
+Cut = Literal["rows", "columns", "none"]
+
+
+@dataclass
+class Switch:
+    """The state that all adapters of a model share."""
+
+    enabled: bool = True
+    dropout: bool = False  # within a training pass
+
+
+class Adapter(nn.Module):
+    """This rank's part of one module's adapter."""
+
+    def __init__(self, layer: nn.Module, target: Target, spec: AdapterSpec, switch: Switch):
+        super().__init__()
+        weight: Any = layer.weight
+        config: Any = layer.config
+        self._spec, self._switch = spec, switch
+        expert = target.weight.expert is not None
+        self._group = _tensor_group(expert)
+        # As Megatron-Core's layers decide it; shared experts that overlap with the dispatch set it too.
+        self._exchanges = not getattr(layer, "explicit_expert_comm", False) and getattr(layer, "parallel_mode", "") is not None
+        self._cut = _cut_of(layer, target, self._group)
+        self._sequence = bool(config.sequence_parallel) and self._exchanges and self._group.size() > 1 and not expert
+        self._expert = expert
+        own = {"dtype": weight.dtype, "device": weight.device}
+        self.lora_A = nn.Parameter(torch.empty(target.stacked * spec.dim, weight.shape[1], **own))
+        self.lora_B = nn.Parameter(torch.empty(weight.shape[0], spec.dim, **own))
+        self.magnitude = nn.Parameter(torch.empty(weight.shape[0], **own)) if spec.dora else None
+        owners = torch.tensor(target.owners(), device=weight.device)
+        if self._cut == "rows":
+            owners = cut(owners, target.weight.split, self._group.rank(), self._group.size())
+        stacked = torch.arange(target.stacked, device=weight.device)
+        mask = owners[:, None] == stacked  # [out, stacked]
+        self.register_buffer("_mask", None if mask.all() else mask.to(weight.dtype), persistent=False)
+        self._norm = _fused_norm(layer)
+        self._mark(bool(getattr(weight, "allreduce", True)))
+
+    # ---- parameters -----------------------------------------------------------------------------------------------------
+
+    @property
+    def partial(self) -> list[nn.Parameter]:
+        """The parameters whose gradients are a part of the sum over `group`."""
+        if self._group.size() == 1:
+            return []
+        of_rows = [p for p in (self.lora_B, self.magnitude) if p is not None]
+        if self._cut == "none":
+            return [self.lora_A, *of_rows] if self._sequence else []
+        if self._sequence or not self._exchanges:
+            return [self.lora_A] if self._cut == "rows" else of_rows
+        return []
+
+    @property
+    def group(self) -> dist.ProcessGroup:
+        """The ranks that cut the module's weight."""
+        return self._group
+
+    def _mark(self, reduced_densely: bool) -> None:
+        """Set the attributes by which Megatron-Core reduces gradients and counts them once in the norm."""
+        whole = {"rows": (self.lora_A,), "columns": (self.lora_B, self.magnitude), "none": (*self.parameters(),)}[self._cut]
+        for parameter in self.parameters():
+            duplicate = any(parameter is other for other in whole) and self._group.rank() > 0
+            attributes = {"allreduce": reduced_densely, "tensor_model_parallel": True, "shared": duplicate}
+            for name, value in attributes.items():
+                setattr(parameter, name, value)
+
+    # ---- computation ----------------------------------------------------------------------------------------------------
+
+    @override
+    def forward(self, layer: nn.Module, inputs: torch.Tensor, output: torch.Tensor) -> torch.Tensor:
+        """Return the module's output [t, ..., out] with its adapter. inputs: of the module [t, ..., in]."""
+        if self._norm is not None:
+            inputs = self._norm(inputs)
+        if self._spec.dropout_input:
+            inputs = self._dropout(inputs, same=self._cut != "columns" and not self._sequence)
+        product = self._exchange(F.linear(inputs, self.lora_A))
+        found = F.linear(product, self._b())
+        if not self._spec.dropout_input:
+            found = self._dropout(found, same=self._cut != "rows" and not self._sequence)
+        found = found * self._spec.scale
+        if self.magnitude is None:
+            return output + found
+        bias: Any = None if getattr(layer, "skip_bias_add", False) else getattr(layer, "bias", None)
+        base = output if bias is None else output - bias
+        scaled = (self.magnitude / self._row_norms(layer).to(self.magnitude.dtype)) * (base + found)
+        return scaled if bias is None else scaled + bias
+
+    def initial_magnitude(self, layer: nn.Module) -> torch.Tensor:
+        """Return DoRA's initial magnitudes of these rows [out] float32. Collective over the ranks that cut W."""
+        weight: Any = layer.weight
+        return initial_magnitude(weight.detach(), self._sum_columns)
+
+    def merged(self, layer: nn.Module) -> torch.Tensor:
+        """Return this rank's part of the merged weight, in the weight's precision. Collective with DoRA."""
+        weight: Any = layer.weight
+        with torch.no_grad():
+            return merge(weight, self.lora_A, self._b(), self._spec.scale, self.magnitude, self._sum_columns)
+
+    def _b(self) -> torch.Tensor:
+        """Return B [out, stacked dim], with zeros where a row does not belong to that A."""
+        mask: Any = self._mask
+        if mask is None:
+            return self.lora_B
+        return (mask[:, :, None] * self.lora_B[:, None, :]).flatten(1)
+
+    def _row_norms(self, layer: nn.Module) -> torch.Tensor:
+        weight: Any = layer.weight
+        return row_norms(weight.detach(), self.lora_A, self._b(), self._spec.scale, self._sum_columns)
+
+    def _sum_columns(self, squares: torch.Tensor) -> torch.Tensor:
+        if self._cut == "columns" and self._group.size() > 1:
+            dist.all_reduce(squares, group=self._group)
+        return squares
+
+    def _exchange(self, product: torch.Tensor) -> torch.Tensor:
+        """Return the product of A that this rank's B needs, from this rank's product [t, ..., dim]."""
+        group: Any = self._group
+        if not self._exchanges or self._cut == "none" or group.size() == 1:
+            return product
+        if self._cut == "rows":
+            if self._sequence:
+                return tensor_parallel.gather_from_sequence_parallel_region(product, group=group)
+            return tensor_parallel.copy_to_tensor_model_parallel_region(product, group=group)
+        if self._sequence:
+            return tensor_parallel.reduce_scatter_to_sequence_parallel_region(product, group=group)
+        return tensor_parallel.reduce_from_tensor_model_parallel_region(product, group=group)
+
+    def _dropout(self, tensor: torch.Tensor, same: bool) -> torch.Tensor:
+        """Drop entries in training passes. same: ranks of the group have the same entries, and must drop the same."""
+        if not (self._switch.dropout and self._spec.dropout):
+            return tensor
+        if same and not self._expert:
+            return F.dropout(tensor, self._spec.dropout)
+        names = (get_expert_parallel_rng_tracker_name(),) if self._expert else ()
+        tracker: Any = get_cuda_rng_tracker()
+        with tracker.fork(*names):
+            return F.dropout(tensor, self._spec.dropout)
+
+
+def _tensor_group(expert: bool) -> dist.ProcessGroup:
+    if not expert:
+        return tensor_group()
+    group: Any = parallel_state.get_expert_tensor_parallel_group()
+    return group
+
+
+def _cut_of(layer: nn.Module, target: Target, group: dist.ProcessGroup) -> Cut:
+    """Return how W is cut. Multi-latent attention's down-projections are whole on every rank."""
+    weight: Any = layer.weight
+    if target.weight.split == "columns":
+        return "columns"
+    return "none" if group.size() > 1 and weight.shape[0] == sum(target.rows) else "rows"
+
+
+def _fused_norm(layer: nn.Module) -> Any:
+    """Return the norm that a module of TransformerEngine applies to its input; None if it has none."""
+    if not hasattr(layer, "layer_norm_weight"):
+        return None
+
+    def norm(inputs: torch.Tensor) -> torch.Tensor:
+        weight: Any = layer.layer_norm_weight
+        eps: Any = layer.eps
+        return F.rms_norm(inputs, (inputs.shape[-1],), weight, eps)
+
+    return norm

@@ -1,0 +1,125 @@
+"""This rank's part of a checkpoint: boxes of Hugging Face tensors of the weights that train, and of the optimizer's state.
+
+Without adapters these are all weights, with those that do not train. With adapters they are these and a value head.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from megatron.core import parallel_state
+
+from pipeline.boxes import Box, Piece, whole
+from pipeline.config import Problem, RecipeError
+from pipeline.models.base import SCORE
+from pipeline.models.recorded_layout import Shape, copy_pieces, flat_boxes, restrict
+from pipeline.train import checkpoint_state, lora
+from pipeline.train.adapters.spec import layer_of
+from pipeline.train.megatron.adapted_stage import Adapters
+from pipeline.train.megatron.adapter_targets import KEY
+from pipeline.train.megatron.local_tensors import LocalTensor
+from pipeline.train.megatron.optimizer import ParameterRange
+from pipeline.train.shards import BoxReader, Entry
+from pipeline.types import Head
+
+
+@dataclass(frozen=True)
+class SavedState:
+    """What checkpoints of a backend contain."""
+
+    local: Mapping[str, LocalTensor]  # of this rank: what is saved
+    shapes: Mapping[str, Shape]  # of the tensors on disk that are saved
+    copies: Mapping[str, list[str]]  # tensors on disk that are the same parameter here, by the first one's name
+
+    @classmethod
+    def of(
+        cls, local: Mapping[str, LocalTensor], shapes: Mapping[str, Shape], adapters: Adapters | None, head: Head
+    ) -> SavedState:
+        """Return the saved state of a backend. local: all tensors of this rank; shapes: of the base's tensors on disk."""
+        if adapters is None:
+            return cls(local, shapes, {})
+        trained = {name: one for name, one in local.items() if one.tensor.requires_grad}
+        return cls(trained, ({SCORE: shapes[SCORE]} if head == "values" else {}) | adapters.shapes, adapters.copies)
+
+    def entries(self, ranges: Iterable[ParameterRange], random: Mapping[str, torch.Tensor]) -> Iterator[Entry]:
+        """Yield this rank's part of a checkpoint. ranges: of the optimizer; random: states of generators."""
+        of = self._by_tensor()
+        for part in ranges:
+            local = of[id(part.parameter)]
+            for prefix, values in {"": part.main, **{f"optimizer.{k}.": v for k, v in part.state.items()}}.items():
+                for box, view in boxes(part, values):
+                    yield from self._as_hugging_face(prefix, restrict(local.hugging_face, box), view)
+        for name, local in self.local.items():
+            # A frozen router, or a router's bias.
+            if not local.tensor.requires_grad and is_data_parallel_leader(name):
+                yield from self._as_hugging_face("", local.hugging_face, local.tensor.detach())
+        for name, tensor in random.items():
+            yield name, tuple(tensor.shape), whole(tuple(tensor.shape)), tensor
+
+    def _as_hugging_face(self, prefix: str, pieces: Iterable[Piece], tensor: torch.Tensor) -> Iterator[Entry]:
+        for piece in pieces:
+            part = tensor[piece.target.within(whole(tuple(tensor.shape)))].reshape(piece.source.size)
+            name = prefix + piece.name if prefix else stored(piece.name)
+            yield name, self.shapes[piece.name], piece.source, part
+            for other in () if prefix else self.copies.get(piece.name, ()):
+                yield stored(other), self.shapes[other], piece.source, part.clone()  # files have no tensors that share memory
+
+    def optimizer_states(
+        self, ranges: Iterable[ParameterRange], reader: BoxReader
+    ) -> dict[torch.nn.Parameter, dict[str, torch.Tensor]]:
+        """Return the optimizer's state of each parameter of `ranges` from a checkpoint."""
+        of = self._by_tensor()
+        kinds = sorted({name.split(".", 2)[1] for name in reader.shapes if name.startswith("optimizer.")})
+        return {part.parameter: {kind: _state(reader, kind, part, of[id(part.parameter)]) for kind in kinds} for part in ranges}
+
+    def check_tensors(self, folder: Path, reader: BoxReader) -> None:
+        """Raise RecipeError unless the checkpoint in `folder` has the tensors that this backend saves."""
+        prefixes = ("model.", lora.PREFIX)
+        held = {n.partition(".")[2]: tuple(s) for n, s in reader.shapes.items() if n.startswith(prefixes)}
+        expected = {name: tuple(shape) for name, shape in self.shapes.items()}
+        if held != expected:
+            raise checkpoint_state.other_model(folder, held, expected)
+        for name, others in self.copies.items():
+            box = whole(expected[name])
+            own = reader.read(stored(name), box)
+            for other in others:
+                if not torch.equal(own, reader.read(stored(other), box)):
+                    message = (
+                        f"{folder} has other values in {name} than in {other}, so these were trained with an A each; linear_qkv"
+                        " and linear_fc1 share one. Try linear_q, linear_k, linear_v, linear_fc1_gate and linear_fc1_up"
+                    )
+                    raise RecipeError(Problem(f"{KEY}.target_modules", "contradiction", message))
+
+    def _by_tensor(self) -> dict[int, LocalTensor]:
+        return {id(local.tensor): local for local in self.local.values()}
+
+
+def stored(name: str) -> str:
+    """Return the name of a tensor on disk in a checkpoint."""
+    return (lora.PREFIX if layer_of(name) else "model.") + name
+
+
+def boxes(part: ParameterRange, values: torch.Tensor) -> Iterator[tuple[Box, torch.Tensor]]:
+    """Yield the boxes of a flat range of a parameter, each with its view of `values` [stop - start]."""
+    done = 0
+    for box in flat_boxes(tuple(part.parameter.shape), part.start, part.stop):
+        yield box, values[done : done + box.numel].view(box.size)
+        done += box.numel
+
+
+def is_data_parallel_leader(name: str) -> bool:
+    """Return whether this rank is the first of its data-parallel peers, which hold the same part of this parameter."""
+    if ".local_experts." in name:
+        return parallel_state.get_expert_data_parallel_rank() == 0
+    return parallel_state.get_data_parallel_rank(with_context_parallel=True) == 0
+
+
+def _state(reader: BoxReader, kind: str, part: ParameterRange, local: LocalTensor) -> torch.Tensor:
+    values = torch.zeros_like(part.main)
+    for box, view in boxes(part, values):
+        pieces = restrict(local.hugging_face, box)
+        copy_pieces(view, pieces, lambda name, source: reader.read(f"optimizer.{kind}.{name}", source))
+    return values

@@ -1,0 +1,236 @@
+"""Adapters of every kind on Megatron-Core, and the same adapters merged into Hugging Face's eager model in float64.
+
+The gradient of a merged weight gives those of A, B and the magnitudes. peft itself adapts only modules, not parameters with all
+experts; `test_adapters.py` compares with it where it can.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+import shutil
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from safetensors.torch import load_file, save_file
+from transformers import AutoConfig
+
+from pipeline.boxes import whole
+from pipeline.config import MegatronLoRAConfig
+from pipeline.models.hugging_face import meta_model, on_disk
+from pipeline.train.adapters.arithmetic import initial_a
+from pipeline.train.adapters.spec import MAGNITUDE, A, B
+from pipeline.train.base import ModelRole
+from pipeline.train.megatron.backend import MegatronBackend
+from tests.train import cases, ranks
+from tests.train.megatron import layouts
+from tests.train.megatron.layouts import Layout
+
+LORA = MegatronLoRAConfig(True, dim=3, alpha=7)
+DENSE = ["*.mlp.linear_fc1_gate", "*.mlp.linear_fc1_up"]
+SHARED_EXPERTS = ["*.shared_experts.linear_fc1_gate", "*.shared_experts.linear_fc1_up"]
+EXPERTS = ["*.local_experts.*.linear_fc1"]
+OWN = ["linear_q", "linear_k", "linear_v", "linear_proj", *DENSE, *SHARED_EXPERTS, *EXPERTS, "linear_fc2"]
+"""Targets with an A for each layer that transformers has: what FSDP2 adapts with match_all_linear."""
+SAVED = (("qwen2", "shared"), ("qwen3_moe", "own"), ("qwen3_moe", "dora"))
+KINDS = {
+    "shared": LORA,
+    "own": dataclasses.replace(LORA, target_modules=OWN),
+    "some": dataclasses.replace(LORA, target_modules=["linear_q", "linear_v", "linear_fc1_up"], use_rslora=True),
+    "dora": dataclasses.replace(LORA, exclude_modules=["*.0.*linear_fc2"], use_dora=True),
+}
+LATENT = ["linear_q_proj", "linear_q_down_proj", "linear_q_up_proj", "linear_kv_down_proj", "linear_kv_up_proj", "linear_proj"]
+
+
+def kind(name: str, family: str) -> MegatronLoRAConfig:
+    """Return adapters of this kind for a family: multi-latent attention has no queries, keys and values to tell apart."""
+    config = KINDS[name]
+    if not config.target_modules:
+        return config
+    absent = [*(DENSE if family == "mixtral" else ()), *(() if family in layouts.MIXTURES else EXPERTS)]
+    kept = [one for one in config.target_modules if one not in absent]
+    if not family.startswith("deepseek"):
+        return dataclasses.replace(config, target_modules=[one for one in kept if one not in SHARED_EXPERTS])
+    latent = [one for one in LATENT if one not in (LATENT[1:3] if family.endswith("plain") else LATENT[:1])]
+    kept = [one for one in kept if one not in ("linear_q", "linear_k", "linear_v", "linear_proj")]
+    return dataclasses.replace(config, target_modules=[*latent, *kept])
+
+
+def backend(
+    model: Path, layout: Layout, config: MegatronLoRAConfig, role: ModelRole = layouts.TRAINED, **changes
+) -> MegatronBackend:
+    return layouts.backend(cases.policy(model, **changes), layout, role, peft=config)
+
+
+def shake(trained: MegatronBackend) -> dict[str, torch.Tensor]:
+    """Give every B and every magnitude other values, the same in every layout; return all adapters by name on disk."""
+    adapters = trained._adapters
+    copied = {other: name for name, others in adapters.copies.items() for other in others}
+    found = {}
+    files = load_file(Path(trained._policy.model_name) / "model.safetensors")
+    for name, shape in adapters.shapes.items():
+        generator = torch.Generator().manual_seed(int(hashlib.sha256(name.encode()).hexdigest()[:8], 16))
+        if name.endswith(A):
+            found[name] = initial_a(adapters.spec, copied.get(name, name).removesuffix(A), shape[1], seed=7)
+        elif name.endswith(B):
+            found[name] = 0.05 * torch.randn(shape, generator=generator)
+        else:
+            norms = weight_of(name.removesuffix(MAGNITUDE), files).norm(dim=1)
+            found[name] = norms * (1 + 0.2 * torch.randn(shape, generator=generator))
+    mine = {name: local for name, local in trained._local.items() if name not in trained._base}
+    trained._fill(
+        lambda name, box: found[name][box.within(whole(tuple(found[name].shape)))], lambda local: local.hugging_face, mine
+    )
+    return found
+
+
+def weight_names(layer: str, files: dict[str, torch.Tensor]) -> list[str]:
+    """Return the names on disk of a layer's weight: an expert's gate and up projections are two."""
+    if f"{layer}.weight" in files:
+        return [f"{layer}.weight"]
+    parts = {"gate_up_proj": (("gate_proj", "up_proj"), ("w1", "w3")), "down_proj": (("down_proj",), ("w2",))}
+    path, _, last = layer.rpartition(".")
+    for names in parts[last]:
+        for place in (path, path.replace(".mlp.", ".block_sparse_moe.")):
+            if f"{place}.{names[0]}.weight" in files:
+                return [f"{place}.{name}.weight" for name in names]
+    raise KeyError(layer)
+
+
+def weight_of(layer: str, files: dict[str, torch.Tensor]) -> torch.Tensor:
+    return torch.cat([files[name] for name in weight_names(layer, files)])
+
+
+def merged(files: dict[str, torch.Tensor], adapters: dict[str, torch.Tensor], scale: float) -> dict[str, torch.Tensor]:
+    """Return all weights on disk in float64, merged with adapters under a graph."""
+    found = {name: tensor.double() for name, tensor in files.items()}
+    for name in adapters:
+        if not name.endswith(B):
+            continue
+        layer = name.removesuffix(B)
+        weight = weight_of(layer, files).double() + scale * adapters[layer + B] @ adapters[layer + A]
+        if layer + MAGNITUDE in adapters:
+            weight = weight * (adapters[layer + MAGNITUDE] / weight.detach().norm(dim=1))[:, None]
+        names = weight_names(layer, files)
+        found |= dict(zip(names, weight.split([len(files[one]) for one in names]), strict=True))
+    return found
+
+
+@dataclasses.dataclass(frozen=True)
+class Expected:
+    logprobs: list[torch.Tensor]  # of each sequence [L]
+    gradients: dict[str, torch.Tensor]  # of the adapters' tensors on disk
+    loss: float
+    weights: dict[str, torch.Tensor]  # merged, float64
+
+
+def expected(trained: MegatronBackend, adapters: dict[str, torch.Tensor], place: Path) -> Expected:
+    """Return what Hugging Face's eager model computes with these adapters. place: an empty folder for the merged model."""
+    model = Path(trained._policy.model_name)
+    files = load_file(model / "model.safetensors")
+    leaves = {name: tensor.double().requires_grad_() for name, tensor in adapters.items()}
+    copied = {other: name for name, others in trained._adapters.copies.items() for other in others}
+    weights = merged(files, {name: leaves[copied.get(name, name)] for name in leaves}, trained._adapters.spec.scale)
+    place.mkdir(parents=True)
+    save_file(
+        {name: tensor.detach().contiguous() for name, tensor in weights.items()}, place / "model.safetensors", {"format": "pt"}
+    )
+    shutil.copyfile(model / "config.json", place / "config.json")
+    logprobs, found, total = cases.eager(place)
+    of_weights = on_disk(meta_model(AutoConfig.from_pretrained(place)), found)
+    changed = [name for name, tensor in weights.items() if tensor.requires_grad]
+    torch.autograd.backward([weights[name] for name in changed], [of_weights[name].double() for name in changed])
+    gradients = {name: leaf.grad for name, leaf in leaves.items() if name not in copied}
+    return Expected(logprobs, gradients, total.item(), {name: tensor.detach() for name, tensor in weights.items()})
+
+
+def check_families(families: tuple[str, ...], layout: Layout, folder: Path) -> None:
+    for family in families:
+        for name in KINDS:
+            check_equals_eager(folder / family, layout, kind(name, family), f"{family} {name} {layout.name}")
+            layouts.release()
+
+
+def check_equals_eager(model: Path, layout: Layout, config: MegatronLoRAConfig, what: str) -> None:
+    """Compare log-probs, loss, all gradients and their norm, the reference and the merged weights with the eager model's."""
+    trained = backend(model, layout, config, ModelRole(reference=True))
+    adapters = shake(trained)
+    place = model.parent / "merged" / f"{what.replace(' ', '-')}-{dist.get_rank()}"
+    theirs = expected(trained, adapters, place)
+    base = layouts.expected(model)
+    chosen, mine = layouts.shares(layout)[trained.data_rank], layouts.batches(trained, layout)
+    for sequences, ours, reference in zip(chosen, trained.forward(mine), trained.forward(mine, "reference"), strict=True):
+        wanted = torch.cat([theirs.logprobs[i] for i in sequences])
+        assert (ours.logprobs - wanted).abs().max() < 1e-5, what
+        assert (reference.logprobs - base.of(sequences)).abs().max() < 1e-5, what
+    for name, tensor in trained.weights():
+        assert dist.get_rank() != 0 or (tensor - theirs.weights[name]).abs().max() < 1e-6, (what, name)
+    cases.check_all_held(cases.check_layout(trained, theirs.weights, 1e-6))
+    metrics = trained.step(mine, cases.loss).metrics
+    ours, replicas = layouts.gradients(trained)
+    assert ours.keys() == theirs.gradients.keys(), what
+    largest = max(gradient.abs().max().item() for gradient in theirs.gradients.values())
+    off = {name: (ours[name] - gradient).abs().max().item() / largest for name, gradient in theirs.gradients.items()}
+    assert max(off.values()) < 5e-6, (what, {name: by for name, by in off.items() if by > 5e-6})
+    assert replicas < 1e-6 * max(largest, 1), (what, replicas)
+    norm = torch.stack([gradient.norm() for gradient in theirs.gradients.values()]).norm().item()
+    assert abs(metrics["grad_norm"] / norm - 1) < 5e-6, (what, metrics["grad_norm"], norm)
+    assert abs(metrics["loss"] - theirs.loss) < 1e-6, what
+    check_only_adapters_train(trained)
+    cases.check_layout(trained, whole_weights(trained))  # refreshed by the step
+
+
+def check_only_adapters_train(trained: MegatronBackend) -> None:
+    """Check that the base has neither gradients nor optimizer state."""
+    of = {id(local.tensor): name for name, local in trained._local.items()}
+    updated = {of[id(part.parameter)] for part in trained._optimizer.ranges()}
+    assert updated and not updated & trained._base.keys()
+    buffered = [p for buffer in (*trained._model.buffers, *trained._model.expert_parallel_buffers) for p in buffer.params]
+    assert {of[id(parameter)] for parameter in buffered} == trained._local.keys() - trained._base.keys()
+
+
+def whole_weights(trained: MegatronBackend) -> dict[str, torch.Tensor]:
+    """Return all merged weights on every rank."""
+    found = {}
+    for name, tensor in trained.weights():
+        full = tensor if dist.get_rank() == 0 else torch.empty(trained.shapes[name])
+        dist.broadcast(full, 0)
+        found[name] = full.clone()
+    return found
+
+
+def save(layout: Layout, folder: Path) -> None:
+    """Write `adapted/<family>-<kind>` after three steps: a checkpoint, the weights, and the metrics of the next two steps."""
+    for family, name in SAVED:
+        trained, place = resumable(folder, family, name, layout), folder / "adapted" / f"{family}-{name}"
+        for _ in range(3):
+            cases.learn(trained, layouts.batches(trained, layout))
+        trained.shards().write(place, dist.get_rank())
+        weights = whole_weights(trained)
+        metrics = [cases.learn(trained, layouts.batches(trained, layout)) for _ in range(2)]
+        if dist.get_rank() == 0:
+            save_file(weights, place / "weights.st")
+            (place / "after.json").write_text(json.dumps(metrics))
+
+
+def resumable(folder: Path, family: str, name: str, layout: Layout) -> MegatronBackend:
+    return backend(folder / family, layout, kind(name, family), scheduler=ranks.SCHEDULER, max_grad_norm=0.5)
+
+
+def resume(layout: Layout, folder: Path) -> None:
+    """Load what `save` wrote, and take the same steps."""
+    for family, name in SAVED:
+        trained, place = resumable(folder, family, name, layout), folder / "adapted" / f"{family}-{name}"
+        trained.load(place)
+        weights, expected = whole_weights(trained), load_file(place / "weights.st")
+        off = {one: (weights[one] - tensor).abs().max().item() for one, tensor in expected.items()}
+        assert max(off.values()) < 1e-6, off
+        base = load_file(folder / family / "model.safetensors")
+        assert any(not torch.equal(base[one], tensor) for one, tensor in expected.items())
+        for theirs in json.loads((place / "after.json").read_text()):
+            ours = cases.learn(trained, layouts.batches(trained, layout))
+            for key, value in theirs.items():
+                assert abs(ours[key] - value) <= 1e-5 * max(abs(value), 0.01), (family, name, layout.name, key)
+        layouts.release()

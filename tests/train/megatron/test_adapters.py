@@ -1,0 +1,92 @@
+"""Compare adapters on Megatron-Core with peft's model in float64 in every layout, and with FSDP2's; save, load and refuse."""
+
+import dataclasses
+import functools
+
+import pytest
+import torch.distributed as dist
+from safetensors.torch import load_file
+
+from pipeline.config import MegatronLoRAConfig
+from pipeline.train.saved_weights import checkpoint_weights
+from pipeline.train.shards import read_shards
+from tests.problems import refused
+from tests.train import cases
+from tests.train.megatron import adapters, layouts
+from tests.train.megatron.layouts import CP2, EP2, ONE, PP2, TP2, TP2_EP2_SP, TP2_PP2_SP, TP2_SP
+
+QUICK = {ONE: ("qwen2", "qwen3_moe", "deepseek_v3"), TP2_SP: ("qwen2", "qwen3_moe", "deepseek_v3")}
+FULL = {
+    ONE: ("llama", "qwen3", "deepseek_v3_plain"),
+    TP2: ("llama", "qwen2", "qwen3"),
+    TP2_SP: ("llama", "qwen3", "mixtral", "deepseek_v3_plain"),
+    PP2: ("llama", "qwen2", "qwen3_moe", "deepseek_v3"),
+    CP2: ("llama", "qwen3", "qwen3_moe", "deepseek_v3"),
+    EP2: ("qwen3_moe", "deepseek_v3"),
+    TP2_EP2_SP: ("qwen3_moe", "deepseek_v3"),
+    TP2_PP2_SP: ("llama", "qwen3_moe", "deepseek_v3"),
+}
+
+
+@pytest.mark.parametrize("layout", QUICK, ids=lambda layout: layout.name)
+def test_equals_peft(models, layout):
+    layouts.run(functools.partial(adapters.check_families, QUICK[layout]), layout, models)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("layout", FULL, ids=lambda layout: layout.name)
+def test_equals_peft_in_every_layout(models, layout):
+    layouts.run(functools.partial(adapters.check_families, FULL[layout]), layout, models)
+
+
+# ---- checkpoints --------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def saved(models):
+    layouts.run(adapters.save, TP2_SP, models)
+    return models
+
+
+@pytest.mark.parametrize("layout", [ONE, *(pytest.param(one, marks=pytest.mark.full) for one in (TP2_SP, PP2, EP2))])
+def test_a_checkpoint_loads_in_any_layout(saved, layout):
+    layouts.run(adapters.resume, layout, saved)
+
+
+@pytest.mark.full
+def test_files_hold_adapters_under_the_names_of_every_projection(saved):
+    reader, records = read_shards(saved / "adapted" / "qwen2-shared")
+    names = {name for name in reader.shapes if not name.startswith(("optimizer.", "random."))}
+    layers = [f"self_attn.{one}_proj" for one in "qkvo"] + [f"mlp.{one}_proj" for one in ("gate", "up", "down")]
+    assert names == {f"adapter.model.layers.{i}.{one}.lora_{x}.weight" for i in range(2) for one in layers for x in "AB"}
+    assert records[0]["lora"] == {"dim": 3, "alpha": 7, "random_seed": None}
+    policy = cases.policy(saved / "qwen2")
+    expected = load_file(saved / "adapted" / "qwen2-shared" / "weights.st")
+    for name, tensor in checkpoint_weights(saved / "adapted" / "qwen2-shared", policy):
+        assert (tensor - expected[name]).abs().max() < 1e-6
+
+
+# ---- errors -------------------------------------------------------------------------------------------------------------
+
+REFUSED = {
+    "typo": ({"target_modules": ["linear_qkv", "linear"]}, "target_modules", "not-a-choice"),
+    "excluded typo": ({"exclude_modules": ["q_proj"]}, "exclude_modules", "not-a-choice"),
+    "nothing left": ({"exclude_modules": ["*linear_*"]}, "exclude_modules", "contradiction"),
+    "both": ({"target_modules": ["linear_fc1", "*.mlp.linear_fc1_up"]}, "target_modules", "contradiction"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_refused_by_name(models, realm, case):
+    changes, key, code = REFUSED[case]
+    with refused((f"policy.megatron_cfg.peft.{key}", code)):
+        adapters.backend(models / "qwen2", ONE, MegatronLoRAConfig(True, **changes))
+
+
+@pytest.mark.full
+def test_an_own_a_does_not_load_as_a_shared_one(models, realm, tmp_path):
+    own = ["linear_q", "linear_k", "linear_v", "linear_proj", "linear_fc1_gate", "linear_fc1_up", "linear_fc2"]
+    trained = adapters.backend(models / "qwen2", ONE, dataclasses.replace(adapters.LORA, target_modules=own))
+    trained.shards().write(tmp_path, dist.get_rank())
+    with refused(("policy.megatron_cfg.peft.target_modules", "contradiction")):
+        adapters.backend(models / "qwen2", ONE, adapters.LORA).load(tmp_path)
