@@ -38,6 +38,7 @@ def test_one_rank(models):
     [
         Layout(2, 1),
         Layout(1, 2),
+        pytest.param(Layout(1, 2, sequence=True), marks=pytest.mark.full),
         pytest.param(Layout(1, 1, context=2), marks=pytest.mark.full),
         pytest.param(Layout(2, 1, replicas=2), marks=pytest.mark.full),
     ],
