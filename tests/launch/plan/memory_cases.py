@@ -109,6 +109,7 @@ def _layouts() -> list[Case]:
     sizes = {
         "fsdp_tp2": (FSDP, {"tensor_parallel_size": 2}),
         "fsdp_cp2": (FSDP, {"context_parallel_size": 2}),
+        "fsdp_tp2_sp": (FSDP, {"tensor_parallel_size": 2, "sequence_parallel": "true"}),
         "fsdp_replicas2": (FSDP, {"data_parallel_replicate_size": 2}),
         "megatron_tp2": (MEGATRON, {"tensor_model_parallel_size": 2}),
         "megatron_tp2_sp": (MEGATRON, {"tensor_model_parallel_size": 2, "sequence_parallel": "true"}),
