@@ -86,6 +86,7 @@ TRANSLATED: dict[str, tuple[Callable[[Tree], Any], str, Any]] = {
         "policy.dtensor_cfg.automodel_kwargs.freeze_config",
         None,
     ),
+    "Megatron LoRA": (lambda t: megatron(t, "peft.enabled"), "", ("policy.megatron_cfg.peft.enabled", lambda t: True)),
     "FSDP2 context parallelism": (lambda t: dtensor(t, "context_parallel_size", 1) > 1, "", _same("context_parallel_size")),
     "FSDP2 expert parallelism": (lambda t: dtensor(t, "expert_parallel_size", 1) > 1, "", _same("expert_parallel_size")),
 }

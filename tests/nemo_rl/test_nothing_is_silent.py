@@ -107,6 +107,7 @@ KEEPING = {
     "experts over several engines": ("grpo", "policy.generation.vllm_cfg.expert_parallel_size=8"),
     "FusedAdam": ("grpo", "policy.optimizer.name=transformer_engine.pytorch.optimizers.fused_adam.FusedAdam"),
     "frozen towers": ("grpo", "policy.dtensor_cfg.automodel_kwargs.freeze_config={freeze_vision_tower: true}"),
+    "Megatron LoRA": ("grpo_megatron", "policy.megatron_cfg.peft.enabled=true"),
     "FSDP2 context parallelism": ("grpo", "policy.dtensor_cfg.context_parallel_size=2"),
     "FSDP2 expert parallelism": ("grpo", "policy.dtensor_cfg.expert_parallel_size=8"),
 }
