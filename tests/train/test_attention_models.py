@@ -1,6 +1,7 @@
 """Compare models of every kind of attention, head and state with Hugging Face eager, and show that each kind matters."""
 
 import dataclasses
+import functools
 
 import pytest
 
@@ -22,6 +23,19 @@ def models() -> list:
 def test_a_model_equals_eager(name, tmp_path):
     attention_models.write(tmp_path, [name])
     ranks.check_against_eager(ranks.backend(cases.policy(tmp_path / name)), Layout(1, 1), tmp_path / name, 3e-6)
+
+
+def over_context_parallel_ranks(names, layout: Layout, folder) -> None:
+    for name in names:
+        ranks.check_against_eager(ranks.backend(cases.policy(folder / name), layout), layout, folder / name, 3e-6)
+
+
+@pytest.mark.full
+def test_kinds_over_context_parallel_ranks(tmp_path):
+    """Windows, soft caps, sinks and scaled logits."""
+    names = ("gemma2", "gpt_oss", "cohere2")
+    attention_models.write(tmp_path, names)
+    ranks.run(functools.partial(over_context_parallel_ranks, names), Layout(1, 1, context=2), tmp_path)
 
 
 # Of each kind: a model that has it, and what takes it away.
