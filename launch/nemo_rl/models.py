@@ -22,6 +22,7 @@ LAYOUT = {
 }
 OWN = (
     Switch("dtensor_cfg.lora_cfg.*", policy.LORA_OPTION, "false: only the policy has adapters"),
+    Switch("megatron_cfg.peft.*", policy.LORA_OPTION, "false: only the policy has adapters"),
     Same("hf_config_overrides", given),
     Same("precision hf_config_overrides.*"),
 )
