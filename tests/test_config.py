@@ -3,8 +3,6 @@
 import pytest
 
 from pipeline import config
-from pipeline.config import dtensor_checks
-from pipeline.config.dtensor_checks import NOT_BUILT
 from tests.problems import named, refused
 
 MINIMAL = "algorithm: grpo\npolicy: {model_name: x}\nenv: {e: {kind: math}}\ndata: {train: {env_name: e}}\n"
@@ -100,12 +98,3 @@ CONTRADICTIONS = [
 @pytest.mark.parametrize(("overrides", "expected"), CONTRADICTIONS)
 def test_values_that_contradict_each_other(write, overrides, expected):
     assert named(config.inspect(write("a.yaml", MINIMAL), overrides).problems) == {expected}
-
-
-OTHER_VALUES = {"False": "true", "1": "2", "0.0": "0.1", "post": "pre", "merged": "adapter"}
-
-
-@pytest.mark.parametrize("key", NOT_BUILT)
-def test_a_value_that_is_not_built_yet_is_refused(write, key):
-    overrides = [f"{key}={OTHER_VALUES[str(NOT_BUILT[key])]}", f"{dtensor_checks.LORA}.enabled=true"]
-    assert (key, "unsupported") in named(config.inspect(write("a.yaml", MINIMAL), overrides).problems)

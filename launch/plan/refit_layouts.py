@@ -28,7 +28,6 @@ from launch.plan.refit_adapters import adapter_tensors, received
 from pipeline import models
 from pipeline.boxes import Box, chunk, whole
 from pipeline.config import (
-    DTensorConfig,
     MegatronConfig,
     PolicyConfig,
     Problem,
@@ -100,8 +99,8 @@ def rank_layouts(
     if uses_megatron(policy):
         held = _megatron(of, policy.megatron_cfg, train, builder)
     else:
-        check_fsdp(config, policy.dtensor_cfg.tensor_parallel_size)
-        held = _fsdp(policy.dtensor_cfg, train, builder)
+        check_fsdp(config, policy.dtensor_cfg)
+        held = _fsdp(policy, train, builder)
     size = engine_ranks(policy.generation.vllm_cfg)
     if adapters:
         wanted = [builder.table(received(found))] * size
@@ -121,38 +120,46 @@ def rank_layouts(
 # ---- FSDP2 and tensor parallelism ---------------------------------------------------------------------------------------
 
 
-def _fsdp(dtensor: DTensorConfig, train: int, builder: TableBuilder) -> list[LayoutTable]:
+def _fsdp(policy: PolicyConfig, train: int, builder: TableBuilder) -> list[LayoutTable]:
     """Return the tables of the train ranks.
 
-    Ranks are numbered replica, data, context, tensor, the last the fastest, as in `pipeline/train/fsdp_mesh.py`; where experts
-    are concerned replica, shard, expert. Torch cuts every parameter along its first dimension. Of a layer's stacked experts
-    that is the one that counts them. Without expert parallelism experts are cut as other parameters are.
+    Ranks are numbered as in `pipeline/train/fsdp_mesh.py`. torch cuts every parameter along its first dimension. Of a layer's
+    stacked experts that is the one that counts them; expert-parallel ranks cut it before `fully_shard` does, and tensor
+    parallelism does not cut it. Constants that keep another precision are whole on
+    every rank.
     """
-    tensor, parallel = dtensor.tensor_parallel_size, dtensor.expert_parallel_size
-    replica = train // dtensor.data_parallel_replicate_size
-    number, origin, extent = builder.columns((found.name, whole(found.shape)) for found in builder.tensors)
-    expert = np.array([-1 if found.expert is None else found.expert for found in builder.tensors])
-    whole_experts = (expert >= 0) & (parallel > 1)
-    cut = {
-        dim: np.array([found.split == split for found in builder.tensors]) & ~whole_experts
-        for dim, split in enumerate(("rows", "columns"))
-    }
-    count, shards = int(expert.max()) + 1, replica // (parallel if parallel > 1 else tensor)
-    own = count // parallel  # experts of an expert-parallel rank
-    each = max(1, -(-own // shards))
+    dtensor, cut_constants = policy.dtensor_cfg, policy.precision == "float32"
+    number, origin, extent = builder.columns((tensor.name, whole(tensor.shape)) for tensor in builder.tensors)
+    expert = np.array([-1 if tensor.expert is None else tensor.expert for tensor in builder.tensors])
+    routed = np.array([tensor.part == "routed" for tensor in builder.tensors])
+    dense = ~routed & np.array([cut_constants or tensor.part != "buffer" for tensor in builder.tensors])
+    cut = {dim: dense & _split_by_fsdp(builder.tensors, split) for dim, split in enumerate(("rows", "columns"))}
+    of_replica = train // dtensor.data_parallel_replicate_size
+    tensor_size, expert_size = dtensor.tensor_parallel_size, dtensor.expert_parallel_size
+    of_rank = (expert.max() + 1) // expert_size  # experts
+    each = -(-of_rank // (of_replica // expert_size))
 
-    def table(place: int) -> LayoutTable:
+    def table(rank: int) -> LayoutTable:
         offset, length = origin.copy(), extent.copy()
+        data_rank, tensor_rank = divmod(rank, tensor_size)
+        shard, expert_rank = divmod(rank, expert_size)
         for dim, mine in cut.items():
-            _chunk(offset, length, mine, dim, tensor, place % tensor)
-        _chunk(offset, length, expert < 0, 0, replica // tensor, place // tensor)
-        shard, rank = divmod(place, parallel) if parallel > 1 else (place // tensor, 0)
-        within = expert - rank * own
-        held = ((expert < 0) | ((within >= 0) & (within < max(own, 1)) & (within // each == shard))) & (length[:, 0] > 0)
+            _chunk(offset, length, mine, dim, tensor_size, tensor_rank)
+        _chunk(offset, length, dense, 0, of_replica // tensor_size, data_rank)
+        stacked = routed & (expert < 0)
+        _chunk(offset, length, stacked, 0, expert_size, expert_rank)
+        _chunk(offset, length, stacked, 0, of_replica // expert_size, shard)
+        held = (expert < 0) | ((expert // max(of_rank, 1) == expert_rank) & (expert % max(of_rank, 1) // max(each, 1) == shard))
+        held &= length[:, 0] > 0
         return joined([number[held], offset[held], length[held]])
 
-    tables = [table(place) for place in range(replica)]
-    return [tables[rank % replica] for rank in range(train)]
+    return [table(rank % of_replica) for rank in range(train)]
+
+
+def _split_by_fsdp(found: list[Tensor], split: str) -> np.ndarray:
+    """Return which tensors transformers' tensor-parallel plan cuts this way: all of the split but latent attention."""
+    latent = any("kv_a_proj" in tensor.name for tensor in found)
+    return np.array([tensor.split == split and not (latent and tensor.part == "attention") for tensor in found])
 
 
 def _chunk(offset: np.ndarray, size: np.ndarray, rows: np.ndarray, dim: int, parts: int, part: int) -> None:

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 
 from pipeline.config import hardware
 from pipeline.config.models import serves_rewards
@@ -12,24 +11,11 @@ from pipeline.config.schema import Recipe
 from pipeline.problems import Problem
 
 LORA = f"{DTENSOR}.lora_cfg"
-NOT_BUILT = {  # keys of which only this value is supported so far
-    f"{DTENSOR}.expert_parallel_size": 1,
-}
-
-
-def _check_built(recipe: Recipe, keys: Iterable[str]) -> Iterator[Problem]:
-    """Yield a problem for each of the keys whose value is not supported yet."""
-    for key in keys:
-        given, supported = functools.reduce(getattr, key.split("."), recipe), NOT_BUILT[key]
-        if given != supported:
-            shown = (str(value).lower() if isinstance(value, bool) else value for value in (given, supported))
-            yield Problem(key, "unsupported", "got {}; expected {}, the only supported value".format(*shown))
 
 
 def check_dtensor(recipe: Recipe) -> Iterator[Problem]:
     """Yield a problem for each unsupported combination of keys."""
     yield from _check_kernels(recipe)
-    yield from _check_built(recipe, [key for key in NOT_BUILT if key.rpartition(".")[0] == DTENSOR])
     dtensor = recipe.policy.dtensor_cfg
     selective = dtensor.recompute_granularity == "selective"
     if dtensor.compile:

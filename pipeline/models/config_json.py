@@ -11,10 +11,9 @@ from types import SimpleNamespace
 from typing import Any
 
 from pipeline import models
-from pipeline.config import PolicyConfig, Problem, RecipeError, uses_megatron
+from pipeline.config import DTensorConfig, PolicyConfig, Problem, RecipeError, uses_megatron
 from pipeline.models.base import unsupported_model
 from pipeline.models.sizes import MODEL_TYPES, sizes
-from pipeline.models.tensors import experts
 
 _QWEN = {"use_sliding_window": False, "sliding_window": 4096}
 _DENSE_QWEN = {**_QWEN, "max_window_layers": 28, "layer_types": None}
@@ -120,18 +119,18 @@ def _rope(theta: float, scaling: Mapping[str, Any] | None, local: float | None) 
 
 
 def unsupported(config: Mapping[str, Any], policy: PolicyConfig) -> Iterator[Problem]:
-    """Yield the reasons why the train backend cannot train a model; none for families outside `MODEL_TYPES`.
+    """Yield the reasons why the train backend cannot train a model; of families outside `MODEL_TYPES` only those of the layout.
 
     Raises as `sizes` does.
     """
+    if not uses_megatron(policy):
+        yield from _refused(lambda: check_fsdp(config, policy.dtensor_cfg))
     if config.get("model_type") not in MODEL_TYPES:
         return
     of = parse_config(config)
     yield from _refused(lambda: check_attention(of, policy.max_total_sequence_length))
     if uses_megatron(policy):
         yield from _refused(lambda: check_megatron_attention(of, policy.max_total_sequence_length))
-    else:
-        yield from _refused(lambda: check_fsdp(config, policy.dtensor_cfg.tensor_parallel_size))
 
 
 def _refused(check: Callable[[], object]) -> Iterator[Problem]:
@@ -141,11 +140,15 @@ def _refused(check: Callable[[], object]) -> Iterator[Problem]:
         yield from error.problems
 
 
-def check_fsdp(config: Mapping[str, Any], tensor_parallel_size: int) -> None:
-    """Raise RecipeError if tensor parallelism cannot cut the model."""
-    if tensor_parallel_size > 1 and experts(sizes(config)):
-        message = f"got {tensor_parallel_size} for a '{config['model_type']}' model, whose experts cannot be cut; expected 1"
-        raise RecipeError(Problem("policy.dtensor_cfg.tensor_parallel_size", "unsupported", message))
+def check_fsdp(config: Mapping[str, Any], dtensor: DTensorConfig) -> None:
+    """Raise RecipeError if the model's experts cannot be divided over the expert-parallel ranks."""
+    key, size = "policy.dtensor_cfg.expert_parallel_size", dtensor.expert_parallel_size
+    counts = (config.get(name) for name in ("num_experts", "num_local_experts", "n_routed_experts"))
+    count = next((count for count in counts if count), 0)
+    if size > 1 and not count:
+        raise RecipeError(Problem(key, "too-large", f"got {size}; expected 1, since the model has no experts"))
+    if count % size:
+        raise RecipeError(Problem(key, "not-divisible", f"got {size}; expected a divisor of the model's {count} experts"))
 
 
 def check_attention(config: Any, max_length: int) -> None:

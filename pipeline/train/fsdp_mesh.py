@@ -122,6 +122,17 @@ class Meshes:
         return self.dense["replicate", "shard"] if self.dense["replicate"].size() > 1 else self.dense["shard"]
 
     @property
+    def expert_data(self) -> DeviceMesh:
+        """The mesh over which `fully_shard` cuts experts: (expert_shard), or (replicate, expert_shard) with replicas."""
+        replicated = self.experts["replicate"].size() > 1
+        return self.experts["replicate", "expert_shard"] if replicated else self.experts["expert_shard"]
+
+    @property
+    def expert(self) -> DeviceMesh:
+        """The 1-d mesh of this rank's expert-parallel peers."""
+        return self.experts["expert"]
+
+    @property
     def tensor(self) -> DeviceMesh:
         """The 1-d mesh of this rank's tensor-parallel peers."""
         return self.dense["tensor"]

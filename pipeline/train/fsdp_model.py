@@ -26,7 +26,7 @@ from pipeline.models.config_json import check_attention
 from pipeline.models.hugging_face import layout, meta_model, model_config
 from pipeline.models.precision import served_dtype
 from pipeline.models.recorded_layout import copy_pieces, restrict
-from pipeline.train import compiled, lora, tensor_parallel
+from pipeline.train import compiled, expert_parallel, lora, tensor_parallel
 from pipeline.train.base import ModelRole
 from pipeline.train.context_parallel import GatherContextParallel, LocalBatch
 from pipeline.train.fsdp_mesh import Meshes
@@ -118,6 +118,7 @@ def build(
     offload = (policy.dtensor_cfg.cpu_offload or role.offload) and device.type != "cpu"
     if meshes is not None and meshes.tensor.size() > 1:
         _parallelize(model, meshes.tensor, role, policy.dtensor_cfg.sequence_parallel)
+    experts = [] if meshes is None else _distribute_experts(model, meshes, policy.dtensor_cfg.sequence_parallel)
     layers = [module for module in hf.modules() if type(module).__name__ in (hf._no_split_modules or ())]
     use_kernels(policy, hf, device)
     sizes = {f"policy.dtensor_cfg.{key}": getattr(policy.dtensor_cfg, key) for key in WHOLE_SEQUENCES}
@@ -130,7 +131,7 @@ def build(
         draws = model.adapters is not None and model.adapters.spec.dropout > 0
         recompute(layers, policy.dtensor_cfg.recompute_granularity, draws)
     if meshes is not None:
-        _shard(model, layers, meshes.data, policy.precision, offload)
+        _shard(model, layers, experts, meshes, policy.precision, offload)
     model.to_empty(device=torch.device("cpu") if offload else device)
     for alias, name in tied.items():  # to_empty allocated separate memory for each name
         module, _, parameter = alias.rpartition(".")
@@ -159,17 +160,37 @@ def _parallelize(model: PackedModel, mesh: DeviceMesh, role: ModelRole, sequence
         model.shard = tensor_parallel.vocabulary_shard(model.hf, mesh)
 
 
-def _shard(model: PackedModel, layers: list[nn.Module], mesh: DeviceMesh, precision: str, offload: bool) -> None:
+def _distribute_experts(model: PackedModel, meshes: Meshes, sequence: bool) -> list[nn.Module]:
+    """Return the experts of each layer if they are cut apart from other weights: with expert or tensor parallelism.
+
+    sequence: tokens are split over the tensor-parallel ranks already.
+    """
+    modules = expert_parallel.expert_modules(model.hf)
+    if meshes.expert.size() == 1 and (meshes.tensor.size() == 1 or not modules):
+        return []
+    experts = tuple(f"{name}." for name in modules)  # `fully_shard` sums their gradients over all ranks
+    model.partial = {name: group for name, group in model.partial.items() if not name.startswith(experts)}
+    shared = meshes.tensor.size() > 1 and not sequence
+    return expert_parallel.distribute(model.hf, meshes.expert, meshes.tensor.get_group() if shared else None)
+
+
+def _shard(
+    model: PackedModel, layers: list[nn.Module], experts: list[nn.Module], meshes: Meshes, precision: str, offload: bool
+) -> None:
+    """Apply `fully_shard` to experts, layers and the rest. experts: those that have a mesh of their own."""
     compute = getattr(torch, precision)
+    dtypes = {"param_dtype": compute if compute != torch.float32 else None, "reduce_dtype": torch.float32}
     options = {
-        "mesh": mesh,
-        "mp_policy": MixedPrecisionPolicy(
-            param_dtype=compute if compute != torch.float32 else None, reduce_dtype=torch.float32
-        ),
+        "mesh": meshes.data,
+        "mp_policy": MixedPrecisionPolicy(**dtypes),
         "offload_policy": CPUOffloadPolicy() if offload else OffloadPolicy(),
     }
     # `fully_shard` would round them to the precision of the weights.
     options["ignored_params"] = {p for name, p in model.named_parameters() if served_dtype(name, compute) != compute}
+    # A router may give float32 weights, which must stay so.
+    uncast = MixedPrecisionPolicy(**dtypes, cast_forward_inputs=False)
+    for module in experts:
+        fully_shard(module, **{**options, "mesh": meshes.expert_data, "mp_policy": uncast})
     for layer in layers:
         fully_shard(layer, **options)
     fully_shard(model, reshard_after_forward=False, **options)

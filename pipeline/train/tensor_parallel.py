@@ -6,7 +6,7 @@ region that stay whole. A value head stays whole too.
 Activations between blocks are whole on every rank or, with sequence parallelism, cut by tokens: a block that has column-wise
 layers gathers its input once, and its row-wise layers reduce-scatter their output. The last hidden states are gathered again.
 
-Not supported, with an error that names the style: experts, packed projections.
+Experts are not cut: see expert_parallel.py. Not supported, with an error that names the style: packed projections.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ from typing_extensions import override
 from pipeline.config import Problem, RecipeError
 from pipeline.train.adapters.linear import AdaptedLinear
 from pipeline.train.context_parallel import GatherRows
+from pipeline.train.expert_parallel import expert_modules
 from pipeline.train.logprobs import VocabularyShard
 
 KEY = "policy.dtensor_cfg.tensor_parallel_size"
@@ -116,14 +117,16 @@ def vocabulary_shard(hf: PreTrainedModel, mesh: DeviceMesh) -> VocabularyShard:
 
 
 def expand(hf: PreTrainedModel) -> dict[str, str]:
-    """Return {module name: style} from the model's plan, in which `*` stands for layer numbers."""
+    """Return {module name: style} from the model's plan, in which `*` stands for layer numbers; nothing for experts."""
     plan = dict(hf.tp_plan or {})
     if not plan:
         raise _unsupported(f"{type(hf).__name__} has no tensor-parallel plan; expected 1")
-    expanded = {name: plan[generic] for name, _ in hf.named_modules() if (generic := _generic(name)) in plan}
+    experts = tuple(f"{name}." for name in expert_modules(hf))
+    modules = [name for name, _ in hf.named_modules() if not f"{name}.".startswith(experts)]
+    expanded = {name: plan[generic] for name in modules if (generic := _generic(name)) in plan}
     used = {_generic(name) for name in expanded}
     for name, _ in hf.named_parameters():
-        if (generic := _generic(name)) in plan and generic not in used:
+        if (generic := _generic(name)) in plan and generic not in used and not name.startswith(experts):
             raise _unsupported(f"the plan of {type(hf).__name__} cuts the bare parameter {name} ({plan[generic]}); expected 1")
     return expanded
 

@@ -157,9 +157,24 @@ def test_a_model_unsupported_by_a_train_backend_is_a_problem():
     assert problems("llama_biased", megatron) == {MODEL}
     cut = PolicyConfig(dtensor_cfg=DTensorConfig(tensor_parallel_size=2), max_total_sequence_length=64)
     assert problems("llama_biased", cut) == set()
-    for mixture in ("deepseek_v3", "mixtral"):
-        assert problems(mixture, cut) == {("policy.dtensor_cfg.tensor_parallel_size", "unsupported")}
+    assert problems("deepseek_v3", cut) == problems("mixtral", cut) == set()
     assert list(unsupported({"model_type": "bloom"}, cut)) == []
+
+
+EXPERTS = "policy.dtensor_cfg.expert_parallel_size"
+
+
+@pytest.mark.parametrize(
+    ("config", "code"),
+    [
+        ({"model_type": "bloom"}, "too-large"),
+        ({"model_type": "bloom", "num_experts": 6}, "not-divisible"),
+        ({"model_type": "bloom", "n_routed_experts": 8}, None),
+    ],
+)
+def test_experts_that_expert_parallel_ranks_cannot_share_are_a_problem(config, code):
+    policy = PolicyConfig(dtensor_cfg=DTensorConfig(expert_parallel_size=4))
+    assert named(unsupported(config, policy)) == ({(EXPERTS, code)} if code else set())
 
 
 def test_every_megatron_family_is_read():

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, GPTNeoXConfig, Olmo2Config, Phi3Config, Qwen3Config, Qwen3MoeConfig
+from transformers import AutoModelForCausalLM, GPTNeoXConfig, Olmo2Config, Phi3Config, Qwen3Config
 
 from pipeline.train import tensor_parallel
 from tests.problems import refused
@@ -27,7 +27,6 @@ REFUSED = {
     "vocabulary": (Qwen3Config(**{**QWEN3, "vocab_size": 5, "num_key_value_heads": 4}), 4, "too-large"),
     "packed": (Phi3Config(**cases.SHAPE, pad_token_id=0), 2, "unsupported"),
     "gathered": (Olmo2Config(**cases.SHAPE), 2, "unsupported"),
-    "experts": (Qwen3MoeConfig(**QWEN3, moe_intermediate_size=8, num_experts=4, num_experts_per_tok=2), 2, "unsupported"),
 }
 
 

@@ -94,8 +94,8 @@ def fsdp_boxes(policy: PolicyConfig) -> Held:
     meshes = Meshes.of(layout, "cpu") if layout.ranks > 1 else None
     model = build(policy, torch.device("cpu"), meshes, seed=0, role=ModelRole())
     found = set()
-    for name, parameter in model.hf.named_parameters():
-        for piece in restrict(model.layout[name], local_box(parameter)):
+    for name, tensor in model.hf.named_parameters():
+        for piece in restrict(model.layout[name], local_box(tensor)):
             found.add((piece.name, piece.source.offset, piece.source.size))
     return found
 
@@ -108,19 +108,27 @@ CUTS = [
     *((family, Cut(data, 2)) for family in DENSE for data in (1, 2, 3)),
     ("qwen3_moe", Cut(1, 1, context=2)),
     *(("llama", cut) for cut in (Cut(1, 2, context=2), Cut(4, 2, replicas=2), Cut(2, 1, context=2, replicas=2))),
+    *((family, Cut(data, 2)) for family in SPARSE for data in (1, 3)),
     *WITH_OTHERS,
+    ("deepseek_v3", Cut(3, 1)),
+    ("deepseek_v3", Cut(2, 2)),
+]
+EXPERTS = [  # with this many expert-parallel ranks
+    *((family, Cut(4, 1), size) for family in (*SPARSE, "deepseek_v3") for size in (2, 4)),
+    *((family, Cut(3, 2), 2) for family in (*SPARSE, "deepseek_v3")),
+    ("mixtral", Cut(4, 1, context=2, replicas=2), 2),
 ]
 
 
-@pytest.mark.parametrize(("family", "layout"), CUTS, ids=str)
-def test_fsdp(family, layout, folder, monkeypatch):
+@pytest.mark.parametrize(("family", "layout", "experts"), [*((*cut, 1) for cut in CUTS), *EXPERTS], ids=str)
+def test_fsdp(family, layout, experts, folder, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     policy = PolicyConfig(
         model_name=str(folder / family),
         random_init=True,
         precision="float32",
         max_total_sequence_length=64,
-        dtensor_cfg=layout.dtensor(enabled=True),
+        dtensor_cfg=layout.dtensor(enabled=True, expert_parallel_size=experts),
         generation=GenerationConfig(backend="transformers", temperature=1.0),
     )
     ours = rank_layouts(read(folder / family), policy, layout.ranks, 1)
@@ -261,7 +269,6 @@ def test_vllm(family, vllm, tmp_path):
         pytest.skip("a dense model has no experts")
     policy = PolicyConfig(
         model_name=str(tmp_path),
-        megatron_cfg=MegatronConfig(enabled=family == "deepseek_v3"),  # which FSDP2 does not train
         generation=GenerationConfig(temperature=1.0, vllm_cfg=vllm),
     )
     size = vllm.tensor_parallel_size * vllm.pipeline_parallel_size
@@ -282,14 +289,13 @@ MODEL, SIZES = "policy.model_name", ("num_hidden_layers", "hidden_size", "interm
         ("gpt_oss", 1, {}, MODEL, "unsupported", "vLLM"),
         ({"model_type": "llama"} | dict.fromkeys(SIZES, 8), 1, {}, MODEL, "bad-format", "vocab_size"),
         ("mistral", 1, {"megatron_cfg": MegatronConfig(enabled=True)}, MODEL, "", "mistral"),
-        ("deepseek_v3", 1, {}, MODEL, "", "e_score_correction_bias"),
         (
-            "mixtral",
+            "llama",
             2,
-            {"dtensor_cfg": DTensorConfig(tensor_parallel_size=2)},
-            "policy.dtensor_cfg.tensor_parallel_size",
-            "",
-            "experts",
+            {"dtensor_cfg": DTensorConfig(expert_parallel_size=2)},
+            "policy.dtensor_cfg.expert_parallel_size",
+            "too-large",
+            "no experts",
         ),
         (
             "llama",

@@ -1,0 +1,284 @@
+"""Expert parallelism of the FSDP2 backend: each rank holds whole experts, and tokens travel to their experts.
+
+transformers keeps a layer's experts in one module with parameters [E, ...] and a forward of (hidden [T, H], experts [T, K],
+weights [T, K]), which returns the weighted sums [T, H]. Here the module's parameters are cut over the expert-parallel ranks,
+and its forward sends each token once to every rank that has some of its experts (all-to-all), runs the model's own forward
+there on pairs of a token and one expert, sums the results of each token, and sends the sums back, where they are summed over
+ranks. Routers and shared experts stay as they are.
+
+With tensor parallelism every rank of a group has all tokens of a batch and computes the same router. Each then sends its own
+part of the tokens, and the results are gathered, so experts are not cut by tensor parallelism.
+
+Sums are in float32 or more, and in an order that depends on the layout only.
+"""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Shard
+from transformers import PreTrainedModel
+from typing_extensions import override
+
+from pipeline.config import Problem, RecipeError
+
+KEY = "policy.dtensor_cfg.expert_parallel_size"
+
+
+@dataclass(frozen=True)
+class ExpertRanks:
+    """The ranks among which tokens travel."""
+
+    experts: dist.ProcessGroup  # each holds other experts
+    tokens: dist.ProcessGroup | None  # tensor-parallel ranks that have the same tokens; None: each has its own
+
+
+def expert_modules(hf: PreTrainedModel) -> dict[str, nn.Module]:
+    """Return {name: module} of the experts of each layer: those whose implementation transformers lets one choose."""
+    return {name: module for name, module in hf.named_modules() if hasattr(module, "_is_expert_parallel")}
+
+
+def distribute(hf: PreTrainedModel, mesh: DeviceMesh, tokens: dist.ProcessGroup | None) -> list[nn.Module]:
+    """Cut the experts of a model on the meta device over the 1-d mesh, in place, and return their modules.
+
+    tokens: see `ExpertRanks`. Raises RecipeError if the model's experts cannot be divided.
+    """
+    modules = expert_modules(hf)
+    check_experts(hf, mesh.size(), modules)
+    for module in modules.values():
+        if mesh.size() > 1:
+            for name, parameter in module.named_parameters(recurse=False):
+                module.register_parameter(name, _cut(parameter, mesh))
+        forward = functools.partial(_forward, module, type(module), ExpertRanks(mesh.get_group(), tokens))
+        module.forward = torch.compiler.disable(forward)
+    return list(modules.values())
+
+
+def check_experts(hf: PreTrainedModel, size: int, modules: dict[str, nn.Module]) -> None:
+    """Raise RecipeError if the experts of a model cannot be divided over that many ranks."""
+    name = type(hf).__name__
+    if not modules:
+        mixture = any(parameter.dim() > 2 for parameter in hf.parameters())
+        what = "has experts that transformers does not dispatch by token" if mixture else "has no experts"
+        raise RecipeError(Problem(KEY, "unsupported", f"got {size} for {name}, which {what}; expected 1"))
+    for path, module in modules.items():
+        count = int(module.num_experts)  # pyright: ignore[reportArgumentType] - every such module has this number
+        if count % size:
+            raise RecipeError(Problem(KEY, "not-divisible", f"got {size}; expected a divisor of the {count} experts of {name}"))
+        if odd := [n for n, p in module.named_parameters() if "." in n or p.shape[0] != count]:
+            message = f"got {size} for {name}, whose parameter {path}.{odd[0]} is not one entry per expert; expected 1"
+            raise RecipeError(Problem(KEY, "unsupported", message))
+
+
+def _cut(parameter: nn.Parameter, mesh: DeviceMesh) -> nn.Parameter:
+    """Return this rank's experts of a parameter [E, ...] on the meta device."""
+    part = parameter.detach().chunk(mesh.size())[mesh.get_local_rank()].clone()
+    cut = DTensor.from_local(part, mesh, [Shard(0)], run_check=False, shape=parameter.shape, stride=parameter.stride())
+    return nn.Parameter(cut, requires_grad=parameter.requires_grad)
+
+
+# ---- the forward pass ---------------------------------------------------------------------------------------------------
+
+
+def _forward(
+    module: nn.Module,
+    kind: type[nn.Module],
+    ranks: ExpertRanks,
+    hidden: torch.Tensor,
+    index: torch.Tensor,
+    weights: torch.Tensor,
+) -> torch.Tensor:
+    """Return the weighted sums [T, H] of the experts' outputs.
+
+    kind: the class of `module` before `fully_shard` changed it. hidden [T, H], index [T, K] int64, weights [T, K]: of this
+    rank's tokens, or of the same tokens on each rank of `ranks.tokens`.
+    """
+    if ranks.tokens is None:
+        return _dispatch(module, kind, ranks.experts, hidden, index, weights)
+    count, group = len(hidden), ranks.tokens
+    part, share = (_SplitRows.apply(tensor, group) for tensor in (hidden, weights))
+    partial = _dispatch(module, kind, ranks.experts, part, _own_chunk(index, group), share)
+    return _JoinRows.apply(partial, count, group)
+
+
+def _dispatch(
+    module: nn.Module, kind: type[nn.Module], group: dist.ProcessGroup, hidden: torch.Tensor, index: torch.Tensor, weights: Any
+) -> torch.Tensor:
+    """Return the weighted sums [T, H] of this rank's tokens, computed on the ranks of their experts."""
+    size = int(module.num_experts) // group.size()  # pyright: ignore[reportArgumentType] - as above
+    ranks = index // size
+    visits = torch.zeros(len(index), group.size(), dtype=torch.bool, device=index.device).scatter_(1, ranks, True)
+    to, token = visits.T.nonzero(as_tuple=True)  # [P] each: token `token` goes to rank `to`, in the order of ranks
+    first = size * to[:, None]
+    local = torch.where(ranks[token] == to[:, None], index[token] - first, -1)  # [P, K]: -1 for other ranks' experts
+    sends, receives = _exchange_counts(visits.sum(0), group)
+    arrived, received = _exchange(local, receives, sends, group), _sent(hidden, weights, token, sends, receives, group)
+
+    row, choice = (arrived >= 0).nonzero(as_tuple=True)  # [P'] each: pairs of a received token and one of this rank's experts
+    inputs, shares = _TakeRows.apply(received[0], row), received[1][row, choice]
+    outputs = _compute(_with_local_experts(module, kind, size), kind, inputs, arrived[row, choice], shares)
+    sums = _SumRows.apply(outputs, row, len(arrived))
+    (returned,) = _Exchange.apply(group, receives, sends, sums)
+    return _SumRows.apply(returned, token, len(hidden))
+
+
+def _sent(
+    hidden: torch.Tensor,
+    weights: torch.Tensor,
+    token: torch.Tensor,
+    sends: list[int],
+    receives: list[int],
+    group: dist.ProcessGroup,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return hidden states [N, H] and weights [N, K] of the tokens that this rank receives."""
+    return _Exchange.apply(group, sends, receives, _TakeRows.apply(hidden, token), _TakeRows.apply(weights, token))
+
+
+def _compute(
+    experts: nn.Module, kind: type[nn.Module], inputs: torch.Tensor, index: torch.Tensor, weights: torch.Tensor
+) -> torch.Tensor:
+    """Return the weighted outputs [P, H] of pairs of a token [P, H] and a local expert [P]."""
+    if len(inputs):
+        return kind.forward(experts, inputs, index[:, None], weights[:, None])
+    # `fully_shard` reduces only gradients that exist, so a rank without tokens needs gradients too: zeros, from a pair that is
+    # not returned.
+    inputs, weights = (torch.cat([tensor, tensor.new_zeros(1, *tensor.shape[1:])]) for tensor in (inputs, weights))
+    return kind.forward(experts, inputs, index.new_zeros(1, 1), weights[:, None])[:0]
+
+
+def _with_local_experts(module: nn.Module, kind: type[nn.Module], count: int) -> nn.Module:
+    """Return a view of the module that has only this rank's experts, as plain tensors."""
+    view = kind.__new__(kind)
+    view.__dict__.update(module.__dict__)
+    tensors = module._parameters.items()
+    view._parameters = {n: p.to_local() if isinstance(p, DTensor) else p for n, p in tensors}  # pyright: ignore[reportAttributeAccessIssue]
+    view.num_experts = count  # pyright: ignore[reportAttributeAccessIssue] - as above
+    return view
+
+
+# ---- moving rows --------------------------------------------------------------------------------------------------------
+
+
+def _exchange_counts(counts: torch.Tensor, group: dist.ProcessGroup) -> tuple[list[int], list[int]]:
+    """Return how many rows this rank sends to each rank, counts [R], and how many it receives from each."""
+    received = torch.empty_like(counts)
+    dist.all_to_all_single(received, counts, group=group)
+    sends, receives = torch.stack([counts, received]).tolist()
+    return sends, receives
+
+
+def _exchange(rows: torch.Tensor, receives: list[int], sends: list[int], group: dist.ProcessGroup) -> torch.Tensor:
+    """Return the rows from all ranks, in the order of ranks. rows: those for each rank, in the same order."""
+    if group.size() == 1:
+        return rows
+    received = rows.new_empty(sum(receives), *rows.shape[1:])
+    dist.all_to_all_single(received, rows.contiguous(), receives, sends, group=group)
+    return received
+
+
+class _Exchange(torch.autograd.Function):
+    """`_exchange` for several tensors; gradients travel back in the same order on all ranks."""
+
+    @staticmethod
+    @override
+    def forward(ctx, group: dist.ProcessGroup, sends: list[int], receives: list[int], *tensors: torch.Tensor):
+        ctx.group, ctx.sends, ctx.receives = group, sends, receives
+        return tuple(_exchange(tensor, receives, sends, group) for tensor in tensors)
+
+    @staticmethod
+    @override
+    def backward(ctx, *grads: torch.Tensor):
+        return None, None, None, *(_exchange(grad, ctx.sends, ctx.receives, ctx.group) for grad in grads)
+
+
+def _sum_rows(values: torch.Tensor, rows: torch.Tensor, count: int) -> torch.Tensor:
+    """Return [count, ...]: the sum of all `values` [P, ...] with the same number in rows [P]. Deterministic."""
+    wide = torch.promote_types(values.dtype, torch.float32)
+    total = values.new_zeros(count, *values.shape[1:], dtype=wide)
+    if total.is_cuda:  # sorts first; index_add_ would sum in any order
+        total.index_put_((rows,), values.to(wide), accumulate=True)
+    else:  # one row after the other; index_put_ would sum in any order
+        total.index_add_(0, rows, values.to(wide))
+    return total.to(values.dtype)
+
+
+class _TakeRows(torch.autograd.Function):
+    """tensor[rows], with a deterministic backward pass."""
+
+    @staticmethod
+    @override
+    def forward(ctx, tensor: torch.Tensor, rows: torch.Tensor):
+        ctx.save_for_backward(rows)
+        ctx.count = len(tensor)
+        return tensor[rows]
+
+    @staticmethod
+    @override
+    def backward(ctx, grad: torch.Tensor):
+        return _sum_rows(grad, *ctx.saved_tensors, ctx.count), None
+
+
+class _SumRows(torch.autograd.Function):
+    """`_sum_rows`."""
+
+    @staticmethod
+    @override
+    def forward(ctx, values: torch.Tensor, rows: torch.Tensor, count: int):
+        ctx.save_for_backward(rows)
+        return _sum_rows(values, rows, count)
+
+    @staticmethod
+    @override
+    def backward(ctx, grad: torch.Tensor):
+        (rows,) = ctx.saved_tensors
+        return grad[rows], None, None
+
+
+def _own_chunk(tensor: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+    """Return this rank's part of the rows. Zeros fill the last parts, so that all have the same length."""
+    size = -(-len(tensor) // group.size())
+    part = tensor[group.rank() * size : (group.rank() + 1) * size]
+    return torch.cat([part, part.new_zeros(size - len(part), *part.shape[1:])])
+
+
+def _join_chunks(part: torch.Tensor, count: int, group: dist.ProcessGroup) -> torch.Tensor:
+    """Return the first `count` rows of the parts of all ranks."""
+    joined = part.new_empty(group.size() * len(part), *part.shape[1:])
+    dist.all_gather_into_tensor(joined, part.contiguous(), group=group)
+    return joined[:count]
+
+
+class _SplitRows(torch.autograd.Function):
+    """`_own_chunk` of rows that are the same on all ranks; so are the gradients, then."""
+
+    @staticmethod
+    @override
+    def forward(ctx, tensor: torch.Tensor, group: dist.ProcessGroup):
+        ctx.count, ctx.group = len(tensor), group
+        return _own_chunk(tensor, group)
+
+    @staticmethod
+    @override
+    def backward(ctx, grad: torch.Tensor):
+        return _join_chunks(grad, ctx.count, ctx.group), None
+
+
+class _JoinRows(torch.autograd.Function):
+    """`_join_chunks`. All ranks have the same gradient of the whole, of which each takes its own part."""
+
+    @staticmethod
+    @override
+    def forward(ctx, part: torch.Tensor, count: int, group: dist.ProcessGroup):
+        ctx.group = group
+        return _join_chunks(part, count, group)
+
+    @staticmethod
+    @override
+    def backward(ctx, grad: torch.Tensor):
+        return _own_chunk(grad, ctx.group), None, None
