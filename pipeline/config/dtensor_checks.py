@@ -20,11 +20,10 @@ def check_dtensor(recipe: Recipe) -> Iterator[Problem]:
     selective = dtensor.recompute_granularity == "selective"
     if dtensor.compile:
         off = f"Try {DTENSOR}.compile=false"
-        if (size := dtensor.tensor_parallel_size) > 1:
-            message = (
-                f"got true with {DTENSOR}.tensor_parallel_size={size}; expected 1, since torch cannot compile sharded layers"
-            )
-            yield Problem(f"{DTENSOR}.compile", "contradiction", f"{message}. {off}")
+        for name in ("tensor_parallel_size", "expert_parallel_size"):
+            if (size := getattr(dtensor, name)) > 1:
+                message = f"got true with {DTENSOR}.{name}={size}; expected 1, since torch cannot compile sharded layers"
+                yield Problem(f"{DTENSOR}.compile", "contradiction", f"{message}. {off}")
         if selective:
             message = f"got selective with {DTENSOR}.compile=true; expected full, since compiled operators cannot be selected"
             yield Problem(f"{DTENSOR}.recompute_granularity", "contradiction", f"{message}. {off}")

@@ -158,7 +158,7 @@ def _with_local_experts(module: nn.Module, kind: type[nn.Module], count: int) ->
     view.__dict__.update(module.__dict__)
     tensors = module._parameters.items()
     view._parameters = {n: p.to_local() if isinstance(p, DTensor) else p for n, p in tensors}  # pyright: ignore[reportAttributeAccessIssue]
-    view.num_experts = count  # pyright: ignore[reportAttributeAccessIssue] - as above
+    view.__dict__["num_experts"] = count
     return view
 
 
@@ -221,7 +221,8 @@ class _TakeRows(torch.autograd.Function):
     @staticmethod
     @override
     def backward(ctx, grad: torch.Tensor):
-        return _sum_rows(grad, *ctx.saved_tensors, ctx.count), None
+        (rows,) = ctx.saved_tensors
+        return _sum_rows(grad, rows, ctx.count), None
 
 
 class _SumRows(torch.autograd.Function):

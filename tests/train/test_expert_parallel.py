@@ -23,9 +23,9 @@ LAYOUTS = [
     pytest.param(Layout(2, 1), 2, ALL, id="ep2"),
     pytest.param(Layout(4, 1), 2, ALL, id="ep2dp2", marks=pytest.mark.full),
     pytest.param(Layout(4, 1), 4, ALL, id="ep4", marks=pytest.mark.full),
-    pytest.param(Layout(1, 2), 1, ("qwen3_moe", "mixtral"), id="tp2", marks=pytest.mark.full),
+    pytest.param(Layout(1, 2), 1, ALL, id="tp2", marks=pytest.mark.full),
     pytest.param(Layout(1, 2), 2, ("qwen3_moe", "mixtral"), id="tp2, ep2 over it", marks=pytest.mark.full),
-    pytest.param(Layout(2, 2), 2, ("qwen3_moe", "mixtral"), id="dp2tp2ep2", marks=pytest.mark.full),
+    pytest.param(Layout(2, 2), 2, ALL, id="dp2tp2ep2", marks=pytest.mark.full),
 ]
 
 
