@@ -64,9 +64,9 @@ def write_mixtures(folder: Path) -> None:
         model.save_pretrained(folder / family)
 
 
-def against_eager(families: tuple[str, ...], expert: int, layout: Layout, folder: Path) -> None:
+def against_eager(families: tuple[str, ...], layout: Layout, folder: Path) -> None:
     """Compare log-probs and gradients of each family with HF eager, and the weights with the files."""
     for family in families:
-        trained = ranks.backend(cases.policy(folder / family), layout, expert_parallel_size=expert)
+        trained = ranks.backend(cases.policy(folder / family), layout)
         ranks.check_weights_are_the_files(trained, folder / family)
         ranks.check_against_eager(trained, layout, folder / family, WITHIN)
