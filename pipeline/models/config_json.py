@@ -141,7 +141,10 @@ def _refused(check: Callable[[], object]) -> Iterator[Problem]:
 
 
 def check_fsdp(config: Mapping[str, Any], dtensor: DTensorConfig) -> None:
-    """Raise RecipeError if the model's experts cannot be divided over the expert-parallel ranks."""
+    """Raise RecipeError if expert-parallel ranks cannot share the model's experts, or for latent attention cut by tokens."""
+    if dtensor.sequence_parallel and config.get("kv_lora_rank"):
+        message = "got true for a model with latent attention, which tensor parallelism leaves whole; expected false"
+        raise RecipeError(Problem("policy.dtensor_cfg.sequence_parallel", "unsupported", message))
     key, size = "policy.dtensor_cfg.expert_parallel_size", dtensor.expert_parallel_size
     counts = (config.get(name) for name in ("num_experts", "num_local_experts", "n_routed_experts"))
     count = next((count for count in counts if count), 0)

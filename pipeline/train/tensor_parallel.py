@@ -75,6 +75,10 @@ def parallelize(hf: PreTrainedModel, mesh: DeviceMesh, sequence: bool = False) -
         head.weight = embedding.weight
     if sequence:
         blocks = {_block(name) for name, style in styles.items() if isinstance(style, _ColumnsOfGathered)}
+        # Attention that the plan leaves whole would see only a rank's own tokens.
+        if uncut := [name for name, module in hf.named_modules() if hasattr(module, "is_causal") and name not in blocks]:
+            message = f"got true for {type(hf).__name__}, whose tensor-parallel plan does not cut {uncut[0]}; expected false"
+            raise RecipeError(Problem("policy.dtensor_cfg.sequence_parallel", "unsupported", message))
         for block in sorted(blocks):
             hf.get_submodule(block).register_forward_pre_hook(_gather_input(mesh.get_group()), with_kwargs=True)
         # Before the column-wise layers of a block gradients are partial sums, and outside of blocks a rank has its own tokens.
