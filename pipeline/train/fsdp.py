@@ -5,10 +5,11 @@ it. Each rank computes a part of its batch's tokens; outputs are gathered, so al
 Computation, and models that are not trained, use the recipe's precision. A single rank that needs neither offloading nor two
 precisions runs the plain module without sharding.
 
-Mixtures of experts train too: transformers keeps a layer's experts in one tensor, which `fully_shard` cuts like any other.
+Mixtures of experts train too: transformers keeps a layer's experts in one tensor, which `fully_shard` cuts like any other, or
+expert-parallel ranks first (expert_parallel.py).
 With adapters (lora.py) only these are trained and saved; `weights` and `local_tensor` return merged weights.
 
-Not supported: pipeline and expert parallelism, dropout.
+Not supported: pipeline parallelism, dropout.
 """
 
 from __future__ import annotations
