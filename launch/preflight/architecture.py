@@ -42,6 +42,8 @@ SCALED_ROPE_TYPES = (
 )  # max_position_embeddings includes their factor in vLLM
 MLA_ROPE_TYPES = ("default", "yarn")
 PLAIN = {"hidden_act": "silu", "attention_bias": False, "mlp_bias": False}  # the only values that pipeline/models supports
+BIASED = ("gpt_oss", "glm4", "glm4_moe")  # families with biases of attention; pipeline/models checks them
+BALANCED = ("deepseek_v3", "glm4_moe", "nemotron_h")  # families with a bias that balances the load of experts
 OTHER_BACKEND = "Try policy.dtensor_cfg.enabled=true, which trains others"
 
 
@@ -216,9 +218,10 @@ def _check_megatron(key: str, policy: PolicyConfig, model: dict[str, Any]) -> It
         return
     if model.get("quantization_config"):
         what = f"got a quantized checkpoint ({model['quantization_config'].get('quant_method')})"
-        yield Problem(key, "unsupported", f"{what}, which the Megatron backend does not read; expected bfloat16 or float32")
+        what += ", which the Megatron backend does not read; expected bfloat16 or float32"
+        yield Problem(key, "unsupported", what + _dequantized(policy, family))
     for name, only in PLAIN.items():
-        if (given := model.get(name, only)) != only:
+        if (given := model.get(name, only)) != only and not (name == "attention_bias" and family in BIASED):
             what = f"got a {family} model with {name}={given}; the Megatron backend has only {only}"
             yield Problem(key, "unsupported", f"{what}. {OTHER_BACKEND}")
     found: list[Problem] = []
@@ -249,8 +252,20 @@ def _check_state(policy: PolicyConfig, shape: ModelShape) -> Iterator[Problem]:
     yield from _indivisible(key, size, shape.state.groups, "the number of groups of the model's state spaces,")
 
 
+def _dequantized(policy: PolicyConfig, family: str) -> str:
+    """Return a hint where to find the weights of a quantised model that is published in this form only."""
+    name = policy.model_name.rpartition("/")[2]
+    return (
+        f". Try policy.model_name=unsloth/{name}-BF16"
+        if family == "gpt_oss" and name in ("gpt-oss-20b", "gpt-oss-120b")
+        else ""
+    )
+
+
 def _check_positions(key: str, model: dict[str, Any], family: str) -> Iterator[Problem]:
-    kind, _ = _rope(model)
+    kind, rope = _rope(model)
+    if isinstance(rope.get("full_attention"), dict):  # layers of several kinds, which pipeline/models checks
+        return
     known = MLA_ROPE_TYPES if family == "deepseek_v3" else ROPE_TYPES
     if kind not in known:
         what = f"got a model with rope_type '{kind}'; the Megatron backend has for {family}: {', '.join(known)}"
@@ -279,7 +294,7 @@ def _check_stages(policy: PolicyConfig, shape: ModelShape) -> Iterator[Problem]:
 
 def _check_experts(policy: PolicyConfig, shape: ModelShape, family: str) -> Iterator[Problem]:
     m = policy.megatron_cfg
-    if m.moe_router_bias_update_rate and family not in ("deepseek_v3", "nemotron_h"):
+    if m.moe_router_bias_update_rate and family not in BALANCED:
         what = f"got {m.moe_router_bias_update_rate}; expected 0, since {family} models have no such bias"
         yield Problem(f"{MEGATRON}.moe_router_bias_update_rate", "has-no-effect", what)
     if not shape.experts:
@@ -288,6 +303,11 @@ def _check_experts(policy: PolicyConfig, shape: ModelShape, family: str) -> Iter
                 yield Problem(f"{MEGATRON}.{name}", "too-large", f"got {size}; expected 1, since the model has no experts")
         return
     yield from check_expert_layout(policy)
+    if family == "gpt_oss" and expert_tensor_parallel_size(m) > 1:
+        what = f"got {expert_tensor_parallel_size(m)}; expected 1, since tensor parallelism does not split a gpt_oss model's"
+        hint = "Try expert_model_parallel_size > 1 with tensor parallelism"
+        yield Problem(f"{MEGATRON}.expert_tensor_parallel_size", "unsupported", f"{what} experts. {hint}")
+        return
     key, size = f"{MEGATRON}.expert_model_parallel_size", m.expert_model_parallel_size
     yield from _indivisible(key, size, shape.experts, "the model's number of experts,")
     key, size = f"{MEGATRON}.expert_tensor_parallel_size", expert_tensor_parallel_size(m)

@@ -12,7 +12,21 @@ from pydantic_core import CoreSchema
 
 from pipeline.values import Bool, Float, Int, NotNegative, Positive, Text, Variables, interpolation
 
-MEGATRON_MODEL_TYPES = ("llama", "qwen2", "qwen3", "qwen3_moe", "mixtral", "deepseek_v3", "nemotron_h")  # pipeline/models/
+MEGATRON_MODEL_TYPES = (
+    "llama",
+    "mistral",
+    "qwen2",
+    "qwen3",
+    "qwen3_moe",
+    "mixtral",
+    "deepseek_v3",
+    "gemma3_text",
+    "gpt_oss",
+    "glm4",
+    "glm4_moe",
+    "nemotron_h",
+)
+"""The `model_type`s of pipeline/models/."""
 IGNORED = "Has no effect: "
 
 

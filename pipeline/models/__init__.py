@@ -9,17 +9,22 @@ from __future__ import annotations
 from types import ModuleType
 from typing import Any
 
-from pipeline.models import deepseek, llama, moe, nemotron_h
+from pipeline.models import deepseek, gemma3, glm4, glm4_moe, gpt_oss, llama, moe, nemotron_h
 from pipeline.models.base import Features, unsupported_model
 
 FAMILIES: dict[str, ModuleType] = {
     "llama": llama,
+    "mistral": llama,
     "qwen2": llama,
     "qwen3": llama,
     "qwen3_moe": moe,
     "mixtral": moe,
     "deepseek_v3": deepseek,
     "nemotron_h": nemotron_h,
+    "gemma3_text": gemma3,
+    "gpt_oss": gpt_oss,
+    "glm4": glm4,
+    "glm4_moe": glm4_moe,
 }
 """`model_type` of a config.json -> the module that describes it."""
 

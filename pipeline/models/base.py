@@ -72,6 +72,8 @@ class Features:
     sandwich_norms: bool = False
     embedding_scale: float | None = None  # factor of the embeddings, rounded to the precision of the weights
     score_softcap: float | None = None  # attention scores s become softcap * tanh(s / softcap)
+    # Experts as in gpt-oss's checkpoint: weights [in, out], gate and up projection alternating, whole on their ranks.
+    alternating_experts: bool = False
     layer_rotary: tuple[str, ...] | None = None  # of each layer, its key in rope_parameters, where layers have their own RoPE
     rotary: bool = True  # whether there is RoPE
     layers: tuple[Layer, ...] | None = None  # of a hybrid model; None: every layer has attention and an MLP or experts

@@ -20,6 +20,7 @@ _DENSE_QWEN = {**_QWEN, "max_window_layers": 28, "layer_types": None}
 _DEFAULTS: dict[str, dict[str, Any]] = {
     "llama": {},
     "mistral": {"sliding_window": 4096},
+    "ministral": {"sliding_window": 4096, "layer_types": None},
     "qwen2": _DENSE_QWEN,
     "qwen3": _DENSE_QWEN,
     "qwen3_moe": {**_QWEN, "norm_topk_prob": False},
@@ -32,6 +33,10 @@ _DEFAULTS: dict[str, dict[str, Any]] = {
         "routed_scaling_factor": 2.5,
     },
     "gemma3_text": {
+        "hidden_activation": "gelu_pytorch_tanh",
+        "query_pre_attn_scalar": 256,
+        "final_logit_softcapping": None,
+        "use_bidirectional_attention": False,
         "sliding_window": 4096,
         "layer_types": None,
         "attn_logit_softcapping": None,
@@ -54,6 +59,8 @@ _DEFAULTS: dict[str, dict[str, Any]] = {
     "gpt_oss": {
         "sliding_window": 128,
         "layer_types": None,
+        "swiglu_alpha": 1.702,
+        "swiglu_limit": 7.0,
         "rms_norm_eps": 1e-5,
         "rope_theta": 150000.0,
         "rope_scaling": {
@@ -65,6 +72,14 @@ _DEFAULTS: dict[str, dict[str, Any]] = {
             "original_max_position_embeddings": 4096,
         },
     },
+    "glm4": {"rms_norm_eps": 1.5625e-7},
+    "glm4_moe": {
+        "rms_norm_eps": 1e-5,
+        "norm_topk_prob": True,
+        "n_group": 1,
+        "topk_group": 1,
+        "routed_scaling_factor": 1.0,
+    },
 }
 """The defaults of transformers' configuration classes."""
 
@@ -73,6 +88,10 @@ PACKED_LAYERS = {
     *("linear_attention", "conv", "hybrid", "moe", "mlp"),  # with sequence resets, or without tokens that mix
 }
 """The `layer_types` of transformers that can compute packed sequences."""
+
+
+_ROTATED = {"glm4": 0.5, "glm4_moe": 0.5}
+"""transformers' default of the rotated part of each head, where it is not the whole head."""
 
 
 def parse_config(config: Mapping[str, Any]) -> SimpleNamespace:
@@ -92,6 +111,9 @@ def parse_config(config: Mapping[str, Any]) -> SimpleNamespace:
         found["layer_types"] = found["layer_types"] or _layer_types(of, found, config)
     theta, scaling, local = (found.pop(name, None) for name in ("rope_theta", "rope_scaling", "rope_local_base_freq"))
     found["rope_parameters"] = config.get("rope_parameters") or _rope(theta, scaling, local)
+    share = config.get("partial_rotary_factor", _ROTATED.get(of.model_type))
+    if share is not None:
+        found["rope_parameters"].setdefault("partial_rotary_factor", share)
     return SimpleNamespace(**vars(of), **found, max_position_embeddings=positions)
 
 
@@ -100,6 +122,8 @@ def _layer_types(of: SimpleNamespace, found: Mapping[str, Any], config: Mapping[
         case "gemma3_text":
             pattern = config.get("sliding_window_pattern") or 6
             slides = [(i + 1) % pattern != 0 for i in range(of.num_hidden_layers)]
+        case "ministral":
+            slides = [found["sliding_window"] is not None for _ in range(of.num_hidden_layers)]
         case "gpt_oss":
             slides = [i % 2 == 0 for i in range(of.num_hidden_layers)]
         case _:

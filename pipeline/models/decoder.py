@@ -27,21 +27,36 @@ def require(config: PreTrainedConfig, **values: Any) -> None:
             raise unsupported_model(f"{config.model_type} with {name}={found!r} is not described; expected {value!r}")
 
 
-def rotary(config: PreTrainedConfig, *kinds: str) -> dict[str, Any]:
-    """Return the config's RoPE parameters. Raises RecipeError for another kind, and for RoPE on a part of each head only."""
+def rotary(config: PreTrainedConfig, *kinds: str, partial: bool = False) -> dict[str, Any]:
+    """Return the config's RoPE parameters. Raises RecipeError for another kind.
+
+    partial: whether RoPE on a part of each head is described.
+    """
     parameters = config.rope_parameters
+    _check_rotary(config, parameters, kinds, partial)
+    return parameters
+
+
+def _check_rotary(config: PreTrainedConfig, parameters: dict[str, Any], kinds: tuple[str, ...], partial: bool) -> None:
     kind = parameters.get("rope_type", "default")
     if kind not in kinds:
         described = ", ".join(kinds)
         raise unsupported_model(f"{config.model_type} with RoPE of type '{kind}' is not described; expected one of {described}")
-    if parameters.get("partial_rotary_factor", 1.0) != 1.0:
-        raise unsupported_model(f"{config.model_type} with a partial_rotary_factor is not described; expected 1.0")
-    return parameters
+    share = parameters.get("partial_rotary_factor", 1.0)
+    if share != 1.0 and (kind != "default" or not partial):
+        raise unsupported_model(
+            f"{config.model_type} with a partial_rotary_factor and RoPE of type '{kind}' is not described; expected 1.0"
+        )
 
 
 def transformer(config: PreTrainedConfig) -> dict[str, Any]:
     """Return what all families share: a gated MLP with SiLU, RMSNorm before attention and before the MLP, no biases."""
     require(config, hidden_act="silu")
+    return {**block(config), "activation_func": "silu"}
+
+
+def block(config: PreTrainedConfig) -> dict[str, Any]:
+    """Return sizes and norms of a layer with a gated MLP, without the MLP's activation."""
     return {
         "num_layers": config.num_hidden_layers,
         "hidden_size": config.hidden_size,
@@ -50,18 +65,40 @@ def transformer(config: PreTrainedConfig) -> dict[str, Any]:
         "normalization": "RMSNorm",
         "layernorm_epsilon": config.rms_norm_eps,
         "gated_linear_unit": True,
-        "activation_func": "silu",
         "add_bias_linear": False,
     }
 
 
-def grouped_query_attention(config: PreTrainedConfig) -> dict[str, Any]:
-    """Return the sizes of grouped-query attention. Rotary frequencies are left out: transformers derives them."""
-    rotary(config, "default", "linear", "llama3", "yarn")
+def grouped_query_attention(config: PreTrainedConfig, partial: bool = False) -> dict[str, Any]:
+    """Return the sizes and the windows of grouped-query attention.
+
+    Rotary frequencies are left out: transformers derives them. partial: whether RoPE on a part of each head is described.
+    """
+    kinds = ("default", "linear", "llama3", "yarn")
+    of_layers = layer_rotary(config)
+    for parameters in [config.rope_parameters[kind] for kind in set(of_layers)] if of_layers else [config.rope_parameters]:
+        _check_rotary(config, parameters, kinds, partial)
     return {
         "num_query_groups": config.num_key_value_heads,
         "kv_channels": getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads,
+        **windows(config),
     }
+
+
+def layer_rotary(config: PreTrainedConfig) -> tuple[str, ...] | None:
+    """Return for each layer its key in rope_parameters; None where all layers have the same RoPE."""
+    kinds = getattr(config, "layer_types", None)
+    return tuple(kinds) if kinds and all(kind in config.rope_parameters for kind in kinds) else None
+
+
+def windows(config: PreTrainedConfig) -> dict[str, Any]:
+    """Return the sliding windows of the layers that have one: those of layer_types, else all. A window counts the own key."""
+    window = getattr(config, "sliding_window", None)
+    kinds = getattr(config, "layer_types", None) or ["sliding_attention"] * config.num_hidden_layers
+    slides = [int(kind == "sliding_attention") for kind in kinds]
+    if window is None or not any(slides):
+        return {}
+    return {"window_size": (window - 1, 0), "window_attn_skip_freq": slides}
 
 
 # ---- functions of Hugging Face tensors
@@ -103,6 +140,15 @@ def model(config: PreTrainedConfig, layers: dict[str, Parameter], head: Head) ->
         **unchanged("decoder.final_layernorm.weight", "model.norm.weight"),
         **(unchanged(VALUE_HEAD, SCORE) if head == "values" else output),
     }
+
+
+def sandwich_norms(target: str, source: str, names: tuple[str, str, str, str]) -> dict[str, Parameter]:
+    """Return the norms before and after a layer's attention and its MLP, in this order of Hugging Face names."""
+    own = ("input_layernorm", "post_self_attn_layernorm", "pre_mlp_layernorm", "post_mlp_layernorm")
+    found: dict[str, Parameter] = {}
+    for ours, theirs in zip(own, names, strict=True):
+        found |= unchanged(f"{target}.{ours}.weight", f"{source}.{theirs}.weight")
+    return found
 
 
 def norms(target: str, source: str) -> dict[str, Parameter]:

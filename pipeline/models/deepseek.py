@@ -37,7 +37,7 @@ def transformer(config: PreTrainedConfig) -> dict[str, Any]:
         "qk_pos_emb_head_dim": config.qk_rope_head_dim,
         "v_head_dim": config.v_head_dim,
         **_rotary(config),
-        **_mixture(config),
+        **mixture(config),
     }
 
 
@@ -66,18 +66,22 @@ def _rotary(config: PreTrainedConfig) -> dict[str, Any]:
     }
 
 
-def _mixture(config: PreTrainedConfig) -> dict[str, Any]:
+def mixture(config: PreTrainedConfig) -> dict[str, Any]:
+    """Return Megatron-Core's configuration of the mixture of experts. Raises RecipeError for routing that is not described."""
     topk, groups, chosen = config.num_experts_per_tok, config.n_group, config.topk_group
     decoder.require(config, norm_topk_prob=topk > 1)  # Megatron-Core's rule for sigmoid scores
     limited = chosen < groups
     if limited and topk // chosen != 2:
         raise unsupported_model(
-            f"deepseek_v3 with num_experts_per_tok={topk} and topk_group={chosen} is not described: transformers scores a group"
-            " by its two best experts, Megatron-Core by its num_experts_per_tok // topk_group best; expected that these are two"
+            f"{config.model_type} with num_experts_per_tok={topk} and topk_group={chosen} is not described: transformers scores"
+            " a group by its two best experts, Megatron-Core by its num_experts_per_tok // topk_group best; expected that these"
+            " are two"
         )
     sparse = sparse_layers(config)
     if not config.n_shared_experts or not any(sparse):
-        raise unsupported_model("deepseek_v3 without a shared expert or without a layer that has experts is not described")
+        raise unsupported_model(
+            f"{config.model_type} without a shared expert or without a layer that has experts is not described"
+        )
     return {
         "num_moe_experts": config.n_routed_experts,
         "moe_layer_freq": list(map(int, sparse)),
@@ -98,14 +102,17 @@ def parameters(config: PreTrainedConfig, head: Head = "logprobs") -> dict[str, P
         target, source = f"decoder.layers.{i}", f"model.layers.{i}"
         layers |= decoder.norms(target, source)
         layers |= _attention(config, f"{target}.self_attention", f"{source}.self_attn")
-        target, source = f"{target}.mlp", f"{source}.mlp"
-        if not sparse:
-            layers |= decoder.mlp(target, source)
-            continue
-        layers |= decoder.experts(config.n_routed_experts, target, source)
-        layers |= decoder.unchanged(f"{target}.router.expert_bias", f"{source}.gate.e_score_correction_bias")
-        layers |= decoder.mlp(f"{target}.shared_experts", f"{source}.shared_experts")
+        layers |= experts(config, f"{target}.mlp", f"{source}.mlp") if sparse else decoder.mlp(f"{target}.mlp", f"{source}.mlp")
     return decoder.model(config, layers, head)
+
+
+def experts(config: PreTrainedConfig, target: str, source: str) -> dict[str, Parameter]:
+    """Return a router with its bias, the routed experts and the shared ones."""
+    return {
+        **decoder.experts(config.n_routed_experts, target, source),
+        **decoder.unchanged(f"{target}.router.expert_bias", f"{source}.gate.e_score_correction_bias"),
+        **decoder.mlp(f"{target}.shared_experts", f"{source}.shared_experts"),
+    }
 
 
 def _attention(config: PreTrainedConfig, target: str, source: str) -> dict[str, Parameter]:

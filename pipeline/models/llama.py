@@ -1,4 +1,7 @@
-"""Dense decoders with grouped-query attention: Llama, Qwen2 (biases of queries, keys, values), Qwen3 (query and key norms)."""
+"""Dense decoders with grouped-query attention: Llama, Mistral, Qwen2 (biases of queries, keys, values), Qwen3 (head norms).
+
+Sliding windows are of all layers (Mistral 7B v0.1) or of some (Qwen2, Qwen3).
+"""
 
 from __future__ import annotations
 

@@ -20,6 +20,7 @@ _REQUIRED_BY_FAMILY: dict[str, tuple[str, ...]] = {
     "deepseek_v3": (*_LATENT, "moe_intermediate_size", "n_routed_experts", "first_k_dense_replace"),
     "gpt_oss": ("num_local_experts",),
     "nemotron_h": ("layers_block_type",),
+    "glm4_moe": ("moe_intermediate_size", "n_routed_experts"),
 }
 
 _EITHER_NAME = {"num_local_experts": "num_experts", "n_routed_experts": "num_local_experts"}
@@ -28,6 +29,7 @@ _EITHER_NAME = {"num_local_experts": "num_experts", "n_routed_experts": "num_loc
 _DEFAULTS: dict[str, dict[str, Any]] = {
     "llama": {"num_key_value_heads": None, "attention_bias": False, "mlp_bias": False},
     "mistral": {"num_key_value_heads": 8},
+    "ministral": {"num_key_value_heads": 8},
     "qwen2": {"num_key_value_heads": 32},
     "qwen3": {"num_key_value_heads": 32, "head_dim": 128, "attention_bias": False},
     "qwen3_moe": {
@@ -70,6 +72,15 @@ _DEFAULTS: dict[str, dict[str, Any]] = {
         "moe_latent_size": None,
         "time_step_min": 0.001,  # these two are no sizes, but of the mixers
         "layer_norm_epsilon": 1e-5,
+    },
+    "glm4": {"num_key_value_heads": 2, "head_dim": 128, "attention_bias": True},
+    "glm4_moe": {
+        "num_key_value_heads": 8,
+        "attention_bias": False,
+        "use_qk_norm": False,
+        "num_experts_per_tok": 8,
+        "n_shared_experts": 1,
+        "first_k_dense_replace": 1,
     },
     "gpt_oss": {"num_key_value_heads": 8, "head_dim": 64, "attention_bias": True, "num_experts_per_tok": 4},
 }
@@ -128,7 +139,7 @@ def sparse_layers(config: Any) -> list[bool]:
             return [i not in dense and (i + 1) % step == 0 and config.num_local_experts > 0 for i in layers]
         case "nemotron_h":
             return [kind == "moe" for kind in config.layers_block_type]
-        case "deepseek_v3":
+        case "deepseek_v3" | "glm4_moe":
             return [i >= config.first_k_dense_replace for i in layers]
     return [False for _ in layers]
 

@@ -67,7 +67,10 @@ def _layer(of: SimpleNamespace, kind: str) -> Iterator[Tensor]:
         return
     sparse = kind == "sparse"
     yield from _latent_attention(of) if of.model_type == "deepseek_v3" else _attention(of)
-    if not sparse:
+    if of.model_type == "glm4":
+        yield from _linear("mlp.gate_up_proj", 2 * of.intermediate_size, of.hidden_size, "mlp", "halves")
+        yield from _linear("mlp.down_proj", of.hidden_size, of.intermediate_size, "mlp", "columns")
+    elif not sparse:
         yield from _mlp("mlp", of.hidden_size, of.intermediate_size, "mlp", getattr(of, "mlp_bias", False))
     elif of.model_type == "gpt_oss":
         yield from _stacked_experts(of)
@@ -76,6 +79,8 @@ def _layer(of: SimpleNamespace, kind: str) -> Iterator[Tensor]:
     names = ["input_layernorm", "post_attention_layernorm"]
     if of.model_type == "gemma3_text":
         names += ["pre_feedforward_layernorm", "post_feedforward_layernorm"]
+    elif of.model_type == "glm4":
+        names += ["post_self_attn_layernorm", "post_mlp_layernorm"]
     yield from (_norm(name, of.hidden_size) for name in names)
 
 
@@ -96,9 +101,9 @@ def _attention(of: SimpleNamespace) -> Iterator[Tensor]:
     bias = of.model_type == "qwen2" or getattr(of, "attention_bias", False)
     for name, rows in (("q", queries), ("k", keys), ("v", keys)):
         yield from _linear(f"self_attn.{name}_proj", rows, of.hidden_size, "attention", "rows", bias)
-    bias = bias and of.model_type != "qwen2"
+    bias = bias and of.model_type not in ("qwen2", "glm4", "glm4_moe")
     yield from _linear("self_attn.o_proj", of.hidden_size, queries, "attention", "columns", bias)
-    if of.model_type in ("qwen3", "qwen3_moe", "gemma3_text"):
+    if of.model_type in ("qwen3", "qwen3_moe", "gemma3_text") or getattr(of, "use_qk_norm", False):
         yield from (_norm(f"self_attn.{name}_norm", of.head_dim) for name in "qk")
     if of.model_type == "gpt_oss":
         yield Tensor("self_attn.sinks", (of.num_attention_heads,), "attention", "rows")
@@ -143,7 +148,7 @@ def _experts(of: SimpleNamespace) -> Iterator[Tensor]:
     width = of.intermediate_size if mixtral else of.moe_intermediate_size
     module, names = ("block_sparse_moe", ("w1", "w3", "w2")) if mixtral else ("mlp", ("gate_proj", "up_proj", "down_proj"))
     yield Tensor(f"{module}.gate.weight", (count, of.hidden_size), "router")
-    if of.model_type == "deepseek_v3":
+    if of.model_type in ("deepseek_v3", "glm4_moe"):
         yield Tensor(f"{module}.gate.e_score_correction_bias", (count,), "buffer")
     for i in range(count):
         for tensor in _mlp(f"{module}.experts.{i}", of.hidden_size, width, "routed", names=names):

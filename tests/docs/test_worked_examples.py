@@ -137,7 +137,7 @@ def test_the_environment_trains(example):
 # ---- a model family ---------------------------------------------------------------------------------------------------------
 
 MODELS = ROOT / "pipeline/models/README.md"
-TRAIN = ("launch/submit.py", "recipe=tiny_sft", "policy.megatron_cfg.enabled=true", "run_dir=runs/mistral")
+TRAIN = ("launch/submit.py", "recipe=tiny_sft", "policy.megatron_cfg.enabled=true", "run_dir=runs/ministral")
 
 
 def test_the_family_passes_the_tests_of_families(example):
@@ -151,19 +151,19 @@ def test_the_family_passes_the_tests_of_families(example):
 @pytest.mark.full
 def test_the_family_trains_on_megatron_core(example):
     folder = example(MODELS)
-    model = folder / "tiny_mistral"
+    model = folder / "tiny_ministral"
     model.mkdir()
     for file in (ROOT / "recipes/tiny").iterdir():
         (model / file.name).write_bytes(file.read_bytes())
     known = json.loads((model / "config.json").read_text())
-    config = known | {"model_type": "mistral", "architectures": ["MistralForCausalLM"], "sliding_window": None}
+    config = known | {"model_type": "ministral", "architectures": ["MinistralForCausalLM"], "sliding_window": 5}
     (model / "config.json").write_text(json.dumps(config))
     quick = (*ONE_STEP, "sft.val_at_end=false", "sft.max_num_steps=2", f"policy.model_name={model}")
     refused = run(ROOT, *TRAIN, *quick)
-    assert refused.returncode == 2 and "'mistral'" in refused.stderr and "[unsupported]" in refused.stderr
+    assert refused.returncode == 2 and "'ministral'" in refused.stderr and "[unsupported]" in refused.stderr
     done = run(folder, *TRAIN, *quick)
     assert done.returncode == 0, done.stdout + done.stderr
-    first, second = steps(folder / "runs/mistral")
+    first, second = steps(folder / "runs/ministral")
     assert second["train/loss"] < first["train/loss"]
 
 

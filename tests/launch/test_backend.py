@@ -40,6 +40,11 @@ CONFIGS = {
     "nemotron_h": EXPERTS
     | {"hybrid_override_pattern": "ME*-ME", "n_routed_experts": 8, "moe_shared_expert_intermediate_size": 48, "head_dim": 16}
     | {"mamba_num_heads": 8, "mamba_head_dim": 12, "n_groups": 4, "ssm_state_size": 16},
+    "mistral": {"intermediate_size": 96},
+    "gemma3_text": {"intermediate_size": 96, "head_dim": 16},
+    "gpt_oss": {"intermediate_size": 96, "num_local_experts": 8, "head_dim": 16},
+    "glm4": {"intermediate_size": 96, "pad_token_id": None},
+    "glm4_moe": {**EXPERTS, "n_routed_experts": 8, "attention_bias": True},
 }
 
 
@@ -298,8 +303,8 @@ TP, PP, EP, ETP = (
         (model("llama", rope_scaling={"rope_type": "longrope"}), [], MODEL, "unsupported"),
         (model("llama", rope_parameters={"rope_type": "dynamic"}), [], MODEL, "unsupported"),
         (model("deepseek_v3", rope_scaling={"type": "linear"}), [], MODEL, "unsupported"),
-        (model("mixtral", sliding_window=16), [], MODEL, "unsupported"),
-        (model("qwen2", sliding_window=16, use_sliding_window=True, max_window_layers=1), [], MODEL, "unsupported"),
+        (model("gpt_oss", attention_bias=False), [], MODEL, "unsupported"),
+        (model("gemma3_text", attn_logit_softcapping=50.0), [], MODEL, "unsupported"),
         (model("llama"), sizes(tp=8), TP, "not-divisible"),
         (model("llama", intermediate_size=98), sizes(tp=4), TP, "not-divisible"),
         (model("deepseek_v3", moe_intermediate_size=33), [*sizes(tp=4, ep=2), SP], TP, "not-divisible"),
@@ -313,6 +318,7 @@ TP, PP, EP, ETP = (
         (model("qwen3_moe", moe_intermediate_size=33), [*sizes(tp=2), SP], ETP, "not-divisible"),
         (model("qwen3_moe"), [*sizes(tp=2, etp=1), SP], ETP, "unsupported"),
         (model("qwen3_moe"), sizes(etp=2), ETP, "unsupported"),
+        (model("gpt_oss"), [*sizes(tp=2), SP], ETP, "unsupported"),
         (model("qwen3_moe"), sizes(tp=2), f"{KEY}.sequence_parallel", "unsupported"),
         (
             model("qwen3_moe"),
@@ -326,6 +332,31 @@ def test_a_layout_that_does_not_fit_the_model_is_refused_by_key(load, described,
     recipe, _ = backend.choose(load(described, f"{KEY}.enabled=true", *overrides))
     with refused((key, code)):
         check(recipe)
+
+
+@pytest.mark.parametrize(
+    "described",
+    [
+        model("mistral", sliding_window=16),
+        model("mixtral", sliding_window=16),
+        model("qwen2", sliding_window=16, use_sliding_window=True),
+        model("gemma3_text", sliding_window=16),
+        model("gpt_oss", sliding_window=16),
+        model("glm4"),
+        model("glm4_moe", use_qk_norm=True),
+    ],
+    ids=lambda described: described["model_type"],
+)
+def test_windows_sinks_and_partial_rope_are_accepted(load, described):
+    check(backend.choose(load(described, f"{KEY}.enabled=true"))[0])
+
+
+def test_quantized_gpt_oss_names_its_weights_in_bfloat16(load):
+    described = model("gpt_oss", quantization_config={"quant_method": "mxfp4"})
+    recipe, _ = backend.choose(load(described, f"{KEY}.enabled=true"))
+    policy = replace(recipe.policy, model_name="openai/gpt-oss-20b")
+    (problem,) = architecture._check_megatron(MODEL, policy, described)
+    assert "mxfp4" in problem.message and problem.message.endswith("Try policy.model_name=unsloth/gpt-oss-20b-BF16")
 
 
 def test_sizes_that_would_divide_are_named(load):

@@ -8,7 +8,12 @@ import torch
 from transformers import (
     AutoModelForCausalLM,
     DeepseekV3Config,
+    Gemma3TextConfig,
+    Glm4Config,
+    Glm4MoeConfig,
+    GptOssConfig,
     LlamaConfig,
+    MistralConfig,
     MixtralConfig,
     NemotronHConfig,
     PreTrainedConfig,
@@ -100,6 +105,39 @@ def configs() -> dict[str, PreTrainedConfig]:
         ),
         "nemotron_h": NemotronHConfig(**SHAPE, **HYBRID, hybrid_override_pattern="M-*M"),
         "nemotron_h_moe": NemotronHConfig(**SHAPE, **HYBRID, hybrid_override_pattern="ME*EM", moe_latent_size=10),
+        "mistral": MistralConfig(**SHAPE, head_dim=12, sliding_window=5),
+        "gemma3_text": Gemma3TextConfig(
+            **{**SHAPE, "num_hidden_layers": 4, "tie_word_embeddings": True},
+            head_dim=16,
+            query_pre_attn_scalar=24,
+            pad_token_id=None,
+            sliding_window=5,
+            layer_types=["sliding_attention", "full_attention"] * 2,
+            rope_parameters={
+                "full_attention": {"rope_type": "linear", "factor": 4.0, "rope_theta": 1e4},
+                "sliding_attention": {"rope_type": "default", "rope_theta": 1e2},
+            },
+        ),
+        "gpt_oss": GptOssConfig(
+            **SHAPE,
+            head_dim=16,
+            num_local_experts=4,
+            num_experts_per_tok=2,
+            sliding_window=5,
+            swiglu_limit=0.7,
+            rope_parameters={**YARN_ROPE, "truncate": False},
+        ),
+        "glm4": Glm4Config(**SHAPE, head_dim=16, pad_token_id=None),
+        "glm4_moe": Glm4MoeConfig(
+            **{**SHAPE, "num_hidden_layers": 3},
+            head_dim=16,
+            attention_bias=True,
+            use_qk_norm=True,
+            n_routed_experts=4,
+            num_experts_per_tok=2,
+            moe_intermediate_size=12,
+            routed_scaling_factor=1.5,
+        ),
     }
 
 

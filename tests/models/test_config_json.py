@@ -11,6 +11,7 @@ from transformers import AutoConfig, PreTrainedConfig
 from launch.model_files import KNOWN, planning_config
 from pipeline import models
 from pipeline.config import MEGATRON_MODEL_TYPES, DTensorConfig, MegatronConfig, PolicyConfig
+from pipeline.models import decoder
 from pipeline.models.config_json import check_attention, check_megatron_attention, parse_config, unsupported
 from pipeline.models.sizes import MODEL_TYPES
 from tests.models.cases import configs
@@ -27,6 +28,7 @@ CHANGES = {
         {"rope_parameters": {"rope_type": "linear", "factor": 2.0, "rope_theta": 1e4}},
     ],
     "mistral": [{"sliding_window": None}, {"sliding_window": 8}],
+    "ministral": [{"sliding_window": None}, {"layer_types": ["full_attention", "sliding_attention"] * 2}],
     "qwen2": [{"use_sliding_window": True, "max_window_layers": 1, "sliding_window": 8}, {"sliding_window": 8}],
     "qwen3": [{"use_sliding_window": True, "max_window_layers": 9}, {"rope_scaling": {**YARN, "mscale": None}}],
     "qwen3_moe": [{"norm_topk_prob": True, "use_sliding_window": True}, {"mlp_only_layers": None}],
@@ -37,6 +39,8 @@ CHANGES = {
         {"sliding_window": 8, "sliding_window_pattern": 2},
         {"rope_scaling": LINEAR, "rope_local_base_freq": 5.0, "rope_theta": 7.0},
     ],
+    "glm4": [{"partial_rotary_factor": 0.25, "rope_theta": 5.0}, {"rms_norm_eps": 1e-6}],
+    "glm4_moe": [{"n_group": 2, "routed_scaling_factor": 2.5}, {"partial_rotary_factor": 1.0, "rope_scaling": LINEAR}],
     "gpt_oss": [{"layer_types": ["full_attention"] * 4, "rope_scaling": None}, {"sliding_window": 8}],
 }
 READ = [(name, {}) for name in CASES] + [(family, more) for family, found in CHANGES.items() for more in found]
@@ -133,7 +137,8 @@ def test_attention_that_cannot_be_packed_is_refused(family, changes, message):
         ("mixtral", {"sliding_window": 64, "num_local_experts": 4}, 65, True),
     ],
 )
-def test_windows_that_a_family_does_not_describe_are_refused_with_megatron(family, changes, longest, refused):
+def test_windows_that_a_family_does_not_describe_are_refused_with_megatron(monkeypatch, family, changes, longest, refused):
+    monkeypatch.setattr(decoder, "windows", lambda _: {})  # as in a family without them
     config = {"model_type": family, **TINY, **changes}
     for one in (parse_config(config), AutoConfig.for_model(**config)):
         if not refused:
@@ -155,6 +160,8 @@ def test_a_model_unsupported_by_a_train_backend_is_a_problem():
     megatron = PolicyConfig(megatron_cfg=MegatronConfig(enabled=True), max_total_sequence_length=64)
     assert problems("llama", megatron) == problems("qwen3_moe", replace(megatron, megatron_cfg=MegatronConfig())) == set()
     assert problems("llama_biased", megatron) == {MODEL}
+    assert problems("gpt_oss", megatron) == problems("gemma3_text", megatron) == problems("glm4_moe", megatron) == set()
+    assert problems("gpt_oss_no_biases", megatron) == problems("gemma3_text_untied", megatron) == {MODEL}
     cut = PolicyConfig(dtensor_cfg=DTensorConfig(tensor_parallel_size=2), max_total_sequence_length=64)
     assert problems("llama_biased", cut) == set()
     assert problems("deepseek_v3", cut) == problems("mixtral", cut) == set()

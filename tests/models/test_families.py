@@ -78,7 +78,7 @@ def test_a_value_model_has_a_value_head_in_place_of_the_vocabulary(case):
     assert values[VALUE_HEAD].sources == (SCORE,) and values[VALUE_HEAD].split == "none"
 
 
-@pytest.mark.parametrize("name", ["qwen3_moe", "mixtral", "deepseek_v3"])
+@pytest.mark.parametrize("name", ["qwen3_moe", "mixtral", "deepseek_v3", "glm4_moe"])
 def test_transformers_conversion_to_disk_is_recorded(name, families_folder):
     """Record what is in memory under transformers' names as pieces of the tensors on disk."""
     disk = load_file(families_folder / name / "model.safetensors")
@@ -142,4 +142,4 @@ def test_an_undescribed_configuration_is_refused(name, changes, message):
 def test_an_unknown_family_is_refused():
     with refused(("policy.model_name", "unsupported")) as error:
         family("other")
-    assert "'other'" in str(error.value) and "llama, qwen2, qwen3, qwen3_moe, mixtral, deepseek_v3" in str(error.value)
+    assert "'other'" in str(error.value) and "llama, mistral, qwen2, qwen3, qwen3_moe, mixtral, deepseek_v3" in str(error.value)

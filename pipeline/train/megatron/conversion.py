@@ -117,9 +117,14 @@ def _write_part(partial: Path, files: list[Path], parameters: Mapping[str, Param
     if not mine:
         return
 
+    read: dict[tuple[str, ...], list[torch.Tensor]] = {}  # the last sources: experts of one tensor follow one another
+
     def make(name: str) -> torch.Tensor:
         parameter = parameters[name]
-        return parameter.function(*(stored[source].load() for source in parameter.sources))
+        if parameter.sources not in read:
+            read.clear()
+            read[parameter.sources] = [stored[source].load() for source in parameter.sources]
+        return parameter.function(*read[parameter.sources])
 
     results = {
         name: parameters[name].function(*(stored[source].empty() for source in parameters[name].sources)) for name in mine

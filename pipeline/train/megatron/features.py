@@ -15,6 +15,7 @@ from transformers import PreTrainedConfig
 from typing_extensions import override
 
 from pipeline.models.base import Features
+from pipeline.train.megatron.experts import AlternatingExperts
 from pipeline.train.megatron.local_modules import PackedAttention
 from pipeline.train.megatron.rotary import LayerRotary, rotary, rotary_kinds
 
@@ -65,6 +66,8 @@ def with_features(
         if ours:
             attention = partial(PackedAttention, softcap=features.score_softcap)
             layer.submodules.self_attention.submodules.core_attention = attention
+        if features.alternating_experts:
+            layer.submodules.mlp.submodules.experts = AlternatingExperts
         if features.sandwich_norms or features.layer_rotary is not None:
             layer.module, layer.params = FeaturedLayer, {**layer.params, "features": features, "norm": norm}
     return block

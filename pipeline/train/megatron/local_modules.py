@@ -67,6 +67,12 @@ def module_device(config: TransformerConfig) -> torch.device:
     return torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")
 
 
+def mark_as_cut(parameter: torch.nn.Parameter) -> None:
+    """Tell Megatron-Core that tensor-parallel ranks have different parts of a parameter, all of which count in a norm."""
+    attributes: Any = parameter
+    attributes.tensor_model_parallel, attributes.partition_dim, attributes.partition_stride = True, 0, 1
+
+
 def _window(config: TransformerConfig, layer_number: int) -> int | None:
     """Return how many keys a query of a layer sees, its own included; None for all."""
     every: Any = config.window_attn_skip_freq  # None is allowed too, against the annotation
@@ -104,6 +110,7 @@ class PackedAttention(MegatronModule):
             self.softmax_offset = torch.nn.Parameter(
                 torch.empty(heads, dtype=config.params_dtype, device=module_device(config))
             )
+            mark_as_cut(self.softmax_offset)
 
     @override
     def forward(

@@ -23,7 +23,6 @@ from megatron.core import parallel_state, tensor_parallel
 from megatron.core.activations import squared_relu
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
 from megatron.core.extensions.transformer_engine import HAVE_TE, TENorm
-from megatron.core.fusions.fused_bias_geglu import quick_gelu
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
 from megatron.core.post_training.modelopt.layers import Linear as WholeLinear
@@ -54,13 +53,18 @@ if not HAVE_TE:  # two modules of Megatron-Core 0.16.1 do not notice that Transf
     moe_layer.TELinear = lambda *sizes, parallel_mode, **named: WholeLinear(*sizes, **named)
 
 
+def quick_gelu(x: torch.Tensor) -> torch.Tensor:
+    """Return x * sigmoid(1.702 x). Megatron-Core's own is compiled, which takes a minute on CPUs."""
+    return x * torch.sigmoid(1.702 * x)
+
+
 ACTIVATIONS = {
     "silu": F.silu,
     "gelu_tanh": functools.partial(F.gelu, approximate="tanh"),
     "quick_gelu": quick_gelu,
     "relu2": squared_relu,
 }
-"""The activation functions of families. quick_gelu: x * sigmoid(1.702 x); relu2: max(x, 0)^2."""
+"""The activation functions of families. relu2: max(x, 0)^2."""
 
 
 class PipelineStage(GPTModel):
@@ -158,7 +162,7 @@ def _transformer_config(policy: PolicyConfig, hf: PreTrainedConfig, engine: bool
         scale = arguments.get("softmax_scale") or arguments["kv_channels"] ** -0.5
         arguments["softmax_scale"] = softmax_factor(hf, features) * scale
     arguments["activation_func"] = ACTIVATIONS[arguments.get("activation_func", "silu")]
-    if arguments["activation_func"] not in (F.silu, quick_gelu) and megatron.bias_activation_fusion is None:
+    if arguments["activation_func"] is not F.silu and megatron.bias_activation_fusion is None:
         arguments["bias_activation_fusion"] = False  # Megatron-Core has no such kernel
     if arguments.get("rotary_interleaved") and megatron.apply_rope_fusion is None:
         arguments["apply_rope_fusion"] = False  # Megatron-Core does not tell the kernel for packed sequences

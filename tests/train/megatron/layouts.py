@@ -34,9 +34,10 @@ from tests import fork_server
 from tests.models.cases import FAMILIES, write_models
 from tests.train import cases, ranks
 
-MIXTURES = ("qwen3_moe", "mixtral", "deepseek_v3", "deepseek_v3_plain", "nemotron_h_moe")
+MIXTURES = ("qwen3_moe", "mixtral", "deepseek_v3", "deepseek_v3_plain", "nemotron_h_moe", "gpt_oss", "glm4_moe")
 HYBRIDS = ("nemotron_h", "nemotron_h_moe")  # no context parallelism
-UNEVEN = ("qwen3_moe", "deepseek_v3", "deepseek_v3_plain", "nemotron_h_moe")  # an odd number of layers
+WHOLE_EXPERTS = ("gpt_oss",)  # tensor parallelism cannot split the experts
+UNEVEN = ("qwen3_moe", "deepseek_v3", "deepseek_v3_plain", "nemotron_h_moe", "glm4_moe")  # an odd number of layers
 
 
 @dataclass(frozen=True)
@@ -70,6 +71,8 @@ class Layout:
             return tuple(f for f in MIXTURES if f not in left_out)
         if self.tp > 1 and not self.sp:
             left_out += MIXTURES
+        elif self.tp > 1:
+            left_out += WHOLE_EXPERTS
         return tuple(f for f in FAMILIES if f not in left_out)
 
     def megatron(self, **changes) -> MegatronConfig:

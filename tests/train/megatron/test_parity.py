@@ -33,18 +33,18 @@ from tests.train.megatron.layouts import (
 # Float32 is good to about 1e-6 of the largest entry; what a layout gets wrong is off by far more.
 GRADIENT, LOGPROB = 5e-6, 1e-5
 # Four ranks take time, and what they could get wrong that two could not is the same in the others.
-OF_EACH_KIND = ("qwen2", "qwen3_tied", "qwen3_moe", "deepseek_v3", "nemotron_h_moe")
+OF_EACH_KIND = ("qwen2", "qwen3_tied", "qwen3_moe", "deepseek_v3", "gemma3_text", "gpt_oss", "nemotron_h_moe")
 
 # What the default tests run: tied embeddings where stages or vocabularies are cut, biases and norms of heads where those are
 # cut, each kind of RoPE where sequences are cut, and each kind of router where experts are spread.
 QUICK = {
     ONE: ONE.families,
-    TP2_SP: ("llama_yarn", "qwen2", "qwen3_tied", "deepseek_v3"),
-    PP2: ("llama", "qwen3_tied", "deepseek_v3_plain"),
-    CP2: ("llama_yarn", "qwen3", "deepseek_v3"),
+    TP2_SP: ("llama_yarn", "qwen2", "qwen3_tied", "deepseek_v3", "gemma3_text"),
+    PP2: ("llama", "qwen3_tied", "deepseek_v3_plain", "gemma3_text"),
+    CP2: ("llama_yarn", "qwen3", "deepseek_v3", "gpt_oss"),
     DP2: ("qwen3_tied", "qwen3_moe"),
     EP2: ("qwen3_moe", "deepseek_v3"),
-    TP2_EP2_SP: ("mixtral", "deepseek_v3_plain", "nemotron_h_moe"),
+    TP2_EP2_SP: ("mixtral", "deepseek_v3_plain", "gpt_oss", "nemotron_h_moe"),
     TP2_PP2_SP: ("qwen3_tied", "deepseek_v3"),
 }
 
