@@ -6,6 +6,7 @@ from collections.abc import Iterable, Iterator
 
 from pipeline.boxes import Box, whole
 from pipeline.config import LoRAConfig
+from pipeline.models.base import Split
 from pipeline.models.tensors import Tensor
 from pipeline.train.adapters.spec import A, AdapterSpec, B
 
@@ -21,8 +22,9 @@ def adapter_tensors(found: Iterable[Tensor], config: LoRAConfig) -> list[Tensor]
         if tensor.part not in LINEAR or len(tensor.shape) != 2 or not _adapted(layer, config):
             continue
         shapes = spec.shapes(layer, *tensor.shape)
-        for name, split in ((layer + A, "columns"), (layer + B, "rows")):
-            cut = split if tensor.split == split else "none"
+        cuts: dict[str, Split] = {layer + A: "columns", layer + B: "rows"}
+        for name, split in cuts.items():
+            cut: Split = split if tensor.split == split else "none"
             tensors.append(Tensor(name, shapes[name], tensor.part, cut, tensor.layer))
     return tensors
 
