@@ -41,3 +41,22 @@ def joined(*parts: list[np.ndarray]) -> LayoutTable:
     """Return the table of a train rank."""
     tensor, offset, size = (np.concatenate(columns) for columns in zip(*parts, strict=True))
     return LayoutTable(tensor, offset, size, np.full(len(tensor), -1, np.int32))
+
+
+def consecutive(counts: list[int]) -> list[range]:
+    """Return consecutive ranges with these numbers of entries, from 0."""
+    stops = np.cumsum(counts).tolist()
+    return [range(stop - count, stop) for count, stop in zip(counts, stops, strict=True)]
+
+
+def stages_of(layer: int | None, embedding: bool, stages: list[range], tied: bool) -> list[int]:
+    """Return the stages that hold the tensors of a layer, of the embedding, or of neither.
+
+    A tied embedding is the last stage's output layer as well.
+    """
+    last = len(stages) - 1
+    if layer is not None:
+        return [i for i, layers in enumerate(stages) if layer in layers]
+    if embedding:
+        return sorted({0, last}) if tied else [0]
+    return [last]

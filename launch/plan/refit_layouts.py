@@ -19,11 +19,12 @@ import functools
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from types import SimpleNamespace
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
-from launch.plan.layout_tables import Shape, TableBuilder, joined
+from launch.plan.engine_layouts import vllm_tables
+from launch.plan.layout_tables import Shape, TableBuilder, consecutive, joined, stages_of
 from launch.plan.refit_adapters import adapter_tensors, received
 from pipeline import models
 from pipeline.boxes import Box, chunk, whole
@@ -33,30 +34,23 @@ from pipeline.config import (
     Problem,
     Recipe,
     RecipeError,
-    VLLMConfig,
     engine_ranks,
     expert_tensor_parallel_size,
     ranks,
     uses_megatron,
 )
-from pipeline.models import decoder
+from pipeline.models import decoder, gpt_oss
 from pipeline.models.base import Parameter
 from pipeline.models.config_json import check_fsdp
 from pipeline.models.sizes import sizes
-from pipeline.models.tensors import Part, Tensor, experts, tensors
+from pipeline.models.tensors import Tensor, experts, tensors
 from pipeline.refit.tables import LayoutTable
 from pipeline.train.adapters.spec import refits_adapters
 
 _MODEL = "policy.model_name"
 _VOCABULARY = ("embedding.word_embeddings.weight", "output_layer.weight")
-_PADDING = 64  # vLLM's DEFAULT_VOCAB_PADDING_SIZE: the vocabulary is padded to a multiple of it, then cut
 # The description divides these by rows, but every rank of our stages holds them whole, with and without TransformerEngine.
 _WHOLE = ("linear_q_down_proj.weight", "linear_kv_down_proj.weight")
-_EVERYWHERE: dict[str, tuple[Part, ...]] = {  # tensors that vLLM's models have on every stage, besides the stage's layers
-    "qwen3_moe": ("embedding", "norm", "output"),
-    "mixtral": ("embedding", "norm", "output"),
-    "gemma3_text": ("norm",),
-}
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,7 +99,7 @@ def rank_layouts(
     if adapters:
         wanted = [builder.table(received(found))] * size
     elif policy.generation.backend == "vllm":
-        wanted = _vllm(of, policy.generation.vllm_cfg, builder)
+        wanted = vllm_tables(of, policy.generation.vllm_cfg, builder)
     else:
         wanted = [builder.table((name, name, whole(shape)) for name, shape in builder.shapes.items())]
     engines = [list(range(first, first + size)) for first in range(train, train + generate, size)]
@@ -185,7 +179,7 @@ def _megatron(of: SimpleNamespace, megatron: MegatronConfig, train: int, builder
     shared: list[dict[str, Parameter]] = [{} for _ in stages]
     routed: list[list[dict[str, Parameter]]] = [[{} for _ in range(expert)] for _ in stages]
     for name, parameter in _parameters(of, builder.shapes).items():
-        for stage in _stages_of(_layer(name), name == _VOCABULARY[0], stages, of.tie_word_embeddings):
+        for stage in stages_of(_layer(name), name == _VOCABULARY[0], stages, of.tie_word_embeddings):
             if parameter.expert is None:
                 shared[stage][name] = parameter
             else:
@@ -227,17 +221,23 @@ def _megatron_boxes(
 ) -> Iterator[tuple[str, Box]]:
     """Yield the boxes of one rank of `size`. Raises RecipeError if `size` does not divide the parameter."""
     sources = [(source, whole(shapes[source])) for source in parameter.sources]
+    function = parameter.function
+    if isinstance(function, functools.partial) and function.func is gpt_oss.one_expert:  # one row of each tensor
+        sources = [(source, chunk(box, 0, box.size[0], *function.args)) for source, box in sources]
     if name in _VOCABULARY:  # padded, then cut in equal parts
         yield sources[0][0], chunk(sources[0][1], 0, size, rank)
-    elif isinstance(parameter.function, functools.partial) and parameter.function.func is decoder.query_groups:
-        (groups,) = parameter.function.args
+    elif isinstance(function, functools.partial) and function.func is decoder.query_groups:
+        (groups,) = function.args
         if size % groups:  # else a rank has a part of one group
             _divided(name, groups, size)
         yield from _query_group_boxes(sources, groups, rank, _divided(name, sum(box.size[0] for _, box in sources), size))
     else:
-        if isinstance(parameter.split, tuple) and size > 1:
+        parts = parameter.split
+        if parts == "halves" and len(sources) == 1:  # both halves are one tensor on disk
+            parts = (_divided(name, sources[0][1].size[0], 2),) * 2
+        if isinstance(parts, tuple) and size > 1:
             ((source, box),) = sources
-            yield from ((source, part) for part in _part_boxes(name, box, parameter.split, rank, size))
+            yield from ((source, part) for part in _part_boxes(name, box, parts, rank, size))
             return
         cut = size > 1 and parameter.split != "none" and not name.endswith(_WHOLE)
         dim = 1 if parameter.split == "columns" else 0
@@ -294,25 +294,7 @@ def _stages(of: SimpleNamespace, megatron: MegatronConfig) -> list[range]:
         raise RecipeError(Problem("policy.megatron_cfg.pipeline_model_parallel_size", "not-divisible", message))
     each = rest // middle if middle else 0
     counts = [*([] if first is None else [first]), *[each] * middle, *([] if last is None else [last])]
-    return _ranges(counts)
-
-
-def _ranges(counts: list[int]) -> list[range]:
-    stops = np.cumsum(counts).tolist()
-    return [range(stop - count, stop) for count, stop in zip(counts, stops, strict=True)]
-
-
-def _stages_of(layer: int | None, embedding: bool, stages: list[range], tied: bool) -> list[int]:
-    """Return the stages that hold the tensors of a layer, of the embedding, or of neither.
-
-    A tied embedding is the last stage's output layer as well.
-    """
-    last = len(stages) - 1
-    if layer is not None:
-        return [i for i, layers in enumerate(stages) if layer in layers]
-    if embedding:
-        return sorted({0, last}) if tied else [0]
-    return [last]
+    return consecutive(counts)
 
 
 def _layer(name: str) -> int | None:
@@ -321,91 +303,3 @@ def _layer(name: str) -> int | None:
 
 
 # ---- vLLM ---------------------------------------------------------------------------------------------------------------
-
-
-class _TensorCut(NamedTuple):
-    """The division of a tensor on disk over the ranks of a stage."""
-
-    unit: str
-    name: str
-    dim: int = 0  # cut along this one
-    parts: int = 1  # in so many
-    step: int = 0  # of so many entries, the last ones shorter or empty
-    owner: int = -1  # the one rank that has it; -1: all
-
-
-def _vllm(of: SimpleNamespace, vllm: VLLMConfig, builder: TableBuilder) -> list[LayoutTable]:
-    """Return the tables of an engine's ranks: rank = pipeline rank * tensor-parallel size + tensor-parallel rank."""
-    if of.model_type in ("gpt_oss", "nemotron_h"):
-        message = f"which parts of a '{of.model_type}' model vLLM's ranks have is not described"
-        raise RecipeError(Problem(_MODEL, "unsupported", message))
-    tensor, pipeline = vllm.tensor_parallel_size, vllm.pipeline_parallel_size
-    layers, rest = divmod(of.num_hidden_layers, pipeline)
-    # get_pp_indices of vllm/distributed/utils.py: what is left over goes to the stages before the last.
-    stages = _ranges([layers + (pipeline - 1 - rest <= stage < pipeline - 1) for stage in range(pipeline)])
-    cuts: list[list[_TensorCut]] = [[] for _ in stages]
-    for one in builder.tensors:
-        homes = _stages_of(one.layer, one.part == "embedding", stages, of.tie_word_embeddings)
-        if one.layer is None and one.part in _EVERYWHERE.get(of.model_type, ()):
-            homes = range(pipeline)
-        for stage in homes:
-            cuts[stage].append(_vllm_cut(of, vllm, one))
-    return [table for found in cuts for table in _vllm_tables(found, tensor, builder)]
-
-
-def _vllm_tables(cuts: list[_TensorCut], size: int, builder: TableBuilder) -> list[LayoutTable]:
-    """Return the tables of the ranks of one stage."""
-    everything = builder.table((cut.unit, cut.name, whole(builder.shapes[cut.name])) for cut in cuts)
-    dim, parts, step, owner = (np.array([getattr(cut, name) for cut in cuts]) for name in ("dim", "parts", "step", "owner"))
-    found = []
-    for rank in range(size):
-        mine = np.flatnonzero((owner == -1) | (owner == rank))
-        offset, extent = everything.offset[mine], everything.size[mine]
-        rows = np.flatnonzero(parts[mine] > 1)
-        own, along = mine[rows], dim[mine[rows]]
-        length = extent[rows, along]
-        start = np.minimum(rank * parts[own] // size * step[own], length)  # a part is on several ranks where there are too few
-        offset[rows, along] = start
-        extent[rows, along] = np.minimum(step[own], length - start)
-        found.append(LayoutTable(everything.tensor[mine], offset, extent, everything.unit[mine], everything.units))
-    return found
-
-
-def _vllm_cut(of: SimpleNamespace, vllm: VLLMConfig, tensor: Tensor) -> _TensorCut:
-    size, unit = vllm.tensor_parallel_size, _unit(of, tensor)
-    if tensor.expert is not None and vllm.expert_parallel_size > 1:
-        return _TensorCut(unit, tensor.name, owner=_place_of(tensor.expert, experts(of), size))
-    if tensor.split == "none":
-        return _TensorCut(unit, tensor.name)
-    dim, parts = 1 if tensor.split == "columns" else 0, size
-    length = tensor.shape[dim]
-    if tensor.part in ("embedding", "output"):
-        length = -(-length // _PADDING) * _PADDING
-    elif tensor.name.rpartition(".")[0].endswith((".k_proj", ".v_proj")):
-        parts = min(size, of.num_key_value_heads)
-    if length % parts:
-        message = f"{parts} does not divide dimension {dim} of {tensor.name}, which has {length} entries"
-        raise RecipeError(Problem("policy.generation.vllm_cfg.tensor_parallel_size", "not-divisible", message))
-    return _TensorCut(unit, tensor.name, dim, parts, length // parts)
-
-
-def _place_of(expert: int, count: int, size: int) -> int:
-    """Return the rank of an expert as vLLM's determine_expert_map does: consecutive ones, one more on the first ranks."""
-    each, rest = divmod(count, size)
-    return expert // (each + 1) if expert < rest * (each + 1) else rest + (expert - rest * (each + 1)) // each
-
-
-def _unit(of: SimpleNamespace, tensor: Tensor) -> str:
-    """Return the name of vLLM's module that holds the tensor."""
-    module = tensor.name.rpartition(".")[0]
-    parent, _, own = module.rpartition(".")
-    latent = of.model_type == "deepseek_v3"
-    if tensor.expert is not None:
-        return f"{parent.rpartition('.')[0]}.routed_experts"
-    if own in ("q_proj", "k_proj", "v_proj") and not latent:
-        return f"{parent}.qkv_proj"
-    if own in ("gate_proj", "up_proj"):
-        return f"{parent}.gate_up_proj"
-    if own in ("q_a_proj", "kv_a_proj_with_mqa") and of.q_lora_rank is not None:
-        return f"{parent}.fused_qkv_a_proj"
-    return module

@@ -36,7 +36,7 @@ from tests.problems import named, refused
 from tests.train.megatron.layouts import Layout as Megatron
 from tests.train.ranks import Layout as Cut
 
-OTHERS = ("mistral", "gemma3")  # which Megatron-Core does not train
+OTHERS = ("mistral", "gemma3")  # besides those of other tests
 
 Held = set[tuple[str, tuple[int, ...], tuple[int, ...]]]
 
@@ -286,7 +286,6 @@ MODEL, SIZES = "policy.model_name", ("num_hidden_layers", "hidden_size", "interm
         ({"model_type": "bloom"}, 1, {}, MODEL, "unsupported", "expected one of llama"),
         ("gpt_oss", 1, {}, MODEL, "unsupported", "vLLM"),
         ({"model_type": "llama"} | dict.fromkeys(SIZES, 8), 1, {}, MODEL, "bad-format", "vocab_size"),
-        ("mistral", 1, {"megatron_cfg": MegatronConfig(enabled=True)}, MODEL, "", "mistral"),
         (
             "llama",
             2,
