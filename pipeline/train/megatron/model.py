@@ -54,7 +54,7 @@ if not HAVE_TE:  # two modules of Megatron-Core 0.16.1 do not notice that Transf
 
 
 def quick_gelu(x: torch.Tensor) -> torch.Tensor:
-    """Return x * sigmoid(1.702 x). Megatron-Core's own is compiled, which takes a minute on CPUs."""
+    """Return x * sigmoid(1.702 x). Megatron-Core's own is compiled, which needs a C++ compiler on CPUs."""
     return x * torch.sigmoid(1.702 * x)
 
 
