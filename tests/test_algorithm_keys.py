@@ -161,12 +161,6 @@ REFUSED = [
     ("sft", f"{LORA}.enabled=true policy.megatron_cfg.enabled=true", f"{LORA}.enabled", "unsupported"),
     ("sft", f"{LORA}.enabled=true {LORA}.target_modules=[q_proj]", f"{LORA}.target_modules", "contradiction"),
     ("sft", f"{LORA}.enabled=true {LORA}.match_all_linear=false", f"{LORA}.target_modules", "missing-value"),
-    (
-        "sft",
-        f"{LORA}.enabled=true policy.dtensor_cfg.tensor_parallel_size=2 cluster.train.ranks_per_node=2",
-        f"{LORA}.enabled",
-        "unsupported",
-    ),
     ("sft", f"{LORA}.dim=0", f"{LORA}.dim", "too-small"),
     ("sft", f"{LORA}.lora_A_init=zeros", f"{LORA}.lora_A_init", "not-a-choice"),
     # ---- reward models

@@ -64,7 +64,7 @@ def translate(t: Translator, samples: bool) -> None:
         t.consume(f"{KEY}.vllm_kwargs")
     for section in engines.sections_of_others(backend):
         t.consume(f"{KEY}.{section}")
-    if backend in engines.RULES:
+    if isinstance(backend, str) and backend in engines.RULES:
         engines.translate(t, backend)
     apply(t, under(KEY, (*VLLM_RULES, *GENERATION) if vllm else GENERATION))
 

@@ -279,7 +279,9 @@ def unknown_overrides(section: str, policy: PolicyConfig, folder: Path) -> Itera
         return
     model = read_json(folder / "config.json")
     if (fields := _configuration(model.get("model_type"))) is not None:
-        known = {*model, *fields} - {"rope_theta"}  # transformers keeps that in rope_parameters
+        known = {*model, *fields}
+        if "rope_parameters" in fields:  # transformers keeps both there
+            known = (known | {"rope_scaling"}) - {"rope_theta"}
         yield from _unknown(key, given, known, f"a {model['model_type']} configuration")
 
 
@@ -300,7 +302,7 @@ def _configuration(family: str | None) -> dict[str, Any] | None:
 
 
 EVERY_MODEL = dict.fromkeys(  # keys that PreTrainedConfig accepts besides its fields
-    ("rope_scaling", "rope_parameters", "num_labels", "torch_dtype", "vocab_size")
+    ("num_labels", "torch_dtype", "vocab_size")
 )
 
 

@@ -65,6 +65,6 @@ def test_the_recipe_s_keys_reach_vllm(checkpoint, monkeypatch):
     settings = policy(checkpoint("llama", 0).folder, "vllm", precision="bfloat16", vllm_cfg_precision="fp8")
     settings.generation.vllm_cfg.quantization_ignored_layer_kws = ["a_proj", "b_proj"]
     monkeypatch.setattr(vllm.current_platform, "is_cpu", lambda: False)
-    made = vllm._arguments(settings, None, engine_ranks=1, seed=0)
+    made = vllm._arguments(settings, None, engine_ranks=1, seed=0, adapters=None)
     assert made["quantization"] == "fp8_per_block" and made["dtype"] == "bfloat16"
     assert made["quantization_config"] == {"ignore": ["*a_proj*", "*b_proj*"]}

@@ -80,8 +80,9 @@ def test_another_step_and_another_folder(run, tmp_path, capsys):
 
 
 def test_a_reward_model_is_exported_as_a_classifier(finished, run, capsys):
-    ranks.run(model_roles.save_values, ranks.Layout(1, 1), finished)
-    saved = finished / "values" / "1-1"
+    one = ranks.Layout(1, 1)
+    ranks.run(model_roles.save_values, one, finished)
+    saved = finished / "values" / one.name
     recipe = yaml.safe_load((run / "recipe.yaml").read_text())
     (run / "recipe.yaml").write_text(yaml.safe_dump(recipe | {"algorithm": "rm"}))
     checkpoints = Checkpoints(run, "attempt", config.read(run / "recipe.yaml").checkpointing)

@@ -81,7 +81,7 @@ def test_a_refit_keeps_only_the_merged_weights_of_a_model_with_adapters(models):
     read = {name: trained.local_tensor(name).clone() for name in {region.tensor for region in trained.layout()}}
     trained.offload(keep_weights=True)
     assert all(torch.equal(trained.local_tensor(name), tensor) for name, tensor in read.items())
-    adapted = {adapter.weight for adapter in trained._model.adapters}
+    adapted = {adapter.weight for adapter in trained._model.adapters.items}
     left = {name for name, parameter in trained._parameters.items() if parameter.untyped_storage().nbytes()}
     assert adapted and left == read.keys() - adapted
 

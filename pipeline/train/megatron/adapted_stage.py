@@ -16,12 +16,13 @@ from pipeline.config import LoRAConfig, MegatronLoRAConfig, PolicyConfig, Proble
 from pipeline.models.base import Parameter
 from pipeline.models.recorded_layout import Shape
 from pipeline.train.adapters.arithmetic import initial_a
+from pipeline.train.adapters.linear import AdapterSwitch
 from pipeline.train.adapters.spec import A as SUFFIX_A
 from pipeline.train.adapters.spec import AdapterSpec, layer_of
 from pipeline.train.adapters.spec import B as SUFFIX_B
 from pipeline.train.initial_weights import ReadBox
 from pipeline.train.megatron.adapter_targets import KEY, SUBMODULE, Target, targets
-from pipeline.train.megatron.adapters import Adapter, Switch
+from pipeline.train.megatron.adapters import ModuleAdapter
 from pipeline.train.megatron.local_tensors import LocalTensor, global_name
 from pipeline.train.megatron.model import PipelineStage
 
@@ -42,7 +43,7 @@ def options(config: MegatronLoRAConfig) -> LoRAConfig:
 
 def adapt(
     stage: PipelineStage, policy: PolicyConfig, parameters: Mapping[str, Parameter], shapes: Mapping[str, Shape]
-) -> Adapters | None:
+) -> StageAdapters | None:
     """Add the recipe's adapters to a stage; return None if it has none. Everything else is frozen, except for a value head.
 
     parameters: of the whole model; shapes: of the tensors on disk. Raises RecipeError for names that match no module.
@@ -50,7 +51,7 @@ def adapt(
     config = policy.megatron_cfg.peft
     if not config.enabled:
         return None
-    found = Adapters(AdapterSpec.of(options(config)), targets(config, parameters, shapes), shapes)
+    found = StageAdapters(AdapterSpec.of(options(config)), targets(config, parameters, shapes), shapes)
     stage.requires_grad_(False)
     if stage.post_process and hasattr(stage, "value_head"):
         stage.value_head.requires_grad_(True)
@@ -58,14 +59,14 @@ def adapt(
     return found
 
 
-class Adapters:
+class StageAdapters:
     """The adapters of a model, and those of this rank's stage."""
 
     def __init__(self, spec: AdapterSpec, found: list[Target], shapes: Mapping[str, Shape]):
         self.spec = spec
         self._targets = found
-        self._switch = Switch()
-        self._held: dict[str, tuple[nn.Module, Adapter]] = {}  # of this rank, by global name of the module
+        self._switch = AdapterSwitch()
+        self._held: dict[str, tuple[nn.Module, ModuleAdapter]] = {}  # of this rank, by global name of the module
         self.parameters: dict[str, Parameter] = {}  # of all ranks, by global name
         self.shapes: dict[str, Shape] = {}  # of the tensors on disk
         self.copies: dict[str, list[str]] = {}  # tensors on disk that are one parameter, by the first one's name
@@ -88,7 +89,7 @@ class Adapters:
             if not hasattr(layer, "weight"):
                 message = "got adapters of experts that one kernel computes; expected false. Try without it"
                 raise RecipeError(Problem("policy.megatron_cfg.moe_grouped_gemm", "unsupported", message))
-            adapter = Adapter(layer, target, self.spec, self._switch)
+            adapter = ModuleAdapter(layer, target, self.spec, self._switch)
             layer.add_module(SUBMODULE, adapter)
             layer.register_forward_hook(self._add)
             self._held[target.module] = layer, adapter

@@ -7,13 +7,12 @@ columns. The other matrix is whole on every rank. Ranks exchange only the produc
     W cut by columns   The ranks' products of A are summed, and this rank's tokens of them are multiplied by the whole B.
     W of an expert     The dispatcher gathers tokens and sums outputs over ranks that cut an expert, so no exchange is needed.
 
-Where ranks have a part of the tokens, or of the output, the gradient of a whole matrix is partial (`Adapter.partial`).
+Where ranks have a part of the tokens, or of the output, the gradient of a whole matrix is partial (`ModuleAdapter.partial`).
 `adapted_stage.py` attaches the adapters, and sums these gradients.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
@@ -26,6 +25,7 @@ from typing_extensions import override
 
 from pipeline.models.recorded_layout import cut
 from pipeline.train.adapters.arithmetic import initial_magnitude, merge, row_norms
+from pipeline.train.adapters.linear import AdapterSwitch
 from pipeline.train.adapters.spec import AdapterSpec
 from pipeline.train.megatron.adapter_targets import Target
 from pipeline.train.megatron.groups import tensor_group
@@ -33,18 +33,10 @@ from pipeline.train.megatron.groups import tensor_group
 Cut = Literal["rows", "columns", "none"]
 
 
-@dataclass
-class Switch:
-    """The state that all adapters of a model share."""
-
-    enabled: bool = True
-    dropout: bool = False  # within a training pass
-
-
-class Adapter(nn.Module):
+class ModuleAdapter(nn.Module):
     """This rank's part of one module's adapter."""
 
-    def __init__(self, layer: nn.Module, target: Target, spec: AdapterSpec, switch: Switch):
+    def __init__(self, layer: nn.Module, target: Target, spec: AdapterSpec, switch: AdapterSwitch):
         super().__init__()
         weight: Any = layer.weight
         config: Any = layer.config

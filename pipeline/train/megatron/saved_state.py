@@ -18,7 +18,7 @@ from pipeline.models.base import SCORE
 from pipeline.models.recorded_layout import Shape, copy_pieces, flat_boxes, restrict
 from pipeline.train import checkpoint_state, lora
 from pipeline.train.adapters.spec import layer_of
-from pipeline.train.megatron.adapted_stage import Adapters
+from pipeline.train.megatron.adapted_stage import StageAdapters
 from pipeline.train.megatron.adapter_targets import KEY
 from pipeline.train.megatron.local_tensors import LocalTensor
 from pipeline.train.megatron.optimizer import ParameterRange
@@ -36,7 +36,7 @@ class SavedState:
 
     @classmethod
     def of(
-        cls, local: Mapping[str, LocalTensor], shapes: Mapping[str, Shape], adapters: Adapters | None, head: Head
+        cls, local: Mapping[str, LocalTensor], shapes: Mapping[str, Shape], adapters: StageAdapters | None, head: Head
     ) -> SavedState:
         """Return the saved state of a backend. local: all tensors of this rank; shapes: of the base's tensors on disk."""
         if adapters is None:

@@ -15,11 +15,11 @@ from tests.train import cases
 from tests.train.megatron import adapters, layouts
 from tests.train.megatron.layouts import CP2, EP2, ONE, PP2, TP2, TP2_EP2_SP, TP2_PP2_SP, TP2_SP
 
-QUICK = {ONE: ("qwen2", "qwen3_moe", "deepseek_v3"), TP2_SP: ("qwen2", "qwen3_moe", "deepseek_v3")}
+QUICK = {ONE: ("qwen3_moe", "deepseek_v3"), TP2_SP: ("qwen2",)}
 FULL = {
-    ONE: ("llama", "qwen3", "deepseek_v3_plain"),
+    ONE: ("llama", "qwen2", "qwen3", "deepseek_v3_plain"),
     TP2: ("llama", "qwen2", "qwen3"),
-    TP2_SP: ("llama", "qwen3", "mixtral", "deepseek_v3_plain"),
+    TP2_SP: ("llama", "qwen3", "qwen3_moe", "mixtral", "deepseek_v3", "deepseek_v3_plain"),
     PP2: ("llama", "qwen2", "qwen3_moe", "deepseek_v3"),
     CP2: ("llama", "qwen3", "qwen3_moe", "deepseek_v3"),
     EP2: ("qwen3_moe", "deepseek_v3"),

@@ -176,13 +176,16 @@ def check_batching(layout: Layout, folder: Path, family: str) -> None:
     assert_near(gradients(trained, layout, mine), theirs.gradients, 5e-6)
 
 
+ROUTERS = ("mlp.gate.weight", "block_sparse_moe.gate.weight", "mixer.gate.weight", "router.weight", "router.bias")
+
+
 def check_frozen_router(layout: Layout, folder: Path, family: str) -> None:
     """Check that it stays the same to the last bit, and that all other weights move as if it did not."""
     expected = layouts.expected(folder / family)
     trained = layouts.backend(cases.policy(folder / family), layout, freeze_moe_router=True)
     before = layouts.weights(trained)
     found = gradients(trained, layout)
-    router = {name for name in before if name.endswith((".mlp.gate.weight", "block_sparse_moe.gate.weight"))}
+    router = {name for name in before if name.endswith(ROUTERS)}
     bias = {name for name in before if name.endswith("e_score_correction_bias")}
     assert router
     assert found.keys() == before.keys() - router - bias
