@@ -31,7 +31,7 @@ from pipeline.train.base import ModelRole
 from pipeline.train.context_parallel import GatherContextParallel, LocalBatch
 from pipeline.train.fsdp_mesh import Meshes
 from pipeline.train.heads import packed_outputs, packed_values
-from pipeline.train.initial_weights import initial_weights
+from pipeline.train.initial_weights import ReadBox, initial_weights
 from pipeline.train.kernels import use_kernels
 from pipeline.train.logprobs import LINEAR, VocabularyShard
 from pipeline.train.lora import Adapters
@@ -137,7 +137,13 @@ def build(
         module, _, parameter = alias.rpartition(".")
         setattr(hf.get_submodule(module), parameter, hf.get_parameter(name))
     derive_buffers(hf, device)
-    parameters = dict(hf.named_parameters())
+    _load(model, source, seed)
+    return model
+
+
+def _load(model: PackedModel, source: PackedModel | ReadBox, seed: int) -> None:
+    """Copy this rank's part of the weights from another model with the same cut, or from a reader; initialize adapters."""
+    parameters = dict(model.hf.named_parameters())
     model.layout = {name: model.layout[name] for name in parameters if name in model.layout}
     for name, pieces in model.layout.items():
         if isinstance(source, PackedModel):
@@ -146,7 +152,6 @@ def build(
             copy_pieces(local(parameters[name]), restrict(pieces, local_box(parameters[name])), source)
     if model.adapters:
         model.adapters.initialize(parameters, seed)
-    return model
 
 
 def _parallelize(model: PackedModel, mesh: DeviceMesh, role: ModelRole, sequence: bool) -> None:
