@@ -179,6 +179,8 @@ def _core_errors_as_problems() -> Iterator[None]:
     """Turn errors of Megatron-Core's checks into RecipeError."""
     try:
         yield
+    except RecipeError:
+        raise
     except (AssertionError, ValueError, TypeError) as error:
         message = f"Megatron-Core does not accept this layout or these options: {error}"
         raise RecipeError(Problem("policy.megatron_cfg", "unsupported", message)) from error

@@ -218,6 +218,8 @@ def test_megatron(layout, folder):
     for family in layout.families:
         if layout.pp > 1 and configs()[family].num_hidden_layers % layout.pp:
             continue
+        if family == "gpt_oss" and (layout.etp or 1) > 1:  # refused: its experts have biases
+            continue
         check_megatron(folder / family, layout, layout.megatron())
 
 
