@@ -65,7 +65,7 @@ class Parameter:
 
 @dataclass(frozen=True, slots=True)
 class Features:
-    """What TransformerConfig cannot say of a model. `pipeline/train/megatron/features.py` builds it."""
+    """The features of a model that TransformerConfig has no arguments for. `pipeline/train/megatron/features.py` builds it."""
 
     # Norms of the outputs of attention and MLP, before the residual is added: decoder.layers.3.post_self_attn_layernorm.weight,
     # decoder.layers.3.post_mlp_layernorm.weight.

@@ -37,7 +37,7 @@ class StateSpace:
 
 @dataclass(frozen=True, slots=True)
 class Layer:
-    """What a layer has: a mixer along the sequence, or an MLP (or experts), or both; each with its norm and residual."""
+    """The parts of a layer: a mixer along the sequence, an MLP (or experts), or both. Each has its norm and residual."""
 
     mixer: Literal["attention"] | StateSpace | None
     feed_forward: bool

@@ -17,7 +17,7 @@ _BLOCK = 256  # the fewest queries of a block, unless the sequence is shorter
 
 @dataclass(frozen=True, slots=True)
 class AttentionKind:
-    """What distinguishes the attention of one layer."""
+    """The kind of attention of one layer: its scale, mask and soft cap."""
 
     scale: float | None = None  # factor of the scores; None: 1 / sqrt(D)
     window: int | None = None  # number of keys that a query sees, its own included; None: all keys up to its own

@@ -94,6 +94,13 @@ def _rows(lengths: tuple[int, ...], ranks: int, rank: int) -> torch.Tensor:
     return torch.cat(rows)
 
 
+def _gathered(local: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+    """Return [ranks * t, ...] from [t, ...] of each rank, without a graph."""
+    whole = local.new_empty(group.size() * len(local), *local.shape[1:])
+    dist.all_gather_into_tensor(whole, local.contiguous(), group=group)
+    return whole
+
+
 class GatherContextParallel(torch.autograd.Function):
     """Gather [t, ...] of each rank of a group to [ranks * t, ...] on all of them.
 
@@ -105,9 +112,7 @@ class GatherContextParallel(torch.autograd.Function):
     @override
     def forward(ctx, local: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
         ctx.group = group
-        whole = local.new_empty(group.size() * len(local), *local.shape[1:])
-        dist.all_gather_into_tensor(whole, local.contiguous(), group=group)
-        return whole
+        return _gathered(local, group)
 
     @staticmethod
     @override
@@ -122,9 +127,7 @@ class GatherRows(torch.autograd.Function):
     @override
     def forward(ctx, local: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
         ctx.group = group
-        whole = local.new_empty(group.size() * len(local), *local.shape[1:])
-        dist.all_gather_into_tensor(whole, local.contiguous(), group=group)
-        return whole
+        return _gathered(local, group)
 
     @staticmethod
     @override

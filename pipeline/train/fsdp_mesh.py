@@ -84,12 +84,12 @@ class Layout:
 
     @property
     def tokens_multiple(self) -> int:
-        """What must divide the tokens of a context-parallel rank."""
+        """The divisor of the number of tokens of a context-parallel rank."""
         return self.tensor if self.sequence else 1
 
     @property
     def leads_batch(self) -> bool:
-        """Whether this rank is the first of those that compute its batch."""
+        """Return whether this rank is the first of those that compute its batch."""
         return not self.context_rank and not self.tensor_rank
 
 

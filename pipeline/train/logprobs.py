@@ -35,7 +35,7 @@ class VocabularyShard:
 
 @dataclass(frozen=True, slots=True)
 class HeadFunction:
-    """What a head computes from x = h W^T: x * scale, and of that softcap * tanh(x / softcap)."""
+    """The function of a head: from x = h W^T it computes x * scale, and of that softcap * tanh(x / softcap)."""
 
     scale: float = 1.0
     softcap: float | None = None

@@ -38,7 +38,7 @@ def test_kinds_over_context_parallel_ranks(tmp_path):
     ranks.run(functools.partial(over_context_parallel_ranks, names), Layout(1, 1, context=2), tmp_path)
 
 
-# Of each kind: a model that has it, and what takes it away.
+# For each kind: a model that has it, and the change of its config that removes it.
 WITHOUT = {
     "window": ("mistral", {"window": None}),
     "window of some layers": ("gemma3_text", {"window": None}),

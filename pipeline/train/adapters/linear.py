@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 @dataclass
 class AdapterSwitch:
-    """What the adapters of a model do in the current pass."""
+    """Switches of the current pass for all adapters of a model."""
 
     enabled: bool = True
     dropout: bool = False  # in training passes; log-probs are computed without

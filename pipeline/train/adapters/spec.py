@@ -1,4 +1,4 @@
-"""What an adapter is: W + scale B A, where A [dim, in] and B [out, dim] are trained and W [out, in] is frozen.
+"""Define the adapters of a model: W + scale B A, where A [dim, in] and B [out, dim] are trained and W [out, in] is frozen.
 
 LoRA (https://arxiv.org/abs/2106.09685) scales by alpha / dim, rsLoRA (https://arxiv.org/abs/2312.03732) by alpha / sqrt(dim).
 DoRA (https://arxiv.org/abs/2402.09353) trains a magnitude m [out] besides: each row w of W + scale B A becomes m w / ||w||.

@@ -28,7 +28,7 @@ from pipeline.types import Head
 
 @dataclass(frozen=True)
 class SavedState:
-    """What checkpoints of a backend contain."""
+    """The tensors that a backend writes to its checkpoints and reads from them."""
 
     local: Mapping[str, LocalTensor]  # of this rank: what is saved
     shapes: Mapping[str, Shape]  # of the tensors on disk that are saved
