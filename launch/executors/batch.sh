@@ -180,12 +180,21 @@ find_bad_nodes() {
     job_ids=$(timeout 30 scontrol show job -o "$SLURM_JOB_ID" | grep -o '^JobId=[0-9]*' | cut -d = -f 2)
 }
 
-# Exclude the bad nodes. No timeout(1): it would end at the SIGTERM of the requeue. KillWait bounds the update instead.
+# Exclude the bad nodes for one component. A busy controller may refuse the first update.
+exclude_bad_nodes() {
+    for _ in {1..3}; do
+        scontrol update "JobId=$1" "ExcNodeList=$bad_nodes" && echo "job $1 will not run on $bad_nodes" && return
+        sleep 1
+    done
+}
+
+# Exclude the bad nodes for all components. No timeout(1): it would end at the SIGTERM of the requeue. KillWait bounds the
+# updates instead.
 avoid_bad_nodes() {
     local id updates=()
     [[ $bad_nodes ]] || return
     for id in $job_ids; do
-        scontrol update "JobId=$id" "ExcNodeList=$bad_nodes" && echo "job $id will not run on $bad_nodes" &
+        exclude_bad_nodes "$id" &
         updates+=($!)
     done
     wait "${updates[@]}"
