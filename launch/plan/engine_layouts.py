@@ -1,7 +1,4 @@
-"""Compute the boxes that each rank of a vLLM engine receives: tensor, expert and pipeline parallelism.
-
-Not supported: families whose parts in vLLM are not described here (`vllm_tables` names them).
-"""
+"""Compute the boxes that each rank of a vLLM engine receives: tensor, expert and pipeline parallelism."""
 
 from __future__ import annotations
 
@@ -11,18 +8,26 @@ from typing import NamedTuple
 import numpy as np
 
 from launch.plan.layout_tables import TableBuilder, consecutive, stages_of
-from pipeline.boxes import whole
+from pipeline.boxes import Box, whole
 from pipeline.config import Problem, RecipeError, VLLMConfig
 from pipeline.models.tensors import Part, Tensor, experts
 from pipeline.refit.tables import LayoutTable
 
-_MODEL = "policy.model_name"
+_SIZE = "policy.generation.vllm_cfg.tensor_parallel_size"
 _PADDING = 64  # vLLM's DEFAULT_VOCAB_PADDING_SIZE: the vocabulary is padded to a multiple of it, then cut
 _EVERYWHERE: dict[str, tuple[Part, ...]] = {  # tensors that vLLM's models have on every stage, besides the stage's layers
     "qwen3_moe": ("embedding", "norm", "output"),
     "mixtral": ("embedding", "norm", "output"),
     "gemma3_text": ("norm",),
+    "gpt_oss": ("embedding", "norm", "output"),
+    "nemotron_h": ("embedding", "norm", "output"),
 }
+_RENAMED: dict[str, dict[str, str]] = {  # parts of the names of modules on disk -> in vLLM
+    "gpt_oss": {".self_attn": ".attn", ".embed_tokens": ".embedding"},
+    "nemotron_h": {"backbone.": "model.", ".embeddings": ".embed_tokens"},
+}
+_STACKED = {"gate_up_proj": 2, "gate_up_proj_bias": 1, "down_proj": 1, "down_proj_bias": -1}
+"""gpt_oss's tensors of all experts -> the dimension that tensor parallelism cuts; -1: the first rank has the whole."""
 
 
 class _TensorCut(NamedTuple):
@@ -34,13 +39,11 @@ class _TensorCut(NamedTuple):
     parts: int = 1  # in so many
     step: int = 0  # of so many entries, the last ones shorter or empty
     owner: int = -1  # the one rank that has it; -1: all
+    box: Box | None = None  # of this part of the tensor; None: of the whole tensor
 
 
 def vllm_tables(of: SimpleNamespace, vllm: VLLMConfig, builder: TableBuilder) -> list[LayoutTable]:
     """Return the tables of an engine's ranks: rank = pipeline rank * tensor-parallel size + tensor-parallel rank."""
-    if of.model_type in ("gpt_oss", "nemotron_h"):
-        message = f"which parts of a '{of.model_type}' model vLLM's ranks have is not described"
-        raise RecipeError(Problem(_MODEL, "unsupported", message))
     tensor, pipeline = vllm.tensor_parallel_size, vllm.pipeline_parallel_size
     layers, rest = divmod(of.num_hidden_layers, pipeline)
     # get_pp_indices of vllm/distributed/utils.py: what is left over goes to the stages before the last.
@@ -51,13 +54,13 @@ def vllm_tables(of: SimpleNamespace, vllm: VLLMConfig, builder: TableBuilder) ->
         if one.layer is None and one.part in _EVERYWHERE.get(of.model_type, ()):
             homes = range(pipeline)
         for stage in homes:
-            cuts[stage].append(_vllm_cut(of, vllm, one))
+            cuts[stage] += _cuts(of, vllm, one)
     return [table for found in cuts for table in _vllm_tables(found, tensor, builder)]
 
 
 def _vllm_tables(cuts: list[_TensorCut], size: int, builder: TableBuilder) -> list[LayoutTable]:
     """Return the tables of the ranks of one stage."""
-    everything = builder.table((cut.unit, cut.name, whole(builder.shapes[cut.name])) for cut in cuts)
+    everything = builder.table((cut.unit, cut.name, cut.box or whole(builder.shapes[cut.name])) for cut in cuts)
     dim, parts, step, owner = (np.array([getattr(cut, name) for cut in cuts]) for name in ("dim", "parts", "step", "owner"))
     found = []
     for rank in range(size):
@@ -67,28 +70,67 @@ def _vllm_tables(cuts: list[_TensorCut], size: int, builder: TableBuilder) -> li
         own, along = mine[rows], dim[mine[rows]]
         length = extent[rows, along]
         start = np.minimum(rank * parts[own] // size * step[own], length)  # a part is on several ranks where there are too few
-        offset[rows, along] = start
+        offset[rows, along] += start
         extent[rows, along] = np.minimum(step[own], length - start)
         found.append(LayoutTable(everything.tensor[mine], offset, extent, everything.unit[mine], everything.units))
     return found
 
 
-def _vllm_cut(of: SimpleNamespace, vllm: VLLMConfig, tensor: Tensor) -> _TensorCut:
-    size, unit = vllm.tensor_parallel_size, _unit(of, tensor)
+def _cuts(of: SimpleNamespace, vllm: VLLMConfig, tensor: Tensor) -> list[_TensorCut]:
+    unit = _unit(of, tensor)
+    if isinstance(tensor.split, tuple):
+        return _cuts_of_parts(of, vllm.tensor_parallel_size, tensor, unit, tensor.split)
+    own = tensor.name.rpartition(".")[2]
+    if tensor.part == "routed" and own in _STACKED:
+        return [_stacked_cut(vllm, tensor, unit, _STACKED[own])]
+    return [_vllm_cut(of, vllm, tensor, unit)]
+
+
+def _cuts_of_parts(of: SimpleNamespace, size: int, tensor: Tensor, unit: str, rows: tuple[int, ...]) -> list[_TensorCut]:
+    """Cut each part of a state space's joint projection or convolution. A single group is on every rank, for B and for C."""
+    shared = len(rows) - 3 + np.arange(2) if len(rows) > 3 else np.arange(1, 3)
+    found, start = [], 0
+    for i, count in enumerate(rows):
+        box = Box((start, *[0] * (len(tensor.shape) - 1)), (count, *tensor.shape[1:]))
+        parts = 1 if i in shared and of.n_groups == 1 else size
+        if i in shared and of.n_groups % parts:
+            message = f"got {size} for a model with n_groups={of.n_groups}; expected a divisor, since vLLM does not cut a group"
+            raise RecipeError(Problem(_SIZE, "not-divisible", message))
+        found.append(_TensorCut(unit, tensor.name, 0, parts, _step(tensor.name, 0, count, parts), box=box))
+        start += count
+    return found
+
+
+def _stacked_cut(vllm: VLLMConfig, tensor: Tensor, unit: str, dim: int) -> _TensorCut:
+    """Cut a tensor of all of a layer's experts, which has a dimension of experts first."""
+    size, dim = vllm.tensor_parallel_size, 0 if vllm.expert_parallel_size > 1 else dim
+    if dim == -1 or size == 1:
+        return _TensorCut(unit, tensor.name, owner=0)
+    # gate and up projection alternate, so a rank's part is whole pairs
+    return _TensorCut(unit, tensor.name, dim, size, _step(tensor.name, dim, tensor.shape[dim], size))
+
+
+def _vllm_cut(of: SimpleNamespace, vllm: VLLMConfig, tensor: Tensor, unit: str) -> _TensorCut:
+    size = vllm.tensor_parallel_size
     if tensor.expert is not None and vllm.expert_parallel_size > 1:
         return _TensorCut(unit, tensor.name, owner=_place_of(tensor.expert, experts(of), size))
-    if tensor.split == "none":
-        return _TensorCut(unit, tensor.name)
+    if tensor.split == "none" or tensor.name.endswith((".A_log", ".D", ".dt_bias")):
+        return _TensorCut(unit, tensor.name)  # vLLM computes A from A_log, so its loader takes all of that module's tensors
     dim, parts = 1 if tensor.split == "columns" else 0, size
     length = tensor.shape[dim]
     if tensor.part in ("embedding", "output"):
         length = -(-length // _PADDING) * _PADDING
     elif tensor.name.rpartition(".")[0].endswith((".k_proj", ".v_proj")):
         parts = min(size, of.num_key_value_heads)
+    return _TensorCut(unit, tensor.name, dim, parts, _step(tensor.name, dim, length, parts))
+
+
+def _step(name: str, dim: int, length: int, parts: int) -> int:
+    """Return the entries of each of `parts` parts of dimension `dim` of a tensor."""
     if length % parts:
-        message = f"{parts} does not divide dimension {dim} of {tensor.name}, which has {length} entries"
-        raise RecipeError(Problem("policy.generation.vllm_cfg.tensor_parallel_size", "not-divisible", message))
-    return _TensorCut(unit, tensor.name, dim, parts, length // parts)
+        message = f"{parts} does not divide dimension {dim} of {name}, which has {length} entries"
+        raise RecipeError(Problem(_SIZE, "not-divisible", message))
+    return length // parts
 
 
 def _place_of(expert: int, count: int, size: int) -> int:
@@ -100,13 +142,18 @@ def _place_of(expert: int, count: int, size: int) -> int:
 def _unit(of: SimpleNamespace, tensor: Tensor) -> str:
     """Return the name of vLLM's module that holds the tensor."""
     module = tensor.name.rpartition(".")[0]
+    if of.model_type in _RENAMED:
+        for theirs, ours in _RENAMED[of.model_type].items():
+            module = module.replace(theirs, ours)
     parent, _, own = module.rpartition(".")
     latent = of.model_type == "deepseek_v3"
     if tensor.expert is not None:
         return f"{parent.rpartition('.')[0]}.routed_experts"
+    if of.model_type == "gpt_oss" and tensor.part == "routed":
+        return f"{module}.routed_experts"
     if own in ("q_proj", "k_proj", "v_proj") and not latent:
         return f"{parent}.qkv_proj"
-    if own in ("gate_proj", "up_proj"):
+    if own == "gate_proj" or (own == "up_proj" and of.model_type != "nemotron_h"):
         return f"{parent}.gate_up_proj"
     if own in ("q_a_proj", "kv_a_proj_with_mqa") and of.q_lora_rank is not None:
         return f"{parent}.fused_qkv_a_proj"

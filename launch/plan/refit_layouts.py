@@ -9,8 +9,7 @@ and pipeline parallelism; transformers, with the whole model on each rank.
 
 Ranks with the same boxes share one table.
 
-Not supported: families that `pipeline.models.tensors` does not describe, gpt_oss in vLLM (which pads its experts), quantized
-weights, and multi-token prediction.
+Not supported: families that `pipeline.models.tensors` does not describe, quantized weights, and multi-token prediction.
 """
 
 from __future__ import annotations
