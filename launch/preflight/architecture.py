@@ -43,6 +43,7 @@ SCALED_ROPE_TYPES = (
 MLA_ROPE_TYPES = ("default", "yarn")
 PLAIN = {"hidden_act": "silu", "attention_bias": False, "mlp_bias": False}  # the only values that pipeline/models supports
 BIASED = ("gpt_oss", "glm4", "glm4_moe")  # families with biases of attention; pipeline/models checks them
+DEQUANTIZED = ("gpt-oss-20b", "gpt-oss-120b", "Kimi-K2-Instruct")  # published in bfloat16 as unsloth/...-BF16
 BALANCED = ("deepseek_v3", "glm4_moe", "nemotron_h")  # families with a bias that balances the load of experts
 OTHER_BACKEND = "Try policy.dtensor_cfg.enabled=true, which trains others"
 
@@ -219,7 +220,7 @@ def _check_megatron(key: str, policy: PolicyConfig, model: dict[str, Any]) -> It
     if model.get("quantization_config"):
         what = f"got a quantized checkpoint ({model['quantization_config'].get('quant_method')})"
         what += ", which the Megatron backend does not read; expected bfloat16 or float32"
-        yield Problem(key, "unsupported", what + _dequantized(policy, family))
+        yield Problem(key, "unsupported", what + _dequantized(policy))
     for name, only in PLAIN.items():
         if (given := model.get(name, only)) != only and not (name == "attention_bias" and family in BIASED):
             what = f"got a {family} model with {name}={given}; the Megatron backend has only {only}"
@@ -242,24 +243,22 @@ def _check_megatron(key: str, policy: PolicyConfig, model: dict[str, Any]) -> It
 
 
 def _check_state(policy: PolicyConfig, shape: ModelShape) -> Iterator[Problem]:
-    """Check that the layout supports state-space layers: whole sequences, and whole groups of heads."""
+    """Check that ranks can share the heads of state-space layers, in whole groups or within one group."""
     if shape.state is None:
         return
-    key, size = f"{MEGATRON}.context_parallel_size", policy.megatron_cfg.context_parallel_size
-    if size > 1:
-        yield Problem(key, "unsupported", f"got {size}; expected 1, since state-space layers need whole sequences")
-    key, size = f"{MEGATRON}.tensor_model_parallel_size", policy.megatron_cfg.tensor_model_parallel_size
-    yield from _indivisible(key, size, shape.state.groups, "the number of groups of the model's state spaces,")
+    m, state = policy.megatron_cfg, shape.state
+    key, size = f"{MEGATRON}.tensor_model_parallel_size", m.tensor_model_parallel_size
+    yield from _indivisible(key, size, state.groups, "the number of groups of the model's state spaces,")
+    key, ranks, (heads, groups) = f"{MEGATRON}.context_parallel_size", m.context_parallel_size, (state.heads, state.groups)
+    if groups % size == 0 and (heads // size % ranks or (groups // size % ranks and ranks % (groups // size))):
+        what = f"got {ranks}, which does not divide the {heads} heads, in {groups} groups, of the model's state spaces"
+        yield Problem(key, "not-divisible", f"{what} over {size} tensor-parallel ranks; expected a power of two up to {heads}")
 
 
-def _dequantized(policy: PolicyConfig, family: str) -> str:
+def _dequantized(policy: PolicyConfig) -> str:
     """Return a hint where to find the weights of a quantised model that is published in this form only."""
     name = policy.model_name.rpartition("/")[2]
-    return (
-        f". Try policy.model_name=unsloth/{name}-BF16"
-        if family == "gpt_oss" and name in ("gpt-oss-20b", "gpt-oss-120b")
-        else ""
-    )
+    return f". Try policy.model_name=unsloth/{name}-BF16" if name in DEQUANTIZED else ""
 
 
 def _check_positions(key: str, model: dict[str, Any], family: str) -> Iterator[Problem]:

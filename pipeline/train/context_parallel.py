@@ -54,13 +54,10 @@ def localize(batch: PackedBatch, ranks: int, rank: int, multiple: int, group: di
     if batch.teacher is not None:
         candidates = targets.new_zeros(len(targets), batch.teacher.tokens.size(1))
         candidates[real] = batch.teacher.tokens.roll(-1, 0)
-    mine = [_rows(lengths, ranks, r) for r in range(ranks)]
-    place = torch.empty(starts[-1], dtype=torch.int64)
-    place[torch.cat(mine)] = torch.arange(starts[-1])
-    place = place.to(device)
+    place = sequence_order(lengths, ranks).to(device)
     begins = batch.positions == 0
     cu_seqlens = torch.tensor(starts, dtype=torch.int32, device=device)
-    rows = mine[rank].to(device)
+    rows = _rows(lengths, ranks, rank).to(device)
     return LocalBatch(
         tokens=tokens[rows][None],
         positions=positions[rows][None],
@@ -92,6 +89,14 @@ def _rows(lengths: tuple[int, ...], ranks: int, rank: int) -> torch.Tensor:
         rows += [torch.arange(chunk) + start + c * chunk for c in (rank, 2 * ranks - 1 - rank)]
         start += length
     return torch.cat(rows)
+
+
+def sequence_order(lengths: tuple[int, ...], ranks: int) -> torch.Tensor:
+    """Return for each token of the padded batch its row among the rows of all ranks, [T] int64."""
+    rows = torch.cat([_rows(lengths, ranks, r) for r in range(ranks)])
+    place = torch.empty_like(rows)
+    place[rows] = torch.arange(len(rows))
+    return place
 
 
 def _gathered(local: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
@@ -135,3 +140,20 @@ class GatherRows(torch.autograd.Function):
         part = grad.new_empty(len(grad) // ctx.group.size(), *grad.shape[1:])
         dist.reduce_scatter_tensor(part, grad.contiguous(), group=ctx.group)
         return part, None
+
+
+class ExchangeRows(torch.autograd.Function):
+    """Send parts [ranks, t, ...] to the ranks of a group, and return what each has sent to this one. Its own inverse."""
+
+    @staticmethod
+    @override
+    def forward(ctx, parts: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+        ctx.group = group
+        received = torch.empty_like(parts, memory_format=torch.contiguous_format)
+        dist.all_to_all_single(received, parts.contiguous(), group=group)
+        return received
+
+    @staticmethod
+    @override
+    def backward(ctx, grad: torch.Tensor):
+        return ExchangeRows.apply(grad, ctx.group), None

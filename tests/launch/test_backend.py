@@ -319,6 +319,7 @@ TP, PP, EP, ETP = (
         (model("qwen3_moe"), [*sizes(tp=2, etp=1), SP], ETP, "unsupported"),
         (model("qwen3_moe"), sizes(etp=2), ETP, "unsupported"),
         (model("gpt_oss"), [*sizes(tp=2), SP], ETP, "unsupported"),
+        (model("nemotron_h", mamba_num_heads=12), sizes(cp=8), f"{KEY}.context_parallel_size", "not-divisible"),
         (model("qwen3_moe"), sizes(tp=2), f"{KEY}.sequence_parallel", "unsupported"),
         (
             model("qwen3_moe"),

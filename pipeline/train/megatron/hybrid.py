@@ -17,20 +17,13 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 
 from pipeline.models.mixers import Layer
-from pipeline.problems import Problem, RecipeError
 from pipeline.train.megatron.state_space import MixerSubmodules, StateSpaceMixer
 
 
 def with_layers(
     block: TransformerBlockSubmodules, config: TransformerConfig, layers: tuple[Layer, ...]
 ) -> TransformerBlockSubmodules:
-    """Return the spec of a stage with the kinds of `layers`, of the whole model.
-
-    Raises RecipeError for context parallelism, which mixers other than attention do not support.
-    """
-    if config.context_parallel_size > 1 and any(layer.mixer not in ("attention", None) for layer in layers):
-        message = f"got {config.context_parallel_size}; expected 1, since state-space layers need whole sequences"
-        raise RecipeError(Problem("policy.megatron_cfg.context_parallel_size", "unsupported", message))
+    """Return the spec of a stage with the kinds of `layers`, of the whole model."""
     first = get_transformer_layer_offset(config)
     specs: list[Any] = list(block.layer_specs or ())  # submodules are annotated as object
     mine = layers[first : first + len(specs)]

@@ -7,13 +7,14 @@ Per head, with input x_t [P], B_t and C_t [N] (shared by the heads of a group), 
 Convolution and state start anew at each sequence. Megatron-Core's own mixer needs mamba_ssm and causal_conv1d. Where these are
 installed, their kernels compute the same on a GPU; elsewhere torch does. Tensor parallelism cuts heads and groups.
 
-Not supported: context parallelism.
+Under context parallelism, ranks exchange tokens for heads: each computes convolution and scan of whole sequences for its share
+of the heads, then gets the outputs of all heads for its own tokens. Ranks with heads of one group all compute its B and C.
 """
 
 from __future__ import annotations
 
 import importlib
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from types import ModuleType
 from typing import Any
@@ -27,6 +28,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from typing_extensions import override
 
 from pipeline.models.mixers import StateSpace
+from pipeline.train.context_parallel import ExchangeRows, sequence_order
 from pipeline.train.megatron.local_modules import PackedSequences, module_device
 from pipeline.train.packing import Packing
 
@@ -129,6 +131,35 @@ def _kernels() -> tuple[ModuleType, ModuleType] | None:
         return None
 
 
+@dataclass(frozen=True)
+class HeadShare:
+    """The heads that a context-parallel rank computes: rows of the mixer's parameters, and the groups they belong to."""
+
+    channels: torch.Tensor  # [C'] int64: of the convolution
+    heads: torch.Tensor  # [R'] int64
+    groups: int
+
+    @staticmethod
+    def of(sizes: StateSpace, tensor_ranks: int, ranks: int, rank: int, device: torch.device) -> HeadShare:
+        """Return the share of rank `rank` of `ranks` context-parallel ranks."""
+        count, groups = sizes.heads // tensor_ranks, sizes.groups // tensor_ranks
+        heads = torch.arange(count, device=device).chunk(ranks)[rank]
+        first, last = (int(head) * groups // count for head in (heads[0], heads[-1]))
+        width, state = sizes.head_dim, sizes.state
+        spans = [(int(heads[0]) * width, (int(heads[-1]) + 1) * width)]
+        for start in (count * width, count * width + groups * state):
+            spans.append((start + first * state, start + (last + 1) * state))
+        channels = torch.cat([torch.arange(*span, device=device) for span in spans])
+        return HeadShare(channels, heads, last + 1 - first)
+
+
+def check_context(sizes: StateSpace, tensor_ranks: int, ranks: int) -> None:
+    """Raise ValueError unless context-parallel ranks can share a state space's heads, in whole groups or within one."""
+    heads, groups = sizes.heads // tensor_ranks, sizes.groups // tensor_ranks
+    if heads % ranks or (groups % ranks and ranks % groups):
+        raise ValueError(f"{ranks} context-parallel ranks do not divide {heads} heads of a state space in {groups} groups")
+
+
 @dataclass
 class MixerSubmodules:
     """The modules of a mixer's projections."""
@@ -153,6 +184,7 @@ class StateSpaceMixer(MegatronModule):
         ranks = pg_collection.tp.size()
         if sizes.groups % ranks or sizes.heads % sizes.groups:
             raise ValueError(f"{ranks} tensor-parallel ranks do not divide a state space of {sizes.groups} groups")
+        check_context(sizes, ranks, config.context_parallel_size)
         self._sizes, self._ranks = sizes, ranks
         common = {"config": config, "bias": False, "is_expert": False, "tp_group": pg_collection.tp}
         self.in_proj = build_module(
@@ -195,14 +227,42 @@ class StateSpaceMixer(MegatronModule):
         gate, convolved, step = projected[:, 0].split(
             [width // self._ranks for width in (self._sizes.width, sum(self._sizes.convolved), self._sizes.heads)], -1
         )
-        mixed = self._mix(convolved, step, packed_seq_params.packing)
-        output, _ = self.out_proj(self._norm(mixed, gate)[:, None])
+        packing = packed_seq_params.packing
+        mix = self._mix if packing.context is None else self._mix_heads
+        output, _ = self.out_proj(self._norm(mix(convolved, step, packing), gate)[:, None])
         return output, None
 
-    def _mix(self, convolved: torch.Tensor, step: torch.Tensor, packing: Packing) -> torch.Tensor:
-        """Return the outputs of all heads [t, H P] from the input, B and C before the convolution, and the steps."""
+    def _mix_heads(self, convolved: torch.Tensor, step: torch.Tensor, packing: Packing) -> torch.Tensor:
+        """Return the outputs of all heads for this context-parallel rank's tokens [t, H P]."""
+        context = packing.context
+        assert context is not None
+        ranks = context.group.size()
+        shares = [HeadShare.of(self._sizes, self._ranks, ranks, rank, step.device) for rank in range(ranks)]
+        sent = torch.stack([torch.cat([convolved[:, s.channels], step[:, s.heads]], -1) for s in shares])
+        mine = shares[context.group.rank()]
+        order = sequence_order(context.lengths, ranks).to(step.device, non_blocking=True)
+        whole = ExchangeRows.apply(sent, context.group).flatten(0, 1)[order]  # [T, C' + R']
+        inputs, steps = whole.split([len(mine.channels), len(mine.heads)], -1)
+        mixed = self._mix(inputs, steps, replace(packing, context=None), mine)
+        rows = torch.empty_like(order)
+        rows[order] = torch.arange(len(order), device=order.device)
+        returned = ExchangeRows.apply(mixed[rows].unflatten(0, (ranks, -1)), context.group)  # [ranks, t, R' P]
+        return returned.transpose(0, 1).flatten(1)
+
+    def _mix(
+        self, convolved: torch.Tensor, step: torch.Tensor, packing: Packing, share: HeadShare | None = None
+    ) -> torch.Tensor:
+        """Return the outputs of heads [t, H P] from the input, B and C before the convolution, and the steps.
+
+        share: of the heads; None for all of this tensor-parallel rank.
+        """
         sizes, groups = self._sizes, self._sizes.groups // self._ranks
-        a = -self.A_log.float().exp()
+        weight, bias = self.conv_weight[:, 0], self.conv_bias
+        dt_bias, a_log, skip = self.dt_bias, self.A_log, self.D
+        if share is not None:
+            weight, bias, groups = weight[share.channels], bias[share.channels], share.groups
+            dt_bias, a_log, skip = dt_bias[share.heads], a_log[share.heads], skip[share.heads]
+        a = -a_log.float().exp()
         kernels = _kernels() if convolved.is_cuda else None
         sequence = None
         if kernels is not None:
@@ -211,12 +271,12 @@ class StateSpaceMixer(MegatronModule):
             sequence = torch.repeat_interleave(count, lengths, output_size=len(convolved))[None]
             # [1, C, t] with adjacent channels, which the kernel with sequences requires
             rows = convolved[None].transpose(1, 2)
-            weight = self.conv_weight[:, 0]
-            rows = kernels[1].causal_conv1d_fn(rows, weight, self.conv_bias, seq_idx=sequence, activation="silu")
+            rows = kernels[1].causal_conv1d_fn(rows, weight, bias, seq_idx=sequence, activation="silu")
             convolved = rows.transpose(1, 2)[0]
         else:
-            convolved = convolve(convolved, self.conv_weight[:, 0], self.conv_bias, token_positions(packing))
-        x, b, c = convolved.split([width // self._ranks for width in sizes.convolved], -1)
+            convolved = convolve(convolved, weight, bias, token_positions(packing))
+        state = groups * sizes.state
+        x, b, c = convolved.split([step.size(-1) * sizes.head_dim, state, state], -1)
         x, b, c = x.unflatten(-1, (-1, sizes.head_dim)), b.unflatten(-1, (groups, -1)), c.unflatten(-1, (groups, -1))
         if kernels is not None:
             return (
@@ -226,16 +286,16 @@ class StateSpaceMixer(MegatronModule):
                     a,
                     *(tensor[None] for tensor in (b, c)),
                     sizes.chunk,
-                    D=self.D.float(),
-                    dt_bias=self.dt_bias.float(),
+                    D=skip.float(),
+                    dt_bias=dt_bias.float(),
                     dt_softplus=True,
                     dt_limit=(sizes.smallest_step, float("inf")),
                     seq_idx=sequence,
                 )[0]
                 .flatten(1)
             )
-        step = F.softplus(step.float() + self.dt_bias.float()).clamp(min=sizes.smallest_step)
-        return scan(x, step, a, b, c, self.D, packing, sizes.chunk).flatten(1).to(convolved.dtype)
+        step = F.softplus(step.float() + dt_bias.float()).clamp(min=sizes.smallest_step)
+        return scan(x, step, a, b, c, skip, packing, sizes.chunk).flatten(1).to(convolved.dtype)
 
     def _norm(self, mixed: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
         """Return RMSNorm of each group's gated outputs."""

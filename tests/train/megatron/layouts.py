@@ -35,7 +35,6 @@ from tests.models.cases import FAMILIES, write_models
 from tests.train import cases, ranks
 
 MIXTURES = ("qwen3_moe", "mixtral", "deepseek_v3", "deepseek_v3_plain", "nemotron_h_moe", "gpt_oss", "glm4_moe")
-HYBRIDS = ("nemotron_h", "nemotron_h_moe")  # no context parallelism
 WHOLE_EXPERTS = ("gpt_oss",)  # tensor parallelism cannot split the experts
 UNEVEN = ("qwen3_moe", "deepseek_v3", "deepseek_v3_plain", "nemotron_h_moe", "glm4_moe")  # an odd number of layers
 
@@ -66,9 +65,9 @@ class Layout:
 
         Megatron-Core needs sequence parallelism for experts split by tensor parallelism, and a dense model has no experts.
         """
-        left_out = HYBRIDS if self.cp > 1 else ()
+        left_out = ()
         if self.ep > 1:
-            return tuple(f for f in MIXTURES if f not in left_out)
+            return MIXTURES
         if self.tp > 1 and not self.sp:
             left_out += MIXTURES
         elif self.tp > 1:

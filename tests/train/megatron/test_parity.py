@@ -41,7 +41,7 @@ QUICK = {
     ONE: ONE.families,
     TP2_SP: ("llama_yarn", "qwen2", "qwen3_tied", "deepseek_v3", "gemma3_text"),
     PP2: ("llama", "qwen3_tied", "deepseek_v3_plain", "gemma3_text"),
-    CP2: ("llama_yarn", "qwen3", "deepseek_v3", "gpt_oss"),
+    CP2: ("llama_yarn", "qwen3", "deepseek_v3", "gpt_oss", "nemotron_h"),
     DP2: ("qwen3_tied", "qwen3_moe"),
     EP2: ("qwen3_moe", "deepseek_v3"),
     TP2_EP2_SP: ("mixtral", "deepseek_v3_plain", "gpt_oss", "nemotron_h_moe"),
@@ -92,14 +92,17 @@ def test_fewer_key_value_heads_than_ranks(tmp_path):
 
 
 @pytest.mark.full
-def test_context_parallelism_of_a_state_space_is_refused(tmp_path):
-    NemotronHConfig(**{**SHAPE, **HYBRID}, hybrid_override_pattern="M*").save_pretrained(tmp_path)
-    layouts.run(refused_context, CP2, tmp_path)
-
-
-def refused_context(layout: Layout, folder: Path) -> None:
-    with pytest.raises(ValueError, match=r"^policy.megatron_cfg.context_parallel_size: got 2; expected 1"):
-        layouts.backend(cases.policy(folder, random_init=True), layout)
+def test_context_parallel_ranks_share_the_heads_of_a_group(tmp_path):
+    """HYBRID has fewer groups than heads: with one group, both ranks compute its B and C."""
+    torch.manual_seed(3)
+    config = NemotronHConfig(**{**SHAPE, **HYBRID, "n_groups": 1}, hybrid_override_pattern="M*-M")
+    model = AutoModelForCausalLM.from_config(config)
+    with torch.no_grad():
+        for name, tensor in model.named_parameters():
+            tensor.normal_(1.0 if "norm" in name else 0.0, 0.2)
+    model.save_pretrained(tmp_path / "one_group")
+    layouts.write_expected(tmp_path / "one_group")
+    check(layouts.measured(CP2, tmp_path, ("one_group",)), ("one_group",))
 
 
 # ---- errors -------------------------------------------------------------------------------------------------------------
