@@ -66,8 +66,10 @@ class PeerError(RuntimeError):
 
 
 def may_be_echo(error: BaseException | None) -> bool:
-    """Return whether this error may be only the consequence of another rank's end."""
-    while error is not None:
+    """Return whether this error, its cause or its context may be only the consequence of another rank's end."""
+    seen = set()  # a chain of causes may lead back to its start
+    while error is not None and id(error) not in seen:
+        seen.add(id(error))
         if isinstance(error, PeerError | dist.DistError | ConnectionError) or BROKEN.search(str(error)):
             return True
         error = error.__cause__ or error.__context__

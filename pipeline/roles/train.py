@@ -89,7 +89,9 @@ class TrainRole:
             try:
                 self._models[name] = train.build(policy, self._world.own, self._seed, role)
             except ValueError as error:  # it names keys of policy.*, which describes every model
-                raise error if name == "policy" else ValueError(f"of the {name}: {error}") from error
+                if name == "policy":
+                    raise
+                raise ValueError(f"of the {name}: {error}") from error
 
     @verb("train")
     def load(self, updates: list[Update]) -> None:
