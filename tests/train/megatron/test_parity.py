@@ -95,7 +95,7 @@ def test_fewer_key_value_heads_than_ranks(tmp_path):
 def test_context_parallel_ranks_share_the_heads_of_a_group(tmp_path):
     """HYBRID has fewer groups than heads: with one group, both ranks compute its B and C."""
     torch.manual_seed(3)
-    config = NemotronHConfig(**{**SHAPE, **HYBRID, "n_groups": 1}, hybrid_override_pattern="M*-M")
+    config = NemotronHConfig(**{**SHAPE, **HYBRID, "n_groups": 1}, hybrid_override_pattern="M*-")
     model = AutoModelForCausalLM.from_config(config)
     with torch.no_grad():
         for name, tensor in model.named_parameters():
