@@ -150,9 +150,13 @@ def _fsdp(policy: PolicyConfig, train: int, builder: TableBuilder) -> list[Layou
 
 
 def _split_by_fsdp(found: list[Tensor], split: str) -> np.ndarray:
-    """Return which tensors transformers' tensor-parallel plan cuts this way: all of the split but latent attention."""
+    """Return which tensors transformers' tensor-parallel plan cuts this way: all of the split but latent attention.
+
+    It cuts a joint projection's rows as they come, not each half.
+    """
     latent = any("kv_a_proj" in tensor.name for tensor in found)
-    return np.array([tensor.split == split and not (latent and tensor.part == "attention") for tensor in found])
+    splits = (split, "halves") if split == "rows" else (split,)
+    return np.array([tensor.split in splits and not (latent and tensor.part == "attention") for tensor in found])
 
 
 def _chunk(offset: np.ndarray, size: np.ndarray, rows: np.ndarray, dim: int, parts: int, part: int) -> None:

@@ -142,6 +142,23 @@ class GatherRows(torch.autograd.Function):
         return part, None
 
 
+class ScatterRows(torch.autograd.Function):
+    """Sum [ranks * t, ...] over the ranks of a group, and return this rank's part [t, ...]; the backward pass gathers."""
+
+    @staticmethod
+    @override
+    def forward(ctx, partial: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+        ctx.group = group
+        part = partial.new_empty(len(partial) // group.size(), *partial.shape[1:])
+        dist.reduce_scatter_tensor(part, partial.contiguous(), group=group)
+        return part
+
+    @staticmethod
+    @override
+    def backward(ctx, grad: torch.Tensor):
+        return _gathered(grad, ctx.group), None
+
+
 class ExchangeRows(torch.autograd.Function):
     """Send parts [ranks, t, ...] to the ranks of a group, and return what each has sent to this one. Its own inverse."""
 

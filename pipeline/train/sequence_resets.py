@@ -4,33 +4,33 @@ Convolutions, Mamba's state spaces and gated delta nets carry a state from token
 sequence. Their modules get each sequence as a row of its own, padded on the right. They are causal, so padding does not change
 a sequence's tokens. Sequences of similar lengths share a call, so at most a quarter of the tokens of long sequences is padding.
 
-Only these modules see rows; the rest of the model sees packed tokens. Not supported: context, sequence and tensor parallelism.
+Only these modules see rows; the rest of the model sees packed tokens. Under context and sequence parallelism, ranks that hold
+parts of sequences gather them, share the sequences among themselves, and exchange the results.
 """
 
 from __future__ import annotations
 
 import functools
 import inspect
+import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedModel
 
-from pipeline.config import Problem, RecipeError
 from pipeline.models.base import unsupported_model
-from pipeline.train.packing import Packing
+from pipeline.train.context_parallel import GatherRows, ScatterRows, sequence_order
+from pipeline.train.packing import ContextPart, Packing
 
 # Classes of transformers that carry a state and cannot compute rows of sequences, because of their other arguments.
 _REFUSED = {"MiniMaxLightningAttention", "RecurrentGemmaRecurrentBlock"}
 _SHORT = 64  # sequences up to this length share a call: modules pad them to such chunks anyway
 # Arguments that say nothing about the tokens, or that rows of whole sequences make unnecessary.
 _WITHOUT_EFFECT = {"packing", "position_ids", "position_embeddings", "use_cache", "layer_idx"}
-
-WHOLE_SEQUENCES = ("tensor_parallel_size", "context_parallel_size", "sequence_parallel")
-"""Keys of policy.dtensor_cfg that mixers do not support."""
 
 
 class _Current:
@@ -65,23 +65,18 @@ def _layers(hf: PreTrainedModel) -> Iterator[nn.Module]:
     return (module for module in hf.modules() if type(module).__name__ in (hf._no_split_modules or ()))
 
 
-def reset_sequences(body: nn.Module, layers: Iterable[nn.Module], sizes: dict[str, int | bool]) -> bool:
+def reset_sequences(body: nn.Module, layers: Iterable[nn.Module], tokens: dist.ProcessGroup | None = None) -> bool:
     """Make the mixers of the layers see one sequence a row, in place. Returns whether there are any.
 
-    body: the module that is called with `packing`. sizes: {key: ranks} of the kinds of parallelism that mixers do not support.
-    Raises RecipeError if one of them is used.
+    body: the module that is called with `packing`. tokens: ranks that hold other tokens between blocks (sequence parallelism).
     """
     called = _Current()
     found: list[tuple[nn.Module, nn.Module]] = []
     for layer in layers:  # of which transformers may name one inside another, the outer one first
         found += [(layer, mixer) for mixer in mixers(layer) if all(mixer is not known for _, known in found)]
-    for key, size in sizes.items():
-        if found and size > 1:
-            message = f"got {size} for a model with {type(found[0][1]).__name__}, which needs whole sequences; expected 1"
-            raise RecipeError(Problem(key, "unsupported", message))
     for layer, mixer in found:
         current = _Current()
-        mixer.forward = functools.partial(_by_sequence, mixer.forward, current, type(mixer).__name__)
+        mixer.forward = functools.partial(_by_sequence, mixer.forward, current, type(mixer).__name__, tokens)
         takes_any = any(p.kind is p.VAR_KEYWORD for p in inspect.signature(layer.forward).parameters.values())
         layer.forward = functools.partial(_with_packing, layer.forward, current, takes_any)
         layer.register_forward_pre_hook(functools.partial(_hand_on, called), with_kwargs=True)
@@ -105,7 +100,13 @@ def _with_packing(forward: Callable, current: _Current, takes_any: bool, *args: 
 
 
 def _by_sequence(
-    forward: Callable, current: _Current, name: str, hidden_states: torch.Tensor, *args: Any, **kwargs: Any
+    forward: Callable,
+    current: _Current,
+    name: str,
+    tokens: dist.ProcessGroup | None,
+    hidden_states: torch.Tensor,
+    *args: Any,
+    **kwargs: Any,
 ) -> torch.Tensor:
     """Compute a mixer on packed hidden states [1, T, H] -> [1, T, H'], by rows of sequences."""
     packing = current.packing
@@ -117,17 +118,70 @@ def _by_sequence(
             f"{name} gets arguments that sequence resets do not support: {sorted(unknown)}, {len(args)} by position"
         )
     lengths = [length for count, length in packing.runs for _ in range(count)]
-    if hidden_states.shape[:2] != (1, sum(lengths)):
+    groups = [group for group in (tokens, packing.context and packing.context.group) if group is not None]
+    if hidden_states.shape[:2] != (1, sum(lengths) // math.prod(group.size() for group in groups)):
         raise ValueError(f"{name} gets {tuple(hidden_states.shape)} for {sum(lengths)} packed tokens")
-    sequences = hidden_states[0].split(lengths)
-    outputs: list[torch.Tensor] = list(sequences)
-    for chosen in similar(lengths):
-        rows = forward(pad_sequence([sequences[i] for i in chosen], batch_first=True))
+    compute = functools.partial(_rows, forward, name)
+    if not groups:
+        return torch.cat(compute(hidden_states[0].split(lengths), range(len(lengths))))[None]
+    return _shared(compute, hidden_states[0], lengths, groups, packing.context)[None]
+
+
+def _rows(forward: Callable, name: str, sequences: Sequence[torch.Tensor], chosen: Sequence[int]) -> list[torch.Tensor]:
+    """Return the outputs of the chosen sequences [L, H] -> [L, H']; similar ones share a call."""
+    outputs: dict[int, torch.Tensor] = {}
+    for numbers in similar([len(sequences[i]) for i in chosen]):
+        together = [chosen[n] for n in numbers]
+        rows = forward(pad_sequence([sequences[i] for i in together], batch_first=True))
         if not isinstance(rows, torch.Tensor):
             raise ValueError(f"{name} returns a {type(rows).__name__}; expected one tensor")
-        for i, row in zip(chosen, rows.unbind(), strict=True):
-            outputs[i] = row[: lengths[i]]
-    return torch.cat(outputs)[None]
+        outputs |= {i: row[: len(sequences[i])] for i, row in zip(together, rows.unbind(), strict=True)}
+    return [outputs[i] for i in chosen]
+
+
+def _shared(
+    compute: Callable[[Sequence[torch.Tensor], Sequence[int]], list[torch.Tensor]],
+    hidden: torch.Tensor,
+    lengths: list[int],
+    groups: list[dist.ProcessGroup],
+    context: ContextPart | None,
+) -> torch.Tensor:
+    """Compute a mixer on a rank's tokens [t, H] -> [t, H']: gather sequences, compute a share of them, exchange the results.
+
+    groups: ranks with other tokens, those with the finest parts first.
+    """
+    for group in groups:
+        hidden = GatherRows.apply(hidden, group)
+    order = torch.arange(len(hidden)) if context is None else sequence_order(context.lengths, context.group.size())
+    order = order.to(hidden.device, non_blocking=True)
+    sequences = hidden[order].split(lengths)
+    ranks, rank = math.prod(group.size() for group in groups), 0
+    for group in groups:
+        rank = rank * group.size() + group.rank()
+    mine = balanced(lengths, ranks)[rank]
+    if mine:
+        found = dict(zip(mine, compute(sequences, mine), strict=True))
+    else:  # every rank needs gradients of all parameters
+        found = {0: compute([sequences[0][:1]], [0])[0].expand(lengths[0], -1) * 0}
+    width = next(iter(found.values())).size(-1)
+    outputs = [found[i] if i in found else sequences[i].new_zeros(lengths[i], width) for i in range(len(lengths))]
+    rows = torch.empty_like(order)
+    rows[order] = torch.arange(len(order), device=order.device)
+    total = torch.cat(outputs)[rows]
+    for group in reversed(groups):
+        total = ScatterRows.apply(total, group)
+    return total
+
+
+def balanced(lengths: Sequence[int], ranks: int) -> list[list[int]]:
+    """Return the sequences of each rank: the longest first, each to the rank with the fewest tokens so far.
+
+    Example: [5, 9, 3, 2], 2 ranks -> [[1], [0, 2, 3]].
+    """
+    shares: list[list[int]] = [[] for _ in range(ranks)]
+    for i in sorted(range(len(lengths)), key=lambda i: -lengths[i]):
+        min(shares, key=lambda share: sum(lengths[j] for j in share)).append(i)
+    return shares
 
 
 def similar(lengths: Sequence[int]) -> list[list[int]]:

@@ -1,12 +1,13 @@
 """Tensor parallelism: the plan of a Hugging Face model, as torch's DTensor styles.
 
-Supported are column-wise and row-wise linear layers, embedding and head cut by vocabulary, and small parameters inside the cut
-region that stay whole. A value head stays whole too.
+Supported are column-wise and row-wise linear layers (also those between which activations are whole, as for joint projections),
+embedding and head cut by vocabulary, and small parameters inside the cut region that stay whole. A value head stays whole too.
 
 Activations between blocks are whole on every rank or, with sequence parallelism, cut by tokens: a block that has column-wise
 layers gathers its input once, and its row-wise layers reduce-scatter their output. The last hidden states are gathered again.
 
-Experts are not cut: see expert_parallel.py. Not supported, with an error that names the style: packed projections.
+Experts are not cut: see expert_parallel.py. Nor are mixers with states under sequence parallelism: see sequence_resets.py. Not
+supported, with an error that names the style: packed projections.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ from pipeline.train.adapters.linear import AdaptedLinear
 from pipeline.train.context_parallel import GatherRows
 from pipeline.train.expert_parallel import expert_modules
 from pipeline.train.logprobs import VocabularyShard
+from pipeline.train.sequence_resets import mixers
 
 KEY = "policy.dtensor_cfg.tensor_parallel_size"
 
@@ -50,12 +52,17 @@ def parallelize(hf: PreTrainedModel, mesh: DeviceMesh, sequence: bool = False) -
     _check_heads(hf, mesh.size())
     styles: dict[str, ParallelStyle] = {}
     partial, adapted = [], {}
+    whole = {id(part) for mixer in mixers(hf) for part in mixer.modules()} if sequence else set()
     for name, style in expand(hf).items():
         module = hf.get_submodule(name)
+        if id(module) in whole:  # with sequence parallelism, each sequence of a mixer is computed on one rank
+            continue
         if style == "replicated_with_grad_allreduce":
             partial += [f"{name}.{parameter}" for parameter, _ in module.named_parameters()]
         elif isinstance(module, AdaptedLinear):
             base = f"{name}.base_layer"
+            if style == "colwise_gather_output" and module.lora_magnitude_vector is not None:
+                raise _unsupported(f"style '{style}' of {name} does not support DoRA; expected 1")
             styles[base] = _style(base, style, module.base_layer, mesh.size(), sequence)
             adapted[name] = module
         else:
@@ -145,17 +152,25 @@ def _unsupported(message: str) -> RecipeError:
 
 def _style(name: str, style: str, module: nn.Module, size: int, sequence: bool) -> ParallelStyle:
     vocabulary = isinstance(module, nn.Embedding) or name == "lm_head"
-    cut = {"colwise": 0, "rowwise": 1, "embedding_rowwise": 0, "colwise_gather_output": 0}.get(style)
-    if cut is None or (style in ("embedding_rowwise", "colwise_gather_output") and not vocabulary):
+    cut = {
+        "colwise": 0,
+        "rowwise": 1,
+        "rowwise_split_input": 1,
+        "embedding_rowwise": 0,
+        "colwise_gather_output": 0,
+    }.get(style)
+    if cut is None or (style == "embedding_rowwise" and not vocabulary):
         raise _unsupported(f"style '{style}' of {name} is not supported; expected 1 for this model")
     if not isinstance(module, (nn.Linear, nn.Embedding)):
         raise _unsupported(f"{name} is a {type(module).__name__}, which cannot be cut '{style}'; expected 1 for this model")
     if not vocabulary and module.weight.shape[cut] % size:
         message = f"got {size}; expected a divisor of dimension {cut} of {name}, which has {module.weight.shape[cut]} entries"
         raise RecipeError(Problem(KEY, "not-divisible", message))
-    if style == "rowwise":
-        return RowwiseParallel(output_layouts=_between_blocks(sequence))
-    return _ColumnsOfGathered() if sequence and not vocabulary else ColwiseParallel()
+    if style in ("rowwise", "rowwise_split_input"):
+        whole = {"input_layouts": Replicate()} if style == "rowwise_split_input" else {}
+        return RowwiseParallel(**whole, output_layouts=_between_blocks(sequence))
+    whole = {"output_layouts": Replicate()} if style == "colwise_gather_output" else {}
+    return _ColumnsOfGathered(**whole) if sequence and not vocabulary else ColwiseParallel(**whole)
 
 
 def _check_heads(hf: PreTrainedModel, size: int) -> None:

@@ -25,7 +25,7 @@ def test_a_model_equals_eager(name, tmp_path):
     ranks.check_against_eager(ranks.backend(cases.policy(tmp_path / name)), Layout(1, 1), tmp_path / name, 3e-6)
 
 
-def over_context_parallel_ranks(names, layout: Layout, folder) -> None:
+def over_ranks(names, layout: Layout, folder) -> None:
     for name in names:
         ranks.check_against_eager(ranks.backend(cases.policy(folder / name), layout), layout, folder / name, 3e-6)
 
@@ -35,7 +35,15 @@ def test_kinds_over_context_parallel_ranks(tmp_path):
     """Windows, soft caps, sinks and scaled logits."""
     names = ("gemma2", "gpt_oss", "cohere2")
     attention_models.write(tmp_path, names)
-    ranks.run(functools.partial(over_context_parallel_ranks, names), Layout(1, 1, context=2), tmp_path)
+    ranks.run(functools.partial(over_ranks, names), Layout(1, 1, context=2), tmp_path)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("layout", [Layout(1, 2), Layout(1, 2, sequence=True)], ids=lambda layout: layout.name)
+def test_joint_projections_over_tensor_parallel_ranks(layout, tmp_path):
+    names = ("glm4", "phi3")
+    attention_models.write(tmp_path, names)
+    ranks.run(functools.partial(over_ranks, names), layout, tmp_path)
 
 
 # For each kind: a model that has it, and the change of its config that removes it.

@@ -1,6 +1,7 @@
 """Check that states start anew in each sequence, and that sequences of similar lengths share a call."""
 
 import dataclasses
+import functools
 
 import pytest
 import torch
@@ -8,8 +9,8 @@ from torch import nn
 
 from pipeline.train import sequence_resets
 from pipeline.train.packing import Packing
-from tests.problems import refused
 from tests.train import attention_models, cases, ranks
+from tests.train.ranks import Layout
 
 pytestmark = pytest.mark.usefixtures("realm")
 
@@ -62,7 +63,7 @@ def test_each_sequence_is_computed_alone():
     alone = torch.cat([layer(part[None])[0] for part in hidden[0].split(lengths)])
     together = layer(hidden)[0]
     layer.seen.clear()
-    assert sequence_resets.reset_sequences(body, [layer], {})
+    assert sequence_resets.reset_sequences(body, [layer])
     packing = Packing.of_lengths(lengths, torch.tensor([0, *lengths]).cumsum(0).int())
     assert (body(hidden, packing=packing)[0] - alone).abs().max() < 1e-6
     assert layer.seen == [(2, 100), (1, 70), (1, 3)]
@@ -86,10 +87,32 @@ def test_recomputed_layers_have_the_packing_of_their_own_batch(name, tmp_path):
     assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
 
 
-def test_layouts_that_cut_sequences_are_refused():
-    key = "policy.dtensor_cfg.context_parallel_size"
-    with refused((key, "unsupported")):
-        sequence_resets.reset_sequences(nn.Module(), [Layer()], {key: 2})
+def test_sequences_are_shared_by_tokens():
+    assert sequence_resets.balanced([5, 9, 3, 2], 2) == [[1], [0, 2, 3]]
+    assert sequence_resets.balanced([4], 3) == [[0], [], []]
+
+
+def over_ranks(names, layout: Layout, folder) -> None:
+    for name in names:
+        trained = ranks.backend(cases.policy(folder / name), layout, activation_checkpointing=name == "bamba")
+        ranks.check_against_eager(trained, layout, folder / name, 3e-6)
+
+
+CP2, TP2, TP2_SP = Layout(1, 1, context=2), Layout(1, 2), Layout(1, 2, sequence=True)
+LAYOUTS = {
+    CP2: ("nemotron_h", "bamba", "lfm2", "qwen3_5_text"),
+    Layout(1, 1, context=4): ("nemotron_h", "qwen3_next"),
+    TP2: ("qwen3_5_text", "qwen3_next"),
+    TP2_SP: ("qwen3_5_text",),
+    Layout(1, 2, context=2, sequence=True): ("qwen3_5_text",),
+}
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("layout", LAYOUTS, ids=lambda layout: layout.name)
+def test_states_over_ranks(layout, tmp_path):
+    attention_models.write(tmp_path, LAYOUTS[layout])
+    ranks.run(functools.partial(over_ranks, LAYOUTS[layout]), layout, tmp_path)
 
 
 def test_padding_on_the_right_changes_no_earlier_token(tmp_path):

@@ -90,7 +90,7 @@ class AdaptedLinear(nn.Module):
             return ["lora_A.weight"] if _cuts_tokens(layout) else []
         assert isinstance(style, RowwiseParallel)  # the only other style of a linear layer
         (layout,) = style.output_layouts
-        parallelize_module(self.lora_A, mesh, RowwiseParallel(output_layouts=layout))
+        parallelize_module(self.lora_A, mesh, RowwiseParallel(input_layouts=style.input_layouts[0], output_layouts=layout))
         self.sum_columns = _Sum(mesh.get_group())
         whole = ["lora_B.weight", *(["lora_magnitude_vector"] if self.lora_magnitude_vector is not None else [])]
         return whole if _cuts_tokens(layout) else []

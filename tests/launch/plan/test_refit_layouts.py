@@ -125,6 +125,7 @@ CUTS = [
     *(("llama", cut) for cut in (Cut(1, 2, context=2), Cut(4, 2, replicas=2), Cut(2, 1, context=2, replicas=2))),
     *((family, Cut(data, 2)) for family in SPARSE for data in (1, 3)),
     *WITH_OTHERS,
+    ("glm4", Cut(3, 2)),
     ("deepseek_v3", Cut(3, 1)),
     ("deepseek_v3", Cut(2, 2)),
     *((family, Cut(4, 1, expert=size)) for family in (*SPARSE, "deepseek_v3") for size in (2, 4)),
