@@ -51,12 +51,13 @@ def parallelize(hf: PreTrainedModel, mesh: DeviceMesh, sequence: bool = False) -
     """
     _check_heads(hf, mesh.size())
     styles: dict[str, ParallelStyle] = {}
-    partial, adapted = [], {}
+    partial, adapted, gathered = [], {}, []
     whole = {id(part) for mixer in mixers(hf) for part in mixer.modules()} if sequence else set()
     for name, style in expand(hf).items():
         module = hf.get_submodule(name)
         if id(module) in whole:  # with sequence parallelism, each sequence of a mixer is computed on one rank
             continue
+        gathered += [name] if style == "colwise_gather_output" and _block(name) else []
         if style == "replicated_with_grad_allreduce":
             partial += [f"{name}.{parameter}" for parameter, _ in module.named_parameters()]
         elif isinstance(module, AdaptedLinear):
@@ -90,7 +91,13 @@ def parallelize(hf: PreTrainedModel, mesh: DeviceMesh, sequence: bool = False) -
             hf.get_submodule(block).register_forward_pre_hook(_gather_input(mesh.get_group()), with_kwargs=True)
         # Before the column-wise layers of a block gradients are partial sums, and outside of blocks a rank has its own tokens.
         body = {id(parameter) for parameter in hf.base_model.parameters() if not isinstance(parameter, DTensor)}
-        partial = [name for name, parameter in hf.named_parameters() if id(parameter) in body]
+        # Blocks of which every rank computes the whole inner part have whole gradients there, but for adapters.
+        inner = tuple(f"{_block(name)}." for name in gathered)
+        partial = [
+            name
+            for name, parameter in hf.named_parameters()
+            if id(parameter) in body and (not name.startswith(inner) or ".lora_" in name)
+        ]
     return partial
 
 

@@ -35,12 +35,14 @@ CASES = {  # model: its adapters, and which layers those are for
     ),
     "qwen3_moe": (LoRAConfig(True, match_all_linear=False, target_modules=["o_proj"], dim=2), {"o_proj"}),
 }
+JOINT = {"phi3": (LoRAConfig(True, dim=3, alpha=7), {"qkv_proj", "o_proj", "gate_up_proj", "down_proj"})}  # joint projections
+ADAPTED = CASES | JOINT
 SAVED = ("qwen3_tied", "qwen2", "qwen3_moe", "random", "values")
 PEFT = {"qwen3_tied": "qwen3_tied", "qwen2": "qwen2", "qwen3_moe": "qwen3_moe", "values": "qwen3"}  # saved ones: models
 
 
 def backend(model: Path, layout: Layout, role: ModelRole | None = None, precision: str = "float32", **changes) -> FSDPBackend:
-    adapters, _ = CASES[model.name]
+    adapters, _ = ADAPTED[model.name]
     return ranks.backend(cases.policy(model, precision=precision, **changes), layout, role, lora_cfg=adapters)
 
 
@@ -55,7 +57,12 @@ def some_adapters(families: Sequence[str], layout: Layout, folder: Path) -> None
         check_served(layout, folder, family)
     if layout.tensor == 1:
         check_bfloat16(layout, folder)
-    ranks.check_save_and_load(layout, folder, "qwen3", lora_cfg=CASES["qwen3"][0])
+    ranks.check_save_and_load(layout, folder, "qwen3", lora_cfg=ADAPTED["qwen3"][0])
+
+
+def joint_projections(layout: Layout, folder: Path) -> None:
+    for family in JOINT:
+        check_against_peft(layout, folder, family)
 
 
 def check_against_peft(layout: Layout, folder: Path, family: str) -> None:
@@ -76,7 +83,7 @@ def check_against_peft(layout: Layout, folder: Path, family: str) -> None:
         assert (expected - torch.cat([base[i] for i in chosen])).abs().max() > 1e-2
     metrics = trained.step(packed, cases.loss).metrics
     names = {ours(name): p for name, p in peft.named_parameters() if p.requires_grad}
-    assert {name.split(".lora_")[0].split(".")[-1] for name in names} == CASES[family][1]
+    assert {name.split(".lora_")[0].split(".")[-1] for name in names} == ADAPTED[family][1]
     held = {name: p for name, p in trained._model.hf.named_parameters() if p.requires_grad}
     gradients = {name: parameter.grad for name, parameter in names.items()}
     ranks.assert_near({name: ranks.full(p.grad) for name, p in held.items()}, gradients, 5e-6)
@@ -115,7 +122,7 @@ def shake(trained: FSDPBackend) -> None:
 def peft_model(model: Path, trained: FSDPBackend, **options) -> PeftModel:
     """Return peft's model in float64, with this backend's adapters. options: of peft's LoraConfig. Collective."""
     eager = cases.eager_model(AutoModelForCausalLM, model, torch.float64)
-    adapters, names = CASES[model.name]
+    adapters, names = ADAPTED[model.name]
     peft = get_peft_model(
         eager,
         LoraConfig(
@@ -152,7 +159,7 @@ def check_reference_and_merged(layout: Layout, folder: Path, family: str) -> Non
     _, packed = model_roles.batches(trained, layout)
     before = trained.forward(packed)
     base = merged(folder / family, trained)
-    rounding = 1e-6 if CASES[family][0].use_dora else 0.0
+    rounding = 1e-6 if ADAPTED[family][0].use_dora else 0.0
     cases.check_all_held(cases.check_layout(trained, base, rounding))
     place = folder / f"untouched-{family}-{layout.name}"
     trained.shards().write(place, dist.get_rank())

@@ -53,6 +53,7 @@ def configs() -> dict[str, PreTrainedConfig]:
         ),
         "phi": _config("phi", partial_rotary_factor=0.5),  # with biases, of the head too
         "phi3": _config("phi3"),  # joint projections
+        "olmo2": _config("olmo2"),  # norms of all heads together
         "cohere": _config("cohere", logit_scale=0.25),
         "cohere2": _config("cohere2", logit_scale=0.25, sliding_window=WINDOW, layer_types=[SLIDING, FULL]),
         "granite": _config(

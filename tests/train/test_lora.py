@@ -17,7 +17,7 @@ from pipeline.train.base import ModelRole
 from pipeline.train.export import export_checkpoint
 from tests.end_to_end.runs import ROOT
 from tests.problems import refused
-from tests.train import adapters, cases, ranks
+from tests.train import adapters, attention_models, cases, ranks
 from tests.train.ranks import Layout
 
 pytestmark = pytest.mark.usefixtures("realm")
@@ -56,6 +56,13 @@ def test_two_ranks(models, layout, families):
         ours = cases.learn(resumed, batches)
         assert abs(ours["loss"] - theirs["loss"]) < 1e-6
         assert abs(ours["grad_norm"] / theirs["grad_norm"] - 1) < 1e-5
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("layout", [Layout(1, 2), Layout(1, 2, sequence=True)], ids=lambda layout: layout.name)
+def test_joint_projections(layout, tmp_path):
+    attention_models.write(tmp_path, adapters.JOINT)
+    ranks.run(adapters.joint_projections, layout, tmp_path)
 
 
 @pytest.fixture(scope="module")

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, GPTNeoXConfig, Olmo2Config, Phi3Config, Qwen3Config
+from transformers import AutoModelForCausalLM, GPTNeoXConfig, Qwen3Config
 
 from pipeline.train import tensor_parallel
 from tests.problems import refused
@@ -25,8 +25,6 @@ REFUSED = {
     "key heads": (Qwen3Config(**QWEN3), 4, "not-divisible"),
     "width": (Qwen3Config(**{**QWEN3, "intermediate_size": 45}), 2, "not-divisible"),
     "vocabulary": (Qwen3Config(**{**QWEN3, "vocab_size": 5, "num_key_value_heads": 4}), 4, "too-large"),
-    "packed": (Phi3Config(**cases.SHAPE, pad_token_id=0), 2, "unsupported"),
-    "gathered": (Olmo2Config(**cases.SHAPE), 2, "unsupported"),
 }
 
 
@@ -37,6 +35,15 @@ def test_refused_by_name(case):
         model = AutoModelForCausalLM.from_config(config)
     with refused((tensor_parallel.KEY, code)):
         tensor_parallel.parallelize(model, Mesh(size))
+
+
+@pytest.mark.parametrize("style", ["packed_rowwise", "unknown"])
+def test_an_unknown_style_is_refused(style):
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(Qwen3Config(**QWEN3))
+    model._tp_plan = {"model.layers.*.mlp.down_proj": style}
+    with refused((tensor_parallel.KEY, "unsupported")):
+        tensor_parallel.parallelize(model, Mesh(2))
 
 
 def test_a_model_without_a_plan():
