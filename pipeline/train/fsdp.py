@@ -294,6 +294,7 @@ class FSDPBackend(TrainBackend):
         self._check_trained()
         record = {
             "ranks": self._group.size(),
+            "layout": self._layout.sizes,
             "schedule": self._schedule.steps,
             "param_group": checkpoint_state.options(self._optimizer),
             "lora": self._lora_record,
@@ -312,7 +313,7 @@ class FSDPBackend(TrainBackend):
 
     @override
     def load(self, folder: Path) -> None:
-        # The layout may differ from the saved one. With another number of ranks, random states stay as they are.
+        # The layout may differ from the saved one. Random states then stay as they are: tensor-parallel peers draw the same.
         self._check_trained()
         reader, records = read_shards(folder)
         rank, record = self._group.rank(), records[0]
@@ -340,7 +341,8 @@ class FSDPBackend(TrainBackend):
             checkpoint_state.load_entries(prefix, parameter, pieces, reader)
         checkpoint_state.load_optimizer(self._optimizer, self._pieces(), shapes, reader)
         self._refresh_merged()
-        if record["ranks"] == self._group.size():
+        sizes = self._layout.sizes
+        if record["ranks"] == self._group.size() and record.get("layout", sizes) == sizes:
             checkpoint_state.load_random(self.device, rank, reader, records[rank]["random"])
 
     def _saved(self) -> Iterator[tuple[str, torch.nn.Parameter, list[Piece]]]:

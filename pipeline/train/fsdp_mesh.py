@@ -58,6 +58,11 @@ class Layout:
         return cls(rank, replicas, data, context, tensor, expert, config.sequence_parallel)
 
     @property
+    def sizes(self) -> dict[str, int]:
+        """The sizes that decide which ranks compute the same tokens, and with them draw the same random numbers."""
+        return {"replicas": self.replicas, "data": self.data, "context": self.context, "tensor": self.tensor}
+
+    @property
     def ranks(self) -> int:
         """The number of train ranks."""
         return self.replicas * self.data * self.context * self.tensor

@@ -12,12 +12,14 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import (
     CheckpointPolicy,
     SelectiveCheckpointContext,
     checkpoint,
     create_selective_checkpoint_contexts,
 )
+from typing_extensions import override
 
 # By name, because some exist on one device only. transformers defines the last one, for torch without a grouped product.
 KEPT = {
@@ -38,11 +40,38 @@ def recompute(layers: Iterable[nn.Module], granularity: str, draws: bool = False
     """Checkpoint the forward of each layer, in place. granularity: "full" or "selective". draws: layers draw random numbers."""
     options: dict[str, Any] = {"use_reentrant": False, "preserve_rng_state": draws}
     if granularity == "selective":
-        options["context_fn"] = functools.partial(create_selective_checkpoint_contexts, _policy)
+        options["context_fn"] = _contexts
     for layer in layers:
         layer.forward = functools.partial(checkpoint, layer.forward, **options)
 
 
+class _OfKept(TorchDispatchMode):
+    """Shows a context of selective checkpointing the operators of KEPT alone.
+
+    The context expects the recomputation to run the same operators. Hooks of `fully_shard` inside a layer, around its experts,
+    run others: in the backward pass weights may have been gathered already.
+    """
+
+    def __init__(self, context: Any):
+        super().__init__()
+        self._context = context
+
+    @override
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None) -> Any:
+        if _is_kept(func):
+            return self._context.__torch_dispatch__(func, types, args, kwargs or {})
+        return func(*args, **(kwargs or {}))
+
+
+def _contexts() -> tuple[TorchDispatchMode, TorchDispatchMode]:
+    """Return the contexts of a layer's forward pass and of its recomputation."""
+    first, again = create_selective_checkpoint_contexts(_policy)
+    return _OfKept(first), _OfKept(again)
+
+
 def _policy(context: SelectiveCheckpointContext, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-    kept = isinstance(operator, torch._ops.OpOverload) and operator._schema.name in KEPT
-    return CheckpointPolicy.MUST_SAVE if kept else CheckpointPolicy.PREFER_RECOMPUTE
+    return CheckpointPolicy.MUST_SAVE
+
+
+def _is_kept(operator: Any) -> bool:
+    return isinstance(operator, torch._ops.OpOverload) and operator._schema.name in KEPT

@@ -246,6 +246,18 @@ def test_random_states_are_restored(models, tmp_path):
     assert drawn == again
 
 
+def test_random_states_of_another_layout_are_not_restored(models, tmp_path):
+    """Tensor-parallel peers drop the same activations, and data-parallel ranks others."""
+    trained = ranks.backend(cases.policy(models / "qwen3"))
+    trained.shards().write(tmp_path, 0)
+    index = tmp_path / "train-rank00000.json"
+    record = json.loads(index.read_text())
+    index.write_text(json.dumps({**record, "layout": {**record["layout"], "tensor": 2}}))
+    torch.manual_seed(5)
+    trained.load(tmp_path)
+    assert torch.equal(torch.rand(3), torch.rand(3, generator=torch.Generator().manual_seed(5)))
+
+
 def test_a_checkpoint_is_tensors_and_json(models, tmp_path):
     saved(models, tmp_path)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["train-rank00000.json", "train-rank00000.safetensors"]
