@@ -12,8 +12,9 @@ width. c is the bytes of an element (2 or 4).
     experts           c (2h + 4i)       per copy of a token: input, gate and up, silu, product, output before its weight
     with selective recomputation (`pipeline/train/recompute.py`), instead of all above
     layer's input     c h
-    context, sequence parallelism    attention saves all context ranks' keys and values; tokens outside of attention and MLP are
-                                     divided, and the inputs of both are saved as gathered
+    context, sequence parallelism    attention saves for each of a rank's two chunks of a sequence the keys and values up to its
+                                     end: context + 1/2 times a rank's own; tokens outside of attention and MLP are divided, and
+                                     the inputs of both are saved as gathered
     attention         c (q + k + v + o + h)   outputs of its matrix products and of the kernel; 4 per head: log-sum-exp
     MLP, experts      c (2i + h)        outputs of their matrix products; for experts, per copy of a token
   Megatron-Core's local modules (no TransformerEngine: CPU)
@@ -43,7 +44,8 @@ width. c is the bytes of an element (2 or 4).
 Flash attention kernels, on a GPU and on the CPU, save no probabilities. On the CPU, and on a GPU in float32 or with unequal
 head widths, attention runs once per group of sequences of equal length. A copy joins the outputs: c o more.
 
-Not counted: masks of context parallelism without TransformerEngine (tokens x sequence length), gpt_oss's sinks.
+Not counted: masks of context parallelism where attention runs without kernels (tokens of a chunk x sequence length), sinks of
+gpt_oss.
 """
 
 from __future__ import annotations
@@ -69,6 +71,11 @@ class RankMicrobatch:
     experts: int = 1  # number of experts on this rank
     context: int = 1  # context-parallel ranks, whose keys and values attention gathers (FSDP2)
     token_split: int = 1  # ranks that divide the tokens before their experts (FSDP2 with expert parallelism)
+
+    @property
+    def keys(self) -> float:
+        """The keys that attention has for each of this rank's tokens, on average (FSDP2)."""
+        return self.context + 0.5 if self.context > 1 else 1.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,7 +143,7 @@ def hugging_face_layer(shape: ModelShape, sparse: bool, microbatch: RankMicrobat
     c, w = microbatch.size, Widths.of(shape, microbatch)
     count, of_heads, latent = norms(shape)
     hidden, gathered = w.hidden / microbatch.sequence, w.hidden if microbatch.sequence > 1 else 0.0
-    keys = microbatch.context * (w.key + w.value)
+    keys = microbatch.keys * (w.key + w.value)
     saved = count * ((4 + 2 * c) * hidden + 4) + c * (w.query + keys + w.output) + 4 * w.heads
     if gathered:  # the inputs of both blocks are gathered, and saved as gathered for their weights' gradients
         saved += 2 * c * (gathered - hidden)
@@ -164,7 +171,7 @@ def hugging_face_layer(shape: ModelShape, sparse: bool, microbatch: RankMicrobat
 def selective_bytes(shape: ModelShape, sparse: bool, microbatch: RankMicrobatch) -> float:
     """Return the bytes that a Hugging Face layer keeps with selective recomputation, instead of `LayerActivations.saved`."""
     c, w = microbatch.size, Widths.of(shape, microbatch)
-    keys = microbatch.context * (w.key + w.value)
+    keys = microbatch.keys * (w.key + w.value)
     kept = c * (2 * w.hidden / microbatch.sequence + w.query + keys + w.output) + 4 * w.heads
     _, _, latent = norms(shape)
     if latent:

@@ -3,11 +3,14 @@
 Sequences lie end to end in one row of T tokens, and each attends only to itself; nothing is padded. On CUDA in half precision,
 one variable-length kernel computes all sequences, with windows and sinks too. Elsewhere, and with soft caps or chunks,
 `attention_blocks` computes one run of neighbouring sequences of equal length at a time, so sorting a batch by length helps.
+
+Under context parallelism a rank has two chunks of each sequence. It gathers keys and values of all ranks, and computes each
+chunk with the keys up to its own end, by the same kernel or one chunk at a time.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.nn.attention.varlen import varlen_attn
@@ -34,34 +37,51 @@ def attend(
     sinks [Hq]: a score per head that takes part in the softmax and has no value (gpt-oss). With `packing.context`, T is this
     rank's number of tokens, and keys and values of the other context-parallel ranks are gathered.
     """
-    kind = kind.of_length(packing.max_length)
-    if packing.context is not None:
-        return _over_ranks(query, key, value, packing.context, kind, sinks)
-    half = query.dtype in (torch.bfloat16, torch.float16)
-    width = query.size(-1)
-    fits = half and width <= _VARLEN_MAX_HEAD_DIM and width % 8 == 0 and value.size(-1) == width
-    if query.is_cuda and fits and kind.softcap is None and kind.chunk is None:
-        return _varlen(query, key, value, packing, kind, sinks)
+    kind, context = kind.of_length(packing.max_length), packing.context
+    by_kernel = _fits_kernel(query, value, kind)
+    if context is not None:
+        of_all_ranks = GatherRows.apply(torch.cat([key, value], -1), context.group)
+        key, value = of_all_ranks.index_select(0, context.key_rows).split([key.size(-1), value.size(-1)], -1)
+    if by_kernel:
+        return _varlen(query, key, value, KernelSpans.of(packing), kind, sinks)
+    if context is not None:
+        return _per_span(query, key, value, context, kind, sinks)
     return _per_run(query, key, value, packing, kind, sinks)
 
 
-def _varlen(query, key, value, packing: Packing, kind: AttentionKind, sinks: torch.Tensor | None) -> torch.Tensor:
+def _fits_kernel(query: torch.Tensor, value: torch.Tensor, kind: AttentionKind) -> bool:
+    """Return whether the variable-length kernel computes this attention."""
+    width = query.size(-1)
+    half = query.is_cuda and query.dtype in (torch.bfloat16, torch.float16)
+    fits = half and width <= _VARLEN_MAX_HEAD_DIM and width % 8 == 0 and value.size(-1) == width
+    return fits and kind.softcap is None and kind.chunk is None
+
+
+class KernelSpans(NamedTuple):
+    """Spans of queries, each with its keys, as the variable-length kernel takes them: a span's last query sees its last key."""
+
+    queries: torch.Tensor  # [spans + 1] int32: the running sum of queries
+    keys: torch.Tensor  # [spans + 1] int32
+    most_queries: int  # of a span
+    most_keys: int
+
+    @staticmethod
+    def of(packing: Packing) -> KernelSpans:
+        """Return the sequences, or this context-parallel rank's chunks of them."""
+        starts, longest, context = packing.cu_seqlens, packing.max_length, packing.context
+        if context is None:
+            return KernelSpans(starts, starts, longest, longest)
+        most_queries, most_keys = (max(counts) for counts in zip(*context.spans, strict=True))
+        return KernelSpans(context.query_starts, context.key_starts, most_queries, most_keys)
+
+
+def _varlen(query, key, value, spans: KernelSpans, kind: AttentionKind, sinks: torch.Tensor | None) -> torch.Tensor:
     # (keys to the left, keys to the right), without the query's own; -1: everything.
     window = (-1 if kind.window is None else kind.window - 1, 0)
     if sinks is not None:
-        return VarlenWithSinks.apply(query, key, value, sinks, packing, kind.scale, window)
-    output = varlen_attn(
-        query,
-        key,
-        value,
-        packing.cu_seqlens,
-        packing.cu_seqlens,
-        packing.max_length,
-        packing.max_length,
-        scale=kind.scale,
-        window_size=window,
-        enable_gqa=query.size(1) != key.size(1),
-    )
+        return VarlenWithSinks.apply(query, key, value, sinks, spans, kind.scale, window)
+    grouped = query.size(1) != key.size(1)
+    output = varlen_attn(query, key, value, *spans, scale=kind.scale, window_size=window, enable_gqa=grouped)
     assert isinstance(output, torch.Tensor)  # a tuple only where auxiliary outputs are requested
     return output
 
@@ -74,9 +94,8 @@ class VarlenWithSinks(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx, query, key, value, sinks, packing: Packing, scale: float | None, window: tuple[int, int]):
-        starts, longest = packing.cu_seqlens, packing.max_length
-        arguments = (starts, starts, longest, longest, window == (-1, 0))
+    def forward(ctx, query, key, value, sinks, spans: KernelSpans, scale: float | None, window: tuple[int, int]):
+        arguments = (*spans, window == (-1, 0))
         grouped = query.size(1) != key.size(1)
         operators: Any = torch.ops.torch_attn
         out, lse, random = operators._varlen_attn(query, key, value, *arguments, scale, list(window), grouped)
@@ -112,19 +131,10 @@ def _per_run(query, key, value, packing: Packing, kind: AttentionKind, sinks: to
     return torch.cat(outputs)
 
 
-def _over_ranks(query, key, value, context: ContextPart, kind: AttentionKind, sinks: torch.Tensor | None) -> torch.Tensor:
-    ranks, rank = context.group.size(), context.group.rank()
-    both = GatherRows.apply(torch.cat([key, value], -1), context.group)
-    local_lengths = [length // ranks for length in context.lengths]
-    of_rank = [part.split(local_lengths) for part in both.view(ranks, -1, *both.shape[1:])]
+def _per_span(query, key, value, context: ContextPart, kind: AttentionKind, sinks: torch.Tensor | None) -> torch.Tensor:
+    queries, keys = zip(*context.spans, strict=True)
     outputs = []
-    for i, (length, q) in enumerate(zip(context.lengths, query.split(local_lengths), strict=True)):
-        chunk = length // (2 * ranks)
-        halves = [part[i] for part in of_rank]
-        whole = torch.cat([h[:chunk] for h in halves] + [h[chunk:] for h in reversed(halves)])
-        k, v = (x.transpose(0, 1)[None] for x in whole.split([key.size(-1), value.size(-1)], -1))  # [1, Hkv, length, D]
-        for part, number in zip(q.split(chunk), (rank, 2 * ranks - 1 - rank), strict=True):
-            first = number * chunk
-            out = causal(part.transpose(0, 1)[None], k, v, kind, sinks, first)
-            outputs.append(out[0].transpose(0, 1))
+    for qkv in zip(query.split(queries), key.split(keys), value.split(keys), strict=True):
+        q, k, v = (x.transpose(0, 1)[None] for x in qkv)  # [1, H, length, D]
+        outputs.append(causal(q, k, v, kind, sinks, k.size(2) - q.size(2))[0].transpose(0, 1))
     return torch.cat(outputs)

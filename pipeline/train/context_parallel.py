@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from typing_extensions import override
 
-from pipeline.train.packing import Packing
+from pipeline.train.packing import Packing, rows_of_rank, sequence_order
 from pipeline.types import PackedBatch
 
 
@@ -57,7 +57,7 @@ def localize(batch: PackedBatch, ranks: int, rank: int, multiple: int, group: di
     place = sequence_order(lengths, ranks).to(device)
     begins = batch.positions == 0
     cu_seqlens = torch.tensor(starts, dtype=torch.int32, device=device)
-    rows = _rows(lengths, ranks, rank).to(device)
+    rows = rows_of_rank(lengths, ranks, rank).to(device)
     return LocalBatch(
         tokens=tokens[rows][None],
         positions=positions[rows][None],
@@ -77,26 +77,6 @@ def padded_lengths(lengths: tuple[int, ...], ranks: int, multiple: int) -> tuple
     while (sum(padded) // ranks) % multiple:
         padded[-1] += unit
     return tuple(padded)
-
-
-def _rows(lengths: tuple[int, ...], ranks: int, rank: int) -> torch.Tensor:
-    """Return the rows of the padded batch that a rank holds: chunks `rank` and 2 ranks - 1 - rank of each sequence."""
-    if ranks == 1:
-        return torch.arange(sum(lengths))
-    rows, start = [], 0
-    for length in lengths:
-        chunk = length // (2 * ranks)
-        rows += [torch.arange(chunk) + start + c * chunk for c in (rank, 2 * ranks - 1 - rank)]
-        start += length
-    return torch.cat(rows)
-
-
-def sequence_order(lengths: tuple[int, ...], ranks: int) -> torch.Tensor:
-    """Return for each token of the padded batch its row among the rows of all ranks, [T] int64."""
-    rows = torch.cat([_rows(lengths, ranks, r) for r in range(ranks)])
-    place = torch.empty_like(rows)
-    place[rows] = torch.arange(len(rows))
-    return place
 
 
 def _gathered(local: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:

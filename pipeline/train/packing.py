@@ -19,7 +19,25 @@ class ContextPart:
     """
 
     group: dist.ProcessGroup  # of context-parallel ranks
-    lengths: tuple[int, ...]  # of the padded sequences, over all ranks
+    lengths: tuple[int, ...]  # of the S padded sequences, over all ranks
+    spans: tuple[tuple[int, int], ...]  # (queries, keys) of each of this rank's 2 S chunks; its last query sees all of its keys
+    query_starts: torch.Tensor  # [2 S + 1] int32, on the device: the running sum of the spans' queries
+    key_starts: torch.Tensor  # [2 S + 1] int32, on the device: that of their keys
+    key_rows: torch.Tensor  # [keys] int64, on the device: the spans' keys, among the rows of all ranks
+
+    @staticmethod
+    def of(group: dist.ProcessGroup, lengths: tuple[int, ...], device: torch.device) -> ContextPart:
+        """Return the part of a rank of `group`."""
+        ranks, order = group.size(), sequence_order(lengths, group.size())
+        spans, keys = [], []
+        for length, places in zip(lengths, order.split(lengths), strict=True):
+            chunk = length // (2 * ranks)
+            for number in (group.rank(), 2 * ranks - 1 - group.rank()):
+                spans.append((chunk, (number + 1) * chunk))
+                keys.append(places[: (number + 1) * chunk])
+        starts = [torch.tensor([0, *itertools.accumulate(part)], dtype=torch.int32) for part in zip(*spans, strict=True)]
+        on_device = (tensor.to(device) for tensor in (*starts, torch.cat(keys)))
+        return ContextPart(group, lengths, tuple(spans), *on_device)
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,8 +62,30 @@ class Packing:
         context parallelism.
         """
         runs = tuple((len(tuple(same)), length) for length, same in itertools.groupby(lengths))
-        context = ContextPart(group, lengths) if group is not None and group.size() > 1 else None
+        context = None
+        if group is not None and group.size() > 1:
+            context = ContextPart.of(group, lengths, cu_seqlens.device)
         return Packing(cu_seqlens, max(lengths), runs, context)
+
+
+def rows_of_rank(lengths: tuple[int, ...], ranks: int, rank: int) -> torch.Tensor:
+    """Return the rows of the padded batch that a rank holds: chunks `rank` and 2 ranks - 1 - rank of each sequence."""
+    if ranks == 1:
+        return torch.arange(sum(lengths))
+    rows, start = [], 0
+    for length in lengths:
+        chunk = length // (2 * ranks)
+        rows += [torch.arange(chunk) + start + c * chunk for c in (rank, 2 * ranks - 1 - rank)]
+        start += length
+    return torch.cat(rows)
+
+
+def sequence_order(lengths: tuple[int, ...], ranks: int) -> torch.Tensor:
+    """Return for each token of the padded batch its row among the rows of all ranks, [T] int64."""
+    rows = torch.cat([rows_of_rank(lengths, ranks, r) for r in range(ranks)])
+    place = torch.empty_like(rows)
+    place[rows] = torch.arange(len(rows))
+    return place
 
 
 def check_batch(batch: PackedBatch, vocabulary: int) -> None:

@@ -23,8 +23,8 @@ from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedModel
 
 from pipeline.models.base import unsupported_model
-from pipeline.train.context_parallel import GatherRows, ScatterRows, sequence_order
-from pipeline.train.packing import ContextPart, Packing
+from pipeline.train.context_parallel import GatherRows, ScatterRows
+from pipeline.train.packing import ContextPart, Packing, sequence_order
 
 # Classes of transformers that carry a state and cannot compute rows of sequences, because of their other arguments.
 _REFUSED = {"MiniMaxLightningAttention", "RecurrentGemmaRecurrentBlock"}

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from pipeline.train import attention, attention_blocks
-from pipeline.train.attention import AttentionKind, VarlenWithSinks, attend
+from pipeline.train.attention import AttentionKind, KernelSpans, VarlenWithSinks, attend
 from pipeline.train.packing import Packing
 
 LENGTHS = (5, 5, 1, 23, 12, 12)
@@ -77,11 +77,38 @@ def test_each_kind_is_its_definition(name, block, monkeypatch):
         assert (theirs - defined(query, key, value, LENGTHS, AttentionKind(kind.scale), None)).abs().max() > 0.1
 
 
+def kernel(query, key, value, queries, keys, most_queries, most_keys, *, scale, window_size, enable_gqa):
+    """Compute what the CUDA kernel does by its definition: a span's last query sees its last key."""
+    counts = [starts.diff().tolist() for starts in (queries, keys, keys)]
+    assert (max(counts[0]), max(counts[1])) == (most_queries, most_keys)
+    assert enable_gqa == (query.size(1) != key.size(1))
+    outputs = []
+    for q, k, v in zip(*(x.split(n) for x, n in zip((query, key, value), counts, strict=True)), strict=True):
+        k, v = (x.repeat_interleave(q.size(1) // x.size(1), 1) for x in (k, v))
+        position = torch.arange(len(q))[:, None] + len(k) - len(q)
+        far = torch.arange(len(k)) - position
+        hidden = (far > window_size[1]) | (-far > window_size[0] if window_size[0] >= 0 else False)
+        scores = torch.einsum("qhd,khd->hqk", q, k) * (scale or q.size(-1) ** -0.5)
+        outputs.append(torch.einsum("hqk,khd->qhd", scores.masked_fill(hidden, -torch.inf).softmax(-1), v))
+    return torch.cat(outputs)
+
+
 @pytest.mark.parametrize("ranks", [2, 3])
 @pytest.mark.parametrize("name", KINDS)
 def test_each_kind_over_context_parallel_ranks(name, ranks, monkeypatch):
-    """Give each rank in turn its chunks, and the gathered keys and values of all."""
     monkeypatch.setattr(attention_blocks, "_BLOCK", 4)
+    assert difference_over_ranks(name, ranks, monkeypatch) < 1e-12
+
+
+@pytest.mark.parametrize("name", ["full", "window", "window of one"])
+def test_the_kernel_over_context_parallel_ranks(name, monkeypatch):
+    monkeypatch.setattr(attention, "_fits_kernel", lambda *_: True)
+    monkeypatch.setattr(attention, "varlen_attn", kernel)
+    assert difference_over_ranks(name, 3, monkeypatch) < 1e-12
+
+
+def difference_over_ranks(name: str, ranks: int, monkeypatch) -> float:
+    """Give each rank in turn its chunks, and the gathered keys and values of all; return the largest difference."""
     kind, with_sinks = KINDS[name]
     lengths = tuple(4 * ranks * n for n in (1, 3, 2))
     query, key, value, sinks = inputs(sum(lengths))
@@ -94,7 +121,7 @@ def test_each_kind_over_context_parallel_ranks(name, ranks, monkeypatch):
         outputs.append(attend(query[own], key[own], value[own], packing(lengths, group), kind, given))
     ours = torch.empty_like(torch.cat(outputs)).index_copy(0, torch.cat(rows), torch.cat(outputs))
     theirs = defined(query, key, value, lengths, kind, given)
-    assert differences(ours, theirs, [query, key, value, sinks]) < 1e-12
+    return differences(ours, theirs, [query, key, value, sinks])
 
 
 def attention_rows(lengths, ranks: int, rank: int) -> torch.Tensor:
@@ -128,7 +155,7 @@ def test_sinks_by_the_normalizer_of_the_kernel(window, monkeypatch):
 
     kernels = SimpleNamespace(_varlen_attn=forward, _varlen_attn_backward=backward)
     monkeypatch.setattr(attention.torch.ops, "torch_attn", kernels)
-    ours = VarlenWithSinks.apply(query, key, value, sinks, packing(), 0.3, window)
+    ours = VarlenWithSinks.apply(query, key, value, sinks, KernelSpans.of(packing()), 0.3, window)
     theirs = attend(query, key, value, packing(), kind, sinks)
     assert differences(ours, theirs, [query, key, value, sinks]) < 2e-5
 

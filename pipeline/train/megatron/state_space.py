@@ -28,9 +28,9 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from typing_extensions import override
 
 from pipeline.models.mixers import StateSpace
-from pipeline.train.context_parallel import ExchangeRows, sequence_order
+from pipeline.train.context_parallel import ExchangeRows
 from pipeline.train.megatron.local_modules import PackedSequences, module_device
-from pipeline.train.packing import Packing
+from pipeline.train.packing import Packing, sequence_order
 
 
 def token_positions(packing: Packing) -> torch.Tensor:
