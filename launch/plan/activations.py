@@ -70,7 +70,7 @@ class RankMicrobatch:
     expert_tensor: int = 1
     experts: int = 1  # number of experts on this rank
     context: int = 1  # context-parallel ranks, whose keys and values attention gathers (FSDP2)
-    token_split: int = 1  # ranks that divide the tokens before their experts (FSDP2 with expert parallelism)
+    token_split: int = 1  # ranks that divide the tokens before their experts (FSDP2 with tensor parallelism)
 
     @property
     def keys(self) -> float:

@@ -54,7 +54,7 @@ class FSDPMemory:
         return (self.model.table + self.model.output) / self.layout.tensor + self.model.shape.hidden
 
     def layer(self, sparse: bool) -> float:
-        """Return the parameters of one layer after tensor parallelism. sparse: the layer is a mixture of experts."""
+        """Return the parameters of one layer after tensor and expert parallelism. sparse: it is a mixture of experts."""
         return self._dense(sparse) + (self._experts if sparse else 0.0)
 
     def _dense(self, sparse: bool) -> float:
@@ -70,17 +70,17 @@ class FSDPMemory:
 
     @property
     def _experts(self) -> float:
-        """Return the parameters of a layer's routed experts after expert or tensor parallelism."""
-        return self._routed / self.layout.experts_divided
+        """Return the parameters of a layer's routed experts after expert parallelism, padded as they are gathered."""
+        return self.layout.gathered_experts(self.model.shape) / max(1, self.model.shape.sparse_layers)
 
     @property
     def largest(self) -> float:
-        """Return the parameters of the largest layer after tensor parallelism."""
+        """Return the parameters of the largest layer after tensor and expert parallelism."""
         return max(self.layer(sparse) for sparse in self._counts)
 
     @property
     def parameters(self) -> float:
-        """Return the parameters that this rank holds."""
+        """Return the parameters that a rank holds, the first one: the last ones may have fewer experts."""
         layers = sum(count * self._dense(sparse) for sparse, count in self._counts.items())
         experts = self.model.shape.sparse_layers * self._experts / self.layout.expert_shard
         return (self.root + layers) / self.layout.shard + experts
@@ -176,16 +176,14 @@ class FSDPMemory:
     def _passage(self, tokens: float) -> RankMicrobatch:
         layout = self.layout
         sequence = layout.tensor if layout.sequence else 1
-        copies = layout.tensor if layout.expert > 1 else 1
         return RankMicrobatch(
             tokens,
             self.model.size,
             self.cuda,
             layout.tensor,
             sequence,
-            layout.expert_tensor,
             context=layout.context,
-            token_split=copies,
+            token_split=layout.tensor,
         )
 
     def _activations(self, sparse: bool, tokens: float) -> LayerActivations:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 from launch.model_shape import ModelShape
@@ -36,13 +37,17 @@ class Parallelism:
 
     @property
     def expert_shard(self) -> int:
-        """Return over how many ranks FSDP2 shards the routed experts of a rank."""
-        return max(1, self.ranks // (self.expert * self.replicas)) if self.expert > 1 else self.shard
+        """Return over how many ranks FSDP2 shards the routed experts of a rank. Tensor parallelism does not cut experts."""
+        return max(1, self.ranks // (self.expert * self.replicas))
 
-    @property
-    def experts_divided(self) -> int:
-        """Return into how many parts FSDP2 divides routed experts before it shards them: expert or tensor parallelism."""
-        return self.expert if self.expert > 1 else self.tensor
+    def gathered_experts(self, shape: ModelShape) -> float:
+        """Return the parameters of the routed experts of an FSDP2 rank, with the padding that gathers them.
+
+        `fully_shard` cuts experts by their number, so beside each expert more ranks than experts gather padding as large.
+        """
+        count = shape.experts / self.expert
+        padded = math.ceil(count / self.expert_shard) * self.expert_shard / count if count else 1.0
+        return shape.routed / self.expert * padded
 
     @property
     def expert_data(self) -> int:

@@ -183,7 +183,7 @@ def _fsdp_weights(job: Job, microbatches: int, products: list[float], tensor: fl
     shape, layout, links = job.shape, job.layout, job.links
     groups = (  # numbers, ranks that shard them, and how far apart these are
         ((shape.parameters - shape.routed) / layout.tensor, layout.shard, layout.tensor),
-        (shape.routed / layout.experts_divided, layout.expert_shard, layout.experts_divided),
+        (layout.gathered_experts(shape), layout.expert_shard, layout.expert),
     )
     gather, scatter = 0.0, 0.0
     for numbers, size, stride in groups:

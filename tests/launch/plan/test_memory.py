@@ -66,8 +66,21 @@ def test_context_parallelism_of_fsdp_divides_activations_but_not_weights():
 
 def test_expert_parallelism_of_fsdp_shards_over_the_ranks_with_the_same_experts():
     for layout in (Parallelism(16, 2, expert_tensor=2), Parallelism(16, 2, expert=4), Parallelism(16, expert=16)):
-        assert layout.experts_divided * layout.expert_shard == layout.tensor * layout.shard == 16
+        assert layout.expert * layout.expert_shard == layout.tensor * layout.shard == 16
     assert Parallelism(16, 2, context=2, replicas=2).data == 4 and Parallelism(16, 2, context=2, replicas=2).shard == 4
+
+
+def test_more_ranks_than_experts_gather_padding():
+    assert QWEN_MIXTURE.experts == 128
+    for layout, times in ((Parallelism(64), 1), (Parallelism(256, 4), 2), (Parallelism(256, expert=2), 2)):
+        assert layout.gathered_experts(QWEN_MIXTURE) == times * QWEN_MIXTURE.routed / layout.expert
+
+
+def test_tensor_parallelism_of_fsdp_gathers_whole_experts():
+    key = "policy.dtensor_cfg"
+    one, two = (trained(f"{key}.tensor_parallel_size={size}", of=QWEN_MIXTURE).parts for size in (1, 2))
+    layer = 2 * QWEN_MIXTURE.routed / QWEN_MIXTURE.sparse_layers
+    assert two["buffers"] > 3 * layer and two["weights"] == pytest.approx(one["weights"], rel=1e-3)
 
 
 def test_megatron_replicates_weights_and_gradients_and_shards_the_rest():
