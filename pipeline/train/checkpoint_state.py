@@ -45,9 +45,10 @@ def entries(prefix: str, tensor: torch.Tensor, pieces: list[Piece], shapes: Mapp
 def optimizer_entries(
     optimizer: torch.optim.Optimizer, pieces: Mapping[torch.Tensor, list[Piece]], shapes: Mapping[str, Shape]
 ) -> Iterator[Entry]:
-    """Yield the optimizer's state as `optimizer.<state>.<name on disk>`: cut like the parameter's weights, or a scalar.
+    """Yield the optimizer's state of the parameters in `pieces` as `optimizer.<state>.<name on disk>`.
 
-    A scalar belongs to the parameter in memory, so it occurs once, under the name of the parameter's first tensor on disk.
+    It is cut like the parameter's weights, or a scalar. A scalar belongs to the parameter in memory, so it occurs once, under
+    the name of the parameter's first tensor on disk.
     Raises RecipeError for an optimizer with other state.
     """
     for parameter, state in optimizer.state.items():
@@ -57,6 +58,8 @@ def optimizer_entries(
             if not isinstance(value, torch.Tensor) or (value.shape != parameter.shape and value.dim()):
                 message = f"the state '{key}' of {type(optimizer).__name__} is neither shaped like the parameter nor a scalar"
                 raise RecipeError(Problem("policy.optimizer.name", "unsupported", message))
+            if parameter not in pieces:
+                continue
             if value.shape == parameter.shape:
                 yield from entries(f"optimizer.{key}", value, pieces[parameter], shapes)
             else:

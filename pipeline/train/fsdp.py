@@ -40,7 +40,7 @@ from pipeline.train.offload import Offload
 from pipeline.train.optimizer import LRSchedule, build_optimizer
 from pipeline.train.outputs import reduce_outputs
 from pipeline.train.packing import check_batch
-from pipeline.train.shards import Entry, Shards, collect_shards, gather_full, local, local_box, read_shards
+from pipeline.train.shards import Entry, Shards, collect_shards, gather_full, is_first_holder, local, local_box, read_shards
 from pipeline.types import LossOutput, Outputs, PackedBatch, StepResult
 
 
@@ -303,11 +303,13 @@ class FSDPBackend(TrainBackend):
         return collect_shards(self._entries(), record, copy)
 
     def _entries(self) -> Iterator[Entry]:
-        """Yield this rank's part of a checkpoint."""
-        shapes = self._saved_shapes()
-        for prefix, parameter, pieces in self._saved():
+        """Yield this rank's part of a checkpoint, without what an earlier rank holds too."""
+        shapes, rank = self._saved_shapes(), self._group.rank()
+        own = [saved for saved in self._saved() if is_first_holder(saved[1], rank)]
+        for prefix, parameter, pieces in own:
             yield from checkpoint_state.entries(prefix, parameter, pieces, shapes)
-        yield from checkpoint_state.optimizer_entries(self._optimizer, self._pieces(), shapes)
+        held = {parameter: pieces for _, parameter, pieces in own}
+        yield from checkpoint_state.optimizer_entries(self._optimizer, held, shapes)
         for name, tensor in checkpoint_state.random_tensors(self.device, self._group.rank()).items():
             yield name, tuple(tensor.shape), whole(tuple(tensor.shape)), tensor
 

@@ -7,9 +7,8 @@ from collections.abc import Mapping
 
 import torch
 import torch.distributed as dist
-from torch.distributed.tensor import DTensor, Replicate
 
-from pipeline.train.shards import local
+from pipeline.train.shards import is_first_holder, local
 
 
 class Gradients:
@@ -50,20 +49,12 @@ class Gradients:
 
     def _squared_norm(self) -> torch.Tensor:
         """Return this rank's share of the squared norm, [] float64."""
-        counted = [g for name, g in self.local().items() if g.numel() and self._counts(self._trained[name])]
+        rank = self._group.rank()
+        counted = [g for name, g in self.local().items() if g.numel() and is_first_holder(self._trained[name], rank)]
         if not counted:
             return torch.zeros((), dtype=torch.float64, device=self._device)
         norms = torch._foreach_norm(counted)  # pyright: ignore[reportPrivateImportUsage] - torch has no public name for it
         return torch.stack(norms).double().square().sum().to(self._device)
-
-    def _counts(self, parameter: torch.nn.Parameter) -> bool:
-        """Return whether this rank is the first of those that hold the same part of the parameter."""
-        if not isinstance(parameter, DTensor):
-            return self._group.rank() == 0
-        mesh = parameter.device_mesh
-        replicated = [dim for dim, placement in enumerate(parameter.placements) if isinstance(placement, Replicate)]
-        # A mesh may have only some of the component's ranks; the other ranks then have meshes with the same parts.
-        return 0 in mesh.mesh.flatten().tolist() and all(mesh.get_local_rank(dim) == 0 for dim in replicated)
 
     def clip(self, norm: float, limit: float | None) -> None:
         """Scale the gradients, of this norm, to the limit if they are above it."""

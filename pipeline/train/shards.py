@@ -2,7 +2,7 @@
 
 A rank writes its boxes to `train-rank00000.safetensors` with a JSON index next to it. It reads the boxes that it needs from all
 ranks' files, so a checkpoint loads with any layout. In a Hugging Face checkpoint every box is a whole tensor. Nothing is
-pickled. If several ranks pass the same box (replicas), each of them writes it.
+pickled. Of several ranks with the same box (replicas), the first passes it; if more do, each of them writes it.
 """
 
 from __future__ import annotations
@@ -46,6 +46,16 @@ def local(tensor: torch.Tensor) -> torch.Tensor:
     """Return this rank's part of a tensor, without a graph and without a copy."""
     tensor = tensor.detach()
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def is_first_holder(tensor: torch.Tensor, rank: int) -> bool:
+    """Return whether this rank, of this number in the train component, is the first of those that hold the same part."""
+    if not isinstance(tensor, DTensor):
+        return rank == 0
+    mesh = tensor.device_mesh
+    replicated = [dim for dim, placement in enumerate(tensor.placements) if isinstance(placement, Replicate)]
+    # A mesh may have only some of the component's ranks; the other ranks then have meshes with the same parts.
+    return 0 in mesh.mesh.flatten().tolist() and all(mesh.get_local_rank(dim) == 0 for dim in replicated)
 
 
 def gather_full(tensor: torch.Tensor, part: torch.Tensor) -> torch.Tensor:

@@ -255,8 +255,18 @@ def check_save_and_load(
         assert metrics == expected[0]
         assert torch.equal(drawn, expected[1])
         assert all(torch.equal(a, b) for a, b in zip(parameters, expected[2], strict=True))
+    dist.barrier()
     if dist.get_rank() == 0:
+        check_written_once(saved)
         (saved / "after.json").write_text(json.dumps(metrics))
+
+
+def check_written_once(folder: Path) -> None:
+    """Check that no two ranks wrote the same part of a tensor. Each writes its own counts of steps."""
+    records = [json.loads(path.read_text())["tensors"] for path in folder.glob("train-rank*.json")]
+    parts = [entry for record in records for entry in record.values() if entry["size"] and 0 not in entry["size"]]
+    boxes = [(entry["name"], *entry["offset"]) for entry in parts]
+    assert len(boxes) == len(set(boxes)) > 0
 
 
 def saved_by(layout: Layout, family: str) -> str:
