@@ -308,7 +308,7 @@ class FSDPBackend(TrainBackend):
         own = [saved for saved in self._saved() if is_first_holder(saved[1], rank)]
         for prefix, parameter, pieces in own:
             yield from checkpoint_state.entries(prefix, parameter, pieces, shapes)
-        held = {parameter: pieces for _, parameter, pieces in own}
+        held: dict[torch.Tensor, list[Piece]] = {parameter: pieces for _, parameter, pieces in own}
         yield from checkpoint_state.optimizer_entries(self._optimizer, held, shapes)
         for name, tensor in checkpoint_state.random_tensors(self.device, self._group.rank()).items():
             yield name, tuple(tensor.shape), whole(tuple(tensor.shape)), tensor
