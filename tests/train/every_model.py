@@ -14,6 +14,7 @@ import sys
 import tempfile
 from collections import Counter
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -40,13 +41,54 @@ COUNTS = {
     **dict.fromkeys(("num_experts_per_tok", "num_experts_per_token", "moe_k", "moe_topk"), 2),
     **dict.fromkeys(("n_group", "topk_group", "n_shared_experts"), 1),
     **dict.fromkeys(("q_lora_rank", "kv_lora_rank"), 16),
-    **dict.fromkeys(("qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"), 8),
+    **dict.fromkeys(("qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim", "rotary_dim"), 8),
     **dict.fromkeys(("mamba_n_heads", "mamba_num_heads", "linear_num_value_heads"), 4),
     **dict.fromkeys(("mamba_d_head", "mamba_head_dim"), 16),
     **dict.fromkeys(("mamba_d_state", "ssm_state_size", "state_size", "linear_key_head_dim", "linear_value_head_dim"), 8),
     **dict.fromkeys(("mamba_n_groups", "n_groups", "linear_num_key_heads"), 2),
     **dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"), None),
     "is_decoder": True,
+}
+LATENT = {"num_key_value_heads": 4, "head_dim": 8}  # latent attention: heads of positions, and as many keys as queries
+MAMBA = {"num_hidden_layers": 2, "hidden_size": 32, "intermediate_size": 64, "state_size": 8, "time_step_rank": 4}
+HEADS = {"mamba_n_heads": 4, "mamba_d_head": 16, "mamba_d_state": 8, "mamba_n_groups": 2, "mamba_chunk_size": 4}
+TOKENS = {"bos_token_id": 0, "eos_token_id": 1, "pad_token_id": 2}  # for models that need them; eager gives padding no gradient
+OWN: dict[str, dict[str, Any]] = {  # keys that a family needs besides, or (None) that it must not get
+    **dict.fromkeys(
+        ("axk1", "axk2", "deepseek_v2", "deepseek_v3", "deepseek_v32", "kimi_linear", "longcat_flash", "minicpm3", "youtu"),
+        LATENT,
+    ),
+    "falcon": {"head_dim": None, "num_kv_heads": 4, "new_decoder_architecture": False, "alibi": False},
+    "falcon_mamba": MAMBA,
+    "mamba": MAMBA,
+    "mamba2": {**MAMBA, "num_heads": 4, "head_dim": 16, "n_groups": 2, "chunk_size": 4},
+    "jamba": {
+        "attn_layer_period": 2,
+        "attn_layer_offset": 1,
+        "num_experts": 2,
+        "mamba_d_state": 8,
+        "use_mamba_kernels": False,
+    },
+    "granitemoehybrid": {
+        **HEADS,
+        "layer_types": ["linear_attention", "full_attention"],
+        "num_local_experts": 4,
+        "num_experts_per_tok": 2,
+        "shared_intermediate_size": 24,
+    },
+    "cwm": TOKENS | {"layer_types": ["sliding_attention", "full_attention"]},
+    "modernbert-decoder": TOKENS,
+    **dict.fromkeys(
+        ("camembert", "data2vec-text", "roberta", "roberta-prelayernorm", "xlm-roberta", "xlm-roberta-xl", "xmod"), TOKENS
+    ),
+    **{name: {"pad_token_id": 2, "head_dim": 8} for name in ("hunyuan_v1_dense", "hunyuan_v1_moe", "ministral")},
+    "lfm2_moe": {"layer_types": ["conv", "full_attention"], "num_dense_layers": 1},
+    "codegen": {"rotary_dim": 8},
+    "gptj": {"rotary_dim": 8},
+    "gpt_neo": {"attention_types": [[["global", "local"], 1]], "num_layers": 2},
+    "nemotron": {"num_key_value_heads": 2, "head_dim": 8},
+    "zaya": {"num_experts_per_tok": 1},
+    "xmod": TOKENS | {"languages": ["en_XX"], "default_language": "en_XX"},
 }
 
 
@@ -60,7 +102,14 @@ def tiny(model_type: str) -> PreTrainedConfig:
         kinds = list(dict.fromkeys(default.layer_types))
         layers = max(2, len(kinds))
         known |= {"layer_types": (kinds * layers)[:layers], "num_hidden_layers": layers}
-    return type(default)(**known)
+    known |= OWN.get(model_type, {})
+    settable = {name: value for name, value in known.items() if value is not None or name.endswith("_token_id")}
+    return type(default)(**{name: value for name, value in settable.items() if not _derived(type(default), name)})
+
+
+def _derived(config: type[PreTrainedConfig], name: str) -> bool:
+    """Return whether a key is a property that the configuration computes."""
+    return isinstance(found := getattr(config, name, None), property) and found.fset is None
 
 
 def tried(model_type: str, folder: Path) -> tuple[str, str]:
