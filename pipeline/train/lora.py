@@ -26,9 +26,7 @@ from pipeline.train.adapters import arithmetic, spec
 from pipeline.train.adapters.arithmetic import KEY
 from pipeline.train.adapters.linear import AdaptedLinear, AdapterSwitch
 from pipeline.train.adapters.spec import AdapterSpec
-from pipeline.train.shards import BoxReader, gather_full, local, local_box
-
-PREFIX = "adapter."  # of the adapters' tensors in a checkpoint
+from pipeline.train.shards import gather_full, local, local_box
 
 
 @dataclass(frozen=True)
@@ -212,27 +210,3 @@ def check_record(folder: Path, theirs: Mapping[str, Any] | None, ours: Mapping[s
         changes = ", ".join(f"{k} {old.get(k)} -> {new.get(k)}" for k in old | new if old.get(k) != new.get(k))
         message = f"{folder} was saved with other adapters, or for weights of another random seed: {changes}"
         raise RecipeError(Problem(KEY, "contradiction", message))
-
-
-def saved_spec(record: Mapping[str, Any]) -> AdapterSpec:
-    """Return the options of a checkpoint's adapters. record: the checkpoint's. Those of training alone are the defaults."""
-    names = ("dim", "alpha", "use_dora", "use_rslora")
-    return AdapterSpec.of(LoRAConfig(True, **{name: record[name] for name in names if name in record}))
-
-
-def adapted_weights(reader: BoxReader) -> dict[str, tuple[int, ...]]:
-    """Return {weight on disk: shape} of the weights for which a checkpoint has adapters."""
-    found = {}
-    for name, (_, columns) in ((n, shape) for n, shape in reader.shapes.items() if n.startswith(PREFIX) and n.endswith(spec.A)):
-        layer = name.removeprefix(PREFIX).removesuffix(spec.A)
-        rows, _ = reader.shapes[PREFIX + layer + spec.B]
-        found[f"{layer}.weight"] = (rows, columns)
-    return found
-
-
-def merged_weight(name: str, weight: torch.Tensor, reader: BoxReader, record: Mapping[str, Any]) -> torch.Tensor:
-    """Merge a whole weight with its adapter from a checkpoint. record: the checkpoint's."""
-    options = saved_spec(record)
-    shapes = options.shapes(name.removesuffix(".weight"), *weight.shape)
-    a, b, *magnitude = [reader.read(PREFIX + stored, whole(shape)) for stored, shape in shapes.items()]
-    return arithmetic.merge(weight, a, b, options.scale, magnitude[0] if options.dora else None)

@@ -9,9 +9,9 @@ import torch
 
 from pipeline.boxes import whole
 from pipeline.config import PolicyConfig, Problem, RecipeError
-from pipeline.models.hugging_face import checkpoint_shapes, model_config
+from pipeline.models.hugging_face import checkpoint_shapes, meta_model, model_config
 from pipeline.models.precision import served_dtype
-from pipeline.train import lora
+from pipeline.train.adapters.saved import SavedAdapters
 from pipeline.train.initial_weights import initial_weights
 from pipeline.train.shards import read_shards
 from pipeline.types import Head
@@ -40,23 +40,23 @@ def checkpoint_weights(checkpoint: Path, policy: PolicyConfig, head: Head = "log
     config = model_config(policy, head)
     shapes, _ = checkpoint_shapes(config, head)
     stored = {name.removeprefix("model."): shape for name, shape in reader.shapes.items() if name.startswith("model.")}
-    adapted = lora.adapted_weights(reader)
+    record = records[0].get("lora")
+    adapters = SavedAdapters(reader, record, meta_model(config, head)) if record else None
+    adapted = adapters.weights(shapes) if adapters else {}
     held = stored | adapted
-    expected = {name: shapes.get(name) for name in held} if adapted else shapes  # other weights are policy.model_name's
+    expected = {name: shapes.get(name) for name in held} if adapters else shapes  # other weights are policy.model_name's
     if held != expected:
         wrong = sorted(name for name in held.keys() | expected.keys() if held.get(name) != expected.get(name))
         message = f"{checkpoint} is of another model; these tensors differ: {wrong[:4]} ({len(wrong)})"
         raise RecipeError(Problem("policy.model_name", "contradiction", message))
-    if adapted:
-        record = records[0]["lora"]
-        base = initial_weights(policy, config, record["random_seed"] or 0, head)
+    base = initial_weights(policy, config, record["random_seed"] or 0, head) if record else None
 
     def weight(name: str) -> torch.Tensor:
         box, dtype = whole(shapes[name]), _dtype(name, policy)
-        if name in stored:
+        if name in stored or base is None or adapters is None:
             return reader.read(f"model.{name}", box).to(dtype)
         unmerged = base(name, box).to(dtype)
-        return lora.merged_weight(name, unmerged, reader, record) if name in adapted else unmerged
+        return adapters.merged(name, unmerged) if name in adapted else unmerged
 
     return ((name, weight(name)) for name in shapes)
 

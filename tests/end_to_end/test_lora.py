@@ -1,4 +1,4 @@
-"""Whole GRPO runs that train adapters: cut by tensor parallelism, and served by vLLM's own LoRA, against one rank."""
+"""Whole GRPO runs that train adapters: every kind of layout against one rank, Megatron-Core against FSDP2, vLLM's own LoRA."""
 
 import functools
 
@@ -7,64 +7,108 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from pipeline.metrics import read_rollouts
-from tests.end_to_end.runs import LOCAL, submit
-from tests.end_to_end.test_megatron import CONFIGS, FIVE_STEPS, KEYS, of
+from tests.end_to_end.runs import LOCAL, Run, submit
+from tests.end_to_end.test_megatron import CONFIGS, FIVE_STEPS, KEYS, megatron, of
 
 pytestmark = pytest.mark.full
 LORA = "policy.dtensor_cfg.lora_cfg"
-ADAPTED = ("policy.dtensor_cfg.enabled=true", f"{LORA}.enabled=true", f"{LORA}.dim=4", f"{LORA}.alpha=8")
+OPTIONS = ("dim=4", "alpha=8")
+FSDP = ("policy.dtensor_cfg.enabled=true", *(f"{LORA}.{one}" for one in ("enabled=true", *OPTIONS)))
 FASTER = ("policy.optimizer.kwargs.lr=0.02",)  # so that adapters change what is sampled
-VLLM = ("policy.generation.backend=vllm", "cluster.timeouts.silence=200")
+SERVED = ("policy.generation.backend=vllm", "cluster.timeouts.silence=300")
+PATIENT = ("cluster.timeouts.silence=300",)
 
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory):
-    """Return a function of overrides -> the run of five steps."""
+    """Return a function of (model, overrides) -> the run of five steps."""
     folder = tmp_path_factory.mktemp("runs")
-    torch.manual_seed(5)
-    AutoModelForCausalLM.from_config(CONFIGS["dense"], dtype=torch.float32).save_pretrained(folder / "dense")
+    for name, config in CONFIGS.items():
+        torch.manual_seed(5)
+        AutoModelForCausalLM.from_config(config, dtype=torch.float32).save_pretrained(folder / name)
+    env = {"HETSTEP_MEGATRON_CHECKPOINT_DIR": str(folder / "conversions")}
 
     @functools.cache
-    def run(*keys: str):
+    def run(model: str, *keys: str) -> Run:
         place = folder / str(len(list(folder.iterdir())))
-        done = submit(place, *LOCAL, *FIVE_STEPS, *of(folder / "dense"), *ADAPTED, *FASTER, *keys, timeout=500)
+        done = submit(place, *LOCAL, *FIVE_STEPS, *of(folder / model), *PATIENT, *FASTER, *keys, env=env, timeout=580)
         assert done.status == 0, done.output
         return done
 
     return run
 
 
-def samples(run) -> list:
+def samples(run: Run) -> list:
     records = [record for path in sorted(run.folder.glob("rollouts/step_*.jsonl")) for record in read_rollouts(path)]
     return [(record["prompt_index"], record["sample"], record["completion_tokens"]) for record in records]
 
 
+def assert_equal(found: Run, expected: Run) -> None:
+    """Assert equal losses, and the same samples in every step; print the largest difference."""
+    assert len(found.metrics()) == 5
+    pairs = list(zip(found.metrics(), expected.metrics(), strict=True))
+    worst = max(abs(line["train/loss"] - other["train/loss"]) for line, other in pairs)
+    norm = max(abs(line["train/grad_norm"] / other["train/grad_norm"] - 1) for line, other in pairs)
+    same = samples(found) == samples(expected)
+    print(f"loss within {worst:.1e}, gradient's norm within {norm:.1e} of it, samples equal: {same}")
+    assert worst < 1e-6
+    assert norm < 1e-4
+    assert same
+    assert len({tuple(tokens) for _, _, tokens in samples(found)}) > 40  # of 80
+
+
+def dtensor(**keys) -> tuple[str, ...]:
+    return tuple(f"policy.dtensor_cfg.{key}={value}" for key, value in keys.items())
+
+
 ONE = ("cluster.train.ranks_per_node=1",)
+FOUR = ("cluster.train.ranks_per_node=4",)
+LAYOUTS = {
+    "tp2": ("dense", dtensor(tensor_parallel_size=2)),
+    "cp2": ("dense", dtensor(context_parallel_size=2)),
+    "tp2-sp": ("dense", dtensor(tensor_parallel_size=2, sequence_parallel="true")),
+    "hsdp": ("dense", (*FOUR, *dtensor(data_parallel_replicate_size=2))),
+    "tp2-cp2": ("dense", (*FOUR, *dtensor(tensor_parallel_size=2, context_parallel_size=2))),
+    "ep2": ("mixture", dtensor(expert_parallel_size=2)),
+}
+QUICK = ("tp2",)
+# Experts that are bare parameters have no adapters.
+ATTENTION = (f"{LORA}.match_all_linear=false", f"{LORA}.target_modules=[q_proj,k_proj,v_proj,o_proj]")
+OF = {"dense": (), "mixture": ATTENTION}
 
 
-@pytest.mark.parametrize(
-    "keys",
-    [
-        ("policy.dtensor_cfg.tensor_parallel_size=2",),
-        pytest.param(("policy.dtensor_cfg.context_parallel_size=2",), marks=pytest.mark.long),
-        pytest.param(("policy.dtensor_cfg.data_parallel_replicate_size=2",), marks=pytest.mark.long),
-    ],
-    ids=["tp2", "cp2", "hsdp2"],
-)
-def test_a_layout_equals_one_rank(trained, keys):
-    expected, found = trained(*ONE), trained(*keys)
-    for line, other in zip(found.metrics(), expected.metrics(), strict=True):
-        assert abs(line["train/loss"] - other["train/loss"]) < 1e-6
-        assert abs(line["train/grad_norm"] / other["train/grad_norm"] - 1) < 1e-4
-    assert samples(found) == samples(expected)
-    assert len(samples(found)) > 0
+@pytest.mark.parametrize("layout", [pytest.param(n, marks=[] if n in QUICK else pytest.mark.long) for n in LAYOUTS])
+def test_a_layout_equals_one_rank(trained, layout):
+    model, keys = LAYOUTS[layout]
+    assert_equal(trained(model, *FSDP, *OF[model], *keys), trained(model, *FSDP, *OF[model], *ONE))
+
+
+# An A for each layer that transformers has, as FSDP2's adapters have it.
+OWN = ("linear_q", "linear_k", "linear_v", "linear_proj")
+TARGETS = {"dense": (*OWN, "linear_fc1_gate", "linear_fc1_up", "linear_fc2"), "mixture": OWN}
+MEGATRON = {
+    "tp2-sp": ("dense", megatron(tensor_model_parallel_size=2, sequence_parallel="true")),
+    "pp2": ("dense", megatron(pipeline_model_parallel_size=2)),
+    "cp2": ("dense", megatron(context_parallel_size=2)),
+    "ep2": ("mixture", megatron(expert_model_parallel_size=2)),
+}
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("layout", MEGATRON)
+def test_megatron_equals_fsdp2(trained, layout):
+    model, keys = MEGATRON[layout]
+    peft = [
+        f"policy.megatron_cfg.peft.{one}" for one in ("enabled=true", *OPTIONS, f"target_modules=[{','.join(TARGETS[model])}]")
+    ]
+    assert_equal(trained(model, *keys, *peft), trained(model, *FSDP, *OF[model], *ONE))
 
 
 def test_vllm_serves_adapters_as_merged_weights(trained):
     """Check an engine of two ranks that gets adapters against merged weights."""
-    engine = (*VLLM, "policy.generation.vllm_cfg.tensor_parallel_size=2")
-    merged = trained(*VLLM)
-    adapters = trained(*engine, "policy.generation.lora_refit=adapter")
+    engine = (*SERVED, "policy.generation.vllm_cfg.tensor_parallel_size=2")
+    merged = trained("dense", *FSDP, *SERVED)
+    adapters = trained("dense", *FSDP, *engine, "policy.generation.lora_refit=adapter")
     for line, other in zip(adapters.metrics(), merged.metrics(), strict=True):
         for key in KEYS:
             assert line[key] == pytest.approx(other[key], rel=1e-4, abs=1e-6), (line["step"], key)

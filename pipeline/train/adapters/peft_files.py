@@ -2,50 +2,56 @@
 
 from __future__ import annotations
 
+import copy
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
 
 from pipeline.boxes import whole
 from pipeline.config import PolicyConfig, Problem, RecipeError
 from pipeline.models.hugging_face import SCORE, checkpoint_shapes, layout, meta_model, model_config
 from pipeline.storage import StorageError, sync
-from pipeline.train import lora
-from pipeline.train.adapters.spec import A, AdapterSpec, layer_of
+from pipeline.train.adapters.experts import ExpertParameter, parameter_of, stack_for_peft
+from pipeline.train.adapters.saved import SavedAdapters
+from pipeline.train.adapters.spec import A, B
 from pipeline.train.shards import read_shards, write_tensors
 from pipeline.types import Head
 
+if TYPE_CHECKING:
+    from peft import LoraConfig
+
 ROOT = "base_model.model."  # peft's prefix of the names of the model's modules
+_OF_EXPERTS = ("gate", "gate_proj", "up_proj", "down_proj", "w1", "w2", "w3")
 
 
 def export_adapters(checkpoint: Path, policy: PolicyConfig, folder: Path, head: Head = "logprobs") -> None:
     """Write adapter_config.json and adapter_model.safetensors, in float32, to `folder`.
 
-    Any backend may have saved the checkpoint, with any layout. A value head is one of peft's `modules_to_save`. Files are first
-    written next to the folder, so it is always complete. Raises RecipeError if the checkpoint has no adapters, or they are not
-    of policy.model_name, or the base is random; StorageError if the files cannot be written.
+    Any backend may have saved the checkpoint, with any layout. A value head is one of peft's `modules_to_save`, and experts are
+    its `target_parameters`. Files are first written next to the folder, so it is always complete. Raises RecipeError if the
+    checkpoint has no adapters, they are not of policy.model_name, peft cannot have them, or the base is random; StorageError if
+    the files cannot be written.
     """
     reader, records = read_shards(checkpoint)
-    tensors = {
-        name.removeprefix(lora.PREFIX): reader.read(name, whole(shape))
-        for name, shape in reader.shapes.items()
-        if name.startswith(lora.PREFIX)
-    }
-    if not tensors:
+    record = records[0].get("lora")
+    if not record:
         raise RecipeError(Problem("adapter", "contradiction", f"got true, but {checkpoint} has no adapters. Try without it"))
     if policy.random_init:
         message = "got true for a run whose base has random weights, which no file holds. Try without it: merged weights"
         raise RecipeError(Problem("adapter", "contradiction", message))
-    modules = _modules(policy, head)
+    saved = SavedAdapters(reader, record, meta_model(model_config(policy, head), head))
     shapes, _ = checkpoint_shapes(model_config(policy, head), head)
-    adapted = lora.adapted_weights(reader)
-    if wrong := sorted(name for name, shape in adapted.items() if shapes.get(name) != shape):
+    if wrong := sorted(name for name, shape in saved.weights(shapes).items() if shapes.get(name) != shape):
         message = f"{checkpoint} is of another model; these tensors differ: {wrong[:4]} ({len(wrong)})"
         raise RecipeError(Problem("policy.model_name", "contradiction", message))
-    files = {ROOT + modules[layer] + name.removeprefix(layer): t for name, t in tensors.items() if (layer := layer_of(name))}
+    modules = _modules(policy, head)
+    config = _config(saved, policy, modules, head)
+    files = _linear(saved, modules) | _stacked(saved, config, policy, head)
     if head == "values":
         files[ROOT + SCORE] = reader.read(f"model.{SCORE}", whole(reader.shapes[f"model.{SCORE}"]))
-    targets = [modules[name.removesuffix(A)] for name in tensors if name.endswith(A)]
     partial = folder.with_name(f".{folder.name}.partial")
     if partial.exists():  # an earlier attempt was killed
         shutil.rmtree(partial)
@@ -54,7 +60,9 @@ def export_adapters(checkpoint: Path, policy: PolicyConfig, folder: Path, head: 
         write_tensors(
             {name: tensor.float().contiguous() for name, tensor in files.items()}, partial / "adapter_model.safetensors"
         )
-        _write_config(lora.saved_spec(records[0]["lora"]), policy, partial, _shortest(targets, modules), head)
+        config.save_pretrained(str(partial))
+        for path in partial.iterdir():
+            sync(path)
     except OSError as error:
         shutil.rmtree(partial, ignore_errors=True)
         raise StorageError(f"writing the adapters to {folder} failed: {error}") from error
@@ -76,20 +84,84 @@ def _shortest(targets: list[str], modules: Mapping[str, str]) -> list[str]:
     return sorted(ends if matched == set(targets) else targets)
 
 
-def _write_config(spec: AdapterSpec, policy: PolicyConfig, folder: Path, targets: list[str], head: Head) -> None:
+def _config(saved: SavedAdapters, policy: PolicyConfig, modules: Mapping[str, str], head: Head) -> LoraConfig:
+    """Return peft's description of the adapters. Raises RecipeError if peft cannot have them."""
     from peft import LoraConfig
 
-    config = LoraConfig(
+    experts = saved.of_experts()
+    linear = [layer for layer in saved.layers if not _is_of(layer, experts)]
+    if unknown := sorted(layer for layer in linear if layer not in modules):
+        message = (
+            f"got true for {unknown[0]} and {len(unknown) - 1} other layers with an A of their own, which transformers keeps in"
+            " one parameter with others, so peft has one A for all. Try without it: merged weights"
+        )
+        raise RecipeError(Problem("adapter", "unsupported", message))
+    if saved.spec.dora and experts:
+        message = "got true for experts with DoRA, which peft does not have for them. Try without it: merged weights"
+        raise RecipeError(Problem("adapter", "unsupported", message))
+    # In a mixture of experts peft takes these names for those of experts, which once were layers.
+    names = {modules[layer] for layer in linear}
+    confused = {name for name in names if saved.mixture and name.rpartition(".")[2] in _OF_EXPERTS}
+    if saved.spec.dora and confused:
+        message = (
+            f"got true for DoRA of {min(confused)}, whose name peft takes for that of experts. Try without it: merged weights"
+        )
+        raise RecipeError(Problem("adapter", "unsupported", message))
+    parameters = [*experts, *(f"{name}.weight" for name in confused)]
+    return LoraConfig(
         task_type="CAUSAL_LM" if head == "logprobs" else "SEQ_CLS",
         base_model_name_or_path=policy.model_name,
-        r=spec.dim,
-        lora_alpha=spec.alpha,  # pyright: ignore[reportArgumentType] - peft computes with it
-        target_modules=targets,
+        r=saved.spec.dim,
+        lora_alpha=saved.spec.alpha,  # pyright: ignore[reportArgumentType] - peft computes with it
+        target_modules=_shortest(sorted(names - confused), modules),
+        target_parameters=sorted(parameters) or None,
         modules_to_save=["score"] if head == "values" else None,
-        use_dora=spec.dora,
-        use_rslora=spec.rslora,
+        use_dora=saved.spec.dora,
+        use_rslora=saved.spec.rslora,
         inference_mode=True,
     )
-    config.save_pretrained(str(folder))
-    for path in folder.iterdir():
-        sync(path)
+
+
+def _is_of(layer: str, experts: Mapping[str, ExpertParameter]) -> bool:
+    found = parameter_of(layer)
+    return found is not None and found[0] in experts
+
+
+def _linear(saved: SavedAdapters, modules: Mapping[str, str]) -> dict[str, torch.Tensor]:
+    """Return peft's tensors of the adapters of linear layers, by its names."""
+    return {
+        ROOT + modules[layer] + name.removeprefix(layer): saved.read(name)
+        for layer, shape in saved.layers.items()
+        if layer in modules
+        for name in saved.spec.shapes(layer, *shape)
+    }
+
+
+def _stacked(saved: SavedAdapters, config: LoraConfig, policy: PolicyConfig, head: Head) -> dict[str, torch.Tensor]:
+    """Return peft's tensors of the adapters of experts, by the names of peft's own modules, which it nests."""
+    experts = saved.of_experts()
+    if not experts:
+        return {}
+    from peft import get_peft_model
+    from peft.tuners.lora.layer import ParamWrapper
+
+    with torch.device("meta"):
+        peft = get_peft_model(meta_model(model_config(policy, head), head), copy.copy(config))
+    found = {}
+    for name, module in peft.named_modules():
+        if not isinstance(module, ParamWrapper):
+            continue
+        path = name.removeprefix(ROOT).replace(".base_layer", "")
+        parameter = experts.get(f"{path}.{module.parameter_name}")
+        if parameter is None:
+            continue  # a linear layer
+        a, b = [], []
+        for layer in map(parameter.layer, range(parameter.experts)):
+            own = saved.spec.shapes(layer, parameter.rows, parameter.columns)
+            tensors = [saved.read(one) if layer in saved.layers else torch.zeros(shape) for one, shape in own.items()]
+            a.append(tensors[0])
+            b.append(tensors[1])
+        stacked = stack_for_peft(a, b)
+        found |= {name + suffix: tensor for suffix, tensor in zip((A, B), stacked, strict=True)}
+    assert len(found) == 2 * len(experts), "peft's model has no adapters of some experts"
+    return found

@@ -16,7 +16,8 @@ from pipeline.boxes import Box, Piece, whole
 from pipeline.config import Problem, RecipeError
 from pipeline.models.base import SCORE
 from pipeline.models.recorded_layout import Shape, copy_pieces, flat_boxes, restrict
-from pipeline.train import checkpoint_state, lora
+from pipeline.train import checkpoint_state
+from pipeline.train.adapters.saved import PREFIX
 from pipeline.train.adapters.spec import layer_of
 from pipeline.train.megatron.adapted_stage import StageAdapters
 from pipeline.train.megatron.adapter_targets import KEY
@@ -77,7 +78,7 @@ class SavedState:
 
     def check_tensors(self, folder: Path, reader: BoxReader) -> None:
         """Raise RecipeError unless the checkpoint in `folder` has the tensors that this backend saves."""
-        prefixes = ("model.", lora.PREFIX)
+        prefixes = ("model.", PREFIX)
         held = {n.partition(".")[2]: tuple(s) for n, s in reader.shapes.items() if n.startswith(prefixes)}
         expected = {name: tuple(shape) for name, shape in self.shapes.items()}
         if held != expected:
@@ -99,7 +100,7 @@ class SavedState:
 
 def stored(name: str) -> str:
     """Return the name of a tensor on disk in a checkpoint."""
-    return (lora.PREFIX if layer_of(name) else "model.") + name
+    return (PREFIX if layer_of(name) else "model.") + name
 
 
 def boxes(part: ParameterRange, values: torch.Tensor) -> Iterator[tuple[Box, torch.Tensor]]:

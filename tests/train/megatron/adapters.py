@@ -14,13 +14,15 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from peft import PeftModel
 from safetensors.torch import load_file, save_file
-from transformers import AutoConfig
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from pipeline.boxes import whole
 from pipeline.config import MegatronLoRAConfig
 from pipeline.models.hugging_face import meta_model, on_disk
 from pipeline.train.adapters.arithmetic import initial_a
+from pipeline.train.adapters.peft_files import export_adapters
 from pipeline.train.adapters.spec import MAGNITUDE, A, B
 from pipeline.train.base import ModelRole
 from pipeline.train.megatron.backend import MegatronBackend
@@ -234,3 +236,19 @@ def resume(layout: Layout, folder: Path) -> None:
             for key, value in theirs.items():
                 assert abs(ours[key] - value) <= 1e-5 * max(abs(value), 0.01), (family, name, layout.name, key)
         layouts.release()
+
+
+def check_peft_loads(checkpoint: Path, model: Path, weights: dict[str, torch.Tensor], place: Path) -> None:
+    """Compare peft's model with the exported adapters to the merged weights. place: an empty folder."""
+    export_adapters(checkpoint, cases.policy(model), place / "adapter")
+    save_file({name: tensor.contiguous() for name, tensor in weights.items()}, place / "model.safetensors", {"format": "pt"})
+    shutil.copyfile(model / "config.json", place / "config.json")
+    expected = torch.cat(cases.eager(place)[0])
+    base = cases.eager_model(AutoModelForCausalLM, model, torch.float64)
+    peft = PeftModel.from_pretrained(base, place / "adapter", autocast_adapter_dtype=False).double()
+    with torch.no_grad():
+        found = torch.cat(cases.logprobs_and_loss(peft)[0])
+        with peft.disable_adapter():
+            without = torch.cat(cases.logprobs_and_loss(peft)[0])
+    assert (found - expected).abs().max() < 1e-5
+    assert (without - expected).abs().max() > 1e-3

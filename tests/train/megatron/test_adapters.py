@@ -4,10 +4,12 @@ import dataclasses
 import functools
 
 import pytest
+import torch
 import torch.distributed as dist
 from safetensors.torch import load_file
 
 from pipeline.config import MegatronLoRAConfig
+from pipeline.train.adapters.peft_files import export_adapters
 from pipeline.train.saved_weights import checkpoint_weights
 from pipeline.train.shards import read_shards
 from tests.problems import refused
@@ -60,10 +62,31 @@ def test_files_hold_adapters_under_the_names_of_every_projection(saved):
     layers = [f"self_attn.{one}_proj" for one in "qkvo"] + [f"mlp.{one}_proj" for one in ("gate", "up", "down")]
     assert names == {f"adapter.model.layers.{i}.{one}.lora_{x}.weight" for i in range(2) for one in layers for x in "AB"}
     assert records[0]["lora"] == {"dim": 3, "alpha": 7, "random_seed": None}
-    policy = cases.policy(saved / "qwen2")
-    expected = load_file(saved / "adapted" / "qwen2-shared" / "weights.st")
-    for name, tensor in checkpoint_weights(saved / "adapted" / "qwen2-shared", policy):
-        assert (tensor - expected[name]).abs().max() < 1e-6
+
+
+# ---- exports ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("family, name", adapters.SAVED)
+def test_a_checkpoint_is_exported_merged(saved, family, name):
+    place = saved / "adapted" / f"{family}-{name}"
+    expected, base = load_file(place / "weights.st"), load_file(saved / family / "model.safetensors")
+    found = dict(checkpoint_weights(place, cases.policy(saved / family)))
+    assert found.keys() == expected.keys()
+    assert max((found[one] - tensor).abs().max() for one, tensor in expected.items()) < 1e-6
+    changed = {one.split(".")[-2] for one, tensor in found.items() if not torch.equal(tensor, base[one])}
+    assert changed >= {"q_proj", "gate_proj", "up_proj", "down_proj"}
+
+
+@pytest.mark.parametrize("family, name", [one for one in adapters.SAVED if one[1] != "dora"])
+def test_peft_loads_an_exported_adapter(saved, family, name, tmp_path):
+    place = saved / "adapted" / f"{family}-{name}"
+    adapters.check_peft_loads(place, saved / family, load_file(place / "weights.st"), tmp_path)
+
+
+def test_peft_has_no_dora_of_experts(saved, tmp_path):
+    with refused(("adapter", "unsupported")):
+        export_adapters(saved / "adapted" / "qwen3_moe-dora", cases.policy(saved / "qwen3_moe"), tmp_path / "adapter")
 
 
 # ---- errors -------------------------------------------------------------------------------------------------------------
