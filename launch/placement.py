@@ -21,6 +21,7 @@ from launch.executors import selection
 from launch.nodes import groups, hosts, shares_gpus
 from launch.units import plural
 from pipeline import config
+from pipeline.algorithms.ahead import section_of
 from pipeline.config import Loaded, Problem, Recipe, RecipeError, collected, config_tree, hardware, ranks, ranks_per_node
 from pipeline.config.cluster import SHARED
 
@@ -124,5 +125,5 @@ def colocation(recipe: Recipe) -> Changes:
         name = config.reward_environment(recipe)
         changes |= {f"env.{name}.served_by": "train", f"env.{name}.cpu_offload": True}
     if config.runs_ahead(recipe):
-        changes["grpo.async_grpo.enabled"] = False
+        changes[f"{section_of(recipe.algorithm)}.enabled"] = False
     return changes

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from launch.nemo_rl import single_controller
-from launch.nemo_rl.rules import Ignored, Only, Rule, Same, Switch, apply, given, under
+from launch.nemo_rl.rules import Ignored, Only, Rule, Same, apply, given, under
 from launch.nemo_rl.run import SEVERAL_TEACHERS
 from launch.nemo_rl.translator import Translator, shown
 from pipeline.algorithms import OFFLINE
@@ -68,16 +68,26 @@ REWARDED = (
     Ignored("calculate_advantages_on_gpu debug_payload_metrics"),
     Only("deduplicate_multimodal_data", (False, None), "images, sound or video"),
 )
+AHEAD = (
+    Same("enabled max_trajectory_age_steps in_flight_weight_updates recompute_kv_cache_after_weight_updates"),
+    Same("max_generation_failures"),
+)
 GRPO = (
-    Same("async_grpo.enabled async_grpo.max_trajectory_age_steps async_grpo.in_flight_weight_updates"),
-    Same("async_grpo.recompute_kv_cache_after_weight_updates async_grpo.max_generation_failures"),
+    *under("async_grpo", AHEAD),
     Same("normalize_rewards use_leave_one_out_baseline advantage_clip_low advantage_clip_high adv_estimator.name"),
     Same("adv_estimator.normalize_rewards adv_estimator.use_leave_one_out_baseline adv_estimator.minus_baseline"),
     Only("invalid_tool_call_* malformed_thinking_advantage penalize_*", (None, False), REWARD_PENALTIES),
 )
 PPO = (
     Same("ppo_epochs policy_training_start_step adv_estimator.*"),
-    Switch("async_ppo.*", "asynchronous training", "false, which generates with the last step's weights"),
+    *under("async_ppo", AHEAD),
+    Ignored(
+        "async_ppo.warmup_generation_lead_steps",
+        "sampling runs no further ahead while the policy is frozen; the same weights sample for every step",
+    ),
+    Ignored(
+        "async_ppo.drop_incomplete_targets_on_restore", "a checkpoint keeps groups that are in progress, and they are completed"
+    ),
 )
 DPO = (
     Same("reference_policy_kl_penalty preference_average_log_probs sft_average_log_probs preference_loss_weight"),
@@ -143,13 +153,14 @@ def translate(t: Translator, algorithm: str, validates: bool) -> None:
         if epochs(t, algorithm) > 1:
             # NeMo-RL calls train() once per epoch, which advances the schedules: nemo_rl/algorithms/ppo.py, "total ticks".
             t.put("ppo.schedule_every_epoch", True, "ppo.ppo_epochs")
+        _async(t, "ppo.async_ppo")
     if algorithm in ("grpo", "ppo"):
         _rewarded(t, algorithm)
         _differences(t, algorithm)
     if algorithm == "grpo":
         single_controller.translate(t)
         t.put_defaults({f"grpo.adv_estimator.{name}": value for name, value in ESTIMATOR.items()}, "grpo.adv_estimator")
-        _async(t)
+        _async(t, "grpo.async_grpo")
     apply(t, (*under(algorithm, SECTIONS[algorithm]), *LOSSES.get(algorithm, ())))
 
 
@@ -190,8 +201,8 @@ def _whole(t: Translator, key: str, default: int) -> int:
     return default
 
 
-def _async(t: Translator) -> None:
-    section = "grpo.async_grpo"
+def _async(t: Translator, section: str) -> None:
+    """Translate what the tables cannot of a section of asynchronous generation."""
     t.consume_off(section)
     if not t.on(f"{section}.enabled"):
         return

@@ -12,7 +12,7 @@ from launch.plan.modes import Mode
 from launch.plan.parallelism import engines
 from launch.units import plural, seconds
 from pipeline import config
-from pipeline.config import runs_ahead
+from pipeline.config import ahead, runs_ahead
 
 Line = str | tuple[str, str]
 """A line to print as it is, or (label, text to wrap)."""
@@ -89,8 +89,8 @@ def proposals(plan: Plan) -> Iterator[Line]:
         yield "recomputing", f"policy.dtensor_cfg.recompute_granularity=selective would fit and take {gain}"
     if plan.generate:
         made, answers = engines(plan.recipe.policy, plan.recipe.cluster.generate), generate_time.sampled(plan.recipe)[1]
-        if runs_ahead(plan.recipe) and plan.recipe.grpo.async_grpo.in_flight_weight_updates:
-            answers *= plan.recipe.grpo.async_grpo.max_trajectory_age_steps + 1
+        if runs_ahead(plan.recipe) and ahead(plan.recipe).in_flight_weight_updates:
+            answers *= ahead(plan.recipe).max_trajectory_age_steps + 1
         if made > answers:
             yield "idle", f"{made - answers} of {made} engines: {plural(answers, 'answer')} are sampled at once"
 

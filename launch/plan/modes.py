@@ -1,6 +1,6 @@
 """Plan the recipe on the same GPUs in other modes: asynchronous, synchronous and colocated.
 
-    async        grpo.async_grpo: engines sample while the train ranks train
+    async        grpo.async_grpo or ppo.async_ppo: engines sample while the train ranks train
     sync         train and generate ranks have GPUs of their own and wait for each other
     colocated    train and generate ranks use all GPUs in turn
 
@@ -15,12 +15,14 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 from launch import placement
 from launch.placement import Changes
 from launch.plan import split
 from launch.plan.estimate import Plan, elsewhere, step_elsewhere
 from pipeline import config
+from pipeline.algorithms.ahead import section_of, settings
 from pipeline.config import Problem, Recipe, RecipeError, collected
 
 ON_POLICY = ("sync", "colocated")
@@ -130,7 +132,10 @@ def _ways(recipe: Recipe, name: str) -> list[Recipe]:
 
 def _as_much(other: Recipe, recipe: Recipe) -> Recipe:
     """Return the other recipe with the same number of answers in a step as the recipe."""
-    return replace(other, grpo=replace(other.grpo, batch_multiplier=recipe.grpo.batch_multiplier))
+    if not isinstance(section := config.section(recipe), config.RewardedConfig):
+        return other
+    changed: Any = replace(config.section(other), batch_multiplier=section.batch_multiplier)  # type: ignore[call-arg]
+    return replace(other, **{recipe.algorithm: changed})
 
 
 def _divisions(recipe: Recipe, name: str) -> Iterator[Changes]:
@@ -172,15 +177,17 @@ def _keys(recipe: Recipe, name: str) -> Changes:
         return {}
     if name == "colocated":
         return placement.colocation(recipe)
+    key = section_of(recipe.algorithm)
     keys: Changes = {"policy.generation.colocated.enabled": False} if config.colocated(recipe) else {}
     if name == "sync":
-        return keys | ({"grpo.async_grpo.enabled": False} if config.runs_ahead(recipe) else {})
-    if recipe.algorithm != "grpo":
-        message = f"got {recipe.algorithm}; expected grpo, which alone samples ahead (grpo.async_grpo)"
+        return keys | ({f"{key}.enabled": False} if config.runs_ahead(recipe) else {})
+    section = settings(recipe)
+    if section is None:
+        message = f"got {recipe.algorithm}; expected grpo or ppo, which sample ahead (grpo.async_grpo, ppo.async_ppo)"
         raise RecipeError(Problem("algorithm", "unsupported", message))
-    age = max(1, recipe.grpo.async_grpo.max_trajectory_age_steps)
+    age = max(1, section.max_trajectory_age_steps)
     ahead = {"enabled": True, "in_flight_weight_updates": True, "max_trajectory_age_steps": age}
-    keys |= {f"grpo.async_grpo.{key}": value for key, value in ahead.items()}
-    if recipe.grpo.batch_multiplier != 1:
-        keys["grpo.batch_multiplier"] = 1.0
+    keys |= {f"{key}.{name}": value for name, value in ahead.items()}
+    if getattr(recipe, recipe.algorithm).batch_multiplier != 1:
+        keys[f"{recipe.algorithm}.batch_multiplier"] = 1.0
     return keys | {"loss_fn.use_importance_sampling_correction": True}

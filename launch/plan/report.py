@@ -17,7 +17,7 @@ from launch.plan.parallelism import engines, parallel_sizes
 from launch.plan.step_phases import priced
 from launch.units import plural, seconds, size
 from pipeline import config
-from pipeline.config import ComponentConfig, Recipe, generates, hardware, ranks, runs_ahead, section, uses_megatron
+from pipeline.config import ComponentConfig, Recipe, ahead, generates, hardware, ranks, runs_ahead, section, uses_megatron
 
 LABEL = 14
 FULL = 0.85  # gpu_memory_utilization above which the report proposes no larger value
@@ -163,8 +163,8 @@ def _times(plan: Plan) -> Iterator[Line]:
 
 
 def _under_way(recipe: Recipe) -> str:
-    ahead = recipe.grpo.async_grpo
-    return f", {ahead.max_trajectory_age_steps + 1} rollouts in flight" if ahead.in_flight_weight_updates else ""
+    section = ahead(recipe)
+    return f", {section.max_trajectory_age_steps + 1} rollouts in flight" if section.in_flight_weight_updates else ""
 
 
 def _most(parts: Mapping[str, float]) -> str:

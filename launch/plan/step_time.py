@@ -21,7 +21,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from launch.plan.generate_time import EngineLoad, decoding
-from pipeline.config import Recipe, colocated, runs_ahead
+from pipeline.config import Recipe, ahead, colocated, runs_ahead
 
 BUNDLES = 200  # bundles of sequences that are assumed to have one length
 OLDEST = 8  # most rollouts ahead: with more, still no step waits for a long answer
@@ -50,11 +50,11 @@ def estimate(recipe: Recipe, seconds: Mapping[str, float], sampling: float, load
         return StepTime(rollout + train + refit)
     if not runs_ahead(recipe):
         return StepTime(rollout + train + refit, rollout, train)
-    ahead, scoring = recipe.grpo.async_grpo, rollout - sampling
-    if not ahead.in_flight_weight_updates:
+    section, scoring = ahead(recipe), rollout - sampling
+    if not section.in_flight_weight_updates:
         longer = max(rollout, train)
         return StepTime(longer + refit, longer - train, longer - rollout)
-    step, busy = simulate_steps(load, sampling, scoring + train, refit, ahead.max_trajectory_age_steps)
+    step, busy = simulate_steps(load, sampling, scoring + train, refit, section.max_trajectory_age_steps)
     return StepTime(step, max(0.0, step - train - refit), max(0.0, step - busy - refit))
 
 

@@ -25,10 +25,11 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 from pydantic import Field
 from typing_extensions import override
 
+from pipeline.algorithms.ahead import AsyncConfig
 from pipeline.algorithms.rewarded import RewardedAlgorithm
 from pipeline.algorithms.sections import RewardedConfig
 from pipeline.problems import Problem
-from pipeline.values import Bool, Float, NotNegative, interpolation
+from pipeline.values import Bool, Float, interpolation
 
 if TYPE_CHECKING:
     import numpy as np
@@ -50,44 +51,6 @@ class AdvantageConfig:
     minus_baseline: Annotated[
         Bool, Field(description="name=reinforce_plus_plus: subtract the group's mean reward (REINFORCE++-baseline).")
     ] = True
-
-
-@dataclass
-class AsyncConfig:
-    """Asynchronous generation: it runs ahead of training.
-
-    The age of a rollout is the step that trains on it minus the version of the weights that started it.
-    """
-
-    enabled: Annotated[Bool, Field(description="Let generation run ahead of training.")] = False
-    max_trajectory_age_steps: Annotated[
-        NotNegative, Field(description="Maximum age of a rollout, in steps. 0: the synchronous algorithm.")
-    ] = 1
-    in_flight_weight_updates: Annotated[
-        Bool, Field(description="Refit without waiting for unfinished rollouts. They continue with the new weights.")
-    ] = False
-    recompute_kv_cache_after_weight_updates: Annotated[
-        Bool,
-        Field(description="Recompute the KV cache of unfinished rollouts after a refit. false: keep the old keys and values."),
-    ] = False
-    stragglers: Annotated[
-        Literal["wait", "keep", "cut"],
-        Field(
-            description="wait: train on the oldest prompts. keep: train on the complete prompts; half of the maximum age"
-            " remains for the others. cut: train on the oldest prompts and truncate the last straggler_share"
-            " of their answers."
-        ),
-    ] = "wait"
-    straggler_share: Annotated[
-        Float, Field(ge=0, le=1, description="stragglers=cut: share of a step's answers that may be truncated.")
-    ] = 0.05
-    max_generation_failures: Annotated[
-        NotNegative,
-        Field(
-            description="Consecutive groups that the environment may fail to score. One more ends the run. Read also"
-            " while async_grpo is off; other algorithms use the default."
-        ),
-    ] = 10
 
 
 @dataclass
@@ -120,12 +83,6 @@ class GRPO(RewardedAlgorithm):
         self._plus_plus = self.section.adv_estimator.name == "reinforce_plus_plus"
         if self._plus_plus:
             self.needs = dataclasses.replace(self.needs, estimates=True, standardized="biased")
-
-    @property
-    @override
-    def runs_ahead(self) -> bool:
-        ahead = self.section.async_grpo
-        return ahead.enabled and ahead.max_trajectory_age_steps > 0
 
     @override
     def advantages(self, group: RolloutGroup, rewards: np.ndarray) -> np.ndarray:
@@ -179,40 +136,3 @@ class GRPO(RewardedAlgorithm):
         if low is not None and high is not None and low > high:
             message = f"got {low}; expected at most grpo.advantage_clip_high={high}"
             yield Problem("grpo.advantage_clip_low", "too-large", message)
-        if config.async_grpo.enabled:
-            yield from self._check_async("grpo.async_grpo")
-
-    def _check_async(self, key: str) -> Iterator[Problem]:
-        grpo, config, ahead = self.section, self.section.async_grpo, self.runs_ahead
-        age, share, prompts = config.max_trajectory_age_steps, config.straggler_share, grpo.num_prompts_per_step
-        if ahead and not self.recipe.loss_fn.use_importance_sampling_correction:
-            message = (
-                f"got false; expected true with {key}.max_trajectory_age_steps={age}, since a step trains on what weights up to"
-                f" {age} steps older have sampled. Try true, or {key}.enabled=false"
-            )
-            yield Problem("loss_fn.use_importance_sampling_correction", "contradiction", message)
-        if ahead and self.recipe.policy.generation.colocated.enabled:
-            message = (
-                f"got {age}, so engines sample while others train; expected 0 with policy.generation.colocated.enabled=true,"
-                f" where both use the same GPUs in turn. Try {key}.enabled=false (recipes whose names end in _sync have it), or"
-                " policy.generation.colocated.enabled=false"
-            )
-            yield Problem(f"{key}.max_trajectory_age_steps", "contradiction", message)
-        if grpo.use_dynamic_sampling and not ahead:
-            message = f"got 0, which samples whole batches as dynamic sampling; expected at least 1. Try {key}.enabled=false"
-            yield Problem(f"{key}.max_trajectory_age_steps", "too-small", message)
-        if grpo.batch_multiplier != 1:
-            message = f"got {grpo.batch_multiplier}; expected 1 with {key}.enabled=true, where groups are replaced one by one"
-            yield Problem("grpo.batch_multiplier", "has-no-effect", message)
-        if config.recompute_kv_cache_after_weight_updates and not config.in_flight_weight_updates:
-            message = f"got true; expected false without {key}.in_flight_weight_updates, as nothing is under way then"
-            yield Problem(f"{key}.recompute_kv_cache_after_weight_updates", "has-no-effect", message)
-        if config.stragglers == "cut" and not ahead:
-            message = f"got cut; expected wait with {key}.max_trajectory_age_steps=0, which cuts nothing. Try an age above 0"
-            yield Problem(f"{key}.stragglers", "has-no-effect", message)
-        if config.stragglers == "cut" and share * prompts < 1:
-            message = (
-                f"got {share}, less than one group of grpo.num_prompts_per_step={prompts}; expected at least {1 / prompts:.3g}."
-                f" Try {key}.stragglers=wait"
-            )
-            yield Problem(f"{key}.straggler_share", "too-small", message)

@@ -5,6 +5,9 @@ advantages and returns from it on the train ranks. The losses are `policy_loss` 
 ppo_epochs passes over a step's samples. Before step policy_training_start_step only the critic learns, and the policy's
 learning-rate schedule does not advance.
 
+With async_ppo the engines sample ahead of training. The critic predicts, and the estimator computes, when a step trains on the
+answers, with the newest critic; the policy's loss corrects for the weights that sampled.
+
 A schedule advances once per step, as in verl, or after each epoch with schedule_every_epoch, as in NeMo-RL.
 
 Not supported: a critic that shares the policy's body, VAPO's loss on right answers.
@@ -20,6 +23,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 from pydantic import Field
 from typing_extensions import override
 
+from pipeline.algorithms.ahead import AsyncConfig
 from pipeline.algorithms.base import Loss
 from pipeline.algorithms.rewarded import RewardedAlgorithm
 from pipeline.algorithms.sections import GAEConfig, RewardedConfig
@@ -46,6 +50,7 @@ class PPOConfig(RewardedConfig):
         NotNegative, Field(description="First step in which the policy learns. Before it only the critic learns.")
     ] = 0
     adv_estimator: GAEConfig = field(default_factory=GAEConfig)
+    async_ppo: AsyncConfig = field(default_factory=AsyncConfig)
 
 
 class PPO(RewardedAlgorithm):

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from typing_extensions import override
 
+from pipeline.algorithms.ahead import problems, settings
 from pipeline.algorithms.base import Needs, OnlineAlgorithm
 from pipeline.problems import Problem
 
@@ -34,6 +35,12 @@ class RewardedAlgorithm(OnlineAlgorithm):
             estimates=filtered,
             epochs=self.epochs,
         )
+
+    @property
+    @override
+    def runs_ahead(self) -> bool:
+        config = settings(self.recipe)
+        return config is not None and config.runs_ahead
 
     @property
     def epochs(self) -> int:
@@ -84,6 +91,7 @@ class RewardedAlgorithm(OnlineAlgorithm):
         yield from self._check_rewards()
         yield from self._check_loss()
         yield from self._check_truncation()
+        yield from problems(self.recipe, self.name)
         if self.recipe.loss_fn.use_cispo:
             yield from self._check_cispo()
         if self.recipe.loss_fn.force_on_policy_ratio:

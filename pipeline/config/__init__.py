@@ -5,9 +5,10 @@ that commands on a login node start fast.
 """
 
 from pipeline.algorithms import OFFLINE, ONLINE, PAIRED
+from pipeline.algorithms.ahead import AsyncConfig
 from pipeline.algorithms.distillation import DistillationConfig
 from pipeline.algorithms.dpo import DPOConfig
-from pipeline.algorithms.grpo import AdvantageConfig, AsyncConfig, GRPOConfig
+from pipeline.algorithms.grpo import AdvantageConfig, GRPOConfig
 from pipeline.algorithms.ppo import PPOConfig
 from pipeline.algorithms.sections import (
     GAEConfig,
@@ -111,6 +112,7 @@ from pipeline.config.schema import (
     LoggerConfig,
     Recipe,
     adapters,
+    ahead,
     engine_ranks,
     expert_tensor_parallel_size,
     generates,

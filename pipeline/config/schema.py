@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 from pydantic import Field
 
 from pipeline.algorithms import ALGORITHMS, ONLINE, build
+from pipeline.algorithms.ahead import AsyncConfig, settings
 from pipeline.algorithms.sections import LossConfig, OfflineConfig, OnlineConfig, ValueLossConfig
 from pipeline.config.cluster import ClusterConfig
 from pipeline.config.environments import EnvironmentConfig
@@ -273,6 +274,11 @@ def trains(recipe: Recipe) -> bool:
 def runs_ahead(recipe: Recipe) -> bool:
     """Return whether engines sample while the train ranks train."""
     return build(recipe).runs_ahead
+
+
+def ahead(recipe: Recipe) -> AsyncConfig:
+    """Return the section of asynchronous generation; its defaults, which are off, for an algorithm that has none."""
+    return settings(recipe) or AsyncConfig()
 
 
 def section(recipe: Recipe) -> OnlineConfig | OfflineConfig:

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 
 import msgspec
 
-from pipeline.config import PRECISIONS, Recipe
+from pipeline.config import PRECISIONS, Recipe, ahead
 from pipeline.refit.base import Commit, RefitReport
 from pipeline.refit.digest import RefitError, compare
 from pipeline.refit.plan import schedule
@@ -46,7 +46,7 @@ class RefitCoordinator:
         self._names = list(shapes)
         self._digest = recipe.policy.generation.refit_cfg.digest
         self.incremental = recipe.policy.generation.refit_transport == "delta"  # engines must keep their weights between refits
-        self._recompute = recipe.grpo.async_grpo.recompute_kv_cache_after_weight_updates
+        self._recompute = ahead(recipe).recompute_kv_cache_after_weight_updates
         self.version: int | None = None  # the version that the generate ranks serve
         self._plan = None
         if recipe.policy.generation.refit_transport != "broadcast":

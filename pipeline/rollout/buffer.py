@@ -41,8 +41,9 @@ class LiveGroup:
 class Buffer:
     """Live groups by their prompt's index, in the order in which they began, so that deadlines ascend."""
 
-    def __init__(self, config: AsyncConfig, prompts_per_step: int):
-        self._config = config
+    def __init__(self, config: AsyncConfig, prompts_per_step: int, key: str = "grpo.async_grpo"):
+        """Bind a buffer to a section of the recipe and its dotted key."""
+        self._config, self._key = config, key
         self._size = prompts_per_step
         self._live: dict[int, LiveGroup] = {}
 
@@ -123,7 +124,7 @@ class Buffer:
                 f" steps ago; steps of {self._size} groups cannot train on all of them in time. Try the settings of the"
                 " checkpoint, or a larger age"
             )
-            raise RecipeError(Problem("grpo.async_grpo.max_trajectory_age_steps", "run-exists", message))
+            raise RecipeError(Problem(f"{self._key}.max_trajectory_age_steps", "run-exists", message))
 
     def _choice(self, wanted: int) -> list[LiveGroup]:
         """Return the oldest groups; with `keep`, the oldest complete ones."""

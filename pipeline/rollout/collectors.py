@@ -17,7 +17,8 @@ from collections.abc import Callable, Sequence
 
 from typing_extensions import override
 
-from pipeline.config import AsyncConfig, GenerationConfig, GRPOConfig, OnlineConfig, RewardedConfig
+from pipeline.algorithms.ahead import section_of
+from pipeline.config import AsyncConfig, GenerationConfig, OnlineConfig, RewardedConfig
 from pipeline.data.mixture import Mixture
 from pipeline.data.stream import Stream
 from pipeline.metrics import rollout_metrics
@@ -176,7 +177,7 @@ class SyncCollector(Collector):
                 f"got false, but the checkpoint of step {step} has rollouts that were sampled ahead and would be lost; expected"
                 " true, as in its run"
             )
-            raise RecipeError(Problem(f"{self._name}.async_grpo.enabled", "run-exists", message))
+            raise RecipeError(Problem(f"{section_of(self._name)}.enabled", "run-exists", message))
         return {}
 
     @property
@@ -188,10 +189,18 @@ class SyncCollector(Collector):
 class AsyncCollector(Collector):
     """Samples ahead of training."""
 
-    def __init__(self, section: GRPOConfig, dispatch: Dispatcher, judge: ScoreGroups | None, *specs: RolloutSpec, name: str):
+    def __init__(
+        self,
+        section: RewardedConfig,
+        ahead: AsyncConfig,
+        dispatch: Dispatcher,
+        judge: ScoreGroups | None,
+        *specs: RolloutSpec,
+        name: str,
+    ):
         super().__init__(section, dispatch, judge, *specs, name=name)
-        self._grpo = section
-        self._buffer = Buffer(section.async_grpo, section.num_prompts_per_step)
+        self._rewarded, self._ahead = section, ahead
+        self._buffer = Buffer(ahead, section.num_prompts_per_step, section_of(name))
 
     @property
     @override
@@ -200,7 +209,7 @@ class AsyncCollector(Collector):
 
     @override
     def num_prompts_to_send(self, step: int) -> int:
-        return self._buffer.num_groups_to_begin(self._grpo.max_num_steps - step)
+        return self._buffer.num_groups_to_begin(self._rewarded.max_num_steps - step)
 
     @override
     def can_fill_step(self, prompts: Sequence[Prompt]) -> bool:
@@ -222,7 +231,7 @@ class AsyncCollector(Collector):
             chosen = select(groups)
             sampled, selected = sampled + groups, selected + chosen
             if passed_over := len(groups) - len(chosen):
-                if len(sampled) >= self._grpo.dynamic_sampling_max_gen_batches * wanted:
+                if len(sampled) >= self._rewarded.dynamic_sampling_max_gen_batches * wanted:
                     self._refuse_to_go_on(f"{len(sampled)} prompts", len(selected))
                 self.send(prompts.take(passed_over), step)
         if len(selected) < wanted:  # the data have ended; the checkpoint keeps the groups of before this step
@@ -259,7 +268,7 @@ class AsyncCollector(Collector):
 
     @override
     def before_refit(self) -> None:
-        in_flight = self._grpo.async_grpo.in_flight_weight_updates
+        in_flight = self._ahead.in_flight_weight_updates
         if not in_flight and any(live.group is None for live in self._buffer.live):
             self._dispatch.drain()
 
@@ -291,7 +300,7 @@ class AsyncCollector(Collector):
                     f"got {self._train.samples}, but the checkpoint of step {step} has groups of {had} rollouts that were"
                     f" sampled ahead; expected {had}, as in its run"
                 )
-                raise RecipeError(Problem("grpo.num_generations_per_prompt", "run-exists", message))
+                raise RecipeError(Problem(f"{self._name}.num_generations_per_prompt", "run-exists", message))
             self._buffer.begin([saved.prompt], saved.begun)
             if saved.group:
                 self._buffer.complete(saved.group)
@@ -316,15 +325,15 @@ def build(
 
     name: of the section in the recipe. engines: one group of ranks for each. judge: None if no model gives rewards.
     """
-    grpo = isinstance(section, GRPOConfig)
-    ahead = section.async_grpo if isinstance(section, GRPOConfig) else AsyncConfig()
-    failures = FailureMonitor(ahead.max_generation_failures, "grpo.async_grpo.max_generation_failures" if grpo else "env")
+    own: AsyncConfig | None = getattr(section, f"async_{name}", None)
+    ahead = own or AsyncConfig()
+    failures = FailureMonitor(ahead.max_generation_failures, f"{section_of(name)}.max_generation_failures" if own else "env")
     dispatch = Dispatcher(engines, section.seed, section.max_rollout_turns, failures)
     validation = RolloutSpec("val", section.val_num_generations_per_prompt, sampling(generation, "val_"), urgent=True)
     apart = ahead.enabled and ahead.stragglers == "cut"
     train = RolloutSpec("train", section.num_generations_per_prompt, sampling(generation), apart=apart)
-    if isinstance(section, GRPOConfig) and section.async_grpo.enabled:
-        return AsyncCollector(section, dispatch, judge, train, validation, name=name)
+    if isinstance(section, RewardedConfig) and ahead.enabled:
+        return AsyncCollector(section, ahead, dispatch, judge, train, validation, name=name)
     return SyncCollector(section, dispatch, judge, train, validation, name=name)
 
 

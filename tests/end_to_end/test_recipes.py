@@ -106,6 +106,29 @@ def test_a_killed_ppo_run_resumes_bit_for_bit(models, tmp_path):
 
 
 @pytest.mark.full
+def test_ppo_at_age_0_is_synchronous_to_the_last_bit_and_runs_ahead(models, tmp_path):
+    """Of a run ahead, the first step has the same samples; the steps after it have older ones."""
+    same = [*arguments("tiny_ppo", models, steps=3), "ppo.num_prompts_per_step=16", "policy.train_global_batch_size=8"]
+    same += ["ppo.policy_training_start_step=1", "loss_fn.use_importance_sampling_correction=true"]
+    on, age = "ppo.async_ppo.enabled=true", "ppo.async_ppo.max_trajectory_age_steps"
+    synchronous = submit(tmp_path / "sync", *same)
+    assert synchronous.status == 0, synchronous.output
+    at_0 = submit(tmp_path / "age_0", *same, on, f"{age}=0")
+    ahead = submit(tmp_path / "age_1", *same, on, f"{age}=1", "ppo.async_ppo.in_flight_weight_updates=true")
+    assert (at_0.status, ahead.status) == (0, 0), at_0.output + ahead.output
+
+    def plain(run):
+        return [{key: value for key, value in line.items() if not key.startswith("async/")} for line in run.metrics()]
+
+    assert len(plain(synchronous)) == 3 and plain(at_0) == plain(synchronous)
+    oldest = [line["async/age_max"] for line in ahead.metrics()]
+    assert oldest == [0, 1, 1]
+    first, *later = zip(plain(ahead), plain(synchronous), strict=True)
+    assert first[0]["critic/loss"] == first[1]["critic/loss"]
+    assert all(one["train/loss"] != other["train/loss"] for one, other in later[1:])
+
+
+@pytest.mark.full
 @pytest.mark.parametrize("backend", ["dtensor", "megatron"])
 def test_a_rate_of_0_leaves_weights_as_they_were(backend, models, tmp_path):
     same = ["policy.optimizer.kwargs.lr=0", "checkpointing.save_consolidated=true", f"policy.{backend}_cfg.enabled=true"]

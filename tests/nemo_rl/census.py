@@ -32,7 +32,6 @@ def _same(name: str) -> tuple[str, Callable[[Tree], Any]]:
 ENGINES = ("vllm", "sglang", "trtllm", "megatron", "dynamo")
 
 QUESTIONS: dict[str, Callable[[Tree], Any]] = {
-    "async PPO": lambda t: get(t, "ppo.async_ppo.enabled"),
     "generation backend": lambda t: get(t, "policy.generation.backend", "vllm") not in ENGINES,
     "FP8 training": lambda t: megatron(t, "fp8_cfg.enabled"),
     "MXFP8 generation": lambda t: (
@@ -58,6 +57,7 @@ QUESTIONS: dict[str, Callable[[Tree], Any]] = {
 """Features that we do not have. No recipe with one may plan."""
 
 TRANSLATED: dict[str, tuple[Callable[[Tree], Any], str, Any]] = {
+    "async PPO": (lambda t: get(t, "ppo.async_ppo.enabled"), "", ("ppo.async_ppo.enabled", lambda t: True)),
     "single controller": (lambda t: "async_rl" in t, "async_rl.sampler", None),
     "another engine": (lambda t: get(t, "policy.generation.backend", "vllm") != "vllm", "policy.generation.backend", None),
     "drafting": (

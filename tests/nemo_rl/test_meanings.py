@@ -141,6 +141,8 @@ def test_the_translation_of_each_key(name: str, key: str) -> None:
         assert any(one.startswith(note) for one in translation.changed), translation.changed
     elif "note" in row:
         assert said == []
+    if why := row.get("ignored"):
+        assert any(one.startswith(key) and why in one for one in translation.ignored), translation.ignored
 
 
 @pytest.mark.parametrize(("name", "key"), [(name, key) for name, key in ROWS if "absent" in MEANINGS[name][key]])

@@ -76,7 +76,6 @@ def test_an_unknown_key_suggests_the_nearest() -> None:
 
 
 ASKING = {
-    "async PPO": ("ppo", "ppo.async_ppo.enabled=true"),
     "generation backend": ("grpo", "policy.generation.backend=hal"),
     "FP8 training": ("grpo_megatron", "policy.megatron_cfg.fp8_cfg.enabled=true"),
     "MXFP8 generation": ("grpo", "policy.generation.vllm_cfg.precision=fp8", "policy.generation.vllm_cfg.is_mx=true"),
@@ -101,6 +100,7 @@ ASKING = {
 
 
 KEEPING = {
+    "async PPO": ("ppo", "ppo.async_ppo.enabled=true", "ppo.async_ppo.in_flight_weight_updates=true"),
     "single controller": ("grpo", "grpo.async_grpo=null", "async_rl={sampler: {name: windowed, max_staleness_versions: 2}}"),
     "another engine": ("grpo", "policy.generation.backend=sglang", "policy.generation.sglang_cfg={tp_size: 2}"),
     "drafting": ("grpo", "policy.generation.vllm_kwargs.speculative_config={method: deepseek_mtp}"),

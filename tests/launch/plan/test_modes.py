@@ -142,7 +142,7 @@ def test_dynamic_sampling_samples_as_much_in_each_mode():
 @pytest.mark.parametrize(
     ("name", "overrides", "mode", "why"),
     [
-        ("llama8b_ppo", (), "async", "algorithm: got ppo; expected grpo"),
+        ("qwen3_4b_distill", (), "async", "algorithm: got distillation; expected grpo or ppo"),
         ("qwen3_1p7b_grpo_single_gpu", (), "sync", "cluster.train.gpus_per_node: got 1; expected at least one GPU"),
         ("llama8b_grpo", ("cluster.generate.gpu=h200",), "colocated", "cluster.generate: got nodes that differ"),
         ("llama8b_grpo", ("policy.generation.vllm_cfg.gpu_memory_utilization=0.97",), "colocated", "a GPU may need"),

@@ -1,0 +1,116 @@
+"""Asynchronous generation, which runs ahead of training: its section of the recipe and its checks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Annotated, Any, Literal
+
+from pydantic import Field
+
+from pipeline.problems import Problem
+from pipeline.values import Bool, Float, NotNegative
+
+
+@dataclass
+class AsyncConfig:
+    """Asynchronous generation: it runs ahead of training.
+
+    The age of a rollout is the step that trains on it minus the version of the weights that started it.
+    """
+
+    enabled: Annotated[Bool, Field(description="Let generation run ahead of training.")] = False
+    max_trajectory_age_steps: Annotated[
+        NotNegative, Field(description="Maximum age of a rollout, in steps. 0: the synchronous algorithm.")
+    ] = 1
+    in_flight_weight_updates: Annotated[
+        Bool, Field(description="Refit without waiting for unfinished rollouts. They continue with the new weights.")
+    ] = False
+    recompute_kv_cache_after_weight_updates: Annotated[
+        Bool,
+        Field(description="Recompute the KV cache of unfinished rollouts after a refit. false: keep the old keys and values."),
+    ] = False
+    stragglers: Annotated[
+        Literal["wait", "keep", "cut"],
+        Field(
+            description="wait: train on the oldest prompts. keep: train on the complete prompts; half of the maximum age"
+            " remains for the others. cut: train on the oldest prompts and truncate the last straggler_share"
+            " of their answers."
+        ),
+    ] = "wait"
+    straggler_share: Annotated[
+        Float, Field(ge=0, le=1, description="stragglers=cut: share of a step's answers that may be truncated.")
+    ] = 0.05
+    max_generation_failures: Annotated[
+        NotNegative,
+        Field(
+            description="Consecutive groups that the environment may fail to score. One more ends the run. Read also"
+            " while `enabled` is false."
+        ),
+    ] = 10
+
+    @property
+    def runs_ahead(self) -> bool:
+        """Whether engines sample while the train ranks learn."""
+        return self.enabled and self.max_trajectory_age_steps > 0
+
+
+def section_of(algorithm: str) -> str:
+    """Return the key of an algorithm's section of asynchronous generation, whether or not it has one."""
+    return f"{algorithm}.async_{algorithm}"
+
+
+def settings(recipe: Any) -> AsyncConfig | None:
+    """Return the section of asynchronous generation of the recipe's algorithm; None if the algorithm cannot run ahead."""
+    return getattr(getattr(recipe, recipe.algorithm), f"async_{recipe.algorithm}", None)
+
+
+def problems(recipe: Any, name: str) -> Iterator[Problem]:
+    """Yield contradictions of an enabled section with the recipe. name: of the algorithm."""
+    section, config, key = getattr(recipe, name), settings(recipe), section_of(name)
+    if config is None or not config.enabled:
+        return
+    age, share, prompts, ahead = (
+        config.max_trajectory_age_steps,
+        config.straggler_share,
+        section.num_prompts_per_step,
+        config.runs_ahead,
+    )
+    if ahead and not recipe.loss_fn.use_importance_sampling_correction:
+        message = (
+            f"got false; expected true with {key}.max_trajectory_age_steps={age}, since a step trains on what weights up to"
+            f" {age} steps older have sampled. Try true, or {key}.enabled=false"
+        )
+        yield Problem("loss_fn.use_importance_sampling_correction", "contradiction", message)
+    if ahead and recipe.policy.generation.colocated.enabled:
+        message = (
+            f"got {age}, so engines sample while others train; expected 0 with policy.generation.colocated.enabled=true,"
+            f" where both use the same GPUs in turn. Try {key}.enabled=false (recipes whose names end in _sync have it), or"
+            " policy.generation.colocated.enabled=false"
+        )
+        yield Problem(f"{key}.max_trajectory_age_steps", "contradiction", message)
+    if section.use_dynamic_sampling and not ahead:
+        message = f"got 0, which samples whole batches as dynamic sampling; expected at least 1. Try {key}.enabled=false"
+        yield Problem(f"{key}.max_trajectory_age_steps", "too-small", message)
+    if section.batch_multiplier != 1:
+        message = f"got {section.batch_multiplier}; expected 1 with {key}.enabled=true, where groups are replaced one by one"
+        yield Problem(f"{name}.batch_multiplier", "has-no-effect", message)
+    if config.recompute_kv_cache_after_weight_updates and not config.in_flight_weight_updates:
+        message = f"got true; expected false without {key}.in_flight_weight_updates, as nothing is under way then"
+        yield Problem(f"{key}.recompute_kv_cache_after_weight_updates", "has-no-effect", message)
+    yield from _stragglers(config, key, name, share * prompts, prompts)
+
+
+def _stragglers(config: AsyncConfig, key: str, name: str, groups: float, prompts: int) -> Iterator[Problem]:
+    """Yield problems of stragglers=cut. groups: how many of a step's `prompts` groups may be cut."""
+    if config.stragglers != "cut":
+        return
+    if not config.runs_ahead:
+        message = f"got cut; expected wait with {key}.max_trajectory_age_steps=0, which cuts nothing. Try an age above 0"
+        yield Problem(f"{key}.stragglers", "has-no-effect", message)
+    if groups < 1:
+        message = (
+            f"got {config.straggler_share}, less than one group of {name}.num_prompts_per_step={prompts}; expected at least"
+            f" {1 / prompts:.3g}. Try {key}.stragglers=wait"
+        )
+        yield Problem(f"{key}.straggler_share", "too-small", message)
