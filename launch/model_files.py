@@ -80,8 +80,8 @@ def planning_config(
 
 def _language_model_config(config: dict[str, Any], policy: PolicyConfig, key: str) -> dict[str, Any]:
     refuse(_type_problems(f"{key.removesuffix('model_name')}hf_config_overrides", policy.hf_config_overrides, config))
-    config = config | policy.hf_config_overrides
-    config = config | (config.get("text_config") or {})
+    text = {**(config.get("text_config") or {}), **(policy.hf_config_overrides.get("text_config") or {})}
+    config = config | policy.hf_config_overrides | text
     kind = config.get("model_type")
     return {**config, "model_type": ALIASES[kind]} if kind in ALIASES else config
 

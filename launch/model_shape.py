@@ -13,8 +13,8 @@ from types import SimpleNamespace
 from typing import Any
 
 from pipeline.config import Problem, RecipeError
-from pipeline.models import nemotron_h, sizes
-from pipeline.models.mixers import StateSpace
+from pipeline.models import nemotron_h, qwen3_5, sizes
+from pipeline.models.mixers import DeltaNet, StateSpace
 from pipeline.models.tensors import Tensor, experts, tensors
 
 
@@ -29,7 +29,7 @@ class ModelShape:
     family: str  # model_type
     layers: int
     kinds: tuple[str, ...]  # of each layer, as `pipeline.models.sizes.layer_kinds` returns them
-    attention_layers: int  # layers with attention, not a state space
+    attention_layers: int  # layers with attention, not a state space or a delta net
     dense_layers: int  # layers without experts: with an MLP, but for hybrid models' other layers
     sparse_layers: int  # layers with a mixture of experts
     hidden: int
@@ -58,10 +58,10 @@ class ModelShape:
     # Parameters of one layer
     largest_layer: int  # the whole largest layer
     attention_layer: int  # of a hybrid model: attention and state spaces, the mean over all layers
-    norms_layer: int  # of a hybrid model: the mean over all layers
+    norms_layer: int  # of a layer with attention; of Nemotron-H, any layer's
     mlp_layer: int  # the MLP of a dense layer; 0 if there are none; of a hybrid model: the mean over layers without experts
     sparse_layer: int  # the mixture of a sparse layer, with router and shared experts; 0 if there are none
-    state: StateSpace | None  # the state-space mixers, if there are any
+    state: StateSpace | DeltaNet | None  # the mixers that are not attention, if there are any
 
     @property
     def parameters(self) -> int:
@@ -89,7 +89,7 @@ class ModelShape:
 
     @property
     def state_layers(self) -> int:
-        """Number of layers with a state space."""
+        """Number of layers with a state space or a delta net."""
         return self.kinds.count("linear_attention")
 
     @property
@@ -129,9 +129,10 @@ def _shape(of: SimpleNamespace, found: list[Tensor]) -> ModelShape:
     mlps = sum(first[kind]["mlp"] > 0 for kind in kinds)
     mixtures = sum(first[kind]["routed"] > 0 for kind in kinds)
     sparse_layer = next((layer for layer in first.values() if layer["routed"]), Counter())
-    latent, hybrid = of.model_type == "deepseek_v3", of.model_type == "nemotron_h"
-    expert_width = getattr(of, "moe_intermediate_size", of.intermediate_size) if mixtures else 0
-    own = next(iter(first.values()))
+    latent, apart = of.model_type == "deepseek_v3", of.model_type == "nemotron_h"  # apart: one part in each layer
+    hybrid = apart or "linear_attention" in kinds
+    expert_width = (getattr(of, "moe_intermediate_size", 0) or of.intermediate_size) if mixtures else 0
+    own = first.get("full_attention") or next(iter(first.values()))
     return ModelShape(
         family=of.model_type,
         layers=of.num_hidden_layers,
@@ -151,8 +152,8 @@ def _shape(of: SimpleNamespace, found: list[Tensor]) -> ModelShape:
         experts=experts(of) if mixtures else 0,
         experts_per_token=of.num_experts_per_tok if mixtures else 0,
         expert_width=expert_width,
-        expert_input=(hybrid and of.moe_latent_size) or of.hidden_size,
-        gated=not hybrid,
+        expert_input=(apart and of.moe_latent_size) or of.hidden_size,
+        gated=not apart,
         shared_width=_shared_width(of, expert_width) if mixtures else 0,
         tied=of.tie_word_embeddings,
         embedding=parts["embedding"] + parts["output"],
@@ -163,16 +164,22 @@ def _shape(of: SimpleNamespace, found: list[Tensor]) -> ModelShape:
         output=parts["output"],
         largest_layer=max(layer.total() for layer in first.values()),
         attention_layer=round(parts["attention"] / of.num_hidden_layers) if hybrid else own["attention"],
-        norms_layer=of.hidden_size if hybrid else own["norm"],
+        norms_layer=of.hidden_size if apart else own["norm"],
         mlp_layer=round(parts["mlp"] / max(1, len(kinds) - mixtures)),
         sparse_layer=sum(sparse_layer[part] for part in ("shared", "routed", "router")),
-        state=nemotron_h.state_space(of) if "linear_attention" in kinds else None,
+        state=_state(of) if "linear_attention" in kinds else None,
     )
+
+
+def _state(of: SimpleNamespace) -> StateSpace | DeltaNet:
+    return nemotron_h.state_space(of) if of.model_type == "nemotron_h" else qwen3_5.delta_net(of)
 
 
 def _shared_width(of: SimpleNamespace, expert_width: int) -> int:
     if of.model_type == "nemotron_h":
         return of.moe_shared_expert_intermediate_size
+    if of.model_type == "qwen3_5_moe_text":
+        return of.shared_expert_intermediate_size
     return expert_width * (getattr(of, "n_shared_experts", None) or 0)
 
 

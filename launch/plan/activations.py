@@ -39,13 +39,14 @@ width. c is the bytes of an element (2 or 4).
     projection, convolution  c (p + 2 u)   p: rows of the joint projection; u: channels of the convolution
     gated norm          f (4 w) + 2 c w    w: width of all heads; gate and output in float32
     scan without kernels f (3 w + 3 q m)   q: tokens of a chunk, m: heads; the decays between its tokens
+    delta nets          the same, but `DeltaNet.scanned` for the scan
   A hybrid model's layers are the mean of its mixers and of its MLPs, so that the sum over all layers is right.
 
 Flash attention kernels, on a GPU and on the CPU, save no probabilities. On the CPU, and on a GPU in float32 or with unequal
 head widths, attention runs once per group of sequences of equal length. A copy joins the outputs: c o more.
 
 Not counted: masks of context parallelism where attention runs without kernels (tokens of a chunk x sequence length), sinks of
-gpt_oss.
+gpt_oss, the gates of Qwen3.5's attention.
 """
 
 from __future__ import annotations
@@ -103,13 +104,13 @@ def latent_projections(shape: ModelShape) -> int:
 
 
 def state_space(shape: ModelShape, microbatch: RankMicrobatch) -> float:
-    """Return the bytes per token that a state space saves."""
+    """Return the bytes per token that a state space or a delta net saves."""
     if shape.state is None:
         return 0.0
     of, c = shape.state, microbatch.size
     saved = c * (sum(of.projected) + 2 * sum(of.convolved)) + 16 * of.width + 2 * c * of.width
     if not microbatch.cuda:
-        saved += 12 * (of.width + of.chunk * of.heads)
+        saved += 4 * of.scanned
     return saved / microbatch.tensor
 
 

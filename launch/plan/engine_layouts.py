@@ -10,6 +10,7 @@ import numpy as np
 from launch.plan.layout_tables import TableBuilder, consecutive, stages_of
 from pipeline.boxes import Box, whole
 from pipeline.config import Problem, RecipeError, VLLMConfig
+from pipeline.models.sizes import QWEN3_5
 from pipeline.models.tensors import Part, Tensor, experts
 from pipeline.refit.tables import LayoutTable
 
@@ -21,11 +22,14 @@ _EVERYWHERE: dict[str, tuple[Part, ...]] = {  # tensors that vLLM's models have 
     "gemma3_text": ("norm",),
     "gpt_oss": ("embedding", "norm", "output"),
     "nemotron_h": ("embedding", "norm", "output"),
+    **dict.fromkeys(QWEN3_5, ("embedding",)),
 }
 _RENAMED: dict[str, dict[str, str]] = {  # parts of the names of modules on disk -> in vLLM
     "gpt_oss": {".self_attn": ".attn", ".embed_tokens": ".embedding"},
     "nemotron_h": {"backbone.": "model.", ".embeddings": ".embed_tokens"},
 }
+_JOINED = {"in_proj_qkv": "in_proj_qkvz", "in_proj_z": "in_proj_qkvz", "in_proj_b": "in_proj_ba", "in_proj_a": "in_proj_ba"}
+"""Projections of a delta net on disk -> the module of vLLM that joins them."""
 _STACKED = {"gate_up_proj": 2, "gate_up_proj_bias": 1, "down_proj": 1, "down_proj_bias": -1}
 """gpt_oss's tensors of all experts -> the dimension that tensor parallelism cuts; -1: the first rank has the whole."""
 
@@ -87,15 +91,22 @@ def _cuts(of: SimpleNamespace, vllm: VLLMConfig, tensor: Tensor) -> list[_Tensor
 
 
 def _cuts_of_parts(of: SimpleNamespace, size: int, tensor: Tensor, unit: str, rows: tuple[int, ...]) -> list[_TensorCut]:
-    """Cut each part of a state space's joint projection or convolution. A single group is on every rank, for B and for C."""
-    shared = len(rows) - 3 + np.arange(2) if len(rows) > 3 else np.arange(1, 3)
+    """Cut each part of a state space's or a delta net's joint projection or convolution.
+
+    A single group of a state space is on every rank, for B and for C.
+    """
+    if of.model_type in QWEN3_5:
+        shared, name, groups = np.arange(0), "linear_num_key_heads", of.linear_num_key_heads
+    else:
+        shared = len(rows) - 3 + np.arange(2) if len(rows) > 3 else np.arange(1, 3)
+        name, groups = "n_groups", of.n_groups
+    if groups % size and (groups > 1 or not shared.size):
+        message = f"got {size} for a model with {name}={groups}; expected a divisor, since vLLM does not cut a group"
+        raise RecipeError(Problem(_SIZE, "not-divisible", message))
     found, start = [], 0
     for i, count in enumerate(rows):
         box = Box((start, *[0] * (len(tensor.shape) - 1)), (count, *tensor.shape[1:]))
-        parts = 1 if i in shared and of.n_groups == 1 else size
-        if i in shared and of.n_groups % parts:
-            message = f"got {size} for a model with n_groups={of.n_groups}; expected a divisor, since vLLM does not cut a group"
-            raise RecipeError(Problem(_SIZE, "not-divisible", message))
+        parts = 1 if i in shared and groups == 1 else size
         found.append(_TensorCut(unit, tensor.name, 0, parts, _step(tensor.name, 0, count, parts), box=box))
         start += count
     return found
@@ -114,7 +125,8 @@ def _vllm_cut(of: SimpleNamespace, vllm: VLLMConfig, tensor: Tensor, unit: str) 
     size = vllm.tensor_parallel_size
     if tensor.expert is not None and vllm.expert_parallel_size > 1:
         return _TensorCut(unit, tensor.name, owner=_place_of(tensor.expert, experts(of), size))
-    if tensor.split == "none" or tensor.name.endswith((".A_log", ".D", ".dt_bias")):
+    whole_states = of.model_type == "nemotron_h" and tensor.name.endswith((".A_log", ".D", ".dt_bias"))
+    if tensor.split == "none" or whole_states:
         return _TensorCut(unit, tensor.name)  # vLLM computes A from A_log, so its loader takes all of that module's tensors
     dim, parts = 1 if tensor.split == "columns" else 0, size
     length = tensor.shape[dim]
@@ -155,6 +167,8 @@ def _unit(of: SimpleNamespace, tensor: Tensor) -> str:
         return f"{parent}.qkv_proj"
     if own == "gate_proj" or (own == "up_proj" and of.model_type != "nemotron_h"):
         return f"{parent}.gate_up_proj"
+    if own in _JOINED:
+        return f"{parent}.{_JOINED[own]}"
     if own in ("q_a_proj", "kv_a_proj_with_mqa") and of.q_lora_rank is not None:
         return f"{parent}.fused_qkv_a_proj"
     return module

@@ -13,7 +13,7 @@ from typing import Any
 from pipeline import models
 from pipeline.config import DTensorConfig, PolicyConfig, Problem, RecipeError, uses_megatron
 from pipeline.models.base import unsupported_model
-from pipeline.models.sizes import MODEL_TYPES, sizes
+from pipeline.models.sizes import MODEL_TYPES, QWEN3_5, sizes
 
 _QWEN = {"use_sliding_window": False, "sliding_window": 4096}
 _DENSE_QWEN = {**_QWEN, "max_window_layers": 28, "layer_types": None}
@@ -73,6 +73,8 @@ _DEFAULTS: dict[str, dict[str, Any]] = {
         },
     },
     "glm4": {"rms_norm_eps": 1.5625e-7},
+    "qwen3_5_text": {},
+    "qwen3_5_moe_text": {},
     "glm4_moe": {
         "rms_norm_eps": 1e-5,
         "norm_topk_prob": True,
@@ -90,7 +92,7 @@ PACKED_LAYERS = {
 """The `layer_types` of transformers that can compute packed sequences."""
 
 
-_ROTATED = {"glm4": 0.5, "glm4_moe": 0.5}
+_ROTATED = {"glm4": 0.5, "glm4_moe": 0.5, "qwen3_5_text": 0.25, "qwen3_5_moe_text": 0.25}
 """transformers' default of the rotated part of each head, where it is not the whole head."""
 
 
@@ -104,6 +106,8 @@ def parse_config(config: Mapping[str, Any]) -> SimpleNamespace:
     found = {"rms_norm_eps": 1e-6, "rope_theta": 1e4, "rope_scaling": None, **_DEFAULTS[of.model_type]}
     if of.model_type != "gemma3_text":
         found["hidden_act"] = "silu"
+    if of.model_type in QWEN3_5:
+        del found["rms_norm_eps"]  # `sizes` has it
     found |= {name: config[name] for name in found if name in config and (name != "rope_scaling" or config[name])}
     if not found.get("use_sliding_window", True):
         found["sliding_window"] = None

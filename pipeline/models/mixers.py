@@ -34,10 +34,59 @@ class StateSpace:
         """Return the numbers of rows of the joint projection: gate, input, B, C, steps."""
         return self.width, *self.convolved, self.heads
 
+    @property
+    def operations(self) -> int:
+        """Return the operations of the scan for a token: scores and outputs in its chunk, reading and writing its state."""
+        return 2 * self.chunk * (self.groups * self.state + self.width) + 4 * self.width * self.state
+
+    @property
+    def scanned(self) -> int:
+        """Return the float32 values for each token that the scan saves where torch computes it."""
+        return 3 * (self.width + self.chunk * self.heads)
+
+
+@dataclass(frozen=True, slots=True)
+class DeltaNet:
+    """A gated delta net (https://arxiv.org/abs/2412.06464): a convolution along the sequence and the gated delta rule."""
+
+    groups: int  # heads of queries and keys; each serves heads / groups heads
+    heads: int  # heads of values, states and outputs
+    key_dim: int  # size of a query and a key
+    value_dim: int  # size of a value
+    kernel: int  # tokens of the convolution
+    epsilon: float  # of the gated norm
+    chunk: int = 64  # tokens of a chunk, within which the rule is a matrix product
+
+    @property
+    def width(self) -> int:
+        """Return the size of the values of all heads."""
+        return self.heads * self.value_dim
+
+    @property
+    def convolved(self) -> tuple[int, int, int]:
+        """Return the numbers of channels of the convolution: queries, keys, values."""
+        return self.groups * self.key_dim, self.groups * self.key_dim, self.width
+
+    @property
+    def projected(self) -> tuple[int, int, int, int, int, int]:
+        """Return the numbers of rows of the joint projection: queries, keys, values, gate, strength, decay."""
+        return *self.convolved, self.width, self.heads, self.heads
+
+    @property
+    def operations(self) -> int:
+        """Return the operations of the rule for a token: products and a triangular system in its chunk, and its state's."""
+        inside = self.chunk * self.heads * (5 * self.key_dim + 3 * self.value_dim)
+        return inside + 6 * self.heads * self.key_dim * self.value_dim
+
+    @property
+    def scanned(self) -> int:
+        """Return the float32 values for each token that the rule saves where torch computes it. Estimated, not measured."""
+        return self.heads * (6 * self.key_dim + 5 * self.value_dim + 4 * self.chunk)
+
 
 @dataclass(frozen=True, slots=True)
 class Layer:
     """The parts of a layer: a mixer along the sequence, an MLP (or experts), or both. Each has its norm and residual."""
 
-    mixer: Literal["attention"] | StateSpace | None
+    mixer: Literal["attention"] | StateSpace | DeltaNet | None
     feed_forward: bool

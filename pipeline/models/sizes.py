@@ -22,9 +22,25 @@ _REQUIRED_BY_FAMILY: dict[str, tuple[str, ...]] = {
     "nemotron_h": ("layers_block_type",),
     "glm4_moe": ("moe_intermediate_size", "n_routed_experts"),
 }
+_WITHOUT_MLP = ("qwen3_5_moe_text",)
+"""Families whose layers all have experts, and whose config.json has no intermediate size of an MLP."""
 
 _EITHER_NAME = {"num_local_experts": "num_experts", "n_routed_experts": "num_local_experts"}
 """transformers' name of the number of experts -> the other name that config.json may use."""
+
+_DELTA_NET = {
+    "num_attention_heads": 16,
+    "head_dim": 256,
+    "attention_bias": False,
+    "layer_types": None,
+    "linear_num_key_heads": 16,
+    "linear_num_value_heads": 32,
+    "linear_key_head_dim": 128,
+    "linear_value_head_dim": 128,
+    "linear_conv_kernel_dim": 4,
+    "rms_norm_eps": 1e-6,  # no size, but of the mixers
+}
+"""Of Qwen3.5, whose layers have attention or a gated delta net."""
 
 _DEFAULTS: dict[str, dict[str, Any]] = {
     "llama": {"num_key_value_heads": None, "attention_bias": False, "mlp_bias": False},
@@ -83,11 +99,23 @@ _DEFAULTS: dict[str, dict[str, Any]] = {
         "first_k_dense_replace": 1,
     },
     "gpt_oss": {"num_key_value_heads": 8, "head_dim": 64, "attention_bias": True, "num_experts_per_tok": 4},
+    "qwen3_5_text": {"num_key_value_heads": 4, **_DELTA_NET},
+    "qwen3_5_moe_text": {
+        "num_key_value_heads": 2,
+        **_DELTA_NET,
+        "num_experts": 256,
+        "num_experts_per_tok": 8,
+        "moe_intermediate_size": 512,
+        "shared_expert_intermediate_size": 512,
+    },
 }
 """The defaults of transformers' configuration classes, for keys that released config.json files leave out."""
 
 MODEL_TYPES = tuple(_DEFAULTS)
 """The `model_type`s that are described."""
+
+QWEN3_5 = ("qwen3_5_text", "qwen3_5_moe_text")
+"""Families with gated delta nets, and with an MLP or experts in every layer."""
 
 ALIASES = {"kimi_k2": "deepseek_v3"}
 """`model_type` of a config.json that transformers does not know -> the one whose model it is."""
@@ -101,11 +129,14 @@ def sizes(config: Mapping[str, Any]) -> SimpleNamespace:
     family = ALIASES.get(config.get("model_type", ""), config.get("model_type"))
     if family not in _DEFAULTS:
         raise ValueError(f"the tensors of '{family}' models are not described; expected one of {', '.join(MODEL_TYPES)}")
-    config = {**config, **_pattern(config)} if family == "nemotron_h" else config
+    if family == "nemotron_h":
+        config = {**config, **_pattern(config)}
+    elif family in QWEN3_5:
+        config = {**config, "layer_types": _mixers(config)}
     found = {"model_type": family, "tie_word_embeddings": False, "head_dim": None, **_DEFAULTS[family]}
     found |= {name: config[name] for name in found if name in config and name != "model_type"}
     for name in (*_REQUIRED, *_REQUIRED_BY_FAMILY.get(family, ())):
-        if name not in found:
+        if name not in found and not (name == "intermediate_size" and family in _WITHOUT_MLP):
             either = _EITHER_NAME.get(name)
             found[name] = config[either] if either is not None and name not in config and either in config else config[name]
     heads = found["num_attention_heads"]
@@ -128,11 +159,18 @@ def _pattern(config: Mapping[str, Any]) -> dict[str, Any]:
     return {"layers_block_type": layers, "num_hidden_layers": len(layers)}
 
 
+def _mixers(config: Mapping[str, Any]) -> list[str]:
+    """Return for each layer of Qwen3.5 whether it has attention."""
+    every = config.get("full_attention_interval", 4)
+    layers = range(1, config["num_hidden_layers"] + 1)
+    return config.get("layer_types") or ["linear_attention" if i % every else "full_attention" for i in layers]
+
+
 def sparse_layers(config: Any) -> list[bool]:
     """Return for each layer whether it has experts. config: the result of `sizes`, or transformers' configuration."""
     layers = range(config.num_hidden_layers)
     match config.model_type:
-        case "mixtral" | "gpt_oss":
+        case "mixtral" | "gpt_oss" | "qwen3_5_moe_text":
             return [True for _ in layers]
         case "qwen3_moe":
             step, dense = config.decoder_sparse_step, config.mlp_only_layers
@@ -149,6 +187,8 @@ def layer_kinds(config: Any) -> list[str]:
 
     dense, sparse: attention and an MLP, or experts; other kinds: of a hybrid model, as transformers names them.
     """
+    if config.model_type in QWEN3_5:
+        return list(config.layer_types)
     if config.model_type == "nemotron_h":
         return list(config.layers_block_type)
     return ["sparse" if sparse else "dense" for sparse in sparse_layers(config)]

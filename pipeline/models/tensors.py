@@ -16,7 +16,7 @@ from types import SimpleNamespace
 from typing import Any, Literal, NamedTuple
 
 from pipeline.models.base import Split
-from pipeline.models.sizes import layer_kinds, sizes
+from pipeline.models.sizes import QWEN3_5, layer_kinds, sizes
 
 Part = Literal["embedding", "output", "attention", "mlp", "shared", "routed", "router", "norm", "buffer"]
 """The part of the model to which a tensor belongs. attention: also mixers in its place; router: also projections to the latent
@@ -65,8 +65,11 @@ def _layer(of: SimpleNamespace, kind: str) -> Iterator[Tensor]:
     if of.model_type == "nemotron_h":
         yield from _hybrid_layer(of, kind)
         return
-    sparse = kind == "sparse"
-    yield from _latent_attention(of) if of.model_type == "deepseek_v3" else _attention(of)
+    sparse = kind == "sparse" or of.model_type == "qwen3_5_moe_text"
+    if kind == "linear_attention":
+        yield from _delta_net(of)
+    else:
+        yield from _latent_attention(of) if of.model_type == "deepseek_v3" else _attention(of)
     if of.model_type == "glm4":
         yield from _linear("mlp.gate_up_proj", 2 * of.intermediate_size, of.hidden_size, "mlp", "halves")
         yield from _linear("mlp.down_proj", of.hidden_size, of.intermediate_size, "mlp", "columns")
@@ -99,11 +102,12 @@ def _attention(of: SimpleNamespace) -> Iterator[Tensor]:
     """Yield grouped-query attention."""
     queries, keys = of.num_attention_heads * of.head_dim, of.num_key_value_heads * of.head_dim
     bias = of.model_type == "qwen2" or getattr(of, "attention_bias", False)
-    for name, rows in (("q", queries), ("k", keys), ("v", keys)):
+    gated = queries if of.model_type in QWEN3_5 else 0  # each head's gate follows its query
+    for name, rows in (("q", queries + gated), ("k", keys), ("v", keys)):
         yield from _linear(f"self_attn.{name}_proj", rows, of.hidden_size, "attention", "rows", bias)
     bias = bias and of.model_type not in ("qwen2", "glm4", "glm4_moe")
     yield from _linear("self_attn.o_proj", of.hidden_size, queries, "attention", "columns", bias)
-    if of.model_type in ("qwen3", "qwen3_moe", "gemma3_text") or getattr(of, "use_qk_norm", False):
+    if of.model_type in ("qwen3", "qwen3_moe", "gemma3_text", *QWEN3_5) or getattr(of, "use_qk_norm", False):
         yield from (_norm(f"self_attn.{name}_norm", of.head_dim) for name in "qk")
     if of.model_type == "gpt_oss":
         yield Tensor("self_attn.sinks", (of.num_attention_heads,), "attention", "rows")
@@ -153,6 +157,9 @@ def _experts(of: SimpleNamespace) -> Iterator[Tensor]:
     for i in range(count):
         for tensor in _mlp(f"{module}.experts.{i}", of.hidden_size, width, "routed", names=names):
             yield tensor._replace(expert=i)
+    if of.model_type == "qwen3_5_moe_text":
+        yield from _mlp(f"{module}.shared_expert", of.hidden_size, of.shared_expert_intermediate_size, "shared")
+        yield Tensor(f"{module}.shared_expert_gate.weight", (1, of.hidden_size), "router")
     if shared := getattr(of, "n_shared_experts", 0):
         yield from _mlp(f"{module}.shared_experts", of.hidden_size, width * shared, "shared")
 
@@ -200,6 +207,20 @@ def _state_space(of: SimpleNamespace) -> Iterator[Tensor]:
     yield from _linear("mixer.out_proj", of.hidden_size, inner, "attention", "columns")
 
 
+def _delta_net(of: SimpleNamespace) -> Iterator[Tensor]:
+    """Yield a gated delta net. The projection of queries, keys and values and their convolution are cut in parts."""
+    keys, values = of.linear_num_key_heads * of.linear_key_head_dim, of.linear_num_value_heads * of.linear_value_head_dim
+    parts, heads = (keys, keys, values), of.linear_num_value_heads
+    yield from _linear("linear_attn.in_proj_qkv", sum(parts), of.hidden_size, "attention", parts)
+    for name, rows in (("z", values), ("b", heads), ("a", heads)):
+        yield from _linear(f"linear_attn.in_proj_{name}", rows, of.hidden_size, "attention", "rows")
+    yield Tensor("linear_attn.conv1d.weight", (sum(parts), 1, of.linear_conv_kernel_dim), "attention", parts)
+    for name in ("A_log", "dt_bias"):
+        yield Tensor(f"linear_attn.{name}", (heads,), "attention", "rows")
+    yield Tensor("linear_attn.norm.weight", (of.linear_value_head_dim,), "attention")
+    yield from _linear("linear_attn.out_proj", of.hidden_size, values, "attention", "columns")
+
+
 def _stacked_experts(of: SimpleNamespace) -> Iterator[Tensor]:
     """Yield gpt_oss's experts: one tensor for all, with gate and up projection alternating along the last dimension."""
     count, hidden, width = experts(of), of.hidden_size, of.intermediate_size
@@ -215,4 +236,5 @@ def experts(of: SimpleNamespace) -> int:
     """Return the number of routed experts of a layer that has any; 0 for a dense model."""
     if of.model_type == "nemotron_h" and "moe" not in of.layers_block_type:
         return 0
-    return getattr(of, "n_routed_experts", None) or getattr(of, "num_local_experts", 0)
+    names = ("n_routed_experts", "num_local_experts", "num_experts")
+    return next((count for name in names if (count := getattr(of, name, 0))), 0)

@@ -36,6 +36,9 @@ STATED = {  # by the metadata of their safetensors files, but for copies of a ti
     "mistralai/Mixtral-8x7B-v0.1": 46_702_792_704,
     "mistralai/Mistral-Nemo-Instruct-2407": 12_247_782_400,
     "google/gemma-3-1b-it": 999_885_952,
+    "Qwen/Qwen3.5-9B": 9_409_813_744 - 456_010_480,  # without the images' encoder
+    "Qwen/Qwen3.5-35B-A3B": 35_951_822_704 - 446_571_248 - 844_640_768,  # and without the layer for multi-token prediction
+    "Qwen/Qwen3.5-397B-A17B": 403_397_928_944 - 456_010_480 - 6_595_568_128,
     "openai/gpt-oss-20b": 20_914_757_184,
     "nvidia/NVIDIA-Nemotron-Nano-9B-v2": 8_888_227_328,
     "nvidia/NVIDIA-Nemotron-Nano-12B-v2": 12_310_001_152,
@@ -56,7 +59,8 @@ def test_the_count_equals_transformers_model(name):
     assert ModelShape.of(config).parameters == sum(p.numel() for p in model.parameters())
     assert model.config.max_position_embeddings == config["max_position_embeddings"]
     as_a_reward_model = type(model).__name__.replace("CausalLM", "SequenceClassification")
-    kinds = (type(model).__name__, as_a_reward_model, "Gemma3ForConditionalGeneration")
+    with_images = type(model).__name__.replace("CausalLM", "ConditionalGeneration")
+    kinds = (type(model).__name__, as_a_reward_model, with_images)
     assert public_model_config(name)["architectures"][0] in kinds
 
 

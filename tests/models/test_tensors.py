@@ -43,6 +43,12 @@ HYBRID = {
     "moe_intermediate_size": 12,
     "moe_shared_expert_intermediate_size": 20,
 }
+DELTA_NET = {
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 6,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 5,
+}
 EXPERTS = {"num_experts": 4, "moe_intermediate_size": 12}
 GLM_EXPERTS = {"n_routed_experts": 4, "moe_intermediate_size": 12}
 CASES = {
@@ -76,6 +82,9 @@ CASES = {
     "glm4_no_biases": ("glm4", {"head_dim": 12, "pad_token_id": None, "attention_bias": False, "tie_word_embeddings": True}),
     "glm4_moe": ("glm4_moe", {**GLM_EXPERTS, "attention_bias": True, "use_qk_norm": True, "head_dim": 12}),
     "glm4_moe_plain": ("glm4_moe", {**GLM_EXPERTS, "first_k_dense_replace": 9, "num_nextn_predict_layers": 1}),
+    "qwen3_5_text": ("qwen3_5_text", {**DELTA_NET, "head_dim": 16}),
+    "qwen3_5_text_tied": ("qwen3_5_text", {**DELTA_NET, "full_attention_interval": 2, "tie_word_embeddings": True}),
+    "qwen3_5_moe_text": ("qwen3_5_moe_text", {**DELTA_NET, **EXPERTS, "shared_expert_intermediate_size": 20}),
     "gpt_oss_no_biases": ("gpt_oss", {"num_local_experts": 4, "attention_bias": False, "tie_word_embeddings": True}),
 }
 assert {family for family, _ in CASES.values()} == set(MODEL_TYPES)

@@ -52,6 +52,21 @@ HYBRIDS = {  # changes of Nemotron-H's configuration
         "hybrid_override_pattern": "ME*-E",
     },
 }
+DELTA_NETS = {  # changes of Qwen3.5's configuration
+    "num_hidden_layers": 3,
+    "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+    "head_dim": 32,
+    "linear_num_key_heads": 4,
+    "linear_num_value_heads": 8,
+    "linear_key_head_dim": 16,
+    "linear_value_head_dim": 24,
+}
+EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "shared_expert_intermediate_size": 48}
+WITH_STATES = {  # {name: (configuration class, its fields)}
+    **{name: ("NemotronH", changes) for name, changes in HYBRIDS.items()},
+    "qwen3_5_text": ("Qwen3_5Text", {**DELTA_NETS, "tie_word_embeddings": True}),
+    "qwen3_5_moe_text": ("Qwen3_5MoeText", {**DELTA_NETS, **EXPERTS}),
+}
 
 Held = set[tuple[str, tuple[int, ...], tuple[int, ...]]]
 
@@ -292,11 +307,11 @@ ENGINES = (VLLMConfig(), VLLMConfig(2), VLLMConfig(4), VLLMConfig(2, 2), VLLMCon
     "vllm", ENGINES, ids=lambda v: f"tp{v.tensor_parallel_size}pp{v.pipeline_parallel_size}ep{v.expert_parallel_size}"
 )
 @pytest.mark.parametrize(
-    "family", [*families.SHORT, *OTHERS, *(pytest.param(each, marks=pytest.mark.full) for each in ("gpt_oss", *HYBRIDS))]
+    "family", [*families.SHORT, *OTHERS, *(pytest.param(each, marks=pytest.mark.full) for each in ("gpt_oss", *WITH_STATES))]
 )
 def test_vllm(family, vllm, tmp_path, monkeypatch):
-    if family in HYBRIDS:
-        monkeypatch.setitem(families.FAMILIES, family, ("NemotronH", HYBRIDS[family]))
+    if family in WITH_STATES:
+        monkeypatch.setitem(families.FAMILIES, family, WITH_STATES[family])
         experts_without_gates(monkeypatch)
     families.save_config(family, tmp_path)
     config = read(tmp_path)
