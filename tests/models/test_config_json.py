@@ -42,6 +42,8 @@ CHANGES = {
     "glm4": [{"partial_rotary_factor": 0.25, "rope_theta": 5.0}, {"rms_norm_eps": 1e-6}],
     "glm4_moe": [{"n_group": 2, "routed_scaling_factor": 2.5}, {"partial_rotary_factor": 1.0, "rope_scaling": LINEAR}],
     "gpt_oss": [{"layer_types": ["full_attention"] * 4, "rope_scaling": None}, {"sliding_window": 8}],
+    "qwen3_5_text": [{"full_attention_interval": 2, "rope_theta": 5.0}, {"partial_rotary_factor": 0.5, "rms_norm_eps": 1e-5}],
+    "qwen3_5_moe_text": [{"layer_types": ["linear_attention", "full_attention"] * 2}, {"rope_scaling": LINEAR}],
 }
 READ = [(name, {}) for name in CASES] + [(family, more) for family, found in CHANGES.items() for more in found]
 assert CHANGES.keys() == set(MODEL_TYPES)

@@ -39,6 +39,7 @@ def test_parameters_and_operations_equal_published_numbers():
     assert shape("deepseek-ai/DeepSeek-V3").active == pytest.approx(37e9, rel=0.02)
     assert shape("Qwen/Qwen3-30B-A3B").active == pytest.approx(3.3e9, rel=0.1)
     assert shape("Qwen/Qwen3-235B-A22B").active == pytest.approx(22e9, rel=0.02)
+    assert shape("Qwen/Qwen3.5-397B-A17B").active == pytest.approx(17e9, rel=0.05)
     training = 3 * flops.forward(shape("deepseek-ai/DeepSeek-V3"), 4096, 4096**2 / 2) / 4096
     assert training == pytest.approx(250e9, rel=0.05)
 
