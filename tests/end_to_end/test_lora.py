@@ -74,7 +74,9 @@ LAYOUTS = {
 QUICK = ("tp2",)
 # Experts that are bare parameters have no adapters.
 ATTENTION = (f"{LORA}.match_all_linear=false", f"{LORA}.target_modules=[q_proj,k_proj,v_proj,o_proj]")
-OF = {"dense": (), "mixture": ATTENTION}
+# At the rate of the others, Adam enlarges the rounding of a mixture's first steps to 5e-5 of the loss on another backend.
+SLOWER = "policy.optimizer.kwargs.lr=0.004"
+OF = {"dense": (), "mixture": (SLOWER, *ATTENTION)}
 
 
 @pytest.mark.parametrize("layout", [pytest.param(n, marks=[] if n in QUICK else pytest.mark.long) for n in LAYOUTS])
@@ -101,7 +103,8 @@ def test_megatron_equals_fsdp2(trained, layout):
     peft = [
         f"policy.megatron_cfg.peft.{one}" for one in ("enabled=true", *OPTIONS, f"target_modules=[{','.join(TARGETS[model])}]")
     ]
-    assert_equal(trained(model, *keys, *peft), trained(model, *FSDP, *OF[model], *ONE))
+    rate = (SLOWER,) if model == "mixture" else ()
+    assert_equal(trained(model, *keys, *peft, *rate), trained(model, *FSDP, *OF[model], *ONE))
 
 
 def test_vllm_serves_adapters_as_merged_weights(trained):
