@@ -111,6 +111,11 @@ def _layouts() -> list[Case]:
         "fsdp_cp2": (FSDP, {"context_parallel_size": 2}),
         "fsdp_tp2_sp": (FSDP, {"tensor_parallel_size": 2, "sequence_parallel": "true"}),
         "fsdp_replicas2": (FSDP, {"data_parallel_replicate_size": 2}),
+        "fsdp_tp2_cp2": (FSDP, {"tensor_parallel_size": 2, "context_parallel_size": 2}),
+        "fsdp_ep2": (FSDP, {"expert_parallel_size": 2}),
+        "fsdp_tp2_ep2": (FSDP, {"tensor_parallel_size": 2, "expert_parallel_size": 2}),
+        "fsdp_lora": (FSDP, {"lora_cfg.enabled": "true"}),
+        "fsdp_tp2_lora": (FSDP, {"tensor_parallel_size": 2, "lora_cfg.enabled": "true"}),
         "megatron_tp2": (MEGATRON, {"tensor_model_parallel_size": 2}),
         "megatron_tp2_sp": (MEGATRON, {"tensor_model_parallel_size": 2, "sequence_parallel": "true"}),
         "megatron_pp2": (MEGATRON, {"pipeline_model_parallel_size": 2}),
@@ -121,7 +126,8 @@ def _layouts() -> list[Case]:
     for name, (key, layout) in sizes.items():
         overrides = (f"{key}.enabled=true", *(f"{key}.{size}={value}" for size, value in layout.items()))
         model = "tiny_moe" if name.endswith("ep2") else "tiny"
-        found.append(Case(name, model=model, ranks=2, overrides=(*BATCHES, *overrides)))
+        ranks = 4 if name == "fsdp_tp2_cp2" else 2
+        found.append(Case(name, model=model, ranks=ranks, overrides=(*BATCHES, *overrides)))
     return found
 
 
