@@ -87,11 +87,17 @@ class FSDPMemory:
 
     @property
     def adapters(self) -> float:
-        """Return the parameters of adapters that this rank holds: its share of dim x (in + out) of each linear layer."""
+        """Return the parameters of adapters that this rank holds: its share of dim x (in + out) of each linear layer.
+
+        Of two dimensions of a layer, tensor parallelism cuts the one that is not the model's hidden size.
+        """
         shape, lora = self.model.shape, self.model.policy.dtensor_cfg.lora_cfg
-        query, key = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
+        query, key, width = (
+            size / self.layout.tensor
+            for size in (shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim, shape.dense_width)
+        )
         attention = 2 * (shape.hidden + query) + 2 * (shape.hidden + key)
-        mlp = 3 * (shape.hidden + shape.dense_width) if shape.mlp_layers else 0
+        mlp = 3 * (shape.hidden + width) if shape.mlp_layers else 0
         return lora.dim * (shape.attention_layers * attention + shape.mlp_layers * mlp) / self.layout.shard
 
     @property

@@ -1,9 +1,10 @@
 """`python -m tests.benchmarks`, from the repository's root: GRPO, SFT and DPO against TRL 1.16, train backends, the refit.
 
-    python -m tests.benchmarks                  all tables of the next seven; a CASE after one of three is for that one alone
+    python -m tests.benchmarks                  all tables of the next eight; a CASE after one of three is for that one alone
     python -m tests.benchmarks compare CASE     the GRPO step against TRL's: 0.8M, 32M
     python -m tests.benchmarks backends CASE    packed against padded, Megatron-Core against FSDP2: 0.8M-skewed, 32M-half
     python -m tests.benchmarks compiled CASE    compiled decoder layers against eager ones: 32M-half
+    python -m tests.benchmarks layouts          context and expert parallelism against data parallelism, two ranks of 32M
     python -m tests.benchmarks sft              SFT against TRL's: losses over 3 seeds, in one picture, and CPU seconds
     python -m tests.benchmarks dpo              DPO, so too
     python -m tests.benchmarks refit            planned against broadcast and bare gloo; the planner; against published figures
@@ -17,7 +18,8 @@
 
 The first four take one step in turns, one process each and one thread each, so whatever else runs on the machine meets all of
 them. What is measured, and on equal terms, is in `cases.py` and `lessons.py`; CPU seconds are the figure to look at, since wall
-seconds include waiting for a core. Left out: GPUs, and of steps more than one rank.
+seconds include waiting for a core. Left out: GPUs, and, but for `layouts`, steps of
+more than one rank.
 """
 
 from __future__ import annotations
@@ -55,6 +57,7 @@ COMMANDS = (
         *LESSONS,
         "refit",
         "environments",
+        "layouts",
         "verbs",
         "proofs",
         "evaluation",
@@ -88,6 +91,8 @@ def main() -> None:
         for case in chosen or (HALF,):
             command = [sys.executable, "-m", "tests.benchmarks.compiled_step", case.name, str(_checkpoint(case))]
             subprocess.run(command, env=os.environ | ENVIRONMENT, check=True)
+    if arguments.command in (None, "layouts"):
+        subprocess.run([sys.executable, "-m", "tests.benchmarks.layouts"], env=os.environ | ENVIRONMENT, check=True)
     if lessons := [name for name in LESSONS if arguments.command in (None, name)]:
         print(f"losses of {' and '.join(lessons)}: {offline.compare(lessons, FOLDER / 'offline', FOLDER / 'trl')}")
     if arguments.command in (None, "refit"):

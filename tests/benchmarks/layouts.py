@@ -1,8 +1,8 @@
 """Compare FSDP2's context and expert parallelism with data parallelism on two ranks: CPU seconds of a step at equal work.
 
-`python -m tests.benchmarks layouts`. All layouts of a model take one step in turns, in the same two processes of one thread each, from
-the same weights on the same samples: 32M parameters, sequences of 2,048 tokens on average. A rank computes as many tokens in a
-microbatch at every layout. Seconds are those of both processes together, of all their threads.
+`python -m tests.benchmarks layouts`. All layouts of a model take one step in turns, in the same two processes of one thread
+each, from the same weights on the same samples: 32M parameters, sequences of 2,048 tokens on average. A rank computes as many
+tokens in a microbatch at every layout. Seconds are those of both processes together, of all their threads.
 """
 
 from __future__ import annotations
@@ -47,7 +47,10 @@ SHAPE = {
     "eos_token_id": None,
     "pad_token_id": None,
 }
-LAYOUTS = {"dense": {"dp2": {}, "cp2": {"context_parallel_size": 2}}, "mixture": {"dp2": {}, "ep2": {"expert_parallel_size": 2}}}
+LAYOUTS = {
+    "dense": {"dp2": {}, "cp2": {"context_parallel_size": 2}},
+    "mixture": {"dp2": {}, "ep2": {"expert_parallel_size": 2}},
+}
 
 
 def models() -> dict[str, PreTrainedConfig]:
@@ -133,8 +136,8 @@ def _check_agreement(contenders: dict[str, Contender]) -> None:
 def _print(model: str, contenders: dict[str, Contender]) -> None:
     count = sum(parameter.numel() for parameter in contenders["dp2"].backend._parameters.values())
     print(
-        f"\n{model}: {count / 1e6:.1f}M parameters, float32, {len(LENGTHS)} sequences of {sum(LENGTHS) // len(LENGTHS):,} tokens on"
-        f" average. Two ranks of one thread. {STEPS} steps, in turns, after {WARMUP} for warming up.\n"
+        f"\n{model}: {count / 1e6:.1f}M parameters, float32, {len(LENGTHS)} sequences of {sum(LENGTHS) // len(LENGTHS):,}"
+        f" tokens on average. Two ranks of one thread. {STEPS} steps, in turns, after {WARMUP} for warming up.\n"
         f"{'seconds a step':16s}{'CPU min':>9s}{'median':>9s}{'wall min':>9s}{'median':>9s}{'CPU / dp2':>11s}"
     )
     fastest = min(cpu for cpu, _ in contenders["dp2"].times[WARMUP:])
