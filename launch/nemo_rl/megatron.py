@@ -12,11 +12,11 @@ from launch.nemo_rl.run import TEXT
 from launch.nemo_rl.translator import ABSENT, Translator
 from pipeline.algorithms import OFFLINE
 from pipeline.algorithms.sections import OfflineConfig, OnlineConfig, bound
+from pipeline.train.adapters import modules
 
 KEY = "policy.megatron_cfg"
 OPTIMIZER, SCHEDULER = f"{KEY}.optimizer", f"{KEY}.scheduler"
 BALANCE = ("moe_router_load_balancing_type", "moe_aux_loss_coeff", "moe_router_bias_update_rate")  # of a mixture of experts
-EXPERT_MODULES = "*.local_experts.*"
 LORA_OPTION = "this option of LoRA"
 EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
 
@@ -138,7 +138,7 @@ def _adapters(t: Translator) -> None:
     if not has_experts(t.get("policy.model_name")):
         return
     if whole:
-        t.put(f"{peft}.exclude_modules", [*(t.consume(f"{peft}.exclude_modules") or ()), EXPERT_MODULES])
+        t.put(f"{peft}.exclude_modules", [*(t.consume(f"{peft}.exclude_modules") or ()), modules.EXPERTS])
     else:
         t.change(f"{peft}.target_modules", "each expert has its own adapter; NeMo-RL's experts of a rank share one")
 

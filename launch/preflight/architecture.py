@@ -14,7 +14,7 @@ from typing import Any
 from launch.model_files import is_inside, model_folder, planning_config
 from launch.model_shape import ModelShape
 from launch.preflight import libraries
-from pipeline import config
+from pipeline import config, models
 from pipeline.config import (
     MEGATRON_MODEL_TYPES,
     PolicyConfig,
@@ -28,7 +28,8 @@ from pipeline.config import (
     uses_megatron,
 )
 from pipeline.models.config_json import unsupported
-from pipeline.models.sizes import MODEL_TYPES
+from pipeline.models.sizes import MODEL_TYPES, sizes
+from pipeline.train.adapters import modules
 
 MEGATRON = "policy.megatron_cfg"
 ROPE_TYPES = ("default", "linear", "llama3", "yarn")
@@ -240,6 +241,7 @@ def _check_megatron(key: str, policy: PolicyConfig, model: dict[str, Any]) -> It
         )
     yield from _check_state(policy, shape)
     yield from _check_experts(policy, shape, family)
+    yield from _check_adapters(policy, model)
 
 
 def _check_state(policy: PolicyConfig, shape: ModelShape) -> Iterator[Problem]:
@@ -253,6 +255,20 @@ def _check_state(policy: PolicyConfig, shape: ModelShape) -> Iterator[Problem]:
     if groups % size == 0 and (heads // size % ranks or (groups // size % ranks and ranks % (groups // size))):
         what = f"got {ranks}, which does not divide the {heads} heads, in {groups} groups, of the model's state spaces"
         yield Problem(key, "not-divisible", f"{what} over {size} tensor-parallel ranks; expected a power of two up to {heads}")
+
+
+def _check_adapters(policy: PolicyConfig, model: dict[str, Any]) -> Iterator[Problem]:
+    """Check the names of the modules that get adapters, as the backend does."""
+    megatron, of = policy.megatron_cfg, sizes(model)
+    if not megatron.peft.enabled:
+        return
+    found: list[Problem] = []
+    with collected(found):
+        chosen = modules.choose(megatron.peft, models.family(of.model_type).parameters(of))
+        if megatron.moe_grouped_gemm and any(module.weight.expert is not None for module in chosen):
+            message = "got true with adapters of experts, which one kernel would compute; expected null or false"
+            yield Problem(f"{MEGATRON}.moe_grouped_gemm", "contradiction", message)
+    yield from found
 
 
 def _dequantized(policy: PolicyConfig) -> str:

@@ -45,6 +45,7 @@ def features(config: PreTrainedConfig) -> Features:
 def transformer(config: PreTrainedConfig) -> dict[str, Any]:
     """Return Megatron-Core's configuration. Raises RecipeError for biases, activations and routing that are not described."""
     decoder.require(config, use_bias=False, mlp_bias=False, use_conv_bias=True, mlp_hidden_act="relu2", mamba_hidden_act="silu")
+    decoder.require(config, tie_word_embeddings=False)  # transformers does not tie them
     return {
         "num_layers": len(config.layers_block_type),
         "hidden_size": config.hidden_size,
@@ -101,7 +102,7 @@ def parameters(config: PreTrainedConfig, head: Head = "logprobs") -> dict[str, P
     found |= decoder.unchanged("decoder.final_layernorm.weight", "backbone.norm_f.weight")
     if head == "values":
         return found | decoder.unchanged(VALUE_HEAD, SCORE)
-    return found if config.tie_word_embeddings else found | decoder.unchanged("output_layer.weight", "lm_head.weight", "rows")
+    return found | decoder.unchanged("output_layer.weight", "lm_head.weight", "rows")
 
 
 def _state_space(config: PreTrainedConfig, target: str, source: str) -> dict[str, Parameter]:

@@ -130,7 +130,7 @@ def sizes(config: Mapping[str, Any]) -> SimpleNamespace:
     if family not in _DEFAULTS:
         raise ValueError(f"the tensors of '{family}' models are not described; expected one of {', '.join(MODEL_TYPES)}")
     if family == "nemotron_h":
-        config = {**config, **_pattern(config)}
+        config = {**config, **_hybrid(config)}
     elif family in QWEN3_5:
         config = {**config, "layer_types": _mixers(config)}
     found = {"model_type": family, "tie_word_embeddings": False, "head_dim": None, **_DEFAULTS[family]}
@@ -151,12 +151,22 @@ def sizes(config: Mapping[str, Any]) -> SimpleNamespace:
     return SimpleNamespace(**found)
 
 
-def _pattern(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the layers of a hybrid model under the names of transformers' newest version."""
+_OLDER_NAMES = {
+    "mamba_n_groups": "n_groups",
+    "mamba_d_conv": "conv_kernel",
+    "mamba_chunk_size": "chunk_size",
+    "mamba_dt_min": "time_step_min",
+}
+"""Names that config.json of a hybrid model may have -> transformers' names, which they override."""
+
+
+def _hybrid(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the layers and mixers of a hybrid model under the names of transformers' newest version."""
+    mixers = {ours: config[older] for older, ours in _OLDER_NAMES.items() if older in config}
     names = {"M": "linear_attention", "E": "moe", "*": "full_attention", "-": "mlp"}
     given = config.get("layers_block_type") or config.get("layer_types") or config["hybrid_override_pattern"]
     layers = [names.get(kind, kind) for kind in given]
-    return {"layers_block_type": layers, "num_hidden_layers": len(layers)}
+    return {"layers_block_type": layers, "num_hidden_layers": len(layers), **mixers}
 
 
 def _mixers(config: Mapping[str, Any]) -> list[str]:

@@ -284,6 +284,7 @@ def sizes(**given: int) -> list[str]:
 
 
 SP = f"{KEY}.sequence_parallel=true"
+PEFT = f"{KEY}.peft.enabled=true"
 FIRST, LAST = (f"{KEY}.num_layers_in_{which}_pipeline_stage" for which in ("first", "last"))
 
 
@@ -321,6 +322,10 @@ TP, PP, EP, ETP = (
         (model("gpt_oss"), [*sizes(tp=2), SP], ETP, "unsupported"),
         (model("nemotron_h", mamba_num_heads=12), sizes(cp=8), f"{KEY}.context_parallel_size", "not-divisible"),
         (model("qwen3_moe"), sizes(tp=2), f"{KEY}.sequence_parallel", "unsupported"),
+        (model("nemotron_h", tie_word_embeddings=True), [], MODEL, "unsupported"),
+        (model("llama"), [PEFT, f"{KEY}.peft.target_modules=[q_proj]"], f"{KEY}.peft.target_modules", "not-a-choice"),
+        (model("gpt_oss"), [PEFT], f"{KEY}.peft.exclude_modules", "unsupported"),
+        (model("qwen3_moe"), [PEFT, f"{KEY}.moe_grouped_gemm=true"], f"{KEY}.moe_grouped_gemm", "contradiction"),
         (
             model("qwen3_moe"),
             [f"{KEY}.moe_router_bias_update_rate=0.001"],

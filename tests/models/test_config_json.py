@@ -34,7 +34,11 @@ CHANGES = {
     "qwen3_moe": [{"norm_topk_prob": True, "use_sliding_window": True}, {"mlp_only_layers": None}],
     "mixtral": [{"sliding_window": 8, "router_jitter_noise": 0.1}],
     "deepseek_v3": [{"rope_scaling": YARN, "rms_norm_eps": 1e-5}, {"num_key_value_heads": 2, "topk_group": 2}],
-    "nemotron_h": [{"mlp_hidden_act": "silu", "n_group": 2}, {"time_step_min": 0.5, "num_nextn_predict_layers": 1}],
+    "nemotron_h": [
+        {"mlp_hidden_act": "silu", "n_group": 2},
+        {"time_step_min": 0.5, "num_nextn_predict_layers": 1},
+        {"mamba_n_groups": 4, "mamba_d_conv": 3, "mamba_chunk_size": 7, "mamba_dt_min": 0.5},
+    ],
     "gemma3_text": [
         {"sliding_window": 8, "sliding_window_pattern": 2},
         {"rope_scaling": LINEAR, "rope_local_base_freq": 5.0, "rope_theta": 7.0},

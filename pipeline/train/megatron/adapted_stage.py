@@ -17,11 +17,12 @@ from pipeline.models.base import Parameter
 from pipeline.models.recorded_layout import Shape
 from pipeline.train.adapters.arithmetic import initial_a
 from pipeline.train.adapters.linear import AdapterSwitch
+from pipeline.train.adapters.modules import KEY
 from pipeline.train.adapters.spec import A as SUFFIX_A
 from pipeline.train.adapters.spec import AdapterSpec, layer_of
 from pipeline.train.adapters.spec import B as SUFFIX_B
 from pipeline.train.initial_weights import ReadBox
-from pipeline.train.megatron.adapter_targets import KEY, SUBMODULE, Target, targets
+from pipeline.train.megatron.adapter_targets import SUBMODULE, Target, targets
 from pipeline.train.megatron.adapters import ModuleAdapter
 from pipeline.train.megatron.local_tensors import LocalTensor, global_name
 from pipeline.train.megatron.model import PipelineStage

@@ -1,4 +1,4 @@
-"""Choose the modules of a Megatron-Core model that get adapters, and describe these as functions of Hugging Face tensors.
+"""Describe the adapters of Megatron-Core's modules as functions of Hugging Face tensors.
 
 Megatron-Core fuses projections: linear_qkv, and linear_fc1 of a gated MLP. B of a fused module consists of the B of each
 projection, placed like the rows of W. A is either shared (targets linear_qkv and linear_fc1, as NVIDIA Megatron-Bridge's LoRA),
@@ -9,21 +9,19 @@ transformers.
 
 from __future__ import annotations
 
-import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
 
 import torch
 
-from pipeline.config import MegatronLoRAConfig, Problem, RecipeError
-from pipeline.config.megatron_checks import FUSED
+from pipeline.config import MegatronLoRAConfig
 from pipeline.models.base import Parameter
 from pipeline.models.decoder import identity
 from pipeline.models.recorded_layout import Shape, record
+from pipeline.train.adapters.modules import ChosenModule, choose, expert_of
 from pipeline.train.adapters.spec import MAGNITUDE, A, AdapterSpec, B
 
-KEY = "policy.megatron_cfg.peft"
 SUBMODULE = "adapter"  # of the adapted module
 
 
@@ -97,85 +95,32 @@ def _rows(function, zeros: tuple[int | None, ...], *sources: torch.Tensor) -> to
     return function(*(next(given) if rows is None else sources[0].new_zeros(rows, *sources[0].shape[1:]) for rows in zeros))
 
 
-def targets(
-    config: MegatronLoRAConfig, parameters: Mapping[str, Parameter], shapes: Mapping[str, Shape], prefix: str = "decoder."
-) -> list[Target]:
+def targets(config: MegatronLoRAConfig, parameters: Mapping[str, Parameter], shapes: Mapping[str, Shape]) -> list[Target]:
     """Return the modules that get adapters, in the model's order.
 
-    parameters: of the whole model; shapes: of the tensors on disk. Raises RecipeError for names that match no module.
+    parameters: of the whole model; shapes: of the tensors on disk. Raises RecipeError as `choose` does.
     """
-    if not config.target_modules and any(name.endswith(".in_proj.weight") for name in parameters):
-        message = "got no names for a model with Mamba layers, whose projections cannot have adapters; expected names"
-        raise RecipeError(Problem(f"{KEY}.target_modules", "unsupported", message))
-    unmatched = {("target_modules", name) for name in config.target_modules}
-    unmatched |= {("exclude_modules", name) for name in config.exclude_modules}
-    found, modules = [], []
-    for module, weight in _linear(parameters, prefix):
-        modules.append(module.rpartition(".")[2])
-        chosen, used = _chosen(config, module, len(weight.sources))
-        unmatched -= used
-        if any(chosen):
-            found.append(_target(module, weight, chosen, shapes))
-    if unmatched:
-        key, name = sorted(unmatched)[0]
-        names = {part for module in modules for part in (module, *FUSED.get(module, ()))}
-        message = f"got '{name}', which no linear layer of the model matches; expected some of: {', '.join(sorted(names))}"
-        raise RecipeError(Problem(f"{KEY}.{key}", "not-a-choice", message))
-    if not found:
-        message = f"got {config.exclude_modules}, which excludes all layers; expected at least one left"
-        raise RecipeError(Problem(f"{KEY}.exclude_modules", "contradiction", message))
-    return found
+    return [_target(chosen, shapes) for chosen in choose(config, parameters)]
 
 
-def _linear(parameters: Mapping[str, Parameter], prefix: str) -> Iterator[tuple[str, Parameter]]:
-    """Yield (module, its weight) of every linear layer."""
-    for name, parameter in parameters.items():
-        module, _, kind = name.rpartition(".")
-        if kind == "weight" and module.startswith(prefix) and module.rpartition(".")[2].startswith("linear_"):
-            yield module, parameter
-
-
-def _chosen(config: MegatronLoRAConfig, module: str, sources: int) -> tuple[tuple[str | None, ...], set[tuple[str, str]]]:
-    """Return ("shared", "own" or None for each source of a module's weight, the (key, name) pairs that match it)."""
-    path, _, own = module.rpartition(".")
-    parts: tuple[str, ...] = FUSED.get(own, ()) if sources > 1 else ()
-    if not config.target_modules:
-        excluding = {("exclude_modules", name) for name in config.exclude_modules if _matches(name, module)}
-        return (None if excluding else "shared",) * sources, excluding
-    whole = {name for name in config.target_modules if _matches(name, module)}
-    of_parts = [{name for name in config.target_modules if _matches(name, f"{path}.{part}")} for part in parts]
-    matching = whole.union(*of_parts)
-    if whole and len(matching) > len(whole):
-        message = (
-            f"got {', '.join(sorted(matching))}, which give {module} both a shared A and an own one; expected one of the two"
-        )
-        raise RecipeError(Problem(f"{KEY}.target_modules", "contradiction", message))
-    if whole:
-        return ("shared",) * sources, {("target_modules", name) for name in matching}
-    return tuple("own" if names else None for names in of_parts), {("target_modules", name) for name in matching}
-
-
-def _matches(pattern: str, module: str) -> bool:
-    """Return whether a name of the recipe, or a pattern with * for any characters, means this module."""
-    if "*" not in pattern:
-        return pattern == module or pattern == module.rpartition(".")[2]
-    return re.fullmatch(".*".join(map(re.escape, pattern.split("*"))), module) is not None
-
-
-def _target(module: str, weight: Parameter, chosen: tuple[str | None, ...], shapes: Mapping[str, Shape]) -> Target:
+def _target(chosen: ChosenModule, shapes: Mapping[str, Shape]) -> Target:
+    module, weight = chosen.name, chosen.weight
     layers = [source.removesuffix(".weight") for source in weight.sources]
     rows = tuple(shapes[source][0] for source in weight.sources)
-    shared = "own" not in chosen
+    shared = "own" not in chosen.choices
     if weight.expert is not None and shared:
-        expert = re.match(r"(.+\.experts\.\d+)\.", layers[0])
-        assert expert is not None, f"{layers[0]} is not the name of an expert's layer"
-        kind = "gate_up_proj" if len(layers) > 1 else "down_proj"
-        return Target(module, weight, (f"{_as_in_transformers(expert[1])}.{kind}",), True, (sum(rows),))
-    return Target(
-        module, weight, tuple(layer if one else None for layer, one in zip(layers, chosen, strict=True)), shared, rows
-    )
+        return Target(module, weight, (_expert_layer(layers),), True, (sum(rows),))
+    adapted = tuple(layer if one else None for layer, one in zip(layers, chosen.choices, strict=True))
+    return Target(module, weight, adapted, shared, rows)
 
 
-def _as_in_transformers(expert: str) -> str:
-    """Return the name of an expert as transformers has it: Mixtral's files have another name of the mixture."""
-    return expert.replace(".block_sparse_moe.", ".mlp.")
+def _expert_layer(layers: list[str]) -> str:
+    """Return the one layer of an expert's projections that share an A, named as in transformers.
+
+    Gate and up projections are gate_up_proj. Mixtral's files have other names.
+    """
+    expert = expert_of(layers[0])
+    assert expert is not None, f"{layers[0]} is not the name of an expert's layer"  # `choose` refuses it
+    own = layers[0].rpartition(".")[2]
+    kind = "gate_up_proj" if len(layers) > 1 else {"w2": "down_proj"}.get(own, own)
+    return f"{expert.replace('.block_sparse_moe.', '.mlp.')}.{kind}"

@@ -29,6 +29,7 @@ from pipeline.train.adapters.linear import AdapterSwitch
 from pipeline.train.adapters.spec import AdapterSpec
 from pipeline.train.megatron.adapter_targets import Target
 from pipeline.train.megatron.groups import tensor_group
+from pipeline.train.megatron.local_modules import rms_norm
 
 Cut = Literal["rows", "columns", "none"]
 
@@ -58,6 +59,8 @@ class ModuleAdapter(nn.Module):
         stacked = torch.arange(target.stacked, device=weight.device)
         mask = owners[:, None] == stacked  # [out, stacked]
         self.register_buffer("_mask", None if mask.all() else mask.to(weight.dtype), persistent=False)
+        adapted = owners >= 0  # [out]
+        self.register_buffer("_adapted", None if adapted.all() else adapted, persistent=False)
         self._norm = _fused_norm(layer)
         self._mark(bool(getattr(weight, "allreduce", True)))
 
@@ -107,7 +110,8 @@ class ModuleAdapter(nn.Module):
             return output + found
         bias: Any = None if getattr(layer, "skip_bias_add", False) else getattr(layer, "bias", None)
         base = output if bias is None else output - bias
-        scaled = (self.magnitude / self._row_norms(layer).to(self.magnitude.dtype)) * (base + found)
+        norms = self._row_norms(layer).to(self.magnitude.dtype)
+        scaled = (self._magnitudes(norms) / norms) * (base + found)
         return scaled if bias is None else scaled + bias
 
     def initial_magnitude(self, layer: nn.Module) -> torch.Tensor:
@@ -119,7 +123,8 @@ class ModuleAdapter(nn.Module):
         """Return this rank's part of the merged weight, in the weight's precision. Collective with DoRA."""
         weight: Any = layer.weight
         with torch.no_grad():
-            return merge(weight, self.lora_A, self._b(), self._spec.scale, self.magnitude, self._sum_columns)
+            magnitudes = None if self.magnitude is None else self._magnitudes(self._row_norms(layer))
+            return merge(weight, self.lora_A, self._b(), self._spec.scale, magnitudes, self._sum_columns)
 
     def _b(self) -> torch.Tensor:
         """Return B [out, stacked dim], with zeros where a row does not belong to that A."""
@@ -127,6 +132,13 @@ class ModuleAdapter(nn.Module):
         if mask is None:
             return self.lora_B
         return (mask[:, :, None] * self.lora_B[:, None, :]).flatten(1)
+
+    def _magnitudes(self, norms: torch.Tensor) -> torch.Tensor:
+        """Return DoRA's magnitudes [out]. A row without an adapter keeps its norm, of `norms` [out], and so stays as it is."""
+        magnitude = self.magnitude
+        adapted: Any = self._adapted
+        assert magnitude is not None  # with DoRA
+        return magnitude if adapted is None else torch.where(adapted, magnitude.to(norms.dtype), norms)
 
     def _row_norms(self, layer: nn.Module) -> torch.Tensor:
         weight: Any = layer.weight
@@ -185,6 +197,7 @@ def _fused_norm(layer: nn.Module) -> Any:
     def norm(inputs: torch.Tensor) -> torch.Tensor:
         weight: Any = layer.layer_norm_weight
         eps: Any = layer.eps
-        return F.rms_norm(inputs, (inputs.shape[-1],), weight, eps)
+        config: Any = layer.config
+        return rms_norm(inputs, weight, eps, config.layernorm_zero_centered_gamma)
 
     return norm

@@ -57,8 +57,18 @@ class RMSNorm(torch.nn.RMSNorm):
 
     @override
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        weight = self.weight + 1 if self._zero_centered else self.weight
-        return F.rms_norm(x, self.normalized_shape, weight, self.eps)
+        return rms_norm(x, self.weight, self.eps, self._zero_centered)
+
+
+def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float | None, zero_centered: bool) -> torch.Tensor:
+    """Return x [..., H] normed and multiplied by weight [H], or by 1 + weight.
+
+    1 + weight is rounded to float32, as in transformers: half precision would lose most of a small weight.
+    """
+    if not zero_centered:
+        return F.rms_norm(x, weight.shape, weight, eps)
+    wide = torch.promote_types(x.dtype, torch.float32)
+    return F.rms_norm(x.to(wide), weight.shape, weight.to(wide) + 1, eps).to(x.dtype)
 
 
 def module_device(config: TransformerConfig) -> torch.device:

@@ -17,10 +17,10 @@ from pipeline.config import Problem, RecipeError
 from pipeline.models.base import SCORE
 from pipeline.models.recorded_layout import Shape, copy_pieces, flat_boxes, restrict
 from pipeline.train import checkpoint_state
+from pipeline.train.adapters.modules import KEY
 from pipeline.train.adapters.saved import PREFIX
 from pipeline.train.adapters.spec import layer_of
 from pipeline.train.megatron.adapted_stage import StageAdapters
-from pipeline.train.megatron.adapter_targets import KEY
 from pipeline.train.megatron.local_tensors import LocalTensor
 from pipeline.train.megatron.optimizer import ParameterRange
 from pipeline.train.shards import BoxReader, Entry

@@ -40,15 +40,22 @@ SAVED = (("qwen2", "shared"), ("qwen3_moe", "own"), ("qwen3_moe", "dora"))
 KINDS = {
     "shared": LORA,
     "own": dataclasses.replace(LORA, target_modules=OWN),
-    "some": dataclasses.replace(LORA, target_modules=["linear_q", "linear_v", "linear_fc1_up"], use_rslora=True),
+    "some": dataclasses.replace(LORA, target_modules=["linear_q", "linear_v", "linear_fc1_up"], use_rslora=True, use_dora=True),
     "dora": dataclasses.replace(LORA, exclude_modules=["*.0.*linear_fc2"], use_dora=True),
 }
+WHOLE = {  # families whose other modules can have no adapters -> targets
+    "gpt_oss": ["linear_qkv", "linear_proj"],
+    "nemotron_h_moe": ["linear_qkv", "linear_proj", "linear_fc1", "linear_fc2"],
+}
+JOINT = ("gemma3_text", "gpt_oss", "glm4", "glm4_moe", "nemotron_h_moe")  # compared with a shared A only
 LATENT = ["linear_q_proj", "linear_q_down_proj", "linear_q_up_proj", "linear_kv_down_proj", "linear_kv_up_proj", "linear_proj"]
 
 
 def kind(name: str, family: str) -> MegatronLoRAConfig:
     """Return adapters of this kind for a family: multi-latent attention has no queries, keys and values to tell apart."""
     config = KINDS[name]
+    if family in WHOLE:
+        return dataclasses.replace(config, target_modules=WHOLE[family], exclude_modules=[])
     if not config.target_modules:
         return config
     absent = [*(DENSE if family == "mixtral" else ()), *(() if family in layouts.MIXTURES else EXPERTS)]
@@ -150,7 +157,7 @@ def expected(trained: MegatronBackend, adapters: dict[str, torch.Tensor], place:
 
 def check_families(families: tuple[str, ...], layout: Layout, folder: Path) -> None:
     for family in families:
-        for name in KINDS:
+        for name in ("shared", "dora") if family in JOINT else KINDS:
             check_equals_eager(folder / family, layout, kind(name, family), f"{family} {name} {layout.name}")
             layouts.release()
 
@@ -162,11 +169,12 @@ def check_equals_eager(model: Path, layout: Layout, config: MegatronLoRAConfig, 
     place = model.parent / "merged" / f"{what.replace(' ', '-')}-{dist.get_rank()}"
     theirs = expected(trained, adapters, place)
     base = layouts.expected(model)
+    off_by = 4 if model.name == "gemma3_text" else 1  # in float32, transformers is as far from float64
     chosen, mine = layouts.shares(layout)[trained.data_rank], layouts.batches(trained, layout)
     for sequences, ours, reference in zip(chosen, trained.forward(mine), trained.forward(mine, "reference"), strict=True):
         wanted = torch.cat([theirs.logprobs[i] for i in sequences])
-        assert (ours.logprobs - wanted).abs().max() < 1e-5, what
-        assert (reference.logprobs - base.of(sequences)).abs().max() < 1e-5, what
+        assert (ours.logprobs - wanted).abs().max() < off_by * 1e-5, what
+        assert (reference.logprobs - base.of(sequences)).abs().max() < off_by * 1e-5, what
     for name, tensor in trained.weights():
         assert dist.get_rank() != 0 or (tensor - theirs.weights[name]).abs().max() < 1e-6, (what, name)
     cases.check_all_held(cases.check_layout(trained, theirs.weights, 1e-6))
@@ -175,7 +183,7 @@ def check_equals_eager(model: Path, layout: Layout, config: MegatronLoRAConfig, 
     assert ours.keys() == theirs.gradients.keys(), what
     largest = max(gradient.abs().max().item() for gradient in theirs.gradients.values())
     off = {name: (ours[name] - gradient).abs().max().item() / largest for name, gradient in theirs.gradients.items()}
-    assert max(off.values()) < 5e-6, (what, {name: by for name, by in off.items() if by > 5e-6})
+    assert max(off.values()) < off_by * 5e-6, (what, {name: by for name, by in off.items() if by > 5e-6})
     assert replicas < 1e-6 * max(largest, 1), (what, replicas)
     norm = torch.stack([gradient.norm() for gradient in theirs.gradients.values()]).norm().item()
     assert abs(metrics["grad_norm"] / norm - 1) < 5e-6, (what, metrics["grad_norm"], norm)

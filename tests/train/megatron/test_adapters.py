@@ -19,13 +19,23 @@ from tests.train.megatron.layouts import CP2, EP2, ONE, PP2, TP2, TP2_EP2_SP, TP
 
 QUICK = {ONE: ("qwen3_moe", "deepseek_v3"), TP2_SP: ("qwen2",)}
 FULL = {
-    ONE: ("llama", "qwen2", "qwen3", "deepseek_v3_plain"),
+    ONE: ("llama", "qwen2", "qwen3", "deepseek_v3_plain", "glm4", "nemotron_h_moe"),
     TP2: ("llama", "qwen2", "qwen3"),
-    TP2_SP: ("llama", "qwen3", "qwen3_moe", "mixtral", "deepseek_v3", "deepseek_v3_plain"),
-    PP2: ("llama", "qwen2", "qwen3_moe", "deepseek_v3"),
-    CP2: ("llama", "qwen3", "qwen3_moe", "deepseek_v3"),
+    TP2_SP: (
+        "llama",
+        "qwen3",
+        "qwen3_moe",
+        "mixtral",
+        "deepseek_v3",
+        "deepseek_v3_plain",
+        "gemma3_text",
+        "glm4",
+        "nemotron_h_moe",
+    ),
+    PP2: ("llama", "qwen2", "qwen3_moe", "deepseek_v3", "gemma3_text"),
+    CP2: ("llama", "qwen3", "qwen3_moe", "deepseek_v3", "gpt_oss"),
     EP2: ("qwen3_moe", "deepseek_v3"),
-    TP2_EP2_SP: ("qwen3_moe", "deepseek_v3"),
+    TP2_EP2_SP: ("qwen3_moe", "deepseek_v3", "gpt_oss", "glm4_moe", "nemotron_h_moe"),
     TP2_PP2_SP: ("llama", "qwen3_moe", "deepseek_v3"),
 }
 
@@ -104,6 +114,13 @@ def test_refused_by_name(models, realm, case):
     changes, key, code = REFUSED[case]
     with refused((f"policy.megatron_cfg.peft.{key}", code)):
         adapters.backend(models / "qwen2", ONE, MegatronLoRAConfig(True, **changes))
+
+
+@pytest.mark.parametrize("key", ["target_modules", "exclude_modules"])
+def test_experts_in_one_tensor_are_refused(models, realm, key):
+    names = {"target_modules": ["linear_fc1"]} if key == "target_modules" else {}
+    with refused((f"policy.megatron_cfg.peft.{key}", "unsupported")):
+        adapters.backend(models / "gpt_oss", ONE, MegatronLoRAConfig(True, **names))
 
 
 @pytest.mark.full
