@@ -13,7 +13,8 @@ from types import SimpleNamespace
 from typing import Any
 
 from pipeline.config import Problem, RecipeError
-from pipeline.models import nemotron_h, qwen3_5, sizes
+from pipeline.models import decoder, nemotron_h, qwen3_5, sizes
+from pipeline.models.config_json import parse_config
 from pipeline.models.mixers import DeltaNet, StateSpace
 from pipeline.models.tensors import Tensor, experts, tensors
 
@@ -29,6 +30,7 @@ class ModelShape:
     family: str  # model_type
     layers: int
     kinds: tuple[str, ...]  # of each layer, as `pipeline.models.sizes.layer_kinds` returns them
+    sparse: tuple[bool, ...]  # of each layer, whether it has experts
     attention_layers: int  # layers with attention, not a state space or a delta net
     dense_layers: int  # layers without experts: with an MLP, but for hybrid models' other layers
     sparse_layers: int  # layers with a mixture of experts
@@ -61,6 +63,8 @@ class ModelShape:
     norms_layer: int  # of a layer with attention; of Nemotron-H, any layer's
     mlp_layer: int  # the MLP of a dense layer; 0 if there are none; of a hybrid model: the mean over layers without experts
     sparse_layer: int  # the mixture of a sparse layer, with router and shared experts; 0 if there are none
+    window: int  # keys that a layer with a sliding window sees; 0 if no layer has one
+    window_layers: int  # layers with a sliding window
     state: StateSpace | DeltaNet | None  # the mixers that are not attention, if there are any
 
     @property
@@ -76,6 +80,11 @@ class ModelShape:
         """
         chosen = self.routed * self.experts_per_token // self.experts if self.experts else 0
         return self.vocabulary * self.hidden + self.attention + self.mlp + chosen + self.other
+
+    def cached_tokens(self, length: float) -> float:
+        """Return the tokens that generation caches of a sequence of `length` tokens, the mean over layers with attention."""
+        beyond = max(0.0, length - self.window) if self.window_layers else 0.0
+        return length - beyond * self.window_layers / max(1, self.attention_layers)
 
     @property
     def latent(self) -> bool:
@@ -114,7 +123,7 @@ class ModelShape:
         Raises UnknownShape for a family that is not in `pipeline.models.sizes.MODEL_TYPES`, and RecipeError for a missing key.
         """
         try:
-            return _shape(sizes.sizes(config), tensors(config))
+            return _shape(sizes.sizes(config), tensors(config), decoder.windows(parse_config(config)))
         except KeyError as error:
             why = f"config.json of this {config['model_type']} has no {error}. Try to download the model again"
             raise RecipeError(Problem(key, "missing-value", why)) from None
@@ -122,7 +131,7 @@ class ModelShape:
             raise UnknownShape(Problem(key, "unsupported", str(error))) from None
 
 
-def _shape(of: SimpleNamespace, found: list[Tensor]) -> ModelShape:
+def _shape(of: SimpleNamespace, found: list[Tensor], windows: Mapping[str, Any]) -> ModelShape:
     kinds = sizes.layer_kinds(of)
     parts = _parts(found)
     first = {kind: _parts([t for t in found if t.layer == kinds.index(kind)]) for kind in dict.fromkeys(kinds)}
@@ -137,6 +146,7 @@ def _shape(of: SimpleNamespace, found: list[Tensor]) -> ModelShape:
         family=of.model_type,
         layers=of.num_hidden_layers,
         kinds=tuple(kinds),
+        sparse=tuple(sizes.sparse_layers(of)),
         attention_layers=kinds.count("full_attention") if hybrid else of.num_hidden_layers,
         dense_layers=len(kinds) - mixtures,
         sparse_layers=mixtures,
@@ -167,6 +177,8 @@ def _shape(of: SimpleNamespace, found: list[Tensor]) -> ModelShape:
         norms_layer=of.hidden_size if apart else own["norm"],
         mlp_layer=round(parts["mlp"] / max(1, len(kinds) - mixtures)),
         sparse_layer=sum(sparse_layer[part] for part in ("shared", "routed", "router")),
+        window=windows["window_size"][0] + 1 if windows else 0,
+        window_layers=sum(windows.get("window_attn_skip_freq", ())),
         state=_state(of) if "linear_attention" in kinds else None,
     )
 

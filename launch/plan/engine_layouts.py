@@ -46,12 +46,17 @@ class _TensorCut(NamedTuple):
     box: Box | None = None  # of this part of the tensor; None: of the whole tensor
 
 
+def engine_stages(layers: int, pipeline: int) -> list[range]:
+    """Return the layers of each pipeline stage of a vLLM engine."""
+    each, rest = divmod(layers, pipeline)
+    # get_pp_indices of vllm/distributed/utils.py: what is left over goes to the stages before the last.
+    return consecutive([each + (pipeline - 1 - rest <= stage < pipeline - 1) for stage in range(pipeline)])
+
+
 def vllm_tables(of: SimpleNamespace, vllm: VLLMConfig, builder: TableBuilder) -> list[LayoutTable]:
     """Return the tables of an engine's ranks: rank = pipeline rank * tensor-parallel size + tensor-parallel rank."""
     tensor, pipeline = vllm.tensor_parallel_size, vllm.pipeline_parallel_size
-    layers, rest = divmod(of.num_hidden_layers, pipeline)
-    # get_pp_indices of vllm/distributed/utils.py: what is left over goes to the stages before the last.
-    stages = consecutive([layers + (pipeline - 1 - rest <= stage < pipeline - 1) for stage in range(pipeline)])
+    stages = engine_stages(of.num_hidden_layers, pipeline)
     cuts: list[list[_TensorCut]] = [[] for _ in stages]
     for one in builder.tensors:
         homes = stages_of(one.layer, one.part == "embedding", stages, of.tie_word_embeddings)

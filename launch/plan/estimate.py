@@ -62,7 +62,7 @@ class Plan:
         load, recipe = None, self.recipe
         if self.generate and self.phases:
             gpu = hardware.gpu(recipe.cluster.generate.gpu)
-            load = generate_time.load(recipe, self.shapes["policy"], self.lengths, gpu, self.generate.tokens)
+            load = generate_time.load(recipe, self.shapes["policy"], self.lengths, gpu, self.generate)
         sampling = sum(phase.seconds for phase in self.phases if phase.name in generate_time.SAMPLING)
         return step_time.estimate(recipe, self.seconds, sampling, load)
 

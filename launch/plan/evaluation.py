@@ -94,7 +94,7 @@ class EvaluationPlan:
         one = task.read_tokens / max(1, task.questions)
         found = flops.forward(self.shape, task.read_tokens, task.questions * one**2 / 2) / (made * engine.ranks * engine.rate)
         if task.answers:
-            own, slots = math.ceil(task.answers / made), generate_time.slots(self.recipe, self.memory.tokens, task.lengths)
+            own, slots = math.ceil(task.answers / made), generate_time.slots(self.recipe, self.memory, task.lengths)
             found += sum(generate_time.decoding(engine, own, slots, task.lengths, task.answers).values())
         return found
 

@@ -22,10 +22,12 @@ from dataclasses import dataclass
 from launch.model_shape import ModelShape
 from launch.plan import flops
 from launch.plan.lengths import Lengths
+from launch.plan.memory_parts import GenerateMemory
 from launch.plan.parallelism import GIGA, Links, engines
 from launch.plan.phase import Phase
 from pipeline.config import PRECISIONS, OnlineConfig, Recipe, engine_ranks, hardware, section
 from pipeline.config.hardware import GPUSpec
+from pipeline.models.mixers import kept_bytes
 
 SAMPLING = ("prefill", "decode")
 """The phases of a rollout that engines take part in."""
@@ -76,10 +78,18 @@ class Engine:
         heads = 1 if shape.latent else min(self.tensor, shape.kv_heads)
         return shape.kv_width * shape.attention_layers * self.itemsize / heads / (self.ranks // self.tensor)
 
+    def read(self, context: float) -> float:
+        """Return the bytes of cache that a rank moves to add a token to a sequence of `context` tokens.
+
+        Of layers with a sliding window these are the tokens in it. States are read and written.
+        """
+        states = self.shape.state_layers * kept_bytes(self.shape.state, self.itemsize) if self.shape.state else 0.0
+        return self.shape.cached_tokens(context) * self.cached + 2 * states / self.ranks
+
     def parts(self, batch: float, context: float) -> dict[str, float]:
         """Return the seconds, by part, of a step of `batch` sequences with `context` tokens each."""
         bandwidth = GIGA * self.gpu.hbm_gb_per_s * self.gpu.assumed.bandwidth
-        weights, cache = self.weights(batch) / bandwidth, batch * context * self.cached / bandwidth
+        weights, cache = self.weights(batch) / bandwidth, batch * self.read(context) / bandwidth
         work = 2 * self.shape.active * batch + flops.decode_attention(self.shape, batch * context)
         products = work / (self.ranks * self.rate)
         found = {"reading weights": weights, "reading the KV cache": cache} if weights + cache > products else {}
@@ -106,10 +116,10 @@ def sampled(recipe: Recipe) -> tuple[int, int]:
     return prompts, prompts * online.num_generations_per_prompt
 
 
-def slots(recipe: Recipe, cache_tokens: float, lengths: Lengths) -> int:
-    """Return how many sequences an engine decodes at once. cache_tokens: the tokens that its KV cache holds."""
+def slots(recipe: Recipe, memory: GenerateMemory, lengths: Lengths) -> int:
+    """Return how many sequences an engine decodes at once. memory: of its ranks."""
     context = lengths.prompt + lengths.squared_answer / (2 * lengths.answer)
-    return max(1, min(recipe.policy.generation.max_num_seqs, int(cache_tokens / context)))
+    return max(1, min(recipe.policy.generation.max_num_seqs, int(memory.holds(context))))
 
 
 def engine(recipe: Recipe, shape: ModelShape, gpu: GPUSpec) -> Engine:
@@ -138,16 +148,16 @@ class EngineLoad:
     answers: float  # answers of all engines together
 
 
-def load(recipe: Recipe, shape: ModelShape, lengths: Lengths, gpu: GPUSpec, cache_tokens: float) -> EngineLoad:
+def load(recipe: Recipe, shape: ModelShape, lengths: Lengths, gpu: GPUSpec, memory: GenerateMemory) -> EngineLoad:
     """Return the load of the engine with the most answers to sample in a step."""
     prompts, answers = sampled(recipe)
     own = math.ceil(prompts / engines(recipe.policy, recipe.cluster.generate)) * answers / prompts
-    return EngineLoad(engine(recipe, shape, gpu), own, slots(recipe, cache_tokens, lengths), lengths, answers)
+    return EngineLoad(engine(recipe, shape, gpu), own, slots(recipe, memory, lengths), lengths, answers)
 
 
-def phases(recipe: Recipe, shape: ModelShape, lengths: Lengths, gpu: GPUSpec, cache_tokens: float) -> list[Phase]:
+def phases(recipe: Recipe, shape: ModelShape, lengths: Lengths, gpu: GPUSpec, memory: GenerateMemory) -> list[Phase]:
     """Return the phases of a step on the generate ranks."""
-    made, own = engines(recipe.policy, recipe.cluster.generate), load(recipe, shape, lengths, gpu, cache_tokens)
+    made, own = engines(recipe.policy, recipe.cluster.generate), load(recipe, shape, lengths, gpu, memory)
     prompts, answers = sampled(recipe)
     known = recipe.policy.generation.backend == "vllm" and recipe.policy.generation.vllm_cfg.enable_prefix_caching
     read = prompts if known else answers
@@ -181,8 +191,8 @@ def decoding(engine: Engine, count: float, slots: int, lengths: Lengths, answers
     return total
 
 
-def validation(recipe: Recipe, shape: ModelShape, lengths: Lengths, gpu: GPUSpec, cache_tokens: float, count: int) -> float:
+def validation(recipe: Recipe, shape: ModelShape, lengths: Lengths, gpu: GPUSpec, memory: GenerateMemory, count: int) -> float:
     """Return the seconds of sampling one answer to each of `count` prompts."""
     made, one = engines(recipe.policy, recipe.cluster.generate), engine(recipe, shape, gpu)
-    parts = decoding(one, math.ceil(count / made), slots(recipe, cache_tokens, lengths), lengths, count)
+    parts = decoding(one, math.ceil(count / made), slots(recipe, memory, lengths), lengths, count)
     return sum(parts.values())

@@ -6,22 +6,27 @@ the rest to the KV cache. The refit's staging is allocated later, outside of tha
 `pipeline.generate.vllm` sets. With fewer key-value heads than tensor-parallel ranks, several ranks hold the same keys and
 values; all ranks hold latents (MLA). With vllm_cfg.precision=fp8, vLLM quantizes one layer at a time when it loads and refits,
 so the linear layers never all exist in bfloat16 (vllm/model_executor/layers/quantization/online/fp8.py).
+A sequence takes as much cache as its tokens, of layers with a sliding window only those in it, and the states of its Mamba
+layers.
 
-Not counted: other quantization in vllm_kwargs, speculative decoding, sliding windows, memory of environments.
+Not counted: other quantization in vllm_kwargs, speculative decoding, blocks that vLLM leaves partly empty, memory of
+environments.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from launch.model_shape import ModelShape
 from launch.plan.activations import latent_projections
+from launch.plan.engine_layouts import engine_stages
 from launch.plan.memory_parts import RUNTIME, GenerateMemory, add_parts
 from pipeline.config import PRECISIONS, Problem, Recipe, refits_by_ipc, refuse, trains
 from pipeline.config.hardware import memory_gb
+from pipeline.models.mixers import kept_bytes
 
 ROOM = 0.8  # share of a GPU for an engine's weights; the rest holds a KV cache
 BLOCK = {True: 16, False: 128}  # tokens of a block of the KV cache, on a GPU and on a CPU (vllm/platforms/cpu.py)
@@ -31,6 +36,7 @@ SAMPLER_COPIES = 6  # of float32 logits in the profiled sampler: sorted values, 
 GRAPHS = 1.0 * 2**30  # bytes for CUDA graphs unless enforce_eager. Assumed, not measured
 FP8_BYTES = 1 + 4 / 128**2  # bytes of a weight, with a float32 scale for each block of 128 x 128
 CACHE_BYTES = {"fp8": 1, "fp8_e4m3": 1, "fp8_e5m2": 1}  # bytes of an element, by vllm_kwargs.kv_cache_dtype
+STATE_BYTES = {"float16": 2, "bfloat16": 2}  # of an element of a state, by vllm_kwargs.mamba_ssm_cache_dtype; else float32
 SIZES = ("max_model_len", "max_num_seqs", "gpu_memory_utilization", "max_num_batched_tokens", "kv_cache_memory_bytes")
 
 
@@ -61,6 +67,12 @@ class EngineRank:
         layers = -(-self.shape.attention_layers // self.stages)
         return layers * (self.shape.kv_width if self.shape.latent else 2 * self.kv_heads * self.shape.head_dim)
 
+    def state_bytes(self, state_size: int) -> float:
+        """Return the bytes of a sequence's states in state-space layers. state_size: bytes of an element of a head's state."""
+        if self.shape.state is None:
+            return 0.0
+        return -(-self.shape.state_layers // self.stages) * kept_bytes(self.shape.state, self.size, state_size) / self.tensor
+
     @property
     def rows(self) -> int:
         """Return the rows of the padded vocabulary on this rank."""
@@ -68,12 +80,15 @@ class EngineRank:
 
     @property
     def linear(self) -> float:
-        """Return the parameters of attention, MLP and experts of the stage with the most layers and mixtures of experts."""
-        shape, tensor, layers = self.shape, self.tensor, self.layers
+        """Return the parameters of attention, MLP and experts of the stage with the most."""
+        return max(map(self._linear, engine_stages(self.shape.layers, self.stages)))
+
+    def _linear(self, stage: range) -> float:
+        shape, tensor, layers = self.shape, self.tensor, len(stage)
         attention = layers * (shape.attention_layer + (tensor - 1) * latent_projections(shape))
         if not shape.latent and shape.kv_heads < tensor:
             attention += layers * shape.hidden * (shape.head_dim + shape.value_dim) * (tensor - shape.kv_heads)
-        sparse = min(layers, shape.sparse_layers)
+        sparse = sum(shape.sparse[layer] for layer in stage)
         mlp = (layers - sparse) * shape.mlp_layer + sparse * (shape.shared_layer + shape.routed_layer)
         return (attention + mlp) / tensor
 
@@ -124,23 +139,25 @@ def generate(recipe: Recipe, shape: ModelShape) -> GenerateMemory:
     assumptions = [f"an engine's weights as if none were quantized: the effect of {less} is not counted"] if less else []
     if cuda:
         budget = given.get("gpu_memory_utilization", vllm.gpu_memory_utilization) * memory_gb(component) * 1e9
-        tokens = given.get("max_num_batched_tokens", _batched_tokens(memory_gb(component)))
-        working = rank.working(tokens, sequences)
+        profiled = given.get("max_num_batched_tokens", _batched_tokens(memory_gb(component)))
+        working = rank.working(profiled, sequences)
         graphs = 0.0 if given.get("enforce_eager", vllm.enforce_eager) else GRAPHS
         cache = budget - rank.weights - working - RUNTIME - graphs
         parts |= {"activations": working, "runtime": RUNTIME + graphs}
         assumptions.append(
             f"{RUNTIME / 2**30:g} GiB for CUDA's context and NCCL, {graphs / 2**30:g} GiB for CUDA graphs; a profiled pass of"
-            f" {tokens:,} tokens"
+            f" {profiled:,} tokens"
         )
     else:
         cache = _cpu_cache(rank, longest, sequences)
     cache = given.get("kv_cache_memory_bytes", cache)
     parts["KV cache"] = max(0.0, cache)
     token_bytes = rank.cached * CACHE_BYTES.get(str(given.get("kv_cache_dtype")), size)
-    blocks = math.floor(cache / (token_bytes * BLOCK[cuda])) - 1  # vLLM keeps one for itself
-    fit = max(0, blocks // -(-longest // BLOCK[cuda]))
-    return GenerateMemory(add_parts(parts), rank.received, not less, blocks * BLOCK[cuda], fit, tuple(assumptions), shape)
+    block = BLOCK[cuda]
+    tokens = (math.floor(cache / (token_bytes * block)) - 1) * block  # vLLM keeps one block for itself
+    states = rank.state_bytes(STATE_BYTES.get(str(given.get("mamba_ssm_cache_dtype")), 4)) / token_bytes
+    held = GenerateMemory(add_parts(parts), rank.received, not less, tokens, 0, tuple(assumptions), shape, states)
+    return replace(held, sequences=math.floor(held.holds(-(-longest // block) * block)))
 
 
 def weights_problems(recipe: Recipe, held: GenerateMemory) -> Iterator[Problem]:

@@ -41,7 +41,7 @@ class StageLayers:
 
 
 def stages(model: TrainModel) -> list[StageLayers]:
-    """Return the stages as Megatron-Core divides the layers. Dense layers are assumed to come first."""
+    """Return the stages as Megatron-Core divides the layers."""
     settings, shape = model.policy.megatron_cfg, model.shape
     size = settings.pipeline_model_parallel_size
     ends = {0: settings.num_layers_in_first_pipeline_stage, size - 1: settings.num_layers_in_last_pipeline_stage}
@@ -50,8 +50,8 @@ def stages(model: TrainModel) -> list[StageLayers]:
     found, done = [], 0
     for number in range(size):
         count = given.get(number, middle)
-        dense = max(0, min(shape.dense_layers - done, count))
-        found.append(StageLayers(number, dense, count - dense, number == 0, number == size - 1))
+        sparse = sum(shape.sparse[done : done + count])
+        found.append(StageLayers(number, count - sparse, sparse, number == 0, number == size - 1))
         done += count
     return found
 

@@ -61,11 +61,16 @@ class GenerateMemory:
     sequences: float  # sequences of max_model_len that fit at once; policy.generation.max_num_seqs may run
     assumptions: tuple[str, ...]
     shape: ModelShape  # of the model it is counted from
+    state_tokens: float = 0.0  # tokens of KV cache that take as many bytes as the state-space mixers' states of a sequence
 
     @property
     def total(self) -> float:
         """Return the bytes of all parts, on the GPU."""
         return sum(self.parts.values())
+
+    def holds(self, length: float) -> float:
+        """Return how many sequences of `length` tokens the KV cache of an engine holds at once."""
+        return max(0.0, self.tokens) / (self.shape.cached_tokens(length) + self.state_tokens)
 
 
 def add_parts(*parts: Mapping[str, float]) -> Parts:

@@ -115,7 +115,7 @@ def _memory(plan: Plan) -> Iterator[Line]:
 def _cache(plan: Plan, generate: GenerateMemory) -> str:
     """Return the capacity of an engine's KV cache, and whether it could be larger."""
     generation, tokens = plan.recipe.policy.generation, max(0.0, generate.tokens)
-    whole, mean = max(0.0, generate.sequences), tokens / plan.lengths.sequence
+    whole, mean = max(0.0, generate.sequences), generate.holds(plan.lengths.sequence)
     holds = (
         f"an engine's KV cache holds {tokens:,.0f} tokens: {whole:,.0f} sequences of {generation.vllm_cfg.max_model_len:,}"
         f" or {mean:,.0f} of {plan.lengths.sequence:,.0f}; at most {generation.max_num_seqs} run at once (max_num_seqs)"

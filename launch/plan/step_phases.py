@@ -30,7 +30,7 @@ def step_phases(
     if generate is None:
         return train
     gpu = hardware.gpu(recipe.cluster.generate.gpu)
-    found = generate_time.phases(recipe, shapes["policy"], lengths, gpu, generate.tokens)
+    found = generate_time.phases(recipe, shapes["policy"], lengths, gpu, generate)
     answers = generate_time.sampled(recipe)[1]
     judge = recipe.cluster.reward if config.serves_rewards(recipe) else recipe.cluster.train
     score = train_time.reward_phase(recipe, shapes, lengths, hardware.gpu(judge.gpu), answers)
@@ -63,4 +63,4 @@ def validation_seconds(
         passes = 1 + algorithm.needs.reference
         return passes * sum(train_time.forward_pass(job, count)[1].values())
     gpu, count = hardware.gpu(recipe.cluster.generate.gpu), samples * section.val_num_generations_per_prompt
-    return generate_time.validation(recipe, shapes["policy"], lengths, gpu, generate.tokens, count)
+    return generate_time.validation(recipe, shapes["policy"], lengths, gpu, generate, count)

@@ -91,8 +91,11 @@ def layer_rotary(config: PreTrainedConfig) -> tuple[str, ...] | None:
     return tuple(kinds) if kinds and all(kind in config.rope_parameters for kind in kinds) else None
 
 
-def windows(config: PreTrainedConfig) -> dict[str, Any]:
-    """Return the sliding windows of the layers that have one: those of layer_types, else all. A window counts the own key."""
+def windows(config: Any) -> dict[str, Any]:
+    """Return the sliding windows of the layers that have one: those of layer_types, else all. A window counts the own key.
+
+    config: of transformers, or of `pipeline.models.config_json`.
+    """
     window = getattr(config, "sliding_window", None)
     kinds = getattr(config, "layer_types", None) or ["sliding_attention"] * config.num_hidden_layers
     slides = [int(kind == "sliding_attention") for kind in kinds]

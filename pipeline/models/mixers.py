@@ -40,6 +40,11 @@ class StateSpace:
         return 2 * self.chunk * (self.groups * self.state + self.width) + 4 * self.width * self.state
 
     @property
+    def kept(self) -> int:
+        """Return the values of the states of all heads, which generation keeps for a sequence."""
+        return self.width * self.state
+
+    @property
     def scanned(self) -> int:
         """Return the float32 values for each token that the scan saves where torch computes it."""
         return 3 * (self.width + self.chunk * self.heads)
@@ -79,9 +84,22 @@ class DeltaNet:
         return inside + 6 * self.heads * self.key_dim * self.value_dim
 
     @property
+    def kept(self) -> int:
+        """Return the values of the states of all heads, which generation keeps for a sequence."""
+        return self.heads * self.key_dim * self.value_dim
+
+    @property
     def scanned(self) -> int:
         """Return the float32 values for each token that the rule saves where torch computes it. Estimated, not measured."""
         return self.heads * (6 * self.key_dim + 5 * self.value_dim + 4 * self.chunk)
+
+
+def kept_bytes(mixer: StateSpace | DeltaNet, size: int, state_size: int = 4) -> int:
+    """Return the bytes that generation keeps for a sequence: inputs of the convolution, and the state of each head.
+
+    size, state_size: bytes of an element of each.
+    """
+    return size * (mixer.kernel - 1) * sum(mixer.convolved) + state_size * mixer.kept
 
 
 @dataclass(frozen=True, slots=True)

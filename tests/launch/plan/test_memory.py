@@ -25,6 +25,7 @@ def shape(name: str) -> ModelShape:
 
 
 LLAMA, QWEN_MIXTURE, DEEPSEEK = shape("meta-llama/Llama-3.1-8B"), shape("Qwen/Qwen3-30B-A3B"), shape("unsloth/DeepSeek-V3-bf16")
+GPT_OSS, HYBRID = shape("openai/gpt-oss-20b"), shape("nvidia/NVIDIA-Nemotron-3-Nano-30B-A3B-BF16")
 MEGATRON = "policy.megatron_cfg"
 
 
@@ -207,6 +208,24 @@ def test_the_kv_cache_takes_the_rest_of_gpu_memory_utilization():
     assert found.parts["weights"] == pytest.approx(2 * LLAMA.parameters, rel=1e-3)
     token = 2 * 2 * LLAMA.layers * LLAMA.kv_heads * LLAMA.head_dim
     assert found.tokens == found.parts["KV cache"] // (16 * token) * 16 - 16
+
+
+def test_the_kv_cache_of_windows_and_states():
+    """Check that of gpt-oss, with a window of 128 in every other layer, and of Nemotron 3 Nano, with states in 23 layers."""
+    windows, hybrid = generated(of=GPT_OSS), generated(f"{VLLM}.gpu_memory_utilization=0.95", of=HYBRID)
+    longest = recipe().policy.generation.vllm_cfg.max_model_len
+    assert windows.sequences == int(windows.tokens / ((longest + 128) / 2))
+    token, states = 6 * 2 * 2 * 128 * 2, 23 * (2 * 3 * (64 * 64 + 2 * 8 * 128) + 4 * 64 * 64 * 128)
+    assert hybrid.holds(1000) > 0
+    assert hybrid.holds(1000) == pytest.approx(hybrid.tokens * token / (1000 * token + states))
+    half = generate(recipe("policy.generation.vllm_kwargs={mamba_ssm_cache_dtype: bfloat16}"), HYBRID)
+    assert half.state_tokens == pytest.approx(hybrid.state_tokens - 23 * 2 * 64 * 64 * 128 / token)
+
+
+def test_stages_of_a_hybrid_model_have_the_experts_of_their_layers():
+    model = models(recipe(f"{MEGATRON}.pipeline_model_parallel_size=2", name="llama8b_grpo"), {"policy": HYBRID})[0]
+    assert [(stage.dense, stage.sparse) for stage in stages(model)] == [(15, 11), (14, 12)]
+    assert EngineRank(HYBRID, 2, 1, 2, False).linear < 0.55 * EngineRank(HYBRID, 2, 1, 1, False).linear
 
 
 def test_kv_heads_are_replicated_over_more_ranks_than_heads():

@@ -12,6 +12,7 @@ from launch.model_shape import ModelShape
 from launch.plan import flops, generate_time, lengths, train_time
 from launch.plan.generate_time import Engine
 from launch.plan.lengths import Lengths
+from launch.plan.memory_parts import GenerateMemory
 from launch.plan.parallelism import Links, Parallelism
 from pipeline import config
 from pipeline.config import PolicyConfig
@@ -196,6 +197,15 @@ def test_linear_layers_in_eight_bits():
     assert small.rate == pytest.approx(2 * plain.rate, rel=1e-3) and small.cached == plain.cached
 
 
+def test_windows_and_states_of_a_cache():
+    """gpt-oss has a window of 128 in every other layer; Nemotron 3 Nano has 6 layers with attention and 23 with states."""
+    windows, states = engine("unsloth/gpt-oss-20b-BF16"), engine("nvidia/NVIDIA-Nemotron-3-Nano-30B-A3B-BF16")
+    assert windows.read(100) == 100 * 24 * 2 * 8 * 64 * 2
+    assert windows.read(4096) == (4096 + 128) * 12 * 2 * 8 * 64 * 2
+    convolved, state = 3 * (64 * 64 + 2 * 8 * 128), 64 * 64 * 128
+    assert states.read(1000) == 1000 * 6 * 2 * 2 * 128 * 2 + 2 * 23 * (2 * convolved + 4 * state)
+
+
 def test_only_routed_experts_are_read():
     one = engine("Qwen/Qwen3-30B-A3B")
     model = one.shape
@@ -241,15 +251,19 @@ def test_a_rollout():
     recipe = load("plan.prompt_tokens=200", "plan.answer_tokens=1000")
     llama, spread = shape(recipe.policy.model_name), lengths.assumed(recipe)
 
+    def phases(recipe, tokens=400_000) -> list[train_time.Phase]:
+        held = GenerateMemory({}, 0, True, tokens, 0, (), llama)
+        return generate_time.phases(recipe, llama, spread, H100, held)
+
     def seconds(recipe, tokens=400_000) -> float:
-        return sum(phase.seconds for phase in generate_time.phases(recipe, llama, spread, H100, tokens))
+        return sum(phase.seconds for phase in phases(recipe, tokens))
 
     more = replace(recipe, cluster=replace(recipe.cluster, generate=replace(recipe.cluster.generate, nodes=2)))
     assert seconds(more) < seconds(recipe) < seconds(recipe, 50_000)
-    prefill, decode = generate_time.phases(recipe, llama, spread, H100, 400_000)
+    prefill, decode = phases(recipe)
     assert prefill.flops == flops.forward(llama, 64 * 200, 64 * 200**2 / 2)  # a prompt is read once
     assert decode.flops == pytest.approx(
         2 * llama.active * 2048 * 1000 + flops.attention(llama, 2048 * (200 * 1000 + spread.squared_answer / 2))
     )
     apart = load("plan.prompt_tokens=200", f"{VLLM}.enable_prefix_caching=false")
-    assert generate_time.phases(apart, llama, spread, H100, 400_000)[0].flops == pytest.approx(32 * prefill.flops)
+    assert phases(apart)[0].flops == pytest.approx(32 * prefill.flops)
