@@ -81,8 +81,6 @@ def tolerance(family: str) -> float:
     1.4e-6.
 
     transformers rounds a router's softmax to float32 in any precision.
-
-    transformers rounds a router's softmax to float32 in any precision.
     """
     return 3e-6 if family in MIXTURES else 2e-6
 

@@ -22,6 +22,8 @@ from pipeline.models.recorded_layout import Shape, record
 from pipeline.train.adapters.modules import ChosenModule, choose, expert_of
 from pipeline.train.adapters.spec import MAGNITUDE, A, AdapterSpec, B
 
+IN_TRANSFORMERS = {".block_sparse_moe.": ".mlp.", "backbone.": "model."}
+"""Parts of names of experts on disk -> in transformers."""
 SUBMODULE = "adapter"  # of the adapted module
 
 
@@ -115,12 +117,14 @@ def _target(chosen: ChosenModule, shapes: Mapping[str, Shape]) -> Target:
 
 
 def _expert_layer(layers: list[str]) -> str:
-    """Return the one layer of an expert's projections that share an A, named as in transformers.
+    """Return the one layer of an expert's projections that share an A. Gate and up projections are gate_up_proj.
 
-    Gate and up projections are gate_up_proj. Mixtral's files have other names.
+    It has transformers' name, which differs from that on disk for Mixtral and Nemotron-H.
     """
     expert = expert_of(layers[0])
     assert expert is not None, f"{layers[0]} is not the name of an expert's layer"  # `choose` refuses it
     own = layers[0].rpartition(".")[2]
     kind = "gate_up_proj" if len(layers) > 1 else {"w2": "down_proj"}.get(own, own)
-    return f"{expert.replace('.block_sparse_moe.', '.mlp.')}.{kind}"
+    for ours, theirs in IN_TRANSFORMERS.items():
+        expert = expert.replace(ours, theirs)
+    return f"{expert}.{kind}"

@@ -36,7 +36,7 @@ SHARED_EXPERTS = ["*.shared_experts.linear_fc1_gate", "*.shared_experts.linear_f
 EXPERTS = ["*.local_experts.*.linear_fc1"]
 OWN = ["linear_q", "linear_k", "linear_v", "linear_proj", *DENSE, *SHARED_EXPERTS, *EXPERTS, "linear_fc2"]
 """Targets with an A for each layer that transformers has: what FSDP2 adapts with match_all_linear."""
-SAVED = (("qwen2", "shared"), ("qwen3_moe", "own"), ("qwen3_moe", "dora"))
+SAVED = (("qwen2", "shared"), ("qwen3_moe", "own"), ("qwen3_moe", "dora"), ("nemotron_h_moe", "shared"))
 KINDS = {
     "shared": LORA,
     "own": dataclasses.replace(LORA, target_modules=OWN),
@@ -100,9 +100,10 @@ def weight_names(layer: str, files: dict[str, torch.Tensor]) -> list[str]:
     if f"{layer}.weight" in files:
         return [f"{layer}.weight"]
     parts = {"gate_up_proj": (("gate_proj", "up_proj"), ("w1", "w3")), "down_proj": (("down_proj",), ("w2",))}
+    parts["up_proj"] = (("up_proj",),)
     path, _, last = layer.rpartition(".")
     for names in parts[last]:
-        for place in (path, path.replace(".mlp.", ".block_sparse_moe.")):
+        for place in (path, path.replace(".mlp.", ".block_sparse_moe."), path.replace("model.", "backbone.")):
             if f"{place}.{names[0]}.weight" in files:
                 return [f"{place}.{name}.weight" for name in names]
     raise KeyError(layer)
