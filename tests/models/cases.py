@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -144,17 +145,18 @@ def configs() -> dict[str, PreTrainedConfig]:
 FAMILIES = tuple(configs())
 
 
-def write_models(folder: Path) -> None:
+def write_models(folder: Path, families: Sequence[str] = FAMILIES) -> None:
     """Write one checkpoint per family.
 
     Every tensor is random, also biases and norms, which would otherwise start at 0 and 1.
     """
-    for family, config in configs().items():
+    for family in families:
         torch.manual_seed(3)
-        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+        model = AutoModelForCausalLM.from_config(configs()[family], dtype=torch.float32)
         tensors = dict(model.named_parameters())
         tensors |= {name: tensor for name, tensor in model.named_buffers() if name in model.state_dict()}  # a router's bias
         with torch.no_grad():
             for name, tensor in tensors.items():
-                tensor.normal_(1.0 if "norm" in name else 0.0, 0.2)
+                adds = family.startswith("gemma3")  # norms that add 1 to their weights
+                tensor.normal_(1.0 if "norm" in name and not adds else 0.0, 0.2)
         model.save_pretrained(folder / family)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from pathlib import Path
 
 import torch
@@ -24,6 +25,7 @@ from pipeline.config import DTensorConfig, GenerationConfig, OptimizerConfig, Po
 from pipeline.train.base import Loss, TrainBackend
 from pipeline.train.context_parallel import LocalBatch, localize
 from pipeline.types import LossOutput, Outputs, PackedBatch, TopK
+from tests.train.float64 import Float64
 
 VOCABULARY = 61  # odd, so that two ranks get unequal parts of it
 LENGTHS = (5, 5, 1, 9, 3, 3, 12, 2)
@@ -227,10 +229,11 @@ def eager_values(folder: Path) -> tuple[list[torch.Tensor], dict[str, torch.Tens
     """
     model = eager_model(AutoModelForSequenceClassification, folder, torch.float64)
     values, total = [], 0.0
-    for tokens, weights in sequences():
-        hidden = model.base_model(tokens[None]).last_hidden_state[0]
-        values.append(model.score(hidden)[:, 0])
-        total = total + (values[-1] * weights).sum() / sum(LENGTHS)
+    with Float64():
+        for tokens, weights in sequences():
+            hidden = model.base_model(tokens[None]).last_hidden_state[0]
+            values.append(model.score(hidden)[:, 0])
+            total = total + (values[-1] * weights).sum() / sum(LENGTHS)
     total.backward()
     gradients = {name: parameter.grad for name, parameter in model.named_parameters()}
     return [value.detach() for value in values], gradients, total.detach()
@@ -253,7 +256,7 @@ def eager_model(auto: type, folder: Path, dtype: torch.dtype) -> PreTrainedModel
 def eager(folder: Path, dtype: torch.dtype = torch.float64) -> tuple[list[torch.Tensor], dict[str, torch.Tensor], torch.Tensor]:
     """Return (log-probs of each sequence [L], gradients by name, loss), one sequence at a time, by HF eager in `dtype`."""
     model = eager_model(AutoModelForCausalLM, folder, dtype)
-    # Rotary frequencies are derived in float32 by any model; keep to that, so that only rounding differs.
+    # Rotary frequencies are made with the model, in float32; keep to these, so that only rounding differs.
     logprobs, total = logprobs_and_loss(model)
     total.backward()
     return logprobs, {name: parameter.grad for name, parameter in model.named_parameters()}, total.detach()
@@ -262,9 +265,11 @@ def eager(folder: Path, dtype: torch.dtype = torch.float64) -> tuple[list[torch.
 def logprobs_and_loss(model: nn.Module) -> tuple[list[torch.Tensor], torch.Tensor]:
     """Return (log-probs of each sequence [L], `loss` with a graph) by a transformers model, one sequence at a time."""
     logprobs, total = [], 0.0
-    for tokens, weights in sequences():
-        logits = model(tokens[None]).logits[0, :-1] / TEMPERATURE
-        following = logits.log_softmax(-1).gather(-1, tokens[1:, None])[:, 0]
-        logprobs.append(torch.cat([torch.zeros(1, dtype=logits.dtype), following.detach()]))
-        total = total - (following * weights[1:]).sum() / sum(LENGTHS)
+    double = next(model.parameters()).dtype == torch.float64
+    with Float64() if double else contextlib.nullcontext():
+        for tokens, weights in sequences():
+            logits = model(tokens[None]).logits[0, :-1] / TEMPERATURE
+            following = logits.log_softmax(-1).gather(-1, tokens[1:, None])[:, 0]
+            logprobs.append(torch.cat([torch.zeros(1, dtype=logits.dtype), following.detach()]))
+            total = total - (following * weights[1:]).sum() / sum(LENGTHS)
     return logprobs, total

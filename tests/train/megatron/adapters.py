@@ -138,17 +138,31 @@ class Expected:
 
 def expected(trained: MegatronBackend, adapters: dict[str, torch.Tensor], place: Path) -> Expected:
     """Return what Hugging Face's eager model computes with these adapters. place: an empty folder for the merged model."""
-    model = Path(trained._policy.model_name)
+    copied = {other: name for name, others in trained._adapters.copies.items() for other in others}
+    return expected_of(Path(trained._policy.model_name), adapters, trained._adapters.spec.scale, copied, place)
+
+
+def expected_of(
+    model: Path,
+    adapters: dict[str, torch.Tensor],
+    scale: float,
+    copied: dict[str, str],
+    place: Path,
+    dtype: torch.dtype = torch.float64,
+) -> Expected:
+    """Return what Hugging Face's eager model in `dtype` computes with these adapters.
+
+    copied: {name: the adapter that it is a copy of}. place: an empty folder for the merged model.
+    """
     files = load_file(model / "model.safetensors")
     leaves = {name: tensor.double().requires_grad_() for name, tensor in adapters.items()}
-    copied = {other: name for name, others in trained._adapters.copies.items() for other in others}
-    weights = merged(files, {name: leaves[copied.get(name, name)] for name in leaves}, trained._adapters.spec.scale)
+    weights = merged(files, {name: leaves[copied.get(name, name)] for name in leaves}, scale)
     place.mkdir(parents=True)
     save_file(
         {name: tensor.detach().contiguous() for name, tensor in weights.items()}, place / "model.safetensors", {"format": "pt"}
     )
     shutil.copyfile(model / "config.json", place / "config.json")
-    logprobs, found, total = cases.eager(place)
+    logprobs, found, total = cases.eager(place, dtype)
     of_weights = on_disk(meta_model(AutoConfig.from_pretrained(place)), found)
     changed = [name for name, tensor in weights.items() if tensor.requires_grad]
     torch.autograd.backward([weights[name] for name in changed], [of_weights[name].double() for name in changed])
