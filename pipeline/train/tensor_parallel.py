@@ -142,6 +142,10 @@ def expand(hf: PreTrainedModel) -> dict[str, str]:
     experts = tuple(f"{name}." for name in expert_modules(hf))
     modules = [name for name, _ in hf.named_modules() if not f"{name}.".startswith(experts)]
     expanded = {name: plan[generic] for name in modules if (generic := _generic(name)) in plan}
+    for name in modules:  # norms of heads that are cut, which some plans (GLM-4.5's) leave out
+        block, _, own = name.rpartition(".")
+        if own in ("q_norm", "k_norm") and expanded.get(f"{block}.{own[0]}_proj") == "colwise":
+            expanded.setdefault(name, "replicated_with_grad_allreduce")
     used = {_generic(name) for name in expanded}
     for name, _ in hf.named_parameters():
         if (generic := _generic(name)) in plan and generic not in used and not name.startswith(experts):

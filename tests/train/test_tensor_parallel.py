@@ -6,7 +6,7 @@ from transformers import AutoModelForCausalLM, GPTNeoXConfig, Qwen3Config
 
 from pipeline.train import tensor_parallel
 from tests.problems import refused
-from tests.train import cases
+from tests.train import attention_models, cases
 
 
 class Mesh:
@@ -53,3 +53,13 @@ def test_a_model_without_a_plan():
     model._tp_plan = {}
     with refused((tensor_parallel.KEY, "unsupported")):
         tensor_parallel.parallelize(model, Mesh(2))
+
+
+def test_norms_of_cut_heads_have_partial_gradients():
+    """The plan of GLM-4.5 does not name them."""
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(attention_models.configs()["glm4_moe"])
+    assert "model.layers.*.self_attn.q_norm" not in model.tp_plan
+    styles = tensor_parallel.expand(model)
+    for name in ("q_norm", "k_norm"):
+        assert styles[f"model.layers.0.self_attn.{name}"] == "replicated_with_grad_allreduce"
