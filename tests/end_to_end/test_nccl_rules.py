@@ -65,6 +65,7 @@ def test_fsdp2_with_broadcast_refits(tmp_path, uninterrupted):
     assert_equal(read(tmp_path / "run/metrics.jsonl"), uninterrupted[:2])
 
 
+@pytest.mark.full
 def test_colocated(tmp_path, uninterrupted):
     """Between components that share GPUs everything goes over gloo."""
     made = run(tmp_path / "run", "policy.generation.colocated.enabled=true")

@@ -22,6 +22,7 @@ def digests(folder: Path) -> dict[str, str]:
 
 
 @pytest.mark.slurm
+@pytest.mark.full
 def test_one_node_equals_nodes_of_their_own(tmp_path, uninterrupted, slurm_cluster):
     run = submit(tmp_path / "run", *ONE_NODE, "grpo.max_num_steps=2", env=slurm_cluster.env)
     assert run.status == 0, run.output

@@ -1,8 +1,6 @@
 """Check that losses, gradients and weights of every algorithm do not depend on microbatches, packing order or layout.
 
 `python -m tests.train.algorithms` prints the differences.
-
-`python -m tests.train.algorithms` prints how far they are apart.
 """
 
 from pathlib import Path
