@@ -245,7 +245,7 @@ def _check_megatron(key: str, policy: PolicyConfig, model: dict[str, Any]) -> It
 
 
 def _check_state(policy: PolicyConfig, shape: ModelShape) -> Iterator[Problem]:
-    """Check that ranks can share the heads of state-space layers, in whole groups or within one group."""
+    """Check that ranks can share the heads of state spaces or delta nets, in whole groups or within one group."""
     if shape.state is None:
         return
     m, state = policy.megatron_cfg, shape.state

@@ -25,6 +25,8 @@ MEGATRON_MODEL_TYPES = (
     "glm4",
     "glm4_moe",
     "nemotron_h",
+    "qwen3_5_text",
+    "qwen3_5_moe_text",
 )
 """The `model_type`s of pipeline/models/."""
 IGNORED = "Has no effect: "

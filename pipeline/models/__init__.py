@@ -9,7 +9,7 @@ from __future__ import annotations
 from types import ModuleType
 from typing import Any
 
-from pipeline.models import deepseek, gemma3, glm4, glm4_moe, gpt_oss, llama, moe, nemotron_h
+from pipeline.models import deepseek, gemma3, glm4, glm4_moe, gpt_oss, llama, moe, nemotron_h, qwen3_5
 from pipeline.models.base import Features, unsupported_model
 
 FAMILIES: dict[str, ModuleType] = {
@@ -25,6 +25,8 @@ FAMILIES: dict[str, ModuleType] = {
     "gpt_oss": gpt_oss,
     "glm4": glm4,
     "glm4_moe": glm4_moe,
+    "qwen3_5_text": qwen3_5,
+    "qwen3_5_moe_text": qwen3_5,
 }
 """`model_type` of a config.json -> the module that describes it."""
 

@@ -30,6 +30,11 @@ class StateSpace:
         return self.width, self.groups * self.state, self.groups * self.state
 
     @property
+    def by_head(self) -> tuple[bool, bool, bool]:
+        """Return for each part of `convolved` whether each head has its own; heads of a group share the other parts."""
+        return True, False, False
+
+    @property
     def projected(self) -> tuple[int, int, int, int, int]:
         """Return the numbers of rows of the joint projection: gate, input, B, C, steps."""
         return self.width, *self.convolved, self.heads
@@ -71,6 +76,11 @@ class DeltaNet:
     def convolved(self) -> tuple[int, int, int]:
         """Return the numbers of channels of the convolution: queries, keys, values."""
         return self.groups * self.key_dim, self.groups * self.key_dim, self.width
+
+    @property
+    def by_head(self) -> tuple[bool, bool, bool]:
+        """Return for each part of `convolved` whether each head has its own; heads of a group share the other parts."""
+        return False, False, True
 
     @property
     def projected(self) -> tuple[int, int, int, int, int, int]:

@@ -27,6 +27,8 @@ def check(recipe: config.Recipe, pending: list = ()) -> None:
 
 TINY = {"hidden_size": 64, "num_hidden_layers": 6, "num_attention_heads": 8, "num_key_value_heads": 4, "vocab_size": 96}
 EXPERTS = {"intermediate_size": 96, "moe_intermediate_size": 32, "num_experts_per_tok": 2}
+DELTA_NET = {"head_dim": 16, "linear_num_key_heads": 4, "linear_num_value_heads": 8}
+DELTA_NET |= {"linear_key_head_dim": 6, "linear_value_head_dim": 10}
 CONFIGS = {
     "llama": {"intermediate_size": 96},
     "qwen2": {"intermediate_size": 96, "tie_word_embeddings": True},
@@ -45,6 +47,8 @@ CONFIGS = {
     "gpt_oss": {"intermediate_size": 96, "num_local_experts": 8, "head_dim": 16},
     "glm4": {"intermediate_size": 96, "pad_token_id": None},
     "glm4_moe": {**EXPERTS, "n_routed_experts": 8, "attention_bias": True},
+    "qwen3_5_text": {"intermediate_size": 96, **DELTA_NET},
+    "qwen3_5_moe_text": {**EXPERTS, **DELTA_NET, "num_experts": 8, "shared_expert_intermediate_size": 48},
 }
 
 
@@ -321,6 +325,8 @@ TP, PP, EP, ETP = (
         (model("qwen3_moe"), sizes(etp=2), ETP, "unsupported"),
         (model("gpt_oss"), [*sizes(tp=2), SP], ETP, "unsupported"),
         (model("nemotron_h", mamba_num_heads=12), sizes(cp=8), f"{KEY}.context_parallel_size", "not-divisible"),
+        (model("qwen3_5_text", linear_num_key_heads=2), sizes(tp=4), TP, "not-divisible"),
+        (model("qwen3_5_text", linear_num_value_heads=12), sizes(cp=8), f"{KEY}.context_parallel_size", "not-divisible"),
         (model("qwen3_moe"), sizes(tp=2), f"{KEY}.sequence_parallel", "unsupported"),
         (model("nemotron_h", tie_word_embeddings=True), [], MODEL, "unsupported"),
         (model("llama"), [PEFT, f"{KEY}.peft.target_modules=[q_proj]"], f"{KEY}.peft.target_modules", "not-a-choice"),
@@ -384,6 +390,8 @@ def test_sizes_that_would_divide_are_named(load):
         (model("qwen2", sliding_window=16, use_sliding_window=True, layer_types=["full_attention"] * 6), []),
         (model("qwen2", sliding_window=32, use_sliding_window=True), []),
         (model("mixtral"), [*sizes(tp=2), SP]),
+        (model("qwen3_5_text"), [*sizes(tp=2, pp=2, cp=2), SP]),
+        (model("qwen3_5_moe_text"), [*sizes(tp=2, ep=4), SP]),
         (model("qwen3_moe"), [*sizes(tp=2, ep=4), SP]),
         (model("deepseek_v3"), [*sizes(pp=2, ep=4), f"{KEY}.moe_router_bias_update_rate=0.001"]),
     ],

@@ -19,6 +19,8 @@ from transformers import (
     NemotronHConfig,
     PreTrainedConfig,
     Qwen2Config,
+    Qwen3_5MoeTextConfig,
+    Qwen3_5TextConfig,
     Qwen3Config,
     Qwen3MoeConfig,
 )
@@ -72,6 +74,15 @@ HYBRID = {
     "moe_intermediate_size": 12,
     "moe_shared_expert_intermediate_size": 20,
     "routed_scaling_factor": 2.5,
+}
+DELTA_NET = {
+    "head_dim": 16,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 16,
+    "linear_value_head_dim": 6,
+    "rms_norm_eps": 0.03,  # outputs of a delta net may be near 0, where a norm's gradient would outweigh all others
+    "layer_types": ["linear_attention", "full_attention"],
 }
 
 
@@ -138,6 +149,15 @@ def configs() -> dict[str, PreTrainedConfig]:
             num_experts_per_tok=2,
             moe_intermediate_size=12,
             routed_scaling_factor=1.5,
+        ),
+        "qwen3_5_text": Qwen3_5TextConfig(**SHAPE, **DELTA_NET),
+        "qwen3_5_moe_text": Qwen3_5MoeTextConfig(
+            **SHAPE,
+            **DELTA_NET,
+            num_experts=4,
+            num_experts_per_tok=2,
+            moe_intermediate_size=12,
+            shared_expert_intermediate_size=20,
         ),
     }
 

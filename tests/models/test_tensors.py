@@ -139,7 +139,12 @@ def test_cuts_equal_the_families(name):
     config = of_transformers({"model_type": family, **TINY, **changes})
     cuts = {tensor.name: tensor.split for tensor in tensors({"model_type": family, **TINY, **changes})}
     experts = {tensor.name: tensor.expert for tensor in tensors({"model_type": family, **TINY, **changes})}
+    rows = {tensor.name: tensor.shape[0] for tensor in tensors({"model_type": family, **TINY, **changes})}
     for parameter in models.family(config.model_type).parameters(config).values():
+        if isinstance(parameter.split, tuple) and len(parameter.sources) > 1:  # its parts are those of its tensors, one by one
+            parts = [(rows[name],) if cuts[name] == "rows" else cuts[name] for name in parameter.sources]
+            assert parameter.split == tuple(count for part in parts for count in part)
+            continue
         for source in parameter.sources:
             down = source.endswith(("q_a_proj.weight", "kv_a_proj_with_mqa.weight"))
             one = len(parameter.sources) == 1

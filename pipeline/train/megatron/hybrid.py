@@ -1,4 +1,6 @@
-"""Stages of hybrid models: each layer has a mixer along the sequence (attention, or a state space), an MLP or experts, or both.
+"""Stages of hybrid models: each layer has a mixer along the sequence, an MLP or experts, or both.
+
+A mixer is attention, a state space or a delta net.
 
 Layers are Megatron-Core's transformer layers, with nothing in the place of what a layer does not have. So pipeline stages,
 recomputation, experts and heads are those of other models. Megatron-Core's own hybrid stack (`megatron.core.ssm`) has no
@@ -16,8 +18,10 @@ from megatron.core.transformer.transformer_block import TransformerBlockSubmodul
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 
-from pipeline.models.mixers import Layer
-from pipeline.train.megatron.state_space import MixerSubmodules, StateSpaceMixer
+from pipeline.models.mixers import DeltaNet, Layer
+from pipeline.train.megatron.delta_net import DeltaNetMixer
+from pipeline.train.megatron.mixer import MixerSubmodules
+from pipeline.train.megatron.state_space import StateSpaceMixer
 
 
 def with_layers(
@@ -39,7 +43,8 @@ def _layer(spec: Any, kind: Layer) -> ModuleSpec:
         projections = MixerSubmodules(
             attention.linear_qkv, attention.linear_proj
         )  # with TransformerEngine, the first has the norm
-        changes["self_attention"] = ModuleSpec(StateSpaceMixer, params={"sizes": kind.mixer}, submodules=projections)
+        mixer = DeltaNetMixer if isinstance(kind.mixer, DeltaNet) else StateSpaceMixer
+        changes["self_attention"] = ModuleSpec(mixer, params={"sizes": kind.mixer}, submodules=projections)
     if not kind.feed_forward:
         changes |= {"pre_mlp_layernorm": IdentityOp, "mlp": IdentityOp, "mlp_bda": IdentityFuncOp}
     return replace(spec, submodules=replace(spec.submodules, **changes))

@@ -34,7 +34,16 @@ from tests import fork_server
 from tests.models.cases import FAMILIES, write_models
 from tests.train import cases, ranks
 
-MIXTURES = ("qwen3_moe", "mixtral", "deepseek_v3", "deepseek_v3_plain", "nemotron_h_moe", "gpt_oss", "glm4_moe")
+MIXTURES = (
+    "qwen3_moe",
+    "mixtral",
+    "deepseek_v3",
+    "deepseek_v3_plain",
+    "nemotron_h_moe",
+    "gpt_oss",
+    "glm4_moe",
+    "qwen3_5_moe_text",
+)
 WHOLE_EXPERTS = ("gpt_oss",)  # tensor parallelism cannot split the experts
 UNEVEN = ("qwen3_moe", "deepseek_v3", "deepseek_v3_plain", "nemotron_h_moe", "glm4_moe")  # an odd number of layers
 

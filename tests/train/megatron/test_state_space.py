@@ -4,7 +4,8 @@ import pytest
 import torch
 from transformers.models.nemotron_h import modeling_nemotron_h as theirs
 
-from pipeline.train.megatron.state_space import convolve, scan, token_positions
+from pipeline.train.megatron.mixer import convolve, token_positions
+from pipeline.train.megatron.state_space import scan
 from pipeline.train.packing import Packing
 
 LENGTHS = (5, 5, 1, 9, 3, 3, 12, 2)
