@@ -15,6 +15,7 @@ Not supported: families that `pipeline.models.tensors` does not describe, quanti
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from types import SimpleNamespace
@@ -38,7 +39,7 @@ from pipeline.config import (
     ranks,
     uses_megatron,
 )
-from pipeline.models import decoder, gpt_oss
+from pipeline.models import decoder, gpt_oss, qwen3_5
 from pipeline.models.base import Parameter
 from pipeline.models.config_json import check_fsdp
 from pipeline.models.sizes import sizes
@@ -234,13 +235,19 @@ def _megatron_boxes(
         if size % groups:  # else a rank has a part of one group
             _divided(name, groups, size)
         yield from _query_group_boxes(sources, groups, rank, _divided(name, sum(box.size[0] for _, box in sources), size))
+    elif isinstance(function, functools.partial) and function.func is qwen3_5.gated_groups:
+        groups, head = function.args
+        if size % groups:
+            _divided(name, groups, size)
+        rows = _divided(name, sum(box.size[0] for _, box in sources), size)
+        yield from _query_group_boxes(sources, groups, rank, rows, head)
     else:
         parts = parameter.split
         if parts == "halves" and len(sources) == 1:  # both halves are one tensor on disk
             parts = (_divided(name, sources[0][1].size[0], 2),) * 2
         if isinstance(parts, tuple) and size > 1:
-            ((source, box),) = sources
-            yield from ((source, part) for part in _part_boxes(name, box, parts, rank, size))
+            for source, box, own in _parts_of(sources, parts):
+                yield from ((source, part) for part in _part_boxes(name, box, own, rank, size))
             return
         cut = size > 1 and parameter.split != "none" and not name.endswith(_WHOLE)
         dim = 1 if parameter.split == "columns" else 0
@@ -248,6 +255,16 @@ def _megatron_boxes(
             if cut:
                 _divided(name, box.size[dim], size)
             yield source, chunk(box, dim, size, rank) if cut else box
+
+
+def _parts_of(sources: list[tuple[str, Box]], parts: tuple[int, ...]) -> Iterator[tuple[str, Box, tuple[int, ...]]]:
+    """Yield (source, its box, the numbers of rows of its parts) of a parameter that stacks its sources."""
+    first = 0
+    for source, box in sources:
+        ends = list(itertools.accumulate(parts[first:]))
+        last = first + ends.index(box.size[0]) + 1
+        yield source, box, parts[first:last]
+        first = last
 
 
 def _part_boxes(name: str, box: Box, parts: tuple[int, ...], rank: int, size: int) -> Iterator[Box]:
@@ -259,18 +276,31 @@ def _part_boxes(name: str, box: Box, parts: tuple[int, ...], rank: int, size: in
         start += rows
 
 
-def _query_group_boxes(sources: list[tuple[str, Box]], groups: int, rank: int, rows: int) -> Iterator[tuple[str, Box]]:
-    """Yield a rank's boxes of a joint projection, whose rows are each group's queries, key and value."""
+def _query_group_boxes(
+    sources: list[tuple[str, Box]], groups: int, rank: int, rows: int, gated: int = 0
+) -> Iterator[tuple[str, Box]]:
+    """Yield a rank's boxes of a joint projection, whose rows are each group's queries, key and value.
+
+    gated: the size of a head whose gate follows its query on disk, and all queries of its group here; 0 without gates.
+    """
     each = sum(box.size[0] for _, box in sources) // groups
     low, high = rank * rows, (rank + 1) * rows
     for group in range(low // each, -(-high // each)):
         at = group * each
-        for source, box in sources:
-            part = chunk(box, 0, groups, group)
+        (query, box), *others = ((source, chunk(box, 0, groups, group)) for source, box in sources)
+        queries = _queries_then_gates(box, gated) if gated else [box]
+        for source, part in [*((query, each_query) for each_query in queries), *others]:
             start, stop = max(low, at), min(high, at + part.size[0])
             if start < stop:
                 yield source, Box((part.offset[0] + start - at, *part.offset[1:]), (stop - start, *part.size[1:]))
             at += part.size[0]
+
+
+def _queries_then_gates(box: Box, head: int) -> list[Box]:
+    """Return the boxes of all queries of a group, then of all gates. On disk a gate follows its query, of `head` rows each."""
+    first, others = box.offset[0], box.offset[1:]
+    starts = [first + at for kind in (0, head) for at in range(kind, box.size[0], 2 * head)]
+    return [Box((start, *others), (head, *box.size[1:])) for start in starts]
 
 
 def _divided(name: str, count: int, size: int) -> int:

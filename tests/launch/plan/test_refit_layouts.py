@@ -252,6 +252,8 @@ def test_megatron(layout, folder):
             continue
         if family == "gpt_oss" and (layout.etp or 1) > 1:  # refused: its experts have biases
             continue
+        if family.startswith("qwen3_5") and layout.tp > 2:  # refused: its delta nets have two groups of heads
+            continue
         check_megatron(folder / family, layout, layout.megatron())
 
 
