@@ -177,6 +177,10 @@ def write_models(folder: Path, families: Sequence[str] = FAMILIES) -> None:
         tensors |= {name: tensor for name, tensor in model.named_buffers() if name in model.state_dict()}  # a router's bias
         with torch.no_grad():
             for name, tensor in tensors.items():
-                adds = family.startswith("gemma3")  # norms that add 1 to their weights
-                tensor.normal_(1.0 if "norm" in name and not adds else 0.0, 0.2)
+                tensor.normal_(1.0 if "norm" in name and not _adds_one(family, name) else 0.0, 0.2)
         model.save_pretrained(folder / family)
+
+
+def _adds_one(family: str, norm: str) -> bool:
+    """Return whether a norm multiplies by 1 plus its weight."""
+    return family.startswith("gemma3") or (family.startswith("qwen3_5") and "linear_attn" not in norm)
