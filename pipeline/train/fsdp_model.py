@@ -38,7 +38,7 @@ from pipeline.train.lora import Adapters
 from pipeline.train.model_checks import check_model, derive_buffers, freeze_buffers
 from pipeline.train.packed_attention import NAME
 from pipeline.train.recompute import recompute
-from pipeline.train.sequence_resets import reset_sequences
+from pipeline.train.sequence_resets import decoder_layers, reset_sequences
 from pipeline.train.shards import local, local_box
 from pipeline.train.truncation import Truncation
 from pipeline.types import Outputs
@@ -119,7 +119,7 @@ def build(
     if meshes is not None and meshes.tensor.size() > 1:
         _parallelize(model, meshes.tensor, role, policy.dtensor_cfg.sequence_parallel)
     experts = [] if meshes is None else _distribute_experts(model, meshes, policy.dtensor_cfg.sequence_parallel)
-    layers = [module for module in hf.modules() if type(module).__name__ in (hf._no_split_modules or ())]
+    layers = decoder_layers(hf)
     use_kernels(policy, hf, device)
     resets = reset_sequences(hf.base_model, layers, model.token_group)
     mixture = resets or any(parameter.dim() > 2 for parameter in hf.parameters())

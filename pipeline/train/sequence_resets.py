@@ -52,7 +52,7 @@ def check_mixers(hf: PreTrainedModel) -> None:
     found = mixers(hf)
     if refused := next((type(m).__name__ for m in found if type(m).__name__ in _REFUSED), None):
         raise unsupported_model(f"{name} mixes tokens in {refused}, whose state cannot start anew in each packed sequence")
-    inside = {id(mixer) for layer in _layers(hf) for mixer in mixers(layer)}
+    inside = {id(mixer) for layer in decoder_layers(hf) for mixer in mixers(layer)}
     if any(id(mixer) not in inside for mixer in found) or (hf._is_stateful and not found):
         what = next((type(mixer).__name__ for mixer in found if id(mixer) not in inside), "a state without a known module")
         raise unsupported_model(
@@ -61,8 +61,17 @@ def check_mixers(hf: PreTrainedModel) -> None:
         )
 
 
-def _layers(hf: PreTrainedModel) -> Iterator[nn.Module]:
-    return (module for module in hf.modules() if type(module).__name__ in (hf._no_split_modules or ()))
+def decoder_layers(hf: PreTrainedModel) -> list[nn.Module]:
+    """Return the layers of a model: the outermost modules of the classes that it does not split (Mamba names two, nested)."""
+    return list(_outermost(hf, frozenset(hf._no_split_modules or ())))
+
+
+def _outermost(module: nn.Module, classes: frozenset[str]) -> Iterator[nn.Module]:
+    if type(module).__name__ in classes:
+        yield module
+    else:
+        for child in module.children():
+            yield from _outermost(child, classes)
 
 
 def reset_sequences(body: nn.Module, layers: Iterable[nn.Module], tokens: dist.ProcessGroup | None = None) -> bool:
@@ -71,9 +80,7 @@ def reset_sequences(body: nn.Module, layers: Iterable[nn.Module], tokens: dist.P
     body: the module that is called with `packing`. tokens: ranks that hold other tokens between blocks (sequence parallelism).
     """
     called = _Current()
-    found: list[tuple[nn.Module, nn.Module]] = []
-    for layer in layers:  # of which transformers may name one inside another, the outer one first
-        found += [(layer, mixer) for mixer in mixers(layer) if all(mixer is not known for _, known in found)]
+    found = [(layer, mixer) for layer in layers for mixer in mixers(layer)]
     for layer, mixer in found:
         current = _Current()
         mixer.forward = functools.partial(_by_sequence, mixer.forward, current, type(mixer).__name__, tokens)

@@ -100,6 +100,7 @@ def over_ranks(names, layout: Layout, folder) -> None:
 
 CP2, TP2, TP2_SP = Layout(1, 1, context=2), Layout(1, 2), Layout(1, 2, sequence=True)
 LAYOUTS = {
+    Layout(2, 1): ("mamba",),  # names its mixers among the modules that are not split, inside its layers
     CP2: ("nemotron_h", "bamba", "lfm2", "qwen3_5_text"),
     Layout(1, 1, context=4): ("nemotron_h", "qwen3_next"),
     TP2: ("qwen3_5_text", "qwen3_next"),
