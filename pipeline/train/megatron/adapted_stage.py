@@ -106,7 +106,7 @@ class StageAdapters:
             return output
         adapter = layer.get_submodule(SUBMODULE)
         if isinstance(output, tuple):
-            return adapter(layer, inputs[0], output[0]), *output[1:]
+            return adapter(layer, inputs[0], output[0], output[1] is None), *output[1:]
         return adapter(layer, inputs[0], output)
 
     @contextlib.contextmanager

@@ -47,7 +47,9 @@ class ModuleAdapter(nn.Module):
         # As Megatron-Core's layers decide it; shared experts that overlap with the dispatch set it too.
         self._exchanges = not getattr(layer, "explicit_expert_comm", False) and getattr(layer, "parallel_mode", "") is not None
         self._cut = _cut_of(layer, target, self._group)
-        self._sequence = bool(config.sequence_parallel) and self._exchanges and self._group.size() > 1 and not expert
+        # A layer that is whole on every rank has a rank's own tokens; TransformerEngine gives it no parallel mode.
+        splits = self._exchanges or self._cut == "none"
+        self._sequence = bool(config.sequence_parallel) and splits and self._group.size() > 1 and not expert
         self._expert = expert
         own = {"dtype": weight.dtype, "device": weight.device}
         self.lora_A = nn.Parameter(torch.empty(target.stacked * spec.dim, weight.shape[1], **own))
@@ -95,8 +97,11 @@ class ModuleAdapter(nn.Module):
     # ---- computation ----------------------------------------------------------------------------------------------------
 
     @override
-    def forward(self, layer: nn.Module, inputs: torch.Tensor, output: torch.Tensor) -> torch.Tensor:
-        """Return the module's output [t, ..., out] with its adapter. inputs: of the module [t, ..., in]."""
+    def forward(self, layer: nn.Module, inputs: torch.Tensor, output: torch.Tensor, biased: bool = True) -> torch.Tensor:
+        """Return the module's output [t, ..., out] with its adapter.
+
+        inputs: of the module [t, ..., in]. biased: whether the output contains the module's bias, if it has one.
+        """
         if self._norm is not None:
             inputs = self._norm(inputs)
         if self._spec.dropout_input:
@@ -108,11 +113,12 @@ class ModuleAdapter(nn.Module):
         found = found * self._spec.scale
         if self.magnitude is None:
             return output + found
-        bias: Any = None if getattr(layer, "skip_bias_add", False) else getattr(layer, "bias", None)
-        base = output if bias is None else output - bias
+        bias: Any = getattr(layer, "bias", None)
+        subtracts = biased and bias is not None and bias.numel() > 0  # TransformerEngine has an empty tensor for none
+        base = output - bias if subtracts else output
         norms = self._row_norms(layer).to(self.magnitude.dtype)
         scaled = (self._magnitudes(norms) / norms) * (base + found)
-        return scaled if bias is None else scaled + bias
+        return scaled + bias if subtracts else scaled
 
     def initial_magnitude(self, layer: nn.Module) -> torch.Tensor:
         """Return DoRA's initial magnitudes of these rows [out] float32. Collective over the ranks that cut W."""
