@@ -116,7 +116,7 @@ def configs() -> dict[str, PreTrainedConfig]:
             }
         ),
         "nemotron_h": NemotronHConfig(**SHAPE, **HYBRID, hybrid_override_pattern="M-*M"),
-        "nemotron_h_moe": NemotronHConfig(**SHAPE, **HYBRID, hybrid_override_pattern="ME*EM", moe_latent_size=8),
+        "nemotron_h_moe": NemotronHConfig(**SHAPE, **HYBRID, hybrid_override_pattern="ME*EM", moe_latent_size=24),
         "mistral": MistralConfig(**SHAPE, head_dim=12, sliding_window=5),
         "gemma3_text": Gemma3TextConfig(
             **{**SHAPE, "num_hidden_layers": 4, "tie_word_embeddings": True},
