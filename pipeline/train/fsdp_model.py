@@ -10,6 +10,8 @@ checkpoints with other names than the model's, buffers that cannot be recomputed
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
@@ -129,9 +131,8 @@ def build(
     if policy.dtensor_cfg.activation_checkpointing:
         draws = model.adapters is not None and model.adapters.spec.dropout > 0
         recompute(layers, policy.dtensor_cfg.recompute_granularity, draws)
-    if meshes is not None:
-        _shard(model, layers, experts, meshes, policy.precision, offload)
-    model.to_empty(device=torch.device("cpu") if offload else device)
+    unsharded = [] if meshes is None else _shard(model, layers, experts, meshes, policy.precision, offload)
+    allocate(model, torch.device("cpu") if offload else device, device, unsharded)
     for alias, name in tied.items():  # to_empty allocated separate memory for each name
         module, _, parameter = alias.rpartition(".")
         setattr(hf.get_submodule(module), parameter, hf.get_parameter(name))
@@ -180,8 +181,11 @@ def _distribute_experts(model: PackedModel, meshes: Meshes, sequence: bool) -> l
 
 def _shard(
     model: PackedModel, layers: list[nn.Module], experts: list[nn.Module], meshes: Meshes, precision: str, offload: bool
-) -> None:
-    """Apply `fully_shard` to experts, layers and the rest. experts: those that have a mesh of their own."""
+) -> list[str]:
+    """Apply `fully_shard` to experts, layers and the rest. Returns the names of the parameters that it leaves out.
+
+    experts: those that have a mesh of their own.
+    """
     compute = getattr(torch, precision)
     dtypes = {"param_dtype": compute if compute != torch.float32 else None, "reduce_dtype": torch.float32}
     options = {
@@ -190,7 +194,8 @@ def _shard(
         "offload_policy": CPUOffloadPolicy() if offload else OffloadPolicy(),
     }
     # `fully_shard` would round them to the precision of the weights.
-    options["ignored_params"] = {p for name, p in model.named_parameters() if served_dtype(name, compute) != compute}
+    ignored = {name: p for name, p in model.named_parameters() if served_dtype(name, compute) != compute}
+    options["ignored_params"] = set(ignored.values())
     # A router may give float32 weights, which must stay so.
     uncast = MixedPrecisionPolicy(**dtypes, cast_forward_inputs=False)
     for module in experts:
@@ -203,3 +208,17 @@ def _shard(
             # Losses are already divided by the global count, so gradients are summed; fully_shard would average them.
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)
+    return list(ignored)
+
+
+def allocate(model: nn.Module, storage: torch.device, device: torch.device, unsharded: Sequence[str]) -> None:
+    """Allocate a model on the meta device: on `storage`, from which `fully_shard` moves weights to the device that computes.
+
+    unsharded: names of parameters that it does not move, and which are allocated on that device.
+    """
+    model.to_empty(device=storage)
+    for name in unsharded if storage != device else ():
+        module, _, own = name.rpartition(".")
+        parameter = model.get_parameter(name)
+        moved = nn.Parameter(torch.empty_like(parameter, device=device), requires_grad=parameter.requires_grad)
+        model.get_submodule(module).register_parameter(own, moved)

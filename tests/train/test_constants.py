@@ -5,6 +5,7 @@ import torch.distributed as dist
 from safetensors.torch import load_file
 
 from pipeline.models.precision import served_dtype
+from pipeline.train.fsdp_model import allocate
 from tests.train import attention_models, cases, ranks
 from tests.train.ranks import Layout
 
@@ -36,3 +37,15 @@ def check(layout: Layout, folder) -> None:
 def test_constants_of_a_checkpoint(tmp_path):
     attention_models.write(tmp_path, ["glm4_moe"])
     ranks.run(check, Layout(2, 1), tmp_path)
+
+
+def test_parameters_that_are_not_sharded_are_on_the_device_that_computes():
+    with torch.device("meta"):
+        model = torch.nn.Sequential(torch.nn.Linear(2, 3), torch.nn.Linear(3, 2))
+    allocate(model, torch.device("cpu"), torch.device("meta"), ["1.bias"])
+    assert {name: p.device.type for name, p in model.named_parameters()} == {
+        "0.weight": "cpu",
+        "0.bias": "cpu",
+        "1.weight": "cpu",
+        "1.bias": "meta",
+    }
