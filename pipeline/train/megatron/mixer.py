@@ -30,26 +30,6 @@ from pipeline.train.packing import Packing, sequence_order
 Sizes = TypeVar("Sizes", StateSpace, DeltaNet)
 
 
-def token_positions(packing: Packing) -> torch.Tensor:
-    """Return the position of each token in its sequence, [T] int64 on the device."""
-    lengths = torch.tensor([length for count, length in packing.runs for _ in range(count)])
-    starts = torch.repeat_interleave(lengths.cumsum(0) - lengths, lengths)
-    return (torch.arange(len(starts)) - starts).to(packing.cu_seqlens.device, non_blocking=True)
-
-
-def convolve(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, positions: torch.Tensor) -> torch.Tensor:
-    """Convolve each channel with its past in its sequence, then apply SiLU: x [T, C], weight [C, K], bias [C] -> [T, C].
-
-    positions [T]: of tokens in their sequences. weight[:, K - 1] multiplies the token itself.
-    """
-    taps = weight.size(1)
-    total = x * weight[:, -1]
-    for back in range(1, min(taps, len(x))):
-        past = F.pad(x[:-back], (0, 0, back, 0)) * (positions >= back)[:, None]
-        total = total + past * weight[:, taps - 1 - back]
-    return F.silu(total if bias is None else total + bias)
-
-
 def by_runs(compute: Callable[..., torch.Tensor], packing: Packing, *tensors: torch.Tensor) -> torch.Tensor:
     """Return compute(*tensors) of tensors [T, ...] -> [T, ...].
 

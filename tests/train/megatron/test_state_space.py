@@ -4,7 +4,7 @@ import pytest
 import torch
 from transformers.models.nemotron_h import modeling_nemotron_h as theirs
 
-from pipeline.train.megatron.mixer import convolve, token_positions
+from pipeline.train.megatron.convolution import convolve, token_positions
 from pipeline.train.megatron.state_space import scan
 from pipeline.train.packing import Packing
 
@@ -51,8 +51,36 @@ def test_the_state_starts_anew_at_each_sequence():
     assert (scan(*inputs(), packing(), CHUNK) - scan(*inputs(), whole, CHUNK)).abs().max() > 0.1
 
 
-def test_the_convolution_equals_transformers():
+def convolution() -> tuple[torch.Tensor, ...]:
+    """Return (x, weight, bias), random."""
     torch.manual_seed(1)
-    x, weight, bias = torch.randn(sum(LENGTHS), 7), torch.randn(7, 4), torch.randn(7)
-    rows = [theirs.causal_conv1d_fn(part.mT, weight, bias, activation="silu")[0].mT for part in by_sequence(x)]
-    torch.testing.assert_close(convolve(x, weight, bias, token_positions(packing())), torch.cat(rows))
+    return torch.randn(sum(LENGTHS), 7), torch.randn(7, 4), torch.randn(7)
+
+
+@pytest.mark.parametrize("biased", [False, True])
+def test_the_convolution_and_its_gradients_equal_transformers(biased):
+    ours, reference = ([tensor.requires_grad_() for tensor in convolution()] for _ in range(2))
+    x, weight, bias = reference
+    rows = [
+        theirs.causal_conv1d_fn(part.mT, weight, bias if biased else None, activation="silu")[0].mT for part in by_sequence(x)
+    ]
+    found = convolve(*ours[:2], ours[2] if biased else None, token_positions(packing()))
+    torch.testing.assert_close(found, torch.cat(rows))
+    weights = torch.randn_like(found)
+    for output in (found, torch.cat(rows)):
+        (output * weights).sum().backward()
+    for mine, other in zip(ours[: 2 + biased], reference, strict=False):
+        torch.testing.assert_close(mine.grad, other.grad, rtol=1e-5, atol=1e-5)
+
+
+def test_fewer_tokens_than_taps():
+    x, weight, bias = (tensor.double().requires_grad_() for tensor in convolution())
+    positions = torch.arange(2)
+    assert torch.autograd.gradcheck(lambda *tensors: convolve(*tensors, positions), (x[:2], weight, bias))
+
+
+def test_a_convolution_in_half_precision_rounds_once():
+    x, weight, bias = (tensor.bfloat16() for tensor in convolution())
+    positions = token_positions(packing())
+    exact = convolve(x.double(), weight.double(), bias.double(), positions)
+    assert torch.equal(convolve(x, weight, bias, positions), exact.bfloat16())
