@@ -155,7 +155,7 @@ class Plan:
         if _exceeds(train, state):
             key, how = _cut_key(self.recipe)
             message = (
-                f"weights, gradients and optimizer state take {state / GIGA:.0f} GB on a train rank; expected at most the"
+                f"weights, gradients and optimizer state take {state / GIGA:.4g} GB on a train rank; expected at most the"
                 f" {hardware.memory_gb(train):g} GB of its GPU (cluster.train.gpu, gpu_memory_gb). Try {how}"
             )
             yield Problem(key, "out-of-memory", message)

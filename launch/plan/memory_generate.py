@@ -166,7 +166,7 @@ def weights_problems(recipe: Recipe, held: GenerateMemory) -> Iterator[Problem]:
     weights, has = held.parts.get("weights", 0.0) if held.exact else 0.0, memory_gb(component)
     if component.gpus_per_node and weights > has * 1e9:
         message = (
-            f"got {size}, with which the weights take {weights / 1e9:.0f} GB on a generate rank; expected at most the"
+            f"got {size}, with which the weights take {weights / 1e9:.4g} GB on a generate rank; expected at most the"
             f" {has:g} GB of its GPU (cluster.generate.gpu, gpu_memory_gb). Try"
             f" {2 ** math.ceil(math.log2(size * weights / (ROOM * has * 1e9)))}"
         )

@@ -13,7 +13,7 @@ from typing import Any
 
 from launch.model_files import is_inside, model_folder, planning_config
 from launch.model_shape import ModelShape
-from launch.preflight import libraries
+from launch.preflight import adapter_names, libraries
 from pipeline import config, models
 from pipeline.config import (
     MEGATRON_MODEL_TYPES,
@@ -103,6 +103,8 @@ def _model_problems(recipe: Recipe, section: str, policy: PolicyConfig, model: d
         yield from _check_classifier(key, policy.model_name, model)
     if uses_megatron(policy):
         yield from _check_megatron(key, policy, model)
+    else:
+        yield from adapter_names.problems(policy.dtensor_cfg.lora_cfg, model)
     yield from _check_attention(section, policy, model)
     if section == "policy" and generates(recipe) and model.get("num_attention_heads"):
         yield from _check_engine(policy.generation.vllm_cfg, model)

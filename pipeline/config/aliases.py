@@ -118,7 +118,7 @@ ALIASES: dict[str, tuple[str, ...]] = {
     **dict.fromkeys(("use_liger_kernel", "use_liger", "liger_kernel"), ("policy.dtensor_cfg.use_liger_kernel",)),
     **dict.fromkeys(("torch_compile", "use_torch_compile"), ("policy.dtensor_cfg.compile",)),
     **dict.fromkeys(("use_peft", "use_lora", "lora"), (f"{LORA}.enabled",)),
-    **dict.fromkeys(("lora_r", "lora_rank"), (f"{LORA}.dim",)),
+    **dict.fromkeys(("lora_r", "lora_rank", "lora_cfg.r"), (f"{LORA}.dim",)),
     "lora_alpha": (f"{LORA}.alpha",),
     **dict.fromkeys(("lora_target_modules", "target_modules"), (f"{LORA}.target_modules",)),
     # data and rewards

@@ -11,6 +11,8 @@ from pipeline.config.schema import Recipe
 from pipeline.problems import Problem
 
 LORA = f"{DTENSOR}.lora_cfg"
+SERVED_DIM = 512
+"""The greatest rank of adapters that vLLM serves. A test compares it with vLLM."""
 
 
 def check_dtensor(recipe: Recipe) -> Iterator[Problem]:
@@ -69,16 +71,21 @@ def check_lora(recipe: Recipe) -> Iterator[Problem]:
     if not lora.enabled:
         return
     if named_backend(recipe.policy) == "megatron":
-        message = f"got true with Megatron-Core; expected false, or FSDP2. Try {DTENSOR}.enabled=true"
+        message = (
+            f"got true with Megatron-Core; expected false. Try policy.megatron_cfg.peft.enabled=true, or {DTENSOR}.enabled=true"
+        )
         yield Problem(f"{key}.enabled", "unsupported", message)
     if dtensor.compile and lora.dropout:
         message = f"got {lora.dropout} with {DTENSOR}.compile=true; expected 0, since compiled layers draw no random numbers"
         yield Problem(f"{key}.dropout", "contradiction", f"{message}. Try {DTENSOR}.compile=false")
     if lora.match_all_linear and lora.target_modules:
-        message = f"got names with {key}.match_all_linear=true, which takes all linear layers; expected none. Try that false"
+        message = f"got names with {key}.match_all_linear=true, which takes all linear layers; expected none"
+        message = f"{message}. Try {key}.match_all_linear=false"
         yield Problem(f"{key}.target_modules", "contradiction", message)
     if not lora.match_all_linear and not lora.target_modules:
-        message = f"got none with {key}.match_all_linear=false; expected names of layers to train. Try that true"
+        message = (
+            f"got none with {key}.match_all_linear=false; expected names of layers to train. Try {key}.match_all_linear=true"
+        )
         yield Problem(f"{key}.target_modules", "missing-value", message)
 
 
@@ -88,10 +95,12 @@ def _check_lora_refit(recipe: Recipe) -> Iterator[Problem]:
     if generation.lora_refit != "adapter":
         return
     key, lora = "policy.generation.lora_refit", policy.dtensor_cfg.lora_cfg
-    stages = generation.vllm_cfg.pipeline_parallel_size
+    stages, megatron = generation.vllm_cfg.pipeline_parallel_size, policy.megatron_cfg.peft.enabled
     for found, what, why in (
-        (not lora.enabled, f"{LORA}.enabled=false", "there are no adapters"),
+        (megatron, "policy.megatron_cfg.peft.enabled=true", "only FSDP2 sends adapters"),
+        (not lora.enabled and not megatron, f"{LORA}.enabled=false", "there are no adapters"),
         (lora.use_dora, f"{LORA}.use_dora=true", "vLLM has no DoRA"),
+        (lora.dim > SERVED_DIM, f"{LORA}.dim={lora.dim}", f"vLLM serves ranks up to {SERVED_DIM}"),
         (generation.backend != "vllm", f"policy.generation.backend={generation.backend}", "it serves merged weights"),
         (policy.random_init, "policy.random_init=true", "engines read the base weights from files"),
         (generation.refit_transport == "delta", "policy.generation.refit_transport=delta", "it compares whole weights"),

@@ -151,8 +151,8 @@ def _targets(hf: PreTrainedModel, config: LoRAConfig) -> list[str]:
         raise _problem("target_modules", "contradiction", message)
     if config.match_all_linear and any(parameter.dim() > 2 for parameter in hf.parameters()):
         message = (
-            f"got true for {type(hf).__name__}, whose experts are bare parameters and cannot have adapters. Try false, with"
-            " layers in target_modules"
+            f"got true for {type(hf).__name__}, which has experts or convolutions, which cannot have adapters; expected false."
+            " Try false, with layers in target_modules"
         )
         raise _problem("match_all_linear", "unsupported", message)
     targets = linear if config.match_all_linear else [n for n in linear if any(_matches(n, t) for t in config.target_modules)]

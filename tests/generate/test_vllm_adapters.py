@@ -1,10 +1,14 @@
 """Adapters in vLLM's own LoRA against merged weights: greedy tokens and log-probs."""
 
+from typing import get_args
+
 import numpy as np
 import pytest
 import torch
+from vllm.config.lora import MaxLoRARanks
 
 from pipeline.config import LoRAConfig
+from pipeline.config.dtensor_checks import SERVED_DIM
 from pipeline.generate import build
 from pipeline.train.adapters import arithmetic
 from pipeline.train.adapters.served import served_adapters
@@ -29,6 +33,10 @@ def merged(weights, tensors, spec):
         for layer in layers
     }
     return weights | changed
+
+
+def test_submission_knows_the_greatest_rank():
+    assert max(get_args(MaxLoRARanks)) == SERVED_DIM
 
 
 @pytest.mark.parametrize("rslora", [False, pytest.param(True, marks=pytest.mark.full)])

@@ -35,10 +35,14 @@ def choose(config: MegatronLoRAConfig, parameters: Mapping[str, Parameter], pref
     parameters: of the whole model. Raises RecipeError for names that match no module, and for modules that can have no adapter.
     """
     if not config.target_modules and any(name.endswith(".in_proj.weight") for name in parameters):
-        message = "got no names for a model with Mamba layers, whose projections cannot have adapters; expected names"
+        others = ", ".join(sorted({name.rpartition(".")[2] for name, _ in _linear(parameters, prefix)}))
+        message = (
+            f"got no names for a model with Mamba layers, whose projections cannot have adapters; expected some of: {others}"
+        )
         raise RecipeError(Problem(f"{KEY}.target_modules", "unsupported", message))
     unmatched = {("target_modules", name) for name in config.target_modules}
-    unmatched |= {("exclude_modules", name) for name in config.exclude_modules}
+    if not config.target_modules:  # else one of the two is refused before
+        unmatched |= {("exclude_modules", name) for name in config.exclude_modules}
     found, names = [], set[str]()
     for module, weight in _linear(parameters, prefix):
         names.update(_names(module, len(weight.sources)))
