@@ -58,9 +58,9 @@ def _age(t: Translator, name: str) -> None:
     key, selects = AGES[name]
     given = f"{KEY}.sampler.{key}"
     age = t.get(given, 1)
-    t.put(f"{OURS}.enabled", age > 0, given)
+    t.put(f"{OURS}.enabled", age != 0, given)  # our schema judges what is no whole number
     text = f"{OURS}.max_trajectory_age_steps={age}"
-    if not age:
+    if age == 0:
         t.change(f"{KEY}.sampler.name={name}", f"{text}, the synchronous algorithm")
         return
     t.change(f"{KEY}.sampler.name={name}", f"{text}; a step trains on the oldest prompts, and NeMo-RL {selects}")
