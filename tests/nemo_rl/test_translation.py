@@ -294,7 +294,7 @@ def test_no_age_is_the_synchronous_algorithm() -> None:
     both = with_keys("grpo", "async_rl={sampler: {name: windowed}}")[1]
     assert named(both.problems) == {("grpo.async_grpo", "contradiction")}
     no_age = ("grpo.async_grpo=null", "async_rl={sampler: {name: in_order, max_lookahead_versions: null}}")
-    assert with_keys("grpo", *no_age)[1].layer["grpo"]["async_grpo"]["max_trajectory_age_steps"] is None  # the schema refuses it
+    assert with_keys("grpo", *no_age)[1].layer["grpo"]["async_grpo"]["max_trajectory_age_steps"] is None  # refused later
     custom = ("grpo.async_grpo=null", "async_rl={sampler: {name: custom, target: a:B}}")
     assert named(with_keys("grpo", *custom)[1].problems) == {("async_rl.sampler.name", "unsupported")}
 
