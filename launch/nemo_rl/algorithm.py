@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from launch.nemo_rl import single_controller, teachers
+from launch.nemo_rl import single_controller
 from launch.nemo_rl.rules import Ignored, Only, Rule, Same, apply, given, under
 from launch.nemo_rl.translator import Translator, shown
 from pipeline.algorithms import OFFLINE
@@ -157,7 +157,6 @@ def translate(t: Translator, algorithm: str, validates: bool) -> None:
         _differences(t, algorithm)
     if algorithm == "grpo":
         single_controller.translate(t)
-        teachers.translate(t)
         t.put_defaults({f"grpo.adv_estimator.{name}": value for name, value in ESTIMATOR.items()}, "grpo.adv_estimator")
         _async(t, "grpo.async_grpo")
     apply(t, (*under(algorithm, SECTIONS[algorithm]), *LOSSES.get(algorithm, ())))

@@ -30,7 +30,6 @@ CHECKPOINTING = under(
 OTHERS = (
     Same("logger.tensorboard_enabled"),
     Ignored("logger.log_dir logger.tensorboard.* logger.num_val_samples_to_print logger.monitor_gpus logger.gpu_monitoring.*"),
-    Ignored("on_policy_distillation.*", "only GRPO reads it"),
     Ignored("teacher teachers"),  # null
 )
 

@@ -1,7 +1,7 @@
 """Translate several teachers: `on_policy_distillation`, which GRPO with the advantage estimator opd reads.
 
-In NeMo-RL a teacher scores the rollouts of an agent of NeMo Gym, on nodes of its own. Here it scores those of an environment, on
-the train ranks and with the policy's layout.
+In NeMo-RL a teacher scores the rollouts of an agent of NeMo Gym, on nodes of its own. Here it scores those of an environment,
+on the train ranks and with the policy's layout.
 """
 
 from __future__ import annotations
@@ -63,5 +63,5 @@ def _megatron_keys(t: Translator) -> Iterator[tuple[str, str, Any]]:
     sections = [f"{PLACED}.default_teacher_cfg"]
     sections += [f"{PLACED}.teacher_overrides.{name}" for name in t.get(f"{PLACED}.teacher_overrides") or {}]
     for section in sections:
-        for key, value in leaves(t.get(section) or {}, section):
+        for key, value in leaves(t.get(section), section) if t.get(section) else ():
             yield key, key.removeprefix(f"{section}.").removeprefix("megatron_cfg_overrides."), value

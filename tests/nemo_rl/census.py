@@ -66,7 +66,7 @@ TRANSLATED: dict[str, tuple[Callable[[Tree], Any], str, Any]] = {
             "on_policy_distillation.teachers",
             lambda t: {
                 name: {"model_name": model}
-                for name, model in get(t, "on_policy_distillation.teacher_model_by_agent_name").items()
+                for name, model in get(t, "on_policy_distillation.teacher_model_by_agent_name", {}).items()
             },
         ),
     ),
