@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 from pipeline.data.packing import pack_each
 from pipeline.roles.regroup import regroup
@@ -36,9 +37,10 @@ def ask_teachers(
         for i, plan in enumerate(plans):
             forward[i] += plan
             outputs[i] += itertools.islice(found, len(plan))
+    regrouped = map(regroup, outputs, forward, updates)
     return [
-        [dataclasses.replace(batch, **_fields(out, top_k)) for batch, out in zip(of_update, regroup(*found), strict=True)]
-        for of_update, *found in zip(batches, outputs, forward, updates, strict=True)
+        [dataclasses.replace(batch, **_fields(out, top_k)) for batch, out in zip(of_update, found, strict=True)]
+        for of_update, found in zip(batches, regrouped, strict=True)
     ]
 
 
@@ -47,5 +49,5 @@ def _all(update: Update) -> list[list[int]]:
     return [] if update.taught else update.forward
 
 
-def _fields(outputs: Outputs, top_k: int) -> dict[str, object]:
+def _fields(outputs: Outputs, top_k: int) -> dict[str, Any]:
     return {"teacher": outputs.top_k} if top_k else {"teacher_logprobs": outputs.logprobs}

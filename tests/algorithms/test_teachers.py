@@ -70,7 +70,8 @@ def test_samples_carry_the_name_of_their_teacher(algorithm: str) -> None:
         dataclasses.replace(group, prompt=dataclasses.replace(group.prompt, environment=name))
         for group, name in zip(groups, ("code", "chat"), strict=True)
     ]
-    samples = build(given).compute_advantages(groups)
+    learned: Any = build(given)
+    samples = learned.compute_advantages(groups)
     assert [sample.teacher for sample in samples] == ["code", "code", "math"]
     assert all((sample.advantages == 0).all() and sample.loss_mask.any() for sample in samples)
 
@@ -100,7 +101,7 @@ def test_every_teacher_scores_its_own_samples_once_in_equally_many_microbatches(
 def test_advantages_and_metrics_by_hand() -> None:
     """Two samples of one teacher, one of another, and the gradient of REINFORCE: - A / tokens."""
     given = recipe({"math": "a", "code": "b"}, default="math", loss_fn={"disable_ppo_ratio": True})
-    algorithm = build(given)
+    algorithm: Any = build(given)
     batch = pack([sample(3, "math"), sample(2, "code"), sample(2, "math")], "cpu")
     old = torch.tensor([0.0, -1, -2, 0, -1, 0, -3])
     teacher = torch.tensor([9.0, -0.5, -3, 9, -5, 9, -1])
