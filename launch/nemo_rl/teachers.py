@@ -42,7 +42,8 @@ def translate(t: Translator) -> None:
     t.change(agents, "an agent is an environment here: the env_name of a data set")
     if t.get(f"{SECTION}.default_teacher_alias") is not None and not t.on(f"{SECTION}.strict_agent_name_match"):
         t.copy(f"{SECTION}.default_teacher_alias")
-    t.change(PLACED, "teachers take turns on the train ranks, with the policy's parallel sizes; in NeMo-RL they have nodes")
+    if t.get(PLACED):
+        t.change(PLACED, "teachers take turns on the train ranks, with the policy's parallel sizes; in NeMo-RL they have nodes")
     _settings(t)
     known = ("enabled", "teacher_model_by_agent_name", "default_teacher_alias", "strict_agent_name_match")
     for name in (*known, "deduplicate_shared_teacher_checkpoints", "non_colocated_teachers"):

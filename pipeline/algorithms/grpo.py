@@ -100,11 +100,13 @@ class GRPO(RewardedAlgorithm):
 
     @override
     def advantages(self, group: RolloutGroup, rewards: np.ndarray) -> np.ndarray:
+        import numpy as np
+
         from pipeline.algorithms.advantages import apply_to_scored, group_advantages, sequence_advantages
 
         config = self.section.adv_estimator
         if self._taught:
-            return rewards * 0.0  # `estimate` computes them
+            return np.zeros(len(rewards))  # `estimate` computes them
         if self._plus_plus:
             estimator = partial(sequence_advantages, minus_baseline=config.minus_baseline)
         else:
