@@ -53,7 +53,7 @@ def _lineage(run: RunFolder, step: int) -> Iterator[str]:
         "algorithm": run.algorithm,
         "recipe": run.name,
         "steps": steps,
-        "teacher": _shown(str(run.value("teacher.model_name", ""))) if run.algorithm == "distillation" else "",
+        "teacher": ", ".join(_teachers(run)),
         "precision": str(run.value("policy.precision", "")),
         "hardware": run.layout,
         "submitted": submission.get("time", ""),
@@ -67,6 +67,13 @@ def _lineage(run: RunFolder, step: int) -> Iterator[str]:
     if rows:
         yield "\n## Training data\n"
         yield from _table(("", "data set", "subset", "split", "records"), rows)
+
+
+def _teachers(run: RunFolder) -> Iterator[str]:
+    """Yield the names of the models that taught a distilled one."""
+    if run.algorithm == "distillation" or (run.algorithm == "grpo" and run.value("grpo.adv_estimator.name") == "opd"):
+        sections = run.value("on_policy_distillation.teachers", {}).values() or [run.value("teacher", {})]
+        yield from dict.fromkeys(_shown(str(section.get("model_name") or "")) for section in sections)
 
 
 def _data(run: RunFolder) -> dict[str, Mapping[str, Any]]:

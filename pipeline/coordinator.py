@@ -94,7 +94,7 @@ class Run:
         train, needs = self.train, algorithm.needs
         size = self.recipe.policy.train_global_batch_size
         train.load(parts=split_batch(samples, self.recipe.policy, self.places, size, algorithm.sequences_per_item)).result()
-        if needs.old or needs.reference or needs.critic or needs.teacher_top_k:
+        if needs.old or needs.reference or needs.critic or needs.taught:
             train.forward().result()
         if needs.estimates:
             moments = self.of_data_ranks(train.estimate().result())

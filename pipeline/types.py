@@ -209,6 +209,7 @@ class Sample:
     logprobs: np.ndarray  # [L] float32, by the generate rank that sampled; 0 where the mask is False
     advantages: np.ndarray  # [L] float32; 0 where the mask is False
     reward: float = 0.0  # the rollout's; of the chosen answer of a pair, its margin over the rejected one, which comes next
+    teacher: str = ""  # the name of the one of several teachers that scores it
 
 
 @dataclass(frozen=True, slots=True)
@@ -235,6 +236,7 @@ class Update:
     train: list[list[int]]  # microbatches with a gradient
     forward: list[list[int]]  # microbatches without one, which may be larger
     counts: GlobalCounts
+    taught: dict[str, list[list[int]]] = field(default_factory=dict)  # by teacher, as `forward`; empty: one teacher scores all
 
 
 @dataclass(frozen=True, slots=True)
@@ -297,6 +299,8 @@ class PackedBatch:
     old_values: torch.Tensor | None = None  # [T] float32, by the critic before this step's first update; after token t
     returns: torch.Tensor | None = None  # [T] float32: the target of the critic's value *before* token t
     teacher: TopK | None = None  # the teacher's most likely tokens
+    teacher_logprobs: torch.Tensor | None = None  # [T] float32, by the sample's teacher
+    teachers: tuple[str, ...] = ()  # [S] the names of the samples' teachers, see Sample.teacher
 
 
 # The bins of a `_histogram` metric, over log x: 20 per decade of |log x|, and one around 0, for x equal to 1 up to rounding.
@@ -309,9 +313,10 @@ class LossOutput:
     """A microbatch's share of the loss and of each metric: sums over its tokens, already divided by the global count.
 
     Shares add up over microbatches and data-parallel ranks; a metric whose name ends in `_max` or `_min` is combined by max or
-    min. Two kinds are vectors, which add up; pipeline/train/outputs.py converts them to numbers:
+    min. Three kinds are vectors, which add up; pipeline/train/outputs.py converts them to numbers:
         X_histogram  [BINS]: the share of tokens whose log x is in each bin; becomes the quantiles X_p01, X_p50, X_p99 of x
         X_moments    [4]: means of a, a^2, b, b^2; becomes X = 1 - Var b / Var a
+        X_weighted   [2]: a sum and its weight; becomes X = sum / weight, nan where no rank has any
     """
 
     loss: torch.Tensor  # [] float32, with a graph

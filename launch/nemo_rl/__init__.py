@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from launch.nemo_rl import algorithm, cluster, data, environments, generation, models, policy, run
+from launch.nemo_rl import algorithm, cluster, data, environments, generation, models, policy, run, teachers
 from launch.nemo_rl.translator import Translator
 from pipeline.algorithms import OFFLINE
 from pipeline.config import Problem
@@ -69,6 +69,7 @@ def _sections(t: Translator, name: str, path: Path) -> None:
         t.consume("env")
     if name == "ppo":
         models.critic(t)
+    teachers.translate(t)
     run.translate(t)
     known = sorted(t.consumed)
     for key, _ in t.unconsumed():

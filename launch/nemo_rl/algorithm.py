@@ -6,7 +6,6 @@ from typing import Any
 
 from launch.nemo_rl import single_controller
 from launch.nemo_rl.rules import Ignored, Only, Rule, Same, apply, given, under
-from launch.nemo_rl.run import SEVERAL_TEACHERS
 from launch.nemo_rl.translator import Translator, shown
 from pipeline.algorithms import OFFLINE
 from pipeline.algorithms.sections import UNBOUNDED
@@ -35,7 +34,6 @@ PENALTY, PENALTY_DEFAULT = "loss_fn.reference_policy_kl_penalty", 0.01
 REWARD_PENALTIES = "penalties on single tokens of reasoning or tool calls"
 ADVANTAGES = {
     "gdpo": ("several rewards of one answer", "grpo"),
-    "opd": (SEVERAL_TEACHERS, "grpo, or the section distillation with one teacher"),
     "raw_reward": ("this estimator of advantages", "gae"),
 }
 

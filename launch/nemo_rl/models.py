@@ -51,7 +51,7 @@ def critic(t: Translator) -> None:
 
 
 def teacher(t: Translator) -> None:
-    """Translate the section `teacher`. Several teachers are not supported."""
+    """Translate the section `teacher`. The list `teachers` is of teachers with other tokenizers, which is not supported."""
     if (several := t.get("teachers")) is not None:
         instead = "the section teacher, with a model of the policy's vocabulary"
         t.lacks("teachers", "a list", "distillation between tokenizers", instead)

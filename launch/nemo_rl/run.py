@@ -7,7 +7,6 @@ from launch.nemo_rl.translator import Translator
 
 PRETRAINED = "a start from a checkpoint that is not in Hugging Face format"
 TEXT = "a model is its text part here, which is trained alone"
-SEVERAL_TEACHERS = "several teachers"
 METRICS = {  # NeMo-RL's metric -> ours, if the names differ
     "val:val_loss": "val:loss",
     "val:validation-default_loss": "val:loss",
@@ -31,7 +30,6 @@ CHECKPOINTING = under(
 OTHERS = (
     Same("logger.tensorboard_enabled"),
     Ignored("logger.log_dir logger.tensorboard.* logger.num_val_samples_to_print logger.monitor_gpus logger.gpu_monitoring.*"),
-    Only("on_policy_distillation.*", (None,), SEVERAL_TEACHERS, "null"),
     Ignored("teacher teachers"),  # null
 )
 

@@ -126,6 +126,7 @@ class TrainModel:
 def models(recipe: Recipe, shapes: Mapping[str, ModelShape]) -> list[TrainModel]:
     """Return the models of the train ranks, the policy first. shapes: by the sections of `config.models`."""
     found, needs = [], build(recipe).needs
+    offloads = {config.teacher_section(name): teacher.cpu_offload for name, teacher in config.teachers(recipe).items()}
     for name, policy in config.models(recipe).items():
         shape = shapes[name]
         if name == "policy":
@@ -133,9 +134,8 @@ def models(recipe: Recipe, shapes: Mapping[str, ModelShape]) -> list[TrainModel]
             found.append(TrainModel(policy, shape, values=values, reference=needs.reference, entropy=needs.entropy))
         elif name == "value":
             found.append(TrainModel(policy, shape, values=True))
-        elif name == "teacher":
-            offload, top_k = recipe.teacher.cpu_offload, needs.teacher_top_k
-            found.append(TrainModel(policy, shape, trained=False, offload=offload, top_k=top_k))
+        elif name in offloads:
+            found.append(TrainModel(policy, shape, trained=False, offload=offloads[name], top_k=needs.teacher_top_k))
         elif (environment := config.reward_model(recipe)) is not None and environment.served_by == "train":
             found.append(TrainModel(policy, shape, values=True, trained=False, offload=environment.cpu_offload))
     return found
@@ -151,6 +151,7 @@ def rank_batches(recipe: Recipe, data_ranks: int) -> RankBatches:
     if packing.enabled:
         train, forward = packing.train_mb_tokens, packing.logprob_mb_tokens
     train, forward = min(train, update), min(forward, update)
-    token = TOKEN_BYTES + (3 if needs.critic else 2) * FIELD_BYTES + TEACHER_BYTES * needs.teacher_top_k
+    fields = (3 if needs.critic else 2) + needs.teacher_logprobs
+    token = TOKEN_BYTES + fields * FIELD_BYTES + TEACHER_BYTES * needs.teacher_top_k
     step = -(-algorithm.samples_per_step // data_ranks) * longest
     return RankBatches(train, forward, -(-update // train), step * token)

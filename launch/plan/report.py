@@ -82,12 +82,17 @@ def _models(plan: Plan) -> Iterator[Line]:
     yield f"{'parameters':24s}" + "".join(f"{name:>13s}" for name in names)
     for name, shape in plan.shapes.items():
         numbers = (shape.embedding, shape.attention, shape.mlp, shape.routed, shape.other, shape.parameters, shape.active)
-        yield f"{name:24s}" + "".join(f"{_billions(number):>13s}" for number in numbers)
+        yield f"{_shown(name)[:23]:24s}" + "".join(f"{_billions(number):>13s}" for number in numbers)
     for name, policy in config.models(plan.recipe).items():
         shape = plan.shapes[name]
         layers = f"{plural(shape.layers, 'layer')}, hidden size {shape.hidden:,}, vocabulary {shape.vocabulary:,}"
         experts = f", {shape.experts} experts of which {shape.experts_per_token}" if shape.experts else ""
-        yield name[: LABEL - 1], f"{policy.model_name}: {shape.family}, {layers}{experts}; {shape.parameters:,} exactly"
+        yield _shown(name)[: LABEL - 1], f"{policy.model_name}: {shape.family}, {layers}{experts}; {shape.parameters:,} exactly"
+
+
+def _shown(section: str) -> str:
+    """Return the name of a model by its section: "teacher math" for one of several teachers."""
+    return section.replace("on_policy_distillation.teachers.", "teacher ")
 
 
 def _billions(count: float) -> str:

@@ -19,7 +19,7 @@ in host memory.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 
 from launch.model_shape import ModelShape
@@ -244,9 +244,7 @@ def phases(recipe: Recipe, shapes: Mapping[str, ModelShape], lengths: Lengths, g
     if "value" in jobs:
         jobs["value"] = _without_head(jobs["value"])
         found.append(Phase("train", "values of the critic", *forward_pass(jobs["value"], count)))
-    if "teacher" in jobs:
-        work, parts = forward_pass(jobs["teacher"], count)
-        found.append(Phase("train", "the teacher's top k", work, parts | _fetched(jobs["teacher"], recipe.teacher.cpu_offload)))
+    found += _teacher_phases(recipe, jobs, count)
     if algorithm.needs.head == "values":
         policy = _without_head(policy)
     many = algorithm.updates_per_step
@@ -263,6 +261,16 @@ def phases(recipe: Recipe, shapes: Mapping[str, ModelShape], lengths: Lengths, g
                 )
             )
     return found
+
+
+def _teacher_phases(recipe: Recipe, jobs: Mapping[str, Job], count: float) -> Iterator[Phase]:
+    """Yield the forward pass of each teacher. Several are assumed to score equally many samples."""
+    teachers, what = config.teachers(recipe), "top k" if build(recipe).needs.teacher_top_k else "log-probs"
+    for name, teacher in teachers.items():
+        if (of_teacher := jobs.get(config.teacher_section(name))) is not None:
+            work, parts = forward_pass(of_teacher, count / len(teachers))
+            whose = f"{what} of the teacher {name}" if name else f"the teacher's {what}"
+            yield Phase("train", whose, work, parts | _fetched(of_teacher, teacher.cpu_offload))
 
 
 def reward_phase(

@@ -18,9 +18,8 @@ from typing import Any
 import msgspec
 
 from launch.model_files import hf_home, hub_cache, is_inside, model_config, model_folder, read_json
-from launch.preflight import architecture, data_records, libraries, prompt_tokens
+from launch.preflight import architecture, data_records, libraries, prompt_tokens, teachers
 from pipeline import config
-from pipeline.algorithms import build
 from pipeline.config import (
     DATASET_CARDS,
     GENERATED_DATASETS,
@@ -38,7 +37,6 @@ from pipeline.data.records import check_prompt_text
 
 SCAN_BYTES = 32 << 20  # read from each data file
 LONGEST = 256  # tokens are counted for this many of the longest prompts, and for as many of the first ones
-OWN_TOKENS = 0.01  # share of a vocabulary that only one model may have, such as markers of turns
 SHOWN_FAULTS = 5  # faults reported per data file
 SHOWN_LINES = 5  # line numbers reported per fault, besides the first
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")
@@ -64,10 +62,7 @@ def problems(
         yield from _check_reward_tokenizer(recipe, f"env.{name}", config.reward_model_policy(recipe), pending)
     for section, model in config.served_models(recipe).items():
         yield from _check_reward_tokenizer(recipe, section, model, pending)
-    if build(recipe).needs.teacher_top_k:
-        if tokenizer:
-            yield from _check_teacher_tokenizer(recipe, tokenizer, pending)
-        yield from _check_teacher_rows(recipe, pending)
+    yield from teachers.problems(recipe, tokenizer, pending)
     for key, dataset in config.keyed_sets(recipe.data).items() if config.trains(recipe) else ():
         yield from _check_dataset(recipe, key, dataset, tokenizer, notes, fields or {})
 
@@ -119,17 +114,6 @@ def _check_chat_template(key: str, folder: Path, wants: str) -> Iterator[Problem
         yield Problem(wants, "missing-value", what)
 
 
-def _vocabulary(path: Path) -> dict[str, int]:
-    """Return the id of each token. Raises RecipeError."""
-    from tokenizers import Tokenizer
-
-    try:
-        return Tokenizer.from_file(str(path)).get_vocab()
-    except Exception as error:  # tokenizers raises plain Exception
-        message = f"not a tokenizer: {error}. Try to fetch the model again"
-        raise RecipeError(Problem(str(path), "bad-format", message)) from None
-
-
 def _check_reward_tokenizer(
     recipe: Recipe, section: str, model: PolicyConfig, pending: Sequence[os.PathLike]
 ) -> Iterator[Problem]:
@@ -137,51 +121,12 @@ def _check_reward_tokenizer(
     found: list[Problem] = []
     with collected(found):
         described = model_config(model, pending, f"{section}.model_name")
-        size = len(_vocabulary(path)) if path else 0
+        size = len(teachers.vocabulary(path)) if path else 0
     if found or described is None or path is None:
         return
     if size > described.get("vocab_size", size):
         what = f"got the tokenizer in {path.parent} with {size} tokens; expected at most the {described['vocab_size']} of"
         yield Problem(f"{section}.tokenizer.name", "too-large", f"{what} {section}.model_name. Try that model's own tokenizer")
-
-
-def _check_teacher_tokenizer(recipe: Recipe, ours: Path, pending: Sequence[os.PathLike]) -> Iterator[Problem]:
-    """Check that the teacher has the policy's vocabulary, apart from a few added tokens."""
-    name = recipe.teacher.model_name
-    if name is None or is_inside(name, pending):
-        return
-    found: list[Problem] = []
-    with collected(found):
-        theirs = model_folder("teacher.model_name", name) / "tokenizer.json"
-        student, teacher = _vocabulary(ours), _vocabulary(theirs) if theirs.exists() else None
-    if found or teacher is None:  # other checks report a missing folder
-        return
-    moved = [token for token, number in student.items() if teacher.get(token, number) != number]
-    absent = len(student.keys() - teacher.keys())
-    if moved or absent > OWN_TOKENS * len(student):
-        what = f"'{moved[0]}' has another id there" if moved else f"{absent} of its {len(student)} tokens are missing there"
-        policy = f"policy.tokenizer.name {recipe.policy.tokenizer.name}"
-        message = f"got {name}, whose vocabulary differs from {policy}: {what}; expected a teacher with the policy's tokenizer"
-        yield Problem("teacher.model_name", "contradiction", message)
-
-
-def _check_teacher_rows(recipe: Recipe, pending: Sequence[os.PathLike]) -> Iterator[Problem]:
-    """Check that the teacher has no more vocabulary rows than the policy.
-
-    Models with one tokenizer may differ in unused rows, and a teacher may give probability to one that the policy lacks.
-    """
-    sizes: dict[str, int | None] = {}
-    with collected([]):  # other checks report problems of the models
-        for section, policy in config.models(recipe).items():
-            sizes[section] = (model_config(policy, pending, f"{section}.model_name") or {}).get("vocab_size")
-    ours, theirs = sizes.get("policy"), sizes.get("teacher")
-    if ours and theirs and theirs > ours:
-        message = (
-            f"got {recipe.teacher.model_name} with {theirs} rows of vocabulary; expected at most the policy's {ours}, since"
-        )
-        yield Problem(
-            "teacher.model_name", "too-large", f"{message} it may give probability to rows that the policy does not have"
-        )
 
 
 # ---- data ---------------------------------------------------------------------------------------------------------------

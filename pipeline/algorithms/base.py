@@ -34,11 +34,17 @@ class Needs:
     old: bool = False  # log-probs by the policy before the step's first update
     reference: bool = False  # log-probs by the policy as loaded at the start of the run
     critic: bool = False  # a second model, `value` in the recipe; its values before the first update
-    teacher_top_k: int = 0  # number of most likely tokens of a frozen model, `teacher` in the recipe
+    teacher_top_k: int = 0  # number of most likely tokens of frozen models, `teacher` or `on_policy_distillation`
+    teacher_logprobs: bool = False  # log-probs of the sampled tokens by these models
     estimates: bool = False  # train ranks compute advantages from the above: `OnlineAlgorithm.estimate`
     standardized: Variance | None = None  # standardize advantages over the step's counted tokens afterwards
     epochs: int = 1  # passes over the samples of a step
     schedule_every_epoch: bool = False  # learning-rate schedules advance after each epoch, not only after the last
+
+    @property
+    def taught(self) -> bool:
+        """Whether frozen teachers score the samples."""
+        return self.teacher_top_k > 0 or self.teacher_logprobs
 
 
 class Algorithm:

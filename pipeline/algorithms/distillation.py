@@ -1,8 +1,8 @@
 """On-policy distillation: the policy samples and learns the teacher's distribution over every sampled token.
 
 The loss is `distillation_loss` in divergence.py. Both distributions use policy.generation.temperature, as sampling does.
-Rewards are not used. Not supported: the Jensen-Shannon divergence, a share of off-policy data (lambda below 1), teachers with
-another vocabulary.
+Several teachers of one vocabulary may share the samples: teachers.py. Rewards are not used. Not supported: the Jensen-Shannon
+divergence, a share of off-policy data (lambda below 1), teachers with another vocabulary.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from typing_extensions import override
 
 from pipeline.algorithms.base import Needs, OnlineAlgorithm
 from pipeline.algorithms.sections import OnlineConfig
+from pipeline.algorithms.teachers import SECTION, loaded_teachers, problems, with_teachers
 from pipeline.problems import Problem
 from pipeline.values import Positive
 
@@ -35,10 +36,10 @@ class DistillationConfig(OnlineConfig):
 
 
 class Distillation(OnlineAlgorithm):
-    """On-policy distillation. The only model that learns is the policy; the teacher is frozen."""
+    """On-policy distillation. The only model that learns is the policy; teachers are frozen."""
 
     Section = DistillationConfig
-    reads = ("loss_fn.kl_type", "loss_fn.mixed_kl_weight", "loss_fn.zero_outside_topk", "teacher")
+    reads = ("loss_fn.kl_type", "loss_fn.mixed_kl_weight", "loss_fn.zero_outside_topk", "teacher", SECTION)
 
     def __init__(self, recipe: Any):
         super().__init__(recipe)
@@ -50,16 +51,28 @@ class Distillation(OnlineAlgorithm):
         """Return samples with advantages of 0; the loss does not use them."""
         from pipeline.algorithms.advantages import make_sample
 
-        return [make_sample(group.prompt, rollout, 0.0, rollout.reward) for group in groups for rollout in group.rollouts]
+        samples = [make_sample(group.prompt, rollout, 0.0, rollout.reward) for group in groups for rollout in group.rollouts]
+        return with_teachers(self.recipe, groups, samples) if self._several else samples
+
+    @property
+    def _several(self) -> bool:
+        return bool(self.recipe.on_policy_distillation.teachers)
 
     @override
     def loss(self, outputs: Outputs, batch: PackedBatch, counts: GlobalCounts) -> LossOutput:
         from pipeline.algorithms.divergence import distillation_loss
 
-        return distillation_loss(self.recipe.loss_fn, outputs, batch, counts)
+        teachers = loaded_teachers(self.recipe) if self._several else ()
+        return distillation_loss(self.recipe.loss_fn, outputs, batch, counts, teachers)
 
     @override
     def problems(self) -> Iterator[Problem]:
         yield from super().problems()
-        if self.recipe.teacher.model_name is None:
+        name = self.recipe.teacher.model_name
+        if self._several:
+            yield from problems(self.recipe)
+            if name is not None:
+                message = f"got {name} and {SECTION}.teachers; expected one of the two. Try teacher.model_name=null"
+                yield Problem("teacher.model_name", "contradiction", message)
+        elif name is None:
             yield Problem("teacher.model_name", "missing-value", "got null; expected a folder or a Hugging Face name")

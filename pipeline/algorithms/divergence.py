@@ -1,17 +1,21 @@
-"""The divergence of the policy from a teacher over the tokens that the teacher finds most likely."""
+"""The divergence of the policy from its teachers: over the tokens that they find most likely, and at the sampled tokens."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 
-from pipeline.algorithms.reductions import masked_share
+from pipeline.algorithms.reductions import masked, masked_share, per_token
 from pipeline.algorithms.sections import LossConfig
 from pipeline.types import GlobalCounts, LossOutput, Outputs, PackedBatch
 
 LOG_INFINITESIMAL = -100.0  # NeMo-RL's, DistillationLossFn
 
 
-def distillation_loss(config: LossConfig, outputs: Outputs, batch: PackedBatch, counts: GlobalCounts) -> LossOutput:
+def distillation_loss(
+    config: LossConfig, outputs: Outputs, batch: PackedBatch, counts: GlobalCounts, teachers: Sequence[str] = ()
+) -> LossOutput:
     """Return this batch's share of the loss (GKD, https://arxiv.org/abs/2306.13649 eq. 4 with lambda = 1) and of its metrics.
 
     p is the teacher's distribution and q the policy's. The sums run over the teacher's k most likely tokens. The loss is the
@@ -30,6 +34,8 @@ def distillation_loss(config: LossConfig, outputs: Outputs, batch: PackedBatch, 
 
     NeMo-RL does the same (nemo_rl/algorithms/loss/loss_functions.py, DistillationLossFn; nemo_rl/distributed/model_utils.py,
     get_distillation_topk_logprobs_from_logits).
+
+    teachers: names of several teachers, each of which has metrics of its own.
     """
     assert batch.teacher is not None and outputs.top_k is not None
     of_teacher, of_policy = batch.teacher.logprobs, outputs.top_k.logprobs  # [T, K] each, of the same tokens
@@ -53,4 +59,35 @@ def distillation_loss(config: LossConfig, outputs: Outputs, batch: PackedBatch, 
         }
         if outside or not config.zero_outside_topk:  # otherwise the part outside the k tokens is unknown
             metrics["reverse_kl"] = masked_share(reverse, batch, counts)
+            metrics |= means_by_teacher("reverse_kl", reverse, batch, teachers)
+        metrics |= means_by_teacher("forward_kl", forward, batch, teachers)
     return LossOutput(loss, metrics)
+
+
+# ---- at the sampled tokens ---------------------------------------------------------------------------------------------------
+
+
+def teacher_advantages(batch: PackedBatch) -> torch.Tensor:
+    """Return A_t = log pi_teacher(y_t) - log pi_old(y_t), `[T]`, 0 where the mask is False (arXiv:2601.02780 eq. 8).
+
+    Its policy gradient is that of the reverse divergence KL(pi || pi_teacher). NeMo-RL does the same (OPDAdvantageEstimator in
+    nemo_rl/algorithms/advantage_estimator.py).
+    """
+    assert batch.teacher_logprobs is not None and batch.old_logprobs is not None
+    return masked(batch.teacher_logprobs - batch.old_logprobs, batch)
+
+
+def teacher_metrics(batch: PackedBatch, counts: GlobalCounts, teachers: Sequence[str]) -> dict[str, torch.Tensor]:
+    """Return estimates of KL(pi_old || pi_teacher) from the sampled tokens: of all of them, and of each teacher's."""
+    kl = -teacher_advantages(batch)
+    return {"teacher_kl": masked_share(kl, batch, counts), **means_by_teacher("teacher_kl", kl, batch, teachers)}
+
+
+def means_by_teacher(name: str, values: torch.Tensor, batch: PackedBatch, teachers: Sequence[str]) -> dict[str, torch.Tensor]:
+    """Return this batch's part of the mean of `values`, `[T]`, over the counted tokens of each teacher's samples."""
+    found = {}
+    for teacher in teachers:
+        own = per_token(torch.tensor([each == teacher for each in batch.teachers], device=values.device), batch)
+        weights = masked(own.to(values.dtype), batch)
+        found[f"{name}/{teacher}_weighted"] = torch.stack([(masked(values, batch) * weights).sum(), weights.sum()])
+    return found

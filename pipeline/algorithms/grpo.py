@@ -9,6 +9,7 @@ GRPO's descendants are settings of it:
     CISPO         use_cispo=true
     RLOO          use_leave_one_out_baseline=true, disable_ppo_ratio=true, normalize_rewards=false
     REINFORCE++   adv_estimator.name=reinforce_plus_plus
+    MOPD          adv_estimator.name=opd, disable_ppo_ratio=true: teachers.py
 
 The GRPO paper itself is use_leave_one_out_baseline=false, token_level_loss=false and a KL penalty in the loss. Not supported:
 process supervision (rewards for parts of an answer).
@@ -28,20 +29,24 @@ from typing_extensions import override
 from pipeline.algorithms.ahead import AsyncConfig
 from pipeline.algorithms.rewarded import RewardedAlgorithm
 from pipeline.algorithms.sections import RewardedConfig
+from pipeline.algorithms.teachers import SECTION, loaded_teachers, problems, with_teachers
 from pipeline.problems import Problem
 from pipeline.values import Bool, Float, interpolation
 
 if TYPE_CHECKING:
     import numpy as np
 
-    from pipeline.types import GlobalCounts, LossOutput, Outputs, PackedBatch, RolloutGroup
+    from pipeline.types import GlobalCounts, LossOutput, Outputs, PackedBatch, RolloutGroup, Sample
 
 
 @dataclass
 class AdvantageConfig:
     """Estimator of advantages."""
 
-    name: Annotated[Literal["grpo", "reinforce_plus_plus"], Field(description="Advantage estimator.")] = "grpo"
+    name: Annotated[
+        Literal["grpo", "reinforce_plus_plus", "opd"],
+        Field(description="Advantage estimator. opd: the log-probs of on_policy_distillation's teachers, and no reward."),
+    ] = "grpo"
     normalize_rewards: Annotated[Bool, Field(description="See grpo.normalize_rewards.")] = interpolation(
         "${grpo.normalize_rewards}"
     )
@@ -55,7 +60,7 @@ class AdvantageConfig:
 
 @dataclass
 class GRPOConfig(RewardedConfig):
-    """Group relative policy optimization, and its variants (DAPO, Dr. GRPO, GSPO, CISPO, RLOO, REINFORCE++)."""
+    """Group relative policy optimization, and its variants (DAPO, Dr. GRPO, GSPO, CISPO, RLOO, REINFORCE++, MOPD)."""
 
     normalize_rewards: Annotated[
         Bool, Field(description="Divide advantages by the standard deviation of the group's rewards. false: Dr. GRPO.")
@@ -77,18 +82,31 @@ class GRPO(RewardedAlgorithm):
     """Group-relative policy optimization, and the methods that are settings of it."""
 
     Section = GRPOConfig
+    reads = (*RewardedAlgorithm.reads, SECTION)
 
     def __init__(self, recipe: Any):
         super().__init__(recipe)
         self._plus_plus = self.section.adv_estimator.name == "reinforce_plus_plus"
         if self._plus_plus:
             self.needs = dataclasses.replace(self.needs, estimates=True, standardized="biased")
+        self._taught = self.section.adv_estimator.name == "opd"
+        if self._taught:
+            self.needs = dataclasses.replace(self.needs, old=True, estimates=True, teacher_logprobs=True)
+
+    @override
+    def compute_advantages(self, groups: list[RolloutGroup]) -> list[Sample]:
+        samples = super().compute_advantages(groups)
+        return with_teachers(self.recipe, groups, samples) if self._taught else samples
 
     @override
     def advantages(self, group: RolloutGroup, rewards: np.ndarray) -> np.ndarray:
+        import numpy as np
+
         from pipeline.algorithms.advantages import apply_to_scored, group_advantages, sequence_advantages
 
         config = self.section.adv_estimator
+        if self._taught:
+            return np.zeros(len(rewards))  # `estimate` computes them
         if self._plus_plus:
             estimator = partial(sequence_advantages, minus_baseline=config.minus_baseline)
         else:
@@ -99,11 +117,12 @@ class GRPO(RewardedAlgorithm):
     @override
     def estimate(self, batch: PackedBatch) -> PackedBatch:
         from pipeline.algorithms.advantages import subtract_future_kl
+        from pipeline.algorithms.divergence import teacher_advantages
 
         batch = super().estimate(batch)
         if self._plus_plus and self.recipe.loss_fn.use_kl_in_reward:
             batch = dataclasses.replace(batch, advantages=subtract_future_kl(batch, self.recipe.loss_fn))
-        return batch
+        return dataclasses.replace(batch, advantages=teacher_advantages(batch)) if self._taught else batch
 
     @override
     def loss(self, outputs: Outputs, batch: PackedBatch, counts: GlobalCounts) -> LossOutput:
@@ -111,10 +130,16 @@ class GRPO(RewardedAlgorithm):
 
         Clipping is here because advantages are standardized after `estimate`.
         """
+        from pipeline.algorithms.divergence import teacher_metrics
+
         low, high = self.section.advantage_clip_low, self.section.advantage_clip_high
         if low is not None or high is not None:
             batch = dataclasses.replace(batch, advantages=batch.advantages.clamp(low, high))
-        return super().loss(outputs, batch, counts)
+        found = super().loss(outputs, batch, counts)
+        if not self._taught:
+            return found
+        more = teacher_metrics(batch, counts, loaded_teachers(self.recipe))
+        return dataclasses.replace(found, metrics=found.metrics | more)
 
     # ---- checks ------------------------------------------------------------------------------------------------------------
 
@@ -123,16 +148,39 @@ class GRPO(RewardedAlgorithm):
         yield from super().problems()
         config, estimator = self.section, self.section.adv_estimator
         low, high = config.advantage_clip_low, config.advantage_clip_high
-        if config.num_generations_per_prompt < 2 and (not self._plus_plus or estimator.minus_baseline):
+        yield from self._check_teachers()
+        alone = config.num_generations_per_prompt < 2 and not self._taught
+        if alone and (not self._plus_plus or estimator.minus_baseline):
             message = "got 1; expected at least 2, since one answer has no baseline but itself and every advantage would be 0"
             without = ". Try grpo.adv_estimator.minus_baseline=false" if self._plus_plus else ""
             yield Problem("grpo.num_generations_per_prompt", "too-small", message + without)
         if not self._plus_plus and self.recipe.loss_fn.use_kl_in_reward:
             message = (
-                "got true with grpo.adv_estimator.name=grpo, whose advantage is of a whole answer; expected rewards of single"
-                " tokens. Try grpo.adv_estimator.name=reinforce_plus_plus, or algorithm=ppo"
+                f"got true with grpo.adv_estimator.name={estimator.name}, whose advantage has no rewards of single tokens;"
+                " expected false. Try grpo.adv_estimator.name=reinforce_plus_plus, or algorithm=ppo"
             )
             yield Problem("loss_fn.use_kl_in_reward", "contradiction", message)
         if low is not None and high is not None and low > high:
             message = f"got {low}; expected at most grpo.advantage_clip_high={high}"
             yield Problem("grpo.advantage_clip_low", "too-large", message)
+
+    def _check_teachers(self) -> Iterator[Problem]:
+        teachers, generation = self.recipe.on_policy_distillation.teachers, self.recipe.policy.generation
+        name = self.section.adv_estimator.name
+        if not self._taught:
+            if teachers:
+                message = f"got teachers with grpo.adv_estimator.name={name}, which asks none. Try grpo.adv_estimator.name=opd"
+                yield Problem(f"{SECTION}.teachers", "has-no-effect", message)
+            return
+        if not teachers:
+            message = f"got none with grpo.adv_estimator.name={name}; expected a teacher of each environment"
+            yield Problem(f"{SECTION}.teachers", "missing-value", message)
+            return
+        yield from problems(self.recipe)
+        for key, whole in (("top_p", 1.0), ("top_k", None)):
+            if (given := getattr(generation, key)) != whole:
+                message = (
+                    f"got {given} with grpo.adv_estimator.name={name}; expected {'null' if whole is None else 1}, since whole"
+                    " distributions of policy and teacher are compared"
+                )
+                yield Problem(f"policy.generation.{key}", "contradiction", message)

@@ -84,7 +84,9 @@ from pipeline.config.models import (
     served_models,
     serves_rewards,
     skipped_tasks,
-    teacher,
+    teacher_policy,
+    teacher_section,
+    teachers,
 )
 from pipeline.config.parallelism import (
     Backend,
@@ -122,4 +124,5 @@ from pipeline.config.schema import (
     trains,
     uses_megatron,
 )
+from pipeline.config.teachers import TeachersConfig
 from pipeline.problems import Problem, RecipeError, collected, format_problems, refuse

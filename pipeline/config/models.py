@@ -9,6 +9,7 @@ from typing import Any, Literal
 from pipeline.algorithms import build
 from pipeline.algorithms.evaluate import JUDGED
 from pipeline.algorithms.served_models import ServedModelConfig
+from pipeline.algorithms.teachers import SECTION, loaded_teachers
 from pipeline.config.environments import EnvironmentConfig
 from pipeline.config.megatron import MegatronLoRAConfig
 from pipeline.config.policy import LoRAConfig, PolicyConfig, TeacherConfig, TokenizerConfig, ValueConfig
@@ -60,9 +61,22 @@ def critic(recipe: Recipe) -> PolicyConfig:
     )
 
 
-def teacher(recipe: Recipe) -> PolicyConfig:
-    """Return distillation's teacher as a policy's configuration. Its model_name must not be null."""
-    return _with_policy_layout(recipe, recipe.teacher)
+def teachers(recipe: Recipe) -> dict[str, TeacherConfig]:
+    """Return the teachers that train ranks load, by name: on_policy_distillation's, or `teacher` alone with the name ""."""
+    needs, several = build(recipe).needs, recipe.on_policy_distillation.teachers
+    if needs.taught and several:
+        return {name: several[name] for name in loaded_teachers(recipe)}
+    return {"": recipe.teacher} if needs.teacher_top_k else {}
+
+
+def teacher_section(name: str) -> str:
+    """Return the section of the recipe that describes a teacher of this name in `teachers`."""
+    return f"{SECTION}.teachers.{name}" if name else "teacher"
+
+
+def teacher_policy(recipe: Recipe, model: TeacherConfig) -> PolicyConfig:
+    """Return a teacher as a policy's configuration. Its model_name must not be null."""
+    return _with_policy_layout(recipe, model)
 
 
 def reward_model_policy(recipe: Recipe) -> PolicyConfig:
@@ -145,8 +159,7 @@ def models(recipe: Recipe) -> dict[str, PolicyConfig]:
     needs = build(recipe).needs
     if needs.critic:
         found["value"] = critic(recipe)
-    if needs.teacher_top_k:
-        found["teacher"] = teacher(recipe)
+    found |= {teacher_section(name): teacher_policy(recipe, model) for name, model in teachers(recipe).items()}
     if name := reward_environment(recipe):
         found[f"env.{name}"] = reward_model_policy(recipe)
     return {section: model for section, model in found.items() if model.model_name is not None}  # null is refused elsewhere

@@ -16,6 +16,7 @@ from pipeline.config.environments import EnvironmentConfig
 from pipeline.config.generation import VLLMConfig
 from pipeline.config.megatron import MegatronConfig, MegatronLoRAConfig
 from pipeline.config.policy import LoRAConfig, PolicyConfig, TeacherConfig, ValueConfig
+from pipeline.config.teachers import TeachersConfig
 from pipeline.values import MISSING, Bool, Duration, Float, Folder, Int, Line, NotNegative, Positive, Text, interpolation
 
 # ---- data ----------------------------------------------------------------------------------------------------------------
@@ -252,6 +253,7 @@ class Recipe(_Algorithms):
     policy: PolicyConfig = field(default_factory=PolicyConfig)
     value: ValueConfig = field(default_factory=ValueConfig)
     teacher: TeacherConfig = field(default_factory=TeacherConfig)
+    on_policy_distillation: TeachersConfig = field(default_factory=TeachersConfig)
     data: DataConfig = field(default_factory=DataConfig)
     env: Annotated[dict[str, EnvironmentConfig], Field(description="Environments by name.")] = field(default_factory=dict)
     checkpointing: CheckpointingConfig = field(default_factory=CheckpointingConfig)

@@ -40,20 +40,38 @@ def _split_update(items: list[list[Sample]], sequences_per_item: int, policy: Po
     forward_bounds = _bounds(packed, policy.sequence_packing.logprob_mb_tokens, policy.logprob_batch_size)
     train = plan_microbatches(lengths, data_ranks, *train_bounds)
     owned = [sorted(i for microbatch in plan for i in microbatch) for plan in train]
-    forward = [plan_microbatches([lengths[i] for i in members], 1, *forward_bounds)[0] if members else [] for members in owned]
-    most = max(map(len, forward))  # FSDP's ranks gather weights together, so all run equally many; empty ones fill up
+    forward = _plan_forward(owned, lengths, forward_bounds)
+    taught = {}
+    for teacher in sorted({item[0].teacher for item in items} - {""}):
+        of_teacher = [[i for i in members if items[i][0].teacher == teacher] for members in owned]
+        taught[teacher] = _plan_forward(of_teacher, lengths, forward_bounds)
     updates = []
-    for plan, members, forward_plan in zip(train, owned, forward, strict=True):
+    for rank, members in enumerate(owned):
         place = {member: position for position, member in enumerate(members)}
+
+        def placed(plan: list[list[int]], place: dict[int, int] = place) -> list[list[int]]:
+            return [_positions([place[i] for i in microbatch], sequences_per_item) for microbatch in plan]
+
         updates.append(
             Update(
                 [sample for i in members for sample in items[i]],
-                [_positions([place[i] for i in microbatch], sequences_per_item) for microbatch in plan],
-                [_positions(microbatch, sequences_per_item) for microbatch in forward_plan + [[]] * (most - len(forward_plan))],
+                placed(train[rank]),
+                placed(forward[rank]),
                 counts,
+                {teacher: placed(plans[rank]) for teacher, plans in taught.items()},
             )
         )
     return updates
+
+
+def _plan_forward(owned: list[list[int]], lengths: list[int], bounds: tuple[int | None, int | None]) -> list[list[list[int]]]:
+    """Return microbatches without gradients of the items that each data rank owns, equally many for every rank."""
+    plans = []
+    for members in owned:
+        plan = plan_microbatches([lengths[i] for i in members], 1, *bounds)[0] if members else []
+        plans.append([[members[i] for i in microbatch] for microbatch in plan])
+    most = max(map(len, plans))  # FSDP's ranks gather weights together, so all run equally many; empty ones fill up
+    return [plan + [[]] * (most - len(plan)) for plan in plans]
 
 
 def _positions(items: list[int], sequences_per_item: int) -> list[int]:

@@ -87,4 +87,10 @@ def pack(samples: Sequence[Sample], device: torch.device | str) -> PackedBatch:
         generate_logprobs=joined("logprobs", np.float32),
         advantages=joined("advantages", np.float32),
         rewards=torch.tensor([sample.reward for sample in samples], dtype=torch.float32, device=device),
+        teachers=tuple(sample.teacher for sample in samples),
     )
+
+
+def pack_each(samples: Sequence[Sample], microbatches: Sequence[list[int]], device: torch.device | str) -> list[PackedBatch]:
+    """Pack each microbatch, which is a list of positions in `samples`."""
+    return [pack([samples[i] for i in members], device) for members in microbatches]

@@ -9,13 +9,13 @@ import torch
 from pipeline.types import Outputs, TopK, Update
 
 
-def regroup(outputs: Sequence[Outputs], update: Update) -> list[Outputs]:
-    """Return one output for each of `update.train`, from one for each of `update.forward`.
+def regroup(outputs: Sequence[Outputs], forward: Sequence[list[int]], update: Update) -> list[Outputs]:
+    """Return one output for each of `update.train`, from one for each of `forward`, which has every sample once.
 
     An empty microbatch is one token that counts for nothing; all its entries are 0.
     """
     of_sample: dict[int, list[torch.Tensor]] = {}
-    for members, output in zip(update.forward, outputs, strict=True):
+    for members, output in zip(forward, outputs, strict=True):
         if members:
             lengths = [len(update.samples[i].tokens) for i in members]
             parts = zip(*(tensor.split(lengths) for tensor in output.tensors()), strict=True)

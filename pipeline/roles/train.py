@@ -11,7 +11,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import torch
 import torch.distributed as dist
 
 from pipeline import config, train
@@ -19,11 +18,12 @@ from pipeline.algorithms.advantages import moments, standardize
 from pipeline.algorithms.base import Algorithm, Loss, OnlineAlgorithm
 from pipeline.checkpoint import kept, storage_timeout_s, wait_until_seen
 from pipeline.config import PolicyConfig, Recipe
-from pipeline.data.packing import pack
+from pipeline.data.packing import pack_each
 from pipeline.refit.base import PreparedRefit, Refit, RefitReport
 from pipeline.refit.tables import LayoutTable, RankPlan, layout_table
 from pipeline.roles.regroup import regroup
 from pipeline.roles.reward import Scorer
+from pipeline.roles.teachers import ask_teachers
 from pipeline.rollout.work import ScoreWork
 from pipeline.rpc import verb
 from pipeline.storage import RetryPolicy
@@ -40,14 +40,13 @@ from pipeline.types import (
     Moments,
     Outputs,
     PackedBatch,
-    Sample,
     Update,
 )
 from pipeline.world import World
 
 
 class TrainRole:
-    """Holds the models that learn, policy and critic, and the frozen ones: reference, teacher and reward model."""
+    """Holds the models that learn, policy and critic, and the frozen ones: reference, teachers and reward model."""
 
     def __init__(self, recipe: Recipe, seed: int, world: World, algorithm: Algorithm, refit: Refit | None):
         self._recipe = recipe
@@ -74,8 +73,9 @@ class TrainRole:
         self._build("policy", recipe.policy, role)
         if needs.critic:
             self._build("critic", config.critic(recipe), ModelRole("values"))
-        if needs.teacher_top_k:
-            self._build("teacher", config.teacher(recipe), ModelRole(trained=False, offload=recipe.teacher.cpu_offload))
+        for teacher, model in config.teachers(recipe).items():
+            role = ModelRole(trained=False, offload=model.cpu_offload)
+            self._build(f"teacher {teacher}".strip(), config.teacher_policy(recipe, model), role)
         environment = config.reward_model(recipe)
         if environment and environment.served_by == "train":
             with self._world.phase("load reward model"):
@@ -98,7 +98,7 @@ class TrainRole:
         """Pack a step's samples; they stay until the next `load` or `offload`."""
         with self._world.phase("pack"):
             self._updates = updates
-            self._batches = [_pack(update.samples, update.train, self._policy.device) for update in updates]
+            self._batches = [pack_each(update.samples, update.train, self._policy.device) for update in updates]
 
     @verb("train")
     def forward(self) -> None:
@@ -110,18 +110,19 @@ class TrainRole:
             self._attach(lambda out: {"reference_logprobs": out.logprobs}, "policy", weights="reference")
         if needs.critic:
             self._attach(lambda out: {"old_values": out.values}, "critic")
-        if needs.teacher_top_k:
-            self._attach(lambda out: {"teacher": out.top_k}, "teacher", top_k=needs.teacher_top_k)
+        if needs.taught:
+            teachers = {name: model for name, model in self._models.items() if name.split()[0] == "teacher"}
+            self._batches = ask_teachers(teachers, self._updates, self._batches, needs.teacher_top_k, self._world.phase)
 
-    def _attach(self, fields: Callable[[Outputs], dict[str, Any]], model: str, weights: str = "policy", top_k: int = 0) -> None:
+    def _attach(self, fields: Callable[[Outputs], dict[str, Any]], model: str, weights: str = "policy") -> None:
         """Add fields computed from a model's outputs to the training microbatches."""
         backend = self._models[model]
         with self._world.phase(f"forward of the {'reference' if weights == 'reference' else model}"):
             for i, update in enumerate(self._updates):
-                outputs = backend.forward(_pack(update.samples, update.forward, backend.device), weights, top_k)
+                outputs = backend.forward(pack_each(update.samples, update.forward, backend.device), weights)
                 self._batches[i] = [
                     dataclasses.replace(batch, **fields(out))
-                    for batch, out in zip(self._batches[i], regroup(outputs, update), strict=True)
+                    for batch, out in zip(self._batches[i], regroup(outputs, update.forward, update), strict=True)
                 ]
 
     @verb("train")
@@ -164,7 +165,7 @@ class TrainRole:
         """Return this data rank's shares of the loss and of each metric that adds up, without a gradient."""
         needs, loss = self._algorithm.needs, self._algorithm.losses["policy"]
         with self._world.phase("evaluate"):
-            batches = _pack(update.samples, update.forward, self._policy.device)
+            batches = pack_each(update.samples, update.forward, self._policy.device)
             if needs.reference:
                 reference = self._policy.forward(batches, "reference")
                 batches = [
@@ -175,7 +176,7 @@ class TrainRole:
             for outputs, batch in zip(self._policy.forward(batches), batches, strict=True):
                 share = loss(outputs, batch, update.counts)
                 for name, value in {"loss": share.loss, **share.metrics}.items():
-                    if not name.endswith(("_max", "_min", "_histogram", "_moments")):
+                    if not name.endswith(("_max", "_min", "_histogram", "_moments", "_weighted")):
                         shares[name] = shares.get(name, 0.0) + value.item()
             return shares
 
@@ -270,10 +271,6 @@ class TrainRole:
             head = self._algorithm.needs.head
             writes = self._world.rank == 0
             export(self._policy, self._recipe.policy, Path(folder), writes=writes, head=head, retry=self._retry)
-
-
-def _pack(samples: list[Sample], microbatches: list[list[int]], device: torch.device) -> list[PackedBatch]:
-    return [pack([samples[i] for i in members], device) for members in microbatches]
 
 
 def _loss(loss: Loss, counts: GlobalCounts, outputs: Outputs, batch: PackedBatch) -> LossOutput:

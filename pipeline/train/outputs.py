@@ -50,6 +50,8 @@ def _numbers(name: str, sums: np.ndarray) -> dict[str, float]:
         return {f"{name.removesuffix('_histogram')}_{q}": value for q, value in quantiles(sums).items()}
     if name.endswith("_moments"):
         return {name.removesuffix("_moments"): explained_variance(*sums.tolist())}
+    if name.endswith("_weighted"):
+        return {name.removesuffix("_weighted"): float(sums[0] / sums[1]) if sums[1] else float("nan")}
     return {name: float(sums.item())}
 
 

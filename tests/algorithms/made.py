@@ -6,7 +6,16 @@ from types import SimpleNamespace
 
 from pipeline.algorithms import ALGORITHMS, OFFLINE
 from pipeline.algorithms.base import Algorithm
-from pipeline.config import AdvantageConfig, GRPOConfig, LossConfig, OfflineConfig, OnlineConfig, ValueLossConfig
+from pipeline.config import (
+    AdvantageConfig,
+    DataConfig,
+    GRPOConfig,
+    LossConfig,
+    OfflineConfig,
+    OnlineConfig,
+    TeachersConfig,
+    ValueLossConfig,
+)
 
 
 def made(
@@ -26,6 +35,8 @@ def made(
         name: section,
         "loss_fn": loss or LossConfig(),
         "value_loss_fn": value or ValueLossConfig(),
+        "on_policy_distillation": TeachersConfig(),
+        "data": DataConfig(),
         "policy": SimpleNamespace(train_global_batch_size=samples // updates),
     }
     return ALGORITHMS[name](SimpleNamespace(**recipe))

@@ -19,16 +19,15 @@ ONLINE = [
     "policy.generation.backend=transformers",
     "policy.generation.max_new_tokens=10",
     "env.digits.kind=tests.end_to_end.environment.Digits",
-    "data.validation.env_name=digits",
 ]
 # The others have a test of their own, or differ in the loss alone.
-QUICK = ["tiny_dapo", "tiny_distillation", "tiny_dpo"]
+QUICK = ["tiny_dapo", "tiny_distillation", "tiny_dpo", "tiny_teachers"]
 NAMES = sorted(path.stem for path in config.RECIPES.glob("tiny_*.yaml"))
 
 
 @pytest.fixture(scope="module")
 def models(tmp_path_factory) -> Path:
-    """Untrained models in folders: policy/, and judge/, which gives one number to a sequence."""
+    """Untrained models in folders: policy/, teachers short/ and long/, and judge/, which gives one number to a sequence."""
     from transformers import AutoConfig, LlamaForCausalLM, LlamaForSequenceClassification
 
     folder = tmp_path_factory.mktemp("models")
@@ -37,6 +36,9 @@ def models(tmp_path_factory) -> Path:
     LlamaForSequenceClassification(AutoConfig.from_pretrained(ROOT / "recipes/tiny", num_labels=1)).save_pretrained(
         folder / "judge"
     )
+    for seed, name in enumerate(("short", "long")):  # teachers, of which the first is the policy
+        torch.manual_seed(seed)
+        LlamaForCausalLM(AutoConfig.from_pretrained(ROOT / "recipes/tiny")).save_pretrained(folder / name)
     for path in folder.iterdir():
         for name in ("tokenizer.json", "tokenizer_config.json"):
             shutil.copy(ROOT / "recipes/tiny" / name, path / name)
@@ -61,7 +63,12 @@ def arguments(name: str, models: Path, steps: int) -> list[str]:
     ]
     if config.generates(recipe):
         learned = config.reward_model(recipe) is not None
-        found += [*ONLINE, f"env.reward.model_name={models / 'judge'}" if learned else "data.train.env_name=digits"]
+        validated = [f"data.validations.{name}" for name in recipe.data.validations] or ["data.validation"]
+        found += [*ONLINE, *(f"{name}.env_name=digits" for name in validated)]
+        teachers = recipe.on_policy_distillation.teachers
+        found += [f"on_policy_distillation.teachers.{name}.model_name={models / name}" for name in teachers]
+        if not teachers:  # whose environments keep their names; nothing learns from the rewards
+            found += [f"env.reward.model_name={models / 'judge'}" if learned else "data.train.env_name=digits"]
     if key == "ppo":
         found += ["ppo.policy_training_start_step=1"]
     if key == "distillation":
@@ -84,7 +91,10 @@ def test_runs(name, models, tmp_path):
         assert "train/loss" not in first and "train/loss" in last  # the critic learns alone at first
     if recipe.algorithm == "distillation":  # the teacher is the student as it was
         assert abs(first["train/loss"]) < 1e-6 and abs(last["train/loss"]) < 1e-4  # it stays there
-    if recipe.algorithm == "grpo" and recipe.policy.train_global_batch_size == 128:  # one update a step: pi is pi_old
+    if name == "tiny_teachers":  # as above; the other teacher is another model
+        assert abs(first["train/teacher_kl/short"]) < 1e-4 < 1e-2 < first["train/teacher_kl/long"]
+    if recipe.algorithm == "grpo" and recipe.policy.train_global_batch_size == 128 and name != "tiny_teachers":
+        # One update a step: pi is pi_old, and is not computed apart.
         assert first["train/ppo_kl"] == last["train/ppo_kl"] == 0
     if recipe.algorithm == "grpo" and not recipe.loss_fn.disable_ppo_ratio and recipe.policy.train_global_batch_size == 128:
         assert first["train/ratio_max"] == first["train/ratio_min"] == 1

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from launch.preflight import input_files
+from launch.preflight import input_files, teachers
 from pipeline import config
 from tests.launch.model import write_model, write_recipe
 from tests.problems import named, refused
@@ -17,6 +17,38 @@ def recipe(tmp_path):
     teacher = write_model(tmp_path / "teacher")
     (teacher / "model.safetensors").touch()
     return config.load(str(path), [f"teacher.model_name={teacher}"])
+
+
+@pytest.fixture
+def several(tmp_path):
+    """Return a recipe with two teachers, of whom the second has other ids for two tokens."""
+    path = write_recipe(tmp_path, algorithm="distillation", distillation={"num_prompts_per_step": 4})
+    for name in ("teacher", "other"):
+        (write_model(tmp_path / name) / "model.safetensors").touch()
+    (environment,) = config.load(str(path), [f"teacher.model_name={tmp_path / 'teacher'}"]).env
+    section, second = "on_policy_distillation.teachers", {"kind": "exact_match"}
+    return config.load(
+        str(path),
+        [
+            "data.train=null",
+            f"data.datasets.one={{data_path: {tmp_path / 'train.jsonl'}, env_name: {environment}}}",
+            f"data.datasets.two={{data_path: {tmp_path / 'train.jsonl'}, env_name: second}}",
+            f"env.second={second}",
+            f"{section}.{environment}.model_name={tmp_path / 'teacher'}",
+            f"{section}.second.model_name={tmp_path / 'other'}",
+        ],
+    )
+
+
+def test_each_of_several_teachers_needs_the_policys_tokenizer(several, tmp_path):
+    config.refuse(teachers.problems(several, tmp_path / "teacher/tokenizer.json", []))
+
+    def swap(vocabulary):
+        vocabulary["a"], vocabulary["b"] = vocabulary["b"], vocabulary["a"]
+
+    tokens(tmp_path / "other", swap)
+    found = named(teachers.problems(several, tmp_path / "teacher/tokenizer.json", []))
+    assert found == {("on_policy_distillation.teachers.second.model_name", "contradiction")}
 
 
 def tokens(folder, change):

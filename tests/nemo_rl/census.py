@@ -50,7 +50,7 @@ QUESTIONS: dict[str, Callable[[Tree], Any]] = {
     "NeMo Gym": lambda t: get(t, "env.should_use_nemo_gym") or get(t, "data.default.env_name") == "nemo_gym",
     "custom data loader": lambda t: get(t, "data.use_multiple_dataloader"),
     "several rewards": lambda t: get(t, "grpo.adv_estimator.name") == "gdpo",
-    "several teachers": lambda t: get(t, "teachers") or get(t, "on_policy_distillation"),
+    "teachers with other tokenizers": lambda t: get(t, "teachers"),
     "positive NLL": lambda t: get(t, "loss_fn.positive_example_nll_weight"),
     "words never sampled": lambda t: get(t, "policy.generation.bad_words"),
 }
@@ -59,6 +59,17 @@ QUESTIONS: dict[str, Callable[[Tree], Any]] = {
 TRANSLATED: dict[str, tuple[Callable[[Tree], Any], str, Any]] = {
     "async PPO": (lambda t: get(t, "ppo.async_ppo.enabled"), "", ("ppo.async_ppo.enabled", lambda t: True)),
     "single controller": (lambda t: "async_rl" in t, "async_rl.sampler", None),
+    "several teachers": (
+        lambda t: get(t, "grpo.adv_estimator.name") == "opd",
+        "",
+        (
+            "on_policy_distillation.teachers",
+            lambda t: {
+                name: {"model_name": model}
+                for name, model in get(t, "on_policy_distillation.teacher_model_by_agent_name", {}).items()
+            },
+        ),
+    ),
     "another engine": (lambda t: get(t, "policy.generation.backend", "vllm") != "vllm", "policy.generation.backend", None),
     "drafting": (
         lambda t: (

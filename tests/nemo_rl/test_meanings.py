@@ -61,6 +61,7 @@ SAYS_NOTHING = (  # that a function passes over
     "data.default.*",
     "data.add_?os",  # test_data.py
     "grpo.reward_shaping",
+    "on_policy_distillation*",
     "*.use_fused_linear_logprobs",
     "*.fused_linear_logprobs_chunk_size",
     "policy.generation.colocated.resources.*",

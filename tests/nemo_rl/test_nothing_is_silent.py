@@ -93,7 +93,7 @@ ASKING = {
     "NeMo Gym": ("grpo", "env.should_use_nemo_gym=true"),
     "custom data loader": ("grpo", "data.use_multiple_dataloader=true"),
     "several rewards": ("grpo", "grpo.adv_estimator.name=gdpo"),
-    "several teachers": ("grpo", "on_policy_distillation={teachers: []}"),
+    "teachers with other tokenizers": ("distillation", "teachers=[{model_name: Qwen/Qwen3-4B}]"),
     "positive NLL": ("grpo", "loss_fn.positive_example_nll_weight=0.1"),
     "words never sampled": ("grpo", "policy.generation.bad_words=[stop]"),
 }
@@ -102,6 +102,11 @@ ASKING = {
 KEEPING = {
     "async PPO": ("ppo", "ppo.async_ppo.enabled=true", "ppo.async_ppo.in_flight_weight_updates=true"),
     "single controller": ("grpo", "grpo.async_grpo=null", "async_rl={sampler: {name: windowed, max_staleness_versions: 2}}"),
+    "several teachers": (
+        "grpo",
+        "grpo.adv_estimator.name=opd",
+        "on_policy_distillation={enabled: true, teacher_model_by_agent_name: {math: Qwen/Qwen3-8B, code: Qwen/Qwen3-4B}}",
+    ),
     "another engine": ("grpo", "policy.generation.backend=sglang", "policy.generation.sglang_cfg={tp_size: 2}"),
     "drafting": ("grpo", "policy.generation.vllm_kwargs.speculative_config={method: deepseek_mtp}"),
     "experts over several engines": ("grpo", "policy.generation.vllm_cfg.expert_parallel_size=8"),

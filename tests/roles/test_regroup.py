@@ -21,7 +21,7 @@ def of(members) -> torch.Tensor:
 
 def test_entries_follow_their_samples_into_other_microbatches():
     train, forward = [[2, 0], [1, 3]], [[0, 1, 2, 3]]
-    found = regroup([Outputs(logprobs=of(members)) for members in forward], update(train, forward))
+    found = regroup([Outputs(logprobs=of(members)) for members in forward], forward, update(train, forward))
     for members, outputs in zip(train, found, strict=True):
         assert outputs.logprobs.tolist() == of(members).tolist()
         assert outputs.values is None and outputs.top_k is None
@@ -39,7 +39,7 @@ def test_every_field_is_regrouped():
         )
         for m in forward
     ]
-    for members, out in zip(train, regroup(outputs, update(train, forward)), strict=True):
+    for members, out in zip(train, regroup(outputs, forward, update(train, forward)), strict=True):
         torch.testing.assert_close(out.logprobs, of(members))
         torch.testing.assert_close(out.entropy, of(members) + 0.1)
         torch.testing.assert_close(out.values, of(members) + 0.2)
@@ -50,5 +50,5 @@ def test_every_field_is_regrouped():
 
 def test_an_empty_microbatch_is_one_token_of_zeros():
     train, forward = [[0, 1, 2, 3], []], [[0, 1], [2, 3], []]
-    found = regroup([Outputs(values=of(members)) for members in forward], update(train, forward))
+    found = regroup([Outputs(values=of(members)) for members in forward], forward, update(train, forward))
     assert found[1].values.tolist() == [0.0]

@@ -164,6 +164,17 @@ def reinforce_plus_plus(golden: Golden) -> Found:
     return {"advantages": rows.padded(found.advantages)}
 
 
+def opd(golden: Golden) -> Found:
+    """Return the advantages from a teacher's log-probs as "values", and the loss with them."""
+    rows = Rows(golden.inputs)
+    leaf = rows.leaf("logprobs")
+    algorithm = made(GRPOConfig(adv_estimator=AdvantageConfig("opd")), LossConfig(**golden.arguments))
+    fields = {name: rows.tensor(name) for name in ("old_logprobs", "generate_logprobs", "teacher_logprobs")}
+    batch = algorithm.estimate(rows.batch(**fields))
+    found = _outputs(algorithm.loss(Outputs(logprobs=rows.packed(leaf)), batch, rows.counts), leaf)
+    return _of_tokens(found) | {"values": rows.padded(batch.advantages)}
+
+
 def gae(golden: Golden) -> Found:
     rows, loss = Rows(golden.inputs), _loss(golden.arguments)
     names = {field.name for field in dataclasses.fields(GAEConfig)}
@@ -219,6 +230,7 @@ OURS: dict[str, Callable[[Golden], Found]] = {
     "gae": gae,
     "kl": kl,
     "mismatch": mismatch,
+    "opd": opd,
     "policy_loss": of_policy,
     "reinforce_plus_plus": reinforce_plus_plus,
     "reward_model": reward_model,

@@ -13,6 +13,7 @@ from pipeline.algorithms import PAIRED
 from pipeline.algorithms.base import Algorithm
 from pipeline.config import Recipe, generates
 from pipeline.config.loading import complete
+from pipeline.config.policy import TeacherConfig
 from pipeline.types import Completion, Prompt, Rollout, RolloutGroup, Sample, Turn, VersionSpan
 from tests.models.cases import SHAPE
 
@@ -21,8 +22,10 @@ STEPS = 2  # of the algorithm: in the second, the policy is no longer its refere
 UPDATES = 2  # optimizer steps in each: in the second, the policy is no longer what the advantages are of
 PROMPTS, ANSWERS = 4, 4  # of a step, and of each prompt
 PAIRS = 4  # of an update
+ENVIRONMENTS = ("any", "other")  # of the prompts, in turn
 
 IN_LOSS = {"reference_policy_kl_penalty": 0.1}
+TEACHERS = {"on_policy_distillation": {"teachers": {"any": "qwen3", "other": "qwen2"}}, "teacher": {"model_name": None}}
 CASES: dict[str, dict[str, Any]] = {
     "sft": {"algorithm": "sft"},
     "dpo": {"algorithm": "dpo", "dpo": {"sft_loss_weight": 0.1, "label_smoothing": 0.1}},
@@ -60,6 +63,19 @@ CASES: dict[str, dict[str, Any]] = {
         "distillation": {"topk_logits_k": 8},
         "loss_fn": {"zero_outside_topk": True},
     },
+    "distillation, two teachers": {"algorithm": "distillation", "distillation": {"topk_logits_k": 8}, **TEACHERS},
+    "grpo, two teachers": {
+        "algorithm": "grpo",
+        "grpo": {"adv_estimator": {"name": "opd"}},
+        "loss_fn": {
+            "disable_ppo_ratio": True,
+            "use_importance_sampling_correction": True,
+            "truncated_importance_sampling_type": "icepop",
+            "truncated_importance_sampling_ratio": 2.0,
+            "truncated_importance_sampling_ratio_min": 0.5,
+        },
+        **TEACHERS,
+    },
 }
 # Adam's step is as long for a small gradient as for a large one, so that rounding of what should be 0 would count as much as
 # all else. A large epsilon makes it nearly proportional to the gradient.
@@ -68,7 +84,11 @@ OPTIMIZER = {"name": "torch.optim.AdamW", "kwargs": {"lr": 0.1, "eps": 1.0, "wei
 
 def recipe(case: str, model: Path, teacher: Path, layout: dict[str, Any]) -> Recipe:
     """Return an algorithm's recipe. layout: changes of a recipe, as nested dicts."""
-    sections = CASES[case]
+    sections = dict(CASES[case])
+    if several := sections.get("on_policy_distillation"):
+        models = {name: str(teacher.parent / family) for name, family in several["teachers"].items()}
+        teachers = {name: TeacherConfig(model, precision="float32") for name, model in models.items()}
+        sections["on_policy_distillation"] = {"teachers": teachers}
     update = PAIRS if sections["algorithm"] in PAIRED else PROMPTS * ANSWERS // UPDATES
     policy = {"train_global_batch_size": update, "generation": {"temperature": 0.7}}  # of sft and dpo too, to see more of it
     recipe = changed(_defaults(model, teacher), {"policy": policy})
@@ -96,8 +116,8 @@ def _defaults(model: Path, teacher: Path) -> Recipe:
         },
         "value": {"max_grad_norm": None, "optimizer": OPTIMIZER},
         "teacher": {"model_name": str(teacher)},
-        "env": {"any": {"kind": "exact_match"}},
-        "data": {"train": {"data_path": "any.jsonl", "env_name": "any"}},
+        "env": {name: {"kind": "exact_match"} for name in ENVIRONMENTS},
+        "data": {"train": None, "datasets": {name: {"data_path": "any.jsonl", "env_name": name} for name in ENVIRONMENTS}},
     }
     return complete(values)
 
@@ -126,7 +146,7 @@ def _tokens(generator: np.random.Generator, least: int, most: int = LONGEST // 2
 
 
 def _group(generator: np.random.Generator, number: int) -> RolloutGroup:
-    prompt = Prompt(number, _tokens(generator, 1), "any", {})
+    prompt = Prompt(number, _tokens(generator, 1), ENVIRONMENTS[number % 2], {})
     return RolloutGroup(prompt, tuple(_rollout(generator, f"{number}-{i}") for i in range(ANSWERS)))
 
 

@@ -31,9 +31,16 @@ BOUND = 5e-5
 # Megatron-Core that cuts what its loss sums over. Marked `full`, every case runs in all of these.
 QUICK = {
     Setup("fsdp", DP2, "single"): tuple(CASES),
-    Setup("megatron", TP2_SP, "reversed"): ("sft", "dpo", "grpo, entropy bonus", "distillation", "distillation, zero outside"),
+    Setup("megatron", TP2_SP, "reversed"): (
+        "sft",
+        "dpo",
+        "grpo, entropy bonus",
+        "distillation",
+        "distillation, zero outside",
+        "grpo, two teachers",
+    ),
     Setup("megatron", CP2, "single"): ("rm", "grpo, by sequences, KL, TIS", "gspo", "ppo"),
-    Setup("megatron", PP2): ("grpo", "cispo", "reinforce++, KL in the reward"),
+    Setup("megatron", PP2): ("grpo", "cispo", "reinforce++, KL in the reward", "distillation, two teachers"),
 }
 
 
@@ -80,6 +87,9 @@ def check_that_cases_are_meaningful(models: Path) -> None:
     assert 0 < most("grpo, by sequences, KL, TIS", "is_oob_ratio") < 1
     for case in ("grpo, by sequences, KL, TIS", "reinforce++, KL in the reward"):
         assert most(case, "reference_kl") > 1e-4, case
+    for case, name in (("grpo, two teachers", "teacher_kl"), ("distillation, two teachers", "forward_kl")):
+        of_teachers = most(case, f"{name}/any"), most(case, f"{name}/other")
+        assert min(of_teachers) > 1e-3 and abs(of_teachers[0] / of_teachers[1] - 1) > 1e-2, case
 
 
 @pytest.mark.long
