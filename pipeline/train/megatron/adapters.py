@@ -113,12 +113,12 @@ class ModuleAdapter(nn.Module):
         found = found * self._spec.scale
         if self.magnitude is None:
             return output + found
-        bias: Any = getattr(layer, "bias", None)
-        subtracts = biased and bias is not None and bias.numel() > 0  # TransformerEngine has an empty tensor for none
-        base = output - bias if subtracts else output
         norms = self._row_norms(layer).to(self.magnitude.dtype)
-        scaled = (self._magnitudes(norms) / norms) * (base + found)
-        return scaled + bias if subtracts else scaled
+        factors = self._magnitudes(norms) / norms
+        bias: torch.Tensor | None = getattr(layer, "bias", None)
+        if bias is None or not biased or not bias.numel():  # TransformerEngine has an empty tensor for none
+            return factors * (output + found)
+        return factors * (output - bias + found) + bias
 
     def initial_magnitude(self, layer: nn.Module) -> torch.Tensor:
         """Return DoRA's initial magnitudes of these rows [out] float32. Collective over the ranks that cut W."""
