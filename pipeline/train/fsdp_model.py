@@ -96,8 +96,8 @@ def build(
     """Return the model with its initial weights, cut over `meshes` (None: one rank, whole).
 
     like: the same model with the same cut, whose current weights are copied instead of those on disk. Trained weights are
-    float32; others, such as frozen ones and those under adapters, are in policy.precision. Raises RecipeError if the model or the layout is not
-    supported.
+    float32; others, such as frozen ones and those under adapters, are in policy.precision. Raises RecipeError if the model or
+    the layout is not supported.
     """
     config = model_config(policy, role.head)
     check_attention(config, policy.max_total_sequence_length)

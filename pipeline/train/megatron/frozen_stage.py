@@ -20,9 +20,7 @@ def freeze_stage(
 ) -> None:
     """Freeze the parameters of `freeze_parameters`. parameters: of the whole model. Raises RecipeError, on all ranks alike."""
     trained = {name: one.sources for name, one in parameters.items() if not name.endswith("expert_bias")}
-    held = [
-        (one.tensor, trained[name]) for name, one in local.items() if isinstance(one.tensor, torch.nn.Parameter)
-    ]
+    held = [(one.tensor, trained[name]) for name, one in local.items() if isinstance(one.tensor, torch.nn.Parameter)]
     freeze(policy.freeze_parameters, held, grouped(trained))
     megatron = policy.megatron_cfg
     needs = megatron.pipeline_model_parallel_size > 1 or megatron.activation_checkpointing
