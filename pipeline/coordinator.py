@@ -323,7 +323,7 @@ def run_offline(run: Run, algorithm: Algorithm, examples: Stream | Mixture, vali
             updates = split_batch(_flat(validation), recipe.policy, run.places, len(validation), together)
             parts = [update for (update,) in updates]
             shares = run.of_data_ranks(train.evaluate(parts=parts).result())
-        values = {f"val/{name}": sum(share[name] for share in shares) for name in shares[0]}
+        values: dict[str, float] = {f"val/{name}": sum(share[name] for share in shares) for name in shares[0]}
         run.stop.validated(values)
         return values
 

@@ -231,7 +231,7 @@ def _check_validation(recipe: Recipe) -> Iterator[Problem]:
         message = "got validation without data; expected a data set at data.validation"
         yield Problem(f"{recipe.algorithm}.{wanted[0]}", "missing-value", message)
     if isinstance(keys := section(recipe), EarlyStopConfig):
-        during = validates(recipe) and bool(keys.val_period or keys.val_at_start)
+        during = bool(validates(recipe) and (keys.val_period or keys.val_at_start))
         yield from check_early_stop(recipe.algorithm, keys, during)
 
 
