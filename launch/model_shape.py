@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
 
@@ -66,6 +66,7 @@ class ModelShape:
     window: int  # keys that a layer with a sliding window sees; 0 if no layer has one
     window_layers: int  # layers with a sliding window
     state: StateSpace | DeltaNet | None  # the mixers that are not attention, if there are any
+    tensors: tuple[Tensor, ...] = field(default=(), repr=False, compare=False)  # on disk, buffers included
 
     @property
     def parameters(self) -> int:
@@ -180,6 +181,7 @@ def _shape(of: SimpleNamespace, found: list[Tensor], windows: Mapping[str, Any])
         window=windows["window_size"][0] + 1 if windows else 0,
         window_layers=sum(windows.get("window_attn_skip_freq", ())),
         state=_state(of) if "linear_attention" in kinds else None,
+        tensors=tuple(found),
     )
 
 

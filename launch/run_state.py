@@ -6,6 +6,7 @@ Queries have a time limit. If the job cannot be queried (another machine's, no s
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -63,12 +64,12 @@ def state(run: RunFolder) -> RunState:
 
 def _state(run: RunFolder) -> RunState:
     record = read_record(run.folder)
-    done = (run.folder / "done.json").exists()
+    done, why = (run.folder / "done.json").exists(), _why_early(run)
     if record is None:
-        return RunState("done" if done else "unknown", "" if done else "it has never been submitted: there is no job.json")
+        return RunState("done" if done else "unknown", why if done else "it has never been submitted: there is no job.json")
     job = f"{'Slurm' if record.executor == 'slurm' else record.executor} job {record.job_id}"
     if done:
-        return RunState("done", job=job)
+        return RunState("done", why, job=job)
     try:
         found = _query_slurm(run, record) if record.executor == "slurm" else _query_local(run, record)
     except _Unknown as why:
@@ -82,6 +83,14 @@ def _state(run: RunFolder) -> RunState:
         return RunState(name, (verdict or why).removeprefix("stop: ") or ending, job, found.components)
     running = bool(job_states & {"RUNNING", "COMPLETING", "SIGNALING", "SUSPENDED", "STAGE_OUT"})
     return RunState("running" if running else "waiting", why, job, found.components, found.ends_by)
+
+
+def _why_early(run: RunFolder) -> str:
+    """Return why a complete run stopped early; "" if it did not, or is not complete."""
+    try:
+        return json.loads((run.folder / "done.json").read_text()).get("early_stop", "")
+    except (FileNotFoundError, json.JSONDecodeError):
+        return ""
 
 
 def _state_from_folder(run: RunFolder, no_answer: str, job: str) -> RunState:

@@ -17,6 +17,7 @@ from transformers import PreTrainedTokenizerBase
 from pipeline import config
 from pipeline.algorithms.advantages import normalization
 from pipeline.algorithms.base import Algorithm, OnlineAlgorithm
+from pipeline.algorithms.early_stop import EarlyStop
 from pipeline.attempt import Attempt
 from pipeline.checkpoint import Checkpoints, version_problem
 from pipeline.colocation import Colocation
@@ -62,11 +63,16 @@ class Run:
     record: Callable[[], bytes] = bytes  # the rollout buffer's state for a checkpoint
     logging: BackgroundWorker = field(default_factory=BackgroundWorker)  # writes rollouts to files
     left: str | None = None  # why the run left before its end, with everything saved
+    stopped: str | None = None  # why the run is complete before its last step
+    stop: EarlyStop = field(init=False)
     _unsaved: Callable[[], None] | None = None  # saves the last step; None if it is saved
     _unsettled: Callable[[], None] | None = None  # completes a save under way
     _save_s: float | None = None  # duration of the last save, until it is logged
     _kept: bytes = b""  # the rollout buffer's state in the restored checkpoint
     _warned: set[str] = field(default_factory=set)  # why checkpoints lacked a metric to rank by, each logged once
+
+    def __post_init__(self) -> None:
+        self.stop = EarlyStop(self.recipe.algorithm, config.section(self.recipe))
 
     def restore(self, stream: Stream | Mixture) -> tuple[int, Metrics]:
         """Load the last complete checkpoint, if there is one. Return its step and the metrics, cut back to it."""
@@ -81,6 +87,7 @@ class Run:
             self.train.restore(str(latest.folder)).result()
         self._kept = latest.rollouts()
         stream.load_state_dict(latest.state["stream"])
+        self.stop.load_state_dict(latest.state.get("early_stop", {}))
         logger.info("resumed from %s", latest.folder)
         return latest.step, Metrics(self.folder, self.recipe.logger, latest.step, self.checkpoints.retry)
 
@@ -128,7 +135,8 @@ class Run:
         metrics.log(step, values)
         self.deadline.stepped(values)
         self.settle()
-        self._unsaved = functools.partial(self.save, step, position, values)
+        state = {"stream": position, "early_stop": self.stop.state_dict()}
+        self._unsaved = functools.partial(self.save, step, state, values)
         if self.recipe.checkpointing.enabled and (last or step % self.recipe.checkpointing.save_period == 0):
             self._unsaved()
 
@@ -183,14 +191,17 @@ class Run:
         metrics.close()
         return step
 
-    def finish(self) -> None:
+    def finish(self, step: int) -> None:
         """Save the last step, if it is not saved: the data may end before a due save."""
+        if not self.left and step < config.section(self.recipe).max_num_steps and self.stop.reason:
+            self.stopped = self.stop.reason
+            logger.info("the run stops early: %s", self.stopped)
         if self._unsaved and self.recipe.checkpointing.enabled:
             self._unsaved()
         self.settle(wait=True)
         self._wait_for_rollouts()
 
-    def save(self, step: int, position: dict[str, Any], values: dict[str, float]) -> None:
+    def save(self, step: int, state: dict[str, Any], values: dict[str, float]) -> None:
         """Write a checkpoint on all ranks. With checkpointing.async_save, `settle` completes it later."""
         self.settle(wait=True)
         self._wait_for_rollouts()
@@ -206,7 +217,7 @@ class Run:
 
         def commit() -> None:
             self.attempt.check()
-            self.checkpoints.commit(partial, step, metric, {"stream": position})
+            self.checkpoints.commit(partial, step, metric, state)
             self.attempt.progressed(step)
             self._save_s = time.perf_counter() - start
             self.deadline.saved(self._save_s)
@@ -256,7 +267,9 @@ def run_online(run: Run, algorithm: OnlineAlgorithm, collector: Collector, promp
             groups = collector.validate(validation)
         run.attempt.check()
         run.log_rollouts(metrics, step, groups, "val")
-        return validation_metrics(groups)
+        values = validation_metrics(groups)
+        run.stop.validated(values)
+        return values
 
     run.startup.enter("first refit")
     refit()
@@ -270,7 +283,7 @@ def run_online(run: Run, algorithm: OnlineAlgorithm, collector: Collector, promp
         metrics.log(0, validate() | metrics.take_clocks())
     run.startup.enter("first step")
     batch = prompts.take(collector.num_prompts_to_send(step))
-    while step < section.max_num_steps and collector.can_fill_step(batch) and not run.must_leave():
+    while step < section.max_num_steps and not run.stop.reason and collector.can_fill_step(batch) and not run.must_leave():
         with metrics.clock("step"):
             with metrics.clock("rollout"), colocation.generating():
                 collector.send(batch, step)
@@ -291,8 +304,8 @@ def run_online(run: Run, algorithm: OnlineAlgorithm, collector: Collector, promp
         values |= cost | clocks | {"throughput/tokens_per_s": tokens / clocks["time/step"]}
         values |= run.timeline.step_ended(step) | resumed
         resumed = {}
-        run.end_step(metrics, step, last, position, values, groups)
-    run.finish()
+        run.end_step(metrics, step, last or bool(run.stop.reason), position, values, groups)
+    run.finish(step)
     metrics.close()
     if collector.pending and not run.left:
         logger.info("the run ends; no step has trained on %d groups that were sampled ahead", collector.pending)
@@ -310,7 +323,9 @@ def run_offline(run: Run, algorithm: Algorithm, examples: Stream | Mixture, vali
             updates = split_batch(_flat(validation), recipe.policy, run.places, len(validation), together)
             parts = [update for (update,) in updates]
             shares = run.of_data_ranks(train.evaluate(parts=parts).result())
-        return {f"val/{name}": sum(share[name] for share in shares) for name in shares[0]}
+        values: dict[str, float] = {f"val/{name}": sum(share[name] for share in shares) for name in shares[0]}
+        run.stop.validated(values)
+        return values
 
     if only_evaluates(recipe):
         return run.evaluate_alone(metrics, step, validate)
@@ -321,7 +336,7 @@ def run_offline(run: Run, algorithm: Algorithm, examples: Stream | Mixture, vali
     run.startup.enter("first step")
     size = recipe.policy.train_global_batch_size
     items = examples.take(size)
-    while step < section.max_num_steps and len(items) == size and not run.must_leave():
+    while step < section.max_num_steps and not run.stop.reason and len(items) == size and not run.must_leave():
         samples = _flat(items)
         with metrics.clock("step"), metrics.clock("train"):
             values = run.learn(algorithm, samples, ["policy"])
@@ -333,8 +348,8 @@ def run_offline(run: Run, algorithm: Algorithm, examples: Stream | Mixture, vali
             values |= validate()
         clocks = metrics.take_clocks()
         values |= clocks | {"throughput/tokens_per_s": tokens / clocks["time/step"]} | run.timeline.step_ended(step)
-        run.end_step(metrics, step, last, position, values)
-    run.finish()
+        run.end_step(metrics, step, last or bool(run.stop.reason), position, values)
+    run.finish(step)
     metrics.close()
     return step
 

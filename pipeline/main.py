@@ -146,6 +146,7 @@ def _coordinate(recipe: Recipe, run_dir: Path, world: World, client: RpcClient, 
         record["evaluation"] = True
     else:
         checkpoints.link_latest(run_dir / "hf", "hf")
+        record |= {"early_stop": run.stopped} if run.stopped else {}
     _write_done(run_dir, record, retry)
 
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from launch.nemo_rl import single_controller
-from launch.nemo_rl.rules import Ignored, Only, Rule, Same, apply, given, under
+from launch.nemo_rl.rules import Done, Ignored, Only, Rule, Same, apply, given, under
+from launch.nemo_rl.run import METRICS
 from launch.nemo_rl.translator import Translator, shown
 from pipeline.algorithms import OFFLINE
 from pipeline.algorithms.sections import UNBOUNDED
@@ -52,8 +53,7 @@ OFFLINE_COMMON = (*COMMON, Ignored("val_micro_batch_size"))
 SAMPLED = (
     Same("num_prompts_per_step num_generations_per_prompt max_rollout_turns val_num_generations_per_prompt"),
     Same("val_start_at", lambda step: max(0, step or 0)),  # -1: from the first step on
-    Only("stop_at_validation_metric", (None,), "an early stop by a validation metric", "null"),
-    Ignored("stop_at_validation_threshold"),
+    Done("stop_at_validation_metric stop_at_validation_threshold"),
 )
 REWARDED = (
     Same("use_dynamic_sampling dynamic_sampling_max_gen_batches batch_multiplier overlong_filtering"),
@@ -152,6 +152,8 @@ def translate(t: Translator, algorithm: str, validates: bool) -> None:
             # NeMo-RL calls train() once per epoch, which advances the schedules: nemo_rl/algorithms/ppo.py, "total ticks".
             t.put("ppo.schedule_every_epoch", True, "ppo.ppo_epochs")
         _async(t, "ppo.async_ppo")
+    if algorithm not in OFFLINE:
+        _early_stop(t, algorithm)
     if algorithm in ("grpo", "ppo"):
         _rewarded(t, algorithm)
         _differences(t, algorithm)
@@ -188,6 +190,18 @@ def _max_val_samples(t: Translator, algorithm: str) -> None:
         else:
             samples = (samples + (size - 1) * (algorithm == "distillation")) // size * size
     t.put(f"{algorithm}.max_val_samples", samples, f"{algorithm}.{name}")
+
+
+def _early_stop(t: Translator, algorithm: str) -> None:
+    """Translate the metric that stops a run; pass_k is of all answers to a prompt. Without it, the threshold has no effect."""
+    key, threshold = f"{algorithm}.stop_at_validation_metric", f"{algorithm}.stop_at_validation_threshold"
+    metric, bound = t.consume(key), t.consume(threshold)
+    if metric is None:
+        return
+    answers = t.get(f"{algorithm}.val_num_generations_per_prompt", 1)
+    name = f"pass@{answers}" if metric == "pass_k" else metric
+    t.put(key, METRICS.get(f"val:{name}", f"val:{name}"))
+    t.put(threshold, bound)
 
 
 def _whole(t: Translator, key: str, default: int) -> int:

@@ -18,6 +18,7 @@ KEY = "policy.megatron_cfg"
 OPTIMIZER, SCHEDULER = f"{KEY}.optimizer", f"{KEY}.scheduler"
 BALANCE = ("moe_router_load_balancing_type", "moe_aux_loss_coeff", "moe_router_bias_update_rate")  # of a mixture of experts
 LORA_OPTION = "this option of LoRA"
+FROZEN = "freezing the language model, which leaves nothing to train without images, sound or video"
 EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
 
 MEGATRON = under(
@@ -54,7 +55,7 @@ MEGATRON = under(
             "activation_checkpointing=true",
         ),
         Ignored("freeze_config.freeze_vision_* freeze_config.freeze_sound_* freeze_vision_* freeze_sound_*", TEXT),
-        Only("freeze_config.*", (False, None), "freezing the language model", "false"),
+        Only("freeze_config.*", (False, None), FROZEN, "false, or policy.freeze_parameters in a recipe of Hetstep"),
         Changed("transformer_impl", ("transformer_engine", None), "training uses Megatron-Core's default modules"),
         Changed("moe_per_layer_logging track_moe_metrics", (False, None), "the load of experts is not logged"),
         Ignored("mtp_* cuda_graph_* offload_modules moe_flex_* *hybridep_*"),  # of those above

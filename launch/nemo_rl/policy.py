@@ -21,6 +21,7 @@ BATCHING = ("dynamic_batching", "sequence_packing")
 OF_BATCHING = ("enabled", "train_mb_tokens", "logprob_mb_tokens", "algorithm", "microbatch_order")
 OF_BATCHING += ("sequence_length_round", "fuse_loss")
 LORA_OPTION = "this option of LoRA"
+FROZEN = "freezing the language model, which leaves nothing to train without images, sound or video"
 FUSED_ADAM = (  # Transformer Engine's, by each of its names
     "transformer_engine.pytorch.optimizers.fused_adam.FusedAdam",
     "transformer_engine.pytorch.optimizers.FusedAdam",
@@ -57,7 +58,12 @@ DTENSOR = under(
         Only("custom_parallel_plan", (None,), "a custom tensor-parallel plan", "null, which uses the model's"),
         Done("sequence_parallel"),
         Ignored("automodel_kwargs.freeze_config.freeze_vision_tower automodel_kwargs.freeze_config.freeze_audio_tower", TEXT),
-        Only("automodel_kwargs.freeze_config.freeze_language_model", (False, None), "freezing the language model", "false"),
+        Only(
+            "automodel_kwargs.freeze_config.freeze_language_model",
+            (False, None),
+            FROZEN,
+            "false, or policy.freeze_parameters in a recipe of Hetstep",
+        ),
         Only("automodel_kwargs.backend.fake_balanced_gate", (False, None), "a loss that balances the experts' load", "false"),
         Changed("automodel_kwargs.backend.gate_precision", (None,), "transformers' router has its own precision"),
         Ignored(

@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from launch.plan import frozen
 from launch.plan.activations import (
     LayerActivations,
     RankMicrobatch,
@@ -86,6 +87,18 @@ class FSDPMemory:
         return (self.root + layers) / self.layout.shard + experts
 
     @property
+    def _frozen(self) -> float:
+        """Return the parameters that this rank holds and does not train: frozen by patterns, kept in policy.precision."""
+        found, whole = frozen.tensors(self.model), self.model.shape.routed
+        experts = self.model.shape.sparse_layers * self._experts / self.layout.expert_shard
+        share = frozen.routed(found) / whole if whole else 0.0
+        return frozen.cut(found, self.layout.tensor) / self.layout.shard + share * experts
+
+    @property
+    def _trained(self) -> float:
+        return self.parameters - self._frozen
+
+    @property
     def adapters(self) -> float:
         """Return the parameters of adapters that this rank holds: its share of dim x (in + out) of each linear layer.
 
@@ -117,7 +130,8 @@ class FSDPMemory:
         if self.adapted:
             trained, merged = self.adapters, {"merged weights": whole}  # assumes that every layer has an adapter
             return {"weights": whole + 4 * trained} | merged | {"gradients": 4 * trained, "optimizer": 8 * trained}
-        found = {"weights": 4 * self.parameters, "gradients": 4 * self.parameters, "optimizer": 8 * self.parameters}
+        weights = 4 * self._trained + self.model.size * self._frozen
+        found = {"weights": weights, "gradients": 4 * self._trained, "optimizer": 8 * self._trained}
         stays = self.cuda and not self.model.policy.dtensor_cfg.reference_cpu_offload
         return found | ({"other models": self.reference} if stays and self.reference else {})
 
@@ -130,7 +144,8 @@ class FSDPMemory:
     def host(self) -> float:
         """Return the bytes in host memory: offloaded state, and reference weights."""
         reference = 0.0 if "other models" in self.resident else self.reference
-        return reference + (self.parameters * (16 if self.model.trained else self.model.size) if self.offloads else 0.0)
+        fixed = self._frozen if self.model.trained else self.parameters
+        return reference + (16 * (self.parameters - fixed) + self.model.size * fixed if self.offloads else 0.0)
 
     def phases(self, batches: RankBatches) -> Iterator[tuple[str, Parts]]:
         """Yield (phase, bytes on the device besides `resident`; negative where gradients are not there yet)."""
@@ -163,7 +178,7 @@ class FSDPMemory:
             final_norm(self.model.shape, self._passage(tokens), False),
             head_activations(self.model, tokens, self.layout.tensor),
         )
-        missing = {} if batches.microbatches > 1 or self.offloads or self.adapted else {"gradients": -4 * self.parameters}
+        missing = {} if batches.microbatches > 1 or self.offloads or self.adapted else {"gradients": -4 * self._trained}
         flying = self._in_flight()
         at_head = {"activations": saved + norm.saved, "logits": max(of_head.forward, of_head.saved + of_head.backward)}
         yield "backward of the head", add_parts(at_head, {"buffers": 0 if self.plain else self._gathered(2)}, missing)

@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from launch.plan import frozen
 from launch.plan.activations import (
     LayerActivations,
     RankMicrobatch,
@@ -33,6 +34,7 @@ class StageLayers:
     sparse: int
     first: bool
     last: bool
+    start: int = 0  # its first layer
 
     @property
     def layers(self) -> int:
@@ -51,7 +53,7 @@ def stages(model: TrainModel) -> list[StageLayers]:
     for number in range(size):
         count = given.get(number, middle)
         sparse = sum(shape.sparse[done : done + count])
-        found.append(StageLayers(number, count - sparse, sparse, number == 0, number == size - 1))
+        found.append(StageLayers(number, count - sparse, sparse, number == 0, number == size - 1, done))
         done += count
     return found
 
@@ -115,6 +117,9 @@ class MegatronMemory:
         dense, experts = self.dense_parameters, self.expert_parameters
         router = self.model.shape.hidden * self.model.shape.experts
         dense -= self.stage.sparse * router if settings.freeze_moe_router else 0.0
+        of_stage = range(self.stage.start, self.stage.start + self.stage.layers)
+        fixed = frozen.of_stage(self.model, self.layout, of_stage, self.stage.first, self.stage.last)
+        dense, experts = dense - fixed[0], experts - fixed[1]
         if adapted := settings.peft.enabled:
             dense, experts = self._adapters(settings.peft.dim)
         share = dense / (self.layout.data * self.layout.context) + experts / self.layout.expert_data

@@ -13,8 +13,9 @@ from typing import Any
 
 from launch.model_files import is_inside, model_folder, planning_config
 from launch.model_shape import ModelShape
-from launch.preflight import adapter_names, libraries
+from launch.preflight import adapter_names, frozen_parameters, libraries
 from pipeline import config, models
+from pipeline.algorithms import build
 from pipeline.config import (
     MEGATRON_MODEL_TYPES,
     PolicyConfig,
@@ -92,6 +93,8 @@ def _against_layout(recipe: Recipe, section: str, policy: PolicyConfig, pending:
         if not found and (config.trains(recipe) or section != "policy"):  # errors that the backends raise in the job
             if model.get("model_type") in MODEL_TYPES:
                 ModelShape.of(model, key)  # raises if config.json lacks a key
+            values = section == "value" or build(recipe).needs.head == "values"
+            found += frozen_parameters.problems(section, policy, model, values)
             refused = unsupported(model, policy)
             found += [replace(each, key=key) if each.key == "policy.model_name" else each for each in refused]
     yield from found

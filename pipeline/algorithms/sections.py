@@ -5,6 +5,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
+from pipeline.algorithms.early_stop import EarlyStopConfig
 from pipeline.values import Bool, Float, Int, NotNegative, Positive, interpolation
 
 UNBOUNDED = 1_000_000  # steps, epochs or samples that are no limit; NeMo-RL's -1 becomes this
@@ -58,7 +59,7 @@ class RewardShapingConfig:
 
 
 @dataclass
-class OnlineConfig:
+class OnlineConfig(EarlyStopConfig):
     """Keys of all algorithms that sample."""
 
     num_prompts_per_step: Annotated[Positive, Field(description="Prompts sampled in one step.")] = 32
@@ -144,7 +145,7 @@ class GAEConfig:
 
 
 @dataclass
-class OfflineConfig:
+class OfflineConfig(EarlyStopConfig):
     """Keys of all algorithms that learn from a data set."""
 
     max_num_steps: Annotated[NotNegative, Field(description="Steps of the run. 0: validate once and train nothing.")] = 60

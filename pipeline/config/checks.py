@@ -6,6 +6,7 @@ from collections.abc import Iterable, Iterator
 
 from pipeline.algorithms import ALGORITHMS, build
 from pipeline.algorithms.base import Algorithm
+from pipeline.algorithms.early_stop import EarlyStopConfig, check_early_stop
 from pipeline.config import (
     dtensor_checks,
     hardware,
@@ -18,7 +19,7 @@ from pipeline.config.environments import check_environments
 from pipeline.config.models import check_reward_model, engine_models, reward_environment, reward_model, serves_rewards
 from pipeline.config.parallelism import check_divides, check_layout, colocated, components_on_train_nodes, named_backend
 from pipeline.config.policy import PolicyConfig
-from pipeline.config.schema import Recipe, engine_ranks, generates, section, trains
+from pipeline.config.schema import Recipe, adapters, engine_ranks, generates, section, trains
 from pipeline.problems import Problem, refuse
 
 
@@ -83,6 +84,7 @@ def _check_world(recipe: Recipe) -> Iterator[Problem]:
     else:
         yield from dtensor_checks.check_dtensor(recipe)
     yield from dtensor_checks.check_lora(recipe)
+    yield from _check_frozen(recipe.policy)
     yield from check_layout(recipe)
     if generates(recipe):
         yield from _check_engine(recipe)
@@ -96,6 +98,12 @@ def _check_world(recipe: Recipe) -> Iterator[Problem]:
         if getattr(recipe.cluster, name).sbatch_options:
             message = "got options, but its ranks are on cluster.train's nodes. Try cluster.train.sbatch_options"
             yield Problem(f"cluster.{name}.sbatch_options", "has-no-effect", message)
+
+
+def _check_frozen(policy: PolicyConfig) -> Iterator[Problem]:
+    if policy.freeze_parameters and adapters(policy) is not None:
+        message = "got patterns with adapters, which freeze all other weights; expected none. Try without it"
+        yield Problem("policy.freeze_parameters", "contradiction", message)
 
 
 def components(recipe: Recipe) -> dict[str, ComponentConfig]:
@@ -222,6 +230,9 @@ def _check_validation(recipe: Recipe) -> Iterator[Problem]:
     if wanted and not validates(recipe):
         message = "got validation without data; expected a data set at data.validation"
         yield Problem(f"{recipe.algorithm}.{wanted[0]}", "missing-value", message)
+    if isinstance(keys := section(recipe), EarlyStopConfig):
+        during = bool(validates(recipe) and (keys.val_period or keys.val_at_start))
+        yield from check_early_stop(recipe.algorithm, keys, during)
 
 
 def _check_sampling(recipe: Recipe) -> Iterator[Problem]:

@@ -184,6 +184,7 @@ def _with_policy_layout(
         random_init=getattr(model, "random_init", False),
         hf_config_overrides=model.hf_config_overrides,
         precision=model.precision,
+        freeze_parameters=getattr(model, "freeze_parameters", []),
         dtensor_cfg=replace(policy.dtensor_cfg, lora_cfg=LoRAConfig()),
         megatron_cfg=replace(policy.megatron_cfg, **own),
         **more,

@@ -156,6 +156,14 @@ SCHEDULER = (
 )
 
 
+FREEZE = (
+    "Patterns of the names of tensors on disk that are not trained, such as model.embed_tokens.* or model.layers.[0-7].*; *"
+    " matches any text. They get no gradient, no optimizer state and no weight decay, and grad_norm leaves them out. Tensors"
+    " that are one parameter in memory are frozen together: all experts of a layer and, with Megatron-Core, queries with keys"
+    " and values, and gates with up projections. Not with adapters, which freeze all other weights."
+)
+
+
 @dataclass
 class PolicyConfig:
     """The model that is trained."""
@@ -170,6 +178,7 @@ class PolicyConfig:
     hf_config_overrides: Annotated[
         dict[str, Any], Field(description="Values that replace keys of the model's config.json.")
     ] = field(default_factory=dict)
+    freeze_parameters: Annotated[list[Text], Field(description=FREEZE)] = field(default_factory=list)
     train_global_batch_size: Annotated[
         Positive, Field(description="Sequences per optimizer update, over all ranks. DPO and RM: pairs.")
     ] = 512
@@ -210,6 +219,9 @@ class ValueConfig:
         dict[str, Any], Field(description="Values that replace keys of the model's config.json.")
     ] = field(default_factory=dict)
     precision: Annotated[Precision, Field(description="See policy.precision.")] = interpolation("${policy.precision}")
+    freeze_parameters: Annotated[
+        list[Text], Field(description="See policy.freeze_parameters; of the critic, whose head is score.weight.")
+    ] = field(default_factory=list)
     max_grad_norm: Annotated[Float | None, Field(ge=0, description="Maximum norm of gradients. null, 0: do not clip.")] = 1.0
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     scheduler: Annotated[

@@ -30,7 +30,7 @@ from pipeline.config import PolicyConfig, Problem, RecipeError
 from pipeline.models.hugging_face import checkpoint_shapes
 from pipeline.models.precision import served_dtype
 from pipeline.models.recorded_layout import Shape, restrict
-from pipeline.train import checkpoint_state, compiled, lora
+from pipeline.train import checkpoint_state, compiled, frozen, lora
 from pipeline.train.base import Loss, ModelRole, TrainBackend
 from pipeline.train.context_parallel import localize
 from pipeline.train.fsdp_mesh import Layout, Meshes
@@ -73,8 +73,8 @@ class FSDPBackend(TrainBackend):
         self._reference: PackedModel | None = None
         self._offloaded: Offload | None = None  # of the reference, between forward passes
         if role.reference and not self._model.adapters:
-            frozen = dataclasses.replace(role, trained=False, reference=False)
-            self._reference = build(policy, self.device, meshes, seed, frozen, like=self._model)
+            untrained = dataclasses.replace(role, trained=False, reference=False)
+            self._reference = build(policy, self.device, meshes, seed, untrained, like=self._model)
             if policy.dtensor_cfg.reference_cpu_offload and self.device.type == "cuda":
                 self._offload_reference(self._reference, Offload(self.device))
         self._merged: lora.MergedWeights | None = None  # merged weights, from the first read on
@@ -230,10 +230,10 @@ class FSDPBackend(TrainBackend):
             states = [value for state in self._optimizer.state.values() for value in state.values()]
             changing += [local(value) for value in states if torch.is_tensor(value)]
         self._offload.offload(changing, keep=read)
-        frozen = [local(parameter) for parameter in self._parameters.values() if not parameter.requires_grad]
+        fixed = [local(parameter) for parameter in self._parameters.values() if not parameter.requires_grad]
         if self._reference is not None:
-            frozen += _weights(self._reference)
-        self._offload.offload(frozen, keep=read, frozen=True)
+            fixed += _weights(self._reference)
+        self._offload.offload(fixed, keep=read, frozen=True)
 
     @override
     def reload(self) -> None:
@@ -298,6 +298,7 @@ class FSDPBackend(TrainBackend):
             "schedule": self._schedule.steps,
             "param_group": checkpoint_state.options(self._optimizer),
             "lora": self._lora_record,
+            "frozen": self._policy.freeze_parameters,
             "random": checkpoint_state.random_record(),
         }
         return collect_shards(self._entries(), record, copy)
@@ -320,6 +321,7 @@ class FSDPBackend(TrainBackend):
         reader, records = read_shards(folder)
         rank, record = self._group.rank(), records[0]
         lora.check_record(folder, record.get("lora"), self._lora_record)
+        frozen.check_record(folder, record, self._policy.freeze_parameters)
         shapes = self._saved_shapes()
         expected = {f"{prefix}.{piece.name}": shapes[piece.name] for prefix, _, pieces in self._saved() for piece in pieces}
         stored = {name: shape for name, shape in reader.shapes.items() if name.startswith(("model.", "adapter."))}

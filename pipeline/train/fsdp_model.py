@@ -10,7 +10,7 @@ checkpoints with other names than the model's, buffers that cannot be recomputed
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 import torch.distributed as dist
@@ -31,6 +31,7 @@ from pipeline.models.recorded_layout import copy_pieces, restrict
 from pipeline.train import compiled, expert_parallel, lora, tensor_parallel
 from pipeline.train.base import ModelRole
 from pipeline.train.context_parallel import GatherContextParallel, LocalBatch
+from pipeline.train.frozen import freeze
 from pipeline.train.fsdp_mesh import Meshes
 from pipeline.train.heads import packed_outputs, packed_values
 from pipeline.train.initial_weights import ReadBox, initial_weights
@@ -95,8 +96,8 @@ def build(
     """Return the model with its initial weights, cut over `meshes` (None: one rank, whole).
 
     like: the same model with the same cut, whose current weights are copied instead of those on disk. Trained weights are
-    float32; others, such as those under adapters, are in policy.precision. Raises RecipeError if the model or the layout is not
-    supported.
+    float32; others, such as frozen ones and those under adapters, are in policy.precision. Raises RecipeError if the model or
+    the layout is not supported.
     """
     config = model_config(policy, role.head)
     check_attention(config, policy.max_total_sequence_length)
@@ -107,14 +108,18 @@ def build(
     # transformers gives the padding token's embedding no gradient. Here nothing is padded, so this token was sampled.
     if isinstance(embedding := hf.get_input_embeddings(), nn.Embedding):
         embedding.padding_idx = None
-    hf.requires_grad_(role.trained or like is not None)  # so that compiled layers have the same graphs as those of `like`
+    trains = role.trained or like is not None  # so that compiled layers have the same graphs as those of `like`
+    hf.requires_grad_(trains)
     freeze_buffers(hf)
+    pieces = layout(hf)
+    if trains:
+        _freeze(hf, pieces, policy)
     source = initial_weights(policy, config, seed, role.head) if like is None else like
     names = {id(parameter): name for name, parameter in hf.named_parameters()}
     tied = {n: names[id(p)] for n, p in hf.named_parameters(remove_duplicate=False) if names[id(p)] != n}
 
     model = PackedModel(hf, role, policy.generation, policy.logprob_chunk_size)
-    model.layout, model.function = layout(hf), function
+    model.layout, model.function = pieces, function
     if adapted:
         model.adapters = lora.inject(hf, policy.dtensor_cfg.lora_cfg, model.layout)
     offload = (policy.dtensor_cfg.cpu_offload or role.offload) and device.type != "cpu"
@@ -139,6 +144,15 @@ def build(
     derive_buffers(hf, device)
     _load(model, source, seed)
     return model
+
+
+def _freeze(hf: PreTrainedModel, pieces: Mapping[str, list[Piece]], policy: PolicyConfig) -> None:
+    """Freeze the parameters of `freeze_parameters`, which are then kept in policy.precision."""
+    trained = {name: parameter for name, parameter in hf.named_parameters() if parameter.requires_grad}
+    sources = {name: [piece.name for piece in pieces[name]] for name in trained}
+    names = {id(parameter): name for name, parameter in trained.items()}
+    for parameter in freeze(policy.freeze_parameters, [(trained[name], found) for name, found in sources.items()], sources):
+        parameter.data = parameter.data.to(served_dtype(names[id(parameter)], getattr(torch, policy.precision)))
 
 
 def _load(model: PackedModel, source: PackedModel | ReadBox, seed: int) -> None:

@@ -98,7 +98,7 @@ class StageAdapters:
             message = "got names that leave a pipeline stage without adapters; expected some in each. Try fewer stages"
             raise RecipeError(Problem(f"{KEY}.target_modules", "unsupported", message))
         if stage.pre_process:
-            stage.embedding.register_forward_hook(_require_gradient)
+            stage.embedding.register_forward_hook(require_gradient)
 
     def _add(self, layer: nn.Module, inputs: tuple[torch.Tensor, ...], output: Any) -> Any:
         """Add an adapter's output: the forward hook of an adapted module."""
@@ -167,7 +167,7 @@ class StageAdapters:
         return read
 
 
-def _require_gradient(embedding: nn.Module, inputs: Any, output: torch.Tensor) -> torch.Tensor:
+def require_gradient(embedding: nn.Module, inputs: Any, output: torch.Tensor) -> torch.Tensor:
     """Have activations require gradients from the first on, as recomputation and pipeline stages expect."""
     return output.requires_grad_() if torch.is_grad_enabled() and not output.requires_grad else output
 

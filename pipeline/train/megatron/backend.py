@@ -29,12 +29,13 @@ from pipeline.models.base import VALUE_HEAD
 from pipeline.models.config_json import check_attention, check_megatron_attention
 from pipeline.models.hugging_face import SCORE, checkpoint_shapes, model_config
 from pipeline.models.recorded_layout import Shape, copy_pieces, restrict
-from pipeline.train import checkpoint_state, lora
+from pipeline.train import checkpoint_state, frozen, lora
 from pipeline.train.base import Loss, ModelRole, TrainBackend
 from pipeline.train.context_parallel import LocalBatch, localize
 from pipeline.train.initial_weights import ReadBox, initial_weights
 from pipeline.train.megatron import adapted_stage
 from pipeline.train.megatron.conversion import converted
+from pipeline.train.megatron.frozen_stage import freeze_stage
 from pipeline.train.megatron.gather import WeightGatherer
 from pipeline.train.megatron.groups import context_group, data_group, initialize, pipeline_group
 from pipeline.train.megatron.heads import ValueHead, VocabularyHead, broadcast_outputs
@@ -43,7 +44,7 @@ from pipeline.train.megatron.local_modules import PackedSequences
 from pipeline.train.megatron.local_tensors import LocalTensor, local_tensors
 from pipeline.train.megatron.model import build, data_parallel
 from pipeline.train.megatron.optimizer import ScheduledOptimizer
-from pipeline.train.megatron.saved_state import SavedState, boxes, is_data_parallel_leader, stored
+from pipeline.train.megatron.saved_state import SavedState, boxes, is_data_parallel_leader, layout_of, stored
 from pipeline.train.offload import Offload
 from pipeline.train.outputs import broadcast_record, reduce_outputs
 from pipeline.train.packing import check_batch
@@ -78,6 +79,7 @@ class MegatronBackend(TrainBackend):
         self._head = ValueHead() if role.head == "values" else VocabularyHead.of(policy, hf, role)
         self._training: tuple[DistributedDataParallel, ScheduledOptimizer] | None = None
         if role.trained:
+            freeze_stage(self._stage, policy, self._base, family)
             model = data_parallel(policy, self._stage, self._adapters.sum_partial if self._adapters else None)
             self._training = model, ScheduledOptimizer(policy, model)
         self._load_initial(hf, seed)
@@ -358,11 +360,12 @@ class MegatronBackend(TrainBackend):
         self._check_trained()
         record = {
             "ranks": self._group.size(),
-            "layout": self._layout(),
+            "layout": layout_of(self._stage.config),
             "updates": self._optimizer.updates,
             "schedule": self._optimizer.schedule_steps,
             "optimizer": self._optimizer.options,
             "lora": self._lora_record,
+            "frozen": self._policy.freeze_parameters,
             "random": checkpoint_state.random_record(),
         }
         random = checkpoint_state.random_tensors(self.device, self._group.rank())
@@ -375,6 +378,7 @@ class MegatronBackend(TrainBackend):
         reader, records = read_shards(folder)
         record = records[0]
         lora.check_record(folder, record.get("lora"), self._lora_record)
+        frozen.check_record(folder, record, self._policy.freeze_parameters)
         self._saved.check_tensors(folder, reader)
         if record.get("optimizer") != self._optimizer.options:
             message = (
@@ -387,14 +391,5 @@ class MegatronBackend(TrainBackend):
         states = self._saved.optimizer_states(self._optimizer.ranges(), reader)
         self._optimizer.restore(updates, checkpoint_state.schedule_steps(record), states)
         self._refresh_merged()
-        if record.get("layout") == self._layout() and record["ranks"] == self._group.size():
+        if record.get("layout") == layout_of(self._stage.config) and record["ranks"] == self._group.size():
             checkpoint_state.load_random(self.device, self._group.rank(), reader, records[self._group.rank()]["random"])
-
-    def _layout(self) -> list[int]:
-        config = self._stage.config
-        return [
-            config.tensor_model_parallel_size,
-            config.pipeline_model_parallel_size,
-            config.context_parallel_size,
-            config.expert_model_parallel_size,
-        ]

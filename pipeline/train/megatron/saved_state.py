@@ -11,6 +11,7 @@ from pathlib import Path
 
 import torch
 from megatron.core import parallel_state
+from megatron.core.transformer.transformer_config import TransformerConfig
 
 from pipeline.boxes import Box, Piece, whole
 from pipeline.config import Problem, RecipeError
@@ -109,6 +110,16 @@ def boxes(part: ParameterRange, values: torch.Tensor) -> Iterator[tuple[Box, tor
     for box in flat_boxes(tuple(part.parameter.shape), part.start, part.stop):
         yield box, values[done : done + box.numel].view(box.size)
         done += box.numel
+
+
+def layout_of(config: TransformerConfig) -> list[int]:
+    """Return the sizes of a layout. With the number of ranks, they decide whether random states can be restored."""
+    return [
+        config.tensor_model_parallel_size,
+        config.pipeline_model_parallel_size,
+        config.context_parallel_size,
+        config.expert_model_parallel_size,
+    ]
 
 
 def is_data_parallel_leader(name: str) -> bool:

@@ -1,0 +1,118 @@
+"""Stop a run by a metric of its validations: at a threshold, or after several without an improvement."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Annotated, Any
+
+from pydantic import Field
+
+from pipeline.problems import Problem, RecipeError
+from pipeline.values import Bool, Float, Positive, Text
+
+
+@dataclass
+class EarlyStopConfig:
+    """Keys of the early stop, which all algorithms that train have."""
+
+    stop_at_validation_metric: Annotated[
+        Text | None,
+        Field(
+            description="Metric of validations that may end the run early, as metrics.jsonl names it, such as `val/accuracy`;"
+            " `val:accuracy` is the same. The run is then complete: its last step is saved. null: never."
+        ),
+    ] = None
+    stop_at_validation_threshold: Annotated[
+        Float | None, Field(description="Stop once the metric is at least this; at most this, if lower is better. null: none.")
+    ] = None
+    stop_patience: Annotated[
+        Positive | None, Field(description="Stop after this many validations in a row without an improvement. null: never.")
+    ] = None
+    stop_min_delta: Annotated[
+        Float, Field(ge=0, description="Change of the metric from its best value that counts as an improvement; 0: any.")
+    ] = 0.0
+    stop_higher_is_better: Annotated[Bool, Field(description="Whether a higher value of the metric is better.")] = True
+
+
+class EarlyStop:
+    """Decides after each validation whether the run stops. Checkpoints keep its state."""
+
+    def __init__(self, algorithm: str, config: EarlyStopConfig):
+        self._algorithm, self._config = algorithm, config
+        self.metric = (config.stop_at_validation_metric or "").replace(":", "/", 1)
+        self._best: float | None = None
+        self._last: float | None = None
+        self._since = 0  # validations since the best one
+
+    def validated(self, values: Mapping[str, float]) -> None:
+        """Take the metrics of a validation. Raises RecipeError if the metric is not among them."""
+        if not self.metric:
+            return
+        if self.metric not in values:
+            there = ", ".join(sorted(name for name in values if name.startswith("val/")))
+            message = f"got {self._config.stop_at_validation_metric}, which validations do not have; expected one of {there}"
+            raise RecipeError(Problem(f"{self._algorithm}.stop_at_validation_metric", "not-a-choice", message))
+        value = values[self.metric]
+        self._last = None if math.isnan(value) else value  # nothing was scored, or the loss diverged
+        if self._last is not None and self._improves(self._last):
+            self._best, self._since = self._last, 0
+        else:
+            self._since += 1
+
+    def _improves(self, value: float) -> bool:
+        if self._best is None:
+            return True
+        gain = value - self._best if self._config.stop_higher_is_better else self._best - value
+        return gain > 0 and gain >= self._config.stop_min_delta
+
+    @property
+    def reason(self) -> str | None:
+        """Why the run stops; None while it goes on."""
+        config = self._config
+        if not self.metric:
+            return None
+        threshold, patience = config.stop_at_validation_threshold, config.stop_patience
+        if threshold is not None and self._last is not None:
+            sign = 1 if config.stop_higher_is_better else -1
+            if sign * self._last >= sign * threshold:
+                return f"{self.metric} reached {self._last:g}; stop_at_validation_threshold is {threshold:g}"
+        if patience is not None and self._since >= patience:
+            best = "no value" if self._best is None else f"{self._best:g}"
+            return f"{self.metric} has not improved on {best} in {self._since} validations; stop_patience is {patience}"
+        return None
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state, as JSON values."""
+        return {"metric": self.metric, "best": self._best, "last": self._last, "since": self._since}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Restore the state of a checkpoint. One of another metric, or of none, is dropped."""
+        if self.metric and state.get("metric") == self.metric:
+            self._best, self._last, self._since = state["best"], state["last"], state["since"]
+
+
+def check_early_stop(algorithm: str, config: EarlyStopConfig, validates: bool) -> Iterator[Problem]:
+    """Yield the problems of the keys. validates: whether the run validates before or between its steps."""
+    metric, given = config.stop_at_validation_metric, {"stop_at_validation_threshold", "stop_patience"}
+    given = sorted(name for name in given if getattr(config, name) is not None)
+    key = f"{algorithm}.stop_at_validation_metric"
+    if metric is None:
+        for name in given:
+            message = f"got {getattr(config, name)}, but {key} is null, so nothing stops the run early. Try {key}=val/accuracy"
+            yield Problem(f"{algorithm}.{name}", "has-no-effect", message)
+        return
+    if not metric.startswith(("val/", "val:")):
+        yield Problem(key, "bad-format", f"got {metric}; expected a metric of validations, such as val/accuracy or val/loss")
+    if not given:
+        message = (
+            f"got {metric} without a rule; expected {algorithm}.stop_at_validation_threshold, or {algorithm}.stop_patience"
+        )
+        yield Problem(key, "missing-value", message)
+    if not validates:
+        message = f"got {metric}, but the run does not validate before its end. Try {algorithm}.val_period=10"
+        yield Problem(key, "has-no-effect", message)
+    if config.stop_patience is None and config.stop_min_delta:
+        message = f"got {config.stop_min_delta:g}, but {algorithm}.stop_patience is null. Try {algorithm}.stop_patience=3"
+        yield Problem(f"{algorithm}.stop_min_delta", "has-no-effect", message)

@@ -1,0 +1,28 @@
+"""Freeze parameters of a pipeline stage (`pipeline/train/frozen.py`)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+
+from pipeline.config import PolicyConfig
+from pipeline.models.base import Parameter
+from pipeline.models.frozen import grouped
+from pipeline.train.frozen import freeze
+from pipeline.train.megatron.adapted_stage import require_gradient
+from pipeline.train.megatron.local_tensors import LocalTensor
+from pipeline.train.megatron.model import PipelineStage
+
+
+def freeze_stage(
+    stage: PipelineStage, policy: PolicyConfig, local: Mapping[str, LocalTensor], parameters: Mapping[str, Parameter]
+) -> None:
+    """Freeze the parameters of `freeze_parameters`. parameters: of the whole model. Raises RecipeError, on all ranks alike."""
+    trained = {name: one.sources for name, one in parameters.items() if not name.endswith("expert_bias")}
+    held = [(one.tensor, trained[name]) for name, one in local.items() if isinstance(one.tensor, torch.nn.Parameter)]
+    freeze(policy.freeze_parameters, held, grouped(trained))
+    megatron = policy.megatron_cfg
+    needs = megatron.pipeline_model_parallel_size > 1 or megatron.activation_checkpointing
+    if needs and stage.pre_process and not stage.embedding.word_embeddings.weight.requires_grad:
+        stage.embedding.register_forward_hook(require_gradient)
