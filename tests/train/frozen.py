@@ -29,16 +29,22 @@ def new(folder: Path, family: str, layout: Layout, patterns: list[str], role: Mo
     return ranks.backend(policy, layout, role, **dtensor)
 
 
+def precision(family: str) -> str:
+    """Return the precision: torch multiplies no groups of Mixtral's 44 columns in bfloat16."""
+    return "float32" if family == "mixtral" else "bfloat16"
+
+
 def batches(trained: FSDPBackend, layout: Layout, count: int = 2) -> list:
     return [cases.pack(chosen) for chosen in ranks.shares(layout, count)[trained.data_rank]]
 
 
 def families(chosen: tuple[str, ...], layout: Layout, folder: Path) -> None:
     for family in chosen:
-        for changes in ({}, {"precision": "bfloat16"}, {"recompute": True}):
+        for changes in ({}, {"precision": precision(family)}, {"recompute": True}):
             check(folder, family, layout, PATTERNS[family], **changes)
         check_resumed(folder, family, layout)
-    check(folder, "qwen3_values", layout, VALUES, ModelRole("values"))
+    if layout.expert == 1:  # it has no experts
+        check(folder, "qwen3_values", layout, VALUES, ModelRole("values"))
 
 
 def check(folder: Path, family: str, layout: Layout, patterns: list[str], role: ModelRole | None = None, **changes) -> None:
@@ -76,13 +82,13 @@ def full_on_all(tensor: torch.Tensor) -> torch.Tensor:
 
 def check_resumed(folder: Path, family: str, layout: Layout) -> None:
     """Check that a run continues from its checkpoint to the bit."""
-    trained = new(folder, family, layout, PATTERNS[family], precision="bfloat16")
+    trained = new(folder, family, layout, PATTERNS[family], precision=precision(family))
     mine = batches(trained, layout)
     cases.learn(trained, mine)
     saved = folder / f"frozen-{family}-{layout.name}"
     trained.shards().write(saved, dist.get_rank())
     dist.barrier()
-    again = new(folder, family, layout, PATTERNS[family], precision="bfloat16")
+    again = new(folder, family, layout, PATTERNS[family], precision=precision(family))
     again.load(saved)
     assert [cases.learn(again, mine) for _ in range(2)] == [cases.learn(trained, mine) for _ in range(2)]
     for ours, theirs in zip(again._parameters.values(), trained._parameters.values(), strict=True):
