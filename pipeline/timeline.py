@@ -99,6 +99,12 @@ class Timeline:
         before, self._reported = self._reported, (waited, now - self._began)
         return self._reported[0] - before[0], self._reported[1] - before[1]
 
+    def waited_s(self) -> float:
+        """Return the seconds that the rank has waited since the beginning. Another thread may ask."""
+        waited = self._waited
+        since, verb, phase = self._now
+        return waited + (time.monotonic() - since if category(verb, phase) in WAITING else 0.0)
+
     # ---- rank 0 -------------------------------------------------------------------------------------------------------------
 
     def add_account(self, component: str, account: Account) -> None:

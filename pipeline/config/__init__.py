@@ -110,6 +110,7 @@ from pipeline.config.schema import (
     DataConfig,
     DatasetConfig,
     LoggerConfig,
+    MonitorConfig,
     Recipe,
     adapters,
     ahead,
