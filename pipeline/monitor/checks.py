@@ -190,8 +190,8 @@ def full_memory(history: History) -> Iterator[Found]:
         if sample.get("node_memory", 0.0) > FULL and sample["node_memory_free_gb"] < 4 * LEAST_FREE_GB:
             message = (
                 f"host memory of {history.nodes.get(rank)} is {sample['node_memory']:.1%} full,"
-                f" {sample['node_memory_free_gb']:.2g} GB are free, as {history.describe(rank)} sees it. Use fewer ranks on a node, or more memory:"
-                " cluster.COMPONENT.mem"
+                f" {sample['node_memory_free_gb']:.2g} GB are free, as {history.describe(rank)} sees it."
+                " Use fewer ranks on a node, or more memory: cluster.COMPONENT.mem"
             )
             yield rank, message
 

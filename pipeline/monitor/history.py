@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import statistics
 from collections import deque
 from collections.abc import Iterable, Mapping
@@ -14,6 +13,11 @@ STEPS = 20
 """Steps that are kept."""
 POINTS = 64
 """Points kept of a memory's size over the whole run; when there are more, every second one is dropped."""
+LEAST_POINTS = 32
+"""Fewer points tell no leak from a warm-up."""
+STEADY = 0.8
+STRAIGHT = 0.95
+"""Least correlation of sizes with steps."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,18 +80,17 @@ class Growth:
         self.seen += 1
 
     def slope(self, least: float) -> float | None:
-        """Return GB a step if the memory leaks: steady growth of at least `least` GB over the later half of the run.
+        """Return GB a step if the memory leaks: steady growth of at least `least` GB over the later half of the run; else None.
 
         Growth at the start of a run, of caches and of allocators, slows down, so the earlier half does not count, and the last
-        quarter must grow at least half as fast as the third. Three of four differences must be positive. Needs 16 points.
+        quarter must grow at least STEADY times as fast as the third. A saw and a jump lie far from their line.
         """
         late = self.points[len(self.points) // 2 :]
-        if len(late) < 8 or late[-1][1] - late[0][1] < least:
+        if len(self.points) < LEAST_POINTS or late[-1][1] - late[0][1] < least:
             return None
-        differences = [after[1] - before[1] for before, after in itertools.pairwise(late)]
         middle = len(late) // 2
         third, last = _slope(late[: middle + 1]), _slope(late[middle:])
-        if sum(each > 0 for each in differences) < 0.75 * len(differences) or last < 0.5 * third or last <= 0:
+        if last <= 0 or last < STEADY * third or statistics.correlation(*zip(*late, strict=True)) < STRAIGHT:
             return None
         return _slope(late)
 
