@@ -187,7 +187,7 @@ class EvaluationConfig:
 class MonitorConfig:
     """Samples of what each rank uses (GPU, memory, network, engine), metrics `resources/...` and warnings."""
 
-    enabled: Annotated[Bool, Field(description="Whether to sample. A sample takes about a millisecond of a CPU.")] = True
+    enabled: Annotated[Bool, Field(description="Whether to sample. A sample takes a few milliseconds of a CPU.")] = True
     period_s: Annotated[Float, Field(ge=0.1, description="Seconds between two samples of a rank.")] = 5.0
     flush_s: Annotated[Float, Field(ge=0, description="Seconds between two writes of samples to a rank's file.")] = 10.0
 

@@ -116,7 +116,8 @@ class VLLMBackend(GenerateBackend):
         client._finalizer.detach()
         self._core = client.engine_core
         assert isinstance(self._core.scheduler, Scheduler)  # vLLM's only one
-        self._readings = EngineReadings(self._core.scheduler)
+        self._scheduler = self._core.scheduler
+        self._readings = EngineReadings(self._scheduler)
         worker: Any  # vLLM's classes differ by platform
         (worker,) = self._engine.collective_rpc(lambda worker: worker)
         self._runner = worker.model_runner
@@ -241,7 +242,7 @@ class VLLMBackend(GenerateBackend):
 
     def _rekey_waiting(self, version: int) -> None:
         """Let requests that have not begun look up prefixes of the new weights; they were added under the old ones."""
-        for request in self._core.scheduler.waiting:
+        for request in self._scheduler.waiting:
             if request.status != RequestStatus.PREEMPTED:
                 request.cache_salt = str(version)
                 request.block_hashes.clear()
@@ -261,7 +262,8 @@ class VLLMBackend(GenerateBackend):
     def close(self) -> None:
         """Free the model, the cache and vLLM's own process groups, but not the default group or the world's groups."""
         self._engine.model_executor.shutdown()
-        del self._engine, self._core, self._runner, self._model, self._update, self._sleep, self._adapters
+        del self._engine, self._core, self._scheduler, self._readings, self._runner, self._model, self._update, self._sleep
+        del self._adapters
         destroy_model_parallel()
         gc.collect()
         if current_platform.is_cuda():

@@ -66,11 +66,10 @@ def slow_engine(history: History) -> Iterator[Found]:
 
 
 def _above_peers(values: dict[int, float], factor: float) -> Iterator[tuple[int, float]]:
-    """Yield (rank, median of its peers) of ranks above `factor` times that."""
-    for rank, value in values.items():
-        peers = [other for peer, other in values.items() if peer != rank]
-        if peers and value > factor * (usual := statistics.median(peers)) > 0:
-            yield rank, usual
+    """Yield (rank, lower median of all) of ranks above `factor` times that. Of two ranks the other one is the median."""
+    usual = statistics.median_low(values.values()) if len(values) > 1 else 0.0
+    if usual > 0:
+        yield from ((rank, usual) for rank, value in values.items() if value > factor * usual)
 
 
 def slow_gpu(history: History) -> Iterator[Found]:
@@ -78,9 +77,9 @@ def slow_gpu(history: History) -> Iterator[Found]:
     for ranks in history.components.values():
         clocks, busy = (history.mean(name, ranks, LASTING) for name in ("sm_clock_mhz", "gpu_util"))
         clocks = {rank: clock for rank, clock in clocks.items() if busy.get(rank, 0.0) > 0.5}
+        usual = statistics.median_high(clocks.values()) if clocks else 0.0
         for rank, clock in clocks.items():
-            peers = [other for peer, other in clocks.items() if peer != rank]
-            if peers and clock < SLOW_CLOCK * (usual := statistics.median(peers)):
+            if clock < SLOW_CLOCK * usual:
                 message = (
                     f"the GPU of {history.describe(rank)} runs at {clock:.0f} MHz, its peers at {usual:.0f} MHz. Check its"
                     " cooling and its power limit (nvidia-smi -q -d PERFORMANCE), or leave the node out"

@@ -110,9 +110,9 @@ def _cgroups(root: Path) -> Iterator[tuple[Path, str, str]]:
             if controllers and "memory" not in controllers.split(","):
                 continue
             top = root / "sys/fs/cgroup" / ("memory" if controllers else "")
-            names = ("memory.limit_in_bytes", "memory.usage_in_bytes") if controllers else ("memory.max", "memory.current")
+            limit, use = ("memory.limit_in_bytes", "memory.usage_in_bytes") if controllers else ("memory.max", "memory.current")
             own = top / path.lstrip("/")
             for folder in (own, *own.parents):
-                yield folder, *names
+                yield folder, limit, use
                 if folder == top:
                     break

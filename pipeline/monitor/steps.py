@@ -25,6 +25,9 @@ logger = logging.getLogger(__name__)
 AGAIN_STEPS = 20
 """Steps until a warning that still holds is given again."""
 AGAIN_S = 600.0
+"""Seconds likewise, within a step."""
+MOST_RANKS = 4
+"""Ranks that a check names at once."""
 MOST_WARNINGS = 2000
 """Lines of a run's file of warnings in one attempt; later ones are in rank 0's log alone."""
 HOUR_S = 3600
@@ -50,7 +53,7 @@ class StepMonitor:
         self._file = file
         self._lock = threading.Lock()  # of the history; never held while a file is written
         self._decode = msgspec.msgpack.Decoder(dict[str, float]).decode
-        self._given: dict[tuple[str, int], tuple[int, float]] = {}  # (check, rank) -> step and time of its last warning
+        self._given: dict[str, tuple[int, float]] = {}  # check -> step and time of its last warnings
         self._unwritten: deque[dict] = deque(maxlen=MOST_WARNINGS)
         self._left = MOST_WARNINGS
         self._trained: tuple[Sequence[Sample], Sequence[str]] = ((), ())
@@ -148,16 +151,22 @@ class StepMonitor:
     # ---- warnings -----------------------------------------------------------------------------------------------------------
 
     def _check(self, checks: Sequence[Check]) -> int:
-        """Give the warnings of these checks that are due; return how many hold."""
+        """Give the warnings of these checks that are due, of each for its first ranks; return how many hold."""
         holding = 0
         for check in checks:
-            for rank, message in check(self._history):
-                holding += 1
-                step, moment = self._given.get((check.__name__, rank), (-AGAIN_STEPS, 0.0))
-                if self._step - step >= AGAIN_STEPS and time.time() - moment > (AGAIN_S if check in AT_ANY_TIME else 0):
-                    self._given[check.__name__, rank] = self._step, time.time()
-                    self._warn(check.__name__, rank, message)
+            found = list(check(self._history))
+            holding += len(found)
+            if not found or not self._due(check):
+                continue
+            self._given[check.__name__] = self._step, time.time()
+            for number, (rank, message) in enumerate(found[:MOST_RANKS]):
+                more = len(found) - MOST_RANKS if number == MOST_RANKS - 1 else 0
+                self._warn(check.__name__, rank, f"{message}. The same holds on {more} more ranks" if more > 0 else message)
         return holding
+
+    def _due(self, check: Check) -> bool:
+        step, moment = self._given.get(check.__name__, (-AGAIN_STEPS, 0.0))
+        return self._step - step >= AGAIN_STEPS or (check in AT_ANY_TIME and time.time() - moment > AGAIN_S)
 
     def _warn(self, check: str, rank: int, message: str) -> None:
         logger.warning("step %d: %s", self._step, message)
