@@ -38,6 +38,19 @@ LABEL = 12
 HEADER = ("state", "step", "each", "left", "restarts", "written", "last value", "folder")
 
 
+def _pause(text: str) -> float:
+    """Return the seconds of `watch`. Raises ValueError with the expected format."""
+    if text.lower() == "true":
+        return WATCH_S
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = 0.0
+    if not 0 < seconds < float("inf"):
+        raise ValueError("true, or a number of seconds above 0")
+    return seconds
+
+
 @dataclass(frozen=True)
 class StatusRequest:
     """The command line."""
@@ -55,7 +68,7 @@ class StatusRequest:
         Key(
             "true",
             "a live board, or a number of seconds between its updates; with one run, until it ends",
-            read=lambda text: _pause(text),
+            read=_pause,
         ),
     ] = None
     json: Annotated[bool, Key("true", "print JSON")] = False
@@ -69,19 +82,6 @@ def main(arguments: list[str]) -> int:
 def execute(request: StatusRequest) -> int:
     """Show the runs once, or watch them. Raises RecipeError."""
     return _watch(request, request.watch) if request.watch else _show(request)[0]
-
-
-def _pause(text: str) -> float:
-    """Return the seconds of `watch`. Raises ValueError with the expected format."""
-    if text.lower() == "true":
-        return WATCH_S
-    try:
-        seconds = float(text)
-    except ValueError:
-        seconds = 0.0
-    if not 0 < seconds < float("inf"):
-        raise ValueError("true, or a number of seconds above 0")
-    return seconds
 
 
 def _watch(request: StatusRequest, pause_s: float) -> int:
