@@ -154,20 +154,22 @@ def starved_queue(history: History) -> Iterator[Found]:
     if not (train and generate):
         return
     trains, samples = statistics.fmean(train.values()), statistics.fmean(generate.values())
+    outside = statistics.fmean(history.mean("environments", generate, LASTING).values() or [0.0])
     both = f"train ranks wait {trains:.0%} of the time, generate ranks {samples:.0%}"
     if trains > STARVED:
         rank = max(train, key=train.__getitem__)
-        if samples < BUSY:
-            yield rank, f"{both}: {history.describe(rank)} waits for rollouts. Give cluster.generate more nodes, or train fewer"
-        else:
-            message = (
-                f"{both}: {history.describe(rank)} waits for rollouts, and engines for environments or the bound on age."
-                " Raise policy.generation.max_num_seqs or max_trajectory_age_steps, or make the environments faster"
+        if outside > BUSY:
+            cure = (
+                f"the engines wait {outside:.0%} for environments. Make these faster, or raise policy.generation.max_num_seqs"
             )
-            yield rank, message
-    elif samples > STARVED and trains < BUSY:
+        elif samples < BUSY:
+            cure = "give cluster.generate more nodes, or train fewer"
+        else:
+            cure = "engines wait for the bound on age. Raise async_grpo.max_trajectory_age_steps"
+        yield rank, f"{both}: {history.describe(rank)} waits for rollouts; {cure}"
+    elif samples - outside > STARVED and trains < BUSY:
         rank = max(generate, key=generate.__getitem__)
-        yield rank, f"{both}: {history.describe(rank)} waits for training. Give cluster.train more nodes, or generate fewer"
+        yield rank, f"{both}: {history.describe(rank)} waits for training; give cluster.train more nodes, or generate fewer"
 
 
 def full_cache(history: History) -> Iterator[Found]:

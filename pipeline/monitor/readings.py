@@ -23,6 +23,7 @@ READINGS: dict[str, Reading] = {
     "children_gb": Reading("host memory of the process's descendants, such as environments, GB"),
     "cpu": Reading("CPU cores that the process and its descendants use", RATE),
     "waiting": Reading("share of time without work: no verb, waiting, or only environments work", RATE),
+    "environments": Reading("part of it: only environments work", RATE),
     "collective": Reading("share of time that the main thread is blocked in a collective, by samples of its stack", RATE),
     # its node
     "node_memory": Reading("share of the node's or the cgroup's host memory in use"),

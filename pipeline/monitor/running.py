@@ -18,6 +18,7 @@ from pipeline.world import World
 
 FOLDER = "resources"
 """In an attempt's folder: each rank's samples, and the warnings."""
+WAITS = ("waiting", "environments")
 
 
 def start(world: World, recipe: Recipe, run_dir: Path) -> Sampler | None:
@@ -31,7 +32,7 @@ def start(world: World, recipe: Recipe, run_dir: Path) -> Sampler | None:
     about = {"rank": world.rank, "component": world.component, "node": world.info.node}
     file = SampleFile(samples_file(world.info.folder, world.rank), about, settings.flush_s)
     host = HostReader(run_dir, world.info.local_rank == 0)
-    sources = [host.read, GPUReader().read, lambda: {"waiting": world.timeline.waited_s()}]
+    sources = [host.read, GPUReader().read, lambda: dict(zip(WAITS, world.timeline.waited_s(), strict=True))]
     sampler = Sampler(sources, settings.period_s, file, StackWatch())
     sampler.start()
     return sampler

@@ -68,17 +68,24 @@ def test_a_slow_rank_must_last_and_make_its_peers_wait():
 
 
 @pytest.mark.parametrize(
-    ("waiting", "rank", "says"),
+    ("waiting", "environments", "rank", "says"),
     [
-        ([0.6, 0.7, 0.1, 0.1], 1, "cluster.generate more nodes"),
-        ([0.8, 0.7, 0.6, 0.6], 0, "environments"),
-        ([0.1, 0.1, 0.9, 0.7], 2, "cluster.train more nodes"),
+        ([0.6, 0.7, 0.1, 0.1], 0.0, 1, "cluster.generate more nodes"),
+        ([0.8, 0.7, 0.6, 0.6], 0.5, 0, "wait 50% for environments"),
+        ([0.8, 0.7, 0.6, 0.6], 0.1, 0, "max_trajectory_age_steps"),
+        ([0.1, 0.1, 0.9, 0.7], 0.1, 2, "cluster.train more nodes"),
     ],
 )
-def test_a_starved_queue_is_told_where_engines_run_ahead(waiting, rank, says):
-    ((found, message),) = checks.starved_queue(history(HEALTHY | {"waiting": waiting}, ahead=True))
+def test_a_starved_queue_is_told_where_engines_run_ahead(waiting, environments, rank, says):
+    values = HEALTHY | {"waiting": waiting, "environments": environments}
+    ((found, message),) = checks.starved_queue(history(values, ahead=True))
     assert found == rank and says in message
-    assert warned(checks.starved_queue, history(HEALTHY | {"waiting": waiting})) == [], "components take turns"
+    assert warned(checks.starved_queue, history(values)) == [], "components take turns"
+
+
+def test_engines_that_wait_for_environments_do_not_wait_for_training():
+    values = HEALTHY | {"waiting": [0.1, 0.1, 0.9, 0.9], "environments": 0.8}
+    assert warned(checks.starved_queue, history(values, ahead=True)) == []
 
 
 def test_a_leak_that_ends_the_run_is_told_with_its_step():
