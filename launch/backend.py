@@ -22,7 +22,6 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from launch.model_files import planning_config
-from launch.model_shape import ModelShape
 from launch.plan.memory_fsdp import FSDPMemory
 from launch.plan.memory_megatron import MegatronMemory, stages
 from launch.plan.memory_parts import TrainModel, models
@@ -41,6 +40,7 @@ from pipeline.config import (
     ranks,
     requested_backend,
 )
+from pipeline.models.shape import ModelShape
 
 NAMES: dict[Backend, str] = {"megatron": "Megatron-Core", "dtensor": "FSDP2"}
 MANY_EXPERTS = 16  # Mixtral has 8: a token uses 2 of them, so gathering all 8 moves only four times what it uses

@@ -14,7 +14,6 @@ from launch.components import components
 from launch.evaluations import background, sources, suites
 from launch.executors import allocation, local, selection
 from launch.model_files import ModelNotFound, PendingModel
-from launch.model_shape import UnknownShape
 from launch.plan import evaluation
 from launch.plan.estimate import Plan, plan
 from launch.plan.evaluation import EvaluationPlan
@@ -34,6 +33,7 @@ from launch.preflight import current_allocation as allocated
 from pipeline import config
 from pipeline.algorithms import build
 from pipeline.config import Loaded, Problem, Recipe, RecipeError, collected, refuse
+from pipeline.models.shape import UnknownShape
 
 RESTART_S = 10.0
 """How long a submission to Slurm waits for a controller that is being restarted."""

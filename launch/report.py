@@ -23,7 +23,7 @@ from launch import command_line, console
 from launch.command_line import Key
 from launch.evaluations import folder as evaluation_folders
 from launch.evaluations import tables
-from launch.pages import rollouts
+from launch.pages import resources, rollouts
 from launch.pages.chart import Chart, figures
 from launch.pages.curves import Curves, LabelledRun
 from launch.pages.document import Section, add_plotly, document
@@ -106,6 +106,7 @@ def _sections(labelled: Sequence[LabelledRun], of: Sequence[RunState]) -> Iterat
     refit += curves.take("time/refit_")
     lengths = curves.take(r"(train|val)/(completion_tokens|truncated)")
     speed = curves.take("(throughput|time)/")
+    used = resources.charts(curves)
     idle, ages = curves.idle(), [*curves.ages(), *curves.take("async/")]
     main = curves.take("(train|val)/")
     spread = [*rollouts.lengths(sampled, curves.marks), *rollouts.rewards(sampled, names, curves.marks)]
@@ -117,6 +118,8 @@ def _sections(labelled: Sequence[LabelledRun], of: Sequence[RunState]) -> Iterat
     yield Section("Time", grid([*phases, *speed]), "rest: time/step without its phases.")
     drawn = step_pictures([each.run for each in labelled], names)
     yield Section("Timeline", [*drawn, *grid(idle)], "Of the last completed step; launch/timeline.py draws any step.")
+    shares = "Means, and bands from min to max, over the ranks of a component. launch/README.md has the formulas."
+    yield Section("Resources", [*resources.warnings(labelled), *grid(used)], shares)
     yield Section(
         "Staleness", grid(ages), "Age: steps between the weights that generated a token and the step that trains on it."
     )

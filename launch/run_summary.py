@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import asdict
 from typing import Any
 
-from launch import startup_stages
+from launch import resources, startup_stages
 from launch.attempts import AttemptFolder
 from launch.evaluations import records, suites, tables
 from launch.evaluations.progress import AnswerCounts
@@ -77,6 +77,8 @@ def whole(run: RunFolder, state: RunState) -> dict[str, Any]:
         "saves_by": _saves_by(run, state),
         "phases": _phase_means(metrics),
         "idle": _idle_means(metrics),
+        "resources": resources.texts(metrics, run.components),
+        "warnings": resources.warnings(run, (metrics.steps[-1] if metrics.steps else 0) - resources.CURRENT_STEPS),
         "tokens_per_s": metrics.last("throughput/tokens_per_s"),
         "checkpoint": _checkpoint(run),
         "evaluations": _evaluations(run),

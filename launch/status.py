@@ -1,4 +1,4 @@
-"""Show the state of runs with `python launch/status.py [FOLDER ...] [watch=SECONDS] [json=true]`.
+"""Show the state of runs with `python launch/status.py [FOLDER ...] [watch=true] [json=true]`.
 
 Reads the run folder and queries the job, within seconds; says so if the job cannot be queried from here.
 Exit status: 0; 1 if a run named on the command line failed or was stopped; 2 if there is no such run.
@@ -18,7 +18,8 @@ from typing import Annotated, Any
 if __name__ == "__main__":
     sys.path[0] = str(Path(__file__).resolve().parent.parent)  # replaces launch/, so that no installed package is needed
 
-from launch import command_line, console, run_summary
+from launch import command_line, console, resources, run_summary
+from launch.board import Board
 from launch.command_line import Key
 from launch.run_folder import RunFolder, find
 from launch.run_state import state, states
@@ -30,9 +31,24 @@ Row = tuple[str, str]
 """A label and a text."""
 BAD = ("failed", "stopped")
 BARS = "▁▂▃▄▅▆▇█"
+WATCH_S = 2.0
+"""Seconds between two updates of the board, by default."""
 LABEL = 12
 """Width of the labels, in characters."""
 HEADER = ("state", "step", "each", "left", "restarts", "written", "last value", "folder")
+
+
+def _pause(text: str) -> float:
+    """Return the seconds of `watch`. Raises ValueError with the expected format."""
+    if text.lower() == "true":
+        return WATCH_S
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = 0.0
+    if not 0 < seconds < float("inf"):
+        raise ValueError("true, or a number of seconds above 0")
+    return seconds
 
 
 @dataclass(frozen=True)
@@ -47,7 +63,14 @@ class StatusRequest:
             bare=True,
         ),
     ] = field(default_factory=list)
-    watch: Annotated[float | None, Key("SECONDS", "repeat every so many seconds; with one run, until it ends")] = None
+    watch: Annotated[
+        float | None,
+        Key(
+            "true",
+            "a live board, or a number of seconds between its updates; with one run, until it ends",
+            read=_pause,
+        ),
+    ] = None
     json: Annotated[bool, Key("true", "print JSON")] = False
 
 
@@ -62,31 +85,40 @@ def execute(request: StatusRequest) -> int:
 
 
 def _watch(request: StatusRequest, pause_s: float) -> int:
-    while True:
-        if sys.stdout.isatty() and not request.json:
-            print("\033[H\033[2J", end="")
-        status, ended = _show(request)
-        sys.stdout.flush()
-        if ended:
-            return status
-        time.sleep(pause_s)
+    if not sys.stdout.isatty() or request.json:
+        while True:
+            status, ended = _show(request)
+            sys.stdout.flush()
+            if ended:
+                return status
+            time.sleep(pause_s)
+    with Board() as board:
+        while True:
+            status, ended = _show(request, board)
+            board.draw("" if ended else f"{clock(time.time())}, every {pause_s:g} s; Ctrl-C ends")
+            if ended:
+                return status
+            time.sleep(pause_s)
 
 
-def _show(request: StatusRequest) -> tuple[int, bool]:
-    """Show the runs, and return (exit status, whether this was a single run that has ended)."""
+def _show(request: StatusRequest, board: Board | None = None) -> tuple[int, bool]:
+    """Show the runs, and return (exit status, whether this was a single run that has ended). board: to show them on."""
     folders = request.run or [Path("runs").absolute()]
     if not request.run and not any(find(folders[0])):
         none_yet = f"no runs in {folders[0]} yet. Start one: python launch/submit.py recipe=tiny_sft"
-        print(as_json([]) if request.json else none_yet)
+        if board:
+            board.print_rows([("", none_yet)])
+        else:
+            print(as_json([]) if request.json else none_yet)
         return 0, False
     only = folders[0]
     if len(folders) == 1 and (not only.is_dir() or (only / "recipe.yaml").exists()):
-        return _show_one(RunFolder.at(only), request.json)
+        return _show_one(RunFolder.at(only), request.json, board)
     summaries = _summaries(list(dict.fromkeys(run for folder in folders for run in _below(folder))))
     if request.json:
         print(as_json(summaries))
-    elif sys.stdout.isatty():
-        console.print_table(HEADER, map(_row, summaries))
+    elif board or sys.stdout.isatty():
+        (board or console).print_table(HEADER, map(_row, summaries))
     else:
         print("\n".join(map(on_one_line, table(summaries))))
     named = {str(folder) for folder in folders}
@@ -126,7 +158,7 @@ def _unreadable(folder: Path, error: Exception) -> dict[str, Any]:
     return {"folder": str(folder), "state": "unknown", "why": str(error)}
 
 
-def _show_one(run: RunFolder, as_machine: bool) -> tuple[int, bool]:
+def _show_one(run: RunFolder, as_machine: bool, board: Board | None) -> tuple[int, bool]:
     of = state(run)
     try:
         summary = run_summary.whole(run, of)
@@ -134,8 +166,10 @@ def _show_one(run: RunFolder, as_machine: bool) -> tuple[int, bool]:
         raise RecipeError(Problem("run", "unreadable", f"{error.filename} cannot be read: {error.strerror}")) from None
     if as_machine:
         print(as_json(summary))
-    elif sys.stdout.isatty():
-        console.print_rows(whole(summary), heading=_heading(summary))
+    elif board or sys.stdout.isatty():
+        (board or console).print_rows(whole(summary), heading=_heading(summary))
+        if board and (ranks := resources.ranks(run))[1]:
+            board.print_table(*ranks)
     else:
         print("\n".join(map(plain, [_heading(summary), *(f"{label:{LABEL}s}{text}" for label, text in whole(summary))])))
     return int(of.name in BAD), of.name in ("done", *BAD)
@@ -216,6 +250,10 @@ def whole(run: dict[str, Any]) -> Iterator[Row]:
         yield _row_of("phases", ", ".join(parts), rate)
     if run["idle"]:
         yield _row_of("idle", ", ".join(f"{realm} {share:.0%}" for realm, share in run["idle"].items()))
+    for i, (component, text) in enumerate(run["resources"].items()):
+        yield _row_of("resources" if i == 0 else "", f"{component}: {text}")
+    for i, each in enumerate(run["warnings"]):
+        yield _row_of("warnings" if i == 0 else "", f"step {each['step']}: {each['message']}")
     if run["answers"]:
         yield _row_of("answers", run["answers"].removeprefix("answers: "))
     if run["trains"]:

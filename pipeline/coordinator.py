@@ -28,6 +28,7 @@ from pipeline.data.preferences import Pair
 from pipeline.data.stream import Stream
 from pipeline.deadline import Deadline
 from pipeline.metrics import Metrics, mean_metrics, validation_metrics
+from pipeline.monitor.steps import StepMonitor
 from pipeline.rollout.collectors import Collector, Prompts
 from pipeline.rpc import RpcGroup
 from pipeline.startup import Startup
@@ -61,6 +62,7 @@ class Run:
     startup: Startup = field(default_factory=Startup)
     phase: Callable[[str], AbstractContextManager[None]] = lambda _: nullcontext()  # sets rank 0's phase, as `World.phase`
     record: Callable[[], bytes] = bytes  # the rollout buffer's state for a checkpoint
+    monitor: StepMonitor | None = None  # None: resources are not sampled
     logging: BackgroundWorker = field(default_factory=BackgroundWorker)  # writes rollouts to files
     left: str | None = None  # why the run left before its end, with everything saved
     stopped: str | None = None  # why the run is complete before its last step
@@ -99,6 +101,8 @@ class Run:
     def learn(self, algorithm: Algorithm, samples: list[Sample], models: Sequence[str]) -> dict[str, float]:
         """Train `models` on the samples of a step and return the metrics, named `train/...` for the policy."""
         train, needs = self.train, algorithm.needs
+        if self.monitor:
+            self.monitor.learned(samples, models)
         size = self.recipe.policy.train_global_batch_size
         train.load(parts=split_batch(samples, self.recipe.policy, self.places, size, algorithm.sequences_per_item)).result()
         if needs.old or needs.reference or needs.critic or needs.taught:
@@ -132,6 +136,8 @@ class Run:
         self.attempt.check()
         if groups is not None:
             self.log_rollouts(metrics, step, groups, "step")
+        if self.monitor:
+            values = values | self.monitor.step_ended(step, values, groups)
         metrics.log(step, values)
         self.deadline.stepped(values)
         self.settle()

@@ -19,6 +19,8 @@ from pipeline.coordinator import Run, run_offline, run_online
 from pipeline.data.chat import load_tokenizer
 from pipeline.data.mixture import build_streams
 from pipeline.deadline import Deadline
+from pipeline.monitor import running
+from pipeline.monitor.steps import StepMonitor
 from pipeline.refit.base import Refit
 from pipeline.refit.broadcast import BroadcastRefit
 from pipeline.refit.coordination import RefitCoordinator
@@ -61,14 +63,20 @@ def main(run_dir: Path) -> None:
         startup.enter("check the nodes")
         node_checks.check(world, recipe.cluster)
         connect(world)
+        sampler = running.start(world, recipe, run_dir)
         with world.phase("", verb="coordinate" if client else "serve"):
             role = _role(recipe, world)
+            if sampler:
+                watchdog.sample = lambda: sampler.encoded
+                if isinstance(role, GenerateRole):
+                    sampler.add(role.readings)
             if client:
                 if isinstance(role, GenerateRole):
                     _evaluate(recipe, run_dir, world, client, role, startup)
                 else:
                     assert isinstance(role, TrainRole)  # rank 0 trains
-                    _coordinate(recipe, run_dir, world, client, role, startup)
+                    monitor = running.of_steps(world, recipe, sampler, watchdog.samples)
+                    _coordinate(recipe, run_dir, world, client, role, startup, monitor)
                 startup.end()
                 rpc.stop(world, client.own)
             else:
@@ -77,6 +85,8 @@ def main(run_dir: Path) -> None:
         watchdog.fail(error)
         raise
     watchdog.stop()
+    if sampler:
+        sampler.stop()
     world.timeline.close()
     leave(world, timeouts.silence)
 
@@ -99,7 +109,15 @@ def _refit(recipe: Recipe, world: World) -> Refit:
     return PlannedRefit(world, generation.refit_cfg, precision, generation.refit_transport, ipc)
 
 
-def _coordinate(recipe: Recipe, run_dir: Path, world: World, client: RpcClient, role: TrainRole, startup: Startup) -> None:
+def _coordinate(
+    recipe: Recipe,
+    run_dir: Path,
+    world: World,
+    client: RpcClient,
+    role: TrainRole,
+    startup: Startup,
+    monitor: StepMonitor | None,
+) -> None:
     startup.enter(SETTING_UP)
     timeouts, workers, algorithm = recipe.cluster.timeouts, world.workers, algorithms.build(recipe)
     storage_s = storage_timeout_s(timeouts)
@@ -126,7 +144,7 @@ def _coordinate(recipe: Recipe, run_dir: Path, world: World, client: RpcClient, 
     checkpoints = Checkpoints(run_dir, attempt.name, recipe.checkpointing, retry)
     deadline = Deadline.of_attempt(recipe.checkpointing, run_dir, attempt.folder)
     parts = (recipe, run_dir, checkpoints, train, places, colocation, tokenizer, attempt, deadline, world.timeline)
-    run = Run(*parts, startup=startup, phase=world.phase)
+    run = Run(*parts, startup=startup, phase=world.phase, monitor=monitor)
     if config.generates(recipe):
         judge = None
         if config.reward_model(recipe):

@@ -32,7 +32,9 @@ logger = logging.getLogger(__name__)
 
 Result = TypeVar("Result")
 
-NOT_REPRODUCIBLE = ("time", "throughput/", "idle/")
+RESOURCES = "resources/"
+"""Prefix of the resource monitor's keys. They are not in the log, for there are many."""
+NOT_REPRODUCIBLE = ("time", "throughput/", "idle/", RESOURCES)
 """Prefixes of keys that differ from run to run; all others must not."""
 
 
@@ -230,7 +232,8 @@ def _finite(values: dict[str, float]) -> dict[str, float | None]:
 
 
 def _log(step: int, values: dict[str, float]) -> None:
-    logger.info("step %d: %s", step, ", ".join(f"{key} {value:.4g}" for key, value in values.items()))
+    shown = (f"{key} {value:.4g}" for key, value in values.items() if not key.startswith(RESOURCES))
+    logger.info("step %d: %s", step, ", ".join(shown))
 
 
 def _spans(steps: list[int]) -> str:

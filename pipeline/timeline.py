@@ -76,6 +76,7 @@ class Timeline:
         self._about = {**about, "began": time.time()}
         self._now = (self._began, "join", "")  # (since, verb, phase)
         self._waited = 0.0
+        self._environments = 0.0  # part of `_waited`: only environments worked
         self._reported: Account = (0.0, 0.0)  # idle and total seconds at the previous `account`
         self._accounts: dict[str, Account] | None = None  # by component since the last step; None before the first
         self._ended: deque[Event] = deque(maxlen=100_000)  # bounded, in case the writing thread hangs
@@ -86,8 +87,11 @@ class Timeline:
         """Record that the rank's activity changes to this one."""
         now = time.monotonic()
         since, old_verb, old_phase = self._now
-        if category(old_verb, old_phase) in WAITING:
+        found = category(old_verb, old_phase)
+        if found in WAITING:
             self._waited += now - since
+        if found == "environment":
+            self._environments += now - since
         self._ended.append((since - self._began, now - self._began, old_verb, old_phase))
         self._now = (now, verb, phase)
 
@@ -98,6 +102,16 @@ class Timeline:
         waited = self._waited + (now - since if category(verb, phase) in WAITING else 0.0)
         before, self._reported = self._reported, (waited, now - self._began)
         return self._reported[0] - before[0], self._reported[1] - before[1]
+
+    def waited_s(self) -> tuple[float, float]:
+        """Return the seconds that the rank has waited, and those of them in which only environments worked, of the whole run.
+
+        Another thread may ask.
+        """
+        waited, environments = self._waited, self._environments
+        since, verb, phase = self._now
+        found, lasts = category(verb, phase), time.monotonic() - since
+        return waited + lasts * (found in WAITING), environments + lasts * (found == "environment")
 
     # ---- rank 0 -------------------------------------------------------------------------------------------------------------
 

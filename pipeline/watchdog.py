@@ -134,6 +134,7 @@ class Heartbeat(msgspec.Struct, array_like=True):
     node: str
     verb: str
     phase: str
+    sample: bytes = b""  # of the resource monitor, which encodes it
 
 
 @dataclass(frozen=True)
@@ -158,6 +159,7 @@ class Watchdog:
         overdue: Callable[[], Overdue | None] = lambda: None,
     ):
         self._world = world
+        self.sample: Callable[[], bytes] = bytes  # returns the rank's latest sample, to send with each heartbeat
         self._name = world.describe(world.rank)
         self._silence_s = timeouts.silence
         self._join_s = timeouts.join
@@ -189,6 +191,10 @@ class Watchdog:
         """Return the (verb, phase) of each watched rank that has sent a heartbeat."""
         return {rank: (beat.verb, beat.phase) for rank, (beat, _) in dict(self._heard).items()}
 
+    def samples(self) -> dict[int, bytes]:
+        """Return the latest sample of each watched rank that has sent a heartbeat."""
+        return {rank: beat.sample for rank, (beat, _) in dict(self._heard).items()}
+
     def fail(self, error: BaseException) -> None:
         """Report `error`, with which the main thread ends. Does not return if another rank has failed first."""
         echo_until = time.monotonic() + (ECHO_S if may_be_echo(error) else 0)
@@ -207,7 +213,7 @@ class Watchdog:
         keys = [FAILED, *(f"beat/{rank}" for rank in watched), *(f"lost/{rank}" for rank in watched)]
         for count in itertools.count():
             activity = world.activity
-            beat = Heartbeat(count, world.info.node, activity.verb, activity.phase)
+            beat = Heartbeat(count, world.info.node, activity.verb, activity.phase, self.sample())
             try:
                 failed, *seen = self._store.exchange(f"beat/{world.rank}", msgspec.msgpack.encode(beat), keys)
             except dist.DistError as error:

@@ -16,7 +16,7 @@ DOWNHILL = [
     ("main",),
     ("coordinator",),
     ("evaluation",),
-    ("scoring", "deadline", "colocation"),
+    ("scoring", "deadline", "colocation", "monitor"),
     ("roles",),
     ("rollout", "refit"),
     ("train", "generate", "environments", "rpc", "node_checks"),

@@ -29,7 +29,10 @@ CHECKPOINTING = under(
 )
 OTHERS = (
     Same("logger.tensorboard_enabled"),
-    Ignored("logger.log_dir logger.tensorboard.* logger.num_val_samples_to_print logger.monitor_gpus logger.gpu_monitoring.*"),
+    Same("logger.monitor_gpus", ours="logger.monitor.enabled"),
+    Same("logger.gpu_monitoring.collection_interval", ours="logger.monitor.period_s"),
+    Same("logger.gpu_monitoring.flush_interval", ours="logger.monitor.flush_s"),
+    Ignored("logger.log_dir logger.tensorboard.* logger.num_val_samples_to_print logger.gpu_monitoring.*"),
     Ignored("teacher teachers"),  # null
 )
 

@@ -3,7 +3,7 @@
     estimate, modes                        the plan of a recipe; the same GPUs in other modes. Start at `estimate.plan`
     evaluation                             the plan of an evaluation
     report, alternatives                   the table for the terminal, and its lines about alternatives
-    lengths, flops, parallelism, phase     sequence lengths, operations, parallel groups, phases of a step
+    lengths, parallelism, phase            sequence lengths, parallel groups, phases of a step
     train_time, generate_time, colocation  seconds of phases on train ranks, generate ranks and shared GPUs
     step_phases, step_time                 the phases of a step, and its duration when they overlap
     memory, memory_*, activations          bytes of the fullest rank

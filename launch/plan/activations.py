@@ -53,8 +53,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from launch.model_shape import ModelShape
 from launch.plan.memory_parts import TrainModel
+from pipeline.models.shape import ModelShape
 
 ROTARY = 64  # qk_rope_head_dim of DeepSeek-V3 and of all models with its architecture
 

@@ -9,12 +9,12 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
 
-from launch.model_shape import ModelShape
 from launch.plan.memory import train
 from launch.plan.memory_generate import generate
 from launch.plan.memory_parts import GenerateMemory, TrainMemory
 from launch.plan.parallelism import train_parallelism
 from pipeline.config import Recipe, ranks, uses_megatron
+from pipeline.models.shape import ModelShape
 
 GB = 1e9
 MOST = 4

@@ -12,7 +12,6 @@ from typing import Any
 
 from launch import backend, recipes
 from launch.model_files import is_inside, planning_config
-from launch.model_shape import ModelShape
 from launch.plan import advice, calibration, colocation, generate_time, lengths, memory, memory_generate, split, step_time
 from launch.plan.calibration import MeasuredRun
 from launch.plan.lengths import Lengths
@@ -26,6 +25,7 @@ from launch.preflight.disk_space import saved_bytes
 from pipeline import config
 from pipeline.config import Problem, Recipe, RecipeError, generates, hardware, ranks, section, uses_megatron
 from pipeline.config.schema import PlanConfig
+from pipeline.models.shape import ModelShape
 
 GIGA = 1e9
 STATE = ("weights", "merged weights", "gradients", "optimizer")  # parts that depend on no batch size or recomputation

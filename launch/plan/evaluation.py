@@ -18,14 +18,15 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from launch.model_files import planning_config
-from launch.model_shape import ModelShape
-from launch.plan import flops, generate_time, lengths, memory_generate
+from launch.plan import generate_time, lengths, memory_generate
 from launch.plan.lengths import Lengths
 from launch.plan.memory_parts import GenerateMemory
 from launch.plan.parallelism import engines, parallel_sizes
 from launch.units import plural, seconds, size
 from pipeline.algorithms.evaluate import TaskConfig
 from pipeline.config import GENERATED_DATASETS, Problem, Recipe, collected, hardware, ranks
+from pipeline.models import flops
+from pipeline.models.shape import ModelShape
 
 LABEL, WIDTH = 14, 120
 CHARACTERS = 4.0  # of a token of text

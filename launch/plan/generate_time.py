@@ -19,15 +19,15 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from launch.model_shape import ModelShape
-from launch.plan import flops
 from launch.plan.lengths import Lengths
 from launch.plan.memory_parts import GenerateMemory
 from launch.plan.parallelism import GIGA, Links, engines
 from launch.plan.phase import Phase
 from pipeline.config import PRECISIONS, OnlineConfig, Recipe, engine_ranks, hardware, section
 from pipeline.config.hardware import GPUSpec
+from pipeline.models import flops
 from pipeline.models.mixers import kept_bytes
+from pipeline.models.shape import ModelShape
 
 SAMPLING = ("prefill", "decode")
 """The phases of a rollout that engines take part in."""

@@ -17,7 +17,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 
-from launch.model_shape import ModelShape
 from launch.plan.memory_fsdp import FSDPMemory
 from launch.plan.memory_megatron import MegatronMemory, stages
 from launch.plan.memory_parts import RUNTIME, Parts, RankBatches, TrainMemory, TrainModel, add_parts, models, rank_batches
@@ -31,6 +30,7 @@ from pipeline.config import (
     serves_rewards,
     uses_megatron,
 )
+from pipeline.models.shape import ModelShape
 
 ModelMemory = FSDPMemory | MegatronMemory
 

@@ -20,13 +20,13 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
-from launch.model_shape import ModelShape
 from launch.plan.activations import latent_projections
 from launch.plan.engine_layouts import engine_stages
 from launch.plan.memory_parts import RUNTIME, GenerateMemory, add_parts
 from pipeline.config import PRECISIONS, Problem, Recipe, refits_by_ipc, refuse, trains
 from pipeline.config.hardware import memory_gb
 from pipeline.models.mixers import kept_bytes
+from pipeline.models.shape import ModelShape
 
 ROOM = 0.8  # share of a GPU for an engine's weights; the rest holds a KV cache
 BLOCK = {True: 16, False: 128}  # tokens of a block of the KV cache, on a GPU and on a CPU (vllm/platforms/cpu.py)

@@ -8,10 +8,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from launch.model_shape import ModelShape
 from pipeline import config
 from pipeline.algorithms import build
 from pipeline.config import PRECISIONS, PolicyConfig, Recipe
+from pipeline.models.shape import ModelShape
 
 Parts = dict[str, float]
 """Part of PARTS -> bytes."""

@@ -5,9 +5,9 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from launch.model_shape import ModelShape
 from pipeline.config import ComponentConfig, PolicyConfig, engine_ranks, expert_tensor_parallel_size, ranks, uses_megatron
 from pipeline.config.hardware import GPUSpec
+from pipeline.models.shape import ModelShape
 
 GIGA = 1e9
 

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from launch.model_files import planning_config
-from launch.model_shape import ModelShape
 from pipeline.config import PRECISIONS, Recipe, colocated, ranks, ranks_per_node
+from pipeline.models.shape import ModelShape
 
 if TYPE_CHECKING:
     import numpy as np

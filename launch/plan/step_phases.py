@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from launch.model_shape import ModelShape
 from launch.plan import colocation, generate_time, memory, train_time
 from launch.plan.lengths import Lengths
 from launch.plan.memory_parts import GenerateMemory
@@ -12,6 +11,7 @@ from launch.plan.phase import Phase
 from pipeline import config
 from pipeline.algorithms import build
 from pipeline.config import Recipe, hardware
+from pipeline.models.shape import ModelShape
 
 
 def priced(recipe: Recipe) -> bool:

@@ -22,8 +22,6 @@ import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 
-from launch.model_shape import ModelShape
-from launch.plan import flops
 from launch.plan.lengths import Lengths
 from launch.plan.parallelism import GIGA, Links, Parallelism, train_parallelism
 from launch.plan.phase import Phase
@@ -31,6 +29,8 @@ from pipeline import config
 from pipeline.algorithms import build
 from pipeline.config import PRECISIONS, ComponentConfig, PolicyConfig, Recipe, hardware, uses_megatron
 from pipeline.config.hardware import GPUSpec
+from pipeline.models import flops
+from pipeline.models.shape import ModelShape
 
 OPTIMIZER_BYTES = 30
 """Bytes that an update moves for each parameter: float32 weight, gradient and two moments are read, all but the gradient are
@@ -116,18 +116,8 @@ def update(job: Job, count: float) -> tuple[float, dict[str, float]]:
 
 def recomputed(job: Job, count: float) -> float:
     """Return the share of the forward pass that the backward pass recomputes."""
-    if not uses_megatron(job.policy):
-        dtensor = job.policy.dtensor_cfg  # selective recomputation repeats no matrix product
-        return float(dtensor.activation_checkpointing and dtensor.recompute_granularity == "full")
-    megatron = job.policy.megatron_cfg
-    if not megatron.activation_checkpointing:
-        return 0.0
-    if megatron.recompute_granularity == "selective":
-        lengths = job.lengths
-        return flops.attention(job.shape, count * lengths.squared_sequence / 2) / job.forward_flops(count)
-    if megatron.recompute_method == "block":  # recompute_num_layers in each stage
-        return min(1.0, (megatron.recompute_num_layers or 1) * job.layout.pipeline / job.shape.layers)
-    return 1.0
+    attention = flops.attention(job.shape, count * job.lengths.squared_sequence / 2)
+    return flops.recomputed(job.policy, job.shape, job.layout.pipeline, attention / job.forward_flops(count))
 
 
 def _pass(job: Job, count: float, microbatches: int, forward: float, backward: float, passes: int) -> dict[str, float]:

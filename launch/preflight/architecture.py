@@ -12,7 +12,6 @@ from dataclasses import replace
 from typing import Any
 
 from launch.model_files import is_inside, model_folder, planning_config
-from launch.model_shape import ModelShape
 from launch.preflight import adapter_names, frozen_parameters, libraries
 from pipeline import config, models
 from pipeline.algorithms import build
@@ -29,6 +28,7 @@ from pipeline.config import (
     uses_megatron,
 )
 from pipeline.models.config_json import unsupported
+from pipeline.models.shape import ModelShape
 from pipeline.models.sizes import MODEL_TYPES, sizes
 from pipeline.train.adapters import modules
 

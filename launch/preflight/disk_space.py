@@ -17,7 +17,6 @@ from pathlib import Path
 from launch.components import components
 from launch.containers import CONVERSIONS
 from launch.model_files import hf_home, is_inside, model_folder, planning_config
-from launch.model_shape import ModelShape
 from launch.preflight.weight_files import read_stored_weights
 from launch.units import size
 from pipeline import config
@@ -34,6 +33,7 @@ from pipeline.config import (
     ranks,
     uses_megatron,
 )
+from pipeline.models.shape import ModelShape
 from pipeline.models.tensors import tensors
 
 STATES = {"SGD": 0, "Adagrad": 1, "RMSprop": 1, "Rprop": 2}  # per weight; others: 2. With momentum SGD, RMSprop: one more

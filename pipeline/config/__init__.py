@@ -112,6 +112,7 @@ from pipeline.config.schema import (
     DataConfig,
     DatasetConfig,
     LoggerConfig,
+    MonitorConfig,
     Recipe,
     adapters,
     ahead,

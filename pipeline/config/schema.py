@@ -185,6 +185,15 @@ class EvaluationConfig:
 
 
 @dataclass
+class MonitorConfig:
+    """Samples of what each rank uses (GPU, memory, network, engine), metrics `resources/...` and warnings."""
+
+    enabled: Annotated[Bool, Field(description="Whether to sample. A sample takes a few milliseconds of a CPU.")] = True
+    period_s: Annotated[Float, Field(ge=0.1, description="Seconds between two samples of a rank.")] = 5.0
+    flush_s: Annotated[Float, Field(ge=0, description="Seconds between two writes of samples to a rank's file.")] = 10.0
+
+
+@dataclass
 class LoggerConfig:
     """Logs of a run."""
 
@@ -193,6 +202,7 @@ class LoggerConfig:
     num_rollouts_to_log: Annotated[NotNegative | None, Field(description="Rollouts per step to write as JSONL. null: all.")] = (
         None
     )
+    monitor: MonitorConfig = field(default_factory=MonitorConfig)
 
 
 @dataclass

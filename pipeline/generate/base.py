@@ -94,6 +94,10 @@ class GenerateBackend(Protocol):
         """Return the spans drawn so far of each pending request, by its id; () if none. Callable at any time."""
         ...
 
+    def readings(self) -> dict[str, float]:
+        """Return what the engine is busy with, as `pipeline.monitor.readings` names it. Another thread may ask, at any time."""
+        return {"running": float(self.pending)}
+
     @property
     def pending(self) -> int:
         """Number of pending requests."""

@@ -69,6 +69,7 @@ from pipeline.generate.vllm_adapters import AdapterUpdate, VLLMAdapters, engine_
 from pipeline.generate.vllm_launcher import launcher_environment  # noqa: E402
 from pipeline.generate.vllm_layout import ModuleUnit, record  # noqa: E402
 from pipeline.generate.vllm_likelihood import likelihoods  # noqa: E402
+from pipeline.generate.vllm_readings import EngineReadings  # noqa: E402
 from pipeline.generate.vllm_sleep import SLEEP_ARGUMENTS, SleepMode  # noqa: E402
 from pipeline.generate.vllm_stop_strings import StopWatch  # noqa: E402
 from pipeline.generate.vllm_update import VLLMUpdate  # noqa: E402
@@ -114,6 +115,9 @@ class VLLMBackend(GenerateBackend):
         assert isinstance(client, InprocClient)  # VLLM_ENABLE_V1_MULTIPROCESSING is 0
         client._finalizer.detach()
         self._core = client.engine_core
+        assert isinstance(self._core.scheduler, Scheduler)  # vLLM's only one
+        self._scheduler = self._core.scheduler
+        self._readings = EngineReadings(self._scheduler)
         worker: Any  # vLLM's classes differ by platform
         (worker,) = self._engine.collective_rpc(lambda worker: worker)
         self._runner = worker.model_runner
@@ -125,6 +129,10 @@ class VLLMBackend(GenerateBackend):
         if adapters:
             self._shapes = adapters.shapes
             self._adapters = VLLMAdapters(adapters, self._runner, self._precision, self._runner.device)
+
+    @override
+    def readings(self) -> dict[str, float]:
+        return self._readings.read()
 
     @property
     @override
@@ -234,9 +242,7 @@ class VLLMBackend(GenerateBackend):
 
     def _rekey_waiting(self, version: int) -> None:
         """Let requests that have not begun look up prefixes of the new weights; they were added under the old ones."""
-        scheduler = self._core.scheduler
-        assert isinstance(scheduler, Scheduler)  # vLLM's only one
-        for request in scheduler.waiting:
+        for request in self._scheduler.waiting:
             if request.status != RequestStatus.PREEMPTED:
                 request.cache_salt = str(version)
                 request.block_hashes.clear()
@@ -256,7 +262,8 @@ class VLLMBackend(GenerateBackend):
     def close(self) -> None:
         """Free the model, the cache and vLLM's own process groups, but not the default group or the world's groups."""
         self._engine.model_executor.shutdown()
-        del self._engine, self._core, self._runner, self._model, self._update, self._sleep, self._adapters
+        del self._engine, self._core, self._scheduler, self._readings, self._runner, self._model, self._update, self._sleep
+        del self._adapters
         destroy_model_parallel()
         gc.collect()
         if current_platform.is_cuda():

@@ -223,6 +223,13 @@ class GenerateRole:
         """Let the engine's other ranks take their next verb."""
         self._lockstep.announce(VERB)
 
+    def readings(self) -> dict[str, float]:
+        """Return what the engine is busy with; {} before it is built. Another thread may ask."""
+        clock = self._lockstep.clock
+        if self._built is None:
+            return {}
+        return {"engine_steps": float(clock.steps), "engine_s": clock.seconds, **self._built.readings()}
+
     def close(self) -> None:
         """Close the environments."""
         if self._environments:

@@ -186,7 +186,7 @@ class EpisodeDriver:
         move = Move(self._to_cut, [episode.request() for episode in adding])
         self._to_cut = []
         self._lockstep.announce(STEP, move)
-        for completion in apply_move(move, self._engine):
+        for completion in apply_move(move, self._engine, self._lockstep.clock):
             self._judge(completion)
         self._end_drains()
 

@@ -7,8 +7,10 @@ nothing.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 
 import msgspec
 import torch
@@ -29,12 +31,23 @@ class Move(msgspec.Struct, array_like=True):
     add: list[Request] = []
 
 
-def apply_move(move: Move, engine: GenerateBackend) -> list[Completion]:
+@dataclass
+class StepClock:
+    """The number of steps of this rank's engine, and their seconds."""
+
+    steps: int = 0
+    seconds: float = 0.0
+
+
+def apply_move(move: Move, engine: GenerateBackend, clock: StepClock) -> list[Completion]:
     """Make a move and its step, and return the completions that ended."""
     ended = engine.cut(move.cut) if move.cut else []
     if move.add:
         engine.add(move.add)
-    return ended + engine.step()
+    begun = time.perf_counter()
+    ended += engine.step()
+    clock.steps, clock.seconds = clock.steps + 1, clock.seconds + time.perf_counter() - begun
+    return ended
 
 
 class Lockstep:
@@ -45,6 +58,7 @@ class Lockstep:
 
     def __init__(self, group: dist.ProcessGroup | None):
         self._group = group
+        self.clock = StepClock()
 
     def announce(self, kind: int, move: Move | None = None) -> None:
         """Announce the leader's next move to its peers."""
@@ -75,7 +89,7 @@ class Lockstep:
                 while kind == before:
                     if kind == STEP:
                         assert engine is not None
-                        apply_move(move, engine)
+                        apply_move(move, engine, self.clock)
                     kind, move = self._receive()
 
 

@@ -21,11 +21,11 @@ from pathlib import Path
 
 import numpy as np
 
-from launch.model_shape import ModelShape
 from launch.plan.refit_time import Broadcast, Messages, bounds, broadcast_seconds, floor, merge, simulate
 from launch.plan_refit import PlanRefitRequest, RefitPrediction, load, model_folder, predict
 from pipeline.config.cluster import NetworkConfig
 from pipeline.config.generation import RefitConfig
+from pipeline.models.shape import ModelShape
 
 NETWORK = NetworkConfig()
 GPUS = 8  # of a node

@@ -3,7 +3,7 @@
 Its last line holds the numbers. Weights are random; the policy is Llama's shape.
 
     train    the steps of a real `TrainRole` on sequences of equal length, packed into one microbatch. The share of the peak
-             (MFU) counts the operations that launch/plan/flops.py counts, without recomputation. Memory is the most that
+             (MFU) counts the operations that pipeline/models/flops.py counts, without recomputation. Memory is the most that
              torch's allocator gave out, beside what the plan predicts of tensors.
     decode   one engine, all requests at once, to the last token of each
     refit    two train and two generate processes, planned; over NCCL where four GPUs are, else through host memory, as where
@@ -25,10 +25,11 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from launch.plan import flops, memory
+from launch.plan import memory
 from launch.plan.parallelism import train_parallelism
 from pipeline import generate
 from pipeline.config import hardware
+from pipeline.models import flops
 from pipeline.types import Request, Sampling
 from tests.gpu_check.parts import RESULT, STEPS
 from tests.launch.plan.memory_cases import Case

@@ -9,11 +9,11 @@ from launch import backend, cuda_variables, run_setup
 from launch.backend import fsdp_bytes, megatron_bytes
 from launch.components import components
 from launch.model_files import PendingModel
-from launch.model_shape import ModelShape
 from launch.plan.memory_parts import TrainModel
 from launch.preflight import architecture
 from pipeline import config
 from pipeline.config import MEGATRON_MODEL_TYPES, PRECISIONS, GenerationConfig, PolicyConfig, RecipeError
+from pipeline.models.shape import ModelShape
 from pipeline.train.megatron import cpu  # noqa: F401 before Megatron-Core is imported
 from tests.launch.model import write_recipe
 from tests.problems import named, refused

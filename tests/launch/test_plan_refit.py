@@ -12,8 +12,8 @@ import pytest
 
 from launch import plan_refit
 from launch.model_files import public_model_config
-from launch.model_shape import ModelShape
 from launch.plan.refit_picture import PARTS
+from pipeline.models.shape import ModelShape
 
 ROOT = Path(__file__).parents[2]
 TINY, TINY_MOE = (ROOT / f"recipes/{name}/config.json" for name in ("tiny", "tiny_moe"))

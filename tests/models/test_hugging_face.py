@@ -6,11 +6,11 @@ from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from launch.model_files import planning_config
-from launch.model_shape import ModelShape
 from pipeline.boxes import whole
 from pipeline.config import PolicyConfig
 from pipeline.models import hugging_face
 from pipeline.models.recorded_layout import copy_pieces
+from pipeline.models.shape import ModelShape
 from tests.models.cases import configs
 from tests.train import cases
 

@@ -8,8 +8,8 @@ import yaml
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from launch.model_files import KNOWN, planning_config, public_model_config
-from launch.model_shape import ModelShape
 from pipeline.config import PolicyConfig, RecipeError
+from pipeline.models.shape import ModelShape
 
 NAMES = sorted(str(path.relative_to(KNOWN).with_suffix("")) for path in KNOWN.glob("*/*.json"))
 STATED = {  # by the metadata of their safetensors files, but for copies of a tied embedding

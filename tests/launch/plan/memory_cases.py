@@ -8,11 +8,11 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 
 from launch.model_files import read_json
-from launch.model_shape import ModelShape
 from launch.plan import memory
 from launch.plan.parallelism import train_parallelism
 from pipeline import config
 from pipeline.config import RECIPES, Recipe
+from pipeline.models.shape import ModelShape
 
 # 52 million parameters, so that a process's memory shows the model and not the Python around it.
 MEDIUM = {

@@ -6,11 +6,11 @@ import random
 import pytest
 
 from launch.model_files import planning_config
-from launch.model_shape import ModelShape
-from launch.plan import flops
 from launch.plan.lengths import Lengths, assumed
 from pipeline import config
 from pipeline.config import PolicyConfig
+from pipeline.models import flops
+from pipeline.models.shape import ModelShape
 from tests.launch.model import write_recipe
 
 TINY = {"model_type": "llama", "hidden_size": 8, "intermediate_size": 24, "num_hidden_layers": 3, "vocab_size": 10}

@@ -4,12 +4,12 @@ import dataclasses
 
 import pytest
 
-from launch.model_shape import ModelShape
 from launch.plan.memory import stage_memories
 from launch.plan.memory_parts import TrainModel
 from launch.plan.parallelism import train_parallelism
 from pipeline.config import ComponentConfig, DTensorConfig, MegatronConfig, PolicyConfig
 from pipeline.models.frozen import matched
+from pipeline.models.shape import ModelShape
 from tests.models.cases import configs
 
 CASES = [

@@ -7,7 +7,6 @@ import sys
 import pytest
 
 from launch.model_files import read_json
-from launch.model_shape import ModelShape
 from launch.plan import memory
 from launch.plan.activations import RankMicrobatch, hugging_face_layer, megatron_layer, norms
 from launch.plan.advice import advice
@@ -17,6 +16,7 @@ from launch.plan.memory_parts import GenerateMemory, TrainMemory, models, rank_b
 from launch.plan.parallelism import Parallelism, train_parallelism
 from pipeline import config
 from pipeline.config import RECIPES
+from pipeline.models.shape import ModelShape
 from tests.test_imports import ROOT
 
 

@@ -3,10 +3,10 @@
 import pytest
 
 from launch.model_files import read_json
-from launch.model_shape import ModelShape
 from launch.plan import memory
 from pipeline import config
 from pipeline.config import RECIPES, Recipe
+from pipeline.models.shape import ModelShape
 
 SECTION = "on_policy_distillation.teachers"
 

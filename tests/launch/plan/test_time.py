@@ -8,8 +8,7 @@ import pytest
 
 from launch import backend
 from launch.model_files import planning_config
-from launch.model_shape import ModelShape
-from launch.plan import flops, generate_time, lengths, train_time
+from launch.plan import generate_time, lengths, train_time
 from launch.plan.generate_time import Engine
 from launch.plan.lengths import Lengths
 from launch.plan.memory_parts import GenerateMemory
@@ -17,6 +16,8 @@ from launch.plan.parallelism import Links, Parallelism
 from pipeline import config
 from pipeline.config import PolicyConfig
 from pipeline.config.hardware import gpu
+from pipeline.models import flops
+from pipeline.models.shape import ModelShape
 
 H100 = gpu("h100")
 KEY, VLLM = "policy.megatron_cfg", "policy.generation.vllm_cfg"

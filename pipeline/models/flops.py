@@ -11,7 +11,8 @@ Not counted: norms, softmax, rotary embeddings, routers' top-k; sliding windows,
 
 from __future__ import annotations
 
-from launch.model_shape import ModelShape
+from pipeline.config import PolicyConfig, uses_megatron
+from pipeline.models.shape import ModelShape
 
 
 def forward(shape: ModelShape, tokens: float, pairs: float) -> float:
@@ -30,3 +31,21 @@ def decode_attention(shape: ModelShape, pairs: float) -> float:
     if not shape.latent:
         return attention(shape, pairs)
     return 4 * shape.attention_layers * shape.heads * shape.kv_width * pairs
+
+
+def recomputed(policy: PolicyConfig, shape: ModelShape, stages: int, attention_share: float) -> float:
+    """Return the share of the forward pass that the backward pass recomputes.
+
+    stages: pipeline-parallel size. attention_share: attention's share of the forward pass.
+    """
+    if not uses_megatron(policy):
+        dtensor = policy.dtensor_cfg  # selective recomputation repeats no matrix product
+        return float(dtensor.activation_checkpointing and dtensor.recompute_granularity == "full")
+    megatron = policy.megatron_cfg
+    if not megatron.activation_checkpointing:
+        return 0.0
+    if megatron.recompute_granularity == "selective":
+        return attention_share
+    if megatron.recompute_method == "block":  # recompute_num_layers in each stage
+        return min(1.0, (megatron.recompute_num_layers or 1) * stages / shape.layers)
+    return 1.0

@@ -1,0 +1,14 @@
+"""The resource monitor: what each rank uses, what a step makes of it, and what is off.
+
+    readings     the catalogue: every reading with its unit, and whether it is a level or a counter
+    host         a rank's process tree, its node's memory, CPU and disk
+    gpu          a rank's GPU, by NVML; network: bytes of the node's NICs
+    stacks       whether the main thread waits inside a collective
+    sampler      a thread on each rank: takes samples, writes them to a bounded file, keeps the latest for rank 0
+    operations   operations of a step, from the tokens that it read and drew
+    steps        rank 0: the metrics `resources/...` of a step, from the samples of all ranks
+    checks       warnings, one small function each; history has what they read
+
+A sampler never waits for the main thread and the main thread never waits for a sampler. Samples travel with heartbeats. A
+reading that fails is left out, and that is logged once; a file that cannot be written costs only its samples.
+"""

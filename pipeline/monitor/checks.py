@@ -1,0 +1,224 @@
+"""Warnings about resources: each check is one small function that reads the history, and one line in a registry.
+
+A check yields (rank, message); the message says what is off, on which rank, and what to do.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Iterator
+
+from pipeline.monitor.gpu import reasons
+from pipeline.monitor.history import History
+
+Found = tuple[int, str]
+Check = Callable[[History], Iterator[Found]]
+
+LASTING = 3
+"""Steps over which a rank must be slow, or wait."""
+SLOW = 1.3
+"""Times the median of its peers that a slow rank works."""
+SLOW_ENGINE = 1.5
+WAITED_FOR = 0.15
+"""Share of time that the peers of a slow rank wait in collectives, on average."""
+SLOW_CLOCK = 0.9
+THROTTLED = 0.5
+"""Share of samples."""
+STARVED, BUSY = 0.5, 0.3
+"""Shares of time that a starved component waits at least, and the other one at most."""
+FULL = 0.95
+LEAST_FREE_GB = 2.0
+LEAST_LEAK_GB = 0.1
+"""A memory that grows less over half of a run does not count as a leak."""
+FAR = 10
+"""Without a last step, a leak counts if it ends the run within so many times its steps so far."""
+
+
+def slow_rank(history: History) -> Iterator[Found]:
+    """A train or reward rank that works longer than its peers, which wait for it in collectives."""
+    for name in ("train", "reward"):
+        ranks = history.components.get(name, ())
+        waiting = history.mean("waiting", ranks, LASTING)
+        blocked = history.mean("collective", ranks, LASTING)
+        own = {rank: max(0.0, 1 - share - blocked[rank]) for rank, share in waiting.items() if rank in blocked}
+        for rank, usual in _above_peers(own, SLOW):
+            if statistics.fmean(blocked[peer] for peer in own if peer != rank) > WAITED_FOR + blocked[rank]:
+                message = (
+                    f"{history.describe(rank)} computes {own[rank] / usual:.1f} times as long as its peers, which wait for it."
+                    f" Look for other processes, a lower clock or a slow disk on {history.nodes.get(rank)}, or leave the node"
+                    " out: cluster.sbatch_options={exclude: NODE}"
+                )
+                yield rank, message
+
+
+def slow_engine(history: History) -> Iterator[Found]:
+    """An engine whose steps take longer than those of its peers."""
+    leaders = [engine[0] for engine in history.engines]
+    count, busy = (history.mean(name, leaders, LASTING) for name in ("engine_steps", "engine_s"))
+    seconds = {rank: busy[rank] / each for rank, each in count.items() if each > 0 and rank in busy}
+    for rank, usual in _above_peers(seconds, SLOW_ENGINE):
+        message = (
+            f"{history.describe(rank)} takes {1e3 * seconds[rank]:.1f} ms for a step of its engine; its peers take"
+            f" {1e3 * usual:.1f} ms. Look for other processes or a lower clock on {history.nodes.get(rank)}, or leave the node"
+            " out: cluster.sbatch_options={exclude: NODE}"
+        )
+        yield rank, message
+
+
+def _above_peers(values: dict[int, float], factor: float) -> Iterator[tuple[int, float]]:
+    """Yield (rank, lower median of all) of ranks above `factor` times that. Of two ranks the other one is the median."""
+    usual = statistics.median_low(values.values()) if len(values) > 1 else 0.0
+    if usual > 0:
+        yield from ((rank, usual) for rank, value in values.items() if value > factor * usual)
+
+
+def slow_gpu(history: History) -> Iterator[Found]:
+    """A busy GPU whose clock is below that of its peers."""
+    for ranks in history.components.values():
+        clocks, busy = (history.mean(name, ranks, LASTING) for name in ("sm_clock_mhz", "gpu_util"))
+        clocks = {rank: clock for rank, clock in clocks.items() if busy.get(rank, 0.0) > 0.5}
+        usual = statistics.median_high(clocks.values()) if clocks else 0.0
+        for rank, clock in clocks.items():
+            if clock < SLOW_CLOCK * usual:
+                message = (
+                    f"the GPU of {history.describe(rank)} runs at {clock:.0f} MHz, its peers at {usual:.0f} MHz. Check its"
+                    " cooling and its power limit (nvidia-smi -q -d PERFORMANCE), or leave the node out"
+                )
+                yield rank, message
+
+
+def throttling(history: History) -> Iterator[Found]:
+    """A GPU that heat or power slows down."""
+    for ranks in history.components.values():
+        for rank, share in history.mean("throttled", ranks, LASTING).items():
+            if share >= THROTTLED:
+                why = ", ".join(reasons(history.now[rank].get("throttle_bits", 0))) or "no reason at this moment"
+                message = (
+                    f"the GPU of {history.describe(rank)} is throttled in {share:.0%} of the samples ({why}). Check its cooling"
+                    " and its power limit: nvidia-smi -q -d PERFORMANCE"
+                )
+                yield rank, message
+
+
+def host_leak(history: History) -> Iterator[Found]:
+    """Host memory that grows steadily, so that it is full before the run ends."""
+    for node in sorted(set(history.nodes.values())):
+        here = [rank for rank, its in history.nodes.items() if its == node]
+        free = [history.now[rank]["node_memory_free_gb"] for rank in here if "node_memory_free_gb" in history.now.get(rank, {})]
+        slopes = {
+            (rank, name): slope
+            for rank in here
+            for name in ("rss_gb", "children_gb")
+            if (rank, name) in history.growth and (slope := history.growth[rank, name].slope(LEAST_LEAK_GB)) is not None
+        }
+        if not (free and slopes and (ends := _ends(history, min(free), sum(slopes.values())))):
+            continue
+        rank, name = max(slopes, key=slopes.__getitem__)
+        whose = "its process" if name == "rss_gb" else "the processes that it started, such as environments"
+        message = (
+            f"host memory of {history.describe(rank)} grows by {1e3 * slopes[rank, name]:.3g} MB a step, in {whose}: the node's"
+            f" memory ({min(free):.3g} GB free) is full at about step {ends}. Look for what a reward function or an environment"
+            " keeps between calls; a restart from a checkpoint frees it"
+        )
+        yield rank, message
+
+
+def gpu_leak(history: History) -> Iterator[Found]:
+    """GPU memory that grows steadily, so that it is full before the run ends."""
+    for (rank, name), growth in history.growth.items():
+        free = history.now[rank].get("gpu_memory_free_gb")
+        if name != "gpu_memory_gb" or free is None or (slope := growth.slope(LEAST_LEAK_GB)) is None:
+            continue
+        if ends := _ends(history, free, slope):
+            message = (
+                f"GPU memory of {history.describe(rank)} grows by {1e3 * slope:.3g} MB a step: the GPU ({free:.3g} GB free) is"
+                f" full at about step {ends}. Compare resources/*_torch_allocated_gb with torch_reserved_gb: if only the latter"
+                " grows, set PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True"
+            )
+            yield rank, message
+
+
+def _ends(history: History, free_gb: float, gb_per_step: float) -> int | None:
+    """Return the step at which memory is full; None if the run ends before."""
+    step = history.steps[-1].step
+    ends = step + free_gb / gb_per_step
+    return round(ends) if ends < (history.max_steps or FAR * step) else None
+
+
+def starved_queue(history: History) -> Iterator[Found]:
+    """Train ranks that wait for generate ranks, or the reverse, where both should work at the same time."""
+    if not history.runs_ahead or not {"train", "generate"} <= history.components.keys():
+        return
+    shares = {name: history.mean("waiting", ranks, LASTING) for name, ranks in history.components.items()}
+    train, generate = shares["train"], shares["generate"]
+    if not (train and generate):
+        return
+    trains, samples = statistics.fmean(train.values()), statistics.fmean(generate.values())
+    outside = statistics.fmean(history.mean("environments", generate, LASTING).values() or [0.0])
+    both = f"train ranks wait {trains:.0%} of the time, generate ranks {samples:.0%}"
+    if trains > STARVED:
+        rank = max(train, key=train.__getitem__)
+        if outside > BUSY:
+            cure = (
+                f"the engines wait {outside:.0%} for environments. Make these faster, or raise policy.generation.max_num_seqs"
+            )
+        elif samples < BUSY:
+            cure = "give cluster.generate more nodes, or train fewer"
+        else:
+            cure = "engines wait for the bound on age. Raise async_grpo.max_trajectory_age_steps"
+        yield rank, f"{both}: {history.describe(rank)} waits for rollouts; {cure}"
+    elif samples - outside > STARVED and trains < BUSY:
+        rank = max(generate, key=generate.__getitem__)
+        yield rank, f"{both}: {history.describe(rank)} waits for training; give cluster.train more nodes, or generate fewer"
+
+
+def full_cache(history: History) -> Iterator[Found]:
+    """An engine that preempts requests because its KV cache is full."""
+    leaders = [engine[0] for engine in history.engines]
+    use = history.mean("kv_cache", leaders, LASTING)
+    for rank, rate in history.mean("preemptions", leaders, LASTING).items():
+        if rate > 0 and use.get(rank, 0.0) > 0.8:
+            message = (
+                f"the engine of {history.describe(rank)} preempts requests, {60 * rate:.1f} a minute, because its KV cache is"
+                " full. Lower policy.generation.max_num_seqs, or raise vllm_cfg.gpu_memory_utilization"
+            )
+            yield rank, message
+
+
+def full_memory(history: History) -> Iterator[Found]:
+    """A node whose host memory is nearly full."""
+    for rank, sample in history.now.items():
+        if sample.get("node_memory", 0.0) > FULL and sample["node_memory_free_gb"] < 4 * LEAST_FREE_GB:
+            message = (
+                f"host memory of {history.nodes.get(rank)} is {sample['node_memory']:.1%} full,"
+                f" {sample['node_memory_free_gb']:.2g} GB are free, as {history.describe(rank)} sees it."
+                " Use fewer ranks on a node, or more memory: cluster.COMPONENT.mem"
+            )
+            yield rank, message
+
+
+def full_disk(history: History) -> Iterator[Found]:
+    """A file system of the run folder that is nearly full."""
+    for rank, sample in history.now.items():
+        if sample.get("disk", 0.0) > FULL and sample["disk_free_gb"] < LEAST_FREE_GB:
+            message = (
+                f"the run folder's file system is {sample['disk']:.1%} full, {sample['disk_free_gb']:.2g} GB are free, as"
+                f" {history.describe(rank)} sees it. Free space, or keep fewer checkpoints: checkpointing.keep_top_k"
+            )
+            yield rank, message
+            return  # all ranks share it
+
+
+AFTER_A_STEP: tuple[Check, ...] = (
+    slow_rank,
+    slow_engine,
+    slow_gpu,
+    throttling,
+    host_leak,
+    gpu_leak,
+    starved_queue,
+    full_cache,
+)
+"""Checks after each step."""
+AT_ANY_TIME: tuple[Check, ...] = (full_memory, full_disk)
+"""Checks of the latest samples, while a step is under way, too."""

@@ -1,0 +1,153 @@
+"""What rank 0 knows of the last steps, for metrics and checks: readings of every rank, and the growth of their memory."""
+
+from __future__ import annotations
+
+import statistics
+from collections import deque
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+
+from pipeline.monitor.readings import AVERAGED, COUNT, COUNTERS, READINGS, SUM, TAKEN, Sample
+
+STEPS = 20
+"""Steps that are kept."""
+POINTS = 64
+"""Points kept of a memory's size over the whole run; when there are more, every second one is dropped."""
+LEAST_POINTS = 32
+"""Fewer points tell no leak from a warm-up."""
+STEADY = 0.8
+STRAIGHT = 0.95
+"""Least correlation of sizes with steps."""
+
+
+@dataclass(frozen=True, slots=True)
+class RankStep:
+    """A rank over one step: levels, means of averaged levels, rates of counters a second, and what counters grew by."""
+
+    values: Mapping[str, float]
+    grown: Mapping[str, float]
+
+
+@dataclass(frozen=True, slots=True)
+class StepView:
+    """A step: its metrics and all ranks."""
+
+    step: int
+    metrics: Mapping[str, float]
+    ranks: Mapping[int, RankStep]
+
+    def of(self, name: str, ranks: Iterable[int]) -> dict[int, float]:
+        """Return a reading by rank, of those of `ranks` that have it."""
+        return {rank: self.ranks[rank].values[name] for rank in ranks if name in self.ranks.get(rank, NOTHING).values}
+
+
+NOTHING = RankStep({}, {})
+
+
+def between(before: Sample, after: Sample) -> RankStep:
+    """Return the step of a rank between two of its samples."""
+    seconds, count = after[TAKEN] - before[TAKEN], after[COUNT] - before[COUNT]
+    values, grown = {}, {}
+    for name, value in after.items():
+        if name not in READINGS:
+            continue
+        if name in COUNTERS:
+            if name in before:
+                grown[name] = max(0.0, value - before[name])
+                values[name] = grown[name] / seconds
+        elif name in AVERAGED:
+            total = after[SUM + name] - before.get(SUM + name, 0.0)
+            values[name] = total / count if SUM + name in before else value
+        else:
+            values[name] = value
+    return RankStep(values, grown)
+
+
+@dataclass
+class Growth:
+    """The size of a memory over the run, by step, in GB."""
+
+    points: list[tuple[float, float]] = field(default_factory=list)
+    stride: int = 1
+    seen: int = 0
+
+    def add(self, step: float, size: float) -> None:
+        """Add a point, or skip it as often as earlier ones were dropped."""
+        if self.seen % self.stride == 0:
+            self.points.append((step, size))
+            if len(self.points) > POINTS:
+                self.points, self.stride = self.points[::2], 2 * self.stride
+        self.seen += 1
+
+    def slope(self, least: float) -> float | None:
+        """Return GB a step if the memory leaks: steady growth of at least `least` GB over the later half of the run; else None.
+
+        Growth at the start of a run, of caches and of allocators, slows down, so the earlier half does not count, and the last
+        quarter must grow at least STEADY times as fast as the third. A saw and a jump lie far from their line.
+        """
+        late = self.points[len(self.points) // 2 :]
+        if len(self.points) < LEAST_POINTS or late[-1][1] - late[0][1] < least:
+            return None
+        middle = len(late) // 2
+        third, last = _slope(late[: middle + 1]), _slope(late[middle:])
+        if last <= 0 or last < STEADY * third or statistics.correlation(*zip(*late, strict=True)) < STRAIGHT:
+            return None
+        return _slope(late)
+
+
+def _slope(points: list[tuple[float, float]]) -> float:
+    """Return the slope of the line by least squares."""
+    return statistics.linear_regression([x for x, _ in points], [y for _, y in points]).slope
+
+
+LEAKS = ("rss_gb", "children_gb", "gpu_memory_gb")
+
+
+class History:
+    """The last steps of a run, and the growth of each rank's memories."""
+
+    def __init__(
+        self, components: Mapping[str, tuple[int, ...]], nodes: Mapping[int, str], engines: tuple[tuple[int, ...], ...],
+        max_steps: int | None, runs_ahead: bool,
+    ):  # fmt: skip
+        """components: name -> ranks. nodes: rank -> name. engines: the ranks of each."""
+        self.components = {name: ranks for name, ranks in components.items() if ranks}
+        self.nodes = nodes
+        self.engines = engines
+        self.max_steps = max_steps
+        self.runs_ahead = runs_ahead
+        self.steps: deque[StepView] = deque(maxlen=STEPS)
+        self.growth: dict[tuple[int, str], Growth] = {}
+        self.now: dict[int, Sample] = {}  # the latest sample of each rank
+        self._used: dict[int, Sample] = {}  # the sample that the latest step of each rank ends with
+        self._latest: dict[int, RankStep] = {}
+
+    def step_ended(self, step: int, metrics: Mapping[str, float]) -> StepView:
+        """Add a step. A rank without a new sample has the readings of its step before."""
+        for rank, sample in self.now.items():
+            before = self._used.get(rank)
+            if before is not None and sample[TAKEN] <= before[TAKEN]:
+                continue
+            if before is not None:
+                self._latest[rank] = between(before, sample)
+            self._used[rank] = sample
+            for name in LEAKS:
+                if name in sample:
+                    self.growth.setdefault((rank, name), Growth()).add(step, sample[name])
+        view = StepView(step, metrics, dict(self._latest))
+        self.steps.append(view)
+        return view
+
+    def mean(self, name: str, ranks: Iterable[int], steps: int) -> dict[int, float]:
+        """Return a reading by rank, the mean over the last steps; none before there are so many."""
+        if len(self.steps) < steps:
+            return {}
+        views = [view.of(name, ranks) for view in list(self.steps)[-steps:]]
+        return {
+            rank: statistics.fmean(view[rank] for view in views) for rank in views[0] if all(rank in view for view in views)
+        }
+
+    def describe(self, rank: int) -> str:
+        """Return `rank 3 (generate) on node1`."""
+        component = next(name for name, ranks in self.components.items() if rank in ranks)
+        return f"rank {rank} ({component}) on {self.nodes.get(rank, 'an unknown node')}"

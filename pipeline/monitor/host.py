@@ -1,0 +1,118 @@
+"""Read the host: a rank's process and its descendants, and its node's memory, CPU, disk and NICs."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+
+from pipeline.monitor.network import NICBytes
+from pipeline.monitor.readings import GB, Sample
+
+PAGE = os.sysconf("SC_PAGE_SIZE")
+TICKS = os.sysconf("SC_CLK_TCK")
+SYSTEM_FILES = Path("/")
+NO_LIMIT = 1 << 60
+"""cgroup v1 has a number as large as this where there is no limit."""
+
+
+class HostReader:
+    """Reads the process of a rank. On the first rank of a component on a node it reads the node, too."""
+
+    def __init__(self, run_dir: Path, reads_node: bool, pid: int | None = None):
+        """pid: the rank's process; None: this one."""
+        self._pid = os.getpid() if pid is None else pid
+        self._run_dir = run_dir
+        self._nics = NICBytes() if reads_node else None
+        self._ended_s = 0.0  # CPU seconds of descendants that have ended
+        self._children_s: dict[int, float] = {}
+
+    def read(self) -> Sample:
+        """Return the readings."""
+        own, own_s = _process(self._pid)
+        held, seconds = 0.0, {}
+        for pid in descendants(self._pid):
+            with contextlib.suppress(OSError):  # it has ended meanwhile
+                size, seconds[pid] = _process(pid)
+                held += size
+        self._ended_s += sum(spent for pid, spent in self._children_s.items() if pid not in seconds)
+        self._children_s = seconds
+        found = {"rss_gb": own / GB, "children_gb": held / GB, "cpu": own_s + self._ended_s + sum(seconds.values())}
+        return found | self._read_node() if self._nics else found
+
+    def _read_node(self) -> Sample:
+        assert self._nics
+        memory = psutil.virtual_memory()
+        total, free = memory.total, memory.available
+        if bounded := cgroup_memory():
+            limit, used = bounded
+            total, free = min(total, limit), max(0, min(free, limit - used))
+        disk = psutil.disk_usage(str(self._run_dir))
+        busy = psutil.cpu_times()
+        cores = psutil.cpu_count() or 1
+        return {
+            "node_memory": 1 - free / total,
+            "node_memory_free_gb": free / GB,
+            "node_cpu": (busy.user + busy.nice + busy.system + busy.irq + busy.softirq) / cores,
+            "disk": disk.used / max(1, disk.used + disk.free),
+            "disk_free_gb": disk.free / GB,
+            "nic_gb_per_s": self._nics.read() / GB,
+        }
+
+
+def _process(pid: int) -> tuple[int, float]:
+    """Return (bytes of host memory, CPU seconds) of a process. Raises OSError if it has ended."""
+    shared = int(Path(f"/proc/{pid}/statm").read_bytes().split()[1]) * PAGE
+    fields = Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()
+    return shared, (int(fields[11]) + int(fields[12])) / TICKS
+
+
+def descendants(pid: int) -> list[int]:
+    """Return the processes that a process started, and those that these started.
+
+    Reads only /proc entries of these, because a node may have thousands of processes.
+    """
+    found, left = [], [pid]
+    while left:
+        tasks = Path(f"/proc/{left.pop()}/task")
+        with contextlib.suppress(OSError):
+            for task in os.listdir(tasks):
+                with contextlib.suppress(OSError):
+                    children = [int(each) for each in (tasks / task / "children").read_bytes().split()]
+                    found += children
+                    left += children
+    return found
+
+
+def cgroup_memory(root: Path = SYSTEM_FILES) -> tuple[int, int] | None:
+    """Return (limit, use) in bytes of the tightest cgroup around this process; None if no cgroup has a limit.
+
+    The use leaves out caches of files that the kernel can drop.
+    """
+    found = []
+    for folder, limit, use in _cgroups(root):
+        with contextlib.suppress(OSError, ValueError):  # a limit of `max` is no number
+            bound, used = int((folder / limit).read_text()), int((folder / use).read_text())
+            stat = dict(line.split() for line in (folder / "memory.stat").read_text().splitlines())
+            if bound < NO_LIMIT:
+                found.append((bound, used - int(stat.get("total_inactive_file", stat.get("inactive_file", 0)))))
+    return min(found, key=lambda each: each[0] - each[1], default=None)
+
+
+def _cgroups(root: Path) -> Iterator[tuple[Path, str, str]]:
+    """Yield (folder, file of the limit, file of the use) of this process's cgroup and those around it, of either version."""
+    with contextlib.suppress(OSError):
+        for line in (root / "proc/self/cgroup").read_text().splitlines():
+            _, controllers, path = line.split(":", 2)
+            if controllers and "memory" not in controllers.split(","):
+                continue
+            top = root / "sys/fs/cgroup" / ("memory" if controllers else "")
+            limit, use = ("memory.limit_in_bytes", "memory.usage_in_bytes") if controllers else ("memory.max", "memory.current")
+            own = top / path.lstrip("/")
+            for folder in (own, *own.parents):
+                yield folder, limit, use
+                if folder == top:
+                    break

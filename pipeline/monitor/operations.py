@@ -1,0 +1,142 @@
+"""Count the operations of a step, and what share of the GPUs' peak rate they make.
+
+    MFU = model FLOPs / (seconds of the phase x ranks x peak FLOP/s)      without recomputation
+    HFU = (model + recomputed FLOPs) / (the same)                         arXiv 2205.05198, section 6.3
+
+Operations are those of `pipeline.models.flops`, of the tokens that the step read and drew; the plan predicts the same ones.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from pipeline import config
+from pipeline.algorithms import build
+from pipeline.algorithms.base import Needs
+from pipeline.config import ComponentConfig, PolicyConfig, Recipe, hardware
+from pipeline.models import flops
+from pipeline.models.hugging_face import model_config
+from pipeline.models.shape import ModelShape
+from pipeline.types import RolloutGroup, Sample
+
+logger = logging.getLogger(__name__)
+
+TERA = 1e12
+
+
+@dataclass(frozen=True, slots=True)
+class ModelWork:
+    """The operations of a phase: `model` without recomputation, `hardware` with it."""
+
+    model: float = 0.0
+    hardware: float = 0.0
+
+    def __add__(self, other: ModelWork) -> ModelWork:
+        return ModelWork(self.model + other.model, self.hardware + other.hardware)
+
+    def __mul__(self, factor: float) -> ModelWork:
+        return ModelWork(self.model * factor, self.hardware * factor)
+
+
+@dataclass(frozen=True, slots=True)
+class TrainedModel:
+    """A model on the train ranks."""
+
+    shape: ModelShape
+    policy: PolicyConfig
+
+    def forward(self, lengths: Sequence[int]) -> ModelWork:
+        """Return the operations of a forward pass over sequences of these lengths."""
+        work = flops.forward(self.shape, sum(lengths), sum(length**2 for length in lengths) / 2)
+        return ModelWork(work, work)
+
+    def update(self, lengths: Sequence[int]) -> ModelWork:
+        """Return the operations of a forward and a backward pass."""
+        forward = self.forward(lengths).model
+        attention = flops.attention(self.shape, sum(length**2 for length in lengths) / 2)
+        again = flops.recomputed(self.policy, self.shape, self._stages, attention / forward)
+        backward = 1 if config.adapters(self.policy) else 2  # with adapters, frozen weights need no gradient
+        return ModelWork((1 + backward) * forward, (1 + backward + again) * forward)
+
+    @property
+    def _stages(self) -> int:
+        return self.policy.megatron_cfg.pipeline_model_parallel_size if config.uses_megatron(self.policy) else 1
+
+
+class StepOperations:
+    """Counts the operations of a recipe's steps."""
+
+    def __init__(self, recipe: Recipe, shapes: Mapping[str, ModelShape]):
+        """shapes: of the models in `config.models`, by section."""
+        models = config.models(recipe)
+        self._models = {name: TrainedModel(shape, models[name]) for name, shape in shapes.items()}
+        self._needs: Needs = build(recipe).needs
+        generation = recipe.policy.generation
+        self._cached = generation.backend == "vllm" and generation.vllm_cfg.enable_prefix_caching
+        self._peaks = {name: _peak(recipe, name, of) for name, of in config.components(recipe).items()}
+
+    @classmethod
+    def of(cls, recipe: Recipe) -> StepOperations | None:
+        """Return the counter of a recipe; None, and a line in the log, if a model's shape is not known."""
+        try:
+            shapes = {
+                name: ModelShape.of(model_config(policy).get_text_config().to_dict())
+                for name, policy in config.models(recipe).items()
+            }
+            return cls(recipe, shapes)
+        except Exception as error:  # the run is worth more than its MFU
+            logger.warning("resources/*_mfu and *_tflops are left out: %s", error)
+            return None
+
+    def train(self, samples: Sequence[Sample], models: Sequence[str]) -> ModelWork:
+        """Return the operations of the train ranks in a step on these samples. models: that take an update."""
+        lengths, needs, policy = [len(sample.tokens) for sample in samples], self._needs, self._models["policy"]
+        total = policy.forward(lengths) * (needs.old + needs.reference)
+        critic, teacher = self._models.get("value"), self._models.get("teacher")
+        if needs.critic and critic:
+            total += critic.forward(lengths)
+        if needs.teacher_top_k and teacher:
+            total += teacher.forward(lengths)
+        for name in models:
+            trained = critic if name == "critic" else policy
+            if trained:
+                total += trained.update(lengths) * needs.epochs
+        return total
+
+    def generate(self, groups: Sequence[RolloutGroup]) -> float:
+        """Return the operations of the engines that drew these rollouts: prompts once with a prefix cache, then each token."""
+        shape = self._models["policy"].shape
+        total = 0.0
+        for group in groups:
+            prompt = len(group.prompt.tokens)
+            reads = 1 if self._cached else len(group.rollouts)
+            total += reads * flops.forward(shape, prompt, prompt**2 / 2)
+            for rollout in group.rollouts:
+                drawn = len(rollout.tokens)
+                pairs = ((prompt + drawn) ** 2 - prompt**2) / 2
+                total += flops.forward(shape, drawn, 0) + flops.decode_attention(shape, pairs)
+        return total
+
+    def metrics(self, component: str, work: ModelWork, seconds: float, ranks: int) -> dict[str, float]:
+        """Return `resources/COMPONENT_...`: TFLOP/s of a rank and, on GPUs, MFU and, for training, HFU."""
+        if not work.model or seconds <= 0:
+            return {}
+        prefix, peak = f"resources/{component}", self._peaks[component]
+        found = {f"{prefix}_tflops_per_rank": work.model / seconds / ranks / TERA}
+        if peak:
+            found[f"{prefix}_mfu"] = work.model / (seconds * ranks * peak)
+            if component == "train":
+                found[f"{prefix}_hfu"] = work.hardware / (seconds * ranks * peak)
+        return found
+
+
+def _peak(recipe: Recipe, name: str, component: ComponentConfig) -> float | None:
+    """Return the peak FLOP/s of a component's GPU in the precision of its matrix products; None without GPUs."""
+    if not component.gpus_per_node:
+        return None
+    gpu = hardware.gpu(component.gpu)
+    if name == "generate" and recipe.policy.generation.vllm_cfg.precision == "fp8":
+        return gpu.fp8_tflops * TERA
+    return (gpu.fp32_tflops if recipe.policy.precision == "float32" else gpu.bf16_tflops) * TERA

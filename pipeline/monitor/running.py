@@ -1,0 +1,59 @@
+"""Start the monitor of a rank, and on rank 0 that of the steps."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+from pipeline import config
+from pipeline.config import Recipe
+from pipeline.monitor.gpu import GPUReader
+from pipeline.monitor.history import History
+from pipeline.monitor.host import HostReader
+from pipeline.monitor.operations import StepOperations
+from pipeline.monitor.sampler import SampleFile, Sampler
+from pipeline.monitor.stacks import StackWatch
+from pipeline.monitor.steps import StepMonitor
+from pipeline.world import World
+
+FOLDER = "resources"
+"""In an attempt's folder: each rank's samples, and the warnings."""
+WAITS = ("waiting", "environments")
+
+
+def start(world: World, recipe: Recipe, run_dir: Path) -> Sampler | None:
+    """Return this rank's sampler, whose thread has started; None if the recipe turns it off.
+
+    The first rank of a component on a node reads the node's memory, CPU, disk and NICs.
+    """
+    settings = recipe.logger.monitor
+    if not settings.enabled:
+        return None
+    about = {"rank": world.rank, "component": world.component, "node": world.info.node}
+    file = SampleFile(samples_file(world.info.folder, world.rank), about, settings.flush_s)
+    host = HostReader(run_dir, world.info.local_rank == 0)
+    sources = [host.read, GPUReader().read, lambda: dict(zip(WAITS, world.timeline.waited_s(), strict=True))]
+    sampler = Sampler(sources, settings.period_s, file, StackWatch())
+    sampler.start()
+    return sampler
+
+
+def of_steps(
+    world: World, recipe: Recipe, sampler: Sampler | None, samples: Callable[[], Mapping[int, bytes]]
+) -> StepMonitor | None:
+    """Return rank 0's monitor of steps, which also runs in its sampler's thread. samples: returns the latest of each rank."""
+    if sampler is None:
+        return None
+    workers = world.workers
+    steps, ahead = config.bound(config.section(recipe).max_num_steps), config.generates(recipe) and config.runs_ahead(recipe)
+    history = History(workers.by_component(), world.nodes(), workers.engines, steps, ahead)
+    shared = {"generate"} if workers.colocated else set()
+    gpus = sum(each.nodes * each.gpus_per_node for name, each in config.components(recipe).items() if name not in shared)
+    monitor = StepMonitor(history, StepOperations.of(recipe), gpus, samples, world.info.folder / FOLDER / "warnings.jsonl")
+    sampler.on_sample = monitor.look
+    return monitor
+
+
+def samples_file(folder: Path, rank: int) -> Path:
+    """Return the file of a rank's samples in an attempt's folder."""
+    return folder / FOLDER / f"rank{rank:05d}.jsonl"

@@ -1,0 +1,69 @@
+"""Operations of a step, against the plan's and by hand."""
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from pipeline import config
+from pipeline.models import flops
+from pipeline.models.shape import ModelShape
+from pipeline.monitor.operations import ModelWork, StepOperations
+from pipeline.types import Sample
+from tests.launch.made_runs import group
+
+SHAPE = ModelShape.of(json.loads(Path("recipes/tiny/config.json").read_text()))
+
+
+def recipe(*overrides):
+    return config.load("tests/end_to_end/recipe.yaml", list(overrides))
+
+
+def sample(length):
+    zeros = np.zeros(length, np.float32)
+    return Sample(np.zeros(length, np.int32), np.ones(length, bool), logprobs=zeros, advantages=zeros)
+
+
+def forward(*lengths):
+    return sum(flops.forward(SHAPE, length, length**2 / 2) for length in lengths)
+
+
+def test_a_step_of_a_recipe_takes_the_passes_of_its_algorithm():
+    """Old and reference log-probs are a forward pass each, and an update is three."""
+    operations = StepOperations.of(recipe())
+    assert operations
+    work = operations.train([sample(10), sample(20)], ["policy"])
+    assert work.model == work.hardware == pytest.approx(5 * forward(10, 20))
+    once = StepOperations.of(recipe("loss_fn.reference_policy_kl_penalty=0", "policy.train_global_batch_size=16"))
+    assert once and once.train([sample(10)], ["policy"]).model == pytest.approx(3 * forward(10))
+
+
+def test_what_is_recomputed_counts_for_the_hardware_alone():
+    operations = StepOperations.of(recipe("policy.dtensor_cfg.activation_checkpointing=true"))
+    assert operations
+    work = operations.train([sample(10)], ["policy"])
+    assert work.model == pytest.approx(5 * forward(10)) and work.hardware == pytest.approx(6 * forward(10))
+
+
+def test_engines_read_prompts_and_draw_tokens():
+    rollouts = group(0, 1, [[1, 2], [1, 2, 3]], [0.0, 1.0])
+    expected = 2 * flops.forward(SHAPE, 1, 1 / 2)  # transformers has no prefix cache
+    expected += sum(flops.forward(SHAPE, n, 0) + flops.attention(SHAPE, ((1 + n) ** 2 - 1) / 2) for n in (2, 3))
+    operations = StepOperations.of(recipe())
+    assert operations and operations.generate([rollouts]) == pytest.approx(expected)
+
+
+def test_utilisation_is_of_the_precision_s_peak_and_only_on_gpus():
+    gpus = ("cluster.train.gpus_per_node=2", "cluster.generate.gpus_per_node=2", "policy.precision=bfloat16")
+    operations = StepOperations(recipe(*gpus), {"policy": SHAPE})
+    peak = config.hardware.gpu("h100").bf16_tflops * 1e12
+    found = operations.metrics("train", ModelWork(peak, 1.5 * peak), seconds=2.0, ranks=2)
+    assert found["resources/train_mfu"] == pytest.approx(0.25) and found["resources/train_hfu"] == pytest.approx(0.375)
+    on_cpus = StepOperations(recipe(), {"policy": SHAPE}).metrics("train", ModelWork(1e12, 1e12), 2.0, 2)
+    assert on_cpus == {"resources/train_tflops_per_rank": 0.25}
+
+
+def test_a_model_of_unknown_shape_costs_the_utilisation_alone(caplog, monkeypatch):
+    monkeypatch.setattr("pipeline.monitor.operations.model_config", lambda _: 1 / 0)
+    assert StepOperations.of(recipe()) is None and "left out" in caplog.text
