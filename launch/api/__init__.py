@@ -2,7 +2,8 @@
 
     overrides     the keys that a caller gives, as `key=value` of the command line
     submitting    submit, load, recipe
-    run           a run: its status, metrics, rollouts, checkpoints, export, end
+    run           what all runs have: status, metrics, rollouts, checkpoints, export, end
+    training      a run that trains
     planning      plan, with its figures
     evaluations   evaluate, and an evaluation's scores
     sweeps        sweep, and its verdict

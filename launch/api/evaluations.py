@@ -12,7 +12,7 @@ from typing_extensions import override
 
 from launch import run_setup
 from launch.api.overrides import Overrides, arguments
-from launch.api.run import Run, RunStatus
+from launch.api.run import BaseRun, RunStatus
 from launch.evaluate import EvaluateRequest, evaluations
 from launch.evaluations import kept, submission, tables
 from launch.executors.base import ROOT
@@ -35,12 +35,12 @@ class TaskScore:
     samples: int  # answers
 
 
-class EvaluationRun(Run):
-    """An evaluation, which is a run with answers and scores in place of steps."""
+class EvaluationRun(BaseRun):
+    """An evaluation: it has what a `Run` has, with answers and scores in place of steps."""
 
     @override
     def wait(self, timeout: float | None = None, *, progress: bool = False) -> RunStatus:
-        """Wait as `Run.wait` does. A checkpoint that was kept for the evaluation is released."""
+        """Wait as that of a run does. A checkpoint that was kept for the evaluation is released."""
         found = super().wait(timeout, progress=progress)
         if submission.is_complete(self.folder):
             kept.release(self.folder)
@@ -58,14 +58,14 @@ class EvaluationRun(Run):
         """Return the scores as `python launch/evaluate.py` prints them. Raises RecipeError as `scores` does."""
         return "\n".join(map(plain, tables.lines(self._read())))
 
-    def compare(self, before: Run | str | os.PathLike[str]) -> list[TaskComparison]:
+    def compare(self, before: BaseRun | str | os.PathLike[str]) -> list[TaskComparison]:
         """Return for each task whether this evaluation is better than another complete one, worse, or neither.
 
         The questions are compared in pairs. `summary` of each says it in a line.
         """
         from launch.evaluations.comparison import compare  # imports numpy
 
-        other = before.folder if isinstance(before, Run) else Path(before).absolute()
+        other = before.folder if isinstance(before, BaseRun) else Path(before).absolute()
         return compare(submission.read_complete(other), submission.read_complete(self.folder))
 
     def _read(self) -> dict[str, Any]:
@@ -86,7 +86,7 @@ def evaluate(
     overrides: Overrides | None = None,
     /,
     *,
-    run: Run | str | os.PathLike[str] | None = None,
+    run: BaseRun | str | os.PathLike[str] | None = None,
     model: str | os.PathLike[str] | None = None,
     step: int | None = None,
     **keywords: Any,
@@ -108,7 +108,7 @@ def evaluate(
     """
     request = EvaluateRequest(
         suite=suite,
-        run=None if run is None else run.folder if isinstance(run, Run) else Path(run).absolute(),
+        run=None if run is None else run.folder if isinstance(run, BaseRun) else Path(run).absolute(),
         step=None if step is None else str(step),
         model=None if model is None else os.fspath(model),
         overrides=arguments(overrides, keywords),

@@ -7,7 +7,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, overload
+from typing import Any, overload
 
 from launch import run_control, run_state
 from launch.api.errors import NotEnded, RunFailed
@@ -20,10 +20,6 @@ from pipeline.checkpoint import Checkpoint, complete_in
 from pipeline.config import Problem, Recipe, RecipeError
 from pipeline.config import read as read_recipe
 from pipeline.metrics import Reader
-
-if TYPE_CHECKING:
-    from launch.api.evaluations import EvaluationRun
-    from launch.api.overrides import Overrides
 
 ENDED = ("done", "failed", "stopped")
 
@@ -56,10 +52,10 @@ class RunStatus:
         return status.text(dict(self.values))
 
 
-class Run:
-    """A submitted run, by its folder. Every method reads the folder and the job anew, so a Run never becomes stale.
+class BaseRun:
+    """What all submitted runs have, by their folder. Every method reads the folder and the job anew, so nothing becomes stale.
 
-    `hetstep.submit` and `hetstep.load` make it. All methods raise RecipeError for a folder or a job that cannot be read.
+    All methods raise RecipeError for a folder or a job that cannot be read.
     """
 
     def __init__(self, folder: Path, notes: Sequence[str] = (), job: RunJob | None = None):
@@ -206,14 +202,6 @@ class Run:
         path = self.folder / "report.html" if out is None else Path(out).absolute()
         report.write(report.read([self.folder]), path)
         return path
-
-    def evaluate(
-        self, suite: str | None = None, overrides: Overrides | None = None, *, step: int | None = None, **keywords: Any
-    ) -> EvaluationRun:
-        """Submit an evaluation of a checkpoint, as `hetstep.evaluate(suite, run=...)` does."""
-        from launch.api.evaluations import evaluate
-
-        return evaluate(suite, overrides, run=self, step=step, **keywords)
 
     # ---- its end --------------------------------------------------------------------------------------------------------
 

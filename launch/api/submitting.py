@@ -10,7 +10,7 @@ from typing import Any
 from launch import recipes, run_control, run_setup
 from launch.api.evaluations import EvaluationRun
 from launch.api.overrides import Overrides, arguments
-from launch.api.run import Run
+from launch.api.training import Run
 from launch.executors import allocation
 from launch.executors.base import ROOT
 from launch.prepare import Prepared, folder_name, prepare
@@ -91,7 +91,7 @@ def _refuse_batch_job() -> None:
         raise RecipeError(Problem("cluster.executor", "unsupported", message))
 
 
-def load(run_dir: str | os.PathLike[str]) -> Run:
+def load(run_dir: str | os.PathLike[str]) -> Run | EvaluationRun:
     """Return the run in a folder, which any command or program may have submitted; an EvaluationRun if it is an evaluation.
 
     Raises RecipeError if the folder is not a run's.

@@ -15,7 +15,7 @@ from typing import Any
 
 from launch.api.errors import NotEnded, RunFailed
 from launch.api.overrides import Overrides, arguments
-from launch.api.run import Run
+from launch.api.training import Run
 from launch.executors.base import ROOT
 from launch.failure_logs import tail
 from launch.sweeps import suite as suites

@@ -14,9 +14,10 @@ Everything that is wrong raises HetstepError, whose `problems` name key, code an
 from launch.api.errors import NotEnded, RunFailed
 from launch.api.evaluations import EvaluationRun, TaskScore, evaluate
 from launch.api.planning import RunPlan, plan
-from launch.api.run import Run, RunStatus
+from launch.api.run import RunStatus
 from launch.api.submitting import load, recipe, submit
 from launch.api.sweeps import SweepRun, SweepVerdict, sweep
+from launch.api.training import Run
 from pipeline.checkpoint import Checkpoint
 from pipeline.config import Recipe
 from pipeline.problems import HetstepError, Problem, RecipeError
