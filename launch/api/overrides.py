@@ -40,9 +40,10 @@ def _plain(key: str, value: Any) -> Any:
     """Return a value as a recipe holds it: paths as texts, tuples as lists, numbers of NumPy as Python's."""
     if value is None or isinstance(value, bool):
         return value
-    for kind, plain in ((int, int), (float, float), (str, str.__str__)):  # subclasses too, such as NumPy's float64 and enums
-        if isinstance(value, kind):
-            return plain(value)
+    if isinstance(value, str):  # subclasses too, such as enums and NumPy's float64
+        return str.__str__(value)
+    if isinstance(value, int | float):
+        return int(value) if isinstance(value, int) else float(value)
     if isinstance(value, os.PathLike):
         return os.fspath(value)
     if isinstance(value, Mapping):
