@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+STOP = "stop"
+"""The file of an attempt that somebody asked to save and stop. verdict.sh then requests no restart."""
 
 
 @dataclass(frozen=True)
@@ -45,6 +49,16 @@ class AttemptFolder:
         return self._read("requeue")
 
     @property
+    def asked_to_stop(self) -> bool:
+        """Return whether somebody asked the ranks to save and stop."""
+        return (self.folder / STOP).exists()
+
+    @property
+    def stopped_as_asked(self) -> bool:
+        """Return whether the ranks saved everything and exited because somebody asked them to."""
+        return self.asked_to_stop and self.requeue_reason is not None and self.failure is None
+
+    @property
     def progress(self) -> int:
         """Step of the latest checkpoint that the attempt completed; 0 if none."""
         return int(self._read("progress") or 0)
@@ -74,6 +88,11 @@ def all_attempts(run_dir: Path) -> list[AttemptFolder]:
         if started := path.read_text().strip():  # else it is being written
             found.append(AttemptFolder(path.parent, float(started)))
     return sorted(found, key=lambda attempt: attempt.started)
+
+
+def of_job(run_dir: Path, job_id: str) -> list[AttemptFolder]:
+    """Return the attempts of a job, oldest first: JOB-0, JOB-1 ..., local-JOB-... or ALLOCATION.JOB-..."""
+    return [each for each in all_attempts(run_dir) if job_id in re.split("[-.]", each.name)]
 
 
 def latest(run_dir: Path) -> AttemptFolder | None:

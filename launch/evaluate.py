@@ -113,7 +113,7 @@ def execute(request: EvaluateRequest) -> int:
         assert request.run is not None, "EvaluateRequest.problems lets no such request pass"
         return _follow(request, request.run)
     status = 0
-    for evaluation in _evaluations(request):
+    for evaluation in evaluations(request):
         status = _one(request, evaluation) or status
         if status == submit.CANCELLED:
             break
@@ -135,7 +135,7 @@ def _one(request: EvaluateRequest, evaluation: Evaluation) -> int:
     return status
 
 
-def _evaluations(request: EvaluateRequest) -> Iterator[Evaluation]:
+def evaluations(request: EvaluateRequest) -> Iterator[Evaluation]:
     """Yield the evaluations of the command, oldest checkpoint first. Raises RecipeError."""
     if request.run is None:
         assert request.model is not None and request.suite is not None, "EvaluateRequest.problems lets no such request pass"

@@ -44,22 +44,24 @@ def main(arguments: list[str]) -> int:
 
 def execute(request: ExportRequest) -> int:
     """Export, and print the folder. Raises RecipeError."""
-    try:
-        folder = export(request)
-    except (ValueError, StorageError) as error:
-        if isinstance(error, RecipeError):
-            raise
-        raise RecipeError(Problem("run", "unreadable", str(error))) from error
-    print(f"written: {folder}")
+    print(f"written: {export(request)}")
     return 0
 
 
 def export(request: ExportRequest) -> Path:
     """Write the checkpoint and return its folder.
 
-    Raises RecipeError if the run or the step does not exist, or the folder does; ValueError if the checkpoint does not match
-    the model.
+    Raises RecipeError if the run or the step does not exist, the folder does, or the checkpoint does not match the model.
     """
+    try:
+        return _export(request)
+    except (ValueError, StorageError) as error:
+        if isinstance(error, RecipeError):
+            raise
+        raise RecipeError(Problem("run", "unreadable", str(error))) from error
+
+
+def _export(request: ExportRequest) -> Path:
     recipe = read_recipe(request.run)
     checkpoint = _checkpoint(request.run, recipe, request.step)
     folder = request.out or request.run / f"{'adapter' if request.adapter else 'hf'}_step_{checkpoint.step}"

@@ -7,7 +7,6 @@ The first failure of an attempt is shown as soon as its rank reports it, before 
 from __future__ import annotations
 
 import json
-import re
 import time
 from collections import deque
 from collections.abc import Callable, Mapping
@@ -23,7 +22,7 @@ from rich.table import Table
 from rich.text import Text
 
 from launch import startup_stages
-from launch.attempts import AttemptFolder, all_attempts
+from launch.attempts import AttemptFolder, all_attempts, of_job
 from launch.console import rich_console
 from launch.evaluations.progress import AnswerCounts, evaluates
 from launch.executors.base import JobStatus, RunJob
@@ -109,26 +108,32 @@ class Follower:
         self.metrics = metrics
         self.answers = AnswerCounts(run_dir)
         self.last_line = ""  # "steps" once a step has been printed
-        self.printed = {(each.name, what) for each in own_attempts(run_dir, job) if each.verdict for what in EVENTS}
+        self.printed = {(each.name, what) for each in of_job(run_dir, job.job_id) if each.verdict for what in EVENTS}
 
-    def follow(self) -> bool:
-        """Show progress until the job ends, and return whether the run succeeded. Ctrl-C raises KeyboardInterrupt."""
+    def follow(self, timeout_s: float | None = None) -> bool:
+        """Show progress until the job ends, and return whether the run succeeded. Ctrl-C raises KeyboardInterrupt.
+
+        Raises TimeoutError if the job has not ended after `timeout_s`; None: no limit.
+        """
+        deadline = None if timeout_s is None else time.monotonic() + timeout_s
         if self.console.is_terminal:
             with Live(console=self.console, auto_refresh=False, transient=True) as live:
-                status = self._watch(lambda status, _: live.update(self._view(status), refresh=True))
+                status = self._watch(lambda status, _: live.update(self._view(status), refresh=True), deadline)
         else:
-            status = self._watch(self._print_lines)
+            status = self._watch(self._print_lines, deadline)
         return self._verdict(status)
 
-    def _watch(self, show: Callable[[JobStatus, list[dict[str, Any]]], None]) -> JobStatus:
+    def _watch(self, show: Callable[[JobStatus, list[dict[str, Any]]], None], deadline: float | None) -> JobStatus:
         while True:
-            attempts = own_attempts(self.run_dir, self.job)
+            attempts = of_job(self.run_dir, self.job.job_id)
             self._print_events(attempts)
             failed = bool(attempts) and attempts[-1].failure is not None
             status = self.job.status(now=failed or (self.run_dir / "done.json").exists())
             show(status, self.metrics.new_lines())
             if status.ended:
                 return status
+            if deadline is not None and time.monotonic() >= deadline:
+                raise TimeoutError(f"{self.job.name()} has not ended: {status}")
             time.sleep(POLL_S)
 
     def _print_events(self, attempts: list[AttemptFolder]) -> None:
@@ -215,11 +220,6 @@ class Follower:
 # ---- failures -----------------------------------------------------------------------------------------------------------
 
 
-def own_attempts(run_dir: Path, job: RunJob) -> list[AttemptFolder]:
-    """Return the attempts of a job, oldest first: JOB-0, JOB-1 ..., local-JOB-... or ALLOCATION.JOB-..."""
-    return [each for each in all_attempts(run_dir) if job.job_id in re.split("[-.]", each.name)]
-
-
 def first_failure(attempt: AttemptFolder) -> list[str]:
     """Describe an attempt's failure.json, in lines: the rank, its traceback or the end of its log, the folder of logs."""
     first = attempt.failure
@@ -244,7 +244,7 @@ def failure(run_dir: Path, job: RunJob, status: JobStatus, printed: AbstractSet[
 
     printed: (attempt, "failure") of attempts whose failure is left out, because it was printed before
     """
-    attempts = own_attempts(run_dir, job)
+    attempts = of_job(run_dir, job.job_id)
     attempt = attempts[-1] if attempts else None
     verdict = (attempt.verdict or "") if attempt else ""
     lines = [f"the run failed: {job.name()} is {status}"]

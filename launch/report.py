@@ -57,18 +57,29 @@ def main(arguments: list[str]) -> int:
 
 def execute(request: ReportRequest) -> int:
     """Print a summary of each run, and write the page. Raises RecipeError."""
-    folders = list(dict.fromkeys(request.run))
-    runs = [RunFolder.at(folder) for folder in folders]
-    labelled = [LabelledRun(run, label, run.metrics()) for run, label in zip(runs, labels(folders), strict=True)]
+    labelled = read(request.run)
     for each in labelled:
         _print(each)
-    out = request.out or (folders[0] / "report.html" if len(runs) == 1 else Path("report.html"))
-    text = page(labelled, states(runs))
-    out.write_text(text, encoding="utf-8")
-    print(f"report: {out} ({size(len(text.encode()))})")
-    if out.is_file() and not add_plotly(out.parent):
+    out = request.out or (labelled[0].run.folder / "report.html" if len(labelled) == 1 else Path("report.html"))
+    written, has_charts = write(labelled, out)
+    print(f"report: {out} ({size(written)})")
+    if not has_charts:
         print("warning: the report has no charts, because plotly is not installed", file=sys.stderr)
     return 0
+
+
+def read(folders: Sequence[Path]) -> list[LabelledRun]:
+    """Return the runs in these folders, each once. Raises RecipeError."""
+    folders = list(dict.fromkeys(folders))
+    runs = [RunFolder.at(folder) for folder in folders]
+    return [LabelledRun(run, label, run.metrics()) for run, label in zip(runs, labels(folders), strict=True)]
+
+
+def write(labelled: Sequence[LabelledRun], out: Path) -> tuple[int, bool]:
+    """Write the page of runs, with plotly.min.js beside it. Return (its bytes, False if plotly is not installed)."""
+    text = page(labelled, states([each.run for each in labelled]))
+    out.write_text(text, encoding="utf-8")
+    return len(text.encode()), not out.is_file() or add_plotly(out.parent)
 
 
 def labels(folders: Sequence[Path]) -> list[str]:

@@ -27,7 +27,7 @@ import shlex
 import socket
 import stat
 import subprocess
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from datetime import UTC, datetime
 from importlib import metadata
 from pathlib import Path
@@ -221,11 +221,11 @@ def refuse_live(run_dir: Path) -> None:
 
 
 @contextlib.contextmanager
-def locked(run_dir: Path) -> Iterator[None]:
+def locked(run_dir: Path, tell: Callable[[str], None] = print) -> Iterator[None]:
     """Create the folder if necessary, and lock it during a submission. Files written meanwhile are writable by us alone.
 
-    Raises RecipeError if a job or another submission uses the folder, if it belongs to another user, or if its disk is full or
-    fails.
+    tell: receives a line for each folder whose mode is changed. Raises RecipeError if a job or another submission uses the
+    folder, if it belongs to another user, or if its disk is full or fails.
     """
     with contextlib.suppress(OSError):  # reported below
         run_dir.parent.mkdir(parents=True, exist_ok=True)
@@ -233,7 +233,7 @@ def locked(run_dir: Path) -> Iterator[None]:
     os.umask(before | 0o022)
     try:
         try:
-            _make_private(run_dir)
+            _make_private(run_dir, tell)
         except OSError as error:
             raise RecipeError(folder_lock.unwritable(run_dir, "run_dir", error)) from None
         with folder_lock.held(run_dir, "run_dir"):
@@ -252,7 +252,7 @@ def locked(run_dir: Path) -> Iterator[None]:
         os.umask(before)
 
 
-def _make_private(run_dir: Path) -> None:
+def _make_private(run_dir: Path, tell: Callable[[str], None]) -> None:
     """Create the folder and its submitit/, writable by us alone.
 
     Raises RecipeError if one of them, a link to it or an entry of the folder belongs to another user. Somebody who could write
@@ -268,7 +268,7 @@ def _make_private(run_dir: Path) -> None:
         mode = stat.S_IMODE(status.st_mode)
         if mode & 0o022:
             folder.chmod(mode & ~0o022)
-            print(f"# {folder}: its mode was {mode:04o}; others may no longer write there, because ranks load code from it")
+            tell(f"# {folder}: its mode was {mode:04o}; others may no longer write there, because ranks load code from it")
     for path in run_dir.iterdir():
         with contextlib.suppress(FileNotFoundError):  # a job that still writes here renames its files
             if not _trusted(status := path.lstat()):

@@ -23,7 +23,7 @@ MAX_QUERIES = 8
 """Number of jobs that are queried at the same time."""
 
 StateName = Literal["done", "running", "waiting", "failed", "stopped", "unknown"]
-"""`stopped`: somebody cancelled the run before its end. `failed`: it ended by itself before its end."""
+"""`stopped`: somebody cancelled the run, or asked it to save and stop. `failed`: it ended by itself before its end."""
 
 
 @dataclass(frozen=True)
@@ -77,7 +77,8 @@ def _state(run: RunFolder) -> RunState:
     job_states = {part.state for part in found.components.values()}
     why = next((part.reason for part in found.components.values() if part.reason), "")
     if found.ended:
-        name: StateName = "stopped" if job_states & {"CANCELLED", "REVOKED"} else "failed"
+        as_asked = bool(run.attempts) and run.attempts[-1].stopped_as_asked
+        name: StateName = "stopped" if as_asked or job_states & {"CANCELLED", "REVOKED"} else "failed"
         verdict = run.attempts[-1].verdict if run.attempts else None
         ending = f"its job ended as {' and '.join(sorted(job_states))}, and the run is not complete"
         return RunState(name, (verdict or why).removeprefix("stop: ") or ending, job, found.components)
@@ -97,7 +98,7 @@ def _state_from_folder(run: RunFolder, no_answer: str, job: str) -> RunState:
     """Return the state of a run whose job cannot be queried. no_answer: why it cannot."""
     latest = run.attempts[-1] if run.attempts else None
     if latest and (verdict := latest.verdict) and verdict.startswith("stop"):
-        return RunState("failed", verdict.removeprefix("stop: "), job)
+        return RunState("stopped" if latest.stopped_as_asked else "failed", verdict.removeprefix("stop: "), job)
     if latest and not latest.verdict and latest.failure:
         return RunState("failed", "a rank failed, and the attempt has no verdict", job)
     return RunState("unknown", no_answer, job)

@@ -171,8 +171,13 @@ def _show_one(run: RunFolder, as_machine: bool, board: Board | None) -> tuple[in
         if board and (ranks := resources.ranks(run))[1]:
             board.print_table(*ranks)
     else:
-        print("\n".join(map(plain, [_heading(summary), *(f"{label:{LABEL}s}{text}" for label, text in whole(summary))])))
+        print(text(summary))
     return int(of.name in BAD), of.name in ("done", *BAD)
+
+
+def text(summary: dict[str, Any]) -> str:
+    """Return everything about a run as lines. summary: from `run_summary.whole`."""
+    return "\n".join(map(plain, [_heading(summary), *(f"{label:{LABEL}s}{text}" for label, text in whole(summary))]))
 
 
 def as_json(value: Any) -> str:

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import signal
 import sys
-import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -21,26 +20,23 @@ from typing import TYPE_CHECKING, Annotated
 if __name__ == "__main__":
     sys.path[0] = str(Path(__file__).resolve().parent.parent)  # replaces launch/, so that no installed package is needed
 
-from launch import command_line, console, recipes, run_setup, slurm_client, task, troubleshooting
+from launch import command_line, console, recipes, run_control, run_setup, slurm_client, troubleshooting
 from launch.command_line import Key
 from launch.components import components
-from launch.evaluations import background, suites
 from launch.executors import allocation, local, slurm
 from launch.executors.base import RunJob
-from launch.executors.record import JobRecord, read_record, write_record
+from launch.executors.record import read_record
 from launch.plan import evaluation, modes, report
 from launch.plan.evaluation import EvaluationPlan
 from launch.prepare import RESTART_S, Examination, Prepared, examine, folder_name, prepare
-from launch.units import plural
 from pipeline import config, secrets
-from pipeline.config import Problem, Recipe, RecipeError, bound, collected, only_evaluates, reference, refuse, section
+from pipeline.config import Problem, RecipeError, collected, reference, refuse
 from pipeline.problem_codes import CODES
 
 if TYPE_CHECKING:
     from launch.follow import MetricsTail
 
 FLAGS = ("show", "plan", "dry_run", "detach")
-CANCEL_WAIT_S = 60
 CANCELLED = 130
 """Exit status after a cancellation."""
 
@@ -184,7 +180,7 @@ def submit(prepared: list[Prepared], detach: bool) -> int:
     """Run the recipes one after another, and return the exit status. detach: return once they are submitted."""
     main_recipe = prepared[-1].recipe
     run_dir = Path(main_recipe.run_dir).absolute()
-    if complete := completed(main_recipe, run_dir):
+    if complete := run_control.completed(main_recipe, run_dir):
         console.print_field("done", complete, complete, "green")
         return 0
     run_setup.refuse_live(run_dir)
@@ -194,25 +190,9 @@ def submit(prepared: list[Prepared], detach: bool) -> int:
         recipe, folder = each.recipe, Path(each.recipe.run_dir).absolute()
         metrics = _metrics_so_far(folder)
         job = run_setup.live_job(folder) if recipe is not main_recipe else None  # a needed run may already be active
-        if status := follow_to_end(folder, job or start(each), max_steps(recipe), metrics):
+        if status := follow_to_end(folder, job or start(each), run_control.max_steps(recipe), metrics):
             return status
     return 0
-
-
-def completed(recipe: Recipe, run_dir: Path) -> str | None:
-    """Return a message if the run is complete within the bounds of this recipe; None if steps are left."""
-    step, own, key = run_setup.done_step(run_dir), section(recipe), recipe.algorithm
-    if step is None or only_evaluates(recipe):
-        return None
-    if step >= own.max_num_steps:
-        return f"{run_dir} is complete at step {step}; raise {key}.max_num_steps to continue"
-    before = run_setup.earlier(recipe)
-    if before is None or step >= section(before).max_num_steps or own.max_num_epochs > section(before).max_num_epochs:
-        return None
-    return (
-        f"{run_dir} is complete at step {step}: its data ended after {plural(section(before).max_num_epochs, 'epoch')}; raise"
-        f" {key}.max_num_epochs to continue, or take another run_dir"
-    )
 
 
 def _submit_detached(prepared: list[Prepared]) -> int:
@@ -237,29 +217,8 @@ def start(prepared: Prepared, after: tuple[str, ...] = (), behind: tuple[str, ..
     if the run folder is in use.
     """
     recipe, choice = prepared.recipe, prepared.choice
-    assert choice is not None or not config.trains(recipe), "only a dry run has no backend"
     run_dir = Path(recipe.run_dir).absolute()
-    name = prepared.executor.name
-    with run_setup.locked(run_dir):
-        if name == "allocation":
-            runner = allocation.AllocationExecutor(run_dir, recipe.cluster, components(recipe))
-            name = runner.kind
-        elif name == "slurm":
-            runner = slurm.HetSlurmExecutor(run_dir, recipe.name, recipe.cluster, components(recipe), after, behind)
-        else:
-            runner = local.HetLocalExecutor(run_dir, recipe.cluster, components(recipe))
-        run_setup.prepare(recipe, run_dir, runner.script)
-        try:
-            job = runner.submit(task.rank_main, str(run_dir))
-            assert isinstance(job, RunJob), "each executor names its class of jobs"
-        except slurm_client.SlurmError as error:
-            raise RecipeError(_not_submitted(error)) from error
-        try:
-            write_record(run_dir, JobRecord.of(name, job))
-            run_setup.append_manifest(run_dir, name, job.job_id, [sys.executable, *sys.argv])
-        except BaseException:
-            job.cancel(check=False)  # a job without a record must not write into the folder
-            raise
+    job = run_control.start(prepared, [sys.executable, *sys.argv], print, after, behind)
     _print_notes(prepared)
     if isinstance(prepared.plan, EvaluationPlan):
         print(f"{evaluation.text(prepared.plan)}\n")
@@ -270,23 +229,9 @@ def start(prepared: Prepared, after: tuple[str, ...] = (), behind: tuple[str, ..
         console.print_field("backend", str(choice), f"{recipe.name}: {choice}")
     if choice and choice.warning:
         print(f"warning: {choice.warning}", file=sys.stderr)
-    if recipe.evaluation.suite is not None:
-        _start_evaluations(recipe, run_dir)
+    if line := run_control.start_evaluations(recipe):
+        console.print_field("evaluation", line, f"{recipe.name}: {line}")
     return job
-
-
-def _start_evaluations(recipe: Recipe, run_dir: Path) -> None:
-    """Start the process that evaluates the run's checkpoints, unless one does so."""
-    assert recipe.evaluation.suite is not None, "the caller has seen it"
-    line = background.start(background.FollowRequest(run_dir, None), suites.find(recipe.evaluation.suite)[0])
-    console.print_field("evaluation", line, f"{recipe.name}: {line}")
-
-
-def _not_submitted(error: slurm_client.SlurmError) -> Problem:
-    if error.kind == "late":
-        why = f"{error}. If `squeue --me` shows a job with this recipe's name, cancel it, because it cannot run. Then try again"
-        return Problem("", "unreachable", why)
-    return Problem("", "refused-by-slurm", f"sbatch refused the job: {error.output or error}")
 
 
 def attach(run_dir: Path) -> int:
@@ -301,7 +246,7 @@ def attach(run_dir: Path) -> int:
         message = f"the state of Slurm job {record.job_id} is unknown: {why}. Try `{status}`, which reads the run folder"
         raise RecipeError(Problem("follow", "unreachable", message))
     return follow_to_end(
-        run_dir, record.attach(run_dir), max_steps(config.read(run_dir / "recipe.yaml")), _metrics_so_far(run_dir)
+        run_dir, record.attach(run_dir), run_control.max_steps(config.read(run_dir / "recipe.yaml")), _metrics_so_far(run_dir)
     )
 
 
@@ -311,11 +256,6 @@ def _metrics_so_far(run_dir: Path) -> MetricsTail:
     metrics = MetricsTail(run_dir)
     metrics.new_lines()
     return metrics
-
-
-def max_steps(recipe: Recipe) -> int | None:
-    """Return the maximum number of steps; None if only the epochs of data bound it, or the recipe only evaluates."""
-    return bound(section(recipe).max_num_steps) or None
 
 
 # ---- follow and cancel --------------------------------------------------------------------------------------------------
@@ -360,17 +300,14 @@ def _wants_to_cancel() -> bool:
 
 
 def cancel(job: RunJob, evaluates: bool = False) -> int:
-    """Cancel a job, wait for its end at most CANCEL_WAIT_S, and return the exit status 130.
+    """Cancel a job, wait for its end for a while, and return the exit status 130.
 
     evaluates: the job is an evaluation, which has answers and no checkpoints
     """
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)  # a second signal does not interrupt the cancellation
     print(f"\ncancelling {job.name()} ...", flush=True)
-    job.cancel(check=False)
-    deadline = time.monotonic() + CANCEL_WAIT_S
-    while not (status := job.status(now=True)).ended and time.monotonic() < deadline:
-        time.sleep(0.2)
+    status = run_control.cancel(job)
     how = "with the answers that are missing" if evaluates else "from the last checkpoint"
     print(f"{job.name()}: {status}; the same command continues {how}" if status.ended else f"{job.name()} is still {status}")
     return CANCELLED

@@ -1,7 +1,8 @@
 """An attempt is one start of all ranks. Its folder, attempts/NAME in the run folder, tells the launcher how it went.
 
     started         unix seconds; the launcher writes it before there are ranks
-    signals         one line for each signal that the launcher received for the ranks; Slurm only, see pipeline/signals.py
+    signals         one line for each signal that the launcher received for the ranks, see pipeline/signals.py
+    stop            exists if somebody asked the ranks to save and stop (launch/run_control.py): then they are not started again
     rank00000.log   the log of a rank
     srun-train.out  srun's output for each component's step; Slurm only
     failed_step     `COMPONENT FIRST_RANK` of the first step that failed; Slurm only, from the batch script

@@ -46,7 +46,7 @@ class NothingSaved(RuntimeError):
 
 
 @dataclass
-class Run:
+class RunParts:
     """The parts of a run that both loops use."""
 
     recipe: Recipe
@@ -256,7 +256,9 @@ class Run:
                 self._unsettled = None
 
 
-def run_online(run: Run, algorithm: OnlineAlgorithm, collector: Collector, prompts: Prompts, validation: list[Prompt]) -> int:
+def run_online(
+    run: RunParts, algorithm: OnlineAlgorithm, collector: Collector, prompts: Prompts, validation: list[Prompt]
+) -> int:
     """Train on rollouts: sample, score, update, refit. Return the last step."""
     section, colocation = config.section(run.recipe), run.colocation
     assert isinstance(section, config.OnlineConfig)
@@ -318,7 +320,7 @@ def run_online(run: Run, algorithm: OnlineAlgorithm, collector: Collector, promp
     return step
 
 
-def run_offline(run: Run, algorithm: Algorithm, examples: Stream | Mixture, validation: Sequence[Sample | Pair]) -> int:
+def run_offline(run: RunParts, algorithm: Algorithm, examples: Stream | Mixture, validation: Sequence[Sample | Pair]) -> int:
     """Train on a dataset. Return the last step."""
     recipe, section, train = run.recipe, config.section(run.recipe), run.train
     together = algorithm.sequences_per_item

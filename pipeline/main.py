@@ -15,7 +15,7 @@ from pipeline.attempt import Attempt
 from pipeline.checkpoint import Checkpoints, kept, storage_timeout_s
 from pipeline.colocation import Colocation
 from pipeline.config import Recipe
-from pipeline.coordinator import Run, run_offline, run_online
+from pipeline.coordinator import RunParts, run_offline, run_online
 from pipeline.data.chat import load_tokenizer
 from pipeline.data.mixture import build_streams
 from pipeline.deadline import Deadline
@@ -144,7 +144,7 @@ def _coordinate(
     checkpoints = Checkpoints(run_dir, attempt.name, recipe.checkpointing, retry)
     deadline = Deadline.of_attempt(recipe.checkpointing, run_dir, attempt.folder)
     parts = (recipe, run_dir, checkpoints, train, places, colocation, tokenizer, attempt, deadline, world.timeline)
-    run = Run(*parts, startup=startup, phase=world.phase, monitor=monitor)
+    run = RunParts(*parts, startup=startup, phase=world.phase, monitor=monitor)
     if config.generates(recipe):
         judge = None
         if config.reward_model(recipe):

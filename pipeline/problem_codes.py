@@ -170,9 +170,17 @@ RUNS = {
         "The folder is not a run folder: it has no recipe.yaml.",
         "Give the folder that `submit.py` printed, such as `runs/NAME`. `python launch/status.py` lists them.",
     ),
+    "not-ended": ProblemCode(
+        "A run, evaluation or sweep has not ended within the time that a program gave (`hetstep`).",
+        "Wait longer: it goes on. `status()` says what it does.",
+    ),
     "run-exists": ProblemCode(
         "The folder holds a run or a sweep with other settings, and going on would mix the two.",
         "Give the earlier values again to go on, or give another `run_dir`. The message lists what differs.",
+    ),
+    "run-failed": ProblemCode(
+        "A run, evaluation or sweep that a program waited for (`hetstep`) ended before its end.",
+        "Read the failure in the message, and the logs that it names. The same submission continues from the last checkpoint.",
     ),
     "wrong-version": ProblemCode(
         "A checkpoint or a package is of a version that does not fit.",

@@ -38,12 +38,21 @@ class Problem:
         return replace(self, origin=": ".join(part for part in (where, self.origin) if part))
 
 
-class RecipeError(ValueError):
-    """Raised for a recipe, a file or a cluster that cannot be used; `problems` has all that were found."""
+class HetstepError(Exception):
+    """The base of the errors that name problems; `problems` has all that were found."""
 
     def __init__(self, *problems: Problem) -> None:
         self.problems = problems
         super().__init__("\n".join(map(str, self.problems)))
+
+    @property
+    def codes(self) -> tuple[str, ...]:
+        """The code of each problem."""
+        return tuple(problem.code for problem in self.problems)
+
+
+class RecipeError(HetstepError, ValueError):
+    """Raised for a recipe, a file or a cluster that cannot be used."""
 
 
 def refuse(problems: Iterable[Problem]) -> None:

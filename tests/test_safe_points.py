@@ -1,4 +1,4 @@
-"""Checkpoints of a run that leaves between two steps: `pipeline.coordinator.Run` over real checkpoints, without ranks."""
+"""Checkpoints of a run that leaves between two steps: `pipeline.coordinator.RunParts` over real checkpoints, without ranks."""
 
 import contextlib
 import threading
@@ -12,7 +12,7 @@ from pipeline.attempt import Attempt, Superseded
 from pipeline.checkpoint import Checkpoints
 from pipeline.colocation import Colocation
 from pipeline.config import CheckpointingConfig, ClusterConfig, LoggerConfig
-from pipeline.coordinator import NothingSaved, Run
+from pipeline.coordinator import NothingSaved, RunParts
 from pipeline.deadline import Deadline
 from pipeline.metrics import Metrics, read
 
@@ -49,7 +49,7 @@ class Steps:
         deadline = Deadline(0.0, {}, [], lambda: self.signals)
         recipe = SimpleNamespace(checkpointing=config, cluster=ClusterConfig())
         colocation = Colocation(False, self.ranks, None, None)
-        self.run = Run(recipe, run_dir, self.checkpoints, self.ranks, [], colocation, None, self.attempt, deadline, None)
+        self.run = RunParts(recipe, run_dir, self.checkpoints, self.ranks, [], colocation, None, self.attempt, deadline, None)
         self.metrics = Metrics(run_dir, LoggerConfig(tensorboard_enabled=False), None)
         self.lines = run_dir / "metrics.jsonl"
 

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import contextlib
-import io
-from collections.abc import Iterable, Mapping
+import sys
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from launch import placement, prepare, run_setup, submit
+from launch import placement, prepare, run_control, run_setup, submit
 from launch.evaluations import kept, suites, tables
 from launch.evaluations.sources import Source
 from launch.executors.base import RunJob
@@ -84,11 +83,12 @@ def run(evaluation: Evaluation, detach: bool) -> int:
     return status
 
 
-def start(evaluation: Evaluation) -> RunJob:
-    """Submit an evaluation without a word, and return its job. Raises RecipeError."""
-    prepared = _prepared(evaluation)[-1]
-    with contextlib.redirect_stdout(io.StringIO()):
-        return submit.start(prepared)
+def start(evaluation: Evaluation, command: Sequence[str] | None = None) -> RunJob:
+    """Submit an evaluation without a word, and return its job. command: for the manifest; None: this process's.
+
+    Raises RecipeError.
+    """
+    return run_control.start(_prepared(evaluation)[-1], list(command or [sys.executable, *sys.argv]), lambda line: None)
 
 
 def _prepared(evaluation: Evaluation) -> list[prepare.Prepared]:

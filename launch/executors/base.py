@@ -11,7 +11,7 @@ Every executor starts every rank with these variables:
     HETSTEP_NODE         name of its node
     HETSTEP_JOB_ID       Slurm's id of the leading component, or the local controller's process id
     HETSTEP_END_TIME     unix seconds at which the allocation ends; empty without a limit
-    HETSTEP_SIGNALS      only under Slurm: the file from which rank 0 reads signals, see pipeline/signals.py
+    HETSTEP_SIGNALS      the file from which rank 0 reads signals, see pipeline/signals.py
 """
 
 from __future__ import annotations

@@ -104,8 +104,8 @@ def commands(run_dir: Path, components: dict[str, ComponentConfig]) -> str:
 # ---- the controller -----------------------------------------------------------------------------------------------------
 
 
-class Stop(Exception):
-    """The controller must end the ranks. The message says why."""
+class Stop(BaseException):
+    """The controller must end the ranks. The message says why. Not an Exception, which an import that fails may swallow."""
 
     def __init__(self, state: str, reason: str = "", status: int = 0, secondary: bool = False):
         """status: the attempt's exit status, for the verdict. secondary: whether a rank ended because of another one."""
@@ -204,12 +204,14 @@ class Controller:
         now = time.time()
         logs = self.run_dir / "attempts" / self.attempt
         logs.mkdir(parents=True)
+        (logs / "signals").touch()
         write_durably(logs / "started", f"{now}\n")
         shared = {
             "HETSTEP_RUN_DIR": str(self.run_dir),
             "HETSTEP_ATTEMPT": self.attempt,
             "HETSTEP_JOB_ID": str(os.getpid()),
             "HETSTEP_END_TIME": f"{now + self.limit_s:.0f}",
+            "HETSTEP_SIGNALS": str(logs / "signals"),
             "PYTHONPATH": os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")])),
         }
         self.rank_of = {}
@@ -217,17 +219,19 @@ class Controller:
             process.returncode = 0
         self.processes.clear()
         self.fork = self.fork and forks.imported()
+        signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)  # what is raised inside a fork is lost; `_begin` unblocks them
         for rank, environment in enumerate(self.environments):
             with open(logs / f"rank{rank:05d}.log", "ab") as log:
                 pid = self._start_rank({**shared, **environment}, log)
             self.rank_of[pid] = rank
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
 
     def _start_rank(self, environment: dict[str, str], log: BinaryIO) -> int:
         """Return the id of the process. It leads a process group, so that its children end with it."""
-        die_with_parent = functools.partial(_die_with_parent, os.getpid())
+        begin = functools.partial(_begin, os.getpid())
         if self.fork:
             rank_main = functools.partial(task.main, f"{self.run_dir}/submitit")
-            return forks.start(rank_main, environment, log, die_with_parent)
+            return forks.start(rank_main, environment, log, begin)
         process = subprocess.Popen(
             rank_command(self.run_dir),
             env={**os.environ, **environment},
@@ -235,7 +239,7 @@ class Controller:
             stdout=log,
             stderr=log,
             process_group=0,
-            preexec_fn=die_with_parent,
+            preexec_fn=begin,
         )
         self.processes.append(process)  # otherwise the next Popen reaps it, and its end is missed
         return process.pid
@@ -277,8 +281,9 @@ def _ended(pid: int) -> bool:
     return os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT | os.WNOHANG) is not None
 
 
-def _die_with_parent(parent: int) -> None:
-    """End this rank when its controller dies, even of SIGKILL. Called in the child, before exec."""
+def _begin(parent: int) -> None:
+    """Unblock signals, and end this rank when its controller dies, even of SIGKILL. Called in the child, before exec."""
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
     LIBC.prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:  # the controller died before the call
         os._exit(1)

@@ -16,7 +16,8 @@
 #     nor the one before, which exited on purpose too, completed a checkpoint: the job would requeue forever.
 #  4. Anything else is a crash: requeue, if REQUEUE, the attempt completed a checkpoint (`progress`) or failed its node checks
 #     (`bad_nodes`, which the next start avoids), and fewer than MAX_RESTARTS crashes were restarted before.
-#  5. If the verdict cannot be written: stop, because later attempts could not count this restart.
+#  5. If the attempt was asked to stop (`stop`), 3 and 4 stop.
+#  6. If the verdict cannot be written: stop, because later attempts could not count this restart.
 #
 # Attempts of one job are JOB-0, JOB-1 ...; those of other submissions do not count, so a resubmission has a fresh budget.
 # Only bash and coreutils are used, because under Slurm the script runs on a bare node, outside of any container.
@@ -89,7 +90,9 @@ judge() {
         echo "stop: attempt $why, of another job, has taken the run over"
     elif exited_on_purpose "$own"; then
         why=$(<"$own/requeue")
-        if [[ $requeue != true ]]; then
+        if has "$own" stop; then
+            echo "stop: saved and stopped, as asked"
+        elif [[ $requeue != true ]]; then
             echo "stop: $why; cluster.requeue.enabled is false"
         elif makes_no_progress; then
             echo "stop: two starts in a row were left without a new $saved ($why); the time of one allocation," \
@@ -108,7 +111,9 @@ judge() {
         [[ $status == 0 ]] && why="all ranks ended with status 0, but the run is not complete: there is no done.json"
         has "$own" bad_nodes && why="nodes failed their checks ($(paste -sd ';' "$own/bad_nodes"))"
         restarted=$(restarted_crashes)
-        if [[ $requeue != true ]]; then
+        if has "$own" stop; then
+            echo "stop: $why; it is not restarted, because it was asked to stop"
+        elif [[ $requeue != true ]]; then
             echo "stop: $why; cluster.requeue.enabled is false"
         elif ! has "$own" progress && ! has "$own" bad_nodes; then
             echo "stop: $why, without a new $saved since its start"

@@ -53,6 +53,7 @@ def test_two_components_form_one_world(tmp_path, monkeypatch):
     assert attempt.name.startswith(f"local-{job.job_id}-")
     assert [path.name for path in sorted(attempt.glob("*"))] == [
         *(f"rank{rank:05d}.log" for rank in range(4)),
+        "signals",
         "started",
         "verdict",
     ]

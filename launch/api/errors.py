@@ -1,0 +1,25 @@
+"""The errors of runs, beside RecipeError for what cannot be submitted or read."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from pipeline.problems import HetstepError, Problem
+
+
+class RunFailed(HetstepError):
+    """Raised for a run, an evaluation or a sweep that ended by itself before its end."""
+
+    def __init__(self, folder: Path, lines: list[str]):
+        """Take the run's folder, and why it ended, in lines."""
+        super().__init__(Problem("run", "run-failed", "\n".join(lines), str(folder)))
+        self.folder = folder
+
+
+class NotEnded(HetstepError, TimeoutError):
+    """Raised for a run that has not ended within the time that its caller gave. The run goes on."""
+
+    def __init__(self, folder: Path, why: str):
+        """Take the run's folder, and what it does."""
+        super().__init__(Problem("timeout", "not-ended", why, str(folder)))
+        self.folder = folder

@@ -1,0 +1,46 @@
+"""Post-train language models on Slurm or on this machine: plan, submit, watch, evaluate, export.
+
+    import hetstep
+
+    print(hetstep.plan("tiny_sft"))
+    run = hetstep.submit("tiny_sft", sft__max_num_steps=50, run_dir="runs/first")
+    run.wait()
+    run.metrics("train/loss")                       # {1: 2.31, 2: 2.05, ...}
+
+Keys of a recipe are given as a mapping, dotted or nested, `{"sft.max_num_steps": 50}`, or as keywords with `__` for each dot.
+Everything that is wrong raises HetstepError, whose `problems` name key, code and message. launch/README.md has the reference.
+"""
+
+from launch.api.errors import NotEnded, RunFailed
+from launch.api.evaluations import EvaluationRun, TaskScore, evaluate
+from launch.api.planning import RunPlan, plan
+from launch.api.run import RunStatus
+from launch.api.submitting import load, recipe, submit
+from launch.api.sweeps import SweepRun, SweepVerdict, sweep
+from launch.api.training import Run
+from pipeline.checkpoint import Checkpoint
+from pipeline.config import Recipe
+from pipeline.problems import HetstepError, Problem, RecipeError
+
+__all__ = [
+    "Checkpoint",
+    "EvaluationRun",
+    "HetstepError",
+    "NotEnded",
+    "Problem",
+    "Recipe",
+    "RecipeError",
+    "Run",
+    "RunFailed",
+    "RunPlan",
+    "RunStatus",
+    "SweepRun",
+    "SweepVerdict",
+    "TaskScore",
+    "evaluate",
+    "load",
+    "plan",
+    "recipe",
+    "submit",
+    "sweep",
+]

@@ -1,0 +1,56 @@
+"""Turn the keys that a caller of the API gives into `key=value` of the command line."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from pipeline.config import Problem, RecipeError, config_tree, formatting
+
+Overrides = Mapping[str, Any]
+"""Dotted keys, `{"grpo.seed": 3}`, or nested ones, `{"grpo": {"seed": 3}}`, with their values."""
+
+
+def arguments(overrides: Overrides | None, keywords: Mapping[str, Any]) -> list[str]:
+    """Return `key=value` arguments. A keyword has `__` for each dot, and wins over the same key in `overrides`.
+
+    Raises RecipeError for keys that are not texts, and for values that a recipe cannot hold.
+    """
+    given = dict(_flat("", overrides or {}))
+    given |= dict(_flat("", {name.replace("__", "."): value for name, value in keywords.items()}))
+    return [f"{key}={formatting.on_one_line(value)}" for key, value in given.items()]
+
+
+def _flat(prefix: str, values: Any) -> Iterator[tuple[str, Any]]:
+    """Yield (dotted key, plain value). A mapping that replaces another (`_override_`) is a value."""
+    if not isinstance(values, Mapping):
+        raise RecipeError(Problem("overrides", "wrong-type", f"got a {type(values).__name__}; expected a mapping of keys"))
+    for name, value in values.items():
+        if not isinstance(name, str) or not name or "=" in name:
+            raise RecipeError(Problem(prefix + str(name), "bad-format", f"got the key {name!r}; expected a dotted key"))
+        key = prefix + name
+        if isinstance(value, Mapping) and value and config_tree.REPLACES not in value:
+            yield from _flat(f"{key}.", value)
+        else:
+            yield key, _plain(key, value)
+
+
+def _plain(key: str, value: Any) -> Any:
+    """Return a value as a recipe holds it: paths as texts, tuples as lists, numbers of NumPy as Python's."""
+    if value is None or isinstance(value, bool):
+        return value
+    if isinstance(value, str):  # subclasses too, such as enums and NumPy's float64
+        return str.__str__(value)
+    if isinstance(value, int | float):
+        return int(value) if isinstance(value, int) else float(value)
+    if isinstance(value, os.PathLike):
+        return os.fspath(value)
+    if isinstance(value, Mapping):
+        return {str(name): _plain(key, inner) for name, inner in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(key, inner) for inner in value]
+    if callable(item := getattr(value, "item", None)) and not getattr(value, "shape", ()):
+        return _plain(key, item())
+    expected = "a text, a path, a number, True, False, None, a list or a mapping"
+    raise RecipeError(Problem(key, "wrong-type", f"got a {type(value).__name__}; expected {expected}"))

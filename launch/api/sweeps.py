@@ -1,0 +1,171 @@
+"""A sweep: its start, the states of its jobs, and its verdict."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from datetime import date
+from pathlib import Path
+from typing import Any
+
+from launch.api.errors import NotEnded, RunFailed
+from launch.api.overrides import Overrides, arguments
+from launch.api.training import Run
+from launch.executors.base import ROOT
+from launch.failure_logs import tail
+from launch.sweeps import suite as suites
+from launch.sweeps.folder import SweepFolder
+from launch.sweeps.jobs import jobs_of
+from launch.sweeps.queue import Queue
+from pipeline.config import Problem, RecipeError
+
+LOG = "sweep.log"
+POLL_S = 0.5
+SLURM_POLL_S = 5.0
+SETTLE_S = 5.0
+"""How long a sweep may have neither a verdict nor a process or job that will write it, while one takes over from another."""
+LOG_LINES = 20
+
+
+@dataclass(frozen=True)
+class SweepVerdict:
+    """The outcome of a sweep."""
+
+    passed: bool
+    summary: str  # in a line
+    gates: Sequence[Mapping[str, Any]]  # run, gate, outcome and more of each gate, as in verdict.json
+
+
+class SweepRun:
+    """A sweep, by its folder. `hetstep.sweep` makes it."""
+
+    def __init__(self, folder: Path, process: subprocess.Popen[bytes] | None = None):
+        """Take the sweep's folder, and the process that submits its jobs if this program has just started it."""
+        self.folder = folder.absolute()
+        self._process = process
+
+    def __repr__(self) -> str:
+        return f"SweepRun({str(self.folder)!r})"
+
+    def states(self) -> dict[str, str]:
+        """Return the state of each job by name: missing (not submitted yet), live, done or failed. Raises RecipeError."""
+        folder = SweepFolder(self.folder)
+        return {each.job.name: each.state for each in folder.job_states(Queue(folder.plan.executor))} if folder.begun else {}
+
+    def runs(self) -> dict[str, Run]:
+        """Return the runs that have been submitted, by the name of their job."""
+        jobs = SweepFolder(self.folder).plan.jobs if SweepFolder(self.folder).begun else []
+        return {job.name: Run(Path(job.run_dir)) for job in jobs if (Path(job.run_dir) / "recipe.yaml").exists()}
+
+    def verdict(self) -> SweepVerdict | None:
+        """Return the verdict; None before the gates are checked."""
+        path = self.folder / "verdict.json"
+        if self._submits() or not path.exists():  # a process that continues a sweep judges it anew
+            return None
+        found = json.loads(path.read_text(encoding="utf-8"))
+        return SweepVerdict(found["passed"], found["summary"], found["verdicts"])
+
+    def wait(self, timeout: float | None = None) -> SweepVerdict:
+        """Wait for the verdict and return it, whether the sweep passed or not.
+
+        Args:
+            timeout: seconds; None: without a limit.
+
+        Raises:
+            NotEnded: after `timeout`. The sweep goes on.
+            RunFailed: if nothing is left that would write the verdict.
+        """
+        deadline = None if timeout is None else time.monotonic() + timeout
+        last_alive = time.monotonic()
+        while (found := self.verdict()) is None:
+            now = time.monotonic()
+            if self._goes_on():
+                last_alive = now
+            elif now - last_alive > SETTLE_S:
+                logs = [path for name in (LOG, "check.log") if (path := self.folder / name).exists()]
+                end = [line for path in logs for line in tail(path)[-LOG_LINES:]]
+                raise RunFailed(self.folder, ["the sweep ended without a verdict", *end])
+            if deadline is not None and now >= deadline:
+                raise NotEnded(self.folder, "the sweep has no verdict yet")
+            time.sleep(SLURM_POLL_S if self._is_on_slurm() and not self._submits() else POLL_S)
+        return found
+
+    def _submits(self) -> bool:
+        return self._process is not None and self._process.poll() is None
+
+    def _is_on_slurm(self) -> bool:
+        folder = SweepFolder(self.folder)
+        return folder.begun and folder.plan.executor == "slurm"
+
+    def _goes_on(self) -> bool:
+        """Return whether a process holds the sweep's lock, or the job that checks the gates is live."""
+        if self._submits() or _is_locked(self.folder):
+            return True
+        return self._is_on_slurm() and SweepFolder(self.folder).check_job(Queue("slurm")) is not None
+
+
+def _is_locked(path: Path) -> bool:
+    try:
+        with SweepFolder(path).locked():
+            return False
+    except RecipeError as error:
+        if error.codes == ("in-use",):
+            return True
+        raise
+
+
+def sweep(
+    name: str | os.PathLike[str],
+    overrides: Overrides | None = None,
+    /,
+    *,
+    id: str | None = None,
+    update_baseline: bool = False,
+    **keywords: Any,
+) -> SweepRun:
+    """Begin or continue a sweep, and return it while it goes on.
+
+    `python launch/sweep.py` submits the jobs, as a process of its own that outlives this program; its output is in sweep.log of
+    the sweep's folder. On Slurm it ends when all jobs and the check are submitted; elsewhere it runs all jobs, then the check.
+
+    Args:
+        name: a name in recipes/sweeps/, or a path.
+        overrides: values by key of the suite or of all recipes, dotted or nested.
+        id: the sweep's id; None: today's date. The same sweep with the same id is continued.
+        update_baseline: Write the values of this sweep as the new baseline.
+        keywords: values by key with `__` for each dot.
+
+    Raises:
+        RecipeError: for problems of the suite or of its runs, all at once in `problems`. Nothing is submitted.
+    """
+    given = arguments(overrides, keywords)
+    if id is not None and not suites.NAME.fullmatch(id):
+        raise RecipeError(suites.bad_name("id", id))
+    loaded = suites.load(os.fspath(name), given)
+    own = id or date.today().isoformat()
+    folder = SweepFolder(Path(loaded.suite.folder) / loaded.suite.name / own)
+    if folder.begun:
+        folder.refuse_other(loaded.suite, loaded.overrides)
+    else:
+        jobs_of(loaded, folder.path)  # raises RecipeError with the problems of all runs
+    with folder.locked():  # raises RecipeError while another process works on the sweep
+        if not update_baseline and (folder.path / "verdict.json").exists():
+            return SweepRun(folder.path)
+    command = [sys.executable, "-u", str(ROOT / "launch/sweep.py"), f"sweep={os.fspath(name)}", f"id={own}", *given]
+    command += ["update_baseline=true"] if update_baseline else []
+    return SweepRun(folder.path, _started(command, folder.path / LOG))
+
+
+def _started(command: list[str], log: Path) -> subprocess.Popen[bytes]:
+    try:
+        with open(log, "ab") as output:
+            return subprocess.Popen(
+                command, stdin=subprocess.DEVNULL, stdout=output, stderr=output, start_new_session=True
+            )  # a terminal's signals do not reach it
+    except OSError as error:
+        raise RecipeError(Problem("folder", "unwritable", f"{log} cannot be written: {error.strerror}")) from None

@@ -1,0 +1,145 @@
+"""Start the job of a prepared recipe, cancel it, or ask it to save and stop. Nothing here prints."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from launch import run_setup, slurm_client, task
+from launch.attempts import STOP, AttemptFolder, of_job
+from launch.components import components
+from launch.evaluations import background, suites
+from launch.executors import allocation, local, slurm
+from launch.executors.base import JobStatus, RunJob
+from launch.executors.record import JobRecord, write_record
+from launch.prepare import Prepared
+from launch.units import plural
+from pipeline import config
+from pipeline.config import Problem, Recipe, RecipeError, bound, only_evaluates, section
+from pipeline.storage import write_durably
+
+CANCEL_WAIT_S = 60
+SIGNALS = "signals"
+"""The file of an attempt from which rank 0 reads signals; see pipeline/signals.py."""
+ASKED = "SIGUSR2\n"
+"""A line of that file: save at the end of the step, and leave."""
+POLL_S = 0.2
+STOP_POLL_S = 0.5
+
+
+# ---- start --------------------------------------------------------------------------------------------------------------
+
+
+def completed(recipe: Recipe, run_dir: Path) -> str | None:
+    """Return a message if the run is complete within the bounds of this recipe; None if steps are left."""
+    step, own, key = run_setup.done_step(run_dir), section(recipe), recipe.algorithm
+    if step is None or only_evaluates(recipe):
+        return None
+    if step >= own.max_num_steps:
+        return f"{run_dir} is complete at step {step}; raise {key}.max_num_steps to continue"
+    before = run_setup.earlier(recipe)
+    if before is None or step >= section(before).max_num_steps or own.max_num_epochs > section(before).max_num_epochs:
+        return None
+    return (
+        f"{run_dir} is complete at step {step}: its data ended after {plural(section(before).max_num_epochs, 'epoch')}; raise"
+        f" {key}.max_num_epochs to continue, or take another run_dir"
+    )
+
+
+def max_steps(recipe: Recipe) -> int | None:
+    """Return the maximum number of steps; None if only the epochs of data bound it, or the recipe only evaluates."""
+    return bound(section(recipe).max_num_steps) or None
+
+
+def start(
+    prepared: Prepared,
+    command: list[str],
+    tell: Callable[[str], None],
+    after: tuple[str, ...] = (),
+    behind: tuple[str, ...] = (),
+) -> RunJob:
+    """Submit one recipe, and return its job.
+
+    command: for the manifest. tell: receives a line where the folder's mode is changed. after: Slurm jobs that must succeed
+    before it starts. behind: Slurm jobs that must end before it starts. Raises RecipeError if the run folder is in use.
+    """
+    recipe = prepared.recipe
+    assert prepared.choice is not None or not config.trains(recipe), "only a dry run has no backend"
+    run_dir = Path(recipe.run_dir).absolute()
+    name = prepared.executor.name
+    with run_setup.locked(run_dir, tell):
+        if name == "allocation":
+            runner = allocation.AllocationExecutor(run_dir, recipe.cluster, components(recipe))
+            name = runner.kind
+        elif name == "slurm":
+            runner = slurm.HetSlurmExecutor(run_dir, recipe.name, recipe.cluster, components(recipe), after, behind)
+        else:
+            runner = local.HetLocalExecutor(run_dir, recipe.cluster, components(recipe))
+        run_setup.prepare(recipe, run_dir, runner.script)
+        try:
+            job = runner.submit(task.rank_main, str(run_dir))
+            assert isinstance(job, RunJob), "each executor names its class of jobs"
+        except slurm_client.SlurmError as error:
+            raise RecipeError(_not_submitted(error)) from error
+        try:
+            write_record(run_dir, JobRecord.of(name, job))
+            run_setup.append_manifest(run_dir, name, job.job_id, command)
+        except BaseException:
+            job.cancel(check=False)  # a job without a record must not write into the folder
+            raise
+    return job
+
+
+def start_evaluations(recipe: Recipe) -> str | None:
+    """Start the process that evaluates the run's checkpoints, and return a line about it; None if the recipe has no suite."""
+    if recipe.evaluation.suite is None:
+        return None
+    request = background.FollowRequest(Path(recipe.run_dir).absolute(), None)
+    return background.start(request, suites.find(recipe.evaluation.suite)[0])
+
+
+def _not_submitted(error: slurm_client.SlurmError) -> Problem:
+    if error.kind == "late":
+        why = f"{error}. If `squeue --me` shows a job with this recipe's name, cancel it, because it cannot run. Then try again"
+        return Problem("", "unreachable", why)
+    return Problem("", "refused-by-slurm", f"sbatch refused the job: {error.output or error}")
+
+
+# ---- end ----------------------------------------------------------------------------------------------------------------
+
+
+def cancel(job: RunJob) -> JobStatus:
+    """Cancel a job, wait for its end at most CANCEL_WAIT_S, and return its status."""
+    job.cancel(check=False)
+    deadline = time.monotonic() + CANCEL_WAIT_S
+    while not (status := job.status(now=True)).ended and time.monotonic() < deadline:
+        time.sleep(POLL_S)
+    return status
+
+
+def stop_and_save(run_dir: Path, job: RunJob, timeout_s: float | None = None) -> JobStatus:
+    """Ask a job to save and stop, wait for its end, and return its status. A job that has not started is cancelled.
+
+    The ranks save at the end of their step, as before a time limit; the job is not requeued. If the job starts again meanwhile,
+    its new attempt is asked too. Raises TimeoutError after `timeout_s`; the request stays.
+    """
+    deadline = None if timeout_s is None else time.monotonic() + timeout_s
+    while not (status := job.status(now=True)).ended:
+        attempts = of_job(run_dir, job.job_id)
+        if attempts and attempts[-1].verdict is None:
+            if not attempts[-1].asked_to_stop:
+                _ask(attempts[-1])
+        elif status.state == "PENDING":
+            job.cancel(check=False)
+        if deadline is not None and time.monotonic() >= deadline:
+            raise TimeoutError(f"{job.name()} has not saved and stopped within {timeout_s:g} s; the request stays")
+        time.sleep(STOP_POLL_S)
+    return status
+
+
+def _ask(attempt: AttemptFolder) -> None:
+    """Ask the ranks of an attempt to save and leave. The mark comes first, so that the verdict on their end finds it."""
+    write_durably(attempt.folder / STOP, "asked to stop\n")
+    with open(attempt.folder / SIGNALS, "a") as file:
+        file.write(ASKED)
