@@ -50,8 +50,10 @@ def check(folder: Path, family: str, layout: Layout, patterns: Sequence[str], re
     found, _ = layouts.gradients(trained)
     frozen = matched(patterns, trained.shapes)
     assert found.keys() == expected.keys() - frozen
+    # Megatron-Core has another function for frozen linear layers, which rounds otherwise in multi-latent attention.
+    largest = max(gradient.abs().max().item() for gradient in expected.values()) if family == "deepseek_v3" else 0.0
     for name, gradient in found.items():
-        assert torch.equal(gradient, expected[name]), name
+        assert (gradient - expected[name]).abs().max().item() <= 5e-6 * largest, name
     assert abs(torch.stack([g.double().norm() for g in found.values()]).norm().item() / norm - 1) < 1e-6
     for _ in range(2):
         trained.step(layouts.batches(trained, layout, 1), cases.loss)
