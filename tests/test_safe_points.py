@@ -8,6 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 
+from pipeline.algorithms.sft import SFTConfig
 from pipeline.attempt import Attempt, Superseded
 from pipeline.checkpoint import Checkpoints
 from pipeline.colocation import Colocation
@@ -47,7 +48,7 @@ class Steps:
         config = CheckpointingConfig(**{"async_save": False, "save_period": 10, **checkpointing})
         self.checkpoints = Checkpoints(run_dir, self.attempt.name, config)
         deadline = Deadline(0.0, {}, [], lambda: self.signals)
-        recipe = SimpleNamespace(checkpointing=config, cluster=ClusterConfig())
+        recipe = SimpleNamespace(checkpointing=config, cluster=ClusterConfig(), algorithm="sft", sft=SFTConfig())
         colocation = Colocation(False, self.ranks, None, None)
         self.run = RunParts(recipe, run_dir, self.checkpoints, self.ranks, [], colocation, None, self.attempt, deadline, None)
         self.metrics = Metrics(run_dir, LoggerConfig(tensorboard_enabled=False), None)
@@ -69,7 +70,7 @@ def test_a_run_that_leaves_saves_its_step(tmp_path):
     steps.signals.append("SIGUSR2")
     assert steps.run.must_leave()
     latest = steps.checkpoints.latest()
-    assert (latest.step, latest.state) == (2, {"stream": POSITION})
+    assert (latest.step, latest.state) == (2, {"stream": POSITION, "early_stop": steps.run.stop.state_dict()})
     assert steps.left_behind("requeue") == steps.run.left == "SIGUSR2 came"
     assert steps.left_behind("progress") == "2"
 

@@ -93,6 +93,7 @@ AREAS: dict[str, tuple] = {  # area -> modules that its tests import, then files
     "Megatron-Core": (("pytest", "megatron.core"), "tests/train/megatron/test_cuda.py"),
     "memory": (("pytest", "megatron.core", "peft"), "tests/launch/plan/test_memory_cuda.py"),
     "vLLM": (("pytest", "vllm"), *(f"tests/generate/test_{name}.py" for name in ("vllm", "in_flight", "fp8"))),
+    "monitor": (("pytest", "pynvml"), "tests/monitor/test_gpu.py"),
     "refit": (("pytest",), *(f"tests/refit/test_{name}.py" for name in ("transfer", "shared_memory", "delta", "digest"))),
 }
 

@@ -48,7 +48,7 @@ def command(monkeypatch, capfd) -> Callable[..., tuple[int, str, str]]:
     before = signal.getsignal(signal.SIGTERM)
 
     def run(*arguments: str, task: Callable[[str], None] = tasks.write_steps) -> tuple[int, str, str]:
-        monkeypatch.setattr(submit.task, "rank_main", task)
+        monkeypatch.setattr("launch.task.rank_main", task)
         return submit.main(list(arguments)), *capfd.readouterr()
 
     yield run
@@ -258,8 +258,8 @@ def test_a_failed_need_stops_the_rest(here, command):
 # ---- Ctrl-C ---------------------------------------------------------------------------------------------------------------
 
 SUBMIT_WAITING = (
-    "import sys; from launch import submit; from tests.launch import tasks;"
-    "submit.task.rank_main = tasks.report_and_wait; sys.exit(submit.main(['recipe=tiny.yaml']))"
+    "import sys; from launch import submit, task; from tests.launch import tasks;"
+    "task.rank_main = tasks.report_and_wait; sys.exit(submit.main(['recipe=tiny.yaml']))"
 )
 
 

@@ -10,8 +10,8 @@ from launch.executors.base import ROOT
 
 # Arguments: the task's name, then those of the command.
 SUBMIT = (
-    "import sys; from launch import submit; from tests.launch import tasks;"
-    " submit.task.rank_main = getattr(tasks, sys.argv[1]); sys.exit(submit.main(sys.argv[2:]))"
+    "import sys; from launch import submit, task; from tests.launch import tasks;"
+    " task.rank_main = getattr(tasks, sys.argv[1]); sys.exit(submit.main(sys.argv[2:]))"
 )
 BATCH = SUBMIT.replace("submit.main(", "ray_sub.main(").replace("import submit", "import ray_sub, submit")
 

@@ -8,7 +8,6 @@ from pathlib import Path
 
 import pytest
 
-from launch import submit
 from launch import sweep as command
 from launch.sweeps.folder import SweepFolder
 from tests.launch.model import write_recipe
@@ -24,7 +23,7 @@ def here(monkeypatch, capsys) -> Callable[..., tuple[int, str]]:
     """Run the command in this process, and return (status, output); its runs are processes."""
     for name in [name for name in os.environ if name.startswith("SLURM_")]:
         monkeypatch.delenv(name)
-    monkeypatch.setattr(submit.task, "rank_main", tasks.learn)
+    monkeypatch.setattr("launch.task.rank_main", tasks.learn)
     monkeypatch.setattr("launch.sweeps.submission.POLL_S", 0.1)
     monkeypatch.chdir(os.getcwd())
 

@@ -88,8 +88,8 @@ def check_that_cases_are_meaningful(models: Path) -> None:
     for case in ("grpo, by sequences, KL, TIS", "reinforce++, KL in the reward"):
         assert most(case, "reference_kl") > 1e-4, case
     for case, name in (("grpo, two teachers", "teacher_kl"), ("distillation, two teachers", "forward_kl")):
-        of_teachers = most(case, f"{name}/any"), most(case, f"{name}/other")
-        assert min(of_teachers) > 1e-3 and abs(of_teachers[0] / of_teachers[1] - 1) > 1e-2, case
+        of_teachers = most(case, f"{name}/any"), most(case, f"{name}/other")  # an estimate by tokens may be negative
+        assert min(map(abs, of_teachers)) > 1e-3 and abs(of_teachers[0] / of_teachers[1] - 1) > 1e-2, case
 
 
 @pytest.mark.long
