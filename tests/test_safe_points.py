@@ -90,7 +90,7 @@ def test_the_end_saves_the_last_step_if_it_is_not_saved_yet(tmp_path, last):
     steps = Steps(tmp_path)
     for step in (1, 2):
         steps.end(step, last=last and step == 2)
-    steps.run.finish()
+    steps.run.finish(2)
     assert steps.checkpoints.latest().step == 2 and len(steps.ranks.folders) == 1
 
 
@@ -236,7 +236,7 @@ def test_no_tokenizer_is_copied_if_no_rollouts_are_logged(tmp_path, monkeypatch)
     steps.metrics = Metrics(tmp_path, LoggerConfig(tensorboard_enabled=False, num_rollouts_to_log=0), None)
     monkeypatch.setattr("pipeline.coordinator.copy.deepcopy", lambda _: pytest.fail("the tokenizer was copied"))
     steps.end(1, groups=["a group"])
-    steps.run.finish()
+    steps.run.finish(2)
     assert not (tmp_path / "rollouts").exists()
 
 
@@ -249,7 +249,7 @@ def test_an_error_in_writing_rollouts_ends_the_run_and_commits_nothing(tmp_path)
         steps.end(2, groups=[])
     assert steps.checkpoints.latest() is None
     with pytest.raises(ValueError, match="nothing to write"):
-        steps.run.finish()
+        steps.run.finish(2)
 
 
 def test_a_metric_that_a_checkpoint_lacks_is_logged_once(tmp_path, caplog):
