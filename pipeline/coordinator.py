@@ -197,6 +197,11 @@ class RunParts:
         metrics.close()
         return step
 
+    def validated(self, values: dict[str, float]) -> dict[str, float]:
+        """Return the metrics of a validation, after the early stop has read them. Raises RecipeError if it misses its own."""
+        self.stop.validated(values)
+        return values
+
     def finish(self, step: int) -> None:
         """Save the last step, if it is not saved: the data may end before a due save."""
         if not self.left and step < config.section(self.recipe).max_num_steps and self.stop.reason:
@@ -275,9 +280,7 @@ def run_online(
             groups = collector.validate(validation)
         run.attempt.check()
         run.log_rollouts(metrics, step, groups, "val")
-        values = validation_metrics(groups)
-        run.stop.validated(values)
-        return values
+        return run.validated(validation_metrics(groups))
 
     run.startup.enter("first refit")
     refit()
@@ -331,9 +334,7 @@ def run_offline(run: RunParts, algorithm: Algorithm, examples: Stream | Mixture,
             updates = split_batch(_flat(validation), recipe.policy, run.places, len(validation), together)
             parts = [update for (update,) in updates]
             shares = run.of_data_ranks(train.evaluate(parts=parts).result())
-        values: dict[str, float] = {f"val/{name}": sum(share[name] for share in shares) for name in shares[0]}
-        run.stop.validated(values)
-        return values
+        return run.validated({f"val/{name}": sum(share[name] for share in shares) for name in shares[0]})
 
     if only_evaluates(recipe):
         return run.evaluate_alone(metrics, step, validate)

@@ -53,7 +53,7 @@ class RunStatus:
 
 
 class BaseRun:
-    """What all submitted runs have, by their folder. Every method reads the folder and the job anew, so nothing becomes stale.
+    """The base of all submitted runs. Every method reads the folder and the job anew, so nothing becomes stale.
 
     All methods raise RecipeError for a folder or a job that cannot be read.
     """

@@ -43,7 +43,7 @@ class Needs:
 
     @property
     def taught(self) -> bool:
-        """Whether frozen teachers score the samples."""
+        """Return whether frozen teachers score the samples."""
         return self.teacher_top_k > 0 or self.teacher_logprobs
 
 

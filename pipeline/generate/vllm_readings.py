@@ -1,4 +1,4 @@
-"""What a vLLM engine is busy with: requests, KV cache, prefix cache and preemptions, for the resource monitor.
+"""Read requests, KV cache, prefix cache and preemptions of a vLLM engine for the resource monitor.
 
 vLLM's own statistics (`disable_log_stats=False`) make objects for every step and request. These are counters that the scheduler
 has, one that it keeps for the prefix cache if told to, and preemptions counted where they happen.

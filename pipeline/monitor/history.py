@@ -1,4 +1,4 @@
-"""What rank 0 knows of the last steps, for metrics and checks: readings of every rank, and the growth of their memory."""
+"""Keep the readings of every rank over the last steps, and the growth of their memory, for metrics and checks on rank 0."""
 
 from __future__ import annotations
 

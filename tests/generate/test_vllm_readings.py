@@ -1,4 +1,4 @@
-"""What vLLM's scheduler tells the resource monitor, of a real engine."""
+"""Check the readings that a real engine's scheduler gives to the resource monitor."""
 
 import numpy as np
 
