@@ -97,7 +97,7 @@ FUNCTION_CASES = {  # for `append`
     "not Python": ("class Solution {", {"crashes": 1.0}),
     "too slow": ("class Solution:\n    def append(self, nums, one):\n        while True: pass", {"timeouts": 1.0}),
     "cut": ("class Solution:\n    def append(self, nums, one):\n        return nums +", {"crashes": 1.0}),
-    "too large": ("class Solution:\n    def append(self, nums, one):\n        return list(range(1 << 22))", {"crashes": 1.0}),
+    "too large": ("class Solution:\n    def append(self, nums, one):\n        return 'x' * (1 << 26)", {"crashes": 1.0}),
 }
 AREA_CASES = {  # for `area` of MBPP
     "right": ("def area(r):\n    return 3.14159 * r ** 2", RIGHT),
