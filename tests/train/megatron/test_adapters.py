@@ -16,6 +16,7 @@ from tests.problems import refused
 from tests.train import cases
 from tests.train.megatron import adapters, layouts
 from tests.train.megatron.layouts import CP2, EP2, ONE, PP2, TP2, TP2_EP2_SP, TP2_PP2_SP, TP2_SP
+from tests.train.parity import cells, references
 
 QUICK = {ONE: ("qwen3_moe", "deepseek_v3"), TP2_SP: ("qwen2",)}
 FULL = {
@@ -49,6 +50,16 @@ def test_equals_peft(models, layout):
 @pytest.mark.parametrize("layout", FULL, ids=lambda layout: layout.name)
 def test_equals_peft_in_every_layout(models, layout):
     layouts.run(functools.partial(adapters.check_families, FULL[layout]), layout, models)
+
+
+@pytest.mark.full
+def test_a_stage_without_adapters_passes_gradients_on(tmp_path):
+    """The first stage of this hybrid has no attention, and only attention is adapted."""
+    references.write(tmp_path, ["nemotron_h_moe"])
+    cell = cells.Cell("nemotron_h_moe", adapted=True)
+    found = cells.measured(PP2, [cell], tmp_path)[cell]
+    assert found.difference is not None, found
+    assert found.difference.logprob < 1e-5 and found.difference.gradient < 5e-6
 
 
 # ---- checkpoints --------------------------------------------------------------------------------------------------------
