@@ -17,7 +17,6 @@ from pipeline.models.base import Parameter
 from pipeline.models.recorded_layout import Shape
 from pipeline.train.adapters.arithmetic import initial_a
 from pipeline.train.adapters.linear import AdapterSwitch
-from pipeline.train.adapters.modules import KEY
 from pipeline.train.adapters.spec import A as SUFFIX_A
 from pipeline.train.adapters.spec import AdapterSpec, layer_of
 from pipeline.train.adapters.spec import B as SUFFIX_B
