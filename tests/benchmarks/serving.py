@@ -71,10 +71,9 @@ def main(arguments: list[str]) -> None:
         server.should_exit = True
     took.sort()
     at = {share: took[int(share * (len(took) - 1))] for share in (0.5, 0.99, 1.0)}
-    print(
-        f"{given['clients']} clients, {given['runs']} runs: first list {first:.1f} s, then {len(took) / given['seconds']:.0f} requests/s"
-    )
-    print(f"seconds: median {at[0.5]:.3f}, 99% {at[0.99]:.3f}, longest {at[1.0]:.3f}; not answered with 200: {len(wrong)}")
+    rate = len(took) / given["seconds"]
+    print(f"{given['clients']} clients, {given['runs']} runs: first list {first:.1f} s, {rate:.0f} requests/s")
+    print(f"seconds: median {at[0.5]:.3f}, 99% {at[0.99]:.3f}, longest {at[1.0]:.3f}; other answers than 200: {len(wrong)}")
 
 
 if __name__ == "__main__":
