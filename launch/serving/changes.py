@@ -17,15 +17,15 @@ from launch.api.overrides import arguments
 from launch.api.training import Run
 from launch.serving.access import AccessError, User
 from launch.serving.models import (
-    Evaluating,
-    Evaluation,
-    Export,
+    EvaluationAnswer,
+    EvaluationBody,
     ExportAnswer,
+    ExportBody,
     PlanAnswer,
     ProblemAnswer,
     ProblemsAnswer,
-    Recipe,
-    Submission,
+    RecipeBody,
+    SubmissionBody,
     Submitted,
 )
 from launch.serving.routes import runs, sender
@@ -65,7 +65,7 @@ def _refuse_run_dir(overrides: dict[str, Any]) -> None:
 
 
 @changing.post("/plans")
-def plan(request: Request, body: Recipe) -> PlanAnswer:
+def plan(request: Request, body: RecipeBody) -> PlanAnswer:
     """Return the plan of a recipe: memory, seconds, GPU-hours. Writes nothing."""
     _checked(request, changes=False)
     made = planning.plan(body.recipe, body.overrides)
@@ -82,7 +82,7 @@ def plan(request: Request, body: Recipe) -> PlanAnswer:
 
 
 @changing.post("/runs", status_code=201)
-def submit(request: Request, body: Submission) -> Submitted:
+def submit(request: Request, body: SubmissionBody) -> Submitted:
     """Submit a recipe as a run of the sender, or continue it."""
     user = _checked(request)
     run_id, overrides = _own(request, user, body.name, body.overrides)
@@ -122,7 +122,7 @@ def stop(request: Request, run_id: str) -> dict[str, Any]:
 
 
 @changing.post("/runs/{run_id}/exports", status_code=202)
-def export(request: Request, run_id: str, body: Export) -> ExportAnswer:
+def export(request: Request, run_id: str, body: ExportBody) -> ExportAnswer:
     """Start to write a checkpoint in Hugging Face format into the run's folder. GET of the same address returns its state."""
     _checked(request, run_id)
     run = Run(runs(request).folder(run_id))
@@ -130,14 +130,14 @@ def export(request: Request, run_id: str, body: Export) -> ExportAnswer:
 
 
 @changing.post("/runs/{run_id}/evaluations", status_code=201)
-def evaluate(request: Request, run_id: str, body: Evaluation) -> Evaluating:
+def evaluate(request: Request, run_id: str, body: EvaluationBody) -> EvaluationAnswer:
     """Submit the evaluation of a checkpoint of the run. GET of the same address returns the scores."""
     _checked(request, run_id)
     _refuse_run_dir(body.overrides)
     with _submitting:
         found = evaluations.evaluate(body.suite, body.overrides, run=runs(request).folder(run_id), step=body.step)
     runs(request).forget(run_id)
-    return Evaluating(folder=str(found.folder), job_id=found.job_id)
+    return EvaluationAnswer(folder=str(found.folder), job_id=found.job_id)
 
 
 def _changed(request: Request, run_id: str) -> dict[str, Any]:

@@ -75,14 +75,14 @@ class MetricsAnswer(BaseModel):
     records: list[dict[str, Any]]
 
 
-class Recipe(Body):
+class RecipeBody(Body):
     """A recipe with overrides."""
 
     recipe: RecipeName = Field(description="A name in recipes/, without .yaml.")
     overrides: Overrides = {}
 
 
-class Submission(Recipe):
+class SubmissionBody(RecipeBody):
     """A run to submit, or to continue."""
 
     name: RunName = Field(description="Its folder: ROOT/USER/NAME. The name of a run of yours continues that run.")
@@ -109,7 +109,7 @@ class Submitted(BaseModel):
     notes: list[str]
 
 
-class Export(Body):
+class ExportBody(Body):
     """What to export."""
 
     step: int | None = Field(default=None, ge=0, description="Step of the checkpoint; null: the latest.")
@@ -124,7 +124,7 @@ class ExportAnswer(BaseModel):
     why: str = Field(default="", description="Why it failed.")
 
 
-class Evaluation(Body):
+class EvaluationBody(Body):
     """An evaluation of a run's checkpoint."""
 
     suite: RecipeName | None = Field(default=None, description="A name in recipes/suites/; null: the suite of the run.")
@@ -132,7 +132,7 @@ class Evaluation(Body):
     overrides: Overrides = {}
 
 
-class Evaluating(BaseModel):
+class EvaluationAnswer(BaseModel):
     """A submitted evaluation."""
 
     folder: str
