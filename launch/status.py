@@ -7,6 +7,7 @@ Exit status: 0; 1 if a run named on the command line failed or was stopped; 2 if
 from __future__ import annotations
 
 import json
+import math
 import sys
 import time
 from collections.abc import Iterator
@@ -118,7 +119,7 @@ def _show(request: StatusRequest, board: Board | None = None) -> tuple[int, bool
     if request.json:
         print(as_json(summaries))
     elif board or sys.stdout.isatty():
-        (board or console).print_table(HEADER, map(_row, summaries))
+        (board or console).print_table(HEADER, map(row, summaries))
     else:
         print("\n".join(map(on_one_line, table(summaries))))
     named = {str(folder) for folder in folders}
@@ -182,15 +183,16 @@ def text(summary: dict[str, Any]) -> str:
 
 def as_json(value: Any) -> str:
     """Return JSON, with null in place of NaN, which JSON does not have."""
+    return json.dumps(plain_values(value), allow_nan=False)
 
-    def clean(value: Any) -> Any:
-        if isinstance(value, dict):
-            return {key: clean(inner) for key, inner in value.items()}
-        if isinstance(value, list):
-            return [clean(inner) for inner in value]
-        return value if value == value else None
 
-    return json.dumps(clean(value), allow_nan=False)
+def plain_values(value: Any) -> Any:
+    """Return nested dicts and lists with None in place of NaN and infinity."""
+    if isinstance(value, dict):
+        return {key: plain_values(inner) for key, inner in value.items()}
+    if isinstance(value, list | tuple):
+        return [plain_values(inner) for inner in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 # ---- a line per run -----------------------------------------------------------------------------------------------------
@@ -198,13 +200,14 @@ def as_json(value: Any) -> str:
 
 def table(summaries: list[dict[str, Any]]) -> Iterator[str]:
     """Yield the header and a line for each run, in columns. summaries: from `run_summary.line`."""
-    rows = [HEADER, *(_row(each) for each in summaries)]
-    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
-    for row in rows:
-        yield "  ".join(f"{cell:{width}s}" for cell, width in zip(row, widths, strict=True)).rstrip()
+    rows = [HEADER, *map(row, summaries)]
+    widths = [max(len(cells[i]) for cells in rows) for i in range(len(rows[0]))]
+    for cells in rows:
+        yield "  ".join(f"{cell:{width}s}" for cell, width in zip(cells, widths, strict=True)).rstrip()
 
 
-def _row(run: dict[str, Any]) -> tuple[str, ...]:
+def row(run: dict[str, Any]) -> tuple[str, ...]:
+    """Return a run's cells under HEADER. run: from `run_summary.line`."""
     folder = _shorter(run["folder"])
     if "step" not in run:
         return (run["state"], "", "", "", "", "", "", f"{folder}: {run['why']}")

@@ -150,6 +150,10 @@ RUNS = {
         "Another job or command is writing into this folder.",
         "Follow it with `python launch/submit.py follow=RUN_DIR`, wait for its end, or give another `run_dir`.",
     ),
+    "no-access": ProblemCode(
+        "A request to the REST service has no valid token, or the user's role or the service's settings do not allow it.",
+        "Send the header `Authorization: Bearer TOKEN`. Ask the service's owner for a role, or for `writable: true`.",
+    ),
     "no-checkpoint": ProblemCode(
         "The run has no complete checkpoint, or none of this step.",
         "Choose one of the steps that the message lists, or run further.",

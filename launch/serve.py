@@ -1,0 +1,80 @@
+"""Serve the runs of a team over HTTP: a REST API with an OpenAPI page, and each run's report as a web page.
+
+    python launch/serve.py settings=serve.yaml     serve until Ctrl-C
+    python launch/serve.py new_token=true          print a new token, and its hash for the settings
+
+The service runs as the user who starts it, who owns what it submits. It only reads, unless its settings have `writable: true`.
+launch/README.md describes the settings, the roles and the requests. Needs `pip install 'hetstep[serve]'`.
+
+Ends at Ctrl-C or SIGTERM, after the requests under way; with status 2 if the command line or the settings have an error.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import logging
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated
+
+if __name__ == "__main__":
+    sys.path[0] = str(Path(__file__).resolve().parent.parent)  # in place of launch/: whether or not the package is installed
+
+from launch import command_line
+from launch.command_line import Key
+from launch.serving import settings
+from launch.serving.access import new_token
+from pipeline.config import Problem, RecipeError
+
+PACKAGES = ("fastapi", "uvicorn")
+MAX_CONNECTIONS = 1000
+IDLE_S = 10
+
+
+@dataclass(frozen=True)
+class ServeRequest:
+    """The command line."""
+
+    settings: Annotated[Path | None, Key("FILE", "the settings, a YAML file", bare=True)] = None
+    new_token: Annotated[bool, Key("true", "print a new token and its hash, and end")] = False
+
+
+def main(arguments: list[str]) -> int:
+    """Run the command, and return its exit status."""
+    return command_line.run(__doc__, ServeRequest, execute, arguments)
+
+
+def execute(request: ServeRequest) -> int:
+    """Serve until a signal. Raises RecipeError."""
+    if request.new_token:
+        token, hashed = new_token()
+        print(f"token, for its user:    {token}\ntoken_sha256, for the settings: {hashed}")
+        return 0
+    if request.settings is None:
+        raise RecipeError(Problem("settings", "missing-value", "got no file; expected settings=FILE or new_token=true"))
+    if missing := [name for name in PACKAGES if importlib.util.find_spec(name) is None]:
+        message = f"got no package {missing[0]}; expected it. Try pip install 'hetstep[serve]'"
+        raise RecipeError(Problem("settings", "not-installed", message))
+    config = settings.load(request.settings)
+    import uvicorn  # it and FastAPI take half a second to import
+
+    from launch.serving.app import application
+
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
+    uvicorn.run(
+        application(config),
+        host=config.host,
+        port=config.port,
+        ssl_certfile=config.tls_certificate,
+        ssl_keyfile=config.tls_key,
+        limit_concurrency=MAX_CONNECTIONS,
+        timeout_keep_alive=IDLE_S,
+        server_header=False,
+        log_config=None,
+    )
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,94 @@
+"""Tokens, roles, and who may change which run."""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import secrets
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from launch.serving.settings import Role, ServiceConfig
+
+RANKS: dict[Role, int] = {"viewer": 0, "submitter": 1, "admin": 2}
+COOKIE = "hetstep_token"
+"""The cookie of a browser. It counts for reading only, so that no other site's page can change anything."""
+LONGEST_TOKEN = 200
+
+Refused = Callable[[str, str, str], Any]
+"""(user, or "" if unknown; the request; why) is called for each refused request."""
+
+
+class AccessError(Exception):
+    """Raised for a request that its sender may not make."""
+
+    def __init__(self, status: int, code: str, message: str):
+        """Take the HTTP status, the problem's code and its message."""
+        super().__init__(message)
+        self.status, self.code = status, code
+
+
+@dataclass(frozen=True)
+class User:
+    """The user who sent a request."""
+
+    name: str
+    role: Role
+
+    def may(self, role: Role) -> bool:
+        """Return whether the user has a role, or one above it."""
+        return RANKS[self.role] >= RANKS[role]
+
+
+def new_token() -> tuple[str, str]:
+    """Return a new token of 256 random bits, and its SHA-256 for the settings."""
+    token = secrets.token_urlsafe(32)
+    return token, digest(token)
+
+
+def digest(token: str) -> str:
+    """Return the SHA-256 of a token in hexadecimal digits. Random tokens need no slower hash."""
+    return hashlib.sha256(token.encode("utf-8", "surrogatepass")).hexdigest()
+
+
+class Users:
+    """The users of the settings, by token."""
+
+    def __init__(self, config: ServiceConfig):
+        """Take the settings."""
+        self.config = config
+
+    def user(self, token: str) -> User | None:
+        """Return the user of a token; None if it is nobody's. The time taken does not depend on the token's characters."""
+        if not token or len(token) > LONGEST_TOKEN:
+            return None
+        given, found = digest(token), None
+        for name, each in self.config.users.items():
+            if hmac.compare_digest(given, each.token_sha256):
+                found = User(name, each.role)
+        return found
+
+    def identified(self, authorization: str | None, cookie: str | None, method: str) -> User:
+        """Return the user of a request: by its header Authorization or, for reading, its cookie. Raises AccessError."""
+        kind, _, token = (authorization or "").partition(" ")
+        if authorization is not None:
+            user = self.user(token.strip()) if kind.lower() == "bearer" else None
+        else:
+            user = self.user(cookie or "") if method in ("GET", "HEAD") else None
+        if user is None:
+            raise AccessError(401, "no-access", "got no valid token; expected the header Authorization: Bearer TOKEN")
+        return user
+
+    def check_role(self, user: User, role: Role, changes: bool) -> None:
+        """Raise AccessError unless the user has a role and, for changes, the service is writable."""
+        if not user.may(role):
+            raise AccessError(403, "no-access", f"got the role {user.role}; expected {role}")
+        if changes and not self.config.writable:
+            message = "got a request that changes something; expected only reading. Try writable: true in the settings"
+            raise AccessError(403, "no-access", message)
+
+    def check_owner(self, user: User, owner: str) -> None:
+        """Raise AccessError unless a run is the user's own, or the user is an admin."""
+        if user.name != owner and not user.may("admin"):
+            raise AccessError(403, "no-access", f"got a run of {owner}; expected one of your own, or the role admin")

@@ -1,0 +1,76 @@
+"""The application: routes, tokens, limits, and errors as problems."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from typing import Any
+
+from fastapi import Depends, FastAPI, Request
+from fastapi.exceptions import RequestValidationError
+from fastapi.responses import Response
+from fastapi.security import HTTPBearer
+from starlette.exceptions import HTTPException
+
+from launch.serving.access import AccessError, Refused, Users
+from launch.serving.authentication import Authentication
+from launch.serving.changes import REFUSED, changing
+from launch.serving.exports import Exports
+from launch.serving.limits import BodyLimit
+from launch.serving.pages import pages
+from launch.serving.routes import reading
+from launch.serving.run_cache import RunCache
+from launch.serving.settings import ServiceConfig
+from launch.slurm_client import SlurmError
+from pipeline.problems import HetstepError, Problem
+
+API = "/api/v1"
+STATUS = {"file-not-found": 404, "no-checkpoint": 404, "not-a-run": 404, "in-use": 409, "not-ended": 409, "unreachable": 503}
+"""The HTTP status of a problem; 422 for all others."""
+DESCRIPTION = "Submit and watch runs. Send the header `Authorization: Bearer TOKEN`."
+
+
+def application(config: ServiceConfig, refused: Refused = lambda user, request, why: None) -> FastAPI:
+    """Return the service's application. refused: called for each request that is refused for want of access."""
+    app = FastAPI(title="Hetstep", description=DESCRIPTION, docs_url=None, redoc_url=None, separate_input_output_schemas=False)
+    app.state.users, app.state.runs, app.state.exports = Users(config), RunCache(config), Exports()
+    bearer = [Depends(HTTPBearer(auto_error=False))]  # for the OpenAPI page; `Authentication` checks the token
+    app.include_router(reading, prefix=API, responses=REFUSED, dependencies=bearer)  # pyright: ignore[reportArgumentType]
+    app.include_router(changing, prefix=API, dependencies=bearer)
+    app.include_router(pages)
+
+    @app.exception_handler(AccessError)
+    def no_access(request: Request, error: AccessError) -> Response:
+        if error.status == 403:
+            user = request.state.user if hasattr(request.state, "user") else None
+            refused(user.name if user else "", f"{request.method} {request.url.path}", str(error))
+        return _answer(error.status, [Problem("", error.code, str(error))])
+
+    @app.exception_handler(HetstepError)
+    def wrong(request: Request, error: HetstepError) -> Response:
+        return _answer(STATUS.get(error.codes[0], 422) if error.codes else 422, error.problems)
+
+    @app.exception_handler(SlurmError)
+    def no_slurm(request: Request, error: SlurmError) -> Response:
+        return _answer(503, [Problem("", "unreachable", f"Slurm did not answer: {error}. Try again")])
+
+    @app.exception_handler(RequestValidationError)
+    def malformed(request: Request, error: RequestValidationError) -> Response:
+        found = [Problem(".".join(map(str, each["loc"])), "bad-format", each["msg"]) for each in error.errors()]
+        return _answer(422, found)
+
+    @app.exception_handler(HTTPException)
+    def no_route(request: Request, error: HTTPException) -> Response:
+        return _answer(error.status_code, [Problem("", "bad-format", str(error.detail))])
+
+    app.add_middleware(Authentication, users=app.state.users, refused=refused)  # pyright: ignore[reportArgumentType]
+    app.add_middleware(BodyLimit, max_bytes=config.max_body_bytes)  # pyright: ignore[reportArgumentType]  # outermost
+    return app
+
+
+def _answer(status: int, problems: Sequence[Problem]) -> Response:
+    """Return problems as JSON in ASCII: a message can quote any text of the request."""
+    plain: list[dict[str, Any]] = [
+        {"key": each.key, "code": each.code, "message": each.message, "origin": each.origin} for each in problems
+    ]
+    return Response(json.dumps({"problems": plain}), status, media_type="application/json")

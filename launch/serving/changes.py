@@ -1,0 +1,150 @@
+"""The requests that plan, submit, end, export and evaluate.
+
+Each calls the Python API in a thread. A submission runs as the user who started the service: a recipe can run code of its
+submitter, so the role `submitter` is as much as a login of that user.
+"""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+from fastapi import APIRouter, Request
+
+from launch import prepare
+from launch.api import evaluations, planning, submitting
+from launch.api.overrides import arguments
+from launch.api.training import Run
+from launch.serving.access import AccessError, User
+from launch.serving.models import (
+    EvaluationAnswer,
+    EvaluationBody,
+    ExportAnswer,
+    ExportBody,
+    PlanAnswer,
+    ProblemAnswer,
+    ProblemsAnswer,
+    RecipeBody,
+    SubmissionBody,
+    Submitted,
+)
+from launch.serving.routes import runs, sender
+from launch.serving.run_cache import SEPARATOR
+from pipeline.config import Problem, RecipeError
+
+REFUSED = {status: {"model": ProblemsAnswer} for status in (401, 403, 404, 409, 413, 422)}
+"""The answers of refused requests, for the OpenAPI page."""
+
+changing = APIRouter(responses=REFUSED)  # pyright: ignore[reportArgumentType]  # the type is of a wider dict
+_submitting = threading.Lock()
+"""Held while a run is submitted: two requests for the same folder follow one another."""
+
+
+def _checked(request: Request, run_id: str | None = None, changes: bool = True) -> User:
+    """Return the sender, who may submit, and may change this run. Raises AccessError."""
+    user, users = sender(request), request.app.state.users
+    users.check_role(user, "submitter", changes)
+    if run_id is not None:
+        runs(request).folder(run_id)
+        users.check_owner(user, runs(request).owner(run_id))
+    return user
+
+
+def _own(request: Request, user: User, name: str, overrides: dict[str, Any]) -> tuple[str, dict[str, Any]]:
+    """Return the id of a user's run, and the overrides with its folder. Raises AccessError."""
+    _refuse_run_dir(overrides)
+    folder = runs(request).root / user.name / name
+    if not folder.resolve().is_relative_to(runs(request).root):
+        raise AccessError(404, "not-a-run", "got a name whose folder is outside of the service's root; expected another name")
+    return f"{user.name}{SEPARATOR}{name}", {**overrides, "run_dir": str(folder)}
+
+
+def _refuse_run_dir(overrides: dict[str, Any]) -> None:
+    if "run_dir" in overrides:
+        raise RecipeError(Problem("run_dir", "contradiction", "got a folder; expected none, since the service chooses it"))
+
+
+@changing.post("/plans")
+def plan(request: Request, body: RecipeBody) -> PlanAnswer:
+    """Return the plan of a recipe: memory, seconds, GPU-hours. Writes nothing."""
+    _checked(request, changes=False)
+    made = planning.plan(body.recipe, body.overrides)
+    return PlanAnswer(
+        fits=made.fits,
+        problems=[*map(answer, (*made.problems, *made.site_problems))],
+        warnings=list(made.warnings),
+        gpus=made.gpus,
+        step_seconds=made.step_seconds,
+        total_seconds=made.total_seconds,
+        gpu_hours=made.gpu_hours,
+        text=str(made),
+    )
+
+
+@changing.post("/runs", status_code=201)
+def submit(request: Request, body: SubmissionBody) -> Submitted:
+    """Submit a recipe as a run of the sender, or continue it."""
+    user = _checked(request)
+    run_id, overrides = _own(request, user, body.name, body.overrides)
+    with _submitting:
+        _refuse_long(body.recipe, overrides)
+        run = submitting.submit(body.recipe, overrides)
+    runs(request).forget(run_id)
+    return Submitted(id=run_id, job_id=run.job_id, notes=list(run.notes))
+
+
+def _refuse_long(recipe: str, overrides: dict[str, Any]) -> None:
+    """Refuse a recipe whose needed recipes would run first, in this request, for there is no Slurm that queues them."""
+    prepared = prepare.prepare(recipe, arguments(overrides, {}), None)
+    if len(prepared) > 1 and prepared[-1].executor.name != "slurm":
+        message = f"got {len(prepared) - 1} needed recipes without Slurm; expected none. Try to submit them first"
+        raise RecipeError(Problem("needs", "unsupported", message))
+
+
+@changing.post("/runs/{run_id}/cancel")
+def cancel(request: Request, run_id: str) -> dict[str, Any]:
+    """Cancel a run, and return its state. Steps after its last checkpoint are lost."""
+    _checked(request, run_id)
+    Run(runs(request).folder(run_id)).cancel()
+    return _changed(request, run_id)
+
+
+@changing.post("/runs/{run_id}/stop", status_code=202)
+def stop(request: Request, run_id: str) -> dict[str, Any]:
+    """Ask a run to save at the end of its step and to stop, and return its state. It stops later."""
+    _checked(request, run_id)
+    run = Run(runs(request).folder(run_id))
+    try:
+        run.stop_and_save(timeout=0)
+    except TimeoutError:
+        pass  # it has been asked
+    return _changed(request, run_id)
+
+
+@changing.post("/runs/{run_id}/exports", status_code=202)
+def export(request: Request, run_id: str, body: ExportBody) -> ExportAnswer:
+    """Start to write a checkpoint in Hugging Face format into the run's folder. GET of the same address returns its state."""
+    _checked(request, run_id)
+    run = Run(runs(request).folder(run_id))
+    return request.app.state.exports.start(run.folder, run.checkpoint(body.step).step, body.adapter)
+
+
+@changing.post("/runs/{run_id}/evaluations", status_code=201)
+def evaluate(request: Request, run_id: str, body: EvaluationBody) -> EvaluationAnswer:
+    """Submit the evaluation of a checkpoint of the run. GET of the same address returns the scores."""
+    _checked(request, run_id)
+    _refuse_run_dir(body.overrides)
+    with _submitting:
+        found = evaluations.evaluate(body.suite, body.overrides, run=runs(request).folder(run_id), step=body.step)
+    runs(request).forget(run_id)
+    return EvaluationAnswer(folder=str(found.folder), job_id=found.job_id)
+
+
+def _changed(request: Request, run_id: str) -> dict[str, Any]:
+    runs(request).forget(run_id)
+    return runs(request).whole(run_id)
+
+
+def answer(problem: Problem) -> ProblemAnswer:
+    """Return a problem as the body of an answer."""
+    return ProblemAnswer(key=problem.key, code=problem.code, message=problem.message, origin=problem.origin)

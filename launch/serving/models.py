@@ -1,0 +1,139 @@
+"""The bodies of requests and answers, from which FastAPI makes the OpenAPI page."""
+
+from __future__ import annotations
+
+import json
+from typing import Annotated, Any, Literal
+
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, StringConstraints
+
+RunName = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]{0,63}$")]
+RecipeName = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.:,-]{0,199}$")]
+"""A name, never a path: clients choose among the files of recipes/."""
+MAX_NESTED = 200
+"""Lists and mappings in the overrides of a request."""
+
+
+def _writable(values: dict[str, Any]) -> dict[str, Any]:
+    """Refuse texts that UTF-8 cannot encode, and values that are nested too deeply for YAML."""
+    if str(values).count("{") + str(values).count("[") > MAX_NESTED:
+        raise ValueError(f"expected at most {MAX_NESTED} nested values")
+    json.dumps(values, ensure_ascii=False).encode()  # raises UnicodeEncodeError, a ValueError
+    return values
+
+
+Overrides = Annotated[dict[str, Any], AfterValidator(_writable), Field(description="Values by key of the recipe.")]
+
+
+class Body(BaseModel):
+    """The base of the requests: an unknown key is refused."""
+
+    model_config = ConfigDict(extra="forbid")
+
+
+class ProblemAnswer(BaseModel):
+    """A problem: the key to change, the kind of problem, and a message."""
+
+    key: str
+    code: str
+    message: str
+    origin: str = ""
+
+
+class ProblemsAnswer(BaseModel):
+    """Why a request was refused."""
+
+    problems: list[ProblemAnswer]
+
+
+class Me(BaseModel):
+    """The sender of the request."""
+
+    name: str
+    role: Literal["viewer", "submitter", "admin"]
+    writable: bool = Field(description="Whether the service takes requests that change something.")
+
+
+class RunList(BaseModel):
+    """A part of the list of runs, newest first."""
+
+    total: int = Field(description="Number of runs that match.")
+    runs: list[dict[str, Any]] = Field(description="As `python launch/status.py json=true`, with `id` and `owner`.")
+
+
+class CheckpointAnswer(BaseModel):
+    """A complete checkpoint."""
+
+    step: int
+    folder: str
+    metric: float | None
+
+
+class MetricsAnswer(BaseModel):
+    """Records of metrics.jsonl, one for each step, oldest first."""
+
+    records: list[dict[str, Any]]
+
+
+class RecipeBody(Body):
+    """A recipe with overrides."""
+
+    recipe: RecipeName = Field(description="A name in recipes/, without .yaml.")
+    overrides: Overrides = {}
+
+
+class SubmissionBody(RecipeBody):
+    """A run to submit, or to continue."""
+
+    name: RunName = Field(description="Its folder: ROOT/USER/NAME. The name of a run of yours continues that run.")
+
+
+class PlanAnswer(BaseModel):
+    """The plan of a recipe; figures that are not known are null."""
+
+    fits: bool
+    problems: list[ProblemAnswer]
+    warnings: list[str]
+    gpus: int
+    step_seconds: float | None
+    total_seconds: float | None
+    gpu_hours: float | None
+    text: str
+
+
+class Submitted(BaseModel):
+    """A submitted run."""
+
+    id: str
+    job_id: str
+    notes: list[str]
+
+
+class ExportBody(Body):
+    """What to export."""
+
+    step: int | None = Field(default=None, ge=0, description="Step of the checkpoint; null: the latest.")
+    adapter: bool = Field(default=False, description="The adapters alone, in peft's format.")
+
+
+class ExportAnswer(BaseModel):
+    """An exported model, complete or not."""
+
+    folder: str
+    state: Literal["running", "done", "failed"]
+    why: str = Field(default="", description="Why it failed.")
+
+
+class EvaluationBody(Body):
+    """An evaluation of a run's checkpoint."""
+
+    suite: RecipeName | None = Field(default=None, description="A name in recipes/suites/; null: the suite of the run.")
+    step: int | None = Field(default=None, ge=0, description="Step of the checkpoint; null: the latest.")
+    overrides: Overrides = {}
+
+
+class EvaluationAnswer(BaseModel):
+    """A submitted evaluation."""
+
+    folder: str
+    job_id: str

@@ -1,0 +1,118 @@
+"""The requests that read runs."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+from fastapi import APIRouter, Query, Request
+from fastapi.responses import JSONResponse
+
+from launch.api.submitting import load
+from launch.serving.access import AccessError, User
+from launch.serving.models import CheckpointAnswer, ExportAnswer, Me, MetricsAnswer, RunList
+from launch.serving.run_cache import RunCache
+from launch.status import plain_values
+from pipeline.metrics import Reader
+
+MAX_RUNS = 1000
+"""Runs in one answer."""
+MAX_RECORDS = 10_000
+"""Records of metrics in one answer."""
+
+reading = APIRouter()
+
+
+def sender(request: Request) -> User:
+    """Return the user who sent a request; the application has checked the token."""
+    return request.state.user
+
+
+def runs(request: Request) -> RunCache:
+    """Return the runs of the service."""
+    return request.app.state.runs
+
+
+@reading.get("/me")
+def me(request: Request) -> Me:
+    """Return who sends the request, and what they may do."""
+    user = sender(request)
+    return Me(name=user.name, role=user.role, writable=request.app.state.users.config.writable)
+
+
+@reading.get("/runs")
+def list_runs(
+    request: Request,
+    state: Annotated[str | None, Query(max_length=20, description="Only runs in this state, such as running.")] = None,
+    owner: Annotated[str | None, Query(max_length=64, description="Only runs of this user.")] = None,
+    limit: Annotated[int, Query(ge=1, le=MAX_RUNS)] = 100,
+    offset: Annotated[int, Query(ge=0, le=1_000_000)] = 0,
+) -> RunList:
+    """Return the runs below the service's root, newest first."""
+    cache = runs(request)
+    found = []
+    for run_id in cache.ids():
+        try:
+            line = cache.line(run_id)
+        except AccessError:  # removed meanwhile
+            continue
+        if state in (None, line["state"]) and owner in (None, line["owner"]):
+            found.append(line)
+    found.sort(key=lambda line: -line.get("last_written", 0.0))
+    return RunList(total=len(found), runs=found[offset : offset + limit])
+
+
+@reading.get("/runs/{run_id}")
+def run_status(request: Request, run_id: str) -> dict[str, Any]:
+    """Return the state of a run, as `python launch/status.py RUN_DIR json=true` prints it."""
+    return runs(request).whole(run_id)
+
+
+@reading.get("/runs/{run_id}/metrics")
+def metrics(
+    request: Request,
+    run_id: str,
+    after_step: Annotated[int, Query(ge=-1, description="Only steps after this one.")] = -1,
+    key: Annotated[list[str] | None, Query(max_length=100, description="Only these metrics.")] = None,
+    limit: Annotated[int, Query(ge=1, le=MAX_RECORDS)] = 1000,
+) -> MetricsAnswer:
+    """Return the metrics of a run by step: the first `limit` records after a step."""
+    records: dict[int, dict[str, Any]] = {}
+    for line in Reader(runs(request).folder(run_id) / "metrics.jsonl").lines():
+        if line["step"] > after_step:
+            records[line["step"]] = records.get(line["step"], {}) | line
+    kept = {"step", "time", *(key or ())}
+    first = [records[step] for step in sorted(records)[:limit]]
+    return MetricsAnswer(
+        records=[plain_values({name: value for name, value in each.items() if key is None or name in kept}) for each in first]
+    )
+
+
+@reading.get("/runs/{run_id}/rollouts")
+def rollouts(
+    request: Request,
+    run_id: str,
+    step: Annotated[int | None, Query(ge=0, description="Default: the latest that has some.")] = None,
+    validation: bool = False,
+) -> JSONResponse:
+    """Return the rollouts of a step: prompt, completion, reward and more of each."""
+    run = load(runs(request).folder(run_id))
+    return JSONResponse(plain_values(run.rollouts(step, validation=validation)))
+
+
+@reading.get("/runs/{run_id}/checkpoints")
+def checkpoints(request: Request, run_id: str) -> list[CheckpointAnswer]:
+    """Return the complete checkpoints of a run, oldest first."""
+    found = load(runs(request).folder(run_id)).checkpoints()
+    return [CheckpointAnswer(step=each.step, folder=str(each.folder), metric=plain_values(each.metric)) for each in found]
+
+
+@reading.get("/runs/{run_id}/evaluations")
+def evaluations(request: Request, run_id: str) -> list[dict[str, Any]]:
+    """Return what is known of each suite's evaluations of a run, with the scores by step."""
+    return runs(request).whole(run_id).get("evaluations", [])
+
+
+@reading.get("/runs/{run_id}/exports")
+def exports(request: Request, run_id: str) -> list[ExportAnswer]:
+    """Return the exported models in a run's folder, and the exports that this service runs."""
+    return request.app.state.exports.of(runs(request).folder(run_id))
