@@ -33,7 +33,9 @@ class EarlyStopConfig:
     stop_min_delta: Annotated[
         Float, Field(ge=0, description="Change of the metric from its best value that counts as an improvement; 0: any.")
     ] = 0.0
-    stop_higher_is_better: Annotated[Bool, Field(description="Whether a higher value of the metric is better.")] = True
+    stop_higher_is_better: Annotated[
+        Bool, Field(description="Whether a higher value of the metric is better; false for a loss.")
+    ] = True
 
 
 class EarlyStop:
