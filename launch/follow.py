@@ -37,6 +37,7 @@ SHOWN_METRICS = (
     "train/accuracy",
     *FAULT_METRICS,
     "train/loss",
+    "train/teacher_kl",
     "val/accuracy",
     "val/reward",
     "val/loss",

@@ -17,7 +17,7 @@ MOST_WARNINGS = 200
 TAIL_BYTES = 4096
 MOST_RANKS = 16
 """Ranks in a table."""
-LEVELS = {  # (name in the metrics, text of its mean): what `status` shows of a component, in order
+LEVELS = {  # name in the metrics -> text: what `status` shows of a component, in order. One rank has a mean alone
     "mfu": "MFU {:.1%}",
     "gpu_util_mean": "GPU busy {:.0%}",
     "gpu_memory_gb_max": "{:.3g} GB of GPU memory",
@@ -29,7 +29,6 @@ LEVELS = {  # (name in the metrics, text of its mean): what `status` shows of a 
     "cpu_mean": "{:.2g} CPU cores a rank",
     "rss_gb_max": "{:.3g} GB a rank",
     "node_memory_max": "host memory {:.0%}",
-    "node_memory_mean": "host memory {:.0%}",
     "waiting_mean": "waits {:.0%}",
     "collective_mean": "in collectives {:.0%}",
 }
@@ -51,10 +50,13 @@ def texts(metrics: MetricColumns, components: dict[str, Any]) -> dict[str, str]:
     """Return what the latest step's metrics say of each component's resources; {} if they were not sampled."""
     found = {}
     for component in components:
-        values = {name: metrics.last(f"{RESOURCES}{component}_{name}") for name in LEVELS}
-        if values["node_memory_max"] is not None:
-            values["node_memory_mean"] = None
-        known = [LEVELS[name].format(value) for name, value in values.items() if value is not None and value == value]
+        known = []
+        for name, text in LEVELS.items():
+            value = metrics.last(f"{RESOURCES}{component}_{name}")
+            if value is None and name.endswith("_max"):
+                value = metrics.last(f"{RESOURCES}{component}_{name.removesuffix('max')}mean")
+            if value is not None and value == value:
+                known.append(text.format(value))
         if known:
             found[component] = ", ".join(known)
     return found

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from dataclasses import fields
 from pathlib import Path
 
 from launch import run_setup, slurm_client, task
@@ -16,6 +17,7 @@ from launch.executors.record import JobRecord, write_record
 from launch.prepare import Prepared
 from launch.units import plural
 from pipeline import config
+from pipeline.algorithms.early_stop import EarlyStopConfig
 from pipeline.config import Problem, Recipe, RecipeError, bound, only_evaluates, section
 from pipeline.storage import write_durably
 
@@ -33,17 +35,25 @@ STOP_POLL_S = 0.5
 
 def completed(recipe: Recipe, run_dir: Path) -> str | None:
     """Return a message if the run is complete within the bounds of this recipe; None if steps are left."""
-    step, own, key = run_setup.done_step(run_dir), section(recipe), recipe.algorithm
-    if step is None or only_evaluates(recipe):
+    record, own, key = run_setup.completion(run_dir), section(recipe), recipe.algorithm
+    if record is None or only_evaluates(recipe):
         return None
-    if step >= own.max_num_steps:
-        return f"{run_dir} is complete at step {step}; raise {key}.max_num_steps to continue"
-    before = run_setup.earlier(recipe)
-    if before is None or step >= section(before).max_num_steps or own.max_num_epochs > section(before).max_num_epochs:
+    complete = f"{run_dir} is complete at step {record['step']}"
+    if record["step"] >= own.max_num_steps:
+        return f"{complete}; raise {key}.max_num_steps to continue"
+    recipe_before = run_setup.earlier(recipe)
+    if recipe_before is None:
+        return None
+    before = section(recipe_before)
+    if why := record.get("early_stop"):
+        rules = [each.name for each in fields(EarlyStopConfig)]
+        changed = any(getattr(own, name) != getattr(before, name) for name in rules)
+        return None if changed else f"{complete}: {why}; change {key}.stop_... to continue, or take another run_dir"
+    if record["step"] >= before.max_num_steps or own.max_num_epochs > before.max_num_epochs:
         return None
     return (
-        f"{run_dir} is complete at step {step}: its data ended after {plural(section(before).max_num_epochs, 'epoch')}; raise"
-        f" {key}.max_num_epochs to continue, or take another run_dir"
+        f"{complete}: its data ended after {plural(before.max_num_epochs, 'epoch')}; raise {key}.max_num_epochs to continue, or"
+        " take another run_dir"
     )
 
 
@@ -128,8 +138,7 @@ def stop_and_save(run_dir: Path, job: RunJob, timeout_s: float | None = None) ->
     while not (status := job.status(now=True)).ended:
         attempts = of_job(run_dir, job.job_id)
         if attempts and attempts[-1].verdict is None:
-            if not attempts[-1].asked_to_stop:
-                _ask(attempts[-1])
+            _ask(attempts[-1])
         elif status.state == "PENDING":
             job.cancel(check=False)
         if deadline is not None and time.monotonic() >= deadline:
@@ -139,7 +148,10 @@ def stop_and_save(run_dir: Path, job: RunJob, timeout_s: float | None = None) ->
 
 
 def _ask(attempt: AttemptFolder) -> None:
-    """Ask the ranks of an attempt to save and leave. The mark comes first, so that the verdict on their end finds it."""
-    write_durably(attempt.folder / STOP, "asked to stop\n")
-    with open(attempt.folder / SIGNALS, "a") as file:
-        file.write(ASKED)
+    """Ask the ranks of an attempt to save and leave, once. The mark comes first, so that the verdict on their end finds it."""
+    signals = attempt.folder / SIGNALS
+    if not attempt.asked_to_stop:
+        write_durably(attempt.folder / STOP, "asked to stop\n")
+    if not signals.exists() or ASKED not in signals.read_text():  # an earlier request may have been interrupted
+        with open(signals, "a") as file:
+            file.write(ASKED)

@@ -157,7 +157,7 @@ class RunFolder:
 
     def last_written(self) -> float:
         """Return the unix seconds of the last step, end or submission."""
-        return max(_modified(self.folder / name) for name in ("metrics.jsonl", "done.json", "job.json", "recipe.yaml"))
+        return max(modified(self.folder / name) for name in ("metrics.jsonl", "done.json", "job.json", "recipe.yaml"))
 
     # ---- metrics --------------------------------------------------------------------------------------------------------
 
@@ -221,11 +221,12 @@ def _or_zero(value: float | None) -> float:
 
 def last_active(attempt: AttemptFolder) -> float:
     """Return the unix seconds of an attempt's verdict or, before it has one, of the last write to a rank's log."""
-    ended = _modified(attempt.folder / "verdict")
-    return ended or max([attempt.started, *(_modified(log) for log in attempt.logs)])
+    ended = modified(attempt.folder / "verdict")
+    return ended or max([attempt.started, *(modified(log) for log in attempt.logs)])
 
 
-def _modified(path: Path) -> float:
+def modified(path: Path) -> float:
+    """Return the unix seconds of the last write to a file; 0 if there is none."""
     try:
         return path.stat().st_mtime
     except FileNotFoundError:

@@ -62,6 +62,10 @@ MAY_DIFFER = (
     "*.max_num_steps",
     "*.max_num_epochs",
     "*.val_*",
+    "*.stop_at_validation_*",
+    "*.stop_patience",
+    "*.stop_min_delta",
+    "*.stop_higher_is_better",
     "*.max_val_samples",
     "env.*.served_by",
     "env.*.cpu_offload",
@@ -294,12 +298,18 @@ def _make_secret(path: Path) -> None:
     write_durably(path, secrets.token_hex(32) + "\n", mode=0o600)
 
 
-def done_step(run_dir: Path) -> int | None:
-    """Return the step at which training was complete; None if it is not. An evaluation does not complete training."""
+def completion(run_dir: Path) -> dict[str, Any] | None:
+    """Return the done.json of a complete training; None if it is not complete. An evaluation does not complete training."""
     for path in (run_dir / TRAINED, run_dir / "done.json"):
         if path.exists() and not (record := json.loads(path.read_text())).get("evaluation"):
-            return record["step"]
+            return record
     return None
+
+
+def done_step(run_dir: Path) -> int | None:
+    """Return the step at which training was complete; None if it is not."""
+    record = completion(run_dir)
+    return record["step"] if record else None
 
 
 def ended_well(run_dir: Path) -> bool:

@@ -5,7 +5,10 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
 from dataclasses import asdict
+from pathlib import Path
 from typing import Any
 
 from launch import resources, startup_stages
@@ -14,7 +17,7 @@ from launch.evaluations import records, suites, tables
 from launch.evaluations.progress import AnswerCounts
 from launch.failure_logs import container_failure, failed_log_lines
 from launch.follow import FAULT_METRICS, first_failure
-from launch.run_folder import MetricColumns, RunFolder, last_active, phases
+from launch.run_folder import MetricColumns, RunFolder, last_active, modified, phases
 from launch.run_state import RunState
 from pipeline.checkpoint import NAME, Checkpoints
 from pipeline.config import CheckpointingConfig
@@ -22,7 +25,10 @@ from pipeline.values import seconds
 
 RECENT = 20
 """Number of latest steps for pace, trends and phase times."""
-SUMMARY_METRICS = ("train/reward", "train/accuracy", "train/loss", "val/reward", "val/accuracy", "val/loss", "train/grad_norm")
+SUMMARY_METRICS = (
+    *("train/reward", "train/accuracy", "train/loss", "train/teacher_kl"),
+    *("val/reward", "val/accuracy", "val/loss", "train/grad_norm"),
+)
 LOG_LINES = 20
 """Log lines of a failed run without failure.json."""
 
@@ -158,10 +164,19 @@ def _checkpoint(run: RunFolder) -> dict[str, Any]:
     summary: dict[str, Any] = {"count": len(found), "partial": partial, "incomplete": sorted(incomplete)}
     if found:
         latest = found[-1]
-        sizes = [path.stat().st_size for path in latest.folder.rglob("*") if path.is_file()]
-        written = (latest.folder / "complete.json").stat().st_mtime
-        summary |= {"step": latest.step, "written": written, "bytes": sum(sizes), "folder": str(latest.folder)}
+        summary |= {"step": latest.step, "written": modified(latest.folder / "complete.json")}
+        summary |= {"bytes": _bytes_in(latest.folder), "folder": str(latest.folder)}
     return summary
+
+
+def _bytes_in(folder: Path) -> int:
+    """Return the size of the files below a folder, which the run may remove meanwhile."""
+    total = 0
+    for parent, _, names in os.walk(folder):
+        for name in names:
+            with contextlib.suppress(FileNotFoundError):
+                total += os.stat(os.path.join(parent, name)).st_size
+    return total
 
 
 def _evaluations(run: RunFolder) -> list[dict[str, Any]]:

@@ -269,7 +269,7 @@ def whole(run: dict[str, Any]) -> Iterator[Row]:
     for each in run["evaluations"]:
         yield _row_of("evaluation", *_evaluation(each, run))
     if len(run["attempts"]) > 1 or any(each["bad_nodes"] for each in run["attempts"]):
-        yield from _starts(run["attempts"])
+        yield from _starts(run["attempts"], run["state"] in ("running", "waiting", "unknown"))
     for i, each in enumerate(run["failure"]):
         yield _row_of("failure" if i == 0 else "", each)
     yield _row_of("logs", run["logs"])
@@ -326,10 +326,10 @@ def _score(value: float | None) -> str:
     return "?" if value is None else f"{value:.3f}"
 
 
-def _starts(attempts: list[dict[str, Any]]) -> Iterator[Row]:
+def _starts(attempts: list[dict[str, Any]], goes_on: bool) -> Iterator[Row]:
     for i, each in enumerate(attempts):
         latest = i == len(attempts) - 1
-        verdict = each["verdict"] or ("under way" if latest else "ended without a verdict")
+        verdict = each["verdict"] or ("under way" if latest and goes_on else "ended without a verdict")
         yield _row_of("starts" if i == 0 else "", f"{i + 1}: {clock(each['started'])}, {duration(each['lasted'])}", verdict)
         for node, why in each["bad_nodes"].items():
             yield _row_of("", f"   bad node {node}: {why}")

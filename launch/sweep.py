@@ -27,7 +27,7 @@ from launch import command_line, console
 from launch.command_line import Key
 from launch.pages.document import add_plotly
 from launch.sweeps import baseline, submission, suite, verdict
-from launch.sweeps.folder import LOCK_S, SweepFolder, SweepPlan
+from launch.sweeps.folder import LOCK_S, PROBE_S, SweepFolder, SweepPlan
 from launch.sweeps.html_report import page
 from launch.sweeps.jobs import jobs_of
 from launch.sweeps.queue import Queue
@@ -118,7 +118,7 @@ def begin(request: SweepRequest) -> int:
     if request.dry_run:
         return show(loaded, folder)
     jobs, executor = ([], folder.plan.executor) if folder.begun else jobs_of(loaded, folder.path)
-    with folder.locked():
+    with folder.locked(PROBE_S):
         if not folder.begun:
             plan = SweepPlan(name, executor, str(Path.cwd()), str(loaded.baseline), loaded.overrides, jobs)
             folder.begin(loaded.suite, plan)

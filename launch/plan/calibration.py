@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 from launch.plan.phase import CLOCKS, Phase
@@ -45,18 +46,18 @@ def measured(folder: Path) -> MeasuredRun | None:
     lines = lines[1:] or lines
     recipe = config.read(folder / "recipe.yaml")
     clocks = {clock: value for clock in CLOCKS if (value := _mean(lines, f"time/{clock}")) is not None}
-    step = sum(line["time/step"] for line in lines) / len(lines)
+    step = fmean(line["time/step"] for line in lines)
     if generates(recipe):
         answer, prompt = _mean(lines, "train/completion_tokens"), _prompt(folder)
     else:
-        rate = _mean(lines, "throughput/tokens_per_s")
-        answer, prompt = (rate * step / build(recipe).samples_per_step if rate else None), None
+        rates = [line["throughput/tokens_per_s"] * line["time/step"] for line in lines if line.get("throughput/tokens_per_s")]
+        answer, prompt = (fmean(rates) / build(recipe).samples_per_step if rates else None), None
     return MeasuredRun(folder, recipe, len(lines), clocks, step, answer, prompt)
 
 
 def _mean(lines: Sequence[Mapping[str, Any]], key: str) -> float | None:
     values = [line[key] for line in lines if line.get(key) is not None]
-    return sum(values) / len(values) if values else None
+    return fmean(values) if values else None
 
 
 def _prompt(folder: Path) -> float | None:

@@ -30,6 +30,8 @@ from pipeline.storage import listed, write_durably
 
 SETTLE_S = 5.0
 """How late done.json may appear on a shared file system, after the job has ended."""
+PROBE_S = 2.0
+"""How long to wait for the lock of a program that takes it for a moment, to see whether anybody works on the sweep."""
 LOCK_S = 600.0
 """How long the check waits for a process that is submitting."""
 

@@ -33,7 +33,9 @@ class EarlyStopConfig:
     stop_min_delta: Annotated[
         Float, Field(ge=0, description="Change of the metric from its best value that counts as an improvement; 0: any.")
     ] = 0.0
-    stop_higher_is_better: Annotated[Bool, Field(description="Whether a higher value of the metric is better.")] = True
+    stop_higher_is_better: Annotated[
+        Bool, Field(description="Whether a higher value of the metric is better; false for a loss.")
+    ] = True
 
 
 class EarlyStop:
@@ -85,11 +87,13 @@ class EarlyStop:
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state, as JSON values."""
-        return {"metric": self.metric, "best": self._best, "last": self._last, "since": self._since}
+        higher = self._config.stop_higher_is_better
+        return {"metric": self.metric, "higher": higher, "best": self._best, "last": self._last, "since": self._since}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore the state of a checkpoint. One of another metric, or of none, is dropped."""
-        if self.metric and state.get("metric") == self.metric:
+        """Restore the state of a checkpoint. One of another metric or direction, or of no metric, is dropped."""
+        higher = self._config.stop_higher_is_better
+        if self.metric and state.get("metric") == self.metric and state.get("higher", higher) == higher:
             self._best, self._last, self._since = state["best"], state["last"], state["since"]
 
 
@@ -100,11 +104,15 @@ def check_early_stop(algorithm: str, config: EarlyStopConfig, validates: bool) -
     key = f"{algorithm}.stop_at_validation_metric"
     if metric is None:
         for name in given:
-            message = f"got {getattr(config, name)}, but {key} is null, so nothing stops the run early. Try {key}=val/accuracy"
+            message = f"got {getattr(config, name)}, but {key} is null, so nothing stops the run early"
             yield Problem(f"{algorithm}.{name}", "has-no-effect", message)
         return
     if not metric.startswith(("val/", "val:")):
         yield Problem(key, "bad-format", f"got {metric}; expected a metric of validations, such as val/accuracy or val/loss")
+    elif metric.endswith("loss") and config.stop_higher_is_better:
+        direction = f"{algorithm}.stop_higher_is_better"
+        message = f"got true, but a lower {metric} is better, so a run that learns would stop. Try {direction}=false"
+        yield Problem(direction, "contradiction", message)
     if not given:
         message = (
             f"got {metric} without a rule; expected {algorithm}.stop_at_validation_threshold, or {algorithm}.stop_patience"

@@ -14,8 +14,6 @@ from pipeline.monitor.history import History
 Found = tuple[int, str]
 Check = Callable[[History], Iterator[Found]]
 
-LASTING = 3
-"""Steps over which a rank must be slow, or wait."""
 SLOW = 1.3
 """Times the median of its peers that a slow rank works."""
 SLOW_ENGINE = 1.5
@@ -38,15 +36,14 @@ def slow_rank(history: History) -> Iterator[Found]:
     """A train or reward rank that works longer than its peers, which wait for it in collectives."""
     for name in ("train", "reward"):
         ranks = history.components.get(name, ())
-        waiting = history.mean("waiting", ranks, LASTING)
-        blocked = history.mean("collective", ranks, LASTING)
+        waiting = history.mean("waiting", ranks)
+        blocked = history.mean("collective", ranks)
         own = {rank: max(0.0, 1 - share - blocked[rank]) for rank, share in waiting.items() if rank in blocked}
         for rank, usual in _above_peers(own, SLOW):
             if statistics.fmean(blocked[peer] for peer in own if peer != rank) > WAITED_FOR + blocked[rank]:
                 message = (
                     f"{history.describe(rank)} computes {own[rank] / usual:.1f} times as long as its peers, which wait for it."
-                    f" Look for other processes, a lower clock or a slow disk on {history.nodes.get(rank)}, or leave the node"
-                    " out: cluster.sbatch_options={exclude: NODE}"
+                    f" Look for other processes, a lower clock or a slow disk on {_or_leave_out(history, rank)}"
                 )
                 yield rank, message
 
@@ -54,15 +51,21 @@ def slow_rank(history: History) -> Iterator[Found]:
 def slow_engine(history: History) -> Iterator[Found]:
     """An engine whose steps take longer than those of its peers."""
     leaders = [engine[0] for engine in history.engines]
-    count, busy = (history.mean(name, leaders, LASTING) for name in ("engine_steps", "engine_s"))
+    count, busy = (history.mean(name, leaders) for name in ("engine_steps", "engine_s"))
     seconds = {rank: busy[rank] / each for rank, each in count.items() if each > 0 and rank in busy}
     for rank, usual in _above_peers(seconds, SLOW_ENGINE):
         message = (
             f"{history.describe(rank)} takes {1e3 * seconds[rank]:.1f} ms for a step of its engine; its peers take"
-            f" {1e3 * usual:.1f} ms. Look for other processes or a lower clock on {history.nodes.get(rank)}, or leave the node"
-            " out: cluster.sbatch_options={exclude: NODE}"
+            f" {1e3 * usual:.1f} ms. Look for other processes or a lower clock on {_or_leave_out(history, rank)}"
         )
         yield rank, message
+
+
+def _or_leave_out(history: History, rank: int) -> str:
+    """Return the name of a rank's node and, if there are others, how to run without it."""
+    node = history.nodes.get(rank, "its node")
+    others = set(history.nodes.values()) - {node}
+    return f"{node}, or leave the node out: cluster.sbatch_options={{exclude: {node}}}" if others else node
 
 
 def _above_peers(values: dict[int, float], factor: float) -> Iterator[tuple[int, float]]:
@@ -75,14 +78,14 @@ def _above_peers(values: dict[int, float], factor: float) -> Iterator[tuple[int,
 def slow_gpu(history: History) -> Iterator[Found]:
     """A busy GPU whose clock is below that of its peers."""
     for ranks in history.components.values():
-        clocks, busy = (history.mean(name, ranks, LASTING) for name in ("sm_clock_mhz", "gpu_util"))
+        clocks, busy = (history.mean(name, ranks) for name in ("sm_clock_mhz", "gpu_util"))
         clocks = {rank: clock for rank, clock in clocks.items() if busy.get(rank, 0.0) > 0.5}
         usual = statistics.median_high(clocks.values()) if clocks else 0.0
         for rank, clock in clocks.items():
             if clock < SLOW_CLOCK * usual:
                 message = (
                     f"the GPU of {history.describe(rank)} runs at {clock:.0f} MHz, its peers at {usual:.0f} MHz. Check its"
-                    " cooling and its power limit (nvidia-smi -q -d PERFORMANCE), or leave the node out"
+                    f" cooling and its power limit (nvidia-smi -q -d PERFORMANCE) on {_or_leave_out(history, rank)}"
                 )
                 yield rank, message
 
@@ -90,7 +93,7 @@ def slow_gpu(history: History) -> Iterator[Found]:
 def throttling(history: History) -> Iterator[Found]:
     """A GPU that heat or power slows down."""
     for ranks in history.components.values():
-        for rank, share in history.mean("throttled", ranks, LASTING).items():
+        for rank, share in history.mean("throttled", ranks).items():
             if share >= THROTTLED:
                 why = ", ".join(reasons(history.now[rank].get("throttle_bits", 0))) or "no reason at this moment"
                 message = (
@@ -140,7 +143,7 @@ def gpu_leak(history: History) -> Iterator[Found]:
 
 def _ends(history: History, free_gb: float, gb_per_step: float) -> int | None:
     """Return the step at which memory is full; None if the run ends before."""
-    step = history.steps[-1].step
+    step = history.step
     ends = step + free_gb / gb_per_step
     return round(ends) if ends < (history.max_steps or FAR * step) else None
 
@@ -149,12 +152,12 @@ def starved_queue(history: History) -> Iterator[Found]:
     """Train ranks that wait for generate ranks, or the reverse, where both should work at the same time."""
     if not history.runs_ahead or not {"train", "generate"} <= history.components.keys():
         return
-    shares = {name: history.mean("waiting", ranks, LASTING) for name, ranks in history.components.items()}
+    shares = {name: history.mean("waiting", ranks) for name, ranks in history.components.items()}
     train, generate = shares["train"], shares["generate"]
     if not (train and generate):
         return
     trains, samples = statistics.fmean(train.values()), statistics.fmean(generate.values())
-    outside = statistics.fmean(history.mean("environments", generate, LASTING).values() or [0.0])
+    outside = statistics.fmean(history.mean("environments", generate).values() or [0.0])
     both = f"train ranks wait {trains:.0%} of the time, generate ranks {samples:.0%}"
     if trains > STARVED:
         rank = max(train, key=train.__getitem__)
@@ -175,8 +178,8 @@ def starved_queue(history: History) -> Iterator[Found]:
 def full_cache(history: History) -> Iterator[Found]:
     """An engine that preempts requests because its KV cache is full."""
     leaders = [engine[0] for engine in history.engines]
-    use = history.mean("kv_cache", leaders, LASTING)
-    for rank, rate in history.mean("preemptions", leaders, LASTING).items():
+    use = history.mean("kv_cache", leaders)
+    for rank, rate in history.mean("preemptions", leaders).items():
         if rate > 0 and use.get(rank, 0.0) > 0.8:
             message = (
                 f"the engine of {history.describe(rank)} preempts requests, {60 * rate:.1f} a minute, because its KV cache is"

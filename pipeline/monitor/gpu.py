@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import importlib
 import logging
-import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -24,8 +23,6 @@ SLOWED = {
 }
 """Reasons for lower clocks that cost speed: bits of nvmlDeviceGetCurrentClocksEventReasons (NVML API reference, NvmlClocksEvent
 Reasons). Idle, an application's clocks and a synchronised group are not among them."""
-NVLINKS = 18
-"""Links of a Hopper GPU; a GPU with fewer refuses those that it does not have."""
 NVLINK_FIELDS = ("NVML_FI_DEV_NVLINK_THROUGHPUT_DATA_TX", "NVML_FI_DEV_NVLINK_THROUGHPUT_DATA_RX")
 ALL_LINKS = 0xFFFFFFFF
 """scopeId of a field that sums over all links."""
@@ -37,33 +34,35 @@ def reasons(bits: float) -> list[str]:
 
 
 class GPUReader:
-    """Reads the GPU that this process has initialised CUDA on; {} until then, and without NVML."""
+    """Reads a GPU of this process; {} until CUDA is initialised. Without NVML, only what torch knows."""
 
-    def __init__(self, nvml: Any = None, uuid: Callable[[], str | None] | None = None):
-        """nvml: the module, imported when needed if None. uuid: returns the GPU's, or None while there is none."""
+    def __init__(self, device: int, nvml: Any = None):
+        """device: torch's index, given because torch's current device is that of a thread. nvml: None: the installed module."""
+        self._device = device
         self._nvml = nvml
-        self._uuid = uuid or _torch_uuid
         self._handle: Any = None
         self._absent = False  # no NVML here
         self._values: list[tuple[str, Callable[[], Sample]]] = []
 
     def read(self) -> Sample:
         """Return the readings that the GPU supports."""
-        if self._absent or (self._handle is None and not self._open()):
+        import torch
+
+        if not torch.cuda.is_initialized():  # a sampler must not do that
             return {}
-        found: Sample = {}
+        allocated, reserved = torch.cuda.memory_allocated(self._device), torch.cuda.memory_reserved(self._device)
+        found: Sample = {"torch_allocated_gb": allocated / GB, "torch_reserved_gb": reserved / GB}
+        if self._handle is None and not self._absent:
+            self._open(f"GPU-{torch.cuda.get_device_properties(self._device).uuid}")
         for each in list(self._values):
             try:
                 found |= each[1]()
             except self._nvml.NVMLError as error:
                 self._values.remove(each)
                 logger.info("the GPU's %s cannot be read (%s); samples go on without", each[0], error)
-        return found | _torch_memory()
+        return found
 
-    def _open(self) -> bool:
-        uuid = self._uuid()
-        if uuid is None:
-            return False
+    def _open(self, uuid: str) -> None:
         try:
             self._nvml = self._nvml or importlib.import_module("pynvml")
             self._nvml.nvmlInit()
@@ -74,7 +73,6 @@ class GPUReader:
             self._give_up(str(error))
         else:
             self._values = list(self._readings().items())
-        return self._handle is not None
 
     def _give_up(self, why: str) -> None:
         self._absent = True
@@ -109,18 +107,3 @@ class GPUReader:
             "reasons of its clocks": clocks,
             "NVLink": nvlink,
         }
-
-
-def _torch_uuid() -> str | None:
-    """Return the UUID of torch's current GPU; None before CUDA is initialised, which a sampler must not do."""
-    torch = sys.modules.get("torch")
-    if torch is None or not torch.cuda.is_initialized():
-        return None
-    return f"GPU-{torch.cuda.get_device_properties(torch.cuda.current_device()).uuid}"
-
-
-def _torch_memory() -> Sample:
-    torch = sys.modules.get("torch")
-    if torch is None or not torch.cuda.is_initialized():
-        return {}
-    return {"torch_allocated_gb": torch.cuda.memory_allocated() / GB, "torch_reserved_gb": torch.cuda.memory_reserved() / GB}

@@ -9,8 +9,8 @@ from dataclasses import dataclass, field
 
 from pipeline.monitor.readings import AVERAGED, COUNT, COUNTERS, READINGS, SUM, TAKEN, Sample
 
-STEPS = 20
-"""Steps that are kept."""
+LASTING = 3
+"""Steps over which a rank must be slow, or wait."""
 POINTS = 64
 """Points kept of a memory's size over the whole run; when there are more, every second one is dropped."""
 LEAST_POINTS = 32
@@ -104,7 +104,7 @@ LEAKS = ("rss_gb", "children_gb", "gpu_memory_gb")
 
 
 class History:
-    """The last steps of a run, and the growth of each rank's memories."""
+    """The last steps of each rank, and the growth of its memories."""
 
     def __init__(
         self, components: Mapping[str, tuple[int, ...]], nodes: Mapping[int, str], engines: tuple[tuple[int, ...], ...],
@@ -116,11 +116,11 @@ class History:
         self.engines = engines
         self.max_steps = max_steps
         self.runs_ahead = runs_ahead
-        self.steps: deque[StepView] = deque(maxlen=STEPS)
+        self.step = 0  # the last one that has ended
         self.growth: dict[tuple[int, str], Growth] = {}
         self.now: dict[int, Sample] = {}  # the latest sample of each rank
         self._used: dict[int, Sample] = {}  # the sample that the latest step of each rank ends with
-        self._latest: dict[int, RankStep] = {}
+        self._latest: dict[int, deque[RankStep]] = {}  # the last LASTING steps of each rank that brought a new sample
 
     def step_ended(self, step: int, metrics: Mapping[str, float]) -> StepView:
         """Add a step. A rank without a new sample has the readings of its step before."""
@@ -129,23 +129,22 @@ class History:
             if before is not None and sample[TAKEN] <= before[TAKEN]:
                 continue
             if before is not None:
-                self._latest[rank] = between(before, sample)
+                self._latest.setdefault(rank, deque(maxlen=LASTING)).append(between(before, sample))
             self._used[rank] = sample
             for name in LEAKS:
                 if name in sample:
                     self.growth.setdefault((rank, name), Growth()).add(step, sample[name])
-        view = StepView(step, metrics, dict(self._latest))
-        self.steps.append(view)
-        return view
+        self.step = step
+        return StepView(step, metrics, {rank: steps[-1] for rank, steps in self._latest.items()})
 
-    def mean(self, name: str, ranks: Iterable[int], steps: int) -> dict[int, float]:
-        """Return a reading by rank, the mean over the last steps; none before there are so many."""
-        if len(self.steps) < steps:
-            return {}
-        views = [view.of(name, ranks) for view in list(self.steps)[-steps:]]
-        return {
-            rank: statistics.fmean(view[rank] for view in views) for rank in views[0] if all(rank in view for view in views)
-        }
+    def mean(self, name: str, ranks: Iterable[int]) -> dict[int, float]:
+        """Return a reading by rank, the mean over the last LASTING steps with a new sample; none before there are so many."""
+        found = {}
+        for rank in ranks:
+            values = [step.values[name] for step in self._latest.get(rank, ()) if name in step.values]
+            if len(values) == LASTING:
+                found[rank] = statistics.fmean(values)
+        return found
 
     def describe(self, rank: int) -> str:
         """Return `rank 3 (generate) on node1`."""

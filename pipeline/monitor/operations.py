@@ -94,11 +94,12 @@ class StepOperations:
         """Return the operations of the train ranks in a step on these samples. models: that take an update."""
         lengths, needs, policy = [len(sample.tokens) for sample in samples], self._needs, self._models["policy"]
         total = policy.forward(lengths) * (needs.old + needs.reference)
-        critic, teacher = self._models.get("value"), self._models.get("teacher")
+        critic = self._models.get("value")
         if needs.critic and critic:
             total += critic.forward(lengths)
-        if needs.teacher_top_k and teacher:
-            total += teacher.forward(lengths)
+        for name in sorted({sample.teacher for sample in samples} if needs.taught else ()):
+            taught = [len(sample.tokens) for sample in samples if sample.teacher == name]
+            total += self._models[config.teacher_section(name)].forward(taught)
         for name in models:
             trained = critic if name == "critic" else policy
             if trained:

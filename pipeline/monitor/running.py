@@ -32,7 +32,9 @@ def start(world: World, recipe: Recipe, run_dir: Path) -> Sampler | None:
     about = {"rank": world.rank, "component": world.component, "node": world.info.node}
     file = SampleFile(samples_file(world.info.folder, world.rank), about, settings.flush_s)
     host = HostReader(run_dir, world.info.local_rank == 0)
-    sources = [host.read, GPUReader().read, lambda: dict(zip(WAITS, world.timeline.waited_s(), strict=True))]
+    sources = [host.read, lambda: dict(zip(WAITS, world.timeline.waited_s(), strict=True))]
+    if world.device.index is not None:
+        sources.append(GPUReader(world.device.index).read)
     sampler = Sampler(sources, settings.period_s, file, StackWatch())
     sampler.start()
     return sampler

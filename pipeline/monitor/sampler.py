@@ -88,7 +88,7 @@ class Sampler:
         self._watch = watch
         self._sums: dict[str, float] = {}
         self._count = 0
-        self._failed: set[int] = set()  # sources whose error is logged
+        self._failed: set[object] = set()  # parts whose error is logged
         self.latest: Sample = {}
         self.encoded = b""  # the same, for a heartbeat
         self.on_sample: Callable[[], None] = lambda: None  # called after each sample, and at the end
@@ -113,7 +113,7 @@ class Sampler:
             self.sample()
             while not self._wait():
                 self.sample()
-            self.on_sample()
+            self._look()
             if self._file:
                 self._file.flush()
         except Exception:  # the run is worth more than its samples
@@ -139,9 +139,7 @@ class Sampler:
             try:
                 found |= source()
             except Exception as error:
-                if number not in self._failed:
-                    self._failed.add(number)
-                    logger.warning("a part of this rank's resources cannot be read (%s: %s)", type(error).__name__, error)
+                self._tell_once(number, "a part of this rank's resources cannot be read", error)
         if self._watch:
             found["collective"] = self._watch.seconds
         for name in AVERAGED & found.keys():
@@ -149,9 +147,17 @@ class Sampler:
         self._count += 1
         found |= {**self._sums, COUNT: float(self._count), TAKEN: time.monotonic()}
         self.encoded, self.latest = msgspec.msgpack.encode(found), found
-        try:
-            self.on_sample()
-        except OSError as error:
-            logger.warning("warnings about resources cannot be written: %s", error)
+        self._look()
         if self._file:
             self._file.add(found)
+
+    def _look(self) -> None:
+        try:
+            self.on_sample()
+        except Exception as error:
+            self._tell_once("warnings", "some warnings about resources are lost", error)
+
+    def _tell_once(self, part: object, what: str, error: Exception) -> None:
+        if part not in self._failed:
+            self._failed.add(part)
+            logger.warning("%s (%s: %s)", what, type(error).__name__, error)

@@ -66,6 +66,9 @@ def test_a_resumed_run_follows_the_recipe_that_it_has_now():
         new = EarlyStop("grpo", EarlyStopConfig(stop_at_validation_metric=metric, stop_patience=patience))
         new.load_state_dict(old.state_dict())
         assert (new.reason is None) == goes_on
+    down = EarlyStop("grpo", EarlyStopConfig(METRIC, stop_patience=1, stop_higher_is_better=False))
+    down.load_state_dict(old.state_dict())
+    assert down.reason is None, "what was best upwards is not best downwards"
 
 
 def test_a_metric_that_validations_lack_is_named():
@@ -78,7 +81,12 @@ def test_a_metric_that_validations_lack_is_named():
     "keys, validates, expected",
     [
         ({}, False, []),
-        ({"stop_at_validation_metric": "val:loss", "stop_patience": 2}, True, []),
+        ({"stop_at_validation_metric": "val:loss", "stop_patience": 2, "stop_higher_is_better": False}, True, []),
+        (
+            {"stop_at_validation_metric": "val:loss", "stop_patience": 2},
+            True,
+            [("grpo.stop_higher_is_better", "contradiction")],
+        ),
         ({"stop_patience": 2}, True, [("grpo.stop_patience", "has-no-effect")]),
         ({"stop_at_validation_metric": METRIC}, True, [("grpo.stop_at_validation_metric", "missing-value")]),
         (

@@ -44,6 +44,8 @@ def test_a_board_is_redrawn_in_place_until_the_run_ends(run, monkeypatch):
 
 def test_resources_and_warnings_are_shown(run, capsys):
     used = {"resources/train_gpu_util_mean": 0.97, "resources/train_mfu": 0.41, "resources/generate_kv_cache_mean": 0.5}
+    used |= {f"resources/train_gpu_memory_gb_{of}": gb for of, gb in (("mean", 50), ("max", 60))}
+    used |= {"resources/generate_gpu_memory_gb_mean": 70}  # a component of one rank has no maximum
     told = [line | used for line in read(run / "metrics.jsonl")]
     (run / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in told))
     folder = resources_folder(run)
@@ -53,7 +55,8 @@ def test_resources_and_warnings_are_shown(run, capsys):
     ]
     (folder / "warnings.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines) + '{"time": 1, "st')
     text = asked(capsys, run)[1]
-    assert "resources   train: MFU 41.0%, GPU busy 97%\n            generate: KV cache 50%\n" in text
+    assert "resources   train: MFU 41.0%, GPU busy 97%, 60 GB of GPU memory\n" in text
+    assert "            generate: 70 GB of GPU memory, KV cache 50%\n" in text
     assert f"warnings    step {last}: slow at {last}\n" in text and f"slow at {last - 40}" not in text
 
 

@@ -8,7 +8,7 @@ import shlex
 
 import pytest
 
-from launch import run_setup
+from launch import run_control, run_setup
 from launch.components import components
 from launch.executors.base import ROOT
 from launch.executors.record import JobRecord, write_record
@@ -63,6 +63,33 @@ def load(tmp_path):
 def test_keys_that_a_resumed_run_may_change(load, override):
     assert config.to_yaml(load()) != config.to_yaml(load(override))
     assert not run_setup.differences(load(), load(override))
+
+
+STOPS = (
+    "grpo.val_period=1",
+    "data.validation={data_path: data.jsonl, env_name: math}",
+    "grpo.stop_at_validation_metric=val/accuracy",
+    "grpo.stop_at_validation_threshold=0.5",
+    "grpo.stop_patience=2",
+)
+
+
+def test_a_run_that_stopped_early_continues_with_another_rule(load, tmp_path):
+    (tmp_path / "run").mkdir()
+    before = load(*STOPS)
+    run_setup.prepare(before, tmp_path / "run", "")
+    (tmp_path / "run/done.json").write_text('{"step": 1, "early_stop": "val/accuracy reached 0.6"}')
+    assert "step 1: val/accuracy reached 0.6; change grpo.stop_" in (run_control.completed(before, tmp_path / "run") or "")
+    assert "val/accuracy reached 0.6" in (run_control.completed(load(*STOPS, "grpo.max_num_steps=9"), tmp_path / "run") or "")
+    for rule in (
+        "grpo.stop_at_validation_metric=val/reward",
+        "grpo.stop_at_validation_threshold=0.9",
+        "grpo.stop_patience=3",
+        "grpo.stop_min_delta=0.1",
+        "grpo.stop_higher_is_better=false",
+    ):
+        now = load(*STOPS, rule)
+        assert not run_setup.differences(before, now) and run_control.completed(now, tmp_path / "run") is None
 
 
 def test_a_run_may_be_moved(tmp_path):

@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 import time
@@ -9,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from launch import run_state, slurm_client, status
+from launch import run_state, run_summary, slurm_client, status
 from launch.executors.base import ROOT, write_json
 from launch.executors.local import HetLocalExecutor, start_time
 from launch.executors.record import JobRecord, write_record
@@ -80,6 +81,22 @@ def test_all_fields_of_a_run(run, capsys):
     assert "train 300 ms (35%)" in text and "1,000 tokens/s" in text
     assert "step 4, 0:00:0" in text and "being written, or interrupted: step_000006" in text
     assert "crashed with status 9" in text and "under way" in text
+    write_record(run, JobRecord.of("local", made_runs.Ended()))
+    assert "ended without a verdict" in asked(capsys, run)[1]
+
+
+def test_a_checkpoint_that_is_removed_meanwhile_costs_its_size_alone(run, capsys, monkeypatch):
+    checkpoints = Checkpoints(run, "7-1", CheckpointingConfig())
+    checkpoints.commit(checkpoints.begin(4), 4, None, {})
+
+    def walk(folder, walk=os.walk):
+        for found in walk(folder):
+            shutil.rmtree(run / "checkpoints")
+            yield found
+
+    monkeypatch.setattr(run_summary.os, "walk", walk)
+    answer, text = asked(capsys, run)
+    assert answer == 0 and "checkpoint  step 4" in text and not (run / "checkpoints").exists()
 
 
 def test_a_run_that_its_data_ends_has_no_time_left(run, capsys):

@@ -67,6 +67,20 @@ def test_a_slow_rank_must_last_and_make_its_peers_wait():
     assert warned(checks.slow_rank, history(HEALTHY | {"waiting": [0.6, 0.1, 0, 0]})) == [], "nobody waits for it"
 
 
+def test_steps_between_two_samples_do_not_make_a_fault_last():
+    found = history(HEALTHY | {"collective": [0.35, 0.0, 0, 0]}, steps=2)
+    for step in range(3, 20):  # without a new sample
+        found.step_ended(step, {})
+        assert warned(checks.slow_rank, found) == []
+
+
+def test_a_node_can_be_left_out_only_if_there_are_others():
+    found = history(HEALTHY | {"collective": [0.35, 0.0, 0, 0]})
+    assert "leave the node out: cluster.sbatch_options={exclude: a}" in next(checks.slow_rank(found))[1]
+    found.nodes = dict.fromkeys(NODES, "a")
+    assert next(checks.slow_rank(found))[1].endswith("a slow disk on a")
+
+
 @pytest.mark.parametrize(
     ("waiting", "environments", "rank", "says"),
     [

@@ -3,6 +3,7 @@
 import types
 
 import pytest
+import torch
 
 from pipeline.monitor.gpu import GPUReader, reasons
 
@@ -54,8 +55,20 @@ class NVML:
         return call
 
 
-def reader(nvml, uuid="GPU-1"):
-    return GPUReader(nvml, lambda: uuid)
+@pytest.fixture(autouse=True)
+def cuda(request, monkeypatch):
+    """Let torch have two GPUs, of which a thread has the first one until it chooses another."""
+    if request.node.get_closest_marker("gpu"):
+        return
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device=0: (device + 1) * 1e9)
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device=0: (device + 1) * 2e9)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: types.SimpleNamespace(uuid=str(device)))
+
+
+def reader(nvml, device=1):
+    return GPUReader(device, nvml)
 
 
 def test_every_reading_has_its_unit():
@@ -73,6 +86,8 @@ def test_every_reading_has_its_unit():
             "throttle_bits": 4,
             "throttled": 1,
             "nvlink_gb_per_s": 3.072,
+            "torch_allocated_gb": 2,
+            "torch_reserved_gb": 4,
         }
     )
 
@@ -85,12 +100,16 @@ def test_an_unsupported_reading_is_left_out_and_not_asked_for_again():
     assert nvml.calls.count("nvmlDeviceGetTotalEnergyConsumption") == 1 and nvml.calls.count("nvmlDeviceGetPowerUsage") == 2
 
 
-def test_there_is_nothing_to_read_before_cuda_begins_or_on_a_gpu_that_nvml_does_not_know():
-    uuids = iter([None, "GPU-1"])
-    gpu = GPUReader(NVML(), lambda: next(uuids))
+def test_before_cuda_begins_nothing_is_read(monkeypatch):
+    begun = iter([False, True])
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: next(begun))
+    gpu = reader(NVML())
     assert gpu.read() == {} and gpu.read()["power_w"] == 650
-    unknown = reader(NVML(), "GPU-2")
-    assert unknown.read() == {} and unknown.read() == {}
+
+
+def test_of_a_gpu_that_nvml_does_not_know_torch_knows_its_own_memory():
+    unknown = reader(NVML(), device=0)
+    assert unknown.read() == unknown.read() == {"torch_allocated_gb": 1, "torch_reserved_gb": 2}
 
 
 def test_only_reasons_that_cost_speed_count():
@@ -101,10 +120,8 @@ def test_only_reasons_that_cost_speed_count():
 
 @pytest.mark.gpu
 def test_a_real_gpu_is_read():
-    import torch
-
     pytest.importorskip("pynvml")
     held = torch.empty(1 << 28, dtype=torch.uint8, device="cuda")
-    found = GPUReader().read()
+    found = GPUReader(torch.cuda.current_device()).read()
     assert found["gpu_memory_gb"] > found["torch_reserved_gb"] >= found["torch_allocated_gb"] >= len(held) / 1e9
     assert found["power_w"] > 0 and 0 <= found["gpu_util"] <= 1 and found["sm_clock_mhz"] > 0

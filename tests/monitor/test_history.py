@@ -26,7 +26,10 @@ def test_a_rank_without_a_new_sample_keeps_its_last_step():
     assert history.step_ended(2, {}).of("cpu", (0, 1)) == {0: 1.0, 1: 2.0}
     history.now[0] = sample(15, cpu=21.0)
     assert history.step_ended(3, {}).of("cpu", (0, 1)) == {0: 3.0, 1: 2.0}
-    assert history.mean("cpu", (0, 1), 2) == {0: 2.0, 1: 2.0} and history.mean("cpu", (0, 1), 4) == {}
+    assert history.mean("cpu", (0, 1)) == {}
+    history.now[0] = sample(20, cpu=46.0)
+    history.step_ended(4, {})
+    assert history.mean("cpu", (0, 1)) == {0: 3.0}, "rank 1 has one step with a new sample"
 
 
 def grown(sizes):

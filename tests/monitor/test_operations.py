@@ -1,5 +1,6 @@
 """Operations of a step, against the plan's and by hand."""
 
+import dataclasses
 import json
 from pathlib import Path
 
@@ -13,7 +14,8 @@ from pipeline.monitor.operations import ModelWork, StepOperations
 from pipeline.types import Sample
 from tests.launch.made_runs import group
 
-SHAPE = ModelShape.of(json.loads(Path("recipes/tiny/config.json").read_text()))
+CONFIG = json.loads(Path("recipes/tiny/config.json").read_text())
+SHAPE = ModelShape.of(CONFIG)
 
 
 def recipe(*overrides):
@@ -25,8 +27,8 @@ def sample(length):
     return Sample(np.zeros(length, np.int32), np.ones(length, bool), logprobs=zeros, advantages=zeros)
 
 
-def forward(*lengths):
-    return sum(flops.forward(SHAPE, length, length**2 / 2) for length in lengths)
+def forward(*lengths, shape=SHAPE):
+    return sum(flops.forward(shape, length, length**2 / 2) for length in lengths)
 
 
 def test_a_step_of_a_recipe_takes_the_passes_of_its_algorithm():
@@ -37,6 +39,17 @@ def test_a_step_of_a_recipe_takes_the_passes_of_its_algorithm():
     assert work.model == work.hardware == pytest.approx(5 * forward(10, 20))
     once = StepOperations.of(recipe("loss_fn.reference_policy_kl_penalty=0", "policy.train_global_batch_size=16"))
     assert once and once.train([sample(10)], ["policy"]).model == pytest.approx(3 * forward(10))
+
+
+def test_each_sample_is_read_by_its_own_teacher():
+    larger = ModelShape.of({**CONFIG, "num_hidden_layers": 2 * CONFIG["num_hidden_layers"]})
+    samples = [dataclasses.replace(sample(length), teacher=name) for length, name in ((10, "short"), (20, "long"))]
+    shapes = {"policy": SHAPE, **{f"on_policy_distillation.teachers.{name}": larger for name in ("short", "long")}}
+    several = StepOperations(config.load("tiny_teachers", []), shapes)  # old log-probs, an update, and the teachers
+    found = several.train(samples, ["policy"]).model
+    assert found == pytest.approx(4 * forward(10, 20) + forward(10, 20, shape=larger))
+    one = StepOperations(config.load("tiny_distillation", []), {"policy": SHAPE, "teacher": larger})
+    assert one.train([sample(10)], ["policy"]).model == pytest.approx(3 * forward(10) + forward(10, shape=larger))
 
 
 def test_what_is_recomputed_counts_for_the_hardware_alone():

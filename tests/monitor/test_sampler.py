@@ -4,6 +4,7 @@ import json
 import threading
 
 import msgspec
+import pytest
 import torch.distributed as dist
 
 from pipeline.monitor.sampler import SampleFile, Sampler
@@ -39,6 +40,16 @@ def test_what_cannot_be_read_is_left_out_and_told_once(caplog):
     sampler.sample()
     assert sampler.latest["cpu"] == 1.0
     assert caplog.text.count("gone") == 1
+
+
+@pytest.mark.parametrize("error", [OSError("the disk"), KeyError("a defect of a check")])
+def test_a_failing_check_of_the_samples_costs_its_warnings_alone(caplog, error):
+    sampler = Sampler([lambda: {"cpu": 1.0}], 0.01)
+    sampler.on_sample = lambda: (_ for _ in ()).throw(error)
+    sampler.start()
+    wait_until(lambda: sampler.latest.get("count", 0) >= 3, "samples", 10)
+    sampler.stop()
+    assert caplog.text.count("warnings about resources are lost") == 1
 
 
 def test_a_file_is_bounded_and_keeps_the_newest(tmp_path):

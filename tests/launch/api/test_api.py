@@ -8,7 +8,7 @@ from pathlib import Path
 import hetstep
 import pytest
 
-from launch.attempts import latest
+from launch.attempts import STOP, latest
 from launch.executors.local import HetLocalExecutor
 from launch.executors.record import JobRecord, write_record
 from launch.executors.slurm import HetSlurmExecutor
@@ -216,6 +216,15 @@ def check_stop_and_save(run: hetstep.Run) -> None:
     (attempt,) = RunFolder.at(run.folder).attempts  # not started again
     assert attempt.progress == 7 and attempt.requeue_reason == "SIGUSR2 came"
     assert run.wait().state == "stopped"
+
+
+def test_a_request_to_stop_that_was_interrupted_is_made_again(tmp_path):
+    run = submitted(tmp_path / "run", tasks.save_on_request)
+    reports(run.folder, 2)
+    found = latest(run.folder)
+    assert found
+    (found.folder / STOP).write_text("")  # and no signal
+    assert run.stop_and_save(60).state == "stopped"
 
 
 def test_stop_and_save(tmp_path):

@@ -63,6 +63,19 @@ def test_another_recipe_is_corrected_by_the_same_ratio(tmp_path):
     assert found.seconds["train"] > CLOCKS["train"]
 
 
+def test_sequences_of_an_offline_run_are_its_tokens_in_however_unequal_steps(tmp_path):
+    folder = tmp_path / "run"
+    folder.mkdir()
+    recipe, _ = choose("tiny_sft", folder)
+    config.write(recipe, folder / "recipe.yaml")
+    metrics = Metrics(folder, LoggerConfig(tensorboard_enabled=False), after_step=None)
+    for step, seconds in enumerate((9.0, 0.1, 4.0, 0.2), 1):
+        metrics.log(step, {"time/step": seconds, "throughput/tokens_per_s": 20 * 64 / seconds})
+    metrics.close()
+    found = measured(folder)
+    assert found and found.answer == pytest.approx(20)
+
+
 def test_prompt_lengths_come_from_the_last_rollouts(tmp_path):
     folder = run(tmp_path / "run", *GPUS)
     (folder / "rollouts").mkdir()
