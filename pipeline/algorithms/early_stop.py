@@ -10,7 +10,7 @@ from typing import Annotated, Any
 from pydantic import Field
 
 from pipeline.problems import Problem, RecipeError
-from pipeline.values import Bool, Float, Positive, Text
+from pipeline.values import LIVE, Bool, Float, Positive, Text
 
 
 @dataclass
@@ -19,21 +19,26 @@ class EarlyStopConfig:
 
     stop_at_validation_metric: Annotated[
         Text | None,
+        LIVE,
         Field(
             description="Metric of validations that may end the run early, as metrics.jsonl names it, such as `val/accuracy`;"
             " `val:accuracy` is the same. The run is then complete: its last step is saved. null: never."
         ),
     ] = None
     stop_at_validation_threshold: Annotated[
-        Float | None, Field(description="Stop once the metric is at least this; at most this, if lower is better. null: none.")
+        Float | None,
+        LIVE,
+        Field(description="Stop once the metric is at least this; at most this, if lower is better. null: none."),
     ] = None
     stop_patience: Annotated[
-        Positive | None, Field(description="Stop after this many validations in a row without an improvement. null: never.")
+        Positive | None,
+        LIVE,
+        Field(description="Stop after this many validations in a row without an improvement. null: never."),
     ] = None
     stop_min_delta: Annotated[
-        Float, Field(ge=0, description="Change of the metric from its best value that counts as an improvement; 0: any.")
+        Float, LIVE, Field(ge=0, description="Change of the metric from its best value that counts as an improvement; 0: any.")
     ] = 0.0
-    stop_higher_is_better: Annotated[Bool, Field(description="Whether a higher value of the metric is better.")] = True
+    stop_higher_is_better: Annotated[Bool, LIVE, Field(description="Whether a higher value of the metric is better.")] = True
 
 
 class EarlyStop:
