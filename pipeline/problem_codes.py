@@ -175,9 +175,9 @@ RUNS = {
         "Wait longer: it goes on. `status()` says what it does.",
     ),
     "not-live": ProblemCode(
-        "`steer.py` was asked to change a key that a run reads only as it starts, or a value that needs what the run was started"
+        "`steer.py` was asked to change a key that a run reads only as it starts, or a value that needs what the run started"
         " without.",
-        "Choose one of the keys that the message lists. For any other, stop the run and submit another one from its checkpoint.",
+        "Choose one of the keys that the message lists. For any other, stop the run and begin another one from its weights.",
     ),
     "not-running": ProblemCode(
         "The command changes a run that goes on, and this one does not.",

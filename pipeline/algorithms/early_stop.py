@@ -46,13 +46,23 @@ class EarlyStop:
 
     def __init__(self, algorithm: str, config: EarlyStopConfig):
         self._algorithm, self._config = algorithm, config
-        self.metric = (config.stop_at_validation_metric or "").replace(":", "/", 1)
+        self._measured = self.metric  # that of the state
         self._best: float | None = None
         self._last: float | None = None
         self._since = 0  # validations since the best one
 
+    @property
+    def metric(self) -> str:
+        """The metric, as metrics.jsonl names it; empty for none. It may change while the run goes on."""
+        return (self._config.stop_at_validation_metric or "").replace(":", "/", 1)
+
+    def _drop_state_of_another_metric(self) -> None:
+        if self._measured != self.metric:
+            self._measured, self._best, self._last, self._since = self.metric, None, None, 0
+
     def validated(self, values: Mapping[str, float]) -> None:
         """Take the metrics of a validation. Raises RecipeError if the metric is not among them."""
+        self._drop_state_of_another_metric()
         if not self.metric:
             return
         if self.metric not in values:
@@ -76,6 +86,7 @@ class EarlyStop:
     def reason(self) -> str | None:
         """Why the run stops; None while it goes on."""
         config = self._config
+        self._drop_state_of_another_metric()
         if not self.metric:
             return None
         threshold, patience = config.stop_at_validation_threshold, config.stop_patience
@@ -90,10 +101,12 @@ class EarlyStop:
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state, as JSON values."""
+        self._drop_state_of_another_metric()
         return {"metric": self.metric, "best": self._best, "last": self._last, "since": self._since}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore the state of a checkpoint. One of another metric, or of none, is dropped."""
+        self._drop_state_of_another_metric()
         if self.metric and state.get("metric") == self.metric:
             self._best, self._last, self._since = state["best"], state["last"], state["since"]
 
