@@ -14,6 +14,7 @@ from launch.executors import allocation, local, slurm
 from launch.executors.base import JobStatus, RunJob
 from launch.executors.record import JobRecord, write_record
 from launch.prepare import Prepared
+from launch.run_folder import RunFolder
 from launch.units import plural
 from pipeline import config
 from pipeline.config import Problem, Recipe, RecipeError, bound, only_evaluates, section
@@ -38,6 +39,12 @@ def completed(recipe: Recipe, run_dir: Path) -> str | None:
         return None
     if step >= own.max_num_steps:
         return f"{run_dir} is complete at step {step}; raise {key}.max_num_steps to continue"
+    steered = RunFolder.at(run_dir).changed_values.get(f"{key}.max_num_steps")
+    if steered is not None and step >= steered and own.max_num_steps == RunFolder.at(run_dir).value(f"{key}.max_num_steps"):
+        return (
+            f"{run_dir} is complete at step {step}: launch/steer.py set {key}.max_num_steps to {steered}; give another one than"
+            f" {own.max_num_steps}, which it was submitted with, to continue"
+        )
     before = run_setup.earlier(recipe)
     if before is None or step >= section(before).max_num_steps or own.max_num_epochs > section(before).max_num_epochs:
         return None

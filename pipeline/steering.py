@@ -98,7 +98,7 @@ class Steering:
     def _refuse_what_ranks_cannot(self, values: dict[str, Any]) -> None:
         """Raise RecipeError if a train rank cannot take these values: a schedule without a needed argument, for example."""
         if wrong := next(filter(None, self._train.examine_change(values).result()), None):
-            raise RecipeError(Problem(next(iter(values)), "unsupported", wrong))
+            raise RecipeError(Problem("", "unsupported", wrong))
 
     def _answer(self, request: Request, step: int, changes: tuple[KeyChange, ...], refused: str = "") -> Answer:
         answer = Answer(

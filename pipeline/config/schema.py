@@ -99,7 +99,7 @@ class DatasetConfig:
     weight: Annotated[
         Float | None,
         Live(within="data.datasets."),
-        Field(gt=0, description="data.datasets: relative sampling weight. null, in all of them: the number of records."),
+        Field(gt=0, description="data.datasets: relative sampling weight (Live). null, in all of them: the number of records."),
     ] = None
     kwargs: Annotated[
         dict[str, Any], Field(description="Arguments of a generated data set, of `datasets`, or of your own callable.")
