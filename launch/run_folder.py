@@ -24,7 +24,7 @@ from pipeline import config, steer_files
 from pipeline.algorithms import ALGORITHMS
 from pipeline.config import ONLINE, Problem, Recipe, RecipeError, bound
 from pipeline.metrics import Reader
-from pipeline.steer_files import Answer
+from pipeline.steer_files import ChangeAnswer
 
 STEP_PHASES = ("rollout", "train", "refit")
 """Phases within time/step."""
@@ -100,7 +100,7 @@ class RunFolder:
         return bound(int(self.changed_values.get(key, self.value(key, 0)))) or None
 
     @cached_property
-    def answers(self) -> list[Answer]:
+    def answers(self) -> list[ChangeAnswer]:
         """What became of each request to change the run while it goes on, oldest first."""
         return steer_files.answers(self.folder)
 

@@ -18,7 +18,7 @@ from launch.run_state import RunState
 from pipeline import steer_files
 from pipeline.config import Problem, Recipe, RecipeError, config_tree, live_keys, only_evaluates, refuse, trains
 from pipeline.config.live_keys import Change
-from pipeline.steer_files import Answer, Request
+from pipeline.steer_files import ChangeAnswer, ChangeRequest
 
 LIVE_STATES = ("running", "waiting")
 POLL_S = 0.3
@@ -32,7 +32,7 @@ class NotAnswered(TimeoutError):
     """The run has not answered a request in time. The request stays."""
 
 
-def ask(run_dir: Path, overrides: Sequence[str]) -> Request:
+def ask(run_dir: Path, overrides: Sequence[str]) -> ChangeRequest:
     """Check `key=value` for a live run, and write the request. Returns it.
 
     Raises RecipeError if the run is not live, if a key cannot change, or if the whole recipe with the values has a problem.
@@ -86,7 +86,7 @@ def _of_validations(run: RunFolder, changes: Sequence[Change]) -> list[Problem]:
     return []
 
 
-def wait(run_dir: Path, request: Request, timeout_s: float | None = TIMEOUT_S) -> Answer:
+def wait(run_dir: Path, request: ChangeRequest, timeout_s: float | None = TIMEOUT_S) -> ChangeAnswer:
     """Wait until the run has answered a request, and return the answer.
 
     Raises RecipeError if the run refuses it or ends before, in which case nothing has changed and the request is withdrawn;
@@ -114,7 +114,7 @@ def wait(run_dir: Path, request: Request, timeout_s: float | None = TIMEOUT_S) -
         time.sleep(POLL_S)
 
 
-def _answered(run_dir: Path, request: Request) -> Answer | None:
+def _answered(run_dir: Path, request: ChangeRequest) -> ChangeAnswer | None:
     """Return the answer to a request; None before there is one. Raises RecipeError if it was refused."""
     found = next((each for each in steer_files.answers(run_dir) if each.request == request.number), None)
     if found and found.refused:

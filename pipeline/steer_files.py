@@ -29,7 +29,7 @@ NAME = re.compile(r"(\d{6,})\.json")
 
 
 @dataclass(frozen=True)
-class Request:
+class ChangeRequest:
     """Values that somebody wants live keys to have."""
 
     number: int
@@ -50,7 +50,7 @@ class KeyChange:
 
 
 @dataclass(frozen=True)
-class Answer:
+class ChangeAnswer:
     """What became of a request."""
 
     request: int
@@ -63,7 +63,7 @@ class Answer:
     refused: str = ""  # why
 
 
-def ask(run_dir: Path, values: Mapping[str, Any]) -> Request:
+def ask(run_dir: Path, values: Mapping[str, Any]) -> ChangeRequest:
     """Create the next request of a run, and return it. Raises OSError."""
     folder = run_dir / FOLDER
     folder.mkdir(exist_ok=True)
@@ -71,7 +71,7 @@ def ask(run_dir: Path, values: Mapping[str, Any]) -> Request:
     beside = folder / f".{socket.gethostname()}-{os.getpid()}-{time.monotonic_ns()}"
     try:
         while True:
-            request = Request(number, dict(values), getpass.getuser(), socket.gethostname(), time.time())
+            request = ChangeRequest(number, dict(values), getpass.getuser(), socket.gethostname(), time.time())
             with open(beside, "w") as file:
                 file.write(json.dumps(asdict(request)))
                 file.flush()
@@ -101,25 +101,25 @@ def numbers(run_dir: Path) -> list[int]:
     return sorted(int(found[1]) for name in names if (found := NAME.fullmatch(name)))
 
 
-def read_request(run_dir: Path, number: int) -> Request:
+def read_request(run_dir: Path, number: int) -> ChangeRequest:
     """Return a request. Raises ValueError if the file is no request of this user, FileNotFoundError if it was withdrawn."""
     path = path_of(run_dir, number)
     try:
         with open(open_own(path, os.O_RDONLY)) as file:
             found = json.loads(file.read())
         values, user, host, asked = (found[name] for name in ("values", "user", "host", "time"))
-        return Request(number, dict(values), str(user), str(host), float(asked))
+        return ChangeRequest(number, dict(values), str(user), str(host), float(asked))
     except (NotOwn, KeyError, TypeError, ValueError) as error:
         raise ValueError(f"{path} is no request: {error}") from error
 
 
-def unanswered(run_dir: Path, given: Iterable[Answer]) -> list[int]:
+def unanswered(run_dir: Path, given: Iterable[ChangeAnswer]) -> list[int]:
     """Return the numbers of the requests without an answer, in order."""
     done = {answer.request for answer in given}
     return [number for number in numbers(run_dir) if number not in done]
 
 
-def answers(run_dir: Path) -> list[Answer]:
+def answers(run_dir: Path) -> list[ChangeAnswer]:
     """Return all answers, oldest first. A line that is not complete was interrupted, and counts as not written."""
     try:
         *lines, _ = (run_dir / ANSWERS).read_text().split("\n")
@@ -128,7 +128,7 @@ def answers(run_dir: Path) -> list[Answer]:
     return [decode(json.loads(line)) for line in lines]
 
 
-def write_answer(run_dir: Path, answer: Answer, retry: RetryPolicy) -> None:
+def write_answer(run_dir: Path, answer: ChangeAnswer, retry: RetryPolicy) -> None:
     """Append an answer, which is on disk when this returns. Raises StorageError."""
     path = run_dir / ANSWERS
 
@@ -139,6 +139,6 @@ def write_answer(run_dir: Path, answer: Answer, retry: RetryPolicy) -> None:
     retrying(work, "writing a change of the run", path, retry)
 
 
-def decode(line: Mapping[str, Any]) -> Answer:
+def decode(line: Mapping[str, Any]) -> ChangeAnswer:
     """Return an answer from its JSON values."""
-    return Answer(**{**line, "changes": tuple(KeyChange(**change) for change in line["changes"])})
+    return ChangeAnswer(**{**line, "changes": tuple(KeyChange(**change) for change in line["changes"])})

@@ -28,7 +28,17 @@ from pipeline.config.formatting import on_one_line
 from pipeline.data.mixture import Mixture, follow
 from pipeline.data.stream import Stream
 from pipeline.rpc import RpcGroup
-from pipeline.steer_files import FOLDER, Answer, KeyChange, Request, answers, decode, read_request, unanswered, write_answer
+from pipeline.steer_files import (
+    FOLDER,
+    ChangeAnswer,
+    ChangeRequest,
+    KeyChange,
+    answers,
+    decode,
+    read_request,
+    unanswered,
+    write_answer,
+)
 from pipeline.storage import RetryPolicy
 
 logger = logging.getLogger(__name__)
@@ -45,8 +55,8 @@ class Steering:
         self._recipe, self._folder, self._train, self._retry = recipe, folder, train, retry
         self._started = copy.deepcopy(recipe)  # as submitted: which models and outputs the ranks have
         self._answers = answers(folder)
-        self._in_force: list[Answer] = []
-        self._again: list[Answer] = []  # told of steps that this attempt repeats, by step
+        self._in_force: list[ChangeAnswer] = []
+        self._again: list[ChangeAnswer] = []  # told of steps that this attempt repeats, by step
         (folder / FOLDER).mkdir(exist_ok=True)  # now: a node may see a new folder late
 
     def state_dict(self) -> list[dict[str, Any]]:
@@ -74,16 +84,16 @@ class Steering:
         for request in self._requests(step):
             self._answer(request, step, (), f"the run ended at step {step} before it could take effect")
 
-    def _requests(self, step: int) -> Iterable[Request]:
+    def _requests(self, step: int) -> Iterable[ChangeRequest]:
         for number in unanswered(self._folder, self._answers):
             try:
                 yield read_request(self._folder, number)
             except FileNotFoundError:
                 continue  # withdrawn
             except ValueError as error:
-                self._answer(Request(number, {}, "", "", time.time()), step, (), str(error))
+                self._answer(ChangeRequest(number, {}, "", "", time.time()), step, (), str(error))
 
-    def _take(self, request: Request, step: int, stream: Stream | Mixture) -> int:
+    def _take(self, request: ChangeRequest, step: int, stream: Stream | Mixture) -> int:
         """Check a request, answer it, and apply its changes. Return their number; 0 if it was refused."""
         try:
             given = live_keys.steered(self._started, self._recipe, live_keys.parsed(request.values))
@@ -100,8 +110,8 @@ class Steering:
         if wrong := next(filter(None, self._train.examine_change(values).result()), None):
             raise RecipeError(Problem("", "unsupported", wrong))
 
-    def _answer(self, request: Request, step: int, changes: tuple[KeyChange, ...], refused: str = "") -> Answer:
-        answer = Answer(
+    def _answer(self, request: ChangeRequest, step: int, changes: tuple[KeyChange, ...], refused: str = "") -> ChangeAnswer:
+        answer = ChangeAnswer(
             request.number, step, changes, request.user, request.host, request.time, time=time.time(), refused=refused
         )
         write_answer(self._folder, answer, self._retry)
@@ -110,7 +120,7 @@ class Steering:
             logger.warning("change %d, by %s, is refused: %s", request.number, request.user or "nobody", refused)
         return answer
 
-    def _apply(self, answer: Answer, stream: Stream | Mixture) -> int:
+    def _apply(self, answer: ChangeAnswer, stream: Stream | Mixture) -> int:
         """Apply the changes of an answer on all ranks, and return their number."""
         values = {each.key: each.new for each in answer.changes if self._holds(each)}
         if values:
@@ -134,5 +144,5 @@ class Steering:
         return False
 
 
-def _order(answer: Answer) -> tuple[int, int]:
+def _order(answer: ChangeAnswer) -> tuple[int, int]:
     return answer.step, answer.request

@@ -44,7 +44,7 @@ HEAD = """# Keys of a recipe
 
 A value may be an interpolation, such as `${policy.precision}`. A key without a default is required, unless its meaning says
 otherwise. NAME stands for a name that the recipe gives. A key that is Live may change while the run goes on, by
-`python launch/steer.py RUN_DIR KEY=VALUE`."""
+`python launch/steer.py RUN_DIR key=value`."""
 
 
 @dataclass(frozen=True)
