@@ -22,7 +22,6 @@ if __name__ == "__main__":
 
 from launch import command_line, run_changes, steering
 from launch.command_line import Key
-from pipeline.config import Problem
 
 
 @dataclass(frozen=True)
@@ -35,12 +34,6 @@ class SteerRequest:
     overrides: Annotated[list[str], Key("key=value", "a live key of the recipe and its new value", others=True)] = field(
         default_factory=list
     )
-
-    def problems(self) -> list[Problem]:
-        """Return the problem of a command without a change."""
-        if self.overrides:
-            return []
-        return [Problem("key=value", "missing-value", "expected a key to change. Try policy.optimizer.kwargs.lr=1e-6")]
 
 
 def main(arguments: list[str]) -> int:

@@ -37,6 +37,10 @@ def ask(run_dir: Path, overrides: Sequence[str]) -> ChangeRequest:
 
     Raises RecipeError if the run is not live, if a key cannot change, or if the whole recipe with the values has a problem.
     """
+    if not overrides:
+        raise RecipeError(
+            Problem("key=value", "missing-value", "expected a key to change. Try policy.optimizer.kwargs.lr=1e-6")
+        )
     run = RunFolder.at(run_dir)
     started = read_recipe(run_dir)
     if not trains(started) or only_evaluates(started):
