@@ -37,7 +37,7 @@ from pipeline import secrets
 from pipeline.config import Problem, RecipeError
 
 PATTERNS = (
-    *("recipe.yaml", "batch.sh", "manifest.json", "job.json", "done.json", "metrics.jsonl"),
+    *("recipe.yaml", "batch.sh", "manifest.json", "job.json", "done.json", "metrics.jsonl", "steer.jsonl"),
     *("submitit/controller.log", "submitit/plan.json", "submitit/*.out", "submitit/*.err"),
     *("attempts/current", "attempts/*/rank*.log", "attempts/*/srun-*.out", "attempts/*/failure.json"),
     *("attempts/*/nodes.json", "attempts/*/startup.json"),

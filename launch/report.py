@@ -121,7 +121,7 @@ def _sections(labelled: Sequence[LabelledRun], of: Sequence[RunState]) -> Iterat
     idle, ages = curves.idle(), [*curves.ages(), *curves.take("async/")]
     main = curves.take("(train|val)/")
     spread = [*rollouts.lengths(sampled, curves.marks), *rollouts.rewards(sampled, names, curves.marks)]
-    yield Section("Curves", grid(main), "Lines: training; circles: validation; flags on the step axis: restarts.")
+    yield Section("Curves", grid(main), "Lines: training; circles: validation; flags on the step axis: restarts, changes.")
     scored = evaluations([each.run for each in labelled], names, curves.marks)
     yield Section("Evaluations", scored, "Bands and brackets: 95% intervals. Verdicts: paired over the questions.")
     for group in curves.groups():

@@ -15,6 +15,7 @@ from launch.executors import allocation, local, slurm
 from launch.executors.base import JobStatus, RunJob
 from launch.executors.record import JobRecord, write_record
 from launch.prepare import Prepared
+from launch.run_folder import RunFolder
 from launch.units import plural
 from pipeline import config
 from pipeline.algorithms.early_stop import EarlyStopConfig
@@ -41,6 +42,13 @@ def completed(recipe: Recipe, run_dir: Path) -> str | None:
     complete = f"{run_dir} is complete at step {record['step']}"
     if record["step"] >= own.max_num_steps:
         return f"{complete}; raise {key}.max_num_steps to continue"
+    run = RunFolder.at(run_dir)
+    steered = run.changed_values.get(f"{key}.max_num_steps")
+    if steered is not None and record["step"] >= steered and own.max_num_steps == run.value(f"{key}.max_num_steps"):
+        return (
+            f"{complete}: launch/steer.py set {key}.max_num_steps to {steered}; give another one than {own.max_num_steps}, which"
+            " it was submitted with, to continue"
+        )
     recipe_before = run_setup.earlier(recipe)
     if recipe_before is None:
         return None

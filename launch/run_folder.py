@@ -20,10 +20,11 @@ import yaml
 
 from launch.attempts import AttemptFolder, all_attempts
 from launch.units import plural
-from pipeline import config
+from pipeline import config, steer_files
 from pipeline.algorithms import ALGORITHMS
 from pipeline.config import ONLINE, Problem, Recipe, RecipeError, bound
 from pipeline.metrics import Reader
+from pipeline.steer_files import ChangeAnswer
 
 STEP_PHASES = ("rollout", "train", "refit")
 """Phases within time/step."""
@@ -95,7 +96,23 @@ class RunFolder:
     @property
     def max_steps(self) -> int | None:
         """The maximum number of steps; None if only the epochs of data bound it, or nothing does."""
-        return bound(int(self.value(f"{self.algorithm}.max_num_steps", 0))) or None
+        key = f"{self.algorithm}.max_num_steps"
+        return bound(int(self.changed_values.get(key, self.value(key, 0)))) or None
+
+    @cached_property
+    def answers(self) -> list[ChangeAnswer]:
+        """What became of each request to change the run while it goes on, oldest first."""
+        return steer_files.answers(self.folder)
+
+    @property
+    def changed_values(self) -> dict[str, Any]:
+        """The values in force that are not those of recipe.yaml, by key. A later submission's value replaces a change."""
+        return {
+            change.key: change.new
+            for answer in self.answers
+            for change in answer.changes
+            if self.value(change.key) == change.submitted
+        }
 
     def value(self, key: str, otherwise: Any = None) -> Any:
         """Return the recipe's value at a dotted key; `otherwise` if the key is absent or null."""

@@ -6,6 +6,7 @@
     job.json        the job that writes here        checkpoints/
     submitit/       pickles and the batch log       done.json       the last step, written when the run is complete
     .secret         authenticates the run's ranks   attempts/       a folder per attempt: see pipeline/attempt.py
+                                                    steer/          requests of launch/steer.py: see pipeline/steer_files.py
 The pipeline writes the right-hand column, this module and the executors the left-hand one.
 
 Ranks load code from the folder, so only its owner may write there. A new folder is readable by its owner alone (0700). An

@@ -11,7 +11,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from launch import resources, startup_stages
+from launch import resources, run_changes, startup_stages
 from launch.attempts import AttemptFolder
 from launch.evaluations import records, suites, tables
 from launch.evaluations.progress import AnswerCounts
@@ -87,6 +87,8 @@ def whole(run: RunFolder, state: RunState) -> dict[str, Any]:
         "warnings": resources.warnings(run, (metrics.steps[-1] if metrics.steps else 0) - resources.CURRENT_STEPS),
         "tokens_per_s": metrics.last("throughput/tokens_per_s"),
         "checkpoint": _checkpoint(run),
+        "changes": run_changes.rows(run),
+        "asked_changes": run_changes.pending(run),
         "evaluations": _evaluations(run),
         "attempts": [_attempt(attempt) for attempt in run.attempts],
         "failure": _why(run, state),

@@ -27,6 +27,7 @@ from launch.run_state import state, states
 from launch.terminal import on_one_line, plain
 from launch.units import plural, seconds, size
 from pipeline.config import Problem, RecipeError
+from pipeline.config.formatting import on_one_line as shown
 
 Row = tuple[str, str]
 """A label and a text."""
@@ -266,6 +267,7 @@ def whole(run: dict[str, Any]) -> Iterator[Row]:
         yield _row_of("answers", run["answers"].removeprefix("answers: "))
     if run["trains"]:
         yield _row_of("checkpoint", *_checkpoint(run["checkpoint"]))
+    yield from _changes(run)
     for each in run["evaluations"]:
         yield _row_of("evaluation", *_evaluation(each, run))
     if len(run["attempts"]) > 1 or any(each["bad_nodes"] for each in run["attempts"]):
@@ -287,6 +289,17 @@ def _time(run: dict[str, Any]) -> Iterator[Row]:
     by = f"must save by {clock(saves)}" if saves else ""
     if texts := [each for each in (pace, left, limit, by) if each]:
         yield _row_of("time", *texts)
+
+
+def _changes(run: dict[str, Any]) -> Iterator[Row]:
+    """Yield the changes of keys while the run went on, and those that it has not taken yet."""
+    done = [
+        (f"after step {each['step']}: {each['key']} {shown(each['old'])} -> {shown(each['new'])}", f"by {each['user']}")
+        for each in run["changes"]
+    ]
+    asked = [(f"asked: {key} -> {shown(value)}",) for each in run["asked_changes"] for key, value in each["values"].items()]
+    for i, texts in enumerate([*done, *asked]):
+        yield _row_of("changes" if i == 0 else "", *texts)
 
 
 def _checkpoint(run: dict[str, Any]) -> Iterator[str]:

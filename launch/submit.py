@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Annotated
 if __name__ == "__main__":
     sys.path[0] = str(Path(__file__).resolve().parent.parent)  # replaces launch/, so that no installed package is needed
 
-from launch import command_line, console, recipes, run_control, run_setup, slurm_client, troubleshooting
+from launch import command_line, console, recipes, run_changes, run_control, run_setup, slurm_client, troubleshooting
 from launch.command_line import Key
 from launch.components import components
 from launch.executors import allocation, local, slurm
@@ -29,7 +29,8 @@ from launch.executors.record import read_record
 from launch.plan import evaluation, modes, report
 from launch.plan.evaluation import EvaluationPlan
 from launch.prepare import RESTART_S, Examination, Prepared, examine, folder_name, prepare
-from pipeline import config, secrets
+from launch.run_folder import RunFolder
+from pipeline import config, secrets, steer_files
 from pipeline.config import Problem, RecipeError, collected, reference, refuse
 from pipeline.problem_codes import CODES
 
@@ -115,6 +116,9 @@ def show(name: str, overrides: list[str]) -> int:
     """Print the resolved recipe with origins, then raise RecipeError if it has problems."""
     loaded = recipes.inspect(name, overrides)
     print(secrets.redacted(config.format_with_origins(loaded)), end="")
+    run_dir = Path(loaded.recipe.run_dir).absolute()
+    for line in run_changes.lines(RunFolder.at(run_dir)) if (run_dir / steer_files.ANSWERS).exists() else ():
+        print(f"# changed while the run in {run_dir} went on, and kept when it continues: {line}")
     refuse(loaded.problems)
     return 0
 

@@ -32,6 +32,7 @@ from pipeline.monitor.steps import StepMonitor
 from pipeline.rollout.collectors import Collector, Prompts
 from pipeline.rpc import RpcGroup
 from pipeline.startup import Startup
+from pipeline.steering import Steering
 from pipeline.timeline import Timeline
 from pipeline.train.background_worker import BackgroundWorker
 from pipeline.types import DataParallelRank, Prompt, RolloutGroup, Sample
@@ -67,6 +68,7 @@ class RunParts:
     left: str | None = None  # why the run left before its end, with everything saved
     stopped: str | None = None  # why the run is complete before its last step
     stop: EarlyStop = field(init=False)
+    steering: Steering = field(init=False)
     _unsaved: Callable[[], None] | None = None  # saves the last step; None if it is saved
     _unsettled: Callable[[], None] | None = None  # completes a save under way
     _save_s: float | None = None  # duration of the last save, until it is logged
@@ -75,11 +77,14 @@ class RunParts:
 
     def __post_init__(self) -> None:
         self.stop = EarlyStop(self.recipe.algorithm, config.section(self.recipe))
+        self.steering = Steering(self.recipe, self.folder, self.train, self.checkpoints.retry)
 
     def restore(self, stream: Stream | Mixture) -> tuple[int, Metrics]:
         """Load the last complete checkpoint, if there is one. Return its step and the metrics, cut back to it."""
         self.checkpoints.clean()
         latest = self.checkpoints.latest()
+        step, changes = (latest.step, latest.state.get("steer", [])) if latest else (0, [])
+        self.steering.resume(step, changes, stream)
         if latest is None:
             return 0, Metrics(self.folder, self.recipe.logger, None, self.checkpoints.retry)
         if problem := version_problem(latest, self.recipe):
@@ -141,7 +146,7 @@ class RunParts:
         metrics.log(step, values)
         self.deadline.stepped(values)
         self.settle()
-        state = {"stream": position, "early_stop": self.stop.state_dict()}
+        state = {"stream": position, "early_stop": self.stop.state_dict(), "steer": self.steering.state_dict()}
         self._unsaved = functools.partial(self.save, step, state, values)
         if self.recipe.checkpointing.enabled and (last or step % self.recipe.checkpointing.save_period == 0):
             self._unsaved()
@@ -211,6 +216,8 @@ class RunParts:
             self._unsaved()
         self.settle(wait=True)
         self._wait_for_rollouts()
+        if not self.left:
+            self.steering.run_ended(step)
 
     def save(self, step: int, state: dict[str, Any], values: dict[str, float]) -> None:
         """Write a checkpoint on all ranks. With checkpointing.async_save, `settle` completes it later."""
@@ -306,8 +313,9 @@ def run_online(
                 values |= run.learn(algorithm, samples, algorithm.trains(step))
             step += 1
             cost = refit()
+        values |= run.steering.step_ended(step, prompts)
         position, batch = prompts.state_dict(), prompts.take(collector.num_prompts_to_send(step))
-        last = step == section.max_num_steps or not collector.can_fill_step(batch)
+        last = step >= section.max_num_steps or not collector.can_fill_step(batch)
         if validation and _validates(section, step, last):
             values |= validate()
         tokens = sum(rollout.drawn_tokens for group in groups for rollout in group.rollouts)
@@ -351,8 +359,9 @@ def run_offline(run: RunParts, algorithm: Algorithm, examples: Stream | Mixture,
             values = run.learn(algorithm, samples, ["policy"])
         step += 1
         tokens = sum(len(sample.tokens) for sample in samples)
+        values |= run.steering.step_ended(step, examples)
         position, items = examples.state_dict(), examples.take(size)
-        last = step == section.max_num_steps or len(items) < size
+        last = step >= section.max_num_steps or len(items) < size
         if validation and (_due(section.val_period, step) or (section.val_at_end and last)):
             values |= validate()
         clocks = metrics.take_clocks()

@@ -178,6 +178,15 @@ RUNS = {
         "A run, evaluation or sweep has not ended within the time that a program gave (`hetstep`).",
         "Wait longer: it goes on. `status()` says what it does.",
     ),
+    "not-live": ProblemCode(
+        "`steer.py` was asked to change a key that a run reads only as it starts, or a value that needs what the run started"
+        " without.",
+        "Choose one of the keys that the message lists. For any other, stop the run and begin another one from its weights.",
+    ),
+    "not-running": ProblemCode(
+        "The command changes a run that goes on, and this one does not.",
+        "Submit it again with the values that it should have. `python launch/status.py RUN_DIR` says how it ended.",
+    ),
     "run-exists": ProblemCode(
         "The folder holds a run or a sweep with other settings, and going on would mix the two.",
         "Give the earlier values again to go on, or give another `run_dir`. The message lists what differs.",

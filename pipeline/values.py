@@ -70,6 +70,16 @@ class Check:
         return value
 
 
+@dataclass(frozen=True)
+class Live:
+    """Mark a field whose value may change between two steps of a run (launch/steer.py)."""
+
+    entries: tuple[str, ...] = ()  # of a mapping: those that may; empty: the value as a whole
+    within: str = ""  # only in sections whose dotted key begins so
+
+
+LIVE = Live()
+
 Bool = Annotated[bool, Strict(), _Before(_parse_bool)]
 Int = Annotated[int, _Before(_refuse_bool)]
 Float = Annotated[float, Field(allow_inf_nan=False), _Before(_refuse_bool)]

@@ -70,7 +70,7 @@ def test_a_run_that_leaves_saves_its_step(tmp_path):
     steps.signals.append("SIGUSR2")
     assert steps.run.must_leave()
     latest = steps.checkpoints.latest()
-    assert (latest.step, latest.state) == (2, {"stream": POSITION, "early_stop": steps.run.stop.state_dict()})
+    assert (latest.step, latest.state) == (2, {"stream": POSITION, "early_stop": steps.run.stop.state_dict(), "steer": []})
     assert steps.left_behind("requeue") == steps.run.left == "SIGUSR2 came"
     assert steps.left_behind("progress") == "2"
 

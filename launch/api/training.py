@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
+from launch import steering
+from launch.api.errors import NotEnded
 from launch.api.evaluations import EvaluationRun, evaluate
-from launch.api.overrides import Overrides
+from launch.api.overrides import Overrides, arguments
 from launch.api.run import BaseRun
 
 
@@ -14,6 +16,39 @@ class Run(BaseRun):
 
     `hetstep.submit` and `hetstep.load` make it. All methods raise RecipeError for a folder or a job that cannot be read.
     """
+
+    def steer(
+        self,
+        overrides: Overrides | None = None,
+        *,
+        wait: bool = True,
+        timeout: float | None = steering.TIMEOUT_S,
+        **keywords: Any,
+    ) -> int | None:
+        """Change live keys of the run between two steps: `run.steer(policy__optimizer__kwargs__lr=1e-6)`.
+
+        The change is checked as a recipe is, takes effect at the end of the step under way, and is kept when the run resumes.
+
+        Args:
+            overrides: keys and values, dotted or nested.
+            wait: until the run has taken the change.
+            timeout: seconds to wait; None: without a limit.
+            **keywords: keys and values, with `__` for each dot.
+
+        Returns:
+            The number of steps that were complete when the change took effect; None without `wait`.
+
+        Raises:
+            RecipeError: if the run does not go on, or a key or a value is refused.
+            NotEnded: after `timeout`; the request stays, and takes effect later.
+        """
+        asked = steering.ask(self.folder, arguments(overrides, keywords))
+        if not wait:
+            return None
+        try:
+            return steering.wait(self.folder, asked, timeout).step
+        except steering.NotAnswered as late:
+            raise NotEnded(self.folder, str(late)) from None
 
     def evaluate(
         self, suite: str | None = None, overrides: Overrides | None = None, *, step: int | None = None, **keywords: Any

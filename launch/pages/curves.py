@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from launch.pages.chart import POINTS, Chart, Mark, Series
+from launch.run_changes import text
 from launch.run_folder import OTHER_PHASES, STEP_PHASES, MetricColumns, RunFolder, phases
 
 ROLES = {"mean": "mean", "p50": "median", "min": "min", "max": "max", "p01": "1%", "p99": "99%"}
@@ -48,6 +49,10 @@ class LabelledRun:
                 found.append((max(0.0, step - 1), f"restart; {before.verdict or 'reason unknown'}"))
         return found
 
+    def changes(self) -> list[tuple[float, str]]:
+        """Return (step after which it took effect, text) for each change of a key while the run went on."""
+        return [(float(answer.step), text(change)) for answer in self.run.answers for change in answer.changes]
+
 
 class Curves:
     """Charts by section. Each key is shown once: `take` removes it from `left`."""
@@ -55,7 +60,7 @@ class Curves:
     def __init__(self, labelled: Sequence[LabelledRun]):
         self.labelled = labelled
         self.left = list(dict.fromkeys(key for each in labelled for key in each.metrics.columns))
-        self.marks = [Mark(x, why, run) for run, each in enumerate(labelled) for x, why in each.restarts()]
+        self.marks = [Mark(x, why, run) for run, each in enumerate(labelled) for x, why in (*each.restarts(), *each.changes())]
         self.points = min(POINTS, max(200, MOST_POINTS // max(1, len(labelled))))
 
     def take(self, pattern: str) -> list[Chart]:

@@ -5,7 +5,9 @@ from __future__ import annotations
 import shlex
 from collections.abc import Sequence
 from datetime import UTC, datetime, timedelta
+from typing import Any
 
+from launch import run_changes
 from launch.attempts import AttemptFolder
 from launch.pages.chart import swatch
 from launch.pages.curves import LabelledRun
@@ -13,6 +15,7 @@ from launch.pages.html import Html, table, tag, text
 from launch.run_folder import MetricColumns, last_active
 from launch.run_state import RunState
 from launch.units import plural
+from pipeline.config.formatting import on_one_line
 
 OUTCOMES = ("val/accuracy", "val/reward", "val/loss", "train/reward", "train/loss")
 """Metrics whose first and last value are shown."""
@@ -30,7 +33,16 @@ def overview(labelled: Sequence[LabelledRun], states: Sequence[RunState]) -> lis
             starts = [_attempt(i, attempt) for i, attempt in enumerate(each.run.attempts)]
             names = ["", "attempt", "started", "lasted", "verdict", "first failure"]
             content.append(table(names, starts, f"Starts{of}"))
+        if changes := run_changes.rows(each.run):
+            of = f" of {each.label}" if len(labelled) > 1 else ""
+            names = ["after step", "key", "from", "to", "by", "at"]
+            content.append(table(names, [_changed(change) for change in changes], f"Changes while it ran{of}"))
     return content
+
+
+def _changed(change: dict[str, Any]) -> list[object]:
+    values = (tag("code", on_one_line(change[name])) for name in ("old", "new"))
+    return [change["step"], tag("code", change["key"]), *values, change["user"], moment(change["time"])]
 
 
 def _tiles(facts: dict[str, object]) -> Html:

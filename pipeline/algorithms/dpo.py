@@ -27,7 +27,7 @@ from typing_extensions import override
 from pipeline.algorithms.base import Needs, PairedAlgorithm
 from pipeline.algorithms.sections import OfflineConfig
 from pipeline.problems import Problem
-from pipeline.values import Bool, Float, interpolation
+from pipeline.values import LIVE, Bool, Float, interpolation
 
 if TYPE_CHECKING:
     from pipeline.types import GlobalCounts, LossOutput, Outputs, PackedBatch
@@ -40,7 +40,7 @@ class DPOConfig(OfflineConfig):
     preference_loss: Annotated[Literal["sigmoid", "ipo"], Field(description="Preference loss. sigmoid: DPO. ipo: IPO.")] = (
         "sigmoid"
     )
-    reference_policy_kl_penalty: Annotated[Float, Field(gt=0, description="DPO's beta.")] = 0.05
+    reference_policy_kl_penalty: Annotated[Float, LIVE, Field(gt=0, description="DPO's beta.")] = 0.05
     label_smoothing: Annotated[
         Float,
         Field(
@@ -51,9 +51,9 @@ class DPOConfig(OfflineConfig):
         Bool, Field(description="preference_loss=sigmoid: divide log-ratios by the number of tokens of the answer.")
     ] = False
     reference_free: Annotated[Bool, Field(description="Use a uniform distribution as the reference.")] = False
-    preference_loss_weight: Annotated[Float, Field(ge=0, description="Weight of the preference loss.")] = 1.0
+    preference_loss_weight: Annotated[Float, LIVE, Field(ge=0, description="Weight of the preference loss.")] = 1.0
     sft_loss_weight: Annotated[
-        Float, Field(ge=0, description="Weight of the negative log-likelihood of the chosen answers.")
+        Float, LIVE, Field(ge=0, description="Weight of the negative log-likelihood of the chosen answers.")
     ] = 0.0
     sft_average_log_probs: Annotated[
         Bool, Field(description="Divide the log-likelihood of the chosen answers by their number of tokens.")

@@ -10,7 +10,7 @@ from typing import Annotated, Any
 from pydantic import Field
 
 from pipeline.problems import Problem, RecipeError
-from pipeline.values import Bool, Float, Positive, Text
+from pipeline.values import LIVE, Bool, Float, Positive, Text
 
 
 @dataclass
@@ -19,22 +19,27 @@ class EarlyStopConfig:
 
     stop_at_validation_metric: Annotated[
         Text | None,
+        LIVE,
         Field(
             description="Metric of validations that may end the run early, as metrics.jsonl names it, such as `val/accuracy`;"
             " `val:accuracy` is the same. The run is then complete: its last step is saved. null: never."
         ),
     ] = None
     stop_at_validation_threshold: Annotated[
-        Float | None, Field(description="Stop once the metric is at least this; at most this, if lower is better. null: none.")
+        Float | None,
+        LIVE,
+        Field(description="Stop once the metric is at least this; at most this, if lower is better. null: none."),
     ] = None
     stop_patience: Annotated[
-        Positive | None, Field(description="Stop after this many validations in a row without an improvement. null: never.")
+        Positive | None,
+        LIVE,
+        Field(description="Stop after this many validations in a row without an improvement. null: never."),
     ] = None
     stop_min_delta: Annotated[
-        Float, Field(ge=0, description="Change of the metric from its best value that counts as an improvement; 0: any.")
+        Float, LIVE, Field(ge=0, description="Change of the metric from its best value that counts as an improvement; 0: any.")
     ] = 0.0
     stop_higher_is_better: Annotated[
-        Bool, Field(description="Whether a higher value of the metric is better; false for a loss.")
+        Bool, LIVE, Field(description="Whether a higher value of the metric is better; false for a loss.")
     ] = True
 
 
@@ -43,13 +48,27 @@ class EarlyStop:
 
     def __init__(self, algorithm: str, config: EarlyStopConfig):
         self._algorithm, self._config = algorithm, config
-        self.metric = (config.stop_at_validation_metric or "").replace(":", "/", 1)
+        self._measured = self._rule  # of the state
         self._best: float | None = None
         self._last: float | None = None
         self._since = 0  # validations since the best one
 
+    @property
+    def metric(self) -> str:
+        """The metric, as metrics.jsonl names it; empty for none. It may change while the run goes on."""
+        return (self._config.stop_at_validation_metric or "").replace(":", "/", 1)
+
+    @property
+    def _rule(self) -> tuple[str, bool]:
+        return self.metric, self._config.stop_higher_is_better
+
+    def _drop_state_of_another_metric(self) -> None:
+        if self._measured != self._rule:
+            self._measured, self._best, self._last, self._since = self._rule, None, None, 0
+
     def validated(self, values: Mapping[str, float]) -> None:
         """Take the metrics of a validation. Raises RecipeError if the metric is not among them."""
+        self._drop_state_of_another_metric()
         if not self.metric:
             return
         if self.metric not in values:
@@ -73,6 +92,7 @@ class EarlyStop:
     def reason(self) -> str | None:
         """Why the run stops; None while it goes on."""
         config = self._config
+        self._drop_state_of_another_metric()
         if not self.metric:
             return None
         threshold, patience = config.stop_at_validation_threshold, config.stop_patience
@@ -87,13 +107,15 @@ class EarlyStop:
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state, as JSON values."""
-        higher = self._config.stop_higher_is_better
-        return {"metric": self.metric, "higher": higher, "best": self._best, "last": self._last, "since": self._since}
+        self._drop_state_of_another_metric()
+        metric, higher = self._measured
+        return {"metric": metric, "higher": higher, "best": self._best, "last": self._last, "since": self._since}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore the state of a checkpoint. One of another metric or direction, or of no metric, is dropped."""
-        higher = self._config.stop_higher_is_better
-        if self.metric and state.get("metric") == self.metric and state.get("higher", higher) == higher:
+        self._drop_state_of_another_metric()
+        metric, higher = self._measured
+        if metric and (state.get("metric"), state.get("higher", higher)) == (metric, higher):
             self._best, self._last, self._since = state["best"], state["last"], state["since"]
 
 

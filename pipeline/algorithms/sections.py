@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 from pydantic import Field
 
 from pipeline.algorithms.early_stop import EarlyStopConfig
-from pipeline.values import Bool, Float, Int, NotNegative, Positive, interpolation
+from pipeline.values import LIVE, Bool, Float, Int, NotNegative, Positive, interpolation
 
 UNBOUNDED = 1_000_000  # steps, epochs or samples that are no limit; NeMo-RL's -1 becomes this
 
@@ -65,21 +65,25 @@ class OnlineConfig(EarlyStopConfig):
     num_prompts_per_step: Annotated[Positive, Field(description="Prompts sampled in one step.")] = 32
     num_generations_per_prompt: Annotated[Positive, Field(description="Answers sampled for each prompt.")] = 16
     max_rollout_turns: Annotated[Positive, Field(description="Maximum number of turns in an episode.")] = 1
-    max_num_steps: Annotated[NotNegative, Field(description="Steps of the run. 0: validate once and train nothing.")] = 1000
+    max_num_steps: Annotated[NotNegative, LIVE, Field(description="Steps of the run. 0: validate once and train nothing.")] = (
+        1000
+    )
     max_num_epochs: Annotated[
         Positive,
+        LIVE,
         Field(
             description="Maximum passes over each data set. The run ends here or at max_num_steps, whichever comes first."
             " From 1000000: no limit."
         ),
     ] = UNBOUNDED
-    val_period: Annotated[NotNegative, Field(description="Steps between two validations. 0: never validate.")] = 0
+    val_period: Annotated[NotNegative, LIVE, Field(description="Steps between two validations. 0: never validate.")] = 0
     val_start_at: Annotated[
         NotNegative,
+        LIVE,
         Field(description="First step that val_period may validate after. val_at_start and val_at_end do not read it."),
     ] = 0
     val_at_start: Annotated[Bool, Field(description="Whether to validate before the first step.")] = False
-    val_at_end: Annotated[Bool, Field(description="Whether to validate after the last step.")] = False
+    val_at_end: Annotated[Bool, LIVE, Field(description="Whether to validate after the last step.")] = False
     val_num_generations_per_prompt: Annotated[
         Positive, Field(description="Answers n sampled for each validation prompt. pass@k is logged for k = 1, 2, 4, ..., n.")
     ] = 1
@@ -148,17 +152,18 @@ class GAEConfig:
 class OfflineConfig(EarlyStopConfig):
     """Keys of all algorithms that learn from a data set."""
 
-    max_num_steps: Annotated[NotNegative, Field(description="Steps of the run. 0: validate once and train nothing.")] = 60
+    max_num_steps: Annotated[NotNegative, LIVE, Field(description="Steps of the run. 0: validate once and train nothing.")] = 60
     max_num_epochs: Annotated[
         Positive,
+        LIVE,
         Field(
             description="Maximum passes over the data. The run ends here or at max_num_steps, whichever comes first. From"
             " 1000000: no limit."
         ),
     ] = UNBOUNDED
-    val_period: Annotated[NotNegative, Field(description="Steps between two validations. 0: never validate.")] = 0
+    val_period: Annotated[NotNegative, LIVE, Field(description="Steps between two validations. 0: never validate.")] = 0
     val_at_start: Annotated[Bool, Field(description="Whether to validate before the first step.")] = False
-    val_at_end: Annotated[Bool, Field(description="Whether to validate after the last step.")] = False
+    val_at_end: Annotated[Bool, LIVE, Field(description="Whether to validate after the last step.")] = False
     max_val_samples: Annotated[
         Positive, Field(description="Number of records, from the start of each data set, to validate on.")
     ] = 256
@@ -173,7 +178,7 @@ class LossConfig:
     """The policy's loss. Distillation reads kl_type, mixed_kl_weight and zero_outside_topk; grpo and ppo the other keys."""
 
     reference_policy_kl_penalty: Annotated[
-        Float, Field(ge=0, description="Weight of the KL divergence from the reference policy.")
+        Float, LIVE, Field(ge=0, description="Weight of the KL divergence from the reference policy.")
     ] = 0.0
     reference_policy_kl_type: Annotated[
         Literal["k1", "k2", "k3"],
@@ -191,13 +196,14 @@ class LossConfig:
     ] = False
     use_on_policy_kl_approximation: Annotated[Bool, Field(description="Weight the KL in the loss by pi / pi_generate.")] = False
     ratio_clip_min: Annotated[
-        Float, Field(ge=0, description="Clip the ratio pi / pi_old from below at 1 - ratio_clip_min.")
+        Float, LIVE, Field(ge=0, description="Clip the ratio pi / pi_old from below at 1 - ratio_clip_min.")
     ] = 0.2
     ratio_clip_max: Annotated[
-        Float, Field(ge=0, description="Clip the ratio pi / pi_old from above at 1 + ratio_clip_max.")
+        Float, LIVE, Field(ge=0, description="Clip the ratio pi / pi_old from above at 1 + ratio_clip_max.")
     ] = 0.2
     ratio_clip_c: Annotated[
         Float | None,
+        LIVE,
         Field(gt=1, description="Dual clip: upper bound of the ratio where the advantage is negative. null: unbounded."),
     ] = None
     disable_ppo_ratio: Annotated[
@@ -214,7 +220,9 @@ class LossConfig:
         Bool,
         Field(description="true: mean over all tokens. false: mean over the tokens of each sequence, then over sequences."),
     ] = True
-    entropy_coeff: Annotated[Float, Field(ge=0, description="Weight of the entropy, which is subtracted from the loss.")] = 0.0
+    entropy_coeff: Annotated[
+        Float, LIVE, Field(ge=0, description="Weight of the entropy, which is subtracted from the loss.")
+    ] = 0.0
     log_entropy: Annotated[
         Bool, Field(description="Log the exact entropy. false: log only `approx_entropy`, an estimate from the samples.")
     ] = False
@@ -238,7 +246,9 @@ class LossConfig:
     kl_type: Annotated[Literal["forward", "reverse", "mixed"], Field(description="Divergence between teacher and policy.")] = (
         "mixed"
     )
-    mixed_kl_weight: Annotated[Float, Field(ge=0, le=1, description="kl_type=mixed: weight of the forward divergence.")] = 0.5
+    mixed_kl_weight: Annotated[
+        Float, LIVE, Field(ge=0, le=1, description="kl_type=mixed: weight of the forward divergence.")
+    ] = 0.5
     zero_outside_topk: Annotated[
         Bool, Field(description="Renormalize only the teacher over its top k tokens. false: renormalize the policy too.")
     ] = False
@@ -248,7 +258,7 @@ class LossConfig:
 class ValueLossConfig:
     """The critic's loss."""
 
-    scale: Annotated[Float, Field(ge=0, description="Weight of the critic's loss.")] = 1.0
+    scale: Annotated[Float, LIVE, Field(ge=0, description="Weight of the critic's loss.")] = 1.0
     cliprange: Annotated[
-        Float | None, Field(gt=0, description="Bound on the change of a value within a step. null: unbounded.")
+        Float | None, LIVE, Field(gt=0, description="Bound on the change of a value within a step. null: unbounded.")
     ] = 0.2

@@ -118,6 +118,14 @@ def changed(recipe: Recipe, values: Mapping[str, Any]) -> Recipe:
     return _resolved(tree)
 
 
+def examined(recipe: Recipe, above: ConfigMapping) -> Loaded:
+    """Return a recipe, which sets every key, under a layer of other values, with its problems."""
+    tree = config_tree.merge(config_tree.from_plain(_written(recipe), None), above)
+    for branch in tree.mappings():
+        branch.replaces = True
+    return _inspected(tree)
+
+
 def write(recipe: Recipe, path: Path) -> None:
     """Write a recipe as YAML for `read`."""
     path.write_text(to_yaml(recipe))

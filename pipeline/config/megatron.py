@@ -10,7 +10,7 @@ from pydantic import Field, GetJsonSchemaHandler
 from pydantic.json_schema import JsonSchemaValue
 from pydantic_core import CoreSchema
 
-from pipeline.values import Bool, Float, Int, NotNegative, Positive, Text, Variables, interpolation
+from pipeline.values import LIVE, Bool, Float, Int, NotNegative, Positive, Text, Variables, interpolation
 
 MEGATRON_MODEL_TYPES = (
     "llama",
@@ -47,8 +47,8 @@ class MegatronOptimizerConfig:
     """Optimizer in Megatron's names. Its state and main weights are float32, sharded over the data-parallel ranks."""
 
     optimizer: Annotated[Literal["adam"], Field(description="Optimizer. adam: AdamW.")] = "adam"
-    lr: Annotated[Float, Field(ge=0, description="Learning rate.")] = 5e-6
-    min_lr: Annotated[Float, Field(ge=0, description="Learning rate at the end of scheduler.lr_decay_style.")] = 0.0
+    lr: Annotated[Float, LIVE, Field(ge=0, description="Learning rate.")] = 5e-6
+    min_lr: Annotated[Float, LIVE, Field(ge=0, description="Learning rate at the end of scheduler.lr_decay_style.")] = 0.0
     weight_decay: Annotated[Float, Field(ge=0, description="Weight decay.")] = 0.01
     adam_beta1: Annotated[Float, Field(description="Adam's first beta.")] = 0.9
     adam_beta2: Annotated[Float, Field(description="Adam's second beta.")] = 0.999
@@ -88,13 +88,15 @@ class MegatronSchedulerConfig:
     """
 
     lr_decay_style: Annotated[
-        Literal["constant", "linear", "cosine", "inverse-square-root"], Field(description="Decay of the learning rate.")
+        Literal["constant", "linear", "cosine", "inverse-square-root"], LIVE, Field(description="Decay of the learning rate.")
     ] = "constant"
     lr_decay_iters: Annotated[
-        Positive | None, Field(description="Step at which the rate reaches optimizer.min_lr. null: only with a constant rate.")
+        Positive | None,
+        LIVE,
+        Field(description="Step at which the rate reaches optimizer.min_lr. null: only with a constant rate."),
     ] = None
-    lr_warmup_iters: Annotated[NotNegative, Field(description="Steps of warm-up.")] = 0
-    lr_warmup_init: Annotated[Float, Field(ge=0, description="Learning rate at the start of the warm-up.")] = 0.0
+    lr_warmup_iters: Annotated[NotNegative, LIVE, Field(description="Steps of warm-up.")] = 0
+    lr_warmup_init: Annotated[Float, LIVE, Field(ge=0, description="Learning rate at the start of the warm-up.")] = 0.0
     start_weight_decay: Annotated[
         Float | None, Field(description="optimizer.weight_decay or null, because weight decay is constant.")
     ] = None

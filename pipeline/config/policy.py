@@ -7,7 +7,7 @@ from pydantic import Field
 
 from pipeline.config.generation import GenerationConfig
 from pipeline.config.megatron import MegatronConfig
-from pipeline.values import MISSING, Bool, Float, Int, Line, Positive, Text, interpolation
+from pipeline.values import LIVE, MISSING, Bool, Float, Int, Line, Live, Positive, Text, interpolation
 
 PRECISIONS = {"float32": 4, "bfloat16": 2}  # values of policy.precision, and the bytes per number
 Precision = Literal["float32", "bfloat16"]
@@ -145,7 +145,7 @@ class OptimizerConfig:
     """A torch optimizer."""
 
     name: Annotated[Text, Field(description="Dotted path of the optimizer's class.")] = "torch.optim.AdamW"
-    kwargs: Annotated[dict[str, Any], Field(description="Arguments of the optimizer.")] = field(
+    kwargs: Annotated[dict[str, Any], Live(("lr",)), Field(description="Arguments of the optimizer.")] = field(
         default_factory=lambda: {"lr": 5e-6, "weight_decay": 0.01}
     )
 
@@ -200,7 +200,7 @@ class PolicyConfig:
     sequence_packing: SequencePackingConfig = field(default_factory=SequencePackingConfig)
     max_grad_norm: Annotated[Float | None, Field(ge=0, description="Maximum norm of gradients. null, 0: do not clip.")] = 1.0
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
-    scheduler: Annotated[Any, Field(description=SCHEDULER)] = None
+    scheduler: Annotated[Any, LIVE, Field(description=SCHEDULER)] = None
     generation: GenerationConfig = field(default_factory=GenerationConfig)
 
 
@@ -225,7 +225,9 @@ class ValueConfig:
     max_grad_norm: Annotated[Float | None, Field(ge=0, description="Maximum norm of gradients. null, 0: do not clip.")] = 1.0
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     scheduler: Annotated[
-        Any, Field(description="See policy.scheduler. It also advances in the steps before ppo.policy_training_start_step.")
+        Any,
+        LIVE,
+        Field(description="See policy.scheduler. It also advances in the steps before ppo.policy_training_start_step."),
     ] = None
 
 

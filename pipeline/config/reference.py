@@ -15,7 +15,7 @@ from typing import Any
 
 from pydantic.json_schema import GenerateJsonSchema
 
-from pipeline.config import schema_validation, unused_keys
+from pipeline.config import live_keys, schema_validation, unused_keys
 from pipeline.config.config_tree import RECIPES, REPLACES, ConfigMapping, ConfigValue
 from pipeline.config.environments import KINDS, kind_class
 from pipeline.config.formatting import on_one_line
@@ -43,7 +43,8 @@ HEAD = """# Keys of a recipe
 `python launch/submit.py help=KEY` prints the same for one key or section.
 
 A value may be an interpolation, such as `${policy.precision}`. A key without a default is required, unless its meaning says
-otherwise. NAME stands for a name that the recipe gives."""
+otherwise. NAME stands for a name that the recipe gives. A key that is Live may change while the run goes on, by
+`python launch/steer.py RUN_DIR key=value`."""
 
 
 @dataclass(frozen=True)
@@ -171,7 +172,7 @@ def _keys(section: dict[str, Any], prefix: str, defaults: ConfigMapping) -> Iter
             ""
             if default == MISSING or (own and default is not None)
             else textwrap.shorten(on_one_line(default), LONGEST, placeholder=" ..."),
-            " ".join(filter(None, (described.get("description"), about.get("description")))),
+            " ".join(filter(None, (described.get("description"), about.get("description"), _live(f"{prefix}{name}")))),
             own,
         )
         if own:
@@ -179,6 +180,20 @@ def _keys(section: dict[str, Any], prefix: str, defaults: ConfigMapping) -> Iter
             yield from _keys(
                 about, below, given if isinstance(given, ConfigMapping) and inner is not values else ConfigMapping()
             )
+
+
+def _live(key: str) -> str:
+    """Return what the meaning of a key says if it, or an entry of it, may change while a run goes on."""
+    entries = [live.removeprefix(key).lstrip(".") for live in _live_names() if f"{live}.".startswith(f"{key}.")]
+    if entries == [""]:
+        return "Live."
+    entries = [entry for entry in entries if entry and "." not in entry and key.endswith(".kwargs")]
+    return f"Live: {', '.join(entries)}." if entries else ""
+
+
+@cache
+def _live_names() -> list[str]:
+    return [key.replace(f".{live_keys.ANY}.", f".{NAME}.") for key in live_keys.patterns()]
 
 
 def _type(described: dict[str, Any]) -> str:

@@ -17,7 +17,21 @@ from pipeline.config.generation import VLLMConfig
 from pipeline.config.megatron import MegatronConfig, MegatronLoRAConfig
 from pipeline.config.policy import LoRAConfig, PolicyConfig, TeacherConfig, ValueConfig
 from pipeline.config.teachers import TeachersConfig
-from pipeline.values import MISSING, Bool, Duration, Float, Folder, Int, Line, NotNegative, Positive, Text, interpolation
+from pipeline.values import (
+    LIVE,
+    MISSING,
+    Bool,
+    Duration,
+    Float,
+    Folder,
+    Int,
+    Line,
+    Live,
+    NotNegative,
+    Positive,
+    Text,
+    interpolation,
+)
 
 # ---- data ----------------------------------------------------------------------------------------------------------------
 
@@ -84,7 +98,8 @@ class DatasetConfig:
     env_name: Annotated[Text | None, Field(description="Key under `env` of the environment that scores the answers.")] = None
     weight: Annotated[
         Float | None,
-        Field(gt=0, description="data.datasets: relative sampling weight. null, in all of them: the number of records."),
+        Live(within="data.datasets."),
+        Field(gt=0, description="data.datasets: relative sampling weight (Live). null, in all of them: the number of records."),
     ] = None
     kwargs: Annotated[
         dict[str, Any], Field(description="Arguments of a generated data set, of `datasets`, or of your own callable.")
@@ -136,9 +151,11 @@ class CheckpointingConfig:
     """Checkpoints of a run."""
 
     enabled: Annotated[Bool, Field(description="Whether to save checkpoints.")] = True
-    save_period: Annotated[Positive, Field(description="Steps between checkpoints. The last step is always saved.")] = 10
+    save_period: Annotated[Positive, LIVE, Field(description="Steps between checkpoints. The last step is always saved.")] = 10
     keep_top_k: Annotated[
-        Positive | None, Field(description="Number of checkpoints to keep: the best by metric_name, and the latest. null: all.")
+        Positive | None,
+        LIVE,
+        Field(description="Number of checkpoints to keep: the best by metric_name, and the latest. null: all."),
     ] = 3
     metric_name: Annotated[
         Text | None,
@@ -152,7 +169,7 @@ class CheckpointingConfig:
         "${policy.megatron_cfg.checkpoint.async_save}"
     )
     save_consolidated: Annotated[
-        Bool, Field(description="Also write a Hugging Face checkpoint, in `hf/` beside the sharded one.")
+        Bool, LIVE, Field(description="Also write a Hugging Face checkpoint, in `hf/` beside the sharded one.")
     ] = False
     checkpoint_must_save_by: Annotated[
         Duration | None,
@@ -199,9 +216,9 @@ class LoggerConfig:
 
     tensorboard_enabled: Annotated[Bool, Field(description="Write TensorBoard events.")] = True
     timeline_enabled: Annotated[Bool, Field(description="Record each rank's activity for launch/timeline.py.")] = True
-    num_rollouts_to_log: Annotated[NotNegative | None, Field(description="Rollouts per step to write as JSONL. null: all.")] = (
-        None
-    )
+    num_rollouts_to_log: Annotated[
+        NotNegative | None, LIVE, Field(description="Rollouts per step to write as JSONL. null: all.")
+    ] = None
     monitor: MonitorConfig = field(default_factory=MonitorConfig)
 
 

@@ -59,6 +59,13 @@ class Mixture(Generic[Item]):
         self._streams, self._weights, self._seed = dict(streams), {name: weights[name] for name in streams}, seed
         self._position = 0
 
+    def follow(self, weights: Mapping[str, float | None], max_num_epochs: int) -> None:
+        """Draw by other weights from here on, and let every data set have another number of epochs. None: its records."""
+        for name, stream in self._streams.items():
+            stream.end_after(max_num_epochs)
+            weight = weights[name]
+            self._weights[name] = float(stream.records) if weight is None else weight
+
     def take(self, n: int) -> list[Item]:
         """Return the next n items, fewer only if every data set has ended."""
         items: list[Item] = []
@@ -86,7 +93,7 @@ class Mixture(Generic[Item]):
     def state_dict(self) -> dict[str, Any]:
         """Return the state, which JSON can represent."""
         streams = {name: stream.state_dict() for name, stream in self._streams.items()}
-        return {"position": self._position, "seed": self._seed, "weights": self._weights, "streams": streams}
+        return {"position": self._position, "seed": self._seed, "weights": dict(self._weights), "streams": streams}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue at `state`. Raise RecipeError if other data sets, weights or seeds were mixed."""
@@ -138,6 +145,15 @@ def build_streams(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> Streams
         for item in _stream(recipe, tokenizer, shown, dataset, records, False, 1).take(config.max_val_samples):
             validation.append(dataclasses.replace(item, index=len(validation)) if isinstance(item, Prompt) else item)
     return train, validation
+
+
+def follow(stream: Stream | Mixture, recipe: Recipe) -> None:
+    """Let a training stream have the epochs and the weights of a recipe that has changed, from here on."""
+    epochs = section(recipe).max_num_epochs
+    if isinstance(stream, Mixture):
+        stream.follow({name: dataset.weight for name, dataset in training_sets(recipe.data).items()}, epochs)
+    else:
+        stream.end_after(epochs)
 
 
 def _stream(

@@ -111,6 +111,18 @@ class Stream(Generic[Item]):
                 items.append(item)
         return items
 
+    @property
+    def records(self) -> int:
+        """The number of records of an epoch."""
+        return self._identity["records"]
+
+    def end_after(self, max_num_epochs: int) -> None:
+        """Let the stream have another number of epochs from here on, as if it resumed here with that."""
+        if max_num_epochs != self._order.epochs:
+            state = self.state_dict()
+            self._order.epochs = max_num_epochs
+            self.load_state_dict(state)
+
     def state_dict(self) -> dict[str, Any]:
         """Return the state, which JSON can represent."""
         return {**self._identity, "loader": self._loader.state_dict()}
@@ -150,7 +162,7 @@ class _Order(Sampler):
     """Yields (position, record number). It is its own iterator, so that it continues after `load_state_dict`."""
 
     def __init__(self, size: int, seed: int, shuffle: bool, epochs: int) -> None:
-        self._size, self._seed, self._shuffle, self._epochs = size, seed, shuffle, epochs
+        self._size, self._seed, self._shuffle, self.epochs = size, seed, shuffle, epochs
         self._permutation: tuple[int, np.ndarray] | None = None  # (epoch, [N])
         self.position = 0
 
@@ -159,7 +171,7 @@ class _Order(Sampler):
 
     def __next__(self) -> tuple[int, int]:
         epoch, place = divmod(self.position, self._size)
-        if epoch >= self._epochs:
+        if epoch >= self.epochs:
             raise StopIteration
         self.position += 1
         if not self._shuffle:

@@ -5,6 +5,7 @@ Each model is a backend of its own. All have one layout, so that they take the s
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import functools
 from collections.abc import Callable
@@ -17,7 +18,7 @@ from pipeline import config, train
 from pipeline.algorithms.advantages import moments, standardize
 from pipeline.algorithms.base import Algorithm, Loss, OnlineAlgorithm
 from pipeline.checkpoint import kept, storage_timeout_s, wait_until_seen
-from pipeline.config import PolicyConfig, Recipe
+from pipeline.config import PolicyConfig, Recipe, live_keys
 from pipeline.data.packing import pack_each
 from pipeline.refit.base import PreparedRefit, Refit, RefitReport
 from pipeline.refit.tables import LayoutTable, RankPlan, layout_table
@@ -159,6 +160,29 @@ class TrainRole:
                 for model in models:
                     self._models[model].advance_schedule()
         return found
+
+    @verb("train")
+    def examine_change(self, values: dict[str, Any]) -> str:
+        """Return why this rank cannot take these values of live keys; empty if it can. Nothing changes."""
+        recipe = copy.deepcopy(self._recipe)
+        live_keys.put(recipe, values)
+        try:
+            self._new_rates(recipe)
+        except (AssertionError, TypeError, ValueError) as error:  # of torch's and Megatron-Core's classes too
+            return str(error) or f"{type(error).__name__} of the optimizer or its schedule"
+        return ""
+
+    @verb("train")
+    def change(self, values: dict[str, Any]) -> None:
+        """Take other values of live keys (pipeline/config/live_keys.py) from the next step on."""
+        live_keys.put(self._recipe, values)
+        for take in self._new_rates(self._recipe):
+            take()
+
+    def _new_rates(self, recipe: Recipe) -> list[Callable[[], None]]:
+        """Return functions that make the models that learn take this recipe's learning rates and schedules."""
+        sections = {model: config.critic(recipe) if model == "critic" else recipe.policy for model in self._algorithm.losses}
+        return [self._models[model].new_rates(policy) for model, policy in sections.items()]
 
     @verb("train")
     def evaluate(self, update: Update) -> dict[str, float]:

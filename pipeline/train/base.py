@@ -16,6 +16,7 @@ from typing import Protocol
 import torch
 
 from pipeline.boxes import Region
+from pipeline.config import PolicyConfig
 from pipeline.train.shards import Shards
 from pipeline.types import Head, LossOutput, Outputs, PackedBatch, StepResult
 
@@ -71,6 +72,16 @@ class TrainBackend(Protocol):
         nemo_rl/models/policy/workers/megatron_policy_worker.py). A step may hold several updates, which all have one learning
         rate. Call this after the last of them.
         """
+
+    def new_rates(self, policy: PolicyConfig) -> Callable[[], None]:
+        """Return a function that takes the learning rate and the schedule of `policy` from the next update on.
+
+        The schedule continues at its step, as if it had been this one from the start, which is what `load` does: a run that
+        changes its rate equals one that resumes with the new rate. The optimizer's state stays. policy: differs in nothing
+        else. Nothing changes until the function is called. Raises RecipeError, or an error of the classes that are built, for
+        settings that cannot be used.
+        """
+        ...
 
     def offload(self, keep_weights: bool = False) -> None:
         """Move weights and optimizer state to host memory, without any change of their bits, and free the device's memory.

@@ -17,7 +17,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import torch
@@ -80,16 +80,16 @@ class FSDPBackend(TrainBackend):
         self._merged: lora.MergedWeights | None = None  # merged weights, from the first read on
         self._offload = Offload(self.device, shared=True)
         if role.trained:
-            self._optimizer, self._schedule = self._new_optimizer()
+            self._optimizer, self._schedule = self._new_optimizer(self._policy)
             lora_cfg, random_seed = policy.dtensor_cfg.lora_cfg, seed if policy.random_init else None
             self._lora_record = lora.record(lora_cfg, random_seed) if self._model.adapters else None
         if self._model.compiled:
             with role.phase("compile"), compiled.explain_out_of_memory(policy):
                 self._run_trial_batches()
 
-    def _new_optimizer(self) -> tuple[torch.optim.Optimizer, LRSchedule]:
-        optimizer = build_optimizer(self._policy.optimizer, self._trained.values())
-        return optimizer, LRSchedule(optimizer, self._policy.scheduler)
+    def _new_optimizer(self, policy: PolicyConfig) -> tuple[torch.optim.Optimizer, LRSchedule]:
+        optimizer = build_optimizer(policy.optimizer, self._trained.values())
+        return optimizer, LRSchedule(optimizer, policy.scheduler)
 
     def _run_trial_batches(self) -> None:
         """Compile the layers with batches that are the same in every start. Collective.
@@ -156,6 +156,18 @@ class FSDPBackend(TrainBackend):
     def advance_schedule(self) -> None:
         self._check_trained()
         self._schedule.step()
+
+    @override
+    def new_rates(self, policy: PolicyConfig) -> Callable[[], None]:
+        self._check_trained()
+        optimizer, schedule = self._new_optimizer(policy)
+        schedule.advance(self._schedule.steps)
+
+        def take() -> None:
+            optimizer.state.update(self._optimizer.state)
+            self._policy, self._optimizer, self._schedule = policy, optimizer, schedule
+
+        return take
 
     def _check_trained(self) -> None:
         if not self._role.trained:
@@ -333,7 +345,7 @@ class FSDPBackend(TrainBackend):
                 " launch/export.py)"
             )
             raise RecipeError(Problem("policy.megatron_cfg.enabled", "contradiction", message))
-        optimizer, schedule = self._new_optimizer()
+        optimizer, schedule = self._new_optimizer(self._policy)
         schedule.advance(checkpoint_state.schedule_steps(record))
         ours, theirs = checkpoint_state.options(optimizer), record["param_group"]
         if ours != theirs:

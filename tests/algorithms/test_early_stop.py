@@ -103,3 +103,17 @@ def test_a_metric_that_validations_lack_is_named():
 )
 def test_keys_are_checked_before_submission(keys, validates, expected):
     assert named(check_early_stop("grpo", EarlyStopConfig(**keys), validates)) == set(expected)
+
+
+def test_another_metric_begins_anew():
+    """Keys of the early stop may change while the run goes on."""
+    config = EarlyStopConfig(stop_at_validation_metric="val/loss", stop_patience=2, stop_higher_is_better=False)
+    stop = EarlyStop("sft", config)
+    for loss in (1.0, 2.0):
+        stop.validated({"val/loss": loss, "val/accuracy": 0.5})
+    config.stop_patience = 1
+    assert stop.reason and "in 1 validations" in stop.reason
+    config.stop_at_validation_metric = "val:accuracy"
+    assert stop.reason is None and stop.state_dict()["best"] is None
+    config.stop_at_validation_metric = None
+    assert stop.metric == "" and stop.reason is None

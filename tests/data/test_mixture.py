@@ -187,3 +187,21 @@ def test_contradicting_data_sets_are_refused(tmp_path, override, key, code):
 def test_a_recipe_without_training_data_is_refused():
     with refused(("data.train", "missing-value")):
         load(RECIPES / "tiny_grpo.yaml", ["data.train=null"])
+
+
+@pytest.mark.parametrize("epochs", [1, 3])
+def test_other_weights_and_epochs_from_here_on_equal_a_resume_with_them(epochs):
+    """Also for a set that has ended: more epochs begin it again where it is."""
+    trained = mixture({"few": 5.0, "many": 1.0}, epochs=2)
+    trained.take(30)
+    assert trained._streams["few"].take(1) == []
+    trained.follow({"few": 1.0, "many": None}, epochs)
+    resumed = mixture({"few": 1.0, "many": 40.0}, epochs)
+    resumed.load_state_dict(json.loads(json.dumps(trained.state_dict())))
+
+    def rest(stream: Mixture) -> list:
+        return [(prompt.index, prompt.dataset, prompt.task["answer"]) for prompt in stream.take(1000)]
+
+    found = rest(trained)
+    assert found == rest(resumed)
+    assert sum(name == "few" for _, name, _ in found) == max(0, 5 * (epochs - 2))

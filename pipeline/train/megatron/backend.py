@@ -141,6 +141,10 @@ class MegatronBackend(TrainBackend):
     def advance_schedule(self) -> None:
         self._optimizer.advance_schedule()
 
+    @override
+    def new_rates(self, policy: PolicyConfig) -> Callable[[], None]:
+        return self._optimizer.new_rates(policy)
+
     @property
     def _model(self) -> DistributedDataParallel:
         return self._check_trained()[0]

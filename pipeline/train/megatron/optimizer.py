@@ -12,7 +12,7 @@ Not supported: fp16 and its loss scale; CPU offload; checkpoints in Megatron-Cor
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -52,23 +52,50 @@ class ScheduledOptimizer:
         assert isinstance(core, ChainedOptimizer)
         self._core = core
         self._policy, self._config = policy, config
-        scheduler = policy.megatron_cfg.scheduler
-        self.options = {
+        self.updates = 0  # Adam needs their number for its bias correction
+        self._schedule = self._new_schedule(policy, config)
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """The settings that a checkpoint records, as JSON values."""
+        config, scheduler = self._config, self._policy.megatron_cfg.scheduler
+        return {
             name: getattr(config, name)
             for name in ("optimizer", "lr", "min_lr", "weight_decay", "adam_beta1", "adam_beta2", "adam_eps")
         } | {
             "decoupled_weight_decay": config.decoupled_weight_decay,
-            "decays_norms": overrides is not None,
-            "scheduler": asdict(scheduler) if scheduler else policy.scheduler,
+            "decays_norms": self._policy.megatron_cfg.optimizer is None,
+            "scheduler": asdict(scheduler) if scheduler else self._policy.scheduler,
         }
-        self.updates = 0  # Adam needs their number for its bias correction
-        self._schedule = self._new_schedule()
 
-    def _new_schedule(self) -> TorchLRSchedule | MegatronLRSchedule:
-        scheduler = self._policy.megatron_cfg.scheduler
+    def _new_schedule(self, policy: PolicyConfig, config: CoreConfig) -> TorchLRSchedule | MegatronLRSchedule:
+        scheduler = policy.megatron_cfg.scheduler
         if scheduler is not None:
-            return MegatronLRSchedule(self._core, self._config, scheduler)
-        return TorchLRSchedule(self._core, self._config, self._policy.scheduler)
+            return MegatronLRSchedule(self._core, config, scheduler)
+        return TorchLRSchedule(self._core, config, policy.scheduler)
+
+    def new_rates(self, policy: PolicyConfig) -> Callable[[], None]:
+        """Return a function that takes the rates and schedules of `policy`: `TrainBackend.new_rates`."""
+        config = _core_config(policy, policy.megatron_cfg.optimizer)
+        groups = self._core.param_groups
+        before = [dict(group) for group in groups]
+        try:
+            for group in groups:  # a schedule reads these, and sets `lr` and `weight_decay`
+                group |= {"lr": config.lr, "max_lr": config.lr, "min_lr": config.min_lr}
+            schedule = self._new_schedule(policy, config)
+            schedule.advance(self._schedule.steps)
+            after = [{name: group[name] for name in ("lr", "weight_decay", "max_lr", "min_lr")} for group in groups]
+        finally:
+            for group, own in zip(groups, before, strict=True):
+                group.clear()
+                group |= own
+
+        def take() -> None:
+            self._policy, self._config, self._schedule = policy, config, schedule
+            for group, rates in zip(groups, after, strict=True):
+                group |= rates
+
+        return take
 
     @property
     def schedule_steps(self) -> int:
@@ -122,7 +149,7 @@ class ScheduledOptimizer:
     def restore(self, updates: int, schedule_steps: int, state: dict[torch.nn.Parameter, dict[str, torch.Tensor]]) -> None:
         """Restore the state of a checkpoint. state: the state tensors of each parameter of `ranges`."""
         self.updates = updates
-        self._schedule = self._new_schedule()
+        self._schedule = self._new_schedule(self._policy, self._config)
         self._schedule.advance(schedule_steps)
         for part in self._parts():
             # torch's Adam counts steps per parameter, TransformerEngine's and apex's per group.

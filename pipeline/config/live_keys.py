@@ -1,0 +1,190 @@
+"""Keys whose values may change between two steps of a run, and the check of such a change.
+
+A field of the schema that is marked `Live` is one: the part of the run that reads it reads it anew in each step, or is told.
+`steered` checks a change as a submission checks a recipe: as a part of the whole. launch/steer.py asks for changes, and
+pipeline/steering.py applies them.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from functools import cache
+from typing import Any, get_type_hints
+
+from pipeline.algorithms import build
+from pipeline.config import config_tree, interpolation, loading, schema_validation, unused_keys
+from pipeline.config.config_tree import ConfigMapping, ConfigNode
+from pipeline.config.schema import Recipe, section
+from pipeline.problems import Problem, RecipeError, refuse
+from pipeline.values import Live
+
+ANY = "*"
+"""Stands in a key for a name that the recipe gives."""
+
+
+@dataclass(frozen=True)
+class Change:
+    """Another value of a live key, as plain values."""
+
+    key: str
+    old: Any
+    new: Any
+
+
+@cache
+def patterns() -> tuple[str, ...]:
+    """Return all live keys in the order of the schema, such as `policy.optimizer.kwargs.lr` and `data.datasets.*.weight`."""
+    return tuple(_patterns(Recipe, ""))
+
+
+def _patterns(kind: type, prefix: str) -> Iterator[str]:
+    inner = schema_validation.sections(kind)
+    for name, hint in get_type_hints(kind, include_extras=True).items():
+        for mark in getattr(hint, "__metadata__", ()):
+            if isinstance(mark, Live) and prefix.startswith(mark.within):
+                yield from (f"{prefix}{name}.{entry}" for entry in mark.entries) if mark.entries else (f"{prefix}{name}",)
+        if name in inner:
+            below, several = inner[name]
+            yield from _patterns(below, f"{prefix}{name}.{ANY}." if several else f"{prefix}{name}.")
+
+
+def live_key(key: str) -> str | None:
+    """Return the live key that a dotted key is or lies in; None if it cannot change.
+
+    Worked example: `policy.scheduler.kwargs.T_max` lies in `policy.scheduler`.
+    """
+    parts = key.split(".")
+    for pattern in patterns():
+        wanted = pattern.split(".")
+        if len(parts) >= len(wanted) and all(w in (ANY, p) for w, p in zip(wanted, parts, strict=False)):
+            return ".".join(parts[: len(wanted)])
+    return None
+
+
+def live_keys(recipe: Recipe) -> list[str]:
+    """Return the live keys that a run of this recipe reads, with the names that it gives in place of `*`."""
+    readers, found = unused_keys.Readers.of(recipe), []
+    for pattern in patterns():
+        before, star, after = pattern.partition(f".{ANY}")
+        found += [f"{before}.{name}{after}" for name in value_at(recipe, before)] if star else [pattern]
+    return [key for key in found if not readers.unread(key) and _has(recipe, key)]
+
+
+def _has(recipe: Recipe, key: str) -> bool:
+    """Return whether the section of a key is there: policy.megatron_cfg.optimizer may be null."""
+    return value_at(recipe, key.rpartition(".")[0]) is not None
+
+
+def value_at(recipe: Any, key: str) -> Any:
+    """Return the value at a dotted key; None if a section on the way is null or lacks it."""
+    for name in key.split("."):
+        recipe = recipe.get(name) if isinstance(recipe, Mapping) else getattr(recipe, name, None)
+    return recipe
+
+
+def put(recipe: Any, values: Mapping[str, Any]) -> None:
+    """Set values at dotted keys of a recipe in place, so that everything that holds one of its sections reads them."""
+    for key, value in values.items():
+        *path, last = key.split(".")
+        branch = value_at(recipe, ".".join(path)) if path else recipe
+        if isinstance(branch, dict):
+            branch[last] = value
+        else:
+            setattr(branch, last, value)
+
+
+# ---- the check of a change ----------------------------------------------------------------------------------------------
+
+
+def steered(started: Recipe, now: Recipe, given: Iterable[tuple[str, ConfigNode]]) -> list[Change]:
+    """Return the changes that `key=value` mean for a live run.
+
+    started: the recipe with which the run's ranks started; it decides which models and outputs they have. now: with the changes
+    in force. given: from `config_tree.parse_overrides`. Raises RecipeError with all problems: of keys that cannot change, and
+    of the whole recipe with the new values.
+    """
+    above = loading.layer(list(given))
+    keys = [key for key, _ in above.leaves()] + [key for key, node in _empty(above)]
+    loaded = loading.examined(now, above)
+    unknown = {problem.key for problem in loaded.problems if problem.code == "unknown-key"}
+    fixed = [key for key in keys if live_key(key) is None and not _below(key, unknown)]
+    refuse([*_fixed(now, fixed), *loading.independent(loaded.problems, fixed)])
+    refuse(loaded.unread(loaded.recipe)[0])
+    refuse(_beside(now, loaded.recipe) or _unmet(started, loaded.recipe))
+    found = dict.fromkeys(name for key in keys if (name := live_key(key)))
+    return [Change(key, _plain(value_at(now, key)), _plain(value_at(loaded.recipe, key))) for key in found]
+
+
+def _empty(tree: ConfigMapping, prefix: str = "") -> Iterator[tuple[str, ConfigMapping]]:
+    """Yield the empty mappings of a tree by dotted key."""
+    for name, node in tree.children.items():
+        if isinstance(node, ConfigMapping):
+            if not node.children:
+                yield f"{prefix}{name}", node
+            yield from _empty(node, f"{prefix}{name}.")
+
+
+def _below(key: str, others: Iterable[str]) -> bool:
+    return any(f"{key}.".startswith(f"{other}.") for other in others)
+
+
+def _fixed(recipe: Recipe, keys: Iterable[str]) -> Iterator[Problem]:
+    """Yield the problems of keys that cannot change. The first lists those that can."""
+    known, there_are = live_keys(recipe), True
+    for key in keys:
+        same = [each for each in known if each.rpartition(".")[2] == key.rpartition(".")[2]]
+        near = difflib.get_close_matches(key, same or known, 1, 0.0 if same else schema_validation.SIMILAR)
+        message = "is read only when a run starts" + (f"; did you mean {near[0]}?" if near else "")
+        if there_are:
+            message, there_are = f"{message}{'' if near else '.'} These may change: {', '.join(known)}", False
+        yield Problem(key, "not-live", message, config_tree.COMMAND_LINE)
+
+
+def _beside(now: Recipe, then: Recipe) -> list[Problem]:
+    """Return the problem of a key that would change along with the given ones, such as those of a section that was null."""
+    old, new = ({key: leaf.value for key, leaf in _tree(recipe).leaves()} for recipe in (now, then))
+    changed = [key for key in old | new if old.get(key) != new.get(key) and live_key(key) is None]
+    for key in changed[:1]:
+        was = f"{old[key]} to {new.get(key)}" if key in old else f"nothing to {new[key]}"
+        return [Problem(key, "not-live", f"would change too, from {was}, and is read only when a run starts")]
+    return []
+
+
+def _unmet(started: Recipe, then: Recipe) -> list[Problem]:
+    """Return the problems of values that need what the run's ranks were started without."""
+    problems, had, needs = [], build(started).needs, build(then).needs
+    why = "but the run was started with 0 and its ranks do not compute"
+    for need, key, what in (
+        ("reference", "loss_fn.reference_policy_kl_penalty", "log-probs of a reference policy"),
+        ("entropy", "loss_fn.entropy_coeff", "the entropy"),
+    ):
+        if getattr(needs, need) and not getattr(had, need):
+            problems.append(Problem(key, "not-live", f"got {value_at(then, key)}, {why} {what}; expected 0"))
+    if section(then).max_num_steps < 1:
+        message = "got 0; expected at least 1. Try the number of the step that is to be the last, or stop the run"
+        problems.append(Problem(f"{then.algorithm}.max_num_steps", "too-small", message))
+    return problems
+
+
+def _tree(recipe: Recipe) -> ConfigMapping:
+    return config_tree.from_plain(dataclasses.asdict(recipe), None)
+
+
+def _plain(value: Any) -> Any:
+    return dataclasses.asdict(value) if dataclasses.is_dataclass(value) and not isinstance(value, type) else value
+
+
+def parsed(values: Mapping[str, Any]) -> list[tuple[str, ConfigNode]]:
+    """Return plain values of live keys as `config_tree.parse_overrides` returns the command line's. Raises RecipeError."""
+    if wrong := [key for key in values if not all(key.split("."))]:
+        raise RecipeError(*(Problem(key, "bad-format", "expected a dotted key") for key in wrong))
+    found = []
+    for key, value in values.items():
+        node = config_tree.from_plain(interpolation.escaped(value), config_tree.COMMAND_LINE)
+        for branch in node.mappings() if isinstance(node, ConfigMapping) else ():
+            branch.replaces = True  # the whole value, not a part of it
+        found.append((key, node))
+    return found
