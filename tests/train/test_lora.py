@@ -230,7 +230,18 @@ REFUSED = {
         "exclude_modules",
         "contradiction",
     ),
-    "experts": ("qwen3_moe", {}, "match_all_linear", "unsupported"),
+    "module of experts": (
+        "qwen3_moe",
+        {"match_all_linear": False, "target_modules": ["experts"]},
+        "target_modules",
+        "not-a-choice",
+    ),
+    "part of a parameter of experts": (
+        "qwen3_moe",
+        {"match_all_linear": False, "target_modules": ["experts.gate_proj"]},
+        "target_modules",
+        "not-a-choice",
+    ),
     "rank": ("qwen3", {"dim": 0}, "dim", "too-small"),
     "init": ("qwen3", {"lora_A_init": "zeros"}, "lora_A_init", "not-a-choice"),
 }
@@ -241,3 +252,9 @@ def test_refused_by_name(models, case):
     family, changes, key, code = REFUSED[case]
     with refused((f"policy.dtensor_cfg.lora_cfg.{key}", code)):
         ranks.backend(cases.policy(models / family), lora_cfg=dataclasses.replace(LoRAConfig(True), **changes))
+
+
+def test_experts_that_transformers_does_not_dispatch_are_refused(realm, tmp_path):
+    attention_models.write(tmp_path, ["granitemoehybrid"])
+    with refused(("policy.dtensor_cfg.lora_cfg.match_all_linear", "unsupported")):
+        ranks.backend(cases.policy(tmp_path / "granitemoehybrid"), lora_cfg=LoRAConfig(True))
