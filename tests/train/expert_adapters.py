@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import tempfile
 from dataclasses import replace
 from pathlib import Path
 
@@ -26,13 +27,19 @@ KINDS = {
 RESUMED = "experts"
 
 
-def backend(model: Path, layout: Layout, kind: str, role: ModelRole | None = None, **changes) -> FSDPBackend:
-    return ranks.backend(cases.policy(model, **changes), layout, role, lora_cfg=KINDS[kind])
+RECOMPUTED = {"activation_checkpointing": True, "recompute_granularity": "selective"}
 
 
-def every_kind(families: tuple[str, ...], layout: Layout, folder: Path) -> None:
+def backend(
+    model: Path, layout: Layout, kind: str, role: ModelRole | None = None, recomputed: bool = False, **changes
+) -> FSDPBackend:
+    dtensor = RECOMPUTED if recomputed else {}
+    return ranks.backend(cases.policy(model, **changes), layout, role, lora_cfg=KINDS[kind], **dtensor)
+
+
+def every_check(families: tuple[str, ...], kinds: tuple[str, ...], layout: Layout, folder: Path) -> None:
     for family in families:
-        for kind in KINDS:
+        for kind in kinds:
             check_against_merged(folder / family, layout, kind)
         check_bfloat16(folder / family, layout)
         save(folder / family, layout)
@@ -46,15 +53,16 @@ def check_against_merged(model: Path, layout: Layout, kind: str) -> None:
     before = trained.forward(packed)
     adapters.shake(trained)
     held = {name: ranks.full(p).clone() for name, p in trained._model.hf.named_parameters() if ".lora_" in name}
-    place = model.parent / "merged" / f"{model.name}-{kind}-{layout.name}-{dist.get_rank()}"
-    theirs = expected_of(model, adapters.stored(trained, held), trained._model.adapters.spec.scale, {}, place)
+    with tempfile.TemporaryDirectory() as place:
+        scale = trained._model.adapters.spec.scale
+        theirs = expected_of(model, adapters.stored(trained, held), scale, {}, Path(place) / "merged")
+    assert (torch.cat(theirs.logprobs) - torch.cat(base)).abs().max() > 1e-2
     reference = trained.forward(packed, "reference")
     for chosen, first, found, without in zip(mine, before, trained.forward(packed), reference, strict=True):
         wanted, old = (torch.cat([each[i] for i in chosen]) for each in (theirs.logprobs, base))
         assert (first.logprobs - old).abs().max() < 1e-5  # B is 0
         assert (without.logprobs - old).abs().max() < 1e-5
         assert (found.logprobs - wanted).abs().max() < 1e-5
-        assert (wanted - old).abs().max() > 1e-2
     cases.check_all_held(cases.check_layout(trained, {n: w.float() for n, w in theirs.weights.items()}, 2e-6))
     metrics = trained.step(packed, cases.loss).metrics
     gradients = adapters.stored(trained, ranks.gradients(trained))
@@ -73,15 +81,17 @@ def check_bfloat16(model: Path, layout: Layout) -> None:
         adapters.shake(one)
     _, packed = model_roles.batches(trained, layout)
     for found, wanted in zip(trained.forward(packed), exact.forward(packed), strict=True):
-        assert 0 < (found.logprobs - wanted.logprobs).abs().max() < 0.5
+        off = (found.logprobs - wanted.logprobs).abs()
+        assert off.max() > 0 and off.median() < 0.1  # a token that a router sends to another expert is far off
     for one in (trained, exact):
         one.step(packed, cases.loss)
-    ranks.assert_near(ranks.gradients(trained), ranks.gradients(exact), 0.2)
+    ours, theirs = (torch.cat([g.flatten() for g in ranks.gradients(one).values()]) for one in (trained, exact))
+    assert torch.cosine_similarity(ours, theirs, dim=0) > 0.8, torch.cosine_similarity(ours, theirs, dim=0)
     assert all(parameter.grad.dtype == torch.float32 for parameter in trained._trained.values())
 
 
-def _resumable(model: Path, layout: Layout) -> FSDPBackend:
-    return backend(model, layout, RESUMED, scheduler=ranks.SCHEDULER, max_grad_norm=0.5)
+def _resumable(model: Path, layout: Layout, recomputed: bool = False) -> FSDPBackend:
+    return backend(model, layout, RESUMED, recomputed=recomputed, scheduler=ranks.SCHEDULER, max_grad_norm=0.5)
 
 
 def save(model: Path, layout: Layout) -> None:
@@ -106,9 +116,9 @@ def saved_by(folder: Path, layout: Layout, family: str) -> Path:
 
 
 def go_on(families: tuple[str, ...], by: Layout, layout: Layout, folder: Path) -> None:
-    """Check that what the ranks of another layout, `by`, saved goes on at this one as it did there."""
+    """Check that what the ranks of another layout, `by`, saved goes on at this one, which recomputes, as it did there."""
     for family in families:
-        trained, place = _resumable(folder / family, layout), saved_by(folder, by, family)
+        trained, place = _resumable(folder / family, layout, recomputed=True), saved_by(folder, by, family)
         trained.load(place)
         _, packed = model_roles.batches(trained, layout)
         for theirs in json.loads((place / "after.json").read_text()):

@@ -29,22 +29,25 @@ def mixtures(tmp_path_factory) -> Path:
     return folder
 
 
-@pytest.mark.parametrize(
-    ("layout", "families"),
-    [
-        pytest.param(EP2, ("qwen3_moe",), id="ep2"),
-        pytest.param(EP2, ("mixtral", "deepseek_v3"), id="ep2, others", marks=pytest.mark.full),
-        pytest.param(TP2, ALL, id="tp2", marks=pytest.mark.full),
-        pytest.param(Layout(1, 2, sequence=True, expert=2), CUT, id="sp2ep2", marks=pytest.mark.full),
-        pytest.param(Layout(1, 1, context=2), CUT, id="cp2", marks=pytest.mark.full),
-        pytest.param(Layout(4, 1, expert=2), CUT, id="dp2ep2", marks=pytest.mark.full),
-        pytest.param(Layout(4, 1, replicas=2, expert=2), CUT, id="hsdp2ep2", marks=pytest.mark.long),
-        pytest.param(Layout(2, 2, expert=2), ALL, id="dp2tp2ep2", marks=pytest.mark.long),
-    ],
-)
-def test_agrees_with_the_merged_model(layout, families, mixtures):
-    ranks.run(functools.partial(expert_adapters.every_kind, families), layout, mixtures)
-    for other in (ONE, TP2) if layout == EP2 else (EP2,):
+KINDS = tuple(expert_adapters.KINDS)
+# (layout, families, kinds of adapters, layouts at which others go on from what the first ranks saved)
+LAYOUTS = [
+    pytest.param(EP2, ("qwen3_moe",), ("dora",), (ONE,), id="ep2"),
+    pytest.param(EP2, ALL, KINDS, (ONE, TP2), id="ep2, all", marks=pytest.mark.full),
+    pytest.param(TP2, CUT, ("all",), (EP2,), id="tp2", marks=pytest.mark.full),
+    pytest.param(Layout(1, 2, sequence=True, expert=2), ("qwen3_moe",), KINDS, (ONE,), id="sp2ep2", marks=pytest.mark.full),
+    pytest.param(Layout(1, 1, context=2), ("qwen3_moe",), KINDS, (EP2,), id="cp2", marks=pytest.mark.full),
+    pytest.param(Layout(4, 1, expert=2), ("qwen3_moe",), ("all",), (EP2,), id="dp2ep2", marks=pytest.mark.full),
+    pytest.param(TP2, ("deepseek_v3",), KINDS, (EP2,), id="tp2, latent attention", marks=pytest.mark.long),
+    pytest.param(Layout(4, 1, replicas=2, expert=2), CUT, KINDS, (ONE,), id="hsdp2ep2", marks=pytest.mark.long),
+    pytest.param(Layout(2, 2, expert=2), ALL, KINDS, (EP2,), id="dp2tp2ep2", marks=pytest.mark.long),
+]
+
+
+@pytest.mark.parametrize(("layout", "families", "kinds", "others"), LAYOUTS)
+def test_agrees_with_the_merged_model(layout, families, kinds, others, mixtures, tmp_path):
+    ranks.run(functools.partial(expert_adapters.every_check, families, kinds), layout, mixtures)
+    for other in others:
         ranks.run(functools.partial(expert_adapters.go_on, families, layout), other, mixtures)
     for family in families:
         place = expert_adapters.saved_by(mixtures, layout, family)
@@ -54,7 +57,7 @@ def test_agrees_with_the_merged_model(layout, families, mixtures):
         base = load_file(mixtures / family / "model.safetensors")
         changed = {name for name, tensor in found.items() if not torch.equal(tensor, base[name])}
         assert changed and all(".experts." in name or ".mlp.gate_up" in name for name in changed)
-        check_peft_loads(place, mixtures / family, expected, mixtures / "peft" / place.name)
+        check_peft_loads(place, mixtures / family, expected, tmp_path / family)
 
 
 @pytest.mark.parametrize("family", ["gpt_oss", "nemotron_h_moe"])

@@ -11,8 +11,8 @@ Adapters are Hugging Face tensors like weights. They have peft's names without i
     model.layers.0.mlp.experts.3.gate_up_proj.lora_A.weight  one expert of a layer whose experts are bare parameters
 
 A layer's name is that on disk. Experts that transformers keeps in bare parameters have one adapter per expert, under
-transformers' name of the parameter with the expert's number: `gate_up_proj` (gate rows first, then up rows; in turn for gpt-oss)
-and `down_proj`. Experts without a gate have `up_proj`.
+transformers' name of the parameter with the expert's number: `gate_up_proj` (gate rows first, then up rows; in
+gpt-oss they alternate) and `down_proj`. Experts without a gate have `up_proj`.
 """
 
 from __future__ import annotations
