@@ -9,9 +9,10 @@ import torch
 import torch.distributed as dist
 from peft import PeftModel
 from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, JetMoeConfig
 
 from pipeline.config import LoRAConfig, TokenizerConfig
+from pipeline.train import lora
 from pipeline.train.adapters.peft_files import export_adapters
 from pipeline.train.base import ModelRole
 from pipeline.train.export import export_checkpoint
@@ -254,7 +255,8 @@ def test_refused_by_name(models, case):
         ranks.backend(cases.policy(models / family), lora_cfg=dataclasses.replace(LoRAConfig(True), **changes))
 
 
-def test_experts_that_transformers_does_not_dispatch_are_refused(realm, tmp_path):
-    attention_models.write(tmp_path, ["granitemoehybrid"])
+def test_experts_that_transformers_does_not_dispatch_are_refused():
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(JetMoeConfig(hidden_size=32, num_hidden_layers=1, vocab_size=61))
     with refused(("policy.dtensor_cfg.lora_cfg.match_all_linear", "unsupported")):
-        ranks.backend(cases.policy(tmp_path / "granitemoehybrid"), lora_cfg=LoRAConfig(True))
+        lora.inject(model, LoRAConfig(True), {})

@@ -112,8 +112,10 @@ def weight_names(layer: str, files: dict[str, torch.Tensor]) -> list[str]:
 
 def stacked(layer: str, files: dict[str, torch.Tensor]) -> tuple[str, int] | None:
     """Return (name on disk, expert) of an expert whose weight is a part of a tensor with all experts; else None."""
-    found = parameter_of(layer)
-    return found if found and found[0] in files else None
+    name, expert = parameter_of(layer) or ("", 0)
+    granite = {".experts.gate_up_proj": ".input_linear.weight", ".experts.down_proj": ".output_linear.weight"}
+    names = [name, *(name.replace(ours, theirs) for ours, theirs in granite.items())]
+    return next(((one, expert) for one in names if one in files), None)
 
 
 def weight_of(layer: str, files: dict[str, torch.Tensor]) -> torch.Tensor:
