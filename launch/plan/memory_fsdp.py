@@ -23,6 +23,7 @@ from launch.plan.activations import (
 )
 from launch.plan.memory_parts import Parts, RankBatches, TrainModel, add_parts
 from launch.plan.parallelism import Parallelism
+from pipeline.train.adapters.described import expert_entries
 
 
 @dataclass(frozen=True)
@@ -102,7 +103,8 @@ class FSDPMemory:
     def adapters(self) -> float:
         """Return the parameters of adapters that this rank holds: its share of dim x (in + out) of each linear layer.
 
-        Of two dimensions of a layer, tensor parallelism cuts the one that is not the model's hidden size.
+        Of two dimensions of a layer, tensor parallelism cuts the one that is not the model's hidden size. Adapters of experts,
+        where the recipe has them, are cut like the experts.
         """
         shape, lora = self.model.shape, self.model.policy.dtensor_cfg.lora_cfg
         query, key, width = (
@@ -111,7 +113,9 @@ class FSDPMemory:
         )
         attention = 2 * (shape.hidden + query) + 2 * (shape.hidden + key)
         mlp = 3 * (shape.hidden + width) if shape.mlp_layers else 0
-        return lora.dim * (shape.attention_layers * attention + shape.mlp_layers * mlp) / self.layout.shard
+        linear = lora.dim * (shape.attention_layers * attention + shape.mlp_layers * mlp) / self.layout.shard
+        held = shape.sparse_layers * self._experts / self.layout.expert_shard / max(1, shape.routed)
+        return linear + held * expert_entries(shape.tensors, lora)
 
     @property
     def _counts(self) -> dict[bool, int]:

@@ -5,21 +5,27 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 
 from pipeline.boxes import Box, whole
-from pipeline.config import LoRAConfig
+from pipeline.config import LoRAConfig, refuse
 from pipeline.models.base import Split
 from pipeline.models.tensors import Tensor
+from pipeline.train.adapters.described import experts, is_adapted, not_served
 from pipeline.train.adapters.spec import A, AdapterSpec, B
 
-LINEAR = ("attention", "mlp", "shared")  # parts of a model with linear layers; routed experts are bare parameters
+LINEAR = ("attention", "mlp", "shared")  # parts of a model with linear layers, whose adapters engines can serve
 UNIT = "adapters"  # of an engine, which gets every adapter whole
 
 
 def adapter_tensors(found: Iterable[Tensor], config: LoRAConfig) -> list[Tensor]:
-    """Return A and B of each adapted layer, with their tensor-parallel cuts. found: the model's tensors."""
-    spec, tensors = AdapterSpec.of(config), []
+    """Return A and B of each adapted layer, with their tensor-parallel cuts. found: the model's tensors.
+
+    Raises RecipeError if experts are adapted.
+    """
+    spec, found, tensors = AdapterSpec.of(config), list(found), []
+    adapted = [one.name for one in experts(found) if is_adapted(one.name, config)]
+    refuse(map(not_served, adapted[:1]))
     for tensor in found:
         layer = tensor.name.removesuffix(".weight")
-        if tensor.part not in LINEAR or len(tensor.shape) != 2 or not _adapted(layer, config):
+        if tensor.part not in LINEAR or len(tensor.shape) != 2 or not is_adapted(layer, config):
             continue
         shapes = spec.shapes(layer, *tensor.shape)
         cuts: dict[str, Split] = {layer + A: "columns", layer + B: "rows"}
@@ -27,13 +33,6 @@ def adapter_tensors(found: Iterable[Tensor], config: LoRAConfig) -> list[Tensor]
             cut: Split = split if tensor.split == split else "none"
             tensors.append(Tensor(name, shapes[name], tensor.part, cut, tensor.layer))
     return tensors
-
-
-def _adapted(layer: str, config: LoRAConfig) -> bool:
-    def among(names: Iterable[str]) -> bool:
-        return any(layer == name or layer.endswith(f".{name}") for name in names)
-
-    return (config.match_all_linear or among(config.target_modules)) and not among(config.exclude_modules)
 
 
 def received(tensors: Iterable[Tensor]) -> Iterator[tuple[str, str, Box]]:

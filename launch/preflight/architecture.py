@@ -31,6 +31,7 @@ from pipeline.models.config_json import unsupported
 from pipeline.models.shape import ModelShape
 from pipeline.models.sizes import MODEL_TYPES, sizes
 from pipeline.train.adapters import modules
+from pipeline.train.adapters.spec import refits_adapters
 
 MEGATRON = "policy.megatron_cfg"
 ROPE_TYPES = ("default", "linear", "llama3", "yarn")
@@ -107,7 +108,8 @@ def _model_problems(recipe: Recipe, section: str, policy: PolicyConfig, model: d
     if uses_megatron(policy):
         yield from _check_megatron(key, policy, model)
     else:
-        yield from adapter_names.problems(policy.dtensor_cfg.lora_cfg, model)
+        served = section == "policy" and refits_adapters(recipe)
+        yield from adapter_names.problems(policy.dtensor_cfg.lora_cfg, model, served)
     yield from _check_attention(section, policy, model)
     if section == "policy" and generates(recipe) and model.get("num_attention_heads"):
         yield from _check_engine(policy.generation.vllm_cfg, model)

@@ -32,15 +32,17 @@ class LoRAConfig:
     target_modules: Annotated[
         list[Text],
         Field(
-            description="Names, or ends of names, of the linear layers to adapt; * matches any text. Empty with"
-            " match_all_linear."
+            description="Names, or ends of names, of the layers to adapt, as in transformers; * matches any text. Routed"
+            " experts are gate_up_proj and down_proj, experts.down_proj those alone. Empty with match_all_linear."
         ),
     ] = field(default_factory=list)
     exclude_modules: Annotated[
         list[Text],
         Field(description="Names, or ends of names, of layers that get no adapter; * matches any text."),
     ] = field(default_factory=list)
-    match_all_linear: Annotated[Bool, Field(description="Adapt all linear layers except the head.")] = True
+    match_all_linear: Annotated[
+        Bool, Field(description="Adapt all linear layers except the head, and all routed experts. Routers get no adapter.")
+    ] = True
     dim: Annotated[Positive, Field(description="Rank of the adapters.")] = 8
     alpha: Annotated[Positive, Field(description="Scale: adapters are multiplied by alpha / dim.")] = 32
     dropout: Annotated[

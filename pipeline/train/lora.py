@@ -3,7 +3,9 @@
 Weights leave the backend merged, under the names of W, or, for a role that serves adapters, as the adapters' own tensors. A
 checkpoint holds the adapters alone; W is loaded from policy.model_name again. W alone is the reference policy.
 
-Not supported: adapters of embeddings, heads and experts that are bare parameters; trained biases.
+Routed experts are layers too: transformers keeps them in parameters of all experts, `gate_up_proj` and `down_proj`.
+
+Not supported: adapters of embeddings, heads, routers and convolutions; trained biases.
 """
 
 from __future__ import annotations
@@ -22,28 +24,13 @@ from transformers import PreTrainedModel
 from pipeline.boxes import Piece, whole
 from pipeline.config import LoRAConfig, Problem, RecipeError
 from pipeline.models.hugging_face import SCORE
-from pipeline.train.adapters import arithmetic, spec
+from pipeline.train.adapters import adapted_experts, spec
 from pipeline.train.adapters.arithmetic import KEY
+from pipeline.train.adapters.experts import ExpertParameter, expert_parameters
+from pipeline.train.adapters.held import Adapter, ExpertsAdapter, LinearAdapter, Parameters
 from pipeline.train.adapters.linear import AdaptedLinear, AdapterSwitch
 from pipeline.train.adapters.spec import AdapterSpec
-from pipeline.train.shards import gather_full, local, local_box
-
-
-@dataclass(frozen=True)
-class Adapter:
-    """The adapter of one linear layer."""
-
-    stored: str  # the layer's name on disk
-    layer: AdaptedLinear
-    weight: str  # names of parameters in memory: W [out, in]
-    a: str  # A [dim, in]
-    b: str  # B [out, dim]
-    magnitude: str | None  # m [out], with DoRA
-
-    def names(self) -> dict[str, str]:
-        """Return {name in memory: name on disk}."""
-        names = {self.a: self.stored + spec.A, self.b: self.stored + spec.B}
-        return names | ({self.magnitude: self.stored + spec.MAGNITUDE} if self.magnitude else {})
+from pipeline.train.shards import local
 
 
 @dataclass
@@ -52,30 +39,20 @@ class Adapters:
 
     spec: AdapterSpec
     items: list[Adapter] = field(default_factory=list)
-    layout: dict[str, list[Piece]] = field(default_factory=dict)  # {name in memory: the piece on disk}
+    layout: dict[str, list[Piece]] = field(default_factory=dict)  # {name in memory: its pieces on disk}
     shapes: dict[str, tuple[int, ...]] = field(default_factory=dict)  # on disk
     switch: AdapterSwitch = field(default_factory=AdapterSwitch)
 
     def add(self, adapter: Adapter) -> None:
-        """Add an adapter, whose parameters are still whole."""
+        """Add an adapter."""
         self.items.append(adapter)
-        weight = adapter.layer.base_layer.weight
-        shapes = self.spec.shapes(adapter.stored, *weight.shape)
-        self.shapes |= shapes
-        for name, stored in adapter.names().items():
-            self.layout[name] = [Piece(stored, whole(shapes[stored]), whole(shapes[stored]))]
+        self.shapes |= adapter.shapes(self.spec)
+        self.layout |= adapter.layout(self.spec)
 
-    def initialize(self, parameters: Mapping[str, nn.Parameter], seed: int) -> None:
+    def initialize(self, parameters: Parameters, seed: int) -> None:
         """Give this rank's parts their initial values, which the layout does not change. The weights must be loaded."""
         for adapter in self.items:
-            a, b = parameters[adapter.a], parameters[adapter.b]
-            drawn = arithmetic.initial_a(self.spec, adapter.stored, a.shape[1], seed)
-            local(a).copy_(drawn[local_box(a).within(whole(tuple(a.shape)))])
-            local(b).zero_()
-            if adapter.magnitude:
-                # fully_shard cuts the magnitudes into the same rows as W.
-                norms = arithmetic.initial_magnitude(local(parameters[adapter.weight]), adapter.layer.sum_columns)
-                local(parameters[adapter.magnitude]).copy_(norms)
+            adapter.initialize(self.spec, parameters, seed)
 
     @contextlib.contextmanager
     def disabled(self) -> Iterator[None]:
@@ -104,43 +81,60 @@ def inject(hf: PreTrainedModel, config: LoRAConfig, layout: dict[str, list[Piece
     """
     if config.dim < 1:
         raise _problem("dim", "too-small", f"got {config.dim}; expected at least 1")
-    adapters = Adapters(AdapterSpec.of(config))
-    targets = _targets(hf, config)
+    adapters, experts = Adapters(AdapterSpec.of(config)), expert_parameters(hf)
+    targets = _targets(hf, config, experts)
     hf.requires_grad_(False)
+    of_experts: dict[str, list[str]] = {}
     for target in targets:
-        pieces, shape = layout[f"{target}.weight"], tuple(hf.get_parameter(f"{target}.weight").shape)
-        if [piece.source for piece in pieces] != [whole(shape)]:
-            message = f"{target} of {type(hf).__name__} is more than one tensor on disk, so it cannot have an adapter"
-            raise _problem("target_modules", "unsupported", message)
-        linear = hf.get_submodule(target)
-        assert isinstance(linear, nn.Linear)
-        layer = AdaptedLinear(linear, adapters.spec, adapters.switch)
-        hf.set_submodule(target, layer)
-        for parameter in ("weight", "bias"):
-            if f"{target}.{parameter}" in layout:
-                layout[f"{target}.base_layer.{parameter}"] = layout.pop(f"{target}.{parameter}")
-        stored = pieces[0].name.removesuffix(".weight")
-        magnitude = f"{target}{spec.MAGNITUDE}" if adapters.spec.dora else None
-        adapters.add(Adapter(stored, layer, f"{target}.base_layer.weight", target + spec.A, target + spec.B, magnitude))
+        if target in experts:
+            module, _, kind = target.rpartition(".")
+            of_experts.setdefault(module, []).append(kind)
+        else:
+            adapters.add(_adapt_linear(hf, target, adapters, layout))
+    for module, kinds in of_experts.items():
+        adapted_experts.adapt(hf.get_submodule(module), kinds, adapters.spec, adapters.switch)
+        for kind in kinds:
+            a, b, magnitude = (f"{module}.{name}" for name in adapted_experts.own_names(kind))
+            adapters.add(ExpertsAdapter(experts[f"{module}.{kind}"], a, b, magnitude if adapters.spec.dora else None))
     if SCORE in layout:
         hf.get_submodule("score").float().requires_grad_(True)
     return adapters
+
+
+def _adapt_linear(hf: PreTrainedModel, target: str, adapters: Adapters, layout: dict[str, list[Piece]]) -> LinearAdapter:
+    """Replace a linear layer by an adapted one. layout: as for `inject`."""
+    pieces, weight = layout[f"{target}.weight"], hf.get_parameter(f"{target}.weight")
+    if [piece.source for piece in pieces] != [whole(tuple(weight.shape))]:
+        message = f"{target} of {type(hf).__name__} is more than one tensor on disk, so it cannot have an adapter"
+        raise _problem("target_modules", "unsupported", message)
+    linear = hf.get_submodule(target)
+    assert isinstance(linear, nn.Linear)
+    layer = AdaptedLinear(linear, adapters.spec, adapters.switch)
+    hf.set_submodule(target, layer)
+    for parameter in ("weight", "bias"):
+        if f"{target}.{parameter}" in layout:
+            layout[f"{target}.base_layer.{parameter}"] = layout.pop(f"{target}.{parameter}")
+    stored = pieces[0].name.removesuffix(".weight")
+    size, names = (linear.out_features, linear.in_features), [target + suffix for suffix in (spec.A, spec.B)]
+    magnitude = f"{target}{spec.MAGNITUDE}" if adapters.spec.dora else None
+    return LinearAdapter(stored, layer, size, f"{target}.base_layer.weight", *names, magnitude)
 
 
 def _problem(name: str, code: str, message: str) -> RecipeError:
     return RecipeError(Problem(f"{KEY}.{name}", code, message))
 
 
-def _targets(hf: PreTrainedModel, config: LoRAConfig) -> list[str]:
-    """Return the names of the layers that get adapters."""
+def _targets(hf: PreTrainedModel, config: LoRAConfig, experts: Mapping[str, ExpertParameter]) -> list[str]:
+    """Return the names of the layers that get adapters: of linear modules, and of experts' parameters."""
     modules = {name: module for name, module in hf.named_modules() if name}
     heads = {name for name, module in modules.items() if module in (hf.get_output_embeddings(), getattr(hf, "score", None))}
     linear = [name for name, module in modules.items() if isinstance(module, nn.Linear) and name not in heads]
-    for key, allowed in (("target_modules", set(linear)), ("exclude_modules", heads.union(linear))):
+    layers = [*linear, *experts]
+    for key, allowed in (("target_modules", set(layers)), ("exclude_modules", heads.union(layers))):
         for wanted in getattr(config, key):
-            found = [name for name in modules if _matches(name, wanted)]
+            found = [name for name in (*modules, *experts) if _matches(name, wanted)]
             if not found or not set(found) <= allowed:
-                available = ", ".join(sorted({name.rpartition(".")[2] for name in linear}))
+                available = ", ".join(sorted({name.rpartition(".")[2] for name in layers}))
                 what = ", ".join(found[:2]) or "no layer"
                 message = f"got '{wanted}', which is {what} of {type(hf).__name__}; expected names of {available}"
                 raise _problem(key, "not-a-choice", message)
@@ -149,18 +143,27 @@ def _targets(hf: PreTrainedModel, config: LoRAConfig) -> list[str]:
         choice = str(config.match_all_linear).lower()
         message = f"got {count} names with match_all_linear={choice}; expected either match_all_linear=true or names"
         raise _problem("target_modules", "contradiction", message)
-    if config.match_all_linear and any(parameter.dim() > 2 for parameter in hf.parameters()):
+    if config.match_all_linear and (other := _other_experts(hf, experts)):
         message = (
-            f"got true for {type(hf).__name__}, which has experts or convolutions, which cannot have adapters; expected false."
-            " Try false, with layers in target_modules"
+            f"got true for {type(hf).__name__}, whose experts ({other}) transformers does not dispatch by token, so they cannot"
+            " have adapters; expected false. Try false, with layers in target_modules"
         )
         raise _problem("match_all_linear", "unsupported", message)
-    targets = linear if config.match_all_linear else [n for n in linear if any(_matches(n, t) for t in config.target_modules)]
+    targets = layers if config.match_all_linear else [n for n in layers if any(_matches(n, t) for t in config.target_modules)]
     targets = [name for name in targets if not any(_matches(name, excluded) for excluded in config.exclude_modules)]
     if not targets:
         message = f"got {config.exclude_modules}, which excludes all layers; expected at least one left"
         raise _problem("exclude_modules", "contradiction", message)
     return targets
+
+
+def _other_experts(hf: PreTrainedModel, experts: Mapping[str, ExpertParameter]) -> str | None:
+    """Return the name of a parameter of experts that cannot have adapters; None if there is none."""
+    convolutions = {
+        f"{name}.weight" for name, module in hf.named_modules() if isinstance(module, nn.Conv1d | nn.Conv2d | nn.Conv3d)
+    }
+    stacked = (name for name, parameter in hf.named_parameters() if parameter.dim() > 2)
+    return next((name for name in stacked if name not in experts and name not in convolutions), None)
 
 
 def _matches(name: str, wanted: str) -> bool:
@@ -170,7 +173,7 @@ def _matches(name: str, wanted: str) -> bool:
 class MergedWeights:
     """This rank's part of each adapted weight, merged with its adapter in separate memory."""
 
-    def __init__(self, adapters: Adapters, parameters: Mapping[str, nn.Parameter], device: torch.device):
+    def __init__(self, adapters: Adapters, parameters: Parameters, device: torch.device):
         self._adapters = adapters
         self._parameters = parameters
         self._device = device
@@ -180,17 +183,7 @@ class MergedWeights:
     def refresh(self) -> None:
         """Merge the current adapters. Collective."""
         for adapter in self._adapters.items:
-            weight = self._parameters[adapter.weight]
-            rows, columns = local_box(weight).within(whole(tuple(weight.shape)))
-            a, b = (self._whole(name) for name in (adapter.a, adapter.b))
-            magnitude = self._whole(adapter.magnitude)[rows] if adapter.magnitude else None
-            part = local(weight).to(self._device)
-            options = (self._adapters.spec.scale, magnitude, adapter.layer.sum_columns)
-            self.tensors[adapter.weight].copy_(arithmetic.merge(part, a[:, columns], b[rows], *options))
-
-    def _whole(self, name: str) -> torch.Tensor:
-        parameter = self._parameters[name]
-        return gather_full(parameter, local(parameter).to(self._device))
+            self.tensors[adapter.weight].copy_(adapter.merged(self._adapters.spec, self._parameters, self._device))
 
 
 # ---- checkpoints --------------------------------------------------------------------------------------------------------

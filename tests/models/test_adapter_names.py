@@ -1,4 +1,4 @@
-"""Compare the layers that submission lets a recipe adapt with the linear layers of transformers' models."""
+"""Compare the layers that submission lets a recipe adapt with the linear layers and experts of transformers' models."""
 
 import pytest
 import torch
@@ -7,6 +7,11 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from launch.preflight import adapter_names
 from pipeline.config import LoRAConfig
+from pipeline.models.hugging_face import layout
+from pipeline.models.tensors import tensors
+from pipeline.train import lora
+from pipeline.train.adapters import described
+from pipeline.train.adapters.experts import expert_parameters
 from tests.models.test_tensors import CASES, TINY
 from tests.problems import named
 
@@ -20,19 +25,41 @@ def test_every_linear_layer_can_be_named_and_no_other(case):
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config)
     linear = [name for name, module in model.named_modules() if isinstance(module, nn.Linear) and name != "lm_head"]
-    described = config.to_dict()
-    chosen = LoRAConfig(enabled=True, match_all_linear=False, target_modules=[*linear, *{n.split(".")[-1] for n in linear}])
-    assert not list(adapter_names.problems(chosen, described))
+    described_model = config.to_dict()
+    layers = [*linear, *expert_parameters(model)]
+    chosen = LoRAConfig(enabled=True, match_all_linear=False, target_modules=[*layers, *{n.split(".")[-1] for n in layers}])
+    assert not list(adapter_names.problems(chosen, described_model))
     wrong = LoRAConfig(
         enabled=True,
         match_all_linear=False,
         target_modules=["wrong_proj", "*.any"],
         exclude_modules=["self_attn.no_proj", "lm_head"],
     )
-    assert named(adapter_names.problems(wrong, described)) == {
+    assert named(adapter_names.problems(wrong, described_model)) == {
         (f"{KEY}.target_modules", "not-a-choice"),
         (f"{KEY}.exclude_modules", "not-a-choice"),
     }
-    layers = named(adapter_names.problems(LoRAConfig(enabled=True), described))
-    refused = {(f"{KEY}.match_all_linear", "unsupported")} if any(p.dim() > 2 for p in model.parameters()) else set()
-    assert layers == refused
+    assert not list(adapter_names.problems(LoRAConfig(enabled=True), described_model))
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_experts_are_described_as_transformers_keeps_them(case):
+    kind, sizes = CASES[case]
+    config = AutoConfig.for_model(kind, **{**TINY, **sizes})
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config)
+    held = {name: (one.experts, one.rows, one.columns) for name, one in expert_parameters(model).items()}
+    found = described.experts(tensors(config.to_dict()))
+    assert {one.name: (one.experts, one.rows, one.columns) for one in found} == held
+    for names in ([], ["down_proj"], ["*.experts.*_proj"]):
+        chosen = LoRAConfig(enabled=True, dim=2, match_all_linear=not names, target_modules=names)
+        if names and not held:
+            continue
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(config)
+        adapters = lora.inject(model, chosen, layout(model))
+        entries = {name: parameter.numel() for name, parameter in model.named_parameters() if ".experts.lora_" in name}
+        assert described.expert_entries(tensors(config.to_dict()), chosen) == sum(entries.values())
+        problems = named(adapter_names.problems(chosen, config.to_dict(), served=True))
+        refused = {("policy.generation.lora_refit", "unsupported")} if entries else set()
+        assert problems == refused and bool(adapters.items)

@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 from peft import LoraConfig, PeftModel, get_peft_model
+from peft.tuners.lora.layer import ParamWrapper
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from pipeline.boxes import whole
 from pipeline.config import LoRAConfig
 from pipeline.models.hugging_face import on_disk
+from pipeline.train.adapters.experts import stack_for_peft
 from pipeline.train.base import ModelRole
 from pipeline.train.fsdp import FSDPBackend
 from pipeline.train.shards import local, local_box
@@ -33,8 +35,12 @@ CASES = {  # model: its adapters, and which layers those are for
         ),
         {"q_proj", "o_proj", "up_proj"},
     ),
-    "qwen3_moe": (LoRAConfig(True, match_all_linear=False, target_modules=["o_proj"], dim=2), {"o_proj"}),
+    "qwen3_moe": (
+        LoRAConfig(True, match_all_linear=False, target_modules=["o_proj", "*.experts.*_proj"], dim=2),
+        {"o_proj", "gate_proj", "up_proj", "down_proj"},
+    ),
 }
+EXPERTS = {"qwen3_moe": ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]}  # peft's names of them
 JOINT = {"phi3": (LoRAConfig(True, dim=3, alpha=7), {"qkv_proj", "o_proj", "gate_up_proj", "down_proj"})}  # joint projections
 ADAPTED = CASES | JOINT
 SAVED = ("qwen3_tied", "qwen2", "qwen3_moe", "random", "values")
@@ -82,10 +88,11 @@ def check_against_peft(layout: Layout, folder: Path, family: str) -> None:
         assert (found.logprobs - expected).abs().max() < 1e-5
         assert (expected - torch.cat([base[i] for i in chosen])).abs().max() > 1e-2
     metrics = trained.step(packed, cases.loss).metrics
-    names = {ours(name): p for name, p in peft.named_parameters() if p.requires_grad}
-    assert {name.split(".lora_")[0].split(".")[-1] for name in names} == ADAPTED[family][1]
+    gradients = gradients_of(peft)
+    assert {name.split(".lora_")[0].split(".")[-1] for name in gradients} == peft_names(family) | (
+        {"experts"} if family in EXPERTS else set()
+    )
     held = {name: p for name, p in trained._model.hf.named_parameters() if p.requires_grad}
-    gradients = {name: parameter.grad for name, parameter in names.items()}
     ranks.assert_near({name: ranks.full(p.grad) for name, p in held.items()}, gradients, 5e-6)
     norm = torch.stack([g.norm() for g in gradients.values()]).norm().item()
     off = abs(metrics["grad_norm"] / norm - 1)
@@ -96,6 +103,28 @@ def check_against_peft(layout: Layout, folder: Path, family: str) -> None:
     files = load_file(folder / family / "model.safetensors")
     frozen = {n.replace(".base_layer", ""): p for n, p in trained._model.hf.named_parameters() if not p.requires_grad}
     assert all(torch.equal(ranks.full(p), files[name]) for name, p in frozen.items() if name in files)
+
+
+def peft_names(family: str) -> set[str]:
+    """Return the names of the adapted layers that are modules."""
+    return {"o_proj"} if family in EXPERTS else ADAPTED[family][1]
+
+
+def gradients_of(peft: PeftModel) -> dict[str, torch.Tensor]:
+    """Return the gradients of peft's adapters, by our names and in our shapes."""
+    found = {ours(name): p.grad for name, p in peft.named_parameters() if p.requires_grad and ".experts." not in name}
+    for path, wrapper in stacks(peft):
+        a, b = (matrix["default"].weight.grad for matrix in (wrapper.lora_A, wrapper.lora_B))
+        found[f"{path}.lora_A_{wrapper.parameter_name}"] = a.unflatten(0, (wrapper.num_experts, -1))
+        found[f"{path}.lora_B_{wrapper.parameter_name}"] = b.unflatten(1, (-1, wrapper.num_experts)).permute(2, 0, 1)
+    return found
+
+
+def stacks(peft: PeftModel) -> Iterator[tuple[str, ParamWrapper]]:
+    """Yield (name of the module of experts, peft's adapters of one of its parameters)."""
+    for name, module in peft.named_modules():
+        if isinstance(module, ParamWrapper):
+            yield name.removeprefix("base_model.model.").replace(".base_layer", ""), module
 
 
 def ours(name: str) -> str:
@@ -109,10 +138,10 @@ def shake(trained: FSDPBackend) -> None:
     generator = torch.Generator().manual_seed(9)
     with torch.no_grad():
         for name, parameter in trained._model.hf.named_parameters():
-            if ".lora_" not in name or ".lora_A." in name:
+            if ".lora_" not in name or ".lora_A" in name:
                 continue
             drawn = 0.2 * torch.randn(parameter.shape, generator=generator)
-            if ".lora_B." in name:
+            if ".lora_B" in name:
                 assert ranks.full(parameter).eq(0).all()
             else:
                 drawn = (1 + drawn) * ranks.full(parameter)
@@ -122,13 +151,14 @@ def shake(trained: FSDPBackend) -> None:
 def peft_model(model: Path, trained: FSDPBackend, **options) -> PeftModel:
     """Return peft's model in float64, with this backend's adapters. options: of peft's LoraConfig. Collective."""
     eager = cases.eager_model(AutoModelForCausalLM, model, torch.float64)
-    adapters, names = ADAPTED[model.name]
+    adapters, _ = ADAPTED[model.name]
     peft = get_peft_model(
         eager,
         LoraConfig(
             r=adapters.dim,
             lora_alpha=adapters.alpha,
-            target_modules=names,
+            target_modules=peft_names(model.name),
+            target_parameters=EXPERTS.get(model.name),
             use_dora=adapters.use_dora,
             use_rslora=adapters.use_rslora,
             **options,
@@ -138,8 +168,12 @@ def peft_model(model: Path, trained: FSDPBackend, **options) -> PeftModel:
     state = {n: ranks.full(p) for n, p in trained._model.hf.named_parameters() if ".lora_" in n}
     with torch.no_grad():
         for name, parameter in peft.named_parameters():
-            if ".lora_" in name:
+            if ".lora_" in name and ".experts." not in name:
                 parameter.copy_(state.pop(ours(name)))
+        for path, wrapper in stacks(peft):
+            a, b = (state.pop(f"{path}.lora_{x}_{wrapper.parameter_name}") for x in "AB")
+            for matrix, stacked in zip((wrapper.lora_A, wrapper.lora_B), stack_for_peft(a, b), strict=True):
+                matrix["default"].weight.copy_(stacked)
     assert not state
     return peft
 
@@ -183,7 +217,7 @@ def check_served(layout: Layout, folder: Path, family: str) -> None:
     trained = backend(folder / family, layout, ModelRole(serves_adapters=True))
     shake(trained)
     held = {name: ranks.full(p) for name, p in trained._model.hf.named_parameters() if ".lora_" in name}
-    adapters = {pieces[0].name: held[name] for name, pieces in trained._model.adapters.layout.items()}
+    adapters = stored(trained, held)
     cases.check_all_held(cases.check_layout(trained, adapters))
     served = ranks.weights(trained)
     assert served.keys() == adapters.keys()
@@ -191,6 +225,15 @@ def check_served(layout: Layout, folder: Path, family: str) -> None:
     expected = merged(folder / family, trained)
     for name, tensor in trained.weights(model=True):
         assert dist.get_rank() != 0 or (tensor - expected[name]).abs().max() < 1e-6
+
+
+def stored(trained: FSDPBackend, held: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Return whole tensors of adapters by their names on disk. held: by their names in memory."""
+    return {
+        piece.name: held[name][piece.target.within(whole(tuple(held[name].shape)))].reshape(piece.source.size)
+        for name, pieces in trained._model.adapters.layout.items()
+        for piece in pieces
+    }
 
 
 def merged(model: Path, trained: FSDPBackend) -> dict[str, torch.Tensor]:

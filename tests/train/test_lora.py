@@ -9,9 +9,10 @@ import torch
 import torch.distributed as dist
 from peft import PeftModel
 from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, JetMoeConfig
 
 from pipeline.config import LoRAConfig, TokenizerConfig
+from pipeline.train import lora
 from pipeline.train.adapters.peft_files import export_adapters
 from pipeline.train.base import ModelRole
 from pipeline.train.export import export_checkpoint
@@ -230,7 +231,18 @@ REFUSED = {
         "exclude_modules",
         "contradiction",
     ),
-    "experts": ("qwen3_moe", {}, "match_all_linear", "unsupported"),
+    "module of experts": (
+        "qwen3_moe",
+        {"match_all_linear": False, "target_modules": ["experts"]},
+        "target_modules",
+        "not-a-choice",
+    ),
+    "part of a parameter of experts": (
+        "qwen3_moe",
+        {"match_all_linear": False, "target_modules": ["experts.gate_proj"]},
+        "target_modules",
+        "not-a-choice",
+    ),
     "rank": ("qwen3", {"dim": 0}, "dim", "too-small"),
     "init": ("qwen3", {"lora_A_init": "zeros"}, "lora_A_init", "not-a-choice"),
 }
@@ -241,3 +253,10 @@ def test_refused_by_name(models, case):
     family, changes, key, code = REFUSED[case]
     with refused((f"policy.dtensor_cfg.lora_cfg.{key}", code)):
         ranks.backend(cases.policy(models / family), lora_cfg=dataclasses.replace(LoRAConfig(True), **changes))
+
+
+def test_experts_that_transformers_does_not_dispatch_are_refused():
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(JetMoeConfig(hidden_size=32, num_hidden_layers=1, vocab_size=61))
+    with refused(("policy.dtensor_cfg.lora_cfg.match_all_linear", "unsupported")):
+        lora.inject(model, LoRAConfig(True), {})

@@ -11,7 +11,8 @@ Adapters are Hugging Face tensors like weights. They have peft's names without i
     model.layers.0.mlp.experts.3.gate_up_proj.lora_A.weight  one expert of a layer whose experts are bare parameters
 
 A layer's name is that on disk. Experts that transformers keeps in bare parameters have one adapter per expert, under
-transformers' name of the parameter with the expert's number: `gate_up_proj` (gate rows first, then up rows) and `down_proj`.
+transformers' name of the parameter with the expert's number: `gate_up_proj` (gate rows first, then up rows; in
+gpt-oss they alternate) and `down_proj`. Experts without a gate have `up_proj`.
 """
 
 from __future__ import annotations
@@ -24,6 +25,8 @@ from pipeline.config import LoRAConfig, Recipe
 A = ".lora_A.weight"
 B = ".lora_B.weight"
 MAGNITUDE = ".lora_magnitude_vector"
+IN_TRANSFORMERS = {".block_sparse_moe.": ".mlp.", "backbone.": "model."}
+"""Parts of names of experts on disk -> in transformers."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,6 +57,13 @@ class AdapterSpec:
         """Return {name: shape} of the adapter of a layer whose weight is [rows, columns]."""
         shapes: dict[str, tuple[int, ...]] = {layer + A: (self.dim, columns), layer + B: (rows, self.dim)}
         return shapes | ({layer + MAGNITUDE: (rows,)} if self.dora else {})
+
+
+def in_transformers(experts: str) -> str:
+    """Return transformers' name of experts on disk, which differs for Mixtral and Nemotron-H."""
+    for ours, theirs in IN_TRANSFORMERS.items():
+        experts = experts.replace(ours, theirs)
+    return experts
 
 
 def layer_of(name: str) -> str | None:

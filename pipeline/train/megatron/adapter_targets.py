@@ -20,10 +20,8 @@ from pipeline.models.base import Parameter
 from pipeline.models.decoder import identity
 from pipeline.models.recorded_layout import Shape, record
 from pipeline.train.adapters.modules import ChosenModule, choose, expert_of
-from pipeline.train.adapters.spec import MAGNITUDE, A, AdapterSpec, B
+from pipeline.train.adapters.spec import MAGNITUDE, A, AdapterSpec, B, in_transformers
 
-IN_TRANSFORMERS = {".block_sparse_moe.": ".mlp.", "backbone.": "model."}
-"""Parts of names of experts on disk -> in transformers."""
 SUBMODULE = "adapter"  # of the adapted module
 
 
@@ -125,6 +123,4 @@ def _expert_layer(layers: list[str]) -> str:
     assert expert is not None, f"{layers[0]} is not the name of an expert's layer"  # `choose` refuses it
     own = layers[0].rpartition(".")[2]
     kind = "gate_up_proj" if len(layers) > 1 else {"w2": "down_proj"}.get(own, own)
-    for ours, theirs in IN_TRANSFORMERS.items():
-        expert = expert.replace(ours, theirs)
-    return f"{expert}.{kind}"
+    return f"{in_transformers(expert)}.{kind}"

@@ -22,6 +22,7 @@ from pipeline.boxes import whole
 from pipeline.config import MegatronLoRAConfig
 from pipeline.models.hugging_face import meta_model, on_disk
 from pipeline.train.adapters.arithmetic import initial_a
+from pipeline.train.adapters.experts import parameter_of
 from pipeline.train.adapters.peft_files import export_adapters
 from pipeline.train.adapters.spec import MAGNITUDE, A, B
 from pipeline.train.base import ModelRole
@@ -109,6 +110,14 @@ def weight_names(layer: str, files: dict[str, torch.Tensor]) -> list[str]:
     raise KeyError(layer)
 
 
+def stacked(layer: str, files: dict[str, torch.Tensor]) -> tuple[str, int] | None:
+    """Return (name on disk, expert) of an expert whose weight is a part of a tensor with all experts; else None."""
+    name, expert = parameter_of(layer) or ("", 0)
+    granite = {".experts.gate_up_proj": ".input_linear.weight", ".experts.down_proj": ".output_linear.weight"}
+    names = [name, *(name.replace(ours, theirs) for ours, theirs in granite.items())]
+    return next(((one, expert) for one in names if one in files), None)
+
+
 def weight_of(layer: str, files: dict[str, torch.Tensor]) -> torch.Tensor:
     return torch.cat([files[name] for name in weight_names(layer, files)])
 
@@ -120,7 +129,14 @@ def merged(files: dict[str, torch.Tensor], adapters: dict[str, torch.Tensor], sc
         if not name.endswith(B):
             continue
         layer = name.removesuffix(B)
-        weight = weight_of(layer, files).double() + scale * adapters[layer + B] @ adapters[layer + A]
+        change = scale * adapters[layer + B] @ adapters[layer + A]
+        if place := stacked(layer, files):
+            assert layer + MAGNITUDE not in adapters  # not needed so far
+            whole, expert = place
+            change = change if change.shape == files[whole].shape[1:] else change.T
+            found[whole] = found[whole] + torch.zeros_like(found[whole]).index_copy(0, torch.tensor([expert]), change[None])
+            continue
+        weight = weight_of(layer, files).double() + change
         if layer + MAGNITUDE in adapters:
             weight = weight * (adapters[layer + MAGNITUDE] / weight.detach().norm(dim=1))[:, None]
         names = weight_names(layer, files)

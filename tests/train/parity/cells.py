@@ -128,7 +128,7 @@ class _FSDP:
         self._layout = layout
 
     def backend(self, cell: Cell, model: Path) -> FSDPBackend:
-        """Return a backend: with adapters on all linear layers, or on attention where the model's experts allow no more."""
+        """Return a backend: with adapters on all layers, or on attention where the model's experts allow no more."""
         policy = cases.policy(model, precision=cell.precision)
         if not cell.adapted:
             return ranks.backend(policy, self._layout)
@@ -149,18 +149,12 @@ class _FSDP:
     def shake(self, trained: FSDPBackend) -> tuple[dict[str, torch.Tensor], float, dict[str, str]]:
         """Change the adapters, and return (adapters by names on disk, scale, copies)."""
         fsdp_adapters.shake(trained)
-        adapters = trained._model.adapters
-        names = self._stored(trained)
-        held = {name: parameter for name, parameter in trained._model.hf.named_parameters() if name in names}
-        return {names[name]: ranks.full(parameter).clone() for name, parameter in held.items()}, adapters.spec.scale, {}
+        held = {name: ranks.full(p).clone() for name, p in trained._model.hf.named_parameters() if ".lora_" in name}
+        return fsdp_adapters.stored(trained, held), trained._model.adapters.spec.scale, {}
 
     def gradients(self, trained: FSDPBackend) -> dict[str, torch.Tensor]:
-        names = self._stored(trained)
-        return {names.get(name, name): gradient for name, gradient in ranks.gradients(trained).items()}
-
-    def _stored(self, trained: FSDPBackend) -> dict[str, str]:
-        adapters = trained._model.adapters
-        return {name: pieces[0].name for name, pieces in adapters.layout.items()} if adapters else {}
+        found = ranks.gradients(trained)
+        return fsdp_adapters.stored(trained, found) if trained._model.adapters else found
 
 
 class _Megatron:

@@ -1,0 +1,130 @@
+"""Experts with adapters, for the FSDP2 backend: each expert's layer is y = W x + b + scale B A x, or DoRA's.
+
+transformers keeps a layer's experts in one module. `adapt` gives it parameters A [E, dim, in] and B [E, out, dim], with DoRA
+m [E, out] besides, and a forward that computes as transformers' own (`grouped_mm_experts_forward`): pairs of a token and an
+expert are sorted by expert, and each product is one product of groups. The adapters are cut like W, by experts: a rank holds
+whole adapters of the experts that it holds, so expert parallelism and `fully_shard` need nothing more.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import nn
+from transformers.integrations.moe import _grouped_linear
+from typing_extensions import override
+
+from pipeline.train.adapters import arithmetic
+from pipeline.train.adapters.linear import AdapterSwitch
+from pipeline.train.adapters.spec import AdapterSpec
+
+ALIGNED = 16
+"""Bytes whose multiple a row of a grouped product must be."""
+
+
+def own_names(kind: str) -> tuple[str, str, str]:
+    """Return the names of A, B and m among the module's parameters. kind: the name of W, such as gate_up_proj."""
+    return f"lora_A_{kind}", f"lora_B_{kind}", f"lora_magnitude_vector_{kind}"
+
+
+def adapt(module: nn.Module, kinds: Collection[str], spec: AdapterSpec, switch: AdapterSwitch) -> None:
+    """Give the experts' parameters of these names adapters in float32, in place. They are not initialized.
+
+    module: the experts of a layer, of a class that lets one choose their implementation.
+    """
+    transposed = bool(module.is_transposed)
+    for kind in kinds:
+        weight = module.get_parameter(kind)
+        experts, *shape = weight.shape
+        rows, columns = reversed(shape) if transposed else shape
+        shapes = ((experts, spec.dim, columns), (experts, rows, spec.dim), (experts, rows))
+        for name, shape in zip(own_names(kind), shapes[: 3 if spec.dora else 2], strict=False):
+            empty = torch.empty(shape, dtype=torch.float32, device=weight.device)
+            module.register_parameter(name, nn.Parameter(empty))
+    module.__dict__ |= {"adapter_spec": spec, "adapter_switch": switch}
+    kind = type(module)
+    module.__class__ = type(f"Adapted{kind.__name__}", (AdaptedExperts, kind), {})
+
+
+class AdaptedExperts(nn.Module):
+    """The experts of a layer of which some parameters have adapters. The class of transformers is the next base."""
+
+    adapter_spec: AdapterSpec
+    adapter_switch: AdapterSwitch
+    has_gate: bool
+    has_bias: bool
+    is_transposed: bool
+
+    @override
+    def forward(self, hidden: torch.Tensor, index: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+        """Return the weighted sums [T, H] of the experts' outputs. hidden [T, H], index [T, K] int64, weights [T, K]."""
+        if not self.adapter_switch.enabled:
+            return super().forward(hidden, index, weights)  # pyright: ignore[reportAttributeAccessIssue] - transformers' class
+        first = "gate_up_proj" if self.has_gate else "up_proj"
+        experts, order = index.flatten().sort(stable=True)
+        counts = torch.zeros(len(getattr(self, first)), dtype=torch.int32, device=index.device)
+        ends = counts.scatter_add_(0, experts, torch.ones_like(experts, dtype=torch.int32)).cumsum(0, dtype=torch.int32)
+        product = self._product(first, hidden[order // index.shape[1]], experts, ends)
+        inner = self._apply_gate(product) if self.has_gate else self.act_fn(product)  # pyright: ignore[reportCallIssue]
+        outer = self._product("down_proj", inner, experts, ends) * weights.flatten()[order, None]
+        return outer[order.argsort()].view(*index.shape, -1).sum(1).to(hidden.dtype)
+
+    def _product(self, kind: str, rows: torch.Tensor, experts: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
+        """Return the output [P, out] of one layer of the experts.
+
+        rows [P, in], experts [P] int64: pairs of a token and an expert, sorted by expert. ends [E] int32: where the pairs of
+        each expert end.
+        """
+        weight = getattr(self, kind)
+        bias = getattr(self, f"{kind}_bias")[experts] if self.has_bias else None
+        output = _grouped_linear(rows, weight, ends, is_transposed=self.is_transposed)
+        a, b, magnitude = (getattr(self, name, None) for name in own_names(kind))
+        if a is not None and b is not None:
+            output = self._adapted(output, rows, weight, (a, b, magnitude), experts, ends)
+        return output if bias is None else output + bias
+
+    def _adapted(
+        self,
+        output: torch.Tensor,
+        rows: torch.Tensor,
+        weight: torch.Tensor,
+        adapter: tuple[torch.Tensor, torch.Tensor, torch.Tensor | None],
+        experts: torch.Tensor,
+        ends: torch.Tensor,
+    ) -> torch.Tensor:
+        """Return a layer's output [P, out] with its adapter. output: that of W, without a bias."""
+        spec, (a, b, magnitude) = self.adapter_spec, adapter
+        drops = self.adapter_switch.dropout and spec.dropout > 0
+        dropped = _dropout(rows, spec.dropout) if drops and spec.dropout_input else rows
+        added = _grouped_linear(_grouped_linear(dropped, _aligned(a, 1), ends), _aligned(b, 2), ends) * spec.scale
+        if drops and not spec.dropout_input:
+            added = _dropout(added, spec.dropout)
+        if magnitude is None:
+            return output + added
+        # As in peft: dropout of the input applies to the part of W x that the magnitudes change, too.
+        scaled = output if dropped is rows else _grouped_linear(dropped, weight, ends, is_transposed=self.is_transposed)
+        each = zip(weight.detach(), a.detach(), b.detach(), strict=True)  # one expert's norms at a time, to save memory
+        norms = torch.stack([arithmetic.row_norms(w.T if self.is_transposed else w, *ab, spec.scale) for w, *ab in each])
+        factor = (magnitude.to(norms.dtype) / norms).to(output.dtype)[experts]
+        return output + (factor - 1) * scaled + factor * added
+
+
+def _aligned(matrices: torch.Tensor, dim: int) -> torch.Tensor:
+    """Return A [E, dim, in] or B [E, out, dim] with zeros up to a rank that grouped products take. dim: of the rank."""
+    short = -matrices.shape[dim] % (ALIGNED // matrices.element_size())
+    return F.pad(matrices, (0, 0, 0, short) if dim == 1 else (0, short)) if short else matrices
+
+
+def _dropout(rows: torch.Tensor, probability: float) -> torch.Tensor:
+    """Drop entries of this rank's rows, and scale the rest.
+
+    Ranks with the same tokens compute different experts' rows, so they draw by generators of their own. All of them advance
+    torch's generator by one draw, so that it stays the same on all of them.
+    """
+    seed = int(torch.randint(1 << 62, (), device="cpu")) ^ dist.get_rank()
+    generator = torch.Generator(rows.device).manual_seed(seed)
+    kept = torch.empty_like(rows).bernoulli_(1 - probability, generator=generator)
+    return rows * kept / (1 - probability)

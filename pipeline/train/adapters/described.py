@@ -1,0 +1,71 @@
+"""The layers that FSDP2's adapters adapt, from the tensors that config.json describes. Needs no torch.
+
+transformers keeps the experts of a layer in `gate_up_proj` (`up_proj` without a gate) and `down_proj`, whatever their names on
+disk are.
+"""
+
+from __future__ import annotations
+
+import fnmatch
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from pipeline.config import LoRAConfig, Problem
+from pipeline.models.tensors import Tensor
+from pipeline.train.adapters.spec import in_transformers
+
+_EXPERT = re.compile(r"(.+\.experts)\.(\d+)\.(\w+)\.weight")
+_JOINED = {"gate_proj": "gate_up_proj", "w1": "gate_up_proj", "w3": "gate_up_proj", "w2": "down_proj"}
+
+
+@dataclass(frozen=True, slots=True)
+class DescribedExperts:
+    """One parameter of all experts of a layer."""
+
+    name: str  # in transformers: model.layers.0.mlp.experts.gate_up_proj
+    experts: int
+    rows: int  # out, of one expert
+    columns: int  # in
+
+
+def experts(found: Iterable[Tensor]) -> list[DescribedExperts]:
+    """Return the parameters of experts. found: the model's tensors on disk."""
+    sizes: dict[str, tuple[int, int, int]] = {}
+    routed = [tensor for tensor in found if tensor.part == "routed"]
+    gated = any(re.search(r"\.(gate_proj|w1)\.weight$", tensor.name) for tensor in routed)
+    for tensor in routed:
+        if len(tensor.shape) == 3:  # of all experts, as in memory
+            count, columns, rows = tensor.shape
+            sizes[tensor.name] = count, rows, columns
+        elif one := _EXPERT.fullmatch(tensor.name):
+            kind = "gate_up_proj" if gated and one[3] == "up_proj" else _JOINED.get(one[3], one[3])
+            name = f"{in_transformers(one[1])}.{kind}"
+            count, rows, columns = sizes.get(name, (0, 0, tensor.shape[1]))
+            first = int(one[2]) == 0
+            sizes[name] = max(count, int(one[2]) + 1), rows + (tensor.shape[0] if first else 0), columns
+    return [DescribedExperts(name, *of) for name, of in sizes.items()]
+
+
+def is_adapted(layer: str, config: LoRAConfig) -> bool:
+    """Return whether a layer of this name in transformers, which can have an adapter, has one."""
+
+    def among(names: Iterable[str]) -> bool:
+        return any(layer == name or layer.endswith(f".{name}") or fnmatch.fnmatchcase(layer, name) for name in names)
+
+    return (config.match_all_linear or among(config.target_modules)) and not among(config.exclude_modules)
+
+
+def expert_entries(found: Iterable[Tensor], config: LoRAConfig) -> int:
+    """Return the number of entries of A and B of all experts."""
+    adapted = [one for one in experts(found) if is_adapted(one.name, config)]
+    return config.dim * sum(one.experts * (one.rows + one.columns) for one in adapted)
+
+
+def not_served(layer: str) -> Problem:
+    """Return the problem of a refit of adapters alone where experts, such as `layer`, are adapted."""
+    message = (
+        f"got adapter with adapters of experts ({layer}); expected merged, since engines are sent those of linear layers alone."
+        " Try merged, or policy.dtensor_cfg.lora_cfg.target_modules without experts"
+    )
+    return Problem("policy.generation.lora_refit", "unsupported", message)
