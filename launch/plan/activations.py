@@ -118,7 +118,9 @@ def state_space(shape: ModelShape, microbatch: RankMicrobatch) -> float:
 
 def _mean(shape: ModelShape, attention: float, states: float) -> float:
     """Return the mean over layers of what a layer with attention and one with another mixer save."""
-    return attention if shape.state is None else (shape.attention_layers * attention + shape.state_layers * states) / shape.layers
+    return (
+        attention if shape.state is None else (shape.attention_layers * attention + shape.state_layers * states) / shape.layers
+    )
 
 
 def _sharing(shape: ModelShape, microbatch: RankMicrobatch) -> int:

@@ -44,7 +44,7 @@ from pipeline.models import decoder, gpt_oss, qwen3_5
 from pipeline.models.base import Parameter
 from pipeline.models.config_json import check_fsdp
 from pipeline.models.sizes import sizes
-from pipeline.models.tensors import Tensor, experts, tensors
+from pipeline.models.tensors import experts, tensors
 from pipeline.refit.tables import LayoutTable
 from pipeline.train.adapters.spec import refits_adapters
 

@@ -22,8 +22,8 @@ import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 
-from launch.plan.lengths import Lengths
 from launch.plan.fsdp_splits import whole_mixers
+from launch.plan.lengths import Lengths
 from launch.plan.parallelism import GIGA, Links, Parallelism, train_parallelism
 from launch.plan.phase import Phase
 from pipeline import config

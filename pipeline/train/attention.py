@@ -1,9 +1,9 @@
 """Causal attention over packed sequences: the one place where both train backends compute it.
 
 Sequences lie end to end in one row of T tokens, and each attends only to itself; nothing is padded. On CUDA in half precision,
-one variable-length kernel computes all sequences, with windows and sinks too, and flex attention those with soft caps or chunks.
+one variable-length kernel computes all sequences, with windows and sinks too; flex attention takes soft caps and chunks.
 Elsewhere `attention_blocks` computes one run of neighbouring sequences of equal length at a time, so sorting a batch by length
-helps; on CUDA, a log line says why.
+helps. On CUDA, a log line says why.
 
 Under context parallelism a rank has two chunks of each sequence. It gathers keys and values of all ranks, and computes each
 chunk with the keys up to its own end, by the same kernel or one chunk at a time.
@@ -67,7 +67,7 @@ def _fits_kernel(query: torch.Tensor, value: torch.Tensor, kind: AttentionKind) 
 
 
 def _fits_flex(query: torch.Tensor, value: torch.Tensor, kind: AttentionKind) -> bool:
-    """Return whether flex attention computes this attention on CUDA, which the variable-length kernel does not. Else log why."""
+    """Return whether flex attention computes on CUDA what the variable-length kernel does not; log why where it does not."""
     reason = f"heads are {query.size(-1)} and {value.size(-1)} wide"
     if kind.softcap is not None or kind.chunk is not None or query.dtype not in HALF:
         reason = lacking(query, value)

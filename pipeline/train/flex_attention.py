@@ -43,7 +43,7 @@ def _missing(device_type: str) -> str | None:
 
 @functools.cache
 def _compiled() -> Callable[..., Any]:
-    """Return the kernel for any number of tokens. It makes no choice by timing, so a resumed run equals the uninterrupted one."""
+    """Return the kernel for any number of tokens. No choice is made by timing, so a resumed run equals the uninterrupted."""
     return torch.compile(flex_attention, dynamic=True, fullgraph=True, options={"deterministic": True})
 
 
@@ -87,9 +87,7 @@ def _capped(limit: float) -> Callable[..., torch.Tensor]:
     return cap
 
 
-def visible(
-    queries: torch.Tensor, keys: torch.Tensor, count: int, kind: AttentionKind
-) -> tuple[torch.Tensor, torch.Tensor]:
+def visible(queries: torch.Tensor, keys: torch.Tensor, count: int, kind: AttentionKind) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the first and the last row of keys that each of `count` queries sees, [count] int32 each.
 
     queries, keys: see `flex`.

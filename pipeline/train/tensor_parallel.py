@@ -30,8 +30,8 @@ from pipeline.config import Problem, RecipeError
 from pipeline.train.adapters.linear import AdaptedLinear
 from pipeline.train.context_parallel import GatherRows
 from pipeline.train.expert_parallel import expert_modules
-from pipeline.train.logprobs import VocabularyShard
 from pipeline.train.hybrid_plan import block_styles
+from pipeline.train.logprobs import VocabularyShard
 from pipeline.train.sequence_resets import is_whole, mixers
 
 KEY = "policy.dtensor_cfg.tensor_parallel_size"

@@ -112,5 +112,3 @@ def test_a_gpu_without_a_compiler_is_logged(monkeypatch):
     monkeypatch.setattr(flex_attention, "_missing", lambda _: "C compiler")
     tensor = torch.empty(4, 2, 64, dtype=torch.bfloat16)
     assert flex_attention.lacking(tensor, tensor) == "there is no C compiler"
-
-

@@ -25,7 +25,9 @@ def test_outputs_and_gradients(name, monkeypatch):
     for lengths in BATCHES:
         packed = packing(lengths)
         packed = Packing(packed.cu_seqlens.cuda(), packed.max_length, packed.runs)
-        exact = [x.detach().cuda().requires_grad_() for x in inputs(sum(lengths), width=64, value_width=64, dtype=torch.float32)]
+        exact = [
+            x.detach().cuda().requires_grad_() for x in inputs(sum(lengths), width=64, value_width=64, dtype=torch.float32)
+        ]
         rounded = [x.detach().bfloat16().requires_grad_() for x in exact]
         found = []
         for query, key, value, sinks in (rounded, exact):
