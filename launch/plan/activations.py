@@ -40,7 +40,8 @@ width. c is the bytes of an element (2 or 4).
     gated norm          f (4 w) + 2 c w    w: width of all heads; gate and output in float32
     scan without kernels f (3 w + 3 q m)   q: tokens of a chunk, m: heads; the decays between its tokens
     delta nets          the same, but `DeltaNet.scanned` for the scan
-  A hybrid model's layers are the mean of its mixers and of its MLPs, so that the sum over all layers is right.
+  A hybrid model's layers are the mean of its mixers and of its MLPs, so that the sum over all layers is right. With FSDP2
+  tensor-parallel ranks share the tokens of whole mixers, as if sequences were many.
 
 Flash attention kernels, on a GPU and on the CPU, save no probabilities. On the CPU, and on a GPU in float32 or with unequal
 head widths, attention runs once per group of sequences of equal length. A copy joins the outputs: c o more.
@@ -51,9 +52,10 @@ gpt_oss, the gates of Qwen3.5's attention.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from launch.plan.memory_parts import TrainModel
+from pipeline.models.mixers import DeltaNet
 from pipeline.models.shape import ModelShape
 
 ROTARY = 64  # qk_rope_head_dim of DeepSeek-V3 and of all models with its architecture
@@ -114,6 +116,21 @@ def state_space(shape: ModelShape, microbatch: RankMicrobatch) -> float:
     return saved / microbatch.tensor
 
 
+def _mean(shape: ModelShape, attention: float, states: float) -> float:
+    """Return the mean over layers of what a layer with attention and one with another mixer save."""
+    return (
+        attention if shape.state is None else (shape.attention_layers * attention + shape.state_layers * states) / shape.layers
+    )
+
+
+def _sharing(shape: ModelShape, microbatch: RankMicrobatch) -> int:
+    """Return how many tensor-parallel ranks share the tokens of mixers that are not attention (FSDP2).
+
+    They share the sequences of whole mixers. Delta nets without sequence parallelism are cut, and compute all tokens.
+    """
+    return microbatch.sequence if isinstance(shape.state, DeltaNet) else microbatch.tensor
+
+
 @dataclass(frozen=True, slots=True)
 class Widths:
     """Widths of a layer: elements per token after tensor parallelism."""
@@ -145,15 +162,17 @@ def hugging_face_layer(shape: ModelShape, sparse: bool, microbatch: RankMicrobat
     count, of_heads, latent = norms(shape)
     hidden, gathered = w.hidden / microbatch.sequence, w.hidden if microbatch.sequence > 1 else 0.0
     keys = microbatch.keys * (w.key + w.value)
-    saved = count * ((4 + 2 * c) * hidden + 4) + c * (w.query + keys + w.output) + 4 * w.heads
+    attention = c * (w.query + keys + w.output) + 4 * w.heads
+    if not (microbatch.cuda and c == 2 and shape.head_dim == shape.value_dim):
+        attention += c * w.output
+    if of_heads:
+        attention += (4 + c) * (w.query + w.key)
+    if latent:  # latents, their norms, and the joint keys and values projected from them
+        attention += (4 + 2 * c) * latent + c * (w.key + w.value)
+    states = state_space(shape, replace(microbatch, tensor=_sharing(shape, microbatch)))
+    saved = count * ((4 + 2 * c) * hidden + 4) + _mean(shape, attention, states)
     if gathered:  # the inputs of both blocks are gathered, and saved as gathered for their weights' gradients
         saved += 2 * c * (gathered - hidden)
-    if not (microbatch.cuda and c == 2 and shape.head_dim == shape.value_dim):
-        saved += c * w.output
-    if of_heads:
-        saved += (4 + c) * (w.query + w.key)
-    if latent:  # latents, their norms, and the joint keys and values projected from them
-        saved += (4 + 2 * c) * latent + c * (w.key + w.value)
     forward = c * (2 * hidden + gathered + 3 * w.query + keys)
     if sparse:
         copies = shape.experts_per_token / microbatch.token_split
@@ -173,10 +192,12 @@ def selective_bytes(shape: ModelShape, sparse: bool, microbatch: RankMicrobatch)
     """Return the bytes that a Hugging Face layer keeps with selective recomputation, instead of `LayerActivations.saved`."""
     c, w = microbatch.size, Widths.of(shape, microbatch)
     keys = microbatch.keys * (w.key + w.value)
-    kept = c * (2 * w.hidden / microbatch.sequence + w.query + keys + w.output) + 4 * w.heads
+    attention = c * (w.query + keys + w.output) + 4 * w.heads
     _, _, latent = norms(shape)
     if latent:
-        kept += c * (latent + ROTARY)
+        attention += c * (latent + ROTARY)
+    states = c * sum(shape.state.projected) / _sharing(shape, microbatch) if shape.state else 0.0
+    kept = c * 2 * w.hidden / microbatch.sequence + _mean(shape, attention, states)
     if sparse:
         copies = shape.experts_per_token / microbatch.token_split
         width, shared = shape.expert_width / microbatch.expert_tensor, shape.shared_width
@@ -201,7 +222,7 @@ def megatron_layer(shape: ModelShape, sparse: bool, microbatch: RankMicrobatch) 
         attention += 8 * (w.query + w.key) - (4 * w.key if c == 4 else 0)
     if latent:
         attention += norm * latent + c * (w.value - w.key)
-    mixers = (shape.attention_layers * attention + shape.state_layers * state_space(shape, microbatch)) / shape.layers
+    mixers = _mean(shape, attention, state_space(shape, microbatch))
     saved = count * (norm * hidden + 4 / microbatch.sequence) + mixers
     if sparse:
         copies, shared = shape.experts_per_token, shape.shared_width / microbatch.tensor

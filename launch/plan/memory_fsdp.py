@@ -1,7 +1,8 @@
 """Estimate the memory of one model on one rank with FSDP2, as `pipeline.train.fsdp` allocates it.
 
 The ranks of a replica shard the trained parameters, their gradients and Adam's moments, in float32: dense ones over data x
-context ranks after tensor parallelism, experts over the ranks that have the same ones. The root's parameters (embedding,
+context ranks after tensor parallelism (which leaves some mixers whole: fsdp_splits.py), experts over the ranks that have the
+same ones. The root's parameters (embedding,
 norm, head) are gathered for a whole microbatch. A layer's parameters are gathered while it computes, and the next layer's are
 prefetched. Gradients are reduced in float32, one layer at a time. They stay allocated until the next step begins, and therefore
 during its forward passes. A single rank in float32 without offloading runs the plain module and gathers nothing.
@@ -21,6 +22,7 @@ from launch.plan.activations import (
     hugging_face_layer,
     selective_bytes,
 )
+from launch.plan.fsdp_splits import held, whole_mixers
 from launch.plan.memory_parts import Parts, RankBatches, TrainModel, add_parts
 from launch.plan.parallelism import Parallelism
 from pipeline.train.adapters.described import expert_entries
@@ -63,7 +65,8 @@ class FSDPMemory:
         """Return the parameters of a layer outside of its routed experts, after tensor parallelism."""
         shape = self.model.shape
         divided = shape.attention_layer + (shape.sparse_layer - self._routed if sparse else shape.mlp_layer)
-        return divided / self.layout.tensor + shape.norms_layer
+        whole = whole_mixers(shape, self.layout) / shape.layers
+        return (divided - whole) / self.layout.tensor + whole + shape.norms_layer
 
     @property
     def _routed(self) -> float:
@@ -93,7 +96,7 @@ class FSDPMemory:
         found, whole = frozen.tensors(self.model), self.model.shape.routed
         experts = self.model.shape.sparse_layers * self._experts / self.layout.expert_shard
         share = frozen.routed(found) / whole if whole else 0.0
-        return frozen.cut(found, self.layout.tensor) / self.layout.shard + share * experts
+        return held(found, self.layout) / self.layout.shard + share * experts
 
     @property
     def _trained(self) -> float:

@@ -24,6 +24,7 @@ from typing import Any
 import numpy as np
 
 from launch.plan.engine_layouts import vllm_tables
+from launch.plan.fsdp_splits import fsdp_splits
 from launch.plan.layout_tables import Shape, TableBuilder, consecutive, joined, stages_of
 from launch.plan.refit_adapters import adapter_tensors, received
 from pipeline import models
@@ -43,7 +44,7 @@ from pipeline.models import decoder, gpt_oss, qwen3_5
 from pipeline.models.base import Parameter
 from pipeline.models.config_json import check_fsdp
 from pipeline.models.sizes import sizes
-from pipeline.models.tensors import Tensor, experts, tensors
+from pipeline.models.tensors import experts, tensors
 from pipeline.refit.tables import LayoutTable
 from pipeline.train.adapters.spec import refits_adapters
 
@@ -127,7 +128,8 @@ def _fsdp(policy: PolicyConfig, train: int, builder: TableBuilder) -> list[Layou
     expert = np.array([-1 if tensor.expert is None else tensor.expert for tensor in builder.tensors])
     routed = np.array([tensor.part == "routed" for tensor in builder.tensors])
     dense = ~routed & np.array([cut_constants or tensor.part != "buffer" for tensor in builder.tensors])
-    cut = {dim: dense & _split_by_fsdp(builder.tensors, split) for dim, split in enumerate(("rows", "columns"))}
+    splits = np.array(fsdp_splits(builder.tensors, dtensor.sequence_parallel))
+    cut = {dim: dense & (splits == split) for dim, split in enumerate(("rows", "columns"))}
     of_replica = train // dtensor.data_parallel_replicate_size
     tensor_size, expert_size = dtensor.tensor_parallel_size, dtensor.expert_parallel_size
     of_rank = (expert.max() + 1) // expert_size  # experts
@@ -148,16 +150,6 @@ def _fsdp(policy: PolicyConfig, train: int, builder: TableBuilder) -> list[Layou
         return joined([number[held], offset[held], length[held]])
 
     return [table(rank % of_replica) for rank in range(train)]
-
-
-def _split_by_fsdp(found: list[Tensor], split: str) -> np.ndarray:
-    """Return which tensors transformers' tensor-parallel plan cuts this way: all of the split but latent attention.
-
-    It cuts a joint projection's rows as they come, not each half.
-    """
-    latent = any("kv_a_proj" in tensor.name for tensor in found)
-    splits = (split, "halves") if split == "rows" else (split,)
-    return np.array([tensor.split in splits and not (latent and tensor.part == "attention") for tensor in found])
 
 
 def _chunk(offset: np.ndarray, size: np.ndarray, rows: np.ndarray, dim: int, parts: int, part: int) -> None:

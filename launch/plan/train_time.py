@@ -22,6 +22,7 @@ import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 
+from launch.plan.fsdp_splits import whole_mixers
 from launch.plan.lengths import Lengths
 from launch.plan.parallelism import GIGA, Links, Parallelism, train_parallelism
 from launch.plan.phase import Phase
@@ -171,8 +172,9 @@ def _stage_transfers(job: Job, count: float, directions: int) -> float:
 def _fsdp_weights(job: Job, microbatches: int, products: list[float], tensor: float) -> float:
     """Return the seconds of all microbatches, where gathering weights overlaps with the passes."""
     shape, layout, links = job.shape, job.layout, job.links
+    whole = whole_mixers(shape, layout)
     groups = (  # numbers, ranks that shard them, and how far apart these are
-        ((shape.parameters - shape.routed) / layout.tensor, layout.shard, layout.tensor),
+        ((shape.parameters - shape.routed - whole) / layout.tensor + whole, layout.shard, layout.tensor),
         (layout.gathered_experts(shape), layout.expert_shard, layout.expert),
     )
     gather, scatter = 0.0, 0.0
@@ -204,7 +206,8 @@ def _gradients(job: Job, hidden_by: float) -> dict[str, float]:
     held = layout.held(job.shape)
     bandwidth = GIGA * job.gpu.hbm_gb_per_s * job.gpu.assumed.bandwidth
     if not uses_megatron(job.policy):
-        return {"optimizer": job.shape.parameters * layout.replicas / layout.ranks * OPTIMIZER_BYTES / bandwidth}
+        numbers = job.shape.parameters + (layout.tensor - 1) * whole_mixers(job.shape, layout)
+        return {"optimizer": numbers * layout.replicas / layout.ranks * OPTIMIZER_BYTES / bandwidth}
     ddp = job.policy.megatron_cfg.distributed_data_parallel_config
     itemsize = 4 if ddp.grad_reduce_in_fp32 else job.itemsize
     reduce, gather, optimizer = 0.0, 0.0, 0.0

@@ -1,8 +1,9 @@
 """Causal attention over packed sequences: the one place where both train backends compute it.
 
 Sequences lie end to end in one row of T tokens, and each attends only to itself; nothing is padded. On CUDA in half precision,
-one variable-length kernel computes all sequences, with windows and sinks too. Elsewhere, and with soft caps or chunks,
-`attention_blocks` computes one run of neighbouring sequences of equal length at a time, so sorting a batch by length helps.
+one variable-length kernel computes all sequences, with windows and sinks too; flex attention takes soft caps and chunks.
+Elsewhere `attention_blocks` computes one run of neighbouring sequences of equal length at a time, so sorting a batch by length
+helps. On CUDA, a log line says why.
 
 Under context parallelism a rank has two chunks of each sequence. It gathers keys and values of all ranks, and computes each
 chunk with the keys up to its own end, by the same kernel or one chunk at a time.
@@ -10,6 +11,8 @@ chunk with the keys up to its own end, by the same kernel or one chunk at a time
 
 from __future__ import annotations
 
+import functools
+import logging
 from typing import Any, NamedTuple
 
 import torch
@@ -17,9 +20,12 @@ from torch.nn.attention.varlen import varlen_attn
 
 from pipeline.train.attention_blocks import AttentionKind, causal
 from pipeline.train.context_parallel import GatherRows
+from pipeline.train.flex_attention import HALF, flex, lacking
 from pipeline.train.packing import ContextPart, Packing
 
 __all__ = ["AttentionKind", "attend"]
+
+logger = logging.getLogger(__name__)
 
 _VARLEN_MAX_HEAD_DIM = 256  # limit of FlashAttention-2
 
@@ -39,11 +45,14 @@ def attend(
     """
     kind, context = kind.of_length(packing.max_length), packing.context
     by_kernel = _fits_kernel(query, value, kind)
+    by_flex = not by_kernel and query.is_cuda and _fits_flex(query, value, kind)
     if context is not None:
         of_all_ranks = GatherRows.apply(torch.cat([key, value], -1), context.group)
         key, value = of_all_ranks.index_select(0, context.key_rows).split([key.size(-1), value.size(-1)], -1)
     if by_kernel:
         return _varlen(query, key, value, KernelSpans.of(packing), kind, sinks)
+    if by_flex:
+        return flex(query, key, value, KernelSpans.of(packing)[:2], kind, sinks)
     if context is not None:
         return _per_span(query, key, value, context, kind, sinks)
     return _per_run(query, key, value, packing, kind, sinks)
@@ -52,9 +61,24 @@ def attend(
 def _fits_kernel(query: torch.Tensor, value: torch.Tensor, kind: AttentionKind) -> bool:
     """Return whether the variable-length kernel computes this attention."""
     width = query.size(-1)
-    half = query.is_cuda and query.dtype in (torch.bfloat16, torch.float16)
+    half = query.is_cuda and query.dtype in HALF
     fits = half and width <= _VARLEN_MAX_HEAD_DIM and width % 8 == 0 and value.size(-1) == width
     return fits and kind.softcap is None and kind.chunk is None
+
+
+def _fits_flex(query: torch.Tensor, value: torch.Tensor, kind: AttentionKind) -> bool:
+    """Return whether flex attention computes on CUDA what the variable-length kernel does not; log why where it does not."""
+    reason = f"heads are {query.size(-1)} and {value.size(-1)} wide"
+    if kind.softcap is not None or kind.chunk is not None or query.dtype not in HALF:
+        reason = lacking(query, value)
+    if reason is not None:
+        _log_blocks(reason)
+    return reason is None
+
+
+@functools.cache
+def _log_blocks(reason: str) -> None:
+    logger.warning("attention runs block by block, which is exact but slower than a kernel, because %s", reason)
 
 
 class KernelSpans(NamedTuple):

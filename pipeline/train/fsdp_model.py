@@ -42,6 +42,7 @@ from pipeline.train.model_checks import check_model, derive_buffers, freeze_buff
 from pipeline.train.packed_attention import NAME
 from pipeline.train.recompute import recompute
 from pipeline.train.sequence_resets import decoder_layers, reset_sequences
+from pipeline.train.sequence_sharing import TensorRanks
 from pipeline.train.shards import local, local_box
 from pipeline.train.truncation import Truncation
 from pipeline.types import Outputs
@@ -55,7 +56,7 @@ class PackedModel(nn.Module):
         self.hf = hf
         self.partial: dict[str, dist.ProcessGroup] = {}  # parameters of which each rank of the group has a partial gradient
         self.shard: VocabularyShard | None = None
-        self.token_group: dist.ProcessGroup | None = None  # ranks that hold other tokens between blocks (sequence parallelism)
+        self.tensor_ranks: TensorRanks | None = None  # None: one
         self.function = LINEAR  # of the head
         self.layout: dict[str, list[Piece]] = {}  # for each parameter of `hf`: its pieces of tensors on disk
         self.compiled = False  # whether layers are compiled at the first call
@@ -71,8 +72,8 @@ class PackedModel(nn.Module):
         hidden = self.hf.base_model(
             input_ids=batch.tokens, position_ids=batch.positions, use_cache=False, packing=batch.packing
         ).last_hidden_state[0]
-        if self.token_group is not None:
-            hidden = GatherContextParallel.apply(hidden, self.token_group)
+        if self.tensor_ranks is not None and self.tensor_ranks.sequence:
+            hidden = GatherContextParallel.apply(hidden, self.tensor_ranks.group)
         if self._role.head == "values":
             return packed_values(hidden, self.hf.get_parameter(SCORE), batch)
         head = self.hf.get_output_embeddings()
@@ -128,7 +129,7 @@ def build(
     experts = [] if meshes is None else _distribute_experts(model, meshes, policy.dtensor_cfg.sequence_parallel)
     layers = decoder_layers(hf)
     use_kernels(policy, hf, device)
-    resets = reset_sequences(hf.base_model, layers, model.token_group)
+    resets = reset_sequences(hf.base_model, layers, model.tensor_ranks)
     mixture = resets or any(parameter.dim() > 2 for parameter in hf.parameters())
     model.compiled = like.compiled if like is not None else compiled.should_compile(policy, device, mixture)
     if model.compiled:
@@ -170,7 +171,7 @@ def _load(model: PackedModel, source: PackedModel | ReadBox, seed: int) -> None:
 
 def _parallelize(model: PackedModel, mesh: DeviceMesh, role: ModelRole, sequence: bool) -> None:
     """Cut the model over the 1-d mesh of tensor-parallel ranks."""
-    model.token_group = mesh.get_group() if sequence else None
+    model.tensor_ranks = TensorRanks(mesh.get_group(), sequence)
     partial = [
         name for name in tensor_parallel.parallelize(model.hf, mesh, sequence) if model.hf.get_parameter(name).requires_grad
     ]

@@ -4,8 +4,8 @@ Convolutions, Mamba's state spaces and gated delta nets carry a state from token
 sequence. Their modules get each sequence as a row of its own, padded on the right. They are causal, so padding does not change
 a sequence's tokens. Sequences of similar lengths share a call, so at most a quarter of the tokens of long sequences is padding.
 
-Only these modules see rows; the rest of the model sees packed tokens. Under context and sequence parallelism, ranks that hold
-parts of sequences gather them, share the sequences among themselves, and exchange the results.
+Only these modules see rows; the rest of the model sees packed tokens. Under context, sequence and tensor parallelism, ranks
+share the sequences of a batch among themselves: see sequence_sharing.py.
 """
 
 from __future__ import annotations
@@ -17,14 +17,15 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
+from torch.distributed.tensor import DTensor
 from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedModel
 
 from pipeline.models.base import unsupported_model
-from pipeline.train.context_parallel import GatherRows, ScatterRows
-from pipeline.train.packing import ContextPart, Packing, sequence_order
+from pipeline.train.adapters.linear import AdaptedLinear
+from pipeline.train.packing import Packing
+from pipeline.train.sequence_sharing import TensorRanks, compute_shared, groups_of_parts
 
 # Classes of transformers that carry a state and cannot compute rows of sequences, because of their other arguments.
 _REFUSED = {"MiniMaxLightningAttention", "RecurrentGemmaRecurrentBlock"}
@@ -74,16 +75,22 @@ def _outermost(module: nn.Module, classes: frozenset[str]) -> Iterator[nn.Module
             yield from _outermost(child, classes)
 
 
-def reset_sequences(body: nn.Module, layers: Iterable[nn.Module], tokens: dist.ProcessGroup | None = None) -> bool:
+def is_whole(mixer: nn.Module) -> bool:
+    """Return whether tensor-parallel ranks hold all of a mixer, before `fully_shard`. Then they share its sequences."""
+    return not any(isinstance(parameter, DTensor) for parameter in mixer.parameters())
+
+
+def reset_sequences(body: nn.Module, layers: Iterable[nn.Module], tensor: TensorRanks | None = None) -> bool:
     """Make the mixers of the layers see one sequence a row, in place. Returns whether there are any.
 
-    body: the module that is called with `packing`. tokens: ranks that hold other tokens between blocks (sequence parallelism).
+    body: the module that is called with `packing`. tensor: the tensor-parallel ranks; None: one.
     """
     called = _Current()
     found = [(layer, mixer) for layer in layers for mixer in mixers(layer)]
     for layer, mixer in found:
         current = _Current()
-        mixer.forward = functools.partial(_by_sequence, mixer.forward, current, type(mixer).__name__, tokens)
+        ranks = tensor if tensor is not None and (tensor.sequence or is_whole(mixer)) else None
+        mixer.forward = functools.partial(_by_sequence, mixer.forward, current, mixer, type(mixer).__name__, ranks)
         takes_any = any(p.kind is p.VAR_KEYWORD for p in inspect.signature(layer.forward).parameters.values())
         layer.forward = functools.partial(_with_packing, layer.forward, current, takes_any)
         layer.register_forward_pre_hook(functools.partial(_hand_on, called), with_kwargs=True)
@@ -109,8 +116,9 @@ def _with_packing(forward: Callable, current: _Current, takes_any: bool, *args: 
 def _by_sequence(
     forward: Callable,
     current: _Current,
+    mixer: nn.Module,
     name: str,
-    tokens: dist.ProcessGroup | None,
+    tensor: TensorRanks | None,
     hidden_states: torch.Tensor,
     *args: Any,
     **kwargs: Any,
@@ -125,13 +133,14 @@ def _by_sequence(
             f"{name} gets arguments that sequence resets do not support: {sorted(unknown)}, {len(args)} by position"
         )
     lengths = [length for count, length in packing.runs for _ in range(count)]
-    groups = [group for group in (tokens, packing.context and packing.context.group) if group is not None]
-    if hidden_states.shape[:2] != (1, sum(lengths) // math.prod(group.size() for group in groups)):
+    parts = math.prod(group.size() for group in groups_of_parts(tensor, packing.context))
+    if hidden_states.shape[:2] != (1, sum(lengths) // parts):
         raise ValueError(f"{name} gets {tuple(hidden_states.shape)} for {sum(lengths)} packed tokens")
     compute = functools.partial(_rows, forward, name)
-    if not groups:
+    if tensor is None and packing.context is None:
         return torch.cat(compute(hidden_states[0].split(lengths), range(len(lengths))))[None]
-    return _shared(compute, hidden_states[0], lengths, groups, packing.context)[None]
+    draws = any(isinstance(module, AdaptedLinear) and module.drops for module in mixer.modules())
+    return compute_shared(compute, hidden_states[0], lengths, tensor, packing.context, draws)[None]
 
 
 def _rows(forward: Callable, name: str, sequences: Sequence[torch.Tensor], chosen: Sequence[int]) -> list[torch.Tensor]:
@@ -144,51 +153,6 @@ def _rows(forward: Callable, name: str, sequences: Sequence[torch.Tensor], chose
             raise ValueError(f"{name} returns a {type(rows).__name__}; expected one tensor")
         outputs |= {i: row[: len(sequences[i])] for i, row in zip(together, rows.unbind(), strict=True)}
     return [outputs[i] for i in chosen]
-
-
-def _shared(
-    compute: Callable[[Sequence[torch.Tensor], Sequence[int]], list[torch.Tensor]],
-    hidden: torch.Tensor,
-    lengths: list[int],
-    groups: list[dist.ProcessGroup],
-    context: ContextPart | None,
-) -> torch.Tensor:
-    """Compute a mixer on a rank's tokens [t, H] -> [t, H']: gather sequences, compute a share of them, exchange the results.
-
-    groups: ranks with other tokens, those with the finest parts first.
-    """
-    for group in groups:
-        hidden = GatherRows.apply(hidden, group)
-    order = torch.arange(len(hidden)) if context is None else sequence_order(context.lengths, context.group.size())
-    order = order.to(hidden.device, non_blocking=True)
-    sequences = hidden[order].split(lengths)
-    ranks, rank = math.prod(group.size() for group in groups), 0
-    for group in groups:
-        rank = rank * group.size() + group.rank()
-    mine = balanced(lengths, ranks)[rank]
-    if mine:
-        found = dict(zip(mine, compute(sequences, mine), strict=True))
-    else:  # every rank needs gradients of all parameters
-        found = {0: compute([sequences[0][:1]], [0])[0].expand(lengths[0], -1) * 0}
-    width = next(iter(found.values())).size(-1)
-    outputs = [found[i] if i in found else sequences[i].new_zeros(lengths[i], width) for i in range(len(lengths))]
-    rows = torch.empty_like(order)
-    rows[order] = torch.arange(len(order), device=order.device)
-    total = torch.cat(outputs)[rows]
-    for group in reversed(groups):
-        total = ScatterRows.apply(total, group)
-    return total
-
-
-def balanced(lengths: Sequence[int], ranks: int) -> list[list[int]]:
-    """Return the sequences of each rank: the longest first, each to the rank with the fewest tokens so far.
-
-    Example: [5, 9, 3, 2], 2 ranks -> [[1], [0, 2, 3]].
-    """
-    shares: list[list[int]] = [[] for _ in range(ranks)]
-    for i in sorted(range(len(lengths)), key=lambda i: -lengths[i]):
-        min(shares, key=lambda share: sum(lengths[j] for j in share)).append(i)
-    return shares
 
 
 def similar(lengths: Sequence[int]) -> list[list[int]]:

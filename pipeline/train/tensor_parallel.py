@@ -6,15 +6,17 @@ embedding and head cut by vocabulary, and small parameters inside the cut region
 Activations between blocks are whole on every rank or, with sequence parallelism, cut by tokens: a block that has column-wise
 layers gathers its input once, and its row-wise layers reduce-scatter their output. The last hidden states are gathered again.
 
-Experts are not cut: see expert_parallel.py. Nor are mixers with states under sequence parallelism: see sequence_resets.py. Not
-supported, with an error that names the style: packed projections.
+Experts are not cut: see expert_parallel.py. Nor are mixers with states, of which each rank computes some of the sequences
+(sequence_sharing.py), except for those that the model's plan cuts (Qwen3.5's) without sequence parallelism. hybrid_plan.py
+completes the plans of hybrid models. Not supported, with an error that names the style: packed projections.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
+import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -28,8 +30,9 @@ from pipeline.config import Problem, RecipeError
 from pipeline.train.adapters.linear import AdaptedLinear
 from pipeline.train.context_parallel import GatherRows
 from pipeline.train.expert_parallel import expert_modules
+from pipeline.train.hybrid_plan import block_styles
 from pipeline.train.logprobs import VocabularyShard
-from pipeline.train.sequence_resets import mixers
+from pipeline.train.sequence_resets import is_whole, mixers
 
 KEY = "policy.dtensor_cfg.tensor_parallel_size"
 
@@ -52,7 +55,7 @@ def parallelize(hf: PreTrainedModel, mesh: DeviceMesh, sequence: bool = False) -
     _check_heads(hf, mesh.size())
     styles: dict[str, ParallelStyle] = {}
     partial, adapted, gathered = [], {}, []
-    whole = {id(part) for mixer in mixers(hf) for part in mixer.modules()} if sequence else set()
+    whole = _parts(mixers(hf)) if sequence else set()
     for name, style in expand(hf).items():
         module = hf.get_submodule(name)
         if id(module) in whole:  # with sequence parallelism, each sequence of a mixer is computed on one rank
@@ -98,12 +101,20 @@ def parallelize(hf: PreTrainedModel, mesh: DeviceMesh, sequence: bool = False) -
             for name, parameter in hf.named_parameters()
             if id(parameter) in body and (not name.startswith(inner) or ".lora_" in name)
         ]
+    else:
+        shared = {id(parameter) for mixer in mixers(hf) if is_whole(mixer) for parameter in mixer.parameters()}
+        partial += [name for name, parameter in hf.named_parameters() if id(parameter) in shared]
     return partial
 
 
+def _parts(found: Iterable[nn.Module]) -> set[int]:
+    """Return the ids of modules and of all modules in them."""
+    return {id(part) for module in found for part in module.modules()}
+
+
 def _between_blocks(sequence: bool) -> Placement:
-    """Return the placement of hidden states [1, t, H] outside of blocks."""
-    return Shard(1) if sequence else Replicate()
+    """Return the placement of hidden states [1, t, H], or of experts' [t, H], outside of blocks."""
+    return Shard(-2) if sequence else Replicate()
 
 
 def _block(name: str) -> str:
@@ -112,12 +123,15 @@ def _block(name: str) -> str:
 
 
 def _gather_input(group: dist.ProcessGroup) -> Callable[..., tuple[tuple, dict]]:
-    """Return a forward hook that gathers a block's hidden states [1, t / ranks, H] over the tokens."""
+    """Return a forward hook that gathers a block's hidden states [1, t / ranks, H] or [t / ranks, H] over the tokens."""
+
+    def gathered(hidden: torch.Tensor) -> torch.Tensor:
+        return GatherRows.apply(hidden.flatten(0, -2), group).view(*hidden.shape[:-2], -1, hidden.size(-1))
 
     def gather(block: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
         if args:
-            return (GatherRows.apply(args[0][0], group)[None], *args[1:]), kwargs
-        return args, kwargs | {"hidden_states": GatherRows.apply(kwargs["hidden_states"][0], group)[None]}
+            return (gathered(args[0]), *args[1:]), kwargs
+        return args, kwargs | {"hidden_states": gathered(kwargs["hidden_states"])}
 
     return gather
 
@@ -136,12 +150,16 @@ def vocabulary_shard(hf: PreTrainedModel, mesh: DeviceMesh) -> VocabularyShard:
 
 def expand(hf: PreTrainedModel) -> dict[str, str]:
     """Return {module name: style} from the model's plan, in which `*` stands for layer numbers; nothing for experts."""
-    plan = dict(hf.tp_plan or {})
-    if not plan:
+    plan, hybrid = dict(hf.tp_plan or {}), mixers(hf)
+    if not plan and not hybrid:
         raise _unsupported(f"{type(hf).__name__} has no tensor-parallel plan; expected 1")
     experts = tuple(f"{name}." for name in expert_modules(hf))
     modules = [name for name, _ in hf.named_modules() if not f"{name}.".startswith(experts)]
     expanded = {name: plan[generic] for name in modules if (generic := _generic(name)) in plan}
+    if hybrid:
+        planned, states = {_block(name) for name in expanded}, _parts(hybrid)
+        blocks = {name: hf.get_submodule(name) for name in modules if name not in planned}
+        expanded |= block_styles({name: block for name, block in blocks.items() if id(block) not in states})
     for name in modules:  # norms of heads that are cut, which some plans (GLM-4.5's) leave out
         block, _, own = name.rpartition(".")
         if own in ("q_norm", "k_norm") and expanded.get(f"{block}.{own[0]}_proj") == "colwise":

@@ -9,6 +9,7 @@ from torch import nn
 
 from pipeline.train import sequence_resets
 from pipeline.train.packing import Packing
+from pipeline.train.sequence_sharing import balanced
 from tests.train import attention_models, cases, ranks
 from tests.train.ranks import Layout
 
@@ -88,8 +89,8 @@ def test_recomputed_layers_have_the_packing_of_their_own_batch(name, tmp_path):
 
 
 def test_sequences_are_shared_by_tokens():
-    assert sequence_resets.balanced([5, 9, 3, 2], 2) == [[1], [0, 2, 3]]
-    assert sequence_resets.balanced([4], 3) == [[0], [], []]
+    assert balanced([5, 9, 3, 2], 2) == [[1], [0, 2, 3]]
+    assert balanced([4], 3) == [[0], [], []]
 
 
 def over_ranks(names, layout: Layout, folder) -> None:
@@ -98,14 +99,11 @@ def over_ranks(names, layout: Layout, folder) -> None:
         ranks.check_against_eager(trained, layout, folder / name, 3e-6)
 
 
-CP2, TP2, TP2_SP = Layout(1, 1, context=2), Layout(1, 2), Layout(1, 2, sequence=True)
-LAYOUTS = {
+CP2 = Layout(1, 1, context=2)
+LAYOUTS = {  # tensor parallelism: test_hybrids.py
     Layout(2, 1): ("mamba",),  # names its mixers among the modules that are not split, inside its layers
     CP2: ("nemotron_h", "bamba", "lfm2", "qwen3_5_text"),
     Layout(1, 1, context=4): ("nemotron_h", "qwen3_next"),
-    TP2: ("qwen3_5_text", "qwen3_next"),
-    TP2_SP: ("qwen3_5_text",),
-    Layout(1, 2, context=2, sequence=True): ("qwen3_5_text",),
 }
 
 

@@ -58,8 +58,7 @@ class AdaptedLinear(nn.Module):
         output = self.base_layer(hidden)
         if not self._switch.enabled:
             return output
-        spec, dropped = self._spec, hidden
-        drops = self._switch.dropout and spec.dropout > 0
+        spec, dropped, drops = self._spec, hidden, self.drops
         if drops and spec.dropout_input:
             dropped = F.dropout(hidden, spec.dropout)
         added = self.lora_B(self.lora_A(dropped)) * spec.scale
@@ -75,6 +74,11 @@ class AdaptedLinear(nn.Module):
         norms = arithmetic.row_norms(weight, a, b, spec.scale, self.sum_columns)
         factor = (_local(self.lora_magnitude_vector).to(norms.dtype) / norms).to(output.dtype)
         return output + (factor - 1) * scaled + factor * added
+
+    @property
+    def drops(self) -> bool:
+        """Return whether the current pass draws entries to drop."""
+        return self._switch.enabled and self._switch.dropout and self._spec.dropout > 0
 
     def cut(self, style: ParallelStyle, mesh: DeviceMesh) -> list[str]:
         """Cut the adapter over the 1-d mesh like the linear layer, which has this style and is already cut.

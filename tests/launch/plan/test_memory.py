@@ -8,7 +8,7 @@ import pytest
 
 from launch.model_files import read_json
 from launch.plan import memory
-from launch.plan.activations import RankMicrobatch, hugging_face_layer, megatron_layer, norms
+from launch.plan.activations import RankMicrobatch, hugging_face_layer, megatron_layer, norms, state_space
 from launch.plan.advice import advice
 from launch.plan.memory_generate import EngineRank, generate
 from launch.plan.memory_megatron import MegatronMemory, stages
@@ -26,6 +26,7 @@ def shape(name: str) -> ModelShape:
 
 LLAMA, QWEN_MIXTURE, DEEPSEEK = shape("meta-llama/Llama-3.1-8B"), shape("Qwen/Qwen3-30B-A3B"), shape("unsloth/DeepSeek-V3-bf16")
 GPT_OSS, HYBRID = shape("openai/gpt-oss-20b"), shape("nvidia/NVIDIA-Nemotron-3-Nano-30B-A3B-BF16")
+DELTA_NETS = ModelShape.of(read_json(RECIPES / "models/Qwen/Qwen3.5-9B.json")["text_config"])
 MEGATRON = "policy.megatron_cfg"
 
 
@@ -82,6 +83,34 @@ def test_tensor_parallelism_of_fsdp_gathers_whole_experts():
     one, two = (trained(f"{key}.tensor_parallel_size={size}", of=QWEN_MIXTURE).parts for size in (1, 2))
     layer = 2 * QWEN_MIXTURE.routed / QWEN_MIXTURE.sparse_layers
     assert two["buffers"] > 3 * layer and two["weights"] == pytest.approx(one["weights"], rel=1e-3)
+
+
+@pytest.mark.parametrize("sequence", [False, True])
+@pytest.mark.parametrize(("of", "mixers"), [(HYBRID, ("in_proj", "conv1d", "A_log")), (DELTA_NETS, ("linear_attn",))])
+def test_tensor_parallelism_of_fsdp_leaves_mixers_whole(of, mixers, sequence):
+    """State spaces, and delta nets with sequence parallelism; without it their projections are cut."""
+    key = "policy.dtensor_cfg"
+    sizes = (f"{key}.tensor_parallel_size=2", *([f"{key}.sequence_parallel=true"] if sequence else []))
+    one, two = (trained(*given, of=of).parts for given in ((), sizes))
+    whole = sum(t.numel for t in of.tensors if any(f".{name}" in t.name for name in mixers))
+    whole += sum(t.numel for t in of.tensors if of is HYBRID and t.name.endswith(("mixer.out_proj.weight", "mixer.D")))
+    found = (two["weights"] - one["weights"]) * 8 / 4
+    if of is HYBRID or sequence:
+        assert found == pytest.approx(whole, rel=0.01)
+    else:
+        assert 0 < found < 0.01 * whole
+
+
+def test_tensor_parallel_ranks_share_the_tokens_of_whole_mixers():
+    """Delta nets without sequence parallelism are cut, and compute all tokens."""
+    alone = RankMicrobatch(1.0, 2, True)
+    for of, before, after in (
+        (HYBRID, alone, RankMicrobatch(1.0, 2, True, 2)),
+        (DELTA_NETS, RankMicrobatch(1.0, 2, True, 2), RankMicrobatch(1.0, 2, True, 2, 2)),
+    ):
+        states = of.state_layers / of.layers * state_space(of, alone)
+        first, then = (hugging_face_layer(of, False, microbatch).saved for microbatch in (before, after))
+        assert first > states and first - then > states / 2
 
 
 def test_megatron_replicates_weights_and_gradients_and_shards_the_rest():

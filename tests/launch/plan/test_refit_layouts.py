@@ -147,6 +147,8 @@ CUTS = [
     *((family, Cut(4, 1, expert=size)) for family in (*SPARSE, "deepseek_v3") for size in (2, 4)),
     *((family, Cut(3, 2, expert=2)) for family in (*SPARSE, "deepseek_v3")),
     ("mixtral", Cut(4, 1, context=2, replicas=2, expert=2)),
+    *((family, Cut(3, 2)) for family in ("nemotron_h", "nemotron_h_moe", "qwen3_5_text", "qwen3_5_moe_text")),
+    *((family, Cut(2, 2, sequence=True)) for family in ("nemotron_h_moe", "qwen3_5_text")),
 ]
 
 

@@ -1,0 +1,53 @@
+"""How FSDP2's tensor parallelism cuts each tensor: `pipeline/train/tensor_parallel.py` on transformers' modules.
+
+It is the cut of the tensor's description but for these: a joint projection's rows are cut as they come, not each half. Latent
+attention is whole on every rank. So are state spaces, and delta nets with sequence parallelism; without it the projections of
+delta nets are cut by rows, and what is between them is whole.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+
+from launch.plan.parallelism import Parallelism
+from pipeline.models.base import Split
+from pipeline.models.shape import ModelShape
+from pipeline.models.tensors import Tensor
+
+_STATE_SPACE = re.compile(r"\.mixer\.(in_proj|out_proj|conv1d|norm|A_log|D|dt_bias)(\.|$)")
+_DELTA_NET = re.compile(r"\.linear_attn\.")
+_PROJECTION = re.compile(r"_proj\w*(\.lora_B)?\.weight$")  # A of a layer that is cut by rows is whole
+
+
+def fsdp_splits(found: Iterable[Tensor], sequence: bool) -> list[Split]:
+    """Return "rows", "columns" or "none" for each tensor of a model, or of its adapters. sequence: with sequence parallelism.
+
+    Routed experts are not cut by tensor parallelism; their splits are those of the description.
+    """
+    found = list(found)
+    latent = any("kv_a_proj" in tensor.name for tensor in found)
+    return [_split(tensor, latent, sequence) for tensor in found]
+
+
+def _split(tensor: Tensor, latent: bool, sequence: bool) -> Split:
+    if _STATE_SPACE.search(tensor.name) or (latent and tensor.part == "attention"):
+        return "none"
+    if _DELTA_NET.search(tensor.name):
+        return "rows" if not sequence and _PROJECTION.search(tensor.name) else "none"
+    if tensor.split == "halves":
+        return "rows"
+    return tensor.split if tensor.split in ("rows", "columns") else "none"
+
+
+def held(found: Iterable[Tensor], layout: Parallelism) -> float:
+    """Return the number of these parameters, outside of routed experts, that a tensor-parallel rank holds."""
+    found = list(found)
+    splits = zip(found, fsdp_splits(found, layout.sequence), strict=True)
+    return sum(one.numel / (1 if split == "none" else layout.tensor) for one, split in splits if one.part != "routed")
+
+
+def whole_mixers(shape: ModelShape, layout: Parallelism) -> int:
+    """Return the number of parameters of attention and other mixers that every tensor-parallel rank holds."""
+    splits = zip(shape.tensors, fsdp_splits(shape.tensors, layout.sequence), strict=True)
+    return sum(one.numel for one, split in splits if one.part == "attention" and split == "none")

@@ -1,0 +1,130 @@
+"""Attention with soft caps or chunks on a GPU, by torch's flex attention: one compiled kernel for all sequences.
+
+A query sees the keys from one row to its own, whatever the window, the chunks, the sequences and the context-parallel part. So
+the mask is two rows of keys for each query, and the kernel skips the blocks of keys that no query of a block sees. A sink takes
+part by the returned log-sum-exp: https://arxiv.org/abs/2412.05496 describes the kernel, `attention.VarlenWithSinks` the sinks.
+
+Compared with the exact block path on the CPU. The kernels themselves have not run on a GPU yet.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.nn.attention.flex_attention import AuxRequest, BlockMask, flex_attention
+
+from pipeline.train.attention_blocks import AttentionKind
+
+HALF = (torch.bfloat16, torch.float16)
+BLOCK = 128  # queries, and keys, of a block of the mask
+_LEAST_WIDTH = 16  # of heads, for the compiled kernel
+
+
+def lacking(query: torch.Tensor, value: torch.Tensor) -> str | None:
+    """Return why flex attention does not compute these queries [T, Hq, D] and values [K, Hkv, Dv]; None if it does."""
+    if query.dtype not in HALF:
+        return f"tensors are {str(query.dtype).removeprefix('torch.')}"
+    if min(query.size(-1), value.size(-1)) < _LEAST_WIDTH:
+        return f"heads are narrower than {_LEAST_WIDTH}"
+    missing = _missing(query.device.type)
+    return f"there is no {missing}" if missing else None
+
+
+@functools.cache
+def _missing(device_type: str) -> str | None:
+    # Not at the top: that module imports attention.
+    from pipeline.train.compiled import missing_dependency
+
+    return missing_dependency(torch.device(device_type))
+
+
+@functools.cache
+def _compiled() -> Callable[..., Any]:
+    """Return the kernel for any number of tokens. No choice is made by timing, so a resumed run equals the uninterrupted."""
+    return torch.compile(flex_attention, dynamic=True, fullgraph=True, options={"deterministic": True})
+
+
+def flex(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    starts: tuple[torch.Tensor, torch.Tensor],
+    kind: AttentionKind,
+    sinks: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Compute attention of spans of queries: query [T, Hq, D], key [K, Hkv, D], value [K, Hkv, Dv] -> [T, Hq, Dv].
+
+    starts: running sums of the spans' queries and of their keys, [spans + 1] int32 each. A span's last query is at its last
+    key. sinks [Hq]: see `attend`.
+    """
+    low, high = visible(*starts, query.size(0), kind)
+    arguments = (x.transpose(0, 1)[None] for x in (query, key, value))  # [1, H, T, D]
+    # A scale or a cap is a constant of the graph, also where models or layers differ in it: torch 2.13 fails on dynamic ones.
+    with torch._dynamo.config.patch(specialize_float=True):
+        found = _compiled()(
+            *arguments,
+            score_mod=None if kind.softcap is None else _capped(kind.softcap),
+            block_mask=block_mask(low, high, key.size(0)),
+            scale=kind.scale,
+            enable_gqa=query.size(1) != key.size(1),
+            return_aux=None if sinks is None else AuxRequest(lse=True),
+        )
+    if sinks is None:
+        return found[0].transpose(0, 1)
+    out, aux = found
+    share = torch.sigmoid(aux.lse - sinks.to(aux.lse.dtype)[:, None])  # [1, Hq, T]
+    return (out * share[..., None]).to(query.dtype)[0].transpose(0, 1)
+
+
+@functools.cache
+def _capped(limit: float) -> Callable[..., torch.Tensor]:
+    def cap(score, batch, head, query, key):
+        return limit * torch.tanh(score / limit)
+
+    return cap
+
+
+def visible(queries: torch.Tensor, keys: torch.Tensor, count: int, kind: AttentionKind) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the first and the last row of keys that each of `count` queries sees, [count] int32 each.
+
+    queries, keys: see `flex`.
+    """
+    rows = torch.arange(count, device=queries.device, dtype=torch.int32)
+    span = torch.bucketize(rows, queries[1:], right=True)
+    position = rows - queries[span] + (keys.diff() - queries.diff())[span]
+    first = torch.zeros_like(position)
+    if kind.window is not None:
+        first = (position - kind.window + 1).clamp(min=0)
+    if kind.chunk is not None:
+        first = torch.maximum(first, position // kind.chunk * kind.chunk)
+    return keys[span] + first, keys[span] + position
+
+
+def block_mask(low: torch.Tensor, high: torch.Tensor, keys: int) -> BlockMask:
+    """Return the mask in which query q sees the keys low[q] to high[q] of `keys`. low, high: [T] int32.
+
+    It is made without a matrix of T x keys entries, and without waiting for the device.
+    """
+    count = len(low)
+    padding = (-count) % BLOCK
+    lows, highs = (torch.cat([x, x[-1:].expand(padding)]).view(-1, BLOCK) for x in (low, high))
+    begins = torch.arange(0, keys, BLOCK, device=low.device)  # of blocks of keys
+    ends = begins + BLOCK - 1
+    seen = (lows.amin(1)[:, None] <= ends) & (highs.amax(1)[:, None] >= begins)
+    full = (lows.amax(1)[:, None] <= begins) & (highs.amin(1)[:, None] >= ends)
+
+    def mask(batch, head, query, key):
+        return (key >= low[query]) & (key <= high[query])
+
+    return BlockMask.from_kv_blocks(
+        *_ordered(seen & ~full), *_ordered(full), BLOCK_SIZE=BLOCK, mask_mod=mask, seq_lengths=(count, keys)
+    )
+
+
+def _ordered(blocks: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return (how many blocks of keys each block of queries has, their numbers first), from [blocks, blocks of keys] bool."""
+    order = blocks.to(torch.int8).argsort(dim=-1, descending=True, stable=True)
+    return blocks.sum(-1, dtype=torch.int32)[None, None], order.to(torch.int32)[None, None]
