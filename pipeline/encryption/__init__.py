@@ -1,0 +1,9 @@
+"""Encryption at rest: the key of a run, and files that are encrypted in chunks.
+
+Only bytes come in here: `pipeline/digests.py` writes files, `pipeline/config/checkpointing.py` has the keys of the recipe.
+"""
+
+from pipeline.encryption.key import Key, obtain
+from pipeline.encryption.stream import EncryptedFile, Encryptor, decrypt, encrypt, is_encrypted, read_bytes
+
+__all__ = ["EncryptedFile", "Encryptor", "Key", "decrypt", "encrypt", "is_encrypted", "obtain", "read_bytes"]
