@@ -24,8 +24,8 @@ def key_of(run_dir: Path) -> Key | None:
     if path := os.environ.get(VARIABLE):
         return encryption.obtain(path, None, 0.0)
     run = RunFolder.at(run_dir)
-    values = (run.value(f"{SECTION}.{name}") for name in ("key_file", "key_command"))
-    return encryption.obtain(*values, float(run.value(f"{SECTION}.key_timeout_s", 60.0)))
+    key_file, key_command = (run.value(f"{SECTION}.{name}") for name in ("key_file", "key_command"))
+    return encryption.obtain(key_file, key_command, float(run.value(f"{SECTION}.key_timeout_s", 60.0)))
 
 
 def source(run_dir: Path) -> Callable[[], Key | None]:

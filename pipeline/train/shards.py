@@ -213,6 +213,6 @@ def read_shards(folder: Path, key: Key | None = None) -> tuple[BoxReader, list[d
     reader = BoxReader(key)
     for rank, record in enumerate(records):
         path = folder / f"train-rank{rank:05d}.safetensors"
-        for key, entry in record["tensors"].items():
-            reader.add(entry["name"], entry["shape"], path, Box(tuple(entry["offset"]), tuple(entry["size"])), key)
+        for stored, entry in record["tensors"].items():
+            reader.add(entry["name"], entry["shape"], path, Box(tuple(entry["offset"]), tuple(entry["size"])), stored)
     return reader, records

@@ -52,7 +52,7 @@ def header_of(tensors: Mapping[str, torch.Tensor]) -> tuple[bytes, list[str]]:
 
 def bytes_of(tensor: torch.Tensor) -> memoryview:
     """Return the bytes of a tensor on the CPU, without a copy if it is contiguous."""
-    return memoryview(tensor.detach().contiguous().view(-1).view(torch.uint8).numpy())
+    return memoryview(tensor.detach().contiguous().view(-1).view(torch.uint8).numpy().data)
 
 
 def write_tensors(tensors: Mapping[str, torch.Tensor], path: Path, key: Key | None = None) -> str:
