@@ -73,7 +73,8 @@ def evaluate(
         for ranks in workers.engines
     ]
     asking = [*tasks, *([harness] if harness else [])]
-    logs = {task.name: AnswerLog(run_dir, task.name, retry) for task in asking}
+    encrypts = recipe.checkpointing.encryption.enabled
+    logs = {task.name: AnswerLog(run_dir, task.name, retry, key, encrypts) for task in asking}
     supervisor = Supervisor(attempt, deadline, list(logs.values()), startup)
     engines = models.engines(recipe, groups, supervisor)
     for name, why in skipped.items():
@@ -98,7 +99,7 @@ def evaluate(
     summary["skipped"] = skipped
     if harness:
         harness.complete(summary)
-        retrying(lambda: harness.write(run_dir), "writing the results of lm_eval", run_dir, retry)
+        retrying(lambda: harness.write(run_dir, key if encrypts else None), "writing the results of lm_eval", run_dir, retry)
     retrying(lambda: scores.write(run_dir, summary, values), "writing the scores", run_dir / scores.FILE, retry)
     scores.show(summary)
     return True

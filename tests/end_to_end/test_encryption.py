@@ -10,7 +10,7 @@ import pytest
 pytest.importorskip("cryptography")
 
 from launch import export, report
-from launch.api.run import Run as ApiRun
+from launch.api.training import Run as ApiRun
 from launch.run_keys import VARIABLE
 from pipeline.boxes import whole
 from pipeline.checkpoint import ROLLOUTS, complete_in
