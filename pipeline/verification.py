@@ -53,6 +53,14 @@ def check_record(found: Checkpoint, verify: Verify, key: encryption.Key | None) 
         _refuse(found, _record_problems(found, key))
 
 
+def check_before_submission(found: Checkpoint, given: CheckpointingConfig) -> None:
+    """Raise RecipeError for what shows on a login node, which may not have the key: a recipe without one, names and seals."""
+    if found.fingerprint and given.encryption.key_file is None and given.encryption.key_command is None:
+        fitting(None, found.fingerprint, found.folder)
+    if given.verify != "off" and found.version >= DIGESTS:
+        _refuse(found, _record_problems(found, None))
+
+
 def check_share(found: Checkpoint, verify: Verify, share: tuple[int, int] = WHOLE) -> None:
     """Raise RecipeError, which names the files, if files of a checkpoint have other digests. Only `full` reads the files.
 
@@ -87,7 +95,7 @@ def check_export(key: str, folder: Path, verify: Verify, share: tuple[int, int] 
 def _record_problems(found: Checkpoint, key: encryption.Key | None) -> Iterator[str]:
     """Yield `NAME: got ...; expected ...` for what shows without reading the large files."""
     folder, record = found.folder, found.record
-    expected = seals(record, key if found.fingerprint else None)
+    expected = seals(record, key if found.fingerprint else None)  # without the key, all but what only the key shows
     if any(record.get(name) != value for name, value in expected.items()):
         yield f"{COMPLETE}: got other values than those that were sealed; expected those that the run wrote"
         return

@@ -194,6 +194,26 @@ def test_a_record_that_was_sealed_again_without_the_key_is_found(saved):
         saved.checked()
 
 
+@pytest.mark.parametrize("case", FOUND)
+def test_submission_finds_what_shows_without_the_key_and_without_reading_large_files(saved, case):
+    given = CheckpointingConfig(encryption=EncryptionConfig(key_command="show"))
+    verification.check_before_submission(saved.checkpoints.latest(), given)
+    FOUND[case][0](saved.folder)
+    if case in NEEDS_FULL:
+        verification.check_before_submission(saved.checkpoints.latest(), given)
+        return
+    with refused(("checkpoint", "damaged")):
+        verification.check_before_submission(saved.checkpoints.latest(), given)
+
+
+def test_submission_refuses_a_recipe_without_the_key_of_its_checkpoints(saved):
+    if saved.key is None:
+        verification.check_before_submission(saved.checkpoints.latest(), CheckpointingConfig())
+        return
+    with refused(("checkpointing.encryption", "wrong-key")):
+        verification.check_before_submission(saved.checkpoints.latest(), CheckpointingConfig())
+
+
 def test_a_file_that_network_file_systems_leave_is_not_extra(saved):
     (saved.folder / ".nfs000000000001").write_text("")
     assert saved.checked().step == 2
