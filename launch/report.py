@@ -141,7 +141,7 @@ def _sections(labelled: Sequence[LabelledRun], of: Sequence[RunState], out: Path
     if sampled.files or sampled.left_out:
         shown = [rollouts.samples(sampled)] if sampled.files else []
         why = [tag("p", each) for each in sampled.left_out]
-        yield Section("Samples", [*why, *shown], f"{'; '.join(sampled.notes)}.")
+        yield Section("Samples", [*why, *shown], f"{'; '.join(sampled.notes) or 'None can be read here'}.")
     yield Section("Recipe" if len(labelled) == 1 else "Recipes", recipes([each.run for each in labelled], names))
 
 

@@ -90,6 +90,8 @@ def read(folders: Sequence[Path], page: Path | None = None) -> Rollouts:
                 continue
             of += 1
             found.files.append(_samples(found.prompts, run, kind, path, records, room))
+        if not steps:
+            continue
         found.steps[run, kind] = steps
         found.notes.append(f"{whole}{KINDS[kind]}: samples of {of} of {len(paths)} steps")
     return found
