@@ -18,9 +18,11 @@ from typing import Annotated
 if __name__ == "__main__":
     sys.path[0] = str(Path(__file__).resolve().parent.parent)  # replaces launch/, so that no installed package is needed
 
-from launch import command_line, model_card
+from launch import command_line, model_card, run_keys
 from launch.command_line import Key
 from launch.run_folder import RunFolder, read_recipe
+from pipeline import checkpoint as checkpoints
+from pipeline import verification
 from pipeline.algorithms import build
 from pipeline.checkpoint import Checkpoint, Checkpoints
 from pipeline.config import Problem, Recipe, RecipeError
@@ -64,6 +66,9 @@ def export(request: ExportRequest) -> Path:
 def _export(request: ExportRequest) -> Path:
     recipe = read_recipe(request.run)
     checkpoint = _checkpoint(request.run, recipe, request.step)
+    if checkpoint.fingerprint and request.out is None:
+        message = f"got none, but {checkpoint.folder} is encrypted and an export is plain; expected out=DIR, which says where"
+        raise RecipeError(Problem("out", "missing-value", message))
     folder = request.out or request.run / f"{'adapter' if request.adapter else 'hf'}_step_{checkpoint.step}"
     if folder.exists():
         raise RecipeError(
@@ -80,19 +85,30 @@ def _export(request: ExportRequest) -> Path:
     except OSError as error:
         why = f"{error} (relative paths start at {Path.cwd()})"
         raise RecipeError(Problem("policy.model_name", "unavailable-model", why)) from error
-    (export_adapters if request.adapter else export_checkpoint)(checkpoint.folder, recipe.policy, folder, head)
+    key = run_keys.key_of(request.run) if checkpoint.fingerprint else None
+    verification.check_record(checkpoint, recipe.checkpointing.verify, key)
+    verification.check_share(checkpoint, recipe.checkpointing.verify)
+    (export_adapters if request.adapter else export_checkpoint)(checkpoint.folder, recipe.policy, folder, head, key)
     (folder / model_card.FILE).write_text(model_card.text(RunFolder.at(request.run), checkpoint.step), encoding="utf-8")
     return folder
 
 
 def _checkpoint(run_dir: Path, recipe: Recipe, step: int | None) -> Checkpoint:
     complete = {checkpoint.step: checkpoint for checkpoint in Checkpoints(run_dir, "export", recipe.checkpointing).all()}
+    wanted = checkpoints.folder_of(run_dir, step) if step is not None and step not in complete else None
+    if wanted is not None and wanted.exists():
+        why = f"{wanted} is not complete: {checkpoints.incomplete(wanted)}. Try {_others(complete)}"
+        raise RecipeError(Problem("step", "damaged", why))
     if not complete:
         raise RecipeError(Problem("run", "no-checkpoint", f"{run_dir} has no complete checkpoint"))
     if step is not None and step not in complete:
         why = f"got {step}; expected the step of a complete checkpoint: {', '.join(map(str, complete))}"
         raise RecipeError(Problem("step", "no-checkpoint", why))
     return complete[max(complete) if step is None else step]
+
+
+def _others(complete: dict[int, Checkpoint]) -> str:
+    return f"another step: {', '.join(map(str, complete))}" if complete else "a copy of it; no other step is complete"
 
 
 if __name__ == "__main__":

@@ -8,7 +8,6 @@ active, or an older version's.
 
 from __future__ import annotations
 
-import json
 import sys
 import time
 from collections.abc import Iterator, Sequence
@@ -19,7 +18,7 @@ from typing import Annotated
 if __name__ == "__main__":
     sys.path[0] = str(Path(__file__).resolve().parent.parent)  # replaces launch/, so that no installed package is needed
 
-from launch import command_line, console
+from launch import command_line, console, run_keys
 from launch.command_line import Key
 from launch.evaluations import folder as evaluation_folders
 from launch.evaluations import tables
@@ -35,6 +34,8 @@ from launch.pages.step_pictures import step_pictures
 from launch.run_folder import MetricColumns, RunFolder
 from launch.run_state import RunState, states
 from launch.units import size
+from pipeline.config import RecipeError
+from pipeline.metrics import read_rollouts
 
 EVALUATE = "evaluate"
 PRINTED = ("val/accuracy", "val/loss", "train/reward")
@@ -77,7 +78,7 @@ def read(folders: Sequence[Path]) -> list[LabelledRun]:
 
 def write(labelled: Sequence[LabelledRun], out: Path) -> tuple[int, bool]:
     """Write the page of runs, with plotly.min.js beside it. Return (its bytes, False if plotly is not installed)."""
-    text = page(labelled, states([each.run for each in labelled]))
+    text = page(labelled, states([each.run for each in labelled]), out)
     out.write_text(text, encoding="utf-8")
     return len(text.encode()), not out.is_file() or add_plotly(out.parent)
 
@@ -94,18 +95,18 @@ def labels(folders: Sequence[Path]) -> list[str]:
 # ---- the page -----------------------------------------------------------------------------------------------------------
 
 
-def page(labelled: Sequence[LabelledRun], of: Sequence[RunState]) -> str:
-    """Return the HTML page of runs and their states."""
+def page(labelled: Sequence[LabelledRun], of: Sequence[RunState], out: Path | None = None) -> str:
+    """Return the HTML page of runs and their states. out: where it is written; None: nowhere."""
     names = [each.label for each in labelled]
     written = tag("p", f"Written {moment(time.time())} from what the run folders held then.", class_="note")
-    sections = [section for section in _sections(labelled, of) if section.content]
+    sections = [section for section in _sections(labelled, of, out) if section.content]
     return document(" · ".join(names) if len(names) <= 4 else f"{len(names)} runs", sections, names, written)
 
 
-def _sections(labelled: Sequence[LabelledRun], of: Sequence[RunState]) -> Iterator[Section]:
+def _sections(labelled: Sequence[LabelledRun], of: Sequence[RunState], out: Path | None) -> Iterator[Section]:
     """Yield all sections. A section without data is empty."""
     curves = Curves(labelled)
-    sampled = rollouts.read([each.run.folder for each in labelled])
+    sampled = rollouts.read([each.run.folder for each in labelled], out)
     names = [each.label for each in labelled]
 
     def grid(charts: Sequence[Chart]) -> list[Html]:
@@ -137,8 +138,10 @@ def _sections(labelled: Sequence[LabelledRun], of: Sequence[RunState]) -> Iterat
     compared = "the busiest rank's rate, as a fraction of cluster.network; ranks that share GPUs use gloo instead"
     yield Section("Refit", grid(refit), f"efficiency: {compared}.")
     yield Section("Lengths and rewards", grid([*lengths, *spread]), "Bands: over the rollouts of a step.")
-    if sampled.files:
-        yield Section("Samples", [rollouts.samples(sampled)], f"{'; '.join(sampled.notes)}.")
+    if sampled.files or sampled.left_out:
+        shown = [rollouts.samples(sampled)] if sampled.files else []
+        why = [tag("p", each) for each in sampled.left_out]
+        yield Section("Samples", [*why, *shown], f"{'; '.join(sampled.notes) or 'None can be read here'}.")
     yield Section("Recipe" if len(labelled) == 1 else "Recipes", recipes([each.run for each in labelled], names))
 
 
@@ -179,9 +182,13 @@ def _samples(run_dir: Path, count: int = 3) -> Iterator[tuple[str, str]]:
     if not found:
         return
     yield "samples", found[-1].name
-    with open(found[-1], encoding="utf-8") as file:
-        for record in map(json.loads, (line for _, line in zip(range(count), file, strict=False) if line.endswith("\n"))):
-            yield "", f"{_clip(record['prompt'])!r} -> {_clip(record['completion'])!r}  reward {record['reward']:g}"
+    try:
+        records = read_rollouts(found[-1], run_keys.source(run_dir))[:count]
+    except RecipeError as error:
+        yield "", str(error)
+        return
+    for record in records:
+        yield "", f"{_clip(record['prompt'])!r} -> {_clip(record['completion'])!r}  reward {record['reward']:g}"
 
 
 def _clip(text: str, limit: int = 200) -> str:

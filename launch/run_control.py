@@ -46,8 +46,8 @@ def completed(recipe: Recipe, run_dir: Path) -> str | None:
     steered = run.changed_values.get(f"{key}.max_num_steps")
     if steered is not None and record["step"] >= steered and own.max_num_steps == run.value(f"{key}.max_num_steps"):
         return (
-            f"{complete}: launch/steer.py set {key}.max_num_steps to {steered}; give another one than {own.max_num_steps}, which"
-            " it was submitted with, to continue"
+            f"{complete}: launch/steer.py set {key}.max_num_steps to {steered}; give another one than {own.max_num_steps}, with"
+            " which it was submitted, to continue"
         )
     recipe_before = run_setup.earlier(recipe)
     if recipe_before is None:

@@ -38,7 +38,7 @@ from launch import folder_lock, slurm_client
 from launch.executors.allocation import batch_job
 from launch.executors.base import ROOT, RunJob, write_json
 from launch.executors.record import read_record
-from pipeline import config, metrics
+from pipeline import config, metrics, verification
 from pipeline import secrets as kept_secrets
 from pipeline.checkpoint import Checkpoints, version_problem
 from pipeline.config import Problem, Recipe, RecipeError, paths
@@ -115,15 +115,18 @@ def earlier(recipe: Recipe) -> Recipe | None:
 def check(recipe: Recipe) -> None:
     """Raise RecipeError if the recipe holds a secret, or may not be written into its run_dir.
 
-    It may not if the folder belongs to another recipe, is not writable, or holds a checkpoint whose version cannot be resumed.
+    It may not if the folder belongs to another recipe, is not writable, or its last checkpoint cannot be resumed: it has
+    another version, is damaged, or is encrypted and the recipe names no key.
     """
     config.refuse(kept_secrets.problems(dataclasses.asdict(recipe)))
     run_dir = Path(recipe.run_dir).absolute()
     if (before := earlier(recipe)) is not None and (different := differences(before, recipe)):
         raise _refused("run-exists", f"{run_dir} holds another recipe:\n      {_how_to_continue(before, recipe, different)}")
     complete = Checkpoints(run_dir, "", recipe.checkpointing).all()
-    if complete and (problem := version_problem(complete[-1], recipe)):
-        raise RecipeError(problem)
+    if complete:
+        if problem := version_problem(complete[-1], recipe):
+            raise RecipeError(problem)
+        verification.check_before_submission(complete[-1], recipe.checkpointing)
     if not complete and config.only_evaluates(recipe) and _has_trained(run_dir):
         raise _refused(
             "no-checkpoint",

@@ -10,6 +10,8 @@
                                         the run folder's own `hf` links to the latest when the run has ended
       .step_000005.<attempt>.removed/   superfluous, but could not be removed: the next start retries
 
+With a key (checkpointing.encryption) each file but complete.json and digests.sha256 is encrypted (pipeline/encryption).
+
 The partial folder has the attempt's name, so an earlier attempt that still writes cannot touch the files of its rerun. Generate
 ranks write nothing: a refit restores their weights, each request has its own seed, and rank 0 keeps the rollouts.
 """
@@ -17,6 +19,7 @@ ranks write nothing: a refit restores their weights, each request has its own se
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import json
 import logging
 import math
@@ -25,15 +28,16 @@ import re
 import shutil
 import stat
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from pipeline import storage
+from pipeline import digests, encryption, storage
 from pipeline.algorithms import build
 from pipeline.config import CheckpointingConfig, Problem, Recipe, TimeoutsConfig, uses_megatron
+from pipeline.encryption import Key
 from pipeline.storage import RetryPolicy, append, retrying, sync, write_durably
 
 logger = logging.getLogger(__name__)
@@ -41,8 +45,11 @@ logger = logging.getLogger(__name__)
 COMPLETE = "complete.json"
 ROLLOUTS = "buffer.msgpack"
 NAME = re.compile(r"step_\d+")  # of a checkpoint's folder
-VERSION = 2
-"""Version of the contents. Since 2 a schedule counts steps of the algorithm; in 1 it counted optimizer updates."""
+VERSION = 3
+"""Version of the contents. Since 2 a schedule counts steps of the algorithm; in 1 it counted optimizer updates. Since 3 each
+file has a digest."""
+SCHEDULES, DIGESTS = 2, 3
+CIPHER = "AES-256-GCM"
 
 
 @dataclass(frozen=True)
@@ -54,23 +61,39 @@ class Checkpoint:
     metric: float | None  # the value of checkpointing.metric_name when it was saved
     state: dict[str, Any]  # of the training loop
     version: int = VERSION
+    record: dict[str, Any] = field(default_factory=dict, repr=False)  # all that complete.json has
 
-    def rollouts(self) -> bytes:
-        """Return the rollout buffer's state; empty if there is none."""
+    @property
+    def fingerprint(self) -> str | None:
+        """The fingerprint of the key with which it is encrypted; None if it is not."""
+        return (self.record.get("encryption") or {}).get("key")
+
+    def rollouts(self, key: Key | None = None) -> bytes:
+        """Return the rollout buffer's state; empty if there is none. Raises RecipeError if it is encrypted with another key."""
         path = self.folder / ROLLOUTS
-        return path.read_bytes() if path.exists() else b""
+        return encryption.read_bytes(path, key) if path.exists() else b""
 
 
 class Checkpoints:
     """The checkpoints of a run, as rank 0 manages them."""
 
-    def __init__(self, run_dir: Path, attempt: str, config: CheckpointingConfig, retry: RetryPolicy = storage.NO_RETRIES):
+    def __init__(
+        self,
+        run_dir: Path,
+        attempt: str,
+        config: CheckpointingConfig,
+        retry: RetryPolicy = storage.NO_RETRIES,
+        key: Key | None = None,
+    ):
+        """key: of the section checkpointing.encryption. It reads; it also encrypts if `encryption.enabled`."""
+        self.key, self.writing_key = key, key if config.encryption.enabled else None
         self._folder = run_dir / "checkpoints"
         self._attempt = attempt
         self._config = config
         self.retry = retry
         self._partial: Path | None = None  # the one being written
         self._seen: dict[Path, Checkpoint] = {}  # known to be complete
+        self._skipped: set[Path] = set()  # logged as incomplete
 
     def all(self) -> list[Checkpoint]:
         """Return the complete checkpoints, oldest first."""
@@ -87,7 +110,14 @@ class Checkpoints:
         Waits for the checkpoint that earlier attempts recorded: another node may have written it, and this one may see it late.
         """
         self._wait_for_progress()
-        return next(iter(reversed(self.all())), None)
+        for folder in reversed(_folders(self._folder)):
+            try:
+                return _complete(folder)
+            except IncompleteCheckpoint as why:
+                if folder not in self._skipped:
+                    logger.warning("%s is skipped, because it is not complete: %s", folder, why)
+                self._skipped.add(folder)
+        return None
 
     def _wait_for_progress(self) -> None:
         told = [(path.stat().st_mtime, path) for path in self._folder.parent.glob("attempts/*/progress")]
@@ -120,7 +150,8 @@ class Checkpoints:
     def keep_rollouts(self, partial: Path, record: bytes) -> None:
         """Add the rollout buffer's state to a checkpoint, unless it is empty."""
         if record:
-            self._retrying(lambda: append(partial / ROLLOUTS, 0, record), partial)
+            content = encryption.encrypt(record, self.writing_key, ROLLOUTS) if self.writing_key else record
+            self._retrying(lambda: append(partial / ROLLOUTS, 0, content), partial)
 
     @contextlib.contextmanager
     def discarding(self) -> Iterator[None]:
@@ -132,13 +163,26 @@ class Checkpoints:
                 _remove(self._partial)
             raise
 
-    def commit(self, partial: Path, step: int, metric: float | None, state: dict[str, Any]) -> Checkpoint:
-        """Turn a partial folder, whose files are all on disk, into a checkpoint; then remove superfluous ones."""
+    def commit(
+        self, partial: Path, step: int, metric: float | None, state: dict[str, Any], known: Mapping[str, str] = {}
+    ) -> Checkpoint:
+        """Turn a partial folder, whose files are all on disk, into a checkpoint; then remove superfluous ones.
+
+        known: SHA-256 of files by path within the folder, from when they were written; those of the others are computed here.
+        Waits for files in `known` that another node wrote. Raises StorageError.
+        """
         folder = self._folder / _name(step)
+        written: dict[str, Any] = {}
 
         def seal() -> None:
+            if missing := sorted(known.keys() - _sizes(partial).keys()):
+                storage.seen_within(storage.SEEN_S, lambda: known.keys() <= _sizes(partial).keys(), partial / missing[0])
             record = {"version": VERSION, "step": step, "metric": metric, "state": state, "files": _sizes(partial)}
-            write_durably(partial / COMPLETE, json.dumps(record))
+            record["digests"] = digests.add_manifest(partial, known, (COMPLETE,))[digests.MANIFEST]
+            record["encryption"] = {"cipher": CIPHER, "key": self.writing_key.fingerprint} if self.writing_key else None
+            written.update(json.loads(json.dumps(record)))
+            written.update(seals(written, self.writing_key))
+            write_durably(partial / COMPLETE, json.dumps(written))
 
         def move() -> None:
             if partial.exists():  # otherwise an earlier try moved it and failed in `sync`
@@ -151,7 +195,7 @@ class Checkpoints:
             self._retrying(seal, partial)
             self._retrying(move, folder)
         self._partial = None
-        complete = Checkpoint(folder, step, metric, state)
+        complete = Checkpoint(folder, step, metric, state, VERSION, written)
         self._seen[folder] = complete
         for checkpoint in superfluous(self._kept(), self._config):
             gone = self._folder / f".{checkpoint.folder.name}.{self._attempt}.removed"
@@ -202,7 +246,7 @@ def version_problem(checkpoint: Checkpoint, recipe: Recipe) -> Problem | None:
         schedules.append(policy.megatron_cfg.scheduler)
     if algorithm.needs.critic:
         schedules.append(recipe.value.scheduler)
-    if checkpoint.version >= VERSION or schedules.count(None) == len(schedules) or updates == algorithm.advances_per_step:
+    if checkpoint.version >= SCHEDULES or schedules.count(None) == len(schedules) or updates == algorithm.advances_per_step:
         return None
     return Problem(
         "run_dir",
@@ -247,8 +291,8 @@ def _folders(folder: Path) -> list[Path]:
 
 
 def _sizes(folder: Path) -> dict[str, int]:
-    """Return the size of each file in bytes, by path within the folder."""
-    paths = [path for path in sorted(folder.rglob("*")) if path.name != COMPLETE]
+    """Return the size of each file in bytes, by path within the folder, without the two that describe the others."""
+    paths = [folder / name for name in digests.names_in(folder) if name not in (COMPLETE, digests.MANIFEST)]
     found = zip(paths, _stats(paths), strict=True)
     return {str(path.relative_to(folder)): status.st_size for path, status in found if stat.S_ISREG(status.st_mode)}
 
@@ -267,18 +311,62 @@ def _remove(folder: Path, gone: Path | None = None) -> None:
         logger.warning("%s could not be removed (%s); the next start tries again", folder, error)
 
 
+def folder_of(run_dir: Path, step: int) -> Path:
+    """Return the folder of a step's checkpoint, which may not exist."""
+    return run_dir / "checkpoints" / _name(step)
+
+
 def _name(step: int) -> str:
     return f"step_{step:06d}"
+
+
+def seals(record: Mapping[str, Any], key: Key | None) -> dict[str, str]:
+    """Return what shows that complete.json is as it was written: its SHA-256 and, with a key, its HMAC.
+
+    record: its other values, as JSON reads them.
+    """
+    text = json.dumps({name: record[name] for name in sorted(record) if name not in ("seal", "mac")}, sort_keys=True).encode()
+    return {"seal": hashlib.sha256(text).hexdigest(), **({"mac": key.mac(text)} if key else {})}
+
+
+class IncompleteCheckpoint(Exception):
+    """A checkpoint was not written to its end, or lost files since."""
 
 
 def read(folder: Path) -> Checkpoint | None:
     """Return the checkpoint in a folder, or None if it is not complete."""
     try:
-        record = json.loads((folder / COMPLETE).read_text())
+        return _complete(folder)
+    except IncompleteCheckpoint:
+        return None
+
+
+def incomplete(folder: Path) -> str | None:
+    """Return why the checkpoint in a folder is not complete, with the name of a file; None if it is complete."""
+    try:
+        _complete(folder)
+    except IncompleteCheckpoint as why:
+        return str(why)
+    return None
+
+
+def read_record(folder: Path) -> Checkpoint:
+    """Return the checkpoint in a folder without a look at its files. Raises OSError, ValueError."""
+    record = json.loads((folder / COMPLETE).read_text())
+    return Checkpoint(folder, record["step"], record["metric"], record["state"], record.get("version", 1), record)
+
+
+def _complete(folder: Path) -> Checkpoint:
+    """Return the checkpoint in a folder. Raises IncompleteCheckpoint if a file is missing or has another size."""
+    try:
+        complete = read_record(folder)
+        record = complete.record
         found = _stats([folder / name for name in record["files"]])
         sizes = {name: status.st_size for name, status in zip(record["files"], found, strict=True)}
-    except (FileNotFoundError, json.JSONDecodeError):
-        return None
-    if sizes != record["files"]:
-        return None
-    return Checkpoint(folder, record["step"], record["metric"], record["state"], record.get("version", 1))
+    except FileNotFoundError as error:
+        raise IncompleteCheckpoint(f"{Path(error.filename).name}: got no such file; expected it") from None
+    except json.JSONDecodeError:
+        raise IncompleteCheckpoint(f"{COMPLETE}: got a part of it; expected JSON") from None
+    if wrong := next((name for name, size in record["files"].items() if sizes[name] != size), None):
+        raise IncompleteCheckpoint(f"{wrong}: got {sizes[wrong]:,} bytes; expected {record['files'][wrong]:,}")
+    return complete

@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 
 from transformers import PreTrainedTokenizerBase
 
-from pipeline import config
+from pipeline import config, verification
 from pipeline.algorithms.advantages import normalization
 from pipeline.algorithms.base import Algorithm, OnlineAlgorithm
 from pipeline.algorithms.early_stop import EarlyStop
@@ -70,7 +70,7 @@ class RunParts:
     stop: EarlyStop = field(init=False)
     steering: Steering = field(init=False)
     _unsaved: Callable[[], None] | None = None  # saves the last step; None if it is saved
-    _unsettled: Callable[[], None] | None = None  # completes a save under way
+    _unsettled: Callable[[dict[str, str]], None] | None = None  # completes a save under way, given the digests of its files
     _save_s: float | None = None  # duration of the last save, until it is logged
     _kept: bytes = b""  # the rollout buffer's state in the restored checkpoint
     _warned: set[str] = field(default_factory=set)  # why checkpoints lacked a metric to rank by, each logged once
@@ -86,17 +86,21 @@ class RunParts:
         step, changes = (latest.step, latest.state.get("steer", [])) if latest else (0, [])
         self.steering.resume(step, changes, stream)
         if latest is None:
-            return 0, Metrics(self.folder, self.recipe.logger, None, self.checkpoints.retry)
+            return 0, self._metrics(None)
         if problem := version_problem(latest, self.recipe):
             raise RecipeError(problem)
         self.startup.enter("read the checkpoint")
+        verification.check_record(latest, self.recipe.checkpointing.verify, self.checkpoints.key)
         with self.colocation.training():
             self.train.restore(str(latest.folder)).result()
-        self._kept = latest.rollouts()
+        self._kept = latest.rollouts(self.checkpoints.key)
         stream.load_state_dict(latest.state["stream"])
         self.stop.load_state_dict(latest.state.get("early_stop", {}))
         logger.info("resumed from %s", latest.folder)
-        return latest.step, Metrics(self.folder, self.recipe.logger, latest.step, self.checkpoints.retry)
+        return latest.step, self._metrics(latest.step)
+
+    def _metrics(self, after_step: int | None) -> Metrics:
+        return Metrics(self.folder, self.recipe.logger, after_step, self.checkpoints.retry, self.checkpoints.writing_key)
 
     def take_kept(self) -> bytes:
         """Return the rollout buffer's state from the restored checkpoint, once."""
@@ -229,13 +233,12 @@ class RunParts:
         with self.checkpoints.discarding(), self.colocation.training():
             self.checkpoints.keep_rollouts(partial, self.record())
             self.train.save(str(partial)).result()
-            if config.save_consolidated:
-                self.train.export(str(partial / "hf")).result()
+            exported = self.train.export(str(partial / "hf")).result()[0] if config.save_consolidated else {}
         metric = self._ranking_metric(step, values)
 
-        def commit() -> None:
+        def commit(written: dict[str, str]) -> None:
             self.attempt.check()
-            self.checkpoints.commit(partial, step, metric, state)
+            self.checkpoints.commit(partial, step, metric, state, written | exported)
             self.attempt.progressed(step)
             self._save_s = time.perf_counter() - start
             self.deadline.saved(self._save_s)
@@ -262,9 +265,9 @@ class RunParts:
         """Complete the checkpoint under way if all ranks have written it. wait: until they have."""
         if self._unsettled:
             with self.checkpoints.discarding():
-                written = all(self.train.written(wait).result())
-            if written:
-                self._unsettled()
+                written = self.train.written(wait).result()
+            if None not in written:
+                self._unsettled({name: digest for of_rank in written for name, digest in of_rank.items()})
                 self._unsettled = None
 
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from pipeline import algorithms, config, node_checks, rpc, user_code
+from pipeline import algorithms, config, node_checks, rpc, user_code, verification
 from pipeline.algorithms.base import OnlineAlgorithm
 from pipeline.attempt import Attempt
 from pipeline.checkpoint import Checkpoints, kept, storage_timeout_s
@@ -124,6 +124,8 @@ def _coordinate(
     attempt = Attempt(world.info.folder, storage_s)
     attempt.claim()
     train = RpcGroup(client, world, workers.train, TrainRole, timeouts, role)
+    retry = RetryPolicy(storage_s, attempt.check, functools.partial(kept, run_dir))
+    checkpoints = _unlocked(recipe, run_dir, attempt, retry, train)
     generate = RpcGroup(client, world, workers.generate, GenerateRole, timeouts)
     reward = RpcGroup(client, world, workers.reward, RewardRole, timeouts)
     shared = workers.colocated
@@ -140,8 +142,6 @@ def _coordinate(
     if config.generates(recipe):
         refits = RefitCoordinator(recipe, workers, train, generate, role.shapes, world.nodes())
     colocation = Colocation(shared, train, generate, refits)
-    retry = RetryPolicy(storage_s, attempt.check, functools.partial(kept, run_dir))
-    checkpoints = Checkpoints(run_dir, attempt.name, recipe.checkpointing, retry)
     deadline = Deadline.of_attempt(recipe.checkpointing, run_dir, attempt.folder)
     parts = (recipe, run_dir, checkpoints, train, places, colocation, tokenizer, attempt, deadline, world.timeline)
     run = RunParts(*parts, startup=startup, phase=world.phase, monitor=monitor)
@@ -166,6 +166,16 @@ def _coordinate(
         checkpoints.link_latest(run_dir / "hf", "hf")
         record |= {"early_stop": run.stopped} if run.stopped else {}
     _write_done(run_dir, record, retry)
+
+
+def _unlocked(recipe: Recipe, run_dir: Path, attempt: Attempt, retry: RetryPolicy, train: RpcGroup) -> Checkpoints:
+    """Return the run's checkpoints, once every train rank has their key. Raises RecipeError before any model is loaded."""
+    key = verification.obtain_key(recipe.checkpointing)
+    checkpoints = Checkpoints(run_dir, attempt.name, recipe.checkpointing, retry, key)
+    verification.check_key(checkpoints.latest(), key)
+    if key:
+        train.unlock(key.fingerprint).result()
+    return checkpoints
 
 
 def _evaluate(recipe: Recipe, run_dir: Path, world: World, client: RpcClient, role: GenerateRole, startup: Startup) -> None:

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO, TypeVar
 
 from pipeline.config import LoggerConfig, Problem, RecipeError
+from pipeline.encryption import Key, encrypt, is_encrypted, read_bytes
 from pipeline.storage import NO_RETRIES, SLOW_S, RetryPolicy, append, retrying, tell_slow, write_durably
 
 if TYPE_CHECKING:
@@ -41,8 +42,16 @@ NOT_REPRODUCIBLE = ("time", "throughput/", "idle/", RESOURCES)
 class Metrics:
     """Writes a run's metrics, rollouts and TensorBoard events."""
 
-    def __init__(self, run_dir: Path, config: LoggerConfig, after_step: int | None, retry: RetryPolicy = NO_RETRIES):
-        """Continue after a restored step and drop everything beyond it; with None, drop everything."""
+    def __init__(
+        self,
+        run_dir: Path,
+        config: LoggerConfig,
+        after_step: int | None,
+        retry: RetryPolicy = NO_RETRIES,
+        key: Key | None = None,
+    ):
+        """Continue after a restored step and drop everything beyond it; with None, drop everything. key: encrypts rollouts."""
+        self._key = key
         last = -1 if after_step is None else after_step  # step 0 is the validation before the first step
         self._path = run_dir / "metrics.jsonl"
         self._rollouts = run_dir / "rollouts"
@@ -128,12 +137,14 @@ class Metrics:
         """Write the rollouts of a step, one object per line, to rollouts/KIND_STEP.jsonl; `kind` is "step" or "val"."""
         path = self._rollouts / f"{kind}_{step:06d}.jsonl"
         records = itertools.islice(_records(groups, tokenizer), self._config.num_rollouts_to_log)
-        text = "".join(json.dumps(record) + "\n" for record in records)
+        content = "".join(json.dumps(record) + "\n" for record in records).encode()
+        if self._key:
+            content = encrypt(content, self._key, path.name)
         with self._going_on("rollouts", step):
             self._retry.check()  # a later attempt may write there
             self._rollouts.mkdir(exist_ok=True)
             try:
-                append(path, 0, text.encode(), durable=False)
+                append(path, 0, content, durable=False)
             except OSError:
                 path.unlink(missing_ok=True)
                 raise
@@ -192,10 +203,16 @@ class Reader:
                     yield line
 
 
-def read_rollouts(path: Path) -> list[dict[str, Any]]:
-    """Return the complete lines of a file of rollouts. Raises RecipeError for one that is not JSON."""
+def read_rollouts(path: Path, key: Callable[[], Key | None] = lambda: None) -> list[dict[str, Any]]:
+    """Return the complete lines of a file of rollouts.
+
+    key: is asked for the key if the file is encrypted. Raises RecipeError for a line that is not JSON, and if the key does not
+    fit or the file is damaged.
+    """
     with open(path, "rb") as file:
-        return [_parsed(path, text, ()) for text in file if text.endswith(b"\n")]
+        encrypted = is_encrypted(file.read(8))
+    content = read_bytes(path, key() if encrypted else None)
+    return [_parsed(path, text, ()) for text in content.splitlines(keepends=True) if text.endswith(b"\n")]
 
 
 def _parsed(path: Path, text: bytes, keys: Iterable[str]) -> dict[str, Any]:

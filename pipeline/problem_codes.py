@@ -146,6 +146,11 @@ FILES = {
 """Files, models, data and code."""
 
 RUNS = {
+    "damaged": ProblemCode(
+        "A file of a checkpoint, an export or rollouts is not as it was written: changed, missing, extra, cut off or renamed.",
+        "Restore the file that the message names from a copy, or move the folder away: the run then goes on from an earlier"
+        " step. `sha256sum -c digests.sha256` in the folder compares all files.",
+    ),
     "in-use": ProblemCode(
         "Another job or command is writing into this folder.",
         "Follow it with `python launch/submit.py follow=RUN_DIR`, wait for its end, or give another `run_dir`.",
@@ -194,6 +199,11 @@ RUNS = {
     "run-failed": ProblemCode(
         "A run, evaluation or sweep that a program waited for (`hetstep`) ended before its end.",
         "Read the failure in the message, and the logs that it names. The same submission continues from the last checkpoint.",
+    ),
+    "wrong-key": ProblemCode(
+        "A checkpoint or rollouts are encrypted, and the key is missing or another one.",
+        "Give the key with the fingerprint that the message names: `checkpointing.encryption.key_file` or `key_command` of the"
+        " recipe, or the variable HETSTEP_KEY_FILE for a command that reads a run folder.",
     ),
     "wrong-version": ProblemCode(
         "A checkpoint or a package is of a version that does not fit.",

@@ -166,7 +166,7 @@ def test_a_schedule_that_counted_updates_is_refused_if_a_step_has_several(checkp
     """Checkpoints of earlier versions, which have no version, counted updates."""
     loaded = config.load(recipe, [f"run_dir={checkpoints._folder}", *overrides])
     assert version_problem(save(checkpoints, 1), loaded) is None
-    assert checkpoints.latest().version == VERSION == 2
+    assert checkpoints.latest().version == VERSION == 3
     record = json.loads((checkpoints.latest().folder / COMPLETE).read_text())
     del record["version"]
     (checkpoints.latest().folder / COMPLETE).write_text(json.dumps(record))

@@ -33,7 +33,7 @@ class Ranks:
         return SimpleNamespace(result=lambda: [None])
 
     def written(self, wait: bool):
-        return SimpleNamespace(result=lambda: [wait or not self.slow])
+        return SimpleNamespace(result=lambda: [{} if wait or not self.slow else None])
 
 
 class Steps:

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, overload
 
-from launch import run_control, run_state
+from launch import run_control, run_keys, run_state
 from launch.api.errors import NotEnded, RunFailed
 from launch.executors.base import RunJob
 from launch.executors.record import read_record
@@ -19,7 +18,7 @@ from launch.slurm_client import SlurmError
 from pipeline.checkpoint import Checkpoint, complete_in
 from pipeline.config import Problem, Recipe, RecipeError
 from pipeline.config import read as read_recipe
-from pipeline.metrics import Reader
+from pipeline.metrics import Reader, read_rollouts
 
 ENDED = ("done", "failed", "stopped")
 
@@ -151,7 +150,8 @@ class BaseRun:
     def rollouts(self, step: int | None = None, *, validation: bool = False) -> list[dict[str, Any]]:
         """Return the rollouts of a step as records: prompt, completion, reward and more.
 
-        `logger.num_rollouts_to_log` bounds how many a run writes.
+        `logger.num_rollouts_to_log` bounds how many a run writes. Raises RecipeError if they are encrypted with a key that is
+        not here (HETSTEP_KEY_FILE).
 
         Args:
             step: None: the latest that has some.
@@ -162,8 +162,8 @@ class BaseRun:
         if not paths or (step is not None and step not in paths):
             known = f"expected one of {', '.join(map(str, sorted(paths)))}" if paths else "there are none yet"
             raise RecipeError(Problem("step", "file-not-found", f"got {step}; {known}, in {self.folder / 'rollouts'}"))
-        text = paths[max(paths) if step is None else step].read_text(encoding="utf-8")
-        return [json.loads(line) for line in text.split("\n")[:-1]]  # the last line may be incomplete
+        path = paths[max(paths) if step is None else step]
+        return read_rollouts(path, run_keys.source(self.folder))  # without the last line, if it is incomplete
 
     def checkpoints(self) -> list[Checkpoint]:
         """Return the complete checkpoints, oldest first: `step`, `folder`, `metric` of each."""

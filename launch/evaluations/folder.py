@@ -15,6 +15,7 @@ from typing import Any
 
 import yaml
 
+from launch import run_keys
 from launch.evaluations import sources, tables
 from pipeline.config import Problem, RecipeError
 from pipeline.evaluation.answers import FOLDER, read_answers
@@ -81,8 +82,8 @@ class EvaluationFolder:
             return {}
 
     def answers(self, task: str) -> list[Answer]:
-        """Return a task's answers by question and sample."""
-        return read_answers(self.folder / FOLDER / f"{task}.jsonl")
+        """Return a task's answers by question and sample. Raises RecipeError if they are encrypted, and not with a key here."""
+        return read_answers(self.folder / FOLDER / f"{task}.jsonl", run_keys.source(self.folder))
 
 
 def read(folder: Path) -> EvaluationFolder | None:

@@ -99,6 +99,7 @@ def of_future(recipe: Recipe, suite: str) -> Source:
 
 def _values(run_dir: Path, recipe: Recipe, own: dict[str, Any]) -> dict[str, Any]:
     values = {"policy": _policy(recipe), "cluster": _cluster(recipe), "evaluate": {"run": str(run_dir), **own}}
+    values["checkpointing"] = _part(recipe.checkpointing, ("verify", "encryption"))
     return values | ({"module_folders": recipe.module_folders} if recipe.module_folders else {})
 
 

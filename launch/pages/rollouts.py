@@ -7,16 +7,19 @@ give samples, with the middle of long texts left out. The page states each of th
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from launch import run_keys
 from launch.pages.chart import Chart, Mark, Series
 from launch.pages.html import Html, data, tag
 from launch.traces.step_picture import pick_evenly
+from pipeline.config import RecipeError
+from pipeline.encryption import Key, is_encrypted
 from pipeline.metrics import read_rollouts
 
 KINDS = {"step": "training", "val": "validation"}
@@ -58,10 +61,15 @@ class Rollouts:
     files: list[dict[str, Any]] = field(default_factory=list)  # for samples.js
     prompts: dict[str, int] = field(default_factory=dict)  # text -> number
     notes: list[str] = field(default_factory=list)
+    left_out: dict[str, None] = field(default_factory=dict)  # why encrypted rollouts are missing, each reason once
 
 
-def read(folders: Sequence[Path]) -> Rollouts:
-    """Return the rollouts in the folders of runs. Runs are numbered in this order."""
+def read(folders: Sequence[Path], page: Path | None = None) -> Rollouts:
+    """Return the rollouts in the folders of runs. Runs are numbered in this order.
+
+    Encrypted ones are left out, with a note, if their key is not here. page: where samples are written; None: nowhere. In a run
+    folder it gets no samples of encrypted rollouts, which would be plain there.
+    """
     found = Rollouts()
     kinds = {(run, kind): _files(folder, kind) for run, folder in enumerate(folders) for kind in KINDS}
     kinds = {key: paths for key, paths in kinds.items() if paths}
@@ -71,18 +79,49 @@ def read(folders: Sequence[Path]) -> Rollouts:
         sampled = set(pick_evenly(chosen, SAMPLED_FILES))
         room = PAGE_CHARACTERS // len(kinds) // len(sampled)
         steps, of = [], 0
-        for path in chosen:
-            records = _records(path)
-            if not records:
-                continue
-            steps.append(StepRollouts(_step(path), [_length(each) for each in records], [each["reward"] for each in records]))
-            if path in sampled:
-                of += 1
-                found.files.append(_samples(found.prompts, run, kind, path, records, room))
-        found.steps[run, kind] = steps
         whole = f"{folders[run].name}: " if len(folders) > 1 else ""
+        hides = _is_plain_beside(page, folders[run])
+        for path, records in _readable(chosen, folders[run], found.left_out):
+            steps.append(StepRollouts(_step(path), [_length(each) for each in records], [each["reward"] for each in records]))
+            if path not in sampled:
+                continue
+            if hides(path):
+                found.left_out.setdefault(f"{whole}encrypted samples are on no page in the run folder. Try out=FILE elsewhere")
+                continue
+            of += 1
+            found.files.append(_samples(found.prompts, run, kind, path, records, room))
+        if not steps:
+            continue
+        found.steps[run, kind] = steps
         found.notes.append(f"{whole}{KINDS[kind]}: samples of {of} of {len(paths)} steps")
     return found
+
+
+def _readable(paths: Sequence[Path], folder: Path, left_out: dict[str, None]) -> Iterator[tuple[Path, list[dict[str, Any]]]]:
+    """Yield (file, its records) of files with records, up to one that cannot be decrypted; why is added to `left_out`."""
+    key = run_keys.source(folder)
+    for path in paths:
+        try:
+            records = _records(path, key)
+        except RecipeError as error:
+            if error.codes == ("bad-format",):
+                raise
+            left_out.setdefault(str(error))
+            return
+        if records:
+            yield path, records
+
+
+def _is_plain_beside(page: Path | None, folder: Path) -> Callable[[Path], bool]:
+    """Return whether the page would have the text of an encrypted file in the same run folder, as a function of the file."""
+    if page is None or folder.resolve() not in (page.absolute().parent.resolve() / page.name).parents:
+        return lambda path: False
+
+    def encrypted(path: Path) -> bool:
+        with open(path, "rb") as file:
+            return is_encrypted(file.read(8))
+
+    return encrypted
 
 
 def _files(folder: Path, kind: str) -> list[Path]:
@@ -93,9 +132,9 @@ def _step(path: Path) -> int:
     return int(path.stem.rpartition("_")[2])
 
 
-def _records(path: Path) -> list[dict[str, Any]]:
+def _records(path: Path, key: Callable[[], Key | None]) -> list[dict[str, Any]]:
     try:
-        return read_rollouts(path)
+        return read_rollouts(path, key)
     except FileNotFoundError:  # a restart has just deleted it
         return []
 

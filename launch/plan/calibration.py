@@ -13,6 +13,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
+from launch import run_keys
 from launch.plan.phase import CLOCKS, Phase
 from pipeline import config
 from pipeline.algorithms import build
@@ -61,9 +62,16 @@ def _mean(lines: Sequence[Mapping[str, Any]], key: str) -> float | None:
 
 
 def _prompt(folder: Path) -> float | None:
-    """Return the mean tokens of a prompt in the last step whose rollouts were written."""
+    """Return the mean tokens of a prompt in the last step whose rollouts were written; None if they cannot be read here."""
+    key = run_keys.source(folder)
     for path in sorted((folder / "rollouts").glob("step_*.jsonl"), reverse=True):
-        if lengths := [len(line["prompt_tokens"]) for line in read_rollouts(path)]:
+        try:
+            records = read_rollouts(path, key)
+        except RecipeError as error:
+            if error.codes == ("bad-format",):
+                raise
+            return None  # encrypted, and the key is not on this machine
+        if lengths := [len(line["prompt_tokens"]) for line in records]:
             return sum(lengths) / len(lengths)
     return None
 

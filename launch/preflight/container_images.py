@@ -248,6 +248,8 @@ def _needs(recipe: Recipe, name: str, pending: Sequence[os.PathLike], conversion
     if rewarded and _holds(recipe, name, f"env.{rewarded}", rewarded):
         key = f"env.{rewarded}.tokenizer.name"
         yield from _model_paths(f"the tokenizer of {key}", key, config.reward_model_policy(recipe).tokenizer.name, pending)
+    if (key := recipe.checkpointing.encryption.key_file) and Path(key).exists() and name != "reward":
+        yield RequiredPath("the key of checkpointing.encryption.key_file", Path(key))
     if name == "train":
         yield from _data_paths(recipe)
     for code in user_imports.named(recipe):

@@ -82,6 +82,7 @@ def problems(recipe: Recipe) -> Iterator[Problem]:
     policy = recipe.policy
     if generates(recipe) and policy.generation.backend == "vllm":
         yield from _engine(policy.generation.vllm_kwargs)
+    yield from _encryption(recipe)
     if recipe.evaluate.lm_eval.tasks and not containers.has_another_python(recipe.cluster.generate):
         yield from _harness()
     if not trains(recipe):
@@ -187,6 +188,18 @@ def _kernels(recipe: Recipe) -> Iterator[Problem]:
     if dtensor.flash_attention == 3 and importlib.util.find_spec("flash_attn_interface") is None:
         what = "got 3, but flash_attn_interface, FlashAttention-3's package, is not installed. Try 2"
         yield Problem(f"{key}.flash_attention", "not-installed", what)
+
+
+# ---- encryption -----------------------------------------------------------------------------------------------------------
+
+
+def _encryption(recipe: Recipe) -> Iterator[Problem]:
+    """Yield a problem if files are to be encrypted without the package that does it, if the ranks use this Python."""
+    writer = recipe.cluster.train if trains(recipe) else recipe.cluster.generate
+    wanted = recipe.checkpointing.encryption.enabled and not containers.has_another_python(writer)
+    if wanted and importlib.util.find_spec("cryptography") is None:
+        what = "got true, but cryptography is not installed. Try pip install 'hetstep[encryption]'"
+        yield Problem("checkpointing.encryption.enabled", "not-installed", what)
 
 
 # ---- lm-evaluation-harness ------------------------------------------------------------------------------------------------

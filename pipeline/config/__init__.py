@@ -21,6 +21,7 @@ from pipeline.algorithms.sections import (
     ValueLossConfig,
     bound,
 )
+from pipeline.config.checkpointing import CheckpointingConfig, EncryptionConfig, Verify
 from pipeline.config.checks import components, problems, validate
 from pipeline.config.cluster import (
     SHARED,
@@ -108,7 +109,6 @@ from pipeline.config.policy import (
     ValueConfig,
 )
 from pipeline.config.schema import (
-    CheckpointingConfig,
     DataConfig,
     DatasetConfig,
     LoggerConfig,

@@ -13,6 +13,7 @@ from pipeline.config import (
     megatron_checks,
     schema_validation,
 )
+from pipeline.config.checkpointing import check_encryption
 from pipeline.config.cluster import COLOCATED, OF_NODES, SHARED, ComponentConfig, TimeoutsConfig, ranks, ranks_per_node
 from pipeline.config.data import check_data, validates
 from pipeline.config.environments import check_environments
@@ -47,6 +48,7 @@ def contradictions(recipe: Recipe) -> Iterator[Problem]:
         yield from _check_world(recipe)
         yield from check_data(recipe)
     yield from _check_storage(recipe.cluster.timeouts)
+    yield from check_encryption(recipe.checkpointing, recipe.run_dir)
     yield from check_environments(recipe.env)
     yield from hardware.problems(recipe)
 

@@ -24,6 +24,7 @@ FILES = (
     *("data.*.data_path", "data.*.prompt_file", "data.*.system_prompt_file", "module_folders"),
     *("evaluate.tasks.*.data.data_path", "evaluate.tasks.*.judge_prompt_file", "evaluate.tasks.*.format_kwargs.baseline_file"),
     *("evaluate.checkpoint", "evaluate.run", "evaluate.lm_eval.include_path"),
+    "checkpointing.encryption.key_file",
 )
 NAMES = (  # a folder, or a name of a hub
     *("*.model_name", "*.tokenizer.name", "data.*.dataset_name"),

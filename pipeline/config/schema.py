@@ -11,6 +11,7 @@ from pydantic import Field
 from pipeline.algorithms import ALGORITHMS, ONLINE, build
 from pipeline.algorithms.ahead import AsyncConfig, settings
 from pipeline.algorithms.sections import LossConfig, OfflineConfig, OnlineConfig, ValueLossConfig
+from pipeline.config.checkpointing import CheckpointingConfig
 from pipeline.config.cluster import ClusterConfig
 from pipeline.config.environments import EnvironmentConfig
 from pipeline.config.generation import VLLMConfig
@@ -21,7 +22,6 @@ from pipeline.values import (
     LIVE,
     MISSING,
     Bool,
-    Duration,
     Float,
     Folder,
     Int,
@@ -144,40 +144,6 @@ class DataConfig:
 
 
 # ---- the run ------------------------------------------------------------------------------------------------------------
-
-
-@dataclass
-class CheckpointingConfig:
-    """Checkpoints of a run."""
-
-    enabled: Annotated[Bool, Field(description="Whether to save checkpoints.")] = True
-    save_period: Annotated[Positive, LIVE, Field(description="Steps between checkpoints. The last step is always saved.")] = 10
-    keep_top_k: Annotated[
-        Positive | None,
-        LIVE,
-        Field(description="Number of checkpoints to keep: the best by metric_name, and the latest. null: all."),
-    ] = 3
-    metric_name: Annotated[
-        Text | None,
-        Field(
-            description="Metric that ranks checkpoints, as metrics.jsonl names it, such as `val/accuracy`; `val:accuracy` is"
-            " the same. null: keep the latest keep_top_k."
-        ),
-    ] = None
-    higher_is_better: Annotated[Bool, Field(description="Whether a higher value of the metric is better.")] = True
-    async_save: Annotated[Bool, Field(description="Write checkpoints while training continues.")] = interpolation(
-        "${policy.megatron_cfg.checkpoint.async_save}"
-    )
-    save_consolidated: Annotated[
-        Bool, LIVE, Field(description="Also write a Hugging Face checkpoint, in `hf/` beside the sharded one.")
-    ] = False
-    checkpoint_must_save_by: Annotated[
-        Duration | None,
-        Field(
-            description="Time at which the run saves and exits, as days:hours:minutes:seconds after the job's start."
-            " null: the job's time limit."
-        ),
-    ] = None
 
 
 @dataclass

@@ -2,7 +2,7 @@
 
 A line is written as soon as an answer arrives, and forced to disk with the first one that arrives `SYNC_S` after the last time.
 A line that a kill or a power cut left incomplete is dropped at the next start, and its answer is asked again. Of several lines
-for one sample the last one counts.
+for one sample the last one counts. With a key (checkpointing.encryption) each line is encrypted.
 """
 
 from __future__ import annotations
@@ -11,9 +11,10 @@ import dataclasses
 import json
 import logging
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
+from pipeline.encryption import Key, decrypt_line, encrypt_line
 from pipeline.evaluation.base import Answer
 from pipeline.storage import NO_RETRIES, RetryPolicy, append, retrying, sync
 
@@ -26,8 +27,14 @@ FOLDER = "answers"
 class AnswerLog:
     """The answers of one task."""
 
-    def __init__(self, run_dir: Path, task: str, retry: RetryPolicy = NO_RETRIES) -> None:
-        """Read the kept answers. retry.check: raises if another attempt has taken over the run folder."""
+    def __init__(
+        self, run_dir: Path, task: str, retry: RetryPolicy = NO_RETRIES, key: Key | None = None, encrypts: bool = True
+    ) -> None:
+        """Read the kept answers. retry.check: raises if another attempt has taken over the run folder.
+
+        key: of kept answers and, if `encrypts`, of new ones. Raises RecipeError if it is not the key of the kept ones.
+        """
+        self._key = key if encrypts else None
         self.path = run_dir / FOLDER / f"{task}.jsonl"
         self._retry = retry
         self._answers: dict[tuple[str, int], Answer] = {}
@@ -35,7 +42,7 @@ class AnswerLog:
         self._size = 0  # bytes of complete lines
         self._synced_at = time.monotonic()
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        for answer, end in _read(self.path):
+        for answer, end in _read(self.path, lambda: key):
             self._size = end
             if answer:
                 self._answers[answer.question, answer.sample] = answer
@@ -57,7 +64,8 @@ class AnswerLog:
         line = _encode(answer)
         durable = time.monotonic() - self._synced_at > SYNC_S
         at = self._size
-        self._size = retrying(lambda: append(self.path, at, line, durable), "writing answers", self.path, self._retry)
+        written = encrypt_line(line, self._key, self.path.name, at) if self._key else line
+        self._size = retrying(lambda: append(self.path, at, written, durable), "writing answers", self.path, self._retry)
         if durable:
             self._synced_at = time.monotonic()
         self._answers[answer.question, answer.sample] = _decode(line)
@@ -70,10 +78,22 @@ class AnswerLog:
             retrying(lambda: sync(self.path), "writing answers", self.path, self._retry)
 
 
-def read_answers(path: Path) -> list[Answer]:
-    """Return the answers in a file, ordered by question and sample; of several for one sample the last one."""
-    found = {(answer.question, answer.sample): answer for answer, _ in _read(path) if answer}
+def read_answers(path: Path, key: Callable[[], Key | None] = lambda: None) -> list[Answer]:
+    """Return the answers in a file, ordered by question and sample; of several for one sample the last one.
+
+    key: is asked for the key of encrypted lines. Raises RecipeError if it is not theirs.
+    """
+    found = {(answer.question, answer.sample): answer for answer, _ in _read(path, key) if answer}
     return [answer for _, answer in sorted(found.items())]
+
+
+def encode_answers(answers: Sequence[Answer], name: str, key: Key | None) -> bytes:
+    """Return the content of a file of this name with these answers, encrypted with a key."""
+    content = b""
+    for answer in answers:
+        line = (json.dumps(dataclasses.asdict(answer)) + "\n").encode()
+        content += encrypt_line(line, key, name, len(content)) if key else line
+    return content
 
 
 def _encode(answer: Answer) -> bytes:
@@ -89,7 +109,7 @@ def _decode(line: bytes) -> Answer:
     return Answer(**json.loads(line))
 
 
-def _read(path: Path) -> Iterator[tuple[Answer | None, int]]:
+def _read(path: Path, key: Callable[[], Key | None]) -> Iterator[tuple[Answer | None, int]]:
     """Yield the answers of complete lines, each with the position of its line's end; None for a line that is not JSON."""
     if not path.exists():
         return
@@ -98,9 +118,10 @@ def _read(path: Path) -> Iterator[tuple[Answer | None, int]]:
         for number, line in enumerate(file, 1):
             if not line.endswith(b"\n"):
                 return
+            plain = decrypt_line(line, key, path, end)
             end += len(line)
             try:
-                answer = _decode(line)
+                answer = _decode(plain)
             except ValueError as error:  # blocks that a power cut kept from the disk are zeros
                 logger.warning(f"{path}: line {number} cannot be read ({error}): its answer is lost")
                 answer = None

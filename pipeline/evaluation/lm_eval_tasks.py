@@ -12,7 +12,7 @@ import json
 import logging
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -22,8 +22,9 @@ from lm_eval.utils import handle_non_serializable  # pyright: ignore[reportMissi
 
 from pipeline.algorithms.evaluate import TaskConfig
 from pipeline.config import Recipe
+from pipeline.encryption import Key
 from pipeline.evaluation.answers import FOLDER as ANSWERS
-from pipeline.evaluation.answers import AnswerLog
+from pipeline.evaluation.answers import AnswerLog, encode_answers
 from pipeline.evaluation.base import Answer, PerQuestion
 from pipeline.evaluation.engines import Engines
 from pipeline.evaluation.lm_eval_model import KEY, EnginesLM, request_key
@@ -100,12 +101,16 @@ class HarnessRun:
         )
         self.answers = {name: self._answers(name, model) for name in sorted(self.results["samples"])}
 
-    def write(self, folder: Path) -> None:
-        """Write the harness's results, and the answers of each task, into the evaluation's folder. Raises OSError."""
-        write_durably(folder / FILE, json.dumps(self.results, indent=1, default=handle_non_serializable) + "\n")
+    def write(self, folder: Path, key: Key | None = None) -> None:
+        """Write the harness's results, and the answers of each task, into the evaluation's folder. Raises OSError.
+
+        key: encrypts the answers. The results then lack the samples, which the answers hold too.
+        """
+        results = {name: value for name, value in self.results.items() if name != "samples" or key is None}
+        write_durably(folder / FILE, json.dumps(results, indent=1, default=handle_non_serializable) + "\n")
         for name, answers in self.answers.items():
-            lines = "".join(json.dumps(asdict(answer)) + "\n" for answer in answers)
-            write_durably(folder / ANSWERS / f"{name}.jsonl", lines)
+            path = folder / ANSWERS / f"{name}.jsonl"
+            write_durably(path, encode_answers(answers, path.name, key).decode())
 
     def tasks(self) -> dict[str, tuple[Any, Sequence[Answer]]]:
         """Return each task that was asked, a HarnessTask, with its answers."""

@@ -5,9 +5,10 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING
 
-from pipeline import user_code
+from pipeline import checkpoint, user_code, verification
 from pipeline.algorithms.evaluate import KINDS, TaskConfig
 from pipeline.attempt import Attempt
 from pipeline.config import Recipe, skipped_tasks
@@ -50,6 +51,10 @@ def evaluate(
     startup.enter(SETTING_UP)
     timeouts, workers, run_dir = recipe.cluster.timeouts, world.workers, world.info.run_dir
     attempt.claim()
+    key = verification.obtain_key(recipe.checkpointing)
+    if folder := recipe.evaluate.checkpoint:
+        checkpoint.wait_until_seen(Path(folder))
+        verification.check_record(checkpoint.read_record(Path(folder)), recipe.checkpointing.verify, key)
     client.own = role
     generate = RpcGroup(client, world, workers.generate, GenerateRole, timeouts, role)
     ready = generate.setup()
@@ -68,7 +73,8 @@ def evaluate(
         for ranks in workers.engines
     ]
     asking = [*tasks, *([harness] if harness else [])]
-    logs = {task.name: AnswerLog(run_dir, task.name, retry) for task in asking}
+    encrypts = recipe.checkpointing.encryption.enabled
+    logs = {task.name: AnswerLog(run_dir, task.name, retry, key, encrypts) for task in asking}
     supervisor = Supervisor(attempt, deadline, list(logs.values()), startup)
     engines = models.engines(recipe, groups, supervisor)
     for name, why in skipped.items():
@@ -93,7 +99,7 @@ def evaluate(
     summary["skipped"] = skipped
     if harness:
         harness.complete(summary)
-        retrying(lambda: harness.write(run_dir), "writing the results of lm_eval", run_dir, retry)
+        retrying(lambda: harness.write(run_dir, key if encrypts else None), "writing the results of lm_eval", run_dir, retry)
     retrying(lambda: scores.write(run_dir, summary, values), "writing the scores", run_dir / scores.FILE, retry)
     scores.show(summary)
     return True

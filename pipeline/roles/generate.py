@@ -7,8 +7,9 @@ import threading
 from collections.abc import Callable
 from pathlib import Path
 
-from pipeline import config, generate
+from pipeline import config, generate, verification
 from pipeline.boxes import Region
+from pipeline.checkpoint import read_record
 from pipeline.config import PolicyConfig, Recipe
 from pipeline.generate.base import GenerateBackend, MemoryPart
 from pipeline.refit.base import Commit, PreparedRefit, Refit, RefitReport
@@ -181,13 +182,22 @@ class GenerateRole:
 
     @verb("setup")
     def load(self) -> None:
-        """Load the weights of `evaluate.checkpoint`, or those of the model's own files, and serve them."""
+        """Verify and load the weights of `evaluate.checkpoint`, or those of the model's own files, and serve them."""
+        policy, checkpoint = self._policy, self._recipe.evaluate.checkpoint if self._serves == "policy" else None
+        share, given = (self._world.own.rank(), self._world.own.size()), self._recipe.checkpointing
+        with self._world.phase("verify weights"):
+            if folder := self._recipe.evaluate.checkpoint:
+                verification.check_share(read_record(Path(folder)), given.verify, share)
+            if not self._recipe.policy.random_init:
+                verification.check_export("policy.model_name", Path(self._recipe.policy.model_name), given.verify, share)
         if self._serves == "reward_model":
             return  # loaded where it was built
-        policy, checkpoint = self._policy, self._recipe.evaluate.checkpoint if self._serves == "policy" else None
         with self._world.phase("load weights"):
             update = self._backend.update()
-            update.load(checkpoint_weights(Path(checkpoint), policy) if checkpoint else model_weights(policy, self._seed))
+            if checkpoint:
+                update.load(checkpoint_weights(Path(checkpoint), policy, key=verification.obtain_key(given)))
+            else:
+                update.load(model_weights(policy, self._seed))
             update.commit(0)
 
     @verb("rollout")

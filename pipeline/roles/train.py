@@ -14,12 +14,13 @@ from typing import Any
 
 import torch.distributed as dist
 
-from pipeline import config, train
+from pipeline import config, train, verification
 from pipeline.algorithms.advantages import moments, standardize
 from pipeline.algorithms.base import Algorithm, Loss, OnlineAlgorithm
-from pipeline.checkpoint import kept, storage_timeout_s, wait_until_seen
+from pipeline.checkpoint import kept, read_record, storage_timeout_s, wait_until_seen
 from pipeline.config import PolicyConfig, Recipe, live_keys
 from pipeline.data.packing import pack_each
+from pipeline.encryption import Key
 from pipeline.refit.base import PreparedRefit, Refit, RefitReport
 from pipeline.refit.tables import LayoutTable, RankPlan, layout_table
 from pipeline.roles.regroup import regroup
@@ -59,11 +60,20 @@ class TrainRole:
         self._batches: list[list[PackedBatch]] = []  # the microbatches of each update
         self._models: dict[str, TrainBackend] = {}
         self._background = BackgroundWorker()
+        self._key: Key | None = None  # of checkpoints
+        self._digests: dict[str, str] = {}  # of the files of the last `save`
         self._retry = RetryPolicy(storage_timeout_s(recipe.cluster.timeouts), kept=lambda: kept(world.info.run_dir))
 
     @property
     def _policy(self) -> TrainBackend:
         return self._models["policy"]
+
+    @verb("setup")
+    def unlock(self, fingerprint: str) -> None:
+        """Obtain the key of checkpoints on this node. Raises RecipeError if it is not the one of rank 0."""
+        with self._world.phase("obtain the key"):
+            self._key = verification.obtain_key(self._recipe.checkpointing)
+            verification.check_same_key(self._key, fingerprint)
 
     @verb("setup")
     def setup(self) -> DataParallelRank:
@@ -86,6 +96,10 @@ class TrainRole:
 
     def _build(self, name: str, policy: PolicyConfig, role: ModelRole) -> None:
         role = dataclasses.replace(role, phase=self._world.phase)
+        if not policy.random_init:
+            with self._world.phase(f"verify {name}"):
+                verify = self._recipe.checkpointing.verify
+                verification.check_export(f"{name}.model_name", Path(policy.model_name), verify, self._share)
         with self._world.phase(f"load {name}"):
             try:
                 self._models[name] = train.build(policy, self._world.own, self._seed, role)
@@ -257,9 +271,14 @@ class TrainRole:
         with self._world.phase("write checkpoint"):
             shards = {self._place(model, folder): self._models[model].shards(copy=behind) for model in self._algorithm.losses}
 
+            key = self._key if self._recipe.checkpointing.encryption.enabled else None
+
             def write() -> None:
+                self._digests = {}
                 for place, held in shards.items():
-                    held.write(place, self._world.own.rank(), self._retry)
+                    written = held.write(place, self._world.own.rank(), self._retry, key)
+                    inside = place.relative_to(folder)
+                    self._digests |= {str(inside / name): digest for name, digest in written.items()}
 
             if behind:
                 self._background.start(write)
@@ -267,34 +286,46 @@ class TrainRole:
                 write()
 
     @verb("save")
-    def written(self, wait: bool) -> bool:
-        """Return whether the last `save` is on disk. Raises its error if it failed."""
+    def written(self, wait: bool) -> dict[str, str] | None:
+        """Return the SHA-256 of this rank's files of the last `save`, by path; None before all are on disk.
+
+        Raises the error of the `save` if it failed.
+        """
         with self._world.phase("wait for checkpoint"):
             if wait:
                 self._background.wait()
-            return self._background.done()
+            return self._digests if self._background.done() else None
 
     @verb("save")
     def restore(self, folder: str) -> None:
-        """Load the models from a checkpoint's folder."""
-        with self._world.phase("read"):
+        """Verify a checkpoint's files, a share on each rank, and then load the models from its folder."""
+        own = self._world.own
+        with self._world.phase("verify"):
             if self._world.info.local_rank == 0:  # one rank looks for all of its node: there may be thousands of files
                 wait_until_seen(Path(folder))
-            dist.barrier(self._world.own)
+            dist.barrier(own)
+            verification.check_share(read_record(Path(folder)), self._recipe.checkpointing.verify, self._share)
+            dist.barrier(own)
+        with self._world.phase("read"):
             for model in self._algorithm.losses:
-                self._models[model].load(self._place(model, folder))
+                self._models[model].load(self._place(model, folder), self._key)
+
+    @property
+    def _share(self) -> tuple[int, int]:
+        """This rank's share of files to verify."""
+        return self._world.own.rank(), self._world.own.size()
 
     def _place(self, model: str, folder: str) -> Path:
         """Return a model's folder within a checkpoint."""
         return Path(folder) if model == "policy" else Path(folder) / model
 
     @verb("save")
-    def export(self, folder: str) -> None:
-        """Write a Hugging Face checkpoint."""
+    def export(self, folder: str) -> dict[str, str]:
+        """Write a Hugging Face checkpoint, and return the SHA-256 of its files by name; of none on ranks that do not write."""
         with self._world.phase("export"):
             head = self._algorithm.needs.head
             writes = self._world.rank == 0
-            export(self._policy, self._recipe.policy, Path(folder), writes=writes, head=head, retry=self._retry)
+            return export(self._policy, self._recipe.policy, Path(folder), writes=writes, head=head, retry=self._retry)
 
 
 def _loss(loss: Loss, counts: GlobalCounts, outputs: Outputs, batch: PackedBatch) -> LossOutput:

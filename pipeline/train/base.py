@@ -17,6 +17,7 @@ import torch
 
 from pipeline.boxes import Region
 from pipeline.config import PolicyConfig
+from pipeline.encryption import Key
 from pipeline.train.shards import Shards
 from pipeline.types import Head, LossOutput, Outputs, PackedBatch, StepResult
 
@@ -125,8 +126,8 @@ class TrainBackend(Protocol):
         """
         ...
 
-    def load(self, folder: Path) -> None:
+    def load(self, folder: Path, key: Key | None = None) -> None:
         """Restore the state from all ranks' shards in `folder`, bitwise if the layout is the same.
 
-        Raises RecipeError if the checkpoint does not fit the recipe, ValueError if it is incomplete.
+        key: of encrypted shards. Raises RecipeError if the checkpoint does not fit the recipe, ValueError if it is incomplete.
         """

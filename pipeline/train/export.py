@@ -1,4 +1,4 @@
-"""Export a model as a Hugging Face checkpoint: sharded safetensors, the index, config, tokenizer, generation config.
+"""Export a model as a Hugging Face checkpoint: sharded safetensors, the index, config, tokenizer, generation config, digests.
 
 A model with a value head is exported as a sequence classifier with one label, as which transformers loads it. Adapters are
 merged into the weights that they adapt.
@@ -13,18 +13,23 @@ import json
 import shutil
 from collections.abc import Callable, Iterable
 from pathlib import Path
+from typing import TypeVar
 
 import torch
 from transformers.utils.hub import cached_file
 
 from pipeline.config import PolicyConfig
 from pipeline.data.chat import load_tokenizer
+from pipeline.digests import add_manifest
+from pipeline.encryption import Key
 from pipeline.models.hugging_face import meta_model, model_config
 from pipeline.storage import NO_RETRIES, RetryPolicy, StorageError, errors_of_rust, retrying, sync, write_durably
 from pipeline.train.base import TrainBackend
 from pipeline.train.saved_weights import checkpoint_weights
-from pipeline.train.shards import write_tensors
+from pipeline.train.tensor_files import write_tensors
 from pipeline.types import Head
+
+Result = TypeVar("Result")
 
 SHARD_BYTES = 4 << 30
 _GENERATION = "generation_config.json"
@@ -38,27 +43,34 @@ def export(
     head: Head = "logprobs",
     shard_bytes: int = SHARD_BYTES,
     retry: RetryPolicy = NO_RETRIES,
-) -> None:
+) -> dict[str, str]:
     """Write the backend's model, which has this head, to `folder`. Collective; only the rank with `writes` writes.
 
-    Raises StorageError if writing fails until `retry` ends.
+    Returns the SHA-256 of the files by path from the folder's parent. Raises StorageError if writing fails until `retry` ends.
     """
     if writes:
-        write_model(backend.weights(model=True), policy, folder, head, shard_bytes, retry)
-        return
+        written = write_model(backend.weights(model=True), policy, folder, head, shard_bytes, retry)
+        return {f"{folder.name}/{name}": digest for name, digest in written.items()}
     for _ in backend.weights(model=True):  # gathering a full tensor needs every rank
         pass
+    return {}
 
 
 def export_checkpoint(
-    checkpoint: Path, policy: PolicyConfig, folder: Path, head: Head = "logprobs", shard_bytes: int = SHARD_BYTES
+    checkpoint: Path,
+    policy: PolicyConfig,
+    folder: Path,
+    head: Head = "logprobs",
+    key: Key | None = None,
+    shard_bytes: int = SHARD_BYTES,
 ) -> None:
     """Write the model in `checkpoint`, which any backend saved with any layout, to `folder`.
 
-    Files are first written to `.<folder's name>.partial` next to it, so `folder` is always complete. Raises RecipeError if the
-    checkpoint's model is not policy.model_name, StorageError if the files cannot be written.
+    Files are first written to `.<folder's name>.partial` next to it, so `folder` is always complete. key: of an encrypted
+    checkpoint; the export is plain. Raises RecipeError if the checkpoint's model is not policy.model_name or the key does not
+    fit, StorageError if the files cannot be written.
     """
-    weights = checkpoint_weights(checkpoint, policy, head)
+    weights = checkpoint_weights(checkpoint, policy, head, key)
     partial = folder.with_name(f".{folder.name}.partial")
     if partial.exists():  # an earlier attempt was killed
         shutil.rmtree(partial)
@@ -78,15 +90,20 @@ def write_model(
     head: Head,
     shard_bytes: int,
     retry: RetryPolicy = NO_RETRIES,
-) -> None:
-    """Write the files that transformers and vLLM load: config and tokenizer, then weights in files of about `shard_bytes`."""
+) -> dict[str, str]:
+    """Write the files that transformers and vLLM load: config and tokenizer, then weights in files of about `shard_bytes`.
 
-    def with_retries(work: Callable[[], None]) -> None:
-        retrying(work, "writing a Hugging Face checkpoint", folder, retry)
+    Returns the SHA-256 of each file by name, which digests.sha256 lists too.
+    """
+
+    def with_retries(work: Callable[[], Result]) -> Result:
+        return retrying(work, "writing a Hugging Face checkpoint", folder, retry)
 
     def write_shard() -> None:
-        with_retries(lambda: write_tensors(shard, folder / f"{len(shards)}.partial"))
+        digests.append(with_retries(lambda: write_tensors(shard, folder / f"{len(shards)}.partial")))
         shards.append(list(shard))
+
+    digests: list[str] = []
 
     with_retries(lambda: _write_config(policy, folder, head))
     shards: list[list[str]] = []
@@ -100,7 +117,8 @@ def write_model(
         size += tensor.nbytes
         total += tensor.nbytes
     write_shard()
-    with_retries(lambda: _name_shards(folder, shards, total))
+    names = with_retries(lambda: _name_shards(folder, shards, total))
+    return with_retries(lambda: add_manifest(folder, dict(zip(names, digests, strict=True))))
 
 
 def _write_config(policy: PolicyConfig, folder: Path, head: Head) -> None:
@@ -123,8 +141,8 @@ def _generation_config(model_name: str) -> str | None:
     return cached_file(model_name, _GENERATION, local_files_only=True, _raise_exceptions_for_missing_entries=False)
 
 
-def _name_shards(folder: Path, shards: list[list[str]], total: int) -> None:
-    """Rename the shards to their final names, which contain the number of shards, and write the index."""
+def _name_shards(folder: Path, shards: list[list[str]], total: int) -> list[str]:
+    """Rename the shards to their final names, which contain the number of shards, write the index, and return the names."""
     one, of = len(shards) == 1, f"of-{len(shards):05d}"
     names = ["model.safetensors"] if one else [f"model-{i + 1:05d}-{of}.safetensors" for i in range(len(shards))]
     for i, name in enumerate(names):
@@ -135,3 +153,4 @@ def _name_shards(folder: Path, shards: list[list[str]], total: int) -> None:
         index = {"metadata": {"total_size": total}, "weight_map": weight_map}
         write_durably(folder / "model.safetensors.index.json", json.dumps(index, indent=2))
     sync(folder)
+    return names

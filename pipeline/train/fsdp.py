@@ -27,6 +27,7 @@ from typing_extensions import override
 
 from pipeline.boxes import Piece, Region, region, whole
 from pipeline.config import PolicyConfig, Problem, RecipeError
+from pipeline.encryption import Key
 from pipeline.models.hugging_face import checkpoint_shapes
 from pipeline.models.precision import served_dtype
 from pipeline.models.recorded_layout import Shape, restrict
@@ -327,10 +328,10 @@ class FSDPBackend(TrainBackend):
             yield name, tuple(tensor.shape), whole(tuple(tensor.shape)), tensor
 
     @override
-    def load(self, folder: Path) -> None:
+    def load(self, folder: Path, key: Key | None = None) -> None:
         # The layout may differ from the saved one. Random states then stay as they are: tensor-parallel peers draw the same.
         self._check_trained()
-        reader, records = read_shards(folder)
+        reader, records = read_shards(folder, key)
         rank, record = self._group.rank(), records[0]
         lora.check_record(folder, record.get("lora"), self._lora_record)
         frozen.check_record(folder, record, self._policy.freeze_parameters)

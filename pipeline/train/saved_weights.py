@@ -9,6 +9,7 @@ import torch
 
 from pipeline.boxes import whole
 from pipeline.config import PolicyConfig, Problem, RecipeError
+from pipeline.encryption import Key
 from pipeline.models.hugging_face import checkpoint_shapes, meta_model, model_config
 from pipeline.models.precision import served_dtype
 from pipeline.train.adapters.saved import SavedAdapters
@@ -31,12 +32,13 @@ def model_weights(policy: PolicyConfig, seed: int, head: Head = "logprobs") -> W
     return ((name, read(name, whole(shapes[name])).to(_dtype(name, policy))) for name in shapes)
 
 
-def checkpoint_weights(checkpoint: Path, policy: PolicyConfig, head: Head = "logprobs") -> Weights:
+def checkpoint_weights(checkpoint: Path, policy: PolicyConfig, head: Head = "logprobs", key: Key | None = None) -> Weights:
     """Return the weights in `checkpoint`, which any backend saved with any layout. Adapters are merged.
 
-    Raises RecipeError if the checkpoint's model is not policy.model_name.
+    key: of an encrypted checkpoint. Raises RecipeError if the checkpoint's model is not policy.model_name, or it is encrypted
+    with another key.
     """
-    reader, records = read_shards(checkpoint)
+    reader, records = read_shards(checkpoint, key)
     config = model_config(policy, head)
     shapes, _ = checkpoint_shapes(config, head)
     stored = {name.removeprefix("model."): shape for name, shape in reader.shapes.items() if name.startswith("model.")}

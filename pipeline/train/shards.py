@@ -16,12 +16,14 @@ from typing import Any
 
 import torch
 from safetensors import safe_open
-from safetensors.torch import save_file
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import Replicate, Shard, _StridedShard
 
 from pipeline.boxes import Box, chunk, whole
-from pipeline.storage import NO_RETRIES, RetryPolicy, errors_of_rust, retrying, sync, write_durably
+from pipeline.digests import write_bytes
+from pipeline.encryption import Key, is_encrypted, read_bytes
+from pipeline.storage import NO_RETRIES, RetryPolicy, retrying
+from pipeline.train.tensor_files import EncryptedTensors, write_tensors
 
 
 def local_box(tensor: torch.Tensor) -> Box:
@@ -84,7 +86,9 @@ class _StoredBox:
 class BoxReader:
     """Reads any box of any tensor from all files that contain parts of it."""
 
-    def __init__(self) -> None:
+    def __init__(self, key: Key | None = None) -> None:
+        """key: of encrypted files."""
+        self._key = key
         self.shapes: dict[str, tuple[int, ...]] = {}
         self._pieces: dict[str, list[_StoredBox]] = {}
         self._files: dict[Path, Any] = {}
@@ -98,7 +102,10 @@ class BoxReader:
             pieces.append(_StoredBox(path, name if key is None else key, box))
 
     def read(self, name: str, box: Box) -> torch.Tensor:
-        """Return this box of the tensor, on the CPU. Raises ValueError if the files do not contain all of it."""
+        """Return this box of the tensor, on the CPU.
+
+        Raises ValueError if the files do not contain all of it, RecipeError if one is encrypted with another key, or damaged.
+        """
         if name not in self._pieces:
             raise ValueError(f"there is no tensor '{name}'")
         out, found = None, 0
@@ -117,14 +124,24 @@ class BoxReader:
         return out
 
     def _slice(self, piece: _StoredBox, part: Box) -> torch.Tensor:
-        if piece.path not in self._files:
-            self._files[piece.path] = safe_open(piece.path, framework="pt")
-        file = self._files[piece.path]
+        file = self._file(piece.path)
         if part.numel == 0:
             return torch.empty(part.size, dtype=file.get_tensor(piece.key).dtype)
         if part == piece.box:
             return file.get_tensor(piece.key)
-        return file.get_slice(piece.key)[part.within(piece.box)]
+        within = part.within(piece.box)
+        if isinstance(file, EncryptedTensors):
+            rows, *others = within
+            return file.rows(piece.key, rows.start, rows.stop)[(slice(None), *others)]
+        return file.get_slice(piece.key)[within]
+
+    def _file(self, path: Path) -> Any:
+        """Return the open file: an EncryptedTensors, or what the package safetensors opens."""
+        if path not in self._files:
+            with open(path, "rb") as file:
+                encrypted = is_encrypted(file.read(8))
+            self._files[path] = EncryptedTensors(path, self._key) if encrypted else safe_open(path, framework="pt")
+        return self._files[path]
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,19 +151,20 @@ class Shards:
     tensors: dict[str, torch.Tensor]  # by name in the file, on the CPU
     record: dict[str, Any]  # JSON, includes the index
 
-    def write(self, folder: Path, rank: int, retry: RetryPolicy = NO_RETRIES) -> None:
-        """Write the shards, and wait until they are on the disk.
+    def write(self, folder: Path, rank: int, retry: RetryPolicy = NO_RETRIES, key: Key | None = None) -> dict[str, str]:
+        """Write the shards, wait until they are on the disk, and return the SHA-256 of each file by its name.
 
-        Raises StorageError if writing fails until `retry` ends; this rank's files are then removed.
+        key: encrypts the files; None writes them plain. Raises StorageError if writing fails until `retry` ends; this rank's
+        files are then removed.
         """
         weights = folder / f"train-rank{rank:05d}.safetensors"
         index = weights.with_suffix(".json")
 
-        def write() -> None:
+        def write() -> dict[str, str]:
             try:
                 folder.mkdir(parents=True, exist_ok=True)
-                write_tensors(self.tensors, weights)
-                write_durably(index, json.dumps(self.record))
+                record = json.dumps(self.record).encode()
+                return {weights.name: write_tensors(self.tensors, weights, key), index.name: write_bytes(index, record, key)}
             except OSError:  # the partial file may be what fills the disk
                 for path in (weights, index):
                     with contextlib.suppress(OSError):
@@ -154,14 +172,7 @@ class Shards:
                 raise
 
         size = sum(tensor.nbytes for tensor in self.tensors.values())
-        retrying(write, f"writing rank {rank}'s {size / 1e6:,.1f} MB of a checkpoint", weights, retry, size)
-
-
-def write_tensors(tensors: dict[str, torch.Tensor], path: Path) -> None:
-    """Write a safetensors file, and wait until it is on the disk. Raises OSError."""
-    with errors_of_rust():
-        save_file(tensors, path, metadata={"format": "pt"})
-    sync(path)
+        return retrying(write, f"writing rank {rank}'s {size / 1e6:,.1f} MB of a checkpoint", weights, retry, size)
 
 
 def collect_shards(entries: Iterable[Entry], record: dict[str, Any], copy: bool = False) -> Shards:
@@ -190,15 +201,18 @@ def collect_shards(entries: Iterable[Entry], record: dict[str, Any], copy: bool 
     return Shards(tensors, {**record, "tensors": index})
 
 
-def read_shards(folder: Path) -> tuple[BoxReader, list[dict[str, Any]]]:
-    """Return (reader of all ranks' boxes, all ranks' records). Raises ValueError if a rank's file is missing."""
-    records = [json.loads(path.read_text()) for path in sorted(folder.glob("train-rank*.json"))]
+def read_shards(folder: Path, key: Key | None = None) -> tuple[BoxReader, list[dict[str, Any]]]:
+    """Return (reader of all ranks' boxes, all ranks' records). key: of encrypted files.
+
+    Raises ValueError if a rank's file is missing, RecipeError if the files are encrypted with another key, or damaged.
+    """
+    records = [json.loads(read_bytes(path, key)) for path in sorted(folder.glob("train-rank*.json"))]
     if not records or len(records) != records[0]["ranks"]:
         expected = records[0]["ranks"] if records else "at least 1"
         raise ValueError(f"{folder}: got {len(records)} train-rank*.json files; expected {expected}")
-    reader = BoxReader()
+    reader = BoxReader(key)
     for rank, record in enumerate(records):
         path = folder / f"train-rank{rank:05d}.safetensors"
-        for key, entry in record["tensors"].items():
-            reader.add(entry["name"], entry["shape"], path, Box(tuple(entry["offset"]), tuple(entry["size"])), key)
+        for stored, entry in record["tensors"].items():
+            reader.add(entry["name"], entry["shape"], path, Box(tuple(entry["offset"]), tuple(entry["size"])), stored)
     return reader, records

@@ -143,6 +143,14 @@ def test_an_unknown_option_suggests_the_nearest(problems):
     assert "Did you mean 'lr'?" in problem.message
 
 
+def test_the_package_that_encrypts_must_be_installed_if_ranks_use_this_python(problems, monkeypatch):
+    find = importlib.util.find_spec
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None if name == "cryptography" else find(name))
+    given = ("checkpointing.encryption.key_file=key", "checkpointing.encryption.enabled=true")
+    assert named(problems(*given)) == {("checkpointing.encryption.enabled", "not-installed")}
+    assert problems(given[0]) == [] and problems(*given, "cluster.train.python=/another/python") == []
+
+
 @pytest.mark.parametrize(
     ("key", "package"), [("use_liger_kernel=true", "liger_kernel"), ("flash_attention=3", "flash_attn_interface")]
 )

@@ -9,7 +9,8 @@ from types import SimpleNamespace
 
 import torch.distributed as dist
 
-from pipeline.config import TimeoutsConfig
+from pipeline.checkpoint import Checkpoints
+from pipeline.config import CheckpointingConfig, TimeoutsConfig
 from pipeline.roles import TrainRole
 from pipeline.roles import train as module
 from tests import fork_server
@@ -23,7 +24,7 @@ class Model:
     def __init__(self, rank: int, notes: Path):
         self.rank, self.notes = rank, notes
 
-    def load(self, folder: Path) -> None:
+    def load(self, folder: Path, key: None) -> None:
         (self.notes / f"loaded.{self.rank}").write_text(f"{time.time()} {folder}")
 
 
@@ -38,19 +39,21 @@ def restore(rank: int, notes: Path) -> None:
     module.wait_until_seen = see
     info = SimpleNamespace(local_rank=rank, run_dir=notes)
     world = SimpleNamespace(own=dist.group.WORLD, rank=rank, info=info, phase=contextlib.nullcontext)
-    recipe = SimpleNamespace(cluster=SimpleNamespace(timeouts=TimeoutsConfig()))
+    recipe = SimpleNamespace(cluster=SimpleNamespace(timeouts=TimeoutsConfig()), checkpointing=CheckpointingConfig())
     role = TrainRole(recipe, 0, world, SimpleNamespace(losses={"policy": None}), None)
     role._models["policy"] = Model(rank, notes)
-    role.restore(str(notes / "step_000001"))
+    role.restore(str(notes / "checkpoints/step_000001"))
     dist.destroy_process_group()
 
 
 def test_a_rank_loads_after_another_rank_of_its_node_has_seen_all_files(tmp_path):
+    checkpoints = Checkpoints(tmp_path, "attempt", CheckpointingConfig())
+    checkpoints.commit(checkpoints.begin(1), 1, None, {})
     fork_server.run(restore, (tmp_path,), 2)
     assert not (tmp_path / "seen.1").exists()
     when = {}
     for name in ("seen.0", "loaded.0", "loaded.1"):
         told, folder = (tmp_path / name).read_text().split()
-        assert folder == str(tmp_path / "step_000001")
+        assert folder == str(tmp_path / "checkpoints/step_000001")
         when[name] = float(told)
     assert when["seen.0"] <= min(when["loaded.0"], when["loaded.1"])

@@ -12,12 +12,15 @@ import torch
 
 from pipeline.boxes import whole
 from pipeline.config import PolicyConfig, Problem, RecipeError
+from pipeline.digests import add_manifest
+from pipeline.encryption import Key
 from pipeline.models.hugging_face import SCORE, checkpoint_shapes, layout, meta_model, model_config
 from pipeline.storage import StorageError, sync
 from pipeline.train.adapters.experts import ExpertParameter, parameter_of, stack_for_peft
 from pipeline.train.adapters.saved import SavedAdapters
 from pipeline.train.adapters.spec import A, B
-from pipeline.train.shards import read_shards, write_tensors
+from pipeline.train.shards import read_shards
+from pipeline.train.tensor_files import write_tensors
 from pipeline.types import Head
 
 if TYPE_CHECKING:
@@ -27,15 +30,18 @@ ROOT = "base_model.model."  # peft's prefix of the names of the model's modules
 _OF_EXPERTS = ("gate", "gate_proj", "up_proj", "down_proj", "w1", "w2", "w3")
 
 
-def export_adapters(checkpoint: Path, policy: PolicyConfig, folder: Path, head: Head = "logprobs") -> None:
+def export_adapters(
+    checkpoint: Path, policy: PolicyConfig, folder: Path, head: Head = "logprobs", key: Key | None = None
+) -> None:
     """Write adapter_config.json and adapter_model.safetensors, in float32, to `folder`.
 
     Any backend may have saved the checkpoint, with any layout. A value head is one of peft's `modules_to_save`, and experts are
-    its `target_parameters`. Files are first written next to the folder, so it is always complete. Raises RecipeError if the
-    checkpoint has no adapters, they are not of policy.model_name, peft cannot have them, or the base is random; StorageError if
-    the files cannot be written.
+    its `target_parameters`. Files are first written next to the folder, so it is always complete; digests.sha256 has their
+    SHA-256. key: of an encrypted checkpoint. Raises RecipeError if the checkpoint has no adapters, it is encrypted with another
+    key, they are not of policy.model_name, peft cannot have them, or the base is random; StorageError if the files cannot be
+    written.
     """
-    reader, records = read_shards(checkpoint)
+    reader, records = read_shards(checkpoint, key)
     record = records[0].get("lora")
     if not record:
         raise RecipeError(Problem("adapter", "contradiction", f"got true, but {checkpoint} has no adapters. Try without it"))
@@ -57,12 +63,12 @@ def export_adapters(checkpoint: Path, policy: PolicyConfig, folder: Path, head: 
         shutil.rmtree(partial)
     try:
         partial.mkdir(parents=True)
-        write_tensors(
-            {name: tensor.float().contiguous() for name, tensor in files.items()}, partial / "adapter_model.safetensors"
-        )
+        weights = partial / "adapter_model.safetensors"
+        digest = write_tensors({name: tensor.float().contiguous() for name, tensor in files.items()}, weights)
         config.save_pretrained(str(partial))
         for path in partial.iterdir():
             sync(path)
+        add_manifest(partial, {weights.name: digest})
     except OSError as error:
         shutil.rmtree(partial, ignore_errors=True)
         raise StorageError(f"writing the adapters to {folder} failed: {error}") from error

@@ -15,9 +15,9 @@ from pathlib import Path
 import torch
 
 from pipeline.storage import sync
+from pipeline.train.tensor_files import bytes_of, header_of
 
 _DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
-_NAMES = {dtype: name for name, dtype in _DTYPES.items()}
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,24 +69,13 @@ def stream_tensors(path: Path, tensors: Mapping[str, torch.Tensor], make: Callab
 
     tensors: shapes and dtypes; may be meta tensors.
     """
-    names = sorted(tensors, key=lambda name: -tensors[name].dtype.itemsize)  # so that each is aligned to its dtype
-    header, end = {}, 0
-    for name in names:
-        tensor = tensors[name]
-        header[name] = {
-            "dtype": _NAMES[tensor.dtype],
-            "shape": list(tensor.shape),
-            "data_offsets": [end, end + tensor.nbytes],
-        }
-        end += tensor.nbytes
-    text = json.dumps(header).encode()
-    text += b" " * (-len(text) % 8)
+    header, names = header_of(tensors)
     with open(path, "wb") as file:
-        file.write(len(text).to_bytes(8, "little") + text)
+        file.write(header)
         for name in names:
             made = make(name)
             if (made.dtype, made.shape) != (tensors[name].dtype, tensors[name].shape):
                 raise AssertionError(f"{name} is {made.dtype} {made.shape}, not {tensors[name].dtype} {tensors[name].shape}")
-            file.write(made.contiguous().view(-1).view(torch.uint8).numpy().data)
+            file.write(bytes_of(made))
             del made  # before the next one is made
     sync(path)

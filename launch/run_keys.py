@@ -1,0 +1,33 @@
+"""The key of a run whose checkpoints and rollouts are encrypted, for commands that read its folder.
+
+HETSTEP_KEY_FILE, the path of a file with the key, goes before checkpointing.encryption of the run's recipe.yaml: what the ranks
+could read may not be on this machine.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+from launch.run_folder import RunFolder
+from pipeline import encryption
+from pipeline.encryption import Key
+
+VARIABLE = "HETSTEP_KEY_FILE"
+SECTION = "checkpointing.encryption"
+
+
+def key_of(run_dir: Path) -> Key | None:
+    """Return the key of a run; None if neither the variable nor its recipe names one. Raises RecipeError if it is not there."""
+    if path := os.environ.get(VARIABLE):
+        return encryption.obtain(path, None, 0.0)
+    run = RunFolder.at(run_dir)
+    key_file, key_command = (run.value(f"{SECTION}.{name}") for name in ("key_file", "key_command"))
+    return encryption.obtain(key_file, key_command, float(run.value(f"{SECTION}.key_timeout_s", 60.0)))
+
+
+def source(run_dir: Path) -> Callable[[], Key | None]:
+    """Return a function that returns the key of a run. It is obtained by the first call: most runs need none."""
+    return functools.cache(lambda: key_of(run_dir))

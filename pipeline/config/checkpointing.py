@@ -1,0 +1,101 @@
+"""Keys of checkpoints: when they are saved, which are kept, how they are verified and encrypted."""
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+from pipeline.config.cluster import Seconds
+from pipeline.problems import Problem
+from pipeline.values import LIVE, Bool, Duration, Line, Positive, Text, interpolation
+
+KEY = "checkpointing.encryption"
+Verify = Literal["full", "size", "off"]
+_KEY_FORM = re.compile(r"\b[0-9a-fA-F]{64}\b|(?<![\w+/])[A-Za-z0-9+/]{43}=")
+
+
+@dataclass
+class EncryptionConfig:
+    """Encryption at rest (AES-256-GCM) of checkpoints, rollouts and the answers of evaluations.
+
+    The key is 32 random bytes, as 64 hex digits or in base64. It is in no file of the run.
+    """
+
+    enabled: Annotated[
+        Bool, Field(description="Encrypt what the run writes. false with a key: read what is encrypted, write plain files.")
+    ] = False
+    key_file: Annotated[
+        Line | None, Field(description="File of the key, which every node can read and only you, outside of the run folder.")
+    ] = None
+    key_command: Annotated[
+        Line | None,
+        Field(
+            description="Command that prints the key, run once by each rank that needs it, as in `vault kv get -field=key"
+            " secret/hetstep`. In place of key_file."
+        ),
+    ] = None
+    key_timeout_s: Annotated[Seconds, Field(description="Time limit of key_command.")] = 60.0
+
+
+@dataclass
+class CheckpointingConfig:
+    """Checkpoints of a run."""
+
+    enabled: Annotated[Bool, Field(description="Whether to save checkpoints.")] = True
+    save_period: Annotated[Positive, LIVE, Field(description="Steps between checkpoints. The last step is always saved.")] = 10
+    keep_top_k: Annotated[
+        Positive | None,
+        LIVE,
+        Field(description="Number of checkpoints to keep: the best by metric_name, and the latest. null: all."),
+    ] = 3
+    metric_name: Annotated[
+        Text | None,
+        Field(
+            description="Metric that ranks checkpoints, as metrics.jsonl names it, such as `val/accuracy`; `val:accuracy` is"
+            " the same. null: keep the latest keep_top_k."
+        ),
+    ] = None
+    higher_is_better: Annotated[Bool, Field(description="Whether a higher value of the metric is better.")] = True
+    async_save: Annotated[Bool, Field(description="Write checkpoints while training continues.")] = interpolation(
+        "${policy.megatron_cfg.checkpoint.async_save}"
+    )
+    save_consolidated: Annotated[
+        Bool, LIVE, Field(description="Also write a Hugging Face checkpoint, in `hf/` beside the sharded one.")
+    ] = False
+    checkpoint_must_save_by: Annotated[
+        Duration | None,
+        Field(
+            description="Time at which the run saves and exits, as days:hours:minutes:seconds after the job's start."
+            " null: the job's time limit."
+        ),
+    ] = None
+    verify: Annotated[
+        Verify,
+        Field(
+            description="What is compared before a checkpoint or an export is read. full: the SHA-256 of every file, which"
+            " reads it once more. size: names, sizes, and the list of digests. off: sizes of the listed files alone."
+        ),
+    ] = "full"
+    encryption: EncryptionConfig = field(default_factory=EncryptionConfig)
+
+
+def check_encryption(checkpointing: CheckpointingConfig, run_dir: str) -> Iterator[Problem]:
+    """Yield the problems of `checkpointing.encryption`. run_dir: the recipe's."""
+    given = checkpointing.encryption
+    if given.key_file is not None and given.key_command is not None:
+        yield Problem(KEY, "contradiction", "got key_file and key_command; expected one of them")
+    if given.enabled and given.key_file is None and given.key_command is None:
+        message = "got true without a key; expected key_file or key_command. Try (umask 077; openssl rand -hex 32 > KEY_FILE)"
+        yield Problem(f"{KEY}.enabled", "missing-value", message)
+    if given.enabled and checkpointing.save_consolidated:
+        message = "got true with encryption, but hf/ would be plain; expected false. Try launch/export.py out=DIR afterwards"
+        yield Problem("checkpointing.save_consolidated", "contradiction", message)
+    if given.key_file is not None and Path(run_dir).absolute() in Path(given.key_file).absolute().parents:
+        message = "got a file in the run folder, beside what it encrypts; expected another folder"
+        yield Problem(f"{KEY}.key_file", "contradiction", message)
+    if given.key_command is not None and _KEY_FORM.search(given.key_command):
+        message = "got what looks like the key itself; expected a command that fetches it, since recipes are written to disk"
+        yield Problem(f"{KEY}.key_command", "secret-in-recipe", message)

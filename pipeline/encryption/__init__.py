@@ -1,0 +1,21 @@
+"""Encryption at rest: the key of a run, and files that are encrypted in chunks.
+
+Only bytes come in here: `pipeline/digests.py` writes files, `pipeline/config/checkpointing.py` has the keys of the recipe.
+"""
+
+from pipeline.encryption.key import Key, obtain
+from pipeline.encryption.lines import decrypt_line, encrypt_line
+from pipeline.encryption.stream import EncryptedFile, Encryptor, decrypt, encrypt, is_encrypted, read_bytes
+
+__all__ = [
+    "EncryptedFile",
+    "Encryptor",
+    "Key",
+    "decrypt",
+    "decrypt_line",
+    "encrypt",
+    "encrypt_line",
+    "is_encrypted",
+    "obtain",
+    "read_bytes",
+]

@@ -1,0 +1,125 @@
+"""The key of a run: 32 random bytes from a file or a command, which no file of a run holds.
+
+All other keys are derived from it with HKDF-SHA256 (RFC 5869) or HMAC-SHA256 (RFC 2104), each for one purpose. The fingerprint
+is one of them, so it does not lead back to the key.
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import functools
+import hashlib
+import hmac
+import os
+import re
+import shlex
+import stat
+import subprocess
+from pathlib import Path
+from typing import NoReturn
+
+from pipeline import secrets
+from pipeline.problems import Problem, RecipeError
+
+SECTION = "checkpointing.encryption"
+BYTES = 32
+FINGERPRINT_BYTES = 8
+FORM = f"{BYTES} random bytes as {2 * BYTES} hex digits or in base64"
+MAKE = "(umask 077; openssl rand -hex 32 > KEY_FILE)"
+STDERR_CHARACTERS = 300
+
+
+class Key:
+    """A key. Its text shows the fingerprint alone, and it cannot be pickled."""
+
+    def __init__(self, secret: bytes):
+        """secret: 32 bytes."""
+        assert len(secret) == BYTES
+        self._secret = secret
+
+    @functools.cached_property
+    def fingerprint(self) -> str:
+        """16 hex digits that name the key: the beginning of an HMAC under it."""
+        return self.mac(b"hetstep: fingerprint of a key")[: 2 * FINGERPRINT_BYTES]
+
+    def mac(self, message: bytes) -> str:
+        """Return HMAC-SHA256 of a message under this key, in hex."""
+        return hmac.new(self._secret, message, hashlib.sha256).hexdigest()
+
+    def derived(self, salt: bytes, purpose: bytes) -> bytes:
+        """Return 32 bytes that are a key of their own. Raises RecipeError if `cryptography` is not installed."""
+        try:
+            from cryptography.hazmat.primitives.hashes import SHA256
+            from cryptography.hazmat.primitives.kdf.hkdf import HKDF
+        except ModuleNotFoundError:
+            message = "needs the package cryptography, which is not installed. Try `pip install hetstep[encryption]`"
+            raise RecipeError(Problem(SECTION, "not-installed", message)) from None
+        return HKDF(SHA256(), BYTES, salt, purpose).derive(self._secret)
+
+    def __repr__(self) -> str:
+        return f"Key({self.fingerprint})"
+
+    def __reduce__(self) -> NoReturn:
+        raise TypeError("a key is neither sent nor stored")
+
+
+def obtain(key_file: str | None, key_command: str | None, timeout_s: float) -> Key | None:
+    """Return the key in a file, or that a command prints; None without either. Raises RecipeError, never with the key in it.
+
+    key_command: is split as a shell splits it, and started without a shell. timeout_s: after which it is ended.
+    """
+    if key_file is not None:
+        return _parse(f"{SECTION}.key_file", key_file, _read(Path(key_file)))
+    if key_command is not None:
+        return _parse(f"{SECTION}.key_command", key_command, _run(key_command, timeout_s))
+    return None
+
+
+def _refused(name: str, code: str, message: str) -> RecipeError:
+    return RecipeError(Problem(f"{SECTION}.{name}", code, message))
+
+
+def _read(path: Path) -> bytes:
+    try:
+        with open(path, "rb") as file:
+            status = os.fstat(file.fileno())
+            if status.st_mode & 0o077:
+                mode = stat.S_IMODE(status.st_mode)
+                message = f"got {path}, which others may open (mode {mode:04o}); expected 0600 or 0400. Try chmod 600 {path}"
+                raise _refused("key_file", "permission-denied", message)
+            return file.read(1 << 12)
+    except OSError as error:
+        code = "file-not-found" if isinstance(error, FileNotFoundError) else "permission-denied"
+        message = f"got {path}: {error.strerror}; expected a file that every node can read. Try {MAKE}"
+        raise _refused("key_file", code, message) from None
+
+
+def _run(command: str, timeout_s: float) -> bytes:
+    try:
+        ended = subprocess.run(shlex.split(command), stdin=subprocess.DEVNULL, capture_output=True, timeout=timeout_s)
+    except subprocess.TimeoutExpired:
+        message = f"got no key from `{command}` within {timeout_s:g} s (key_timeout_s); expected one. Is its server reachable?"
+        raise _refused("key_command", "unreachable", message) from None
+    except (OSError, ValueError) as error:
+        message = f"got `{command}`, which cannot be started here: {error}; expected a program that prints the key"
+        raise _refused("key_command", "file-not-found", message) from None
+    if ended.returncode:
+        said = secrets.redacted(ended.stderr.decode(errors="replace").strip()[-STDERR_CHARACTERS:])
+        message = f"got exit status {ended.returncode} from `{command}`; expected 0 and the key. It said: {said or 'nothing'}"
+        raise _refused("key_command", "unreadable", message)
+    return ended.stdout
+
+
+def _parse(key: str, source: str, content: bytes) -> Key:
+    text = content.strip()
+    if re.fullmatch(rb"[0-9a-fA-F]{%d}" % (2 * BYTES), text):
+        return Key(bytes.fromhex(text.decode()))
+    try:
+        secret = base64.b64decode(text, validate=True)
+    except binascii.Error:
+        secret = b""
+    if len(secret) != BYTES:
+        message = f"got {len(text)} characters from {source}; expected {FORM}. Try {MAKE}"
+        raise RecipeError(Problem(key, "bad-format", message))
+    return Key(secret)

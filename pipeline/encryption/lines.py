@@ -1,0 +1,60 @@
+"""Encrypt lines one by one, for a file of JSON lines that grows: each has AES-256-GCM with its own random nonce.
+
+A line is `{"encrypted": FINGERPRINT, "line": BASE64}`. The file's name and the line's position are bound in, so that a line
+cannot be changed, moved or put into another file. Lines that are missing at the end are not noticed.
+"""
+
+from __future__ import annotations
+
+import base64
+import json
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from pipeline.encryption.key import Key
+from pipeline.encryption.stream import fitting
+from pipeline.problems import Problem, RecipeError
+
+if TYPE_CHECKING:
+    from cryptography.hazmat.primitives.ciphers.aead import AESGCM
+
+PREFIX = b'{"encrypted": '
+NONCE = 12
+
+
+def encrypt_line(line: bytes, key: Key, name: str, at: int) -> bytes:
+    """Return a line, which ends in a newline, as a line of the file `name` that begins at byte `at`."""
+    nonce = os.urandom(NONCE)
+    sealed = base64.b64encode(nonce + _cipher(key, name).encrypt(nonce, line, str(at).encode())).decode()
+    return json.dumps({"encrypted": key.fingerprint, "line": sealed}).encode() + b"\n"
+
+
+def decrypt_line(line: bytes, key: Callable[[], Key | None], path: Path, at: int) -> bytes:
+    """Return what `encrypt_line` was given for the file at `path`, or a plain line as it is.
+
+    key: is asked for the key of an encrypted line. Raises RecipeError if the key is missing or another one, or the line is not
+    as it was written.
+    """
+    if not line.startswith(PREFIX):
+        return line
+    from cryptography.exceptions import InvalidTag
+
+    try:
+        record = json.loads(line)
+        sealed, fingerprint = base64.b64decode(record["line"], validate=True), record["encrypted"]
+        cipher = _cipher(fitting(key(), fingerprint, path), path.name)
+        return cipher.decrypt(sealed[:NONCE], sealed[NONCE:], str(at).encode())
+    except RecipeError:
+        raise
+    except (InvalidTag, ValueError, KeyError, TypeError):
+        message = f"{path}: the line at byte {at} is not as it was written; expected the encrypted line of this file there"
+        raise RecipeError(Problem("run", "damaged", message)) from None
+
+
+def _cipher(key: Key, name: str) -> AESGCM:
+    derived = key.derived(b"", b"hetstep: lines of " + name.encode())
+    from cryptography.hazmat.primitives.ciphers.aead import AESGCM
+
+    return AESGCM(derived)

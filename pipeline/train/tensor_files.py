@@ -1,0 +1,94 @@
+"""The format of safetensors files, to write them piece by piece and to read tensors of encrypted ones.
+
+A file is 8 bytes with the length of a JSON header, the header, and the tensors' bytes one after another
+(https://github.com/huggingface/safetensors, "Format"). The safetensors package writes and reads whole plain files alone.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping
+from pathlib import Path
+
+import torch
+
+from pipeline.digests import DigestWriter
+from pipeline.encryption import EncryptedFile, Key
+
+DTYPES = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "I64": torch.int64,
+    "I32": torch.int32,
+    "I16": torch.int16,
+    "I8": torch.int8,
+    "U8": torch.uint8,
+    "BOOL": torch.bool,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2,
+}
+_NAMES = {dtype: name for name, dtype in DTYPES.items()}
+
+
+def header_of(tensors: Mapping[str, torch.Tensor]) -> tuple[bytes, list[str]]:
+    """Return (all bytes before the tensors' own, the names in the order in which their bytes follow).
+
+    tensors: shapes and dtypes; may be meta tensors.
+    """
+    names = sorted(tensors, key=lambda name: (-tensors[name].dtype.itemsize, name))  # so that each is aligned to its dtype
+    header: dict[str, object] = {"__metadata__": {"format": "pt"}}
+    end = 0
+    for name in names:
+        tensor = tensors[name]
+        begin, end = end, end + tensor.nbytes
+        header[name] = {"dtype": _NAMES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [begin, end]}
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)
+    return len(text).to_bytes(8, "little") + text, names
+
+
+def bytes_of(tensor: torch.Tensor) -> memoryview:
+    """Return the bytes of a tensor on the CPU, without a copy if it is contiguous."""
+    return memoryview(tensor.detach().contiguous().view(-1).view(torch.uint8).numpy().data)
+
+
+def write_tensors(tensors: Mapping[str, torch.Tensor], path: Path, key: Key | None = None) -> str:
+    """Write a safetensors file, wait until it is on the disk, and return its SHA-256 in hex. Raises OSError.
+
+    tensors: on the CPU. key: encrypts the file; None writes it plain.
+    """
+    header, names = header_of(tensors)
+    with DigestWriter(path, key) as file:
+        file.write(header)
+        for name in names:
+            if tensors[name].numel():
+                file.write(bytes_of(tensors[name]))
+        return file.finish()
+
+
+class EncryptedTensors:
+    """The tensors of an encrypted safetensors file."""
+
+    def __init__(self, path: Path, key: Key | None):
+        """Raises RecipeError if the key is missing or another one, or the file is damaged."""
+        self._file = EncryptedFile(path, key)
+        length = int.from_bytes(self._file.read(0, 8), "little")
+        self._header = json.loads(self._file.read(8, length))
+        self._begin = 8 + length
+
+    def rows(self, name: str, begin: int, end: int) -> torch.Tensor:
+        """Return entries `begin` to `end` of a tensor's first dimension; of a scalar, [0, 1) is all of it."""
+        entry = self._header[name]
+        dtype, shape = DTYPES[entry["dtype"]], entry["shape"]
+        row = math.prod(shape[1:]) * dtype.itemsize
+        data = self._file.read(self._begin + entry["data_offsets"][0] + begin * row, (end - begin) * row)
+        found = torch.frombuffer(data, dtype=dtype) if data else torch.empty(0, dtype=dtype)
+        return found.view([end - begin, *shape[1:]] if shape else [])
+
+    def get_tensor(self, name: str) -> torch.Tensor:
+        """Return a whole tensor."""
+        shape = self._header[name]["shape"]
+        return self.rows(name, 0, shape[0] if shape else 1)

@@ -1,0 +1,16 @@
+"""Keys for tests, and files of them."""
+
+import os
+from pathlib import Path
+
+from pipeline.encryption import Key
+
+
+def random_key() -> Key:
+    return Key(os.urandom(32))
+
+
+def key_file(path: Path, text: str, mode: int = 0o600) -> Path:
+    path.write_text(text)
+    path.chmod(mode)
+    return path
