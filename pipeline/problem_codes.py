@@ -182,6 +182,10 @@ RUNS = {
         "A run, evaluation or sweep that a program waited for (`hetstep`) ended before its end.",
         "Read the failure in the message, and the logs that it names. The same submission continues from the last checkpoint.",
     ),
+    "tampered": ProblemCode(
+        "An audit log, or a file with a recorded hash, is not as it was written: a line or a file was changed, added or lost.",
+        "Run `python launch/audit.py verify root=FOLDER`, which names the line. Ask who may write there, and restore a backup.",
+    ),
     "wrong-version": ProblemCode(
         "A checkpoint or a package is of a version that does not fit.",
         "Use the version that the message names: the commit in the run's manifest.json, or the packages of the other image.",
