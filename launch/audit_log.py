@@ -4,7 +4,7 @@
     audit.head    `begin NUMBER HASH` before each line is written and `end NUMBER HASH` after it
 
 Each line has its number, time (UTC), user, host, action, subject, details, the SHA-256 of the line before it (`previous`) and
-its own (`hash`). A line that is changed, dropped, inserted or moved breaks the chain; the head shows that last lines are missing.
+its own (`hash`). A line that is changed, dropped, inserted or moved breaks the chain; the head tells if last lines are missing.
 The `Receipt` of a submission is kept in the manifest of the run too, so a chain that somebody has computed anew is found.
 `launch/audit.py` verifies all of this.
 
@@ -43,6 +43,8 @@ LOG, HEAD = "audit.jsonl", "audit.head"
 KEY = "cluster.audit"
 FIRST = "0" * 64
 """`previous` of the first line."""
+NOWHERE = (-1, "")
+"""Number and hash of a line that is not as it was written."""
 WAIT_S = 60.0
 """How long a writer waits for others to finish theirs."""
 RETRY_S = 0.02
@@ -98,6 +100,26 @@ def record(action: Action, subject: str | Path, details: Mapping[str, Any] = {},
             return _append(folder, log, head, entry)
     except OSError as error:
         raise _refused(folder, "unwritable", f"which cannot be written: {error.strerror}", "free space there") from error
+
+
+@contextlib.contextmanager
+def recording_refusals(run_dir: Path, given: str | None = None) -> Iterator[None]:
+    """Record it if the block is refused a file or a folder, or something in a cluster, for want of permission.
+
+    run_dir: the run that the block is about. given: the value of `cluster.audit`; None: that of the run. A refusal is raised
+    all the same, also if the log cannot be written, which often is refused for the same reason.
+    """
+    try:
+        yield
+    except (RecipeError, PermissionError) as error:
+        denied = [str(problem) for problem in getattr(error, "problems", ()) if problem.code == "permission-denied"]
+        if isinstance(error, PermissionError):
+            denied = [str(error)]
+        root = folder_of(run_dir) if given is None else folder_for(given, run_dir)
+        if denied and root:
+            with contextlib.suppress(RecipeError):
+                record("refuse", run_dir, {"why": denied}, root)
+        raise
 
 
 def folder_of(run_dir: Path) -> Path | None:
@@ -227,9 +249,9 @@ def _recovered(folder: Path, log: int, head: int) -> tuple[int, str]:
         found = Head.parse(said)
         entry = json.loads(last) if last else {"number": 0, "hash": FIRST}
         is_whole = not last or (hash_of(entry) == entry["hash"] and as_line(entry) == last)
-        at = (entry["number"], entry["hash"]) if is_whole else None
+        at = (int(entry["number"]), str(entry["hash"])) if is_whole else NOWHERE
     except (ValueError, KeyError, TypeError):
-        found, at = Head(), None
+        found, at = Head(), NOWHERE
     if found.begun is not None and at == found.begun:
         _cut(log)
         _write(head, f"end {at[0]} {at[1]}\n")
