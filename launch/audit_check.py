@@ -68,14 +68,7 @@ def verify(folder: Path) -> AuditCheck:
     entries = list(_entries(data))
     findings += _of_chain(entries)
     findings += _of_head(folder, data, entries, notes)
-    subjects = {Path(entry["subject"]) for _, entry in entries if entry and entry.get("action") == "submit"}
-    below = {path for path, _ in kept}
-    kept += [
-        each
-        for subject in sorted(subjects)
-        if (subject / "manifest.json") not in below
-        for each in _of_manifest(subject / "manifest.json")
-    ]
+    kept += _elsewhere([entry for _, entry in entries if entry], {path for path, _ in kept})
     kept = [(path, receipt) for path, receipt in kept if _is_of(receipt, folder)]
     findings += _of_receipts(entries, kept)
     return AuditCheck(folder, len(entries), len(kept), tuple(dict.fromkeys(findings)), tuple(notes))
@@ -209,6 +202,17 @@ def _receipts(folder: Path) -> Iterator[tuple[Path, Receipt]]:
         yield from _of_lines(run_dir / "lineage/exports.jsonl")
     for path in sorted(folder.glob("registry/*.json")):
         yield from _of_registry(path)
+
+
+def _elsewhere(entries: list[dict[str, Any]], seen: set[Path]) -> Iterator[tuple[Path, Receipt]]:
+    """Yield (file, receipt) of the runs and registries that a log names, without the files that were seen."""
+    for action, subject in sorted({(str(entry["action"]), Path(str(entry["subject"]))) for entry in entries}):
+        if action in ("add", "promote") and subject not in seen:
+            yield from _of_registry(subject)
+        elif action == "submit" and subject / "manifest.json" not in seen:
+            yield from _of_manifest(subject / "manifest.json")
+        elif action == "export" and subject / "lineage/exports.jsonl" not in seen:
+            yield from _of_lines(subject / "lineage/exports.jsonl")
 
 
 def _of_manifest(path: Path) -> Iterator[tuple[Path, Receipt]]:

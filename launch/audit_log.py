@@ -18,14 +18,10 @@ history; put the log into a folder of an account of its own (`cluster.audit`) wh
 from __future__ import annotations
 
 import contextlib
-import errno
-import fcntl
 import hashlib
 import json
 import os
 import socket
-import stat
-import time
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
@@ -34,10 +30,12 @@ from typing import Any, Literal, get_args
 
 import yaml
 
+from launch import shared_files
+from launch.shared_files import Unusable
 from pipeline import secrets
 from pipeline.config import Problem, RecipeError
 from pipeline.config.cluster import AUDIT_AUTO, AUDIT_NONE
-from pipeline.storage import sync, user_name
+from pipeline.storage import user_name
 
 LOG, HEAD = "audit.jsonl", "audit.head"
 KEY = "cluster.audit"
@@ -47,7 +45,6 @@ NOWHERE = (-1, "")
 """Number and hash of a line that is not as it was written."""
 WAIT_S = 60.0
 """How long a writer waits for others to finish theirs."""
-RETRY_S = 0.02
 HEAD_BYTES = 1 << 14
 """What a writer reads of the end of audit.head."""
 RUNS = "runs"
@@ -298,71 +295,20 @@ def _tail(descriptor: int, before: int | None = None, block: int = 1 << 14) -> t
     return 0, end
 
 
-# ---- opening and locking ------------------------------------------------------------------------------------------------
-
-
 @contextlib.contextmanager
 def _locked(folder: Path) -> Iterator[tuple[int, int]]:
     """Yield the descriptors of the log and its head, created if necessary and locked against other writers."""
     with contextlib.suppress(FileExistsError):
         folder.mkdir(mode=0o700, parents=True)
-    log = _opened(folder, LOG)
     try:
-        _lock(folder, log)
-        head = _opened(folder, HEAD)
-        try:
-            yield log, head
-        finally:
-            os.close(head)
-    finally:
-        os.close(log)  # also unlocks it
-
-
-def _opened(folder: Path, name: str) -> int:
-    """Return the descriptor of a file to append to. Others may write it if they may write its folder."""
-    path, flags = folder / name, os.O_RDWR | os.O_APPEND | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
-    try:
-        # O_CREAT of another user's file is refused in a folder such as /tmp (proc(5), fs.protected_regular).
-        try:
-            descriptor = os.open(path, flags)
-        except FileNotFoundError:
-            descriptor = _created(path, flags)
-    except OSError as error:
-        code = "permission-denied" if error.errno in (errno.EACCES, errno.EPERM, errno.ELOOP) else "unwritable"
-        who = user_name(os.geteuid())
-        remedy = f"a log that {who} may append to, or {KEY}=FOLDER with another one"
-        raise _refused(folder, code, f"whose {name} cannot be opened: {error.strerror}", remedy) from error
-    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
-        os.close(descriptor)
-        raise _refused(folder, "permission-denied", f"whose {name} is no regular file", f"to delete it, or another {KEY}")
-    return descriptor
-
-
-def _created(path: Path, flags: int) -> int:
-    try:
-        descriptor = os.open(path, flags | os.O_CREAT | os.O_EXCL, 0o600)
-    except FileExistsError:  # another writer has just created it
-        return os.open(path, flags)
-    shared = stat.S_IMODE(path.parent.stat().st_mode) & 0o022
-    os.fchmod(descriptor, 0o600 | shared | shared << 1)  # who may write may read
-    sync(path.parent)
-    return descriptor
-
-
-def _lock(folder: Path, log: int) -> None:
-    deadline = time.monotonic() + WAIT_S
-    while True:
-        try:
-            fcntl.flock(log, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            return
-        except BlockingIOError:
-            if time.monotonic() >= deadline:
-                why = f"which another process has locked for {WAIT_S:g} s"
-                raise _refused(folder, "in-use", why, "the same command again") from None
-            time.sleep(RETRY_S)
-        except OSError as error:
-            remedy = f"a file system with locks (Lustre: -o flock), or {KEY}=FOLDER with another one"
-            raise _refused(folder, "no-locks", f"which cannot be locked: {error.strerror}", remedy) from None
+        with shared_files.locked(folder / LOG, WAIT_S) as log:
+            head = shared_files.opened(folder / HEAD)
+            try:
+                yield log, head
+            finally:
+                os.close(head)
+    except Unusable as error:
+        raise _refused(folder, error.code, error.why, f"{error.remedy}, {KEY}=FOLDER with another one") from error
 
 
 def _refused(folder: Path, code: str, why: str, remedy: str) -> RecipeError:

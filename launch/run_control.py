@@ -7,6 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from launch import origin, run_setup, slurm_client, task
+from launch.ancestry import inputs
 from launch.attempts import STOP, AttemptFolder, of_job
 from launch.audit_log import recording_refusals
 from launch.components import components
@@ -81,6 +82,7 @@ def start(
         found = origin.of_submission(recipe)
         found["audit"] = origin.record_submission(recipe, run_dir, name, found)
         run_setup.prepare(recipe, run_dir, runner.script)
+        inputs.write(recipe, run_dir)
         try:
             job = runner.submit(task.rank_main, str(run_dir))
             assert isinstance(job, RunJob), "each executor names its class of jobs"

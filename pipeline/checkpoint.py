@@ -3,6 +3,7 @@
     checkpoints/
       .step_000020.<attempt>.partial/   being written; never read
       step_000010/                      complete: renamed only when everything in it is on disk
+        lineage.json                    the run and the step (pipeline/lineage.py); also in hf/
         complete.json                   version, step, the loop's state, and the size of every file
         train-rank00000.safetensors ... the train backend's state
         buffer.msgpack                  rollouts that no step has trained on yet, if any (pipeline/rollout/buffer.py)
@@ -31,7 +32,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from pipeline import storage
+from pipeline import lineage, storage
 from pipeline.algorithms import build
 from pipeline.config import CheckpointingConfig, Problem, Recipe, TimeoutsConfig, uses_megatron
 from pipeline.storage import RetryPolicy, append, retrying, sync, write_durably
@@ -137,6 +138,7 @@ class Checkpoints:
         folder = self._folder / _name(step)
 
         def seal() -> None:
+            lineage.mark_checkpoint(partial, self._folder.parent, step, self._attempt)
             record = {"version": VERSION, "step": step, "metric": metric, "state": state, "files": _sizes(partial)}
             write_durably(partial / COMPLETE, json.dumps(record))
 
