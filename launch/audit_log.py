@@ -12,7 +12,7 @@ Several users and processes append at once, also over NFS: a writer holds a lock
 and waits until they are on disk. If it is killed between `begin` and `end`, the next writer completes or removes its line.
 
 Nothing here is secret or signed. Somebody who may write both files and every folder that keeps a receipt can write another
-history; put the log into a folder of an account of its own (`cluster.audit`) where that matters.
+history; both files work with the attribute of append-only files (`chattr +a`), which leaves that to root.
 """
 
 from __future__ import annotations
