@@ -58,9 +58,9 @@ def verify(folder: Path) -> AuditCheck:
     findings: list[Finding] = []
     notes: list[str] = []
     kept = list(_receipts(folder))
-    if (folder / LOG).exists():
+    if os.path.exists(folder / LOG):
         data = _bytes(folder)
-    elif (folder / HEAD).exists() or any(_is_of(receipt, folder) for _, receipt in kept):
+    elif os.path.exists(folder / HEAD) or any(_is_of(receipt, folder) for _, receipt in kept):
         data = b""
         findings.append(Finding(None, f"{LOG} is gone"))
     else:
@@ -251,7 +251,7 @@ def _is_of(receipt: Receipt, folder: Path) -> bool:
     """Return whether a receipt is of the log in this folder, which may have been moved."""
     if os.path.realpath(receipt.folder) == os.path.realpath(folder):
         return True
-    return not (Path(receipt.folder) / LOG).exists()
+    return not os.path.exists(Path(receipt.folder) / LOG)
 
 
 def _short(own: Any) -> str:

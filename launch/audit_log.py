@@ -141,15 +141,15 @@ def folder_for(given: str, run_dir: Path) -> Path | None:
     if given != AUDIT_AUTO:
         return Path(given)
     run_dir = run_dir.absolute()
-    above = [each for each in list(run_dir.parents)[:DEPTH] if (each / "recipe.yaml").is_file()]
+    above = [each for each in list(run_dir.parents)[:DEPTH] if os.path.isfile(each / "recipe.yaml")]
     top = above[-1] if above else run_dir
     named = [each for each in reversed(top.parents) if each.name == RUNS]
-    return next((each for each in (*named, top.parent) if (each / LOG).exists() or _writable(each)), top)
+    return next((each for each in (*named, top.parent) if os.path.exists(each / LOG) or _writable(each)), top)
 
 
 def _writable(folder: Path) -> bool:
     """Return whether this user may write a folder, or make it."""
-    existing = next(each for each in (folder, *folder.parents) if each.exists())
+    existing = next(each for each in (folder, *folder.parents) if os.path.exists(each))
     return os.access(existing, os.W_OK | os.X_OK)
 
 

@@ -237,7 +237,7 @@ class Hashing:
         self._thread.join(wait_s)
         self._stopping.set()
         if self._thread.is_alive():
-            logger.warning("lineage: not all inputs are hashed after %g s; `python launch/lineage.py` hashes the rest", wait_s)
+            logger.warning("lineage: not all inputs are hashed after %g s; the next start of the run goes on", wait_s)
 
     def _run(self) -> None:
         with contextlib.suppress(OSError):

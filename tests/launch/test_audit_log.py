@@ -5,11 +5,14 @@ import json
 import multiprocessing
 import os
 import signal
+import tempfile
+from pathlib import Path
 
 import pytest
 
 from launch import audit_log
 from launch.audit_log import FIRST, HEAD, LOG, Head, folder_for, hash_of, record
+from pipeline.config import RecipeError
 from tests.problems import refused
 
 
@@ -139,6 +142,41 @@ def test_who_may_write_the_folder_may_append(tmp_path, mode, expected):
     folder.chmod(mode)
     record("submit", "run", root=folder)
     assert {(folder / name).stat().st_mode & 0o777 for name in (LOG, HEAD)} == {expected}
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can be another user")
+@pytest.mark.parametrize("mode", [0o777, 0o1777])
+def test_several_users_append(mode):
+    with tempfile.TemporaryDirectory() as name:  # pytest's folders are private
+        folder = Path(name) / "runs"
+        folder.mkdir()
+        Path(name).chmod(0o755)
+        folder.chmod(mode)
+        for user in (0, 65534, 1, 0):
+            if not (child := os.fork()):
+                os.setgid(user)
+                os.setuid(user)
+                os._exit(0 if record("submit", folder / f"of-{user}", root=folder) else 1)
+            assert os.waitpid(child, 0)[1] == 0
+        assert len({each["user"] for each in lines(folder)}) == 3
+        assert [each["number"] for each in lines(folder)] == [1, 2, 3, 4]
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can be another user")
+def test_a_log_that_only_its_owner_may_write_refuses_others():
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        folder.chmod(0o755)
+        record("submit", "run", root=folder)
+        if not (child := os.fork()):
+            os.setuid(65534)
+            try:
+                record("submit", "run", root=folder)
+            except RecipeError as error:
+                os._exit(3 if error.codes == ("permission-denied",) and "nobody" in str(error) else 1)
+            os._exit(2)
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 3
+        assert len(lines(folder)) == 1
 
 
 def test_where_the_log_is(tmp_path):
