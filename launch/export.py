@@ -1,9 +1,10 @@
 """Export a checkpoint of a run in Hugging Face format: `python launch/export.py run=RUN_DIR [step=N] [out=DIR] [adapter=true]`.
 
-Writes sharded safetensors in policy.precision, config, tokenizer and chat template, which transformers and vLLM load, and a
-model card, README.md, with the run's evaluations of that step. A reward model (algorithm rm) becomes a sequence classifier with
-one label. Adapters are merged; adapter=true writes them alone instead, as peft and vLLM load them. The checkpoint is read on
-this machine, without a GPU or a job; any backend and any number of ranks may have written it.
+Writes sharded safetensors in policy.precision, config, tokenizer and chat template, which transformers and vLLM load, a model
+card, README.md, with the run's evaluations of that step, and lineage.json: what the model was made from, by content. A reward
+model (algorithm rm) becomes a sequence classifier with one label. Adapters are merged; adapter=true writes them alone instead,
+as peft and vLLM load them. The checkpoint is read on this machine, without a GPU or a job; any backend and any number of ranks
+may have written it.
 
 Exit status: 0 if the checkpoint was written; 2 if the command line, the run, its checkpoint or the disk has an error.
 """
@@ -18,7 +19,8 @@ from typing import Annotated
 if __name__ == "__main__":
     sys.path[0] = str(Path(__file__).resolve().parent.parent)  # replaces launch/, so that no installed package is needed
 
-from launch import command_line, model_card, run_keys
+from launch import audit_log, command_line, model_card, run_keys
+from launch.ancestry import records
 from launch.command_line import Key
 from launch.run_folder import RunFolder, read_recipe
 from pipeline import checkpoint as checkpoints
@@ -56,7 +58,8 @@ def export(request: ExportRequest) -> Path:
     Raises RecipeError if the run or the step does not exist, the folder does, or the checkpoint does not match the model.
     """
     try:
-        return _export(request)
+        with audit_log.recording_refusals(request.run):
+            return _export(request)
     except (ValueError, StorageError) as error:
         if isinstance(error, RecipeError):
             raise
@@ -88,7 +91,10 @@ def _export(request: ExportRequest) -> Path:
     key = run_keys.key_of(request.run) if checkpoint.fingerprint else None
     verification.check_record(checkpoint, recipe.checkpointing.verify, key)
     verification.check_share(checkpoint, recipe.checkpointing.verify)
+    form = "adapter" if request.adapter else "hf"
+    receipt = audit_log.record("export", request.run, {"step": checkpoint.step, "format": form, "out": str(folder)})
     (export_adapters if request.adapter else export_checkpoint)(checkpoint.folder, recipe.policy, folder, head, key)
+    records.write(request.run, checkpoint, folder, form, receipt)
     (folder / model_card.FILE).write_text(model_card.text(RunFolder.at(request.run), checkpoint.step), encoding="utf-8")
     return folder
 

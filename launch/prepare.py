@@ -5,11 +5,13 @@ The checks cover the recipe, the files of its models and data, storage and Slurm
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from launch import backend, cuda_variables, needed_recipe, placement, recipes, run_setup, slurm_client
+from launch.audit_log import KEY, recording_refusals
 from launch.components import components
 from launch.evaluations import background, sources, suites
 from launch.executors import allocation, local, selection
@@ -59,11 +61,18 @@ class Examination:
     prepared: list[Prepared]  # in the order of the runs; [] if the requested recipe has problems of its own
     problems: list[Problem]  # of recipes and plans
     site_problems: list[Problem]  # of files, storage and Slurm, where the recipe would run
+    requested: Recipe | None = None  # if its run_dir and its cluster.audit have no problems
 
     @property
     def all_problems(self) -> list[Problem]:
         """The problems of the recipes, then those of the site."""
         return [*self.problems, *self.site_problems]
+
+    def refuse(self) -> None:
+        """Raise RecipeError if there are problems. What is denied to this user is recorded in the audit log."""
+        recipe = self.requested
+        with recording_refusals(Path(recipe.run_dir).absolute(), recipe.cluster.audit) if recipe else contextlib.nullcontext():
+            refuse(self.all_problems)
 
 
 def prepare(name: str, overrides: list[str], plan_from: Path | None = None) -> list[Prepared]:
@@ -72,7 +81,7 @@ def prepare(name: str, overrides: list[str], plan_from: Path | None = None) -> l
     plan_from: a run folder that calibrates the plan. Raises RecipeError with all problems.
     """
     found = examine(name, overrides, dry=False, plan_from=plan_from)
-    refuse(found.all_problems)
+    found.refuse()
     return found.prepared
 
 
@@ -110,7 +119,8 @@ def examine_loaded(ordered: list[Loaded], dry: bool, plan_from: Path | None = No
     problems, site_problems = (
         [problem for problem in some if inherited.get(problem) not in everything] for some in (problems, site_problems)
     )
-    return Examination(prepared if usable else [], problems, site_problems)
+    requested = None if {"run_dir", KEY} & set(ordered[-1].faulty) else ordered[-1].recipe
+    return Examination(prepared if usable else [], problems, site_problems, requested)
 
 
 def _examine(

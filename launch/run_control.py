@@ -7,8 +7,10 @@ from collections.abc import Callable
 from dataclasses import fields
 from pathlib import Path
 
-from launch import run_setup, slurm_client, task
+from launch import origin, run_setup, slurm_client, task
+from launch.ancestry import inputs
 from launch.attempts import STOP, AttemptFolder, of_job
+from launch.audit_log import recording_refusals
 from launch.components import components
 from launch.evaluations import background, suites
 from launch.executors import allocation, local, slurm
@@ -80,13 +82,14 @@ def start(
     """Submit one recipe, and return its job.
 
     command: for the manifest. tell: receives a line where the folder's mode is changed. after: Slurm jobs that must succeed
-    before it starts. behind: Slurm jobs that must end before it starts. Raises RecipeError if the run folder is in use.
+    before it starts. behind: Slurm jobs that must end before it starts. Raises RecipeError if the run folder is in use, or if
+    the submission cannot be recorded in the audit log.
     """
     recipe = prepared.recipe
     assert prepared.choice is not None or not config.trains(recipe), "only a dry run has no backend"
     run_dir = Path(recipe.run_dir).absolute()
     name = prepared.executor.name
-    with run_setup.locked(run_dir, tell):
+    with recording_refusals(run_dir, recipe.cluster.audit), run_setup.locked(run_dir, tell):
         if name == "allocation":
             runner = allocation.AllocationExecutor(run_dir, recipe.cluster, components(recipe))
             name = runner.kind
@@ -94,7 +97,10 @@ def start(
             runner = slurm.HetSlurmExecutor(run_dir, recipe.name, recipe.cluster, components(recipe), after, behind)
         else:
             runner = local.HetLocalExecutor(run_dir, recipe.cluster, components(recipe))
+        found = origin.of_submission(recipe)
+        found["audit"] = origin.record_submission(recipe, run_dir, name, found)
         run_setup.prepare(recipe, run_dir, runner.script)
+        inputs.write(recipe, run_dir)
         try:
             job = runner.submit(task.rank_main, str(run_dir))
             assert isinstance(job, RunJob), "each executor names its class of jobs"
@@ -102,7 +108,8 @@ def start(
             raise RecipeError(_not_submitted(error)) from error
         try:
             write_record(run_dir, JobRecord.of(name, job))
-            run_setup.append_manifest(run_dir, name, job.job_id, command)
+            run_setup.append_manifest(run_dir, name, job.job_id, command, found)
+            origin.record_job(recipe, run_dir, job)
         except BaseException:
             job.cancel(check=False)  # a job without a record must not write into the folder
             raise
@@ -127,12 +134,20 @@ def _not_submitted(error: slurm_client.SlurmError) -> Problem:
 # ---- end ----------------------------------------------------------------------------------------------------------------
 
 
-def cancel(job: RunJob) -> JobStatus:
-    """Cancel a job, wait for its end at most CANCEL_WAIT_S, and return its status."""
-    job.cancel(check=False)
-    deadline = time.monotonic() + CANCEL_WAIT_S
-    while not (status := job.status(now=True)).ended and time.monotonic() < deadline:
-        time.sleep(POLL_S)
+def cancel(run_dir: Path, job: RunJob) -> JobStatus:
+    """Cancel a job, wait for its end at most CANCEL_WAIT_S, and return its status. Does nothing to a job that has ended.
+
+    Raises RecipeError, once the job is cancelled, if that cannot be recorded in the audit log.
+    """
+    if (status := job.status(now=True)).ended:
+        return status
+    try:
+        origin.record_end("cancel", run_dir, job, status)
+    finally:
+        job.cancel(check=False)
+        deadline = time.monotonic() + CANCEL_WAIT_S
+        while not (status := job.status(now=True)).ended and time.monotonic() < deadline:
+            time.sleep(POLL_S)
     return status
 
 
@@ -140,8 +155,11 @@ def stop_and_save(run_dir: Path, job: RunJob, timeout_s: float | None = None) ->
     """Ask a job to save and stop, wait for its end, and return its status. A job that has not started is cancelled.
 
     The ranks save at the end of their step, as before a time limit; the job is not requeued. If the job starts again meanwhile,
-    its new attempt is asked too. Raises TimeoutError after `timeout_s`; the request stays.
+    its new attempt is asked too. Raises TimeoutError after `timeout_s`; the request stays. Raises RecipeError, and asks for
+    nothing, if that cannot be recorded in the audit log.
     """
+    if not (status := job.status(now=True)).ended:
+        origin.record_end("stop_and_save", run_dir, job, status)
     deadline = None if timeout_s is None else time.monotonic() + timeout_s
     while not (status := job.status(now=True)).ended:
         attempts = of_job(run_dir, job.job_id)

@@ -252,7 +252,7 @@ def modified(path: Path) -> float:
 
 def find(folder: Path, depth: int = 4) -> Iterator[Path]:
     """Yield the run folders at or below a folder, `depth` levels down. Skips hidden and unreadable folders."""
-    if (folder / "recipe.yaml").is_file():
+    if os.path.isfile(folder / "recipe.yaml"):  # false, too, where this user may not look
         yield folder
     elif depth:
         try:

@@ -27,16 +27,16 @@ import secrets
 import shlex
 import socket
 import stat
-import subprocess
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from datetime import UTC, datetime
 from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 from launch import folder_lock, slurm_client
+from launch.code_state import code_state
 from launch.executors.allocation import batch_job
-from launch.executors.base import ROOT, RunJob, write_json
+from launch.executors.base import RunJob, write_json
 from launch.executors.record import read_record
 from pipeline import config, metrics, verification
 from pipeline import secrets as kept_secrets
@@ -46,8 +46,6 @@ from pipeline.storage import REMEDY, user_name, write_durably
 
 TRAINED = "trained.json"
 """Keeps the done.json of a complete training during an evaluation, which writes a done.json of its own."""
-GIT_S = 20.0
-"""Time limit of git on a slow file system: a manifest without a commit is better than no submission."""
 # Keys that may change when a run is continued. They say where it runs, how long, how its work is divided and what is written
 # beside it; none of them changes a step that is computed, but for the rounding of sums that are divided otherwise.
 # run_dir is here because the same folder has many spellings.
@@ -333,8 +331,13 @@ def prepare(recipe: Recipe, run_dir: Path, script: str) -> None:
     (run_dir / "done.json").unlink(missing_ok=True)
 
 
-def append_manifest(run_dir: Path, executor: str, job_id: str, command: list[str]) -> None:
-    """Add an entry for a submission to manifest.json, so that results can be traced to their code and command."""
+def append_manifest(
+    run_dir: Path, executor: str, job_id: str, command: list[str], origin: Mapping[str, Any] | None = None
+) -> None:
+    """Add an entry for a submission to manifest.json, so that results can be traced to their code and command.
+
+    origin: what `launch/origin.py` found before the submission: code, recipe, images, and the receipt of its audit line.
+    """
     path = run_dir / "manifest.json"
     entries = json.loads(path.read_text()) if path.exists() else []
     entry = {
@@ -345,25 +348,11 @@ def append_manifest(run_dir: Path, executor: str, job_id: str, command: list[str
         "cwd": os.getcwd(),
         "executor": executor,
         "job_id": job_id,
-        "git": _git(),
+        **({"git": code_state()} if origin is None else origin),
         "python": platform.python_version(),
         "versions": {name: _version(name) for name in ("hetstep", "torch", "vllm", "transformers", "submitit")},
     }
     write_json(path, [*entries, entry])
-
-
-def _git() -> dict[str, Any] | None:
-    """Return the commit of the code and whether it has changes; None outside a Git checkout, or if Git takes too long."""
-
-    def git(*args: str) -> str | None:
-        try:
-            answer = subprocess.run(["git", "-C", str(ROOT), *args], capture_output=True, text=True, timeout=GIT_S)
-        except (FileNotFoundError, subprocess.TimeoutExpired):
-            return None
-        return answer.stdout.strip() if answer.returncode == 0 else None
-
-    commit = git("rev-parse", "HEAD")
-    return None if commit is None else {"commit": commit, "dirty": bool(git("status", "--porcelain"))}
 
 
 def _version(package: str) -> str | None:

@@ -290,7 +290,7 @@ def follow_to_end(run_dir: Path, job: RunJob, steps: int | None, metrics: Metric
             return 0 if follower.follow() else 1
         except KeyboardInterrupt as interrupt:
             if isinstance(interrupt, Terminated) or not sys.stdin.isatty() or _wants_to_cancel():
-                return cancel(job, evaluates(run_dir))
+                return cancel(run_dir, job, evaluates(run_dir))
 
 
 def _wants_to_cancel() -> bool:
@@ -303,7 +303,7 @@ def _wants_to_cancel() -> bool:
     return False
 
 
-def cancel(job: RunJob, evaluates: bool = False) -> int:
+def cancel(run_dir: Path, job: RunJob, evaluates: bool = False) -> int:
     """Cancel a job, wait for its end for a while, and return the exit status 130.
 
     evaluates: the job is an evaluation, which has answers and no checkpoints
@@ -311,7 +311,7 @@ def cancel(job: RunJob, evaluates: bool = False) -> int:
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)  # a second signal does not interrupt the cancellation
     print(f"\ncancelling {job.name()} ...", flush=True)
-    status = run_control.cancel(job)
+    status = run_control.cancel(run_dir, job)
     how = "with the answers that are missing" if evaluates else "from the last checkpoint"
     print(f"{job.name()}: {status}; the same command continues {how}" if status.ended else f"{job.name()} is still {status}")
     return CANCELLED

@@ -3,6 +3,7 @@
     checkpoints/
       .step_000020.<attempt>.partial/   being written; never read
       step_000010/                      complete: renamed only when everything in it is on disk
+        lineage.json                    the run and the step (pipeline/lineage.py); also in hf/
         complete.json                   version, step, the loop's state, and the size of every file
         train-rank00000.safetensors ... the train backend's state
         buffer.msgpack                  rollouts that no step has trained on yet, if any (pipeline/rollout/buffer.py)
@@ -34,7 +35,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from pipeline import digests, encryption, storage
+from pipeline import digests, encryption, lineage, storage
 from pipeline.algorithms import build
 from pipeline.config import CheckpointingConfig, Problem, Recipe, TimeoutsConfig, uses_megatron
 from pipeline.encryption import Key
@@ -177,6 +178,7 @@ class Checkpoints:
         def seal() -> None:
             if missing := sorted(known.keys() - _sizes(partial).keys()):
                 storage.seen_within(storage.SEEN_S, lambda: known.keys() <= _sizes(partial).keys(), partial / missing[0])
+            lineage.mark_checkpoint(partial, self._folder.parent, step, self._attempt)
             record = {"version": VERSION, "step": step, "metric": metric, "state": state, "files": _sizes(partial)}
             record["digests"] = digests.add_manifest(partial, known, (COMPLETE,))[digests.MANIFEST]
             record["encryption"] = {"cipher": CIPHER, "key": self.writing_key.fingerprint} if self.writing_key else None

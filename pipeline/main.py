@@ -19,6 +19,7 @@ from pipeline.coordinator import RunParts, run_offline, run_online
 from pipeline.data.chat import load_tokenizer
 from pipeline.data.mixture import build_streams
 from pipeline.deadline import Deadline
+from pipeline.lineage import END_S, Hashing
 from pipeline.monitor import running
 from pipeline.monitor.steps import StepMonitor
 from pipeline.refit.base import Refit
@@ -71,6 +72,8 @@ def main(run_dir: Path) -> None:
                 if isinstance(role, GenerateRole):
                     sampler.add(role.readings)
             if client:
+                hashing = Hashing(run_dir)
+                hashing.start()
                 if isinstance(role, GenerateRole):
                     _evaluate(recipe, run_dir, world, client, role, startup)
                 else:
@@ -79,6 +82,7 @@ def main(run_dir: Path) -> None:
                     _coordinate(recipe, run_dir, world, client, role, startup, monitor)
                 startup.end()
                 rpc.stop(world, client.own)
+                hashing.finish(END_S if (run_dir / "done.json").exists() else 0.0)  # else time is short
             else:
                 rpc.serve(world, role)
     except Exception as error:

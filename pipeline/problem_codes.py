@@ -205,6 +205,10 @@ RUNS = {
         "Give the key with the fingerprint that the message names: `checkpointing.encryption.key_file` or `key_command` of the"
         " recipe, or the variable HETSTEP_KEY_FILE for a command that reads a run folder.",
     ),
+    "tampered": ProblemCode(
+        "An audit log, or a file with a recorded hash, is not as it was written: a line or a file was changed, added or lost.",
+        "Run `python launch/audit.py verify root=FOLDER`, which names the line. Ask who may write there, and restore a backup.",
+    ),
     "wrong-version": ProblemCode(
         "A checkpoint or a package is of a version that does not fit.",
         "Use the version that the message names: the commit in the run's manifest.json, or the packages of the other image.",

@@ -11,15 +11,15 @@ import socket
 from collections.abc import Iterator
 from pathlib import Path
 
-from pipeline import digests, encryption
+from pipeline import digests, encryption, lineage
 from pipeline.checkpoint import COMPLETE, DIGESTS, Checkpoint, complete_in, seals
 from pipeline.config import CheckpointingConfig, Problem, RecipeError, Verify
 from pipeline.digests import MANIFEST
 from pipeline.encryption.stream import fitting
 
 SHOWN = 4
-EDITED = ("README.md",)
-"""Files of an export that people edit, so they have no digest."""
+WITHOUT_DIGEST = ("README.md", lineage.MARK)
+"""Files of an export that are written after it: the card, which people edit, and lineage.json, which holds hashes itself."""
 WHOLE = (0, 1)
 
 
@@ -82,7 +82,7 @@ def check_export(key: str, folder: Path, verify: Verify, share: tuple[int, int] 
         listed, _ = digests.read_manifest(folder)
     except ValueError as error:
         raise _refused(key, "", [str(error)], "export it again") from None
-    names = [name for name in digests.names_in(folder) if name not in (MANIFEST, *EDITED) and not name.startswith(".")]
+    names = [name for name in digests.names_in(folder) if name not in (MANIFEST, *WITHOUT_DIGEST) and not name.startswith(".")]
     problems = list(digests.name_problems(names, listed))
     if not problems and verify == "full":
         sizes = {name: (folder / name).stat().st_size for name in listed}

@@ -25,6 +25,7 @@ DOWNHILL = [
     ("config", "store"),
     ("algorithms",),
     ("types", "boxes"),
+    ("lineage",),
     ("digests",),
     (
         "builds",

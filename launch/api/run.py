@@ -211,7 +211,7 @@ class BaseRun:
         Does nothing to a run that has ended. Raises NotEnded if the job goes on after a minute.
         """
         job = self._attached()
-        found = self._asked(run_control.cancel, job)
+        found = self._asked(run_control.cancel, self.folder, job)
         if not found.ended:
             raise NotEnded(self.folder, f"{job.name()} is still {found}")
         return self.status()

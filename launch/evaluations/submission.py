@@ -93,7 +93,7 @@ def start(evaluation: Evaluation, command: Sequence[str] | None = None) -> RunJo
 
 def _prepared(evaluation: Evaluation) -> list[prepare.Prepared]:
     found = examine(evaluation, dry=False)
-    refuse(found.all_problems)
+    found.refuse()
     if evaluation.source.checkpoint:
         kept.keep(evaluation.source.checkpoint, evaluation.source.run_dir)
     return found.prepared

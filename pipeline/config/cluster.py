@@ -7,9 +7,17 @@ from typing import Annotated, Any, Literal
 from pydantic import Field
 
 from pipeline.config.sbatch import Options
-from pipeline.values import Bool, Float, Line, NotNegative, Positive, Variables, Word
+from pipeline.values import Bool, Check, Float, Line, NotNegative, Positive, Variables, Word
 
 COLOCATED = "policy.generation.colocated.enabled"
+AUDIT_AUTO, AUDIT_NONE = "auto", "none"
+
+
+def _audit_error(value: str) -> str | None:
+    """Return what is wrong with a value of `cluster.audit`. The paths ./X and ~/X are absolute by now."""
+    if value in (AUDIT_AUTO, AUDIT_NONE) or value.startswith("/"):
+        return None
+    return f"got {value}; expected {AUDIT_AUTO}, {AUDIT_NONE}, or a path that begins with /, ./, ../ or ~"
 
 
 Seconds = Annotated[Float, Field(ge=1e-3)]
@@ -219,6 +227,15 @@ class ClusterConfig:
             " are refused."
         ),
     ] = field(default_factory=dict)
+    audit: Annotated[
+        Line,
+        Check(_audit_error),
+        Field(
+            description="Folder of the audit log, to which submissions, cancellations, changes of live runs and exports are"
+            " appended. auto: the highest folder above the run that is named runs, else the folder that holds the run's."
+            " none: no log. If it cannot be written, nothing is submitted."
+        ),
+    ] = AUDIT_AUTO
     share_nodes: Annotated[
         Bool,
         Field(

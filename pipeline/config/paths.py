@@ -32,6 +32,7 @@ NAMES = (  # a folder, or a name of a hub
 )
 MARKED = (
     *("cluster.*.container_image", "cluster.*.container_mounts", "cluster.*.gpu", "cluster.*.python"),
+    "cluster.audit",
     "evaluation.suite",
 )
 """Paths only where they begin with `./`, `../` or `~`."""

@@ -1,0 +1,108 @@
+"""Keep named versions of models: `python launch/registry.py add|promote|list|show [name=NAME] [key=value ...]`.
+
+    add name=NAME export=PATH             the next version, a candidate, with the scores of the export's evaluations
+    promote name=NAME version=N stage=S   into production (the version there is retired), or to candidate or retired
+    list                                  every version of every name, or of name=NAME
+    show name=NAME [version=N]            one version: by default the one in production, else the latest
+
+The files of an export are compared with the hashes in its lineage.json before it is added and before it goes into production.
+Each change is a line of the audit log.
+
+Exit status: 0; 2 if the command line or the export has an error.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+if __name__ == "__main__":
+    sys.path[0] = str(Path(__file__).resolve().parent.parent)  # replaces launch/, so that no installed package is needed
+
+from launch import command_line, console
+from launch.ancestry.model_registry import STAGES, Registry, Stage
+from launch.command_line import Key
+from launch.terminal import on_one_line
+from pipeline.config import Problem
+from pipeline.config.cluster import AUDIT_AUTO
+
+HEADER = ("stage", "name", "version", "run", "scores", "export")
+NEEDED = {"add": ("name", "export"), "promote": ("name", "version", "stage"), "list": (), "show": ("name",)}
+READ = {"add": ("root",), "list": ("name",), "show": ("version",)}
+"""Keys that a command reads beside those that it needs."""
+
+
+@dataclass(frozen=True)
+class RegistryRequest:
+    """The command line."""
+
+    what: Annotated[Literal["add", "promote", "list", "show"], Key("add|promote|list|show", "what to do", bare=True)]
+    name: Annotated[str | None, Key("NAME", "the name of a model")] = None
+    export: Annotated[Path | None, Key("DIR", "add: a folder that `launch/export.py` wrote")] = None
+    version: Annotated[int | None, Key("N", "the number of a version")] = None
+    stage: Annotated[Stage | None, Key("STAGE", f"promote: {', '.join(STAGES)}")] = None
+    registry: Annotated[Path, Key("FOLDER", "the folder of the registry; default: runs/registry")] = Path("runs/registry")
+    root: Annotated[Path | None, Key("RUNS", "add: the folder of the runs and their evaluations; default: runs")] = None
+    audit: Annotated[str, Key("FOLDER", "the folder of the audit log, or none; default: as for runs")] = AUDIT_AUTO
+    json: Annotated[bool, Key("true", "list, show: print JSON")] = False
+
+    def problems(self) -> Iterator[Problem]:
+        """Yield keys that are missing or that the command does not read."""
+        needed = NEEDED[self.what]
+        for key in ("name", "export", "version", "stage", "root"):
+            given = getattr(self, key) is not None
+            if key in needed and not given:
+                yield Problem(key, "missing-value", f"got none; expected {' and '.join(needed)} with {self.what}")
+            elif given and key not in (*needed, *READ.get(self.what, ())):
+                yield Problem(key, "has-no-effect", f"got it with {self.what}; expected it not, because nothing reads it")
+
+
+def main(arguments: list[str]) -> int:
+    """Run the command, and return its exit status."""
+    return command_line.run(__doc__, RegistryRequest, execute, arguments)
+
+
+def execute(request: RegistryRequest) -> int:
+    """Change or print the registry, and return the exit status. Raises RecipeError."""
+    registry = Registry(request.registry.absolute(), request.audit)
+    name = request.name or ""
+    if request.what == "add":
+        assert request.export is not None
+        _print([(name, registry.add(name, request.export.absolute(), (request.root or Path("runs")).absolute()))], request.json)
+    elif request.what == "promote":
+        assert request.version is not None and request.stage is not None
+        _print([(name, registry.promote(name, request.version, request.stage))], request.json)
+    elif request.what == "show":
+        print(json.dumps({"name": name, **registry.version(name, request.version)}, indent=1))
+    else:
+        names = [request.name] if request.name else registry.names()
+        _print([(each, version) for each in names for version in registry.versions(each)], request.json)
+    return 0
+
+
+def _print(versions: list[tuple[str, dict[str, Any]]], as_json: bool) -> None:
+    rows = [_row(name, version) for name, version in versions]
+    if as_json:
+        print(json.dumps([{"name": name, **version} for name, version in versions], indent=1))
+    elif sys.stdout.isatty():
+        console.print_table(HEADER, rows)
+    else:
+        print("\n".join("  ".join(map(on_one_line, row)) for row in rows))
+
+
+def _row(name: str, version: dict[str, Any]) -> tuple[str, ...]:
+    scores = ", ".join(f"{each['task']} {_number(each['value'])}" for each in version["scores"])
+    made = f"{version['run']}, step {version['step']}"
+    return version["stage"], name, str(version["version"]), made, scores or "no scores", version["export"]
+
+
+def _number(value: float | None) -> str:
+    return "?" if value is None else f"{value:.3f}"
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,297 @@
+"""What was made from what: inputs and their hashes, exports, renamed files, lineage from elsewhere, and the registry."""
+
+import json
+import os
+import shutil
+from pathlib import Path
+
+import pytest
+
+from launch import audit_log, registry
+from launch import lineage as command
+from launch.ancestry import drawing, graph, inputs, records, search
+from launch.ancestry.model_registry import Registry
+from launch.audit_check import verify
+from launch.evaluations.tables import SCORES
+from pipeline import config, lineage
+from pipeline.checkpoint import Checkpoints
+from pipeline.config import CheckpointingConfig
+from pipeline.lineage import FOLDER, HASHES, MARK, FileState, HashCache
+from tests.launch import made_runs
+from tests.problems import refused
+
+FILES = {"config.json": "{}", "tokenizer.json": "the same in every model"}
+
+
+def model(folder: Path, weights: str) -> Path:
+    folder.mkdir(parents=True)
+    for name, text in {**FILES, "model.safetensors": weights}.items():
+        (folder / name).write_text(text)
+    return folder
+
+
+def made(run: Path, recipe: str, *overrides: str) -> Path:
+    """Write a run folder as a submission does, and hash its inputs as its job does."""
+    made_runs.folder(run, recipe, *overrides)
+    inputs.write(config.read(run / "recipe.yaml"), run)
+    assert not list(lineage.hash_inputs(run))
+    return run
+
+
+def saved(run: Path, step: int, weights: str):
+    checkpoints = Checkpoints(run, "1-0", CheckpointingConfig())
+    partial = checkpoints.begin(step)
+    model(partial / "hf", weights)
+    return checkpoints.commit(partial, step, None, {})
+
+
+def exported(run: Path, checkpoint, out: Path) -> Path:
+    shutil.copytree(checkpoint.folder / "hf", out, ignore=shutil.ignore_patterns(MARK))
+    receipt = audit_log.record("export", run, {"out": str(out)})
+    records.write(run, checkpoint, out, "hf", receipt)
+    return out
+
+
+def evaluated(folder: Path, model_name: Path, value: float) -> Path:
+    data = folder.parent / "questions.jsonl"
+    data.parent.mkdir(parents=True, exist_ok=True)
+    data.write_text('{"input": "1+1="}\n')
+    suite = str(Path(__file__).parents[2] / "recipes/suites/tiny.yaml")
+    keys = (
+        f"policy.model_name={model_name}",
+        "cluster.train.ranks_per_node=1",
+        f"evaluate.tasks.addition.data.data_path={data}",
+    )
+    made(folder, suite, *keys)
+    metric = {"value": value, "low": value - 0.1, "high": value + 0.1}
+    task = {"metric": "score", "metrics": {"score": metric}, "questions": 8, "samples": 8}
+    scores = {"suite": "tiny", "model": str(model_name), "step": None, "tasks": {"addition": task}, "warnings": []}
+    (folder / SCORES).write_text(json.dumps(scores))
+    return folder
+
+
+@pytest.fixture
+def runs(tmp_path):
+    """SFT from a base model and data; GRPO from SFT's checkpoint; its export; the export's evaluation."""
+    root = tmp_path / "runs"
+    (tmp_path / "sums.jsonl").write_text('{"input": "1+1=", "output": "2"}\n')
+    (tmp_path / "prompts.jsonl").write_text('{"input": "1+2=", "answer": "3"}\n')
+    base = model(tmp_path / "base", "base weights")
+    data = f"data.train.data_path={tmp_path / 'sums.jsonl'}"
+    sft = made(root / "sft", "tiny_sft", "policy.random_init=false", f"policy.model_name={base}", data)
+    first = saved(sft, 10, "sft weights")
+    data = f"data.train.data_path={tmp_path / 'prompts.jsonl'}"
+    grpo = made(root / "grpo", "tiny_grpo", f"policy.model_name={first.folder / 'hf'}", data)
+    out = exported(grpo, saved(grpo, 5, "grpo weights"), tmp_path / "grpo_model")
+    evaluated(root / "evaluations/tiny/grpo_model", out, 0.75)
+    return root
+
+
+def labels(nodes) -> list[str]:
+    return [f"{node.kind} {node.label}" for node in nodes]
+
+
+def made_from(root: Path, path: Path) -> list[str]:
+    found = graph.read(root)
+    begin = search.nodes_at(found, path, HashCache(None), "made_from")
+    return labels(each.node for each in search.descendants(found, begin))
+
+
+EVERYTHING = [
+    *("run sft", "checkpoint sft, step 10", "run grpo", "checkpoint grpo, step 5", "export hf of grpo, step 5"),
+    "evaluation tiny of " + "{}/grpo_model",
+]
+
+
+def everything(root: Path) -> list[str]:
+    return [label.format(root.parent.name) for label in EVERYTHING]
+
+
+def test_everything_that_was_made_from_a_data_set(runs, tmp_path, capsys):
+    assert made_from(runs, tmp_path / "sums.jsonl") == everything(runs)
+    assert made_from(runs, tmp_path / "prompts.jsonl") == everything(runs)[2:]
+    assert command.main([f"made_from={tmp_path / 'sums.jsonl'}", f"root={runs}"]) == 0
+    printed = capsys.readouterr().out
+    assert "through sft > sft, step 10 > grpo > grpo, step 5" in printed
+    assert "2 runs, 2 checkpoints, 1 export, 1 evaluation" in printed
+
+
+def test_a_renamed_data_file_is_found(runs, tmp_path):
+    renamed = (tmp_path / "sums.jsonl").rename(tmp_path / "other.txt")
+    assert made_from(runs, renamed) == everything(runs)
+    (tmp_path / "folder").mkdir()
+    shutil.copy(renamed, tmp_path / "folder/part-0.jsonl")
+    assert made_from(runs, tmp_path / "folder") == everything(runs)
+    renamed.write_text('{"input": "another"}\n')
+    with refused(("made_from", "file-not-found")):
+        made_from(runs, renamed)
+
+
+def test_a_model_is_known_by_its_weights_alone(runs, tmp_path):
+    assert made_from(runs, model(tmp_path / "copy", "base weights")) == everything(runs)
+    with refused(("made_from", "file-not-found")):
+        made_from(runs, model(tmp_path / "other", "other weights"))
+    by_tokenizer = made_from(runs, tmp_path / "other/tokenizer.json")  # which the export has too
+    assert set(by_tokenizer) == set(everything(runs)) - {"export hf of grpo, step 5"}
+
+
+def test_a_tree_of_ancestors_and_descendants(runs, tmp_path, capsys):
+    page = tmp_path / "lineage.html"
+    assert command.main([str(runs / "grpo"), f"root={runs}", f"draw={page}"]) == 0
+    lines = [line.split("  /")[0] for line in capsys.readouterr().out.splitlines()]
+    shape = [line.replace("│", " ").replace("├──", "   ").replace("└──", "   ") for line in lines]
+    depth = {line.strip().split("  ")[0]: (len(line) - len(line.lstrip())) // 4 for line in shape}
+    assert [depth[label] for label in ("run grpo", "made from", "checkpoint sft, step 10", "run sft")] == [0, 1, 2, 3]
+    assert [depth[label] for label in ("data sums.jsonl", "model base", "data prompts.jsonl")] == [4, 4, 2]
+    below = ("what was made from it", "checkpoint grpo, step 5", "export hf of grpo, step 5", everything(runs)[-1])
+    assert [depth[label] for label in below] == [1, 2, 3, 4]
+    text = page.read_text()
+    assert all(f">{name}<" in text for name in ("sft", "grpo", "base", "sums.jsonl", "sft, step 10")) and "<svg" in text
+    with refused(("draw", "bad-format")):
+        drawing.write(graph.read(runs), [next(iter(graph.read(runs).nodes.values()))], tmp_path / "x.png")
+
+
+def test_lineage_outlives_removed_checkpoints_and_moved_exports(runs, tmp_path):
+    shutil.rmtree(runs / "sft/checkpoints")
+    shutil.rmtree(runs / "grpo/checkpoints")
+    moved = (tmp_path / "grpo_model").rename(tmp_path / "renamed")
+    assert made_from(runs, tmp_path / "sums.jsonl") == everything(runs)
+    (moved / MARK).unlink()
+    assert made_from(runs, moved) == everything(runs)[-1:]
+
+
+def test_an_export_knows_its_lineage_elsewhere(runs, tmp_path):
+    """Only the exported folder and the data went to another cluster, where a run begins with it."""
+    elsewhere = tmp_path / "elsewhere"
+    copy = shutil.copytree(tmp_path / "grpo_model", elsewhere / "downloaded")
+    assert str(tmp_path) not in (copy / MARK).read_text()  # nobody's paths
+    made(elsewhere / "runs/dpo", "tiny_dpo", f"policy.model_name={copy}", "needs=[]")
+    shutil.rmtree(runs)
+    assert made_from(elsewhere / "runs", tmp_path / "sums.jsonl") == [*everything(runs)[:-1], "run dpo"]
+
+
+def test_an_export_whose_mark_was_removed_is_known_by_its_weights(runs, tmp_path):
+    copy = shutil.copytree(tmp_path / "grpo_model", tmp_path / "copy", ignore=shutil.ignore_patterns(MARK))
+    made(runs / "dpo", "tiny_dpo", f"policy.model_name={copy}", "needs=[]")
+    assert "run dpo" in made_from(runs, tmp_path / "prompts.jsonl")
+
+
+def test_other_weights_beside_a_lineage_are_told(runs, tmp_path):
+    copy = shutil.copytree(tmp_path / "grpo_model", tmp_path / "copy")
+    (copy / "model.safetensors").write_text("other weights")
+    made(runs / "dpo", "tiny_dpo", f"policy.model_name={copy}", "needs=[]")
+    found = graph.read(runs)
+    assert [node.facts["warning"] for node in found.nodes.values() if "warning" in node.facts] == [graph.DIFFERS]
+
+
+def test_a_model_that_did_not_exist_at_the_submission_is_found_in_the_job(tmp_path):
+    made_runs.folder(tmp_path / "runs/grpo", "tiny_grpo", f"policy.model_name={tmp_path}/later")
+    run = tmp_path / "runs/grpo"
+    inputs.write(config.read(run / "recipe.yaml"), run)
+    model(tmp_path / "later", "weights")
+    assert not list(lineage.hash_inputs(run))
+    paths = [Path(state.path).name for state, _ in lineage.read_hashes(run / FOLDER / HASHES)]
+    assert sorted(paths) == [*sorted(FILES), "model.safetensors"] or "model.safetensors" in paths
+
+
+def test_a_hash_is_computed_once(tmp_path, monkeypatch):
+    path = tmp_path / "file"
+    path.write_text("content")
+    cache = tmp_path / ".hashes.jsonl"
+    state, own = HashCache(cache).sha256(path)
+    monkeypatch.setattr(lineage, "sha256", None)
+    assert HashCache(cache).sha256(path) == (state, own)
+    monkeypatch.undo()
+    cache.write_text(cache.read_text() + "{half of a li\n")
+    os.utime(path, ns=(1, 1))
+    assert HashCache(cache).get(FileState.of(path)) is None
+    assert HashCache(cache).sha256(path)[1] == own
+    cache.unlink()
+    cache.symlink_to(tmp_path / "elsewhere")
+    assert HashCache(cache).get(state) is None  # a link is not followed
+
+
+def test_a_file_that_changed_after_the_submission_is_told(tmp_path):
+    data = tmp_path / "sums.jsonl"
+    data.write_text('{"input": "1+1=", "output": "2"}\n')
+    run = made_runs.folder(tmp_path / "runs/sft", "tiny_sft", f"data.train.data_path={data}")
+    inputs.write(config.read(run / "recipe.yaml"), run)
+    data.write_text('{"input": "1+1=", "output": "two"}\n')
+    assert [message for message in lineage.hash_inputs(run) if "not as it was" in message]
+
+
+def test_a_file_without_a_recorded_hash_is_hashed_when_asked_for(tmp_path):
+    data = tmp_path / "sums.jsonl"
+    data.write_text('{"input": "1+1=", "output": "2"}\n')
+    run = made_runs.folder(tmp_path / "runs/sft", "tiny_sft", f"data.train.data_path={data}")
+    inputs.write(config.read(run / "recipe.yaml"), run)
+    copy = shutil.copy(data, tmp_path / "copy.jsonl")
+    assert made_from(tmp_path / "runs", Path(copy)) == ["run sft"]
+
+
+# ---- registry -----------------------------------------------------------------------------------------------------------
+
+
+def test_versions_stages_and_scores(runs, tmp_path, capsys):
+    folder = runs / "registry"
+    first = Registry(folder).add("adder", tmp_path / "grpo_model", runs)
+    assert (first["version"], first["stage"], first["run"], first["step"]) == (1, "candidate", "grpo", 5)
+    assert [(each["task"], each["value"], each["questions"]) for each in first["scores"]] == [("addition", 0.75, 8)]
+    checkpoint = saved(runs / "grpo", 9, "later weights")
+    exported(runs / "grpo", checkpoint, tmp_path / "later_model")
+    assert registry.main(["add", "name=adder", f"export={tmp_path / 'later_model'}", f"registry={folder}", f"root={runs}"]) == 0
+    for number, stages in ((1, ["production", "candidate"]), (2, ["retired", "production"])):
+        assert registry.main(["promote", "name=adder", f"version={number}", "stage=production", f"registry={folder}"]) == 0
+        assert [each["stage"] for each in Registry(folder).versions("adder")] == stages
+    assert Registry(folder).version("adder")["version"] == 2
+    assert Registry(folder).version("adder", 1)["history"][-1]["why"] == "version 2 took its place"
+    actions = [(entry["action"], entry["details"].get("version")) for entry in map(json.loads, (runs / "audit.jsonl").open())]
+    assert actions[-4:] == [("add", 1), ("export", None), ("add", 2), ("promote", 1), ("promote", 2)][-4:]
+    assert not verify(runs).findings and verify(runs).receipts == 6
+    capsys.readouterr()
+    assert registry.main(["list", f"registry={folder}"]) == 0
+    assert [line.split("  ")[:3] for line in capsys.readouterr().out.splitlines()] == [
+        ["retired", "adder", "1"],
+        ["production", "adder", "2"],
+    ]
+
+
+def test_a_registry_refuses_what_is_not_as_it_was_exported(runs, tmp_path):
+    own = Registry(runs / "registry")
+    out = tmp_path / "grpo_model"
+    own.add("adder", out, runs)
+    with refused(("export", "already-exists")):
+        own.add("adder", out, runs)
+    (out / "model.safetensors").write_text("other weights")
+    with refused(("version", "tampered")):
+        own.promote("adder", 1, "production")
+    with refused(("export", "tampered")):
+        own.add("other", out, runs)
+    (out / MARK).unlink()
+    with refused(("export", "file-not-found")):
+        own.add("other", out, runs)
+    with refused(("stage", "contradiction")):
+        own.promote("adder", 1, "candidate")
+    with refused(("version", "file-not-found")):
+        own.promote("adder", 7, "retired")
+    with refused(("name", "bad-format")):
+        own.add("../adder", out, runs)
+    assert [each["stage"] for each in own.versions("adder")] == ["candidate"]
+
+
+def test_a_promotion_that_cannot_be_recorded_is_refused(runs, tmp_path):
+    own = Registry(runs / "registry")
+    own.add("adder", tmp_path / "grpo_model", runs)
+    (runs / audit_log.HEAD).unlink()
+    with refused(("cluster.audit", "tampered")):
+        own.promote("adder", 1, "production")
+    assert own.version("adder")["stage"] == "candidate"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "key"),
+    [(["add", "name=x"], "export"), (["promote", "name=x", "version=1"], "stage"), (["list", "version=1"], "version")],
+)
+def test_the_command_names_missing_and_unread_keys(arguments, key, capsys):
+    assert registry.main(arguments) == 2
+    assert f"error: {key}: " in capsys.readouterr().err
