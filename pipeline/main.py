@@ -31,6 +31,7 @@ from pipeline.rpc import RpcClient, RpcGroup
 from pipeline.scoring import Scoring
 from pipeline.startup import SETTING_UP, Startup
 from pipeline.storage import RetryPolicy, retrying, wait_for, write_durably
+from pipeline.tracking import beside
 from pipeline.types import Prompt
 from pipeline.watchdog import Failure, Watchdog
 from pipeline.world import Activity, RankInfo, WorkerGroups, World, connect, join, leave, open_store, wait_for_all
@@ -123,6 +124,7 @@ def _coordinate(
     storage_s = storage_timeout_s(timeouts)
     attempt = Attempt(world.info.folder, storage_s)
     attempt.claim()
+    trackers = beside.start(recipe, run_dir, attempt.folder)
     train = RpcGroup(client, world, workers.train, TrainRole, timeouts, role)
     generate = RpcGroup(client, world, workers.generate, GenerateRole, timeouts)
     reward = RpcGroup(client, world, workers.reward, RewardRole, timeouts)
@@ -158,6 +160,7 @@ def _coordinate(
     else:
         step = run_offline(run, algorithm, stream, [item for item in validation if not isinstance(item, Prompt)])
     if run.left:
+        beside.finish(trackers, left=True)
         return
     record: dict[str, Any] = {"step": step}
     if config.only_evaluates(recipe):
@@ -166,6 +169,7 @@ def _coordinate(
         checkpoints.link_latest(run_dir / "hf", "hf")
         record |= {"early_stop": run.stopped} if run.stopped else {}
     _write_done(run_dir, record, retry)
+    beside.finish(trackers)
 
 
 def _evaluate(recipe: Recipe, run_dir: Path, world: World, client: RpcClient, role: GenerateRole, startup: Startup) -> None:
