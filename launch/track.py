@@ -1,8 +1,8 @@
-"""Send a run to experiment trackers: `python launch/track.py run=RUN_DIR [trackers=wandb,mlflow,trackio] [logger.KEY=VALUE ...]`.
+"""Send a run to experiment trackers: `python launch/track.py run=RUN_DIR [trackers=wandb,mlflow,trackio] [logger.KEY=VALUE]`.
 
 A run with `logger.wandb_enabled`, `mlflow_enabled` or `trackio_enabled` does this by itself while it trains. This command sends
-what that has left, such as evaluations and the report, or a whole run that has no tracker in its recipe. It sends each step once,
-however often it is called. It runs on a login node and needs the trackers' packages, but not torch.
+what that has left, such as evaluations and the report, or a whole run that has no tracker in its recipe. It sends each step
+once, however often it is called. It runs on a login node and needs the trackers' packages, but not torch.
 
 Exit status: 0 if the trackers have everything; 1 if a tracker failed; 2 if the command line or the run has an error.
 """
@@ -10,7 +10,6 @@ Exit status: 0 if the trackers have everything; 1 if a tracker failed; 2 if the 
 from __future__ import annotations
 
 import sys
-import threading
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -73,9 +72,7 @@ def execute(request: TrackRequest) -> int:
     if not names:
         message = f"{request.run / 'recipe.yaml'} asks for no tracker; expected one or more of {', '.join(TRACKERS)}"
         raise RecipeError(Problem("trackers", "missing-value", message))
-    never = threading.Event()
-    never.set()
-    with alone(request.run / FOLDER, never) as first:
+    with alone(request.run / FOLDER) as first:
         if not first:
             message = f"another process sends {request.run} to its trackers now. Try again when it has ended"
             raise RecipeError(Problem("run", "in-use", message))

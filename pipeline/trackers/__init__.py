@@ -1,7 +1,7 @@
 """Registry of experiment trackers. Each tracker is one file in this folder: its section of the recipe, and how it takes steps.
 
-Start in `base.py`, which documents the interface. Importing this package imports no tracker's library. `pipeline/tracking/` reads
-the run folder and feeds them.
+Start in `base.py`, which documents the interface. Importing this package imports no tracker's library. `pipeline/tracking/`
+reads the run folder and feeds them.
 """
 
 from importlib import import_module

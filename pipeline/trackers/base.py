@@ -1,8 +1,8 @@
 """The interface of an experiment tracker: a service or a store that shows the metrics of many runs.
 
 A tracker is used by one thread of a process beside the run (`pipeline/tracking/`). Its methods may be slow, hang, or raise: the
-process logs the error, opens the tracker anew later, and repeats what is not known to have arrived. So every method must be safe
-to repeat.
+process logs the error, opens the tracker anew later, and repeats what is not known to have arrived. So every method must be
+safe to repeat.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """MLflow: a tracking server, or a database file.
 
-The run is found again by its tag `hetstep.run`, and its run id is kept. MLflow tells the last step of each metric, so no step is
-recorded twice. MLflow allows fewer characters in names: `val/pass@4` becomes `val/pass_at_4`.
+The run is found again by its tag `hetstep.run`, and its run id is kept. MLflow tells the last step of each metric, so no step
+is recorded twice. MLflow allows fewer characters in names: `val/pass@4` becomes `val/pass_at_4`.
 
 Credentials come from MLFLOW_TRACKING_USERNAME and _PASSWORD, MLFLOW_TRACKING_TOKEN, or ~/.mlflow/credentials.
 """

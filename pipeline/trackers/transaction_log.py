@@ -1,8 +1,8 @@
 """Read the last step from the files that W&B writes offline.
 
 A .wandb file has a header of 7 bytes and then LevelDB's log format: blocks of 32 KiB with fragments of records, each with a
-checksum (4 bytes), a length (2), and a kind (1: whole, 2: first, 3: middle, 4: last). A record is a protobuf `Record`, of which a
-`history` has the values of one step.
+checksum (4 bytes), a length (2), and a kind (1: whole, 2: first, 3: middle, 4: last). A record is a protobuf `Record`, of which
+a `history` has the values of one step.
 """
 
 from __future__ import annotations

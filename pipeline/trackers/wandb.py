@@ -1,11 +1,11 @@
 """Weights & Biases, online or offline.
 
-The run's id is fixed and W&B resumes it, so a record continues over all restarts. Online, W&B's server tells which step it holds.
-Offline, `transaction_log.py` reads that from the files that W&B's own process has written, below tracking/wandb in the run
-folder; each start of the tracker adds one, and `wandb sync RUN_DIR/tracking/wandb/wandb/offline-run-*` sends them all.
+The run's id is fixed and W&B resumes it, so a record continues over all restarts. Online, W&B's server tells which step it
+holds. Offline, `transaction_log.py` reads that from the files that W&B's own process has written, below tracking/wandb in the
+run folder; each start of the tracker adds one, and `wandb sync RUN_DIR/tracking/wandb/wandb/offline-run-*` sends them all.
 
-Credentials come from `wandb login` or WANDB_API_KEY. Left out: W&B's own samples of the machine, for metrics.jsonl has those of the
-resource monitor, and the console, Git state and code.
+Credentials come from `wandb login` or WANDB_API_KEY. Left out: W&B's own samples of the machine, for metrics.jsonl has those of
+the resource monitor, and the console, Git state and code.
 """
 
 from __future__ import annotations

@@ -29,8 +29,8 @@ class Attachment:
 def attachments(run_dir: Path, save_period: int, settled: int) -> Iterator[Attachment]:
     """Yield what is there now.
 
-    settled: the last step whose rollouts are complete. Samples are of validations, and of every step after which the run saves a
-    checkpoint (checkpointing.save_period). A file that holds a secret is left out.
+    settled: the last step whose rollouts are complete. Samples are of validations, and of every step after which the run saves
+    a checkpoint (checkpointing.save_period). A file that holds a secret is left out.
     """
     for name in FILES:
         if (path := run_dir / name).is_file() and not _holds_secret(path):

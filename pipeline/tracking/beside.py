@@ -1,8 +1,8 @@
 """Keep the trackers' process alive beside rank 0.
 
-Everything happens in a thread: rank 0 itself waits for the process only after its last step, and not for long. The process has a
-session of its own and writes to attempts/NAME/trackers.log, a file, so that it can neither block the rank nor be blocked by it.
-Its warnings are repeated in the rank's log.
+Everything happens in a thread: rank 0 itself waits for the process only after its last step, and not for long. The process has
+a session of its own and writes to attempts/NAME/trackers.log, a file, so that it can neither block the rank nor be blocked by
+it. Its warnings are repeated in the rank's log.
 """
 
 from __future__ import annotations
@@ -23,6 +23,8 @@ from pipeline.tracking.feed import brief, enabled
 
 logger = logging.getLogger(__name__)
 
+BEHIND = 4
+"""Exit status of a process that could not send everything in time."""
 LOG = "trackers.log"
 POLL_S = 1.0
 RESTARTS = 8
@@ -50,13 +52,13 @@ class TrackerProcess:
 
     def _keep_alive(self) -> None:
         pause, restarts = POLL_S, 0
-        while not self._ending.is_set():
-            begun = time.monotonic()
+        while True:
+            begun, last = time.monotonic(), self._ending.is_set()
             try:
                 ended = self._run_once()
             except Exception as error:  # no memory or no file handle for a process, say
                 ended = brief(error)
-            if not ended or self._ending.is_set():
+            if not ended or last:
                 return
             if time.monotonic() - begun > LONG_LIFE_S:
                 pause, restarts = POLL_S, 0
@@ -74,19 +76,21 @@ class TrackerProcess:
         env = {name: value for name, value in os.environ.items() if name not in HIDDEN}
         with self._opened() as log:
             process = subprocess.Popen(
-                self._command, env=env, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True
+                self._command, env=env, stdin=subprocess.PIPE, stdout=log, stderr=log, start_new_session=True
             )
+        assert process.stdin is not None
         asked_at = None
         while process.poll() is None:
             self._repeat_warnings()
             if self._ending.is_set() and asked_at is None:
-                process.send_signal(signal.SIGTERM)
+                process.stdin.close()  # the sign to end; nothing is ever written
                 asked_at = time.monotonic()
             if asked_at is not None and time.monotonic() - asked_at > LAST_WAIT_S:
                 process.kill()
             time.sleep(0.1) if asked_at else self._ending.wait(POLL_S)
+        process.stdin.close()
         self._repeat_warnings()
-        if process.returncode == 0:
+        if process.returncode in (0, BEHIND):  # it has said what is missing
             return ""
         return f"exit status {process.returncode}" if process.returncode > 0 else signal.Signals(-process.returncode).name
 
@@ -109,11 +113,15 @@ class TrackerProcess:
             if level:
                 logger.warning("trackers: %s", told.partition(" ")[2])
 
+    def is_alive(self) -> bool:
+        """Return whether the process runs or will be started again."""
+        return self._thread.is_alive()
+
     def stop(self, wait_s: float) -> None:
         """Let the process send the last steps and end. Wait for it, `wait_s` seconds at most."""
         self._ending.set()
         self._thread.join(wait_s)
-        if self._thread.is_alive():
+        if self.is_alive():
             logger.warning("the trackers' process is still sending; `python launch/track.py run=%s` sends what it leaves",
                            self._run_dir)  # fmt: skip
 

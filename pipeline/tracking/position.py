@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import secrets
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -65,11 +66,12 @@ def digest(line: Mapping[str, Any]) -> str:
 
 
 def run_id(run_dir: Path) -> str:
-    """Return the run's id: 16 hexadecimal digits from its folder's name and its first submission.
+    """Return the run's id, 16 hexadecimal digits in tracking/id, and choose it at the first call.
 
-    A run that is made anew in the same folder has another id. manifest.json has the submissions.
+    So a run that is made anew in the same folder has another one.
     """
-    manifest = run_dir / "manifest.json"
-    first = json.loads(manifest.read_text())[:1] if manifest.exists() else []
-    told = json.dumps([run_dir.resolve().name, first], sort_keys=True)
-    return hashlib.blake2b(told.encode(), digest_size=8).hexdigest()
+    path = run_dir / FOLDER / "id"
+    if not path.exists():
+        path.parent.mkdir(exist_ok=True)
+        write_durably(path, secrets.token_hex(8) + "\n")
+    return path.read_text().strip()

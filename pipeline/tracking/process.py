@@ -1,8 +1,8 @@
 """The process beside rank 0: `python -m pipeline.tracking.process RUN_DIR ATTEMPT PARENT`.
 
-It has a thread for each tracker of the recipe. It ends when all are up to date after a SIGTERM, which says that the run has
-ended, or after its parent has died; at the latest FINISH_S later, because Slurm ends what a step has left. It ends with 3 if a
-tracker does not return for HANG_S; `beside.py` then starts it again.
+It has a thread for each tracker of the recipe. When its standard input is closed, or its parent has died, the run writes no
+more: it ends when all trackers have everything, FINISH_S later at the latest, because Slurm ends what a step has left. It ends
+with 3 if a tracker does not return for HANG_S; `beside.py` then starts it again.
 
 Left out: what W&B's own process still sends when this one ends.
 """
@@ -13,14 +13,14 @@ import contextlib
 import fcntl
 import logging
 import os
-import signal
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from pipeline import config, rank_log
+from pipeline.tracking.beside import BEHIND
 from pipeline.tracking.feed import Feed, brief, enabled
 from pipeline.tracking.position import FOLDER
 
@@ -34,8 +34,8 @@ TELL_S = 600.0
 """Seconds until the error of a tracker that keeps failing is logged again."""
 HANG_S = 300.0
 FINISH_S = 30.0
-HUNG, BEHIND = 3, 4
-"""Exit statuses."""
+HUNG = 3
+"""Exit status of a process with a tracker that hangs."""
 
 
 class FeedThread(threading.Thread):
@@ -89,20 +89,25 @@ class FeedThread(threading.Thread):
 
 
 @contextlib.contextmanager
-def alone(folder: Path, give_up: threading.Event) -> Iterator[bool]:
-    """Hold the lock of a run's trackers during the block; wait for another process to give it up.
+def alone(folder: Path, wait_s: float = 0.0, ending: threading.Event | None = None) -> Iterator[bool]:
+    """Hold the lock of a run's trackers during the block. Yields whether this process has it.
 
-    Yields whether this process is alone: False if `give_up` is set meanwhile. A file system without locks counts as alone.
+    wait_s: how long to wait for another process to give it up, from when `ending` is set on. A file system without locks counts
+    as if there were no other process.
     """
     folder.mkdir(exist_ok=True)
+    until = time.monotonic() + wait_s
     with open(folder / ".lock", "w") as lock:
         while True:
             try:
                 fcntl.flock(lock.fileno(), fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
-                if give_up.wait(0.2):
+                if ending and not ending.is_set():
+                    until = time.monotonic() + wait_s
+                if time.monotonic() >= until:
                     yield False
                     return
+                time.sleep(0.1)
                 continue
             except OSError as error:
                 logger.info("%s cannot be locked (%s)", folder, error)
@@ -110,8 +115,8 @@ def alone(folder: Path, give_up: threading.Event) -> Iterator[bool]:
             return
 
 
-def feed_all(run_dir: Path, stop: threading.Event, parent: int, attempt: str) -> int:
-    """Feed all trackers of the recipe and return the exit status."""
+def feed_all(run_dir: Path, stop: threading.Event, attempt: str) -> int:
+    """Feed all trackers of the recipe until `stop` is set and they have everything. Return the exit status."""
     recipe = config.read(run_dir / "recipe.yaml")
     threads = [FeedThread(Feed(name, recipe, run_dir), stop, run_dir / "done.json") for name in enabled(recipe)]
     for thread in threads:
@@ -119,8 +124,7 @@ def feed_all(run_dir: Path, stop: threading.Event, parent: int, attempt: str) ->
     until = None
     while living := [thread for thread in threads if thread.is_alive()]:
         now = time.monotonic()
-        if until is None and (stop.is_set() or os.getppid() != parent):
-            stop.set()
+        if until is None and stop.is_set():
             until = now + FINISH_S
         if until is not None and now > until:
             logger.warning("%s lack the last steps; `python launch/track.py run=%s` sends them",
@@ -146,19 +150,23 @@ def _superseded(run_dir: Path, attempt: str) -> bool:
 def main(run_dir: Path, attempt: str, parent: int) -> int:
     """Run this process and return its exit status. parent: process id of rank 0."""
     stop = threading.Event()
-    signal.signal(signal.SIGTERM, lambda *_: stop.set())
+    for wait in (lambda: sys.stdin.read(), lambda: _outlive(parent)):
+        threading.Thread(target=_set_after, args=(wait, stop), daemon=True).start()
     os.nice(10)
     rank_log.set_up()
-    orphaned = threading.Event()
-    threading.Thread(target=_watch_parent, args=(parent, orphaned), daemon=True).start()
-    with alone(run_dir / FOLDER, orphaned) as first:
-        return feed_all(run_dir, stop, parent, attempt) if first else 0
+    with alone(run_dir / FOLDER, FINISH_S, stop) as first:
+        return feed_all(run_dir, stop, attempt) if first else BEHIND
 
 
-def _watch_parent(parent: int, orphaned: threading.Event) -> None:
+def _set_after(wait: Callable[[], object], event: threading.Event) -> None:
+    wait()
+    event.set()
+
+
+def _outlive(parent: int) -> None:
+    """Wait until the parent has died: a fork of it may keep the other end of our standard input open."""
     while os.getppid() == parent:
         time.sleep(POLL_S)
-    orphaned.set()
 
 
 if __name__ == "__main__":
