@@ -62,5 +62,10 @@ def _translate_tracker(t: Translator, tracker: str, keys: str) -> None:
         return
     t.put(enabled, True)
     same = " ".join(f"{section}.{key}" for key in keys.split())
-    mappings = " ".join(f"{section}.{key}.*" for key in keys.split() if key == "tags")
-    apply(t, (Same(f"{same} {mappings}", given), Ignored(f"{section}.*", f"not passed on to {tracker}")))
+    apply(t, (Same(f"{same} {section}.tags.*", given),))
+    for key, value in list(t.unconsumed()):
+        if key.startswith(f"{section}."):
+            t.consume(key)
+            if value is not None:
+                t.ignore(key, f"not passed on to {tracker}")
+    t.consume(section)
