@@ -19,7 +19,13 @@ from typing import Annotated, Any
 from pydantic import Field
 
 from pipeline.trackers.base import LoggedStep, TrackedRun, messages
-from pipeline.values import Line
+from pipeline.values import Check, Line
+
+
+def _token_error(space: str) -> str | None:
+    if "write_token=" in space:
+        return "holds a write token; expected the address alone. Try to export TRACKIO_WRITE_TOKEN in the shell that submits"
+    return None
 
 
 @dataclass
@@ -29,7 +35,7 @@ class TrackioConfig:
     project: Annotated[Line, Field(description="Project: lower- and upper-case letters, digits, - and _.")] = "hetstep"
     name: Annotated[Line | None, Field(description="Name of the run. null: the recipe's name.")] = None
     space: Annotated[
-        Line | None,
+        Annotated[Line, Check(_token_error, "secret-in-recipe")] | None,
         Field(
             description="Hugging Face Space such as user/name, created if it does not exist, or the address of a Trackio"
             " server. null: TRACKIO_SPACE_ID, or else the database on this machine (TRACKIO_DIR)."

@@ -82,6 +82,7 @@ class Feed:
 
     def _open(self) -> Tracker:
         position, first = self._position, run_id(self._run_dir)
+        position.write(self._path)  # raises on a full disk, where W&B's start would hang
         own = first if position.record == 1 else f"{first}-{position.record}"
         plain = yaml.load((self._run_dir / "recipe.yaml").read_text(), getattr(yaml, "CSafeLoader", yaml.SafeLoader))
         run = TrackedRun(own, first, self._recipe.name, self._run_dir.resolve(), _redacted(plain))

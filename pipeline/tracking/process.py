@@ -32,7 +32,7 @@ LONGEST_PAUSE_S = 60.0
 """Longest pause after an error. The first one is POLL_S; each is twice as long as the last."""
 TELL_S = 600.0
 """Seconds until the error of a tracker that keeps failing is logged again."""
-HANG_S = 300.0
+HANG_S = 180.0
 FINISH_S = 30.0
 HUNG = 3
 """Exit status of a process with a tracker that hangs."""
