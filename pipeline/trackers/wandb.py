@@ -10,6 +10,7 @@ the resource monitor, and the console, Git state and code.
 
 from __future__ import annotations
 
+import os
 import socket
 import time
 from collections.abc import Mapping, Sequence
@@ -18,7 +19,6 @@ from importlib import import_module
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-import psutil
 from pydantic import Field
 
 from pipeline.trackers.base import COLUMNS, LoggedStep, TrackedRun
@@ -94,13 +94,13 @@ class WandbTracker:
             reinit="create_new",
             settings=settings,
         )
-        self._state |= {"host": socket.gethostname(), "pid": psutil.Process().pid}
+        self._state |= {"host": socket.gethostname(), "pid": os.getpid()}
         return self._log.last_step() if self._log else self._wandb.step - 1
 
     def _wait_for_writer(self) -> None:
         """Wait until W&B's process of an earlier start has ended, which may still write. Raises TimeoutError."""
         earlier = str(self._state.get("pid"))
-        if self._state.get("host") != socket.gethostname() or earlier == str(psutil.Process().pid):
+        if self._state.get("host") != socket.gethostname() or earlier == str(os.getpid()):
             return
         until = time.monotonic() + WRITTEN_S
         while any("wandb-core" in " ".join(line) and earlier in line for line in _command_lines()):
@@ -151,4 +151,5 @@ class WandbTracker:
 
 
 def _command_lines() -> list[list[str]]:
+    psutil: Any = import_module("psutil")  # here, because reading a recipe imports this module
     return [process.info["cmdline"] or [] for process in psutil.process_iter(["cmdline"])]
