@@ -4,7 +4,7 @@
     process.py      the process: a thread for each tracker
     feed.py         one tracker: which steps and files it lacks, sent to it
     position.py     tracking/NAME.json: what a tracker has; survives any kill
-    metrics_tail.py the lines of metrics.jsonl as they appear, also after a resumed run has cut it
+    step_lines.py   the lines of metrics.jsonl as they appear, also after a resumed run has cut it
     attachments.py  samples, recipe, report, evaluations and the exported model of a run folder
 
 The run writes its files as it would without trackers. The process only reads them, so nothing that happens to it, or to a

@@ -20,8 +20,8 @@ from pipeline.config import Recipe
 from pipeline.trackers import TRACKERS
 from pipeline.trackers.base import LoggedStep, TrackedRun, Tracker
 from pipeline.tracking.attachments import Attachment, attachments
-from pipeline.tracking.metrics_tail import MetricsTail
 from pipeline.tracking.position import FOLDER, Position, digest, run_id
+from pipeline.tracking.step_lines import StepLines
 
 logger = logging.getLogger(__name__)
 
@@ -44,7 +44,7 @@ class Feed:
         self._run_dir = run_dir
         self._path = run_dir / FOLDER / f"{name}.json"
         self._position = Position.read(self._path)
-        self._tail = MetricsTail(run_dir / "metrics.jsonl")
+        self._tail = StepLines(run_dir / "metrics.jsonl")
         self._tracker: Tracker | None = None
         self._refused: dict[str, str] = {}  # attachments that could not be sent -> their version
 

@@ -11,7 +11,7 @@ READ_AT_ONCE = 1 << 22
 """Bytes of one read, at most, but for a longer line."""
 
 
-class MetricsTail:
+class StepLines:
     """The lines of a metrics.jsonl. Unlike `pipeline.metrics.Reader` it repeats all lines of a file that was replaced."""
 
     def __init__(self, path: Path):
