@@ -13,7 +13,7 @@ from launch.track import TrackRequest
 from pipeline import config
 from pipeline.config import RecipeError
 from pipeline.trackers import TRACKERS
-from pipeline.tracking.position import FOLDER
+from pipeline.tracking.position import FOLDER, Position
 from pipeline.tracking.process import alone
 from tests.launch import made_runs
 from tests.problems import named, refused
@@ -86,4 +86,4 @@ def test_a_missing_package_is_named(tmp_path):
     made_runs.steps(folder, 1, 2, made_runs.Texts("a", "b", "c", "d"))
     with refused(("trackers", "not-installed")):
         track.execute(TrackRequest(folder, ["trackio"]))
-    assert not (folder / "tracking/trackio.json").exists()
+    assert Position.read(folder / "tracking/trackio.json") == Position()
