@@ -97,8 +97,11 @@ class Feed:
 
     def _differing(self, lines: Sequence[Mapping[str, Any]]) -> int | None:
         """Return the first step that was sent with other values."""
-        sent = self._position.digests
-        return next((s for line in lines if (s := line["step"]) <= self.last and sent.get(s, now := digest(line)) != now), None)
+        for line in lines:
+            sent = self._position.digests.get(line["step"]) if line["step"] <= self.last else None
+            if sent is not None and sent != digest(line):
+                return line["step"]
+        return None
 
     def _begin_record(self, step: int) -> Tracker:
         logger.warning(
