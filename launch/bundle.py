@@ -41,6 +41,7 @@ PATTERNS = (
     *("submitit/controller.log", "submitit/plan.json", "submitit/*.out", "submitit/*.err"),
     *("attempts/current", "attempts/*/rank*.log", "attempts/*/srun-*.out", "attempts/*/failure.json"),
     *("attempts/*/nodes.json", "attempts/*/startup.json"),
+    *("attempts/*/trackers.log", "tracking/*.json"),
     *(f"attempts/*/{name}" for name in ("started", "signals", "failed_step", "progress", "requeue", "bad_nodes", "verdict")),
 )
 """Files of a run folder that a bundle holds. A file that no pattern names stays out."""

@@ -32,6 +32,7 @@ from pipeline.rpc import RpcClient, RpcGroup
 from pipeline.scoring import Scoring
 from pipeline.startup import SETTING_UP, Startup
 from pipeline.storage import RetryPolicy, retrying, wait_for, write_durably
+from pipeline.tracking import beside
 from pipeline.types import Prompt
 from pipeline.watchdog import Failure, Watchdog
 from pipeline.world import Activity, RankInfo, WorkerGroups, World, connect, join, leave, open_store, wait_for_all
@@ -127,6 +128,7 @@ def _coordinate(
     storage_s = storage_timeout_s(timeouts)
     attempt = Attempt(world.info.folder, storage_s)
     attempt.claim()
+    trackers = beside.start(recipe, run_dir, attempt.folder)
     train = RpcGroup(client, world, workers.train, TrainRole, timeouts, role)
     retry = RetryPolicy(storage_s, attempt.check, functools.partial(kept, run_dir))
     checkpoints = _unlocked(recipe, run_dir, attempt, retry, train)
@@ -162,6 +164,7 @@ def _coordinate(
     else:
         step = run_offline(run, algorithm, stream, [item for item in validation if not isinstance(item, Prompt)])
     if run.left:
+        beside.finish(trackers, left=True)
         return
     record: dict[str, Any] = {"step": step}
     if config.only_evaluates(recipe):
@@ -170,6 +173,7 @@ def _coordinate(
         checkpoints.link_latest(run_dir / "hf", "hf")
         record |= {"early_stop": run.stopped} if run.stopped else {}
     _write_done(run_dir, record, retry)
+    beside.finish(trackers)
 
 
 def _unlocked(recipe: Recipe, run_dir: Path, attempt: Attempt, retry: RetryPolicy, train: RpcGroup) -> Checkpoints:

@@ -62,9 +62,9 @@ def test_a_key_that_is_read_is_suggested_first():
         ("seed=1", "seed", "'grpo.seed'"),
         ("actor_rollout_ref.actor.optim.lr=1", "actor_rollout_ref.actor.optim.lr", "'policy.optimizer.kwargs.lr'"),
         ("trainer={total_epochs: 2, logger: [wandb]}", "trainer.total_epochs", "'grpo.max_num_epochs'"),
-        ("logger.wandb_enabled=true", "logger.wandb_enabled", "metrics.jsonl"),
-        ("logger.wandb={project: x, name: y}", "logger.wandb.project", "metrics.jsonl"),
-        ("report_to=none", "report_to", "metrics.jsonl"),
+        ("wandb_project=x", "wandb_project", "logger.wandb_enabled"),
+        ("logger.comet_enabled=true", "logger.comet_enabled", "metrics.jsonl"),
+        ("report_to=none", "report_to", "logger.mlflow_enabled"),
         ("reward_funcs=a.b", "reward_funcs", "'env.NAME.kind'"),
     ],
 )

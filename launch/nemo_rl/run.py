@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from launch.nemo_rl.rules import Changed, Ignored, Only, Same, apply, under
+from launch.nemo_rl.rules import Changed, Ignored, Only, Same, apply, given, under
 from launch.nemo_rl.translator import Translator
 
 PRETRAINED = "a start from a checkpoint that is not in Hugging Face format"
@@ -13,7 +13,10 @@ METRICS = {  # NeMo-RL's metric -> ours, if the names differ
     "val:validation-default_accuracy": "val:accuracy",
     "train:train_loss": "train:loss",
 }
-SERVICES = {"wandb": "Weights & Biases", "swanlab": "SwanLab", "mlflow": "MLflow"}
+TRACKERS = {  # NeMo-RL's trackers that are ours too -> the keys with the same meaning
+    "wandb": "project name entity group tags notes mode",
+    "mlflow": "experiment_name run_name tracking_uri artifact_location tags",
+}
 
 CHECKPOINTING = under(
     "checkpointing",
@@ -40,12 +43,29 @@ OTHERS = (
 def translate(t: Translator) -> None:
     """Translate `checkpointing` and `logger`, and ignore the sections of NeMo-RL's infrastructure."""
     apply(t, CHECKPOINTING)
-    on = {f"logger.{service}.*": name for service, name in SERVICES.items() if t.consume(f"logger.{service}_enabled") is True}
-    for service in SERVICES:
-        t.consume(f"logger.{service}")
-    if on:
-        t.ignore(", ".join(on), f"{' and '.join(on.values())} is not supported; metrics.jsonl is always written")
+    for tracker, keys in TRACKERS.items():
+        _translate_tracker(t, tracker, keys)
+    if t.consume("logger.swanlab_enabled") is True:
+        t.ignore("logger.swanlab.*", "SwanLab is not supported; metrics.jsonl is always written")
+    t.consume("logger.swanlab")
     if t.on("data_plane.enabled"):
         t.ignore("data_plane.*", "torch.distributed transfers samples of any size")
     t.consume("data_plane")
     apply(t, OTHERS)
+
+
+def _translate_tracker(t: Translator, tracker: str, keys: str) -> None:
+    """Translate the switch of a tracker, and its section if it is on. keys: those of the section with the same meaning."""
+    enabled, section = f"logger.{tracker}_enabled", f"logger.{tracker}"
+    if t.consume(enabled) is not True:
+        t.consume(section)
+        return
+    t.put(enabled, True)
+    same = " ".join(f"{section}.{key}" for key in keys.split())
+    apply(t, (Same(f"{same} {section}.tags.*", given),))
+    for key, value in list(t.unconsumed()):
+        if key.startswith(f"{section}."):
+            t.consume(key)
+            if value is not None:
+                t.ignore(key, f"not passed on to {tracker}")
+    t.consume(section)

@@ -7,6 +7,7 @@ imports torch.
     architecture                 each model's config.json against the parallel layout
     evaluation_data              the data of an evaluation's tasks
     evaluation_checkpoint        the checkpoint of an evaluation is complete, and of the model that the recipe names
+    trackers                     the libraries of experiment trackers are installed
     libraries, signatures        options that are handed on to vLLM, Megatron-Core, torch and transformers
     storage                      writable folders; calls the next three
       weight_files               weights are complete and readable

@@ -15,7 +15,7 @@ from typing import Any
 
 from launch import containers
 from launch.model_files import read_json
-from launch.preflight import signatures
+from launch.preflight import signatures, trackers
 from pipeline.algorithms import build
 from pipeline.config import (
     OptimizerConfig,
@@ -87,6 +87,7 @@ def problems(recipe: Recipe) -> Iterator[Problem]:
         yield from _harness()
     if not trains(recipe):
         return
+    yield from trackers.problems(recipe)
     if uses_megatron(policy):
         yield from _megatron(policy.megatron_cfg.model_overrides)
     else:

@@ -153,9 +153,10 @@ ALIASES: dict[str, tuple[str, ...]] = {
 CURVES = (
     "metrics.jsonl and TensorBoard (logger.tensorboard_enabled) hold the curves, and launch/report.py renders them as a page"
 )
+TRACKED = "try logger.wandb_enabled=true, logger.mlflow_enabled=true or logger.trackio_enabled=true, or leave it out"
 NOT_HERE = (
-    (r"wandb|swanlab|mlflow|comet", f"reporting to such a service is not supported; {CURVES}. Leave it out"),
-    (r"^report_to$|(^|\.)(project_name|logger)$", f"reporting to a service is not supported; {CURVES}. Leave it out"),
+    (r"wandb|mlflow|trackio|^report_to$|(^|\.)(project_name|logger)$", TRACKED),
+    (r"swanlab|comet", f"this service is not supported; {CURVES}; {TRACKED}"),
     (
         r"(^|\.)resume(_mode|_from_checkpoint|_from_path)?$",
         "the same command continues from the last checkpoint in run_dir; leave it out",

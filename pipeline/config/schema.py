@@ -18,6 +18,7 @@ from pipeline.config.generation import VLLMConfig
 from pipeline.config.megatron import MegatronConfig, MegatronLoRAConfig
 from pipeline.config.policy import LoRAConfig, PolicyConfig, TeacherConfig, ValueConfig
 from pipeline.config.teachers import TeachersConfig
+from pipeline.trackers import TRACKERS, Tracker
 from pipeline.values import (
     LIVE,
     MISSING,
@@ -177,15 +178,37 @@ class MonitorConfig:
 
 
 @dataclass
-class LoggerConfig:
-    """Logs of a run."""
-
+class _Logs:
     tensorboard_enabled: Annotated[Bool, Field(description="Write TensorBoard events.")] = True
     timeline_enabled: Annotated[Bool, Field(description="Record each rank's activity for launch/timeline.py.")] = True
     num_rollouts_to_log: Annotated[
         NotNegative | None, LIVE, Field(description="Rollouts per step to write as JSONL. null: all.")
     ] = None
     monitor: MonitorConfig = field(default_factory=MonitorConfig)
+
+
+def _switch(tracker: type[Tracker]) -> Any:
+    text = f"Send metrics, samples and scores to {tracker.title}, from a process beside the run."
+    return Annotated[Bool, Field(description=text)]
+
+
+_Trackers = make_dataclass(
+    "_Trackers",
+    [
+        one
+        for name, tracker in TRACKERS.items()
+        for one in (
+            (f"{name}_enabled", _switch(tracker), field(default=False)),
+            (name, tracker.Section, field(default_factory=tracker.Section)),
+        )
+    ],
+    bases=(_Logs,),
+)
+
+
+@dataclass
+class LoggerConfig(_Trackers):
+    """Logs of a run. It has a section for each tracker in pipeline/trackers."""
 
 
 @dataclass

@@ -21,7 +21,7 @@ RECIPES = {path.stem for path in (ROOT / "recipes").glob("*.yaml")}
 TARGETS = set(re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
 THEIRS = {key for keys in yaml.safe_load((ROOT / "tests/nemo_rl/meanings.yaml").read_text()).values() for key in keys}
 NOT_OURS = {  # keys of NeMo-RL and of examples that the pages name
-    *("checkpointing.checkpoint_dir", "logger.log_dir", "logger.wandb_enabled", "sft.val_global_batch_size"),
+    *("checkpointing.checkpoint_dir", "logger.log_dir", "sft.val_global_batch_size"),
     *("policy.dtensor_cfg.env_vars", "policy.dynamic_batching.enabled", "value.megatron_cfg.optimizer"),
 }
 PLACES = {

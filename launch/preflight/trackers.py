@@ -1,0 +1,25 @@
+"""Check that the libraries of a recipe's experiment trackers are installed where rank 0 runs, if that is this Python."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Iterator
+
+from launch import containers
+from pipeline.config import Problem, Recipe
+from pipeline.trackers import TRACKERS
+from pipeline.tracking.feed import enabled
+
+
+def problems(recipe: Recipe) -> Iterator[Problem]:
+    """Yield a problem for each tracker whose library is missing.
+
+    In another Python, such as a container's, the trackers' process reports it, and `launch/track.py` can send the run.
+    """
+    if containers.has_another_python(recipe.cluster.train):
+        return
+    for name in enabled(recipe):
+        package = TRACKERS[name].package
+        if importlib.util.find_spec(package) is None:
+            what = f"got true, but {package} is not installed. Try pip install 'hetstep[{package}]', or false"
+            yield Problem(f"logger.{name}_enabled", "not-installed", what)

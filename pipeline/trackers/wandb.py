@@ -1,0 +1,155 @@
+"""Weights & Biases, online or offline.
+
+The run's id is fixed and W&B resumes it, so a record continues over all restarts. Online, W&B's server tells which step it
+holds. Offline, `transaction_log.py` reads that from the files that W&B's own process has written, below tracking/wandb in the
+run folder; each start of the tracker adds one, and `wandb sync RUN_DIR/tracking/wandb/wandb/offline-run-*` sends them all.
+
+Credentials come from `wandb login` or WANDB_API_KEY. Left out: W&B's own samples of the machine, for metrics.jsonl has those of
+the resource monitor, and the console, Git state and code.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from importlib import import_module
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import Field
+
+from pipeline.trackers.base import COLUMNS, LoggedStep, TrackedRun
+from pipeline.trackers.transaction_log import TransactionLog
+from pipeline.values import Line, Text
+
+WRITTEN_S = 30.0
+"""Seconds until W&B's process must have written a step, or have ended after the process that started it."""
+POLL_S = 0.2
+
+
+@dataclass
+class WandbConfig:
+    """The run in Weights & Biases, with the names of `wandb.init`."""
+
+    project: Annotated[Line, Field(description="Project.")] = "hetstep"
+    name: Annotated[Line | None, Field(description="Name of the run. null: the recipe's name.")] = None
+    entity: Annotated[Line | None, Field(description="User or team. null: the login's default.")] = None
+    group: Annotated[Line | None, Field(description="Group of the run. null: none.")] = None
+    tags: Annotated[list[Line], Field(description="Tags.")] = field(default_factory=list)
+    notes: Annotated[Text | None, Field(description="A longer description of the run.")] = None
+    mode: Annotated[
+        Literal["online", "offline"],
+        Field(description="offline: write files into the run folder, which `wandb sync` sends later."),
+    ] = "online"
+
+
+class WandbTracker:
+    """A run of W&B."""
+
+    Section = WandbConfig
+    title = "Weights & Biases"
+    package = "wandb"
+
+    def __init__(self, section: WandbConfig, run: TrackedRun, state: dict[str, Any]):
+        self._section = section
+        self._run = run
+        self._state = state
+        self._wandb: Any = None
+        self._log: TransactionLog | None = None  # of offline runs
+
+    def open(self) -> int | None:
+        """Start W&B's run and return the last step that it holds."""
+        wandb: Any = import_module("wandb")
+
+        section, folder = self._section, self._run.files("wandb")
+        offline = section.mode == "offline"
+        if offline:
+            self._wait_for_writer()
+            self._log = TransactionLog(folder / "wandb", self._run.id)
+        settings = wandb.Settings(
+            console="off",
+            silent=True,
+            disable_git=True,
+            disable_code=True,
+            x_disable_stats=True,
+            x_disable_meta=True,
+            x_save_requirements=False,
+            x_transaction_log_flush_interval=1.0,
+        )
+        self._wandb = wandb.init(
+            project=section.project,
+            entity=section.entity,
+            id=self._run.id,
+            name=section.name or self._run.name,
+            group=section.group or (self._run.first if self._run.id != self._run.first else None),
+            tags=section.tags or None,
+            notes=section.notes,
+            config=dict(self._run.recipe),
+            dir=str(folder),
+            mode=section.mode,
+            resume=None if offline else "allow",
+            reinit="create_new",
+            settings=settings,
+        )
+        self._state |= {"host": socket.gethostname(), "pid": os.getpid()}
+        return self._log.last_step() if self._log else self._wandb.step - 1
+
+    def _wait_for_writer(self) -> None:
+        """Wait until W&B's process of an earlier start has ended, which may still write. Raises TimeoutError."""
+        earlier = str(self._state.get("pid"))
+        if self._state.get("host") != socket.gethostname() or earlier == str(os.getpid()):
+            return
+        until = time.monotonic() + WRITTEN_S
+        while any("wandb-core" in " ".join(line) and earlier in line for line in _command_lines()):
+            if time.monotonic() > until:
+                raise TimeoutError(f"the wandb-core of process {earlier} still runs after {WRITTEN_S:g} s")
+            time.sleep(POLL_S)
+
+    def log(self, steps: Sequence[LoggedStep]) -> None:
+        """Log steps. Offline, wait until they are in the file. Raises TimeoutError if they are not."""
+        for each in steps:
+            self._wandb.log({**each.values, "_timestamp": each.time}, step=each.step, commit=True)
+        until = time.monotonic() + WRITTEN_S
+        while self._log and self._log.last_step() < steps[-1].step:
+            if time.monotonic() > until:
+                raise TimeoutError(f"wandb-core has not written step {steps[-1].step} within {WRITTEN_S:g} s")
+            time.sleep(POLL_S)
+
+    def log_samples(self, kind: str, step: int, samples: Sequence[Mapping[str, Any]]) -> None:
+        """Keep samples as a table of an artifact: a row of the history could not be added to an earlier step."""
+        wandb: Any = import_module("wandb")
+
+        table = wandb.Table(columns=list(COLUMNS), data=[[sample.get(name) for name in COLUMNS] for sample in samples])
+        artifact = wandb.Artifact(f"samples-{self._run.id}", type="samples", metadata={"step": step, "kind": kind})
+        artifact.add(table, f"{kind}_{step:06d}")
+        self._wandb.log_artifact(artifact, aliases=["latest", f"{kind}-{step}"])
+
+    def log_scores(self, suite: str, scored: LoggedStep) -> None:
+        """Show the scores in the summary, by step."""
+        prefix = f"evaluation/{suite}/step_{scored.step}"
+        self._wandb.summary.update({f"{prefix}/{name}": value for name, value in scored.values.items()})
+
+    def log_file(self, path: Path) -> None:
+        """Keep a file as an artifact of its own."""
+        wandb: Any = import_module("wandb")
+
+        artifact = wandb.Artifact(f"{path.stem}-{self._run.id}", type=path.stem)
+        artifact.add_file(str(path), name=path.name)
+        self._wandb.log_artifact(artifact)
+
+    def log_model(self, folder: Path) -> None:
+        """Show the model's folder in the summary."""
+        self._wandb.summary.update({"model": str(folder)})
+
+    def close(self, ended: bool) -> None:
+        """Finish W&B's run, which delivers what is left."""
+        if self._wandb is not None:
+            self._wandb.finish()
+
+
+def _command_lines() -> list[list[str]]:
+    psutil: Any = import_module("psutil")  # here, because reading a recipe imports this module
+    return [process.info["cmdline"] or [] for process in psutil.process_iter(["cmdline"])]

@@ -1,0 +1,81 @@
+"""Find what a run folder has for a tracker besides steps: recipe, samples, evaluations, report and the exported model."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from pipeline import secrets
+from pipeline.trackers.base import LoggedStep, Tracker
+
+FILES = ("recipe.yaml", "report.html")
+SAMPLES = 16
+"""Rollouts of a step that are sent, at most."""
+
+
+@dataclass(frozen=True)
+class Attachment:
+    """Something to send once for each of its versions."""
+
+    name: str
+    version: str
+    send: Callable[[Tracker], None]
+
+
+def attachments(run_dir: Path, save_period: int, settled: int) -> Iterator[Attachment]:
+    """Yield what is there now.
+
+    settled: the last step whose rollouts are complete. Samples are of validations, and of every step after which the run saves
+    a checkpoint (checkpointing.save_period). A file that holds a secret is left out.
+    """
+    for name in FILES:
+        if (path := run_dir / name).is_file() and not _holds_secret(path):
+            yield Attachment(name, _version(path), lambda tracker, path=path: tracker.log_file(path))
+    yield from _samples(run_dir / "rollouts", save_period, settled)
+    for path in sorted(run_dir.glob("evaluations/*/step_*/scores.json")):
+        name = str(path.parent.relative_to(run_dir))
+        yield Attachment(name, _version(path), lambda tracker, path=path: _send_scores(tracker, path))
+    if (model := run_dir / "hf").exists():
+        folder = model.resolve()
+        yield Attachment("hf", str(folder), lambda tracker: tracker.log_model(folder))
+
+
+def _samples(folder: Path, save_period: int, settled: int) -> Iterator[Attachment]:
+    for path in sorted(folder.glob("*_*.jsonl")):
+        kind, _, number = path.stem.rpartition("_")
+        if int(number) <= settled and (kind == "val" or int(number) % save_period == 0):
+            yield Attachment(path.stem, "", lambda tracker, path=path: _send_samples(tracker, path))
+
+
+def _send_samples(tracker: Tracker, path: Path) -> None:
+    kind, _, number = path.stem.rpartition("_")
+    with open(path, "rb") as file:
+        samples = [json.loads(text) for text in itertools.islice(file, SAMPLES) if text.endswith(b"\n")]
+    tracker.log_samples(kind, int(number), samples)
+
+
+def _send_scores(tracker: Tracker, path: Path) -> None:
+    scores = json.loads(path.read_text())
+    found = {
+        f"{task}/{metric}": each["value"]
+        for task, summary in scores["tasks"].items()
+        for metric, each in summary["metrics"].items()
+        if each["value"] is not None and math.isfinite(each["value"])
+    }
+    step = int(path.parent.name.removeprefix("step_"))
+    tracker.log_scores(path.parents[1].name, LoggedStep(step, path.stat().st_mtime, found))
+
+
+def _holds_secret(path: Path) -> bool:
+    """Return whether a recipe, which is checked before submission, was changed since; other files are not read."""
+    text = path.read_text(errors="replace") if path.suffix == ".yaml" else ""
+    return secrets.redacted(text) != text
+
+
+def _version(path: Path) -> str:
+    status = path.stat()
+    return f"{status.st_size} {status.st_mtime_ns}"

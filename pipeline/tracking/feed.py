@@ -1,0 +1,175 @@
+"""Send one tracker what it lacks of a run folder: each step once, with the values of metrics.jsonl, as soon as it is there.
+
+A resumed run cuts metrics.jsonl back to its checkpoint and runs later steps again. Trackers cannot take steps back, and need
+not: a replay gives the same values. Its steps are compared by digest with what was sent, and skipped. The times and resources
+that a tracker shows for a replayed step are those of its first run. If a step differs, because the recipe, the code or the
+machine changed, the run begins another record in the tracker, which gets all steps of metrics.jsonl, and the log says so.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from pipeline import secrets
+from pipeline.config import Recipe
+from pipeline.trackers import TRACKERS
+from pipeline.trackers.base import LoggedStep, TrackedRun, Tracker
+from pipeline.tracking.attachments import Attachment, attachments
+from pipeline.tracking.position import FOLDER, Position, digest, run_id
+from pipeline.tracking.step_lines import StepLines
+
+logger = logging.getLogger(__name__)
+
+AT_ONCE = 200
+"""Steps that are sent together, at most."""
+
+
+def enabled(recipe: Recipe) -> list[str]:
+    """Return the names of the trackers that a recipe asks for."""
+    return [name for name in TRACKERS if getattr(recipe.logger, f"{name}_enabled")]
+
+
+class Feed:
+    """One tracker of one run folder. One thread of one process at a time may use it."""
+
+    def __init__(self, name: str, recipe: Recipe, run_dir: Path):
+        self.name = name
+        self._kind = TRACKERS[name]
+        self._recipe = recipe
+        self._run_dir = run_dir
+        self._path = run_dir / FOLDER / f"{name}.json"
+        self._position = Position.read(self._path)
+        self._tail = StepLines(run_dir / "metrics.jsonl")
+        self._tracker: Tracker | None = None
+        self._refused: dict[str, str] = {}  # attachments that could not be sent -> their version
+
+    @property
+    def title(self) -> str:
+        """The tracker's name for people."""
+        return self._kind.title
+
+    @property
+    def last(self) -> int:
+        """The last step that has arrived; -1 if none."""
+        return self._position.last
+
+    def look(self, ended: bool) -> None:
+        """Send what is new. ended: the run writes no more.
+
+        Raises whatever the tracker raises; the caller then calls `reset`, and `look` again later.
+        """
+        if self._position.ended and not self._is_behind(ended):
+            return
+        tracker = self._tracker or self._open()
+        while lines := self._tail.lines():
+            if (step := self._differing(lines)) is not None:
+                tracker = self._begin_record(step)
+            else:
+                self._send(tracker, [line for line in lines if line["step"] > self.last])
+        for each in self._missing(ended):
+            self._attach(tracker, each)
+
+    def _is_behind(self, ended: bool) -> bool:
+        """Return whether there is something that a closed record lacks. Reads metrics.jsonl from where it was read to."""
+        lines = self._tail.lines()
+        new = any(line["step"] > self.last for line in lines) or self._differing(lines) is not None
+        return new or any(True for _ in self._missing(ended))
+
+    def _open(self) -> Tracker:
+        position, first = self._position, run_id(self._run_dir)
+        position.write(self._path)  # raises on a full disk, where W&B's start would hang
+        own = first if position.record == 1 else f"{first}-{position.record}"
+        plain = yaml.load((self._run_dir / "recipe.yaml").read_text(), getattr(yaml, "CSafeLoader", yaml.SafeLoader))
+        run = TrackedRun(own, first, self._recipe.name, self._run_dir.resolve(), _redacted(plain))
+        tracker = self._kind(getattr(self._recipe.logger, self.name), run, position.state)
+        self._tracker = tracker  # before it opens: `reset` closes what has half begun
+        if (held := tracker.open()) is not None:
+            position.held(held)
+        position.ended = False
+        position.write(self._path)
+        self._tail.rewind()
+        return tracker
+
+    def _differing(self, lines: Sequence[Mapping[str, Any]]) -> int | None:
+        """Return the first step that was sent with other values."""
+        for line in lines:
+            sent = self._position.digests.get(line["step"]) if line["step"] <= self.last else None
+            if sent is not None and sent != digest(line):
+                return line["step"]
+        return None
+
+    def _begin_record(self, step: int) -> Tracker:
+        logger.warning(
+            "%s: step %d was run again with other values than were sent; another record of the run gets all its steps",
+            self.title, step,
+        )  # fmt: skip
+        self.close(ended=False)
+        self._position.begin_record()
+        self._position.write(self._path)
+        return self._open()
+
+    def _send(self, tracker: Tracker, lines: Sequence[Mapping[str, Any]]) -> None:
+        for at in range(0, len(lines), AT_ONCE):
+            part = lines[at : at + AT_ONCE]
+            self._position.digests |= {line["step"]: digest(line) for line in part}
+            self._position.write(self._path)
+            tracker.log([_logged(line) for line in part])
+            self._position.last = part[-1]["step"]
+            self._position.write(self._path)
+
+    def _missing(self, ended: bool) -> list[Attachment]:
+        found = attachments(self._run_dir, self._recipe.checkpointing.save_period, self.last if ended else self.last - 1)
+        known = self._position.attached | self._refused
+        return [each for each in found if known.get(each.name) != each.version]
+
+    def _attach(self, tracker: Tracker, each: Attachment) -> None:
+        """Send an attachment; if that fails, log it and go on without, since steps matter more."""
+        try:
+            each.send(tracker)
+        except Exception as error:
+            logger.warning("%s: %s could not be sent (%s)", self.title, each.name, brief(error))
+            self._refused[each.name] = each.version
+            return
+        self._position.attached[each.name] = each.version
+        self._position.write(self._path)
+
+    def reset(self) -> None:
+        """Give the tracker up after an error; `look` opens it anew."""
+        self._refused.clear()
+        try:
+            self.close(ended=False)
+        except Exception as error:
+            logger.info("%s: closing it failed (%s)", self.title, brief(error))
+
+    def close(self, ended: bool) -> None:
+        """Close the record. ended: the run is complete, and the tracker has all of it."""
+        tracker, self._tracker = self._tracker, None
+        if tracker is None:
+            return
+        tracker.close(ended)
+        if ended:
+            self._position.ended = True
+            self._position.write(self._path)
+
+
+def _logged(line: Mapping[str, Any]) -> LoggedStep:
+    values = {key: value for key, value in line.items() if key not in ("step", "time") and value is not None}
+    return LoggedStep(line["step"], line["time"], values)
+
+
+def _redacted(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {str(key): _redacted(inner) for key, inner in value.items()}
+    if isinstance(value, list):
+        return [_redacted(inner) for inner in value]
+    return secrets.redacted(value) if isinstance(value, str) else value
+
+
+def brief(error: BaseException) -> str:
+    """Return an error's type and the first 300 characters of its text, on one line."""
+    return f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
