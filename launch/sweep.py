@@ -26,6 +26,7 @@ if __name__ == "__main__":
 from launch import command_line, console
 from launch.command_line import Key
 from launch.pages.document import add_plotly
+from launch.search import command as search
 from launch.sweeps import baseline, submission, suite, verdict
 from launch.sweeps.folder import LOCK_S, SweepFolder, SweepPlan
 from launch.sweeps.html_report import page
@@ -112,6 +113,8 @@ def begin(request: SweepRequest) -> int:
     folder = SweepFolder(Path(loaded.suite.folder) / loaded.suite.name / name)
     if folder.begun:
         folder.refuse_other(loaded.suite, loaded.overrides)
+    if loaded.suite.search is not None:
+        return search.begin(loaded, folder, request.dry_run)
     if baseline.read(loaded.baseline) is None and not request.update_baseline:
         note = f"no baseline yet, {loaded.baseline}: gates that need it fail; update_baseline=true writes it"
         console.print_field("note", note, f"# {note}")
@@ -180,6 +183,8 @@ def check(path: Path, update_baseline: bool, own: str | None) -> int:
     executor = folder.plan.executor
     os.chdir(folder.plan.cwd)
     with folder.locked(LOCK_S):
+        if folder.suite.search is not None:
+            return search.report(folder)
         if update_baseline:
             folder.request_baseline(True)
         if executor == "slurm" and not _verdict(folder) and _submit(folder, own):

@@ -18,6 +18,7 @@ from launch.api.overrides import Overrides, arguments
 from launch.api.training import Run
 from launch.executors.base import ROOT
 from launch.failure_logs import tail
+from launch.search import command as search
 from launch.sweeps import suite as suites
 from launch.sweeps.folder import SweepFolder
 from launch.sweeps.jobs import jobs_of
@@ -151,6 +152,8 @@ def sweep(
     folder = SweepFolder(Path(loaded.suite.folder) / loaded.suite.name / own)
     if folder.begun:
         folder.refuse_other(loaded.suite, loaded.overrides)
+    elif loaded.suite.search is not None:
+        search.check(loaded, folder)  # raises RecipeError with the problems of all its corners
     else:
         jobs_of(loaded, folder.path)  # raises RecipeError with the problems of all runs
     with folder.locked():  # raises RecipeError while another process works on the sweep
