@@ -1,7 +1,8 @@
 """Run a suite of recipes over seeds and check its gates with `python launch/sweep.py sweep=NAME [key=value ...]`.
 
 On Slurm the command submits all jobs, and a check that depends on them, and returns. On this machine it runs to the end. The
-sweep's folder, runs/sweeps/NAME/ID, holds the reports: report.html, report.md, junit.xml.
+sweep's folder, runs/sweeps/NAME/ID, holds the reports: report.html, report.md, junit.xml. A suite with a section `search`
+searches hyperparameters instead: the command runs to its end.
 
 Exit status: 0 if the sweep passed or was submitted; 1 if a gate failed; 2 if the suite has problems (nothing is submitted).
 
@@ -114,7 +115,7 @@ def begin(request: SweepRequest) -> int:
     if folder.begun:
         folder.refuse_other(loaded.suite, loaded.overrides)
     if loaded.suite.search is not None:
-        return search.begin(loaded, folder, request.dry_run)
+        return search.begin(loaded, folder, request.dry_run, request.update_baseline)
     if baseline.read(loaded.baseline) is None and not request.update_baseline:
         note = f"no baseline yet, {loaded.baseline}: gates that need it fail; update_baseline=true writes it"
         console.print_field("note", note, f"# {note}")

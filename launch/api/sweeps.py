@@ -133,6 +133,7 @@ def sweep(
 
     `python launch/sweep.py` submits the jobs, as a process of its own that outlives this program; its output is in sweep.log of
     the sweep's folder. On Slurm it ends when all jobs and the check are submitted; elsewhere it runs all jobs, then the check.
+    That of a search stays until its trials have ended.
 
     Args:
         name: a name in recipes/sweeps/, or a path.

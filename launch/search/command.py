@@ -20,7 +20,7 @@ from launch.search.trials import SearchResult, TrialResult
 from launch.sweeps import jobs
 from launch.sweeps.folder import SweepFolder, SweepPlan
 from launch.sweeps.suite import LoadedSuite, Suite, as_arguments
-from pipeline.config import bound, refuse, section
+from pipeline.config import Problem, RecipeError, bound, refuse, section
 from pipeline.storage import write_durably
 
 if TYPE_CHECKING:
@@ -37,11 +37,13 @@ def check(loaded: LoadedSuite, folder: SweepFolder) -> CheckedSearch:
     return checked
 
 
-def begin(loaded: LoadedSuite, folder: SweepFolder, dry_run: bool) -> int:
+def begin(loaded: LoadedSuite, folder: SweepFolder, dry_run: bool = False, update_baseline: bool = False) -> int:
     """Begin or continue a search, wait for its end, and return the exit status: 1 if no trial is complete then.
 
-    dry_run: print what is known of it; write nothing. Raises RecipeError.
+    dry_run: print what is known of it; write nothing. update_baseline: refused. Raises RecipeError.
     """
+    if update_baseline:
+        raise RecipeError(Problem("update_baseline", "has-no-effect", "a search has no gates, and so no baseline"))
     search, overrides = _search(loaded.suite), _overrides(loaded.suite, loaded.overrides)
     refuse(checks.installed(search))
     checked = None if folder.begun else check(loaded, folder)

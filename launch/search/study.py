@@ -48,7 +48,7 @@ class TrialStudy:
 
     def __init__(self, folder: Path, search: SearchConfig, max_steps: int | None):
         """Open the study in a sweep's folder, or create it. max_steps: of a trial; None if only its data bound it."""
-        self._search = search
+        self._search, self._max_steps = search, max_steps
         self._distributions = {key: _distribution(key, each) for key, each in search.parameters.items()}
         path = folder / JOURNAL
         _mend(path)
@@ -98,9 +98,14 @@ class TrialStudy:
         self._study.enqueue_trial(points[point], user_attrs={POINT: point})
 
     def report(self, number: int, step: int, value: float) -> bool:
-        """Record the metric of a running trial at a step, and return whether to prune the trial; the decision is recorded."""
+        """Record the metric of a running trial at a step, and return whether to prune the trial; the decision is recorded.
+
+        No trial is pruned at its last step.
+        """
         trial_id = self._storage.get_trial_id_from_study_id_trial_number(self._id, number)
         self._storage.set_trial_intermediate_value(trial_id, step, value)
+        if self._max_steps is not None and step >= self._max_steps:
+            return False
         if not self._study.pruner.prune(self._study, self._storage.get_trial(trial_id)):
             return False
         self._mark(number, PRUNED_AT, step)

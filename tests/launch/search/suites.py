@@ -12,7 +12,7 @@ KL = "loss_fn.reference_policy_kl_penalty"
 
 
 def write_search(folder: Path, *, recipe: str | None = None, top: dict[str, Any] | None = None, **changes: Any) -> Path:
-    """Write a suite `some` with a search of a grid of two learning rates; `changes` replace keys of the search, `top` others."""
+    """Write a suite `some` with a search of a grid of two learning rates; `changes` are keys of the search, `top` others."""
     search = {
         "recipe": recipe or str(write_recipe(folder)),
         "overrides": {"grpo.max_num_steps": 4},
