@@ -213,7 +213,7 @@ def _trials(result: SearchResult) -> Section:
         trial, cost = each.trial, f"{each.seconds * each.devices:.0f}"
         state = tag("span", trial.state, class_=CLASSES.get(trial.state))
         value = "" if trial.value is None else _number(trial.value)
-        why = trial.why or (f"pruned at step {trial.pruned_at}" if trial.pruned_at is not None else "")
+        why = f"pruned at step {trial.pruned_at}" if trial.state == "pruned" else trial.why
         recipe = tag("a", "recipe.yaml", href=f"{each.run_dir.relative_to(result.folder)}/recipe.yaml")
         values = [_number(trial.values[key]) for key in result.search.parameters]
         rows.append([_link(result, each), state, value, *values, each.step, cost, recipe, why])

@@ -5,15 +5,19 @@ import os
 import signal
 from collections.abc import Callable
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 
 pytest.importorskip("optuna")
 
+import hetstep
+
 from launch import sweep as command
 from launch.search.study import JOURNAL, TrialStudy
 from launch.sweeps import suite as suites
 from launch.sweeps.folder import SweepFolder
+from pipeline.config import RecipeError
 from tests.launch.search import tasks
 from tests.launch.search.suites import KL, LR, write_search
 from tests.launch.sweeps.suites import environment, known, launch, submitted, sweep
@@ -89,6 +93,7 @@ def test_a_failed_trial_is_told_and_does_not_end_the_search(tmp_path, here):
     assert "the dog ate it" in (folder / "report.html").read_text()
 
 
+@pytest.mark.full
 def test_a_trial_whose_recipe_is_refused_inside_the_space_has_failed(tmp_path, here):
     """The corners 2 and 4 prompts fit the batch of 4; 3 in between do not."""
     prompts = "grpo.num_prompts_per_step"
@@ -100,24 +105,19 @@ def test_a_trial_whose_recipe_is_refused_inside_the_space_has_failed(tmp_path, h
     assert "trial-0001: failed: " in output and not (folder / "runs/trial-0001/starts").exists()
 
 
-def test_what_a_killed_process_left_is_taken_up(tmp_path, here):
-    """A grid's trial without values, one whose job is not recorded, one that is recorded and not submitted, a torn journal."""
+def test_what_a_killed_process_left_is_taken_up(tmp_path, here, monkeypatch):
+    """A trial that is recorded and not submitted, one that is not recorded, one without values, a torn journal and its lock."""
     path = write_search(tmp_path, parameters={LR: [1.0, 2.0, 4.0]}, parallel=1)
     folder = SweepFolder(tmp_path / "sweeps/some/x")
-    status, output = here(f"sweep={path}", "id=x", fails="1.0")  # only to begin: then forget all that has run
-    assert status == 0, output
+    with monkeypatch.context() as patched:
+        patched.setattr("launch.sweeps.submission.start", Mock(side_effect=KeyboardInterrupt))
+        assert here(f"sweep={path}", "id=x")[0] == 130
+    assert [job.name for job in folder.plan.jobs] == ["trial-0000"] and not (folder.path / "runs").exists()
     search = folder.suite.search
     assert search is not None
-    plan = json.loads((folder.path / "sweep.json").read_text())
-    recorded = plan["jobs"][0]
-    for name in (JOURNAL, "verdict.json", "jobs.jsonl"):
-        (folder.path / name).unlink()
-    for run in folder.path.glob("runs/*"):
-        run.rename(tmp_path / f"old-{run.name}")
     study = TrialStudy(folder.path, search, 4)
-    assert [study.ask().values, study.ask().values] == [{LR: 1.0}, {LR: 2.0}]  # neither was submitted
-    (folder.path / "sweep.json").write_text(json.dumps({**plan, "jobs": [recorded]}))  # the first was recorded
-    study._study.enqueue_trial({LR: 4.0}, user_attrs={"grid point": 2})  # the third has no values yet
+    assert study.ask().values == {LR: 2.0}
+    study._study.enqueue_trial({LR: 4.0}, user_attrs={"grid point": 2})
     study._study.ask()
     with open(folder.path / JOURNAL, "a") as journal:
         journal.write('{"op_code": 5, "worker')
@@ -127,8 +127,10 @@ def test_what_a_killed_process_left_is_taken_up(tmp_path, here):
     assert status == 0, output
     assert trials(folder.path) == [("complete", 1.0, 4.0), ("complete", 2.0, 8.0), ("complete", 4.0, 16.0)]
     assert starts(folder.path) == [1, 1, 1] and len(submitted(folder.path)) == 3
+    assert [each["name"] for each in json.loads((folder.path / "verdict.json").read_text())["trials"]][2] == "trial-0003"
 
 
+@pytest.mark.full
 def test_a_killed_search_goes_on_and_submits_nothing_twice(tmp_path):
     """Kill it after 0, 1, 2 and 3 submissions; and once delete its record of a run."""
     path = write_search(tmp_path, parameters={LR: [1.0, 2.0, 3.0, 4.0]}, parallel=2)
@@ -175,3 +177,17 @@ def test_the_command_refuses_a_budget_that_is_too_small_and_writes_nothing(tmp_p
     status, output = here(f"sweep={path}", "id=x", "search.budget_gpu_hours=1000", "cluster.executor=local")
     assert status == 2 and "search.budget_gpu_hours: got 1000; expected at least 2," in output
     assert not (tmp_path / "sweeps").exists()
+
+
+@pytest.mark.full
+def test_a_program_begins_a_search_and_waits_for_its_verdict(tmp_path, monkeypatch):
+    for key, value in environment(HETSTEP_TEST_TASK="tests.launch.search.tasks:climb").items():
+        monkeypatch.setenv(key, value)
+    path = write_search(tmp_path, parameters={LR: [1.0]})
+    with pytest.raises(RecipeError) as refused:
+        hetstep.sweep(path, {f"search.parameters.{LR}.choices": "many"}, id="x")
+    assert refused.value.problems
+    run = hetstep.sweep(path, id="x")
+    verdict = run.wait(240)
+    assert verdict.passed and "1 of 1 trials: 1 complete" in verdict.summary and run.states() == {"trial-0000": "done"}
+    assert run.runs()["trial-0000"].metrics("train/reward") == {1: 1.0, 2: 2.0, 3: 3.0, 4: 4.0}
