@@ -42,10 +42,11 @@ def check(search: SearchConfig, overrides: list[str], own: list[str]) -> Checked
     try:
         lowest = prepare(search.recipe, [*overrides, *space.as_overrides(corners[0]), *own])
     except RecipeError as error:
-        found += error.problems
+        found += [_at_parameter(search, each) for each in error.problems]
     plans, problems = _plans(search, overrides, corners)
     priced = price.of(search, plans)
-    refuse([*price.problems(search, priced), *found, *problems])
+    known = {(each.key, each.code) for each in found}
+    refuse([*price.problems(search, priced), *found, *(each for each in problems if (each.key, each.code) not in known)])
     main = lowest[-1].recipe
     max_steps = bound(section(main).max_num_steps)
     refuse(_steps(search, max_steps))
@@ -87,9 +88,15 @@ def _is_new(problem: Problem, known: set[tuple[str, str]]) -> bool:
 
 def _of_corner(search: SearchConfig, problem: Problem, corner: space.Values) -> Problem:
     """Return a problem at its parameter; one of another key with the values of the corner."""
-    if problem.key in search.parameters:
-        return dataclasses.replace(problem, key=f"search.parameters.{problem.key}", origin="")
-    return problem.within(f"with {space.shown(corner)}")
+    own = _at_parameter(search, problem)
+    return own if own != problem else problem.within(f"with {space.shown(corner)}")
+
+
+def _at_parameter(search: SearchConfig, problem: Problem) -> Problem:
+    """Return a problem of a parameter at its key in the suite; any other one unchanged."""
+    if problem.key not in search.parameters:
+        return problem
+    return dataclasses.replace(problem, key=f"search.parameters.{problem.key}", origin="")
 
 
 def _plans(

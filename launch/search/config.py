@@ -50,7 +50,9 @@ class SearchConfig:
             " pruning it is evaluated at each step over the steps so far."
         ),
     ] = MISSING
-    direction: Annotated[Literal["maximize", "minimize"], Field(description="Which values of the metric are better.")] = MISSING
+    direction: Annotated[
+        Literal["maximize", "minimize"], Field(description="Which values of the metric are better. Required.")
+    ] = MISSING  # pyright: ignore[reportAssignmentType] as for texts
     trials: Annotated[
         Positive | None, Field(description="Number of trials. null: only with sampler=grid, the number of its points.")
     ] = None
