@@ -8,6 +8,7 @@ submitted then.
 from __future__ import annotations
 
 import contextlib
+import functools
 import math
 import time
 from collections.abc import Callable
@@ -47,10 +48,16 @@ class SearchLoop:
 
     def run(self) -> None:
         """Run the needed recipes, then all trials, to the end. Raises RecipeError if a needed one or Slurm refuses."""
-        self._executor = self.folder.plan.executor
-        self._expression = objective.parse(self.search.metric)
         self._patiently(self._needed_turn)
         self._patiently(self._turn)
+
+    @functools.cached_property
+    def _executor(self) -> str:
+        return self.folder.plan.executor
+
+    @functools.cached_property
+    def _expression(self) -> expressions.Expression:
+        return objective.parse(self.search.metric)
 
     def _patiently(self, turn: Callable[[], bool]) -> None:
         """Take turns while one returns True. A Slurm that does not answer only delays the next one."""
@@ -117,11 +124,11 @@ class SearchLoop:
         """Submit a trial's job. A trial whose own values are refused has failed; any other problem is raised."""
         try:
             submission.start(self.folder, job_state)
-        except RecipeError as error:
+        except RecipeError:
             job = job_state.job
             if not (own := examine(job.recipe, job.overrides, dry=True).problems):
                 raise
-            self._fail(trial, "; ".join(map(str, own)) or str(error))
+            self._fail(trial, "; ".join(map(str, own)))
 
     def _look(self, trial: Trial, job_state: JobState) -> None:
         """Report, prune, tell or submit a trial by the state of its job."""
@@ -129,7 +136,9 @@ class SearchLoop:
             self._submit(trial, job_state)
             return
         run_dir = Path(job_state.job.run_dir)
-        pruned_at = trial.pruned_at if trial.pruned_at is not None else self._report(trial, run_dir)
+        pruned_at = trial.pruned_at
+        if pruned_at is None and job_state.state != "failed":
+            pruned_at = self._report(trial, run_dir)
         if job_state.state == "live":
             if pruned_at is not None:
                 _ask_to_stop(run_dir, job_state)
