@@ -180,7 +180,7 @@ def _axes(names: Sequence[str], ends: Sequence[tuple[str, str]]) -> dict[str, An
 def _importances(result: SearchResult) -> Iterator[Section]:
     if not result.importances:
         return
-    found = dict(reversed(result.importances.items()))  # Plotly draws bars from the bottom up
+    found = dict(reversed([*result.importances.items()]))  # Plotly draws bars from the bottom up
     bars = {
         "type": "bar",
         "orientation": "h",

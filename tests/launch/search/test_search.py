@@ -11,9 +11,8 @@ import pytest
 
 pytest.importorskip("optuna")
 
-import hetstep
-
 from launch import sweep as command
+from launch.api import sweeps as api
 from launch.search.study import JOURNAL, TrialStudy
 from launch.sweeps import suite as suites
 from launch.sweeps.folder import SweepFolder
@@ -185,9 +184,9 @@ def test_a_program_begins_a_search_and_waits_for_its_verdict(tmp_path, monkeypat
         monkeypatch.setenv(key, value)
     path = write_search(tmp_path, parameters={LR: [1.0]})
     with pytest.raises(RecipeError) as refused:
-        hetstep.sweep(path, {f"search.parameters.{LR}.choices": "many"}, id="x")
+        api.sweep(path, {f"search.parameters.{LR}.choices": "many"}, id="x")
     assert refused.value.problems
-    run = hetstep.sweep(path, id="x")
+    run = api.sweep(path, id="x")
     verdict = run.wait(240)
     assert verdict.passed and "1 of 1 trials: 1 complete" in verdict.summary and run.states() == {"trial-0000": "done"}
     assert run.runs()["trial-0000"].metrics("train/reward") == {1: 1.0, 2: 2.0, 3: 3.0, 4: 4.0}
