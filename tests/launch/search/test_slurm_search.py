@@ -12,7 +12,7 @@ from tests.launch.search.test_search import ASHA, starts, trials
 from tests.launch.sweeps.suites import environment, known, launch, submitted, sweep
 from tests.launch.waiting import wait_until
 
-pytestmark = [pytest.mark.slurm, pytest.mark.full]
+pytestmark = [pytest.mark.slurm, pytest.mark.long]
 
 
 def test_trials_are_jobs_of_slurm_and_a_killed_search_goes_on(slurm_cluster, tmp_path):
