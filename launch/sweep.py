@@ -1,7 +1,8 @@
 """Run a suite of recipes over seeds and check its gates with `python launch/sweep.py sweep=NAME [key=value ...]`.
 
 On Slurm the command submits all jobs, and a check that depends on them, and returns. On this machine it runs to the end. The
-sweep's folder, runs/sweeps/NAME/ID, holds the reports: report.html, report.md, junit.xml.
+sweep's folder, runs/sweeps/NAME/ID, holds the reports: report.html, report.md, junit.xml. A suite with a section `search`
+searches hyperparameters instead: the command runs to its end.
 
 Exit status: 0 if the sweep passed or was submitted; 1 if a gate failed; 2 if the suite has problems (nothing is submitted).
 
@@ -26,6 +27,7 @@ if __name__ == "__main__":
 from launch import command_line, console
 from launch.command_line import Key
 from launch.pages.document import add_plotly
+from launch.search import command as search
 from launch.sweeps import baseline, submission, suite, verdict
 from launch.sweeps.folder import LOCK_S, PROBE_S, SweepFolder, SweepPlan
 from launch.sweeps.html_report import page
@@ -112,6 +114,8 @@ def begin(request: SweepRequest) -> int:
     folder = SweepFolder(Path(loaded.suite.folder) / loaded.suite.name / name)
     if folder.begun:
         folder.refuse_other(loaded.suite, loaded.overrides)
+    if loaded.suite.search is not None:
+        return search.begin(loaded, folder, request.dry_run, request.update_baseline)
     if baseline.read(loaded.baseline) is None and not request.update_baseline:
         note = f"no baseline yet, {loaded.baseline}: gates that need it fail; update_baseline=true writes it"
         console.print_field("note", note, f"# {note}")
@@ -180,6 +184,8 @@ def check(path: Path, update_baseline: bool, own: str | None) -> int:
     executor = folder.plan.executor
     os.chdir(folder.plan.cwd)
     with folder.locked(LOCK_S):
+        if folder.suite.search is not None:
+            return search.report(folder)
         if update_baseline:
             folder.request_baseline(True)
         if executor == "slurm" and not _verdict(folder) and _submit(folder, own):

@@ -18,6 +18,7 @@ from launch.api.overrides import Overrides, arguments
 from launch.api.training import Run
 from launch.executors.base import ROOT
 from launch.failure_logs import tail
+from launch.search import command as search
 from launch.sweeps import suite as suites
 from launch.sweeps.folder import SweepFolder
 from launch.sweeps.jobs import jobs_of
@@ -132,6 +133,7 @@ def sweep(
 
     `python launch/sweep.py` submits the jobs, as a process of its own that outlives this program; its output is in sweep.log of
     the sweep's folder. On Slurm it ends when all jobs and the check are submitted; elsewhere it runs all jobs, then the check.
+    That of a search stays until its trials have ended.
 
     Args:
         name: a name in recipes/sweeps/, or a path.
@@ -151,6 +153,8 @@ def sweep(
     folder = SweepFolder(Path(loaded.suite.folder) / loaded.suite.name / own)
     if folder.begun:
         folder.refuse_other(loaded.suite, loaded.overrides)
+    elif loaded.suite.search is not None:
+        search.check(loaded, folder)  # raises RecipeError with the problems of all its corners
     else:
         jobs_of(loaded, folder.path)  # raises RecipeError with the problems of all runs
     with folder.locked():  # raises RecipeError while another process works on the sweep

@@ -117,7 +117,7 @@ def _trace(chart: Chart, series: Series, name: str, colour: int, dash: str) -> d
     """Return a trace for Plotly. For charts.js it has `meta`, the run and whether to smooth it, and `customdata`, the band."""
     ink = f"var(--c{colour % COLOURS})"
     trace = {
-        "name": _plain(name),
+        "name": plotly_text(name),
         "x": _short(series.x),
         "y": _short(series.y if len(series.y) else series.high),
         "hoverinfo": "none",
@@ -161,7 +161,7 @@ def _marks(marks: Sequence[Mark]) -> Iterator[dict[str, Any]]:
             "name": "",
             "x": [x for mark in found for x in (*_short([mark.x, mark.x]), None)],
             "y": [0.03, 1, None] * len(found),
-            "text": [label for mark in found for label in (_plain(mark.label), "", "")],
+            "text": [label for mark in found for label in (plotly_text(mark.label), "", "")],
             "yaxis": "y2",
             "mode": "lines+markers",
             "line": {"color": ink, "width": 1, "dash": "2px,3px"},
@@ -195,14 +195,14 @@ def _layout(chart: Chart, series: Sequence[Series]) -> dict[str, Any]:
             "y0": value,
             "y1": value,
             "line": {"color": "var(--bad)", "width": 1.2, "dash": "6px,4px"},
-            "label": {"text": _plain(name), "textposition": "end", "yanchor": "bottom", "font": {"size": 11}},
+            "label": {"text": plotly_text(name), "textposition": "end", "yanchor": "bottom", "font": {"size": 11}},
         }
         for value, name in chart.levels
     ]
     return {"yaxis": axis, "shapes": shapes}
 
 
-def _plain(said: str) -> str:
+def plotly_text(said: str) -> str:
     """Return a text as Plotly shows it, which would take <b> and <a> for markup, in lines that fit a chart."""
     return "<br>".join(html.escape(line, quote=False) for line in textwrap.wrap(said, 50))
 

@@ -21,7 +21,7 @@ from launch.pages.html import Html, data, tag, text
 from pipeline.storage import write_durably
 
 HERE = Path(__file__).parent
-SCRIPTS = ("charts.js", "samples.js")
+SCRIPTS = ("charts.js", "drawings.js", "samples.js")
 PLOTLY = "plotly.min.js"
 LONE_SURROGATE = re.compile("[\ud800-\udfff]")
 """Lone surrogates, which broken text may contain and UTF-8 cannot encode."""

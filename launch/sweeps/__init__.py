@@ -1,5 +1,7 @@
 """Run convergence sweeps: recipes x seeds as jobs, and gates on their metrics. The command is launch/sweep.py; start there.
 
+A suite with a section `search` is run by launch/search/.
+
 suite         the YAML of a sweep: schema and checks
 expressions   `mean(train/reward, last=10)`: one number from one run's metrics
 measurements  a run's metrics as curves, and its hardware

@@ -15,7 +15,7 @@ import json
 import re
 import time
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
 from launch import folder_lock, run_setup
@@ -124,6 +124,12 @@ class SweepFolder:
         """Set whether the check writes a new baseline."""
         write_json(self.path / "sweep.json", {**asdict(self.plan), "update_baseline": requested})
 
+    def add_job(self, job: SweepJob) -> None:
+        """Add a job to sweep.json, before its submission; a job of the same name is replaced."""
+        plan = self.plan
+        jobs = [*(each for each in plan.jobs if each.name != job.name), job]
+        write_json(self.path / "sweep.json", asdict(replace(plan, jobs=jobs)))
+
     def refuse_other(self, suite: Suite, overrides: list[str]) -> None:
         """Raise RecipeError if the sweep in this folder began with another suite."""
         before = {**flat(asdict(self.suite)), "the command line": self.plan.overrides}
@@ -164,9 +170,10 @@ class SweepFolder:
 
     def job_states(self, queue: Queue) -> list[JobState]:
         """Return the state of every job. Raises RecipeError if jobs cannot be queried from here."""
-        return [self._standing(job, queue) for job in self.plan.jobs]
+        return [self.job_state(job, queue) for job in self.plan.jobs]
 
-    def _standing(self, job: SweepJob, queue: Queue) -> JobState:
+    def job_state(self, job: SweepJob, queue: Queue) -> JobState:
+        """Return the state of one job. Raises RecipeError if jobs cannot be queried from here."""
         run_dir = Path(job.run_dir)
         ids = [each.job_id for each in self.submissions(job.name)]
         record = read_record(run_dir)

@@ -5,6 +5,7 @@ Seeds are the outer loop, so that runs that are compared with each other run clo
 
 from __future__ import annotations
 
+from collections.abc import Collection, Iterator
 from pathlib import Path
 
 from launch import recipes
@@ -28,17 +29,20 @@ def jobs_of(loaded: LoadedSuite, folder: Path) -> tuple[list[SweepJob], str]:
             executors[run] = None
             continue
         executors[run] = prepared[-1].executor.name
-        for job in _jobs(suite.runs[run].recipe or run, given, prepared, run, seed):
+        for job in with_needs(suite.runs[run].recipe or run, given, prepared, run, seed):
             found.setdefault(job.name, job)
     if len(kinds := set(executors.values()) - {None}) > 1:
         by_run = ", ".join(f"{executor} for '{run}'" for run, executor in executors.items() if executor)
         problems.append(Problem("cluster.executor", "contradiction", f"got {by_run}; expected one for all runs"))
-    if kinds - {"slurm", "local"}:
-        problems.append(
-            Problem("cluster.executor", "not-a-choice", "got allocation; expected slurm or local, since a sweep submits jobs")
-        )
-    refuse(problems)
+    refuse([*problems, *not_submitting(kinds)])
     return sorted(found.values(), key=lambda job: job.run is not None), kinds.pop()
+
+
+def not_submitting(executors: Collection[str]) -> Iterator[Problem]:
+    """Yield a problem if one of the runs would start inside this allocation."""
+    if {*executors} - {"slurm", "local"}:
+        why = "got allocation; expected slurm or local, since a sweep submits jobs"
+        yield Problem("cluster.executor", "not-a-choice", why)
 
 
 def _seeds_first(suite: Suite) -> list[tuple[str, int]]:
@@ -56,7 +60,7 @@ def _prepared(suite: Suite, more: list[str], run: str, seed: int, folder: Path) 
     return given, prepare(recipe, given)
 
 
-def _jobs(recipe: str, given: list[str], prepared: list[Prepared], run: str, seed: int) -> list[SweepJob]:
+def with_needs(recipe: str, given: list[str], prepared: list[Prepared], run: str, seed: int) -> list[SweepJob]:
     """Return the jobs that a run needs, with the run folders of launch/prepare.py, then its own."""
     *needed, main = (each.recipe for each in prepared)
     executor = (

@@ -19,6 +19,8 @@ from pydantic import Field
 
 from launch.evaluations import suites as evaluation_suites
 from launch.run_setup import flat
+from launch.search import space, structure
+from launch.search.config import SearchConfig, spell_out_lists
 from launch.sweeps import expressions
 from pipeline.config import RECIPES, Problem, Recipe, RecipeError, config_tree, independent, loading, refuse, schema_validation
 from pipeline.config.config_tree import COMMAND_LINE
@@ -131,6 +133,7 @@ class Suite:
     gates: dict[str, GateConfig] = field(default_factory=dict)
     baseline: Text | None = None  # beside the suite's file; null: baselines/<name>.yaml
     folder: Text = "runs/sweeps"  # the sweep is in <folder>/<name>/<id>
+    search: SearchConfig | None = None  # in place of runs
     check: CheckConfig = field(default_factory=CheckConfig)
 
 
@@ -208,6 +211,7 @@ def to_yaml(suite: Suite) -> str:
 
 def _built(tree: config_tree.ConfigMapping) -> tuple[Suite | None, list[Problem]]:
     """Return the suite, None if values prevent it, and the problems of the values."""
+    spell_out_lists(tree)
     return schema_validation.validate_tree(Suite, schema_validation.with_defaults(Suite, tree))
 
 
@@ -233,8 +237,7 @@ def _split(arguments: Iterable[str]) -> tuple[list[tuple[str, Any]], list[str], 
 
 def as_arguments(overrides: dict[str, Any]) -> list[str]:
     """Return a mapping of overrides as `key=value` arguments."""
-    values = flat(overrides) if overrides else {}
-    return [f"{key}={config_tree.dump_yaml([value], on_one_line=True).strip()[1:-1]}" for key, value in values.items()]
+    return space.as_overrides(flat(overrides) if overrides else {})
 
 
 # ---- checks across keys -------------------------------------------------------------------------------------------------
@@ -244,6 +247,9 @@ def problems(suite: Suite) -> Iterator[Problem]:
     """Yield the problems across keys, of a suite that fits the schema."""
     if not NAME.fullmatch(suite.name):
         yield bad_name("name", suite.name)
+    if suite.search is not None:
+        yield from structure.problems(suite.search, asdict(suite), asdict(Suite()), SET_BY_SWEEP)
+        return
     if not suite.runs:
         yield Problem("runs", "missing-value", "got none; expected at least one, such as runs: {tiny_sft: {}}")
     yield from _seeds("seeds", suite.seeds)

@@ -1,0 +1,179 @@
+"""What is refused before a search starts: keys, ranges, corners, the budget, a missing Optuna."""
+
+import math
+import re
+
+import pytest
+
+from launch.prepare import examine
+from launch.search import checks, objective, price, space
+from launch.search.config import ParameterConfig, SearchConfig
+from launch.sweeps import expressions, suite
+from launch.sweeps.expressions import Curve
+from pipeline.config import RecipeError
+from tests.launch.search.suites import KL, LR, write_search
+
+
+def problems_of(path) -> dict[str, str]:
+    with pytest.raises(RecipeError) as refused:
+        suite.load(str(path))
+    return {each.key: each.code for each in refused.value.problems}
+
+
+RANGE = {"low": 1e-5, "high": 1e-2, "log": True}
+TPE = {"sampler": "tpe", "trials": 3}
+WRONG = [
+    ({"parameters": {}}, "search.parameters", "missing-value"),
+    ({"parameters": {LR: []}}, f"search.parameters.{LR}.choices", "missing-value"),
+    ({"parameters": {LR: [1, 1]}}, f"search.parameters.{LR}.choices", "given-twice"),
+    ({"parameters": {LR: [[1]]}}, f"search.parameters.{LR}.choices", "wrong-type"),
+    ({"parameters": {LR: {"choices": [1], "low": 0}}}, f"search.parameters.{LR}.low", "contradiction"),
+    ({"parameters": {LR: {"low": 1}}}, f"search.parameters.{LR}.high", "missing-value"),
+    ({"parameters": {LR: {"low": 2, "high": 1}}}, f"search.parameters.{LR}.low", "contradiction"),
+    ({"parameters": {LR: {"low": 0, "high": 1, "log": True}}}, f"search.parameters.{LR}.low", "too-small"),
+    ({"parameters": {LR: {**RANGE, "step": 1e-3}}}, f"search.parameters.{LR}.step", "contradiction"),
+    ({"parameters": {LR: {"low": 1, "high": 2, "step": 3}}}, f"search.parameters.{LR}.step", "too-large"),
+    ({"parameters": {LR: {"lo": 1, "low": 1, "high": 2, "step": 1}}}, f"search.parameters.{LR}.lo", "unknown-key"),
+    ({"parameters": {LR: RANGE}}, f"search.parameters.{LR}.step", "missing-value"),  # grid
+    ({"parameters": {"run_dir": ["a"]}}, "search.parameters.run_dir", "contradiction"),
+    ({"parameters": {"grpo.seed": {"low": 0.5, "high": 2, "step": 1}}}, "search.parameters.grpo.seed.low", "wrong-type"),
+    ({"overrides": {LR: 1}}, f"search.overrides.{LR}", "has-no-effect"),
+    ({"trials": 3}, "search.trials", "contradiction"),
+    ({"sampler": "tpe"}, "search.trials", "missing-value"),
+    (
+        {"sampler": "cmaes", "trials": 3, "parameters": {LR: [1], KL: {"low": 0, "high": 1}}},
+        f"search.parameters.{LR}",
+        "unsupported",
+    ),
+    ({"sampler": "cmaes", "trials": 3, "parameters": {LR: RANGE}}, "search.sampler", "unsupported"),
+    ({"metric": "last("}, "search.metric", "bad-format"),
+    ({"metric": "3 + 4"}, "search.metric", "bad-format"),
+    ({"direction": "up"}, "search.direction", "not-a-choice"),
+    ({"min_steps": 3}, "search.min_steps", "has-no-effect"),
+    ({"reduction_factor": 1}, "search.reduction_factor", "too-small"),
+    ({"top": {"seeds": [7]}}, "seeds", "contradiction"),
+]
+
+
+@pytest.mark.parametrize(("changes", "key", "code"), WRONG, ids=lambda each: each if isinstance(each, str) else "")
+def test_a_wrong_key_is_refused(tmp_path, changes, key, code):
+    assert problems_of(write_search(tmp_path, **changes)) == {key: code}
+
+
+def test_a_search_is_read_as_it_was_written(tmp_path):
+    loaded = suite.load(str(write_search(tmp_path, **TPE, parameters={LR: RANGE, KL: [0, 0.1]})), ["search.trials=5"])
+    search = loaded.suite.search
+    assert search is not None and search.trials == 5
+    assert search.parameters == {LR: ParameterConfig(1e-5, 1e-2, True), KL: ParameterConfig(choices=[0, 0.1])}
+    (tmp_path / "written.yaml").write_text(suite.to_yaml(loaded.suite))
+    assert suite.read(tmp_path / "written.yaml") == loaded.suite
+
+
+# ---- the space ----------------------------------------------------------------------------------------------------------
+
+
+def test_whole_numbers_are_those_of_the_schema():
+    assert space.points("grpo.num_prompts_per_step", ParameterConfig(2, 8, step=3)) == [2, 5, 8]
+    assert [type(each) for each in space.ends("grpo.num_prompts_per_step", ParameterConfig(2, 8))] == [int, int]
+    assert [type(each) for each in space.ends(KL, ParameterConfig(0, 1))] == [float, float]
+    assert not space.is_whole(LR, ParameterConfig(0, 1)) and space.is_whole(LR, ParameterConfig(0, 4, step=2))
+    assert space.points(KL, ParameterConfig(0, 0.3, step=0.1)) == pytest.approx([0, 0.1, 0.2, 0.3])
+
+
+def test_a_large_space_is_checked_at_each_end_of_each_parameter():
+    names = ("ratio_clip_min", "ratio_clip_max", "entropy_coeff", "reference_policy_kl_penalty", "kl_input_clamp_value")
+    few = SearchConfig(parameters={f"loss_fn.{name}": ParameterConfig(0, 1) for name in names})
+    assert len(space.corners(few)) == 32
+    many = SearchConfig(parameters={**few.parameters, "grpo.seed": ParameterConfig(choices=[1, 2, 3])})
+    corners = space.corners(many)
+    assert len(corners) == 2 + 5 + 2
+    for key, parameter in many.parameters.items():
+        assert {corner[key] for corner in corners} == set(space.ends(key, parameter))
+
+
+# ---- the corners --------------------------------------------------------------------------------------------------------
+
+
+def corner_problems(path, **keys) -> list:
+    search = suite.load(str(path)).suite.search
+    return [*checks._corners(search, keys.get("overrides", []), space.corners(search))]
+
+
+def test_bounds_outside_of_the_schemas_range_are_refused_once(tmp_path):
+    found = corner_problems(write_search(tmp_path, **TPE, parameters={KL: {"low": -0.1, "high": 1}, LR: RANGE}))
+    assert [(each.key, each.code) for each in found] == [(f"search.parameters.{KL}", "too-small")]
+    assert "got -0.1; expected at least 0" in found[0].message
+
+
+def test_a_key_that_the_schema_lacks_and_a_choice_of_the_wrong_type_are_refused(tmp_path):
+    wrong = {"loss_fn.reference_policy_kl_penalti": [0.1], "grpo.num_prompts_per_step": [2, 2.5, "many"]}
+    found = {each.key: each for each in corner_problems(write_search(tmp_path, parameters=wrong))}
+    assert {key: each.code for key, each in found.items()} == {
+        "search.parameters.loss_fn.reference_policy_kl_penalti": "unknown-key",
+        "search.parameters.grpo.num_prompts_per_step": "wrong-type",
+    }
+    assert "did you mean" in found["search.parameters.loss_fn.reference_policy_kl_penalti"].message
+
+
+def test_a_contradiction_between_keys_names_the_corner(tmp_path):
+    """The batch of 4 divides what the recipe's 2 prompts give, but not what 3 give."""
+    (found,) = corner_problems(write_search(tmp_path, parameters={"grpo.num_prompts_per_step": [2, 3]}))
+    assert "with grpo.num_prompts_per_step=3" in str(found)
+
+
+def test_a_recipe_with_problems_of_its_own_is_told_as_such(tmp_path):
+    found = corner_problems(write_search(tmp_path), overrides=["grpo.max_num_steps=-1"])
+    assert [(each.key, each.origin.split(":")[0]) for each in found] == [("grpo.max_num_steps", "search.recipe")]
+
+
+# ---- the budget ---------------------------------------------------------------------------------------------------------
+
+
+def test_a_budget_below_the_plans_gpu_hours_is_refused_with_the_figures():
+    plan = examine("llama8b_grpo", [], dry=True).prepared[-1].plan
+    search = SearchConfig(trials=8, budget_gpu_hours=1000)
+    priced = price.of(search, [plan])
+    assert priced is not None and plan is not None and plan.gpu_hours is not None
+    assert priced.gpu_hours == pytest.approx(8 * plan.gpu_hours) and plan.gpu_hours > 125
+    (found,) = price.problems(search, priced)
+    assert (found.key, found.code) == ("search.budget_gpu_hours", "too-small")
+    figures = f"got 1000; expected at least {8 * plan.gpu_hours:,.4g} GPU-hours by the plan: 8 trials x {plan.gpu_hours:,.4g}"
+    assert figures in found.message and "500 steps of" in found.message and "on 16 GPUs" in found.message
+    assert f"Try at most {math.floor(1000 / plan.gpu_hours)} trials" in found.message
+    assert not [*price.problems(SearchConfig(trials=8, budget_gpu_hours=1e6), priced)]
+
+
+def test_a_budget_without_a_price_is_refused(tmp_path):
+    search = SearchConfig(trials=8, budget_gpu_hours=1000)
+    planned = examine(str(suite.load(str(write_search(tmp_path))).suite.search.recipe), [], dry=True).prepared[-1].plan
+    assert price.of(search, [planned]) is None  # it has no GPUs
+    assert [each.code for each in price.problems(search, None)] == ["has-no-effect"]
+
+
+def test_a_missing_optuna_is_named_with_the_command(monkeypatch):
+    versions = {"optuna": "4.1.0", "cmaes": "0.13"}
+    monkeypatch.setattr("importlib.metadata.version", versions.__getitem__)
+    (found,) = checks.installed(SearchConfig())
+    assert found.code == "not-installed" and "got 4.1.0" in found.message and "pip install 'hetstep[search]'" in found.message
+    versions["optuna"] = "5.0.1"
+    assert not [*checks.installed(SearchConfig(sampler="cmaes"))]
+
+
+# ---- the metric ---------------------------------------------------------------------------------------------------------
+
+
+def test_the_metric_is_evaluated_over_the_steps_so_far():
+    found = {"val/accuracy": Curve([0, 5, 10], [0.1, 0.4, 0.2]), "train/loss": Curve([1, 2, 3], [3.0, None, 1.0])}
+    assert [*objective.by_step(objective.parse("val/accuracy"), found)] == [(0, 0.1), (5, 0.4), (10, 0.2)]
+    assert [*objective.by_step(objective.parse("max(val/accuracy)"), found, after=0)] == [(5, 0.4), (10, 0.4)]
+    assert [step for step, _ in objective.by_step(objective.parse("mean(val/accuracy, last=2)"), found)] == [5, 10]
+    assert [step for step, value in objective.by_step(objective.parse("train/loss"), found) if math.isnan(value)] == [2]
+    assert [*objective.by_step(objective.parse("val/reward"), found)] == []
+    with pytest.raises(expressions.Malformed):
+        objective.parse("last(")
+
+
+def test_the_suites_of_the_repository_have_a_search_that_fits():
+    search = suite.load("tiny_search").suite.search
+    assert search is not None and not [*checks._corners(search, [], space.corners(search))]
+    assert re.fullmatch(r"[\w.]+=\S+( [\w.]+=\S+)*", space.shown(space.corners(search)[0]))
