@@ -81,7 +81,7 @@ def check_export(key: str, folder: Path, verify: Verify, share: tuple[int, int] 
     try:
         listed, _ = digests.read_manifest(folder)
     except ValueError as error:
-        raise _refused(key, "", [str(error)], "export it again") from None
+        raise _damaged(key, "", [str(error)], "export it again") from None
     names = [name for name in digests.names_in(folder) if name not in (MANIFEST, *WITHOUT_DIGEST) and not name.startswith(".")]
     problems = list(digests.name_problems(names, listed))
     if not problems and verify == "full":
@@ -89,7 +89,7 @@ def check_export(key: str, folder: Path, verify: Verify, share: tuple[int, int] 
         problems = list(digests.content_problems(folder, listed, sizes, share))
     if problems:
         advice = f"export it again, or remove {MANIFEST} if the change is yours"
-        raise _refused(key, f"{folder}: ", problems, advice)
+        raise _damaged(key, f"{folder}: ", problems, advice)
 
 
 def _record_problems(found: Checkpoint, key: encryption.Key | None) -> Iterator[str]:
@@ -115,7 +115,7 @@ def _record_problems(found: Checkpoint, key: encryption.Key | None) -> Iterator[
 
 def _refuse(found: Checkpoint, problems: Iterator[str]) -> None:
     if listed := list(problems):
-        raise _refused("checkpoint", f"{found.folder}: ", listed, _other_step(found))
+        raise _damaged("checkpoint", f"{found.folder}: ", listed, _other_step(found))
 
 
 def _other_step(found: Checkpoint) -> str:
@@ -126,6 +126,6 @@ def _other_step(found: Checkpoint) -> str:
     return f"step {max(earlier)}: the run goes on from there once {found.folder} is moved away"
 
 
-def _refused(key: str, where: str, problems: list[str], advice: str) -> RecipeError:
+def _damaged(key: str, where: str, problems: list[str], advice: str) -> RecipeError:
     more = f"; and {len(problems) - SHOWN} more files" if len(problems) > SHOWN else ""
     return RecipeError(Problem(key, "damaged", f"{where}{'; '.join(problems[:SHOWN])}{more}. Try {advice}"))
