@@ -14,7 +14,7 @@ from tests.train.ranks import Layout
 
 ONE = Layout(1, 1)
 
-pytestmark = pytest.mark.skipif(not builds.inductor_links(torch.__file__), reason=f"there is no {subject.PATH}")
+pytestmark = pytest.mark.skipif(not builds.inductor_links(torch.__file__), reason=f"there is no {inductor.PATH}")
 
 
 @pytest.fixture
