@@ -21,8 +21,6 @@ from __future__ import annotations
 import contextlib
 import itertools
 import logging
-import os
-import shutil
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
@@ -31,8 +29,8 @@ import torch.distributed as dist
 from torch import nn
 from transformers import AttentionInterface
 
-from pipeline import builds
 from pipeline.config import PolicyConfig, Problem, RecipeError
+from pipeline.train.inductor import NEEDS, missing_dependency
 from pipeline.train.packed_attention import NAME, packed_attention
 from pipeline.types import PackedBatch
 
@@ -41,11 +39,6 @@ logger = logging.getLogger(__name__)
 KEY = "policy.dtensor_cfg.compile"
 OPTIONS: dict[str, str | int | bool | Callable[..., Any]] = {"deterministic": True}  # of Inductor
 DEVICES = ("cuda",)  # device types that compile by default
-GCC = "C compiler (gcc, clang or CC)"
-GXX = "C++ compiler (g++ or CXX)"
-TRITON = "triton that supports this GPU"
-PATH = "PyTorch in a folder whose path has no spaces"
-NEEDS = (GCC, GXX, TRITON, PATH)  # Inductor's dependencies, for any device
 
 
 def should_compile(policy: PolicyConfig, device: torch.device, mixture: bool) -> bool:
@@ -84,24 +77,6 @@ def _first_rank_without(lacking: str | None, device: torch.device) -> tuple[int,
     dist.all_reduce(least, dist.ReduceOp.MIN)
     rank, what = divmod(int(least), len(NEEDS))
     return None if least == none else (rank, NEEDS[what])
-
-
-def missing_dependency(device: torch.device) -> str | None:
-    """Return the entry of NEEDS that Inductor lacks on this machine for this type of device; None if it lacks none."""
-    from torch._inductor.cpp_builder import get_cpp_compiler
-    from torch._inductor.exc import InvalidCxxCompiler
-    from torch.utils._triton import has_triton
-
-    if device.type == "cuda":
-        if not has_triton():
-            return TRITON
-        # The same search as in triton/runtime/build.py.
-        return None if "CC" in os.environ or shutil.which("gcc") or shutil.which("clang") else GCC
-    try:
-        get_cpp_compiler()
-    except InvalidCxxCompiler:
-        return GXX
-    return None if builds.inductor_links(torch.__file__) else PATH
 
 
 def compile_layers(layers: Iterable[nn.Module]) -> None:

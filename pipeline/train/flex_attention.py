@@ -17,6 +17,7 @@ import torch
 from torch.nn.attention.flex_attention import AuxRequest, BlockMask, flex_attention
 
 from pipeline.train.attention_blocks import AttentionKind
+from pipeline.train.inductor import missing_dependency
 
 HALF = (torch.bfloat16, torch.float16)
 BLOCK = 128  # queries, and keys, of a block of the mask
@@ -35,9 +36,6 @@ def lacking(query: torch.Tensor, value: torch.Tensor) -> str | None:
 
 @functools.cache
 def _missing(device_type: str) -> str | None:
-    # Not at the top: that module imports attention.
-    from pipeline.train.compiled import missing_dependency
-
     return missing_dependency(torch.device(device_type))
 
 

@@ -74,7 +74,7 @@ def compute_shared(
     total = torch.cat(outputs)[rows]
     for group in reversed(parts):
         total = ScatterRows.apply(total, group)
-    return total if copies is None else _Sum.apply(total, copies)
+    return total if copies is None else _SumCopies.apply(total, copies)
 
 
 def balanced(lengths: Sequence[int], ranks: int) -> list[list[int]]:
@@ -114,7 +114,7 @@ class _Copy(torch.autograd.Function):
         return grad, None
 
 
-class _Sum(torch.autograd.Function):
+class _SumCopies(torch.autograd.Function):
     """The sum of the rows of a group's ranks; all have the same gradient of it, which is that of each rank's rows."""
 
     @staticmethod

@@ -7,13 +7,14 @@ import torch._inductor.config
 
 from pipeline import builds
 from pipeline.train import compiled as subject
+from pipeline.train import inductor
 from pipeline.train.fsdp import FSDPBackend
 from tests.train import cases, compiled, ranks
 from tests.train.ranks import Layout
 
 ONE = Layout(1, 1)
 
-pytestmark = pytest.mark.skipif(not builds.inductor_links(torch.__file__), reason=f"there is no {subject.PATH}")
+pytestmark = pytest.mark.skipif(not builds.inductor_links(torch.__file__), reason=f"there is no {inductor.PATH}")
 
 
 @pytest.fixture
@@ -93,7 +94,7 @@ def test_without_a_compiler():
     none = torch._inductor.config.patch({"cpp.cxx": ("there-is-no-such-compiler",)})
     with none, pytest.raises(ValueError, match=r"compile: got true, but there is no C\+\+ compiler"):
         wanted(True, "cpu")
-    assert subject.missing_dependency(torch.device("cpu")) is None
+    assert inductor.missing_dependency(torch.device("cpu")) is None
 
 
 def test_in_a_folder_with_spaces(monkeypatch):
@@ -104,7 +105,7 @@ def test_in_a_folder_with_spaces(monkeypatch):
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there may be a triton")
 def test_without_triton():
-    assert subject.missing_dependency(torch.device("cuda")) == subject.TRITON
+    assert inductor.missing_dependency(torch.device("cuda")) == inductor.TRITON
 
 
 @pytest.mark.timeout(120)

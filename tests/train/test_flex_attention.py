@@ -9,7 +9,7 @@ from torch.nn.attention import flex_attention as torchs
 
 from pipeline.train import attention, flex_attention
 from pipeline.train.attention import AttentionKind, KernelSpans, attend
-from pipeline.train.compiled import missing_dependency
+from pipeline.train.inductor import missing_dependency
 from tests.train.test_attention import KINDS, differences, inputs, packing
 
 LENGTHS = (5, 150, 1, 130, 12)  # more than two blocks, whose borders are inside sequences
@@ -37,6 +37,7 @@ def test_the_mask_of_each_kind(name, ranks):
         assert torch.equal((columns >= low[:, None]) & (columns <= high[:, None]), expected)
 
         found = flex_attention.block_mask(low, high, keys)
+        assert found.full_kv_num_blocks is not None and found.full_kv_indices is not None
         rows = [flex_attention.BLOCK * n for n in (-(-count // flex_attention.BLOCK), -(-keys // flex_attention.BLOCK))]
         padded = torch.zeros(*rows, dtype=torch.bool)
         padded[:count, :keys] = expected
