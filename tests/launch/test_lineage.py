@@ -193,7 +193,7 @@ def test_a_model_that_did_not_exist_at_the_submission_is_found_in_the_job(tmp_pa
     model(tmp_path / "later", "weights")
     assert not list(lineage.hash_inputs(run))
     paths = [Path(state.path).name for state, _ in lineage.read_hashes(run / FOLDER / HASHES)]
-    assert sorted(paths) == [*sorted(FILES), "model.safetensors"] or "model.safetensors" in paths
+    assert sorted(paths) == sorted([*FILES, "model.safetensors"])
 
 
 def test_an_evaluation_of_a_checkpoint_that_is_gone(runs, tmp_path):
@@ -267,7 +267,7 @@ def test_versions_stages_and_scores(runs, tmp_path, capsys):
     assert Registry(folder).version("adder")["version"] == 2
     assert Registry(folder).version("adder", 1)["history"][-1]["why"] == "version 2 took its place"
     actions = [(entry["action"], entry["details"].get("version")) for entry in map(json.loads, (runs / "audit.jsonl").open())]
-    assert actions[-4:] == [("add", 1), ("export", None), ("add", 2), ("promote", 1), ("promote", 2)][-4:]
+    assert actions[1:] == [("add", 1), ("export", None), ("add", 2), ("promote", 1), ("promote", 2)]
     assert not verify(runs).findings and verify(runs).receipts == 6
     capsys.readouterr()
     assert registry.main(["list", f"registry={folder}"]) == 0
