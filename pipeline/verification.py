@@ -23,13 +23,13 @@ EDITED = ("README.md",)
 WHOLE = (0, 1)
 
 
-def obtain_key(given: CheckpointingConfig) -> encryption.Key | None:
+def obtain_key(given: CheckpointingConfig) -> encryption.EncryptionKey | None:
     """Return the key that a recipe names, from its file or its command; None without either. Raises RecipeError."""
     section = given.encryption
     return encryption.obtain(section.key_file, section.key_command, section.key_timeout_s)
 
 
-def check_same_key(key: encryption.Key | None, fingerprint: str) -> None:
+def check_same_key(key: encryption.EncryptionKey | None, fingerprint: str) -> None:
     """Raise RecipeError if this node's key is not that of rank 0, which has this fingerprint."""
     if key is None or key.fingerprint != fingerprint:
         own = "none" if key is None else key.fingerprint
@@ -37,13 +37,13 @@ def check_same_key(key: encryption.Key | None, fingerprint: str) -> None:
         raise RecipeError(Problem("checkpointing.encryption", "wrong-key", message))
 
 
-def check_key(found: Checkpoint | None, key: encryption.Key | None) -> None:
+def check_key(found: Checkpoint | None, key: encryption.EncryptionKey | None) -> None:
     """Raise RecipeError, which names the fingerprints, if a checkpoint is encrypted and this is not its key."""
     if found is not None and found.fingerprint is not None:
         fitting(key, found.fingerprint, found.folder)
 
 
-def check_record(found: Checkpoint, verify: Verify, key: encryption.Key | None) -> None:
+def check_record(found: Checkpoint, verify: Verify, key: encryption.EncryptionKey | None) -> None:
     """Raise RecipeError, which names the files, if this is not a checkpoint's key, or its names and seals are wrong.
 
     A checkpoint of an earlier version has no digests, so only its key is checked.
@@ -81,7 +81,7 @@ def check_export(key: str, folder: Path, verify: Verify, share: tuple[int, int] 
     try:
         listed, _ = digests.read_manifest(folder)
     except ValueError as error:
-        raise _refused(key, "", [str(error)], "export it again") from None
+        raise _damaged(key, "", [str(error)], "export it again") from None
     names = [name for name in digests.names_in(folder) if name not in (MANIFEST, *EDITED) and not name.startswith(".")]
     problems = list(digests.name_problems(names, listed))
     if not problems and verify == "full":
@@ -89,10 +89,10 @@ def check_export(key: str, folder: Path, verify: Verify, share: tuple[int, int] 
         problems = list(digests.content_problems(folder, listed, sizes, share))
     if problems:
         advice = f"export it again, or remove {MANIFEST} if the change is yours"
-        raise _refused(key, f"{folder}: ", problems, advice)
+        raise _damaged(key, f"{folder}: ", problems, advice)
 
 
-def _record_problems(found: Checkpoint, key: encryption.Key | None) -> Iterator[str]:
+def _record_problems(found: Checkpoint, key: encryption.EncryptionKey | None) -> Iterator[str]:
     """Yield `NAME: got ...; expected ...` for what shows without reading the large files."""
     folder, record = found.folder, found.record
     expected = seals(record, key if found.fingerprint else None)  # without the key, all but what only the key shows
@@ -115,7 +115,7 @@ def _record_problems(found: Checkpoint, key: encryption.Key | None) -> Iterator[
 
 def _refuse(found: Checkpoint, problems: Iterator[str]) -> None:
     if listed := list(problems):
-        raise _refused("checkpoint", f"{found.folder}: ", listed, _other_step(found))
+        raise _damaged("checkpoint", f"{found.folder}: ", listed, _other_step(found))
 
 
 def _other_step(found: Checkpoint) -> str:
@@ -126,6 +126,6 @@ def _other_step(found: Checkpoint) -> str:
     return f"step {max(earlier)}: the run goes on from there once {found.folder} is moved away"
 
 
-def _refused(key: str, where: str, problems: list[str], advice: str) -> RecipeError:
+def _damaged(key: str, where: str, problems: list[str], advice: str) -> RecipeError:
     more = f"; and {len(problems) - SHOWN} more files" if len(problems) > SHOWN else ""
     return RecipeError(Problem(key, "damaged", f"{where}{'; '.join(problems[:SHOWN])}{more}. Try {advice}"))

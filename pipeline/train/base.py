@@ -16,7 +16,7 @@ from typing import Protocol
 import torch
 
 from pipeline.boxes import Region
-from pipeline.encryption import Key
+from pipeline.encryption import EncryptionKey
 from pipeline.train.shards import Shards
 from pipeline.types import Head, LossOutput, Outputs, PackedBatch, StepResult
 
@@ -115,7 +115,7 @@ class TrainBackend(Protocol):
         """
         ...
 
-    def load(self, folder: Path, key: Key | None = None) -> None:
+    def load(self, folder: Path, key: EncryptionKey | None = None) -> None:
         """Restore the state from all ranks' shards in `folder`, bitwise if the layout is the same.
 
         key: of encrypted shards. Raises RecipeError if the checkpoint does not fit the recipe, ValueError if it is incomplete.
