@@ -13,13 +13,13 @@ from pathlib import Path
 
 from launch.run_folder import RunFolder
 from pipeline import encryption
-from pipeline.encryption import Key
+from pipeline.encryption import EncryptionKey
 
 VARIABLE = "HETSTEP_KEY_FILE"
 SECTION = "checkpointing.encryption"
 
 
-def key_of(run_dir: Path) -> Key | None:
+def key_of(run_dir: Path) -> EncryptionKey | None:
     """Return the key of a run; None if neither the variable nor its recipe names one. Raises RecipeError if it is not there."""
     if path := os.environ.get(VARIABLE):
         return encryption.obtain(path, None, 0.0)
@@ -28,6 +28,6 @@ def key_of(run_dir: Path) -> Key | None:
     return encryption.obtain(key_file, key_command, float(run.value(f"{SECTION}.key_timeout_s", 60.0)))
 
 
-def source(run_dir: Path) -> Callable[[], Key | None]:
+def source(run_dir: Path) -> Callable[[], EncryptionKey | None]:
     """Return a function that returns the key of a run. It is obtained by the first call: most runs need none."""
     return functools.cache(lambda: key_of(run_dir))

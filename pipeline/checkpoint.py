@@ -38,7 +38,7 @@ from typing import Any
 from pipeline import digests, encryption, lineage, storage
 from pipeline.algorithms import build
 from pipeline.config import CheckpointingConfig, Problem, Recipe, TimeoutsConfig, uses_megatron
-from pipeline.encryption import Key
+from pipeline.encryption import EncryptionKey
 from pipeline.storage import RetryPolicy, append, retrying, sync, write_durably
 
 logger = logging.getLogger(__name__)
@@ -69,7 +69,7 @@ class Checkpoint:
         """The fingerprint of the key with which it is encrypted; None if it is not."""
         return (self.record.get("encryption") or {}).get("key")
 
-    def rollouts(self, key: Key | None = None) -> bytes:
+    def rollouts(self, key: EncryptionKey | None = None) -> bytes:
         """Return the rollout buffer's state; empty if there is none. Raises RecipeError if it is encrypted with another key."""
         path = self.folder / ROLLOUTS
         return encryption.read_bytes(path, key) if path.exists() else b""
@@ -84,7 +84,7 @@ class Checkpoints:
         attempt: str,
         config: CheckpointingConfig,
         retry: RetryPolicy = storage.NO_RETRIES,
-        key: Key | None = None,
+        key: EncryptionKey | None = None,
     ):
         """key: of the section checkpointing.encryption. It reads; it also encrypts if `encryption.enabled`."""
         self.key, self.writing_key = key, key if config.encryption.enabled else None
@@ -322,7 +322,7 @@ def _name(step: int) -> str:
     return f"step_{step:06d}"
 
 
-def seals(record: Mapping[str, Any], key: Key | None) -> dict[str, str]:
+def seals(record: Mapping[str, Any], key: EncryptionKey | None) -> dict[str, str]:
     """Return what shows that complete.json is as it was written: its SHA-256 and, with a key, its HMAC.
 
     record: its other values, as JSON reads them.

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from pipeline.encryption import Encryptor, Key
+from pipeline.encryption import EncryptionKey, Encryptor
 from pipeline.storage import sync, write_durably
 
 MANIFEST = "digests.sha256"
@@ -27,7 +27,7 @@ NOT_OURS = (".nfs",)
 class DigestWriter:
     """Writes a file, encrypted with a key, and computes the SHA-256 of what is written. Use it as a context manager."""
 
-    def __init__(self, path: Path, key: Key | None = None):
+    def __init__(self, path: Path, key: EncryptionKey | None = None):
         """Replace the file at `path`. key: None to write it as it is. Raises OSError."""
         self._file = open(path, "wb", buffering=0)  # noqa: SIM115 - closed by __exit__
         self._hash = hashlib.sha256()
@@ -70,7 +70,7 @@ class DigestWriter:
                 hashed.result()
 
 
-def write_bytes(path: Path, data: bytes, key: Key | None = None) -> str:
+def write_bytes(path: Path, data: bytes, key: EncryptionKey | None = None) -> str:
     """Write a file, wait until it is on disk, and return its digest. Raises OSError."""
     with DigestWriter(path, key) as file:
         file.write(data)

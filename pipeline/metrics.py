@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO, TypeVar
 
 from pipeline.config import LoggerConfig, Problem, RecipeError
-from pipeline.encryption import Key, encrypt, is_encrypted, read_bytes
+from pipeline.encryption import EncryptionKey, encrypt, is_encrypted, read_bytes
 from pipeline.storage import NO_RETRIES, SLOW_S, RetryPolicy, append, retrying, tell_slow, write_durably
 
 if TYPE_CHECKING:
@@ -48,7 +48,7 @@ class Metrics:
         config: LoggerConfig,
         after_step: int | None,
         retry: RetryPolicy = NO_RETRIES,
-        key: Key | None = None,
+        key: EncryptionKey | None = None,
     ):
         """Continue after a restored step and drop everything beyond it; with None, drop everything. key: encrypts rollouts."""
         self._key = key
@@ -203,7 +203,7 @@ class Reader:
                     yield line
 
 
-def read_rollouts(path: Path, key: Callable[[], Key | None] = lambda: None) -> list[dict[str, Any]]:
+def read_rollouts(path: Path, key: Callable[[], EncryptionKey | None] = lambda: None) -> list[dict[str, Any]]:
     """Return the complete lines of a file of rollouts.
 
     key: is asked for the key if the file is encrypted. Raises RecipeError for a line that is not JSON, and if the key does not

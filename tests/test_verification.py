@@ -15,7 +15,7 @@ from pipeline.boxes import whole
 from pipeline.checkpoint import COMPLETE, ROLLOUTS, Checkpoint, Checkpoints
 from pipeline.config import CheckpointingConfig, EncryptionConfig, RecipeError
 from pipeline.digests import MANIFEST, add_manifest
-from pipeline.encryption import Key
+from pipeline.encryption import EncryptionKey
 from pipeline.train.shards import collect_shards, read_shards
 from pipeline.train.tensor_files import write_tensors
 from tests.encryption.keys import random_key
@@ -26,7 +26,7 @@ WEIGHTS, INDEX = f"{FIRST}.safetensors", f"{FIRST}.json"
 STATE = {"stream": {"position": 7}}
 
 
-def save(checkpoints: Checkpoints, step: int, key: Key | None = None) -> Checkpoint:
+def save(checkpoints: Checkpoints, step: int, key: EncryptionKey | None = None) -> Checkpoint:
     """Save what two train ranks with a critic write."""
     partial, digests = checkpoints.begin(step), {}
     checkpoints.keep_rollouts(partial, b"rollouts" * 9)
@@ -39,7 +39,7 @@ def save(checkpoints: Checkpoints, step: int, key: Key | None = None) -> Checkpo
     return checkpoints.commit(partial, step, None, STATE, digests)
 
 
-def opened(run_dir: Path, key: Key | None = None) -> Checkpoints:
+def opened(run_dir: Path, key: EncryptionKey | None = None) -> Checkpoints:
     section = CheckpointingConfig(keep_top_k=None, encryption=EncryptionConfig(enabled=key is not None))
     return Checkpoints(run_dir, "attempt", section, key=key)
 
@@ -47,7 +47,7 @@ def opened(run_dir: Path, key: Key | None = None) -> Checkpoints:
 @dataclass
 class Saved:
     checkpoints: Checkpoints
-    key: Key | None
+    key: EncryptionKey | None
     folder: Path  # of step 2, of three steps
 
     def checked(self, verify: str = "full") -> Checkpoint:

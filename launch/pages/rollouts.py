@@ -19,7 +19,7 @@ from launch.pages.chart import Chart, Mark, Series
 from launch.pages.html import Html, data, tag
 from launch.traces.step_picture import pick_evenly
 from pipeline.config import RecipeError
-from pipeline.encryption import Key, is_encrypted
+from pipeline.encryption import EncryptionKey, is_encrypted
 from pipeline.metrics import read_rollouts
 
 KINDS = {"step": "training", "val": "validation"}
@@ -132,7 +132,7 @@ def _step(path: Path) -> int:
     return int(path.stem.rpartition("_")[2])
 
 
-def _records(path: Path, key: Callable[[], Key | None]) -> list[dict[str, Any]]:
+def _records(path: Path, key: Callable[[], EncryptionKey | None]) -> list[dict[str, Any]]:
     try:
         return read_rollouts(path, key)
     except FileNotFoundError:  # a restart has just deleted it

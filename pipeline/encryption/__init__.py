@@ -3,14 +3,14 @@
 Only bytes come in here: `pipeline/digests.py` writes files, `pipeline/config/checkpointing.py` has the keys of the recipe.
 """
 
-from pipeline.encryption.key import Key, obtain
+from pipeline.encryption.key import EncryptionKey, obtain
 from pipeline.encryption.lines import decrypt_line, encrypt_line
 from pipeline.encryption.stream import EncryptedFile, Encryptor, decrypt, encrypt, is_encrypted, read_bytes
 
 __all__ = [
     "EncryptedFile",
+    "EncryptionKey",
     "Encryptor",
-    "Key",
     "decrypt",
     "decrypt_line",
     "encrypt",

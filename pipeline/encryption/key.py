@@ -30,7 +30,7 @@ MAKE = "(umask 077; openssl rand -hex 32 > KEY_FILE)"
 STDERR_CHARACTERS = 300
 
 
-class Key:
+class EncryptionKey:
     """A key. Its text shows the fingerprint alone, and it cannot be pickled."""
 
     def __init__(self, secret: bytes):
@@ -58,13 +58,13 @@ class Key:
         return HKDF(SHA256(), BYTES, salt, purpose).derive(self._secret)
 
     def __repr__(self) -> str:
-        return f"Key({self.fingerprint})"
+        return f"EncryptionKey({self.fingerprint})"
 
     def __reduce__(self) -> NoReturn:
         raise TypeError("a key is neither sent nor stored")
 
 
-def obtain(key_file: str | None, key_command: str | None, timeout_s: float) -> Key | None:
+def obtain(key_file: str | None, key_command: str | None, timeout_s: float) -> EncryptionKey | None:
     """Return the key in a file, or that a command prints; None without either. Raises RecipeError, never with the key in it.
 
     key_command: is split as a shell splits it, and started without a shell. timeout_s: after which it is ended.
@@ -76,7 +76,7 @@ def obtain(key_file: str | None, key_command: str | None, timeout_s: float) -> K
     return None
 
 
-def _refused(name: str, code: str, message: str) -> RecipeError:
+def _error(name: str, code: str, message: str) -> RecipeError:
     return RecipeError(Problem(f"{SECTION}.{name}", code, message))
 
 
@@ -87,12 +87,12 @@ def _read(path: Path) -> bytes:
             if status.st_mode & 0o077:
                 mode = stat.S_IMODE(status.st_mode)
                 message = f"got {path}, which others may open (mode {mode:04o}); expected 0600 or 0400. Try chmod 600 {path}"
-                raise _refused("key_file", "permission-denied", message)
+                raise _error("key_file", "permission-denied", message)
             return file.read(1 << 12)
     except OSError as error:
         code = "file-not-found" if isinstance(error, FileNotFoundError) else "permission-denied"
         message = f"got {path}: {error.strerror}; expected a file that every node can read. Try {MAKE}"
-        raise _refused("key_file", code, message) from None
+        raise _error("key_file", code, message) from None
 
 
 def _run(command: str, timeout_s: float) -> bytes:
@@ -100,21 +100,21 @@ def _run(command: str, timeout_s: float) -> bytes:
         ended = subprocess.run(shlex.split(command), stdin=subprocess.DEVNULL, capture_output=True, timeout=timeout_s)
     except subprocess.TimeoutExpired:
         message = f"got no key from `{command}` within {timeout_s:g} s (key_timeout_s); expected one. Is its server reachable?"
-        raise _refused("key_command", "unreachable", message) from None
+        raise _error("key_command", "unreachable", message) from None
     except (OSError, ValueError) as error:
         message = f"got `{command}`, which cannot be started here: {error}; expected a program that prints the key"
-        raise _refused("key_command", "file-not-found", message) from None
+        raise _error("key_command", "file-not-found", message) from None
     if ended.returncode:
         said = secrets.redacted(ended.stderr.decode(errors="replace").strip()[-STDERR_CHARACTERS:])
         message = f"got exit status {ended.returncode} from `{command}`; expected 0 and the key. It said: {said or 'nothing'}"
-        raise _refused("key_command", "unreadable", message)
+        raise _error("key_command", "unreadable", message)
     return ended.stdout
 
 
-def _parse(key: str, source: str, content: bytes) -> Key:
+def _parse(key: str, source: str, content: bytes) -> EncryptionKey:
     text = content.strip()
     if re.fullmatch(rb"[0-9a-fA-F]{%d}" % (2 * BYTES), text):
-        return Key(bytes.fromhex(text.decode()))
+        return EncryptionKey(bytes.fromhex(text.decode()))
     try:
         secret = base64.b64decode(text, validate=True)
     except binascii.Error:
@@ -122,4 +122,4 @@ def _parse(key: str, source: str, content: bytes) -> Key:
     if len(secret) != BYTES:
         message = f"got {len(text)} characters from {source}; expected {FORM}. Try {MAKE}"
         raise RecipeError(Problem(key, "bad-format", message))
-    return Key(secret)
+    return EncryptionKey(secret)

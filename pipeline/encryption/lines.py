@@ -13,7 +13,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from pipeline.encryption.key import Key
+from pipeline.encryption.key import EncryptionKey
 from pipeline.encryption.stream import fitting
 from pipeline.problems import Problem, RecipeError
 
@@ -24,14 +24,14 @@ PREFIX = b'{"encrypted": '
 NONCE = 12
 
 
-def encrypt_line(line: bytes, key: Key, name: str, at: int) -> bytes:
+def encrypt_line(line: bytes, key: EncryptionKey, name: str, at: int) -> bytes:
     """Return a line, which ends in a newline, as a line of the file `name` that begins at byte `at`."""
     nonce = os.urandom(NONCE)
     sealed = base64.b64encode(nonce + _cipher(key, name).encrypt(nonce, line, str(at).encode())).decode()
     return json.dumps({"encrypted": key.fingerprint, "line": sealed}).encode() + b"\n"
 
 
-def decrypt_line(line: bytes, key: Callable[[], Key | None], path: Path, at: int) -> bytes:
+def decrypt_line(line: bytes, key: Callable[[], EncryptionKey | None], path: Path, at: int) -> bytes:
     """Return what `encrypt_line` was given for the file at `path`, or a plain line as it is.
 
     key: is asked for the key of an encrypted line. Raises RecipeError if the key is missing or another one, or the line is not
@@ -53,7 +53,7 @@ def decrypt_line(line: bytes, key: Callable[[], Key | None], path: Path, at: int
         raise RecipeError(Problem("run", "damaged", message)) from None
 
 
-def _cipher(key: Key, name: str) -> AESGCM:
+def _cipher(key: EncryptionKey, name: str) -> AESGCM:
     derived = key.derived(b"", b"hetstep: lines of " + name.encode())
     from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 

@@ -17,7 +17,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from pipeline.encryption.key import FINGERPRINT_BYTES, SECTION, Key
+from pipeline.encryption.key import FINGERPRINT_BYTES, SECTION, EncryptionKey
 from pipeline.problems import Problem, RecipeError
 
 if TYPE_CHECKING:
@@ -34,7 +34,7 @@ _HEADER = struct.Struct(f"<8s{FINGERPRINT_BYTES}sI{_SALT}s12x")
 class Encryptor:
     """Encrypts the bytes of one file, from its beginning to its end."""
 
-    def __init__(self, key: Key, name: str, chunk: int = CHUNK):
+    def __init__(self, key: EncryptionKey, name: str, chunk: int = CHUNK):
         """name: of the file, without folders. chunk: bytes before encryption."""
         salt = os.urandom(_SALT)
         self.header = _HEADER.pack(MAGIC, bytes.fromhex(key.fingerprint), chunk, salt)
@@ -69,7 +69,7 @@ class Encryptor:
 class EncryptedFile:
     """An open encrypted file, of which any part can be read."""
 
-    def __init__(self, path: Path, key: Key | None):
+    def __init__(self, path: Path, key: EncryptionKey | None):
         """Check the key, and that the file has its end. Raises RecipeError: the key is missing or another, or it is damaged."""
         self.path = path
         self._file = open(path, "rb")  # noqa: SIM115 - it stays open
@@ -121,13 +121,13 @@ def is_encrypted(content: bytes) -> bool:
     return content.startswith(MAGIC)
 
 
-def encrypt(data: bytes, key: Key, name: str) -> bytes:
+def encrypt(data: bytes, key: EncryptionKey, name: str) -> bytes:
     """Return the content of an encrypted file of this name."""
     encryptor = Encryptor(key, name)
     return b"".join([encryptor.header, *encryptor.update(data), encryptor.finish()])
 
 
-def decrypt(content: bytes, key: Key | None, path: Path) -> bytes:
+def decrypt(content: bytes, key: EncryptionKey | None, path: Path) -> bytes:
     """Return what `encrypt` was given for the file at `path`. Raises RecipeError: the key is missing or another, or damage."""
     if len(content) < _HEADER.size:
         raise _damaged(path, f"got {len(content)} bytes")
@@ -139,13 +139,13 @@ def decrypt(content: bytes, key: Key | None, path: Path) -> bytes:
     return b"".join(_opened(cipher, part, number, number == last, header, path) for number, part in enumerate(parts))
 
 
-def read_bytes(path: Path, key: Key | None = None) -> bytes:
+def read_bytes(path: Path, key: EncryptionKey | None = None) -> bytes:
     """Return the content of a file, decrypted if it is encrypted. Raises RecipeError as `decrypt`, OSError."""
     content = path.read_bytes()
     return decrypt(content, key, path) if is_encrypted(content) else content
 
 
-def fitting(key: Key | None, fingerprint: str, what: object) -> Key:
+def fitting(key: EncryptionKey | None, fingerprint: str, what: object) -> EncryptionKey:
     """Return the key if it has this fingerprint. Raises RecipeError, which names both fingerprints. what: is encrypted."""
     if key is None:
         message = (
@@ -159,7 +159,7 @@ def fitting(key: Key | None, fingerprint: str, what: object) -> Key:
     return key
 
 
-def _cipher(key: Key, salt: bytes, name: str) -> AESGCM:
+def _cipher(key: EncryptionKey, salt: bytes, name: str) -> AESGCM:
     derived = key.derived(salt, b"hetstep: file " + name.encode())
     from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 

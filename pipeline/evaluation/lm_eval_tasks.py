@@ -22,7 +22,7 @@ from lm_eval.utils import handle_non_serializable  # pyright: ignore[reportMissi
 
 from pipeline.algorithms.evaluate import TaskConfig
 from pipeline.config import Recipe
-from pipeline.encryption import Key
+from pipeline.encryption import EncryptionKey
 from pipeline.evaluation.answers import FOLDER as ANSWERS
 from pipeline.evaluation.answers import AnswerLog, encode_answers
 from pipeline.evaluation.base import Answer, PerQuestion
@@ -101,7 +101,7 @@ class HarnessRun:
         )
         self.answers = {name: self._answers(name, model) for name in sorted(self.results["samples"])}
 
-    def write(self, folder: Path, key: Key | None = None) -> None:
+    def write(self, folder: Path, key: EncryptionKey | None = None) -> None:
         """Write the harness's results, and the answers of each task, into the evaluation's folder. Raises OSError.
 
         key: encrypts the answers. The results then lack the samples, which the answers hold too.

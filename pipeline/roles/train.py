@@ -20,7 +20,7 @@ from pipeline.algorithms.base import Algorithm, Loss, OnlineAlgorithm
 from pipeline.checkpoint import kept, read_record, storage_timeout_s, wait_until_seen
 from pipeline.config import PolicyConfig, Recipe, live_keys
 from pipeline.data.packing import pack_each
-from pipeline.encryption import Key
+from pipeline.encryption import EncryptionKey
 from pipeline.refit.base import PreparedRefit, Refit, RefitReport
 from pipeline.refit.tables import LayoutTable, RankPlan, layout_table
 from pipeline.roles.regroup import regroup
@@ -60,7 +60,7 @@ class TrainRole:
         self._batches: list[list[PackedBatch]] = []  # the microbatches of each update
         self._models: dict[str, TrainBackend] = {}
         self._background = BackgroundWorker()
-        self._key: Key | None = None  # of checkpoints
+        self._key: EncryptionKey | None = None  # of checkpoints
         self._digests: dict[str, str] = {}  # of the files of the last `save`
         self._retry = RetryPolicy(storage_timeout_s(recipe.cluster.timeouts), kept=lambda: kept(world.info.run_dir))
 

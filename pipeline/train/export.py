@@ -21,7 +21,7 @@ from transformers.utils.hub import cached_file
 from pipeline.config import PolicyConfig
 from pipeline.data.chat import load_tokenizer
 from pipeline.digests import add_manifest
-from pipeline.encryption import Key
+from pipeline.encryption import EncryptionKey
 from pipeline.models.hugging_face import meta_model, model_config
 from pipeline.storage import NO_RETRIES, RetryPolicy, StorageError, errors_of_rust, retrying, sync, write_durably
 from pipeline.train.base import TrainBackend
@@ -61,7 +61,7 @@ def export_checkpoint(
     policy: PolicyConfig,
     folder: Path,
     head: Head = "logprobs",
-    key: Key | None = None,
+    key: EncryptionKey | None = None,
     shard_bytes: int = SHARD_BYTES,
 ) -> None:
     """Write the model in `checkpoint`, which any backend saved with any layout, to `folder`.

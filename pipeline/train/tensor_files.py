@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 
 from pipeline.digests import DigestWriter
-from pipeline.encryption import EncryptedFile, Key
+from pipeline.encryption import EncryptedFile, EncryptionKey
 
 DTYPES = {
     "F64": torch.float64,
@@ -55,7 +55,7 @@ def bytes_of(tensor: torch.Tensor) -> memoryview:
     return memoryview(tensor.detach().contiguous().view(-1).view(torch.uint8).numpy().data)
 
 
-def write_tensors(tensors: Mapping[str, torch.Tensor], path: Path, key: Key | None = None) -> str:
+def write_tensors(tensors: Mapping[str, torch.Tensor], path: Path, key: EncryptionKey | None = None) -> str:
     """Write a safetensors file, wait until it is on the disk, and return its SHA-256 in hex. Raises OSError.
 
     tensors: on the CPU. key: encrypts the file; None writes it plain.
@@ -72,7 +72,7 @@ def write_tensors(tensors: Mapping[str, torch.Tensor], path: Path, key: Key | No
 class EncryptedTensors:
     """The tensors of an encrypted safetensors file."""
 
-    def __init__(self, path: Path, key: Key | None):
+    def __init__(self, path: Path, key: EncryptionKey | None):
         """Raises RecipeError if the key is missing or another one, or the file is damaged."""
         self._file = EncryptedFile(path, key)
         length = int.from_bytes(self._file.read(0, 8), "little")

@@ -20,7 +20,7 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 
 from pipeline import digests
-from pipeline.encryption import Key
+from pipeline.encryption import EncryptionKey
 from pipeline.train.tensor_files import EncryptedTensors, write_tensors
 
 TIMES = 3
@@ -30,7 +30,7 @@ def main(megabytes: int) -> None:
     torch.set_num_threads(1)
     tensors = {f"model.layers.{i}.weight": torch.randn(1 << 12, 1 << 10) for i in range(max(1, megabytes // 16))}
     size = sum(tensor.nbytes for tensor in tensors.values()) / 1e9
-    key, found = Key(os.urandom(32)), {}
+    key, found = EncryptionKey(os.urandom(32)), {}
     with tempfile.TemporaryDirectory(dir="/dev/shm") as place:
         folder = Path(place)
         paths = {name: folder / f"{name}.safetensors" for name in ("before", "digests", "encrypted")}

@@ -3,11 +3,11 @@
 import os
 from pathlib import Path
 
-from pipeline.encryption import Key
+from pipeline.encryption import EncryptionKey
 
 
-def random_key() -> Key:
-    return Key(os.urandom(32))
+def random_key() -> EncryptionKey:
+    return EncryptionKey(os.urandom(32))
 
 
 def key_file(path: Path, text: str, mode: int = 0o600) -> Path:

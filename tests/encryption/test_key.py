@@ -10,7 +10,7 @@ import pytest
 from pipeline import config
 from pipeline.config import CheckpointingConfig, EncryptionConfig
 from pipeline.config.checkpointing import check_encryption
-from pipeline.encryption import Key, obtain
+from pipeline.encryption import EncryptionKey, obtain
 from tests.encryption.keys import key_file
 from tests.problems import named, refused
 
@@ -22,13 +22,13 @@ FILE, COMMAND = "checkpointing.encryption.key_file", "checkpointing.encryption.k
 def test_hex_digits_and_base64_are_the_same_key(tmp_path, text):
     from_file = obtain(str(key_file(tmp_path / "key", text)), None, 1)
     from_command = obtain(None, f"{sys.executable} -c \"print('''{text.strip()}''')\"", 60)
-    assert from_file.fingerprint == from_command.fingerprint == Key(SECRET).fingerprint
+    assert from_file.fingerprint == from_command.fingerprint == EncryptionKey(SECRET).fingerprint
     assert obtain(None, None, 1) is None
 
 
 def test_a_key_shows_its_fingerprint_alone():
-    key = Key(SECRET)
-    assert repr(key) == f"Key({key.fingerprint})" and len(key.fingerprint) == 16
+    key = EncryptionKey(SECRET)
+    assert repr(key) == f"EncryptionKey({key.fingerprint})" and len(key.fingerprint) == 16
     assert key.fingerprint not in SECRET.hex()
     with pytest.raises(TypeError, match="neither sent nor stored"):
         pickle.dumps(key)

@@ -75,9 +75,9 @@ class Work:
         self.work, self.secret = work, secret
 
     def __call__(self, layout, folder) -> None:
-        from pipeline.encryption import Key
+        from pipeline.encryption import EncryptionKey
 
-        save_or_load(self.work, Key(self.secret), layout, folder)
+        save_or_load(self.work, EncryptionKey(self.secret), layout, folder)
 
 
 @pytest.mark.full

@@ -13,7 +13,7 @@ import torch
 from pipeline.boxes import whole
 from pipeline.config import PolicyConfig, Problem, RecipeError
 from pipeline.digests import add_manifest
-from pipeline.encryption import Key
+from pipeline.encryption import EncryptionKey
 from pipeline.models.hugging_face import SCORE, checkpoint_shapes, layout, meta_model, model_config
 from pipeline.storage import StorageError, sync
 from pipeline.train.adapters.experts import ExpertParameter, parameter_of, stack_for_peft
@@ -31,7 +31,7 @@ _OF_EXPERTS = ("gate", "gate_proj", "up_proj", "down_proj", "w1", "w2", "w3")
 
 
 def export_adapters(
-    checkpoint: Path, policy: PolicyConfig, folder: Path, head: Head = "logprobs", key: Key | None = None
+    checkpoint: Path, policy: PolicyConfig, folder: Path, head: Head = "logprobs", key: EncryptionKey | None = None
 ) -> None:
     """Write adapter_config.json and adapter_model.safetensors, in float32, to `folder`.
 
