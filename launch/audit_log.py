@@ -18,6 +18,7 @@ history; both files work with the attribute of append-only files (`chattr +a`), 
 from __future__ import annotations
 
 import contextlib
+import contextvars
 import hashlib
 import json
 import os
@@ -61,6 +62,8 @@ Action = Literal[
     "refuse",  # an access
 ]
 ACTIONS: tuple[str, ...] = get_args(Action)
+requested_by: contextvars.ContextVar[str | None] = contextvars.ContextVar("requested_by", default=None)
+"""The user of the REST service whose request is carried out; a line has it in its details."""
 
 
 @dataclass(frozen=True)
@@ -84,6 +87,8 @@ def record(action: Action, subject: str | Path, details: Mapping[str, Any] = {},
     folder = folder_of(Path(subject)) if root is None else root
     if folder is None:
         return None
+    if name := requested_by.get():
+        details = {**details, "requested_by": name}
     entry = {
         "time": datetime.now(UTC).isoformat(timespec="milliseconds"),
         "user": user_name(os.geteuid()),  # not of the variable USER, which anybody can set

@@ -60,10 +60,11 @@ def execute(request: ServeRequest) -> int:
     import uvicorn  # it and FastAPI take half a second to import
 
     from launch.serving.app import application
+    from launch.serving.refusals import RefusalLog
 
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
     uvicorn.run(
-        application(config),
+        application(config, RefusalLog(Path(config.root)).record),
         host=config.host,
         port=config.port,
         ssl_certfile=config.tls_certificate,

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from launch import run_changes, run_state
+from launch import audit_log, run_changes, run_state
 from launch.preflight import libraries
 from launch.run_folder import RunFolder, read_recipe
 from launch.run_state import RunState
@@ -56,6 +56,7 @@ def ask(run_dir: Path, overrides: Sequence[str]) -> ChangeRequest:
     values = {change.key: change.new for change in changes}
     refuse(_of_torch(now, values))
     refuse(_of_validations(run, changes))
+    audit_log.record("change", run_dir, {"values": values})
     return steer_files.ask(run_dir, values)
 
 

@@ -11,12 +11,14 @@ from typing import Any
 
 from fastapi import APIRouter, Request
 
-from launch import prepare
+from launch import audit_log, prepare, steering
 from launch.api import evaluations, planning, submitting
 from launch.api.overrides import arguments
 from launch.api.training import Run
 from launch.serving.access import AccessError, User
 from launch.serving.models import (
+    ChangeAsked,
+    ChangeBody,
     EvaluationAnswer,
     EvaluationBody,
     ExportAnswer,
@@ -47,6 +49,7 @@ def _checked(request: Request, run_id: str | None = None, changes: bool = True) 
     if run_id is not None:
         runs(request).folder(run_id)
         users.check_owner(user, runs(request).owner(run_id))
+    audit_log.requested_by.set(user.name)  # of this request, which has a context of its own
     return user
 
 
@@ -119,6 +122,15 @@ def stop(request: Request, run_id: str) -> dict[str, Any]:
     except TimeoutError:
         pass  # it has been asked
     return _changed(request, run_id)
+
+
+@changing.post("/runs/{run_id}/changes", status_code=202)
+def change(request: Request, run_id: str, body: ChangeBody) -> ChangeAsked:
+    """Ask a live run for other values of its live keys. They take effect at the end of its step."""
+    _checked(request, run_id)
+    asked = steering.ask(runs(request).folder(run_id), arguments(body.overrides, {}))
+    runs(request).forget(run_id)
+    return ChangeAsked(number=asked.number)
 
 
 @changing.post("/runs/{run_id}/exports", status_code=202)

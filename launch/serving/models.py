@@ -109,6 +109,18 @@ class Submitted(BaseModel):
     notes: list[str]
 
 
+class ChangeBody(Body):
+    """Live keys of a run with their new values."""
+
+    overrides: Overrides
+
+
+class ChangeAsked(BaseModel):
+    """A change that a run will answer; its status has the answer."""
+
+    number: int
+
+
 class ExportBody(Body):
     """What to export."""
 

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from pipeline import secrets
+from pipeline.encryption import is_encrypted
 from pipeline.trackers.base import LoggedStep, Tracker
 
 FILES = ("recipe.yaml", "report.html")
@@ -30,7 +31,7 @@ def attachments(run_dir: Path, save_period: int, settled: int) -> Iterator[Attac
     """Yield what is there now.
 
     settled: the last step whose rollouts are complete. Samples are of validations, and of every step after which the run saves
-    a checkpoint (checkpointing.save_period). A file that holds a secret is left out.
+    a checkpoint (checkpointing.save_period). Left out are a file that holds a secret, and encrypted rollouts.
     """
     for name in FILES:
         if (path := run_dir / name).is_file() and not _holds_secret(path):
@@ -47,8 +48,14 @@ def attachments(run_dir: Path, save_period: int, settled: int) -> Iterator[Attac
 def _samples(folder: Path, save_period: int, settled: int) -> Iterator[Attachment]:
     for path in sorted(folder.glob("*_*.jsonl")):
         kind, _, number = path.stem.rpartition("_")
-        if int(number) <= settled and (kind == "val" or int(number) % save_period == 0):
+        chosen = int(number) <= settled and (kind == "val" or int(number) % save_period == 0)
+        if chosen and not _is_encrypted(path):
             yield Attachment(path.stem, "", lambda tracker, path=path: _send_samples(tracker, path))
+
+
+def _is_encrypted(path: Path) -> bool:
+    with open(path, "rb") as file:
+        return is_encrypted(file.read(8))
 
 
 def _send_samples(tracker: Tracker, path: Path) -> None:

@@ -1,0 +1,46 @@
+"""Record refused requests in the audit log of the root."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from pathlib import Path
+
+from launch import audit_log
+from pipeline.config import RecipeError
+
+PERIOD_S = 60.0
+MAX_LINES = 60
+"""Lines in PERIOD_S. Whoever reaches the port could fill the disk otherwise."""
+LONGEST = 200
+"""Characters of a request that a line quotes."""
+
+logger = logging.getLogger(__name__)
+
+
+class RefusalLog:
+    """Records at most MAX_LINES refusals in PERIOD_S, and counts the others in the next line."""
+
+    def __init__(self, root: Path, max_lines: int = MAX_LINES):
+        """Take the folder of the audit log."""
+        self._root, self._max_lines = root, max_lines
+        self._lock = threading.Lock()
+        self._begun, self._lines, self._left_out = float("-inf"), 0, 0
+
+    def record(self, user: str, request: str, why: str) -> None:
+        """Record a refusal. user: "" if the token was nobody's. Never raises: a refusal is carried out all the same."""
+        with self._lock:
+            now = time.monotonic()
+            if now - self._begun >= PERIOD_S:
+                self._begun, self._lines = now, 0
+            if self._lines >= self._max_lines:
+                self._left_out += 1
+                return
+            self._lines += 1
+            left_out, self._left_out = self._left_out, 0
+        details = {"requested_by": user or None, "request": request[:LONGEST], "why": why, "not_recorded_before": left_out}
+        try:
+            audit_log.record("refuse", "launch/serve.py", details, self._root)
+        except RecipeError as error:
+            logger.warning("a refused request is not in the audit log: %s", error)

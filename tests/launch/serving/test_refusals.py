@@ -1,0 +1,46 @@
+"""Refused requests are lines of the audit log, but not so many that they fill a disk."""
+
+import json
+
+from fastapi.testclient import TestClient
+
+from launch import audit_log
+from launch.serving.app import application
+from launch.serving.refusals import RefusalLog
+from tests.launch import made_runs
+from tests.launch.serving.team import bearer, settings
+
+
+def lines(root) -> list[dict]:
+    return [json.loads(line) for line in (root / audit_log.LOG).read_text().splitlines()]
+
+
+def test_refused_requests_are_recorded(tmp_path):
+    made_runs.folder(tmp_path / "sue/second")
+    with TestClient(application(settings(tmp_path), RefusalLog(tmp_path).record)) as client:
+        client.get("/api/v1/runs", headers={"Authorization": "Bearer wrong"})
+        client.post("/api/v1/runs/sue~second/cancel", headers=bearer("sam"))
+    unknown, others = [line["details"] for line in lines(tmp_path)]
+    assert (unknown["requested_by"], unknown["request"]) == (None, "GET /api/v1/runs")
+    assert (others["requested_by"], others["request"]) == ("sam", "POST /api/v1/runs/sue~second/cancel")
+    assert "a run of sue" in others["why"]
+
+
+def test_a_flood_is_counted(tmp_path):
+    log = RefusalLog(tmp_path, max_lines=3)
+    for i in range(10):
+        log.record("", f"GET /{i}", "no token")
+    log._begun -= 3600  # later
+    log.record("sam", "GET /late", "no role")
+    assert [line["details"]["not_recorded_before"] for line in lines(tmp_path)] == [0, 0, 0, 7]
+
+
+def test_a_line_names_the_user_of_the_service(tmp_path):
+    token = audit_log.requested_by.set("sam")
+    try:
+        audit_log.record("submit", tmp_path / "run", {}, tmp_path)
+    finally:
+        audit_log.requested_by.reset(token)
+    audit_log.record("submit", tmp_path / "run", {}, tmp_path)
+    first, second = lines(tmp_path)
+    assert first["details"] == {"requested_by": "sam"} and second["details"] == {}
