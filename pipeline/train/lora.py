@@ -115,9 +115,9 @@ def _adapt_linear(hf: PreTrainedModel, target: str, adapters: Adapters, layout: 
         if f"{target}.{parameter}" in layout:
             layout[f"{target}.base_layer.{parameter}"] = layout.pop(f"{target}.{parameter}")
     stored = pieces[0].name.removesuffix(".weight")
-    size, names = (linear.out_features, linear.in_features), [target + suffix for suffix in (spec.A, spec.B)]
+    size, a, b = (linear.out_features, linear.in_features), target + spec.A, target + spec.B
     magnitude = f"{target}{spec.MAGNITUDE}" if adapters.spec.dora else None
-    return LinearAdapter(stored, layer, size, f"{target}.base_layer.weight", *names, magnitude)
+    return LinearAdapter(stored, layer, size, f"{target}.base_layer.weight", a, b, magnitude)
 
 
 def _problem(name: str, code: str, message: str) -> RecipeError:

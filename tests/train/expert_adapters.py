@@ -82,11 +82,11 @@ def check_bfloat16(model: Path, layout: Layout) -> None:
     _, packed = model_roles.batches(trained, layout)
     for found, wanted in zip(trained.forward(packed), exact.forward(packed), strict=True):
         off = (found.logprobs - wanted.logprobs).abs()
-        assert off.max() > 0 and off.median() < 0.05  # a token that a router sends to another expert is far off
+        assert off.median() < 0.05  # a token that a router sends to another expert is far off
     for one in (trained, exact):
         one.step(packed, cases.loss)
     ours, theirs = (torch.cat([g.flatten() for g in ranks.gradients(one).values()]) for one in (trained, exact))
-    assert torch.cosine_similarity(ours, theirs, dim=0) > 0.95
+    assert torch.cosine_similarity(ours, theirs, dim=0) > 0.95 and not torch.equal(ours, theirs)
     assert all(parameter.grad.dtype == torch.float32 for parameter in trained._trained.values())
 
 
