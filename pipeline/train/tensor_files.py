@@ -6,6 +6,7 @@ A file is 8 bytes with the length of a JSON header, the header, and the tensors'
 
 from __future__ import annotations
 
+import ctypes
 import json
 import math
 from collections.abc import Mapping
@@ -51,8 +52,14 @@ def header_of(tensors: Mapping[str, torch.Tensor]) -> tuple[bytes, list[str]]:
 
 
 def bytes_of(tensor: torch.Tensor) -> memoryview:
-    """Return the bytes of a tensor on the CPU, without a copy if it is contiguous."""
-    return memoryview(tensor.detach().contiguous().view(-1).view(torch.uint8).numpy().data)
+    """Return the bytes of a tensor on the CPU, without a copy if it is contiguous.
+
+    Not by `numpy`, after which torch can no longer resize the tensor's storage; offloading does that.
+    """
+    contiguous = tensor.detach().contiguous()
+    view = (ctypes.c_ubyte * contiguous.nbytes).from_address(contiguous.data_ptr())
+    view.tensor = contiguous  # lives as long as its bytes
+    return memoryview(view).cast("B")
 
 
 def write_tensors(tensors: Mapping[str, torch.Tensor], path: Path, key: EncryptionKey | None = None) -> str:

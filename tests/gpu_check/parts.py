@@ -87,9 +87,10 @@ def versions() -> dict[str, str | None]:
 
 # ---- tests ------------------------------------------------------------------------------------------------------------------
 
+FSDP2 = ("cuda", "compiled_cuda", "flex_cuda", "kernels", "offload")
 AREAS: dict[str, tuple] = {  # area -> modules that its tests import, then files
     "nodes": (("pytest",), "tests/world/test_node_probes.py"),
-    "FSDP2": (("pytest", "peft"), *(f"tests/train/test_{name}.py" for name in ("cuda", "compiled_cuda", "kernels", "offload"))),
+    "FSDP2": (("pytest", "peft"), *(f"tests/train/test_{name}.py" for name in FSDP2)),
     "Megatron-Core": (("pytest", "megatron.core"), "tests/train/megatron/test_cuda.py"),
     "memory": (("pytest", "megatron.core", "peft"), "tests/launch/plan/test_memory_cuda.py"),
     "vLLM": (("pytest", "vllm"), *(f"tests/generate/test_{name}.py" for name in ("vllm", "in_flight", "fp8"))),

@@ -23,6 +23,7 @@ from megatron.core import parallel_state
 from safetensors.torch import load_file, save_file
 
 from pipeline import algorithms
+from pipeline.checkpoint import Checkpoints
 from pipeline.config import generates
 from pipeline.coordinator import RunParts
 from pipeline.roles.train import TrainRole
@@ -163,7 +164,8 @@ def learn(case: str, setup: Setup, folder: Path) -> tuple[TrainRole, list[dict[s
     world = SimpleNamespace(own=dist.group.WORLD, rank=dist.get_rank(), phase=lambda name: contextlib.nullcontext())
     role = TrainRole(recipe, SEED, world, algorithm, refit=None)
     train = AllRanks(role, reverse=setup.batching == "reversed")
-    run = RunParts(recipe, folder, None, train, gathered(role.setup(), DataParallelRank), None, None, None, None, None)
+    checkpoints = Checkpoints(folder, "", recipe.checkpointing)
+    run = RunParts(recipe, folder, checkpoints, train, gathered(role.setup(), DataParallelRank), None, None, None, None, None)
     for number in range(cases.STEPS if generates(recipe) else cases.STEPS * cases.UPDATES):
         run.learn(
             algorithm, cases.samples(recipe, algorithm, number), algorithm.trains(number) if generates(recipe) else ["policy"]
