@@ -52,14 +52,12 @@ def header_of(tensors: Mapping[str, torch.Tensor]) -> tuple[bytes, list[str]]:
 
 
 def bytes_of(tensor: torch.Tensor) -> memoryview:
-    """Return the bytes of a tensor on the CPU, without a copy if it is contiguous.
+    """Return the bytes of a contiguous tensor on the CPU, without a copy. They are valid as long as the tensor lives.
 
     Not by `numpy`, after which torch can no longer resize the tensor's storage; offloading does that.
     """
-    contiguous = tensor.detach().contiguous()
-    view = (ctypes.c_ubyte * contiguous.nbytes).from_address(contiguous.data_ptr())
-    view.tensor = contiguous  # lives as long as its bytes
-    return memoryview(view).cast("B")
+    assert tensor.is_contiguous() and tensor.device.type == "cpu"
+    return memoryview((ctypes.c_ubyte * tensor.nbytes).from_address(tensor.data_ptr())).cast("B")
 
 
 def write_tensors(tensors: Mapping[str, torch.Tensor], path: Path, key: EncryptionKey | None = None) -> str:
@@ -72,7 +70,8 @@ def write_tensors(tensors: Mapping[str, torch.Tensor], path: Path, key: Encrypti
         file.write(header)
         for name in names:
             if tensors[name].numel():
-                file.write(bytes_of(tensors[name]))
+                tensor = tensors[name].contiguous()
+                file.write(bytes_of(tensor))
         return file.finish()
 
 

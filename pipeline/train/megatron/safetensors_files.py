@@ -73,7 +73,7 @@ def stream_tensors(path: Path, tensors: Mapping[str, torch.Tensor], make: Callab
     with open(path, "wb") as file:
         file.write(header)
         for name in names:
-            made = make(name)
+            made = make(name).contiguous()
             if (made.dtype, made.shape) != (tensors[name].dtype, tensors[name].shape):
                 raise AssertionError(f"{name} is {made.dtype} {made.shape}, not {tensors[name].dtype} {tensors[name].shape}")
             file.write(bytes_of(made))
