@@ -63,6 +63,8 @@ def computed(names, lengths, dtype, width):
     for name in names:
         kind, with_sinks = KINDS[name]
         query, key, value, sinks = inputs(sum(lengths), width=width, value_width=width, dtype=dtype)
+        if not torch.is_grad_enabled():  # compiled, torch refuses leaves with gradients on the CPU
+            query, key, value = query.detach(), key.detach(), value.detach()
         given, packed = (sinks if with_sinks else None), packing(lengths)
         ours = flex_attention.flex(query, key, value, KernelSpans.of(packed)[:2], kind, given)
         yield name, ours, attend(query, key, value, packed, kind, given), [query, key, value, sinks]
