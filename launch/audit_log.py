@@ -47,7 +47,7 @@ NOWHERE = (-1, "")
 WAIT_S = 60.0
 """How long a writer waits for others to finish theirs."""
 HEAD_BYTES = 1 << 14
-"""What a writer reads of the end of audit.head."""
+"""Bytes at the end of audit.head that a writer reads."""
 RUNS = "runs"
 DEPTH = 4  # levels from a run folder to a run folder inside it: RUN/evaluations/SUITE/step_N
 Action = Literal[
@@ -188,7 +188,7 @@ def sealed(entry: Mapping[str, Any], number: int, previous: str) -> dict[str, An
 
 @dataclass(frozen=True)
 class Head:
-    """What audit.head says."""
+    """The state of the log by audit.head."""
 
     number: int = 0  # of the last line that is complete
     hash: str = FIRST

@@ -101,7 +101,7 @@ class RunFolder:
 
     @cached_property
     def answers(self) -> list[ChangeAnswer]:
-        """What became of each request to change the run while it goes on, oldest first."""
+        """The answer to each request to change the run while it goes on, oldest first."""
         return steer_files.answers(self.folder)
 
     @property

@@ -51,7 +51,7 @@ class KeyChange:
 
 @dataclass(frozen=True)
 class ChangeAnswer:
-    """What became of a request."""
+    """The answer to a request."""
 
     request: int
     step: int  # completed steps when it took effect: the next step is the first with the changes

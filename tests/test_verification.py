@@ -136,7 +136,7 @@ SKIPPED: dict[str, tuple[Callable[[Path], object], str]] = {
     "no record": (lambda folder: (folder / COMPLETE).unlink(), COMPLETE),
     "a part of the record": (lambda folder: (folder / COMPLETE).write_text("{"), COMPLETE),
 }
-"""What makes a checkpoint incomplete, so that a run goes on from an earlier one, as after a kill."""
+"""Changes that make a checkpoint incomplete, so that a run goes on from an earlier one, as after a kill."""
 NEEDS_FULL = [case for case, (_, name) in FOUND.items() if name not in (MANIFEST, COMPLETE) and "extra" not in case]
 
 

@@ -1,1 +1,1 @@
-"""What runs, checkpoints, exports and evaluations are made from: recorded at submission and export, and read as one graph."""
+"""Record what runs, checkpoints, exports and evaluations are made from, and read the records as one graph."""

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
-from typing import Any
 
 from fastapi import Depends, FastAPI, Request
 from fastapi.exceptions import RequestValidationError
@@ -13,6 +11,7 @@ from fastapi.security import HTTPBearer
 from starlette.exceptions import HTTPException
 
 from launch.serving.access import AccessError, Refused, Users
+from launch.serving.answers import problems_body
 from launch.serving.authentication import Authentication
 from launch.serving.changes import REFUSED, changing
 from launch.serving.exports import Exports
@@ -69,8 +68,4 @@ def application(config: ServiceConfig, refused: Refused = lambda user, request, 
 
 
 def _answer(status: int, problems: Sequence[Problem]) -> Response:
-    """Return problems as JSON in ASCII: a message can quote any text of the request."""
-    plain: list[dict[str, Any]] = [
-        {"key": each.key, "code": each.code, "message": each.message, "origin": each.origin} for each in problems
-    ]
-    return Response(json.dumps({"problems": plain}), status, media_type="application/json")
+    return Response(problems_body(problems), status, media_type="application/json")

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import MutableMapping
 from http.cookies import CookieError, SimpleCookie
 from typing import Any
 
 from launch.serving.access import COOKIE, AccessError, Refused, Users
+from launch.serving.answers import problems_body
 from launch.serving.limits import Application, Receive, Send
+from pipeline.problems import Problem
 
 OPEN = ("/login",)
 """The paths that need no token."""
@@ -64,7 +65,7 @@ async def _refuse(error: AccessError, browser: bool, send: Send) -> None:
         start = {"type": "http.response.start", "status": 303, "headers": [(b"location", b"/login"), (b"content-length", b"0")]}
         await send(start)
         return await send({"type": "http.response.body", "body": b""})
-    body = json.dumps({"problems": [{"key": "", "code": error.code, "message": str(error), "origin": ""}]}).encode()
+    body = problems_body([Problem("", error.code, str(error))])
     headers = [(b"content-type", b"application/json"), (b"www-authenticate", b"Bearer")]
     headers.append((b"content-length", str(len(body)).encode()))
     await send({"type": "http.response.start", "status": error.status, "headers": headers})

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Awaitable, Callable, MutableMapping
 from typing import Any
+
+from launch.serving.answers import problems_body
+from pipeline.problems import Problem
 
 Message = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[Message]]
@@ -56,7 +58,7 @@ class BodyLimit:
 
     async def _refuse(self, send: Send) -> None:
         message = f"got a body above the bound; expected at most {self._max_bytes} bytes"
-        body = json.dumps({"problems": [{"key": "body", "code": "too-large", "message": message}]}).encode()
+        body = problems_body([Problem("body", "too-large", message)])
         headers = [
             (b"content-type", b"application/json"),
             (b"content-length", str(len(body)).encode()),

@@ -122,7 +122,7 @@ class ChangeAsked(BaseModel):
 
 
 class ExportBody(Body):
-    """What to export."""
+    """A request to export a checkpoint."""
 
     step: int | None = Field(default=None, ge=0, description="Step of the checkpoint; null: the latest.")
     adapter: bool = Field(default=False, description="The adapters alone, in peft's format.")

@@ -66,17 +66,12 @@ def logout() -> Response:
 @pages.get("/")
 def overview(request: Request) -> HTMLResponse:
     """Return the list of runs, each with a link to its report."""
-    cache, lines = runs(request), []
-    for run_id in cache.ids():
-        try:
-            lines.append(cache.line(run_id))
-        except AccessError:  # removed meanwhile
-            continue
-    lines.sort(key=lambda line: -line.get("last_written", 0.0))
     header = ("run", "owner", *status.HEADER[:-1])
     user = sender(request)
     form = tag("form", tag("button", f"Sign out {user.name}", type="submit"), method="post", action="/logout")
-    return page("Runs", form, table(header, [_row(line) for line in lines]), tag("p", tag("a", "API", href="/docs")))
+    return page(
+        "Runs", form, table(header, [_row(line) for line in runs(request).lines()]), tag("p", tag("a", "API", href="/docs"))
+    )
 
 
 def _row(line: dict[str, Any]) -> Sequence[object]:

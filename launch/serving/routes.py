@@ -7,12 +7,11 @@ from typing import Annotated, Any
 from fastapi import APIRouter, Query, Request
 from fastapi.responses import JSONResponse
 
-from launch.api.submitting import load
-from launch.serving.access import AccessError, User
+from launch.api.run import BaseRun
+from launch.serving.access import User
 from launch.serving.models import CheckpointAnswer, ExportAnswer, Me, MetricsAnswer, RunList
 from launch.serving.run_cache import RunCache
 from launch.status import plain_values
-from pipeline.metrics import Reader
 
 MAX_RUNS = 1000
 """Runs in one answer."""
@@ -48,16 +47,7 @@ def list_runs(
     offset: Annotated[int, Query(ge=0, le=1_000_000)] = 0,
 ) -> RunList:
     """Return the runs below the service's root, newest first."""
-    cache = runs(request)
-    found = []
-    for run_id in cache.ids():
-        try:
-            line = cache.line(run_id)
-        except AccessError:  # removed meanwhile
-            continue
-        if state in (None, line["state"]) and owner in (None, line["owner"]):
-            found.append(line)
-    found.sort(key=lambda line: -line.get("last_written", 0.0))
+    found = [line for line in runs(request).lines() if state in (None, line["state"]) and owner in (None, line["owner"])]
     return RunList(total=len(found), runs=found[offset : offset + limit])
 
 
@@ -76,12 +66,9 @@ def metrics(
     limit: Annotated[int, Query(ge=1, le=MAX_RECORDS)] = 1000,
 ) -> MetricsAnswer:
     """Return the metrics of a run by step: the first `limit` records after a step."""
-    records: dict[int, dict[str, Any]] = {}
-    for line in Reader(runs(request).folder(run_id) / "metrics.jsonl").lines():
-        if line["step"] > after_step:
-            records[line["step"]] = records.get(line["step"], {}) | line
+    records = BaseRun(runs(request).folder(run_id)).metrics()
     kept = {"step", "time", *(key or ())}
-    first = [records[step] for step in sorted(records)[:limit]]
+    first = [each for each in records if each["step"] > after_step][:limit]
     return MetricsAnswer(
         records=[plain_values({name: value for name, value in each.items() if key is None or name in kept}) for each in first]
     )
@@ -95,14 +82,14 @@ def rollouts(
     validation: bool = False,
 ) -> JSONResponse:
     """Return the rollouts of a step: prompt, completion, reward and more of each."""
-    run = load(runs(request).folder(run_id))
+    run = BaseRun(runs(request).folder(run_id))
     return JSONResponse(plain_values(run.rollouts(step, validation=validation)))
 
 
 @reading.get("/runs/{run_id}/checkpoints")
 def checkpoints(request: Request, run_id: str) -> list[CheckpointAnswer]:
     """Return the complete checkpoints of a run, oldest first."""
-    found = load(runs(request).folder(run_id)).checkpoints()
+    found = BaseRun(runs(request).folder(run_id)).checkpoints()
     return [CheckpointAnswer(step=each.step, folder=str(each.folder), metric=plain_values(each.metric)) for each in found]
 
 

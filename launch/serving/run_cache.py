@@ -6,6 +6,7 @@ of a run that has ended is kept until one of its files changes. One thread at a 
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import threading
@@ -16,6 +17,7 @@ from pathlib import Path
 from typing import Any, Generic, TypeVar
 
 from launch import run_state, run_summary, status
+from launch.api.run import ENDED
 from launch.run_folder import RunFolder, find
 from launch.serving.access import AccessError
 from launch.serving.settings import ServiceConfig
@@ -26,8 +28,7 @@ SEPARATOR = "~"
 ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,99}(~[A-Za-z0-9][A-Za-z0-9_.-]{0,99}){0,3}")
 """The form of a run's id: its path below the root. No part begins with a dot."""
 FILES = ("metrics.jsonl", "done.json", "job.json", "recipe.yaml", "attempts", "attempts/current", "checkpoints", "scores.json")
-"""What changes when a run that has ended is continued, steered or evaluated."""
-ENDED = ("done", "failed", "stopped")
+"""Files that change when a run that has ended is continued or scored."""
 MAX_REPORTS = 32
 """Reports that are kept; each has some megabytes."""
 
@@ -74,6 +75,14 @@ class RunCache:
     def line(self, run_id: str) -> dict[str, Any]:
         """Return the short summary of a run, for lists. A run that cannot be read has `state` and `why` alone."""
         return self._summary(run_id, "line", run_summary.line)
+
+    def lines(self) -> list[dict[str, Any]]:
+        """Return the short summaries of all runs, newest first."""
+        found = []
+        for run_id in self.ids():
+            with contextlib.suppress(AccessError):  # removed meanwhile
+                found.append(self.line(run_id))
+        return sorted(found, key=lambda line: -line.get("last_written", 0.0))
 
     def whole(self, run_id: str) -> dict[str, Any]:
         """Return the whole summary of a run."""

@@ -24,7 +24,7 @@ COMPARED = 20_000
 
 @dataclass
 class Position:
-    """What a tracker has of a run."""
+    """The steps and attachments of a run that a tracker has."""
 
     record: int = 1  # the run's first record in the tracker, or a later one
     last: int = -1  # last step that arrived

@@ -1,4 +1,4 @@
-"""What torch's compiler Inductor needs on a machine, for compiled layers and for flex attention."""
+"""Check that a machine has what torch's compiler Inductor needs, for compiled layers and for flex attention."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What commands and the Python API record in the audit log, and what they refuse if they cannot."""
+"""Commands and the Python API record their actions in the audit log, and refuse them if they cannot."""
 
 import json
 import os

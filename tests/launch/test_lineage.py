@@ -1,4 +1,4 @@
-"""What was made from what: inputs and their hashes, exports, renamed files, lineage from elsewhere, and the registry."""
+"""Lineage follows inputs by their hashes, exports, renamed files, lineage from elsewhere, and the registry."""
 
 import json
 import os

@@ -1,4 +1,4 @@
-"""What ranks of the search's tests run in place of the pipeline: a curve that rises with the learning rate."""
+"""Run a curve that rises with the learning rate in place of the pipeline, as ranks of the search's tests."""
 
 import json
 import os

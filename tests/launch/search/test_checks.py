@@ -1,4 +1,4 @@
-"""What is refused before a search starts: keys, ranges, corners, the budget, a missing Optuna."""
+"""A search with wrong keys, ranges, corners or budget, or without Optuna, is refused before it starts."""
 
 import math
 import re

@@ -1,4 +1,4 @@
-"""What the service tells of runs is what the commands tell."""
+"""The service tells the same of runs as the commands."""
 
 import json
 import math
