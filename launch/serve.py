@@ -4,7 +4,7 @@
     python launch/serve.py new_token=true          print a new token, and its hash for the settings
 
 The service runs as the user who starts it, who owns what it submits. It only reads, unless its settings have `writable: true`.
-launch/README.md describes the settings, the roles and the requests. Needs `pip install 'hetstep[serve]'`.
+launch/serving/README.md describes the settings, the roles and the requests. Needs `pip install 'hetstep[serve]'`.
 
 Ends at Ctrl-C or SIGTERM, after the requests under way; with status 2 if the command line or the settings have an error.
 """

@@ -17,7 +17,7 @@ An error of a command has the form `KEY: got X; expected Y. Try Z. [CODE]`. An e
 printed at once, before anything is submitted, and the exit status is 2.
 `python launch/submit.py help=CODE` prints an entry of this page.
 
-For a run that started and then failed, see [When a run fails](README.md#when-a-run-fails).
+For a run that started and then failed, see [When a run fails](OPERATIONS.md#when-a-run-fails).
 """
 
 

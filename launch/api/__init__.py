@@ -1,4 +1,4 @@
-"""The Python API. `launch/api/hetstep` offers it as the package `hetstep`; launch/README.md describes it.
+"""The Python API. `launch/api/hetstep` offers it as the package `hetstep`; launch/api/README.md describes it.
 
     overrides     the keys that a caller gives, as `key=value` of the command line
     submitting    submit, load, recipe

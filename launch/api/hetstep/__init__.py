@@ -8,7 +8,7 @@
     run.metrics("train/loss")                       # {1: 2.31, 2: 2.05, ...}
 
 Keys of a recipe are given as a mapping, dotted or nested, `{"sft.max_num_steps": 50}`, or as keywords with `__` for each dot.
-Everything that is wrong raises HetstepError, whose `problems` name key, code and message. launch/README.md has the reference.
+Every error raises HetstepError, whose `problems` name key, code and message. The reference is launch/api/README.md.
 """
 
 from launch.api.errors import NotEnded, RunFailed
