@@ -179,7 +179,7 @@ def test_our_recipe_without_its_algorithm_is_not_taken_for_nemo_rls(tmp_path):
 
 
 def test_an_interpolation_in_a_string_is_escaped_when_written(tmp_path):
-    for text in ("${x}", "a \\${x} b", "{{ '${' }}", "\\\\${x}", "plain"):
+    for text in ("${x}", "${sft.seed}", "a ${sft.seed} b", "a \\${x} b", "{{ '${' }}", "\\\\${x}", "plain"):
         (tmp_path / "a.yaml").write_text(
             json.dumps(
                 {"algorithm": "sft", "policy": {"model_name": "x", "tokenizer": {"chat_template": interpolation.escaped(text)}}}

@@ -152,9 +152,11 @@ def _followed(tree: ConfigMapping, key: str) -> ConfigValue | None:
 def _template(tree: ConfigMapping, key: str, text: Any) -> tuple[str, tuple[tuple[Any, type], ...]] | None:
     """Return a text with `${_0}`, `${_1}`, ... in place of its references, and their values with types.
 
-    Return None if the text depends on anything else, or if a value is not a scalar.
+    Return None if the text depends on anything else, has an escaped reference, or if a value is not a scalar.
     """
-    if not isinstance(text, str) or "${oc." in text or COMPUTED_KEY.search(text) or text.count("${") > MOST_REFERENCES:
+    if not isinstance(text, str) or "${oc." in text or "\\${" in text or COMPUTED_KEY.search(text):
+        return None
+    if text.count("${") > MOST_REFERENCES:
         return None
     values = []
     for reference in REFERENCE.findall(text):
