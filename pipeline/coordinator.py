@@ -27,9 +27,10 @@ from pipeline.data.mixture import Mixture
 from pipeline.data.preferences import Pair
 from pipeline.data.stream import Stream
 from pipeline.deadline import Deadline
-from pipeline.metrics import Metrics, mean_metrics, validation_metrics
+from pipeline.metrics import Metrics
 from pipeline.monitor.steps import StepMonitor
 from pipeline.rollout.collectors import Collector, Prompts
+from pipeline.rollout_metrics import mean_metrics, validation_metrics
 from pipeline.rpc import RpcGroup
 from pipeline.startup import Startup
 from pipeline.steering import Steering

@@ -13,14 +13,10 @@ from pipeline.config import LoggerConfig
 from pipeline.metrics import (
     Metrics,
     Reader,
-    is_right,
-    mean_metrics,
-    pass_at_k,
     read,
     read_rollouts,
-    rollout_metrics,
-    validation_metrics,
 )
+from pipeline.rollout_metrics import is_right, mean_metrics, pass_at_k, rollout_metrics, validation_metrics
 from pipeline.types import NOTHING_SAID, Completion, Prompt, Rollout, RolloutGroup, Turn, VersionSpan
 from tests.problems import refused
 

@@ -11,7 +11,8 @@ from launch.executors.record import JobRecord, write_record
 from launch.run_setup import append_manifest
 from pipeline import config
 from pipeline.config import LoggerConfig
-from pipeline.metrics import Metrics, rollout_metrics
+from pipeline.metrics import Metrics
+from pipeline.rollout_metrics import rollout_metrics
 from pipeline.types import Completion, Prompt, Rollout, RolloutGroup, Turn, VersionSpan
 
 

@@ -1,0 +1,94 @@
+"""Combine the metrics of a step's updates, and compute those of its rollouts: means, accuracy, pass@k."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from pipeline.types import Rollout, RolloutGroup
+
+
+def mean_metrics(prefix: str, results: list[dict[str, float]]) -> dict[str, float]:
+    """Combine the metrics of a step's updates: the maximum of `_max`, the minimum of `_min`, else the mean."""
+
+    def combine(name: str) -> float:
+        values = [result[name] for result in results]
+        if name.endswith("_max"):
+            return max(values)
+        return min(values) if name.endswith("_min") else sum(values) / len(values)
+
+    return {f"{prefix}/{name}": combine(name) for name in results[0]}
+
+
+def rollout_metrics(prefix: str, groups: list[RolloutGroup]) -> dict[str, float]:
+    """Return the number of episodes without a score, and means over the others, NaN if there are none.
+
+    The means are of the reward, the share of answers that broke the reward function, the length in sampled tokens, the turns,
+    the share cut for length, and each metric of the environment. An answer that broke the reward function has no metrics of its
+    own; it counts as 0 in `accuracy`.
+    """
+    rollouts = [rollout for group in groups for rollout in group.rollouts]
+    judged = [rollout for rollout in rollouts if not rollout.failure]
+    lengths, turns = [rollout.drawn_tokens for rollout in judged], [rollout.answers for rollout in judged]
+    values = {
+        "reward": _mean([rollout.reward for rollout in judged]),
+        "completion_tokens": _mean(lengths),
+        "completion_tokens_max": float(max(lengths, default=math.nan)),
+        "truncated": _mean([float(rollout.finish == "length") for rollout in judged]),
+        "turns": _mean(turns),
+        "turns_max": float(max(turns, default=math.nan)),
+        "broke_judge": _mean([float(bool(rollout.broke)) for rollout in judged]),
+        "env_failures": float(sum(rollout.failed for rollout in rollouts)),
+    }
+    for name in sorted({name for rollout in judged for name in rollout.metrics}):
+        values[name] = _mean([rollout.metrics[name] for rollout in judged if name in rollout.metrics])
+    if "accuracy" in values:
+        told = {group.prompt.environment for group in groups if any("accuracy" in one.metrics for one in group.rollouts)}
+        asked = [one for group in groups if group.prompt.environment in told for one in group.rollouts if not one.failure]
+        said = [one.metrics.get("accuracy", 0.0 if one.broke else None) for one in asked]
+        values["accuracy"] = _mean([value for value in said if value is not None])
+    return {f"{prefix}/{name}": value for name, value in values.items()}
+
+
+def validation_metrics(groups: list[RolloutGroup]) -> dict[str, float]:
+    """Return `val/...`: `rollout_metrics` and pass@k, for k = 1, 2, 4 ... up to the answers per prompt.
+
+    If prompts come from several datasets, each also has its own `val/DATASET/...`.
+    """
+    names = dict.fromkeys(group.prompt.dataset for group in groups)
+    parts = {"val": groups}
+    if len(names) > 1:
+        parts |= {f"val/{name}": [group for group in groups if group.prompt.dataset == name] for name in names}
+    return {key: value for prefix, part in parts.items() for key, value in _with_pass_at_k(prefix, part).items()}
+
+
+def _with_pass_at_k(prefix: str, groups: list[RolloutGroup]) -> dict[str, float]:
+    """Add pass@k. Prompts scored by a reward model are left out: scores do not say right or wrong."""
+    values = rollout_metrics(prefix, groups)
+    groups = [group for group in groups if not any("reward_model_score" in rollout.metrics for rollout in group.rollouts)]
+    if not groups:
+        return values
+    most = max(len(group.rollouts) for group in groups)
+    counted = [[is_right(rollout) for rollout in group.rollouts if not rollout.failure] for group in groups]
+    for k in [*(2**i for i in range(most.bit_length()) if 2**i < most), most]:
+        values[f"{prefix}/pass@{k}"] = _mean([pass_at_k(len(right), sum(right), k) for right in counted if len(right) >= k])
+    return values
+
+
+def is_right(rollout: Rollout) -> bool:
+    """Return whether an answer is right: `accuracy`, or else the reward, is at least 1."""
+    return rollout.metrics.get("accuracy", rollout.reward) >= 1
+
+
+def pass_at_k(answers: int, right: int, k: int) -> float:
+    """Return the unbiased probability that at least one of k answers is right, given n >= k answers with c right.
+
+    1 - C(n - c, k) / C(n, k)       https://arxiv.org/abs/2107.03374 eq. 1
+    """
+    return 1 - math.comb(answers - right, k) / math.comb(answers, k)
+
+
+def _mean(values: Sequence[float]) -> float:
+    return sum(values) / len(values) if values else math.nan
