@@ -20,7 +20,7 @@ DOWNHILL = [
     ("roles",),
     ("rollout", "refit"),
     ("train", "generate", "environments", "rpc", "node_checks"),
-    ("watchdog", "metrics", "verification"),
+    ("watchdog", "metrics", "rollout_metrics", "verification"),
     ("world", "checkpoint", "data", "models", "attempt", "tensorboard_writer", "steer_files"),
     ("config", "store"),
     ("algorithms", "trackers"),
