@@ -1,0 +1,68 @@
+"""A recipe of every model family plans at the family's published size, and fits its GPUs, on each backend that trains it."""
+
+from pathlib import Path
+
+import pytest
+
+from launch import submit
+from launch.executors.base import ROOT
+
+pytestmark = pytest.mark.full
+KEY = "policy.megatron_cfg"
+ON_MEGATRON = ("policy.dtensor_cfg.enabled=false", f"{KEY}.enabled=true", f"{KEY}.tensor_model_parallel_size=4")
+EXPERTS_OVER_8 = "policy.dtensor_cfg.expert_parallel_size=8"
+CASES = [  # (recipe, model, further keys)
+    ("llama8b_grpo", "mistralai/Mistral-Nemo-Instruct-2407", ()),
+    ("llama8b_grpo", "mistralai/Mistral-Nemo-Instruct-2407", ON_MEGATRON),
+    ("llama8b_grpo", "google/gemma-3-1b-it", ()),
+    ("llama8b_grpo", "google/gemma-3-1b-it", ON_MEGATRON[:2]),
+    ("qwen3_32b_grpo", "google/gemma-3-27b-it", ()),
+    ("llama8b_grpo", "openai/gpt-oss-20b", ()),
+    ("llama8b_grpo", "unsloth/gpt-oss-20b-BF16", (EXPERTS_OVER_8,)),
+    ("qwen3_30ba3b_grpo", "unsloth/gpt-oss-20b-BF16", ()),
+    ("llama8b_grpo", "zai-org/GLM-4-9B-0414", ()),
+    (
+        "llama8b_grpo",
+        "zai-org/GLM-4-9B-0414",
+        (*ON_MEGATRON[:2], f"{KEY}.tensor_model_parallel_size=2", f"{KEY}.activation_checkpointing=true"),
+    ),
+    ("qwen3_235b_grpo", "zai-org/GLM-4.5-Air", ()),
+    ("llama8b_grpo", "Qwen/Qwen3.5-9B", ()),
+    ("llama8b_grpo", "Qwen/Qwen3.5-9B", ON_MEGATRON),
+    ("qwen3_30ba3b_grpo", "Qwen/Qwen3.5-35B-A3B", ()),
+    (
+        "qwen3_235b_grpo",
+        "Qwen/Qwen3.5-397B-A17B",
+        (
+            *(f"{KEY}.num_layers_in_first_pipeline_stage=9", f"{KEY}.num_layers_in_last_pipeline_stage=9"),
+            *(f"{KEY}.expert_model_parallel_size=32", "cluster.train.nodes=32"),
+        ),
+    ),
+    ("llama8b_grpo", "nvidia/NVIDIA-Nemotron-Nano-9B-v2", ()),
+    ("llama8b_grpo", "nvidia/NVIDIA-Nemotron-Nano-9B-v2", ON_MEGATRON),
+    ("qwen3_30ba3b_grpo", "nvidia/NVIDIA-Nemotron-3-Nano-30B-A3B-BF16", ()),
+    ("llama8b_grpo", "moonshotai/Moonlight-16B-A3B-Instruct", (EXPERTS_OVER_8,)),
+    ("qwen3_30ba3b_grpo", "moonshotai/Moonlight-16B-A3B-Instruct", ()),
+    (
+        "deepseek_v3_grpo",
+        "unsloth/Kimi-K2-Instruct-BF16",
+        (
+            *(f"{KEY}.expert_model_parallel_size=32", "cluster.train.nodes=64"),
+            *("policy.generation.vllm_cfg.tensor_parallel_size=64", "policy.generation.vllm_cfg.expert_parallel_size=64"),
+        ),
+    ),
+]
+
+
+@pytest.mark.parametrize(
+    ("recipe", "model", "keys"),
+    CASES,
+    ids=[f"{model}-{'megatron' if KEY in str(keys) else recipe}" for recipe, model, keys in CASES],
+)
+def test_fits(recipe: str, model: str, keys: tuple[str, ...], tmp_path: Path, monkeypatch, capsys):
+    (tmp_path / "recipes").symlink_to(ROOT / "recipes")
+    monkeypatch.chdir(tmp_path)
+    for variable in ("HF_HOME", "HF_HUB_CACHE", "HF_DATASETS_CACHE"):
+        monkeypatch.setenv(variable, str(tmp_path / variable))
+    assert submit.main([f"recipe={recipe}", f"policy.model_name={model}", *keys, "plan=true", "cluster.executor=local"]) == 0
+    assert "verdict       fits" in capsys.readouterr().out
