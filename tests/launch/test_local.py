@@ -64,9 +64,11 @@ def test_two_components_form_one_world(tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("task", "reason"),
     [
-        (tasks.fail_on_rank_1, "rank 1 (train) exited with status 1; crashed with status 1"),
+        pytest.param(
+            tasks.fail_on_rank_1, "rank 1 (train) exited with status 1; crashed with status 1", marks=pytest.mark.full
+        ),
         (tasks.exit_with_7_on_rank_1, "rank 1 (train) exited with status 7; crashed with status 7"),
-        (tasks.fail_on_rank_2_after_its_echo, "crashed: rank 2 (generate) failed first"),
+        pytest.param(tasks.fail_on_rank_2_after_its_echo, "crashed: rank 2 (generate) failed first", marks=pytest.mark.full),
     ],
 )
 def test_a_failing_rank_ends_all_ranks(tmp_path, task, reason):
@@ -77,6 +79,7 @@ def test_a_failing_rank_ends_all_ranks(tmp_path, task, reason):
     none_alive(reports(tmp_path, 4))
 
 
+@pytest.mark.full  # by default: that of a third component
 def test_a_killed_rank_ends_all_ranks(tmp_path):
     job = executor(tmp_path).submit(tasks.report_and_wait, str(tmp_path))
     found = reports(tmp_path, 4)
@@ -165,6 +168,7 @@ def test_ranks_are_started_again_as_another_attempt_until_the_run_is_complete(tm
     ]
 
 
+@pytest.mark.full  # by default: tests/slurm/test_requeue.py
 def test_each_submission_has_its_own_restart_budget(tmp_path):
     crash = {"progress": 1, "exit": 9}
     cluster = ClusterConfig(requeue=RequeueConfig(max_restarts=1))
@@ -174,6 +178,7 @@ def test_each_submission_has_its_own_restart_budget(tmp_path):
         assert "cluster.requeue.max_restarts: 1" in status.reason and len(verdicts) == 2
 
 
+@pytest.mark.full
 def test_a_rank_that_overruns_the_time_limit_has_crashed(tmp_path):
     """Each attempt has the whole limit for itself."""
     overrun = {"progress": 1, "wait": 600}
@@ -201,6 +206,7 @@ def test_a_cancelled_job_is_not_started_again(tmp_path):
     assert len(all_attempts(tmp_path)) == 1
 
 
+@pytest.mark.full
 def test_the_controller_is_out_of_reach_of_the_terminal(tmp_path):
     job = executor(tmp_path).submit(tasks.report_and_wait, str(tmp_path))
     found = reports(tmp_path, 4)

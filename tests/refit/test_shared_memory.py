@@ -118,7 +118,7 @@ def slow(world: World, folder: Path, transport: str) -> None:
     both_ways(world, folder, transport, CASES[1:])
 
 
-@pytest.mark.parametrize("transport", ["planned", "delta"])
+@pytest.mark.parametrize("transport", ["planned", pytest.param("delta", marks=pytest.mark.full)])
 def test_neither_end_overtakes_a_slow_one(transport, tmp_path):
     ranks.run(slow, tmp_path, transport)
 

@@ -24,7 +24,7 @@ def test_one_rank(models):
 @pytest.mark.parametrize(
     "layout, families",
     [
-        (Layout(2, 1), ("qwen2",)),
+        pytest.param(Layout(2, 1), ("qwen2",), marks=pytest.mark.full),
         pytest.param(Layout(2, 1), ("qwen3_tied", "qwen3_moe"), marks=pytest.mark.full),
         pytest.param(Layout(1, 2), ("qwen2", "qwen3_tied"), marks=pytest.mark.full),
         pytest.param(Layout(1, 2, sequence=True), ("qwen2", "qwen3_tied"), marks=pytest.mark.full),

@@ -202,6 +202,7 @@ def test_healthy_nodes_are_measured_and_the_world_continues(tmp_path):
     assert "3 nodes checked in" in (tmp_path / "0.log").read_text()
 
 
+@pytest.mark.full
 def test_nothing_is_sent_within_one_node(tmp_path):
     status, record, _ = check_nodes(tmp_path, ["a", "a"], {})
     assert status == 0, (tmp_path / "0.log").read_text()
@@ -228,6 +229,7 @@ def test_each_bad_node_is_named_with_its_fault(tmp_path):
     assert "5 of 7 nodes failed the checks: node1: its clock is " in attempt.failure["message"]
 
 
+@pytest.mark.full
 def test_if_all_nodes_fail_none_is_excluded(tmp_path):
     """The nodes are not the cause then, and the run would have no nodes left."""
     nodes = [f"node{i}" for i in range(3)]
@@ -252,7 +254,7 @@ def test_components_on_different_networks_are_named_and_no_node_is_excluded(tmp_
     assert record["nodes"]["a"]["gb_per_s"] == {} and len(record["images"]) == 1
 
 
-@pytest.mark.parametrize("nodes", [["a", "b"], ["a", "b", "c", "d"]])
+@pytest.mark.parametrize("nodes", [["a", "b"], pytest.param(["a", "b", "c", "d"], marks=pytest.mark.full)])
 def test_without_a_majority_no_node_is_excluded(tmp_path, nodes):
     status, record, attempt = check_nodes(tmp_path, nodes, dict.fromkeys(nodes[1::2], "older Python"))
     assert status != 0

@@ -218,6 +218,7 @@ def check_stop_and_save(run: hetstep.Run) -> None:
     assert run.wait().state == "stopped"
 
 
+@pytest.mark.full
 def test_a_request_to_stop_that_was_interrupted_is_made_again(tmp_path):
     run = submitted(tmp_path / "run", tasks.save_on_request)
     reports(run.folder, 2)
