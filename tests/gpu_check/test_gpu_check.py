@@ -76,6 +76,7 @@ def test_a_part_that_does_not_end_fails(tmp_path, monkeypatch):
     assert (result.outcome, result.note) == (FAILED, "it has not ended within 0.2 s")
 
 
+@pytest.mark.full
 def test_all_processes_of_a_part_are_ended(tmp_path):
     """Both those that it started in its own session and its run's ranks, whose controller has another."""
     program = f"""

@@ -4,7 +4,6 @@ import json
 import os
 import shutil
 import subprocess
-import sys
 import time
 from pathlib import Path
 
@@ -14,12 +13,11 @@ import torch
 from launch.attempts import AttemptFolder
 from pipeline import builds, config
 from pipeline.node_checks import nccl, probe
+from tests.fork_server import Program
 from tests.launch.model import write_recipe
 from tests.problems import refused
+from tests.world import node_ranks
 from tests.world.secret import write_secret
-
-ROOT = Path(__file__).parents[2]
-
 
 # ---- what a rank measures ---------------------------------------------------------------------------------------------------
 
@@ -173,8 +171,7 @@ def check_nodes(run_dir: Path, nodes: list[str], faults: dict[str, str]) -> tupl
     """Run `tests.world.node_ranks`. Return (status, nodes.json, the attempt)."""
     (run_dir / "attempts/1").mkdir(parents=True)
     write_secret(run_dir)
-    command = [sys.executable, "-m", "tests.world.node_ranks", str(run_dir), json.dumps(nodes), json.dumps(faults)]
-    status = subprocess.run(command, cwd=ROOT, timeout=120).returncode
+    status = Program(node_ranks.main, (run_dir, nodes, faults), os.environ, run_dir / "printed").wait(120)
     logs = "\n".join(f"--- {log}\n{log.read_text()}" for log in sorted(run_dir.glob("*.log")))
     assert (run_dir / "attempts/1/nodes.json").exists(), logs
     assert not list((run_dir / "attempts/1").glob(".check*")), "files were left behind"
