@@ -61,14 +61,13 @@ def test_two_components_form_one_world(tmp_path, monkeypatch):
     assert "rank 2 says hello" in (attempt / "rank00002.log").read_text()
 
 
+@pytest.mark.full  # by default: the killed rank of a third component, and test_submit.py
 @pytest.mark.parametrize(
     ("task", "reason"),
     [
-        pytest.param(
-            tasks.fail_on_rank_1, "rank 1 (train) exited with status 1; crashed with status 1", marks=pytest.mark.full
-        ),
+        (tasks.fail_on_rank_1, "rank 1 (train) exited with status 1; crashed with status 1"),
         (tasks.exit_with_7_on_rank_1, "rank 1 (train) exited with status 7; crashed with status 7"),
-        pytest.param(tasks.fail_on_rank_2_after_its_echo, "crashed: rank 2 (generate) failed first", marks=pytest.mark.full),
+        (tasks.fail_on_rank_2_after_its_echo, "crashed: rank 2 (generate) failed first"),
     ],
 )
 def test_a_failing_rank_ends_all_ranks(tmp_path, task, reason):

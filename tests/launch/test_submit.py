@@ -234,6 +234,7 @@ def test_detach_follow_and_a_second_submission(here, command):
     assert status == 1 and "CANCELLED (by SIGTERM)" in out
 
 
+@pytest.mark.full
 def test_needs_run_first_and_once(here, command):
     base = write_recipe(here, "base", run_dir="elsewhere")
     base.write_text(base.read_text() + "name: of_its_own\n")
@@ -249,7 +250,6 @@ def test_needs_run_first_and_once(here, command):
     assert status == 0 and "of_its_own: local job" not in out
 
 
-@pytest.mark.full
 def test_a_failed_need_stops_the_rest(here, command):
     write_recipe(here, "base")
     write_recipe(here, "second", needs=["base"], run_dir="runs/second")

@@ -92,6 +92,7 @@ def test_every_algorithm_in_every_setup(models):
     check(differences((*OF_LLAMA, *FOUR_RANKS), tuple(CASES), models))
 
 
+@pytest.mark.full  # by default: tests/train/megatron/test_parity.py
 def test_experts(models):
     check(differences([setup for setup in OF_EXPERTS if setup.layout == EP2], WITH_EXPERTS, models))
 

@@ -24,7 +24,6 @@ from tests.train.megatron.layouts import (
     PP2,
     TP2,
     TP2_EP2_SP,
-    TP2_PP2_SP,
     TP2_SP,
     Layout,
 )
@@ -41,7 +40,6 @@ QUICK = {
     TP2_SP: ("qwen2", "qwen3_tied", "gemma3_text"),
     CP2: ("llama_yarn", "deepseek_v3", "nemotron_h"),
     TP2_EP2_SP: ("deepseek_v3_plain", "gpt_oss", "nemotron_h_moe"),
-    TP2_PP2_SP: ("qwen3_tied",),
 }
 
 
