@@ -109,6 +109,7 @@ print([environment.step(environment.reset(prompt), text).reward for text in ("it
 """
 
 
+@pytest.mark.full
 def test_the_environment_has_its_keys(example):
     folder = example(ENVIRONMENTS)
     write, explain, train = page_commands(ENVIRONMENTS, folder)

@@ -195,6 +195,7 @@ def test_ranks_that_exit_with_0_before_the_run_is_complete_have_failed(tmp_path,
     assert verdict == f"stop: {status.reason}"
 
 
+@pytest.mark.full  # by default: tests/slurm/test_requeue.py
 def test_a_cancelled_job_is_not_started_again(tmp_path):
     (tmp_path / "script.json").write_text(json.dumps([{"progress": 1, "requeue": "SIGTERM came", "wait": 600}]))
     job = executor(tmp_path).submit(tasks.play, str(tmp_path))

@@ -23,18 +23,10 @@ def check(chosen, folder, transport="planned"):
             assert rank["completions"] == fresh[case.model], case
 
 
-def test_refits_between_two_layouts(models):
-    """By default the engines' side is in tests/generate/test_vllm.py, and what each end holds in tests/launch/plan."""
-    check(matrix.cases(("llama",), ("megatron tp2 pp2",), ("tp2 x 2",)), models)
-
-
-@pytest.mark.full
+@pytest.mark.full  # by default: test_transfer.py, tests/generate/test_vllm.py, and the runs in tests/end_to_end
 def test_refits_between_a_few_layouts(models):
-    dense, experts = (
-        matrix.cases(("llama",), ("fsdp2 dp2",), ("tp2 x 2",)),
-        matrix.cases(("qwen3_moe",), ("megatron tp2 ep2",), ("ep2",)),
-    )
-    check(dense + experts, models)
+    train = ("fsdp2 dp2", "megatron tp2 pp2")
+    check(matrix.cases(("llama",), train, ("tp2 x 2",)) + matrix.cases(("qwen3_moe",), ("megatron tp2 ep2",), ("ep2",)), models)
 
 
 @pytest.mark.long
