@@ -27,7 +27,7 @@ def check(count: int, seed: int) -> None:
 
 
 def test_some():
-    check(30, seed=0)
+    check(60, seed=0)
 
 
 @pytest.mark.long

@@ -130,9 +130,6 @@ def test_nothing_between_ranks_is_pickled():
     forbidden = re.compile(r"(^|\.)((cloud)?pickle|\w*(gather|scatter|broadcast|send|recv)_object\w*|torch\.(load|save))$")
     for path in (ROOT / "pipeline").rglob("*.py"):
         for node in ast.walk(ast.parse(path.read_text())):
-            last = getattr(node, "attr", getattr(node, "id", ""))
-            if isinstance(node, ast.Import | ast.ImportFrom) or any(
-                word in last for word in ("pickle", "_object", "load", "save")
-            ):
+            if isinstance(node, ast.Attribute | ast.Name | ast.Import | ast.ImportFrom):
                 for name in re.split(r"[\s,]+", ast.unparse(node)):
                     assert not forbidden.search(name), f"{path}:{node.lineno}: {name}"
