@@ -94,7 +94,7 @@ def test_a_killed_sweep_resumes_and_runs_nothing_twice(tmp_path, counts):
     folder = tmp_path / "sweeps/some/x"
     for count in counts:
         process = launch(f"sweep={path}", "id=x", env=env)
-        wait_until(lambda count=count: known(folder) >= count, f"{count} submissions")
+        wait_until(lambda count=count: known(folder) >= count, f"{count} submissions", seconds=300)
         os.kill(process.pid, signal.SIGKILL)
         process.communicate()
         if count == 2:
