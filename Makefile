@@ -40,7 +40,7 @@ test: setup  ## Run the default tests: about 10 minutes on 2 cores.
 	$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 
 # What `make test` leaves out and takes minutes rather than hours.
-test-full: setup  ## Run the wider grids and further layouts that `make test` leaves out: about 20 minutes.
+test-full: setup  ## Run the wider grids and further layouts that `make test` leaves out: about 30 minutes.
 	$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder -m 'full and not gpu and not long'
 
 test-long: setup  ## Run the tests that take minutes each: hours.

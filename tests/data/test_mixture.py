@@ -57,7 +57,7 @@ def test_remaining_sets_share_the_weight_of_an_ended_one():
     assert names.count("few") == 15 and len(after) > 80 and 0.35 < after.count("many") / len(after) < 0.65
 
 
-@pytest.mark.parametrize("before", [0, 1, 7, 90, 344])
+@pytest.mark.parametrize("before", [0, 7, 344, *(pytest.param(count, marks=pytest.mark.full) for count in (1, 90))])
 def test_resumes_at_the_same_record(before):
     weights = {"few": 1.0, "many": 2.0, "most": 2.0}
     whole = [(p.index, p.dataset, p.task["answer"]) for p in mixture(weights, epochs=1).take(10_000)]

@@ -254,7 +254,11 @@ def test_repeated_records_equal_those_of_datasets():
 
 @pytest.mark.parametrize(
     ("algorithm", "name", "size"),
-    [("grpo", "OpenMathInstruct-2", 0.2), ("sft", "tulu3_sft_mixture", 3), ("dpo", "HelpSteer3", 1)],
+    [
+        ("grpo", "OpenMathInstruct-2", 0.2),
+        pytest.param("sft", "tulu3_sft_mixture", 3, marks=pytest.mark.full),
+        ("dpo", "HelpSteer3", 1),
+    ],
 )
 def test_validation_on_held_out_records(algorithm: str, name: str, size: float):
     options = {"dataset_name": name, "split_validation_size": size, "data": {"bad_records": "drop"}, "seed": 1}

@@ -22,9 +22,12 @@ def test_loads(name: str):
         assert config.load(needed).run_dir == str(Path(f"runs/{needed}").absolute())
 
 
+FEWER = ["data.train.kwargs.size=2000"]  # all of the 20,000 are encoded at the start
+
+
 def test_tiny_sft(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.chdir(config.RECIPES.parent)
-    recipe = config.load("tiny_sft")
+    recipe = config.load("tiny_sft", FEWER)
     tokenizer = load_tokenizer(recipe.policy.tokenizer)
     encoder = Encoder(tokenizer, recipe.policy.tokenizer, recipe.data, recipe.data.train)
     stream = ExampleStream(load_records(recipe.data.train, recipe.sft.seed), encoder, seed=recipe.sft.seed)
@@ -38,14 +41,14 @@ def test_tiny_sft(monkeypatch: pytest.MonkeyPatch):
 
 def test_tiny_grpo(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.chdir(config.RECIPES.parent)
-    sft, grpo = config.load("tiny_sft"), config.load("tiny_grpo")
+    sft, grpo = config.load("tiny_sft"), config.load("tiny_grpo", FEWER)
     assert grpo.needs == ["tiny_sft"] and grpo.policy.model_name == f"{sft.run_dir}/hf"
     tokenizer = load_tokenizer(sft.policy.tokenizer)
     encoder = Encoder(tokenizer, grpo.policy.tokenizer, grpo.data, grpo.data.train)
     seed = grpo.grpo.seed
     records, longest = load_records(grpo.data.train, seed), grpo.policy.max_total_sequence_length
     prompts = PromptStream(records, encoder, seed=seed, max_length=longest).take(grpo.grpo.num_prompts_per_step)
-    solutions = {record["input"]: record["output"] for record in addition("train", 20_000, seed, digits=[1, 2])}
+    solutions = {record["input"]: record["output"] for record in addition("train", 2000, seed, digits=[1, 2])}
     environment = build(grpo.env)["addition"]
     for prompt in prompts:
         text = tokenizer.decode(prompt.tokens, skip_special_tokens=True)
@@ -60,7 +63,7 @@ def test_tiny_grpo(monkeypatch: pytest.MonkeyPatch):
 )
 def test_tiny_pairs(name: str, margins: set[float], monkeypatch: pytest.MonkeyPatch):
     monkeypatch.chdir(config.RECIPES.parent)
-    sft, recipe = config.load("tiny_sft"), config.load(name)
+    sft, recipe = config.load("tiny_sft"), config.load(name, FEWER)
     assert recipe.needs == ["tiny_sft"] and recipe.policy.model_name == f"{sft.run_dir}/hf"
     tokenizer = load_tokenizer(sft.policy.tokenizer)
     stream, validation = build_streams(recipe, tokenizer)

@@ -84,13 +84,13 @@ def test_megatrons_part_of_a_batch(ranks):
 
 # ---- heads ------------------------------------------------------------------------------------------------------------------
 
-HEADS = pytest.mark.parametrize("chunk", [None, 5], ids=["whole", "in chunks"])
+HEADS = pytest.mark.parametrize("chunk", [pytest.param(None, marks=pytest.mark.full), 5], ids=["whole", "in chunks"])
 CUTS = pytest.mark.parametrize("truncation", [None, TRUNCATION, Truncation(None, 0.5)], ids=["all", "top-k and p", "top-p"])
 
 
 @HEADS
 @CUTS
-@pytest.mark.parametrize("top_k", [0, 4])
+@pytest.mark.parametrize("top_k", [pytest.param(0, marks=pytest.mark.full), 4])
 def test_the_head(chunk, truncation, top_k):
     given = inputs(torch.float32)
     rows = (given.hidden.detach(), given.weight.detach())

@@ -74,6 +74,7 @@ def test_the_algorithm_has_its_keys(example):
     assert refused.returncode == 2 and "focal.gamma: got 0" in refused.stderr and "[has-no-effect]" in refused.stderr
 
 
+@pytest.mark.full
 def test_the_algorithm_trains(example):
     folder = example(ALGORITHMS)
     train = page_commands(ALGORITHMS, folder)[-1]
@@ -108,6 +109,7 @@ print([environment.step(environment.reset(prompt), text).reward for text in ("it
 """
 
 
+@pytest.mark.full
 def test_the_environment_has_its_keys(example):
     folder = example(ENVIRONMENTS)
     write, explain, train = page_commands(ENVIRONMENTS, folder)
@@ -140,6 +142,7 @@ MODELS = ROOT / "pipeline/models/README.md"
 TRAIN = ("launch/submit.py", "recipe=tiny_sft", "policy.megatron_cfg.enabled=true", "run_dir=runs/ministral")
 
 
+@pytest.mark.full
 def test_the_family_passes_the_tests_of_families(example):
     folder = example(MODELS)
     tests, _ = page_commands(MODELS, folder)

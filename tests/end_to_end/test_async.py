@@ -82,6 +82,7 @@ def kill_and_rerun(folder: Path, victim: int, count: int, *overrides: str) -> No
             assert tokens[entry.prompt.index, sample] == rollout.tokens.tolist()
 
 
+@pytest.mark.full  # by default: test_kill.py, and tests/rollout/test_buffer.py
 def test_a_killed_run_loses_no_rollout_and_repeats_none(tmp_path):
     kill_and_rerun(tmp_path / "run", 0, 3, *IN_FLIGHT, *SLOW, "grpo.async_grpo.stragglers=keep")
 

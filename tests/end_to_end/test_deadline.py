@@ -1,7 +1,7 @@
 """A run that is asked to leave, or whose time is short, saves, leaves, and resumes by itself to the same result bit for bit.
 
-On the local executor, whose controller does what the tail of a batch script does. By default: SIGUSR2. All else is
-`make test-long`.
+On the local executor, whose controller does what the tail of a batch script does. Marked `full`: SIGUSR2. All else is
+`make test-long`. By default: test_kill.py, tests/slurm/test_squashfuse.py and tests/test_deadline.py.
 """
 
 import os
@@ -29,6 +29,7 @@ def resumed_from(attempt) -> str | None:
     return next((line.rpartition("step_")[2] for line in lines if " resumed from " in line), None)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     "number", [signal.SIGUSR2, pytest.param(signal.SIGTERM, marks=pytest.mark.long)], ids=lambda number: number.name
 )

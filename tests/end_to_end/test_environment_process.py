@@ -6,6 +6,7 @@ from pipeline.metrics import read_rollouts
 from tests.end_to_end.runs import LOCAL, submit
 
 
+@pytest.mark.full  # by default: tests/rollout/test_environment_process.py
 def test_in_threads_a_run_is_the_same_to_the_last_bit(tmp_path, uninterrupted):
     run = submit(tmp_path / "run", *LOCAL, "policy.generation.environment_process=false")
     assert run.status == 0, run.output

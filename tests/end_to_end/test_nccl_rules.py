@@ -53,11 +53,13 @@ def test_asynchronous_with_a_reward_component_and_planned_refits(tmp_path, rewar
     assert {"0, 1, 2, 3, 4", "0, 1"} <= made
 
 
+@pytest.mark.full
 def test_megatron_with_delta_refits(tmp_path):
     made = run(tmp_path / "run", *MEGATRON, *refit("delta"))
     assert {"0, 1, 2, 3", "0, 1"} <= made
 
 
+@pytest.mark.full
 def test_fsdp2_with_broadcast_refits(tmp_path, uninterrupted):
     """Compare the numbers with a run's on gloo."""
     made = run(tmp_path / "run", *refit("broadcast"))

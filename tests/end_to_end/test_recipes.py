@@ -20,8 +20,8 @@ ONLINE = [
     "policy.generation.max_new_tokens=10",
     "env.digits.kind=tests.end_to_end.environment.Digits",
 ]
-# The others have a test of their own, or differ in the loss alone.
-QUICK = ["tiny_dapo", "tiny_distillation", "tiny_dpo", "tiny_teachers"]
+QUICK = ["tiny_dpo"]  # without rollouts, of which all other tests of whole runs have some
+FULL = ["tiny_dapo", "tiny_distillation", "tiny_teachers"]  # the others have a test of their own, or differ in the loss alone
 NAMES = sorted(path.stem for path in config.RECIPES.glob("tiny_*.yaml"))
 
 
@@ -76,7 +76,11 @@ def arguments(name: str, models: Path, steps: int) -> list[str]:
     return found
 
 
-@pytest.mark.parametrize("name", [pytest.param(n, marks=[] if n in QUICK else pytest.mark.long) for n in NAMES])
+def marks(name: str) -> list[pytest.MarkDecorator]:
+    return [] if name in QUICK else [pytest.mark.full if name in FULL else pytest.mark.long]
+
+
+@pytest.mark.parametrize("name", [pytest.param(name, marks=marks(name)) for name in NAMES])
 def test_runs(name, models, tmp_path):
     run = submit(tmp_path / "run", *arguments(name, models, steps=2))
     assert run.status == 0, run.output

@@ -33,6 +33,7 @@ def on_train_ranks(keys, tmp_path_factory):
     return run
 
 
+@pytest.mark.full  # by default: test_nccl_rules.py, and tests/roles/test_reward.py
 def test_train_ranks_serve_it(on_train_ranks):
     lines = on_train_ranks.metrics()
     assert [line["step"] for line in lines] == [1, 2, 3]

@@ -28,7 +28,15 @@ EXPORTED = (
 
 
 @pytest.mark.slurm
-def test_slurm_equals_local_to_the_last_bit(tmp_path, local, slurm_cluster):
+def test_slurm_equals_local_to_the_last_bit(tmp_path, uninterrupted, slurm_cluster):
+    run = submit(tmp_path / "run", *SLURM, "grpo.max_num_steps=2", env=slurm_cluster.env)
+    assert run.status == 0, run.output
+    assert run.metrics() == uninterrupted[:2]
+
+
+@pytest.mark.full  # by default with the transformers engine
+@pytest.mark.slurm
+def test_slurm_equals_local_with_vllm(tmp_path, local, slurm_cluster):
     run = submit(tmp_path / "run", *VLLM, *SLURM, *EXPORTED, env=slurm_cluster.env)
     assert run.status == 0, run.output
     assert len(run.metrics()) == 3
@@ -71,6 +79,7 @@ def test_training_moved_the_policy(local):
     assert last["train/reference_kl"] > 1e-5
 
 
+@pytest.mark.full  # by default: test_exported_checkpoint_loads_in_transformers, and tests/generate/test_vllm.py
 def test_generation_equals_a_fresh_vllm_with_the_exported_checkpoint(local):
     """The process has no state of the run."""
     records = read_rollouts(local.folder / "rollouts" / "val_000003.jsonl")

@@ -168,6 +168,7 @@ def test_a_lost_worker_is_replaced(start):
     assert second.process.returncode == -signal.SIGKILL
 
 
+@pytest.mark.full
 def test_threads_share_workers_of_which_one_hangs(start):
     environment = start(6.0, 2)
     hung = threading.Thread(target=lambda: hung_outcomes.append(step(environment, "1", NEVER_ENDS)))
@@ -242,7 +243,7 @@ def test_the_worker_imports_no_torch(math: Math):
     assert "torch" not in mapped and "vllm" not in mapped
 
 
-@pytest.mark.parametrize("busy", [False, True])
+@pytest.mark.parametrize("busy", [False, pytest.param(True, marks=pytest.mark.full)])
 def test_the_worker_dies_with_its_parent(busy: bool):
     """Either while it waits for a question (its pipe ends) or during an answer (the kernel's signal)."""
     ask = f"worker.stdin.write(json.dumps({{'expected': '1', 'text': {NEVER_ENDS!r}}}).encode() + b'\\n');"

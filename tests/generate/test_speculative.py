@@ -20,7 +20,7 @@ def engine(new_engine):
     made.close()
 
 
-@pytest.mark.parametrize("version", [0, 1])
+@pytest.mark.parametrize("version", [pytest.param(0, marks=pytest.mark.full), 1])
 def test_completions_are_the_policy_s(version, engine, checkpoint):
     policy = checkpoint("llama", version)
     refit(engine, policy.weights(), version)
@@ -61,7 +61,7 @@ def test_draws_follow_the_truncated_distribution(engine, checkpoint):
     assert chi_square < 16.27  # at most 3 degrees of freedom, p = 0.001; draws are fixed by their seeds
 
 
-@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize("temperature", [pytest.param(0.0, marks=pytest.mark.full), 1.0])
 def test_weights_change_between_two_steps(temperature, engine, checkpoint):
     models = [checkpoint("llama", version) for version in (0, 1)]
     refit(engine, checkpoint("llama", 0).weights(), 0)

@@ -30,7 +30,10 @@ def drawn(new_engine):
     return dict(zip(((kind, i) for kind in ("vllm", "transformers") for i in range(len(SETTINGS))), found, strict=True))
 
 
-@pytest.mark.parametrize("setting", range(len(SETTINGS)), ids=map(str, SETTINGS))
+@pytest.mark.parametrize(
+    "setting",
+    [pytest.param(i, marks=[pytest.mark.full] * (i < 2), id=str(setting)) for i, setting in enumerate(SETTINGS)],
+)
 @pytest.mark.parametrize("kind", ["vllm", "transformers"])
 def test_an_engine_s_log_probs_are_the_train_backend_s(drawn, kind, setting, checkpoint, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)

@@ -47,7 +47,7 @@ def fresh_greedy(folder, drawn, **arguments):
     return {r.id: list(out.outputs[0].token_ids) for r, out in zip(drawn, outputs, strict=True)}
 
 
-@pytest.mark.parametrize("family", ["llama", "qwen3", "qwen3_moe"])
+@pytest.mark.parametrize("family", ["qwen3", *(pytest.param(each, marks=pytest.mark.full) for each in ("llama", "qwen3_moe"))])
 def test_updated_equals_fresh_from_disk_and_the_reference(family, new_engine, checkpoint):
     drawn = requests(8, 1, temperature=0.0)
     engine = new_engine("vllm", family)

@@ -34,7 +34,7 @@ def test_the_layout_covers_the_checkpoint_once(new_engine, checkpoint):
     engine.close()
 
 
-@pytest.mark.parametrize("family", ["qwen3", "qwen3_moe"])
+@pytest.mark.parametrize("family", ["qwen3", pytest.param("qwen3_moe", marks=pytest.mark.full)])
 def test_an_abandoned_update_is_repaired_by_the_next(family, new_engine, checkpoint):
     engine, drawn = new_engine("vllm", family), requests(4, 1, temperature=0.0)
     live = storage(engine)

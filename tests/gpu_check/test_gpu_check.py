@@ -76,6 +76,7 @@ def test_a_part_that_does_not_end_fails(tmp_path, monkeypatch):
     assert (result.outcome, result.note) == (FAILED, "it has not ended within 0.2 s")
 
 
+@pytest.mark.full
 def test_all_processes_of_a_part_are_ended(tmp_path):
     """Both those that it started in its own session and its run's ranks, whose controller has another."""
     program = f"""
@@ -104,12 +105,14 @@ reports(run_dir, 2)
 @pytest.mark.parametrize(
     ("body", "outcome", "note"),
     [
-        ("def test_a(): pass", PASSED, "1 of 1 tests passed"),
+        pytest.param("def test_a(): pass", PASSED, "1 of 1 tests passed", marks=pytest.mark.full),
         ("def test_a(): pass\ndef test_b(): pytest.skip('few GPUs')", PASSED, "1 of 2 tests passed, 1 skipped"),
-        ("def test_b(): pytest.skip('few GPUs')", LEFT_OUT, "0 of 1 tests passed, 1 skipped"),
+        pytest.param(
+            "def test_b(): pytest.skip('few GPUs')", LEFT_OUT, "0 of 1 tests passed, 1 skipped", marks=pytest.mark.full
+        ),
         ("def test_a(): pass\ndef test_b(): assert 0", FAILED, "1 of 2 tests passed"),
-        ("import no_such_package", FAILED, "0 of 1 tests passed"),
-        ("", LEFT_OUT, "it has no test that needs a GPU"),
+        pytest.param("import no_such_package", FAILED, "0 of 1 tests passed", marks=pytest.mark.full),
+        pytest.param("", LEFT_OUT, "it has no test that needs a GPU", marks=pytest.mark.full),
     ],
 )
 def test_results_of_an_area_of_tests(tmp_path, body, outcome, note):

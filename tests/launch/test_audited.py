@@ -43,6 +43,11 @@ def test_nothing_is_submitted_if_it_cannot_be_recorded(here, command):  # noqa: 
     status, _, err = command("recipe=tiny")
     assert status == 2 and f"cluster.audit: got {here / audit_log.LOG}, " in err and "[tampered]" in err
     assert not (here / "run/job.json").exists() and not (here / "run/recipe.yaml").exists()
+
+
+@pytest.mark.full
+def test_without_an_audit_log_a_damaged_one_does_not_matter(here, command):  # noqa: F811
+    damage(here)
     status, out, err = command("recipe=tiny", "cluster.audit=none")
     assert status == 0, out + err
     assert (here / audit_log.LOG).read_text() == "" and json.loads((here / "run/manifest.json").read_text())[0]["audit"] is None
@@ -57,6 +62,7 @@ def test_a_refused_access_is_recorded(here, command):  # noqa: F811
     assert line["action"] == "refuse" and "belongs to" in line["details"]["why"][0]
 
 
+@pytest.mark.full  # by default: a cancellation
 def test_a_stop_is_recorded_once_and_refused_if_it_cannot_be(tmp_path):
     run = submitted(tmp_path / "run", tasks.save_on_request)
     reports(run.folder, 2)

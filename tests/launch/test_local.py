@@ -61,6 +61,7 @@ def test_two_components_form_one_world(tmp_path, monkeypatch):
     assert "rank 2 says hello" in (attempt / "rank00002.log").read_text()
 
 
+@pytest.mark.full  # by default: the killed rank of a third component, and test_submit.py
 @pytest.mark.parametrize(
     ("task", "reason"),
     [
@@ -77,6 +78,7 @@ def test_a_failing_rank_ends_all_ranks(tmp_path, task, reason):
     none_alive(reports(tmp_path, 4))
 
 
+@pytest.mark.full  # by default: that of a third component
 def test_a_killed_rank_ends_all_ranks(tmp_path):
     job = executor(tmp_path).submit(tasks.report_and_wait, str(tmp_path))
     found = reports(tmp_path, 4)
@@ -165,6 +167,7 @@ def test_ranks_are_started_again_as_another_attempt_until_the_run_is_complete(tm
     ]
 
 
+@pytest.mark.full  # by default: tests/slurm/test_requeue.py
 def test_each_submission_has_its_own_restart_budget(tmp_path):
     crash = {"progress": 1, "exit": 9}
     cluster = ClusterConfig(requeue=RequeueConfig(max_restarts=1))
@@ -174,6 +177,7 @@ def test_each_submission_has_its_own_restart_budget(tmp_path):
         assert "cluster.requeue.max_restarts: 1" in status.reason and len(verdicts) == 2
 
 
+@pytest.mark.full
 def test_a_rank_that_overruns_the_time_limit_has_crashed(tmp_path):
     """Each attempt has the whole limit for itself."""
     overrun = {"progress": 1, "wait": 600}
@@ -191,6 +195,7 @@ def test_ranks_that_exit_with_0_before_the_run_is_complete_have_failed(tmp_path,
     assert verdict == f"stop: {status.reason}"
 
 
+@pytest.mark.full  # by default: tests/slurm/test_requeue.py
 def test_a_cancelled_job_is_not_started_again(tmp_path):
     (tmp_path / "script.json").write_text(json.dumps([{"progress": 1, "requeue": "SIGTERM came", "wait": 600}]))
     job = executor(tmp_path).submit(tasks.play, str(tmp_path))
@@ -201,6 +206,7 @@ def test_a_cancelled_job_is_not_started_again(tmp_path):
     assert len(all_attempts(tmp_path)) == 1
 
 
+@pytest.mark.full
 def test_the_controller_is_out_of_reach_of_the_terminal(tmp_path):
     job = executor(tmp_path).submit(tasks.report_and_wait, str(tmp_path))
     found = reports(tmp_path, 4)

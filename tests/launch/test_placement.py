@@ -46,7 +46,7 @@ def devices(loaded: Loaded) -> str:
 
 
 @pytest.mark.parametrize("name", TINY)
-@pytest.mark.parametrize("count", COUNTS)
+@pytest.mark.parametrize("count", [pytest.param(count, marks=[pytest.mark.full] * (count in (2, 4))) for count in COUNTS])
 def test_every_tiny_recipe_runs_with_no_override(on, name, count):
     loaded = on(count, name)
     assert not loaded.problems

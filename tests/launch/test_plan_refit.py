@@ -109,6 +109,7 @@ DEEPSEEK = [
 ]
 
 
+@pytest.mark.full  # by default: test_submit.py
 def test_a_missing_model_is_planned_without_torch(tmp_path):
     """Its shape comes from recipes/models, and a login node need not have torch."""
     command = [sys.executable, "-c", BLOCKED, "recipe=tiny_grpo", f"out={tmp_path / 'a.svg'}", *DEEPSEEK]

@@ -280,6 +280,7 @@ def test_a_long_series_keeps_its_peaks_and_a_stack_its_means():
     assert points["y"][-1] is None
 
 
+@pytest.mark.full
 def test_a_long_run_is_sampled_evenly_and_texts_are_cut(tmp_path, monkeypatch):
     monkeypatch.setattr(rollouts, "FILES", 50)
     monkeypatch.setattr(rollouts, "PAGE_CHARACTERS", 100_000)

@@ -280,6 +280,7 @@ def test_status_imports_no_library_of_the_job(run):
 # ---- real jobs --------------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.full  # by default on Slurm, below
 def test_a_local_run_is_running_then_stopped(tmp_path, capsys):
     run = made_runs.folder(tmp_path / "one")
     components = {"train": ComponentConfig(nodes=1), "generate": ComponentConfig(nodes=1)}

@@ -63,7 +63,7 @@ def dry_run(command) -> Callable[..., tuple[int, str, str]]:
 # ---- the command itself ---------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("executor", ["slurm", "local"])
+@pytest.mark.parametrize("executor", ["slurm", pytest.param("local", marks=pytest.mark.full)])
 def test_dry_run_writes_nothing_and_imports_no_torch(here, executor):
     code = (
         "import runpy, sys, time; sys.argv = sys.argv[1:]; begin = time.monotonic()\n"
@@ -200,14 +200,15 @@ def test_a_run_that_its_data_ended_resumes_only_with_more_epochs(here, command):
                 "logs: {here}/run/attempts/local-",
             ],
         ),
-        (
+        pytest.param(
             tasks.fail_on_rank_1,
             [
                 "FAILED (rank 1 (generate) exited with status 1; crashed with status 1, without a new checkpoint",
                 *("rank00001.log", "RuntimeError: rank 1 has had enough"),
             ],
+            marks=pytest.mark.full,
         ),
-        (tasks.report, ["there is no done.json"]),
+        pytest.param(tasks.report, ["there is no done.json"], marks=pytest.mark.full),
     ],
     ids=["failure.json", "a log", "no done.json"],
 )
@@ -233,6 +234,7 @@ def test_detach_follow_and_a_second_submission(here, command):
     assert status == 1 and "CANCELLED (by SIGTERM)" in out
 
 
+@pytest.mark.full
 def test_needs_run_first_and_once(here, command):
     base = write_recipe(here, "base", run_dir="elsewhere")
     base.write_text(base.read_text() + "name: of_its_own\n")
@@ -263,7 +265,7 @@ SUBMIT_WAITING = (
 )
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("number", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.full)])
 def test_without_a_terminal_the_first_signal_cancels(here, number):
     process = subprocess.Popen(
         [sys.executable, "-c", SUBMIT_WAITING],

@@ -26,6 +26,6 @@ def refits(world: World, folder: Path, transport: str) -> None:
     transfers(world, folder, transport, CASES)
 
 
-@pytest.mark.parametrize("transport", ["planned", "delta"])
+@pytest.mark.parametrize("transport", ["planned", pytest.param("delta", marks=pytest.mark.full)])
 def test_received_weights_equal_the_sent_ones(transport, tmp_path):
     ranks.run(refits, tmp_path, transport)

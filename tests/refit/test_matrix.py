@@ -23,6 +23,7 @@ def check(chosen, folder, transport="planned"):
             assert rank["completions"] == fresh[case.model], case
 
 
+@pytest.mark.full  # by default: test_transfer.py, tests/generate/test_vllm.py, and the runs in tests/end_to_end
 def test_refits_between_a_few_layouts(models):
     train = ("fsdp2 dp2", "megatron tp2 pp2")
     check(matrix.cases(("llama",), train, ("tp2 x 2",)) + matrix.cases(("qwen3_moe",), ("megatron tp2 ep2",), ("ep2",)), models)

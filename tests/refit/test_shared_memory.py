@@ -76,7 +76,7 @@ def _check_equal(wire: RefitReport, shared: RefitReport) -> None:
     assert (wire.keys == shared.keys).all() and (wire.hashes == shared.hashes).all()
 
 
-@pytest.mark.parametrize("transport", ["planned", "delta"])
+@pytest.mark.parametrize("transport", ["planned", pytest.param("delta", marks=pytest.mark.full)])
 def test_shared_memory_gives_the_same_weights_as_the_wire(transport, tmp_path):
     ranks.run(both_ways, tmp_path, transport)
 
@@ -118,7 +118,7 @@ def slow(world: World, folder: Path, transport: str) -> None:
     both_ways(world, folder, transport, CASES[1:])
 
 
-@pytest.mark.parametrize("transport", ["planned", "delta"])
+@pytest.mark.parametrize("transport", ["planned", pytest.param("delta", marks=pytest.mark.full)])
 def test_neither_end_overtakes_a_slow_one(transport, tmp_path):
     ranks.run(slow, tmp_path, transport)
 

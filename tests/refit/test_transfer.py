@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import re
@@ -52,9 +53,13 @@ def transfers(world: World, folder: Path, transport: str, cases: tuple = CASES) 
                     assert report.received < owned / 4 + headers
 
 
-@pytest.mark.parametrize("transport", ["planned", "delta"])
-def test_received_tensors_equal_the_sent_ones(transport, tmp_path):
-    ranks.run(transfers, tmp_path, transport)
+@pytest.mark.parametrize(
+    ("transport", "cases"),
+    [("planned", CASES), ("delta", CASES[3:4]), pytest.param("delta", CASES, marks=pytest.mark.full)],
+    ids=["planned", "delta", "delta, all"],
+)
+def test_received_tensors_equal_the_sent_ones(transport, cases, tmp_path):
+    ranks.run(functools.partial(transfers, cases=cases), tmp_path, transport)
 
 
 def carried(world: World, folder: Path, transport: str) -> None:
@@ -119,8 +124,13 @@ def two_refits(world: World, folder: Path, argument: tuple[str, str]) -> None:
     ranks.two_refits(world, folder, transport, 4000, lambda: spoil(fault) if world.rank == 1 else None)
 
 
-@pytest.mark.parametrize("transport", ["planned", "delta"])
-@pytest.mark.parametrize("fault", ["flipped", "dropped", "cut", "killed"])
+WAITS = "dropped"  # until the timeout
+FAULTS = [(fault, transport) for fault in ("flipped", WAITS, "cut", "killed") for transport in ("planned", "delta")]
+
+
+@pytest.mark.parametrize(
+    ("fault", "transport"), [pytest.param(*pair, marks=[pytest.mark.full] * (pair == (WAITS, "planned"))) for pair in FAULTS]
+)
 def test_a_corrupted_message_is_detected_and_never_served(fault, transport, tmp_path):
     ranks.run_to_the_end(two_refits, tmp_path, (transport, fault))
     seen = {rank: json.loads(path.read_text()) for rank in range(4) if (path := tmp_path / f"seen-{rank}").exists()}

@@ -27,11 +27,11 @@ def play(play_in, checkpoint):
     [
         (scenarios.same, (), "env.naughty: train prompt 0, sample 0, turn 0 failed: reset raised OSError: no board for you"),
         (scenarios.deaths, ("kill", "was killed by SIGKILL"), ANOTHER),
-        (scenarios.deaths, ("hold", SILENT), ANOTHER),
+        pytest.param(scenarios.deaths, ("hold", SILENT), ANOTHER, marks=pytest.mark.full),
         (scenarios.unbegun, (), f"was killed by SIGKILL while it judged 1 turns; {ANOTHER}"),
         (scenarios.suspects, (), ""),
         (scenarios.accused, ("1/2",), ""),
-        (scenarios.accused, ("3/1",), ""),
+        pytest.param(scenarios.accused, ("3/1",), "", marks=pytest.mark.full),
         (scenarios.given_up, (), ""),
         (scenarios.worn_out, (), " calls hang at the same time, each for more than 0.3 s"),
         (scenarios.idle_deaths, (), ""),

@@ -6,7 +6,8 @@ from tests.rollout import hostile_policy
 from tests.sandbox.conftest import works
 
 
-@pytest.mark.parametrize("whole", [False, pytest.param(True, marks=pytest.mark.full)])
+@pytest.mark.full  # by default: tests/sandbox
+@pytest.mark.parametrize("whole", [False, True])
 def test_tricks_against_sandboxes_and_math(play_in, tmp_path, whole):
     if reason := works("auto"):
         pytest.skip(reason)
@@ -14,6 +15,7 @@ def test_tricks_against_sandboxes_and_math(play_in, tmp_path, whole):
     assert status == 0, printed[-8000:]
 
 
+@pytest.mark.full  # by default: test_environment_process.py
 def test_tricks_against_a_users_function(play_in, tmp_path):
     status, printed = play_in(hostile_policy.in_a_function, tmp_path)
     assert status == 0, printed[-8000:]

@@ -36,6 +36,7 @@ time.sleep(0.3)  # while the guard looks
 """)
 
 
+@pytest.mark.full
 def test_fork_churn(host: Host):
     """Processes end while the guard inspects them. The guard reports the limit that ended the program."""
     ran = host.run(
@@ -229,6 +230,7 @@ def test_busy_loop(host: Host):
     assert ran.ended_by == "cpu time"
 
 
+@pytest.mark.full
 def test_busy_processes_that_ignore_the_kernels_limit(host: Host):
     ran = host.run(
         """
@@ -261,6 +263,7 @@ def test_busy_processes_that_are_not_waited_for(host: Host):
     assert (ran.status, ran.ended_by) == (-9, "cpu time")
 
 
+@pytest.mark.full
 def test_busy_processes_that_are_waited_for_after_others_that_are_not(host: Host):
     """The later ones' time does not replace that of the earlier ones."""
     ran = host.run(
@@ -285,6 +288,7 @@ work(60, 0.007)  # between two looks
     assert (ran.status, ran.ended_by) == (-9, "cpu time")
 
 
+@pytest.mark.full
 def test_busy_processes_that_are_not_waited_for_without_containment(free: Host):
     assert free.run(IGNORES_ENDS, wall_s=60.0, cpu_s=0.5).ended_by == "cpu time"
 

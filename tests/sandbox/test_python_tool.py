@@ -133,17 +133,19 @@ for descriptor in range(3, 16):  # 4 or so is the interpreter's own copy of wher
 """
 
 
+FORGED = [
+    "struct.pack('<iii', 100_000, -1, -1) + b'x' * 100_000",
+    "struct.pack('<iii', 600, 401, -1) + b'x' * 1001",
+    "struct.pack('<iii', -1, -1, -1)",
+    "struct.pack('<iii', 5, -2, -1) + b'x' * 9",
+    "struct.pack('<iii', 2**31 - 1, -2**31, -1) + b'x' * 9",
+    "struct.pack('<I', 100_000) + b'[' * 100_000",
+    "struct.pack('<I', len(forged)) + forged",
+]
+
+
 @pytest.mark.parametrize(
-    "answer",
-    [
-        "struct.pack('<iii', 100_000, -1, -1) + b'x' * 100_000",
-        "struct.pack('<iii', 600, 401, -1) + b'x' * 1001",
-        "struct.pack('<iii', -1, -1, -1)",
-        "struct.pack('<iii', 5, -2, -1) + b'x' * 9",
-        "struct.pack('<iii', 2**31 - 1, -2**31, -1) + b'x' * 9",
-        "struct.pack('<I', 100_000) + b'[' * 100_000",
-        "struct.pack('<I', len(forged)) + forged",
-    ],
+    "answer", [*FORGED[:2], FORGED[-1], *(pytest.param(one, marks=pytest.mark.full) for one in FORGED[2:-1])]
 )
 def test_a_forged_answer_is_reported(tool: PythonTool, answer: str):
     session = tool.open()
@@ -185,6 +187,7 @@ def test_the_result_of_a_call_is_limited(tool: PythonTool):
     session.close()
 
 
+@pytest.mark.full
 def test_an_interpreter_has_a_wall_time_between_calls_too():
     tool = build_tool(ToolConfig("python", {"session_s": 1.0}))
     session = tool.open()

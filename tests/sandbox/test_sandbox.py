@@ -110,7 +110,7 @@ sandbox.run(argv)
     ("kind", "killed"),
     [
         ("run", "rank"),
-        ("talk", "guard"),
+        pytest.param("talk", "guard", marks=pytest.mark.full),
         *(pytest.param(*pair, marks=pytest.mark.long) for pair in [("run", "guard"), ("talk", "rank")]),
     ],
 )
@@ -210,7 +210,7 @@ def test_a_process_that_ends_while_it_is_sampled():
     os.close(folder)
 
 
-@pytest.mark.parametrize("ends", ["SIG_DFL", "SIG_IGN"])
+@pytest.mark.parametrize("ends", ["SIG_DFL", pytest.param("SIG_IGN", marks=pytest.mark.full)])
 def test_usage_of_processes_counts_once(ends: str):
     """If a parent waits for its children, their usage never exceeds the kernel's count.
 

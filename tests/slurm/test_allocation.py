@@ -42,7 +42,11 @@ def salloc(options: str, task: str, *overrides: str) -> subprocess.CompletedProc
 
 
 @pytest.mark.slurm
-@pytest.mark.parametrize("options", ["-N3", "-N2 --gpus-per-node=2 : -N1 --gpus-per-node=1"], ids=["plain", "heterogeneous"])
+@pytest.mark.parametrize(
+    "options",
+    ["-N3", pytest.param("-N2 --gpus-per-node=2 : -N1 --gpus-per-node=1", marks=pytest.mark.full)],
+    ids=["plain", "heterogeneous"],
+)
 def test_a_run_inside_an_salloc(here, options):
     sizes = ("train.gpus_per_node=2", "train.ranks_per_node=1", "generate.gpus_per_node=1")
     gpus = [f"cluster.{size}" for size in sizes] if "gpus" in options else []

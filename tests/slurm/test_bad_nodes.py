@@ -75,6 +75,7 @@ def test_healthy_nodes_pass(slurm_cluster, tmp_path):
     assert all(len(node["gb_per_s"]) == 2 and min(node["gb_per_s"].values()) > 0 for node in nodes.values())
 
 
+@pytest.mark.full  # by default: tests/world/test_node_probes.py and test_requeue.py
 def test_bad_nodes_are_named_to_the_user(slurm_cluster, tmp_path, broken):
     old, late = slurm_cluster.nodes[2:]
     wrapped = broken({old: "other code", late: "clock"})

@@ -159,6 +159,7 @@ def test_three_components_form_one_world_and_a_killed_rank_of_the_third_is_named
     assert "hetstep: the reward component failed; task 0 of its step is rank 2" in told
 
 
+@pytest.mark.full  # by default: the killed rank of a third component
 @pytest.mark.parametrize("victim", [1, 2], ids=["train rank", "generate rank"])
 def test_a_killed_rank_ends_the_whole_job(cluster, tmp_path, victim):
     job = executor(tmp_path).submit(tasks.report_and_wait, str(tmp_path))

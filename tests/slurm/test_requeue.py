@@ -69,7 +69,7 @@ def test_a_cancelled_job_is_not_requeued(cluster, tmp_path):
     [
         (RequeueConfig(max_restarts=0), {"progress": 1, "exit": 9}, "cluster.requeue.max_restarts: 0"),
         (RequeueConfig(enabled=False), {"progress": 1, "requeue": "time is short"}, "cluster.requeue.enabled is false"),
-        (RequeueConfig(), {}, "the run is not complete"),
+        pytest.param(RequeueConfig(), {}, "the run is not complete", marks=pytest.mark.full),
     ],
     ids=["budget spent", "not wanted", "incomplete"],
 )

@@ -43,6 +43,7 @@ def whole(tmp_path_factory):
     return submit(tmp_path_factory.mktemp("whole") / "run", *LOCAL)
 
 
+@pytest.mark.full  # by default: test_files.py
 @pytest.mark.parametrize("saving", ["sync", pytest.param("async", marks=pytest.mark.long)])
 def test_a_run_waits_for_a_full_disk_and_continues(tmp_path, saving):
     with small_disk(tmp_path / "disk", ENOUGH) as disk:

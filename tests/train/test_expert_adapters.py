@@ -32,7 +32,7 @@ def mixtures(tmp_path_factory) -> Path:
 KINDS = tuple(expert_adapters.KINDS)
 # (layout, families, kinds of adapters, layouts at which others go on from what the first ranks saved)
 LAYOUTS = [
-    pytest.param(EP2, ("qwen3_moe",), ("dora",), (ONE,), id="ep2"),
+    pytest.param(EP2, ("qwen3_moe",), ("dora",), (ONE,), id="ep2", marks=pytest.mark.full),
     pytest.param(EP2, ALL, KINDS, (ONE, TP2), id="ep2, all", marks=pytest.mark.long),
     pytest.param(TP2, CUT, ("all",), (EP2,), id="tp2", marks=pytest.mark.full),
     pytest.param(Layout(1, 2, sequence=True, expert=2), ("qwen3_moe",), KINDS, (ONE,), id="sp2ep2", marks=pytest.mark.full),

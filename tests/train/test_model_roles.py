@@ -30,7 +30,7 @@ def test_one_rank(models):
 @pytest.mark.parametrize(
     "layout",
     [
-        Layout(2, 1),
+        pytest.param(Layout(2, 1), marks=pytest.mark.full),
         pytest.param(Layout(1, 2), marks=pytest.mark.long),
         pytest.param(Layout(2, 2), marks=pytest.mark.long),
         pytest.param(Layout(1, 2, context=2, sequence=True), marks=pytest.mark.long),

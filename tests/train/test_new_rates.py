@@ -49,10 +49,10 @@ def weights(trained: TrainBackend) -> dict[str, torch.Tensor]:
     ("backend", "changes", "own"),
     [
         ("dtensor", {"optimizer": SLOW}, {}),
-        ("dtensor", {"optimizer": SLOW, "scheduler": None}, {}),
+        pytest.param("dtensor", {"optimizer": SLOW, "scheduler": None}, {}, marks=pytest.mark.full),
         ("dtensor", {"scheduler": WARMUP}, {}),
-        ("megatron", {"optimizer": SLOW}, {}),
-        ("megatron", {"scheduler": EXPONENTIAL}, {}),
+        pytest.param("megatron", {"optimizer": SLOW}, {}, marks=pytest.mark.full),
+        pytest.param("megatron", {"scheduler": EXPONENTIAL}, {}, marks=pytest.mark.full),
         ("megatron", {}, {"optimizer": MegatronOptimizerConfig(lr=4e-4, min_lr=1e-6, clip_grad=None), "scheduler": COSINE}),
     ],
 )

@@ -269,7 +269,7 @@ def check_backend(families: Sequence[str], counts: Sequence[int], layout: ranks.
     ("layout", "families", "counts"),
     [
         (ranks.Layout(1, 2), ("qwen3_tied",), (1,)),
-        (ranks.Layout(2, 1), ("llama",), (2,)),
+        pytest.param(ranks.Layout(2, 1), ("llama",), (2,), marks=pytest.mark.full),
         pytest.param(ranks.Layout(1, 2), FAMILIES, (1, 2), marks=pytest.mark.full),
         pytest.param(ranks.Layout(1, 2, context=2, sequence=True), FAMILIES, (1, 2), marks=pytest.mark.full),
         pytest.param(ranks.Layout(2, 1), FAMILIES, (1, 2), marks=pytest.mark.full),

@@ -1,9 +1,5 @@
-"""Check the nodes of a world whose nodes are pretended: `python -m tests.world.node_ranks RUN_DIR NODES FAULTS`.
+"""Check the nodes of a world whose nodes are pretended, in ranks that are forked from one process."""
 
-NODES is a JSON list of each rank's node, FAULTS is {node: fault}. Ranks are forked from this process: torch is imported once.
-"""
-
-import json
 import os
 import shutil
 import signal
@@ -103,8 +99,10 @@ def rank_main(run_dir: Path, nodes: list[str], rank: int, faults: dict[str, str]
 
 
 def main(run_dir: Path, nodes: list[str], faults: dict[str, str]) -> None:
-    rank_log.log_to_stderr()
-    """Ends with 0 if all ranks do. A rank that lingers after rank 0 failed ends with it, as the launcher would see to."""
+    """End with 0 if all ranks do. A rank that lingers after rank 0 failed ends with it, as the launcher would see to.
+
+    nodes: each rank's node. faults: {node: fault}.
+    """
     children = []
     for rank in range(len(nodes)):
         if (child := os.fork()) == 0:
@@ -126,7 +124,3 @@ def main(run_dir: Path, nodes: list[str], faults: dict[str, str]) -> None:
             os.kill(child, signal.SIGKILL)
         statuses.append(os.waitpid(child, 0)[1])
     sys.exit(any(statuses))
-
-
-if __name__ == "__main__":
-    main(Path(sys.argv[1]), json.loads(sys.argv[2]), json.loads(sys.argv[3]))

@@ -131,7 +131,7 @@ def test_a_join_with_a_stranger_at_its_ports_fails_and_names_both_ranks(start, m
     assert join.bound == {"127.0.0.1"}, "at another address than loopback though all ranks are on one node"
 
 
-@pytest.mark.parametrize("maker", ["mesh", "megatron", "vllm"])
+@pytest.mark.parametrize("maker", ["mesh", *(pytest.param(one, marks=pytest.mark.full) for one in ("megatron", "vllm"))])
 def test_a_strangers_pickle_is_not_loaded_in_groups_that_libraries_make(start, late, tmp_path, maker):
     world = start(f"visited {maker}")
     world.until("ready")

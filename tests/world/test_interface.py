@@ -125,6 +125,7 @@ for address in ("", ADDRESS):
 """
 
 
+@pytest.mark.full
 @pytest.mark.skipif(not can_unshare(), reason="no namespaces here")
 def test_gloo_listens_where_other_nodes_can_connect(tmp_path):
     """Without a choice gloo would listen at 127.0.1.1, to which Debian's /etc/hosts maps the host name."""

@@ -4,7 +4,6 @@ import json
 import os
 import shutil
 import subprocess
-import sys
 import time
 from pathlib import Path
 
@@ -14,12 +13,11 @@ import torch
 from launch.attempts import AttemptFolder
 from pipeline import builds, config
 from pipeline.node_checks import nccl, probe
+from tests.fork_server import Program
 from tests.launch.model import write_recipe
 from tests.problems import refused
+from tests.world import node_ranks
 from tests.world.secret import write_secret
-
-ROOT = Path(__file__).parents[2]
-
 
 # ---- what a rank measures ---------------------------------------------------------------------------------------------------
 
@@ -173,8 +171,7 @@ def check_nodes(run_dir: Path, nodes: list[str], faults: dict[str, str]) -> tupl
     """Run `tests.world.node_ranks`. Return (status, nodes.json, the attempt)."""
     (run_dir / "attempts/1").mkdir(parents=True)
     write_secret(run_dir)
-    command = [sys.executable, "-m", "tests.world.node_ranks", str(run_dir), json.dumps(nodes), json.dumps(faults)]
-    status = subprocess.run(command, cwd=ROOT, timeout=120).returncode
+    status = Program(node_ranks.main, (run_dir, nodes, faults), os.environ, run_dir / "printed").wait(120)
     logs = "\n".join(f"--- {log}\n{log.read_text()}" for log in sorted(run_dir.glob("*.log")))
     assert (run_dir / "attempts/1/nodes.json").exists(), logs
     assert not list((run_dir / "attempts/1").glob(".check*")), "files were left behind"
@@ -202,6 +199,7 @@ def test_healthy_nodes_are_measured_and_the_world_continues(tmp_path):
     assert "3 nodes checked in" in (tmp_path / "0.log").read_text()
 
 
+@pytest.mark.full
 def test_nothing_is_sent_within_one_node(tmp_path):
     status, record, _ = check_nodes(tmp_path, ["a", "a"], {})
     assert status == 0, (tmp_path / "0.log").read_text()
@@ -228,6 +226,7 @@ def test_each_bad_node_is_named_with_its_fault(tmp_path):
     assert "5 of 7 nodes failed the checks: node1: its clock is " in attempt.failure["message"]
 
 
+@pytest.mark.full
 def test_if_all_nodes_fail_none_is_excluded(tmp_path):
     """The nodes are not the cause then, and the run would have no nodes left."""
     nodes = [f"node{i}" for i in range(3)]
@@ -252,7 +251,7 @@ def test_components_on_different_networks_are_named_and_no_node_is_excluded(tmp_
     assert record["nodes"]["a"]["gb_per_s"] == {} and len(record["images"]) == 1
 
 
-@pytest.mark.parametrize("nodes", [["a", "b"], ["a", "b", "c", "d"]])
+@pytest.mark.parametrize("nodes", [["a", "b"], pytest.param(["a", "b", "c", "d"], marks=pytest.mark.full)])
 def test_without_a_majority_no_node_is_excluded(tmp_path, nodes):
     status, record, attempt = check_nodes(tmp_path, nodes, dict.fromkeys(nodes[1::2], "older Python"))
     assert status != 0

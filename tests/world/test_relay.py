@@ -55,6 +55,7 @@ def test_an_error_on_one_rank_comes_at_once_with_its_traceback(start):
     assert 'raise ValueError("the engine is on fire")' in failure["traceback"]
 
 
+@pytest.mark.full  # by default: test_world.py
 def test_a_late_rank_is_named_without_its_nodes_other_ranks(start):
     world = start("hang-generate", PER_NODE)
     assert world.processes[0].wait(120) == GAVE_UP
@@ -81,7 +82,8 @@ def test_a_killed_rank_is_named_even_if_its_relay_ends_with_it(start, victim):
     assert all(statuses)
 
 
-@pytest.mark.parametrize("victim", ["rank 0", pytest.param("the store's process", marks=pytest.mark.full)])
+@pytest.mark.full
+@pytest.mark.parametrize("victim", ["rank 0", "the store's process"])
 def test_the_stores_end_is_not_blamed_on_a_rank_that_started_a_relay(start, victim):
     """Each relay ends with the store, before any rank has reported why."""
     world = start("linger", PER_NODE)

@@ -111,12 +111,14 @@ def test_a_stopped_rank_is_named_and_no_rank_is_left_waiting(start, victim):
         assert re.search(rf"not heard from for 4 s.*rank {victim} \(", failure["message"]), failure
 
 
+@pytest.mark.full
 def test_ranks_may_be_silent_for_longer_while_they_load(start):
     """Two of them hold the GIL for 7 s, so none of their threads runs, and neither counts as dead."""
     world = start("loading")
     assert world.wait() == [0] * SIZE, [log.read_text()[-2000:] for log in world.logs]
 
 
+@pytest.mark.full
 def test_a_rank_that_never_joins_is_named(start):
     world = start("absent")
     assert world.processes[0].wait(120) != 0

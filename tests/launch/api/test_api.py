@@ -218,6 +218,7 @@ def check_stop_and_save(run: hetstep.Run) -> None:
     assert run.wait().state == "stopped"
 
 
+@pytest.mark.full
 def test_a_request_to_stop_that_was_interrupted_is_made_again(tmp_path):
     run = submitted(tmp_path / "run", tasks.save_on_request)
     reports(run.folder, 2)
@@ -238,6 +239,7 @@ def test_stop_and_save_under_slurm(tmp_path, slurm_cluster, monkeypatch):
     check_stop_and_save(submitted(tmp_path / "run", tasks.save_on_request, "slurm"))
 
 
+@pytest.mark.full  # by default: tests/launch/test_local.py
 def test_cancel(tmp_path):
     run = submitted(tmp_path / "run", tasks.save_on_request)
     wait_until(lambda: latest(run.folder), "the start of the ranks")

@@ -49,7 +49,7 @@ IN_TURN = (*ONE_NODE, COLOCATED)
 @pytest.mark.parametrize(
     ("name", "overrides"),
     [
-        ("qwen3_30ba3b_gspo", ()),
+        pytest.param("qwen3_30ba3b_gspo", (), marks=pytest.mark.full),
         ("llama8b_grpo_rm", ("needs=[]", JUDGE)),
         ("llama8b_grpo", HALVES),
         ("llama8b_grpo_sync", IN_TURN),
@@ -107,6 +107,7 @@ def test_the_recipe_s_own_mode_is_compared_at_its_best_division():
     assert "fewer GPU-hours than the recipe as it is" in told("llama8b_grpo", *nodes)
 
 
+@pytest.mark.full
 def test_a_division_that_fits_is_named_where_the_recipe_s_own_does_not():
     shared = ("cluster.share_nodes=true", "cluster.train.gpus_per_node=2", "cluster.generate.gpus_per_node=6")
     rows = modes.compare(planned("llama8b_grpo", *ONE_NODE, *shared))
@@ -114,6 +115,7 @@ def test_a_division_that_fits_is_named_where_the_recipe_s_own_does_not():
     assert "a step, and fits" in told("llama8b_grpo", *ONE_NODE, *shared)
 
 
+@pytest.mark.full
 def test_a_better_division_is_taken():
     found = compared("qwen3_30ba3b_gspo")
     nodes = {
@@ -132,6 +134,7 @@ def test_a_layout_that_does_not_divide_all_nodes_takes_fewer():
     assert found["colocated"].plan.recipe.cluster.train.nodes == found["colocated"].plan.recipe.cluster.generate.nodes == 2
 
 
+@pytest.mark.full
 def test_dynamic_sampling_samples_as_much_in_each_mode():
     batches = ("grpo.async_grpo.enabled=false", "grpo.batch_multiplier=3")
     found = compared("dapo_qwen2p5_32b", *batches)

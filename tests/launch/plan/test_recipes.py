@@ -8,8 +8,13 @@ from launch import submit
 from launch.executors.base import ROOT
 from pipeline import config
 
+# The large ones take seconds each; of their kinds one is planned by default.
+LARGE = ("dapo_qwen2p5_32b", "deepscaler_1p5b_24k", "deepseek_v3_grpo", "llama70b_grpo_sync", "llama8b_dr_grpo")
+LARGE += ("qwen3_235b_grpo", "qwen3_30ba3b_cispo", "qwen3_30ba3b_gspo")
+NAMES = sorted(path.stem for path in config.RECIPES.glob("*.yaml"))
 
-@pytest.mark.parametrize("name", sorted(path.stem for path in config.RECIPES.glob("*.yaml")))
+
+@pytest.mark.parametrize("name", [pytest.param(name, marks=[pytest.mark.full] * (name in LARGE)) for name in NAMES])
 def test_plans_and_fits(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
     (tmp_path / "recipes").symlink_to(ROOT / "recipes")
     monkeypatch.chdir(tmp_path)

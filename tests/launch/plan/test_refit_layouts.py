@@ -152,7 +152,19 @@ CUTS = [
 ]
 
 
-@pytest.mark.parametrize(("family", "layout"), CUTS, ids=str)
+QUICK = {  # one of each kind: uneven cuts, replicas, tied embeddings, experts whole and cut, latent attention, state spaces
+    *((family, Cut(3, 1)) for family in ("llama", "mixtral")),
+    ("qwen3_tied", Cut(2, 2)),
+    ("llama", Cut(2, 1, context=2, replicas=2)),
+    ("deepseek_v3", Cut(4, 1, expert=2)),
+    ("qwen3_moe", Cut(4, 1, expert=4)),
+    ("nemotron_h_moe", Cut(2, 2, sequence=True)),
+    ("qwen3_5_text", Cut(2, 2, sequence=True)),
+}
+FSDP = [pytest.param(*cut, marks=[pytest.mark.full] * (cut not in QUICK), id=f"{cut[0]}-{cut[1]}") for cut in CUTS]
+
+
+@pytest.mark.parametrize(("family", "layout"), FSDP)
 def test_fsdp(family, layout, folder, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     policy = PolicyConfig(
@@ -210,14 +222,14 @@ def megatron_boxes(policy: PolicyConfig) -> Held:
 
 
 MEGATRON = [
-    Megatron(),
-    Megatron(tp=2, sp=True),
     Megatron(pp=2),
-    Megatron(cp=2),
-    Megatron(ep=2, dp=2),
     Megatron(tp=2, ep=2, dp=2, sp=True),
 ]
-OF_MORE_RANKS = [
+OTHERS_AND_OF_MORE_RANKS = [
+    Megatron(),
+    Megatron(tp=2, sp=True),
+    Megatron(cp=2),
+    Megatron(ep=2, dp=2),
     Megatron(dp=2, tp=2, pp=2, sp=True),
     Megatron(tp=2, cp=2, pp=2, sp=True),
     Megatron(ep=2, dp=4, pp=2),
@@ -245,7 +257,7 @@ def check_megatron(model: Path, layout: Megatron, megatron: MegatronConfig) -> N
 
 @pytest.mark.parametrize(
     "layout",
-    [*MEGATRON, *(pytest.param(each, marks=pytest.mark.full) for each in OF_MORE_RANKS)],
+    [*MEGATRON, *(pytest.param(each, marks=pytest.mark.full) for each in OTHERS_AND_OF_MORE_RANKS)],
     ids=lambda layout: layout.name,
 )
 def test_megatron(layout, folder):
@@ -259,7 +271,9 @@ def test_megatron(layout, folder):
         check_megatron(folder / family, layout, layout.megatron())
 
 
-@pytest.mark.parametrize(("first", "last"), [(1, None), (None, 2), (2, 1)])
+@pytest.mark.parametrize(
+    ("first", "last"), [*(pytest.param(*pair, marks=pytest.mark.full) for pair in ((1, None), (None, 2))), (2, 1)]
+)
 def test_megatron_stages_of_unequal_size(first, last, folder):
     layout = Megatron(pp=2, ep=2, dp=2)
     changes = {"num_layers_in_first_pipeline_stage": first, "num_layers_in_last_pipeline_stage": last}
@@ -312,7 +326,11 @@ ENGINES = (VLLMConfig(), VLLMConfig(2), VLLMConfig(4), VLLMConfig(2, 2), VLLMCon
     "vllm", ENGINES, ids=lambda v: f"tp{v.tensor_parallel_size}pp{v.pipeline_parallel_size}ep{v.expert_parallel_size}"
 )
 @pytest.mark.parametrize(
-    "family", [*families.SHORT, *OTHERS, *(pytest.param(each, marks=pytest.mark.full) for each in ("gpt_oss", *WITH_STATES))]
+    "family",
+    [
+        pytest.param(each, marks=[pytest.mark.full] * (each not in ("qwen3_tied", "mixtral", "deepseek_v3", "gemma3")))
+        for each in (*families.SHORT, *OTHERS, "gpt_oss", *WITH_STATES)
+    ],
 )
 def test_vllm(family, vllm, tmp_path, monkeypatch):
     if family in QWEN3_5:

@@ -23,6 +23,7 @@ print(table(found))
 """
 
 
+@pytest.mark.full  # by default: test_submit.py, of another recipe
 def test_deepseek_v3_without_torch():
     done = subprocess.run([sys.executable, "-c", DEEPSEEK], cwd=ROOT, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr

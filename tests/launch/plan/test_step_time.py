@@ -75,7 +75,13 @@ def test_many_answers_are_simulated_in_bundles(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("count", "slots", "age", "training"), [(48, 64, 1, 0.1), (48, 64, 1, 0.6), (48, 24, 1, 0.3), (48, 64, 2, 0.3)]
+    ("count", "slots", "age", "training"),
+    [
+        pytest.param(48, 64, 1, 0.1, marks=pytest.mark.full),
+        pytest.param(48, 64, 1, 0.6, marks=pytest.mark.full),
+        (48, 24, 1, 0.3),
+        (48, 64, 2, 0.3),
+    ],
 )
 def test_against_the_loop_token_by_token(count, slots, age, training):
     """Compare with sampled lengths, the loop's own buffer, and one token for each running sequence at a time."""

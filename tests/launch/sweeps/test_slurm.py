@@ -29,6 +29,7 @@ def of(folder: Path, env: dict) -> list[dict[str, str]]:
     return sorted(found, key=lambda job: int(job["JobId"]))
 
 
+@pytest.mark.full  # by default: test_submit.py, of needs
 def test_runs_wait_for_each_other_and_the_check_for_all(slurm_cluster, tmp_path):
     folder = tmp_path / "sweeps/some/x"
     env = environment(slurm_cluster.env, HETSTEP_TEST_SLEEP="1")

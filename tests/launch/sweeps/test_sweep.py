@@ -66,6 +66,7 @@ def test_a_sweep_makes_a_baseline_and_then_finds_a_regression(tmp_path, here):
     assert status == 1 and "failed: b, loss: 1.25" in output
 
 
+@pytest.mark.full
 def test_a_run_that_fails_is_retried_once_and_marked(tmp_path, here):
     path = write_suite(tmp_path, **ONE_SEED)
     status, output = here(f"sweep={path}", "id=x", fails="a-1:1,b-1:2")
@@ -85,14 +86,15 @@ def test_a_run_that_fails_is_retried_once_and_marked(tmp_path, here):
     assert f"passed: a, seed 1 completes: {said['a']}" in output
 
 
-def test_a_killed_sweep_resumes_and_runs_nothing_twice(tmp_path):
-    """Kill it after 0, 1, 2 and 3 recorded submissions; and once delete its record of a running run."""
+@pytest.mark.parametrize("counts", [(2,), pytest.param(range(4), marks=pytest.mark.full)], ids=["once", "four times"])
+def test_a_killed_sweep_resumes_and_runs_nothing_twice(tmp_path, counts):
+    """Kill it after each count of recorded submissions; and once delete its record of a running run."""
     path = write_suite(tmp_path, **{**ONE_SEED, "seeds": [1, 2]})
     env = environment(HETSTEP_TEST_SLEEP="2")
     folder = tmp_path / "sweeps/some/x"
-    for count in range(4):
+    for count in counts:
         process = launch(f"sweep={path}", "id=x", env=env)
-        wait_until(lambda count=count: known(folder) >= count, f"{count} submissions")
+        wait_until(lambda count=count: known(folder) >= count, f"{count} submissions", seconds=300)
         os.kill(process.pid, signal.SIGKILL)
         process.communicate()
         if count == 2:

@@ -27,21 +27,14 @@ from tests.train.megatron.layouts import CP2, DP2, EP2, PP2, TP2_SP
 
 # Float32 leaves about 1e-6 in a step, a little more after four; what a layout gets wrong is off by far more.
 BOUND = 5e-5
-# One setup of each kind, and each way of batching in one of them. Every case runs on both backends, in the layout of
-# Megatron-Core that cuts what its loss sums over. Marked `full`, every case runs in all of these.
+# By default every algorithm runs on both backends, in the layout of Megatron-Core that cuts what its loss sums over.
 QUICK = {
-    Setup("fsdp", DP2, "single"): tuple(CASES),
-    Setup("megatron", TP2_SP, "reversed"): (
-        "sft",
-        "dpo",
-        "grpo, entropy bonus",
-        "distillation",
-        "distillation, zero outside",
-        "grpo, two teachers",
-    ),
-    Setup("megatron", CP2, "single"): ("rm", "grpo, by sequences, KL, TIS", "gspo", "ppo"),
-    Setup("megatron", PP2): ("grpo", "cispo", "reinforce++, KL in the reward", "distillation, two teachers"),
+    Setup("fsdp", DP2, "single"): ("sft", "dpo", "rm", "grpo, by sequences, KL, TIS", "ppo", "distillation"),
+    Setup("megatron", TP2_SP, "reversed"): ("sft", "dpo", "distillation"),
+    Setup("megatron", CP2, "single"): ("rm", "grpo, by sequences, KL, TIS", "ppo"),
 }
+# Marked `full`, every case of every algorithm runs in one setup of each kind.
+FULL = (*QUICK, Setup("megatron", PP2))
 
 
 @pytest.fixture(scope="module")
@@ -57,17 +50,19 @@ def check(found: dict[str, dict[str, Difference]]) -> None:
 
 
 def test_every_algorithm(models):
-    assert {case for setup, cases in QUICK.items() if setup.backend == "megatron" for case in cases} == set(CASES)
-    measured(ONE_RANK, tuple(CASES), models)
+    every = set(QUICK[Setup("fsdp", DP2, "single")])
+    assert {CASES[case]["algorithm"] for case in every} == {case["algorithm"] for case in CASES.values()}
+    assert {case for setup, cases in QUICK.items() if setup.backend == "megatron" for case in cases} == every
+    measured(ONE_RANK, tuple(every), models)
     for setup, cases in QUICK.items():
         measured(setup, cases, models)
         check({case: {setup.name: difference(setup, case, models)} for case in cases})
-    check_that_cases_are_meaningful(models)
 
 
 @pytest.mark.full
-def test_every_algorithm_in_every_quick_setup(models):
-    check(differences(tuple(QUICK), tuple(CASES), models))
+def test_every_case_of_every_algorithm(models):
+    check(differences(FULL, tuple(CASES), models))
+    check_that_cases_are_meaningful(models)
 
 
 def check_that_cases_are_meaningful(models: Path) -> None:
@@ -97,6 +92,7 @@ def test_every_algorithm_in_every_setup(models):
     check(differences((*OF_LLAMA, *FOUR_RANKS), tuple(CASES), models))
 
 
+@pytest.mark.full  # by default: tests/train/megatron/test_parity.py
 def test_experts(models):
     check(differences([setup for setup in OF_EXPERTS if setup.layout == EP2], WITH_EXPERTS, models))
 

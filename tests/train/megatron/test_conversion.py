@@ -287,7 +287,7 @@ def test_ranks_share_the_work(families, shared):
     assert max(sizes) < 0.5 * sum(sizes)
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.full)])
 def test_a_conversion_killed_at_any_moment_is_repeated(families, shared, ranks, realm):
     tensors = len(load_file(families / "llama" / "model.safetensors"))
     moments = [0.0, *sorted(random.uniform(0, tensors * SLOW_S / ranks) for _ in range(3))]

@@ -166,11 +166,9 @@ def some(of: Iterable[str], more: Iterable[Callable[[Layout, Path], None]], layo
 
 MORE = (check_drawn_head, check_side_by_side, check_resumed)
 QUICK = {  # which families the default tests run, and which checks more
-    TP2_SP: (("qwen3_moe",), (check_drawn_head, check_resumed)),
-    CP2: (("qwen3_tied",), (check_side_by_side,)),
-    PP2: (("qwen3_tied",), (check_drawn_head, check_resumed)),
-    EP2: (("qwen3_moe",), (check_drawn_head, check_side_by_side)),
+    TP2_SP: (("qwen3_moe",), (check_drawn_head, check_resumed, check_side_by_side)),
 }
+FULL = (*QUICK, CP2, PP2, EP2)
 
 
 @pytest.fixture(scope="module")
@@ -185,7 +183,7 @@ def test_layouts(saved, layout):
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("layout", QUICK, ids=lambda layout: layout.name)
+@pytest.mark.parametrize("layout", FULL, ids=lambda layout: layout.name)
 def test_layouts_with_everything(saved, layout):
     layouts.run(everything, layout, saved)
 

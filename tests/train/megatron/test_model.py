@@ -222,18 +222,18 @@ def check_router_bias(layout: Layout, folder: Path) -> None:
 # ---- where they run -----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("family", ["qwen3_moe", "deepseek_v3"])
+@pytest.mark.parametrize("family", [pytest.param("qwen3_moe", marks=pytest.mark.full), "deepseek_v3"])
 def test_recomputation(models, realm, family):
     check_recomputation(ONE, models, family, RECOMPUTED + [OF_DEEPSEEK] * (family == "deepseek_v3"))
 
 
-@pytest.mark.parametrize("family", ["qwen3_tied", "qwen3_moe", "deepseek_v3"])
+@pytest.mark.parametrize("family", ["qwen3_tied", pytest.param("qwen3_moe", marks=pytest.mark.full), "deepseek_v3"])
 @pytest.mark.parametrize("check", [check_reference, check_clipping_and_refusal, check_batching])
 def test_one_rank(models, realm, check, family):
     check(ONE, models, family)
 
 
-@pytest.mark.parametrize("family", ["qwen3_tied", "qwen3_moe", "deepseek_v3"])
+@pytest.mark.parametrize("family", ["qwen3_tied", pytest.param("qwen3_moe", marks=pytest.mark.full), "deepseek_v3"])
 def test_bfloat16(models, realm, family):
     check_bfloat16(ONE, models, family, summed=("float32", "bfloat16"))
 
@@ -247,12 +247,12 @@ def test_random_weights_are_those_of_the_other_backend(models, realm, family):
     "family",
     [
         pytest.param("llama", marks=pytest.mark.full),
-        "llama_yarn",
-        "qwen2",
+        pytest.param("llama_yarn", marks=pytest.mark.full),
+        pytest.param("qwen2", marks=pytest.mark.full),
         pytest.param("qwen3", marks=pytest.mark.full),
         "qwen3_tied",
         "qwen3_moe",
-        "mixtral",
+        pytest.param("mixtral", marks=pytest.mark.full),
     ],
 )
 def test_five_steps_are_those_of_the_other_backend(models, realm, family):
@@ -284,8 +284,6 @@ CHECKS = {
 QUICK = {
     TP2_SP: ("recomputation", "random weights", "frozen router"),
     PP2: ("five steps", "clipping", "batching"),
-    CP2: ("reference", "router bias"),
-    EP2: ("bfloat16", "five steps, experts", "clipping"),
 }
 
 
@@ -300,7 +298,7 @@ def test_layouts(models, layout):
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("layout", QUICK, ids=lambda layout: layout.name)
+@pytest.mark.parametrize("layout", (*QUICK, CP2, EP2), ids=lambda layout: layout.name)
 def test_layouts_with_every_check(models, layout):
     layouts.run(functools.partial(run_checks, tuple(CHECKS)), layout, models)
 

@@ -58,13 +58,8 @@ def several(settings: Iterable[tuple[str, str]], layout: Layout, folder: Path) -
         check_steps(layout, folder, family, setting)
 
 
-QUICK = {
-    TP2_SP: (("qwen3_moe", "adamw"),),
-    PP2: (("qwen3_tied", "megatron"),),
-    CP2: (("qwen3_tied", "megatron"),),
-    DP2: (("qwen3_moe", "adamw"),),
-    EP2: (("mixtral", "megatron"),),
-}
+QUICK = {TP2_SP: (("qwen3_moe", "adamw"),), EP2: (("mixtral", "megatron"),)}
+FULL = (TP2_SP, PP2, CP2, DP2, EP2)
 
 
 @pytest.mark.parametrize("layout", QUICK, ids=lambda layout: layout.name)
@@ -73,7 +68,7 @@ def test_steps_equal_torchs_in_any_layout(models, layout):
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("layout", QUICK, ids=lambda layout: layout.name)
+@pytest.mark.parametrize("layout", FULL, ids=lambda layout: layout.name)
 def test_steps_equal_torchs_with_either_optimizer(models, layout):
     settings = (("qwen3_moe", "adamw"), ("mixtral" if layout.ep > 1 else "qwen3_tied", "megatron"))
     layouts.run(functools.partial(several, settings), layout, models)

@@ -29,7 +29,7 @@ def check_some(families: Sequence[str], counts: Sequence[int], layout: Layout, f
 
 @pytest.mark.parametrize(
     ("layout", "family"),
-    [(TP2_SP, "qwen3_tied"), (CP2, "llama"), (PP2, "qwen3_tied")],
+    [(TP2_SP, "qwen3_tied"), *(pytest.param(*one, marks=pytest.mark.full) for one in ((CP2, "llama"), (PP2, "qwen3_tied")))],
     ids=lambda case: getattr(case, "name", case),
 )
 def test_layouts(models, layout, family):
