@@ -20,7 +20,7 @@ from launch.serving.pages import pages
 from launch.serving.routes import reading
 from launch.serving.run_cache import RunCache
 from launch.serving.settings import ServiceConfig
-from launch.serving.sweeps import Sweeps, sweeps
+from launch.serving.sweep_routes import Sweeps, sweeps
 from launch.slurm_client import SlurmError
 from pipeline.problems import HetstepError, Problem
 
