@@ -64,6 +64,8 @@ Action = Literal[
 ACTIONS: tuple[str, ...] = get_args(Action)
 requested_by: contextvars.ContextVar[str | None] = contextvars.ContextVar("requested_by", default=None)
 """The user of the REST service whose request is carried out; a line has it in its details."""
+VARIABLE = "HETSTEP_REQUESTED_BY"
+"""The variable with that user in the processes that a request starts."""
 
 
 @dataclass(frozen=True)
@@ -87,7 +89,7 @@ def record(action: Action, subject: str | Path, details: Mapping[str, Any] = {},
     folder = folder_of(Path(subject)) if root is None else root
     if folder is None:
         return None
-    if name := requested_by.get():
+    if name := _requested_by():
         details = {**details, "requested_by": name}
     entry = {
         "time": datetime.now(UTC).isoformat(timespec="milliseconds"),
@@ -102,6 +104,16 @@ def record(action: Action, subject: str | Path, details: Mapping[str, Any] = {},
             return _append(folder, log, head, entry)
     except OSError as error:
         raise _refused(folder, "unwritable", f"which cannot be written: {error.strerror}", "free space there") from error
+
+
+def environment() -> dict[str, str]:
+    """Return the environment for a process that carries out a request of the service, so that its lines name the user too."""
+    name = _requested_by()
+    return {**os.environ, **({VARIABLE: name} if name else {})}
+
+
+def _requested_by() -> str | None:
+    return requested_by.get() or os.environ.get(VARIABLE)
 
 
 @contextlib.contextmanager

@@ -10,7 +10,7 @@ import json
 import math
 import os
 from array import array
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -250,17 +250,24 @@ def modified(path: Path) -> float:
         return 0.0
 
 
-def find(folder: Path, depth: int = 4) -> Iterator[Path]:
-    """Yield the run folders at or below a folder, `depth` levels down. Skips hidden and unreadable folders."""
-    if os.path.isfile(folder / "recipe.yaml"):  # false, too, where this user may not look
+RUN_MARKS = ("recipe.yaml",)
+"""The file that makes a folder a run's."""
+
+
+def find(folder: Path, depth: int = 4, marks: Sequence[str] = RUN_MARKS) -> Iterator[Path]:
+    """Yield the run folders at or below a folder, `depth` levels down. Skips hidden and unreadable folders.
+
+    marks: Look for folders with one of these files instead, outside of run folders.
+    """
+    if any(os.path.isfile(folder / mark) for mark in marks):  # false, too, where this user may not look
         yield folder
-    elif depth:
+    elif depth and not os.path.isfile(folder / RUN_MARKS[0]):
         try:
             below = sorted(entry.path for entry in os.scandir(folder) if entry.is_dir() and not entry.name.startswith("."))
         except (PermissionError, FileNotFoundError, NotADirectoryError):  # also one that has gone meanwhile
             return
         for path in below:
-            yield from find(Path(path), depth - 1)
+            yield from find(Path(path), depth - 1, marks)
 
 
 def read_recipe(run_dir: Path) -> Recipe:

@@ -123,6 +123,7 @@ def begin(request: SweepRequest) -> int:
         return show(loaded, folder)
     jobs, executor = ([], folder.plan.executor) if folder.begun else jobs_of(loaded, folder.path)
     with folder.locked(PROBE_S):
+        folder.take_up()
         if not folder.begun:
             plan = SweepPlan(name, executor, str(Path.cwd()), str(loaded.baseline), loaded.overrides, jobs)
             folder.begin(loaded.suite, plan)

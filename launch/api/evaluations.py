@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from typing_extensions import override
 
 from launch import run_setup
-from launch.api.overrides import Overrides, arguments
+from launch.api.overrides import Overrides, arguments, naming_arguments
 from launch.api.run import BaseRun, RunStatus
 from launch.evaluate import EvaluateRequest, evaluations
 from launch.evaluations import kept, submission, tables
@@ -106,22 +106,23 @@ def evaluate(
     Raises:
         RecipeError: for problems of the recipe, its files or the cluster, all at once in `problems`. Nothing is submitted.
     """
-    request = EvaluateRequest(
-        suite=suite,
-        run=None if run is None else run.folder if isinstance(run, BaseRun) else Path(run).absolute(),
-        step=None if step is None else str(step),
-        model=None if model is None else os.fspath(model),
-        overrides=arguments(overrides, keywords),
-    )
-    refuse(request.problems())
-    (evaluation,) = evaluations(request)
-    refuse(evaluation.loaded.problems)
-    run_dir = evaluation.run_dir
-    if submission.is_complete(run_dir):
-        run_setup.check(evaluation.recipe)  # refuses the folder if it is another evaluation's
-        submission.finish(evaluation)
-        return EvaluationRun(run_dir)
-    job = run_setup.live_job(run_dir) or submission.start(evaluation, _command(request))
+    with naming_arguments(keywords):
+        request = EvaluateRequest(
+            suite=suite,
+            run=None if run is None else run.folder if isinstance(run, BaseRun) else Path(run).absolute(),
+            step=None if step is None else str(step),
+            model=None if model is None else os.fspath(model),
+            overrides=arguments(overrides, keywords),
+        )
+        refuse(request.problems())
+        (evaluation,) = evaluations(request)
+        refuse(evaluation.loaded.problems)
+        run_dir = evaluation.run_dir
+        if submission.is_complete(run_dir):
+            run_setup.check(evaluation.recipe)  # refuses the folder if it is another evaluation's
+            submission.finish(evaluation)
+            return EvaluationRun(run_dir)
+        job = run_setup.live_job(run_dir) or submission.start(evaluation, _command(request))
     return EvaluationRun(run_dir, job=job)
 
 

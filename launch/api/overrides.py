@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from typing import Any
 
 from pipeline.config import Problem, RecipeError, config_tree, formatting
@@ -20,6 +22,28 @@ def arguments(overrides: Overrides | None, keywords: Mapping[str, Any]) -> list[
     given = dict(_flat("", overrides or {}))
     given |= dict(_flat("", {name.replace("__", "."): value for name, value in keywords.items()}))
     return [f"{key}={formatting.on_one_line(value)}" for key, value in given.items()]
+
+
+@contextlib.contextmanager
+def naming_arguments(keywords: Mapping[str, Any] = {}) -> Iterator[None]:
+    """Let the problems of a RecipeError in the block name the argument of the call in place of the command line."""
+    try:
+        yield
+    except RecipeError as error:
+        error.problems = tuple(at_argument(each, keywords) for each in error.problems)
+        error.args = ("\n".join(map(str, error.problems)),)
+        raise
+
+
+def at_argument(problem: Problem, keywords: Mapping[str, Any] = {}) -> Problem:
+    """Return a problem of the command line at the argument of the call that gave its key; any other one unchanged."""
+    if not problem.origin.endswith(config_tree.COMMAND_LINE):
+        return problem
+    dotted = {name: f"{name.replace('__', '.')}." for name in keywords}
+    key = f"{problem.key}."
+    of_keyword = (name for name, own in dotted.items() if key.startswith(own) or own.startswith(key))
+    argument = f"the argument {next(of_keyword, 'overrides')}"
+    return replace(problem, origin=problem.origin.removesuffix(config_tree.COMMAND_LINE) + argument)
 
 
 def _flat(prefix: str, values: Any) -> Iterator[tuple[str, Any]]:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from launch.api.overrides import Overrides, arguments
+from launch.api.overrides import Overrides, arguments, at_argument, naming_arguments
 from launch.plan import evaluation, modes, report
 from launch.plan.estimate import Plan
 from launch.plan.evaluation import EvaluationPlan
@@ -65,14 +65,15 @@ def plan(
         RecipeError: if no plan can be made. A plan that does not fit is returned, with `problems`.
     """
     calibrated = None if plan_from is None else Path(plan_from).absolute()
-    found = examine(os.fspath(recipe), arguments(overrides, keywords), dry=True, plan_from=calibrated)
-    requested = found.prepared[-1] if found.prepared else None
-    if requested is None or requested.plan is None:
-        raise RecipeError(*dict.fromkeys(found.problems), *(requested.no_plan if requested else ()))
+    with naming_arguments(keywords):
+        found = examine(os.fspath(recipe), arguments(overrides, keywords), dry=True, plan_from=calibrated)
+        requested = found.prepared[-1] if found.prepared else None
+        if requested is None or requested.plan is None:
+            raise RecipeError(*dict.fromkeys(found.problems), *(requested.no_plan if requested else ()))
     shared = {
         "recipe": requested.recipe,
-        "problems": tuple(dict.fromkeys(found.problems)),
-        "site_problems": tuple(dict.fromkeys(found.site_problems)),
+        "problems": tuple(at_argument(each, keywords) for each in dict.fromkeys(found.problems)),
+        "site_problems": tuple(at_argument(each, keywords) for each in dict.fromkeys(found.site_problems)),
         "warnings": tuple(requested.plan.warnings()),
         "notes": tuple(requested.notes),
         "gpus": requested.plan.gpus,

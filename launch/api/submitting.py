@@ -9,7 +9,7 @@ from typing import Any
 
 from launch import recipes, run_control, run_setup
 from launch.api.evaluations import EvaluationRun
-from launch.api.overrides import Overrides, arguments
+from launch.api.overrides import Overrides, arguments, naming_arguments
 from launch.api.training import Run
 from launch.executors import allocation
 from launch.executors.base import ROOT
@@ -44,16 +44,27 @@ def submit(
         RecipeError: for problems of the recipe, its files or the cluster, all at once in `problems`. Nothing is submitted.
         RunFailed: if a run that is needed first failed.
     """
-    given = arguments(overrides, keywords)
-    _refuse_batch_job()
     name = os.fspath(recipe)
-    prepared = prepare(name, given, None if plan_from is None else Path(plan_from).absolute())
+    with naming_arguments(keywords):
+        given = arguments(overrides, keywords)
+        found = prepared(name, given, None if plan_from is None else Path(plan_from).absolute())
+    return start(found, name, given, progress)
+
+
+def prepared(recipe: str, given: list[str], plan_from: Path | None = None) -> list[Prepared]:
+    """Return the recipes that a submission would run, the requested one last. given: `key=value`. Raises RecipeError."""
+    _refuse_batch_job()
+    return prepare(recipe, given, plan_from)
+
+
+def start(prepared: list[Prepared], recipe: str, given: list[str], progress: bool = False) -> Run:
+    """Submit what `prepared` has returned, as `submit` does. recipe, given: of the requested one, for the manifest."""
     requested = prepared[-1].recipe
     run_dir = Path(requested.run_dir).absolute()
     if message := run_control.completed(requested, run_dir):
         return Run(run_dir, [message])
     run_setup.refuse_live(run_dir)
-    command = [sys.executable, str(ROOT / "launch/submit.py"), f"recipe={name}", *given]
+    command = [sys.executable, str(ROOT / "launch/submit.py"), f"recipe={recipe}", *given]
     job_ids: dict[str, str] = {}
     for each in prepared[:-1]:
         folder = Path(each.recipe.run_dir).absolute()
@@ -111,4 +122,5 @@ def recipe(name: str | os.PathLike[str], overrides: Overrides | None = None, /, 
     Raises:
         RecipeError: for problems of the recipe, all at once in `problems`. Files and the cluster are not looked at.
     """
-    return recipes.load(os.fspath(name), arguments(overrides, keywords))
+    with naming_arguments(keywords):
+        return recipes.load(os.fspath(name), arguments(overrides, keywords))

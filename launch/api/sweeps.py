@@ -11,18 +11,22 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import date
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
+from launch import audit_log, run_control
 from launch.api.errors import NotEnded, RunFailed
-from launch.api.overrides import Overrides, arguments
+from launch.api.overrides import Overrides, arguments, naming_arguments
 from launch.api.training import Run
 from launch.executors.base import ROOT
+from launch.executors.slurm import HetSlurmJob
 from launch.failure_logs import tail
 from launch.search import command as search
+from launch.slurm_client import SlurmError
 from launch.sweeps import suite as suites
-from launch.sweeps.folder import SweepFolder
+from launch.sweeps.folder import PROBE_S, SweepFolder
 from launch.sweeps.jobs import jobs_of
 from launch.sweeps.queue import Queue
+from launch.sweeps.suite import LoadedSuite
 from pipeline.config import Problem, RecipeError
 
 LOG = "sweep.log"
@@ -31,6 +35,11 @@ SLURM_POLL_S = 5.0
 SETTLE_S = 5.0
 """How long a sweep may have neither a verdict nor a process or job that will write it, while one takes over from another."""
 LOG_LINES = 20
+CANCEL_S = 60.0
+"""How long a sweep's process may take to end after it was cancelled."""
+
+SweepState = Literal["running", "passed", "failed", "cancelled", "stopped"]
+"""`failed`: a gate failed, or no trial of a search is complete. `stopped`: it ended without a verdict."""
 
 
 @dataclass(frozen=True)
@@ -71,6 +80,54 @@ class SweepRun:
         found = json.loads(path.read_text(encoding="utf-8"))
         return SweepVerdict(found["passed"], found["summary"], found["verdicts"])
 
+    def log(self) -> list[str]:
+        """Return the last lines that the process which submits its jobs has written, and those of the check."""
+        logs = [path for name in (LOG, "check.log") if (path := self.folder / name).exists()]
+        return [line for path in logs for line in tail(path).splitlines()[-LOG_LINES:]]
+
+    def state(self) -> SweepState:
+        """Return the state of the sweep as a whole. Raises RecipeError if its jobs cannot be queried from here."""
+        goes_on = self.verdict() is None and self._goes_on()
+        if (found := self.verdict()) is not None:  # which its process may have written meanwhile
+            return "passed" if found.passed else "failed"
+        if goes_on:
+            return "running"
+        return "cancelled" if SweepFolder(self.folder).cancelled else "stopped"
+
+    def cancel(self, timeout: float = CANCEL_S) -> SweepState:
+        """Have the sweep submit nothing more, cancel its jobs, and return the state. `hetstep.sweep` continues it.
+
+        Does nothing to a sweep with a verdict. Recipes that it needs and did not submit go on.
+
+        Args:
+            timeout: seconds to wait for the process that submits its jobs.
+
+        Raises:
+            NotEnded: after `timeout`. The process submits nothing more; call again to cancel the jobs.
+            RecipeError: if its jobs cannot be queried or cancelled from here.
+        """
+        if self.verdict() is not None:
+            return self.state()
+        folder, deadline = SweepFolder(self.folder), time.monotonic() + timeout
+        try:
+            while True:
+                folder.cancel()  # again, since a process that has just started takes the sweep up
+                if not self._submits():
+                    break
+                if time.monotonic() >= deadline:
+                    raise NotEnded(self.folder, "the process that submits its jobs has not ended")
+                time.sleep(POLL_S)
+            _cancel_check(folder)
+            with folder.locked(max(0.0, deadline - time.monotonic())):
+                _cancel_jobs(folder)
+        except SlurmError as error:
+            raise RecipeError(Problem("folder", "unreachable", f"Slurm did not answer: {error}. Try again")) from error
+        except RecipeError as error:
+            if error.codes != ("in-use",):
+                raise
+            raise NotEnded(self.folder, "another process works on the sweep, and has not ended") from None
+        return self.state()
+
     def wait(self, timeout: float | None = None) -> SweepVerdict:
         """Wait for the verdict and return it, whether the sweep passed or not.
 
@@ -88,9 +145,7 @@ class SweepRun:
             if self._goes_on():
                 last_alive = now
             elif now - last_alive > SETTLE_S:
-                logs = [path for name in (LOG, "check.log") if (path := self.folder / name).exists()]
-                end = [line for path in logs for line in tail(path)[-LOG_LINES:]]
-                raise RunFailed(self.folder, ["the sweep ended without a verdict", *end])
+                raise RunFailed(self.folder, ["the sweep ended without a verdict", *self.log()])
             if deadline is not None and now >= deadline:
                 raise NotEnded(self.folder, "the sweep has no verdict yet")
             time.sleep(SLURM_POLL_S if self._is_on_slurm() and not self._submits() else POLL_S)
@@ -108,6 +163,23 @@ class SweepRun:
         if self._submits() or _is_locked(self.folder):
             return True
         return self._is_on_slurm() and SweepFolder(self.folder).check_job(Queue("slurm")) is not None
+
+
+def _cancel_check(folder: SweepFolder) -> None:
+    """Cancel the Slurm job that would judge the sweep. Raises SlurmError."""
+    if folder.begun and folder.plan.executor == "slurm" and (job_id := folder.check_job(Queue("slurm"))):
+        HetSlurmJob(folder.path, job_id).cancel()
+
+
+def _cancel_jobs(folder: SweepFolder) -> None:
+    """Cancel the live jobs of a sweep, whose lock this process holds. Raises SlurmError or RecipeError."""
+    _cancel_check(folder)  # which a process may have submitted meanwhile
+    for each in folder.job_states(Queue(folder.plan.executor)) if folder.begun else []:
+        if each.state != "live" or each.record is None:
+            continue
+        if each.job.run is not None or each.record.job_id in {one.job_id for one in folder.submissions(each.job.name)}:
+            run_dir = Path(each.job.run_dir)
+            run_control.cancel(run_dir, each.record.attach(run_dir))
 
 
 def _is_locked(path: Path) -> bool:
@@ -145,10 +217,15 @@ def sweep(
     Raises:
         RecipeError: for problems of the suite or of its runs, all at once in `problems`. Nothing is submitted.
     """
-    given = arguments(overrides, keywords)
     if id is not None and not suites.NAME.fullmatch(id):
         raise RecipeError(suites.bad_name("id", id))
-    loaded = suites.load(os.fspath(name), given)
+    with naming_arguments(keywords):
+        given = arguments(overrides, keywords)
+        return begin(suites.load(os.fspath(name), given), os.fspath(name), given, id, update_baseline)
+
+
+def begin(loaded: LoadedSuite, name: str, given: list[str], id: str | None = None, update_baseline: bool = False) -> SweepRun:
+    """Begin or continue a sweep that has been loaded, as `sweep` does. name, given: for its command. Raises RecipeError."""
     own = id or date.today().isoformat()
     folder = SweepFolder(Path(loaded.suite.folder) / loaded.suite.name / own)
     if folder.begun:
@@ -157,10 +234,10 @@ def sweep(
         search.check(loaded, folder)  # raises RecipeError with the problems of all its corners
     else:
         jobs_of(loaded, folder.path)  # raises RecipeError with the problems of all runs
-    with folder.locked():  # raises RecipeError while another process works on the sweep
+    with folder.locked(PROBE_S):  # raises RecipeError while another process works on the sweep
         if not update_baseline and (folder.path / "verdict.json").exists():
             return SweepRun(folder.path)
-    command = [sys.executable, "-u", str(ROOT / "launch/sweep.py"), f"sweep={os.fspath(name)}", f"id={own}", *given]
+    command = [sys.executable, "-u", str(ROOT / "launch/sweep.py"), f"sweep={name}", f"id={own}", *given]
     command += ["update_baseline=true"] if update_baseline else []
     return SweepRun(folder.path, _started(command, folder.path / LOG))
 
@@ -169,7 +246,12 @@ def _started(command: list[str], log: Path) -> subprocess.Popen[bytes]:
     try:
         with open(log, "ab") as output:
             return subprocess.Popen(
-                command, stdin=subprocess.DEVNULL, stdout=output, stderr=output, start_new_session=True
-            )  # a terminal's signals do not reach it
+                command,
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=output,
+                start_new_session=True,  # a terminal's signals do not reach it
+                env=audit_log.environment(),
+            )
     except OSError as error:
         raise RecipeError(Problem("folder", "unwritable", f"{log} cannot be written: {error.strerror}")) from None

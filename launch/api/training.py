@@ -7,7 +7,7 @@ from typing import Any
 from launch import steering
 from launch.api.errors import NotEnded
 from launch.api.evaluations import EvaluationRun, evaluate
-from launch.api.overrides import Overrides, arguments
+from launch.api.overrides import Overrides, arguments, naming_arguments
 from launch.api.run import BaseRun
 
 
@@ -42,7 +42,8 @@ class Run(BaseRun):
             RecipeError: if the run does not go on, or a key or a value is refused.
             NotEnded: after `timeout`; the request stays, and takes effect later.
         """
-        asked = steering.ask(self.folder, arguments(overrides, keywords))
+        with naming_arguments(keywords):
+            asked = steering.ask(self.folder, arguments(overrides, keywords))
         if not wait:
             return None
         try:

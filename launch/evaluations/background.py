@@ -17,6 +17,7 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
+from launch import audit_log
 from launch.evaluations.sources import FOLDER
 from launch.executors.base import ROOT, write_json
 from pipeline.config import ClusterConfig, ComponentConfig, Problem, RecipeError, config_tree
@@ -113,6 +114,7 @@ def start(request: FollowRequest, name: str) -> str:
                 stdout=output,
                 stderr=output,
                 start_new_session=True,  # a terminal's signals do not reach it
+                env=audit_log.environment(),
             )
     except OSError as error:
         raise RecipeError(Problem("run", "unwritable", f"{log} cannot be written: {error.strerror}")) from None

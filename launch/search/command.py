@@ -18,7 +18,7 @@ from launch.search.config import SearchConfig
 from launch.search.loop import SearchLoop
 from launch.search.trials import SearchResult, TrialResult
 from launch.sweeps import jobs
-from launch.sweeps.folder import SweepFolder, SweepPlan
+from launch.sweeps.folder import PROBE_S, SweepFolder, SweepPlan
 from launch.sweeps.suite import LoadedSuite, Suite, as_arguments
 from pipeline.config import Problem, RecipeError, bound, refuse, section
 from pipeline.storage import write_durably
@@ -49,8 +49,11 @@ def begin(loaded: LoadedSuite, folder: SweepFolder, dry_run: bool = False, updat
     checked = None if folder.begun else check(loaded, folder)
     if dry_run:
         return _show(loaded, folder, checked)
-    with folder.locked():
-        if checked:
+    with folder.locked(PROBE_S):
+        folder.take_up()
+        if checked and folder.begun:  # by another process, meanwhile
+            folder.refuse_other(loaded.suite, loaded.overrides)
+        elif checked:
             needed = jobs.with_needs(search.recipe, overrides, checked.lowest, "trial", 0)[:-1]
             executor = checked.lowest[-1].executor.name
             folder.begin(loaded.suite, SweepPlan(folder.path.name, executor, str(Path.cwd()), "", loaded.overrides, needed))
@@ -96,7 +99,9 @@ def _show(loaded: LoadedSuite, folder: SweepFolder, checked: CheckedSearch | Non
             values = [*_overrides(loaded.suite, loaded.overrides), *space.as_overrides(corner)]
             print(f"corner: recipe={search.recipe} {' '.join(values)}")
         return 0
-    outcomes = {each.name: each for each in _open(folder).study.trials()}
+    from launch.search.study import snapshot  # imports Optuna, an optional package
+
+    outcomes = {each.name: each for each in snapshot(folder.path, search)}
     for job in folder.plan.jobs:
         trial = outcomes.get(job.name)
         ending = f"  {trial.state}{'' if trial.value is None else f' {trial.value:.6g}'}" if trial else ""

@@ -63,6 +63,7 @@ class SearchLoop:
         """Take turns while one returns True. A Slurm that does not answer only delays the next one."""
         silent = False
         while True:
+            self.folder.refuse_cancelled()
             try:
                 if not turn():
                     return

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Mapping
+from decimal import Decimal
 from typing import Any, get_args
 
 from launch.search.config import ParameterConfig, SearchConfig
@@ -12,7 +13,6 @@ from pipeline.config import Recipe, config_tree, schema_validation
 
 MOST_CORNERS = 64
 """Most corners of a space that are checked. Of a larger space the two extreme ones are, and each end of each parameter."""
-SHARE = 1e-9  # of a step, by which a sum of steps may miss the upper end
 
 Values = Mapping[str, Any]
 """A value by dotted key of the recipe."""
@@ -66,11 +66,24 @@ def points(key: str, parameter: ParameterConfig) -> list[Any]:
     """Return the values of one parameter in a grid, ascending. Only for choices and ranges with a step."""
     if parameter.choices is not None:
         return parameter.choices
-    low, high, step = parameter.low, parameter.high, parameter.step
-    assert low is not None and high is not None and step is not None, "`checks.structure` requires them"
+    low, _, step = _decimals(parameter)
     whole = is_whole(key, parameter)
-    count = math.floor((high - low) / step + SHARE) + 1
-    return [number(low + i * step, whole) for i in range(count)]
+    return [number(float(low + i * step), whole) for i in range(count(parameter))]
+
+
+def count(parameter: ParameterConfig) -> int:
+    """Return the number of a parameter's values in a grid. Only for choices and ranges with a step."""
+    if parameter.choices is not None:
+        return len(parameter.choices)
+    low, high, step = _decimals(parameter)
+    return int((high - low) // step) + 1
+
+
+def _decimals(parameter: ParameterConfig) -> tuple[Decimal, Decimal, Decimal]:
+    """Return (low, high, step) of a range as written: in binary, three steps of 0.1 pass an upper end of 0.3."""
+    low, high, step = (None if each is None else Decimal(str(each)) for each in (parameter.low, parameter.high, parameter.step))
+    assert low is not None and high is not None and step is not None, "`structure` requires them"
+    return low, high, step
 
 
 def grid(search: SearchConfig) -> list[dict[str, Any]]:

@@ -86,7 +86,7 @@ def _range(where: str, key: str, parameter: ParameterConfig) -> Iterator[Problem
         yield Problem(f"{where}.low", "too-small", f"got {low:g}; expected above 0, since log is true")
     if parameter.log and step is not None:
         yield Problem(f"{where}.step", "contradiction", f"got {step:g}; expected null, as log is true. Try a list of choices")
-    if step is not None and step > high - low:
+    if step is not None and space.count(parameter) < 2:
         yield Problem(f"{where}.step", "too-large", f"got {step:g}; expected at most the range, {high - low:g}")
     if space.is_whole(key, parameter):
         for name, value in {"low": low, "high": high, "step": step}.items():
@@ -124,18 +124,11 @@ def _grid(search: SearchConfig) -> Iterator[Problem]:
         yield Problem(f"search.parameters.{key}.step", "missing-value", why)
     if without:
         return
-    size = math.prod(_count(parameter) for parameter in search.parameters.values())
+    size = math.prod(space.count(parameter) for parameter in search.parameters.values())
     if size > MOST_POINTS:
         yield Problem("search.sampler", "too-large", f"got a grid of {size:,} points; expected at most {MOST_POINTS:,}")
     elif search.trials not in (None, size):
         yield Problem("search.trials", "contradiction", f"got {search.trials}; expected null or {size}, the points of the grid")
-
-
-def _count(parameter: ParameterConfig) -> int:
-    if parameter.choices is not None:
-        return len(parameter.choices)
-    assert parameter.low is not None and parameter.high is not None and parameter.step is not None, "`_grid` has checked it"
-    return math.floor((parameter.high - parameter.low) / parameter.step) + 1
 
 
 def _pruner(search: SearchConfig) -> Iterator[Problem]:

@@ -1,12 +1,14 @@
 """Keep a search's trials in Optuna's study, a journal in the sweep's folder. The only module that imports Optuna.
 
-Whoever uses the study holds the lock of the sweep's folder, so one process writes at a time. The sampler is made anew for each
-trial, with a seed of its own, so a search that was killed draws on as one that was not.
+Whoever opens the study holds the lock of the sweep's folder, so one process writes at a time; others read a `snapshot`. The
+sampler is made anew for each trial, with a seed of its own, so a search that was killed draws on as one that was not.
 """
 
 from __future__ import annotations
 
 import math
+import shutil
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -142,6 +144,14 @@ class TrialStudy:
         if len(complete) < 2 or len({each.value for each in complete}) < 2:
             return {}
         return dict(optuna.importance.get_param_importances(self._study))
+
+
+def snapshot(folder: Path, search: SearchConfig) -> list[Trial]:
+    """Return the trials of a search that another process may be running: those in a copy of its journal."""
+    with tempfile.TemporaryDirectory() as copy:
+        if (folder / JOURNAL).exists():
+            shutil.copy(folder / JOURNAL, copy)
+        return TrialStudy(Path(copy), search, None).trials()
 
 
 def _trial(trial: Any) -> Trial:

@@ -91,4 +91,5 @@ class Users:
     def check_owner(self, user: User, owner: str) -> None:
         """Raise AccessError unless a run is the user's own, or the user is an admin."""
         if user.name != owner and not user.may("admin"):
-            raise AccessError(403, "no-access", f"got a run of {owner}; expected one of your own, or the role admin")
+            whose = owner or "no user of the service"
+            raise AccessError(403, "no-access", f"got a run of {whose}; expected one of your own, or the role admin")

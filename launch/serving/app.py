@@ -20,11 +20,20 @@ from launch.serving.pages import pages
 from launch.serving.routes import reading
 from launch.serving.run_cache import RunCache
 from launch.serving.settings import ServiceConfig
+from launch.serving.sweep_routes import Sweeps, sweeps
 from launch.slurm_client import SlurmError
 from pipeline.problems import HetstepError, Problem
 
 API = "/api/v1"
-STATUS = {"file-not-found": 404, "no-checkpoint": 404, "not-a-run": 404, "in-use": 409, "not-ended": 409, "unreachable": 503}
+STATUS = {
+    "file-not-found": 404,
+    "no-checkpoint": 404,
+    "not-a-run": 404,
+    "in-use": 409,
+    "run-exists": 409,
+    "not-ended": 409,
+    "unreachable": 503,
+}
 """The HTTP status of a problem; 422 for all others."""
 DESCRIPTION = "Submit and watch runs. Send the header `Authorization: Bearer TOKEN`."
 
@@ -33,14 +42,16 @@ def application(config: ServiceConfig, refused: Refused = lambda user, request, 
     """Return the service's application. refused: called for each request that is refused for want of access."""
     app = FastAPI(title="Hetstep", description=DESCRIPTION, docs_url=None, redoc_url=None, separate_input_output_schemas=False)
     app.state.users, app.state.runs, app.state.exports = Users(config), RunCache(config), Exports()
+    app.state.sweeps = Sweeps(app.state.runs)
     bearer = [Depends(HTTPBearer(auto_error=False))]  # for the OpenAPI page; `Authentication` checks the token
     app.include_router(reading, prefix=API, responses=REFUSED, dependencies=bearer)  # pyright: ignore[reportArgumentType]
     app.include_router(changing, prefix=API, dependencies=bearer)
+    app.include_router(sweeps, prefix=API, dependencies=bearer)
     app.include_router(pages)
 
     @app.exception_handler(AccessError)
     def no_access(request: Request, error: AccessError) -> Response:
-        if error.status == 403:
+        if error.status in (401, 403):
             user = request.state.user if hasattr(request.state, "user") else None
             refused(user.name if user else "", f"{request.method} {request.url.path}", str(error))
         return _answer(error.status, [Problem("", error.code, str(error))])
@@ -57,6 +68,11 @@ def application(config: ServiceConfig, refused: Refused = lambda user, request, 
     def malformed(request: Request, error: RequestValidationError) -> Response:
         found = [Problem(".".join(map(str, each["loc"])), "bad-format", each["msg"]) for each in error.errors()]
         return _answer(422, found)
+
+    @app.exception_handler(Exception)
+    def fault(request: Request, error: Exception) -> Response:
+        message = f"got {type(error).__name__} in the service; expected an answer. Try its log, which has the traceback"
+        return _answer(500, [Problem("", "unreadable", message)])
 
     @app.exception_handler(HTTPException)
     def no_route(request: Request, error: HTTPException) -> Response:

@@ -11,8 +11,8 @@ from launch.serving.answers import problems_body
 from launch.serving.limits import Application, Receive, Send
 from pipeline.problems import Problem
 
-OPEN = ("/login",)
-"""The paths that need no token."""
+OPEN = ("/login", "/logout")
+"""The paths that need no token: a browser's cookie does not count for POST, and signing out only forgets it."""
 COMMON = (
     (b"x-content-type-options", b"nosniff"),
     (b"x-frame-options", b"DENY"),

@@ -7,14 +7,18 @@ submitter, so the role `submitter` is as much as a login of that user.
 from __future__ import annotations
 
 import threading
+from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 from fastapi import APIRouter, Request
 
-from launch import audit_log, prepare, steering
+from launch import audit_log, steering
 from launch.api import evaluations, planning, submitting
-from launch.api.overrides import arguments
+from launch.api.overrides import arguments, naming_arguments
 from launch.api.training import Run
+from launch.evaluations import suites
+from launch.prepare import Prepared
 from launch.serving.access import AccessError, User
 from launch.serving.models import (
     ChangeAsked,
@@ -32,17 +36,19 @@ from launch.serving.models import (
 )
 from launch.serving.routes import runs, sender
 from launch.serving.run_cache import SEPARATOR
-from pipeline.config import Problem, RecipeError
+from pipeline.config import RECIPES, Problem, RecipeError, config_tree
 
 REFUSED = {status: {"model": ProblemsAnswer} for status in (401, 403, 404, 409, 413, 422)}
 """The answers of refused requests, for the OpenAPI page."""
 
 changing = APIRouter(responses=REFUSED)  # pyright: ignore[reportArgumentType]  # the type is of a wider dict
+SWEEPS = "sweeps"
+"""The folder in ROOT/USER with the sweeps that USER submits."""
 _submitting = threading.Lock()
 """Held while a run is submitted: two requests for the same folder follow one another."""
 
 
-def _checked(request: Request, run_id: str | None = None, changes: bool = True) -> User:
+def checked(request: Request, run_id: str | None = None, changes: bool = True) -> User:
     """Return the sender, who may submit, and may change this run. Raises AccessError."""
     user, users = sender(request), request.app.state.users
     users.check_role(user, "submitter", changes)
@@ -56,10 +62,18 @@ def _checked(request: Request, run_id: str | None = None, changes: bool = True) 
 def _own(request: Request, user: User, name: str, overrides: dict[str, Any]) -> tuple[str, dict[str, Any]]:
     """Return the id of a user's run, and the overrides with its folder. Raises AccessError."""
     _refuse_run_dir(overrides)
+    if name == SWEEPS:
+        raise RecipeError(Problem("name", "contradiction", f"got {SWEEPS}, the folder of your sweeps; expected another name"))
     folder = runs(request).root / user.name / name
     if not folder.resolve().is_relative_to(runs(request).root):
         raise AccessError(404, "not-a-run", "got a name whose folder is outside of the service's root; expected another name")
     return f"{user.name}{SEPARATOR}{name}", {**overrides, "run_dir": str(folder)}
+
+
+def refuse_file(key: str, name: str, folder: Path) -> None:
+    """Raise RecipeError unless a name is that of a file in a folder of recipes/, rather than in the service's own."""
+    if config_tree.find_file(name, folder, key).parent != folder:
+        raise RecipeError(Problem(key, "file-not-found", f"got '{name}', a file elsewhere; expected a name in {folder.name}/"))
 
 
 def _refuse_run_dir(overrides: dict[str, Any]) -> None:
@@ -70,11 +84,13 @@ def _refuse_run_dir(overrides: dict[str, Any]) -> None:
 @changing.post("/plans")
 def plan(request: Request, body: RecipeBody) -> PlanAnswer:
     """Return the plan of a recipe: memory, seconds, GPU-hours. Writes nothing."""
-    _checked(request, changes=False)
+    checked(request, changes=False)
+    refuse_file("recipe", body.recipe, RECIPES)
     made = planning.plan(body.recipe, body.overrides)
     return PlanAnswer(
         fits=made.fits,
-        problems=[*map(answer, (*made.problems, *made.site_problems))],
+        problems=[*map(answer, made.problems)],
+        site_problems=[*map(answer, made.site_problems)],
         warnings=list(made.warnings),
         gpus=made.gpus,
         step_seconds=made.step_seconds,
@@ -87,18 +103,20 @@ def plan(request: Request, body: RecipeBody) -> PlanAnswer:
 @changing.post("/runs", status_code=201)
 def submit(request: Request, body: SubmissionBody) -> Submitted:
     """Submit a recipe as a run of the sender, or continue it."""
-    user = _checked(request)
+    user = checked(request)
     run_id, overrides = _own(request, user, body.name, body.overrides)
+    refuse_file("recipe", body.recipe, RECIPES)
+    given = arguments(overrides, {})
     with _submitting:
-        _refuse_long(body.recipe, overrides)
-        run = submitting.submit(body.recipe, overrides)
+        prepared = submitting.prepared(body.recipe, given)
+        _refuse_long(prepared)
+        run = submitting.start(prepared, body.recipe, given)
     runs(request).forget(run_id)
     return Submitted(id=run_id, job_id=run.job_id, notes=list(run.notes))
 
 
-def _refuse_long(recipe: str, overrides: dict[str, Any]) -> None:
+def _refuse_long(prepared: Sequence[Prepared]) -> None:
     """Refuse a recipe whose needed recipes would run first, in this request, for there is no Slurm that queues them."""
-    prepared = prepare.prepare(recipe, arguments(overrides, {}), None)
     if len(prepared) > 1 and prepared[-1].executor.name != "slurm":
         message = f"got {len(prepared) - 1} needed recipes without Slurm; expected none. Try to submit them first"
         raise RecipeError(Problem("needs", "unsupported", message))
@@ -107,7 +125,7 @@ def _refuse_long(recipe: str, overrides: dict[str, Any]) -> None:
 @changing.post("/runs/{run_id}/cancel")
 def cancel(request: Request, run_id: str) -> dict[str, Any]:
     """Cancel a run, and return its state. Steps after its last checkpoint are lost."""
-    _checked(request, run_id)
+    checked(request, run_id)
     Run(runs(request).folder(run_id)).cancel()
     return _changed(request, run_id)
 
@@ -115,7 +133,7 @@ def cancel(request: Request, run_id: str) -> dict[str, Any]:
 @changing.post("/runs/{run_id}/stop", status_code=202)
 def stop(request: Request, run_id: str) -> dict[str, Any]:
     """Ask a run to save at the end of its step and to stop, and return its state. It stops later."""
-    _checked(request, run_id)
+    checked(request, run_id)
     run = Run(runs(request).folder(run_id))
     try:
         run.stop_and_save(timeout=0)
@@ -127,8 +145,9 @@ def stop(request: Request, run_id: str) -> dict[str, Any]:
 @changing.post("/runs/{run_id}/changes", status_code=202)
 def change(request: Request, run_id: str, body: ChangeBody) -> ChangeAsked:
     """Ask a live run for other values of its live keys. They take effect at the end of its step."""
-    _checked(request, run_id)
-    asked = steering.ask(runs(request).folder(run_id), arguments(body.overrides, {}))
+    checked(request, run_id)
+    with naming_arguments():
+        asked = steering.ask(runs(request).folder(run_id), arguments(body.overrides, {}))
     runs(request).forget(run_id)
     return ChangeAsked(number=asked.number)
 
@@ -136,7 +155,7 @@ def change(request: Request, run_id: str, body: ChangeBody) -> ChangeAsked:
 @changing.post("/runs/{run_id}/exports", status_code=202)
 def export(request: Request, run_id: str, body: ExportBody) -> ExportAnswer:
     """Start to write a checkpoint in Hugging Face format into the run's folder. GET of the same address returns its state."""
-    _checked(request, run_id)
+    checked(request, run_id)
     run = Run(runs(request).folder(run_id))
     return request.app.state.exports.start(run.folder, run.checkpoint(body.step).step, body.adapter)
 
@@ -144,8 +163,10 @@ def export(request: Request, run_id: str, body: ExportBody) -> ExportAnswer:
 @changing.post("/runs/{run_id}/evaluations", status_code=201)
 def evaluate(request: Request, run_id: str, body: EvaluationBody) -> EvaluationAnswer:
     """Submit the evaluation of a checkpoint of the run. GET of the same address returns the scores."""
-    _checked(request, run_id)
+    checked(request, run_id)
     _refuse_run_dir(body.overrides)
+    if body.suite and not body.suite.startswith(f"{suites.HARNESS}:"):
+        refuse_file("suite", body.suite, suites.SUITES)
     with _submitting:
         found = evaluations.evaluate(body.suite, body.overrides, run=runs(request).folder(run_id), step=body.step)
     runs(request).forget(run_id)

@@ -2,67 +2,86 @@
 
 from __future__ import annotations
 
+import fcntl
 import subprocess
 import sys
 import threading
-from dataclasses import dataclass
 from pathlib import Path
 
+from launch import audit_log
 from launch.executors.base import ROOT
 from launch.serving.models import ExportAnswer
 from pipeline.config import Problem, RecipeError
 
+KINDS = ("hf", "adapter")
 MAX_EXPORTS = 2
 """Exports at once."""
 LONGEST = 2000
 """Characters of a failed export's message."""
 
 
-@dataclass
-class _Export:
-    process: subprocess.Popen[bytes]
-    log: Path
-
-
 class Exports:
-    """The exports that this service has started, and those in the runs' folders."""
+    """The exports in the runs' folders. A process that writes one holds a lock of its log, whichever service started it."""
 
     def __init__(self) -> None:
-        self._started: dict[Path, _Export] = {}
+        self._started: list[subprocess.Popen[bytes]] = []
         self._lock = threading.Lock()
 
     def start(self, run: Path, step: int, adapter: bool) -> ExportAnswer:
         """Start an export, unless it goes on or exists. Raises RecipeError while MAX_EXPORTS go on."""
         folder = run / f"{'adapter' if adapter else 'hf'}_step_{step}"
         with self._lock:
-            if (found := self._state(folder)) and found.state != "failed":
+            if (found := _state(folder)) and found.state != "failed":
                 return found
-            if sum(each.process.poll() is None for each in self._started.values()) >= MAX_EXPORTS:
+            self._started = [each for each in self._started if each.poll() is None]
+            if len(self._started) >= MAX_EXPORTS:
                 raise RecipeError(Problem("step", "in-use", f"got {MAX_EXPORTS} exports that go on; expected fewer. Try later"))
-            log = run / f".{folder.name}.log"
             command = [sys.executable, str(ROOT / "launch/export.py"), f"run={run}", f"step={step}"]
             command += ["adapter=true"] if adapter else []
-            with log.open("wb") as output:
+            with _log(folder).open("wb") as output:
+                fcntl.flock(output, fcntl.LOCK_EX)  # which the process inherits with its output
                 process = subprocess.Popen(
-                    command, stdin=subprocess.DEVNULL, stdout=output, stderr=output, start_new_session=True
+                    command,
+                    stdin=subprocess.DEVNULL,
+                    stdout=output,
+                    stderr=output,
+                    start_new_session=True,
+                    env=audit_log.environment(),
                 )
-            self._started[folder] = _Export(process, log)
+            self._started.append(process)
         return ExportAnswer(folder=str(folder), state="running")
 
     def of(self, run: Path) -> list[ExportAnswer]:
         """Return the exports of a run, by folder."""
         with self._lock:
-            folders = {path for kind in ("hf", "adapter") for path in run.glob(f"{kind}_step_*")}
-            folders |= {folder for folder in self._started if folder.parent == run}
-            return [found for folder in sorted(folders) if (found := self._state(folder))]
+            folders = {path for kind in KINDS for path in run.glob(f"{kind}_step_*")}
+            folders |= {path.with_name(path.stem[1:]) for kind in KINDS for path in run.glob(f".{kind}_step_*.log")}
+            return [found for folder in sorted(folders) if (found := _state(folder))]
 
-    def _state(self, folder: Path) -> ExportAnswer | None:
-        started = self._started.get(folder)
-        if started and started.process.poll() is None:
-            return ExportAnswer(folder=str(folder), state="running")
-        if folder.is_dir():
-            return ExportAnswer(folder=str(folder), state="done")
-        if started:
-            why = started.log.read_text(errors="replace")[-LONGEST:] if started.log.exists() else ""
-            return ExportAnswer(folder=str(folder), state="failed", why=why.strip())
-        return None
+
+def _log(folder: Path) -> Path:
+    return folder.with_name(f".{folder.name}.log")
+
+
+def _state(folder: Path) -> ExportAnswer | None:
+    """Return the state of the export in a folder; None if nobody has asked for it."""
+    log = _log(folder)
+    if _is_locked(log):
+        return ExportAnswer(folder=str(folder), state="running")
+    if folder.is_dir():
+        return ExportAnswer(folder=str(folder), state="done")
+    if log.exists():
+        why = log.read_text(errors="replace")[-LONGEST:].strip()
+        return ExportAnswer(folder=str(folder), state="failed", why=why)
+    return None
+
+
+def _is_locked(log: Path) -> bool:
+    try:
+        with log.open("rb") as file:
+            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+            return False
+    except FileNotFoundError:
+        return False
+    except BlockingIOError:
+        return True

@@ -91,8 +91,9 @@ class SubmissionBody(RecipeBody):
 class PlanAnswer(BaseModel):
     """The plan of a recipe; figures that are not known are null."""
 
-    fits: bool
-    problems: list[ProblemAnswer]
+    fits: bool = Field(description="Whether there are neither problems nor warnings.")
+    problems: list[ProblemAnswer] = Field(description="What keeps the recipe from running anywhere.")
+    site_problems: list[ProblemAnswer] = Field(description="Files, folders and services that a run lacks here.")
     warnings: list[str]
     gpus: int
     step_seconds: float | None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 from urllib.parse import parse_qs
@@ -65,13 +65,24 @@ def logout() -> Response:
 
 @pages.get("/")
 def overview(request: Request) -> HTMLResponse:
-    """Return the list of runs, each with a link to its report."""
+    """Return the lists of runs and of sweeps, each with a link to its report."""
     header = ("run", "owner", *status.HEADER[:-1])
     user = sender(request)
     form = tag("form", tag("button", f"Sign out {user.name}", type="submit"), method="post", action="/logout")
-    return page(
-        "Runs", form, table(header, [_row(line) for line in runs(request).lines()]), tag("p", tag("a", "API", href="/docs"))
-    )
+    found = table(header, [_row(line) for line in runs(request).lines()])
+    return page("Runs", form, found, *_sweeps(request), tag("p", tag("a", "API", href="/docs")))
+
+
+def _sweeps(request: Request) -> Iterator[Html]:
+    """Yield the list of sweeps, each with a link to its report, if there are any."""
+    if found := request.app.state.sweeps.lines():
+        addresses = [request.app.url_path_for("sweep_report", sweep_id=each.id) for each in found]
+        rows = [
+            (tag("a", each.id, href=address), each.owner, each.state, each.summary)
+            for each, address in zip(found, addresses, strict=True)
+        ]
+        yield tag("h2", "Sweeps")
+        yield table(("sweep", "owner", "state", "outcome"), rows)
 
 
 def _row(line: dict[str, Any]) -> Sequence[object]:

@@ -25,8 +25,10 @@ from pipeline.config import RecipeError
 
 SEPARATOR = "~"
 """Between the folders of an id, in place of a slash."""
-ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,99}(~[A-Za-z0-9][A-Za-z0-9_.-]{0,99}){0,3}")
-"""The form of a run's id: its path below the root. No part begins with a dot."""
+DEPTH = 6
+"""Most levels from the root to a run: USER/sweeps/SUITE/ID/runs/NAME."""
+ID = re.compile(rf"[A-Za-z0-9][A-Za-z0-9_.-]{{0,99}}(~[A-Za-z0-9][A-Za-z0-9_.-]{{0,99}}){{0,{DEPTH - 1}}}")
+"""The form of an id of a run or a sweep: its path below the root. No part begins with a dot."""
 FILES = ("metrics.jsonl", "done.json", "job.json", "recipe.yaml", "attempts", "attempts/current", "checkpoints", "scores.json")
 """Files that change when a run that has ended is continued or scored."""
 MAX_REPORTS = 32
@@ -57,15 +59,25 @@ class RunCache:
 
     def ids(self) -> list[str]:
         """Return the ids of all runs. A folder with a name that is no id is left out."""
-        return self._kept(("", "ids"), lambda: ([*filter(ID.fullmatch, map(self._id, find(self.root)))], None))
+        return self.kept(("", "ids"), lambda: ([*filter(ID.fullmatch, map(self.id, find(self.root, DEPTH)))], None))
+
+    def id(self, folder: Path) -> str:
+        """Return the id of a folder below the root."""
+        return str(folder.relative_to(self.root)).replace("/", SEPARATOR)
 
     def folder(self, run_id: str) -> Path:
         """Return the folder of a run. Raises AccessError with 404 for what is no run below the root."""
-        if ID.fullmatch(run_id):
-            path = self.root.joinpath(*run_id.split(SEPARATOR))
-            if (path / "recipe.yaml").is_file() and path.resolve().is_relative_to(self.root):
-                return path
+        if path := self.below(run_id, "recipe.yaml"):
+            return path
         raise AccessError(404, "not-a-run", "got an id that is no run's; expected one of GET /api/v1/runs")
+
+    def below(self, given: str, *marks: str) -> Path | None:
+        """Return the folder of an id, if it is below the root and has one of the files `marks`; None otherwise."""
+        if ID.fullmatch(given):
+            path = self.root.joinpath(*given.split(SEPARATOR))
+            if any((path / mark).is_file() for mark in marks) and path.resolve().is_relative_to(self.root):
+                return path
+        return None
 
     def owner(self, run_id: str) -> str:
         """Return the user whose run it is: those in ROOT/USER are USER's. "" for a run that only an admin may change."""
@@ -100,7 +112,7 @@ class RunCache:
             return report.page(labelled, states), mark if states[0].name in ENDED else None
 
         self._drop_reports()
-        return self._kept((run_id, "report"), written, folder)
+        return self.kept((run_id, "report"), written, folder)
 
     def forget(self, run_id: str) -> None:
         """Drop what is known of a run that has just been changed, and the listing."""
@@ -117,9 +129,6 @@ class RunCache:
 
     # ---- caching --------------------------------------------------------------------------------------------------------
 
-    def _id(self, folder: Path) -> str:
-        return str(folder.relative_to(self.root)).replace("/", SEPARATOR)
-
     def _summary(self, run_id: str, kind: str, summarize: Callable[..., dict[str, Any]]) -> dict[str, Any]:
         folder = self.folder(run_id)
 
@@ -129,14 +138,15 @@ class RunCache:
             try:
                 run = RunFolder.at(folder)
                 found |= summarize(run, run_state.state(run))
-            except (RecipeError, OSError) as error:
-                found |= {"folder": str(folder), "state": "unknown", "why": str(error)}
+            except Exception as error:  # damaged files of one run do not hide the others
+                why = str(error) if isinstance(error, RecipeError | OSError) else f"{type(error).__name__}: {error}"
+                found |= {"folder": str(folder), "state": "unknown", "why": why}
             may_change = found["state"] not in ENDED or bool(found.get("evaluations"))  # evaluations go on after a run's end
             return status.plain_values(found), None if may_change else mark
 
-        return self._kept((run_id, kind), made, folder)
+        return self.kept((run_id, kind), made, folder)
 
-    def _kept(
+    def kept(
         self, key: tuple[str, str], make: Callable[[], tuple[Value, tuple[Any, ...] | None]], folder: Path | None = None
     ) -> Value:
         """Return the value of a key, made anew if it is old, or if the run's files have changed since."""

@@ -5,6 +5,7 @@
       sweep.json     jobs, executor, folders        verdict.json          the outcome of every gate
       jobs.jsonl     a line per submission          junit.xml, report.md, report.html
       runs/<run>-<seed>/                            the run folders
+      cancelled      present after `SweepRun.cancel`, until the sweep is continued
 A job's state comes from Slurm and its run folder, never from the sweep's folder, so a killed process loses nothing.
 """
 
@@ -28,6 +29,8 @@ from launch.sweeps.suite import Suite
 from pipeline.config import Problem, RecipeError
 from pipeline.storage import listed, write_durably
 
+CANCELLED = "cancelled"
+"""The file whose presence ends the process that works on the sweep."""
 SETTLE_S = 5.0
 """How late done.json may appear on a shared file system, after the job has ended."""
 PROBE_S = 2.0
@@ -148,6 +151,29 @@ class SweepFolder:
             raise RecipeError(folder_lock.unwritable(self.path, "folder", error)) from None
         with folder_lock.held(self.path, "folder", wait_s):
             yield
+
+    # ---- cancelling -----------------------------------------------------------------------------------------------------
+
+    @property
+    def cancelled(self) -> bool:
+        """Return whether somebody has cancelled the sweep since it was last begun or continued."""
+        return (self.path / CANCELLED).exists()
+
+    def cancel(self) -> None:
+        """Have the process that works on the sweep, here or elsewhere, submit nothing more and end."""
+        write_durably(self.path / CANCELLED, "cancelled; the same command continues the sweep\n")
+
+    def take_up(self) -> None:
+        """Forget that the sweep was cancelled, since it goes on. The caller holds the lock."""
+        (self.path / CANCELLED).unlink(missing_ok=True)
+
+    def refuse_cancelled(self) -> None:
+        """Raise RecipeError if the sweep has been cancelled."""
+        if self.cancelled:
+            message = (
+                f"got {self.path}, which was cancelled; expected a sweep that goes on. Try the same command, to continue it"
+            )
+            raise RecipeError(Problem("id", "not-running", message))
 
     # ---- submissions ----------------------------------------------------------------------------------------------------
 

@@ -40,6 +40,7 @@ def due(job_states: list[JobState], retries: int) -> list[JobState]:
 
 def start(folder: SweepFolder, job_state: JobState, after: tuple[str, ...] = (), behind: tuple[str, ...] = ()) -> str:
     """Submit one job, and return its id. The output of submit.py goes into submit.log. Raises RecipeError."""
+    folder.refuse_cancelled()
     job = job_state.job
     why = why_failed(job_state) if job_state.state == "failed" else []
     prepared = prepare(job.recipe, job.overrides)[-1]
@@ -79,7 +80,9 @@ def submit_all(folder: SweepFolder, todo: list[JobState], live: list[JobState]) 
 def submit_check(folder: SweepFolder, waits_for: list[str]) -> str:
     """Submit the job that checks the gates when all others have ended, and return its id. Raises RecipeError."""
     suite, plan = folder.suite, folder.plan
-    first = next(iter(config.components(config.read(Path(plan.jobs[-1].run_dir) / "recipe.yaml")).values()))
+    recipes = (Path(job.run_dir) / "recipe.yaml" for job in plan.jobs if job.run is not None)
+    submitted = next(path for path in recipes if path.exists())  # not all are, if a needed run has failed for good
+    first = next(iter(config.components(config.read(submitted)).values()))
     options = {
         "job-name": f"{suite.name}-check",
         "output": folder.path / "check.log",
@@ -117,6 +120,7 @@ def run_here(folder: SweepFolder) -> None:
     suite = folder.suite
     printed: dict[str, str] = {}
     while True:
+        folder.refuse_cancelled()
         job_states = folder.job_states(Queue("local"))
         print_changes(job_states, printed)
         live = [each for each in job_states if each.state == "live"]

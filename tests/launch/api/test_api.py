@@ -103,6 +103,16 @@ def test_values_that_no_recipe_holds_are_refused(overrides, code):
     assert error.value.codes == (code,)
 
 
+def test_a_problem_names_the_argument_of_the_call():
+    with pytest.raises(hetstep.RecipeError) as error:
+        hetstep.recipe("tiny_sft", {"sft": {"max_num_stepz": 3}}, policy__precision="float99")
+    assert [each.origin for each in error.value.problems] == ["the argument overrides", "the argument policy__precision"]
+    assert str(error.value).startswith("the argument overrides: sft.max_num_stepz: ")
+    with pytest.raises(hetstep.RecipeError) as error:
+        hetstep.sweep("tiny", no_such__key=1)
+    assert [each.origin for each in error.value.problems] == ["the argument no_such__key"]
+
+
 def test_all_errors_are_of_one_family(tmp_path):
     for call in (
         lambda: hetstep.recipe("tiny_sfd"),

@@ -77,7 +77,14 @@ def test_whole_numbers_are_those_of_the_schema():
     assert [type(each) for each in space.ends("grpo.num_prompts_per_step", ParameterConfig(2, 8))] == [int, int]
     assert [type(each) for each in space.ends(KL, ParameterConfig(0, 1))] == [float, float]
     assert not space.is_whole(LR, ParameterConfig(0, 1)) and space.is_whole(LR, ParameterConfig(0, 4, step=2))
-    assert space.points(KL, ParameterConfig(0, 0.3, step=0.1)) == pytest.approx([0, 0.1, 0.2, 0.3])
+
+
+@pytest.mark.parametrize(("low", "high", "step", "points"), [(0, 0.3, 0.1, [0, 0.1, 0.2, 0.3]), (0.1, 0.3, 0.2, [0.1, 0.3])])
+def test_a_grid_has_both_ends_as_they_are_written(tmp_path, low, high, step, points):
+    """In binary 3 * 0.1 is above 0.3, 0.3 / 0.1 below 3, and 0.3 - 0.1 below 0.2."""
+    path = write_search(tmp_path, parameters={KL: {"low": low, "high": high, "step": step}}, trials=len(points))
+    search = suite.load(str(path)).suite.search
+    assert search is not None and space.points(KL, search.parameters[KL]) == points
 
 
 def test_a_large_space_is_checked_at_each_end_of_each_parameter():

@@ -1,10 +1,13 @@
 """The sweep command with a search of trivial runs: complete, pruned, failed, killed and gone on."""
 
+import contextlib
 import json
 import os
 import signal
+import time
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from unittest.mock import Mock
 
 import pytest
@@ -122,11 +125,41 @@ def test_what_a_killed_process_left_is_taken_up(tmp_path, here, monkeypatch):
         journal.write('{"op_code": 5, "worker')
     (folder.path / f"{JOURNAL}.lock").symlink_to(JOURNAL)
 
+    before = (folder.path / JOURNAL).read_bytes()
+    status, output = here(f"sweep={path}", "id=x", "dry_run=true")  # as if that process were alive
+    assert status == 0 and "trial-0000: " in output and output.rstrip().endswith("running")
+    assert (folder.path / JOURNAL).read_bytes() == before and (folder.path / f"{JOURNAL}.lock").is_symlink()
+
     status, output = here(f"sweep={path}", "id=x")
     assert status == 0, output
     assert trials(folder.path) == [("complete", 1.0, 4.0), ("complete", 2.0, 8.0), ("complete", 4.0, 16.0)]
     assert starts(folder.path) == [1, 1, 1] and len(submitted(folder.path)) == 3
     assert [each["name"] for each in json.loads((folder.path / "verdict.json").read_text())["trials"]][2] == "trial-0003"
+
+
+def test_a_search_waits_for_one_who_only_looks(tmp_path, here, monkeypatch):
+    """A program that asks whether anybody works on a sweep holds its lock for a moment."""
+    looking = contextlib.ExitStack()
+    looking.enter_context(SweepFolder(tmp_path / "sweeps/some/x").locked())
+    clock = SimpleNamespace(monotonic=time.monotonic, sleep=lambda seconds: looking.close())
+    monkeypatch.setattr("launch.folder_lock.time", clock)
+    assert here(f"sweep={write_search(tmp_path, parameters={LR: [1.0]})}", "id=x")[0] == 0
+
+
+@pytest.mark.full
+def test_a_cancelled_search_submits_nothing_more_and_goes_on_later(tmp_path, here):
+    path = write_search(tmp_path, parameters={LR: [0.5, 1.0]})  # 0.5 waits to be asked
+    folder = tmp_path / "sweeps/some/x"
+    process = launch(f"sweep={path}", "id=x", env=environment(HETSTEP_TEST_TASK="tests.launch.search.tasks:climb"))
+    wait_until(lambda: [*folder.glob("runs/trial-0000/starts")], "the first trial", 120)
+    run = api.SweepRun(folder)
+    assert run.state() == "running" and run.cancel() == "cancelled"
+    output, _ = process.communicate(timeout=60)
+    assert process.returncode == 2 and "which was cancelled" in output
+    assert run.states() == {"trial-0000": "failed"}
+    status, output = here(f"sweep={path}", "id=x")
+    assert status == 0, output
+    assert [each[0] for each in trials(folder)] == ["failed", "complete"] and run.state() == run.cancel() == "passed"
 
 
 @pytest.mark.full

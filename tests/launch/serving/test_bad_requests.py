@@ -117,6 +117,20 @@ def test_a_thousand_bad_requests(root):
     assert everything(root.parent) == before
 
 
+def test_a_file_where_the_service_runs_is_no_recipe(root, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "mine.yaml").write_text("secret: 3\n")
+    with TestClient(application(settings(root))) as client:
+        for name in ("mine", "mine.yaml"):
+            for path, body in (
+                ("plans", {"recipe": name}),
+                ("runs", {"recipe": name, "name": "x"}),
+                ("runs/sam~first/evaluations", {"suite": name}),
+            ):
+                answer = client.post(f"/api/v1/{path}", json=body, headers=bearer("sam"))
+                assert answer.status_code == 404 and "secret" not in answer.text, answer.text
+
+
 def test_a_service_that_only_reads_refuses_changes(root):
     with TestClient(application(settings(root, writable=False))) as client:
         for name in ("sam", "ada"):

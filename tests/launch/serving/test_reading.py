@@ -80,6 +80,8 @@ def test_pages_for_a_browser(root):
         assert "train/reward" in browser.get("/runs/sam~first/report").text
         assert len(browser.get("/runs/sam~first/plotly.min.js").content) > 1 << 20
         assert browser.post("/api/v1/runs/sam~first/cancel").status_code == 401  # a cookie changes nothing
+        assert browser.post("/logout", headers=html).headers["location"] == "/login"
+        assert browser.get("/", headers=html).headers["location"] == "/login"  # the cookie has gone
 
 
 def test_a_live_run_is_read_anew_and_an_ended_one_when_its_files_change(root):
@@ -97,7 +99,13 @@ def test_a_live_run_is_read_anew_and_an_ended_one_when_its_files_change(root):
     assert at_once.line("third")["step"] == 5
 
 
-def test_a_run_that_cannot_be_read_does_not_hide_the_others(client, root):
-    (root / "sue/second/recipe.yaml").write_text("{")
-    found = {each["id"]: each for each in client.get("/api/v1/runs").json()["runs"]}
-    assert found["sue~second"]["state"] == "unknown" and found["sam~first"]["step"] == 5
+@pytest.mark.parametrize(("name", "content"), [("recipe.yaml", b"{"), ("recipe.yaml", b"\xff\xfe"), ("job.json", b"{")])
+def test_a_run_that_cannot_be_read_does_not_hide_the_others(root, name: str, content: bytes):
+    (root / "sue/second" / name).write_bytes(content)
+    with TestClient(application(settings(root)), headers=bearer("vera"), raise_server_exceptions=False) as client:
+        found = {each["id"]: each for each in client.get("/api/v1/runs").json()["runs"]}
+        assert found["sue~second"]["state"] == "unknown" and found["sue~second"]["why"] and found["sam~first"]["step"] == 5
+        assert client.get("/api/v1/runs/sue~second").json()["state"] == "unknown"
+        assert "sam~first" in client.get("/").text
+        report = client.get("/runs/sue~second/report")
+        assert report.status_code in (422, 500) and report.json()["problems"]

@@ -1,10 +1,14 @@
 """Refused requests are lines of the audit log, but not so many that they fill a disk."""
 
 import json
+import os
+import subprocess
+import sys
 
 from fastapi.testclient import TestClient
 
 from launch import audit_log
+from launch.executors.base import ROOT
 from launch.serving.app import application
 from launch.serving.refusals import RefusalLog
 from tests.launch import made_runs
@@ -20,10 +24,12 @@ def test_refused_requests_are_recorded(tmp_path):
     with TestClient(application(settings(tmp_path), RefusalLog(tmp_path).record)) as client:
         client.get("/api/v1/runs", headers={"Authorization": "Bearer wrong"})
         client.post("/api/v1/runs/sue~second/cancel", headers=bearer("sam"))
-    unknown, others = [line["details"] for line in lines(tmp_path)]
+        client.post("/login", data={"token": "wrong"})
+    unknown, others, signing_in = [line["details"] for line in lines(tmp_path)]
     assert (unknown["requested_by"], unknown["request"]) == (None, "GET /api/v1/runs")
     assert (others["requested_by"], others["request"]) == ("sam", "POST /api/v1/runs/sue~second/cancel")
     assert "a run of sue" in others["why"]
+    assert (signing_in["requested_by"], signing_in["request"]) == (None, "POST /login")
 
 
 def test_a_flood_is_counted(tmp_path):
@@ -44,3 +50,16 @@ def test_a_line_names_the_user_of_the_service(tmp_path):
     audit_log.record("submit", tmp_path / "run", {}, tmp_path)
     first, second = lines(tmp_path)
     assert first["details"] == {"requested_by": "sam"} and second["details"] == {}
+
+
+def test_a_process_that_a_request_starts_names_the_user_too(tmp_path):
+    token = audit_log.requested_by.set("sam")
+    try:
+        environment = audit_log.environment()
+    finally:
+        audit_log.requested_by.reset(token)
+    program = "import sys; from pathlib import Path; from launch import audit_log; "
+    program += "audit_log.record('export', 'x', {}, Path(sys.argv[1]))"
+    subprocess.run([sys.executable, "-c", program, str(tmp_path)], env=environment, check=True, cwd=ROOT)
+    assert [line["details"] for line in lines(tmp_path)] == [{"requested_by": "sam"}]
+    assert audit_log.environment() == os.environ

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from launch.api.sweeps import SweepRun
 from tests.launch.sweeps.suites import environment, known, launch, outcomes, submitted, sweep, write_suite
 from tests.launch.waiting import wait_until
 
@@ -92,6 +93,21 @@ def test_a_cancelled_check_is_reported_and_the_same_command_judges(slurm_cluster
     status, output = sweep(*command, "wait=true", env=env)
     assert status == 0, output
     assert sorted(submitted(folder)) == ["a-1", "b-1"]
+
+
+@pytest.mark.full
+def test_a_cancelled_sweep_leaves_no_job_and_goes_on_later(slurm_cluster, tmp_path, monkeypatch):
+    command = [f"sweep={write_suite(tmp_path, **SUITE)}", "id=x", *ON_SLURM]
+    folder = tmp_path / "sweeps/some/x"
+    status, output = sweep(*command, env=environment(slurm_cluster.env, HETSTEP_TEST_SLEEP="600"))
+    assert status == 0, output
+    slurm_cluster.enter(monkeypatch)
+    run = SweepRun(folder)
+    assert run.state() == "running" and run.cancel() == "cancelled"
+    env = environment(slurm_cluster.env)
+    assert {job["JobState"] for job in of(folder, env)} == {"CANCELLED"} and len(of(folder, env)) == 3
+    status, output = sweep(*command, "wait=true", env=env)
+    assert status == 0 and run.state() == "passed", output
 
 
 @pytest.mark.long
