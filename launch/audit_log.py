@@ -138,13 +138,13 @@ def folder_for(given: str, run_dir: Path) -> Path | None:
     """Return the folder of the log for a run folder. given: the value of `cluster.audit`.
 
     For `auto` it is the highest folder above the run that is named `runs`, else the folder that holds the run's; of these the
-    first that this user may write, else the run's own. A run inside another run's folder, such as an evaluation, has that run's
-    log.
+    first that has a log or that this user may write, else the run's own. A run inside another run's folder, such as an
+    evaluation, has that run's log.
     """
     if given == AUDIT_NONE:
         return None
     if given != AUDIT_AUTO:
-        return Path(given)
+        return Path(given).absolute()
     run_dir = run_dir.absolute()
     above = [each for each in list(run_dir.parents)[:DEPTH] if os.path.isfile(each / "recipe.yaml")]
     top = above[-1] if above else run_dir
@@ -252,7 +252,7 @@ def _recovered(folder: Path, log: int, head: int) -> tuple[int, str]:
         entry = json.loads(last) if last else {"number": 0, "hash": FIRST}
         is_whole = not last or (hash_of(entry) == entry["hash"] and as_line(entry) == last)
         at = (int(entry["number"]), str(entry["hash"])) if is_whole else NOWHERE
-    except (ValueError, KeyError, TypeError):
+    except (ValueError, KeyError, TypeError, RecursionError):
         found, at = Head(), NOWHERE
     if found.begun is not None and at == found.begun:
         _cut(log)

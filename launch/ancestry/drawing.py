@@ -59,6 +59,7 @@ def _places(found: Lineage, keys: list[str]) -> dict[str, tuple[int, int]]:
 
     def of(key: str) -> int:
         if key not in depth:
+            depth[key] = 0  # ends a circle
             depth[key] = 1 + max((of(parent) for parent in found.parents.get(key, ()) if parent in inside), default=-1)
         return depth[key]
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -19,7 +19,7 @@ from launch.evaluations import tables
 from launch.run_folder import RunFolder, find
 from pipeline import checkpoint, lineage
 from pipeline.config import RecipeError
-from pipeline.lineage import EXPORTS, FOLDER, HASHES, MARK, FileState
+from pipeline.lineage import FOLDER, HASHES, MARK, FileState
 
 Kind = Literal["data", "model", "prompt", "image", "run", "evaluation", "checkpoint", "export"]
 INSIDE = "evaluations/*/step_*/recipe.yaml"
@@ -41,7 +41,7 @@ class Node:
 
 @dataclass
 class Lineage:
-    """A graph without circles."""
+    """A graph, with a circle only where an export has the weights of a model that its own run was made from."""
 
     nodes: dict[str, Node] = field(default_factory=dict)
     parents: dict[str, dict[str, str]] = field(default_factory=dict)  # key -> key of what it was made from -> as what
@@ -69,9 +69,10 @@ class Lineage:
         edges = self.children if down else self.parents
         reached: dict[str, str] = {}
         queue = list(dict.fromkeys(begin))
+        first = set(queue)
         for key in queue:
             for other in edges.get(key, ()):
-                if other not in reached and other not in queue:
+                if other not in reached and other not in first:
                     reached[other] = key
                     queue.append(other)
         return reached
@@ -99,7 +100,7 @@ def _add_outputs(found: Lineage, run_dir: Path) -> None:
         if checkpoint.NAME.fullmatch(folder.name) and (folder / checkpoint.COMPLETE).exists():
             own = lineage.origin_of(folder) or {}
             found.link(run, _checkpoint(found, own, run.label, str(folder)), "made by")
-    for line in _lines(run_dir / FOLDER / EXPORTS):
+    for line in lineage.read_exports(run_dir):
         record = _json(Path(line["path"]) / MARK) or line
         made = _export(found, record, run.label, line["path"] if Path(line["path"]).exists() else None)
         origin = _checkpoint(found, line["checkpoint"], run.label, None)
@@ -247,10 +248,3 @@ def _json(path: Path) -> Any:
         return json.loads(path.read_text())
     except (OSError, ValueError):
         return None
-
-
-def _lines(path: Path) -> Iterator[dict[str, Any]]:
-    try:
-        yield from map(json.loads, path.read_text().split("\n")[:-1])
-    except OSError:
-        return

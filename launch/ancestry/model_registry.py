@@ -19,7 +19,6 @@ from typing import Any, Literal, get_args
 
 from launch import shared_files
 from launch.ancestry import graph, search
-from launch.ancestry.inputs import is_weights
 from launch.audit_log import Action, as_record, folder_for, record
 from launch.evaluations import tables
 from launch.executors.base import write_json
@@ -30,6 +29,7 @@ from pipeline.config.cluster import AUDIT_AUTO
 from pipeline.config.data import NAME
 from pipeline.lineage import MARK, HashCache
 from pipeline.storage import user_name
+from pipeline.verification import WITHOUT_DIGEST
 
 Stage = Literal["candidate", "production", "retired"]
 STAGES: tuple[str, ...] = get_args(Stage)
@@ -179,8 +179,8 @@ def changes(folder: Path, files: dict[str, str], cache: HashCache) -> list[str]:
                 found.append(f"{name} was changed")
         except OSError:
             found.append(f"{name} is missing")
-    there = {os.path.relpath(state.path, folder) for state in lineage.states(folder) if is_weights(state.path)}
-    return [*found, *(f"{name} is new" for name in sorted(there - set(files)))]
+    there = {os.path.relpath(state.path, folder) for state in lineage.states(folder)}
+    return [*found, *(f"{name} is new" for name in sorted(there - {*files, *WITHOUT_DIGEST}))]
 
 
 def _changed(key: str, folder: Path, changed: list[str]) -> Problem:
