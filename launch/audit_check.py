@@ -55,7 +55,7 @@ def read(folder: Path) -> list[dict[str, Any]]:
     """
     data = _content(folder / LOG)
     if data is None:
-        raise RecipeError(Problem("root", "file-not-found", f"got {folder}, which has no {LOG}; expected a log"))
+        raise _no_log(folder)
     return [entry for _, entry in _entries(data) if entry is not None]
 
 
@@ -74,7 +74,7 @@ def verify(folder: Path) -> AuditCheck:
     own = _of_this_log(folder, entries, kept, notes)
     if data is None:
         if head is None and not own:
-            raise RecipeError(Problem("root", "file-not-found", f"got {folder}, which has no {LOG}; expected the folder of a log"))
+            raise _no_log(folder)
         findings.append(Finding(None, f"{LOG} is gone"))
     findings += _of_chain(entries)
     findings += _of_head(head, data or b"", entries, notes)
@@ -90,6 +90,10 @@ def _at_one_moment(folder: Path) -> tuple[bytes | None, bytes | None]:
         if _content(folder / HEAD) == head:
             break
     return data, head
+
+
+def _no_log(folder: Path) -> RecipeError:
+    return RecipeError(Problem("root", "file-not-found", f"got {folder}, which has no {LOG}; expected the folder of a log"))
 
 
 def _content(path: Path) -> bytes | None:

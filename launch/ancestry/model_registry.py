@@ -106,9 +106,11 @@ class Registry:
     def promote(self, name: str, number: int, stage: Stage) -> dict[str, Any]:
         """Put a version into a stage, and return it. Production retires the version that was there.
 
-        Raises RecipeError if there is no such version, if it is in that stage, or if it is to go into production and its files
-        are not as they were exported.
+        Raises RecipeError if there is no such version or stage, if it is in that stage, or if it is to go into production and
+        its files are not as they were exported.
         """
+        if stage not in STAGES:
+            raise RecipeError(Problem("stage", "not-a-choice", f"got {stage}; expected {', '.join(STAGES)}"))
         found = self.version(name, number)
         if found["stage"] == stage:
             why = f"got {stage}, where version {number} of {name} is; expected another stage"
