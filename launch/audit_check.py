@@ -20,7 +20,7 @@ TEXTS = ("action", "hash", "host", "previous", "subject", "time", "user")
 FIELDS = {**dict.fromkeys(TEXTS, str), "number": int, "details": dict}
 """The type of each value of an entry."""
 RECEIPT = {"folder": str, "number": int, "hash": str}
-TRIES = 20
+TRIES = 100
 """How often the log is read again because somebody wrote to it meanwhile."""
 INSIDE = "evaluations/*/step_*"
 """Run folders inside a run folder."""

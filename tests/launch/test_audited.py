@@ -15,6 +15,8 @@ from launch.attempts import latest
 from launch.audit_check import verify
 from launch.executors.local import start_time
 from launch.executors.record import JobRecord, write_record
+from launch.executors.slurm import HetSlurmExecutor
+from pipeline.config import ClusterConfig, ComponentConfig
 from tests.launch import made_runs, tasks
 from tests.launch.api.test_api import submitted
 from tests.launch.test_submit import command, here, interruptible  # noqa: F401 fixtures
@@ -63,6 +65,27 @@ def test_a_refused_access_is_recorded(here, command):  # noqa: F811
     assert line["action"] == "refuse" and "belongs to" in line["details"]["why"][0]
 
 
+def denied_to_nobody(action) -> bool:
+    """Return whether an action raises permission-denied in a process of the user nobody."""
+    if not (child := os.fork()):
+        os.setgid(65534)
+        os.setuid(65534)
+        try:
+            action()
+        except hetstep.RecipeError as error:
+            os._exit(3 if error.codes == ("permission-denied",) else 1)
+        finally:
+            os._exit(2)
+    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 3
+
+
+def of_nobody(folder: Path) -> list[str]:
+    """Return the actions on a run that the log has of the user nobody."""
+    assert not verify(folder.parent).findings
+    lines = [json.loads(line) for line in (folder.parent / audit_log.LOG).read_text().splitlines()]
+    return [line["action"] for line in lines if (line["user"], line["subject"]) == ("nobody", str(folder))]
+
+
 @pytest.fixture
 def roots_run():
     """A run of root that goes on, in a folder whose log everybody may write, and its job, a process that waits."""
@@ -98,20 +121,21 @@ def test_a_refused_action_of_another_user_is_recorded(roots_run, what):
         folder.chmod(0o700)
     elif what == "change":
         steering.ask(folder, ["grpo.max_num_steps=60"])  # imports what the other user may not read
-    if not (child := os.fork()):
-        os.setgid(65534)
-        os.setuid(65534)
-        try:
-            actions[what]()
-        except hetstep.RecipeError as error:
-            os._exit(3 if error.codes == ("permission-denied",) else 1)
-        finally:
-            os._exit(2)
-    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 3
-    lines = [json.loads(line) for line in (folder.parent / audit_log.LOG).read_text().splitlines()]
-    own = [(line["action"], line["subject"]) for line in lines if line["user"] == "nobody"]
-    assert own == [*([(what, str(folder))] if what != "read" else []), ("refuse", str(folder))]
-    assert not verify(folder.parent).findings
+    assert denied_to_nobody(actions[what])
+    assert of_nobody(folder) == (["refuse"] if what == "read" else [what, "refuse"])
+
+
+@pytest.mark.slurm
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can be another user")
+def test_a_cancellation_that_slurm_refuses_is_recorded(roots_run, slurm_cluster, monkeypatch):
+    folder, _ = roots_run
+    slurm_cluster.enter(monkeypatch)
+    components = {"train": ComponentConfig(cpus_per_task=1)}
+    executor = HetSlurmExecutor(folder, "stand_in", ClusterConfig(time_min=5), components)
+    job = executor.submit(tasks.save_on_request, str(folder))
+    assert denied_to_nobody(lambda: run_control.cancel(folder, job))
+    assert of_nobody(folder) == ["cancel", "refuse"]
+    assert run_control.cancel(folder, job).ended
 
 
 def test_a_stop_is_recorded_once_and_refused_if_it_cannot_be(tmp_path):
