@@ -1,7 +1,8 @@
 """Encrypt lines one by one, for a file of JSON lines that grows: each has AES-256-GCM with its own random nonce.
 
 A line is `{"encrypted": FINGERPRINT, "line": BASE64}`. The file's name and the line's position are bound in, so that a line
-cannot be changed, moved or put into another file. Lines that are missing at the end are not noticed.
+cannot be changed, moved or put into a file of another name. Not noticed are lines that are missing at the end, plain ones, and
+those of a file of the same name elsewhere that begin at the same byte.
 """
 
 from __future__ import annotations

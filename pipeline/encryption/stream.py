@@ -6,7 +6,8 @@
 The file's own key is HKDF-SHA256(key, salt, file name), so nonces need be unique only within the file: the nonce is the number
 of the chunk and whether it is the last one. This is the STREAM construction (Hoang, Reyhanitabar, Rogaway, Vizar, 2015,
 https://eprint.iacr.org/2015/189, section 7), with a key for each file as in Tink's AES-GCM-HKDF streaming. The header is
-associated data of every chunk. A renamed file has another key, so it cannot stand for another one.
+associated data of every chunk. A renamed file has another key, so it cannot stand for another one. A file of the same name in
+another folder can; in a checkpoint the list of digests, sealed with the key, finds it (pipeline/verification.py).
 """
 
 from __future__ import annotations

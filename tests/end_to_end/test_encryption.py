@@ -1,10 +1,12 @@
 """Encrypted runs: the numbers of a plain run to the last bit, after a kill too, and nothing plain in the run folder."""
 
+import json
 import os
 import shutil
 import subprocess
 import sys
 
+import hetstep
 import pytest
 
 pytest.importorskip("cryptography")
@@ -16,12 +18,14 @@ from pipeline.boxes import whole
 from pipeline.checkpoint import ROLLOUTS, complete_in
 from pipeline.config import RecipeError
 from pipeline.encryption import is_encrypted, obtain
+from pipeline.evaluation.answers import read_answers
 from pipeline.metrics import read_rollouts
 from pipeline.train.shards import read_shards
 from tests.encryption.keys import key_file
 from tests.encryption.plain import holding
 from tests.end_to_end.runs import LOCAL, Fault, submit
 from tests.end_to_end.test_async import AHEAD, SLOW
+from tests.end_to_end.test_lineage import run as command
 
 SECTION = "checkpointing.encryption"
 
@@ -110,3 +114,27 @@ def test_rollouts_that_no_step_has_trained_on_are_encrypted_and_kept(tmp_path):
     assert resumed.status == 0, resumed.output
     assert any(line.get("async/resumed_rollouts_kept", 0) > 0 for line in resumed.metrics())
     assert holding(folder, secrets_of(folder, obtain(str(key_path), None, 1), text)) == []
+
+
+@pytest.mark.full
+def test_an_encrypted_checkpoint_is_evaluated(tmp_path, monkeypatch):
+    folder, text = tmp_path / "a run", os.urandom(32).hex()
+    key_path, keys = key_file(tmp_path / "key", text), ("checkpointing.save_consolidated=false", "cluster.executor=local")
+    small = ("sft.max_num_steps=2", "sft.val_at_end=false", "cluster.train.ranks_per_node=1")
+    command("submit", "recipe=tiny_sft", f"run_dir={folder}", *small, *keys, *encrypted_by(key_path))
+    asked = ("suite=tiny", f"run={folder}", "policy.generation.backend=transformers")
+    few = "evaluate.tasks.addition.data.max_samples=8"
+    wrong = key_file(tmp_path / "wrong", "ab" * 32)
+    refused = command("evaluate", *asked, few, f"{SECTION}.key_file={wrong}", status=1)
+    key = obtain(str(key_path), None, 1)
+    assert f"expected the one with fingerprint {key.fingerprint}" in refused
+    command("evaluate", *asked, few)
+    evaluation = hetstep.load(next(folder.glob("evaluations/tiny/step_*")))
+    assert evaluation.scores()["addition"].questions == 8
+    answers = evaluation.folder / "answers/addition.jsonl"
+    assert len(read_answers(answers, lambda: key)) == 8
+    assert all(set(json.loads(line)) == {"encrypted", "line"} for line in answers.read_text().splitlines())
+    assert holding(folder, [text.encode(), b'"question"', b"model.embed_tokens"]) == []
+    shutil.move(key_path, tmp_path / "moved")
+    monkeypatch.setenv(VARIABLE, str(tmp_path / "moved"))
+    assert [each.task for each in evaluation.compare(evaluation)] == ["addition"]

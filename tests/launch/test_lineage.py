@@ -1,6 +1,7 @@
 """Lineage follows inputs by their hashes, exports, renamed files, lineage from elsewhere, and the registry."""
 
 import json
+import multiprocessing
 import os
 import shutil
 from pathlib import Path
@@ -15,7 +16,7 @@ from launch.audit_check import verify
 from launch.evaluations import kept, suites
 from launch.evaluations.sources import Source
 from launch.evaluations.tables import SCORES
-from pipeline import config, lineage
+from pipeline import config, digests, lineage
 from pipeline.checkpoint import Checkpoints
 from pipeline.config import CheckpointingConfig
 from pipeline.lineage import FOLDER, HASHES, MARK, FileState, HashCache
@@ -250,6 +251,71 @@ def test_a_file_without_a_recorded_hash_is_hashed_when_asked_for(tmp_path):
     assert made_from(tmp_path / "runs", Path(copy)) == ["run sft"]
 
 
+def test_another_programs_lineage_json_is_no_origin(tmp_path):
+    base = model(tmp_path / "base", "weights")
+    for text in ('{"kind": "table"}', "[]", "{"):
+        (base / MARK).write_text(text)
+        assert lineage.origin_of(base) is None
+    made(tmp_path / "runs/sft", "tiny_sft", "policy.random_init=false", f"policy.model_name={base}")
+    assert made_from(tmp_path / "runs", base) == ["run sft"]
+
+
+def test_files_that_cannot_be_read_are_left_out(runs, tmp_path):
+    (runs / "sft" / FOLDER / HASHES).unlink()
+    (runs / "sft" / FOLDER / HASHES).mkdir()  # as unreadable as another user's, for whoever runs this test
+    exports = lineage.exports_of(runs / "grpo")
+    exports.write_text(f"\0\n[]\n{exports.read_text()}" + '{"half": "of a li')
+    assert made_from(runs, tmp_path / "prompts.jsonl") == everything(runs)[2:]
+    exported(runs / "grpo", saved(runs / "grpo", 9, "later weights"), tmp_path / "later_model")
+    assert "export hf of grpo, step 9" in made_from(runs, tmp_path / "prompts.jsonl")
+
+
+def test_an_export_in_its_run_moves_with_it(runs, tmp_path):
+    exported(runs / "sft", saved(runs / "sft", 20, "later weights"), runs / "sft/hf_step_20")
+    runs.rename(tmp_path / "moved")
+    found = graph.read(tmp_path / "moved")
+    (node,) = (node for node in found.nodes.values() if node.label == "hf of sft, step 20")
+    assert node.path == str(tmp_path / "moved/sft/hf_step_20")
+
+
+def _export_often(run: Path, checkpoint, out: Path) -> None:
+    for _ in range(10):
+        records.write(run, checkpoint, out, "hf", None)
+
+
+def test_exports_of_a_run_at_once_all_count(tmp_path):
+    run = made_runs.folder(tmp_path / "runs/sft", "tiny_sft")
+    given = (run, saved(run, 1, "weights"), model(tmp_path / "out", "weights"))
+    writers = [multiprocessing.get_context("fork").Process(target=_export_often, args=given) for _ in range(3)]
+    for writer in writers:
+        writer.start()
+    for writer in writers:
+        writer.join()
+    assert len(list(lineage.read_exports(run))) == lineage.exports_of(run).read_text().count("\n") == 30
+
+
+def test_an_export_that_lists_its_digests_is_not_read_again(tmp_path, monkeypatch):
+    run = made_runs.folder(tmp_path / "runs/sft", "tiny_sft")
+    inputs.write(config.read(run / "recipe.yaml"), run)
+    checkpoint, out = saved(run, 1, "weights"), model(tmp_path / "out", "weights")
+    (out / "README.md").write_text("a card")
+    listed = digests.add_manifest(out, {}, ("README.md",))
+    monkeypatch.setattr(lineage, "sha256", None)
+    records.write(run, checkpoint, out, "hf", None)
+    assert json.loads((out / MARK).read_text())["files"] == listed and len(listed) == 4
+    assert len(HashCache(tmp_path / f"runs/.hashes-{os.geteuid()}.jsonl").sha256(out / "config.json")[1]) == 64
+
+
+def test_an_export_with_the_weights_of_its_base_is_drawn(tmp_path):
+    """A learning rate of 0 makes a circle."""
+    root, base = tmp_path / "runs", model(tmp_path / "base", "weights")
+    run = made(root / "sft", "tiny_sft", "policy.random_init=false", f"policy.model_name={base}")
+    exported(run, saved(run, 1, "weights"), tmp_path / "out")
+    assert command.main([str(run), f"root={root}", f"draw={tmp_path}/lineage.svg"]) == 0
+    assert (tmp_path / "lineage.svg").read_text().count(">hf of sft, step 1<") == 1
+    assert set(made_from(root, base)) == {"run sft", "checkpoint sft, step 1"}
+
+
 # ---- registry -----------------------------------------------------------------------------------------------------------
 
 
@@ -283,6 +349,12 @@ def test_a_registry_refuses_what_is_not_as_it_was_exported(runs, tmp_path):
     own.add("adder", out, runs)
     with refused(("export", "already-exists")):
         own.add("adder", out, runs)
+    (out / "chat_template.jinja").write_text("another prompt")
+    with refused(("version", "tampered")):
+        own.promote("adder", 1, "production")
+    (out / "chat_template.jinja").unlink()
+    (out / "README.md").write_text("people may edit the card")
+    own.add("third", out, runs)
     (out / "model.safetensors").write_text("other weights")
     with refused(("version", "tampered")):
         own.promote("adder", 1, "production")
