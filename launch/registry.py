@@ -80,7 +80,11 @@ def execute(request: RegistryRequest) -> int:
         print(json.dumps({"name": name, **registry.version(name, request.version)}, indent=1))
     else:
         names = [request.name] if request.name else registry.names()
-        _print([(each, version) for each in names for version in registry.versions(each)], request.json)
+        found = [(each, version) for each in names for version in registry.versions(each)]
+        if not found and not request.json:
+            print(f"no versions of {request.name or 'any model'} in {registry.folder}")
+        else:
+            _print(found, request.json)
     return 0
 
 

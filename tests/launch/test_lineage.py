@@ -275,6 +275,8 @@ def test_versions_stages_and_scores(runs, tmp_path, capsys):
         ["retired", "adder", "1"],
         ["production", "adder", "2"],
     ]
+    assert registry.main(["list", f"registry={tmp_path / 'other'}"]) == 0
+    assert capsys.readouterr().out == f"no versions of any model in {tmp_path / 'other'}\n"
 
 
 def test_a_registry_refuses_what_is_not_as_it_was_exported(runs, tmp_path):
