@@ -36,7 +36,7 @@ def _command(command: str) -> Iterator[Problem]:
     try:
         words = shlex.split(command)
     except ValueError as error:
-        yield Problem(key, "bad-format", f"got `{command}`: {error}; expected a program and its arguments, quoted as in a shell")
+        yield Problem(key, "bad-format", f"got `{command}`: {error}; expected a program and its arguments, quoted for a shell")
         return
     if not words or shutil.which(words[0]) is None:
         yield Problem(key, "file-not-found", f"got `{command}`; expected a program that is installed here, to print the key")
