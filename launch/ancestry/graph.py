@@ -195,8 +195,14 @@ def _input(found: Lineage, entry: Mapping[str, Any], hashes: Mapping[str, str]) 
     label = str(entry["name"]) if not os.path.isabs(str(entry["name"])) else Path(entry["name"]).name
     facts = {"path": entry["path"]} if entry["path"] else {}
     facts |= {"sha256": key[:12]} if complete else {"hash": "not known"} if entry["files"] else {}
+    facts |= _arguments(entry) if not entry["path"] else {}  # which tell generated data of one name apart
     others = set(hashes.values()) - own
     return found.add(Node(f"{entry['role']}:{key}", entry["role"], label, entry["path"], facts, own, others))
+
+
+def _arguments(entry: Mapping[str, Any]) -> dict[str, str]:
+    given = (entry.get("arguments") or {}).items()
+    return {name: value if isinstance(value, str) else json.dumps(value) for name, value in given if value not in (None, {})}
 
 
 def _with_weights(found: Lineage, weights: set[str]) -> Node | None:
