@@ -68,16 +68,12 @@ def execute(request: AuditRequest) -> int:
 
 def _is_shown(entry: dict[str, Any], request: AuditRequest) -> bool:
     subject = Path(entry["subject"])
-    run = (
+    is_asked = (
         request.run is None
         or request.run in (subject.name, str(subject))
-        or Path(request.run).absolute()
-        in (
-            subject,
-            *subject.parents,
-        )
+        or Path(request.run).absolute() in (subject, *subject.parents)
     )
-    return run and request.user in (None, entry["user"]) and request.action in (None, entry["action"])
+    return is_asked and request.user in (None, entry["user"]) and request.action in (None, entry["action"])
 
 
 def _row(entry: dict[str, Any]) -> tuple[str, ...]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Iterator
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -13,9 +13,15 @@ from typing import Any
 from launch.audit_log import FIRST, HEAD, LOG, Head, Receipt, as_line, hash_of
 from launch.run_folder import find
 from launch.units import plural
+from pipeline import lineage
 from pipeline.config import Problem, RecipeError
 
-FIELDS = {"action", "details", "hash", "host", "number", "previous", "subject", "time", "user"}
+TEXTS = ("action", "hash", "host", "previous", "subject", "time", "user")
+FIELDS = {**dict.fromkeys(TEXTS, str), "number": int, "details": dict}
+"""The type of each value of an entry."""
+RECEIPT = {"folder": str, "number": int, "hash": str}
+TRIES = 20
+"""How often the log is read again because somebody wrote to it meanwhile."""
 INSIDE = "evaluations/*/step_*"
 """Run folders inside a run folder."""
 
@@ -47,40 +53,57 @@ def read(folder: Path) -> list[dict[str, Any]]:
 
     Raises RecipeError if there is no log, or if it cannot be read.
     """
-    return [entry for _, entry in _entries(_bytes(folder)) if entry is not None]
+    data = _content(folder / LOG)
+    if data is None:
+        raise _no_log(folder)
+    return [entry for _, entry in _entries(data) if entry is not None]
 
 
 def verify(folder: Path) -> AuditCheck:
     """Verify the log in a folder, against the receipts of the runs below it and of the runs that it names.
 
-    Raises RecipeError if there is neither a log nor anything that keeps a receipt of one, or if a file cannot be read.
+    Others may append to it meanwhile. Raises RecipeError if there is neither a log nor anything that keeps a receipt of one, or
+    if a file cannot be read.
     """
     findings: list[Finding] = []
     notes: list[str] = []
     kept = list(_receipts(folder))
-    if os.path.exists(folder / LOG):
-        data = _bytes(folder)
-    elif os.path.exists(folder / HEAD) or any(_is_of(receipt, folder) for _, receipt in kept):
-        data = b""
+    kept += _elsewhere([entry for _, entry in _entries(_content(folder / LOG) or b"") if entry], {path for path, _ in kept})
+    data, head = _at_one_moment(folder)  # after the receipts, for a line is there before its receipt
+    entries = list(_entries(data or b""))
+    own = _of_this_log(folder, entries, kept, notes)
+    if data is None:
+        if head is None and not own:
+            raise _no_log(folder)
         findings.append(Finding(None, f"{LOG} is gone"))
-    else:
-        raise RecipeError(Problem("root", "file-not-found", f"got {folder}, which has no {LOG}; expected the folder of a log"))
-    entries = list(_entries(data))
     findings += _of_chain(entries)
-    findings += _of_head(folder, data, entries, notes)
-    kept += _elsewhere([entry for _, entry in entries if entry], {path for path, _ in kept})
-    kept = [(path, receipt) for path, receipt in kept if _is_of(receipt, folder)]
-    findings += _of_receipts(entries, kept)
-    return AuditCheck(folder, len(entries), len(kept), tuple(dict.fromkeys(findings)), tuple(notes))
+    findings += _of_head(head, data or b"", entries, notes)
+    findings += _of_receipts(entries, own)
+    return AuditCheck(folder, len(entries), len(own), tuple(dict.fromkeys(findings)), tuple(notes))
 
 
-def _bytes(folder: Path) -> bytes:
+def _at_one_moment(folder: Path) -> tuple[bytes | None, bytes | None]:
+    """Return the log and its head. No line was begun or ended between the two, because a writer changes the head for both."""
+    data, head = None, None
+    for _ in range(TRIES):
+        head, data = _content(folder / HEAD), _content(folder / LOG)
+        if _content(folder / HEAD) == head:
+            break
+    return data, head
+
+
+def _no_log(folder: Path) -> RecipeError:
+    return RecipeError(Problem("root", "file-not-found", f"got {folder}, which has no {LOG}; expected the folder of a log"))
+
+
+def _content(path: Path) -> bytes | None:
+    """Return the content of a file; None if there is none. Raises RecipeError if it cannot be read."""
     try:
-        return (folder / LOG).read_bytes()
+        return path.read_bytes()
     except FileNotFoundError:
-        raise RecipeError(Problem("root", "file-not-found", f"got {folder}, which has no {LOG}; expected a log")) from None
+        return None
     except OSError as error:
-        raise RecipeError(Problem("root", "unreadable", f"{folder / LOG} cannot be read: {error.strerror}")) from None
+        raise RecipeError(Problem("root", "unreadable", f"{path} cannot be read: {error.strerror}")) from None
 
 
 def _entries(data: bytes) -> Iterator[tuple[bytes, dict[str, Any] | None]]:
@@ -88,10 +111,14 @@ def _entries(data: bytes) -> Iterator[tuple[bytes, dict[str, Any] | None]]:
     for line in data.split(b"\n")[:-1]:
         try:
             entry = json.loads(line)
-            is_entry = isinstance(entry, dict) and set(entry) == FIELDS and isinstance(entry["number"], int)
-            yield line, entry if is_entry else None
-        except ValueError:
-            yield line, None
+        except (ValueError, RecursionError):
+            entry = None
+        yield line, entry if _has(entry, FIELDS) else None
+
+
+def _has(value: Any, types: dict[str, type]) -> bool:
+    """Return whether a value is a dict with exactly these keys, and values of these types."""
+    return isinstance(value, dict) and value.keys() == types.keys() and all(type(value[key]) is types[key] for key in types)
 
 
 # ---- the chain ----------------------------------------------------------------------------------------------------------
@@ -130,19 +157,14 @@ def _misplaced(number: int, last: int, numbers: list[int], before: int) -> str:
 
 
 def _of_head(
-    folder: Path, data: bytes, entries: list[tuple[bytes, dict[str, Any] | None]], notes: list[str]
+    content: bytes | None, data: bytes, entries: list[tuple[bytes, dict[str, Any] | None]], notes: list[str]
 ) -> Iterator[Finding]:
-    path = folder / HEAD
-    try:
-        text = path.read_text()
-    except FileNotFoundError:
+    if content is None:
         if data:
             yield Finding(None, f"{HEAD} is gone, so lines may be missing at the end")
         return
-    except (OSError, ValueError) as error:
-        yield Finding(None, f"{HEAD} cannot be read: {error}")
-        return
     try:
+        text = content.decode()
         head = Head.parse(text)
     except ValueError as error:
         yield Finding(None, f"{HEAD} was changed: {error}")
@@ -163,10 +185,11 @@ def _of_head(
     if last > head.number and head.begun != (last, numbers[last]):
         yield Finding(_line_of(head.number + 1, entries), f"was added: {HEAD} counts {plural(head.number, 'line')}")
     elif head.begun and head.begun[0] > last:
-        notes.append(f"line {head.begun[0]} was begun and not written: its writer was killed, or it was removed right after")
+        why = "its writer is at work or was killed, or it was removed right after"
+        notes.append(f"line {head.begun[0]} was begun and not written: {why}")
     if not data.endswith(b"\n") and data:
         if head.begun and head.begun[0] == last + 1:
-            notes.append("the last line has no end: its writer was killed. The next one removes it")
+            notes.append("the last line has no end: its writer is at work or was killed. The next one removes it")
         else:
             yield Finding(len(entries) + 1, "has no end, and was added")
 
@@ -194,64 +217,76 @@ def _of_receipts(entries: list[tuple[bytes, dict[str, Any] | None]], kept: list[
             yield Finding(_line_of(number, entries), f"{why}, so {rewritten}")
 
 
+def _of_this_log(
+    folder: Path,
+    entries: list[tuple[bytes, dict[str, Any] | None]],
+    kept: list[tuple[Path, Receipt]],
+    notes: list[str],
+) -> list[tuple[Path, Receipt]]:
+    """Return the receipts of the log in this folder, which may have been moved.
+
+    A receipt names the folder of its log. If no log is there any more, it was this one if a line here fits one of its receipts.
+    Otherwise the run came from elsewhere, and a note says so.
+    """
+    lines = {(entry["number"], entry["hash"]) for _, entry in entries if entry}
+    moved = {receipt.folder for _, receipt in kept if not entries or (receipt.number, receipt.hash) in lines}
+    own, others = [], {}
+    for path, receipt in kept:
+        is_here = os.path.realpath(receipt.folder) == os.path.realpath(folder)
+        if not is_here and os.path.exists(Path(receipt.folder) / LOG):
+            continue
+        if is_here or receipt.folder in moved:
+            own.append((path, receipt))
+        else:
+            others.setdefault(receipt.folder, []).append(path)
+    for other, paths in others.items():
+        what = f"{plural(len(paths), 'receipt')}, such as that of {paths[0]}, of a log in {other}, which is not there"
+        notes.append(f"not compared: {what}. No line here fits them, so they came from elsewhere, or this log is another one")
+    return own
+
+
 def _receipts(folder: Path) -> Iterator[tuple[Path, Receipt]]:
     """Yield (file, receipt) of everything below a folder that keeps receipts."""
     for run_dir in find(folder):
         for inner in (run_dir, *sorted(run_dir.glob(INSIDE))):
-            yield from _of_manifest(inner / "manifest.json")
-        yield from _of_lines(run_dir / "lineage/exports.jsonl")
+            yield from _of_file(inner / "manifest.json")
+        yield from _of_exports(run_dir)
     for path in sorted(folder.glob("registry/*.json")):
-        yield from _of_registry(path)
+        yield from _of_file(path)
 
 
 def _elsewhere(entries: list[dict[str, Any]], seen: set[Path]) -> Iterator[tuple[Path, Receipt]]:
     """Yield (file, receipt) of the runs and registries that a log names, without the files that were seen."""
-    for action, subject in sorted({(str(entry["action"]), Path(str(entry["subject"]))) for entry in entries}):
+    for action, subject in sorted({(entry["action"], Path(entry["subject"])) for entry in entries}):
         if action in ("add", "promote") and subject not in seen:
-            yield from _of_registry(subject)
+            yield from _of_file(subject)
         elif action == "submit" and subject / "manifest.json" not in seen:
-            yield from _of_manifest(subject / "manifest.json")
-        elif action == "export" and subject / "lineage/exports.jsonl" not in seen:
-            yield from _of_lines(subject / "lineage/exports.jsonl")
+            yield from _of_file(subject / "manifest.json")
+        elif action == "export" and lineage.exports_of(subject) not in seen:
+            yield from _of_exports(subject)
 
 
-def _of_manifest(path: Path) -> Iterator[tuple[Path, Receipt]]:
-    for entry in _json(path) or ():
-        yield from _found(path, entry.get("audit"))
-
-
-def _of_lines(path: Path) -> Iterator[tuple[Path, Receipt]]:
+def _of_file(path: Path) -> Iterator[tuple[Path, Receipt]]:
+    """Yield (file, receipt) of each receipt in a file of JSON; none if there is no such file, or it is another's."""
     try:
-        lines = path.read_text().split("\n")[:-1]
-    except OSError:
+        found = json.loads(path.read_text())
+    except (OSError, ValueError):
         return
-    for line in lines:
-        yield from _found(path, json.loads(line).get("audit"))
+    yield from ((path, receipt) for receipt in _within(found))
 
 
-def _of_registry(path: Path) -> Iterator[tuple[Path, Receipt]]:
-    for version in (_json(path) or {}).get("versions", ()):
-        for each in version.get("history", ()):
-            yield from _found(path, each.get("audit"))
+def _of_exports(run_dir: Path) -> Iterator[tuple[Path, Receipt]]:
+    for line in lineage.read_exports(run_dir):
+        yield from ((lineage.exports_of(run_dir), receipt) for receipt in _within(line))
 
 
-def _json(path: Path) -> Any:
-    try:
-        return json.loads(path.read_text())
-    except (OSError, ValueError):  # no such file, or another's
-        return None
-
-
-def _found(path: Path, kept: Any) -> Iterator[tuple[Path, Receipt]]:
-    if isinstance(kept, dict) and set(kept) == {each.name for each in fields(Receipt)}:
-        yield path, Receipt(**kept)
-
-
-def _is_of(receipt: Receipt, folder: Path) -> bool:
-    """Return whether a receipt is of the log in this folder, which may have been moved."""
-    if os.path.realpath(receipt.folder) == os.path.realpath(folder):
-        return True
-    return not os.path.exists(Path(receipt.folder) / LOG)
+def _within(value: Any) -> Iterator[Receipt]:
+    """Yield each receipt within a value of JSON."""
+    if _has(value, RECEIPT):
+        yield Receipt(**value)
+    elif isinstance(value, dict | list):
+        for inner in value.values() if isinstance(value, dict) else value:
+            yield from _within(inner)
 
 
 def _short(own: Any) -> str:

@@ -42,6 +42,7 @@ LOG, HEAD = "audit.jsonl", "audit.head"
 KEY = "cluster.audit"
 FIRST = "0" * 64
 """`previous` of the first line."""
+DENIED = "permission-denied"
 NOWHERE = (-1, "")
 """Number and hash of a line that is not as it was written."""
 WAIT_S = 60.0
@@ -108,20 +109,30 @@ def record(action: Action, subject: str | Path, details: Mapping[str, Any] = {},
 def recording_refusals(run_dir: Path, given: str | None = None) -> Iterator[None]:
     """Record it if the block is refused a file or a folder, or something in a cluster, for want of permission.
 
-    run_dir: the run that the block is about. given: the value of `cluster.audit`; None: that of the run. A refusal is raised
-    all the same, also if the log cannot be written, which often is refused for the same reason.
+    run_dir: the run that the block is about. given: the value of `cluster.audit`; None: that of the run. A refusal raises
+    RecipeError with the code `permission-denied` all the same, also if the log cannot be written, which often is refused for
+    the same reason.
     """
     try:
         yield
-    except (RecipeError, PermissionError) as error:
-        denied = [str(problem) for problem in getattr(error, "problems", ()) if problem.code == "permission-denied"]
-        if isinstance(error, PermissionError):
-            denied = [str(error)]
-        root = folder_of(run_dir) if given is None else folder_for(given, run_dir)
-        if denied and root:
-            with contextlib.suppress(RecipeError):
-                record("refuse", run_dir, {"why": denied}, root)
+    except PermissionError as error:
+        what = f"{error.filename}: {error.strerror}" if error.filename else str(error)
+        why = f"got {what}; expected what {user_name(os.geteuid())} may use. Try its owner"
+        refusal = RecipeError(Problem("run", DENIED, why))
+        _record_refusal(refusal, run_dir, given)
+        raise refusal from error
+    except RecipeError as error:
+        _record_refusal(error, run_dir, given)
         raise
+
+
+def _record_refusal(error: RecipeError, run_dir: Path, given: str | None) -> None:
+    run_dir = run_dir.absolute()
+    denied = [str(problem) for problem in error.problems if problem.code == DENIED]
+    root = (folder_of(run_dir) if given is None else folder_for(given, run_dir)) if denied else None
+    if root:
+        with contextlib.suppress(RecipeError):
+            record("refuse", run_dir, {"why": denied}, root)
 
 
 def folder_of(run_dir: Path) -> Path | None:
@@ -138,13 +149,13 @@ def folder_for(given: str, run_dir: Path) -> Path | None:
     """Return the folder of the log for a run folder. given: the value of `cluster.audit`.
 
     For `auto` it is the highest folder above the run that is named `runs`, else the folder that holds the run's; of these the
-    first that this user may write, else the run's own. A run inside another run's folder, such as an evaluation, has that run's
-    log.
+    first that has a log or that this user may write, else the run's own. A run inside another run's folder, such as an
+    evaluation, has that run's log.
     """
     if given == AUDIT_NONE:
         return None
     if given != AUDIT_AUTO:
-        return Path(given)
+        return Path(given).absolute()
     run_dir = run_dir.absolute()
     above = [each for each in list(run_dir.parents)[:DEPTH] if os.path.isfile(each / "recipe.yaml")]
     top = above[-1] if above else run_dir
@@ -252,7 +263,7 @@ def _recovered(folder: Path, log: int, head: int) -> tuple[int, str]:
         entry = json.loads(last) if last else {"number": 0, "hash": FIRST}
         is_whole = not last or (hash_of(entry) == entry["hash"] and as_line(entry) == last)
         at = (int(entry["number"]), str(entry["hash"])) if is_whole else NOWHERE
-    except (ValueError, KeyError, TypeError):
+    except (ValueError, KeyError, TypeError, RecursionError):
         found, at = Head(), NOWHERE
     if found.begun is not None and at == found.begun:
         _cut(log)

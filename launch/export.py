@@ -57,17 +57,17 @@ def export(request: ExportRequest) -> Path:
 
     Raises RecipeError if the run or the step does not exist, the folder does, or the checkpoint does not match the model.
     """
+    recipe = read_recipe(request.run)
     try:
         with audit_log.recording_refusals(request.run):
-            return _export(request)
+            return _export(request, recipe)
     except (ValueError, StorageError) as error:
         if isinstance(error, RecipeError):
             raise
         raise RecipeError(Problem("run", "unreadable", str(error))) from error
 
 
-def _export(request: ExportRequest) -> Path:
-    recipe = read_recipe(request.run)
+def _export(request: ExportRequest, recipe: Recipe) -> Path:
     checkpoint = _checkpoint(request.run, recipe, request.step)
     if checkpoint.fingerprint and request.out is None:
         message = f"got none, but {checkpoint.folder} is encrypted and an export is plain; expected out=DIR, which says where"

@@ -16,15 +16,17 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 if __name__ == "__main__":
     sys.path[0] = str(Path(__file__).resolve().parent.parent)  # replaces launch/, so that no installed package is needed
 
 from launch import command_line, console
-from launch.ancestry.model_registry import STAGES, Registry, Stage
+from launch.ancestry.model_registry import STAGES, Stage
+from launch.api import provenance
+from launch.api.provenance import ModelVersion
 from launch.command_line import Key
 from launch.terminal import on_one_line
 from pipeline.config import Problem
@@ -68,19 +70,18 @@ def main(arguments: list[str]) -> int:
 
 def execute(request: RegistryRequest) -> int:
     """Change or print the registry, and return the exit status. Raises RecipeError."""
-    registry = Registry(request.registry.absolute(), request.audit)
+    registry = provenance.registry(request.registry, audit=request.audit)
     name = request.name or ""
     if request.what == "add":
         assert request.export is not None
-        _print([(name, registry.add(name, request.export.absolute(), (request.root or Path("runs")).absolute()))], request.json)
+        _print([registry.add(name, request.export, root=request.root or provenance.RUNS)], request.json)
     elif request.what == "promote":
         assert request.version is not None and request.stage is not None
-        _print([(name, registry.promote(name, request.version, request.stage))], request.json)
+        _print([registry.promote(name, request.version, request.stage)], request.json)
     elif request.what == "show":
-        print(json.dumps({"name": name, **registry.version(name, request.version)}, indent=1))
+        print(json.dumps(asdict(registry.show(name, request.version)), indent=1))
     else:
-        names = [request.name] if request.name else registry.names()
-        found = [(each, version) for each in names for version in registry.versions(each)]
+        found = registry.versions(request.name)
         if not found and not request.json:
             print(f"no versions of {request.name or 'any model'} in {registry.folder}")
         else:
@@ -88,20 +89,20 @@ def execute(request: RegistryRequest) -> int:
     return 0
 
 
-def _print(versions: list[tuple[str, dict[str, Any]]], as_json: bool) -> None:
-    rows = [_row(name, version) for name, version in versions]
+def _print(versions: list[ModelVersion], as_json: bool) -> None:
+    rows = [_row(version) for version in versions]
     if as_json:
-        print(json.dumps([{"name": name, **version} for name, version in versions], indent=1))
+        print(json.dumps([asdict(version) for version in versions], indent=1))
     elif sys.stdout.isatty():
         console.print_table(HEADER, rows)
     else:
         print("\n".join("  ".join(map(on_one_line, row)) for row in rows))
 
 
-def _row(name: str, version: dict[str, Any]) -> tuple[str, ...]:
-    scores = ", ".join(f"{each['task']} {_number(each['value'])}" for each in version["scores"])
-    made = f"{version['run']}, step {version['step']}"
-    return version["stage"], name, str(version["version"]), made, scores or "no scores", version["export"]
+def _row(version: ModelVersion) -> tuple[str, ...]:
+    scores = ", ".join(f"{each['task']} {_number(each['value'])}" for each in version.scores)
+    made = f"{version.run}, step {version.step}"
+    return version.stage, version.name, str(version.version), made, scores or "no scores", version.export
 
 
 def _number(value: float | None) -> str:

@@ -10,7 +10,7 @@ from pathlib import Path
 from launch import origin, run_setup, slurm_client, task
 from launch.ancestry import inputs
 from launch.attempts import STOP, AttemptFolder, of_job
-from launch.audit_log import recording_refusals
+from launch.audit_log import DENIED, recording_refusals
 from launch.components import components
 from launch.evaluations import background, suites
 from launch.executors import allocation, local, slurm
@@ -137,18 +137,32 @@ def _not_submitted(error: slurm_client.SlurmError) -> Problem:
 def cancel(run_dir: Path, job: RunJob) -> JobStatus:
     """Cancel a job, wait for its end at most CANCEL_WAIT_S, and return its status. Does nothing to a job that has ended.
 
-    Raises RecipeError, once the job is cancelled, if that cannot be recorded in the audit log.
+    Raises RecipeError if this user may not cancel the job; and, once it is cancelled, if that cannot be recorded in the audit
+    log.
     """
     if (status := job.status(now=True)).ended:
         return status
     try:
         origin.record_end("cancel", run_dir, job, status)
     finally:
-        job.cancel(check=False)
+        with recording_refusals(run_dir):
+            _cancel(job)
         deadline = time.monotonic() + CANCEL_WAIT_S
         while not (status := job.status(now=True)).ended and time.monotonic() < deadline:
             time.sleep(POLL_S)
     return status
+
+
+def _cancel(job: RunJob) -> None:
+    """Cancel a job, unless it has ended meanwhile. Raises RecipeError if this user may not."""
+    try:
+        job.cancel()
+    except ProcessLookupError:
+        pass
+    except (PermissionError, slurm_client.SlurmError) as error:
+        if isinstance(error, PermissionError) or "permission denied" in error.output.lower():
+            why = f"got {job.name()}, which this user may not cancel: {error}; expected a job of this user. Try its owner"
+            raise RecipeError(Problem("run", DENIED, why)) from error
 
 
 def stop_and_save(run_dir: Path, job: RunJob, timeout_s: float | None = None) -> JobStatus:
@@ -156,17 +170,18 @@ def stop_and_save(run_dir: Path, job: RunJob, timeout_s: float | None = None) ->
 
     The ranks save at the end of their step, as before a time limit; the job is not requeued. If the job starts again meanwhile,
     its new attempt is asked too. Raises TimeoutError after `timeout_s`; the request stays. Raises RecipeError, and asks for
-    nothing, if that cannot be recorded in the audit log.
+    nothing, if that cannot be recorded in the audit log, or if this user may not write into the run's folder.
     """
     if not (status := job.status(now=True)).ended:
         origin.record_end("stop_and_save", run_dir, job, status)
     deadline = None if timeout_s is None else time.monotonic() + timeout_s
     while not (status := job.status(now=True)).ended:
         attempts = of_job(run_dir, job.job_id)
-        if attempts and attempts[-1].verdict is None:
-            _ask(attempts[-1])
-        elif status.state == "PENDING":
-            job.cancel(check=False)
+        with recording_refusals(run_dir):
+            if attempts and attempts[-1].verdict is None:
+                _ask(attempts[-1])
+            elif status.state == "PENDING":
+                _cancel(job)
         if deadline is not None and time.monotonic() >= deadline:
             raise TimeoutError(f"{job.name()} has not saved and stopped within {timeout_s:g} s; the request stays")
         time.sleep(STOP_POLL_S)

@@ -19,6 +19,7 @@ from typing import Any
 import yaml
 
 from launch.attempts import AttemptFolder, all_attempts
+from launch.audit_log import DENIED, recording_refusals
 from launch.units import plural
 from pipeline import config, steer_files
 from pipeline.algorithms import ALGORITHMS
@@ -40,7 +41,15 @@ class RunFolder:
 
     @classmethod
     def at(cls, folder: Path) -> RunFolder:
-        """Return the folder's run. Raises RecipeError if the folder is not a run folder, or cannot be read."""
+        """Return the folder's run. Raises RecipeError if the folder is not a run folder, or cannot be read.
+
+        The audit log records it if this user may not read the folder.
+        """
+        with recording_refusals(folder):
+            return cls._at(folder)
+
+    @classmethod
+    def _at(cls, folder: Path) -> RunFolder:
         try:
             if not folder.is_dir():
                 raise RecipeError(Problem("run", "file-not-found", f"{folder} is not a run folder: there is no such folder"))
@@ -51,7 +60,8 @@ class RunFolder:
                 message = f"{folder} is not a run folder: its recipe.yaml has no `algorithm`"
                 raise RecipeError(Problem("run", "not-a-run", message))
         except OSError as error:
-            raise RecipeError(Problem("run", "unreadable", f"{folder} cannot be read: {error.strerror}")) from None
+            code = DENIED if isinstance(error, PermissionError) else "unreadable"
+            raise RecipeError(Problem("run", code, f"{folder} cannot be read: {error.strerror}")) from None
         except yaml.YAMLError:
             message = f"{folder} is not a run folder: its recipe.yaml is not YAML"
             raise RecipeError(Problem("run", "bad-format", message)) from None
@@ -265,11 +275,7 @@ def find(folder: Path, depth: int = 4) -> Iterator[Path]:
 
 def read_recipe(run_dir: Path) -> Recipe:
     """Return the recipe of the run folder that a command's key `run` names. Raises RecipeError."""
-    path = run_dir / "recipe.yaml"
-    if not run_dir.is_dir():
-        raise RecipeError(Problem("run", "file-not-found", f"{run_dir} is not a run folder: there is no such folder"))
-    if not path.exists():
-        raise RecipeError(Problem("run", "not-a-run", f"{run_dir} is not a run folder: it has no recipe.yaml"))
+    path = RunFolder.at(run_dir).folder / "recipe.yaml"
     try:
         return config.read(path)
     except RecipeError as error:

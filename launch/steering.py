@@ -35,7 +35,8 @@ class NotAnswered(TimeoutError):
 def ask(run_dir: Path, overrides: Sequence[str]) -> ChangeRequest:
     """Check `key=value` for a live run, and write the request. Returns it.
 
-    Raises RecipeError if the run is not live, if a key cannot change, or if the whole recipe with the values has a problem.
+    Raises RecipeError if the run is not live, if a key cannot change, if the whole recipe with the values has a problem, or if
+    this user may not write into the run's folder.
     """
     if not overrides:
         raise RecipeError(
@@ -57,7 +58,8 @@ def ask(run_dir: Path, overrides: Sequence[str]) -> ChangeRequest:
     refuse(_of_torch(now, values))
     refuse(_of_validations(run, changes))
     audit_log.record("change", run_dir, {"values": values})
-    return steer_files.ask(run_dir, values)
+    with audit_log.recording_refusals(run_dir):
+        return steer_files.ask(run_dir, values)
 
 
 def _refuse_ended(run: RunFolder, state: RunState) -> None:

@@ -11,7 +11,8 @@
                                         the run folder's own `hf` links to the latest when the run has ended
       .step_000005.<attempt>.removed/   superfluous, but could not be removed: the next start retries
 
-With a key (checkpointing.encryption) each file but complete.json and digests.sha256 is encrypted (pipeline/encryption).
+With a key (checkpointing.encryption) each file but complete.json, digests.sha256 and lineage.json is encrypted
+(pipeline/encryption).
 
 The partial folder has the attempt's name, so an earlier attempt that still writes cannot touch the files of its rerun. Generate
 ranks write nothing: a refit restores their weights, each request has its own seed, and rank 0 keeps the rollouts.
@@ -362,13 +363,13 @@ def _complete(folder: Path) -> Checkpoint:
     """Return the checkpoint in a folder. Raises IncompleteCheckpoint if a file is missing or has another size."""
     try:
         complete = read_record(folder)
-        record = complete.record
-        found = _stats([folder / name for name in record["files"]])
-        sizes = {name: status.st_size for name, status in zip(record["files"], found, strict=True)}
+        files = dict(complete.record["files"])
+        found = _stats([folder / name for name in files])
+        sizes = {name: status.st_size for name, status in zip(files, found, strict=True)}
     except FileNotFoundError as error:
         raise IncompleteCheckpoint(f"{Path(error.filename).name}: got no such file; expected it") from None
-    except json.JSONDecodeError:
-        raise IncompleteCheckpoint(f"{COMPLETE}: got a part of it; expected JSON") from None
-    if wrong := next((name for name, size in record["files"].items() if sizes[name] != size), None):
-        raise IncompleteCheckpoint(f"{wrong}: got {sizes[wrong]:,} bytes; expected {record['files'][wrong]:,}")
+    except (ValueError, KeyError, TypeError):  # zeros or a part of it, after a power cut
+        raise IncompleteCheckpoint(f"{COMPLETE}: got no record of a checkpoint; expected the one that the run wrote") from None
+    if wrong := next((name for name, size in files.items() if sizes[name] != size), None):
+        raise IncompleteCheckpoint(f"{wrong}: got {sizes[wrong]:,} bytes; expected {files[wrong]}")
     return complete

@@ -25,13 +25,15 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from pipeline.storage import NotOwn, open_own, write_durably
+from pipeline.storage import open_own, write_durably
 
 logger = logging.getLogger(__name__)
 
 FOLDER, RUN, INPUTS, HASHES, EXPORTS = "lineage", "run.json", "inputs.json", "hashes.jsonl", "exports.jsonl"
 MARK = "lineage.json"
 """In a checkpoint and beside an exported model: where it comes from."""
+KINDS = ("checkpoint", "export")
+"""Values of `kind` in it."""
 BLOCK = 1 << 23
 MOST_FILES = 10_000
 """Files of one input that are listed; of a larger folder the first ones by name."""
@@ -78,11 +80,15 @@ class HashCache:
             own = sha256(path, stop)
             if FileState.of(path) == state:  # else it was written meanwhile
                 break
+        self.add(state, own)
+        return state, own
+
+    def add(self, state: FileState, own: str) -> None:
+        """Keep the SHA-256 of a file in this state."""
         self._known[state] = own
         if self._path is not None:
             with contextlib.suppress(OSError):  # a cache that cannot be written only costs time
                 append_hash(self._path, state, own)
-        return state, own
 
 
 class Stopped(Exception):
@@ -101,26 +107,32 @@ def sha256(path: Path, stop: Callable[[], bool] = lambda: False) -> str:
 
 
 def read_hashes(path: Path, own: bool = False) -> Iterator[tuple[FileState, str]]:
-    """Yield (state, SHA-256) of each line of a file of hashes. Lines that two writers have mixed are left out.
+    """Yield (state, SHA-256) of each line of a file of hashes; nothing if this user may not read it.
 
-    own: read nothing from a file of another user, who could have put wrong hashes there.
+    Lines that two writers have mixed are left out. own: read nothing from a file of another user, who could have put wrong
+    hashes there.
     """
     try:
-        with open(open_own(path, os.O_RDONLY) if own else path, encoding="utf-8") as file:
-            lines = file.read().split("\n")[:-1]
-    except (FileNotFoundError, NotOwn):
+        with open(open_own(path, os.O_RDONLY) if own else path, "rb") as file:
+            found = list(_complete_lines(file.read()))
+    except OSError:  # there is none, or it is another user's
         return
-    for line in lines:
-        try:
-            values = json.loads(line)
+    for values in found:
+        with contextlib.suppress(KeyError):
             yield FileState(values["path"], values["size"], values["mtime_ns"], values["inode"]), values["sha256"]
-        except (ValueError, KeyError, TypeError):
-            continue
+
+
+def _complete_lines(content: bytes) -> Iterator[dict[str, Any]]:
+    """Yield the JSON object of each line that has its end. Lines that are none are left out."""
+    for line in content.split(b"\n")[:-1]:
+        with contextlib.suppress(ValueError):
+            if isinstance(values := json.loads(line), dict):
+                yield values
 
 
 def append_hash(path: Path, state: FileState, own: str) -> None:
     """Add a line to a file of hashes. Raises OSError."""
-    with open(open_own(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT), "w", encoding="utf-8") as file:
+    with open(open_own(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT), "w") as file:
         file.write(json.dumps(asdict(state) | {"sha256": own}) + "\n")
 
 
@@ -159,12 +171,15 @@ def states(path: Path) -> list[FileState]:
 def origin_of(path: Path) -> dict[str, Any] | None:
     """Return where a model or a checkpoint comes from: the contents of its lineage.json, or of the checkpoint that holds it.
 
-    A checkpoint of an earlier version has none; it is known by its path alone: {"kind": "checkpoint", "path", "step"}.
+    A checkpoint of an earlier version has none; it is known by its path alone: {"kind": "checkpoint", "path", "step"}. Files of
+    other programs with this name do not count.
     """
     real = Path(os.path.realpath(path))
     for folder in (real, *list(real.parents)[:2]):
         with contextlib.suppress(OSError, ValueError):
-            return json.loads((folder / MARK).read_text())
+            found = json.loads((folder / MARK).read_text())
+            if isinstance(found, dict) and found.get("kind") in KINDS:
+                return found
         with contextlib.suppress(OSError, ValueError, KeyError):
             return {
                 "kind": "checkpoint",
@@ -205,6 +220,24 @@ def read_inputs(run_dir: Path) -> dict[str, Any]:
 def files_of(entry: dict[str, Any]) -> list[FileState]:
     """Return the files of an entry of inputs.json, as its submission saw them."""
     return [FileState(**values) for values in entry["files"]]
+
+
+def exports_of(run_dir: Path) -> Path:
+    """Return the path of a run's exports.jsonl, which may not exist."""
+    return run_dir / FOLDER / EXPORTS
+
+
+def read_exports(run_dir: Path) -> Iterator[dict[str, Any]]:
+    """Yield the lines of a run's exports.jsonl, oldest first, without those that are incomplete; none if it cannot be read.
+
+    path: of the export; within the run's folder if it is there, even if the folder was moved since.
+    """
+    try:
+        content = exports_of(run_dir).read_bytes()
+    except (OSError, ValueError):
+        return
+    for line in _complete_lines(content):
+        yield line | {"path": str(run_dir / line["path"])} if isinstance(line.get("path"), str) else line
 
 
 def mark_checkpoint(partial: Path, run_dir: Path, step: int, attempt: str) -> None:

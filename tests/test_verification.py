@@ -134,7 +134,10 @@ SKIPPED: dict[str, tuple[Callable[[Path], object], str]] = {
     "renamed weights": (lambda folder: (folder / WEIGHTS).rename(folder / "weights.safetensors"), WEIGHTS),
     "weights that were cut": (lambda folder: (folder / WEIGHTS).write_bytes((folder / WEIGHTS).read_bytes()[:-8]), WEIGHTS),
     "no record": (lambda folder: (folder / COMPLETE).unlink(), COMPLETE),
-    "a part of the record": (lambda folder: (folder / COMPLETE).write_text("{"), COMPLETE),
+    **{
+        f"a record that is {text!r}": (lambda folder, text=text: (folder / COMPLETE).write_bytes(text), COMPLETE)
+        for text in (b"{", b"{}", b"[]", b"\xff", bytes(40), b'{"step": 2, "metric": null, "state": {}, "files": ["x"]}')
+    },
 }
 """Changes that make a checkpoint incomplete, so that a run goes on from an earlier one, as after a kill."""
 NEEDS_FULL = [case for case, (_, name) in FOUND.items() if name not in (MANIFEST, COMPLETE) and "extra" not in case]
@@ -283,6 +286,7 @@ CHANGED_EXPORTS: dict[str, tuple[Callable[[Path], object], str]] = {
     "a shard renamed": (lambda folder: (folder / SHARDS[0]).rename(folder / "model.safetensors"), "model.safetensors"),
     "an extra file": (lambda folder: (folder / "model-00003-of-00002.safetensors").touch(), "model-00003-of-00002.safetensors"),
     "a list that is none": (lambda folder: (folder / MANIFEST).write_text("x\n"), MANIFEST),
+    "a list that is no text": (lambda folder: (folder / MANIFEST).write_bytes(b"\xff\n"), MANIFEST),
 }
 
 

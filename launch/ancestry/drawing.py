@@ -6,7 +6,7 @@ import html
 from collections.abc import Iterable
 from pathlib import Path
 
-from launch.ancestry.graph import Lineage, Node
+from launch.ancestry.graph import Lineage, LineageNode
 from pipeline.config import Problem, RecipeError
 from pipeline.storage import write_durably
 
@@ -24,8 +24,10 @@ COLOURS = {
 }
 
 
-def write(found: Lineage, begin: list[Node], path: Path) -> None:
-    """Write the picture to a .svg, or to a page that has it, .html. Raises RecipeError for another name."""
+def write(found: Lineage, begin: list[LineageNode], path: Path) -> None:
+    """Write the picture to a .svg, or to a page that has it, .html. Raises RecipeError for another name or a missing folder."""
+    if not path.parent.is_dir():
+        raise RecipeError(Problem("draw", "file-not-found", f"got {path}; expected a file in a folder that exists"))
     picture = svg(found, begin)
     if path.suffix == ".html":
         title = html.escape(begin[0].label)
@@ -35,7 +37,7 @@ def write(found: Lineage, begin: list[Node], path: Path) -> None:
     write_durably(path, picture)
 
 
-def svg(found: Lineage, begin: list[Node]) -> str:
+def svg(found: Lineage, begin: list[LineageNode]) -> str:
     """Return the picture of these nodes, of what they were made from and of what was made from them."""
     keys = [node.key for node in begin]
     shown = [*keys, *found.beyond(keys, down=False), *found.beyond(keys, down=True)]
@@ -59,6 +61,7 @@ def _places(found: Lineage, keys: list[str]) -> dict[str, tuple[int, int]]:
 
     def of(key: str) -> int:
         if key not in depth:
+            depth[key] = 0  # ends a circle
             depth[key] = 1 + max((of(parent) for parent in found.parents.get(key, ()) if parent in inside), default=-1)
         return depth[key]
 
@@ -85,7 +88,7 @@ def _edges(found: Lineage, places: dict[str, tuple[int, int]]) -> Iterable[str]:
                 yield f'<path d="{line}" fill="none" stroke="#555" marker-end="url(#end)">{title}</path>'
 
 
-def _box(node: Node, place: tuple[int, int], is_asked: bool) -> str:
+def _box(node: LineageNode, place: tuple[int, int], is_asked: bool) -> str:
     x, y = place
     label = node.label if len(node.label) <= MOST_LETTERS else f"{node.label[: MOST_LETTERS - 1]}…"
     facts = "\n".join([node.label, *(f"{name}: {value}" for name, value in node.facts.items()), node.path or "not here"])

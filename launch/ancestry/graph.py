@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -19,7 +19,7 @@ from launch.evaluations import tables
 from launch.run_folder import RunFolder, find
 from pipeline import checkpoint, lineage
 from pipeline.config import RecipeError
-from pipeline.lineage import EXPORTS, FOLDER, HASHES, MARK, FileState
+from pipeline.lineage import FOLDER, HASHES, MARK, FileState
 
 Kind = Literal["data", "model", "prompt", "image", "run", "evaluation", "checkpoint", "export"]
 INSIDE = "evaluations/*/step_*/recipe.yaml"
@@ -27,7 +27,7 @@ DIFFERS = "its files differ from its lineage.json"
 
 
 @dataclass
-class Node:
+class LineageNode:
     """One thing that was made, or from which others were made."""
 
     key: str
@@ -41,15 +41,16 @@ class Node:
 
 @dataclass
 class Lineage:
-    """A graph without circles."""
+    """A graph, with a circle only where an export has the weights of a model that its own run was made from."""
 
-    nodes: dict[str, Node] = field(default_factory=dict)
+    root: Path | None = None  # the folder of the runs
+    nodes: dict[str, LineageNode] = field(default_factory=dict)
     parents: dict[str, dict[str, str]] = field(default_factory=dict)  # key -> key of what it was made from -> as what
     children: dict[str, dict[str, str]] = field(default_factory=dict)
     runs: dict[str, str] = field(default_factory=dict)  # id of a run -> key of its node
     unhashed: list[tuple[str, FileState]] = field(default_factory=list)  # files of nodes whose hashes are unknown
 
-    def add(self, node: Node) -> Node:
+    def add(self, node: LineageNode) -> LineageNode:
         """Add a node, or return the one that is there, with the path and the hashes of both."""
         known = self.nodes.setdefault(node.key, node)
         known.path = known.path or node.path
@@ -58,7 +59,7 @@ class Lineage:
         known.facts = node.facts | known.facts
         return known
 
-    def link(self, parent: Node, child: Node, role: str) -> None:
+    def link(self, parent: LineageNode, child: LineageNode, role: str) -> None:
         """Say that a node was made from another."""
         if parent.key != child.key:
             self.parents.setdefault(child.key, {})[parent.key] = role
@@ -69,9 +70,10 @@ class Lineage:
         edges = self.children if down else self.parents
         reached: dict[str, str] = {}
         queue = list(dict.fromkeys(begin))
+        first = set(queue)
         for key in queue:
             for other in edges.get(key, ()):
-                if other not in reached and other not in queue:
+                if other not in reached and other not in first:
                     reached[other] = key
                     queue.append(other)
         return reached
@@ -79,7 +81,7 @@ class Lineage:
 
 def read(root: Path) -> Lineage:
     """Return the lineage of all runs below a folder."""
-    found = Lineage()
+    found = Lineage(root)
     runs = [run for top in find(root) for run in (top, *(path.parent for path in sorted(top.glob(INSIDE))))]
     for run_dir in runs:
         _add_outputs(found, run_dir)
@@ -99,7 +101,7 @@ def _add_outputs(found: Lineage, run_dir: Path) -> None:
         if checkpoint.NAME.fullmatch(folder.name) and (folder / checkpoint.COMPLETE).exists():
             own = lineage.origin_of(folder) or {}
             found.link(run, _checkpoint(found, own, run.label, str(folder)), "made by")
-    for line in _lines(run_dir / FOLDER / EXPORTS):
+    for line in lineage.read_exports(run_dir):
         record = _json(Path(line["path"]) / MARK) or line
         made = _export(found, record, run.label, line["path"] if Path(line["path"]).exists() else None)
         origin = _checkpoint(found, line["checkpoint"], run.label, None)
@@ -107,20 +109,20 @@ def _add_outputs(found: Lineage, run_dir: Path) -> None:
         found.link(origin, made, "exported from")
 
 
-def _run(run_dir: Path) -> Node:
+def _run(run_dir: Path) -> LineageNode:
     key, path = f"run:{os.path.realpath(run_dir)}", str(run_dir)
     try:
         run = RunFolder.at(run_dir)
     except RecipeError:
-        return Node(key, "run", run_dir.name, path, {"recipe": "cannot be read"})
+        return LineageNode(key, "run", run_dir.name, path, {"recipe": "cannot be read"})
     last = run.submissions[-1] if run.submissions else {}
     facts = _facts(run.algorithm, last)
     if run.trains:
-        return Node(key, "run", run_dir.name, path, facts)
+        return LineageNode(key, "run", run_dir.name, path, facts)
     scores = _scores(run_dir)
-    label = f"{scores['suite']} of {_short(scores['model'])}" if scores else run_dir.name
+    label = f"{scores['suite']} of {_evaluated(scores)}" if scores else run_dir.name
     facts |= {name: _score(task) for name, task in (scores or {"tasks": {}})["tasks"].items()}
-    return Node(key, "evaluation", label, path, facts)
+    return LineageNode(key, "evaluation", label, path, facts)
 
 
 def _facts(algorithm: str, submission: Mapping[str, Any]) -> dict[str, str]:
@@ -130,7 +132,11 @@ def _facts(algorithm: str, submission: Mapping[str, Any]) -> dict[str, str]:
     return {name: value for name, value in found.items() if value}
 
 
-def _short(model: str) -> str:
+def _evaluated(scores: Mapping[str, Any]) -> str:
+    """Return the checkpoint, or the model, that has these scores."""
+    if scores.get("run"):
+        return f"{Path(scores['run']).name}, step {scores['step']}"
+    model = scores["model"]
     return "/".join(Path(model).parts[-2:]) if os.path.isabs(model) else model
 
 
@@ -146,19 +152,19 @@ def _score(task: Mapping[str, Any]) -> str:
     return f"{task['metric']} {'?' if value is None else format(value, '.3f')}"
 
 
-def _checkpoint(found: Lineage, own: Mapping[str, Any], run: str, path: str | None) -> Node:
+def _checkpoint(found: Lineage, own: Mapping[str, Any], run: str, path: str | None) -> LineageNode:
     """Add a checkpoint. own: the contents of its lineage.json, or as `pipeline.lineage.origin_of` returns it."""
     place = own.get("path") or path
     key = own.get("id") or (os.path.realpath(place) if place else f"{run} {own.get('step')}")
-    return found.add(Node(f"checkpoint:{key}", "checkpoint", f"{run}, step {own.get('step', '?')}", path))
+    return found.add(LineageNode(f"checkpoint:{key}", "checkpoint", f"{run}, step {own.get('step', '?')}", path))
 
 
-def _export(found: Lineage, record: Mapping[str, Any], run: str, path: str | None) -> Node:
+def _export(found: Lineage, record: Mapping[str, Any], run: str, path: str | None) -> LineageNode:
     """Add an export. record: the contents of its lineage.json, or its line in exports.jsonl."""
     label = f"{record.get('format', 'hf')} of {run}, step {record['step']}"
     weights = {own for name, own in record["files"].items() if is_weights(name)}
     others = set(record["files"].values()) - weights
-    return found.add(Node(f"export:{record['id']}", "export", label, path, {}, weights, others))
+    return found.add(LineageNode(f"export:{record['id']}", "export", label, path, {}, weights, others))
 
 
 # ---- what runs were made from -------------------------------------------------------------------------------------------
@@ -167,7 +173,11 @@ def _export(found: Lineage, record: Mapping[str, Any], run: str, path: str | Non
 def _add_inputs(found: Lineage, run_dir: Path) -> None:
     run = found.nodes[f"run:{os.path.realpath(run_dir)}"]
     hashes = dict(lineage.read_hashes(run_dir / FOLDER / HASHES))
-    for entry in lineage.read_inputs(run_dir).get("inputs", ()):
+    entries = lineage.read_inputs(run_dir).get("inputs", ())
+    of_checkpoint = any(entry["role"] == "checkpoint" for entry in entries)
+    for entry in entries:
+        if of_checkpoint and entry["key"] == "policy.model_name":
+            continue  # the evaluated weights are the checkpoint's
         files = lineage.files_of(entry)
         known = {state.path: own for state in files if (own := hashes.get(state))}
         node = _input(found, entry, known)
@@ -175,17 +185,16 @@ def _add_inputs(found: Lineage, run_dir: Path) -> None:
         found.link(node, run, entry["role"])
 
 
-def _input(found: Lineage, entry: Mapping[str, Any], hashes: Mapping[str, str]) -> Node:
+def _input(found: Lineage, entry: Mapping[str, Any], hashes: Mapping[str, str]) -> LineageNode:
     """Return the node of an entry of inputs.json. hashes: of its files, by path, those that are known."""
     weights = {own for path, own in hashes.items() if is_weights(path)}
     origin = entry["origin"]
     if origin and origin["kind"] == "checkpoint":
-        return _of_checkpoint(found, origin)
-    if origin:
-        node = _foreign(found, origin)
-        if weights and node.hashes and not weights <= node.hashes:
-            node.facts["warning"] = DIFFERS
+        node = _of_checkpoint(found, origin)
+        node.hashes |= weights
         return node
+    if origin:
+        return foreign(found, origin, weights)
     if entry["role"] == "model" and (exported := _with_weights(found, weights)):
         return exported
     own = weights if entry["role"] == "model" and weights else set(hashes.values())
@@ -197,7 +206,7 @@ def _input(found: Lineage, entry: Mapping[str, Any], hashes: Mapping[str, str]) 
     facts |= {"sha256": key[:12]} if complete else {"hash": "not known"} if entry["files"] else {}
     facts |= _arguments(entry) if not entry["path"] else {}  # which tell generated data of one name apart
     others = set(hashes.values()) - own
-    return found.add(Node(f"{entry['role']}:{key}", entry["role"], label, entry["path"], facts, own, others))
+    return found.add(LineageNode(f"{entry['role']}:{key}", entry["role"], label, entry["path"], facts, own, others))
 
 
 def _arguments(entry: Mapping[str, Any]) -> dict[str, str]:
@@ -205,16 +214,24 @@ def _arguments(entry: Mapping[str, Any]) -> dict[str, str]:
     return {name: value if isinstance(value, str) else json.dumps(value) for name, value in given if value not in (None, {})}
 
 
-def _with_weights(found: Lineage, weights: set[str]) -> Node | None:
+def _with_weights(found: Lineage, weights: set[str]) -> LineageNode | None:
     """Return the export that has all of these weights, if there is one."""
     exports = (node for node in found.nodes.values() if node.kind == "export")
     return next((node for node in exports if weights and weights <= node.hashes), None)
 
 
-def _foreign(found: Lineage, record: Mapping[str, Any]) -> Node:
-    """Return the export with this lineage.json; with all that is known from it if its run is not below the folder."""
-    if known := found.nodes.get(f"export:{record['id']}"):
-        return known
+def foreign(found: Lineage, record: Mapping[str, Any], weights: set[str]) -> LineageNode:
+    """Return the export with this lineage.json; with all that is known from it if its run is not below the folder.
+
+    weights: hashes of the weights beside it, those that are known; others than it names are told in the node's facts.
+    """
+    node = found.nodes.get(f"export:{record['id']}") or _from_record(found, record)
+    if weights and node.hashes and not weights <= node.hashes:
+        node.facts["warning"] = DIFFERS
+    return node
+
+
+def _from_record(found: Lineage, record: Mapping[str, Any]) -> LineageNode:
     node = _export(found, record, record["run"]["name"], None)
     maker = _maker(found, record["run"])
     between = _checkpoint(found, record["checkpoint"], maker.label, None)
@@ -223,24 +240,24 @@ def _foreign(found: Lineage, record: Mapping[str, Any]) -> Node:
     return node
 
 
-def _of_checkpoint(found: Lineage, origin: Mapping[str, Any]) -> Node:
+def _of_checkpoint(found: Lineage, origin: Mapping[str, Any]) -> LineageNode:
     """Return the checkpoint that a model or an evaluation comes from, linked to its run. It may have been removed since."""
     if "run" in origin:
         maker = _maker(found, origin["run"])
     else:  # of an earlier version: RUN/checkpoints/step_000010
         run_dir = Path(origin["path"]).parents[1]
-        maker = found.add(Node(f"run:{os.path.realpath(run_dir)}", "run", run_dir.name))
+        maker = found.add(LineageNode(f"run:{os.path.realpath(run_dir)}", "run", run_dir.name))
     node = _checkpoint(found, origin, maker.label, origin.get("path"))
     found.link(maker, node, "made by")
     return node
 
 
-def _maker(found: Lineage, run: Mapping[str, Any]) -> Node:
+def _maker(found: Lineage, run: Mapping[str, Any]) -> LineageNode:
     """Return the run with an id; one that is not below the folder with all that `run`, of a lineage.json, says of it."""
     if run["id"] in found.runs:
         return found.nodes[found.runs[run["id"]]]
     facts = _facts(run["algorithm"], run) if "algorithm" in run else {}
-    maker = found.add(Node(f"run:{run['id']}", "run", run["name"], None, facts))
+    maker = found.add(LineageNode(f"run:{run['id']}", "run", run["name"], None, facts))
     for entry in run.get("inputs", ()):
         as_input = {**entry, "path": None, "files": list(entry["files"])}
         node = _input(found, as_input, {name: own for name, own in entry["files"].items() if own})
@@ -253,10 +270,3 @@ def _json(path: Path) -> Any:
         return json.loads(path.read_text())
     except (OSError, ValueError):
         return None
-
-
-def _lines(path: Path) -> Iterator[dict[str, Any]]:
-    try:
-        yield from map(json.loads, path.read_text().split("\n")[:-1])
-    except OSError:
-        return

@@ -19,7 +19,6 @@ from typing import Any, Literal, get_args
 
 from launch import shared_files
 from launch.ancestry import graph, search
-from launch.ancestry.inputs import is_weights
 from launch.audit_log import Action, as_record, folder_for, record
 from launch.evaluations import tables
 from launch.executors.base import write_json
@@ -30,6 +29,7 @@ from pipeline.config.cluster import AUDIT_AUTO
 from pipeline.config.data import NAME
 from pipeline.lineage import MARK, HashCache
 from pipeline.storage import user_name
+from pipeline.verification import WITHOUT_DIGEST
 
 Stage = Literal["candidate", "production", "retired"]
 STAGES: tuple[str, ...] = get_args(Stage)
@@ -106,9 +106,11 @@ class Registry:
     def promote(self, name: str, number: int, stage: Stage) -> dict[str, Any]:
         """Put a version into a stage, and return it. Production retires the version that was there.
 
-        Raises RecipeError if there is no such version, if it is in that stage, or if it is to go into production and its files
-        are not as they were exported.
+        Raises RecipeError if there is no such version or stage, if it is in that stage, or if it is to go into production and
+        its files are not as they were exported.
         """
+        if stage not in STAGES:
+            raise RecipeError(Problem("stage", "not-a-choice", f"got {stage}; expected {', '.join(STAGES)}"))
         found = self.version(name, number)
         if found["stage"] == stage:
             why = f"got {stage}, where version {number} of {name} is; expected another stage"
@@ -179,8 +181,8 @@ def changes(folder: Path, files: dict[str, str], cache: HashCache) -> list[str]:
                 found.append(f"{name} was changed")
         except OSError:
             found.append(f"{name} is missing")
-    there = {os.path.relpath(state.path, folder) for state in lineage.states(folder) if is_weights(state.path)}
-    return [*found, *(f"{name} is new" for name in sorted(there - set(files)))]
+    there = {os.path.relpath(state.path, folder) for state in lineage.states(folder)}
+    return [*found, *(f"{name} is new" for name in sorted(there - {*files, *WITHOUT_DIGEST}))]
 
 
 def _changed(key: str, folder: Path, changed: list[str]) -> Problem:

@@ -9,29 +9,31 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+from launch import shared_files
 from launch.ancestry.inputs import content, is_weights
 from launch.audit_log import Receipt, as_record
 from launch.run_folder import RunFolder
-from pipeline import lineage
+from launch.shared_files import Unusable
+from pipeline import digests, lineage
 from pipeline.checkpoint import Checkpoint
-from pipeline.lineage import EXPORTS, FOLDER, HASHES, MARK, HashCache
+from pipeline.config import Problem, RecipeError
+from pipeline.lineage import FOLDER, HASHES, MARK, HashCache
 from pipeline.storage import append, write_durably
+from pipeline.verification import WITHOUT_DIGEST
 
+LOCK_S = 60.0
+"""How long an export waits for another one of the same run to add its line."""
 DEPTH = 4  # levels from a model in a checkpoint to its run: RUN/checkpoints/step_000010/hf
 
 
 def write(run_dir: Path, checkpoint: Checkpoint, folder: Path, form: str, receipt: Receipt | None) -> None:
-    """Hash an exported model, write its lineage.json, and add a line to the exports of its run.
+    """Write the lineage.json of an exported model, and add a line to the exports of its run.
 
-    form: hf or adapter. receipt: of the export's line in the audit log. Raises OSError.
+    form: hf or adapter. receipt: of the export's line in the audit log. Raises OSError, and RecipeError if the line cannot be
+    added.
     """
     known = lineage.read_inputs(run_dir)
-    cache = HashCache(Path(known["cache"]) if known.get("cache") else None)
-    files = {
-        os.path.relpath(state.path, folder): cache.sha256(Path(state.path))[1]
-        for state in lineage.states(folder)
-        if Path(state.path).name != "README.md"  # the model card, which people edit
-    }
+    files = _hashes(folder, HashCache(Path(known["cache"]) if known.get("cache") else None))
     origin = lineage.origin_of(checkpoint.folder) or {}
     own = content(value for name, value in files.items() if is_weights(name))
     record = {
@@ -47,10 +49,39 @@ def write(run_dir: Path, checkpoint: Checkpoint, folder: Path, form: str, receip
     write_durably(folder / MARK, json.dumps(record, indent=1) + "\n")
     line = {key: record[key] for key in ("id", "format", "step", "time", "files")}
     kept = record["checkpoint"] if origin.get("id") else {"path": str(checkpoint.folder), "step": checkpoint.step}
-    line |= {"checkpoint": kept, "path": str(folder.absolute()), "audit": as_record(receipt)}
-    path = run_dir / FOLDER / EXPORTS
+    folder, run_dir = folder.absolute(), run_dir.absolute()
+    place = folder.relative_to(run_dir) if folder.is_relative_to(run_dir) else folder  # the run's folder may be moved
+    line |= {"checkpoint": kept, "path": str(place), "audit": as_record(receipt)}
+    _add_line(lineage.exports_of(run_dir), (json.dumps(line) + "\n").encode())
+
+
+def _hashes(folder: Path, cache: HashCache) -> dict[str, str]:
+    """Return the SHA-256 of each file of an export, by name, without the model card: as the export listed it, else computed."""
+    try:
+        listed, own = digests.read_manifest(folder)
+        listed[digests.MANIFEST] = own
+    except FileNotFoundError:
+        listed = {}
+    found = {}
+    for state in lineage.states(folder):
+        name = os.path.relpath(state.path, folder)
+        if name in listed:
+            found[name] = listed[name]
+            cache.add(state, listed[name])
+        elif name not in WITHOUT_DIGEST:
+            found[name] = cache.sha256(Path(state.path))[1]
+    return found
+
+
+def _add_line(path: Path, line: bytes) -> None:
+    """Append a line to a file that other exports append to at the same time. Removes a part of a line that a kill left."""
     path.parent.mkdir(mode=0o700, exist_ok=True)
-    append(path, path.stat().st_size if path.exists() else 0, (json.dumps(line) + "\n").encode())
+    try:
+        with shared_files.locked(path, LOCK_S):
+            append(path, path.read_bytes().rfind(b"\n") + 1, line)
+    except Unusable as error:
+        why = f"got {path}, {error.why}; expected a file to add the export to. Try {error.remedy}"
+        raise RecipeError(Problem("run", error.code, why)) from error
 
 
 def of_run(run_dir: Path) -> dict[str, Any]:

@@ -7,7 +7,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from launch.ancestry.graph import Lineage, Node
+from launch.ancestry import graph
+from launch.ancestry.graph import Lineage, LineageNode
 from launch.ancestry.inputs import is_weights
 from pipeline import lineage
 from pipeline.config import Problem, RecipeError
@@ -18,11 +19,11 @@ from pipeline.lineage import HashCache
 class Descendant:
     """Something that was made from what was asked for."""
 
-    node: Node
-    through: tuple[Node, ...]  # nodes between the two, the oldest first; () if it was made from it directly
+    node: LineageNode
+    through: tuple[LineageNode, ...]  # nodes between the two, the oldest first; () if it was made from it directly
 
 
-def nodes_at(found: Lineage, path: Path, cache: HashCache, key: str = "path") -> list[Node]:
+def nodes_at(found: Lineage, path: Path, cache: HashCache, key: str = "path") -> list[LineageNode]:
     """Return the nodes of a run, a checkpoint, an export, an evaluation, a model or a data file, by its path or its content.
 
     key: the command line's key of the path. Raises RecipeError if the path is not there or is nothing that the lineage knows.
@@ -38,13 +39,15 @@ def nodes_at(found: Lineage, path: Path, cache: HashCache, key: str = "path") ->
         return [node]
     if nodes := with_content(found, path, cache):
         return nodes
-    message = (
-        f"got {path}, which no run here was made from or made; expected a run, a checkpoint, an export or its data. Try root="
-    )
+    if origin and origin["kind"] == "export":
+        weights = {cache.sha256(Path(state.path))[1] for state in lineage.states(path) if is_weights(state.path)}
+        return [graph.foreign(found, origin, weights)]
+    message = f"got {path}, which no run below {found.root} was made from or made; expected a run, a checkpoint, an export or"
+    message = f"{message} its data. Try root= with the folder of the runs"
     raise RecipeError(Problem(key, "file-not-found", message))
 
 
-def with_content(found: Lineage, path: Path, cache: HashCache) -> list[Node]:
+def with_content(found: Lineage, path: Path, cache: HashCache) -> list[LineageNode]:
     """Return the nodes that have the content of a file, or of one file of a folder.
 
     Of a folder with weights only these count, because a tokenizer and a config are in many models. A file whose hash no run has
@@ -75,7 +78,7 @@ def _hash_candidates(found: Lineage, sizes: set[int], cache: HashCache) -> None:
     found.unhashed = left
 
 
-def descendants(found: Lineage, begin: list[Node]) -> Iterator[Descendant]:
+def descendants(found: Lineage, begin: list[LineageNode]) -> Iterator[Descendant]:
     """Yield everything that was made from these nodes, directly or through others, the nearest first."""
     before = found.beyond([node.key for node in begin], down=True)
     first = {node.key for node in begin}

@@ -7,6 +7,7 @@
     planning      plan, with its figures
     evaluations   evaluate, and an evaluation's scores
     sweeps        sweep, and its verdict
+    provenance    lineage, made_from, and the registry of models
     errors        the errors above `pipeline.problems`
 
 Nothing here prints unless the caller asks with `progress=True`, handles signals, changes the working directory or the

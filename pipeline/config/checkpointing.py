@@ -1,5 +1,6 @@
 """Keys of checkpoints: when they are saved, which are kept, how they are verified and encrypted."""
 
+import os
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -93,9 +94,12 @@ def check_encryption(checkpointing: CheckpointingConfig, run_dir: str) -> Iterat
     if given.enabled and checkpointing.save_consolidated:
         message = "got true with encryption, but hf/ would be plain; expected false. Try launch/export.py out=DIR afterwards"
         yield Problem("checkpointing.save_consolidated", "contradiction", message)
-    if given.key_file is not None and Path(run_dir).absolute() in Path(given.key_file).absolute().parents:
+    if given.key_file is not None and Path(os.path.realpath(run_dir)) in Path(os.path.realpath(given.key_file)).parents:
         message = "got a file in the run folder, beside what it encrypts; expected another folder"
         yield Problem(f"{KEY}.key_file", "contradiction", message)
+    if given.key_file is not None and _KEY_FORM.fullmatch(Path(given.key_file).name):
+        message = "got what looks like the key itself; expected the path of its file, since recipes are written to disk"
+        yield Problem(f"{KEY}.key_file", "secret-in-recipe", message)
     if given.key_command is not None and _KEY_FORM.search(given.key_command):
         message = "got what looks like the key itself; expected a command that fetches it, since recipes are written to disk"
         yield Problem(f"{KEY}.key_command", "secret-in-recipe", message)

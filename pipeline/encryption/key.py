@@ -97,7 +97,10 @@ def _read(path: Path) -> bytes:
 
 def _run(command: str, timeout_s: float) -> bytes:
     try:
-        ended = subprocess.run(shlex.split(command), stdin=subprocess.DEVNULL, capture_output=True, timeout=timeout_s)
+        words = shlex.split(command)
+        if not words:
+            raise ValueError("no program is named")
+        ended = subprocess.run(words, stdin=subprocess.DEVNULL, capture_output=True, timeout=timeout_s)
     except subprocess.TimeoutExpired:
         message = f"got no key from `{command}` within {timeout_s:g} s (key_timeout_s); expected one. Is its server reachable?"
         raise _error("key_command", "unreachable", message) from None

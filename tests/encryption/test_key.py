@@ -71,6 +71,7 @@ SECTION = "checkpointing.encryption"
         ({"enabled": True}, (f"{SECTION}.enabled", "missing-value")),
         ({"key_file": "/k", "key_command": "show"}, (SECTION, "contradiction")),
         ({"key_file": "/runs/a/key"}, (FILE, "contradiction")),
+        ({"key_file": f"/here/{SECRET.hex()}"}, (FILE, "secret-in-recipe")),
         ({"key_command": f"echo {SECRET.hex()}"}, (COMMAND, "secret-in-recipe")),
         ({"key_command": f"echo {base64.b64encode(SECRET).decode()}"}, (COMMAND, "secret-in-recipe")),
     ],
@@ -80,6 +81,14 @@ def test_contradictions_are_refused(given, expected):
     found = list(check_encryption(section, "/runs/a"))
     assert named(found) == {expected}
     assert SECRET.hex() not in str(found)
+
+
+def test_a_key_in_the_run_folder_is_refused_by_another_name_of_it(tmp_path):
+    (tmp_path / "run").mkdir()
+    (tmp_path / "link").symlink_to("run")
+    for path in ("link/key", "x/../run/key"):
+        section = CheckpointingConfig(async_save=False, encryption=EncryptionConfig(key_file=str(tmp_path / path)))
+        assert named(check_encryption(section, str(tmp_path / "run"))) == {(FILE, "contradiction")}
 
 
 def test_a_plain_copy_beside_encrypted_checkpoints_is_refused():

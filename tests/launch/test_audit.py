@@ -1,6 +1,7 @@
 """`launch/audit.py verify` finds every way to change a log, and says where; `show` prints a part of it."""
 
 import json
+import multiprocessing
 import shutil
 from pathlib import Path
 
@@ -10,6 +11,7 @@ from launch import audit, audit_log
 from launch.audit_check import verify
 from launch.audit_log import HEAD, LOG, as_line, as_record, record, sealed
 from launch.run_setup import append_manifest
+from launch.terminal import on_one_line
 from tests.problems import refused
 
 RUNS = ("sft", "grpo", "dpo")
@@ -72,62 +74,63 @@ class Log:
         self.head.write_text("".join(f"begin {place}\nend {place}\n" for place in places))
 
 
-def field(log):
-    log.change(3, user="mallory")
-    log.write()
+def changed(at, **values):
+    """Return a change of a line's values alone."""
+
+    def change(log):
+        log.change(at, **values)
+        log.write()
+
+    return change
 
 
-def time(log):
-    log.change(3, time="2020-01-01T00:00:00.000+00:00")
-    log.write()
+def resealed(at, **values):
+    """Return a change of a line's values and of its own hash."""
+
+    def change(log):
+        log.resealed(at, **values)
+        log.write()
+
+    return change
 
 
-def detail(log):
-    log.change(1, details={"recipe": "other"})
-    log.write()
+def rechained(at, head=False):
+    """Return a change of a line and of all hashes after it. head: and of the head."""
+
+    def change(log):
+        log.resealed(at, user="mallory")
+        log.rechained(at)
+        log.write()
+        if head:
+            log.new_head()
+
+    return change
 
 
-def field_with_its_hash(log):
-    log.resealed(3, user="mallory")
-    log.write()
+def lines(*order):
+    """Return a change to these lines, in this order."""
+    return lambda log: log.write([log.lines[at - 1] for at in order])
 
 
-def last_field_with_its_hash(log):
-    log.resealed(7, user="mallory")
-    log.write()
+def replaced(at, old, new):
+    """Return a change of a line's text, which must hold the old one."""
+
+    def change(log):
+        assert old in log.lines[at - 1]
+        log.lines[at - 1] = log.lines[at - 1].replace(old, new, 1)
+        log.write()
+
+    return change
 
 
-def first_line_dropped(log):
-    log.write(log.lines[1:])
+def appended(data: bytes):
+    """Return a change that appends bytes."""
+    return lambda log: log.path.write_bytes(log.path.read_bytes() + data)
 
 
-def middle_line_dropped(log):
-    log.write([*log.lines[:3], *log.lines[4:]])
-
-
-def several_lines_dropped(log):
-    log.write([*log.lines[:2], *log.lines[5:]])
-
-
-def last_line_dropped(log):
-    log.write(log.lines[:-1])
-
-
-def last_lines_dropped(log):
-    log.write(log.lines[:-3])
-
-
-def reordered(log):
-    log.lines[2], log.lines[3] = log.lines[3], log.lines[2]
-    log.write()
-
-
-def moved_to_the_end(log):
-    log.write([*log.lines[:1], *log.lines[2:], log.lines[1]])
-
-
-def duplicated(log):
-    log.write([*log.lines[:4], log.lines[3], *log.lines[4:]])
+def in_the_head(old, new):
+    """Return a change of the head's text."""
+    return lambda log: log.head.write_text(log.head.read_text().replace(old, new))
 
 
 def forged_line_inserted(log):
@@ -153,18 +156,6 @@ def truncated_in_a_line(log):
     log.path.write_bytes(data[: len(data) // 2])
 
 
-def without_the_last_end(log):
-    log.write(end="")
-
-
-def emptied(log):
-    log.path.write_text("")
-
-
-def removed(log):
-    log.path.unlink()
-
-
 def both_removed(log):
     log.path.unlink()
     log.head.unlink()
@@ -178,21 +169,9 @@ def replaced_by_another_log(log):
         (log.root.parent / "other" / name).replace(log.root / name)
 
 
-def head_edited(log):
-    log.head.write_text(log.head.read_text().replace("end 7 ", "end 9 "))
-
-
 def hash_in_the_head_edited(log):
     own = json.loads(log.lines[3])["hash"]
-    log.head.write_text(log.head.read_text().replace(f"end 4 {own}", f"end 4 {'0' * 64}"))
-
-
-def head_replaced(log):
-    log.head.write_text("nothing\n")
-
-
-def head_removed(log):
-    log.head.unlink()
+    in_the_head(f"end 4 {own}", f"end 4 {'0' * 64}")(log)
 
 
 def line_dropped_with_its_place_in_the_head(log):
@@ -202,124 +181,58 @@ def line_dropped_with_its_place_in_the_head(log):
     log.new_head()
 
 
-def blanks(log):
-    log.lines[2] = log.lines[2].replace('","', '", "', 1)
-    log.write()
-
-
-def blank_at_an_end(log):
-    log.lines[2] += " "
-    log.write()
-
-
-def blank_line(log):
-    log.write([*log.lines[:3], "", *log.lines[3:]])
-
-
-def windows_line_ends(log):
-    log.path.write_bytes(log.path.read_bytes().replace(b"\n", b"\r\n"))
-
-
-def unicode_of_the_same_value(log):
-    log.lines[2] = log.lines[2].replace('"sub', '"\\u0073ub', 1)
-    log.write()
-
-
-def look_alike_letter(log):
-    log.lines[2] = log.lines[2].replace("grpo", "grp\u043e", 1)
-    log.write()
-
-
-def key_given_twice(log):
-    log.lines[2] = log.lines[2].replace('{"action"', '{"action":"cancel","action"', 1)
-    log.write()
-
-
-def key_added(log):
-    log.change(3, note="seen")
-    log.write()
-
-
-def number_as_text(log):
-    log.change(3, number="3")
-    log.write()
-
-
-def garbage_appended(log):
-    log.path.write_bytes(log.path.read_bytes() + b"\xff\xfe not a line\n")
-
-
-def garbage_without_end_appended(log):
-    log.path.write_bytes(log.path.read_bytes() + b"{")
-
-
 def zeros_in_place_of_a_line(log):
     log.path.write_text(log.path.read_text().replace(log.lines[4], "\0" * len(log.lines[4])))
 
 
-def chain_computed_anew(log):
-    log.resealed(2, user="mallory")
-    log.rechained(2)
-    log.write()
-
-
-def chain_and_head_computed_anew(log):
-    log.resealed(4, user="mallory")
-    log.rechained(4)
-    log.write()
-    log.new_head()
-
-
-def everything_computed_anew_from_the_first_line(log):
-    log.resealed(1, user="mallory")
-    log.rechained(1)
-    log.write()
-    log.new_head()
-
-
-KINDS = {  # -> the line that is named; None: the message names the file
-    field: 3,
-    time: 3,
-    detail: 1,
-    field_with_its_hash: 3,
-    last_field_with_its_hash: 7,
-    first_line_dropped: 1,
-    middle_line_dropped: 4,
-    several_lines_dropped: 3,
-    last_line_dropped: 7,
-    last_lines_dropped: 5,
-    reordered: 3,
-    moved_to_the_end: 2,
-    duplicated: 5,
-    forged_line_inserted: 5,
-    forged_line_with_a_new_chain: 4,
-    forged_line_appended: 8,
-    truncated_in_a_line: None,
-    without_the_last_end: 7,
-    emptied: 1,
-    removed: None,
-    both_removed: None,
-    replaced_by_another_log: 1,
-    head_edited: None,
-    hash_in_the_head_edited: 4,
-    head_replaced: None,
-    head_removed: None,
-    line_dropped_with_its_place_in_the_head: 5,
-    blanks: 3,
-    blank_at_an_end: 3,
-    blank_line: 4,
-    windows_line_ends: 1,
-    unicode_of_the_same_value: 3,
-    look_alike_letter: 3,
-    key_given_twice: 3,
-    key_added: 3,
-    number_as_text: 3,
-    garbage_appended: 8,
-    garbage_without_end_appended: 8,
-    zeros_in_place_of_a_line: 5,
-    chain_computed_anew: 2,
-    chain_and_head_computed_anew: 5,
-    everything_computed_anew_from_the_first_line: 1,
+KINDS = {  # -> the change, and the line that is named; None: the message names the file
+    "a user": (changed(3, user="mallory"), 3),
+    "a time": (changed(3, time="2020-01-01T00:00:00.000+00:00"), 3),
+    "a detail": (changed(1, details={"recipe": "other"}), 1),
+    "a user, with the line's hash": (resealed(3, user="mallory"), 3),
+    "a user in the last line, with its hash": (resealed(7, user="mallory"), 7),
+    "the first line dropped": (lines(2, 3, 4, 5, 6, 7), 1),
+    "a line dropped": (lines(1, 2, 3, 5, 6, 7), 4),
+    "several lines dropped": (lines(1, 2, 6, 7), 3),
+    "the last line dropped": (lines(1, 2, 3, 4, 5, 6), 7),
+    "the last lines dropped": (lines(1, 2, 3, 4), 5),
+    "two lines exchanged": (lines(1, 2, 4, 3, 5, 6, 7), 3),
+    "a line moved to the end": (lines(1, 3, 4, 5, 6, 7, 2), 2),
+    "a line twice": (lines(1, 2, 3, 4, 4, 5, 6, 7), 5),
+    "a forged line inserted": (forged_line_inserted, 5),
+    "a forged line with a new chain": (forged_line_with_a_new_chain, 4),
+    "a forged line appended": (forged_line_appended, 8),
+    "cut in a line": (truncated_in_a_line, None),
+    "without the last end": (lambda log: log.write(end=""), 7),
+    "emptied": (lambda log: log.path.write_text(""), 1),
+    "removed": (lambda log: log.path.unlink(), None),
+    "removed with its head": (both_removed, None),
+    "replaced by another log": (replaced_by_another_log, 1),
+    "a number in the head": (in_the_head("end 7 ", "end 9 "), None),
+    "a hash in the head": (hash_in_the_head_edited, 4),
+    "the head replaced": (lambda log: log.head.write_text("nothing\n"), None),
+    "the head is no text": (lambda log: log.head.write_bytes(b"\xff\n"), None),
+    "the head removed": (lambda log: log.head.unlink(), None),
+    "a line dropped with its place in the head": (line_dropped_with_its_place_in_the_head, 5),
+    "blanks": (replaced(3, '","', '", "'), 3),
+    "a blank at an end": (replaced(3, "}", "} "), 3),
+    "a blank line": (lambda log: log.write([*log.lines[:3], "", *log.lines[3:]]), 4),
+    "line ends of Windows": (lambda log: log.path.write_bytes(log.path.read_bytes().replace(b"\n", b"\r\n")), 1),
+    "Unicode of the same value": (replaced(3, '"sub', '"\\u0073ub'), 3),
+    "a letter that looks alike": (replaced(3, "grpo", "grp\u043e"), 3),
+    "a key given twice": (replaced(3, '{"action"', '{"action":"cancel","action"'), 3),
+    "a key added": (changed(3, note="seen"), 3),
+    "a number as text": (changed(3, number="3"), 3),
+    "a list in place of a hash": (changed(3, hash=["x"]), 3),
+    "a list in place of a subject": (resealed(3, subject=["x"]), 3),
+    "a subject with a zero": (resealed(3, subject="/runs/\0"), 3),
+    "garbage appended": (appended(b"\xff\xfe not a line\n"), 8),
+    "brackets appended": (appended(b"[" * 100_000 + b"\n"), 8),
+    "garbage without an end appended": (appended(b"{"), 8),
+    "zeros in place of a line": (zeros_in_place_of_a_line, 5),
+    "the chain computed anew": (rechained(2), 2),
+    "chain and head computed anew": (rechained(4, head=True), 5),
+    "everything computed anew": (rechained(1, head=True), 1),
 }
 
 
@@ -330,15 +243,18 @@ def test_a_log_as_it_was_written(root, capsys):
     assert "as it was written" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.__name__)
+@pytest.mark.parametrize("kind", KINDS)
 def test_tampering_is_found(root, kind, capsys):
-    kind(Log(root))
+    change, line = KINDS[kind]
+    change(Log(root))
     found = verify(root).findings
     assert found
-    if KINDS[kind] is not None:
-        assert KINDS[kind] in [each.line for each in found], list(map(str, found))
+    if line is not None:
+        assert line in [each.line for each in found], list(map(str, found))
     assert audit.main(["verify", f"root={root}"]) == 1
-    assert str(found[0]) in capsys.readouterr().out
+    assert on_one_line(str(found[0])) in capsys.readouterr().out
+    if (root / LOG).exists():
+        assert audit.main(["show", f"root={root}"]) == 0
 
 
 def test_a_line_of_a_killed_writer_is_no_tampering(root):
@@ -347,6 +263,53 @@ def test_a_line_of_a_killed_writer_is_no_tampering(root):
     log.path.write_text(log.path.read_text() + '{"action":')
     check = verify(root)
     assert not check.findings and len(check.notes) == 2
+
+
+def _submit(root, name, count):
+    for _ in range(count):
+        receipt = record("submit", root / name, {}, root)
+        append_manifest(root / name, "local", "1", ["submit.py"], {"git": None, "audit": as_record(receipt)})
+
+
+def test_lines_that_are_written_meanwhile_are_no_tampering(root):
+    writer = multiprocessing.get_context("fork").Process(target=_submit, args=(root, "sft", 60))
+    writer.start()
+    while writer.is_alive():
+        assert not verify(root).findings
+    writer.join()
+    assert writer.exitcode == 0 and verify(root).lines == 67
+
+
+def test_a_log_that_was_moved_is_compared_with_the_receipts_of_its_old_place(whole, tmp_path):
+    shutil.copytree(whole, tmp_path / "old")
+    for path in (tmp_path / "old").glob("*/manifest.json"):
+        path.write_text(path.read_text().replace(str(whole), f"{tmp_path}/old"))
+    moved = (tmp_path / "old").rename(tmp_path / "new")
+    check = verify(moved)
+    assert (check.receipts, check.findings, check.notes) == (3, (), ())
+    KINDS["chain and head computed anew"][0](Log(moved))
+    assert [each.line for each in verify(moved).findings] == [5]
+
+
+def test_a_run_that_came_from_elsewhere_is_no_tampering(root, tmp_path):
+    """The log of its old place is not here."""
+    receipt = record("submit", tmp_path / "theirs/run", {}, tmp_path / "theirs")
+    (root / "run").mkdir()
+    (root / "run/recipe.yaml").write_text("name: run\nalgorithm: sft\n")
+    append_manifest(root / "run", "local", "1", ["submit.py"], {"git": None, "audit": as_record(receipt)})
+    shutil.rmtree(tmp_path / "theirs")
+    check = verify(root)
+    assert (check.receipts, check.findings) == (3, ()) and f"{root}/run/manifest.json" in check.notes[0]
+
+
+@pytest.mark.parametrize("text", ["{", "[]", '{"audit": 1}', "[1, {}]", '[{"audit": {"folder": 1, "number": 1, "hash": "x"}}]'])
+def test_files_that_hold_no_receipts_are_left_out(root, text):
+    (root / "registry").mkdir()
+    (root / "sft/lineage").mkdir()
+    for name in ("registry/x.json", "sft/lineage/exports.jsonl", "sft/manifest.json"):
+        (root / name).write_text(f"{text}\n")
+    check = verify(root)
+    assert (check.receipts, check.findings) == (2, ())
 
 
 def test_no_log_is_no_log(tmp_path):

@@ -2,14 +2,20 @@
 
 import json
 import os
+import subprocess
+import tempfile
+from pathlib import Path
+from types import SimpleNamespace
 
 import hetstep
 import pytest
 
-from launch import audit_log
+from launch import audit_log, run_control, steering
 from launch.attempts import latest
 from launch.audit_check import verify
-from tests.launch import tasks
+from launch.executors.local import start_time
+from launch.executors.record import JobRecord, write_record
+from tests.launch import made_runs, tasks
 from tests.launch.api.test_api import submitted
 from tests.launch.test_submit import command, here, interruptible  # noqa: F401 fixtures
 from tests.launch.waiting import reports, wait_until
@@ -55,6 +61,57 @@ def test_a_refused_access_is_recorded(here, command):  # noqa: F811
     assert command("recipe=tiny")[0] == 2
     (line,) = map(json.loads, (here / audit_log.LOG).read_text().splitlines())
     assert line["action"] == "refuse" and "belongs to" in line["details"]["why"][0]
+
+
+@pytest.fixture
+def roots_run():
+    """A run of root that goes on, in a folder whose log everybody may write, and its job, a process that waits."""
+    with tempfile.TemporaryDirectory() as name:  # pytest's folders are private
+        root = Path(name).resolve() / "runs"
+        root.mkdir()
+        root.parent.chmod(0o755)
+        root.chmod(0o1777)
+        made = made_runs.folder(root / "one", "tiny_grpo")
+        waiting = subprocess.Popen(["sleep", "600"], start_new_session=True)
+        made_runs.attempt(made, f"{waiting.pid}-0", made_runs.ago(600))
+        job = SimpleNamespace(job_id=str(waiting.pid), start_time=start_time(waiting.pid))
+        record = JobRecord.of("local", job)
+        write_record(made, record)
+        audit_log.record("submit", made, {}, root)  # the log is there, as after a submission
+        yield made, record.attach(made)
+        assert waiting.poll() is None
+        waiting.kill()
+        waiting.wait()
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can be another user")
+@pytest.mark.parametrize("what", ["cancel", "stop_and_save", "change", "read"])
+def test_a_refused_action_of_another_user_is_recorded(roots_run, what):
+    folder, job = roots_run
+    actions = {
+        "cancel": lambda: run_control.cancel(folder, job),
+        "stop_and_save": lambda: run_control.stop_and_save(folder, job, 1),
+        "change": lambda: steering.ask(folder, ["grpo.max_num_steps=50"]),
+        "read": lambda: hetstep.load(folder),
+    }
+    if what == "read":
+        folder.chmod(0o700)
+    elif what == "change":
+        steering.ask(folder, ["grpo.max_num_steps=60"])  # imports what the other user may not read
+    if not (child := os.fork()):
+        os.setgid(65534)
+        os.setuid(65534)
+        try:
+            actions[what]()
+        except hetstep.RecipeError as error:
+            os._exit(3 if error.codes == ("permission-denied",) else 1)
+        finally:
+            os._exit(2)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 3
+    lines = [json.loads(line) for line in (folder.parent / audit_log.LOG).read_text().splitlines()]
+    own = [(line["action"], line["subject"]) for line in lines if line["user"] == "nobody"]
+    assert own == [*([(what, str(folder))] if what != "read" else []), ("refuse", str(folder))]
+    assert not verify(folder.parent).findings
 
 
 def test_a_stop_is_recorded_once_and_refused_if_it_cannot_be(tmp_path):

@@ -1,6 +1,7 @@
 """Lineage follows inputs by their hashes, exports, renamed files, lineage from elsewhere, and the registry."""
 
 import json
+import multiprocessing
 import os
 import shutil
 from pathlib import Path
@@ -15,7 +16,7 @@ from launch.audit_check import verify
 from launch.evaluations import kept, suites
 from launch.evaluations.sources import Source
 from launch.evaluations.tables import SCORES
-from pipeline import config, lineage
+from pipeline import config, digests, lineage
 from pipeline.checkpoint import Checkpoints
 from pipeline.config import CheckpointingConfig
 from pipeline.lineage import FOLDER, HASHES, MARK, FileState, HashCache
@@ -215,6 +216,39 @@ def test_an_evaluation_of_a_checkpoint_that_is_gone(runs, tmp_path):
     assert f"evaluation {folder.name}" in made_from(runs, tmp_path / "sums.jsonl")
 
 
+def test_the_scores_of_a_checkpoint_are_not_those_of_the_model_that_its_run_began_with(runs, tmp_path):
+    (base,) = Checkpoints(runs / "sft", "1-0", CheckpointingConfig()).all()
+    export = exported(runs / "sft", base, tmp_path / "sft_model")
+    folder = evaluated(runs / "grpo/evaluations/tiny/step_000005", base.folder / "hf", 0.5)
+    entries = json.loads((folder / FOLDER / inputs.INPUTS).read_text())
+    checkpoint = runs / "grpo/checkpoints/step_000005"
+    own = {"key": "evaluate.checkpoint", "role": "checkpoint", "name": str(checkpoint), "path": str(checkpoint)}
+    entries["inputs"].append(lineage.found(own | {"files": [], "origin": None}))
+    (folder / FOLDER / inputs.INPUTS).write_text(json.dumps(entries))
+    scores = json.loads((folder / SCORES).read_text())
+    (folder / SCORES).write_text(json.dumps(scores | {"run": str(runs / "grpo"), "step": 5}))
+    assert Registry(runs / "registry").add("sft", export, runs)["scores"] == []
+    added = Registry(runs / "registry").add("grpo", tmp_path / "grpo_model", runs)
+    assert sorted(each["value"] for each in added["scores"]) == [0.5, 0.75]
+    assert "evaluation tiny of grpo, step 5" in made_from(runs, checkpoint)
+
+
+def test_the_consolidated_model_of_a_checkpoint_is_found_under_another_name(runs, tmp_path):
+    renamed = shutil.copy(runs / "sft/checkpoints/step_000010/hf/model.safetensors", tmp_path / "renamed.safetensors")
+    assert made_from(runs, Path(renamed)) == everything(runs)[2:]
+
+
+def test_an_export_is_understood_without_its_run(runs, tmp_path):
+    shutil.rmtree(runs)
+    found = graph.read(runs)
+    (begin,) = search.nodes_at(found, tmp_path / "grpo_model", HashCache(None))
+    above = labels(found.nodes[key] for key in found.beyond([begin.key], down=False))
+    assert {"checkpoint grpo, step 5", "run grpo", "run sft", "data sums.jsonl"} <= set(above)
+    (tmp_path / "grpo_model/model.safetensors").write_text("other weights")
+    (begin,) = search.nodes_at(graph.read(runs), tmp_path / "grpo_model", HashCache(None))
+    assert begin.facts["warning"] == graph.DIFFERS
+
+
 def test_a_hash_is_computed_once(tmp_path, monkeypatch):
     path = tmp_path / "file"
     path.write_text("content")
@@ -248,6 +282,71 @@ def test_a_file_without_a_recorded_hash_is_hashed_when_asked_for(tmp_path):
     inputs.write(config.read(run / "recipe.yaml"), run)
     copy = shutil.copy(data, tmp_path / "copy.jsonl")
     assert made_from(tmp_path / "runs", Path(copy)) == ["run sft"]
+
+
+def test_another_programs_lineage_json_is_no_origin(tmp_path):
+    base = model(tmp_path / "base", "weights")
+    for text in ('{"kind": "table"}', "[]", "{"):
+        (base / MARK).write_text(text)
+        assert lineage.origin_of(base) is None
+    made(tmp_path / "runs/sft", "tiny_sft", "policy.random_init=false", f"policy.model_name={base}")
+    assert made_from(tmp_path / "runs", base) == ["run sft"]
+
+
+def test_files_that_cannot_be_read_are_left_out(runs, tmp_path):
+    (runs / "sft" / FOLDER / HASHES).unlink()
+    (runs / "sft" / FOLDER / HASHES).mkdir()  # as unreadable as another user's, for whoever runs this test
+    exports = lineage.exports_of(runs / "grpo")
+    exports.write_text(f"\0\n[]\n{exports.read_text()}" + '{"half": "of a li')
+    assert made_from(runs, tmp_path / "prompts.jsonl") == everything(runs)[2:]
+    exported(runs / "grpo", saved(runs / "grpo", 9, "later weights"), tmp_path / "later_model")
+    assert "export hf of grpo, step 9" in made_from(runs, tmp_path / "prompts.jsonl")
+
+
+def test_an_export_in_its_run_moves_with_it(runs, tmp_path):
+    exported(runs / "sft", saved(runs / "sft", 20, "later weights"), runs / "sft/hf_step_20")
+    runs.rename(tmp_path / "moved")
+    found = graph.read(tmp_path / "moved")
+    (node,) = (node for node in found.nodes.values() if node.label == "hf of sft, step 20")
+    assert node.path == str(tmp_path / "moved/sft/hf_step_20")
+
+
+def _export_often(run: Path, checkpoint, out: Path) -> None:
+    for _ in range(10):
+        records.write(run, checkpoint, out, "hf", None)
+
+
+def test_exports_of_a_run_at_once_all_count(tmp_path):
+    run = made_runs.folder(tmp_path / "runs/sft", "tiny_sft")
+    given = (run, saved(run, 1, "weights"), model(tmp_path / "out", "weights"))
+    writers = [multiprocessing.get_context("fork").Process(target=_export_often, args=given) for _ in range(3)]
+    for writer in writers:
+        writer.start()
+    for writer in writers:
+        writer.join()
+    assert len(list(lineage.read_exports(run))) == lineage.exports_of(run).read_text().count("\n") == 30
+
+
+def test_an_export_that_lists_its_digests_is_not_read_again(tmp_path, monkeypatch):
+    run = made_runs.folder(tmp_path / "runs/sft", "tiny_sft")
+    inputs.write(config.read(run / "recipe.yaml"), run)
+    checkpoint, out = saved(run, 1, "weights"), model(tmp_path / "out", "weights")
+    (out / "README.md").write_text("a card")
+    listed = digests.add_manifest(out, {}, ("README.md",))
+    monkeypatch.setattr(lineage, "sha256", None)
+    records.write(run, checkpoint, out, "hf", None)
+    assert json.loads((out / MARK).read_text())["files"] == listed and len(listed) == 4
+    assert len(HashCache(tmp_path / f"runs/.hashes-{os.geteuid()}.jsonl").sha256(out / "config.json")[1]) == 64
+
+
+def test_an_export_with_the_weights_of_its_base_is_drawn(tmp_path):
+    """A learning rate of 0 makes a circle."""
+    root, base = tmp_path / "runs", model(tmp_path / "base", "weights")
+    run = made(root / "sft", "tiny_sft", "policy.random_init=false", f"policy.model_name={base}")
+    exported(run, saved(run, 1, "weights"), tmp_path / "out")
+    assert command.main([str(run), f"root={root}", f"draw={tmp_path}/lineage.svg"]) == 0
+    assert (tmp_path / "lineage.svg").read_text().count(">hf of sft, step 1<") == 1
+    assert set(made_from(root, base)) == {"run sft", "checkpoint sft, step 1"}
 
 
 # ---- registry -----------------------------------------------------------------------------------------------------------
@@ -285,6 +384,12 @@ def test_a_registry_refuses_what_is_not_as_it_was_exported(runs, tmp_path):
     own.add("adder", out, runs)
     with refused(("export", "already-exists")):
         own.add("adder", out, runs)
+    (out / "chat_template.jinja").write_text("another prompt")
+    with refused(("version", "tampered")):
+        own.promote("adder", 1, "production")
+    (out / "chat_template.jinja").unlink()
+    (out / "README.md").write_text("people may edit the card")
+    own.add("third", out, runs)
     (out / "model.safetensors").write_text("other weights")
     with refused(("version", "tampered")):
         own.promote("adder", 1, "production")

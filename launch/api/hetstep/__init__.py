@@ -11,9 +11,12 @@ Keys of a recipe are given as a mapping, dotted or nested, `{"sft.max_num_steps"
 Every error raises HetstepError, whose `problems` name key, code and message. The reference is launch/api/README.md.
 """
 
+from launch.ancestry.graph import LineageNode
+from launch.ancestry.search import Descendant
 from launch.api.errors import NotEnded, RunFailed
 from launch.api.evaluations import EvaluationRun, TaskScore, evaluate
 from launch.api.planning import RunPlan, plan
+from launch.api.provenance import LineageView, MadeFrom, ModelRegistry, ModelVersion, lineage, made_from, registry
 from launch.api.run import RunStatus
 from launch.api.submitting import load, recipe, submit
 from launch.api.sweeps import SweepRun, SweepVerdict, sweep
@@ -24,8 +27,14 @@ from pipeline.problems import HetstepError, Problem, RecipeError
 
 __all__ = [
     "Checkpoint",
+    "Descendant",
     "EvaluationRun",
     "HetstepError",
+    "LineageNode",
+    "LineageView",
+    "MadeFrom",
+    "ModelRegistry",
+    "ModelVersion",
     "NotEnded",
     "Problem",
     "Recipe",
@@ -38,9 +47,12 @@ __all__ = [
     "SweepVerdict",
     "TaskScore",
     "evaluate",
+    "lineage",
     "load",
+    "made_from",
     "plan",
     "recipe",
+    "registry",
     "submit",
     "sweep",
 ]
