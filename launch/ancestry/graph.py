@@ -16,7 +16,7 @@ from typing import Any, Literal
 
 from launch.ancestry.inputs import content, is_weights
 from launch.evaluations import tables
-from launch.run_folder import RunFolder, find
+from launch.run_folder import DEEPEST, RunFolder, find
 from pipeline import checkpoint, lineage
 from pipeline.config import RecipeError
 from pipeline.lineage import FOLDER, HASHES, MARK, FileState
@@ -82,7 +82,7 @@ class Lineage:
 def read(root: Path) -> Lineage:
     """Return the lineage of all runs below a folder."""
     found = Lineage(root)
-    runs = [run for top in find(root) for run in (top, *(path.parent for path in sorted(top.glob(INSIDE))))]
+    runs = [run for top in find(root, DEEPEST) for run in (top, *(path.parent for path in sorted(top.glob(INSIDE))))]
     for run_dir in runs:
         _add_outputs(found, run_dir)
     for run_dir in runs:

@@ -238,6 +238,17 @@ def test_the_consolidated_model_of_a_checkpoint_is_found_under_another_name(runs
     assert made_from(runs, Path(renamed)) == everything(runs)[2:]
 
 
+def test_runs_of_sweeps_are_found(runs, tmp_path):
+    data = f"data.train.data_path={tmp_path / 'sums.jsonl'}"
+    trial = made(runs / "ada/sweeps/suite/2026-01-01/runs/trial-0000", "tiny_dpo", data, "needs=[]")
+    assert "run trial-0000" in made_from(runs, tmp_path / "sums.jsonl")
+    receipt = audit_log.as_record(audit_log.record("submit", trial))
+    (trial / "manifest.json").write_text(json.dumps([{"audit": receipt}]))
+    before = verify(runs).receipts
+    (runs / audit_log.LOG).write_text("")  # nor does the log name the run now
+    assert before == verify(runs).receipts == 2
+
+
 def test_an_export_is_understood_without_its_run(runs, tmp_path):
     shutil.rmtree(runs)
     found = graph.read(runs)
