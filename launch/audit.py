@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -21,6 +22,7 @@ from launch import audit_check, command_line, console
 from launch.audit_log import ACTIONS, Action
 from launch.command_line import Key
 from launch.terminal import on_one_line
+from pipeline.config import Problem
 
 HEADER = ("line", "time (UTC)", "user", "host", "action", "subject", "details")
 
@@ -34,6 +36,12 @@ class AuditRequest:
     run: Annotated[str | None, Key("RUN", "show: lines whose subject is this folder or name, or is below it")] = None
     user: Annotated[str | None, Key("NAME", "show: lines of this user")] = None
     action: Annotated[Action | None, Key("ACTION", f"show: lines of this action: {', '.join(ACTIONS)}")] = None
+
+    def problems(self) -> Iterator[Problem]:
+        """Yield keys that the command does not read."""
+        for key in ("run", "user", "action"):
+            if self.what == "verify" and getattr(self, key) is not None:
+                yield Problem(key, "has-no-effect", "got it with verify; expected it not, because the whole log is verified")
 
 
 def main(arguments: list[str]) -> int:
@@ -49,7 +57,9 @@ def execute(request: AuditRequest) -> int:
         print("\n".join(map(on_one_line, audit_check.everything(check))))
         return 1 if check.findings else 0
     rows = [_row(entry) for entry in audit_check.read(folder) if _is_shown(entry, request)]
-    if sys.stdout.isatty():
+    if not rows:
+        print(f"no lines in {folder} match")
+    elif sys.stdout.isatty():
         console.print_table(HEADER, rows)
     else:
         print("\n".join("  ".join(map(on_one_line, row)) for row in rows))

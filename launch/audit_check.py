@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from launch.audit_log import FIRST, HEAD, LOG, Head, Receipt, as_line, hash_of
-from launch.run_folder import find
+from launch.run_folder import DEEPEST, find
 from launch.units import plural
 from pipeline import lineage
 from pipeline.config import Problem, RecipeError
@@ -247,7 +247,7 @@ def _of_this_log(
 
 def _receipts(folder: Path) -> Iterator[tuple[Path, Receipt]]:
     """Yield (file, receipt) of everything below a folder that keeps receipts."""
-    for run_dir in find(folder):
+    for run_dir in find(folder, DEEPEST):
         for inner in (run_dir, *sorted(run_dir.glob(INSIDE))):
             yield from _of_file(inner / "manifest.json")
         yield from _of_exports(run_dir)

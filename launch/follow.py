@@ -29,6 +29,7 @@ from launch.executors.base import JobStatus, RunJob
 from launch.failure_logs import container_failure, failed_log_lines, failed_step, log_end, tail
 from launch.terminal import plain
 from pipeline.metrics import Reader
+from pipeline.problems import RecipeError
 
 FAULT_METRICS = ("train/broke_judge", "train/env_failures")
 """Metrics of failed verdicts and environments, shown only if they are not 0."""
@@ -267,6 +268,6 @@ def failure(run_dir: Path, job: RunJob, status: JobStatus, printed: AbstractSet[
     if step := max((each.progress for each in all_attempts(run_dir)), default=0):
         if evaluates(run_dir):
             lines += [f"{step} answers are kept: the same command asks the others"]
-        else:
+        elif first is None or f"{RecipeError.__name__}: " not in first["message"]:  # which says what to change
             lines += [f"there is a checkpoint of step {step}: the same command continues from it"]
     return lines

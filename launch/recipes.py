@@ -63,7 +63,7 @@ def _type_errors(tree: ConfigMapping) -> dict[str, Problem]:
     found = schema_validation.coerce_types(Recipe, tree)
     for key, leaf in tree.leaves():
         if leaf.value == schema_validation.MISSING:
-            found[key] = Problem(key, "missing-value", "got no value; the recipe must set it")
+            found[key] = Problem(key, "missing-value", "got no value; expected one, since the key has no default")
     for key in ("data.train", "data.validation"):  # lists of data sets are valid there
         value = getattr(tree.find(key), "value", None)
         if isinstance(value, list) and value and all(isinstance(item, dict) for item in value):

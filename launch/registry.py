@@ -81,7 +81,11 @@ def execute(request: RegistryRequest) -> int:
     elif request.what == "show":
         print(json.dumps(asdict(registry.show(name, request.version)), indent=1))
     else:
-        _print(registry.versions(request.name), request.json)
+        found = registry.versions(request.name)
+        if not found and not request.json:
+            print(f"no versions of {request.name or 'any model'} in {registry.folder}")
+        else:
+            _print(found, request.json)
     return 0
 
 

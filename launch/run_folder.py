@@ -31,6 +31,8 @@ STEP_PHASES = ("rollout", "train", "refit")
 """Phases within time/step."""
 OTHER_PHASES = ("validation", "save")
 """Phases between two steps."""
+DEEPEST = 6
+"""Most levels from the folder of a team's runs to a run: USER/sweeps/SUITE/ID/runs/NAME."""
 
 
 @dataclass(frozen=True)

@@ -6,6 +6,7 @@ could read may not be on this machine.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import os
 from collections.abc import Callable
@@ -14,17 +15,28 @@ from pathlib import Path
 from launch.run_folder import RunFolder
 from pipeline import encryption
 from pipeline.encryption import EncryptionKey
+from pipeline.problems import Problem, RecipeError
+from pipeline.storage import user_name
 
 VARIABLE = "HETSTEP_KEY_FILE"
 SECTION = "checkpointing.encryption"
 
 
 def key_of(run_dir: Path) -> EncryptionKey | None:
-    """Return the key of a run; None if neither the variable nor its recipe names one. Raises RecipeError if it is not there."""
+    """Return the key of a run; None if neither the variable nor its recipe names one.
+
+    Raises RecipeError if it is not there, and for a command in another user's recipe, which could be anything.
+    """
     if path := os.environ.get(VARIABLE):
-        return encryption.obtain(path, None, 0.0)
+        try:
+            return encryption.obtain(path, None, 0.0)
+        except RecipeError as error:
+            raise RecipeError(*(dataclasses.replace(each, key=VARIABLE) for each in error.problems)) from None
     run = RunFolder.at(run_dir)
     key_file, key_command = (run.value(f"{SECTION}.{name}") for name in ("key_file", "key_command"))
+    if key_command is not None and (owner := (run_dir / "recipe.yaml").stat().st_uid) != os.geteuid():
+        message = f"got the command of {user_name(owner)}, whose run this is; expected your own, because it starts as you"
+        raise RecipeError(Problem(f"{SECTION}.key_command", "permission-denied", f"{message}. Try {VARIABLE}=FILE"))
     return encryption.obtain(key_file, key_command, float(run.value(f"{SECTION}.key_timeout_s", 60.0)))
 
 

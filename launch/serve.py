@@ -57,6 +57,7 @@ def execute(request: ServeRequest) -> int:
         message = f"got no package {missing[0]}; expected it. Try pip install 'hetstep[serve]'"
         raise RecipeError(Problem("settings", "not-installed", message))
     config = settings.load(request.settings)
+    settings.refuse_unusable_address(config)
     import uvicorn  # it and FastAPI take half a second to import
 
     from launch.serving.app import application

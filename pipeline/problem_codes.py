@@ -152,8 +152,8 @@ RUNS = {
         " step. `sha256sum -c digests.sha256` in the folder compares all files.",
     ),
     "in-use": ProblemCode(
-        "Another job or command is writing into this folder.",
-        "Follow it with `python launch/submit.py follow=RUN_DIR`, wait for its end, or give another `run_dir`.",
+        "Another job or command is writing into this folder, or another process listens on the port of the REST service.",
+        "Follow the job with `python launch/submit.py follow=RUN_DIR`, wait for its end, or give another `run_dir` or `port`.",
     ),
     "no-access": ProblemCode(
         "A request to the REST service has no valid token, or the user's role or the service's settings do not allow it.",
@@ -238,7 +238,7 @@ CLUSTERS = {
         "Change what Slurm names. `dry_run=true` prints the batch script.",
     ),
     "unreachable": ProblemCode(
-        "Slurm's controller, or the host of an earlier run, does not answer.",
+        "Slurm's controller, or the host of an earlier run, does not answer, or this machine lacks the REST service's `host`.",
         "Try again. `cluster.executor=local` runs on this machine. Cancel a leftover job with `scancel`.",
     ),
 }

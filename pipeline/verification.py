@@ -54,9 +54,11 @@ def check_record(found: Checkpoint, verify: Verify, key: encryption.EncryptionKe
 
 
 def check_before_submission(found: Checkpoint, given: CheckpointingConfig) -> None:
-    """Raise RecipeError for what shows on a login node, which may not have the key: a recipe without one, names and seals."""
-    if found.fingerprint and given.encryption.key_file is None and given.encryption.key_command is None:
-        fitting(None, found.fingerprint, found.folder)
+    """Raise RecipeError for what shows on a login node, which may not have the key: none or a wrong one, names and seals."""
+    section = given.encryption
+    is_here = section.key_command is None and (section.key_file is None or Path(section.key_file).exists())
+    if found.fingerprint and is_here:  # only ranks start the command
+        fitting(obtain_key(given), found.fingerprint, found.folder)
     if given.verify != "off" and found.version >= DIGESTS:
         _refuse(found, _record_problems(found, None))
 

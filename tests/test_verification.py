@@ -217,6 +217,20 @@ def test_submission_refuses_a_recipe_without_the_key_of_its_checkpoints(saved):
         verification.check_before_submission(saved.checkpoints.latest(), CheckpointingConfig())
 
 
+def test_submission_refuses_a_wrong_key_that_it_can_read(saved, tmp_path):
+    file = tmp_path / "other.key"
+    file.write_text("cd" * 32)
+    file.chmod(0o600)
+    given = CheckpointingConfig(encryption=EncryptionConfig(key_file=str(file)))
+    if saved.key is None:
+        verification.check_before_submission(saved.checkpoints.latest(), given)
+    else:
+        with refused(("checkpointing.encryption", "wrong-key")):
+            verification.check_before_submission(saved.checkpoints.latest(), given)
+    elsewhere = CheckpointingConfig(encryption=EncryptionConfig(key_file=str(tmp_path / "on_the_nodes.key")))
+    verification.check_before_submission(saved.checkpoints.latest(), elsewhere)
+
+
 def test_a_file_that_network_file_systems_leave_is_not_extra(saved):
     (saved.folder / ".nfs000000000001").write_text("")
     assert saved.checked().step == 2

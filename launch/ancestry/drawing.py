@@ -25,7 +25,9 @@ COLOURS = {
 
 
 def write(found: Lineage, begin: list[LineageNode], path: Path) -> None:
-    """Write the picture to a .svg, or to a page that has it, .html. Raises RecipeError for another name."""
+    """Write the picture to a .svg, or to a page that has it, .html. Raises RecipeError for another name or a missing folder."""
+    if not path.parent.is_dir():
+        raise RecipeError(Problem("draw", "file-not-found", f"got {path}; expected a file in a folder that exists"))
     picture = svg(found, begin)
     if path.suffix == ".html":
         title = html.escape(begin[0].label)

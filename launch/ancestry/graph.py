@@ -16,7 +16,7 @@ from typing import Any, Literal
 
 from launch.ancestry.inputs import content, is_weights
 from launch.evaluations import tables
-from launch.run_folder import RunFolder, find
+from launch.run_folder import DEEPEST, RunFolder, find
 from pipeline import checkpoint, lineage
 from pipeline.config import RecipeError
 from pipeline.lineage import FOLDER, HASHES, MARK, FileState
@@ -43,6 +43,7 @@ class LineageNode:
 class Lineage:
     """A graph, with a circle only where an export has the weights of a model that its own run was made from."""
 
+    root: Path | None = None  # the folder of the runs
     nodes: dict[str, LineageNode] = field(default_factory=dict)
     parents: dict[str, dict[str, str]] = field(default_factory=dict)  # key -> key of what it was made from -> as what
     children: dict[str, dict[str, str]] = field(default_factory=dict)
@@ -80,8 +81,8 @@ class Lineage:
 
 def read(root: Path) -> Lineage:
     """Return the lineage of all runs below a folder."""
-    found = Lineage()
-    runs = [run for top in find(root) for run in (top, *(path.parent for path in sorted(top.glob(INSIDE))))]
+    found = Lineage(root)
+    runs = [run for top in find(root, DEEPEST) for run in (top, *(path.parent for path in sorted(top.glob(INSIDE))))]
     for run_dir in runs:
         _add_outputs(found, run_dir)
     for run_dir in runs:
@@ -119,7 +120,7 @@ def _run(run_dir: Path) -> LineageNode:
     if run.trains:
         return LineageNode(key, "run", run_dir.name, path, facts)
     scores = _scores(run_dir)
-    label = f"{scores['suite']} of {_short(scores['model'])}" if scores else run_dir.name
+    label = f"{scores['suite']} of {_evaluated(scores)}" if scores else run_dir.name
     facts |= {name: _score(task) for name, task in (scores or {"tasks": {}})["tasks"].items()}
     return LineageNode(key, "evaluation", label, path, facts)
 
@@ -131,7 +132,11 @@ def _facts(algorithm: str, submission: Mapping[str, Any]) -> dict[str, str]:
     return {name: value for name, value in found.items() if value}
 
 
-def _short(model: str) -> str:
+def _evaluated(scores: Mapping[str, Any]) -> str:
+    """Return the checkpoint, or the model, that has these scores."""
+    if scores.get("run"):
+        return f"{Path(scores['run']).name}, step {scores['step']}"
+    model = scores["model"]
     return "/".join(Path(model).parts[-2:]) if os.path.isabs(model) else model
 
 
@@ -168,7 +173,11 @@ def _export(found: Lineage, record: Mapping[str, Any], run: str, path: str | Non
 def _add_inputs(found: Lineage, run_dir: Path) -> None:
     run = found.nodes[f"run:{os.path.realpath(run_dir)}"]
     hashes = dict(lineage.read_hashes(run_dir / FOLDER / HASHES))
-    for entry in lineage.read_inputs(run_dir).get("inputs", ()):
+    entries = lineage.read_inputs(run_dir).get("inputs", ())
+    of_checkpoint = any(entry["role"] == "checkpoint" for entry in entries)
+    for entry in entries:
+        if of_checkpoint and entry["key"] == "policy.model_name":
+            continue  # the evaluated weights are the checkpoint's
         files = lineage.files_of(entry)
         known = {state.path: own for state in files if (own := hashes.get(state))}
         node = _input(found, entry, known)
@@ -181,12 +190,11 @@ def _input(found: Lineage, entry: Mapping[str, Any], hashes: Mapping[str, str]) 
     weights = {own for path, own in hashes.items() if is_weights(path)}
     origin = entry["origin"]
     if origin and origin["kind"] == "checkpoint":
-        return _of_checkpoint(found, origin)
-    if origin:
-        node = _foreign(found, origin)
-        if weights and node.hashes and not weights <= node.hashes:
-            node.facts["warning"] = DIFFERS
+        node = _of_checkpoint(found, origin)
+        node.hashes |= weights
         return node
+    if origin:
+        return foreign(found, origin, weights)
     if entry["role"] == "model" and (exported := _with_weights(found, weights)):
         return exported
     own = weights if entry["role"] == "model" and weights else set(hashes.values())
@@ -196,8 +204,14 @@ def _input(found: Lineage, entry: Mapping[str, Any], hashes: Mapping[str, str]) 
     label = str(entry["name"]) if not os.path.isabs(str(entry["name"])) else Path(entry["name"]).name
     facts = {"path": entry["path"]} if entry["path"] else {}
     facts |= {"sha256": key[:12]} if complete else {"hash": "not known"} if entry["files"] else {}
+    facts |= _arguments(entry) if not entry["path"] else {}  # which tell generated data of one name apart
     others = set(hashes.values()) - own
     return found.add(LineageNode(f"{entry['role']}:{key}", entry["role"], label, entry["path"], facts, own, others))
+
+
+def _arguments(entry: Mapping[str, Any]) -> dict[str, str]:
+    given = (entry.get("arguments") or {}).items()
+    return {name: value if isinstance(value, str) else json.dumps(value) for name, value in given if value not in (None, {})}
 
 
 def _with_weights(found: Lineage, weights: set[str]) -> LineageNode | None:
@@ -206,10 +220,18 @@ def _with_weights(found: Lineage, weights: set[str]) -> LineageNode | None:
     return next((node for node in exports if weights and weights <= node.hashes), None)
 
 
-def _foreign(found: Lineage, record: Mapping[str, Any]) -> LineageNode:
-    """Return the export with this lineage.json; with all that is known from it if its run is not below the folder."""
-    if known := found.nodes.get(f"export:{record['id']}"):
-        return known
+def foreign(found: Lineage, record: Mapping[str, Any], weights: set[str]) -> LineageNode:
+    """Return the export with this lineage.json; with all that is known from it if its run is not below the folder.
+
+    weights: hashes of the weights beside it, those that are known; others than it names are told in the node's facts.
+    """
+    node = found.nodes.get(f"export:{record['id']}") or _from_record(found, record)
+    if weights and node.hashes and not weights <= node.hashes:
+        node.facts["warning"] = DIFFERS
+    return node
+
+
+def _from_record(found: Lineage, record: Mapping[str, Any]) -> LineageNode:
     node = _export(found, record, record["run"]["name"], None)
     maker = _maker(found, record["run"])
     between = _checkpoint(found, record["checkpoint"], maker.label, None)

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from launch.ancestry import graph
 from launch.ancestry.graph import Lineage, LineageNode
 from launch.ancestry.inputs import is_weights
 from pipeline import lineage
@@ -38,9 +39,11 @@ def nodes_at(found: Lineage, path: Path, cache: HashCache, key: str = "path") ->
         return [node]
     if nodes := with_content(found, path, cache):
         return nodes
-    message = (
-        f"got {path}, which no run here was made from or made; expected a run, a checkpoint, an export or its data. Try root="
-    )
+    if origin and origin["kind"] == "export":
+        weights = {cache.sha256(Path(state.path))[1] for state in lineage.states(path) if is_weights(state.path)}
+        return [graph.foreign(found, origin, weights)]
+    message = f"got {path}, which no run below {found.root} was made from or made; expected a run, a checkpoint, an export or"
+    message = f"{message} its data. Try root= with the folder of the runs"
     raise RecipeError(Problem(key, "file-not-found", message))
 
 

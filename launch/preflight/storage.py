@@ -1,7 +1,7 @@
-"""Check the file systems of a run: writable folders, model files, container images and free space.
+"""Check the file systems of a run: writable folders, a key, model files, container images and free space.
 
-Calls `weight_files.py`, `container_images.py` and `disk_space.py`. Sees the mounts of the machine that submits the job only;
-those of the nodes may differ.
+Calls `encryption_key.py`, `weight_files.py`, `container_images.py` and `disk_space.py`. Sees the mounts of the machine that
+submits the job only; those of the nodes may differ.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from pathlib import Path
 
 from launch.containers import CONVERSIONS
 from launch.executors.base import ROOT
-from launch.preflight import container_images, disk_space, weight_files
+from launch.preflight import container_images, disk_space, encryption_key, weight_files
 from launch.preflight.disk_space import nearest_existing
 from pipeline.config import Problem, Recipe, uses_megatron
 
@@ -37,6 +37,7 @@ def problems(
     if uses_megatron(recipe.policy):
         variable = CONVERSIONS[0]
         yield from _check_writable(variable, conversions, "a folder that all train nodes share and can write")
+    yield from encryption_key.problems(recipe, notes, on_nodes)
     yield from weight_files.problems(recipe, pending)
     if on_nodes:
         yield from container_images.problems(recipe, pending, conversions)

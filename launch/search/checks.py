@@ -93,10 +93,13 @@ def _of_corner(search: SearchConfig, problem: Problem, corner: space.Values) -> 
 
 
 def _at_parameter(search: SearchConfig, problem: Problem) -> Problem:
-    """Return a problem of a parameter at its key in the suite; any other one unchanged."""
-    if problem.key not in search.parameters:
-        return problem
-    return dataclasses.replace(problem, key=f"search.parameters.{problem.key}", origin="")
+    """Return a problem of a parameter, or of a section above it that is no key, at its key in the suite; others unchanged."""
+    is_section = problem.code == "unknown-key"
+    for key in search.parameters:
+        if key == problem.key or (is_section and key.startswith(f"{problem.key}.")):
+            message = problem.message if key == problem.key else f"{problem.key} {problem.message}"
+            return dataclasses.replace(problem, key=f"search.parameters.{key}", message=message, origin="")
+    return problem
 
 
 def _plans(

@@ -11,7 +11,7 @@ from fastapi.security import HTTPBearer
 from starlette.exceptions import HTTPException
 
 from launch.serving.access import AccessError, Refused, Users
-from launch.serving.answers import problems_body
+from launch.serving.answers import malformed, problems_body
 from launch.serving.authentication import Authentication
 from launch.serving.changes import REFUSED, changing
 from launch.serving.exports import Exports
@@ -65,9 +65,8 @@ def application(config: ServiceConfig, refused: Refused = lambda user, request, 
         return _answer(503, [Problem("", "unreachable", f"Slurm did not answer: {error}. Try again")])
 
     @app.exception_handler(RequestValidationError)
-    def malformed(request: Request, error: RequestValidationError) -> Response:
-        found = [Problem(".".join(map(str, each["loc"])), "bad-format", each["msg"]) for each in error.errors()]
-        return _answer(422, found)
+    def does_not_fit(request: Request, error: RequestValidationError) -> Response:
+        return _answer(422, list(malformed(error.errors())))
 
     @app.exception_handler(Exception)
     def fault(request: Request, error: Exception) -> Response:

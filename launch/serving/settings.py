@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import errno
 import ipaddress
 import re
+import socket
+import ssl
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -11,7 +14,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from pipeline.config import Problem, config_tree, refuse, schema_validation
+from pipeline.config import Problem, RecipeError, config_tree, refuse, schema_validation
 from pipeline.values import Float, Positive, Text
 
 Role = Literal["viewer", "submitter", "admin"]
@@ -71,7 +74,7 @@ def problems(config: ServiceConfig) -> Iterator[Problem]:
             expected = "expected at most 64 letters, digits, '.', '_' and '-', since it names a folder"
             yield Problem(key, "bad-format", f"got '{name}'; {expected}")
         if not HASH.fullmatch(user.token_sha256):
-            expected = "expected 64 hexadecimal digits. Try python launch/serve.py new_token=true"
+            expected = "expected 64 lower-case hexadecimal digits. Try python launch/serve.py new_token=true"
             yield Problem(f"{key}.token_sha256", "bad-format", f"got {len(user.token_sha256)} characters; {expected}")
         elif (other := hashes.setdefault(user.token_sha256, name)) != name:
             yield Problem(f"{key}.token_sha256", "given-twice", f"got the token of {other}; expected a token of their own")
@@ -82,9 +85,38 @@ def problems(config: ServiceConfig) -> Iterator[Problem]:
     for key in ("tls_certificate", "tls_key"):
         if (file := getattr(config, key)) is not None and not Path(file).is_file():
             yield Problem(key, "file-not-found", f"got {file}, which is no file; expected a PEM file")
+    yield from _unusable_pair(config)
     if not _is_loopback(config.host) and config.tls_certificate is None and not config.plain_http:
         message = f"got {config.host} without tls_certificate: tokens would travel in the clear; expected 127.0.0.1 or HTTPS"
         yield Problem("host", "contradiction", f"{message}. Try plain_http: true only behind a proxy that has HTTPS")
+
+
+def _unusable_pair(config: ServiceConfig) -> Iterator[Problem]:
+    """Yield a problem if the certificate and its key cannot be used together."""
+    certificate, key = config.tls_certificate, config.tls_key
+    if certificate is None or key is None or not (Path(certificate).is_file() and Path(key).is_file()):
+        return
+    try:
+        ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(certificate, key, password="")  # no prompt
+    except OSError as error:  # an SSLError too
+        expected = "expected a certificate and its key, in PEM and without a password"
+        yield Problem("tls_certificate", "unreadable", f"got {certificate} and {key}; {expected}: {error}")
+
+
+def refuse_unusable_address(config: ServiceConfig) -> None:
+    """Raise RecipeError if nothing can listen on the host and port now."""
+    family = socket.AF_INET6 if ":" in config.host else socket.AF_INET
+    try:
+        socket.create_server((config.host, config.port), family=family).close()
+    except OSError as error:
+        if error.errno == errno.EADDRINUSE:
+            message = f"got {config.port}, on which another process listens; expected a free port. Try another, or 0 for any"
+            raise RecipeError(Problem("port", "in-use", message)) from None
+        key, code = ("port", "permission-denied") if error.errno == errno.EACCES else ("host", "unreachable")
+        value = getattr(config, key)
+        raise RecipeError(
+            Problem(key, code, f"got {value}; expected one on which this machine may listen: {error.strerror}")
+        ) from None
 
 
 def _is_loopback(host: str) -> bool:

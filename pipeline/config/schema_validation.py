@@ -192,7 +192,8 @@ def validate_tree(section: type, tree: ConfigMapping) -> tuple[Any, list[Problem
     for key, leaf in tree.leaves():
         if leaf.value == MISSING:
             given.drop(key)
-            problems[key] = Problem(key, "missing-value", "got no value; the recipe must set it", leaf.origin or "")
+            message = "got no value; expected one, since the key has no default"
+            problems[key] = Problem(key, "missing-value", message, leaf.origin or "")
     try:
         found = adapter(section).validate_python(given.plain())
         for key in problems:

@@ -325,4 +325,6 @@ def test_show_prints_what_is_asked_for(root, capsys):
     assert len(shown()) == 7
     assert [line.split("  ")[0] for line in shown("run=grpo")] == ["3", "4"]
     assert len(shown(f"run={root / 'dpo'}", "action=cancel")) == 1
-    assert not shown("user=nobody-of-this-name")[0]
+    assert shown("user=nobody-of-this-name") == [f"no lines in {root} match"]
+    assert audit.main(["verify", f"root={root}", "run=grpo"]) == 2
+    assert "run: got it with verify" in capsys.readouterr().err

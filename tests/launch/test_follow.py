@@ -158,6 +158,15 @@ def test_a_run_that_left_in_time_but_is_not_requeued_shows_how_to_resume(tmp_pat
     ]
 
 
+def test_the_same_command_is_not_said_to_continue_a_run_whose_checkpoint_or_key_is_refused(tmp_path):
+    folder = write_logs(tmp_path, "")
+    (folder / "progress").write_text("2\n")
+    continues = "there is a checkpoint of step 2: the same command continues from it"
+    for message, is_said in (("rank 0 (train): RecipeError: checkpoint: a: got SHA-256 1", False), ("ValueError: no", True)):
+        fail(tmp_path, "17-0", {**RAISED, "message": message})
+        assert (continues in failure(tmp_path, Job(FAILED), FAILED)) == is_said
+
+
 def test_a_failure_of_an_earlier_job_in_the_same_folder_is_not_shown(tmp_path):
     write_logs(tmp_path, "", "")
     fail(tmp_path, "17-0", RAISED)

@@ -216,6 +216,50 @@ def test_an_evaluation_of_a_checkpoint_that_is_gone(runs, tmp_path):
     assert f"evaluation {folder.name}" in made_from(runs, tmp_path / "sums.jsonl")
 
 
+def test_the_scores_of_a_checkpoint_are_not_those_of_the_model_that_its_run_began_with(runs, tmp_path):
+    (base,) = Checkpoints(runs / "sft", "1-0", CheckpointingConfig()).all()
+    export = exported(runs / "sft", base, tmp_path / "sft_model")
+    folder = evaluated(runs / "grpo/evaluations/tiny/step_000005", base.folder / "hf", 0.5)
+    entries = json.loads((folder / FOLDER / inputs.INPUTS).read_text())
+    checkpoint = runs / "grpo/checkpoints/step_000005"
+    own = {"key": "evaluate.checkpoint", "role": "checkpoint", "name": str(checkpoint), "path": str(checkpoint)}
+    entries["inputs"].append(lineage.found(own | {"files": [], "origin": None}))
+    (folder / FOLDER / inputs.INPUTS).write_text(json.dumps(entries))
+    scores = json.loads((folder / SCORES).read_text())
+    (folder / SCORES).write_text(json.dumps(scores | {"run": str(runs / "grpo"), "step": 5}))
+    assert Registry(runs / "registry").add("sft", export, runs)["scores"] == []
+    added = Registry(runs / "registry").add("grpo", tmp_path / "grpo_model", runs)
+    assert sorted(each["value"] for each in added["scores"]) == [0.5, 0.75]
+    assert "evaluation tiny of grpo, step 5" in made_from(runs, checkpoint)
+
+
+def test_the_consolidated_model_of_a_checkpoint_is_found_under_another_name(runs, tmp_path):
+    renamed = shutil.copy(runs / "sft/checkpoints/step_000010/hf/model.safetensors", tmp_path / "renamed.safetensors")
+    assert made_from(runs, Path(renamed)) == everything(runs)[2:]
+
+
+def test_runs_of_sweeps_are_found(runs, tmp_path):
+    data = f"data.train.data_path={tmp_path / 'sums.jsonl'}"
+    trial = made(runs / "ada/sweeps/suite/2026-01-01/runs/trial-0000", "tiny_dpo", data, "needs=[]")
+    assert "run trial-0000" in made_from(runs, tmp_path / "sums.jsonl")
+    receipt = audit_log.as_record(audit_log.record("submit", trial))
+    (trial / "manifest.json").write_text(json.dumps([{"audit": receipt}]))
+    before = verify(runs).receipts
+    (runs / audit_log.LOG).write_text("")  # nor does the log name the run now
+    assert before == verify(runs).receipts == 2
+
+
+def test_an_export_is_understood_without_its_run(runs, tmp_path):
+    shutil.rmtree(runs)
+    found = graph.read(runs)
+    (begin,) = search.nodes_at(found, tmp_path / "grpo_model", HashCache(None))
+    above = labels(found.nodes[key] for key in found.beyond([begin.key], down=False))
+    assert {"checkpoint grpo, step 5", "run grpo", "run sft", "data sums.jsonl"} <= set(above)
+    (tmp_path / "grpo_model/model.safetensors").write_text("other weights")
+    (begin,) = search.nodes_at(graph.read(runs), tmp_path / "grpo_model", HashCache(None))
+    assert begin.facts["warning"] == graph.DIFFERS
+
+
 def test_a_hash_is_computed_once(tmp_path, monkeypatch):
     path = tmp_path / "file"
     path.write_text("content")
@@ -341,6 +385,8 @@ def test_versions_stages_and_scores(runs, tmp_path, capsys):
         ["retired", "adder", "1"],
         ["production", "adder", "2"],
     ]
+    assert registry.main(["list", f"registry={tmp_path / 'other'}"]) == 0
+    assert capsys.readouterr().out == f"no versions of any model in {tmp_path / 'other'}\n"
 
 
 def test_a_registry_refuses_what_is_not_as_it_was_exported(runs, tmp_path):

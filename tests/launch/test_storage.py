@@ -67,6 +67,40 @@ def problems(recipe: Recipe) -> list[Problem]:
     return list(storage.problems(recipe, on_nodes=recipe.cluster.executor != "local"))
 
 
+# ---- the key ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("content", "mode", "code"),
+    [
+        (None, 0, "file-not-found"),
+        ("ab" * 32, 0o644, "permission-denied"),
+        ("ab" * 16, 0o600, "bad-format"),
+        ("ab" * 32, 0o600, None),
+    ],
+)
+def test_the_file_with_a_key_is_looked_at(folder, model, content, mode, code):
+    key = folder / "run.key"
+    if content is not None:
+        key.write_text(content)
+        key.chmod(mode)
+    recipe = load(folder, "checkpointing.encryption.enabled=true", f"checkpointing.encryption.key_file={key}")
+    found = [each for each in problems(recipe) if each.key == "checkpointing.encryption.key_file"]
+    assert [each.code for each in found] == ([code] if code else [])
+    if content is None:  # it may be on the nodes
+        notes: list[str] = []
+        assert not [each for each in storage.problems(recipe, notes=notes, on_nodes=True) if each.key.endswith("key_file")]
+        assert any("key_file" in note and "is not on this machine" in note for note in notes)
+
+
+@pytest.mark.parametrize(
+    ("command", "code"), [("cat run.key", None), ("no-such-program run.key", "file-not-found"), ("cat 'run.key", "bad-format")]
+)
+def test_the_command_that_prints_a_key_is_looked_for(folder, model, command, code):
+    recipe = load(folder, "checkpointing.encryption.enabled=true", f'checkpointing.encryption.key_command="{command}"')
+    assert [each.code for each in problems(recipe) if each.key.endswith("key_command")] == ([code] if code else [])
+
+
 # ---- weights ------------------------------------------------------------------------------------------------------------
 
 

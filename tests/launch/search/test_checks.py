@@ -122,6 +122,13 @@ def test_a_key_that_the_schema_lacks_and_a_choice_of_the_wrong_type_are_refused(
     assert "did you mean" in found["search.parameters.loss_fn.reference_policy_kl_penalti"].message
 
 
+def test_a_section_that_the_schema_lacks_is_told_at_the_parameter(tmp_path):
+    found = corner_problems(write_search(tmp_path, parameters={"policy.optimiser.lr": [1, 2]}))
+    assert [str(each) for each in found] == [
+        "search.parameters.policy.optimiser.lr: policy.optimiser is not a key; did you mean 'policy.optimizer'?"
+    ]
+
+
 def test_a_contradiction_between_keys_names_the_corner(tmp_path):
     """The batch of 4 divides what the recipe's 2 prompts give, but not what 3 give."""
     (found,) = corner_problems(write_search(tmp_path, parameters={"grpo.num_prompts_per_step": [2, 3]}))

@@ -136,3 +136,22 @@ def test_a_service_that_only_reads_refuses_changes(root):
         for name in ("sam", "ada"):
             answer = client.post("/api/v1/runs/sam~first/cancel", headers=bearer(name))
             assert answer.status_code == 403 and "writable: true" in answer.json()["problems"][0]["message"]
+
+
+@pytest.mark.parametrize(
+    ("body", "key", "code", "says"),
+    [
+        ({"recipe": "tiny_sft", "overides": {}}, "overides", "unknown-key", "is not a key of this request"),
+        ({"recipe": "recipes/tiny_sft.yaml"}, "recipe", "bad-format", '.yaml"; expected a name, not a path'),
+        ({}, "recipe", "missing-value", "got none"),
+        (b'{"recipe": tiny}', "body", "bad-format", "is not JSON: Expecting value"),
+        ({"recipe": "tiny_sft", "overrides": 3}, "overrides", "bad-format", "got 3: input should be"),
+    ],
+)
+def test_a_request_that_does_not_fit_is_told_by_its_key(root, body, key, code, says):
+    content = body if isinstance(body, bytes) else json.dumps(body).encode()
+    with TestClient(application(settings(root))) as client:
+        answer = client.post("/api/v1/plans", headers=bearer("sam") | {"Content-Type": "application/json"}, content=content)
+    (problem,) = answer.json()["problems"]
+    assert (answer.status_code, problem["key"], problem["code"]) == (422, key, code)
+    assert says in problem["message"]

@@ -1,5 +1,7 @@
 """The service's settings are checked before it listens."""
 
+import socket
+
 import pytest
 
 from launch import serve
@@ -31,6 +33,7 @@ def test_defaults_read_only_on_this_machine(tmp_path):
         (GOOD + "host: 0.0.0.0\n", "host", "contradiction"),
         (GOOD + "tls_key: here.pem\n", "tls_certificate", "contradiction"),
         (GOOD + "tls_key: here.pem\n", "tls_key", "file-not-found"),
+        (GOOD + f"tls_certificate: {__file__}\ntls_key: {__file__}\n", "tls_certificate", "unreadable"),
         (GOOD + "root: nowhere\n", "root", "given-twice"),
         (GOOD.replace("submitter", "boss"), "users.sam.role", "not-a-choice"),
         (GOOD.replace("sam", "../sam"), "users.../sam", "bad-format"),
@@ -54,3 +57,19 @@ def test_a_new_token_and_its_hash(capsys):
 def test_no_settings(capsys):
     assert serve.main([]) == 2
     assert "settings: got no file; expected settings=FILE" in capsys.readouterr().err
+
+
+def test_a_port_that_is_taken(tmp_path, capsys):
+    (tmp_path / "serve.yaml").write_text(f"root: {tmp_path}\n{GOOD}")
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        with (tmp_path / "serve.yaml").open("a") as file:
+            file.write(f"port: {port}\n")
+        assert serve.main([f"settings={tmp_path / 'serve.yaml'}"]) == 2
+    assert f"port: got {port}, on which another process listens" in capsys.readouterr().err
+
+
+def test_an_address_that_is_not_of_this_machine(tmp_path):
+    config = read(tmp_path, GOOD + "host: nowhere.invalid\nplain_http: true\n")
+    with pytest.raises(RecipeError, match=r"host: got nowhere.invalid; expected one on which this machine may listen"):
+        settings.refuse_unusable_address(config)

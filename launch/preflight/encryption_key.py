@@ -1,0 +1,42 @@
+"""Check the key of encrypted checkpoints as far as this machine can: the file, or the program that prints the key."""
+
+from __future__ import annotations
+
+import os
+import shlex
+import shutil
+from collections.abc import Iterator
+
+from pipeline import encryption
+from pipeline.config import Problem, Recipe, collected
+
+SECTION = "checkpointing.encryption"
+
+
+def problems(recipe: Recipe, notes: list[str], on_nodes: bool) -> Iterator[Problem]:
+    """Yield a problem of the key's file, or of its command, which is not started here.
+
+    notes: receives what is missing here and may be on the nodes, if the ranks run there (`on_nodes`).
+    """
+    given = recipe.checkpointing.encryption
+    if given.key_file is not None:
+        if on_nodes and not os.path.exists(given.key_file):
+            notes.append(f"not checked: {SECTION}.key_file, as {given.key_file} is not on this machine")
+            return
+        found: list[Problem] = []
+        with collected(found):
+            encryption.obtain(given.key_file, None, 0.0)
+        yield from found
+    elif given.key_command is not None and not on_nodes:
+        yield from _command(given.key_command)
+
+
+def _command(command: str) -> Iterator[Problem]:
+    key = f"{SECTION}.key_command"
+    try:
+        words = shlex.split(command)
+    except ValueError as error:
+        yield Problem(key, "bad-format", f"got `{command}`: {error}; expected a program and its arguments, quoted for a shell")
+        return
+    if not words or shutil.which(words[0]) is None:
+        yield Problem(key, "file-not-found", f"got `{command}`; expected a program that is installed here, to print the key")
