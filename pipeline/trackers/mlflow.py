@@ -26,6 +26,8 @@ TAG = "hetstep.run"
 EVALUATION = "evaluation/"
 METRICS, PARAMETERS = 1000, 100
 """Most metrics and parameters of one request."""
+KIND = {"mlflow.experimentKind": "custom_model_development"}
+"""Tag of a new experiment, which MLflow would else open as one of agents, with its traces in place of its runs."""
 LONGEST = 6000
 """Characters of a parameter's value."""
 TIMEOUTS = {"MLFLOW_HTTP_REQUEST_TIMEOUT": "30", "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "2"}
@@ -41,8 +43,8 @@ class MlflowConfig:
     tracking_uri: Annotated[
         Line | None,
         Field(
-            description="Server, or a database such as sqlite:////path/mlflow.db. null: MLFLOW_TRACKING_URI, or else"
-            " tracking/mlflow/mlflow.db in the run folder."
+            description="Server, or a database such as sqlite:////path/mlflow.db; MLflow 3.17 refuses a folder. null:"
+            " MLFLOW_TRACKING_URI, or else tracking/mlflow/mlflow.db in the run folder."
         ),
     ] = None
     artifact_location: Annotated[
@@ -58,6 +60,7 @@ class MlflowTracker:
     Section = MlflowConfig
     title = "MLflow"
     package = "mlflow"
+    place = ("tracking_uri", "experiment_name")
 
     def __init__(self, section: MlflowConfig, run: TrackedRun, state: dict[str, Any]):
         self._section = section
@@ -104,7 +107,7 @@ class MlflowTracker:
         section = self._section
         experiment = self._client.get_experiment_by_name(section.experiment_name)
         if experiment is None:
-            number = self._client.create_experiment(section.experiment_name, section.artifact_location or _beside(uri))
+            number = self._client.create_experiment(section.experiment_name, section.artifact_location or _beside(uri), KIND)
         else:
             number = experiment.experiment_id
         tags = {**section.tags, TAG: self._run.id, "hetstep.folder": str(self._run.folder)}
