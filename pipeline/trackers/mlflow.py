@@ -26,8 +26,6 @@ TAG = "hetstep.run"
 EVALUATION = "evaluation/"
 METRICS, PARAMETERS = 1000, 100
 """Most metrics and parameters of one request."""
-KIND = {"mlflow.experimentKind": "custom_model_development"}
-"""Tag of a new experiment, which MLflow would else open as one of agents, with its traces in place of its runs."""
 LONGEST = 6000
 """Characters of a parameter's value."""
 TIMEOUTS = {"MLFLOW_HTTP_REQUEST_TIMEOUT": "30", "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "2"}
@@ -107,7 +105,7 @@ class MlflowTracker:
         section = self._section
         experiment = self._client.get_experiment_by_name(section.experiment_name)
         if experiment is None:
-            number = self._client.create_experiment(section.experiment_name, section.artifact_location or _beside(uri), KIND)
+            number = self._client.create_experiment(section.experiment_name, section.artifact_location or _beside(uri))
         else:
             number = experiment.experiment_id
         tags = {**section.tags, TAG: self._run.id, "hetstep.folder": str(self._run.folder)}

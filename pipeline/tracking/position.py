@@ -34,7 +34,7 @@ class Position:
     attached: dict[str, str] = field(default_factory=dict)  # samples, files and scores -> which version was sent
     state: dict[str, Any] = field(default_factory=dict)  # the tracker's own
     ended: bool = False  # whether the record is closed as that of a complete run
-    place: list[str | None] | None = None  # the server and project that have the record; None: not known
+    place: list[str | None] | None = None  # the server and project that have the record; None: it is new
 
     @classmethod
     def read(cls, path: Path) -> Position:
@@ -48,10 +48,7 @@ class Position:
     def at(cls, path: Path, place: list[str | None]) -> Position:
         """Return the position in a place: a new one if the file is of another place; its tracker then tells what that has."""
         known = cls.read(path)
-        if known.place not in (None, place):
-            known = cls()
-        known.place = place
-        return known
+        return known if known.place == place else cls(record=known.record, place=place)
 
     def write(self, path: Path) -> None:
         """Write the position durably. Raises OSError, with the old one still there."""
