@@ -191,7 +191,7 @@ class RunFolder:
     # ---- metrics --------------------------------------------------------------------------------------------------------
 
     def metrics(self, steps: int | None = None) -> MetricColumns:
-        """Return metrics.jsonl by column, or about its last `steps` lines. Raises RecipeError for a malformed line."""
+        """Return metrics.jsonl by column, or its last `steps` lines. Raises RecipeError for a malformed line."""
         columns = MetricColumns()
         for line in Reader(self.folder / "metrics.jsonl", steps).lines():
             columns.append(line)

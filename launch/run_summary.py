@@ -25,6 +25,8 @@ from pipeline.values import seconds
 
 RECENT = 20
 """Number of latest steps for pace, trends and phase times."""
+LINES, LINES_OF_ONE = 2 * RECENT, 400
+"""Latest steps that are read, in a list and of one run: validations are many steps apart."""
 SUMMARY_METRICS = (
     *("train/reward", "train/accuracy", "train/loss", "train/teacher_kl"),
     *("val/reward", "val/accuracy", "val/loss", "train/grad_norm"),
@@ -35,7 +37,10 @@ LOG_LINES = 20
 
 def line(run: RunFolder, state: RunState) -> dict[str, Any]:
     """Return the values of a line in a list. Times are unix seconds, durations seconds; None if unknown yet."""
-    metrics = run.metrics(RECENT)
+    return _line(run, state, run.metrics(LINES))
+
+
+def _line(run: RunFolder, state: RunState, metrics: MetricColumns) -> dict[str, Any]:
     pace = _pace(run, metrics)
     step = int(metrics.steps[-1]) if metrics.steps else int(run.value("evaluate.step", 0)) * (not run.trains)
     left = (run.max_steps - step) * pace if pace and run.max_steps is not None and state.name == "running" else None
@@ -64,9 +69,9 @@ def line(run: RunFolder, state: RunState) -> dict[str, Any]:
 
 def whole(run: RunFolder, state: RunState) -> dict[str, Any]:
     """Return all values about one run, `line` included."""
-    metrics = run.metrics(RECENT)
+    metrics = run.metrics(LINES_OF_ONE)
     return {
-        **line(run, state),
+        **_line(run, state, metrics),
         "trains": run.trains,
         "answers": AnswerCounts(run.folder).text(),
         "model": run.model,

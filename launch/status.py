@@ -97,7 +97,7 @@ def _watch(request: StatusRequest, pause_s: float) -> int:
     with Board() as board:
         while True:
             status, ended = _show(request, board)
-            board.draw("" if ended else f"{clock(time.time())}, every {pause_s:g} s; Ctrl-C ends")
+            board.draw("" if ended else f"{clock(time.time())}, every {pause_s:g} s; Ctrl-C ends", whole=ended)
             if ended:
                 return status
             time.sleep(pause_s)

@@ -96,10 +96,14 @@ def _send(name: str, recipe: Recipe, run_dir: Path) -> int:
         what = f"the package {error.name} is not installed. Try pip install 'hetstep[{error.name}]'"
         raise RecipeError(Problem("trackers", "not-installed", what)) from None
     except Exception as error:  # of a library, a server or the network, whatever its type
-        print(f"{feed.title}: {brief(error)}; it has all up to step {feed.last}", file=sys.stderr)
+        print(f"{feed.title}: {brief(error)}; it has {_what(feed)}", file=sys.stderr)
         return 1
-    print(f"{feed.title}: all up to step {feed.last}")
+    print(f"{feed.title}: {_what(feed)}")
     return 0
+
+
+def _what(feed: Feed) -> str:
+    return f"all up to step {feed.last}" if feed.last >= 0 else "no step"
 
 
 if __name__ == "__main__":

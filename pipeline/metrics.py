@@ -178,7 +178,7 @@ class Reader:
     """Reads a metrics.jsonl while a run writes it; yields no step twice when a restarted run repeats steps."""
 
     def __init__(self, path: Path, steps: int | None = None):
-        """steps: start about so many steps before the end; None: at the first."""
+        """steps: start so many lines before the end; None: at the first."""
         self._path = path
         self._steps = steps
         self._inode = self._offset = 0
@@ -228,14 +228,14 @@ def _parsed(path: Path, text: bytes, keys: Iterable[str]) -> dict[str, Any]:
 
 
 def _last(file: BinaryIO, lines: int) -> int:
-    """Return the offset of about the last `lines` lines, assuming they are as long as the first ones."""
-    length = max(len(file.readline()), len(file.readline()), 1)
-    start = file.seek(0, os.SEEK_END) - 2 * lines * length
-    if start <= 0:
-        return 0
-    file.seek(start)
-    file.readline()  # the rest of a line that began before
-    return file.tell()
+    """Return the offset of the last `lines` lines."""
+    size, looked = file.seek(0, os.SEEK_END), 65536
+    while True:
+        start = file.seek(max(0, size - looked))
+        parts = file.read(size - start).split(b"\n")  # the last one is empty or incomplete
+        if start == 0 or len(parts) > lines + 1:
+            return size - len(b"\n".join(parts[-lines - 1 :]))
+        looked *= 2
 
 
 def read(path: Path) -> list[dict[str, Any]]:

@@ -90,11 +90,14 @@ def test_a_reader_returns_each_step_once_while_a_run_writes_and_restarts(tmp_pat
     assert [line["step"] for line in Reader(path).lines()] == [1, 2]
 
 
-def test_a_reader_of_the_last_steps_does_not_read_the_first_ones(tmp_path):
+@pytest.mark.parametrize("width", [0, 5000], ids=["short", "longer than the first"])
+@pytest.mark.parametrize("steps", [20, 3000, 9000])
+def test_a_reader_starts_at_one_of_the_last_steps(tmp_path, steps, width):
+    """Resources make later lines longer than the first ones."""
     path = tmp_path / "metrics.jsonl"
-    path.write_text("".join(json.dumps({"step": step, "time": float(step)}) + "\n" for step in range(1000, 9000)))
-    steps = [line["step"] for line in Reader(path, steps=20).lines()]
-    assert steps[-20:] == list(range(8980, 9000)) and len(steps) < 60
+    of = [{"step": step, "time": float(step), "resources": "x" * (width if step > 4 else 0)} for step in range(4000)]
+    path.write_text("".join(json.dumps(line) + "\n" for line in of) + '{"step": 4000, "ti')
+    assert [line["step"] for line in Reader(path, steps).lines()] == list(range(4000))[-steps:]
 
 
 @pytest.mark.parametrize("line", ["not JSON", "[]", '{"step": 1}', "\x00\x00"])

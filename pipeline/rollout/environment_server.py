@@ -35,7 +35,7 @@ from pipeline.rollout.environment_pool import CallFailure, encodable
 from pipeline.rollout.environment_threads import EnvironmentSettings, EnvironmentThreads, StepOutcome, StepRequest, load
 from pipeline.sandbox import linux
 
-logger = logging.getLogger(__name__)
+logger = logging.getLogger("pipeline.rollout.environment_server")  # __name__ is "__main__", of which no format is known
 
 NAME = b"hetstep-env"
 """The process name that ps and top show; at most 15 bytes."""

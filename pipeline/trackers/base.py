@@ -44,6 +44,7 @@ class Tracker(Protocol):
 
     Section: ClassVar[type[Any]]  # the recipe's section under `logger`
     title: ClassVar[str]
+    place: ClassVar[tuple[str, ...]]  # keys of the section that name the server and the project
     package: ClassVar[str]  # its library, and the extra of the package hetstep that installs it
 
     def __init__(self, section: Any, run: TrackedRun, state: dict[str, Any]):

@@ -41,8 +41,8 @@ class MlflowConfig:
     tracking_uri: Annotated[
         Line | None,
         Field(
-            description="Server, or a database such as sqlite:////path/mlflow.db. null: MLFLOW_TRACKING_URI, or else"
-            " tracking/mlflow/mlflow.db in the run folder."
+            description="Server, or a database such as sqlite:////path/mlflow.db; MLflow 3.17 refuses a folder. null:"
+            " MLFLOW_TRACKING_URI, or else tracking/mlflow/mlflow.db in the run folder."
         ),
     ] = None
     artifact_location: Annotated[
@@ -58,6 +58,7 @@ class MlflowTracker:
     Section = MlflowConfig
     title = "MLflow"
     package = "mlflow"
+    place = ("tracking_uri", "experiment_name")
 
     def __init__(self, section: MlflowConfig, run: TrackedRun, state: dict[str, Any]):
         self._section = section

@@ -49,6 +49,7 @@ class TrackioTracker:
     Section = TrackioConfig
     title = "Trackio"
     package = "trackio"
+    place = ("space", "project")
 
     def __init__(self, section: TrackioConfig, run: TrackedRun, state: dict[str, Any]):
         self._section = section

@@ -52,6 +52,7 @@ class WandbTracker:
     Section = WandbConfig
     title = "Weights & Biases"
     package = "wandb"
+    place = ("entity", "project", "mode")
 
     def __init__(self, section: WandbConfig, run: TrackedRun, state: dict[str, Any]):
         self._section = section

@@ -43,7 +43,7 @@ class Feed:
         self._recipe = recipe
         self._run_dir = run_dir
         self._path = run_dir / FOLDER / f"{name}.json"
-        self._position = Position.read(self._path)
+        self._position = Position.at(self._path, [getattr(getattr(recipe.logger, name), key) for key in self._kind.place])
         self._tail = StepLines(run_dir / "metrics.jsonl")
         self._tracker: Tracker | None = None
         self._refused: dict[str, str] = {}  # attachments that could not be sent -> their version

@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 import secrets
+import threading
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -20,6 +21,7 @@ from pipeline.storage import write_durably
 FOLDER = "tracking"
 COMPARED = 20_000
 """Latest steps whose digests are kept. A run never goes back further than to its oldest checkpoint."""
+_choosing_id = threading.Lock()
 
 
 @dataclass
@@ -32,6 +34,7 @@ class Position:
     attached: dict[str, str] = field(default_factory=dict)  # samples, files and scores -> which version was sent
     state: dict[str, Any] = field(default_factory=dict)  # the tracker's own
     ended: bool = False  # whether the record is closed as that of a complete run
+    place: list[str | None] | None = None  # the server and project that have the record; None: it is new
 
     @classmethod
     def read(cls, path: Path) -> Position:
@@ -40,6 +43,12 @@ class Position:
             return cls()
         values = json.loads(path.read_text())
         return cls(**values | {"digests": {int(step): digest for step, digest in values["digests"].items()}})
+
+    @classmethod
+    def at(cls, path: Path, place: list[str | None]) -> Position:
+        """Return the position in a place: a new one if the file is of another place; its tracker then tells what that has."""
+        known = cls.read(path)
+        return known if known.place == place else cls(record=known.record, place=place)
 
     def write(self, path: Path) -> None:
         """Write the position durably. Raises OSError, with the old one still there."""
@@ -71,7 +80,8 @@ def run_id(run_dir: Path) -> str:
     So a run that is made anew in the same folder has another one.
     """
     path = run_dir / FOLDER / "id"
-    if not path.exists():
-        path.parent.mkdir(exist_ok=True)
-        write_durably(path, secrets.token_hex(8) + "\n")
-    return path.read_text().strip()
+    with _choosing_id:  # each tracker has a thread
+        if not path.exists():
+            path.parent.mkdir(exist_ok=True)
+            write_durably(path, secrets.token_hex(8) + "\n")
+        return path.read_text().strip()

@@ -24,7 +24,7 @@ from pipeline.tracking.beside import BEHIND
 from pipeline.tracking.feed import Feed, brief, enabled
 from pipeline.tracking.position import FOLDER
 
-logger = logging.getLogger(__name__)
+logger = logging.getLogger("pipeline.tracking.process")  # __name__ is "__main__", which the log of a rank leaves out
 
 POLL_S = 1.0
 """Seconds between two looks at the run folder, and between two of this process at its parent."""

@@ -208,6 +208,14 @@ def test_only_the_end_of_a_long_run_is_read(run, capsys):
     assert len(told["metrics"]["train/reward"]) == 20
 
 
+def test_validations_many_steps_apart_have_a_trend(run, capsys):
+    line = json.loads((run / "metrics.jsonl").read_text().splitlines()[5])
+    line.pop("val/accuracy", None)
+    lines = [line | {"step": step} | ({} if step % 60 else {"val/accuracy": step / 1000}) for step in range(1, 301)]
+    (run / "metrics.jsonl").write_text("".join(json.dumps(each) + "\n" for each in lines))
+    assert json.loads(asked(capsys, run, "json=true")[1])["metrics"]["val/accuracy"] == [0.06, 0.12, 0.18, 0.24, 0.3]
+
+
 def test_watching_ends_with_the_run(run, monkeypatch, capsys):
     monkeypatch.setattr(status.time, "sleep", lambda _: made_runs.ended(run, 100))
     answer, text = asked(capsys, run, "watch=5")

@@ -28,6 +28,7 @@ class EndpointTracker(Tracker):
     Section = EndpointConfig
     title = "the endpoint"
     package = "json"
+    place = ("address",)
 
     def __init__(self, section, run, state):
         self.address, self.run, self.state = section.address, run, state

@@ -2,6 +2,8 @@
 
 import json
 import urllib.error
+from concurrent.futures import ThreadPoolExecutor
+from threading import Barrier
 
 import pytest
 
@@ -169,8 +171,35 @@ def test_a_recipe_that_holds_a_secret_stays_here(tmp_path, endpoint):
     assert secret not in json.dumps(endpoint.attached)
 
 
+def test_another_server_gets_everything_and_the_first_one_nothing_twice(tmp_path, endpoint):
+    folder = made(tmp_path / "run")
+    Writer(folder).steps(3)
+    sampled(folder, "val", 1)
+    with serving() as other:
+        for server in (endpoint, other, endpoint):
+            feed = feed_of(folder, server)
+            feed.look(True)
+            feed.close(True)
+        assert received(other, run_id(folder)) == received(endpoint, run_id(folder)) == expected(folder)
+        sent = {name for name, _ in endpoint.attached[run_id(folder)]}
+        assert {name for name, _ in other.attached[run_id(folder)]} == sent >= {"val 1", "recipe.yaml"}
+
+
 def test_a_run_made_anew_in_the_same_folder_is_another_run(tmp_path):
     first = run_id(made(tmp_path / "run"))
     assert run_id(tmp_path / "run") == first
     (tmp_path / "run").rename(tmp_path / "old")
     assert run_id(made(tmp_path / "run")) != first
+
+
+def test_trackers_that_start_together_have_one_id(tmp_path):
+    """Each has a thread."""
+    for run in range(4):
+        folder, together = made(tmp_path / f"run{run}"), Barrier(6)
+
+        def chosen(_, folder=folder, together=together):
+            together.wait()
+            return run_id(folder)
+
+        with ThreadPoolExecutor(6) as pool:
+            assert set(pool.map(chosen, range(6))) == {run_id(folder)}

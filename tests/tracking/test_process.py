@@ -1,6 +1,7 @@
 """The process beside rank 0: killed, hanging, without its parent, beside another attempt's; rank 0 does not notice."""
 
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -94,6 +95,21 @@ def test_a_run_ends_while_the_endpoint_hangs(tmp_path, endpoint, caplog, monkeyp
     recipe.logger.endpoint = EndpointConfig(endpoint.address)
     Feed("endpoint", recipe, folder).look(True)
     assert steps(endpoint, folder) == [1, 2, 3]
+
+
+def test_what_a_tracker_lacks_is_in_the_log_of_rank_0(tmp_path, caplog, monkeypatch):
+    """The process is started as a rank does. Nobody listens on the port; without MLflow, its module is missing."""
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    monkeypatch.setenv("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "0")
+    folder = made(tmp_path / "run", "logger.mlflow_enabled=true", "logger.mlflow.tracking_uri=http://127.0.0.1:1")
+    process = beside.start(config.read(folder / "recipe.yaml"), folder, folder / "attempts/1-0")
+    assert process
+    until(lambda: "trackers: MLflow" in caplog.text)
+    process.stop(PATIENCE_S)
+    lines = [line for line in (folder / "attempts/1-0" / beside.LOG).read_text().splitlines() if "MLflow" in line]
+    assert re.fullmatch(
+        r"\S+ \S+ WARNING \S+ MLflow: the module mlflow is missing.*|\S+ \S+ WARNING \S+ MLflow takes no.*", lines[0]
+    )
 
 
 def test_a_process_whose_rank_is_killed_sends_the_last_steps_and_ends(tmp_path, endpoint):
