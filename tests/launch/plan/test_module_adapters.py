@@ -32,7 +32,8 @@ ADAPTED = {"qwen2": [], "llama": OWN, "glm4": [], "gemma3_text": [], "qwen3_moe"
 ADAPTED |= {"gpt_oss": ATTENTION, "nemotron_h_moe": ATTENTION, "qwen3_5_text": ATTENTION, "qwen3_5_moe_text": ATTENTION}
 QUICK = [("llama", Layout(tp=2, sp=True)), ("qwen2", Layout(pp=2)), ("deepseek_v3", Layout(tp=2, ep=2, dp=2, sp=True))]
 FULL = [
-    *((family, layout) for family in ADAPTED for layout in (Layout(), Layout(tp=2, dp=2, sp=True))),
+    *((family, Layout()) for family in ADAPTED),
+    *((family, Layout(tp=2, dp=2, sp=True)) for family in ADAPTED if family != "gpt_oss"),  # whose experts cannot be cut
     *((family, Layout(ep=2, dp=2)) for family in ("qwen3_moe", "gpt_oss")),
     ("qwen2", Layout(tp=2, cp=2, pp=2, sp=True)),
 ]
