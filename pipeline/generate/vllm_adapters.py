@@ -86,8 +86,8 @@ class VLLMAdapters:
         )
 
     def _check_layers(self, model: LoRAModel) -> None:
-        """Raise RecipeError if vLLM would ignore an adapter."""
-        applied = set(self._manager.modules)
+        """Raise RecipeError if vLLM would ignore an adapter, or expects one for each part of a layer that it joins (GLM-4)."""
+        applied = set(self._manager.modules) - self._manager.packed_modules.keys()
         for module, parts in self._manager.packed_modules.items():
             applied |= set(parts) if module in self._manager.modules else set()
         if ignored := sorted(set(model.loras) - applied):

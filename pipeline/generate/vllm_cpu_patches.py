@@ -3,8 +3,8 @@
 Expert parallelism: its kernel for mixtures of experts indexes a token's experts by their numbers in the whole model, even where
 a rank holds only some of them, and so reads past the end of its weights.
 
-Adapters: with LoRA anywhere in a model, its mixtures of experts get Triton's kernel, which a CPU does not have. Our engines have
-no adapters of experts (`vllm_adapters`), so these get the kernel that they have without LoRA.
+Adapters: with LoRA anywhere in a model, its mixtures of experts get a kernel of Triton, which CPUs do not have. No experts have
+adapters here (`vllm_adapters`), so they get the kernel that they have without LoRA.
 
 Speculative decoding: the replacement for the Triton kernel that gives every drafted token its request's temperature, top_p and
 top_k writes them into a copy, so the values in use are uninitialised memory. And once numba is loaded, which finds n-grams, no

@@ -1,4 +1,6 @@
-"""The layers that FSDP2's adapters adapt, from the tensors that config.json describes. Needs no torch.
+"""The layers that FSDP2's adapters adapt, from the tensors that config.json describes, and those that engines cannot serve.
+
+Needs no torch.
 
 transformers keeps the experts of a layer in `gate_up_proj` (`up_proj` without a gate) and `down_proj`, whatever their names on
 disk are.
