@@ -209,6 +209,8 @@ OPTIMIZER = f"{KEY}.optimizer"
 SCHEDULER = f"{KEY}.scheduler"
 PEFT = f"{KEY}.peft"
 EXCLUDED, TARGETS = f"{PEFT}.exclude_modules", f"{PEFT}.target_modules"
+LORA_REFIT = "policy.generation.lora_refit"
+SERVED = (f"{PEFT}.enabled=true", f"{LORA_REFIT}=adapter")
 
 
 @pytest.mark.parametrize(
@@ -238,6 +240,10 @@ EXCLUDED, TARGETS = f"{PEFT}.exclude_modules", f"{PEFT}.target_modules"
         ([f"{PEFT}.enabled=true", f"{PEFT}.target_modules=[linear_q,linear_qkv]"], (TARGETS, "contradiction")),
         ([f"{PEFT}.enabled=true", f"{PEFT}.lora_dtype=float64"], (f"{PEFT}.lora_dtype", "unsupported")),
         ([f"{PEFT}.enabled=true", f"{PEFT}.use_dora=true", f"{PEFT}.dropout=0.5"], (f"{PEFT}.use_dora", "contradiction")),
+        ([*SERVED, f"{PEFT}.use_dora=true"], (LORA_REFIT, "contradiction")),
+        ([*SERVED, f"{PEFT}.dim=513"], (LORA_REFIT, "contradiction")),
+        ([*SERVED, f"{PEFT}.enabled=false"], (LORA_REFIT, "contradiction")),
+        ([*SERVED, "policy.generation.refit_transport=delta"], (LORA_REFIT, "contradiction")),
         ([f"{PEFT}.lora_A_init_method=normal"], (f"{PEFT}.lora_A_init_method", "not-a-choice")),
         ([f"{KEY}.model_overrides.sequence_parallel=true"], (f"{KEY}.model_overrides.sequence_parallel", "contradiction")),
         ([f"{OPTIMIZER}.optimizer=lion"], (f"{OPTIMIZER}.optimizer", "not-a-choice")),

@@ -10,7 +10,8 @@
     advice                                 changes for a recipe that does not fit
     calibration, split                     measurements of an earlier run; other divisions of nodes or GPUs
     refit, refit_layouts, refit_time       the schedule of a refit, and its seconds; refit_picture draws it
-    layout_tables, refit_adapters          tables of boxes; the tensors of a refit of adapters
+    layout_tables                          tables of boxes
+    refit_adapters, module_adapters        the tensors of a refit of adapters, of FSDP2's and of Megatron-Core's
 
 A plan reads only the models' config.json: no weights, no torch. Every figure is an estimate. `recipes/hardware/*.yaml` has the
 shares of peak rates that programs reach. Other assumptions are next to the code that uses them, each with its source.

@@ -1,4 +1,4 @@
-"""The tensors of a refit that delivers adapters alone (policy.generation.lora_refit=adapter), from the recipe."""
+"""The tensors of a refit that delivers FSDP2's adapters alone (policy.generation.lora_refit=adapter), from the recipe."""
 
 from __future__ import annotations
 
@@ -18,15 +18,13 @@ UNIT = "adapters"  # of an engine, which gets every adapter whole
 def adapter_tensors(found: Iterable[Tensor], config: LoRAConfig) -> list[Tensor]:
     """Return A and B of each adapted layer, with their tensor-parallel cuts. found: the model's tensors.
 
-    Raises RecipeError if experts are adapted.
+    Raises RecipeError for adapters that engines cannot apply.
     """
     spec, found, tensors = AdapterSpec.of(config), list(found), []
-    adapted = [one.name for one in experts(found) if is_adapted(one.name, config)]
-    refuse(map(not_served, adapted[:1]))
-    for tensor in found:
-        layer = tensor.name.removesuffix(".weight")
-        if tensor.part not in LINEAR or len(tensor.shape) != 2 or not is_adapted(layer, config):
-            continue
+    layers = {tensor.name.removesuffix(".weight"): tensor for tensor in found if tensor.part in LINEAR}
+    layers = {layer: one for layer, one in layers.items() if len(one.shape) == 2 and is_adapted(layer, config)}
+    refuse(not_served([one.name for one in experts(found) if is_adapted(one.name, config)], layers))
+    for layer, tensor in layers.items():
         shapes = spec.shapes(layer, *tensor.shape)
         cuts: dict[str, Split] = {layer + A: "columns", layer + B: "rows"}
         for name, split in cuts.items():

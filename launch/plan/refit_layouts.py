@@ -26,6 +26,7 @@ import numpy as np
 from launch.plan.engine_layouts import vllm_tables
 from launch.plan.fsdp_splits import fsdp_splits
 from launch.plan.layout_tables import Shape, TableBuilder, consecutive, joined, stages_of
+from launch.plan.module_adapters import ModuleAdapters
 from launch.plan.refit_adapters import adapter_tensors, received
 from pipeline import models
 from pipeline.boxes import Box, chunk, whole
@@ -85,15 +86,19 @@ def rank_layouts(
         raise RecipeError(Problem(_MODEL, "bad-format", f"its config.json has no {error}")) from None
     except ValueError as error:
         raise RecipeError(Problem(_MODEL, "unsupported", str(error))) from None
-    if adapters:
-        if uses_megatron(policy):
-            message = "got adapter with Megatron-Core, whose adapters are not planned"
-            raise RecipeError(Problem("policy.generation.lora_refit", "unsupported", message))
-        found = adapter_tensors(found, policy.dtensor_cfg.lora_cfg)
-    builder = TableBuilder(found)
     if uses_megatron(policy):
-        held = _megatron(of, policy.megatron_cfg, train, builder)
+        weights = {tensor.name: tensor.shape for tensor in found}
+        parameters, modules = _parameters(of, weights), None
+        if adapters:
+            modules = ModuleAdapters(policy.megatron_cfg.peft, parameters, found)
+            parameters = {name: parameter for name, parameter in parameters.items() if modules.adapts(name)}
+            found = modules.tensors()
+        builder = TableBuilder(found)
+        held = _megatron(of, policy.megatron_cfg, train, builder, _MegatronParts(parameters, weights, modules))
     else:
+        if adapters:
+            found = adapter_tensors(found, policy.dtensor_cfg.lora_cfg)
+        builder = TableBuilder(found)
         check_fsdp(config, policy.dtensor_cfg)
         held = _fsdp(policy, train, builder)
     size = engine_ranks(policy.generation.vllm_cfg)
@@ -163,7 +168,23 @@ def _chunk(offset: np.ndarray, size: np.ndarray, rows: np.ndarray, dim: int, par
 # ---- Megatron-Core ------------------------------------------------------------------------------------------------------
 
 
-def _megatron(of: SimpleNamespace, megatron: MegatronConfig, train: int, builder: TableBuilder) -> list[LayoutTable]:
+@dataclass(frozen=True, slots=True)
+class _MegatronParts:
+    """What Megatron-Core's ranks hold parts of."""
+
+    parameters: Mapping[str, Parameter]  # with adapters, only those that have one
+    shapes: dict[str, Shape]  # of the model's tensors on disk
+    adapters: ModuleAdapters | None  # held in place of the weights
+
+    def boxes(self, name: str, rank: int, size: int) -> Iterator[tuple[str, Box]]:
+        """Yield the boxes of a parameter of one rank of `size`. Raises RecipeError if `size` does not divide it."""
+        held = _megatron_boxes(name, self.parameters[name], self.shapes, rank, size)
+        return self.adapters.boxes(name, held) if self.adapters else held
+
+
+def _megatron(
+    of: SimpleNamespace, megatron: MegatronConfig, train: int, builder: TableBuilder, parts: _MegatronParts
+) -> list[LayoutTable]:
     """Return the tables of the train ranks.
 
     Ranks are numbered as by megatron.core.parallel_state: tensor, context, data, pipeline, the first the fastest; where experts
@@ -172,21 +193,19 @@ def _megatron(of: SimpleNamespace, megatron: MegatronConfig, train: int, builder
     tensor, pipeline = megatron.tensor_model_parallel_size, megatron.pipeline_model_parallel_size
     expert, expert_tensor = megatron.expert_model_parallel_size, expert_tensor_parallel_size(megatron)
     stages = _stages(of, megatron)
-    shared: list[dict[str, Parameter]] = [{} for _ in stages]
-    routed: list[list[dict[str, Parameter]]] = [[{} for _ in range(expert)] for _ in stages]
-    for name, parameter in _parameters(of, builder.shapes).items():
+    shared: list[list[str]] = [[] for _ in stages]
+    routed: list[list[list[str]]] = [[[] for _ in range(expert)] for _ in stages]
+    for name, parameter in parts.parameters.items():
         for stage in stages_of(_layer(name), name == _VOCABULARY[0], stages, of.tie_word_embeddings):
             if parameter.expert is None:
-                shared[stage][name] = parameter
+                shared[stage].append(name)
             else:
-                routed[stage][parameter.expert * expert // experts(of)][name] = parameter
+                routed[stage][parameter.expert * expert // experts(of)].append(name)
 
     @functools.cache
     def part(stage: int, spread: int | None, rank: int) -> list[np.ndarray]:
         chosen, size = (shared[stage], tensor) if spread is None else (routed[stage][spread], expert_tensor)
-        return builder.columns(
-            box for name, p in chosen.items() for box in _megatron_boxes(name, p, builder.shapes, rank, size)
-        )
+        return builder.columns(box for name in chosen for box in parts.boxes(name, rank, size))
 
     @functools.cache
     def table(stage: int, rank: int, spread: int, expert_rank: int) -> LayoutTable:

@@ -16,7 +16,7 @@ HEADS = ("lm_head", "score")
 
 
 def problems(config: LoRAConfig, model: Mapping[str, Any], served: bool = False) -> Iterator[Problem]:
-    """Yield problems of names that end like no layer of the model that can have an adapter, and of served experts.
+    """Yield problems of names that end like no layer of the model that can have an adapter, and of adapters not to be served.
 
     served: whether refits deliver adapters alone. The job checks patterns with *, the other parts of a name, and families that
     are not in `MODEL_TYPES`.
@@ -34,8 +34,10 @@ def problems(config: LoRAConfig, model: Mapping[str, Any], served: bool = False)
             if "*" not in name and name.rpartition(".")[2] not in allowed:
                 message = f"got '{name}', which no layer of the model matches; expected some of: {shown}"
                 yield Problem(f"{KEY}.{key}", "not-a-choice", message)
-    if served and (adapted := [one.name for one in routed if is_adapted(one.name, config)]):
-        yield not_served(adapted[0])
+    if served:
+        linear = [tensor.name.removesuffix(".weight") for tensor in weights if tensor.part in ADAPTED]
+        adapted = [one.name for one in routed if is_adapted(one.name, config)]
+        yield from not_served(adapted, [layer for layer in linear if is_adapted(layer, config)])
 
 
 def _layer(weight: str) -> str:

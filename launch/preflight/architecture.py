@@ -31,6 +31,7 @@ from pipeline.models.config_json import unsupported
 from pipeline.models.shape import ModelShape
 from pipeline.models.sizes import MODEL_TYPES, sizes
 from pipeline.train.adapters import modules
+from pipeline.train.adapters.module_layers import not_served_modules
 from pipeline.train.adapters.spec import refits_adapters
 
 MEGATRON = "policy.megatron_cfg"
@@ -105,10 +106,10 @@ def _model_problems(recipe: Recipe, section: str, policy: PolicyConfig, model: d
     key = f"{section}.model_name"
     if section == f"env.{config.reward_environment(recipe)}":
         yield from _check_classifier(key, policy.model_name, model)
+    served = section == "policy" and refits_adapters(recipe)
     if uses_megatron(policy):
-        yield from _check_megatron(key, policy, model)
+        yield from _check_megatron(key, policy, model, served)
     else:
-        served = section == "policy" and refits_adapters(recipe)
         yield from adapter_names.problems(policy.dtensor_cfg.lora_cfg, model, served)
     yield from _check_attention(section, policy, model)
     if section == "policy" and generates(recipe) and model.get("num_attention_heads"):
@@ -219,7 +220,8 @@ def _check_engine(vllm: VLLMConfig, model: dict[str, Any]) -> Iterator[Problem]:
 # ---- Megatron-Core ------------------------------------------------------------------------------------------------------
 
 
-def _check_megatron(key: str, policy: PolicyConfig, model: dict[str, Any]) -> Iterator[Problem]:
+def _check_megatron(key: str, policy: PolicyConfig, model: dict[str, Any], served: bool = False) -> Iterator[Problem]:
+    """Check what the backend reads of a model. served: whether refits deliver adapters alone."""
     family = model.get("model_type")
     if family not in MEGATRON_MODEL_TYPES:
         what = f"got a '{family}' model; the Megatron backend has only {', '.join(MEGATRON_MODEL_TYPES)}"
@@ -248,7 +250,7 @@ def _check_megatron(key: str, policy: PolicyConfig, model: dict[str, Any]) -> It
         )
     yield from _check_state(policy, shape)
     yield from _check_experts(policy, shape, family)
-    yield from _check_adapters(policy, model)
+    yield from _check_adapters(policy, model, served)
 
 
 def _check_state(policy: PolicyConfig, shape: ModelShape) -> Iterator[Problem]:
@@ -264,8 +266,8 @@ def _check_state(policy: PolicyConfig, shape: ModelShape) -> Iterator[Problem]:
         yield Problem(key, "not-divisible", f"{what} over {size} tensor-parallel ranks; expected a power of two up to {heads}")
 
 
-def _check_adapters(policy: PolicyConfig, model: dict[str, Any]) -> Iterator[Problem]:
-    """Check the names of the modules that get adapters, as the backend does."""
+def _check_adapters(policy: PolicyConfig, model: dict[str, Any], served: bool) -> Iterator[Problem]:
+    """Check the names of the modules that get adapters, as the backend does, and that engines can apply served ones."""
     megatron, of = policy.megatron_cfg, sizes(model)
     if not megatron.peft.enabled:
         return
@@ -275,6 +277,8 @@ def _check_adapters(policy: PolicyConfig, model: dict[str, Any]) -> Iterator[Pro
         if megatron.moe_grouped_gemm and any(module.weight.expert is not None for module in chosen):
             message = "got true with adapters of experts, which one kernel would compute; expected null or false"
             yield Problem(f"{MEGATRON}.moe_grouped_gemm", "contradiction", message)
+        if served:
+            yield from not_served_modules(chosen)
     yield from found
 
 

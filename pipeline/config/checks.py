@@ -10,6 +10,7 @@ from pipeline.algorithms.early_stop import EarlyStopConfig, check_early_stop
 from pipeline.config import (
     dtensor_checks,
     hardware,
+    lora_refit_checks,
     megatron_checks,
     schema_validation,
 )
@@ -86,6 +87,7 @@ def _check_world(recipe: Recipe) -> Iterator[Problem]:
     else:
         yield from dtensor_checks.check_dtensor(recipe)
     yield from dtensor_checks.check_lora(recipe)
+    yield from lora_refit_checks.check_lora_refit(recipe)
     yield from _check_frozen(recipe.policy)
     yield from check_layout(recipe)
     if generates(recipe):

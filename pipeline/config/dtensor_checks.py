@@ -11,8 +11,6 @@ from pipeline.config.schema import Recipe
 from pipeline.problems import Problem
 
 LORA = f"{DTENSOR}.lora_cfg"
-SERVED_DIM = 512
-"""The greatest rank of adapters that vLLM serves. A test compares it with vLLM."""
 
 
 def check_dtensor(recipe: Recipe) -> Iterator[Problem]:
@@ -67,7 +65,6 @@ def check_lora(recipe: Recipe) -> Iterator[Problem]:
     """Yield the problems of adapters, for either backend."""
     dtensor, key = recipe.policy.dtensor_cfg, LORA
     lora = dtensor.lora_cfg
-    yield from _check_lora_refit(recipe)
     if not lora.enabled:
         return
     if named_backend(recipe.policy) == "megatron":
@@ -87,25 +84,3 @@ def check_lora(recipe: Recipe) -> Iterator[Problem]:
             f"got none with {key}.match_all_linear=false; expected names of layers to train. Try {key}.match_all_linear=true"
         )
         yield Problem(f"{key}.target_modules", "missing-value", message)
-
-
-def _check_lora_refit(recipe: Recipe) -> Iterator[Problem]:
-    """Yield a problem for each key with which engines cannot serve adapters."""
-    policy, generation = recipe.policy, recipe.policy.generation
-    if generation.lora_refit != "adapter":
-        return
-    key, lora = "policy.generation.lora_refit", policy.dtensor_cfg.lora_cfg
-    stages, megatron = generation.vllm_cfg.pipeline_parallel_size, policy.megatron_cfg.peft.enabled
-    for found, what, why in (
-        (megatron, "policy.megatron_cfg.peft.enabled=true", "only FSDP2 sends adapters"),
-        (not lora.enabled and not megatron, f"{LORA}.enabled=false", "there are no adapters"),
-        (lora.use_dora, f"{LORA}.use_dora=true", "vLLM has no DoRA"),
-        (lora.dim > SERVED_DIM, f"{LORA}.dim={lora.dim}", f"vLLM serves ranks up to {SERVED_DIM}"),
-        (generation.backend != "vllm", f"policy.generation.backend={generation.backend}", "it serves merged weights"),
-        (policy.random_init, "policy.random_init=true", "engines read the base weights from files"),
-        (generation.refit_transport == "delta", "policy.generation.refit_transport=delta", "it compares whole weights"),
-        (generation.colocated.enabled, "policy.generation.colocated.enabled=true", "sleeping engines drop the base weights"),
-        (stages > 1, f"policy.generation.vllm_cfg.pipeline_parallel_size={stages}", "a stage has only some of the layers"),
-    ):
-        if found:
-            yield Problem(key, "contradiction", f"got adapter with {what}; expected merged, since {why}. Try {key}=merged")

@@ -28,12 +28,18 @@ _ID = 1  # vLLM's number of the adapters
 
 
 def engine_arguments(adapters: ServedAdapters) -> dict[str, Any]:
-    """Return the engine's arguments: LoRA of a rank that vLLM has, and base weights from policy.model_name's files."""
+    """Return the engine's arguments: LoRA of a rank that vLLM has, and base weights from policy.model_name's files.
+
+    Only adapted kinds of layers, by the last parts of their names, get LoRA: experts would take memory and time for it, and
+    vLLM's CPU backend has none of them.
+    """
     ranks = [rank for rank in get_args(MaxLoRARanks) if rank >= adapters.dim]
     if not ranks:
         message = f"got adapter for adapters of rank {adapters.dim}; vLLM has at most {max(get_args(MaxLoRARanks))}. Try merged"
         raise RecipeError(Problem("policy.generation.lora_refit", "unsupported", message))
-    return {"enable_lora": True, "max_loras": 1, "max_lora_rank": min(ranks), "load_format": "auto"}
+    kinds = sorted({name.partition(".lora_")[0].rpartition(".")[2] for name in adapters.shapes})
+    served = {"enable_lora": True, "max_loras": 1, "max_lora_rank": min(ranks), "lora_target_modules": kinds}
+    return served | {"load_format": "auto"}
 
 
 class VLLMAdapters:
@@ -80,8 +86,8 @@ class VLLMAdapters:
         )
 
     def _check_layers(self, model: LoRAModel) -> None:
-        """Raise RecipeError if vLLM would ignore an adapter."""
-        applied = set(self._manager.modules)
+        """Raise RecipeError if vLLM would ignore an adapter, or expects one for each part of a layer that it joins (GLM-4)."""
+        applied = set(self._manager.modules) - self._manager.packed_modules.keys()
         for module, parts in self._manager.packed_modules.items():
             applied |= set(parts) if module in self._manager.modules else set()
         if ignored := sorted(set(model.loras) - applied):

@@ -3,6 +3,9 @@
 Expert parallelism: its kernel for mixtures of experts indexes a token's experts by their numbers in the whole model, even where
 a rank holds only some of them, and so reads past the end of its weights.
 
+Adapters: with LoRA anywhere in a model, its mixtures of experts get a kernel of Triton, which CPUs do not have. No experts have
+adapters here (`vllm_adapters`), so they get the kernel that they have without LoRA.
+
 Speculative decoding: the replacement for the Triton kernel that gives every drafted token its request's temperature, top_p and
 top_k writes them into a copy, so the values in use are uninitialised memory. And once numba is loaded, which finds n-grams, no
 further engine of the process gets through the search for Triton kernels, so the search runs only once.
@@ -14,6 +17,7 @@ import functools
 from collections.abc import Callable
 
 import torch
+from vllm.model_executor.layers.fused_moe.config import FusedMoEConfig
 from vllm.model_executor.layers.fused_moe.experts.cpu_moe import CPUUnquantizedExperts
 from vllm.platforms import current_platform
 from vllm.utils import cpu_triton_utils
@@ -22,6 +26,7 @@ from vllm.utils import cpu_triton_utils
 def patch() -> None:
     """Apply all patches. Call it once per process, before an engine exists."""
     CPUUnquantizedExperts.apply = _with_local_numbers(CPUUnquantizedExperts.apply)
+    FusedMoEConfig.__post_init__ = _without_adapters(FusedMoEConfig.__post_init__)
     cpu_triton_utils._expand_kernel_impl = _expand
     platform = type(current_platform)
     platform.register_triton_kernel_overrides = staticmethod(functools.cache(platform.register_triton_kernel_overrides))
@@ -41,6 +46,17 @@ def _with_local_numbers(apply: Callable[..., None]) -> Callable[..., None]:
             topk_weights = topk_weights.masked_fill(local < 0, 0.0)
             topk_ids = local.clamp(min=0).to(topk_ids.dtype)
         apply(self, topk_weights=topk_weights, topk_ids=topk_ids, expert_map=expert_map, **others)
+
+    return patched
+
+
+def _without_adapters(post_init: Callable[[FusedMoEConfig], None]) -> Callable[[FusedMoEConfig], None]:
+    """Return `post_init` of the configuration of experts that have no adapters."""
+
+    @functools.wraps(post_init)
+    def patched(self: FusedMoEConfig) -> None:
+        self.is_lora_enabled = False
+        post_init(self)
 
     return patched
 

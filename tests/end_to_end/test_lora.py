@@ -107,11 +107,36 @@ def test_megatron_equals_fsdp2(trained, layout):
     assert_equal(trained(model, *keys, *peft, *rate), trained(model, *FSDP, *OF[model], *ONE))
 
 
+PEFT = tuple(f"policy.megatron_cfg.peft.{one}" for one in ("enabled=true", *OPTIONS))
+ADAPTERS = "policy.generation.lora_refit=adapter"
+THREE_STEPS = "grpo.max_num_steps=3"
+
+
 def test_vllm_serves_adapters_as_merged_weights(trained):
     """Check an engine of two ranks that gets adapters against merged weights."""
     engine = (*SERVED, "policy.generation.vllm_cfg.tensor_parallel_size=2")
-    merged = trained("dense", *FSDP, *SERVED)
-    adapters = trained("dense", *FSDP, *engine, "policy.generation.lora_refit=adapter")
+    assert_near(trained("dense", *FSDP, *engine, ADAPTERS), trained("dense", *FSDP, *SERVED), steps=5)
+
+
+SERVING = {  # A is shared between queries, keys and values; experts are not adapted
+    "tp2-sp": ("dense", (*MEGATRON["tp2-sp"][1], *PEFT)),
+    "ep2": ("mixture", (*MEGATRON["ep2"][1], *PEFT, "policy.megatron_cfg.peft.target_modules=[linear_qkv,linear_proj]")),
+}
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("layout", SERVING)
+def test_vllm_serves_adapters_of_megatron_as_merged_weights(trained, layout):
+    model, keys = SERVING[layout]
+    merged = trained(model, *keys, *SERVED, THREE_STEPS)
+    adapters = trained(model, *keys, *SERVED, THREE_STEPS, ADAPTERS)
+    assert_near(adapters, merged, steps=3)
+    assert samples(adapters) == samples(merged)
+
+
+def assert_near(adapters: Run, merged: Run, steps: int) -> None:
+    """Assert that a run whose engines apply adapters has the metrics of one with merged weights."""
+    assert len(adapters.metrics()) == steps
     for line, other in zip(adapters.metrics(), merged.metrics(), strict=True):
         for key in KEYS:
             assert line[key] == pytest.approx(other[key], rel=1e-4, abs=1e-6), (line["step"], key)

@@ -1,12 +1,10 @@
-import sys
 from collections.abc import Callable, Iterator
 
 import pytest
-import torch.distributed as dist
 
 from pipeline.generate import build
 from pipeline.generate.base import GenerateBackend
-from tests.generate.tiny import Checkpoint, load, policy, save
+from tests.generate.tiny import Checkpoint, destroy_groups, load, policy, save
 
 
 @pytest.fixture(scope="session")
@@ -39,9 +37,4 @@ def new_engine(checkpoint) -> Callable[..., GenerateBackend]:
 def default_group() -> Iterator[None]:
     """Destroy torch's default group after a module's tests: vLLM makes it, and tests of other packages make their own."""
     yield
-    if dist.is_initialized():
-        if state := sys.modules.get("vllm.distributed.parallel_state"):
-            state.destroy_model_parallel()  # its groups, which this process's next engine would take for its own
-            state.destroy_distributed_environment()
-        if dist.is_initialized():
-            dist.destroy_process_group()
+    destroy_groups()

@@ -8,7 +8,7 @@ import torch
 from vllm.config.lora import MaxLoRARanks
 
 from pipeline.config import LoRAConfig
-from pipeline.config.dtensor_checks import SERVED_DIM
+from pipeline.config.lora_refit_checks import SERVED_DIM
 from pipeline.generate import build
 from pipeline.train.adapters import arithmetic
 from pipeline.train.adapters.served import served_adapters

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -12,6 +13,7 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from transformers import (
@@ -168,3 +170,13 @@ def requests(groups: int, size: int, seed: int = 0, **sampling) -> list[Request]
 
 def single(prompt: np.ndarray, id: str = "a", **sampling) -> Request:
     return Request(id, prompt.astype(np.int32), 0, replace(Sampling(max_new_tokens=24), **sampling))
+
+
+def destroy_groups() -> None:
+    """Destroy torch's default group and vLLM's groups, which this process's next engine would take for its own."""
+    if dist.is_initialized():
+        if state := sys.modules.get("vllm.distributed.parallel_state"):
+            state.destroy_model_parallel()
+            state.destroy_distributed_environment()
+        if dist.is_initialized():
+            dist.destroy_process_group()

@@ -289,6 +289,8 @@ def sizes(**given: int) -> list[str]:
 
 SP = f"{KEY}.sequence_parallel=true"
 PEFT = f"{KEY}.peft.enabled=true"
+LORA_REFIT = "policy.generation.lora_refit"
+SERVED = (f"{LORA_REFIT}=adapter", "policy.generation.backend=vllm")
 FIRST, LAST = (f"{KEY}.num_layers_in_{which}_pipeline_stage" for which in ("first", "last"))
 
 
@@ -332,6 +334,8 @@ TP, PP, EP, ETP = (
         (model("llama"), [PEFT, f"{KEY}.peft.target_modules=[q_proj]"], f"{KEY}.peft.target_modules", "not-a-choice"),
         (model("gpt_oss"), [PEFT], f"{KEY}.peft.exclude_modules", "unsupported"),
         (model("qwen3_moe"), [PEFT, f"{KEY}.moe_grouped_gemm=true"], f"{KEY}.moe_grouped_gemm", "contradiction"),
+        (model("qwen3_moe"), [PEFT, *SERVED], LORA_REFIT, "unsupported"),  # experts
+        (model("deepseek_v3"), [PEFT, *SERVED, f"{KEY}.peft.target_modules=[linear_kv_up_proj]"], LORA_REFIT, "unsupported"),
         (
             model("qwen3_moe"),
             [f"{KEY}.moe_router_bias_update_rate=0.001"],

@@ -1,4 +1,6 @@
-"""The layers that FSDP2's adapters adapt, from the tensors that config.json describes. Needs no torch.
+"""The layers that FSDP2's adapters adapt, from the tensors that config.json describes, and those that engines cannot serve.
+
+Needs no torch.
 
 transformers keeps the experts of a layer in `gate_up_proj` (`up_proj` without a gate) and `down_proj`, whatever their names on
 disk are.
@@ -8,7 +10,7 @@ from __future__ import annotations
 
 import fnmatch
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 from pipeline.config import LoRAConfig, Problem
@@ -16,6 +18,8 @@ from pipeline.models.tensors import Tensor
 from pipeline.train.adapters.spec import in_transformers
 
 _EXPERT = re.compile(r"(.+\.experts)\.(\d+)\.(\w+)\.weight")
+FOLDED = "kv_b_proj"
+"""The layer of multi-latent attention whose weight vLLM splits into W_UK and W_UV when it loads it."""
 _JOINED = {"gate_proj": "gate_up_proj", "w1": "gate_up_proj", "w3": "gate_up_proj", "w2": "down_proj"}
 
 
@@ -62,10 +66,19 @@ def expert_entries(found: Iterable[Tensor], config: LoRAConfig) -> int:
     return config.dim * sum(one.experts * (one.rows + one.columns) for one in adapted)
 
 
-def not_served(layer: str) -> Problem:
-    """Return the problem of a refit of adapters alone where experts, such as `layer`, are adapted."""
-    message = (
-        f"got adapter with adapters of experts ({layer}); expected merged, since engines are sent those of linear layers alone."
-        " Try merged, or policy.dtensor_cfg.lora_cfg.target_modules without experts"
-    )
-    return Problem("policy.generation.lora_refit", "unsupported", message)
+def not_served(
+    experts: Iterable[str], linear: Iterable[str], key: str = "policy.dtensor_cfg.lora_cfg", folded: str = FOLDED
+) -> Iterator[Problem]:
+    """Yield the problem of a refit of adapters alone if engines cannot apply all of them.
+
+    experts, linear: the layers that have adapters, by their names on disk. key: of the adapters' section. folded: its name of
+    FOLDED.
+    """
+    if (expert := next(iter(experts), None)) is not None:
+        why, left_out = f"experts ({expert}); expected merged, since engines are sent those of linear layers alone", "experts"
+    elif (layer := next((layer for layer in linear if layer.endswith(f".{FOLDED}")), None)) is not None:
+        why, left_out = f"{layer}; expected merged, since vLLM takes its weight apart once, without adapters", folded
+    else:
+        return
+    message = f"got adapter with adapters of {why}. Try merged, or {key}.target_modules without {left_out}"
+    yield Problem("policy.generation.lora_refit", "unsupported", message)

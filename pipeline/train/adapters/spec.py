@@ -20,7 +20,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from pipeline.config import LoRAConfig, Recipe
+from pipeline.config import LoRAConfig, Recipe, adapters
 
 A = ".lora_A.weight"
 B = ".lora_B.weight"
@@ -73,5 +73,5 @@ def layer_of(name: str) -> str | None:
 
 def refits_adapters(recipe: Recipe) -> bool:
     """Return whether refits deliver the policy's adapters alone. Engines of an evaluation get merged weights."""
-    adapted = recipe.policy.dtensor_cfg.lora_cfg.enabled and recipe.policy.generation.lora_refit == "adapter"
+    adapted = adapters(recipe.policy) is not None and recipe.policy.generation.lora_refit == "adapter"
     return adapted and recipe.algorithm != "evaluate"

@@ -12,11 +12,12 @@ import torch.distributed as dist
 from torch import nn
 
 from pipeline.boxes import Box, whole
-from pipeline.config import LoRAConfig, MegatronLoRAConfig, PolicyConfig, Problem, RecipeError
+from pipeline.config import PolicyConfig, Problem, RecipeError
 from pipeline.models.base import Parameter
 from pipeline.models.recorded_layout import Shape
 from pipeline.train.adapters.arithmetic import initial_a
 from pipeline.train.adapters.linear import AdapterSwitch
+from pipeline.train.adapters.module_layers import options
 from pipeline.train.adapters.spec import A as SUFFIX_A
 from pipeline.train.adapters.spec import AdapterSpec, layer_of
 from pipeline.train.adapters.spec import B as SUFFIX_B
@@ -25,20 +26,6 @@ from pipeline.train.megatron.adapter_targets import SUBMODULE, Target, targets
 from pipeline.train.megatron.adapters import ModuleAdapter
 from pipeline.train.megatron.local_tensors import LocalTensor, global_name
 from pipeline.train.megatron.model import PipelineStage
-
-
-def options(config: MegatronLoRAConfig) -> LoRAConfig:
-    """Return the options in the form that both backends share."""
-    return LoRAConfig(
-        True,
-        dim=config.dim,
-        alpha=config.alpha,
-        dropout=config.dropout,
-        dropout_position=config.dropout_position,
-        lora_A_init=config.lora_A_init_method,
-        use_dora=config.use_dora,
-        use_rslora=config.use_rslora,
-    )
 
 
 def adapt(
@@ -72,9 +59,7 @@ class StageAdapters:
         self.copies: dict[str, list[str]] = {}  # tensors on disk that are one parameter, by the first one's name
         for target in found:
             self.parameters |= target.parameters(spec)
-            columns = shapes[target.weight.sources[0]][1]
-            for layer, rows in zip(target.layers, target.rows, strict=True):
-                self.shapes |= spec.shapes(layer, rows, columns) if layer else {}
+            self.shapes |= target.tensors(spec, shapes)
             self.copies |= target.duplicates()
 
     def attach(self, stage: PipelineStage) -> None:

@@ -10,7 +10,6 @@ transformers.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from functools import partial
 
 import torch
@@ -19,31 +18,20 @@ from pipeline.config import MegatronLoRAConfig
 from pipeline.models.base import Parameter
 from pipeline.models.decoder import identity
 from pipeline.models.recorded_layout import Shape, record
-from pipeline.train.adapters.modules import ChosenModule, choose, expert_of
-from pipeline.train.adapters.spec import MAGNITUDE, A, AdapterSpec, B, in_transformers
+from pipeline.train.adapters.module_layers import AdaptedModule
+from pipeline.train.adapters.modules import choose
+from pipeline.train.adapters.spec import MAGNITUDE, A, AdapterSpec, B
 
 SUBMODULE = "adapter"  # of the adapted module
 
 
-@dataclass(frozen=True)
-class Target:
-    """A module that gets adapters, over all ranks."""
-
-    module: str  # global name in Megatron-Core: decoder.layers.3.self_attention.linear_qkv
-    weight: Parameter  # of the module
-    layers: tuple[str | None, ...]  # the adapter's layer on disk for each source of W; None: the source gets none
-    shared: bool  # one A for all layers
-    rows: tuple[int, ...]  # rows of each layer's B
+class Target(AdaptedModule):
+    """A module that gets adapters, with its parameters as functions of tensors on disk."""
 
     @property
     def stacked(self) -> int:
         """The number of A matrices [dim, in] in the module's parameter A."""
         return 1 if self.shared else len(self.names)
-
-    @property
-    def names(self) -> list[str]:
-        """The layers on disk that are adapted."""
-        return [layer for layer in self.layers if layer is not None]
 
     def parameters(self, spec: AdapterSpec) -> dict[str, Parameter]:
         """Return the adapter's whole parameters by global name: A [stacked dim, in], B [out, dim], with DoRA m [out]."""
@@ -100,27 +88,4 @@ def targets(config: MegatronLoRAConfig, parameters: Mapping[str, Parameter], sha
 
     parameters: of the whole model; shapes: of the tensors on disk. Raises RecipeError as `choose` does.
     """
-    return [_target(chosen, shapes) for chosen in choose(config, parameters)]
-
-
-def _target(chosen: ChosenModule, shapes: Mapping[str, Shape]) -> Target:
-    module, weight = chosen.name, chosen.weight
-    layers = [source.removesuffix(".weight") for source in weight.sources]
-    rows = tuple(shapes[source][0] for source in weight.sources)
-    shared = "own" not in chosen.choices
-    if weight.expert is not None and shared:
-        return Target(module, weight, (_expert_layer(layers),), True, (sum(rows),))
-    adapted = tuple(layer if one else None for layer, one in zip(layers, chosen.choices, strict=True))
-    return Target(module, weight, adapted, shared, rows)
-
-
-def _expert_layer(layers: list[str]) -> str:
-    """Return the one layer of an expert's projections that share an A. Gate and up projections are gate_up_proj.
-
-    It has transformers' name, which differs from that on disk for Mixtral and Nemotron-H.
-    """
-    expert = expert_of(layers[0])
-    assert expert is not None, f"{layers[0]} is not the name of an expert's layer"  # `choose` refuses it
-    own = layers[0].rpartition(".")[2]
-    kind = "gate_up_proj" if len(layers) > 1 else {"w2": "down_proj"}.get(own, own)
-    return f"{in_transformers(expert)}.{kind}"
+    return [Target.of(chosen, shapes) for chosen in choose(config, parameters)]

@@ -2,7 +2,8 @@
 
 Weights are in the recipe's precision. Megatron-Core's DistributedDataParallel sums gradients, and its distributed optimizer
 keeps float32 weights and state cut over data-parallel ranks. Checkpoints hold boxes of Hugging Face tensors, so they load with
-any layout. With adapters (adapters.py) only these are trained and saved; `weights` and `local_tensor` return merged weights.
+any layout. With adapters (adapters.py) only these are trained and saved; `weights` and `local_tensor` return merged weights, or
+the adapters for a role that serves these (served_weights.py).
 
 Not supported: virtual pipeline stages, FP8, multi-token prediction, Megatron-FSDP.
 """
@@ -10,7 +11,6 @@ Not supported: virtual pipeline stages, FP8, multi-token prediction, Megatron-FS
 from __future__ import annotations
 
 import contextlib
-import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
@@ -23,7 +23,7 @@ from transformers import PreTrainedConfig
 from typing_extensions import override
 
 from pipeline import models
-from pipeline.boxes import Box, Piece, Region, region
+from pipeline.boxes import Box, Piece, Region
 from pipeline.config import PolicyConfig, Problem, RecipeError
 from pipeline.encryption import EncryptionKey
 from pipeline.models.base import VALUE_HEAD
@@ -31,13 +31,13 @@ from pipeline.models.config_json import check_attention, check_megatron_attentio
 from pipeline.models.hugging_face import SCORE, checkpoint_shapes, model_config
 from pipeline.models.recorded_layout import Shape, copy_pieces, restrict
 from pipeline.train import checkpoint_state, frozen, lora
+from pipeline.train.adapters.module_layers import options
 from pipeline.train.base import Loss, ModelRole, TrainBackend
 from pipeline.train.context_parallel import LocalBatch, localize
 from pipeline.train.initial_weights import ReadBox, initial_weights
 from pipeline.train.megatron import adapted_stage
 from pipeline.train.megatron.conversion import converted
 from pipeline.train.megatron.frozen_stage import freeze_stage
-from pipeline.train.megatron.gather import WeightGatherer
 from pipeline.train.megatron.groups import context_group, data_group, initialize, pipeline_group
 from pipeline.train.megatron.heads import ValueHead, VocabularyHead, broadcast_outputs
 from pipeline.train.megatron.host_weights import HostWeights
@@ -45,7 +45,8 @@ from pipeline.train.megatron.local_modules import PackedSequences
 from pipeline.train.megatron.local_tensors import LocalTensor, local_tensors
 from pipeline.train.megatron.model import build, data_parallel
 from pipeline.train.megatron.optimizer import ScheduledOptimizer
-from pipeline.train.megatron.saved_state import SavedState, boxes, is_data_parallel_leader, layout_of, stored
+from pipeline.train.megatron.saved_state import SavedState, boxes, layout_of, stored
+from pipeline.train.megatron.served_weights import ServedWeights
 from pipeline.train.offload import Offload
 from pipeline.train.outputs import broadcast_record, reduce_outputs
 from pipeline.train.packing import check_batch
@@ -86,10 +87,9 @@ class MegatronBackend(TrainBackend):
         self._load_initial(hf, seed)
         self._reference = self._copy_weights() if role.reference and self._adapters is None else None
         peft, random_seed = policy.megatron_cfg.peft, seed if policy.random_init else None
-        self._lora_record = lora.record(adapted_stage.options(peft), random_seed) if self._adapters else None
-        self._merged: dict[str, torch.Tensor] = {}  # merged weights by name, from the first read on
-        if self._adapters is None:
-            assert self._gatherer  # raises if the ranks do not hold every weight
+        self._lora_record = lora.record(options(peft), random_seed) if self._adapters else None
+        served = (self._local, self._base, self._shapes, self._adapters, role.serves_adapters)
+        self._served = ServedWeights(*served, group, self.device)
         # Last, because it moves the weights to the host.
         offload = role.offload and not role.trained
         self._host = HostWeights([local.tensor for local in self._local.values()], self.device) if offload else None
@@ -134,7 +134,7 @@ class MegatronBackend(TrainBackend):
         metrics = self._metrics(found)
         lr = self._optimizer.lr
         metrics |= {"grad_norm": self._optimizer.step(), "lr": lr}
-        self._refresh_merged()
+        self._served.refresh()
         self._empty_cache(1)
         return StepResult(metrics)
 
@@ -237,9 +237,9 @@ class MegatronBackend(TrainBackend):
     @override
     def offload(self, keep_weights: bool = False) -> None:
         if keep_weights:
-            self._merge()
-        served = [self.local_tensor(name) for name in self._base]
-        weights = [*(local.tensor for local in self._local.values()), *self._merged.values()]
+            self._served.merge()
+        served = self._served.read()
+        weights = [*(local.tensor for local in self._local.values()), *self._served.merged]
         if self._training is not None:
             model, optimizer = self._training
             optimizer.zero_grad()
@@ -260,42 +260,22 @@ class MegatronBackend(TrainBackend):
 
     @override
     def weights(self, model: bool = False) -> Iterator[tuple[str, torch.Tensor]]:
-        self._merge()
+        precision = getattr(torch, self._policy.precision)
         with self._weights_of("policy"):
-            yield from self._gatherer.tensors(getattr(torch, self._policy.precision))
-
-    @functools.cached_property
-    def _gatherer(self) -> WeightGatherer:
-        """Gathers the weights. With adapters it must be made after they are merged for the first time."""
-        leaders = {name: local for name, local in self._base.items() if is_data_parallel_leader(name)}
-        pieces = [(self.local_tensor(name), local.hugging_face) for name, local in leaders.items()]
-        return WeightGatherer(pieces, self._shapes, self._group, self.device)
+            yield from self._served.model_tensors(precision) if model else self._served.tensors(precision)
 
     @property
     @override
     def shapes(self) -> dict[str, Shape]:
-        return self._shapes
+        return self._served.shapes
 
     @override
     def layout(self) -> list[Region]:
-        self._merge()
-        return [
-            region(piece, name, local.tensor.stride()) for name, local in self._base.items() for piece in local.hugging_face
-        ]
+        return self._served.layout()
 
     @override
     def local_tensor(self, name: str) -> torch.Tensor:
-        return self._merged[name] if name in self._merged else self._local[name].tensor.detach()
-
-    def _merge(self) -> None:
-        """Merge adapters for a reader of the weights, and from now on after every step. Collective."""
-        if self._adapters is not None and not self._merged:
-            self._merged = dict(self._adapters.merged())
-
-    def _refresh_merged(self) -> None:
-        if self._adapters is not None and self._merged:
-            for name, tensor in self._adapters.merged():
-                self._merged[name].copy_(tensor)
+        return self._served.tensor(name)
 
     def _copy_weights(self) -> list[torch.Tensor]:
         """Return copies of all weights of this rank, on the CPU."""
@@ -395,6 +375,6 @@ class MegatronBackend(TrainBackend):
         updates = record["updates"] if "updates" in record else record["steps"]
         states = self._saved.optimizer_states(self._optimizer.ranges(), reader)
         self._optimizer.restore(updates, checkpoint_state.schedule_steps(record), states)
-        self._refresh_merged()
+        self._served.refresh()
         if record.get("layout") == layout_of(self._stage.config) and record["ranks"] == self._group.size():
             checkpoint_state.load_random(self.device, self._group.rank(), reader, records[self._group.rank()]["random"])

@@ -1,0 +1,126 @@
+"""The tensors of a rank that refits and exports read: weights, with adapters merged into them, or the adapters' own tensors.
+
+An A that several projections share is one parameter here. It is read under the name of each of them, as peft and vLLM have it.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator, Mapping
+
+import torch
+import torch.distributed as dist
+
+from pipeline.boxes import Piece, Region, region
+from pipeline.models.recorded_layout import Shape
+from pipeline.train.megatron.adapted_stage import StageAdapters
+from pipeline.train.megatron.gather import WeightGatherer
+from pipeline.train.megatron.local_tensors import LocalTensor
+from pipeline.train.megatron.saved_state import is_data_parallel_leader
+
+
+class ServedWeights:
+    """What a backend gives to readers of its weights."""
+
+    def __init__(
+        self,
+        local: Mapping[str, LocalTensor],
+        base: Mapping[str, LocalTensor],
+        shapes: Mapping[str, Shape],
+        adapters: StageAdapters | None,
+        serves_adapters: bool,
+        group: dist.ProcessGroup,
+        device: torch.device,
+    ):
+        """local: all tensors of this rank; base: those without the adapters; shapes: of the model's tensors on disk.
+
+        serves_adapters: `layout`, `shapes` and `tensors` are those of the adapters, if there are any. Collective without
+        adapters, and raises ValueError then if the ranks do not hold every weight.
+        """
+        self._local, self._base, self._adapters = local, base, adapters
+        self._group, self._device = group, device
+        self._model_shapes = dict(shapes)
+        self._merged: dict[str, torch.Tensor] = {}  # merged weights by name, from the first read on
+        self._serves_adapters = serves_adapters and adapters is not None
+        if adapters is None:
+            assert self._of_model  # raises if the ranks do not hold every weight
+
+    @property
+    def shapes(self) -> dict[str, Shape]:
+        """The shape of every tensor on disk that is served."""
+        return self._adapters.shapes if self._adapters and self._serves_adapters else self._model_shapes
+
+    @property
+    def merged(self) -> list[torch.Tensor]:
+        """The merged weights, in memory of their own; none before the first read of them."""
+        return list(self._merged.values())
+
+    def read(self) -> list[torch.Tensor]:
+        """Return this rank's tensors that a refit reads."""
+        return [self.tensor(name) for name in self._served]
+
+    def tensor(self, name: str) -> torch.Tensor:
+        """Return a tensor of this rank by its name, without a graph; a weight that has adapters once they are merged."""
+        return self._merged[name] if name in self._merged else self._local[name].tensor.detach()
+
+    def layout(self) -> list[Region]:
+        """Return every entry that this rank serves. Collective with DoRA."""
+        self.merge()
+        return [region(piece, name, one.tensor.stride()) for name, one in self._served.items() for piece in self._pieces(one)]
+
+    def tensors(self, precision: torch.dtype) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yield every whole tensor that is served, as `WeightGatherer.tensors` does. Collective."""
+        if self._serves_adapters:
+            yield from self._of_adapters.tensors(precision)
+        else:
+            yield from self.model_tensors(precision)
+
+    def model_tensors(self, precision: torch.dtype) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yield every whole weight, merged, also where adapters are served. Collective."""
+        self.merge(always=True)
+        yield from self._of_model.tensors(precision)
+
+    # ---- merged weights -------------------------------------------------------------------------------------------------
+
+    def merge(self, always: bool = False) -> None:
+        """Merge adapters for a reader of the weights, and from now on at every `refresh`. Collective with DoRA.
+
+        always: even if adapters are served.
+        """
+        if self._adapters and not self._merged and (always or not self._serves_adapters):
+            self._merged = dict(self._adapters.merged())
+
+    def refresh(self) -> None:
+        """Merge the current adapters, after the weights were read for the first time. Collective with DoRA."""
+        if self._adapters and self._merged:
+            for name, tensor in self._adapters.merged():
+                self._merged[name].copy_(tensor)
+
+    # ---- parts ----------------------------------------------------------------------------------------------------------
+
+    @functools.cached_property
+    def _served(self) -> Mapping[str, LocalTensor]:
+        """The tensors of this rank that are served, by name."""
+        if not self._serves_adapters:
+            return self._base
+        return {name: one for name, one in self._local.items() if name not in self._base}
+
+    def _pieces(self, one: LocalTensor) -> list[Piece]:
+        """Return a tensor's pieces of tensors on disk, under all names of each."""
+        copies = self._adapters.copies if self._adapters else {}
+        names = ((piece, name) for piece in one.hugging_face for name in (piece.name, *copies.get(piece.name, ())))
+        return [Piece(name, piece.source, piece.target) for piece, name in names]
+
+    @functools.cached_property
+    def _of_model(self) -> WeightGatherer:
+        """Gathers the weights. With adapters it must be made after they are merged for the first time."""
+        return self._gatherer(self._base, self._model_shapes)
+
+    @functools.cached_property
+    def _of_adapters(self) -> WeightGatherer:
+        return self._gatherer(self._served, self.shapes)
+
+    def _gatherer(self, of: Mapping[str, LocalTensor], shapes: Mapping[str, Shape]) -> WeightGatherer:
+        leaders = {name: one for name, one in of.items() if is_data_parallel_leader(name)}
+        pieces = [(self.tensor(name), self._pieces(one)) for name, one in leaders.items()]
+        return WeightGatherer(pieces, shapes, self._group, self._device)
