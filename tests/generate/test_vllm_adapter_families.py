@@ -26,6 +26,7 @@ from tests.problems import refused
 ATTENTION = ["linear_qkv", "linear_proj"]
 SHARED = ["*.shared_experts.*"]
 LATENT_TARGETS = ["linear_q_down_proj", "linear_q_up_proj", "linear_kv_down_proj", "linear_proj"]
+WIDE = {"kv_lora_rank": 512, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128}  # sizes that vLLM's kernel has
 FAMILIES = {  # {name: (configuration class, its fields besides SHAPE, target_modules)}
     "qwen2": ("Qwen2", {"num_attention_heads": 2, "num_key_value_heads": 1}, []),  # vLLM ignores head_dim
     "qwen3_tied": ("Qwen3", {"tie_word_embeddings": True}, []),
@@ -33,13 +34,12 @@ FAMILIES = {  # {name: (configuration class, its fields besides SHAPE, target_mo
     "glm4": ("Glm4", {}, [*ATTENTION, "linear_fc2"]),
     "qwen3_moe": ("Qwen3Moe", {**MIXTURE, "num_experts": 4}, ATTENTION),
     "mixtral": ("Mixtral", {"num_local_experts": 4, "num_experts_per_tok": 2}, ATTENTION),
-    "gpt_oss": ("GptOss", {"intermediate_size": 128, "num_local_experts": 4, "num_experts_per_tok": 2}, ATTENTION),
     "glm4_moe": (
         "Glm4Moe",
         {**MIXTURE, "n_routed_experts": 4, "first_k_dense_replace": 1},
         [*ATTENTION, *SHARED, "*.0.mlp.*"],
     ),
-    "deepseek_v3": ("DeepseekV3", {**MIXTURE, **LATENT, "topk_method": "noaux_tc"}, [*LATENT_TARGETS, *SHARED, "*.0.mlp.*"]),
+    "deepseek_v3": ("DeepseekV3", {**MIXTURE, **LATENT, **WIDE}, [*LATENT_TARGETS, *SHARED, "*.0.mlp.*"]),
 }
 pytestmark = pytest.mark.long
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pipeline import models
-from pipeline.config import PolicyConfig, refuse, uses_megatron
+from pipeline.config import PolicyConfig, Problem, RecipeError, refuse, uses_megatron
 from pipeline.models.hugging_face import checkpoint_shapes, layout, meta_model, model_config
 from pipeline.train import lora
 from pipeline.train.adapters import modules
@@ -13,15 +13,22 @@ from pipeline.train.adapters.module_layers import AdaptedModule, not_served_modu
 from pipeline.train.adapters.spec import AdapterSpec
 from pipeline.types import ServedAdapters
 
+UNEQUAL = ("gpt_oss",)
+"""Families of which vLLM's LoRA gives other tokens than merged weights: tests/generate/test_vllm_adapter_families.py."""
+
 
 def served_adapters(policy: PolicyConfig) -> ServedAdapters:
     """Return the adapters of policy.model_name, in the order of the backend that trains them.
 
     Raises RecipeError for layers that cannot have one, and for those whose adapters engines cannot apply.
     """
+    config = model_config(policy)
+    if config.model_type in UNEQUAL:
+        message = f"got adapter for {config.model_type}, whose LoRA in vLLM differs from merged weights; expected merged"
+        raise RecipeError(Problem("policy.generation.lora_refit", "unsupported", message))
     if uses_megatron(policy):
         return _of_megatron(policy)
-    hf = meta_model(model_config(policy))
+    hf = meta_model(config)
     adapters = lora.inject(hf, policy.dtensor_cfg.lora_cfg, layout(hf))
     experts = [one.weight for one in adapters.items if isinstance(one, ExpertsAdapter)]
     linear = [one.stored for one in adapters.items if isinstance(one, LinearAdapter)]

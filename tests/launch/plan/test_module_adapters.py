@@ -7,7 +7,6 @@ import math
 
 import pytest
 import torch
-from megatron.core import parallel_state
 from transformers import AutoConfig
 
 from launch.plan.refit_layouts import rank_layouts
@@ -29,12 +28,12 @@ OWN = ["linear_q", "linear_v", "linear_proj", "linear_fc1_up", "linear_fc2"]
 ATTENTION = ["linear_qkv", "linear_proj"]
 LATENT = ["linear_q_down_proj", "linear_q_up_proj", "linear_kv_down_proj", "linear_proj", "*.shared_experts.*"]
 ADAPTED = {"qwen2": [], "llama": OWN, "glm4": [], "gemma3_text": [], "qwen3_moe": ATTENTION, "deepseek_v3": LATENT}
-ADAPTED |= {"gpt_oss": ATTENTION, "nemotron_h_moe": ATTENTION, "qwen3_5_text": ATTENTION, "qwen3_5_moe_text": ATTENTION}
+ADAPTED |= {"nemotron_h_moe": ATTENTION, "qwen3_5_text": ATTENTION, "qwen3_5_moe_text": ATTENTION}
 QUICK = [("llama", Layout(tp=2, sp=True)), ("qwen2", Layout(pp=2)), ("deepseek_v3", Layout(tp=2, ep=2, dp=2, sp=True))]
 FULL = [
     *((family, Layout()) for family in ADAPTED),
-    *((family, Layout(tp=2, dp=2, sp=True)) for family in ADAPTED if family != "gpt_oss"),  # whose experts cannot be cut
-    *((family, Layout(ep=2, dp=2)) for family in ("qwen3_moe", "gpt_oss")),
+    *((family, Layout(tp=2, dp=2, sp=True)) for family in ADAPTED),
+    ("qwen3_moe", Layout(ep=2, dp=2)),
     ("qwen2", Layout(tp=2, cp=2, pp=2, sp=True)),
 ]
 
@@ -53,6 +52,8 @@ def served_boxes(policy: PolicyConfig) -> Held:
     """Return the boxes that this rank serves. Megatron-Core's groups must not exist."""
     config = AutoConfig.from_pretrained(policy.model_name)
     initialize(policy, seed=0)
+    from megatron.core import parallel_state  # after pipeline.train.megatron, which prepares it for CPUs
+
     try:
         (shapes, _), family = checkpoint_shapes(config), models.family(config.model_type).parameters(config)
         stage = build(policy, config)

@@ -31,7 +31,9 @@ def test_a_refit_keeps_the_adapters_on_the_device(models, realm):
     checks.check_offloaded(models / "qwen2", ONE)
 
 
-@pytest.mark.parametrize(("family", "names"), [("qwen3_moe", []), ("deepseek_v3", ["linear_kv_up_proj"])])
+@pytest.mark.parametrize(
+    ("family", "names"), [("qwen3_moe", []), ("deepseek_v3", ["linear_kv_up_proj"]), ("gpt_oss", ["linear_qkv"])]
+)
 def test_adapters_that_engines_cannot_apply_are_refused(models, family, names):
     policy = cases.policy(models / family, megatron_cfg=ONE.megatron(peft=MegatronLoRAConfig(True, target_modules=names)))
     with refused(("policy.generation.lora_refit", "unsupported")):
