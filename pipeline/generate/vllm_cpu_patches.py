@@ -50,11 +50,11 @@ def _with_local_numbers(apply: Callable[..., None]) -> Callable[..., None]:
     return patched
 
 
-def _without_adapters(post_init: Callable[[FusedMoEConfig], None]) -> Callable[[FusedMoEConfig], None]:
+def _without_adapters(post_init: Callable[..., None]) -> Callable[..., None]:
     """Return `post_init` of the configuration of experts that have no adapters."""
 
     @functools.wraps(post_init)
-    def patched(self: FusedMoEConfig) -> None:
+    def patched(self) -> None:
         self.is_lora_enabled = False
         post_init(self)
 
