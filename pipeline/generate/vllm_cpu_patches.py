@@ -26,7 +26,7 @@ from vllm.utils import cpu_triton_utils
 def patch() -> None:
     """Apply all patches. Call it once per process, before an engine exists."""
     CPUUnquantizedExperts.apply = _with_local_numbers(CPUUnquantizedExperts.apply)
-    FusedMoEConfig.__post_init__ = _without_adapters(FusedMoEConfig.__post_init__)
+    FusedMoEConfig.__post_init__ = _without_adapters(FusedMoEConfig.__post_init__)  # pyright: ignore[reportAttributeAccessIssue]
     cpu_triton_utils._expand_kernel_impl = _expand
     platform = type(current_platform)
     platform.register_triton_kernel_overrides = staticmethod(functools.cache(platform.register_triton_kernel_overrides))

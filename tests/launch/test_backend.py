@@ -290,7 +290,7 @@ def sizes(**given: int) -> list[str]:
 SP = f"{KEY}.sequence_parallel=true"
 PEFT = f"{KEY}.peft.enabled=true"
 LORA_REFIT = "policy.generation.lora_refit"
-SERVED = (f"{LORA_REFIT}=adapter", "policy.generation.backend=vllm")
+SERVED = (f"{LORA_REFIT}=adapter", "policy.generation.backend=vllm", "policy.random_init=false")
 FIRST, LAST = (f"{KEY}.num_layers_in_{which}_pipeline_stage" for which in ("first", "last"))
 
 

@@ -13,7 +13,7 @@ from tests.train.megatron import served_adapters as checks
 from tests.train.megatron.layouts import CP2, EP2, ONE, PP2, TP2, TP2_EP2_SP, TP2_PP2_SP, TP2_SP
 
 DENSE, MIXTURES = ("qwen2", "llama"), ("qwen3_moe", "deepseek_v3")
-FULL = {TP2: DENSE, TP2_SP: (*DENSE, *MIXTURES), PP2: (*DENSE, *MIXTURES), CP2: DENSE, EP2: MIXTURES, TP2_EP2_SP: MIXTURES}
+FULL = {TP2: ("llama",), TP2_SP: (*DENSE, *MIXTURES), PP2: (*DENSE, *MIXTURES), CP2: DENSE, EP2: MIXTURES, TP2_EP2_SP: MIXTURES}
 FULL |= {TP2_PP2_SP: ("qwen2", *MIXTURES)}
 
 
