@@ -111,8 +111,8 @@ def write_manifest(folder: Path, digests: Mapping[str, str]) -> str:
 def read_manifest(folder: Path) -> tuple[dict[str, str], str]:
     """Return (digest by path within the folder, digest of the list itself). Raises OSError, and ValueError for another form."""
     content = (folder / MANIFEST).read_bytes()
-    digests = {}
-    for number, line in enumerate(content.decode(errors="replace").removesuffix("\n").split("\n"), 1):
+    text, digests = content.decode(errors="replace"), {}
+    for number, line in enumerate(text.removesuffix("\n").split("\n") if text else (), 1):
         digest, mark, name = line.partition("  ")
         if len(digest) != 64 or not mark or not name:
             raise ValueError(f"{folder / MANIFEST}: line {number}: got {line[:80]!r}; expected a digest and a name")

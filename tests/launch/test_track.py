@@ -86,4 +86,4 @@ def test_a_missing_package_is_named(tmp_path):
     made_runs.steps(folder, 1, 2, made_runs.Texts("a", "b", "c", "d"))
     with refused(("trackers", "not-installed")):
         track.execute(TrackRequest(folder, ["trackio"]))
-    assert Position.read(folder / "tracking/trackio.json") == Position()
+    assert Position.read(folder / "tracking/trackio.json") == Position(place=[None, "hetstep"])
