@@ -90,6 +90,7 @@ def test_a_killed_rank_ends_all_ranks(tmp_path):
     none_alive(found)
 
 
+@pytest.mark.full  # by default: on Slurm
 def test_a_third_component_comes_last_and_its_killed_rank_is_named(tmp_path):
     job = executor(tmp_path, reward=ComponentConfig(nodes=2)).submit(tasks.report_and_wait, str(tmp_path))
     found = reports(tmp_path, 6)

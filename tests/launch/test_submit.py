@@ -282,6 +282,7 @@ def test_without_a_terminal_the_first_signal_cancels(here, number):
     none_alive(found)
 
 
+@pytest.mark.full
 def test_at_a_terminal_ctrl_c_asks_first(here):
     pid, terminal = pty.fork()
     if pid == 0:

@@ -23,6 +23,7 @@ def fresh(realm):
     torch._dynamo.reset()
 
 
+@pytest.mark.full  # Inductor compiles for half a minute
 def test_compiled_layers_agree_with_eager_ones(models, fresh):
     compiled.check_agrees(ONE, models / "qwen3")
 

@@ -40,6 +40,7 @@ def starts(folder: Path) -> dict[str, int]:
     return {path.parent.name: len(path.read_text().splitlines()) for path in folder.glob("runs/*/starts")}
 
 
+@pytest.mark.full  # by default: test_gates.py
 def test_a_sweep_makes_a_baseline_and_then_finds_a_regression(tmp_path, here):
     command = [f"sweep={write_suite(tmp_path, seeds=[1])}", "gates.loss.band.floor=0.01"]
     status, output = here(*command, "id=good", "update_baseline=true")
