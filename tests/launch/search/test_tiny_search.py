@@ -15,7 +15,7 @@ from tests.launch.search.suites import KL, LR
 from tests.launch.sweeps.suites import ROOT, known, launch, submitted, sweep
 from tests.launch.waiting import wait_until
 
-pytestmark = [pytest.mark.slurm, pytest.mark.long]
+pytestmark = [pytest.mark.slurm, pytest.mark.long, pytest.mark.timeout(3600)]
 TRIALS, STEPS = 24, 24
 HOUR = 3600.0
 
