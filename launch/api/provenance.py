@@ -1,4 +1,4 @@
-"""Where models come from, what was made from data, and the registry of named versions of models."""
+"""Return the lineage of models and data, and keep the registry of named versions of models."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ COUNTED = ("run", "checkpoint", "export", "evaluation")
 
 @dataclass(frozen=True)
 class LineageView:
-    """What something was made from, and what was made from it. `str()` is what `python launch/lineage.py PATH` prints."""
+    """Holds the ancestors and the descendants of a thing. `str()` is what `python launch/lineage.py PATH` prints."""
 
     nodes: Sequence[LineageNode]  # what was asked for: several if several have its content
     graph: Lineage = field(repr=False)

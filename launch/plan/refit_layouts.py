@@ -170,7 +170,7 @@ def _chunk(offset: np.ndarray, size: np.ndarray, rows: np.ndarray, dim: int, par
 
 @dataclass(frozen=True, slots=True)
 class _MegatronParts:
-    """What Megatron-Core's ranks hold parts of."""
+    """Holds the tensors whose parts are on Megatron-Core's ranks: parameters, or their adapters."""
 
     parameters: Mapping[str, Parameter]  # with adapters, only those that have one
     shapes: dict[str, Shape]  # of the model's tensors on disk

@@ -38,8 +38,12 @@ class Exports:
                 raise RecipeError(Problem("step", "in-use", f"got {MAX_EXPORTS} exports that go on; expected fewer. Try later"))
             command = [sys.executable, str(ROOT / "launch/export.py"), f"run={run}", f"step={step}"]
             command += ["adapter=true"] if adapter else []
-            with _log(folder).open("wb") as output:
-                fcntl.flock(output, fcntl.LOCK_EX)  # which the process inherits with its output
+            with _log(folder).open("ab") as output:
+                try:
+                    fcntl.flock(output, fcntl.LOCK_EX | fcntl.LOCK_NB)  # which the process inherits with its output
+                except BlockingIOError:  # another service has just started it
+                    return ExportAnswer(folder=str(folder), state="running")
+                output.truncate(0)
                 process = subprocess.Popen(
                     command,
                     stdin=subprocess.DEVNULL,

@@ -20,7 +20,7 @@ from pipeline.train.megatron.saved_state import is_data_parallel_leader
 
 
 class ServedWeights:
-    """What a backend gives to readers of its weights."""
+    """Serves the tensors of a rank to refits and exports."""
 
     def __init__(
         self,

@@ -33,8 +33,8 @@ GRADIENT, LOGPROB = 5e-6, 1e-5
 # Four ranks take time, and what they could get wrong that two could not is the same in the others.
 OF_EACH_KIND = ("qwen2", "qwen3_tied", "qwen3_moe", "deepseek_v3", "gemma3_text", "gpt_oss", "nemotron_h_moe")
 
-# What the default tests run: tied embeddings where stages and vocabularies are cut, biases and norms of heads where those are
-# cut, kinds of RoPE where sequences are cut, and kinds of router where experts are spread.
+# The default tests run these families: tied embeddings where stages and vocabularies are cut, biases and norms of heads where
+# those are cut, kinds of RoPE where sequences are cut, and kinds of router where experts are spread.
 QUICK = {
     ONE: ONE.families,
     TP2_SP: ("qwen2", "qwen3_tied", "gemma3_text"),
