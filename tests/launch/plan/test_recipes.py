@@ -1,11 +1,10 @@
 """Every recipe plans with only the repository present; those with GPUs fit them."""
 
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from launch import submit
-from launch.executors.base import ROOT
 from pipeline import config
 
 # The large ones take seconds each; of their kinds one is planned by default.
@@ -15,12 +14,7 @@ NAMES = sorted(path.stem for path in config.RECIPES.glob("*.yaml"))
 
 
 @pytest.mark.parametrize("name", [pytest.param(name, marks=[pytest.mark.full] * (name in LARGE)) for name in NAMES])
-def test_plans_and_fits(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
-    (tmp_path / "recipes").symlink_to(ROOT / "recipes")
-    monkeypatch.chdir(tmp_path)
-    for variable in ("HF_HOME", "HF_HUB_CACHE", "HF_DATASETS_CACHE"):
-        monkeypatch.setenv(variable, str(tmp_path / variable))
-    assert submit.main([f"recipe={name}", "plan=true", "cluster.executor=local"]) == 0
-    printed = capsys.readouterr().out
-    assert ("verdict       no GPUs" if name.startswith("tiny_") else "verdict       fits") in printed
+def test_plans_and_fits(name: str, tmp_path: Path, printed: Callable[..., str]):
+    text = printed(f"recipe={name}")
+    assert ("verdict       no GPUs" if name.startswith("tiny_") else "verdict       fits") in text
     assert sorted(path.name for path in tmp_path.iterdir()) == ["recipes"]
