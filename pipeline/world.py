@@ -37,7 +37,7 @@ from pipeline.store import relay
 from pipeline.store.auth import attempt_key
 from pipeline.store.client import RunStore
 from pipeline.store.gloo import GlooAuthenticator
-from pipeline.store.server import Address, start
+from pipeline.store.process import Address, start
 from pipeline.timeline import Timeline
 
 NEVER = timedelta(days=365)  # a timeout for waits that the watchdog bounds

@@ -6,7 +6,7 @@ import pytest
 from omegaconf import OmegaConf
 
 from pipeline import config
-from pipeline.config import config_tree, interpolation
+from pipeline.config import config_tree, interpolation, yaml_text
 from tests.problems import named, refused
 
 BASE = """\
@@ -43,7 +43,7 @@ SCALARS = """1e-8 1e10 1.5e3 5.0e-6 1_000 1_000.5 .5 1. 0x1F 017 2020-01-01 1:30
 @pytest.mark.parametrize("text", SCALARS.split())
 def test_scalars_are_parsed_like_omegaconf(text):
     expected = OmegaConf.create({"x": OmegaConf.create(f"x: {text}")}).x.x
-    got = config_tree.parse_value(text)
+    got = yaml_text.parse_value(text)
     assert got == expected and type(got) is type(OmegaConf.to_container(expected) if isinstance(got, dict | list) else expected)
 
 

@@ -6,7 +6,7 @@ import jsonschema
 import pytest
 
 from launch import submit
-from pipeline.config import RECIPES, config_tree, reference, schema_validation
+from pipeline.config import RECIPES, reference, schema_validation, yaml_text
 from pipeline.config.schema import Recipe
 
 SHIPPED = sorted(RECIPES.glob("*.yaml"))
@@ -20,7 +20,7 @@ def found(text: str) -> set[tuple[str, str]]:
     def deepest(error):
         return [inner for each in error.context for inner in deepest(each)] or [error]
 
-    errors = [inner for error in VALIDATOR.iter_errors(config_tree.parse_value(text)) for inner in deepest(error)]
+    errors = [inner for error in VALIDATOR.iter_errors(yaml_text.parse_value(text)) for inner in deepest(error)]
     return {(".".join(map(str, error.absolute_path)), error.validator) for error in errors}
 
 

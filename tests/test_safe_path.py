@@ -12,7 +12,7 @@ from pipeline import config
 from pipeline.config import ClusterConfig, ComponentConfig
 from pipeline.environments.math import _MathWorker
 from pipeline.rollout import environment_process
-from pipeline.store import server
+from pipeline.store.process import start
 from tests.launch.model import write_recipe
 
 
@@ -38,7 +38,7 @@ def test_the_environments_process():
 
 
 def test_the_store():
-    process, address = server.start("127.0.0.1", bytes(16))
+    process, address = start("127.0.0.1", bytes(16))
     assert address.port
     process.kill()
     process.communicate()

@@ -9,7 +9,7 @@ from decimal import Decimal
 from typing import Any, get_args
 
 from launch.search.config import ParameterConfig, SearchConfig
-from pipeline.config import Recipe, config_tree, schema_validation
+from pipeline.config import Recipe, schema_validation, yaml_text
 
 MOST_CORNERS = 64
 """Most corners of a space that are checked. Of a larger space the two extreme ones are, and each end of each parameter."""
@@ -99,7 +99,7 @@ def trials(search: SearchConfig) -> int:
 
 def as_overrides(values: Values) -> list[str]:
     """Return values as `key=value` arguments."""
-    return [f"{key}={config_tree.dump_yaml([value], on_one_line=True).strip()[1:-1]}" for key, value in values.items()]
+    return [f"{key}={yaml_text.dump([value], on_one_line=True).strip()[1:-1]}" for key, value in values.items()]
 
 
 def shown(values: Values) -> str:

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from launch.sweeps.expressions import Curve
 from launch.sweeps.measurements import mean_and_spread
-from pipeline.config import config_tree, refuse, schema_validation
+from pipeline.config import config_tree, refuse, schema_validation, yaml_text
 from pipeline.storage import write_durably
 from pipeline.values import Bool, Float, Int, Text
 
@@ -86,7 +86,7 @@ def read(path: Path) -> Baseline | None:
 def write(baseline: Baseline, path: Path) -> None:
     """Write a baseline, and create its folder if necessary."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    write_durably(path, HEADER + config_tree.dump_yaml(_sorted(asdict(baseline))))
+    write_durably(path, HEADER + yaml_text.dump(_sorted(asdict(baseline))))
 
 
 def stored_curve(seeds: Iterable[Curve]) -> StoredCurve:

@@ -22,7 +22,18 @@ from launch.run_setup import flat
 from launch.search import space, structure
 from launch.search.config import SearchConfig, spell_out_lists
 from launch.sweeps import expressions
-from pipeline.config import RECIPES, Problem, Recipe, RecipeError, config_tree, independent, loading, refuse, schema_validation
+from pipeline.config import (
+    RECIPES,
+    Problem,
+    Recipe,
+    RecipeError,
+    config_tree,
+    independent,
+    loading,
+    refuse,
+    schema_validation,
+    yaml_text,
+)
 from pipeline.config.config_tree import COMMAND_LINE
 from pipeline.values import Float, NotNegative, Positive, Text
 
@@ -206,7 +217,7 @@ def read(path: Path) -> Suite:
 
 def to_yaml(suite: Suite) -> str:
     """Return the suite as YAML that `read` reads."""
-    return config_tree.dump_yaml(asdict(suite))
+    return yaml_text.dump(asdict(suite))
 
 
 def _built(tree: config_tree.ConfigMapping) -> tuple[Suite | None, list[Problem]]:

@@ -12,31 +12,20 @@ import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeAlias, overload
+from typing import Any, TypeAlias, overload
 
 import yaml
 
-if TYPE_CHECKING:
-    from yaml import SafeDumper, SafeLoader
-else:
-    try:
-        from yaml import CSafeDumper as SafeDumper
-        from yaml import CSafeLoader as SafeLoader
-    except ImportError:  # PyYAML without libyaml
-        from yaml import SafeDumper, SafeLoader
-
+from pipeline.config.yaml_text import NOT_YAML, YAMLLoader, parse_value, summary
 from pipeline.problems import Problem, RecipeError
 from pipeline.values import MISSING
 
 ROOT = Path(__file__).parents[2]
 RECIPES = ROOT / "recipes"
 COMMAND_LINE = "the command line"
-MOST_BRACKETS = 1000
 LONGEST_KEY = 400
 DEEPEST = 50
 """Maximum nesting of a value."""
-NOT_YAML = (yaml.YAMLError, ValueError, LookupError, TypeError, AttributeError, RecursionError)
-"""Errors of PyYAML for a text that is not YAML or does not fit its tag; for `!!int a` a ValueError."""
 REPLACES = "_override_"  # true in a mapping: it replaces the mapping below it instead of being merged
 
 
@@ -125,11 +114,7 @@ ConfigNode: TypeAlias = "ConfigValue | ConfigMapping"
 
 @overload
 def from_plain(
-    value: dict[str, Any],
-    origin: str | None,
-    origins: Mapping[str, str] = {},
-    prefix: str = ""
-    """Return a plain value as a tree. origins: by dotted key, where they differ from the parent's.""",
+    value: dict[str, Any], origin: str | None, origins: Mapping[str, str] = {}, prefix: str = ""
 ) -> ConfigMapping: ...
 @overload
 def from_plain(value: Any, origin: str | None, origins: Mapping[str, str] = {}, prefix: str = "") -> ConfigNode: ...
@@ -164,43 +149,6 @@ def merge(below: ConfigMapping, above: ConfigMapping) -> ConfigMapping:
 # ---- files --------------------------------------------------------------------------------------------------------------
 
 
-class _YAMLLoader(SafeLoader):
-    """YAML as OmegaConf reads it: 1e-8 is a number, and dates are texts."""
-
-
-_YAMLLoader.yaml_implicit_resolvers = {
-    first: [(tag, pattern) for tag, pattern in known if tag not in ("tag:yaml.org,2002:timestamp", "tag:yaml.org,2002:float")]
-    for first, known in yaml.SafeLoader.yaml_implicit_resolvers.items()
-}
-_YAMLLoader.add_implicit_resolver(
-    "tag:yaml.org,2002:float",
-    re.compile(
-        r"""[-+]?(?:[0-9][0-9_]*)\.[0-9_]*(?:[eE][-+]?[0-9]+)?$
-        |[-+]?(?:[0-9][0-9_]*)(?:[eE][-+]?[0-9]+)$
-        |[-+]?\.[0-9_]+(?:[eE][-+]?[0-9]+)?$
-        |[-+]?\.(?:inf|Inf|INF)$
-        |\.(?:nan|NaN|NAN)$""",
-        re.VERBOSE,
-    ),
-    list("-+0123456789."),
-)
-
-
-class _YAMLDumper(SafeDumper):
-    """YAML with quotes around the texts that `_YAMLLoader` would read as something else."""
-
-
-_YAMLDumper.yaml_implicit_resolvers = _YAMLLoader.yaml_implicit_resolvers
-
-
-def dump_yaml(value: Any, on_one_line: bool = False) -> str:
-    """Return YAML that loads as the same value, apart from interpolations."""
-    width = 1 << 30 if on_one_line else None
-    return yaml.dump(
-        value, Dumper=_YAMLDumper, default_flow_style=on_one_line, width=width, sort_keys=False, allow_unicode=True
-    )
-
-
 def find_file(name: str, folder: Path, key: str, more: str = "") -> Path:
     """Return NAME.yaml in the folder, or the file at that path, with or without .yaml.
 
@@ -228,26 +176,6 @@ def _nearest_file(path: Path) -> str | None:
     stems = {Path(name).stem: name for name in sorted(names) if name.endswith((".yaml", ".yml"))}
     near = difflib.get_close_matches(path.stem, stems, 1)
     return str(path.parent / stems[near[0]]) if near else None
-
-
-def parse_value(text: str) -> Any:
-    """Return the value of the text after `key=` on the command line. Raise ValueError."""
-    if text.count("[") + text.count("{") > MOST_BRACKETS:  # many take the parser seconds
-        raise ValueError(f"got more than {MOST_BRACKETS} brackets; expected a value. Try a YAML file")
-    try:
-        return yaml.load(text, _YAMLLoader)  # a SafeLoader
-    except NOT_YAML as error:
-        raise ValueError(f"not YAML: {_summary(error)}") from None
-
-
-def _summary(error: Exception) -> str:
-    """Return the message of an error on one line, shortened."""
-    if isinstance(error, yaml.MarkedYAMLError):
-        marked = ((error.context, error.context_mark), (error.problem, error.problem_mark))
-        at = [f" at line {mark.line + 1}, column {mark.column + 1}" if mark else "" for _, mark in marked]
-        error = ValueError(": ".join(f"{what}{where}" for (what, _), where in zip(marked, at, strict=True) if what))
-    text = "nested too deeply" if isinstance(error, RecursionError) else " ".join(str(error).split())
-    return text if len(text) <= 200 else f"{text[:196]} ..."
 
 
 def load_with_parents(path: Path) -> ConfigMapping:
@@ -308,7 +236,7 @@ def _places(name: str, folder: Path) -> list[Path]:
 def _file(path: Path) -> ConfigMapping:
     shown = short_path(path)
     try:
-        loader = _YAMLLoader(path.read_text())
+        loader = YAMLLoader(path.read_text())
         try:
             node = loader.get_single_node()
             tree = ConfigMapping() if node is None else _tree(loader, node, shown, ())
@@ -321,7 +249,7 @@ def _file(path: Path) -> ConfigMapping:
     except OSError as error:
         raise RecipeError(Problem("", "unreadable", f"{error.strerror}", shown)) from None
     except NOT_YAML as error:
-        raise RecipeError(Problem("", "bad-format", f"not YAML: {_summary(error)}", shown)) from None
+        raise RecipeError(Problem("", "bad-format", f"not YAML: {summary(error)}", shown)) from None
     if not isinstance(tree, ConfigMapping):
         raise RecipeError(Problem("", "wrong-type", f"got a {type(tree.value).__name__}; expected a mapping of keys", shown))
     return tree

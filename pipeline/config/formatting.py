@@ -7,7 +7,7 @@ import json
 from collections.abc import Iterator
 from typing import Any
 
-from pipeline.config.config_tree import dump_yaml
+from pipeline.config import yaml_text
 from pipeline.config.interpolation import escaped
 from pipeline.config.loading import Loaded
 
@@ -42,7 +42,7 @@ def on_one_line(value: Any) -> str:
     """Return a value as YAML on one line."""
     if isinstance(value, str) and "\n" in value:
         return json.dumps(value)  # a YAML text in double quotes
-    return dump_yaml(value, on_one_line=True).removesuffix("...\n").rstrip("\n")
+    return yaml_text.dump(value, on_one_line=True).removesuffix("...\n").rstrip("\n")
 
 
 def _origin(key: str, origins: dict[str, str]) -> str:

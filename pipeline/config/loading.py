@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from pipeline.algorithms import OFFLINE, ONLINE
-from pipeline.config import config_tree, interpolation, paths, schema_validation, unused_keys
+from pipeline.config import config_tree, interpolation, paths, schema_validation, unused_keys, yaml_text
 from pipeline.config.checks import contradictions
 from pipeline.config.config_tree import RECIPES, ConfigMapping, ConfigNode, ConfigValue
 from pipeline.config.schema import Recipe
@@ -133,7 +133,7 @@ def write(recipe: Recipe, path: Path) -> None:
 
 def to_yaml(recipe: Recipe) -> str:
     """Return YAML from which `read` makes the same recipe."""
-    return config_tree.dump_yaml(_written(recipe))
+    return yaml_text.dump(_written(recipe))
 
 
 def _written(recipe: Recipe) -> dict[str, Any]:

@@ -14,8 +14,10 @@ from pipeline.attempt import Attempt
 from pipeline.config import Recipe, skipped_tasks
 from pipeline.data.chat import load_tokenizer
 from pipeline.deadline import Deadline
+from pipeline.encryption import EncryptionKey
 from pipeline.evaluation import models, scores
 from pipeline.evaluation.answers import AnswerLog
+from pipeline.evaluation.base import Answer
 from pipeline.evaluation.engines import Engines
 from pipeline.evaluation.task import Task
 from pipeline.roles import GenerateRole
@@ -95,13 +97,7 @@ def evaluate(
     for log in logs.values():
         log.sync()
     answered = {task.name: (task, logs[task.name].all()) for task in tasks} | (harness.tasks() if harness else {})
-    summary, values = scores.summarize(recipe, answered), scores.values(answered)
-    summary["skipped"] = skipped
-    if harness:
-        harness.complete(summary)
-        retrying(lambda: harness.write(run_dir, key if encrypts else None), "writing the results of lm_eval", run_dir, retry)
-    retrying(lambda: scores.write(run_dir, summary, values), "writing the scores", run_dir / scores.FILE, retry)
-    scores.show(summary)
+    _write_scores(recipe, answered, skipped, harness, run_dir, retry, key if encrypts else None)
     return True
 
 
@@ -110,6 +106,25 @@ def _ask(task: Task | HarnessRun, engines: Engines, log: AnswerLog) -> None:
     task.ask(engines, log)
     new, took_s = log.added - before[0], time.perf_counter() - began
     logger.info(f"task {task.name}: {before[1]} answers kept, {new} new in {took_s:.1f} s")
+
+
+def _write_scores(
+    recipe: Recipe,
+    answered: dict[str, tuple[Task, Sequence[Answer]]],
+    skipped: dict[str, str],
+    harness: HarnessRun | None,
+    run_dir: Path,
+    retry: RetryPolicy,
+    key: EncryptionKey | None,
+) -> None:
+    """Write the scores of all answers into the run folder and show them. key: encrypts what lm_eval writes; None: plain."""
+    summary, values = scores.summarize(recipe, answered), scores.values(answered)
+    summary["skipped"] = skipped
+    if harness:
+        harness.complete(summary)
+        retrying(lambda: harness.write(run_dir, key), "writing the results of lm_eval", run_dir, retry)
+    retrying(lambda: scores.write(run_dir, summary, values), "writing the scores", run_dir / scores.FILE, retry)
+    scores.show(summary)
 
 
 def build(name: str, config: TaskConfig, recipe: Recipe, tokenizer: object) -> Task:

@@ -29,7 +29,8 @@ from typing_extensions import override
 
 from pipeline import rank_log
 from pipeline.store import auth, messaging
-from pipeline.store.server import START_S, Address, Connection, Server, launch, read_parameters, serve
+from pipeline.store.process import START_S, Address, launch, read_parameters
+from pipeline.store.server import Connection, Server, serve
 from pipeline.store.table import Exchange, OnDisconnect, Reply, Set, StoreRequest
 
 logger = logging.getLogger("pipeline.store.relay")  # `__name__` is `__main__` in this process

@@ -1,10 +1,7 @@
-"""The store's server process beside rank 0, `python -m pipeline.store.server`: `start` starts it, and it ends with rank 0.
+"""The store's server process beside rank 0, `python -m pipeline.store.server`. `process.py` starts it, and it ends with rank 0.
 
 It holds keys and queues (`table.py`), which torch uses too, and routes verbs and answers (`messaging.py`). In large worlds each
 node has a relay (`relay.py`), which connects to the server on behalf of its ranks.
-
-The process reads its parameters as JSON from the first line of stdin, prints the port on which it listens, and ends when stdin
-closes. The key is on no command line and in no environment, where others could see it.
 
 A client must authenticate within AUTH_TIMEOUT_S (`auth.py`) before the server reads anything else from it. At most
 MAX_UNAUTHENTICATED connections, and at most half of the process's file descriptors, may be unauthenticated; a new one closes
@@ -17,30 +14,23 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import ipaddress
-import json
 import logging
-import os
 import resource
-import select
-import signal
 import socket
-import subprocess
 import sys
 from abc import ABC, abstractmethod
-from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import msgspec
 from typing_extensions import override
 
 from pipeline import rank_log
-from pipeline.sandbox import linux
 from pipeline.store import auth, messaging
+from pipeline.store.process import read_parameters
 from pipeline.store.table import ANY, EMPTY, TIMED_OUT, Missing, OnDisconnect, Pop, Reply, Set, StoreRequest, Table
 
 logger = logging.getLogger("pipeline.store.server")  # `__name__` is `__main__` in this process
 
-ROOT = Path(__file__).parents[2]
 MAX_UNAUTHENTICATED = 2048
 ACCEPTED = 16
 """Connections accepted in one turn of the event loop: few, so that ranks are served in between and closing connections hold few
@@ -49,18 +39,10 @@ SPARE = 128
 """File descriptors reserved for closing connections and for the process itself."""
 QUEUED = 4096
 """Connections that the kernel queues: thousands of ranks may connect at once."""
-START_S = 60.0  # until a process listens; Python starts slowly on a busy file system
 MAX_LOGGED = 20  # refusals, and errors, that are logged
 
 _encode = msgspec.msgpack.Encoder().encode
 _decode = msgspec.msgpack.Decoder(ANY | messaging.ANY).decode
-
-
-class Address(NamedTuple):
-    """The address at which a store or a relay listens."""
-
-    host: str
-    port: int
 
 
 class Server(ABC):
@@ -311,39 +293,6 @@ class Connection(asyncio.Protocol):
 # ---- the process --------------------------------------------------------------------------------------------------------
 
 
-def start(host: str, key: bytes, timeout_s: float = START_S) -> tuple[subprocess.Popen, Address]:
-    """Start the store's process on this machine; it ends with the calling thread or the returned handle.
-
-    host: how other ranks reach this machine. Raises what `launch` raises.
-    """
-    return launch("pipeline.store.server", host, {"key": key.hex()}, timeout_s)
-
-
-def launch(module: str, host: str, parameters: dict[str, Any], timeout_s: float) -> tuple[subprocess.Popen, Address]:
-    """Start a module that reads its parameters from stdin, as this one does, and wait until it listens.
-
-    Raises RuntimeError if it ends first, TimeoutError after timeout_s.
-    """
-    process = subprocess.Popen(
-        [sys.executable, "-P", "-m", module],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))},
-        text=True,
-    )
-    assert process.stdin and process.stdout
-    process.stdin.write(json.dumps({"parent": os.getpid(), "address": host, **parameters}) + "\n")
-    process.stdin.flush()
-    if not select.select([process.stdout], [], [], timeout_s)[0]:
-        process.kill()
-        process.communicate()
-        raise TimeoutError(f"the process of {module} does not listen after {timeout_s:g} s")
-    port = process.stdout.readline()
-    if not port:
-        raise RuntimeError(f"the process of {module} has ended with status {process.wait()} before it listened")
-    return process, Address(host, int(port))
-
-
 def _listen(address: str) -> socket.socket:
     """Return a socket on a fresh port of every interface, as a node has many names; of loopback if `address` is one."""
     with contextlib.suppress(ValueError):
@@ -353,19 +302,6 @@ def _listen(address: str) -> socket.socket:
     if socket.has_dualstack_ipv6():
         return socket.create_server(("", 0), family=socket.AF_INET6, dualstack_ipv6=True, backlog=QUEUED)
     return socket.create_server(("", 0), backlog=QUEUED)
-
-
-def _end_with(parent: int) -> None:
-    """End when the rank that started this process ends, and not before.
-
-    Slurm sends its signals to all processes of a step, and rank 0 may still want to save.
-    """
-    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):
-        signal.signal(number, signal.SIG_IGN)
-    linux.die_with_parent()
-    if os.getppid() != parent:
-        sys.exit(1)
-    linux.raise_open_files()  # a rank opens three connections
 
 
 async def serve(store: Server, address: str) -> None:
@@ -381,13 +317,6 @@ async def serve(store: Server, address: str) -> None:
     async with server:
         await ended.wait()
         await store.drain()
-
-
-def read_parameters() -> dict[str, Any]:
-    """Return the parameters from stdin, and tie this process to the one that started it."""
-    parameters = json.loads(sys.stdin.readline())
-    _end_with(parameters["parent"])
-    return parameters
 
 
 def main() -> None:

@@ -15,7 +15,7 @@ from pathlib import Path
 
 from pipeline.store.client import RunStore
 from pipeline.store.gloo import GlooAuthenticator
-from pipeline.store.server import Address, start
+from pipeline.store.process import Address, start
 from pipeline.world import RankInfo, WorkerGroups, World, join, wait_for_all
 
 SIZES = (8, 32)

@@ -52,7 +52,7 @@ from pipeline.rollout.work import FinishedGroup, RolloutWork
 from pipeline.rpc import RpcClient, RpcGroup, StreamingReply, calls, serve, stop, verb
 from pipeline.store import relay
 from pipeline.store.client import RunStore
-from pipeline.store.server import start
+from pipeline.store.process import start
 from pipeline.types import (
     AdvantageNormalization,
     Completion,

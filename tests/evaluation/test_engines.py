@@ -14,7 +14,7 @@ from pipeline.rollout.dispatch import RolloutSpec
 from pipeline.rollout.work import FinishedGroup, RolloutWork
 from pipeline.rpc import RpcClient, RpcError, RpcGroup, StreamingReply, serve, stop, verb
 from pipeline.store.client import RunStore
-from pipeline.store.server import start
+from pipeline.store.process import start
 from pipeline.types import Likelihood, LikelihoodRequest, Prompt, Rollout, RolloutGroup, Sampling
 from pipeline.world import RankInfo, WorkerGroups, World
 from tests.evaluation.evaluations import RECIPE

@@ -27,7 +27,7 @@ from functools import cache
 from pathlib import Path
 
 from launch import export, plan_refit, report, slurm_client, status, submit, sweep, timeline
-from pipeline.config import RECIPES, Recipe, config_tree, schema_validation
+from pipeline.config import RECIPES, Recipe, config_tree, schema_validation, yaml_text
 
 MODES = ("show", "plan", "dry_run")
 ALLOWED = (0, 1, 2)
@@ -177,7 +177,7 @@ def override(draw: random.Random) -> str:
 def true_pairs(name: str) -> list[tuple[str, str]]:
     """Return (key, value as typed) of each value that a shipped recipe sets."""
     leaves = config_tree.load_with_parents(RECIPES / f"{name}.yaml").leaves()
-    return [(key, config_tree.dump_yaml(leaf.value, on_one_line=True).removesuffix("...\n").strip()) for key, leaf in leaves]
+    return [(key, yaml_text.dump(leaf.value, on_one_line=True).removesuffix("...\n").strip()) for key, leaf in leaves]
 
 
 def nearly_true(draw: random.Random, name: str) -> str:

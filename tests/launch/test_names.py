@@ -7,6 +7,7 @@ import pytest
 from launch import command_line, plan_refit, sweep
 from launch.sweeps import suite
 from pipeline import config
+from pipeline.config import yaml_text
 from tests.launch.model import write_recipe
 from tests.problems import refused
 
@@ -20,7 +21,7 @@ def test_a_sweeps_names_stay_in_its_folder(tmp_path, name):
     gates = {"learns": {"value": "last(val/loss)", "at_most": 1}}
     for given in ({"name": name, "runs": {"tiny_sft": {}}}, {"name": "one", "runs": {name: {"recipe": "tiny_sft"}}}):
         path = tmp_path / "suite.yaml"
-        path.write_text(config.config_tree.dump_yaml({"seeds": [1], "gates": gates, **given}))
+        path.write_text(yaml_text.dump({"seeds": [1], "gates": gates, **given}))
         with refused(("name" if given["name"] == name else f"runs.{name}", "bad-format")):
             suite.load(str(path), [])
 

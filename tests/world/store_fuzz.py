@@ -31,7 +31,7 @@ import torch.distributed as dist
 
 from pipeline.store import auth, client, messaging, relay, server, table
 from pipeline.store.client import RunStore
-from pipeline.store.server import Address
+from pipeline.store.process import Address
 from tests.world.wire import ACTIONS, DOWN, UP, Case, RecordedMessages, attacked
 
 WORKERS = 8

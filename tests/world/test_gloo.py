@@ -17,7 +17,7 @@ from pipeline.encoding import encode
 from pipeline.rpc import messages
 from pipeline.store import auth, gloo
 from pipeline.store.client import RunStore
-from pipeline.store.server import start as start_store
+from pipeline.store.process import start as start_store
 from tests.generate.tiny import save
 from tests.world.stranger import GUESSES, NAMED, Pickled, Stranger, shout, visited
 from tests.world.worlds import SIZE

@@ -14,7 +14,7 @@ import pytest
 
 from pipeline import network_interface, world
 from pipeline.store.client import RunStore
-from pipeline.store.server import Address, start
+from pipeline.store.process import Address, start
 from tests.problems import refused
 
 ROOT = Path(__file__).parents[2]

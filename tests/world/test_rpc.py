@@ -15,7 +15,7 @@ from pipeline.rpc import RpcClient, RpcError, RpcGroup, StreamingReply, calls, s
 from pipeline.rpc.messages import INLINE, Envelope, as_tensor, route
 from pipeline.store import messaging
 from pipeline.store.client import RunStore
-from pipeline.store.server import start
+from pipeline.store.process import start
 from pipeline.world import RankInfo, WorkerGroups, World
 
 WORKERS = WorkerGroups(train=(0,), generate=(1,), engines=((1,),))

@@ -17,7 +17,7 @@ import pytest
 
 from pipeline.store import auth, server, table
 from pipeline.store.client import RunStore
-from pipeline.store.server import Address
+from pipeline.store.process import Address, start
 from tests.world.secret import write_secret
 from tests.world.worlds import SIZE
 
@@ -29,7 +29,7 @@ def key():
 
 @pytest.fixture
 def address(key):
-    process, address = server.start("127.0.0.1", key)
+    process, address = start("127.0.0.1", key)
     yield address
     process.stdin.close()
     assert process.wait(10) == 0
@@ -86,7 +86,7 @@ def test_wrong_secrets_and_those_of_other_attempts_are_refused(address, tmp_path
     with pytest.raises(PermissionError, match="its secret or its attempt is another one"):
         RunStore(address, os.urandom(32), 5)
     write_secret(tmp_path)
-    process, address = server.start("127.0.0.1", auth.attempt_key(tmp_path, "17-0"))
+    process, address = start("127.0.0.1", auth.attempt_key(tmp_path, "17-0"))
     with process:
         with pytest.raises(PermissionError, match="its secret or its attempt is another one"):
             RunStore(address, auth.attempt_key(tmp_path, "17-1"), 5)
@@ -128,7 +128,7 @@ def test_a_rank_sends_nothing_to_a_server_without_the_key(key):
 
 @pytest.mark.parametrize("until_closed", [False, pytest.param(True, marks=pytest.mark.long)])
 def test_silent_connections_do_not_keep_ranks_out(key, capfd, until_closed):
-    process, address = server.start("127.0.0.1", key)
+    process, address = start("127.0.0.1", key)
     with process:
         begun = time.monotonic()
         crowd = [connect(address) for _ in range(200)]
