@@ -21,6 +21,7 @@ from launch.executors.base import ROOT
 from launch.executors.slurm import HetSlurmJob
 from launch.failure_logs import tail
 from launch.search import command as search
+from launch.search.trial import Trial
 from launch.slurm_client import SlurmError
 from launch.sweeps import suite as suites
 from launch.sweeps.folder import PROBE_S, SweepFolder
@@ -63,9 +64,23 @@ class SweepRun:
         return f"SweepRun({str(self.folder)!r})"
 
     def states(self) -> dict[str, str]:
-        """Return the state of each job by name: missing (not submitted yet), live, done or failed. Raises RecipeError."""
+        """Return the state of each job by name: missing (not submitted yet), live, done, failed or, in a search, pruned.
+
+        Raises RecipeError if the jobs cannot be queried from here, or without Optuna for a search.
+        """
         folder = SweepFolder(self.folder)
-        return {each.job.name: each.state for each in folder.job_states(Queue(folder.plan.executor))} if folder.begun else {}
+        if not folder.begun:
+            return {}
+        found: dict[str, str] = {each.job.name: each.state for each in folder.job_states(Queue(folder.plan.executor))}
+        return found | {each.name: "pruned" for each in self.trials() if each.state == "pruned"}
+
+    def trials(self) -> list[Trial]:
+        """Return the trials of a search as they stand, in order; empty for a sweep of another kind.
+
+        Raises RecipeError without Optuna.
+        """
+        folder = SweepFolder(self.folder)
+        return search.trials_of(folder) if folder.begun and folder.suite.search is not None else []
 
     def runs(self) -> dict[str, Run]:
         """Return the runs that have been submitted, by the name of their job."""

@@ -16,6 +16,7 @@ from launch.search import checks, html_report, space, trials
 from launch.search.checks import CheckedSearch
 from launch.search.config import SearchConfig
 from launch.search.loop import SearchLoop
+from launch.search.trial import Trial
 from launch.search.trials import SearchResult, TrialResult
 from launch.sweeps import jobs
 from launch.sweeps.folder import PROBE_S, SweepFolder, SweepPlan
@@ -79,6 +80,15 @@ def report(folder: SweepFolder) -> int:
     return 0 if found.best else 1
 
 
+def trials_of(folder: SweepFolder) -> list[Trial]:
+    """Return the trials of a search that has begun, as they stand. Raises RecipeError without Optuna."""
+    search = _search(folder.suite)
+    refuse(checks.installed(search))
+    from launch.search.study import snapshot  # imports Optuna, an optional package
+
+    return snapshot(folder.path, search)
+
+
 def _search(suite: Suite) -> SearchConfig:
     assert suite.search is not None, "the caller has looked"
     return suite.search
@@ -99,9 +109,7 @@ def _show(loaded: LoadedSuite, folder: SweepFolder, checked: CheckedSearch | Non
             values = [*_overrides(loaded.suite, loaded.overrides), *space.as_overrides(corner)]
             print(f"corner: recipe={search.recipe} {' '.join(values)}")
         return 0
-    from launch.search.study import snapshot  # imports Optuna, an optional package
-
-    outcomes = {each.name: each for each in snapshot(folder.path, search)}
+    outcomes = {each.name: each for each in trials_of(folder)}
     for job in folder.plan.jobs:
         trial = outcomes.get(job.name)
         ending = f"  {trial.state}{'' if trial.value is None else f' {trial.value:.6g}'}" if trial else ""

@@ -13,7 +13,7 @@ StateOfTrial = Literal["running", "complete", "pruned", "failed"]
 
 @dataclass(frozen=True)
 class Trial:
-    """A trial of the study."""
+    """A trial of a search: the values of its parameters, and what its run has reported."""
 
     number: int
     state: StateOfTrial

@@ -21,6 +21,7 @@ from launch.api.run import RunStatus
 from launch.api.submitting import load, recipe, submit
 from launch.api.sweeps import SweepRun, SweepVerdict, sweep
 from launch.api.training import Run
+from launch.search.trial import Trial
 from pipeline.checkpoint import Checkpoint
 from pipeline.config import Recipe
 from pipeline.problems import HetstepError, Problem, RecipeError
@@ -46,6 +47,7 @@ __all__ = [
     "SweepRun",
     "SweepVerdict",
     "TaskScore",
+    "Trial",
     "evaluate",
     "lineage",
     "load",

@@ -70,6 +70,10 @@ def test_worse_trials_are_stopped_and_the_best_is_told(tmp_path, here):
     assert "1 complete, 2 pruned; " in output and "pruning saved about 16" in output  # 2 steps of 2 s on 2 ranks, twice
     assert "best: train/reward 4 of trial-0000" in output and f"recipe={tmp_path}/tiny.yaml {LR}=1.0" in output
 
+    run = api.SweepRun(folder)
+    assert run.states() == {"trial-0000": "done", "trial-0001": "pruned", "trial-0002": "pruned"}
+    assert [(each.state, each.pruned_at) for each in run.trials()] == [("complete", None), ("pruned", 2), ("pruned", 2)]
+
     page = (folder / "report.html").read_text()
     assert (folder / "plotly.min.js").exists() and page.count('class="drawing-data"') == 2
     for text in ('href="runs/trial-0002/recipe.yaml"', "pruned at step 2", "Parallel coordinates", "Best value over trials"):
