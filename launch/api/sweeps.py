@@ -17,6 +17,7 @@ from launch import audit_log, run_control
 from launch.api.errors import NotEnded, RunFailed
 from launch.api.overrides import Overrides, arguments, naming_arguments
 from launch.api.training import Run
+from launch.detached import start_detached
 from launch.executors.base import ROOT
 from launch.executors.slurm import HetSlurmJob
 from launch.failure_logs import tail
@@ -260,13 +261,6 @@ def begin(loaded: LoadedSuite, name: str, given: list[str], id: str | None = Non
 def _started(command: list[str], log: Path) -> subprocess.Popen[bytes]:
     try:
         with open(log, "ab") as output:
-            return subprocess.Popen(
-                command,
-                stdin=subprocess.DEVNULL,
-                stdout=output,
-                stderr=output,
-                start_new_session=True,  # a terminal's signals do not reach it
-                env=audit_log.environment(),
-            )
+            return start_detached(command, output, audit_log.environment())
     except OSError as error:
         raise RecipeError(Problem("folder", "unwritable", f"{log} cannot be written: {error.strerror}")) from None

@@ -11,13 +11,13 @@ import json
 import os
 import shlex
 import socket
-import subprocess
 import sys
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
 from launch import audit_log
+from launch.detached import start_detached
 from launch.evaluations.sources import FOLDER
 from launch.executors.base import ROOT, write_json
 from pipeline.config import ClusterConfig, ComponentConfig, Problem, RecipeError, config_tree
@@ -108,14 +108,7 @@ def start(request: FollowRequest, name: str) -> str:
     try:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         with open(log, "ab") as output:
-            process = subprocess.Popen(
-                request.command,
-                stdin=subprocess.DEVNULL,
-                stdout=output,
-                stderr=output,
-                start_new_session=True,  # a terminal's signals do not reach it
-                env=audit_log.environment(),
-            )
+            process = start_detached(request.command, output, audit_log.environment())
     except OSError as error:
         raise RecipeError(Problem("run", "unwritable", f"{log} cannot be written: {error.strerror}")) from None
     again = shlex.join(request.command[2:])

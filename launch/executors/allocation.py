@@ -21,6 +21,7 @@ from pathlib import Path
 from submitit.local import local
 from typing_extensions import override
 
+from launch.detached import start_detached
 from launch.executors import slurm
 from launch.executors.base import JobStatus
 from launch.executors.local import HetLocalJob, start_time
@@ -142,14 +143,8 @@ class AllocationExecutor(local.LocalExecutor):
         assert job_id is not None, "preflight has found the allocation"
         log = self.folder / (f"{self.batch_job}_0_log.out" if self.batch_job else "controller.log")
         with open(log, "ab") as out:
-            process = subprocess.Popen(
-                ["bash", str(path)],
-                env={**os.environ, "SLURM_JOB_ID": job_id},
-                stdin=subprocess.DEVNULL,
-                stdout=out,
-                stderr=out,
-                start_new_session=True,  # a terminal's signals do not reach it, and it ends its own process group
-            )
+            # The script ends its own process group, which is not this one's.
+            process = start_detached(["bash", str(path)], out, {**os.environ, "SLURM_JOB_ID": job_id})
         if self.batch_job is None:
             tasks = range(self._num_tasks())
             return AllocationJob(self.folder, str(process.pid), tasks, process, start_time=start_time(process.pid))

@@ -33,6 +33,7 @@ from submitit.local import local
 from typing_extensions import override
 
 from launch import gpus, task
+from launch.detached import start_detached
 from launch.executors import forks
 from launch.executors.base import ROOT, JobStatus, write_json
 from launch.nodes import hosts, shares_gpus
@@ -377,14 +378,7 @@ class HetLocalExecutor(local.LocalExecutor):
 def start_controller(run_dir: Path, environment: dict[str, str], log: Path) -> subprocess.Popen:
     """Start a run's controller with this environment, and append its output to `log`."""
     with open(log, "ab") as output:
-        return subprocess.Popen(
-            [sys.executable, "-P", "-m", "launch.executors.local", str(run_dir)],
-            env=environment,
-            stdin=subprocess.DEVNULL,
-            stdout=output,
-            stderr=output,
-            start_new_session=True,  # a terminal's signals do not reach it
-        )
+        return start_detached([sys.executable, "-P", "-m", "launch.executors.local", str(run_dir)], output, environment)
 
 
 def control(run_dir: Path) -> int:

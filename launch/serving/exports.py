@@ -9,6 +9,7 @@ import threading
 from pathlib import Path
 
 from launch import audit_log
+from launch.detached import start_detached
 from launch.executors.base import ROOT
 from launch.serving.models import ExportAnswer
 from pipeline.config import Problem, RecipeError
@@ -44,15 +45,7 @@ class Exports:
                 except BlockingIOError:  # another service has just started it
                     return ExportAnswer(folder=str(folder), state="running")
                 output.truncate(0)
-                process = subprocess.Popen(
-                    command,
-                    stdin=subprocess.DEVNULL,
-                    stdout=output,
-                    stderr=output,
-                    start_new_session=True,
-                    env=audit_log.environment(),
-                )
-            self._started.append(process)
+                self._started.append(start_detached(command, output, audit_log.environment()))
         return ExportAnswer(folder=str(folder), state="running")
 
     def of(self, run: Path) -> list[ExportAnswer]:

@@ -100,16 +100,17 @@ def roots_run():
         root.parent.chmod(0o755)
         root.chmod(0o1777)
         made = made_runs.folder(root / "one", "tiny_grpo")
-        waiting = subprocess.Popen(["sleep", "600"], start_new_session=True)
-        made_runs.attempt(made, f"{waiting.pid}-0", made_runs.ago(600))
-        job = SimpleNamespace(job_id=str(waiting.pid), start_time=start_time(waiting.pid))
-        record = JobRecord.of("local", job)
-        write_record(made, record)
-        audit_log.record("submit", made, {}, root)  # the log is there, as after a submission
-        yield made, record.attach(made)
-        assert waiting.poll() is None
-        waiting.kill()
-        waiting.wait()
+        with subprocess.Popen(["sleep", "600"], start_new_session=True) as waiting:
+            try:
+                made_runs.attempt(made, f"{waiting.pid}-0", made_runs.ago(600))
+                job = SimpleNamespace(job_id=str(waiting.pid), start_time=start_time(waiting.pid))
+                record = JobRecord.of("local", job)
+                write_record(made, record)
+                audit_log.record("submit", made, {}, root)  # the log is there, as after a submission
+                yield made, record.attach(made)
+                assert waiting.poll() is None
+            finally:
+                waiting.kill()
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can be another user")
