@@ -30,8 +30,8 @@ BOUND = 5e-5
 # By default every algorithm runs on both backends, in the layout of Megatron-Core that cuts what its loss sums over.
 QUICK = {
     Setup("fsdp", DP2, "single"): ("sft", "dpo", "rm", "grpo, by sequences, KL, TIS", "ppo", "distillation"),
-    Setup("megatron", TP2_SP, "reversed"): ("sft", "dpo", "distillation"),
-    Setup("megatron", CP2, "single"): ("rm", "grpo, by sequences, KL, TIS", "ppo"),
+    Setup("megatron", TP2_SP, "reversed"): ("sft", "dpo", "rm", "distillation"),
+    Setup("megatron", CP2, "single"): ("grpo, by sequences, KL, TIS", "ppo"),
 }
 # Marked `full`, every case of every algorithm runs in one setup of each kind.
 FULL = (*QUICK, Setup("megatron", PP2))

@@ -1,8 +1,6 @@
 """Compare values, entropies and chosen tokens with Hugging Face's eager models in float64; hold several models."""
 
-import functools
 import json
-from collections.abc import Callable, Iterable
 from pathlib import Path
 
 import pytest
@@ -153,22 +151,11 @@ def check_resumed(layout: Layout, folder: Path) -> None:
 
 
 def everything(layout: Layout, folder: Path) -> None:
-    some(families(layout), MORE, layout, folder)
-
-
-def some(of: Iterable[str], more: Iterable[Callable[[Layout, Path], None]], layout: Layout, folder: Path) -> None:
-    for family in of:
+    for family in families(layout):
         check_values(layout, folder, family)
         check_outputs(layout, folder, family)
-    for check in more:
+    for check in (check_drawn_head, check_side_by_side, check_resumed):
         check(layout, folder)
-
-
-MORE = (check_drawn_head, check_side_by_side, check_resumed)
-QUICK = {  # which families the default tests run, and which checks more
-    TP2_SP: (("qwen3_moe",), (check_drawn_head, check_resumed, check_side_by_side)),
-}
-FULL = (*QUICK, CP2, PP2, EP2)
 
 
 @pytest.fixture(scope="module")
@@ -177,14 +164,9 @@ def saved(head_models) -> Path:
     return head_models
 
 
-@pytest.mark.parametrize("layout", QUICK, ids=lambda layout: layout.name)
+@pytest.mark.full  # by default: tests/train/algorithms/test_invariance.py
+@pytest.mark.parametrize("layout", [TP2_SP, CP2, PP2, EP2], ids=lambda layout: layout.name)
 def test_layouts(saved, layout):
-    layouts.run(functools.partial(some, *QUICK[layout]), layout, saved)
-
-
-@pytest.mark.full
-@pytest.mark.parametrize("layout", FULL, ids=lambda layout: layout.name)
-def test_layouts_with_everything(saved, layout):
     layouts.run(everything, layout, saved)
 
 
