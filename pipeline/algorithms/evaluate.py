@@ -167,7 +167,7 @@ class TaskConfig:
 
 @dataclass
 class LmEvalConfig:
-    """Tasks of lm-evaluation-harness (`pip install 'hetstep[lm_eval]'`), whose model are the engines."""
+    """Tasks of lm-evaluation-harness (`pip install 'hetstep[lm_eval]'`), with the engines as their model."""
 
     tasks: Annotated[
         list[Text], Field(description="Tasks and groups of lm-evaluation-harness, such as mmlu; * stands for any text.")
