@@ -186,7 +186,7 @@ RUNS = {
     "not-live": ProblemCode(
         "`steer.py` was asked to change a key that a run reads only at its start, or to set a value that needs something which"
         " the run did not load at its start.",
-        "Choose one of the keys that the message lists. To change another key, stop the run and start a new one from its weights.",
+        "Choose one of the keys that the message lists. For another key, stop the run and start a new one from its weights.",
     ),
     "not-running": ProblemCode(
         "The command changes a live run, and this run is not live.",
