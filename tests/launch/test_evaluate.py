@@ -328,7 +328,7 @@ def test_a_recipe_with_the_section_is_checked_with_its_evaluations(tmp_path, cap
 
 def test_submission_starts_one_follower(run, monkeypatch, capsys):
     started = []
-    monkeypatch.setattr(background.subprocess, "Popen", lambda command, **_: started.append(command) or Job())
+    monkeypatch.setattr(background, "start_detached", lambda command, *_: started.append(command) or Job())
     monkeypatch.setattr(Job, "pid", 7, raising=False)
     line = background.start(FollowRequest(run, None), "tiny")
     assert started[0][-2:] == [f"run={run}", "step=follow"] and "process 7 evaluates checkpoints by tiny" in line
