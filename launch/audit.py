@@ -1,6 +1,6 @@
 """Verify or show the audit log of a runs root: `python launch/audit.py verify|show [root=FOLDER]`.
 
-`verify` computes every hash anew and compares the log with its head, and with what runs, exports and registries keep of it. It
+`verify` computes every hash again, and compares the log with its head and with the receipts of runs, exports and registries. It
 names each line that was changed, dropped, inserted, moved or replaced. `show` prints the log, or a part of it.
 
 Exit status: 0; 1 if `verify` found something; 2 if the command line has an error, or if there is no log.

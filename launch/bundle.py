@@ -1,13 +1,11 @@
-"""Pack what a bug report needs into one archive.
-
-    python launch/bundle.py run=RUN_DIR [out=FILE]
+"""Pack what a bug report needs into one archive: `python launch/bundle.py run=RUN_DIR [out=FILE]`.
 
 The archive holds the recipe, the batch script, versions, the metrics and, for each attempt, its logs, checks of nodes and
 failure. It holds no model, checkpoint, rollout, TensorBoard event or pickle. Secrets are replaced by ***. A log longer than
 1 MiB loses its middle. What your own code prints or raises can quote an answer or a record, so look at the logs before you
 send them.
 
-Ends with status 0 if the archive was written, 2 if something about the command line, the run or the disk is wrong.
+Exit status: 0 if the archive was written; 2 if the command line, the run or the disk has an error.
 """
 
 from __future__ import annotations

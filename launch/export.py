@@ -1,7 +1,7 @@
 """Export a checkpoint of a run in Hugging Face format: `python launch/export.py run=RUN_DIR [step=N] [out=DIR] [adapter=true]`.
 
 Writes sharded safetensors in policy.precision, config, tokenizer and chat template, which transformers and vLLM load, a model
-card, README.md, with the run's evaluations of that step, and lineage.json: what the model was made from, by content. A reward
+card, README.md, with the run's evaluations of that step, and lineage.json, which records what the model was made from. A reward
 model (algorithm rm) becomes a sequence classifier with one label. Adapters are merged; adapter=true writes them alone instead,
 as peft and vLLM load them. The checkpoint is read on this machine, without a GPU or a job; any backend and any number of ranks
 may have written it.

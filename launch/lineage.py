@@ -4,7 +4,7 @@ PATH is a run, a checkpoint, an export, an evaluation, or a model or data file t
 under another name. `made_from=FILE_OR_FOLDER` lists everything that was made, directly or through others, from a file or a
 folder, such as a data set that turned out to be bad.
 
-Exit status: 0; 2 if the command line has an error, or if no run here has to do with the path.
+Exit status: 0; 2 if the command line has an error, or if no run in `root` is related to the path.
 """
 
 from __future__ import annotations

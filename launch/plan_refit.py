@@ -2,7 +2,8 @@
 
 Needs only the model's config.json, or its description in recipes/models: no weights, GPU, job or torch. Prints what each rank
 sends and receives, compares that with the network's lower bound and with a reference broadcast, and names the bottleneck.
-Writes the timeline as an SVG. A model that a recipe of `needs` is still to write has the shape of that recipe's initial model.
+Writes the timeline as an SVG. If a recipe under `needs` has yet to write the model, the plan uses the shape of that recipe's
+initial model.
 
 Exit status: 0; 2 if the command line, the recipe or the model has a problem.
 """

@@ -5,7 +5,7 @@
     list                                  every version of every name, or of name=NAME
     show name=NAME [version=N]            one version: by default the one in production, else the latest
 
-The files of an export are compared with the hashes in its lineage.json before it is added and before it goes into production.
+`add`, and `promote` into production, compare the files of an export with the hashes in its lineage.json.
 Each change is a line of the audit log.
 
 Exit status: 0; 2 if the command line or the export has an error.

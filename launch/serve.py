@@ -1,12 +1,9 @@
-"""Serve the runs of a team over HTTP: a REST API with an OpenAPI page, and each run's report as a web page.
+"""Serve the runs of a team over HTTP, with a REST API and web pages: `python launch/serve.py settings=FILE`.
 
-    python launch/serve.py settings=serve.yaml     serve until Ctrl-C
-    python launch/serve.py new_token=true          print a new token, and its hash for the settings
-
-The service runs as the user who starts it, who owns what it submits. It only reads, unless its settings have `writable: true`.
+The service runs as the user who starts it, who owns what it submits. Unless its settings have `writable: true`, it only reads.
 launch/serving/README.md describes the settings, the roles and the requests. Needs `pip install 'hetstep[serve]'`.
 
-Ends at Ctrl-C or SIGTERM, after the requests under way; with status 2 if the command line or the settings have an error.
+Ends at Ctrl-C or SIGTERM, after the current requests. Exit status: 2 if the command line or the settings have an error.
 """
 
 from __future__ import annotations
@@ -14,6 +11,7 @@ from __future__ import annotations
 import importlib.util
 import logging
 import sys
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
@@ -39,6 +37,11 @@ class ServeRequest:
     settings: Annotated[Path | None, Key("FILE", "the settings, a YAML file", bare=True)] = None
     new_token: Annotated[bool, Key("true", "print a new token and its hash, and end")] = False
 
+    def problems(self) -> Iterator[Problem]:
+        """Yield a problem if there is nothing to do."""
+        if self.settings is None and not self.new_token:
+            yield Problem("settings", "missing-value", "got no file; expected settings=FILE or new_token=true")
+
 
 def main(arguments: list[str]) -> int:
     """Run the command, and return its exit status."""
@@ -51,8 +54,7 @@ def execute(request: ServeRequest) -> int:
         token, hashed = new_token()
         print(f"token, for its user:    {token}\ntoken_sha256, for the settings: {hashed}")
         return 0
-    if request.settings is None:
-        raise RecipeError(Problem("settings", "missing-value", "got no file; expected settings=FILE or new_token=true"))
+    assert request.settings is not None, "checked by `problems`"
     if missing := [name for name in PACKAGES if importlib.util.find_spec(name) is None]:
         message = f"got no package {missing[0]}; expected it. Try pip install 'hetstep[serve]'"
         raise RecipeError(Problem("settings", "not-installed", message))

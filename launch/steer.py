@@ -1,13 +1,13 @@
-"""Change keys of a run that goes on: `python launch/steer.py RUN_DIR key=value [key=value ...] [wait=false] [timeout=SECONDS]`.
+"""Change keys of a live run: `python launch/steer.py RUN_DIR key=value [key=value ...] [wait=false] [timeout=SECONDS]`.
 
 Learning rates, weights of a loss, periods, bounds of steps and epochs, weights of data sets and the early stop may change
 between two steps; recipes/KEYS.md marks these keys with "Live". Values are checked as those of a recipe, before anything is
-written. The run takes the change at the end of the step under way, keeps it in its checkpoints and repeats it exactly if it is
-restarted; its recipe.yaml stays as submitted, and steer.jsonl in its folder tells the changes. Several keys of one command
-change together. Changes that are asked at the same time take effect in the order of their numbers.
+written. The run applies the change at the end of the current step, keeps it in its checkpoints and repeats it exactly if it is
+restarted. Its recipe.yaml stays as submitted, and steer.jsonl in its folder records the changes. Several keys of one command
+change together. Concurrent changes take effect in the order of their numbers.
 
-Exit status: 0 if the change took effect, or with wait=false if it was asked; 1 if the run has not answered within the timeout;
-2 if a key or a value is refused, or the run does not go on.
+Exit status: 0 if the change took effect, or with wait=false if it was requested; 1 if the run has not answered within the
+timeout; 2 if a key or a value is refused, or the run is not live.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class SteerRequest:
     """The command line."""
 
     run: Annotated[Path, Key("RUN_DIR", "the run's folder", bare=True)]
-    wait: Annotated[bool, Key("false", "return as soon as the change is asked")] = True
+    wait: Annotated[bool, Key("false", "return as soon as the change is requested")] = True
     timeout: Annotated[float, Key("SECONDS", "how long to wait for the end of the step; default: 600")] = steering.TIMEOUT_S
     overrides: Annotated[list[str], Key("key=value", "a live key of the recipe and its new value", others=True)] = field(
         default_factory=list

@@ -1,8 +1,8 @@
 """Send a run to experiment trackers: `python launch/track.py run=RUN_DIR [trackers=wandb,mlflow,trackio] [logger.KEY=VALUE]`.
 
 A run with `logger.wandb_enabled`, `mlflow_enabled` or `trackio_enabled` does this by itself while it trains. This command sends
-what that has left, such as evaluations and the report, or a whole run that has no tracker in its recipe. It sends each step
-once, however often it is called. It runs on a login node and needs the trackers' packages, but not torch.
+the rest, such as evaluations and the report, or a whole run that has no tracker in its recipe. It never sends a step twice. It
+runs on a login node and needs the trackers' packages, but not torch.
 
 Exit status: 0 if the trackers have everything; 1 if a tracker failed; 2 if the command line or the run has an error.
 """

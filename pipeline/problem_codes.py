@@ -180,24 +180,24 @@ RUNS = {
         "Give the folder that `submit.py` printed, such as `runs/NAME`. `python launch/status.py` lists them.",
     ),
     "not-ended": ProblemCode(
-        "A run, evaluation or sweep has not ended within the time that a program gave (`hetstep`).",
-        "Wait longer: it goes on. `status()` says what it does.",
+        "A run, evaluation or sweep has not ended within the `timeout` of a call of `hetstep`.",
+        "Wait longer: it continues. `status()` returns its state.",
     ),
     "not-live": ProblemCode(
-        "`steer.py` was asked to change a key that a run reads only as it starts, or a value that needs what the run started"
-        " without.",
-        "Choose one of the keys that the message lists. For any other, stop the run and begin another one from its weights.",
+        "`steer.py` was asked to change a key that a run reads only at its start, or to set a value that needs something which"
+        " the run did not load at its start.",
+        "Choose one of the keys that the message lists. For another key, stop the run and start a new one from its weights.",
     ),
     "not-running": ProblemCode(
-        "The command changes a run that goes on, and this one does not.",
-        "Submit it again with the values that it should have. `python launch/status.py RUN_DIR` says how it ended.",
+        "The command changes a live run, and this run is not live.",
+        "Submit the run again with the new values. `python launch/status.py RUN_DIR` says how it ended.",
     ),
     "run-exists": ProblemCode(
-        "The folder holds a run or a sweep with other settings, and going on would mix the two.",
-        "Give the earlier values again to go on, or give another `run_dir`. The message lists what differs.",
+        "The folder holds a run or a sweep with other settings, and continuing would mix the two.",
+        "Give the earlier values again to continue, or give another `run_dir`. The message lists the differences.",
     ),
     "run-failed": ProblemCode(
-        "A run, evaluation or sweep that a program waited for (`hetstep`) ended before its end.",
+        "A run, evaluation or sweep that a call of `hetstep` waited for failed.",
         "Read the failure in the message, and the logs that it names. The same submission continues from the last checkpoint.",
     ),
     "wrong-key": ProblemCode(
@@ -210,7 +210,7 @@ RUNS = {
         "Run `python launch/audit.py verify root=FOLDER`, which names the line. Ask who may write there, and restore a backup.",
     ),
     "wrong-version": ProblemCode(
-        "A checkpoint or a package is of a version that does not fit.",
+        "A checkpoint or a package has an incompatible version.",
         "Use the version that the message names: the commit in the run's manifest.json, or the packages of the other image.",
     ),
 }

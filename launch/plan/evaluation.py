@@ -22,6 +22,7 @@ from launch.plan import generate_time, lengths, memory_generate
 from launch.plan.lengths import Lengths
 from launch.plan.memory_parts import GenerateMemory
 from launch.plan.parallelism import engines, parallel_sizes
+from launch.preflight import input_files
 from launch.units import plural, seconds, size
 from pipeline.algorithms.evaluate import TaskConfig
 from pipeline.config import GENERATED_DATASETS, Problem, Recipe, collected, hardware, ranks
@@ -31,7 +32,7 @@ from pipeline.models.shape import ModelShape
 LABEL, WIDTH = 14, 120
 CHARACTERS = 4.0  # of a token of text
 CHOICE_TOKENS = 8  # of a choice whose text is not read
-GIVEN, MEASURED, GUESSED = "plan.prompt_tokens", "characters / 4", "a guess"
+GIVEN, MEASURED, GUESSED = "plan.prompt_tokens", "characters / 4", "guessed"
 LEAST = {GIVEN: 1.0, MEASURED: 1 / 3, GUESSED: 0.0}  # the part of an estimate that prompts have in any case, by its source
 READ = ("choices", "continuation", "perplexity", "preference")  # kinds whose questions engines only read
 SAMPLED = 200  # questions whose texts are measured
@@ -142,8 +143,10 @@ def plan(recipe: Recipe, pending: Sequence[os.PathLike] = (), reads: bool = Fals
 
 
 def _task(recipe: Recipe, name: str, task: TaskConfig, reads: bool) -> TaskPlan:
-    reads = reads or task.data.data_path is not None or task.data.dataset_name in GENERATED_DATASETS
-    questions, prompt, choices = _of_data(name, task) if reads else (None,) * 3
+    here = task.data.data_path is not None or task.data.dataset_name in GENERATED_DATASETS
+    if reads and not here:  # `datasets` would look for what is not in the caches on the network, with minutes of retries
+        here = not any(input_files.check_name("data", task.data.dataset_name))
+    questions, prompt, choices = _of_data(name, task) if here else (None,) * 3
     questions = _lines(task) if questions is None else questions
     total, given = recipe.policy.max_total_sequence_length, recipe.plan
     source = GIVEN if given.prompt_tokens else MEASURED if prompt else GUESSED

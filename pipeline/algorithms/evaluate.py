@@ -90,7 +90,7 @@ class TaskDataConfig:
     split: Annotated[Text, Field(description="Split of the questions.")] = "test"
     few_shot_split: Annotated[
         Text | None,
-        Field(description="Split of the worked examples. null: the format's own, else `split` without the question itself."),
+        Field(description="Split of the few-shot examples. null: the format's own, else `split` without the question itself."),
     ] = None
     max_samples: Annotated[Positive | None, Field(description="Number of questions, drawn with `seed`. null: all.")] = None
     kwargs: Annotated[dict[str, Any], Field(description="Arguments of `datasets`, or of your own callable.")] = field(
@@ -120,16 +120,16 @@ class TaskConfig:
     ] = None
     apply_chat_template: Annotated[Bool, Field(description="Render questions with the model's chat template.")] = True
     system_prompt: Annotated[Text | None, Field(description="Text of the system's message.")] = None
-    num_few_shot: Annotated[NotNegative, Field(description="Worked examples before the question.")] = 0
+    num_few_shot: Annotated[NotNegative, Field(description="Few-shot examples before the question.")] = 0
     few_shot_choice: Annotated[
         Literal["random", "first"],
         Field(
-            description="random: each question's worked examples are drawn with `seed`, as lm-evaluation-harness draws them"
+            description="random: each question's few-shot examples are drawn with `seed`, as lm-evaluation-harness draws them"
             " (its seed is 1234). first: the first ones of few_shot_split."
         ),
     ] = "random"
     few_shot_as_turns: Annotated[
-        Bool, Field(description="With the chat template: each worked example is a turn. false: all are in the user's message.")
+        Bool, Field(description="With the chat template: few-shot examples are turns. false: all are in the user's message.")
     ] = True
     answer_prefix: Annotated[
         Text | None, Field(description="Beginning of the answer, which the model continues. null: none.")
@@ -160,19 +160,19 @@ class TaskConfig:
     ] = None
     majority: Annotated[Bool, Field(description="Report the accuracy of the most frequent answer, maj@num_samples.")] = False
     metric: Annotated[Text | None, Field(description="The metric that stands for the task. null: the kind's.")] = None
-    seed: Annotated[NotNegative, Field(description="Seed of sampling, of max_samples and of the worked examples.")] = (
+    seed: Annotated[NotNegative, Field(description="Seed of sampling, of max_samples and of the few-shot examples.")] = (
         interpolation("${evaluate.seed}")
     )
 
 
 @dataclass
 class LmEvalConfig:
-    """Tasks of lm-evaluation-harness (`pip install 'hetstep[lm_eval]'`), whose model are the engines."""
+    """Tasks of lm-evaluation-harness (`pip install 'hetstep[lm_eval]'`), with the engines as their model."""
 
     tasks: Annotated[
         list[Text], Field(description="Tasks and groups of lm-evaluation-harness, such as mmlu; * stands for any text.")
     ] = field(default_factory=list)
-    num_fewshot: Annotated[NotNegative | None, Field(description="Worked examples. null: as each task defines.")] = None
+    num_fewshot: Annotated[NotNegative | None, Field(description="Few-shot examples. null: as each task defines.")] = None
     limit: Annotated[
         Float | None, Field(gt=0, description="Documents of each task; below 1: the fraction of them. null: all.")
     ] = None
@@ -183,7 +183,7 @@ class LmEvalConfig:
     ] = field(default_factory=dict)
     max_gen_toks: Annotated[Positive, Field(description="Maximum tokens of an answer for tasks that define none.")] = 256
     apply_chat_template: Annotated[Bool, Field(description="Render prompts with the model's chat template.")] = False
-    fewshot_as_multiturn: Annotated[Bool, Field(description="With the chat template: each worked example is a turn.")] = True
+    fewshot_as_multiturn: Annotated[Bool, Field(description="With the chat template: each few-shot example is a turn.")] = True
     system_instruction: Annotated[Text | None, Field(description="Text before the prompt, or of the system's message.")] = None
     think_end_token: Annotated[
         Text | None, Field(description="Text that ends the model's thinking; only what follows is scored.")

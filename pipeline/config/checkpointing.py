@@ -76,8 +76,8 @@ class CheckpointingConfig:
     verify: Annotated[
         Verify,
         Field(
-            description="What is compared before a checkpoint or an export is read. full: the SHA-256 of every file, which"
-            " reads it once more. size: names, sizes, and the list of digests. off: sizes of the listed files alone."
+            description="What is verified before a checkpoint or an export is read. full: the SHA-256 of every file, which"
+            " reads it once more. size: names, sizes, and the list of digests. off: only sizes of the listed files."
         ),
     ] = "full"
     encryption: EncryptionConfig = field(default_factory=EncryptionConfig)

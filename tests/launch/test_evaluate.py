@@ -20,6 +20,7 @@ from launch.run_state import RunState
 from pipeline import checkpoint, config
 from pipeline.checkpoint import Checkpoints
 from pipeline.config import RECIPES, CheckpointingConfig, RecipeError
+from pipeline.evaluation import data as evaluation_data
 from tests.launch import made_runs
 
 MODEL = str(RECIPES / "tiny")
@@ -327,7 +328,7 @@ def test_a_recipe_with_the_section_is_checked_with_its_evaluations(tmp_path, cap
 
 def test_submission_starts_one_follower(run, monkeypatch, capsys):
     started = []
-    monkeypatch.setattr(background.subprocess, "Popen", lambda command, **_: started.append(command) or Job())
+    monkeypatch.setattr(background, "start_detached", lambda command, *_: started.append(command) or Job())
     monkeypatch.setattr(Job, "pid", 7, raising=False)
     line = background.start(FollowRequest(run, None), "tiny")
     assert started[0][-2:] == [f"run={run}", "step=follow"] and "process 7 evaluates checkpoints by tiny" in line
@@ -414,6 +415,17 @@ def test_a_plan_measures_prompts_of_files_and_says_so(tmp_path, reads):
         assert plan.tasks[0].questions == 1 and round(plan.tasks[0].prompt) == 10
         assert any("prompts of at least 3 tokens" in warning for warning in plan.warnings()) == cut
         assert "prompts of characters / 4 tokens" in evaluation_plan.text(plan)
+
+
+def test_a_plan_does_not_look_for_data_on_the_network(monkeypatch):
+    """A data set in no cache is not read: `datasets` would try to download it, and try again for minutes."""
+    read: list[str] = []
+    monkeypatch.setattr(evaluation_data, "read", lambda name, task: read.append(name))
+    far = "{format: gsm8k, env_name: match, max_new_tokens: 24, data: {dataset_name: nobody/has-this}}"
+    keys = [f"evaluate.tasks={{_override_: true, far: {far}}}", "env={match: {kind: exact_match}}"]
+    plan = evaluation_plan.plan(suites.inspect("tiny", sources.of_model(MODEL, "tiny"), keys).recipe, reads=True)
+    assert [task.name for task in plan.tasks] == ["far"] and read == []
+    assert "prompts of guessed tokens" in evaluation_plan.text(plan)
 
 
 def test_a_key_of_an_unknown_task_names_the_nearest_task_first(capsys, tmp_path, monkeypatch):

@@ -34,7 +34,7 @@ class ChoicesArguments:
         Text, Field(description="Text around a question: {question}, {choices}, {letters}, such as ABCD, and {subject}.")
     ] = STEP_BY_STEP
     choice_text: Annotated[Text, Field(description="Line of a choice: {letter} and {choice}.")] = "{letter}) {choice}"
-    description: Annotated[Text, Field(description="Text before the worked examples; {subject} is replaced.")] = ""
+    description: Annotated[Text, Field(description="Text before the few-shot examples; {subject} is replaced.")] = ""
     shuffle_seed: Annotated[NotNegative, Field(description="GPQA: seed of the order of the choices.")] = 42
 
 

@@ -56,6 +56,8 @@ def test_a_new_token_and_its_hash(capsys):
 
 def test_no_settings(capsys):
     assert serve.main([]) == 2
+    assert "settings=FILE   the settings, a YAML file" in capsys.readouterr().out  # as other commands: how to call it
+    assert serve.main(["new_token=false"]) == 2
     assert "settings: got no file; expected settings=FILE" in capsys.readouterr().err
 
 
