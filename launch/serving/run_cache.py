@@ -90,8 +90,9 @@ class RunCache:
 
     def lines(self) -> list[dict[str, Any]]:
         """Return the short summaries of all runs, newest first."""
-        found = []
-        for run_id in self.ids():
+        found, ids = [], self.ids()
+        self._drop_removed(set(ids))
+        for run_id in ids:
             with contextlib.suppress(AccessError):  # removed meanwhile
                 found.append(self.line(run_id))
         return sorted(found, key=lambda line: -line.get("last_written", 0.0))
@@ -118,6 +119,12 @@ class RunCache:
         """Drop what is known of a run that has just been changed, and the listing."""
         with self._guard:
             for key in [key for key in self._slots if key[0] in (run_id, "")]:
+                del self._slots[key]
+
+    def _drop_removed(self, ids: set[str]) -> None:
+        """Drop what is known of runs that are not among `ids`."""
+        with self._guard:
+            for key in [key for key in self._slots if key[1] in ("line", "whole", "report") and key[0] not in ids]:
                 del self._slots[key]
 
     def _drop_reports(self) -> None:

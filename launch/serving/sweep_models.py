@@ -37,6 +37,6 @@ class SweepLine(BaseModel):
 class SweepAnswer(SweepLine):
     """A sweep with its jobs."""
 
-    jobs: dict[str, str] = Field(default={}, description="State of each job: missing, live, done or failed.")
+    jobs: dict[str, str] = Field(default={}, description="State of each job: missing, live, done, failed, pruned.")
     runs: dict[str, str] = Field(default={}, description="Id of each job's run, for GET runs/ID.")
     verdict: dict[str, Any] | None = Field(default=None, description="verdict.json: gates; of a search the best trial and all.")

@@ -2,6 +2,7 @@
 
 import json
 import math
+import shutil
 
 import pytest
 from fastapi.testclient import TestClient
@@ -97,6 +98,14 @@ def test_a_live_run_is_read_anew_and_an_ended_one_when_its_files_change(root):
     assert at_once.line("third") is second  # nothing has changed
     made_runs.steps(root / "third", 5, 5, made_runs.Texts("a", "b", "c", "d"), restored=4)
     assert at_once.line("third")["step"] == 5
+
+
+def test_nothing_is_kept_of_a_removed_run(root):
+    cache = RunCache(settings(root, cache_s=0.0))
+    before = len(cache.lines())
+    assert "third" in {run_id for run_id, _ in cache._slots}
+    shutil.rmtree(root / "third")
+    assert len(cache.lines()) == before - 1 and "third" not in {run_id for run_id, _ in cache._slots}
 
 
 @pytest.mark.parametrize(("name", "content"), [("recipe.yaml", b"{"), ("recipe.yaml", b"\xff\xfe"), ("job.json", b"{")])
