@@ -135,7 +135,8 @@ class FSDPMemory:
         if not self.model.trained:
             return {"weights": whole}
         if self.adapted:
-            trained, merged = self.adapters, {"merged weights": whole}  # assumes that every layer has an adapter
+            trained = self.adapters
+            merged = {"merged weights": whole} if self.model.merged else {}  # assumes that every layer has an adapter
             return {"weights": whole + 4 * trained} | merged | {"gradients": 4 * trained, "optimizer": 8 * trained}
         weights = 4 * self._trained + self.model.size * self._frozen
         found = {"weights": weights, "gradients": 4 * self._trained, "optimizer": 8 * self._trained}

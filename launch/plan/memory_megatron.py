@@ -125,7 +125,7 @@ class MegatronMemory:
         share = dense / (self.layout.data * self.layout.context) + experts / self.layout.expert_data
         in_float32 = settings.distributed_data_parallel_config.grad_reduce_in_fp32
         own = c * (dense + experts) if adapted else 0.0
-        merged = {"merged weights": self.weights} if adapted else {}  # assumes that every layer has an adapter
+        merged = {"merged weights": self.weights} if adapted and self.model.merged else {}  # as if every layer were adapted
         return {
             "weights": self.weights + own + (4 * share if c < 4 else 0.0),
             **merged,

@@ -5,14 +5,16 @@ import dataclasses
 import pytest
 
 from launch.model_files import read_json
+from launch.plan.memory import stage_memories
 from launch.plan.memory_fsdp import FSDPMemory
-from launch.plan.memory_parts import TrainModel
+from launch.plan.memory_parts import TrainModel, models
 from launch.plan.parallelism import train_parallelism
+from pipeline import config
 from pipeline.config import RECIPES, LoRAConfig
 from pipeline.models.hugging_face import layout, meta_model, model_config
 from pipeline.models.shape import ModelShape
 from pipeline.train import lora
-from tests.launch.plan.memory_cases import BATCHES, FSDP, Case
+from tests.launch.plan.memory_cases import BATCHES, FSDP, MEGATRON, Case
 
 EVERY = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_up_proj", "down_proj"]
 
@@ -26,11 +28,30 @@ def test_adapters_of_a_rank(model, ranks, expert):
     recipe = Case("adapters", model=model, ranks=ranks, overrides=overrides).load()
     shape = ModelShape.of(read_json(RECIPES / model / "config.json"))
     for names in ([], EVERY) if model == "tiny_moe" else ([],):
-        config = LoRAConfig(True, dim=4, match_all_linear=not names, target_modules=names)
-        dtensor = dataclasses.replace(recipe.policy.dtensor_cfg, lora_cfg=config)
+        lora_cfg = LoRAConfig(True, dim=4, match_all_linear=not names, target_modules=names)
+        dtensor = dataclasses.replace(recipe.policy.dtensor_cfg, lora_cfg=lora_cfg)
         policy = dataclasses.replace(recipe.policy, dtensor_cfg=dtensor)
         planned = FSDPMemory(TrainModel(policy, shape), train_parallelism(policy, recipe.cluster.train), cuda=False)
         hf = meta_model(model_config(policy))
-        lora.inject(hf, config, layout(hf))
+        lora.inject(hf, lora_cfg, layout(hf))
         held = sum(parameter.numel() for name, parameter in hf.named_parameters() if ".lora_" in name)
         assert planned.adapters == held / ranks
+
+
+@pytest.mark.parametrize("adapters", [f"{FSDP}.lora_cfg", f"{MEGATRON}.peft"])
+def test_merged_weights_are_counted_only_where_something_reads_them(adapters):
+    """They are read by a refit of whole weights and by an export at the run's end."""
+
+    def counted(recipe: str, *overrides: str) -> bool:
+        enabled = (f"{adapters.rpartition('.')[0]}.enabled=true", f"{adapters}.enabled=true")
+        loaded = config.load(str(RECIPES / f"{recipe}.yaml"), [*enabled, *overrides])
+        shape = ModelShape.of(read_json(RECIPES / "tiny/config.json"))
+        (policy,) = models(loaded, {"policy": shape})
+        (memory,) = stage_memories(policy, train_parallelism(loaded.policy, loaded.cluster.train), False)
+        return "merged weights" in memory.resident
+
+    saved, unsaved = (f"checkpointing.save_consolidated={value}" for value in ("true", "false"))
+    assert counted("tiny_grpo", unsaved)
+    assert not counted("tiny_grpo", unsaved, "policy.generation.lora_refit=adapter")
+    assert counted("tiny_grpo", saved, "policy.generation.lora_refit=adapter")
+    assert counted("tiny_sft", saved) and not counted("tiny_sft", unsaved)
