@@ -6,7 +6,7 @@ Needs no torch, so that names are checked before submission too.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
 from pipeline.config import MegatronLoRAConfig, Problem, RecipeError
@@ -72,6 +72,14 @@ def _check_experts(config: MegatronLoRAConfig, found: list[ChosenModule]) -> Non
         f"got {got} for a model whose experts are one tensor, which cannot have adapters; expected names that leave them out"
     )
     raise RecipeError(Problem(f"{KEY}.{key}", "unsupported", f"{message}. Try {hint}"))
+
+
+def adapts_experts(config: MegatronLoRAConfig, layers: Iterable[int], prefix: str = "decoder.") -> bool:
+    """Return whether adapters of routed experts are chosen in one of these layers, by the names of the first expert."""
+    experts = [f"{prefix}layers.{layer}.mlp.experts.local_experts.0" for layer in layers]
+    fused = (_choices(config, f"{expert}.linear_fc1", 2)[0] for expert in experts)
+    others = (_choices(config, f"{expert}.linear_fc2", 1)[0] for expert in experts)
+    return any(map(any, fused)) or any(map(any, others))
 
 
 def expert_of(source: str) -> str | None:
