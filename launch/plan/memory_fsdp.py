@@ -25,7 +25,8 @@ from launch.plan.activations import (
 from launch.plan.fsdp_splits import held, whole_mixers
 from launch.plan.memory_parts import Parts, RankBatches, TrainModel, add_parts
 from launch.plan.parallelism import Parallelism
-from pipeline.train.adapters.described import expert_entries
+from launch.plan.refit_adapters import LINEAR
+from pipeline.train.adapters.described import expert_entries, experts, is_adapted
 
 
 @dataclass(frozen=True)
@@ -121,6 +122,17 @@ class FSDPMemory:
         return linear + held * expert_entries(shape.tensors, lora)
 
     @property
+    def _merged(self) -> float:
+        """Return the bytes of this rank's parts of the weights that have adapters."""
+        shape, lora = self.model.shape, self.model.policy.dtensor_cfg.lora_cfg
+        layers = (one for one in shape.tensors if one.part in LINEAR and len(one.shape) == 2)
+        adapted = held((one for one in layers if is_adapted(one.name.removesuffix(".weight"), lora)), self.layout)
+        routed = (one for one in experts(shape.tensors) if is_adapted(one.name, lora))
+        share = sum(one.experts * one.rows * one.columns for one in routed) / max(1, shape.routed)
+        of_experts = share * shape.sparse_layers * self._experts / self.layout.expert_shard
+        return self.model.size * (adapted / self.layout.shard + of_experts)
+
+    @property
     def _counts(self) -> dict[bool, int]:
         """Return the number of layers that are mixtures of experts (True) and that are dense (False), without zeros."""
         shape = self.model.shape
@@ -135,7 +147,7 @@ class FSDPMemory:
         if not self.model.trained:
             return {"weights": whole}
         if self.adapted:
-            trained, merged = self.adapters, {"merged weights": whole}  # assumes that every layer has an adapter
+            trained, merged = self.adapters, {"merged weights": self._merged} if self.model.merged else {}
             return {"weights": whole + 4 * trained} | merged | {"gradients": 4 * trained, "optimizer": 8 * trained}
         weights = 4 * self._trained + self.model.size * self._frozen
         found = {"weights": weights, "gradients": 4 * self._trained, "optimizer": 8 * self._trained}

@@ -23,6 +23,7 @@ from launch.plan.activations import (
 )
 from launch.plan.memory_parts import Parts, RankBatches, TrainModel, add_parts
 from launch.plan.parallelism import Parallelism
+from pipeline.train.adapters.modules import adapts_experts
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,7 +126,7 @@ class MegatronMemory:
         share = dense / (self.layout.data * self.layout.context) + experts / self.layout.expert_data
         in_float32 = settings.distributed_data_parallel_config.grad_reduce_in_fp32
         own = c * (dense + experts) if adapted else 0.0
-        merged = {"merged weights": self.weights} if adapted else {}  # assumes that every layer has an adapter
+        merged = {"merged weights": self._merged} if adapted and self.model.merged else {}
         return {
             "weights": self.weights + own + (4 * share if c < 4 else 0.0),
             **merged,
@@ -148,7 +149,17 @@ class MegatronMemory:
         dense = stage.layers * attention + stage.dense * mlp(shape.dense_width, tensor)
         dense += stage.sparse * mlp(shape.shared_width, tensor)
         experts = stage.sparse * shape.experts / self.layout.expert * mlp(shape.expert_width, self.layout.expert_tensor)
-        return dim * dense, dim * experts
+        return dim * dense, dim * experts * self._adapts_experts
+
+    @property
+    def _adapts_experts(self) -> bool:
+        stage = range(self.stage.start, self.stage.start + self.stage.layers)
+        return adapts_experts(self.model.policy.megatron_cfg.peft, stage)
+
+    @property
+    def _merged(self) -> float:
+        """Return the bytes of merged weights: all outside of routed experts, as if adapted, and these if they are."""
+        return self.model.size * (self.dense_parameters + self.expert_parameters * self._adapts_experts)
 
     @property
     def _offloads(self) -> bool:

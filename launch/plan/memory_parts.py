@@ -12,12 +12,13 @@ from pipeline import config
 from pipeline.algorithms import build
 from pipeline.config import PRECISIONS, PolicyConfig, Recipe
 from pipeline.models.shape import ModelShape
+from pipeline.train.adapters.spec import refits_adapters
 
 Parts = dict[str, float]
 """Part of PARTS -> bytes."""
 PARTS = (
     "weights",  # the policy's weights, with float32 main weights
-    "merged weights",  # W + BA of a policy with adapters, which a refit reads
+    "merged weights",  # W + BA of a policy with adapters, which a refit of whole weights or an export reads
     "gradients",  # those that are accumulated between microbatches
     "optimizer",  # Adam's two moments
     "activations",  # saved for the backward pass, and the workspace of one layer
@@ -106,6 +107,7 @@ class TrainModel:
     entropy: bool = False
     offload: bool = False
     top_k: int = 0
+    merged: bool = True  # with adapters: something reads merged weights, which the backend then keeps
 
     @property
     def size(self) -> int:
@@ -126,12 +128,14 @@ class TrainModel:
 def models(recipe: Recipe, shapes: Mapping[str, ModelShape]) -> list[TrainModel]:
     """Return the models of the train ranks, the policy first. shapes: by the sections of `config.models`."""
     found, needs = [], build(recipe).needs
+    merged = recipe.checkpointing.save_consolidated or (config.generates(recipe) and not refits_adapters(recipe))
     offloads = {config.teacher_section(name): teacher.cpu_offload for name, teacher in config.teachers(recipe).items()}
     for name, policy in config.models(recipe).items():
         shape = shapes[name]
         if name == "policy":
             values = needs.head == "values"
-            found.append(TrainModel(policy, shape, values=values, reference=needs.reference, entropy=needs.entropy))
+            use = {"values": values, "reference": needs.reference, "entropy": needs.entropy, "merged": merged}
+            found.append(TrainModel(policy, shape, **use))
         elif name == "value":
             found.append(TrainModel(policy, shape, values=True))
         elif name in offloads:

@@ -31,6 +31,7 @@ from pipeline.models.config_json import unsupported
 from pipeline.models.shape import ModelShape
 from pipeline.models.sizes import MODEL_TYPES, sizes
 from pipeline.train.adapters import modules
+from pipeline.train.adapters.described import family_not_served
 from pipeline.train.adapters.module_layers import not_served_modules
 from pipeline.train.adapters.spec import refits_adapters
 
@@ -47,7 +48,10 @@ SCALED_ROPE_TYPES = (
 MLA_ROPE_TYPES = ("default", "yarn")
 PLAIN = {"hidden_act": "silu", "attention_bias": False, "mlp_bias": False}  # the only values that pipeline/models supports
 BIASED = ("gpt_oss", "glm4", "glm4_moe")  # families with biases of attention; pipeline/models checks them
-DEQUANTIZED = ("gpt-oss-20b", "gpt-oss-120b", "Kimi-K2-Instruct")  # published in bfloat16 as unsloth/...-BF16
+DEQUANTIZED = {  # published models in 8 or 4 bits -> the same in bfloat16
+    **{name: f"unsloth/{name}-BF16" for name in ("gpt-oss-20b", "gpt-oss-120b", "Kimi-K2-Instruct")},
+    "DeepSeek-V3": "unsloth/DeepSeek-V3-bf16",
+}
 BALANCED = ("deepseek_v3", "glm4_moe", "nemotron_h")  # families with a bias that balances the load of experts
 OTHER_BACKEND = "Try policy.dtensor_cfg.enabled=true, which trains others"
 
@@ -106,7 +110,10 @@ def _model_problems(recipe: Recipe, section: str, policy: PolicyConfig, model: d
     key = f"{section}.model_name"
     if section == f"env.{config.reward_environment(recipe)}":
         yield from _check_classifier(key, policy.model_name, model)
-    served = section == "policy" and refits_adapters(recipe)
+    if served := section == "policy" and refits_adapters(recipe):
+        yield from family_not_served(model.get("model_type"))
+    if config.trains(recipe):  # engines of an evaluation read quantized weights
+        yield from _check_quantization(key, policy.model_name, model)
     if uses_megatron(policy):
         yield from _check_megatron(key, policy, model, served)
     else:
@@ -163,7 +170,8 @@ def _check_heads(key: str, size: int, whose: str, heads: int, kv_heads: int, rep
     if not fits(size):
         allowed = ", ".join(str(k) for k in range(1, heads + 1) if fits(k))
         what = f"{whose} {heads} attention heads and {kv_heads} key-value heads"
-        yield Problem(key, "not-divisible", f"got {size}; expected one of {allowed}, which divide {what}")
+        expected = f"one of {allowed}, which divide" if "," in allowed else f"{allowed}, which divides"
+        yield Problem(key, "not-divisible", f"got {size}; expected {expected} {what}")
 
 
 def _rope(model: dict[str, Any]) -> tuple[str, dict[str, Any]]:
@@ -217,6 +225,15 @@ def _check_engine(vllm: VLLMConfig, model: dict[str, Any]) -> Iterator[Problem]:
         )
 
 
+def _check_quantization(key: str, name: str, model: dict[str, Any]) -> Iterator[Problem]:
+    """Refuse a checkpoint in 8 or 4 bits, and name the same in bfloat16 where it is known."""
+    if quantization := model.get("quantization_config"):
+        found = DEQUANTIZED.get(name.rpartition("/")[2])
+        what = f"got a quantized checkpoint ({quantization.get('quant_method')}), which no training backend reads; expected"
+        hint = f"{key}={found}" if found else "a copy in bfloat16"
+        yield Problem(key, "unsupported", f"{what} bfloat16 or float32. Try {hint}")
+
+
 # ---- Megatron-Core ------------------------------------------------------------------------------------------------------
 
 
@@ -227,10 +244,6 @@ def _check_megatron(key: str, policy: PolicyConfig, model: dict[str, Any], serve
         what = f"got a '{family}' model; the Megatron backend has only {', '.join(MEGATRON_MODEL_TYPES)}"
         yield Problem(key, "unsupported", f"{what}. {OTHER_BACKEND}")
         return
-    if model.get("quantization_config"):
-        what = f"got a quantized checkpoint ({model['quantization_config'].get('quant_method')})"
-        what += ", which the Megatron backend does not read; expected bfloat16 or float32"
-        yield Problem(key, "unsupported", what + _dequantized(policy))
     for name, only in PLAIN.items():
         if (given := model.get(name, only)) != only and not (name == "attention_bias" and family in BIASED):
             what = f"got a {family} model with {name}={given}; the Megatron backend has only {only}"
@@ -282,12 +295,6 @@ def _check_adapters(policy: PolicyConfig, model: dict[str, Any], served: bool) -
     yield from found
 
 
-def _dequantized(policy: PolicyConfig) -> str:
-    """Return a hint where to find the weights of a quantised model that is published in this form only."""
-    name = policy.model_name.rpartition("/")[2]
-    return f". Try policy.model_name=unsloth/{name}-BF16" if name in DEQUANTIZED else ""
-
-
 def _check_positions(key: str, model: dict[str, Any], family: str) -> Iterator[Problem]:
     kind, rope = _rope(model)
     if isinstance(rope.get("full_attention"), dict):  # layers of several kinds, which pipeline/models checks
@@ -304,6 +311,8 @@ def _check_stages(policy: PolicyConfig, shape: ModelShape) -> Iterator[Problem]:
     Follows TransformerConfig and get_num_layers_to_build of Megatron-Core.
     """
     m = policy.megatron_cfg
+    if m.pipeline_model_parallel_size == 1:
+        return
     first, last = m.num_layers_in_first_pipeline_stage, m.num_layers_in_last_pipeline_stage
     stages = m.pipeline_model_parallel_size - (first is not None) - (last is not None)
     layers = shape.layers - (first or 0) - (last or 0)

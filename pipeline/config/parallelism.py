@@ -123,7 +123,7 @@ def check_divides(section: str, sizes: Mapping[str, int], component: ComponentCo
         product = " x ".join(f"{name} {value}" for name, value in cuts.items()) if len(cuts) > 1 else size
         message = (
             f"got {product}, which does not divide the {count} ranks of cluster.{realm} (nodes {component.nodes} x"
-            f" {ranks_per_node(component)} per node); expected one of {divisors}"
+            f" {ranks_per_node(component)} per node); expected {'one of ' if ',' in divisors else ''}{divisors}"
         )
         yield Problem(f"{section}.{next(iter(cuts))}", "not-divisible", message)
 

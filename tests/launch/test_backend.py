@@ -290,6 +290,9 @@ def sizes(**given: int) -> list[str]:
 SP = f"{KEY}.sequence_parallel=true"
 PEFT = f"{KEY}.peft.enabled=true"
 LORA_REFIT = "policy.generation.lora_refit"
+LORA = "policy.dtensor_cfg.lora_cfg"
+FSDP_LORA = ["policy.dtensor_cfg.enabled=true", f"{LORA}.enabled=true", f"{LORA}.match_all_linear=false"]
+FSDP_LORA += [f"{LORA}.target_modules=[o_proj]"]
 SERVED = (f"{LORA_REFIT}=adapter", "policy.generation.backend=vllm", "policy.random_init=false")
 FIRST, LAST = (f"{KEY}.num_layers_in_{which}_pipeline_stage" for which in ("first", "last"))
 
@@ -367,12 +370,41 @@ def test_windows_sinks_and_partial_rope_are_accepted(load, described):
     check(backend.choose(load(described, f"{KEY}.enabled=true"))[0])
 
 
-def test_quantized_gpt_oss_names_its_weights_in_bfloat16(load):
-    described = model("gpt_oss", quantization_config={"quant_method": "mxfp4"})
-    recipe, _ = backend.choose(load(described, f"{KEY}.enabled=true"))
-    policy = replace(recipe.policy, model_name="openai/gpt-oss-20b")
-    (problem,) = architecture._check_megatron(MODEL, policy, described)
-    assert "mxfp4" in problem.message and problem.message.endswith("Try policy.model_name=unsloth/gpt-oss-20b-BF16")
+@pytest.mark.parametrize("section", [KEY, "policy.dtensor_cfg"])
+def test_a_quantized_checkpoint_is_refused_and_its_weights_in_bfloat16_are_named(load, section):
+    recipe, _ = backend.choose(load(model("llama"), f"{section}.enabled=true"))
+    for name, other in (
+        ("openai/gpt-oss-20b", "unsloth/gpt-oss-20b-BF16"),
+        ("deepseek-ai/DeepSeek-V3", "unsloth/DeepSeek-V3-bf16"),
+    ):
+        (problem,) = architecture.against_layout(replace(recipe, policy=replace(recipe.policy, model_name=name)))
+        assert "quantized" in problem.message and problem.message.endswith(f"Try policy.model_name={other}")
+
+
+@pytest.mark.parametrize("adapters", [[f"{KEY}.enabled=true", PEFT, f"{KEY}.peft.target_modules=[linear_proj]"], FSDP_LORA])
+def test_adapters_that_engines_serve_wrongly_are_refused(load, adapters):
+    recipe, _ = backend.choose(load(model("gpt_oss"), *SERVED, *adapters))
+    with pytest.raises(RecipeError, match=f"gpt_oss, whose LoRA in vLLM differs .* Try {LORA_REFIT}=merged"):
+        check(recipe)
+
+
+def test_a_model_with_delta_nets_names_the_modules_that_can_have_adapters(load):
+    recipe, _ = backend.choose(load(model("qwen3_5_text"), f"{KEY}.enabled=true", PEFT))
+    with pytest.raises(RecipeError, match=r"model with states.*linear_fc1, linear_fc2, linear_proj, linear_qkv"):
+        check(recipe)
+
+
+def test_layers_of_the_first_stage_are_no_problem_of_the_model_without_stages(load):
+    """The recipe's own check refuses the key already."""
+    recipe, _ = backend.choose(load(model("llama"), f"{KEY}.enabled=true"))
+    megatron = replace(recipe.policy.megatron_cfg, num_layers_in_first_pipeline_stage=1)
+    check(replace(recipe, policy=replace(recipe.policy, megatron_cfg=megatron)))
+
+
+def test_the_only_size_that_divides_is_named(load):
+    recipe, _ = backend.choose(load(model("llama", num_key_value_heads=1), f"{KEY}.enabled=true", *sizes(tp=2)))
+    with pytest.raises(RecipeError, match="expected 1, which divides the model's 8 attention heads and 1 key-value"):
+        check(recipe)
 
 
 def test_sizes_that_would_divide_are_named(load):

@@ -17,9 +17,12 @@ from pipeline.config import LoRAConfig, Problem
 from pipeline.models.tensors import Tensor
 from pipeline.train.adapters.spec import in_transformers
 
+KEY = "policy.generation.lora_refit"
 _EXPERT = re.compile(r"(.+\.experts)\.(\d+)\.(\w+)\.weight")
 FOLDED = "kv_b_proj"
 """The layer of multi-latent attention whose weight vLLM splits into W_UK and W_UV when it loads it."""
+UNEQUAL = ("gpt_oss",)
+"""Families of which vLLM's LoRA gives other tokens than merged weights: tests/generate/test_vllm_adapter_families.py."""
 _JOINED = {"gate_proj": "gate_up_proj", "w1": "gate_up_proj", "w3": "gate_up_proj", "w2": "down_proj"}
 
 
@@ -66,6 +69,13 @@ def expert_entries(found: Iterable[Tensor], config: LoRAConfig) -> int:
     return config.dim * sum(one.experts * (one.rows + one.columns) for one in adapted)
 
 
+def family_not_served(model_type: str | None) -> Iterator[Problem]:
+    """Yield the problem of a refit of adapters alone if vLLM serves those of this family wrongly."""
+    if model_type in UNEQUAL:
+        message = f"got adapter for {model_type}, whose LoRA in vLLM differs from merged weights; expected merged"
+        yield Problem(KEY, "unsupported", f"{message}. Try {KEY}=merged")
+
+
 def not_served(
     experts: Iterable[str], linear: Iterable[str], key: str = "policy.dtensor_cfg.lora_cfg", folded: str = FOLDED
 ) -> Iterator[Problem]:
@@ -81,4 +91,4 @@ def not_served(
     else:
         return
     message = f"got adapter with adapters of {why}. Try merged, or {key}.target_modules without {left_out}"
-    yield Problem("policy.generation.lora_refit", "unsupported", message)
+    yield Problem(KEY, "unsupported", message)

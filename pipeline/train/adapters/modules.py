@@ -6,7 +6,7 @@ Needs no torch, so that names are checked before submission too.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
 from pipeline.config import MegatronLoRAConfig, Problem, RecipeError
@@ -37,7 +37,7 @@ def choose(config: MegatronLoRAConfig, parameters: Mapping[str, Parameter], pref
     if not config.target_modules and any(name.endswith(".in_proj.weight") for name in parameters):
         others = ", ".join(sorted({name.rpartition(".")[2] for name, _ in _linear(parameters, prefix)}))
         message = (
-            f"got no names for a model with Mamba layers, whose projections cannot have adapters; expected some of: {others}"
+            f"got no names for a model with states, whose mixers' projections cannot have adapters; expected some of: {others}"
         )
         raise RecipeError(Problem(f"{KEY}.target_modules", "unsupported", message))
     unmatched = {("target_modules", name) for name in config.target_modules}
@@ -67,9 +67,19 @@ def _check_experts(config: MegatronLoRAConfig, found: list[ChosenModule]) -> Non
         return
     key, got, hint = "target_modules", ", ".join(config.target_modules), "names of attention's layers"
     if not config.target_modules:
-        key, got, hint = "exclude_modules", config.exclude_modules, EXPERTS
-    message = f"got {got} for a model whose experts are one tensor, which cannot have adapters; expected none of them"
+        key, got, hint = "exclude_modules", config.exclude_modules, f"{KEY}.exclude_modules=['{EXPERTS}']"
+    message = (
+        f"got {got} for a model whose experts are one tensor, which cannot have adapters; expected names that leave them out"
+    )
     raise RecipeError(Problem(f"{KEY}.{key}", "unsupported", f"{message}. Try {hint}"))
+
+
+def adapts_experts(config: MegatronLoRAConfig, layers: Iterable[int], prefix: str = "decoder.") -> bool:
+    """Return whether adapters of routed experts are chosen in one of these layers, by the names of the first expert."""
+    experts = [f"{prefix}layers.{layer}.mlp.experts.local_experts.0" for layer in layers]
+    fused = (_choices(config, f"{expert}.linear_fc1", 2)[0] for expert in experts)
+    others = (_choices(config, f"{expert}.linear_fc2", 1)[0] for expert in experts)
+    return any(map(any, fused)) or any(map(any, others))
 
 
 def expert_of(source: str) -> str | None:

@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 from pipeline import models
-from pipeline.config import PolicyConfig, Problem, RecipeError, refuse, uses_megatron
+from pipeline.config import PolicyConfig, refuse, uses_megatron
 from pipeline.models.hugging_face import checkpoint_shapes, layout, meta_model, model_config
 from pipeline.train import lora
 from pipeline.train.adapters import modules
-from pipeline.train.adapters.described import not_served
+from pipeline.train.adapters.described import family_not_served, not_served
 from pipeline.train.adapters.held import ExpertsAdapter, LinearAdapter
 from pipeline.train.adapters.module_layers import AdaptedModule, not_served_modules, options
 from pipeline.train.adapters.spec import AdapterSpec
 from pipeline.types import ServedAdapters
-
-UNEQUAL = ("gpt_oss",)
-"""Families of which vLLM's LoRA gives other tokens than merged weights: tests/generate/test_vllm_adapter_families.py."""
 
 
 def served_adapters(policy: PolicyConfig) -> ServedAdapters:
@@ -23,9 +20,7 @@ def served_adapters(policy: PolicyConfig) -> ServedAdapters:
     Raises RecipeError for layers that cannot have one, and for those whose adapters engines cannot apply.
     """
     config = model_config(policy)
-    if config.model_type in UNEQUAL:
-        message = f"got adapter for {config.model_type}, whose LoRA in vLLM differs from merged weights; expected merged"
-        raise RecipeError(Problem("policy.generation.lora_refit", "unsupported", message))
+    refuse(family_not_served(config.model_type))
     if uses_megatron(policy):
         return _of_megatron(policy)
     hf = meta_model(config)

@@ -43,7 +43,7 @@ def test_a_refit_reads_the_merged_weights_of_a_policy_with_adapters():
     """The base weights and adapters wait on the host when the merged weights are read; later both do."""
     found = made(*SHARED, "policy.dtensor_cfg.enabled=true", "policy.dtensor_cfg.lora_cfg.enabled=true")
     parts, refit = found.train.parts, found.turns[2]
-    assert 0.9 * parts["weights"] < parts["merged weights"] < parts["weights"]
+    assert 0.8 * parts["weights"] < parts["merged weights"] < parts["weights"]  # without embedding and head
     rest = refit.train - parts["runtime"] - parts["merged weights"]
     assert 0 < rest < parts["buffers"]  # the refit's staging
     assert found.host == pytest.approx(found.train.host + parts["weights"] + parts["merged weights"] + parts["optimizer"])

@@ -14,7 +14,7 @@ CASES = [  # (recipe, model, further keys)
     ("llama8b_grpo", "google/gemma-3-1b-it", ()),
     ("llama8b_grpo", "google/gemma-3-1b-it", ON_MEGATRON[:2]),
     ("qwen3_32b_grpo", "google/gemma-3-27b-it", ()),
-    ("llama8b_grpo", "openai/gpt-oss-20b", ()),
+    ("llama8b_grpo", "unsloth/gpt-oss-20b-BF16", ()),
     ("llama8b_grpo", "unsloth/gpt-oss-20b-BF16", (EXPERTS_OVER_8,)),
     ("qwen3_30ba3b_grpo", "unsloth/gpt-oss-20b-BF16", ()),
     ("llama8b_grpo", "zai-org/GLM-4-9B-0414", ()),
