@@ -197,7 +197,7 @@ RUNS = {
         "Give the earlier values again to continue, or give another `run_dir`. The message lists the differences.",
     ),
     "run-failed": ProblemCode(
-        "A run, evaluation or sweep that a call of `hetstep` waited for failed.",
+        "While a call of `hetstep` waited for it, a run, evaluation or sweep failed, was cancelled, or ended without a result.",
         "Read the failure in the message, and the logs that it names. The same submission continues from the last checkpoint.",
     ),
     "wrong-key": ProblemCode(

@@ -21,6 +21,7 @@ from launch.detached import start_detached
 from launch.executors.base import ROOT
 from launch.executors.slurm import HetSlurmJob
 from launch.failure_logs import tail
+from launch.search import checks
 from launch.search import command as search
 from launch.search.trial import Trial
 from launch.slurm_client import SlurmError
@@ -67,12 +68,15 @@ class SweepRun:
     def states(self) -> dict[str, str]:
         """Return the state of each job by name: missing (not submitted yet), live, done, failed or, in a search, pruned.
 
-        Raises RecipeError if the jobs cannot be queried from here, or without Optuna for a search.
+        Where Optuna is not installed, a pruned trial is `failed`. Raises RecipeError if the jobs cannot be queried from here.
         """
         folder = SweepFolder(self.folder)
         if not folder.begun:
             return {}
         found: dict[str, str] = {each.job.name: each.state for each in folder.job_states(Queue(folder.plan.executor))}
+        searched = folder.suite.search
+        if searched is None or any(checks.installed(searched)):
+            return found
         return found | {each.name: "pruned" for each in self.trials() if each.state == "pruned"}
 
     def trials(self) -> list[Trial]:

@@ -144,7 +144,7 @@ def plan(recipe: Recipe, pending: Sequence[os.PathLike] = (), reads: bool = Fals
 
 def _task(recipe: Recipe, name: str, task: TaskConfig, reads: bool) -> TaskPlan:
     here = task.data.data_path is not None or task.data.dataset_name in GENERATED_DATASETS
-    if reads and not here:  # `datasets` would look for what is not in the caches on the network, with minutes of retries
+    if reads and not here:  # `datasets` would look for it on the network, with minutes of retries
         here = not any(input_files.check_name("data", task.data.dataset_name))
     questions, prompt, choices = _of_data(name, task) if here else (None,) * 3
     questions = _lines(task) if questions is None else questions

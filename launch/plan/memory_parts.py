@@ -128,7 +128,8 @@ class TrainModel:
 def models(recipe: Recipe, shapes: Mapping[str, ModelShape]) -> list[TrainModel]:
     """Return the models of the train ranks, the policy first. shapes: by the sections of `config.models`."""
     found, needs = [], build(recipe).needs
-    merged = recipe.checkpointing.save_consolidated or (config.generates(recipe) and not refits_adapters(recipe))
+    exports = recipe.checkpointing.enabled and recipe.checkpointing.save_consolidated
+    merged = exports or (config.generates(recipe) and not refits_adapters(recipe))
     offloads = {config.teacher_section(name): teacher.cpu_offload for name, teacher in config.teachers(recipe).items()}
     for name, policy in config.models(recipe).items():
         shape = shapes[name]

@@ -81,6 +81,7 @@ def _served_problems(key: str, policy: PolicyConfig, pending: Sequence[os.PathLi
             model = planning_config(policy, pending, key)
             if model and key == "evaluate.reward_model.model_name":
                 found += _check_classifier(key, policy.model_name, model)
+                found += _check_quantization(key, policy.model_name, model)
     yield from found
 
 

@@ -59,7 +59,13 @@ class RunCache:
 
     def ids(self) -> list[str]:
         """Return the ids of all runs. A folder with a name that is no id is left out."""
-        return self.kept(("", "ids"), lambda: ([*filter(ID.fullmatch, map(self.id, find(self.root, DEPTH)))], None))
+
+        def found() -> tuple[list[str], None]:
+            ids = [*filter(ID.fullmatch, map(self.id, find(self.root, DEPTH)))]
+            self._drop_removed(set(ids))
+            return ids, None
+
+        return self.kept(("", "ids"), found)
 
     def id(self, folder: Path) -> str:
         """Return the id of a folder below the root."""
@@ -90,9 +96,8 @@ class RunCache:
 
     def lines(self) -> list[dict[str, Any]]:
         """Return the short summaries of all runs, newest first."""
-        found, ids = [], self.ids()
-        self._drop_removed(set(ids))
-        for run_id in ids:
+        found = []
+        for run_id in self.ids():
             with contextlib.suppress(AccessError):  # removed meanwhile
                 found.append(self.line(run_id))
         return sorted(found, key=lambda line: -line.get("last_written", 0.0))
@@ -121,10 +126,13 @@ class RunCache:
             for key in [key for key in self._slots if key[0] in (run_id, "")]:
                 del self._slots[key]
 
-    def _drop_removed(self, ids: set[str]) -> None:
-        """Drop what is known of runs that are not among `ids`."""
+    def _drop_removed(self, listed: set[str]) -> None:
+        """Drop what is known of runs whose folders are gone. listed: ids of runs that are there."""
         with self._guard:
-            for key in [key for key in self._slots if key[1] in ("line", "whole", "report") and key[0] not in ids]:
+            others = {run_id for run_id, kind in self._slots if kind in ("line", "whole", "report")} - listed
+        removed = {run_id for run_id in others if self.below(run_id, "recipe.yaml") is None}
+        with self._guard:
+            for key in [key for key in self._slots if key[0] in removed]:
                 del self._slots[key]
 
     def _drop_reports(self) -> None:

@@ -77,7 +77,8 @@ class CheckpointingConfig:
         Verify,
         Field(
             description="What is verified before a checkpoint or an export is read. full: the SHA-256 of every file, which"
-            " reads it once more. size: names, sizes, and the list of digests. off: only sizes of the listed files."
+            " reads it once more. size: names and sizes, and the list of digests; of an export its names."
+            " off: names and sizes of a checkpoint's listed files."
         ),
     ] = "full"
     encryption: EncryptionConfig = field(default_factory=EncryptionConfig)

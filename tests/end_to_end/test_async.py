@@ -29,7 +29,7 @@ def trained_on(folder: Path) -> Counter:
     return Counter((record["prompt_index"], record["sample"]) for record in records)
 
 
-@pytest.mark.full  # by default asynchronous: test_nccl_rules.py
+@pytest.mark.full  # by default: tests/rollout/test_async_collector.py compares what is sampled
 def test_age_0_is_the_synchronous_run_to_the_last_bit(tmp_path, uninterrupted):
     run = submit(tmp_path / "run", *LOCAL, ON, "grpo.async_grpo.max_trajectory_age_steps=0")
     assert run.status == 0, run.output

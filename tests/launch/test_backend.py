@@ -377,8 +377,11 @@ def test_a_quantized_checkpoint_is_refused_and_its_weights_in_bfloat16_are_named
         ("openai/gpt-oss-20b", "unsloth/gpt-oss-20b-BF16"),
         ("deepseek-ai/DeepSeek-V3", "unsloth/DeepSeek-V3-bf16"),
     ):
-        (problem,) = architecture.against_layout(replace(recipe, policy=replace(recipe.policy, model_name=name)))
+        quantized = replace(recipe, policy=replace(recipe.policy, model_name=name))
+        (problem,) = architecture.against_layout(quantized)
         assert "quantized" in problem.message and problem.message.endswith(f"Try policy.model_name={other}")
+        evaluated = architecture.against_layout(replace(quantized, algorithm="evaluate"))  # engines read it
+        assert not any("quantized" in each.message for each in evaluated)
 
 
 @pytest.mark.parametrize("adapters", [[f"{KEY}.enabled=true", PEFT, f"{KEY}.peft.target_modules=[linear_proj]"], FSDP_LORA])
@@ -390,7 +393,7 @@ def test_adapters_that_engines_serve_wrongly_are_refused(load, adapters):
 
 def test_a_model_with_delta_nets_names_the_modules_that_can_have_adapters(load):
     recipe, _ = backend.choose(load(model("qwen3_5_text"), f"{KEY}.enabled=true", PEFT))
-    with pytest.raises(RecipeError, match=r"model with states.*linear_fc1, linear_fc2, linear_proj, linear_qkv"):
+    with pytest.raises(RecipeError, match=r"model with recurrent states.*linear_fc1, linear_fc2, linear_proj, linear_qkv"):
         check(recipe)
 
 

@@ -18,6 +18,7 @@ import torch.distributed as dist
 CARD_BYTES = 2048
 """Size of the message in which a rank describes its operation to the others."""
 POLL_S = 0.005
+CONNECTING = timedelta(seconds=60)
 
 
 class BrokenRule(RuntimeError):
@@ -39,10 +40,14 @@ class Member:
 
 
 def gloo(store: dist.Store, index: int, size: int, timeout: timedelta) -> dist.ProcessGroup:
-    """Return a gloo group for host tensors, without a name in torch. Blocks until all its ranks call."""
+    """Return a gloo group for host tensors, without a name in torch. Blocks until all its ranks call.
+
+    timeout: of its operations. Connecting may take longer on a busy machine.
+    """
     group = dist.ProcessGroup(store, index, size)
     group._set_default_backend(dist.ProcessGroup.BackendType.GLOO)
-    backend = dist.ProcessGroupGloo(store, index, size, timeout=timeout)
+    backend = dist.ProcessGroupGloo(store, index, size, timeout=max(timeout, CONNECTING))
+    backend._set_default_timeout(timeout)
     group._register_backend(torch.device("cpu"), dist.ProcessGroup.BackendType.GLOO, backend)
     return group
 

@@ -17,7 +17,7 @@ OF_FOUR_RANKS = (
 )
 OTHERS_OF_FOUR_RANKS = (Layout(2, 2, replicas=2, sequence=True), Layout(1, 1, context=4), Layout(4, 1, replicas=2))
 LAYOUTS = [
-    pytest.param(Layout(2, 1), ("qwen3_moe",), id="dp2", marks=pytest.mark.full),  # by default: algorithms/test_invariance.py
+    pytest.param(Layout(2, 1), ("qwen3_moe",), id="dp2", marks=pytest.mark.full),  # by default: test_expert_parallel.py
     pytest.param(Layout(2, 1), cases.FAMILIES, id="dp2, all", marks=pytest.mark.full),
     # Norms of heads and tied embeddings; biases are in test_lora.py.
     pytest.param(Layout(1, 2), ("qwen3_tied",), id="tp2"),

@@ -29,9 +29,9 @@ from pathlib import Path
 import msgspec
 import torch.distributed as dist
 
-from pipeline.store import auth, client, messaging, relay, server, table
+from pipeline.store import auth, client, messaging, relay, table
 from pipeline.store.client import RunStore
-from pipeline.store.process import Address
+from pipeline.store.process import Address, start
 from tests.world.wire import ACTIONS, DOWN, UP, Case, RecordedMessages, attacked
 
 WORKERS = 8
@@ -250,7 +250,7 @@ def house() -> Iterator[House]:
         os.dup2(log.fileno(), 2)
         try:
             made = House(key, Path(log.name))
-            made.processes["store"], made.addresses["store"] = server.start("127.0.0.1", key)
+            made.processes["store"], made.addresses["store"] = start("127.0.0.1", key)
             made.processes["relay"], made.addresses["relay"] = relay.start(made.addresses["store"], key, 999_999, 0.05, JOIN_S)
             yield made
         finally:

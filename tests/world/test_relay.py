@@ -18,6 +18,7 @@ import torch.distributed as dist
 from pipeline.config import TimeoutsConfig
 from pipeline.store import auth, messaging, relay, server, table
 from pipeline.store.client import RunStore
+from pipeline.store.process import Address, launch, start
 from pipeline.watchdog import Watchdog
 from pipeline.world import RankInfo, World, _find_relay
 from tests.world.ranks import WORKERS
@@ -134,7 +135,7 @@ class Doorkeeper:
 
     def __init__(self, key: bytes, closes: int):
         self.listener = socket.create_server(("127.0.0.1", 0))
-        self.address = server.Address(*self.listener.getsockname())
+        self.address = Address(*self.listener.getsockname())
         self.seen = 0
         threading.Thread(target=self._serve, args=(key, closes), daemon=True).start()
 
@@ -171,12 +172,12 @@ def test_a_relay_that_cannot_reach_the_store_reports_why(capfd):
 
 def test_waiting_for_a_process_that_never_listens_times_out():
     with pytest.raises(TimeoutError, match=r"the process of json\.tool does not listen after 0\.5 s"):
-        server.launch("json.tool", "127.0.0.1", {}, 0.5)  # reads all of its input before it prints
+        launch("json.tool", "127.0.0.1", {}, 0.5)  # reads all of its input before it prints
 
 
 def test_errors_behind_a_relay_name_it(tmp_path, monkeypatch):
     key = os.urandom(32)
-    process, address = server.start("127.0.0.1", key)
+    process, address = start("127.0.0.1", key)
     store = RunStore(address, key, 10)
     relaying, store.relay = relay.start(address, key, 3, 1.0, 30.0)
     world = World(RankInfo(4, 7, 4, "node1", "127.0.0.1", tmp_path), WORKERS, store)
@@ -193,7 +194,7 @@ def test_errors_behind_a_relay_name_it(tmp_path, monkeypatch):
 
 def test_requests_behind_a_refused_one_are_not_executed():
     key = os.urandom(32)
-    process, address = server.start("127.0.0.1", key)
+    process, address = start("127.0.0.1", key)
     relaying, near = relay.start(address, key, 3, 0.1, 30.0)
     connection, channel = auth.connect(near, key, time.monotonic() + 10)
     requests = [messaging.Send(1, [([3], b"verb")]), table.Exchange({"behind": b"1"}, ["behind"])]
@@ -208,7 +209,7 @@ def test_requests_behind_a_refused_one_are_not_executed():
 
 def test_a_relay_that_does_not_start_is_named_with_its_rank(tmp_path):
     key = os.urandom(32)
-    process, address = server.start("127.0.0.1", key)
+    process, address = start("127.0.0.1", key)
     store = RunStore(address, key, 0.5)
     store.set("relay/node1/by", "3")  # the rank, which then hangs
     info = RankInfo(4, 7, 4, "node1", "127.0.0.1", tmp_path)

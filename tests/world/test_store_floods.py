@@ -9,8 +9,9 @@ import time
 
 import pytest
 
-from pipeline.store import auth, relay, server
+from pipeline.store import auth, relay
 from pipeline.store.client import RunStore
+from pipeline.store.process import start
 from tests.world.crowd import crowd
 
 LONGEST_LOG = 20_000  # bytes
@@ -24,7 +25,7 @@ def key():
 @pytest.fixture(params=["store", pytest.param("relay", marks=pytest.mark.full)])
 def at(request, key):
     """Yield (address, process, join function) of a store or a relay that strangers can reach."""
-    process, address = server.start("127.0.0.1", key)
+    process, address = start("127.0.0.1", key)
     if request.param == "store":
         yield address, process
     else:
@@ -79,7 +80,7 @@ def test_ranks_join_while_disconnected_strangers_reconnect(at, key, capfd, files
 
 
 def test_ranks_that_exhaust_open_files_leave_a_short_log(key, capfd):
-    process, address = server.start("127.0.0.1", key)
+    process, address = start("127.0.0.1", key)
     ranks = [RunStore(address, key, 10) for _ in range(25)]
     limit(process, 20)
     late = [socket.create_connection(address) for _ in range(10)]
@@ -96,7 +97,7 @@ def test_ranks_that_exhaust_open_files_leave_a_short_log(key, capfd):
 
 def test_a_full_packet_filter_fails_no_join(key, monkeypatch):
     """The kernel answers EPERM then; the store did not refuse."""
-    process, address = server.start("127.0.0.1", key)
+    process, address = start("127.0.0.1", key)
     connect, tries = socket.create_connection, []
 
     def filtered(*given, **more):

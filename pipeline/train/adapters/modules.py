@@ -36,10 +36,8 @@ def choose(config: MegatronLoRAConfig, parameters: Mapping[str, Parameter], pref
     """
     if not config.target_modules and any(name.endswith(".in_proj.weight") for name in parameters):
         others = ", ".join(sorted({name.rpartition(".")[2] for name, _ in _linear(parameters, prefix)}))
-        message = (
-            f"got no names for a model with states, whose mixers' projections cannot have adapters; expected some of: {others}"
-        )
-        raise RecipeError(Problem(f"{KEY}.target_modules", "unsupported", message))
+        message = "got no names for a model with recurrent states, whose projections cannot have adapters; expected some of:"
+        raise RecipeError(Problem(f"{KEY}.target_modules", "unsupported", f"{message} {others}"))
     unmatched = {("target_modules", name) for name in config.target_modules}
     if not config.target_modules:  # else one of the two is refused before
         unmatched |= {("exclude_modules", name) for name in config.exclude_modules}
@@ -67,7 +65,7 @@ def _check_experts(config: MegatronLoRAConfig, found: list[ChosenModule]) -> Non
         return
     key, got, hint = "target_modules", ", ".join(config.target_modules), "names of attention's layers"
     if not config.target_modules:
-        key, got, hint = "exclude_modules", config.exclude_modules, f"{KEY}.exclude_modules=['{EXPERTS}']"
+        key, got, hint = "exclude_modules", config.exclude_modules, f"{KEY}.exclude_modules='[\"{EXPERTS}\"]'"
     message = (
         f"got {got} for a model whose experts are one tensor, which cannot have adapters; expected names that leave them out"
     )
@@ -75,7 +73,10 @@ def _check_experts(config: MegatronLoRAConfig, found: list[ChosenModule]) -> Non
 
 
 def adapts_experts(config: MegatronLoRAConfig, layers: Iterable[int], prefix: str = "decoder.") -> bool:
-    """Return whether adapters of routed experts are chosen in one of these layers, by the names of the first expert."""
+    """Return whether adapters of routed experts are chosen in one of these layers, by the names of the first expert.
+
+    Raises RecipeError for a layer with both a shared A and an own one.
+    """
     experts = [f"{prefix}layers.{layer}.mlp.experts.local_experts.0" for layer in layers]
     fused = (_choices(config, f"{expert}.linear_fc1", 2)[0] for expert in experts)
     others = (_choices(config, f"{expert}.linear_fc2", 1)[0] for expert in experts)

@@ -5,12 +5,14 @@ import re
 
 import pytest
 
+from launch.api.sweeps import SweepRun
 from launch.prepare import examine
 from launch.search import checks, objective, price, space
 from launch.search.config import ParameterConfig, SearchConfig
 from launch.sweeps import expressions, suite
 from launch.sweeps.expressions import Curve
-from pipeline.config import RecipeError
+from launch.sweeps.folder import SweepFolder, SweepJob, SweepPlan
+from pipeline.config import Problem, RecipeError
 from tests.launch.search.suites import KL, LR, write_search
 
 
@@ -191,3 +193,16 @@ def test_the_suites_of_the_repository_have_a_search_that_fits():
     search = suite.load("tiny_search").suite.search
     assert search is not None and not [*checks._corners(search, [], space.corners(search))]
     assert re.fullmatch(r"[\w.]+=\S+( [\w.]+=\S+)*", space.shown(space.corners(search)[0]))
+
+
+def test_the_jobs_of_a_search_have_states_where_optuna_is_not_installed(tmp_path, monkeypatch):
+    monkeypatch.setattr(checks, "installed", lambda search: iter([Problem("search", "not-installed", "got none")]))
+    folder = SweepFolder(tmp_path / "sweeps/some/x")
+    folder.path.mkdir(parents=True)
+    job = SweepJob("trial-0000", "tiny", [], str(folder.path / "runs/trial-0000"), run="trial")
+    loaded = suite.load(str(write_search(tmp_path, parameters={LR: [1.0]})))
+    folder.begin(loaded.suite, SweepPlan("x", "local", str(tmp_path), "", [], [job]))
+    run = SweepRun(folder.path)
+    assert run.states() == {"trial-0000": "missing"}
+    with pytest.raises(RecipeError, match="got none"):
+        run.trials()

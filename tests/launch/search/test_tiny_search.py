@@ -48,7 +48,9 @@ def test_24_trials_are_submitted_once_and_worse_ones_stop_early(slurm_cluster, t
     status, output = sweep(*command, env=env, cwd=tmp_path, timeout=HOUR)
     assert status == 0, output
     trials = found(folder)
-    assert len(trials) == TRIALS and len(set(submitted(folder))) == len(submitted(folder))
+    names = submitted(folder)
+    assert len(trials) == TRIALS
+    assert len(set(names)) == len(names) >= TRIALS  # one is tiny_sft, and the killed command may not have recorded one
     assert [len(all_attempts(path)) for path in folder.glob("runs/*")] == [1] * TRIALS
     pruned = [each for each in trials if each["state"] == "pruned"]
     assert pruned and {each["state"] for each in trials} == {"pruned", "complete"}

@@ -158,13 +158,22 @@ def everything(layout: Layout, folder: Path) -> None:
         check(layout, folder)
 
 
+def outputs_and_resumed(layout: Layout, folder: Path) -> None:
+    check_outputs(layout, folder, "qwen3_moe")
+    check_resumed(layout, folder)
+
+
 @pytest.fixture(scope="module")
 def saved(head_models) -> Path:
     layouts.run(save, TP2_SP, head_models)
     return head_models
 
 
-@pytest.mark.full  # by default: tests/train/algorithms/test_invariance.py
+def test_a_cut_head_resumes(saved):
+    layouts.run(outputs_and_resumed, TP2_SP, saved)
+
+
+@pytest.mark.full
 @pytest.mark.parametrize("layout", [TP2_SP, CP2, PP2, EP2], ids=lambda layout: layout.name)
 def test_layouts(saved, layout):
     layouts.run(everything, layout, saved)
