@@ -64,7 +64,12 @@ class CheckpointingConfig:
         "${policy.megatron_cfg.checkpoint.async_save}"
     )
     save_consolidated: Annotated[
-        Bool, LIVE, Field(description="Also write a Hugging Face checkpoint, in `hf/` beside the sharded one.")
+        Bool,
+        LIVE,
+        Field(
+            description="Also write a Hugging Face checkpoint, in `hf/` beside the sharded one. With adapters it needs memory"
+            " for merged weights."
+        ),
     ] = False
     checkpoint_must_save_by: Annotated[
         Duration | None,
