@@ -57,7 +57,7 @@ def test_a_killed_encrypted_run_is_the_plain_run_to_the_last_bit(tmp_path, unint
     key = obtain(str(right), None, 1)
     assert holding(folder, secrets_of(folder, key, text)) == []
     refused = submit(folder, *given, *encrypted_by(wrong))
-    assert refused.status == 1 and f"expected the one with fingerprint {key.fingerprint}" in refused.output
+    assert refused.status == 2 and f"expected the one with fingerprint {key.fingerprint}" in refused.output  # by submission
     command = (f"{SECTION}.enabled=true", f"{SECTION}.key_command='cat {right}'")
     resumed = submit(folder, *given, *command)
     assert resumed.status == 0, resumed.output
