@@ -294,7 +294,7 @@ def check(ran: list[tuple[str, str, RolloutGroup]]) -> None:
         how = (tried.failure and f"LEFT OUT: {tried.failure}") or tried.broke or "judged as wrong"
         print(f"{name:16} | {trick:45} | {tried.reward:g} | {right.reward:g} | {how[:100]}", flush=True)
         if (tried.reward, right.reward) != (0.0, 1.0) or tried.failure or right.failure:
-            wrong.append((name, trick, how, right.failure or right.broke))
+            wrong.append((name, trick, tried.reward, how, right.reward, right.failure or right.broke))
     assert not wrong, wrong
 
 
