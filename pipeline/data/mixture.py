@@ -60,6 +60,11 @@ class Mixture(Generic[Item]):
         self._streams, self._weights, self._seed = dict(streams), {name: weights[name] for name in streams}, seed
         self._position = 0
 
+    @property
+    def usable(self) -> int:
+        """The number of records of an epoch of every data set, without those that the check at the start dropped."""
+        return sum(stream.usable for stream in self._streams.values())
+
     def follow(self, weights: Mapping[str, float | None], max_num_epochs: int) -> None:
         """Draw by other weights from here on, and let every data set have another number of epochs. None: its records."""
         for name, stream in self._streams.items():

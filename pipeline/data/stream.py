@@ -119,6 +119,11 @@ class Stream(Generic[Item]):
         """The number of records of an epoch."""
         return self._identity["records"]
 
+    @property
+    def usable(self) -> int:
+        """The number of records of an epoch, without those that the check at the start dropped."""
+        return self.records - self.dropped_at_start
+
     def end_after(self, max_num_epochs: int) -> None:
         """Let the stream have another number of epochs from here on, as if it resumed here with that."""
         if max_num_epochs != self._order.epochs:
