@@ -14,7 +14,7 @@ from math import prod
 from pathlib import Path
 
 from launch.model_files import is_inside, model_folder
-from pipeline import config
+from pipeline import config, user_files
 from pipeline.config import Problem, Recipe, RecipeError
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
@@ -117,7 +117,7 @@ def read_stored_weights(folder: Path) -> StoredWeights:
             found.faults[INDEX] = reason
             return found
         try:
-            weight_map = json.loads((folder / INDEX).read_text())["weight_map"]
+            weight_map = json.loads(user_files.read_text(folder / INDEX, user_files.MAX_JSON))["weight_map"]
         except (ValueError, KeyError, TypeError):
             found.faults[INDEX] = "is not an index of weight files: it has no JSON object with 'weight_map'; fetch it again"
             return found
@@ -150,7 +150,7 @@ def read_header(path: Path) -> dict[str, dict]:
     if reason := file_fault(path):
         raise ValueError(reason)
     size = path.stat().st_size
-    with open(path, "rb") as file:
+    with user_files.open_file(path) as file:
         length = int.from_bytes(file.read(8), "little")
         if length > MOST_HEADER or size < 8:
             raise ValueError("is no safetensors file; fetch it again")
@@ -172,7 +172,7 @@ def read_header(path: Path) -> dict[str, dict]:
 def file_fault(path: Path) -> str | None:
     """Return why a file is not a complete copy; None if it can be read."""
     try:
-        with open(path, "rb") as file:
+        with user_files.open_file(path) as file:
             start = file.read(64)
     except FileNotFoundError:
         return _why_absent(path)
