@@ -50,13 +50,16 @@ def problems(recipe: Recipe, pending: Sequence[os.PathLike] = (), notes: list[st
         loaded = section in models and not models[section].random_init
         if loaded and folder not in weighed and not (section == "policy" and _has_checkpoint(recipe)):
             weighed.add(folder)
-            yield from _check_weights(section, models[section], folder, _has_value_head(recipe, section), notes)
+            yield from _check_weights(section, models[section], folder, _head(recipe, section), notes)
 
 
-def _has_value_head(recipe: Recipe, section: str) -> bool:
+def _head(recipe: Recipe, section: str) -> weight_tensors.Head:
     if section == "policy":
-        return config.trains(recipe) and build(recipe).needs.head == "values"
-    return section in ("value", "evaluate.reward_model") or section == f"env.{config.reward_environment(recipe)}"
+        return build(recipe).needs.head if config.trains(recipe) else "logprobs"
+    if section == "value":
+        return "values"
+    reward_models = ("evaluate.reward_model", f"env.{config.reward_environment(recipe)}")
+    return "rewards" if section in reward_models else "logprobs"
 
 
 def _has_checkpoint(recipe: Recipe) -> bool:
@@ -80,7 +83,9 @@ def fault_code(reason: str) -> str:
     return "file-not-found" if reason.startswith(ABSENT) else "unreadable"
 
 
-def _check_weights(section: str, policy: PolicyConfig, folder: Path, values: bool, notes: list[str]) -> Iterator[Problem]:
+def _check_weights(
+    section: str, policy: PolicyConfig, folder: Path, head: weight_tensors.Head, notes: list[str]
+) -> Iterator[Problem]:
     key = f"{section}.model_name"
     if not os.path.lexists(folder / SINGLE) and not os.path.lexists(folder / INDEX):
         random = f", or {section}.random_init=true to start from random ones" if section in ("policy", "value") else ""
@@ -103,4 +108,4 @@ def _check_weights(section: str, policy: PolicyConfig, folder: Path, values: boo
         with collected(refused):
             described = model_config(policy, (), key)
         if described is not None and not refused:
-            yield from weight_tensors.problems(key, folder, described, found.tensors, values)
+            yield from weight_tensors.problems(key, folder, described, found.tensors, head)

@@ -9,14 +9,15 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from pipeline.config import Problem
 from pipeline.models.sizes import MODEL_TYPES
 from pipeline.models.tensors import tensors
 from pipeline.models.weight_files import FLOATS, StoredTensor
 
-HEAD, SCORE = "lm_head.weight", "score.weight"
+LM_HEAD, SCORE = "lm_head.weight", "score.weight"
+Head = Literal["logprobs", "values", "rewards"]
 NOT_LOADED = re.compile(r"rotary_emb\.inv_freq$|(^|\.)mtp\.|^model\.mtp")
 """Tensors that transformers leaves out: derived ones of old checkpoints, and the layers that predict several tokens."""
 PREDICTING = ("deepseek_v3", "glm4_moe")  # families whose layers that predict several tokens follow the model's layers
@@ -25,11 +26,12 @@ PROBES, PROBE_BYTES = 64, 4096  # parts of tied copies that are compared
 
 
 def problems(
-    key: str, folder: Path, config: Mapping[str, Any], stored: Mapping[str, StoredTensor], values: bool
+    key: str, folder: Path, config: Mapping[str, Any], stored: Mapping[str, StoredTensor], head: Head
 ) -> Iterator[Problem]:
     """Yield how the tensors differ from those of config.json. key: of the model's name in the recipe.
 
-    values: whether the model has a value head, which its checkpoint may lack, in place of the output layer.
+    head: logprobs, of a language model; values, of a critic, whose checkpoint may lack the value head; rewards, of a reward
+    model, whose checkpoint has one.
     """
     if config.get("model_type") not in MODEL_TYPES or "text_config" in config or config.get("quantization_config"):
         return
@@ -38,10 +40,12 @@ def problems(
     except (KeyError, TypeError, ValueError, ZeroDivisionError):  # wrong sizes, which `architecture` reports
         return
     embedding = next(iter(expected))
-    if values:
-        expected.pop(HEAD, None)
+    if head != "logprobs":
+        expected.pop(LM_HEAD, None)
+    if head == "rewards":
+        expected[SCORE] = (1, config["hidden_size"])
     missing = [name for name in expected if name not in stored]
-    unknown = [name for name in stored if name not in expected and name not in (HEAD, SCORE) and _is_loaded(name, config)]
+    unknown = [name for name in stored if name not in expected and name not in (LM_HEAD, SCORE) and _is_loaded(name, config)]
     if missing or unknown:
         found = [f"has no {_some(missing)}"] if missing else []
         found += [f"has {_some(unknown)}, which the model does not have"] if unknown else []
@@ -55,9 +59,9 @@ def problems(
     if packed := [f"{name} ({stored[name].dtype})" for name in named if stored[name].dtype not in FLOATS]:
         what = f"{folder} has weights that are no floating-point numbers of 16 bits or more, {_some(packed)}; expected"
         yield Problem(key, "unsupported", f"{what} {', '.join(FLOATS)}")
-    copied = HEAD in stored and HEAD not in expected and not values and embedding in stored
-    if copied and not _look_equal(stored[HEAD], stored[embedding]):
-        what = f"{folder}: {HEAD} and {embedding} differ, but config.json ties them"
+    copied = LM_HEAD in stored and LM_HEAD not in expected and head == "logprobs" and embedding in stored
+    if copied and not _look_equal(stored[LM_HEAD], stored[embedding]):
+        what = f"{folder}: {LM_HEAD} and {embedding} differ, but config.json ties them"
         untied = f"{key.removesuffix('.model_name')}.hf_config_overrides.tie_word_embeddings=false"
         yield Problem(key, "unavailable-model", f"{what}. Try {untied}")
 

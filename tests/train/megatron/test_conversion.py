@@ -108,14 +108,14 @@ def test_submission_accepts_the_tensors_of_every_family(name, families):
     """transformers wrote them. A checkpoint without one, with another shape or with one too many is refused."""
     folder = families / name
     config, stored = json.loads((folder / "config.json").read_text()), read_weight_files(folder).tensors
-    assert list(weight_tensors.problems("k", folder, config, stored, values=False)) == []
+    assert list(weight_tensors.problems("k", folder, config, stored, "logprobs")) == []
     first, *rest = stored
     for wrong in (
         {n: stored[n] for n in rest},
         {**stored, "model.layers.0.other": stored[first]},
         {**stored, first: replace(stored[first], shape=(1, 2, 3))},
     ):
-        assert named(weight_tensors.problems("k", folder, config, wrong, values=False)) == {("k", "unavailable-model")}
+        assert named(weight_tensors.problems("k", folder, config, wrong, "logprobs")) == {("k", "unavailable-model")}
 
 
 def test_a_new_conversion_is_logged_and_an_existing_one_is_not(checkpoint, shared, realm):
