@@ -24,6 +24,7 @@ from launch.preflight import (
     evaluation_checkpoint,
     input_files,
     libraries,
+    record_counts,
     sandbox_support,
     slurm_job,
     slurm_request,
@@ -224,6 +225,7 @@ def site_problems_of(
     yield from evaluation_checkpoint.problems(recipe)
     code = user_imports.probe(recipe)
     yield from input_files.problems(recipe, pending, notes, user_imports.required_fields(recipe, code))
+    yield from record_counts.problems(recipe, notes)
     unreachable = slurm_client.unreachable(0 if dry else RESTART_S) if chosen.name == "slurm" else None
     if not config.trains(recipe):
         from launch.preflight import evaluation_data  # imports numpy, which no other command needs

@@ -26,7 +26,7 @@ DOWNHILL = [
     ("algorithms", "trackers"),
     ("types", "boxes"),
     ("lineage",),
-    ("digests",),
+    ("digests", "small_files"),
     (
         "builds",
         "encoding",

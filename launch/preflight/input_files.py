@@ -211,6 +211,7 @@ def _check_records(
             absent = list(data_records.absent_columns(recipe, key, dataset, columns.dataset, fields, records))
             yield from absent
             fields = () if absent else fields
+        expected = data_records.ExpectedAnswers(recipe, columns.dataset)
         for number, record in found:
             try:
                 text = data_records.prompt(recipe, record, columns.dataset, fields or ())
@@ -219,8 +220,8 @@ def _check_records(
             else:
                 inputs += [] if text is None else [(number, text)]
                 answers += [(number, answer) for answer in data_records.learned_answers(recipe, record, columns.dataset)]
-                if why := data_records.unfit_answer(recipe, record, columns.dataset):
-                    bad.setdefault(why, []).append(number)
+                if why := expected.fault(record):
+                    unusable.setdefault(why, []).append(number)
         unusable = _droppable(recipe, unusable, len(found))
     bad = unusable | bad
     for what, numbers in list(bad.items())[:SHOWN_FAULTS]:

@@ -19,6 +19,7 @@ import numpy as np
 
 from pipeline.config import DataConfig, DatasetConfig, Message, TokenizerConfig
 from pipeline.data.records import Example, RecordReader, Turns, check_prompt_text
+from pipeline.data.templates import check_template, choose_template
 from pipeline.problems import Problem, RecipeError
 
 if TYPE_CHECKING:
@@ -33,12 +34,11 @@ GENERATION_BLOCK = re.compile(r"\{%-?\s*generation\s*-?%\}")
 
 
 def load_tokenizer(config: TokenizerConfig) -> PreTrainedTokenizerBase:
-    """Return the tokenizer `config.name`, with the recipe's chat template if it has one."""
+    """Return the tokenizer `config.name`, with the chat template that the recipe gives or names, if any. Raises RecipeError."""
     from transformers import AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(config.name)
-    if config.chat_template is not None:
-        tokenizer.chat_template = config.chat_template
+    tokenizer.chat_template = choose_template(config, tokenizer.chat_template).template
     return tokenizer
 
 
@@ -63,6 +63,8 @@ class Encoder(RecordReader):
                 f"got null, and the tokenizer {tokenizer.name_or_path} has no chat template. Try data.apply_chat_template=false"
             )
             raise RecipeError(Problem("policy.tokenizer.chat_template", "missing-value", message))
+        if data.apply_chat_template:
+            check_template(tokenizer, self._template_kwargs)
         if system is not None and not data.apply_chat_template:
             raise _needs_template("system_prompt_file")
         if dataset.messages_key and not data.apply_chat_template:

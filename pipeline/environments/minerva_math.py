@@ -43,6 +43,11 @@ class MinervaMath(Math):
     def build(cls, arguments: NoArguments, context: EnvironmentContext) -> Environment:
         return cls(arguments, context)
 
+    @classmethod
+    @override
+    def check_answer(cls, answer: str, arguments: NoArguments) -> None:
+        super().check_answer(answer, MathArguments())
+
     def __init__(self, arguments: NoArguments, context: EnvironmentContext) -> None:
         super().__init__(MathArguments(), replace(context, timeout_s=context.timeout_s / 2))  # a step may ask math-verify twice
 

@@ -25,9 +25,10 @@ from typing_extensions import override
 
 from pipeline import builds
 from pipeline.config import PolicyConfig, VLLMConfig
+from pipeline.data.stop_tokens import stop_tokens
 from pipeline.generate.base import GenerateBackend, UpdateUnit
 from pipeline.generate.engine_state import EngineState, MemoryPart
-from pipeline.generate.requests import check_likelihoods, check_pending, eos_token_ids, new_token_limit
+from pipeline.generate.requests import check_likelihoods, check_pending, new_token_limit
 from pipeline.models.hugging_face import checkpoint_shapes, model_config
 from pipeline.problems import Problem, RecipeError
 from pipeline.types import Completion, Likelihood, LikelihoodRequest, Request, ServedAdapters, VersionSpan
@@ -98,7 +99,7 @@ class VLLMBackend(GenerateBackend):
         config = model_config(policy)
         # Before creating the engine: if vLLM runs a transformers model, it changes that model's classes.
         self._shapes, self._tied = checkpoint_shapes(config)
-        self._eos = eos_token_ids(policy)
+        self._eos = stop_tokens(policy).ids
         self._stop_strings = StopWatch(policy.tokenizer)
         self._max_model_len = policy.generation.vllm_cfg.max_model_len
         self._precision = getattr(torch, policy.precision)
