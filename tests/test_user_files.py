@@ -10,13 +10,14 @@ import pytest
 
 from launch import recipes, submit
 from launch.executors.base import ROOT
-from launch.preflight import input_files, weight_files
+from launch.preflight import input_files
 from pipeline import user_files
 from pipeline.config import hardware
 from pipeline.data.datasets import JSONLRecords
 from pipeline.encryption.key import obtain
 from pipeline.evaluation.judge_prompts import JudgePrompt
 from pipeline.lineage import sha256
+from pipeline.models.weight_files import file_fault
 from pipeline.problems import RecipeError
 from tests.launch.test_user_imports import SMALL
 from tests.problems import refused
@@ -52,7 +53,7 @@ def test_readers_refuse_what_is_no_regular_file(special):
         obtain(str(special), None, 1.0)
     with pytest.raises(RecipeError):
         JudgePrompt.of_file("evaluate.tasks.x.judge_prompt_file", str(special), "", ())
-    assert weight_files.file_fault(special) is not None
+    assert file_fault(special) is not None
 
 
 @pytest.mark.parametrize("key", ["data_path", "prompt_file", "system_prompt_file"])

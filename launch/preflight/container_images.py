@@ -19,7 +19,7 @@ from launch.containers import OPTIONS
 from launch.executors.base import ROOT
 from launch.model_files import hf_home, is_inside, is_local, model_folder
 from launch.preflight import user_imports
-from launch.preflight.weight_files import fault_code, file_fault
+from launch.preflight.weight_files import fault_code
 from pipeline import config, user_files
 from pipeline.config import (
     GENERATED_DATASETS,
@@ -31,6 +31,7 @@ from pipeline.config import (
     keyed_sets,
     uses_megatron,
 )
+from pipeline.models.weight_files import file_fault
 from pipeline.values import VARIABLE
 
 SQUASHFS = b"hsqs"  # first bytes of a squashfs file; bytes 40 to 48 are its length

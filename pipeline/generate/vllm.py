@@ -74,6 +74,7 @@ from pipeline.generate.vllm_readings import EngineReadings  # noqa: E402
 from pipeline.generate.vllm_sleep import SLEEP_ARGUMENTS, SleepMode  # noqa: E402
 from pipeline.generate.vllm_stop_strings import StopWatch  # noqa: E402
 from pipeline.generate.vllm_update import VLLMUpdate  # noqa: E402
+from pipeline.generate.vllm_weight_files import LOAD_FORMAT  # noqa: E402
 
 if current_platform.is_cpu():
     from pipeline.generate import vllm_cpu_patches
@@ -360,7 +361,7 @@ def _arguments(
     arguments |= generation.vllm_kwargs
     if arguments.get("speculative_config"):
         # A draft model's own weights are not refitted: they come from its files and stay.
-        arguments["speculative_config"] = {"draft_load_config": {"load_format": "auto"}} | arguments["speculative_config"]
+        arguments["speculative_config"] = {"draft_load_config": {"load_format": LOAD_FORMAT}} | arguments["speculative_config"]
     return arguments
 
 
