@@ -65,7 +65,8 @@ def _file_config(policy: PolicyConfig) -> PreTrainedConfig:
 
     for alias, known in ALIASES.items():
         CONFIG_MAPPING.register(alias, CONFIG_MAPPING[known], exist_ok=True)
-    return _without_alias(AutoConfig.from_pretrained(policy.model_name, local_files_only=True))
+    found = AutoConfig.from_pretrained(policy.model_name, local_files_only=True, trust_remote_code=False)
+    return _without_alias(found)
 
 
 def _without_alias(config: PreTrainedConfig) -> PreTrainedConfig:
@@ -74,7 +75,10 @@ def _without_alias(config: PreTrainedConfig) -> PreTrainedConfig:
 
 
 def _overridden(base: PreTrainedConfig, policy: PolicyConfig) -> PreTrainedConfig:
-    """Return a configuration of the same class from config.json with the recipe's overrides."""
+    """Return a configuration of the same class from config.json with the recipe's overrides.
+
+    Overrides are never arguments of `from_pretrained`, which would choose what it loads or runs.
+    """
     key, given = "policy.hf_config_overrides", policy.hf_config_overrides
     if not given:
         return base

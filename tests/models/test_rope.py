@@ -159,6 +159,14 @@ def test_overrides_that_mean_nothing_are_refused(tmp_path, given, key, code):
             reading(policy)
 
 
+@pytest.mark.parametrize("name", ["trust_remote_code", "code_revision", "revision", "local_files_only", "return_unused_kwargs"])
+def test_overrides_do_not_choose_what_is_loaded(tmp_path, name):
+    policy = write(tmp_path, "llama")
+    policy.hf_config_overrides = {name: True}
+    with refused(("policy.hf_config_overrides", "unknown-key")):
+        model_config(policy)
+
+
 @pytest.mark.parametrize(
     ("config", "code"),
     [
