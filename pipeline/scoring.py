@@ -27,9 +27,9 @@ from pipeline.config import PolicyConfig, Recipe, TokenizerConfig
 from pipeline.data.chat import load_tokenizer
 from pipeline.data.packing import plan_microbatches
 from pipeline.data.plain_text import PlainText
+from pipeline.data.rendering import ChatTemplate
 from pipeline.data.special_tokens import SpecialTokenEscaper
 from pipeline.data.stop_strings import text_before_stop
-from pipeline.data.template import ChatTemplate
 from pipeline.problems import Problem, RecipeError
 from pipeline.rollout.work import ScoreWork
 from pipeline.rpc import RpcGroup

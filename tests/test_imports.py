@@ -26,7 +26,7 @@ DOWNHILL = [
     ("algorithms", "trackers"),
     ("types", "boxes"),
     ("lineage",),
-    ("digests",),
+    ("digests", "small_files"),
     (
         "builds",
         "encoding",
@@ -40,7 +40,7 @@ DOWNHILL = [
         "rank_log",
     ),
     ("encryption",),
-    ("secrets", "spans"),
+    ("secrets", "spans", "user_files"),
     ("problems", "values"),
     ("problem_codes",),
 ]

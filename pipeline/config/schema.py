@@ -148,8 +148,8 @@ class DataConfig:
     learn_prefilled: Annotated[
         Bool,
         Field(
-            description="SFT, DPO, RM: count the reasoning marks that the generation prompt already has, such as an empty <think>"
-            " block, in the loss too, as TRL's training templates do."
+            description="SFT, DPO, RM: also count the reasoning marks that the generation prompt already has, such as an"
+            " empty <think> block, as TRL's training templates do."
         ),
     ] = False
     shuffle: Annotated[Bool, Field(description="Shuffle every epoch, with the algorithm's seed.")] = True

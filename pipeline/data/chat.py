@@ -14,15 +14,16 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from pipeline import user_files
 from pipeline.config import DataConfig, DatasetConfig, Message, TokenizerConfig
 from pipeline.data.plain_text import PlainText, tokens_with_text
 from pipeline.data.records import Continuation, Example, RecordReader, Turns, check_prompt_text
-from pipeline.data.template import ChatTemplate
+from pipeline.data.rendering import ChatTemplate
+from pipeline.data.templates import check_template, choose_template
 from pipeline.data.turns import AssistantTurns
 from pipeline.problems import Problem, RecipeError
 
@@ -38,12 +39,11 @@ GENERATION_BLOCK = re.compile(r"\{%-?\s*generation\s*-?%\}")
 
 
 def load_tokenizer(config: TokenizerConfig) -> PreTrainedTokenizerBase:
-    """Return the tokenizer `config.name`, with the recipe's chat template if it has one."""
+    """Return the tokenizer `config.name`, with the chat template that the recipe gives or names, if any. Raises RecipeError."""
     from transformers import AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(config.name)
-    if config.chat_template is not None:
-        tokenizer.chat_template = config.chat_template
+    tokenizer.chat_template = choose_template(config, tokenizer.chat_template).template
     return tokenizer
 
 
@@ -58,7 +58,7 @@ class Encoder(RecordReader):
         self, tokenizer: PreTrainedTokenizerBase, tokenizer_config: TokenizerConfig, data: DataConfig, dataset: DatasetConfig
     ) -> None:
         text = _read_prompt_file(dataset.prompt_file) if dataset.prompt_file else "{}"
-        system = Path(dataset.system_prompt_file).read_text().strip() if dataset.system_prompt_file else None
+        system = user_files.read_text(dataset.system_prompt_file).strip() if dataset.system_prompt_file else None
         super().__init__(data, dataset, text, system)
         self.tokenizer = tokenizer
         self.template = ChatTemplate(tokenizer, tokenizer_config.chat_template_kwargs)
@@ -70,6 +70,8 @@ class Encoder(RecordReader):
                 f"got null, and the tokenizer {tokenizer.name_or_path} has no chat template. Try data.apply_chat_template=false"
             )
             raise RecipeError(Problem("policy.tokenizer.chat_template", "missing-value", message))
+        if data.apply_chat_template:
+            check_template(tokenizer, tokenizer_config.chat_template_kwargs)
         if system is not None and not data.apply_chat_template:
             raise _needs_template("system_prompt_file")
         if dataset.messages_key and not data.apply_chat_template:
@@ -209,7 +211,7 @@ def _unknown_token(tokenizer: PreTrainedTokenizerBase) -> int | None:
 
 def _read_prompt_file(path: str) -> str:
     try:
-        return check_prompt_text(Path(path).read_text())
+        return check_prompt_text(user_files.read_text(path))
     except ValueError as error:
         raise RecipeError(Problem("data", "bad-format", f"prompt_file {path}: {error}")) from None
 

@@ -1,8 +1,8 @@
 """Tokenize plain text, to be continued or learned, without a chat template.
 
 A tokenizer's post-processor may put special tokens around every text: <s> before it (Llama), or an end-of-sequence token after
-it (T5, some base models). Those before it begin a document. One after it would end the document before the answer, so it is left
-out, and `ended` appends the end-of-sequence token where a text is complete.
+it (T5, some base models). Those before it begin a document. One after it would end the document before the answer, so it is
+left out, and `ended` appends the end-of-sequence token where a text is complete.
 """
 
 from __future__ import annotations

@@ -5,11 +5,12 @@ Both the job (`pipeline/data/chat.py`) and the checks of data files before submi
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import math
 import string
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from pipeline.config import DataConfig, DatasetConfig, Message, parse_conversation
@@ -32,7 +33,7 @@ class Turns:
 
     messages: list[Message]
     first: int = 0
-    options: dict[str, Any] = field(default_factory=dict)  # of the chat template: `RecordReader.template_options`
+    options: dict[str, Any] = dataclasses.field(default_factory=dict)  # of the chat template: `RecordReader.template_options`
 
 
 Example = Continuation | Turns

@@ -2,7 +2,7 @@
 
 The forms are those of TRL and transformers (https://huggingface.co/docs/trl/dataset_formats#tool-calling):
 
-    tools                  [{"type": "function", "function": {"name": ..., "description": ..., "parameters": {...}}}], or as JSON
+    tools                  [{"type": "function", "function": {"name", "description", "parameters": {...}}}], or as JSON
     messages               {"role": "assistant", "tool_calls": [{"type": "function", "function": {"name", "arguments"}}]}, then
                            {"role": "tool", "name": ..., "content": ...}
     chat_template_kwargs   {"enable_thinking": false}
@@ -17,7 +17,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from pipeline.config import Message
-from pipeline.data.template import RESERVED
+from pipeline.data.rendering import RESERVED
 
 VARIABLES = "chat_template_kwargs"
 

@@ -1,9 +1,9 @@
-"""Find the assistant's turns in a rendered conversation, as spans of characters.
+r"""Find the assistant's turns in a rendered conversation, as spans of characters.
 
 The conversation is rendered once, whole, and its tokens are those of `apply_chat_template`. A turn begins where the generation
 prompt before it ends, and it ends with the token that ends the turn:
 
-    <|im_start|>user\\nHi<|im_end|>\\n<|im_start|>assistant\\nHello<|im_end|>\\n
+    <|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\nHello<|im_end|>\n
                                                           ^^^^^^^^^^^^^^^
 
 Some templates render a turn differently when more follows, such as those that drop earlier thinking. So the borders come from
@@ -69,21 +69,20 @@ class AssistantTurns:
         header = prompt[theirs:]
         if self._learn_prefilled and (prefilled := THINKING.search(header)):
             header = header[: prefilled.start()]
-        same = _common(self._split(self.text[ours:]), self._split(header))
-        if not self._has_opening(i, before, header, same) and not self._is_text_of(i, ours + len(same)):
+        length, kept = _matched(self._split(self.text[ours:]), self._split(header))
+        if not self._has_opening(i, before, header, kept) and not self._is_text_of(i, ours + length):
             raise _hidden(i)
-        return ours + len(same)
+        return ours + length
 
-    def _has_opening(self, i: int, before: int, header: str, same: str) -> bool:
-        """Return whether `same`, the part of the header that the conversation has, opens the turn of message i.
+    def _has_opening(self, i: int, before: int, header: str, kept: int) -> bool:
+        """Return whether the conversation has enough of a header to open the turn of message i.
 
-        header: what the generation prompt writes after message `before`. It may go on with what the template drops later.
+        header: what the generation prompt writes after message `before`. kept: how many characters of it the conversation has;
+        the template may drop the rest later.
         """
         closing = self._tail(self._messages[:i], before) or ""
-        closed = _common(self._split(header), self._split(closing))
-        opening = header[len(closed) :]
-        kept = same[len(closed) :].strip()
-        return bool(kept) or not THINKING.sub("", opening).strip()
+        _, closed = _matched(self._split(closing), self._split(header))
+        return bool(header[closed:kept].strip()) or not THINKING.sub("", header[closed:]).strip()
 
     def _is_text_of(self, i: int, at: int) -> bool:
         content = (self._messages[i].get("content") or "").strip()
@@ -93,7 +92,9 @@ class AssistantTurns:
         """Return where the assistant's message i ends: after the token that ends the turn, if the template writes one."""
         end = self._after(self._messages, i, self.text)
         if end is None:
-            raise _hidden(i)
+            raise ValueError(
+                f"the chat template renders no text of message {i}, a turn of the assistant, or hides where it ends"
+            )
         tail = self.text[end:]
         last = i == len(self._messages) - 1
         alone = tail if last else self._tail(self._messages[: i + 1], i)
@@ -196,8 +197,25 @@ def _common(one: list[str], other: list[str]) -> str:
     return "".join(a for a, _ in itertools.takewhile(lambda pair: pair[0] == pair[1], pairs))
 
 
+def _matched(ours: list[str], theirs: list[str]) -> tuple[int, int]:
+    """Return how many characters of two lists of pieces agree, but for white space that one alone has between pieces."""
+    a = b = 0
+    ends = (0, 0)
+    while a < len(ours) and b < len(theirs):
+        if ours[a] == theirs[b]:
+            a, b = a + 1, b + 1
+            ends = a, b
+        elif ours[a].isspace():
+            a += 1
+        elif theirs[b].isspace():
+            b += 1
+        else:
+            break
+    return len("".join(ours[: ends[0]])), len("".join(theirs[: ends[1]]))
+
+
 def _hidden(message: int) -> ValueError:
     return ValueError(
-        f"the chat template hides where message {message}, a turn of the assistant, begins or ends. Try {{% generation %}} around"
-        " the assistant's text in policy.tokenizer.chat_template"
+        f"the chat template hides where message {message}, a turn of the assistant, begins. Try {{% generation %}} around the"
+        " assistant's text in policy.tokenizer.chat_template"
     )

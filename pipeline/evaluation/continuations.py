@@ -44,9 +44,11 @@ class ContinuationEncoder:
         self._tokenizer, self.plain = tokenizer, PlainText(tokenizer)
         ids: list[Any] = [tokenizer.bos_token_id, tokenizer.eos_token_id]
         if ids == [None, None]:
-            what = f"got {tokenizer.name_or_path}, which has neither a beginning-of-sequence nor an end-of-sequence token; likelihoods"
+            what = (
+                f"got {tokenizer.name_or_path}, which has neither a beginning-of-sequence nor an end-of-sequence token; scores"
+            )
             raise RecipeError(
-                Problem("policy.tokenizer.name", "unsupported", f"{what} need one as the context of a whole text")
+                Problem("policy.tokenizer.name", "unsupported", f"{what} of likelihood need one as the context of a whole text")
             )
         self.prefix: int = ids[0] if ids[0] is not None else ids[1]
         """The context of a text without one."""

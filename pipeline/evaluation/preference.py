@@ -20,8 +20,8 @@ from pipeline.algorithms.evaluate import TaskConfig
 from pipeline.config import Recipe, evaluated_reward_model
 from pipeline.data.chat import load_tokenizer
 from pipeline.data.plain_text import PlainText
+from pipeline.data.rendering import ChatTemplate
 from pipeline.data.special_tokens import SpecialTokenEscaper
-from pipeline.data.template import ChatTemplate
 from pipeline.evaluation import data
 from pipeline.evaluation.answers import AnswerLog
 from pipeline.evaluation.base import Answer, PerQuestion, Question

@@ -16,7 +16,7 @@ from pipeline.algorithms.evaluate import TaskConfig
 from pipeline.config import PolicyConfig, TokenizerConfig
 from pipeline.data.chat import unknown_text
 from pipeline.data.plain_text import PlainText
-from pipeline.data.template import ChatTemplate
+from pipeline.data.rendering import ChatTemplate
 from pipeline.evaluation.base import Message, Question
 from pipeline.evaluation.data import TaskData
 from pipeline.problems import Problem, RecipeError
@@ -113,7 +113,7 @@ class PromptEncoder:
         return [*begin, *turns]
 
     def tokenize(self, text: str) -> np.ndarray:
-        """Return a text as `[P]` int32. A chat template has its own special tokens; a plain text begins with the tokenizer's."""
+        """Return a text as `[P]` int32. A chat template has its own special tokens, a plain text the tokenizer's."""
         if self._task.apply_chat_template:
             return np.asarray(self._tokenizer(text, add_special_tokens=False).input_ids, dtype=np.int32)
         return np.asarray(self._plain.tokens(text), dtype=np.int32)

@@ -13,8 +13,9 @@ from pipeline.data.preferences import encode_pair
 SPECIAL = ("<|im_start|>", "<|im_end|>", "<|user|>", "<|assistant|>", "<|end|>", "<|return|>", "<|endoftext|>", "<|call|>")
 PREFILLED = (  # Qwen3.5: the generation prompt opens the reasoning, and only the last question's answer keeps it
     "{% set ns = namespace(last=0) %}{% for m in messages %}{% if m.role == 'user' %}{% set ns.last = loop.index0 %}{% endif %}"
-    "{% endfor %}{% for m in messages %}<|im_start|>{{ m.role }}\n{% if m.role == 'assistant' and loop.index0 > ns.last %}<think>\n"
-    "{{ m.reasoning_content | default('') }}\n</think>\n\n{% endif %}{{ m.content.split('</think>')[-1] | trim }}<|im_end|>\n{% endfor %}"
+    "{% endfor %}{% for m in messages %}<|im_start|>{{ m.role }}\n"
+    "{% if m.role == 'assistant' and loop.index0 > ns.last %}<think>\n{{ m.reasoning_content | default('') }}\n</think>\n\n"
+    "{% endif %}{{ m.content.split('</think>')[-1] | trim }}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% if thinking is defined and not thinking %}<think>\n\n</think>\n\n"
     "{% else %}<think>\n{% endif %}{% endif %}"
 )
@@ -27,7 +28,10 @@ ENDED = (  # Phi-3: the conversation's end follows the turn's
     "{% for m in messages %}<|{{ m.role }}|>\n{{ m.content }}<|end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|assistant|>\n{% else %}<|endoftext|>{% endif %}"
 )
-OPEN = "{% for m in messages %}<|{{ m.role }}|>\n{{ m.content }}{% endfor %}{% if add_generation_prompt %}<|assistant|>\n{% endif %}"  # GLM
+OPEN = (  # GLM: nothing ends a turn but the beginning of the next
+    "{% for m in messages %}<|{{ m.role }}|>\n{{ m.content }}{% endfor %}"
+    "{% if add_generation_prompt %}<|assistant|>\n{% endif %}"
+)
 CALLS = (
     "{% if tools %}<|im_start|>system\n{% for t in tools %}{{ t | tojson }}{% endfor %}<|im_end|>\n{% endif %}"
     "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content or '' }}{% for c in m.tool_calls or [] %}<tool_call>"
@@ -101,7 +105,7 @@ def test_a_pair_ends_where_its_answer_does():
     assert texts == ["<|user|>\none<|end|>\n<|assistant|>\nuno<|end|>", "<|user|>\none<|end|>\n<|assistant|>\ndos<|end|>"]
 
 
-# ---- tools --------------------------------------------------------------------------------------------------------------------
+# ---- tools ------------------------------------------------------------------------------------------------------------
 
 
 def called(arguments, content=None) -> dict:

@@ -12,6 +12,8 @@ import logging
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
+import jinja2
+
 from pipeline.config import Message
 
 if TYPE_CHECKING:
@@ -20,8 +22,26 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 RESERVED = frozenset(
-    ("add_generation_prompt", "chat_template", "continue_final_message", "conversation", "max_length", "messages", "padding")
-    + ("return_assistant_tokens_mask", "return_dict", "return_tensors", "tokenize", "tokenizer_kwargs", "tools", "truncation")
+    {
+        *(
+            "add_generation_prompt",
+            "chat_template",
+            "continue_final_message",
+            "conversation",
+            "max_length",
+            "messages",
+            "padding",
+        ),
+        *(
+            "return_assistant_tokens_mask",
+            "return_dict",
+            "return_tensors",
+            "tokenize",
+            "tokenizer_kwargs",
+            "tools",
+            "truncation",
+        ),
+    }
 )
 """Names that no variable of a template may have: arguments of `apply_chat_template`."""
 ABSENT = object()
@@ -37,7 +57,7 @@ ANSWERED: tuple[Message, ...] = (
 )
 
 
-class TemplateError(ValueError):
+class TemplateRefusal(ValueError):
     """Raised if the chat template refuses a conversation, whatever it raises."""
 
 
@@ -53,7 +73,7 @@ class ChatTemplate:
     def text(self, messages: list[Message], **options: Any) -> str:
         """Return the rendered conversation.
 
-        options: of the record (`RecordReader.template_options`), and of `apply_chat_template`. Raise TemplateError.
+        options: of the record (`RecordReader.template_options`), and of `apply_chat_template`. Raise TemplateRefusal.
         """
         text = self.apply(messages, tokenize=False, **options)
         if options.get("tools") and not self._told_of_tools:
@@ -65,11 +85,11 @@ class ChatTemplate:
     def _without_tools(self, messages: list[Message], options: dict[str, Any]) -> str | None:
         try:
             return self.apply(messages, tokenize=False, **{**options, "tools": None})
-        except TemplateError:  # it needs tools
+        except TemplateRefusal:  # it needs tools
             return None
 
     def apply(self, messages: list[Message], **options: Any) -> Any:
-        """Return what `apply_chat_template` returns. Raise TemplateError for whatever it raises."""
+        """Return what `apply_chat_template` returns. Raise TemplateRefusal for whatever it raises."""
         if any(message.get("tool_calls") for message in messages):
             messages = [self._formed(message) for message in messages]
         return self._applied(messages, **options)
@@ -78,9 +98,10 @@ class ChatTemplate:
         try:
             return self._tokenizer.apply_chat_template(messages, **{**self._variables, **options})
         except Exception as error:  # templates raise whatever they like, and jinja2 adds Python's own errors
-            what = str(error) if isinstance(error, ValueError) else f"{type(error).__name__}: {error}"
+            plain = isinstance(error, ValueError) or type(error) is jinja2.TemplateError  # raise_exception's
+            what = str(error) if plain else f"{type(error).__name__}: {error}"
             roles = ", ".join(message["role"] for message in messages)
-            raise TemplateError(f"the chat template refuses the messages ({roles}): {what}") from error
+            raise TemplateRefusal(f"the chat template refuses its messages ({roles}): {what}") from error
 
     def _formed(self, message: Message) -> Message:
         """Return a message in the form that the template renders well. An empty content with tool calls is none."""
@@ -95,18 +116,18 @@ class ChatTemplate:
         return shaped
 
     def _call_form(self, given: Any) -> tuple[bool, Any]:
-        """Return (whether arguments are text, the content) for a turn with tool calls. Raise TemplateError if none shows them.
+        """Return (whether arguments are text, the content) for a turn with tool calls.
 
-        given: the content, "text" for one that is not empty. The record's own form is tried first.
+        given: the content, "text" for one that is not empty. The record's own form is tried first. Raise TemplateRefusal if the
+        template shows the call in none.
         """
         if given not in self._forms:
             contents = [given, *([] if given == "text" else [one for one in (None, ABSENT, "") if one is not given])]
             forms = [(as_text, content) for content in contents for as_text in (False, True)]
             shown = [form for form in forms if self._shows(*form)]
             if not shown:
-                raise TemplateError(
-                    "the chat template renders no tool_calls. Try a template that does, or data.bad_records=drop"
-                )
+                why = "the chat template renders no tool_calls. Try one that does, or data.bad_records=drop"
+                raise TemplateRefusal(why)
             self._forms[given] = next((form for form in shown if self._shows(*form, answered=True)), shown[0])
         return self._forms[given]
 
@@ -117,15 +138,13 @@ class ChatTemplate:
         """
         arguments = {PROBE_KEY: PROBE_VALUE}
         function = {"name": PROBE_NAME, "arguments": json.dumps(arguments) if as_text else arguments}
-        turn: dict[str, Any] = {
-            "role": "assistant",
-            "tool_calls": [{"id": "call00001", "type": "function", "function": function}],
-        }
+        call = {"id": "call00001", "type": "function", "function": function}
+        turn: dict[str, Any] = {"role": "assistant", "tool_calls": [call]}
         turn |= {} if content is ABSENT else {"content": content}
         messages = [{"role": "user", "content": "?"}, turn, *(ANSWERED if answered else ())]
         try:
             text = self._applied(messages, tokenize=False, tools=[PROBE_TOOL])
-        except TemplateError:
+        except TemplateRefusal:
             return False
         wrong = (f"'{PROBE_KEY}'", f'\\"{PROBE_KEY}', "None")
         return all(part in text for part in (PROBE_NAME, PROBE_VALUE)) and not any(part in text for part in wrong)
