@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any
 
 from pipeline.config import PolicyConfig
 from pipeline.data.chat import load_tokenizer
-from pipeline.data.turn_ends import find_turn_ends
+from pipeline.data.turn_ends import TurnEnds, find_turn_ends
 from pipeline.problems import Problem, RecipeError
 
 if TYPE_CHECKING:
@@ -73,16 +73,22 @@ def stop_tokens(policy: PolicyConfig) -> StopTokens:
     """Return the stop tokens of a model. Loads its tokenizer. Raises RecipeError for files that cannot be read."""
     files = [model_file(policy.model_name, name) for name in (GENERATION, CONFIG)]
     generation, config = ({} if path is None else read_config(path) for path in files)
-    return decide(load_tokenizer(policy.tokenizer), generation, config, policy)
+    tokenizer = load_tokenizer(policy.tokenizer)
+    ends = find_turn_ends(tokenizer, policy.tokenizer.chat_template_kwargs)
+    return decide(tokenizer, ends, generation, config, policy.hf_config_overrides)
 
 
 def decide(
-    tokenizer: PreTrainedTokenizerBase, generation: Mapping[str, Any], config: Mapping[str, Any], policy: PolicyConfig
+    tokenizer: PreTrainedTokenizerBase,
+    ends: TurnEnds,
+    generation: Mapping[str, Any],
+    config: Mapping[str, Any],
+    overrides: Mapping[str, Any],
 ) -> StopTokens:
     """Return the stop tokens.
 
-    tokenizer: with the recipe's chat template. generation, config: the content of generation_config.json and config.json, empty
-    without one. Raises RecipeError for values that are no token ids.
+    ends: of the tokenizer's chat template. generation, config: the content of generation_config.json and config.json, empty
+    without one. overrides: the recipe's hf_config_overrides. Raises RecipeError for values that are no token ids.
     """
     found: dict[int, list[str]] = {}
     notes: list[str] = []
@@ -92,13 +98,12 @@ def decide(
     for id in _ids(generation.get("eos_token_id"), GENERATION):
         found.setdefault(id, []).append(GENERATION)
     marks = tokenizer.added_tokens_decoder
-    for where, id in _config_ids(config, policy.hf_config_overrides):
+    for where, id in _config_ids(config, overrides):
         if id in found or id in marks:
             found.setdefault(id, []).append(where)
         else:
             text = str(tokenizer.convert_ids_to_tokens(id))
             notes.append(f"eos_token_id {id} of {where} does not end answers: it is {text!r}, no special token")
-    ends = find_turn_ends(tokenizer, policy.tokenizer.chat_template_kwargs)
     for text in ends.stops:
         found.setdefault(_id(tokenizer, text), []).append(TEMPLATE)
     if tokenizer.chat_template and not ends.stops:
