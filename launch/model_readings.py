@@ -20,6 +20,7 @@ from pipeline.data.file_tokenizer import VOCABULARY, FileTokenizer
 from pipeline.data.stop_tokens import CONFIG, GENERATION, StopTokens, decide
 from pipeline.data.templates import check_template
 from pipeline.data.turn_ends import QUESTION, RENDER_ERRORS, TurnEnds, find_turn_ends
+from pipeline.models import rope
 
 
 @dataclass(frozen=True)
@@ -34,6 +35,8 @@ class ModelReading:
     """The text before the user's in a prompt; empty without a chat template."""
     rows: int | None
     """Rows of the embedding, config.json's vocab_size."""
+    ropes: tuple[rope.Rope, ...] = ()
+    """Rotary position embeddings, several if layers differ."""
     problems: tuple[Problem, ...] = ()
     """Why the chat template cannot be used."""
 
@@ -53,6 +56,7 @@ class ModelReading:
             yield "template", "none"
         rows = f"; {self.rows} rows in {CONFIG}" if self.rows else ""
         yield "vocabulary", f"{len(tokenizer)} tokens in {tokenizer.name_or_path}/{VOCABULARY}{rows}"
+        yield from (("RoPE", f"{one} ({one.source})") for one in self.ropes)
 
     def _added(self) -> str:
         """Describe the special tokens around texts and conversations."""
@@ -90,18 +94,21 @@ def read(section: str, model: PolicyConfig, pending: Sequence[os.PathLike] = ())
     place: Path | None = None
     described: dict[str, Any] = {}
     rows = None
+    ropes: list[rope.Rope] = []
     if not is_inside(model.model_name, pending):
         with collected([]):  # other checks report a model that is not here, or its config
             place = model_folder(f"{section}.model_name", model.model_name)
             described = read_json(place / CONFIG)
             rows = (model_config(model, pending, f"{section}.model_name") or {}).get("vocab_size")
+            text = {**described, **(described.get("text_config") or {})}
+            ropes = rope.decide(text, model.hf_config_overrides, f"{section}.hf_config_overrides")
     generation = read_json(place / GENERATION) if place and (place / GENERATION).exists() else {}
     try:
         stops = decide(_as(tokenizer), template.ends, generation, described, model.hf_config_overrides)
     except RecipeError as error:
         raise RecipeError(*(Problem(f"{section}.model_name", one.code, one.message) for one in error.problems)) from None
     rows = rows if isinstance(rows, int) else None
-    return ModelReading(section, model, tokenizer, stops, template.opening, rows, template.problems)
+    return ModelReading(section, model, tokenizer, stops, template.opening, rows, tuple(ropes), template.problems)
 
 
 def models(recipe: Recipe) -> dict[str, PolicyConfig]:

@@ -20,7 +20,7 @@ from launch.executors.base import ROOT
 from launch.model_files import hf_home, is_inside, is_local, model_folder
 from launch.preflight import user_imports
 from launch.preflight.weight_files import fault_code
-from pipeline import config
+from pipeline import config, user_files
 from pipeline.config import (
     GENERATED_DATASETS,
     ComponentConfig,
@@ -143,7 +143,7 @@ def _check_image(key: str, image: str) -> Iterator[Problem]:
     if reason := file_fault(path):
         yield Problem(key, fault_code(reason), f"{path} {reason.replace('fetch it again', 'give the path of a .sqsh file')}")
         return
-    with open(path, "rb") as file:
+    with user_files.open_file(path) as file:
         start = file.read(96)
     if start[:4] != SQUASHFS:
         yield Problem(key, "bad-format", f"got {path}; expected a squashfs image, as `enroot import` makes them")

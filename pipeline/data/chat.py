@@ -12,11 +12,11 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from pipeline import user_files
 from pipeline.config import DataConfig, DatasetConfig, Message, TokenizerConfig
 from pipeline.data.records import Example, RecordReader, Turns, check_prompt_text
 from pipeline.data.templates import check_template, choose_template
@@ -53,7 +53,7 @@ class Encoder(RecordReader):
         self, tokenizer: PreTrainedTokenizerBase, tokenizer_config: TokenizerConfig, data: DataConfig, dataset: DatasetConfig
     ) -> None:
         text = _read_prompt_file(dataset.prompt_file) if dataset.prompt_file else "{}"
-        system = Path(dataset.system_prompt_file).read_text().strip() if dataset.system_prompt_file else None
+        system = user_files.read_text(dataset.system_prompt_file).strip() if dataset.system_prompt_file else None
         super().__init__(data, dataset, text, system)
         self.tokenizer = tokenizer
         self._special = {i for i, token in tokenizer.added_tokens_decoder.items() if token.special}
@@ -211,7 +211,7 @@ def _unknown_token(tokenizer: PreTrainedTokenizerBase) -> int | None:
 
 def _read_prompt_file(path: str) -> str:
     try:
-        return check_prompt_text(Path(path).read_text())
+        return check_prompt_text(user_files.read_text(path))
     except ValueError as error:
         raise RecipeError(Problem("data", "bad-format", f"prompt_file {path}: {error}")) from None
 

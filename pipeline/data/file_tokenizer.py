@@ -23,6 +23,7 @@ import jinja2.ext
 import jinja2.parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
+from pipeline import user_files
 from pipeline.config import Message, TokenizerConfig
 from pipeline.data.templates import KEY, SETTINGS, ChosenTemplate, choose_template, folder_template
 from pipeline.problems import Problem, RecipeError
@@ -157,6 +158,7 @@ class FileTokenizer:
 def read_tokenizer(path: Path) -> Tokenizer:
     """Return the tokenizer of a tokenizer.json, which others share: do not change it. Raises RecipeError."""
     try:
+        user_files.open_file(path).close()  # the library that reads it would wait for a pipe
         status = os.stat(path)
     except OSError as error:
         raise RecipeError(Problem(str(path), "unreadable", error.strerror or str(error))) from None
@@ -180,9 +182,9 @@ def _settings(folder: Path) -> dict[str, Any]:
     for name in (SPECIAL_TOKENS, SETTINGS):
         if (path := folder / name).exists():
             try:
-                read = json.loads(path.read_text(encoding="utf-8"))
+                read = json.loads(user_files.read_text(path, user_files.MAX_JSON))
                 found |= read if name == SETTINGS else {key: value for key, value in read.items() if key in NAMES}
-            except (OSError, ValueError, TypeError, AttributeError) as error:
+            except (OSError, ValueError, TypeError, AttributeError, RecursionError) as error:
                 raise RecipeError(Problem(str(path), "bad-format", f"not the settings of a tokenizer: {error}")) from None
     return found
 

@@ -22,6 +22,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from pipeline import user_files
 from pipeline.config import PolicyConfig
 from pipeline.data.chat import load_tokenizer
 from pipeline.data.turn_ends import TurnEnds, find_turn_ends
@@ -150,8 +151,10 @@ def model_file(name: str, file: str) -> Path | None:
 def read_config(path: Path) -> dict[str, Any]:
     """Return the JSON object in a file of a model. Raises RecipeError."""
     try:
-        found = json.loads(path.read_text())
-    except ValueError as error:
+        found = json.loads(user_files.read_text(path, user_files.MAX_JSON))
+    except OSError as error:
+        raise RecipeError(Problem(str(path), "unreadable", error.strerror or str(error))) from None
+    except (ValueError, RecursionError) as error:
         raise RecipeError(Problem(str(path), "bad-format", f"not JSON: {error}")) from None
     if not isinstance(found, dict):
         raise RecipeError(Problem(str(path), "bad-format", f"got a JSON {type(found).__name__}; expected an object"))
