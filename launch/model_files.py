@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from pipeline import user_files
 from pipeline.config import PolicyConfig, Problem, RecipeError, collected, refuse
 from pipeline.models.sizes import ALIASES
 
@@ -161,15 +162,17 @@ def _in_cache(name: str) -> Path | None:
     main = repository / "refs/main"
     snapshots = sorted(repository.glob("snapshots/*"), key=lambda path: path.stat().st_mtime, reverse=True)
     if main.exists():
-        snapshots.insert(0, repository / "snapshots" / main.read_text().strip())
+        snapshots.insert(0, repository / "snapshots" / user_files.read_text(main, 1024).strip())
     return next((snapshot for snapshot in snapshots if (snapshot / "config.json").exists()), None)
 
 
 def read_json(path: Path) -> dict[str, Any]:
     """Return the JSON object in a file. Raises RecipeError if the file holds anything else."""
     try:
-        found = json.loads(path.read_text())
-    except ValueError as error:
+        found = json.loads(user_files.read_text(path, user_files.MAX_JSON))
+    except OSError as error:
+        raise RecipeError(Problem(str(path), "unreadable", f"cannot be read: {error.strerror}")) from None
+    except (ValueError, RecursionError) as error:
         raise RecipeError(Problem(str(path), "bad-format", f"not JSON: {error}")) from None
     if not isinstance(found, dict):
         why = f"got a JSON {type(found).__name__}; expected an object. Try to download the file again"

@@ -25,6 +25,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from pipeline import user_files
 from pipeline.storage import open_own, write_durably
 
 logger = logging.getLogger(__name__)
@@ -98,7 +99,7 @@ class Stopped(Exception):
 def sha256(path: Path, stop: Callable[[], bool] = lambda: False) -> str:
     """Return the SHA-256 of a file's content, in hex. stop: asked between blocks; true raises Stopped. Raises OSError."""
     found = hashlib.sha256()
-    with open(path, "rb") as file:
+    with user_files.open_file(path) as file:
         while block := file.read(BLOCK):
             found.update(block)
             if stop():

@@ -40,7 +40,7 @@ DOWNHILL = [
         "rank_log",
     ),
     ("encryption",),
-    ("secrets", "spans"),
+    ("secrets", "spans", "user_files"),
     ("problems", "values"),
     ("problem_codes",),
 ]

@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from pipeline.values import Float, Int, Line, Positive, Text, interpolation
+from pipeline.values import CHAT_TEMPLATE, Float, Int, Line, Positive, Text, interpolation
 
 
 @dataclass
@@ -15,7 +15,7 @@ class ServedTokenizerConfig:
     """The tokenizer and its chat template."""
 
     name: Annotated[Line | None, Field(description="Tokenizer. null: the one in the model's folder.")] = None
-    chat_template: Annotated[Text | None, Field(description="Jinja template. null: the tokenizer's own.")] = None
+    chat_template: Annotated[Text | None, Field(description=CHAT_TEMPLATE)] = None
     chat_template_kwargs: Annotated[dict[str, Any] | None, Field(description="Variables of the chat template.")] = None
 
 

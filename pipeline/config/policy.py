@@ -7,7 +7,7 @@ from pydantic import Field
 
 from pipeline.config.generation import GenerationConfig
 from pipeline.config.megatron import MegatronConfig
-from pipeline.values import LIVE, MISSING, Bool, Float, Int, Line, Live, Positive, Text, interpolation
+from pipeline.values import CHAT_TEMPLATE, LIVE, MISSING, Bool, Float, Int, Line, Live, Positive, Text, interpolation
 
 PRECISIONS = {"float32": 4, "bfloat16": 2}  # values of policy.precision, and the bytes per number
 Precision = Literal["float32", "bfloat16"]
@@ -20,7 +20,7 @@ class TokenizerConfig:
     name: Annotated[Line, Field(description="A folder, or a Hugging Face name whose files are in the local cache.")] = (
         interpolation("${policy.model_name}")
     )
-    chat_template: Annotated[Text | None, Field(description="Jinja template. null: the tokenizer's own.")] = None
+    chat_template: Annotated[Text | None, Field(description=CHAT_TEMPLATE)] = None
     chat_template_kwargs: Annotated[dict[str, Any] | None, Field(description="Variables of the chat template.")] = None
 
 

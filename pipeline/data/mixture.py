@@ -24,6 +24,7 @@ from pipeline.config import (
     PAIRED,
     DatasetConfig,
     Recipe,
+    answer_check,
     held_out_sets,
     judged_by_answer,
     judged_by_own_code,
@@ -184,6 +185,7 @@ def _stream(
             answered=judged_by_answer(recipe, dataset),
             whole=judged_by_own_code(recipe.env, dataset.env_name),
             dataset=name,
+            check=answer_check(recipe.env, dataset.env_name) if judged_by_answer(recipe, dataset) else None,
         )
     dataset = columns(dataset, paired)
     if dataset.dataset_name not in NAMED_DATASETS:

@@ -26,6 +26,11 @@ if TYPE_CHECKING:
     from pipeline.types import Head
 
 
+LOADING = ("trust_remote_code", "code_revision", "revision", "subfolder", "cache_dir", "token", "proxies", "force_download")
+LOADING += ("local_files_only", "return_unused_kwargs", "_from_auto", "_commit_hash")
+"""Arguments of `from_pretrained` that are no keys of a configuration. A model folder's own code never runs."""
+
+
 def model_config(policy: PolicyConfig, head: Head = "logprobs") -> PreTrainedConfig:
     """Return the policy's config with `hf_config_overrides`, and with one label if the head gives values.
 
@@ -36,7 +41,11 @@ def model_config(policy: PolicyConfig, head: Head = "logprobs") -> PreTrainedCon
 
     for alias, known in ALIASES.items():
         CONFIG_MAPPING.register(alias, CONFIG_MAPPING[known], exist_ok=True)
-    options = {"local_files_only": True, "return_unused_kwargs": True, **policy.hf_config_overrides}
+    if loading := [name for name in policy.hf_config_overrides if name in LOADING]:
+        message = f"got {loading[0]}, which chooses what transformers loads or runs; expected keys of the configuration"
+        raise RecipeError(Problem("policy.hf_config_overrides", "unknown-key", message))
+    options = {"local_files_only": True, "return_unused_kwargs": True, "trust_remote_code": False}
+    options |= policy.hf_config_overrides
     loaded: tuple[PreTrainedConfig, dict[str, Any]]  # with return_unused_kwargs, which transformers' annotation leaves out
     loaded = AutoConfig.from_pretrained(policy.model_name, **options)  # pyright: ignore[reportAssignmentType]
     config, unused = loaded
