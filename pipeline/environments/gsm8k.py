@@ -17,8 +17,6 @@ if TYPE_CHECKING:
 
 STRICT = re.compile(r"#### (\-?[0-9\.\,]+)")
 FLEXIBLE = re.compile(r"(?:-?[$0-9.,]{2,})|(?:-?[0-9]+)")
-IGNORED = tuple(map(re.compile, (",", r"\$", r"(?s).*#### ", r"\.$")))
-"""Removed in this order before numbers are compared."""
 
 
 class GSM8KAnswer(BuiltinEnvironment):
@@ -47,6 +45,5 @@ class GSM8KAnswer(BuiltinEnvironment):
 
 def normalize(number: str) -> str:
     """Return a number in the form that is compared."""
-    for ignored in IGNORED:
-        number = ignored.sub("", number)
+    number = re.sub(r"\.$", "", number.replace(",", "").replace("$", "").rpartition("#### ")[2])
     return number.strip().lower()
