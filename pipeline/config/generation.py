@@ -44,9 +44,7 @@ class VLLMConfig:
     )
     enforce_eager: Annotated[
         Bool | None,
-        Field(
-            description="Compute eagerly, without compiled code and CUDA graphs. null: on CPUs, where compilation takes minutes."
-        ),
+        Field(description="Without compiled code and CUDA graphs. null: eager on CPUs, where compilation takes minutes."),
     ] = None
     enable_prefix_caching: Annotated[Bool, Field(description="Reuse the KV cache of common prefixes.")] = True
     precision: Annotated[
