@@ -11,6 +11,7 @@ from typing import Any
 
 from pipeline import user_files
 from pipeline.config import PolicyConfig, Problem, RecipeError, collected, refuse
+from pipeline.models.overrides import overridden
 from pipeline.models.sizes import ALIASES
 
 KNOWN = Path(__file__).resolve().parent.parent / "recipes/models"
@@ -80,9 +81,10 @@ def planning_config(
 
 
 def _language_model_config(config: dict[str, Any], policy: PolicyConfig, key: str) -> dict[str, Any]:
-    refuse(_type_problems(f"{key.removesuffix('model_name')}hf_config_overrides", policy.hf_config_overrides, config))
-    text = {**(config.get("text_config") or {}), **(policy.hf_config_overrides.get("text_config") or {})}
-    config = config | policy.hf_config_overrides | text
+    overrides = f"{key.removesuffix('model_name')}hf_config_overrides"
+    refuse(_type_problems(overrides, policy.hf_config_overrides, config))
+    config = overridden(config, policy.hf_config_overrides, overrides)
+    config |= config.get("text_config") or {}
     kind = config.get("model_type")
     return {**config, "model_type": ALIASES[kind]} if kind in ALIASES else config
 

@@ -68,7 +68,9 @@ def warnings(run: RunFolder, since_step: float = 0.0) -> list[dict[str, Any]]:
         return []
     found = {}
     for line in _tail(run.attempts[-1].folder / "resources/warnings.jsonl", MOST_WARNINGS * 512):
-        if line["step"] >= since_step:
+        if line.get("cleared"):
+            found = {key: each for key, each in found.items() if key[0] != line["check"]}
+        elif line["step"] >= since_step:
             found[line["check"], line["rank"]] = line
     return list(found.values())[-MOST_WARNINGS:]
 

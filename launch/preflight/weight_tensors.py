@@ -45,7 +45,8 @@ def problems(
     if head == "rewards":
         expected[SCORE] = (1, config["hidden_size"])
     missing = [name for name in expected if name not in stored]
-    unknown = [name for name in stored if name not in expected and name not in (LM_HEAD, SCORE) and _is_loaded(name, config)]
+    known = {*expected, LM_HEAD} if head == "logprobs" else {*expected, LM_HEAD, SCORE}
+    unknown = [name for name in stored if name not in known and _is_loaded(name, config)]
     if missing or unknown:
         found = [f"has no {_some(missing)}"] if missing else []
         found += [f"has {_some(unknown)}, which the model does not have"] if unknown else []

@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from pipeline.values import CHAT_TEMPLATE, Float, Int, Line, Positive, Text, interpolation
+from pipeline.values import CHAT_TEMPLATE, HF_OVERRIDES, Float, Int, Line, Positive, Text, interpolation
 
 
 @dataclass
@@ -27,9 +27,7 @@ class ServedModelConfig:
         Line | None, Field(description="A folder, or a Hugging Face name whose files are in the local cache.")
     ] = None
     tokenizer: ServedTokenizerConfig = field(default_factory=ServedTokenizerConfig)
-    hf_config_overrides: Annotated[
-        dict[str, Any], Field(description="Values that replace keys of the model's config.json.")
-    ] = field(default_factory=dict)
+    hf_config_overrides: Annotated[dict[str, Any], Field(description=HF_OVERRIDES)] = field(default_factory=dict)
     precision: Annotated[Literal["float32", "bfloat16"], Field(description="Precision of weights and activations.")] = (
         interpolation("${policy.precision}")
     )

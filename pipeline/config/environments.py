@@ -16,7 +16,7 @@ from pipeline import user_code
 from pipeline.config import schema_validation
 from pipeline.config.policy import Precision, TokenizerConfig
 from pipeline.problems import Problem
-from pipeline.values import MISSING, Bool, Check, Float, Line, Positive, Text, interpolation, not_a_kind
+from pipeline.values import HF_OVERRIDES, MISSING, Bool, Check, Float, Line, Positive, Text, interpolation, not_a_kind
 
 KINDS = {
     "calculator": "pipeline.environments.tools.CalculatorEnvironment",
@@ -76,9 +76,7 @@ class EnvironmentConfig:
         ),
     ] = None
     tokenizer: RewardTokenizerConfig = field(default_factory=RewardTokenizerConfig)
-    hf_config_overrides: Annotated[
-        dict[str, Any], Field(description="Values that replace keys of the model's config.json.")
-    ] = field(default_factory=dict)
+    hf_config_overrides: Annotated[dict[str, Any], Field(description=HF_OVERRIDES)] = field(default_factory=dict)
     precision: Annotated[Precision, Field(description="Precision of the reward model; see policy.precision.")] = interpolation(
         "${policy.precision}"
     )

@@ -7,7 +7,8 @@ import copy
 import functools
 import itertools
 import re
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
+from contextvars import ContextVar
 from typing import Any
 
 from omegaconf import DictConfig, ListConfig, OmegaConf
@@ -18,6 +19,7 @@ from omegaconf.errors import (
     OmegaConfBaseException,
     UnsupportedInterpolationType,
 )
+from omegaconf.resolvers import oc
 
 from pipeline.config.config_tree import ConfigMapping, ConfigNode, ConfigValue
 from pipeline.problems import Problem
@@ -45,8 +47,35 @@ RESOLVERS = {
 }
 
 
+_open: ContextVar[bool] = ContextVar("environment", default=True)
+
+
+_asked: ContextVar[list[str] | None] = ContextVar("asked", default=None)
+"""Receives the name of each variable that is resolved."""
+
+
+def _variable(name: str, *default: Any) -> Any:
+    """Return an environment variable as OmegaConf's `oc.env` does, unless `without_environment` closes it."""
+    if not _open.get():
+        raise PermissionError("the service resolves no variable of its environment")
+    if (asked := _asked.get()) is not None:
+        asked.append(name)
+    return oc.env(name, *default)
+
+
+@contextlib.contextmanager
+def without_environment() -> Iterator[None]:
+    """Refuse `oc.env` in a block, however a text leads to it: its values belong to whoever runs this process."""
+    token = _open.set(False)
+    try:
+        yield
+    finally:
+        _open.reset(token)
+
+
 for _name, _function in RESOLVERS.items():
     OmegaConf.register_resolver(_name, _function, replace=True)
+OmegaConf.register_resolver("oc.env", _variable, replace=True)
 
 
 def references(key: str, value: Any) -> set[str]:
@@ -107,8 +136,11 @@ def expand(tree: ConfigMapping) -> bool:
     return found
 
 
-def resolve(tree: ConfigMapping) -> dict[str, Problem]:
-    """Replace interpolations by their values, in place. Return the problems by dotted key; those values stay as they are."""
+def resolve(tree: ConfigMapping, from_environment: dict[str, Any] | None = None) -> dict[str, Problem]:
+    """Replace interpolations by their values, in place. Return the problems by dotted key; those values stay as they are.
+
+    from_environment: receives, by dotted key, each value as it is written that depends on a variable of the environment.
+    """
     given = {key: leaf for key, leaf in tree.leaves() if interpolated(leaf.value)}
     values = {}
     for key, leaf in given.items():
@@ -126,12 +158,17 @@ def resolve(tree: ConfigMapping) -> dict[str, Problem]:
         if key in problems:
             tree.set(key, leaf)
             continue
+        token = _asked.set(names := [])
         try:
             values[key] = _value(config, tree, key)
+            if names and from_environment is not None and values[key] is not None:
+                from_environment[key] = leaf.value
         except OmegaConfBaseException as error:
             problems[key] = Problem(key, *_explained(leaf.value, error))
         except RecursionError:  # `oc.select` of a mapping that contains it
             problems[key] = Problem(key, *_circular(leaf.value))
+        finally:
+            _asked.reset(token)
     for key, value in values.items():
         tree.set(key, _node(value, given[key].origin))
     return problems

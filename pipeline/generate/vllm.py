@@ -29,7 +29,7 @@ from pipeline.data.stop_tokens import stop_tokens
 from pipeline.generate.base import GenerateBackend, UpdateUnit
 from pipeline.generate.engine_state import EngineState, MemoryPart
 from pipeline.generate.requests import check_likelihoods, check_pending, new_token_limit
-from pipeline.models.hugging_face import checkpoint_shapes, model_config
+from pipeline.models.hugging_face import checkpoint_shapes, engine_overrides, model_config
 from pipeline.problems import Problem, RecipeError
 from pipeline.types import Completion, Likelihood, LikelihoodRequest, Request, ServedAdapters, VersionSpan
 
@@ -329,7 +329,7 @@ def _arguments(
         "load_format": "dummy",
         "skip_tokenizer_init": True,
         "generation_config": "vllm",  # sampling parameters come with the request, not from the model's folder
-        "hf_overrides": dict(policy.hf_config_overrides),
+        "hf_overrides": engine_overrides(policy),
         "dtype": policy.precision,
         "seed": seed,
         "tensor_parallel_size": tensor_ranks,
@@ -338,7 +338,7 @@ def _arguments(
         "max_model_len": vllm_cfg.max_model_len,
         "max_num_seqs": generation.max_num_seqs,
         "gpu_memory_utilization": vllm_cfg.gpu_memory_utilization,
-        "enforce_eager": vllm_cfg.enforce_eager,
+        "enforce_eager": current_platform.is_cpu() if vllm_cfg.enforce_eager is None else vllm_cfg.enforce_eager,
         "enable_prefix_caching": vllm_cfg.enable_prefix_caching,
         "logprobs_mode": "processed_logprobs",  # after temperature
         "disable_log_stats": True,
