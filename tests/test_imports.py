@@ -31,7 +31,6 @@ DOWNHILL = [
         "builds",
         "encoding",
         "network_interface",
-        "storage",
         "signals",
         "startup",
         "timeline",
@@ -40,7 +39,7 @@ DOWNHILL = [
         "rank_log",
     ),
     ("encryption",),
-    ("secrets", "spans"),
+    ("secrets", "spans", "storage"),
     ("problems", "values"),
     ("problem_codes",),
 ]

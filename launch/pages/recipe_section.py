@@ -10,6 +10,7 @@ from launch.pages.chart import swatch
 from launch.pages.document import details
 from launch.pages.html import Html, table, tag, text
 from launch.run_folder import RunFolder
+from pipeline import small_files
 
 MISSING = "-"
 
@@ -23,7 +24,7 @@ def recipes(runs: Sequence[RunFolder], labels: Sequence[str]) -> list[Html]:
         shown = [[tag("code", key), *(tag("code", value) for value in values)] for key, values in rows]
         content.append(table(header, shown, "What differs") if rows else tag("p", "The recipes are the same."))
     for run, label in zip(runs, labels, strict=True):
-        source = tag("pre", (run.folder / "recipe.yaml").read_text())
+        source = tag("pre", small_files.read_text(run.folder / "recipe.yaml"))
         content.append(details(f"recipe.yaml of {label}" if len(runs) > 1 else "recipe.yaml", source, open_=len(runs) == 1))
     return content
 

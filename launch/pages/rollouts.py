@@ -21,6 +21,7 @@ from launch.traces.step_picture import pick_evenly
 from pipeline.config import RecipeError
 from pipeline.encryption import EncryptionKey, is_encrypted
 from pipeline.metrics import read_rollouts
+from pipeline.storage import open_regular
 
 KINDS = {"step": "training", "val": "validation"}
 FILES = 200
@@ -104,7 +105,7 @@ def _readable(paths: Sequence[Path], folder: Path, left_out: dict[str, None]) ->
         try:
             records = _records(path, key)
         except RecipeError as error:
-            if error.codes == ("bad-format",):
+            if error.codes == ("unreadable",):
                 raise
             left_out.setdefault(str(error))
             return
@@ -118,7 +119,7 @@ def _is_plain_beside(page: Path | None, folder: Path) -> Callable[[Path], bool]:
         return lambda path: False
 
     def encrypted(path: Path) -> bool:
-        with open(path, "rb") as file:
+        with open_regular(path) as file:
             return is_encrypted(file.read(8))
 
     return encrypted

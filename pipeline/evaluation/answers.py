@@ -16,7 +16,7 @@ from pathlib import Path
 
 from pipeline.encryption import EncryptionKey, decrypt_line, encrypt_line
 from pipeline.evaluation.base import Answer
-from pipeline.storage import NO_RETRIES, RetryPolicy, append, retrying, sync
+from pipeline.storage import NO_RETRIES, RetryPolicy, append, open_regular, retrying, sync
 
 logger = logging.getLogger(__name__)
 
@@ -111,10 +111,12 @@ def _decode(line: bytes) -> Answer:
 
 def _read(path: Path, key: Callable[[], EncryptionKey | None]) -> Iterator[tuple[Answer | None, int]]:
     """Yield the answers of complete lines, each with the position of its line's end; None for a line that is not JSON."""
-    if not path.exists():
+    try:
+        opened = open_regular(path)
+    except FileNotFoundError:
         return
     end = 0
-    with path.open("rb") as file:
+    with opened as file:
         for number, line in enumerate(file, 1):
             if not line.endswith(b"\n"):
                 return
