@@ -13,9 +13,8 @@ from typing import Any
 from launch.audit_log import FIRST, HEAD, LOG, Head, Receipt, as_line, hash_of
 from launch.run_folder import DEEPEST, find
 from launch.units import plural
-from pipeline import lineage, small_files
+from pipeline import lineage, small_files, user_files
 from pipeline.config import Problem, RecipeError
-from pipeline.storage import open_regular
 
 TEXTS = ("action", "hash", "host", "previous", "subject", "time", "user")
 FIELDS = {**dict.fromkeys(TEXTS, str), "number": int, "details": dict}
@@ -101,7 +100,7 @@ def _no_log(folder: Path) -> RecipeError:
 def _content(path: Path) -> bytes | None:
     """Return the content of a file; None if there is none. Raises RecipeError if it cannot be read."""
     try:
-        with open_regular(path) as file:
+        with user_files.open_file(path) as file:
             return file.read()
     except FileNotFoundError:
         return None

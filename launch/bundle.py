@@ -31,9 +31,8 @@ from launch.command_line import Key
 from launch.executors.record import read_record
 from launch.run_folder import RunFolder
 from launch.slurm_client import SlurmError
-from pipeline import secrets, small_files
+from pipeline import secrets, small_files, user_files
 from pipeline.config import Problem, RecipeError
-from pipeline.storage import open_regular
 
 PATTERNS = (
     *("recipe.yaml", "batch.sh", "manifest.json", "job.json", "done.json", "metrics.jsonl", "steer.jsonl"),
@@ -106,7 +105,7 @@ def _own_secret(folder: Path) -> list[str]:
 def _ends(path: Path, longest: int) -> str:
     """Return a file's text, without the middle of one that is longer than `longest` bytes."""
     size = path.stat().st_size
-    with open_regular(path) as file:
+    with user_files.open_file(path) as file:
         if size <= longest:
             return file.read().decode(errors="replace")
         head = file.read(longest // 2).rpartition(b"\n")[0]

@@ -24,6 +24,7 @@ from launch.command_line import Key
 from launch.evaluations import background, sources, submission, suites
 from launch.evaluations.background import FollowRequest
 from launch.evaluations.submission import Evaluation
+from launch.trust import Trust, trusting
 from launch.units import is_count
 from pipeline import config, secrets
 from pipeline.config import Problem, RecipeError, reference, refuse
@@ -67,6 +68,7 @@ class EvaluateRequest:
     show: Annotated[bool, Key("true", "print the resolved recipe, each value with the file and line that set it")] = False
     plan: Annotated[bool, Key("true", "print the plan: questions, tokens, memory, seconds, GPU-hours")] = False
     dry_run: Annotated[bool, Key("true", "print what would be submitted; write nothing")] = False
+    trust: Annotated[bool, Key("true", "plan and dry run: also import the code that the suite names")] = False
     detach: Annotated[bool, Key("true", "submit, and return while the evaluation goes on")] = False
     help: Annotated[str | None, Key("[KEY]", "explain a key or section of the recipe, or an error's code", read=str)] = None
 
@@ -126,7 +128,8 @@ def _one(request: EvaluateRequest, evaluation: Evaluation) -> int:
         refuse(evaluation.loaded.problems)
         return 0
     if request.plan or request.dry_run:
-        found = submission.examine(evaluation, dry=True)
+        with trusting(Trust.EVERYTHING if request.trust else None):
+            found = submission.examine(evaluation, dry=True)
         return submit.show_plan(found) if request.plan else submit.dry_run(found)
     other = submission.read_complete(request.compare) if request.compare else None
     status = submission.run(evaluation, request.detach)

@@ -13,9 +13,8 @@ from pathlib import Path
 from launch.attempts import AttemptFolder
 from launch.executors.base import REPORT
 from launch.run_folder import RunFolder
-from pipeline import small_files
+from pipeline import small_files, user_files
 from pipeline.config import RecipeError
-from pipeline.storage import open_regular
 
 ENDED_WITH_ANOTHER = re.compile(r"exit code 12[34]\b")
 """srun's line about ranks that pipeline/watchdog.py ended because another rank failed."""
@@ -126,6 +125,6 @@ def log_with_traceback(run_dir: Path, logs: list[Path]) -> Path | None:
 
 def tail(log: Path) -> str:
     """Return the last TAIL_BYTES of a log."""
-    with open_regular(log) as file:
+    with user_files.open_file(log) as file:
         file.seek(max(0, file.seek(0, 2) - TAIL_BYTES))
         return file.read().decode(errors="replace")

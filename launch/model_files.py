@@ -9,7 +9,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from pipeline import user_files
 from pipeline.config import PolicyConfig, Problem, RecipeError, collected, refuse
+from pipeline.models.overrides import overridden
 from pipeline.models.sizes import ALIASES
 
 KNOWN = Path(__file__).resolve().parent.parent / "recipes/models"
@@ -79,9 +81,10 @@ def planning_config(
 
 
 def _language_model_config(config: dict[str, Any], policy: PolicyConfig, key: str) -> dict[str, Any]:
-    refuse(_type_problems(f"{key.removesuffix('model_name')}hf_config_overrides", policy.hf_config_overrides, config))
-    text = {**(config.get("text_config") or {}), **(policy.hf_config_overrides.get("text_config") or {})}
-    config = config | policy.hf_config_overrides | text
+    overrides = f"{key.removesuffix('model_name')}hf_config_overrides"
+    refuse(_type_problems(overrides, policy.hf_config_overrides, config))
+    config = overridden(config, policy.hf_config_overrides, overrides)
+    config |= config.get("text_config") or {}
     kind = config.get("model_type")
     return {**config, "model_type": ALIASES[kind]} if kind in ALIASES else config
 
@@ -161,15 +164,17 @@ def _in_cache(name: str) -> Path | None:
     main = repository / "refs/main"
     snapshots = sorted(repository.glob("snapshots/*"), key=lambda path: path.stat().st_mtime, reverse=True)
     if main.exists():
-        snapshots.insert(0, repository / "snapshots" / main.read_text().strip())
+        snapshots.insert(0, repository / "snapshots" / user_files.read_text(main, 1024).strip())
     return next((snapshot for snapshot in snapshots if (snapshot / "config.json").exists()), None)
 
 
 def read_json(path: Path) -> dict[str, Any]:
     """Return the JSON object in a file. Raises RecipeError if the file holds anything else."""
     try:
-        found = json.loads(path.read_text())
-    except ValueError as error:
+        found = json.loads(user_files.read_text(path, user_files.MAX_JSON))
+    except OSError as error:
+        raise RecipeError(Problem(str(path), "unreadable", f"cannot be read: {error.strerror}")) from None
+    except (ValueError, RecursionError) as error:
         raise RecipeError(Problem(str(path), "bad-format", f"not JSON: {error}")) from None
     if not isinstance(found, dict):
         why = f"got a JSON {type(found).__name__}; expected an object. Try to download the file again"

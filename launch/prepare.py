@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from launch import backend, cuda_variables, needed_recipe, placement, recipes, run_setup, slurm_client
+from launch import backend, cuda_variables, needed_recipe, placement, recipes, run_setup, slurm_client, trust
 from launch.audit_log import KEY, recording_refusals
 from launch.components import components
 from launch.evaluations import background, sources, suites
@@ -24,6 +24,7 @@ from launch.preflight import (
     evaluation_checkpoint,
     input_files,
     libraries,
+    record_counts,
     sandbox_support,
     slurm_job,
     slurm_request,
@@ -222,8 +223,9 @@ def site_problems_of(
     """
     yield from placement.problems(recipe)
     yield from evaluation_checkpoint.problems(recipe)
-    code = user_imports.probe(recipe)
+    code = user_imports.probe(recipe, trust.current(dry))
     yield from input_files.problems(recipe, pending, notes, user_imports.required_fields(recipe, code))
+    yield from record_counts.problems(recipe, notes)
     unreachable = slurm_client.unreachable(0 if dry else RESTART_S) if chosen.name == "slurm" else None
     if not config.trains(recipe):
         from launch.preflight import evaluation_data  # imports numpy, which no other command needs

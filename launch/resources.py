@@ -9,11 +9,10 @@ from pathlib import Path
 from typing import Any, NotRequired, TypedDict, TypeVar
 
 from launch.run_folder import MetricColumns, RunFolder
-from pipeline import small_files
+from pipeline import small_files, user_files
 from pipeline.config import RecipeError
 from pipeline.metrics import RESOURCES
 from pipeline.small_files import Count, Moment
-from pipeline.storage import open_regular
 
 CURRENT_STEPS = 20
 """Steps for which a warning counts as current; it is given again when it still holds after so many."""
@@ -128,7 +127,7 @@ def _cells(samples: Sequence[Mapping[str, Any]], shown: list[str]) -> Iterator[s
 def _tail(path: Path, count: int, kind: type[Line]) -> list[Line]:
     """Return the complete lines with a time in the last `count` bytes of a file; [] if there is none."""
     try:
-        with open_regular(path) as file:
+        with user_files.open_file(path) as file:
             size = file.seek(0, os.SEEK_END)
             file.seek(max(0, size - count))
             *lines, _ = file.read().split(b"\n")  # the last one is empty, or not complete

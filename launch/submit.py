@@ -30,6 +30,7 @@ from launch.plan import evaluation, modes, report
 from launch.plan.evaluation import EvaluationPlan
 from launch.prepare import RESTART_S, Examination, Prepared, examine, folder_name, prepare
 from launch.run_folder import RunFolder
+from launch.trust import Trust, trusting
 from pipeline import config, secrets, steer_files
 from pipeline.config import Problem, RecipeError, collected, reference, refuse
 from pipeline.problem_codes import CODES
@@ -60,6 +61,9 @@ class SubmitRequest:
     ] = None
     dry_run: Annotated[
         bool, Key("true", "print what would be submitted, even if problems prevent a run here; write nothing")
+    ] = False
+    trust: Annotated[
+        bool, Key("true", "plan and dry run: also import the code that the recipe names; otherwise only its source is read")
     ] = False
     detach: Annotated[bool, Key("true", "submit, and return while the run goes on")] = False
     follow: Annotated[Path | None, Key("RUN_DIR", "show the progress of a submitted run")] = None
@@ -104,7 +108,8 @@ def execute(request: SubmitRequest) -> int:
     if request.show:
         return show(request.recipe, request.overrides)
     if request.plan or request.dry_run:
-        found = examine(request.recipe, request.overrides, dry=True, plan_from=request.plan_from)
+        with trusting(Trust.EVERYTHING if request.trust else None):
+            found = examine(request.recipe, request.overrides, dry=True, plan_from=request.plan_from)
         return show_plan(found) if request.plan else dry_run(found)
     return submit(prepare(request.recipe, request.overrides, request.plan_from), request.detach)
 

@@ -35,6 +35,7 @@ from launch.sweeps.queue import Queue
 from launch.sweeps.text_reports import junit, markdown
 from launch.sweeps.verdict import GateResult, SweepResult
 from launch.terminal import on_one_line, plain
+from launch.trust import Trust, trusting
 from pipeline.config import Problem
 from pipeline.storage import write_durably
 
@@ -60,6 +61,7 @@ class SweepRequest:
     wait: Annotated[bool, Key("true", "on Slurm: wait for the check, and exit with its verdict")] = False
     update_baseline: Annotated[bool, Key("true", "write this sweep's values as the new baseline")] = False
     dry_run: Annotated[bool, Key("true", "print the jobs; write nothing")] = False
+    trust: Annotated[bool, Key("true", "dry run: also import the code that the recipes name")] = False
     check: Annotated[Path | None, Key("DIR", "check a sweep's gates, as its last job does; retry failed runs, once")] = None
 
     def problems(self) -> Iterator[Problem]:
@@ -85,7 +87,10 @@ def execute(request: SweepRequest) -> int:
     """Begin, continue or check a sweep. Raises RecipeError."""
     own = _unset_slurm_variables()
     try:
-        return check(request.check, request.update_baseline, own) if request.check else begin(request)
+        if request.check:
+            return check(request.check, request.update_baseline, own)
+        with trusting(Trust.LISTED if request.dry_run and not request.trust else None):
+            return begin(request)
     except KeyboardInterrupt:
         print("\nsubmitted jobs go on; the same command continues the sweep", file=sys.stderr)
         raise

@@ -22,6 +22,7 @@ from pipeline.attempt import Attempt
 from pipeline.checkpoint import Checkpoints, version_problem
 from pipeline.colocation import Colocation
 from pipeline.config import Recipe, RecipeError, only_evaluates
+from pipeline.data import epochs
 from pipeline.data.batches import split_batch
 from pipeline.data.mixture import Mixture
 from pipeline.data.preferences import Pair
@@ -41,6 +42,11 @@ from pipeline.types import DataParallelRank, Prompt, RolloutGroup, Sample
 logger = logging.getLogger(__name__)
 
 Reply = TypeVar("Reply")
+LEFT_OVER = "data/records_left_over"
+"""Metric of the last step of a run that ends with its data: the records that fill no further step."""
+NO_VARIATION = (
+    "The other prompts are too easy or too hard for this policy. Try other data, more epochs or more answers to a prompt"
+)
 
 
 class NothingSaved(RuntimeError):
@@ -212,6 +218,26 @@ class RunParts:
         self.stop.validated(values)
         return values
 
+    def data_ended(self, step: int, left_over: int) -> dict[str, float]:
+        """Log that the data have ended after a step, and return the metric of the records that fill no further one.
+
+        Raises RecipeError if there was no step at all.
+        """
+        if step == 0:
+            config.refuse([problem] if (problem := epochs.of_taken(self.recipe, left_over).problem()) else [])
+        size = epochs.of_taken(self.recipe, left_over).per_step
+        logger.info(
+            "the data end after step %d; the last %d records fill no step of %d and are not used", step, left_over, size
+        )
+        return {LEFT_OVER: float(left_over)} if left_over else {}
+
+    def step_not_full(self, step: int, groups: int, wanted: int) -> None:
+        """Log that the data have ended within a step, after `step` others. Raises RecipeError if there was no other."""
+        what = f"the data end before step {step + 1} is full: only {groups} of {wanted} groups have rewards that vary"
+        if step == 0:
+            raise RecipeError(config.Problem("data", "too-few-records", f"{what}. {NO_VARIATION}"))
+        logger.info("%s, and they are not used", what)
+
     def finish(self, step: int) -> None:
         """Save the last step, if it is not saved: the data may end before a due save."""
         if not self.left and step < config.section(self.recipe).max_num_steps and self.stop.reason:
@@ -305,13 +331,16 @@ def run_online(
         metrics.log(0, validate() | metrics.take_clocks())
     run.startup.enter("first step")
     batch = prompts.take(collector.num_prompts_to_send(step))
+    if step == 0 and not collector.can_fill_step(batch):
+        run.data_ended(step, len(batch))
     while step < section.max_num_steps and not run.stop.reason and collector.can_fill_step(batch) and not run.must_leave():
         with metrics.clock("step"):
             with metrics.clock("rollout"), colocation.generating():
                 collector.send(batch, step)
                 groups, values = collector.collect(prompts, algorithm.select, step)
             if len(groups) < section.num_prompts_per_step:
-                break  # the data ended before the step was full
+                run.step_not_full(step, len(groups), section.num_prompts_per_step)
+                break
             samples = algorithm.compute_advantages(groups)
             with metrics.clock("train"), colocation.training():
                 values |= run.learn(algorithm, samples, algorithm.trains(step))
@@ -319,13 +348,15 @@ def run_online(
             cost = refit()
         values |= run.steering.step_ended(step, prompts)
         position, batch = prompts.state_dict(), prompts.take(collector.num_prompts_to_send(step))
-        last = step >= section.max_num_steps or not collector.can_fill_step(batch)
+        ended = step < section.max_num_steps and not collector.can_fill_step(batch)
+        last = step >= section.max_num_steps or ended
         if validation and _validates(section, step, last):
             values |= validate()
         tokens = sum(rollout.drawn_tokens for group in groups for rollout in group.rollouts)
         clocks = metrics.take_clocks()
         values |= cost | clocks | {"throughput/tokens_per_s": tokens / clocks["time/step"]}
         values |= run.timeline.step_ended(step) | resumed
+        values |= run.data_ended(step, len(batch) + collector.pending) if ended else {}
         resumed = {}
         run.end_step(metrics, step, last or bool(run.stop.reason), position, values, groups)
     run.finish(step)
@@ -357,6 +388,8 @@ def run_offline(run: RunParts, algorithm: Algorithm, examples: Stream | Mixture,
     run.startup.enter("first step")
     size = recipe.policy.train_global_batch_size
     items = examples.take(size)
+    if step == 0 and len(items) < size:
+        run.data_ended(step, len(items))
     while step < section.max_num_steps and not run.stop.reason and len(items) == size and not run.must_leave():
         samples = _flat(items)
         with metrics.clock("step"), metrics.clock("train"):
@@ -365,11 +398,13 @@ def run_offline(run: RunParts, algorithm: Algorithm, examples: Stream | Mixture,
         tokens = sum(len(sample.tokens) for sample in samples)
         values |= run.steering.step_ended(step, examples)
         position, items = examples.state_dict(), examples.take(size)
-        last = step >= section.max_num_steps or len(items) < size
+        ended = step < section.max_num_steps and len(items) < size
+        last = step >= section.max_num_steps or ended
         if validation and (_due(section.val_period, step) or (section.val_at_end and last)):
             values |= validate()
         clocks = metrics.take_clocks()
         values |= clocks | {"throughput/tokens_per_s": tokens / clocks["time/step"]} | run.timeline.step_ended(step)
+        values |= run.data_ended(step, len(items)) if ended else {}
         run.end_step(metrics, step, last or bool(run.stop.reason), position, values)
     run.finish(step)
     metrics.close()

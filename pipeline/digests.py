@@ -12,8 +12,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+from pipeline import user_files
 from pipeline.encryption import EncryptionKey, Encryptor
-from pipeline.storage import open_regular, sync, write_durably
+from pipeline.storage import sync, write_durably
 
 MANIFEST = "digests.sha256"
 LONGEST = 64 << 20
@@ -112,7 +113,7 @@ def write_manifest(folder: Path, digests: Mapping[str, str]) -> str:
 
 def read_manifest(folder: Path) -> tuple[dict[str, str], str]:
     """Return (digest by path within the folder, digest of the list itself). Raises OSError, and ValueError for another form."""
-    with open_regular(folder / MANIFEST) as file:
+    with user_files.open_file(folder / MANIFEST) as file:
         content = file.read(LONGEST + 1)
     if len(content) > LONGEST:
         raise ValueError(f"{folder / MANIFEST}: got more than {LONGEST:,} bytes; expected a list of files")

@@ -25,9 +25,9 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, NotRequired, TypedDict
 
-from pipeline import small_files
+from pipeline import small_files, user_files
 from pipeline.problems import RecipeError
-from pipeline.storage import open_own, open_regular
+from pipeline.storage import open_own
 
 logger = logging.getLogger(__name__)
 
@@ -172,7 +172,7 @@ class Stopped(Exception):
 def sha256(path: Path, stop: Callable[[], bool] = lambda: False) -> str:
     """Return the SHA-256 of a file's content, in hex. stop: asked between blocks; true raises Stopped. Raises OSError."""
     found = hashlib.sha256()
-    with open(path, "rb") as file:
+    with user_files.open_file(path) as file:
         while block := file.read(BLOCK):
             found.update(block)
             if stop():
@@ -195,7 +195,7 @@ def read_hashes(path: Path, own: bool = False) -> Iterator[tuple[FileState, str]
 def _complete_lines(path: Path, own: bool = False) -> list[bytes]:
     """Return the lines of a file that have their end; none if it cannot be read. own: nor if it is another user's."""
     try:
-        with open(open_own(path, os.O_RDONLY), "rb") if own else open_regular(path) as file:
+        with open(open_own(path, os.O_RDONLY), "rb") if own else user_files.open_file(path) as file:
             return list(small_files.whole_lines(file, path))
     except (OSError, RecipeError):
         return []

@@ -13,8 +13,9 @@ from pipeline.algorithms.base import OnlineAlgorithm
 from pipeline.attempt import Attempt
 from pipeline.checkpoint import Checkpoints, kept, storage_timeout_s
 from pipeline.colocation import Colocation
-from pipeline.config import Recipe
+from pipeline.config import Recipe, refuse
 from pipeline.coordinator import RunParts, run_offline, run_online
+from pipeline.data import epochs
 from pipeline.data.chat import load_tokenizer
 from pipeline.data.mixture import build_streams
 from pipeline.deadline import Deadline
@@ -141,6 +142,8 @@ def _coordinate(
     with world.phase("load data", verb="setup"):
         tokenizer = load_tokenizer(recipe.policy.tokenizer)
         stream, validation = build_streams(recipe, tokenizer)
+        if not config.only_evaluates(recipe) and checkpoints.latest() is None:  # a resumed run may have used all records
+            refuse(filter(None, [epochs.of_records(recipe, stream.usable).problem()]))
     places = train.setup().result()
     _, judges = [other.result() for other in others_up]
     refits = None

@@ -19,11 +19,11 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO, NotRequired, TypedDict, TypeVar
 
-from pipeline import small_files
+from pipeline import small_files, user_files
 from pipeline.config import LoggerConfig
 from pipeline.encryption import EncryptionKey, encrypt, is_encrypted, read_bytes
 from pipeline.small_files import Count, Moment
-from pipeline.storage import NO_RETRIES, SLOW_S, RetryPolicy, append, open_regular, retrying, tell_slow, write_durably
+from pipeline.storage import NO_RETRIES, SLOW_S, RetryPolicy, append, retrying, tell_slow, write_durably
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -218,7 +218,7 @@ class Reader:
     def lines(self) -> Iterator[dict[str, Any]]:
         """Yield the complete lines since the last call. Raises RecipeError for a line that is not a step."""
         try:
-            opened = open_regular(self._path)
+            opened = user_files.open_file(self._path)
         except FileNotFoundError:
             return
         with opened as file:
@@ -240,7 +240,7 @@ def read_rollouts(path: Path, key: Callable[[], EncryptionKey | None] = lambda: 
     key: is asked for the key if the file is encrypted. Raises RecipeError for a line that is not JSON, and if the key does not
     fit or the file is damaged.
     """
-    with open_regular(path) as file:
+    with user_files.open_file(path) as file:
         encrypted = is_encrypted(file.read(8))
     content = read_bytes(path, key() if encrypted else None)
     whole = (text for text in content.splitlines(keepends=True) if text.endswith(b"\n"))

@@ -126,6 +126,11 @@ FILES = {
         "This user may not read or write a folder, use a partition, an account or a QOS, or write a mount.",
         "Choose a place or an account of your own, or ask the owner that the message names.",
     ),
+    "too-few-records": ProblemCode(
+        "The training data have fewer usable records, in all epochs together, than one step takes. The run could make no step.",
+        "Add records, raise `max_num_epochs`, or lower the batch: `policy.train_global_batch_size`, or `num_prompts_per_step`"
+        " of an algorithm that samples. With `data.bad_records=drop`, look at the log for the records that were dropped.",
+    ),
     "unavailable-dataset": ProblemCode(
         "The Hugging Face dataset is neither a folder nor in the local cache. Nodes may be offline, so nothing is downloaded.",
         "Run the `hf download --repo-type dataset NAME` that the message prints, or give `data_path`.",

@@ -17,7 +17,7 @@ from typing import Annotated, Any, BinaryIO, TypeVar
 import msgspec
 import yaml
 
-from pipeline import storage
+from pipeline import storage, user_files
 from pipeline.problems import Problem, RecipeError
 
 Value = TypeVar("Value")
@@ -46,7 +46,7 @@ def read_text(path: Path, key: str = "run", longest: int = LONGEST, remedy: str 
     a file that is too long or not UTF-8, and OSError for one that is no regular file or may not be read.
     """
     try:
-        with storage.open_regular(path) as file:
+        with user_files.open_file(path) as file:
             content = file.read(longest + 1)
     except FileNotFoundError:
         return None
@@ -105,7 +105,7 @@ def lines(path: Path, kind: type[Value], key: str = "run") -> Iterator[Value]:
     A last line without its end was interrupted, and counts as not written. Raises as `read`.
     """
     try:
-        file = storage.open_regular(path)
+        file = user_files.open_file(path)
     except FileNotFoundError:
         return
     with file:
@@ -139,7 +139,7 @@ def write(path: Path, value: Any) -> None:
 def append(path: Path, value: Any) -> None:
     """Add a line of JSON, which is on disk when this returns, in place of a last line that was interrupted. Raises OSError."""
     try:
-        with storage.open_regular(path) as file:
+        with user_files.open_file(path) as file:
             end = _end_of_lines(file)
     except FileNotFoundError:
         end = 0

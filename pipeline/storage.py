@@ -19,7 +19,7 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import BinaryIO, TypeVar
+from typing import TypeVar
 
 logger = logging.getLogger(__name__)
 
@@ -223,21 +223,6 @@ def user_name(uid: int) -> str:
 
 
 # ---- reading ------------------------------------------------------------------------------------------------------------
-
-
-def open_regular(path: Path) -> BinaryIO:
-    """Open a regular file, or a link to one, to read. Raises OSError: for a pipe or a device, which could block, too."""
-    try:
-        descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)  # a pipe must not block
-    except ValueError as error:  # a name with a zero
-        raise OSError(errno.EINVAL, str(error), str(path)) from None
-    mode = os.fstat(descriptor).st_mode
-    if stat.S_ISREG(mode):
-        return open(descriptor, "rb")
-    os.close(descriptor)
-    if stat.S_ISDIR(mode):
-        raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
-    raise OSError(errno.EINVAL, "Is a pipe or a device, not a file", str(path))
 
 
 def listed(path: Path) -> bool:

@@ -57,7 +57,7 @@ class Sampling:
     top_p: float = 1.0
     top_k: int = 0  # 0: no limit
     max_new_tokens: int = 128  # at most; the context may leave room for fewer
-    stop_token_ids: tuple[int, ...] = ()  # besides the tokenizer's end-of-sequence token
+    stop_token_ids: tuple[int, ...] = ()  # besides the model's own
     stop: tuple[str, ...] = ()  # texts; the token that completes one ends the completion
     thinking: Thinking | None = None  # of episodes; a request has none
 

@@ -17,6 +17,24 @@ MISSING = "???"
 """Default of a key that the recipe must set."""
 
 
+HF_OVERRIDES = (
+    "Values that replace keys of the model's config.json. Those of a *_config and of RoPE (rope_scaling, rope_parameters or"
+    " rope_theta) are merged with the file's: a new scaling keeps the model's rope_theta, and null removes the scaling."
+)
+"""Description of `hf_config_overrides`, of every model."""
+
+CHAT_TEMPLATE = (
+    "A Jinja template; the path of a file with one, or of a folder whose tokenizer has one; or the name of one of the"
+    " tokenizer's templates. null, default: the tokenizer's own."
+)
+"""Meaning of a key `chat_template`."""
+
+
+def is_template(text: str) -> bool:
+    """Return whether a text is a Jinja template, not the path or the name of one."""
+    return "{{" in text or "{%" in text
+
+
 def interpolation(text: str) -> Any:
     """Return a default that refers to other keys, such as `${policy.precision}`. Its value has the type of its field."""
     return text

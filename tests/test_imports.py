@@ -31,6 +31,7 @@ DOWNHILL = [
         "builds",
         "encoding",
         "network_interface",
+        "storage",
         "signals",
         "startup",
         "timeline",
@@ -39,7 +40,7 @@ DOWNHILL = [
         "rank_log",
     ),
     ("encryption",),
-    ("secrets", "spans", "storage"),
+    ("secrets", "spans", "user_files"),
     ("problems", "values"),
     ("problem_codes",),
 ]

@@ -13,6 +13,7 @@ from launch.plan import evaluation, modes, report
 from launch.plan.estimate import Plan
 from launch.plan.evaluation import EvaluationPlan
 from launch.prepare import Prepared, examine
+from launch.trust import Trust, trusting
 from pipeline.config import Problem, Recipe, RecipeError, uses_megatron
 
 
@@ -51,6 +52,7 @@ def plan(
     /,
     *,
     plan_from: str | os.PathLike[str] | None = None,
+    trust: bool = False,
     **keywords: Any,
 ) -> RunPlan:
     """Return the plan of a recipe: memory, seconds, GPU-hours. Writes nothing, and needs neither GPUs nor weights.
@@ -59,13 +61,14 @@ def plan(
         recipe: a name in recipes/, or a path to a YAML file.
         overrides: values by key, dotted or nested: `{"grpo.max_num_steps": 20}`.
         plan_from: the folder of a run whose measured times calibrate the plan.
+        trust: import the code that the recipe names; otherwise only its source is read.
         keywords: values by key with `__` for each dot: `grpo__max_num_steps=20`.
 
     Raises:
         RecipeError: if no plan can be made. A plan that does not fit is returned, with `problems`.
     """
     calibrated = None if plan_from is None else Path(plan_from).absolute()
-    with naming_arguments(keywords):
+    with naming_arguments(keywords), trusting(Trust.EVERYTHING if trust else None):
         found = examine(os.fspath(recipe), arguments(overrides, keywords), dry=True, plan_from=calibrated)
         requested = found.prepared[-1] if found.prepared else None
         if requested is None or requested.plan is None:

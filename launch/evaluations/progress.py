@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from pathlib import Path
 
-from pipeline.storage import open_regular
+from pipeline import user_files
 
 BLOCK = 1 << 20
 PRINT_S = 10.0
@@ -36,7 +36,7 @@ class AnswerCounts:
 
     def _count(self, path: Path) -> int:
         start, count = self._read.get(path, (0, 0))
-        with open_regular(path) as file:
+        with user_files.open_file(path) as file:
             file.seek(start)
             while added := file.read(BLOCK):
                 start, count = start + len(added), count + added.count(b"\n")

@@ -85,8 +85,8 @@ def _sampling(t: Translator) -> None:
         t.change(key, f"validation samples with {', '.join(own)}; in NeMo-RL only with NeMo Gym")
     if t.get(f"{KEY}.stop_token_ids"):
         message = (
-            "these, the tokenizer's end token and those of the model's generation_config.json end an answer; in NeMo-RL the"
-            " tokenizer's does not, unless it is one of the others"
+            "these, the tokenizer's end token, those of the model's configs and the end of a turn of the chat template end an"
+            " answer; in NeMo-RL only these and the model's configs"
         )
         t.change(f"{KEY}.stop_token_ids", message)
     if t.get(f"{KEY}.stop_strings"):

@@ -14,6 +14,7 @@ from launch.nemo_rl.datasets import find, report_missing
 from launch.nemo_rl.rules import Changed, Done, Ignored, Only, Same, Switch, apply, given, under
 from launch.nemo_rl.run import PRETRAINED, TEXT
 from launch.nemo_rl.translator import Translator, shown
+from pipeline import user_files
 from pipeline.config import Backend
 
 PASSTHROUGH = "{% for message in messages %}{{ message['content'] }}{% endfor %}"  # NeMo-RL's template null: the bare texts
@@ -142,7 +143,7 @@ def _chat_template(t: Translator, path: Path) -> None:
         if (file := find(template, path)) is None:
             report_missing(t, key, template, path)
         else:
-            t.put(key, file.read_text())
+            t.put(key, user_files.read_text(file))
     elif template.lower() != "default":
         t.put(key, template)
 

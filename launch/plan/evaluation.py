@@ -24,6 +24,7 @@ from launch.plan.memory_parts import GenerateMemory
 from launch.plan.parallelism import engines, parallel_sizes
 from launch.preflight import input_files
 from launch.units import plural, seconds, size
+from pipeline import user_files
 from pipeline.algorithms.evaluate import TaskConfig
 from pipeline.config import GENERATED_DATASETS, Problem, Recipe, collected, hardware, ranks
 from pipeline.models import flops
@@ -190,7 +191,7 @@ def _lines(task: TaskConfig) -> int | None:
     path = Path(task.data.data_path)
     files = [path] if path.is_file() else sorted(path.rglob(f"{task.data.split}.jsonl"))
     try:
-        count = sum(bool(line.strip()) for file in files for line in file.read_bytes().splitlines())
+        count = sum(map(user_files.count_lines, files))
     except OSError:
         return task.data.max_samples
     return min(count, task.data.max_samples or count)

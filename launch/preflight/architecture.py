@@ -27,6 +27,7 @@ from pipeline.config import (
     generates,
     uses_megatron,
 )
+from pipeline.models import rope
 from pipeline.models.config_json import unsupported
 from pipeline.models.shape import ModelShape
 from pipeline.models.sizes import MODEL_TYPES, sizes
@@ -64,12 +65,20 @@ def problems(recipe: Recipe, pending: Sequence[os.PathLike] = ()) -> Iterator[Pr
             with collected(found):
                 folder = model_folder(f"{section}.model_name", policy.model_name)
                 found += libraries.unknown_overrides(section, policy, folder)
-                planning_config(policy, pending, f"{section}.model_name")  # refuses overrides of a wrong type
+                found += _rope_problems(section, policy, pending)
         yield from found
         if not found:  # else further checks would use wrong values
             yield from _against_layout(recipe, section, policy, pending)
     for section, policy in config.served_models(recipe).items():
         yield from _served_problems(f"{section}.model_name", policy, pending)
+
+
+def _rope_problems(section: str, policy: PolicyConfig, pending: Sequence[os.PathLike]) -> list[Problem]:
+    """Return problems of RoPE in config.json with the recipe's overrides. Raises RecipeError for overrides of a wrong type."""
+    model = planning_config(policy, pending, f"{section}.model_name")
+    overrides = [name for name in rope.SPELLINGS if name in policy.hf_config_overrides]
+    key = f"{section}.hf_config_overrides.{overrides[0]}" if overrides else f"{section}.model_name"
+    return list(rope.problems(key, model)) if model else []
 
 
 def _served_problems(key: str, policy: PolicyConfig, pending: Sequence[os.PathLike]) -> Iterator[Problem]:
@@ -78,6 +87,7 @@ def _served_problems(key: str, policy: PolicyConfig, pending: Sequence[os.PathLi
     if not is_inside(policy.model_name, pending):
         with collected(found):
             model_folder(key, policy.model_name)
+            found += _rope_problems(key.removesuffix(".model_name"), policy, pending)
             model = planning_config(policy, pending, key)
             if model and key == "evaluate.reward_model.model_name":
                 found += _check_classifier(key, policy.model_name, model)
@@ -177,8 +187,8 @@ def _check_heads(key: str, size: int, whose: str, heads: int, kv_heads: int, rep
 
 def _rope(model: dict[str, Any]) -> tuple[str, dict[str, Any]]:
     """Return (type of position embedding, its parameters)."""
-    rope = model.get("rope_parameters") or model.get("rope_scaling") or {}
-    return rope.get("rope_type") or rope.get("type") or "default", rope
+    parameters = model.get("rope_scaling") or model.get("rope_parameters") or {}
+    return parameters.get("rope_type") or parameters.get("type") or "default", parameters
 
 
 def _longest(model: dict[str, Any]) -> int:

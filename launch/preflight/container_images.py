@@ -19,8 +19,8 @@ from launch.containers import OPTIONS
 from launch.executors.base import ROOT
 from launch.model_files import hf_home, is_inside, is_local, model_folder
 from launch.preflight import user_imports
-from launch.preflight.weight_files import fault_code, file_fault
-from pipeline import config
+from launch.preflight.weight_files import fault_code
+from pipeline import config, user_files
 from pipeline.config import (
     GENERATED_DATASETS,
     ComponentConfig,
@@ -31,6 +31,7 @@ from pipeline.config import (
     keyed_sets,
     uses_megatron,
 )
+from pipeline.models.weight_files import file_fault
 from pipeline.values import VARIABLE
 
 SQUASHFS = b"hsqs"  # first bytes of a squashfs file; bytes 40 to 48 are its length
@@ -142,7 +143,7 @@ def _check_image(key: str, image: str) -> Iterator[Problem]:
     if reason := file_fault(path):
         yield Problem(key, fault_code(reason), f"{path} {reason.replace('fetch it again', 'give the path of a .sqsh file')}")
         return
-    with open(path, "rb") as file:
+    with user_files.open_file(path) as file:
         start = file.read(96)
     if start[:4] != SQUASHFS:
         yield Problem(key, "bad-format", f"got {path}; expected a squashfs image, as `enroot import` makes them")

@@ -7,14 +7,13 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from pipeline.config import (
-    KINDS,
     PAIRED,
     DatasetConfig,
     Problem,
     Recipe,
+    answer_check,
     generates,
     judged_by_answer,
-    kind_class,
     parse_conversation,
 )
 from pipeline.data.records import RecordReader
@@ -51,16 +50,26 @@ def learned_answers(recipe: Recipe, record: dict[str, Any], dataset: DatasetConf
     return [str(record[key]) for key in keys if not isinstance(record[key], list)]
 
 
-def unfit_answer(recipe: Recipe, record: dict[str, Any], dataset: DatasetConfig) -> str | None:
-    """Return why the environment cannot judge by the expected answer of a valid record; None if it can."""
-    environment = recipe.env.get(dataset.env_name) if generates(recipe) and dataset.env_name else None
-    expected = record.get(dataset.output_key)
-    if environment and environment.kind in KINDS and isinstance(expected, str | int | float):
+class ExpectedAnswers:
+    """Checks the first expected answers of a data set. The job checks the others where it uses them."""
+
+    def __init__(self, recipe: Recipe, dataset: DatasetConfig) -> None:
+        judged = generates(recipe) and judged_by_answer(recipe, dataset)
+        self._check = answer_check(recipe.env, dataset.env_name) if judged else None
+        self._reader = RecordReader(recipe.data, dataset)
+        self._left = self._check.at_start if self._check else 0
+        self._where = f"'{dataset.messages_key or dataset.output_key}': env.{dataset.env_name} cannot judge by it"
+
+    def fault(self, record: dict[str, Any]) -> str | None:
+        """Return why the environment cannot judge by the expected answer of a valid record; None if it can."""
+        if self._check is None or not self._left:
+            return None
+        self._left -= 1
         try:
-            kind_class(environment.kind).check_answer(str(expected))
+            self._check.check(self._reader.answer(record))
         except ValueError as error:
-            return f"'{dataset.output_key}': env.{dataset.env_name} cannot judge by it: {error}"
-    return None
+            return f"{self._where}: {error}"
+        return None
 
 
 def absent_columns(

@@ -17,7 +17,6 @@ from pathlib import Path
 from launch.components import components
 from launch.containers import CONVERSIONS
 from launch.model_files import hf_home, is_inside, model_folder, planning_config
-from launch.preflight.weight_files import read_stored_weights
 from launch.units import size
 from pipeline import config
 from pipeline.config import (
@@ -35,6 +34,7 @@ from pipeline.config import (
 )
 from pipeline.models.shape import ModelShape
 from pipeline.models.tensors import tensors
+from pipeline.models.weight_files import read_weight_files
 
 STATES = {"SGD": 0, "Adagrad": 1, "RMSprop": 1, "Rprop": 2}  # per weight; others: 2. With momentum SGD, RMSprop: one more
 ADAPTED = ("attention", "mlp", "shared", "routed")  # parts of a model with linear layers that get adapters
@@ -159,10 +159,10 @@ def _parameters(section: str, policy: PolicyConfig, pending: Sequence[os.PathLik
 
 def _stored_parameters(key: str, policy: PolicyConfig) -> int | None:
     try:
-        found = read_stored_weights(model_folder(key, policy.model_name))
+        found = read_weight_files(model_folder(key, policy.model_name))
     except RecipeError:
         return None
-    return found.parameters if found.parameters and not found.faults else None
+    return sum(math.prod(stored.shape) for stored in found.tensors.values()) or None if not found.faults else None
 
 
 def _states(policy: PolicyConfig) -> int:
@@ -232,7 +232,7 @@ def _conversions(recipe: Recipe, pending: Sequence[os.PathLike]) -> Iterator[Pla
             wanted.setdefault(policy.model_name, []).append(section)
     for name, sections in wanted.items():
         try:
-            found = read_stored_weights(model_folder(f"{sections[0]}.model_name", name))
+            found = read_weight_files(model_folder(f"{sections[0]}.model_name", name))
         except RecipeError:
             continue
         made = (
@@ -240,12 +240,13 @@ def _conversions(recipe: Recipe, pending: Sequence[os.PathLike]) -> Iterator[Pla
             if recipe.policy.megatron_cfg.force_reconvert_from_hf
             else len([*root.glob(f"{_slug(name)}-*/[0-9]*/complete.json")])
         )
-        if found.nbytes and made < len(sections):
+        nbytes = sum(stored.nbytes for stored in found.tensors.values())
+        if nbytes and made < len(sections):
             yield PlannedWrite(
                 folder=root,
-                nbytes=found.nbytes * (len(sections) - made),
+                nbytes=nbytes * (len(sections) - made),
                 files=(ranks(recipe.cluster.train) + 2) * (len(sections) - made),
-                what=f"{len(sections) - made} Megatron conversion of {name}, {size(found.nbytes)}",
+                what=f"{len(sections) - made} Megatron conversion of {name}, {size(nbytes)}",
                 key=CONVERSIONS[0],
             )
 

@@ -19,7 +19,7 @@ import msgspec
 
 from launch.model_files import hf_home, hub_cache, is_inside, model_config, model_folder, read_json
 from launch.preflight import architecture, data_records, libraries, prompt_tokens, teachers
-from pipeline import config
+from pipeline import config, user_files
 from pipeline.config import (
     DATASET_CARDS,
     GENERATED_DATASETS,
@@ -35,7 +35,8 @@ from pipeline.config import (
 )
 from pipeline.data.records import check_prompt_text
 
-SCAN_BYTES = 32 << 20  # read from each data file
+SCAN_BYTES = 16 << 20  # read from each data file: parsed, up to 40 times as much memory
+SCAN_LINE = 8 << 20  # longest line there
 LONGEST = 256  # tokens are counted for this many of the longest prompts, and for as many of the first ones
 SHOWN_FAULTS = 5  # faults reported per data file
 SHOWN_LINES = 5  # line numbers reported per fault, besides the first
@@ -94,7 +95,14 @@ def _tokenizer(
     if given.chat_template is None and (wants := _renders(recipe)):
         yield from _check_chat_template(key, folder, wants)
     path = folder / "tokenizer.json"
-    return path if path.exists() else None
+    if not path.exists():
+        return None
+    try:
+        user_files.open_file(path).close()  # the library that reads it would wait for a pipe
+    except OSError as error:
+        yield _unreadable(f"{key}.name", path, error)
+        return None
+    return path
 
 
 def _renders(recipe: Recipe) -> str:
@@ -211,6 +219,7 @@ def _check_records(
             absent = list(data_records.absent_columns(recipe, key, dataset, columns.dataset, fields, records))
             yield from absent
             fields = () if absent else fields
+        expected = data_records.ExpectedAnswers(recipe, columns.dataset)
         for number, record in found:
             try:
                 text = data_records.prompt(recipe, record, columns.dataset, fields or ())
@@ -219,8 +228,8 @@ def _check_records(
             else:
                 inputs += [] if text is None else [(number, text)]
                 answers += [(number, answer) for answer in data_records.learned_answers(recipe, record, columns.dataset)]
-                if why := data_records.unfit_answer(recipe, record, columns.dataset):
-                    bad.setdefault(why, []).append(number)
+                if why := expected.fault(record):
+                    unusable.setdefault(why, []).append(number)
         unusable = _droppable(recipe, unusable, len(found))
     bad = unusable | bad
     for what, numbers in list(bad.items())[:SHOWN_FAULTS]:
@@ -258,7 +267,7 @@ def _template(key: str, path: str) -> str:
 
 def _text(key: str, path: str) -> str:
     try:
-        return Path(path).read_text()
+        return user_files.read_text(path)
     except (OSError, ValueError) as error:  # UnicodeDecodeError is a ValueError
         raise RecipeError(_unreadable(key, path, error)) from None
 
@@ -315,17 +324,21 @@ def _snake(name: str) -> str:
 def lines_of(key: str, path: Path) -> Iterator[tuple[int, bytes]]:
     """Yield (line number from 1, line) of a JSONL file's first SCAN_BYTES, without empty lines. Raises RecipeError."""
     try:
-        file = open(path, "rb")  # noqa: SIM115 closed below
+        file = user_files.open_file(path)
     except (OSError, ValueError) as error:
         raise RecipeError(_unreadable(key, path, error)) from None
     with file:
         found = False
-        for number, line in enumerate(file, 1):
-            if file.tell() > SCAN_BYTES:
-                return
-            if line.strip():
-                found = True
-                yield number, line.strip()
+        read = 0
+        try:
+            for number, line in enumerate(user_files.lines(file, SCAN_LINE), 1):
+                if (read := read + len(line)) > SCAN_BYTES:
+                    return
+                if line.strip():
+                    found = True
+                    yield number, line.strip()
+        except OSError as error:
+            raise RecipeError(_unreadable(key, path, error)) from None
         if not found:
             raise RecipeError(Problem(key, "no-records", f"{path} is empty; expected one JSON object a line"))
 

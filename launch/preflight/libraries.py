@@ -28,6 +28,7 @@ from pipeline.config import (
     trains,
     uses_megatron,
 )
+from pipeline.models import rope
 
 VLLM_KWARGS = "policy.generation.vllm_kwargs"
 ENGINE = "policy.generation"
@@ -288,14 +289,19 @@ def _schedule(key: str, given: Any) -> Iterator[Problem]:
 
 def unknown_overrides(section: str, policy: PolicyConfig, folder: Path) -> Iterator[Problem]:
     """Yield keys of hf_config_overrides that the model's configuration does not have."""
-    key, given = f"{section}.hf_config_overrides", policy.hf_config_overrides
-    if not given:
-        return
-    model = read_json(folder / "config.json")
+    if policy.hf_config_overrides:
+        model = read_json(folder / "config.json")
+        yield from _unknown_overrides(f"{section}.hf_config_overrides", policy.hf_config_overrides, model)
+
+
+def _unknown_overrides(key: str, given: Mapping[str, Any], model: Mapping[str, Any]) -> Iterator[Problem]:
+    for name, value in given.items():
+        if name.endswith("_config") and isinstance(value, dict) and isinstance(model.get(name), dict):
+            yield from _unknown_overrides(f"{key}.{name}", value, model[name])
     if (fields := _configuration(model.get("model_type"))) is not None:
         known = {*model, *fields}
-        if "rope_parameters" in fields:  # transformers keeps both there
-            known = (known | {"rope_scaling"}) - {"rope_theta"}
+        if "rope_parameters" in fields:  # transformers reads the other spellings too
+            known |= {rope.SCALING, rope.THETA}
         yield from _unknown(key, given, known, f"a {model['model_type']} configuration")
 
 

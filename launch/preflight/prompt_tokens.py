@@ -5,11 +5,11 @@ Needs the `tokenizers` package and tokenizer.json. The job checks all records ag
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Literal
 
+from launch.model_files import read_json
 from pipeline.config import Problem, Recipe, generates, trains
 
 
@@ -67,11 +67,11 @@ def _too_long(key: str, path: str, longest: tuple[int, int], recipe: Recipe) -> 
 
 def _unknown_token(tokenizer: Path) -> str | None:
     """Return the token for unknown text; None if there is none, or if it also has another meaning, as in GPT-2."""
-    model = json.loads(tokenizer.read_text())["model"]
+    model = read_json(tokenizer)["model"]
     mark = model.get("unk_token")
     if mark is None and model.get("unk_id") is not None:
         mark = model["vocab"][model["unk_id"]][0]
     settings = tokenizer.with_name("tokenizer_config.json")
-    others = json.loads(settings.read_text()) if settings.exists() else {}
+    others = read_json(settings) if settings.exists() else {}
     named = [others.get(name) for name in ("bos_token", "eos_token")]
     return None if mark in [each.get("content") if isinstance(each, dict) else each for each in named] else mark

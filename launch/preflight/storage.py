@@ -38,7 +38,7 @@ def problems(
         variable = CONVERSIONS[0]
         yield from _check_writable(variable, conversions, "a folder that all train nodes share and can write")
     yield from encryption_key.problems(recipe, notes, on_nodes)
-    yield from weight_files.problems(recipe, pending)
+    yield from weight_files.problems(recipe, pending, notes)
     if on_nodes:
         yield from container_images.problems(recipe, pending, conversions)
         shared = {"run_dir": Path(recipe.run_dir), "the code": ROOT}

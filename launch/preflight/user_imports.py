@@ -1,25 +1,27 @@
 """Check the user's own code before the job imports it: that it exists and is a valid environment, tool or data set.
 
-It is imported in a separate process, which ends after PROBE_S. Where the ranks use another Python than this machine, packages
-or GPUs that only they may have are noted, and the source alone is checked.
+What is trusted (`launch/trust.py`) is imported, in a separate process, which ends after PROBE_S. Of other code the source is
+read. Where the ranks use another Python than this machine, packages or GPUs that only they may have are noted, and the source
+alone is checked.
 """
 
 from __future__ import annotations
 
-import ast
 import json
 import os
 import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from launch import containers
 from launch.executors.base import ROOT
+from launch.preflight import user_source
+from launch.trust import Trust, trusted_folders
 from pipeline.algorithms.evaluate import FORMATS
 from pipeline.config import KINDS, Problem, Recipe, generates, is_dotted_path, keyed_sets, trains
 
@@ -87,10 +89,21 @@ Replies = Mapping[str, dict[str, Any]] | str
 """The reply of `launch/probe.py` by key, or why there is none."""
 
 
-def probe(recipe: Recipe) -> Replies:
-    """Import the user code of a recipe in a separate process."""
+def probe(recipe: Recipe, trust: Trust = Trust.EVERYTHING) -> Replies:
+    """Describe the user code of a recipe: import what is trusted, in a separate process, and read the source of the rest."""
     references = named(recipe)
-    return _probe(recipe, references) if references else {}
+    folders = [*places(recipe), *([Path.cwd()] if recipe.module_folders else [])]
+    trusted = trusted_folders(trust, folders)
+    imported = [one for one in references if trust is Trust.EVERYTHING or folder_of(one.path, recipe) in trusted]
+    replies = _probe(recipe, imported, trust, trusted) if imported else {}
+    if isinstance(replies, str):
+        return replies
+    read = {
+        one.key: user_source.describe(one.path, one.role, sorted(one.kwargs), folders) | {"read": True}
+        for one in references
+        if one not in imported
+    }
+    return {**replies, **read}
 
 
 def required_fields(recipe: Recipe, replies: Replies) -> dict[str, list[str]]:
@@ -110,7 +123,11 @@ def problems(recipe: Recipe, executor: str, notes: list[str], answers: Replies) 
 
     executor: local, slurm or allocation. notes: receives code that could not be checked. answers: of `probe`.
     """
-    for one in named(recipe):
+    references = named(recipe)
+    if read := [one for one in references if not isinstance(answers, str) and "read" in answers[one.key]]:
+        what = ", ".join(f"{one.key}={one.path}" for one in read)
+        notes.append(f"{what}: checked by the source alone, without importing it. Try trust=true if you trust this recipe")
+    for one in references:
         if isinstance(answers, str):
             notes.append(f"{one.key}: {one.path} was not checked: {answers}")
             continue
@@ -136,13 +153,17 @@ def problems(recipe: Recipe, executor: str, notes: list[str], answers: Replies) 
             yield Problem(one.key, "not-importable", f"{one.path} cannot be imported: {answer['raised']}")
 
 
-def _probe(recipe: Recipe, references: list[CodeReference]) -> Replies:
-    """Return the reply of `launch/probe.py` by key, or why there is none."""
+def _probe(
+    recipe: Recipe, references: list[CodeReference], trust: Trust = Trust.EVERYTHING, trusted: Sequence[Path] = ()
+) -> Replies:
+    """Return the reply of `launch/probe.py` by key, or why there is none. trusted: the folders to search, unless all are."""
+    everything = trust is Trust.EVERYTHING
     request = {
-        "folders": recipe.module_folders,
+        "folders": recipe.module_folders if everything else [*map(str, trusted)],
         "asked": [{"key": one.key, "path": one.path, "role": one.role, "kwargs": sorted(one.kwargs)} for one in references],
     }
-    python_path = os.pathsep.join([str(ROOT), *_python_path(recipe)])
+    own = _python_path(recipe) if everything else filter(os.path.isabs, os.environ.get("PYTHONPATH", "").split(os.pathsep))
+    python_path = os.pathsep.join([str(ROOT), *own])
     with tempfile.TemporaryDirectory(prefix="probe-") as folder:
         reply = Path(folder) / "reply.json"
         process = subprocess.Popen(
@@ -151,6 +172,7 @@ def _probe(recipe: Recipe, references: list[CodeReference]) -> Replies:
             stdin=subprocess.PIPE,
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
+            cwd=None if everything or Path.cwd() in trusted else ROOT,  # it is searched too
             start_new_session=True,  # so that what the code starts is ended with it
         )
         try:
@@ -176,26 +198,5 @@ def _check_source(recipe: Recipe, one: CodeReference, answer: dict[str, Any], no
     """Check the source of a module that cannot be imported on this machine."""
     why = f"it imports {answer['absent']}, which is not installed here" if "absent" in answer else answer["raised"]
     notes.append(f"{one.key}: {one.path} was not imported ({why}); the ranks of cluster.{one.component} may have what it needs")
-    module, _, name = one.path.rpartition(".")
-    folder = folder_of(one.path, recipe)
-    inner = Path(*module.split("."))
-    files = [folder / inner.with_suffix(".py"), folder / inner / "__init__.py"] if folder else []
-    source = next((file for file in files if file.is_file()), None)
-    if source is None:
-        return
-    body = ast.parse(source.read_text()).body
-    if not any(isinstance(node, ast.ImportFrom) and node.names[0].name == "*" for node in body) and name not in _names(body):
-        yield Problem(one.key, "not-importable", f"{one.path}: {source} has no {name}")
-
-
-def _names(body: list[ast.stmt]) -> set[str]:
-    """Return the names that a module's statements define, also within `if` and `try`."""
-    found: set[str] = set()
-    for node in (inner for statement in body for inner in ast.walk(statement)):
-        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
-            found.add(node.name)
-        elif isinstance(node, ast.alias):
-            found.add((node.asname or node.name).partition(".")[0])
-        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
-            found.add(node.id)
-    return found
+    if wrong := user_source.lacks(one.path, places(recipe)):
+        yield Problem(one.key, "not-importable", f"{one.path}: {wrong}")

@@ -20,11 +20,10 @@ import msgspec
 
 from launch import run_files
 from launch.attempts import AttemptFolder
-from pipeline import small_files
+from pipeline import small_files, user_files
 from pipeline.config import Problem, RecipeError
 from pipeline.small_files import LONGEST, Count, Moment
 from pipeline.spans import CATEGORIES, WAITING, Merger, Span, span
-from pipeline.storage import open_regular
 
 REALMS = ("train", "generate", "reward")
 BLOCK = 1 << 16
@@ -71,7 +70,7 @@ class RankTrace:
 
     def _events(self, after: float = float("-inf")) -> Iterator[dict[str, Any]]:
         """Yield all events except the first. With `after`, skip most events that end before that second of the rank's clock."""
-        with open_regular(self.path) as file:
+        with user_files.open_file(self.path) as file:
             file.readline(LONGEST)
             _skip(file, 1e6 * after)
             for text in small_files.whole_lines(file, self.path):
@@ -212,7 +211,7 @@ def _ranks(attempt: AttemptFolder) -> list[RankTrace]:
     clocks = _clocks(attempt)
     found = []
     for path in sorted((attempt.folder / "timeline").glob("rank*.jsonl")):
-        with open_regular(path) as file:
+        with user_files.open_file(path) as file:
             first = file.readline(LONGEST)
         if not first.endswith(b"\n") or b'"ph":"M"' not in first.replace(b" ", b""):
             continue  # it has just begun, or is an older version's

@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from pipeline.values import Float, Int, Line, Positive, Text, interpolation
+from pipeline.values import CHAT_TEMPLATE, HF_OVERRIDES, Float, Int, Line, Positive, Text, interpolation
 
 
 @dataclass
@@ -15,7 +15,7 @@ class ServedTokenizerConfig:
     """The tokenizer and its chat template."""
 
     name: Annotated[Line | None, Field(description="Tokenizer. null: the one in the model's folder.")] = None
-    chat_template: Annotated[Text | None, Field(description="Jinja template. null: the tokenizer's own.")] = None
+    chat_template: Annotated[Text | None, Field(description=CHAT_TEMPLATE)] = None
     chat_template_kwargs: Annotated[dict[str, Any] | None, Field(description="Variables of the chat template.")] = None
 
 
@@ -27,9 +27,7 @@ class ServedModelConfig:
         Line | None, Field(description="A folder, or a Hugging Face name whose files are in the local cache.")
     ] = None
     tokenizer: ServedTokenizerConfig = field(default_factory=ServedTokenizerConfig)
-    hf_config_overrides: Annotated[
-        dict[str, Any], Field(description="Values that replace keys of the model's config.json.")
-    ] = field(default_factory=dict)
+    hf_config_overrides: Annotated[dict[str, Any], Field(description=HF_OVERRIDES)] = field(default_factory=dict)
     precision: Annotated[Literal["float32", "bfloat16"], Field(description="Precision of weights and activations.")] = (
         interpolation("${policy.precision}")
     )

@@ -47,7 +47,15 @@ from pipeline.config.data import (
     validates,
     validation_sets,
 )
-from pipeline.config.environments import KINDS, EnvironmentConfig, judged_by_own_code, kind_class, read_kwargs
+from pipeline.config.environments import (
+    KINDS,
+    AnswerCheck,
+    EnvironmentConfig,
+    answer_check,
+    judged_by_own_code,
+    kind_class,
+    read_kwargs,
+)
 from pipeline.config.formatting import format_override, format_with_origins
 from pipeline.config.generation import GenerationConfig, RefitConfig, VLLMConfig
 from pipeline.config.loading import (

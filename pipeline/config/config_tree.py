@@ -16,6 +16,7 @@ from typing import Any, TypeAlias, overload
 
 import yaml
 
+from pipeline import user_files
 from pipeline.config.yaml_text import NOT_YAML, YAMLLoader, parse_value, summary
 from pipeline.problems import Problem, RecipeError
 from pipeline.values import MISSING
@@ -24,6 +25,8 @@ ROOT = Path(__file__).parents[2]
 RECIPES = ROOT / "recipes"
 COMMAND_LINE = "the command line"
 LONGEST_KEY = 400
+MAX_YAML = 4 << 20
+"""Largest YAML file, in bytes; the parser takes seconds and 100 MB of memory for each MB."""
 DEEPEST = 50
 """Maximum nesting of a value."""
 REPLACES = "_override_"  # true in a mapping: it replaces the mapping below it instead of being merged
@@ -236,7 +239,7 @@ def _places(name: str, folder: Path) -> list[Path]:
 def _file(path: Path) -> ConfigMapping:
     shown = short_path(path)
     try:
-        loader = YAMLLoader(path.read_text())
+        loader = YAMLLoader(user_files.read_text(path, MAX_YAML))
         try:
             node = loader.get_single_node()
             tree = ConfigMapping() if node is None else _tree(loader, node, shown, ())

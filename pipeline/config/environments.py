@@ -6,7 +6,7 @@ checked where they are imported: `pipeline/environments/own.py`.
 """
 
 import functools
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal
 
@@ -16,7 +16,7 @@ from pipeline import user_code
 from pipeline.config import schema_validation
 from pipeline.config.policy import Precision, TokenizerConfig
 from pipeline.problems import Problem
-from pipeline.values import MISSING, Bool, Check, Float, Line, Positive, Text, interpolation, not_a_kind
+from pipeline.values import HF_OVERRIDES, MISSING, Bool, Check, Float, Line, Positive, Text, interpolation, not_a_kind
 
 KINDS = {
     "calculator": "pipeline.environments.tools.CalculatorEnvironment",
@@ -76,9 +76,7 @@ class EnvironmentConfig:
         ),
     ] = None
     tokenizer: RewardTokenizerConfig = field(default_factory=RewardTokenizerConfig)
-    hf_config_overrides: Annotated[
-        dict[str, Any], Field(description="Values that replace keys of the model's config.json.")
-    ] = field(default_factory=dict)
+    hf_config_overrides: Annotated[dict[str, Any], Field(description=HF_OVERRIDES)] = field(default_factory=dict)
     precision: Annotated[Precision, Field(description="Precision of the reward model; see policy.precision.")] = interpolation(
         "${policy.precision}"
     )
@@ -109,6 +107,29 @@ def read_kwargs(key: str, environment: EnvironmentConfig) -> tuple[Any, list[Pro
     kind = kind_class(environment.kind)
     arguments, problems = schema_validation.validate_mapping(kind.Arguments, key, environment.kwargs)
     return arguments, problems or list(kind.check(key, arguments))
+
+
+@dataclass(frozen=True)
+class AnswerCheck:
+    """The check of expected answers of an environment."""
+
+    check: Callable[[str], None]  # raises ValueError for one that no text can be judged by
+    at_start: int  # answers of a data set to check before the run; the others are checked where they are used
+
+
+def answer_check(environments: Environments, name: str | None) -> AnswerCheck | None:
+    """Return the check of an environment, or of the `judge` in its kwargs.
+
+    None without such a check: for your own kinds, or with kwargs that have problems of their own.
+    """
+    if name is None or name not in environments:
+        return None
+    judge = environments.get(environments[name].kwargs.get("judge", ""), environments[name])
+    if judge.kind not in KINDS:
+        return None
+    arguments, problems = read_kwargs("kwargs", judge)
+    kind = kind_class(judge.kind)
+    return None if problems else AnswerCheck(functools.partial(kind.check_answer, arguments=arguments), kind.checked_at_start)
 
 
 def judged_by_own_code(environments: Environments, name: str | None) -> bool:

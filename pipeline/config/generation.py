@@ -94,7 +94,11 @@ class GenerationConfig:
     val_top_p: Annotated[Float, Field(gt=0, le=1, description="top_p in validation.")] = interpolation("${.top_p}")
     val_top_k: Annotated[Positive | None, Field(description="top_k in validation.")] = interpolation("${.top_k}")
     stop_token_ids: Annotated[
-        list[Int] | None, Field(description="Token ids that end an answer, in addition to the tokenizer's and the model's own.")
+        list[Int] | None,
+        Field(
+            description="Token ids that end an answer, in addition to the model's own: those of tokenizer, config.json,"
+            " generation_config.json and chat template, which submit.py show=true lists."
+        ),
     ] = None
     stop_strings: Annotated[
         list[Annotated[Text, Field(min_length=1)]] | None,

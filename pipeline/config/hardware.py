@@ -17,6 +17,7 @@ from typing import Any
 import yaml
 from omegaconf import OmegaConf
 
+from pipeline import user_files
 from pipeline.config import config_tree
 from pipeline.config.cluster import ComponentConfig
 from pipeline.config.schema import Recipe
@@ -65,7 +66,7 @@ def gpu(name: str, key: str = "cluster.train.gpu") -> GPUSpec:
     """Return the description of a GPU. key: where the recipe names it. Raise RecipeError."""
     path = config_tree.find_file(name, HARDWARE, key, ", or a path to a YAML file in that format")
     try:
-        described = yaml.safe_load(path.read_text())
+        described = yaml.safe_load(user_files.read_text(path, config_tree.MAX_YAML))
     except (OSError, yaml.YAMLError) as error:
         raise RecipeError(Problem(key, "unreadable", f"cannot read {path}: {' '.join(str(error).split())}")) from None
     assumed = described.pop("assumed", None) if isinstance(described, dict) else None

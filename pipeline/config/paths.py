@@ -19,6 +19,7 @@ from pipeline.config.config_tree import RECIPES, ConfigMapping, ConfigValue, no_
 from pipeline.config.data import GENERATED_DATASETS, NAMED_DATASETS, is_dotted_path
 from pipeline.config.interpolation import interpolated
 from pipeline.problems import Problem, RecipeError, collected
+from pipeline.values import is_template
 
 FILES = (
     *("data.*.data_path", "data.*.prompt_file", "data.*.system_prompt_file", "module_folders"),
@@ -30,6 +31,8 @@ NAMES = (  # a folder, or a name of a hub
     *("*.model_name", "*.tokenizer.name", "data.*.dataset_name"),
     "evaluate.tasks.*.data.dataset_name",
 )
+TEMPLATES = ("*.tokenizer.chat_template",)
+"""A template, a path, or a name: a path if it exists, ends in .jinja, or has a slash."""
 MARKED = (
     *("cluster.*.container_image", "cluster.*.container_mounts", "cluster.*.gpu", "cluster.*.python"),
     "cluster.audit",
@@ -56,6 +59,8 @@ def absolute(tree: ConfigMapping, folders: Mapping[str, Path | None] = {}) -> di
         with collected(found := []):
             if key == "run_dir" and isinstance(value, str) and value:
                 leaf.value = _from(Path.cwd(), value)
+            elif kind is TEMPLATES:
+                leaf.value = _template(folder, leaf.value)
             elif kind is MARKED and isinstance(value, list):
                 leaf.value = [_marked(folder, item) for item in value]
             elif kind is MARKED:
@@ -75,7 +80,9 @@ def is_path(key: str) -> bool:
 
 @functools.lru_cache(maxsize=4096)
 def _kind(key: str) -> tuple[str, ...] | None:
-    return next((kind for kind in (FILES, NAMES, MARKED) if any(fnmatch.fnmatchcase(key, one) for one in kind)), None)
+    return next(
+        (kind for kind in (FILES, NAMES, MARKED, TEMPLATES) if any(fnmatch.fnmatchcase(key, one) for one in kind)), None
+    )
 
 
 def _text(value: object) -> object:
@@ -97,6 +104,13 @@ def _marked(folder: Path, value: object) -> object:
         return value
     path, colon, rest = value.partition(":")
     return f"{_from(folder, path)}{colon}{rest}"
+
+
+def _template(folder: Path, value: object) -> object:
+    if not isinstance(value, str) or not value or is_template(value):
+        return value
+    is_file = value.endswith(".jinja") or "/" in value or os.path.exists(folder / value)
+    return _file(folder, value) if is_file else value
 
 
 def _name(key: str, folder: Path, name: str) -> str:

@@ -7,7 +7,20 @@ from pydantic import Field
 
 from pipeline.config.generation import GenerationConfig
 from pipeline.config.megatron import MegatronConfig
-from pipeline.values import LIVE, MISSING, Bool, Float, Int, Line, Live, Positive, Text, interpolation
+from pipeline.values import (
+    CHAT_TEMPLATE,
+    HF_OVERRIDES,
+    LIVE,
+    MISSING,
+    Bool,
+    Float,
+    Int,
+    Line,
+    Live,
+    Positive,
+    Text,
+    interpolation,
+)
 
 PRECISIONS = {"float32": 4, "bfloat16": 2}  # values of policy.precision, and the bytes per number
 Precision = Literal["float32", "bfloat16"]
@@ -20,7 +33,7 @@ class TokenizerConfig:
     name: Annotated[Line, Field(description="A folder, or a Hugging Face name whose files are in the local cache.")] = (
         interpolation("${policy.model_name}")
     )
-    chat_template: Annotated[Text | None, Field(description="Jinja template. null: the tokenizer's own.")] = None
+    chat_template: Annotated[Text | None, Field(description=CHAT_TEMPLATE)] = None
     chat_template_kwargs: Annotated[dict[str, Any] | None, Field(description="Variables of the chat template.")] = None
 
 
@@ -177,9 +190,7 @@ class PolicyConfig:
         Bool, Field(description="Initialize weights from the config and the seed. The folder then needs no weights.")
     ] = False
     tokenizer: TokenizerConfig = field(default_factory=TokenizerConfig)
-    hf_config_overrides: Annotated[
-        dict[str, Any], Field(description="Values that replace keys of the model's config.json.")
-    ] = field(default_factory=dict)
+    hf_config_overrides: Annotated[dict[str, Any], Field(description=HF_OVERRIDES)] = field(default_factory=dict)
     freeze_parameters: Annotated[list[Text], Field(description=FREEZE)] = field(default_factory=list)
     train_global_batch_size: Annotated[
         Positive, Field(description="Sequences per optimizer update, over all ranks. DPO and RM: pairs.")
@@ -217,9 +228,7 @@ class ValueConfig:
         interpolation("${policy.model_name}")
     )
     random_init: Annotated[Bool, Field(description="See policy.random_init.")] = interpolation("${policy.random_init}")
-    hf_config_overrides: Annotated[
-        dict[str, Any], Field(description="Values that replace keys of the model's config.json.")
-    ] = field(default_factory=dict)
+    hf_config_overrides: Annotated[dict[str, Any], Field(description=HF_OVERRIDES)] = field(default_factory=dict)
     precision: Annotated[Precision, Field(description="See policy.precision.")] = interpolation("${policy.precision}")
     freeze_parameters: Annotated[
         list[Text], Field(description="See policy.freeze_parameters; of the critic, whose head is score.weight.")
@@ -240,8 +249,6 @@ class TeacherConfig:
     model_name: Annotated[
         Line | None, Field(description="A folder, or a Hugging Face name whose files are in the local cache.")
     ] = None
-    hf_config_overrides: Annotated[
-        dict[str, Any], Field(description="Values that replace keys of the model's config.json.")
-    ] = field(default_factory=dict)
+    hf_config_overrides: Annotated[dict[str, Any], Field(description=HF_OVERRIDES)] = field(default_factory=dict)
     precision: Annotated[Precision, Field(description="See policy.precision.")] = interpolation("${policy.precision}")
     cpu_offload: Annotated[Bool, Field(description="Keep the weights in host memory while the teacher is idle.")] = True

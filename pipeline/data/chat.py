@@ -12,13 +12,14 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from pipeline import user_files
 from pipeline.config import DataConfig, DatasetConfig, Message, TokenizerConfig
 from pipeline.data.records import Example, RecordReader, Turns, check_prompt_text
+from pipeline.data.templates import check_template, choose_template
 from pipeline.problems import Problem, RecipeError
 
 if TYPE_CHECKING:
@@ -33,12 +34,11 @@ GENERATION_BLOCK = re.compile(r"\{%-?\s*generation\s*-?%\}")
 
 
 def load_tokenizer(config: TokenizerConfig) -> PreTrainedTokenizerBase:
-    """Return the tokenizer `config.name`, with the recipe's chat template if it has one."""
+    """Return the tokenizer `config.name`, with the chat template that the recipe gives or names, if any. Raises RecipeError."""
     from transformers import AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(config.name)
-    if config.chat_template is not None:
-        tokenizer.chat_template = config.chat_template
+    tokenizer.chat_template = choose_template(config, tokenizer.chat_template).template
     return tokenizer
 
 
@@ -53,7 +53,7 @@ class Encoder(RecordReader):
         self, tokenizer: PreTrainedTokenizerBase, tokenizer_config: TokenizerConfig, data: DataConfig, dataset: DatasetConfig
     ) -> None:
         text = _read_prompt_file(dataset.prompt_file) if dataset.prompt_file else "{}"
-        system = Path(dataset.system_prompt_file).read_text().strip() if dataset.system_prompt_file else None
+        system = user_files.read_text(dataset.system_prompt_file).strip() if dataset.system_prompt_file else None
         super().__init__(data, dataset, text, system)
         self.tokenizer = tokenizer
         self._special = {i for i, token in tokenizer.added_tokens_decoder.items() if token.special}
@@ -63,6 +63,8 @@ class Encoder(RecordReader):
                 f"got null, and the tokenizer {tokenizer.name_or_path} has no chat template. Try data.apply_chat_template=false"
             )
             raise RecipeError(Problem("policy.tokenizer.chat_template", "missing-value", message))
+        if data.apply_chat_template:
+            check_template(tokenizer, self._template_kwargs)
         if system is not None and not data.apply_chat_template:
             raise _needs_template("system_prompt_file")
         if dataset.messages_key and not data.apply_chat_template:
@@ -209,7 +211,7 @@ def _unknown_token(tokenizer: PreTrainedTokenizerBase) -> int | None:
 
 def _read_prompt_file(path: str) -> str:
     try:
-        return check_prompt_text(Path(path).read_text())
+        return check_prompt_text(user_files.read_text(path))
     except ValueError as error:
         raise RecipeError(Problem("data", "bad-format", f"prompt_file {path}: {error}")) from None
 

@@ -16,7 +16,7 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from pipeline import user_code
+from pipeline import user_code, user_files
 from pipeline.config import DATASET_CARDS, GENERATED_DATASETS, NAMED_DATASETS, DatasetConfig, is_dotted_path, nearest_dataset
 from pipeline.data import named
 from pipeline.problems import Problem, RecipeError
@@ -129,10 +129,10 @@ class JSONLRecords(Sequence):
 
     def __init__(self, path: Path) -> None:
         self._path = path
-        self._file = path.open("rb")
+        self._file = user_files.open_file(path)
         self._begins, self._sizes, self._lines = array("q"), array("q"), array("q")
         begin = 0
-        for number, line in enumerate(self._file, 1):
+        for number, line in enumerate(user_files.lines(self._file), 1):
             if line.strip():
                 self._parse(line, number)
                 self._begins.append(begin)

@@ -24,6 +24,7 @@ from pipeline.config import (
     PAIRED,
     DatasetConfig,
     Recipe,
+    answer_check,
     held_out_sets,
     judged_by_answer,
     judged_by_own_code,
@@ -58,6 +59,11 @@ class Mixture(Generic[Item]):
         """
         self._streams, self._weights, self._seed = dict(streams), {name: weights[name] for name in streams}, seed
         self._position = 0
+
+    @property
+    def usable(self) -> int:
+        """The number of records of an epoch of every data set, without those that the check at the start dropped."""
+        return sum(stream.usable for stream in self._streams.values())
 
     def follow(self, weights: Mapping[str, float | None], max_num_epochs: int) -> None:
         """Draw by other weights from here on, and let every data set have another number of epochs. None: its records."""
@@ -179,6 +185,7 @@ def _stream(
             answered=judged_by_answer(recipe, dataset),
             whole=judged_by_own_code(recipe.env, dataset.env_name),
             dataset=name,
+            check=answer_check(recipe.env, dataset.env_name) if judged_by_answer(recipe, dataset) else None,
         )
     dataset = columns(dataset, paired)
     if dataset.dataset_name not in NAMED_DATASETS:

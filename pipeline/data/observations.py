@@ -5,7 +5,8 @@ With a chat template these are the template's tokens from the end of an assistan
     ChatML    \n<|im_start|>user\n{content}<|im_end|>\n<|im_start|>assistant\n
     Mistral   [INST] {content}[/INST]
 
-They are preceded by the end of the turn (<|im_end|>, </s>) if the policy did not sample it. The tokens are cut out of a
+They are preceded by the end of the turn (<|im_end|>, </s>) if the policy did not sample one: gpt-oss samples <|return|>, where
+its template has <|end|> between turns. The tokens are cut out of a
 conversation with a placeholder for the policy's turn. The policy's own tokens are therefore never tokenized again, and a
 template that drops earlier reasoning does not change them. Without a chat template the tokens are those of the plain text.
 
@@ -19,7 +20,6 @@ Not supported: structured tool calls (for the template, the policy's turn is tex
 from __future__ import annotations
 
 import logging
-import re
 from typing import TYPE_CHECKING, Any
 
 import jinja2
@@ -27,6 +27,7 @@ import numpy as np
 
 from pipeline.config import Message, TokenizerConfig
 from pipeline.data.special_tokens import SpecialTokenEscaper
+from pipeline.data.turn_ends import TurnEnds, find_turn_ends
 from pipeline.problems import Problem, RecipeError
 
 if TYPE_CHECKING:
@@ -55,11 +56,13 @@ class Observations:
         self._roles: dict[str, str] = {}  # role of a message -> role in the template
         if chat:
             self._role("user")
-        self._end_of_turn = self._mark_after_turn() if chat else ""
+        ends = find_turn_ends(tokenizer, self._template_kwargs) if chat else TurnEnds()
+        self._end_of_turn = ends.inner
+        self._ends: list[Any] = [tokenizer.convert_tokens_to_ids(text) for text in ends.texts]  # typed as for a batch
 
     def ends_turn(self, token: int) -> bool:
-        """Return whether this is the token that the chat template writes at the end of the policy's turn."""
-        return bool(self._end_of_turn) and token == self._tokenizer.convert_tokens_to_ids(self._end_of_turn.strip())
+        """Return whether this is a token with which the chat template ends an assistant's turn."""
+        return token in self._ends
 
     def tokens(self, message: Message, ended: bool) -> np.ndarray:
         """Return the tokens, `[O]` int32, from the policy's turn to the start of its next one.
@@ -125,12 +128,3 @@ class Observations:
         if (begin := text.find(PLACEHOLDER_TURN)) < 0:
             raise ValueError("it renders no text of the assistant")
         return text, begin + len(PLACEHOLDER_TURN)
-
-    def _mark_after_turn(self) -> str:
-        """Return the special token that the template writes after an assistant's turn in every case, or an empty text."""
-        tails = [text[begin:] for text, begin in (self._conversation(), self._conversation({"role": "user", "content": "?"}))]
-        special = [token.content for token in self._tokenizer.added_tokens_decoder.values() if token.special]
-        longest_first = "|".join(re.escape(token) for token in sorted(special, key=len, reverse=True))
-        mark = re.compile(rf"\s*(?:{longest_first})" if special else r"(?!)")
-        found = [match.group() if (match := mark.match(tail)) else "" for tail in tails]
-        return found[0] if found[0] == found[1] else ""

@@ -20,6 +20,7 @@ import torch
 from torch.utils.data import Dataset, Sampler
 from torchdata.stateful_dataloader import StatefulDataLoader
 
+from pipeline.config import AnswerCheck
 from pipeline.data.chat import Encoder
 from pipeline.data.datasets import record_location
 from pipeline.data.preferences import Pair, encode_pair
@@ -82,15 +83,17 @@ class Stream(Generic[Item]):
         shuffle: bool = True,
         max_num_epochs: int = 1,
         max_length: int | None = None,
+        check: AnswerCheck | None = None,
         **options: Any,
     ) -> None:
         """Check the first records and start at position 0.
 
-        max_length: of an item and what follows it, in tokens; None if nothing follows. options: of `encode`.
+        max_length: of an item and what follows it, in tokens; None if nothing follows. check: of the expected answers. options:
+        of `encode`.
         """
         self._identity = {"records": len(records), "seed": seed, "shuffle": shuffle}
         self._order = _Order(len(records), seed, shuffle, max_num_epochs)
-        items = _Items(records, encoder, functools.partial(self.encode, **options), max_length)
+        items = _Items(records, encoder, functools.partial(self.encode, **options), max_length, check)
         # The loader draws a number when it starts. Its own generator leaves the run's random state unchanged.
         self._loader = StatefulDataLoader(
             items, batch_size=None, sampler=self._order, collate_fn=_as_it_is, generator=torch.Generator()
@@ -115,6 +118,11 @@ class Stream(Generic[Item]):
     def records(self) -> int:
         """The number of records of an epoch."""
         return self._identity["records"]
+
+    @property
+    def usable(self) -> int:
+        """The number of records of an epoch, without those that the check at the start dropped."""
+        return self.records - self.dropped_at_start
 
     def end_after(self, max_num_epochs: int) -> None:
         """Let the stream have another number of epochs from here on, as if it resumed here with that."""
@@ -199,9 +207,15 @@ class _Items(Dataset):
     """The item at (position, record number); None if the record is dropped."""
 
     def __init__(
-        self, records: Sequence[Record], encoder: Encoder, encode: Callable[[Encoder, int, Record], Any], max_length: int | None
+        self,
+        records: Sequence[Record],
+        encoder: Encoder,
+        encode: Callable[[Encoder, int, Record], Any],
+        max_length: int | None,
+        check: AnswerCheck | None,
     ) -> None:
         self._records, self._encoder, self._encode, self._max_length = records, encoder, encode, max_length
+        self._check = check
 
     def __getitem__(self, place: tuple[int, int]) -> Prompt | Sample | Pair | None:
         position, number = place
@@ -217,7 +231,7 @@ class _Items(Dataset):
         """
         dropped, first, found = 0, None, 0
         for number in range(count):
-            _, wrong = self._item(0, number)
+            _, wrong = self._item(0, number, self._check is not None and number < self._check.at_start)
             first = first or wrong
             if wrong and getattr(self._encoder.data, wrong.key) != "drop":
                 if found or any(
@@ -240,12 +254,14 @@ class _Items(Dataset):
         sentences += [f"Try {' or '.join(choices)}"] if choices else []
         return RecipeError(Problem("data", "bad-record", ". ".join(sentences)))
 
-    def _item(self, position: int, number: int) -> tuple[Prompt | Sample | Pair | None, BadRecord | None]:
-        """Return (the item, None) or (None, the error of the record)."""
+    def _item(self, position: int, number: int, judged: bool = True) -> tuple[Prompt | Sample | Pair | None, BadRecord | None]:
+        """Return (the item, None) or (None, the error of the record). judged: check the expected answer too."""
         data = self._encoder.data
         where = record_location(self._records, number)
         try:
             item = self._encode(self._encoder, position, self._records[number])
+            if judged and self._check is not None and isinstance(item, Prompt) and "answer" in item.task:
+                self._check.check(item.task["answer"])
         except ValueError as error:
             return None, BadRecord("bad_records", f"{where}: {error}")
         parts = item if isinstance(item, tuple) else (item,)

@@ -19,7 +19,7 @@ import subprocess
 from pathlib import Path
 from typing import NoReturn
 
-from pipeline import secrets
+from pipeline import secrets, user_files
 from pipeline.problems import Problem, RecipeError
 
 SECTION = "checkpointing.encryption"
@@ -82,7 +82,7 @@ def _error(name: str, code: str, message: str) -> RecipeError:
 
 def _read(path: Path) -> bytes:
     try:
-        with open(path, "rb") as file:
+        with user_files.open_file(path) as file:
             status = os.fstat(file.fileno())
             if status.st_mode & 0o077:
                 mode = stat.S_IMODE(status.st_mode)

@@ -108,6 +108,8 @@ class EnvironmentContext:
 class BuiltinEnvironment(Configurable, Environment):
     """An environment with a name in KINDS of pipeline/config/environments.py."""
 
+    checked_at_start: ClassVar[int] = 20_000
+    """Expected answers of a data set that `check_answer` checks before the run; the others where they are used."""
     is_final: ClassVar[bool] = True
     """True if this environment can judge the final answer of another one, such as one with tools."""
 
@@ -120,8 +122,8 @@ class BuiltinEnvironment(Configurable, Environment):
         return cls(arguments, context)
 
     @classmethod
-    def check_answer(cls, answer: str) -> None:
-        """Raise ValueError if no text can be judged by this expected answer."""
+    def check_answer(cls, answer: str, arguments: Any) -> None:
+        """Raise ValueError if no text can be judged by this expected answer. The record is then a bad one."""
 
 
 def _pattern_error(pattern: str) -> str | None:

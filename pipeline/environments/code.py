@@ -15,7 +15,7 @@ import secrets
 import time
 from collections import Counter
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import Field
 from typing_extensions import override
@@ -155,7 +155,7 @@ class Code(BuiltinEnvironment):
 
     @classmethod
     @override
-    def check_answer(cls, answer: str) -> None:
+    def check_answer(cls, answer: str, arguments: Any) -> None:
         parse_tests(answer)
 
     def step(self, prompt: Prompt, text: str) -> Outcome:

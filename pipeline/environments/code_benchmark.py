@@ -95,7 +95,7 @@ class CodeBenchmark(BuiltinEnvironment):
 
     @classmethod
     @override
-    def check_answer(cls, answer: str) -> None:
+    def check_answer(cls, answer: str, arguments: Any) -> None:
         _parse(answer)
 
     @override

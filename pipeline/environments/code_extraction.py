@@ -13,8 +13,10 @@ closing fence does: the answer was cut there, or by a stop string.
 from __future__ import annotations
 
 import ast
+import itertools
 import re
 import textwrap
+import unicodedata
 import warnings
 
 from pipeline.environments.tool_calls import THOUGHT_ENDS
@@ -22,6 +24,7 @@ from pipeline.environments.tool_calls import THOUGHT_ENDS
 STYLES = ("blocks", "continuation", "open_block")
 FENCE = "```"
 BLOCK = re.compile(r"```([^\n`]*)\n(.*?)(?:```|\Z)", re.DOTALL)
+MOST_MARKS = 256  # combining marks in a row
 PYTHON = ("", "python", "py", "python3")
 
 
@@ -44,6 +47,8 @@ def find_code(text: str, style: str = "blocks", name: str = "", given: str = "")
 
 def defines(code: str, name: str) -> bool:
     """Return whether a piece of Python defines a function, a class or a method of a class with this name."""
+    if not code.isascii() and _marks_in_a_row(code) > MOST_MARKS:
+        return False
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # of escapes in its strings
@@ -76,3 +81,9 @@ def before(given: str, name: str) -> str:
     """Return the code before the definition of the function `name`."""
     found = re.search(rf"^(?:async\s+)?def\s+{re.escape(name)}\b", given, re.MULTILINE)
     return given[: found.start()] if found else ""
+
+
+def _marks_in_a_row(code: str) -> int:
+    """Return the length of the longest run of combining marks. Python's parser sorts them in quadratic time."""
+    runs = itertools.groupby(code, lambda character: unicodedata.combining(character) > 0)
+    return max((sum(1 for _ in run) for marks, run in runs if marks), default=0)

@@ -36,6 +36,12 @@ class ExactMatch(BuiltinEnvironment):
 
     Arguments = ExactMatchArguments
 
+    @classmethod
+    @override
+    def check_answer(cls, answer: str, arguments: ExactMatchArguments) -> None:
+        if not answer.strip():
+            raise ValueError("got an empty text, which an empty answer would match")
+
     def __init__(self, arguments: ExactMatchArguments, context: EnvironmentContext) -> None:
         self._pattern = re.compile(arguments.pattern) if arguments.pattern is not None else None
 

@@ -6,7 +6,7 @@ Leaves out: equal numbers in different digits, such as 18 and 18.00, which `math
 from __future__ import annotations
 
 import re
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from typing_extensions import override
 
@@ -17,8 +17,6 @@ if TYPE_CHECKING:
 
 STRICT = re.compile(r"#### (\-?[0-9\.\,]+)")
 FLEXIBLE = re.compile(r"(?:-?[$0-9.,]{2,})|(?:-?[0-9]+)")
-IGNORED = tuple(map(re.compile, (",", r"\$", r"(?s).*#### ", r"\.$")))
-"""Removed in this order before numbers are compared."""
 
 
 class GSM8KAnswer(BuiltinEnvironment):
@@ -27,6 +25,12 @@ class GSM8KAnswer(BuiltinEnvironment):
     Metrics: `accuracy`, the reward, which is also `flexible_extract`; `strict_match`, 1 if the first number after `#### ` is
     the expected one; `unparsed`, 1 if there is no number.
     """
+
+    @classmethod
+    @override
+    def check_answer(cls, answer: str, arguments: Any) -> None:
+        if not re.search(r"\d", normalize(answer)):
+            raise ValueError(f"got '{answer}'; expected a number, or a solution with one after ####")
 
     @override
     def step(self, prompt: Prompt, text: str) -> Outcome:
@@ -41,6 +45,5 @@ class GSM8KAnswer(BuiltinEnvironment):
 
 def normalize(number: str) -> str:
     """Return a number in the form that is compared."""
-    for ignored in IGNORED:
-        number = ignored.sub("", number)
+    number = re.sub(r"\.$", "", number.replace(",", "").replace("$", "").rpartition("#### ")[2])
     return number.strip().lower()

@@ -60,7 +60,7 @@ class IFEval(BuiltinEnvironment):
 
     @classmethod
     @override
-    def check_answer(cls, answer: str) -> None:
+    def check_answer(cls, answer: str, arguments: Any) -> None:
         read_instructions(answer)
 
     @override

@@ -116,7 +116,15 @@ def _first_word(text: str, _: TextAnalysis, num_paragraphs: int, nth_paragraph: 
 
 @rule("detectable_content:number_placeholders")
 def _placeholders(text: str, _: TextAnalysis, num_placeholders: int) -> bool:
-    return len(re.findall(r"\[.*?\]", text)) >= num_placeholders
+    return sum(map(_placeholders_of, text.split("\n"))) >= num_placeholders
+
+
+def _placeholders_of(line: str) -> int:
+    """Return the number of texts in square brackets. A regular expression would search the rest of the line for each [."""
+    count, place = 0, 0
+    while (begin := line.find("[", place)) >= 0 and (end := line.find("]", begin)) >= 0:
+        count, place = count + 1, end + 1
+    return count
 
 
 @rule("detectable_content:postscript")
@@ -128,8 +136,8 @@ def _postscript(text: str, _: TextAnalysis, postscript_marker: str) -> bool:
 
 @rule("detectable_format:number_bullet_lists")
 def _bullets(text: str, _: TextAnalysis, num_bullets: int) -> bool:
-    stars = re.findall(r"^\s*\*[^\*].*$", text, re.MULTILINE)
-    dashes = re.findall(r"^\s*-.*$", text, re.MULTILINE)
+    stars = re.findall(r"^[^\S\n]*\*[^\*].*$", text, re.MULTILINE)
+    dashes = re.findall(r"^[^\S\n]*-.*$", text, re.MULTILINE)
     return len(stars) + len(dashes) == num_bullets
 
 
@@ -165,7 +173,8 @@ def _json(text: str, _: TextAnalysis) -> bool:
 
 @rule("detectable_format:title")
 def _title(text: str, _: TextAnalysis) -> bool:
-    return any(title.lstrip("<").rstrip(">").strip() for title in re.findall(r"<<[^\n]+>>", text))
+    lines = ((line, line.find("<<"), line.rfind(">>")) for line in text.split("\n"))  # as <<[^\n]+>>, in one pass
+    return any(line[begin : end + 2].lstrip("<").rstrip(">").strip() for line, begin, end in lines if 0 <= begin < end - 2)
 
 
 @rule("combination:two_responses")

@@ -33,7 +33,9 @@ STARTERS = {
 """Words that are rarely capitalized within a sentence."""
 INITIALS = set("cdefghklmnprstvw")
 """Letters after which a sentence goes on."""
-END = re.compile(r"[.?!]+[\"')\]}]*(?=\s|$|[*\[({@:;])")
+END = re.compile(r"(?<![.?!])[.?!]++[\"')\]}]*+(?=\s|$|[*\[({@:;])")
+NEXT_WORD = re.compile(r"\s*(\S{1,16})")  # its beginning; no word of STARTERS is longer
+LONGEST_WORD = 64  # of the word before a mark as many characters are read
 CAPITALS_APART = re.compile(r"[«»\u2018-\u201e`\"\[\](){}<>;@#$%&?!*\u2012-\u2015\s]|--|\.{2,}|[:,](?!\d)")
 CLITIC = re.compile(r"(.*[^'])('s|'m|'d|'ll|'re|'ve|n't)", re.IGNORECASE)
 TWO_WORDS = {"CANNOT", "D'YE", "GIMME", "GONNA", "GOTTA", "LEMME", "MORE'N", "WANNA", "'TIS", "'TWAS"}
@@ -44,21 +46,27 @@ def count_sentences(text: str) -> int:
     count, begin = 0, 0
     text = text.strip()
     for end in END.finditer(text):
-        if _ends(text[begin : end.start()], end[0], text[end.end() :]):
+        if _ends(_last_word(text, begin, end.start()), end[0], NEXT_WORD.match(text, end.end())):
             count, begin = count + 1, end.end()
     return count + bool(text[begin:].strip())
 
 
-def _ends(before: str, mark: str, after: str) -> bool:
-    """Return whether a mark ends a sentence. before: the sentence up to it. after: the rest of the text."""
-    if not after.strip():
+def _last_word(text: str, begin: int, end: int) -> str:
+    """Return the end of the word at the end of text[begin:end]; "" after a space."""
+    before = text[max(begin, end - LONGEST_WORD) : end].removesuffix("\n")
+    return "" if before[-1:].isspace() else (before.split() or [""])[-1]
+
+
+def _ends(last: str, mark: str, after: re.Match[str] | None) -> bool:
+    """Return whether a mark ends a sentence. last: the word before it. after: the next word, None at the text's end."""
+    if after is None:
         return True
     if "?" in mark or "!" in mark:
         return True
-    word = after.split()[0]
+    word = after[1]
     if mark.count(".") > 1:
         return word[0].isupper()
-    last = (re.findall(r"\S+$", before) or [""])[0].lstrip("\"'([{*-").lower()
+    last = last.lstrip("\"'([{*-").lower()
     if last in INITIALS:
         return False
     if last in ABBREVIATIONS or last.rpartition("-")[2] in ABBREVIATIONS or re.fullmatch(r"[a-z]", last):

@@ -1,8 +1,8 @@
 """Judge answers with a language model behind an OpenAI-compatible endpoint (`POST <url>/chat/completions`).
 
-The judge gets the question, the expected answer if there is one, and the policy's answer; a pattern extracts the score from its
-reply. Transient failures (no connection, a status of RETRIED, a reply without a score) are retried after a growing pause until
-the step's time is over; other failures end the attempts at once.
+The judge gets the question, the expected answer if there is one, and the policy's answer. Its reply ends in a line with nothing
+but the score (`verdicts.py`). Transient failures (no connection, a status of RETRIED, a reply without a score) are retried
+after a growing pause until the step's time is over; other failures end the attempts at once.
 
 An answer may address the judge. So it stands between marks that it cannot know, and a note before the prompt explains them;
 marks of chat templates in it are broken up. With `second_prompt` the judge scores it again in another order, and the worse
@@ -28,6 +28,7 @@ from pydantic import Field
 from typing_extensions import override
 
 from pipeline.environments.base import BuiltinEnvironment, EnvironmentContext, Outcome, Pattern, Unjudged, requires_placeholder
+from pipeline.environments.verdicts import CUT, read_score
 from pipeline.values import MISSING, VARIABLE, Bool, Check, Float, Positive, Text
 
 if TYPE_CHECKING:
@@ -120,8 +121,11 @@ class LLMJudgeArguments:
     ] = True
     score_pattern: Annotated[
         Pattern,
-        Field(description="Regular expression of the score: its last match in the reply counts, or that match's group."),
-    ] = r"Score:\s*(-?\d+(?:\.\d+)?)"
+        Field(
+            description="Regular expression of the whole last line of the reply, which is the score, or whose group is. A reply"
+            " that was cut, or whose lines give several scores, has none."
+        ),
+    ] = r"Score:\s*(-?\d+(?:\.\d+)?)(?:\s*/\s*10)?"
     scale: Annotated[
         list[Float],
         Check(_scale_error),
@@ -251,11 +255,11 @@ class LLMJudge(BuiltinEnvironment):
             raise NoReply(f"{self._url}: not a chat completion: {_start(reply)}") from None
 
     def _request_score(self, body: bytes, deadline: float) -> float:
-        content, _ = self._request(body, deadline)
-        found = self._score.findall(content)
-        if not found:
-            raise _TransientError(f"a reply without a score: {_start(content.encode())}")
-        score = float(found[-1])
+        content, finish = self._request(body, deadline)
+        score = None if finish == CUT else read_score(content, self._score)
+        if score is None:
+            cut = " that was cut" if finish == CUT else ""
+            raise _TransientError(f"a reply{cut} without a last line of a score: {content[-SHOWN:]!r}")
         if not min(self._low, self._high) <= score <= max(self._low, self._high):
             raise _TransientError(f"a score of {score:g}, which is not from {self._low:g} to {self._high:g}")
         return score

@@ -10,12 +10,17 @@ Leaves out: rewards for format.
 
 from __future__ import annotations
 
+import functools
+import importlib.util
 import json
+import logging
 import os
 import queue
+import re
 import select
 import subprocess
 import sys
+import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -26,10 +31,12 @@ from pydantic import Field
 from typing_extensions import override
 
 from pipeline.environments.base import BuiltinEnvironment, Environment, EnvironmentContext, Outcome, Unjudged
-from pipeline.environments.dapo_math import DAPOMath
+from pipeline.environments.dapo_math import DAPOMath, normalize
 
 if TYPE_CHECKING:
     from pipeline.types import Prompt
+
+logger = logging.getLogger(__name__)
 
 START_TIMEOUT_S = 300.0  # importing sympy, on a cold network file system
 OWN_SHARE, WAIT_SHARE = 0.5, 0.25
@@ -37,6 +44,9 @@ OWN_SHARE, WAIT_SHARE = 0.5, 0.25
 INHERITED_VARIABLES = ("PATH", "LD_LIBRARY_PATH", "HOME", "LANG", "PYTHONHOME", "PYTHONUSERBASE")
 """They locate Python and its packages."""
 PACKAGE_ROOT = Path(__file__).parents[2]
+NUMBER = re.compile(r"\s*(?:\\?\$)?\s*-?\d+(?:,\d{3})*(?:\.\d+)?(?:/\d+)?\s*")
+"""An expected answer that needs no check: `42`, `$1,234.50`, `3/4`."""
+READ_S = 5.0  # to read an expected answer
 
 
 @dataclass
@@ -58,11 +68,23 @@ class Math(BuiltinEnvironment):
     """
 
     Arguments = MathArguments
+    checked_at_start = 300  # a formula takes milliseconds
 
     @classmethod
     @override
     def build(cls, arguments: MathArguments, context: EnvironmentContext) -> Environment:
         return DAPOMath() if arguments.math_verify_impl == "dapo_math_verify" else cls(arguments, context)
+
+    @classmethod
+    @override
+    def check_answer(cls, answer: str, arguments: MathArguments) -> None:
+        if arguments.math_verify_impl == "dapo_math_verify":
+            if not normalize(answer):
+                raise ValueError(f"got '{answer}', of which DAPO's normal form leaves nothing")
+        elif not NUMBER.fullmatch(answer) and not is_readable(answer):
+            raise ValueError(
+                f"got '{answer}', in which math-verify reads no expression. Try LaTeX, such as x^2+1 or \\frac{{1}}{{2}}"
+            )
 
     def __init__(self, arguments: MathArguments, context: EnvironmentContext) -> None:
         workers = context.workers or 1
@@ -199,3 +221,33 @@ class _MathWorker:
             self._received += chunk
         line, self._received = self._received.split(b"\n", 1)
         return json.loads(line)
+
+
+# ---- expected answers --------------------------------------------------------------------------------------------------------
+
+_reader_lock = threading.Lock()
+_reader: _MathWorker | None = None  # started for the first expected answer that is not a number; ends with this process
+
+
+@functools.lru_cache(maxsize=1 << 16)
+def is_readable(answer: str) -> bool:
+    """Return whether math-verify reads an expression in an expected answer within READ_S.
+
+    True if that cannot be known here: without the package, as on a login node, or without a process. Then the job finds it.
+    """
+    global _reader
+    if importlib.util.find_spec("math_verify") is None:
+        return True
+    with _reader_lock:
+        for _ in range(2):
+            try:
+                if _reader is None:
+                    _reader = _MathWorker()
+                    _reader.wait_until_ready()
+                return _reader.judge({"expected": answer, "timeout_s": READ_S}, 3 * READ_S).get("right") is True
+            except (OSError, EOFError, RuntimeError) as error:
+                logger.warning("could not ask math-verify about the expected answer %r: %s", answer, error)
+                if _reader is not None:
+                    _reader.kill()
+                _reader = None
+    return True

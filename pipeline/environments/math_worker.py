@@ -1,8 +1,13 @@
 """The process that runs math-verify: `python -m pipeline.environments.math_worker PARENT_PID`.
 
 Reads lines {"expected", "text", "timeout_s"}. Replies {"right": bool, "unparsed": bool, "extracted": str}, {"timeout": true} or
-{"crash": true} for the answer, or {"error": str} for an expected answer that it cannot parse; a first line {} announces that it
-is ready. A fork judges answers. It is replaced after an answer that fails or takes longer than SUSPECT_S, so whatever such an
+{"crash": true} for the answer, or {"error": str} for an expected answer without content; a first line {} announces that it is
+ready. A line without "text" asks whether the expected answer is an expression to math-verify: {"right": bool, ...}.
+
+An expected answer is read as LaTeX only, as NeMo-RL reads it. math-verify's other reading takes the last number of what is not
+LaTeX, so that 1 would be right for `x**2 + 1`. If LaTeX gives no expression, only an answer that repeats the text is right.
+
+A fork judges answers. It is replaced after an answer that fails or takes longer than SUSPECT_S, so whatever such an
 answer breaks or leaves behind ends with the fork. The worker ends with the thread that started it, and its fork with the
 worker. It imports neither torch nor anything else that loads slowly.
 """
@@ -15,6 +20,7 @@ import gc
 import json
 import logging
 import os
+import re
 import resource
 import select
 import signal
@@ -26,6 +32,9 @@ from pipeline.sandbox import linux
 MEMORY_BYTES = 4 << 30  # address space; an answer that needs more is wrong
 SUSPECT_S = 0.1  # a right answer takes milliseconds, as does a fork
 RIGHT, WRONG, NOTHING_FOUND, BAD_EXPECTED = b"1", b"0", b"-", b"?"
+FORMULA = re.compile(r"(?<![\\\d])(?:\$\$[^$]+\$\$|\$[^$]+\$)|\\\(.+?\\\)|\\\[.+?\\\]", re.DOTALL)
+UPRIGHT = re.compile(r"\\(?:mathrm|mathit|operatorname|textrm|text)\s*\{\s*([ei])\s*\}")
+r"""e and i in upright letters. math-verify takes a trailing \mathrm{i} for a unit, so that 1 + 2\mathrm{i} would be 3."""
 EXTRACTED_BYTES = 500  # of the answer that math-verify found, written after RIGHT or WRONG; a pipe writes them at once
 
 
@@ -119,10 +128,13 @@ def _judge(requests: int, verdicts: int, worker: int) -> None:
         for line in os.fdopen(requests):
             request = json.loads(line)
             expected = _parse_expected(request["expected"])
-            if not expected:
+            if "text" not in request:
+                os.write(verdicts, RIGHT if _is_expression(expected) else WRONG)
+            elif not expected:
                 os.write(verdicts, BAD_EXPECTED)
             elif found := _parse(request["text"]):
                 right = verify(expected, found, timeout_seconds=None)
+                right = right and (_is_expression(expected) or _repeats(request["text"], request["expected"]))
                 os.write(verdicts, (RIGHT if right else WRONG) + _extracted(found))
             else:
                 os.write(verdicts, NOTHING_FOUND)
@@ -130,10 +142,17 @@ def _judge(requests: int, verdicts: int, worker: int) -> None:
         os._exit(0)  # no traceback of errors that an answer causes
 
 
-def _parse(text: str) -> list:
-    from math_verify import parse
+def _parse(text: str, only_latex: bool = False) -> list:
+    """Return the expressions of a text, and the last one's text at the end; [] without any."""
+    from math_verify import ExprExtractionConfig, LatexExtractionConfig, parse
 
-    return parse(text, parsing_timeout=None)  # pyright: ignore[reportArgumentType] its own code accepts None: no timeout
+    forms = (LatexExtractionConfig(),) if only_latex else (LatexExtractionConfig(), ExprExtractionConfig())
+    return parse(UPRIGHT.sub(_slanted, text), forms, parsing_timeout=None)  # pyright: ignore[reportArgumentType] None: no timeout
+
+
+def _slanted(upright: re.Match[str]) -> str:
+    r"""Return the letter, apart from a command before it: \pi\mathrm{i} is \pi i."""
+    return " " * upright.string[max(upright.start() - 1, 0) : upright.start()].isalpha() + upright[1]
 
 
 def _extracted(found: list) -> bytes:
@@ -143,11 +162,35 @@ def _extracted(found: list) -> bytes:
 
 @functools.lru_cache(maxsize=1024)
 def _parse_expected(text: str) -> list:
-    r"""Parse an expected answer: bare LaTeX (\frac{1}{2}), which math-verify reads only inside a formula, or a formula."""
+    r"""Parse an expected answer: a formula, one in a sentence, or bare LaTeX (\frac{1}{2}), which is read inside a box.
+
+    Several formulas are read as one, as NeMo-RL does: none of them alone is the answer.
+    """
     if not text.strip():
         return []
-    formula = _parse(text) if "$" in text or "\\boxed" in text or "\\(" in text else []
-    return formula or _parse(f"\\boxed{{{text}}}")  # \$18 has a dollar sign and is not a formula
+    begins = [text, f"\\boxed{{{text}}}"] if _names_its_formula(text) else [f"\\boxed{{{text}}}"]
+    readings = [reading for begin in begins if (reading := _parse(begin, only_latex=True))]
+    return next(filter(_is_expression, readings), readings[0] if readings else [])
+
+
+def _names_its_formula(text: str) -> bool:
+    """Return whether a text has a box, or one formula and no number besides it. A price has a dollar sign and no formula."""
+    if "\\boxed" in text:
+        return True
+    return len(FORMULA.findall(text)) == 1 and not re.search(r"\d", FORMULA.sub("", text))
+
+
+def _is_expression(parsed: list) -> bool:
+    return any(not isinstance(one, str) for one in parsed)
+
+
+def _repeats(text: str, expected: str) -> bool:
+    """Return whether the last box of a text, or the text without one, repeats the expected answer but for spaces.
+
+    math-verify may compare the beginnings of texts that it cannot read.
+    """
+    wanted, said = (re.sub(r"[\s$]", "", one) for one in (expected, text[max(text.rfind("\\boxed"), 0) :]))
+    return wanted.removeprefix("\\boxed{").removesuffix("}") in said
 
 
 if __name__ == "__main__":

@@ -21,9 +21,11 @@ if TYPE_CHECKING:
     from pipeline.types import Prompt
 
 END = "I hope it is correct."
-FINAL_ANSWER = re.compile(rf"Final Answer: The final answer is(.*?). {END}")
+BEGIN = "Final Answer: The final answer is"
+LONGEST = 1000  # characters of a final answer that is normalized; no expected one is as long
 UNITS = tuple(word for word in (*WORDS.split(), "ft") if word.isalpha())
 MARKS = tuple(mark for mark in REMOVED if mark not in UNITS)
+BOX_OR_BRACE = re.compile(r"\\(?:boxed|fbox)\s*(?:\{|(?= ))|[{}]")
 COMMAND = re.compile(r"(\\[a-zA-Z]+)")
 INDEXED_ROOT = re.compile(r"(sqrt)(\[[^\]]*\])(\w)")
 THOUSANDS = re.compile(r"-?\d{1,3}(,\d{3})+")
@@ -43,6 +45,11 @@ class MinervaMath(Math):
     def build(cls, arguments: NoArguments, context: EnvironmentContext) -> Environment:
         return cls(arguments, context)
 
+    @classmethod
+    @override
+    def check_answer(cls, answer: str, arguments: NoArguments) -> None:
+        super().check_answer(answer, MathArguments())
+
     def __init__(self, arguments: NoArguments, context: EnvironmentContext) -> None:
         super().__init__(MathArguments(), replace(context, timeout_s=context.timeout_s / 2))  # a step may ask math-verify twice
 
@@ -60,8 +67,13 @@ class MinervaMath(Math):
 
 def final_answer(text: str) -> str | None:
     """Return the normalized answer after Minerva's words; None without them."""
-    found = FINAL_ANSWER.search(text + END)  # END may have been a stop string
-    return normalize(found[1].strip()) if found else None
+    for line in (text + END).split("\n"):  # END may have been a stop string
+        begin = line.find(BEGIN)
+        end = line.find(f" {END}", begin + len(BEGIN) + 1)  # after one character, a period
+        if begin >= 0 and end >= 0:
+            found = line[begin + len(BEGIN) : end - 1].strip()
+            return normalize(found) if len(found) <= LONGEST else found
+    return None
 
 
 def normalize(answer: str) -> str:
@@ -85,13 +97,17 @@ def normalize(answer: str) -> str:
 
 def last_box(text: str) -> str | None:
     r"""Return the content of the last complete \boxed{...} or \fbox{...}, or of `\boxed X`; None without one."""
-    begins = list(re.finditer(r"\\(?:boxed|fbox)\s*(\{|(?= ))", text))
-    for found in reversed(begins):
-        if not found[1]:
-            return text[found.end() :].split("$")[0].strip()
-        depth = 1
-        for place in range(found.end(), len(text)):
-            depth += {"{": 1, "}": -1}.get(text[place], 0)
-            if not depth:
-                return text[found.end() : place]
-    return None
+    box, begin, end = -1, 0, 0
+    opened: list[tuple[int, int]] = []  # of each open brace: the place of its box, -1 without one; where its content begins
+    for found in BOX_OR_BRACE.finditer(text):
+        if found[0].endswith("{"):
+            opened.append((found.start() if len(found[0]) > 1 else -1, found.end()))
+        elif found[0] != "}":
+            box, begin, end = found.start(), found.end(), -1
+        elif opened and opened[-1][0] > box:
+            box, begin, end = *opened.pop(), found.start()
+        elif opened:
+            opened.pop()
+    if end < 0:
+        return text[begin:].split("$", 1)[0].strip()
+    return text[begin:end] if box >= 0 else None

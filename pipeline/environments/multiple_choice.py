@@ -14,13 +14,15 @@ Leaves out: several right letters, answers that repeat the option's text.
 
 from __future__ import annotations
 
+import functools
 import re
 import string
 import unicodedata
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import Field
+from typing_extensions import override
 
 from pipeline.environments.base import BuiltinEnvironment, EnvironmentContext, Outcome, Unjudged
 from pipeline.environments.tool_calls import THOUGHT_ENDS
@@ -32,14 +34,23 @@ if TYPE_CHECKING:
 ENGLISH = ("answer is", "answer")
 OTHERS = (
     *("antwort ist", "antwort", "réponse est", "réponse", "respuesta es", "respuesta", "resposta é", "resposta"),
-    *("risposta è", "risposta", "jawabannya adalah", "jawabannya", "jawaban", "jibu", "ìdáhùn", "idahun"),
-    *("答案是", "答案", "正解は", "正解", "答えは", "答え", "回答", "解答", "정답은", "정답", "답변", "답"),
-    *("الإجابة هي", "الإجابة", "الجواب", "إجابة", "उत्तर", "উত্তর"),
+    *("risposta è", "risposta", "jawabannya adalah", "jawabannya", "jawaban", "jibu"),
+    *("ìdáhùn", "idáhùn", "idahun", "àmọ̀nà", "àdáhùn", "ànúgọ", "àṣàyàn"),
+    *("答案是", "答案", "答复", "答曰", "答", "正解は", "正解", "答えは", "答え", "回答", "解答"),
+    *("정답은", "정답", "답변", "답"),
+    *("الإجابة الصحيحة هي", "الإجابة الصحيحة", "الإجابة النهائية", "الإجابة هي", "الإجابة", "إجابة"),
+    *("الجواب النهائي", "الجواب"),
+    *("उत्तर", "উত্তরঃ", "উত্তর"),
 )
 """Words for "answer" in the languages of MMMLU: German, French, Spanish, Portuguese, Italian, Indonesian, Swahili, Yoruba,
-Chinese, Japanese, Korean, Arabic, Hindi, Bengali."""
-SENTENCES = {word for word in (*ENGLISH, *OTHERS) if " " in word} | {"答案是", "正解は", "答えは", "정답은"}
+Chinese, Japanese, Korean, Arabic, Hindi, Bengali. All that simple-evals and NeMo-RL read are among them."""
+SENTENCES = {word for word in ENGLISH if " " in word} | {
+    *("antwort ist", "réponse est", "respuesta es", "resposta é", "risposta è", "jawabannya adalah"),
+    *("答案是", "正解は", "答えは", "정답은", "الإجابة الصحيحة هي", "الإجابة هي", "উত্তরঃ"),
+}
 """Phrases that need no colon before the letter: "the answer is B"."""
+INVISIBLE = dict.fromkeys(map(ord, "\u200b\u200e\u200f\u2060\ufeff"))
+"""Characters without width that some answers have after the colon."""
 ALPHABETS = ("أبجد", "অবডঢ", "कखगघ", "কখগঘ")
 """Answer letters in Arabic, Bengali, Hindi and Bengali again; the first stands for A, and so on."""
 LETTERS = {letter: string.ascii_uppercase[i] for alphabet in ALPHABETS for i, letter in enumerate(alphabet)}
@@ -69,31 +80,43 @@ class MultipleChoice(BuiltinEnvironment):
 
     Arguments = MultipleChoiceArguments
 
-    def __init__(self, arguments: MultipleChoiceArguments, context: EnvironmentContext) -> None:
+    @classmethod
+    @override
+    def check_answer(cls, answer: str, arguments: MultipleChoiceArguments) -> None:
+        _reader(arguments.verifier_type, arguments.choices).expected(answer)
+
+    def __init__(self, arguments: MultipleChoiceArguments, context: EnvironmentContext | None) -> None:
         multilingual, choices = arguments.verifier_type == "multilingual_multichoice", arguments.choices
         words = (*ENGLISH, *OTHERS) if multilingual else ENGLISH
         self._letters = string.ascii_uppercase[:choices]
         self._foreign = {there: here for there, here in LETTERS.items() if here in self._letters} if multilingual else {}
         one_of = f"[{self._letters}{self._letters.lower()}{''.join(self._foreign)}]"
         # A word needs a colon or an "is" after it, and the letter must not begin another word: "answer: Because".
-        stated = "|".join(re.escape(word) + ("" if word in SENTENCES else r"(?=[ \t]*:)") for word in words)
+        stated = "|".join(
+            re.escape(unicodedata.normalize("NFKC", word)) + ("" if word in SENTENCES else r"(?=[ \t]*:)") for word in words
+        )
         self._stated = re.compile(rf"(?:{stated})(?:[ \t]*(:)\s*|\s*)(?:option\s+|choice\s+)?({one_of})(?!\w)", re.IGNORECASE)
         self._alone = re.compile(rf"\s*({one_of})\s*(?:[.:)]\s*)?", re.IGNORECASE)
 
     def step(self, prompt: Prompt, text: str) -> Outcome:
         """Judge the letter of the text. Raises Unjudged if the expected answer is not a letter."""
-        expected = self._letter_of(prompt.task["answer"])
-        if expected is None:
-            raise Unjudged(
-                f"prompt {prompt.index}: got expected answer {prompt.task['answer']!r}; expected a letter of {self._letters}"
-            )
+        try:
+            expected = self.expected(prompt.task["answer"])
+        except ValueError as error:
+            raise Unjudged(f"prompt {prompt.index}: {error}") from None
         letter = self.answer(text)
         right = float(letter == expected)
         return Outcome(right, {"accuracy": right, "unparsed": float(letter is None)}, extracted=letter or "")
 
+    def expected(self, answer: str) -> str:
+        """Return an expected answer as a Latin capital. Raises ValueError if it is not one of the letters."""
+        if (letter := self._letter_of(answer)) is None:
+            raise ValueError(f"got expected answer {answer!r}; expected a letter of {self._letters}")
+        return letter
+
     def answer(self, text: str) -> str | None:
         """Return the letter that the text answers with, as a Latin capital."""
-        text = text.rpartition(THOUGHT_ENDS)[2]
+        text = text.rpartition(THOUGHT_ENDS)[2].translate(INVISIBLE)
         pieces = range(0, len(text), NORMALIZED_AT_ONCE)
         text = "".join(unicodedata.normalize("NFKC", text[i : i + NORMALIZED_AT_ONCE]) for i in pieces)  # Ａ is A
         matches = self._stated.findall(WRAPPING.sub("", BOXED.sub(self._unboxed, text)))
@@ -112,3 +135,8 @@ class MultipleChoice(BuiltinEnvironment):
 
     def _latin(self, letter: str) -> str:
         return self._foreign.get(letter, letter.upper())
+
+
+@functools.lru_cache(maxsize=8)
+def _reader(verifier_type: Any, choices: int) -> MultipleChoice:
+    return MultipleChoice(MultipleChoiceArguments(verifier_type, choices), None)

@@ -12,7 +12,7 @@ from typing import Any
 
 NAMES = {"allclose", "isclose", "testing", "ndarray", "float64", "float32", "bool_", "inf", "nan"}
 USE = re.compile(r"\b(?:np|numpy)\.(\w+)")
-OTHER_IMPORT = re.compile(r"^\s*from\s+numpy\b|^\s*import\s+numpy\.", re.MULTILINE)
+OTHER_IMPORT = re.compile(r"^[^\S\n]*from\s+numpy\b|^[^\S\n]*import\s+numpy\.", re.MULTILINE)
 
 inf, nan = math.inf, math.nan
 

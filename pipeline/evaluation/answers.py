@@ -14,9 +14,10 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
+from pipeline import user_files
 from pipeline.encryption import EncryptionKey, decrypt_line, encrypt_line
 from pipeline.evaluation.base import Answer
-from pipeline.storage import NO_RETRIES, RetryPolicy, append, open_regular, retrying, sync
+from pipeline.storage import NO_RETRIES, RetryPolicy, append, retrying, sync
 
 logger = logging.getLogger(__name__)
 
@@ -112,7 +113,7 @@ def _decode(line: bytes) -> Answer:
 def _read(path: Path, key: Callable[[], EncryptionKey | None]) -> Iterator[tuple[Answer | None, int]]:
     """Yield the answers of complete lines, each with the position of its line's end; None for a line that is not JSON."""
     try:
-        opened = open_regular(path)
+        opened = user_files.open_file(path)
     except FileNotFoundError:
         return
     end = 0

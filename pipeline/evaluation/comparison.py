@@ -12,9 +12,9 @@ from typing import Any, ClassVar
 
 from typing_extensions import override
 
+from pipeline.environments.verdicts import read_preference
 from pipeline.evaluation.base import Answer, PerQuestion, Question
 from pipeline.evaluation.judged import TEXTS, AskedVerdict, JudgedTask, per_question
-from pipeline.evaluation.verdicts import read_preference
 from pipeline.evaluation.win_rate import length_controlled
 
 ORDERS = {"model_first": "A", "baseline_first": "B"}

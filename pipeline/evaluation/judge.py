@@ -16,9 +16,7 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from pipeline.config import Problem, RecipeError
-
-CUT = "length"
-"""`JudgeReply.finish` of a reply that was cut."""
+from pipeline.environments.verdicts import CUT
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,6 +11,7 @@ import re
 from collections.abc import Mapping
 from pathlib import Path
 
+from pipeline import user_files
 from pipeline.config import RECIPES, Problem, RecipeError
 from pipeline.environments.llm_judge import TEMPLATE_MARKS
 
@@ -36,7 +37,7 @@ class JudgePrompt:
         """
         path = RECIPES / "prompts" / default if file is None else Path(file)
         try:
-            text = path.read_text(encoding="utf-8")
+            text = user_files.read_text(path)
         except OSError as error:
             raise RecipeError(Problem(key, "file-not-found", f"got {path}: {error.strerror}")) from None
         if missing := [place for place in places if f"{{{place}}}" not in text]:

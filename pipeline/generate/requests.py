@@ -1,10 +1,9 @@
-"""Checks and limits of requests that both backends share: the number of new tokens, and the stop tokens."""
+"""Checks and limits of requests that both backends share."""
 
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 
-from pipeline.config import PolicyConfig
 from pipeline.types import LikelihoodRequest, Request
 
 
@@ -22,22 +21,6 @@ def new_token_limit(request: Request, max_model_len: int) -> int:
             f" in max_model_len {max_model_len}"
         )
     return min(room, request.sampling.max_new_tokens)
-
-
-def eos_token_ids(policy: PolicyConfig) -> tuple[int, ...]:
-    """Return the tokens that end any completion: the tokenizer's, and those of the model's generation_config, if any.
-
-    Chat models list several there; for example, Llama 3 ends a turn with another token than a text.
-    """
-    from transformers import AutoTokenizer, GenerationConfig
-    from transformers.utils import GENERATION_CONFIG_NAME
-    from transformers.utils.hub import cached_file
-
-    ids = {AutoTokenizer.from_pretrained(policy.tokenizer.name).eos_token_id}
-    if cached_file(policy.model_name, GENERATION_CONFIG_NAME, _raise_exceptions_for_missing_entries=False) is not None:
-        listed = GenerationConfig.from_pretrained(policy.model_name).eos_token_id
-        ids.update(listed if isinstance(listed, list) else [listed])
-    return tuple(sorted(ids - {None}))
 
 
 def check_pending(ids: list[str], pending: Collection[str]) -> None:

@@ -23,10 +23,11 @@ from typing_extensions import override
 from pipeline.boxes import Piece, region, whole
 from pipeline.config import PolicyConfig
 from pipeline.data.stop_strings import StopStrings
+from pipeline.data.stop_tokens import stop_tokens
 from pipeline.generate.base import GenerateBackend, UpdateUnit, WeightUpdate
 from pipeline.generate.engine_state import EngineState, MemoryPart
 from pipeline.generate.kv_cache import ATTENTION, RowCache
-from pipeline.generate.requests import check_likelihoods, check_pending, eos_token_ids, new_token_limit
+from pipeline.generate.requests import check_likelihoods, check_pending, new_token_limit
 from pipeline.generate.sampling import sample
 from pipeline.generate.weight_checks import checked_weights
 from pipeline.models.hugging_face import checkpoint_shapes, model_config
@@ -132,7 +133,7 @@ class TransformersBackend(GenerateBackend):
                 f" '{min(absent)}' fused with other tensors"
             )
             raise RecipeError(Problem("policy.generation.backend", "unsupported", message))
-        self._eos = eos_token_ids(policy)
+        self._eos = stop_tokens(policy).ids
         self._stop_strings = StopStrings(policy.tokenizer)
         self._max_rows = policy.generation.max_num_seqs
         self._max_model_len = policy.generation.vllm_cfg.max_model_len

@@ -25,10 +25,11 @@ from typing_extensions import override
 
 from pipeline import builds
 from pipeline.config import PolicyConfig, VLLMConfig
+from pipeline.data.stop_tokens import stop_tokens
 from pipeline.generate.base import GenerateBackend, UpdateUnit
 from pipeline.generate.engine_state import EngineState, MemoryPart
-from pipeline.generate.requests import check_likelihoods, check_pending, eos_token_ids, new_token_limit
-from pipeline.models.hugging_face import checkpoint_shapes, model_config
+from pipeline.generate.requests import check_likelihoods, check_pending, new_token_limit
+from pipeline.models.hugging_face import checkpoint_shapes, engine_overrides, model_config
 from pipeline.problems import Problem, RecipeError
 from pipeline.types import Completion, Likelihood, LikelihoodRequest, Request, ServedAdapters, VersionSpan
 
@@ -73,6 +74,7 @@ from pipeline.generate.vllm_readings import EngineReadings  # noqa: E402
 from pipeline.generate.vllm_sleep import SLEEP_ARGUMENTS, SleepMode  # noqa: E402
 from pipeline.generate.vllm_stop_strings import StopWatch  # noqa: E402
 from pipeline.generate.vllm_update import VLLMUpdate  # noqa: E402
+from pipeline.generate.vllm_weight_files import LOAD_FORMAT  # noqa: E402
 
 if current_platform.is_cpu():
     from pipeline.generate import vllm_cpu_patches
@@ -97,7 +99,7 @@ class VLLMBackend(GenerateBackend):
         config = model_config(policy)
         # Before creating the engine: if vLLM runs a transformers model, it changes that model's classes.
         self._shapes, self._tied = checkpoint_shapes(config)
-        self._eos = eos_token_ids(policy)
+        self._eos = stop_tokens(policy).ids
         self._stop_strings = StopWatch(policy.tokenizer)
         self._max_model_len = policy.generation.vllm_cfg.max_model_len
         self._precision = getattr(torch, policy.precision)
@@ -327,7 +329,7 @@ def _arguments(
         "load_format": "dummy",
         "skip_tokenizer_init": True,
         "generation_config": "vllm",  # sampling parameters come with the request, not from the model's folder
-        "hf_overrides": dict(policy.hf_config_overrides),
+        "hf_overrides": engine_overrides(policy),
         "dtype": policy.precision,
         "seed": seed,
         "tensor_parallel_size": tensor_ranks,
@@ -359,7 +361,7 @@ def _arguments(
     arguments |= generation.vllm_kwargs
     if arguments.get("speculative_config"):
         # A draft model's own weights are not refitted: they come from its files and stay.
-        arguments["speculative_config"] = {"draft_load_config": {"load_format": "auto"}} | arguments["speculative_config"]
+        arguments["speculative_config"] = {"draft_load_config": {"load_format": LOAD_FORMAT}} | arguments["speculative_config"]
     return arguments
 
 

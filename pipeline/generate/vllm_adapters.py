@@ -18,6 +18,7 @@ from vllm.lora.request import LoRARequest
 
 from pipeline.boxes import Piece, region, whole
 from pipeline.generate.base import UpdateUnit, WeightUpdate
+from pipeline.generate.vllm_weight_files import LOAD_FORMAT
 from pipeline.generate.weight_checks import checked_weights
 from pipeline.models.strides import contiguous_strides
 from pipeline.problems import Problem, RecipeError
@@ -39,7 +40,7 @@ def engine_arguments(adapters: ServedAdapters) -> dict[str, Any]:
         raise RecipeError(Problem("policy.generation.lora_refit", "unsupported", message))
     kinds = sorted({name.partition(".lora_")[0].rpartition(".")[2] for name in adapters.shapes})
     served = {"enable_lora": True, "max_loras": 1, "max_lora_rank": min(ranks), "lora_target_modules": kinds}
-    return served | {"load_format": "auto"}
+    return served | {"load_format": LOAD_FORMAT}
 
 
 class VLLMAdapters:

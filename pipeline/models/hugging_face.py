@@ -16,7 +16,9 @@ import torch
 
 from pipeline.boxes import Piece
 from pipeline.config import PolicyConfig, Problem, RecipeError
+from pipeline.models import rope
 from pipeline.models.base import SCORE, unsupported_model
+from pipeline.models.overrides import overridden
 from pipeline.models.recorded_layout import Shape, invert, record_all
 from pipeline.models.sizes import ALIASES
 
@@ -32,22 +34,87 @@ def model_config(policy: PolicyConfig, head: Head = "logprobs") -> PreTrainedCon
     Raises RecipeError for an override that the config does not have, for a sequence classifier with another number of labels,
     and for a family that has no sequence classifier.
     """
+    config = _overridden(_file_config(policy), policy)
+    if head == "values":
+        _give_one_label(config, policy.model_name)
+    return config
+
+
+def engine_overrides(policy: PolicyConfig) -> dict[str, Any]:
+    """Return `hf_config_overrides` as values to set on the configuration that the model's own config.json gives.
+
+    vLLM sets values one by one, so keys that depend on one another, such as those of RoPE, come whole.
+    """
+    base = _file_config(policy)
+    changed = _difference(base.to_dict(), _overridden(base, policy).to_dict())
+    plain = {name: value for name, value in policy.hf_config_overrides.items() if name not in rope.SPELLINGS}
+    return {**{name: value for name, value in plain.items() if not isinstance(value, dict)}, **changed}
+
+
+def _difference(before: dict[str, Any], after: dict[str, Any]) -> dict[str, Any]:
+    """Return the values of `after` that differ; of sub-configurations only their own values that differ."""
+    return {
+        name: _difference(before[name], value) if name.endswith("_config") and isinstance(before.get(name), dict) else value
+        for name, value in after.items()
+        if before.get(name) != value and not (name.endswith("_config") and not isinstance(value, dict))
+    }
+
+
+def _file_config(policy: PolicyConfig) -> PreTrainedConfig:
     from transformers import CONFIG_MAPPING, AutoConfig
 
     for alias, known in ALIASES.items():
         CONFIG_MAPPING.register(alias, CONFIG_MAPPING[known], exist_ok=True)
-    options = {"local_files_only": True, "return_unused_kwargs": True, **policy.hf_config_overrides}
-    loaded: tuple[PreTrainedConfig, dict[str, Any]]  # with return_unused_kwargs, which transformers' annotation leaves out
-    loaded = AutoConfig.from_pretrained(policy.model_name, **options)  # pyright: ignore[reportAssignmentType]
-    config, unused = loaded
+    found = AutoConfig.from_pretrained(policy.model_name, local_files_only=True, trust_remote_code=False)
+    return _without_alias(found)
+
+
+def _without_alias(config: PreTrainedConfig) -> PreTrainedConfig:
     vars(config).pop("model_type", None)  # an alias from the file, which hides the class's
-    if unused:
-        found = ", ".join(unused)
-        message = f"got {found}, which the {config.model_type} configuration does not have"
-        raise RecipeError(Problem("policy.hf_config_overrides", "unknown-key", message))
-    if head == "values":
-        _give_one_label(config, policy.model_name)
     return config
+
+
+def _overridden(base: PreTrainedConfig, policy: PolicyConfig) -> PreTrainedConfig:
+    """Return a configuration of the same class from config.json with the recipe's overrides.
+
+    Overrides are never arguments of `from_pretrained`, which would choose what it loads or runs.
+    """
+    key, given = "policy.hf_config_overrides", policy.hf_config_overrides
+    if not given:
+        return base
+    if unknown := [name for name in _dotted(given, base) if not _has(base, name)]:
+        message = f"got {', '.join(unknown)}, which the {base.model_type} configuration does not have"
+        raise RecipeError(Problem(key, "unknown-key", message))
+    file, _ = type(base).get_config_dict(policy.model_name, local_files_only=True)
+    merged = {**overridden(file, given, key), "name_or_path": policy.model_name}
+    try:
+        return _without_alias(type(base).from_dict(merged))
+    except (KeyError, TypeError, ValueError) as error:
+        message = f"got {given}, which a {base.model_type} configuration refuses: {error}"
+        raise RecipeError(Problem(key, "bad-format", message)) from error
+
+
+def _dotted(given: dict[str, Any], config: PreTrainedConfig) -> list[str]:
+    """Return the names of overrides; those of a sub-configuration with its name and a dot before them."""
+    names = []
+    for name, value in given.items():
+        sub = getattr(config, name, None)
+        nested = isinstance(value, dict) and hasattr(sub, "to_dict")
+        names += [f"{name}.{inner}" for inner in _dotted(value, sub)] if nested else [name]  # pyright: ignore[reportArgumentType]
+    return names
+
+
+def _has(config: PreTrainedConfig, name: str) -> bool:
+    """Return whether a configuration has an attribute, or computes RoPE from this spelling of it."""
+    *path, last = name.split(".")
+    for part in path:
+        config = getattr(config, part)
+    spelled = last in rope.SPELLINGS and last != rope.LOCAL_THETA
+    return (
+        hasattr(config, last)
+        or (spelled and hasattr(config, rope.PARAMETERS))
+        or last in ("num_labels", "torch_dtype", rope.LOCAL_THETA)
+    )
 
 
 def _give_one_label(config: PreTrainedConfig, model_name: str) -> None:

@@ -9,9 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypedDict
 
-from pipeline import secrets, small_files
+from pipeline import secrets, small_files, user_files
 from pipeline.encryption import is_encrypted
-from pipeline.storage import open_regular
 from pipeline.trackers.base import LoggedStep, Tracker
 
 FILES = ("recipe.yaml", "report.html")
@@ -69,7 +68,7 @@ def _samples(folder: Path, save_period: int, settled: int) -> Iterator[Attachmen
 
 
 def _is_encrypted(path: Path) -> bool:
-    with open_regular(path) as file:
+    with user_files.open_file(path) as file:
         return is_encrypted(file.read(8))
 
 

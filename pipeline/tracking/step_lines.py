@@ -6,9 +6,8 @@ import os
 from pathlib import Path
 from typing import Any
 
-from pipeline import small_files
+from pipeline import small_files, user_files
 from pipeline.metrics import StepLine
-from pipeline.storage import open_regular
 
 READ_AT_ONCE = 1 << 22
 """Bytes of one read, at most, but for a longer line."""
@@ -27,7 +26,7 @@ class StepLines:
         Raises OSError, and RecipeError for a damaged line.
         """
         try:
-            file = open_regular(self._path)
+            file = user_files.open_file(self._path)
         except FileNotFoundError:
             return []
         with file:

@@ -13,13 +13,13 @@ import json
 import shutil
 from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
-from transformers.utils.hub import cached_file
 
 from pipeline.config import PolicyConfig
 from pipeline.data.chat import load_tokenizer
+from pipeline.data.stop_tokens import GENERATION, model_file, read_config, stop_tokens
 from pipeline.digests import add_manifest
 from pipeline.encryption import EncryptionKey
 from pipeline.models.hugging_face import meta_model, model_config
@@ -32,7 +32,6 @@ from pipeline.types import Head
 Result = TypeVar("Result")
 
 SHARD_BYTES = 4 << 30
-_GENERATION = "generation_config.json"
 
 
 def export(
@@ -130,15 +129,21 @@ def _write_config(policy: PolicyConfig, folder: Path, head: Head) -> None:
     with errors_of_rust():
         config.save_pretrained(folder)
         load_tokenizer(policy.tokenizer).save_pretrained(folder)
-    if head == "logprobs" and (given := _generation_config(policy.model_name)):
-        shutil.copyfile(given, folder / _GENERATION)  # a copy, because transformers refuses to save some that it loads
+    if head == "logprobs":
+        write_durably(folder / GENERATION, json.dumps(_generation_config(policy), indent=2) + "\n")
     for path in folder.iterdir():
         sync(path)
 
 
-def _generation_config(model_name: str) -> str | None:
-    """Return the path of the model's generation config; None if it has none."""
-    return cached_file(model_name, _GENERATION, local_files_only=True, _raise_exceptions_for_missing_entries=False)
+def _generation_config(policy: PolicyConfig) -> dict[str, Any]:
+    """Return the model's generation config with all tokens that end a completion, among them the one that training teaches.
+
+    Read and written as JSON, because transformers refuses to save some that it loads.
+    """
+    given = model_file(policy.model_name, GENERATION)
+    config = read_config(given) if given else {}
+    stops = stop_tokens(policy)
+    return {**config, "eos_token_id": stops.exported} if stops.tokens else config
 
 
 def _name_shards(folder: Path, shards: list[list[str]], total: int) -> list[str]:

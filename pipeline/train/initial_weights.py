@@ -6,25 +6,28 @@ language model's body may be missing in a checkpoint.
 
 from __future__ import annotations
 
-import json
+import logging
 import re
 from collections.abc import Callable
 from pathlib import Path
 
 import torch
-from safetensors import safe_open
 from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.utils.hub import cached_file
 
 from pipeline.boxes import Box, whole
 from pipeline.config import PolicyConfig, Problem, RecipeError
 from pipeline.models.hugging_face import SCORE, auto_model, checkpoint_shapes, meta_model, on_disk
+from pipeline.models.weight_files import INDEX, SINGLE, WeightFiles, read_weight_files
 from pipeline.train.shards import BoxReader
 from pipeline.types import Head
+
+logger = logging.getLogger(__name__)
 
 ReadBox = Callable[[str, Box], torch.Tensor]
 """(name on disk, box) -> this box of the tensor, on the CPU."""
 
+_SHOWN = 4  # files in a message
 _DERIVED = re.compile(r"rotary_emb\.inv_freq$")  # in old checkpoints; now computed from the config
 
 
@@ -49,11 +52,8 @@ def _random(config: PreTrainedConfig, seed: int, head: Head) -> ReadBox:
 def _checkpoint(model_name: str, config: PreTrainedConfig, seed: int, head: Head) -> ReadBox:
     """Return a reader of the checkpoint's safetensors files, after a check of their names and shapes against the model's."""
     reader = BoxReader()
-    for path in checkpoint_files(model_name):
-        with safe_open(path, framework="pt") as file:
-            for name in file.keys():  # noqa: SIM118 - safe_open is no mapping
-                shape = tuple(file.get_slice(name).get_shape())
-                reader.add(name, shape, path, whole(shape))
+    for name, stored in checkpoint_files(model_name).tensors.items():
+        reader.add(name, stored.shape, stored.path, whole(stored.shape))
     shapes, tied = checkpoint_shapes(config, head)
     if head == "logprobs" or SCORE in reader.shapes:
         _check(reader, model_name, meta_model(config, head), shapes, tied)
@@ -96,15 +96,14 @@ def _mismatch(message: str) -> RecipeError:
     return RecipeError(Problem("policy.model_name", "unavailable-model", message))
 
 
-def checkpoint_files(model_name: str) -> list[Path]:
-    """Return the safetensors files of a folder or of a cached Hugging Face model. Raises RecipeError if there are none."""
-    options = {"local_files_only": True, "_raise_exceptions_for_missing_entries": False}
-    if single := cached_file(model_name, "model.safetensors", **options):
-        return [Path(single)]
-    index = cached_file(model_name, "model.safetensors.index.json", **options)
-    if index is None:
-        message = f"{model_name} has neither model.safetensors nor model.safetensors.index.json; is it downloaded?"
-        raise RecipeError(Problem("policy.model_name", "unavailable-model", message))
-    files = sorted(set(json.loads(Path(index).read_text())["weight_map"].values()))
-    paths = [cached_file(model_name, file, local_files_only=True) for file in files]  # raises for a missing file
-    return [Path(path) for path in paths if path is not None]
+def checkpoint_files(model_name: str) -> WeightFiles:
+    """Return the weights of a folder or of a cached Hugging Face model. Raises RecipeError if there are none, or not all."""
+    config = cached_file(model_name, "config.json", local_files_only=True, _raise_exceptions_for_missing_entries=False)
+    found = WeightFiles() if config is None else read_weight_files(Path(config).parent)
+    if not found.files and not found.faults:
+        raise _mismatch(f"{model_name} has neither {SINGLE} nor {INDEX}; is it downloaded?")
+    if found.faults:
+        raise _mismatch("; ".join(f"{model_name}: {name} {fault}" for name, fault in list(found.faults.items())[:_SHOWN]))
+    for note in found.notes:
+        logger.warning("%s: %s", model_name, note)
+    return found

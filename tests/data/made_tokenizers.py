@@ -9,6 +9,8 @@ from tokenizers.models import BPE, WordLevel, WordPiece
 from tokenizers.pre_tokenizers import ByteLevel
 from transformers import PreTrainedTokenizerFast
 
+from pipeline.config import RECIPES
+
 END, MARK, THOUGHT = "<|end|>", "<|mark|>", "</think>"
 WORDS = ["Question", ":", "Q", "uestion", ".", "\n", "\n\n", " ", "  ", "The", " answer", " is", "4", " 4", ".\n", "#", "##"]
 WORDS += ["###", "日", "本", "é", "😀", "a", "b", "ab", "aab", "ba", "<|", "end", "|>", "S", "ST", "TOP", "STOP", "</", "think"]
@@ -77,3 +79,11 @@ def ids(tokenizer: PreTrainedTokenizerFast, pieces: Sequence[str | bytes]) -> li
 
 def _bytes(piece: str | bytes) -> bytes:
     return piece.encode() if isinstance(piece, str) else piece
+
+
+def with_marks(marks: Sequence[str], template: str | None = None) -> PreTrainedTokenizerFast:
+    """Return the tokenizer of the tiny recipes with more special tokens, and a chat template."""
+    tokenizer = PreTrainedTokenizerFast.from_pretrained(RECIPES / "tiny")
+    tokenizer.add_tokens(list(marks), special_tokens=True)
+    tokenizer.chat_template = template
+    return tokenizer

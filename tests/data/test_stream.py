@@ -5,7 +5,7 @@ import pytest
 import torch
 from transformers import AutoTokenizer
 
-from pipeline.config import RECIPES, DataConfig, DatasetConfig, TokenizerConfig
+from pipeline.config import RECIPES, AnswerCheck, DataConfig, DatasetConfig, EnvironmentConfig, TokenizerConfig, answer_check
 from pipeline.data.chat import Encoder
 from pipeline.data.stream import ExampleStream, PromptStream
 from pipeline.generate.requests import new_token_limit
@@ -22,9 +22,15 @@ def encoder(limit: int = 100, overlong: str = "error", bad: str = "error") -> En
 
 
 def prompts(
-    seed: int = 5, epochs: int = 100, records: list = RECORDS, shuffle: bool = True, max_length: int = 100, **options
+    seed: int = 5,
+    epochs: int = 100,
+    records: list = RECORDS,
+    shuffle: bool = True,
+    max_length: int = 100,
+    check=None,
+    **options,
 ) -> PromptStream:
-    order = {"seed": seed, "shuffle": shuffle, "max_num_epochs": epochs}
+    order = {"seed": seed, "shuffle": shuffle, "max_num_epochs": epochs, "check": check}
     return PromptStream(records, encoder(**options), max_length=max_length, **order)
 
 
@@ -142,6 +148,17 @@ def test_bad_records_may_be_skipped():
     assert sorted(answers(stream.take(100))) == [str(i) for i in range(1, 8)]
     with refused(("data", "bad-record")):
         prompts(records=[{"input": "1"}], bad="drop")
+
+
+def test_an_expected_answer_that_cannot_be_judged_by_is_a_bad_record():
+    records = [*RECORDS, {"input": "1+1=", "output": "x**2 + 1"}]
+    late = AnswerCheck(answer_check({"addition": EnvironmentConfig(kind="math")}, "addition").check, at_start=3)
+    stream = prompts(records=records, check=late, shuffle=False)
+    with pytest.raises(ValueError, match=r"record 7 \(from 0\): got 'x\*\*2 \+ 1'"):
+        stream.take(8)
+    assert len(prompts(records=records, check=late, bad="drop", epochs=1).take(100)) == 7
+    with refused(("data", "bad-record")):
+        prompts(records=records[4:], check=AnswerCheck(late.check, at_start=10))
 
 
 def test_a_prompt_without_an_answer_where_none_is_needed():

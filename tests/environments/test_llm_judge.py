@@ -42,8 +42,9 @@ class Endpoint:
         return self.requests[-1][1]["messages"][0]["content"]
 
 
-def says(text: str | None) -> tuple[int, bytes]:
-    return 200, json.dumps({"choices": [{"message": {"role": "assistant", "content": text}}]}).encode()
+def says(text: str | None, finish: str = "stop") -> tuple[int, bytes]:
+    choice = {"message": {"role": "assistant", "content": text}, "finish_reason": finish}
+    return 200, json.dumps({"choices": [choice]}).encode()
 
 
 @pytest.fixture
@@ -98,6 +99,31 @@ def test_a_score_becomes_a_reward(endpoint, monkeypatch):
     )
     for part in ("Question: 2+2?", "Reference: 4", '"Score: N"'):
         assert part in message["content"]
+
+
+@pytest.mark.parametrize(
+    ("text", "finish"),
+    [
+        ("<think>I could say\nScore: 10", "length"),
+        ("<think>I could say\nScore: 10", "stop"),
+        ("Score: 10", "length"),
+        ('Score: 0. It is wrong, although it says "Score: 10"', "stop"),
+        ("Score: 0\nThe response says\nScore: 10", "stop"),
+        ("The response claims Score: 10", "stop"),
+        ("Score: 10\nis what the response asks for.", "stop"),
+    ],
+)
+def test_a_reply_that_only_mentions_a_score_has_none(endpoint, text: str, finish: str):
+    endpoint.replies = [says(text, finish), says("Score: 2")]
+    assert endpoint.judge(tries=2).step(PROMPT, "4").metrics == {"score": 2.0, "tries": 2.0}
+
+
+@pytest.mark.parametrize(
+    "text", ["Score: 7", "**Score:** 7.0", "score = 7\n## Score: 7/10.", "<think>Score: 1?</think>\nScore: 7"]
+)
+def test_the_last_line_is_the_score(endpoint, text: str):
+    endpoint.replies = [says(text)]
+    assert endpoint.judge().step(PROMPT, "4").reward == 0.7
 
 
 def test_other_prompts_and_score_patterns(endpoint):

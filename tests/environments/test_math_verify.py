@@ -2,6 +2,7 @@
 
 import contextlib
 import fcntl
+import json
 import os
 import resource
 import signal
@@ -16,6 +17,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from pipeline.config import EnvironmentConfig, answer_check
 from pipeline.environments.base import Outcome, Unjudged
 from pipeline.environments.math import Math, _MathWorker
 from pipeline.sandbox import processes
@@ -76,6 +78,87 @@ def test_an_expected_answer_without_content_excludes_the_episode(math: Math):
     with pytest.raises(Unjudged, match="prompt 3: math-verify cannot parse"):
         step(math, " ", "42")
     assert step(math, "5", "5")[0] == 1.0
+
+
+@pytest.mark.parametrize(
+    ("expected", "text"),
+    [
+        (r"$1 - \frac{1}{\mathrm{e}}$", r"\boxed{1}"),
+        ("x**2 + 1", "So the answer is 1."),
+        ("Eq(x**2/4 + y**2/3, 1)", r"\boxed{Eq(x**2/16 + y**2/12, 1)}"),
+        (r"1 + 2\mathrm{i}", r"\boxed{3}"),
+        (r"3\mathrm{e}^{2}", r"\boxed{3}"),
+        (r"2 + \frac{1}{\operatorname{arcsec} 5}", r"\boxed{2+\frac{1}{\operatorname{arcsec} 7}}"),
+        ("#### 7", "7"),
+    ],
+)
+def test_a_part_of_the_expected_answer_is_wrong(math: Math, expected: str, text: str):
+    assert step(math, expected, text)[0] == 0.0
+
+
+@pytest.mark.parametrize(
+    ("expected", "text"),
+    [
+        *[("42", "42"), ("1,234", "1234"), ("3/4", r"\boxed{0.75}"), ("$5", "It costs $5."), ("-0.5", r"$-\frac{1}{2}$")],
+        *[(r"$1 - \frac{1}{\mathrm{e}}$", r"\boxed{\frac{e-1}{e}}"), (r"1 + 2\mathrm{i}", r"\boxed{2i+1}")],
+        *[("The answer is $7$", "7"), ("$5 and $10", r"\boxed{5, 10}"), ("x**2 + 1", r"\boxed{x**2 + 1}")],
+    ],
+)
+def test_plain_and_repeated_answers_are_right(math: Math, expected: str, text: str):
+    assert step(math, expected, text)[0] == 1.0
+
+
+ANSWERS = json.loads((Path(__file__).parent / "math_answers.json").read_text())
+"""(expected answer, answer, whether it is right): the cases of math-verify's own tests."""
+OTHERWISE = {
+    ("1,22", "1.22"),
+    ("$9$", "Answer $ \n 9 \n $"),
+    ("$9$", "Answer \\( \n 9 \n \\)"),
+    (r"$(\begin{pmatrix}\frac{1}{3}\\ \frac{1}{5} \end{pmatrix})$", r"$\begin{pmatrix}0.33\\0.2 \end{pmatrix}$"),
+    (r"$(\frac{3}{5},\frac{8}{3}]$", "$(0.6,2.6667]$"),
+    (r"$x \in [-2,7]$", r"$-2 \\le x \\le 7$"),
+}
+"""Those that NeMo-RL's settings of math-verify judge otherwise, as these do."""
+
+
+@pytest.mark.parametrize("part", [0, *(pytest.param(i, marks=pytest.mark.full) for i in range(1, 12))])
+def test_public_answers_are_judged_right(math: Math, part: int):
+    cases = ANSWERS[part::12]
+    otherwise = {(gold, text) for gold, text, right in cases if step(math, gold, text)[0] != right}
+    assert len(ANSWERS) == 242 and otherwise == OTHERWISE & {(gold, text) for gold, text, _ in cases}
+
+
+def test_expected_answers_without_an_expression_are_refused():
+    check = answer_check({"x": EnvironmentConfig(kind="math")}, "x").check
+    for answer in ["42", "$1,234.50", "3/4", r"\frac{1}{2}", "$x^2$", "(1, 2]", r"$1 - \frac{1}{\mathrm{e}}$"]:
+        check(answer)
+    for answer in ["", " ", "$", "x**2 + 1", "Eq(x**2/4 + y**2/3, 1)", "#### 7"]:
+        with pytest.raises(ValueError, match="math-verify reads no expression"):
+            check(answer)
+
+
+@pytest.mark.parametrize(
+    ("kind", "kwargs", "good", "bad"),
+    [
+        ("gsm8k", {}, ["5 + 7 = 12 #### 12", "$1,000"], ["", ",", "none"]),
+        ("multiple_choice", {"choices": 4}, ["B", "(c)"], ["E", "", "2"]),
+        ("exact_match", {}, ["yes"], ["", "\n"]),
+        ("math", {"math_verify_impl": "dapo_math_verify"}, ["x**2 + 1", "34"], ["", "x=", "units"]),
+        ("minerva_math", {}, ["34"], ["x**2 + 1"]),
+        ("tools", {"judge": "y", "tools": {}}, ["B"], ["E"]),
+    ],
+)
+def test_other_kinds_refuse_what_they_cannot_judge_by(kind: str, kwargs: dict, good: list[str], bad: list[str]):
+    environments = {
+        "x": EnvironmentConfig(kind=kind, kwargs=kwargs),
+        "y": EnvironmentConfig(kind="multiple_choice", kwargs={"choices": 4}),
+    }
+    check = answer_check(environments, "x").check
+    for answer in good:
+        check(answer)
+    for answer in bad:
+        with pytest.raises(ValueError, match=r"got|math-verify"):
+            check(answer)
 
 
 TIMEOUT, CRASH = (

@@ -1,3 +1,5 @@
+import re
+
 import numpy as np
 import pytest
 
@@ -41,6 +43,27 @@ def test_the_letter_of_an_answer_is_found(text: str, letter: str | None):
 def test_other_languages(text: str):
     assert made("multiple_choice", verifier_type="multilingual_multichoice").answer(text) == "B"
     assert made("multiple_choice").answer(text) == ("B" if text == "Answer: B" else None)
+
+
+PUBLISHED = """
+Answer:|Answer:\u200b\u200b\u200b\u200b\u200b\u200b|উত্তর:|उत्तर:|উত্তরঃ|উত্তর :|Antwort:|답변:|정답:|답:
+答案\uff1a|答案:|答\uff1a|答:
+答复\uff1a|答曰\uff1a|الإجابة:|الجواب:|إجابة:|الإجابة النهائية:|الإجابة الصحيحة:|الإجابة الصحيحة هي:|الإجابة هي:|الجواب النهائي:
+Respuesta:|Risposta:|答え:|答え\uff1a|回答:|回答\uff1a|解答:|Jawaban:|Réponse:|Resposta:|Jibu:|Idahun:|Ìdáhùn:|Idáhùn:|Àmọ̀nà:
+Àdáhùn:|Ànúgọ:|Àṣàyàn:"""
+"""The words for "answer" that simple-evals, and NeMo-RL after it, read in answers to MMMLU."""
+
+
+def test_every_published_word_for_answer_is_read():
+    environment = made("multiple_choice", verifier_type="multilingual_multichoice", choices=4)
+    words = re.split(r"[|\n]", PUBLISHED.strip())
+    assert len(words) == 42
+    for word in words:
+        for letter in "ABCD":
+            forms = (f"{word} {letter}", f"{word}{letter}", f"...\n**{word}** {letter}.", f"{word.lower()} {letter}")
+            assert [environment.answer(form) for form in forms] == [letter] * 4, word
+    for theirs, ours in zip("أبجدঅবডঢＡＢＣＤ", "ABCD" * 3, strict=True):
+        assert environment.answer(f"الإجابة الصحيحة: {theirs}") == ours
 
 
 def test_reward_and_metrics():

@@ -1,7 +1,10 @@
 """Texts that a policy might use to have its episode dropped: none makes a step raise or search forever."""
 
 import random
+import subprocess
+import sys
 import time
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -110,6 +113,15 @@ def test_no_text_is_searched_forever(environments, name):
         begun = time.thread_time()
         step(environment, name, text)
         assert time.thread_time() - begun < LIMIT_S, text[:20]
+
+
+@pytest.mark.parametrize("texts", ["worst", pytest.param("all", marks=pytest.mark.full)])
+def test_judges_read_long_texts_in_linear_time(texts: str):
+    """By a limit of CPU time that only a search of quadratic time reaches."""
+    ran = subprocess.run(
+        [sys.executable, "-m", "tests.environments.long_texts", texts], cwd=Path(__file__).parents[2], check=False
+    )
+    assert ran.returncode == 0
 
 
 def test_a_fence_is_not_searched_for_forever():

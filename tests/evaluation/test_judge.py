@@ -2,8 +2,8 @@
 
 import pytest
 
+from pipeline.environments.verdicts import read_preference
 from pipeline.evaluation.judge import Case, Judgement, JudgeReply, Judging
-from pipeline.evaluation.verdicts import read_preference
 from tests.evaluation.judges import SaidJudge
 
 

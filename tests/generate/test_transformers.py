@@ -1,7 +1,5 @@
 """Behaviour of the transformers backend alone: shared prefills, finished rows, growing caches."""
 
-from dataclasses import replace
-
 import numpy as np
 
 from pipeline.generate import build
@@ -50,19 +48,6 @@ def test_a_prompt_of_one_token_and_a_cache_that_grows(new_engine, checkpoint):
         room = MAX_MODEL_LEN - len(prompt)
         done = drain(engine, [single(prompt, temperature=0.0, max_new_tokens=room)])["a"]
         assert done.tokens.tolist() == checkpoint("qwen3", 0).greedy(prompt, room)
-
-
-def test_stop_tokens_come_from_the_tokenizer_and_the_generation_config(checkpoint, tmp_path):
-    from transformers import AutoTokenizer, GenerationConfig
-
-    from pipeline.generate.requests import eos_token_ids
-
-    source = policy(checkpoint("llama", 0).folder, "transformers")
-    AutoTokenizer.from_pretrained(source.tokenizer.name).save_pretrained(tmp_path)
-    alone = replace(source, model_name=str(tmp_path))
-    assert eos_token_ids(alone) == (1,)
-    GenerationConfig(eos_token_id=[5, 9]).save_pretrained(tmp_path)
-    assert eos_token_ids(alone) == (1, 5, 9)
 
 
 def test_unsupported_models_are_refused(checkpoint):

@@ -1,10 +1,12 @@
 """Adapters in vLLM's own LoRA against merged weights: greedy tokens and log-probs."""
 
+import json
 from typing import get_args
 
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import save_file
 from vllm.config.lora import MaxLoRARanks
 
 from pipeline.config import LoRAConfig
@@ -70,3 +72,28 @@ def test_an_engine_that_cannot_serve_adapters_refuses(checkpoint):
     section.generation.backend = "vllm"
     with refused(("policy.generation.lora_refit", "unsupported")):
         build(section, 1, 0, 0, served)
+
+
+def test_vllm_reads_the_files_that_the_index_names(tmp_path):
+    """An engine that serves adapters reads its base weights itself. vLLM's own loader yields copies too."""
+    from vllm.config.load import LoadConfig
+    from vllm.model_executor.model_loader import get_model_loader
+    from vllm.model_executor.model_loader.default_loader import DefaultModelLoader
+
+    from pipeline.generate.vllm_weight_files import LOAD_FORMAT
+
+    files = ("model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors")
+    for value, file in enumerate(files):
+        save_file({name: torch.full((2,), float(value)) for name in ("a", "b")}, tmp_path / file)
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": dict(zip("ba", files, strict=True))}))
+
+    def loaded(load_format: str) -> list[tuple[str, float]]:
+        loader = get_model_loader(LoadConfig(load_format=load_format))
+        assert isinstance(loader, DefaultModelLoader)
+        found = loader._get_weights_iterator(DefaultModelLoader.Source(str(tmp_path), None, prefix="x."))
+        return sorted((name, float(tensor[0])) for name, tensor in found)
+
+    assert loaded("auto") == [("x.a", 0.0), ("x.a", 1.0), ("x.b", 0.0), ("x.b", 1.0)]
+    assert loaded(LOAD_FORMAT) == [("x.a", 1.0), ("x.b", 0.0)]
+    save_file({name: torch.full((2,), 7.0) for name in ("a", "b")}, tmp_path / "model.safetensors")
+    assert loaded(LOAD_FORMAT) == [("x.a", 7.0), ("x.b", 7.0)]  # as transformers reads such a folder

@@ -4,8 +4,12 @@ import json
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import yaml
+from safetensors.numpy import save_file
 from tokenizers import Regex, Tokenizer, models, pre_tokenizers
+
+from pipeline.models.tensors import tensors
 
 
 def write_model(folder: Path) -> Path:
@@ -19,6 +23,16 @@ def write_model(folder: Path) -> Path:
     tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex("."), "isolated")
     tokenizer.save(str(folder / "tokenizer.json"))
     return folder
+
+
+def write_weights(folder: Path) -> None:
+    """Write all weights of the model in a folder's config.json to one file; those of a sequence classifier with its score."""
+    config = json.loads((folder / "config.json").read_text())
+    weights = {tensor.name: np.full(tensor.shape, 0.5, np.float32) for tensor in tensors(config)}
+    if any(kind.endswith("ForSequenceClassification") for kind in config.get("architectures", ())):
+        weights.pop("lm_head.weight", None)
+        weights["score.weight"] = np.full((1, config["hidden_size"]), 0.5, np.float32)
+    save_file(weights, folder / "model.safetensors")
 
 
 def write_data(path: Path, inputs: list[str]) -> Path:

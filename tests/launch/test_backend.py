@@ -60,6 +60,7 @@ def sized(family: str, hidden: int, width: int, layers: int, vocabulary: int, he
 LLAMA_70B = sized("llama", 8192, 28672, 80, 128256, 64, 8)
 QWEN3_30B = sized("qwen3_moe", 2048, 6144, 48, 151936, 32, 4, head_dim=128, num_experts=128, moe_intermediate_size=768)
 DEEPSEEK_671B = sized("deepseek_v3", 7168, 18432, 61, 129280, 128, 128, n_routed_experts=256, n_shared_experts=1)
+LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
 DEEPSEEK_671B |= {"moe_intermediate_size": 2048, "first_k_dense_replace": 3, "q_lora_rank": 1536, "kv_lora_rank": 512}
 DEEPSEEK_671B |= {"qk_rope_head_dim": 64, "qk_nope_head_dim": 128, "v_head_dim": 128}
 
@@ -310,9 +311,14 @@ TP, PP, EP, ETP = (
         (model("llama", quantization_config={"quant_method": "fp8"}), [], MODEL, "unsupported"),
         (model("llama", attention_bias=True), [], MODEL, "unsupported"),
         (model("qwen3", hidden_act="gelu"), [], MODEL, "unsupported"),
-        (model("llama", rope_scaling={"rope_type": "longrope"}), [], MODEL, "unsupported"),
-        (model("llama", rope_parameters={"rope_type": "dynamic"}), [], MODEL, "unsupported"),
-        (model("deepseek_v3", rope_scaling={"type": "linear"}), [], MODEL, "unsupported"),
+        (
+            model("llama", rope_scaling={"rope_type": "longrope", "short_factor": [1.0], "long_factor": [2.0]}),
+            [],
+            MODEL,
+            "unsupported",
+        ),
+        (model("llama", rope_parameters={"rope_type": "dynamic", "factor": 2.0}), [], MODEL, "unsupported"),
+        (model("deepseek_v3", rope_scaling={"type": "linear", "factor": 2.0}), [], MODEL, "unsupported"),
         (model("gpt_oss", attention_bias=False), [], MODEL, "unsupported"),
         (model("gemma3_text", attn_logit_softcapping=50.0), [], MODEL, "unsupported"),
         (model("llama"), sizes(tp=8), TP, "not-divisible"),
@@ -421,7 +427,7 @@ def test_sizes_that_would_divide_are_named(load):
 @pytest.mark.parametrize(
     ("described", "overrides"),
     [
-        (model("llama", rope_scaling={"rope_type": "llama3"}), [*sizes(tp=2, pp=2, cp=2), SP]),
+        (model("llama", rope_scaling=LLAMA3), [*sizes(tp=2, pp=2, cp=2), SP]),
         (model("llama"), [*sizes(pp=4), f"{FIRST}=1", f"{LAST}=1"]),
         (model("llama"), [*sizes(pp=2), f"{FIRST}=2"]),
         (model("qwen2", sliding_window=16, use_sliding_window=False), sizes(tp=4)),

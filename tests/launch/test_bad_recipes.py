@@ -14,7 +14,7 @@ import pytest
 
 from launch import submit
 from launch.executors.base import ROOT
-from tests.launch.model import write_data, write_model, write_recipe
+from tests.launch.model import write_data, write_model, write_recipe, write_weights
 from tests.problems import refused
 
 SUBMIT = ROOT / "launch/submit.py"
@@ -243,5 +243,5 @@ def test_the_model_of_a_needed_run_may_be_missing(tmp_path, monkeypatch):
     (tmp_path / "runs/base/done.json").write_text('{"step": 3}')
     with refused(("policy.model_name", "file-not-found")):  # now it is looked for
         prepare.prepare("second", [])
-    (tmp_path / "runs/base/checkpoints/hf/model.safetensors").write_bytes(b"\2" + bytes(7) + b"{}")
+    write_weights(tmp_path / "runs/base/checkpoints/hf")
     assert [planned.recipe.name for planned in prepare.prepare("second", [])] == ["second"]

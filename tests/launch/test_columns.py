@@ -81,14 +81,20 @@ def test_unreadable_rows_are_refused_with_keys_and_lines(tmp_path, algorithm, ro
     assert says in str(problem)
 
 
-def test_an_answer_without_tests_is_refused_for_code(tmp_path):
+def test_expected_answers_that_cannot_be_judged_by_are_refused_or_dropped(tmp_path):
     rows = [{"input": "a=", "answer": "assert f(1) == 2"}, {"input": "a=", "answer": "3"}, {"input": "a=", "answer": "4"}]
-    kind = ("env.sums={kind: code}", "data.train.env_name=sums", "data.bad_records=drop")
+    kind = ("env.sums={kind: code}", "data.train.env_name=sums")
     problems, _ = examined(tmp_path, "grpo", rows, *kind)
     assert [problem.partition(": the snippet")[0] for problem in problems] == [
         "data.train.data_path: F:2: 'answer': env.sums cannot judge by it",
         "data.train.data_path: F:3: 'answer': env.sums cannot judge by it",
     ]
+    assert examined(tmp_path, "grpo", rows, *kind, "data.bad_records=drop")[0] == []
+    rows = [{"input": "a=", "answer": "$x^2$"}, {"input": "a=", "answer": "x**2 + 1"}, {"input": "a=", "answer": "42"}]
+    kind = ("env.sums={kind: math}", "data.train.env_name=sums")
+    (problem,), _ = examined(tmp_path, "grpo", rows, *kind)
+    assert problem.startswith("data.train.data_path: F:2: 'answer': env.sums cannot judge by it: got 'x**2 + 1'")
+    assert examined(tmp_path, "grpo", rows, *kind, "data.bad_records=drop")[0] == []
 
 
 def test_dropping_rows_is_not_advised_if_none_would_remain(tmp_path):

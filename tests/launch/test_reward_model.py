@@ -1,5 +1,6 @@
 """A recipe with a reward model: errors before submission, and the component that it may have."""
 
+import contextlib
 import json
 import shutil
 from pathlib import Path
@@ -12,10 +13,8 @@ from launch.executors.local import rank_environments
 from launch.executors.slurm import batch_script
 from launch.preflight import input_files, weight_files
 from pipeline import config
-from tests.launch.model import write_model, write_recipe
+from tests.launch.model import write_model, write_recipe, write_weights
 from tests.problems import refused
-
-NO_TENSORS = b"\2" + bytes(7) + b"{}"  # a safetensors file with none in it
 
 JUDGE = {
     "model_type": "llama",
@@ -38,11 +37,13 @@ def load(tmp_path):
     path = write_recipe(
         tmp_path, env={"judge": {"kind": "reward_model", "model_name": str(tmp_path / "judge")}, "math": {"kind": "math"}}
     )
-    (write_model(tmp_path / "judge") / "model.safetensors").write_bytes(NO_TENSORS)
+    write_model(tmp_path / "judge")
 
     def loaded(*overrides: str, **described):
         found = {key: value for key, value in (JUDGE | described).items() if value is not None}
         (tmp_path / "judge/config.json").write_text(json.dumps(found))
+        with contextlib.suppress(KeyError, ValueError):  # of a family or sizes that are refused
+            write_weights(tmp_path / "judge")
         return config.load(str(path), list(overrides))
 
     return loaded
@@ -95,7 +96,7 @@ def test_contradicting_keys_are_refused(load, overrides, problem):
     ("described", "key", "code"),
     [
         ({"architectures": ["LlamaForCausalLM"]}, "env.judge.model_name", "unavailable-model"),
-        ({"architectures": None}, "env.judge.model_name", "unavailable-model"),
+        ({"architectures": []}, "env.judge.model_name", "unavailable-model"),
         ({"id2label": {"0": "no", "1": "yes"}}, "env.judge.model_name", "unavailable-model"),
         ({"id2label": None}, "env.judge.model_name", "unavailable-model"),
         ({"max_position_embeddings": 16}, "policy.max_total_sequence_length", "too-large"),
@@ -128,13 +129,24 @@ def test_missing_files_are_refused(load, tmp_path):
     with refused(("env.judge.model_name", "file-not-found")):
         check(recipe)
     (tmp_path / "judge/tokenizer.json").unlink()
-    (tmp_path / "judge/model.safetensors").write_bytes(NO_TENSORS)
+    write_weights(tmp_path / "judge")
     with refused(("env.judge.tokenizer.name", "file-not-found")):
         check(recipe)
     shutil.rmtree(tmp_path / "judge")
     with refused(("env.judge.model_name", "file-not-found")):
         check(recipe)
     check(recipe, pending=[tmp_path / "judge"])  # it is yet to come
+
+
+def test_a_classifier_without_its_head_is_refused(load, tmp_path):
+    """The job would start with a random one."""
+    recipe = load()
+    described = json.loads((tmp_path / "judge/config.json").read_text())
+    (tmp_path / "judge/config.json").write_text(json.dumps({**described, "architectures": []}))
+    write_weights(tmp_path / "judge")
+    (tmp_path / "judge/config.json").write_text(json.dumps(described))
+    with refused(("env.judge.model_name", "unavailable-model")):
+        check(recipe)
 
 
 def test_a_chat_template_is_needed_of_both_tokenizers(load):

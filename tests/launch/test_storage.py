@@ -14,10 +14,11 @@ from launch.preflight import storage
 from launch.preflight.container_images import Mount, resolve_inside
 from launch.preflight.disk_space import conversions_folder
 from launch.preflight.storage import file_system
-from launch.preflight.weight_files import file_fault, read_stored_weights
 from launch.units import size
 from pipeline import config
 from pipeline.config import ComponentConfig, Problem, Recipe
+from pipeline.models.tensors import tensors
+from pipeline.models.weight_files import file_fault, read_weight_files
 from tests.launch.model import write_recipe
 from tests.problems import named
 
@@ -37,11 +38,12 @@ def load(folder: Path, *overrides: str) -> Recipe:
 
 
 def write_shards(model: Path) -> None:
-    """Write two weight files of 12 and 8 numbers, and their index."""
-    a, b, c = (np.arange(n, dtype=np.float32) for n in (4, 8, 8))
-    save_file({"a": a, "b": b}, model / SHARDS[0])
-    save_file({"c": c}, model / SHARDS[1])
-    weight_map = {"a": SHARDS[0], "b": SHARDS[0], "c": SHARDS[1]}
+    """Write the model's tensors in two files, the output layer in the second, and their index."""
+    config = json.loads((model / "config.json").read_text())
+    weights = {tensor.name: np.full(tensor.shape, 0.5, np.float32) for tensor in tensors(config)}
+    weight_map = {name: SHARDS[name == "lm_head.weight"] for name in weights}
+    for shard in SHARDS:
+        save_file({name: weights[name] for name, file in weight_map.items() if file == shard}, model / shard)
     (model / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
 
 
@@ -106,8 +108,9 @@ def test_the_command_that_prints_a_key_is_looked_for(folder, model, command, cod
 
 def test_complete_weights_pass(folder, model):
     assert problems(load(folder)) == []
-    found = read_stored_weights(model)
-    assert (found.files, found.parameters, found.nbytes, found.faults) == (2, 20, 80, {})
+    found = read_weight_files(model)
+    assert list(found.files) == list(SHARDS) and len(found.tensors) == 12
+    assert (found.faults, found.notes, found.copied) == ({}, [], False)
 
 
 def cut(path: Path) -> None:
@@ -447,16 +450,18 @@ def test_existing_checkpoints_are_counted(folder, model, disk):
 def test_a_conversion_that_does_not_fit_is_refused(folder, model, disk, monkeypatch):
     monkeypatch.setenv("HETSTEP_MEGATRON_CHECKPOINT_DIR", str(disk / "conversions"))
     (model / "model.safetensors.index.json").unlink()
-    save_file({"a": np.zeros(3 << 20, np.float32)}, model / "model.safetensors")
+    save_file({"a": np.zeros(3 << 20, np.float32)}, model / "model.safetensors")  # not the model's, which is a problem too
     recipe = load(folder, "policy.megatron_cfg.enabled=true", "checkpointing.enabled=false")
-    (problem,) = problems(recipe)
+    *others, problem = problems(recipe)
+    assert named(others) == {(MODEL, "unavailable-model")}
     assert named([problem]) == {("HETSTEP_MEGATRON_CHECKPOINT_DIR", "no-space")}
     assert "Megatron conversion of" in problem.message and size(12 << 20) in problem.message
     made = disk / "conversions/model-0123456789abcdef/000001"
     made.mkdir(parents=True)
     (made / "complete.json").write_text("{}")
-    assert problems(recipe) == []
-    assert problems(load(folder, "policy.megatron_cfg.enabled=true", "policy.megatron_cfg.force_reconvert_from_hf=true")) != []
+    assert problems(recipe) == others
+    anew = load(folder, "policy.megatron_cfg.enabled=true", "policy.megatron_cfg.force_reconvert_from_hf=true")
+    assert ("HETSTEP_MEGATRON_CHECKPOINT_DIR", "no-space") in named(problems(anew))
 
 
 def test_a_model_too_large_for_the_disk_is_refused(folder, model):

@@ -11,6 +11,7 @@ import pytest
 from launch import submit
 from launch.preflight import input_files, user_imports
 from launch.preflight.container_images import _needs
+from launch.trust import Trust
 from pipeline import config
 
 ROOT = Path(__file__).parents[2]
@@ -54,11 +55,11 @@ def folder(tmp_path, monkeypatch):
     return tmp_path / "there"
 
 
-def examined(folder, *overrides, executor="local"):
+def examined(folder, *overrides, executor="local", trust=Trust.EVERYTHING):
     """Return (problems of code and of the columns that it needs, notes)."""
     recipe = config.inspect(str(folder / "mine.yaml"), list(overrides)).recipe
     notes = []
-    replies = user_imports.probe(recipe)
+    replies = user_imports.probe(recipe, trust)
     of_files = input_files.problems(recipe, fields=user_imports.required_fields(recipe, replies))
     columns = [problem for problem in of_files if problem.code in ("missing-column", "bad-record")]
     return list(map(str, [*columns, *user_imports.problems(recipe, executor, notes, replies)])), notes
@@ -99,9 +100,11 @@ def test_a_function_next_to_the_recipe_is_found_from_any_folder(folder):
         ),
     ],
 )
-def test_wrong_user_code_is_refused(folder, overrides, says):
-    problems, notes = examined(folder, *(shlex.split(overrides) if "{" not in overrides else [overrides]))
-    assert notes == [] and says.format(folder=folder) in problems[0], problems
+@pytest.mark.parametrize("trust", [Trust.EVERYTHING, Trust.LISTED])
+def test_wrong_user_code_is_refused_whether_it_is_imported_or_read(folder, overrides, says, trust):
+    problems, notes = examined(folder, *(shlex.split(overrides) if "{" not in overrides else [overrides]), trust=trust)
+    assert says.format(folder=folder) in problems[0], problems
+    assert len(notes) == (trust is Trust.LISTED)
 
 
 def test_the_working_directory_is_searched_last(folder):
@@ -133,7 +136,7 @@ def test_code_that_only_ranks_can_import_is_noted_and_its_source_is_checked(fold
     problems, (note,) = examined(folder, *elsewhere, executor="slurm")
     assert problems == [] and why in note and "the ranks of cluster.generate may have what it needs" in note
     problems, _ = examined(folder, elsewhere[0], f"env.mine.kind={module}.wrong", executor="slurm")
-    assert problems == [f"env.mine.kind: {module}.wrong: {folder}/{module}.py has no wrong"]
+    assert problems == [f"env.mine.kind: {module}.wrong: {module} ({folder}/{module}.py) has no wrong"]
 
 
 def test_code_that_only_an_image_has_is_noted(folder):

@@ -9,7 +9,10 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from pipeline.config import PolicyConfig, TokenizerConfig
+from pipeline.data.stop_tokens import stop_tokens
 from pipeline.train.export import export, export_checkpoint
+from tests.data.made_tokenizers import with_marks
+from tests.data.test_chat import CHATML
 from tests.end_to_end.runs import ROOT
 from tests.problems import refused
 from tests.train import cases, ranks
@@ -58,14 +61,23 @@ def test_transformers_loads_an_exported_checkpoint(tmp_path, model, shard_bytes,
     assert AutoTokenizer.from_pretrained(tmp_path / "hf").eos_token_id == AutoTokenizer.from_pretrained(TINY).eos_token_id
 
 
-@pytest.mark.parametrize("given", ['{"temperature": 0.6}', '{"top_p":0.95,  "pad_token_id": -1}\n'])
-def test_the_models_generation_config_is_copied_unchanged(tmp_path, model, given):
-    """transformers loads this config, and refuses to save it."""
+@pytest.mark.parametrize("given", [{"temperature": 0.6}, {"top_p": 0.95, "pad_token_id": -1, "eos_token_id": [2, 7]}, None])
+def test_the_generation_config_lists_the_tokens_that_end_an_answer(tmp_path, model, given):
+    """transformers loads these configs, and refuses to save some of them."""
     shutil.copytree(TINY, tmp_path / "base")
-    (tmp_path / "base" / "generation_config.json").write_text(given)
-    policy = PolicyConfig(model_name=str(tmp_path / "base"), tokenizer=TokenizerConfig(name=TINY), precision="float32")
+    tokenizer = with_marks(["<|im_start|>", "<|im_end|>"])
+    tokenizer.save_pretrained(tmp_path / "base")
+    if given is not None:
+        (tmp_path / "base" / "generation_config.json").write_text(json.dumps(given))
+    tokens = TokenizerConfig(name=str(tmp_path / "base"), chat_template=CHATML)
+    policy = PolicyConfig(model_name=str(tmp_path / "base"), tokenizer=tokens, precision="float32")
     export(Backend(model), policy, tmp_path / "hf", writes=True)
-    assert (tmp_path / "hf" / "generation_config.json").read_bytes() == given.encode()
+    written = json.loads((tmp_path / "hf" / "generation_config.json").read_text())
+    taught = tokenizer.convert_tokens_to_ids("<|im_end|>")
+    ends = [taught, *dict.fromkeys([2, *((given or {}).get("eos_token_id") or [])])]
+    assert written == {**(given or {}), "eos_token_id": ends}
+    alone = PolicyConfig(model_name=str(tmp_path / "hf"), tokenizer=TokenizerConfig(name=str(tmp_path / "hf")))
+    assert stop_tokens(alone).ids == tuple(sorted(ends))
 
 
 def test_a_rank_that_does_not_write_takes_part(tmp_path, model):

@@ -10,6 +10,7 @@ from typing import Annotated, Any
 from pydantic import Field
 from typing_extensions import override
 
+from pipeline import user_files
 from pipeline.data.records import text_of, value_of
 from pipeline.evaluation.base import Format, Question, Record
 from pipeline.values import Line, Text
@@ -100,7 +101,7 @@ def _baselines(path: str) -> dict[str, str]:
     try:
         key = (path, Path(path).stat().st_mtime_ns)
         if key not in _READ:
-            lines = Path(path).read_text(encoding="utf-8").split("\n")
+            lines = user_files.read_text(path, user_files.MAX_JSON).split("\n")
             _READ[key] = dict(_answer(json.loads(line)) for line in lines if line.strip())
         return _READ[key]
     except OSError as error:

@@ -27,13 +27,14 @@ from pipeline.config import PolicyConfig, Problem, RecipeError
 from pipeline.models import family
 from pipeline.models.base import VALUE_HEAD, Parameter, unsupported_model
 from pipeline.models.hugging_face import checkpoint_shapes
+from pipeline.models.weight_files import WeightFiles
 from pipeline.storage import NO_RETRIES, retrying
 from pipeline.train.base import Phase
 from pipeline.train.initial_weights import checkpoint_files, initial_weights
 from pipeline.train.megatron.collectives import on_all_ranks, on_first_rank
 from pipeline.train.megatron.conversion_cache import VARIABLE, Conversion, ConversionCache, unusable_folder
 from pipeline.train.megatron.fingerprint import content_digests, fingerprint
-from pipeline.train.megatron.safetensors_files import StoredTensor, stored_tensors, stream_tensors
+from pipeline.train.megatron.safetensors_files import StoredTensor, readable_tensors, stream_tensors
 from pipeline.types import Head
 
 
@@ -69,8 +70,11 @@ def converted(
     parameters = family(config.model_type).parameters(config, head)
     parameters.pop(VALUE_HEAD, None)
     on_first_rank(group, lambda: _prepare(root))
-    digests = content_digests(files, root / "digests", group)
-    identity = on_first_rank(group, lambda: fingerprint(digests, parameters, checkpoint_shapes(config, head)[0]))
+    paths = list(files.files.values())
+    digests = content_digests(paths, root / "digests", group)
+    of_file = dict(zip(paths, digests, strict=True))
+    chosen = {name: of_file[stored.path] for name, stored in files.tensors.items()} if files.copied else {}
+    identity = on_first_rank(group, lambda: fingerprint(digests, parameters, checkpoint_shapes(config, head)[0], chosen))
     cache = ConversionCache(root, policy.model_name, identity)
 
     def find() -> str | None:
@@ -109,10 +113,10 @@ def _check(policy: PolicyConfig, config: PreTrainedConfig, head: Head) -> None:
     initial_weights(policy, config, seed=0, head=head)
 
 
-def _write_part(partial: Path, files: list[Path], parameters: Mapping[str, Parameter], rank: int, size: int) -> None:
+def _write_part(partial: Path, files: WeightFiles, parameters: Mapping[str, Parameter], rank: int, size: int) -> None:
     """Convert this rank's part of the parameters into a separate file."""
     _check_visible(partial)
-    stored = {name: tensor for file in files for name, tensor in stored_tensors(file).items()}
+    stored = readable_tensors(files.tensors.items())
     mine = _partition(parameters, stored, rank, size)
     if not mine:
         return

@@ -40,12 +40,21 @@ def content_digests(files: Sequence[Path], cache: Path, group: dist.ProcessGroup
     return digests
 
 
-def fingerprint(digests: Sequence[str], parameters: Mapping[str, Parameter], shapes: Mapping[str, tuple[int, ...]]) -> str:
+def fingerprint(
+    digests: Sequence[str],
+    parameters: Mapping[str, Parameter],
+    shapes: Mapping[str, tuple[int, ...]],
+    chosen: Mapping[str, str],
+) -> str:
     """Return 64 hex digits, equal for checkpoints whose files have equal content and that `parameters` converts equally.
 
-    shapes: of the checkpoint's tensors. The configuration matters only through the layout of the parameters' functions.
+    shapes: of the checkpoint's tensors. chosen: the digest of the file that each tensor is read from, where files hold copies
+    of a tensor; else empty, so that the fingerprint does not depend on the index. The configuration
+    matters only through the layout of the parameters' functions.
     """
     whole = hashlib.sha256(json.dumps([CONVERTER, sorted(digests)]).encode())
+    if chosen:
+        whole.update(json.dumps(sorted(chosen.items())).encode())
     for name, parameter in parameters.items():
         shape, pieces = record(parameter.function, [(source, shapes[source]) for source in parameter.sources])
         boxes = [[p.name, p.source.offset, p.source.size, p.target.offset, p.target.size] for p in pieces]

@@ -7,17 +7,15 @@ through a memory map, whose pages count as memory of the process. Here memory is
 
 from __future__ import annotations
 
-import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
+from pipeline.models import weight_files
 from pipeline.storage import sync
-from pipeline.train.tensor_files import bytes_of, header_of
-
-_DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+from pipeline.train.tensor_files import DTYPES, bytes_of, header_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,21 +44,19 @@ class StoredTensor:
 
 def stored_tensors(path: Path) -> dict[str, StoredTensor]:
     """Return the tensors of a file from its header. Raises ValueError if it is truncated or a dtype is not floating-point."""
-    with open(path, "rb") as file:
-        length = int.from_bytes(file.read(8), "little")
-        size = path.stat().st_size
-        header = json.loads(file.read(length)) if 0 < length <= size - 8 else None
-    if header is None:
-        raise ValueError(f"{path}: not a safetensors file, or truncated")
-    header.pop("__metadata__", None)
+    try:
+        return readable_tensors(weight_files.read_header(path).items())
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}") from None
+
+
+def readable_tensors(tensors: Iterable[tuple[str, weight_files.StoredTensor]]) -> dict[str, StoredTensor]:
+    """Return tensors to load, by name. Raises ValueError if a dtype is not floating-point."""
     found = {}
-    for name, entry in header.items():
-        begin, end = entry["data_offsets"]
-        if entry["dtype"] not in _DTYPES:
-            raise ValueError(f"{path}: {name}: got dtype {entry['dtype']}; expected {', '.join(_DTYPES)}. Is it quantised?")
-        if 8 + length + end > size:
-            raise ValueError(f"{path}: the file is truncated: {name} ends at byte {8 + length + end} of {size}")
-        found[name] = StoredTensor(path, _DTYPES[entry["dtype"]], tuple(entry["shape"]), 8 + length + begin, end - begin)
+    for name, stored in tensors:
+        if stored.dtype not in weight_files.FLOATS:
+            raise ValueError(f"{name} has dtype {stored.dtype}; expected {', '.join(weight_files.FLOATS)}. Is it quantised?")
+        found[name] = StoredTensor(stored.path, DTYPES[stored.dtype], stored.shape, stored.start, stored.nbytes)
     return found
 
 

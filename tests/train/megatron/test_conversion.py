@@ -10,6 +10,7 @@ import shutil
 import signal
 import socket
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import huggingface_hub.constants
@@ -19,17 +20,20 @@ import torch.distributed as dist
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig
 
+from launch.preflight import weight_tensors
 from pipeline.boxes import Box, whole
 from pipeline.checkpoint import COMPLETE
 from pipeline.config import MegatronConfig, PolicyConfig
 from pipeline.models import family
 from pipeline.models.recorded_layout import record
+from pipeline.models.weight_files import read_weight_files
+from pipeline.train.initial_weights import initial_weights
 from pipeline.train.megatron import conversion, conversion_cache, safetensors_files
 from pipeline.train.megatron.collectives import on_all_ranks
 from pipeline.train.megatron.conversion import converted
 from tests.fork_server import context
 from tests.models.cases import FAMILIES, write_models
-from tests.problems import refused
+from tests.problems import named, refused
 
 SLOW_S = 0.05  # for each tensor that is read: a slow file system
 
@@ -99,6 +103,21 @@ def test_round_trip_is_bitwise(name, families, shared, realm):
     assert_holds(made, families / name)
 
 
+@pytest.mark.parametrize("name", FAMILIES)
+def test_submission_accepts_the_tensors_of_every_family(name, families):
+    """transformers wrote them. A checkpoint without one, with another shape or with one too many is refused."""
+    folder = families / name
+    config, stored = json.loads((folder / "config.json").read_text()), read_weight_files(folder).tensors
+    assert list(weight_tensors.problems("k", folder, config, stored, "logprobs")) == []
+    first, *rest = stored
+    for wrong in (
+        {n: stored[n] for n in rest},
+        {**stored, "model.layers.0.other": stored[first]},
+        {**stored, first: replace(stored[first], shape=(1, 2, 3))},
+    ):
+        assert named(weight_tensors.problems("k", folder, config, wrong, "logprobs")) == {("k", "unavailable-model")}
+
+
 def test_a_new_conversion_is_logged_and_an_existing_one_is_not(checkpoint, shared, realm):
     said = []
 
@@ -132,6 +151,40 @@ def test_tensors_of_any_size_are_aligned(tmp_path):
         assert torch.equal(tensor, tensors.pop(name))
         assert torch.equal(tensor, stored[name].load())
     assert not tensors
+
+
+def write_stale_copies(folder: Path) -> dict[str, dict[str, torch.Tensor]]:
+    """Divide a checkpoint in two files that both hold every tensor; only one copy of each is right. Return the files."""
+    tensors = load_file(folder / "model.safetensors")
+    (folder / "model.safetensors").unlink()
+    weight_map = {name: f"model-{1 + i % 2:05d}-of-00002.safetensors" for i, name in enumerate(sorted(tensors))}
+    files = {
+        file: {name: tensor if weight_map[name] == file else tensor + 1 for name, tensor in tensors.items()}
+        for file in set(weight_map.values())
+    }
+    for file, held in files.items():
+        save_file(held, folder / file, metadata={"format": "pt"})
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
+    return files
+
+
+def test_the_index_chooses_among_copies_for_every_backend(checkpoint, families, shared, realm):
+    """The first file's copies are stale for one half of the tensors, the last file's for the other half."""
+    files = write_stale_copies(checkpoint)
+    right = load_file(families / "llama/model.safetensors")
+    policy, config = PolicyConfig(model_name=str(checkpoint)), AutoConfig.from_pretrained(checkpoint)
+    read_box = initial_weights(policy, config, seed=0)  # of FSDP2, critics, frozen models, evaluations and exports
+    made = convert(checkpoint, shared)
+    back = read(families / "llama", made)
+    for name, tensor in right.items():
+        assert torch.equal(read_box(name, whole(tensor.shape)), tensor)
+        assert torch.equal(back[name], tensor)
+    (other, *_) = sorted(files)
+    (checkpoint / "model.safetensors.index.json").write_text(json.dumps({"weight_map": dict.fromkeys(right, other)}))
+    again = convert(checkpoint, shared)  # the same files, of which other tensors are read
+    assert again.folder.parent != made.folder.parent
+    for name, tensor in read(families / "llama", again).items():
+        assert torch.equal(tensor, files[other][name])
 
 
 def test_files_are_divided_like_a_sharded_checkpoint(checkpoint, shared, realm):

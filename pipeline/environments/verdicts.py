@@ -1,5 +1,6 @@
-"""Read verdicts in judges' replies. The rule is strict: what it cannot read is asked again, never guessed.
+"""Read verdicts in the replies of judges: those of evaluations, and of `kind: llm_judge`.
 
+The rule is strict: what it cannot read is asked again, never guessed.
 A verdict is the last line of a reply, and nothing else is on that line: `Verdict: A`, `**Rating: 7**`. A reply with several
 such lines that differ has none, and so has one that was cut or whose thinking did not end.
 """
@@ -10,7 +11,10 @@ import re
 from collections.abc import Callable
 from typing import TypeVar
 
+CUT = "length"
+"""The finish reason of a reply that the limit of tokens cut; it has no verdict."""
 THINKING = ("<think>", "</think>")
+MARKDOWN = re.compile(r"[*_#>`]+")
 DECORATION = " \t*_`\"'[]()."
 PREFERENCES = {"a": "A", "b": "B", "tie": "tie"}
 REFUSALS = ("refused", "partly", "answered")
@@ -19,17 +23,41 @@ LOWEST, HIGHEST = 1.0, 10.0
 
 Value = TypeVar("Value")
 Read = Callable[[str], Value | None]
-"""Returns the value of the text after the colon, or None if it is not one."""
+"""Returns the value of a text, such as what follows the colon, or None if it is not one."""
 
 
 def read_verdict(reply: str, word: str, value_of: Read[Value]) -> Value | None:
     """Return the verdict of a complete reply, or None. word: what begins its line, `Verdict` or `Rating`."""
+    form = re.compile(rf"[*_#>\s]*{word}[\s*_]*:(.*)", re.IGNORECASE)
+
+    def read(line: str) -> Value | None:
+        match = form.fullmatch(line)
+        return value_of(match[1].strip(DECORATION)) if match else None
+
+    return _of_last_line(reply, read)
+
+
+def read_score(reply: str, pattern: re.Pattern[str]) -> float | None:
+    """Return the score of a complete reply, or None: the whole last line, or that match's group. pattern: of a number."""
+
+    def read(line: str) -> float | None:
+        forms = (line, line.strip(DECORATION), MARKDOWN.sub("", line).strip(" ."))
+        match = next(filter(None, map(pattern.fullmatch, forms)), None)
+        try:
+            return float(match[pattern.groups]) if match else None
+        except (TypeError, ValueError):  # the group is no number, or has no part in the match
+            return None
+
+    return _of_last_line(reply, read)
+
+
+def _of_last_line(reply: str, read: Read[Value]) -> Value | None:
+    """Return the value of the last line of a reply if no other line has another one. read: the value of a stripped line."""
     text = reply.rpartition(THINKING[1])[2]
     lines = [line.strip() for line in text.splitlines() if line.strip()]
     if not lines or THINKING[0] in text:
         return None
-    form = re.compile(rf"[*_#>\s]*{word}\s*[*_]*\s*:(.*)", re.IGNORECASE)
-    found = [match and value_of(match[1].strip(DECORATION)) for match in map(form.fullmatch, lines)]
+    found = [read(line) for line in lines]
     values = {value for value in found if value is not None}
     return found[-1] if len(values) == 1 else None
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from pipeline.evaluation.verdicts import read_preference, read_rating, read_refusal
+from pipeline.environments.verdicts import read_preference, read_rating, read_refusal
 
 PREFERENCES = {
     "Verdict: A": "A",

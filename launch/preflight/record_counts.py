@@ -1,0 +1,62 @@
+"""Check that the training data fill at least one step, where their number of records is known before the run.
+
+It is known of data files up to SCAN_BYTES, whose lines are counted, and of generated data sets. The job counts all data,
+without the records that it drops.
+"""
+
+from __future__ import annotations
+
+import math
+import stat
+from collections.abc import Iterator
+from pathlib import Path
+
+from launch.units import plural
+from pipeline.config import GENERATED_DATASETS, DatasetConfig, Problem, Recipe, only_evaluates, section, training_sets, trains
+from pipeline.data import epochs
+
+SCAN_BYTES = 32 << 20
+"""Size of a file whose lines are counted, within tens of milliseconds. A larger file fills a step in all likelihood."""
+
+
+def problems(recipe: Recipe, notes: list[str]) -> Iterator[Problem]:
+    """Yield the problem of training data that fill no step. notes: receives the number of steps, if the data end the run."""
+    if not trains(recipe) or only_evaluates(recipe):
+        return
+    counts = [count(dataset) for dataset in training_sets(recipe.data).values()]
+    if not counts or None in counts:
+        return
+    supply = epochs.of_records(recipe, sum(filter(None, counts)))
+    if problem := supply.problem():
+        yield problem
+    elif supply.steps is not None and supply.steps < section(recipe).max_num_steps:
+        left = f"; the last {plural(supply.left_over, 'record')} fill no step and are not used" if supply.left_over else ""
+        notes.append(f"data: {supply.told} make {plural(supply.steps, 'step')} of {supply.per_step}{left}")
+
+
+def count(dataset: DatasetConfig) -> int | None:
+    """Return the number of records that a run trains on in one epoch; None if it is not known."""
+    records = _lines(dataset.data_path) if dataset.data_path else _generated(dataset)
+    if records is None:
+        return None
+    records = min(records, dataset.max_samples or records)
+    if size := dataset.split_validation_size:
+        records -= math.ceil(size * records) if size < 1 else int(size)
+    return max(0, records) * dataset.repeat
+
+
+def _lines(path: str) -> int | None:
+    """Return the number of lines that are not blank; None of a file that is large, absent or not a regular one."""
+    try:
+        status = Path(path).stat()
+        if not stat.S_ISREG(status.st_mode) or status.st_size > SCAN_BYTES:
+            return None
+        with open(path, "rb") as file:
+            return sum(1 for line in file if line.strip())
+    except (OSError, ValueError):  # another check reports it
+        return None
+
+
+def _generated(dataset: DatasetConfig) -> int | None:
+    size = dataset.kwargs.get("size") if dataset.dataset_name in GENERATED_DATASETS else None
+    return size if isinstance(size, int) else None

@@ -1,0 +1,249 @@
+"""Describe a user's code from its source alone, without importing it.
+
+This sees most of what an import sees: a module or a name that does not exist, a syntax error, a package that is not installed,
+a class that lacks methods, parameters that do not fit. It does not see what only running the module shows: other exceptions,
+names that are made at run time, and what decorators and foreign base classes add. Such code passes.
+"""
+
+from __future__ import annotations
+
+import abc
+import ast
+import builtins
+import difflib
+import importlib.util
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Protocol
+
+from launch.executors.base import ROOT
+from launch.preflight.stand_ins import UNKNOWN, bindings, class_of, function_of, statements
+from pipeline import user_code, user_files
+from pipeline.environments import custom
+
+MAX_SOURCE = 4 << 20
+"""Largest module, in bytes."""
+MAX_MODULES = 200
+"""Most modules that are read for one name."""
+OURS = ("pipeline.environments.base", "pipeline.environments.tool", "pipeline.evaluation.base")
+"""Modules with base classes for users. They are part of Hetstep, and are imported."""
+BASES = {"abc.ABC": abc.ABC, "typing.Protocol": Protocol}
+
+
+class CodeFault(Exception):
+    """The code cannot be used; `reply` says why, as `launch/probe.py` does."""
+
+    def __init__(self, **reply: Any) -> None:
+        super().__init__(str(reply))
+        self.reply = reply
+
+
+def describe(path: str, role: str, kwargs: Sequence[str], folders: Sequence[Path]) -> dict[str, Any]:
+    """Return what `launch/probe.py` replies for code at a dotted path, as far as its source shows it.
+
+    folders: that are searched, in order, after installed packages. kwargs: names under `env.NAME.kwargs`.
+    """
+    module, _, name = path.rpartition(".")
+    try:
+        thing = SourceReader(folders).named(module, name)
+    except CodeFault as fault:
+        return fault.reply
+    if thing is UNKNOWN:
+        return {"ok": True, "fields": None, "required": []}
+    if role == "environment":
+        if wrong := custom.problem(thing, kwargs):
+            return {"wrong": wrong, "code": "wrong-type" if custom.problem(thing, ()) else "unknown-key"}
+        if not isinstance(thing, type):
+            return {"ok": True, "fields": custom.fields(thing), "required": custom.required(thing)}
+    elif not callable(thing):
+        return {"wrong": f"it is a {type(thing).__name__}, which cannot be called", "code": "wrong-type"}
+    return {"ok": True, "fields": None, "required": []}
+
+
+def lacks(path: str, folders: Sequence[Path]) -> str | None:
+    """Return why there is no such module or name; None if there is, or if the source does not show it."""
+    module, _, name = path.rpartition(".")
+    try:
+        SourceReader(folders, checks_imports=False).named(module, name)
+    except CodeFault as fault:
+        return fault.reply.get("wrong")
+    return None
+
+
+@dataclass(frozen=True)
+class ModuleSource:
+    """The source of a module."""
+
+    name: str
+    file: Path
+    is_package: bool
+    body: list[ast.stmt]
+
+    def absolute(self, node: ast.ImportFrom) -> str:
+        """Return the module that an import statement names."""
+        if not node.level:
+            return node.module or ""
+        package = self.name.split(".") if self.is_package else self.name.split(".")[:-1]
+        return ".".join([*package[: len(package) - node.level + 1], *filter(None, [node.module])])
+
+
+@dataclass
+class SourceReader:
+    """Reads modules and what they name. checks_imports: also whether the modules that they import exist."""
+
+    folders: Sequence[Path]
+    checks_imports: bool = True
+    _read: dict[str, ModuleSource | None] = field(default_factory=dict)
+
+    def named(self, module: str, name: str, seen: frozenset[str] = frozenset()) -> Any:
+        """Return a stand-in for what a module has under a name, or UNKNOWN. Raises CodeFault."""
+        path = f"{module}.{name}"
+        if path in BASES:
+            return BASES[path]
+        if module in OURS:
+            return self._loaded(path)
+        if seen and _installed(module.partition(".")[0]):
+            return UNKNOWN  # reading the sources of libraries would take seconds
+        source = self.source(module)
+        if source is None or path in seen:
+            return UNKNOWN
+        bound = bindings(source.body)
+        if name in bound:
+            return self._stand_in(source, name, bound[name], seen | {path})
+        stars = (node for node in statements(source.body) if isinstance(node, ast.ImportFrom) and node.names[0].name == "*")
+        if "__getattr__" in bound or any(stars) or (source.is_package and self._exists(path)):
+            return UNKNOWN
+        near = difflib.get_close_matches(name, bound, 1)
+        hint = f"; did you mean {near[0]}?" if near else ""
+        raise CodeFault(wrong=f"{module} ({source.file}) has no {name}{hint}", code="not-importable")
+
+    def _loaded(self, path: str) -> Any:
+        try:
+            return user_code.load(path)
+        except user_code.NotFound as error:
+            raise CodeFault(wrong=str(error), code="not-importable") from None
+
+    def _stand_in(self, source: ModuleSource, name: str, node: ast.AST, seen: frozenset[str]) -> Any:
+        """Return a stand-in for what a module binds to a name."""
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda):
+            return function_of(node)
+        if isinstance(node, ast.ClassDef):
+            return class_of(node, [self._value(source, base, seen) for base in node.bases])
+        if isinstance(node, ast.ImportFrom):
+            original = next(alias.name for alias in node.names if name in (alias.asname, alias.name))
+            return self.named(source.absolute(node), original, seen)
+        if isinstance(node, ast.expr):
+            return self._value(source, node, seen)
+        return UNKNOWN
+
+    def _value(self, source: ModuleSource, node: ast.expr, seen: frozenset[str]) -> Any:
+        """Return a stand-in for an expression of a module."""
+        if isinstance(node, ast.Lambda):
+            return function_of(node)
+        if isinstance(node, ast.Name):
+            known = {**bindings(source.body), **dict.fromkeys(("__name__", "__file__", "__doc__"))}
+            if node.id in known:
+                return self.named(source.name, node.id, seen) if known[node.id] is not None else UNKNOWN
+            if hasattr(builtins, node.id):
+                return getattr(builtins, node.id)
+            if any(isinstance(each, ast.ImportFrom) and each.names[0].name == "*" for each in statements(source.body)):
+                return UNKNOWN
+            raise CodeFault(raised=f"NameError: name '{node.id}' is not defined ({source.file}:{node.lineno})", foreign=False)
+        if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name):
+            bound = bindings(source.body).get(node.value.id)
+            if isinstance(bound, ast.Import):
+                wanted = {alias.asname or alias.name: alias.name for alias in bound.names}
+                return self.named(wanted[node.value.id], node.attr, seen) if node.value.id in wanted else UNKNOWN
+        try:
+            return ast.literal_eval(node)
+        except (ValueError, TypeError, SyntaxError, MemoryError, RecursionError):
+            return UNKNOWN
+
+    # ---- modules ----------------------------------------------------------------------------------------------------------
+
+    def source(self, module: str) -> ModuleSource | None:
+        """Return the source of a module; None if it has none, or after MAX_MODULES. Raises CodeFault if there is no module."""
+        if module not in self._read:
+            self._read[module] = None
+            if len(self._read) <= MAX_MODULES and (file := self._file(module)):
+                self._read[module] = found = ModuleSource(module, file, file.name == "__init__.py", _parsed(file))
+                if self.checks_imports and self._is_theirs(module):
+                    self._check_imports(found)
+        return self._read[module]
+
+    def _roots(self, top: str) -> list[Path]:
+        """Return the folders of a top-level package, or the file of a module. Installed ones hide the user's, as in imports."""
+        for spec_of in (_installed, self._theirs):
+            if roots := spec_of(top):
+                return roots
+        return []
+
+    def _theirs(self, top: str) -> list[Path]:
+        for folder in self.folders:
+            if (folder / top / "__init__.py").is_file():
+                return [folder / top]
+            if (folder / f"{top}.py").is_file():
+                return [folder / f"{top}.py"]
+        return [folder / top for folder in (*self.folders, ROOT) if (folder / top).is_dir()]
+
+    def _is_theirs(self, module: str) -> bool:
+        return not _installed(module.partition(".")[0])
+
+    def _file(self, module: str) -> Path | None:
+        top, *inner = module.split(".")
+        roots = self._roots(top)
+        if not roots:
+            places = ", ".join(dict.fromkeys(["installed packages", *map(str, self.folders)]))
+            raise CodeFault(wrong=f"there is no module {top}; looked in {places}", code="not-importable")
+        for root in roots:
+            if root.suffix == ".py" and not inner:
+                return root
+            for file in (root.joinpath(*inner, "__init__.py"), root.joinpath(*inner).with_suffix(".py") if inner else root):
+                if file.is_file() and file.suffix == ".py":
+                    return file
+        if not self._is_theirs(module) or any(root.joinpath(*inner).is_dir() for root in roots):
+            return None  # of another kind than Python source, or a folder of packages
+        raise CodeFault(wrong=f"there is no module {module}; looked in {', '.join(map(str, roots))}", code="not-importable")
+
+    def _exists(self, module: str) -> bool:
+        """Return whether there is a module of any kind inside a package."""
+        top, *inner, last = module.split(".")
+        folders = [root.joinpath(*inner) for root in self._roots(top)]
+        return any((folder / last).is_dir() or any(folder.glob(f"{last}.*")) for folder in folders)
+
+    def _check_imports(self, source: ModuleSource) -> None:
+        """Raise CodeFault if a module imports, whenever it is imported, one that is not there or has a syntax error."""
+        for node in statements(source.body, always=True):
+            names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+            names += [source.absolute(node)] if isinstance(node, ast.ImportFrom) else []
+            for name in names:
+                if not name or _installed(name.partition(".")[0]):
+                    continue
+                try:
+                    self.source(name)
+                except CodeFault as fault:
+                    if "wrong" in fault.reply:
+                        raise CodeFault(absent=name, importer=str(source.file)) from None
+                    raise
+
+
+def _installed(top: str) -> list[Path]:
+    """Return the folders or the file of an installed top-level module; [] if there is none. Nothing is imported."""
+    try:
+        spec = importlib.util.find_spec(top)
+    except (ImportError, ValueError):
+        return []
+    if spec is None or spec.origin is None:  # none, or a folder without __init__.py
+        return []
+    return [Path(each) for each in spec.submodule_search_locations or [spec.origin]]
+
+
+def _parsed(file: Path) -> list[ast.stmt]:
+    try:
+        return ast.parse(user_files.read_bytes(file, MAX_SOURCE), str(file)).body
+    except SyntaxError as error:
+        raise CodeFault(raised=f"SyntaxError: {error.msg} ({error.filename}:{error.lineno})", foreign=False) from None
+    except (OSError, ValueError, RecursionError, MemoryError) as error:  # ValueError: null bytes
+        why = error.strerror if isinstance(error, OSError) else error
+        raise CodeFault(raised=f"{type(error).__name__}: {why} ({file})", foreign=False) from None

@@ -1,0 +1,97 @@
+"""Check that a checkpoint's tensors are those of the model in its config.json: names, shapes, dtypes and tied copies.
+
+Reads headers and a few kilobytes of tied copies. Leaves out quantized models, multimodal models, and families that
+`pipeline/models/tensors.py` does not describe; the job checks these first.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, Literal
+
+from pipeline.config import Problem
+from pipeline.models.sizes import MODEL_TYPES
+from pipeline.models.tensors import tensors
+from pipeline.models.weight_files import FLOATS, StoredTensor
+
+LM_HEAD, SCORE = "lm_head.weight", "score.weight"
+Head = Literal["logprobs", "values", "rewards"]
+NOT_LOADED = re.compile(r"rotary_emb\.inv_freq$|(^|\.)mtp\.|^model\.mtp")
+"""Tensors that transformers leaves out: derived ones of old checkpoints, and the layers that predict several tokens."""
+PREDICTING = ("deepseek_v3", "glm4_moe")  # families whose layers that predict several tokens follow the model's layers
+SHOWN = 3
+PROBES, PROBE_BYTES = 64, 4096  # parts of tied copies that are compared
+
+
+def problems(
+    key: str, folder: Path, config: Mapping[str, Any], stored: Mapping[str, StoredTensor], head: Head
+) -> Iterator[Problem]:
+    """Yield how the tensors differ from those of config.json. key: of the model's name in the recipe.
+
+    head: logprobs, of a language model; values, of a critic, whose checkpoint may lack the value head; rewards, of a reward
+    model, whose checkpoint has one.
+    """
+    if config.get("model_type") not in MODEL_TYPES or "text_config" in config or config.get("quantization_config"):
+        return
+    try:
+        expected = {tensor.name: tensor.shape for tensor in tensors(config)}
+    except (KeyError, TypeError, ValueError, ZeroDivisionError):  # wrong sizes, which `architecture` reports
+        return
+    embedding = next(iter(expected))
+    if head != "logprobs":
+        expected.pop(LM_HEAD, None)
+    if head == "rewards":
+        expected[SCORE] = (1, config["hidden_size"])
+    missing = [name for name in expected if name not in stored]
+    known = {*expected, LM_HEAD} if head == "logprobs" else {*expected, LM_HEAD, SCORE}
+    unknown = [name for name in stored if name not in known and _is_loaded(name, config)]
+    if missing or unknown:
+        found = [f"has no {_some(missing)}"] if missing else []
+        found += [f"has {_some(unknown)}, which the model does not have"] if unknown else []
+        yield Problem(key, "unavailable-model", f"{folder} does not fit its config.json: it {', and '.join(found)}")
+    named = {name: shape for name, shape in expected.items() if name in stored}
+    if wrong := [
+        f"{name} {_shape(stored[name].shape)} for {_shape(s)}" for name, s in named.items() if stored[name].shape != s
+    ]:
+        what = f"{folder}: shapes differ from config.json's: {_some(wrong)}. Try the config.json of these weights"
+        yield Problem(key, "unavailable-model", what)
+    if packed := [f"{name} ({stored[name].dtype})" for name in named if stored[name].dtype not in FLOATS]:
+        what = f"{folder} has weights that are no floating-point numbers of 16 bits or more, {_some(packed)}; expected"
+        yield Problem(key, "unsupported", f"{what} {', '.join(FLOATS)}")
+    copied = LM_HEAD in stored and LM_HEAD not in expected and head == "logprobs" and embedding in stored
+    if copied and not _look_equal(stored[LM_HEAD], stored[embedding]):
+        what = f"{folder}: {LM_HEAD} and {embedding} differ, but config.json ties them"
+        untied = f"{key.removesuffix('.model_name')}.hf_config_overrides.tie_word_embeddings=false"
+        yield Problem(key, "unavailable-model", f"{what}. Try {untied}")
+
+
+def _is_loaded(name: str, config: Mapping[str, Any]) -> bool:
+    if NOT_LOADED.search(name):
+        return False
+    layer = re.match(r"model\.layers\.(\d+)\.", name)
+    return not (layer and config["model_type"] in PREDICTING and int(layer[1]) >= config["num_hidden_layers"])
+
+
+def _some(names: list[str]) -> str:
+    return ", ".join(names[:SHOWN]) + (f" and {len(names) - SHOWN} more" if len(names) > SHOWN else "")
+
+
+def _shape(shape: tuple[int, ...]) -> str:
+    return f"[{', '.join(map(str, shape))}]"
+
+
+def _look_equal(a: StoredTensor, b: StoredTensor) -> bool:
+    """Return whether two tensors have one size and equal bytes in evenly spaced parts. The job compares all bytes."""
+    if (a.dtype, a.shape) != (b.dtype, b.shape):
+        return False
+    step = max(PROBE_BYTES, a.nbytes // PROBES)
+    with open(a.path, "rb") as first, open(b.path, "rb") as second:
+        for offset in range(0, a.nbytes, step):
+            size = min(PROBE_BYTES, a.nbytes - offset)
+            first.seek(a.start + offset)
+            second.seek(b.start + offset)
+            if first.read(size) != second.read(size):
+                return False
+    return True

@@ -1,0 +1,52 @@
+"""Decide which code that a recipe names may be imported before its run.
+
+A submission imports it, in a process of its own, because the job will run it anyway. A plan and a dry run submit nothing, so
+they only read the source (`preflight/user_source.py`): the recipe may be a stranger's. They import code from folders that the
+user trusts: with `trust=true` on the command line all of them, else those in the variable HETSTEP_TRUSTED, separated by
+colons, and folders inside these. The REST service never imports code for a request.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Iterable, Iterator
+from contextvars import ContextVar
+from enum import Enum
+from pathlib import Path
+
+VARIABLE = "HETSTEP_TRUSTED"
+
+
+class Trust(Enum):
+    """Whose code may be imported."""
+
+    NOTHING = "nothing"
+    LISTED = "the folders in HETSTEP_TRUSTED"
+    EVERYTHING = "everything that the recipe names"
+
+
+_given: ContextVar[Trust | None] = ContextVar("trust", default=None)
+
+
+def current(dry: bool) -> Trust:
+    """Return the trust of this command or request. dry: nothing will be submitted."""
+    return _given.get() or (Trust.LISTED if dry else Trust.EVERYTHING)
+
+
+@contextlib.contextmanager
+def trusting(trust: Trust | None) -> Iterator[None]:
+    """Set the trust of a block. None changes nothing."""
+    token = _given.set(trust or _given.get())
+    try:
+        yield
+    finally:
+        _given.reset(token)
+
+
+def trusted_folders(trust: Trust, folders: Iterable[Path]) -> list[Path]:
+    """Return the folders whose code may be imported."""
+    if trust is not Trust.LISTED:
+        return list(folders) if trust is Trust.EVERYTHING else []
+    listed = [Path(each).resolve() for each in os.environ.get(VARIABLE, "").split(os.pathsep) if os.path.isabs(each)]
+    return [folder for folder in folders if any(folder.resolve().is_relative_to(each) for each in listed)]

@@ -1,0 +1,63 @@
+"""Compute how many steps the records of a run make, and how many are left over at its end.
+
+A step takes a whole batch: `policy.train_global_batch_size` items offline, `num_prompts_per_step` prompts online. A batch may
+span two epochs, so records are left over only when the last epoch has ended.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from pipeline.config import Recipe, bound, generates, section
+from pipeline.problems import Problem
+
+
+@dataclass(frozen=True)
+class Supply:
+    """The records of a whole run, and how its steps take them."""
+
+    total: int | None  # records of all epochs and training sets; None: without an end
+    told: str  # where they come from, for a message
+    per_step: int
+    batch_key: str  # the key that sets per_step
+    epochs_key: str
+
+    @property
+    def steps(self) -> int | None:
+        """Return the steps that the records make; None without an end."""
+        return None if self.total is None else self.total // self.per_step
+
+    @property
+    def left_over(self) -> int:
+        """Return the records that fill no step at the end of the last epoch."""
+        return 0 if self.total is None else self.total % self.per_step
+
+    def problem(self) -> Problem | None:
+        """Return the problem of records that do not fill one step; None if they do."""
+        if self.total is None or self.total >= self.per_step:
+            return None
+        smaller = f", or {self.batch_key}={self.total}" if self.total else ""
+        message = (
+            f"got {self.told}; expected at least {self.per_step}, the records of one step ({self.batch_key})."
+            f" Try more records, a higher {self.epochs_key}{smaller}"
+        )
+        return Problem("data", "too-few-records", message)
+
+
+def of_records(recipe: Recipe, records: int) -> Supply:
+    """Return the supply of a run. records: of all training sets, in one epoch."""
+    epochs = bound(section(recipe).max_num_epochs)
+    told = f"{records:,} records and {recipe.algorithm}.max_num_epochs={epochs}"
+    return _supply(recipe, None if epochs is None else records * epochs, told)
+
+
+def of_taken(recipe: Recipe, taken: int) -> Supply:
+    """Return the supply of a run whose data have ended. taken: records that they had, in all epochs."""
+    return _supply(recipe, taken, f"{taken:,} records in all epochs")
+
+
+def _supply(recipe: Recipe, total: int | None, told: str) -> Supply:
+    name, online = recipe.algorithm, generates(recipe)
+    key = f"{name}.num_prompts_per_step" if online else "policy.train_global_batch_size"
+    size = section(recipe).num_prompts_per_step if online else recipe.policy.train_global_batch_size
+    return Supply(total, told, size, key, f"{name}.max_num_epochs")

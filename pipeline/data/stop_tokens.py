@@ -1,0 +1,153 @@
+"""Decide which tokens end a completion, in one place for training, sampling, judging and export.
+
+They are the union of
+
+    the tokenizer's eos token               base models: <|endoftext|>
+    generation_config.json eos_token_id     chat models list several
+    config.json eos_token_id                also of `text_config`; recipe: hf_config_overrides
+    the chat template's end of a turn       what supervised training teaches, `pipeline/data/turn_ends.py`
+
+so that a policy which was trained to end its turn with any of them is not sampled beyond it. The union also applies to prompts
+without a chat template: one engine serves both kinds, and none of these tokens is part of an answer's text.
+
+An id in config.json that is an ordinary word of the tokenizer does not count: transformers writes its model classes' default
+there, such as 2, whatever the tokenizer's token 2 is.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from pipeline.config import PolicyConfig
+from pipeline.data.chat import load_tokenizer
+from pipeline.data.turn_ends import find_turn_ends
+from pipeline.problems import Problem, RecipeError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+CONFIG, GENERATION = "config.json", "generation_config.json"
+TEMPLATE = "chat template"
+
+
+@dataclass(frozen=True, slots=True)
+class StopToken:
+    """A token that ends a completion."""
+
+    id: int
+    text: str
+    sources: tuple[str, ...]  # such as generation_config.json
+
+    def __str__(self) -> str:
+        return f"{self.id} {self.text} ({', '.join(self.sources)})"
+
+
+@dataclass(frozen=True, slots=True)
+class StopTokens:
+    """The tokens that end a completion."""
+
+    tokens: tuple[StopToken, ...]
+    """In the order of their ids."""
+    taught: int | None
+    """The one with which the chat template ends a conversation; None if that is no token."""
+    notes: tuple[str, ...] = ()
+    """What does not count, and why."""
+
+    @property
+    def ids(self) -> tuple[int, ...]:
+        """The ids, in order."""
+        return tuple(token.id for token in self.tokens)
+
+    @property
+    def exported(self) -> int | list[int] | None:
+        """The ids as generation_config.json has them: the one that training teaches first."""
+        ids = sorted(self.ids, key=lambda id: id != self.taught)
+        return ids if len(ids) > 1 else ids[0] if ids else None
+
+
+def stop_tokens(policy: PolicyConfig) -> StopTokens:
+    """Return the stop tokens of a model. Loads its tokenizer. Raises RecipeError for files that cannot be read."""
+    files = [model_file(policy.model_name, name) for name in (GENERATION, CONFIG)]
+    generation, config = ({} if path is None else read_config(path) for path in files)
+    return decide(load_tokenizer(policy.tokenizer), generation, config, policy)
+
+
+def decide(
+    tokenizer: PreTrainedTokenizerBase, generation: Mapping[str, Any], config: Mapping[str, Any], policy: PolicyConfig
+) -> StopTokens:
+    """Return the stop tokens.
+
+    tokenizer: with the recipe's chat template. generation, config: the content of generation_config.json and config.json, empty
+    without one. Raises RecipeError for values that are no token ids.
+    """
+    found: dict[int, list[str]] = {}
+    notes: list[str] = []
+    eos: Any = tokenizer.eos_token_id  # typed as for a batch of ids
+    if eos is not None:
+        found[eos] = ["tokenizer"]
+    for id in _ids(generation.get("eos_token_id"), GENERATION):
+        found.setdefault(id, []).append(GENERATION)
+    marks = tokenizer.added_tokens_decoder
+    for where, id in _config_ids(config, policy.hf_config_overrides):
+        if id in found or id in marks:
+            found.setdefault(id, []).append(where)
+        else:
+            text = str(tokenizer.convert_ids_to_tokens(id))
+            notes.append(f"eos_token_id {id} of {where} does not end answers: it is {text!r}, no special token")
+    ends = find_turn_ends(tokenizer, policy.tokenizer.chat_template_kwargs)
+    for text in ends.stops:
+        found.setdefault(_id(tokenizer, text), []).append(TEMPLATE)
+    if tokenizer.chat_template and not ends.stops:
+        notes.append(f"the chat template ends no turn: {ends.why}")
+    tokens = [StopToken(id, str(tokenizer.convert_ids_to_tokens(id)), tuple(dict.fromkeys(found[id]))) for id in sorted(found)]
+    return StopTokens(tuple(tokens), _id(tokenizer, ends.last) if ends.last else None, tuple(notes))
+
+
+def _id(tokenizer: PreTrainedTokenizerBase, text: str) -> int:
+    id: Any = tokenizer.convert_tokens_to_ids(text)  # typed as for a batch of tokens
+    return id
+
+
+def _config_ids(config: Mapping[str, Any], overrides: Mapping[str, Any]) -> Iterable[tuple[str, int]]:
+    """Yield (place, id) of a model's config, whose language model may be described in `text_config`."""
+    text, over = config.get("text_config") or {}, overrides.get("text_config") or {}
+    given = {**({CONFIG: config["eos_token_id"]} if "eos_token_id" in config else {})}
+    if "eos_token_id" in text:
+        given[f"{CONFIG} text_config"] = text["eos_token_id"]
+    for place, values in ((CONFIG, overrides), (f"{CONFIG} text_config", over)):
+        if "eos_token_id" in values:
+            given.pop(place, None)
+            given[place.replace(CONFIG, "hf_config_overrides")] = values["eos_token_id"]
+    for place, value in given.items():
+        yield from ((place, id) for id in _ids(value, place))
+
+
+def _ids(value: Any, where: str) -> list[int]:
+    listed = value if isinstance(value, list) else [] if value is None else [value]
+    if wrong := [one for one in listed if not isinstance(one, int) or isinstance(one, bool) or one < 0]:
+        message = f"{where}: got {wrong[0]!r}; expected token ids, such as 2 or [0, 2]"
+        raise RecipeError(Problem("policy.model_name", "bad-format", f"eos_token_id of {message}"))
+    return listed
+
+
+def model_file(name: str, file: str) -> Path | None:
+    """Return the path of a model's file, in its folder or in the local cache; None if it has none."""
+    from transformers.utils.hub import cached_file
+
+    found = cached_file(name, file, local_files_only=True, _raise_exceptions_for_missing_entries=False)
+    return None if found is None else Path(found)
+
+
+def read_config(path: Path) -> dict[str, Any]:
+    """Return the JSON object in a file of a model. Raises RecipeError."""
+    try:
+        found = json.loads(path.read_text())
+    except ValueError as error:
+        raise RecipeError(Problem(str(path), "bad-format", f"not JSON: {error}")) from None
+    if not isinstance(found, dict):
+        raise RecipeError(Problem(str(path), "bad-format", f"got a JSON {type(found).__name__}; expected an object"))
+    return found

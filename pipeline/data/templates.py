@@ -1,0 +1,122 @@
+"""Decide which chat template a model uses, and check that it renders what the user says.
+
+A recipe's `tokenizer.chat_template` is the text of a Jinja template, the path of a file with one, a folder whose tokenizer has
+one, or the name of one of several templates of the tokenizer. null and `default` mean the tokenizer's own.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import stat
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from pipeline.config import TokenizerConfig
+from pipeline.data.turn_ends import QUESTION, RENDER_ERRORS
+from pipeline.problems import Problem, RecipeError
+from pipeline.values import is_template
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+KEY = "policy.tokenizer.chat_template"
+TEMPLATE_FILE, NAMED_TEMPLATES, SETTINGS = "chat_template.jinja", "additional_chat_templates", "tokenizer_config.json"
+MAX_BYTES = 4 << 20  # of a file with a template; published ones have some thousand
+
+Template = str | dict[str, str] | None
+"""A tokenizer's `chat_template`: a template, several by name, or none."""
+
+
+@dataclass(frozen=True, slots=True)
+class ChosenTemplate:
+    """The template that applies, and where it comes from."""
+
+    template: Template
+    source: str  # a path, "the recipe", or "the tokenizer"
+
+    @property
+    def digest(self) -> str:
+        """The first digits of the SHA-256 of the template."""
+        text = self.template if isinstance(self.template, str) else json.dumps(self.template, sort_keys=True)
+        return hashlib.sha256(text.encode()).hexdigest()[:12]
+
+
+def choose_template(config: TokenizerConfig, own: Template, key: str = KEY) -> ChosenTemplate:
+    """Return the template that a recipe gives, else `own`, which the tokenizer has.
+
+    Raises RecipeError, with this key, for a text that is neither a template, nor a file, nor a name in `own`.
+    """
+    given = config.chat_template
+    if given is None or given.lower() == "default":
+        return ChosenTemplate(own, "the tokenizer")
+    if is_template(given):
+        return ChosenTemplate(given, "the recipe")
+    if isinstance(own, dict) and given in own:
+        return ChosenTemplate(own[given], f"the tokenizer, by the name {given}")
+    path = Path(given)
+    if path.is_dir():
+        found, source = folder_template(path)
+        if found is None:
+            raise RecipeError(Problem(key, "missing-value", f"got {given}, whose tokenizer has no chat template"))
+        return ChosenTemplate(found, str(source))
+    return ChosenTemplate(_read(path, key), str(path))
+
+
+def folder_template(folder: Path) -> tuple[Template, Path | None]:
+    """Return (the template of the tokenizer in a folder, its file), as transformers chooses it; (None, None) without one.
+
+    Raises RecipeError for a file that cannot be read.
+    """
+    named = {path.stem: path for path in sorted((folder / NAMED_TEMPLATES).glob("*.jinja"))}
+    if (default := folder / TEMPLATE_FILE).exists():
+        named["default"] = default
+    if named:
+        texts: dict[str, str] = {name: _read(path, str(path)) for name, path in named.items()}
+        return (texts["default"], default) if [*texts] == ["default"] else (texts, folder / NAMED_TEMPLATES)
+    if not (path := folder / SETTINGS).exists():
+        return None, None
+    try:
+        found = json.loads(_read(path, str(path))).get("chat_template")
+        if isinstance(found, list):
+            found = {one["name"]: one["template"] for one in found}
+    except (ValueError, TypeError, LookupError, AttributeError) as error:
+        raise RecipeError(Problem(str(path), "bad-format", f"not the settings of a tokenizer: {error}")) from None
+    return (found, path) if found else (None, None)
+
+
+def check_template(
+    tokenizer: PreTrainedTokenizerBase, template_kwargs: Mapping[str, Any] | None = None, key: str = KEY
+) -> None:
+    """Raise RecipeError, with this key, if the tokenizer's template renders prompts without the user's text.
+
+    Whether a template accepts a conversation is a matter of each record: a template may want a system prompt.
+    """
+    messages = [{"role": "user", "content": QUESTION}]
+    options = {**(template_kwargs or {}), "tokenize": False, "add_generation_prompt": True}
+    try:
+        text = str(tokenizer.apply_chat_template(messages, **options))
+    except RENDER_ERRORS:
+        return
+    if QUESTION not in text:
+        shown = text if len(text) <= 80 else f"{text[:80]}..."
+        message = f"renders the prompt {QUESTION!r} as {shown!r}; expected the user's text in it. Try a Jinja template with"
+        raise RecipeError(Problem(key, "unsupported", f"{message} {{{{ message['content'] }}}}, the path of one, or null"))
+
+
+def _read(path: Path, key: str) -> str:
+    try:
+        status = path.stat()
+        if not stat.S_ISREG(status.st_mode):
+            raise RecipeError(Problem(key, "unreadable", f"{path} is not a file"))
+        if status.st_size > MAX_BYTES:
+            raise RecipeError(Problem(key, "too-large", f"{path} has {status.st_size} bytes; expected at most {MAX_BYTES}"))
+        return path.read_text(encoding="utf-8")
+    except FileNotFoundError:
+        message = f"got {str(path)!r}, which is neither a Jinja template ({{{{ ... }}}}) nor a file"
+        raise RecipeError(Problem(key, "file-not-found", message)) from None
+    except (OSError, ValueError) as error:  # UnicodeDecodeError is a ValueError
+        why = error.strerror if isinstance(error, OSError) else error
+        raise RecipeError(Problem(key, "unreadable", f"{path}: {why}")) from None

@@ -1,0 +1,182 @@
+"""Plans and dry runs execute nothing that came with a recipe, unless the user trusts it."""
+
+import json
+
+import pytest
+
+from launch import evaluate, submit, sweep
+from launch.api import planning
+from launch.preflight import user_imports, user_source
+from launch.trust import VARIABLE, Trust
+from pipeline import config
+from tests.launch.test_user_imports import RECIPE, SMALL
+
+HOSTILE = "from pathlib import Path\nPath({mark!r}).touch()\n"
+CODE = """\
+from pipeline.environments.base import Environment
+class Env(Environment):
+    def step(self, prompt, text): ...
+def right(prompt, answer, expected): return 1.0
+def rows(split, seed): return []
+class Tool: ...
+"""
+
+
+@pytest.fixture
+def stranger(tmp_path, monkeypatch):
+    """Return a folder with a stranger's recipe and its module, which leaves a mark when it is imported."""
+    folder = tmp_path / "there"
+    folder.mkdir()
+    (folder / "mine.yaml").write_text(RECIPE.replace("rewards_of_mine.right", "evilmod.right"))
+    (folder / "rows.jsonl").write_text(json.dumps({"input": "1+1=", "answer": "2"}) + "\n")
+    (folder / "evilmod.py").write_text(HOSTILE.format(mark=str(tmp_path / "mark")) + CODE)
+    (tmp_path / "here").mkdir()
+    monkeypatch.chdir(tmp_path / "here")
+    monkeypatch.delenv(VARIABLE, raising=False)
+    return folder
+
+
+def is_marked(stranger):
+    return (stranger.parent / "mark").exists()
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        [],
+        ["env.mine.kind=evilmod.Env"],
+        ["env.mine.kind=evilmod.Env", "grpo.no_such_key=1", "policy.model_name=/nowhere"],
+        ["data.train={_override_: true, dataset_name: evilmod.rows, env_name: mine}"],
+        ["env.mine={_override_: true, kind: tools, kwargs: {tools: {a: {kind: evilmod.Tool}}, judge: other}}"],
+        ["cluster.generate.env_vars.PYTHONPATH={folder}"],
+    ],
+    ids=["reward", "environment", "errors", "data", "tool", "path"],
+)
+def test_a_strangers_code_is_not_imported(stranger, more):
+    given = [each.replace("{folder}", str(stranger)) if "PYTHONPATH" in each else each for each in more]
+    for command in ("plan=true", "dry_run=true"):
+        submit.main([f"recipe={stranger}/mine.yaml", command, *SMALL, *given])
+        assert not is_marked(stranger)
+
+
+GATES = "gates: {learns: {value: last(train/loss), at_most: 1}}\n"
+FORMAT = "evaluate:\n  tasks: {addition: {format: evilmod.Env}}\n"
+
+
+def _needed(folder):
+    (folder / "needed.yaml").write_text((folder / "mine.yaml").read_text())
+    (folder / "outer.yaml").write_text("defaults: tiny_grpo\nneeds: [needed.yaml]\n")
+    submit.main([f"recipe={folder}/outer.yaml", "plan=true", "cluster.executor=local"])
+
+
+def _evaluation(folder):
+    (folder / "suite.yaml").write_text(f"defaults: {config.RECIPES}/suites/tiny.yaml\n" + FORMAT)
+    evaluate.main([f"suite={folder}/suite.yaml", "model=m", "plan=true"])
+
+
+def _sweep(folder):
+    (folder / "sweep.yaml").write_text(f"runs: {{one: {{recipe: {folder}/mine.yaml}}}}\nseeds: [1]\n" + GATES)
+    sweep.main([f"sweep={folder}/sweep.yaml", "dry_run=true", *SMALL])
+
+
+def _api(folder):
+    with pytest.raises(config.RecipeError):
+        planning.plan(f"{folder}/mine.yaml", {"policy.model_name": "/nowhere"})
+
+
+@pytest.mark.parametrize("command", [_needed, _evaluation, _sweep, _api])
+def test_other_commands_import_trusted_code_alone(stranger, monkeypatch, command):
+    command(stranger)
+    assert not is_marked(stranger)
+    monkeypatch.setenv(VARIABLE, str(stranger))
+    command(stranger)
+    assert is_marked(stranger)
+
+
+def test_trusted_code_is_imported(stranger, monkeypatch):
+    command = [f"recipe={stranger}/mine.yaml", "dry_run=true", *SMALL]
+    monkeypatch.setenv(VARIABLE, f"{stranger.parent}/here:{stranger}-else")
+    submit.main(command)
+    assert not is_marked(stranger)
+    monkeypatch.setenv(VARIABLE, f"/nowhere:{stranger.parent}")
+    submit.main(command)
+    assert is_marked(stranger)
+    (stranger.parent / "mark").unlink()
+    monkeypatch.delenv(VARIABLE)
+    submit.main([*command, "trust=true"])
+    assert is_marked(stranger)
+
+
+def test_an_untrusted_module_is_not_imported_by_a_trusted_one(stranger, monkeypatch):
+    (stranger / "inner").mkdir()
+    code = "try:\n    import evilmod\nexcept ImportError: ...\ndef right(prompt, answer): ...\n"
+    (stranger / "inner/good.py").write_text(code)
+    monkeypatch.setenv(VARIABLE, f"{stranger}/inner")
+    given = [f"module_folders=[{stranger}/inner]", "env.mine.kind=good.right"]
+    recipe = config.inspect(f"{stranger}/mine.yaml", given).recipe
+    assert user_imports.probe(recipe, Trust.LISTED)["env.mine.kind"].get("ok")
+    assert not is_marked(stranger)
+    assert "read" in user_imports.probe(recipe, Trust.NOTHING)["env.mine.kind"]
+
+
+# ---- what the source shows ---------------------------------------------------------------------------------------------------
+
+SOURCES = {
+    "made": "import dataclasses, functools\nfrom made_base import Base, helper as renamed\n"
+    "@functools.cache\ndef cached(a): ...\n"
+    "@dataclasses.dataclass\nclass Data(Base):\n    scale: float\n"
+    "class Derived(Base):\n    def __init__(self, scale, *, bias=0): ...\n"
+    "class Later(Base):\n    async def reset(self): ...\n    step = None\n"
+    "class Foreign(dataclasses.Field): ...\n"
+    "lam = lambda prompt, answer, level: 1.0\nnumber = 3\nalias = renamed\n"
+    "if number:\n    def inside(prompt, answer): ...\n"
+    "async def later(prompt, answer): ...\ndef batch(prompts, completions): ...\n"
+    "def few(prompt): ...\ndef spread(*texts, **fields): ...\n",
+    "made_base": "import abc\nfrom pipeline.environments.base import Environment\n"
+    "class Base(Environment):\n    def step(self, prompt, text): ...\n"
+    "def helper(prompt, answer, weight, level=1): ...\n",
+    "dynamic": "def __getattr__(name): return print\n",
+    "circle": "from circle_b import right\n",
+    "circle_b": "from circle import right\n",
+    "nulls": "right = 1\0\n",
+    "deep": "right = " + "(" * 50_000,
+    "longer": "right = " + "-" * 200_000 + "1",
+}
+
+
+@pytest.mark.parametrize(
+    ("path", "kwargs", "expected"),
+    [
+        ("made.Derived", ("scale",), {"ok": True}),
+        ("made.Derived", ("scal",), {"code": "wrong-type"}),
+        ("made.Derived", ("scale", "bias"), {"ok": True}),
+        ("made.Data", ("anything",), {"ok": True}),  # its decorator makes the parameters
+        ("made.Later", (), {"code": "wrong-type"}),
+        ("made.Foreign", (), {"ok": True}),
+        ("made.cached", (), {"ok": True}),
+        ("made.lam", ("level",), {"ok": True, "fields": ["level"], "required": ["level"]}),
+        ("made.lam", ("other",), {"code": "unknown-key"}),
+        ("made.alias", (), {"ok": True, "fields": ["weight", "level"], "required": ["weight"]}),
+        ("made.renamed", (), {"ok": True, "required": ["weight"]}),
+        ("made.inside", (), {"ok": True}),
+        ("made.number", (), {"code": "wrong-type"}),
+        ("made.later", (), {"code": "wrong-type"}),
+        ("made.batch", (), {"code": "wrong-type"}),
+        ("made.few", (), {"code": "wrong-type"}),
+        ("made.spread", ("x",), {"ok": True, "fields": None}),
+        ("made.absent", (), {"code": "not-importable"}),
+        ("made.inner.absent", (), {"code": "not-importable"}),
+        ("dynamic.anything", (), {"ok": True}),
+        ("circle.right", (), {"ok": True}),
+        ("json.dump", ("cls",), {"ok": True}),
+        ("json.lods", (), {"code": "not-importable"}),
+        ("nulls.right", (), {"foreign": False}),
+        ("deep.right", (), {"foreign": False}),
+        ("longer.right", (), {"foreign": False}),
+    ],
+)
+def test_what_the_source_shows(tmp_path, path, kwargs, expected):
+    for name, text in SOURCES.items():
+        (tmp_path / f"{name}.py").write_text(text)
+    reply = user_source.describe(path, "environment", kwargs, [tmp_path])
+    assert {key: reply.get(key) for key in expected} == expected, reply
