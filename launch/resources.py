@@ -50,13 +50,14 @@ RATES = ("cpu", "waiting")
 
 
 class Warned(TypedDict):
-    """A line of warnings.jsonl."""
+    """A line of warnings.jsonl. One that clears its check's warnings has neither a rank nor a message."""
 
     time: Moment
     step: Count
     check: str
-    rank: int
-    message: str
+    rank: NotRequired[Count]
+    message: NotRequired[str]
+    cleared: NotRequired[bool]
 
 
 class Sample(TypedDict):
@@ -97,8 +98,10 @@ def warnings(run: RunFolder, since_step: float = 0.0) -> list[Warned]:
         return []
     found = {}
     for line in _tail(run.attempts[-1].folder / "resources/warnings.jsonl", MOST_WARNINGS * 512, Warned):
-        if line["step"] >= since_step:
-            found[line["check"], line["rank"]] = line
+        if line.get("cleared"):
+            found = {key: each for key, each in found.items() if key[0] != line["check"]}
+        elif line["step"] >= since_step and "message" in line:
+            found[line["check"], line.get("rank")] = line
     return list(found.values())[-MOST_WARNINGS:]
 
 

@@ -3,7 +3,8 @@
 The service runs as the user who starts it, who owns what it submits. Unless its settings have `writable: true`, it only reads.
 launch/serving/README.md describes the settings, the roles and the requests. Needs `pip install 'hetstep[serve]'`.
 
-Ends at Ctrl-C or SIGTERM, after the current requests. Exit status: 2 if the command line or the settings have an error.
+Ends at Ctrl-C or SIGTERM, after the current requests, which have END_S. Exit status: 2 if the command line or the settings
+have an error.
 """
 
 from __future__ import annotations
@@ -26,8 +27,9 @@ from launch.serving.access import new_token
 from pipeline.config import Problem, RecipeError
 
 PACKAGES = ("fastapi", "uvicorn")
-MAX_CONNECTIONS = 1000
 IDLE_S = 10
+END_S = 10
+"""Seconds that current requests have after SIGTERM."""
 
 
 @dataclass(frozen=True)
@@ -63,6 +65,7 @@ def execute(request: ServeRequest) -> int:
     import uvicorn  # it and FastAPI take half a second to import
 
     from launch.serving.app import application
+    from launch.serving.connections import MAX_CONNECTIONS, bounded
     from launch.serving.refusals import RefusalLog
 
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
@@ -72,8 +75,11 @@ def execute(request: ServeRequest) -> int:
         port=config.port,
         ssl_certfile=config.tls_certificate,
         ssl_keyfile=config.tls_key,
-        limit_concurrency=MAX_CONNECTIONS,
+        http=bounded(),
+        ws="none",
+        limit_concurrency=MAX_CONNECTIONS + 1,  # `bounded` keeps to it by closing silent connections
         timeout_keep_alive=IDLE_S,
+        timeout_graceful_shutdown=END_S,
         server_header=False,
         log_config=None,
     )

@@ -15,6 +15,8 @@ from dataclasses import dataclass, replace
 from datetime import datetime
 from typing import Literal
 
+from launch.slurm_environment import unset_for_sbatch
+
 ANSWER_S = 10.0
 """Time limit of a query. Slurm's own commands give up after a minute or more."""
 CHANGE_S = 120.0
@@ -82,21 +84,12 @@ def run_command(*command: str, timeout_s: float | None = None, script: str | Non
     return answer.stdout or answer.stderr  # sbatch --test-only writes the expected start time to stderr
 
 
-def without_het_variables() -> list[str]:
-    """Return an `env` command that unsets the variables of a surrounding heterogeneous salloc, to put before sbatch.
-
-    sbatch exports its environment to the job, and a plain job would take these variables for its own.
-    """
-    around = [name for name in os.environ if name == "SLURM_HET_SIZE" or "_HET_GROUP_" in name]
-    return ["env", *(f"--unset={name}" for name in around)]
-
-
 def submit(script: str, *options: str) -> str:
-    """Submit the text of a batch script and return the job's id.
+    """Submit the text of a batch script and return the job's id. No variable of the environment beats the script.
 
     Raises SlurmError. If its kind is `late`, a job may exist all the same.
     """
-    answer = run_command(*without_het_variables(), "sbatch", "--parsable", *options, timeout_s=CHANGE_S, script=script)
+    answer = run_command(*unset_for_sbatch(), "sbatch", "--parsable", *options, timeout_s=CHANGE_S, script=script)
     return answer.strip().partition(";")[0]
 
 

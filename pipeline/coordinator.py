@@ -29,6 +29,7 @@ from pipeline.data.preferences import Pair
 from pipeline.data.stream import Stream
 from pipeline.deadline import Deadline
 from pipeline.metrics import Metrics
+from pipeline.monitor.learning import LearningMonitor
 from pipeline.monitor.steps import StepMonitor
 from pipeline.rollout.collectors import Collector, Prompts
 from pipeline.rollout_metrics import mean_metrics, validation_metrics
@@ -71,6 +72,7 @@ class RunParts:
     phase: Callable[[str], AbstractContextManager[None]] = lambda _: nullcontext()  # sets rank 0's phase, as `World.phase`
     record: Callable[[], bytes] = bytes  # the rollout buffer's state for a checkpoint
     monitor: StepMonitor | None = None  # None: resources are not sampled
+    learning: LearningMonitor | None = None  # None: nobody looks whether steps teach anything
     logging: BackgroundWorker = field(default_factory=BackgroundWorker)  # writes rollouts to files
     left: str | None = None  # why the run left before its end, with everything saved
     stopped: str | None = None  # why the run is complete before its last step
@@ -119,6 +121,8 @@ class RunParts:
         train, needs = self.train, algorithm.needs
         if self.monitor:
             self.monitor.learned(samples, models)
+        if self.learning:
+            self.learning.learned(samples, needs.estimates)
         size = self.recipe.policy.train_global_batch_size
         train.load(parts=split_batch(samples, self.recipe.policy, self.places, size, algorithm.sequences_per_item)).result()
         if needs.old or needs.reference or needs.critic or needs.taught:
@@ -154,6 +158,8 @@ class RunParts:
             self.log_rollouts(metrics, step, groups, "step")
         if self.monitor:
             values = values | self.monitor.step_ended(step, values, groups)
+        if self.learning:
+            self.learning.step_ended(step, values, groups)
         metrics.log(step, values)
         self.deadline.stepped(values)
         self.settle()

@@ -152,7 +152,8 @@ def _coordinate(
     colocation = Colocation(shared, train, generate, refits)
     deadline = Deadline.of_attempt(recipe.checkpointing, run_dir, attempt.folder)
     parts = (recipe, run_dir, checkpoints, train, places, colocation, tokenizer, attempt, deadline, world.timeline)
-    run = RunParts(*parts, startup=startup, phase=world.phase, monitor=monitor)
+    learning = running.of_learning(world, recipe, tokenizer)
+    run = RunParts(*parts, startup=startup, phase=world.phase, monitor=monitor, learning=learning)
     if config.generates(recipe):
         judge = None
         if config.reward_model(recipe):

@@ -242,6 +242,10 @@ CLUSTERS = {
         "Slurm refuses the job for a reason that has no code of its own. The message quotes Slurm.",
         "Change what Slurm names. `dry_run=true` prints the batch script.",
     ),
+    "timed-out": ProblemCode(
+        "A plan that the REST service makes took longer than its setting `plan_s`, or its process ended without an answer.",
+        "Make the plan in a shell: `python launch/submit.py recipe=NAME plan=true`. It may wait for a file system.",
+    ),
     "unreachable": ProblemCode(
         "Slurm's controller, or the host of an earlier run, does not answer, or this machine lacks the REST service's `host`.",
         "Try again. `cluster.executor=local` runs on this machine. Cancel a leftover job with `scancel`.",

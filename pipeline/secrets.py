@@ -1,8 +1,8 @@
 """Find secrets, by the name of their variable or by their form, and redact them in texts.
 
-Secrets travel only in the environment. sbatch passes the submitting shell's environment to the job (--export=ALL, its
-default). If a site sets SBATCH_EXPORT or SLURM_EXPORT_ENV to NONE, set `SBATCH_EXPORT=ALL SLURM_EXPORT_ENV=ALL` in the
-submitting shell, or keep the token in a file that its library reads (`hf auth login`, `wandb login`).
+Secrets travel only in the environment. sbatch passes the submitting shell's environment to the job (--export=ALL, its default),
+also where a site sets SBATCH_EXPORT or SLURM_EXPORT_ENV to NONE: launch/slurm_environment.py hides both. Or keep the token in a
+file that its library reads (`hf auth login`, `wandb login`).
 
 Left out: the output of C libraries, and secrets in another form, such as base64.
 """

@@ -19,9 +19,14 @@ def arguments(overrides: Overrides | None, keywords: Mapping[str, Any]) -> list[
 
     Raises RecipeError for keys that are not texts, and for values that a recipe cannot hold.
     """
-    given = dict(_flat("", overrides or {}))
+    given = flat(overrides or {})
     given |= dict(_flat("", {name.replace("__", "."): value for name, value in keywords.items()}))
     return [f"{key}={formatting.on_one_line(value)}" for key, value in given.items()]
+
+
+def flat(overrides: Overrides) -> dict[str, Any]:
+    """Return the values by dotted key. Raises RecipeError as `arguments` does."""
+    return dict(_flat("", overrides))
 
 
 @contextlib.contextmanager

@@ -19,7 +19,7 @@ from pathlib import Path
 from submitit.slurm import slurm
 from typing_extensions import override
 
-from launch import containers, nodes, slurm_client
+from launch import containers, nodes, slurm_client, slurm_environment
 from launch.executors.base import ROOT, JobStatus
 from launch.nodes import NodeShare
 from launch.slurm_client import TERMINAL, JobComponent, SlurmError
@@ -27,19 +27,6 @@ from pipeline.config import ClusterConfig, ComponentConfig, ranks
 
 GONE = "GONE"
 """The state of a job that neither slurmctld nor accounting knows. Slurm has no such state."""
-
-# Variables that srun reads as options. They are unset for every step, which has explicit options. sbatch sets the first ones
-# from the leading component, so other components would get the leader's numbers. In a shell inside a step (`srun --pty bash`),
-# the binding and layout of that step are inherited, and --export=NONE, which would hide our variables from the ranks.
-# SLURM_HINT is not listed: sbatch reads it and applies it to the job.
-INHERITED = (
-    *("SLURM_NTASKS", "SLURM_NPROCS", "SLURM_NTASKS_PER_NODE", "SLURM_TASKS_PER_NODE", "SLURM_NNODES", "SLURM_CPUS_PER_TASK"),
-    *("SLURM_TRES_PER_TASK", "SLURM_GPUS", "SLURM_GPUS_PER_NODE", "SLURM_GPUS_PER_TASK"),
-    *("SLURM_MEM_PER_NODE", "SLURM_MEM_PER_CPU", "SLURM_MEM_PER_GPU"),
-    *("SLURM_CPU_BIND", "SLURM_CPU_BIND_LIST", "SLURM_CPU_BIND_TYPE", "SLURM_CPU_BIND_VERBOSE"),
-    *("SLURM_MEM_BIND", "SLURM_MEM_BIND_LIST", "SLURM_MEM_BIND_TYPE", "SLURM_MEM_BIND_VERBOSE"),
-    *("SLURM_GPU_BIND", "SLURM_DISTRIBUTION", "SLURM_EXPORT_ENV"),
-)
 
 SIGNAL_LEAD_S = 60
 """Seconds before the time limit at which Slurm sends SIGUSR2 to the batch script, which informs the ranks; Slurm may send it up
@@ -88,7 +75,11 @@ def batch_script(
 
 
 def request_options(name: str, cluster: ClusterConfig, host: ComponentConfig) -> list[str]:
-    """Return the unquoted sbatch options that request the nodes of a component of `nodes.hosts`."""
+    """Return the unquoted sbatch options that request the nodes of a component of `nodes.hosts`.
+
+    What the recipe leaves open may come from variables of the environment: `slurm_environment.WISHES`.
+    """
+    host = slurm_environment.with_wishes(host)
     options = [f"--job-name={name.replace(' ', '_')}", f"--time={cluster.time_min}", *nodes.allocation_options(host)]
     return [*options, f"--signal=B:USR2@{SIGNAL_LEAD_S}"] if cluster.time_min >= SIGNALLED_MIN else options
 
@@ -173,8 +164,8 @@ def _step(name: str, share: NodeShare, first_rank: int, place: str, run_dir: Pat
         f"exec {shlex.join(command)}",
     ]
     options = [*nodes.step_options(share), *containers.options(component), *component.srun_args]
-    unset = " ".join(f"-u {variable}" for variable in INHERITED)
-    srun = f"env {unset} srun {place} --kill-on-bad-exit=1 {shlex.join(options)} bash -c {shlex.quote('; '.join(task))}"
+    srun = f"{slurm_environment.unset_for_steps()} srun {place} --kill-on-bad-exit=1 {shlex.join(options)}"
+    srun += f" bash -c {shlex.quote('; '.join(task))}"
     return [f'{srun} >"$attempt/srun-{name}.out" 2>&1 &', f"steps[$!]={shlex.quote(f'{name} {first_rank}')}"]
 
 

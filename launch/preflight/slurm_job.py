@@ -28,7 +28,6 @@ from pipeline.config import Problem, Recipe
 def problems(recipe: Recipe, notes: list[str] | None = None) -> Iterator[Problem]:
     """Yield requests that Slurm refuses, or accepts and never starts. notes: receives failed checks and expected waits."""
     notes = [] if notes is None else notes
-    yield from slurm_request.problems(recipe)
     notes += slurm_request.notes(recipe)
     yield from container_problems(recipe, notes)
     requests = slurm_request.requests(recipe)

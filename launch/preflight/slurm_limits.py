@@ -150,7 +150,7 @@ def _job_problems(limits: ApplicableLimits) -> Iterator[Problem]:
         who, least = _first(limits.qos, "MinTRES", name)
         if least is not None and name in ("node", "gres/gpu") and each * request.nodes < least:
             message = f"got {_times(request.nodes, each, name)}, but {who} is for jobs of {least:g} or more"
-            yield Problem(f"{request.key}.qos", "too-small", f"{message}. Try {instead}")
+            yield Problem(request.key_of("--qos"), "too-small", f"{message}. Try {instead}")
     # A limit of a QOS takes precedence over the association.
     who, most = next(((row["who"], most) for row in rows if (most := minutes(row["MaxWall"])) is not None), ("", None))
     if most is not None and request.minutes > most:
@@ -177,7 +177,11 @@ def _sum_problems(applicable: list[ApplicableLimits]) -> Iterator[Problem]:
         for field, whom in (("GrpJobs", ""), ("MaxJobs", ""), ("MaxJobsPU", " a user"), ("MaxJobsPA", " an account")):
             if (text := row.get(field, "")) and len(under) > int(text):
                 message = f"got {len(under)} components ({of}), each a job to Slurm; expected at most the {text} that {who}"
-                yield Problem(f"{key}.qos", "over-limit", f"{message} allows{whom} at once. Try another QOS or account")
+                yield Problem(
+                    under[-1].request.key_of("--qos"),
+                    "over-limit",
+                    f"{message} allows{whom} at once. Try another QOS or account",
+                )
 
 
 def _first(rows: list[Fields], field: str, name: str) -> tuple[str, float | None]:

@@ -129,4 +129,4 @@ def partition_problems(
         expected = f"one of {allowed}" if allowed != "ALL" else f"any but {denied}"
         if own is not None and (own in denied.split(",") or (allowed != "ALL" and own not in allowed.split(","))):
             message = f"got {own}, which may not use partition {name}; expected {expected}"
-            yield Problem(f"{key}.{what}", "permission-denied", message)
+            yield Problem(request.key_of(f"--{what}"), "permission-denied", message)

@@ -82,14 +82,14 @@ class RefusalExaminer:
                 return []
             try:
                 known = {problem.key for problem in found}
-                known |= {f"{request.key}.partition"} if found else set()  # already reported
+                known |= {request.key_of("--partition")} if found else set()  # already reported
                 found += [each for each in self._diagnosis(request, answer.refusal) if each.key not in known]
             except SlurmError:  # no time left for more tests
                 found.append(_problem(request.key, "a request", answer.refusal))
-        instead = self._other_partitions(request)
-        if instead and not any(problem.key == f"{request.key}.partition" for problem in found):
-            message = f"got {_given(request, '.partition')}. Try {' or '.join(instead)}, which fits all of {request.key}"
-            found.append(Problem(f"{request.key}.partition", "refused-by-slurm", message))
+        instead, key = self._other_partitions(request), request.key_of("--partition")
+        if instead and not any(problem.key == key for problem in found):
+            message = f"got {_given(request, key)}. Try {' or '.join(instead)}, which fits all of {request.key}"
+            found.append(Problem(key, "refused-by-slurm", message))
         return found
 
     def _partition_problems(self, request: ComponentRequest, name: str) -> Iterator[Problem]:
@@ -154,11 +154,10 @@ class RefusalExaminer:
                 found, most = True, demand.most(lambda options: not refused([*rest, *taken, *options]))  # noqa: B023 called here
                 context = f" with {' '.join(taken)}" if taken else ""
                 unit = "M" if demand.key == "mem" else ""
-                expected = (
-                    f"; expected at most {most}{unit}{context}" if most else self._choices(request, demand.key) or context
-                )
+                key = request.key_of("--constraint") if demand.key == "constraint" else f"{request.key}.{demand.key}"
+                expected = f"; expected at most {most}{unit}{context}" if most else self._choices(request, key) or context
                 given = f"{demand.value}{unit}" + (f" ({request.keys(demand.key)})" if len(request.together) > 1 else "")
-                yield _problem(f"{request.key}.{demand.key}", given, why, expected)
+                yield _problem(key, given, why, expected)
                 options = demand.options(most) if most else []
             taken += options
         if not found:
@@ -166,7 +165,7 @@ class RefusalExaminer:
 
     def _choices(self, request: ComponentRequest, key: str) -> str:
         """Return valid choices for a key, as the end of a message."""
-        name, given = key.rpartition(".")[2], ""
+        name, given = _option(key), ""
         if name == "partition":
             there: list[str] = [*self.cluster.partitions]
             settings = [(each, name, usual) for each in self.cluster.names(request) for name, usual in OPEN.items()]
@@ -221,10 +220,15 @@ def _demands(request: ComponentRequest) -> list[ResourceDemand]:
 
 
 def _given(request: ComponentRequest, key: str) -> str:
-    name = key.rpartition(".")[2]
+    name = _option(key)
     if name == "partition":
         return ",".join(request.partitions) or "null"
     return next((o.partition("=")[2] or name for o in request.options if request.key_of(o) == key), name)
+
+
+def _option(key: str) -> str:
+    """Return the option that a key, or a variable of the environment, sets: SBATCH_QOS -> qos."""
+    return key.removeprefix("SBATCH_").lower() if key.startswith("SBATCH_") else key.rpartition(".")[2]
 
 
 def _problem(key: str, given: object, refusal: str, expected: str = "") -> Problem:

@@ -1,27 +1,20 @@
-"""Describe each component's request as sbatch reads it: from the recipe, and from variables that take precedence."""
+"""Describe each component's request as sbatch reads it: from the recipe, and from variables where it says nothing."""
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from launch import slurm_environment
 from launch.components import components
 from launch.executors.slurm import request_options
-from launch.nodes import groups, hosts, memory, shares_gpus, takes_whole_nodes
-from launch.slurm_client import megabytes, minutes
-from pipeline.config import ComponentConfig, Problem, Recipe, ranks_per_node
+from launch.nodes import NODE_KEYS, groups, hosts, memory, shares_gpus, takes_whole_nodes
+from launch.slurm_client import megabytes
+from pipeline.config import ComponentConfig, Recipe, ranks_per_node
 
-VARIABLES = {
-    "partition": "SBATCH_PARTITION",
-    "account": "SBATCH_ACCOUNT",
-    "qos": "SBATCH_QOS",
-    "constraint": "SBATCH_CONSTRAINT",
-}
-"""Variables that override the batch script in every component. See sbatch(1), INPUT ENVIRONMENT VARIABLES."""
 KEYS = {
     "ntasks-per-node": "ranks_per_node",
-    **{name: name.replace("-", "_") for name in ("nodes", "cpus-per-task", "gpus-per-node", "mem", "exclusive", *VARIABLES)},
+    **{name: name.replace("-", "_") for name in ("nodes", "cpus-per-task", "gpus-per-node", "mem", "exclusive", *NODE_KEYS)},
 }
 """Option of sbatch -> key of a component."""
 
@@ -34,6 +27,7 @@ class ComponentRequest:
     together: tuple[str, ...]  # keys of the components whose resources are added up, itself first
     options: tuple[str, ...]  # of sbatch, as in the batch script
     own_options: frozenset[str]  # names of sbatch_options set for this component only
+    variables: frozenset[str]  # names of options that variables of the environment set
     host: ComponentConfig
     nodes: int
     minutes: int
@@ -53,8 +47,10 @@ class ComponentRequest:
         return " + ".join(f"{key}.{name}" for key in self.together)
 
     def key_of(self, option: str) -> str:
-        """Return the recipe's key for an option of sbatch: `--mem=3G` -> cluster.train.mem."""
+        """Return the recipe's key, or the variable, that sets an option of sbatch: `--mem=3G` -> cluster.train.mem."""
         name = option_name(option)
+        if name in self.variables:
+            return slurm_environment.variable(name)
         if name in ("time", "signal"):
             return "cluster.time_min"
         if name == "job-name":
@@ -73,14 +69,16 @@ def requests(recipe: Recipe) -> list[ComponentRequest]:
     """Return the requests of the components with nodes of their own, in the job's order."""
     found, parts = [], components(recipe)
     for (name, host), names in zip(hosts(parts).items(), groups(parts), strict=True):
-        given = {key: os.environ.get(variable) or getattr(host, key) for key, variable in VARIABLES.items()}
-        partition = given.pop("partition")
+        options = tuple(request_options(recipe.name, recipe.cluster, host))
+        variables = frozenset(slurm_environment.wished(host))
+        host = slurm_environment.with_wishes(host)
         found.append(
             ComponentRequest(
                 key=f"cluster.{name}",
                 together=tuple(f"cluster.{each}" for each in names if not shares_gpus(parts[each])),
-                options=tuple(request_options(recipe.name, recipe.cluster, host)),
+                options=options,
                 own_options=frozenset(getattr(recipe.cluster, name).sbatch_options),
+                variables=variables,
                 host=host,
                 nodes=host.nodes,
                 minutes=recipe.cluster.time_min,
@@ -89,33 +87,19 @@ def requests(recipe: Recipe) -> list[ComponentRequest]:
                 gpus=host.gpus_per_node,
                 memory_mb=_memory(memory(host)),
                 all_memory=memory(host) == "0",
-                partitions=tuple(partition.split(",")) if partition else (),
+                partitions=tuple(host.partition.split(",")) if host.partition else (),
+                account=host.account,
+                qos=host.qos,
+                constraint=host.constraint,
                 whole=takes_whole_nodes(host),
-                **given,
             )
         )
     return found
 
 
-def problems(recipe: Recipe) -> Iterator[Problem]:
-    """Yield environment variables that override the recipe in sbatch."""
-    for name, host in hosts(components(recipe)).items():
-        for key, variable in VARIABLES.items():
-            ours, theirs = getattr(host, key), os.environ.get(variable)
-            if ours and theirs and ours != theirs:
-                yield _overridden(f"cluster.{name}.{key}", ours, variable, theirs, f", or {key}={theirs}")
-    limit = os.environ.get("SBATCH_TIMELIMIT")
-    if limit and _minutes(limit) != recipe.cluster.time_min:
-        yield _overridden("cluster.time_min", recipe.cluster.time_min, "SBATCH_TIMELIMIT", limit)
-
-
-def _overridden(key: str, ours: object, variable: str, theirs: str, instead: str = "") -> Problem:
-    found = f"got {ours}, but sbatch uses {variable}={theirs} of the environment. Try to unset it{instead}"
-    return Problem(key, "contradiction", found)
-
-
 def notes(recipe: Recipe) -> Iterator[str]:
-    """Yield notes on CPUs and memory that the recipe leaves to Slurm's defaults, for GPUs without whole nodes."""
+    """Yield notes on variables of the environment, and on CPUs and memory that are left to Slurm's defaults, beside GPUs."""
+    yield from slurm_environment.notes(hosts(components(recipe)))
     for name, component in hosts(components(recipe)).items():
         open_keys = [key for key in ("cpus_per_task", "mem") if getattr(component, key) is None]
         if component.gpus_per_node and not takes_whole_nodes(component) and open_keys:
@@ -123,13 +107,6 @@ def notes(recipe: Recipe) -> Iterator[str]:
                 f"cluster.{name}.{', '.join(open_keys)}: got null with exclusive=false; Slurm then gives its defaults,"
                 f" which may be one CPU for each rank and little memory. Try a value, or cluster.{name}.exclusive=true"
             )
-
-
-def _minutes(text: str) -> float | None:
-    try:
-        return minutes(text)
-    except ValueError:
-        return None
 
 
 def _memory(text: str | None) -> float:

@@ -12,7 +12,8 @@ from launch import slurm_client
 from launch.executors.slurm import directives
 from launch.preflight.slurm_nodes import Cluster
 from launch.preflight.slurm_request import ComponentRequest, option_name
-from launch.slurm_client import SlurmError, host_names, without_het_variables
+from launch.slurm_client import SlurmError, host_names
+from launch.slurm_environment import unset_for_sbatch
 from pipeline.config import Problem
 
 TESTS_S = 40.0
@@ -60,7 +61,7 @@ def _parse_error(*options: str) -> str:
     without --version sbatch parses the options and then misses the script.
     """
     try:
-        slurm_client.run_command("sbatch", *options)
+        slurm_client.run_command(*unset_for_sbatch(), "sbatch", *options)
     except SlurmError as error:
         return "" if error.kind != "failed" or NO_ANSWER.search(error.output) else sentence(error.output)
     return ""
@@ -93,12 +94,12 @@ class SbatchTester:
         self._deadline = time.monotonic() + TESTS_S
 
     def __call__(self, options: Iterable[str], *instead: str) -> SbatchResult:
-        """Test options. instead: options that override them and the environment's variables. Raises SlurmError."""
+        """Test options. instead: options that override them. Raises SlurmError."""
         left = self._deadline - time.monotonic()
         if left <= 0:
             raise SlurmError(f"the tests of this recipe took more than {TESTS_S:g} s", "late")
         script = "\n".join(["#!/bin/bash", *directives(*options), ""])
-        command = [*without_het_variables(), "sbatch", "--test-only", *instead]
+        command = [*unset_for_sbatch(), "sbatch", "--test-only", *instead]
         try:
             output = slurm_client.run_command(*command, timeout_s=min(left, slurm_client.ANSWER_S), script=script)
         except SlurmError as error:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import contextlib
+from collections.abc import AsyncIterator, Sequence
 
+import anyio
 from fastapi import Depends, FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import Response
@@ -13,10 +15,11 @@ from starlette.exceptions import HTTPException
 from launch.serving.access import AccessError, Refused, Users
 from launch.serving.answers import malformed, problems_body
 from launch.serving.authentication import Authentication
-from launch.serving.changes import REFUSED, changing
+from launch.serving.changes import AT_ONCE, REFUSED, changing
 from launch.serving.exports import Exports
 from launch.serving.limits import BodyLimit
 from launch.serving.pages import pages
+from launch.serving.plans import ClientGone, Plans
 from launch.serving.routes import reading
 from launch.serving.run_cache import RunCache
 from launch.serving.settings import ServiceConfig
@@ -33,6 +36,8 @@ STATUS = {
     "run-exists": 409,
     "not-ended": 409,
     "unreachable": 503,
+    "timed-out": 504,
+    "no-access": 403,
 }
 """The HTTP status of a problem; 422 for all others."""
 DESCRIPTION = "Submit and watch runs. Send the header `Authorization: Bearer TOKEN`."
@@ -40,9 +45,17 @@ DESCRIPTION = "Submit and watch runs. Send the header `Authorization: Bearer TOK
 
 def application(config: ServiceConfig, refused: Refused = lambda user, request, why: None) -> FastAPI:
     """Return the service's application. refused: called for each request that is refused for want of access."""
-    app = FastAPI(title="Hetstep", description=DESCRIPTION, docs_url=None, redoc_url=None, separate_input_output_schemas=False)
+    app = FastAPI(
+        title="Hetstep",
+        description=DESCRIPTION,
+        docs_url=None,
+        redoc_url=None,
+        separate_input_output_schemas=False,
+        lifespan=_lifespan,
+    )
     app.state.users, app.state.runs, app.state.exports = Users(config), RunCache(config), Exports()
-    app.state.sweeps = Sweeps(app.state.runs)
+    app.state.sweeps, app.state.plans = Sweeps(app.state.runs), Plans(config.plan_s)
+    app.state.threads = {kind: anyio.CapacityLimiter(count) for kind, count in AT_ONCE.items()}
     bearer = [Depends(HTTPBearer(auto_error=False))]  # for the OpenAPI page; `Authentication` checks the token
     app.include_router(reading, prefix=API, responses=REFUSED, dependencies=bearer)  # pyright: ignore[reportArgumentType]
     app.include_router(changing, prefix=API, dependencies=bearer)
@@ -58,7 +71,13 @@ def application(config: ServiceConfig, refused: Refused = lambda user, request, 
 
     @app.exception_handler(HetstepError)
     def wrong(request: Request, error: HetstepError) -> Response:
+        if "no-access" in error.codes:
+            refused(request.state.user.name, f"{request.method} {request.url.path}", str(error))
         return _answer(STATUS.get(error.codes[0], 422) if error.codes else 422, error.problems)
+
+    @app.exception_handler(ClientGone)
+    def has_left(request: Request, error: ClientGone) -> Response:
+        return Response(status_code=499)  # nobody receives it
 
     @app.exception_handler(SlurmError)
     def no_slurm(request: Request, error: SlurmError) -> Response:
@@ -80,6 +99,12 @@ def application(config: ServiceConfig, refused: Refused = lambda user, request, 
     app.add_middleware(Authentication, users=app.state.users, refused=refused)  # pyright: ignore[reportArgumentType]
     app.add_middleware(BodyLimit, max_bytes=config.max_body_bytes)  # pyright: ignore[reportArgumentType]  # outermost
     return app
+
+
+@contextlib.asynccontextmanager
+async def _lifespan(app: FastAPI) -> AsyncIterator[None]:
+    yield
+    app.state.plans.end()
 
 
 def _answer(status: int, problems: Sequence[Problem]) -> Response:

@@ -1,24 +1,28 @@
 """The requests that plan, submit, end, export and evaluate.
 
-Each calls the Python API in a thread. A submission runs as the user who started the service: a recipe can run code of its
-submitter, so the role `submitter` is as much as a login of that user.
+Each calls the Python API in a thread of a few that only such requests use, so that those which read never wait for them; a plan
+has a process. A run belongs to the user who started the service, so `governed.py` says what the overrides of a request may set.
+Nothing here imports code that a recipe names, or resolves a variable of the service's environment.
 """
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Sequence
+import contextlib
+import functools
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, ParamSpec, TypeVar
 
+import anyio.to_thread
 from fastapi import APIRouter, Request
 
 from launch import audit_log, steering
-from launch.api import evaluations, planning, submitting
+from launch.api import evaluations, submitting
 from launch.api.overrides import arguments, naming_arguments
 from launch.api.training import Run
 from launch.evaluations import suites
 from launch.prepare import Prepared
+from launch.serving import governed
 from launch.serving.access import AccessError, User
 from launch.serving.models import (
     ChangeAsked,
@@ -28,7 +32,6 @@ from launch.serving.models import (
     ExportAnswer,
     ExportBody,
     PlanAnswer,
-    ProblemAnswer,
     ProblemsAnswer,
     RecipeBody,
     SubmissionBody,
@@ -36,7 +39,8 @@ from launch.serving.models import (
 )
 from launch.serving.routes import runs, sender
 from launch.serving.run_cache import SEPARATOR
-from pipeline.config import RECIPES, Problem, RecipeError, config_tree
+from launch.trust import Trust, trusting
+from pipeline.config import RECIPES, Problem, RecipeError, config_tree, interpolation
 
 REFUSED = {status: {"model": ProblemsAnswer} for status in (401, 403, 404, 409, 413, 422)}
 """The answers of refused requests, for the OpenAPI page."""
@@ -44,8 +48,32 @@ REFUSED = {status: {"model": ProblemsAnswer} for status in (401, 403, 404, 409, 
 changing = APIRouter(responses=REFUSED)  # pyright: ignore[reportArgumentType]  # the type is of a wider dict
 SWEEPS = "sweeps"
 """The folder in ROOT/USER with the sweeps that USER submits."""
-_submitting = threading.Lock()
-"""Held while a run is submitted: two requests for the same folder follow one another."""
+AT_ONCE = {"submissions": 1, "sweep_submissions": 1, "changes": 8}
+"""Requests that go on at once, by kind. One submission, so that two for the same folder follow one another."""
+Answer = TypeVar("Answer")
+Parameters = ParamSpec("Parameters")
+
+
+def in_threads_of(kind: str) -> Callable[[Callable[Parameters, Answer]], Callable[Parameters, Awaitable[Answer]]]:
+    """Let a request run in one of the threads of a kind in AT_ONCE, and wait for it without holding any other."""
+
+    def made(function: Callable[Parameters, Answer]) -> Callable[Parameters, Awaitable[Answer]]:
+        @functools.wraps(function)
+        async def run(*args: Parameters.args, **kwargs: Parameters.kwargs) -> Answer:
+            request: Any = kwargs["request"]
+            work = functools.partial(function, *args, **kwargs)
+            return await anyio.to_thread.run_sync(work, limiter=request.app.state.threads[kind])
+
+        return run
+
+    return made
+
+
+@contextlib.contextmanager
+def closed() -> Iterator[None]:
+    """Import no code and resolve no environment variable in a block."""
+    with trusting(Trust.NOTHING), interpolation.without_environment():
+        yield
 
 
 def checked(request: Request, run_id: str | None = None, changes: bool = True) -> User:
@@ -81,33 +109,35 @@ def _refuse_run_dir(overrides: dict[str, Any]) -> None:
         raise RecipeError(Problem("run_dir", "contradiction", "got a folder; expected none, since the service chooses it"))
 
 
+def check_overrides(request: Request, overrides: dict[str, Any], of_suite: bool = False) -> None:
+    """Raise RecipeError for overrides that set what belongs to the service."""
+    further = map(Path, request.app.state.users.config.folders)
+    governed.check(overrides, [runs(request).root, *further], of_suite)
+
+
 @changing.post("/plans")
-def plan(request: Request, body: RecipeBody) -> PlanAnswer:
-    """Return the plan of a recipe: memory, seconds, GPU-hours. Writes nothing."""
-    checked(request, changes=False)
+async def plan(request: Request, body: RecipeBody) -> PlanAnswer:
+    """Return the plan of a recipe: memory, seconds, GPU-hours. Writes nothing, and ends when the client leaves."""
+    user = checked(request, changes=False)
+    _refuse_run_dir(body.overrides)
+    check_overrides(request, body.overrides)
     refuse_file("recipe", body.recipe, RECIPES)
-    made = planning.plan(body.recipe, body.overrides)
-    return PlanAnswer(
-        fits=made.fits,
-        problems=[*map(answer, made.problems)],
-        site_problems=[*map(answer, made.site_problems)],
-        warnings=list(made.warnings),
-        gpus=made.gpus,
-        step_seconds=made.step_seconds,
-        total_seconds=made.total_seconds,
-        gpu_hours=made.gpu_hours,
-        text=str(made),
-    )
+    made = await request.app.state.plans.make(user.name, body.recipe, body.overrides, request.is_disconnected)
+    if "plan" not in made:
+        raise RecipeError(*(Problem(**each) for each in made["problems"]))
+    return PlanAnswer(**made["plan"])
 
 
 @changing.post("/runs", status_code=201)
+@in_threads_of("submissions")
 def submit(request: Request, body: SubmissionBody) -> Submitted:
     """Submit a recipe as a run of the sender, or continue it."""
     user = checked(request)
     run_id, overrides = _own(request, user, body.name, body.overrides)
+    check_overrides(request, body.overrides)
     refuse_file("recipe", body.recipe, RECIPES)
     given = arguments(overrides, {})
-    with _submitting:
+    with closed():
         prepared = submitting.prepared(body.recipe, given)
         _refuse_long(prepared)
         run = submitting.start(prepared, body.recipe, given)
@@ -123,6 +153,7 @@ def _refuse_long(prepared: Sequence[Prepared]) -> None:
 
 
 @changing.post("/runs/{run_id}/cancel")
+@in_threads_of("changes")
 def cancel(request: Request, run_id: str) -> dict[str, Any]:
     """Cancel a run, and return its state. Steps after its last checkpoint are lost."""
     checked(request, run_id)
@@ -131,6 +162,7 @@ def cancel(request: Request, run_id: str) -> dict[str, Any]:
 
 
 @changing.post("/runs/{run_id}/stop", status_code=202)
+@in_threads_of("changes")
 def stop(request: Request, run_id: str) -> dict[str, Any]:
     """Ask a run to save at the end of its step and to stop, and return its state. It stops later."""
     checked(request, run_id)
@@ -143,16 +175,19 @@ def stop(request: Request, run_id: str) -> dict[str, Any]:
 
 
 @changing.post("/runs/{run_id}/changes", status_code=202)
+@in_threads_of("changes")
 def change(request: Request, run_id: str, body: ChangeBody) -> ChangeAsked:
     """Ask a live run for other values of its live keys. They take effect at the end of its step."""
     checked(request, run_id)
-    with naming_arguments():
+    check_overrides(request, body.overrides)
+    with naming_arguments(), closed():
         asked = steering.ask(runs(request).folder(run_id), arguments(body.overrides, {}))
     runs(request).forget(run_id)
     return ChangeAsked(number=asked.number)
 
 
 @changing.post("/runs/{run_id}/exports", status_code=202)
+@in_threads_of("changes")
 def export(request: Request, run_id: str, body: ExportBody) -> ExportAnswer:
     """Start to write a checkpoint in Hugging Face format into the run's folder. GET of the same address returns its state."""
     checked(request, run_id)
@@ -161,13 +196,15 @@ def export(request: Request, run_id: str, body: ExportBody) -> ExportAnswer:
 
 
 @changing.post("/runs/{run_id}/evaluations", status_code=201)
+@in_threads_of("submissions")
 def evaluate(request: Request, run_id: str, body: EvaluationBody) -> EvaluationAnswer:
     """Submit the evaluation of a checkpoint of the run. GET of the same address returns the scores."""
     checked(request, run_id)
     _refuse_run_dir(body.overrides)
+    check_overrides(request, body.overrides)
     if body.suite and not body.suite.startswith(f"{suites.HARNESS}:"):
         refuse_file("suite", body.suite, suites.SUITES)
-    with _submitting:
+    with closed():
         found = evaluations.evaluate(body.suite, body.overrides, run=runs(request).folder(run_id), step=body.step)
     runs(request).forget(run_id)
     return EvaluationAnswer(folder=str(found.folder), job_id=found.job_id)
@@ -176,8 +213,3 @@ def evaluate(request: Request, run_id: str, body: EvaluationBody) -> EvaluationA
 def _changed(request: Request, run_id: str) -> dict[str, Any]:
     runs(request).forget(run_id)
     return runs(request).whole(run_id)
-
-
-def answer(problem: Problem) -> ProblemAnswer:
-    """Return a problem as the body of an answer."""
-    return ProblemAnswer(key=problem.key, code=problem.code, message=problem.message, origin=problem.origin)

@@ -1,11 +1,13 @@
-"""Record refused requests in the audit log of the root."""
+"""Record refused requests in the audit log of the root, from a thread of their own: no request waits for the log's lock."""
 
 from __future__ import annotations
 
 import logging
 import threading
 import time
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 from launch import audit_log
 from pipeline.config import RecipeError
@@ -27,9 +29,11 @@ class RefusalLog:
         self._root, self._max_lines = root, max_lines
         self._lock = threading.Lock()
         self._begun, self._lines, self._left_out = float("-inf"), 0, 0
+        self._writer = ThreadPoolExecutor(1, thread_name_prefix="refusals")
+        self._last: Future[None] | None = None
 
     def record(self, user: str, request: str, why: str) -> None:
-        """Record a refusal. user: "" if the token was nobody's. Never raises: a refusal is carried out all the same."""
+        """Have a refusal recorded soon. user: "" if the token was nobody's. Never raises or waits."""
         with self._lock:
             now = time.monotonic()
             if now - self._begun >= PERIOD_S:
@@ -39,7 +43,15 @@ class RefusalLog:
                 return
             self._lines += 1
             left_out, self._left_out = self._left_out, 0
-        details = {"requested_by": user or None, "request": request[:LONGEST], "why": why, "not_recorded_before": left_out}
+            details = {"requested_by": user or None, "request": request[:LONGEST], "why": why, "not_recorded_before": left_out}
+            self._last = self._writer.submit(self._write, details)
+
+    def wait(self, timeout: float) -> None:
+        """Wait until what was refused so far is recorded. Raises TimeoutError."""
+        if self._last is not None:
+            self._last.result(timeout)
+
+    def _write(self, details: dict[str, Any]) -> None:
         try:
             audit_log.record("refuse", "launch/serve.py", details, self._root)
         except RecipeError as error:

@@ -44,6 +44,8 @@ class ServiceConfig:
     tls_certificate: Text | None = None  # PEM files for HTTPS
     tls_key: Text | None = None
     plain_http: bool = False  # true: allow HTTP on an address that other machines reach
+    folders: list[Text] = field(default_factory=list)  # whose models and data requests may name, besides root and recipes/
+    plan_s: Annotated[Float, Field(ge=1)] = 120.0  # seconds that a plan may take
     max_body_bytes: Positive = 65536  # of a request
     cache_s: Annotated[Float, Field(ge=0)] = 5.0  # seconds for which the state of a live run is kept
 
@@ -65,6 +67,9 @@ def problems(config: ServiceConfig) -> Iterator[Problem]:
     """Yield the problems across keys."""
     if not Path(config.root).is_dir():
         yield Problem("root", "file-not-found", f"got {config.root}, which is no folder; expected the folder of the runs")
+    for folder in config.folders:
+        if not Path(folder).is_absolute() or not Path(folder).is_dir():
+            yield Problem("folders", "file-not-found", f"got {folder}; expected the absolute path of a folder")
     if not config.users:
         yield Problem("users", "missing-value", "got none; expected at least one. Try python launch/serve.py new_token=true")
     hashes: dict[str, str] = {}

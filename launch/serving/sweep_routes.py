@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +14,7 @@ from launch.api.overrides import arguments, naming_arguments
 from launch.api.sweeps import SweepRun
 from launch.pages.document import PLOTLY
 from launch.serving.access import AccessError
-from launch.serving.changes import REFUSED, SWEEPS, checked, refuse_file
+from launch.serving.changes import REFUSED, SWEEPS, check_overrides, checked, closed, in_threads_of, refuse_file
 from launch.serving.routes import runs
 from launch.serving.run_cache import SEPARATOR, RunCache
 from launch.serving.sweep_models import SubmittedSweep, SweepAnswer, SweepBody, SweepLine
@@ -31,8 +30,6 @@ DEPTH = 4
 """Most levels from the root to a sweep: USER/sweeps/SUITE/ID."""
 
 sweeps = APIRouter(responses=REFUSED)  # pyright: ignore[reportArgumentType]  # the type is of a wider dict
-_beginning = threading.Lock()
-"""Held while a sweep begins: two requests for the same folder follow one another."""
 
 
 class Sweeps:
@@ -103,12 +100,14 @@ def list_sweeps(request: Request) -> list[SweepLine]:
 
 
 @sweeps.post("/sweeps", status_code=201)
+@in_threads_of("sweep_submissions")
 def begin(request: Request, body: SweepBody) -> SubmittedSweep:
     """Begin or continue a sweep or a search of the sender. A process of the service submits its runs."""
     user = checked(request)
+    check_overrides(request, {name: value for name, value in body.overrides.items() if name != "folder"}, of_suite=True)
     refuse_file("suite", body.suite, suites.SUITES)
     given = arguments({**body.overrides, "folder": str(_own_folder(request, user.name, body.overrides))}, {})
-    with _beginning, naming_arguments():
+    with closed(), naming_arguments():
         loaded = suites.load(body.suite, given)
         _refuse_files(loaded.suite)
         run = api.begin(loaded, body.suite, given, body.id)
@@ -168,6 +167,7 @@ def _file(request: Request, sweep_id: str, name: str) -> FileResponse:
 
 
 @sweeps.post("/sweeps/{sweep_id}/cancel")
+@in_threads_of("changes")
 def cancel(request: Request, sweep_id: str) -> SweepAnswer:
     """Have a sweep submit nothing more, cancel its jobs, and return its state. POST sweeps with the same id continues it."""
     user = checked(request)

@@ -12,7 +12,7 @@ import sys
 import time
 from pathlib import Path
 
-from launch import console, slurm_client, submit
+from launch import console, slurm_client, slurm_environment, submit
 from launch.attempts import latest
 from launch.executors import slurm
 from launch.executors.base import ROOT, JobStatus
@@ -101,6 +101,7 @@ def submit_check(folder: SweepFolder, waits_for: list[str]) -> str:
     script.write_text(
         f"#!/bin/bash\n# Checks the gates after all runs have ended, and retries failed runs.\nexec {shlex.join(command)}\n"
     )
+    options |= {key: value for key, value in slurm_environment.wishes().items() if options.get(key) is None}
     flags = [f"--{key}={value}" for key, value in options.items() if value is not None]
     try:
         return slurm_client.submit(script.read_text(), *flags)

@@ -7,7 +7,8 @@ import copy
 import functools
 import itertools
 import re
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
+from contextvars import ContextVar
 from typing import Any
 
 from omegaconf import DictConfig, ListConfig, OmegaConf
@@ -18,6 +19,7 @@ from omegaconf.errors import (
     OmegaConfBaseException,
     UnsupportedInterpolationType,
 )
+from omegaconf.resolvers import oc
 
 from pipeline.config.config_tree import ConfigMapping, ConfigNode, ConfigValue
 from pipeline.problems import Problem
@@ -45,8 +47,29 @@ RESOLVERS = {
 }
 
 
+_open: ContextVar[bool] = ContextVar("environment", default=True)
+
+
+def _variable(name: str, *default: Any) -> Any:
+    """Return an environment variable as OmegaConf's `oc.env` does, unless `without_environment` closes it."""
+    if not _open.get():
+        raise PermissionError("the service resolves no variable of its environment")
+    return oc.env(name, *default)
+
+
+@contextlib.contextmanager
+def without_environment() -> Iterator[None]:
+    """Refuse `oc.env` in a block, however a text leads to it: its values belong to whoever runs this process."""
+    token = _open.set(False)
+    try:
+        yield
+    finally:
+        _open.reset(token)
+
+
 for _name, _function in RESOLVERS.items():
     OmegaConf.register_resolver(_name, _function, replace=True)
+OmegaConf.register_resolver("oc.env", _variable, replace=True)
 
 
 def references(key: str, value: Any) -> set[str]:

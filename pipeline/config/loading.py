@@ -220,7 +220,9 @@ def _inspected(
     found_problems, faulty = list(problems), set(faulty)
     whole = _whole(given)
     readers = unused_keys.Readers.of_tree(whole)
-    for problem in schema_validation.unknown_keys(Recipe, whole, advice=schema_validation.Advice(readers.hint, readers.rank)):
+    for problem in schema_validation.unknown_keys(
+        Recipe, whole, advice=schema_validation.Advice(readers.hint, readers.rank, readers.unread)
+    ):
         found_problems.append(problem)
         faulty.add(problem.key)
     origins = {key: leaf.origin for key, leaf in given.leaves() if leaf.origin}

@@ -166,13 +166,14 @@ def add_module_folders(tree: ConfigMapping, recipe: Path) -> None:
         given = [_file(leaf.folder or Path.cwd(), item) if isinstance(item, str) else item for item in leaf.value]
     elif leaf is not None:
         return  # of another type, which the schema refuses
-    naming = [node.folder or Path.cwd() for key, node in tree.leaves() if _names_own_code(key, node.value)]
+    naming = [node.folder or Path.cwd() for key, node in tree.leaves() if names_own_code(key, node.value)]
     if naming:
         folders = [*given, *map(str, (recipe.absolute().parent, *naming))]
         tree.set("module_folders", ConfigValue(list(dict.fromkeys(folders)), leaf.origin if leaf else None))
 
 
-def _names_own_code(key: str, value: object) -> bool:
+def names_own_code(key: str, value: object) -> bool:
+    """Return whether the value at a dotted key names code of the user."""
     if any(fnmatch.fnmatchcase(key, one) for one in ("data.*.dataset_name", "evaluate.tasks.*.data.dataset_name")):
         return isinstance(value, str) and is_dotted_path(value)
     if fnmatch.fnmatchcase(key, "evaluate.tasks.*.format"):

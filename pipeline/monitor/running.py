@@ -4,17 +4,23 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from pipeline import config
 from pipeline.config import Recipe
+from pipeline.data.stop_tokens import stop_tokens
 from pipeline.monitor.gpu import GPUReader
 from pipeline.monitor.history import History
 from pipeline.monitor.host import HostReader
+from pipeline.monitor.learning import LearningMonitor
 from pipeline.monitor.operations import StepOperations
 from pipeline.monitor.sampler import SampleFile, Sampler
 from pipeline.monitor.stacks import StackWatch
 from pipeline.monitor.steps import StepMonitor
 from pipeline.world import World
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 FOLDER = "resources"
 """In an attempt's folder: each rank's samples, and the warnings."""
@@ -54,6 +60,15 @@ def of_steps(
     monitor = StepMonitor(history, StepOperations.of(recipe), gpus, samples, world.info.folder / FOLDER / "warnings.jsonl")
     sampler.on_sample = monitor.look
     return monitor
+
+
+def of_learning(world: World, recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> LearningMonitor:
+    """Return rank 0's look at what steps teach, which needs no samples of resources."""
+
+    def stops() -> str:
+        return ", ".join(map(str, stop_tokens(recipe.policy).tokens)) or "none"
+
+    return LearningMonitor(recipe, tokenizer, stops, world.info.folder / FOLDER / "warnings.jsonl")
 
 
 def samples_file(folder: Path, rank: int) -> Path:

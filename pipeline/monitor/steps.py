@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import statistics
 import threading
@@ -18,12 +17,11 @@ from pipeline.monitor.checks import AFTER_A_STEP, AT_ANY_TIME, Check
 from pipeline.monitor.history import History, StepView
 from pipeline.monitor.operations import ModelWork, StepOperations
 from pipeline.monitor.readings import READINGS
+from pipeline.monitor.warning_file import AGAIN_STEPS, append, warning
 from pipeline.types import RolloutGroup, Sample
 
 logger = logging.getLogger(__name__)
 
-AGAIN_STEPS = 20
-"""Steps until a warning that still holds is given again."""
 AGAIN_S = 600.0
 """Seconds likewise, within a step."""
 MOST_RANKS = 4
@@ -173,14 +171,10 @@ class StepMonitor:
         if self._left:
             self._left -= 1
             node = self._history.nodes.get(rank, "")
-            line = {"time": time.time(), "step": self._step, "check": check, "rank": rank, "node": node, "message": message}
-            self._unwritten.append(line)
+            self._unwritten.append(warning(self._step, check, rank, node, message))
 
     def _write(self) -> None:
         lines = []
         while self._unwritten:
-            lines.append(json.dumps(self._unwritten.popleft()) + "\n")
-        if lines:
-            self._file.parent.mkdir(exist_ok=True)
-            with open(self._file, "a", encoding="utf-8") as file:
-                file.write("".join(lines))
+            lines.append(self._unwritten.popleft())
+        append(self._file, lines)

@@ -2,6 +2,7 @@
 
 import functools
 import os
+import re
 import signal
 import subprocess
 import tempfile
@@ -10,8 +11,9 @@ from types import SimpleNamespace
 
 import pytest
 
-from launch import slurm_client
-from launch.preflight import slurm_job, slurm_limits
+from launch import slurm_client, slurm_environment
+from launch.executors.slurm import batch_script
+from launch.preflight import slurm_job, slurm_limits, slurm_request
 from launch.preflight.slurm_nodes import Cluster
 from launch.preflight.slurm_request import requests
 from launch.preflight.slurm_sbatch import option_problems
@@ -260,12 +262,80 @@ def test_drained_nodes_are_noted(cluster):
     assert any("of the 2 suitable nodes only 1 are not down or drained" in note for note in notes), notes
 
 
-def test_variables_that_override_the_recipe_for_sbatch(cluster, monkeypatch):
+def test_a_variable_of_the_site_counts_where_the_recipe_says_nothing(cluster, monkeypatch):
     monkeypatch.setenv("SBATCH_PARTITION", "all")
-    monkeypatch.setenv("SBATCH_TIMELIMIT", "2:00:00")
-    assert examined(recipe(time_min=120, train=ComponentConfig(nodes=5))) == set()
-    contradicted = {("cluster.train.partition", "contradiction"), ("cluster.time_min", "contradiction")}
-    assert examined(recipe(train=ComponentConfig(partition="big"))) == contradicted
+    assert examined(recipe(train=ComponentConfig(nodes=5))) == set()  # Slurm's default has 2
+    both = recipe(train=ComponentConfig(partition="big"), generate=ComponentConfig(nodes=3))
+    options = {request.key: request.partitions for request in requests(both)}
+    assert options == {"cluster.train": ("big",), "cluster.generate": ("all",)} and examined(both) == set()
+    notes = [*slurm_request.notes(both)]
+    assert notes == ["SBATCH_PARTITION=all of the environment: used for cluster.generate"]
+    script = batch_script(Path("/tmp/x"), "x", both.cluster, {"train": both.cluster.train, "generate": both.cluster.generate})
+    assert re.findall("--partition=(.*)", script) == ["big", "all"]
+
+
+def test_an_error_blames_the_variable_and_not_the_partition(cluster, monkeypatch):
+    for variable, value, code in (
+        ("SBATCH_RESERVATION", "none_such", "refused-by-slurm"),
+        ("SBATCH_CONSTRAINT", "none_such", "not-a-choice"),
+        ("SBATCH_PARTITION", "none_such", "not-a-choice"),
+    ):
+        with monkeypatch.context() as now:
+            now.setenv(variable, value)
+            assert examined(recipe(train=ComponentConfig(nodes=1))) == {(variable, code)}
+    monkeypatch.setenv("SBATCH_ACCOUNT", "mine")
+    assert examined(recipe(train=ComponentConfig(partition="private"))) >= {("SBATCH_ACCOUNT", "permission-denied")}
+
+
+BEATS = {
+    **dict.fromkeys(
+        ("SBATCH_NO_REQUEUE", "SBATCH_EXCLUSIVE", "SBATCH_TIMELIMIT", "SBATCH_WAIT", "SBATCH_OF_A_LATER_VERSION"), "1"
+    ),
+    "SBATCH_MEM_PER_NODE": "1M",
+    "SBATCH_OUTPUT": "/tmp/elsewhere.%j",
+    "SBATCH_ARRAY_INX": "0-1",
+    "SBATCH_JOB_NAME": "theirs",
+    "SBATCH_GRES": "gpu:9",
+    "SBATCH_OPEN_MODE": "truncate",
+    "SBATCH_EXPORT": "NONE",
+    "SBATCH_SIGNAL": "KILL@9",
+}
+
+
+def test_no_variable_beats_the_script_and_each_is_told(cluster, monkeypatch, tmp_path):
+    for name, value in BEATS.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setenv("SLURM_TIMELIMIT", "1")  # srun would end a step by it
+    asked = recipe(train=ComponentConfig(nodes=1, cpus_per_task=1))
+    notes = []
+    assert list(slurm_job.problems(asked, notes)) == []
+    told = [re.split("[= ]", note)[0] for note in notes if " of the environment: not used" in note]
+    assert sorted(told) == sorted([*BEATS, "SLURM_TIMELIMIT"])
+    assert next(note for note in notes if "MEM_PER_NODE" in note).endswith("because mem of a component decides")
+    script = batch_script(tmp_path, "ours", asked.cluster, {"train": asked.cluster.train})
+    (tmp_path / "submitit").mkdir()
+    job_id = slurm_client.submit(script, "--hold")
+    try:
+        shown = subprocess.run(["scontrol", "show", "job", "-o", job_id], capture_output=True, text=True, check=True).stdout
+    finally:
+        subprocess.run(["scancel", job_id], check=True)
+    fields = slurm_client.parse_records(shown).__next__()
+    assert shown.count("JobId=") == 1 and "ArrayJobId" not in fields
+    assert (fields["JobName"], fields["Requeue"], fields["TimeLimit"]) == ("ours", "1", "00:30:00")
+    assert fields["StdOut"].startswith(str(tmp_path)) and fields["OverSubscribe"] != "NO" and "gpu:9" not in shown
+    assert not fields.get("MinMemoryNode", "0").startswith("1M")
+
+
+def test_the_steps_of_a_job_ignore_variables_of_its_shell(cluster, monkeypatch, tmp_path):
+    """A user's shell has options for srun, which the job inherits; a step runs all the same, where its output is expected."""
+    for name, value in {"SLURM_TIMELIMIT": "x", "SLURM_STDOUTMODE": str(tmp_path / "away"), "SLURM_GRES": "gpu:9"}.items():
+        monkeypatch.setenv(name, value)
+    for unset, works in (("", False), (slurm_environment.unset_for_steps(), True)):
+        out = tmp_path / f"out{works}"
+        script = f"#!/bin/bash\n#SBATCH --output=/dev/null\n{unset} srun -n1 echo hello >{out} 2>&1; touch {out}.ended\n"
+        slurm_client.submit(script)
+        wait_until((tmp_path / f"out{works}.ended").exists, "the end of the step")
+        assert (out.read_text().strip() == "hello") == works
 
 
 def test_queries_that_slurm_does_not_answer_are_noted(cluster, monkeypatch, tmp_path):

@@ -12,6 +12,7 @@ import yaml
 
 from launch.executors.base import ROOT
 from launch.serving.access import digest
+from tests.benchmarks import serving_under_load
 from tests.launch.serving.team import ROLES, TOKENS, bearer
 from tests.launch.waiting import wait_until
 
@@ -97,3 +98,9 @@ def test_a_client_made_from_the_openapi_page(address, tmp_path):
         [sys.executable, "-c", use, address, TOKENS["vera"]], cwd=tmp_path, capture_output=True, text=True, timeout=300
     )
     assert ended.stdout == "vera 0\n", ended.stderr
+
+
+def test_hanging_plans_of_a_user_delay_no_other(tmp_path):
+    found = serving_under_load.measure(tmp_path, reads=60)
+    assert found.statuses == {200: 60} and found.other_plan == 200, found
+    assert set(found.plans) <= {0, 409, 500, 504} and found.left == 0, found

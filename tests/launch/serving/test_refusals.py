@@ -21,10 +21,12 @@ def lines(root) -> list[dict]:
 
 def test_refused_requests_are_recorded(tmp_path):
     made_runs.folder(tmp_path / "sue/second")
-    with TestClient(application(settings(tmp_path), RefusalLog(tmp_path).record)) as client:
+    log = RefusalLog(tmp_path)
+    with TestClient(application(settings(tmp_path), log.record)) as client:
         client.get("/api/v1/runs", headers={"Authorization": "Bearer wrong"})
         client.post("/api/v1/runs/sue~second/cancel", headers=bearer("sam"))
         client.post("/login", data={"token": "wrong"})
+    log.wait(60)
     unknown, others, signing_in = [line["details"] for line in lines(tmp_path)]
     assert (unknown["requested_by"], unknown["request"]) == (None, "GET /api/v1/runs")
     assert (others["requested_by"], others["request"]) == ("sam", "POST /api/v1/runs/sue~second/cancel")
@@ -38,6 +40,7 @@ def test_a_flood_is_counted(tmp_path):
         log.record("", f"GET /{i}", "no token")
     log._begun -= 3600  # later
     log.record("sam", "GET /late", "no role")
+    log.wait(60)
     assert [line["details"]["not_recorded_before"] for line in lines(tmp_path)] == [0, 0, 0, 7]
 
 

@@ -113,7 +113,7 @@ def test_bad_requests_are_refused_and_change_nothing(client, folder, monkeypatch
         "x",
     )
     for overrides in (*wrong, {"runs.tiny_sft.recipe": suite}, {"runs": {"tiny_sft": {"recipe": "suite"}}}, {"a=b": 1}):
-        refused("POST", "", bearer("sam"), {**GOOD, "overrides": overrides}, 404, 422)
+        refused("POST", "", bearer("sam"), {**GOOD, "overrides": overrides}, 403, 404, 422)
     refused("POST", "", bearer("sam"), {**GOOD, "update_baseline": True}, 422)
     refused("POST", "", bearer("sam"), {**GOOD, "id": "one", "overrides": {"seeds": [7]}}, 409)
     for body, status in ((b"{", 422), (b"\xff", 400), (b"[]", 422), (b"x" * 70_000, 413)):

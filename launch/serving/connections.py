@@ -1,0 +1,85 @@
+"""Bound the connections of the service: a deadline for each request to arrive, and a number for each address and in all.
+
+A connection on which no whole request has arrived is waiting. Where there are too many connections, the oldest waiting one is
+closed, first among those of the same address: so silent connections displace one another, and never a request.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+
+import h11
+from typing_extensions import override
+from uvicorn.protocols.http.h11_impl import H11Protocol
+
+MAX_CONNECTIONS = 1000
+MAX_OF_ADDRESS = 200
+ARRIVAL_S = 20.0
+"""Seconds in which a request must arrive whole, from the connection or the end of the request before it."""
+
+
+class BoundedProtocol(H11Protocol):
+    """HTTP/1.1 with these bounds. `bounded` makes a class of its own for each service."""
+
+    max_connections = MAX_CONNECTIONS
+    max_of_address = MAX_OF_ADDRESS
+    arrival_s = ARRIVAL_S
+    waiting: dict[BoundedProtocol, None]  # the longest wait first
+    of_address: Counter[str]
+
+    _deadline: asyncio.TimerHandle | None = None
+
+    @property
+    def _address(self) -> str:
+        return self.client[0] if self.client else ""
+
+    @override
+    def connection_made(self, transport: asyncio.Transport) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
+        super().connection_made(transport)
+        self.of_address[self._address] += 1
+        self._wait()
+        if self.of_address[self._address] > self.max_of_address:
+            next(each for each in self.waiting if each._address == self._address).end()
+        elif len(self.connections) > self.max_connections:
+            next(iter(self.waiting)).end()
+
+    @override
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._arrived()
+        self.of_address -= Counter([self._address])
+        super().connection_lost(exc)
+
+    @override
+    def data_received(self, data: bytes) -> None:
+        super().data_received(data)
+        if self.conn.their_state not in (h11.IDLE, h11.SEND_BODY):
+            self._arrived()
+
+    @override
+    def on_response_complete(self) -> None:
+        super().on_response_complete()
+        if self.conn.their_state in (h11.IDLE, h11.SEND_BODY) and not self.transport.is_closing():
+            self._wait()
+
+    def _wait(self) -> None:
+        """Begin to wait for a request."""
+        self._arrived()
+        self.waiting[self] = None
+        self._deadline = self.loop.call_later(self.arrival_s, self.end)
+
+    def _arrived(self) -> None:
+        self.waiting.pop(self, None)
+        if self._deadline is not None:
+            self._deadline.cancel()
+            self._deadline = None
+
+    def end(self) -> None:
+        """Close the connection."""
+        self._arrived()
+        self.transport.abort()  # `close` would wait for a client that takes nothing
+
+
+def bounded(**bounds: float) -> type[BoundedProtocol]:
+    """Return the protocol of a service, which counts its connections. bounds: in place of those of `BoundedProtocol`."""
+    return type("Protocol", (BoundedProtocol,), {**bounds, "waiting": {}, "of_address": Counter()})

@@ -1,0 +1,130 @@
+"""Decide what the overrides of a request may set: the table of keys that belong to the service, and of what values may name.
+
+A request chooses among the recipes of the service's checkout and changes values in them. What a run executes, where it writes,
+what is recorded of it and with which keys it encrypts belongs to whoever runs the service: it is set in the recipes.
+"""
+
+from __future__ import annotations
+
+import fnmatch
+import os
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from launch.api.overrides import flat
+from pipeline.config import RECIPES, Problem, refuse
+from pipeline.config.paths import is_path, names_own_code
+
+EXECUTES, WRITES, RECORDS, SENDS = "what a run executes", "where a run writes", "what is recorded", "where a run sends data"
+GOVERNED = {
+    "run_dir": WRITES,
+    "module_folders": EXECUTES,
+    "cluster.audit": RECORDS,
+    "cluster.sbatch_options": EXECUTES,
+    "cluster.*.sbatch_options": EXECUTES,
+    "cluster.*.srun_args": EXECUTES,
+    "cluster.*.python": EXECUTES,
+    "cluster.*.env_vars": EXECUTES,
+    "cluster.*.container_image": EXECUTES,
+    "cluster.*.container_mounts": EXECUTES,
+    "cluster.*.container_workdir": EXECUTES,
+    "cluster.*.container_env": EXECUTES,
+    "cluster.*.container_writable": EXECUTES,
+    "checkpointing.encryption": "how files are encrypted",
+    "env.*.kwargs.sandbox": "where programs of the policy run",
+    "env.*.kwargs.readable": "what programs of the policy read",
+    "env.*.kwargs.url": SENDS,
+    "evaluate.lm_eval.include_path": EXECUTES,
+    "logger.mlflow.tracking_uri": SENDS,
+    "logger.mlflow.artifact_location": SENDS,
+    "logger.trackio.space": SENDS,
+    "policy.generation.vllm_kwargs.*_cls": EXECUTES,
+    "policy.generation.vllm_kwargs.trust_remote_code": EXECUTES,
+    "policy.generation.vllm_kwargs.logits_processors": EXECUTES,
+    "policy.generation.vllm_kwargs.*_plugin*": EXECUTES,
+}
+"""Patterns of keys that no request may set, nor a section around them as a whole, and what they decide."""
+OF_SUITE = {"baseline": WRITES, "folder": WRITES, "name": WRITES}
+"""The same for keys of a sweep's suite."""
+SECTIONS = re.compile(r"(?:runs\.[^.]+\.overrides|search\.overrides|search\.parameters|overrides)\.")
+"""Beginnings of keys of a suite that go on with a key of a recipe."""
+NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,199}")
+SCHEME = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*:/")
+"""The beginning of an address, which a library may open as a file."""
+
+
+def check(overrides: Mapping[str, Any], folders: Sequence[Path], of_suite: bool = False) -> None:
+    """Raise RecipeError, code no-access, for overrides that set what belongs to the service.
+
+    folders: in which values may name files and folders, besides recipes/. of_suite: of a sweep, whose own keys count too.
+    """
+    inside = [folder.resolve() for folder in (*folders, RECIPES)]
+    refuse(problem for key, value in flat(overrides).items() for problem in _problems(key, value, inside, of_suite))
+
+
+def _problems(key: str, value: Any, inside: Sequence[Path], of_suite: bool) -> Iterator[Problem]:
+    own = SECTIONS.sub("", key, count=1) if of_suite else key
+    table = GOVERNED | OF_SUITE if of_suite and own == key else GOVERNED
+    if pattern := next((pattern for pattern in table if _sets(own, value, pattern)), None):
+        what = f"got a whole section, with {pattern} in it" if _is_around(own, pattern) else "got a value"
+        yield _refused(key, f"{what}; expected none, because the service's recipes decide {table[pattern]}")
+        return
+    if own == "needs" and not (isinstance(value, list) and all(isinstance(each, str) and _is_recipe(each) for each in value)):
+        yield _refused(key, "got something else than a list of names; expected names of recipes in recipes/, not paths")
+        return
+    for text in _texts(value):
+        if "${" in text:
+            yield _refused(key, "got an interpolation; expected a value, because the service resolves nothing for a request")
+        elif names_own_code(own, text):
+            yield _refused(key, f"got '{text[:80]}', which names code; expected code that a recipe of the service names")
+        elif SCHEME.match(text) or (_is_file(own, text) and not _is_inside(text, inside)):
+            places = ", ".join(map(str, inside))
+            message = f"got '{text[:80]}'; expected a place below one of {places}. Try `folders` in the service's settings"
+            yield _refused(key, message)
+
+
+def _refused(key: str, message: str) -> Problem:
+    return Problem(key, "no-access", message)
+
+
+def _sets(key: str, value: Any, pattern: str) -> bool:
+    """Return whether a value sets a key that fits a pattern: this key, one around it, or one inside it."""
+    fits = all(fnmatch.fnmatchcase(one, other) for one, other in zip(key.split("."), pattern.split("."), strict=False))
+    return fits and (not _is_around(key, pattern) or isinstance(value, dict | None))
+
+
+def _is_around(key: str, pattern: str) -> bool:
+    return key.count(".") < pattern.count(".")
+
+
+def _is_recipe(name: str) -> bool:
+    return NAME.fullmatch(name) is not None and (RECIPES / f"{name.removesuffix('.yaml')}.yaml").is_file()
+
+
+def _texts(value: Any) -> Iterator[str]:
+    """Yield the texts in a value, with the keys of mappings."""
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, list):
+        for item in value:
+            yield from _texts(item)
+    elif isinstance(value, dict):
+        for name, item in value.items():
+            yield from (str(name), *_texts(item))
+
+
+def _is_file(key: str, text: str) -> bool:
+    """Return whether a text may be read as the path of a file or a folder."""
+    if text.startswith(("/", "~", "./", "../")) or text in (".", ".."):
+        return True
+    return (is_path(key) or "/" in text) and len(text) < 4096 and "\0" not in text and os.path.lexists(text)
+
+
+def _is_inside(text: str, inside: Sequence[Path]) -> bool:
+    try:
+        path = Path(os.path.expanduser(text)).resolve()
+    except (OSError, RuntimeError, ValueError):
+        return False
+    return any(path.is_relative_to(folder) for folder in inside)

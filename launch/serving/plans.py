@@ -1,0 +1,115 @@
+"""Plans of the service: each in a process of its own, which ends with its time, with its client, and with the service.
+
+A plan reads files that its request names, such as a model's, and a file system that hangs holds its reader for ever. So the
+service's own threads make no plan, and few plans go on at once, in all and of each user.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+import signal
+import sys
+from collections import Counter, defaultdict
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+from launch import audit_log
+from launch.executors.base import ROOT
+from pipeline.config import Problem, RecipeError
+
+AT_ONCE = 4
+"""Plans that go on at once."""
+OF_USER = 2
+"""Of these, plans of one user."""
+MAX_WAITING = 8
+"""Plans of one user that go on or wait. Further ones are refused."""
+LOOK_S = 0.5
+"""Seconds between two looks whether the client is there."""
+MAX_REPLY = 4 << 20
+"""Largest reply, in bytes."""
+
+
+class ClientGone(Exception):
+    """The client has left before its answer."""
+
+
+class Plans:
+    """Makes plans in processes."""
+
+    def __init__(self, seconds: float):
+        """Take the longest time of a plan, from its beginning."""
+        self._seconds = seconds
+        self._all = asyncio.Semaphore(AT_ONCE)
+        self._of_user: defaultdict[str, asyncio.Semaphore] = defaultdict(lambda: asyncio.Semaphore(OF_USER))
+        self._open: Counter[str] = Counter()
+        self._processes: set[asyncio.subprocess.Process] = set()
+
+    async def make(
+        self, user: str, recipe: str, overrides: dict[str, Any], has_gone: Callable[[], Awaitable[bool]]
+    ) -> dict[str, Any]:
+        """Return the reply of `plan_process.py`.
+
+        has_gone: whether the client has. Raises RecipeError if the plan takes too long or the user asks for too many, and
+        ClientGone.
+        """
+        if self._open[user] >= MAX_WAITING:
+            message = f"got {MAX_WAITING} plans of {user} that have not ended; expected fewer. Try again when one has"
+            raise RecipeError(Problem("recipe", "in-use", message))
+        self._open[user] += 1
+        work = asyncio.ensure_future(self._in_turn(user, recipe, overrides))
+        try:
+            while not (await asyncio.wait({work}, timeout=LOOK_S))[0]:
+                if await has_gone():
+                    raise ClientGone
+            return work.result()
+        finally:
+            work.cancel()
+            with contextlib.suppress(asyncio.CancelledError, RecipeError):
+                await work
+            self._open[user] -= 1
+
+    def end(self) -> None:
+        """End all plans, with the service."""
+        for process in self._processes:
+            _end(process)
+
+    async def _in_turn(self, user: str, recipe: str, overrides: dict[str, Any]) -> dict[str, Any]:
+        async with self._of_user[user], self._all:
+            reply = await self._run(json.dumps({"recipe": recipe, "overrides": overrides, "seconds": self._seconds}).encode())
+        return json.loads(reply)
+
+    async def _run(self, request: bytes) -> bytes:
+        process = await asyncio.create_subprocess_exec(
+            *(sys.executable, "-P", "-m", "launch.serving.plan_process"),
+            stdin=asyncio.subprocess.PIPE,
+            stdout=asyncio.subprocess.PIPE,
+            env={**audit_log.environment(), "PYTHONPATH": python_path(), "OMP_NUM_THREADS": "1"},
+            start_new_session=True,  # so that what it starts ends with it
+        )
+        self._processes.add(process)
+        try:
+            reply, _ = await asyncio.wait_for(process.communicate(request), self._seconds)
+        except TimeoutError:
+            message = f"got no plan within {self._seconds:g} s (plan_s in the settings); expected one. Try it in a shell"
+            raise RecipeError(Problem("recipe", "timed-out", message)) from None
+        finally:
+            _end(process)
+            await process.wait()
+            self._processes.discard(process)
+        if not reply or len(reply) > MAX_REPLY:
+            message = f"got exit status {process.returncode} of the process that makes it; expected a plan. Its log says more"
+            raise RecipeError(Problem("recipe", "timed-out", message))
+        return reply
+
+
+def _end(process: asyncio.subprocess.Process) -> None:
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+
+
+def python_path() -> str:
+    """Return PYTHONPATH with this checkout first."""
+    return os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH", "")]))

@@ -1,0 +1,125 @@
+"""Decide what Slurm's variables in the environment do to a submission, so that none of them beats the recipe.
+
+sbatch reads a variable for each of its options, and a variable beats the batch script: SBATCH_MEM_PER_NODE shrinks the memory,
+SBATCH_NO_REQUEUE ends a run at its first requeue, SBATCH_OUTPUT moves the log. So sbatch is called without any variable
+SBATCH_*, of this or of a later version, but for those of `PASSED`. The variables of `WISHES` say how a site or a user books all
+jobs; they become options of the components whose recipe says nothing else. See sbatch(1), INPUT ENVIRONMENT VARIABLES.
+
+srun reads SLURM_* and SRUN_* variables likewise, in a job that has inherited them: `STEP_VARIABLES` are unset for each step.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from dataclasses import fields, replace
+
+from pipeline.config import ComponentConfig
+from pipeline.config.sbatch import MEANT
+from pipeline.config.sbatch import NAME as OPTION
+
+WISHES = ("partition", "account", "qos", "constraint", "reservation", "wckey")
+"""Options that a component takes from SBATCH_NAME if the recipe does not set them."""
+PASSED = ("SBATCH_ACCTG_FREQ", "SBATCH_DEBUG", "SBATCH_PROFILE")
+"""Variables that sbatch keeps: they change what Slurm records and prints, not the job."""
+OPTIONS = {
+    "mem-per-node": "mem",
+    "timelimit": "time",
+    "array-inx": "array",
+    "no-requeue": "no-requeue",
+    "req-switch": "switches",
+}
+"""Names of options that differ from their variable's."""
+
+STEP_VARIABLES = (
+    # sbatch sets these from the leading component, so other components would get the leader's numbers.
+    *("SLURM_NTASKS", "SLURM_NPROCS", "SLURM_NTASKS_PER_NODE", "SLURM_TASKS_PER_NODE", "SLURM_NNODES", "SLURM_CPUS_PER_TASK"),
+    *("SLURM_TRES_PER_TASK", "SLURM_GPUS", "SLURM_GPUS_PER_NODE", "SLURM_GPUS_PER_TASK"),
+    *("SLURM_MEM_PER_NODE", "SLURM_MEM_PER_CPU", "SLURM_MEM_PER_GPU"),
+    # A shell inside a step (`srun --pty bash`) inherits the binding and layout of that step, and --export=NONE, which would
+    # hide our variables from the ranks.
+    *("SLURM_CPU_BIND", "SLURM_CPU_BIND_LIST", "SLURM_CPU_BIND_TYPE", "SLURM_CPU_BIND_VERBOSE"),
+    *("SLURM_MEM_BIND", "SLURM_MEM_BIND_LIST", "SLURM_MEM_BIND_TYPE", "SLURM_MEM_BIND_VERBOSE"),
+    *("SLURM_GPU_BIND", "SLURM_DISTRIBUTION", "SLURM_EXPORT_ENV"),
+    # A user's shell may have others. They limit a step, give it other resources or place it elsewhere ...
+    *("SLURM_TIMELIMIT", "SLURM_WAIT", "SLURM_IMMEDIATE", "SLURM_NO_KILL", "SLURM_EXACT", "SLURM_EXCLUSIVE", "SLURM_OVERLAP"),
+    *("SLURM_OVERCOMMIT", "SLURM_GRES", "SLURM_GRES_FLAGS", "SLURM_STEP_GRES", "SLURM_CPUS_PER_GPU", "SLURM_GPUS_PER_SOCKET"),
+    *("SLURM_NTASKS_PER_CORE", "SLURM_NTASKS_PER_SOCKET", "SLURM_NTASKS_PER_GPU", "SLURM_NTASKS_PER_TRES", "SLURM_TRES_BIND"),
+    *("SLURM_NCORES_PER_SOCKET", "SLURM_NSOCKETS_PER_NODE", "SLURM_CORE_SPEC", "SLURM_THREAD_SPEC", "SLURM_CONSTRAINT"),
+    *("SLURM_HOSTFILE", "SLURM_SPREAD_JOB", "SLURM_USE_MIN_NODES", "SLURM_DEPENDENCY", "SRUN_CPUS_PER_TASK", "SRUN_EXPORT_ENV"),
+    # ... or change what a step runs, where, and where its output goes.
+    *("SLURM_CONTAINER", "SRUN_CONTAINER", "SLURM_BCAST", "SLURM_WORKING_DIR", "SLURM_REMOTE_CWD", "SLURM_LABELIO"),
+    *("SLURM_OPEN_MODE", "SLURM_STDINMODE", "SLURM_STDOUTMODE", "SLURM_STDERRMODE"),
+)
+"""Variables that srun reads as options. Each step has explicit options instead.
+
+Left out: what describes the job or its site (SLURM_JOB_*, SLURM_CONF, SLURM_MPI_TYPE, SLURM_TASK_PROLOG ...), and SLURM_HINT
+and SLURM_THREADS_PER_CORE, which sbatch reads or sets for the whole job.
+"""
+
+
+def unset_for_sbatch() -> list[str]:
+    """Return the `env` command that hides the variables from sbatch, to put before it.
+
+    It hides those of a surrounding heterogeneous salloc too: sbatch exports its environment to the job, and a plain job would
+    take these variables for its own.
+    """
+    around = [name for name in os.environ if name == "SLURM_HET_SIZE" or "_HET_GROUP_" in name]
+    return ["env", *(f"--unset={name}" for name in [*_of_sbatch(), *around])]
+
+
+def unset_for_steps() -> str:
+    """Return the `env` command that hides the variables from srun, to put before it."""
+    return f"env {' '.join(f'-u {name}' for name in STEP_VARIABLES)}"
+
+
+def _of_sbatch() -> list[str]:
+    return sorted(name for name in os.environ if name.startswith("SBATCH_") and name not in PASSED)
+
+
+def wishes() -> dict[str, str]:
+    """Return the options that the environment sets for components whose recipe does not."""
+    return {name: value for name in WISHES if (value := os.environ.get(variable(name)))}
+
+
+def variable(option: str) -> str:
+    """Return the variable of an option of WISHES: partition -> SBATCH_PARTITION."""
+    return f"SBATCH_{option.upper()}"
+
+
+def wished(host: ComponentConfig) -> dict[str, str]:
+    """Return the options of `wishes` that a component takes, because its recipe does not set them."""
+    return {
+        name: value for name, value in wishes().items() if not getattr(host, name, None) and name not in host.sbatch_options
+    }
+
+
+def with_wishes(host: ComponentConfig) -> ComponentConfig:
+    """Return a component with the options of `wished` as its own."""
+    taken, keys = wished(host), {field.name for field in fields(host)}
+    own = {name: value for name, value in taken.items() if name in keys}
+    return replace(host, **own, sbatch_options={**host.sbatch_options, **{k: v for k, v in taken.items() if k not in keys}})
+
+
+def notes(hosts: dict[str, ComponentConfig]) -> Iterator[str]:
+    """Yield what the variables of the environment do to a job. hosts: the components with nodes of their own."""
+    for name, value in wishes().items():
+        takers = [f"cluster.{component}" for component, host in hosts.items() if name in wished(host)]
+        what = f"{variable(name)}={value} of the environment"
+        yield f"{what}: used for {' and '.join(takers)}" if takers else f"{what}: not used, because the recipe sets {name}"
+    known = {variable(name) for name in WISHES}
+    for name in _of_sbatch():
+        if name not in known:
+            yield f"{name}={os.environ[name]} of the environment: not used, because {_instead(name)}"
+    if "SLURM_JOB_ID" not in os.environ and (found := [name for name in STEP_VARIABLES if name in os.environ]):
+        yield f"{', '.join(found)} of the environment: not used, because the recipe decides about the job's steps"
+
+
+def _instead(name: str) -> str:
+    """Return why sbatch does not get a variable, and the key that has its effect, if there is one."""
+    plain = name.removeprefix("SBATCH_").lower().replace("_", "-")
+    option = OPTIONS.get(plain, plain)
+    if option in MEANT:
+        return MEANT[option].removeprefix("which ").replace(" sets", " decides").replace(" of the component", " of a component")
+    may = f". Try cluster.sbatch_options={{{option}: VALUE}}" if OPTION.fullmatch(option) else ""
+    return f"the recipe decides{may}"

@@ -1,0 +1,240 @@
+"""Warn of a run that goes on and learns nothing, with the likely cause.
+
+Each sign is one function over the last steps, and one line of SIGNS. It returns a message while it holds; "" clears it. A
+sign must hold for STEPS steps in a row: a single step of few answers may be cut or judged alike by chance, and a run should
+say within minutes, not hours, that something is wrong.
+
+Such a step is no error. Its loss and gradient are 0, as in NeMo-RL and verl, whose means over no token are 0 too: a policy may
+find its first reward after many steps, and a batch may have no token to learn from.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from pipeline import config
+from pipeline.algorithms.sections import RewardedConfig
+from pipeline.config import Recipe
+from pipeline.monitor.warning_file import AGAIN_STEPS, append, cleared, warning
+from pipeline.types import Rollout, RolloutGroup, Sample
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+logger = logging.getLogger(__name__)
+
+STEPS = 3
+"""Steps in a row for which a sign must hold."""
+JUDGEMENTS = 3
+"""Judgements that a warning shows."""
+SHOWN_TOKENS, SHOWN_CHARACTERS = 40, 60
+"""Length of the end of a prompt or an answer in a warning."""
+SAME = 1e-5
+"""Rewards that differ by less, relative to the largest, are equal: float32 rewards of one answer differ by rounding."""
+
+
+@dataclass(frozen=True)
+class StepSummary:
+    """What a sign reads of a step."""
+
+    step: int
+    tokens: int  # that the loss counts
+    advantage: bool | None  # whether any of them has one; None: the train ranks compute them, or the loss has none
+    values: Mapping[str, float]  # the step's metrics
+    rollouts: tuple[Rollout, ...]  # with a reward; none of a step on a data set
+    newest: int | None  # version of the newest weights that sampled
+
+    @property
+    def rewards(self) -> list[float]:
+        """Return the rewards."""
+        return [rollout.reward for rollout in self.rollouts]
+
+
+@dataclass(frozen=True)
+class Reader:
+    """What a message needs of the run."""
+
+    recipe: Recipe
+    tokenizer: PreTrainedTokenizerBase
+    stops: Callable[[], str]  # describes the stop tokens in use
+    groups: Sequence[RolloutGroup]  # of the last step
+
+    def judgements(self) -> str:
+        """Return the first judgements of the last step, each with the ends of its prompt and answer."""
+        found = ((group, rollout) for group in self.groups for rollout in group.rollouts if not rollout.failure)
+        return "; ".join(self._judgement(group, rollout) for (group, rollout), _ in zip(found, range(JUDGEMENTS), strict=False))
+
+    def _judgement(self, group: RolloutGroup, rollout: Rollout) -> str:
+        expected = group.prompt.task.get("answer")
+        parts = [
+            f"prompt {self._end(group.prompt.tokens)}",
+            f"answer {self._end(rollout.turns[-1].completion.tokens if rollout.turns else [])}",
+            *([] if expected is None else [f"expected {_quoted(str(expected))}"]),
+            *([f"extracted {_quoted(rollout.extracted)}"] if rollout.extracted else []),
+            *([f"the environment failed: {_quoted(rollout.broke)}"] if rollout.broke else []),
+            f"reward {rollout.reward:g}",
+        ]
+        return ", ".join(parts)
+
+    def _end(self, tokens: Iterable[int]) -> str:
+        return _quoted(str(self.tokenizer.decode([int(token) for token in tokens][-SHOWN_TOKENS:])))
+
+
+def _quoted(text: str) -> str:
+    shown = text if len(text) <= SHOWN_CHARACTERS else f"...{text[-SHOWN_CHARACTERS:]}"
+    return json.dumps(shown, ensure_ascii=False)
+
+
+Sign = Callable[[Sequence[StepSummary], Reader], str]
+
+
+def cut_answers(steps: Sequence[StepSummary], reader: Reader) -> str:
+    """Every answer ends at the length limit."""
+    rollouts = [rollout for step in steps for rollout in step.rollouts]
+    if not rollouts or any(rollout.finish != "length" for rollout in rollouts):
+        return ""
+    return (
+        f"all {len(rollouts)} answers of the last {len(steps)} steps are cut at the length limit. {_limits(reader)} If the"
+        " model ends its answers otherwise, set policy.generation.stop_token_ids or stop_strings; if it needs more room, raise"
+        " the limits"
+    )
+
+
+def _limits(reader: Reader) -> str:
+    generation = reader.recipe.policy.generation
+    strings = f", stop strings {generation.stop_strings}" if generation.stop_strings else ""
+    return (
+        f"Stop tokens in use: {reader.stops()}{strings}; policy.generation.max_new_tokens={generation.max_new_tokens},"
+        f" policy.max_total_sequence_length={reader.recipe.policy.max_total_sequence_length}."
+    )
+
+
+def empty_answers(steps: Sequence[StepSummary], reader: Reader) -> str:
+    """Every answer is a stop token alone, or nothing."""
+    rollouts = [rollout for step in steps for rollout in step.rollouts]
+    if not rollouts or any(rollout.drawn_tokens > 1 for rollout in rollouts):
+        return ""
+    return (
+        f"all {len(rollouts)} answers of the last {len(steps)} steps have at most one token. Stop tokens in use:"
+        f" {reader.stops()}. Look at the end of a prompt, which may already end the turn: {reader.judgements()}"
+    )
+
+
+def equal_rewards(steps: Sequence[StepSummary], reader: Reader) -> str:
+    """Every reward is the same."""
+    rewards = [reward for step in steps for reward in step.rewards]
+    if not rewards or not isinstance(config.section(reader.recipe), RewardedConfig) or not _equal(rewards):
+        return ""
+    why = (
+        "The task may be too easy"
+        if rewards[0] >= 1
+        else "The task may be too hard, or the environment may not read the answers as they are written"
+    )
+    return (
+        f"all {len(rewards)} rewards of the last {len(steps)} steps are {rewards[0]:g}. {why}. The first judgements:"
+        f" {reader.judgements()}"
+    )
+
+
+def _equal(rewards: Sequence[float]) -> bool:
+    return bool(np.ptp(rewards) <= SAME * max(1.0, np.abs(rewards).max()))
+
+
+def no_advantage(steps: Sequence[StepSummary], reader: Reader) -> str:
+    """Every group has equal rewards, though groups differ, so that no token has an advantage."""
+    rewards = [reward for step in steps for reward in step.rewards]
+    if not rewards or _equal(rewards) or any(step.advantage is not False or not step.tokens for step in steps):
+        return ""
+    name = reader.recipe.algorithm
+    return (
+        f"no token of the last {len(steps)} steps has an advantage: the answers to each prompt have equal rewards. Try more"
+        f" answers to a prompt ({name}.num_generations_per_prompt), a higher temperature, or {name}.use_dynamic_sampling=true"
+    )
+
+
+def no_trained_token(steps: Sequence[StepSummary], reader: Reader) -> str:
+    """The loss counts no token."""
+    if any(step.tokens for step in steps):
+        return ""
+    cut = steps[0].rollouts and all(rollout.finish == "length" for step in steps for rollout in step.rollouts)
+    why = f"All answers are cut, and cut answers are left out. {_limits(reader)}" if cut else "All of them are masked"
+    return f"the loss of the last {len(steps)} steps counts no token, so nothing is learned. {why}"
+
+
+def no_gradient(steps: Sequence[StepSummary], reader: Reader) -> str:
+    """The gradient or the learning rate is 0."""
+    for key, what, cure in (
+        ("train/lr", "the learning rate", "Look at policy.optimizer.kwargs.lr and policy.scheduler"),
+        ("train/grad_norm", "the gradient", "Look at which parameters are frozen, and at the advantages"),
+    ):
+        if all(step.values.get(key) == 0 and step.tokens and step.advantage is not False for step in steps):
+            return f"{what} of the last {len(steps)} steps is 0 ({key}), so the weights do not change. {cure}"
+    return ""
+
+
+def old_weights(steps: Sequence[StepSummary], reader: Reader) -> str:
+    """Engines sample with weights that a refit should have replaced."""
+    ahead = config.ahead(reader.recipe) if config.runs_ahead(reader.recipe) else None
+    allowed = ahead.max_trajectory_age_steps if ahead else 0
+    if any(step.newest is None or step.newest >= step.step - 1 - allowed for step in steps):
+        return ""
+    return (
+        f"the engines sampled step {steps[-1].step} with the weights of step {steps[-1].newest}: refits do not reach them. Set"
+        " policy.generation.refit_cfg.digest, which compares the weights of both ends"
+    )
+
+
+SIGNS: tuple[Sign, ...] = (cut_answers, empty_answers, equal_rewards, no_advantage, no_trained_token, no_gradient, old_weights)
+
+
+class LearningMonitor:
+    """Looks at each step for signs that the run learns nothing. An error costs the warnings alone."""
+
+    def __init__(self, recipe: Recipe, tokenizer: Any, stops: Callable[[], str], file: Path):
+        """stops: describes the stop tokens in use. file: of the warnings."""
+        self._recipe, self._tokenizer, self._stops, self._file = recipe, tokenizer, stops, file
+        self._steps: deque[StepSummary] = deque(maxlen=STEPS)
+        self._given: dict[str, int] = {}  # sign that holds -> step of its last warning
+        self._samples: Sequence[Sample] = ()
+        self._estimates = False
+
+    def learned(self, samples: Sequence[Sample], estimates: bool) -> None:
+        """Remember what the train ranks learn from in this step. estimates: whether they compute the advantages."""
+        self._samples, self._estimates = samples, estimates
+
+    def step_ended(self, step: int, values: Mapping[str, float], groups: Sequence[RolloutGroup] | None) -> None:
+        """Look at a step, and write warnings that begin, still hold after AGAIN_STEPS, or hold no longer."""
+        try:
+            self._steps.append(self._summary(step, values, groups or ()))
+            self._samples = ()
+            if len(self._steps) == STEPS:
+                append(self._file, list(self._look(step, Reader(self._recipe, self._tokenizer, self._stops, groups or ()))))
+        except Exception:
+            logger.exception("whether step %d has learned anything is not known; the run goes on", step)
+
+    def _summary(self, step: int, values: Mapping[str, float], groups: Sequence[RolloutGroup]) -> StepSummary:
+        rollouts = tuple(rollout for group in groups for rollout in group.rollouts if not rollout.failure)
+        tokens = int(sum(sample.loss_mask.sum() for sample in self._samples))
+        own = groups and not self._estimates and isinstance(config.section(self._recipe), RewardedConfig)
+        advantage = any(sample.advantages.any() for sample in self._samples) if own else None
+        newest = max((span.version for rollout in rollouts for span in rollout.spans), default=None)
+        return StepSummary(step, tokens, advantage, values, rollouts, newest)
+
+    def _look(self, step: int, reader: Reader) -> Iterator[dict[str, Any]]:
+        for sign in SIGNS:
+            name, message = sign.__name__, sign(self._steps, reader)
+            if message and step - self._given.get(name, -AGAIN_STEPS) >= AGAIN_STEPS:
+                self._given[name] = step
+                logger.warning("step %d: %s", step, message)
+                yield warning(step, name, 0, "", message)
+            elif not message and self._given.pop(name, None) is not None:
+                logger.info("step %d: the warning %s holds no longer", step, name)
+                yield cleared(step, name)
