@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypedDict
 
-from pipeline import secrets, small_files, user_files
+from pipeline import environment_names, secrets, small_files, user_files
 from pipeline.encryption import is_encrypted
 from pipeline.trackers.base import LoggedStep, Tracker
 
@@ -49,7 +49,8 @@ def attachments(run_dir: Path, save_period: int, settled: int) -> Iterator[Attac
     """
     for name in FILES:
         if (path := run_dir / name).is_file() and not _holds_secret(path):
-            yield Attachment(name, _version(path), lambda tracker, path=path: tracker.log_file(path))
+            sent = environment_names.recipe_file(run_dir) if name == "recipe.yaml" else path
+            yield Attachment(name, _version(path), lambda tracker, path=sent: tracker.log_file(path))
     yield from _samples(run_dir / "rollouts", save_period, settled)
     for path in sorted(run_dir.glob("evaluations/*/step_*/scores.json")):
         name = str(path.parent.relative_to(run_dir))
