@@ -8,6 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+KILLED = "killed"
+"""The file in which the local controller names the first rank that a signal ended."""
 STOP = "stop"
 """The file of an attempt that somebody asked to save and stop. verdict.sh then requests no restart."""
 

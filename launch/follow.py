@@ -26,7 +26,7 @@ from launch.attempts import AttemptFolder, all_attempts, of_job
 from launch.console import rich_console
 from launch.evaluations.progress import AnswerCounts, evaluates
 from launch.executors.base import JobStatus, RunJob
-from launch.failure_logs import container_failure, failed_log_lines, failed_step, log_end, tail
+from launch.failure_logs import container_failure, failed_log_lines, failed_step, killed_lines, log_end, tail
 from launch.terminal import plain
 from pipeline.metrics import Reader
 from pipeline.problems import RecipeError
@@ -228,6 +228,7 @@ def first_failure(attempt: AttemptFolder) -> list[str]:
     assert first is not None, "the caller has seen failure.json"
     where = ", ".join(f"{key} {first[key]}" for key in ("realm", "host", "verb", "phase") if first.get(key))
     lines = [f"rank {first['rank']} ({where}): {first['message']}"]
+    lines += [] if first.get("traceback") else killed_lines(attempt)
     log = attempt.folder / f"rank{first['rank']:05d}.log"
     if first.get("traceback"):
         lines += [f"  {line}" for line in first["traceback"].splitlines()[-TRACEBACK_LINES:]]
