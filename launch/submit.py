@@ -20,7 +20,18 @@ from typing import TYPE_CHECKING, Annotated
 if __name__ == "__main__":
     sys.path[0] = str(Path(__file__).resolve().parent.parent)  # replaces launch/, so that no installed package is needed
 
-from launch import command_line, console, recipes, run_changes, run_control, run_setup, slurm_client, troubleshooting
+from launch import (
+    command_line,
+    console,
+    first_prompt,
+    model_readings,
+    recipes,
+    run_changes,
+    run_control,
+    run_setup,
+    slurm_client,
+    troubleshooting,
+)
 from launch.command_line import Key
 from launch.components import components
 from launch.executors import allocation, local, slurm
@@ -30,6 +41,7 @@ from launch.plan import evaluation, modes, report
 from launch.plan.evaluation import EvaluationPlan
 from launch.prepare import RESTART_S, Examination, Prepared, examine, folder_name, prepare
 from launch.run_folder import RunFolder
+from launch.terminal import on_one_line
 from launch.trust import Trust, trusting
 from pipeline import config, secrets, steer_files
 from pipeline.config import Problem, RecipeError, collected, reference, refuse
@@ -52,7 +64,13 @@ class SubmitRequest:
         list[str],
         Key("key=value", "any key of the recipe, such as grpo.max_num_steps=20 cluster.executor=local", others=True),
     ] = field(default_factory=list)
-    show: Annotated[bool, Key("true", "print the resolved recipe, each value with the file and line that set it")] = False
+    show: Annotated[
+        bool,
+        Key(
+            "true",
+            "print the resolved recipe, each value with the file and line that set it, and how the model's files are read",
+        ),
+    ] = False
     plan: Annotated[
         bool, Key("true", "print the plan: memory, bytes, seconds, GPU-hours; of the model it needs only config.json")
     ] = False
@@ -124,12 +142,17 @@ def show(name: str, overrides: list[str]) -> int:
     run_dir = Path(loaded.recipe.run_dir).absolute()
     for line in run_changes.lines(RunFolder.at(run_dir)) if (run_dir / steer_files.ANSWERS).exists() else ():
         print(f"# changed while the run in {run_dir} went on, and kept when it continues: {line}")
+    if not loaded.problems:
+        print("\n".join(f"# {on_one_line(line)}" for line in model_readings.described(loaded.recipe)))
     refuse(loaded.problems)
     return 0
 
 
 def show_plan(found: Examination) -> int:
-    """Print the plan and, below it, the files, folders and services that a run lacks here. Raises RecipeError."""
+    """Print the plan, the first prompt, and the files, folders and services that a run lacks here.
+
+    Raises RecipeError for the recipe's own problems, and for a chat template that cannot be used.
+    """
     requested = found.prepared[-1] if found.prepared else None
     if requested is None or requested.plan is None:
         raise RecipeError(*dict.fromkeys(found.problems), *(requested.no_plan if requested else ()))
@@ -138,9 +161,12 @@ def show_plan(found: Examination) -> int:
         print(evaluation.text(requested.plan))
     else:
         print(report.text(requested.plan, modes.compare(requested.plan)))
-    if found.site_problems:
-        console.print_unmet("before it can run here", list(dict.fromkeys(found.site_problems)))
-    refuse(found.problems)
+    if prompt := first_prompt.text(requested.recipe):
+        print(f"\n{prompt}")
+    unusable = [problem for problem in found.site_problems if problem.key.endswith(".tokenizer.chat_template")]
+    if unmet := [problem for problem in dict.fromkeys(found.site_problems) if problem not in unusable]:
+        console.print_unmet("before it can run here", unmet)
+    refuse([*found.problems, *unusable])
     return 0
 
 

@@ -26,6 +26,8 @@ from pipeline import config
 from pipeline.config import PolicyConfig, Recipe, TokenizerConfig
 from pipeline.data.chat import load_tokenizer
 from pipeline.data.packing import plan_microbatches
+from pipeline.data.plain_text import PlainText
+from pipeline.data.rendering import ChatTemplate
 from pipeline.data.special_tokens import SpecialTokenEscaper
 from pipeline.data.stop_strings import text_before_stop
 from pipeline.problems import Problem, RecipeError
@@ -119,9 +121,8 @@ def _encoder(recipe: Recipe, model: PolicyConfig, environment: str, ours: PreTra
     if chat and not theirs.chat_template:
         message = f"got none, and {model.tokenizer.name} has none; expected one, as the policy has another tokenizer"
         raise RecipeError(Problem(f"env.{environment}.tokenizer.chat_template", "missing-value", message))
-    return _Retokenizer(
-        environment, ours, theirs, chat, model.tokenizer.chat_template_kwargs or {}, SpecialTokenEscaper(theirs)
-    )
+    template = ChatTemplate(theirs, model.tokenizer.chat_template_kwargs)
+    return _Retokenizer(environment, ours, theirs, chat, template, PlainText(theirs), SpecialTokenEscaper(theirs))
 
 
 def _same_tokens(
@@ -141,7 +142,8 @@ class _Retokenizer:
     ours: PreTrainedTokenizerBase
     theirs: PreTrainedTokenizerBase
     chat: bool
-    options: dict[str, Any]  # of the chat template
+    template: ChatTemplate
+    plain: PlainText
     escaper: SpecialTokenEscaper  # of `theirs`: special tokens that the policy writes as text stay text
 
     def __call__(self, prompt: Prompt, rollout: Rollout) -> np.ndarray:
@@ -152,15 +154,13 @@ class _Retokenizer:
         answer = self.escaper.escape(text_before_stop(self.ours, rollout.tokens.tolist(), rollout.stop))
         if self.chat:
             messages = [*self._task(prompt, "messages"), {"role": "assistant", "content": answer}]
-            text = self.theirs.apply_chat_template(messages, **self.options, tokenize=False)
-            assert isinstance(text, str)  # without tokenize
+            text = self.template.text(messages, **prompt.task.get("template_options", {}))
             if (stripped := text.rstrip()).endswith(self._special):
                 text = stripped
             tokens = self.escaper.tokenize(text)
         else:
-            tokens = self.theirs(self._task(prompt, "text")).input_ids
-            tokens += self.escaper.tokenize(answer)
-            tokens += [self.theirs.eos_token_id] if rollout.finish == "stop" else []
+            tokens = [*self.plain.tokens(self._task(prompt, "text")), *self.escaper.tokenize(answer)]
+            tokens += self.plain.end if rollout.finish == "stop" else []
         return np.asarray(tokens, np.int32)
 
     @property

@@ -74,6 +74,25 @@ def test_another_librarys_name_suggests_ours(given, key, meant):
     assert len(others) == ("trainer" in given)
 
 
+@pytest.mark.parametrize("given", ["num_generations", "grpo.num_generations", "num_generations_per_promt", "beta"])
+def test_only_keys_of_this_recipe_are_suggested(given):
+    """A key of another algorithm is named with the reason why it has no place here."""
+    (problem,) = config.inspect("tiny_sft", [f"{given}=8"]).problems
+    assert (problem.key, problem.code) == (given, "unknown-key")
+    assert "did you mean" not in problem.message and "the algorithm is sft" in problem.message
+    assert "'sft." not in problem.message
+
+
+def test_every_suggestion_is_a_key_that_the_recipe_reads():
+    for name, algorithm in itertools.product(aliases.ALIASES, ALGORITHMS):
+        readers = unused_keys.Readers(algorithm, "dtensor")
+        said = readers.hint(name)
+        if "did you mean" in said:
+            first = said.split("'")[1].replace("env.NAME.", "env.*.")
+            assert first in KEYS or KWARGS in first, (name, algorithm)
+            assert readers.unread(first) is None, (name, algorithm)
+
+
 def test_another_librarys_section_in_place_of_a_value_suggests_ours():
     (problem,) = config.inspect("tiny_grpo", ["algorithm.kl_ctrl.kl_coef=0.1"]).problems
     assert (problem.key, problem.code) == ("algorithm", "not-a-choice")

@@ -17,15 +17,14 @@ from typing import Any
 
 import msgspec
 
-from launch.model_files import hf_home, hub_cache, is_inside, model_config, model_folder, read_json
-from launch.preflight import architecture, data_records, libraries, prompt_tokens, teachers
+from launch.model_files import hf_home, hub_cache
+from launch.preflight import architecture, data_records, libraries, model_tokenizers, prompt_tokens, teachers
 from pipeline import config, user_files
 from pipeline.config import (
     DATASET_CARDS,
     GENERATED_DATASETS,
     NAMED_DATASETS,
     DatasetConfig,
-    PolicyConfig,
     Problem,
     Recipe,
     RecipeError,
@@ -40,7 +39,6 @@ SCAN_LINE = 8 << 20  # longest line there
 LONGEST = 256  # tokens are counted for this many of the longest prompts, and for as many of the first ones
 SHOWN_FAULTS = 5  # faults reported per data file
 SHOWN_LINES = 5  # line numbers reported per fault, besides the first
-TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")
 
 
 def problems(
@@ -58,83 +56,10 @@ def problems(
     notes += prompt_tokens.notes(recipe)
     yield from architecture.problems(recipe, pending)
     yield from libraries.problems(recipe)
-    tokenizer = yield from _tokenizer(recipe, "policy", recipe.policy, pending)
-    if (name := config.reward_environment(recipe)) and recipe.env[name].model_name:
-        yield from _check_reward_tokenizer(recipe, f"env.{name}", config.reward_model_policy(recipe), pending)
-    for section, model in config.served_models(recipe).items():
-        yield from _check_reward_tokenizer(recipe, section, model, pending)
+    tokenizer = yield from model_tokenizers.problems(recipe, pending)
     yield from teachers.problems(recipe, tokenizer, pending)
     for key, dataset in config.keyed_sets(recipe.data).items() if config.trains(recipe) else ():
         yield from _check_dataset(recipe, key, dataset, tokenizer, notes, fields or {})
-
-
-def _tokenizer(
-    recipe: Recipe, section: str, model: PolicyConfig, pending: Sequence[os.PathLike]
-) -> Generator[Problem, None, Path | None]:
-    """Return a model's tokenizer.json.
-
-    None if a needed recipe is still to write it, or if only older formats exist, which need transformers.
-    """
-    key, given = f"{section}.tokenizer", model.tokenizer
-    if not given.name:
-        if given.name != model.model_name:
-            yield Problem(f"{key}.name", "missing-value", "got an empty name; expected a folder or a Hugging Face name")
-        return None
-    if is_inside(given.name, pending):
-        return None
-    found: list[Problem] = []
-    with collected(found):
-        folder = model_folder(f"{key}.name", given.name)
-    if found:
-        yield from found if given.name != model.model_name else ()  # otherwise the check of the model reports it
-        return None
-    if not any((folder / name).exists() for name in TOKENIZER_FILES):
-        what = f"got {folder}, which has no tokenizer; expected one of {', '.join(TOKENIZER_FILES)} in it"
-        yield Problem(f"{key}.name", "file-not-found", what)
-        return None
-    if given.chat_template is None and (wants := _renders(recipe)):
-        yield from _check_chat_template(key, folder, wants)
-    path = folder / "tokenizer.json"
-    if not path.exists():
-        return None
-    try:
-        user_files.open_file(path).close()  # the library that reads it would wait for a pipe
-    except OSError as error:
-        yield _unreadable(f"{key}.name", path, error)
-        return None
-    return path
-
-
-def _renders(recipe: Recipe) -> str:
-    """Return the key that asks for the chat template; "" if none does."""
-    if config.trains(recipe):
-        return "data.apply_chat_template" if recipe.data.apply_chat_template else ""
-    asking = [name for name, task in recipe.evaluate.tasks.items() if task.apply_chat_template]
-    if asking:
-        return f"evaluate.tasks.{asking[0]}.apply_chat_template"
-    return "evaluate.lm_eval.apply_chat_template" if recipe.evaluate.lm_eval.apply_chat_template else ""
-
-
-def _check_chat_template(key: str, folder: Path, wants: str) -> Iterator[Problem]:
-    settings = folder / "tokenizer_config.json"
-    if not any(folder.glob("chat_template*")) and not (settings.exists() and read_json(settings).get("chat_template")):
-        what = f"got true, but the tokenizer in {folder} has no chat template. Try {key}.chat_template, or false for bare text"
-        yield Problem(wants, "missing-value", what)
-
-
-def _check_reward_tokenizer(
-    recipe: Recipe, section: str, model: PolicyConfig, pending: Sequence[os.PathLike]
-) -> Iterator[Problem]:
-    path = yield from _tokenizer(recipe, section, model, pending)
-    found: list[Problem] = []
-    with collected(found):
-        described = model_config(model, pending, f"{section}.model_name")
-        size = len(teachers.vocabulary(path)) if path else 0
-    if found or described is None or path is None:
-        return
-    if size > described.get("vocab_size", size):
-        what = f"got the tokenizer in {path.parent} with {size} tokens; expected at most the {described['vocab_size']} of"
-        yield Problem(f"{section}.tokenizer.name", "too-large", f"{what} {section}.model_name. Try that model's own tokenizer")
 
 
 # ---- data ---------------------------------------------------------------------------------------------------------------

@@ -74,6 +74,20 @@ RUN_OPTIONS = {  # Megatron's options that this backend sets -> the reason
 }
 MEGATRON_ADAM = {"lr", "betas", "eps", "weight_decay", "fused", "foreach"}  # see pipeline/train/megatron/optimizer.py
 HARNESS, HARNESS_VERSION = "lm_eval", "0.4.13"
+UNFIT = {  # classes of torch that a recipe cannot use -> the reason
+    "torch.optim.Optimizer": "is the base of optimizers",
+    "torch.optim.Muon": "updates matrices only, and models have vectors too, such as their norms",
+    "torch.optim.LBFGS": "computes the loss several times in a step",
+    "torch.optim.SparseAdam": "needs sparse gradients",
+    "torch.optim.Rprop": "does not step weights that are cut over ranks",
+    "torch.optim.Adafactor": "has state that is not shaped like the weights, which checkpoints do not store",
+    "torch.optim.lr_scheduler.LRScheduler": "is the base of schedules",
+    "torch.optim.lr_scheduler.ReduceLROnPlateau": "depends on a metric, not on the step",
+    "torch.optim.lr_scheduler.LambdaLR": "needs a function",
+    "torch.optim.lr_scheduler.MultiplicativeLR": "needs a function",
+    "torch.optim.lr_scheduler.SequentialLR": "needs schedules; a list of schedules that ends in {milestones: [...]} makes one",
+    "torch.optim.lr_scheduler.ChainedScheduler": "needs schedules",
+}
 RATES = ("lr", "weight_decay", "eps")
 PLAIN = {"int": int, "float": float, "bool": bool, "str": str, "None": type(None)}
 
@@ -235,12 +249,18 @@ def _optimizer(section: str, given: OptimizerConfig, megatron: bool) -> Iterator
             yield from _unknown(f"{key}.kwargs", given.kwargs, MEGATRON_ADAM, "Megatron-Core's Adam")
         return
     yield from _torch_class(key, given.name, given.kwargs, "params", "torch.optim.AdamW")
+    if given.kwargs.get("fused") and any(_same_class(given.name, f"torch.optim.{name}") for name in ("SGD", "Adagrad")):
+        what = f"got true; the fused kernel of {given.name} does not take weights that are cut over ranks. Try foreach=true"
+        yield Problem(f"{key}.kwargs.fused", "unsupported", what)
 
 
 def _torch_class(key: str, name: str, kwargs: Mapping[str, Any], own: str, example: str) -> Iterator[Problem]:
     """Check a class of torch and its kwargs. own: the parameter that the backend passes."""
     if "." not in name:
         yield Problem(f"{key}.name", "bad-format", f"got '{name}'; expected the dotted path of a class, such as {example}")
+        return
+    if why := next((why for unfit, why in UNFIT.items() if _same_class(name, unfit)), None):
+        yield Problem(f"{key}.name", "unsupported", f"got {name}, which {why}. Try {example}")
         return
     try:
         known = signatures.parameters(name)
@@ -251,6 +271,14 @@ def _torch_class(key: str, name: str, kwargs: Mapping[str, Any], own: str, examp
         return
     if known is not None:
         yield from _unknown(f"{key}.kwargs", kwargs, [other for other in known if other != own], name)
+        if absent := [other for other in signatures.required(name) if other != own and other not in kwargs]:
+            yield Problem(f"{key}.kwargs.{absent[0]}", "missing-value", f"{name} needs {', '.join(absent)}")
+
+
+def _same_class(name: str, public: str) -> bool:
+    """Return whether a dotted name is a class of torch under its public name or under that of its module."""
+    package, _, cls = public.rpartition(".")
+    return name == public or (name.startswith(f"{package}.") and name.endswith(f".{cls}"))
 
 
 def _schedule(key: str, given: Any) -> Iterator[Problem]:
@@ -277,9 +305,6 @@ def _schedule(key: str, given: Any) -> Iterator[Problem]:
         elif not isinstance(kwargs, dict | None):
             what = f"got {kwargs!r}; expected a mapping of arguments for {part['name']}"
             yield Problem(f"{name}.kwargs", "wrong-type", what)
-        elif part["name"].endswith(".ReduceLROnPlateau"):
-            what = "got ReduceLROnPlateau, which depends on a metric; expected a schedule by step"
-            yield Problem(f"{name}.name", "unsupported", what)
         else:
             yield from _torch_class(name, part["name"], kwargs or {}, "optimizer", "torch.optim.lr_scheduler.LinearLR")
 

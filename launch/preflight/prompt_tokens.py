@@ -11,6 +11,7 @@ from typing import Literal
 
 from launch.model_files import read_json
 from pipeline.config import Problem, Recipe, generates, trains
+from pipeline.data.file_tokenizer import read_tokenizer
 
 
 def notes(recipe: Recipe) -> Iterator[str]:
@@ -31,9 +32,7 @@ def problems(
     path: the data file of `key`. texts: (line number, text), without the chat template, so the job counts at least as many
     tokens. tokenizer: path of tokenizer.json.
     """
-    from tokenizers import Tokenizer
-
-    encodings = Tokenizer.from_file(str(tokenizer)).encode_batch([text for _, text in texts], add_special_tokens=False)
+    encodings = read_tokenizer(tokenizer).encode_batch([text for _, text in texts], add_special_tokens=False)
     numbered = [(number, text, encoding) for (number, text), encoding in zip(texts, encodings, strict=True)]
     if recipe.data.overlong_prompts == "error" and kind == "prompts":
         yield from _too_long(key, path, max((len(encoding.ids), number) for number, _, encoding in numbered), recipe)

@@ -34,6 +34,19 @@ def parameters(dotted: str) -> Parameters | None:
 
 
 @cache
+def required(dotted: str) -> tuple[str, ...]:
+    """Return the parameters of a class that have no default, without `self`; none if they are not known."""
+    module, _, name = dotted.rpartition(".")
+    found = _class(module, name) if module and _roots(module.partition(".")[0]) else None
+    for item in found[1].body if found else ():
+        if isinstance(item, ast.FunctionDef) and item.name == "__init__":
+            positional = [*item.args.posonlyargs, *item.args.args]
+            named = [a for a, value in zip(item.args.kwonlyargs, item.args.kw_defaults, strict=True) if value is None]
+            return tuple(a.arg for a in [*positional[: len(positional) - len(item.args.defaults)][1:], *named])
+    return ()
+
+
+@cache
 def _roots(package: str) -> tuple[Path, ...]:
     """Return the folders of a top-level package; none if it is not installed."""
     try:

@@ -8,7 +8,8 @@ from pathlib import Path
 
 from launch.model_files import is_inside, model_config, model_folder
 from pipeline import config
-from pipeline.config import Problem, Recipe, RecipeError, collected
+from pipeline.config import Problem, Recipe, collected
+from pipeline.data.file_tokenizer import read_tokenizer
 
 OWN_TOKENS = 0.01  # share of a vocabulary that only one model may have, such as markers of turns
 
@@ -27,17 +28,6 @@ def problems(recipe: Recipe, tokenizer: Path | None, pending: Sequence[os.PathLi
         yield from _check_rows(recipe, key, model.model_name, config.teacher_policy(recipe, model), pending)
 
 
-def vocabulary(path: Path) -> dict[str, int]:
-    """Return the id of each token. Raises RecipeError."""
-    from tokenizers import Tokenizer
-
-    try:
-        return Tokenizer.from_file(str(path)).get_vocab()
-    except Exception as error:  # tokenizers raises plain Exception
-        message = f"not a tokenizer: {error}. Try to fetch the model again"
-        raise RecipeError(Problem(str(path), "bad-format", message)) from None
-
-
 def _check_tokenizer(recipe: Recipe, key: str, name: str, ours: Path, pending: Sequence[os.PathLike]) -> Iterator[Problem]:
     """Check that the teacher has the policy's vocabulary, apart from a few added tokens."""
     if is_inside(name, pending):
@@ -45,7 +35,7 @@ def _check_tokenizer(recipe: Recipe, key: str, name: str, ours: Path, pending: S
     found: list[Problem] = []
     with collected(found):
         theirs = model_folder(key, name) / "tokenizer.json"
-        student, teacher = vocabulary(ours), vocabulary(theirs) if theirs.exists() else None
+        student, teacher = _vocabulary(ours), _vocabulary(theirs) if theirs.exists() else None
     if found or teacher is None:  # other checks report a missing folder
         return
     moved = [token for token, number in student.items() if teacher.get(token, number) != number]
@@ -71,3 +61,7 @@ def _check_rows(
     if ours and theirs and theirs > ours:
         message = f"got {name} with {theirs} rows of vocabulary; expected at most the policy's {ours}, since it may give"
         yield Problem(key, "too-large", f"{message} probability to rows that the policy does not have")
+
+
+def _vocabulary(path: Path) -> dict[str, int]:
+    return read_tokenizer(path).get_vocab()

@@ -168,13 +168,18 @@ NOT_HERE = (
 """Patterns of dotted keys without an equivalent here, and what to do instead."""
 
 
-def hint(key: str, algorithm: str | None, rank: Callable[[str], int]) -> str | None:
+def hint(
+    key: str, algorithm: str | None, rank: Callable[[str], int], unread: Callable[[str], str | None] = lambda key: None
+) -> str | None:
     """Return what to give in place of `key`, which the schema does not have; None if no library here has it.
 
-    algorithm: the recipe's, None if unknown. rank: the rank of one of our keys as a suggestion, lowest first.
+    algorithm: the recipe's, None if unknown. rank: the rank of one of our keys as a suggestion, lowest first. unread: why the
+    recipe does not read one of our keys, None if it does.
     """
     key = key.lower().replace("-", "_")
     if keys := equivalents(key, algorithm, rank):
+        if why := unread(keys[0]):
+            return f"it would be '{equivalents(key, ONLINE[0], rank)[0]}', but {why}; leave it out"
         return f"did you mean {' or '.join(repr(one) for one in keys)}?"
     return next((instead for pattern, instead in NOT_HERE if re.search(pattern, key)), None)
 

@@ -42,7 +42,10 @@ class VLLMConfig:
     max_model_len: Annotated[Int, Field(ge=2, description="Maximum number of tokens of a prompt and its answer.")] = (
         interpolation("${policy.max_total_sequence_length}")
     )
-    enforce_eager: Annotated[Bool, Field(description="Disable CUDA graphs.")] = False
+    enforce_eager: Annotated[
+        Bool | None,
+        Field(description="Without compiled code and CUDA graphs. null: eager on CPUs, where compilation takes minutes."),
+    ] = None
     enable_prefix_caching: Annotated[Bool, Field(description="Reuse the KV cache of common prefixes.")] = True
     precision: Annotated[
         Literal["auto", "fp8"],

@@ -226,7 +226,9 @@ def explained(key: str) -> str:
         tree.set(key, ConfigValue(None))
         readers = unused_keys.Readers.of_tree(tree)
         problems = list(
-            schema_validation.unknown_keys(Recipe, tree, advice=schema_validation.Advice(readers.hint, readers.rank))
+            schema_validation.unknown_keys(
+                Recipe, tree, advice=schema_validation.Advice(readers.hint, readers.rank, readers.unread)
+            )
         )
         if not problems:  # the key is inside a value, not a section
             parent = key.rpartition(".")[0]

@@ -94,10 +94,12 @@ class Advice:
 
     hint: what to give in place of an unknown key, such as `did you mean 'b.c'?`; None if unknown
     rank: from an unknown key to the order of our keys as suggestions, lowest first
+    unread: why the recipe does not read one of our keys; None if it does
     """
 
     hint: Callable[[str], str | None] = lambda key: None
     rank: Callable[[str], Callable[[str], int]] = lambda near: lambda key: 0
+    unread: Callable[[str], str | None] = lambda key: None
 
 
 def unknown_keys(
@@ -138,13 +140,19 @@ def _instead(whole: type, section: type, advice: Advice, prefix: str, name: str)
     if near := _siblings(section, name):
         return f"did you mean '{prefix}{near[0]}'?"
     if elsewhere := [key for key in everything if key.rpartition(".")[2] == name]:
-        return f"did you mean '{_nearest(prefix + name, elsewhere, advice)}'?"
+        return _suggestion(prefix + name, elsewhere, advice)
     ends: dict[str, list[str]] = {}
     for key in everything:
         ends.setdefault(key.rpartition(".")[2], []).append(key)
     if near := difflib.get_close_matches(name.lower(), ends, 1, SIMILAR + 0.1):
-        return f"did you mean '{_nearest(prefix + name, ends[near[0]], advice)}'?"
+        return _suggestion(prefix + name, ends[near[0]], advice)
     return f"there are: {', '.join(sorted(fields(section)))}"
+
+
+def _suggestion(key: str, candidates: list[str], advice: Advice) -> str:
+    nearest = _nearest(key, candidates, advice)
+    why = advice.unread(nearest)
+    return f"it would be '{nearest}', but {why}; leave it out" if why else f"did you mean '{nearest}'?"
 
 
 def _nearest(key: str, candidates: list[str], advice: Advice) -> str:

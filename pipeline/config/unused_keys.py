@@ -80,11 +80,13 @@ class Readers:
             return f"Megatron-Core trains, which reads {MEGATRON}.{own[0]} instead, as the recipe has that"
         if self.algorithm and self.algorithm not in read_by(key):
             return f"the algorithm is {self.algorithm}, which does not read it"
+        if self.algorithm and _within(key, (self.algorithm,)) and _defaults().find(key) is None:
+            return f"the algorithm is {self.algorithm}, which has no such key"
         return None
 
     def hint(self, key: str) -> str | None:
         """Return what to give in place of an unknown key; None if no other library has it."""
-        return aliases.hint(key, self.algorithm, self.rank(key))
+        return aliases.hint(key, self.algorithm, self.rank(key), self.unread)
 
     def rank(self, near: str) -> Callable[[str], int]:
         """Return a function from a key to its rank as a suggestion in place of `near`, lowest first."""

@@ -22,9 +22,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from pipeline import user_files
 from pipeline.config import PolicyConfig
 from pipeline.data.chat import load_tokenizer
-from pipeline.data.turn_ends import find_turn_ends
+from pipeline.data.turn_ends import TurnEnds, find_turn_ends
 from pipeline.problems import Problem, RecipeError
 
 if TYPE_CHECKING:
@@ -73,16 +74,22 @@ def stop_tokens(policy: PolicyConfig) -> StopTokens:
     """Return the stop tokens of a model. Loads its tokenizer. Raises RecipeError for files that cannot be read."""
     files = [model_file(policy.model_name, name) for name in (GENERATION, CONFIG)]
     generation, config = ({} if path is None else read_config(path) for path in files)
-    return decide(load_tokenizer(policy.tokenizer), generation, config, policy)
+    tokenizer = load_tokenizer(policy.tokenizer)
+    ends = find_turn_ends(tokenizer, policy.tokenizer.chat_template_kwargs)
+    return decide(tokenizer, ends, generation, config, policy.hf_config_overrides)
 
 
 def decide(
-    tokenizer: PreTrainedTokenizerBase, generation: Mapping[str, Any], config: Mapping[str, Any], policy: PolicyConfig
+    tokenizer: PreTrainedTokenizerBase,
+    ends: TurnEnds,
+    generation: Mapping[str, Any],
+    config: Mapping[str, Any],
+    overrides: Mapping[str, Any],
 ) -> StopTokens:
     """Return the stop tokens.
 
-    tokenizer: with the recipe's chat template. generation, config: the content of generation_config.json and config.json, empty
-    without one. Raises RecipeError for values that are no token ids.
+    ends: of the tokenizer's chat template. generation, config: the content of generation_config.json and config.json, empty
+    without one. overrides: the recipe's hf_config_overrides. Raises RecipeError for values that are no token ids.
     """
     found: dict[int, list[str]] = {}
     notes: list[str] = []
@@ -92,13 +99,12 @@ def decide(
     for id in _ids(generation.get("eos_token_id"), GENERATION):
         found.setdefault(id, []).append(GENERATION)
     marks = tokenizer.added_tokens_decoder
-    for where, id in _config_ids(config, policy.hf_config_overrides):
+    for where, id in _config_ids(config, overrides):
         if id in found or id in marks:
             found.setdefault(id, []).append(where)
         else:
             text = str(tokenizer.convert_ids_to_tokens(id))
             notes.append(f"eos_token_id {id} of {where} does not end answers: it is {text!r}, no special token")
-    ends = find_turn_ends(tokenizer, policy.tokenizer.chat_template_kwargs)
     for text in ends.stops:
         found.setdefault(_id(tokenizer, text), []).append(TEMPLATE)
     if tokenizer.chat_template and not ends.stops:
@@ -145,8 +151,10 @@ def model_file(name: str, file: str) -> Path | None:
 def read_config(path: Path) -> dict[str, Any]:
     """Return the JSON object in a file of a model. Raises RecipeError."""
     try:
-        found = json.loads(path.read_text())
-    except ValueError as error:
+        found = json.loads(user_files.read_text(path, user_files.MAX_JSON))
+    except OSError as error:
+        raise RecipeError(Problem(str(path), "unreadable", error.strerror or str(error))) from None
+    except (ValueError, RecursionError) as error:
         raise RecipeError(Problem(str(path), "bad-format", f"not JSON: {error}")) from None
     if not isinstance(found, dict):
         raise RecipeError(Problem(str(path), "bad-format", f"got a JSON {type(found).__name__}; expected an object"))

@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import hashlib
 import json
-import stat
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from pipeline import user_files
 from pipeline.config import TokenizerConfig
 from pipeline.data.turn_ends import QUESTION, RENDER_ERRORS
 from pipeline.problems import Problem, RecipeError
@@ -108,12 +108,7 @@ def check_template(
 
 def _read(path: Path, key: str) -> str:
     try:
-        status = path.stat()
-        if not stat.S_ISREG(status.st_mode):
-            raise RecipeError(Problem(key, "unreadable", f"{path} is not a file"))
-        if status.st_size > MAX_BYTES:
-            raise RecipeError(Problem(key, "too-large", f"{path} has {status.st_size} bytes; expected at most {MAX_BYTES}"))
-        return path.read_text(encoding="utf-8")
+        return user_files.read_text(path, MAX_BYTES)
     except FileNotFoundError:
         message = f"got {str(path)!r}, which is neither a Jinja template ({{{{ ... }}}}) nor a file"
         raise RecipeError(Problem(key, "file-not-found", message)) from None

@@ -338,7 +338,7 @@ def _arguments(
         "max_model_len": vllm_cfg.max_model_len,
         "max_num_seqs": generation.max_num_seqs,
         "gpu_memory_utilization": vllm_cfg.gpu_memory_utilization,
-        "enforce_eager": vllm_cfg.enforce_eager,
+        "enforce_eager": current_platform.is_cpu() if vllm_cfg.enforce_eager is None else vllm_cfg.enforce_eager,
         "enable_prefix_caching": vllm_cfg.enable_prefix_caching,
         "logprobs_mode": "processed_logprobs",  # after temperature
         "disable_log_stats": True,

@@ -19,17 +19,23 @@ from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau, SequentialL
 
 from pipeline.config import OptimizerConfig, Problem, RecipeError
 
+FUSED_FOR_DTENSORS = (torch.optim.Adam, torch.optim.AdamW)
+"""Optimizers whose fused kernels take DTensors; those of SGD and Adagrad do not."""
+
 
 def build_optimizer(config: OptimizerConfig, parameters: Iterable[torch.nn.Parameter]) -> torch.optim.Optimizer:
     """Build the optimizer, with one parameter group per device mesh.
 
     torch's multi-tensor kernels do not accept DTensors of several meshes in one call. A fused kernel is used where the
-    optimizer has one and the recipe sets neither `fused` nor `foreach`. Raises RecipeError for policy.optimizer.name or
-    policy.optimizer.kwargs.
+    optimizer has one for these parameters and the recipe sets neither `fused` nor `foreach`. Raises RecipeError for
+    policy.optimizer.name or policy.optimizer.kwargs.
     """
     cls = _resolve("policy.optimizer.name", config.name, torch.optim.Optimizer, "torch.optim.AdamW")
     kwargs = {name: tuple(value) if isinstance(value, list) else value for name, value in config.kwargs.items()}
-    if "fused" in inspect.signature(cls).parameters and not {"fused", "foreach", "capturable", "differentiable"} & set(kwargs):
+    parameters = list(parameters)
+    sharded = any(isinstance(parameter, DTensor) for parameter in parameters)
+    has_kernel = cls in FUSED_FOR_DTENSORS if sharded else "fused" in inspect.signature(cls).parameters
+    if has_kernel and not {"fused", "foreach", "capturable", "differentiable"} & set(kwargs):
         kwargs["fused"] = True
     groups: dict[Any, list[torch.nn.Parameter]] = {}
     for parameter in parameters:

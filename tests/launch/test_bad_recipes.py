@@ -151,7 +151,11 @@ def test_a_malformed_data_file_is_refused(tmp_path, line, says):
 def test_malformed_messages_are_refused(tmp_path):
     write_recipe(tmp_path)
     (tmp_path / "data.jsonl").write_text('{"chat": [{"role": "user"}]}\n')
-    chat = ["data.train.messages_key=chat", "data.apply_chat_template=true", "policy.tokenizer.chat_template=x"]
+    chat = [
+        "data.train.messages_key=chat",
+        "data.apply_chat_template=true",
+        "policy.tokenizer.chat_template='{{ messages[0].content }}'",
+    ]
     assert "data.jsonl:1: 'chat' is not a list of {role, content}" in refuse(tmp_path, *chat)
     assert f"data.train.system_prompt_file: {tmp_path}/no.txt: No such file" in refuse(
         tmp_path, *chat, "data.train.system_prompt_file=no.txt", count=2

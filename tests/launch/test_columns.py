@@ -8,7 +8,7 @@ from launch.preflight import input_files, weight_files
 from pipeline import config
 
 USER, ASSISTANT = {"role": "user", "content": "hi"}, {"role": "assistant", "content": "yo"}
-CHAT = ("data.apply_chat_template=true", "policy.tokenizer.chat_template=any")
+CHAT = ("data.apply_chat_template=true", "policy.tokenizer.chat_template='{{ messages[0].content }}'")
 ANY_ANSWER = ("data.train.output_key=output",)  # tiny_grpo names a column of its own
 
 

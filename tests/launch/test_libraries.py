@@ -103,6 +103,15 @@ SCHEDULE = "policy.scheduler={name: torch.optim.lr_scheduler."
         (["policy.optimizer.kwargs={lr: -1}"], "policy.optimizer.kwargs.lr", "wrong-type"),
         (["policy.optimizer.name=AdamW"], "policy.optimizer.name", "bad-format"),
         (["policy.optimizer.name=torch.optim.AdamX"], "policy.optimizer.name", "not-a-choice"),
+        (["policy.optimizer.name=torch.optim.Muon"], "policy.optimizer.name", "unsupported"),
+        (["policy.optimizer.name=torch.optim.lbfgs.LBFGS"], "policy.optimizer.name", "unsupported"),
+        (
+            ["policy.optimizer={name: torch.optim.SGD, kwargs: {lr: 1, fused: true}}"],
+            "policy.optimizer.kwargs.fused",
+            "unsupported",
+        ),
+        ([f"{SCHEDULE}StepLR, kwargs: {{}}}}"], "policy.scheduler.kwargs.step_size", "missing-value"),
+        ([f"{SCHEDULE}LambdaLR}}"], "policy.scheduler.name", "unsupported"),
         (
             ["policy.optimizer.name=torch.optim.SGD", "policy.optimizer.kwargs.momentu=1"],
             "policy.optimizer.kwargs.momentu",

@@ -150,7 +150,7 @@ def test_a_classifier_without_its_head_is_refused(load, tmp_path):
 
 
 def test_a_chat_template_is_needed_of_both_tokenizers(load):
-    chat = ("data.apply_chat_template=true", "policy.tokenizer.chat_template=x")
+    chat = ("data.apply_chat_template=true", "policy.tokenizer.chat_template='{{ messages[0].content }}'")
     with refused(("data.apply_chat_template", "missing-value")):
         check(load(*chat))
 

@@ -2,10 +2,15 @@
 
 import pytest
 import torch
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
 
-from pipeline.config import OptimizerConfig
+from launch.preflight import libraries
+from pipeline.boxes import Piece, whole
+from pipeline.config import OptimizerConfig, RecipeError
+from pipeline.train.checkpoint_state import optimizer_entries
 from pipeline.train.optimizer import LRSchedule, build_optimizer
-from tests.problems import refused
+from tests.problems import named, refused
 
 WARMUP = {"name": "torch.optim.lr_scheduler.LinearLR", "kwargs": {"start_factor": 0.1, "end_factor": 1.0, "total_iters": 4}}
 COSINE = {"name": "torch.optim.lr_scheduler.CosineAnnealingLR", "kwargs": {"T_max": 6, "eta_min": 0.1}}
@@ -49,6 +54,38 @@ def test_fused_is_the_same_optimizer():
             optimizer.step()
         outcomes.append(parameter[0].detach())
     assert (outcomes[0] - outcomes[1]).abs().max() < 1e-6
+
+
+OPTIMIZERS = sorted(
+    name for name in torch.optim.__all__ if name != "lr_scheduler" and isinstance(getattr(torch.optim, name), type)
+)
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_every_optimizer_of_torch_trains_or_is_refused_before_submission(name, realm):
+    """It steps a matrix and a vector that FSDP2 holds as DTensors, and a checkpoint stores its state."""
+    dotted = f"torch.optim.{name}"
+    refused_why = list(libraries._torch_class("policy.optimizer", dotted, {"lr": 0.1}, "params", "torch.optim.AdamW"))
+    mesh = init_device_mesh("cpu", (1,))
+    weights = [torch.nn.Parameter(distribute_tensor(torch.ones(shape), mesh, [Shard(0)])) for shape in ((4, 3), (3,))]
+    pieces = {weight: [Piece(f"w{i}", whole(weight.shape), whole(weight.shape))] for i, weight in enumerate(weights)}
+    shapes = {f"w{i}": tuple(weight.shape) for i, weight in enumerate(weights)}
+
+    def train() -> None:
+        optimizer = build_optimizer(OptimizerConfig(name=dotted, kwargs={"lr": 0.1}), weights)
+        for weight in weights:
+            weight.grad = torch.ones_like(weight)
+        optimizer.step()
+        list(optimizer_entries(optimizer, pieces, shapes))
+
+    if refused_why:
+        assert named(refused_why) == {("policy.optimizer.name", "unsupported")}
+        with pytest.raises((RecipeError, RuntimeError, TypeError, NotImplementedError)):
+            train()
+        return
+    before = [weight.detach().clone() for weight in weights]
+    train()
+    assert all(not torch.equal(a.full_tensor(), b.full_tensor()) for a, b in zip(before, weights, strict=True))
 
 
 def test_no_scheduler_is_constant():

@@ -1,8 +1,11 @@
-"""Overrides of config.json in vLLM's own configuration equal those that the trainers read."""
+"""What an engine is built with: overrides of config.json, and compilation."""
 
 import pytest
 from vllm.config import ModelConfig
+from vllm.platforms import current_platform
 
+from pipeline.config import VLLMConfig
+from pipeline.generate import vllm
 from pipeline.models.hugging_face import engine_overrides, model_config
 from tests.models.test_rope import LINEAR, NEW, OLD_SCALED, ORIGINAL, YARN, write
 
@@ -24,3 +27,11 @@ def test_vllm_reads_overrides_as_the_trainers_do(tmp_path, family, file, given):
     engine = ModelConfig(model=policy.model_name, skip_tokenizer_init=True, hf_overrides=engine_overrides(policy)).hf_config
     assert engine.rope_parameters == trained.rope_parameters
     assert engine.max_position_embeddings == trained.max_position_embeddings
+
+
+@pytest.mark.parametrize("given", [None, True, False])
+def test_an_engine_on_cpus_compiles_only_where_the_recipe_says_so(tmp_path, given):
+    policy = write(tmp_path, "llama")
+    policy.generation.vllm_cfg = VLLMConfig(max_model_len=64, enforce_eager=given)
+    arguments = vllm._arguments(policy, model_config(policy), 1, 0, None)
+    assert arguments["enforce_eager"] == (current_platform.is_cpu() if given is None else given)

@@ -1,0 +1,74 @@
+"""Show the first prompt of a recipe's data as the model will see it: its text, then its tokens. Without transformers."""
+
+from __future__ import annotations
+
+import itertools
+import textwrap
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from launch import bounded, model_readings
+from launch.model_readings import ModelReading
+from launch.preflight import input_files
+from launch.terminal import plain
+from pipeline import config
+from pipeline.config import DatasetConfig, Recipe, RecipeError
+from pipeline.data.chat import Encoder
+
+MOST_TEXT = (600, 200)  # characters shown of a text's beginning and end
+MOST_TOKENS = (24, 8)
+READ = 20  # records that show which columns a file has
+WIDTH = 110
+
+
+def text(recipe: Recipe) -> str:
+    """Return lines about the first prompt; "" if it is not in a file, or the model has no tokenizer.json here."""
+    found = next(((key, one) for key, one in config.keyed_sets(recipe.data).items() if one.data_path), None)
+    if not config.trains(recipe) or found is None:
+        return ""
+    key, dataset = found
+    try:
+        reading = model_readings.read("policy", recipe.policy)
+        return "\n".join(_lines(recipe, key, dataset, reading)) if reading else ""
+    except (RecipeError, ValueError):  # the checks of the recipe report it
+        return ""
+
+
+def _lines(recipe: Recipe, key: str, dataset: DatasetConfig, reading: ModelReading) -> Iterator[str]:
+    numbered = list(itertools.islice(input_files.lines_of(f"{key}.data_path", Path(dataset.data_path or "")), READ))
+    records = [input_files.parse_record(line) for _, line in numbered]
+    columns = config.recognize_columns(recipe, key, dataset, records).dataset
+    where = f"{dataset.data_path}:{numbered[0][0]}"
+
+    def work() -> dict[str, Any]:
+        tokenizer: Any = reading.tokenizer  # has what Encoder uses of transformers' class
+        try:
+            return {"tokens": Encoder(tokenizer, recipe.policy.tokenizer, recipe.data, columns).prompt(records[0]).tolist()}
+        except Exception as error:  # a template may raise anything
+            return {"error": str(error)}
+
+    reply: dict[str, Any] = {}
+    try:
+        reply = bounded.call(work)
+    except bounded.Unbounded as error:
+        reply = {"error": str(error)}
+    if reading.problems and recipe.data.apply_chat_template:  # the checks of the recipe report them
+        return
+    if "error" in reply:
+        yield f"the first prompt, of {where}, cannot be shown: {reply['error']}"
+        return
+    tokens: list[int] = reply["tokens"]
+    yield f"the first prompt, of {where}, as the model sees it:"
+    shown = _cut(reading.tokenizer.decode(tokens), *MOST_TEXT, " [...] ")
+    for line in shown.split("\n"):
+        line = plain(line)
+        yield from (f"  | {line[at : at + WIDTH]}".rstrip() for at in range(0, max(1, len(line)), WIDTH))
+    names = [f"{token} {reading.tokenizer.decode([token])!r}" for token in tokens]
+    first, last = MOST_TOKENS
+    kept = names if len(names) <= first + last else [*names[:first], "...", *names[-last:]]
+    yield from textwrap.wrap(f"{len(tokens)} tokens: {', '.join(kept)}", WIDTH, initial_indent="  ", subsequent_indent="    ")
+
+
+def _cut(text: str, first: int, last: int, between: str) -> str:
+    return text if len(text) <= first + last else f"{text[:first]}{between}{text[-last:]}"

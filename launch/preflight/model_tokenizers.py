@@ -1,0 +1,109 @@
+"""Check the tokenizers of a recipe's models: that they exist, have the chat template that prompts need, and fit the models."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Generator, Iterator, Sequence
+from pathlib import Path
+
+from launch import model_readings
+from launch.model_files import is_inside, model_config, model_folder
+from launch.model_readings import ModelReading
+from pipeline import config
+from pipeline.config import PolicyConfig, Problem, Recipe, collected
+from pipeline.data.templates import choose_template, folder_template
+
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")
+
+
+def problems(recipe: Recipe, pending: Sequence[os.PathLike] = ()) -> Generator[Problem, None, Path | None]:
+    """Yield problems of tokenizers. Return the policy's tokenizer.json.
+
+    None if a needed recipe is still to write it, or if only older formats exist, which need transformers.
+    """
+    readings: dict[str, ModelReading] = {}
+    for section, model in model_readings.models(recipe).items():
+        reading = yield from _check(recipe, section, model, pending)
+        if reading:
+            readings[section] = reading
+            yield from _too_large(reading, f"{section}.tokenizer.name", f"{section}.model_name", reading.rows)
+    if policy := readings.get("policy"):
+        for section, model in config.models(recipe).items():  # these read the policy's tokens
+            if section not in readings:
+                yield from _too_large(policy, f"{section}.model_name", f"{section}.model_name", _rows(section, model, pending))
+        return policy.tokenizer.vocabulary_file
+    return None
+
+
+def _check(
+    recipe: Recipe, section: str, model: PolicyConfig, pending: Sequence[os.PathLike]
+) -> Generator[Problem, None, ModelReading | None]:
+    """Yield problems of one tokenizer, and return what is read of it."""
+    key, given = f"{section}.tokenizer", model.tokenizer
+    if not given.name:
+        if given.name != model.model_name:
+            yield Problem(f"{key}.name", "missing-value", "got an empty name; expected a folder or a Hugging Face name")
+        return None
+    if is_inside(given.name, pending):
+        return None
+    found: list[Problem] = []
+    with collected(found):
+        folder = model_folder(f"{key}.name", given.name)
+    if found:
+        yield from found if given.name != model.model_name else ()  # otherwise the check of the model reports it
+        return None
+    if not any((folder / name).exists() for name in TOKENIZER_FILES):
+        what = f"got {folder}, which has no tokenizer; expected one of {', '.join(TOKENIZER_FILES)} in it"
+        yield Problem(f"{key}.name", "file-not-found", what)
+        return None
+    reading = None
+    with collected(found):
+        own, _ = folder_template(folder)
+        template = choose_template(given, own, f"{key}.chat_template").template
+        reading = model_readings.read(section, model, pending)
+    yield from found
+    wants = "" if found else _renders(recipe, section)
+    if wants and not template:
+        what = f"got true, but the tokenizer in {folder} has no chat template. Try {key}.chat_template, or false for bare text"
+        yield Problem(wants, "missing-value", what)
+    elif wants and reading:
+        yield from reading.problems
+    return reading
+
+
+def _renders(recipe: Recipe, section: str) -> str:
+    """Return the key that asks for the chat template of a model; "" if none does."""
+    if config.trains(recipe):
+        return "data.apply_chat_template" if recipe.data.apply_chat_template else ""
+    asking = [name for name, task in recipe.evaluate.tasks.items() if task.apply_chat_template]
+    if asking:
+        return f"evaluate.tasks.{asking[0]}.apply_chat_template"
+    return "evaluate.lm_eval.apply_chat_template" if recipe.evaluate.lm_eval.apply_chat_template else ""
+
+
+def _rows(section: str, model: PolicyConfig, pending: Sequence[os.PathLike]) -> int | None:
+    described = None
+    with collected([]):  # other checks report it
+        described = model_config(model, pending, f"{section}.model_name")
+    rows = (described or {}).get("vocab_size")
+    return rows if isinstance(rows, int) else None
+
+
+def _too_large(reading: ModelReading, key: str, model: str, rows: int | None) -> Iterator[Problem]:
+    """Yield the problem of a tokenizer with tokens for which the model has no row, and which texts or prompts may have.
+
+    Special tokens beyond the rows that neither end nor render a text do no harm: a token for padding, or for images.
+    """
+    if rows is None:
+        return
+    tokenizer = reading.tokenizer
+    beyond = {id: text for text, id in tokenizer.get_vocab().items() if id >= rows}
+    special = {id for id, token in tokenizer.added_tokens_decoder.items() if token.special}
+    rendered = str(tokenizer.chat_template or "")
+    used = {*reading.stops.ids, tokenizer.bos_token_id}
+    harmful = [id for id, text in sorted(beyond.items()) if id not in special or id in used or text in rendered]
+    if harmful:
+        first = f"{harmful[0]} {beyond[harmful[0]]!r}"
+        what = f"got the tokenizer in {tokenizer.name_or_path} with {len(tokenizer)} tokens, {first} among them"
+        hint = "Try that model's own tokenizer, or a model whose embedding is resized"
+        yield Problem(key, "too-large", f"{what}; expected at most the {rows} of {model}. {hint}")

@@ -1,0 +1,229 @@
+"""A tokenizer from its files, without transformers: for checks before submission, which must not import torch.
+
+It has the part of transformers' interface that `pipeline.data` uses, and treats the files as transformers does: special tokens
+of tokenizer_config.json that tokenizer.json lacks get new ids, and the post-processor of tokenizer.json alone adds BOS and EOS,
+whatever `add_bos_token` says. Templates are rendered by jinja2 in the same sandbox.
+
+Not handled: tokenizers without tokenizer.json; special tokens that only a tokenizer's class names.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import os
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import datetime
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import jinja2
+import jinja2.ext
+import jinja2.parser
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+from pipeline import user_files
+from pipeline.config import Message, TokenizerConfig
+from pipeline.data.templates import KEY, SETTINGS, ChosenTemplate, choose_template, folder_template
+from pipeline.problems import Problem, RecipeError
+
+if TYPE_CHECKING:
+    from tokenizers import AddedToken, Tokenizer
+
+VOCABULARY, SPECIAL_TOKENS = "tokenizer.json", "special_tokens_map.json"
+NAMES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+
+
+@dataclass(frozen=True, slots=True)
+class Encoding:
+    """The tokens of a text."""
+
+    input_ids: list[int]
+
+
+class FileTokenizer:
+    """A tokenizer.json with its settings and chat template."""
+
+    def __init__(self, folder: Path, config: TokenizerConfig, key: str = KEY) -> None:
+        """Read the files. key: the recipe's key of the chat template. Raises RecipeError for files that cannot be read."""
+        self.name_or_path = str(folder)
+        settings = _settings(folder)
+        self._tokenizer = read_tokenizer(folder / VOCABULARY)
+        named = {name: _content(settings[name]) for name in NAMES if settings.get(name)}
+        self.special_tokens_map: dict[str, str] = {name: text for name, text in named.items() if text}
+        self._add_missing(settings, self.special_tokens_map.values())
+        own, source = folder_template(folder)
+        chosen = choose_template(config, own, key)
+        self.chosen = ChosenTemplate(chosen.template, str(source)) if chosen.template is own and source else chosen
+        self.chat_template = chosen.template
+
+    def _add_missing(self, settings: Mapping[str, Any], named: Sequence[str] | Any) -> None:
+        from tokenizers import AddedToken
+
+        listed = settings.get("added_tokens_decoder") or {}
+        tokens: list[AddedToken] = [AddedToken(**listed[id]) for id in sorted(listed, key=int)]
+        tokens += [AddedToken(text, special=True) for text in named]
+        known = {token.content for token in self._tokenizer.get_added_tokens_decoder().values()}
+        if missing := [token for token in tokens if token.content not in known]:
+            from tokenizers import Tokenizer
+
+            self._tokenizer = Tokenizer.from_str(self._tokenizer.to_str())  # others share the one that was read
+            self._tokenizer.add_tokens(missing)
+
+    # ---- transformers' interface --------------------------------------------------------------------------------------------
+
+    @property
+    def vocabulary_file(self) -> Path:
+        """The tokenizer.json."""
+        return Path(self.name_or_path) / VOCABULARY
+
+    def __len__(self) -> int:
+        return self._tokenizer.get_vocab_size()
+
+    def __call__(self, text: str, add_special_tokens: bool = True) -> Encoding:
+        """Return the tokens of a text."""
+        return Encoding(self._tokenizer.encode(text, add_special_tokens=add_special_tokens).ids)
+
+    def decode(self, tokens: Sequence[int] | int, skip_special_tokens: bool = False) -> str:
+        """Return the text of tokens."""
+        ids = [tokens] if isinstance(tokens, int) else [int(token) for token in tokens]
+        return self._tokenizer.decode(ids, skip_special_tokens=skip_special_tokens)
+
+    def get_vocab(self) -> dict[str, int]:
+        """Return the id of each token."""
+        return self._tokenizer.get_vocab()
+
+    @property
+    def added_tokens_decoder(self) -> dict[int, AddedToken]:
+        """The added tokens, special ones among them, by id."""
+        return self._tokenizer.get_added_tokens_decoder()
+
+    def convert_tokens_to_ids(self, text: str) -> int | None:
+        """Return the id of a token, else that of the unknown token."""
+        id = self._tokenizer.token_to_id(text)
+        return self.unk_token_id if id is None else id
+
+    def convert_ids_to_tokens(self, id: int) -> str | None:
+        """Return the text of a token."""
+        return self._tokenizer.id_to_token(id)
+
+    def _id(self, name: str) -> int | None:
+        text = self.special_tokens_map.get(name)
+        return None if text is None else self._tokenizer.token_to_id(text)
+
+    bos_token = property(lambda self: self.special_tokens_map.get("bos_token"))
+    eos_token = property(lambda self: self.special_tokens_map.get("eos_token"))
+    unk_token = property(lambda self: self.special_tokens_map.get("unk_token"))
+    pad_token = property(lambda self: self.special_tokens_map.get("pad_token"))
+    bos_token_id = property(lambda self: self._id("bos_token"))
+    eos_token_id = property(lambda self: self._id("eos_token"))
+    unk_token_id = property(lambda self: self._id("unk_token"))
+    pad_token_id = property(lambda self: self._id("pad_token"))
+
+    def get_chat_template(self, chat_template: str | None = None, tools: Any = None) -> str:
+        """Return the template that renders a conversation. Raises ValueError if there is none, or none of this name."""
+        own = self.chat_template
+        if isinstance(own, dict):
+            name = chat_template or ("tool_use" if tools is not None and "tool_use" in own else "default")
+            if name in own:
+                return own[name]
+            if chat_template is None:
+                raise ValueError(f"the tokenizer has no default chat template, but {', '.join(sorted(own))}")
+        if (found := chat_template or own) is None or isinstance(found, dict):
+            raise ValueError("the tokenizer has no chat template")
+        return found
+
+    def apply_chat_template(
+        self,
+        messages: Sequence[Message],
+        tools: Any = None,
+        documents: Any = None,
+        chat_template: str | None = None,
+        add_generation_prompt: bool = False,
+        tokenize: bool = True,
+        return_dict: bool = True,
+        **variables: Any,
+    ) -> Any:
+        """Return a rendered conversation: its text, its tokens, or an `Encoding`."""
+        template = _compiled(self.get_chat_template(chat_template, tools))
+        given = {"messages": messages, "tools": tools, "documents": documents, "add_generation_prompt": add_generation_prompt}
+        text = template.render(**given, **{**self.special_tokens_map, **variables})
+        if not tokenize:
+            return text
+        encoding = self(text, add_special_tokens=False)
+        return encoding if return_dict else encoding.input_ids
+
+
+def read_tokenizer(path: Path) -> Tokenizer:
+    """Return the tokenizer of a tokenizer.json, which others share: do not change it. Raises RecipeError."""
+    try:
+        user_files.open_file(path).close()  # the library that reads it would wait for a pipe
+        status = os.stat(path)
+    except OSError as error:
+        raise RecipeError(Problem(str(path), "unreadable", error.strerror or str(error))) from None
+    return _read_tokenizer(str(path), status.st_mtime_ns, status.st_size)
+
+
+@functools.lru_cache(maxsize=4)
+def _read_tokenizer(path: str, _changed: int, _size: int) -> Tokenizer:
+    from tokenizers import Tokenizer
+
+    try:
+        return Tokenizer.from_file(path)
+    except Exception as error:  # tokenizers raises plain Exception
+        message = f"not a tokenizer: {error}. Try to fetch the model again"
+        raise RecipeError(Problem(path, "bad-format", message)) from None
+
+
+def _settings(folder: Path) -> dict[str, Any]:
+    """Return tokenizer_config.json, and below it special_tokens_map.json, which older versions of transformers write."""
+    found: dict[str, Any] = {}
+    for name in (SPECIAL_TOKENS, SETTINGS):
+        if (path := folder / name).exists():
+            try:
+                read = json.loads(user_files.read_text(path, user_files.MAX_JSON))
+                found |= read if name == SETTINGS else {key: value for key, value in read.items() if key in NAMES}
+            except (OSError, ValueError, TypeError, AttributeError, RecursionError) as error:
+                raise RecipeError(Problem(str(path), "bad-format", f"not the settings of a tokenizer: {error}")) from None
+    return found
+
+
+def _content(token: Any) -> str | None:
+    text = token.get("content") if isinstance(token, dict) else token
+    return text if isinstance(text, str) else None
+
+
+class _GenerationBlocks(jinja2.ext.Extension):
+    """Renders {% generation %} blocks as their content."""
+
+    tags = {"generation"}  # noqa: RUF012 - as jinja2 declares it
+
+    def parse(self, parser: jinja2.parser.Parser) -> Any:
+        next(parser.stream)
+        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+
+
+def _raise_exception(message: str) -> None:
+    raise jinja2.TemplateError(message)
+
+
+def _to_json(
+    value: Any, ensure_ascii: bool = False, indent: Any = None, separators: Any = None, sort_keys: bool = False
+) -> str:
+    """Return JSON in which HTML's characters stay as they are."""
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+
+
+@functools.lru_cache(maxsize=8)
+def _compiled(template: str) -> jinja2.Template:
+    environment = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationBlocks, jinja2.ext.loopcontrols]
+    )
+    functions: dict[str, Callable[..., Any]] = {
+        "raise_exception": _raise_exception,
+        "strftime_now": lambda format: datetime.now().strftime(format),
+    }
+    environment.filters["tojson"] = _to_json
+    environment.globals.update(functions)
+    return environment.from_string(template)
