@@ -28,6 +28,7 @@ from pipeline.data.chat import load_tokenizer
 from pipeline.data.packing import plan_microbatches
 from pipeline.data.special_tokens import SpecialTokenEscaper
 from pipeline.data.stop_strings import text_before_stop
+from pipeline.data.templates import check_template
 from pipeline.problems import Problem, RecipeError
 from pipeline.rollout.work import ScoreWork
 from pipeline.rpc import RpcGroup
@@ -119,6 +120,8 @@ def _encoder(recipe: Recipe, model: PolicyConfig, environment: str, ours: PreTra
     if chat and not theirs.chat_template:
         message = f"got none, and {model.tokenizer.name} has none; expected one, as the policy has another tokenizer"
         raise RecipeError(Problem(f"env.{environment}.tokenizer.chat_template", "missing-value", message))
+    if chat:
+        check_template(theirs, model.tokenizer.chat_template_kwargs, f"env.{environment}.tokenizer.chat_template")
     return _Retokenizer(
         environment, ours, theirs, chat, model.tokenizer.chat_template_kwargs or {}, SpecialTokenEscaper(theirs)
     )
