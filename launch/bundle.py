@@ -31,7 +31,7 @@ from launch.command_line import Key
 from launch.executors.record import read_record
 from launch.run_folder import RunFolder
 from launch.slurm_client import SlurmError
-from pipeline import secrets
+from pipeline import environment_names, secrets
 from pipeline.config import Problem, RecipeError
 
 PATTERNS = (
@@ -83,7 +83,11 @@ def contents(run: RunFolder) -> Iterator[tuple[str, str]]:
     """Yield the name and the redacted text of each file of a run's bundle."""
     values = secrets.in_environment() | dict.fromkeys(_own_secret(run.folder), ".secret")
     for path in sorted({path for pattern in PATTERNS for path in run.folder.glob(pattern) if path.is_file()}):
-        text = path.read_text(errors="replace") if path.name == "metrics.jsonl" else _ends(path)
+        if path == run.folder / "recipe.yaml":
+            text = environment_names.recipe_text(run.folder)
+        else:
+            text = path.read_text(errors="replace") if path.name == "metrics.jsonl" else _ends(path)
+            text = environment_names.masked(run.folder, text)
         yield str(path.relative_to(run.folder)), redacted(text, values)
     yield "files.txt", _listing(run.folder)
     yield "machine.txt", redacted(_machine(run.folder), values)

@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 from launch import backend, cuda_variables, needed_recipe, placement, recipes, run_setup, slurm_client, trust
 from launch.audit_log import KEY, recording_refusals
@@ -53,6 +54,7 @@ class Prepared:
     notes: list[str]  # what could not be checked; of a NeMo-RL recipe also what was changed or ignored
     inherited: tuple[str, ...] = ()  # overrides that a needed recipe inherits from the requested one
     no_plan: tuple[Problem, ...] = ()  # why no plan can be made, if the run may succeed all the same
+    from_environment: dict[str, Any] = field(default_factory=dict)  # as of `Loaded`
 
 
 @dataclass(frozen=True)
@@ -139,10 +141,10 @@ def _examine(
             layout = list(architecture.against_layout(recipe, pending))
             planned, no_plan = (None, ()) if layout else _plan(recipe, choice, plan_from, pending, notes, dry)
             own += [*layout, *(planned.problems() if planned else ())]
-            prepared = Prepared(recipe, choice, executor, planned, notes, loaded.inherited, no_plan)
+            prepared = Prepared(recipe, choice, executor, planned, notes, loaded.inherited, no_plan, loaded.from_environment)
     except ModelNotFound as error:
         if not own:
-            prepared = Prepared(recipe, None, executor, None, notes, loaded.inherited)
+            prepared = Prepared(recipe, None, executor, None, notes, loaded.inherited, (), loaded.from_environment)
         own += config.independent(error.problems, loaded.faulty)
     except RecipeError as error:
         own += config.independent(error.problems, loaded.faulty)

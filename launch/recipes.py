@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from launch import nemo_rl
 from launch.nemo_rl import environments
@@ -41,7 +42,10 @@ def _translated(path: Path, tree: ConfigMapping, given: list[tuple[str, ConfigNo
     """Translate a NeMo-RL recipe into our keys. A key of the command line is theirs if the files have it, else ours."""
     theirs = [pair for pair in given if tree.find(pair[0]) is not None]
     tree = config_tree.merge(tree, layer(theirs))
-    faults = interpolation.resolve(tree)
+    named: dict[str, Any] = {}
+    faults = interpolation.resolve(tree, named)
+    leaves = {key: leaf.value for key, leaf in tree.leaves() if key in named}
+    environment = {value: str(named[key]) for key, value in leaves.items() if isinstance(value, str)}
     faults |= {key: problem for key, problem in _type_errors(tree).items() if key not in faults}
     problems = [replace(problem, origin=getattr(tree.find(key), "origin", None) or "") for key, problem in faults.items()]
     for key in faults:
@@ -55,7 +59,9 @@ def _translated(path: Path, tree: ConfigMapping, given: list[tuple[str, ConfigNo
             problems.append(Problem(key, "has-no-effect", f"{why}; {readers.instead(key)}", config_tree.COMMAND_LINE))
     ours = config_tree.from_plain(interpolation.escaped(translation.layer), config_tree.short_path(path), translation.origins)
     trees = [ours, layer([pair for pair in given if pair not in theirs])]
-    return Layers(trees, [*translation.changed, *translation.ignored], problems, [problem.key for problem in problems])
+    return Layers(
+        trees, [*translation.changed, *translation.ignored], problems, [problem.key for problem in problems], environment
+    )
 
 
 def _type_errors(tree: ConfigMapping) -> dict[str, Problem]:

@@ -99,7 +99,7 @@ def start(
             runner = local.HetLocalExecutor(run_dir, recipe.cluster, components(recipe))
         found = origin.of_submission(recipe)
         found["audit"] = origin.record_submission(recipe, run_dir, name, found)
-        run_setup.prepare(recipe, run_dir, runner.script)
+        run_setup.prepare(recipe, run_dir, runner.script, prepared.from_environment)
         inputs.write(recipe, run_dir)
         try:
             job = runner.submit(task.rank_main, str(run_dir))

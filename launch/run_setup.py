@@ -38,7 +38,7 @@ from launch.code_state import code_state
 from launch.executors.allocation import batch_job
 from launch.executors.base import RunJob, write_json
 from launch.executors.record import read_record
-from pipeline import config, metrics, verification
+from pipeline import config, environment_names, metrics, verification
 from pipeline import secrets as kept_secrets
 from pipeline.checkpoint import Checkpoints, version_problem
 from pipeline.config import Problem, Recipe, RecipeError, paths
@@ -319,8 +319,12 @@ def ended_well(run_dir: Path) -> bool:
     return (run_dir / "done.json").exists()
 
 
-def prepare(recipe: Recipe, run_dir: Path, script: str) -> None:
-    """Write the recipe and the batch script, and remove done.json. Call it within `locked`, before a submission."""
+def prepare(recipe: Recipe, run_dir: Path, script: str, from_environment: Mapping[str, Any] = {}) -> None:
+    """Write the recipe and the batch script, and remove done.json. Call it within `locked`, before a submission.
+
+    from_environment: the recipe's values as written that depend on the environment, by key.
+    """
+    environment_names.write(run_dir, from_environment)
     write_durably(run_dir / "recipe.yaml", config.to_yaml(recipe))
     write_durably(run_dir / "batch.sh", script)
     if config.trains(recipe) and config.only_evaluates(recipe) and done_step(run_dir) is not None:

@@ -26,6 +26,8 @@ from pipeline import config
 from pipeline.config import PolicyConfig, Recipe, TokenizerConfig
 from pipeline.data.chat import load_tokenizer
 from pipeline.data.packing import plan_microbatches
+from pipeline.data.plain_text import PlainText
+from pipeline.data.rendering import ChatTemplate
 from pipeline.data.special_tokens import SpecialTokenEscaper
 from pipeline.data.stop_strings import text_before_stop
 from pipeline.data.templates import check_template
@@ -122,9 +124,8 @@ def _encoder(recipe: Recipe, model: PolicyConfig, environment: str, ours: PreTra
         raise RecipeError(Problem(f"env.{environment}.tokenizer.chat_template", "missing-value", message))
     if chat:
         check_template(theirs, model.tokenizer.chat_template_kwargs, f"env.{environment}.tokenizer.chat_template")
-    return _Retokenizer(
-        environment, ours, theirs, chat, model.tokenizer.chat_template_kwargs or {}, SpecialTokenEscaper(theirs)
-    )
+    template = ChatTemplate(theirs, model.tokenizer.chat_template_kwargs)
+    return _Retokenizer(environment, ours, theirs, chat, template, PlainText(theirs), SpecialTokenEscaper(theirs))
 
 
 def _same_tokens(
@@ -144,7 +145,8 @@ class _Retokenizer:
     ours: PreTrainedTokenizerBase
     theirs: PreTrainedTokenizerBase
     chat: bool
-    options: dict[str, Any]  # of the chat template
+    template: ChatTemplate
+    plain: PlainText
     escaper: SpecialTokenEscaper  # of `theirs`: special tokens that the policy writes as text stay text
 
     def __call__(self, prompt: Prompt, rollout: Rollout) -> np.ndarray:
@@ -155,15 +157,13 @@ class _Retokenizer:
         answer = self.escaper.escape(text_before_stop(self.ours, rollout.tokens.tolist(), rollout.stop))
         if self.chat:
             messages = [*self._task(prompt, "messages"), {"role": "assistant", "content": answer}]
-            text = self.theirs.apply_chat_template(messages, **self.options, tokenize=False)
-            assert isinstance(text, str)  # without tokenize
+            text = self.template.text(messages, **prompt.task.get("template_options", {}))
             if (stripped := text.rstrip()).endswith(self._special):
                 text = stripped
             tokens = self.escaper.tokenize(text)
         else:
-            tokens = self.theirs(self._task(prompt, "text")).input_ids
-            tokens += self.escaper.tokenize(answer)
-            tokens += [self.theirs.eos_token_id] if rollout.finish == "stop" else []
+            tokens = [*self.plain.tokens(self._task(prompt, "text")), *self.escaper.tokenize(answer)]
+            tokens += self.plain.end if rollout.finish == "stop" else []
         return np.asarray(tokens, np.int32)
 
     @property

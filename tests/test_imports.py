@@ -21,7 +21,7 @@ DOWNHILL = [
     ("rollout", "refit"),
     ("train", "generate", "environments", "rpc", "node_checks"),
     ("watchdog", "metrics", "rollout_metrics", "verification"),
-    ("world", "checkpoint", "data", "models", "attempt", "tensorboard_writer", "steer_files"),
+    ("world", "checkpoint", "data", "models", "attempt", "tensorboard_writer", "steer_files", "environment_names"),
     ("config", "store"),
     ("algorithms", "trackers"),
     ("types", "boxes"),

@@ -10,6 +10,7 @@ from launch.pages.chart import swatch
 from launch.pages.document import details
 from launch.pages.html import Html, table, tag, text
 from launch.run_folder import RunFolder
+from pipeline import environment_names
 
 MISSING = "-"
 
@@ -18,12 +19,12 @@ def recipes(runs: Sequence[RunFolder], labels: Sequence[str]) -> list[Html]:
     """Return each run's recipe.yaml and, for several runs, a table of the keys that differ."""
     content = []
     if len(runs) > 1:
-        rows = differences([run.recipe for run in runs])
+        rows = differences([environment_names.named(run.folder, run.recipe) for run in runs])
         header = ["key", *(text(swatch(i), label) for i, label in enumerate(labels))]
         shown = [[tag("code", key), *(tag("code", value) for value in values)] for key, values in rows]
         content.append(table(header, shown, "What differs") if rows else tag("p", "The recipes are the same."))
     for run, label in zip(runs, labels, strict=True):
-        source = tag("pre", (run.folder / "recipe.yaml").read_text())
+        source = tag("pre", environment_names.recipe_text(run.folder))
         content.append(details(f"recipe.yaml of {label}" if len(runs) > 1 else "recipe.yaml", source, open_=len(runs) == 1))
     return content
 

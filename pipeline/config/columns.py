@@ -21,8 +21,8 @@ from pipeline.algorithms import PAIRED
 from pipeline.config.environments import judged_by_own_code
 from pipeline.config.schema import DatasetConfig, Recipe, generates
 
-Message = dict[str, str]
-"""A turn of a conversation: {"role": ..., "content": ...}."""
+Message = dict[str, Any]
+"""A turn of a conversation: {"role": ..., "content": ...}, and what else its chat template uses, such as tool_calls."""
 
 KEYS = ("input_key", "output_key", "messages_key", "text_key", "chosen_key", "rejected_key")
 CONVERSATIONS = ("messages", "conversations", "conversation")
@@ -188,12 +188,17 @@ def parse_conversation(value: Any, key: str) -> list[Message]:
         if unknown := [str(m["from"]) for m in value if m["from"] not in SHAREGPT]:
             raise ValueError(f"'{key}' has a turn from '{unknown[0]}'; expected one of {', '.join(SHAREGPT)}")
         messages = [{"role": SHAREGPT[m["from"]], "content": m["value"]} for m in value]
-    well_formed = isinstance(messages, list) and all(
-        isinstance(m, dict) and isinstance(m.get("role"), str) and isinstance(m.get("content"), str) for m in messages
-    )
-    if not well_formed or not messages:
+    if not isinstance(messages, list) or not messages or not all(map(_is_message, messages)):
         raise ValueError(f"'{key}' is not a list of {{role, content}} with texts in them")
     return messages
+
+
+def _is_message(value: Any) -> bool:
+    """Return whether a value is a turn with a text. The assistant's may have tool calls in place of it."""
+    if not isinstance(value, dict) or not isinstance(value.get("role"), str):
+        return False
+    calls = value["role"] == "assistant" and value.get("tool_calls")
+    return isinstance(value.get("content"), str) or bool(calls and value.get("content") is None)
 
 
 # ---- descriptions ----------------------------------------------------------------------------------------------------------

@@ -50,10 +50,16 @@ RESOLVERS = {
 _open: ContextVar[bool] = ContextVar("environment", default=True)
 
 
+_asked: ContextVar[list[str] | None] = ContextVar("asked", default=None)
+"""Receives the name of each variable that is resolved."""
+
+
 def _variable(name: str, *default: Any) -> Any:
     """Return an environment variable as OmegaConf's `oc.env` does, unless `without_environment` closes it."""
     if not _open.get():
         raise PermissionError("the service resolves no variable of its environment")
+    if (asked := _asked.get()) is not None:
+        asked.append(name)
     return oc.env(name, *default)
 
 
@@ -130,8 +136,11 @@ def expand(tree: ConfigMapping) -> bool:
     return found
 
 
-def resolve(tree: ConfigMapping) -> dict[str, Problem]:
-    """Replace interpolations by their values, in place. Return the problems by dotted key; those values stay as they are."""
+def resolve(tree: ConfigMapping, from_environment: dict[str, Any] | None = None) -> dict[str, Problem]:
+    """Replace interpolations by their values, in place. Return the problems by dotted key; those values stay as they are.
+
+    from_environment: receives, by dotted key, each value as it is written that depends on a variable of the environment.
+    """
     given = {key: leaf for key, leaf in tree.leaves() if interpolated(leaf.value)}
     values = {}
     for key, leaf in given.items():
@@ -149,12 +158,17 @@ def resolve(tree: ConfigMapping) -> dict[str, Problem]:
         if key in problems:
             tree.set(key, leaf)
             continue
+        token = _asked.set(names := [])
         try:
             values[key] = _value(config, tree, key)
+            if names and from_environment is not None and values[key] is not None:
+                from_environment[key] = leaf.value
         except OmegaConfBaseException as error:
             problems[key] = Problem(key, *_explained(leaf.value, error))
         except RecursionError:  # `oc.select` of a mapping that contains it
             problems[key] = Problem(key, *_circular(leaf.value))
+        finally:
+            _asked.reset(token)
     for key, value in values.items():
         tree.set(key, _node(value, given[key].origin))
     return problems

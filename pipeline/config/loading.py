@@ -34,6 +34,7 @@ class Layers:
     notes: list[str] = field(default_factory=list)
     problems: list[Problem] = field(default_factory=list)
     faulty: list[str] = field(default_factory=list)  # keys whose value could not be used
+    environment: dict[str, str] = field(default_factory=dict)  # values from the environment that are resolved -> as written
 
 
 Translate = Callable[[Path, ConfigMapping, list[tuple[str, ConfigNode]]], Layers]
@@ -52,6 +53,7 @@ class Loaded:
     inherited: tuple[str, ...] = ()  # overrides that a needed recipe inherits from the one that needs it
     references: dict[str, set[str]] = field(default_factory=dict)  # key -> keys that its value refers to
     file: str = ""  # the recipe's file, as in `origins`; empty for a recipe of NeMo-RL
+    from_environment: dict[str, Any] = field(default_factory=dict)  # key -> the value as written, with `${oc.env:NAME}`
 
     def unread(self, recipe: Recipe) -> tuple[list[Problem], list[str]]:
         """Return (problems, notes) about keys that nothing reads. recipe: this recipe with the chosen backend."""
@@ -200,7 +202,16 @@ def _read(path: Path, given: Layers) -> Loaded:
         problems, faulty = [*problems, *lacking], [*faulty, "needs"]
         tree.drop("needs")
     paths.add_module_folders(tree, path)
-    return _inspected(tree, given.notes, problems, faulty)
+    loaded = _inspected(tree, given.notes, problems, faulty)
+    if given.environment:
+        leaves = config_tree.from_plain(dataclasses.asdict(loaded.recipe), None).leaves()
+        found = {
+            key: given.environment[leaf.value]
+            for key, leaf in leaves
+            if isinstance(leaf.value, str) and leaf.value in given.environment
+        }
+        loaded.from_environment.update(found)
+    return loaded
 
 
 def is_nemo_rls(tree: ConfigMapping, given: list[tuple[str, ConfigNode]]) -> bool:
@@ -226,8 +237,10 @@ def _inspected(
         found_problems.append(problem)
         faulty.add(problem.key)
     origins = {key: leaf.origin for key, leaf in given.leaves() if leaf.origin}
+    from_environment: dict[str, Any] = {}
     while True:
-        recipe, found = _attempt(given, faulty, readers)
+        from_environment.clear()
+        recipe, found = _attempt(given, faulty, readers, from_environment)
         if not found:
             break
         found_problems += filter(None, found.values())
@@ -238,7 +251,9 @@ def _inspected(
         raise RecipeError(*found_problems)
     references = {key: found for key, leaf in whole.leaves() if (found := interpolation.references(key, leaf.value))}
     found_problems += independent(contradictions(recipe), interpolation.dependent(faulty, references))
-    return Loaded(recipe, list(dict.fromkeys(found_problems)), origins, list(notes), frozenset(faulty), references=references)
+    unique = list(dict.fromkeys(found_problems))
+    named = {"references": references, "from_environment": from_environment}
+    return Loaded(recipe, unique, origins, list(notes), frozenset(faulty), **named)
 
 
 def _whole(given: ConfigMapping) -> ConfigMapping:
@@ -248,16 +263,16 @@ def _whole(given: ConfigMapping) -> ConfigMapping:
 
 
 def _attempt(
-    given: ConfigMapping, faulty: set[str], readers: unused_keys.Readers
+    given: ConfigMapping, faulty: set[str], readers: unused_keys.Readers, from_environment: dict[str, Any]
 ) -> tuple[Recipe | None, dict[str, Problem | None]]:
     """Return (recipe, None if values prevent it; the problem of each unusable value by key).
 
-    The problem is None if it only follows from a key that is known to be faulty.
+    The problem is None if it only follows from a key that is known to be faulty. from_environment: as of `resolve`.
     """
     tree = _whole(given)
     faults = paths.absolute(tree)
     written = {key: leaf for key, leaf in tree.leaves() if interpolation.interpolated(leaf.value)}
-    unresolved = interpolation.resolve(tree)
+    unresolved = interpolation.resolve(tree, from_environment)
     faults |= paths.absolute(tree, {key: leaf.folder for key, leaf in written.items()})
     if any(isinstance(tree.find(key), ConfigMapping) for key in written):
         tree = schema_validation.with_defaults(Recipe, tree)

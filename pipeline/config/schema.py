@@ -85,6 +85,13 @@ class DatasetConfig:
     rejected_key: Annotated[Text, Field(description="DPO, RM: column of the worse answer, in the form of chosen_key.")] = (
         "rejected"
     )
+    tools_key: Annotated[
+        Text | None,
+        Field(
+            description="Column of the tools that the chat template shows: a list of JSON schemas of functions, also as JSON"
+            " text. null: none. The column chat_template_kwargs has variables of the template."
+        ),
+    ] = "tools"
     margin_key: Annotated[Text | None, Field(description="RM: column of the margin by which the chosen answer is better.")] = (
         None
     )
@@ -138,6 +145,13 @@ class DataConfig:
         Literal["error", "drop"],
         Field(description="What to do with an unusable record, such as one without an answer or a pair of identical answers."),
     ] = "error"
+    learn_prefilled: Annotated[
+        Bool,
+        Field(
+            description="SFT, DPO, RM: also count the reasoning marks that the generation prompt already has, such as an"
+            " empty <think> block, as TRL's training templates do."
+        ),
+    ] = False
     shuffle: Annotated[Bool, Field(description="Shuffle every epoch, with the algorithm's seed.")] = True
     apply_chat_template: Annotated[
         Bool, Field(description="Render prompts with the chat template. false: use the text as it is, after prompt_file.")

@@ -1,11 +1,13 @@
-"""Tokenize records: prompts for sampling, conversations for supervised training.
+r"""Tokenize records: prompts for sampling, conversations for supervised training.
 
 With a chat template, a prompt is the rendered conversation up to the point where the assistant speaks (for a complete
 conversation, up to its last answer). In training the loss counts the assistant's turns including their end-of-turn token.
 Without a template (`data.apply_chat_template: false`) a prompt is plain text, and the loss counts the answer and the
 end-of-sequence token. `pipeline.data.records` reads the columns of a record.
 
-Not supported: tool calls, images.
+A token that has text of both a prompt and an answer, such as the newlines of "assistant\n" + "\nHello", counts as the answer's.
+
+Not supported: images.
 """
 
 from __future__ import annotations
@@ -18,8 +20,11 @@ import numpy as np
 
 from pipeline import user_files
 from pipeline.config import DataConfig, DatasetConfig, Message, TokenizerConfig
-from pipeline.data.records import Example, RecordReader, Turns, check_prompt_text
+from pipeline.data.plain_text import PlainText, tokens_with_text
+from pipeline.data.records import Continuation, Example, RecordReader, Turns, check_prompt_text
+from pipeline.data.rendering import ChatTemplate
 from pipeline.data.templates import check_template, choose_template
+from pipeline.data.turns import AssistantTurns
 from pipeline.problems import Problem, RecipeError
 
 if TYPE_CHECKING:
@@ -56,91 +61,103 @@ class Encoder(RecordReader):
         system = user_files.read_text(dataset.system_prompt_file).strip() if dataset.system_prompt_file else None
         super().__init__(data, dataset, text, system)
         self.tokenizer = tokenizer
+        self.template = ChatTemplate(tokenizer, tokenizer_config.chat_template_kwargs)
+        self._plain = PlainText(tokenizer)
         self._special = {i for i, token in tokenizer.added_tokens_decoder.items() if token.special}
-        self._template_kwargs = tokenizer_config.chat_template_kwargs or {}
+        self._added = {token.content for token in tokenizer.added_tokens_decoder.values() if token.content.strip()}
         if data.apply_chat_template and not tokenizer.chat_template:
             message = (
                 f"got null, and the tokenizer {tokenizer.name_or_path} has no chat template. Try data.apply_chat_template=false"
             )
             raise RecipeError(Problem("policy.tokenizer.chat_template", "missing-value", message))
         if data.apply_chat_template:
-            check_template(tokenizer, self._template_kwargs)
+            check_template(tokenizer, tokenizer_config.chat_template_kwargs)
         if system is not None and not data.apply_chat_template:
             raise _needs_template("system_prompt_file")
         if dataset.messages_key and not data.apply_chat_template:
             raise _needs_template("messages_key")
 
     def prompt(self, record: dict[str, Any]) -> np.ndarray:
-        """Return the prompt tokens, `[P]` int32. Raise ValueError if the record lacks the input."""
+        """Return the prompt tokens, `[P]` int32, at least one. Raise ValueError if the record lacks the input."""
         question = self.question(record)
         if isinstance(question, str):
-            return _int32(self.tokenizer(question).input_ids)
-        return _int32(self._render(question, add_generation_prompt=True))
+            tokens = self._plain.tokens(question)
+        else:
+            text = self.template.text(question, **self.template_options(record), add_generation_prompt=True)
+            tokens = self._bare_tokens(text)
+        if not tokens:
+            raise ValueError("the prompt is empty: it has no tokens, and the tokenizer puts none before a text")
+        return _int32(tokens)
 
     def conversation(self, record: dict[str, Any]) -> Encoded:
         """Return a record as tokens and loss mask for supervised training. Raise ValueError as `example` and `encode` do."""
         return self.encode(self.example(record))
 
     def encode(self, example: Example) -> Encoded:
-        """Return an example as tokens and loss mask. Raise ValueError as `encode_turns` does."""
-        if isinstance(example, Turns):
-            return self.encode_turns(example.messages, example.first)
-        if example.prompt is None:
-            return self.encode_text(example.text)
-        return self.encode_answer(_int32(self.tokenizer(example.prompt).input_ids), example.text)
+        """Return an example as tokens and loss mask. The first token has no context, so the loss never counts it.
 
-    def encode_answer(self, prompt: np.ndarray, answer: str) -> Encoded:
-        """Return a prompt and a plain-text answer, ended by the end-of-sequence token. The loss counts the answer."""
-        tokens = self._ended(self.tokenizer(answer, add_special_tokens=False).input_ids)
-        tokens = np.concatenate([prompt, _int32(tokens)])
-        return tokens, np.arange(len(tokens)) >= len(prompt)
-
-    def encode_text(self, text: str) -> Encoded:
-        """Return a plain text, ended by the end-of-sequence token, for language modelling: TRL's format `text`.
-
-        The loss counts every token except the first, which has no context.
+        Raise ValueError as `encode_turns` does, or if no token remains to count.
         """
-        tokens = _int32(self._ended(self.tokenizer(text).input_ids))
-        return tokens, np.arange(len(tokens)) >= 1
+        if isinstance(example, Turns):
+            tokens, mask = self.encode_turns(example)
+        else:
+            tokens, mask = self._encode_text(example)
+        mask[:1] = False
+        if not mask.any():
+            raise ValueError("no token remains to learn: the first token of a text has no context")
+        return _int32(tokens), mask
+
+    def _encode_text(self, example: Continuation) -> tuple[list[int], np.ndarray]:
+        """Return a plain text, ended by the end-of-sequence token, and its loss mask.
+
+        The loss counts the tokens that have text of `example.text`, and the end: the first of them may also have text of the
+        prompt, where both are one token.
+        """
+        prompt = example.prompt or ""
+        text = prompt + example.text
+        tokens, mask = tokens_with_text(self.tokenizer, text, [(len(prompt), len(text))])
+        begin, ended = self._plain.begin, self._plain.ended(tokens)
+        counted = np.concatenate([np.full(len(begin), example.prompt is None), mask, np.ones(len(ended) - len(tokens), bool)])
+        return [*begin, *ended], counted
 
     def unknown(self, parts: Sequence[Prompt | Sample]) -> str:
         """Return a message if tokens stand for text that the tokenizer does not know, else an empty text."""
         return unknown_text(parts, self.tokenizer)
 
-    def _ended(self, tokens: list[int]) -> list[int]:
-        end: Any = self.tokenizer.eos_token_id  # typed as for a batch of ids
-        return tokens if tokens and tokens[-1] == end else [*tokens, end]
+    def encode_turns(self, turns: Turns) -> tuple[list[int], np.ndarray]:
+        """Return the tokens of a conversation, and a mask of the assistant's turns from message `turns.first` on.
 
-    def encode_turns(self, messages: list[Message], first: int = 0) -> Encoded:
-        """Return the tokens of a conversation. The loss counts the assistant's turns from message `first` on.
-
-        Raise ValueError if the template renders an earlier turn differently once later ones follow, since no mask can then
-        identify the assistant's tokens, or if no token remains to count.
+        Raise ValueError if the template refuses the conversation, hides where a turn begins or ends, or renders no text of the
+        assistant.
         """
-        if GENERATION_BLOCK.search(self.tokenizer.get_chat_template()):
-            tokens, mask = self._masked_by_marks(messages, first)
+
+        def render(messages: list[Message], **options: Any) -> str:
+            return self.template.text(messages, **turns.options, **options)
+
+        found = AssistantTurns(render, self._added, turns.messages, self.data.learn_prefilled)
+        if GENERATION_BLOCK.search(self.tokenizer.get_chat_template(tools=turns.options.get("tools"))):
+            tokens, mask = self._masked_by_marks(turns, found)
         else:
-            tokens, mask = self._masked_by_prefixes(messages, first)
+            tokens, mask = tokens_with_text(self.tokenizer, found.text, found.spans(turns.first))
         if not mask.any():
-            roles = [message["role"] for message in messages]
+            roles = [message["role"] for message in turns.messages]
             raise ValueError(f"the chat template renders no text of the assistant, in turns {roles}")
         return tokens, mask
 
-    def _render(self, messages: list[Message], **options: Any) -> Any:
-        return self.tokenizer.apply_chat_template(messages, **{"return_dict": False, **self._template_kwargs, **options})
+    def _bare_tokens(self, text: str) -> list[int]:
+        """Return the tokens of a rendered text, which has its own special tokens."""
+        return list(self.tokenizer(text, add_special_tokens=False).input_ids)
 
-    def _masked_by_marks(self, messages: list[Message], first: int) -> Encoded:
+    def _masked_by_marks(self, turns: Turns, found: AssistantTurns) -> tuple[list[int], np.ndarray]:
         """Mask by the template's own {% generation %} blocks.
 
         A block may end before or after the token that ends the turn; the mask includes that token in both cases.
         """
-        rendered = self._render(messages, return_dict=True, return_assistant_tokens_mask=True)
+        rendered = self.template.apply(turns.messages, **turns.options, return_dict=True, return_assistant_tokens_mask=True)
         tokens, mask = rendered["input_ids"], np.asarray(rendered["assistant_masks"], dtype=bool)
-        if first:
-            before = self._render(messages[:first], add_generation_prompt=True)
-            if tokens[: len(before)] != before:
-                raise ValueError(_rendered_differently(first))
-            mask[: len(before)] = False
+        if turns.first:
+            _, learned = tokens_with_text(self.tokenizer, found.text, [(found.begin(turns.first), len(found.text))])
+            mask &= learned
         edges = np.flatnonzero(np.diff(mask, prepend=False, append=False)).tolist()
         runs = list(zip(edges[::2], edges[1::2], strict=True))
         following = [tokens[end] if end < len(tokens) else None for _, end in runs]
@@ -150,24 +167,7 @@ class Encoder(RecordReader):
             # A token after earlier blocks alone starts the next turn.
             if tokens[stop - 1] not in self._special and follows in self._special and follows == following[-1]:
                 mask[end] = True
-        return _int32(tokens), mask
-
-    def _masked_by_prefixes(self, messages: list[Message], first: int) -> Encoded:
-        """Mask the tokens that rendering an assistant's turn adds to the conversation before it.
-
-        Each rendering must start with the previous one, so that the spans are also those of the whole conversation.
-        """
-        whole = self._render(messages)
-        mask = np.zeros(len(whole), dtype=bool)
-        for i, message in enumerate(messages):
-            if message["role"] != "assistant" or i < first:
-                continue
-            before = self._render(messages[:i], add_generation_prompt=True)
-            after = self._render(messages[: i + 1])
-            if after[: len(before)] != before or whole[: len(after)] != after:
-                raise ValueError(_rendered_differently(i))
-            mask[len(before) : self._end_of_turn(after, len(before))] = True
-        return _int32(whole), mask
+        return tokens, mask
 
     def _end_of_turn(self, tokens: list[int], begin: int) -> int:
         """Return the end of the loss on the turn that starts at `begin`: after its last special token.
@@ -214,13 +214,6 @@ def _read_prompt_file(path: str) -> str:
         return check_prompt_text(user_files.read_text(path))
     except ValueError as error:
         raise RecipeError(Problem("data", "bad-format", f"prompt_file {path}: {error}")) from None
-
-
-def _rendered_differently(message: int) -> str:
-    return (
-        f"the chat template renders the conversation up to message {message} differently when more follows, so the assistant's"
-        " tokens cannot be identified. Try {% generation %} around them in policy.tokenizer.chat_template, or single turns"
-    )
 
 
 def _int32(tokens: list[int]) -> np.ndarray:

@@ -79,6 +79,11 @@ class Mixture(Generic[Item]):
             items += taken
         return items
 
+    @property
+    def dropped(self) -> int:
+        """The number of records that its data sets have skipped since this process began."""
+        return sum(stream.dropped for stream in self._streams.values())
+
     def _next(self) -> list[Item]:
         """Return one item; none if every data set has ended."""
         names = list(self._streams)

@@ -5,6 +5,7 @@ Both the job (`pipeline/data/chat.py`) and the checks of data files before submi
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import math
 import string
@@ -13,6 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from pipeline.config import DataConfig, DatasetConfig, Message, parse_conversation
+from pipeline.data.tool_calls import read_messages, template_options
 
 Record = dict[str, Any]
 
@@ -31,6 +33,7 @@ class Turns:
 
     messages: list[Message]
     first: int = 0
+    options: dict[str, Any] = dataclasses.field(default_factory=dict)  # of the chat template: `RecordReader.template_options`
 
 
 Example = Continuation | Turns
@@ -67,8 +70,8 @@ class RecordReader:
         if self.dataset.messages_key:
             last = messages_of(record, self.dataset.messages_key)[-1]
             if last["role"] == "assistant":
-                return last["content"]
-        return self._answers(record)[-1]["content"]
+                return _content(last, self.dataset.messages_key)
+        return _content(self._answers(record)[-1], self.dataset.output_key)
 
     def check_fields(self, record: Record, fields: Iterable[str]) -> None:
         """Raise ValueError if a record lacks a field that a reward function needs (`pipeline/environments/custom.py`)."""
@@ -103,12 +106,13 @@ class RecordReader:
         if not (key := self.dataset.messages_key):
             prompt = self._prompt(record)
             answered_before = any(message["role"] == "assistant" for message in prompt)
-            return Turns([*prompt, *self._answers(record)], len(prompt) if answered_before else 0)
+            first = len(prompt) if answered_before else 0
+            return Turns([*prompt, *self._answers(record)], first, self.template_options(record))
         messages = messages_of(record, key)
         roles = [message["role"] for message in messages]
         if "assistant" not in roles or roles[0] == "assistant":
             raise ValueError(f"'{key}' has no assistant's turn after another's: {roles}")
-        return Turns(self.completed(messages))
+        return Turns(self.completed(messages), options=self.template_options(record))
 
     def pair(self, record: Record) -> tuple[Example, Example]:
         """Return (chosen, rejected) answers, each with the prompt."""
@@ -117,6 +121,10 @@ class RecordReader:
         if of_messages[0] != of_messages[1]:
             raise ValueError(f"of '{keys[0]}' and '{keys[1]}' one is a list of messages and the other is not")
         return self._of_messages(record, keys) if of_messages[0] else self._of_texts(record, keys)
+
+    def template_options(self, record: Record) -> dict[str, Any]:
+        """Return the record's options of the chat template, such as `tools`; see `pipeline.data.tool_calls`."""
+        return template_options(record, self.dataset.tools_key) if self.data.apply_chat_template else {}
 
     def margin(self, record: Record) -> float:
         """Return by how much the chosen answer is better; 0 without a margin column."""
@@ -161,13 +169,14 @@ class RecordReader:
             return Continuation(prompt, chosen), Continuation(prompt, rejected)
         turns = self._prompt(record_with_prompt)
         first, second = ({"role": "assistant", "content": answer} for answer in (chosen, rejected))
-        return Turns([*turns, first], len(turns)), Turns([*turns, second], len(turns))
+        options = self.template_options(record)
+        return Turns([*turns, first], len(turns), options), Turns([*turns, second], len(turns), options)
 
     def _of_messages(self, record: Record, keys: tuple[str, str]) -> tuple[Example, Example]:
         self._refuse_bare(keys[0])
         chosen, rejected = (_answered(record, key) for key in keys)
         for key, messages in zip(keys, (chosen, rejected), strict=True):
-            if not messages[-1]["content"].strip():
+            if not messages[-1].get("tool_calls") and not messages[-1]["content"].strip():
                 raise ValueError(f"'{key}' does not end in an answer of the assistant: the last turn is empty")
         if chosen[0]["role"] == rejected[0]["role"] == "assistant":
             prompt = self._prompt(record)
@@ -179,7 +188,8 @@ class RecordReader:
         if any(not messages[first:] or messages[first]["role"] != "assistant" for messages in (chosen, rejected)):
             both = f"'{keys[0]}' and '{keys[1]}'"
             raise ValueError(f"{both} are not two answers to the same prompt: they do not differ first at an assistant's turn")
-        return Turns(chosen, first), Turns(rejected, first)
+        options = self.template_options(record)
+        return Turns(chosen, first, options), Turns(rejected, first, options)
 
     def _prompt(self, record: Record) -> list[Message]:
         """Return the prompt of answers that do not include it."""
@@ -210,6 +220,12 @@ def check_prompt_text(text: str) -> str:
     return text
 
 
+def _content(message: Message, key: str) -> str:
+    if message["content"] is None:
+        raise ValueError(f"'{key}' ends in tool calls without a text; expected an answer")
+    return message["content"]
+
+
 def _refuse_same(keys: tuple[str, str], chosen: Any, rejected: Any) -> None:
     if chosen == rejected:
         raise ValueError(f"'{keys[0]}' and '{keys[1]}' are the same; expected two different answers")
@@ -226,7 +242,7 @@ def _begun_alike(one: str, other: str) -> str:
 
 def _common(one: list[Message], other: list[Message]) -> int:
     """Return the number of messages that both start with."""
-    same = (a["role"] == b["role"] and a["content"] == b["content"] for a, b in zip(one, other, strict=False))
+    same = (a == b for a, b in zip(one, other, strict=False))
     return sum(itertools.takewhile(bool, same))
 
 
@@ -260,8 +276,8 @@ def text_of(record: Record, key: str) -> str:
 
 
 def messages_of(record: Record, key: str) -> list[Message]:
-    """Return a list of messages with role and text. Raise ValueError for other values."""
-    return parse_conversation(record.get(key), key)
+    """Return a list of messages with role, and text or tool calls, as the chat template takes them. Raise ValueError."""
+    return read_messages(parse_conversation(record.get(key), key))
 
 
 def plain_columns(record: Record) -> Record:

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import logging
 from collections.abc import Callable, Sequence
 from typing import Any, Generic, TypeVar
 
@@ -31,6 +32,10 @@ from pipeline.types import Prompt, Sample
 CHECKED_AT_START = 20_000  # records to check before the run, which takes seconds, so that a bad one ends it early
 TRIED_AFTER_BAD = 1000  # records after a bad one to search for a good one
 
+SHOWN_DROPS = 100  # skipped records that the log shows, and then every so many
+
+logger = logging.getLogger(__name__)
+
 Record = dict[str, Any]
 Item = TypeVar("Item", Prompt, Sample, Pair)
 
@@ -42,11 +47,14 @@ def encode_prompt(
 
     `Prompt.index` is the position in the stream over all epochs; `Mixture` replaces it. `Prompt.task` holds what an environment
     needs: the expected answer, and the prompt's "messages", or its "text" if no chat template is applied, for a model with
-    another tokenizer. answered: False if a record may lack the answer. whole: True if user code scores the answers. The task
-    then also has "record", all columns of texts, numbers, lists and mappings.
+    another tokenizer, and "template_options", such as tools, if the record has any. answered: False if a record may lack the
+    answer. whole: True if user code scores the answers. The task then also has "record", all columns of texts, numbers, lists
+    and mappings.
     """
     question = encoder.question(record)
     task: dict[str, Any] = {"text" if isinstance(question, str) else "messages": question}
+    if "messages" in task and (options := encoder.template_options(record)):
+        task["template_options"] = options
     if whole:
         with contextlib.suppress(ValueError):  # there is none, or it is not a text
             task["answer"] = encoder.answer(record)
@@ -101,6 +109,7 @@ class Stream(Generic[Item]):
         self._iterator = iter(self._loader)
         checked = min(len(records), CHECKED_AT_START)
         self.dropped_at_start = items.check(checked)
+        self._items = items
 
     def take(self, n: int) -> list[Item]:
         """Return the next n items, fewer only after `max_num_epochs` epochs."""
@@ -113,6 +122,11 @@ class Stream(Generic[Item]):
             if item is not None:
                 items.append(item)
         return items
+
+    @property
+    def dropped(self) -> int:
+        """The number of records that `take` has skipped since this process began, each time that their turn came."""
+        return self._items.dropped
 
     @property
     def records(self) -> int:
@@ -216,13 +230,19 @@ class _Items(Dataset):
     ) -> None:
         self._records, self._encoder, self._encode, self._max_length = records, encoder, encode, max_length
         self._check = check
+        self.dropped = 0  # while the run takes items
 
     def __getitem__(self, place: tuple[int, int]) -> Prompt | Sample | Pair | None:
         position, number = place
         item, wrong = self._item(position, number)
-        if wrong and getattr(self._encoder.data, wrong.key) != "drop":
+        if wrong is None:
+            return item
+        if getattr(self._encoder.data, wrong.key) != "drop":
             raise self._refused(wrong)
-        return None if wrong else item
+        self.dropped += 1
+        if self.dropped <= SHOWN_DROPS or self.dropped % SHOWN_DROPS == 0:
+            logger.warning("data.%s=drop: skipped record %d of this run so far: %s", wrong.key, self.dropped, wrong)
+        return None
 
     def check(self, count: int) -> int:
         """Return how many of the first `count` records are dropped.
@@ -260,10 +280,16 @@ class _Items(Dataset):
         where = record_location(self._records, number)
         try:
             item = self._encode(self._encoder, position, self._records[number])
-            if judged and self._check is not None and isinstance(item, Prompt) and "answer" in item.task:
+        except (OSError, MemoryError):  # of the disk or the machine, not of the record
+            raise
+        except Exception as error:  # of a decoder, a template, a tokenizer or a user's data set: each raises what it likes
+            what = str(error) if isinstance(error, ValueError) else f"{type(error).__name__}: {error}"
+            return None, BadRecord("bad_records", f"{where}: {what}")
+        if judged and self._check is not None and isinstance(item, Prompt) and "answer" in item.task:
+            try:
                 self._check.check(item.task["answer"])
-        except ValueError as error:
-            return None, BadRecord("bad_records", f"{where}: {error}")
+            except ValueError as error:
+                return None, BadRecord("bad_records", f"{where}: {error}")
         parts = item if isinstance(item, tuple) else (item,)
         tokens = max(len(one.tokens) for one in parts)
         if tokens > data.max_input_seq_length:

@@ -230,7 +230,9 @@ class LLMJudge(BuiltinEnvironment):
 
     def _body(self, template: str, prompt: Prompt, text: str) -> bytes:
         """Return the request's body as JSON."""
-        question = prompt.task.get("text") or "\n\n".join(message["content"] for message in prompt.task.get("messages", []))
+        question = prompt.task.get("text") or "\n\n".join(
+            message["content"] or "" for message in prompt.task.get("messages", [])
+        )
         text, note = text.encode(errors="replace").decode(), ""
         if self._arguments.marks:
             mark = f"response-{hashlib.blake2b(text.encode(), digest_size=8).hexdigest()}"  # no text contains its own digest

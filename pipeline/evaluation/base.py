@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
-Message = dict[str, str]
+Message = dict[str, Any]
 Record = dict[str, Any]
 
 
@@ -29,6 +29,7 @@ class Question:
     correct: tuple[int, ...] = ()  # indices of right choices
     group: str = ""  # subject or category, with a score of its own
     description: str = ""  # text before the worked examples; with a chat template, the end of the system's message
+    template_options: dict[str, Any] = field(default_factory=dict)  # of the chat template: tools, and variables of the record
     index: int = 0  # place in the task's whole data, before max_samples; `data.read` sets it
 
 

@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from pipeline.data.plain_text import PlainText
+from pipeline.problems import Problem, RecipeError
 from pipeline.types import LikelihoodRequest
 
 if TYPE_CHECKING:
@@ -38,8 +40,16 @@ class ContinuationEncoder:
     """Tokenizes texts with one tokenizer."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
-        self._tokenizer = tokenizer
+        """Raises RecipeError for a tokenizer with neither a beginning-of-sequence nor an end-of-sequence token."""
+        self._tokenizer, self.plain = tokenizer, PlainText(tokenizer)
         ids: list[Any] = [tokenizer.bos_token_id, tokenizer.eos_token_id]
+        if ids == [None, None]:
+            what = (
+                f"got {tokenizer.name_or_path}, which has neither a beginning-of-sequence nor an end-of-sequence token; scores"
+            )
+            raise RecipeError(
+                Problem("policy.tokenizer.name", "unsupported", f"{what} of likelihood need one as the context of a whole text")
+            )
         self.prefix: int = ids[0] if ids[0] is not None else ids[1]
         """The context of a text without one."""
         self._prefix_text = str(tokenizer.decode([self.prefix]))
@@ -61,14 +71,12 @@ class ContinuationEncoder:
         return found
 
     def encode(self, texts: Sequence[str]) -> list[np.ndarray]:
-        """Return each text's tokens [T] int32, with the tokenizer's special tokens unless it begins with one."""
-        found: dict[int, np.ndarray] = {}
-        for special in (True, False):
-            places = [place for place, text in enumerate(texts) if text.startswith(self._prefix_text) is not special]
-            if places:
-                ids = self._tokenizer([texts[place] for place in places], add_special_tokens=special).input_ids
-                found |= {place: np.asarray(each, np.int32) for place, each in zip(places, ids, strict=True)}
-        return [found[place] for place in range(len(texts))]
+        """Return each text's tokens [T] int32, after the tokenizer's special tokens unless the text begins with one."""
+        if not texts:
+            return []
+        bare = self._tokenizer(list(texts), add_special_tokens=False).input_ids
+        begins = [[] if text.startswith(self._prefix_text) else self.plain.begin for text in texts]
+        return [np.asarray([*begin, *ids], np.int32) for begin, ids in zip(begins, bare, strict=True)]
 
     def _without_context(self, continuation: str) -> TokenPair:
         tokens = np.asarray(self._tokenizer(continuation, add_special_tokens=False).input_ids, np.int32)

@@ -88,7 +88,8 @@ class EnginesLM(TemplateLM):
     def tok_encode(self, string: str, add_special_tokens: bool | None = None, **kwargs: Any) -> list[int]:
         """Return the tokens of a text. add_special_tokens: None: unless the text begins with one."""
         if add_special_tokens is not None:
-            return self.tokenizer(string, add_special_tokens=add_special_tokens).input_ids
+            bare = self.tokenizer(string, add_special_tokens=False).input_ids
+            return [*(self._encoder.plain.begin if add_special_tokens else ()), *bare]
         return self._encoder.encode([string])[0].tolist()
 
     @property

@@ -12,13 +12,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 
 from pipeline.algorithms.evaluate import TaskConfig
 from pipeline.config import Recipe, evaluated_reward_model
 from pipeline.data.chat import load_tokenizer
+from pipeline.data.plain_text import PlainText
+from pipeline.data.rendering import ChatTemplate
 from pipeline.data.special_tokens import SpecialTokenEscaper
 from pipeline.data.templates import check_template
 from pipeline.evaluation import data
@@ -26,6 +28,7 @@ from pipeline.evaluation.answers import AnswerLog
 from pipeline.evaluation.base import Answer, PerQuestion, Question
 from pipeline.evaluation.engines import Engines
 from pipeline.evaluation.judged import per_question
+from pipeline.evaluation.statistics import SHARE, Scale
 from pipeline.problems import Problem, RecipeError
 
 if TYPE_CHECKING:
@@ -54,6 +57,8 @@ class PreferenceTask:
     Metrics: `score`, for RewardBench's subsets the mean of its sections, else the mean of the subsets; `accuracy`, the mean of
     the questions; the sections.
     """
+
+    scales: ClassVar[Mapping[str, Scale]] = dict.fromkeys(("score", *SECTIONS), SHARE)
 
     def __init__(self, name: str, config: TaskConfig, recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> None:
         self.name, self.config = name, config
@@ -156,13 +161,14 @@ class _ConversationEncoder:
     def __init__(
         self, name: str, config: TaskConfig, tokenizer: PreTrainedTokenizerBase, options: dict[str, Any] | None
     ) -> None:
-        self._chat, self._tokenizer, self._options = config.apply_chat_template, tokenizer, options or {}
+        self._key, self._chat = f"evaluate.tasks.{name}.data", config.apply_chat_template
+        self._template, self._plain = ChatTemplate(tokenizer, options), PlainText(tokenizer)
         self._escaper = SpecialTokenEscaper(tokenizer)
         if self._chat and not tokenizer.chat_template:
             message = f"got true, and the reward model's tokenizer {tokenizer.name_or_path} has no chat template. Try false"
             raise RecipeError(Problem(f"evaluate.tasks.{name}.apply_chat_template", "missing-value", message))
         if self._chat:
-            check_template(tokenizer, self._options, "evaluate.reward_model.tokenizer.chat_template")
+            check_template(tokenizer, options, "evaluate.reward_model.tokenizer.chat_template")
         self._ends = tuple(token.content for token in tokenizer.added_tokens_decoder.values() if token.special)
         self._system = [{"role": "system", "content": config.system_prompt}] if config.system_prompt else []
 
@@ -171,12 +177,16 @@ class _ConversationEncoder:
         escape, prompt = self._escaper.escape, question.prompt
         if not self._chat:
             asked = prompt if isinstance(prompt, str) else "\n\n".join(message["content"] for message in prompt)
-            tokens = [*self._tokenizer(asked).input_ids, *self._escaper.tokenize(escape(answer))]
-            return np.asarray([*tokens, self._tokenizer.eos_token_id], np.int32)
+            tokens = [*self._plain.tokens(asked), *self._escaper.tokenize(escape(answer)), *self._plain.end]
+            return np.asarray(tokens, np.int32)
         turns = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
         messages = [*self._system, *turns, {"role": "assistant", "content": answer}]
         escaped = [{**message, "content": escape(message["content"])} for message in messages]
-        text = str(self._tokenizer.apply_chat_template(escaped, **{**self._options, "tokenize": False}))
+        try:
+            text = self._template.text(escaped)
+        except ValueError as error:
+            what = f"question {question.id or question.index}: {error}"
+            raise RecipeError(Problem(self._key, "bad-record", what)) from error
         if (stripped := text.rstrip()).endswith(self._ends):
             text = stripped  # white space after the end of the turn, as in training
         return np.asarray(self._escaper.tokenize(text), np.int32)

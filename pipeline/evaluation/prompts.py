@@ -11,11 +11,12 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from jinja2 import TemplateError
 
 from pipeline.algorithms.evaluate import TaskConfig
 from pipeline.config import PolicyConfig, TokenizerConfig
 from pipeline.data.chat import unknown_text
+from pipeline.data.plain_text import PlainText
+from pipeline.data.rendering import ChatTemplate
 from pipeline.data.templates import check_template
 from pipeline.evaluation.base import Message, Question
 from pipeline.evaluation.data import TaskData
@@ -63,12 +64,12 @@ class PromptEncoder:
     def __init__(self, name: str, task: TaskConfig, config: TokenizerConfig, tokenizer: PreTrainedTokenizerBase) -> None:
         """Raises RecipeError if the task needs a chat template, and the tokenizer has none that renders what the user says."""
         self._key, self._task, self._tokenizer = f"evaluate.tasks.{name}", task, tokenizer
-        self._template_kwargs = config.chat_template_kwargs or {}
+        self._plain, self._template = PlainText(tokenizer), ChatTemplate(tokenizer, config.chat_template_kwargs)
         if task.apply_chat_template and not tokenizer.chat_template:
             message = f"got true, and the tokenizer {tokenizer.name_or_path} has no chat template. Try false"
             raise RecipeError(Problem(f"{self._key}.apply_chat_template", "missing-value", message))
         if task.apply_chat_template:
-            check_template(tokenizer, self._template_kwargs)
+            check_template(tokenizer, config.chat_template_kwargs)
 
     def prompt(self, question: Question, examples: Sequence[Question] = ()) -> Prompt:
         """Return a question as a prompt. The environment gets `Question.task`, and the prompt's "messages" or "text"."""
@@ -78,6 +79,8 @@ class PromptEncoder:
         else:
             given["text"] = self.text(question, examples)
         tokens = self.tokenize(self.text(question, examples))
+        if not len(tokens):
+            raise self._bad(question, "the prompt is empty: it has no tokens, and the tokenizer puts none before a text")
         return Prompt(question.index, tokens, self._task.env_name or "", {**given, **question.task})
 
     def text(self, question: Question, examples: Sequence[Question] = ()) -> str:
@@ -87,19 +90,11 @@ class PromptEncoder:
             return system + self._in_one_text(question, examples, self._task.answer_prefix)
         messages = self.messages(question, examples)
         continued = messages[-1]["role"] == "assistant"
+        options = {"add_generation_prompt": not continued, "continue_final_message": continued}
         try:
-            rendered: Any = self._tokenizer.apply_chat_template(
-                messages,
-                **{
-                    **self._template_kwargs,
-                    "tokenize": False,
-                    "add_generation_prompt": not continued,
-                    "continue_final_message": continued,
-                },
-            )
-        except (TemplateError, ValueError) as error:
-            roles = ", ".join(message["role"] for message in messages)
-            raise self._bad(question, f"the chat template refuses its messages ({roles}): {error}") from error
+            rendered = self._template.text(messages, **{**question.template_options, **options})
+        except ValueError as error:
+            raise self._bad(question, str(error)) from error
         return rendered + (self._task.answer_prefix or "")
 
     def messages(self, question: Question, examples: Sequence[Question] = ()) -> list[Message]:
@@ -121,9 +116,10 @@ class PromptEncoder:
         return [*begin, *turns]
 
     def tokenize(self, text: str) -> np.ndarray:
-        """Return a rendered text as `[P]` int32. Special tokens are added only without a chat template, which has its own."""
-        ids = self._tokenizer(text, add_special_tokens=not self._task.apply_chat_template).input_ids
-        return np.asarray(ids, dtype=np.int32)
+        """Return a text as `[P]` int32. A chat template has its own special tokens, a plain text the tokenizer's."""
+        if self._task.apply_chat_template:
+            return np.asarray(self._tokenizer(text, add_special_tokens=False).input_ids, dtype=np.int32)
+        return np.asarray(self._plain.tokens(text), dtype=np.int32)
 
     def _in_one_text(self, question: Question, examples: Sequence[Question], prefix: str | None) -> str:
         """Return worked examples and the question as one text. prefix: begins the answer to the question."""

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from pipeline import secrets
+from pipeline import environment_names, secrets
 from pipeline.encryption import is_encrypted
 from pipeline.trackers.base import LoggedStep, Tracker
 
@@ -35,7 +35,8 @@ def attachments(run_dir: Path, save_period: int, settled: int) -> Iterator[Attac
     """
     for name in FILES:
         if (path := run_dir / name).is_file() and not _holds_secret(path):
-            yield Attachment(name, _version(path), lambda tracker, path=path: tracker.log_file(path))
+            sent = environment_names.recipe_file(run_dir) if name == "recipe.yaml" else path
+            yield Attachment(name, _version(path), lambda tracker, path=sent: tracker.log_file(path))
     yield from _samples(run_dir / "rollouts", save_period, settled)
     for path in sorted(run_dir.glob("evaluations/*/step_*/scores.json")):
         name = str(path.parent.relative_to(run_dir))

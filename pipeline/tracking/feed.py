@@ -15,7 +15,7 @@ from typing import Any
 
 import yaml
 
-from pipeline import secrets
+from pipeline import environment_names, secrets
 from pipeline.config import Recipe
 from pipeline.trackers import TRACKERS
 from pipeline.trackers.base import LoggedStep, TrackedRun, Tracker
@@ -85,6 +85,7 @@ class Feed:
         position.write(self._path)  # raises on a full disk, where W&B's start would hang
         own = first if position.record == 1 else f"{first}-{position.record}"
         plain = yaml.load((self._run_dir / "recipe.yaml").read_text(), getattr(yaml, "CSafeLoader", yaml.SafeLoader))
+        plain = environment_names.named(self._run_dir, plain)
         run = TrackedRun(own, first, self._recipe.name, self._run_dir.resolve(), _redacted(plain))
         tracker = self._kind(getattr(self._recipe.logger, self.name), run, position.state)
         self._tracker = tracker  # before it opens: `reset` closes what has half begun

@@ -130,9 +130,10 @@ def test_the_start_of_the_next_turn_is_not_learned():
     assert spans == ["uno", "dos"]
 
 
-def test_a_template_that_rewrites_earlier_turns_is_refused_for_several_turns():
-    with pytest.raises(ValueError, match="up to message 2 differently when more follows"):
-        encoder(FORGETFUL).conversation({"messages": TURNS})
+def test_a_template_that_rewrites_earlier_turns_is_learned_as_it_renders_the_whole():
+    text, spans = learned(encoder(FORGETFUL), {"messages": TURNS})
+    assert text == str(tokenizer(FORGETFUL).apply_chat_template(TURNS, tokenize=False))
+    assert spans == ["uno<|im_end|>", "<think>dos<|im_end|>"]
     _, spans = learned(encoder(FORGETFUL), {"messages": TURNS[:3]})
     assert spans == ["<think>uno<|im_end|>"]
 

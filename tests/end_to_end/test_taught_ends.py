@@ -25,7 +25,7 @@ def recipe(path, **sections):
         "max_total_sequence_length": 160,
         "precision": "float32",
         "sequence_packing": {"train_mb_tokens": 256, "logprob_mb_tokens": 256},
-        "optimizer": {"kwargs": {"lr": 1e-6}},
+        "optimizer": {"kwargs": {"lr": 2e-5}},
     }
     sections["policy"] = {**policy, **sections["policy"]}
     cluster = {"executor": "local", "train": {"ranks_per_node": 1}, "generate": {"ranks_per_node": 1}}
@@ -50,10 +50,10 @@ def test_grpo_continues_from_an_export(tmp_path):
     taught = recipe(
         tmp_path / "sft.yaml",
         algorithm="sft",
-        sft={"max_num_steps": 2, "max_num_epochs": 2},
+        sft={"max_num_steps": 6, "max_num_epochs": 6},
         policy={"model_name": "base", "tokenizer": {"chat_template": "chatml.jinja"}},
         data=data,
-        checkpointing={"save_period": 2, "save_consolidated": True},
+        checkpointing={"save_period": 6, "save_consolidated": True},
     )
     run(taught, tmp_path / "sft")
     exported = tmp_path / "sft/hf"

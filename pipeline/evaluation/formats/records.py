@@ -9,6 +9,7 @@ from pydantic import Field
 from typing_extensions import override
 
 from pipeline.data.records import messages_of, plain_columns, text_of
+from pipeline.data.tool_calls import template_options
 from pipeline.evaluation.base import Format, Question, Record
 from pipeline.values import Text
 
@@ -23,6 +24,9 @@ class RecordsArguments:
     ] = "answer"
     id_key: Annotated[Text | None, Field(description="Column of the record's own id. null: its place and content.")] = None
     group_key: Annotated[Text | None, Field(description="Column of a category with a score of its own. null: none.")] = None
+    tools_key: Annotated[
+        Text | None, Field(description="Column of the tools that the chat template shows, as in `data`. null: none.")
+    ] = "tools"
     prompt_text: Annotated[Text, Field(description="Text around a prompt, which replaces {question}.")] = "{question}"
 
 
@@ -51,5 +55,6 @@ class Records(Format):
             prompt=prompt,
             target=f" {answer}" if answer else "",
             task={"answer": answer, "record": plain_columns(record)},
+            template_options=template_options(record, keys.tools_key),
             group=text_of(record, keys.group_key) if keys.group_key is not None else "",
         )

@@ -1,0 +1,159 @@
+"""Render conversations with a tokenizer's chat template, in the form that the template takes.
+
+Published templates differ in the form of tool calls. `arguments` are a mapping for most (`| tojson`), JSON text for some
+(DeepSeek-V3 concatenates it, and a mapping is an error or Python's notation). A turn with tool calls and without content has
+null, no or an empty content. The template is tried once with each form, and gets the first one that it renders well.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+import jinja2
+
+from pipeline.config import Message
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+logger = logging.getLogger(__name__)
+
+RESERVED = frozenset(
+    {
+        *(
+            "add_generation_prompt",
+            "chat_template",
+            "continue_final_message",
+            "conversation",
+            "max_length",
+            "messages",
+            "padding",
+        ),
+        *(
+            "return_assistant_tokens_mask",
+            "return_dict",
+            "return_tensors",
+            "tokenize",
+            "tokenizer_kwargs",
+            "tools",
+            "truncation",
+        ),
+    }
+)
+"""Names that no variable of a template may have: arguments of `apply_chat_template`."""
+ABSENT = object()
+PROBE_NAME, PROBE_KEY, PROBE_VALUE = "called7", "key7", "value7"
+PROBE_TOOL = {
+    "type": "function",
+    "function": {"name": "tool8", "description": "?", "parameters": {"type": "object", "properties": {}}},
+}
+ANSWERED: tuple[Message, ...] = (
+    {"role": "tool", "name": PROBE_NAME, "tool_call_id": "call00001", "content": "1"},
+    {"role": "assistant", "content": "1"},
+    {"role": "user", "content": "?"},
+)
+
+
+class TemplateRefusal(ValueError):
+    """Raised if the chat template refuses a conversation, whatever it raises."""
+
+
+class ChatTemplate:
+    """The chat template of a tokenizer, with the recipe's variables."""
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, variables: Mapping[str, Any] | None = None) -> None:
+        """variables: policy.tokenizer.chat_template_kwargs."""
+        self._tokenizer, self._variables = tokenizer, dict(variables or {})
+        self._told_of_tools = False
+        self._forms: dict[Any, tuple[bool, Any]] = {}  # content -> form of a turn with tool calls
+
+    def text(self, messages: list[Message], **options: Any) -> str:
+        """Return the rendered conversation.
+
+        options: of the record (`RecordReader.template_options`), and of `apply_chat_template`. Raise TemplateRefusal.
+        """
+        text = self.apply(messages, tokenize=False, **options)
+        if options.get("tools") and not self._told_of_tools:
+            self._told_of_tools = True
+            if text == self._without_tools(messages, options):
+                logger.warning("the chat template of %s renders no tools: records have them", self._tokenizer.name_or_path)
+        return text
+
+    def _without_tools(self, messages: list[Message], options: dict[str, Any]) -> str | None:
+        try:
+            return self.apply(messages, tokenize=False, **{**options, "tools": None})
+        except TemplateRefusal:  # it needs tools
+            return None
+
+    def apply(self, messages: list[Message], **options: Any) -> Any:
+        """Return what `apply_chat_template` returns. Raise TemplateRefusal for whatever it raises."""
+        if any(message.get("tool_calls") for message in messages):
+            messages = [self._formed(message) for message in messages]
+        return self._applied(messages, **options)
+
+    def _applied(self, messages: list[Message], **options: Any) -> Any:
+        try:
+            return self._tokenizer.apply_chat_template(messages, **{**self._variables, **options})
+        except Exception as error:  # templates raise whatever they like, and jinja2 adds Python's own errors
+            plain = isinstance(error, ValueError) or type(error) is jinja2.TemplateError  # raise_exception's
+            what = str(error) if plain else f"{type(error).__name__}: {error}"
+            roles = ", ".join(message["role"] for message in messages)
+            raise TemplateRefusal(f"the chat template refuses its messages ({roles}): {what}") from error
+
+    def _formed(self, message: Message) -> Message:
+        """Return a message in the form that the template renders well. An empty content with tool calls is none."""
+        if not message.get("tool_calls"):
+            return message
+        given = message.get("content", ABSENT)
+        as_text, content = self._call_form("text" if given else given)
+        shaped = {key: value for key, value in message.items() if key != "content"}
+        shaped |= {"content": given} if given and given is not ABSENT else {} if content is ABSENT else {"content": content}
+        if as_text:
+            shaped["tool_calls"] = [_with_text(call) for call in message["tool_calls"]]
+        return shaped
+
+    def _call_form(self, given: Any) -> tuple[bool, Any]:
+        """Return (whether arguments are text, the content) for a turn with tool calls.
+
+        given: the content, "text" for one that is not empty. The record's own form is tried first. Raise TemplateRefusal if the
+        template shows the call in none.
+        """
+        if given not in self._forms:
+            contents = [given, *([] if given == "text" else [one for one in (None, ABSENT, "") if one is not given])]
+            forms = [(as_text, content) for content in contents for as_text in (False, True)]
+            shown = [form for form in forms if self._shows(*form)]
+            if not shown:
+                why = "the chat template renders no tool_calls. Try one that does, or data.bad_records=drop"
+                raise TemplateRefusal(why)
+            self._forms[given] = next((form for form in shown if self._shows(*form, answered=True)), shown[0])
+        return self._forms[given]
+
+    def _shows(self, as_text: bool, content: Any, answered: bool = False) -> bool:
+        """Return whether the template writes the name and the arguments of a call, and neither None nor Python's notation.
+
+        answered: where the tool's result, an answer and another question follow.
+        """
+        arguments = {PROBE_KEY: PROBE_VALUE}
+        function = {"name": PROBE_NAME, "arguments": json.dumps(arguments) if as_text else arguments}
+        call = {"id": "call00001", "type": "function", "function": function}
+        turn: dict[str, Any] = {"role": "assistant", "tool_calls": [call]}
+        turn |= {} if content is ABSENT else {"content": content}
+        messages = [{"role": "user", "content": "?"}, turn, *(ANSWERED if answered else ())]
+        try:
+            text = self._applied(messages, tokenize=False, tools=[PROBE_TOOL])
+        except TemplateRefusal:
+            return False
+        wrong = (f"'{PROBE_KEY}'", f'\\"{PROBE_KEY}', "None")
+        return all(part in text for part in (PROBE_NAME, PROBE_VALUE)) and not any(part in text for part in wrong)
+
+
+def _with_text(call: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a tool call with its arguments as JSON text."""
+    holder = call.get("function", call)
+    arguments = holder.get("arguments")
+    text = arguments if isinstance(arguments, str) else json.dumps(arguments or {}, ensure_ascii=False)
+    changed = {**holder, "arguments": text}
+    return {**call, "function": changed} if "function" in call else changed

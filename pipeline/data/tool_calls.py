@@ -1,0 +1,93 @@
+"""Read what a record has for its chat template beside texts: tools, tool calls, variables.
+
+The forms are those of TRL and transformers (https://huggingface.co/docs/trl/dataset_formats#tool-calling):
+
+    tools                  [{"type": "function", "function": {"name", "description", "parameters": {...}}}], or as JSON
+    messages               {"role": "assistant", "tool_calls": [{"type": "function", "function": {"name", "arguments"}}]}, then
+                           {"role": "tool", "name": ..., "content": ...}
+    chat_template_kwargs   {"enable_thinking": false}
+
+Arguments as JSON text (OpenAI's form) become the mapping that they describe. A null is an absent key, as Arrow writes it.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+from pipeline.config import Message
+from pipeline.data.rendering import RESERVED
+
+VARIABLES = "chat_template_kwargs"
+
+
+def template_options(record: Mapping[str, Any], tools_key: str | None) -> dict[str, Any]:
+    """Return the options of the chat template that a record has: `tools` and variables. Raise ValueError for other values."""
+    options: dict[str, Any] = {}
+    if tools_key and (tools := _parsed(record.get(tools_key), tools_key)):
+        if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
+            raise ValueError(
+                f"'{tools_key}' is not a list of JSON schemas of functions. Try tools_key=null to ignore the column"
+            )
+        options["tools"] = tools
+    if variables := _parsed(record.get(VARIABLES), VARIABLES):
+        if not isinstance(variables, dict):
+            raise ValueError(f"'{VARIABLES}' is a {type(variables).__name__}, not an object of variables of the chat template")
+        if reserved := sorted(RESERVED & variables.keys()):
+            raise ValueError(f"'{VARIABLES}' has {', '.join(reserved)}; expected variables of the chat template alone")
+        options |= variables
+    return options
+
+
+def without_nulls(value: Any) -> Any:
+    """Return a value without the keys of mappings whose values are null, at any depth: Arrow fills absent ones with null."""
+    if isinstance(value, Mapping):
+        return {key: without_nulls(item) for key, item in value.items() if item is not None}
+    if isinstance(value, list | tuple):
+        return [without_nulls(item) for item in value]
+    return value
+
+
+def read_messages(messages: list[Message]) -> list[Message]:
+    """Return messages without null fields, their tool calls with arguments as mappings. Raise ValueError for malformed calls.
+
+    A turn of the assistant that has tool calls and no content keeps `content: None`.
+    """
+    return [_read(message) for message in messages]
+
+
+def _read(message: Message) -> Message:
+    read = {key: value for key, value in message.items() if value is not None and (key != "tool_calls" or value)}
+    if calls := read.get("tool_calls"):
+        if not isinstance(calls, list):
+            raise ValueError(f"'tool_calls' is a {type(calls).__name__}, not a list of calls")
+        read = {**read, "content": message.get("content"), "tool_calls": [_read_call(call) for call in calls]}
+    return read
+
+
+def _read_call(call: Any) -> dict[str, Any]:
+    """Return a tool call, {"function": {"name", "arguments"}, ...} or {"name", "arguments"}, in the first form."""
+    function = call.get("function", call) if isinstance(call, dict) else None
+    if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+        raise ValueError("'tool_calls' has a call without a name; expected {function: {name, arguments}}")
+    arguments = function.get("arguments")
+    if isinstance(arguments, str):
+        arguments = _parsed(arguments, f"arguments of tool call {function['name']}") if arguments.strip() else {}
+    if not isinstance(arguments, dict | None):
+        raise ValueError(f"'tool_calls': the arguments of {function['name']} are a {type(arguments).__name__}, not an object")
+    whole = {key: value for key, value in function.items() if value is not None} | {"arguments": arguments or {}}
+    if "function" not in call:
+        identity = {key: whole.pop(key) for key in ("id", "type") if key in whole}
+        return {"type": "function", **identity, "function": whole}
+    return {key: value for key, value in call.items() if value is not None} | {"function": whole}
+
+
+def _parsed(value: Any, key: str) -> Any:
+    """Return a value that may be JSON text. Raise ValueError for other texts."""
+    if not isinstance(value, str):
+        return value
+    try:
+        return json.loads(value) if value.strip() else None
+    except ValueError as error:
+        raise ValueError(f"'{key}' is a text that is not JSON: {error}") from None

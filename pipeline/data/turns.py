@@ -1,0 +1,221 @@
+r"""Find the assistant's turns in a rendered conversation, as spans of characters.
+
+The conversation is rendered once, whole, and its tokens are those of `apply_chat_template`. A turn begins where the generation
+prompt before it ends, and it ends with the token that ends the turn:
+
+    <|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\nHello<|im_end|>\n
+                                                          ^^^^^^^^^^^^^^^
+
+Some templates render a turn differently when more follows, such as those that drop earlier thinking. So the borders come from
+renderings in which one message has a mark at the end of its texts: what follows the mark is also the end of the conversation
+that is learned. What the generation prompt has beyond that conversation, such as <think>, was dropped by the template.
+"""
+
+from __future__ import annotations
+
+import itertools
+import re
+from collections.abc import Callable, Collection
+from typing import Any
+
+from pipeline.config import Message
+
+Span = tuple[int, int]
+Render = Callable[..., str]
+"""(messages, add_generation_prompt=) -> text."""
+
+MARK = "Qx7markx7Q"  # letters and digits alone, which no template, JSON writer or trimming changes
+THINKING = re.compile(r"</?(?:\w+:)?think(?:ing)?(?::\w+)?>|\[/?THINK\]|<\|channel>thought|<channel\|>")
+"""Marks of reasoning in published templates."""
+FIELDS = ("content", "reasoning_content", "reasoning", "thinking", "tool_calls")
+"""Fields of a message whose texts a template writes."""
+FOLLOWERS = ({"role": "user", "content": "?"}, {"role": "tool", "name": "f", "tool_call_id": "call00001", "content": "1"})
+
+
+class AssistantTurns:
+    """Finds the assistant's turns of one conversation. Raises ValueError if the template hides their borders."""
+
+    def __init__(
+        self, render: Render, special: Collection[str], messages: list[Message], learn_prefilled: bool = False
+    ) -> None:
+        """Render the conversation.
+
+        special: texts of the special tokens. learn_prefilled: whether reasoning marks of the generation prompt belong to the
+        turn, as in TRL's training templates.
+        """
+        self._render, self._messages, self._learn_prefilled = render, messages, learn_prefilled
+        self.text = render(messages)
+        self._special = frozenset(special)
+        longest_first = sorted((re.escape(text) for text in special if text), key=len, reverse=True)
+        self._pieces = re.compile("|".join([*longest_first, THINKING.pattern, r"\w+", "."]), re.DOTALL)
+
+    def spans(self, first: int = 0) -> list[Span]:
+        """Return (begin, end) in `text` of each turn of the assistant from message `first` on."""
+        turns = [i for i, message in enumerate(self._messages) if message["role"] == "assistant" and i >= first]
+        return [(self.begin(i), self._end(i)) for i in turns]
+
+    def begin(self, i: int) -> int:
+        """Return where the assistant's message i begins: after the generation prompt."""
+        prompt = self._render(self._messages[:i], add_generation_prompt=True)
+        if self.text.startswith(prompt) and not self._learn_prefilled:
+            return len(prompt)
+        for before in range(i - 1, -1, -1):
+            theirs = self._after(self._messages[:i], before, prompt, add_generation_prompt=True)
+            ours = self._after(self._messages, before, self.text)
+            if theirs is not None and ours is not None:
+                break
+        else:
+            raise _hidden(i)
+        header = prompt[theirs:]
+        if self._learn_prefilled and (prefilled := THINKING.search(header)):
+            header = header[: prefilled.start()]
+        length, kept = _matched(self._split(self.text[ours:]), self._split(header))
+        if not self._has_opening(i, before, header, kept) and not self._is_text_of(i, ours + length):
+            raise _hidden(i)
+        return ours + length
+
+    def _has_opening(self, i: int, before: int, header: str, kept: int) -> bool:
+        """Return whether the conversation has enough of a header to open the turn of message i.
+
+        header: what the generation prompt writes after message `before`. kept: how many characters of it the conversation has;
+        the template may drop the rest later.
+        """
+        closing = self._tail(self._messages[:i], before) or ""
+        _, closed = _matched(self._split(closing), self._split(header))
+        return bool(header[closed:kept].strip()) or not THINKING.sub("", header[closed:]).strip()
+
+    def _is_text_of(self, i: int, at: int) -> bool:
+        content = (self._messages[i].get("content") or "").strip()
+        return bool(content) and self.text[at:].lstrip().startswith(content)
+
+    def _end(self, i: int) -> int:
+        """Return where the assistant's message i ends: after the token that ends the turn, if the template writes one."""
+        end = self._after(self._messages, i, self.text)
+        if end is None:
+            raise ValueError(
+                f"the chat template renders no text of message {i}, a turn of the assistant, or hides where it ends"
+            )
+        tail = self.text[end:]
+        last = i == len(self._messages) - 1
+        alone = tail if last else self._tail(self._messages[: i + 1], i)
+        followed = self._followed_tail(i) if last else tail
+        return end + len(self._end_of_turn(i, alone, followed))
+
+    def _end_of_turn(self, i: int, alone: str | None, followed: str | None) -> str:
+        """Return the end of a turn, from the texts behind it in a conversation that ends with it and in one that goes on."""
+        last = i == len(self._messages) - 1
+        if alone is None or followed is None:
+            known = alone or followed or ""
+            return self._until_special(known, len(known) if last else 0)
+        same = _common(self._split(alone), self._split(followed))
+        specials = [piece for piece in self._split(same) if piece in self._special]
+        if specials and same != alone and self._always_opens(i):
+            same = same[: same.rindex(specials[-1])]
+        if specials:
+            return self._until_special(same, len(same))
+        if any(piece in self._special for piece in self._split(alone)):
+            return self._first_special(alone if last else followed)
+        return same if last else same or self._closing(followed, self._messages[i + 1])
+
+    def _always_opens(self, i: int) -> bool:
+        """Return whether the template writes a generation prompt whether asked to or not."""
+        before = self._messages[:i]
+        return self._render(before) == self._render(before, add_generation_prompt=True)
+
+    def _closing(self, followed: str, message: Message) -> str:
+        """Return the special token that closes a turn alone where another follows; none if it opens the next message."""
+        if not any(piece in self._special for piece in self._split(followed)):
+            return ""
+        closing = self._first_special(followed)
+        try:
+            alone = self._render([message])
+        except ValueError:
+            return ""
+        return "" if closing.strip() in alone else closing
+
+    def _until_special(self, text: str, otherwise: int) -> str:
+        """Return a text up to its last special token, where only white space follows it: a sampler stops before that.
+
+        otherwise: how much to return of a text without one.
+        """
+        pieces = self._split(text)
+        end = max((n for n, piece in enumerate(pieces, 1) if piece in self._special), default=0)
+        return text[:otherwise] if not end or "".join(pieces[end:]).strip() else "".join(pieces[:end])
+
+    def _first_special(self, text: str) -> str:
+        pieces = self._split(text)
+        end = next(n for n, piece in enumerate(pieces, 1) if piece in self._special)
+        return "".join(pieces[:end])
+
+    def _followed_tail(self, i: int) -> str | None:
+        for follower in FOLLOWERS:
+            tail = self._tail([*self._messages, follower], i)
+            if tail is not None:
+                return tail
+        return None
+
+    def _after(self, messages: list[Message], i: int, text: str, **options: Any) -> int | None:
+        """Return where the last text of message i ends in `text`; None if no rendering shows it."""
+        tail = self._tail(messages, i, **options)
+        return len(text) - len(tail) if tail is not None and text.endswith(tail) else None
+
+    def _tail(self, messages: list[Message], i: int, **options: Any) -> str | None:
+        """Return what the template writes after the last text of message i; None if it writes no text of it, or refuses."""
+        for names in (False, True):
+            marked = {**messages[i], **{key: _marked(messages[i][key], names) for key in FIELDS if messages[i].get(key)}}
+            if marked != messages[i]:
+                break
+        try:
+            text = self._render([*messages[:i], marked, *messages[i + 1 :]], **options)
+        except ValueError:  # the template refuses this rendering, not the record: another one may show the border
+            return None
+        at = text.rfind(MARK)
+        return text[at + len(MARK) :] if at >= 0 else None
+
+    def _split(self, text: str) -> list[str]:
+        return self._pieces.findall(text)
+
+
+def _marked(value: Any, names: bool) -> Any:
+    """Return a field of a message with MARK at the end of each of its texts.
+
+    names: also of a tool's name, which a template may repeat with the tool's result.
+    """
+    if isinstance(value, str):
+        return value + MARK if value else value
+    if isinstance(value, list):
+        return [_marked(item, names) for item in value]
+    if isinstance(value, dict):
+        kept = ("id", "type") if names else ("id", "type", "name")
+        return {key: item if key in kept else _marked(item, names) for key, item in value.items()}
+    return value
+
+
+def _common(one: list[str], other: list[str]) -> str:
+    """Return the text of the pieces that both begin with."""
+    pairs = zip(one, other, strict=False)
+    return "".join(a for a, _ in itertools.takewhile(lambda pair: pair[0] == pair[1], pairs))
+
+
+def _matched(ours: list[str], theirs: list[str]) -> tuple[int, int]:
+    """Return how many characters of two lists of pieces agree, but for white space that one alone has between pieces."""
+    a = b = 0
+    ends = (0, 0)
+    while a < len(ours) and b < len(theirs):
+        if ours[a] == theirs[b]:
+            a, b = a + 1, b + 1
+            ends = a, b
+        elif ours[a].isspace():
+            a += 1
+        elif theirs[b].isspace():
+            b += 1
+        else:
+            break
+    return len("".join(ours[: ends[0]])), len("".join(theirs[: ends[1]]))
+
+
+def _hidden(message: int) -> ValueError:
+    return ValueError(
+        f"the chat template hides where message {message}, a turn of the assistant, begins. Try {{% generation %}} around the"
+        " assistant's text in policy.tokenizer.chat_template"
+    )
