@@ -1,8 +1,8 @@
 """Records of the `datasets` library, which Arrow stores in columns.
 
-Arrow gives every mapping of a column the keys of all of them, with null for those that it lacks: arguments {"city": "Oslo"} come
-back as {"city": "Oslo", "unit": null} where another call has a unit. So nulls in conversations, tools and variables of the chat
-template are absent keys. Other columns stay as they are.
+Arrow gives every mapping of a column the keys of all of them, with null for those that it lacks: arguments {"city": "Oslo"}
+come back as {"city": "Oslo", "unit": null} where another call has a unit. So nulls in conversations, tools and variables of the
+chat template are absent keys. Other columns stay as they are.
 """
 
 from __future__ import annotations

@@ -24,6 +24,8 @@ Span = tuple[int, int]
 Render = Callable[..., str]
 """(messages, add_generation_prompt=) -> text."""
 
+GENERATION_BLOCK = re.compile(r"\{%-?\s*generation\s*-?%\}")
+"""Marks of a template around what the assistant writes."""
 MARK = "Qx7markx7Q"  # letters and digits alone, which no template, JSON writer or trimming changes
 THINKING = re.compile(r"</?(?:\w+:)?think(?:ing)?(?::\w+)?>|\[/?THINK\]|<\|channel>thought|<channel\|>")
 """Marks of reasoning in published templates."""
