@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-import json
+import math
 import re
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+
+from launch.run_files import FailureRecord, StartupRecord
+from pipeline import small_files
 
 STOP = "stop"
 """The file of an attempt that somebody asked to save and stop. verdict.sh then requests no restart."""
@@ -30,13 +32,9 @@ class AttemptFolder:
         return sorted(self.folder.glob("rank*.log"))
 
     @property
-    def failure(self) -> dict[str, Any] | None:
-        """The first rank that failed: {"rank", "realm", "host", "verb", "phase", "message", "traceback"}.
-
-        None if no rank has failed. The traceback is empty if the rank did not raise, but died, hung or missed a deadline.
-        """
-        text = self._read("failure.json")
-        return json.loads(text) if text else None
+    def failure(self) -> FailureRecord | None:
+        """The first rank that failed; None if none has. Raises RecipeError for a damaged file, as all that read one."""
+        return small_files.read(self.folder / "failure.json", FailureRecord)
 
     @property
     def verdict(self) -> str | None:
@@ -61,33 +59,44 @@ class AttemptFolder:
     @property
     def progress(self) -> int:
         """Step of the latest checkpoint that the attempt completed; 0 if none."""
-        return int(self._read("progress") or 0)
+        text = self._read("progress") or "0"
+        if not re.fullmatch(r"\d{1,15}", text):
+            raise small_files.damaged(self.folder / "progress", f"{text[:80]!r}", "the step of a checkpoint")
+        return int(text)
 
     @property
     def bad_nodes(self) -> dict[str, str]:
         """Why nodes failed their checks, by node name."""
-        return dict(line.split(": ", 1) for line in (self._read("bad_nodes") or "").splitlines())
+        lines = (self._read("bad_nodes") or "").splitlines()
+        return {node: why for node, _, why in (line.partition(": ") for line in lines)}
 
     @property
-    def startup(self) -> dict[str, Any] | None:
-        """startup.json: the stages until the first step, written by pipeline/startup.py; None if there is none yet."""
-        text = self._read("startup.json")
-        return json.loads(text) if text else None
+    def startup(self) -> StartupRecord | None:
+        """startup.json: the stages until the first step; None if there is none yet."""
+        return small_files.read(self.folder / "startup.json", StartupRecord)
 
     def _read(self, name: str) -> str | None:
-        try:
-            return (self.folder / name).read_text().strip()
-        except FileNotFoundError:
-            return None
+        text = small_files.read_text(self.folder / name)
+        return None if text is None else text.strip()
 
 
 def all_attempts(run_dir: Path) -> list[AttemptFolder]:
     """Return the attempts of a run, oldest first."""
     found = []
     for path in (run_dir / "attempts").glob("*/started"):
-        if started := path.read_text().strip():  # else it is being written
-            found.append(AttemptFolder(path.parent, float(started)))
+        if (started := _started(path)) is not None:
+            found.append(AttemptFolder(path.parent, started))
     return sorted(found, key=lambda attempt: attempt.started)
+
+
+def _started(path: Path) -> float | None:
+    """Return the unix seconds in `started`; those of its last write if a crash has damaged it; None while it is written."""
+    try:
+        text = small_files.read_text(path) or ""
+        started = float(text) if text.strip() else None
+    except ValueError:
+        started = math.nan
+    return started if started is None or 0 <= started < small_files.LAST_MOMENT else path.stat().st_mtime
 
 
 def of_job(run_dir: Path, job_id: str) -> list[AttemptFolder]:

@@ -13,7 +13,7 @@ from typing import Any
 from launch.audit_log import FIRST, HEAD, LOG, Head, Receipt, as_line, hash_of
 from launch.run_folder import DEEPEST, find
 from launch.units import plural
-from pipeline import lineage
+from pipeline import lineage, small_files, user_files
 from pipeline.config import Problem, RecipeError
 
 TEXTS = ("action", "hash", "host", "previous", "subject", "time", "user")
@@ -67,8 +67,9 @@ def verify(folder: Path) -> AuditCheck:
     """
     findings: list[Finding] = []
     notes: list[str] = []
-    kept = list(_receipts(folder))
-    kept += _elsewhere([entry for _, entry in _entries(_content(folder / LOG) or b"") if entry], {path for path, _ in kept})
+    kept = list(_receipts(folder, notes))
+    named = [entry for _, entry in _entries(_content(folder / LOG) or b"") if entry]
+    kept += _elsewhere(named, {path for path, _ in kept}, notes)
     data, head = _at_one_moment(folder)  # after the receipts, for a line is there before its receipt
     entries = list(_entries(data or b""))
     own = _of_this_log(folder, entries, kept, notes)
@@ -99,7 +100,8 @@ def _no_log(folder: Path) -> RecipeError:
 def _content(path: Path) -> bytes | None:
     """Return the content of a file; None if there is none. Raises RecipeError if it cannot be read."""
     try:
-        return path.read_bytes()
+        with user_files.open_file(path) as file:
+            return file.read()
     except FileNotFoundError:
         return None
     except OSError as error:
@@ -245,39 +247,44 @@ def _of_this_log(
     return own
 
 
-def _receipts(folder: Path) -> Iterator[tuple[Path, Receipt]]:
+def _receipts(folder: Path, notes: list[str]) -> Iterator[tuple[Path, Receipt]]:
     """Yield (file, receipt) of everything below a folder that keeps receipts."""
     for run_dir in find(folder, DEEPEST):
         for inner in (run_dir, *sorted(run_dir.glob(INSIDE))):
-            yield from _of_file(inner / "manifest.json")
-        yield from _of_exports(run_dir)
+            yield from _of_file(inner / "manifest.json", notes)
+        yield from _of_exports(run_dir, notes)
     for path in sorted(folder.glob("registry/*.json")):
-        yield from _of_file(path)
+        yield from _of_file(path, notes)
 
 
-def _elsewhere(entries: list[dict[str, Any]], seen: set[Path]) -> Iterator[tuple[Path, Receipt]]:
+def _elsewhere(entries: list[dict[str, Any]], seen: set[Path], notes: list[str]) -> Iterator[tuple[Path, Receipt]]:
     """Yield (file, receipt) of the runs and registries that a log names, without the files that were seen."""
     for action, subject in sorted({(entry["action"], Path(entry["subject"])) for entry in entries}):
         if action in ("add", "promote") and subject not in seen:
-            yield from _of_file(subject)
+            yield from _of_file(subject, notes)
         elif action == "submit" and subject / "manifest.json" not in seen:
-            yield from _of_file(subject / "manifest.json")
+            yield from _of_file(subject / "manifest.json", notes)
         elif action == "export" and lineage.exports_of(subject) not in seen:
-            yield from _of_exports(subject)
+            yield from _of_exports(subject, notes)
 
 
-def _of_file(path: Path) -> Iterator[tuple[Path, Receipt]]:
-    """Yield (file, receipt) of each receipt in a file of JSON; none if there is no such file, or it is another's."""
+def _of_file(path: Path, notes: list[str]) -> Iterator[tuple[Path, Receipt]]:
+    """Yield (file, receipt) of each receipt in a file of JSON; none if there is no such file. Notes one that is unreadable."""
     try:
-        found = json.loads(path.read_text())
-    except (OSError, ValueError):
+        found = small_files.read(path, object)
+    except (OSError, RecipeError) as error:
+        notes.append(f"its receipts are unknown: {error}")
         return
     yield from ((path, receipt) for receipt in _within(found))
 
 
-def _of_exports(run_dir: Path) -> Iterator[tuple[Path, Receipt]]:
-    for line in lineage.read_exports(run_dir):
-        yield from ((lineage.exports_of(run_dir), receipt) for receipt in _within(line))
+def _of_exports(run_dir: Path, notes: list[str]) -> Iterator[tuple[Path, Receipt]]:
+    path = lineage.exports_of(run_dir)
+    try:
+        for line in lineage.read_exports(run_dir):
+            yield from ((path, receipt) for receipt in _within(line))
+    except (OSError, RecipeError) as error:
+        notes.append(f"its receipts are unknown: {error}")
 
 
 def _within(value: Any) -> Iterator[Receipt]:

@@ -29,11 +29,9 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Literal, get_args
 
-import yaml
-
 from launch import shared_files
 from launch.shared_files import Unusable
-from pipeline import secrets
+from pipeline import secrets, small_files
 from pipeline.config import Problem, RecipeError
 from pipeline.config.cluster import AUDIT_AUTO, AUDIT_NONE
 from pipeline.storage import user_name
@@ -150,9 +148,8 @@ def _record_refusal(error: RecipeError, run_dir: Path, given: str | None) -> Non
 def folder_of(run_dir: Path) -> Path | None:
     """Return the folder of the log of a run, by the recipe in its folder; None if `cluster.audit` is `none`."""
     try:
-        recipe = yaml.load((run_dir / "recipe.yaml").read_text(), Loader=getattr(yaml, "CSafeLoader", yaml.SafeLoader))
-        given = recipe["cluster"]["audit"]
-    except (OSError, ValueError, yaml.YAMLError, KeyError, TypeError):  # a run of an earlier version, or no run
+        given = small_files.read_yaml(run_dir / "recipe.yaml")["cluster"]["audit"]
+    except (OSError, RecipeError, KeyError, TypeError):  # a run of an earlier version, or no run
         given = AUDIT_AUTO
     return folder_for(given, run_dir)
 

@@ -31,7 +31,7 @@ from launch.command_line import Key
 from launch.executors.record import read_record
 from launch.run_folder import RunFolder
 from launch.slurm_client import SlurmError
-from pipeline import environment_names, secrets
+from pipeline import environment_names, secrets, small_files, user_files
 from pipeline.config import Problem, RecipeError
 
 PATTERNS = (
@@ -45,6 +45,8 @@ PATTERNS = (
 """Files of a run folder that a bundle holds. A file that no pattern names stays out."""
 LONGEST = 1 << 20
 """Bytes of a log that a bundle keeps: half of them from its beginning, half from its end."""
+ALL_OF_METRICS = 1 << 27
+"""Bytes of metrics.jsonl that a bundle keeps: those of a million steps."""
 COMMAND_S = 10.0
 """Seconds that a command that describes this machine may take."""
 ASSIGNED = re.compile(rf"\b({secrets.NAMES.pattern})(['\"]?\s*[=:]\s*['\"]?)[^\s,'\"]+")
@@ -86,7 +88,7 @@ def contents(run: RunFolder) -> Iterator[tuple[str, str]]:
         if path == run.folder / "recipe.yaml":
             text = environment_names.recipe_text(run.folder)
         else:
-            text = path.read_text(errors="replace") if path.name == "metrics.jsonl" else _ends(path)
+            text = _ends(path, ALL_OF_METRICS if path.name == "metrics.jsonl" else LONGEST)
             text = environment_names.masked(run.folder, text)
         yield str(path.relative_to(run.folder)), redacted(text, values)
     yield "files.txt", _listing(run.folder)
@@ -100,18 +102,18 @@ def redacted(text: str, values: dict[str, str]) -> str:
 
 def _own_secret(folder: Path) -> list[str]:
     path = folder / ".secret"
-    text = path.read_text(errors="replace").strip() if path.exists() else ""
+    text = (small_files.read_text(path) or "").strip()
     return [text] if text else []
 
 
-def _ends(path: Path) -> str:
-    """Return a file's text, without the middle of one that is longer than LONGEST."""
+def _ends(path: Path, longest: int) -> str:
+    """Return a file's text, without the middle of one that is longer than `longest` bytes."""
     size = path.stat().st_size
-    with path.open("rb") as file:
-        if size <= LONGEST:
+    with user_files.open_file(path) as file:
+        if size <= longest:
             return file.read().decode(errors="replace")
-        head = file.read(LONGEST // 2).rpartition(b"\n")[0]
-        file.seek(size - LONGEST // 2)
+        head = file.read(longest // 2).rpartition(b"\n")[0]
+        file.seek(size - longest // 2)
         tail = file.read().partition(b"\n")[2]
     missing = size - len(head) - len(tail)
     return f"{head.decode(errors='replace')}\n[... {missing:,} bytes left out ...]\n{tail.decode(errors='replace')}"

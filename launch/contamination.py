@@ -24,9 +24,8 @@ from launch.evaluations import folder as evaluations
 from launch.evaluations import sources
 from launch.evaluations.folder import CONTAMINATION, EvaluationFolder
 from launch.evaluations.overlap import WORDS, OverlapSearch
-from launch.executors.base import write_json
 from launch.units import plural
-from pipeline import config
+from pipeline import config, small_files
 from pipeline.config import Problem, Recipe, RecipeError, section, training_sets
 from pipeline.data.datasets import load_split
 from pipeline.evaluation import data
@@ -68,7 +67,7 @@ def execute(request: ContaminationRequest) -> int:
         message = "the evaluation is not of a run; expected run=RUN_DIR, whose training data are searched"
         raise RecipeError(Problem("run", "missing-value", message))
     result = contamination(evaluation, run, request.words)
-    write_json(request.evaluation / CONTAMINATION, result)
+    small_files.write(request.evaluation / CONTAMINATION, result)
     for name, task in result["tasks"].items():
         print(_line(name, task))
     print(f"written: {request.evaluation / CONTAMINATION}")

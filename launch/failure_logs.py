@@ -13,6 +13,7 @@ from pathlib import Path
 from launch.attempts import AttemptFolder
 from launch.executors.base import REPORT
 from launch.run_folder import RunFolder
+from pipeline import small_files, user_files
 from pipeline.config import RecipeError
 
 ENDED_WITH_ANOTHER = re.compile(r"exit code 12[34]\b")
@@ -71,11 +72,12 @@ def failed_log(attempt: AttemptFolder) -> Path | None:
 def _failed_step(attempt: AttemptFolder) -> tuple[str | None, int, list[str]]:
     """Return (component, its first rank, srun's lines) of the step that failed first; (None, 0, []) if none did."""
     try:
-        component, first_rank = (attempt.folder / "failed_step").read_text().split()
-    except (FileNotFoundError, ValueError):
+        component, number = (small_files.read_text(attempt.folder / "failed_step") or "").split()
+        first_rank = int(number)
+    except ValueError:
         return None, 0, []
     log = srun_log(attempt, component)
-    return component, int(first_rank), tail(log).splitlines() if log.exists() else []
+    return component, first_rank, tail(log).splitlines() if log.exists() else []
 
 
 def srun_log(attempt: AttemptFolder, component: str) -> Path:
@@ -123,6 +125,6 @@ def log_with_traceback(run_dir: Path, logs: list[Path]) -> Path | None:
 
 def tail(log: Path) -> str:
     """Return the last TAIL_BYTES of a log."""
-    with open(log, "rb") as file:
+    with user_files.open_file(log) as file:
         file.seek(max(0, file.seek(0, 2) - TAIL_BYTES))
         return file.read().decode(errors="replace")

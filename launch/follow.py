@@ -6,7 +6,6 @@ The first failure of an attempt is shown as soon as its rank reports it, before 
 
 from __future__ import annotations
 
-import json
 import time
 from collections import deque
 from collections.abc import Callable, Mapping
@@ -21,7 +20,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from launch import startup_stages
+from launch import run_files, startup_stages
 from launch.attempts import AttemptFolder, all_attempts, of_job
 from launch.console import rich_console
 from launch.evaluations.progress import AnswerCounts, evaluates
@@ -209,8 +208,9 @@ class Follower:
         deadline = time.monotonic() + SETTLE_S
         while status.state in ("COMPLETED", "GONE") and not done.exists() and time.monotonic() < deadline:
             time.sleep(0.1)
-        if status.state in ("COMPLETED", "GONE") and done.exists():
-            what = "all answers" if evaluates(self.run_dir) else f"step {json.loads(done.read_text())['step']}"
+        record = run_files.completion(done) if status.state in ("COMPLETED", "GONE") else None
+        if record is not None:
+            what = "all answers" if evaluates(self.run_dir) else f"step {record['step']}"
             self._print(f"done: {what}, in {self.run_dir}", "green")
             return True
         first, *rest = failure(self.run_dir, self.job, status, self.printed)
@@ -226,11 +226,10 @@ def first_failure(attempt: AttemptFolder) -> list[str]:
     """Describe an attempt's failure.json, in lines: the rank, its traceback or the end of its log, the folder of logs."""
     first = attempt.failure
     assert first is not None, "the caller has seen failure.json"
-    where = ", ".join(f"{key} {first[key]}" for key in ("realm", "host", "verb", "phase") if first.get(key))
-    lines = [f"rank {first['rank']} ({where}): {first['message']}"]
+    lines = [f"rank {first['rank']} ({run_files.where(first)}): {first['message']}"]
     log = attempt.folder / f"rank{first['rank']:05d}.log"
-    if first.get("traceback"):
-        lines += [f"  {line}" for line in first["traceback"].splitlines()[-TRACEBACK_LINES:]]
+    if traceback := first.get("traceback"):
+        lines += [f"  {line}" for line in traceback.splitlines()[-TRACEBACK_LINES:]]
     elif log.exists() and tail(log):
         lines += log_end(log, RANK_LOG_LINES)
     if others := len(attempt.logs) - 1:
@@ -255,7 +254,7 @@ def failure(run_dir: Path, job: RunJob, status: JobStatus, printed: AbstractSet[
     if attempt and verdict.startswith("stop: ") and verdict[6:] not in status.reason:
         lines += [f"attempt {attempt.name}: {verdict[6:]}"]
     first = attempt.failure if attempt else None
-    lines += failed_step(run_dir / f"submitit/{job.job_id}_0_log.out", len(attempts), first["realm"] if first else None)
+    lines += failed_step(run_dir / f"submitit/{job.job_id}_0_log.out", len(attempts), first.get("realm") if first else None)
     logs = attempt.logs if attempt else []
     container_lines = container_failure(run_dir, attempt) if attempt else []
     lines += container_lines

@@ -6,7 +6,6 @@ too. launch/attempts.py has each attempt's end, launch/run_state.py the state of
 
 from __future__ import annotations
 
-import json
 import math
 import os
 from array import array
@@ -16,12 +15,12 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-import yaml
-
+from launch import run_files
 from launch.attempts import AttemptFolder, all_attempts
 from launch.audit_log import DENIED, recording_refusals
+from launch.run_files import Submission
 from launch.units import plural
-from pipeline import config, steer_files
+from pipeline import config, small_files, steer_files
 from pipeline.algorithms import ALGORITHMS
 from pipeline.config import ONLINE, Problem, Recipe, RecipeError, bound
 from pipeline.metrics import Reader
@@ -64,21 +63,17 @@ class RunFolder:
         except OSError as error:
             code = DENIED if isinstance(error, PermissionError) else "unreadable"
             raise RecipeError(Problem("run", code, f"{folder} cannot be read: {error.strerror}")) from None
-        except yaml.YAMLError:
-            message = f"{folder} is not a run folder: its recipe.yaml is not YAML"
-            raise RecipeError(Problem("run", "bad-format", message)) from None
         return run
 
     @cached_property
     def recipe(self) -> dict[str, Any]:
         """recipe.yaml as plain values, unchecked."""
-        return yaml.load((self.folder / "recipe.yaml").read_text(), Loader=getattr(yaml, "CSafeLoader", yaml.SafeLoader))
+        return small_files.read_yaml(self.folder / "recipe.yaml")
 
     @cached_property
-    def submissions(self) -> list[dict[str, Any]]:
+    def submissions(self) -> list[Submission]:
         """Entries of manifest.json, oldest first: time, user, host, command, Git commit, versions."""
-        path = self.folder / "manifest.json"
-        return json.loads(path.read_text()) if path.exists() else []
+        return run_files.submissions(self.folder)
 
     @cached_property
     def attempts(self) -> list[AttemptFolder]:

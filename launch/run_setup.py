@@ -19,7 +19,6 @@ import contextlib
 import dataclasses
 import fnmatch
 import getpass
-import json
 import os
 import platform
 import re
@@ -33,12 +32,13 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from launch import folder_lock, slurm_client
+from launch import folder_lock, run_files, slurm_client
 from launch.code_state import code_state
 from launch.executors.allocation import batch_job
-from launch.executors.base import RunJob, write_json
+from launch.executors.base import RunJob
 from launch.executors.record import read_record
-from pipeline import config, environment_names, metrics, verification
+from launch.run_files import Completion
+from pipeline import config, environment_names, metrics, small_files, verification
 from pipeline import secrets as kept_secrets
 from pipeline.checkpoint import Checkpoints, version_problem
 from pipeline.config import Problem, Recipe, RecipeError, paths
@@ -120,6 +120,7 @@ def check(recipe: Recipe) -> None:
     run_dir = Path(recipe.run_dir).absolute()
     if (before := earlier(recipe)) is not None and (different := differences(before, recipe)):
         raise _refused("run-exists", f"{run_dir} holds another recipe:\n      {_how_to_continue(before, recipe, different)}")
+    run_files.submissions(run_dir, "run_dir")  # which the submission will add to
     complete = Checkpoints(run_dir, "", recipe.checkpointing).all()
     if complete:
         if problem := version_problem(complete[-1], recipe):
@@ -300,10 +301,10 @@ def _make_secret(path: Path) -> None:
     write_durably(path, secrets.token_hex(32) + "\n", mode=0o600)
 
 
-def completion(run_dir: Path) -> dict[str, Any] | None:
+def completion(run_dir: Path) -> Completion | None:
     """Return the done.json of a complete training; None if it is not complete. An evaluation does not complete training."""
     for path in (run_dir / TRAINED, run_dir / "done.json"):
-        if path.exists() and not (record := json.loads(path.read_text())).get("evaluation"):
+        if (record := run_files.completion(path, "run_dir")) is not None and not record.get("evaluation"):
             return record
     return None
 
@@ -342,8 +343,6 @@ def append_manifest(
 
     origin: what `launch/origin.py` found before the submission: code, recipe, images, and the receipt of its audit line.
     """
-    path = run_dir / "manifest.json"
-    entries = json.loads(path.read_text()) if path.exists() else []
     entry = {
         "time": datetime.now(UTC).isoformat(timespec="seconds"),
         "user": getpass.getuser(),
@@ -356,7 +355,7 @@ def append_manifest(
         "python": platform.python_version(),
         "versions": {name: _version(name) for name in ("hetstep", "torch", "vllm", "transformers", "submitit")},
     }
-    write_json(path, [*entries, entry])
+    small_files.write(run_dir / "manifest.json", [*run_files.submissions(run_dir), entry])
 
 
 def _version(package: str) -> str | None:

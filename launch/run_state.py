@@ -6,13 +6,12 @@ Queries have a time limit. If the job cannot be queried (another machine's, no s
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Literal
 
-from launch import slurm_client
+from launch import run_files, slurm_client
 from launch.executors import slurm
 from launch.executors.record import JobRecord, read_record
 from launch.run_folder import RunFolder
@@ -88,10 +87,8 @@ def _state(run: RunFolder) -> RunState:
 
 def _why_early(run: RunFolder) -> str:
     """Return why a complete run stopped early; "" if it did not, or is not complete."""
-    try:
-        return json.loads((run.folder / "done.json").read_text()).get("early_stop", "")
-    except (FileNotFoundError, json.JSONDecodeError):
-        return ""
+    done = run_files.completion(run.folder / "done.json")
+    return (done or {}).get("early_stop") or ""
 
 
 def _state_from_folder(run: RunFolder, no_answer: str, job: str) -> RunState:

@@ -5,7 +5,6 @@ They come from the manifest and from the latest attempt's `started` and startup.
 
 from __future__ import annotations
 
-import json
 import re
 import time
 from collections.abc import Iterable
@@ -14,6 +13,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
+from launch import run_files
 from launch.attempts import AttemptFolder, latest
 from launch.units import seconds
 
@@ -41,8 +41,7 @@ class Stage:
 
 def stages(run_dir: Path) -> list[Stage]:
     """Return the stages of the last submission's latest attempt, oldest first; [] if nothing was submitted."""
-    manifest = run_dir / "manifest.json"
-    if not manifest.exists() or not (entries := json.loads(manifest.read_text())):
+    if not (entries := run_files.submissions(run_dir)):
         return []
     entry, waited, attempt = entries[-1], [], latest(run_dir)
     submitted = datetime.fromisoformat(entry["time"]).timestamp()

@@ -19,7 +19,7 @@ from typing import Annotated, Any
 if __name__ == "__main__":
     sys.path[0] = str(Path(__file__).resolve().parent.parent)  # replaces launch/, so that no installed package is needed
 
-from launch import command_line, console, resources, run_summary
+from launch import command_line, console, resources, run_files, run_summary
 from launch.board import Board
 from launch.command_line import Key
 from launch.run_folder import RunFolder, find
@@ -347,7 +347,7 @@ def _starts(attempts: list[dict[str, Any]], goes_on: bool) -> Iterator[Row]:
         for node, why in each["bad_nodes"].items():
             yield _row_of("", f"   bad node {node}: {why}")
         if each["failure"] and not latest:  # the latest failure is shown in full
-            yield _row_of("", f"   rank {each['failure']['rank']}: {each['failure']['message'].strip().splitlines()[-1]}")
+            yield _row_of("", f"   rank {each['failure']['rank']}: {run_files.last_line(each['failure'])}")
 
 
 # ---- numbers for people -------------------------------------------------------------------------------------------------

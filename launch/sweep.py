@@ -11,7 +11,6 @@ Imports neither torch nor transformers, so it starts fast on a login node.
 
 from __future__ import annotations
 
-import json
 import os
 import sys
 import time
@@ -134,7 +133,7 @@ def begin(request: SweepRequest) -> int:
             folder.begin(loaded.suite, plan)
         if request.update_baseline:
             folder.request_baseline(True)
-        if (over := _verdict(folder)) and not request.update_baseline:
+        if (over := verdict.read(folder.path)) and not request.update_baseline:
             print(f"{over['summary']}\n{folder.path} is complete; id=NAME begins another sweep")
             return 0 if over["passed"] else 1
         print(f"{folder.title}: {len(folder.plan.jobs)} jobs, in {folder.path}", flush=True)
@@ -194,7 +193,7 @@ def check(path: Path, update_baseline: bool, own: str | None) -> int:
             return search.report(folder)
         if update_baseline:
             folder.request_baseline(True)
-        if executor == "slurm" and not _verdict(folder) and _submit(folder, own):
+        if executor == "slurm" and not verdict.read(folder.path) and _submit(folder, own):
             return 0
         return report(folder)
 
@@ -224,21 +223,16 @@ def print_result(result: SweepResult) -> None:
     print(f"{result.summary}\n{result.folder}/report.html", flush=True)
 
 
-def _verdict(folder: SweepFolder) -> dict | None:
-    path = folder.path / "verdict.json"
-    return json.loads(path.read_text()) if path.exists() else None
-
-
 def follow(folder: SweepFolder) -> int:
     """Wait until a check has written the verdict, and return the exit status."""
     printed: dict[str, str] = {}
-    while not (over := _verdict(folder)):
+    while not (over := verdict.read(folder.path)):
         queue = Queue("slurm")
         job_states = folder.job_states(queue)
         submission.print_changes(job_states, printed)
-        if not folder.check_job(queue) and not _verdict(folder):
+        if not folder.check_job(queue) and not verdict.read(folder.path):
             time.sleep(POLL_S)  # it may have submitted the next check, or be writing the verdict
-            if not folder.check_job(Queue("slurm")) and not _verdict(folder):
+            if not folder.check_job(Queue("slurm")) and not verdict.read(folder.path):
                 print(f"error: the check ended without a verdict: {folder.path}/check.log", file=sys.stderr)
                 return 1
         time.sleep(POLL_S)

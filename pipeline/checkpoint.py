@@ -21,6 +21,7 @@ ranks write nothing: a refit restores their weights, each request has its own se
 from __future__ import annotations
 
 import contextlib
+import errno
 import hashlib
 import json
 import logging
@@ -34,12 +35,14 @@ from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NotRequired, TypedDict
 
-from pipeline import digests, encryption, lineage, storage
+from pipeline import digests, encryption, lineage, small_files, storage
 from pipeline.algorithms import build
 from pipeline.config import CheckpointingConfig, Problem, Recipe, TimeoutsConfig, uses_megatron
 from pipeline.encryption import EncryptionKey
+from pipeline.problems import RecipeError
+from pipeline.small_files import Count
 from pipeline.storage import RetryPolicy, append, retrying, sync, write_durably
 
 logger = logging.getLogger(__name__)
@@ -125,7 +128,11 @@ class Checkpoints:
         told = [(path.stat().st_mtime, path) for path in self._folder.parent.glob("attempts/*/progress")]
         if told:
             when, path = max(told)
-            folder = self._folder / _name(int(path.read_text()))
+            try:
+                folder = self._folder / _name(small_files.read(path, int) or 0)
+            except (RecipeError, OSError) as error:  # a crash has cut it
+                logger.warning("the latest checkpoint is looked for without %s: %s", path, error)
+                return
             try:
                 storage.wait_for(folder, max(0.0, storage.SEEN_S - (time.time() - when)))
             except storage.StorageError as error:
@@ -273,12 +280,11 @@ def storage_timeout_s(timeouts: TimeoutsConfig) -> float:
 
 def kept(run_dir: Path) -> str:
     """Return a sentence about the part of a run that is safe. Callable on any rank."""
-    with contextlib.suppress(OSError):
+    with contextlib.suppress(OSError, RecipeError):
         complete = complete_in(run_dir / "checkpoints")
         checkpoint = f"the checkpoint of step {complete[-1].step}, the last complete one" if complete else "no checkpoint yet"
-        path = run_dir / "metrics.jsonl"
-        lines = path.read_bytes().split(b"\n")[:-1] if path.exists() else []  # an incomplete last line does not count
-        metrics = f"the metrics to step {json.loads(lines[-1])['step']}" if lines else "no metrics yet"
+        steps = [line["step"] for line in small_files.lines(run_dir / "metrics.jsonl", dict[str, Any])]
+        metrics = f"the metrics to step {steps[-1]}" if steps else "no metrics yet"
         return f"Kept: {checkpoint}, and {metrics}"
     return "What is kept cannot be seen from here"
 
@@ -355,8 +361,20 @@ def incomplete(folder: Path) -> str | None:
 
 def read_record(folder: Path) -> Checkpoint:
     """Return the checkpoint in a folder without a look at its files. Raises OSError, ValueError."""
-    record = json.loads((folder / COMPLETE).read_text())
-    return Checkpoint(folder, record["step"], record["metric"], record["state"], record.get("version", 1), record)
+    found = small_files.read(folder / COMPLETE, _Record)
+    if found is None:
+        raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(folder / COMPLETE))
+    return Checkpoint(folder, found["step"], found["metric"], found["state"], found.get("version", 1), dict(found))
+
+
+class _Record(TypedDict):
+    """complete.json."""
+
+    step: Count
+    metric: float | None
+    state: dict[str, Any]
+    files: dict[str, int]  # sizes, by path within the folder
+    version: NotRequired[int]
 
 
 def _complete(folder: Path) -> Checkpoint:
@@ -368,6 +386,10 @@ def _complete(folder: Path) -> Checkpoint:
         sizes = {name: status.st_size for name, status in zip(files, found, strict=True)}
     except FileNotFoundError as error:
         raise IncompleteCheckpoint(f"{Path(error.filename).name}: got no such file; expected it") from None
+    except OSError as error:
+        if error.errno not in (errno.EISDIR, errno.EINVAL, errno.ELOOP, errno.ENOTDIR):
+            raise
+        raise IncompleteCheckpoint(f"{Path(error.filename).name}: got no regular file; expected one") from None
     except (ValueError, KeyError, TypeError):  # zeros or a part of it, after a power cut
         raise IncompleteCheckpoint(f"{COMPLETE}: got no record of a checkpoint; expected the one that the run wrote") from None
     if wrong := next((name for name, size in files.items() if sizes[name] != size), None):

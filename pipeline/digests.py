@@ -12,10 +12,13 @@ from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+from pipeline import user_files
 from pipeline.encryption import EncryptionKey, Encryptor
 from pipeline.storage import sync, write_durably
 
 MANIFEST = "digests.sha256"
+LONGEST = 64 << 20
+"""Bytes of a list, at most: of half a million files."""
 PIECE = 8 << 20
 """Bytes that are hashed in one thread while they are written in another."""
 READERS = 4
@@ -110,7 +113,10 @@ def write_manifest(folder: Path, digests: Mapping[str, str]) -> str:
 
 def read_manifest(folder: Path) -> tuple[dict[str, str], str]:
     """Return (digest by path within the folder, digest of the list itself). Raises OSError, and ValueError for another form."""
-    content = (folder / MANIFEST).read_bytes()
+    with user_files.open_file(folder / MANIFEST) as file:
+        content = file.read(LONGEST + 1)
+    if len(content) > LONGEST:
+        raise ValueError(f"{folder / MANIFEST}: got more than {LONGEST:,} bytes; expected a list of files")
     text, digests = content.decode(errors="replace"), {}
     for number, line in enumerate(text.removesuffix("\n").split("\n") if text else (), 1):
         digest, mark, name = line.partition("  ")

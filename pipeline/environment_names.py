@@ -11,8 +11,6 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from pipeline import small_files, storage
 from pipeline.config import config_tree, yaml_text
 from pipeline.config.config_tree import ConfigValue
@@ -42,8 +40,9 @@ def named(run_dir: Path, recipe: dict[str, Any]) -> dict[str, Any]:
 
 def recipe_text(run_dir: Path) -> str:
     """Return the text of recipe.yaml with names in place of values from the environment. Raises OSError."""
-    text = (run_dir / "recipe.yaml").read_text(errors="replace")
-    return yaml_text.dump(named(run_dir, _plain(text))) if (run_dir / FILE).exists() else text
+    if _texts(run_dir):
+        return yaml_text.dump(named(run_dir, _plain(run_dir)))
+    return small_files.read_text(run_dir / "recipe.yaml", longest=small_files.LONGEST_YAML) or ""
 
 
 def recipe_file(run_dir: Path) -> Path:
@@ -60,7 +59,7 @@ def masked(run_dir: Path, text: str) -> str:
     """Return any text of a run with names in place of values from the environment that have at least SHORTEST characters."""
     if not (texts := _texts(run_dir)):
         return text
-    tree = config_tree.from_plain(_plain((run_dir / "recipe.yaml").read_text(errors="replace")), None)
+    tree = config_tree.from_plain(_plain(run_dir), None)
     values: dict[str, str] = {}
     for key, written in sorted(texts.items(), key=lambda item: "oc.env" in str(item[1])):  # rather a name than a reference
         node = tree.find(key)
@@ -75,6 +74,6 @@ def _texts(run_dir: Path) -> dict[str, Any]:
     return small_files.read(run_dir / FILE, dict[str, Any]) or {}
 
 
-def _plain(text: str) -> dict[str, Any]:
-    found = yaml.load(text, getattr(yaml, "CSafeLoader", yaml.SafeLoader))
+def _plain(run_dir: Path) -> dict[str, Any]:
+    found = small_files.read_yaml(run_dir / "recipe.yaml")
     return found if isinstance(found, dict) else {}

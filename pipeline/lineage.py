@@ -23,10 +23,11 @@ import uuid
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NotRequired, TypedDict
 
-from pipeline import user_files
-from pipeline.storage import open_own, write_durably
+from pipeline import small_files, user_files
+from pipeline.problems import RecipeError
+from pipeline.storage import open_own
 
 logger = logging.getLogger(__name__)
 
@@ -56,6 +57,78 @@ class FileState:
         """Return the state of a file, that of the target of a link. Raises OSError."""
         status = path.stat()
         return cls(str(path), status.st_size, status.st_mtime_ns, status.st_ino)
+
+
+class InputEntry(TypedDict):
+    """An entry of inputs.json; launch/ancestry/inputs.py describes it."""
+
+    key: str
+    role: str
+    name: str
+    path: str | None
+    origin: dict[str, Any] | None  # as `origin_of` returns it
+    files: list[FileState]  # as plain values
+    arguments: NotRequired[dict[str, Any] | None]
+
+
+class Inputs(TypedDict, total=False):
+    """inputs.json; empty for a run of an earlier version."""
+
+    cache: str | None
+    inputs: list[InputEntry]
+
+
+class InputOrigin(TypedDict):
+    """An input of a run, as the lineage.json of an export names it."""
+
+    key: str
+    role: str
+    name: str
+    files: dict[str, str | None]  # name -> SHA-256
+    origin: dict[str, Any] | None
+
+
+class RunOrigin(TypedDict):
+    """The run that made a checkpoint or an export, in a lineage.json."""
+
+    id: str
+    name: str
+    algorithm: NotRequired[str]
+    git: NotRequired[dict[str, Any] | None]
+    recipe: NotRequired[str | None]
+    inputs: NotRequired[list[InputOrigin]]
+
+
+class CheckpointOrigin(TypedDict):
+    """The lineage.json of a checkpoint; of one of an earlier version only its path is known."""
+
+    kind: str
+    step: int
+    id: NotRequired[str | None]
+    path: NotRequired[str]
+    run: NotRequired[RunOrigin]
+
+
+class ExportOrigin(TypedDict):
+    """The lineage.json of an export."""
+
+    kind: str
+    id: str
+    step: int
+    files: dict[str, str]  # name -> SHA-256
+    checkpoint: CheckpointOrigin
+    run: RunOrigin
+    format: NotRequired[str]
+
+
+class ExportLine(TypedDict):
+    """A line of exports.jsonl. The checkpoint has no kind."""
+
+    id: str
+    step: int
+    path: str
+    files: dict[str, str]
+    checkpoint: dict[str, Any]
 
 
 class HashCache:
@@ -113,22 +186,26 @@ def read_hashes(path: Path, own: bool = False) -> Iterator[tuple[FileState, str]
     Lines that two writers have mixed are left out. own: read nothing from a file of another user, who could have put wrong
     hashes there.
     """
+    for line in _complete_lines(path, own):
+        with contextlib.suppress(RecipeError):
+            values = small_files.parsed(line, _Hashed, path)
+            yield FileState(values.path, values.size, values.mtime_ns, values.inode), values.sha256
+
+
+def _complete_lines(path: Path, own: bool = False) -> list[bytes]:
+    """Return the lines of a file that have their end; none if it cannot be read. own: nor if it is another user's."""
     try:
-        with open(open_own(path, os.O_RDONLY) if own else path, "rb") as file:
-            found = list(_complete_lines(file.read()))
-    except OSError:  # there is none, or it is another user's
-        return
-    for values in found:
-        with contextlib.suppress(KeyError):
-            yield FileState(values["path"], values["size"], values["mtime_ns"], values["inode"]), values["sha256"]
+        with open(open_own(path, os.O_RDONLY), "rb") if own else user_files.open_file(path) as file:
+            return list(small_files.whole_lines(file, path))
+    except (OSError, RecipeError):
+        return []
 
 
-def _complete_lines(content: bytes) -> Iterator[dict[str, Any]]:
-    """Yield the JSON object of each line that has its end. Lines that are none are left out."""
-    for line in content.split(b"\n")[:-1]:
-        with contextlib.suppress(ValueError):
-            if isinstance(values := json.loads(line), dict):
-                yield values
+@dataclass(frozen=True)
+class _Hashed(FileState):
+    """A line of a file of hashes."""
+
+    sha256: str
 
 
 def append_hash(path: Path, state: FileState, own: str) -> None:
@@ -177,17 +254,43 @@ def origin_of(path: Path) -> dict[str, Any] | None:
     """
     real = Path(os.path.realpath(path))
     for folder in (real, *list(real.parents)[:2]):
-        with contextlib.suppress(OSError, ValueError):
-            found = json.loads((folder / MARK).read_text())
-            if isinstance(found, dict) and found.get("kind") in KINDS:
+        with contextlib.suppress(OSError):
+            if found := read_origin(folder):
                 return found
-        with contextlib.suppress(OSError, ValueError, KeyError):
-            return {
-                "kind": "checkpoint",
-                "path": str(folder),
-                "step": json.loads((folder / "complete.json").read_text())["step"],
-            }
+        with contextlib.suppress(OSError, RecipeError):
+            if step := small_files.read(folder / "complete.json", _Step):
+                return {"kind": "checkpoint", "path": str(folder), "step": step.step}
     return None
+
+
+@dataclass(frozen=True)
+class _Step:
+    step: int
+
+
+def read_origin(folder: Path) -> dict[str, Any] | None:
+    """Return the contents of a folder's lineage.json; None if it has none, or one of another program.
+
+    Raises RecipeError for one of ours that is damaged, and OSError.
+    """
+    try:
+        found = small_files.read(folder / MARK, dict[str, Any])
+    except RecipeError:
+        return None
+    if found is None or found.get("kind") not in KINDS:
+        return None
+    return check_origin(found, folder / MARK)
+
+
+def check_origin(found: dict[str, Any], where: object) -> dict[str, Any]:
+    """Return the contents of a lineage.json. Raises RecipeError if they are not as this package writes them."""
+    small_files.checked(found, ExportOrigin if found.get("kind") == "export" else CheckpointOrigin, where)
+    if "run" not in found and "path" not in found:
+        raise small_files.damaged(where, "neither `run` nor `path`", "one of them")
+    for entry in found.get("run", {}).get("inputs", ()):
+        if entry["origin"]:
+            check_origin(entry["origin"], where)
+    return found
 
 
 # ---- a run --------------------------------------------------------------------------------------------------------------
@@ -198,24 +301,29 @@ def begin(run_dir: Path) -> str:
     if (found := run_id(run_dir)) is None:
         found = uuid.uuid4().hex
         (run_dir / FOLDER).mkdir(mode=0o700, exist_ok=True)
-        write_durably(run_dir / FOLDER / RUN, json.dumps({"id": found}) + "\n")
+        small_files.write(run_dir / FOLDER / RUN, {"id": found})
     return found
 
 
 def run_id(run_dir: Path) -> str | None:
     """Return a run's id; None for a run of an earlier version."""
-    try:
-        return json.loads((run_dir / FOLDER / RUN).read_text())["id"]
-    except (OSError, ValueError, KeyError):
-        return None
+    found = small_files.read(run_dir / FOLDER / RUN, _RunId)
+    return found.id if found else None
+
+
+@dataclass(frozen=True)
+class _RunId:
+    id: str
 
 
 def read_inputs(run_dir: Path) -> dict[str, Any]:
-    """Return inputs.json: {"cache": path or None, "inputs": [...]}; {} for a run of an earlier version."""
-    try:
-        return json.loads((run_dir / FOLDER / INPUTS).read_text())
-    except (OSError, ValueError):
-        return {}
+    """Return inputs.json; {} for a run of an earlier version. Raises RecipeError for a damaged file."""
+    path = run_dir / FOLDER / INPUTS
+    found = small_files.read(path, Inputs) or Inputs()
+    for entry in found.get("inputs", ()):
+        if entry["origin"]:
+            check_origin(entry["origin"], path)
+    return dict(found)
 
 
 def files_of(entry: dict[str, Any]) -> list[FileState]:
@@ -229,16 +337,15 @@ def exports_of(run_dir: Path) -> Path:
 
 
 def read_exports(run_dir: Path) -> Iterator[dict[str, Any]]:
-    """Yield the lines of a run's exports.jsonl, oldest first, without those that are incomplete; none if it cannot be read.
+    """Yield the lines of a run's exports.jsonl, oldest first, without those that are damaged; none if it cannot be read.
 
     path: of the export; within the run's folder if it is there, even if the folder was moved since.
     """
-    try:
-        content = exports_of(run_dir).read_bytes()
-    except (OSError, ValueError):
-        return
-    for line in _complete_lines(content):
-        yield line | {"path": str(run_dir / line["path"])} if isinstance(line.get("path"), str) else line
+    path = exports_of(run_dir)
+    for line in _complete_lines(path):
+        with contextlib.suppress(RecipeError):
+            values = small_files.parsed(line, ExportLine, path)
+            yield {**values, "path": str(run_dir / values["path"])}
 
 
 def mark_checkpoint(partial: Path, run_dir: Path, step: int, attempt: str) -> None:
@@ -250,7 +357,7 @@ def mark_checkpoint(partial: Path, run_dir: Path, step: int, attempt: str) -> No
     record = {"kind": "checkpoint", "id": own, "run": {"id": run, "name": run_dir.name}, "step": step, "attempt": attempt}
     for folder in (partial, partial / "hf"):
         if folder.is_dir():
-            write_durably(folder / MARK, json.dumps(record, indent=1) + "\n")
+            small_files.write(folder / MARK, record)
 
 
 class Hashing:
@@ -292,7 +399,7 @@ def hash_inputs(run_dir: Path, stop: Callable[[], bool] = lambda: False) -> Iter
     complete = [found(entry) for entry in known.get("inputs", ())]
     if complete != known.get("inputs", []):
         known["inputs"] = complete
-        write_durably(run_dir / FOLDER / INPUTS, json.dumps(known, indent=1) + "\n")
+        small_files.write(run_dir / FOLDER / INPUTS, known)
     cache = HashCache(Path(known["cache"]) if known.get("cache") else None)
     path = run_dir / FOLDER / HASHES
     done = {state for state, _ in read_hashes(path)}

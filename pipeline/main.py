@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import functools
-import json
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from pipeline import algorithms, config, node_checks, rpc, user_code, verification
+from pipeline import algorithms, config, node_checks, rpc, small_files, user_code, verification
 from pipeline.algorithms.base import OnlineAlgorithm
 from pipeline.attempt import Attempt
 from pipeline.checkpoint import Checkpoints, kept, storage_timeout_s
@@ -32,7 +31,7 @@ from pipeline.rollout import collectors
 from pipeline.rpc import RpcClient, RpcGroup
 from pipeline.scoring import Scoring
 from pipeline.startup import SETTING_UP, Startup
-from pipeline.storage import RetryPolicy, retrying, wait_for, write_durably
+from pipeline.storage import RetryPolicy, retrying, wait_for
 from pipeline.tracking import beside
 from pipeline.types import Prompt
 from pipeline.watchdog import Failure, Watchdog
@@ -203,4 +202,4 @@ def _evaluate(recipe: Recipe, run_dir: Path, world: World, client: RpcClient, ro
 
 def _write_done(run_dir: Path, record: dict[str, Any], retry: RetryPolicy) -> None:
     done = run_dir / "done.json"
-    retrying(lambda: write_durably(done, json.dumps(record)), "writing that the run is complete", done, retry)
+    retrying(lambda: small_files.write(done, record), "writing that the run is complete", done, retry)

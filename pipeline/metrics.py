@@ -14,13 +14,15 @@ import logging
 import math
 import os
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, BinaryIO, TypeVar
+from typing import TYPE_CHECKING, Any, BinaryIO, NotRequired, TypedDict, TypeVar
 
-from pipeline.config import LoggerConfig, Problem, RecipeError
+from pipeline import small_files, user_files
+from pipeline.config import LoggerConfig
 from pipeline.encryption import EncryptionKey, encrypt, is_encrypted, read_bytes
+from pipeline.small_files import Count, Moment
 from pipeline.storage import NO_RETRIES, SLOW_S, RetryPolicy, append, retrying, tell_slow, write_durably
 
 if TYPE_CHECKING:
@@ -37,6 +39,35 @@ RESOURCES = "resources/"
 """Prefix of the resource monitor's keys. They are not in the log, for there are many."""
 NOT_REPRODUCIBLE = ("time", "throughput/", "idle/", RESOURCES)
 """Prefixes of keys that differ from run to run; all others must not."""
+
+
+MEND = "Try to remove its line, or to restore the file from a copy"
+
+
+class StepLine(TypedDict):
+    """A line of metrics.jsonl: the other keys are metrics."""
+
+    step: Count
+    time: Moment
+
+
+class SaidTurn(TypedDict):
+    """A turn of an episode."""
+
+    said: str
+    told: str
+    said_tokens: NotRequired[Count]
+    told_tokens: NotRequired[Count]
+
+
+class RolloutLine(TypedDict):
+    """A line of a file of rollouts: the other keys are metrics of the rollout."""
+
+    prompt: str
+    completion: str
+    reward: float
+    completion_tokens: list[int]
+    turns: NotRequired[list[SaidTurn]]
 
 
 class Metrics:
@@ -186,18 +217,18 @@ class Reader:
 
     def lines(self) -> Iterator[dict[str, Any]]:
         """Yield the complete lines since the last call. Raises RecipeError for a line that is not a step."""
-        if not self._path.exists():
+        try:
+            opened = user_files.open_file(self._path)
+        except FileNotFoundError:
             return
-        with open(self._path, "rb") as file:
+        with opened as file:
             if (inode := os.fstat(file.fileno()).st_ino) != self._inode:  # a restarted run replaces the file
                 self._inode, self._given = inode, self._latest
                 self._offset = _last(file, self._steps) if self._steps else 0
             file.seek(self._offset)
-            for text in file:
-                if not text.endswith(b"\n"):  # incomplete
-                    return
+            for text in small_files.whole_lines(file, self._path):
                 self._offset += len(text)
-                line = _parsed(self._path, text, ("step", "time"))
+                line: dict[str, Any] = {**small_files.parsed(text, StepLine, self._path, remedy=MEND)}
                 if line["time"] > self._given:
                     self._latest = line["time"]
                     yield line
@@ -209,33 +240,23 @@ def read_rollouts(path: Path, key: Callable[[], EncryptionKey | None] = lambda: 
     key: is asked for the key if the file is encrypted. Raises RecipeError for a line that is not JSON, and if the key does not
     fit or the file is damaged.
     """
-    with open(path, "rb") as file:
+    with user_files.open_file(path) as file:
         encrypted = is_encrypted(file.read(8))
     content = read_bytes(path, key() if encrypted else None)
-    return [_parsed(path, text, ()) for text in content.splitlines(keepends=True) if text.endswith(b"\n")]
-
-
-def _parsed(path: Path, text: bytes, keys: Iterable[str]) -> dict[str, Any]:
-    try:
-        line = json.loads(text)
-        for key in keys:
-            line[key]
-    except (ValueError, KeyError, TypeError):
-        what = " or ".join(keys)
-        message = f"{path} holds a line that is not JSON{f' or has no {what}' if what else ''}: {text[:80]!r}"
-        raise RecipeError(Problem("run", "bad-format", message)) from None
-    return line
+    whole = (text for text in content.splitlines(keepends=True) if text.endswith(b"\n"))
+    return [dict(small_files.parsed(text, RolloutLine, path, remedy=MEND)) for text in whole]
 
 
 def _last(file: BinaryIO, lines: int) -> int:
-    """Return the offset of the last `lines` lines."""
+    """Return the offset of the last `lines` lines; of fewer if these are long."""
     size, looked = file.seek(0, os.SEEK_END), 65536
-    while True:
+    while looked < 2 * small_files.LONGEST:
         start = file.seek(max(0, size - looked))
         parts = file.read(size - start).split(b"\n")  # the last one is empty or incomplete
         if start == 0 or len(parts) > lines + 1:
             return size - len(b"\n".join(parts[-lines - 1 :]))
         looked *= 2
+    return start + len(parts[0]) + 1
 
 
 def read(path: Path) -> list[dict[str, Any]]:

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Annotated, Any, BinaryIO, TypeVar
 
 import msgspec
+import yaml
 
 from pipeline import storage, user_files
 from pipeline.problems import Problem, RecipeError
@@ -23,12 +24,14 @@ Value = TypeVar("Value")
 
 LONGEST = 32 << 20
 """Bytes of a file, or of one of its lines: JSON takes up to twenty times as much memory."""
-SHOWN = 80
-"""Characters of a line that an error repeats."""
+LONGEST_YAML = 4 << 20
+"""Bytes of a file of YAML, which takes a second a megabyte to read."""
 REMEDY = "Try to restore it from a copy, or to delete it"
 
-Moment = Annotated[float, msgspec.Meta(ge=0, le=1e11)]
-"""Unix seconds, at most those of the year 5138."""
+LAST_MOMENT = 1e11
+"""Unix seconds in the year 5138: a later time is none."""
+Moment = Annotated[float, msgspec.Meta(ge=0, le=LAST_MOMENT)]
+"""Unix seconds."""
 Count = Annotated[int, msgspec.Meta(ge=0, lt=1 << 53)]
 """A number of steps, ranks or tries."""
 
@@ -58,8 +61,8 @@ def read_text(path: Path, key: str = "run", longest: int = LONGEST, remedy: str 
 def read(path: Path, kind: type[Value], key: str = "run", remedy: str = REMEDY) -> Value | None:
     """Return the value of a file of JSON; None if there is no file.
 
-    kind: a dataclass, whose unknown keys are left out; or a type that msgspec knows, such as a TypedDict, whose unknown keys
-    stay. Raises RecipeError for a file that holds no such value, and OSError as `read_text`.
+    kind: a dataclass or a Struct, whose unknown keys are left out; or another type that msgspec knows, such as a TypedDict,
+    whose unknown keys stay. Raises RecipeError for a file that holds no such value, and OSError as `read_text`.
     """
     text = read_text(path, key, remedy=remedy)
     return None if text is None else parsed(text, kind, path, key, remedy)
@@ -73,11 +76,27 @@ def parsed(text: str | bytes, kind: type[Value], where: object, key: str = "run"
         cause = "nests too deeply" if isinstance(error, RecursionError) else error
         what = f"no JSON ({cause})" if text.strip() else "an empty file"
         raise damaged(where, what, "JSON", key, remedy) from None
+    return checked(value, kind, where, key, remedy)
+
+
+def checked(value: Any, kind: type[Value], where: object, key: str = "run", remedy: str = REMEDY) -> Value:
+    """Return a value as one of a type, as `read` does. Raises RecipeError."""
     try:
         converted = msgspec.convert(value, kind, str_keys=True)
     except msgspec.ValidationError as error:
-        raise damaged(where, f"JSON that this version cannot use ({error})", "what a run writes", key, remedy) from None
-    return converted if dataclasses.is_dataclass(kind) else value
+        raise damaged(where, f"values that this version cannot use ({error})", "what a run writes", key, remedy) from None
+    is_record = dataclasses.is_dataclass(kind) or (isinstance(kind, type) and issubclass(kind, msgspec.Struct))
+    return converted if is_record else value
+
+
+def read_yaml(path: Path, key: str = "run") -> Any:
+    """Return the plain values of a file of YAML, such as a run's recipe.yaml; None if there is no file. Raises as `read`."""
+    text = read_text(path, key, LONGEST_YAML)
+    try:
+        return None if text is None else yaml.load(text, Loader=getattr(yaml, "CSafeLoader", yaml.SafeLoader))
+    except (yaml.YAMLError, ValueError, RecursionError, OverflowError) as error:
+        cause = "it nests too deeply" if isinstance(error, RecursionError) else " ".join(str(error).split())
+        raise damaged(path, f"no YAML ({cause[:200]})", "YAML", key) from None
 
 
 def lines(path: Path, kind: type[Value], key: str = "run") -> Iterator[Value]:

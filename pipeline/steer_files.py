@@ -21,7 +21,10 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from pipeline.storage import NotOwn, RetryPolicy, append, open_own, retrying, sync
+from pipeline import small_files
+from pipeline.problems import RecipeError
+from pipeline.small_files import Count, Moment
+from pipeline.storage import NotOwn, RetryPolicy, open_own, retrying, sync
 
 FOLDER = "steer"
 ANSWERS = "steer.jsonl"
@@ -40,6 +43,16 @@ class ChangeRequest:
 
 
 @dataclass(frozen=True)
+class _Request:
+    """The contents of a request's file, whose name has its number."""
+
+    values: dict[str, Any]
+    user: str
+    host: str
+    time: Moment
+
+
+@dataclass(frozen=True)
 class KeyChange:
     """A key's change, as plain values."""
 
@@ -54,12 +67,12 @@ class ChangeAnswer:
     """The answer to a request."""
 
     request: int
-    step: int  # completed steps when it took effect: the next step is the first with the changes
+    step: Count  # completed steps when it took effect: the next step is the first with the changes
     changes: tuple[KeyChange, ...]  # empty if it was refused
     user: str
     host: str
-    asked: float  # unix seconds
-    time: float  # unix seconds
+    asked: Moment
+    time: Moment
     refused: str = ""  # why
 
 
@@ -105,12 +118,11 @@ def read_request(run_dir: Path, number: int) -> ChangeRequest:
     """Return a request. Raises ValueError if the file is no request of this user, FileNotFoundError if it was withdrawn."""
     path = path_of(run_dir, number)
     try:
-        with open(open_own(path, os.O_RDONLY)) as file:
-            found = json.loads(file.read())
-        values, user, host, asked = (found[name] for name in ("values", "user", "host", "time"))
-        return ChangeRequest(number, dict(values), str(user), str(host), float(asked))
-    except (NotOwn, KeyError, TypeError, ValueError) as error:
+        with open(open_own(path, os.O_RDONLY), "rb") as file:
+            found = small_files.parsed(file.read(small_files.LONGEST), _Request, path)
+    except (NotOwn, RecipeError) as error:
         raise ValueError(f"{path} is no request: {error}") from error
+    return ChangeRequest(number, found.values, found.user, found.host, found.time)
 
 
 def unanswered(run_dir: Path, given: Iterable[ChangeAnswer]) -> list[int]:
@@ -120,23 +132,14 @@ def unanswered(run_dir: Path, given: Iterable[ChangeAnswer]) -> list[int]:
 
 
 def answers(run_dir: Path) -> list[ChangeAnswer]:
-    """Return all answers, oldest first. A line that is not complete was interrupted, and counts as not written."""
-    try:
-        *lines, _ = (run_dir / ANSWERS).read_text().split("\n")
-    except FileNotFoundError:
-        return []
-    return [decode(json.loads(line)) for line in lines]
+    """Return all answers, oldest first, without one that was interrupted. Raises RecipeError for a damaged line."""
+    return list(small_files.lines(run_dir / ANSWERS, ChangeAnswer))
 
 
 def write_answer(run_dir: Path, answer: ChangeAnswer, retry: RetryPolicy) -> None:
     """Append an answer, which is on disk when this returns. Raises StorageError."""
     path = run_dir / ANSWERS
-
-    def work() -> None:
-        whole = path.read_bytes() if path.exists() else b""
-        append(path, whole.rfind(b"\n") + 1, (json.dumps(asdict(answer)) + "\n").encode())
-
-    retrying(work, "writing a change of the run", path, retry)
+    retrying(lambda: small_files.append(path, asdict(answer)), "writing a change of the run", path, retry)
 
 
 def decode(line: Mapping[str, Any]) -> ChangeAnswer:

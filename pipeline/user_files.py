@@ -30,7 +30,10 @@ KINDS = {
 
 def open_file(path: str | os.PathLike[str]) -> BinaryIO:
     """Open a regular file for reading; a link may lead to one. Raises OSError for anything else, and never waits for a pipe."""
-    _refuse_others(path, os.stat(path).st_mode)  # first, because opening a device can have effects
+    try:
+        _refuse_others(path, os.stat(path).st_mode)  # first, because opening a device can have effects
+    except ValueError as error:  # a name with a zero
+        raise OSError(errno.EINVAL, str(error), os.fspath(path)) from None
     descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC | os.O_NOCTTY)
     try:
         _refuse_others(path, os.fstat(descriptor).st_mode)  # it may have been replaced since

@@ -103,7 +103,7 @@ def test_a_reader_starts_at_one_of_the_last_steps(tmp_path, steps, width):
 @pytest.mark.parametrize("line", ["not JSON", "[]", '{"step": 1}', "\x00\x00"])
 def test_a_line_that_is_not_a_step_is_refused(tmp_path, line):
     (tmp_path / "metrics.jsonl").write_text(line + "\n")
-    with refused(("run", "bad-format")):
+    with refused(("run", "unreadable")):
         read(tmp_path / "metrics.jsonl")
 
 

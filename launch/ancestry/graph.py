@@ -19,7 +19,7 @@ from launch.evaluations import tables
 from launch.run_folder import DEEPEST, RunFolder, find
 from pipeline import checkpoint, lineage
 from pipeline.config import RecipeError
-from pipeline.lineage import FOLDER, HASHES, MARK, FileState
+from pipeline.lineage import FOLDER, HASHES, FileState
 
 Kind = Literal["data", "model", "prompt", "image", "run", "evaluation", "checkpoint", "export"]
 INSIDE = "evaluations/*/step_*/recipe.yaml"
@@ -83,10 +83,13 @@ def read(root: Path) -> Lineage:
     """Return the lineage of all runs below a folder."""
     found = Lineage(root)
     runs = [run for top in find(root, DEEPEST) for run in (top, *(path.parent for path in sorted(top.glob(INSIDE))))]
-    for run_dir in runs:
-        _add_outputs(found, run_dir)
-    for run_dir in runs:
-        _add_inputs(found, run_dir)
+    for add in (_add_outputs, _add_inputs):
+        for run_dir in runs:
+            try:
+                add(found, run_dir)
+            except (RecipeError, OSError) as error:  # a damaged file of one run does not hide the others
+                run = found.add(LineageNode(f"run:{os.path.realpath(run_dir)}", "run", run_dir.name, str(run_dir)))
+                run.facts["warning"] = str(error)
     return found
 
 
@@ -102,7 +105,7 @@ def _add_outputs(found: Lineage, run_dir: Path) -> None:
             own = lineage.origin_of(folder) or {}
             found.link(run, _checkpoint(found, own, run.label, str(folder)), "made by")
     for line in lineage.read_exports(run_dir):
-        record = _json(Path(line["path"]) / MARK) or line
+        record = lineage.read_origin(Path(line["path"])) or line
         made = _export(found, record, run.label, line["path"] if Path(line["path"]).exists() else None)
         origin = _checkpoint(found, line["checkpoint"], run.label, None)
         found.link(run, origin, "made by")
@@ -263,10 +266,3 @@ def _maker(found: Lineage, run: Mapping[str, Any]) -> LineageNode:
         node = _input(found, as_input, {name: own for name, own in entry["files"].items() if own})
         found.link(node, maker, entry["role"])
     return maker
-
-
-def _json(path: Path) -> Any:
-    try:
-        return json.loads(path.read_text())
-    except (OSError, ValueError):
-        return None

@@ -13,9 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from launch import audit_log
-from launch.executors.base import write_json
 from launch.model_files import hub_cache, model_folder
-from pipeline import config, lineage
+from pipeline import config, lineage, small_files
 from pipeline.algorithms.evaluate import TaskDataConfig
 from pipeline.config import DatasetConfig, Recipe, RecipeError
 from pipeline.config.data import NAMED_DATASETS
@@ -32,7 +31,7 @@ def write(recipe: Recipe, run_dir: Path) -> None:
     found = [each for each in of_recipe(recipe) if each not in before]
     folder = audit_log.folder_for(recipe.cluster.audit, run_dir) or run_dir.parent
     cache = folder / f".hashes-{os.geteuid()}.jsonl"
-    write_json(run_dir / FOLDER / INPUTS, {"cache": str(cache), "inputs": [*before, *found]})
+    small_files.write(run_dir / FOLDER / INPUTS, {"cache": str(cache), "inputs": [*before, *found]})
 
 
 def of_recipe(recipe: Recipe) -> Iterator[dict[str, Any]]:

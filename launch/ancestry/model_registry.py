@@ -9,21 +9,19 @@ one version of a name is in production. A file is replaced as a whole, under a l
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Any, Literal, TypedDict, get_args
 
 from launch import shared_files
 from launch.ancestry import graph, search
 from launch.audit_log import Action, as_record, folder_for, record
 from launch.evaluations import tables
-from launch.executors.base import write_json
 from launch.shared_files import Unusable
-from pipeline import lineage
+from pipeline import lineage, small_files
 from pipeline.config import Problem, RecipeError
 from pipeline.config.cluster import AUDIT_AUTO
 from pipeline.config.data import NAME
@@ -34,6 +32,27 @@ from pipeline.verification import WITHOUT_DIGEST
 Stage = Literal["candidate", "production", "retired"]
 STAGES: tuple[str, ...] = get_args(Stage)
 LOCK_S = 30.0
+
+
+class _Score(TypedDict):
+    task: str
+    value: float | None
+
+
+class _Version(TypedDict):
+    version: int
+    stage: Stage
+    export: str
+    id: str
+    run: str
+    step: int
+    scores: list[_Score]
+    files: dict[str, str]  # name -> SHA-256
+    history: list[dict[str, Any]]
+
+
+class _Versions(TypedDict):
+    versions: list[_Version]
 
 
 @dataclass(frozen=True)
@@ -49,13 +68,8 @@ class Registry:
 
     def versions(self, name: str) -> list[dict[str, Any]]:
         """Return the versions of a name, oldest first; [] if there are none. Raises RecipeError for a damaged file."""
-        path = self.folder / f"{name}.json"
-        try:
-            return json.loads(path.read_text())["versions"]
-        except FileNotFoundError:
-            return []
-        except (ValueError, KeyError, TypeError) as error:
-            raise RecipeError(Problem("name", "unreadable", f"{path} is not a file of a registry: {error}")) from None
+        found = small_files.read(self.folder / f"{name}.json", _Versions, "name", "Try to restore it from a copy")
+        return [dict(each) for each in found["versions"]] if found else []
 
     def version(self, name: str, number: int | None = None) -> dict[str, Any]:
         """Return a version of a name; None: the one in production, else the latest. Raises RecipeError if there is none."""
@@ -140,7 +154,7 @@ class Registry:
             root = folder_for(self.audit, self.folder)
             receipt = record(action, path, {**details, "version": own["version"]}, root) if root else None
             own["history"].append({**_now(), "stage": own["stage"], "audit": as_record(receipt)})
-            write_json(path, {"name": name, "versions": versions})
+            small_files.write(path, {"name": name, "versions": versions})
         return own
 
     @contextlib.contextmanager
@@ -160,13 +174,8 @@ def _now() -> dict[str, str]:
 
 def read_export(folder: Path) -> dict[str, Any]:
     """Return the lineage.json of an exported model. Raises RecipeError if the folder has none."""
-    try:
-        found = json.loads((folder / MARK).read_text())
-    except FileNotFoundError:
-        found = {}
-    except (OSError, ValueError) as error:
-        raise RecipeError(Problem("export", "unreadable", f"{folder / MARK} cannot be read: {error}")) from None
-    if found.get("kind") != "export":
+    found = lineage.read_origin(folder)
+    if found is None or found["kind"] != "export":
         why = f"got {folder}, which has no {MARK} of an export; expected a folder that `python launch/export.py` wrote"
         raise RecipeError(Problem("export", "file-not-found", why))
     return found

@@ -14,11 +14,11 @@ from launch.ancestry.inputs import content, is_weights
 from launch.audit_log import Receipt, as_record
 from launch.run_folder import RunFolder
 from launch.shared_files import Unusable
-from pipeline import digests, lineage
+from pipeline import digests, lineage, small_files
 from pipeline.checkpoint import Checkpoint
 from pipeline.config import Problem, RecipeError
 from pipeline.lineage import FOLDER, HASHES, MARK, HashCache
-from pipeline.storage import append, write_durably
+from pipeline.storage import append
 from pipeline.verification import WITHOUT_DIGEST
 
 LOCK_S = 60.0
@@ -46,7 +46,7 @@ def write(run_dir: Path, checkpoint: Checkpoint, folder: Path, form: str, receip
         "run": of_run(run_dir),
         "files": files,
     }
-    write_durably(folder / MARK, json.dumps(record, indent=1) + "\n")
+    small_files.write(folder / MARK, record)
     line = {key: record[key] for key in ("id", "format", "step", "time", "files")}
     kept = record["checkpoint"] if origin.get("id") else {"path": str(checkpoint.folder), "step": checkpoint.step}
     folder, run_dir = folder.absolute(), run_dir.absolute()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
@@ -185,4 +185,5 @@ def registry(folder: str | os.PathLike[str] = "runs/registry", *, audit: str = A
 
 
 def _version(name: str, values: Mapping[str, Any]) -> ModelVersion:
-    return ModelVersion(name=name, **values)
+    known = {each.name for each in fields(ModelVersion)} - {"name"}
+    return ModelVersion(name=name, **{key: values[key] for key in known})

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import subprocess
 import sys
@@ -30,6 +29,7 @@ from launch.sweeps.folder import PROBE_S, SweepFolder
 from launch.sweeps.jobs import jobs_of
 from launch.sweeps.queue import Queue
 from launch.sweeps.suite import LoadedSuite
+from launch.sweeps.verdict import read as read_verdict
 from pipeline.config import Problem, RecipeError
 
 LOG = "sweep.log"
@@ -94,10 +94,8 @@ class SweepRun:
 
     def verdict(self) -> SweepVerdict | None:
         """Return the verdict; None before the gates are checked."""
-        path = self.folder / "verdict.json"
-        if self._submits() or not path.exists():  # a process that continues a sweep judges it anew
+        if self._submits() or (found := read_verdict(self.folder)) is None:  # a process that continues a sweep judges it anew
             return None
-        found = json.loads(path.read_text(encoding="utf-8"))
         return SweepVerdict(found["passed"], found["summary"], found["verdicts"])
 
     def log(self) -> list[str]:

@@ -7,7 +7,6 @@ follow.json there. Its output is in RUN_DIR/evaluations/follow.log.
 from __future__ import annotations
 
 import fcntl
-import json
 import os
 import shlex
 import socket
@@ -19,7 +18,8 @@ from typing import Any
 from launch import audit_log
 from launch.detached import start_detached
 from launch.evaluations.sources import FOLDER
-from launch.executors.base import ROOT, write_json
+from launch.executors.base import ROOT
+from pipeline import small_files
 from pipeline.config import ClusterConfig, ComponentConfig, Problem, RecipeError, config_tree
 from pipeline.config.config_tree import ConfigMapping, ConfigValue
 from pipeline.config.schema import EvaluationConfig
@@ -87,13 +87,21 @@ def is_followed(suite_folder: Path) -> bool:
 def write_record(suite_folder: Path, request: FollowRequest, failed: dict[int, str]) -> None:
     """Write follow.json. failed: why the evaluation of a step was given up, by step."""
     record = {"pid": os.getpid(), "host": socket.gethostname(), "period": request.period, "failed": failed}
-    write_json(suite_folder / RECORD, record)
+    small_files.write(suite_folder / RECORD, record)
 
 
-def read_record(suite_folder: Path) -> dict[str, Any]:
-    """Return follow.json; {} before a follower has begun."""
-    path = suite_folder / RECORD
-    return json.loads(path.read_text()) if path.exists() else {}
+@dataclass(frozen=True)
+class FollowRecord:
+    """What is read of follow.json."""
+
+    pid: int | None = None
+    host: str | None = None
+    failed: dict[int, str] = field(default_factory=dict)  # why the evaluation of a step was given up, by step
+
+
+def read_record(suite_folder: Path) -> FollowRecord | None:
+    """Return follow.json; None before a follower has begun. Raises RecipeError for a damaged file."""
+    return small_files.read(suite_folder / RECORD, FollowRecord)
 
 
 def start(request: FollowRequest, name: str) -> str:

@@ -65,7 +65,7 @@ def compare_task(before: EvaluationFolder, after: EvaluationFolder, task: str, m
     moved = sorted((question for question, change in changes.items() if change), key=lambda each: (-abs(changes[each]), each))
     by_question = [_by_question(each.answers(task)) for each in (before, after)] if moved else [{}, {}]
     changed = [ChangedQuestion(each, by_question[0][each], by_question[1][each], changes[each]) for each in moved]
-    found = difference(first, second, is_lower_better(metric))
+    found = difference(first, second, is_lower_better(metric), exponential=metric.endswith("perplexity"))
     unpaired = len(first.keys() ^ second.keys())
     return TaskComparison(task, metric, found, changed, unpaired, [*_warnings(before, after, task, found, unpaired)])
 

@@ -6,23 +6,39 @@ RUN_DIR/                                   the run itself, if it is an evaluatio
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any
-
-import yaml
+from typing import Any, NotRequired, TypedDict
 
 from launch import run_keys
 from launch.evaluations import sources, tables
-from pipeline.config import Problem, RecipeError
+from pipeline import small_files
+from pipeline.config import RecipeError
 from pipeline.evaluation.answers import FOLDER, read_answers
 from pipeline.evaluation.base import Answer
 from pipeline.evaluation.scores import VALUES
 
 CONTAMINATION = "contamination.json"
+
+
+class _CleanScores(TypedDict):
+    all: tables.MetricScore
+    clean: tables.MetricScore
+    flagged: tables.MetricScore
+
+
+class _SearchedTask(TypedDict):
+    """A task of contamination.json; without scores if its questions cannot be read."""
+
+    flagged: NotRequired[int]
+    questions: NotRequired[int]
+    scores: NotRequired[_CleanScores]
+
+
+class _Contamination(TypedDict):
+    tasks: dict[str, _SearchedTask]
 
 
 @dataclass(frozen=True)
@@ -55,8 +71,8 @@ class EvaluationFolder:
     @property
     def contamination(self) -> dict[str, dict[str, Any]]:
         """Return the findings of launch/contamination.py by task; {} if it has not run."""
-        path = self.folder / CONTAMINATION
-        return json.loads(path.read_text(encoding="utf-8"))["tasks"] if path.exists() else {}
+        found = small_files.read(self.folder / CONTAMINATION, _Contamination)
+        return {name: dict(task) for name, task in found["tasks"].items()} if found else {}
 
     def values(self, task: str, metric: str | None = None) -> dict[str, list[float]]:
         """Return a metric of a task by question, {} if the task does not have it. None: the task's own metric.
@@ -67,18 +83,18 @@ class EvaluationFolder:
 
     @cached_property
     def _values(self) -> dict[str, dict[str, dict[str, list[float]]]]:
-        try:
-            return json.loads((self.folder / VALUES).read_text(encoding="utf-8"))
-        except (OSError, ValueError) as error:
-            raise RecipeError(Problem("run_dir", "unreadable", f"{self.folder / VALUES} cannot be read: {error}")) from None
+        path = self.folder / VALUES
+        if (found := small_files.read(path, dict[str, dict[str, dict[str, list[float]]]], "run_dir", tables.MEND)) is None:
+            raise small_files.damaged(path, "no such file", "the values of each question", "run_dir", tables.MEND)
+        return found
 
     def settings(self, task: str) -> dict[str, Any]:
         """Return the settings of a task in recipe.yaml, {} where that cannot be read."""
         try:
-            section = yaml.safe_load((self.folder / "recipe.yaml").read_text(encoding="utf-8"))["evaluate"]
+            section = small_files.read_yaml(self.folder / "recipe.yaml")["evaluate"]
             own = section.get("tasks") or {}
             return own[task] if task in own else section.get("lm_eval") or {}
-        except (OSError, ValueError, yaml.YAMLError, KeyError, TypeError, AttributeError):
+        except (OSError, RecipeError, KeyError, TypeError, AttributeError):
             return {}
 
     def answers(self, task: str) -> list[Answer]:
@@ -91,8 +107,6 @@ def read(folder: Path) -> EvaluationFolder | None:
     scores = tables.read(folder)
     if scores is None:
         return None
-    if missing := [key for key in ("suite", "model", "step", "tasks", "warnings") if key not in scores]:
-        raise RecipeError(Problem("run_dir", "bad-format", f"{folder / tables.SCORES} has no {missing[0]}"))
     return EvaluationFolder(folder, scores)
 
 

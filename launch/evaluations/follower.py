@@ -68,7 +68,7 @@ class CheckpointFollower:
             if error.problems[0].code != "in-use":
                 raise
             record = background.read_record(self.folder)
-            who = f"process {record.get('pid')} on {record.get('host')}" if record else "another process"
+            who = f"process {record.pid} on {record.host}" if record else "another process"
             message = f"{who} follows the evaluations of {self.run_dir} by {self.name} already; see {self.folder.parent}"
             raise RecipeError(Problem("run", "in-use", message)) from None
         return 1 if self.failed else 0

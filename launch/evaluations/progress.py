@@ -5,6 +5,9 @@ from __future__ import annotations
 import time
 from pathlib import Path
 
+from pipeline import user_files
+
+BLOCK = 1 << 20
 PRINT_S = 10.0
 """Seconds between two looks."""
 
@@ -33,8 +36,9 @@ class AnswerCounts:
 
     def _count(self, path: Path) -> int:
         start, count = self._read.get(path, (0, 0))
-        with open(path, "rb") as file:
+        with user_files.open_file(path) as file:
             file.seek(start)
-            added = file.read()
-        self._read[path] = start + len(added), count + added.count(b"\n")
+            while added := file.read(BLOCK):
+                start, count = start + len(added), count + added.count(b"\n")
+        self._read[path] = start, count
         return self._read[path][1]

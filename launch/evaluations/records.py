@@ -33,7 +33,8 @@ def of_run(run_dir: Path) -> Iterator[SuiteRecord]:
 
 
 def _of_suite(folder: Path) -> SuiteRecord:
-    failed = {int(step): why for step, why in background.read_record(folder).get("failed", {}).items()}
+    followed = background.read_record(folder)
+    failed = dict(followed.failed) if followed else {}
     record = SuiteRecord(folder.name, failed=failed, followed=background.is_followed(folder))
     for one in sorted(path for path in folder.glob("step_*") if checkpoint.NAME.fullmatch(path.name)):
         step = int(one.name.removeprefix("step_"))

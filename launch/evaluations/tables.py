@@ -2,28 +2,63 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NotRequired, TypedDict
 
 from launch.units import plural
-from pipeline.config import Problem, RecipeError
+from pipeline import small_files
 
 SCORES = "scores.json"
 HEADER = ("task", "metric", "score", "95% interval", "questions", "samples", "truncated", "unparsed")
 NUMBERS = (2, 4, 5, 6, 7)  # columns that are aligned to the right
+MEND = "Try to restore it from a copy, or to delete it and to evaluate again, from the answers that are there"
+
+
+class MetricScore(TypedDict):
+    """A metric, with the ends of its 95% interval where these are known."""
+
+    value: float | None
+    low: NotRequired[float | None]
+    high: NotRequired[float | None]
+
+
+class GroupScores(TypedDict):
+    """The questions of one group."""
+
+    questions: int
+    metrics: dict[str, MetricScore]
+
+
+class TaskScores(TypedDict):
+    """A task of scores.json."""
+
+    metric: str
+    metrics: dict[str, MetricScore]
+    questions: int
+    samples: int
+    truncated: NotRequired[float | None]
+    unparsed: NotRequired[float | None]
+    unjudged: NotRequired[int]
+    groups: NotRequired[dict[str, GroupScores]]
+    macro: NotRequired[dict[str, MetricScore]]
+
+
+class Scores(TypedDict):
+    """scores.json, as pipeline/evaluation/scores.py writes it."""
+
+    suite: str
+    model: str
+    step: int | None
+    tasks: dict[str, TaskScores]
+    warnings: list[str]
+    run: NotRequired[str | None]
 
 
 def read(run_dir: Path) -> dict[str, Any] | None:
     """Return an evaluation's scores.json; None if it has none yet. Raises RecipeError for a damaged file."""
-    path = run_dir / SCORES
-    try:
-        return json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        return None
-    except ValueError as error:
-        raise RecipeError(Problem("run_dir", "unreadable", f"{path} is not JSON: {error}")) from None
+    found = small_files.read(run_dir / SCORES, Scores, "run_dir", MEND)
+    return dict(found) if found is not None else None
 
 
 def lines(scores: Mapping[str, Any]) -> Iterator[str]:

@@ -16,14 +16,13 @@ Every executor starts every rank with these variables:
 
 from __future__ import annotations
 
-import json
 import os
 import stat
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol, runtime_checkable
 
-from pipeline.storage import wait_for, write_durably
+from pipeline.storage import wait_for
 
 ROOT = Path(__file__).parents[2]
 """The folder from which ranks import `launch` and `pipeline`."""
@@ -73,11 +72,6 @@ class RunJob(Protocol):
     def name(self) -> str:
         """Return the job's name for people, such as `Slurm job 17`."""
         ...
-
-
-def write_json(path: Path, value: object) -> None:
-    """Write JSON atomically: readers see the old file or the new one."""
-    write_durably(path, json.dumps(value, indent=1) + "\n")
 
 
 def own_pickle(folder: Path, job_id: str) -> None:

@@ -15,7 +15,6 @@ import contextlib
 import ctypes
 import functools
 import itertools
-import json
 import os
 import shlex
 import signal
@@ -26,7 +25,7 @@ import time
 from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, TypedDict
 
 from submitit.core.core import Job
 from submitit.local import local
@@ -35,8 +34,9 @@ from typing_extensions import override
 from launch import gpus, task
 from launch.detached import start_detached
 from launch.executors import forks
-from launch.executors.base import ROOT, JobStatus, write_json
+from launch.executors.base import ROOT, JobStatus
 from launch.nodes import hosts, shares_gpus
+from pipeline import small_files
 from pipeline.config import ClusterConfig, ComponentConfig, RequeueConfig, ranks, ranks_per_node
 from pipeline.storage import write_durably
 
@@ -145,7 +145,7 @@ class Controller:
             self._ignore_signals()
             self._kill_all(signal.SIGTERM, signal.SIGKILL)
             end = stop
-        write_json(self.run_dir / f"submitit/{os.getpid()}_end.json", {"state": end.state, "reason": str(end)})
+        small_files.write(self.run_dir / f"submitit/{os.getpid()}_end.json", {"state": end.state, "reason": str(end)})
         return 0 if end.state == "COMPLETED" else 1
 
     def _attempts(self) -> Stop:
@@ -293,6 +293,13 @@ def _begin(parent: int) -> None:
 # ---- submitting ---------------------------------------------------------------------------------------------------------
 
 
+class _End(TypedDict):
+    """submitit/JOB_end.json: how a local job ended."""
+
+    state: str
+    reason: str
+
+
 class HetLocalJob(local.LocalJob):
     """A local job, identified by the process id and start time of its controller, which need not be our child."""
 
@@ -306,8 +313,8 @@ class HetLocalJob(local.LocalJob):
         end = self.paths.folder / f"{self.job_id}_end.json"
         if alive:
             return JobStatus("RUNNING")
-        if end.exists():
-            return JobStatus(**json.loads(end.read_text()), ended=True)
+        if (record := small_files.read(end, _End)) is not None:
+            return JobStatus(record["state"], record["reason"], ended=True)
         return JobStatus("FAILED", "the controller was killed", ended=True)
 
     def _is_alive(self) -> bool:
@@ -368,7 +375,7 @@ class HetLocalExecutor(local.LocalExecutor):
         }
         path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
         own = forks.common(self.environments) if self.fork else {}
-        write_json(self.folder / "plan.json", plan)
+        small_files.write(self.folder / "plan.json", plan)
         environment = {**os.environ, **own, "PYTHONPATH": path}
         process = start_controller(self.run_dir, environment, self.folder / "controller.log")
         tasks = range(self._num_tasks())
@@ -383,7 +390,9 @@ def start_controller(run_dir: Path, environment: dict[str, str], log: Path) -> s
 
 def control(run_dir: Path) -> int:
     """Run the controller of the run in `run_dir` to its end, and return the exit status."""
-    return Controller(run_dir, json.loads((run_dir / "submitit/plan.json").read_text())).run()
+    plan = small_files.read(run_dir / "submitit/plan.json", dict)
+    assert plan is not None, "the executor has written it"
+    return Controller(run_dir, plan).run()
 
 
 if __name__ == "__main__":

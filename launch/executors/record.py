@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-import json
 import socket
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from launch.executors.allocation import AllocationJob
-from launch.executors.base import RunJob, write_json
+from launch.executors.base import RunJob
 from launch.executors.local import HetLocalJob
 from launch.executors.slurm import HetSlurmJob
 from launch.slurm_client import cluster_name
+from pipeline import small_files
 from pipeline.config import Problem, RecipeError
+
+REMEDY = "Try to delete it, once no job writes into the folder: the same submission then goes on from the last checkpoint"
 
 
 @dataclass(frozen=True)
@@ -52,10 +54,9 @@ def _elsewhere(run_dir: Path, whose: str) -> Problem:
 
 def read_record(run_dir: Path) -> JobRecord | None:
     """Return the record of a run folder's last job; None before the first."""
-    path = run_dir / "job.json"
-    return JobRecord(**json.loads(path.read_text())) if path.exists() else None
+    return small_files.read(run_dir / "job.json", JobRecord, "run_dir", REMEDY)
 
 
 def write_record(run_dir: Path, record: JobRecord) -> None:
     """Write job.json."""
-    write_json(run_dir / "job.json", asdict(record))
+    small_files.write(run_dir / "job.json", asdict(record))

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from datetime import UTC, datetime, timedelta
 from typing import Any
 
-from launch import run_changes
+from launch import run_changes, run_files
 from launch.attempts import AttemptFolder
 from launch.pages.chart import swatch
 from launch.pages.curves import LabelledRun
@@ -114,8 +114,7 @@ def _attempt(index: int, attempt: AttemptFolder) -> list[object]:
     said = attempt.failure
     failure = ""
     if said:
-        where = ", ".join(f"{key} {said[key]}" for key in ("realm", "host", "verb", "phase") if said.get(key))
-        failure = f"rank {said['rank']} ({where}): {said['message'].strip().splitlines()[-1]}"
+        failure = f"rank {said['rank']} ({run_files.where(said)}): {run_files.last_line(said)}"
     verdict = attempt.verdict or ""
     kind = "good" if verdict == "done" else "bad" if verdict.startswith("stop") else None
     lasted = duration(max(0.0, last_active(attempt) - attempt.started))

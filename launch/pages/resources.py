@@ -21,7 +21,9 @@ def warnings(labelled: Sequence[LabelledRun]) -> list[Html]:
     """Return a table of the warnings of each run's last attempt; none for a run without."""
     content = []
     for each in labelled:
-        rows = [[line["step"], moment(line["time"]), line["rank"], line["message"]] for line in resources.warnings(each.run)]
+        rows = [
+            [line["step"], moment(line["time"]), line.get("rank"), line.get("message")] for line in resources.warnings(each.run)
+        ]
         if rows:
             of = f" of {each.label}" if len(labelled) > 1 else ""
             content.append(table(["step", "time", "rank", "warning"], rows, f"Warnings{of}"))

@@ -18,6 +18,7 @@ from launch import run_keys
 from launch.pages.chart import Chart, Mark, Series
 from launch.pages.html import Html, data, tag
 from launch.traces.step_picture import pick_evenly
+from pipeline import user_files
 from pipeline.config import RecipeError
 from pipeline.encryption import EncryptionKey, is_encrypted
 from pipeline.metrics import read_rollouts
@@ -104,7 +105,7 @@ def _readable(paths: Sequence[Path], folder: Path, left_out: dict[str, None]) ->
         try:
             records = _records(path, key)
         except RecipeError as error:
-            if error.codes == ("bad-format",):
+            if error.codes == ("unreadable",):
                 raise
             left_out.setdefault(str(error))
             return
@@ -118,7 +119,7 @@ def _is_plain_beside(page: Path | None, folder: Path) -> Callable[[Path], bool]:
         return lambda path: False
 
     def encrypted(path: Path) -> bool:
-        with open(path, "rb") as file:
+        with user_files.open_file(path) as file:
             return is_encrypted(file.read(8))
 
     return encrypted

@@ -165,6 +165,22 @@ def _times(plan: Plan) -> Iterator[Line]:
             yield f"  {phase.name:34s}{work:>10s}{seconds(phase.seconds):>10s}   {_most(phase.parts)}"
     at_once = f"   rollout and training overlap{_under_way(plan.recipe)}" if runs_ahead(plan.recipe) else ""
     yield f"{'all':36s}{sum(phase.flops for phase in plan.phases):10.2e}{seconds(plan.step):>10s}{at_once}"
+    if not plan.ratios:
+        yield "expect", _expected(plan)
+
+
+def _expected(plan: Plan) -> str:
+    """Return the range of a step's time, by published steps on the plan's GPUs."""
+    specs = {spec.name: spec.assumed for each in config.components(plan.recipe).values() if (spec := hardware.gpu(each.gpu))}
+    low = min(assumed.shortest_step for assumed in specs.values())
+    high = max(assumed.longest_step for assumed in specs.values())
+    names = " and ".join(specs)
+    measure = "A plan that is calibrated by a run (plan_from=RUN_DIR) is nearer"
+    if not low <= high:
+        return f"no published steps on {names} are known; on other GPUs they took up to 7 times as long as planned. {measure}"
+    ends = f"{seconds(low * plan.step)} to {seconds(high * plan.step)} a step"
+    quotients = f"published steps on {names} took {low:g} to {high:g} times as long as planned"
+    return f"{ends}, and every other time by the same factors: {quotients}. {measure}"
 
 
 def _under_way(recipe: Recipe) -> str:

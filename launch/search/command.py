@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
@@ -10,7 +9,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from launch import recipes
-from launch.executors.base import write_json
 from launch.pages.document import add_plotly
 from launch.search import checks, html_report, space, trials
 from launch.search.checks import CheckedSearch
@@ -21,6 +19,8 @@ from launch.search.trials import SearchResult, TrialResult
 from launch.sweeps import jobs
 from launch.sweeps.folder import PROBE_S, SweepFolder, SweepPlan
 from launch.sweeps.suite import LoadedSuite, Suite, as_arguments
+from launch.sweeps.verdict import read as read_verdict
+from pipeline import small_files
 from pipeline.config import Problem, RecipeError, bound, refuse, section
 from pipeline.storage import write_durably
 
@@ -58,8 +58,7 @@ def begin(loaded: LoadedSuite, folder: SweepFolder, dry_run: bool = False, updat
             needed = jobs.with_needs(search.recipe, overrides, checked.lowest, "trial", 0)[:-1]
             executor = checked.lowest[-1].executor.name
             folder.begin(loaded.suite, SweepPlan(folder.path.name, executor, str(Path.cwd()), "", loaded.overrides, needed))
-        if (path := folder.path / VERDICT).exists():
-            over = json.loads(path.read_text())
+        if (over := read_verdict(folder.path)) is not None:
             print(f"{over['summary']}\n{folder.path} is complete; id=NAME begins another search")
             return 0 if over["passed"] else 1
         print(f"{folder.title}: {space.trials(search)} trials, {search.parallel} at once, in {folder.path}", flush=True)
@@ -164,7 +163,7 @@ def _conclude(opened: OpenedSearch) -> int:
         "importances": dict(found.importances),
         "trials": [_as_json(each) for each in found.trials],
     }
-    write_json(found.folder / VERDICT, value)
+    small_files.write(found.folder / VERDICT, value)
     print(found.summary)
     if best:
         print(f"best: {found.search.metric} {best.trial.value:.6g} of {best.trial.name}")

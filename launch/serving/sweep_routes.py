@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +21,7 @@ from launch.serving.sweep_models import SubmittedSweep, SweepAnswer, SweepBody, 
 from launch.status import plain_values
 from launch.sweeps import suite as suites
 from launch.sweeps.suite import Suite
+from launch.sweeps.verdict import read as read_verdict
 from pipeline.config import RECIPES, Problem, RecipeError
 
 MARKS = ("sweep.json", api.LOG)
@@ -76,10 +76,10 @@ class Sweeps:
         return self._runs.kept((sweep_id, "sweep"), read)
 
     def _values(self, run: SweepRun) -> dict[str, Any]:
-        state, path = run.state(), run.folder / "verdict.json"
+        state = run.state()
         ids = {name: self._runs.id(each.folder) for name, each in run.runs().items() if self._is_below(each.folder)}
         judged = state in ("passed", "failed")
-        verdict = plain_values(json.loads(path.read_text(encoding="utf-8"))) if judged else None
+        verdict = plain_values(read_verdict(run.folder)) if judged else None
         why = "\n".join(run.log()) if state == "stopped" else ""
         summary = verdict["summary"] if verdict else ""
         return {"state": state, "why": why, "summary": summary, "jobs": run.states(), "runs": ids, "verdict": verdict}

@@ -12,7 +12,6 @@ A job's state comes from Slurm and its run folder, never from the sweep's folder
 from __future__ import annotations
 
 import contextlib
-import json
 import re
 import time
 from collections.abc import Iterator
@@ -20,15 +19,17 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
 from launch import folder_lock, run_setup
-from launch.executors.base import JobStatus, write_json
+from launch.executors.base import JobStatus
 from launch.executors.record import JobRecord, read_record, write_record
 from launch.run_setup import flat
 from launch.sweeps import suite as suites
 from launch.sweeps.queue import Queue
 from launch.sweeps.suite import Suite
+from pipeline import small_files
 from pipeline.config import Problem, RecipeError
 from pipeline.storage import listed, write_durably
 
+JOBS = "jobs.jsonl"
 CANCELLED = "cancelled"
 """The file whose presence ends the process that works on the sweep."""
 SETTLE_S = 5.0
@@ -110,8 +111,9 @@ class SweepFolder:
         if not self.begun:
             why = f"{self.path} is not a sweep's folder: it has no sweep.json"
             raise RecipeError(Problem("check", "not-a-run", why))
-        stored = json.loads((self.path / "sweep.json").read_text())
-        return SweepPlan(**{**stored, "jobs": [SweepJob(**job) for job in stored["jobs"]]})
+        plan = small_files.read(self.path / "sweep.json", SweepPlan, "check", "Try to restore it from a copy")
+        assert plan is not None, "it has begun"
+        return plan
 
     @property
     def suite(self) -> Suite:
@@ -121,17 +123,17 @@ class SweepFolder:
     def begin(self, suite: Suite, plan: SweepPlan) -> None:
         """Write the suite, then sweep.json, which marks the folder as complete."""
         write_durably(self.path / "suite.yaml", suites.to_yaml(suite))
-        write_json(self.path / "sweep.json", asdict(plan))
+        small_files.write(self.path / "sweep.json", asdict(plan))
 
     def request_baseline(self, requested: bool) -> None:
         """Set whether the check writes a new baseline."""
-        write_json(self.path / "sweep.json", {**asdict(self.plan), "update_baseline": requested})
+        small_files.write(self.path / "sweep.json", {**asdict(self.plan), "update_baseline": requested})
 
     def add_job(self, job: SweepJob) -> None:
         """Add a job to sweep.json, before its submission; a job of the same name is replaced."""
         plan = self.plan
         jobs = [*(each for each in plan.jobs if each.name != job.name), job]
-        write_json(self.path / "sweep.json", asdict(replace(plan, jobs=jobs)))
+        small_files.write(self.path / "sweep.json", asdict(replace(plan, jobs=jobs)))
 
     def refuse_other(self, suite: Suite, overrides: list[str]) -> None:
         """Raise RecipeError if the sweep in this folder began with another suite."""
@@ -179,18 +181,11 @@ class SweepFolder:
 
     def submissions(self, job: str) -> list[Submission]:
         """Return a job's submissions, oldest first. A truncated last line is skipped: the run folder knows that job."""
-        path = self.path / "jobs.jsonl"
-        lines = path.read_text().split("\n")[:-1] if path.exists() else []
-        found = [Submission(**json.loads(line)) for line in lines if line.startswith("{") and line.endswith("}")]
-        return [each for each in found if each.job == job]
+        return [each for each in small_files.lines(self.path / JOBS, Submission, "check") if each.job == job]
 
     def record(self, job: str, job_id: str, after: list[str] | None = None) -> None:
         """Append a submission to jobs.jsonl. after: of a retry, why the previous try failed, in lines."""
-        with open(self.path / "jobs.jsonl", "a+b") as file:
-            file.seek(max(0, file.seek(0, 2) - 1))
-            truncated = file.read(1) not in (b"", b"\n")  # a killed process wrote the last line
-            line = json.dumps(asdict(Submission(job, job_id, time.time(), after or [])))
-            file.write(f"{chr(10) if truncated else ''}{line}\n".encode())
+        small_files.append(self.path / JOBS, asdict(Submission(job, job_id, time.time(), after or [])))
 
     # ---- states ---------------------------------------------------------------------------------------------------------
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import fnmatch
-import json
 import statistics
 from collections import Counter
 from collections.abc import Iterable, Mapping
@@ -11,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from launch import run_files
 from launch.attempts import all_attempts
 from launch.sweeps.expressions import Curve
 from pipeline.metrics import NOT_REPRODUCIBLE, read
@@ -54,8 +54,8 @@ def curves(lines: list[dict[str, Any]]) -> dict[str, Curve]:
 def _hardware(run_dir: Path) -> str | None:
     """Return the nodes of the newest attempt that has a nodes.json, by kind and count; None without one."""
     for attempt in reversed(all_attempts(run_dir)):
-        if (path := attempt.folder / "nodes.json").exists():
-            return described(json.loads(path.read_text())["nodes"].values())
+        if found := run_files.nodes(attempt.folder):
+            return described(found.values())
     return None
 
 
@@ -63,7 +63,7 @@ def described(nodes: Any) -> str | None:
     """Return the nodes of a nodes.json by kind and count; None if a node lists neither GPUs nor its processor."""
     kinds = []
     for node in nodes:
-        gpus = Counter(gpu["name"] for gpu in node["gpus"])
+        gpus = Counter(gpu["name"] for gpu in node.get("gpus", ()))
         kind = ", ".join(f"{count} x {name}" for name, count in sorted(gpus.items())) or node.get("cpu")
         if kind is None:
             return None

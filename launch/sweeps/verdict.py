@@ -5,15 +5,15 @@ A run that did not complete fails the suite by a gate of its own, `completes`, w
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
+from typing import TypedDict
 
+from launch import run_files
 from launch.attempts import AttemptFolder, all_attempts
-from launch.executors.base import write_json
 from launch.sweeps import baseline as baselines
 from launch.sweeps import expressions, scores
 from launch.sweeps.baseline import Baseline, Provenance, StoredRun
@@ -22,6 +22,7 @@ from launch.sweeps.gates import GateCase, GateResult, GateSkipped, Sweep, Verdic
 from launch.sweeps.measurements import RunMeasurements, measure
 from launch.sweeps.queue import Queue
 from launch.sweeps.submission import why_failed
+from pipeline import small_files
 
 COMPLETES = "completes"
 NOT_TEXT = re.compile("[^\t\n\r -\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")
@@ -144,8 +145,8 @@ def _commits(jobs: list[SweepJob]) -> list[str]:
     """Return the commits of the runs' latest submissions, as `1a2b3c4` or `1a2b3c4, changed`."""
     found = set()
     for job in jobs:
-        path = Path(job.run_dir) / "manifest.json"
-        if job.run is not None and path.exists() and (git := json.loads(path.read_text())[-1]["git"]):
+        made = run_files.submissions(Path(job.run_dir)) if job.run is not None else []
+        if made and (git := made[-1].get("git")):
             found.add(git["commit"][:12] + (", changed" if git["dirty"] else ""))
     return sorted(found)
 
@@ -223,11 +224,32 @@ def metrics_of(cases: list[GateCase]) -> list[str]:
 # ---- verdict.json -------------------------------------------------------------------------------------------------------
 
 
+class StoredGate(TypedDict):
+    """The outcome of a gate in verdict.json, which has more of it."""
+
+    run: str
+    gate: str
+    outcome: str
+
+
+class StoredVerdict(TypedDict):
+    """verdict.json of a sweep or a search."""
+
+    passed: bool
+    summary: str
+    verdicts: list[StoredGate]
+
+
+def read(folder: Path) -> StoredVerdict | None:
+    """Return the verdict.json in a sweep's folder; None before the gates are checked. Raises RecipeError for a damaged file."""
+    return small_files.read(folder / "verdict.json", StoredVerdict, "check", "Try to delete it: the next check writes it anew")
+
+
 def write(result: SweepResult) -> None:
     """Write verdict.json, which also marks the sweep as complete."""
     verdicts = [_as_json(each) for each in result.verdicts]
     value = {"passed": result.passed, "summary": result.summary, "judged": result.judged, "commits": result.commits}
-    write_json(result.folder / "verdict.json", {**value, "notes": result.notes, "verdicts": verdicts})
+    small_files.write(result.folder / "verdict.json", {**value, "notes": result.notes, "verdicts": verdicts})
 
 
 def _as_json(verdict: Verdict) -> dict[str, object]:

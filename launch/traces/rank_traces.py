@@ -6,18 +6,23 @@ remain: that of the measurement (`RankTrace.error_s`), and the clock's drift sin
 
 from __future__ import annotations
 
+import contextlib
 import itertools
-import json
 import os
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Annotated, Any, BinaryIO, Literal
 
+import msgspec
+
+from launch import run_files
 from launch.attempts import AttemptFolder
+from pipeline import small_files, user_files
 from pipeline.config import Problem, RecipeError
+from pipeline.small_files import LONGEST, Count, Moment
 from pipeline.spans import CATEGORIES, WAITING, Merger, Span, span
 
 REALMS = ("train", "generate", "reward")
@@ -65,20 +70,63 @@ class RankTrace:
 
     def _events(self, after: float = float("-inf")) -> Iterator[dict[str, Any]]:
         """Yield all events except the first. With `after`, skip most events that end before that second of the rank's clock."""
-        with open(self.path, "rb") as file:
-            file.readline()
+        with user_files.open_file(self.path) as file:
+            file.readline(LONGEST)
             _skip(file, 1e6 * after)
-            for text in file:
+            for text in small_files.whole_lines(file, self.path):
                 if (event := _parsed(text)) is not None:
                     yield event
 
 
+Microseconds = Annotated[int, msgspec.Meta(ge=0, le=10**17)]
+
+
+class _Merged(msgspec.Struct):
+    merged: Count
+    seconds: dict[str, Annotated[float, msgspec.Meta(ge=0, le=1e9)]]
+
+
+class _SpanEvent(msgspec.Struct, tag_field="ph", tag="X"):
+    name: str
+    ts: Microseconds
+    dur: Microseconds
+    args: _Merged | msgspec.UnsetType = msgspec.UNSET
+
+
+class _Ended(msgspec.Struct):
+    step: Count
+
+
+class _StepEvent(msgspec.Struct, tag_field="ph", tag="i"):
+    ts: Microseconds
+    args: _Ended
+
+
+class _About(msgspec.Struct):
+    rank: Count
+    realm: Literal["train", "generate", "reward"]
+    engine: Count | None
+    node: str
+    began: Moment
+
+
+class _RankEvent(msgspec.Struct, tag_field="ph", tag="M"):
+    args: _About
+
+
 def _parsed(text: bytes) -> dict[str, Any] | None:
-    """Return a line's event; None for an incomplete line."""
-    try:
-        return json.loads(text.removeprefix(b"[").removesuffix(b",\n")) if text.endswith(b"\n") else None
-    except ValueError:
+    """Return the event of a line after the first; None for a line that is incomplete or damaged."""
+    if not text.endswith(b"\n"):
         return None
+    with contextlib.suppress(RecipeError):
+        event = small_files.parsed(_event_of(text), dict[str, Any], "")
+        small_files.checked(event, _StepEvent if event.get("ph") == "i" else _SpanEvent, "")
+        return event
+    return None
+
+
+def _event_of(line: bytes) -> bytes:
+    return line.removeprefix(b"[").removesuffix(b",\n")
 
 
 def _skip(file: BinaryIO, after: float) -> None:
@@ -163,29 +211,22 @@ def _ranks(attempt: AttemptFolder) -> list[RankTrace]:
     clocks = _clocks(attempt)
     found = []
     for path in sorted((attempt.folder / "timeline").glob("rank*.jsonl")):
-        with open(path, "rb") as file:
-            first = _parsed(file.readline())
-        if first is None or first.get("ph") != "M":
+        with user_files.open_file(path) as file:
+            first = file.readline(LONGEST)
+        if not first.endswith(b"\n") or b'"ph":"M"' not in first.replace(b" ", b""):
             continue  # it has just begun, or is an older version's
-        try:
-            about = first["args"]
-            ahead, error = clocks.get(about["node"], (0.0, None))
-            place = (about["rank"], about["realm"], about["engine"], about["node"])
-            found.append(RankTrace(path, *place, about["began"] - ahead, ahead, error))
-        except (TypeError, KeyError) as wrong:
-            raise RecipeError(Problem("run", "bad-format", f"{path} is not a rank's timeline")) from wrong
+        about = small_files.parsed(_event_of(first), _RankEvent, path).args
+        ahead, error = clocks.get(about.node, (0.0, None))
+        found.append(RankTrace(path, about.rank, about.realm, about.engine, about.node, about.began - ahead, ahead, error))
     return sorted(found, key=lambda each: each.rank)
 
 
 def _clocks(attempt: AttemptFolder) -> dict[str, tuple[float, float | None]]:
     """Return node -> (seconds that its clock is ahead of rank 0's, how wrong that may be); zeros on a single node."""
-    try:
-        nodes = json.loads((attempt.folder / "nodes.json").read_text())["nodes"]
-    except FileNotFoundError:
-        return {}
+    nodes = run_files.nodes(attempt.folder)
     if len(nodes) == 1:
         return dict.fromkeys(nodes, (0.0, 0.0))
-    return {name: (node["clock_skew_s"] or 0.0, node["clock_error_s"]) for name, node in nodes.items()}
+    return {name: (node.get("clock_skew_s") or 0.0, node.get("clock_error_s")) for name, node in nodes.items()}
 
 
 def _merged(spans: Iterator[Span], resolution: float) -> Iterator[Span]:

@@ -11,7 +11,8 @@ GRPO's descendants are settings of it:
     REINFORCE++   adv_estimator.name=reinforce_plus_plus
     MOPD          adv_estimator.name=opd, disable_ppo_ratio=true: teachers.py
 
-The GRPO paper itself is use_leave_one_out_baseline=false, token_level_loss=false and a KL penalty in the loss. Not supported:
+The GRPO paper itself is use_leave_one_out_baseline=false, token_level_loss=false and a KL penalty in the loss whose gradient is
+the estimate's own, reference_policy_kl_gradient=estimate. Not supported:
 process supervision (rewards for parts of an answer).
 """
 

@@ -19,7 +19,7 @@ the token has no part in S nor in the metrics, except `excluded_fraction`, the s
 tokens of the step. NeMo-RL sets pi = 1 for them, which has no gradient either but enters ratios of sequences and the metrics.
 KL compares whole distributions, as in NeMo-RL, because the reference policy would truncate to other tokens.
 
-Not supported: VAPO's loss on right answers, PPO's penalty on KL(pi_old || pi) (eq. 8), GSPO-token (eq. 13), CISPO's masks on
+Not supported: VAPO's loss on right answers, PPO's penalty on KL(pi_old || pi) (eq. 8), CISPO's masks on
 tokens (eq. 7), the exact KL over the vocabulary, masks by a sequence's worst token, losses on a distribution of values.
 """
 
@@ -56,7 +56,7 @@ def policy_loss(config: LossConfig, outputs: Outputs, batch: PackedBatch, counts
         compared = torch.where(old == -torch.inf, whole.generate_logprobs, old)
     log_ratio = masked(logprobs - old, batch)
     if config.sequence_level_importance_ratios:
-        log_ratio = sequence_log_ratios(log_ratio, batch)
+        log_ratio = sequence_log_ratios(log_ratio.detach(), batch) + masked(logprobs - current, batch)
     ratio = torch.exp(log_ratio)
     surrogate, bounded = _surrogate(config, masked(logprobs, batch), ratio, batch.advantages)
     log_weights = importance_log_weights(old, batch, config)
@@ -142,7 +142,9 @@ def sequence_log_ratios(log_ratios: torch.Tensor, batch: PackedBatch) -> torch.T
         s_i = (pi(y_i) / pi_old(y_i))^(1/|y_i|) = exp(1/|y_i| sum_t log r_t)
 
     It replaces every token's own ratio in the clipped surrogate (eq. 5), so a sequence is clipped as a whole. The loss is a
-    mean over sequences: token_level_loss=false.
+    mean over sequences: token_level_loss=false. `policy_loss` uses GSPO-token's ratio s_it = sg(s_i) pi_t / sg(pi_t) (eq. 14),
+    whose value is s_i and whose gradient is the token's own. With one advantage for a sequence it is GSPO, gradient and all;
+    with an advantage for each token, as of PPO, each token has its own (eq. 13).
     """
     return per_token(sequence_means(log_ratios, batch), batch)
 
@@ -190,7 +192,13 @@ def kl_in_loss(logprobs: torch.Tensor, batch: PackedBatch, config: LossConfig) -
     A loss also differentiates the distribution that tokens are drawn from, so the estimate carries a factor
     (https://arxiv.org/abs/2506.09477): exp(log pi - sg(log pi)), which is 1 and has the score function as its gradient. With
     use_on_policy_kl_approximation the factor is pi / pi_generate, which also corrects for tokens drawn by another policy.
+
+    With reference_policy_kl_gradient "estimate" there is no factor, as in the GRPO paper (https://arxiv.org/abs/2402.03300 eq.
+    21) and in TRL. The value is the same. The gradient of k3 is then (1 - pi_ref / pi) at the score function: in expectation
+    that of KL(pi_ref || pi), and not that of the penalty.
     """
+    if config.reference_policy_kl_gradient == "estimate":
+        return _kl_of_counted(logprobs, batch, config, weight=None)
     drawn_from = batch.generate_logprobs if config.use_on_policy_kl_approximation else logprobs.detach()
     return _kl_of_counted(logprobs, batch, config, torch.exp(masked(logprobs - drawn_from, batch)))
 

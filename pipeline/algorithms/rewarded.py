@@ -127,6 +127,15 @@ class RewardedAlgorithm(OnlineAlgorithm):
         if loss.sequence_level_importance_ratios and loss.token_level_loss:
             message = "got true with a mean over tokens; expected a mean over sequences. Try loss_fn.token_level_loss=false"
             yield Problem("loss_fn.sequence_level_importance_ratios", "contradiction", message)
+        if loss.reference_policy_kl_gradient == "estimate":
+            contradictions = {
+                "use_kl_in_reward=true": loss.use_kl_in_reward,  # which has no gradient
+                "use_on_policy_kl_approximation=true": loss.use_on_policy_kl_approximation,  # a weight of the KL's own gradient
+                "reference_policy_kl_type=k1": loss.reference_policy_kl_type == "k1",  # whose gradient is 0 on average
+            }
+            for other in (other for other, there in contradictions.items() if there):
+                message = f"got estimate with loss_fn.{other}; expected kl. Try loss_fn.reference_policy_kl_gradient=kl"
+                yield Problem("loss_fn.reference_policy_kl_gradient", "contradiction", message)
         if loss.use_kl_in_reward and loss.reference_policy_kl_penalty == 0:
             message = "got true with loss_fn.reference_policy_kl_penalty=0; expected false, or a penalty above 0 to subtract"
             yield Problem("loss_fn.use_kl_in_reward", "has-no-effect", message)

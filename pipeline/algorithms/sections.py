@@ -194,6 +194,13 @@ class LossConfig:
     use_kl_in_reward: Annotated[
         Bool, Field(description="Subtract the KL penalty from each token's reward. false: add it to the loss.")
     ] = False
+    reference_policy_kl_gradient: Annotated[
+        Literal["kl", "estimate"],
+        Field(
+            description="Gradient of the KL in the loss. kl: that of the KL itself (arXiv 2506.09477), as in NeMo-RL."
+            " estimate: that of the estimate alone, as in the GRPO paper and TRL."
+        ),
+    ] = "kl"
     use_on_policy_kl_approximation: Annotated[Bool, Field(description="Weight the KL in the loss by pi / pi_generate.")] = False
     ratio_clip_min: Annotated[
         Float, LIVE, Field(ge=0, description="Clip the ratio pi / pi_old from below at 1 - ratio_clip_min.")

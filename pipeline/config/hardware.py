@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -26,6 +27,7 @@ from pipeline.problems import Problem, RecipeError, collected, refuse
 HARDWARE = Path(__file__).parents[2] / "recipes/hardware"
 DEFAULT = "h100"
 CROSSES = "nvlink_crosses_nodes"  # false by default
+OPTIONAL = (CROSSES, "shortest_step", "longest_step")
 COMPONENTS = ("train", "generate", "reward")
 HOPPER, BLACKWELL = 9, 10  # major numbers of compute capability: developer.nvidia.com/cuda-gpus
 
@@ -40,6 +42,8 @@ class Assumed:
     host: float  # fraction of the bandwidth of the link to the host in copies
     engine_step_ms: float  # overhead of an engine's step on top of the GPU's work
     all_reduce_us: float  # latency of a small all-reduce over NVLink
+    shortest_step: float = math.nan  # published seconds of a step / planned ones: the smallest quotient
+    longest_step: float = math.nan  # and the largest; NaN: no published steps
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -84,7 +88,7 @@ def gpu(name: str, key: str = "cluster.train.gpu") -> GPUSpec:
 def _wrong(given: dict[Any, Any], kind: type, prefix: str) -> Iterator[tuple[str, str]]:
     """Yield (code, message) for each problem of a description. prefix: of its keys."""
     wanted = {field.name: field.type for field in dataclasses.fields(kind) if field.name not in ("name", "assumed")}
-    if missing := [f"{prefix}{name}" for name in wanted if name not in given and name != CROSSES]:
+    if missing := [f"{prefix}{name}" for name in wanted if name not in given and name not in OPTIONAL]:
         yield "missing-value", f"lacks {', '.join(missing)}"
     if unknown := [f"{prefix}{name}" for name in given if name not in wanted]:
         yield "unknown-key", f"has unknown keys: {', '.join(unknown)}; expected some of: {', '.join(wanted)}"

@@ -18,6 +18,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from pipeline import user_files
 from pipeline.encryption.key import FINGERPRINT_BYTES, SECTION, EncryptionKey
 from pipeline.problems import Problem, RecipeError
 
@@ -73,7 +74,7 @@ class EncryptedFile:
     def __init__(self, path: Path, key: EncryptionKey | None):
         """Check the key, and that the file has its end. Raises RecipeError: the key is missing or another, or it is damaged."""
         self.path = path
-        self._file = open(path, "rb")  # noqa: SIM115 - it stays open
+        self._file = user_files.open_file(path)  # it stays open
         self._header = self._file.read(_HEADER.size)
         if len(self._header) < _HEADER.size or not is_encrypted(self._header):
             raise _damaged(path, "got no header of an encrypted file")
@@ -142,7 +143,8 @@ def decrypt(content: bytes, key: EncryptionKey | None, path: Path) -> bytes:
 
 def read_bytes(path: Path, key: EncryptionKey | None = None) -> bytes:
     """Return the content of a file, decrypted if it is encrypted. Raises RecipeError as `decrypt`, OSError."""
-    content = path.read_bytes()
+    with user_files.open_file(path) as file:
+        content = file.read()
     return decrypt(content, key, path) if is_encrypted(content) else content
 
 

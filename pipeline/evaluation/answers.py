@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
+from pipeline import user_files
 from pipeline.encryption import EncryptionKey, decrypt_line, encrypt_line
 from pipeline.evaluation.base import Answer
 from pipeline.storage import NO_RETRIES, RetryPolicy, append, retrying, sync
@@ -111,10 +112,12 @@ def _decode(line: bytes) -> Answer:
 
 def _read(path: Path, key: Callable[[], EncryptionKey | None]) -> Iterator[tuple[Answer | None, int]]:
     """Yield the answers of complete lines, each with the position of its line's end; None for a line that is not JSON."""
-    if not path.exists():
+    try:
+        opened = user_files.open_file(path)
+    except FileNotFoundError:
         return
     end = 0
-    with path.open("rb") as file:
+    with opened as file:
         for number, line in enumerate(file, 1):
             if not line.endswith(b"\n"):
                 return

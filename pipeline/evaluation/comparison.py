@@ -15,6 +15,7 @@ from typing_extensions import override
 from pipeline.environments.verdicts import read_preference
 from pipeline.evaluation.base import Answer, PerQuestion, Question
 from pipeline.evaluation.judged import TEXTS, AskedVerdict, JudgedTask, per_question
+from pipeline.evaluation.statistics import SHARE, Scale
 from pipeline.evaluation.win_rate import length_controlled
 
 ORDERS = {"model_first": "A", "baseline_first": "B"}
@@ -31,6 +32,7 @@ class ComparisonTask(JudgedTask):
     prompt_file: ClassVar[str] = "judge_comparison.txt"
     places: ClassVar[tuple[str, ...]] = ("question", "answer_a", "answer_b")
     verdicts_per_answer: ClassVar[int] = 2
+    scales: ClassVar[Mapping[str, Scale]] = {"length_controlled_win_rate": SHARE, "length": Scale(0.0)}
 
     @override
     def verdicts(self, question: Question, texts: Sequence[str]) -> list[AskedVerdict]:

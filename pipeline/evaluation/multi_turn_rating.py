@@ -15,12 +15,13 @@ from typing_extensions import override
 
 from pipeline.algorithms.evaluate import TaskConfig
 from pipeline.config import Recipe
-from pipeline.environments.verdicts import LOWEST, read_rating
+from pipeline.environments.verdicts import HIGHEST, LOWEST, read_rating
 from pipeline.evaluation.base import Answer, PerQuestion, Question
 from pipeline.evaluation.engines import Engines
 from pipeline.evaluation.generation import sampling
 from pipeline.evaluation.judged import TEXTS, AskedVerdict, JudgedTask, per_question
 from pipeline.evaluation.prompts import PromptEncoder
+from pipeline.evaluation.statistics import Scale
 from pipeline.problems import Problem, RecipeError
 from pipeline.rollout.dispatch import RolloutSpec
 from pipeline.types import Prompt
@@ -40,6 +41,9 @@ class RatingTask(JudgedTask):
     prompt_file: ClassVar[str] = "judge_rating.txt"
     places: ClassVar[tuple[str, ...]] = ("conversation", "reference")
     verdicts_per_answer: ClassVar[int] = MOST_TURNS
+    scales: ClassVar[Mapping[str, Scale]] = dict.fromkeys(
+        ("rating", *(f"turn_{turn}" for turn in range(1, MOST_TURNS + 1))), Scale(LOWEST, HIGHEST)
+    )
 
     def __init__(self, name: str, config: TaskConfig, recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> None:
         super().__init__(name, config, recipe, tokenizer)

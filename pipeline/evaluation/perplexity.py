@@ -7,15 +7,16 @@
     perplexity         kind continuation: exp(-mean over texts of log p(end))
 
 These are lm-evaluation-harness's definitions. A quotient of sums is no mean over questions, so a question's value is its
-linearization, which has the quotient as its mean and the quotient's error as its own.
+linearization, which has the quotient as its mean and the quotient's error as its own. The interval of a perplexity is that of
+the nats, with its ends mapped: it begins at 1 or above, and its upper end is farther away than its lower one.
 """
 
 from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, ClassVar
 
 import numpy as np
 from typing_extensions import override
@@ -25,17 +26,25 @@ from pipeline.evaluation.base import Answer, PerQuestion, Question
 from pipeline.evaluation.choices import ChoicesTask, LikelihoodTask, ScoredQuestion, log_likelihoods
 from pipeline.evaluation.continuations import ContinuationEncoder, rolling_windows
 from pipeline.evaluation.data import TaskData
+from pipeline.evaluation.statistics import Scale
 from pipeline.types import Likelihood
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 LOG_2 = math.log(2)
+PERPLEXITY = Scale(1.0, exponential=True)
 _SPACES = re.compile(r"\s+")
 
 
 class PerplexityTask(LikelihoodTask):
     """A task of kind `perplexity`. A question's prompt is the text; `Question.task` may set "words" and "bytes" to count."""
+
+    scales: ClassVar[Mapping[str, Scale]] = {
+        "bits_per_byte": Scale(0.0),
+        "byte_perplexity": PERPLEXITY,
+        "word_perplexity": PERPLEXITY,
+    }
 
     @override
     def _scored(self, read: TaskData, recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> Iterator[ScoredQuestion]:
@@ -71,6 +80,8 @@ class PerplexityTask(LikelihoodTask):
 
 class ContinuationTask(ChoicesTask):
     """A task of kind `continuation`. A question has one choice, the end of its text."""
+
+    scales: ClassVar[Mapping[str, Scale]] = {"perplexity": PERPLEXITY}
 
     @override
     def _delimiter(self) -> str:

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 
@@ -27,6 +27,7 @@ from pipeline.evaluation.answers import AnswerLog
 from pipeline.evaluation.base import Answer, PerQuestion, Question
 from pipeline.evaluation.engines import Engines
 from pipeline.evaluation.judged import per_question
+from pipeline.evaluation.statistics import SHARE, Scale
 from pipeline.problems import Problem, RecipeError
 
 if TYPE_CHECKING:
@@ -55,6 +56,8 @@ class PreferenceTask:
     Metrics: `score`, for RewardBench's subsets the mean of its sections, else the mean of the subsets; `accuracy`, the mean of
     the questions; the sections.
     """
+
+    scales: ClassVar[Mapping[str, Scale]] = dict.fromkeys(("score", *SECTIONS), SHARE)
 
     def __init__(self, name: str, config: TaskConfig, recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> None:
         self.name, self.config = name, config

@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING, Any
 
 from pipeline.config import Recipe
 from pipeline.evaluation.base import Answer, PerQuestion
-from pipeline.evaluation.statistics import Interval, interval, macro_interval
+from pipeline.evaluation.statistics import Interval, Scale, interval, macro_interval
 from pipeline.storage import write_durably
 
 if TYPE_CHECKING:
@@ -106,7 +106,7 @@ def _rank(answer: Answer) -> tuple[bool, str]:
 
 def _task(task: Task, answers: Sequence[Answer]) -> dict[str, Any]:
     """Return the summary of a task. answers: those of `latest`."""
-    metrics = task.metrics(answers)
+    metrics, scales = task.metrics(answers), scales_of(task)
     groups = {answer.question: answer.group for answer in answers if answer.group}
     summary = {
         "kind": task.config.kind,
@@ -116,7 +116,7 @@ def _task(task: Task, answers: Sequence[Answer]) -> dict[str, Any]:
         "truncated": _share([answer.finish == "length" for answer in answers]),
         "unparsed": _share([answer.metrics.get("unparsed", 0.0) > 0 for answer in answers if answer.score is not None]),
         "unjudged": sum(answer.score is None for answer in answers),
-        "metrics": {name: as_json(interval(values.values())) for name, values in metrics.items()},
+        "metrics": {name: as_json(interval(values.values(), scales.get(name))) for name, values in metrics.items()},
         "groups": {},
     }
     if groups:
@@ -127,16 +127,23 @@ def _task(task: Task, answers: Sequence[Answer]) -> dict[str, Any]:
         summary["groups"] = {
             name: {
                 "questions": sum(group == name for group in groups.values()),
-                "metrics": {metric: as_json(interval(values.values())) for metric, values in found.items()},
+                "metrics": {metric: as_json(interval(each.values(), scales.get(metric))) for metric, each in found.items()},
             }
             for name, found in by_group.items()
         }
         summary["macro"] = {
-            metric: as_json(macro_interval([found[metric].values() for found in by_group.values() if metric in found]))
+            metric: as_json(
+                macro_interval([found[metric].values() for found in by_group.values() if metric in found], scales.get(metric))
+            )
             for metric in metrics
             if any(metric in found for found in by_group.values())
         }
     return summary
+
+
+def scales_of(task: object) -> Mapping[str, Scale]:
+    """Return the task's `scales`, by metric, of those whose interval needs one; a task may have none."""
+    return getattr(task, "scales", {})
 
 
 def _warnings(task: Task, answers: Sequence[Answer], summary: Mapping[str, Any]) -> Iterator[str]:

@@ -5,6 +5,7 @@ cluster. Each question weighs the same in a score, whatever its number of sample
 
     scores in [0, 1]   Wilson's interval with the effective sample size p (1 - p) / variance of the mean
     other scores       bootstrap over questions, widened for small samples
+    with a Scale       the same after a map to [0, 1], or to logarithms: no end is a value that the score cannot have
     pairs              Wilson's interval of (1 + difference) / 2 for scores in [0, 1], otherwise bootstrap over the questions'
                        differences; McNemar's mid-p where each question has one answer, right or wrong, otherwise a
                        randomization test that swaps the two evaluations question by question
@@ -14,9 +15,10 @@ cluster. Each question weighs the same in a score, whatever its number of sample
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from statistics import NormalDist
 from typing import Literal
 
@@ -47,12 +49,26 @@ class Interval:
 UNKNOWN = Interval(math.nan, math.nan, math.nan)
 
 
+@dataclass(frozen=True, slots=True)
+class Scale:
+    """The values that a score can have. Those of its questions may be others: weighted ones, or a quotient's linearization."""
+
+    low: float
+    high: float = math.inf
+    exponential: bool = False  # the score is exp(a mean), as a perplexity is
+
+
+SHARE = Scale(0.0, 1.0)
+
+
 # ---- one evaluation ---------------------------------------------------------------------------------------------------------
 
 
-def interval(questions: Collection[Sequence[float]]) -> Interval:
+def interval(questions: Collection[Sequence[float]], scale: Scale | None = None) -> Interval:
     """Return the mean over questions of the mean over their samples. Questions without a sample are left out."""
     kept = [values for values in questions if len(values)]
+    if scale is not None and kept:
+        return _scaled(kept, scale)
     means = np.sort(np.array([_mean(values) for values in kept]))
     n = len(means)
     if not n:
@@ -67,8 +83,45 @@ def interval(questions: Collection[Sequence[float]]) -> Interval:
     return _wilson(p, n, min(n * _smoothed_ratio(means), answers if whole else math.inf), max(1, n - 1))
 
 
-def macro_interval(groups: Collection[Collection[Sequence[float]]]) -> Interval:
+def _scaled(kept: Sequence[Sequence[float]], scale: Scale) -> Interval:
+    if scale.exponential and (middle := _mean([_mean(values) for values in kept])) > 0:
+        # The values are middle (1 + x - mean of x) of x in nats (`pipeline/evaluation/perplexity.py`).
+        found = interval([[math.log(middle) + value / middle - 1 for value in values] for values in kept])
+        return Interval(middle, max(scale.low, _exp(found.low)), _exp(found.high))
+    if math.isinf(scale.high):
+        found = interval(kept)
+        return Interval(found.value, max(scale.low, found.low), found.high)
+    width = scale.high - scale.low
+    shares = [[(value - scale.low) / width for value in values] for values in kept]
+    means = np.sort(np.array([_mean(values) for values in shares]))
+    p, variance = _mean(means), _variance(means)
+    if means[0] >= 0 and means[-1] <= 1:
+        found = interval(shares)
+    elif len(means) == 1 or not variance or not 0 < p < 1:
+        found = Interval(p, math.nan, math.nan) if len(means) == 1 or variance else Interval(p, p, p)
+    else:  # weighted questions, or those of a quotient
+        found = _wilson(p, len(means), p * (1 - p) / variance, len(means) - 1)
+    return Interval(*(scale.low + width * each for each in (found.value, found.low, found.high)))
+
+
+def _exp(nats: float) -> float:
+    """Return e**nats; NaN above the largest float."""
+    return math.exp(nats) if nats < 709 else math.nan
+
+
+def macro_interval(groups: Collection[Collection[Sequence[float]]], scale: Scale | None = None) -> Interval:
     """Return the mean over groups of each group's mean over questions."""
+    found = _macro_interval(groups)
+    if scale is None:
+        return found
+    low, high = found.low, found.high
+    if scale.exponential and found.value > 0:  # the same relative error in logarithms
+        low, high = (found.value * _exp((end - found.value) / found.value) for end in (low, high))
+    # A NaN stays.
+    return Interval(found.value, scale.low if low < scale.low else low, scale.high if high > scale.high else high)
+
+
+def _macro_interval(groups: Collection[Collection[Sequence[float]]]) -> Interval:
     found = [np.sort(np.array([_mean(values) for values in group if len(values)])) for group in groups]
     found = [means for means in found if len(means)]
     freedom = sum(len(means) - 1 for means in found)
@@ -136,9 +189,18 @@ class Difference:
 
 
 def difference(
-    first: Mapping[str, Sequence[float]], second: Mapping[str, Sequence[float]], lower_is_better: bool = False
+    first: Mapping[str, Sequence[float]],
+    second: Mapping[str, Sequence[float]],
+    lower_is_better: bool = False,
+    exponential: bool = False,
 ) -> Difference:
-    """Compare the values of two evaluations by question id. Questions that only one has are left out."""
+    """Compare the values of two evaluations by question id. Questions that only one has are left out.
+
+    exponential: as `Scale.exponential`. The logarithms are compared; the ends are those of their difference, from the first
+    score on.
+    """
+    if exponential:
+        return _exponential_difference(first, second, lower_is_better)
     shared = sorted(question for question in first.keys() & second.keys() if len(first[question]) and len(second[question]))
     if not shared:
         return Difference(math.nan, math.nan, math.nan, 1.0, 0, 0, 0, lower_is_better)
@@ -149,6 +211,25 @@ def difference(
     found = _bounded_difference(means) if min(scores) >= 0 and max(scores) <= 1 else _bootstrap(means)
     p_value = mcnemar(gained, lost) if set(np.abs(means).tolist()) <= {0.0, 1.0} else _swap_test(means)
     return Difference(found.value, found.low, found.high, p_value, len(shared), gained, lost, lower_is_better)
+
+
+def _exponential_difference(
+    first: Mapping[str, Sequence[float]], second: Mapping[str, Sequence[float]], lower_is_better: bool
+) -> Difference:
+    shared = [question for question in first if len(first[question]) and len(second.get(question, ()))]
+    if not shared:
+        return difference({}, {}, lower_is_better=lower_is_better)
+    # The scores are of all questions of an evaluation, which their values' mean over the shared ones only approximates.
+    scores = [_mean([_mean(values) for values in each.values() if len(values)]) for each in (first, second)]
+    if min(scores) <= 0:  # no quotients
+        return difference(first, second, lower_is_better)
+    nats = [
+        {question: [math.log(score) + value / score - 1 for value in each[question]] for question in shared}
+        for each, score in zip((first, second), scores, strict=True)
+    ]
+    found = difference(nats[0], nats[1], lower_is_better)
+    value, low, high = (scores[0] * (_exp(each) - 1) for each in (found.value, found.low, found.high))
+    return replace(found, value=value, low=low, high=high)
 
 
 def mcnemar(gained: int, lost: int) -> float:
@@ -173,21 +254,40 @@ def _swap_test(means: np.ndarray) -> float:
 # ---- parts ------------------------------------------------------------------------------------------------------------------
 
 
+@functools.lru_cache(maxsize=4096)
 def t_quantile(freedom: float) -> float:
-    """Return the 97.5% quantile of Student's t by Hill's expansion (1970); below 3 degrees of freedom from closed forms."""
-    if freedom < 1.5:
-        return math.tan(math.pi * (UPPER - 0.5))
-    if freedom < 2.5:
-        spread = 2 * UPPER - 1
-        return spread * math.sqrt(2 / (1 - spread**2))
-    z = Z
-    terms = (
-        (z**3 + z) / 4,
-        (5 * z**5 + 16 * z**3 + 3 * z) / 96,
-        (3 * z**7 + 19 * z**5 + 17 * z**3 - 15 * z) / 384,
-        (79 * z**9 + 776 * z**7 + 1482 * z**5 - 1920 * z**3 - 945 * z) / 92160,
-    )
-    return z + sum(term / freedom**power for power, term in enumerate(terms, 1))
+    """Return the 97.5% quantile of Student's t, to 1e-10 of itself, for any number of degrees of freedom from 0.1 on.
+
+    With x = freedom / (freedom + t^2), P(|T| > t) is the regularized incomplete beta function I_x(freedom / 2, 1 / 2). The
+    quantile follows by bisection of log t.
+    """
+    low, high = math.log(Z) - 1e-9, math.log(1e20)  # t is above z, and about 7e12 at 0.1 degrees
+    while (middle := (low + high) / 2) not in (low, high):
+        tail = _incomplete_beta(freedom / 2, 0.5, freedom / (freedom + math.exp(2 * middle)))
+        low, high = (middle, high) if tail > ALPHA else (low, middle)
+    return math.exp(middle)
+
+
+def _incomplete_beta(a: float, b: float, x: float) -> float:
+    """Return I_x(a, b) for x in [0, 1] by its continued fraction (DLMF 8.17.22), evaluated as Lentz does."""
+    if x > (a + 1) / (a + b + 2):  # where the fraction of the other side converges fast
+        return 1 - _incomplete_beta(b, a, 1 - x)
+    tiny, c, d, fraction = 1e-300, 1.0, 0.0, 1.0
+    for step in range(2000):
+        half = step // 2
+        if step == 0:
+            part = 1.0
+        elif step % 2 == 0:
+            part = half * (b - half) * x / ((a + 2 * half - 1) * (a + 2 * half))
+        else:
+            part = -(a + half) * (a + b + half) * x / ((a + 2 * half) * (a + 2 * half + 1))
+        d = 1 / (1 + part * d or tiny)
+        c = 1 + part / c or tiny
+        fraction *= c * d
+        if step and abs(c * d - 1) < 1e-15:
+            break
+    log_front = a * math.log(x) + b * math.log1p(-x) + math.lgamma(a + b) - math.lgamma(a) - math.lgamma(b) if x else -math.inf
+    return math.exp(log_front) * (fraction - 1) / a if x else 0.0
 
 
 def _wilson(p: float, questions: int, effective: float, freedom: float | None) -> Interval:

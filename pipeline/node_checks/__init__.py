@@ -16,7 +16,6 @@ Left out: the network cards of all GPUs except a node's first, disks, and later 
 from __future__ import annotations
 
 import contextlib
-import json
 import logging
 import secrets
 import time
@@ -27,13 +26,13 @@ from typing import Any
 import msgspec
 import torch.distributed as dist
 
+from pipeline import small_files
 from pipeline.attempt import Attempt
 from pipeline.config import ClusterConfig
 from pipeline.node_checks import diagnosis, network, probe
 from pipeline.node_checks.network import Link, Rounds
 from pipeline.node_checks.probe import RankReport
 from pipeline.node_checks.results import CheckResults, record, text
-from pipeline.storage import write_durably
 from pipeline.watchdog import Failure, Heartbeat
 from pipeline.world import World
 
@@ -121,7 +120,7 @@ def _lead(world: World, cluster: ClusterConfig) -> None:
         results.add_problems(diagnosis.links(results.names, results.links, cluster.node_checks.min_gb_per_s))
         results.add_problems(diagnosis.clocks(results.names, results.links, cluster.node_checks.max_clock_skew_s))
     content = record(results, time.perf_counter() - start)
-    write_durably(world.info.folder / "nodes.json", json.dumps(content, indent=1) + "\n")
+    small_files.write(world.info.folder / "nodes.json", content)
     logger.info(text(content))
     if results.mismatches:
         _fail_mismatch(world, results, cluster)

@@ -3,19 +3,33 @@
 from __future__ import annotations
 
 import itertools
-import json
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, TypedDict
 
-from pipeline import environment_names, secrets
+from pipeline import environment_names, secrets, small_files, user_files
 from pipeline.encryption import is_encrypted
 from pipeline.trackers.base import LoggedStep, Tracker
 
 FILES = ("recipe.yaml", "report.html")
 SAMPLES = 16
 """Rollouts of a step that are sent, at most."""
+
+
+class _Metric(TypedDict):
+    value: float | None
+
+
+class _Task(TypedDict):
+    metrics: dict[str, _Metric]
+
+
+class _Scores(TypedDict):
+    """What is sent of an evaluation's scores.json."""
+
+    tasks: dict[str, _Task]
 
 
 @dataclass(frozen=True)
@@ -55,19 +69,20 @@ def _samples(folder: Path, save_period: int, settled: int) -> Iterator[Attachmen
 
 
 def _is_encrypted(path: Path) -> bool:
-    with open(path, "rb") as file:
+    with user_files.open_file(path) as file:
         return is_encrypted(file.read(8))
 
 
 def _send_samples(tracker: Tracker, path: Path) -> None:
     kind, _, number = path.stem.rpartition("_")
-    with open(path, "rb") as file:
-        samples = [json.loads(text) for text in itertools.islice(file, SAMPLES) if text.endswith(b"\n")]
+    samples = list(itertools.islice(small_files.lines(path, dict[str, Any]), SAMPLES))
     tracker.log_samples(kind, int(number), samples)
 
 
 def _send_scores(tracker: Tracker, path: Path) -> None:
-    scores = json.loads(path.read_text())
+    scores = small_files.read(path, _Scores)
+    if scores is None:  # somebody has removed it meanwhile
+        return
     found = {
         f"{task}/{metric}": each["value"]
         for task, summary in scores["tasks"].items()
@@ -80,7 +95,7 @@ def _send_scores(tracker: Tracker, path: Path) -> None:
 
 def _holds_secret(path: Path) -> bool:
     """Return whether a recipe, which is checked before submission, was changed since; other files are not read."""
-    text = path.read_text(errors="replace") if path.suffix == ".yaml" else ""
+    text = (small_files.read_text(path) or "") if path.suffix == ".yaml" else ""
     return secrets.redacted(text) != text
 
 

@@ -13,9 +13,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import yaml
-
-from pipeline import environment_names, secrets
+from pipeline import environment_names, secrets, small_files
 from pipeline.config import Recipe
 from pipeline.trackers import TRACKERS
 from pipeline.trackers.base import LoggedStep, TrackedRun, Tracker
@@ -84,8 +82,7 @@ class Feed:
         position, first = self._position, run_id(self._run_dir)
         position.write(self._path)  # raises on a full disk, where W&B's start would hang
         own = first if position.record == 1 else f"{first}-{position.record}"
-        plain = yaml.load((self._run_dir / "recipe.yaml").read_text(), getattr(yaml, "CSafeLoader", yaml.SafeLoader))
-        plain = environment_names.named(self._run_dir, plain)
+        plain = environment_names.named(self._run_dir, small_files.read_yaml(self._run_dir / "recipe.yaml"))
         run = TrackedRun(own, first, self._recipe.name, self._run_dir.resolve(), _redacted(plain))
         tracker = self._kind(getattr(self._recipe.logger, self.name), run, position.state)
         self._tracker = tracker  # before it opens: `reset` closes what has half begun

@@ -15,6 +15,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from pipeline import small_files
 from pipeline.metrics import NOT_REPRODUCIBLE
 from pipeline.storage import write_durably
 
@@ -39,10 +40,7 @@ class Position:
     @classmethod
     def read(cls, path: Path) -> Position:
         """Read a position; a new one if there is none."""
-        if not path.exists():
-            return cls()
-        values = json.loads(path.read_text())
-        return cls(**values | {"digests": {int(step): digest for step, digest in values["digests"].items()}})
+        return small_files.read(path, cls) or cls()
 
     @classmethod
     def at(cls, path: Path, place: list[str | None]) -> Position:
@@ -55,7 +53,7 @@ class Position:
         if len(self.digests) > COMPARED:
             self.digests = dict(sorted(self.digests.items())[-COMPARED:])
         path.parent.mkdir(exist_ok=True)
-        write_durably(path, json.dumps(asdict(self)))
+        small_files.write(path, asdict(self))
 
     def held(self, last: int) -> None:
         """Take over from the tracker which step is its last: later ones are to be sent again."""

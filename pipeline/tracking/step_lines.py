@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-import json
 import os
 from pathlib import Path
 from typing import Any
+
+from pipeline import small_files, user_files
+from pipeline.metrics import StepLine
 
 READ_AT_ONCE = 1 << 22
 """Bytes of one read, at most, but for a longer line."""
@@ -21,21 +23,23 @@ class StepLines:
     def lines(self) -> list[dict[str, Any]]:
         """Return complete lines after those of the last call, some of them if there are many.
 
-        Raises OSError, and ValueError for a line that is not JSON.
+        Raises OSError, and RecipeError for a damaged line.
         """
         try:
-            file = open(self._path, "rb")  # noqa: SIM115 closed below
+            file = user_files.open_file(self._path)
         except FileNotFoundError:
             return []
         with file:
             status = os.fstat(file.fileno())
             if status.st_ino != self._file or status.st_size < self._offset:
                 self._file, self._offset = status.st_ino, 0
-            file.seek(self._offset)
-            read = file.readlines(READ_AT_ONCE)
-        whole = [text for text in read if text.endswith(b"\n")]
-        lines = [json.loads(text) for text in whole]
-        self._offset += sum(map(len, whole))
+            begin = file.seek(self._offset)
+            lines: list[dict[str, Any]] = []
+            for text in small_files.whole_lines(file, self._path):
+                lines.append(dict(small_files.parsed(text, StepLine, self._path)))
+                self._offset += len(text)
+                if self._offset - begin > READ_AT_ONCE:
+                    break
         return lines
 
     def rewind(self) -> None:

@@ -3,12 +3,29 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
 import torch
 import torch.distributed as dist
 
 from pipeline.train.shards import is_first_holder, local
+
+CHUNK = 1 << 22
+"""Elements of which a float64 copy exists at a time."""
+
+
+def squared_norm(tensors: Iterable[torch.Tensor], device: torch.device) -> torch.Tensor:
+    """Return the sum of all squares, [] float64 on the device.
+
+    Squares and sums are float64. A float32 sum on a CPU is off by 0.3% at 28 million elements, since each thread adds to a few
+    sums in turn.
+    """
+    total = torch.zeros((), dtype=torch.float64, device=device)
+    for tensor in tensors:
+        for chunk in tensor.reshape(-1).split(CHUNK):
+            exact = chunk.double()
+            total += torch.dot(exact, exact).to(device)
+    return total
 
 
 class Gradients:
@@ -51,13 +68,10 @@ class Gradients:
         """Return this rank's share of the squared norm, [] float64."""
         rank = self._group.rank()
         counted = [g for name, g in self.local().items() if g.numel() and is_first_holder(self._trained[name], rank)]
-        if not counted:
-            return torch.zeros((), dtype=torch.float64, device=self._device)
-        norms = torch._foreach_norm(counted)  # pyright: ignore[reportPrivateImportUsage] - torch has no public name for it
-        return torch.stack(norms).double().square().sum().to(self._device)
+        return squared_norm(counted, self._device)
 
     def clip(self, norm: float, limit: float | None) -> None:
         """Scale the gradients, of this norm, to the limit if they are above it."""
         if limit is not None and norm > limit:
             gradients = list(self.local().values())
-            torch._foreach_mul_(gradients, limit / norm)  # pyright: ignore[reportPrivateImportUsage] - as _foreach_norm
+            torch._foreach_mul_(gradients, limit / norm)  # pyright: ignore[reportPrivateImportUsage] - torch has no public name for it

@@ -32,7 +32,8 @@ def policy_loss(config: LossConfig, packed: Packed, entropy: torch.Tensor | None
     penalty = 0.0 if config.use_kl_in_reward else config.reference_policy_kl_penalty
     if penalty:
         drawn = generate if config.use_on_policy_kl_approximation else now.detach()
-        losses = losses + penalty * kl(config, now, rows(packed, batch.reference_logprobs), torch.exp(now - drawn))
+        factor = torch.exp(now - drawn) if config.reference_policy_kl_gradient == "kl" else torch.ones_like(now)
+        losses = losses + penalty * kl(config, now, rows(packed, batch.reference_logprobs), factor)
     if config.token_level_loss:
         loss = (losses * mask).sum() / mask.sum()
     else:
@@ -59,7 +60,8 @@ def _objective(
         return weight * advantage * now
     ratio = torch.exp(now - old)
     if config.sequence_level_importance_ratios:
-        ratio = (torch.prod(torch.where(mask == 1, ratio, 1.0), 1, keepdim=True) ** (1 / lengths)).expand_as(now)
+        whole = torch.prod(torch.where(mask == 1, ratio, 1.0), 1, keepdim=True) ** (1 / lengths)
+        ratio = whole.detach() * torch.exp(now) / torch.exp(now.detach())  # GSPO-token's
     most = float("inf") if config.ratio_clip_c is None else config.ratio_clip_c
     good = torch.where(ratio > high, high, ratio)
     bad = torch.where(ratio < low, low, torch.where(ratio > most, most, ratio))

@@ -88,3 +88,23 @@ def test_the_reference_has_the_same_values():
     for kind, expected in (("k1", 0.25), ("k2", 0.03125), ("k3", math.exp(-0.25) - 0.75)):
         config = LossConfig(reference_policy_kl_type=kind)
         assert reference.kl(config, now, frozen, torch.tensor(1.0)).item() == pytest.approx(expected, abs=1e-15)
+
+
+def test_the_gradient_of_the_estimate_alone():
+    """TRL's per_token_kl = exp(ref - logp) - (ref - logp) - 1: the same value as with the KL's gradient, another gradient."""
+    packed = random_sampled(9, reference=True)
+    mask, count = packed.batch.loss_mask, int(packed.batch.loss_mask.sum())
+    out, plain = (
+        policy_loss(
+            LossConfig(reference_policy_kl_penalty=0.3, reference_policy_kl_gradient=gradient),
+            outputs_of(packed),
+            packed.batch,
+            packed.counts,
+        )
+        for gradient in ("kl", "estimate")
+    )
+    without = gradient_of(policy_loss(LossConfig(), outputs_of(packed), packed.batch, packed.counts).loss, packed)
+    assert out.loss.item() == plain.loss.item() and out.metrics["reference_kl"] == plain.metrics["reference_kl"]
+    x = torch.where(mask, packed.batch.reference_logprobs - packed.leaf.detach(), 0.0)
+    for loss, slope in ((plain.loss, 1 - x.exp()), (out.loss, 1 - x.exp() + x.exp() - 1 - x)):
+        torch.testing.assert_close(gradient_of(loss, packed) - without, 0.3 * slope * mask / count, rtol=1e-9, atol=1e-12)

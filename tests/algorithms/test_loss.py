@@ -18,6 +18,7 @@ from pipeline.algorithms.loss import policy_loss, sequence_log_ratios
 from pipeline.config import LossConfig
 from pipeline.types import PackedBatch
 from tests.algorithms.made import grpo, weighed
+from tests.algorithms.packed import Packed
 from tests.algorithms.sampled import (
     assert_gradcheck,
     assert_split_invariant,
@@ -48,6 +49,7 @@ CONFIGS = {
     "GSPO, icepop": weighed("icepop", 1.5, 0.5, **SEQUENCES),
     "CISPO, the paper's": LossConfig(use_cispo=True, ratio_clip_min=1.0, ratio_clip_max=0.5),
     "CISPO, both bounds, tis": weighed("tis", 2.0, use_cispo=True),
+    "KL k3, the estimate's gradient": LossConfig(reference_policy_kl_penalty=0.3, reference_policy_kl_gradient="estimate"),
     "RLOO, by token": LossConfig(disable_ppo_ratio=True),
     "RLOO, by sequence, KL": LossConfig(disable_ppo_ratio=True, token_level_loss=False, reference_policy_kl_penalty=0.1),
     "RLOO, weights of sequences": weighed(disable_ppo_ratio=True, **SEQUENCES),
@@ -71,7 +73,14 @@ CONFIGS = {
         )
     },
 }
-STOPPED = ("GRPO, the paper's", "GRPO, forced ratio", "PPO", "CISPO", "RLOO, by sequence, KL")  # gradients in their losses
+STOPPED = (
+    "GSPO",
+    "GRPO, the paper's",
+    "GRPO, forced ratio",
+    "PPO",
+    "CISPO",
+    "RLOO, by sequence, KL",
+)  # gradients in their losses
 
 
 def is_differentiable(name: str) -> bool:
@@ -349,3 +358,47 @@ def test_a_batch_without_counted_tokens_has_no_share():
     batch: PackedBatch = replace(packed.batch, loss_mask=torch.zeros_like(packed.batch.loss_mask))
     out = policy_loss(LossConfig(token_level_loss=False), outputs_of(packed), batch, packed.counts)
     assert out.loss == 0 and not gradient_of(out.loss, packed).any()
+
+
+# ---- ratios of sequences, with an advantage for each token ------------------------------------------------------------------
+
+
+def sequences_of(packed: Packed) -> list[torch.Tensor]:
+    """Return the places of each sequence's counted tokens."""
+    places = torch.arange(len(packed.batch.loss_mask)).split(packed.batch.lengths)
+    return [place[packed.batch.loss_mask[place]] for place in places]
+
+
+def test_gspo_token_by_its_closed_form():
+    """Gradient of token t (GSPO, eq. 17): -s_i A_t / |y_i| / sequences, where no bound is active."""
+    config = LossConfig(ratio_clip_min=0.9, ratio_clip_max=9.0, **SEQUENCES)
+    packed = random_sampled(7, noise=0.1)
+    expected, value = torch.zeros_like(packed.logprobs), 0.0
+    sequences = sequences_of(packed)
+    for places in sequences:
+        ratio = (packed.leaf - packed.batch.old_logprobs)[places].mean().exp().detach()
+        share = ratio * packed.batch.advantages[places] / len(places) / len(sequences)
+        expected[places] = -share
+        value -= share.sum().item()
+    out = policy_loss(config, outputs_of(packed), packed.batch, packed.counts)
+    assert out.loss.item() == pytest.approx(value, rel=1e-9)
+    torch.testing.assert_close(gradient_of(out.loss, packed), expected, rtol=1e-9, atol=1e-12)
+    assert len({round(each, 9) for each in (expected[sequences[0]] / expected[sequences[0]][0]).tolist()}) > 1
+
+
+def test_gspo_token_is_gspo_where_a_sequence_has_one_advantage():
+    """Against the gradient of eq. 5, through the mean of the sequence's log ratios, with active bounds."""
+    config = LossConfig(ratio_clip_min=0.05, ratio_clip_max=0.05, **SEQUENCES)
+    packed = random_sampled(8, noise=0.1)
+    advantages = packed.batch.advantages.clone()
+    for number, places in enumerate(torch.arange(len(advantages)).split(packed.batch.lengths)):
+        advantages[places] = float(number % 3 - 1.3)
+    packed = replace(packed, batch=replace(packed.batch, advantages=torch.where(packed.batch.loss_mask, advantages, 0.0)))
+    out = policy_loss(config, outputs_of(packed), packed.batch, packed.counts)
+    loss, sequences = 0.0, sequences_of(packed)
+    for places in sequences:
+        ratio = (packed.leaf - packed.batch.old_logprobs)[places].mean().exp()
+        advantage = packed.batch.advantages[places[0]]
+        loss = loss - torch.minimum(ratio * advantage, ratio.clamp(0.95, 1.05) * advantage) / len(sequences)
+    assert out.loss.item() == pytest.approx(loss.item(), rel=1e-9)
+    torch.testing.assert_close(gradient_of(out.loss, packed), gradient_of(loss, packed), rtol=1e-9, atol=1e-12)

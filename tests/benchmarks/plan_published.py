@@ -2,7 +2,8 @@
 
     python -m tests.benchmarks.plan_published
 
-GPUs are those of recipes/hardware/h100.yaml with the efficiencies that it assumes; what it says of their sources holds here.
+GPUs are those of recipes/hardware/h100.yaml and gb200.yaml, with the efficiencies that they assume and their sources. The
+ends of the printed ranges are these files' shortest_step and longest_step, which plans show.
 None is fitted to these lines, but two choices were made with a first comparison at hand: a mixture's share of the peak was 0.25
 before it became the mean of its sources, 0.20 (with 0.25 the ratios of mixtures are up to 0.2 higher), and MEMORY_GB. Layouts,
 batches and lengths are the published ones; what was not published is said on the line.
@@ -21,12 +22,13 @@ from __future__ import annotations
 
 import textwrap
 from dataclasses import dataclass
+from statistics import geometric_mean
 
 from launch import backend
 from launch.plan.estimate import Plan, plan
 from pipeline import config
 
-GPUS = 8  # of a node
+GPUS = {"h100": 8, "gb200": 4}  # of a node
 PROMPT = 265  # tokens: with Llama-3.1-8B on OpenMathInstruct-2, 1,060 of a sequence (v0.4) less 795 of an answer (v0.3)
 # About the memory that the driver reports for an "80 GB" H100, of which vLLM takes its share. With the 80 of h100.yaml the plan
 # finds no room for DeepSeek-V3's cache, in a run that is published; other steps differ by 2% at most.
@@ -53,6 +55,7 @@ class Line:
     answers: int = 32  # of each
     ahead: int = 0  # steps
     generate: int = 0  # GPUs, of those that sample ahead; the rest train
+    gpu: str = "h100"
 
 
 def megatron(tensor: int = 1, pipeline: int = 1, expert: int = 1, context: int = 1, recompute: bool = False) -> tuple[str, ...]:
@@ -286,6 +289,134 @@ LINES = [
         ahead=1,
         generate=256,
     ),
+    Line(
+        "v0.6, GB200, DeepSeek-V3, 128 GPUs",
+        "unsloth/DeepSeek-V3-bf16",
+        128,
+        32,
+        711 - PROMPT,
+        1536,
+        {"step": 108},
+        (*megatron(pipeline=8, expert=16, recompute=True), *stages(7, 6), FORCED),
+        "recomputation and stages, which are guesses",
+        prompts=32,
+        answers=16,
+        ahead=0,
+        generate=0,
+        gpu="gb200",
+    ),
+    Line(
+        "v0.6, GB200, DeepSeek-V3, 256 GPUs",
+        "unsloth/DeepSeek-V3-bf16",
+        256,
+        32,
+        700 - PROMPT,
+        1536,
+        {"step": 98.7},
+        (*megatron(pipeline=8, expert=16, recompute=True), *stages(7, 6), FORCED),
+        "recomputation and stages, which are guesses",
+        prompts=32,
+        answers=16,
+        ahead=0,
+        generate=0,
+        gpu="gb200",
+    ),
+    Line(
+        "v0.6, GB200, DeepSeek-V3, 1 ahead",
+        "unsloth/DeepSeek-V3-bf16",
+        256,
+        16,
+        708 - PROMPT,
+        1536,
+        {"step": 61.7},
+        (*megatron(pipeline=8, expert=16, recompute=True), *stages(7, 6), FORCED),
+        "recomputation and stages, which are guesses",
+        prompts=32,
+        answers=16,
+        ahead=1,
+        generate=128,
+        gpu="gb200",
+    ),
+    Line(
+        "v0.6, GB200, Qwen3-235B-A22B, 64 GPUs",
+        "Qwen/Qwen3-235B-A22B",
+        64,
+        8,
+        5709 - PROMPT,
+        8192,
+        {"step": 286},
+        (*megatron(tensor=2, pipeline=4, expert=16, context=2, recompute=True), FORCED),
+        "recomputation and stages, which are guesses",
+        prompts=16,
+        answers=32,
+        ahead=0,
+        generate=0,
+        gpu="gb200",
+    ),
+    Line(
+        "v0.6, GB200, Qwen3-235B-A22B, 128 GPUs",
+        "Qwen/Qwen3-235B-A22B",
+        128,
+        8,
+        5693 - PROMPT,
+        8192,
+        {"step": 345},
+        (*megatron(tensor=2, pipeline=4, expert=16, context=2, recompute=True), FORCED),
+        "recomputation and stages, which are guesses",
+        prompts=16,
+        answers=32,
+        ahead=0,
+        generate=0,
+        gpu="gb200",
+    ),
+    Line(
+        "v0.6, GB200, Qwen3-235B-A22B, 1 ahead",
+        "Qwen/Qwen3-235B-A22B",
+        128,
+        8,
+        5705 - PROMPT,
+        8192,
+        {"step": 278},
+        (*megatron(tensor=4, pipeline=4, expert=16, recompute=True), FORCED),
+        "recomputation and stages, which are guesses",
+        prompts=16,
+        answers=32,
+        ahead=1,
+        generate=64,
+        gpu="gb200",
+    ),
+    Line(
+        "v0.6, GB200, Qwen3-30B-A3B",
+        "Qwen/Qwen3-30B-A3B",
+        16,
+        1,
+        3199 - PROMPT,
+        4096,
+        {"step": 221},
+        megatron(expert=16),
+        "recomputation and stages, which are guesses",
+        prompts=64,
+        answers=32,
+        ahead=0,
+        generate=0,
+        gpu="gb200",
+    ),
+    Line(
+        "v0.6, GB200, Qwen3-30B-A3B, 1 ahead",
+        "Qwen/Qwen3-30B-A3B",
+        16,
+        1,
+        3197 - PROMPT,
+        4096,
+        {"step": 301},
+        megatron(expert=8),
+        "recomputation and stages, which are guesses",
+        prompts=64,
+        answers=32,
+        ahead=1,
+        generate=8,
+        gpu="gb200",
+    ),
 ]
 
 
@@ -298,8 +429,10 @@ def predicted(line: Line) -> Plan:
             *line.layout,
             "run_dir=runs/published",
             f"policy.model_name={line.model}",
-            f"cluster.train.nodes={train // GPUS}",
-            f"cluster.generate.nodes={generate // GPUS}",
+            *(f"cluster.{name}.gpu={line.gpu}" for name in ("train", "generate")),
+            *(f"cluster.{name}.gpus_per_node={GPUS[line.gpu]}" for name in ("train", "generate")),
+            f"cluster.train.nodes={train // GPUS[line.gpu]}",
+            f"cluster.generate.nodes={generate // GPUS[line.gpu]}",
             f"grpo.async_grpo.max_trajectory_age_steps={max(1, line.ahead)}",
             f"grpo.num_prompts_per_step={line.prompts}",
             f"grpo.num_generations_per_prompt={line.answers}",
@@ -307,8 +440,7 @@ def predicted(line: Line) -> Plan:
             f"policy.sequence_packing.train_mb_tokens={longest}",
             f"policy.sequence_packing.logprob_mb_tokens={longest}",
             f"policy.generation.max_new_tokens={longest}",
-            f"cluster.train.gpu_memory_gb={MEMORY_GB}",
-            f"cluster.generate.gpu_memory_gb={MEMORY_GB}",
+            *(f"cluster.{name}.gpu_memory_gb={MEMORY_GB}" for name in ("train", "generate") if line.gpu == "h100"),
             f"policy.generation.vllm_cfg.gpu_memory_utilization={0.8 if line.ahead else 0.6}",
             f"policy.generation.vllm_cfg.tensor_parallel_size={line.engine}",
             f"plan.prompt_tokens={PROMPT}",
@@ -335,18 +467,26 @@ def ratio(line: Line, seconds: float) -> float:
 def print_published() -> None:
     print("\nsteps as published and as predicted, in seconds: published / predicted")
     print(f"{'':34s}" + "".join(f"{name:>14s}" for name in (*PHASES, "step")) + f"{'ratio':>8s}")
-    last = None
+    last, ratios = None, dict[str, list[float]]()
     for line in LINES:
         last = predicted(line)
         seconds = by_phase(last)
         cells = (f"{line.published.get(name, '-')} / {seconds[name]:.3g}" for name in (*PHASES, "step"))
         print(f"{line.what:34s}" + "".join(f"{cell:>14s}" for cell in cells) + f"{ratio(line, seconds['step']):8.2f}")
+        ratios.setdefault(line.gpu, []).append(ratio(line, seconds["step"]))
         texts = [
             f"{line.gpus} GPUs, {line.prompts} x {line.answers} answers of {line.answer:g} tokens; assumed: {line.assumed}"
         ]
         texts += [f"why: {line.why}"] if line.why else []
         for text in texts:
             print(textwrap.indent(textwrap.fill(text, 120), "    "))
+    print_ranges(ratios)
+
+
+def print_ranges(ratios: dict[str, list[float]]) -> None:
+    """Print the ends that recipes/hardware/GPU.yaml has, and the geometric mean."""
+    for gpu, found in ratios.items():
+        print(f"{gpu}: {min(found):.2f} to {max(found):.2f}, geometric mean {geometric_mean(found):.2f}, {len(found)} steps")
 
 
 if __name__ == "__main__":

@@ -6,7 +6,7 @@ import random
 import numpy as np
 import pytest
 
-from pipeline.evaluation.statistics import difference, interval, macro_interval, mcnemar, pass_at, t_quantile
+from pipeline.evaluation.statistics import SHARE, Scale, difference, interval, macro_interval, mcnemar, pass_at, t_quantile
 
 
 def test_wilson_of_single_answers():
@@ -66,7 +66,11 @@ def test_pass_at_k_is_unbiased():
 
 def test_t_quantiles():
     table = {1: 12.7062, 2: 4.3027, 3: 3.1824, 4: 2.7764, 5: 2.5706, 10: 2.2281, 30: 2.0423, 120: 1.9799}
-    assert {freedom: t_quantile(freedom) for freedom in table} == pytest.approx(table, rel=2e-3)
+    assert {freedom: t_quantile(freedom) for freedom in table} == pytest.approx(table, rel=2e-5)
+    scipys = {0.5: 164.55767348048818, 1.2: 8.648826510748867, 1.5: 6.016663104427929, 1.9: 4.527118077100328}
+    scipys |= {2.4: 3.683504289675019, 2.5: 3.5746548420036817, 3.7: 2.8675207071911895, 7.3: 2.345066736547703}
+    scipys |= {100: 1.9839715185235518, 1000: 1.9623390808264083, 1e6: 1.959966356814107}
+    assert {freedom: t_quantile(freedom) for freedom in scipys} == pytest.approx(scipys, rel=1e-9)
 
 
 def test_mcnemar_against_the_binomial():
@@ -121,3 +125,28 @@ def test_a_single_question_gives_no_interval():
         found = difference(*pair([change]))
         assert (found.questions, found.verdict, found.shown) == (1, "cannot tell", f"{change:+.4f} [-]")
         assert math.isnan(found.low) and math.isnan(found.high)
+
+
+def test_intervals_have_possible_ends():
+    """Of a perplexity of few, unequal texts; of weighted shares; of ratings near the end of their scale."""
+    nats, words = [2_000.0, 30.0, 25.0, 20.0], [40.0, 10.0, 9.0, 8.0]
+    ratio = sum(nats) / sum(words)
+    deviations = [(n - ratio * w) / (sum(words) / 4) for n, w in zip(nats, words, strict=True)]
+    values = {str(i): [math.exp(ratio) * (1 + each)] for i, each in enumerate(deviations)}
+    found = interval(values.values(), Scale(1.0, exponential=True))
+    of_nats = interval([[ratio + each] for each in deviations])
+    assert found.value == pytest.approx(math.exp(ratio)) and 1 <= found.low < found.value < found.high
+    assert found.high == pytest.approx(math.exp(of_nats.high)) and found.low == pytest.approx(max(1.0, math.exp(of_nats.low)))
+    assert interval(values.values()).low < 0  # without the map
+    assert macro_interval([values.values(), values.values()], Scale(1.0, exponential=True)).low >= 1
+    weighted = interval([[2.5]] * 3 + [[0.4]] * 5 + [[0.0]] * 2, SHARE)
+    assert weighted.value == pytest.approx(0.95) and 0 <= weighted.low < 0.95 < weighted.high <= 1
+    rated = interval([[10.0]] * 5 + [[9.0], [4.0]], Scale(1.0, 10.0))
+    assert rated.value == pytest.approx(9.0) and 1 <= rated.low < 9 < rated.high <= 10
+    assert interval([[0.1], [0.0], [9.0], [0.2]], Scale(0.0)).low >= 0
+    assert math.isnan(interval([[1e300], [1e305]], Scale(1.0, exponential=True)).high)  # above the largest float
+    second = {name: [each / 2 for each in value] for name, value in values.items()}
+    halved = difference(values, second, lower_is_better=True, exponential=True)
+    assert halved.value == pytest.approx(-found.value / 2) and halved.low == halved.high == pytest.approx(halved.value)
+    worse = {str(i): [math.exp(ratio + 1) * (1 + each * 1.5)] for i, each in enumerate(deviations)}
+    assert difference(values, worse, exponential=True).low >= -found.value

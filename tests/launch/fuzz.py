@@ -4,9 +4,10 @@ A case follows from a seed alone: a shipped recipe and one or more `key=value` w
 ones, and values that are right, of another type, odd unicode, huge, deeply nested, shell syntax, YAML tags and anchors,
 interpolations, or mutations of right ones. Commands run in this process, in a folder of their own, and may write only there.
 
-A case is made of a seed alone: a shipped recipe, one or more `key=value` with keys of the schema, mutated or invented ones, and
-values that are right, of another type, odd unicode, huge, deeply nested, shell syntax, YAML tags and anchors, interpolations,
-or mutations of right ones. Commands run in this process, in a folder of their own, and may write nowhere but there.
+    python -m tests.launch.fuzz [lines=5000] [folders=500] [seed=1] [workers=2]
+
+runs so many command lines, and every command over so many mutated folders (tests/launch/folder_fuzz.py), in forked processes.
+It prints the cases that fail, the counts of exit statuses, the longest time and the largest memory.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import contextlib
 import io
 import os
 import random
+import resource
 import shlex
 import signal
 import sys
@@ -31,10 +33,12 @@ from pipeline.config import RECIPES, Recipe, config_tree, schema_validation, yam
 
 MODES = ("show", "plan", "dry_run")
 ALLOWED = (0, 1, 2)
-BOUND_S = 60.0
+BOUND_S = 10.0
 """CPU seconds that a case may take. A refusal takes a fraction of a second; plans of the largest models take some seconds."""
-WALL_S = 10 * BOUND_S
+WALL_S = 6 * BOUND_S
 """Seconds that a case may take when it waits, or when the machine is busy."""
+MEMORY_KB = 1_000_000
+"""Memory of a process that has run a few cases, at most: Python and the imported libraries take a third of it."""
 
 SCALARS = (
     *("", " ", "null", "~", "true", "false", "yes", "no", "on", "0", "-1", "1", "2", "7", "1e400", "-1e400", "1e-400", "nan"),
@@ -105,10 +109,12 @@ class Outcome:
     seconds: float  # of CPU time
     raised: str = ""
     wrote: tuple[str, ...] = ()  # outside its folder
+    memory_kb: int = 0  # the largest of this process so far
+    waited_s: float = 0.0  # with the time in which it waited, or other processes ran
 
     @property
     def bad(self) -> bool:
-        return self.status not in ALLOWED or self.seconds > BOUND_S or bool(self.wrote)
+        return self.status not in ALLOWED or self.seconds > BOUND_S or self.memory_kb > MEMORY_KB or bool(self.wrote)
 
 
 # ---- cases ----------------------------------------------------------------------------------------------------------------
@@ -273,17 +279,18 @@ class TooSlow(Exception):
     """A case ran longer than BOUND_S or WALL_S."""
 
 
-def run(case: Case, writes: list[str]) -> Outcome:
+def run(case: Case, writes: list[str], main: Callable[[list[str]], int] | None = None) -> Outcome:
     """Run a case.
 
-    writes: this process's audit hook appends the paths opened for writing, or created, outside the current folder.
+    main: of its command; None: that of COMMANDS. writes: this process's audit hook appends the paths opened for writing, or
+    created, outside the current folder.
     """
 
     def give_up(*_: object) -> None:
         raise TooSlow
 
     writes.clear()
-    begin = time.process_time()
+    begin, began = time.process_time(), time.monotonic()
     before = {number: signal.getsignal(number) for number in (signal.SIGALRM, signal.SIGPROF, signal.SIGTERM)}
     for number, timer, seconds in BOUNDS:
         signal.signal(number, give_up)
@@ -293,7 +300,7 @@ def run(case: Case, writes: list[str]) -> Outcome:
     raised, code = "", None
     try:
         with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
-            code = COMMANDS[case.command][0](case.arguments)
+            code = (main or COMMANDS[case.command][0])(case.arguments)
             out.flush()
     except SystemExit as end:
         code = end.code if isinstance(end.code, int) else None
@@ -305,7 +312,9 @@ def run(case: Case, writes: list[str]) -> Outcome:
             signal.setitimer(timer, 0)
         for number, handler in before.items():
             signal.signal(number, handler)
-    return Outcome(case, code, time.process_time() - begin, raised, tuple(writes))
+    memory_kb = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    seconds = time.process_time() - begin
+    return Outcome(case, code, seconds, raised, tuple(writes), memory_kb, time.monotonic() - began)
 
 
 @contextlib.contextmanager
@@ -337,6 +346,7 @@ def surroundings() -> Iterator[list[str]]:
             for name in [name for name in os.environ if name.startswith("SLURM_")]:
                 del os.environ[name]
             os.environ |= {"HF_HOME": f"{inside}/hf", "HF_HUB_OFFLINE": "1", "TMPDIR": inside, "MPLCONFIGDIR": f"{inside}/mpl"}
+            os.environ["TORCHINDUCTOR_CACHE_DIR"] = f"{inside}/inductor"
             os.environ["PATH"] = f"{inside}/nothing"
             slurm_client._unreachable.clear()
             yield writes

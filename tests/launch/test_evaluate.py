@@ -196,7 +196,8 @@ def test_a_checkpoint_that_goes_meanwhile_is_not_kept(run):
 # ---- the follower ---------------------------------------------------------------------------------------------------------
 
 
-SCORES = {"suite": "tiny", "tasks": {"addition": {"kind": "generate", "metric": "accuracy", "questions": 8, "samples": 8,
+SCORES = {"suite": "tiny", "model": "m", "step": None,
+          "tasks": {"addition": {"kind": "generate", "metric": "accuracy", "questions": 8, "samples": 8,
           "truncated": 0.25, "unparsed": 0.0, "unjudged": 0, "metrics": {"pass@1": {"value": 0.5, "low": None, "high": None},
           "accuracy": {"value": 0.5, "low": 0.25, "high": 0.75}}}}, "warnings": ["addition: 25% cut"]}  # fmt: skip
 

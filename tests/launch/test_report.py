@@ -242,7 +242,7 @@ def test_a_run_without_a_step_is_reported(tmp_path, capsys):
     [
         (lambda folder: None, "file-not-found"),
         (lambda folder: folder.mkdir(), "not-a-run"),
-        (lambda folder: (folder.mkdir(), (folder / "recipe.yaml").write_text("a: [")), "bad-format"),
+        (lambda folder: (folder.mkdir(), (folder / "recipe.yaml").write_text("a: [")), "unreadable"),
         (lambda folder: (folder.mkdir(), (folder / "recipe.yaml").write_text("a: 1")), "not-a-run"),
     ],
 )

@@ -11,11 +11,12 @@ from pathlib import Path
 import pytest
 
 from launch import run_state, run_summary, slurm_client, status
-from launch.executors.base import ROOT, write_json
+from launch.executors.base import ROOT
 from launch.executors.local import HetLocalExecutor, start_time
 from launch.executors.record import JobRecord, write_record
 from launch.executors.slurm import HetSlurmExecutor
 from launch.run_folder import RunFolder
+from pipeline import small_files
 from pipeline.checkpoint import Checkpoints
 from pipeline.config import CheckpointingConfig, ClusterConfig, ComponentConfig
 from pipeline.metrics import read
@@ -145,7 +146,7 @@ def test_a_stopped_run_and_a_complete_run(tmp_path, capsys):
     run = made_runs.folder(tmp_path / "one")
     made_runs.attempt(run, "7-0", made_runs.ago(50))
     (run / "submitit").mkdir()
-    write_json(run / "submitit/1_end.json", {"state": "CANCELLED", "reason": "by SIGTERM"})
+    small_files.write(run / "submitit/1_end.json", {"state": "CANCELLED", "reason": "by SIGTERM"})
     answer, text = asked(capsys, run)
     assert (answer, "stopped; by SIGTERM" in text) == (1, True)
     made_runs.ended(run, 100)
@@ -180,7 +181,7 @@ def test_hundreds_of_runs_in_a_list_newest_first(run, tmp_path, capsys):
     assert len(lines) == 1 + 105
     assert all(line.startswith("running  6/100") for line in lines[1:102])
     assert [line.split()[0] for line in lines[102:]] == ["unknown", "done", "unknown", "unknown"]
-    assert "Is a directory" in text and "its recipe.yaml is not YAML" in text
+    assert "it is a folder" in text and "recipe.yaml: got no YAML" in text
 
     answer, text = asked(capsys, spoiled)
     assert answer == 2
@@ -246,10 +247,10 @@ def test_without_runs_the_list_says_how_to_start_one(tmp_path, monkeypatch, caps
 
 
 def test_a_job_that_cannot_be_queried_is_reported(run, tmp_path, monkeypatch, capsys):
-    write_json(run / "job.json", {"executor": "local", "job_id": "1", "host": "another", "start_time": 5})
+    small_files.write(run / "job.json", {"executor": "local", "job_id": "1", "host": "another", "start_time": 5})
     assert "unknown; its processes are on another; look there" in asked(capsys, run)[1]
 
-    write_json(run / "job.json", {"executor": "slurm", "job_id": "17", "host": "another", "start_time": None})
+    small_files.write(run / "job.json", {"executor": "slurm", "job_id": "17", "host": "another", "start_time": None})
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.setattr(slurm_client, "REMEMBERED_S", 0.0)
     assert "unknown; Slurm is not installed here (there is no scontrol)" in asked(capsys, run)[1]
@@ -263,10 +264,10 @@ def test_a_job_that_cannot_be_queried_is_reported(run, tmp_path, monkeypatch, ca
 
     answers = "ping) echo 'Slurmctld(primary) at a is UP';; show\\ config) echo ClusterName = b;; *) echo Invalid job id >&2"
     (tmp_path / "scontrol").write_text(f'#!/bin/sh\ncase "$1${{2:+ $2}}" in {answers}; esac\n')
-    write_json(run / "job.json", {"executor": "slurm", "job_id": "17", "host": "another", "cluster": "a"})
+    small_files.write(run / "job.json", {"executor": "slurm", "job_id": "17", "host": "another", "cluster": "a"})
     assert "unknown; its job is on the cluster a, and this is b; look there" in asked(capsys, run)[1]
 
-    write_json(run / "job.json", {"executor": "slurm", "job_id": "17", "host": "another", "start_time": None})
+    small_files.write(run / "job.json", {"executor": "slurm", "job_id": "17", "host": "another", "start_time": None})
     (tmp_path / "scontrol").write_text("#!/bin/sh\nexec /bin/sleep 30\n")
     monkeypatch.setattr(slurm_client, "ANSWER_S", 0.2)
     assert "gave no answer in 0.2 s" in asked(capsys, run)[1]

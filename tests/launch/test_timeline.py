@@ -250,7 +250,7 @@ def test_a_run_without_a_timeline_is_refused_with_a_reason(tmp_path, capsys):
     (folder / "rank00000.jsonl").write_text('{"rank": 0}\n')  # of a version that wrote no trace events
     assert attempt_traces(RunFolder.at(spoiled).attempts) == []
     (folder / "rank00000.jsonl").write_text('[{"ph": "M"},\n')
-    with refused(("run", "bad-format")):
+    with refused(("run", "unreadable")):
         attempt_traces(RunFolder.at(spoiled).attempts)
 
 

@@ -31,6 +31,7 @@ def test_every_description_is_complete(name):
     assert found.memory_gb >= 80 and found.bf16_tflops < found.fp8_tflops <= 2.01 * found.bf16_tflops
     assert found.nic_gb_per_s < found.nvlink_gb_per_s < found.hbm_gb_per_s
     assert found.assumed.mixture_training <= found.assumed.dense_training < 1
+    assert 0 < found.assumed.shortest_step < found.assumed.longest_step < 10
 
 
 def test_nvlink_spans_the_rack():

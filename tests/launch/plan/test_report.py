@@ -7,7 +7,10 @@ import pytest
 
 from launch import backend
 from launch.plan.estimate import plan
+from launch.units import seconds
 from pipeline import config
+from pipeline.config import hardware
+from pipeline.config.hardware import HARDWARE
 from tests.launch.plan.plans import planned, table
 from tests.problems import named, refused
 from tests.test_imports import ROOT
@@ -93,6 +96,19 @@ def test_the_time_of_a_run_is_printed():
     assert found.gpu_hours == pytest.approx(16 * found.total / 3600)
     assert found.total == pytest.approx(500 * found.step + 51 * found.validation + found.seconds["refit"])
     assert found.submissions == -(-found.total // (240 * 60)) and f"takes {found.submissions} submissions" in table(found)
+
+
+def test_a_step_has_the_range_of_published_steps(tmp_path):
+    """With the factors of recipes/hardware, and without a range for a GPU of which no published step is known."""
+    for gpu in ("h100", "gb200"):
+        found = planned("llama8b_grpo_sync", f"cluster.train.gpu={gpu}", f"cluster.generate.gpu={gpu}")
+        assumed = hardware.gpu(gpu).assumed
+        ends = f"{seconds(assumed.shortest_step * found.step)} to {seconds(assumed.longest_step * found.step)} a step"
+        assert f"expect {ends}" in table(found)
+    text = (HARDWARE / "h100.yaml").read_text()
+    (tmp_path / "new.yaml").write_text("".join(line for line in text.splitlines(True) if "est_step" not in line))
+    other = planned("llama8b_grpo_sync", *(f"cluster.{name}.gpu={tmp_path}/new.yaml" for name in ("train", "generate")))
+    assert "no published steps on new are known" in table(other)
 
 
 def test_sampling_ahead_of_training_hides_the_shorter_of_the_two():
