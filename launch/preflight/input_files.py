@@ -153,11 +153,15 @@ def _check_records(
             absent = list(data_records.absent_columns(recipe, key, dataset, columns.dataset, fields, records))
             yield from absent
             fields = () if absent else fields
-        expected, renderer = data_records.ExpectedAnswers(recipe, columns.dataset), rendered(dataset=columns.dataset)
+        expected, refused = (
+            data_records.ExpectedAnswers(recipe, columns.dataset),
+            rendered(dataset=columns.dataset).faults(found, notes),
+        )
         for number, record in found:
             try:
                 text = data_records.prompt(recipe, record, columns.dataset, fields or ())
-                renderer.check(record)
+                if number in refused:
+                    raise ValueError(refused[number])
             except ValueError as error:
                 unusable.setdefault(str(error), []).append(number)
             else:
