@@ -57,7 +57,7 @@ def printed(*arguments: str) -> tuple[int, str]:
             "'{% for a in range(9999) %}{% for b in range(9999) %}{% endfor %}{% endfor %}{{ messages[0].content }}'",
             "unsupported",
         ),
-        ("'{{ messages[0].content.x.y }}'", None),  # a template may refuse a conversation; each record is checked
+        ("'{{ messages[0].content.x.y }}'", "bad-record"),  # a template may refuse a conversation; each record is checked
     ],
 )
 def test_chat_templates(recipe, path, monkeypatch, template, code):
@@ -65,7 +65,8 @@ def test_chat_templates(recipe, path, monkeypatch, template, code):
     (path.parent / "chat.jinja").write_text(CHATML)
     (path.parent / "empty.jinja").write_text("a system prompt alone")
     monkeypatch.chdir(path.parent)
-    expected = {("data.apply_chat_template", "missing-value")} if code == "missing" else {(KEY, code)} if code else set()
+    key = {"missing": "data.apply_chat_template", "bad-record": "data.train.data_path"}.get(code, KEY)
+    expected = {(key, "missing-value" if code == "missing" else code)} if code else set()
     assert named(input_files.problems(recipe(f"{KEY}={template}"))) == expected
 
 
