@@ -437,11 +437,10 @@ def main(arguments: list[str]) -> int:
             failed += len(bad)
             most = [max(pair) for pair in zip(most, largest, strict=True)]
             print("\n".join(bad), end="\n" if bad else "", flush=True)
-    for (command, status), count in sorted(statuses.items(), key=str):
-        print(f"{command}: exit status {status}: {count}")
-    print(
-        f"{sum(statuses.values())} commands, {failed} failed; at most {most[0]:.1f} s of CPU, {most[1]:.1f} s, {most[2]:,} kB"
-    )
+            cost = f"at most {most[0]:.1f} s of CPU, {most[1]:.1f} s, {most[2]:,} kB"
+            print(f"{sum(statuses.values())} commands, {failed} failed; {cost}", flush=True)
+    for (command, code), count in sorted(statuses.items(), key=str):
+        print(f"{command}: exit status {code}: {count}")
     return int(failed > 0)
 
 
