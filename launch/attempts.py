@@ -10,6 +10,8 @@ from pathlib import Path
 from launch.run_files import FailureRecord, StartupRecord
 from pipeline import small_files
 
+KILLED = "killed"
+"""The file in which the local controller names the first rank that a signal ended."""
 STOP = "stop"
 """The file of an attempt that somebody asked to save and stop. verdict.sh then requests no restart."""
 

@@ -7,10 +7,11 @@ components in sequence, and its first error may be of a component that ended bec
 
 from __future__ import annotations
 
+import contextlib
 import re
 from pathlib import Path
 
-from launch.attempts import AttemptFolder
+from launch.attempts import KILLED, AttemptFolder
 from launch.executors.base import REPORT
 from launch.run_folder import RunFolder
 from pipeline import small_files, user_files
@@ -22,6 +23,9 @@ TASK = re.compile(r"^srun: error: .*?\btasks? (\d+)")
 PYXIS = re.compile(r"^(?:(\S+): |\[\S+\] )error: pyxis: ?(.*)")
 """Groups: node, message. The node is `slurmstepd-NAME`; Slurm 26.05 prints the time instead. enroot's messages follow."""
 PYXIS_LINES = 12
+FOR_MEMORY = re.compile(r"oom_kill|oom-kill|OOM Killed|Out Of Memory|\bKilled$", re.I)
+"""Lines of srun and slurmstepd about tasks that were killed, such as `Detected 1 oom_kill event in StepId=17.0`."""
+KILLED_LINES = 4
 TAIL_BYTES = 256 << 10
 
 
@@ -31,6 +35,14 @@ def failed_log_lines(run_dir: Path, attempt: AttemptFolder | None, count: int) -
     if log is None:
         log = log_with_traceback(run_dir, attempt.logs if attempt else [])
     return log_end(log, count) if log else []
+
+
+def killed_lines(attempt: AttemptFolder) -> list[str]:
+    """Return which rank a signal ended, and what the kernel or Slurm has recorded of it; [] if nothing is known."""
+    with contextlib.suppress(OSError):
+        return [(attempt.folder / KILLED).read_text().strip()]
+    found = (line for log in sorted(attempt.folder.glob("srun-*.out")) for line in tail(log).splitlines())
+    return list(dict.fromkeys(line for line in found if FOR_MEMORY.search(line)))[:KILLED_LINES]
 
 
 def log_end(log: Path, count: int) -> list[str]:

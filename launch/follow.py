@@ -25,7 +25,7 @@ from launch.attempts import AttemptFolder, all_attempts, of_job
 from launch.console import rich_console
 from launch.evaluations.progress import AnswerCounts, evaluates
 from launch.executors.base import JobStatus, RunJob
-from launch.failure_logs import container_failure, failed_log_lines, failed_step, log_end, tail
+from launch.failure_logs import container_failure, failed_log_lines, failed_step, killed_lines, log_end, tail
 from launch.terminal import plain
 from pipeline.metrics import Reader
 from pipeline.problems import RecipeError
@@ -227,6 +227,7 @@ def first_failure(attempt: AttemptFolder) -> list[str]:
     first = attempt.failure
     assert first is not None, "the caller has seen failure.json"
     lines = [f"rank {first['rank']} ({run_files.where(first)}): {first['message']}"]
+    lines += [] if first.get("traceback") else killed_lines(attempt)
     log = attempt.folder / f"rank{first['rank']:05d}.log"
     if traceback := first.get("traceback"):
         lines += [f"  {line}" for line in traceback.splitlines()[-TRACEBACK_LINES:]]

@@ -11,6 +11,7 @@ from typing import Any
 
 from pipeline import user_files
 from pipeline.config import PolicyConfig, Problem, RecipeError, collected, refuse
+from pipeline.models import config_values, rope
 from pipeline.models.overrides import overridden
 from pipeline.models.sizes import ALIASES
 
@@ -84,7 +85,10 @@ def _language_model_config(config: dict[str, Any], policy: PolicyConfig, key: st
     overrides = f"{key.removesuffix('model_name')}hf_config_overrides"
     refuse(_type_problems(overrides, policy.hf_config_overrides, config))
     config = overridden(config, policy.hf_config_overrides, overrides)
-    config |= config.get("text_config") or {}
+    text = config.get("text_config")
+    config |= text if isinstance(text, dict) else {}
+    changed = [name for name in rope.SPELLINGS if name in policy.hf_config_overrides]
+    refuse(config_values.problems(f"{overrides}.{changed[0]}" if changed else key, config))
     kind = config.get("model_type")
     return {**config, "model_type": ALIASES[kind]} if kind in ALIASES else config
 

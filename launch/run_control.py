@@ -100,7 +100,8 @@ def start(
         found = origin.of_submission(recipe)
         found["audit"] = origin.record_submission(recipe, run_dir, name, found)
         run_setup.prepare(recipe, run_dir, runner.script, prepared.from_environment)
-        inputs.write(recipe, run_dir)
+        for warning in inputs.write(recipe, run_dir):
+            tell(f"# warning: {warning}")
         try:
             job = runner.submit(task.rank_main, str(run_dir))
             assert isinstance(job, RunJob), "each executor names its class of jobs"

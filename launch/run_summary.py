@@ -15,7 +15,7 @@ from launch import resources, run_changes, startup_stages
 from launch.attempts import AttemptFolder
 from launch.evaluations import records, suites, tables
 from launch.evaluations.progress import AnswerCounts
-from launch.failure_logs import container_failure, failed_log_lines
+from launch.failure_logs import container_failure, failed_log_lines, killed_lines
 from launch.follow import FAULT_METRICS, first_failure
 from launch.run_folder import MetricColumns, RunFolder, last_active, modified, phases
 from launch.run_state import RunState
@@ -213,4 +213,6 @@ def _why(run: RunFolder, state: RunState) -> list[str]:
         return first_failure(attempt)
     if state.name != "failed" or (attempt and attempt.requeue_reason):
         return []
-    return (container_failure(run.folder, attempt) if attempt else []) or failed_log_lines(run.folder, attempt, LOG_LINES)
+    killed = killed_lines(attempt) if attempt else []
+    started = container_failure(run.folder, attempt) if attempt else []
+    return started or [*killed, *failed_log_lines(run.folder, attempt, LOG_LINES)]

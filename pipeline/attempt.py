@@ -6,6 +6,7 @@
     rank00000.log   the log of a rank
     srun-train.out  srun's output for each component's step; Slurm only
     failed_step     `COMPONENT FIRST_RANK` of the first step that failed; Slurm only, from the batch script
+    killed          the first rank that a signal ended, and the kernel's record if it was for memory; local runs only
     failure.json    where and why the first rank failed; that rank, or the one that noticed, writes it
     progress        the step of the latest checkpoint that this attempt completed; absent until there is one
     requeue         why the ranks left on purpose, with everything saved; absent if they did not

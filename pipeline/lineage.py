@@ -22,6 +22,7 @@ import threading
 import uuid
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
+from datetime import datetime
 from pathlib import Path
 from typing import Any, NotRequired, TypedDict
 
@@ -402,7 +403,7 @@ def hash_inputs(run_dir: Path, stop: Callable[[], bool] = lambda: False) -> Iter
         small_files.write(run_dir / FOLDER / INPUTS, known)
     cache = HashCache(Path(known["cache"]) if known.get("cache") else None)
     path = run_dir / FOLDER / HASHES
-    done = {state for state, _ in read_hashes(path)}
+    done = dict(read_hashes(path))
     for given in dict.fromkeys(state for entry in known.get("inputs", ()) for state in files_of(entry)):
         if given in done:
             continue
@@ -418,4 +419,21 @@ def hash_inputs(run_dir: Path, stop: Callable[[], bool] = lambda: False) -> Iter
             continue
         if state != given:
             yield f"{given.path} is not as it was at the submission, so what it was is unknown"
+        before = [(old, content) for old, content in done.items() if old.path == state.path]
+        if before and before[-1][1] != own:
+            yield rewritten(before[-1][0], state, before[-1][1], own)
         append_hash(path, state, own)
+        done[state] = own
+
+
+def rewritten(before: FileState, now: FileState, old_hash: str = "", new_hash: str = "") -> str:
+    """Return the warning about a file of another content than at an earlier start of the run. Hashes: in hex, "" if unknown."""
+
+    def told(state: FileState, own: str) -> str:
+        changed = datetime.fromtimestamp(state.mtime_ns / 1e9).isoformat(" ", "seconds")
+        return f"{state.size:,} bytes of {changed}{f', SHA-256 {own[:16]}' if own else ''}"
+
+    return (
+        f"{now.path} was rewritten since an earlier start of this run: it had {told(before, old_hash)}; now it has"
+        f" {told(now, new_hash)}. Steps before and after do not use the same content"
+    )

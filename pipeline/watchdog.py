@@ -25,7 +25,7 @@ import re
 import threading
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -35,9 +35,11 @@ import torch.distributed as dist
 
 from pipeline import signals
 from pipeline.config import TimeoutsConfig
+from pipeline.memory_kills import MemoryKills
 from pipeline.secrets import redacted
 from pipeline.storage import listed
 from pipeline.store.relay import STORE_GONE
+from pipeline.warning_file import MEMORY_CHECKS, last_warning
 from pipeline.world import Activity, RankInfo, WorkerGroups, World, heartbeat_interval_s
 
 logger = logging.getLogger(__name__)
@@ -176,6 +178,7 @@ class Watchdog:
         self._lost: list[int] = []
         self._failed: int | None = None  # the rank that reported a failure
         self._cut = ""  # why the store is lost
+        self._kills = MemoryKills()
 
     def start(self) -> None:
         """Start the two threads."""
@@ -265,7 +268,7 @@ class Watchdog:
             if self._cut:
                 self._end_without_store()
             if self._lost:
-                self._blame(self._lost, "died without a word (killed, out of memory, or crashed in a library)")
+                self._blame(self._lost, self._how_it_died(self._lost[0]))
             heard = dict(self._heard)  # a copy: the other thread adds ranks
             self._judge_silence(heard, now)
             if late := self._overdue():
@@ -324,6 +327,27 @@ class Watchdog:
         component, beat = self._world.workers.name(first), beats[first]
         self._end(Failure(first, component, beat.node, beat.verb, beat.phase, f"{why}: {names}"))
 
+    # ---- why a process has died ---------------------------------------------------------------------------------------------
+
+    def _how_it_died(self, rank: int) -> str:
+        """Return that a rank has died, with what is known of its memory: the kernel's record, its last sample and warning."""
+        node = self._heard[rank][0].node if rank in self._heard else ""
+        record = self._kills.record() if node == self._world.info.node else ""
+        guesses = f"({record})" if record else "(killed, out of memory, or crashed in a library)"
+        return "; ".join([f"died without a word {guesses}", *self._memory_of(rank, node)])
+
+    def _memory_of(self, rank: int, node: str) -> Iterator[str]:
+        """Yield the last sample of a lost rank's memory, and the last warning about its node's memory."""
+        with contextlib.suppress(Exception):  # only an addition to the message
+            decode = msgspec.msgpack.Decoder(dict[str, float]).decode
+            beats = [beat for beat, _ in dict(self._heard).values() if beat.node == node and beat.sample]
+            own = decode(self._heard[rank][0].sample) if rank in self._heard and self._heard[rank][0].sample else {}
+            full = max((decode(beat.sample).get("node_memory", 0.0) for beat in beats), default=0.0)
+            if "rss_gb" in own:
+                yield f"its last sample: {own['rss_gb']:.3g} GB in its process, {node}'s host memory {full:.1%} full"
+        if warning := last_warning(self._world.info.folder, MEMORY_CHECKS, node):
+            yield f"the last warning about memory, after step {warning['step']}: {warning['message']}"
+
     # ---- ending -------------------------------------------------------------------------------------------------------------
 
     def _end(self, failure: Failure) -> None:
@@ -361,7 +385,9 @@ class Watchdog:
         if self._world.store.relay and self._store_answers():
             self._end(Failure.here(self._world, f"the relay of {self._world.info.node} is gone: {self._cut}"))
         rank_0 = self._heard[0][0] if 0 in self._heard else Heartbeat(0, "an unknown node", "join", "")
+        record = self._kills.record() if rank_0.node == self._world.info.node else ""
         why = f"{self._world.describe(0)}, the coordinator, on {rank_0.node} is gone, and the store with it: {self._cut}"
+        why = "; ".join(filter(None, [why, record, *self._memory_of(0, rank_0.node)]))
         self._end(Failure(0, self._world.workers.name(0), rank_0.node, rank_0.verb, rank_0.phase, why))
 
     def _store_answers(self) -> bool:

@@ -38,6 +38,24 @@ BASE = {
 REFUSED = [
     # ---- the policy's loss
     ("grpo ppo", "loss_fn.sequence_level_importance_ratios=true", "loss_fn.sequence_level_importance_ratios", "contradiction"),
+    (
+        "grpo ppo",
+        "loss_fn.reference_policy_kl_gradient=estimate loss_fn.reference_policy_kl_type=k1",
+        "loss_fn.reference_policy_kl_gradient",
+        "contradiction",
+    ),
+    (
+        "grpo ppo",
+        "loss_fn.reference_policy_kl_gradient=estimate loss_fn.use_on_policy_kl_approximation=true",
+        "loss_fn.reference_policy_kl_gradient",
+        "contradiction",
+    ),
+    (
+        "ppo",
+        "loss_fn.reference_policy_kl_gradient=estimate loss_fn.use_kl_in_reward=true loss_fn.reference_policy_kl_penalty=0.1",
+        "loss_fn.reference_policy_kl_gradient",
+        "contradiction",
+    ),
     ("grpo sft", "loss_fn.ratio_clip_c=1.0", "loss_fn.ratio_clip_c", "too-small"),
     ("grpo", "loss_fn.ratio_clip_max=-0.1", "loss_fn.ratio_clip_max", "too-small"),
     ("grpo", "loss_fn.entropy_coeff=-1", "loss_fn.entropy_coeff", "too-small"),

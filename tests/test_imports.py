@@ -30,6 +30,7 @@ DOWNHILL = [
     (
         "builds",
         "encoding",
+        "memory_kills",
         "network_interface",
         "storage",
         "signals",
@@ -38,6 +39,7 @@ DOWNHILL = [
         "sandbox",
         "user_code",
         "rank_log",
+        "warning_file",
     ),
     ("encryption",),
     ("secrets", "spans", "user_files"),

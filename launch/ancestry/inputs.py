@@ -24,14 +24,22 @@ WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".gguf")
 """Ends of the names of files that make a model what it is. Others, such as a tokenizer, are in many models."""
 
 
-def write(recipe: Recipe, run_dir: Path) -> None:
-    """Add the inputs of a submission to inputs.json, and give the run an id. Raises OSError."""
+def write(recipe: Recipe, run_dir: Path) -> list[str]:
+    """Add the inputs of a submission to inputs.json, and give the run an id. Raises OSError.
+
+    Return a warning for each file that was rewritten since an earlier submission.
+    """
     lineage.begin(run_dir)
     before = lineage.read_inputs(run_dir).get("inputs", [])
     found = [each for each in of_recipe(recipe) if each not in before]
     folder = audit_log.folder_for(recipe.cluster.audit, run_dir) or run_dir.parent
     cache = folder / f".hashes-{os.geteuid()}.jsonl"
     small_files.write(run_dir / FOLDER / INPUTS, {"cache": str(cache), "inputs": [*before, *found]})
+    earlier = {state.path: state for entry in before for state in lineage.files_of(entry)}
+    hashes = dict(lineage.read_hashes(run_dir / FOLDER / lineage.HASHES))
+    now = [state for entry in found for state in lineage.files_of(entry)]
+    changed = [(earlier[state.path], state) for state in now if earlier.get(state.path, state) != state]
+    return [lineage.rewritten(old, new, hashes.get(old, "")) for old, new in changed]
 
 
 def of_recipe(recipe: Recipe) -> Iterator[dict[str, Any]]:

@@ -13,9 +13,11 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import errno
 import functools
 import itertools
 import os
+import re
 import shlex
 import signal
 import socket
@@ -32,13 +34,16 @@ from submitit.local import local
 from typing_extensions import override
 
 from launch import gpus, task
+from launch.attempts import KILLED
 from launch.detached import start_detached
 from launch.executors import forks
 from launch.executors.base import ROOT, JobStatus
 from launch.nodes import hosts, shares_gpus
 from pipeline import small_files
 from pipeline.config import ClusterConfig, ComponentConfig, RequeueConfig, ranks, ranks_per_node
-from pipeline.storage import write_durably
+from pipeline.memory_kills import MemoryKills
+from pipeline.storage import REMEDY, write_durably
+from pipeline.warning_file import MEMORY_CHECKS, last_warning
 
 GRACE_S = 2.0
 """Time between SIGTERM and SIGKILL."""
@@ -49,6 +54,9 @@ SECONDARY_STATUSES = (123, 124)
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGALRM)
 VERDICT_S = 600.0
 """Time limit of verdict.sh, which only reads and writes files of the run folder."""
+DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO, errno.ESTALE)
+DISK_ERROR = re.compile("|".join(map(re.escape, map(os.strerror, DISK_ERRORS))))
+TAIL_BYTES = 256 << 10
 PR_SET_PDEATHSIG = 1  # linux/prctl.h
 LIBC = ctypes.CDLL(None)
 
@@ -132,6 +140,7 @@ class Controller:
         self.job = f"local-{os.getpid()}-{int(time.time())}"  # with the time, because process ids are reused
         self.attempt = ""
         self.processes: list[subprocess.Popen] = []  # ranks that are not forks
+        self.kills = MemoryKills()
         self.rank_of: dict[int, int] = {}  # process id -> rank, of ranks that are not reaped yet
 
     def run(self) -> int:
@@ -254,12 +263,24 @@ class Controller:
             return
         if ended.si_code != os.CLD_EXITED:
             name = signal.Signals(ended.si_status).name
-            raise Stop("FAILED", f"{self._name(rank)} was ended by {name}", 128 + ended.si_status)  # as bash does
+            why = f"{self._name(rank)} was ended by {name}"
+            if ended.si_status == signal.SIGKILL:
+                why += self._memory_of(rank)
+            with contextlib.suppress(OSError):  # a full disk
+                (self.run_dir / "attempts" / self.attempt / KILLED).write_text(why + "\n")
+            raise Stop("FAILED", why, 128 + ended.si_status)  # as bash does
         if ended.si_status != 0:
             secondary = ended.si_status in SECONDARY_STATUSES
             raise Stop("FAILED", f"{self._name(rank)} exited with status {ended.si_status}", ended.si_status, secondary)
         os.waitpid(ended.si_pid, 0)
         del self.rank_of[ended.si_pid]
+
+    def _memory_of(self, rank: int) -> str:
+        """Return the kernel's record of a kill for memory, and the last warning about it, as the end of a message."""
+        node = self.environments[rank]["HETSTEP_NODE"]
+        warning = last_warning(self.run_dir / "attempts" / self.attempt, MEMORY_CHECKS, node)
+        told = f"the last warning about memory, after step {warning['step']}: {warning['message']}" if warning else ""
+        return "".join(f": {each}" for each in (self.kills.record(), told) if each)
 
     def _name(self, rank: int) -> str:
         return f"rank {rank} ({self.environments[rank]['HETSTEP_COMPONENT']})"
@@ -315,7 +336,19 @@ class HetLocalJob(local.LocalJob):
             return JobStatus("RUNNING")
         if (record := small_files.read(end, _End)) is not None:
             return JobStatus(record["state"], record["reason"], ended=True)
-        return JobStatus("FAILED", "the controller was killed", ended=True)
+        return JobStatus("FAILED", self._why_no_end(), ended=True)
+
+    def _why_no_end(self) -> str:
+        """Return why the controller wrote no end: a full or failing disk, by a log or its state now; or that it was killed."""
+        run_dir, what = self.paths.folder.parent, "the controller ended without writing its end"
+        logs = sorted(run_dir.glob(f"attempts/local-{self.job_id}-*/rank*.log"))
+        for log in (*logs, self.paths.folder / "controller.log"):
+            if line := disk_error(log):
+                return f"{what}, because its disk fails; {log} says: {line}"
+        free = os.statvfs(run_dir)
+        if not free.f_bavail or (free.f_files and not free.f_favail):
+            return f"{what}; the file system of {run_dir} is full. {REMEDY[errno.ENOSPC].capitalize()}"
+        return "the controller was killed"
 
     def _is_alive(self) -> bool:
         if self._process is not None and self._process.poll() is not None:
@@ -330,6 +363,17 @@ class HetLocalJob(local.LocalJob):
     def name(self) -> str:
         """Return the job's name for people."""
         return f"local job {self.job_id}"
+
+
+def disk_error(log: Path) -> str:
+    """Return the last line of a log about a full or failing disk; "" if there is none, or it cannot be read."""
+    try:
+        with open(log, "rb") as file:
+            file.seek(max(0, file.seek(0, 2) - TAIL_BYTES))
+            lines = file.read().decode(errors="replace").splitlines()
+    except OSError:
+        return ""
+    return next((line.strip() for line in reversed(lines) if DISK_ERROR.search(line)), "")
 
 
 def start_time(pid: int) -> int | None:

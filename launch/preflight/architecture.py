@@ -27,7 +27,6 @@ from pipeline.config import (
     generates,
     uses_megatron,
 )
-from pipeline.models import rope
 from pipeline.models.config_json import unsupported
 from pipeline.models.shape import ModelShape
 from pipeline.models.sizes import MODEL_TYPES, sizes
@@ -54,6 +53,7 @@ DEQUANTIZED = {  # published models in 8 or 4 bits -> the same in bfloat16
     "DeepSeek-V3": "unsloth/DeepSeek-V3-bf16",
 }
 BALANCED = ("deepseek_v3", "glm4_moe", "nemotron_h")  # families with a bias that balances the load of experts
+GENERATORS = ("ForCausalLM", "ForConditionalGeneration", "LMHeadModel")  # ends of the names of models that sample
 OTHER_BACKEND = "Try policy.dtensor_cfg.enabled=true, which trains others"
 
 
@@ -65,20 +65,13 @@ def problems(recipe: Recipe, pending: Sequence[os.PathLike] = ()) -> Iterator[Pr
             with collected(found):
                 folder = model_folder(f"{section}.model_name", policy.model_name)
                 found += libraries.unknown_overrides(section, policy, folder)
-                found += _rope_problems(section, policy, pending)
+                model = planning_config(policy, pending, f"{section}.model_name")  # refuses values of a wrong type
+                found += libraries.unknown_parts(f"{section}.model_name", model) if model else []
         yield from found
         if not found:  # else further checks would use wrong values
             yield from _against_layout(recipe, section, policy, pending)
     for section, policy in config.served_models(recipe).items():
         yield from _served_problems(f"{section}.model_name", policy, pending)
-
-
-def _rope_problems(section: str, policy: PolicyConfig, pending: Sequence[os.PathLike]) -> list[Problem]:
-    """Return problems of RoPE in config.json with the recipe's overrides. Raises RecipeError for overrides of a wrong type."""
-    model = planning_config(policy, pending, f"{section}.model_name")
-    overrides = [name for name in rope.SPELLINGS if name in policy.hf_config_overrides]
-    key = f"{section}.hf_config_overrides.{overrides[0]}" if overrides else f"{section}.model_name"
-    return list(rope.problems(key, model)) if model else []
 
 
 def _served_problems(key: str, policy: PolicyConfig, pending: Sequence[os.PathLike]) -> Iterator[Problem]:
@@ -87,7 +80,6 @@ def _served_problems(key: str, policy: PolicyConfig, pending: Sequence[os.PathLi
     if not is_inside(policy.model_name, pending):
         with collected(found):
             model_folder(key, policy.model_name)
-            found += _rope_problems(key.removesuffix(".model_name"), policy, pending)
             model = planning_config(policy, pending, key)
             if model and key == "evaluate.reward_model.model_name":
                 found += _check_classifier(key, policy.model_name, model)
@@ -130,6 +122,8 @@ def _model_problems(recipe: Recipe, section: str, policy: PolicyConfig, model: d
     else:
         yield from adapter_names.problems(policy.dtensor_cfg.lora_cfg, model, served)
     yield from _check_attention(section, policy, model)
+    if section == "policy" and generates(recipe) and policy.generation.backend == "vllm":
+        yield from _check_generator(key, policy.model_name, model)
     if section == "policy" and generates(recipe) and model.get("num_attention_heads"):
         yield from _check_engine(policy.generation.vllm_cfg, model)
         yield from _check_sampled_length(recipe, model)
@@ -147,6 +141,16 @@ def _check_classifier(key: str, name: str, model: dict[str, Any]) -> Iterator[Pr
         return
     expected = "expected a reward model: a sequence classifier with one label, as algorithm rm leaves it in a run's hf/"
     yield Problem(key, "unavailable-model", f"got {name}, {found}; {expected}")
+
+
+def _check_generator(key: str, name: str, model: dict[str, Any]) -> Iterator[Problem]:
+    """Check that vLLM builds a model that samples: it follows `architectures`, and trainers follow `model_type`."""
+    kinds = model.get("architectures") or []
+    if kinds and not any(kind.endswith(GENERATORS) for kind in kinds):
+        what = (
+            f"got {name}, whose config.json has architectures={kinds}, which vLLM does not sample from; expected one that ends"
+        )
+        yield Problem(key, "unavailable-model", f"{what} in {' or '.join(GENERATORS)}")
 
 
 def _indivisible(key: str, size: int, total: int, what: str, hint: str = "") -> Iterator[Problem]:

@@ -56,7 +56,7 @@ def problems(
     notes += prompt_tokens.notes(recipe)
     yield from architecture.problems(recipe, pending)
     yield from libraries.problems(recipe)
-    tokenizer = yield from model_tokenizers.problems(recipe, pending)
+    tokenizer = yield from model_tokenizers.problems(recipe, pending, notes)
     yield from teachers.problems(recipe, tokenizer, pending)
     for key, dataset in config.keyed_sets(recipe.data).items() if config.trains(recipe) else ():
         yield from _check_dataset(recipe, key, dataset, tokenizer, notes, fields or {})

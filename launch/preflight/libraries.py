@@ -29,6 +29,7 @@ from pipeline.config import (
     uses_megatron,
 )
 from pipeline.models import rope
+from pipeline.models.sizes import ALIASES
 
 VLLM_KWARGS = "policy.generation.vllm_kwargs"
 ENGINE = "policy.generation"
@@ -328,6 +329,29 @@ def _unknown_overrides(key: str, given: Mapping[str, Any], model: Mapping[str, A
         if "rope_parameters" in fields:  # transformers reads the other spellings too
             known |= {rope.SCALING, rope.THETA}
         yield from _unknown(key, given, known, f"a {model['model_type']} configuration")
+
+
+def unknown_parts(key: str, model: Mapping[str, Any]) -> Iterator[Problem]:
+    """Yield a family or an activation function of config.json that the installed transformers does not have."""
+    family, known = model.get("model_type"), set(ALIASES)
+    for name in ("auto_mappings", "configuration_auto"):
+        known |= _first_texts(signatures.module(f"transformers.models.auto.{name}"))
+    if len(known) > len(ALIASES) and family not in known:
+        near = difflib.get_close_matches(str(family), known, 1)
+        hint = f"Did you mean '{near[0]}'?" if near else "Try a newer transformers"
+        yield Problem(key, "unsupported", f"config.json has model_type={family!r}, which transformers does not have. {hint}")
+    functions = _first_texts(signatures.module("transformers.activations"))
+    if functions and (given := model.get("hidden_act")) is not None and given not in functions:
+        what = f"config.json has hidden_act={given!r}, which transformers does not have; expected silu, gelu or another"
+        yield Problem(key, "unsupported", what)
+
+
+def _first_texts(tree: ast.Module | None) -> set[str]:
+    """Return the texts that are keys of mappings or first in tuples, anywhere in a module; none if it is not installed."""
+    nodes = list(ast.walk(tree)) if tree else []
+    keys = [key for node in nodes if isinstance(node, ast.Dict) for key in node.keys]
+    keys += [node.elts[0] for node in nodes if isinstance(node, ast.Tuple) and node.elts]
+    return {key.value for key in keys if isinstance(key, ast.Constant) and isinstance(key.value, str)}
 
 
 def _configuration(family: str | None) -> dict[str, Any] | None:

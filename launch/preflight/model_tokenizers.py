@@ -16,9 +16,12 @@ from pipeline.data.templates import choose_template, folder_template
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")
 
 
-def problems(recipe: Recipe, pending: Sequence[os.PathLike] = ()) -> Generator[Problem, None, Path | None]:
+def problems(
+    recipe: Recipe, pending: Sequence[os.PathLike] = (), notes: list[str] | None = None
+) -> Generator[Problem, None, Path | None]:
     """Yield problems of tokenizers. Return the policy's tokenizer.json.
 
+    notes: receives which models have no stop tokens.
     None if a needed recipe is still to write it, or if only older formats exist, which need transformers.
     """
     readings: dict[str, ModelReading] = {}
@@ -26,6 +29,8 @@ def problems(recipe: Recipe, pending: Sequence[os.PathLike] = ()) -> Generator[P
         reading = yield from _check(recipe, section, model, pending)
         if reading:
             readings[section] = reading
+            if notes is not None and not reading.stops.tokens and (section != "policy" or config.generates(recipe)):
+                notes.append(f"{section}: no file of {model.model_name} names a stop token; every answer ends at its longest")
             yield from _too_large(reading, f"{section}.tokenizer.name", f"{section}.model_name", reading.rows)
     if policy := readings.get("policy"):
         for section, model in config.models(recipe).items():  # these read the policy's tokens

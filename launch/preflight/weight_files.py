@@ -104,8 +104,12 @@ def _check_weights(
         what = f"{folder}: so are {len(found_problems) - SHOWN} more of its {len(found.files)} weight files; fetch it again"
         yield Problem(key, "unreadable", what)
     if not found.faults:
-        refused: list[Problem] = []  # faults of config.json, which `architecture` reports
-        with collected(refused):
+        described = None
+        with collected([]):  # faults of config.json, which `architecture` reports
             described = model_config(policy, (), key)
-        if described is not None and not refused:
+        if (described or {}).get("auto_map"):
+            notes.append(f"{key}: {folder} comes with code of its own (auto_map in config.json), which never runs")
+        if os.path.lexists(folder / "adapter_config.json"):
+            notes.append(f"{key}: {folder} has adapters besides the model (adapter_config.json), which are not read")
+        if described is not None:
             yield from weight_tensors.problems(key, folder, described, found.tensors, head)

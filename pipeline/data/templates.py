@@ -13,6 +13,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import jinja2
+
 from pipeline import user_files
 from pipeline.config import TokenizerConfig
 from pipeline.data.turn_ends import QUESTION, RENDER_ERRORS
@@ -90,7 +92,7 @@ def folder_template(folder: Path) -> tuple[Template, Path | None]:
 def check_template(
     tokenizer: PreTrainedTokenizerBase, template_kwargs: Mapping[str, Any] | None = None, key: str = KEY
 ) -> None:
-    """Raise RecipeError, with this key, if the tokenizer's template renders prompts without the user's text.
+    """Raise RecipeError, with this key, for a template with a syntax error, or that renders prompts without the user's text.
 
     Whether a template accepts a conversation is a matter of each record: a template may want a system prompt.
     """
@@ -98,6 +100,9 @@ def check_template(
     options = {**(template_kwargs or {}), "tokenize": False, "add_generation_prompt": True}
     try:
         text = str(tokenizer.apply_chat_template(messages, **options))
+    except jinja2.TemplateSyntaxError as error:  # of every conversation, unlike other errors
+        message = f"line {error.lineno}: {error.message}; expected a Jinja template"
+        raise RecipeError(Problem(key, "bad-format", message)) from None
     except RENDER_ERRORS:
         return
     if QUESTION not in text:

@@ -83,7 +83,7 @@ class Math(BuiltinEnvironment):
                 raise ValueError(f"got '{answer}', of which DAPO's normal form leaves nothing")
         elif not NUMBER.fullmatch(answer) and not is_readable(answer):
             raise ValueError(
-                f"got '{answer}', in which math-verify reads no expression. Try LaTeX, such as x^2+1 or \\frac{{1}}{{2}}"
+                f"got '{answer}', in which math-verify reads no expression; expected LaTeX, such as x^2+1 or \\frac{{1}}{{2}}"
             )
 
     def __init__(self, arguments: MathArguments, context: EnvironmentContext) -> None:

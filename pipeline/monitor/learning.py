@@ -23,8 +23,8 @@ import numpy as np
 from pipeline import config
 from pipeline.algorithms.sections import RewardedConfig
 from pipeline.config import Recipe
-from pipeline.monitor.warning_file import AGAIN_STEPS, append, cleared, warning
 from pipeline.types import Rollout, RolloutGroup, Sample
+from pipeline.warning_file import AGAIN_STEPS, append, cleared, warning
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -59,7 +59,7 @@ class StepSummary:
 
 
 @dataclass(frozen=True)
-class Reader:
+class RunReader:
     """What a message needs of the run."""
 
     recipe: Recipe
@@ -93,10 +93,10 @@ def _quoted(text: str) -> str:
     return json.dumps(shown, ensure_ascii=False)
 
 
-Sign = Callable[[Sequence[StepSummary], Reader], str]
+Sign = Callable[[Sequence[StepSummary], RunReader], str]
 
 
-def cut_answers(steps: Sequence[StepSummary], reader: Reader) -> str:
+def cut_answers(steps: Sequence[StepSummary], reader: RunReader) -> str:
     """Every answer ends at the length limit."""
     rollouts = [rollout for step in steps for rollout in step.rollouts]
     if not rollouts or any(rollout.finish != "length" for rollout in rollouts):
@@ -108,7 +108,7 @@ def cut_answers(steps: Sequence[StepSummary], reader: Reader) -> str:
     )
 
 
-def _limits(reader: Reader) -> str:
+def _limits(reader: RunReader) -> str:
     generation = reader.recipe.policy.generation
     strings = f", stop strings {generation.stop_strings}" if generation.stop_strings else ""
     return (
@@ -117,7 +117,7 @@ def _limits(reader: Reader) -> str:
     )
 
 
-def empty_answers(steps: Sequence[StepSummary], reader: Reader) -> str:
+def empty_answers(steps: Sequence[StepSummary], reader: RunReader) -> str:
     """Every answer is a stop token alone, or nothing."""
     rollouts = [rollout for step in steps for rollout in step.rollouts]
     if not rollouts or any(rollout.drawn_tokens > 1 for rollout in rollouts):
@@ -128,7 +128,7 @@ def empty_answers(steps: Sequence[StepSummary], reader: Reader) -> str:
     )
 
 
-def equal_rewards(steps: Sequence[StepSummary], reader: Reader) -> str:
+def equal_rewards(steps: Sequence[StepSummary], reader: RunReader) -> str:
     """Every reward is the same."""
     rewards = [reward for step in steps for reward in step.rewards]
     if not rewards or not isinstance(config.section(reader.recipe), RewardedConfig) or not _equal(rewards):
@@ -148,7 +148,7 @@ def _equal(rewards: Sequence[float]) -> bool:
     return bool(np.ptp(rewards) <= SAME * max(1.0, np.abs(rewards).max()))
 
 
-def no_advantage(steps: Sequence[StepSummary], reader: Reader) -> str:
+def no_advantage(steps: Sequence[StepSummary], reader: RunReader) -> str:
     """Every group has equal rewards, though groups differ, so that no token has an advantage."""
     rewards = [reward for step in steps for reward in step.rewards]
     if not rewards or _equal(rewards) or any(step.advantage is not False or not step.tokens for step in steps):
@@ -160,7 +160,7 @@ def no_advantage(steps: Sequence[StepSummary], reader: Reader) -> str:
     )
 
 
-def no_trained_token(steps: Sequence[StepSummary], reader: Reader) -> str:
+def no_trained_token(steps: Sequence[StepSummary], reader: RunReader) -> str:
     """The loss counts no token."""
     if any(step.tokens for step in steps):
         return ""
@@ -169,7 +169,7 @@ def no_trained_token(steps: Sequence[StepSummary], reader: Reader) -> str:
     return f"the loss of the last {len(steps)} steps counts no token, so nothing is learned. {why}"
 
 
-def no_gradient(steps: Sequence[StepSummary], reader: Reader) -> str:
+def no_gradient(steps: Sequence[StepSummary], reader: RunReader) -> str:
     """The gradient or the learning rate is 0."""
     for key, what, cure in (
         ("train/lr", "the learning rate", "Look at policy.optimizer.kwargs.lr and policy.scheduler"),
@@ -180,7 +180,7 @@ def no_gradient(steps: Sequence[StepSummary], reader: Reader) -> str:
     return ""
 
 
-def old_weights(steps: Sequence[StepSummary], reader: Reader) -> str:
+def old_weights(steps: Sequence[StepSummary], reader: RunReader) -> str:
     """Engines sample with weights that a refit should have replaced."""
     ahead = config.ahead(reader.recipe) if config.runs_ahead(reader.recipe) else None
     allowed = ahead.max_trajectory_age_steps if ahead else 0
@@ -216,7 +216,7 @@ class LearningMonitor:
             self._steps.append(self._summary(step, values, groups or ()))
             self._samples = ()
             if len(self._steps) == STEPS:
-                append(self._file, list(self._look(step, Reader(self._recipe, self._tokenizer, self._stops, groups or ()))))
+                append(self._file, list(self._look(step, RunReader(self._recipe, self._tokenizer, self._stops, groups or ()))))
         except Exception:
             logger.exception("whether step %d has learned anything is not known; the run goes on", step)
 
@@ -228,7 +228,7 @@ class LearningMonitor:
         newest = max((span.version for rollout in rollouts for span in rollout.spans), default=None)
         return StepSummary(step, tokens, advantage, values, rollouts, newest)
 
-    def _look(self, step: int, reader: Reader) -> Iterator[dict[str, Any]]:
+    def _look(self, step: int, reader: RunReader) -> Iterator[dict[str, Any]]:
         for sign in SIGNS:
             name, message = sign.__name__, sign(self._steps, reader)
             if message and step - self._given.get(name, -AGAIN_STEPS) >= AGAIN_STEPS:

@@ -286,6 +286,27 @@ def test_a_file_that_changed_after_the_submission_is_told(tmp_path):
     assert [message for message in lineage.hash_inputs(run) if "not as it was" in message]
 
 
+def test_a_file_rewritten_between_two_starts_is_told_with_both_hashes(tmp_path):
+    """As many records, so that the position in the stream says nothing."""
+    data = tmp_path / "sums.jsonl"
+    data.write_text('{"input": "1+1=", "output": "2"}\n')
+    run = made_runs.folder(tmp_path / "runs/sft", "tiny_sft", f"data.train.data_path={data}")
+    recipe = config.read(run / "recipe.yaml")
+    assert inputs.write(recipe, run) == [] and not list(lineage.hash_inputs(run))
+    first = lineage.sha256(data)
+    assert inputs.write(recipe, run) == []
+    data.write_text('{"input": "1+1=", "output": "3"}\n')
+    os.utime(data, (1e9, 1e9))
+    (at_submission,) = inputs.write(recipe, run)
+    assert first[:16] in at_submission and "2001-09-0" in at_submission and str(data) in at_submission
+    (in_job,) = lineage.hash_inputs(run)
+    assert first[:16] in in_job and lineage.sha256(data)[:16] in in_job
+    assert not list(lineage.hash_inputs(run)) and inputs.write(recipe, run) == []  # told once
+    os.utime(data, (2e9, 2e9))  # touched
+    inputs.write(recipe, run)
+    assert not list(lineage.hash_inputs(run))
+
+
 def test_a_file_without_a_recorded_hash_is_hashed_when_asked_for(tmp_path):
     data = tmp_path / "sums.jsonl"
     data.write_text('{"input": "1+1=", "output": "2"}\n')

@@ -17,6 +17,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from megatron.core.distributed import DistributedDataParallel
 from megatron.core.optimizer import ChainedOptimizer, get_megatron_optimizer
 from megatron.core.optimizer import OptimizerConfig as CoreConfig
@@ -24,6 +25,7 @@ from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
 from pipeline.config import MegatronOptimizerConfig, MegatronSchedulerConfig, PolicyConfig, Problem, RecipeError
+from pipeline.train.gradients import squared_norm
 from pipeline.train.optimizer import LRSchedule
 
 ADAM = {"torch.optim.AdamW": True, "torch.optim.Adam": False}  # name -> whether weight decay is decoupled
@@ -51,6 +53,7 @@ class ScheduledOptimizer:
         core = get_megatron_optimizer(config, [model], config_overrides=overrides, use_gloo_process_groups=False)
         assert isinstance(core, ChainedOptimizer)
         self._core = core
+        self._device = next(model.parameters()).device
         self._policy, self._config = policy, config
         self.updates = 0  # Adam needs their number for its bias correction
         self._schedule = self._new_schedule(policy, config)
@@ -121,7 +124,7 @@ class ScheduledOptimizer:
         Raises FloatingPointError if the gradient is not finite; weights and state are then unchanged.
         """
         self._core.prepare_grads()
-        norm = float(self._core.get_grad_norm())
+        norm = self._norm()
         if not math.isfinite(norm):
             self.zero_grad()
             raise FloatingPointError(f"the gradient's norm is {norm}; the step was not taken")
@@ -131,6 +134,15 @@ class ScheduledOptimizer:
         self._core.step_with_ready_grads()
         self.updates += 1
         return norm
+
+    def _norm(self) -> float:
+        """Return the norm of the whole gradient, summed in float64; Megatron-Core sums in float32."""
+        squared = 0.0
+        for part in self._core.chained_optimizers:
+            mine = squared_norm(part.get_main_grads_for_grad_norm(), self._device)
+            dist.all_reduce(mine, group=part.get_grad_stats_parallel_group())
+            squared += mine.item()
+        return math.sqrt(squared)
 
     def ranges(self) -> Iterator[ParameterRange]:
         """Yield the ranges that this rank updates."""

@@ -6,6 +6,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import time
 from collections.abc import Sequence
@@ -14,6 +15,10 @@ from typing import Any
 
 from pipeline.secrets import redacted
 
+FILE = Path("resources/warnings.jsonl")
+"""In an attempt's folder."""
+MEMORY_CHECKS = ("full_memory", "host_leak")
+"""Checks of `pipeline/monitor/checks.py` that warn of host memory."""
 AGAIN_STEPS = 20
 """Steps until a warning that still holds is given again."""
 
@@ -34,3 +39,12 @@ def append(file: Path, lines: Sequence[dict[str, Any]]) -> None:
         file.parent.mkdir(parents=True, exist_ok=True)
         with open(file, "a", encoding="utf-8") as out:
             out.write(redacted("".join(json.dumps(each) + "\n" for each in lines)))
+
+
+def last_warning(attempt: Path, checks: Sequence[str], node: str) -> dict[str, Any] | None:
+    """Return the last warning of some checks on a node, from an attempt's folder; None without any that can be read."""
+    with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
+        lines = [json.loads(line) for line in (attempt / FILE).read_text(errors="replace").splitlines()]
+        found = [line for line in lines if line["check"] in checks and line.get("node") == node and "message" in line]
+        return found[-1] if found else None
+    return None

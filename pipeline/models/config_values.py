@@ -1,0 +1,68 @@
+"""Check the types and the ranges of the values of a config.json, which transformers reports only where a model is built.
+
+Covers the keys that sizes, attention and engines read. `rope.py` checks those of rotary embeddings.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from pipeline.models import rope
+from pipeline.models.sizes import ALIASES, MODEL_TYPES
+from pipeline.problems import Problem
+
+SIZES = (
+    *("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim"),
+    *("vocab_size", "max_position_embeddings", "moe_intermediate_size", "num_experts_per_tok", "kv_lora_rank", "v_head_dim"),
+    *("qk_nope_head_dim", "qk_rope_head_dim", "sliding_window", "linear_num_key_heads", "linear_num_value_heads"),
+)
+COUNTS = ("num_experts", "num_local_experts", "n_routed_experts", "n_shared_experts", "first_k_dense_replace", "q_lora_rank")
+SWITCHES = ("tie_word_embeddings", "attention_bias", "mlp_bias", "use_sliding_window", "use_qk_norm", "norm_topk_prob")
+NUMBERS = ("rms_norm_eps", "layer_norm_epsilon", "initializer_range", "attn_logit_softcapping", "final_logit_softcapping")
+MAPPINGS = ("quantization_config", "text_config", "vision_config")
+DTYPES = ("float64", "float32", "float16", "bfloat16", "float8_e4m3fn", "float8_e5m2", "auto")
+
+
+def problems(key: str, config: Mapping[str, Any]) -> Iterator[Problem]:
+    """Yield values of config.json that have another type or range than transformers needs. key: of the model in the recipe.
+
+    config: with the keys of a multimodal family's language model. Absent keys and null are not reported.
+    """
+    given = {name: value for name, value in config.items() if value is not None}
+    found = dict(_wrong(given))
+    for name, expected in found.items():
+        yield Problem(key, "wrong-type", f"config.json has {name}={given[name]!r}; expected {expected}")
+    if not given.get("model_type"):
+        what = "config.json has no model_type; expected the family of the model, such as llama"
+        yield Problem(key, "missing-value", what)
+    kinds, layers = given.get("layer_types"), given.get("num_hidden_layers")
+    if not found and kinds is not None and layers is not None and len(kinds) != layers:
+        what = f"config.json has {len(kinds)} layer_types; expected {layers}, its num_hidden_layers"
+        yield Problem(key, "contradiction", what)
+    yield from rope.problems(key, config)
+
+
+def _wrong(given: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    """Yield (key, what is expected) of values of another type or range."""
+    family = given.get("model_type")
+    listed = family not in MODEL_TYPES and family not in ALIASES  # other families may have a list with a value for each layer
+    for name, value in given.items():
+        if name in (*SIZES, *COUNTS) and not (listed and isinstance(value, list)):
+            if type(value) is not int or value < (name in SIZES):
+                yield name, "a whole number above 0" if name in SIZES else "a whole number from 0 on"
+        elif name in SWITCHES and not isinstance(value, bool):
+            yield name, "true or false"
+        elif name in NUMBERS and (type(value) not in (int, float) or not 0 <= value < math.inf):
+            yield name, "a number from 0 on"
+        elif name in MAPPINGS and not isinstance(value, Mapping):
+            yield name, "a mapping or null"
+        elif name in ("model_type", "hidden_act") and not isinstance(value, str):
+            yield name, "a text"
+        elif name in ("architectures", "layer_types") and not (
+            isinstance(value, list) and all(isinstance(one, str) for one in value)
+        ):
+            yield name, "a list of texts"
+        elif name in ("dtype", "torch_dtype") and value not in DTYPES:
+            yield name, f"one of {', '.join(DTYPES)}"
