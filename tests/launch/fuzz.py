@@ -426,7 +426,7 @@ def work(job: Job) -> tuple[Job, Counter, list[str], float, float, int]:
 
 def main(arguments: list[str]) -> int:
     """Run the cases in forked processes, and print what fails and the counts; return 1 if a case failed."""
-    import torch  # noqa: F401 before the fork, for commands that import it
+    from pipeline.train.adapters import peft_files  # noqa: F401 before the fork, with torch and transformers: it takes seconds
 
     given = {"lines": 5000, "folders": 500, "seed": 1, "workers": 2}
     given |= {key: int(value) for key, _, value in (argument.partition("=") for argument in arguments)}
