@@ -30,6 +30,7 @@ from pipeline.data.plain_text import PlainText
 from pipeline.data.rendering import ChatTemplate
 from pipeline.data.special_tokens import SpecialTokenEscaper
 from pipeline.data.stop_strings import text_before_stop
+from pipeline.data.templates import check_template
 from pipeline.problems import Problem, RecipeError
 from pipeline.rollout.work import ScoreWork
 from pipeline.rpc import RpcGroup
@@ -121,6 +122,8 @@ def _encoder(recipe: Recipe, model: PolicyConfig, environment: str, ours: PreTra
     if chat and not theirs.chat_template:
         message = f"got none, and {model.tokenizer.name} has none; expected one, as the policy has another tokenizer"
         raise RecipeError(Problem(f"env.{environment}.tokenizer.chat_template", "missing-value", message))
+    if chat:
+        check_template(theirs, model.tokenizer.chat_template_kwargs, f"env.{environment}.tokenizer.chat_template")
     template = ChatTemplate(theirs, model.tokenizer.chat_template_kwargs)
     return _Retokenizer(environment, ours, theirs, chat, template, PlainText(theirs), SpecialTokenEscaper(theirs))
 

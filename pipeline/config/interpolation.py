@@ -57,7 +57,7 @@ _asked: ContextVar[list[str] | None] = ContextVar("asked", default=None)
 def _variable(name: str, *default: Any) -> Any:
     """Return an environment variable as OmegaConf's `oc.env` does, unless `without_environment` closes it."""
     if not _open.get():
-        raise PermissionError("the service resolves no variable of its environment")
+        raise PermissionError("no variable of the environment is resolved here")
     if (asked := _asked.get()) is not None:
         asked.append(name)
     return oc.env(name, *default)
@@ -65,7 +65,7 @@ def _variable(name: str, *default: Any) -> Any:
 
 @contextlib.contextmanager
 def without_environment() -> Iterator[None]:
-    """Refuse `oc.env` in a block, however a text leads to it: its values belong to whoever runs this process."""
+    """Refuse `oc.env` in a block, however a text leads to it: somebody else wrote the text, and may not see the values."""
     token = _open.set(False)
     try:
         yield

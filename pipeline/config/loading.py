@@ -98,11 +98,15 @@ def inspect(
 
 
 def read(path: Path) -> Recipe:
-    """Return the resolved recipe that `write` saved in a run folder. Raise RecipeError."""
+    """Return the resolved recipe that `write` saved in a run folder. Raise RecipeError.
+
+    It refers to no variable of the environment; one that somebody wrote there since is not resolved.
+    """
     tree = config_tree.load_with_parents(path)
     for _, leaf in tree.leaves():
         leaf.folder = None  # older versions wrote paths relative to the working directory
-    return _resolved(tree)
+    with interpolation.without_environment():
+        return _resolved(tree)
 
 
 def complete(values: dict[str, Any]) -> Recipe:

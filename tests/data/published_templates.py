@@ -35,7 +35,8 @@ import numpy as np
 from transformers import AutoTokenizer
 
 from pipeline.config import DataConfig, DatasetConfig, TokenizerConfig
-from pipeline.data.chat import GENERATION_BLOCK, Encoder
+from pipeline.data.chat import Encoder
+from pipeline.data.turns import GENERATION_BLOCK
 
 SMOLLM2 = os.environ.get("HETSTEP_SMOLLM2", "")
 THINK = re.compile(

@@ -9,6 +9,7 @@ from launch.prepare import examine
 from launch.run_folder import RunFolder
 from pipeline import config, environment_names
 from pipeline.tracking.attachments import attachments
+from tests.problems import named
 
 VALUE = "/private/of-the-shell/rows.jsonl"
 
@@ -81,3 +82,12 @@ def test_a_recipe_of_nemo_rl(tmp_path, monkeypatch):
     loaded = recipes.inspect(str(tmp_path / "theirs.yaml"))
     assert loaded.recipe.policy.model_name == "/private/of-the-shell/model"
     assert loaded.from_environment["policy.model_name"] == "${oc.env:HETSTEP_TEST_MODEL}"
+
+
+def test_a_run_folder_cannot_read_the_environment_of_who_looks_at_it(run, monkeypatch):
+    folder, _ = run
+    text = (folder / "recipe.yaml").read_text()
+    (folder / "recipe.yaml").write_text(text.replace("secretive-queue", "${oc.env:HETSTEP_TEST_STEPS}"))
+    with pytest.raises(config.RecipeError) as error:
+        config.read(folder / "recipe.yaml")
+    assert named(error.value.problems) == {("cluster.train.partition", "bad-interpolation")}
