@@ -34,7 +34,7 @@ from pipeline.data.templates import check_template
 from pipeline.problems import Problem, RecipeError
 from pipeline.rollout.work import ScoreWork
 from pipeline.rpc import RpcGroup
-from pipeline.types import DataParallelRank, Prompt, Rollout, RolloutGroup
+from pipeline.types import DataParallelRank, Prompt, Rollout, RolloutGroup, is_reward
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -68,7 +68,7 @@ class Scoring:
         sequences = [self._encode(prompt, rollout) for prompt, rollout in judged]
         limit = self._model.max_total_sequence_length
         scores = self._score([tokens[-limit:] for tokens in sequences])
-        lowest = self._lowest = min(filter(math.isfinite, scores), default=self._lowest)
+        lowest = self._lowest = min(filter(is_reward, scores), default=self._lowest)
         rewarded = iter(
             [
                 self._rewarded(prompt, rollout, score, lowest, len(tokens) > limit)
@@ -86,7 +86,7 @@ class Scoring:
         return group.prompt.environment == self._environment
 
     def _rewarded(self, prompt: Prompt, rollout: Rollout, score: float, lowest: float, truncated: bool) -> Rollout:
-        broke = "" if math.isfinite(score) else f"the reward model scores it {score}"
+        broke = "" if is_reward(score) else f"the reward model scores it {score}"
         if broke and not math.isfinite(lowest):
             raise ValueError(
                 f"env.{self._environment}: got score {score} for an answer to prompt {prompt.index}; expected a finite score"

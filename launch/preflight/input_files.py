@@ -273,6 +273,8 @@ def lines_of(key: str, path: Path) -> Iterator[tuple[int, bytes]]:
             for number, line in enumerate(user_files.lines(file, SCAN_LINE), 1):
                 if (read := read + len(line)) > SCAN_BYTES:
                     return
+                if number == 1 and (other := user_files.other_format(line)):
+                    raise RecipeError(Problem(key, "bad-format", f"{path}: got {other}; expected one JSON object a line"))
                 if line.strip():
                     found = True
                     yield number, line.strip()

@@ -139,6 +139,8 @@ class JSONLRecords(Sequence):
         self._begins, self._sizes, self._lines = array("q"), array("q"), array("q")
         begin = 0
         for number, line in enumerate(user_files.lines(self._file), 1):
+            if number == 1 and (other := user_files.other_format(line)):
+                raise ValueError(f"{path}: got {other}; expected one JSON object a line")
             if line.strip():
                 self._parse(line, number)
                 self._begins.append(begin)

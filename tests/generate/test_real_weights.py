@@ -20,7 +20,7 @@ from tests.generate.smollm2 import base_tokenizer, eos_in_the_config_alone, need
 from tests.generate.tiny import Checkpoint, drain, load, policy, single
 
 SUMS = ("2+2", "3+4", "10-7", "5+5")
-QUESTIONS = (*(f"What is {sum}? Answer with the number only." for sum in SUMS), "Say hello.")
+QUESTIONS = [f"What is {sum}? Answer with the number only." for sum in SUMS]
 LIMIT = 60
 
 pytestmark = [pytest.mark.full, needs_smollm2]
