@@ -21,6 +21,7 @@ from pipeline.data.stop_tokens import CONFIG, GENERATION, StopTokens, decide
 from pipeline.data.templates import check_template
 from pipeline.data.turn_ends import QUESTION, RENDER_ERRORS, TurnEnds, find_turn_ends
 from pipeline.models import rope
+from pipeline.values import is_template
 
 
 @dataclass(frozen=True)
@@ -117,6 +118,12 @@ def models(recipe: Recipe) -> dict[str, PolicyConfig]:
     if (name := config.reward_environment(recipe)) and recipe.env[name].model_name:
         found[f"env.{name}"] = config.reward_model_policy(recipe)
     return found | config.served_models(recipe)
+
+
+def template_files(recipe: Recipe) -> dict[str, Path]:
+    """Return the files and folders from which a recipe takes chat templates, by key."""
+    given = {f"{section}.tokenizer.chat_template": model.tokenizer.chat_template for section, model in models(recipe).items()}
+    return {key: Path(text) for key, text in given.items() if text and not is_template(text) and Path(text).exists()}
 
 
 def described(recipe: Recipe) -> Iterator[str]:

@@ -67,7 +67,10 @@ class RolloutLine(TypedDict):
     completion: str
     reward: float
     completion_tokens: list[int]
+    finish: str
     turns: NotRequired[list[SaidTurn]]
+    task: NotRequired[dict[str, Any] | None]
+    spans: NotRequired[list[tuple[int, int]]]  # version of the weights, tokens
 
 
 class Metrics:

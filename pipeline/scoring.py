@@ -30,10 +30,11 @@ from pipeline.data.plain_text import PlainText
 from pipeline.data.rendering import ChatTemplate
 from pipeline.data.special_tokens import SpecialTokenEscaper
 from pipeline.data.stop_strings import text_before_stop
+from pipeline.data.templates import check_template
 from pipeline.problems import Problem, RecipeError
 from pipeline.rollout.work import ScoreWork
 from pipeline.rpc import RpcGroup
-from pipeline.types import DataParallelRank, Prompt, Rollout, RolloutGroup
+from pipeline.types import DataParallelRank, Prompt, Rollout, RolloutGroup, is_reward
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -67,7 +68,7 @@ class Scoring:
         sequences = [self._encode(prompt, rollout) for prompt, rollout in judged]
         limit = self._model.max_total_sequence_length
         scores = self._score([tokens[-limit:] for tokens in sequences])
-        lowest = self._lowest = min(filter(math.isfinite, scores), default=self._lowest)
+        lowest = self._lowest = min(filter(is_reward, scores), default=self._lowest)
         rewarded = iter(
             [
                 self._rewarded(prompt, rollout, score, lowest, len(tokens) > limit)
@@ -85,7 +86,7 @@ class Scoring:
         return group.prompt.environment == self._environment
 
     def _rewarded(self, prompt: Prompt, rollout: Rollout, score: float, lowest: float, truncated: bool) -> Rollout:
-        broke = "" if math.isfinite(score) else f"the reward model scores it {score}"
+        broke = "" if is_reward(score) else f"the reward model scores it {score}"
         if broke and not math.isfinite(lowest):
             raise ValueError(
                 f"env.{self._environment}: got score {score} for an answer to prompt {prompt.index}; expected a finite score"
@@ -121,6 +122,8 @@ def _encoder(recipe: Recipe, model: PolicyConfig, environment: str, ours: PreTra
     if chat and not theirs.chat_template:
         message = f"got none, and {model.tokenizer.name} has none; expected one, as the policy has another tokenizer"
         raise RecipeError(Problem(f"env.{environment}.tokenizer.chat_template", "missing-value", message))
+    if chat:
+        check_template(theirs, model.tokenizer.chat_template_kwargs, f"env.{environment}.tokenizer.chat_template")
     template = ChatTemplate(theirs, model.tokenizer.chat_template_kwargs)
     return _Retokenizer(environment, ours, theirs, chat, template, PlainText(theirs), SpecialTokenEscaper(theirs))
 

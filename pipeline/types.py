@@ -29,6 +29,16 @@ Head = Literal["logprobs", "values"]
 """A model's head: log-probabilities over the vocabulary, or one value per token (a critic, a reward model)."""
 
 
+LARGEST_REWARD = 1e15
+"""Rewards and scores are at most this far from 0, so that sums of their squares over a batch are finite in float32."""
+REWARDS = f"a number from {-LARGEST_REWARD:g} to {LARGEST_REWARD:g}"
+
+
+def is_reward(value: float) -> bool:
+    """Return whether a policy can learn from a reward: a finite number within LARGEST_REWARD."""
+    return abs(value) <= LARGEST_REWARD
+
+
 @dataclass(frozen=True, slots=True)
 class Prompt:
     """One task: the prompt of the policy, and the data that the environment needs to judge the answer."""

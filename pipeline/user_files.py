@@ -28,6 +28,21 @@ KINDS = {
 }
 
 
+OTHER_FORMATS = {
+    b"PAR1": "a Parquet file. Try dataset_name=FOLDER with a folder that has it",
+    b"ARROW1": "an Arrow file. Try dataset_name=FOLDER with the folder that `save_to_disk` wrote",
+    b"\x1f\x8b": "a file that gzip compressed. Try gunzip",
+    b"PK\x03\x04": "a zip archive. Try unzip",
+    b"\x28\xb5\x2f\xfd": "a file that zstd compressed. Try zstd -d",
+}
+"""First bytes of a file that is no JSON lines -> what it is and what to do."""
+
+
+def other_format(first: bytes) -> str | None:
+    """Return what a data file is that is no JSON lines, by its first bytes; None if they do not tell."""
+    return next((what for mark, what in OTHER_FORMATS.items() if first.startswith(mark)), None)
+
+
 def open_file(path: str | os.PathLike[str]) -> BinaryIO:
     """Open a regular file for reading; a link may lead to one. Raises OSError for anything else, and never waits for a pipe."""
     try:

@@ -115,6 +115,10 @@ def not_a_kind(kind: str, kinds: Iterable[str]) -> str | None:
     hint = f"Did you mean {near[0]}?" if near else f"There are: {', '.join(kinds)}"
     if ".py" in kind:
         hint = "For `right` in my_reward.py beside the recipe, my_reward.right"
+    module = kind.removeprefix("./").removesuffix(".py").partition(".")[0]
+    if "-" in module and ("." in kind or "/" in kind):
+        renamed = f"{module.replace('-', '_')}.py"
+        hint = f"'{module}' has a hyphen, which no module's name can have. Try to rename the file to {renamed}"
     return f"got '{kind}'; expected a kind, or the dotted path of a class or a function. {hint}"
 
 

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from launch import audit_log
+from launch import audit_log, model_readings
 from launch.model_files import hub_cache, model_folder
 from pipeline import config, lineage, small_files
 from pipeline.algorithms.evaluate import TaskDataConfig
@@ -61,6 +61,8 @@ def of_recipe(recipe: Recipe) -> Iterator[dict[str, Any]]:
     else:
         for key, dataset in config.keyed_sets(recipe.data).items():
             yield from _of_dataset(key, dataset)
+    for key, path in model_readings.template_files(recipe).items():
+        yield _entry(key, "prompt", str(path), path)
     for name, component in config.components(recipe).items():
         if component.container_image:
             yield _entry(f"cluster.{name}.container_image", "image", component.container_image, Path(component.container_image))

@@ -41,6 +41,7 @@ VLLM_RULES = under(
         Ignored("async_engine distributed_executor_backend skip_tokenizer_init load_format enable_expert_parallel"),
         Ignored("use_tqdm enable_vllm_metrics_logger vllm_metrics_logger_interval *_refit_*"),
         Ignored("reset_encoder_cache_after_weight_update expose_http_server http_server_serving_chat_kwargs.*"),
+        Ignored("enable_thinking enforce_monotonicity"),  # in recipes of agents; no code of NeMo-RL reads them
         Ignored("reasoning_parser_plugin tool_parser_plugin cap_max_tokens_to_context"),
         Only("video.*", (None,), "images, sound or video"),
         Only("enable_return_routed_experts", (False, None), "replay of the sampler's routing", "false"),

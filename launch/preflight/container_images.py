@@ -14,6 +14,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from launch import model_readings
 from launch.components import components
 from launch.containers import OPTIONS
 from launch.executors.base import ROOT
@@ -249,6 +250,9 @@ def _needs(recipe: Recipe, name: str, pending: Sequence[os.PathLike], conversion
     if rewarded and _holds(recipe, name, f"env.{rewarded}", rewarded):
         key = f"env.{rewarded}.tokenizer.name"
         yield from _model_paths(f"the tokenizer of {key}", key, config.reward_model_policy(recipe).tokenizer.name, pending)
+    for key, path in model_readings.template_files(recipe).items():
+        if key.startswith("policy.") or (rewarded and _holds(recipe, name, f"env.{rewarded}", rewarded)):
+            yield RequiredPath(f"the chat template of {key}", path)
     if (key := recipe.checkpointing.encryption.key_file) and Path(key).exists() and name != "reward":
         yield RequiredPath("the key of checkpointing.encryption.key_file", Path(key))
     if name == "train":

@@ -9,9 +9,10 @@ less than two seconds. The job checks records beyond these bounds, and prompt le
 from __future__ import annotations
 
 import codecs
+import functools
 import os
 import re
-from collections.abc import Generator, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ import msgspec
 
 from launch.model_files import hf_home, hub_cache
 from launch.preflight import architecture, data_records, libraries, model_tokenizers, prompt_tokens, teachers
+from launch.preflight.rendered_records import RenderedRecords
 from pipeline import config, user_files
 from pipeline.config import (
     DATASET_CARDS,
@@ -90,7 +92,9 @@ def _check_dataset(
         return
     if dataset.dataset_name is not None:
         yield Problem(key, "contradiction", "got both dataset_name and data_path; expected one of them")
-    inputs, answers = yield from _check_records(recipe, key, dataset, notes, fields.get(dataset.env_name or ""))
+    rendered = functools.partial(RenderedRecords, recipe, tokenizer=None if texts else tokenizer, text=template, system=system)
+    needed = fields.get(dataset.env_name or "")
+    inputs, answers = yield from _check_records(recipe, key, dataset, notes, needed, rendered)
     if tokenizer and inputs and not texts:
         system = system if recipe.data.apply_chat_template else ""
         prompts = [(number, f"{system}{template.format(text)}".strip()) for number, text in _selected(inputs)]
@@ -106,11 +110,16 @@ def _selected(texts: list[tuple[int, str]]) -> list[tuple[int, str]]:
 
 
 def _check_records(
-    recipe: Recipe, key: str, dataset: DatasetConfig, notes: list[str], fields: Sequence[str] | None
+    recipe: Recipe,
+    key: str,
+    dataset: DatasetConfig,
+    notes: list[str],
+    fields: Sequence[str] | None,
+    rendered: Callable[..., RenderedRecords],
 ) -> Generator[Problem, None, tuple[list[tuple[int, str]], list[tuple[int, str]]]]:
     """Return (line, text) of the prompts, and of the answers to learn from. Yields one problem for a fault of many lines.
 
-    fields: that the user's reward function needs; None without one.
+    fields: that the user's reward function needs; None without one. rendered: makes the renderer of a data set's records.
     """
     path, data_path = f"{key}.data_path", dataset.data_path
     assert data_path is not None  # else it has a dataset_name
@@ -144,10 +153,15 @@ def _check_records(
             absent = list(data_records.absent_columns(recipe, key, dataset, columns.dataset, fields, records))
             yield from absent
             fields = () if absent else fields
-        expected = data_records.ExpectedAnswers(recipe, columns.dataset)
+        expected, refused = (
+            data_records.ExpectedAnswers(recipe, columns.dataset),
+            rendered(dataset=columns.dataset).faults(found, notes),
+        )
         for number, record in found:
             try:
                 text = data_records.prompt(recipe, record, columns.dataset, fields or ())
+                if number in refused:
+                    raise ValueError(refused[number])
             except ValueError as error:
                 unusable.setdefault(str(error), []).append(number)
             else:
@@ -259,6 +273,8 @@ def lines_of(key: str, path: Path) -> Iterator[tuple[int, bytes]]:
             for number, line in enumerate(user_files.lines(file, SCAN_LINE), 1):
                 if (read := read + len(line)) > SCAN_BYTES:
                     return
+                if number == 1 and (other := user_files.other_format(line)):
+                    raise RecipeError(Problem(key, "bad-format", f"{path}: got {other}; expected one JSON object a line"))
                 if line.strip():
                     found = True
                     yield number, line.strip()

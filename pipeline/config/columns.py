@@ -38,6 +38,23 @@ LEARNED = {
     "instruction": ("response", "output"),
 }
 """Prompt column -> answer columns in training. If a record has two of them, the recipe must choose."""
+ANSWER_NAMES = ("gold", "gold_answer", "target", "label", "reference", "final_answer", "reference_answer", "correct_answer")
+LABELS = (
+    "id",
+    "uid",
+    "index",
+    "idx",
+    "source",
+    "data_source",
+    "dataset",
+    "category",
+    "subject",
+    "level",
+    "type",
+    "split",
+    "url",
+)
+"""Names of columns about a record, which hints suggest last."""
 TEXT = "text"
 MOST_TRIED = 100
 """Records to try until one is readable."""
@@ -216,6 +233,18 @@ def _described(reading: Reading) -> str:
     return f"reads {' and '.join(parts)}" if parts else "reads the common beginning of both answers as the prompt"
 
 
+def _guessed(keys: list[str], columns: list[str]) -> Reading:
+    """Return a likely column for each key: by its name, then the first that no name excludes."""
+    left, guess = list(columns), {}
+    for key in keys:
+        likely = {"input_key": PROMPTS, "output_key": (*EXPECTED, *ANSWER_NAMES)}.get(key, ())
+        named = [name for known in likely for name in left if name.lower() == known]
+        others = [name for name in left if name.lower() not in (*LABELS, *PROMPTS, *EXPECTED, *ANSWER_NAMES)]
+        guess[key] = next(iter([*named, *others, *left]), "COLUMN")
+        left = [name for name in left if name != guess[key]]
+    return guess
+
+
 def _choices(recipe: Recipe, key: str, own: Reading, record: Mapping[str, Any], found: list[Reading]) -> str:
     kinds = {name: "" if _has(record, name) else f" (a {type(value).__name__})" for name, value in record.items()}
     columns = ", ".join(f"{name}{kind}" for name, kind in kinds.items()) or "none"
@@ -230,9 +259,8 @@ def _choices(recipe: Recipe, key: str, own: Reading, record: Mapping[str, Any], 
     names = ("input_key", "chosen_key", "rejected_key") if paired else ("input_key", "output_key")
     key_columns = {name: {**DEFAULTS, **own}[name] for name in names}
     lacking = [name for name, column in key_columns.items() if not _has(record, column)]
-    texts = [name for name in record if _has(record, name) and name not in key_columns.values()]
-    guess = [*texts, *["COLUMN"] * len(lacking)][: len(lacking)]
-    keys = " ".join(f"{key}.{name}={column}" for name, column in zip(lacking, guess, strict=True))
+    guess = _guessed(lacking, [name for name in record if _has(record, name) and name not in key_columns.values()])
+    keys = " ".join(f"{key}.{name}={column}" for name, column in guess.items())
     bare = ""
     if paired and lacking == ["input_key"] and isinstance(record[key_columns["chosen_key"]], str):
         bare = "; with data.apply_chat_template=false their common beginning is the prompt"

@@ -63,8 +63,10 @@ class EnvironmentConfig:
     broken_reward: Annotated[
         Float,
         Field(
+            ge=-1e15,
+            le=1e15,
             description="Reward of an answer that crashes its environment. Lower it if your own kind gives wrong answers"
-            " less than 0."
+            " less than 0.",
         ),
     ] = 0.0
     kwargs: Annotated[dict[str, Any], Field(description="Arguments of the kind.")] = field(default_factory=dict)

@@ -12,7 +12,6 @@ Not supported: images.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -24,7 +23,7 @@ from pipeline.data.plain_text import PlainText, tokens_with_text
 from pipeline.data.records import Continuation, Example, RecordReader, Turns, check_prompt_text
 from pipeline.data.rendering import ChatTemplate
 from pipeline.data.templates import check_template, choose_template
-from pipeline.data.turns import AssistantTurns
+from pipeline.data.turns import GENERATION_BLOCK, AssistantTurns
 from pipeline.problems import Problem, RecipeError
 
 if TYPE_CHECKING:
@@ -34,8 +33,6 @@ if TYPE_CHECKING:
 
 Encoded = tuple[np.ndarray, np.ndarray]
 """Tokens `[L]` int32 and loss mask `[L]` bool."""
-
-GENERATION_BLOCK = re.compile(r"\{%-?\s*generation\s*-?%\}")
 
 
 def load_tokenizer(config: TokenizerConfig) -> PreTrainedTokenizerBase:

@@ -19,6 +19,7 @@ import numpy as np
 from pipeline import user_code, user_files
 from pipeline.config import DATASET_CARDS, GENERATED_DATASETS, NAMED_DATASETS, DatasetConfig, is_dotted_path, nearest_dataset
 from pipeline.data import named
+from pipeline.data.arrow_records import ArrowRecords
 from pipeline.problems import Problem, RecipeError
 
 Record = dict[str, Any]
@@ -64,11 +65,12 @@ def _read(dataset: DatasetConfig, seed: int) -> Sequence[Record]:
     elif name in GENERATED_DATASETS:
         records = _from_callable(GENERATED_DATASETS[name], dataset, seed)
     elif name in NAMED_DATASETS:
-        records = _MappedRecords(_from_hub(name, dataset), lambda row: named.record(dataset, row))
+        records = _MappedRecords(ArrowRecords(_from_hub(name, dataset), name), lambda row: named.record(dataset, row))
     elif is_dotted_path(name) and not Path(name).exists():
         records = _from_callable(name, dataset, seed)
     else:
-        records = _from_datasets(name, dataset)
+        rows = _from_datasets(name, dataset)
+        records = ArrowRecords(rows, name, dataset.tools_key, lambda: _files(name, dataset))
     if not len(records):
         raise RecipeError(Problem("data", "no-records", f"{path or name} has no records"))
     return records
@@ -86,9 +88,9 @@ def _repeated(records: Sequence[Record], dataset: DatasetConfig) -> Sequence[Rec
 
 def record_location(records: Sequence[Record], index: int) -> str:
     """Return the location of a record for messages: FILE:LINE, or its number."""
-    while isinstance(records, _Selection):
+    while isinstance(records, _Selection | _MappedRecords):
         records, index = records.source(index)
-    return records.place(index) if isinstance(records, JSONLRecords) else f"record {index} (from 0)"
+    return records.place(index) if isinstance(records, JSONLRecords | ArrowRecords) else f"record {index} (from 0)"
 
 
 class _Selection(Sequence):
@@ -120,6 +122,10 @@ class _MappedRecords(Sequence):
     def __getitem__(self, index: int) -> Record:
         return self._make(self._rows[index])
 
+    def source(self, index: int) -> tuple[Sequence[Record], int]:
+        """Return the rows that a record was made from, and its number there."""
+        return self._rows, index
+
 
 class JSONLRecords(Sequence):
     """A JSONL file that is read record by record. Only the offsets of its lines stay in memory; blank lines are skipped.
@@ -133,6 +139,8 @@ class JSONLRecords(Sequence):
         self._begins, self._sizes, self._lines = array("q"), array("q"), array("q")
         begin = 0
         for number, line in enumerate(user_files.lines(self._file), 1):
+            if number == 1 and (other := user_files.other_format(line)):
+                raise ValueError(f"{path}: got {other}; expected one JSON object a line")
             if line.strip():
                 self._parse(line, number)
                 self._begins.append(begin)
@@ -182,6 +190,20 @@ def _from_datasets(name: str, dataset: DatasetConfig) -> Sequence[Record]:
     if split not in splits:
         raise RecipeError(Problem("data", "not-a-choice", f"{folder} has no split '{split}'; there are: {', '.join(splits)}"))
     return splits[split]
+
+
+def _files(name: str, dataset: DatasetConfig) -> Sequence[str]:
+    """Return the files of a split of a folder with data files, in the order of its rows; none of other data sets."""
+    import datasets
+
+    if not Path(name).is_dir():
+        return ()
+    options = {"name": dataset.subset, **dataset.kwargs} if dataset.subset else dataset.kwargs
+    try:
+        found: Any = datasets.load_dataset_builder(name, **options).config.data_files
+    except (OSError, ValueError):  # a folder of save_to_disk, say
+        return ()
+    return (found or {}).get(dataset.split or "train", ())
 
 
 def _load(name: str, subset: str | None, split: str, kwargs: dict[str, Any]) -> Sequence[Record]:

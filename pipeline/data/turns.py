@@ -19,11 +19,14 @@ from collections.abc import Callable, Collection
 from typing import Any
 
 from pipeline.config import Message
+from pipeline.data.rendering import TemplateRefusal
 
 Span = tuple[int, int]
 Render = Callable[..., str]
 """(messages, add_generation_prompt=) -> text."""
 
+GENERATION_BLOCK = re.compile(r"\{%-?\s*generation\s*-?%\}")
+"""Marks of a template around what the assistant writes."""
 MARK = "Qx7markx7Q"  # letters and digits alone, which no template, JSON writer or trimming changes
 THINKING = re.compile(r"</?(?:\w+:)?think(?:ing)?(?::\w+)?>|\[/?THINK\]|<\|channel>thought|<channel\|>")
 """Marks of reasoning in published templates."""
@@ -92,7 +95,7 @@ class AssistantTurns:
         """Return where the assistant's message i ends: after the token that ends the turn, if the template writes one."""
         end = self._after(self._messages, i, self.text)
         if end is None:
-            raise ValueError(
+            raise TemplateRefusal(
                 f"the chat template renders no text of message {i}, a turn of the assistant, or hides where it ends"
             )
         tail = self.text[end:]
@@ -214,8 +217,8 @@ def _matched(ours: list[str], theirs: list[str]) -> tuple[int, int]:
     return len("".join(ours[: ends[0]])), len("".join(theirs[: ends[1]]))
 
 
-def _hidden(message: int) -> ValueError:
-    return ValueError(
+def _hidden(message: int) -> TemplateRefusal:
+    return TemplateRefusal(
         f"the chat template hides where message {message}, a turn of the assistant, begins. Try {{% generation %}} around the"
         " assistant's text in policy.tokenizer.chat_template"
     )

@@ -10,6 +10,7 @@ import numpy as np
 from pipeline.algorithms.served_models import JudgeConfig
 from pipeline.config import PolicyConfig, Problem, RecipeError
 from pipeline.data.special_tokens import SpecialTokenEscaper
+from pipeline.data.templates import check_template
 from pipeline.evaluation.judge import JudgeReply, JudgeRequest
 from pipeline.evaluation.judge_endpoint import AGAIN_TEMPERATURE
 from pipeline.rollout.dispatch import Dispatcher, RolloutSpec
@@ -34,14 +35,15 @@ class EngineJudge:
     ) -> None:
         """Bind to engines, one group of ranks each. policy, tokenizer: the judge's. check: called before each wait.
 
-        Raises RecipeError if the judge has no chat template.
+        Raises RecipeError if the judge has no chat template that renders what the user says.
         """
         if not tokenizer.chat_template:
             message = f"got null, and the judge's tokenizer {tokenizer.name_or_path} has no chat template; expected one"
             raise RecipeError(Problem("evaluate.judge.tokenizer.chat_template", "missing-value", message))
+        self._options = policy.tokenizer.chat_template_kwargs or {}
+        check_template(tokenizer, self._options, "evaluate.judge.tokenizer.chat_template")
         self._dispatch = Dispatcher(engines, seed, 1, None)
         self._section, self._tokenizer, self._check = section, tokenizer, check
-        self._options = policy.tokenizer.chat_template_kwargs or {}
         self._escaper = SpecialTokenEscaper(tokenizer, str(tokenizer.chat_template))
         self._room = policy.generation.vllm_cfg.max_model_len
         self._open: dict[tuple[str, int], str] = {}  # (purpose, index) -> id of the request

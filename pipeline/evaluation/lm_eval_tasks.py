@@ -22,6 +22,7 @@ from lm_eval.utils import handle_non_serializable  # pyright: ignore[reportMissi
 
 from pipeline.algorithms.evaluate import TaskConfig
 from pipeline.config import Recipe
+from pipeline.data.templates import check_template
 from pipeline.encryption import EncryptionKey
 from pipeline.evaluation.answers import FOLDER as ANSWERS
 from pipeline.evaluation.answers import AnswerLog, encode_answers
@@ -81,6 +82,8 @@ class HarnessRun:
     def ask(self, engines: Engines, answers: AnswerLog) -> None:
         """Ask what `answers` lacks, and compute the results of all tasks."""
         config = self._config
+        if config.apply_chat_template:
+            check_template(self._tokenizer, self._recipe.policy.tokenizer.chat_template_kwargs)
         model = EnginesLM(self._recipe, self._tokenizer, engines, answers)
         self.results = lm_eval.simple_evaluate(
             model=model,

@@ -22,6 +22,7 @@ from pipeline.data.chat import load_tokenizer
 from pipeline.data.plain_text import PlainText
 from pipeline.data.rendering import ChatTemplate
 from pipeline.data.special_tokens import SpecialTokenEscaper
+from pipeline.data.templates import check_template
 from pipeline.evaluation import data
 from pipeline.evaluation.answers import AnswerLog
 from pipeline.evaluation.base import Answer, PerQuestion, Question
@@ -166,6 +167,8 @@ class _ConversationEncoder:
         if self._chat and not tokenizer.chat_template:
             message = f"got true, and the reward model's tokenizer {tokenizer.name_or_path} has no chat template. Try false"
             raise RecipeError(Problem(f"evaluate.tasks.{name}.apply_chat_template", "missing-value", message))
+        if self._chat:
+            check_template(tokenizer, options, "evaluate.reward_model.tokenizer.chat_template")
         self._ends = tuple(token.content for token in tokenizer.added_tokens_decoder.values() if token.special)
         self._system = [{"role": "system", "content": config.system_prompt}] if config.system_prompt else []
 

@@ -17,6 +17,7 @@ from pipeline.config import PolicyConfig, TokenizerConfig
 from pipeline.data.chat import unknown_text
 from pipeline.data.plain_text import PlainText
 from pipeline.data.rendering import ChatTemplate
+from pipeline.data.templates import check_template
 from pipeline.evaluation.base import Message, Question
 from pipeline.evaluation.data import TaskData
 from pipeline.problems import Problem, RecipeError
@@ -61,12 +62,14 @@ class PromptEncoder:
     """Renders and tokenizes the questions of one task."""
 
     def __init__(self, name: str, task: TaskConfig, config: TokenizerConfig, tokenizer: PreTrainedTokenizerBase) -> None:
-        """Raises RecipeError if the task needs a chat template, and the tokenizer has none."""
+        """Raises RecipeError if the task needs a chat template, and the tokenizer has none that renders what the user says."""
         self._key, self._task, self._tokenizer = f"evaluate.tasks.{name}", task, tokenizer
         self._plain, self._template = PlainText(tokenizer), ChatTemplate(tokenizer, config.chat_template_kwargs)
         if task.apply_chat_template and not tokenizer.chat_template:
             message = f"got true, and the tokenizer {tokenizer.name_or_path} has no chat template. Try false"
             raise RecipeError(Problem(f"{self._key}.apply_chat_template", "missing-value", message))
+        if task.apply_chat_template:
+            check_template(tokenizer, config.chat_template_kwargs)
 
     def prompt(self, question: Question, examples: Sequence[Question] = ()) -> Prompt:
         """Return a question as a prompt. The environment gets `Question.task`, and the prompt's "messages" or "text"."""

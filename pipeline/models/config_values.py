@@ -54,7 +54,7 @@ def _wrong(given: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
                 yield name, "a whole number above 0" if name in SIZES else "a whole number from 0 on"
         elif name in SWITCHES and not isinstance(value, bool):
             yield name, "true or false"
-        elif name in NUMBERS and (type(value) not in (int, float) or not 0 <= value < math.inf):
+        elif name in NUMBERS and not (_is_number(value) and 0 <= value < math.inf):
             yield name, "a number from 0 on"
         elif name in MAPPINGS and not isinstance(value, Mapping):
             yield name, "a mapping or null"
@@ -66,3 +66,7 @@ def _wrong(given: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
             yield name, "a list of texts"
         elif name in ("dtype", "torch_dtype") and value not in DTYPES:
             yield name, f"one of {', '.join(DTYPES)}"
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)

@@ -8,7 +8,6 @@ environments compute.
 
 from __future__ import annotations
 
-import math
 import sys
 import threading
 from collections.abc import Callable
@@ -27,7 +26,7 @@ from pipeline.environments import registry
 from pipeline.environments.base import Environment, Outcome, ProcessStuck
 from pipeline.rollout.environment_pool import GRACE_S, Begin, Call, CallFailure, EnvironmentPool, encodable
 from pipeline.sandbox import linux
-from pipeline.types import Prompt
+from pipeline.types import REWARDS, Prompt, is_reward
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -145,8 +144,8 @@ class EnvStepper:
         if not isinstance(outcome, Outcome):
             raise TypeError(f"step returned a {type(outcome).__name__}, not an Outcome")
         reward = float(outcome.reward)
-        if not math.isfinite(reward):
-            raise ValueError(f"step returned the reward {reward}")
+        if not is_reward(reward):
+            raise ValueError(f"step returned the reward {reward}; expected {REWARDS}")
         metrics = {encodable(str(name)): float(value) for name, value in outcome.metrics.items()}
         extracted = encodable(str(outcome.extracted))[:EXTRACTED_CHARACTERS]
         return StepOutcome(reward, metrics, outcome.observation is None, None, extracted)

@@ -6,7 +6,8 @@ import torch
 from transformers import AutoTokenizer
 
 from pipeline.config import RECIPES, AnswerCheck, DataConfig, DatasetConfig, EnvironmentConfig, TokenizerConfig, answer_check
-from pipeline.data.chat import Encoder
+from pipeline.data import stream
+from pipeline.data.chat import Encoder, load_tokenizer
 from pipeline.data.stream import ExampleStream, PromptStream
 from pipeline.generate.requests import new_token_limit
 from pipeline.types import Request, Sampling
@@ -182,3 +183,35 @@ def test_an_answer_with_unknown_text_has_one_sentence_of_advice():
     with refused(("data", "bad-record")) as error:
         ExampleStream(records[:1], encoder(), seed=0)
     assert str(error.value).count("Try ") == 1 and "drop" not in str(error.value)
+
+
+class Strange(list):
+    """Records whose reading fails with an error of another kind at one place."""
+
+    def __getitem__(self, index):
+        if index == 2:
+            raise KeyError("no such column")
+        return super().__getitem__(index)
+
+
+@pytest.mark.parametrize("wrong", ["template", "type", "reading", "surrogate"])
+def test_whatever_a_record_raises_is_its_own_error_also_behind_those_checked_at_the_start(monkeypatch, caplog, wrong):
+    monkeypatch.setattr(stream, "CHECKED_AT_START", 1)
+    template = "{% for m in messages %}{{ m.content }}{% if m.content == '2' %}{{ FAULT }}{% endif %}{% endfor %}|"
+    fault = {"template": "raise_exception('no two')", "type": "m.content + 1"}.get(wrong, "''")
+    tokenizer = load_tokenizer(TokenizerConfig(name=str(RECIPES / "tiny"), chat_template=template.replace("FAULT", fault)))
+    records = [{"input": str(i), "output": "1"} for i in range(4)]
+    records[2] = {"input": "2\ud800", "output": "1"} if wrong == "surrogate" else records[2]
+    records = Strange(records) if wrong == "reading" else records
+    for choice in ("error", "drop"):
+        data = DataConfig(bad_records=choice, unknown_tokens="keep", max_input_seq_length=100)
+        prompts = PromptStream(records, Encoder(tokenizer, TokenizerConfig(), data, DatasetConfig()), seed=0, shuffle=False)
+        assert len(prompts.take(2)) == 2
+        if choice == "error":
+            with refused(("data", "bad-record")) as error:
+                prompts.take(1)
+            assert "record 2 (from 0)" in str(error.value) and "data.bad_records=drop" in str(error.value)
+        else:
+            assert len(prompts.take(3)) == 1
+            assert prompts.dropped == 1
+            assert "data.bad_records=drop: skipped record 1" in caplog.text

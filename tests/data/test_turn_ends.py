@@ -70,8 +70,9 @@ def test_training_teaches_the_token_that_ends_a_completion(template):
     said = [{"role": "user", "content": "2+2"}, {"role": "assistant", "content": "4"}]
     tokens, mask = encoder.conversation({"messages": said})
     ends = find_turn_ends(tokenizer)
-    assert tokenizer.convert_ids_to_tokens(int(tokens[np.flatnonzero(mask)[-1]])) == ends.last
-    assert ends.last in ends.stops
+    taught = tokenizer.convert_ids_to_tokens(int(tokens[np.flatnonzero(mask)[-1]]))
+    assert taught == (ends.between if template == FRAMED else ends.last)
+    assert {taught, ends.last} <= {*ends.stops}
 
 
 @pytest.mark.parametrize("end", ["<|return|>", "<|call|>"])

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import contextlib
 import io
+import multiprocessing as mp
 import os
 import random
 import resource
@@ -23,6 +24,7 @@ import sys
 import tempfile
 import time
 import traceback
+from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cache
@@ -373,3 +375,74 @@ def _past_run(folder: Path) -> None:
 
     made_runs.folder(folder)
     made_runs.attempt(folder, "1-0", 0.0, "stop: crashed with status 1", {"rank": 0, "message": "no"})
+
+
+# ---- many of them -------------------------------------------------------------------------------------------------------
+
+SHARES = {"submit": 0.7, "status": 0.05, "report": 0.05, "timeline": 0.05, "sweep": 0.05, "export": 0.05, "plan_refit": 0.05}
+"""Share of each command in the lines."""
+CHUNK = {"lines": 50, "run": 5, "sweep": 10, "model": 10, "data": 10}
+"""Cases that a forked process runs: its memory is that of its cases."""
+LIMIT_BYTES = 8 << 30
+"""Address space of a forked process, so that a fault does not take all memory."""
+Job = tuple[str, str, int, int]
+"""`lines` or a kind of folder, the command or "", seed, number of cases."""
+
+
+def jobs(lines: int, folders: int, seed: int) -> list[Job]:
+    """Return the work of all processes."""
+    from tests.launch.folder_fuzz import KINDS
+
+    found: list[Job] = []
+    for command, share in SHARES.items():
+        count = round(lines * share)
+        found += [("lines", command, 1000 * seed + at, min(50, count - at)) for at in range(0, count, CHUNK["lines"])]
+    for kind in KINDS:
+        count = folders // len(KINDS)
+        found += [(kind, "", 1000 * seed + at, min(CHUNK[kind], count - at)) for at in range(0, count, CHUNK[kind])]
+    return found
+
+
+def work(job: Job) -> tuple[Job, Counter, list[str], float, float, int]:
+    """Run a job's cases; return (job, its statuses, what failed, longest CPU and waiting seconds, most memory)."""
+    from tests.launch.folder_fuzz import fuzz_folders
+
+    kind, command, seed, count = job
+    resource.setrlimit(resource.RLIMIT_AS, (LIMIT_BYTES, LIMIT_BYTES))
+    statuses, bad, seconds, waited, memory = Counter(), [], 0.0, 0.0, 0
+    if kind == "lines":
+        found = ((f"lines {command} {seed}", outcome) for outcome in fuzz(command, count, seed))
+    else:
+        found = fuzz_folders(kind, range(seed, seed + count), torch=True)
+    for about, outcome in found:
+        statuses[outcome.case.command, outcome.status] += 1
+        seconds, waited = max(seconds, outcome.seconds), max(waited, outcome.waited_s)
+        if outcome.bad:
+            what = f"{outcome.status}, {outcome.seconds:.1f} s, {outcome.memory_kb:,} kB, wrote {outcome.wrote}"
+            bad.append(f"{about}\n  {outcome.case}\n  {what}\n{outcome.raised}")
+        memory = max(memory, outcome.memory_kb)
+    return job, statuses, bad, seconds, waited, memory
+
+
+def main(arguments: list[str]) -> int:
+    """Run the cases in forked processes, and print what fails and the counts; return 1 if a case failed."""
+    from pipeline.train.adapters import peft_files  # noqa: F401 before the fork, with torch and transformers: it takes seconds
+
+    given = {"lines": 5000, "folders": 500, "seed": 1, "workers": 2}
+    given |= {key: int(value) for key, _, value in (argument.partition("=") for argument in arguments)}
+    statuses, failed, most = Counter(), 0, [0.0, 0.0, 0]
+    with mp.get_context("fork").Pool(given["workers"], maxtasksperchild=1) as pool:
+        for _, counts, bad, *largest in pool.imap_unordered(work, jobs(given["lines"], given["folders"], given["seed"])):
+            statuses.update(counts)
+            failed += len(bad)
+            most = [max(pair) for pair in zip(most, largest, strict=True)]
+            print("\n".join(bad), end="\n" if bad else "", flush=True)
+            cost = f"at most {most[0]:.1f} s of CPU, {most[1]:.1f} s, {most[2]:,} kB"
+            print(f"{sum(statuses.values())} commands, {failed} failed; {cost}", flush=True)
+    for (command, code), count in sorted(statuses.items(), key=str):
+        print(f"{command}: exit status {code}: {count}")
+    return int(failed > 0)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

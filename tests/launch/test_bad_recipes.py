@@ -12,10 +12,12 @@ from unittest import mock
 
 import pytest
 
-from launch import submit
+from launch import prepare, submit
 from launch.executors.base import ROOT
+from pipeline import config
+from pipeline.config import collected
 from tests.launch.model import write_data, write_model, write_recipe, write_weights
-from tests.problems import refused
+from tests.problems import named, refused
 
 SUBMIT = ROOT / "launch/submit.py"
 HELP = "for cause and cure: python launch/submit.py help=CODE"
@@ -249,3 +251,19 @@ def test_the_model_of_a_needed_run_may_be_missing(tmp_path, monkeypatch):
         prepare.prepare("second", [])
     write_weights(tmp_path / "runs/base/checkpoints/hf")
     assert [planned.recipe.name for planned in prepare.prepare("second", [])] == ["second"]
+
+
+def test_a_module_with_a_hyphen_is_named(tmp_path):
+    for kind in ("my-reward.right", "my-reward.py", "./my-reward.py"):
+        (problem,) = config.inspect(str(write_recipe(tmp_path)), [f"env.math.kind={kind}"]).problems
+        assert (problem.key, problem.code) == ("env.math.kind", "not-a-choice")
+        assert "hyphen" in problem.message and "my_reward.py" in problem.message
+
+
+@pytest.mark.parametrize("first", [b"PAR1", b"\x1f\x8b\x08", b"PK\x03\x04"])
+def test_a_data_file_of_another_format_is_named_as_such(tmp_path, first):
+    recipe = write_recipe(tmp_path)
+    (tmp_path / "data.jsonl").write_bytes(first + bytes(100))
+    with collected(found := []):
+        found += prepare.examine(str(recipe), [], dry=True).all_problems
+    assert named(found) == {("data.train.data_path", "bad-format")}

@@ -8,7 +8,7 @@ from launch.preflight import input_files, weight_files
 from pipeline import config
 
 USER, ASSISTANT = {"role": "user", "content": "hi"}, {"role": "assistant", "content": "yo"}
-CHAT = ("data.apply_chat_template=true", "policy.tokenizer.chat_template='{{ messages[0].content }}'")
+CHAT = ("data.apply_chat_template=true", "policy.tokenizer.chat_template='{% for m in messages %}{{ m.content }}{% endfor %}'")
 ANY_ANSWER = ("data.train.output_key=output",)  # tiny_grpo names a column of its own
 
 
@@ -52,6 +52,9 @@ def test_common_columns_are_read_and_noted(tmp_path, algorithm, row, overrides, 
     [
         ("sft", [{"q": "a", "a": "b", "n": 1}] * 3, (), "F:1: no column 'input' or 'output' with a text or messages; there are:"
          " q, a, n. Try data.train.input_key=q data.train.output_key=a"),
+        ("grpo", [{"source": "s", "prompt": "a", "gold": "b"}], ANY_ANSWER, "Try data.train.input_key=prompt"
+         " data.train.output_key=gold"),
+        ("sft", [{"id": 1, "gold": "b", "source": "s", "x": "a"}], (), "Try data.train.input_key=x data.train.output_key=gold"),
         ("grpo", [{"input": "a", "answer": ["assert f(1) == 2"]}], (), "no column 'answer' with a text or messages; there are:"
          " input, answer (a list). Try"),
         ("sft", [{"problem": "a", "solution": "b", "answer": "c"}], (), "can be read in 2 ways; expected one. Try"
@@ -175,3 +178,28 @@ def test_unknown_text_of_an_answer_is_named_and_may_be_kept(tmp_path, algorithm,
     assert "answers checked" in problem
     for choice in ("keep", "drop"):
         assert examined(tmp_path, algorithm, rows, f"data.unknown_tokens={choice}")[0] == []
+
+
+ALTERNATING = (
+    "{% for m in messages %}{% if (m.role == 'user') != (loop.index0 % 2 == 0) %}{{ raise_exception('roles must alternate') }}"
+    "{% endif %}{{ m.content }}{% endfor %}"
+)
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "row"),
+    [
+        ("sft", {"messages": [USER, USER, ASSISTANT]}),
+        ("grpo", {"prompt": [USER, USER], "answer": "b"}),
+        ("dpo", {"prompt": [USER, USER], "chosen": [ASSISTANT], "rejected": [ASSISTANT | {"content": "no"}]}),
+    ],
+)
+def test_a_record_that_the_template_refuses_is_named_before_submission(tmp_path, algorithm, row):
+    good = {name: value[-1:] if name == "prompt" else value for name, value in row.items()}
+    good = {"messages": [USER, ASSISTANT]} if "messages" in row else good
+    key = f'policy.tokenizer.chat_template="{ALTERNATING}"'
+    chat = ("data.apply_chat_template=true", key, *(ANY_ANSWER if algorithm == "grpo" else ()))
+    problems, _ = examined(tmp_path, algorithm, [good, row, good], *chat)
+    assert [problem for problem in problems if "F:2: the chat template refuses" in problem and "must alternate" in problem]
+    assert examined(tmp_path, algorithm, [good, row, good], *chat, "data.bad_records=drop")[0] == []
+    assert examined(tmp_path, algorithm, [row, row], *chat, "data.bad_records=drop")[0] != []

@@ -8,6 +8,7 @@ import pytest
 from tokenizers import AddedToken, Tokenizer, processors
 
 from launch import bounded, submit
+from launch.ancestry import inputs
 from launch.preflight import input_files
 from pipeline import config
 from tests.data.test_chat import CHATML
@@ -56,7 +57,7 @@ def printed(*arguments: str) -> tuple[int, str]:
             "'{% for a in range(9999) %}{% for b in range(9999) %}{% endfor %}{% endfor %}{{ messages[0].content }}'",
             "unsupported",
         ),
-        ("'{{ messages[0].content.x.y }}'", None),  # a template may refuse a conversation; each record is checked
+        ("'{{ messages[0].content.x.y }}'", "bad-record"),  # a template may refuse a conversation; each record is checked
     ],
 )
 def test_chat_templates(recipe, path, monkeypatch, template, code):
@@ -64,7 +65,8 @@ def test_chat_templates(recipe, path, monkeypatch, template, code):
     (path.parent / "chat.jinja").write_text(CHATML)
     (path.parent / "empty.jinja").write_text("a system prompt alone")
     monkeypatch.chdir(path.parent)
-    expected = {("data.apply_chat_template", "missing-value")} if code == "missing" else {(KEY, code)} if code else set()
+    key = {"missing": "data.apply_chat_template", "bad-record": "data.train.data_path"}.get(code, KEY)
+    expected = {(key, "missing-value" if code == "missing" else code)} if code else set()
     assert named(input_files.problems(recipe(f"{KEY}={template}"))) == expected
 
 
@@ -120,3 +122,10 @@ def test_a_plan_shows_the_first_prompt_and_refuses_a_template_without_the_users_
 def test_a_broken_eos_is_named(recipe, tmp_path):
     (tmp_path / "model" / "generation_config.json").write_text('{"eos_token_id": "2"}')
     assert named(input_files.problems(recipe("data.apply_chat_template=false"))) == {("policy.model_name", "bad-format")}
+
+
+def test_a_templates_file_is_an_input_of_the_run(recipe, tmp_path):
+    (tmp_path / "chat.jinja").write_text(CHATML)
+    given = recipe(f"{KEY}={tmp_path / 'chat.jinja'}")
+    assert [entry["path"] for entry in inputs.of_recipe(given) if entry["key"] == KEY] == [str(tmp_path / "chat.jinja")]
+    assert not [entry for entry in inputs.of_recipe(recipe(f"{KEY}='{{{{ messages[0].content }}}}'")) if entry["key"] == KEY]

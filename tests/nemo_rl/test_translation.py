@@ -129,6 +129,14 @@ def test_disabled_recomputation_is_ignored() -> None:
     assert (on.policy.megatron_cfg.recompute_granularity, on.policy.megatron_cfg.recompute_modules) == ("selective", ["moe"])
 
 
+def test_keys_that_no_code_of_nemo_rl_reads_are_ignored() -> None:
+    """Recipes of agents in NeMo-RL's examples have them."""
+    key = "policy.generation.vllm_cfg"
+    plain = with_keys("grpo")[1]
+    translation = with_keys("grpo", f"{key}.enable_thinking=true", f"{key}.enforce_monotonicity=false")[1]
+    assert translation.problems == plain.problems and translation.layer == plain.layer
+
+
 def test_eight_bits() -> None:
     key = "policy.generation.vllm_cfg"
     layer = f"{key}.quantization_ignored_layer_kws=[lm_head]"

@@ -41,6 +41,8 @@ class Naughty(Environment):
                 return Outcome(1.0, {"accuracy": "high"})
             case 8:
                 raise ValueError("no text: \ud800")
+            case 9:
+                return Outcome(1e308)
         return Outcome(1.0)
 
 
@@ -51,9 +53,10 @@ EXPECTED = [
     r"step raised KeyError: 'answer' at .*test_environment_pool\.py:\d+",
     r"step raised SystemExit: 0 at .*test_environment_pool\.py:\d+",
     r"its answer raised TypeError: step returned a float, not an Outcome at .*",
-    r"its answer raised ValueError: step returned the reward nan at .*",
+    r"its answer raised ValueError: step returned the reward nan; expected .* at .*",
     r"its answer raised ValueError: could not convert string to float: 'high' at .*",
     r"step raised ValueError: no text: \\ud800 at .*",
+    r"its answer raised ValueError: step returned the reward 1e\+308; expected a number from -1e\+15 to 1e\+15 at .*",
 ]
 
 
@@ -64,9 +67,9 @@ TASKS = 2
 def test_an_answers_failure_is_wrong_and_its_tasks_failure_is_excluded(checkpoint, caplog):
     """One thread serves all of them: one that hangs is replaced."""
     bench = Bench(checkpoint, {"naughty": Naughty()}, limit_s=0.3)
-    _, rollouts = bench.run(0, prompts(11, "naughty"), samples=1)
-    assert [(rollout.failure, rollout.broke) for rollout in rollouts[9:]] == [("", "")] * 2
-    assert [rollout.reward for rollout in rollouts] == [0.0] * 9 + [1.0] * 2
+    _, rollouts = bench.run(0, prompts(12, "naughty"), samples=1)
+    assert [(rollout.failure, rollout.broke) for rollout in rollouts[10:]] == [("", "")] * 2
+    assert [rollout.reward for rollout in rollouts] == [0.0] * 10 + [1.0] * 2
     for place, (rollout, expected) in enumerate(zip(rollouts, EXPECTED, strict=False)):
         told, untold = (rollout.failure, rollout.broke) if place < TASKS else (rollout.broke, rollout.failure)
         assert re.fullmatch(expected, told) and not untold, rollout

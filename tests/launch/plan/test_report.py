@@ -25,6 +25,8 @@ assert found.refit is not None and found.phases
 print(table(found))
 """
 
+FULL = "policy.dtensor_cfg.recompute_granularity=full"
+
 
 @pytest.mark.full  # by default: test_submit.py, of another recipe
 def test_deepseek_v3_without_torch():
@@ -41,14 +43,14 @@ TABLES = {  # (recipe, overrides): (what its table has, what it has not)
         ],
         ["idle"],
     ),
-    ("llama8b_grpo", "policy.dtensor_cfg.activation_checkpointing=false"): (["verdict"], ["recomputing"]),
+    ("llama8b_grpo", "policy.dtensor_cfg.activation_checkpointing=false", FULL): (["verdict"], ["recomputing"]),
     ("llama8b_grpo", "plan.prompt_tokens=250", "plan.answer_tokens=900"): (["answers of 900 tokens: plan.answer_tokens"], []),
     ("llama8b_grpo", "grpo.max_num_steps=3"): (["240: enough"], ["takes 1 submission"]),
     ("llama8b_grpo", "grpo.async_grpo.in_flight_weight_updates=false"): (
         ["rollout and training overlap"],
         ["rollouts in flight"],
     ),
-    ("llama8b_grpo", "policy.dtensor_cfg.activation_checkpointing=true"): (
+    ("llama8b_grpo", FULL): (
         ["recompute_granularity=selective would fit and take"],
         [],
     ),
@@ -113,7 +115,8 @@ def test_a_step_has_the_range_of_published_steps(tmp_path):
 
 def test_sampling_ahead_of_training_hides_the_shorter_of_the_two():
     drained = "grpo.async_grpo.in_flight_weight_updates=false"
-    turns, hidden, ahead = planned("llama8b_grpo_sync"), planned("llama8b_grpo", drained), planned("llama8b_grpo")
+    turns = planned("llama8b_grpo_sync", FULL)
+    hidden, ahead = planned("llama8b_grpo", drained, FULL), planned("llama8b_grpo", FULL)
     assert turns.seconds == hidden.seconds == ahead.seconds and min(turns.seconds.values()) > 0
     assert turns.step - hidden.step == pytest.approx(min(turns.seconds["rollout"], turns.seconds["train"]))
     assert ahead.step == pytest.approx(ahead.seconds["train"] + ahead.seconds["refit"])  # which takes longer than sampling
@@ -201,21 +204,28 @@ def test_the_ranks_of_a_reward_model_are_listed():
     assert planned("llama8b_grpo_rm", judge, "env.preference.served_by=train").reward is None
 
 
+@pytest.mark.parametrize(
+    "name", ["llama8b_grpo", "llama8b_grpo_sync", "llama8b_dpo", "llama8b_sft", "llama8b_rm", "llama8b_ppo"]
+)
+def test_recipes_recompute_what_their_plan_would_choose(name):
+    assert "recomputing" not in table(planned(name))
+
+
 def test_recomputing_less_is_proposed_where_it_fits():
     key = "policy.dtensor_cfg"
     totals = {
         name: planned("llama8b_grpo", *(f"{key}.{change}" for change in changes)).train.total
         for name, changes in {
-            "nothing": ["activation_checkpointing=false"],
+            "nothing": ["activation_checkpointing=false", "recompute_granularity=full"],
             "selective": ["activation_checkpointing=true", "recompute_granularity=selective"],
-            "full": ["activation_checkpointing=true"],
+            "full": ["activation_checkpointing=true", "recompute_granularity=full"],
         }.items()
     }
     assert totals["full"] < totals["selective"] < totals["nothing"]
 
     def advised(below: str, above: str) -> list[str]:
         room = f"cluster.train.gpu_memory_gb={(totals[below] + totals[above]) / 2e9}"
-        return planned("llama8b_grpo", f"{key}.activation_checkpointing=false", room).advice()
+        return planned("llama8b_grpo", f"{key}.activation_checkpointing=false", FULL, room).advice()
 
     both = f"{key}.activation_checkpointing=true {key}.recompute_granularity=selective: "
     first, *others = advised("selective", "nothing")

@@ -50,6 +50,7 @@ def test_one_gpu_only_computes():
     that.
     """
     lone = ("cluster.train.gpus_per_node=1", "policy.train_global_batch_size=2048")
+    lone += ("policy.dtensor_cfg.recompute_granularity=full",)
     limit = ("plan.prompt_tokens=100", "plan.answer_tokens=3072", "policy.generation.max_new_tokens=3072")  # all as long
     update = train_phases(*lone, *limit)["1 update of the policy"]
     llama, tokens = shape("meta-llama/Llama-3.1-8B-Instruct"), 2048 * 3172

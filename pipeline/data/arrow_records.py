@@ -1,0 +1,59 @@
+"""Records of the `datasets` library, which Arrow stores in columns.
+
+Arrow gives every mapping of a column the keys of all of them, with null for those that it lacks: arguments {"city": "Oslo"}
+come back as {"city": "Oslo", "unit": null} where another call has a unit. So nulls in conversations, tools and variables of the
+chat template are absent keys. Other columns stay as they are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from pipeline.data.tool_calls import VARIABLES, without_nulls
+
+Record = dict[str, Any]
+
+
+class ArrowRecords(Sequence):
+    """The rows of a data set as records."""
+
+    def __init__(self, rows: Any, name: str, tools_key: str | None = None, files: Callable[[], Sequence[str]] = tuple) -> None:
+        """Wrap the rows.
+
+        rows: a datasets.Dataset. name: of the data set, for messages. files: returns the files of the rows, in their order.
+        """
+        self._rows, self._name, self._files = rows, name, files
+        self._of_template = {VARIABLES, tools_key}
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def __getitem__(self, index: int) -> Record:
+        row = self._rows[int(index)]
+        return {key: without_nulls(value) if self._is_of_template(key, value) else value for key, value in row.items()}
+
+    def place(self, index: int) -> str:
+        """Return the location of a record for messages: Parquet's FILE, row N (from 0), else its number in the data set."""
+        begin = 0
+        for path, rows in self._sizes:
+            if index < begin + rows:
+                return f"{path}, row {index - begin} (from 0)"
+            begin += rows
+        return f"{self._name}, record {index} (from 0)"
+
+    def _is_of_template(self, key: str, value: Any) -> bool:
+        if key in self._of_template:
+            return True
+        return isinstance(value, list) and bool(value) and all(isinstance(one, dict) and "role" in one for one in value)
+
+    @cached_property
+    def _sizes(self) -> list[tuple[str, int]]:
+        """(Parquet file, its rows) of the files; empty if they are of another kind or have other rows."""
+        import pyarrow.parquet
+
+        paths = [path for path in self._files() if path.endswith(".parquet") and Path(path).is_file()]
+        sizes = [(path, int(pyarrow.parquet.read_metadata(path).num_rows)) for path in paths]
+        return sizes if sum(rows for _, rows in sizes) == len(self) else []
