@@ -155,7 +155,10 @@ def _printed(*command: str) -> str:
 
 def _accounting(folder: Path) -> str:
     """Return Slurm's record of the run's last job."""
-    record = read_record(folder)
+    try:
+        record = read_record(folder)
+    except RecipeError as error:  # a damaged file is part of what the bundle shows
+        return f"unknown: {error}"
     if record is None or record.executor == "local":
         return "no Slurm job"
     fields = "JobID,JobName,Partition,State,ExitCode,Start,End,NodeList,AllocTRES,MaxRSS"

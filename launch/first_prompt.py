@@ -36,25 +36,28 @@ def text(recipe: Recipe) -> str:
 
 
 def _lines(recipe: Recipe, key: str, dataset: DatasetConfig, reading: ModelReading) -> Iterator[str]:
-    numbered = list(itertools.islice(input_files.lines_of(f"{key}.data_path", Path(dataset.data_path or "")), READ))
-    records = [input_files.parse_record(line) for _, line in numbered]
-    columns = config.recognize_columns(recipe, key, dataset, records).dataset
-    where = f"{dataset.data_path}:{numbered[0][0]}"
+    numbered = list(_records(recipe, key, dataset))
+    columns = config.recognize_columns(recipe, key, dataset, (record for _, record in numbered)).dataset
 
     def work() -> dict[str, Any]:
         tokenizer: Any = reading.tokenizer  # has what Encoder uses of transformers' class
-        try:
-            return {"tokens": Encoder(tokenizer, recipe.policy.tokenizer, recipe.data, columns).prompt(records[0]).tolist()}
-        except Exception as error:  # a template may raise anything
-            return {"error": str(error)}
+        encoder = Encoder(tokenizer, recipe.policy.tokenizer, recipe.data, columns)
+        wrong: dict[str, Any] = {}
+        for number, record in numbered if recipe.data.bad_records == "drop" else numbered[:1]:
+            try:
+                return {"number": number, "tokens": encoder.prompt(record).tolist()}
+            except Exception as error:  # a template may raise anything
+                wrong = wrong or {"number": number, "error": str(error)}
+        return wrong
 
     reply: dict[str, Any] = {}
     try:
         reply = bounded.call(work)
     except bounded.Unbounded as error:
-        reply = {"error": str(error)}
-    if reading.problems and recipe.data.apply_chat_template:  # the checks of the recipe report them
+        reply = {"number": numbered[0][0], "error": str(error)}
+    if (reading.problems and recipe.data.apply_chat_template) or not reply:  # the checks of the recipe report it
         return
+    where = f"{dataset.data_path}:{reply['number']}"
     if "error" in reply:
         yield f"the first prompt, of {where}, cannot be shown: {reply['error']}"
         return
@@ -68,6 +71,16 @@ def _lines(recipe: Recipe, key: str, dataset: DatasetConfig, reading: ModelReadi
     first, last = MOST_TOKENS
     kept = names if len(names) <= first + last else [*names[:first], "...", *names[-last:]]
     yield from textwrap.wrap(f"{len(tokens)} tokens: {', '.join(kept)}", WIDTH, initial_indent="  ", subsequent_indent="    ")
+
+
+def _records(recipe: Recipe, key: str, dataset: DatasetConfig) -> Iterator[tuple[int, dict[str, Any]]]:
+    """Yield (number, record) of a file's first lines. Raises ValueError for one that is no record, unless they are dropped."""
+    for number, line in itertools.islice(input_files.lines_of(f"{key}.data_path", Path(dataset.data_path or "")), READ):
+        try:
+            yield number, input_files.parse_record(line)
+        except ValueError:
+            if recipe.data.bad_records != "drop":
+                raise
 
 
 def _cut(text: str, first: int, last: int, between: str) -> str:

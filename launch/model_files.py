@@ -142,6 +142,7 @@ def model_folder(key: str, name: str) -> Path:
     if _looks_like_path(name):
         raise ModelNotFound(Problem(key, "file-not-found", f"there is no folder {name}"))
     why = f"'{name}' is neither a folder nor in the cache {hub_cache()}. Try `hf download {name}`"
+    why += f", or {key}=MODEL for the tokenizer of another model" if key.endswith(".tokenizer.name") else ""
     raise ModelNotFound(Problem(key, "unavailable-model", why))
 
 

@@ -240,7 +240,7 @@ def site_problems_of(
     if unreachable:
         why = f"got slurm; {unreachable}. Try a machine where a controller answers, or cluster.executor=local"
         problem = Problem("cluster.executor", "unreachable", why)
-        notes += [str(problem)] if dry else []
+        notes += [str(problem), *slurm_request.notes(recipe)] if dry else []
         yield from [] if dry else [problem]
         yield from slurm_sbatch.option_problems(slurm_request.requests(recipe))
     else:

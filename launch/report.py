@@ -33,7 +33,7 @@ from launch.pages.recipe_section import recipes
 from launch.pages.step_pictures import step_pictures
 from launch.run_folder import MetricColumns, RunFolder
 from launch.run_state import RunState, states
-from launch.units import size
+from launch.units import plural, size
 from pipeline.config import RecipeError
 from pipeline.metrics import read_rollouts
 
@@ -150,7 +150,7 @@ def _sections(labelled: Sequence[LabelledRun], of: Sequence[RunState], out: Path
 
 def _print(labelled: LabelledRun) -> None:
     run_dir, steps = labelled.run.folder, labelled.metrics.steps
-    heading = f"{run_dir}: {steps[-1]:.0f} steps" if steps else f"{run_dir}: no step yet"
+    heading = f"{run_dir}: {plural(int(steps[-1]), 'step')}" if steps else f"{run_dir}: no step yet"
     if labelled.run.algorithm == EVALUATE:
         heading = f"{run_dir}: an evaluation"
     rows = [*(_changes(labelled.metrics) if steps else ()), *_scores(run_dir), *(_samples(run_dir) if steps else ())]

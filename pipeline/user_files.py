@@ -29,18 +29,19 @@ KINDS = {
 
 
 OTHER_FORMATS = {
-    b"PAR1": "a Parquet file. Try dataset_name=FOLDER with a folder that has it",
-    b"ARROW1": "an Arrow file. Try dataset_name=FOLDER with the folder that `save_to_disk` wrote",
-    b"\x1f\x8b": "a file that gzip compressed. Try gunzip",
-    b"PK\x03\x04": "a zip archive. Try unzip",
-    b"\x28\xb5\x2f\xfd": "a file that zstd compressed. Try zstd -d",
+    b"PAR1": ("a Parquet file", "dataset_name=FOLDER with its folder, in place of data_path"),
+    b"ARROW1": ("an Arrow file", "dataset_name=FOLDER with the folder that `save_to_disk` wrote, in place of data_path"),
+    b"\x1f\x8b": ("a file that gzip compressed", "gunzip"),
+    b"PK\x03\x04": ("a zip archive", "unzip"),
+    b"\x28\xb5\x2f\xfd": ("a file that zstd compressed", "zstd -d"),
 }
-"""First bytes of a file that is no JSON lines -> what it is and what to do."""
+"""First bytes of a file that is no JSON lines -> (what it is, what to try)."""
 
 
 def other_format(first: bytes) -> str | None:
-    """Return what a data file is that is no JSON lines, by its first bytes; None if they do not tell."""
-    return next((what for mark, what in OTHER_FORMATS.items() if first.startswith(mark)), None)
+    """Return why a data file is no JSON lines, by its first bytes; None if they do not tell."""
+    found = next((kind for mark, kind in OTHER_FORMATS.items() if first.startswith(mark)), None)
+    return f"got {found[0]}; expected one JSON object a line. Try {found[1]}" if found else None
 
 
 def open_file(path: str | os.PathLike[str]) -> BinaryIO:

@@ -183,8 +183,14 @@ def _droppable(recipe: Recipe, unusable: dict[str, list[int]], count: int) -> di
     wrong = sum(map(len, unusable.values()))
     if recipe.data.bad_records == "drop" and wrong < count:
         return {}
-    advice = ". Try to fix it, or data.bad_records=drop" if wrong < count else "; no record of the file can be used"
-    return {f"{what}{advice}": numbers for what, numbers in unusable.items()}
+    return {f"{what}{_advice(what, wrong < count)}": numbers for what, numbers in unusable.items()}
+
+
+def _advice(what: str, some: bool) -> str:
+    """Return the end of a message. what: the fault, maybe with a hint. some: whether other records have none."""
+    if not some:
+        return "; no record of the file can be used"
+    return ", or data.bad_records=drop" if ". Try " in what else ". Try to fix it, or data.bad_records=drop"
 
 
 def also(numbers: Sequence[int]) -> str:
@@ -227,6 +233,10 @@ def check_name(key: str, name: str | None) -> Iterator[Problem]:
         return
     if is_dotted_path(name) and not Path(name).exists():
         return  # user_imports.py checks it
+    if Path(name).is_file():
+        what = f"got {name}, a file; expected a folder or a name. Try {key}.data_path for JSONL, or the file's folder"
+        yield Problem(f"{key}.dataset_name", "bad-format", what)
+        return
     repository = NAMED_DATASETS[name].repository if name in NAMED_DATASETS else name
     if _is_cached(repository):
         return
@@ -274,7 +284,7 @@ def lines_of(key: str, path: Path) -> Iterator[tuple[int, bytes]]:
                 if (read := read + len(line)) > SCAN_BYTES:
                     return
                 if number == 1 and (other := user_files.other_format(line)):
-                    raise RecipeError(Problem(key, "bad-format", f"{path}: got {other}; expected one JSON object a line"))
+                    raise RecipeError(Problem(key, "bad-format", f"{path}: {other}"))
                 if line.strip():
                     found = True
                     yield number, line.strip()

@@ -26,6 +26,7 @@ class SFT(Algorithm):
     """Supervised fine-tuning."""
 
     Section = SFTConfig
+    reads = ("data.learn_prefilled",)
 
     @override
     def loss(self, outputs: Outputs, batch: PackedBatch, counts: GlobalCounts) -> LossOutput:

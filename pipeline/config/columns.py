@@ -265,4 +265,9 @@ def _choices(recipe: Recipe, key: str, own: Reading, record: Mapping[str, Any], 
     if paired and lacking == ["input_key"] and isinstance(record[key_columns["chosen_key"]], str):
         bare = "; with data.apply_chat_template=false their common beginning is the prompt"
     what = " or ".join(f"'{key_columns[name]}'" for name in lacking)
+    conversation = next((name for name in CONVERSATIONS if _is_conversation(record.get(name))), None)
+    if conversation and not paired:  # keys of the recipe hide it, mostly those of one that it inherits from
+        answered = parse_conversation(record[conversation], conversation)[-1]["role"] == "assistant"
+        others = [] if answered else [f"{key}.output_key={column}" for name, column in guess.items() if name == "output_key"]
+        keys = " ".join([f"{key}.messages_key={conversation}", *others])
     return f"no column {what} with a text or messages; there are: {columns}. Try {keys}{bare}"

@@ -140,7 +140,7 @@ class JSONLRecords(Sequence):
         begin = 0
         for number, line in enumerate(user_files.lines(self._file), 1):
             if number == 1 and (other := user_files.other_format(line)):
-                raise ValueError(f"{path}: got {other}; expected one JSON object a line")
+                raise ValueError(f"{path}: {other}")
             if line.strip():
                 self._parse(line, number)
                 self._begins.append(begin)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from pipeline.config import Recipe, bound, generates, section
+from pipeline.config import Recipe, bound, generates, section, training_sets
 from pipeline.problems import Problem
 
 
@@ -47,7 +47,10 @@ class Supply:
 def of_records(recipe: Recipe, records: int) -> Supply:
     """Return the supply of a run. records: of all training sets, in one epoch."""
     epochs = bound(section(recipe).max_num_epochs)
-    told = f"{records:,} records and {recipe.algorithm}.max_num_epochs={epochs}"
+    prefix = "data.datasets." if recipe.data.datasets else "data."
+    held = [f"{prefix}{name}" for name, one in training_sets(recipe.data).items() if one.split_validation_size]
+    without = f" (without those of {', '.join(f'{name}.split_validation_size' for name in held)})" if held else ""
+    told = f"{records:,} records{without} and {recipe.algorithm}.max_num_epochs={epochs}"
     return _supply(recipe, None if epochs is None else records * epochs, told)
 
 

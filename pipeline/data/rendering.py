@@ -126,7 +126,7 @@ class ChatTemplate:
             forms = [(as_text, content) for content in contents for as_text in (False, True)]
             shown = [form for form in forms if self._shows(*form)]
             if not shown:
-                why = "the chat template renders no tool_calls. Try one that does, or data.bad_records=drop"
+                why = "the chat template renders no tool_calls. Try a template that does"
                 raise TemplateRefusal(why)
             self._forms[given] = next((form for form in shown if self._shows(*form, answered=True)), shown[0])
         return self._forms[given]

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -62,9 +62,10 @@ def choose_template(config: TokenizerConfig, own: Template, key: str = KEY) -> C
     if path.is_dir():
         found, source = folder_template(path)
         if found is None:
-            raise RecipeError(Problem(key, "missing-value", f"got {given}, whose tokenizer has no chat template"))
+            message = f"got {given}; expected a folder whose tokenizer has a chat template. Try the path of a template"
+            raise RecipeError(Problem(key, "missing-value", message))
         return ChosenTemplate(found, str(source))
-    return ChosenTemplate(_read(path, key), str(path))
+    return ChosenTemplate(_read(path, key, list(own) if isinstance(own, dict) else ()), str(path))
 
 
 def folder_template(folder: Path) -> tuple[Template, Path | None]:
@@ -111,11 +112,13 @@ def check_template(
         raise RecipeError(Problem(key, "unsupported", f"{message} {{{{ message['content'] }}}}, the path of one, or null"))
 
 
-def _read(path: Path, key: str) -> str:
+def _read(path: Path, key: str, names: Sequence[str] = ()) -> str:
+    """Return the text of a template's file. names: of the tokenizer's own templates, for a message."""
     try:
         return user_files.read_text(path, MAX_BYTES)
     except FileNotFoundError:
-        message = f"got {str(path)!r}, which is neither a Jinja template ({{{{ ... }}}}) nor a file"
+        named = f"one of the tokenizer's own ({', '.join(names)})" if names else "null for the tokenizer's own"
+        message = f"got {str(path)!r}; expected a Jinja template, or the path of a file or folder with one. Try {named}"
         raise RecipeError(Problem(key, "file-not-found", message)) from None
     except (OSError, ValueError) as error:  # UnicodeDecodeError is a ValueError
         why = error.strerror if isinstance(error, OSError) else error

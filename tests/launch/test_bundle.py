@@ -82,3 +82,10 @@ def test_an_archive_is_not_overwritten_and_a_wrong_folder_is_refused(run, tmp_pa
     assert (tmp_path / "b.tar.gz").read_text() == "mine"
     with refused(("run", "file-not-found")):
         bundle.execute(bundle.BundleRequest(tmp_path / "none"))
+
+
+@pytest.mark.parametrize("damaged", ["job.json", "metrics.jsonl", "manifest.json"])
+def test_a_bundle_holds_damaged_files_as_they_are(run, damaged):
+    (run / damaged).write_text("{")
+    members = dict(bundle.contents(RunFolder.at(run)))
+    assert members[damaged] == "{" and "packages of this Python" in members["machine.txt"]

@@ -61,6 +61,9 @@ def test_common_columns_are_read_and_noted(tmp_path, algorithm, row, overrides, 
          " data.train.input_key=problem data.train.output_key=solution or data.train.input_key=problem"
          " data.train.output_key=answer"),
         ("sft", [{"instruction": "a", "input": "b", "output": "c"}], (), "(instruction, input, output) can be read in 2 ways"),
+        ("sft", [{"messages": [USER, ASSISTANT]}], (*CHAT, "data.train.output_key=solution"),
+         "Try data.train.messages_key=messages"),
+        ("grpo", [{"messages": [USER], "gold": "4"}], CHAT, "Try data.train.messages_key=messages data.train.output_key=gold"),
         ("sft", [{"messages": [USER, ASSISTANT]}], (), "F:1: 'messages' is a conversation, which needs a chat template"),
         ("dpo", [{"question": "a", "better": "b", "worse": "c"}], (), "Try data.train.input_key=question"
          " data.train.chosen_key=better data.train.rejected_key=worse"),

@@ -119,6 +119,15 @@ def test_a_plan_shows_the_first_prompt_and_refuses_a_template_without_the_users_
     assert status == 2 and KEY in out and "first prompt" not in out
 
 
+def test_a_plan_shows_the_first_prompt_of_a_record_that_is_not_dropped(path, tmp_path):
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text('no JSON\n{"input": [{"role": "user"}], "output": "2"}\n{"input": "1+2=", "output": "3"}\n')
+    template = "data.apply_chat_template=true", f"{KEY}=ask {{{{ messages[0]['content'] }}}}"
+    data = "data.train.dataset_name=null", f"data.train.data_path={rows}", "data.bad_records=drop"
+    status, out = printed(f"recipe={path}", "plan=true", *template, *data)
+    assert status == 0 and f"{rows}:3, as the model sees it" in out, out
+
+
 def test_a_broken_eos_is_named(recipe, tmp_path):
     (tmp_path / "model" / "generation_config.json").write_text('{"eos_token_id": "2"}')
     assert named(input_files.problems(recipe("data.apply_chat_template=false"))) == {("policy.model_name", "bad-format")}
