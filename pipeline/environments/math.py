@@ -44,9 +44,9 @@ OWN_SHARE, WAIT_SHARE = 0.5, 0.25
 INHERITED_VARIABLES = ("PATH", "LD_LIBRARY_PATH", "HOME", "LANG", "PYTHONHOME", "PYTHONUSERBASE")
 """They locate Python and its packages."""
 PACKAGE_ROOT = Path(__file__).parents[2]
-NUMBER = re.compile(r"\s*(?:\\?\$)?\s*-?\d+(?:,\d{3})*(?:\.\d+)?(?:/\d+)?\s*")
-"""An expected answer that needs no check: `42`, `$1,234.50`, `3/4`."""
-READ_S = 5.0  # to read an expected answer
+NUMBER = re.compile(r"\s*(?:\\?\$)?\s*-?\d+(?:,\d{3})*(?:\.\d+)?(?:/\d+)?\.?\s*")
+"""An expected answer that needs no check: `42`, `$1,234.50`, `3/4`, `42.`."""
+READ_S = 30.0  # to read an expected answer, which takes milliseconds
 
 
 @dataclass
