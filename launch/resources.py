@@ -60,7 +60,7 @@ class Warned(TypedDict):
     cleared: NotRequired[bool]
 
 
-class Sample(TypedDict):
+class ResourceSample(TypedDict):
     """A line of a rank's samples."""
 
     time: Moment
@@ -73,7 +73,7 @@ class Sample(TypedDict):
     waiting: NotRequired[float | None]
 
 
-Line = TypeVar("Line", Warned, Sample)
+Line = TypeVar("Line", Warned, ResourceSample)
 
 
 def texts(metrics: MetricColumns, components: dict[str, Any]) -> dict[str, str]:
@@ -109,7 +109,7 @@ def ranks(run: RunFolder) -> tuple[list[str], list[list[str]]]:
     """Return the header and the rows of a table with the latest sample of each rank, of the first MOST_RANKS."""
     folder = run.attempts[-1].folder / "resources" if run.attempts else run.folder
     paths = [path for path in sorted(folder.glob("rank*.jsonl")) if ".before" not in path.name]
-    samples = {path: _tail(path, TAIL_BYTES, Sample)[-2:] for path in paths[:MOST_RANKS]}
+    samples = {path: _tail(path, TAIL_BYTES, ResourceSample)[-2:] for path in paths[:MOST_RANKS]}
     shown = [name for name in COLUMNS if any(name in each[-1] for each in samples.values() if each)]
     rows = [[path.stem.removeprefix("rank").lstrip("0") or "0", *_cells(each, shown)] for path, each in samples.items()]
     if len(paths) > MOST_RANKS:

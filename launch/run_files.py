@@ -19,7 +19,7 @@ class GitState(TypedDict):
     dirty: bool
 
 
-class Submission(TypedDict):
+class SubmissionRecord(TypedDict):
     """An entry of manifest.json. Other keys are of launch/origin.py."""
 
     time: str  # ISO 8601, with its offset
@@ -33,7 +33,7 @@ class Submission(TypedDict):
     versions: NotRequired[dict[str, str | None]]
 
 
-class Completion(TypedDict):
+class DoneRecord(TypedDict):
     """done.json: a run that is complete."""
 
     step: Count
@@ -78,10 +78,10 @@ class StartupRecord(TypedDict):
     realms: dict[str, list[StageRow]]
 
 
-def submissions(run_dir: Path, key: str = "run") -> list[Submission]:
+def submissions(run_dir: Path, key: str = "run") -> list[SubmissionRecord]:
     """Return the entries of manifest.json, oldest first; [] before the first. Raises RecipeError for a damaged file."""
     path = run_dir / "manifest.json"
-    found = small_files.read(path, list[Submission], key) or []
+    found = small_files.read(path, list[SubmissionRecord], key) or []
     for entry in found:
         try:
             datetime.fromisoformat(entry["time"]).timestamp()
@@ -90,9 +90,9 @@ def submissions(run_dir: Path, key: str = "run") -> list[Submission]:
     return found
 
 
-def completion(path: Path, key: str = "run") -> Completion | None:
+def completion(path: Path, key: str = "run") -> DoneRecord | None:
     """Return a done.json; None if the run is not complete. Raises RecipeError for a damaged file."""
-    return small_files.read(path, Completion, key, GOES_ON)
+    return small_files.read(path, DoneRecord, key, GOES_ON)
 
 
 class _Gpu(TypedDict):

@@ -18,7 +18,7 @@ from typing import Any
 from launch import run_files
 from launch.attempts import AttemptFolder, all_attempts
 from launch.audit_log import DENIED, recording_refusals
-from launch.run_files import Submission
+from launch.run_files import SubmissionRecord
 from launch.units import plural
 from pipeline import config, small_files, steer_files
 from pipeline.algorithms import ALGORITHMS
@@ -71,7 +71,7 @@ class RunFolder:
         return small_files.read_yaml(self.folder / "recipe.yaml")
 
     @cached_property
-    def submissions(self) -> list[Submission]:
+    def submissions(self) -> list[SubmissionRecord]:
         """Entries of manifest.json, oldest first: time, user, host, command, Git commit, versions."""
         return run_files.submissions(self.folder)
 

@@ -37,7 +37,7 @@ from launch.code_state import code_state
 from launch.executors.allocation import batch_job
 from launch.executors.base import RunJob
 from launch.executors.record import read_record
-from launch.run_files import Completion
+from launch.run_files import DoneRecord
 from pipeline import config, environment_names, metrics, small_files, verification
 from pipeline import secrets as kept_secrets
 from pipeline.checkpoint import Checkpoints, version_problem
@@ -301,7 +301,7 @@ def _make_secret(path: Path) -> None:
     write_durably(path, secrets.token_hex(32) + "\n", mode=0o600)
 
 
-def completion(run_dir: Path) -> Completion | None:
+def completion(run_dir: Path) -> DoneRecord | None:
     """Return the done.json of a complete training; None if it is not complete. An evaluation does not complete training."""
     for path in (run_dir / TRAINED, run_dir / "done.json"):
         if (record := run_files.completion(path, "run_dir")) is not None and not record.get("evaluation"):

@@ -14,7 +14,7 @@ from typing import Any, Literal
 from pipeline.config import Problem
 from pipeline.models.sizes import MODEL_TYPES
 from pipeline.models.tensors import tensors
-from pipeline.models.weight_files import FLOATS, StoredTensor
+from pipeline.models.weight_files import FLOATS, TensorEntry
 
 LM_HEAD, SCORE = "lm_head.weight", "score.weight"
 Head = Literal["logprobs", "values", "rewards"]
@@ -26,7 +26,7 @@ PROBES, PROBE_BYTES = 64, 4096  # parts of tied copies that are compared
 
 
 def problems(
-    key: str, folder: Path, config: Mapping[str, Any], stored: Mapping[str, StoredTensor], head: Head
+    key: str, folder: Path, config: Mapping[str, Any], stored: Mapping[str, TensorEntry], head: Head
 ) -> Iterator[Problem]:
     """Yield how the tensors differ from those of config.json. key: of the model's name in the recipe.
 
@@ -82,7 +82,7 @@ def _shape(shape: tuple[int, ...]) -> str:
     return f"[{', '.join(map(str, shape))}]"
 
 
-def _look_equal(a: StoredTensor, b: StoredTensor) -> bool:
+def _look_equal(a: TensorEntry, b: TensorEntry) -> bool:
     """Return whether two tensors have one size and equal bytes in evenly spaced parts. The job compares all bytes."""
     if (a.dtype, a.shape) != (b.dtype, b.shape):
         return False

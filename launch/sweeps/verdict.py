@@ -224,7 +224,7 @@ def metrics_of(cases: list[GateCase]) -> list[str]:
 # ---- verdict.json -------------------------------------------------------------------------------------------------------
 
 
-class StoredGate(TypedDict):
+class GateOutcome(TypedDict):
     """The outcome of a gate in verdict.json, which has more of it."""
 
     run: str
@@ -237,7 +237,7 @@ class StoredVerdict(TypedDict):
 
     passed: bool
     summary: str
-    verdicts: list[StoredGate]
+    verdicts: list[GateOutcome]
 
 
 def read(folder: Path) -> StoredVerdict | None:

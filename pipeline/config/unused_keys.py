@@ -80,7 +80,7 @@ class Readers:
             return f"Megatron-Core trains, which reads {MEGATRON}.{own[0]} instead, as the recipe has that"
         if self.algorithm and self.algorithm not in read_by(key):
             return f"the algorithm is {self.algorithm}, which does not read it"
-        if self.algorithm and _within(key, (self.algorithm,)) and _defaults().find(key) is None:
+        if self.algorithm and _within(key, (self.algorithm,)) and not _may_have(key):
             return f"the algorithm is {self.algorithm}, which has no such key"
         return None
 
@@ -168,6 +168,16 @@ def _given(recipe: Recipe, origins: Mapping[str, str], references: References, w
     for key, origin in origins.items():
         if wanted(origin) and not _within(key, referred) and _value(default, key) != _value(now, key):
             yield key
+
+
+def _may_have(key: str) -> bool:
+    """Return whether the schema has a key, or a section around it that is null or whose keys the user names."""
+    around = key
+    while around:
+        if (node := _defaults().find(around)) is not None:
+            return around == key or not (isinstance(node, ConfigMapping) and node.children)
+        around = around.rpartition(".")[0]
+    return False
 
 
 def _defaults() -> ConfigMapping:

@@ -36,7 +36,7 @@ NAMES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_t
 
 
 @dataclass(frozen=True, slots=True)
-class Encoding:
+class EncodedText:
     """The tokens of a text."""
 
     input_ids: list[int]
@@ -81,9 +81,9 @@ class FileTokenizer:
     def __len__(self) -> int:
         return self._tokenizer.get_vocab_size()
 
-    def __call__(self, text: str, add_special_tokens: bool = True) -> Encoding:
+    def __call__(self, text: str, add_special_tokens: bool = True) -> EncodedText:
         """Return the tokens of a text."""
-        return Encoding(self._tokenizer.encode(text, add_special_tokens=add_special_tokens).ids)
+        return EncodedText(self._tokenizer.encode(text, add_special_tokens=add_special_tokens).ids)
 
     def decode(self, tokens: Sequence[int] | int, skip_special_tokens: bool = False) -> str:
         """Return the text of tokens."""
@@ -145,7 +145,7 @@ class FileTokenizer:
         return_dict: bool = True,
         **variables: Any,
     ) -> Any:
-        """Return a rendered conversation: its text, its tokens, or an `Encoding`."""
+        """Return a rendered conversation: its text, its tokens, or an `EncodedText`."""
         template = _compiled(self.get_chat_template(chat_template, tools))
         given = {"messages": messages, "tools": tools, "documents": documents, "add_generation_prompt": add_generation_prompt}
         text = template.render(**given, **{**self.special_tokens_map, **variables})

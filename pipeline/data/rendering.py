@@ -141,13 +141,16 @@ class ChatTemplate:
         call = {"id": "call00001", "type": "function", "function": function}
         turn: dict[str, Any] = {"role": "assistant", "tool_calls": [call]}
         turn |= {} if content is ABSENT else {"content": content}
-        messages = [{"role": "user", "content": "?"}, turn, *(ANSWERED if answered else ())]
+        asked: Message = {"role": "user", "content": "?"}
+        messages = [asked, turn, *(ANSWERED if answered else ())]
         try:
-            text = self._applied(messages, tokenize=False, tools=[PROBE_TOOL])
+            text, before = (self._applied(each, tokenize=False, tools=[PROBE_TOOL]) for each in (messages, [asked]))
         except TemplateRefusal:
             return False
-        wrong = (f"'{PROBE_KEY}'", f'\\"{PROBE_KEY}', "None")
-        return all(part in text for part in (PROBE_NAME, PROBE_VALUE)) and not any(part in text for part in wrong)
+        wrong = (f"'{PROBE_KEY}'", f'\\"{PROBE_KEY}', "None")  # a system prompt of the template's own may say None
+        return all(part in text for part in (PROBE_NAME, PROBE_VALUE)) and not any(
+            text.count(part) > before.count(part) for part in wrong
+        )
 
 
 def _with_text(call: Mapping[str, Any]) -> dict[str, Any]:

@@ -57,10 +57,10 @@ def find_turn_ends(tokenizer: PreTrainedTokenizerBase, template_kwargs: dict[str
     """Return the ends of the tokenizer's chat template; none without a template, or if it cannot render an answer."""
     if not tokenizer.chat_template:
         return TurnEnds(why="there is no chat template")
-    return _Finder(tokenizer, template_kwargs or {}).find()
+    return _TurnEndFinder(tokenizer, template_kwargs or {}).find()
 
 
-class _Finder:
+class _TurnEndFinder:
     def __init__(self, tokenizer: PreTrainedTokenizerBase, template_kwargs: dict[str, Any]) -> None:
         self._tokenizer, self._template_kwargs = tokenizer, template_kwargs
         texts = {token.content for token in tokenizer.added_tokens_decoder.values() if token.content.strip()}

@@ -38,7 +38,7 @@ _SHOWN = 3  # names in a message
 
 
 @dataclass(frozen=True, slots=True)
-class StoredTensor:
+class TensorEntry:
     """A tensor's position in a safetensors file."""
 
     path: Path
@@ -53,7 +53,7 @@ class WeightFiles:
     """The weights of a checkpoint, and what is wrong with its files."""
 
     files: dict[str, Path] = field(default_factory=dict)  # by name, in the order of names
-    tensors: dict[str, StoredTensor] = field(default_factory=dict)
+    tensors: dict[str, TensorEntry] = field(default_factory=dict)
     faults: dict[str, str] = field(default_factory=dict)  # file's name -> fault, e.g. "is missing"
     notes: list[str] = field(default_factory=list)
     copied: bool = False  # whether a tensor has a copy that is not read, so that the files alone do not say what is read
@@ -104,7 +104,7 @@ def read_weight_map(path: Path) -> dict[str, str]:
 def _read(folder: Path, weight_map: Mapping[str, str], names: Iterable[str]) -> WeightFiles:
     """Read the headers of the named files. weight_map: of the index; empty for a single file."""
     found = WeightFiles({name: folder / name for name in names})
-    headers: dict[str, dict[str, StoredTensor]] = {}
+    headers: dict[str, dict[str, TensorEntry]] = {}
     for name, path in found.files.items():
         try:
             headers[name] = read_header(path)
@@ -114,7 +114,7 @@ def _read(folder: Path, weight_map: Mapping[str, str], names: Iterable[str]) -> 
     return found
 
 
-def _assign(found: WeightFiles, weight_map: Mapping[str, str], headers: Mapping[str, dict[str, StoredTensor]]) -> None:
+def _assign(found: WeightFiles, weight_map: Mapping[str, str], headers: Mapping[str, dict[str, TensorEntry]]) -> None:
     """Choose each tensor's file: the one in the index, else the only one that has it."""
     absent: dict[str, list[str]] = {}
     holders = Counter(tensor for header in headers.values() for tensor in header)
@@ -157,7 +157,7 @@ def _some(names: list[str]) -> str:
 # ---- one file -------------------------------------------------------------------------------------------------------------
 
 
-def read_header(path: Path) -> dict[str, StoredTensor]:
+def read_header(path: Path) -> dict[str, TensorEntry]:
     """Return the tensors of a safetensors file by name. Raises ValueError with the fault of the file."""
     if reason := file_fault(path):
         raise ValueError(reason)
@@ -202,14 +202,14 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return found
 
 
-def _stored(path: Path, data: int, entry: Mapping[str, Any]) -> StoredTensor:
+def _stored(path: Path, data: int, entry: Mapping[str, Any]) -> TensorEntry:
     """Return a header's entry. data: the first byte of the tensors. Raises ValueError, KeyError or TypeError."""
     dtype, shape, (begin, end) = entry["dtype"], tuple(entry["shape"]), entry["data_offsets"]
     if any(type(number) is not int or number < 0 for number in (*shape, begin, end)):
         raise ValueError
     if dtype in _BITS and prod(shape) * _BITS[dtype] != 8 * (end - begin):
         raise _Contradiction(f"{list(shape)} of {dtype} are not {end - begin} bytes")
-    return StoredTensor(path, dtype, shape, data + begin, end - begin)
+    return TensorEntry(path, dtype, shape, data + begin, end - begin)
 
 
 def file_fault(path: Path) -> str | None:

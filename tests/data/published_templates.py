@@ -40,7 +40,7 @@ from pipeline.data.turns import GENERATION_BLOCK
 
 SMOLLM2 = os.environ.get("HETSTEP_SMOLLM2", "")
 THINK = re.compile(
-    r"\s|<\|(?:START|END)_THINKING\|>|Here are my reasoning steps:"
+    r"\s|<\|(?:START|END)_THINKING\|>|Here ?are ?my ?reasoning ?steps:"
     r"|</?(?:\w+:)?think(?:ing)?(?::\w+)?>|\[/?THINK\]|<\|channel>thought|<channel\|>"
 )
 SPECIAL = re.compile(
@@ -249,8 +249,9 @@ def wrong_begin(whole: str, before: str, learned: str, prompt: str) -> str:
             if 0 <= merged <= len(learned) and not learned[:merged].strip()
             else f"begins at {learned[:30]!r} after {before[-40:]!r}"
         )
-    theirs, ours = prompt[last_word(prompt) :], before[last_word(before) :]
-    dropped = theirs[len(ours) :] if theirs.startswith(ours) else None
+    theirs, ours = prompt[last_word(prompt) :], before[last_word(before) :]  # white space may differ
+    compact, kept = re.sub(r"\s", "", theirs), re.sub(r"\s", "", ours)
+    dropped = compact[len(kept) :] if compact.startswith(kept) else None
     if dropped and (first := WORD.search(learned)) and not learned[: first.start()].strip():
         return ""  # the template writes no header here
     if dropped is None or THINK.sub("", dropped):
@@ -317,7 +318,7 @@ def learned_text(tokenizer: Any, tokens: Any, mask: Any) -> list[str]:
 
 
 def main(arguments: list[str]) -> int:
-    if not arguments or not Path(arguments[0]).is_dir() or not Path(SMOLLM2).is_dir():
+    if not arguments or not Path(arguments[0]).is_dir() or not SMOLLM2:
         print(__doc__)
         return 2
     files = [path for path in sorted(Path(arguments[0]).glob("*.jinja")) if not path.stem.endswith("_training")]
@@ -337,7 +338,7 @@ def main(arguments: list[str]) -> int:
     print("\n".join(["", *reasons, "", f"{len(files)} templates, {len(FORMS)} forms: {dict(totals)}"]))
     if len(arguments) > 1:
         print("\n".join(["", "TRL's training templates:", *against_trl(Path(arguments[1]))]))
-    return 1 if totals["different"] else 0
+    return 1 if totals["different"] or not totals["equal"] else 0
 
 
 if __name__ == "__main__":

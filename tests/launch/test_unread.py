@@ -108,3 +108,10 @@ def test_a_key_of_named_data_is_refused_in_the_file_that_has_the_path(tmp_path):
     assert (problem.key, problem.code) == ("data.train.split", "has-no-effect")
     assert unread(str(tmp_path / "child.yaml"))[0] == []
     assert unread(str(tmp_path / "named.yaml"), "data.train.data_path=rows.jsonl")[0] == []
+
+
+def test_keys_of_an_evaluations_tasks_are_read(tmp_path):
+    """The user names the tasks, so the schema's defaults have none of their keys."""
+    given = ["policy.model_name=m", f"run_dir={tmp_path}", "evaluate.tasks.addition.data.max_samples=8"]
+    loaded = config.inspect(str(config.RECIPES / "suites/tiny.yaml"), given)
+    assert "evaluate.tasks.addition.data.max_samples" not in {each.key for each in loaded.unread(loaded.recipe)[0]}

@@ -50,7 +50,7 @@ def stored_tensors(path: Path) -> dict[str, StoredTensor]:
         raise ValueError(f"{path}: {error}") from None
 
 
-def readable_tensors(tensors: Iterable[tuple[str, weight_files.StoredTensor]]) -> dict[str, StoredTensor]:
+def readable_tensors(tensors: Iterable[tuple[str, weight_files.TensorEntry]]) -> dict[str, StoredTensor]:
     """Return tensors to load, by name. Raises ValueError if a dtype is not floating-point."""
     found = {}
     for name, stored in tensors:

@@ -75,7 +75,8 @@ def test_from_submission_to_evaluation(address, tmp_path):
     assert sam.get("/runs/sam~first/exports").json() == [{"folder": export["folder"], "state": "done", "why": ""}]
     small = {"evaluate.tasks.addition.data.max_samples": 8, "policy.generation.backend": "transformers"}
     body = {"suite": "tiny", "overrides": {**small, "cluster.executor": "local"}}
-    assert sam.post("/runs/sam~first/evaluations", json=body).status_code == 201
+    answer = sam.post("/runs/sam~first/evaluations", json=body)
+    assert answer.status_code == 201, answer.text
     wait_until(lambda: (sam.get("/runs/sam~first/evaluations").json() or [{}])[0].get("scores"), "the scores", 300)
     (suite,) = sam.get("/runs/sam~first/evaluations").json()
     assert suite["scores"][str(checkpoint["step"])]["addition"]["value"] is not None
