@@ -155,6 +155,11 @@ def test_expected_answers_without_an_expression_are_refused():
             check(answer)
 
 
+def test_a_busy_machine_refuses_no_expected_answer(monkeypatch):
+    monkeypatch.setattr(_MathWorker, "judge", lambda *_: {"timeout": True})
+    answer_check({"x": EnvironmentConfig(kind="math")}, "x").check("x^2 + 1 \\text{ on a busy machine}")
+
+
 @pytest.mark.parametrize(
     ("kind", "kwargs", "good", "bad"),
     [
