@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import itertools
 import textwrap
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 from launch import bounded, model_readings
 from launch.model_readings import ModelReading
-from launch.preflight import input_files
+from launch.preflight.data_files import FirstRecords, first_records
 from launch.terminal import plain
 from pipeline import config
 from pipeline.config import DatasetConfig, Recipe, RecipeError
@@ -23,21 +21,23 @@ WIDTH = 110
 
 
 def text(recipe: Recipe) -> str:
-    """Return lines about the first prompt; "" if it is not in a file, or the model has no tokenizer.json here."""
-    found = next(((key, one) for key, one in config.keyed_sets(recipe.data).items() if one.data_path), None)
-    if not config.trains(recipe) or found is None:
+    """Return lines about the first prompt; "" if no data set is in files here, or the model has no tokenizer.json here."""
+    if not config.trains(recipe):
         return ""
-    key, dataset = found
     try:
-        reading = model_readings.read("policy", recipe.policy)
-        return "\n".join(_lines(recipe, key, dataset, reading)) if reading else ""
+        for key, dataset in config.keyed_sets(recipe.data).items():
+            records = first_records(key, dataset, [], READ)
+            if records and records.found:
+                reading = model_readings.read("policy", recipe.policy)
+                return "\n".join(_lines(recipe, key, dataset, records, reading)) if reading else ""
+        return ""
     except (RecipeError, ValueError):  # the checks of the recipe report it
         return ""
 
 
-def _lines(recipe: Recipe, key: str, dataset: DatasetConfig, reading: ModelReading) -> Iterator[str]:
-    numbered = list(_records(recipe, key, dataset))
-    columns = config.recognize_columns(recipe, key, dataset, (record for _, record in numbered)).dataset
+def _lines(recipe: Recipe, key: str, dataset: DatasetConfig, records: FirstRecords, reading: ModelReading) -> Iterator[str]:
+    numbered = records.found
+    columns = config.recognize_columns(recipe, key, dataset, [record for _, record in numbered]).dataset
 
     def work() -> dict[str, Any]:
         tokenizer: Any = reading.tokenizer  # has what Encoder uses of transformers' class
@@ -57,7 +57,7 @@ def _lines(recipe: Recipe, key: str, dataset: DatasetConfig, reading: ModelReadi
         reply = {"number": numbered[0][0], "error": str(error)}
     if (reading.problems and recipe.data.apply_chat_template) or not reply:  # the checks of the recipe report it
         return
-    where = f"{dataset.data_path}:{reply['number']}"
+    where = records.place(reply["number"])
     if "error" in reply:
         yield f"the first prompt, of {where}, cannot be shown: {reply['error']}"
         return
@@ -71,16 +71,6 @@ def _lines(recipe: Recipe, key: str, dataset: DatasetConfig, reading: ModelReadi
     first, last = MOST_TOKENS
     kept = names if len(names) <= first + last else [*names[:first], "...", *names[-last:]]
     yield from textwrap.wrap(f"{len(tokens)} tokens: {', '.join(kept)}", WIDTH, initial_indent="  ", subsequent_indent="    ")
-
-
-def _records(recipe: Recipe, key: str, dataset: DatasetConfig) -> Iterator[tuple[int, dict[str, Any]]]:
-    """Yield (number, record) of a file's first lines. Raises ValueError for one that is no record, unless they are dropped."""
-    for number, line in itertools.islice(input_files.lines_of(f"{key}.data_path", Path(dataset.data_path or "")), READ):
-        try:
-            yield number, input_files.parse_record(line)
-        except ValueError:
-            if recipe.data.bad_records != "drop":
-                raise
 
 
 def _cut(text: str, first: int, last: int, between: str) -> str:
