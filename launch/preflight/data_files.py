@@ -50,9 +50,10 @@ class FirstRecords:
         """Return the location of a record for messages, as the job tells it."""
         return f"{self.path}, row {number} (from 0)" if self.rows else f"{self.path}:{number}"
 
-    def also(self, numbers: list[int]) -> str:
-        """Return the end of a message about a fault of several records, by their numbers."""
-        return also(numbers, "row" if self.rows else "line")
+    @property
+    def unit(self) -> str:
+        """What the numbers count."""
+        return "row" if self.rows else "line"
 
 
 def first_records(key: str, dataset: DatasetConfig, notes: list[str], most: int | None = None) -> FirstRecords | None:

@@ -161,9 +161,9 @@ def _check_records(
         unusable = _droppable(recipe, unusable, len(found))
     bad = unusable | records.bad
     for what, numbers in list(bad.items())[:SHOWN_FAULTS]:
-        yield Problem(records.key, "bad-record", f"{records.place(numbers[0])}: {what}{records.also(numbers)}")
+        yield Problem(records.key, "bad-record", f"{records.place(numbers[0])}: {what}{data_files.also(numbers, records.unit)}")
     if rest := sum(map(len, list(bad.values())[SHOWN_FAULTS:])):
-        yield Problem(records.key, "bad-record", f"{records.path}: {rest} more records have other faults")
+        yield Problem(records.key, "bad-record", f"{records.path}: {rest} more {records.unit}s have other faults")
     return inputs, answers
 
 
