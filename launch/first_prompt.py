@@ -15,6 +15,7 @@ from launch.terminal import plain
 from pipeline import config
 from pipeline.config import DatasetConfig, Recipe, RecipeError
 from pipeline.data.chat import Encoder
+from pipeline.data.records import parse_record
 
 MOST_TEXT = (600, 200)  # characters shown of a text's beginning and end
 MOST_TOKENS = (24, 8)
@@ -37,7 +38,7 @@ def text(recipe: Recipe) -> str:
 
 def _lines(recipe: Recipe, key: str, dataset: DatasetConfig, reading: ModelReading) -> Iterator[str]:
     numbered = list(itertools.islice(input_files.lines_of(f"{key}.data_path", Path(dataset.data_path or "")), READ))
-    records = [input_files.parse_record(line) for _, line in numbered]
+    records = [parse_record(line) for _, line in numbered]
     columns = config.recognize_columns(recipe, key, dataset, records).dataset
     where = f"{dataset.data_path}:{numbered[0][0]}"
 

@@ -8,15 +8,13 @@ less than two seconds. The job checks records beyond these bounds, and prompt le
 
 from __future__ import annotations
 
-import codecs
+import errno
 import functools
 import os
 import re
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
-
-import msgspec
 
 from launch.model_files import hf_home, hub_cache
 from launch.preflight import architecture, data_records, libraries, model_tokenizers, prompt_tokens, teachers
@@ -34,7 +32,7 @@ from pipeline.config import (
     is_dotted_path,
     nearest_dataset,
 )
-from pipeline.data.records import check_prompt_text
+from pipeline.data.records import check_prompt_text, parse_record
 
 SCAN_BYTES = 16 << 20  # read from each data file: parsed, up to 40 times as much memory
 SCAN_LINE = 8 << 20  # longest line there
@@ -127,7 +125,7 @@ def _check_records(
     unread: list[Problem] = []
     bad: dict[str, list[int]] = {}  # fault -> line numbers
     with collected(unread):
-        for number, line in lines_of(path, Path(data_path)):
+        for number, line in lines_of(path, Path(data_path), recipe.data.bad_records == "drop"):
             try:
                 found.append((number, parse_record(line)))
             except ValueError as error:
@@ -169,8 +167,8 @@ def _check_records(
                 answers += [(number, answer) for answer in data_records.learned_answers(recipe, record, columns.dataset)]
                 if why := expected.fault(record):
                     unusable.setdefault(why, []).append(number)
-        unusable = _droppable(recipe, unusable, len(found))
-    bad = unusable | bad
+    count = len(found) + sum(map(len, bad.values()))
+    bad = droppable("data.bad_records", recipe.data.bad_records == "drop", unusable | bad, count)
     for what, numbers in list(bad.items())[:SHOWN_FAULTS]:
         yield Problem(path, "bad-record", f"{dataset.data_path}:{numbers[0]}: {what}{also(numbers)}")
     if rest := sum(map(len, list(bad.values())[SHOWN_FAULTS:])):
@@ -178,13 +176,16 @@ def _check_records(
     return inputs, answers
 
 
-def _droppable(recipe: Recipe, unusable: dict[str, list[int]], count: int) -> dict[str, list[int]]:
-    """Return the faults to report of readable but unusable records. data.bad_records may drop some records, never all."""
-    wrong = sum(map(len, unusable.values()))
-    if recipe.data.bad_records == "drop" and wrong < count:
+def droppable(key: str, drops: bool, bad: dict[str, list[int]], count: int) -> dict[str, list[int]]:
+    """Return the faults to report of a file of `count` lines, of which some may be dropped, but never all.
+
+    key: `bad_records` of these data. drops: whether it is `drop`. bad: fault -> line numbers.
+    """
+    wrong = sum(map(len, bad.values()))
+    if drops and wrong < count:
         return {}
-    advice = ". Try to fix it, or data.bad_records=drop" if wrong < count else "; no record of the file can be used"
-    return {f"{what}{advice}": numbers for what, numbers in unusable.items()}
+    advice = f". Try to fix it, or {key}=drop" if wrong < count else "; no record of the file can be used"
+    return {f"{what}{advice}": numbers for what, numbers in bad.items()}
 
 
 def also(numbers: Sequence[int]) -> str:
@@ -260,8 +261,11 @@ def _snake(name: str) -> str:
     return f"{organization}{'___' if slash else ''}{short}"
 
 
-def lines_of(key: str, path: Path) -> Iterator[tuple[int, bytes]]:
-    """Yield (line number from 1, line) of a JSONL file's first SCAN_BYTES, without empty lines. Raises RecipeError."""
+def lines_of(key: str, path: Path, drops: bool = False) -> Iterator[tuple[int, bytes]]:
+    """Yield (line number from 1, line) of a JSONL file's first SCAN_BYTES, without empty lines. Raises RecipeError.
+
+    drops: end before a line of more than SCAN_LINE, which the job may drop.
+    """
     try:
         file = user_files.open_file(path)
     except (OSError, ValueError) as error:
@@ -279,19 +283,8 @@ def lines_of(key: str, path: Path) -> Iterator[tuple[int, bytes]]:
                     found = True
                     yield number, line.strip()
         except OSError as error:
+            if drops and error.errno == errno.EFBIG:
+                return
             raise RecipeError(_unreadable(key, path, error)) from None
         if not found:
             raise RecipeError(Problem(key, "no-records", f"{path} is empty; expected one JSON object a line"))
-
-
-def parse_record(line: bytes) -> dict[str, Any]:
-    """Return a record as the job reads it. Raises ValueError for a line that is not a JSON object."""
-    try:
-        record = msgspec.json.decode(line)
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        what = "a byte order mark at its beginning" if line.startswith(codecs.BOM_UTF8) else error
-        raise ValueError(f"not JSON: {what}; a data file has one JSON object a line") from None
-    if not isinstance(record, dict):
-        mend = ", so that each record has a line: jq -c '.[]' FILE > NEW.jsonl" if isinstance(record, list) else ""
-        raise ValueError(f"a {type(record).__name__}, not a JSON object{mend}")
-    return record
