@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 
-from launch.preflight import input_files
+from launch.preflight import data_files, input_files
 from pipeline.algorithms.evaluate import FORMATS, TaskConfig
 from pipeline.config import Problem, Recipe, RecipeError, collected, skipped_tasks, trains
 from pipeline.data.records import parse_record
@@ -50,7 +50,7 @@ def _check_task(key: str, task: TaskConfig) -> Iterator[Problem]:
             files += data.data_files(f"{key}.data", given, split)
     yield from found
     for file in files:
-        yield from _check_file(f"{key}.data.data_path", file, form, given.bad_records == "drop")
+        yield from _check_file(f"{key}.data", file, form, given.bad_records == "drop")
 
 
 def _splits(task: TaskConfig) -> list[str]:
@@ -60,12 +60,12 @@ def _splits(task: TaskConfig) -> list[str]:
 
 
 def _check_file(key: str, path: Path, form: Format | None, drops: bool) -> Iterator[Problem]:
-    """Yield one problem for a fault of many lines. drops: of lines that are not dropped."""
+    """Yield one problem for a fault of many lines. key: of the data. drops: whether bad records are dropped."""
     found: list[Problem] = []
     count = 0
     bad: dict[str, list[int]] = {}  # fault -> line numbers
     with collected(found):
-        for number, line in input_files.lines_of(key, path, drops):
+        for number, line in data_files.lines_of(f"{key}.data_path", path, drops):
             count += 1
             try:
                 record = parse_record(line)
@@ -74,6 +74,6 @@ def _check_file(key: str, path: Path, form: Format | None, drops: bool) -> Itera
             except ValueError as error:
                 bad.setdefault(str(error), []).append(number)
     yield from found
-    bad = input_files.droppable(f"{key.removesuffix(chr(46) + 'data_path')}.bad_records", drops, bad, count)
+    bad = input_files.droppable(f"{key}.bad_records", drops, bad, count)
     for what, numbers in list(bad.items())[: input_files.SHOWN_FAULTS]:
-        yield Problem(key, "bad-record", f"{path}:{numbers[0]}: {what}{input_files.also(numbers)}")
+        yield Problem(f"{key}.data_path", "bad-record", f"{path}:{numbers[0]}: {what}{data_files.also(numbers)}")

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from launch.preflight import input_files, weight_files
+from launch.preflight import data_files, input_files, weight_files
 from pipeline import config
 
 USER, ASSISTANT = {"role": "user", "content": "hi"}, {"role": "assistant", "content": "yo"}
@@ -121,7 +121,7 @@ def test_lines_that_are_not_json_are_dropped_but_not_all(tmp_path):
 
 @pytest.mark.parametrize("overlong_first", [False, True])
 def test_a_line_beyond_the_bound_ends_the_check_where_it_may_be_dropped(tmp_path, monkeypatch, overlong_first):
-    monkeypatch.setattr(input_files, "SCAN_LINE", 1000)
+    monkeypatch.setattr(data_files, "SCAN_LINE", 1000)
     lines = ['{"text": "a"}\n', '{"text": "' + "a" * 2000 + '"}\n']
     rows = "".join(reversed(lines) if overlong_first else lines)
     (problem,), _ = examined(tmp_path, "sft", rows)
