@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Literal
 
 from launch.model_files import read_json
+from pipeline import user_files
 from pipeline.config import Problem, Recipe, generates, trains
 from pipeline.data.file_tokenizer import read_tokenizer
 
@@ -66,7 +67,7 @@ def _too_long(key: str, path: str, longest: tuple[int, int], recipe: Recipe) -> 
 
 def _unknown_token(tokenizer: Path) -> str | None:
     """Return the token for unknown text; None if there is none, or if it also has another meaning, as in GPT-2."""
-    model = read_json(tokenizer)["model"]
+    model = read_json(tokenizer, user_files.MAX_JSON)["model"]
     mark = model.get("unk_token")
     if mark is None and model.get("unk_id") is not None:
         mark = model["vocab"][model["unk_id"]][0]

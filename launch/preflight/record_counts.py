@@ -7,11 +7,11 @@ without the records that it drops.
 from __future__ import annotations
 
 import math
-import stat
 from collections.abc import Iterator
 from pathlib import Path
 
 from launch.units import plural
+from pipeline import user_files
 from pipeline.config import GENERATED_DATASETS, DatasetConfig, Problem, Recipe, only_evaluates, section, training_sets, trains
 from pipeline.data import epochs
 
@@ -48,11 +48,7 @@ def count(dataset: DatasetConfig) -> int | None:
 def _lines(path: str) -> int | None:
     """Return the number of lines that are not blank; None of a file that is large, absent or not a regular one."""
     try:
-        status = Path(path).stat()
-        if not stat.S_ISREG(status.st_mode) or status.st_size > SCAN_BYTES:
-            return None
-        with open(path, "rb") as file:
-            return sum(1 for line in file if line.strip())
+        return None if Path(path).stat().st_size > SCAN_BYTES else user_files.count_lines(Path(path))
     except (OSError, ValueError):  # another check reports it
         return None
 
