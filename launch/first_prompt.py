@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import itertools
 import textwrap
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 from launch import bounded, model_readings
 from launch.model_readings import ModelReading
-from launch.preflight import input_files
+from launch.preflight.data_files import FirstRecords, first_records
 from launch.terminal import plain
 from pipeline import config
 from pipeline.config import DatasetConfig, Recipe, RecipeError
@@ -23,28 +21,29 @@ WIDTH = 110
 
 
 def text(recipe: Recipe) -> str:
-    """Return lines about the first prompt; "" if it is not in a file, or the model has no tokenizer.json here."""
-    found = next(((key, one) for key, one in config.keyed_sets(recipe.data).items() if one.data_path), None)
-    if not config.trains(recipe) or found is None:
+    """Return lines about the first prompt; "" if no data set is in files here, or the model has no tokenizer.json here."""
+    if not config.trains(recipe):
         return ""
-    key, dataset = found
     try:
-        reading = model_readings.read("policy", recipe.policy)
-        return "\n".join(_lines(recipe, key, dataset, reading)) if reading else ""
+        for key, dataset in config.keyed_sets(recipe.data).items():
+            records = first_records(key, dataset, [], READ)
+            if records and records.found:
+                reading = model_readings.read("policy", recipe.policy)
+                return "\n".join(_lines(recipe, key, dataset, records, reading)) if reading else ""
+        return ""
     except (RecipeError, ValueError):  # the checks of the recipe report it
         return ""
 
 
-def _lines(recipe: Recipe, key: str, dataset: DatasetConfig, reading: ModelReading) -> Iterator[str]:
-    numbered = list(itertools.islice(input_files.lines_of(f"{key}.data_path", Path(dataset.data_path or "")), READ))
-    records = [input_files.parse_record(line) for _, line in numbered]
-    columns = config.recognize_columns(recipe, key, dataset, records).dataset
-    where = f"{dataset.data_path}:{numbered[0][0]}"
+def _lines(recipe: Recipe, key: str, dataset: DatasetConfig, records: FirstRecords, reading: ModelReading) -> Iterator[str]:
+    number, record = records.found[0]
+    columns = config.recognize_columns(recipe, key, dataset, [record for _, record in records.found]).dataset
+    where = records.place(number)
 
     def work() -> dict[str, Any]:
         tokenizer: Any = reading.tokenizer  # has what Encoder uses of transformers' class
         try:
-            return {"tokens": Encoder(tokenizer, recipe.policy.tokenizer, recipe.data, columns).prompt(records[0]).tolist()}
+            return {"tokens": Encoder(tokenizer, recipe.policy.tokenizer, recipe.data, columns).prompt(record).tolist()}
         except Exception as error:  # a template may raise anything
             return {"error": str(error)}
 

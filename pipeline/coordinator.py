@@ -229,12 +229,11 @@ class RunParts:
 
         Raises RecipeError if there was no step at all.
         """
-        if step == 0:
-            config.refuse([problem] if (problem := epochs.of_taken(self.recipe, left_over).problem()) else [])
-        size = epochs.of_taken(self.recipe, left_over).per_step
-        logger.info(
-            "the data end after step %d; the last %d records fill no step of %d and are not used", step, left_over, size
-        )
+        supply = epochs.of_taken(self.recipe, left_over)
+        if step == 0 and (problem := supply.problem()):
+            raise RecipeError(problem)
+        what = "the data end after step %d; the last %d records fill no step of %d and are not used"
+        logger.info(what, step, left_over, supply.per_step)
         return {LEFT_OVER: float(left_over)} if left_over else {}
 
     def step_not_full(self, step: int, groups: int, wanted: int) -> None:

@@ -11,7 +11,7 @@ import pytest
 from launch import recipes, submit
 from launch.executors.base import ROOT
 from launch.model_files import read_json
-from launch.preflight import input_files
+from launch.preflight import data_files
 from pipeline import user_files
 from pipeline.config import hardware
 from pipeline.data.datasets import JSONLRecords
@@ -46,7 +46,7 @@ def test_readers_refuse_what_is_no_regular_file(special):
         with pytest.raises(OSError, match="expected a regular file"):
             read(special)
     with refused(("data.train.data_path", "unreadable")):
-        list(input_files.lines_of("data.train.data_path", special))
+        list(data_files.lines_of("data.train.data_path", special))
     with pytest.raises(RecipeError):
         recipes.load(str(special))
     with pytest.raises(RecipeError):

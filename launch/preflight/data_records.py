@@ -12,6 +12,8 @@ from pipeline.config import (
     Problem,
     Recipe,
     answer_check,
+    column,
+    column_names,
     generates,
     judged_by_answer,
     parse_conversation,
@@ -28,7 +30,7 @@ def prompt(recipe: Recipe, record: dict[str, Any], dataset: DatasetConfig, field
     if recipe.algorithm in PAIRED:
         reader.pair(record)
         reader.margin(record)
-        chosen = record[dataset.chosen_key]
+        chosen = column(record, dataset.chosen_key)
         if isinstance(chosen, list) and parse_conversation(chosen, dataset.chosen_key)[0]["role"] != "assistant":
             return None  # the conversation contains the prompt
     elif generates(recipe):
@@ -38,7 +40,7 @@ def prompt(recipe: Recipe, record: dict[str, Any], dataset: DatasetConfig, field
         reader.check_fields(record, fields)
     else:
         reader.example(record)
-    text = None if dataset.messages_key and not dataset.text_key else record.get(key)
+    text = None if dataset.messages_key and not dataset.text_key else column(record, key)
     return None if text is None or isinstance(text, list) else str(text)
 
 
@@ -47,7 +49,8 @@ def learned_answers(recipe: Recipe, record: dict[str, Any], dataset: DatasetConf
     if generates(recipe) or dataset.messages_key or dataset.text_key:
         return []
     keys = (dataset.chosen_key, dataset.rejected_key) if recipe.algorithm in PAIRED else (dataset.output_key,)
-    return [str(record[key]) for key in keys if not isinstance(record[key], list)]
+    values = [column(record, key) for key in keys]
+    return [str(value) for value in values if not isinstance(value, list)]
 
 
 class ExpectedAnswers:
@@ -79,7 +82,7 @@ def absent_columns(
 
     given: the data set as the recipe describes it. dataset: with its recognized columns. fields: that the function needs.
     """
-    columns = dict.fromkeys(name for record in records for name in record)
+    columns = dict.fromkeys(name for record in records for name in (*record, *column_names(record)))
     if given.output_key not in columns and (meant := difflib.get_close_matches(given.output_key, columns, 1, 0.7)):
         what = f"got {given.output_key}; expected one of the columns {', '.join(columns)}. Try {meant[0]}"
         yield Problem(f"{key}.output_key", "missing-column", what)
@@ -88,5 +91,5 @@ def absent_columns(
     if absent := [field for field in fields if field not in there]:
         hint = f"{key}.output_key" if absent[0] == "expected" else "a default for it, or a value in env's kwargs"
         path = recipe.env[dataset.env_name or ""].kind
-        what = f"{path} needs {absent[0]}, and the records of {key}.data_path have: {', '.join(columns)}. Try {hint}"
+        what = f"{path} needs {absent[0]}, and the records of {key} have: {', '.join(columns)}. Try {hint}"
         yield Problem(f"env.{dataset.env_name}.kind", "missing-column", what)

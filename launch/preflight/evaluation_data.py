@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 
-from launch.preflight import input_files
+from launch.preflight import data_files, input_files
 from pipeline.algorithms.evaluate import FORMATS, TaskConfig
 from pipeline.config import Problem, Recipe, RecipeError, collected, skipped_tasks, trains
 from pipeline.evaluation import data
@@ -63,13 +63,13 @@ def _check_file(key: str, path: Path, form: Format | None) -> Iterator[Problem]:
     found: list[Problem] = []
     bad: dict[str, list[int]] = {}  # fault -> line numbers
     with collected(found):
-        for number, line in input_files.lines_of(key, path):
+        for number, line in data_files.lines_of(key, path):
             try:
-                record = input_files.parse_record(line)
+                record = data_files.parse_record(line)
                 if form is not None:
                     data.to_question(form, record, number)
             except ValueError as error:
                 bad.setdefault(str(error), []).append(number)
     yield from found
     for what, numbers in list(bad.items())[: input_files.SHOWN_FAULTS]:
-        yield Problem(key, "bad-record", f"{path}:{numbers[0]}: {what}{input_files.also(numbers)}")
+        yield Problem(key, "bad-record", f"{path}:{numbers[0]}: {what}{data_files.also(numbers)}")

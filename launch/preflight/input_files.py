@@ -8,18 +8,15 @@ less than two seconds. The job checks records beyond these bounds, and prompt le
 
 from __future__ import annotations
 
-import codecs
 import functools
 import os
 import re
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
-
-import msgspec
 
 from launch.model_files import hf_home, hub_cache
-from launch.preflight import architecture, data_records, libraries, model_tokenizers, prompt_tokens, teachers
+from launch.preflight import architecture, data_files, data_records, libraries, model_tokenizers, prompt_tokens, teachers
+from launch.preflight.data_files import FirstRecords
 from launch.preflight.rendered_records import RenderedRecords
 from pipeline import config, user_files
 from pipeline.config import (
@@ -36,11 +33,8 @@ from pipeline.config import (
 )
 from pipeline.data.records import check_prompt_text
 
-SCAN_BYTES = 16 << 20  # read from each data file: parsed, up to 40 times as much memory
-SCAN_LINE = 8 << 20  # longest line there
 LONGEST = 256  # tokens are counted for this many of the longest prompts, and for as many of the first ones
 SHOWN_FAULTS = 5  # faults reported per data file
-SHOWN_LINES = 5  # line numbers reported per fault, besides the first
 
 
 def problems(
@@ -89,23 +83,28 @@ def _check_dataset(
                 yield Problem(f"{key}.{name}", "contradiction", what)
     if dataset.data_path is None:
         yield from check_name(key, dataset.dataset_name)
-        return
-    if dataset.dataset_name is not None:
+    elif dataset.dataset_name is not None:
         yield Problem(key, "contradiction", "got both dataset_name and data_path; expected one of them")
+    unread: list[Problem] = []
+    records = None
+    with collected(unread):
+        records = data_files.first_records(key, dataset, notes)
+    yield from unread
+    if records is None:
+        return
     rendered = functools.partial(RenderedRecords, recipe, tokenizer=None if texts else tokenizer, text=template, system=system)
     needed = fields.get(dataset.env_name or "")
-    inputs, answers = yield from _check_records(recipe, key, dataset, notes, needed, rendered)
+    inputs, answers = yield from _check_records(recipe, key, dataset, records, notes, needed, rendered)
     if tokenizer and inputs and not texts:
         system = system if recipe.data.apply_chat_template else ""
         prompts = [(number, f"{system}{template.format(text)}".strip()) for number, text in _selected(inputs)]
-        yield from prompt_tokens.problems(f"{key}.data_path", dataset.data_path, prompts, tokenizer, recipe, "prompts")
+        yield from prompt_tokens.problems(records, prompts, tokenizer, recipe, "prompts")
     if tokenizer and answers:
-        selected = _selected(answers)
-        yield from prompt_tokens.problems(f"{key}.data_path", dataset.data_path, selected, tokenizer, recipe, "answers")
+        yield from prompt_tokens.problems(records, _selected(answers), tokenizer, recipe, "answers")
 
 
 def _selected(texts: list[tuple[int, str]]) -> list[tuple[int, str]]:
-    """Return the (line number, text) to tokenize: the longest ones and the first ones."""
+    """Return the (number, text) to tokenize: the longest ones and the first ones."""
     return list(dict.fromkeys(sorted(texts, key=lambda numbered: -len(numbered[1]))[:LONGEST] + texts[:LONGEST]))
 
 
@@ -113,26 +112,16 @@ def _check_records(
     recipe: Recipe,
     key: str,
     dataset: DatasetConfig,
+    records: FirstRecords,
     notes: list[str],
     fields: Sequence[str] | None,
     rendered: Callable[..., RenderedRecords],
 ) -> Generator[Problem, None, tuple[list[tuple[int, str]], list[tuple[int, str]]]]:
-    """Return (line, text) of the prompts, and of the answers to learn from. Yields one problem for a fault of many lines.
+    """Return (number, text) of the prompts, and of the answers to learn from. Yields one problem for a fault of many records.
 
     fields: that the user's reward function needs; None without one. rendered: makes the renderer of a data set's records.
     """
-    path, data_path = f"{key}.data_path", dataset.data_path
-    assert data_path is not None  # else it has a dataset_name
-    found: list[tuple[int, Any]] = []  # line number, record
-    unread: list[Problem] = []
-    bad: dict[str, list[int]] = {}  # fault -> line numbers
-    with collected(unread):
-        for number, line in lines_of(path, Path(data_path)):
-            try:
-                found.append((number, parse_record(line)))
-            except ValueError as error:
-                bad.setdefault(str(error), []).append(number)
-    yield from unread
+    found = records.found
     inputs: list[tuple[int, str]] = []
     answers: list[tuple[int, str]] = []
     unusable: dict[str, list[int]] = {}
@@ -144,13 +133,13 @@ def _check_records(
         if columns.description:
             notes.append(f"{key}: {columns.description}")
         if columns.dataset.messages_key != dataset.messages_key and not recipe.data.apply_chat_template:
-            what = f"{dataset.data_path}:{found[0][0]}: '{columns.dataset.messages_key}' is a conversation, which needs a chat"
+            what = f"{records.place(found[0][0])}: '{columns.dataset.messages_key}' is a conversation, which needs a chat"
             hint = "template, but data.apply_chat_template is false. Try data.apply_chat_template=true"
-            yield Problem(path, "contradiction", f"{what} {hint}")
+            yield Problem(records.key, "contradiction", f"{what} {hint}")
             return [], []
         if fields is not None:
-            records = [record for _, record in found]
-            absent = list(data_records.absent_columns(recipe, key, dataset, columns.dataset, fields, records))
+            read = [record for _, record in found]
+            absent = list(data_records.absent_columns(recipe, key, dataset, columns.dataset, fields, read))
             yield from absent
             fields = () if absent else fields
         expected, refused = (
@@ -170,11 +159,11 @@ def _check_records(
                 if why := expected.fault(record):
                     unusable.setdefault(why, []).append(number)
         unusable = _droppable(recipe, unusable, len(found))
-    bad = unusable | bad
+    bad = unusable | records.bad
     for what, numbers in list(bad.items())[:SHOWN_FAULTS]:
-        yield Problem(path, "bad-record", f"{dataset.data_path}:{numbers[0]}: {what}{also(numbers)}")
+        yield Problem(records.key, "bad-record", f"{records.place(numbers[0])}: {what}{records.also(numbers)}")
     if rest := sum(map(len, list(bad.values())[SHOWN_FAULTS:])):
-        yield Problem(path, "bad-record", f"{dataset.data_path}: {rest} more lines have other faults")
+        yield Problem(records.key, "bad-record", f"{records.path}: {rest} more records have other faults")
     return inputs, answers
 
 
@@ -185,14 +174,6 @@ def _droppable(recipe: Recipe, unusable: dict[str, list[int]], count: int) -> di
         return {}
     advice = ". Try to fix it, or data.bad_records=drop" if wrong < count else "; no record of the file can be used"
     return {f"{what}{advice}": numbers for what, numbers in unusable.items()}
-
-
-def also(numbers: Sequence[int]) -> str:
-    """Return the end of a message about a fault of several lines."""
-    if not (others := numbers[1:]):
-        return ""
-    shown = ", ".join(map(str, others[:SHOWN_LINES])) + (" ..." if len(others) > SHOWN_LINES else "")
-    return f" (and so in {len(others)} more: line{'s' if len(others) > 1 else ''} {shown})"
 
 
 def _template(key: str, path: str) -> str:
@@ -208,12 +189,7 @@ def _text(key: str, path: str) -> str:
     try:
         return user_files.read_text(path)
     except (OSError, ValueError) as error:  # UnicodeDecodeError is a ValueError
-        raise RecipeError(_unreadable(key, path, error)) from None
-
-
-def _unreadable(key: str, path: str | Path, error: Exception) -> Problem:
-    code = "file-not-found" if isinstance(error, FileNotFoundError) else "unreadable"
-    return Problem(key, code, f"{path}: {error.strerror if isinstance(error, OSError) else error}")
+        raise RecipeError(data_files.unreadable(key, path, error)) from None
 
 
 def check_name(key: str, name: str | None) -> Iterator[Problem]:
@@ -258,40 +234,3 @@ def _snake(name: str) -> str:
     organization, slash, short = name.rpartition("/")
     short = re.sub(r"([a-z\d])([A-Z])", r"\1_\2", re.sub(r"([A-Z]+)([A-Z][a-z])", r"\1_\2", short)).lower()
     return f"{organization}{'___' if slash else ''}{short}"
-
-
-def lines_of(key: str, path: Path) -> Iterator[tuple[int, bytes]]:
-    """Yield (line number from 1, line) of a JSONL file's first SCAN_BYTES, without empty lines. Raises RecipeError."""
-    try:
-        file = user_files.open_file(path)
-    except (OSError, ValueError) as error:
-        raise RecipeError(_unreadable(key, path, error)) from None
-    with file:
-        found = False
-        read = 0
-        try:
-            for number, line in enumerate(user_files.lines(file, SCAN_LINE), 1):
-                if (read := read + len(line)) > SCAN_BYTES:
-                    return
-                if number == 1 and (other := user_files.other_format(line)):
-                    raise RecipeError(Problem(key, "bad-format", f"{path}: got {other}; expected one JSON object a line"))
-                if line.strip():
-                    found = True
-                    yield number, line.strip()
-        except OSError as error:
-            raise RecipeError(_unreadable(key, path, error)) from None
-        if not found:
-            raise RecipeError(Problem(key, "no-records", f"{path} is empty; expected one JSON object a line"))
-
-
-def parse_record(line: bytes) -> dict[str, Any]:
-    """Return a record as the job reads it. Raises ValueError for a line that is not a JSON object."""
-    try:
-        record = msgspec.json.decode(line)
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        what = "a byte order mark at its beginning" if line.startswith(codecs.BOM_UTF8) else error
-        raise ValueError(f"not JSON: {what}; a data file has one JSON object a line") from None
-    if not isinstance(record, dict):
-        mend = ", so that each record has a line: jq -c '.[]' FILE > NEW.jsonl" if isinstance(record, list) else ""
-        raise ValueError(f"a {type(record).__name__}, not a JSON object{mend}")
-    return record

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Literal
 
 from launch.model_files import read_json
+from launch.preflight.data_files import FirstRecords
 from pipeline import user_files
 from pipeline.config import Problem, Recipe, generates, trains
 from pipeline.data.file_tokenizer import read_tokenizer
@@ -26,17 +27,17 @@ def notes(recipe: Recipe) -> Iterator[str]:
 
 
 def problems(
-    key: str, path: str, texts: list[tuple[int, str]], tokenizer: Path, recipe: Recipe, kind: Literal["prompts", "answers"]
+    records: FirstRecords, texts: list[tuple[int, str]], tokenizer: Path, recipe: Recipe, kind: Literal["prompts", "answers"]
 ) -> Iterator[Problem]:
     """Yield texts that the tokenizer does not know, and prompts that are too long.
 
-    path: the data file of `key`. texts: (line number, text), without the chat template, so the job counts at least as many
-    tokens. tokenizer: path of tokenizer.json.
+    texts: (number of a record, text), without the chat template, so the job counts at least as many tokens. tokenizer: path of
+    tokenizer.json.
     """
     encodings = read_tokenizer(tokenizer).encode_batch([text for _, text in texts], add_special_tokens=False)
     numbered = [(number, text, encoding) for (number, text), encoding in zip(texts, encodings, strict=True)]
     if recipe.data.overlong_prompts == "error" and kind == "prompts":
-        yield from _too_long(key, path, max((len(encoding.ids), number) for number, _, encoding in numbered), recipe)
+        yield from _too_long(records, max((len(encoding.ids), number) for number, _, encoding in numbered), recipe)
     if recipe.data.unknown_tokens == "error" and (mark := _unknown_token(tokenizer)):
         found = []
         for number, text, encoding in numbered:
@@ -47,13 +48,14 @@ def problems(
         if found:
             number, parts = min(found)
             shown = ", ".join(dict.fromkeys(map(repr, parts[:5])))
-            what = f"{path}:{number}: the tokenizer in {tokenizer.parent} does not know {shown}, which becomes {mark} (so in"
+            where = f"{records.place(number)}: the tokenizer in {tokenizer.parent}"
+            what = f"does not know {shown}, which becomes {mark} (so in {len(found)} of the {len(numbered)} {kind} checked)"
             hint = "Try another policy.tokenizer.name, or data.unknown_tokens=keep or drop"
-            yield Problem(key, "bad-record", f"{what} {len(found)} of the {len(numbered)} {kind} checked). {hint}")
+            yield Problem(records.key, "bad-record", f"{where} {what}. {hint}")
 
 
-def _too_long(key: str, path: str, longest: tuple[int, int], recipe: Recipe) -> Iterator[Problem]:
-    """Check the longest prompt. longest: (tokens, line number)."""
+def _too_long(records: FirstRecords, longest: tuple[int, int], recipe: Recipe) -> Iterator[Problem]:
+    """Check the longest prompt. longest: (tokens, number of the record)."""
     length, number = longest
     if length > (limit := recipe.data.max_input_seq_length):
         what = f", but data.max_input_seq_length is {limit}"
@@ -62,7 +64,7 @@ def _too_long(key: str, path: str, longest: tuple[int, int], recipe: Recipe) -> 
     else:
         return
     hint = "Try a shorter one, a higher limit, or data.overlong_prompts=drop"
-    yield Problem(key, "too-large", f"{path}:{number}: a prompt of {length} tokens{what}. {hint}")
+    yield Problem(records.key, "too-large", f"{records.place(number)}: a prompt of {length} tokens{what}. {hint}")
 
 
 def _unknown_token(tokenizer: Path) -> str | None:

@@ -14,6 +14,7 @@ from pipeline.config import PAIRED, DatasetConfig, Recipe, RecipeError, generate
 from pipeline.data.file_tokenizer import FileTokenizer
 from pipeline.data.records import RecordReader, Turns
 from pipeline.data.rendering import ChatTemplate, TemplateRefusal
+from pipeline.data.templates import check_template
 from pipeline.data.turns import GENERATION_BLOCK, AssistantTurns
 
 MOST_RECORDS = 256  # of a data file, which takes tens of milliseconds
@@ -58,6 +59,10 @@ class RenderedRecords:
 
     def _faults(self, records: list[tuple[int, dict[str, Any]]]) -> list[tuple[int, str]]:
         found = []
+        try:
+            check_template(self._tokenizer, self._recipe.policy.tokenizer.chat_template_kwargs)
+        except RecipeError:  # wrong for every record: the check of tokenizers reports it
+            return []
         for number, record in records:
             if self._characters <= 0:
                 break

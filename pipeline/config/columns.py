@@ -7,7 +7,8 @@ sets. The first record of a file decides, and `Columns.description` reports the 
     dpo, rm       [prompt,] chosen, rejected
     others        prompt | messages | question | problem, and answer | solution | completion, if an answer is needed
 
-Each is a text or a list of messages, {role, content} or ShareGPT's {from, value}; `text` is a text.
+Each is a text or a list of messages, {role, content} or ShareGPT's {from, value}; `text` is a text. A dotted name is a field of
+a nested column: `reward_model.ground_truth` of verl's data.
 """
 
 from __future__ import annotations
@@ -27,7 +28,16 @@ Message = dict[str, Any]
 KEYS = ("input_key", "output_key", "messages_key", "text_key", "chosen_key", "rejected_key")
 CONVERSATIONS = ("messages", "conversations", "conversation")
 PROMPTS = ("input", "prompt", "question", "problem", "query", "instruction")
-EXPECTED = ("output", "answer", "expected_answer", "ground_truth", "solution", "completion", "response")
+EXPECTED = (
+    "output",
+    "answer",
+    "expected_answer",
+    "ground_truth",
+    "reward_model.ground_truth",
+    "solution",
+    "completion",
+    "response",
+)
 """Columns of the expected answer, best first: a final answer before a whole solution."""
 LEARNED = {
     "input": ("output", "answer", "completion", "response"),
@@ -103,7 +113,7 @@ def _of_record(recipe: Recipe, key: str, dataset: DatasetConfig, record: Any) ->
     if not keys:
         return Columns(dataset)
     rendered = ""
-    if recipe.data.apply_chat_template and isinstance(record.get(found[0].get("input_key")), str):
+    if recipe.data.apply_chat_template and isinstance(column(record, found[0].get("input_key", "")), str):
         rendered = ", rendered by the chat template; with data.apply_chat_template=false as bare text, as TRL takes texts"
     return Columns(replace(dataset, **keys), _described(found[0]) + rendered)
 
@@ -114,6 +124,27 @@ def judged_by_answer(recipe: Recipe, dataset: DatasetConfig) -> bool:
     return (
         environment is not None and environment.kind != "reward_model" and not judged_by_own_code(recipe.env, dataset.env_name)
     )
+
+
+# ---- values of a record --------------------------------------------------------------------------------------------------
+
+
+def column(record: Mapping[str, Any], name: str, default: Any = None) -> Any:
+    """Return the value of a column, or of a field of a nested one: "a.b" is column "a.b", else field "b" of column "a"."""
+    if name in record:
+        return record[name]
+    outer, dot, inner = name.partition(".")
+    nested = record.get(outer) if dot else None
+    return column(nested, inner, default) if isinstance(nested, Mapping) else default
+
+
+def column_names(record: Mapping[str, Any]) -> list[str]:
+    """Return the names of columns, and dotted names in place of nested ones."""
+    names: list[str] = []
+    for name, value in record.items():
+        nested = column_names(value) if isinstance(value, Mapping) else []
+        names += [f"{name}.{inner}" for inner in nested] or [name]
+    return names
 
 
 # ---- possible columns of a record -------------------------------------------------------------------------------------------
@@ -168,7 +199,7 @@ def _pairs(recipe: Recipe, own: Reading, record: Mapping[str, Any]) -> Iterator[
     answers = [columns[name] for name in ("chosen_key", "rejected_key")]
     if not all(_has(record, name) for name in answers):
         return
-    chosen = record[answers[0]]
+    chosen = column(record, answers[0])
     if "input_key" in own or (_is_conversation(chosen) and parse_conversation(chosen, "")[0]["role"] != "assistant"):
         yield {}  # the recipe names the prompt, or both answers include it
         return
@@ -183,7 +214,7 @@ def _pairs(recipe: Recipe, own: Reading, record: Mapping[str, Any]) -> Iterator[
 
 def _has(record: Mapping[str, Any], name: str) -> bool:
     """Return whether a column holds a text, a number or a list of messages."""
-    value = record.get(name)
+    value = column(record, name)
     return (isinstance(value, str | int | float) and not isinstance(value, bool)) or _is_conversation(value)
 
 
@@ -238,15 +269,17 @@ def _guessed(keys: list[str], columns: list[str]) -> Reading:
     left, guess = list(columns), {}
     for key in keys:
         likely = {"input_key": PROMPTS, "output_key": (*EXPECTED, *ANSWER_NAMES)}.get(key, ())
-        named = [name for known in likely for name in left if name.lower() == known]
-        others = [name for name in left if name.lower() not in (*LABELS, *PROMPTS, *EXPECTED, *ANSWER_NAMES)]
+        last = {name: name.rpartition(".")[2].lower() for name in left}
+        named = [name for known in likely for name in left if last[name] == known]
+        others = [name for name in left if last[name] not in (*LABELS, *PROMPTS, *EXPECTED, *ANSWER_NAMES)]
         guess[key] = next(iter([*named, *others, *left]), "COLUMN")
         left = [name for name in left if name != guess[key]]
     return guess
 
 
 def _choices(recipe: Recipe, key: str, own: Reading, record: Mapping[str, Any], found: list[Reading]) -> str:
-    kinds = {name: "" if _has(record, name) else f" (a {type(value).__name__})" for name, value in record.items()}
+    names = column_names(record)
+    kinds = {name: "" if _has(record, name) else f" (a {type(column(record, name)).__name__})" for name in names}
     columns = ", ".join(f"{name}{kind}" for name, kind in kinds.items()) or "none"
     if found:
         readings = [
@@ -256,13 +289,13 @@ def _choices(recipe: Recipe, key: str, own: Reading, record: Mapping[str, Any], 
         readings = [reading or "without the other columns in the file" for reading in readings]
         return f"its columns ({columns}) can be read in {len(found)} ways; expected one. Try {' or '.join(readings)}"
     paired = recipe.algorithm in PAIRED
-    names = ("input_key", "chosen_key", "rejected_key") if paired else ("input_key", "output_key")
-    key_columns = {name: {**DEFAULTS, **own}[name] for name in names}
+    keys = ("input_key", "chosen_key", "rejected_key") if paired else ("input_key", "output_key")
+    key_columns = {name: {**DEFAULTS, **own}[name] for name in keys}
     lacking = [name for name, column in key_columns.items() if not _has(record, column)]
-    guess = _guessed(lacking, [name for name in record if _has(record, name) and name not in key_columns.values()])
-    keys = " ".join(f"{key}.{name}={column}" for name, column in guess.items())
+    guess = _guessed(lacking, [name for name in names if _has(record, name) and name not in key_columns.values()])
+    hint = " ".join(f"{key}.{name}={column}" for name, column in guess.items())
     bare = ""
-    if paired and lacking == ["input_key"] and isinstance(record[key_columns["chosen_key"]], str):
+    if paired and lacking == ["input_key"] and isinstance(column(record, key_columns["chosen_key"]), str):
         bare = "; with data.apply_chat_template=false their common beginning is the prompt"
     what = " or ".join(f"'{key_columns[name]}'" for name in lacking)
-    return f"no column {what} with a text or messages; there are: {columns}. Try {keys}{bare}"
+    return f"no column {what} with a text or messages; there are: {columns}. Try {hint}{bare}"

@@ -32,8 +32,7 @@ class ArrowRecords(Sequence):
         return len(self._rows)
 
     def __getitem__(self, index: int) -> Record:
-        row = self._rows[int(index)]
-        return {key: without_nulls(value) if self._is_of_template(key, value) else value for key, value in row.items()}
+        return {key: self._value(key, value) for key, value in self._rows[int(index)].items()}
 
     def place(self, index: int) -> str:
         """Return the location of a record for messages: Parquet's FILE, row N (from 0), else its number in the data set."""
@@ -43,6 +42,14 @@ class ArrowRecords(Sequence):
                 return f"{path}, row {index - begin} (from 0)"
             begin += rows
         return f"{self._name}, record {index} (from 0)"
+
+    def _value(self, key: str, value: Any) -> Any:
+        """Return the value of a column or, by its dotted name, of a field of a nested one."""
+        if self._is_of_template(key, value):
+            return without_nulls(value)
+        return (
+            {name: self._value(f"{key}.{name}", nested) for name, nested in value.items()} if isinstance(value, dict) else value
+        )
 
     def _is_of_template(self, key: str, value: Any) -> bool:
         if key in self._of_template:

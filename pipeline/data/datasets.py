@@ -213,6 +213,7 @@ def _load(name: str, subset: str | None, split: str, kwargs: dict[str, Any]) -> 
     RecipeError if there is no such data set, subset or split.
     """
     import datasets
+    from datasets.exceptions import DatasetGenerationError
 
     where = name if Path(name).is_dir() else _snapshot(name, kwargs.get("revision")) or name
     if where != name:
@@ -224,8 +225,8 @@ def _load(name: str, subset: str | None, split: str, kwargs: dict[str, Any]) -> 
         meant = f"; did you mean {close}?" if (close := nearest_dataset(name)) else ""
         message = f"'{name}' is neither a folder nor in the local caches: {error}{meant}"
         raise RecipeError(Problem("data", "unavailable-dataset", message)) from error
-    except ValueError as error:
-        raise RecipeError(Problem("data", "unavailable-dataset", f"'{name}': {error}")) from error
+    except (ValueError, DatasetGenerationError) as error:
+        raise RecipeError(Problem("data", "unavailable-dataset", f"'{name}': {error.__cause__ or error}")) from error
 
 
 def _snapshot(name: str, revision: str | None) -> str | None:

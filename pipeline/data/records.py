@@ -1,5 +1,7 @@
 """Read the columns of a record: prompts, training examples and pairs of answers. Nothing is tokenized here.
 
+A key may name a field of a nested column: `reward_model.ground_truth`, unless a column has this name.
+
 Both the job (`pipeline/data/chat.py`) and the checks of data files before submission use it.
 """
 
@@ -13,7 +15,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
-from pipeline.config import DataConfig, DatasetConfig, Message, parse_conversation
+from pipeline.config import DataConfig, DatasetConfig, Message, column, parse_conversation
 from pipeline.data.tool_calls import read_messages, template_options
 
 Record = dict[str, Any]
@@ -59,7 +61,7 @@ class RecordReader:
                 raise ValueError(f"'{self.dataset.messages_key}' has nothing before the assistant's answer")
             return self.completed(prompt)
         key = self.dataset.input_key
-        if isinstance(record.get(key), list):
+        if isinstance(column(record, key), list):
             self._refuse_bare(key)
             return self.completed(_unanswered(record, key))
         text = self._prompt_text.format(text_of(record, key))
@@ -84,7 +86,7 @@ class RecordReader:
     def _answers(self, record: Record) -> list[Message]:
         """Return the messages in `output_key`; a text becomes one assistant's turn."""
         key = self.dataset.output_key
-        if not isinstance(record.get(key), list):
+        if not isinstance(column(record, key), list):
             return [{"role": "assistant", "content": text_of(record, key)}]
         return _answered(record, key)
 
@@ -100,7 +102,7 @@ class RecordReader:
                 raise ValueError(f"'{key}' is empty")
             return Continuation(None, text)
         if not self.data.apply_chat_template:
-            if isinstance(record.get(self.dataset.output_key), list):
+            if isinstance(column(record, self.dataset.output_key), list):
                 self._refuse_bare(self.dataset.output_key)
             return Continuation(self._text_question(record), self.answer(record))
         if not (key := self.dataset.messages_key):
@@ -260,11 +262,14 @@ def _unanswered(record: Record, key: str) -> list[Message]:
     return messages
 
 
+_ABSENT = object()
+
+
 def value_of(record: Record, key: str) -> Any:
     """Return the value of a column. Raise ValueError if there is no such column."""
-    if key not in record:
+    if (value := column(record, key, _ABSENT)) is _ABSENT:
         raise ValueError(f"has no '{key}'; it has: {', '.join(record) or 'nothing'}")
-    return record[key]
+    return value
 
 
 def text_of(record: Record, key: str) -> str:
@@ -277,7 +282,7 @@ def text_of(record: Record, key: str) -> str:
 
 def messages_of(record: Record, key: str) -> list[Message]:
     """Return a list of messages with role, and text or tool calls, as the chat template takes them. Raise ValueError."""
-    return read_messages(parse_conversation(record.get(key), key))
+    return read_messages(parse_conversation(column(record, key), key))
 
 
 def plain_columns(record: Record) -> Record:

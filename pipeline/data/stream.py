@@ -21,7 +21,7 @@ import torch
 from torch.utils.data import Dataset, Sampler
 from torchdata.stateful_dataloader import StatefulDataLoader
 
-from pipeline.config import AnswerCheck
+from pipeline.config import AnswerCheck, column
 from pipeline.data.chat import Encoder
 from pipeline.data.datasets import record_location
 from pipeline.data.preferences import Pair, encode_pair
@@ -58,7 +58,7 @@ def encode_prompt(
     if whole:
         with contextlib.suppress(ValueError):  # there is none, or it is not a text
             task["answer"] = encoder.answer(record)
-    elif answered or encoder.dataset.output_key in record:
+    elif answered or column(record, encoder.dataset.output_key) is not None:
         task["answer"] = encoder.answer(record)
     if whole:
         task["record"] = plain_columns(record)

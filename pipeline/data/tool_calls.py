@@ -16,7 +16,7 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-from pipeline.config import Message
+from pipeline.config import Message, column
 from pipeline.data.rendering import RESERVED
 
 VARIABLES = "chat_template_kwargs"
@@ -25,7 +25,7 @@ VARIABLES = "chat_template_kwargs"
 def template_options(record: Mapping[str, Any], tools_key: str | None) -> dict[str, Any]:
     """Return the options of the chat template that a record has: `tools` and variables. Raise ValueError for other values."""
     options: dict[str, Any] = {}
-    if tools_key and (tools := _parsed(record.get(tools_key), tools_key)):
+    if tools_key and (tools := _parsed(column(record, tools_key), tools_key)):
         if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
             raise ValueError(
                 f"'{tools_key}' is not a list of JSON schemas of functions. Try tools_key=null to ignore the column"

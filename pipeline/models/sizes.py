@@ -114,6 +114,9 @@ _DEFAULTS: dict[str, dict[str, Any]] = {
 MODEL_TYPES = tuple(_DEFAULTS)
 """The `model_type`s that are described."""
 
+_NULLABLE = ("num_key_value_heads", "head_dim", "q_lora_rank", "mlp_only_layers", "attention_bias", "tie_word_embeddings")
+"""Keys for which null has a meaning in every family. For others null counts as a missing key."""
+
 QWEN3_5 = ("qwen3_5_text", "qwen3_5_moe_text")
 """Families with gated delta nets, and with an MLP or experts in every layer."""
 
@@ -124,7 +127,8 @@ ALIASES = {"kimi_k2": "deepseek_v3"}
 def sizes(config: Mapping[str, Any]) -> SimpleNamespace:
     """Return every key that determines the size of a tensor, as an attribute.
 
-    Raises ValueError for a family that is not described, KeyError for a missing key without a default.
+    Raises ValueError for a family that is not described, KeyError for a missing key without a default, and for a null in place
+    of a size.
     """
     family = ALIASES.get(config.get("model_type", ""), config.get("model_type"))
     if family not in _DEFAULTS:
@@ -139,6 +143,9 @@ def sizes(config: Mapping[str, Any]) -> SimpleNamespace:
         if name not in found and not (name == "intermediate_size" and family in _WITHOUT_MLP):
             either = _EITHER_NAME.get(name)
             found[name] = config[either] if either is not None and name not in config and either in config else config[name]
+    for name, value in found.items():
+        if value is None and name not in _NULLABLE and _DEFAULTS[family].get(name, 0) is not None:
+            raise KeyError(name)
     heads = found["num_attention_heads"]
     found["num_key_value_heads"] = found["num_key_value_heads"] or heads
     if family == "deepseek_v3":  # its heads have two sizes

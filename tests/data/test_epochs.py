@@ -78,7 +78,8 @@ def test_what_a_data_set_leaves_to_train_on_is_counted(tmp_path):
     assert count(DatasetConfig(data_path=path, split_validation_size=4, repeat=2)) == 12
     assert count(DatasetConfig(dataset_name="scratchpad_addition", kwargs={"size": 5})) == 5
     os.mkfifo(tmp_path / "pipe")
-    for unknown in (tmp_path / "pipe", tmp_path / "absent.jsonl", Path("/dev/zero")):
+    (tmp_path / "a.parquet").write_bytes(b"PAR1\n" * 3)  # another check refuses it
+    for unknown in (tmp_path / "pipe", tmp_path / "absent.jsonl", tmp_path / "a.parquet", Path("/dev/zero")):
         assert count(DatasetConfig(data_path=str(unknown))) is None
     assert count(DatasetConfig(dataset_name="openai/gsm8k")) is None
 

@@ -40,6 +40,7 @@ REFUSED = {  # fault -> how to make it, {(key, code)}; a key with a slash is a f
     "vocabulary smaller": (wrong.change("vocab_size", 39), {(MODEL, "unavailable-model"), (TOKENIZER, "too-large")}),
     "no vocab_size": (wrong.drop("vocab_size"), {(MODEL, "missing-value")}),
     "other heads": (wrong.change("num_attention_heads", 3), {(MODEL, "unavailable-model")}),
+    "null for a size": (wrong.change("intermediate_size", None), {(MODEL, "missing-value")}),
     "other key-value heads": (wrong.change("num_key_value_heads", None), {(MODEL, "unavailable-model")}),
     "another head_dim": (wrong.change("head_dim", 8), {(MODEL, "unavailable-model")}),
     "unknown dtype": (wrong.change("torch_dtype", "float13"), {(MODEL, "wrong-type")}),

@@ -8,7 +8,7 @@ from typing import Annotated
 from pydantic import Field
 from typing_extensions import override
 
-from pipeline.data.records import messages_of, plain_columns, text_of
+from pipeline.data.records import messages_of, plain_columns, text_of, value_of
 from pipeline.data.tool_calls import template_options
 from pipeline.evaluation.base import Format, Question, Record
 from pipeline.values import Text
@@ -44,7 +44,7 @@ class Records(Format):
     @override
     def question(self, record: Record, index: int) -> Question:
         keys = self.arguments
-        prompt = record[keys.prompt_key]
+        prompt = value_of(record, keys.prompt_key)
         if isinstance(prompt, list):
             prompt = messages_of(record, keys.prompt_key)
         else:

@@ -1,0 +1,206 @@
+"""Read the first records of a data set before submission, from a JSONL file or a folder of Parquet or JSONL files.
+
+The job reads a folder with the `datasets` library, which a login node need not have.
+"""
+
+from __future__ import annotations
+
+import codecs
+import itertools
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from pipeline import user_files
+from pipeline.config import NAMED_DATASETS, DatasetConfig, Problem, RecipeError
+from pipeline.data.arrow_records import ArrowRecords
+
+SCAN_BYTES = 16 << 20  # read from each data file: parsed, up to 40 times as much memory
+SCAN_LINE = 8 << 20  # longest line there
+BATCH_ROWS = 64  # of Parquet, read at a time
+SHOWN_NUMBERS = 5  # reported per fault, besides the first
+SPLITS = {
+    "train": {"train", "training"},
+    "validation": {"validation", "valid", "dev", "val"},
+    "test": {"test", "testing", "eval", "evaluation"},
+}
+"""Split -> words of paths by which `datasets` recognizes it."""
+
+Record = dict[str, Any]
+
+
+@dataclass
+class FirstRecords:
+    """The first records of a data set.
+
+    Lines are numbered from 1, rows of Parquet from 0.
+    """
+
+    key: str  # of the recipe, which names the data
+    path: Path
+    rows: bool = False  # of Parquet
+    found: list[tuple[int, Record]] = field(default_factory=list)  # (number, record)
+    bad: dict[str, list[int]] = field(default_factory=dict)  # fault of lines that are no records -> their numbers
+
+    def place(self, number: int) -> str:
+        """Return the location of a record for messages, as the job tells it."""
+        return f"{self.path}, row {number} (from 0)" if self.rows else f"{self.path}:{number}"
+
+    def also(self, numbers: list[int]) -> str:
+        """Return the end of a message about a fault of several records, by their numbers."""
+        return also(numbers, "row" if self.rows else "line")
+
+
+def first_records(key: str, dataset: DatasetConfig, notes: list[str], most: int | None = None) -> FirstRecords | None:
+    """Return the first records of a data set; None if they are not in a file here, with a note if a folder is not read.
+
+    key: of the data set, such as data.train. most: number of records; None reads SCAN_BYTES. Raises RecipeError for a file that
+    cannot be read, or has no records.
+    """
+    if dataset.data_path is not None:
+        return _of_lines(FirstRecords(f"{key}.data_path", Path(dataset.data_path)), most)
+    name, key = dataset.dataset_name, f"{key}.dataset_name"
+    if name is None or name in NAMED_DATASETS or not Path(name).is_dir():
+        return None
+    try:
+        path = _first_file(Path(name), dataset)
+        if path.suffix == ".jsonl":
+            return _of_lines(FirstRecords(key, path), most)
+        return _of_parquet(FirstRecords(key, path, rows=True), dataset, most)
+    except _LeftToTheJob as error:
+        notes.append(f"{key}: the job checks the records of {name}: {error}")
+        return None
+
+
+# ---- JSONL -------------------------------------------------------------------------------------------------------------------
+
+
+def _of_lines(records: FirstRecords, most: int | None) -> FirstRecords:
+    for number, line in itertools.islice(lines_of(records.key, records.path), most):
+        try:
+            records.found.append((number, parse_record(line)))
+        except ValueError as error:
+            records.bad.setdefault(str(error), []).append(number)
+    return records
+
+
+def lines_of(key: str, path: Path) -> Iterator[tuple[int, bytes]]:
+    """Yield (line number from 1, line) of a JSONL file's first SCAN_BYTES, without empty lines. Raises RecipeError."""
+    try:
+        file = user_files.open_file(path)
+    except (OSError, ValueError) as error:
+        raise RecipeError(unreadable(key, path, error)) from None
+    with file:
+        found = False
+        read = 0
+        try:
+            for number, line in enumerate(user_files.lines(file, SCAN_LINE), 1):
+                if (read := read + len(line)) > SCAN_BYTES:
+                    return
+                if number == 1 and (other := user_files.other_format(line)):
+                    raise RecipeError(Problem(key, "bad-format", f"{path}: got {other}; expected one JSON object a line"))
+                if line.strip():
+                    found = True
+                    yield number, line.strip()
+        except OSError as error:
+            raise RecipeError(unreadable(key, path, error)) from None
+        if not found:
+            raise RecipeError(Problem(key, "no-records", f"{path} is empty; expected one JSON object a line"))
+
+
+def parse_record(line: bytes) -> Record:
+    """Return a record as the job reads it. Raises ValueError for a line that is not a JSON object."""
+    try:
+        record = msgspec.json.decode(line)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        what = "a byte order mark at its beginning" if line.startswith(codecs.BOM_UTF8) else error
+        raise ValueError(f"not JSON: {what}; a data file has one JSON object a line") from None
+    if not isinstance(record, dict):
+        mend = ", so that each record has a line: jq -c '.[]' FILE > NEW.jsonl" if isinstance(record, list) else ""
+        raise ValueError(f"a {type(record).__name__}, not a JSON object{mend}")
+    return record
+
+
+# ---- folders -----------------------------------------------------------------------------------------------------------------
+
+
+class _LeftToTheJob(Exception):
+    """The files of a folder, or their columns, depend on more than is read here."""
+
+
+def _first_file(folder: Path, dataset: DatasetConfig) -> Path:
+    """Return the first file of the split that `datasets.load_dataset` reads. Raises _LeftToTheJob if that is not certain."""
+    if dataset.subset or dataset.kwargs or "configs:" in _card(folder):
+        raise _LeftToTheJob("a configuration chooses its files")
+    paths = [path for path in sorted(folder.rglob("*")) if not _is_hidden(path.relative_to(folder)) and path.is_file()]
+    data = [path for path in paths if path.suffix in (".parquet", ".jsonl")]
+    if not data or len({path.suffix for path in data}) > 1 or any(path.suffix in (".json", ".arrow", ".csv") for path in paths):
+        raise _LeftToTheJob("expected Parquet files alone, or .jsonl files alone")
+    words = {path: set(re.split(r"[-._ 0-9/]+", str(path.relative_to(folder)))) for path in data}
+    split = dataset.split or "train"
+    if any(one & known for one in words.values() for known in SPLITS.values()):
+        data = [path for path in data if words[path] & SPLITS.get(split, set())]
+    elif split != "train":
+        data = []
+    if not data:
+        raise _LeftToTheJob(f"no path has the word {split}")
+    return data[0]
+
+
+def _card(folder: Path) -> str:
+    try:
+        return user_files.read_text(folder / "README.md")
+    except (OSError, ValueError):
+        return ""
+
+
+def _is_hidden(path: Path) -> bool:
+    return any(part.startswith((".", "__")) for part in path.parts)
+
+
+def _of_parquet(records: FirstRecords, dataset: DatasetConfig, most: int | None) -> FirstRecords:
+    try:
+        import pyarrow
+        import pyarrow.parquet
+    except ImportError:
+        raise _LeftToTheJob("pyarrow is not installed here. Try pip install pyarrow") from None
+    rows: list[Record] = []
+    read = 0
+    try:
+        with user_files.open_file(records.path) as file:
+            table = pyarrow.parquet.ParquetFile(file, buffer_size=1 << 20)
+            if "extension<" in str(table.schema_arrow):
+                raise _LeftToTheJob("it has columns of types that `datasets` decodes")
+            for batch in table.iter_batches(BATCH_ROWS):
+                rows += batch.to_pylist()
+                read += batch.nbytes
+                if read > SCAN_BYTES or (most is not None and len(rows) >= most):
+                    break
+    except (OSError, pyarrow.ArrowException) as error:
+        raise RecipeError(unreadable(records.key, records.path, error)) from None
+    if not rows:
+        raise RecipeError(Problem(records.key, "no-records", f"{records.path} has no rows; expected at least one"))
+    records.found = list(enumerate(ArrowRecords(rows[:most], str(records.path), dataset.tools_key)))
+    return records
+
+
+# ---- messages --------------------------------------------------------------------------------------------------------------
+
+
+def also(numbers: list[int], unit: str = "line") -> str:
+    """Return the end of a message about a fault of several records, by their numbers."""
+    if not (others := numbers[1:]):
+        return ""
+    shown = ", ".join(map(str, others[:SHOWN_NUMBERS])) + (" ..." if len(others) > SHOWN_NUMBERS else "")
+    return f" (and so in {len(others)} more: {unit}{'s' if len(others) > 1 else ''} {shown})"
+
+
+def unreadable(key: str, path: str | Path, error: Exception) -> Problem:
+    """Return the problem of a file that cannot be read."""
+    code = "file-not-found" if isinstance(error, FileNotFoundError) else "unreadable"
+    reason = error.strerror if isinstance(error, OSError) else None
+    return Problem(key, code, f"{path}: {reason or error}")
