@@ -16,9 +16,9 @@ from typing import BinaryIO
 MAX_LINE = 64 << 20
 """Longest line of a data file, in bytes: a record with some images in it."""
 MAX_TEXT = 16 << 20
-"""Largest prompt, template, source or index, in bytes."""
-MAX_JSON = 256 << 20
-"""Largest JSON file of a model, in bytes: tokenizers of large vocabularies have 10 to 40 MB."""
+"""Largest prompt, template, source, configuration or index, in bytes. JSON takes up to twenty times as much memory."""
+MAX_JSON = 64 << 20
+"""Largest tokenizer.json, in bytes: those of large vocabularies have 10 to 40 MB."""
 KINDS = {
     stat.S_IFDIR: "a folder",
     stat.S_IFCHR: "a device",
