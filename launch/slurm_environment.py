@@ -11,12 +11,13 @@ srun reads SLURM_* and SRUN_* variables likewise, in a job that has inherited th
 from __future__ import annotations
 
 import os
+import shlex
 from collections.abc import Iterator
 from dataclasses import fields, replace
 
 from pipeline.config import ComponentConfig
-from pipeline.config.sbatch import MEANT
 from pipeline.config.sbatch import NAME as OPTION
+from pipeline.config.sbatch import OF_A_COMPONENT, OF_THE_JOB, REFUSED
 
 WISHES = ("partition", "account", "qos", "constraint", "reservation", "wckey")
 """Options that a component takes from SBATCH_NAME if the recipe does not set them."""
@@ -26,7 +27,6 @@ OPTIONS = {
     "mem-per-node": "mem",
     "timelimit": "time",
     "array-inx": "array",
-    "no-requeue": "no-requeue",
     "req-switch": "switches",
 }
 """Names of options that differ from their variable's."""
@@ -82,6 +82,11 @@ def wishes() -> dict[str, str]:
     return {name: value for name in WISHES if (value := os.environ.get(variable(name)))}
 
 
+def export_wishes() -> str:
+    """Return the lines of a job's script that restore the variables of `wishes`, for a job that submits others."""
+    return "".join(f"export {variable(name)}={shlex.quote(value)}\n" for name, value in wishes().items())
+
+
 def variable(option: str) -> str:
     """Return the variable of an option of WISHES: partition -> SBATCH_PARTITION."""
     return f"SBATCH_{option.upper()}"
@@ -119,7 +124,11 @@ def _instead(name: str) -> str:
     """Return why sbatch does not get a variable, and the key that has its effect, if there is one."""
     plain = name.removeprefix("SBATCH_").lower().replace("_", "-")
     option = OPTIONS.get(plain, plain)
-    if option in MEANT:
-        return MEANT[option].removeprefix("which ").replace(" sets", " decides").replace(" of the component", " of a component")
-    may = f". Try cluster.sbatch_options={{{option}: VALUE}}" if OPTION.fullmatch(option) else ""
-    return f"the recipe decides{may}"
+    if option in REFUSED:
+        return REFUSED[option]
+    if option in OF_A_COMPONENT:
+        return f"{OF_A_COMPONENT[option]} of a component decides"
+    if option in OF_THE_JOB:
+        return f"{OF_THE_JOB[option]} decides"
+    instead = f". Try cluster.sbatch_options={{{option}: VALUE}}" if OPTION.fullmatch(option) else ""
+    return f"the recipe decides{instead}"

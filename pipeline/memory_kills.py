@@ -29,11 +29,11 @@ class MemoryKills:
     def record(self) -> str:
         """Return what the kernel has recorded since, with the file that says it; "" if nothing."""
         grown = {path: count - self._before.get(path, 0) for path, count in _counts(self._root)}
-        path = max(grown, key=lambda path: (grown[path], len(path.parts)), default=None)
-        if path is None or grown[path] <= 0:
+        grown = {path: count for path, count in grown.items() if count > 0}
+        if not grown:
             return ""
-        many = grown[path] > 1
-        what = f"{grown[path]} processes" if many else "a process"
+        path = max(grown, key=lambda path: (len(path.parts), grown[path]))  # outer groups count those of other jobs too
+        what = f"{grown[path]} processes" if grown[path] > 1 else "a process"
         return f"the kernel ended {what} for memory: oom_kill in {path} grew by {grown[path]}"
 
 

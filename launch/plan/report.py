@@ -5,6 +5,7 @@ The parts of the table yield lines: a text to print as it is, or (label, text to
 
 from __future__ import annotations
 
+import math
 import textwrap
 from collections.abc import Iterator, Mapping, Sequence
 
@@ -172,14 +173,14 @@ def _times(plan: Plan) -> Iterator[Line]:
 def _expected(plan: Plan) -> str:
     """Return the range of a step's time, by published steps on the plan's GPUs."""
     specs = {spec.name: spec.assumed for each in config.components(plan.recipe).values() if (spec := hardware.gpu(each.gpu))}
+    unknown = [name for name, assumed in specs.items() if math.isnan(assumed.shortest_step + assumed.longest_step)]
+    measure = "A plan that is calibrated by a run (plan_from=RUN_DIR) is nearer"
+    if unknown:
+        return f"no published steps on {' and '.join(unknown)} are known, so a step may take several times as long. {measure}"
     low = min(assumed.shortest_step for assumed in specs.values())
     high = max(assumed.longest_step for assumed in specs.values())
-    names = " and ".join(specs)
-    measure = "A plan that is calibrated by a run (plan_from=RUN_DIR) is nearer"
-    if not low <= high:
-        return f"no published steps on {names} are known; on other GPUs they took up to 7 times as long as planned. {measure}"
     ends = f"{seconds(low * plan.step)} to {seconds(high * plan.step)} a step"
-    quotients = f"published steps on {names} took {low:g} to {high:g} times as long as planned"
+    quotients = f"published steps of GRPO on {' and '.join(specs)} took {low:g} to {high:g} times as long as planned"
     return f"{ends}, and every other time by the same factors: {quotients}. {measure}"
 
 

@@ -7,16 +7,16 @@ without the records that it drops.
 from __future__ import annotations
 
 import math
-import stat
 from collections.abc import Iterator
 from pathlib import Path
 
 from launch.units import plural
+from pipeline import user_files
 from pipeline.config import GENERATED_DATASETS, DatasetConfig, Problem, Recipe, only_evaluates, section, training_sets, trains
 from pipeline.data import epochs
 
 SCAN_BYTES = 32 << 20
-"""Size of a file whose lines are counted, within tens of milliseconds. A larger file fills a step in all likelihood."""
+"""Size of a file whose lines are counted, within tens of milliseconds. A larger one is likely to fill a step."""
 
 
 def problems(recipe: Recipe, notes: list[str]) -> Iterator[Problem]:
@@ -36,7 +36,7 @@ def problems(recipe: Recipe, notes: list[str]) -> Iterator[Problem]:
 
 def count(dataset: DatasetConfig) -> int | None:
     """Return the number of records that a run trains on in one epoch; None if it is not known."""
-    records = _lines(dataset.data_path) if dataset.data_path else _generated(dataset)
+    records = _lines(Path(dataset.data_path)) if dataset.data_path else _generated(dataset)
     if records is None:
         return None
     records = min(records, dataset.max_samples or records)
@@ -45,15 +45,14 @@ def count(dataset: DatasetConfig) -> int | None:
     return max(0, records) * dataset.repeat
 
 
-def _lines(path: str) -> int | None:
-    """Return the number of lines that are not blank; None of a file that is large, absent or not a regular one."""
+def _lines(path: Path) -> int | None:
+    """Return the number of lines that are not blank; None of a file that is large, or that another check refuses."""
     try:
-        status = Path(path).stat()
-        if not stat.S_ISREG(status.st_mode) or status.st_size > SCAN_BYTES:
-            return None
-        with open(path, "rb") as file:
-            return sum(1 for line in file if line.strip())
-    except (OSError, ValueError):  # another check reports it
+        with user_files.open_file(path) as file:
+            if user_files.other_format(file.read(8)) or path.stat().st_size > SCAN_BYTES:
+                return None
+        return user_files.count_lines(path)
+    except (OSError, ValueError):
         return None
 
 

@@ -98,9 +98,8 @@ def submit_check(folder: SweepFolder, waits_for: list[str]) -> str:
     }
     command = [sys.executable, "-u", str(ROOT / "launch/sweep.py"), f"check={folder.path}"]
     script = folder.path / "check.sh"
-    script.write_text(
-        f"#!/bin/bash\n# Checks the gates after all runs have ended, and retries failed runs.\nexec {shlex.join(command)}\n"
-    )
+    head = "#!/bin/bash\n# Checks the gates after all runs have ended, and retries failed runs.\n"
+    script.write_text(f"{head}{slurm_environment.export_wishes()}exec {shlex.join(command)}\n")
     options |= {key: value for key, value in slurm_environment.wishes().items() if options.get(key) is None}
     flags = [f"--{key}={value}" for key, value in options.items() if value is not None]
     try:

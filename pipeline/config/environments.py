@@ -124,10 +124,8 @@ def answer_check(environments: Environments, name: str | None) -> AnswerCheck | 
 
     None without such a check: for your own kinds, or with kwargs that have problems of their own.
     """
-    if name is None or name not in environments:
-        return None
-    judge = environments.get(environments[name].kwargs.get("judge", ""), environments[name])
-    if judge.kind not in KINDS:
+    judge = _judge(environments, name)
+    if judge is None or judge.kind not in KINDS:
         return None
     arguments, problems = read_kwargs("kwargs", judge)
     kind = kind_class(judge.kind)
@@ -136,10 +134,14 @@ def answer_check(environments: Environments, name: str | None) -> AnswerCheck | 
 
 def judged_by_own_code(environments: Environments, name: str | None) -> bool:
     """Return whether user code scores the answers of an environment, directly or as the `judge` in its kwargs."""
-    if name is None or name not in environments:
-        return False
-    judge = environments.get(environments[name].kwargs.get("judge", ""), environments[name])
-    return judge.kind not in KINDS
+    judge = _judge(environments, name)
+    return judge is not None and judge.kind not in KINDS
+
+
+def _judge(environments: Environments, name: str | None) -> EnvironmentConfig | None:
+    """Return the environment that scores the answers of another one: the `judge` in its kwargs, or itself."""
+    environment = environments.get(name) if name else None
+    return environment and environments.get(environment.kwargs.get("judge", ""), environment)
 
 
 def check_environments(environments: Environments) -> Iterator[Problem]:

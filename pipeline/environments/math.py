@@ -44,9 +44,9 @@ OWN_SHARE, WAIT_SHARE = 0.5, 0.25
 INHERITED_VARIABLES = ("PATH", "LD_LIBRARY_PATH", "HOME", "LANG", "PYTHONHOME", "PYTHONUSERBASE")
 """They locate Python and its packages."""
 PACKAGE_ROOT = Path(__file__).parents[2]
-NUMBER = re.compile(r"\s*(?:\\?\$)?\s*-?\d+(?:,\d{3})*(?:\.\d+)?(?:/\d+)?\s*")
-"""An expected answer that needs no check: `42`, `$1,234.50`, `3/4`."""
-READ_S = 5.0  # to read an expected answer
+NUMBER = re.compile(r"\s*(?:\\?\$)?\s*-?\d+(?:,\d{3})*(?:\.\d+)?(?:/\d+)?\.?\s*")
+"""An expected answer that needs no check: `42`, `$1,234.50`, `3/4`, `42.`."""
+READ_S = 5.0  # to read an expected answer, which takes milliseconds
 
 
 @dataclass
@@ -231,9 +231,10 @@ _reader: _MathWorker | None = None  # started for the first expected answer that
 
 @functools.lru_cache(maxsize=1 << 16)
 def is_readable(answer: str) -> bool:
-    """Return whether math-verify reads an expression in an expected answer within READ_S.
+    """Return whether math-verify reads an expression in an expected answer.
 
-    True if that cannot be known here: without the package, as on a login node, or without a process. Then the job finds it.
+    True if that cannot be known here: without the package, as on a login node, without a process, or within READ_S on a busy
+    machine. The job then judges by it.
     """
     global _reader
     if importlib.util.find_spec("math_verify") is None:
@@ -244,7 +245,8 @@ def is_readable(answer: str) -> bool:
                 if _reader is None:
                     _reader = _MathWorker()
                     _reader.wait_until_ready()
-                return _reader.judge({"expected": answer, "timeout_s": READ_S}, 3 * READ_S).get("right") is True
+                reply = _reader.judge({"expected": answer, "timeout_s": READ_S}, 3 * READ_S)
+                return reply.get("right") is True or "timeout" in reply
             except (OSError, EOFError, RuntimeError) as error:
                 logger.warning("could not ask math-verify about the expected answer %r: %s", answer, error)
                 if _reader is not None:

@@ -33,6 +33,7 @@ MEMORY_BYTES = 4 << 30  # address space; an answer that needs more is wrong
 SUSPECT_S = 0.1  # a right answer takes milliseconds, as does a fork
 RIGHT, WRONG, NOTHING_FOUND, BAD_EXPECTED = b"1", b"0", b"-", b"?"
 FORMULA = re.compile(r"(?<![\\\d])(?:\$\$[^$]+\$\$|\$[^$]+\$)|\\\(.+?\\\)|\\\[.+?\\\]", re.DOTALL)
+NUMBER_AND_PERIOD = re.compile(r"\s*(\\?\$?\s*-?[\d,./]*\d)\.\s*")
 UPRIGHT = re.compile(r"\\(?:mathrm|mathit|operatorname|textrm|text)\s*\{\s*([ei])\s*\}")
 r"""e and i in upright letters. math-verify takes a trailing \mathrm{i} for a unit, so that 1 + 2\mathrm{i} would be 3."""
 EXTRACTED_BYTES = 500  # of the answer that math-verify found, written after RIGHT or WRONG; a pipe writes them at once
@@ -168,6 +169,8 @@ def _parse_expected(text: str) -> list:
     """
     if not text.strip():
         return []
+    if number := NUMBER_AND_PERIOD.fullmatch(text):  # LaTeX reads no number in `42.`
+        text = number[1]
     begins = [text, f"\\boxed{{{text}}}"] if _names_its_formula(text) else [f"\\boxed{{{text}}}"]
     readings = [reading for begin in begins if (reading := _parse(begin, only_latex=True))]
     return next(filter(_is_expression, readings), readings[0] if readings else [])

@@ -69,7 +69,8 @@ def final_answer(text: str) -> str | None:
     """Return the normalized answer after Minerva's words; None without them."""
     for line in (text + END).split("\n"):  # END may have been a stop string
         begin = line.find(BEGIN)
-        end = line.find(f" {END}", begin + len(BEGIN) + 1)  # after one character, a period
+        # One character, such as a period, is before END, and another is its last one: lm-evaluation-harness has dots there.
+        end = line[:-1].find(f" {END[:-1]}", begin + len(BEGIN) + 1)
         if begin >= 0 and end >= 0:
             found = line[begin + len(BEGIN) : end - 1].strip()
             return normalize(found) if len(found) <= LONGEST else found

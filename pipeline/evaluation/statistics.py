@@ -87,10 +87,9 @@ def _scaled(kept: Sequence[Sequence[float]], scale: Scale) -> Interval:
     if scale.exponential and (middle := _mean([_mean(values) for values in kept])) > 0:
         # The values are middle (1 + x - mean of x) of x in nats (`pipeline/evaluation/perplexity.py`).
         found = interval([[math.log(middle) + value / middle - 1 for value in values] for values in kept])
-        return Interval(middle, max(scale.low, _exp(found.low)), _exp(found.high))
+        return _within(scale, Interval(middle, _exp(found.low), _exp(found.high)))
     if math.isinf(scale.high):
-        found = interval(kept)
-        return Interval(found.value, max(scale.low, found.low), found.high)
+        return _within(scale, interval(kept))
     width = scale.high - scale.low
     shares = [[(value - scale.low) / width for value in values] for values in kept]
     means = np.sort(np.array([_mean(values) for values in shares]))
@@ -104,6 +103,12 @@ def _scaled(kept: Sequence[Sequence[float]], scale: Scale) -> Interval:
     return Interval(*(scale.low + width * each for each in (found.value, found.low, found.high)))
 
 
+def _within(scale: Scale, found: Interval) -> Interval:
+    """Return an interval whose ends are values of the scale. A NaN stays."""
+    low, high = found.low, found.high
+    return Interval(found.value, scale.low if low < scale.low else low, scale.high if high > scale.high else high)
+
+
 def _exp(nats: float) -> float:
     """Return e**nats; NaN above the largest float."""
     return math.exp(nats) if nats < 709 else math.nan
@@ -114,11 +119,10 @@ def macro_interval(groups: Collection[Collection[Sequence[float]]], scale: Scale
     found = _macro_interval(groups)
     if scale is None:
         return found
-    low, high = found.low, found.high
     if scale.exponential and found.value > 0:  # the same relative error in logarithms
-        low, high = (found.value * _exp((end - found.value) / found.value) for end in (low, high))
-    # A NaN stays.
-    return Interval(found.value, scale.low if low < scale.low else low, scale.high if high > scale.high else high)
+        low, high = (found.value * _exp((end - found.value) / found.value) for end in (found.low, found.high))
+        found = Interval(found.value, low, high)
+    return _within(scale, found)
 
 
 def _macro_interval(groups: Collection[Collection[Sequence[float]]]) -> Interval:

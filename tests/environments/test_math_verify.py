@@ -99,7 +99,15 @@ def test_a_part_of_the_expected_answer_is_wrong(math: Math, expected: str, text:
 @pytest.mark.parametrize(
     ("expected", "text"),
     [
-        *[("42", "42"), ("1,234", "1234"), ("3/4", r"\boxed{0.75}"), ("$5", "It costs $5."), ("-0.5", r"$-\frac{1}{2}$")],
+        *[
+            ("42.", "42"),
+            (r" \$1,234.50. ", "$1234.5"),
+            ("42", "42"),
+            ("1,234", "1234"),
+            ("3/4", r"\boxed{0.75}"),
+            ("$5", "It costs $5."),
+            ("-0.5", r"$-\frac{1}{2}$"),
+        ],
         *[(r"$1 - \frac{1}{\mathrm{e}}$", r"\boxed{\frac{e-1}{e}}"), (r"1 + 2\mathrm{i}", r"\boxed{2i+1}")],
         *[("The answer is $7$", "7"), ("$5 and $10", r"\boxed{5, 10}"), ("x**2 + 1", r"\boxed{x**2 + 1}")],
     ],
@@ -130,11 +138,26 @@ def test_public_answers_are_judged_right(math: Math, part: int):
 
 def test_expected_answers_without_an_expression_are_refused():
     check = answer_check({"x": EnvironmentConfig(kind="math")}, "x").check
-    for answer in ["42", "$1,234.50", "3/4", r"\frac{1}{2}", "$x^2$", "(1, 2]", r"$1 - \frac{1}{\mathrm{e}}$"]:
+    for answer in [
+        "42",
+        "$1,234.50",
+        "42.",
+        r"\$ 1,234.5. ",
+        "3/4",
+        r"\frac{1}{2}",
+        "$x^2$",
+        "(1, 2]",
+        r"$1 - \frac{1}{\mathrm{e}}$",
+    ]:
         check(answer)
     for answer in ["", " ", "$", "x**2 + 1", "Eq(x**2/4 + y**2/3, 1)", "#### 7"]:
         with pytest.raises(ValueError, match="math-verify reads no expression"):
             check(answer)
+
+
+def test_a_busy_machine_refuses_no_expected_answer(monkeypatch):
+    monkeypatch.setattr(_MathWorker, "judge", lambda *_: {"timeout": True})
+    answer_check({"x": EnvironmentConfig(kind="math")}, "x").check("x^2 + 1 \\text{ on a busy machine}")
 
 
 @pytest.mark.parametrize(

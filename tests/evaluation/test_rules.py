@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from pipeline.environments.base import Environment, Outcome
-from pipeline.environments.minerva_math import MinervaMath
+from pipeline.environments.minerva_math import MinervaMath, final_answer
 from pipeline.types import Prompt
 from tests.environments.pooled import made
 from tests.evaluation.lm_eval_golden import GOLDEN
@@ -148,6 +148,12 @@ def test_minerva(minerva: MinervaMath, expected: str, text: str, right: bool | N
     metrics = judge(minerva, expected, text).metrics
     assert metrics["exact_match"] == float(right is True)
     assert metrics["no_final_answer"] == float(right is NOTHING)
+
+
+@pytest.mark.parametrize("end", ["", "!", ".\nQuestion:"])
+def test_minervas_last_sentence_may_end_otherwise(end: str):
+    """As in lm-evaluation-harness, whose regular expression has a dot there."""
+    assert final_answer(SAID.format("$24$").removesuffix(".") + end) == "24"
 
 
 def test_minerva_scores_as_lm_evaluation_harness(minerva: MinervaMath):

@@ -145,6 +145,9 @@ def test_intervals_have_possible_ends():
     assert rated.value == pytest.approx(9.0) and 1 <= rated.low < 9 < rated.high <= 10
     assert interval([[0.1], [0.0], [9.0], [0.2]], Scale(0.0)).low >= 0
     assert math.isnan(interval([[1e300], [1e305]], Scale(1.0, exponential=True)).high)  # above the largest float
+    for scale in (Scale(1.0, exponential=True), Scale(0.0), Scale(1.0, 10.0)):  # a single text has no interval
+        single = interval([[3.0]], scale)
+        assert single.value == 3 and math.isnan(single.low) == math.isnan(single.high) == (not math.isfinite(scale.high))
     second = {name: [each / 2 for each in value] for name, value in values.items()}
     halved = difference(values, second, lower_is_better=True, exponential=True)
     assert halved.value == pytest.approx(-found.value / 2) and halved.low == halved.high == pytest.approx(halved.value)

@@ -312,6 +312,9 @@ def test_no_variable_beats_the_script_and_each_is_told(cluster, monkeypatch, tmp
     told = [re.split("[= ]", note)[0] for note in notes if " of the environment: not used" in note]
     assert sorted(told) == sorted([*BEATS, "SLURM_TIMELIMIT"])
     assert next(note for note in notes if "MEM_PER_NODE" in note).endswith("because mem of a component decides")
+    assert next(note for note in notes if "SIGNAL" in note).endswith(
+        "because the job sets its own, so that ranks save before the time limit"
+    )
     script = batch_script(tmp_path, "ours", asked.cluster, {"train": asked.cluster.train})
     (tmp_path / "submitit").mkdir()
     job_id = slurm_client.submit(script, "--hold")
@@ -336,6 +339,16 @@ def test_the_steps_of_a_job_ignore_variables_of_its_shell(cluster, monkeypatch, 
         slurm_client.submit(script)
         wait_until((tmp_path / f"out{works}.ended").exists, "the end of the step")
         assert (out.read_text().strip() == "hello") == works
+
+
+def test_a_job_that_submits_others_has_the_variables_of_the_site(cluster, monkeypatch, tmp_path):
+    monkeypatch.setenv("SBATCH_WCKEY", "it's mine")
+    script, out = "#!/bin/bash\n#SBATCH --output=/dev/null\n", tmp_path / "out"
+    for lines, wckey in (("", ""), (slurm_environment.export_wishes(), "it's mine")):
+        slurm_client.submit(f'{script}{lines}echo "$SBATCH_WCKEY" >{out}.new; mv {out}.new {out}\n')
+        wait_until(out.exists, "the end of the job")
+        assert out.read_text() == f"{wckey}\n"
+        out.unlink()
 
 
 def test_queries_that_slurm_does_not_answer_are_noted(cluster, monkeypatch, tmp_path):

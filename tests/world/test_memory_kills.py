@@ -95,6 +95,21 @@ def test_groups_of_both_versions_around_and_beside_a_process(tmp_path, line, fil
     assert kills.record() == "" and MemoryKills(tmp_path / "absent").record() == ""
 
 
+def test_the_innermost_group_that_grew_counts(tmp_path):
+    """The groups around it count the kills of other jobs too."""
+    (tmp_path / "proc/self").mkdir(parents=True)
+    (tmp_path / "proc/self/cgroup").write_text("0::/slurm/job_17\n")
+    inner, outer = (tmp_path / "sys/fs/cgroup/slurm" / name for name in ("job_17/memory.events", "memory.events"))
+    inner.parent.mkdir(parents=True)
+    for path in (inner, outer):
+        path.write_text("oom_kill 0\n")
+    kills = MemoryKills(tmp_path)
+    outer.write_text("oom_kill 2\n")
+    assert kills.record().endswith(f"oom_kill in {outer} grew by 2")
+    inner.write_text("oom_kill 1\n")
+    assert kills.record().endswith(f"oom_kill in {inner} grew by 1")
+
+
 def test_the_last_warning_about_memory_of_a_node(tmp_path):
     assert last_warning(tmp_path, ("full_memory",), "n1") is None
     given = [("full_memory", "n1"), ("full_memory", "n2"), ("slow_rank", "n1"), ("full_memory", "n1"), ("full_disk", "n1")]

@@ -111,6 +111,9 @@ def test_a_step_has_the_range_of_published_steps(tmp_path):
     (tmp_path / "new.yaml").write_text("".join(line for line in text.splitlines(True) if "est_step" not in line))
     other = planned("llama8b_grpo_sync", *(f"cluster.{name}.gpu={tmp_path}/new.yaml" for name in ("train", "generate")))
     assert "no published steps on new are known" in table(other)
+    for one, two in (("h100", f"{tmp_path}/new.yaml"), (f"{tmp_path}/new.yaml", "h100")):
+        both = planned("llama8b_grpo_sync", f"cluster.train.gpu={one}", f"cluster.generate.gpu={two}")
+        assert "no published steps on new are known" in table(both)
 
 
 def test_sampling_ahead_of_training_hides_the_shorter_of_the_two():
