@@ -1,6 +1,11 @@
 """Call a function in a fork of this process that ends after a time of CPU and has little memory.
 
-A chat template is a program: Jinja's sandbox keeps it from files and objects, and not from loops and long texts.
+A chat template is a program: Jinja's sandbox keeps it from files and objects, and not from loops and long texts. The source of
+a module may be long and deep.
+
+A thread may call this. The fork has only this thread, and a lock that another thread held stays locked in it: at worst, the
+function waits until its time is over. The fork closes all but its standard files, so that it holds no connection and no lock
+of a file.
 """
 
 from __future__ import annotations
@@ -17,18 +22,18 @@ from typing import Any
 
 SECONDS = 5.0
 """CPU time: on a busy machine a short function may take longer by the clock."""
-WAIT_S = 60.0
-"""Longest wait by the clock."""
+WAIT_S = 30.0
+"""Longest wait by the clock, such as for a lock."""
 MEMORY = 1 << 30  # bytes besides what this process has
 REPLY_BYTES = 16 << 20
 
 
 class Unbounded(Exception):
-    """The function took too long, or too much memory."""
+    """The function took too long or too much memory, or raised."""
 
 
 def call(function: Callable[[], Any]) -> Any:
-    """Return what a function returns, which JSON must be able to represent. Raises Unbounded, also if the function raises."""
+    """Return what a function returns, which JSON must be able to represent. Raises Unbounded."""
     seconds = SECONDS
     read, write = os.pipe()
     pid = os.fork()
@@ -43,36 +48,50 @@ def call(function: Callable[[], Any]) -> Any:
             os.kill(pid, signal.SIGKILL)
         os.waitpid(pid, 0)
     try:
-        return json.loads(reply)
+        found = json.loads(reply)
     except ValueError:
         raise Unbounded(f"it took more than {seconds:g} seconds of CPU time or {MEMORY >> 20} MiB") from None
+    if "raised" in found:
+        raise Unbounded(f"it raised {found['raised']}")
+    return found["value"]
 
 
 def _child(function: Callable[[], Any], write: int, seconds: float) -> None:
     """Reply and exit, whatever happens."""
     try:
         signal.set_wakeup_fd(-1)
-        for number in (signal.SIGINT, signal.SIGTERM):
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGALRM, signal.SIGPROF):
             signal.signal(number, signal.SIG_DFL)
+        signal.alarm(int(WAIT_S) + 1)  # it ends without its parent too, even where it waits
+        os.closerange(3, write)
+        os.closerange(write + 1, resource.getrlimit(resource.RLIMIT_NOFILE)[0])
         with open("/proc/self/statm") as statm:
             held = int(statm.read().split()[0]) * resource.getpagesize()
         resource.setrlimit(resource.RLIMIT_AS, (held + MEMORY, held + MEMORY))
-        signal.signal(signal.SIGPROF, signal.SIG_DFL)
         signal.setitimer(signal.ITIMER_PROF, seconds)
-        cpu = int(seconds) + 1  # if the function replaces the timer
-        resource.setrlimit(resource.RLIMIT_CPU, (cpu, cpu))
         with os.fdopen(write, "w") as file:
-            file.write(json.dumps(function()))
-    except BaseException:  # MemoryError, RecursionError: the parent sees no reply
+            file.write(_reply(function))
+    except BaseException:  # such as MemoryError: the parent sees no reply
         pass
     finally:
         os._exit(0)
 
 
+def _reply(function: Callable[[], Any]) -> str:
+    try:
+        return json.dumps({"value": function()})
+    except MemoryError:
+        return ""
+    except Exception as error:
+        return json.dumps({"raised": f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"})
+
+
 def _read(read: int, seconds: float) -> bytes:
     pieces, size, end = [], 0, time.monotonic() + seconds
+    waiting = select.poll()  # `select` knows no descriptor above 1023
+    waiting.register(read, select.POLLIN)
     while (left := end - time.monotonic()) > 0 and size <= REPLY_BYTES:
-        if not select.select([read], [], [], left)[0]:
+        if not waiting.poll(left * 1000):
             break
         if not (piece := os.read(read, 1 << 16)):
             return b"".join(pieces)

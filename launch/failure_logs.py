@@ -23,7 +23,7 @@ TASK = re.compile(r"^srun: error: .*?\btasks? (\d+)")
 PYXIS = re.compile(r"^(?:(\S+): |\[\S+\] )error: pyxis: ?(.*)")
 """Groups: node, message. The node is `slurmstepd-NAME`; Slurm 26.05 prints the time instead. enroot's messages follow."""
 PYXIS_LINES = 12
-FOR_MEMORY = re.compile(r"oom_kill|oom-kill|OOM Killed|Out Of Memory|\bKilled$", re.I)
+TASK_KILLED = re.compile(r"oom_kill|oom-kill|OOM Killed|Out Of Memory|\bKilled$", re.I)
 """Lines of srun and slurmstepd about tasks that were killed, such as `Detected 1 oom_kill event in StepId=17.0`."""
 KILLED_LINES = 4
 TAIL_BYTES = 256 << 10
@@ -42,7 +42,7 @@ def killed_lines(attempt: AttemptFolder) -> list[str]:
     with contextlib.suppress(OSError):
         return [(attempt.folder / KILLED).read_text().strip()]
     found = (line for log in sorted(attempt.folder.glob("srun-*.out")) for line in tail(log).splitlines())
-    return list(dict.fromkeys(line for line in found if FOR_MEMORY.search(line)))[:KILLED_LINES]
+    return list(dict.fromkeys(line for line in found if TASK_KILLED.search(line)))[:KILLED_LINES]
 
 
 def log_end(log: Path, count: int) -> list[str]:

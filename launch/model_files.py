@@ -173,10 +173,10 @@ def _in_cache(name: str) -> Path | None:
     return next((snapshot for snapshot in snapshots if (snapshot / "config.json").exists()), None)
 
 
-def read_json(path: Path) -> dict[str, Any]:
-    """Return the JSON object in a file. Raises RecipeError if the file holds anything else."""
+def read_json(path: Path, most: int = user_files.MAX_TEXT) -> dict[str, Any]:
+    """Return the JSON object in a file of at most `most` bytes. Raises RecipeError if the file holds anything else."""
     try:
-        found = json.loads(user_files.read_text(path, user_files.MAX_JSON))
+        found = json.loads(user_files.read_text(path, most))
     except OSError as error:
         raise RecipeError(Problem(str(path), "unreadable", f"cannot be read: {error.strerror}")) from None
     except (ValueError, RecursionError) as error:

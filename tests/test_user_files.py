@@ -10,10 +10,12 @@ import pytest
 
 from launch import recipes, submit
 from launch.executors.base import ROOT
+from launch.model_files import read_json
 from launch.preflight import data_files
 from pipeline import user_files
 from pipeline.config import hardware
 from pipeline.data.datasets import JSONLRecords
+from pipeline.data.file_tokenizer import read_tokenizer
 from pipeline.encryption.key import obtain
 from pipeline.evaluation.judge_prompts import JudgePrompt
 from pipeline.lineage import sha256
@@ -126,3 +128,13 @@ def test_the_job_refuses_an_endless_line(tmp_path):
         file.truncate(1 << 30)
     with pytest.raises(OSError, match="line 2 has more than 64 MB"):
         JSONLRecords(path)
+
+
+@pytest.mark.parametrize(("read", "most"), [(read_json, user_files.MAX_TEXT), (read_tokenizer, user_files.MAX_JSON)])
+def test_files_of_a_model_are_bounded(tmp_path, read, most):
+    """A JSON file of 180 MB, such as a generation_config.json of empty lists, takes 5 GB and minutes."""
+    path = tmp_path / "large.json"
+    path.touch()
+    os.truncate(path, most + 1)
+    with refused((str(path), "unreadable")):
+        read(path)

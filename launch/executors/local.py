@@ -344,7 +344,7 @@ class HetLocalJob(local.LocalJob):
         logs = sorted(run_dir.glob(f"attempts/local-{self.job_id}-*/rank*.log"))
         for log in (*logs, self.paths.folder / "controller.log"):
             if line := disk_error(log):
-                return f"{what}, because its disk fails; {log} says: {line}"
+                return f"{what}; {log} says: {line}"
         free = os.statvfs(run_dir)
         if not free.f_bavail or (free.f_files and not free.f_favail):
             return f"{what}; the file system of {run_dir} is full. {REMEDY[errno.ENOSPC].capitalize()}"

@@ -11,6 +11,7 @@ from typing import Literal
 
 from launch.model_files import read_json
 from launch.preflight.data_files import FirstRecords
+from pipeline import user_files
 from pipeline.config import Problem, Recipe, generates, trains
 from pipeline.data.file_tokenizer import read_tokenizer
 
@@ -68,7 +69,7 @@ def _too_long(records: FirstRecords, longest: tuple[int, int], recipe: Recipe) -
 
 def _unknown_token(tokenizer: Path) -> str | None:
     """Return the token for unknown text; None if there is none, or if it also has another meaning, as in GPT-2."""
-    model = read_json(tokenizer)["model"]
+    model = read_json(tokenizer, user_files.MAX_JSON)["model"]
     mark = model.get("unk_token")
     if mark is None and model.get("unk_id") is not None:
         mark = model["vocab"][model["unk_id"]][0]

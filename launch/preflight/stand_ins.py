@@ -21,6 +21,8 @@ UNSET = (
     "__class_getitem__",
 )
 """Attributes that Python itself reads while it makes a class."""
+MAKE_NAMES = ("globals", "vars", "exec")
+"""Functions by which a module binds names that its source does not show."""
 
 
 class _Default:
@@ -51,7 +53,7 @@ def class_of(node: ast.ClassDef, bases: Sequence[Any]) -> Any:
         return UNKNOWN
 
 
-def _member(node: ast.AST) -> Any:
+def _member(node: ast.AST | None) -> Any:
     if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
         decorators = [ast.unparse(each).rpartition(".")[2] for each in node.decorator_list]
         made = _function(node if not set(decorators) - {"abstractmethod", "override"} else None)
@@ -97,28 +99,46 @@ def _parameter(name: str, kind: Any, default: ast.expr | None) -> inspect.Parame
 # ---- names --------------------------------------------------------------------------------------------------------------
 
 
-def bindings(body: Sequence[ast.stmt]) -> dict[str, ast.AST]:
+def bindings(body: Sequence[ast.stmt]) -> dict[str, ast.AST | None]:
     """Return what the statements of a module or a class bind to each name, also within `if`, `try` and `with`.
 
-    A definition, the value of an assignment, or the import statement. Of several, the last.
+    A definition, the value of an assignment, or the import statement. None for what the source does not show, such as a name
+    that several statements bind.
     """
-    found: dict[str, ast.AST] = {}
+    found: dict[str, ast.AST | None] = {}
     for node in statements(body):
-        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
-            found[node.name] = node
-        elif isinstance(node, ast.Import | ast.ImportFrom):
-            found |= {(alias.asname or alias.name.partition(".")[0]): node for alias in node.names if alias.name != "*"}
-        elif isinstance(node, ast.Assign | ast.AnnAssign | ast.AugAssign):
-            targets = node.targets if isinstance(node, ast.Assign) else [node.target]
-            value = None if isinstance(node, ast.AugAssign) else node.value
-            for target in targets if value is not None or isinstance(node, ast.AugAssign) else ():
-                whole = isinstance(target, ast.Name)
-                found |= dict.fromkeys(_stored(target), value if whole and value is not None else node)
-        elif isinstance(node, ast.For | ast.AsyncFor):
-            found |= dict.fromkeys(_stored(node.target), node)
-        elif isinstance(node, ast.With | ast.AsyncWith):
-            found |= {name: node for item in node.items if item.optional_vars for name in _stored(item.optional_vars)}
+        for name, bound in _bound(node):
+            found[name] = None if name in found else bound
     return found
+
+
+def _bound(node: ast.stmt) -> Iterator[tuple[str, ast.AST | None]]:
+    """Yield the names that one statement binds, with what `bindings` returns for them."""
+    if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+        yield node.name, node
+    elif isinstance(node, ast.Import | ast.ImportFrom):
+        yield from ((alias.asname or alias.name.partition(".")[0], node) for alias in node.names if alias.name != "*")
+    elif isinstance(node, ast.Assign):
+        for target in node.targets:
+            yield from ((name, node.value if isinstance(target, ast.Name) else None) for name in _stored(target))
+    elif isinstance(node, ast.AnnAssign):
+        yield from ((name, node.value) for name in _stored(node.target) if node.value is not None)
+    elif isinstance(node, ast.AugAssign | ast.For | ast.AsyncFor):
+        yield from ((name, None) for name in _stored(node.target))
+    elif isinstance(node, ast.With | ast.AsyncWith):
+        yield from ((name, None) for item in node.items if item.optional_vars for name in _stored(item.optional_vars))
+
+
+def may_bind(body: Sequence[ast.stmt], name: str) -> bool:
+    """Return whether running a module may bind a name that `bindings` lacks: in an expression or a function, or by its text."""
+    for node in (node for statement in body for node in ast.walk(statement)):
+        if getattr(node, "id", None) in MAKE_NAMES or getattr(node, "attr", None) == "modules":  # of sys
+            return True
+        if isinstance(node, ast.NamedExpr) and node.target.id == name:
+            return True
+        if (isinstance(node, ast.Global) and name in node.names) or (isinstance(node, ast.MatchAs) and node.name == name):
+            return True
+    return False
 
 
 def statements(body: Sequence[ast.stmt], always: bool = False) -> Iterator[ast.stmt]:

@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from launch import containers
+from launch import bounded, containers
 from launch.executors.base import ROOT
 from launch.preflight import user_source
 from launch.trust import Trust, trusted_folders
@@ -98,12 +98,17 @@ def probe(recipe: Recipe, trust: Trust = Trust.EVERYTHING) -> Replies:
     replies = _probe(recipe, imported, trust, trusted) if imported else {}
     if isinstance(replies, str):
         return replies
-    read = {
-        one.key: user_source.describe(one.path, one.role, sorted(one.kwargs), folders) | {"read": True}
-        for one in references
-        if one not in imported
+    others = [one for one in references if one not in imported]
+    try:
+        return {**replies, **(bounded.call(lambda: _read(others, folders)) if others else {})}
+    except bounded.Unbounded as error:
+        return f"reading the source: {error}"
+
+
+def _read(references: list[CodeReference], folders: Sequence[Path]) -> dict[str, dict[str, Any]]:
+    return {
+        one.key: user_source.describe(one.path, one.role, sorted(one.kwargs), folders) | {"read": True} for one in references
     }
-    return {**replies, **read}
 
 
 def required_fields(recipe: Recipe, replies: Replies) -> dict[str, list[str]]:

@@ -2,7 +2,10 @@
 
 This sees most of what an import sees: a module or a name that does not exist, a syntax error, a package that is not installed,
 a class that lacks methods, parameters that do not fit. It does not see what only running the module shows: other exceptions,
-names that are made at run time, and what decorators and foreign base classes add. Such code passes.
+names that are made at run time or by several statements, and what decorators and foreign base classes add. Such code
+passes.
+
+Sources of any length and depth are read, so callers bound the time (`launch/bounded.py`).
 """
 
 from __future__ import annotations
@@ -11,14 +14,16 @@ import abc
 import ast
 import builtins
 import difflib
+import functools
 import importlib.util
+import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
 from launch.executors.base import ROOT
-from launch.preflight.stand_ins import UNKNOWN, bindings, class_of, function_of, statements
+from launch.preflight.stand_ins import UNKNOWN, bindings, class_of, function_of, may_bind, statements
 from pipeline import user_code, user_files
 from pipeline.environments import custom
 
@@ -68,6 +73,8 @@ def lacks(path: str, folders: Sequence[Path]) -> str | None:
         SourceReader(folders, checks_imports=False).named(module, name)
     except CodeFault as fault:
         return fault.reply.get("wrong")
+    except RecursionError:
+        pass
     return None
 
 
@@ -79,6 +86,16 @@ class ModuleSource:
     file: Path
     is_package: bool
     body: list[ast.stmt]
+
+    @functools.cached_property
+    def bound(self) -> dict[str, ast.AST | None]:
+        """What the module binds to each name."""
+        return bindings(self.body)
+
+    @functools.cached_property
+    def has_stars(self) -> bool:
+        """Whether it has `from ... import *`."""
+        return any(isinstance(node, ast.ImportFrom) and node.names[0].name == "*" for node in statements(self.body))
 
     def absolute(self, node: ast.ImportFrom) -> str:
         """Return the module that an import statement names."""
@@ -95,24 +112,37 @@ class SourceReader:
     folders: Sequence[Path]
     checks_imports: bool = True
     _read: dict[str, ModuleSource | None] = field(default_factory=dict)
+    _known: dict[str, Any] = field(default_factory=dict)
 
-    def named(self, module: str, name: str, seen: frozenset[str] = frozenset()) -> Any:
+    def named(self, module: str, name: str) -> Any:
         """Return a stand-in for what a module has under a name, or UNKNOWN. Raises CodeFault."""
+        path = f"{module}.{name}"
+        if path not in self._known:
+            is_first = not self._known
+            self._known[path] = UNKNOWN  # for a name that leads back to itself
+            self._known[path] = self._named(module, name, is_first)
+        return self._known[path]
+
+    def _named(self, module: str, name: str, is_first: bool) -> Any:
         path = f"{module}.{name}"
         if path in BASES:
             return BASES[path]
         if module in OURS:
             return self._loaded(path)
-        if seen and _installed(module.partition(".")[0]):
+        if not is_first and _installed(module.partition(".")[0]):
             return UNKNOWN  # reading the sources of libraries would take seconds
         source = self.source(module)
-        if source is None or path in seen:
+        if source is None:
             return UNKNOWN
-        bound = bindings(source.body)
+        bound = source.bound
         if name in bound:
-            return self._stand_in(source, name, bound[name], seen | {path})
-        stars = (node for node in statements(source.body) if isinstance(node, ast.ImportFrom) and node.names[0].name == "*")
-        if "__getattr__" in bound or any(stars) or (source.is_package and self._exists(path)):
+            return self._stand_in(source, name, bound[name])
+        if (
+            "__getattr__" in bound
+            or source.has_stars
+            or (source.is_package and self._exists(path))
+            or may_bind(source.body, name)
+        ):
             return UNKNOWN
         near = difflib.get_close_matches(name, bound, 1)
         hint = f"; did you mean {near[0]}?" if near else ""
@@ -124,37 +154,36 @@ class SourceReader:
         except user_code.NotFound as error:
             raise CodeFault(wrong=str(error), code="not-importable") from None
 
-    def _stand_in(self, source: ModuleSource, name: str, node: ast.AST, seen: frozenset[str]) -> Any:
+    def _stand_in(self, source: ModuleSource, name: str, node: ast.AST | None) -> Any:
         """Return a stand-in for what a module binds to a name."""
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda):
             return function_of(node)
         if isinstance(node, ast.ClassDef):
-            return class_of(node, [self._value(source, base, seen) for base in node.bases])
+            return class_of(node, [self._value(source, base) for base in node.bases])
         if isinstance(node, ast.ImportFrom):
             original = next(alias.name for alias in node.names if name in (alias.asname, alias.name))
-            return self.named(source.absolute(node), original, seen)
+            return self.named(source.absolute(node), original)
         if isinstance(node, ast.expr):
-            return self._value(source, node, seen)
+            return self._value(source, node)
         return UNKNOWN
 
-    def _value(self, source: ModuleSource, node: ast.expr, seen: frozenset[str]) -> Any:
+    def _value(self, source: ModuleSource, node: ast.expr) -> Any:
         """Return a stand-in for an expression of a module."""
         if isinstance(node, ast.Lambda):
             return function_of(node)
         if isinstance(node, ast.Name):
-            known = {**bindings(source.body), **dict.fromkeys(("__name__", "__file__", "__doc__"))}
-            if node.id in known:
-                return self.named(source.name, node.id, seen) if known[node.id] is not None else UNKNOWN
+            if node.id in source.bound:
+                return self.named(source.name, node.id)
+            if node.id in ("__name__", "__file__", "__doc__") or source.has_stars or may_bind(source.body, node.id):
+                return UNKNOWN
             if hasattr(builtins, node.id):
                 return getattr(builtins, node.id)
-            if any(isinstance(each, ast.ImportFrom) and each.names[0].name == "*" for each in statements(source.body)):
-                return UNKNOWN
             raise CodeFault(raised=f"NameError: name '{node.id}' is not defined ({source.file}:{node.lineno})", foreign=False)
         if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name):
-            bound = bindings(source.body).get(node.value.id)
+            bound = source.bound.get(node.value.id)
             if isinstance(bound, ast.Import):
                 wanted = {alias.asname or alias.name: alias.name for alias in bound.names}
-                return self.named(wanted[node.value.id], node.attr, seen) if node.value.id in wanted else UNKNOWN
+                return self.named(wanted[node.value.id], node.attr) if node.value.id in wanted else UNKNOWN
         try:
             return ast.literal_eval(node)
         except (ValueError, TypeError, SyntaxError, MemoryError, RecursionError):
@@ -241,7 +270,11 @@ def _installed(top: str) -> list[Path]:
 
 def _parsed(file: Path) -> list[ast.stmt]:
     try:
-        return ast.parse(user_files.read_bytes(file, MAX_SOURCE), str(file)).body
+        text = user_files.read_bytes(file, MAX_SOURCE)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            compile(text, str(file), "exec", dont_inherit=True)  # it finds errors that parsing does not, and runs nothing
+            return ast.parse(text, str(file)).body
     except SyntaxError as error:
         raise CodeFault(raised=f"SyntaxError: {error.msg} ({error.filename}:{error.lineno})", foreign=False) from None
     except (OSError, ValueError, RecursionError, MemoryError) as error:  # ValueError: null bytes

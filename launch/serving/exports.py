@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fcntl
+import os
 import subprocess
 import sys
 import threading
@@ -12,6 +13,7 @@ from launch import audit_log
 from launch.detached import start_detached
 from launch.executors.base import ROOT
 from launch.serving.models import ExportAnswer
+from pipeline import user_files
 from pipeline.config import Problem, RecipeError
 
 KINDS = ("hf", "adapter")
@@ -68,14 +70,16 @@ def _state(folder: Path) -> ExportAnswer | None:
     if folder.is_dir():
         return ExportAnswer(folder=str(folder), state="done")
     if log.exists():
-        why = log.read_text(errors="replace")[-LONGEST:].strip()
+        with user_files.open_file(log) as file:
+            file.seek(-min(4 * LONGEST, file.seek(0, os.SEEK_END)), os.SEEK_END)
+            why = file.read(4 * LONGEST).decode(errors="replace")[-LONGEST:].strip()
         return ExportAnswer(folder=str(folder), state="failed", why=why)
     return None
 
 
 def _is_locked(log: Path) -> bool:
     try:
-        with log.open("rb") as file:
+        with user_files.open_file(log) as file:
             fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
             return False
     except FileNotFoundError:

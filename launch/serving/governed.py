@@ -40,10 +40,13 @@ GOVERNED = {
     "logger.mlflow.tracking_uri": SENDS,
     "logger.mlflow.artifact_location": SENDS,
     "logger.trackio.space": SENDS,
+    "data.*.kwargs.cache_dir": WRITES,
+    "evaluate.tasks.*.data.kwargs.cache_dir": WRITES,
     "policy.generation.vllm_kwargs.*_cls": EXECUTES,
     "policy.generation.vllm_kwargs.trust_remote_code": EXECUTES,
     "policy.generation.vllm_kwargs.logits_processors": EXECUTES,
     "policy.generation.vllm_kwargs.*_plugin*": EXECUTES,
+    "policy.generation.vllm_kwargs.download_dir": WRITES,
 }
 """Patterns of keys that no request may set, nor a section around them as a whole, and what they decide."""
 OF_SUITE = {"baseline": WRITES, "folder": WRITES, "name": WRITES}
@@ -51,8 +54,12 @@ OF_SUITE = {"baseline": WRITES, "folder": WRITES, "name": WRITES}
 SECTIONS = re.compile(r"(?:runs\.[^.]+\.overrides|search\.overrides|search\.parameters|overrides)\.")
 """Beginnings of keys of a suite that go on with a key of a recipe."""
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,199}")
-SCHEME = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*:/")
-"""The beginning of an address, which a library may open as a file."""
+SCHEME = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*(:/|::\S*/)")
+"""The beginning of an address, which a library may open as a file, such as file:/a or simplecache::/a."""
+OF_TORCH = ("*.optimizer.name", "*.scheduler*")
+"""Patterns of keys whose texts name classes that a job imports. Those of torch are allowed."""
+OF_ENGINE = "*.vllm_kwargs.*"
+"""Keys whose texts vLLM may import. Words without a dot are allowed, except for keys that name modules."""
 
 
 def check(overrides: Mapping[str, Any], folders: Sequence[Path], of_suite: bool = False) -> None:
@@ -77,7 +84,7 @@ def _problems(key: str, value: Any, inside: Sequence[Path], of_suite: bool) -> I
     for text in _texts(value):
         if "${" in text:
             yield _refused(key, "got an interpolation; expected a value, because the service resolves nothing for a request")
-        elif names_own_code(own, text):
+        elif names_own_code(own, text) or _names_class(own, text):
             yield _refused(key, f"got '{text[:80]}', which names code; expected code that a recipe of the service names")
         elif SCHEME.match(text) or (_is_file(own, text) and not _is_inside(text, inside)):
             places = ", ".join(map(str, inside))
@@ -115,9 +122,16 @@ def _texts(value: Any) -> Iterator[str]:
             yield from (str(name), *_texts(item))
 
 
+def _names_class(key: str, text: str) -> bool:
+    """Return whether a text may name a class of another package than torch, for an optimizer, a schedule or the engine."""
+    if any(fnmatch.fnmatchcase(key, pattern) for pattern in OF_TORCH):
+        return "." in text and not text.startswith("torch.")
+    return fnmatch.fnmatchcase(key, OF_ENGINE) and ("." in text or "module" in key)
+
+
 def _is_file(key: str, text: str) -> bool:
     """Return whether a text may be read as the path of a file or a folder."""
-    if text.startswith(("/", "~", "./", "../")) or text in (".", ".."):
+    if text.startswith(("/", "~", "./")) or text == "." or ".." in text.split("/"):
         return True
     return (is_path(key) or "/" in text) and len(text) < 4096 and "\0" not in text and os.path.lexists(text)
 

@@ -39,7 +39,7 @@ def load_tokenizer(config: TokenizerConfig) -> PreTrainedTokenizerBase:
     """Return the tokenizer `config.name`, with the chat template that the recipe gives or names, if any. Raises RecipeError."""
     from transformers import AutoTokenizer
 
-    tokenizer = AutoTokenizer.from_pretrained(config.name)
+    tokenizer = AutoTokenizer.from_pretrained(config.name, trust_remote_code=False)
     tokenizer.chat_template = choose_template(config, tokenizer.chat_template).template
     return tokenizer
 

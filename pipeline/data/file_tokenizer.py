@@ -9,6 +9,7 @@ Not handled: tokenizers without tokenizer.json; special tokens that only a token
 
 from __future__ import annotations
 
+import errno
 import functools
 import json
 import os
@@ -62,7 +63,11 @@ class FileTokenizer:
         from tokenizers import AddedToken
 
         listed = settings.get("added_tokens_decoder") or {}
-        tokens: list[AddedToken] = [AddedToken(**listed[id]) for id in sorted(listed, key=int)]
+        try:
+            tokens: list[AddedToken] = [AddedToken(**listed[id]) for id in sorted(listed, key=int)]
+        except (TypeError, ValueError) as error:
+            path = f"{self.name_or_path}/{SETTINGS}"
+            raise RecipeError(Problem(path, "bad-format", f"added_tokens_decoder: {error}")) from None
         tokens += [AddedToken(text, special=True) for text in named]
         known = {token.content for token in self._tokenizer.get_added_tokens_decoder().values()}
         if missing := [token for token in tokens if token.content not in known]:
@@ -158,8 +163,10 @@ class FileTokenizer:
 def read_tokenizer(path: Path) -> Tokenizer:
     """Return the tokenizer of a tokenizer.json, which others share: do not change it. Raises RecipeError."""
     try:
-        user_files.open_file(path).close()  # the library that reads it would wait for a pipe
-        status = os.stat(path)
+        with user_files.open_file(path) as file:  # the library that reads it would wait for a pipe
+            status = os.fstat(file.fileno())
+        if status.st_size > user_files.MAX_JSON:
+            raise OSError(errno.EFBIG, f"it has {status.st_size:,} bytes; expected at most {user_files.MAX_JSON:,}")
     except OSError as error:
         raise RecipeError(Problem(str(path), "unreadable", error.strerror or str(error))) from None
     return _read_tokenizer(str(path), status.st_mtime_ns, status.st_size)
@@ -182,7 +189,7 @@ def _settings(folder: Path) -> dict[str, Any]:
     for name in (SPECIAL_TOKENS, SETTINGS):
         if (path := folder / name).exists():
             try:
-                read = json.loads(user_files.read_text(path, user_files.MAX_JSON))
+                read = json.loads(user_files.read_text(path))
                 found |= read if name == SETTINGS else {key: value for key, value in read.items() if key in NAMES}
             except (OSError, ValueError, TypeError, AttributeError, RecursionError) as error:
                 raise RecipeError(Problem(str(path), "bad-format", f"not the settings of a tokenizer: {error}")) from None

@@ -151,7 +151,7 @@ def model_file(name: str, file: str) -> Path | None:
 def read_config(path: Path) -> dict[str, Any]:
     """Return the JSON object in a file of a model. Raises RecipeError."""
     try:
-        found = json.loads(user_files.read_text(path, user_files.MAX_JSON))
+        found = json.loads(user_files.read_text(path))
     except OSError as error:
         raise RecipeError(Problem(str(path), "unreadable", error.strerror or str(error))) from None
     except (ValueError, RecursionError) as error:

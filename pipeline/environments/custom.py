@@ -101,11 +101,12 @@ def _problem_of_class(kind: type, kwargs: Collection[str]) -> str | None:
         return f"the class is abstract; expected it to define {' and '.join(abstract)}"
     try:
         signature = inspect.signature(kind)
+    except (TypeError, ValueError):  # it has no signature to check
+        return None
+    try:
         signature.bind(**dict.fromkeys(kwargs))
     except TypeError as error:
         return f"kwargs do not fit {kind.__name__}{signature}: {error}"
-    except ValueError:  # it has no signature to check
-        return None
     return None
 
 

@@ -123,7 +123,7 @@ class TransformersBackend(GenerateBackend):
         self._shapes, self._tied = checkpoint_shapes(config)
         with torch.random.fork_rng([self._device] if self._device.type == "cuda" else []):
             model = AutoModelForCausalLM.from_config(
-                config, dtype=getattr(torch, policy.precision), attn_implementation=ATTENTION
+                config, dtype=getattr(torch, policy.precision), attn_implementation=ATTENTION, trust_remote_code=False
             )
         self._model = model.to(self._device).eval().requires_grad_(False)
         self._tensors = {name: tensor for name, tensor in model.state_dict().items() if name in self._shapes}

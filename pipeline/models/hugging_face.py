@@ -149,7 +149,7 @@ def meta_model(config: PreTrainedConfig, head: Head = "logprobs", **options: Any
     Raises RecipeError if the value head is not `score.weight` alone.
     """
     with torch.device("meta"):
-        model = auto_model(head).from_config(config, **options)
+        model = auto_model(head).from_config(config, trust_remote_code=False, **options)
     if head == "values":
         beyond = {name for name, _ in model.named_parameters() if not name.startswith(f"{model.base_model_prefix}.")}
         if beyond != {SCORE}:

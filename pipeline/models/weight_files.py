@@ -13,13 +13,14 @@ from __future__ import annotations
 
 import json
 import os
-import stat
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from math import prod
 from pathlib import Path, PurePath
 from typing import Any
+
+from pipeline import user_files
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 FLOATS = ("F64", "F32", "F16", "BF16")  # the dtypes of weights that the train backends read
@@ -145,12 +146,13 @@ def _assign(found: WeightFiles, weight_map: Mapping[str, str], headers: Mapping[
                 unlisted += [f"{tensor} in {name}"] if weight_map else []
     if copies:
         found.copied = True
-        found.notes.append(f"weights have copies that are not read, since {INDEX} names another file: {_some(copies)}")
+        found.notes.append(f"weights have copies that are not read, since {INDEX} names another file: {some(copies)}")
     if unlisted:
-        found.notes.append(f"weights are read that {INDEX} does not list: {_some(unlisted)}")
+        found.notes.append(f"weights are read that {INDEX} does not list: {some(unlisted)}")
 
 
-def _some(names: list[str]) -> str:
+def some(names: list[str]) -> str:
+    """Return the first names of a list for a message, and how many more there are."""
     return ", ".join(names[:_SHOWN]) + (f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else "")
 
 
@@ -215,9 +217,7 @@ def _stored(path: Path, data: int, entry: Mapping[str, Any]) -> TensorEntry:
 def file_fault(path: Path) -> str | None:
     """Return why a file is not a complete copy; None if it can be read."""
     try:
-        if not stat.S_ISREG(os.stat(path).st_mode):  # opening a pipe would wait for a writer
-            return "is no regular file"
-        with open(path, "rb") as file:
+        with user_files.open_file(path) as file:
             start = file.read(64)
     except FileNotFoundError:
         return _why_absent(path)

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from launch import evaluate, submit, sweep
+from launch import bounded, evaluate, submit, sweep
 from launch.api import planning
 from launch.preflight import user_imports, user_source
 from launch.trust import VARIABLE, Trust
@@ -141,6 +141,10 @@ SOURCES = {
     "nulls": "right = 1\0\n",
     "deep": "right = " + "(" * 50_000,
     "longer": "right = " + "-" * 200_000 + "1",
+    "optional": "try:\n    from fast import right\nexcept ImportError:\n    right = None\n",
+    "made_later": "globals()['right'] = print\n",
+    "within": "if (right := print): ...\nright_too: 'print'\n",
+    "twice": "def right(prompt, answer, prompt): ...\n",
 }
 
 
@@ -173,6 +177,11 @@ SOURCES = {
         ("nulls.right", (), {"foreign": False}),
         ("deep.right", (), {"foreign": False}),
         ("longer.right", (), {"foreign": False}),
+        ("optional.right", (), {"ok": True}),
+        ("made_later.right", (), {"ok": True}),
+        ("within.right", (), {"ok": True}),
+        ("within.right_too", (), {"code": "not-importable"}),
+        ("twice.right", (), {"foreign": False}),
     ],
 )
 def test_what_the_source_shows(tmp_path, path, kwargs, expected):
@@ -180,3 +189,21 @@ def test_what_the_source_shows(tmp_path, path, kwargs, expected):
         (tmp_path / f"{name}.py").write_text(text)
     reply = user_source.describe(path, "environment", kwargs, [tmp_path])
     assert {key: reply.get(key) for key in expected} == expected, reply
+
+
+@pytest.mark.parametrize("seconds", [5.0, 0.0], ids=["deep", "late"])
+def test_a_source_is_read_within_bounds(stranger, monkeypatch, seconds):
+    monkeypatch.setattr(bounded, "SECONDS", seconds)
+    (stranger / "evilmod.py").write_text("".join(f"x{i} = x{i + 1}\n" for i in range(2000)) + "right = x0\n")
+    recipe = config.inspect(f"{stranger}/mine.yaml").recipe
+    replies, notes = user_imports.probe(recipe, Trust.NOTHING), []
+    assert isinstance(replies, str)
+    assert not list(user_imports.problems(recipe, "local", notes, replies))
+    assert "evilmod.right was not checked" in notes[0]
+
+
+def test_classes_with_shared_bases_are_read_once(tmp_path):
+    """Without that, this takes as many readings as there are paths through the classes, 2 to the 24th."""
+    pairs = "".join(f"class C{i}(C{i + 1}, D{i + 1}): ...\nclass D{i}(C{i + 1}, D{i + 1}): ...\n" for i in range(24))
+    (tmp_path / "ladder.py").write_text(pairs + "class C24: ...\nclass D24: ...\n")
+    assert user_source.describe("ladder.C0", "environment", (), [tmp_path])["code"] == "wrong-type"

@@ -1,0 +1,57 @@
+"""A function in a fork: its value, what it raises, and its bounds."""
+
+import os
+import resource
+import threading
+import time
+
+import pytest
+
+from launch import bounded
+
+
+def test_the_value_comes_back():
+    assert bounded.call(lambda: [1, {"a": None}]) == [1, {"a": None}]
+
+
+@pytest.mark.parametrize(
+    ("function", "said"),
+    [
+        (lambda: 1 / 0, "ZeroDivisionError"),
+        (lambda: {1}, "TypeError"),
+        (lambda: "x" * (2 * bounded.MEMORY), "MiB"),
+        (lambda: os._exit(3), "MiB"),
+        (lambda: time.sleep(60), "seconds"),
+    ],
+)
+def test_what_fails_is_named(function, said, monkeypatch):
+    monkeypatch.setattr(bounded, "SECONDS", 0.5)
+    with pytest.raises(bounded.Unbounded, match=said):
+        bounded.call(function)
+
+
+def test_a_fork_holds_no_file(tmp_path):
+    with open(tmp_path / "held", "w") as held:
+        number = held.fileno()
+        with pytest.raises(bounded.Unbounded, match="Bad file descriptor"):
+            bounded.call(lambda: os.fstat(number).st_size)
+
+
+def test_many_threads_and_files(monkeypatch):
+    """A service has more than 1024 descriptors, and plans in threads."""
+    monkeypatch.setattr(bounded, "SECONDS", 60.0)
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (min(4096, hard), hard))
+    held = [os.open(os.devnull, os.O_RDONLY) for _ in range(1100)]
+    found = []
+    threads = [threading.Thread(target=lambda: found.append(bounded.call(lambda: 5))) for _ in range(4)]
+    try:
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    finally:
+        for number in held:
+            os.close(number)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    assert found == [5] * 4
