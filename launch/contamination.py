@@ -27,7 +27,7 @@ from launch.evaluations.overlap import WORDS, OverlapSearch
 from launch.units import plural
 from pipeline import config, small_files
 from pipeline.config import Problem, Recipe, RecipeError, section, training_sets
-from pipeline.data.datasets import load_split
+from pipeline.data.datasets import load_split, readable
 from pipeline.evaluation import data
 from pipeline.evaluation.base import Question
 from pipeline.evaluation.scores import as_json
@@ -104,9 +104,9 @@ def _search(recipe: Recipe, searches: list[OverlapSearch]) -> int:
     """Check every text of every record that the run trains on, and return the number of records."""
     count = 0
     for name, dataset in training_sets(recipe.data).items():
-        records, _ = load_split(replace(dataset, repeat=1), section(recipe).seed)
-        for index in range(len(records)):
-            for text in _texts(records[index]):
+        records, _ = load_split(replace(dataset, repeat=1), section(recipe).seed, recipe.data.bad_records == "drop")
+        for index, record in readable(records):
+            for text in _texts(record):
                 for search in searches:
                     search.check(text, f"{name}, record {index}")
             count += 1

@@ -26,7 +26,7 @@ def text(recipe: Recipe) -> str:
         return ""
     try:
         for key, dataset in config.keyed_sets(recipe.data).items():
-            records = first_records(key, dataset, [], READ)
+            records = first_records(key, dataset, [], READ, recipe.data.bad_records == "drop")
             if records and records.found:
                 reading = model_readings.read("policy", recipe.policy)
                 return "\n".join(_lines(recipe, key, dataset, records, reading)) if reading else ""

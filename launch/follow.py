@@ -30,8 +30,8 @@ from launch.terminal import plain
 from pipeline.metrics import Reader
 from pipeline.problems import RecipeError
 
-FAULT_METRICS = ("train/broke_judge", "train/env_failures")
-"""Metrics of failed verdicts and environments, shown only if they are not 0."""
+FAULT_METRICS = ("train/broke_judge", "train/env_failures", "data/records_dropped")
+"""Metrics of failed verdicts, of failed environments and of dropped records, shown only if they are not 0."""
 SHOWN_METRICS = (
     "train/reward",
     "train/accuracy",

@@ -45,6 +45,8 @@ logger = logging.getLogger(__name__)
 Reply = TypeVar("Reply")
 LEFT_OVER = "data/records_left_over"
 """Metric of the last step of a run that ends with its data: the records that fill no further step."""
+DROPPED = "data/records_dropped"
+"""Metric of the training records that the run has skipped so far, in all epochs, from the first such step on."""
 NO_VARIATION = (
     "The other prompts are too easy or too hard for this policy. Try other data, more epochs or more answers to a prompt"
 )
@@ -224,8 +226,8 @@ class RunParts:
         self.stop.validated(values)
         return values
 
-    def data_ended(self, step: int, left_over: int) -> dict[str, float]:
-        """Log that the data have ended after a step, and return the metric of the records that fill no further one.
+    def data_ended(self, step: int, left_over: int, data: Stream | Mixture) -> dict[str, float]:
+        """Log that the data have ended after a step, and return metrics of the records that no step uses.
 
         Raises RecipeError if there was no step at all.
         """
@@ -234,7 +236,7 @@ class RunParts:
             raise RecipeError(problem)
         what = "the data end after step %d; the last %d records fill no step of %d and are not used"
         logger.info(what, step, left_over, supply.per_step)
-        return {LEFT_OVER: float(left_over)} if left_over else {}
+        return ({LEFT_OVER: float(left_over)} if left_over else {}) | dropped_records(data)
 
     def step_not_full(self, step: int, groups: int, wanted: int) -> None:
         """Log that the data have ended within a step, after `step` others. Raises RecipeError if there was no other."""
@@ -337,7 +339,7 @@ def run_online(
     run.startup.enter("first step")
     batch = prompts.take(collector.num_prompts_to_send(step))
     if step == 0 and not collector.can_fill_step(batch):
-        run.data_ended(step, len(batch))
+        run.data_ended(step, len(batch), prompts)
     while step < section.max_num_steps and not run.stop.reason and collector.can_fill_step(batch) and not run.must_leave():
         with metrics.clock("step"):
             with metrics.clock("rollout"), colocation.generating():
@@ -351,7 +353,7 @@ def run_online(
                 values |= run.learn(algorithm, samples, algorithm.trains(step))
             step += 1
             cost = refit()
-        values |= run.steering.step_ended(step, prompts)
+        values |= run.steering.step_ended(step, prompts) | dropped_records(prompts)
         position, batch = prompts.state_dict(), prompts.take(collector.num_prompts_to_send(step))
         ended = step < section.max_num_steps and not collector.can_fill_step(batch)
         last = step >= section.max_num_steps or ended
@@ -361,7 +363,7 @@ def run_online(
         clocks = metrics.take_clocks()
         values |= cost | clocks | {"throughput/tokens_per_s": tokens / clocks["time/step"]}
         values |= run.timeline.step_ended(step) | resumed
-        values |= run.data_ended(step, len(batch) + collector.pending) if ended else {}
+        values |= run.data_ended(step, len(batch) + collector.pending, prompts) if ended else {}
         resumed = {}
         run.end_step(metrics, step, last or bool(run.stop.reason), position, values, groups)
     run.finish(step)
@@ -394,14 +396,14 @@ def run_offline(run: RunParts, algorithm: Algorithm, examples: Stream | Mixture,
     size = recipe.policy.train_global_batch_size
     items = examples.take(size)
     if step == 0 and len(items) < size:
-        run.data_ended(step, len(items))
+        run.data_ended(step, len(items), examples)
     while step < section.max_num_steps and not run.stop.reason and len(items) == size and not run.must_leave():
         samples = _flat(items)
         with metrics.clock("step"), metrics.clock("train"):
             values = run.learn(algorithm, samples, ["policy"])
         step += 1
         tokens = sum(len(sample.tokens) for sample in samples)
-        values |= run.steering.step_ended(step, examples)
+        values |= run.steering.step_ended(step, examples) | dropped_records(examples)
         position, items = examples.state_dict(), examples.take(size)
         ended = step < section.max_num_steps and len(items) < size
         last = step >= section.max_num_steps or ended
@@ -409,11 +411,16 @@ def run_offline(run: RunParts, algorithm: Algorithm, examples: Stream | Mixture,
             values |= validate()
         clocks = metrics.take_clocks()
         values |= clocks | {"throughput/tokens_per_s": tokens / clocks["time/step"]} | run.timeline.step_ended(step)
-        values |= run.data_ended(step, len(items)) if ended else {}
+        values |= run.data_ended(step, len(items), examples) if ended else {}
         run.end_step(metrics, step, last or bool(run.stop.reason), position, values)
     run.finish(step)
     metrics.close()
     return step
+
+
+def dropped_records(data: Stream | Mixture) -> dict[str, float]:
+    """Return the metric of the records that the data have skipped up to their position; none if there are none."""
+    return {DROPPED: float(data.dropped)} if data.dropped else {}
 
 
 def _flat(items: Sequence[Sample | Pair]) -> list[Sample]:

@@ -83,14 +83,21 @@ def read_text(path: str | os.PathLike[str], most: int = MAX_TEXT) -> str:
     return text.replace("\r\n", "\n").replace("\r", "\n") if "\r" in text else text
 
 
-def lines(file: BinaryIO, longest: int = MAX_LINE) -> Iterator[bytes]:
-    """Yield the lines of an open file with their ends. Raises OSError for one with more than `longest` bytes."""
+def lines(file: BinaryIO, longest: int = MAX_LINE, cut: bool = False) -> Iterator[bytes]:
+    """Yield the lines of an open file with their ends. Raises OSError for a line with more than `longest` bytes.
+
+    cut: yield the first `longest` + 1 bytes of such a line instead, and go on with the next line.
+    """
     number = 0
     while line := file.readline(longest + 1):
         number += 1
         if len(line) > longest:
-            why = f"line {number} has more than {_size(longest)}; expected one record a line"
-            raise OSError(errno.EFBIG, why, file.name if isinstance(file.name, str) else None)
+            if not cut:
+                why = f"line {number} has more than {_size(longest)}; expected one record a line"
+                raise OSError(errno.EFBIG, why, file.name if isinstance(file.name, str) else None)
+            rest = line
+            while rest and not rest.endswith(b"\n"):
+                rest = file.readline(1 << 20)
         yield line
 
 

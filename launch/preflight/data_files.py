@@ -5,7 +5,7 @@ The job reads a folder with the `datasets` library, which a login node need not 
 
 from __future__ import annotations
 
-import codecs
+import errno
 import itertools
 import re
 from collections.abc import Iterator
@@ -13,11 +13,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import msgspec
-
 from pipeline import user_files
 from pipeline.config import NAMED_DATASETS, DatasetConfig, Problem, RecipeError
 from pipeline.data.arrow_records import ArrowRecords
+from pipeline.data.records import parse_record
 
 SCAN_BYTES = 16 << 20  # read from each data file: parsed, up to 40 times as much memory
 SCAN_LINE = 8 << 20  # longest line there
@@ -50,19 +49,22 @@ class FirstRecords:
         """Return the location of a record for messages, as the job tells it."""
         return f"{self.path}, row {number} (from 0)" if self.rows else f"{self.path}:{number}"
 
-    def also(self, numbers: list[int]) -> str:
-        """Return the end of a message about a fault of several records, by their numbers."""
-        return also(numbers, "row" if self.rows else "line")
+    @property
+    def unit(self) -> str:
+        """What the numbers count."""
+        return "row" if self.rows else "line"
 
 
-def first_records(key: str, dataset: DatasetConfig, notes: list[str], most: int | None = None) -> FirstRecords | None:
+def first_records(
+    key: str, dataset: DatasetConfig, notes: list[str], most: int | None = None, drops: bool = False
+) -> FirstRecords | None:
     """Return the first records of a data set; None if they are not in a file here, with a note if a folder is not read.
 
-    key: of the data set, such as data.train. most: number of records; None reads SCAN_BYTES. Raises RecipeError for a file that
-    cannot be read, or has no records.
+    key: of the data set, such as data.train. most: number of records; None reads SCAN_BYTES. drops: whether bad records are
+    dropped. Raises RecipeError for a file that cannot be read, or has no records.
     """
     if dataset.data_path is not None:
-        return _of_lines(FirstRecords(f"{key}.data_path", Path(dataset.data_path)), most)
+        return _of_lines(FirstRecords(f"{key}.data_path", Path(dataset.data_path)), most, drops)
     name, key = dataset.dataset_name, f"{key}.dataset_name"
     if name is None or name in NAMED_DATASETS or not Path(name).is_dir():
         return None
@@ -79,8 +81,8 @@ def first_records(key: str, dataset: DatasetConfig, notes: list[str], most: int 
 # ---- JSONL -------------------------------------------------------------------------------------------------------------------
 
 
-def _of_lines(records: FirstRecords, most: int | None) -> FirstRecords:
-    for number, line in itertools.islice(lines_of(records.key, records.path), most):
+def _of_lines(records: FirstRecords, most: int | None, drops: bool = False) -> FirstRecords:
+    for number, line in itertools.islice(lines_of(records.key, records.path, drops), most):
         try:
             records.found.append((number, parse_record(line)))
         except ValueError as error:
@@ -88,8 +90,11 @@ def _of_lines(records: FirstRecords, most: int | None) -> FirstRecords:
     return records
 
 
-def lines_of(key: str, path: Path) -> Iterator[tuple[int, bytes]]:
-    """Yield (line number from 1, line) of a JSONL file's first SCAN_BYTES, without empty lines. Raises RecipeError."""
+def lines_of(key: str, path: Path, drops: bool = False) -> Iterator[tuple[int, bytes]]:
+    """Yield (line number from 1, line) of a JSONL file's first SCAN_BYTES, without empty lines. Raises RecipeError.
+
+    drops: end before a line of more than SCAN_LINE, which the job may drop.
+    """
     try:
         file = user_files.open_file(path)
     except (OSError, ValueError) as error:
@@ -107,22 +112,11 @@ def lines_of(key: str, path: Path) -> Iterator[tuple[int, bytes]]:
                     found = True
                     yield number, line.strip()
         except OSError as error:
+            if drops and error.errno == errno.EFBIG:
+                return
             raise RecipeError(unreadable(key, path, error)) from None
         if not found:
             raise RecipeError(Problem(key, "no-records", f"{path} is empty; expected one JSON object a line"))
-
-
-def parse_record(line: bytes) -> Record:
-    """Return a record as the job reads it. Raises ValueError for a line that is not a JSON object."""
-    try:
-        record = msgspec.json.decode(line)
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        what = "a byte order mark at its beginning" if line.startswith(codecs.BOM_UTF8) else error
-        raise ValueError(f"not JSON: {what}; a data file has one JSON object a line") from None
-    if not isinstance(record, dict):
-        mend = ", so that each record has a line: jq -c '.[]' FILE > NEW.jsonl" if isinstance(record, list) else ""
-        raise ValueError(f"a {type(record).__name__}, not a JSON object{mend}")
-    return record
 
 
 # ---- folders -----------------------------------------------------------------------------------------------------------------

@@ -12,6 +12,7 @@ from pathlib import Path
 from launch.preflight import data_files, input_files
 from pipeline.algorithms.evaluate import FORMATS, TaskConfig
 from pipeline.config import Problem, Recipe, RecipeError, collected, skipped_tasks, trains
+from pipeline.data.records import parse_record
 from pipeline.evaluation import data
 from pipeline.evaluation.base import Format
 
@@ -49,7 +50,7 @@ def _check_task(key: str, task: TaskConfig) -> Iterator[Problem]:
             files += data.data_files(f"{key}.data", given, split)
     yield from found
     for file in files:
-        yield from _check_file(f"{key}.data.data_path", file, form)
+        yield from _check_file(f"{key}.data", file, form, given.bad_records == "drop")
 
 
 def _splits(task: TaskConfig) -> list[str]:
@@ -58,18 +59,21 @@ def _splits(task: TaskConfig) -> list[str]:
     return [task.data.split, *([examples] if task.num_few_shot and examples not in (None, task.data.split) else [])]
 
 
-def _check_file(key: str, path: Path, form: Format | None) -> Iterator[Problem]:
-    """Yield one problem for a fault of many lines."""
+def _check_file(key: str, path: Path, form: Format | None, drops: bool) -> Iterator[Problem]:
+    """Yield one problem for a fault of many lines. key: of the data. drops: whether bad records are dropped."""
     found: list[Problem] = []
+    count = 0
     bad: dict[str, list[int]] = {}  # fault -> line numbers
     with collected(found):
-        for number, line in data_files.lines_of(key, path):
+        for number, line in data_files.lines_of(f"{key}.data_path", path, drops):
+            count += 1
             try:
-                record = data_files.parse_record(line)
+                record = parse_record(line)
                 if form is not None:
                     data.to_question(form, record, number)
             except ValueError as error:
                 bad.setdefault(str(error), []).append(number)
     yield from found
+    bad = input_files.droppable(f"{key}.bad_records", drops, bad, count)
     for what, numbers in list(bad.items())[: input_files.SHOWN_FAULTS]:
-        yield Problem(key, "bad-record", f"{path}:{numbers[0]}: {what}{data_files.also(numbers)}")
+        yield Problem(f"{key}.data_path", "bad-record", f"{path}:{numbers[0]}: {what}{data_files.also(numbers)}")

@@ -88,7 +88,7 @@ def _check_dataset(
     unread: list[Problem] = []
     records = None
     with collected(unread):
-        records = data_files.first_records(key, dataset, notes)
+        records = data_files.first_records(key, dataset, notes, drops=recipe.data.bad_records == "drop")
     yield from unread
     if records is None:
         return
@@ -158,22 +158,27 @@ def _check_records(
                 answers += [(number, answer) for answer in data_records.learned_answers(recipe, record, columns.dataset)]
                 if why := expected.fault(record):
                     unusable.setdefault(why, []).append(number)
-        unusable = _droppable(recipe, unusable, len(found))
-    bad = unusable | records.bad
+    stays, count = records.bad, len(found)
+    if dataset.data_path is not None:  # `datasets` refuses the whole file for such a line
+        unusable, stays, count = unusable | records.bad, {}, count + sum(map(len, records.bad.values()))
+    bad = droppable("data.bad_records", recipe.data.bad_records == "drop", unusable, count) | stays
     for what, numbers in list(bad.items())[:SHOWN_FAULTS]:
-        yield Problem(records.key, "bad-record", f"{records.place(numbers[0])}: {what}{records.also(numbers)}")
+        yield Problem(records.key, "bad-record", f"{records.place(numbers[0])}: {what}{data_files.also(numbers, records.unit)}")
     if rest := sum(map(len, list(bad.values())[SHOWN_FAULTS:])):
-        yield Problem(records.key, "bad-record", f"{records.path}: {rest} more records have other faults")
+        yield Problem(records.key, "bad-record", f"{records.path}: {rest} more {records.unit}s have other faults")
     return inputs, answers
 
 
-def _droppable(recipe: Recipe, unusable: dict[str, list[int]], count: int) -> dict[str, list[int]]:
-    """Return the faults to report of readable but unusable records. data.bad_records may drop some records, never all."""
-    wrong = sum(map(len, unusable.values()))
-    if recipe.data.bad_records == "drop" and wrong < count:
+def droppable(key: str, drops: bool, bad: dict[str, list[int]], count: int) -> dict[str, list[int]]:
+    """Return the faults to report of a file of `count` records, of which some may be dropped, but never all.
+
+    key: `bad_records` of these data. drops: whether it is `drop`. bad: fault -> numbers of records.
+    """
+    wrong = sum(map(len, bad.values()))
+    if drops and wrong < count:
         return {}
-    advice = ". Try to fix it, or data.bad_records=drop" if wrong < count else "; no record of the file can be used"
-    return {f"{what}{advice}": numbers for what, numbers in unusable.items()}
+    advice = f". Try to fix it, or {key}=drop" if wrong < count else "; no record of the file can be used"
+    return {f"{what}{advice}": numbers for what, numbers in bad.items()}
 
 
 def _template(key: str, path: str) -> str:

@@ -14,14 +14,13 @@ from typing import Any, Literal
 from pipeline.config import Problem
 from pipeline.models.sizes import MODEL_TYPES
 from pipeline.models.tensors import tensors
-from pipeline.models.weight_files import FLOATS, TensorEntry
+from pipeline.models.weight_files import FLOATS, TensorEntry, some
 
 LM_HEAD, SCORE = "lm_head.weight", "score.weight"
 Head = Literal["logprobs", "values", "rewards"]
 NOT_LOADED = re.compile(r"rotary_emb\.inv_freq$|(^|\.)mtp\.|^model\.mtp")
 """Tensors that transformers leaves out: derived ones of old checkpoints, and the layers that predict several tokens."""
 PREDICTING = ("deepseek_v3", "glm4_moe")  # families whose layers that predict several tokens follow the model's layers
-SHOWN = 3
 PROBES, PROBE_BYTES = 64, 4096  # parts of tied copies that are compared
 
 
@@ -48,17 +47,17 @@ def problems(
     known = {*expected, LM_HEAD} if head == "logprobs" else {*expected, LM_HEAD, SCORE}
     unknown = [name for name in stored if name not in known and _is_loaded(name, config)]
     if missing or unknown:
-        found = [f"has no {_some(missing)}"] if missing else []
-        found += [f"has {_some(unknown)}, which the model does not have"] if unknown else []
+        found = [f"has no {some(missing)}"] if missing else []
+        found += [f"has {some(unknown)}, which the model does not have"] if unknown else []
         yield Problem(key, "unavailable-model", f"{folder} does not fit its config.json: it {', and '.join(found)}")
     named = {name: shape for name, shape in expected.items() if name in stored}
     if wrong := [
         f"{name} {_shape(stored[name].shape)} for {_shape(s)}" for name, s in named.items() if stored[name].shape != s
     ]:
-        what = f"{folder}: shapes differ from config.json's: {_some(wrong)}. Try the config.json of these weights"
+        what = f"{folder}: shapes differ from config.json's: {some(wrong)}. Try the config.json of these weights"
         yield Problem(key, "unavailable-model", what)
     if packed := [f"{name} ({stored[name].dtype})" for name in named if stored[name].dtype not in FLOATS]:
-        what = f"{folder} has weights that are no floating-point numbers of 16 bits or more, {_some(packed)}; expected"
+        what = f"{folder} has weights that are no floating-point numbers of 16 bits or more, {some(packed)}; expected"
         yield Problem(key, "unsupported", f"{what} {', '.join(FLOATS)}")
     copied = LM_HEAD in stored and LM_HEAD not in expected and head == "logprobs" and embedding in stored
     if copied and not _look_equal(stored[LM_HEAD], stored[embedding]):
@@ -72,10 +71,6 @@ def _is_loaded(name: str, config: Mapping[str, Any]) -> bool:
         return False
     layer = re.match(r"model\.layers\.(\d+)\.", name)
     return not (layer and config["model_type"] in PREDICTING and int(layer[1]) >= config["num_hidden_layers"])
-
-
-def _some(names: list[str]) -> str:
-    return ", ".join(names[:SHOWN]) + (f" and {len(names) - SHOWN} more" if len(names) > SHOWN else "")
 
 
 def _shape(shape: tuple[int, ...]) -> str:

@@ -93,6 +93,13 @@ class TaskDataConfig:
         Field(description="Split of the few-shot examples. null: the format's own, else `split` without the question itself."),
     ] = None
     max_samples: Annotated[Positive | None, Field(description="Number of questions, drawn with `seed`. null: all.")] = None
+    bad_records: Annotated[
+        Literal["error", "drop"],
+        Field(
+            description="What to do with a record that cannot be asked, such as one that the chat template refuses. drop: leave"
+            " it out and count it in scores.json."
+        ),
+    ] = "error"
     kwargs: Annotated[dict[str, Any], Field(description="Arguments of `datasets`, or of your own callable.")] = field(
         default_factory=dict
     )

@@ -9,40 +9,42 @@ from __future__ import annotations
 import math
 import os
 from array import array
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import numpy as np
 
 from pipeline import user_code, user_files
 from pipeline.config import DATASET_CARDS, GENERATED_DATASETS, NAMED_DATASETS, DatasetConfig, is_dotted_path, nearest_dataset
 from pipeline.data import named
 from pipeline.data.arrow_records import ArrowRecords
+from pipeline.data.records import parse_record
 from pipeline.problems import Problem, RecipeError
 
 Record = dict[str, Any]
 
 
-def load_records(dataset: DatasetConfig, seed: int) -> Sequence[Record]:
+def load_records(dataset: DatasetConfig, seed: int, drops: bool = False) -> Sequence[Record]:
     """Return all records of a data set; see `load_split`."""
-    return _repeated(_sampled(_read(dataset, seed), dataset), dataset)
+    return _repeated(_sampled(_read(dataset, seed, drops), dataset), dataset)
 
 
-def load_split(dataset: DatasetConfig, seed: int) -> tuple[Sequence[Record], Sequence[Record]]:
+def load_split(dataset: DatasetConfig, seed: int, drops: bool = False) -> tuple[Sequence[Record], Sequence[Record]]:
     """Return the records of a data set, and those that `split_validation_size` holds out.
 
-    seed: for generated data sets whose `kwargs` have none. `dataset_name` may be one of NAMED_DATASETS or GENERATED_DATASETS, a
-    folder from `save_to_disk`, anything that `datasets.load_dataset` accepts (a folder of JSON or Parquet files, a name in the
-    local caches; HF_HUB_OFFLINE=1 avoids the network; `kwargs` then go to `load_dataset`), or the dotted path of a callable
-    (split, seed=, **kwargs).
+    seed: for generated data sets whose `kwargs` have none. drops: whether bad records are dropped. A line of a data file that
+    is no record then raises where it is read, not here; it counts as a record in draws, sizes and positions.
+
+    `dataset_name` may be one of NAMED_DATASETS or GENERATED_DATASETS, a folder from `save_to_disk`, anything that
+    `datasets.load_dataset` accepts (a folder of JSON or Parquet files, a name in the local caches; HF_HUB_OFFLINE=1 avoids the
+    network; `kwargs` then go to `load_dataset`), or the dotted path of a callable (split, seed=, **kwargs).
 
     Draws depend only on the data set's own seed and its number of records, and equal those of `datasets`:
     `shuffle(seed).select(range(max_samples))`, then `train_test_split(split_validation_size, seed)`. Raise RecipeError if the
     recipe names no data set or two, if the split or the records do not exist, or if one of the two parts would be empty.
     """
-    records = _sampled(_read(dataset, seed), dataset)
+    records = _sampled(_read(dataset, seed, drops), dataset)
     size = dataset.split_validation_size
     if not size:
         return _repeated(records, dataset), []
@@ -54,14 +56,14 @@ def load_split(dataset: DatasetConfig, seed: int) -> tuple[Sequence[Record], Seq
     return _repeated(_Selection(records, order[held_out:]), dataset), _Selection(records, order[:held_out])
 
 
-def _read(dataset: DatasetConfig, seed: int) -> Sequence[Record]:
+def _read(dataset: DatasetConfig, seed: int, drops: bool) -> Sequence[Record]:
     name, path = dataset.dataset_name, dataset.data_path
     if (name is None) == (path is None):
         raise RecipeError(Problem("data", "missing-value", "expected either dataset_name or data_path (a JSONL file)"))
     records: Sequence[Record]
     if name is None:
         assert path is not None
-        records = JSONLRecords(Path(path))
+        records = JSONLRecords(Path(path), drops)
     elif name in GENERATED_DATASETS:
         records = _from_callable(GENERATED_DATASETS[name], dataset, seed)
     elif name in NAMED_DATASETS:
@@ -91,6 +93,18 @@ def record_location(records: Sequence[Record], index: int) -> str:
     while isinstance(records, _Selection | _MappedRecords):
         records, index = records.source(index)
     return records.place(index) if isinstance(records, JSONLRecords | ArrowRecords) else f"record {index} (from 0)"
+
+
+def readable(records: Sequence[Record]) -> Iterator[tuple[int, Record]]:
+    """Yield (number, record) of the records that can be read. The stream names or drops the others."""
+    for index in range(len(records)):
+        try:
+            record = records[index]
+        except (OSError, MemoryError):
+            raise
+        except Exception:  # of a decoder or of a user's data set: each raises what it likes
+            continue
+        yield index, record
 
 
 class _Selection(Sequence):
@@ -130,41 +144,44 @@ class _MappedRecords(Sequence):
 class JSONLRecords(Sequence):
     """A JSONL file that is read record by record. Only the offsets of its lines stay in memory; blank lines are skipped.
 
-    Every line is parsed once at the start. Raises ValueError, with file and line, for a line that is not a JSON object.
+    A line that is not a JSON object raises ValueError, with file and line, and one of more than MAX_LINE bytes OSError. drops:
+    not at the start, but where the record is read, and without file and line, which `place` returns.
     """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, drops: bool = False) -> None:
         self._path = path
         self._file = user_files.open_file(path)
         self._begins, self._sizes, self._lines = array("q"), array("q"), array("q")
         begin = 0
-        for number, line in enumerate(user_files.lines(self._file), 1):
+        for number, line in enumerate(user_files.lines(self._file, cut=drops), 1):
             if number == 1 and (other := user_files.other_format(line)):
                 raise ValueError(f"{path}: got {other}; expected one JSON object a line")
-            if line.strip():
-                self._parse(line, number)
+            overlong = len(line) > user_files.MAX_LINE
+            if overlong or line.strip():
+                if not drops:
+                    self._check(line, number)
                 self._begins.append(begin)
                 self._sizes.append(len(line))
                 self._lines.append(number)
-            begin += len(line)
+            begin = self._file.tell() if overlong else begin + len(line)
 
     def __len__(self) -> int:
         return len(self._begins)
 
     def __getitem__(self, index: int) -> dict[str, Any]:
-        return msgspec.json.decode(os.pread(self._file.fileno(), self._sizes[index], self._begins[index]))
+        if self._sizes[index] > user_files.MAX_LINE:
+            raise ValueError(f"the line has more than {user_files.MAX_LINE >> 20} MB; expected one record a line")
+        return parse_record(os.pread(self._file.fileno(), self._sizes[index], self._begins[index]))
 
     def place(self, index: int) -> str:
         """Return FILE:LINE of a record."""
         return f"{self._path}:{self._lines[index]}"
 
-    def _parse(self, line: bytes, number: int) -> None:
+    def _check(self, line: bytes, number: int) -> None:
         try:
-            record = msgspec.json.decode(line)
-        except (msgspec.DecodeError, UnicodeDecodeError) as error:
-            raise ValueError(f"{self._path}:{number}: not JSON: {error}") from None
-        if not isinstance(record, dict):
-            raise ValueError(f"{self._path}:{number}: a record is a JSON object, this is a {type(record).__name__}")
+            parse_record(line)
+        except ValueError as error:
+            raise ValueError(f"{self._path}:{number}: {error}") from None
 
 
 def _from_hub(name: str, dataset: DatasetConfig) -> Sequence[Record]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from pipeline.config import Recipe, bound, generates, section
+from pipeline.config import OnlineConfig, Recipe, bound, generates, section
 from pipeline.problems import Problem
 
 
@@ -57,7 +57,9 @@ def of_taken(recipe: Recipe, taken: int) -> Supply:
 
 
 def _supply(recipe: Recipe, total: int | None, told: str) -> Supply:
-    name, online = recipe.algorithm, generates(recipe)
-    key = f"{name}.num_prompts_per_step" if online else "policy.train_global_batch_size"
-    size = section(recipe).num_prompts_per_step if online else recipe.policy.train_global_batch_size
+    name, config = recipe.algorithm, section(recipe)
+    key, size = "policy.train_global_batch_size", recipe.policy.train_global_batch_size
+    if generates(recipe):
+        assert isinstance(config, OnlineConfig)
+        key, size = f"{name}.num_prompts_per_step", config.num_prompts_per_step
     return Supply(total, told, size, key, f"{name}.max_num_epochs")

@@ -63,7 +63,11 @@ class FileTokenizer:
         from tokenizers import AddedToken
 
         listed = settings.get("added_tokens_decoder") or {}
-        tokens: list[AddedToken] = [AddedToken(**listed[id]) for id in sorted(listed, key=int)]
+        try:
+            tokens: list[AddedToken] = [AddedToken(**listed[id]) for id in sorted(listed, key=int)]
+        except (TypeError, ValueError) as error:
+            path = f"{self.name_or_path}/{SETTINGS}"
+            raise RecipeError(Problem(path, "bad-format", f"added_tokens_decoder: {error}")) from None
         tokens += [AddedToken(text, special=True) for text in named]
         known = {token.content for token in self._tokenizer.get_added_tokens_decoder().values()}
         if missing := [token for token in tokens if token.content not in known]:

@@ -35,7 +35,7 @@ from pipeline.config import (
     validation_sets,
 )
 from pipeline.data.chat import Encoder
-from pipeline.data.datasets import load_records, load_split
+from pipeline.data.datasets import load_records, load_split, readable
 from pipeline.data.named import columns
 from pipeline.data.preferences import Pair
 from pipeline.data.stream import ExampleStream, Item, PairStream, PromptStream, Stream
@@ -81,7 +81,7 @@ class Mixture(Generic[Item]):
 
     @property
     def dropped(self) -> int:
-        """The number of records that its data sets have skipped since this process began."""
+        """The number of records that its data sets have skipped up to its position."""
         return sum(stream.dropped for stream in self._streams.values())
 
     def _next(self) -> list[Item]:
@@ -139,7 +139,8 @@ def build_streams(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> Streams
     there are several for training, or for validation.
     """
     config, data = section(recipe), recipe.data
-    parts = {name: load_split(dataset, config.seed) for name, dataset in training_sets(data).items()}
+    drops = data.bad_records == "drop"
+    parts = {name: load_split(dataset, config.seed, drops) for name, dataset in training_sets(data).items()}
     held_out = [rest for _, rest in parts.values() if len(rest)]
     streams, weights = {}, {}
     for name, dataset in training_sets(data).items():
@@ -149,7 +150,7 @@ def build_streams(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> Streams
         weights[name] = float(len(records)) if dataset.weight is None else dataset.weight
     train = Mixture(streams, weights, config.seed) if len(streams) > 1 else next(iter(streams.values()))
     validated = [(name, dataset, rest) for (name, dataset), rest in zip(held_out_sets(data).items(), held_out, strict=True)]
-    validated += [(name, dataset, load_records(dataset, config.seed)) for name, dataset in validation_sets(data).items()]
+    validated += [(name, dataset, load_records(dataset, config.seed, drops)) for name, dataset in validation_sets(data).items()]
     validation: list[Any] = []
     for name, dataset, records in validated:
         shown = name if len(validated) > 1 else ""
@@ -194,7 +195,7 @@ def _stream(
         )
     dataset = columns(dataset, paired)
     if dataset.dataset_name not in NAMED_DATASETS:
-        found = recognize_columns(recipe, key, dataset, records)
+        found = recognize_columns(recipe, key, dataset, (record for _, record in readable(records)))
         dataset = found.dataset
         if found.description:
             logger.info("%s: %s", key, found.description)

@@ -7,6 +7,7 @@ Both the job (`pipeline/data/chat.py`) and the checks of data files before submi
 
 from __future__ import annotations
 
+import codecs
 import dataclasses
 import itertools
 import math
@@ -14,6 +15,8 @@ import string
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
+
+import msgspec
 
 from pipeline.config import DataConfig, DatasetConfig, Message, column, parse_conversation
 from pipeline.data.tool_calls import read_messages, template_options
@@ -260,6 +263,19 @@ def _unanswered(record: Record, key: str) -> list[Message]:
     if messages[-1]["role"] == "assistant":
         raise ValueError(f"'{key}' must end before the assistant's answer; got an assistant's turn as the last one")
     return messages
+
+
+def parse_record(line: bytes) -> Record:
+    """Return the record in a line of a data file. Raise ValueError for a line that is not a JSON object."""
+    try:
+        record = msgspec.json.decode(line)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        what = "a byte order mark at its beginning" if line.startswith(codecs.BOM_UTF8) else error
+        raise ValueError(f"not JSON: {what}; a data file has one JSON object a line") from None
+    if not isinstance(record, dict):
+        mend = ", so that each record has a line: jq -c '.[]' FILE > NEW.jsonl" if isinstance(record, list) else ""
+        raise ValueError(f"a {type(record).__name__}, not a JSON object{mend}")
+    return record
 
 
 _ABSENT = object()

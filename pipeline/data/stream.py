@@ -125,7 +125,7 @@ class Stream(Generic[Item]):
 
     @property
     def dropped(self) -> int:
-        """The number of records that `take` has skipped since this process began, each time that their turn came."""
+        """The number of records that the stream has skipped up to its position, in all epochs."""
         return self._items.dropped
 
     @property
@@ -147,7 +147,7 @@ class Stream(Generic[Item]):
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state, which JSON can represent."""
-        return {**self._identity, "loader": self._loader.state_dict()}
+        return {**self._identity, "loader": self._loader.state_dict(), "dropped": self.dropped}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue at `state`. Raise RecipeError if it is from another data set, seed or order."""
@@ -159,6 +159,7 @@ class Stream(Generic[Item]):
                 message = f"got {key} {value}; expected {state[key]}, which the checkpoint had"
                 raise RecipeError(Problem("data", "run-exists", message))
         self._loader.load_state_dict(state["loader"])
+        self._items.dropped = state.get("dropped", 0)
         self._iterator = iter(self._loader)
 
 
@@ -230,7 +231,7 @@ class _Items(Dataset):
     ) -> None:
         self._records, self._encoder, self._encode, self._max_length = records, encoder, encode, max_length
         self._check = check
-        self.dropped = 0  # while the run takes items
+        self.dropped = 0  # while the stream yields items
 
     def __getitem__(self, place: tuple[int, int]) -> Prompt | Sample | Pair | None:
         position, number = place

@@ -61,9 +61,11 @@ class LikelihoodTask:
         self._longest = recipe.policy.generation.vllm_cfg.max_model_len
         read = data.read(name, config)
         self._units = list(_units(self._scored(read, recipe, tokenizer)))
+        read.dropped.check(sum(map(len, self._units)))
         texts = [text for unit in self._units for scored in unit for text in scored.texts]
         cut = sum(len(text) > self._longest for text in texts)
-        self.warnings = [self._too_long(cut, max(map(len, texts)), len(texts))] if cut else []
+        self.dropped, self.warnings = read.dropped.count, read.dropped.warnings
+        self.warnings += [self._too_long(cut, max(map(len, texts)), len(texts))] if cut else []
 
     def _too_long(self, cut: int, most: int, count: int) -> str:
         lost = f"{cut} of {count} texts have more than {self._longest} tokens and lose their first ones"
@@ -101,20 +103,22 @@ class ChoicesTask(LikelihoodTask):
         encoder = ContinuationEncoder(tokenizer)
         between = self._delimiter()
         for start in range(0, len(read.questions), ENCODED_TOGETHER):
-            questions = read.questions[start : start + ENCODED_TOGETHER]
-            texts = []
-            for question in questions:
-                self._check(question)
-                examples = read.examples.get(question.id, ())
-                texts.append([(text, between + choice) for text, choice in _contexts(prompts, question, examples)])
+            questions, texts = [], []
+            for question in read.questions[start : start + ENCODED_TOGETHER]:
+                with read.dropped.dropping():
+                    self._check(question)
+                    contexts = _contexts(prompts, question, read.examples.get(question.id, ()))
+                    texts.append([(text, between + choice) for text, choice in contexts])
+                    questions.append(question)
             pairs = iter(encoder.pairs([text for of_question in texts for text in of_question]))
             for question, of_question in zip(questions, texts, strict=True):
                 mine = tuple(next(pairs) for _ in of_question)
-                for place, pair in enumerate(mine):
-                    if not 0 < len(pair.continuation) < self._longest:
-                        count, limit = len(pair.continuation), self._longest - 1
-                        raise self._bad(question, f"choice {place} has {count} tokens; expected 1 to {limit}")
-                yield ScoredQuestion(question, of_question[0][0], mine)
+                with read.dropped.dropping():
+                    for place, pair in enumerate(mine):
+                        if not 0 < len(pair.continuation) < self._longest:
+                            count, limit = len(pair.continuation), self._longest - 1
+                            raise self._bad(question, f"choice {place} has {count} tokens; expected 1 to {limit}")
+                    yield ScoredQuestion(question, of_question[0][0], mine)
 
     def _delimiter(self) -> str:
         """Return what is between a prompt and its continuation: no space after a chat template's beginning of a turn."""

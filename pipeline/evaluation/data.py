@@ -12,7 +12,7 @@ import json
 import random
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import numpy as np
@@ -24,6 +24,7 @@ from pipeline.config.schema_validation import validate_mapping
 from pipeline.data.datasets import load_records, record_location
 from pipeline.data.records import value_of
 from pipeline.evaluation.base import Format, Question, Record
+from pipeline.evaluation.dropped import DroppedQuestions
 from pipeline.problems import Problem, RecipeError
 
 ID_DIGITS = 8  # of the hash of a record's content
@@ -36,22 +37,25 @@ class TaskData:
     questions: tuple[Question, ...]
     examples: Mapping[str, tuple[Question, ...]]
     """Worked examples by the id of the question that they precede; empty without num_few_shot."""
+    dropped: DroppedQuestions = field(default_factory=DroppedQuestions)
+    """Counts the records that are left out, here and where questions are rendered."""
 
 
 def read(name: str, task: TaskConfig) -> TaskData:
     """Return the questions of the task `name`.
 
     Draws depend only on the task's seed and on the number of records. Raises RecipeError if data are missing, or if a record
-    does not have the format.
+    does not have the format. With data.bad_records=drop such records are left out before anything is drawn.
     """
     key = f"evaluate.tasks.{name}"
     form = load_format(key, task)
-    records = _records(f"{key}.data", task, task.data.split)
+    dropped = DroppedQuestions(task.data.bad_records == "drop")
+    records = _usable(key, form, _records(f"{key}.data", task, task.data.split), dropped)
     with _named(f"{key}.data"):
         places = form.places(records)
     chosen = [places[number] for number in _selected(len(places), task)]
     questions = _with_ids([_question(key, form, records, index) for index in chosen], records)
-    return TaskData(questions, _examples(key, task, form, records, questions))
+    return TaskData(questions, _examples(key, task, form, records, questions), dropped)
 
 
 def load_format(key: str, task: TaskConfig) -> Format:
@@ -118,8 +122,21 @@ def _records(key: str, task: TaskConfig, split: str) -> Sequence[Record]:
             for subset in subsets(data)
         ]
     with _named(key):
-        parts = [load_records(source, task.seed) for source in sources]
+        parts = [load_records(source, task.seed, data.bad_records == "drop") for source in sources]
     return parts[0] if len(parts) == 1 else [record for part in parts for record in part]
+
+
+def _usable(key: str, form: Format, records: Sequence[Record], dropped: DroppedQuestions) -> Sequence[Record]:
+    """Return the records that have the format. If bad records are not dropped, all: a wrong one is refused where it is used."""
+    if not dropped.drops:
+        return records
+    kept = []
+    for index in range(len(records)):
+        with dropped.dropping():
+            _question(key, form, records, index)
+            kept.append(records[index])
+    dropped.check(len(kept))
+    return kept
 
 
 @contextlib.contextmanager
@@ -176,9 +193,16 @@ def _examples(
     if split is None and form.examples:
         pool: Sequence[Record] = form.examples
     else:
-        pool = records if split in (None, task.data.split) else _records(f"{key}.data", task, split)
+        pool = records if split in (None, task.data.split) else _pool(key, task, form, split)
     drawn = _Examples(key, task, form, pool, None if pool is not records else records)
     return drawn.of(questions, len(records))
+
+
+def _pool(key: str, task: TaskConfig, form: Format, split: str | None) -> Sequence[Record]:
+    """Return the records of another split, without bad ones if those are dropped; they are no questions, so none is counted."""
+    assert split is not None
+    records = _records(f"{key}.data", task, split)
+    return _usable(key, form, records, DroppedQuestions(task.data.bad_records == "drop"))
 
 
 class _Examples:

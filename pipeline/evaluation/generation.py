@@ -30,6 +30,7 @@ class GenerationTask:
         read = data.read(name, config)
         self._prompts, self.warnings = prompts.encode(name, config, read, recipe.policy, tokenizer)
         self._questions = {question.index: question for question in read.questions}
+        self.dropped = read.dropped.count
 
     def ask(self, engines: Engines, answers: AnswerLog) -> None:
         """Draw the samples that are not kept. The samples of a question are drawn by one engine."""

@@ -66,6 +66,7 @@ class JudgedTask:
             name, replace(config, env_name=None), self._data, recipe.policy, tokenizer
         )
         self._questions = {question.index: question for question in self._data.questions}
+        self.dropped = self._data.dropped.count
         key = f"evaluate.tasks.{name}.judge_prompt_file"
         self._judge_prompt = JudgePrompt.of_file(key, config.judge_prompt_file, self.prompt_file, self.places)
 

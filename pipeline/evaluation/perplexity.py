@@ -50,10 +50,11 @@ class PerplexityTask(LikelihoodTask):
     def _scored(self, read: TaskData, recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> Iterator[ScoredQuestion]:
         encoder = ContinuationEncoder(tokenizer)
         for question in read.questions:
-            if not isinstance(question.prompt, str) or not question.prompt:
-                raise self._bad(question, "has no text to score")
-            (tokens,) = encoder.encode([question.prompt])
-            yield ScoredQuestion(question, question.prompt, tuple(rolling_windows(tokens, encoder.prefix, self._longest)))
+            with read.dropped.dropping():
+                if not isinstance(question.prompt, str) or not question.prompt:
+                    raise self._bad(question, "has no text to score")
+                (tokens,) = encoder.encode([question.prompt])
+                yield ScoredQuestion(question, question.prompt, tuple(rolling_windows(tokens, encoder.prefix, self._longest)))
 
     @override
     def _answer(self, scored: ScoredQuestion, found: Sequence[Likelihood]) -> Answer:

@@ -26,6 +26,7 @@ from pipeline.data.templates import check_template
 from pipeline.evaluation import data
 from pipeline.evaluation.answers import AnswerLog
 from pipeline.evaluation.base import Answer, PerQuestion, Question
+from pipeline.evaluation.data import TaskData
 from pipeline.evaluation.engines import Engines
 from pipeline.evaluation.judged import per_question
 from pipeline.evaluation.statistics import SHARE, Scale
@@ -62,13 +63,26 @@ class PreferenceTask:
 
     def __init__(self, name: str, config: TaskConfig, recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> None:
         self.name, self.config = name, config
-        self.warnings: Sequence[str] = ()
         model = evaluated_reward_model(recipe)
-        self._questions = data.read(name, config).questions
+        read = data.read(name, config)
         self._encoder = _ConversationEncoder(
             name, config, load_tokenizer(model.tokenizer), model.tokenizer.chat_template_kwargs
         )
         self._longest = model.max_total_sequence_length
+        self._questions = self._encodable(read)
+        self.dropped, self.warnings = read.dropped.count, read.dropped.warnings
+
+    def _encodable(self, read: TaskData) -> Sequence[Question]:
+        """Return the questions that can be scored, if others are dropped; else all, and a wrong one is refused when scored."""
+        if not read.dropped.drops:
+            return read.questions
+        kept = []
+        for question in read.questions:
+            with read.dropped.dropping():
+                self._sequences(question)
+                kept.append(question)
+        read.dropped.check(len(kept))
+        return kept
 
     def ask(self, engines: Engines, answers: AnswerLog) -> None:
         """Score the units of questions that are not all kept."""

@@ -33,23 +33,28 @@ SHOWN_IDS = 3  # questions named in a message
 def encode(
     name: str, task: TaskConfig, data: TaskData, policy: PolicyConfig, tokenizer: PreTrainedTokenizerBase
 ) -> tuple[list[Prompt], list[str]]:
-    """Return (the prompts in the order of the questions, warnings).
+    """Return (the prompts in the order of the questions, warnings). With data.bad_records=drop, without questions that fail.
 
-    Warnings: prompts that leave less room than max_new_tokens, so that answers may be cut earlier; text that the tokenizer does
-    not know. Raises RecipeError, naming the questions, if prompts leave no room for an answer, or if the chat template refuses
-    them.
+    Warnings: dropped questions; prompts that leave less room than max_new_tokens, so that answers may be cut earlier; text that
+    the tokenizer does not know. Raises RecipeError, naming the questions, if prompts leave no room for an answer, or if the
+    chat template refuses them.
     """
     encoder = PromptEncoder(name, task, policy.tokenizer, tokenizer)
-    prompts = [encoder.prompt(question, data.examples.get(question.id, ())) for question in data.questions]
+    prompts: list[Prompt] = []
+    sizes: dict[str, int] = {}  # question's id -> tokens of its prompt
+    for question in data.questions:
+        with data.dropped.dropping():
+            prompts.append(encoder.prompt(question, data.examples.get(question.id, ())))
+            sizes[question.id] = len(prompts[-1].tokens)
+    data.dropped.check(len(prompts))
     room = policy.generation.vllm_cfg.max_model_len
-    sizes = {question.id: len(prompt.tokens) for question, prompt in zip(data.questions, prompts, strict=True)}
     longest = max(sizes.values(), default=0)
     hint = f"Try policy.max_total_sequence_length={longest + task.max_new_tokens}"
     if overlong := {one: size for one, size in sizes.items() if size >= room}:
         shown = ", ".join(f"{one} ({size} tokens)" for one, size in list(overlong.items())[:SHOWN_IDS])
         message = f"{len(overlong)} of {len(sizes)} prompts leave no room for an answer in max_model_len {room}: {shown}"
         raise RecipeError(Problem(f"evaluate.tasks.{name}.data", "too-large", f"{message}. {hint}"))
-    warnings = []
+    warnings = data.dropped.warnings
     if cut := sum(size + task.max_new_tokens > room for size in sizes.values()):
         what = f"{cut} of {len(sizes)} questions have room for fewer than max_new_tokens {task.max_new_tokens}"
         warnings.append(f"{what}. {hint}")

@@ -5,6 +5,7 @@
                       "questions", "samples",       samples: judged answers
                       "truncated", "unparsed",      shares of the answers that the limit cut, or in which no answer was found
                       "unjudged",                   answers without a score, which no metric counts
+                      "dropped",                    records that data.bad_records=drop has left out
                       "metrics": {METRIC: {"value", "low", "high"}},
                       "groups": {GROUP: {"questions", "metrics": {METRIC: ...}}},
                       "macro": {METRIC: ...}}},     means over groups; without groups left out
@@ -116,6 +117,7 @@ def _task(task: Task, answers: Sequence[Answer]) -> dict[str, Any]:
         "truncated": _share([answer.finish == "length" for answer in answers]),
         "unparsed": _share([answer.metrics.get("unparsed", 0.0) > 0 for answer in answers if answer.score is not None]),
         "unjudged": sum(answer.score is None for answer in answers),
+        "dropped": getattr(task, "dropped", 0),
         "metrics": {name: as_json(interval(values.values(), scales.get(name))) for name, values in metrics.items()},
         "groups": {},
     }

@@ -21,6 +21,7 @@ class Task(Protocol):
     name: str
     config: TaskConfig
     # `scales`, a mapping of metrics to `statistics.Scale`, may say what values these can have; see `scores.scales_of`.
+    # `dropped`, an int, may say how many records data.bad_records=drop has left out.
     warnings: Sequence[str]  # about its data, for the log and scores.json
 
     def __init__(self, name: str, config: TaskConfig, recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> None:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping
-from typing import Any
+from typing import Any, TypeGuard
 
 from pipeline.models import rope
 from pipeline.models.sizes import ALIASES, MODEL_TYPES
@@ -15,10 +15,13 @@ from pipeline.problems import Problem
 
 SIZES = (
     *("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim"),
-    *("vocab_size", "max_position_embeddings", "moe_intermediate_size", "num_experts_per_tok", "kv_lora_rank", "v_head_dim"),
+    *("vocab_size", "max_position_embeddings", "kv_lora_rank", "v_head_dim"),
     *("qk_nope_head_dim", "qk_rope_head_dim", "sliding_window", "linear_num_key_heads", "linear_num_value_heads"),
 )
-COUNTS = ("num_experts", "num_local_experts", "n_routed_experts", "n_shared_experts", "first_k_dense_replace", "q_lora_rank")
+COUNTS = (  # 0 in dense models of a family that also has models with experts
+    *("num_experts", "num_local_experts", "n_routed_experts", "n_shared_experts", "num_experts_per_tok"),
+    *("moe_intermediate_size", "first_k_dense_replace", "q_lora_rank"),
+)
 SWITCHES = ("tie_word_embeddings", "attention_bias", "mlp_bias", "use_sliding_window", "use_qk_norm", "norm_topk_prob")
 NUMBERS = ("rms_norm_eps", "layer_norm_epsilon", "initializer_range", "attn_logit_softcapping", "final_logit_softcapping")
 MAPPINGS = ("quantization_config", "text_config", "vision_config")
@@ -68,5 +71,5 @@ def _wrong(given: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
             yield name, f"one of {', '.join(DTYPES)}"
 
 
-def _is_number(value: Any) -> bool:
+def _is_number(value: Any) -> TypeGuard[int | float]:
     return isinstance(value, int | float) and not isinstance(value, bool)

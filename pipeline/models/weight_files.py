@@ -146,12 +146,13 @@ def _assign(found: WeightFiles, weight_map: Mapping[str, str], headers: Mapping[
                 unlisted += [f"{tensor} in {name}"] if weight_map else []
     if copies:
         found.copied = True
-        found.notes.append(f"weights have copies that are not read, since {INDEX} names another file: {_some(copies)}")
+        found.notes.append(f"weights have copies that are not read, since {INDEX} names another file: {some(copies)}")
     if unlisted:
-        found.notes.append(f"weights are read that {INDEX} does not list: {_some(unlisted)}")
+        found.notes.append(f"weights are read that {INDEX} does not list: {some(unlisted)}")
 
 
-def _some(names: list[str]) -> str:
+def some(names: list[str]) -> str:
+    """Return the first names of a list for a message, and how many more there are."""
     return ", ".join(names[:_SHOWN]) + (f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else "")
 
 

@@ -14,9 +14,9 @@ from launch.attempts import latest
 from launch.preflight import record_counts
 from launch.run_folder import RunFolder
 from launch.run_state import state
-from pipeline import config
+from pipeline import config, user_files
 from pipeline.config import DatasetConfig
-from pipeline.coordinator import LEFT_OVER, RunParts, run_offline
+from pipeline.coordinator import DROPPED, LEFT_OVER, RunParts, run_offline
 from pipeline.data import epochs
 from pipeline.data.chat import load_tokenizer
 from pipeline.data.mixture import build_streams
@@ -126,6 +126,8 @@ class Run:
 class Items:
     """A stream of examples that ends."""
 
+    dropped = 0
+
     def __init__(self, count: int):
         self._left = [SimpleNamespace(tokens=[1, 2])] * count
 
@@ -147,6 +149,72 @@ def test_a_run_that_makes_no_step_is_an_error_and_the_rest_of_an_epoch_is_told_o
     assert "the last 4 records" in caplog.text
     assert [LEFT_OVER in line for line in Run(recipe, Items(43)).logged] == [False] * 5  # max_num_steps ends it
     assert [LEFT_OVER in line for line in Run(recipe, Items(16)).logged] == [False] * 2
+
+
+NOT_RECORDS = (
+    b'{"input": \n',
+    b'{"input": "\xff"}\n',
+    b"[1]\n",
+    b"[" * 100_000 + b"\n",
+    b'{"input": "1", "output": "' + b"x" * 2000 + b'"}\n',
+)
+
+
+@pytest.fixture
+def short_lines(monkeypatch):
+    monkeypatch.setattr(user_files, "MAX_LINE", 1000)
+    monkeypatch.setattr(user_files.lines, "__defaults__", (1000, False))
+
+
+def mixed(path: Path, first: bytes = b"") -> Path:
+    """Write 12 records with a line that is none after every second one."""
+    good = [json.dumps({"input": f"{i}+1=", "output": str(i + 1)}).encode() + b"\n" for i in range(12)]
+    bad = [*NOT_RECORDS, NOT_RECORDS[0]]
+    path.write_bytes(first + b"\n".join(good[2 * i] + good[2 * i + 1] + bad[i] for i in range(6)))
+    return path
+
+
+@pytest.mark.parametrize("first", [b"", NOT_RECORDS[0], NOT_RECORDS[4]], ids=["record", "no JSON", "overlong"])
+def test_lines_that_are_no_records_are_dropped_and_counted_also_in_a_resumed_run(tmp_path, monkeypatch, short_lines, first):
+    """The check at the start sees some of them, the steps the others; the count is that of the lines before submission."""
+    monkeypatch.setattr("pipeline.data.stream.CHECKED_AT_START", 4)
+    path, of_first = mixed(tmp_path / "data.jsonl", first), bool(first)
+    drop = ("policy.train_global_batch_size=3", "data.bad_records=drop", "sft.max_num_epochs=2", "sft.max_num_steps=100")
+    recipe = recipe_of("sft", path, *drop)
+    assert record_counts.count(recipe.data.train) == 18 + of_first
+
+    def stream():
+        return build_streams(recipe, load_tokenizer(recipe.policy.tokenizer))[0]
+
+    whole, data = stream(), stream()
+    assert data.records == 18 + of_first
+    run = Run(recipe, data)
+    dropped = [line.get(DROPPED, 0) for line in run.logged]
+    assert run.step == 8 and dropped == sorted(dropped) and dropped[-1] == 2 * (6 + of_first) and dropped[0] < 4
+    items, resumed = [], whole
+    while taken := resumed.take(3):
+        items += taken
+        state, resumed = json.loads(json.dumps(resumed.state_dict())), stream()
+        resumed.load_state_dict(state)
+    assert resumed.dropped == 2 * (6 + of_first)
+    every = stream().take(100)
+    assert [item.tokens.tolist() for item in items] == [item.tokens.tolist() for item in every] and len(every) == 24
+
+
+@pytest.mark.parametrize("algorithm", ["grpo", "dpo"])
+def test_prompts_pairs_and_validation_drop_lines_that_are_no_records(tmp_path, algorithm):
+    row = {"input": "1+1=", "output": "2", "answer": "2", "chosen": "2", "rejected": "3", "margin": 1}
+    path = tmp_path / "data.jsonl"
+    path.write_bytes(NOT_RECORDS[0] + (json.dumps(row) + "\n").encode() * 3 + NOT_RECORDS[1])
+    validation = [f"data.validation.data_path={path}", "data.validation.dataset_name=null", "data.validation.output_key=output"]
+    model = [f"policy.model_name={config.RECIPES / 'tiny'}", "policy.random_init=true", "needs=[]"]
+    overrides = [*validation, *model, f"{algorithm}.max_num_epochs=1", "data.bad_records=drop"]
+    recipe = config.load(f"tiny_{algorithm}", [*keys(path), *overrides])
+    train, validated = build_streams(recipe, load_tokenizer(recipe.policy.tokenizer))
+    assert (len(train.take(9)), train.dropped, len(validated)) == (3, 2, 3)
+    recipe.data.bad_records = "error"
+    with pytest.raises(ValueError, match=r"data.jsonl:1: not JSON"):
+        build_streams(recipe, load_tokenizer(recipe.policy.tokenizer))
 
 
 def test_a_resumed_run_with_nothing_left_is_done(tmp_path):

@@ -204,7 +204,7 @@ def test_the_formats_records_are_checked(example):
     refused = run(folder, *evaluate[:2], *keys, "dry_run=true", "evaluate.tasks.svamp.format_kwargs.text=x")
     assert refused.returncode == 2 and "svamp.format_kwargs.text" in refused.stderr and "[unknown-key]" in refused.stderr
     refused = run(folder, *evaluate[:2], *keys, "dry_run=true")
-    assert refused.returncode == 2 and "test.jsonl:1: has no 'Body'; it has: ID, Question [bad-record]" in refused.stderr
+    assert refused.returncode == 2 and "test.jsonl:1: has no 'Body'; it has: ID, Question; no record" in refused.stderr
 
 
 @pytest.mark.full

@@ -162,6 +162,34 @@ def test_wrong_records_are_named_by_line(tmp_path: Path):
         data.read("quiz", task({"data_path": tmp_path}))
 
 
+@pytest.mark.parametrize("bad", ["{'prompt'}\n", "[1]\n", '{"prompt": "x"}\n', '{"prompt": "\\ud800", "answer": []}\n'])
+def test_bad_records_are_dropped_and_counted(tmp_path: Path, bad: str):
+    lines = [json.dumps(record) + "\n" for record in numbered(4)]
+    path = tmp_path / "test.jsonl"
+    path.write_text(bad + "".join(lines[:2]) + bad + "".join(lines[2:]))
+    given = {"data_path": path, "bad_records": "drop"}
+    found = data.read("quiz", task(given, num_few_shot=3))
+    assert prompts(found) == ["q0", "q1", "q2", "q3"] and found.dropped.count == 2
+    assert {len(examples) for examples in found.examples.values()} == {3}
+    (warning,) = found.dropped.warnings
+    assert warning.startswith("dropped 2 bad records (") and "test.jsonl:1" in warning
+    assert len(data.read("quiz", task(given | {"max_samples": 3})).questions) == 3
+    with refused((KEY, "bad-record")):
+        data.read("quiz", task({"data_path": path}))
+    path.write_text(bad * 2)
+    with refused((KEY, "bad-record")) as error:
+        data.read("quiz", task(given))
+    assert "none of 2 records" in str(error.value)
+
+
+def test_bad_records_may_be_dropped_before_submission(tmp_path: Path):
+    overrides = write(tmp_path, ("gsm8k", "minerva_math", "math500", "aime24", "aime25"))
+    path = tmp_path / "math500/test.jsonl"
+    path.write_text("[]\n" + path.read_text())
+    assert named(checked("math", tmp_path, *overrides)) == {("evaluate.tasks.math500.data.data_path", "bad-record")}
+    assert checked("math", tmp_path, *overrides, "evaluate.tasks.math500.data.bad_records=drop") == []
+
+
 def test_a_file_has_one_split(tmp_path: Path):
     rows(tmp_path, test=numbered(3))
     given = {"data_path": tmp_path / "test.jsonl", "few_shot_split": "train"}
@@ -224,5 +252,6 @@ def test_faults_found_before_submission(tmp_path: Path):
         ("evaluate.tasks.aime25.format_kwargs.x", "unknown-key"),
     }
     text = "\n".join(map(str, found))
-    assert "geometry/test.jsonl:1: 'solution' has no \\boxed{...}; expected the final answer in it (and so in 2 more" in text
+    assert "geometry/test.jsonl:1: 'solution' has no \\boxed{...}; expected the final answer in it; no record" in text
+    assert "can be used (and so in 2 more" in text
     assert "has no 'answer'; it has: problem, solution" in text

@@ -1,5 +1,6 @@
 """Prompts: plain text as lm-evaluation-harness writes it, chat templates, worked examples, prefixes, and lengths."""
 
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -9,8 +10,10 @@ from transformers import PreTrainedTokenizerBase
 from pipeline.algorithms.evaluate import TaskConfig
 from pipeline.config import RECIPES, DataConfig, DatasetConfig, PolicyConfig, TokenizerConfig, inspect
 from pipeline.data.chat import Encoder
-from pipeline.evaluation.base import Question
+from pipeline.evaluation import scores
+from pipeline.evaluation.base import Answer, Question
 from pipeline.evaluation.data import TaskData
+from pipeline.evaluation.dropped import DroppedQuestions
 from pipeline.evaluation.prompts import PromptEncoder, encode
 from tests.data.test_chat import CHATML, LLAMA3, tokenizer
 from tests.problems import refused
@@ -111,6 +114,24 @@ def test_a_template_that_refuses_a_message_is_named():
     with refused(("evaluate.tasks.quiz.data", "bad-record")) as error:
         encoder(NO_SYSTEM, system_prompt="Be brief.").text(QUESTION)
     assert "question q: the chat template refuses its messages (system, user): System role" in str(error.value)
+
+
+def test_questions_that_the_template_refuses_are_dropped_and_counted_beside_the_score():
+    one = DroppedQuestions(drops=True)
+    refused_one = Question("s", [{"role": "system", "content": "a"}, {"role": "user", "content": "b"}], index=8)
+    read = TaskData((refused_one, QUESTION), {}, one)
+    task, policy = TaskConfig(env_name="math", max_new_tokens=1), PolicyConfig(max_total_sequence_length=100)
+    policy.generation.vllm_cfg.max_model_len = 100
+    made, warnings = encode("quiz", task, read, policy, tokenizer(NO_SYSTEM))
+    assert [prompt.index for prompt in made] == [7] and one.count == 1
+    assert "dropped 1 bad record (" in warnings[0] and "question s" in warnings[0]
+    parts = SimpleNamespace(config=task, warnings=warnings, dropped=one.count, metrics=lambda answers: {"score": {"q": [1.0]}})
+    recipe = SimpleNamespace(name="n", policy=SimpleNamespace(model_name="m"), evaluate=SimpleNamespace(run=None, step=None))
+    scored = scores.summarize(recipe, {"quiz": (parts, [Answer("q", 0, 1.0)])})
+    assert scored["tasks"]["quiz"]["dropped"] == 1 and f"quiz: {warnings[0]}" in scored["warnings"]
+    for drops, questions in ((False, (refused_one, QUESTION)), (True, (refused_one,))):
+        with refused(("evaluate.tasks.quiz.data", "bad-record")):
+            encode("quiz", task, TaskData(questions, {}, DroppedQuestions(drops)), policy, tokenizer(NO_SYSTEM))
 
 
 def test_a_template_is_needed():

@@ -28,7 +28,7 @@ def run(tmp_path):
     made_runs.steps(folder, 1, 2, Texts("the prompt", *["a secret answer"] * 4))
     (folder / ".secret").write_text("f00d" * 16 + "\n")
     (folder / "checkpoints/step_000001").mkdir(parents=True)
-    (folder / "checkpoints/step_000001/model.safetensors").write_bytes(b"weights")
+    (folder / "checkpoints/step_000001/model.safetensors").write_bytes(b"bytes of weights")
     (folder / "notes.txt").write_text("my own notes")
     return folder
 
@@ -60,7 +60,7 @@ def test_a_bundle_has_no_secret_and_no_data(run, tmp_path, monkeypatch):
     for secret in (HF, "hunter2", "0123456789abcdef", "=short", "me:pass", "abcdefgh12", "in-the-environment", "f00d" * 16):
         assert secret not in text
     assert "HF_TOKEN=***" in text and "https://***@example.org/model" in text  # what was there can still be read
-    for data in ("the prompt", "a secret answer", "my own notes", "weights"):
+    for data in ("the prompt", "a secret answer", "my own notes", "bytes of weights"):
         assert data not in text
 
 

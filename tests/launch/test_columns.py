@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from launch.preflight import input_files, weight_files
+from launch.preflight import data_files, input_files, weight_files
 from pipeline import config
 
 USER, ASSISTANT = {"role": "user", "content": "hi"}, {"role": "assistant", "content": "yo"}
@@ -108,6 +108,25 @@ def test_dropping_rows_is_not_advised_if_none_would_remain(tmp_path):
     assert "are the same; expected two different answers; no record" in problem
     good = {"input": "a", "chosen": "b", "rejected": "c"}
     assert examined(tmp_path, "dpo", [*rows, good], "data.bad_records=drop") == ([], [])
+
+
+def test_lines_that_are_not_json_are_dropped_but_not_all(tmp_path):
+    wrong, good = "{'text': 1}\n[]\n", '{"text": "a"}\n'
+    problems, _ = examined(tmp_path, "sft", wrong + good)
+    assert len(problems) == 2 and all("data.bad_records=drop" in problem for problem in problems)
+    assert examined(tmp_path, "sft", wrong + good, "data.bad_records=drop")[0] == []
+    problems, _ = examined(tmp_path, "sft", wrong, "data.bad_records=drop")
+    assert len(problems) == 2 and all("no record of the file can be used" in problem for problem in problems)
+
+
+@pytest.mark.parametrize("overlong_first", [False, True])
+def test_a_line_beyond_the_bound_ends_the_check_where_it_may_be_dropped(tmp_path, monkeypatch, overlong_first):
+    monkeypatch.setattr(data_files, "SCAN_LINE", 1000)
+    lines = ['{"text": "a"}\n', '{"text": "' + "a" * 2000 + '"}\n']
+    rows = "".join(reversed(lines) if overlong_first else lines)
+    (problem,), _ = examined(tmp_path, "sft", rows)
+    assert "has more than" in problem
+    assert examined(tmp_path, "sft", rows, "data.bad_records=drop")[0] == []
 
 
 def test_a_teachers_weights_are_needed_even_with_random_policy_weights(tmp_path):

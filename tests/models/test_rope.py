@@ -41,7 +41,11 @@ MERGED = {  # what the file has, what the recipe gives, what the model computes
     "no scaling": ([OLD_SCALED, NEW_SCALED], {"rope_scaling": None}, {**THETA, **DEFAULT}),
     "nothing": ([OLD_SCALED, NEW_SCALED], {"rope_parameters": {}}, {**THETA, **LLAMA3, **ORIGINAL}),
 }
-GRID = [(file, given, right) for files, given, right in MERGED.values() for file in files]
+GRID = [
+    pytest.param(file, given, right, marks=[pytest.mark.full] if i else [])
+    for files, given, right in MERGED.values()
+    for i, file in enumerate(files)
+]
 
 
 def write(folder, family: str, **more) -> PolicyConfig:
@@ -81,7 +85,14 @@ def test_every_consumer_merges_an_override_alike(tmp_path, file, given, right):
 
 
 @pytest.mark.parametrize("family", ["qwen2", "qwen3_moe", "mixtral", "deepseek_v3", "gpt_oss", "glm4", "qwen3_5_text"])
-@pytest.mark.parametrize("given", [{"rope_scaling": {**YARN, **ORIGINAL}}, {"rope_theta": 123.0}, {"rope_scaling": None}])
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"rope_scaling": {**YARN, **ORIGINAL}},
+        pytest.param({"rope_theta": 123.0}, marks=pytest.mark.full),
+        pytest.param({"rope_scaling": None}, marks=pytest.mark.full),
+    ],
+)
 def test_families_keep_what_is_theirs(tmp_path, family, given):
     """Theta and the share of each head that is rotated come from the file or from the family's defaults."""
     policy = write(tmp_path, family)
