@@ -59,7 +59,8 @@ SCHEME = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*(:/|::\S*/)")
 OF_TORCH = ("*.optimizer.name", "*.scheduler*")
 """Patterns of keys whose texts name classes that a job imports. Those of torch are allowed."""
 OF_ENGINE = "*.vllm_kwargs.*"
-"""Keys whose texts vLLM may import. Words without a dot are allowed, except for keys that name modules."""
+"""Keys whose texts vLLM may import: dotted names, and any text where the key names a module."""
+DOTTED = re.compile(r"[A-Za-z_]\w*([.:][A-Za-z_]\w*)+")
 
 
 def check(overrides: Mapping[str, Any], folders: Sequence[Path], of_suite: bool = False) -> None:
@@ -126,7 +127,7 @@ def _names_class(key: str, text: str) -> bool:
     """Return whether a text may name a class of another package than torch, for an optimizer, a schedule or the engine."""
     if any(fnmatch.fnmatchcase(key, pattern) for pattern in OF_TORCH):
         return "." in text and not text.startswith("torch.")
-    return fnmatch.fnmatchcase(key, OF_ENGINE) and ("." in text or "module" in key)
+    return fnmatch.fnmatchcase(key, OF_ENGINE) and (DOTTED.fullmatch(text) is not None or "module" in key)
 
 
 def _is_file(key: str, text: str) -> bool:

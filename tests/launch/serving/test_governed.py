@@ -22,7 +22,7 @@ ALLOWED = [
     {"needs": ["tiny_sft"]},
     {"policy.tokenizer.chat_template": "{% for message in messages %}{{ message.content }}{% endfor %}"},
     {"policy.generation.vllm_kwargs.enforce_eager": True, "logger.wandb.project": "a/b"},
-    {"policy.generation.vllm_kwargs": {"kv_cache_dtype": "fp8", "speculative_config": {"method": "ngram"}}},
+    {"policy.generation.vllm_kwargs": {"kv_cache_dtype": "fp8", "speculative_config": {"model": "Qwen/Qwen2.5-0.5B"}}},
     {"policy.optimizer.name": "torch.optim.AdamW", "policy.scheduler": {"name": "torch.optim.lr_scheduler.LinearLR"}},
 ]
 REFUSED = [
