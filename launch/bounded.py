@@ -50,7 +50,9 @@ def call(function: Callable[[], Any]) -> Any:
     try:
         found = json.loads(reply)
     except ValueError:
-        raise Unbounded(f"it took more than {seconds:g} seconds of CPU time or {MEMORY >> 20} MiB") from None
+        raise Unbounded(
+            f"it took more than {seconds:g} seconds of CPU time, {WAIT_S:g} by the clock, or {MEMORY >> 20} MiB"
+        ) from None
     if "raised" in found:
         raise Unbounded(f"it raised {found['raised']}")
     return found["value"]

@@ -26,6 +26,7 @@ def test_the_value_comes_back():
 )
 def test_what_fails_is_named(function, said, monkeypatch):
     monkeypatch.setattr(bounded, "SECONDS", 0.5)
+    monkeypatch.setattr(bounded, "WAIT_S", 2.0)
     with pytest.raises(bounded.Unbounded, match=said):
         bounded.call(function)
 
