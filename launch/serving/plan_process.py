@@ -55,6 +55,7 @@ def main() -> None:
     seconds = int(request["seconds"]) + 10
     resource.setrlimit(resource.RLIMIT_AS, (MEMORY, MEMORY))
     resource.setrlimit(resource.RLIMIT_CPU, (seconds, seconds))
+    signal.alarm(seconds)  # for a service that was killed before the request above to the kernel
     with reply:
         reply.write(json.dumps(plan(request["recipe"], request["overrides"])))
 
