@@ -68,6 +68,7 @@ class RolloutLine(TypedDict):
     reward: float
     completion_tokens: list[int]
     finish: str
+    prompt_tokens: NotRequired[list[int]]
     turns: NotRequired[list[SaidTurn]]
     task: NotRequired[dict[str, Any] | None]
     spans: NotRequired[list[tuple[int, int]]]  # version of the weights, tokens

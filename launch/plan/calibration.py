@@ -68,10 +68,10 @@ def _prompt(folder: Path) -> float | None:
         try:
             records = read_rollouts(path, key)
         except RecipeError as error:
-            if error.codes == ("bad-format",):
+            if error.codes == ("unreadable",):  # a damaged line
                 raise
             return None  # encrypted, and the key is not on this machine
-        if lengths := [len(line["prompt_tokens"]) for line in records]:
+        if lengths := [len(line["prompt_tokens"]) for line in records if "prompt_tokens" in line]:
             return sum(lengths) / len(lengths)
     return None
 

@@ -1,6 +1,7 @@
 """Plans calibrated by a run folder. The folders are written by the run's own writer of metrics."""
 
 import dataclasses
+import json
 from pathlib import Path
 
 import pytest
@@ -10,9 +11,9 @@ from launch.plan import report
 from launch.plan.calibration import measured
 from launch.plan.estimate import plan
 from pipeline import config
-from pipeline.config import LoggerConfig
+from pipeline.config import LoggerConfig, RecipeError
 from pipeline.metrics import Metrics
-from tests.problems import refused
+from tests.problems import named, refused
 
 GPUS = ("cluster.train.gpus_per_node=2", "cluster.generate.gpus_per_node=2", "policy.model_name=recipes/tiny")
 CLOCKS = {"rollout": 3.0, "train": 2.0, "refit": 0.5}
@@ -80,10 +81,15 @@ def test_prompt_lengths_come_from_the_last_rollouts(tmp_path):
     folder = run(tmp_path / "run", *GPUS)
     (folder / "rollouts").mkdir()
     for step, lengths in ((1, (1, 1)), (2, (6, 8)), (3, ())):
-        lines = "".join(f'{{"prompt_tokens": {list(range(length))}}}\n' for length in lengths)
-        (folder / f"rollouts/step_{step:06d}.jsonl").write_text(lines)
+        answered = {"prompt": "", "completion": "", "reward": 0.0, "completion_tokens": [], "finish": "stop"}
+        lines = [json.dumps({**answered, "prompt_tokens": list(range(length))}) + "\n" for length in lengths]
+        (folder / f"rollouts/step_{step:06d}.jsonl").write_text("".join(lines))
     assert measured(folder).prompt == 7
     assert plan(*choose("tiny_grpo", folder, *GPUS)).lengths.prompt == 7
+    (folder / "rollouts/step_000004.jsonl").write_text("{}\n")
+    with pytest.raises(RecipeError) as caught:
+        measured(folder)
+    assert named(caught.value.problems) == {("run", "unreadable")}
 
 
 def test_an_offline_run_gives_sequence_lengths(tmp_path):
