@@ -39,8 +39,9 @@ BOUND_S = 10.0
 """CPU seconds that a case may take. A refusal takes a fraction of a second; plans of the largest models take some seconds."""
 WALL_S = 6 * BOUND_S
 """Seconds that a case may take when it waits, or when the machine is busy."""
-MEMORY_KB = 1_000_000
-"""Memory of a process that has run a few cases, at most: Python and the imported libraries take a third of it."""
+MEMORY_KB, LIBRARIES_KB = 1_000_000, 300_000
+"""Memory of a process that has run a few cases, at most, and how much of it Python and the imported libraries may take. A
+process of tests that holds more may grow by the rest."""
 
 SCALARS = (
     *("", " ", "null", "~", "true", "false", "yes", "no", "on", "0", "-1", "1", "2", "7", "1e400", "-1e400", "1e-400", "nan"),
@@ -112,11 +113,13 @@ class Outcome:
     raised: str = ""
     wrote: tuple[str, ...] = ()  # outside its folder
     memory_kb: int = 0  # the largest of this process so far
+    held_kb: int = 0  # likewise before the case
     waited_s: float = 0.0  # with the time in which it waited, or other processes ran
 
     @property
     def bad(self) -> bool:
-        return self.status not in ALLOWED or self.seconds > BOUND_S or self.memory_kb > MEMORY_KB or bool(self.wrote)
+        grown = self.memory_kb - max(self.held_kb, LIBRARIES_KB) > MEMORY_KB - LIBRARIES_KB
+        return self.status not in ALLOWED or self.seconds > BOUND_S or grown or bool(self.wrote)
 
 
 # ---- cases ----------------------------------------------------------------------------------------------------------------
@@ -293,6 +296,7 @@ def run(case: Case, writes: list[str], main: Callable[[list[str]], int] | None =
 
     writes.clear()
     begin, began = time.process_time(), time.monotonic()
+    held_kb = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     before = {number: signal.getsignal(number) for number in (signal.SIGALRM, signal.SIGPROF, signal.SIGTERM)}
     for number, timer, seconds in BOUNDS:
         signal.signal(number, give_up)
@@ -316,7 +320,7 @@ def run(case: Case, writes: list[str], main: Callable[[list[str]], int] | None =
             signal.signal(number, handler)
     memory_kb = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     seconds = time.process_time() - begin
-    return Outcome(case, code, seconds, raised, tuple(writes), memory_kb, time.monotonic() - began)
+    return Outcome(case, code, seconds, raised, tuple(writes), memory_kb, held_kb, time.monotonic() - began)
 
 
 @contextlib.contextmanager
