@@ -12,6 +12,7 @@ from pipeline.config import RecipeError
 from tests.evaluation import made
 from tests.launch import made_runs
 from tests.launch.test_report import HOSTILE, Page
+from tests.problems import named
 
 
 @pytest.fixture
@@ -37,11 +38,12 @@ def test_evaluations_are_found_by_suite_and_step(run, tmp_path):
     assert folder.of_run(tmp_path / "nothing") == []
 
 
-@pytest.mark.parametrize(("text", "said"), [("{", "is not JSON"), ('{"suite": "a"}', "has no model")])
+@pytest.mark.parametrize(("text", "said"), [("{", "no JSON"), ('{"suite": "a"}', "`model`")])
 def test_malformed_scores_are_named(run, text, said):
     (run / "evaluations/math/step_000000/scores.json").write_text(text)
-    with pytest.raises(RecipeError, match=said):
+    with pytest.raises(RecipeError, match=rf"step_000000/scores\.json: .*{said}") as caught:
         folder.of_run(run)
+    assert named(caught.value.problems) == {("run_dir", "unreadable")}
 
 
 def test_two_evaluations_are_compared_question_by_question(run):
@@ -144,5 +146,6 @@ def test_a_lower_perplexity_is_better(run):
 def test_an_evaluation_without_values_is_named(run):
     first, _, last = folder.of_run(run)
     (last.folder / "values.json").unlink()
-    with pytest.raises(RecipeError, match=r"step_000020/values\.json cannot be read"):
+    with pytest.raises(RecipeError, match=r"step_000020/values\.json") as caught:
         compare(first, last)
+    assert named(caught.value.problems) == {("run_dir", "unreadable")}
