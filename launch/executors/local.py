@@ -434,8 +434,10 @@ def start_controller(run_dir: Path, environment: dict[str, str], log: Path) -> s
 
 def control(run_dir: Path) -> int:
     """Run the controller of the run in `run_dir` to its end, and return the exit status."""
-    plan = small_files.read(run_dir / "submitit/plan.json", dict)
-    assert plan is not None, "the executor has written it"
+    path = run_dir / "submitit/plan.json"
+    plan = small_files.read(path, dict)
+    if plan is None:
+        raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(path))
     return Controller(run_dir, plan).run()
 
 

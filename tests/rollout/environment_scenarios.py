@@ -117,21 +117,21 @@ def same(folder: Path) -> None:
         for executor in (EnvironmentProcess, load):
             execute = functools.partial(executor, chosen)
             bench = Bench(Checkpoint(folder, None), execute, max_num_seqs=1)
-            later = bench.driver.rollout(work(0, prompts(11, name), samples=2, max_turns=5))
+            later = bench.driver.rollout(work(0, prompts(12, name), samples=2, max_turns=5))
             bench.work()
             found.append([rollout for _, rollouts in sorted(by_place(later.unsent).items()) for rollout in rollouts])
             held = bench.driver._environments
             assert not (held._held if executor is EnvironmentProcess else held._stepper._open)
-        assert len(found[0]) == 22 and [bits(rollout) for rollout in found[0]] == [bits(rollout) for rollout in found[1]]
+        assert len(found[0]) == 24 and [bits(rollout) for rollout in found[0]] == [bits(rollout) for rollout in found[1]]
         failures = [rollout.failure or rollout.broke for rollout in found[0]]
         assert [bool(rollout.failure) for rollout in found[0]] == [
-            place < 2 * TASKS and name == "naughty" for place in range(22)
+            place < 2 * TASKS and name == "naughty" for place in range(24)
         ]
         if name == "told":
             assert not any(failures) and found[0][0].reward == 2.0 and found[0][0].metrics == {"turns": 3.0}
         else:
             expected = [pattern for pattern in EXPECTED for _ in range(2)]
-            assert all(map(re.fullmatch, expected, failures)) and failures[18:] == [""] * 4, failures
+            assert all(map(re.fullmatch, expected, failures)) and failures[20:] == [""] * 4, failures
 
 
 def bits(rollout: Rollout) -> tuple:
