@@ -26,7 +26,7 @@ from pipeline.values import is_template
 
 @dataclass(frozen=True)
 class ModelReading:
-    """What was read for one model of a recipe."""
+    """The tokenizer, template, stop tokens and sizes of one model of a recipe, as its folder has them."""
 
     section: str
     model: PolicyConfig

@@ -100,7 +100,7 @@ class _Gpu(TypedDict):
 
 
 class NodeRecord(TypedDict):
-    """What nodes.json has of a node; pipeline/node_checks writes more."""
+    """The keys of a node in nodes.json that commands read; pipeline/node_checks writes more."""
 
     gpus: NotRequired[list[_Gpu]]
     cpu: NotRequired[str | None]

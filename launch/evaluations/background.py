@@ -92,7 +92,7 @@ def write_record(suite_folder: Path, request: FollowRequest, failed: dict[int, s
 
 @dataclass(frozen=True)
 class FollowRecord:
-    """What is read of follow.json."""
+    """The keys of follow.json that this version reads."""
 
     pid: int | None = None
     host: str | None = None

@@ -51,7 +51,7 @@ class FirstRecords:
 
     @property
     def unit(self) -> str:
-        """What the numbers count."""
+        """The unit of the numbers: lines or rows."""
         return "row" if self.rows else "line"
 
 

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 UNKNOWN: Any = object()
-"""What the source does not show."""
+"""Stands for a value that the source does not show."""
 UNSET = (
     "__slots__",
     "__class__",

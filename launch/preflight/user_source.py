@@ -89,12 +89,12 @@ class ModuleSource:
 
     @functools.cached_property
     def bound(self) -> dict[str, ast.AST | None]:
-        """What the module binds to each name."""
+        """The statements that bind each name of the module."""
         return bindings(self.body)
 
     @functools.cached_property
     def has_stars(self) -> bool:
-        """Whether it has `from ... import *`."""
+        """Return whether the module has `from ... import *`."""
         return any(isinstance(node, ast.ImportFrom) and node.names[0].name == "*" for node in statements(self.body))
 
     def absolute(self, node: ast.ImportFrom) -> str:

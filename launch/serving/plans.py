@@ -23,7 +23,7 @@ from pipeline.config import Problem, RecipeError
 AT_ONCE = 4
 """Plans that go on at once."""
 OF_USER = 2
-"""Of these, plans of one user."""
+"""Plans of one user that go on at once."""
 MAX_WAITING = 8
 """Plans of one user that go on or wait. Further ones are refused."""
 LOOK_S = 0.5

@@ -56,7 +56,7 @@ class StopTokens:
     taught: int | None
     """The one with which the chat template ends a conversation; None if that is no token."""
     notes: tuple[str, ...] = ()
-    """What does not count, and why."""
+    """Notes on tokens that do not count as stop tokens, with the reason."""
 
     @property
     def ids(self) -> tuple[int, ...]:

@@ -29,7 +29,7 @@ _SAID: list[Message] = [{"role": "assistant", "content": ANSWER}]
 _ASKED: list[Message] = [*_SAID, {"role": "user", "content": QUESTION}]
 _CALL: Any = {"type": "function", "id": "call00001", "function": {"name": "Called7", "arguments": {}}}
 RENDER_ERRORS = (jinja2.TemplateError, TypeError, ValueError, LookupError, AttributeError)
-"""What a chat template raises for a conversation that it cannot render."""
+"""Exceptions that a chat template raises for a conversation that it cannot render."""
 
 
 @dataclass(frozen=True, slots=True)

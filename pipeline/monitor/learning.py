@@ -43,7 +43,7 @@ SAME = 1e-5
 
 @dataclass(frozen=True)
 class StepSummary:
-    """What a sign reads of a step."""
+    """The values of a step that signs read."""
 
     step: int
     tokens: int  # that the loss counts
@@ -60,7 +60,7 @@ class StepSummary:
 
 @dataclass(frozen=True)
 class RunReader:
-    """What a message needs of the run."""
+    """The values of a run that messages name."""
 
     recipe: Recipe
     tokenizer: PreTrainedTokenizerBase

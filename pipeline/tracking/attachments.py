@@ -27,7 +27,7 @@ class _Task(TypedDict):
 
 
 class _Scores(TypedDict):
-    """What is sent of an evaluation's scores.json."""
+    """The keys of an evaluation's scores.json that trackers receive."""
 
     tasks: dict[str, _Task]
 

@@ -37,7 +37,7 @@ PLANS, READS, TIMEOUT_S = 45, 300, 60.0
 
 @dataclass(frozen=True)
 class Measured:
-    """What was measured."""
+    """The measured answers and times."""
 
     seconds: list[float]  # of the other users' requests, ascending
     statuses: Counter[int]  # of these requests
