@@ -75,6 +75,19 @@ class ExpectedAnswers:
         return None
 
 
+def absent_tools(key: str, dataset: DatasetConfig, records: list[dict[str, Any]], notes: list[str]) -> Iterator[Problem]:
+    """Yield a problem if no record has the recipe's `tools_key` and it looks misspelt; add a note if it does not."""
+    name = dataset.tools_key
+    if not name or name == DatasetConfig().tools_key or any(column(record, name) is not None for record in records):
+        return
+    columns = dict.fromkeys(name for record in records for name in record)
+    if meant := [one for one in difflib.get_close_matches(name, columns, 1, 0.7) if one != name]:
+        what = f"got {name}; expected one of the columns {', '.join(columns)}. Try {meant[0]}"
+        yield Problem(f"{key}.tools_key", "missing-column", what)
+        return
+    notes.append(f"{key}.tools_key: none of the first {len(records)} records has tools in '{name}'; the prompts show none")
+
+
 def absent_columns(
     recipe: Recipe, key: str, given: DatasetConfig, dataset: DatasetConfig, fields: Sequence[str], records: list[dict[str, Any]]
 ) -> Iterator[Problem]:

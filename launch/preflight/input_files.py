@@ -137,8 +137,9 @@ def _check_records(
             hint = "template, but data.apply_chat_template is false. Try data.apply_chat_template=true"
             yield Problem(records.key, "contradiction", f"{what} {hint}")
             return [], []
+        read = [record for _, record in found]
+        yield from data_records.absent_tools(key, dataset, read, notes)
         if fields is not None:
-            read = [record for _, record in found]
             absent = list(data_records.absent_columns(recipe, key, dataset, columns.dataset, fields, read))
             yield from absent
             fields = () if absent else fields

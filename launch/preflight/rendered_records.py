@@ -91,8 +91,11 @@ class RenderedRecords:
         template = self._template
         assert template is not None
         found = AssistantTurns(
-            lambda messages, **options: template.text(messages, **example.options, **options), (), example.messages
+            lambda messages, **options: template.text(messages, **example.options, **options),
+            (),
+            example.messages,
+            example.first,
         )
         self._characters -= len(found.text)
         if not GENERATION_BLOCK.search(self._tokenizer.get_chat_template(tools=example.options.get("tools"))):
-            found.spans(example.first)
+            found.spans()

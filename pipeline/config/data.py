@@ -125,6 +125,9 @@ def check_data(recipe: Recipe) -> Iterator[Problem]:
         if dataset.text_key and (recipe.algorithm in ONLINE or recipe.algorithm in PAIRED):
             text = f"got '{dataset.text_key}'; expected null: {recipe.algorithm} needs prompts. Try input_key"
             yield Problem(f"{key}.text_key", "unsupported", text)
+        if dataset.margin_key and recipe.algorithm != "rm":
+            text = f"got '{dataset.margin_key}'; expected null: {recipe.algorithm} has no margin, which rm alone learns from"
+            yield Problem(f"{key}.margin_key", "unsupported", text)
         if recipe.algorithm in PAIRED:
             yield from _check_pairs(recipe, key, dataset)
         if generates(recipe) and dataset.env_name not in recipe.env:

@@ -131,11 +131,11 @@ class Encoder(RecordReader):
         def render(messages: list[Message], **options: Any) -> str:
             return self.template.text(messages, **turns.options, **options)
 
-        found = AssistantTurns(render, self._added, turns.messages, self.data.learn_prefilled)
+        found = AssistantTurns(render, self._added, turns.messages, turns.first, self.data.learn_prefilled)
         if GENERATION_BLOCK.search(self.tokenizer.get_chat_template(tools=turns.options.get("tools"))):
             tokens, mask = self._masked_by_marks(turns, found)
         else:
-            tokens, mask = tokens_with_text(self.tokenizer, found.text, found.spans(turns.first))
+            tokens, mask = tokens_with_text(self.tokenizer, found.text, found.spans())
         if not mask.any():
             roles = [message["role"] for message in turns.messages]
             raise ValueError(f"the chat template renders no text of the assistant, in turns {roles}")

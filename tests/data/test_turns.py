@@ -98,6 +98,34 @@ def test_the_end_of_a_turn_is_the_one_that_the_conversation_has():
     assert learned(encoder(OPEN), {"messages": turns}) == ["uno", "dos"]
 
 
+@pytest.mark.parametrize("template", [PREFILLED, TWO_ENDS, ENDED, OPEN])
+def test_more_turns_take_no_more_renderings(template, monkeypatch):
+    made = encoder(template)
+    render, rendered = made.template.text, []
+    monkeypatch.setattr(made.template, "text", lambda *given, **options: rendered.append(1) or render(*given, **options))
+    counts = []
+    for rounds in (3, 30):
+        turns = [turn for n in range(rounds) for turn in (QUESTION, said(f"uno {n}", reasoning_content=f"dos {n}"))]
+        texts = learned(made, {"messages": turns})
+        assert len(texts) == rounds and all(f"uno {n}" in text for n, text in enumerate(texts))
+        counts.append(len(rendered))
+        rendered.clear()
+    assert counts[0] == counts[1] <= 15
+
+
+def test_a_turn_that_the_template_puts_another_message_into_is_refused():
+    """Gemma 4 writes a tool's result before the text of the turn that calls the tool."""
+    inside = (
+        "{% for m in messages %}{% if m.role != 'tool' %}<|im_start|>{{ m.role }}\n{% if m.tool_calls %}<tool_call>"
+        "{{ m.tool_calls[0].function.name }}{{ m.tool_calls[0].function.arguments | tojson }}"
+        "{% if not loop.last %}<|call|>{{ loop.nextitem.content }}{% endif %}{% endif %}{{ m.content or '' }}<|im_end|>\n"
+        "{% endif %}{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+    )
+    record = {"messages": [QUESTION, called({"city": "no"}, "uno"), *ANSWERED], "tools": [TOOL]}
+    with pytest.raises(ValueError, match="writes text of message 2 inside message 1, a turn of the assistant"):
+        encoder(inside).conversation(record)
+
+
 def test_a_pair_ends_where_its_answer_does():
     made = encoder(ENDED, dataset={"input_key": "prompt"})
     chosen, rejected = encode_pair(made, 0, {"prompt": "one", "chosen": "uno", "rejected": "dos"})

@@ -103,6 +103,23 @@ def test_expected_answers_that_cannot_be_judged_by_are_refused_or_dropped(tmp_pa
     assert examined(tmp_path, "grpo", rows, *kind, "data.bad_records=drop")[0] == []
 
 
+def test_a_column_of_tools_that_no_record_has_is_refused_or_noted(tmp_path):
+    rows = [{"prompt": "a", "completion": "b", "tools": []}]
+    (problem,), _ = examined(tmp_path, "sft", rows, "data.train.tools_key=tool")
+    assert problem == ("data.train.tools_key: got tool; expected one of the columns prompt, completion, tools. Try tools")
+    problems, notes = examined(tmp_path, "sft", rows, "data.train.tools_key=functions")
+    assert problems == [] and "data.train.tools_key: none of the first 1 records has tools in 'functions'" in notes[-1]
+    problems, notes = examined(tmp_path, "sft", [{**rows[0], "functions": "[]"}], "data.train.tools_key=functions")
+    assert problems == [] and "tools_key" not in " ".join(notes)
+
+
+def test_a_margin_is_refused_where_nothing_learns_from_it():
+    for algorithm in ("grpo", "dpo", "sft"):
+        with pytest.raises(config.RecipeError) as caught:
+            config.load(f"tiny_{algorithm}", ["data.train.margin_key=margin"])
+        assert [(one.key, one.code) for one in caught.value.problems] == [("data.train.margin_key", "unsupported")]
+
+
 def test_dropping_rows_is_not_advised_if_none_would_remain(tmp_path):
     rows = [{"input": "a", "chosen": "b", "rejected": "b"}] * 3
     (problem,), _ = examined(tmp_path, "dpo", rows)
@@ -163,7 +180,6 @@ WRONG = ASSISTANT | {"content": "no"}
     ("row", "overrides"),
     [
         (PAIR, ()),
-        (PAIR, ("data.train.margin_key=gap",)),
         (PAIR, CHAT),
         ({"chosen": [USER, ASSISTANT], "rejected": [USER, WRONG]}, CHAT),
         ({"input": "a", "chosen": [ASSISTANT], "rejected": [WRONG]}, CHAT),
@@ -173,6 +189,10 @@ WRONG = ASSISTANT | {"content": "no"}
 @pytest.mark.parametrize("algorithm", ["dpo", "rm"])
 def test_good_pairs(tmp_path, row, overrides, algorithm):
     assert examined(tmp_path, algorithm, [row], *overrides)[0] == []
+
+
+def test_good_pairs_with_a_margin(tmp_path):
+    assert examined(tmp_path, "rm", [PAIR], "data.train.margin_key=gap")[0] == []
 
 
 @pytest.mark.parametrize(
@@ -185,7 +205,7 @@ def test_good_pairs(tmp_path, row, overrides, algorithm):
     ],
 )
 def test_bad_pairs(tmp_path, row, overrides, says):
-    (problem,), _ = examined(tmp_path, "dpo", [PAIR, row], *overrides)
+    (problem,), _ = examined(tmp_path, "rm", [PAIR, row], *overrides)
     assert "F:2: " in problem and says in problem
 
 

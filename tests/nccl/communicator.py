@@ -145,7 +145,7 @@ class Communicator:
 
     def _end(self, work: dist.Work) -> None:
         try:
-            work.wait()
+            work.wait(timedelta(seconds=self._timeout_s))  # without it, a message waits as long as connecting may take
         except RuntimeError as error:  # gloo's, after `timeout_s`, or after another rank has given up
             raise BrokenRule(f"the operations of {self} do not end after {self._timeout_s:g} s: {self._stuck()}") from error
 
