@@ -325,7 +325,9 @@ def test_no_variable_beats_the_script_and_each_is_told(cluster, monkeypatch, tmp
     fields = slurm_client.parse_records(shown).__next__()
     assert shown.count("JobId=") == 1 and "ArrayJobId" not in fields
     assert (fields["JobName"], fields["Requeue"], fields["TimeLimit"]) == ("ours", "1", "00:30:00")
-    assert fields["StdOut"].startswith(str(tmp_path)) and fields["OverSubscribe"] != "NO" and "gpu:9" not in shown
+    assert fields["StdOut"].startswith(str(tmp_path)) and "gpu:9" not in shown
+    alone = fields["Exclusive"] != "NO" if "Exclusive" in fields else fields["OverSubscribe"] == "NO"  # from 26.05; before
+    assert not alone
     assert not fields.get("MinMemoryNode", "0").startswith("1M")
 
 
