@@ -185,7 +185,9 @@ def _defaults() -> ConfigMapping:
 
 
 def _value(tree: ConfigMapping, key: str) -> Any:
-    return getattr(tree.find(key), "value", None)
+    """Return the text, number, truth value or null at a key; None for a list or a mapping, which no choice of readers is."""
+    value = getattr(tree.find(key), "value", None)
+    return None if isinstance(value, list) else value
 
 
 def _within(key: str, sections: Collection[str]) -> bool:
