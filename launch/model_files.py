@@ -162,15 +162,15 @@ def hf_home() -> Path:
 
 
 def _in_cache(name: str) -> Path | None:
-    """Return the snapshot of `main` if it has a config.json, else the newest snapshot that has one."""
+    """Return the snapshot of `main`, which transformers reads, if it has a config.json."""
     if _looks_like_path(name):
         return None
     repository = hub_cache() / f"models--{name.replace('/', '--')}"
-    main = repository / "refs/main"
-    snapshots = sorted(repository.glob("snapshots/*"), key=lambda path: path.stat().st_mtime, reverse=True)
-    if main.exists():
-        snapshots.insert(0, repository / "snapshots" / user_files.read_text(main, 1024).strip())
-    return next((snapshot for snapshot in snapshots if (snapshot / "config.json").exists()), None)
+    try:
+        snapshot = repository / "snapshots" / user_files.read_text(repository / "refs/main", 1024).strip()
+    except (OSError, ValueError):
+        return None
+    return snapshot if (snapshot / "config.json").exists() else None
 
 
 def read_json(path: Path, most: int = user_files.MAX_TEXT) -> dict[str, Any]:

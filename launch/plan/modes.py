@@ -12,6 +12,7 @@ sampling.
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -149,7 +150,10 @@ def _divisions(recipe: Recipe, name: str) -> Iterator[Changes]:
         if not split.alike(recipe):
             message = "got nodes that differ from cluster.train's; expected the same kind"
             raise RecipeError(Problem("cluster.generate", "contradiction", message))
-        yield from (split.values("nodes", nodes, nodes) for nodes in range(train.nodes + generate.nodes, 0, -1))
+        nodes = train.nodes + generate.nodes
+        yield from (
+            split.values("nodes", each, each) for each in (nodes, *sorted({*itertools.chain(*split.halves(nodes))})[::-1])
+        )
         return
     if not in_turn:
         yield {}

@@ -333,15 +333,17 @@ def surroundings() -> Iterator[list[str]]:
         def watch(event: str, arguments: tuple) -> None:
             if not live[0]:
                 return
-            path = arguments[0] if arguments else None
+            path, link = arguments[0] if arguments else None, False
             if event == "open":
                 mode, flags = arguments[1], arguments[2]
                 if not (mode and set(str(mode)) & set("wax+")) and not flags & (os.O_WRONLY | os.O_RDWR | os.O_CREAT):
                     return
+                link = bool(flags & os.O_NOFOLLOW)  # the system refuses a link
             elif event not in ("os.mkdir", "os.rename", "os.remove", "os.symlink", "os.truncate", "os.chmod", "shutil.rmtree"):
                 return
             if isinstance(path, str | bytes | os.PathLike) and not isinstance(path, int):
-                real = os.path.realpath(os.fsdecode(path))
+                folder, name = os.path.split(os.fsdecode(path))
+                real = os.path.join(os.path.realpath(folder), name) if link else os.path.realpath(os.fsdecode(path))
                 if not f"{real}/".startswith(f"{inside}/") and "__pycache__" not in real and real != "/dev/null":
                     writes.append(f"{event} {real}")
 

@@ -219,6 +219,8 @@ def test_a_snapshot_in_the_hub_cache(folder, model):
     snapshot = repository / "snapshots/0123"
     snapshot.mkdir(parents=True)
     (repository / "blobs").mkdir()
+    (repository / "refs").mkdir()
+    (repository / "refs/main").write_text("0123")
     for i, path in enumerate(sorted(model.iterdir())):
         path.rename(repository / f"blobs/{i}")
         (snapshot / path.name).symlink_to(f"../../blobs/{i}")

@@ -84,6 +84,9 @@ def test_a_local_model_is_read_from_its_folder(tmp_path, monkeypatch):
     snapshot = tmp_path / "models--meta-llama--Llama-3.2-1B/snapshots/1"
     snapshot.mkdir(parents=True)
     (snapshot / "config.json").write_text('{"model_type": "llama"}')
+    assert planning_config(policy) == {**public_model_config(name), "tie_word_embeddings": False}  # a revision that is not main
+    (snapshot.parents[1] / "refs").mkdir()
+    (snapshot.parents[1] / "refs/main").write_text("1")
     assert planning_config(policy) == {"model_type": "llama", "tie_word_embeddings": False}
 
 

@@ -60,3 +60,13 @@ def test_nodes_are_movable_only_with_several_and_equal_gpus():
     assert not split.movable(choose(*TWELVE, "cluster.generate.gpu=h200")[0])
     assert not split.movable(config.load("llama8b_sft", ["cluster.train.nodes=4"]))
     assert split.movable(choose(*TWELVE)[0])
+
+
+def test_many_nodes_are_divided_in_steps():
+    assert [*split.halves(4)] == [(1, 3), (2, 2), (3, 1)]
+    assert len([*split.halves(split.MOST)]) == split.MOST - 1
+    for total in (split.MOST + 1, 258, 4096):
+        found = [*split.halves(total)]
+        assert len(found) <= 2 * split.MOST and all(sum(sizes) == total for sizes in found)
+        trains = [train for train, _ in found]
+        assert trains == sorted(trains) and max(b - a for a, b in zip(trains, trains[1:], strict=False)) <= total / split.MOST * 2
