@@ -76,7 +76,7 @@ class MetricsTail:
 
     def _update(self, line: dict[str, Any]) -> None:
         self.step = line["step"]
-        self.latest.update({key: value for key, value in line.items() if isinstance(value, int | float)})
+        self.latest.update({key: value for key, value in line.items() if value is not None})
         if self.pace and self.pace[-1][0] >= self.step:  # a validation at the same step, or a resumed run
             self.pace = deque((p for p in self.pace if p[0] < self.step), maxlen=self.pace.maxlen)
         self.pace.append((self.step, line["time"]))

@@ -202,12 +202,12 @@ class MetricColumns:
     columns: dict[str, tuple[array, array]] = field(default_factory=dict)  # key -> (steps, values), in the order of appearance
 
     def append(self, line: dict[str, Any]) -> None:
-        """Add a line of metrics.jsonl. Values that are not numbers are left out."""
+        """Add a line of metrics.jsonl."""
         step = line["step"]
         self.steps.append(step)
         self.times.append(line["time"])
         for key, value in line.items():
-            if key not in ("step", "time") and (value is None or isinstance(value, int | float)):
+            if key not in ("step", "time"):
                 steps, values = self.columns.setdefault(key, (array("d"), array("d")))
                 steps.append(step)
                 values.append(math.nan if value is None else value)

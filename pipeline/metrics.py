@@ -45,7 +45,7 @@ MEND = "Try to remove its line, or to restore the file from a copy"
 
 
 class StepLine(TypedDict):
-    """A line of metrics.jsonl: the other keys are metrics."""
+    """A line of metrics.jsonl: the other keys are metrics, numbers or null."""
 
     step: Count
     time: Moment
@@ -232,7 +232,8 @@ class Reader:
             file.seek(self._offset)
             for text in small_files.whole_lines(file, self._path):
                 self._offset += len(text)
-                line: dict[str, Any] = {**small_files.parsed(text, StepLine, self._path, remedy=MEND)}
+                step = small_files.parsed(text, StepLine, self._path, remedy=MEND)
+                line = dict(small_files.checked(step, dict[str, float | None], self._path, remedy=MEND))
                 if line["time"] > self._given:
                     self._latest = line["time"]
                     yield line

@@ -95,12 +95,18 @@ def test_a_reader_returns_each_step_once_while_a_run_writes_and_restarts(tmp_pat
 def test_a_reader_starts_at_one_of_the_last_steps(tmp_path, steps, width):
     """Resources make later lines longer than the first ones."""
     path = tmp_path / "metrics.jsonl"
-    of = [{"step": step, "time": float(step), "resources": "x" * (width if step > 4 else 0)} for step in range(4000)]
+    of = [{"step": step, "time": float(step), "x" * (width if step > 4 else 1): None} for step in range(4000)]
     path.write_text("".join(json.dumps(line) + "\n" for line in of) + '{"step": 4000, "ti')
     assert [line["step"] for line in Reader(path, steps).lines()] == list(range(4000))[-steps:]
 
 
-@pytest.mark.parametrize("line", ["not JSON", "[]", '{"step": 1}', "\x00\x00"])
+STEP = '{"step": 1, "time": 1.0, "val/accuracy": %s}'
+
+
+@pytest.mark.parametrize(
+    "line",
+    ["not JSON", "[]", '{"step": 1}', "\x00\x00", *(STEP % value for value in ("[1]", '"high"', "true", "1" + "0" * 400))],
+)
 def test_a_line_that_is_not_a_step_is_refused(tmp_path, line):
     (tmp_path / "metrics.jsonl").write_text(line + "\n")
     with refused(("run", "unreadable")):

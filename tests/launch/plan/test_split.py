@@ -69,4 +69,6 @@ def test_many_nodes_are_divided_in_steps():
         found = [*split.halves(total)]
         assert len(found) <= 2 * split.MOST and all(sum(sizes) == total for sizes in found)
         trains = [train for train, _ in found]
-        assert trains == sorted(trains) and max(b - a for a, b in zip(trains, trains[1:], strict=False)) <= total / split.MOST * 2
+        assert (
+            trains == sorted(trains) and max(b - a for a, b in zip(trains, trains[1:], strict=False)) <= total / split.MOST * 2
+        )
