@@ -120,7 +120,8 @@ def _id(tokenizer: PreTrainedTokenizerBase, text: str) -> int:
 
 def _config_ids(config: Mapping[str, Any], overrides: Mapping[str, Any]) -> Iterable[tuple[str, int]]:
     """Yield (place, id) of a model's config, whose language model may be described in `text_config`."""
-    text, over = config.get("text_config") or {}, overrides.get("text_config") or {}
+    given_texts = (values.get("text_config") for values in (config, overrides))
+    text, over = (value if isinstance(value, Mapping) else {} for value in given_texts)  # `config_values` refuses others
     given = {**({CONFIG: config["eos_token_id"]} if "eos_token_id" in config else {})}
     if "eos_token_id" in text:
         given[f"{CONFIG} text_config"] = text["eos_token_id"]

@@ -190,14 +190,14 @@ class _ConversationEncoder:
         """Return [L] int32. Special tokens in the texts stay text."""
         escape, prompt = self._escaper.escape, question.prompt
         if not self._chat:
-            asked = prompt if isinstance(prompt, str) else "\n\n".join(message["content"] for message in prompt)
+            asked = prompt if isinstance(prompt, str) else "\n\n".join(message["content"] or "" for message in prompt)
             tokens = [*self._plain.tokens(asked), *self._escaper.tokenize(escape(answer)), *self._plain.end]
             return np.asarray(tokens, np.int32)
         turns = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
         messages = [*self._system, *turns, {"role": "assistant", "content": answer}]
-        escaped = [{**message, "content": escape(message["content"])} for message in messages]
+        escaped = [{**message, "content": escape(message["content"] or "")} for message in messages]
         try:
-            text = self._template.text(escaped)
+            text = self._template.text(escaped, **question.template_options)
         except ValueError as error:
             what = f"question {question.id or question.index}: {error}"
             raise RecipeError(Problem(self._key, "bad-record", what)) from error

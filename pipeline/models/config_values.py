@@ -49,7 +49,7 @@ def problems(key: str, config: Mapping[str, Any]) -> Iterator[Problem]:
 
 def _wrong(given: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     """Yield (key, what is expected) of values of another type or range."""
-    family = given.get("model_type")
+    family = str(given.get("model_type"))
     listed = family not in MODEL_TYPES and family not in ALIASES  # other families may have a list with a value for each layer
     for name, value in given.items():
         if name in (*SIZES, *COUNTS) and not (listed and isinstance(value, list)):

@@ -70,6 +70,7 @@ def test_config_of_a_language_model_inside_another_and_overrides(model):
     assert texts(policy)["<|end_of_turn|>"] == ("config.json text_config",)
     policy = replace(policy, hf_config_overrides={"text_config": {"eos_token_id": start}})
     assert {*texts(policy)} == {"</s>", "<|im_start|>"}
+    assert {*texts(model(None, {"text_config": 3}))} == {"</s>"}
 
 
 def test_a_default_of_the_config_that_is_an_ordinary_word_does_not_count(model):

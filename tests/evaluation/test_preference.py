@@ -12,6 +12,7 @@ from pipeline.evaluation.base import Answer
 from pipeline.evaluation.formats.preferences import RewardBench
 from pipeline.evaluation.preference import SECTIONS, PreferenceTask, _ConversationEncoder, credit
 from pipeline.evaluation.reward_engines import RewardEngines
+from tests.problems import refused
 from tests.roles.judges import CHATML, write_tokenizer
 
 NAN, INF = math.nan, math.inf
@@ -102,6 +103,16 @@ def test_a_conversation_ends_with_its_turn(chat, text, tmp_path):
     encoder = _ConversationEncoder("x", SimpleNamespace(apply_chat_template=chat, system_prompt=None), tokenizer, None)
     question = RewardBench(None).question({"prompt": "ab", "chosen": "cd", "rejected": "e"}, 0)
     assert tokenizer.decode(encoder.encode(question, "cd")) == text
+
+
+def test_a_turn_without_text_that_the_template_cannot_show_is_a_bad_record(tmp_path):
+    tokenizer = write_tokenizer(tmp_path, chat_template=CHATML)
+    call = {"type": "function", "function": {"name": "b", "arguments": {}}}
+    said = [{"role": "user", "content": "a"}, {"role": "assistant", "content": None, "tool_calls": [call]}]
+    question = RewardBench(None).question({"prompt": said, "chosen": "cd", "rejected": "e"}, 0)
+    config = SimpleNamespace(apply_chat_template=True, system_prompt=None)
+    with refused(("evaluate.tasks.x.data", "bad-record")):
+        _ConversationEncoder("x", config, tokenizer, None).encode(question, "cd")
 
 
 class Engine:
