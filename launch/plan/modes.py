@@ -94,7 +94,10 @@ def _preference(mode: Mode) -> tuple[bool, bool, int]:
 
 def _mode(plan: Plan, name: str) -> Mode:
     with collected(refused := []):
-        other = _best(plan, _ways(plan.recipe, name))
+        if (best := plan.split) and name == mode_name(plan.recipe):
+            other = _as_much(config.changed(plan.recipe, split.values(best.key, best.train, best.generate)), plan.recipe)
+        else:
+            other = _best(plan, _ways(plan.recipe, name))
         same = other.cluster == plan.recipe.cluster
         made = replace(plan, recipe=other, split=None) if same else elsewhere(plan, other)
         return Mode(name, _changes(plan.recipe, other, name), made, _unfit(made))

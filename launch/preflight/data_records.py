@@ -75,17 +75,17 @@ class ExpectedAnswers:
         return None
 
 
-def absent_tools(key: str, dataset: DatasetConfig, records: list[dict[str, Any]], notes: list[str]) -> Iterator[Problem]:
-    """Yield a problem if no record has the recipe's `tools_key` and it looks misspelt; add a note if it does not."""
-    name = dataset.tools_key
-    if not name or name == DatasetConfig().tools_key or any(column(record, name) is not None for record in records):
+def absent_tools(recipe: Recipe, key: str, dataset: DatasetConfig, records: list[dict[str, Any]]) -> Iterator[str]:
+    """Yield a note if the recipe names a column of tools that no record has. Later records may have it."""
+    wanted = dataset.tools_key
+    if not wanted or wanted == DatasetConfig().tools_key or not recipe.data.apply_chat_template:
         return
-    columns = dict.fromkeys(name for record in records for name in record)
-    if meant := [one for one in difflib.get_close_matches(name, columns, 1, 0.7) if one != name]:
-        what = f"got {name}; expected one of the columns {', '.join(columns)}. Try {meant[0]}"
-        yield Problem(f"{key}.tools_key", "missing-column", what)
-        return
-    notes.append(f"{key}.tools_key: none of the first {len(records)} records has tools in '{name}'; the prompts show none")
+    if all(column(record, wanted) is None for record in records):
+        columns = dict.fromkeys(name for record in records for name in (*record, *column_names(record)) if name != wanted)
+        meant = difflib.get_close_matches(wanted, columns, 1, 0.7)
+        hint = f". Did you mean {meant[0]}?" if meant else ""
+        what = f"none of the first {len(records)} records has tools in '{wanted}'; their prompts show none"
+        yield f"{key}.tools_key: {what}{hint}"
 
 
 def absent_columns(

@@ -138,7 +138,7 @@ def _check_records(
             yield Problem(records.key, "contradiction", f"{what} {hint}")
             return [], []
         read = [record for _, record in found]
-        yield from data_records.absent_tools(key, dataset, read, notes)
+        notes += data_records.absent_tools(recipe, key, dataset, read)
         if fields is not None:
             absent = list(data_records.absent_columns(recipe, key, dataset, columns.dataset, fields, read))
             yield from absent

@@ -10,9 +10,7 @@ Some templates render a turn differently when more follows, such as those that d
 renderings in which messages have marks at the ends of their texts: what follows a mark is also in the conversation that is
 learned. What the generation prompt has beyond that conversation, such as <think>, was dropped by the template.
 
-The number of renderings does not grow with the number of turns. One rendering with a mark in each message shows where all texts
-end. What the template writes between a user's text and an answer is rendered for the first and the last turn after such a
-message, and for the turns between them only if those two differ.
+Each turn takes two renderings of the messages up to it, because a template may look at any of them.
 """
 
 from __future__ import annotations
@@ -20,21 +18,20 @@ from __future__ import annotations
 import functools
 import itertools
 import re
-from collections.abc import Callable, Collection, Hashable, Iterable, Iterator
-from typing import Any, Generic, TypeVar
+from collections.abc import Callable, Collection
+from typing import Any
 
 from pipeline.config import Message
 from pipeline.data.rendering import TemplateRefusal
 
-Value = TypeVar("Value")
 Span = tuple[int, int]
 Render = Callable[..., str]
 """(messages, add_generation_prompt=) -> text."""
 
 GENERATION_BLOCK = re.compile(r"\{%-?\s*generation\s*-?%\}")
 """Marks of a template around what the assistant writes."""
-MARK = re.compile(r"Qx7m(\d+)x7Q")
-"""A mark of a message, by its number: letters and digits alone, which no template, JSON writer or trimming changes."""
+MARK = "Qx7m"
+"""Begins the mark of a message, which has letters and digits alone: no template, JSON writer or trimming changes it."""
 THINKING = re.compile(r"</?(?:\w+:)?think(?:ing)?(?::\w+)?>|\[/?THINK\]|<\|channel>thought|<channel\|>")
 """Marks of reasoning in published templates."""
 FIELDS = ("content", "reasoning_content", "reasoning", "thinking", "tool_calls")
@@ -64,70 +61,54 @@ class AssistantTurns:
         longest_first = sorted((re.escape(text) for text in special if text), key=len, reverse=True)
         self._pieces = re.compile("|".join([*longest_first, THINKING.pattern, r"\w+", "."]), re.DOTALL)
         self._turns = [i for i, message in enumerate(messages) if message["role"] == "assistant" and i >= first]
-        before = {i: _kind(messages[i - 1]) for i in self._turns if i}
-        self._headers = _OfKinds(before, self._header)
-        self._closings = _OfKinds(before, lambda i: self._tail(messages[:i], i - 1) or "")
-        self._opens = _OfKinds(before, self._always_opens)
-        going_on = {i: _kind(messages[i]) for i in self._turns if i + 1 < len(messages)}
-        self._alone = _OfKinds(going_on, lambda i: self._tail(messages[: i + 1], i))
-        self._dividers = _OfKinds({i: (kind, _kind(messages[i + 1])) for i, kind in going_on.items()}, self._divider)
+        self._mark = MARK
+        while self._mark in self.text:
+            self._mark += "7"
+        self._text_end = functools.cache(self._measured_text_end)
 
     def spans(self) -> list[Span]:
-        """Return (begin, end) in `text` of each turn of the assistant that is learned."""
+        """Return (begin, end) in `text` of each turn of the assistant that is learned: in order, and without other messages."""
         spans = [(self.begin(i), self._end(i)) for i in self._turns]
+        ends = {self._text_end(i): i for i in range(len(self._messages))}
+        before = 0
         for i, (begin, end) in zip(self._turns, spans, strict=True):
-            if others := [other for at, other in self._marks or () if begin < at < end and other != i]:
+            if not before <= begin <= end:
+                raise _hidden(i)
+            if inside := [other for at, other in ends.items() if at is not None and begin < at < end and other != i]:
                 raise TemplateRefusal(
-                    f"the chat template writes text of message {others[0]} inside message {i}, a turn of the assistant"
+                    f"the chat template writes text of message {inside[0]} inside message {i}, a turn of the assistant"
                 )
+            before = end
         return spans
 
     def begin(self, i: int) -> int:
         """Return where the assistant's message i begins: after the generation prompt."""
-        distance, header = self._headers(i)
-        if distance > 1:  # the header has the text of a message
-            distance, header = self._header(i)
-        if header is None:
-            prompt = self._render(self._messages[:i], add_generation_prompt=True)
-            if self.text.startswith(prompt) and not self._learn_prefilled:
-                return len(prompt)
+        prompt = self._render(self._messages[:i], add_generation_prompt=True)
+        if self.text.startswith(prompt) and not self._learn_prefilled:
+            return len(prompt)
+        for before in range(i - 1, -1, -1):
+            theirs = self._after(self._messages[:i], before, prompt, add_generation_prompt=True)
+            ours = self._text_end(before)
+            if theirs is not None and ours is not None:
+                break
+        else:
             raise _hidden(i)
-        ours = self._text_end(i - distance)
-        assert ours is not None
+        header = prompt[theirs:]
         if self._learn_prefilled and (prefilled := THINKING.search(header)):
             header = header[: prefilled.start()]
-        if self.text.startswith(header, ours):
-            return ours + len(header)
-        window = self.text[ours : self._text_end(i)]
-        length, kept = _matched([*self._split(window)], [*self._split(header)])
-        if not self._has_opening(i, distance, header, kept) and not self._is_text_of(i, ours + length):
+        length, kept = _matched(self._split(self.text[ours : self._text_end(i)]), self._split(header))
+        if not self._has_opening(i, before, header, kept) and not self._is_text_of(i, ours + length):
             raise _hidden(i)
         return ours + length
 
-    def _header(self, i: int) -> tuple[int, str | None]:
-        """Return (distance, header) of the assistant's message i.
-
-        header: what the template writes between the text of message `i - distance`, the last that it shows, and the answer;
-        None if it shows none.
-        """
-        if self._marks is not None and (text := self._with_marks(self._messages[:i], add_generation_prompt=True)):
-            *_, last = [None, *MARK.finditer(text)]
-            if last and int(last[1]) in self._text_ends:
-                return i - int(last[1]), text[last.end() :]
-        for distance in range(1, i + 1):
-            if self._text_end(i - distance) is not None:
-                header = self._tail(self._messages[:i], i - distance, add_generation_prompt=True)
-                if header is not None:
-                    return distance, header
-        return 0, None
-
-    def _has_opening(self, i: int, distance: int, header: str, kept: int) -> bool:
+    def _has_opening(self, i: int, before: int, header: str, kept: int) -> bool:
         """Return whether the conversation has enough of a header to open the turn of message i.
 
-        header: as of `_header`. kept: how many characters of it the conversation has; the template may drop the rest later.
+        header: what the generation prompt writes after message `before`. kept: how many characters of it the conversation has;
+        the template may drop the rest later.
         """
-        closing = self._closings(i) if distance == 1 else self._tail(self._messages[:i], i - distance) or ""
-        _, closed = _matched([*self._split(closing)], [*self._split(header)])
+        closing = self._tail(self._messages[:i], before) or ""
+        _, closed = _matched(self._split(closing), self._split(header))
         return bool(header[closed:kept].strip()) or not THINKING.sub("", header[closed:]).strip()
 
     def _is_text_of(self, i: int, at: int) -> bool:
@@ -143,56 +124,56 @@ class AssistantTurns:
             )
         tail = self.text[end:]
         last = i == len(self._messages) - 1
-        alone = tail if last else self._alone(i)
+        alone = tail if last else self._tail(self._messages[: i + 1], i)
         followed = self._followed_tail(i) if last else tail
         return end + len(self._end_of_turn(i, alone, followed))
 
     def _end_of_turn(self, i: int, alone: str | None, followed: str | None) -> str:
         """Return the end of a turn, from the texts behind it in a conversation that ends with it and in one that goes on."""
         last = i == len(self._messages) - 1
-        if alone is None or followed is None:
-            known = alone or followed or ""
-            return self._until_special(known, len(known) if last else 0)
+        if followed is None:
+            return self._until_special(alone or "", len(alone or ""))
+        if alone is None:
+            return self._closing(followed, self._messages[i + 1])
         same = _common(self._split(alone), self._split(followed))
         specials = [piece for piece in self._split(same) if piece in self._special]
-        if specials and same != alone and self._opens(i):
+        if specials and same != alone and self._always_opens(i):
             same = same[: same.rindex(specials[-1])]
         if specials:
             return self._until_special(same, len(same))
         if any(piece in self._special for piece in self._split(alone)):
             return self._first_special(alone if last else followed)
-        return same if last else same or self._dividers(i)
+        return same if last else same or self._closing(followed, self._messages[i + 1])
 
     def _always_opens(self, i: int) -> bool:
-        """Return whether the template writes a generation prompt before message i whether asked to or not."""
+        """Return whether the template writes a generation prompt whether asked to or not."""
         before = self._messages[:i]
         return self._render(before) == self._render(before, add_generation_prompt=True)
 
-    def _divider(self, i: int) -> str:
-        """Return the special token that closes message i alone where another follows; none if it opens the next message."""
-        followed = self.text[self._text_end(i) :]
+    def _closing(self, followed: str, message: Message) -> str:
+        """Return the special token that closes a turn alone where another follows; none if it opens the next message."""
         if not any(piece in self._special for piece in self._split(followed)):
             return ""
-        divider = self._first_special(followed)
+        closing = self._first_special(followed)
         try:
-            alone = self._render([self._messages[i + 1]])
+            alone = self._render([message])
         except ValueError:
             return ""
-        return "" if divider.strip() in alone else divider
+        return "" if closing.strip() in alone else closing
 
     def _until_special(self, text: str, otherwise: int) -> str:
         """Return a text up to its last special token, where only white space follows it: a sampler stops before that.
 
         otherwise: how much to return of a text without one.
         """
-        pieces = [*self._split(text)]
+        pieces = self._split(text)
         end = max((n for n, piece in enumerate(pieces, 1) if piece in self._special), default=0)
         return text[:otherwise] if not end or "".join(pieces[end:]).strip() else "".join(pieces[:end])
 
     def _first_special(self, text: str) -> str:
-        """Return a text up to its first special token."""
-        end = next(match.end() for match in self._pieces.finditer(text) if match.group() in self._special)
-        return text[:end]
+        pieces = self._split(text)
+        end = next(n for n, piece in enumerate(pieces, 1) if piece in self._special)
+        return "".join(pieces[:end])
 
     def _followed_tail(self, i: int) -> str | None:
         for follower in FOLLOWERS:
@@ -201,104 +182,69 @@ class AssistantTurns:
                 return tail
         return None
 
-    # ---- marks ---------------------------------------------------------------------------------------------------------------
-
-    def _text_end(self, i: int) -> int | None:
+    def _after(self, messages: list[Message], i: int, text: str, **options: Any) -> int | None:
         """Return where the last text of message i ends in `text`; None if no rendering shows it."""
-        if self._marks is not None:
-            return self._text_ends.get(i)
-        tail = self._tail(self._messages, i)
-        return len(self.text) - len(tail) if tail is not None and self.text.endswith(tail) else None
+        tail = self._tail(messages, i, **options)
+        return len(text) - len(tail) if tail is not None and text.endswith(tail) else None
+
+    def _measured_text_end(self, i: int) -> int | None:
+        """Return where the last text of message i ends in `text`; None if no rendering shows it."""
+        return self._after(self._messages, i, self.text) if self._text_ends is None else self._text_ends.get(i)
 
     @functools.cached_property
-    def _marks(self) -> list[tuple[int, int]] | None:
-        """(end in `text`, message) of each text in order; None if the template refuses marks in all, or writes other texts."""
-        marked = self._with_marks(self._messages)
-        if marked is None or MARK.sub("", marked) != self.text:
-            return None
-        marks = list(MARK.finditer(marked))
-        before = itertools.accumulate((len(mark.group()) for mark in marks), initial=0)
-        return [(mark.start() - length, int(mark[1])) for mark, length in zip(marks, before, strict=False)]
-
-    @functools.cached_property
-    def _text_ends(self) -> dict[int, int]:
-        return {message: end for end, message in self._marks or ()}
-
-    def _with_marks(self, messages: list[Message], **options: Any) -> str | None:
-        """Return messages rendered with a mark in each; None if the template refuses this, which is not the record's fault."""
+    def _text_ends(self) -> dict[int, int] | None:
+        """Message -> end of its last text in `text`, by one rendering; None if marks change more than they add."""
         try:
-            return self._render([_with_mark(message, i) for i, message in enumerate(messages)], **options)
+            marked = self._render([self._marked(message, i) for i, message in enumerate(self._messages)])
         except ValueError:
             return None
+        mark = re.compile(rf"{self._mark}x(\d+)x")
+        if mark.sub("", marked) != self.text:
+            return None
+        found = list(mark.finditer(marked))
+        lengths = itertools.accumulate((len(one.group()) for one in found), initial=0)
+        return {int(one[1]): one.start() - length for one, length in zip(found, lengths, strict=False)}
 
     def _tail(self, messages: list[Message], i: int, **options: Any) -> str | None:
         """Return what the template writes after the last text of message i; None if it writes no text of it, or refuses."""
         try:
-            text = self._render([*messages[:i], _with_mark(messages[i], i), *messages[i + 1 :]], **options)
-        except ValueError:  # as in `_with_marks`
+            text = self._render([*messages[:i], self._marked(messages[i], i), *messages[i + 1 :]], **options)
+        except ValueError:  # the template refuses this rendering, not the record: another one may show the border
             return None
-        mark = _mark(i)
+        mark = f"{self._mark}x{i}x"
         return text.rpartition(mark)[2] if mark in text else None
 
-    def _split(self, text: str) -> Iterator[str]:
-        return (match.group() for match in self._pieces.finditer(text))
+    def _marked(self, message: Message, i: int) -> Message:
+        """Return message i with its mark at the end of each of its texts, or of names if it has no other texts."""
+        mark, given = f"{self._mark}x{i}x", {key: message[key] for key in FIELDS if message.get(key)}
+        trailing = message["role"] == "assistant"
+        marked = {key: _marked(value, mark, trailing) for key, value in given.items()}
+        if marked == given:
+            marked = {key: _marked(value, mark, trailing, names=True) for key, value in given.items()}
+        return {**message, **marked}
+
+    def _split(self, text: str) -> list[str]:
+        return self._pieces.findall(text)
 
 
-class _OfKinds(Generic[Value]):
-    """What renderings show of messages, called with the number of a message.
+def _marked(value: Any, mark: str, trailing: bool, names: bool = False) -> Any:
+    """Return a field of a message with a mark at the end of each of its texts.
 
-    Messages of one kind have the value of the first of them if the last has the same.
-    """
-
-    def __init__(self, kinds: dict[int, Hashable], measure: Callable[[int], Value]) -> None:
-        self._kinds, self._measure = kinds, functools.cache(measure)
-        self._members: dict[Hashable, list[int]] = {}
-        for i, kind in kinds.items():
-            self._members.setdefault(kind, []).append(i)
-
-    def __call__(self, i: int) -> Value:
-        members = self._members[self._kinds[i]] if i in self._kinds else [i]
-        first, last = self._measure(members[0]), self._measure(members[-1])
-        return first if first == last else self._measure(i)
-
-
-def _kind(message: Message) -> Hashable:
-    """Return what a template may look at to write the end of a message: its role, its fields and the tools that it calls."""
-    fields = tuple(key for key in FIELDS if message.get(key))
-    called = tuple(call.get("function", call).get("name") for call in message.get("tool_calls") or ())
-    return message["role"], fields, called
-
-
-def _mark(i: int) -> str:
-    return f"Qx7m{i}x7Q"
-
-
-def _with_mark(message: Message, i: int) -> Message:
-    """Return a message with the mark of number i at the end of each of its texts, or of names if it has no other texts."""
-    marked = message
-    for names in (False, True):
-        marked = {**message, **{key: _marked(message[key], _mark(i), names) for key in FIELDS if message.get(key)}}
-        if marked != message:
-            break
-    return marked
-
-
-def _marked(value: Any, mark: str, names: bool) -> Any:
-    """Return a field of a message with the mark at the end of each of its texts.
-
-    names: also of a tool's name, which a template may repeat with the tool's result.
+    trailing: after white space at the end, which an answer may have; else before it, as many templates trim texts. names: also
+    of a tool's name, which a template may repeat with the tool's result.
     """
     if isinstance(value, str):
-        return value + mark if value else value
+        end = len(value) if trailing else len(value.rstrip())
+        return value[:end] + mark + value[end:] if value else value
     if isinstance(value, list):
-        return [_marked(item, mark, names) for item in value]
+        return [_marked(item, mark, trailing, names) for item in value]
     if isinstance(value, dict):
         kept = ("id", "type") if names else ("id", "type", "name")
-        return {key: item if key in kept else _marked(item, mark, names) for key, item in value.items()}
+        return {key: item if key in kept else _marked(item, mark, trailing, names) for key, item in value.items()}
     return value
 
 
-def _common(one: Iterable[str], other: Iterable[str]) -> str:
+def _common(one: list[str], other: list[str]) -> str:
     """Return the text of the pieces that both begin with."""
     pairs = zip(one, other, strict=False)
     return "".join(a for a, _ in itertools.takewhile(lambda pair: pair[0] == pair[1], pairs))

@@ -44,6 +44,12 @@ CONCATENATED = AS_TEXT.replace("{{ c.function.arguments }}", "{{ '' + c.function
 BY_NULL = AS_MAPPING.replace(
     "m.tool_calls or []", "(m.tool_calls if m.content is none else [])"
 )  # DeepSeek-R1's distilled models
+CHATML = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{% if m.role == 'assistant' %}ASSISTANT{% endif %}{{ m.content }}"
+    "<|im_end|>\n{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\nPROMPT{% endif %}"
+)
+TRIMS = CHATML.replace("{{ m.content }}", "{{ m.content | trim }}").replace("ASSISTANT", "").replace("PROMPT", "")
+LINE = {"role": "user", "content": "one\n"}
 QUESTION, LATER = {"role": "user", "content": "one"}, {"role": "user", "content": "two"}
 TOOL = {
     "type": "function",
@@ -98,19 +104,77 @@ def test_the_end_of_a_turn_is_the_one_that_the_conversation_has():
     assert learned(encoder(OPEN), {"messages": turns}) == ["uno", "dos"]
 
 
-@pytest.mark.parametrize("template", [PREFILLED, TWO_ENDS, ENDED, OPEN])
-def test_more_turns_take_no_more_renderings(template, monkeypatch):
+@pytest.mark.parametrize(("template", "each"), [(PREFILLED, 4), (TWO_ENDS, 2), (ENDED, 4), (OPEN, 3), (TRIMS, 2)])
+def test_turns_take_few_renderings(template, each, monkeypatch):
     made = encoder(template)
     render, rendered = made.template.text, []
     monkeypatch.setattr(made.template, "text", lambda *given, **options: rendered.append(1) or render(*given, **options))
-    counts = []
-    for rounds in (3, 30):
-        turns = [turn for n in range(rounds) for turn in (QUESTION, said(f"uno {n}", reasoning_content=f"dos {n}"))]
-        texts = learned(made, {"messages": turns})
-        assert len(texts) == rounds and all(f"uno {n}" in text for n, text in enumerate(texts))
-        counts.append(len(rendered))
-        rendered.clear()
-    assert counts[0] == counts[1] <= 15
+    turns = [turn for n in range(20) for turn in (LINE, said(f"uno {n}", reasoning_content=f"dos {n}"))]
+    texts = learned(made, {"messages": turns})
+    assert len(texts) == 20 and all(f"uno {n}" in text for n, text in enumerate(texts))
+    assert len(rendered) <= each * 20 + 6
+
+
+# Templates that look at more than roles. A user, an answer, a user, an answer, a user, an answer; the second ones differ.
+NO_THINK = CHATML.replace("ASSISTANT", "<think>\n{{ m.reasoning_content | default('') }}\n</think>\n\n").replace(
+    "PROMPT", "{% if messages[-1].content.endswith('/no_think') %}<think>\n\n</think>\n\n{% endif %}"
+)
+NAMED = CHATML.replace("{{ m.content }}", "{{ m.content }}{% if m.name %}\n-- {{ m.name }}{% endif %}")
+STOPPED = CHATML.replace("<|im_end|>\n", "{% if m.stop is undefined or m.stop %}<|im_end|>{% endif %}\n")
+HIDDEN = CHATML.replace("{{ m.content }}", "{{ m.content if not m.content.startswith('(hidden)') }}")
+CUT = CHATML.replace("{{ m.content }}", "{{ m.content[:10] }}")
+
+
+@pytest.mark.parametrize(
+    ("template", "question", "answer", "expected"),
+    [
+        (NO_THINK, {"content": "two /no_think"}, {}, ["\n\n</think>\n\nuno<|im_end|>", "uno<|im_end|>"]),
+        (NAMED, {"name": "sky"}, {}, ["uno<|im_end|>"] * 2),
+        (STOPPED, {}, {"stop": False}, ["uno<|im_end|>", "uno"]),
+        (HIDDEN, {"content": "(hidden) two"}, {}, ["uno<|im_end|>"] * 2),
+        (CUT, {"content": "two two two two"}, {}, ["uno<|im_end|>"] * 2),
+        (CHATML, {"content": "two Qx7mx3x Qx7m"}, {"content": "uno"}, ["uno<|im_end|>"] * 2),
+        (TRIMS, {"content": " two \n"}, {}, ["uno<|im_end|>"] * 2),
+    ],
+)
+def test_a_template_may_look_at_any_message(template, question, answer, expected):
+    template = template.replace("ASSISTANT", "").replace("PROMPT", "")
+    usual, other = [QUESTION, said("uno")], [QUESTION | question, said("uno") | answer]
+    first, second = (text.removeprefix("<think>") for text in expected)
+    found = learned(encoder(template), {"messages": usual + other + usual})
+    assert [text.removeprefix("<think>").rstrip("\n") for text in found] == [first, second, first]
+
+
+JOINED = (  # turns of one role have one header
+    "{% set ns = namespace(role='') %}{% for m in messages %}{% if m.role != ns.role %}<|{{ m.role }}|>{% endif %}"
+    "{% set ns.role = m.role %}{{ m.content }}{% endfor %}{% if add_generation_prompt %}<|assistant|>{% endif %}"
+)
+ONE_END = OPEN.replace("{% endfor %}", "{% if m.role == 'assistant' and loop.last %}<|end|>{% endif %}{% endfor %}")
+SYSTEM_LAST = (  # the last user's turn has the system's text
+    "{% for m in messages if m.role != 'system' %}<|{{ m.role }}|>{{ m.content }}"
+    "{% if m.role == 'user' and m == messages[-2] %}{{ messages[0].content }}{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}<|assistant|>{% endif %}"
+)
+SYSTEM = {"role": "system", "content": "no"}
+
+
+@pytest.mark.parametrize("template", [OPEN, JOINED])
+def test_turns_of_the_assistant_may_follow_each_other(template):
+    made = encoder(template)
+    tokens, mask = made.conversation({"messages": [QUESTION, said("uno"), said("dos")]})
+    assert made.tokenizer.decode(tokens[mask]) == "unodos"
+
+
+@pytest.mark.parametrize(
+    ("template", "messages"),
+    [
+        (ONE_END, [QUESTION, said("uno"), said("dos")]),  # nothing shows whether the second header belongs to a turn
+        (SYSTEM_LAST, [SYSTEM, QUESTION, said("uno"), LATER, said("dos")]),
+    ],
+)
+def test_turns_whose_borders_are_not_in_order_are_refused(template, messages):
+    with pytest.raises(ValueError, match=r"the chat template (hides where|writes text of) message \d"):
+        encoder(template).conversation({"messages": messages})
 
 
 def test_a_turn_that_the_template_puts_another_message_into_is_refused():

@@ -103,13 +103,21 @@ def test_expected_answers_that_cannot_be_judged_by_are_refused_or_dropped(tmp_pa
     assert examined(tmp_path, "grpo", rows, *kind, "data.bad_records=drop")[0] == []
 
 
-def test_a_column_of_tools_that_no_record_has_is_refused_or_noted(tmp_path):
-    rows = [{"prompt": "a", "completion": "b", "tools": []}]
-    (problem,), _ = examined(tmp_path, "sft", rows, "data.train.tools_key=tool")
-    assert problem == ("data.train.tools_key: got tool; expected one of the columns prompt, completion, tools. Try tools")
-    problems, notes = examined(tmp_path, "sft", rows, "data.train.tools_key=functions")
-    assert problems == [] and "data.train.tools_key: none of the first 1 records has tools in 'functions'" in notes[-1]
-    problems, notes = examined(tmp_path, "sft", [{**rows[0], "functions": "[]"}], "data.train.tools_key=functions")
+@pytest.mark.parametrize(
+    ("row", "key", "hint"),
+    [
+        ({"tools": []}, "tool", ". Did you mean tools?"),
+        ({"meta": {"tools": []}}, "meta.tool", ". Did you mean meta.tools?"),
+        ({"tools": []}, "functions", ""),
+    ],
+)
+def test_a_column_of_tools_that_no_record_has_is_noted(tmp_path, row, key, hint):
+    rows = [{"prompt": [USER], "completion": [ASSISTANT], **row}]
+    problems, notes = examined(tmp_path, "sft", rows, f"data.train.tools_key={key}", *CHAT)
+    assert problems == []
+    told = f"data.train.tools_key: none of the first 1 records has tools in '{key}'; their prompts show none{hint}"
+    assert [note for note in notes if "tools_key" in note] == [told]
+    problems, notes = examined(tmp_path, "sft", [{**rows[0], key: "[]"}], f"data.train.tools_key={key}", *CHAT)
     assert problems == [] and "tools_key" not in " ".join(notes)
 
 
