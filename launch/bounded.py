@@ -11,6 +11,7 @@ of a file.
 from __future__ import annotations
 
 import contextlib
+import gc
 import json
 import os
 import resource
@@ -60,6 +61,7 @@ def call(function: Callable[[], Any]) -> Any:
 
 def _child(function: Callable[[], Any], write: int, seconds: float) -> None:
     """Reply and exit, whatever happens."""
+    gc.disable()  # a finalizer may wait for a thread, which the fork does not have
     try:
         signal.set_wakeup_fd(-1)
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGALRM, signal.SIGPROF):

@@ -1,7 +1,9 @@
 """A function in a fork: its value, what it raises, and its bounds."""
 
+import gc
 import os
 import resource
+import signal
 import threading
 import time
 
@@ -36,6 +38,24 @@ def test_a_fork_holds_no_file(tmp_path):
         number = held.fileno()
         with pytest.raises(bounded.Unbounded, match="Bad file descriptor"):
             bounded.call(lambda: os.fstat(number).st_size)
+
+
+class Waits:
+    """Garbage of this process, whose finalizer waits in a fork."""
+
+    def __init__(self) -> None:
+        self.itself, self.process = self, os.getpid()
+
+    def __del__(self) -> None:
+        if os.getpid() != self.process:
+            signal.pause()
+
+
+def test_finalizers_of_the_process_do_not_run_in_the_fork():
+    gc.collect()
+    Waits()
+    assert bounded.call(lambda: len([[] for _ in range(100_000)])) == 100_000
+    gc.collect()
 
 
 def test_many_threads_and_files(monkeypatch):
