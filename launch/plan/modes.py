@@ -12,7 +12,6 @@ sampling.
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -154,9 +153,8 @@ def _divisions(recipe: Recipe, name: str) -> Iterator[Changes]:
             message = "got nodes that differ from cluster.train's; expected the same kind"
             raise RecipeError(Problem("cluster.generate", "contradiction", message))
         nodes = train.nodes + generate.nodes
-        yield from (
-            split.values("nodes", each, each) for each in (nodes, *sorted({*itertools.chain(*split.halves(nodes))})[::-1])
-        )
+        fewer = {size for sizes in split.halves(nodes) for size in sizes}
+        yield from (split.values("nodes", each, each) for each in (nodes, *sorted(fewer, reverse=True)))
         return
     if not in_turn:
         yield {}

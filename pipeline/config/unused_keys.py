@@ -185,7 +185,7 @@ def _defaults() -> ConfigMapping:
 
 
 def _value(tree: ConfigMapping, key: str) -> Any:
-    """Return the text, number, truth value or null at a key; None for a list or a mapping, which no choice of readers is."""
+    """Return the text, number, truth value or null at a key; None for a list or a mapping."""
     value = getattr(tree.find(key), "value", None)
     return None if isinstance(value, list) else value
 

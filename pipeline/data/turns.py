@@ -64,17 +64,15 @@ class AssistantTurns:
         self._mark = MARK
         while self._mark in self.text:
             self._mark += "7"
-        self._text_end = functools.cache(self._measured_text_end)
 
     def spans(self) -> list[Span]:
         """Return (begin, end) in `text` of each turn of the assistant that is learned: in order, and without other messages."""
         spans = [(self.begin(i), self._end(i)) for i in self._turns]
-        ends = {self._text_end(i): i for i in range(len(self._messages))}
         before = 0
         for i, (begin, end) in zip(self._turns, spans, strict=True):
             if not before <= begin <= end:
                 raise _hidden(i)
-            if inside := [other for at, other in ends.items() if at is not None and begin < at < end and other != i]:
+            if inside := [other for other, at in self._text_ends.items() if begin < at < end and other != i]:
                 raise TemplateRefusal(
                     f"the chat template writes text of message {inside[0]} inside message {i}, a turn of the assistant"
                 )
@@ -88,7 +86,7 @@ class AssistantTurns:
             return len(prompt)
         for before in range(i - 1, -1, -1):
             theirs = self._after(self._messages[:i], before, prompt, add_generation_prompt=True)
-            ours = self._text_end(before)
+            ours = self._text_ends.get(before)
             if theirs is not None and ours is not None:
                 break
         else:
@@ -96,7 +94,7 @@ class AssistantTurns:
         header = prompt[theirs:]
         if self._learn_prefilled and (prefilled := THINKING.search(header)):
             header = header[: prefilled.start()]
-        length, kept = _matched(self._split(self.text[ours : self._text_end(i)]), self._split(header))
+        length, kept = _matched(self._split(self.text[ours : self._text_ends.get(i)]), self._split(header))
         if not self._has_opening(i, before, header, kept) and not self._is_text_of(i, ours + length):
             raise _hidden(i)
         return ours + length
@@ -117,7 +115,7 @@ class AssistantTurns:
 
     def _end(self, i: int) -> int:
         """Return where the assistant's message i ends: after the token that ends the turn, if the template writes one."""
-        end = self._text_end(i)
+        end = self._text_ends.get(i)
         if end is None:
             raise TemplateRefusal(
                 f"the chat template renders no text of message {i}, a turn of the assistant, or hides where it ends"
@@ -187,20 +185,17 @@ class AssistantTurns:
         tail = self._tail(messages, i, **options)
         return len(text) - len(tail) if tail is not None and text.endswith(tail) else None
 
-    def _measured_text_end(self, i: int) -> int | None:
-        """Return where the last text of message i ends in `text`; None if no rendering shows it."""
-        return self._after(self._messages, i, self.text) if self._text_ends is None else self._text_ends.get(i)
-
     @functools.cached_property
-    def _text_ends(self) -> dict[int, int] | None:
-        """Message -> end of its last text in `text`, by one rendering; None if marks change more than they add."""
+    def _text_ends(self) -> dict[int, int]:
+        """Message -> end of its last text in `text`, without messages whose texts no rendering shows."""
         try:
             marked = self._render([self._marked(message, i) for i, message in enumerate(self._messages)])
         except ValueError:
-            return None
+            marked = ""
         mark = re.compile(rf"{self._mark}x(\d+)x")
-        if mark.sub("", marked) != self.text:
-            return None
+        if mark.sub("", marked) != self.text:  # marks in all messages change more than they add: one message after the other
+            measured = ((i, self._after(self._messages, i, self.text)) for i in range(len(self._messages)))
+            return {i: end for i, end in measured if end is not None}
         found = list(mark.finditer(marked))
         lengths = itertools.accumulate((len(one.group()) for one in found), initial=0)
         return {int(one[1]): one.start() - length for one, length in zip(found, lengths, strict=False)}
