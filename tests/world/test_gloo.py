@@ -122,7 +122,7 @@ def late(monkeypatch):
 def test_a_join_with_a_stranger_at_its_ports_fails_and_names_both_ranks(start, monkeypatch, connect):
     """In a world whose ranks connect lazily each rank verifies itself to rank 0."""
     monkeypatch.setenv("HELD", "1")
-    monkeypatch.setenv("JOIN_S", "30")
+    monkeypatch.setenv("JOIN_S", "90")
     if connect != "at once":
         monkeypatch.setenv("SPARSE", "1")
     join = visited(start("visited joined"))
