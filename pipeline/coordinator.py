@@ -210,6 +210,11 @@ class RunParts:
         logger.info("leaving: %s", why)
         return True
 
+    def validate_first(self, metrics: Metrics, validate: Callable[[], dict[str, float]]) -> None:
+        """Validate before the first step, and log it as step 0."""
+        self.startup.enter("validation")
+        metrics.log(0, validate() | metrics.take_clocks())
+
     def evaluate_alone(self, metrics: Metrics, step: int, validate: Callable[[], dict[str, float]]) -> int:
         """Validate once, log it under the step of these weights, and return that step. Nothing is trained or saved."""
         self.startup.enter("validation")
@@ -334,8 +339,7 @@ def run_online(
     metrics.take_clocks()  # the first refit belongs to no step
     run.timeline.step_ended(step)
     if section.val_at_start and step == 0 and validation:
-        run.startup.enter("validation")
-        metrics.log(0, validate() | metrics.take_clocks())
+        run.validate_first(metrics, validate)
     run.startup.enter("first step")
     batch = prompts.take(collector.num_prompts_to_send(step))
     if step == 0 and not collector.can_fill_step(batch):
@@ -390,8 +394,7 @@ def run_offline(run: RunParts, algorithm: Algorithm, examples: Stream | Mixture,
         return run.evaluate_alone(metrics, step, validate)
     run.timeline.step_ended(step)
     if section.val_at_start and step == 0 and validation:
-        run.startup.enter("validation")
-        metrics.log(0, validate() | metrics.take_clocks())
+        run.validate_first(metrics, validate)
     run.startup.enter("first step")
     size = recipe.policy.train_global_batch_size
     items = examples.take(size)

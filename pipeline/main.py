@@ -166,17 +166,20 @@ def _coordinate(
         step = run_online(run, algorithm, rollouts, stream, prompts)
     else:
         step = run_offline(run, algorithm, stream, [item for item in validation if not isinstance(item, Prompt)])
-    if run.left:
-        beside.finish(trackers, left=True)
-        return
+    if not run.left:
+        _end(run, step)
+    beside.finish(trackers, left=bool(run.left))
+
+
+def _end(run: RunParts, step: int) -> None:
+    """Link the last export and write done.json. step: the run's last one."""
     record: dict[str, Any] = {"step": step}
-    if config.only_evaluates(recipe):
+    if config.only_evaluates(run.recipe):
         record["evaluation"] = True
     else:
-        checkpoints.link_latest(run_dir / "hf", "hf")
+        run.checkpoints.link_latest(run.folder / "hf", "hf")
         record |= {"early_stop": run.stopped} if run.stopped else {}
-    _write_done(run_dir, record, retry)
-    beside.finish(trackers)
+    _write_done(run.folder, record, run.checkpoints.retry)
 
 
 def _unlocked(recipe: Recipe, run_dir: Path, attempt: Attempt, retry: RetryPolicy, train: RpcGroup) -> Checkpoints:

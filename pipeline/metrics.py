@@ -233,7 +233,7 @@ class Reader:
             for text in small_files.whole_lines(file, self._path):
                 self._offset += len(text)
                 step = small_files.parsed(text, StepLine, self._path, remedy=MEND)
-                line = dict(small_files.checked(step, dict[str, float | None], self._path, remedy=MEND))
+                line: dict[str, Any] = {**small_files.checked(step, dict[str, float | None], self._path, remedy=MEND)}
                 if line["time"] > self._given:
                     self._latest = line["time"]
                     yield line

@@ -192,7 +192,7 @@ class AssistantTurns:
             marked = self._render([self._marked(message, i) for i, message in enumerate(self._messages)])
         except ValueError:
             marked = ""
-        mark = re.compile(rf"{self._mark}x(\d+)x")
+        mark = re.compile(self._mark_of(r"(\d+)"))
         if mark.sub("", marked) != self.text:  # marks in all messages change more than they add: one message after the other
             measured = ((i, self._after(self._messages, i, self.text)) for i in range(len(self._messages)))
             return {i: end for i, end in measured if end is not None}
@@ -206,12 +206,16 @@ class AssistantTurns:
             text = self._render([*messages[:i], self._marked(messages[i], i), *messages[i + 1 :]], **options)
         except ValueError:  # the template refuses this rendering, not the record: another one may show the border
             return None
-        mark = f"{self._mark}x{i}x"
+        mark = self._mark_of(i)
         return text.rpartition(mark)[2] if mark in text else None
+
+    def _mark_of(self, i: int | str) -> str:
+        """Return the mark of message i. i: also an expression for its number."""
+        return f"{self._mark}x{i}x"
 
     def _marked(self, message: Message, i: int) -> Message:
         """Return message i with its mark at the end of each of its texts, or of names if it has no other texts."""
-        mark, given = f"{self._mark}x{i}x", {key: message[key] for key in FIELDS if message.get(key)}
+        mark, given = self._mark_of(i), {key: message[key] for key in FIELDS if message.get(key)}
         trailing = message["role"] == "assistant"
         marked = {key: _marked(value, mark, trailing) for key, value in given.items()}
         if marked == given:
