@@ -1,33 +1,52 @@
-"""Set the variables that CUDA reads at initialization, so ranks need them before Python starts."""
+"""Set the variables that CUDA and its allocator read at initialization, so ranks need them before Python starts."""
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 
 from pipeline.config import Recipe, hardware, uses_megatron
 
-NAME = "CUDA_DEVICE_MAX_CONNECTIONS"
+CONNECTIONS = "CUDA_DEVICE_MAX_CONNECTIONS"
+ALLOCATOR = "PYTORCH_ALLOC_CONF"
+ALLOCATORS = (ALLOCATOR, "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF")
+"""Names of one variable, the strongest first (c10/core/AllocatorConfig.h)."""
 
 
 def for_train_ranks(recipe: Recipe) -> dict[str, str]:
-    """Return CUDA_DEVICE_MAX_CONNECTIONS=1 for Megatron-Core with tensor or context parallelism; else {}.
+    """Return the variables of train ranks. The recipe's own variables override them."""
+    found: dict[str, str] = {}
+    if not recipe.cluster.train.gpus_per_node:
+        return found
+    if not {*ALLOCATORS} & {*os.environ, *_own(recipe)}:
+        # Packed batches differ in length, and fixed segments would fragment. Not for generate ranks: vLLM's sleep mode refuses it.
+        found[ALLOCATOR] = "expandable_segments:True"
+    if _relies_on_the_order_of_kernels(recipe):
+        found[CONNECTIONS] = "1"
+    return found
+
+
+def _own(recipe: Recipe) -> dict[str, str]:
+    """Return the recipe's variables of train ranks."""
+    of_backend = recipe.policy.megatron_cfg.env_vars if uses_megatron(recipe.policy) else None
+    return {**(of_backend or {}), **recipe.cluster.train.env_vars}
+
+
+def _relies_on_the_order_of_kernels(recipe: Recipe) -> bool:
+    """Return whether this is Megatron-Core with tensor or context parallelism before Blackwell.
 
     With one connection, kernels start in the order of their calls. Megatron-Core relies on that to start a collective before
     the matrix product that hides it (megatron/core/tensor_parallel/layers.py, "Here we rely on
     CUDA_DEVICE_MAX_CONNECTIONS=1"). Megatron-LM requires it for the same layouts and devices (megatron/training/arguments.py):
-    Blackwell does not need it, and FSDP overlaps less with it. The recipe's own variables override this.
+    Blackwell does not need it, and FSDP overlaps less with it.
     """
-    megatron, component = recipe.policy.megatron_cfg, recipe.cluster.train
+    megatron = recipe.policy.megatron_cfg
     cuts = megatron.tensor_model_parallel_size > 1 or megatron.context_parallel_size > 1
-    if not (uses_megatron(recipe.policy) and cuts and component.gpus_per_node):
-        return {}
-    if hardware.described(component.gpu, "compute_capability") >= hardware.BLACKWELL:
-        return {}
-    return {NAME: "1"}
+    older = hardware.described(recipe.cluster.train.gpu, "compute_capability") < hardware.BLACKWELL
+    return uses_megatron(recipe.policy) and cuts and older
 
 
 def notes(recipe: Recipe) -> Iterator[str]:
-    """Yield a note that names the GPU for which the variable is set, since cluster.train.gpu may be only the default."""
-    own = {**(recipe.policy.megatron_cfg.env_vars or {}), **recipe.cluster.train.env_vars}
-    if NAME not in own and for_train_ranks(recipe):
-        yield f"{NAME}=1 on train ranks, for cluster.train.gpu={recipe.cluster.train.gpu}; Blackwell GPUs do not need it"
+    """Yield a note that names the GPU for which CUDA_DEVICE_MAX_CONNECTIONS is set, as cluster.train.gpu may be the default."""
+    if CONNECTIONS not in _own(recipe) and CONNECTIONS in for_train_ranks(recipe):
+        yield f"{CONNECTIONS}=1 on train ranks, for cluster.train.gpu={recipe.cluster.train.gpu}; Blackwell GPUs do not need it"

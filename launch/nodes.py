@@ -16,6 +16,9 @@ from pipeline.config import ComponentConfig, ranks, ranks_per_node
 
 SLURMS_DEFAULT = "default"
 """The value of `mem` that omits --mem."""
+COMPILERS = "TORCHINDUCTOR_COMPILE_THREADS"
+MOST_COMPILERS = 32
+"""Inductor's default, for every rank of a node (torch/_inductor/config.py, decide_compile_threads)."""
 NODE_KEYS = ("partition", "account", "qos", "constraint")
 """Keys of a component that select its nodes."""
 
@@ -140,9 +143,14 @@ def step_options(share: NodeShare) -> list[str]:
 
 
 def gpu_exports(share: NodeShare) -> list[str]:
-    """Return lines of bash that hide other components' GPUs from a rank; [] if its step has no others."""
+    """Return lines of bash that hide GPUs that are not its component's from a rank; [] if its step has no others.
+
+    A component without GPUs may run on nodes that have some, and Slurm hides them only with ConstrainDevices (cgroup.conf).
+    """
     count, there = share.component.gpus_per_node, share.host.gpus_per_node
-    if count in (0, there):
+    if not count:
+        return ["export CUDA_VISIBLE_DEVICES="]
+    if count == there:
         return []
     shown = f"${{CUDA_VISIBLE_DEVICES:-{','.join(map(str, range(there)))}}}"  # unset if Slurm does not manage GPUs
     fields = f"{share.first_gpu + 1}-{share.first_gpu + count}"
@@ -150,7 +158,10 @@ def gpu_exports(share: NodeShare) -> list[str]:
 
 
 def thread_exports(share: NodeShare) -> list[str]:
-    """Return lines of bash that set OMP_NUM_THREADS if it is unset: a rank's share of the node's CPUs; 1 without GPUs."""
+    """Return lines of bash that set OMP_NUM_THREADS if it is unset: a rank's share of the node's CPUs; 1 without GPUs.
+
+    With GPUs they also set the number of processes in which Inductor compiles: the same share, at most Inductor's default.
+    """
     component, count = share.component, ranks_per_node(share.host)
     if not component.gpus_per_node:
         threads = "1"
@@ -158,4 +169,8 @@ def thread_exports(share: NodeShare) -> list[str]:
         threads = str(component.cpus_per_task)
     else:
         threads = f"$((SLURM_CPUS_ON_NODE > {count} ? SLURM_CPUS_ON_NODE / {count} : 1))"
-    return [f"export OMP_NUM_THREADS=${{OMP_NUM_THREADS:-{threads}}}"]
+    lines = [f"export OMP_NUM_THREADS=${{OMP_NUM_THREADS:-{threads}}}"]
+    if component.gpus_per_node:
+        compilers = f"$(({threads} < {MOST_COMPILERS} ? {threads} : {MOST_COMPILERS}))"
+        lines.append(f"export {COMPILERS}=${{{COMPILERS}:-{compilers}}}")
+    return lines

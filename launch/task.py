@@ -16,7 +16,7 @@ from submitit.core import plugins
 from submitit.core.job_environment import JobEnvironment
 
 from launch.executors.base import own_pickle
-from pipeline import rank_log, signals
+from pipeline import caches, rank_log, signals
 
 
 class HetstepJobEnvironment(JobEnvironment):
@@ -75,6 +75,7 @@ def main(folder: str) -> None:
     if rank == 0 and (path := os.environ.get("HETSTEP_SIGNALS")):
         signals.watch(Path(path))
     rank_log.set_up()
+    caches.use_node_folders()
     status = run(folder)
     sys.stdout.flush()
     sys.stderr.flush()

@@ -1,23 +1,32 @@
-"""Set the network interface of gloo: the one over which this rank and rank 0 reach each other.
+"""Set the network interface of gloo and of NCCL: the one over which this rank and rank 0 reach each other.
 
 gloo listens on the address that the host name resolves to. Debian and Ubuntu resolve it to 127.0.1.1 (/etc/hosts), to which no
 other node can connect, and on a node with several networks it may be an address that other nodes have no route to. The path to
 rank 0 works: each rank has a connection to its store. If a user has set GLOO_SOCKET_IFNAME, it stays. If all ranks are on one
 node, the interface is loopback, to which no other node can connect.
 
-NCCL chooses its own interface, neither loopback nor Docker's (NCCL_SOCKET_IFNAME).
+NCCL by itself starts over the first interface that is neither loopback nor Docker's. On nodes with a management or a storage
+network that may be one that leads to no other node, and then the first collective hangs.
 """
 
 from __future__ import annotations
 
 import ipaddress
 import os
+from pathlib import Path
 
 import psutil
 
 from pipeline.problems import Problem, RecipeError
 
 VARIABLE = "GLOO_SOCKET_IFNAME"
+NCCL_VARIABLE = "NCCL_SOCKET_IFNAME"
+NCCL_FILES = ("/etc/nccl.conf", "~/.nccl.conf")
+"""Files with NCCL's variables, which the environment overrides (NCCL's documentation, "Environment Variables")."""
+UNUSED = ("lo", "docker")
+"""Beginnings of names of interfaces that NCCL does not use by itself."""
+RDMA = Path("/sys/class/infiniband")
+"""Has an entry for each adapter over which NCCL moves data without sockets: InfiniBand, RoCE or EFA."""
 LOOPBACK = "127.0.0.1"
 
 
@@ -63,7 +72,7 @@ def check_user_setting() -> bool:
 
 
 def use_interface_of(address: str) -> None:
-    """Set GLOO_SOCKET_IFNAME of this process to the interface that has `address`.
+    """Set this process's variables to the interface that has `address`; NCCL's unless it is set or unsure.
 
     Raises RecipeError if none has it.
     """
@@ -73,3 +82,23 @@ def use_interface_of(address: str) -> None:
         message = f"got no interface with {address}, where other nodes reach this one; it has {found}. Try the one they reach"
         raise RecipeError(Problem(VARIABLE, "missing-value", message))
     os.environ[VARIABLE] = name
+    if not is_loopback(address) and not _set_for_nccl() and _leaves_data_alone(name):
+        os.environ[NCCL_VARIABLE] = f"={name}"  # "=": exactly this name, not all that begin with it
+
+
+def _set_for_nccl() -> bool:
+    """Return whether the user or the site has chosen NCCL's interface."""
+    files = map(Path, map(os.path.expanduser, NCCL_FILES))
+    return NCCL_VARIABLE in os.environ or any(NCCL_VARIABLE in path.read_text() for path in files if path.is_file())
+
+
+def _leaves_data_alone(name: str) -> bool:
+    """Return whether NCCL's data does not slow down if NCCL uses this interface alone.
+
+    The variable also limits the sockets that carry data, and these are used only without RDMA.
+    """
+    if RDMA.is_dir() and any(RDMA.iterdir()):
+        return True
+    states = psutil.net_if_stats()
+    others = [state for other, state in states.items() if other != name and not other.startswith(UNUSED)]
+    return not any(state.isup and state.speed >= states[name].speed for state in others)

@@ -29,6 +29,7 @@ DOWNHILL = [
     ("digests", "small_files"),
     (
         "builds",
+        "caches",
         "encoding",
         "memory_kills",
         "network_interface",

@@ -38,7 +38,7 @@ from launch.attempts import KILLED
 from launch.detached import start_detached
 from launch.executors import forks
 from launch.executors.base import ROOT, JobStatus
-from launch.nodes import hosts, shares_gpus
+from launch.nodes import COMPILERS, MOST_COMPILERS, hosts, shares_gpus
 from pipeline import small_files
 from pipeline.config import ClusterConfig, ComponentConfig, RequeueConfig, ranks, ranks_per_node
 from pipeline.memory_kills import MemoryKills
@@ -89,6 +89,7 @@ def rank_environments(components: dict[str, ComponentConfig]) -> list[dict[str, 
                 node_gpu = first_gpu + index // per_node * component.gpus_per_node
                 environment["CUDA_VISIBLE_DEVICES"] = ",".join(devices[node_gpu : node_gpu + component.gpus_per_node])
                 environment["OMP_NUM_THREADS"] = os.environ.get("OMP_NUM_THREADS", str(threads))
+                environment[COMPILERS] = os.environ.get(COMPILERS, str(min(threads, MOST_COMPILERS)))
             else:
                 environment["CUDA_VISIBLE_DEVICES"] = ""  # torch uses any visible GPU
                 environment["OMP_NUM_THREADS"] = os.environ.get("OMP_NUM_THREADS", "1")

@@ -147,7 +147,8 @@ def directives(*options: str) -> list[str]:
 def _step(name: str, share: NodeShare, first_rank: int, place: str, run_dir: Path) -> list[str]:
     """Return lines of bash that start a background srun and add it to `steps`.
 
-    The task redirects its own output, because srun's %t is not the global rank.
+    The task redirects its own output, because srun's %t is not the global rank. Ranks use no MPI, and MpiDefault=pmix fails in
+    images without PMIx.
     """
     component = share.component
     command = [component.python or sys.executable, "-P", "-u", "-m", "launch.task", f"{run_dir}/submitit"]
@@ -164,7 +165,7 @@ def _step(name: str, share: NodeShare, first_rank: int, place: str, run_dir: Pat
         f"exec {shlex.join(command)}",
     ]
     options = [*nodes.step_options(share), *containers.options(component), *component.srun_args]
-    srun = f"{slurm_environment.unset_for_steps()} srun {place} --kill-on-bad-exit=1 {shlex.join(options)}"
+    srun = f"{slurm_environment.unset_for_steps()} srun {place} --mpi=none --kill-on-bad-exit=1 {shlex.join(options)}"
     srun += f" bash -c {shlex.quote('; '.join(task))}"
     return [f'{srun} >"$attempt/srun-{name}.out" 2>&1 &', f"steps[$!]={shlex.quote(f'{name} {first_rank}')}"]
 

@@ -10,8 +10,11 @@ from contextlib import contextmanager
 import numpy as np
 import torch
 import torch.distributed as dist
+from vllm import envs
 from vllm.platforms import current_platform
 from vllm.v1.executor.uniproc_executor import ExecutorWithExternalLauncher
+
+from pipeline import caches
 
 
 @contextmanager
@@ -19,7 +22,10 @@ def launcher_environment(engine_ranks: int, rank_in_engine: int) -> Iterator[Non
     """Set the environment that vLLM expects of a launcher while it starts.
 
     Restore afterwards that environment, all random state, and torch.set_num_threads, which vLLM's CPU worker replaces.
+    VLLM_CACHE_ROOT stays this device's: compiled code holds the device's index, and vLLM names the folder after the rank in
+    the engine alone (vllm/compilation/backends.py). Engines that share one load code for another's GPU.
     """
+    os.environ["VLLM_CACHE_ROOT"] = caches.of_device(envs.VLLM_CACHE_ROOT, _device())
     launcher = {"RANK": rank_in_engine, "WORLD_SIZE": engine_ranks, "LOCAL_RANK": rank_in_engine}
     cuda = current_platform.is_cuda()
     if cuda:
@@ -51,3 +57,11 @@ def launcher_environment(engine_ranks: int, rank_in_engine: int) -> Iterator[Non
                 os.environ.pop(name, None)
             else:
                 os.environ[name] = value
+
+
+def _device() -> str:
+    """Return the index and the UUID of this process's GPU; on a CPU this rank's number on its node, as vLLM writes in place."""
+    if not current_platform.is_cuda():
+        return f"cpu-{os.environ.get('HETSTEP_LOCAL_RANK', '0')}"
+    index = torch.cuda.current_device()
+    return f"{index}-{torch.cuda.get_device_properties(index).uuid}"

@@ -136,7 +136,7 @@ def gpu_leak(history: History) -> Iterator[Found]:
             message = (
                 f"GPU memory of {history.describe(rank)} grows by {1e3 * slope:.3g} MB a step: the GPU ({free:.3g} GB free) is"
                 f" full at about step {ends}. Compare resources/*_torch_allocated_gb with torch_reserved_gb: if only the latter"
-                " grows, set PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True"
+                " grows, memory is fragmented: see that PYTORCH_ALLOC_CONF has expandable_segments:True there"
             )
             yield rank, message
 

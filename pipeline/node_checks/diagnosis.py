@@ -70,7 +70,7 @@ def reports(
     add(_same_gpu(nodes, seen, workers, cluster))
     code = {node: report.code for node, ranks in nodes.items() if (report := _node_report(seen[r] for r in ranks if r in seen))}
     add(outliers(code, "the code in pipeline/ and launch/, digest"))
-    return {node: why for node, why in found.items() if why}
+    return {node: list(dict.fromkeys(why)) for node, why in found.items() if why}  # components on one node see the same
 
 
 def _node_report(there: Iterable[RankReport]) -> NodeReport | None:
@@ -168,13 +168,14 @@ def _difference(what: str, values: Mapping[str, str], cluster: ClusterConfig) ->
 
 
 def _space(there: list[RankReport]) -> list[str]:
-    return [
+    low = [
         f"{folder}: only {free * 1000:.0f} MB can be written; expected at least {LEAST_FREE_GB * 1000:.0f} MB"
         for report in there
         if report.node
         for folder, free in report.node.free_gb.items()
         if free < LEAST_FREE_GB
     ]
+    return low + [report.node.caches for report in there if report.node and report.node.caches]
 
 
 def _gpus(there: list[RankReport], component: ComponentConfig, name: str, most_gb: float) -> list[str]:

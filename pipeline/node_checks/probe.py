@@ -19,6 +19,7 @@ import msgspec
 import torch
 import torch.cuda.nccl
 
+from pipeline import caches
 from pipeline.builds import CUDA, NCCL, TORCH
 from pipeline.config import ComponentConfig
 from pipeline.node_checks import nccl
@@ -58,6 +59,7 @@ class NodeReport(msgspec.Struct, array_like=True):
     shared: str = ""  # why the run folder is not shared; empty if it is
     errors: dict[str, int] = {}  # uncorrected memory errors of each GPU, by uuid
     driver: str = ""  # why nvidia-smi did not report them
+    caches: str = ""  # why compilers cannot keep their output
     cpu: str = ""  # e.g. "32 x AMD EPYC 9454": the CPUs that the job may use
 
 
@@ -149,7 +151,7 @@ def probe_node(info: RankInfo, token: str, uses_gpus: bool) -> NodeReport:
         code = code_digest(ROOT)
     except OSError as error:
         code = f"unreadable ({error.strerror})"
-    node = NodeReport(code, versions(uses_gpus), free_space(), available_memory(), cpu=processors())
+    node = NodeReport(code, versions(uses_gpus), free_space(), available_memory(), caches=caches.problem(), cpu=processors())
     if token:
         node.shared = check_shared_folder(info, token)
     if uses_gpus:

@@ -228,6 +228,28 @@ def test_megatron_gets_one_connection_where_it_relies_on_the_order_of_kernels(lo
     assert of_fsdp.get("CUDA_DEVICE_MAX_CONNECTIONS") == recipe.cluster.train.env_vars.get("CUDA_DEVICE_MAX_CONNECTIONS")
 
 
+@pytest.mark.parametrize(
+    ("overrides", "shell", "value"),
+    [
+        ([], {}, "expandable_segments:True"),
+        (["cluster.train.gpus_per_node=0", "cluster.train.ranks_per_node=2"], {}, None),
+        (["cluster.train.env_vars={PYTORCH_ALLOC_CONF: 'max_split_size_mb:64'}"], {}, "max_split_size_mb:64"),
+        (["cluster.train.env_vars={PYTORCH_CUDA_ALLOC_CONF: 'max_split_size_mb:64'}"], {}, None),
+        ([f"{KEY}.env_vars={{PYTORCH_CUDA_ALLOC_CONF: 'max_split_size_mb:64'}}"], {}, None),
+        ([], {"PYTORCH_CUDA_ALLOC_CONF": "max_split_size_mb:64"}, None),
+    ],
+)
+def test_memory_of_train_ranks_does_not_fragment(load, monkeypatch, overrides, shell, value):
+    """The new name of the variable overrides the old one, so it is not set where the user has set either."""
+    for name in cuda_variables.ALLOCATORS:
+        monkeypatch.delenv(name, raising=False)
+    for name, given in shell.items():
+        monkeypatch.setenv(name, given)
+    found = components(load(model("llama"), f"{KEY}.enabled=true", "cluster.train.gpus_per_node=2", *overrides))
+    assert found["train"].env_vars.get("PYTORCH_ALLOC_CONF") == value
+    assert "PYTORCH_ALLOC_CONF" not in found["generate"].env_vars  # vLLM's sleep mode uses an allocator of its own
+
+
 # ---- sizes ----------------------------------------------------------------------------------------------------------------
 
 

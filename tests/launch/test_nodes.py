@@ -121,6 +121,13 @@ def test_colocated_ranks_and_single_components_see_all_gpus(load):
         assert not any(map(nodes.gpu_exports, nodes.shares(components(load(*keys))).values()))
 
 
+@pytest.mark.parametrize("given", [{}, {"CUDA_VISIBLE_DEVICES": "0,1"}], ids=["unset", "set"])
+def test_a_component_without_gpus_sees_none(given):
+    """Its node may have some, which Slurm hides only with ConstrainDevices; torch uses every GPU that it sees."""
+    (share,) = nodes.shares({"reward": ComponentConfig()}).values()
+    assert bash(nodes.gpu_exports(share), "CUDA_VISIBLE_DEVICES", **given) == ""
+
+
 def test_inside_an_allocation(load, monkeypatch):
     monkeypatch.delenv("SLURM_HET_SIZE", raising=False)
     places = allocation._places(components(load(SHARE, *FOUR_AND_TWO)), "x")
@@ -189,6 +196,17 @@ def test_the_cpus_of_a_step():
 def test_threads_of_a_rank(keys, environment, threads):
     (share,) = nodes.shares({"train": ComponentConfig(**keys)}).values()
     assert bash(nodes.thread_exports(share), "OMP_NUM_THREADS", **environment) == threads
+
+
+@pytest.mark.parametrize(
+    ("cpus", "given", "compilers"),
+    [("96", {}, "12"), ("512", {}, "32"), ("96", {"TORCHINDUCTOR_COMPILE_THREADS": "3"}, "3")],
+)
+def test_compilers_of_a_rank(cpus, given, compilers):
+    """Inductor starts up to 32 processes for each rank of a node; OMP_NUM_THREADS says nothing of them."""
+    (share,) = nodes.shares({"train": ComponentConfig(gpus_per_node=8)}).values()
+    environment = {"SLURM_CPUS_ON_NODE": cpus, "OMP_NUM_THREADS": "1", **given}
+    assert bash(nodes.thread_exports(share), "TORCHINDUCTOR_COMPILE_THREADS", **environment) == compilers
 
 
 def test_threads_of_ranks_on_shared_nodes(load):

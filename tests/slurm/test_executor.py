@@ -3,6 +3,8 @@
 import getpass
 import os
 import signal
+import subprocess
+import tempfile
 import time
 from pathlib import Path
 
@@ -19,6 +21,7 @@ from pipeline.config import ClusterConfig, ComponentConfig
 from tests.launch import tasks
 from tests.launch.model import write_recipe
 from tests.launch.waiting import none_alive, reports, wait_until, wait_until_ended
+from tests.slurm.cluster import SlurmCluster
 
 pytestmark = pytest.mark.slurm
 
@@ -226,6 +229,23 @@ def test_slurm_variables_of_the_submitting_shell_do_not_reach_the_ranks(cluster,
     assert [each["CUDA_VISIBLE_DEVICES"] for each in found] == ["0,1"] * 4
     assert {each["HETSTEP_MASTER_ADDR"] for each in found} == {nodes[0]}
     assert 0 < int(found[0]["HETSTEP_END_TIME"]) - time.time() <= 300
+
+
+def test_ranks_start_where_the_sites_mpi_is_not_installed(tmp_path, monkeypatch):
+    """As with MpiDefault=pmix and an image without PMIx."""
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    with tempfile.TemporaryDirectory(prefix="slurm-") as folder:  # a short path: it holds a Unix socket
+        own = SlurmCluster(Path(folder), settings="MpiDefault=pmix_v9")
+        own.start()
+        try:
+            own.enter(monkeypatch)
+            refused = subprocess.run(["srun", "true"], env=own.env, capture_output=True, text=True)
+            assert refused.returncode and "pmix_v9" in refused.stderr
+            job = executor(tmp_path).submit(tasks.report_and_finish, str(tmp_path))
+            wait_until_ended(job)
+            assert job.status().state == "COMPLETED"
+        finally:
+            own.stop()
 
 
 def test_an_array_is_refused(cluster, tmp_path):

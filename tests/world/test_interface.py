@@ -114,6 +114,53 @@ def test_an_address_that_this_machine_does_not_have_is_named():
         network_interface.use_interface_of("203.0.113.7")  # RFC 5737: an address that no host has
 
 
+@pytest.fixture
+def machine(monkeypatch, tmp_path):
+    """Return a function that makes a machine, chooses its interface eth0, and returns NCCL's variable.
+
+    Its arguments: RDMA adapters, the text of /etc/nccl.conf, and the speed of each interface in Mbit/s, 0 for one that is down.
+    """
+    monkeypatch.setenv(network_interface.VARIABLE, "")
+    monkeypatch.delenv(network_interface.NCCL_VARIABLE, raising=False)
+    monkeypatch.setattr(network_interface, "find_interface", lambda address: "lo" if address.startswith("127.") else "eth0")
+    monkeypatch.setattr(network_interface, "RDMA", tmp_path / "infiniband")
+    monkeypatch.setattr(network_interface, "NCCL_FILES", (str(tmp_path / "nccl.conf"),))
+
+    def choose(rdma: int = 0, file: str = "", address: str = "10.0.0.1", **speeds: int) -> str | None:
+        for i in range(rdma):
+            (tmp_path / f"infiniband/mlx5_{i}").mkdir(parents=True)
+        if file:
+            (tmp_path / "nccl.conf").write_text(file)
+        states = {name: SimpleNamespace(isup=bool(speed), speed=speed) for name, speed in speeds.items()}
+        monkeypatch.setattr(network_interface.psutil, "net_if_stats", lambda: states)
+        network_interface.use_interface_of(address)
+        return os.environ.get(network_interface.NCCL_VARIABLE)
+
+    return choose
+
+
+@pytest.mark.parametrize(
+    ("given", "chosen"),
+    [
+        ({"eth0": 1000, "idrac": 100, "lo": 65536, "docker0": 10000}, "=eth0"),
+        ({"eth0": 1000, "ib0": 200000}, None),  # it may carry the data
+        ({"eth0": 100000, "eth1": 100000}, None),  # NCCL uses both
+        ({"eth0": 1000, "ib0": 0}, "=eth0"),
+        ({"eth0": 1000, "ib0": 200000, "rdma": 8}, "=eth0"),  # data does not use sockets
+        ({"eth0": 1000, "file": "NCCL_SOCKET_IFNAME=bond0\n"}, None),
+        ({"eth0": 1000, "address": "127.0.0.1"}, None),
+    ],
+)
+def test_nccl_starts_over_the_interface_that_leads_to_rank_0(machine, given, chosen):
+    """But its data keeps all networks, and a choice of the user or the site stays."""
+    assert machine(**given) == chosen
+
+
+def test_the_users_interface_of_nccl_is_kept(machine, monkeypatch):
+    monkeypatch.setenv(network_interface.NCCL_VARIABLE, "ib0")
+    assert machine(eth0=1000) == "ib0"
+
+
 LISTENS = """
 import psutil, torch.distributed as dist
 from pipeline import network_interface

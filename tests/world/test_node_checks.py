@@ -177,6 +177,8 @@ def break_sight(seen: dict[int, RankReport], fault: str) -> None:
             node.code = "older"
         case "full":
             node.free_gb["/dev/shm"] = 0.002
+        case "caches":
+            node.caches = "no file can be written to TRITON_CACHE_DIR=/root/.triton"
 
 
 @pytest.mark.parametrize(
@@ -187,6 +189,7 @@ def break_sight(seen: dict[int, RankReport], fault: str) -> None:
         ("small", "rank 3: its GPU (NVIDIA H100) has 42.3 GB; others of train have 85.0"),
         ("kind", "its GPUs (train): NVIDIA A100 and NVIDIA H100, but NVIDIA H100 on 2 others"),
         ("in use", "rank 3: 20.0 GB of its GPU gpu-3 are in use"),
+        ("caches", "no file can be written to TRITON_CACHE_DIR=/root/.triton"),
         ("wrong", "rank 3: 7 of the 1048576 numbers"),
         ("none", "torch finds no GPU"),
         ("errors", "GPU gpu-3 has had 4 uncorrected memory errors"),
