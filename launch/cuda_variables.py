@@ -19,7 +19,7 @@ def for_train_ranks(recipe: Recipe) -> dict[str, str]:
     if not recipe.cluster.train.gpus_per_node:
         return found
     if not {*ALLOCATORS} & {*os.environ, *_own(recipe)}:
-        # Packed batches differ in length, and fixed segments would fragment. Not for generate ranks: vLLM's sleep mode refuses it.
+        # Packed batches differ in length, so fixed segments would fragment. vLLM's sleep mode has an allocator of its own.
         found[ALLOCATOR] = "expandable_segments:True"
     if _relies_on_the_order_of_kernels(recipe):
         found[CONNECTIONS] = "1"

@@ -1,4 +1,4 @@
-"""Compiled code lies on the node, in a folder that only this user writes, and a run starts where the home folder is read-only."""
+"""Compiled code lies on the node, where only this user writes; a run starts where the home folder is read-only."""
 
 import os
 import subprocess

@@ -19,9 +19,9 @@ def start(monkeypatch, index: int, uuid: str) -> str:
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: SimpleNamespace(uuid=uuid))
     monkeypatch.setattr(torch.cuda, "get_rng_state", lambda: None)
     with vllm_launcher.launcher_environment(engine_ranks=1, rank_in_engine=0):
-        assert os.environ["LOCAL_RANK"] == str(index) and os.environ["RANK"] == "0"
+        assert (os.environ["LOCAL_RANK"], os.environ["RANK"]) == (str(index), "0")
         during = envs.VLLM_CACHE_ROOT
-    assert envs.VLLM_CACHE_ROOT == during  # later compilations use it too
+    assert during == envs.VLLM_CACHE_ROOT  # later compilations use it too
     return during
 
 

@@ -38,6 +38,7 @@ from pipeline.train.initial_weights import ReadBox, initial_weights
 from pipeline.train.megatron import adapted_stage
 from pipeline.train.megatron.conversion import converted
 from pipeline.train.megatron.frozen_stage import freeze_stage
+from pipeline.train.megatron.gradient_norm import GradientNorm, set_flags
 from pipeline.train.megatron.groups import context_group, data_group, initialize, pipeline_group
 from pipeline.train.megatron.heads import ValueHead, VocabularyHead, broadcast_outputs
 from pipeline.train.megatron.host_weights import HostWeights
@@ -82,8 +83,9 @@ class MegatronBackend(TrainBackend):
         self._training: tuple[DistributedDataParallel, ScheduledOptimizer] | None = None
         if role.trained:
             freeze_stage(self._stage, policy, self._base, family)
+            set_flags(self._local)
             model = data_parallel(policy, self._stage, self._adapters.sum_partial if self._adapters else None)
-            self._training = model, ScheduledOptimizer(policy, model)
+            self._training = model, ScheduledOptimizer(policy, model, GradientNorm(self._local, group, self.device))
         self._load_initial(hf, seed)
         self._reference = self._copy_weights() if role.reference and self._adapters is None else None
         peft, random_seed = policy.megatron_cfg.peft, seed if policy.random_init else None

@@ -35,6 +35,9 @@ class LocalTensor:
     tensor: torch.Tensor  # a parameter, or a buffer that checkpoints hold
     whole: list[Piece]  # its pieces of whole Megatron parameters
     hugging_face: list[Piece]  # its pieces of Hugging Face tensors
+    cut: bool  # whether tensor-parallel ranks have different parts; if not, all have the whole
+    expert: bool  # whether the tensor-parallel ranks are those of experts
+    first: bool  # whether no rank before this one, of this data-parallel rank, has the same elements
 
 
 def local_tensors(
@@ -50,11 +53,14 @@ def local_tensors(
         parameter = parameters.get(name)
         if parameter is None:
             raise unsupported_model(f"Megatron-Core's model has {name}, which the model's family does not describe")
-        found[name] = _local(name, tensor, parameter, [(source, tuple(shapes[source])) for source in parameter.sources])
+        sources = [(source, tuple(shapes[source])) for source in parameter.sources]
+        found[name] = _local(name, tensor, parameter, sources, stage.pre_process)
     return found
 
 
-def _local(name: str, tensor: torch.Tensor, parameter: Parameter, sources: list[tuple[str, Shape]]) -> LocalTensor:
+def _local(
+    name: str, tensor: torch.Tensor, parameter: Parameter, sources: list[tuple[str, Shape]], first_stage: bool
+) -> LocalTensor:
     rank, size = _tensor_rank_and_size(parameter)
     shape, _ = record(parameter.function, sources)
     vocabulary = name in ("embedding.word_embeddings.weight", "output_layer.weight")
@@ -66,7 +72,9 @@ def _local(name: str, tensor: torch.Tensor, parameter: Parameter, sources: list[
     if locals_ != tuple(tensor.shape):
         shape = tuple(tensor.shape)
         raise unsupported_model(f"{name} has shape {shape} in Megatron-Core's model; its family describes {locals_}")
-    return LocalTensor(tensor, whole, pieces)
+    cut = split != "none" and size > 1
+    first = (cut or rank == 0) and (first_stage or name != "embedding.word_embeddings.weight")  # the last stage may tie it
+    return LocalTensor(tensor, whole, pieces, cut, parameter.expert is not None, first)
 
 
 def _same(tensor: torch.Tensor) -> torch.Tensor:

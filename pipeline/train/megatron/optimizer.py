@@ -17,7 +17,6 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from megatron.core.distributed import DistributedDataParallel
 from megatron.core.optimizer import ChainedOptimizer, get_megatron_optimizer
 from megatron.core.optimizer import OptimizerConfig as CoreConfig
@@ -25,7 +24,7 @@ from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
 from pipeline.config import MegatronOptimizerConfig, MegatronSchedulerConfig, PolicyConfig, Problem, RecipeError
-from pipeline.train.gradients import squared_norm
+from pipeline.train.megatron.gradient_norm import Gradient, GradientNorm
 from pipeline.train.optimizer import LRSchedule
 
 ADAM = {"torch.optim.AdamW": True, "torch.optim.Adam": False}  # name -> whether weight decay is decoupled
@@ -45,7 +44,7 @@ class ParameterRange:
 class ScheduledOptimizer:
     """Megatron-Core's optimizer with the schedule of its learning rate and weight decay."""
 
-    def __init__(self, policy: PolicyConfig, model: DistributedDataParallel):
+    def __init__(self, policy: PolicyConfig, model: DistributedDataParallel, norm: GradientNorm):
         """Raises RecipeError for settings that Megatron-Core's optimizer does not support."""
         own = policy.megatron_cfg.optimizer
         config = _core_config(policy, own)
@@ -53,7 +52,7 @@ class ScheduledOptimizer:
         core = get_megatron_optimizer(config, [model], config_overrides=overrides, use_gloo_process_groups=False)
         assert isinstance(core, ChainedOptimizer)
         self._core = core
-        self._device = next(model.parameters()).device
+        self._norm, self._checked = norm, False
         self._policy, self._config = policy, config
         self.updates = 0  # Adam needs their number for its bias correction
         self._schedule = self._new_schedule(policy, config)
@@ -121,13 +120,17 @@ class ScheduledOptimizer:
     def step(self) -> float:
         """Update the weights, and return the norm of the whole gradient before clipping. Collective over the component.
 
-        Raises FloatingPointError if the gradient is not finite; weights and state are then unchanged.
+        Raises FloatingPointError if the gradient is not finite; weights and state are then unchanged. The first step of a
+        process raises RuntimeError if gradients of replicas, or Megatron-Core's norm, are not what the layout says.
         """
         self._core.prepare_grads()
-        norm = self._norm()
+        norm = self._norm.norm(self._gradients())
         if not math.isfinite(norm):
             self.zero_grad()
             raise FloatingPointError(f"the gradient's norm is {norm}; the step was not taken")
+        if not self._checked:
+            self._norm.check(self._gradients(), norm, self._core.get_grad_norm)
+            self._checked = True
         if self._config.clip_grad > 0:
             for part in self._parts():
                 clip_grad_by_total_norm_fp32(part.get_parameters(), max_norm=self._config.clip_grad, total_norm=norm)
@@ -135,14 +138,13 @@ class ScheduledOptimizer:
         self.updates += 1
         return norm
 
-    def _norm(self) -> float:
-        """Return the norm of the whole gradient, summed in float64; Megatron-Core sums in float32."""
-        squared = 0.0
-        for part in self._core.chained_optimizers:
-            mine = squared_norm(part.get_main_grads_for_grad_norm(), self._device)
-            dist.all_reduce(mine, group=part.get_grad_stats_parallel_group())
-            squared += mine.item()
-        return math.sqrt(squared)
+    def _gradients(self) -> Iterator[Gradient]:
+        """Yield the gradients of the ranges that this rank updates."""
+        for part in self._parts():
+            for parameter, (group, place) in part.model_param_group_index_map.items():
+                main = part.optimizer.param_groups[group]["params"][place]
+                if main.grad is not None:
+                    yield parameter, main, main.grad
 
     def ranges(self) -> Iterator[ParameterRange]:
         """Yield the ranges that this rank updates."""

@@ -260,6 +260,7 @@ class Difference:
     gradient: float
     largest: float  # entry of any gradient
     replicas: float  # between gradients that should be the same
+    norm: float  # of Megatron-Core's norm from ours, relative
 
     @property
     def relative(self) -> float:
@@ -273,7 +274,7 @@ def difference(trained: MegatronBackend, layout: Layout, model: Path) -> Differe
     found = trained.forward(mine)
     assert all(outputs.logprobs.dtype == torch.float32 and outputs == Outputs(outputs.logprobs) for outputs in found)
     logprob = max((ours.logprobs.cpu() - theirs.of(c)).abs().max().item() for c, ours in zip(chosen, found, strict=True))
-    metrics = trained.step(mine, cases.loss).metrics
+    metrics, theirs_norm = step_with_both_norms(trained, mine)
     ours, replicas = gradients(trained)
     assert ours.keys() == theirs.gradients.keys()
     gradient = max((ours[name].double() - g).abs().max().item() for name, g in theirs.gradients.items())
@@ -287,9 +288,23 @@ def difference(trained: MegatronBackend, layout: Layout, model: Path) -> Differe
     norm = torch.stack([g.double().norm() for g in ours.values()]).norm().item()
     assert metrics.pop("grad_norm") == _near(norm, 1e-6 * norm)
     assert not metrics
-    everywhere = torch.tensor([logprob, gradient, largest, replicas])
+    everywhere = torch.tensor([logprob, gradient, largest, replicas, abs(theirs_norm / norm - 1)])
     dist.all_reduce(everywhere, op=dist.ReduceOp.MAX)
     return Difference(*everywhere.tolist())
+
+
+def step_with_both_norms(trained: MegatronBackend, batches: list) -> tuple[dict[str, float], float]:
+    """Return the metrics of a backend's first step, and Megatron-Core's norm of its gradient."""
+    theirs, measure = [], trained._optimizer._core.get_grad_norm
+
+    def get_grad_norm() -> float:
+        theirs.append(float(measure()))
+        return theirs[-1]
+
+    trained._optimizer._core.get_grad_norm = get_grad_norm
+    metrics = trained.step(batches, cases.loss).metrics
+    (norm,) = theirs
+    return metrics, norm
 
 
 class _near:

@@ -30,6 +30,7 @@ from tests.train.megatron.layouts import (
 
 # Float32 is good to about 1e-6 of the largest entry; what a layout gets wrong is off by far more.
 GRADIENT, LOGPROB = 5e-6, 1e-5
+NORM = 1e-6  # of Megatron-Core's, which is summed in float32, from ours
 # Four ranks take time, and what they could get wrong that two could not is the same in the others.
 OF_EACH_KIND = ("qwen2", "qwen3_tied", "qwen3_moe", "deepseek_v3", "gemma3_text", "gpt_oss", "nemotron_h_moe")
 
@@ -47,6 +48,7 @@ def check(found: dict[str, layouts.Difference], families: tuple[str, ...]) -> No
     assert tuple(found) == families
     far = {family: d for family, d in found.items() if d.logprob > LOGPROB or d.relative > GRADIENT or d.replicas > 1e-6}
     assert not far
+    assert max(d.norm for d in found.values()) < NORM
 
 
 @pytest.mark.parametrize("layout", QUICK, ids=lambda layout: layout.name)

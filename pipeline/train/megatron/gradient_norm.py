@@ -1,0 +1,107 @@
+"""Compute the norm of the whole gradient, in which each element counts once, by the layout that the model's family describes.
+
+Megatron-Core decides by two flags of each parameter, `tensor_model_parallel` and `shared`, that its modules and
+TransformerEngine's set. Some set them wrongly, such as TransformerEngine for MLA's replicated weights
+(https://github.com/ROCm/TransformerEngine/pull/715), or for fewer groups than are used, as with experts under tensor
+parallelism (https://github.com/NVIDIA/Megatron-LM/issues/5916, 6080, 6470, 7452). A norm that counts an element twice or never
+changes the length of every clipped step and shows in nothing else.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Iterable, Mapping
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state, tensor_parallel
+from megatron.core.transformer.module import param_is_not_shared
+
+from pipeline.train.gradients import squared_norm
+from pipeline.train.megatron.collectives import all_gather_bytes
+from pipeline.train.megatron.groups import tensor_group
+from pipeline.train.megatron.local_tensors import LocalTensor
+
+SAME = 0.01
+"""Largest relative difference of norms that should be equal: float32 sums on a CPU are off by 0.3%, kernels differ by less."""
+
+Gradient = tuple[torch.nn.Parameter, torch.nn.Parameter, torch.Tensor]
+"""(parameter of the model, the optimizer's flat range of it, the gradient of that range)."""
+
+
+def set_flags(local: Mapping[str, LocalTensor]) -> None:
+    """Set the flags by which Megatron-Core counts, before its optimizer copies them."""
+    for one in local.values():
+        setattr(one.tensor, "tensor_model_parallel", one.first)  # noqa: B010 - no attribute of a tensor
+        setattr(one.tensor, "shared", not one.first)  # noqa: B010
+
+
+class GradientNorm:
+    """The norm over the ranks of a component, which has one model."""
+
+    def __init__(self, local: Mapping[str, LocalTensor], group: dist.ProcessGroup, device: torch.device):
+        """local: the tensors of this rank's stage. group: the train component."""
+        self._local = {id(one.tensor): (name, one) for name, one in local.items()}
+        self._group, self._device = group, device
+
+    def norm(self, gradients: Iterable[Gradient]) -> float:
+        """Return the norm. Squares and sums are float64; Megatron-Core's are float32. Collective over the component."""
+        counted = (gradient for parameter, _, gradient in gradients if self._local[id(parameter)][1].first)
+        mine = squared_norm(counted, self._device)
+        dist.all_reduce(mine, group=self._group)
+        return math.sqrt(mine.item())
+
+    def check(self, gradients: Iterable[Gradient], norm: float, of_megatron: Callable[[], float]) -> None:
+        """Compare replicas of gradients, the parameters that Megatron-Core counts, and its norm, with what the layout says.
+
+        norm: of `norm`. of_megatron: returns Megatron-Core's norm. Collective over the component. Raises RuntimeError with the
+        parameters' names, on all ranks.
+        """
+        gradients = list(gradients)
+        other = of_megatron()
+        miscounted = [
+            name
+            for parameter, main, _ in gradients
+            for name, one in (self._local[id(parameter)],)
+            if one.first != (param_is_not_shared(main) and tensor_parallel.param_is_not_tensor_parallel_duplicate(main))
+        ]
+        found = [
+            json.loads(mine)
+            for mine in all_gather_bytes(self._group, json.dumps([miscounted, self._unequal(gradients)]).encode())
+        ]
+        miscounted, unequal = (sorted({name for mine in found for name in mine[i]}) for i in (0, 1))
+        if unequal:
+            raise RuntimeError(
+                f"tensor-parallel ranks have different gradients of {_listed(unequal)}, which each of them holds"
+            )
+        if miscounted:
+            raise RuntimeError(f"Megatron-Core's gradient norm counts {_listed(miscounted)} twice or never")
+        if not math.isclose(norm, other, rel_tol=SAME):
+            raise RuntimeError(
+                f"Megatron-Core's gradient norm is {other:.6g}; by the layout of the parameters it is {norm:.6g}"
+            )
+
+    def _unequal(self, gradients: Iterable[Gradient]) -> list[str]:
+        """Return the names of whole parameters whose gradients differ between tensor-parallel ranks."""
+        found: dict[bool, dict[str, torch.Tensor]] = {False: {}, True: {}}
+        for parameter, _, gradient in gradients:
+            name, one = self._local[id(parameter)]
+            if not one.cut:
+                found[one.expert][name] = squared_norm([gradient], self._device)
+        unequal = []
+        for expert, squares in found.items():
+            group = parallel_state.get_expert_tensor_parallel_group() if expert else tensor_group()
+            if group is None or group.size() == 1 or not squares:
+                continue
+            mine = torch.stack([*squares.values()])  # the ranks have the same parameters, and ranges, in the same order
+            every = [torch.empty_like(mine) for _ in range(group.size())]
+            dist.all_gather(every, mine, group=group)
+            low, high = torch.stack(every).aminmax(dim=0)
+            unequal += [name for name, bad in zip(squares, (high - low > 2 * SAME * high).tolist(), strict=True) if bad]
+        return unequal
+
+
+def _listed(names: list[str], most: int = 8) -> str:
+    more = f" and {len(names) - most} more" if len(names) > most else ""
+    return ", ".join(names[:most]) + more
