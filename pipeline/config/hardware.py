@@ -51,7 +51,7 @@ class GPUSpec:
     """A GPU's data sheet. GB are 10^9 bytes; rates are in one direction."""
 
     name: str
-    memory_gb: float
+    memory_gb: float  # all that CUDA shows: more than the name of a GPU says, and less than nvidia-smi
     bf16_tflops: float  # dense
     fp8_tflops: float  # dense
     fp32_tflops: float

@@ -4,9 +4,9 @@
 
 GPUs are those of recipes/hardware/h100.yaml and gb200.yaml, with the efficiencies that they assume and their sources. The
 ends of the printed ranges are these files' shortest_step and longest_step, which plans show.
-None is fitted to these lines, but two choices were made with a first comparison at hand: a mixture's share of the peak was 0.25
-before it became the mean of its sources, 0.20 (with 0.25 the ratios of mixtures are up to 0.2 higher), and MEMORY_GB. Layouts,
-batches and lengths are the published ones; what was not published is said on the line.
+None is fitted to these lines, but one choice was made with a first comparison at hand: a mixture's share of the peak was 0.25
+before it became the mean of its sources, 0.20 (with 0.25 the ratios of mixtures are up to 0.2 higher). Layouts, batches and
+lengths are the published ones; what was not published is said on the line.
 
 Most of those runs are colocated: the same GPUs train and generate in turn. Our step, too, is a rollout, then training, then a
 refit, so they are priced as two components of as many GPUs each; the refit is then ours, between disjoint ranks, and not theirs
@@ -30,9 +30,6 @@ from pipeline import config
 
 GPUS = {"h100": 8, "gb200": 4}  # of a node
 PROMPT = 265  # tokens: with Llama-3.1-8B on OpenMathInstruct-2, 1,060 of a sequence (v0.4) less 795 of an answer (v0.3)
-# About the memory that the driver reports for an "80 GB" H100, of which vLLM takes its share. With the 80 of h100.yaml the plan
-# finds no room for DeepSeek-V3's cache, in a run that is published; other steps differ by 2% at most.
-MEMORY_GB = 85
 KEY = "policy.megatron_cfg"
 # theirs also computes log-probs before the update where a single update needs none
 FORCED = "grpo.seq_logprob_error_threshold=1000"
@@ -80,6 +77,7 @@ def dtensor(tensor: int) -> tuple[str, ...]:
         f"{KEY}.enabled=false",
         f"policy.dtensor_cfg.tensor_parallel_size={tensor}",
         "policy.dtensor_cfg.activation_checkpointing=false",
+        "policy.dtensor_cfg.recompute_granularity=full",  # without effect
     )
 
 
@@ -440,7 +438,6 @@ def predicted(line: Line) -> Plan:
             f"policy.sequence_packing.train_mb_tokens={longest}",
             f"policy.sequence_packing.logprob_mb_tokens={longest}",
             f"policy.generation.max_new_tokens={longest}",
-            *(f"cluster.{name}.gpu_memory_gb={MEMORY_GB}" for name in ("train", "generate") if line.gpu == "h100"),
             f"policy.generation.vllm_cfg.gpu_memory_utilization={0.8 if line.ahead else 0.6}",
             f"policy.generation.vllm_cfg.tensor_parallel_size={line.engine}",
             f"plan.prompt_tokens={PROMPT}",

@@ -136,11 +136,11 @@ def test_the_layout_is_checked_for_the_chosen_backend(load):
     ("described", "overrides", "chosen", "reason"),
     [
         (model("llama"), gpus(1), "dtensor", "0.0e9 parameters"),
-        (LLAMA_70B, gpus(4), "dtensor", "70.6e9 parameters take 40.4 GB on each of 32 GPUs with 80"),
+        (LLAMA_70B, gpus(4), "dtensor", "70.6e9 parameters take 40.4 GB on each of 32 GPUs with 84.9"),
         (QWEN3_30B, gpus(2), "dtensor", "30.5e9 parameters (29.0e9 in 128 experts a layer) take 34.3 GB on each of 16 GPUs"),
         (QWEN3_30B, [*gpus(8), "cluster.train.gpu_memory_gb=288"], "megatron", "take 188.9 GB on each of 64 GPUs with 288"),
         ({"model_type": "gemma3"}, gpus(1), "dtensor", "the Megatron backend has no 'gemma3' models"),
-        (LLAMA_70B, [*gpus(2), "cluster.train.gpu=b200"], "dtensor", "take 75.7 GB on each of 16 GPUs with 180"),
+        (LLAMA_70B, [*gpus(2), "cluster.train.gpu=b200"], "dtensor", "take 75.7 GB on each of 16 GPUs with 191.5"),
     ],
 )
 def test_by_size(load, described, overrides, chosen, reason):
@@ -153,7 +153,7 @@ def test_by_size(load, described, overrides, chosen, reason):
     ("described", "nodes", "key", "says"),
     [
         (DEEPSEEK_671B, 64, KEY, "at least 128 GPUs split the model"),
-        (LLAMA_70B, 2, "cluster.train", "under FSDP2 70.6e9 parameters would take 75.7 GB on each of 16 GPUs with 80"),
+        (LLAMA_70B, 2, "cluster.train", "under FSDP2 70.6e9 parameters would take 75.7 GB on each of 16 GPUs with 84.9"),
     ],
 )
 def test_a_model_that_fits_only_with_more_keys_is_refused(load, described, nodes, key, says):
@@ -534,7 +534,7 @@ def test_more_models_take_more_room(load):
     ppo = ["algorithm=ppo", "ppo.num_prompts_per_step=256"]
     with refused(("cluster.train", "out-of-memory")):
         backend.choose(load(llama, *small, *ppo))
-    assert backend.choose(load(llama, *gpus(1), *ppo))[1].backend == "dtensor"  # 80 GB do
+    assert backend.choose(load(llama, *gpus(1), *ppo))[1].backend == "dtensor"  # an H100 does
 
 
 def test_a_frozen_model_in_host_memory_takes_little(load, tmp_path):

@@ -122,7 +122,7 @@ def test_a_reward_model_scores_beside_the_engine():
 def test_a_turn_that_does_not_fit_is_warned_of_and_the_table_shows_it():
     full = made(*SHARED, "policy.generation.vllm_cfg.gpu_memory_utilization=0.99")
     assert not full.fits
-    assert any("in the rollout" in text and "and has 80" in text for text in full.warnings())
+    assert any("in the rollout" in text and "and has 84.9" in text for text in full.warnings())
     text = table(made(*SHARED))
     for part in ("the same GPUs in turn", "a GPU holds in rollout", "by CUDA IPC", "ranks that share a GPU:"):
         assert part in text, part

@@ -47,7 +47,7 @@ def test_memory_and_network_come_from_the_gpu(tmp_path, described):
     path = str(write_recipe(tmp_path))
     recipe = config.load(path, ["cluster.train.gpu=gb200", "cluster.generate.gpu=h200"])
     assert (recipe.cluster.network.node_gb_per_s, recipe.cluster.network.nic_gb_per_s) == (900, 50)
-    assert hardware.memory_gb(recipe.cluster.train) == 186 and hardware.memory_gb(recipe.cluster.generate) == 141
+    assert hardware.memory_gb(recipe.cluster.train) == 197.9 and hardware.memory_gb(recipe.cluster.generate) == 150.1
     own = [
         f"cluster.train.gpu={described(nic_gb_per_s=12.5)}",
         "cluster.network.node_gb_per_s=7",

@@ -232,7 +232,7 @@ def generated(*overrides: str, of: ModelShape = LLAMA) -> GenerateMemory:
 
 def test_the_kv_cache_takes_the_rest_of_gpu_memory_utilization():
     found = generated()
-    whole = recipe().policy.generation.vllm_cfg.gpu_memory_utilization * 80e9
+    whole = recipe().policy.generation.vllm_cfg.gpu_memory_utilization * 84.9e9
     assert found.total - found.parts["buffers"] == pytest.approx(whole)
     assert found.parts["weights"] == pytest.approx(2 * LLAMA.parameters, rel=1e-3)
     token = 2 * 2 * LLAMA.layers * LLAMA.kv_heads * LLAMA.head_dim
