@@ -181,6 +181,13 @@ def test_no_default_is_refused(load):
     assert load(f"{KEY}.enabled=true").policy.megatron_cfg.optimizer is None
 
 
+def test_float16_is_refused(load):
+    with refused(("policy.precision", "unsupported")) as error:
+        load(f"{KEY}.enabled=true", "policy.precision=float16")
+    assert "Try policy.dtensor_cfg.enabled=true" in str(error.value)
+    assert load("policy.dtensor_cfg.enabled=true", "policy.precision=float16").policy.precision == "float16"
+
+
 @pytest.mark.parametrize("key", ONLY_DEFAULT)
 def test_unsupported_values_are_refused_by_name(load, key):
     defaults = OmegaConf.create(

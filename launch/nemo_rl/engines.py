@@ -30,7 +30,7 @@ SGLANG = under(
         Same("max_running_requests", given, ours=MOST),
         Same("disable_cuda_graph", given, ours=f"{VLLM}.enforce_eager"),
         Same("disable_radix_cache", lambda off: not off, ours=f"{VLLM}.enable_prefix_caching"),
-        Only("dtype", ("bfloat16", "float32", "auto", None), PRECISION, "policy.precision"),
+        Only("dtype", ("bfloat16", "float32", "float16", "auto", None), PRECISION, "policy.precision"),
         Only("kv_cache_dtype", ("auto", None), CACHE, "auto"),
         Only("torchao_config", ("", None), "generation with quantized weights", "null"),
         Only("enable_lora lora_paths max_lora_rank lora_target_modules", (False, None), "adapters of engines", "null"),
@@ -58,7 +58,7 @@ TRTLLM = (
     Same("trtllm_cfg.max_model_len", given, ours=f"{VLLM}.max_model_len"),
     Same("trtllm_cfg.max_batch_size", given, ours=MOST),
     Same("trtllm_kwargs.kv_cache_config.mamba_ssm_cache_dtype", given, ours=f"{KEY}.vllm_kwargs.mamba_ssm_cache_dtype"),
-    Only("trtllm_cfg.precision", ("bfloat16", "float32", "auto", None), PRECISION, "policy.precision"),
+    Only("trtllm_cfg.precision", ("bfloat16", "float32", "float16", "auto", None), PRECISION, "policy.precision"),
     Only("trtllm_kwargs.kv_cache_config.dtype", ("auto", None), CACHE, "auto"),
     Only("trtllm_cfg.tool_parser trtllm_cfg.reasoning_parser", (None,), "tools that an engine's server parses", "null"),
     Done("trtllm_cfg.tensor_parallel_size trtllm_cfg.moe_expert_parallel_size trtllm_cfg.moe_tensor_parallel_size"),
@@ -162,5 +162,5 @@ def _size(t: Translator, tensor: str, pipeline: str, experts: str) -> None:
 
 def _precision(t: Translator, key: str) -> None:
     trained = t.get("policy.precision")
-    if (precision := t.get(key)) in ("bfloat16", "float32") and precision != trained:
+    if (precision := t.get(key)) in ("bfloat16", "float32", "float16") and precision != trained:
         t.lacks(key, precision, PRECISION, f"policy.precision, {trained}")

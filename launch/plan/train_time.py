@@ -65,7 +65,7 @@ class Job:
         """Return the FLOP/s of a rank's matrix products."""
         assumed = self.gpu.assumed
         share = assumed.mixture_training if self.shape.experts else assumed.dense_training
-        peak = self.gpu.bf16_tflops if self.policy.precision == "bfloat16" else self.gpu.fp32_tflops
+        peak = self.gpu.fp32_tflops if self.policy.precision == "float32" else self.gpu.bf16_tflops
         return share * peak * 1e12
 
     def forward_flops(self, count: float) -> float:

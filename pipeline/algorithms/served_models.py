@@ -28,9 +28,9 @@ class ServedModelConfig:
     ] = None
     tokenizer: ServedTokenizerConfig = field(default_factory=ServedTokenizerConfig)
     hf_config_overrides: Annotated[dict[str, Any], Field(description=HF_OVERRIDES)] = field(default_factory=dict)
-    precision: Annotated[Literal["float32", "bfloat16"], Field(description="Precision of weights and activations.")] = (
-        interpolation("${policy.precision}")
-    )
+    precision: Annotated[
+        Literal["float32", "bfloat16", "float16"], Field(description="Precision of weights and activations.")
+    ] = interpolation("${policy.precision}")
     engines: Annotated[Positive, Field(description="Number of the generate component's engines that serve it.")] = 1
     max_total_sequence_length: Annotated[Int, Field(ge=2, description="Maximum tokens of a prompt and its answer.")] = (
         interpolation("${policy.max_total_sequence_length}")

@@ -29,6 +29,9 @@ def check_megatron(policy: PolicyConfig) -> Iterator[Problem]:
     if (enabled := megatron.fp8_cfg.get("enabled", False)) is not False:
         message = f"got {_yaml(enabled)}; expected false: training in 8 bits is not supported"
         yield Problem(f"{KEY}.fp8_cfg.enabled", "unsupported", message)
+    if policy.precision == "float16":
+        message = "got float16 with Megatron-Core; expected bfloat16 or float32. Try policy.dtensor_cfg.enabled=true, for FSDP2"
+        yield Problem("policy.precision", "unsupported", message)
     if megatron.peft.enabled:
         yield from _check_adapters(megatron.peft, policy.precision)
     if megatron.pipeline_dtype != policy.precision:

@@ -37,6 +37,7 @@ from pipeline.train.context_parallel import localize
 from pipeline.train.fsdp_mesh import Layout, Meshes
 from pipeline.train.fsdp_model import PackedModel, build
 from pipeline.train.gradients import Gradients
+from pipeline.train.loss_scale import LossScale
 from pipeline.train.offload import Offload
 from pipeline.train.optimizer import LRSchedule, build_optimizer
 from pipeline.train.outputs import reduce_outputs
@@ -82,6 +83,7 @@ class FSDPBackend(TrainBackend):
         self._offload = Offload(self.device, shared=True)
         if role.trained:
             self._optimizer, self._schedule = self._new_optimizer(self._policy)
+            self._scale = LossScale(policy.precision)
             lora_cfg, random_seed = policy.dtensor_cfg.lora_cfg, seed if policy.random_init else None
             self._lora_record = lora.record(lora_cfg, random_seed) if self._model.adapters else None
         if self._model.compiled:
@@ -133,25 +135,35 @@ class FSDPBackend(TrainBackend):
         self._check(batches)
         if not batches:
             raise ValueError("a step needs at least one batch")
-        self._optimizer.zero_grad(set_to_none=True)
-        shares = []
-        for batch in batches:
-            with self._model.adapters.training() if self._model.adapters else contextlib.nullcontext():
-                output = loss(self._outputs(batch, self._model), batch)
-                output.loss.backward()
-            shares.append(LossOutput(output.loss.detach(), output.metrics))
-        self._gradients.sum_partial()
+        shares = self._differentiate(batches, loss)
         # Context- and tensor-parallel peers have the same batches, so only one of them counts.
         metrics = reduce_outputs(shares, counts=self._layout.leads_batch, group=self._group, device=self.device)
         norm = self._gradients.norm()
-        if not math.isfinite(norm):
-            self._optimizer.zero_grad(set_to_none=True)
-            raise FloatingPointError(f"the gradient's norm is {norm}; the step was not taken")
+        while not math.isfinite(norm):
+            if not self._scale.overflowed():
+                self._optimizer.zero_grad(set_to_none=True)
+                raise FloatingPointError(f"the gradient's norm is {norm}; the step was not taken")
+            self._differentiate(batches, loss)
+            norm = self._gradients.norm()
+        self._scale.stepped()
         self._gradients.clip(norm, self._policy.max_grad_norm)
         metrics |= {"grad_norm": norm, "lr": self._schedule.lr}
         self._optimizer.step()
         self._refresh_merged()
         return StepResult(metrics)
+
+    def _differentiate(self, batches: Sequence[PackedBatch], loss: Loss) -> list[LossOutput]:
+        """Compute the gradient of this rank's batches, and return their losses. Collective."""
+        self._optimizer.zero_grad(set_to_none=True)
+        shares = []
+        for batch in batches:
+            with self._model.adapters.training() if self._model.adapters else contextlib.nullcontext():
+                output = loss(self._outputs(batch, self._model), batch)
+                (output.loss * self._scale.factor if self._scale.factor != 1 else output.loss).backward()
+            shares.append(LossOutput(output.loss.detach(), output.metrics))
+        self._gradients.sum_partial()
+        self._gradients.divide(self._scale.factor)
+        return shares
 
     @override
     def advance_schedule(self) -> None:
@@ -309,6 +321,7 @@ class FSDPBackend(TrainBackend):
             "ranks": self._group.size(),
             "layout": self._layout.sizes,
             "schedule": self._schedule.steps,
+            "loss_scale": self._scale.record(),
             "param_group": checkpoint_state.options(self._optimizer),
             "lora": self._lora_record,
             "frozen": self._policy.freeze_parameters,
@@ -354,6 +367,7 @@ class FSDPBackend(TrainBackend):
             message = f"{folder} was saved with another policy.optimizer or policy.scheduler: {', '.join(changes)}"
             raise RecipeError(Problem("policy.optimizer", "contradiction", message))
         self._optimizer, self._schedule = optimizer, schedule
+        self._scale.restore(record.get("loss_scale"))
         for prefix, parameter, pieces in self._saved():
             checkpoint_state.load_entries(prefix, parameter, pieces, reader)
         checkpoint_state.load_optimizer(self._optimizer, self._pieces(), shapes, reader)

@@ -58,6 +58,11 @@ class Gradients:
             for gradient, summed in zip(parts, flat.split([g.numel() for g in parts]), strict=True):
                 gradient.copy_(summed.view_as(gradient))
 
+    def divide(self, factor: float) -> None:
+        """Divide the gradients by a factor."""
+        if factor != 1:
+            torch._foreach_div_(list(self.local().values()), factor)  # pyright: ignore[reportPrivateImportUsage]
+
     def norm(self) -> float:
         """Return the norm of the whole gradient, summed in float64. Collective over the component."""
         squared = self._squared_norm()

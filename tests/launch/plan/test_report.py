@@ -116,6 +116,11 @@ def test_a_step_has_the_range_of_published_steps(tmp_path):
         assert "no published steps on new are known" in table(both)
 
 
+def test_float16_is_priced_as_bfloat16():
+    half, other = planned("llama8b_grpo", "policy.precision=float16"), planned("llama8b_grpo")
+    assert half.step == other.step and half.train.total == other.train.total and half.generate.total == other.generate.total
+
+
 def test_sampling_ahead_of_training_hides_the_shorter_of_the_two():
     drained = "grpo.async_grpo.in_flight_weight_updates=false"
     turns = planned("llama8b_grpo_sync", FULL)

@@ -1,0 +1,100 @@
+"""float16: losses are scaled, a step that overflows is computed again, and a resumed run continues with the same scale."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from pipeline.train import loss_scale
+from pipeline.train.loss_scale import INITIAL, LossScale
+from pipeline.train.shards import local
+from pipeline.types import LossOutput
+from tests.train import cases, ranks
+
+TINY = 1e-5
+"""A factor of the loss with which most gradients in float16 are below its smallest number, 6e-8."""
+
+
+def gradients(trained) -> dict[str, torch.Tensor]:
+    return {name: local(p.grad).clone() for name, p in trained._trained.items()}
+
+
+def small(outputs, batch) -> LossOutput:
+    output = cases.loss(outputs, batch)
+    return replace(output, loss=output.loss * TINY)
+
+
+def far(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> float:
+    """Return the largest distance of a tensor from what is expected, relative to that."""
+    return max(((found[name] / TINY - value).norm() / value.norm()).item() for name, value in expected.items())
+
+
+@pytest.mark.usefixtures("realm")
+def test_small_gradients_survive(models, monkeypatch):
+    batches = [cases.pack([0, 1, 2, 3])]
+    exact = ranks.backend(cases.policy(models / "qwen3_tied"))
+    exact.step(batches, cases.loss)
+
+    def half() -> float:
+        trained = ranks.backend(cases.policy(models / "qwen3_tied", precision="float16"))
+        trained.step(batches, small)
+        return far(gradients(trained), gradients(exact))
+
+    assert half() < 0.02
+    monkeypatch.setattr(loss_scale, "INITIAL", 1.0)
+    assert half() > 0.3  # without a scale
+
+
+@pytest.mark.usefixtures("realm")
+def test_a_step_that_overflows_is_computed_again(models):
+    batches, policy = [cases.pack([0, 1]), cases.pack([2, 3])], cases.policy(models / "qwen3_tied", precision="float16")
+    first, again = (ranks.backend(policy) for _ in range(2))
+    again._scale.factor = 2.0**40
+    expected, found = first.step(batches, cases.loss).metrics, again.step(batches, cases.loss).metrics
+    assert INITIAL <= again._scale.factor < 2.0**40
+    assert found.pop("grad_norm") == pytest.approx(expected.pop("grad_norm"), rel=0.01)
+    assert found == expected
+    for name, parameter in first._parameters.items():  # Adam's first step is as long as the learning rate
+        assert (local(parameter) - local(again._parameters[name])).abs().mean() < 1e-4
+
+
+@pytest.mark.usefixtures("realm")
+def test_a_gradient_that_is_never_finite_ends_the_step(models):
+    trained = ranks.backend(cases.policy(models / "qwen3_tied", precision="float16"))
+    before = [local(p).clone() for p in trained._parameters.values()]
+    calls = []
+
+    def broken(outputs, batch) -> LossOutput:
+        calls.append(trained._scale.factor)
+        output = cases.loss(outputs, batch)
+        return replace(output, loss=output.loss * torch.nan)
+
+    with pytest.raises(FloatingPointError, match="the step was not taken"):
+        trained.step([cases.pack([0])], broken)
+    assert calls == [2.0**power for power in range(16, -1, -1)]
+    assert all(torch.equal(old, local(p)) for old, p in zip(before, trained._parameters.values(), strict=True))
+
+
+@pytest.mark.usefixtures("realm")
+def test_a_resumed_run_has_the_same_scale(models, tmp_path):
+    batches, policy = [cases.pack([0, 1, 2])], cases.policy(models / "qwen3_tied", precision="float16")
+    first, again = (ranks.backend(policy) for _ in range(2))
+    first._scale.factor = 2.0**7
+    first.step(batches, cases.loss)
+    first.shards().write(tmp_path, 0)
+    again.load(tmp_path)
+    assert again._scale.record() == [2.0**7, 1]
+    assert again.step(batches, cases.loss).metrics == first.step(batches, cases.loss).metrics
+
+
+def test_the_scale_doubles_after_many_steps_and_is_1_in_other_precisions():
+    scale = LossScale("float16")
+    assert scale.overflowed() and scale.factor == INITIAL / 2
+    for _ in range(loss_scale.GROWTH_STEPS):
+        scale.stepped()
+    assert scale.record() == [INITIAL, 0]
+    plain = LossScale("bfloat16")
+    plain.restore([2.0**7, 3])
+    for _ in range(loss_scale.GROWTH_STEPS):
+        plain.stepped()
+    assert plain.factor == 1 and not plain.overflowed()
