@@ -43,7 +43,25 @@ class _ColumnsOfGathered(ColwiseParallel):
     @staticmethod
     @override
     def _prepare_input_fn(input_layouts, desired_input_layouts, mod, inputs, device_mesh) -> DTensor:
-        return DTensor.from_local(inputs[0], device_mesh, [Replicate()], run_check=False, grad_placements=[Partial()])
+        return _WithPartialGradient.apply(inputs[0], device_mesh)
+
+
+class _WithPartialGradient(torch.autograd.Function):
+    """Return a tensor that is whole on every rank of the mesh as a DTensor; the backward pass returns the rank's partial sum.
+
+    That is `DTensor.from_local` with grad_placements=[Partial()], which torch 2.11 does not have.
+    """
+
+    @staticmethod
+    @override
+    def forward(ctx, whole: torch.Tensor, mesh: DeviceMesh) -> DTensor:
+        return DTensor.from_local(whole.view_as(whole), mesh, [Replicate()], run_check=False)
+
+    @staticmethod
+    @override
+    def backward(ctx, grad: DTensor):
+        assert grad.placements == (Partial(),)  # of the input of a column-wise layer
+        return grad.to_local(), None
 
 
 def parallelize(hf: PreTrainedModel, mesh: DeviceMesh, sequence: bool = False) -> list[str]:
