@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.nn.attention.varlen import varlen_attn
 
+from pipeline import torch_features
 from pipeline.train.attention_blocks import AttentionKind, causal
 from pipeline.train.context_parallel import GatherRows
 from pipeline.train.flex_attention import HALF, flex, lacking
@@ -104,8 +105,8 @@ def _varlen(query, key, value, spans: KernelSpans, kind: AttentionKind, sinks: t
     window = (-1 if kind.window is None else kind.window - 1, 0)
     if sinks is not None:
         return VarlenWithSinks.apply(query, key, value, sinks, spans, kind.scale, window)
-    grouped = query.size(1) != key.size(1)
-    output = varlen_attn(query, key, value, *spans, scale=kind.scale, window_size=window, enable_gqa=grouped)
+    grouped = {"enable_gqa": query.size(1) != key.size(1)} if torch_features.takes(varlen_attn, "enable_gqa") else {}
+    output = varlen_attn(query, key, value, *spans, scale=kind.scale, window_size=window, **grouped)
     assert isinstance(output, torch.Tensor)  # a tuple only where auxiliary outputs are requested
     return output
 
@@ -120,9 +121,9 @@ class VarlenWithSinks(torch.autograd.Function):
     @staticmethod
     def forward(ctx, query, key, value, sinks, spans: KernelSpans, scale: float | None, window: tuple[int, int]):
         arguments = (*spans, window == (-1, 0))
-        grouped = query.size(1) != key.size(1)
         operators: Any = torch.ops.torch_attn
-        out, lse, random = operators._varlen_attn(query, key, value, *arguments, scale, list(window), grouped)
+        # The operator takes fewer key heads without enable_gqa, which torch 2.11 does not have.
+        out, lse, random = operators._varlen_attn(query, key, value, *arguments, scale, list(window))
         sink = sinks.float()[:, None]  # [Hq, 1]; lse [Hq, T]
         out = (out * torch.sigmoid(lse - sink).T[:, :, None]).to(query.dtype)
         lse = torch.logaddexp(lse, sink)

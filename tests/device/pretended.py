@@ -99,18 +99,24 @@ def _placed(value: Any, held: dict[int, OnGPU], there: bool) -> Any:
 @contextmanager
 def pretended() -> Iterator[torch.device]:
     """Pretend to have a GPU for tensors that this thread makes in the block. Yields its device."""
-    guards = (ctypes.c_void_p * (_META + 1)).in_dll(_c10(), "_ZN3c104impl26device_guard_impl_registryE")
-    before = guards[_CUDA]
-    with pytest.MonkeyPatch.context() as patch:
+    with pytest.MonkeyPatch.context() as patch, without_device_guards():
         patch.setattr(torch.cuda, "_lazy_init", lambda: None)
         patch.setattr(torch.cuda, "Event", _Event)
         patch.setattr(torch.cuda, "current_stream", lambda device: _Event())
-        guards[_CUDA] = guards[_META]  # a CPU build has no device guard for GPUs; that of meta tensors does nothing
-        try:
-            with Pretending():
-                yield GPU
-        finally:
-            guards[_CUDA] = before
+        with Pretending():
+            yield GPU
+
+
+@contextmanager
+def without_device_guards() -> Iterator[None]:
+    """Let operations run on pretended tensors of a GPU. A CPU build has no device guard for GPUs; meta's does nothing."""
+    guards = (ctypes.c_void_p * (_META + 1)).in_dll(_c10(), "_ZN3c104impl26device_guard_impl_registryE")
+    before = guards[_CUDA]
+    guards[_CUDA] = guards[_META]
+    try:
+        yield
+    finally:
+        guards[_CUDA] = before
 
 
 class _Event:

@@ -6,10 +6,13 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from pipeline.train import attention, attention_blocks
 from pipeline.train.attention import AttentionKind, KernelSpans, VarlenWithSinks, attend
 from pipeline.train.packing import Packing
+from tests import torch_builds
+from tests.device.pretended import without_device_guards
 
 LENGTHS = (5, 5, 1, 23, 12, 12)
 KINDS = {
@@ -77,11 +80,11 @@ def test_each_kind_is_its_definition(name, block, monkeypatch):
         assert (theirs - defined(query, key, value, LENGTHS, AttentionKind(kind.scale), None)).abs().max() > 0.1
 
 
-def kernel(query, key, value, queries, keys, most_queries, most_keys, *, scale, window_size, enable_gqa):
+def kernel(query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, scale, window_size, enable_gqa=None, **others):
     """Compute what the CUDA kernel does by its definition: a span's last query sees its last key."""
-    counts = [starts.diff().tolist() for starts in (queries, keys, keys)]
-    assert (max(counts[0]), max(counts[1])) == (most_queries, most_keys)
-    assert enable_gqa == (query.size(1) != key.size(1))
+    counts = [starts.diff().tolist() for starts in (cu_seq_q, cu_seq_k, cu_seq_k)]
+    assert (max(counts[0]), max(counts[1])) == (max_q, max_k) and not any(others.values())
+    assert enable_gqa in (None, query.size(1) != key.size(1))  # torch refuses fewer key heads without it, where it exists
     outputs = []
     for q, k, v in zip(*(x.split(n) for x, n in zip((query, key, value), counts, strict=True)), strict=True):
         k, v = (x.repeat_interleave(q.size(1) // x.size(1), 1) for x in (k, v))
@@ -93,6 +96,23 @@ def kernel(query, key, value, queries, keys, most_queries, most_keys, *, scale, 
     return torch.cat(outputs)
 
 
+@pytest.fixture(params=torch_builds.BUILDS.values(), ids=torch_builds.BUILDS)
+def build(request, monkeypatch) -> torch_builds.Build:
+    """Return a build of torch, with the kernel behind its varlen_attn."""
+    monkeypatch.setattr(attention, "_fits_kernel", lambda *_: True)
+    monkeypatch.setattr(attention, "varlen_attn", torch_builds.function(request.param, kernel))
+    return request.param
+
+
+@pytest.mark.parametrize("key_heads", [2, 4])
+@pytest.mark.parametrize("name", ["full", "window", "window of one"])
+def test_the_kernel_of_each_build(name, key_heads, build):
+    query, key, value, _ = inputs(sum(LENGTHS), key_heads=key_heads)
+    kind, _ = KINDS[name]
+    theirs = defined(query, key, value, LENGTHS, kind, None)
+    assert differences(attend(query, key, value, packing(), kind), theirs, [query, key, value]) < 1e-12
+
+
 @pytest.mark.parametrize("ranks", [2, 3])
 @pytest.mark.parametrize("name", KINDS)
 def test_each_kind_over_context_parallel_ranks(name, ranks, monkeypatch):
@@ -101,9 +121,7 @@ def test_each_kind_over_context_parallel_ranks(name, ranks, monkeypatch):
 
 
 @pytest.mark.parametrize("name", ["full", "window", "window of one"])
-def test_the_kernel_over_context_parallel_ranks(name, monkeypatch):
-    monkeypatch.setattr(attention, "_fits_kernel", lambda *_: True)
-    monkeypatch.setattr(attention, "varlen_attn", kernel)
+def test_the_kernel_over_context_parallel_ranks(name, build, monkeypatch):
     assert difference_over_ranks(name, 3, monkeypatch) < 1e-12
 
 
@@ -131,7 +149,7 @@ def attention_rows(lengths, ranks: int, rank: int) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("window", [(-1, 0), (3, 0)])
-def test_sinks_by_the_normalizer_of_the_kernel(window, monkeypatch):
+def test_sinks_by_the_normalizer_of_the_kernel(window, build, monkeypatch):
     """Compute what the CUDA kernel does by its definition: output, normalizer, and gradients from those that it is given."""
     query, key, value, sinks = inputs(sum(LENGTHS), dtype=torch.float32)
     kind = AttentionKind(0.3, window=None if window[0] < 0 else window[0] + 1)
@@ -153,11 +171,33 @@ def test_sinks_by_the_normalizer_of_the_kernel(window, monkeypatch):
         both = (x.unflatten(1, (2, 2)).sum(2) for x in (of_k, of_v))
         return torch.einsum("hqk,khd->qhd", of_s, k.repeat_interleave(2, 1)), *both
 
-    kernels = SimpleNamespace(_varlen_attn=forward, _varlen_attn_backward=backward)
-    monkeypatch.setattr(attention.torch.ops, "torch_attn", kernels)
-    ours = VarlenWithSinks.apply(query, key, value, sinks, KernelSpans.of(packing()), 0.3, window)
-    theirs = attend(query, key, value, packing(), kind, sinks)
-    assert differences(ours, theirs, [query, key, value, sinks]) < 2e-5
+    theirs = defined(query, key, value, LENGTHS, kind, sinks)
+    with torch_builds.operators(build, forward, backward) as operators:
+        monkeypatch.setattr(torch.ops, "torch_attn", operators)
+        assert differences(attend(query, key, value, packing(), kind, sinks), theirs, [query, key, value, sinks]) < 2e-5
+
+
+class Context:
+    """Stands in for torch's context between the two passes."""
+
+    def save_for_backward(self, *tensors: torch.Tensor) -> None:
+        self.saved_tensors = tensors
+
+
+@pytest.mark.parametrize("key_heads", [2, 4])
+@pytest.mark.parametrize("window", [None, 3])
+def test_this_builds_operators_take_the_arguments(window, key_heads):
+    """Check shapes only: the tensors pretend to be on a GPU, for which torch has the kernel."""
+    with without_device_guards(), FakeTensorMode():
+        query, key, value = (torch.empty(8, n, 64, dtype=torch.bfloat16, device="cuda") for n in (4, key_heads, key_heads))
+        sinks = torch.empty(4, dtype=torch.bfloat16, device="cuda")
+        packed = Packing.of_lengths((3, 5), torch.empty(3, dtype=torch.int32, device="cuda"))
+        for given in (None, sinks):
+            assert attend(query, key, value, packed, AttentionKind(window=window), given).shape == query.shape
+        between = Context()  # torch computes the gradients of tensors on a GPU only where there is one
+        out = VarlenWithSinks.forward(between, query, key, value, sinks, KernelSpans.of(packed), None, (window or -1, 0))
+        gradients = VarlenWithSinks.backward(between, torch.empty_like(out))
+        assert [grad.shape for grad in gradients[:4]] == [x.shape for x in (query, key, value, sinks)]
 
 
 def test_a_small_window_costs_less_than_full_attention():
