@@ -54,6 +54,7 @@ def problems(kind: str, nccl: str, folder: Path = FOLDER) -> Iterator[Problem]:
     elif (found := build()[NCCL]) != nccl:
         why = f"got {found}; the other image has {nccl}. Take another base, or the same NCCL_VERSION in both Dockerfiles"
         yield Problem(NCCL, "wrong-version", why)
+    yield from kernel_problems(kind)
     for library in ("libibverbs.so.1", "libmlx5.so.1"):
         try:
             ctypes.CDLL(library)
@@ -65,6 +66,16 @@ def problems(kind: str, nccl: str, folder: Path = FOLDER) -> Iterator[Problem]:
             importlib.import_module(module)
         except Exception as error:
             yield Problem(module, "not-importable", f"{type(error).__name__}: {error}")
+
+
+def kernel_problems(kind: str) -> Iterator[Problem]:
+    """Yield what ranks lack for their kernels: functions of PyTorch, or what Triton compiles with."""
+    from pipeline import c_compiler, torch_features
+
+    if kind == "train" and (lacking := torch_features.lacking()):
+        yield Problem("torch", "wrong-version", f"has no {', '.join(lacking)}, which train ranks call. Take another base")
+    if missing := c_compiler.missing():
+        yield Problem("triton", "not-installed", f"cannot compile: there is no {missing}")
 
 
 def build() -> dict[str, str]:

@@ -22,6 +22,7 @@ from launch.plan.estimate import Plan, plan
 from launch.plan.evaluation import EvaluationPlan
 from launch.preflight import (
     architecture,
+    compiler,
     evaluation_checkpoint,
     input_files,
     libraries,
@@ -265,6 +266,7 @@ def _executor_problems(recipe: Recipe, chosen: selection.ExecutorChoice, notes: 
             local.rank_environments(components(recipe))
         why = f" ({chosen})" if chosen.reason else ""
         yield from (replace(problem, message=f"{problem.message}{why}") for problem in found)
+        yield from compiler.problems(recipe)
     elif chosen.name == "slurm":
         yield from slurm_job.problems(recipe, notes)
     elif job_id := allocation.current():

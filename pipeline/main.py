@@ -63,7 +63,7 @@ def main(run_dir: Path) -> None:
         wait_for_all(world, timeouts.join)
         join(world)
         startup.enter("check the nodes")
-        node_checks.check(world, recipe.cluster)
+        node_checks.check(world, recipe.cluster, config.needs_triton(recipe, world.component))
         connect(world)
         sampler = running.start(world, recipe, run_dir)
         with world.phase("", verb="coordinate" if client else "serve"):

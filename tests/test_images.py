@@ -15,7 +15,8 @@ import pytest
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
-from containers.check_image import OF_THE_BASE, differences, main, pins, problems
+from containers.check_image import OF_THE_BASE, differences, kernel_problems, main, pins, problems
+from pipeline import c_compiler, torch_features
 from tests.problems import named
 from tests.test_imports import imports
 
@@ -127,6 +128,15 @@ def test_the_other_image_s_record_is_read(tmp_path, monkeypatch, capsys):
     own.unlink()
     assert main("train", "2.30.7", str(own), str(other)) == 1
     assert "NCCL: 2.30.7 here" in capsys.readouterr().out and not own.exists()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_an_image_without_what_kernels_need_is_refused(kind, monkeypatch):
+    assert list(kernel_problems(kind)) == []
+    monkeypatch.setattr(torch_features, "lacking", lambda: ["torch.nn.attention.varlen.varlen_attn"])
+    monkeypatch.setattr(c_compiler, "missing", lambda: c_compiler.HEADER)
+    of_train = {("torch", "wrong-version")} if kind == "train" else set()
+    assert named(kernel_problems(kind)) == {*of_train, ("triton", "not-installed")}
 
 
 @pytest.mark.long

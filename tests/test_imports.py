@@ -29,6 +29,7 @@ DOWNHILL = [
     ("digests", "small_files"),
     (
         "builds",
+        "c_compiler",
         "caches",
         "encoding",
         "memory_kills",
@@ -37,6 +38,7 @@ DOWNHILL = [
         "signals",
         "startup",
         "timeline",
+        "torch_features",
         "sandbox",
         "user_code",
         "rank_log",

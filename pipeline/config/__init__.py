@@ -127,6 +127,7 @@ from pipeline.config.schema import (
     engine_ranks,
     expert_tensor_parallel_size,
     generates,
+    needs_triton,
     only_evaluates,
     runs_ahead,
     section,

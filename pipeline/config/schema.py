@@ -333,6 +333,16 @@ def uses_megatron(policy: PolicyConfig) -> bool:
     return policy.megatron_cfg.enabled is True
 
 
+def needs_triton(recipe: Recipe, component: str) -> bool:
+    """Return whether a component's ranks compile kernels on GPUs and cannot run without: those of vLLM and Megatron-Core.
+
+    FSDP2 runs its layers eagerly where they cannot be compiled.
+    """
+    if component == "generate":
+        return recipe.policy.generation.backend == "vllm"
+    return uses_megatron(recipe.policy) and recipe.policy.megatron_cfg.bias_activation_fusion is not False
+
+
 def adapters(policy: PolicyConfig) -> LoRAConfig | MegatronLoRAConfig | None:
     """Return the section of the adapters that the chosen backend trains; None if it trains all weights."""
     found = policy.megatron_cfg.peft if uses_megatron(policy) else policy.dtensor_cfg.lora_cfg

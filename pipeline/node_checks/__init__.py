@@ -1,6 +1,6 @@
 """Check every node before anything is loaded, and name those that do not match the recipe or the other nodes.
 
-    check(world, cluster)          # every rank, between `join` and its role
+    check(world, cluster, compiles)          # every rank, between `join` and its role
 
 Every rank probes its own GPU, and the first rank of a component on a node probes that node (`probe.py`). The first rank of each
 node exchanges messages with its neighbours in the ring of nodes (`network.py`). Rank 0 gathers the reports, finds outliers
@@ -28,10 +28,10 @@ import torch.distributed as dist
 
 from pipeline import small_files
 from pipeline.attempt import Attempt
-from pipeline.config import ClusterConfig
+from pipeline.config import ClusterConfig, ComponentConfig
 from pipeline.node_checks import diagnosis, network, probe
 from pipeline.node_checks.network import Link, Rounds
-from pipeline.node_checks.probe import RankReport
+from pipeline.node_checks.probe import Needs, RankReport
 from pipeline.node_checks.results import CheckResults, record, text
 from pipeline.watchdog import Failure, Heartbeat
 from pipeline.world import World
@@ -48,29 +48,34 @@ class BadNodes(RuntimeError):
     """Nodes failed their checks. failure.json and bad_nodes of the attempt name them already."""
 
 
-def check(world: World, cluster: ClusterConfig) -> None:
-    """Check the nodes; every rank calls this. Raises BadNodes on rank 0, TimeoutError elsewhere if rank 0 does not respond."""
+def check(world: World, cluster: ClusterConfig, compiles: bool = False) -> None:
+    """Check the nodes; every rank calls this. compiles: this rank's component cannot run on GPUs without Triton.
+
+    Raises BadNodes on rank 0, TimeoutError elsewhere if rank 0 does not respond.
+    """
     if not cluster.node_checks.enabled:
         return
+    component: ComponentConfig = getattr(cluster, world.component)
+    needs = Needs(world.component != "generate", compiles and component.gpus_per_node > 0)
     with world.phase("", verb=VERB):
         if world.rank == 0:
-            _lead(world, cluster)
+            _lead(world, cluster, needs)
         else:
-            _follow(world, cluster)
+            _follow(world, cluster, needs)
 
 
-def _probe(world: World, cluster: ClusterConfig, token: str) -> RankReport:
+def _probe(world: World, cluster: ClusterConfig, token: str, needs: Needs) -> RankReport:
     with world.phase("probe the node"):
-        return probe.probe_rank(world.info, world.device, getattr(cluster, world.component), token)
+        return probe.probe_rank(world.info, world.device, getattr(cluster, world.component), token, needs)
 
 
 # ---- every other rank -------------------------------------------------------------------------------------------------------
 
 
-def _follow(world: World, cluster: ClusterConfig) -> None:
+def _follow(world: World, cluster: ClusterConfig, needs: Needs) -> None:
     """Probe this rank and report. The outcome is not sent back: this rank loads nothing until rank 0 calls a verb."""
     token = _wait(world, "token", PROBE_TIMEOUT_S, str)
-    report = _probe(world, cluster, token)
+    report = _probe(world, cluster, token, needs)
     _publish(world, f"report/{world.rank}", report)
     if report.node is None or not token:
         return
@@ -97,20 +102,23 @@ def _wait(world: World, key: str, timeout_s: float, kind: Any) -> Any:
 # ---- rank 0 -----------------------------------------------------------------------------------------------------------------
 
 
-def _lead(world: World, cluster: ClusterConfig) -> None:
+def _lead(world: World, cluster: ClusterConfig, needs: Needs) -> None:
     start = time.perf_counter()
     results = CheckResults(_nodes(world))
     token = secrets.token_hex(16) if len(results.ranks) > 1 else ""
     if token:
         probe.write_marker(world.info, token)
     _publish(world, "token", token)
-    results.reports[0] = _probe(world, cluster, token)
+    results.reports[0] = _probe(world, cluster, token, needs)
     with world.phase("wait for other ranks' reports"):
         replies = _gather(world, "nodes/report", range(1, world.size), PROBE_TIMEOUT_S)
         results.reports |= {rank: msgspec.msgpack.decode(report, type=RankReport) for rank, report in replies.items()}
     results.add_problems(_silent(world, results.ranks, set(range(world.size)) - set(results.reports), PROBE_TIMEOUT_S))
     results.add_problems(diagnosis.reports(results.ranks, results.reports, world.workers, cluster))
     results.mismatches, results.notes = diagnosis.images(results.reports, world.workers, cluster)
+    lacks, of_some_nodes = diagnosis.lacks(results.ranks, results.reports, world.workers)
+    results.mismatches |= lacks
+    results.add_problems(of_some_nodes)
     if token:
         with world.phase("read other nodes' markers"):
             unread = probe.unreadable_markers(world.info, results.reports, token)
@@ -179,7 +187,7 @@ def _silent(world: World, nodes: dict[str, list[int]], absent: set[int], timeout
 
 
 def _fail_mismatch(world: World, results: CheckResults, cluster: ClusterConfig) -> None:
-    """Report that components differ. No node is at fault, and none is excluded."""
+    """Report that components differ, or lack what they need on all of their nodes. No node is at fault; none is excluded."""
     headline, advice = diagnosis.remedy(results.mismatches, world.workers, cluster)
     others = "".join(f"; {node}: {'; '.join(why)}" for node, why in results.problems.items())
     message = f"{headline}: {'; '.join(results.mismatches.values())}. {advice}{others}"

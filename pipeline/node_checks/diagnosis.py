@@ -13,6 +13,7 @@ from collections.abc import Iterable, Mapping, Sequence
 
 from pipeline.builds import CUDA, MUST_MATCH, NCCL, TORCH, common_part
 from pipeline.config import ClusterConfig, ComponentConfig, ranks_per_node
+from pipeline.config.hardware import COMPONENTS
 from pipeline.node_checks.network import Link, Pair, split_by_speed
 from pipeline.node_checks.probe import NETWORK, GPUReport, NodeReport, RankReport
 from pipeline.world import WorkerGroups
@@ -45,7 +46,7 @@ def reports(
         for node, why in more.items():
             found.setdefault(node, []).extend(why)
 
-    for component in ("train", "generate", "reward"):
+    for component in COMPONENTS:
         members = set(getattr(workers, component))
         config: ComponentConfig = getattr(cluster, component)
         on = {node: [seen[rank] for rank in ranks if rank in members and rank in seen] for node, ranks in nodes.items()}
@@ -128,7 +129,7 @@ def images(seen: Mapping[int, RankReport], workers: WorkerGroups, cluster: Clust
     Components that share GPUs communicate over gloo, so only torch's release counts there.
     """
     found: dict[str, dict[str, str]] = {}  # what -> component -> the value of most of its nodes
-    for component in ("train", "generate", "reward"):
+    for component in COMPONENTS:
         there = [node.versions for node in _node_reports(getattr(workers, component), seen)]
         for name in (*MUST_MATCH, NETWORK):
             counts = Counter(versions[name] for versions in there if name in versions)
@@ -143,9 +144,31 @@ def images(seen: Mapping[int, RankReport], workers: WorkerGroups, cluster: Clust
     return {name: why for name, why in mismatches.items() if why}, [why for why in notes if why]
 
 
+def lacks(
+    nodes: Mapping[str, list[int]], seen: Mapping[int, RankReport], workers: WorkerGroups
+) -> tuple[dict[str, str], Problems]:
+    """Return ({component: what its installation lacks on all of its nodes}, what only some of its nodes lack)."""
+    everywhere: dict[str, str] = {}
+    somewhere: Problems = {}
+    for component in COMPONENTS:
+        members = set(getattr(workers, component))
+        found = {node: there[0].lacks for node, ranks in nodes.items() if (there := _node_reports(members & set(ranks), seen))}
+        shared = [what for what in next(iter(found.values()), []) if all(what in others for others in found.values())]
+        if shared:
+            everywhere[component] = f"{component} ranks: {'; '.join(shared)}"
+        for node, what in found.items():
+            if own := [one for one in what if one not in shared]:
+                somewhere.setdefault(node, []).extend(own)
+    return everywhere, somewhere
+
+
 def remedy(mismatches: Mapping[str, str], workers: WorkerGroups, cluster: ClusterConfig) -> tuple[str, str]:
-    """Return (why components cannot form one world, what to try). mismatches: from `images`, not empty."""
-    components = [name for name in ("train", "generate", "reward") if getattr(workers, name)]
+    """Return (why components cannot form one world, what to try). mismatches: from `images` and `lacks`, not empty."""
+    if lacking := [name for name in COMPONENTS if name in mismatches]:
+        keys = ("container_image" if getattr(cluster, name).container_image else "python" for name in lacking)
+        where = " and ".join(f"cluster.{name}.{key}" for name, key in zip(lacking, keys, strict=True))
+        return "an installation lacks what its ranks need", f"Install it, or try another {where}"
+    components = [name for name in COMPONENTS if getattr(workers, name)]
     every = " and ".join(f"cluster.{name}" for name in components)
     if len({getattr(cluster, name).container_image for name in components}) > 1:
         advice = "Try images that containers/build.sh made of one version, and the same NCCL_* variables in both (env_vars)"

@@ -14,12 +14,13 @@ import tempfile
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import NamedTuple
 
 import msgspec
 import torch
 import torch.cuda.nccl
 
-from pipeline import caches
+from pipeline import c_compiler, caches, torch_features
 from pipeline.builds import CUDA, NCCL, TORCH
 from pipeline.config import ComponentConfig
 from pipeline.node_checks import nccl
@@ -61,6 +62,7 @@ class NodeReport(msgspec.Struct, array_like=True):
     driver: str = ""  # why nvidia-smi did not report them
     caches: str = ""  # why compilers cannot keep their output
     cpu: str = ""  # e.g. "32 x AMD EPYC 9454": the CPUs that the job may use
+    lacks: list[str] = []  # what ranks of the component need and its installation does not have
 
 
 class RankReport(msgspec.Struct, array_like=True):
@@ -72,12 +74,21 @@ class RankReport(msgspec.Struct, array_like=True):
     node: NodeReport | None = None  # of the first rank of a component on a node
 
 
-def probe_rank(info: RankInfo, device: torch.device, component: ComponentConfig, token: str) -> RankReport:
+class Needs(NamedTuple):
+    """What a component's ranks need of its installation."""
+
+    training: bool  # what train ranks call of PyTorch
+    compiler: bool  # what Triton compiles with
+
+
+def probe_rank(info: RankInfo, device: torch.device, component: ComponentConfig, token: str, needs: Needs) -> RankReport:
     """Return this rank's report. token: of rank 0's marker in the shared folder; empty if there is only one node."""
     start = time.perf_counter()
     uses_gpus = component.gpus_per_node > 0
     gpu = probe_gpu(device) if uses_gpus else None
     node = probe_node(info, token, uses_gpus) if info.local_rank == 0 else None
+    if node:
+        node.lacks = lacking(needs)
     if node and token and gpu and not gpu.problem and (network := nccl.network(gpu.uuid)):
         node.versions[NETWORK] = network
     return RankReport(info.rank, time.perf_counter() - start, gpu, node)
@@ -178,6 +189,17 @@ def versions(uses_gpus: bool) -> dict[str, str]:
         found[NCCL] = ".".join(map(str, torch.cuda.nccl.version()))
     if uses_gpus and (driver := driver_version()):
         found["driver"] = driver
+    return found
+
+
+def lacking(needs: Needs) -> list[str]:
+    """Return what this installation lacks of what the ranks need."""
+    found = []
+    if needs.training and (names := torch_features.lacking()):
+        has = f"PyTorch {torch_features.RELEASES} has what train ranks call"
+        found.append(f"{has}; torch {torch_build()} has no {', '.join(names)}")
+    if needs.compiler and (missing := c_compiler.missing()):
+        found.append(f"there is no {missing}, with which Triton compiles")
     return found
 
 

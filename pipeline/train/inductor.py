@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-import os
-import shutil
-
 import torch
 
-from pipeline import builds
+from pipeline import builds, c_compiler
 
-GCC = "C compiler (gcc, clang or CC)"
 GXX = "C++ compiler (g++ or CXX)"
 TRITON = "triton that supports this GPU"
 PATH = "PyTorch in a folder whose path has no spaces"
-NEEDS = (GCC, GXX, TRITON, PATH)  # Inductor's dependencies, for any device
+NEEDS = (c_compiler.COMPILER, c_compiler.HEADER, GXX, TRITON, PATH)  # Inductor's dependencies, for any device
 
 
 def missing_dependency(device: torch.device) -> str | None:
@@ -23,12 +19,11 @@ def missing_dependency(device: torch.device) -> str | None:
     from torch.utils._triton import has_triton
 
     if device.type == "cuda":
-        if not has_triton():
-            return TRITON
-        # The same search as in triton/runtime/build.py.
-        return None if "CC" in os.environ or shutil.which("gcc") or shutil.which("clang") else GCC
+        return c_compiler.missing() if has_triton() else TRITON
     try:
         get_cpp_compiler()
     except InvalidCxxCompiler:
         return GXX
+    if not c_compiler.has_header():
+        return c_compiler.HEADER
     return None if builds.inductor_links(torch.__file__) else PATH

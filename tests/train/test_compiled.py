@@ -1,11 +1,13 @@
 """Compare compiled decoder layers with eager ones, on the CPU with Inductor's C++."""
 
+import sysconfig
+
 import pytest
 import torch
 import torch._dynamo
 import torch._inductor.config
 
-from pipeline import builds
+from pipeline import builds, c_compiler
 from pipeline.train import compiled as subject
 from pipeline.train import inductor
 from pipeline.train.fsdp import FSDPBackend
@@ -102,6 +104,17 @@ def test_in_a_folder_with_spaces(monkeypatch):
     monkeypatch.setattr(torch, "__file__", "/home/a b/torch/__init__.py")
     with pytest.raises(ValueError, match="compile: got true, but there is no PyTorch in a folder whose path has no spaces"):
         wanted(True, "cpu")
+
+
+def test_without_python_h(monkeypatch, tmp_path):
+    monkeypatch.setattr("torch.utils._triton.has_triton", lambda: True)
+    for device in ("cuda", "cpu"):
+        assert inductor.missing_dependency(torch.device(device)) is None
+        with monkeypatch.context() as patch:
+            patch.setattr(sysconfig, "get_paths", lambda scheme: {"include": str(tmp_path)})
+            assert inductor.missing_dependency(torch.device(device)) == c_compiler.HEADER
+            with pytest.raises(ValueError, match=r"compile: got true, but there is no Python\.h of .*: apt install python3"):
+                wanted(True, device)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there may be a triton")

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import torch.distributed as dist
 
-from pipeline import node_checks, rank_log
+from pipeline import node_checks, rank_log, torch_features
 from pipeline.config import ClusterConfig, ComponentConfig, TimeoutsConfig
 from pipeline.config.cluster import NodeChecksConfig
 from pipeline.node_checks import network, probe
@@ -62,6 +62,8 @@ def break_node(fault: str | None, info: RankInfo) -> RankInfo:
         case "older Python":
             real_versions = probe.versions
             probe.versions = lambda uses_gpus: real_versions(uses_gpus) | {"python": "3.1"}
+        case "other torch":  # one that lacks what train ranks call
+            torch_features.NEEDED["torch.nn.attention:absent"] = ""
         case "stuck":
             probe.versions = lambda uses_gpus: time.sleep(600)
     return info

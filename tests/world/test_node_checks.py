@@ -288,6 +288,19 @@ def test_components_of_one_image_are_not_advised_to_change_it(image):
     assert "Try images that containers/build.sh made" in diagnosis.remedy(apart, workers, other)[1]
 
 
+def test_an_installation_lacks_what_all_nodes_of_its_component_lack():
+    cluster = ClusterConfig(train=ComponentConfig(container_image="/a.sqsh"), generate=ComponentConfig())
+    workers, ranks = WorkerGroups((0, 1), (2, 3), ((2,), (3,))), {f"n{rank}": [rank] for rank in range(4)}
+    seen = with_versions({}, {}, {}, {})
+    assert diagnosis.lacks(ranks, seen, workers) == ({}, {})
+    seen[0].node.lacks, seen[1].node.lacks, seen[3].node.lacks = ["no varlen"], ["no flex", "no varlen"], ["no Python.h"]
+    found, of_nodes = diagnosis.lacks(ranks, seen, workers)
+    assert (found, of_nodes) == ({"train": "train ranks: no varlen"}, {"n1": ["no flex"], "n3": ["no Python.h"]})
+    what, advice = diagnosis.remedy(found, workers, cluster)
+    assert what == "an installation lacks what its ranks need"
+    assert advice == "Install it, or try another cluster.train.container_image"
+
+
 def test_a_node_that_does_not_report_its_network_is_not_at_fault():
     told = {builds.TORCH: "2.13.0 (x)", builds.NCCL: "2.30.7", probe.NETWORK: "IB"}
     silent = {builds.TORCH: "2.13.0 (x)", builds.NCCL: "2.30.7"}

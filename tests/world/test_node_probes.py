@@ -1,5 +1,6 @@
 """Node probes: what a rank finds on its node, and worlds of forked ranks with faulty nodes."""
 
+import itertools
 import json
 import os
 import shutil
@@ -11,7 +12,7 @@ import pytest
 import torch
 
 from launch.attempts import AttemptFolder
-from pipeline import builds, config
+from pipeline import builds, c_compiler, config, torch_features
 from pipeline.node_checks import nccl, probe
 from tests.fork_server import Program
 from tests.launch.model import write_recipe
@@ -136,6 +137,16 @@ def test_without_nvidia_smi_no_errors_are_reported(tmp_path, monkeypatch):
     assert probe.memory_errors() == ({}, "")
 
 
+def test_what_an_installation_lacks(monkeypatch):
+    monkeypatch.setattr(c_compiler, "missing", lambda: c_compiler.HEADER)
+    monkeypatch.setattr(torch_features, "lacking", lambda: ["torch.a", "torch.b (missing)"])
+    build = f"PyTorch 2.11 to 2.13 has what train ranks call; torch {probe.torch_build()} has no torch.a, torch.b (missing)"
+    header = f"there is no {c_compiler.HEADER}, with which Triton compiles"
+    for training, compiler in itertools.product((False, True), repeat=2):
+        expected = [*([build] if training else []), *([header] if compiler else [])]
+        assert probe.lacking(probe.Needs(training, compiler)) == expected
+
+
 def test_the_codes_digest_covers_names_and_contents(tmp_path):
     for part in probe.SOURCES:
         (tmp_path / part).mkdir()
@@ -249,6 +260,21 @@ def test_components_on_different_networks_are_named_and_no_node_is_excluded(tmp_
         " Try env_vars: {NCCL_NET: Socket} in cluster.train and cluster.generate"
     )
     assert record["nodes"]["a"]["gb_per_s"] == {} and len(record["images"]) == 1
+
+
+@pytest.mark.parametrize("bad", [["b"], pytest.param(["a", "b", "c"], marks=pytest.mark.full)])
+def test_what_torch_lacks_is_named_before_anything_is_loaded(tmp_path, bad):
+    """Some nodes are at fault, but not all of a component: their installation is."""
+    status, _, attempt = check_nodes(tmp_path, ["a", "b", "c"], dict.fromkeys(bad, "other torch"))
+    assert status != 0
+    what = f"PyTorch {torch_features.RELEASES} has what train ranks call; torch {probe.torch_build()} has no torch.nn.attention"
+    if bad == ["b"]:
+        assert attempt.bad_nodes == {"b": f"{what}.absent"}
+    else:
+        assert attempt.bad_nodes == {} and attempt.failure["message"] == (
+            f"an installation lacks what its ranks need: train ranks: {what}.absent. Install it, or try another"
+            " cluster.train.python"
+        )
 
 
 @pytest.mark.parametrize("nodes", [["a", "b"], pytest.param(["a", "b", "c", "d"], marks=pytest.mark.full)])
