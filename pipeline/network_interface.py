@@ -86,6 +86,11 @@ def use_interface_of(address: str) -> None:
         os.environ[NCCL_VARIABLE] = f"={name}"  # "=": exactly this name, not all that begin with it
 
 
+def has_rdma() -> bool:
+    """Return whether this node has an adapter over which NCCL moves data without sockets."""
+    return RDMA.is_dir() and any(RDMA.iterdir())
+
+
 def _set_for_nccl() -> bool:
     """Return whether the user or the site has chosen NCCL's interface."""
     files = map(Path, map(os.path.expanduser, NCCL_FILES))
@@ -97,7 +102,7 @@ def _leaves_data_alone(name: str) -> bool:
 
     The variable also limits the sockets that carry data, and these are used only without RDMA.
     """
-    if RDMA.is_dir() and any(RDMA.iterdir()):
+    if has_rdma():
         return True
     states = psutil.net_if_stats()
     others = [state for other, state in states.items() if other != name and not other.startswith(UNUSED)]

@@ -116,6 +116,7 @@ def _lead(world: World, cluster: ClusterConfig, needs: Needs) -> None:
     results.add_problems(_silent(world, results.ranks, set(range(world.size)) - set(results.reports), PROBE_TIMEOUT_S))
     results.add_problems(diagnosis.reports(results.ranks, results.reports, world.workers, cluster))
     results.mismatches, results.notes = diagnosis.images(results.reports, world.workers, cluster)
+    results.notes += dict.fromkeys(diagnosis.notes(results.ranks, results.reports, world.workers))
     lacks, of_some_nodes = diagnosis.lacks(results.ranks, results.reports, world.workers)
     results.mismatches |= lacks
     results.add_problems(of_some_nodes)

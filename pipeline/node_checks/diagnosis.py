@@ -7,9 +7,10 @@ excluded (`Undecided`). A measurement between two nodes counts against both.
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from pipeline.builds import CUDA, MUST_MATCH, NCCL, TORCH, common_part
 from pipeline.config import ClusterConfig, ComponentConfig, ranks_per_node
@@ -28,6 +29,8 @@ LEAST_FREE_GB = 0.016
 """Free space that a temporary folder needs. In /dev/shm NCCL takes about 10 MB for a connection, gloo and vLLM's queues more;
 in $TMPDIR compilers keep their output. With less than 16 MiB none of them starts, and they fail by a bus error without a
 message."""
+SHARED_GB = 0.01
+"""What NCCL takes in /dev/shm for a rank without NVLink or another direct path to its neighbours."""
 ONE_FOR_ALL = ("driver", NCCL, NETWORK)
 """Versions that must be equal on the nodes of all components: the driver is the node's, whatever the image."""
 
@@ -69,6 +72,7 @@ def reports(
         for node, there in on.items():
             add({node: [*_space(there), *(_gpus(there, config, component, most_gb) if config.gpus_per_node else [])]})
     add(_same_gpu(nodes, seen, workers, cluster))
+    add(_exclusive(nodes, seen, workers))
     code = {node: report.code for node, ranks in nodes.items() if (report := _node_report(seen[r] for r in ranks if r in seen))}
     add(outliers(code, "the code in pipeline/ and launch/, digest"))
     return {node: list(dict.fromkeys(why)) for node, why in found.items() if why}  # components on one node see the same
@@ -82,6 +86,19 @@ def _node_report(there: Iterable[RankReport]) -> NodeReport | None:
 def _node_reports(ranks: Iterable[int], seen: Mapping[int, RankReport]) -> list[NodeReport]:
     """Return the node reports of these ranks; only the first rank of a component on a node has one."""
     return [report.node for rank in ranks if (report := seen.get(rank)) and report.node]
+
+
+def _exclusive(nodes: Mapping[str, list[int]], seen: Mapping[int, RankReport], workers: WorkerGroups) -> Problems:
+    """Return the nodes whose GPUs admit one process alone, where components share them."""
+    found: Problems = {}
+    for node, ranks in nodes.items() if workers.colocated else ():
+        own = {report.gpu.uuid for rank in ranks if (report := seen.get(rank)) and report.gpu}
+        for report in _node_reports(ranks, seen):
+            closed = [uuid for uuid, gpu in report.gpus.items() if uuid in own and gpu.mode == "Exclusive_Process"]
+            if closed:
+                why = f"compute mode Exclusive_Process of GPU {' and '.join(closed)} admits one process; two ranks share it"
+                found[node] = [f"{why}. Try nvidia-smi --compute-mode=DEFAULT"]
+    return found
 
 
 def _same_gpu(
@@ -212,12 +229,33 @@ def _gpus(there: list[RankReport], component: ComponentConfig, name: str, most_g
         found += _memory(rank, gpu, component, name, most_gb)
     for node in (report.node for report in there if report.node):
         found += [node.driver] if node.driver else []
-        found += [
-            f"GPU {uuid} has had {count} uncorrected memory errors since its driver was loaded"
-            for uuid, count in node.errors.items()
-            if count and uuid in visible
-        ]
+        found += [f"GPU {uuid} {text}" for uuid, gpu in node.gpus.items() if uuid in visible for text in _remapping(gpu.rows)]
     return found
+
+
+def _remapping(rows: Sequence[str]) -> Iterator[str]:
+    """Yield what is wrong with a GPU's memory. rows: of probe.REMAPPING."""
+    if "failure" in rows:
+        yield "has no row of memory left to replace one with errors. Try another GPU; this one needs repair"
+    elif "pending" in rows:
+        yield "has a row of memory with errors, which a reset replaces. Try nvidia-smi --gpu-reset, or a reboot of the node"
+
+
+def notes(nodes: Mapping[str, list[int]], seen: Mapping[int, RankReport], workers: WorkerGroups) -> Iterator[str]:
+    """Yield what may be wrong with GPUs and nodes but does not end a run; components on one node see the same."""
+    for node, ranks in nodes.items():
+        visible = {uuid for rank in ranks if rank in seen and (gpu := seen[rank].gpu) for uuid in gpu.visible}
+        for report in _node_reports(ranks, seen):
+            for uuid, gpu in report.gpus.items():
+                if gpu.errors and uuid in visible:
+                    yield f"{node}: GPU {uuid} has had {gpu.errors} uncorrected memory errors since its driver was loaded"
+            if len(nodes) > 1 and report.lockable_gb is not None:
+                limit = f"only {report.lockable_gb * 1e3:.3g} MB of memory may be locked, and InfiniBand locks its buffers"
+                yield f"{node}: {limit}. If NCCL fails, set LimitMEMLOCK=infinity of slurmd, or docker run --ulimit memlock=-1"
+            shared, need = report.free_gb.get("/dev/shm", math.inf), SHARED_GB * len(ranks)
+            if workers.train and LEAST_FREE_GB <= shared < need:
+                why = f"NCCL takes about {need * 1e3:.0f} MB there for {len(ranks)} ranks that have no NVLink"
+                yield f"{node}: /dev/shm: only {shared * 1e3:.0f} MB can be written; {why}. Try docker run --ipc=host"
 
 
 def _memory(rank: int, gpu: GPUReport, component: ComponentConfig, name: str, most_gb: float) -> list[str]:

@@ -9,6 +9,7 @@ import contextlib
 import hashlib
 import os
 import platform
+import resource
 import subprocess
 import tempfile
 import time
@@ -20,7 +21,7 @@ import msgspec
 import torch
 import torch.cuda.nccl
 
-from pipeline import c_compiler, caches, torch_features
+from pipeline import c_compiler, caches, network_interface, torch_features
 from pipeline.builds import CUDA, NCCL, TORCH
 from pipeline.config import ComponentConfig
 from pipeline.node_checks import nccl
@@ -35,6 +36,9 @@ NETWORK = "NCCL's network"
 """Reported among a component's versions, besides those of pipeline/builds.py."""
 DRIVERS = {12: 525, 13: 580}
 """Major release of CUDA -> its oldest driver (release notes, "CUDA Driver"); data-center GPUs with cuda-compat accept older."""
+REMAPPING = ("pending", "failure")
+"""A row of memory with an error is to be replaced at the GPU's next reset, or there is no row left to replace it
+(docs.nvidia.com/deploy/a100-gpu-mem-error-mgmt, "Row Remapping"). A GPU that has replaced its rows is healthy."""
 SMI_S = 20.0
 """Seconds for nvidia-smi, which takes several without a persistence daemon. A driver that is stuck never answers."""
 
@@ -50,6 +54,14 @@ class GPUReport(msgspec.Struct, array_like=True):
     problem: str = ""
 
 
+class GPUState(msgspec.Struct, array_like=True):
+    """What nvidia-smi shows of a GPU."""
+
+    errors: int  # uncorrected memory errors since its driver was loaded
+    rows: list[str]  # of REMAPPING, what is the case
+    mode: str  # compute mode
+
+
 class NodeReport(msgspec.Struct, array_like=True):
     """The state of a node inside a component's container; containers may differ."""
 
@@ -58,8 +70,9 @@ class NodeReport(msgspec.Struct, array_like=True):
     free_gb: dict[str, float]  # folder -> GB that can still be written
     memory_gb: float  # available, 10^9 bytes
     shared: str = ""  # why the run folder is not shared; empty if it is
-    errors: dict[str, int] = {}  # uncorrected memory errors of each GPU, by uuid
+    gpus: dict[str, GPUState] = {}  # by uuid, without the beginning GPU-
     driver: str = ""  # why nvidia-smi did not report them
+    lockable_gb: float | None = None  # memory that a process may lock, where RDMA adapters need that; None: any or no matter
     caches: str = ""  # why compilers cannot keep their output
     cpu: str = ""  # e.g. "32 x AMD EPYC 9454": the CPUs that the job may use
     lacks: list[str] = []  # what ranks of the component need and its installation does not have
@@ -138,19 +151,33 @@ def check_matmul(device: torch.device) -> str:
     return ""
 
 
-def memory_errors() -> tuple[dict[str, int], str]:
-    """Return (uncorrected errors of each GPU since its driver was loaded, why an installed nvidia-smi does not report them)."""
-    command = ["nvidia-smi", "--query-gpu=uuid,ecc.errors.uncorrected.volatile.total", "--format=csv,noheader,nounits"]
+def gpu_states() -> tuple[dict[str, GPUState], str]:
+    """Return (what nvidia-smi shows of each GPU, by uuid; why an installed nvidia-smi does not show it)."""
+    rows, why = _nvidia_smi("--query-gpu=uuid,ecc.errors.uncorrected.volatile.total,compute_mode")
+    # A GPU without row remapping, such as a V100, has [N/A] here, and an old nvidia-smi does not know the option.
+    remapped, _ = (
+        _nvidia_smi("--query-remapped-rows=gpu_uuid,remapped_rows.pending,remapped_rows.failure") if rows else ([], "")
+    )
+    bad_rows = {uuid: [REMAPPING[i] for i, value in enumerate(row) if value in ("Yes", "1")] for uuid, *row in remapped}
+    found = {}
+    for uuid, count, mode in rows:
+        errors = int(count) if count.isdigit() else 0  # [N/A] without ECC
+        found[uuid.removeprefix("GPU-")] = GPUState(errors, bad_rows.get(uuid, []), mode)
+    return found, why
+
+
+def _nvidia_smi(query: str) -> tuple[list[list[str]], str]:
+    """Return (the rows of the answer, why an installed nvidia-smi does not answer)."""
+    command = ["nvidia-smi", query, "--format=csv,noheader,nounits"]
     try:
         answer = subprocess.run(command, capture_output=True, text=True, timeout=SMI_S)
     except FileNotFoundError:
-        return {}, ""
+        return [], ""
     except subprocess.TimeoutExpired:
-        return {}, f"nvidia-smi did not answer within {SMI_S:g} s"
+        return [], f"nvidia-smi did not answer within {SMI_S:g} s"
     if answer.returncode:
-        return {}, f"nvidia-smi failed: {' '.join((answer.stdout + answer.stderr).split())[:300]}"
-    rows = [line.split(", ") for line in answer.stdout.splitlines()]
-    return {uuid.removeprefix("GPU-"): int(count) for uuid, count in rows if count.isdigit()}, ""  # [N/A] without ECC
+        return [], f"nvidia-smi failed: {' '.join((answer.stdout + answer.stderr).split())[:300]}"
+    return [line.split(", ") for line in answer.stdout.splitlines()], ""
 
 
 # ---- the node ---------------------------------------------------------------------------------------------------------------
@@ -166,8 +193,15 @@ def probe_node(info: RankInfo, token: str, uses_gpus: bool) -> NodeReport:
     if token:
         node.shared = check_shared_folder(info, token)
     if uses_gpus:
-        node.errors, node.driver = memory_errors()
+        node.gpus, node.driver = gpu_states()
+        node.lockable_gb = lockable_gb()
     return node
+
+
+def lockable_gb() -> float | None:
+    """Return the GB that a process may lock in memory, which RDMA adapters need; None without a limit or such adapters."""
+    limit, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
+    return limit / 1e9 if limit != resource.RLIM_INFINITY and network_interface.has_rdma() else None
 
 
 def code_digest(root: Path) -> str:

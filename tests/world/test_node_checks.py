@@ -8,7 +8,7 @@ from pipeline import builds
 from pipeline.config import ClusterConfig, ComponentConfig
 from pipeline.node_checks import diagnosis, network, probe
 from pipeline.node_checks.network import Link
-from pipeline.node_checks.probe import GPUReport, NodeReport, RankReport
+from pipeline.node_checks.probe import GPUReport, GPUState, NodeReport, RankReport
 from pipeline.world import WorkerGroups
 
 # ---- the network ------------------------------------------------------------------------------------------------------------
@@ -119,9 +119,15 @@ def reports(nodes: int = 3, per_node: int = 2) -> dict[int, RankReport]:
         uuids = [f"gpu-{first + i}" for i in range(per_node)]
         gpu = GPUReport(uuids[rank % per_node], "NVIDIA H100", 85.0, 0.6, uuids)
         free = {"/tmp": 100.0, "/dev/shm": 50.0}
-        node = NodeReport("digest", {"python": "3.11.7", "driver": "550.1"}, free, 500.0, "", dict.fromkeys(uuids, 0))
+        states = {uuid: GPUState(0, [], "Default") for uuid in uuids}
+        node = NodeReport("digest", {"python": "3.11.7", "driver": "550.1"}, free, 500.0, "", states)
         seen[rank] = RankReport(rank, 0.1, gpu, node if rank % per_node == 0 else None)
     return seen
+
+
+def noted(seen: dict[int, RankReport]) -> list[str]:
+    workers = WorkerGroups(tuple(sorted(seen)), (), ())
+    return list(diagnosis.notes({f"n{i}": [2 * i, 2 * i + 1] for i in range(len(seen) // 2)}, seen, workers))
 
 
 def judged(
@@ -168,7 +174,9 @@ def break_sight(seen: dict[int, RankReport], fault: str) -> None:
         case "none":
             seen[3].gpu = seen[2].gpu = GPUReport(problem="torch finds no GPU that it can use")
         case "errors":
-            node.errors["gpu-3"] = 4
+            node.gpus["gpu-3"] = GPUState(4, ["failure", "pending"], "Default")
+        case "pending":
+            node.gpus["gpu-3"] = GPUState(0, ["pending"], "Default")
         case "driver":
             node.driver = "nvidia-smi did not answer within 20 s"
         case "version":
@@ -192,7 +200,8 @@ def break_sight(seen: dict[int, RankReport], fault: str) -> None:
         ("caches", "no file can be written to TRITON_CACHE_DIR=/root/.triton"),
         ("wrong", "rank 3: 7 of the 1048576 numbers"),
         ("none", "torch finds no GPU"),
-        ("errors", "GPU gpu-3 has had 4 uncorrected memory errors"),
+        ("errors", "GPU gpu-3 has no row of memory left to replace one with errors"),
+        ("pending", "GPU gpu-3 has a row of memory with errors, which a reset replaces"),
         ("driver", "nvidia-smi did not answer"),
         ("version", "driver (train): 535.2, but 550.1 on 2 others"),
         ("code", "the code in pipeline/ and launch/, digest: older, but digest on 2 others"),
@@ -211,8 +220,45 @@ def test_a_nodes_fault_is_reported(fault, told):
 
 def test_memory_errors_of_other_jobs_gpus_do_not_count():
     seen = reports()
-    seen[2].node.errors["gpu-of-another-job"] = 4
+    seen[2].node.gpus["gpu-of-another-job"] = GPUState(4, ["failure"], "Default")
     assert judged(seen) == {}
+    assert noted(seen) == []
+
+
+def test_errors_that_the_gpu_has_repaired_are_a_note():
+    """One contained error leaves the count above 0 until the driver is loaded again, on a healthy GPU."""
+    seen = reports()
+    seen[2].node.gpus["gpu-3"] = GPUState(4, [], "Default")
+    assert judged(seen) == {}
+    assert noted(seen) == ["n1: GPU gpu-3 has had 4 uncorrected memory errors since its driver was loaded"]
+
+
+def test_components_that_share_gpus_need_a_mode_that_admits_two_processes():
+    shared = WorkerGroups((0, 1), (2, 3), ((2,), (3,)), colocated=True)
+    seen = reports(nodes=1, per_node=4)
+    for rank in range(4):
+        seen[rank].gpu.uuid = f"gpu-{rank % 2}"
+    seen[0].node.gpus["gpu-1"] = GPUState(0, [], "Exclusive_Process")
+    found = diagnosis._exclusive({"n0": [0, 1, 2, 3]}, seen, shared)
+    assert found == {
+        "n0": [
+            "compute mode Exclusive_Process of GPU gpu-1 admits one process; two ranks share it."
+            " Try nvidia-smi --compute-mode=DEFAULT"
+        ]
+    }
+    assert diagnosis._exclusive({"n0": [0, 1, 2, 3]}, seen, replace(shared, colocated=False)) == {}
+
+
+def test_little_memory_to_lock_or_share_is_noted():
+    seen = reports()
+    seen[0].node.lockable_gb = 0.008
+    seen[2].node.free_gb["/dev/shm"] = 0.018
+    assert noted(seen) == [
+        "n0: only 8 MB of memory may be locked, and InfiniBand locks its buffers. If NCCL fails, set LimitMEMLOCK=infinity of"
+        " slurmd, or docker run --ulimit memlock=-1",
+        "n1: /dev/shm: only 18 MB can be written; NCCL takes about 20 MB there for 2 ranks that have no NVLink. Try docker run"
+        " --ipc=host",
+    ]
 
 
 def test_components_may_have_other_versions_but_not_other_code():

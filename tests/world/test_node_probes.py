@@ -1,8 +1,8 @@
 """Node probes: what a rank finds on its node, and worlds of forked ranks with faulty nodes."""
 
-import itertools
 import json
 import os
+import resource
 import shutil
 import subprocess
 import time
@@ -12,8 +12,9 @@ import pytest
 import torch
 
 from launch.attempts import AttemptFolder
-from pipeline import builds, c_compiler, config, torch_features
+from pipeline import builds, config, network_interface, torch_features
 from pipeline.node_checks import nccl, probe
+from pipeline.node_checks.probe import GPUState
 from tests.fork_server import Program
 from tests.launch.model import write_recipe
 from tests.problems import refused
@@ -43,8 +44,8 @@ def test_a_real_gpu_is_reported():
     assert gpu.problem == ""
     assert gpu.uuid in gpu.visible and len(gpu.visible) == torch.cuda.device_count()
     assert gpu.memory_gb > 1 and gpu.name == torch.cuda.get_device_name(0)
-    errors, driver = probe.memory_errors()
-    assert driver == "" and set(errors.values()) <= {0}
+    states, why = probe.gpu_states()
+    assert why == "" and not states[gpu.uuid].rows and states[gpu.uuid].mode
     assert {builds.NCCL, "driver"} <= set(probe.versions(uses_gpus=True))
     assert nccl.network(gpu.uuid)
 
@@ -111,40 +112,75 @@ def test_reasons_why_torch_finds_no_gpu(cuda, driver, note):
     assert probe._driver_note(None, driver).endswith(" is built without CUDA")
 
 
-@pytest.mark.parametrize(
-    ("script", "errors", "driver"),
-    [
-        ("echo 'GPU-aa-1, 0'; echo 'GPU-bb-2, 3'; echo 'GPU-cc-3, [N/A]'", {"aa-1": 0, "bb-2": 3}, ""),
-        (
-            "echo 'Unable to determine the device handle'; exit 15",
-            {},
-            "nvidia-smi failed: Unable to determine the device handle",
-        ),
-        ("exec sleep 100", {}, "nvidia-smi did not answer within 0.5 s"),
-    ],
-)
-def test_outputs_of_nvidia_smi(tmp_path, monkeypatch, script, errors, driver):
-    program = tmp_path / "nvidia-smi"
-    program.write_text(f"#!/bin/sh\n{script}\n")
-    program.chmod(0o755)
+# As nvidia-smi 580 prints them.
+STATES = """\
+GPU-aa-1, 0, Default
+GPU-bb-2, 3, Exclusive_Process
+GPU-cc-3, [N/A], Default"""
+ROWS = """\
+GPU-aa-1, No, No
+GPU-bb-2, Yes, No
+GPU-cc-3, [N/A], [N/A]"""
+
+
+@pytest.fixture
+def nvidia_smi(tmp_path, monkeypatch):
+    """Return a function that makes nvidia-smi a script of bash."""
+
+    def make(script: str) -> None:
+        program = tmp_path / "nvidia-smi"
+        program.write_text(f"#!/bin/bash\n{script}\n")
+        program.chmod(0o755)
+
     monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}{os.environ['PATH']}")
     monkeypatch.setattr(probe, "SMI_S", 0.5)
-    assert probe.memory_errors() == (errors, driver)
+    return make
 
 
-def test_without_nvidia_smi_no_errors_are_reported(tmp_path, monkeypatch):
+@pytest.mark.parametrize("rows", [ROWS, ROWS.replace("Yes", "1").replace("No", "0")])
+def test_the_states_of_gpus(nvidia_smi, rows):
+    nvidia_smi(f"case $1 in --query-gpu=*) echo '{STATES}';; --query-remapped-rows=*) echo '{rows}';; esac")
+    assert probe.gpu_states() == (
+        {
+            "aa-1": GPUState(0, [], "Default"),
+            "bb-2": GPUState(3, ["pending"], "Exclusive_Process"),
+            "cc-3": GPUState(0, [], "Default"),
+        },
+        "",
+    )
+
+
+def test_an_nvidia_smi_that_does_not_know_rows_is_no_fault(nvidia_smi):
+    nvidia_smi(f"case $1 in --query-gpu=*) echo '{STATES}';; *) echo 'Invalid combination of input arguments'; exit 2;; esac")
+    states, why = probe.gpu_states()
+    assert why == "" and [state.errors for state in states.values()] == [0, 3, 0] and not any(s.rows for s in states.values())
+
+
+@pytest.mark.parametrize(
+    ("script", "why"),
+    [
+        ("echo 'Unable to determine the device handle'; exit 15", "nvidia-smi failed: Unable to determine the device handle"),
+        ("exec sleep 100", "nvidia-smi did not answer within 0.5 s"),
+    ],
+)
+def test_faults_of_nvidia_smi(nvidia_smi, script, why):
+    nvidia_smi(script)
+    assert probe.gpu_states() == ({}, why)
+
+
+def test_without_nvidia_smi_no_states_are_reported(tmp_path, monkeypatch):
     monkeypatch.setenv("PATH", str(tmp_path))
-    assert probe.memory_errors() == ({}, "")
+    assert probe.gpu_states() == ({}, "")
 
 
-def test_what_an_installation_lacks(monkeypatch):
-    monkeypatch.setattr(c_compiler, "missing", lambda: c_compiler.HEADER)
-    monkeypatch.setattr(torch_features, "lacking", lambda: ["torch.a", "torch.b (missing)"])
-    build = f"PyTorch 2.11 to 2.13 has what train ranks call; torch {probe.torch_build()} has no torch.a, torch.b (missing)"
-    header = f"there is no {c_compiler.HEADER}, with which Triton compiles"
-    for training, compiler in itertools.product((False, True), repeat=2):
-        expected = [*([build] if training else []), *([header] if compiler else [])]
-        assert probe.lacking(probe.Needs(training, compiler)) == expected
+def test_memory_to_lock_matters_to_rdma_adapters(monkeypatch, tmp_path):
+    monkeypatch.setattr(network_interface, "RDMA", tmp_path / "infiniband")
+    monkeypatch.setattr(probe.resource, "getrlimit", lambda kind: (8_000_000, 8_000_000))
+    assert probe.lockable_gb() is None
+    (tmp_path / "infiniband/mlx5_0").mkdir(parents=True)
+    assert probe.lockable_gb() == 0.008
+    monkeypatch.setattr(probe.resource, "getrlimit", lambda kind: (resource.RLIM_INFINITY,) * 2)
+    assert probe.lockable_gb() is None
 
 
 def test_the_codes_digest_covers_names_and_contents(tmp_path):
