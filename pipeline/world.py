@@ -48,6 +48,8 @@ ADDRESS = "address"
 LAZY = "TORCH_GLOO_LAZY_INIT"  # torch reads it
 RELAYED_FROM = 256
 """World size from which each node has a relay. Fewer ranks cost rank 0's store little, and a relay may fail."""
+MOST_PATHS = 4096
+"""Pairs of a train and a generate rank up to which all are connected at the start. A refit of more ranks uses few of them."""
 BEATS_PER_S = 4096
 """Heartbeats that rank 0 reads per second."""
 
@@ -324,6 +326,31 @@ def connect(world: World) -> None:
     """
     with world.phase("connect all ranks", verb="join"):  # bounded by cluster.timeouts.join
         dist.all_reduce(torch.zeros(1, device=world.carrier), group=world.spanning)
+        _open_paths(world)
+
+
+def _open_paths(world: World) -> None:
+    """Exchange a number with each rank of another node from which or to which a refit may move weights.
+
+    NCCL allocates a path's buffers at its first message: at the first refit they would find a GPU that vLLM has filled. vLLM
+    counts what is allocated before it starts.
+    """
+    sends = world.component == "train"
+    operation = dist.isend if sends else dist.irecv
+    held = {peer: torch.zeros(1, device=world.carrier) for peer in _refit_peers(world)}
+    batch = [dist.P2POp(operation, tensor, peer, world.spanning) for peer, tensor in held.items()]
+    for work in dist.batch_isend_irecv(batch) if batch else []:
+        work.wait()
+
+
+def _refit_peers(world: World) -> list[int]:
+    """Return the ranks of other nodes with which this rank may exchange weights; [] in a world with too many pairs."""
+    workers = world.workers
+    others = {"train": workers.generate, "generate": workers.train}.get(world.component, ())
+    if workers.colocated or not others or len(workers.train) * len(workers.generate) > MOST_PATHS:
+        return []
+    nodes = world.nodes()
+    return [peer for peer in others if nodes[peer] != nodes[world.rank]]  # ranks of one node map each other's memory
 
 
 def _choose_interface(world: World) -> None:

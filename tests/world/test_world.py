@@ -9,10 +9,11 @@ import re
 import signal
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
-from pipeline import config
+from pipeline import config, world
 from pipeline.world import WorkerGroups
 from tests.launch.model import write_recipe
 from tests.world.worlds import SIZE
@@ -31,6 +32,30 @@ def test_the_realms_of_a_recipe(tmp_path):
     assert workers == WorkerGroups((0, 1), (2, 3, 4), ((2,), (3,), (4,)), reward=(5, 6))
     assert [workers.name(rank) for rank in (1, 2, 4, 5, 6)] == ["train", "generate", "generate", "reward", "reward"]
     assert WorkerGroups.of(config.load(path, ["env.judge.served_by=reward", "algorithm=sft"])).reward == ()
+
+
+@pytest.mark.parametrize(
+    ("workers", "peers"),
+    [
+        (WorkerGroups((0, 1), (2, 3), ((2,), (3,))), [[2, 3], [3], [0], [0, 1]]),  # ranks 1 and 2 are on one node
+        (WorkerGroups((0, 1), (2, 3), ((2,), (3,)), colocated=True), [[]] * 4),
+        (WorkerGroups((0, 1), (), (), reward=(2, 3)), [[]] * 4),
+    ],
+)
+def test_paths_of_a_refit_between_nodes_are_opened_before_vllm_takes_memory(workers, peers, monkeypatch):
+    opened = []
+    monkeypatch.setattr(world.dist, "P2POp", lambda operation, tensor, peer, group: (operation, peer))
+    monkeypatch.setattr(world.dist, "batch_isend_irecv", lambda batch: opened.append(batch) or [])
+    for rank in range(4):
+        opened.clear()
+        one = SimpleNamespace(
+            rank=rank, component=workers.name(rank), workers=workers, carrier="cpu", spanning=None, nodes=lambda: "abbc"
+        )
+        world._open_paths(one)
+        operation = world.dist.isend if rank < 2 else world.dist.irecv
+        assert [pair for batch in opened for pair in batch] == [(operation, peer) for peer in peers[rank]]
+    monkeypatch.setattr(world, "MOST_PATHS", 3)
+    assert world._refit_peers(one) == []
 
 
 def test_messages_and_realms(start):
