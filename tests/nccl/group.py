@@ -9,9 +9,11 @@
        torch's documentation of `batch_isend_irecv`).
     5. Messages are told apart by their order; tags mean nothing.
 
+    6. A group of NCCL alone has no carrier for tensors of the host.
+
 These are the rules of groups without `device_id`, which the pipeline does not give. On a machine with GPUs a group is
 "cpu:gloo,cuda:nccl", so tensors of the host go over gloo, which has none of these rules. In a test all tensors are the host's,
-so `carried_by_the_host` goes by who sends.
+so `host_sender` goes by who sends.
 
 Left out: streams. As on a GPU, an operation that is under way does not hold up its caller, but what the caller does to its
 tensors meanwhile is not found.
@@ -36,6 +38,9 @@ from pipeline import world
 from tests.nccl.communicator import BrokenRule, Collective, Communicator, Member, Message, elements, gloo
 
 NAME = "nccl_rules"
+"""Stands for "cpu:gloo,cuda:nccl"."""
+ALONE = "nccl_rules_alone"
+"""Stands for "nccl"."""
 HOST = (
     "pipeline.generate.vllm",
     "pipeline.rpc.calls",
@@ -87,13 +92,14 @@ class UnderWay(dist.Work):
 class Group(dist.ProcessGroup):
     """One rank's end of a group. Its host tensors go over a gloo group that is made with it, as in torch."""
 
-    def __init__(self, store: dist.Store, index: int, ranks: tuple[int, ...], timeout: Any, patience_s: float):
+    def __init__(self, store: dist.Store, index: int, ranks: tuple[int, ...], timeout: Any, patience_s: float, alone: bool):
         """ranks: of the spanning world.
 
-        patience_s: how long to wait for a communicator's ranks, and for an operation's end.
+        patience_s: how long to wait for a communicator's ranks, and for an operation's end. alone: the group carries no
+        host tensors.
         """
         super().__init__(index, len(ranks))
-        self._index, self._ranks, self._patience_s = index, ranks, patience_s
+        self._index, self._ranks, self._patience_s, self._alone = index, ranks, patience_s, alone
         self._own_store = store
         self._host = gloo(dist.PrefixStore("host", store), index, len(ranks), timeout)
         self._register_backend(
@@ -103,7 +109,14 @@ class Group(dist.ProcessGroup):
         self._batch: tuple[list[Message], torch.futures.Future] | None = None
 
     def getBackendName(self) -> str:
-        return NAME
+        return ALONE if self._alone else NAME
+
+    def _by_host(self) -> bool:
+        """Return whether gloo carries the tensors that are sent now."""
+        sender = host_sender()
+        if self._alone and sender in HOST:
+            raise RuntimeError("No backend type associated with device type cpu")  # as torch for a group of NCCL
+        return sender is not None and not self._alone  # torch moves pickled objects to the GPU for a group of NCCL
 
     def _communicator(self, kind: str, ranks: tuple[int, ...]) -> Communicator:
         """kind: "group" or "pair". A group of two has one of each."""
@@ -117,7 +130,7 @@ class Group(dist.ProcessGroup):
         def run(group: dist.ProcessGroup) -> dist.Work:
             return getattr(group, name)(*args, **options)
 
-        if carried_by_the_host():
+        if self._by_host():
             return run(self._host)
         operation = Collective(name, _about(name, [*args, *options.values()]), run, *_splits(name, args, len(self._ranks)))
         return UnderWay(self._communicator("group", self._ranks).enqueue(operation))
@@ -131,7 +144,7 @@ class Group(dist.ProcessGroup):
         return self._message(False, tensors, peer, tag)
 
     def _message(self, sends: bool, tensors: list[torch.Tensor], peer: int, tag: int) -> dist.Work:
-        if carried_by_the_host():
+        if self._by_host():
             return (self._host.send if sends else self._host.recv)(tensors, peer, tag)
         if self._batch:
             messages, done = self._batch
@@ -166,16 +179,16 @@ for _name in (*COMPARED, "all_to_all_single", "alltoall"):
     setattr(Group, _name, _method(_name))
 
 
-def carried_by_the_host() -> bool:
-    """Return whether torch.distributed's caller sends host tensors: a module of HOST, or torch for pickled objects."""
+def host_sender() -> str | None:
+    """Return the module that sends host tensors by torch.distributed, one of HOST or torch's for pickled objects; else None."""
     frame = sys._getframe(1)
     while frame := frame.f_back:
         module = frame.f_globals.get("__name__", "")
         if module == distributed_c10d.__name__ and "object" in frame.f_code.co_name:
-            return True
+            return module
         if not module.startswith(("torch.", __name__)):
-            return module in HOST
-    return False
+            return module if module in HOST else None
+    return None
 
 
 def _about(name: str, args: list[Any]) -> str:

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import functools
 import os
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
-from tests.nccl.group import NAME, Group
+from tests.nccl.group import ALONE, NAME, Group
 
 SWITCH = "HETSTEP_TEST_NCCL"
 """The variable with the seconds that a communicator waits for its ranks, and an operation for its end."""
@@ -19,19 +21,22 @@ _batch_isend_irecv = dist.batch_isend_irecv
 def into(world: Any) -> None:
     """Replace the gloo groups of `pipeline.world` by groups with NCCL's rules."""
     register()
-    world.carriers = lambda device: NAME
+    own = world.carriers(torch.device("cuda"))
+    world.carriers = lambda device: NAME if "cpu:gloo" in own else ALONE
 
 
 def register() -> None:
-    """Make NAME a backend of torch.distributed. Batches of messages are only visible where they are posted."""
-    if NAME not in dist.Backend.backend_list:
-        dist.Backend.register_backend(NAME, _group, extended_api=True, devices=["cpu"])
+    """Make NAME and ALONE backends of torch.distributed. Batches of messages are only visible where they are posted."""
+    for name in (NAME, ALONE):
+        if name not in dist.Backend.backend_list:
+            made = functools.partial(_group, name == ALONE)
+            dist.Backend.register_backend(name, made, extended_api=True, devices=["cpu"])
     dist.batch_isend_irecv = distributed_c10d.batch_isend_irecv = batch_isend_irecv
 
 
-def _group(options: Any, _: Any) -> Group:
+def _group(alone: bool, options: Any, _: Any) -> Group:
     ranks = tuple(options.global_ranks_in_group) or tuple(range(options.group_size))
-    return Group(options.store, options.group_rank, ranks, options.timeout, float(os.environ[SWITCH]))
+    return Group(options.store, options.group_rank, ranks, options.timeout, float(os.environ[SWITCH]), alone)
 
 
 def batch_isend_irecv(operations: list[dist.P2POp]) -> list[dist.Work]:

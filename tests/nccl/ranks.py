@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed._functional_collectives as functional
 
+from pipeline.train.megatron import collectives
 from tests.nccl import install
 
 SIZE = 3
@@ -103,7 +104,21 @@ def the_host_has_no_rules(rank: int, group: dist.ProcessGroup) -> None:
     assert not group._communicators
 
 
+def objects_on_the_gpu(rank: int, group: dist.ProcessGroup) -> None:
+    """A group of NCCL alone carries pickled objects, as tensors of the GPU."""
+    alone = dist.new_group(backend=install.ALONE)
+    names = [None] * SIZE
+    dist.all_gather_object(names, rank, group=alone)
+    assert names == [0, 1, 2] and [kind for kind, _ in alone._communicators] == ["group"]
+
+
 # ---- refused by NCCL --------------------------------------------------------------------------------------------------------
+
+
+def host_tensors_without_a_carrier(rank: int, group: dist.ProcessGroup) -> None:
+    """Megatron-Core's backend gathers tensors of the host."""
+    assert collectives.all_gather_bytes(group, b"%d" % rank) == [b"0", b"1", b"2"]
+    collectives.all_gather_bytes(dist.new_group(backend=install.ALONE), b"%d" % rank)
 
 
 def first_a_batch_of_some(rank: int, group: dist.ProcessGroup) -> None:
@@ -177,6 +192,8 @@ LASTING: tuple[Scenario, ...] = (
     batches_after_a_collective,
     messages_make_pairs,
     the_host_has_no_rules,
+    objects_on_the_gpu,
+    host_tensors_without_a_carrier,
     one_device_twice,
     different_collectives,
     different_numbers,

@@ -14,13 +14,13 @@ from tests.nccl.group import HOST, declared_device
 @pytest.fixture(scope="module")
 def raised(tmp_path_factory) -> dict[str, list[str]]:
     """Return each scenario's error, by rank."""
-    folder = tmp_path_factory.mktemp("nccl")
+    folder = tmp_path_factory.mktemp("rules")
     fork_server.run(ranks.play, (str(folder),), ranks.SIZE)
     by_rank = [json.loads((folder / f"rank{rank}.json").read_text()) for rank in range(ranks.SIZE)]
     return {name: [one[name] for one in by_rank] for name in by_rank[0]}
 
 
-@pytest.mark.parametrize("scenario", ranks.LASTING[:4], ids=lambda scenario: scenario.__name__)
+@pytest.mark.parametrize("scenario", ranks.LASTING[:5], ids=lambda scenario: scenario.__name__)
 def test_valid_operations_succeed(raised, scenario):
     assert raised[scenario.__name__] == ["", "", ""]
 
@@ -32,6 +32,10 @@ def test_a_communicator_waits_for_all_ranks(raised):
     for rank, words in enumerate(waiting):
         assert f"the communicator of ranks 0, 1, 2 is not made: after 2 s rank {rank} still waits" in words
         assert "for rank 2." in words
+
+
+def test_a_group_of_nccl_alone_refuses_host_tensors(raised):
+    assert raised["host_tensors_without_a_carrier"] == ["RuntimeError: No backend type associated with device type cpu"] * 3
 
 
 def test_two_ranks_on_one_device_are_refused(raised):

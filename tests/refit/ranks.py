@@ -28,7 +28,7 @@ from pipeline.refit.digest import compare
 from pipeline.refit.plan import schedule
 from pipeline.refit.planned import PlannedRefit
 from pipeline.refit.tables import RefitPlan, layout_table
-from tests import fork_server
+from tests import cuda_world, fork_server
 
 TRAIN, GENERATE = (0, 1), (2, 3)
 BIAS = "gate.e_score_correction_bias"
@@ -120,14 +120,13 @@ def _process(rank: int, work, folder: Path, argument, cuda: str, timeout_s: int)
     device = torch.device("cuda", rank % torch.cuda.device_count()) if cuda else torch.device("cpu")
     if cuda:
         torch.cuda.set_device(device)
-    backend = "cpu:gloo,cuda:nccl" if cuda == "apart" else "gloo"
+    carrier = torch.device("cpu") if cuda == "shared" else device
     timeout = datetime.timedelta(seconds=timeout_s)
-    dist.init_process_group(backend, init_method=f"file://{folder / 'store'}", rank=rank, world_size=4, timeout=timeout)
+    cuda_world.join(carrier, init_method=f"file://{folder / 'store'}", rank=rank, world_size=4, timeout=timeout)
     spanning = dist.group.WORLD
     realms = [dist.new_group(ranks, timeout=timeout) for ranks in (TRAIN, GENERATE)]
     refit = dist.new_group((0, *GENERATE), timeout=timeout)
     own = dist.group.WORLD = realms[rank in GENERATE]  # as in a run
-    carrier = torch.device("cpu") if cuda == "shared" else device
     work(World(rank, device, spanning, own, refit if rank != 1 else None, carrier), folder, argument)
     dist.barrier(group=spanning)
     dist.group.WORLD = spanning

@@ -6,9 +6,9 @@ from pathlib import Path
 import pytest
 import torch
 import torch._dynamo
-import torch.distributed as dist
 import torch.multiprocessing as mp
 
+from tests import cuda_world
 from tests.train import compiled
 from tests.train.ranks import Layout
 
@@ -16,17 +16,11 @@ pytestmark = pytest.mark.gpu
 ONE = Layout(1, 1)
 
 
-def _join() -> None:
-    torch.cuda.set_device(0)
-    dist.init_process_group("nccl", store=dist.HashStore(), rank=0, world_size=1, device_id=torch.device("cuda", 0))
-
-
 @pytest.fixture
 def nccl():
     torch._dynamo.reset()
-    _join()
-    yield
-    dist.destroy_process_group()
+    with cuda_world.alone():
+        yield
 
 
 @pytest.mark.parametrize("precision", compiled.NEAR)
@@ -51,6 +45,5 @@ def test_a_resumed_run_equals_the_uninterrupted_one(models, tmp_path, precision)
 
 def _alone(_: int, work: Callable[[Layout, Path, str], None], folder: Path, precision: str) -> None:
     """Run the work in a process that is a world of one."""
-    _join()
-    work(ONE, folder, precision)
-    dist.destroy_process_group()
+    with cuda_world.alone():
+        work(ONE, folder, precision)

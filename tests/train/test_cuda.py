@@ -10,6 +10,7 @@ from pipeline.config import LoRAConfig, TokenizerConfig
 from pipeline.train.base import ModelRole
 from pipeline.train.export import export
 from pipeline.train.fsdp import _weights
+from tests import cuda_world
 from tests.end_to_end.runs import ROOT
 from tests.train import cases, ranks
 
@@ -19,10 +20,8 @@ ALL = list(range(len(cases.LENGTHS)))
 
 @pytest.fixture(autouse=True)
 def nccl():
-    torch.cuda.set_device(0)
-    dist.init_process_group("nccl", store=dist.HashStore(), rank=0, world_size=1, device_id=torch.device("cuda", 0))
-    yield
-    dist.destroy_process_group()
+    with cuda_world.alone():
+        yield
 
 
 class Kernels(TorchDispatchMode):

@@ -4,11 +4,11 @@ import importlib.util
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch.nn.attention import current_flash_attention_impl, restore_flash_attention_impl
 
 from pipeline.models.hugging_face import meta_model
 from pipeline.train.kernels import use_kernels
+from tests import cuda_world
 from tests.problems import refused
 from tests.train import cases, ranks
 from tests.train.ranks import Layout
@@ -35,10 +35,8 @@ def test_a_missing_kernel_is_named(key, value, package):
 
 @pytest.fixture
 def nccl():
-    torch.cuda.set_device(0)
-    dist.init_process_group("nccl", store=dist.HashStore(), rank=0, world_size=1, device_id=torch.device("cuda", 0))
-    yield
-    dist.destroy_process_group()
+    with cuda_world.alone():
+        yield
 
 
 @pytest.mark.gpu

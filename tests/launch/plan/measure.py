@@ -35,6 +35,7 @@ from pipeline.config import RECIPES, Recipe
 from pipeline.data.batches import split_batch
 from pipeline.roles.train import TrainRole
 from pipeline.types import DataParallelRank, Sample
+from tests import cuda_world
 from tests.launch.plan.memory_cases import Case
 
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # <malloc.h>
@@ -59,17 +60,10 @@ def measured(case: Case, folder: Path, kind: str = "tensors") -> float:
 def _rank(rank: int, case: Case, out: Path, kind: str) -> None:
     torch.set_num_threads(1)
     os.environ["HF_HUB_OFFLINE"] = "1"
-    if kind == "cuda":
-        torch.cuda.set_device(rank)
-    else:
+    if kind != "cuda":
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
-    dist.init_process_group(
-        "nccl" if kind == "cuda" else "gloo",
-        init_method=f"file://{out}/store",
-        rank=rank,
-        world_size=case.ranks,
-        timeout=datetime.timedelta(seconds=300),
-    )
+    device, timeout = torch.device("cuda", rank) if kind == "cuda" else torch.device("cpu"), datetime.timedelta(seconds=300)
+    cuda_world.join(device, init_method=f"file://{out}/store", rank=rank, world_size=case.ranks, timeout=timeout)
     if case.recipe == "tiny_distillation":
         case = _with_teacher(case, out, rank)
     found = {"tensors": _tensors, "resident": _resident, "cuda": _cuda}[kind](case, rank)

@@ -10,6 +10,7 @@ from transformers import AutoModelForCausalLM
 from pipeline.train.base import ModelRole
 from pipeline.train.megatron.conversion_cache import VARIABLE
 from pipeline.train.megatron.model import transformer_engine
+from tests import cuda_world
 from tests.train import cases
 from tests.train.megatron import heads, layouts
 from tests.train.ranks import assert_near
@@ -21,11 +22,9 @@ ALL = list(range(len(cases.LENGTHS)))
 @pytest.fixture(autouse=True)
 def nccl(models, monkeypatch):
     monkeypatch.setenv(VARIABLE, str(models / "converted"))
-    torch.cuda.set_device(0)
-    dist.init_process_group("nccl", store=dist.HashStore(), rank=0, world_size=1, device_id=torch.device("cuda", 0))
-    yield
-    parallel_state.destroy_model_parallel()
-    dist.destroy_process_group()
+    with cuda_world.alone():
+        yield
+        parallel_state.destroy_model_parallel()
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3", "qwen3_tied", "qwen3_moe", "mixtral", "deepseek_v3"])
