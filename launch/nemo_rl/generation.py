@@ -9,7 +9,6 @@ from launch.nemo_rl.translator import Translator
 
 KEY = "policy.generation"
 VLLM = f"{KEY}.vllm_cfg"
-MOST_SEQUENCES = 1024  # vLLM's default of max_num_seqs on GPUs with at least 70 GB
 
 # NeMo-RL's refit transport -> (our equivalent, its description).
 TRANSPORTS = {
@@ -123,8 +122,8 @@ def _vllm(t: Translator) -> None:
         t.put(f"{VLLM}.expert_parallel_size", tensor)
         message = f"each engine holds all experts, over its {tensor} ranks: equal results, with more memory"
         t.change(f"{VLLM}.expert_parallel_size={size}", message)
-    most = f"{kwargs}.max_num_seqs" if t.has(f"{kwargs}.max_num_seqs") else f"{KEY}.backend"
-    t.put(f"{KEY}.max_num_seqs", t.consume(f"{kwargs}.max_num_seqs", MOST_SEQUENCES), most)
+    if t.has(f"{kwargs}.max_num_seqs"):
+        t.put(f"{KEY}.max_num_seqs", t.consume(f"{kwargs}.max_num_seqs"), f"{kwargs}.max_num_seqs")
     method = t.get(f"{kwargs}.speculative_config.method")
     if method not in (None, "ngram"):
         message = "engines sample without a draft model, from the same distribution, in more time"

@@ -19,6 +19,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
+from launch.plan.engine_sizes import engine_sizes
 from launch.plan.lengths import Lengths
 from launch.plan.memory_parts import GenerateMemory
 from launch.plan.parallelism import GIGA, Links, engines
@@ -119,7 +120,7 @@ def sampled(recipe: Recipe) -> tuple[int, int]:
 def slots(recipe: Recipe, memory: GenerateMemory, lengths: Lengths) -> int:
     """Return how many sequences an engine decodes at once. memory: of its ranks."""
     context = lengths.prompt + lengths.squared_answer / (2 * lengths.answer)
-    return max(1, min(recipe.policy.generation.max_num_seqs, int(memory.holds(context))))
+    return max(1, min(engine_sizes(recipe, memory.shape)[0], int(memory.holds(context))))
 
 
 def engine(recipe: Recipe, shape: ModelShape, gpu: GPUSpec) -> Engine:

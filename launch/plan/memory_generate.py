@@ -22,6 +22,7 @@ from typing import Any
 
 from launch.plan.activations import latent_projections
 from launch.plan.engine_layouts import engine_stages
+from launch.plan.engine_sizes import engine_sizes
 from launch.plan.memory_parts import RUNTIME, GenerateMemory, add_parts
 from pipeline.config import PRECISIONS, Problem, Recipe, refits_by_ipc, refuse, trains
 from pipeline.config.hardware import memory_gb
@@ -37,7 +38,7 @@ GRAPHS = 1.0 * 2**30  # bytes for CUDA graphs unless enforce_eager. Assumed, not
 FP8_BYTES = 1 + 4 / 128**2  # bytes of a weight, with a float32 scale for each block of 128 x 128
 CACHE_BYTES = {"fp8": 1, "fp8_e4m3": 1, "fp8_e5m2": 1}  # bytes of an element, by vllm_kwargs.kv_cache_dtype
 STATE_BYTES = {"float16": 2, "bfloat16": 2}  # of an element of a state, by vllm_kwargs.mamba_ssm_cache_dtype; else float32
-SIZES = ("max_model_len", "max_num_seqs", "gpu_memory_utilization", "max_num_batched_tokens", "kv_cache_memory_bytes")
+SIZES = ("max_model_len", "gpu_memory_utilization", "max_num_batched_tokens", "kv_cache_memory_bytes")
 
 
 @dataclass(frozen=True)
@@ -133,20 +134,19 @@ def generate(recipe: Recipe, shape: ModelShape) -> GenerateMemory:
     fp8, spread = vllm.precision == "fp8" and not ignored, vllm.expert_parallel_size > 1
     rank = EngineRank(shape, size, vllm.tensor_parallel_size, vllm.pipeline_parallel_size, spread, fp8)
     longest = given.get("max_model_len", vllm.max_model_len)
-    sequences = given.get("max_num_seqs", policy.generation.max_num_seqs)
+    sequences, batched = engine_sizes(recipe, shape)
     parts = {"weights": rank.weights, "buffers": _staging(recipe, rank)}
     less = "quantization_ignored_layer_kws" if ignored else "vllm_kwargs.quantization" if given.get("quantization") else ""
     assumptions = [f"an engine's weights as if none were quantized: the effect of {less} is not counted"] if less else []
     if cuda:
         budget = given.get("gpu_memory_utilization", vllm.gpu_memory_utilization) * memory_gb(component) * 1e9
-        profiled = given.get("max_num_batched_tokens", _batched_tokens(memory_gb(component)))
-        working = rank.working(profiled, sequences)
+        working = rank.working(batched, sequences)
         graphs = 0.0 if given.get("enforce_eager", vllm.enforce_eager) else GRAPHS
         cache = budget - rank.weights - working - RUNTIME - graphs
         parts |= {"activations": working, "runtime": RUNTIME + graphs}
         assumptions.append(
             f"{RUNTIME / 2**30:g} GiB for CUDA's context and NCCL, {graphs / 2**30:g} GiB for CUDA graphs; a profiled pass of"
-            f" {profiled:,} tokens"
+            f" {batched:,} tokens"
         )
     else:
         cache = _cpu_cache(rank, longest, sequences)
@@ -188,11 +188,6 @@ def _is_size(value: Any) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool) and 0 < value < 1e300
 
 
-def _batched_tokens(memory: float) -> int:
-    """Return vLLM's default (vllm/engine/arg_utils.py, get_batch_defaults) by the GB of a GPU."""
-    return 16384 if memory * 1e9 >= 70 * 2**30 else 8192
-
-
 def _cpu_cache(rank: EngineRank, longest: int, sequences: int) -> float:
     """Return the bytes of KV cache for all layers, as `_cpu_cache_bytes` of pipeline/generate/vllm.py computes them."""
     block_bytes = BLOCK[False] * 2 * rank.shape.attention_layers * rank.kv_heads * rank.shape.head_dim * rank.size
@@ -223,11 +218,12 @@ def _transformers(recipe: Recipe, shape: ModelShape, size: int, cuda: bool) -> G
     """Return the memory of a rank with the whole model and KV cache for max_num_seqs sequences of the greatest length."""
     generation = recipe.policy.generation
     columns = -(-generation.vllm_cfg.max_model_len // 64) * 64  # pipeline/generate/kv_cache.py
-    tokens = generation.max_num_seqs * columns
+    sequences, _ = engine_sizes(recipe, shape)
+    tokens = sequences * columns
     parts = {
         "weights": size * shape.parameters,
         "KV cache": tokens * size * shape.attention_layers * shape.kv_heads * (shape.head_dim + shape.value_dim),
         "buffers": _staging(recipe, EngineRank(shape, size, 1, 1, False)),
         "runtime": RUNTIME if cuda else 0.0,
     }
-    return GenerateMemory(add_parts(parts), parts["weights"], True, tokens, generation.max_num_seqs, (), shape)
+    return GenerateMemory(add_parts(parts), parts["weights"], True, tokens, sequences, (), shape)

@@ -59,7 +59,7 @@ class GenerateMemory:
     received: float  # bytes of weights that the rank receives in a refit, before quantization
     exact: bool  # whether the bytes of weights are exact; else an upper bound
     tokens: float  # capacity of an engine's KV cache; 0 or less: the weights leave no room
-    sequences: float  # sequences of max_model_len that fit at once; policy.generation.max_num_seqs may run
+    sequences: float  # sequences of max_model_len that fit at once; `engine_sizes` bounds those that run
     assumptions: tuple[str, ...]
     shape: ModelShape  # of the model it is counted from
     state_tokens: float = 0.0  # tokens of KV cache that take as many bytes as the state-space mixers' states of a sequence

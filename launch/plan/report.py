@@ -11,6 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 
 from launch.plan import alternatives, colocation
 from launch.plan.alternatives import WIDTH, Line
+from launch.plan.engine_sizes import engine_sizes
 from launch.plan.estimate import Plan
 from launch.plan.memory_parts import GenerateMemory
 from launch.plan.modes import Mode
@@ -122,12 +123,13 @@ def _cache(plan: Plan, generate: GenerateMemory) -> str:
     """Return the capacity of an engine's KV cache, and whether it could be larger."""
     generation, tokens = plan.recipe.policy.generation, max(0.0, generate.tokens)
     whole, mean = max(0.0, generate.sequences), generate.holds(plan.lengths.sequence)
+    at_once, _ = engine_sizes(plan.recipe, generate.shape)
     holds = (
         f"an engine's KV cache holds {tokens:,.0f} tokens: {whole:,.0f} sequences of {generation.vllm_cfg.max_model_len:,}"
-        f" or {mean:,.0f} of {plan.lengths.sequence:,.0f}; at most {generation.max_num_seqs} run at once (max_num_seqs)"
+        f" or {mean:,.0f} of {plan.lengths.sequence:,.0f}; at most {at_once:,} run at once (max_num_seqs)"
     )
     share = generation.vllm_cfg.gpu_memory_utilization
-    if mean < generation.max_num_seqs and share < FULL:
+    if mean < at_once and share < FULL:
         holds += f"; it holds more with policy.generation.vllm_cfg.gpu_memory_utilization above {share:g}"
     return holds
 

@@ -7,6 +7,11 @@ from pydantic import Field
 
 from pipeline.values import Bool, Float, Int, Positive, Text, Variables, interpolation
 
+MOST_SEQUENCES = 256
+"""`max_num_seqs` if it is null and vLLM's own default does not apply: with the transformers backend, and for models with
+state-space layers, for which vLLM refuses more sequences than its cache has room for (vllm/config/compilation.py, "exceeds
+available Mamba cache blocks")."""
+
 
 @dataclass
 class ColocatedConfig:
@@ -110,7 +115,13 @@ class GenerationConfig:
             " its text, which environments get, ends before the text."
         ),
     ] = None
-    max_num_seqs: Annotated[Positive, Field(description="Maximum completions that one engine decodes concurrently.")] = 256
+    max_num_seqs: Annotated[
+        Positive | None,
+        Field(
+            description="Maximum completions that one engine decodes concurrently. null: vLLM's default for the GPU, 1024 on an"
+            f" H100; {MOST_SEQUENCES} for models with state-space layers and with the transformers backend."
+        ),
+    ] = None
     environment_process: Annotated[
         Bool,
         Field(

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 
-from pipeline.config import Recipe
 from pipeline.evaluation.judge import Judge
 from pipeline.evaluation.reward_engines import RewardEngines
 from pipeline.rollout.dispatch import Dispatcher, RolloutSpec
@@ -30,18 +29,14 @@ class Engines:
     def __init__(self, groups: Sequence[RpcGroup], max_num_seqs: int, check: Callable[[], None] = lambda: None) -> None:
         """Bind to the engines.
 
-        groups: one per engine; rank 0 may be in one of them. check: called between two waits; what it raises ends the work.
+        groups: one per engine; rank 0 may be in one of them. max_num_seqs: sequences that an engine decodes at once. check:
+        called between two waits; what it raises ends the work.
         """
         self._groups = groups
         self.check = check
         self.judge: Judge | None = None  # of the tasks that one judges
         self.rewards: RewardEngines | None = None  # engines of the reward model that is evaluated
         self._most = AHEAD * max_num_seqs
-
-    @classmethod
-    def of(cls, recipe: Recipe, groups: Sequence[RpcGroup], check: Callable[[], None] = lambda: None) -> Engines:
-        """Return the engines of the recipe's policy."""
-        return cls(groups, recipe.policy.generation.max_num_seqs, check)
 
     def generate(
         self, prompts: Sequence[Prompt], spec: RolloutSpec, seed: int, max_turns: int = 1, kept: KeptSamples | None = None

@@ -68,7 +68,7 @@ def evaluate(
         harness = _harness(recipe, tokenizer)
     ready.result()
     startup.enter("load the weights")
-    generate.load().result()
+    max_num_seqs = max(generate.load().result())
     deadline = Deadline.of_attempt(recipe.checkpointing, run_dir, attempt.folder)
     groups = [
         RpcGroup(client, world, ranks, GenerateRole, timeouts, role if world.rank in ranks else None)
@@ -78,7 +78,7 @@ def evaluate(
     encrypts = recipe.checkpointing.encryption.enabled
     logs = {task.name: AnswerLog(run_dir, task.name, retry, key, encrypts) for task in asking}
     supervisor = Supervisor(attempt, deadline, list(logs.values()), startup)
-    engines = models.engines(recipe, groups, supervisor)
+    engines = models.engines(recipe, groups, max_num_seqs, supervisor)
     for name, why in skipped.items():
         logger.info(f"task {name} is skipped: {why}")
     startup.enter("first answers")

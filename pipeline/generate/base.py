@@ -104,6 +104,11 @@ class GenerateBackend(Protocol):
         ...
 
     @property
+    def max_num_seqs(self) -> int:
+        """Maximum requests that run at once; others wait."""
+        ...
+
+    @property
     def shapes(self) -> dict[str, tuple[int, ...]]:
         """Shape of every tensor on disk, by name, in the order of a checkpoint."""
         ...

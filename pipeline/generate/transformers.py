@@ -22,6 +22,7 @@ from typing_extensions import override
 
 from pipeline.boxes import Piece, region, whole
 from pipeline.config import PolicyConfig
+from pipeline.config.generation import MOST_SEQUENCES
 from pipeline.data.stop_strings import StopStrings
 from pipeline.data.stop_tokens import stop_tokens
 from pipeline.generate.base import GenerateBackend, UpdateUnit, WeightUpdate
@@ -135,7 +136,7 @@ class TransformersBackend(GenerateBackend):
             raise RecipeError(Problem("policy.generation.backend", "unsupported", message))
         self._eos = stop_tokens(policy).ids
         self._stop_strings = StopStrings(policy.tokenizer)
-        self._max_rows = policy.generation.max_num_seqs
+        self._max_rows = policy.generation.max_num_seqs or MOST_SEQUENCES
         self._max_model_len = policy.generation.vllm_cfg.max_model_len
         self._version = -1  # no weights yet
         self._state = EngineState()
@@ -150,6 +151,11 @@ class TransformersBackend(GenerateBackend):
     @override
     def pending(self) -> int:
         return len(self._waiting) + len(self._rows)
+
+    @property
+    @override
+    def max_num_seqs(self) -> int:
+        return self._max_rows
 
     @override
     def add(self, requests: list[Request]) -> None:

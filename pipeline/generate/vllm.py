@@ -25,11 +25,13 @@ from typing_extensions import override
 
 from pipeline import builds
 from pipeline.config import PolicyConfig, VLLMConfig
+from pipeline.config.generation import MOST_SEQUENCES
 from pipeline.data.stop_tokens import stop_tokens
 from pipeline.generate.base import GenerateBackend, UpdateUnit
 from pipeline.generate.engine_state import EngineState, MemoryPart
 from pipeline.generate.requests import check_likelihoods, check_pending, new_token_limit
 from pipeline.models.hugging_face import checkpoint_shapes, engine_overrides, model_config
+from pipeline.models.mixers import has_states
 from pipeline.problems import Problem, RecipeError
 from pipeline.types import Completion, Likelihood, LikelihoodRequest, Request, ServedAdapters, VersionSpan
 
@@ -140,6 +142,11 @@ class VLLMBackend(GenerateBackend):
     @override
     def pending(self) -> int:
         return self._engine.get_num_unfinished_requests() + len(self._ended)
+
+    @property
+    @override
+    def max_num_seqs(self) -> int:
+        return self._config.scheduler_config.max_num_seqs
 
     @property
     @override
@@ -336,7 +343,7 @@ def _arguments(
         "pipeline_parallel_size": stages,
         "enable_expert_parallel": vllm_cfg.expert_parallel_size > 1,
         "max_model_len": vllm_cfg.max_model_len,
-        "max_num_seqs": generation.max_num_seqs,
+        "max_num_seqs": _max_num_seqs(policy, config),
         "gpu_memory_utilization": vllm_cfg.gpu_memory_utilization,
         "enforce_eager": current_platform.is_cpu() if vllm_cfg.enforce_eager is None else vllm_cfg.enforce_eager,
         "enable_prefix_caching": vllm_cfg.enable_prefix_caching,
@@ -346,10 +353,11 @@ def _arguments(
     if dist.is_initialized():
         arguments["distributed_executor_backend"] = "external_launcher"
     if current_platform.is_cpu():
-        arguments["kv_cache_memory_bytes"] = _cpu_cache_bytes(policy, config, tensor_ranks)
+        sequences = arguments["max_num_seqs"] or EngineArgs.get_batch_defaults(engine_ranks)[1][UsageContext.LLM_CLASS]
+        arguments["kv_cache_memory_bytes"] = _cpu_cache_bytes(policy, config, tensor_ranks, sequences)
         # Chunked prefill rewinds the request's generator, which CPU generators do not support.
         arguments["enable_chunked_prefill"] = False
-        arguments["max_num_batched_tokens"] = max(vllm_cfg.max_model_len, generation.max_num_seqs, 4096)
+        arguments["max_num_batched_tokens"] = max(vllm_cfg.max_model_len, sequences, 4096)
         if policy.precision == "float32" and getattr(config, "kv_lora_rank", None):
             arguments["attention_backend"] = "CPU_MLA"  # on a processor with AMX vLLM chooses another, which has no float32
     elif generation.colocated.enabled:
@@ -378,8 +386,15 @@ def _fp8(vllm_cfg: VLLMConfig) -> dict[str, Any]:
     return {"quantization": "fp8_per_block", "quantization_config": {"ignore": [f"*{name}*" for name in names]}}
 
 
-def _cpu_cache_bytes(policy: PolicyConfig, config: Any, tensor_ranks: int) -> int:
-    """Return the bytes of the KV cache on a CPU: `max_num_seqs` sequences of `max_model_len`, up to a bound.
+def _max_num_seqs(policy: PolicyConfig, config: Any) -> int | None:
+    """Return vLLM's argument of this name; None is its own default."""
+    if policy.generation.max_num_seqs is None and has_states(config.get_text_config()):
+        return MOST_SEQUENCES
+    return policy.generation.max_num_seqs
+
+
+def _cpu_cache_bytes(policy: PolicyConfig, config: Any, tensor_ranks: int, sequences: int) -> int:
+    """Return the bytes of the KV cache on a CPU: so many sequences of `max_model_len`, up to a bound.
 
     Counted in blocks of vLLM's size on CPU.
     """
@@ -389,7 +404,7 @@ def _cpu_cache_bytes(policy: PolicyConfig, config: Any, tensor_ranks: int) -> in
     token_bytes = 2 * text.num_hidden_layers * heads * head_dim * getattr(torch, policy.precision).itemsize
     block = 128
     blocks = -(-policy.generation.vllm_cfg.max_model_len // block)
-    wanted = (policy.generation.max_num_seqs * blocks + 1) * block * token_bytes  # vLLM keeps one block for itself
+    wanted = (sequences * blocks + 1) * block * token_bytes  # vLLM keeps one block for itself
     return max(min(wanted, _CPU_CACHE_BYTES), (blocks + 1) * block * token_bytes)
 
 

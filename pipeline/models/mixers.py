@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,6 +102,12 @@ class DeltaNet:
     def scanned(self) -> int:
         """Return the float32 values for each token that the rule saves where torch computes it. Estimated, not measured."""
         return self.heads * (6 * self.key_dim + 5 * self.value_dim + 4 * self.chunk)
+
+
+def has_states(config: Any) -> bool:
+    """Return whether some layers are state spaces or delta nets. config: of transformers, or a model's sizes."""
+    kinds = getattr(config, "layer_types", None) or getattr(config, "layers_block_type", None) or ()
+    return any(kind in ("linear_attention", "mamba") for kind in kinds)
 
 
 def kept_bytes(mixer: StateSpace | DeltaNet, size: int, state_size: int = 4) -> int:

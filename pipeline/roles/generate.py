@@ -98,8 +98,7 @@ class GenerateRole:
         if self._serves == "judge":  # rank 0 reads its verdicts
             settings = dataclasses.replace(settings, env={})
         self._environments = process or environment_threads.load(settings, self.wakeup)
-        generation = self._policy.generation
-        most, longest = generation.max_num_seqs, generation.vllm_cfg.max_model_len
+        most, longest = backend.max_num_seqs, self._policy.generation.vllm_cfg.max_model_len
         broken = {name: environment.broken_reward for name, environment in self._recipe.env.items()}
         self._driver = EpisodeDriver(
             backend, self._environments, self._lockstep, self._world, self.wakeup, most, longest, broken
@@ -181,8 +180,11 @@ class GenerateRole:
     # ---- evaluation ---------------------------------------------------------------------------------------------------------
 
     @verb("setup")
-    def load(self) -> None:
-        """Verify and load the weights of `evaluate.checkpoint`, or those of the model's own files, and serve them."""
+    def load(self) -> int:
+        """Verify and load the weights of `evaluate.checkpoint`, or those of the model's own files, and serve them.
+
+        Return how many sequences the engine decodes at once; 0 for one that scores.
+        """
         policy, checkpoint = self._policy, self._recipe.evaluate.checkpoint if self._serves == "policy" else None
         share, given = (self._world.own.rank(), self._world.own.size()), self._recipe.checkpointing
         with self._world.phase("verify weights"):
@@ -191,7 +193,7 @@ class GenerateRole:
             if not self._recipe.policy.random_init:
                 verification.check_export("policy.model_name", Path(self._recipe.policy.model_name), given.verify, share)
         if self._serves == "reward_model":
-            return  # loaded where it was built
+            return 0  # loaded where it was built
         with self._world.phase("load weights"):
             update = self._backend.update()
             if checkpoint:
@@ -199,6 +201,7 @@ class GenerateRole:
             else:
                 update.load(model_weights(policy, self._seed))
             update.commit(0)
+        return self._backend.max_num_seqs
 
     @verb("rollout")
     def likelihoods(self, unit: list[LikelihoodRequest]) -> list[Likelihood]:

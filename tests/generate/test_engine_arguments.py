@@ -5,6 +5,7 @@ from vllm.config import ModelConfig
 from vllm.platforms import current_platform
 
 from pipeline.config import VLLMConfig
+from pipeline.config.generation import MOST_SEQUENCES
 from pipeline.generate import vllm
 from pipeline.models.hugging_face import engine_overrides, model_config
 from tests.models.test_rope import LINEAR, NEW, OLD_SCALED, ORIGINAL, YARN, write
@@ -35,3 +36,33 @@ def test_an_engine_on_cpus_compiles_only_where_the_recipe_says_so(tmp_path, give
     policy.generation.vllm_cfg = VLLMConfig(max_model_len=64, enforce_eager=given)
     arguments = vllm._arguments(policy, model_config(policy), 1, 0, None)
     assert arguments["enforce_eager"] == (current_platform.is_cpu() if given is None else given)
+
+
+def test_vllm_decides_how_many_sequences_run_at_once_where_the_recipe_does_not(tmp_path):
+    """With the cache of a CPU's default, 256 for each rank."""
+    policy, found = write(tmp_path, "llama"), {}
+    policy.generation.vllm_cfg = VLLMConfig(max_model_len=64)
+    for given in (None, 256, 7):
+        policy.generation.max_num_seqs = given
+        found[given] = vllm._arguments(policy, model_config(policy), 1, 0, None)
+        assert found[given]["max_num_seqs"] == given
+    assert found[None] | {"max_num_seqs": 256} == found[256]
+    assert found[7]["kv_cache_memory_bytes"] < found[256]["kv_cache_memory_bytes"]
+
+
+@pytest.mark.parametrize("family", ["qwen3_5_text", "nemotron_h"])
+def test_models_with_states_have_a_bound(tmp_path, family):
+    """vLLM refuses more sequences than its cache has places for states."""
+    policy = write(tmp_path, family)
+    assert vllm._max_num_seqs(policy, model_config(policy)) == MOST_SEQUENCES
+    policy.generation.max_num_seqs = 7
+    assert vllm._max_num_seqs(policy, model_config(policy)) == 7
+
+
+@pytest.mark.parametrize("backend", ["vllm", "transformers"])
+def test_an_engine_tells_how_many_sequences_run_at_once(backend, new_engine):
+    for given, expected in ((5, 5), (None, 256)):
+        engine = new_engine(backend, "llama", max_num_seqs=given)
+        assert engine.max_num_seqs == expected
+        if backend == "vllm":
+            engine.close()
