@@ -230,7 +230,8 @@ def phases(recipe: Recipe, shapes: Mapping[str, ModelShape], lengths: Lengths, g
     count = algorithm.samples_per_step
     found = []
     if algorithm.needs.old:
-        found.append(Phase("train", "log-probs before the updates", *forward_pass(policy, count)))
+        work = forward_pass(policy, algorithm.old_share * count)
+        found.append(Phase("train", "log-probs before the updates", *work))
     if algorithm.needs.reference:
         work, parts = forward_pass(replace(policy, frozen=True), count)
         found.append(Phase("train", "log-probs of the reference", work, parts | _swapped(policy)))

@@ -32,6 +32,7 @@ class Needs:
     entropy: bool = False  # the entropy of every distribution, in the policy's outputs
     truncated: bool = False  # the policy's log-probs, not the reference's, are those after top_p and top_k
     old: bool = False  # log-probs by the policy before the step's first update
+    old_of_first: bool = True  # of all samples; False: the loss of the first update takes its own log-probs, which are the same
     reference: bool = False  # log-probs by the policy as loaded at the start of the run
     critic: bool = False  # a second model, `value` in the recipe; its values before the first update
     teacher_top_k: int = 0  # number of most likely tokens of frozen models, `teacher` or `on_policy_distillation`
@@ -83,6 +84,13 @@ class Algorithm:
     def updates_per_step(self) -> int:
         """Optimizer updates per step of a model that learns."""
         return self.updates_per_epoch * self.needs.epochs
+
+    @property
+    def old_share(self) -> float:
+        """Share of a step's samples whose old log-probs a forward pass computes before the first update."""
+        if not self.needs.old:
+            return 0.0
+        return 1.0 if self.needs.old_of_first else 1 - 1 / self.updates_per_step
 
     @property
     def advances_per_step(self) -> int:

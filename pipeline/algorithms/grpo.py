@@ -92,7 +92,7 @@ class GRPO(RewardedAlgorithm):
             self.needs = dataclasses.replace(self.needs, estimates=True, standardized="biased")
         self._taught = self.section.adv_estimator.name == "opd"
         if self._taught:
-            self.needs = dataclasses.replace(self.needs, old=True, estimates=True, teacher_logprobs=True)
+            self.needs = dataclasses.replace(self.needs, old=True, old_of_first=True, estimates=True, teacher_logprobs=True)
 
     @override
     def compute_advantages(self, groups: list[RolloutGroup]) -> list[Sample]:

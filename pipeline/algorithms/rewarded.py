@@ -27,10 +27,13 @@ class RewardedAlgorithm(OnlineAlgorithm):
         super().__init__(recipe)
         loss, filtered = recipe.loss_fn, self.section.seq_logprob_error_threshold is not None
         several = self.updates_per_epoch * self.epochs > 1 and not loss.force_on_policy_ratio
+        before = filtered or loss.use_kl_in_reward  # something reads them before the first update
+        ours = type(self).loss.__module__.startswith(f"{__package__}.")  # a user's loss may need them
         self.needs = Needs(
             entropy=loss.log_entropy or loss.entropy_coeff != 0,
             truncated=True,
-            old=several or filtered or loss.use_kl_in_reward,
+            old=several or before,
+            old_of_first=not (several and not before and self.epochs == 1 and ours),
             reference=loss.reference_policy_kl_penalty != 0,
             estimates=filtered,
             epochs=self.epochs,

@@ -72,7 +72,9 @@ class StepOperations:
         """shapes: of the models in `config.models`, by section."""
         models = config.models(recipe)
         self._models = {name: TrainedModel(shape, models[name]) for name, shape in shapes.items()}
-        self._needs: Needs = build(recipe).needs
+        algorithm = build(recipe)
+        self._needs: Needs = algorithm.needs
+        self._old_share = algorithm.old_share
         generation = recipe.policy.generation
         self._cached = generation.backend == "vllm" and generation.vllm_cfg.enable_prefix_caching
         self._peaks = {name: _peak(recipe, name, of) for name, of in config.components(recipe).items()}
@@ -93,7 +95,7 @@ class StepOperations:
     def train(self, samples: Sequence[Sample], models: Sequence[str]) -> ModelWork:
         """Return the operations of the train ranks in a step on these samples. models: that take an update."""
         lengths, needs, policy = [len(sample.tokens) for sample in samples], self._needs, self._models["policy"]
-        total = policy.forward(lengths) * (needs.old + needs.reference)
+        total = policy.forward(lengths) * (self._old_share + needs.reference)
         critic = self._models.get("value")
         if needs.critic and critic:
             total += critic.forward(lengths)

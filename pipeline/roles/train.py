@@ -120,7 +120,10 @@ class TrainRole:
         """Compute the fields that the algorithm needs of the models before the first update."""
         needs = self._algorithm.needs
         if needs.old:
-            self._attach(lambda out: {"old_logprobs": out.logprobs, "old_full_logprobs": out.full_logprobs}, "policy")
+            first = 0 if needs.old_of_first else 1
+            self._attach(
+                lambda out: {"old_logprobs": out.logprobs, "old_full_logprobs": out.full_logprobs}, "policy", first=first
+            )
         if needs.reference:
             self._attach(lambda out: {"reference_logprobs": out.logprobs}, "policy", weights="reference")
         if needs.critic:
@@ -129,11 +132,11 @@ class TrainRole:
             teachers = {name: model for name, model in self._models.items() if name.split()[0] == "teacher"}
             self._batches = ask_teachers(teachers, self._updates, self._batches, needs.teacher_top_k, self._world.phase)
 
-    def _attach(self, fields: Callable[[Outputs], dict[str, Any]], model: str, weights: str = "policy") -> None:
-        """Add fields computed from a model's outputs to the training microbatches."""
+    def _attach(self, fields: Callable[[Outputs], dict[str, Any]], model: str, weights: str = "policy", first: int = 0) -> None:
+        """Add fields computed from a model's outputs to the training microbatches. first: the first update that gets them."""
         backend = self._models[model]
         with self._world.phase(f"forward of the {'reference' if weights == 'reference' else model}"):
-            for i, update in enumerate(self._updates):
+            for i, update in list(enumerate(self._updates))[first:]:
                 outputs = backend.forward(pack_each(update.samples, update.forward, backend.device), weights)
                 self._batches[i] = [
                     dataclasses.replace(batch, **fields(out))

@@ -17,6 +17,7 @@ from pipeline.algorithms.advantages import (
     varies,
 )
 from pipeline.algorithms.base import Needs
+from pipeline.algorithms.grpo import GRPO
 from pipeline.config import (
     AdvantageConfig,
     GRPOConfig,
@@ -130,7 +131,17 @@ def test_samples_mask_the_prompt_and_spreads_the_advantage():
 
 def test_needs_follow_from_the_recipe():
     assert grpo().needs == Needs(truncated=True)
-    assert grpo(updates=2).needs == Needs(truncated=True, old=True)
+    assert grpo(updates=2).needs == Needs(truncated=True, old=True, old_of_first=False)
+    assert grpo(updates=4).old_share == 0.75 and grpo().old_share == 0.0
+    assert grpo(updates=4, seq_logprob_error_threshold=2.0).old_share == 1.0
+
+
+def test_a_users_loss_gets_the_old_log_probs_of_every_update():
+    class Users(GRPO):
+        def loss(self, outputs, batch, counts):
+            raise NotImplementedError
+
+    assert Users(grpo(updates=2).recipe).needs.old_of_first
     assert grpo(LossConfig(force_on_policy_ratio=True)).needs == Needs(truncated=True)
     assert grpo(LossConfig(reference_policy_kl_penalty=0.1)).needs == Needs(truncated=True, reference=True)
     assert (

@@ -27,7 +27,7 @@ from tests.algorithms.sampled import CUTS, outputs_of, random_sampled
 @pytest.mark.parametrize(
     ("name", "kind", "needs"),
     [
-        ("grpo", GRPO, Needs(truncated=True, old=True)),
+        ("grpo", GRPO, Needs(truncated=True, old=True, old_of_first=False)),
         ("ppo", PPO, Needs(truncated=True, old=True, critic=True, estimates=True, standardized="unbiased", epochs=2)),
         ("distillation", Distillation, Needs(teacher_top_k=64)),
         ("sft", SFT, Needs()),

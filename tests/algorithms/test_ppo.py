@@ -245,7 +245,7 @@ def test_a_perfect_critic_explains_all_variance_and_a_constant_none():
 def test_needs_follow_from_the_recipe():
     plain = Needs(truncated=True, critic=True, estimates=True, standardized="unbiased")
     assert ppo().needs == plain
-    assert ppo(updates=2).needs == replace(plain, old=True)
+    assert ppo(updates=2).needs == replace(plain, old=True, old_of_first=False)
     assert ppo(ppo_epochs=3).needs == replace(plain, old=True, epochs=3)
     assert ppo(LossConfig(force_on_policy_ratio=True)).needs == plain
     assert ppo(IN_REWARD).needs == replace(plain, old=True, reference=True)
