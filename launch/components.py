@@ -9,7 +9,15 @@ from launch import cuda_variables
 from launch.executors.base import ROOT
 from launch.nodes import ColocatedComponent
 from pipeline import config
-from pipeline.config import ComponentConfig, Recipe, colocated, components_on_train_nodes, trains, uses_megatron
+from pipeline.config import (
+    ComponentConfig,
+    Recipe,
+    colocated,
+    components_on_train_nodes,
+    determinism,
+    trains,
+    uses_megatron,
+)
 
 
 def components(recipe: Recipe) -> dict[str, ComponentConfig]:
@@ -25,7 +33,7 @@ def components(recipe: Recipe) -> dict[str, ComponentConfig]:
     parts = {
         name: replace(
             part,
-            env_vars=_with_root({**variables[name], **part.env_vars}),
+            env_vars=_with_root({**variables[name], **determinism.variables(recipe, name), **part.env_vars}),
             sbatch_options={**options, **part.sbatch_options},
         )
         for name, part in config.components(recipe).items()

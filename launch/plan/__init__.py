@@ -4,6 +4,7 @@
     evaluation                             the plan of an evaluation
     report, alternatives                   the table for the terminal, and its lines about alternatives
     lengths, parallelism, phase            sequence lengths, parallel groups, phases of a step
+    engine_sizes, deterministic            sequences that an engine runs; the price of policy.deterministic
     train_time, generate_time, colocation  seconds of phases on train ranks, generate ranks and shared GPUs
     step_phases, step_time                 the phases of a step, and its duration when they overlap
     memory, memory_*, activations          bytes of the fullest rank

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from launch.model_files import planning_config
-from launch.plan import generate_time, lengths, memory_generate
+from launch.plan import deterministic, generate_time, lengths, memory_generate
 from launch.plan.lengths import Lengths
 from launch.plan.memory_parts import GenerateMemory
 from launch.plan.parallelism import engines, parallel_sizes
@@ -269,6 +269,8 @@ def _run(plan: EvaluationPlan) -> Iterator[str]:
         )
     else:
         yield from _row("run", f"its time is unknown: the data of {', '.join(unknown)} are not read here. Try plan=true")
+    if plan.gpus and plan.recipe.policy.deterministic:
+        yield from _row("deterministic", deterministic.assumed(plan.recipe))
     given = plan.recipe.plan.answer_tokens
     answers = "answers of half of max_new_tokens" if given is None else f"answers of {given:g} tokens"
     yield from _row(

@@ -19,6 +19,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
+from launch.plan import deterministic
 from launch.plan.engine_sizes import engine_sizes
 from launch.plan.lengths import Lengths
 from launch.plan.memory_parts import GenerateMemory
@@ -46,6 +47,7 @@ class Engine:
     tensor: int
     latency_us: float  # of a message to another node
     fp8: bool = False  # whether the linear layers are in FP8
+    slowdown: float = 1.0  # of kernels
 
     @property
     def gpu(self) -> GPUSpec:
@@ -56,7 +58,7 @@ class Engine:
     def rate(self) -> float:
         """Return the FLOP/s of one rank's matrix products."""
         assumed = self.gpu.assumed
-        share = assumed.mixture_training if self.shape.experts else assumed.dense_training
+        share = (assumed.mixture_training if self.shape.experts else assumed.dense_training) / self.slowdown
         if self.fp8:
             return share * self.gpu.fp8_tflops * 1e12
         return share * (self.gpu.bf16_tflops if self.itemsize == 2 else self.gpu.fp32_tflops) * 1e12
@@ -89,7 +91,7 @@ class Engine:
 
     def parts(self, batch: float, context: float) -> dict[str, float]:
         """Return the seconds, by part, of a step of `batch` sequences with `context` tokens each."""
-        bandwidth = GIGA * self.gpu.hbm_gb_per_s * self.gpu.assumed.bandwidth
+        bandwidth = GIGA * self.gpu.hbm_gb_per_s * self.gpu.assumed.bandwidth / self.slowdown
         weights, cache = self.weights(batch) / bandwidth, batch * self.read(context) / bandwidth
         work = 2 * self.shape.active * batch + flops.decode_attention(self.shape, batch * context)
         products = work / (self.ranks * self.rate)
@@ -135,6 +137,7 @@ def engine(recipe: Recipe, shape: ModelShape, gpu: GPUSpec) -> Engine:
         generation.vllm_cfg.tensor_parallel_size if vllm else 1,
         network.latency_us,
         fp8=vllm and generation.vllm_cfg.precision == "fp8",
+        slowdown=deterministic.generation(recipe.policy),
     )
 
 

@@ -9,7 +9,7 @@ import math
 import textwrap
 from collections.abc import Iterator, Mapping, Sequence
 
-from launch.plan import alternatives, colocation
+from launch.plan import alternatives, colocation, deterministic
 from launch.plan.alternatives import WIDTH, Line
 from launch.plan.engine_sizes import engine_sizes
 from launch.plan.estimate import Plan
@@ -256,6 +256,8 @@ def _assumptions(plan: Plan) -> Iterator[Line]:
         yield "", f"network: {network.nic_gb_per_s:g} GB/s a NIC, {network.latency_us:g} us a message; full bisection"
         if plan.turns:
             yield "", colocation.assumed(recipe)
+        if recipe.policy.deterministic:
+            yield "", deterministic.assumed(recipe)
         yield "", _unpriced(recipe)
     for text in (*plan.train.assumptions, *(plan.generate.assumptions if plan.generate else ())):
         yield "", text

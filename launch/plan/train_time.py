@@ -22,6 +22,7 @@ import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 
+from launch.plan import deterministic
 from launch.plan.fsdp_splits import whole_mixers
 from launch.plan.lengths import Lengths
 from launch.plan.parallelism import GIGA, Links, Parallelism, train_parallelism
@@ -66,7 +67,7 @@ class Job:
         assumed = self.gpu.assumed
         share = assumed.mixture_training if self.shape.experts else assumed.dense_training
         peak = self.gpu.fp32_tflops if self.policy.precision == "float32" else self.gpu.bf16_tflops
-        return share * peak * 1e12
+        return share * peak * 1e12 / deterministic.training(self.policy)
 
     def forward_flops(self, count: float) -> float:
         """Return the operations of a forward pass of `count` sequences."""

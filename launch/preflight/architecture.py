@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 from launch.model_files import is_inside, model_folder, planning_config
@@ -23,11 +24,13 @@ from pipeline.config import (
     VLLMConfig,
     check_expert_layout,
     collected,
+    determinism,
     expert_tensor_parallel_size,
     generates,
     uses_megatron,
 )
 from pipeline.models.config_json import unsupported
+from pipeline.models.mixers import has_states
 from pipeline.models.shape import ModelShape
 from pipeline.models.sizes import MODEL_TYPES, sizes
 from pipeline.train.adapters import modules
@@ -113,6 +116,7 @@ def _model_problems(recipe: Recipe, section: str, policy: PolicyConfig, model: d
     key = f"{section}.model_name"
     if section == f"env.{config.reward_environment(recipe)}":
         yield from _check_classifier(key, policy.model_name, model)
+    yield from _check_deterministic(recipe, policy, model)
     if served := section == "policy" and refits_adapters(recipe):
         yield from family_not_served(model.get("model_type"))
     if config.trains(recipe):  # engines of an evaluation read quantized weights
@@ -141,6 +145,19 @@ def _check_classifier(key: str, name: str, model: dict[str, Any]) -> Iterator[Pr
         return
     expected = "expected a reward model: a sequence classifier with one label, as algorithm rm leaves it in a run's hf/"
     yield Problem(key, "unavailable-model", f"got {name}, {found}; {expected}")
+
+
+def _check_deterministic(recipe: Recipe, policy: PolicyConfig, model: dict[str, Any]) -> Iterator[Problem]:
+    """Refuse layers that compute sums along a sequence in any order, in torch and in vLLM: state spaces and delta nets."""
+    if not (policy.deterministic and any(each.gpus_per_node for each in config.components(recipe).values())):
+        return
+    known = model.get("model_type") in MODEL_TYPES
+    if ModelShape.of(model).state_layers if known else has_states(SimpleNamespace(**model)):
+        message = (
+            f"got true with {policy.model_name}, whose state-space layers have no deterministic kernels on GPUs; expected a"
+            f" model whose layers all have attention. Try {determinism.KEY}=false"
+        )
+        yield Problem(determinism.KEY, "unsupported", message)
 
 
 def _check_generator(key: str, name: str, model: dict[str, Any]) -> Iterator[Problem]:

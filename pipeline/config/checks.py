@@ -8,6 +8,7 @@ from pipeline.algorithms import ALGORITHMS, build
 from pipeline.algorithms.base import Algorithm
 from pipeline.algorithms.early_stop import EarlyStopConfig, check_early_stop
 from pipeline.config import (
+    determinism,
     dtensor_checks,
     hardware,
     lora_refit_checks,
@@ -48,6 +49,7 @@ def contradictions(recipe: Recipe) -> Iterator[Problem]:
         yield from _check_packing(recipe.policy)
         yield from _check_world(recipe)
         yield from check_data(recipe)
+    yield from determinism.problems(recipe, components(recipe))
     yield from _check_storage(recipe.cluster.timeouts)
     yield from check_encryption(recipe.checkpointing, recipe.run_dir)
     yield from check_environments(recipe.env)

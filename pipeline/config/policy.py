@@ -165,6 +165,12 @@ class OptimizerConfig:
     )
 
 
+DETERMINISTIC = (
+    "On GPUs, compute the same bits in each run with the same images, GPUs and layout, so that a resumed run equals the"
+    " uninterrupted one to the last bit. Deterministic kernels are slower; plan=true counts them. CPUs need no such switch."
+)
+
+
 SCHEDULER = (
     "Learning-rate schedule: one {name, kwargs}, or NeMo-RL's list of them ending in {milestones: [...]}. It advances once per"
     " step of the algorithm, however many optimizer updates a step has. null: a constant rate."
@@ -209,6 +215,7 @@ class PolicyConfig:
             " times the resolution of bfloat16, so engines and training differ less; losses are scaled."
         ),
     ] = "bfloat16"
+    deterministic: Annotated[Bool, Field(description=DETERMINISTIC)] = False
     logprob_chunk_size: Annotated[
         Positive | None, Field(description="Number of tokens whose logits are in memory at a time. null: all.")
     ] = 2048

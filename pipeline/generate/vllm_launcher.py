@@ -24,6 +24,9 @@ def launcher_environment(engine_ranks: int, rank_in_engine: int) -> Iterator[Non
     Restore afterwards that environment, all random state, and torch.set_num_threads, which vLLM's CPU worker replaces.
     VLLM_CACHE_ROOT stays this device's: compiled code holds the device's index, and vLLM names the folder after the rank in
     the engine alone (vllm/compilation/backends.py). Engines that share one load code for another's GPU.
+
+    NCCL's variables, which vLLM sets for its own communicators with VLLM_BATCH_INVARIANT, are restored too: a refit may make
+    one with train ranks, and NCCL waits forever if its ranks have different variables (vllm/utils/nccl.py, pin_nccl_env).
     """
     os.environ["VLLM_CACHE_ROOT"] = caches.of_device(envs.VLLM_CACHE_ROOT, _device())
     launcher = {"RANK": rank_in_engine, "WORLD_SIZE": engine_ranks, "LOCAL_RANK": rank_in_engine}
@@ -31,6 +34,7 @@ def launcher_environment(engine_ranks: int, rank_in_engine: int) -> Iterator[Non
     if cuda:
         launcher["LOCAL_RANK"] = torch.cuda.current_device()  # vLLM uses the device of this number
     environment = {name: os.environ.get(name) for name in launcher}
+    nccl = {name: value for name, value in os.environ.items() if name.startswith("NCCL_")}
     states = random.getstate(), np.random.get_state(), torch.get_rng_state()
     cuda_state = torch.cuda.get_rng_state() if cuda else None
     set_num_threads, distributed_args = torch.set_num_threads, ExecutorWithExternalLauncher._distributed_args
@@ -52,6 +56,7 @@ def launcher_environment(engine_ranks: int, rank_in_engine: int) -> Iterator[Non
         torch.set_rng_state(states[2])
         if cuda_state is not None:
             torch.cuda.set_rng_state(cuda_state)
+        environment |= dict.fromkeys([name for name in os.environ if name.startswith("NCCL_")]) | nccl
         for name, value in environment.items():
             if value is None:
                 os.environ.pop(name, None)

@@ -11,6 +11,7 @@ import torch.distributed as dist
 
 from pipeline import config, train
 from pipeline.config import PolicyConfig, Recipe
+from pipeline.config.determinism import named_operators
 from pipeline.data.packing import pack
 from pipeline.rollout.work import ScoreWork
 from pipeline.rpc import verb
@@ -33,6 +34,7 @@ class Scorer:
             raise ValueError(f"of the reward model: {error}") from error
         self.place = DataParallelRank(self._backend.data_rank, self._backend.data_size)
 
+    @named_operators()
     def score(self, work: ScoreWork) -> list[float]:
         """Return the score of each sequence, in the order of the microbatches. Collective over the group."""
         batches = [pack([_sample(tokens) for tokens in each], self._backend.device) for each in work.microbatches]

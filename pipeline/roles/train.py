@@ -19,6 +19,7 @@ from pipeline.algorithms.advantages import moments, standardize
 from pipeline.algorithms.base import Algorithm, Loss, OnlineAlgorithm
 from pipeline.checkpoint import kept, read_record, storage_timeout_s, wait_until_seen
 from pipeline.config import PolicyConfig, Recipe, live_keys
+from pipeline.config.determinism import named_operators
 from pipeline.data.packing import pack_each
 from pipeline.encryption import EncryptionKey
 from pipeline.refit.base import PreparedRefit, Refit, RefitReport
@@ -116,6 +117,7 @@ class TrainRole:
             self._batches = [pack_each(update.samples, update.train, self._policy.device) for update in updates]
 
     @verb("train")
+    @named_operators()
     def forward(self) -> None:
         """Compute the fields that the algorithm needs of the models before the first update."""
         needs = self._algorithm.needs
@@ -160,6 +162,7 @@ class TrainRole:
         ]
 
     @verb("train")
+    @named_operators()
     def step(self, models: list[str]) -> dict[str, list[dict[str, float]]]:
         """Take one optimizer step of each model for each epoch and update, and return their metrics by model.
 
@@ -202,6 +205,7 @@ class TrainRole:
         return [self._models[model].new_rates(policy) for model, policy in sections.items()]
 
     @verb("train")
+    @named_operators()
     def evaluate(self, update: Update) -> dict[str, float]:
         """Return this data rank's shares of the loss and of each metric that adds up, without a gradient."""
         needs, loss = self._algorithm.needs, self._algorithm.losses["policy"]

@@ -22,6 +22,10 @@ def build(policy: PolicyConfig, group: dist.ProcessGroup, seed: int, role: Model
     seed: of random weights, if the recipe asks for them, and of a value head that the checkpoint does not have.
     Raises RecipeError if the model or the layout is not supported.
     """
+    if policy.deterministic:
+        from pipeline.train import deterministic
+
+        deterministic.switch_on()
     if uses_megatron(policy):
         from pipeline.train.megatron.backend import MegatronBackend
 

@@ -32,6 +32,13 @@ def test_kill_and_rerun(tmp_path, uninterrupted):
     assert rerun.metrics() == uninterrupted
 
 
+@pytest.mark.full  # by default: tests/train/test_deterministic.py
+def test_with_deterministic_kernels_too(tmp_path, uninterrupted):
+    """On CPUs the key changes no bit."""
+    rerun = kill_and_rerun(tmp_path / "run", Fault("step", victim=0, count=3), (*LOCAL, "policy.deterministic=true"))
+    assert rerun.metrics() == uninterrupted
+
+
 @pytest.mark.full  # by default: tests/launch/test_local.py
 @pytest.mark.parametrize(
     ("victim", "verb", "count"),

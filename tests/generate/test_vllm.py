@@ -2,13 +2,18 @@
 
 import gc
 import os
+from pathlib import Path
 
 import numpy as np
 import pytest
+import torch.multiprocessing as mp
+from safetensors.torch import load_file
 
+from pipeline.config import determinism
+from pipeline.generate import build
 from tests.generate.engine_rank import STOP, run, texts
 from tests.generate.in_flight import CASES, Seen, claimed_difference, kept_difference
-from tests.generate.tiny import MAX_MODEL_LEN, drain, load, refit, requests, single
+from tests.generate.tiny import MAX_MODEL_LEN, drain, load, policy, refit, requests, single
 
 
 @pytest.fixture(autouse=True)
@@ -173,4 +178,26 @@ def test_online_quantization_is_repeated(update, new_engine, checkpoint):
     drain(engine, drawn)
     update(engine, checkpoint("llama", 1).weights(), version=1)
     assert tokens(drain(engine, drawn)) == expected
+    engine.close()
+
+
+@pytest.mark.gpu
+def test_answers_of_a_deterministic_engine_do_not_depend_on_the_batch(checkpoint, monkeypatch):
+    """In a process of its own, since vLLM reads the variable when it is imported."""
+    for name, value in (determinism.SHARED | determinism.OF_ENGINES).items():
+        monkeypatch.setenv(name, value)
+    folder = checkpoint("llama", 0).folder
+    mp.start_processes(_alone_and_together, (folder,), nprocs=1, start_method="spawn")
+
+
+def _alone_and_together(_: int, folder: Path) -> None:
+    settings = {"precision": "bfloat16", "enforce_eager": False, "gpu_memory_utilization": 0.2}
+    engine = build(policy(folder, "vllm", **settings), engine_ranks=1, rank_in_engine=0, seed=0)
+    load(engine, load_file(folder / "model.safetensors").items(), version=0)
+    drawn = requests(8, 4)
+    together = drain(engine, drawn)
+    for request in drawn[::5]:
+        alone = drain(engine, [request])[request.id]
+        np.testing.assert_array_equal(alone.tokens, together[request.id].tokens)
+        np.testing.assert_array_equal(alone.logprobs, together[request.id].logprobs)
     engine.close()

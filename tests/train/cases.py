@@ -29,6 +29,7 @@ from tests.train.float64 import Float64
 
 VOCABULARY = 61  # odd, so that two ranks get unequal parts of it
 LENGTHS = (5, 5, 1, 9, 3, 3, 12, 2)
+LONG = 1500  # tokens of each sequence of `pack_long`
 TEMPERATURE = 0.7
 SHAPE = {
     "vocab_size": VOCABULARY,
@@ -143,7 +144,18 @@ def sequences() -> list[tuple[torch.Tensor, torch.Tensor]]:
 
 def pack(chosen: list[int], device: str = "cpu") -> PackedBatch:
     """Pack these of the `sequences()`, end to end."""
-    tokens, weights = zip(*(sequences()[i] for i in chosen), strict=True)
+    return _packed([sequences()[i] for i in chosen], device)
+
+
+def pack_long(device: str = "cuda", seed: int = 1) -> PackedBatch:
+    """Pack two sequences over many blocks of keys, which attention's backward on a GPU adds up in any order by default."""
+    generator = torch.Generator().manual_seed(seed)
+    drawn = [torch.randint(0, VOCABULARY, (LONG,), generator=generator) for _ in range(2)]
+    return _packed([(tokens, torch.randn(LONG, generator=generator)) for tokens in drawn], device)
+
+
+def _packed(chosen: list[tuple[torch.Tensor, torch.Tensor]], device: str) -> PackedBatch:
+    tokens, weights = zip(*chosen, strict=True)
     lengths = tuple(len(t) for t in tokens)
     total = sum(lengths)
     return PackedBatch(

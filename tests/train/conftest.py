@@ -4,6 +4,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from pipeline.config import determinism
+from pipeline.train.deterministic import switch_on
 from tests.train.cases import write_classifiers, write_models
 
 
@@ -23,3 +25,19 @@ def realm(monkeypatch):
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     yield
     dist.destroy_process_group()
+
+
+@pytest.fixture
+def switches_restored():
+    """Switch deterministic kernels off at the end."""
+    yield
+    torch.use_deterministic_algorithms(False)
+    torch.utils.deterministic.fill_uninitialized_memory = True
+
+
+@pytest.fixture
+def deterministic(monkeypatch, switches_restored):
+    """Use deterministic kernels in this process, as policy.deterministic does in ranks."""
+    for name, value in (determinism.SHARED | determinism.OF_TRAINING).items():
+        monkeypatch.setenv(name, value)
+    switch_on()

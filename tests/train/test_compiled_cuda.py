@@ -1,5 +1,6 @@
 """Compare compiled decoder layers with eager ones on a GPU, with Inductor's triton."""
 
+import os
 from collections.abc import Callable
 from pathlib import Path
 
@@ -8,6 +9,8 @@ import torch
 import torch._dynamo
 import torch.multiprocessing as mp
 
+from pipeline.config import determinism
+from pipeline.train.deterministic import switch_on
 from tests import cuda_world
 from tests.train import compiled
 from tests.train.ranks import Layout
@@ -44,6 +47,8 @@ def test_a_resumed_run_equals_the_uninterrupted_one(models, tmp_path, precision)
 
 
 def _alone(_: int, work: Callable[[Layout, Path, str], None], folder: Path, precision: str) -> None:
-    """Run the work in a process that is a world of one."""
+    """Run the work with deterministic kernels, in a process that is a world of one."""
+    os.environ |= determinism.SHARED
+    switch_on()
     with cuda_world.alone():
         work(ONE, folder, precision)

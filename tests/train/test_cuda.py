@@ -6,13 +6,16 @@ import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoModelForCausalLM
 
-from pipeline.config import LoRAConfig, TokenizerConfig
+from pipeline.config import LoRAConfig, OptimizerConfig, TokenizerConfig
+from pipeline.train.attention import AttentionKind, attend
 from pipeline.train.base import ModelRole
 from pipeline.train.export import export
 from pipeline.train.fsdp import _weights
+from pipeline.train.packing import Packing
 from tests import cuda_world
 from tests.end_to_end.runs import ROOT
 from tests.train import cases, ranks
+from tests.train.test_attention import inputs
 
 pytestmark = pytest.mark.gpu
 ALL = list(range(len(cases.LENGTHS)))
@@ -52,11 +55,41 @@ def test_bfloat16_log_probs_and_gradients(models, family):
     ranks.assert_near({name: g.cpu() for name, g in ranks.gradients(trained).items()}, gradients, 0.1)
 
 
+EXACT = {"precision": "bfloat16", "deterministic": True, "max_total_sequence_length": 2048}
+RATE_0 = OptimizerConfig(kwargs={"lr": 0.0, "weight_decay": 0.0})
+
+
+@pytest.mark.parametrize("name", ["all keys", "window", "sinks", "soft cap", "float32"])
+def test_backward_passes_of_attention_are_equal_to_the_last_bit(deterministic, name):
+    kind = {"window": AttentionKind(window=700), "soft cap": AttentionKind(softcap=2.0)}.get(name, AttentionKind())
+    dtype = torch.float32 if name == "float32" else torch.bfloat16
+    query, key, value, sinks = (x.detach().cuda().requires_grad_() for x in inputs(2 * cases.LONG, 4, 2, 64, 64, dtype))
+    lengths = (cases.LONG, cases.LONG)
+    packed = Packing.of_lengths(lengths, torch.tensor([0, cases.LONG, 2 * cases.LONG], dtype=torch.int32, device="cuda"))
+    leaves, found = [query, key, value, *([sinks] if name == "sinks" else [])], []
+    for _ in range(3):
+        out = attend(query, key, value, packed, kind, sinks if name == "sinks" else None)
+        found.append([out, *torch.autograd.grad(out.float().sin().sum(), leaves)])
+    assert all(torch.equal(ours, theirs) for again in found[1:] for ours, theirs in zip(again, found[0], strict=True))
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3_moe"])
+def test_backward_passes_are_equal_to_the_last_bit(models, deterministic, family):
+    trained, batch = ranks.backend(cases.policy(models / family, optimizer=RATE_0, **EXACT)), cases.pack_long()
+    found = []
+    for _ in range(3):
+        metrics = trained.step([batch], cases.loss).metrics
+        found.append((metrics, {name: gradient.clone() for name, gradient in ranks.gradients(trained).items()}))
+    for metrics, gradients in found[1:]:
+        assert metrics == found[0][0]
+        assert all(torch.equal(gradient, found[0][1][name]) for name, gradient in gradients.items())
+
+
 @pytest.mark.parametrize("offload", [False, True])
-def test_resumes_to_the_last_bit(models, tmp_path, offload):
-    trained = ranks.backend(cases.policy(models / "qwen3_tied", precision="bfloat16"), cpu_offload=offload)
+def test_resumes_to_the_last_bit(models, tmp_path, deterministic, offload):
+    trained = ranks.backend(cases.policy(models / "qwen3_tied", **EXACT), cpu_offload=offload)
     assert {p.device.type for p in trained._model.parameters()} == {"cpu" if offload else "cuda"}
-    batch = cases.pack(ALL, "cuda")
+    batch = cases.pack_long()
     trained.step([batch], cases.loss)
     trained.shards().write(tmp_path, dist.get_rank())
     drawn = torch.rand(2, device="cuda")
@@ -102,20 +135,20 @@ def test_a_reference_is_in_host_memory_or_stays_on_the_gpu(models, monkeypatch, 
 
 
 @pytest.mark.parametrize("offload", [False, True])
-def test_adapters(models, tmp_path, offload):
+def test_adapters(models, tmp_path, deterministic, offload):
     """Check that exported weights are those that compute, and that training resumes to the last bit."""
-    policy = cases.policy(models / "qwen3", precision="bfloat16", tokenizer=TokenizerConfig(str(ROOT / "recipes/tiny")))
+    policy = cases.policy(models / "qwen3", tokenizer=TokenizerConfig(str(ROOT / "recipes/tiny")), **EXACT)
     trained = ranks.backend(policy, cpu_offload=offload, lora_cfg=LoRAConfig(True))
-    batch = cases.pack(ALL, "cuda")
+    batch, short = cases.pack_long(), cases.pack(ALL, "cuda")
     trained.layout()  # from here on, adapters are merged after each step
     trained.step([batch], cases.loss)
     trained.shards().write(tmp_path / "saved", dist.get_rank())
     metrics = trained.step([batch], cases.loss).metrics
     trained.load(tmp_path / "saved")
-    expected = trained.forward([batch])[0].logprobs
+    expected = trained.forward([short])[0].logprobs
     export(trained, policy, tmp_path / "hf", writes=True)
     merged = ranks.backend(cases.policy(tmp_path / "hf", precision="bfloat16"), role=ModelRole(trained=False))
-    assert (merged.forward([batch])[0].logprobs - expected).abs().max() < 0.3
+    assert (merged.forward([short])[0].logprobs - expected).abs().max() < 0.3
     assert trained.step([batch], cases.loss).metrics == metrics
 
 

@@ -154,6 +154,7 @@ def _transformer_config(policy: PolicyConfig, hf: PreTrainedConfig, engine: bool
     dtype = getattr(torch, policy.precision)
     family = models.family(hf.model_type).transformer(hf)
     arguments = {**family, **_layout(megatron, dtype), **_fusions(megatron, engine), **_recompute(megatron, engine)}
+    arguments["deterministic_mode"] = policy.deterministic
     if arguments.get("num_moe_experts"):
         arguments |= _mixture(megatron, engine)
     latent = arguments.get("multi_latent_attention", False)

@@ -99,12 +99,13 @@ def test_float32(models, family):
 
 
 @pytest.mark.parametrize("family", ["qwen3_tied", "qwen3_moe"])
-def test_resumes_to_the_last_bit(models, tmp_path, family):
+def test_resumes_to_the_last_bit(models, tmp_path, deterministic, family):
     def fresh():
-        return layouts.backend(cases.policy(models / family, precision="bfloat16"), pipeline_dtype="bfloat16")
+        exact = {"precision": "bfloat16", "deterministic": True, "max_total_sequence_length": 2048}
+        return layouts.backend(cases.policy(models / family, **exact), pipeline_dtype="bfloat16")
 
     trained = fresh()
-    batch = cases.pack([0, 1, 2, 3], "cuda")
+    batch = cases.pack_long()
     trained.step([batch], cases.loss)
     trained.shards().write(tmp_path, dist.get_rank())
     drawn = torch.rand(2, device="cuda")

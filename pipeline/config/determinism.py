@@ -1,0 +1,122 @@
+"""`policy.deterministic`: on GPUs, a run computes the same bits each time, with the same images, GPUs and layout.
+
+Without it two runs differ: attention's backward and sums by index add atomically, in any order; NCCL may sum in the switch;
+vLLM's kernels split their sums by the batch. On CPUs every run is deterministic.
+
+This file has the variables, which ranks get before Python starts (`launch/components.py`), and the choices of a recipe that
+exclude the key. The other switches:
+    pipeline/train/deterministic.py       torch and Inductor, in every process that trains or scores
+    pipeline/train/megatron/model.py      TransformerConfig.deterministic_mode
+    launch/preflight/architecture.py      refuses models whose layers have no deterministic kernels
+    launch/plan/deterministic.py          the price
+
+Kernels that are deterministic as they are, by their source: Liger's norms, rotary embeddings and MLPs (no atomics in
+src/liger_kernel/ops); flex attention (separate programs sum dQ, dK and dV: torch/_inductor/kernel/flex/templates);
+TransformerEngine's fused permutation (transformer_engine/pytorch/permutation.py). TransformerEngine selects among its
+attention kernels those that are deterministic (dot_product_attention/utils.py, "Filter: Determinism"), and so does vLLM
+(vllm/v1/attention/backend.py, `supports_batch_invariance`). FlashAttention-3 takes torch's switch (torch/nn/attention/_fa3.py)
+and raises for heads of 256 numbers (hopper/flash_api.cpp).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import re
+from collections.abc import Iterator, Mapping
+
+from pipeline.config import hardware
+from pipeline.config.cluster import ComponentConfig
+from pipeline.config.schema import Recipe, uses_megatron
+from pipeline.problems import Problem, RecipeError
+
+KEY = "policy.deterministic"
+SHARED = {
+    # cuBLAS then uses one workspace for each stream; read when its first handle is made. torch refuses cuBLAS without it.
+    # https://docs.nvidia.com/cuda/cublas/#results-reproducibility
+    "CUBLAS_WORKSPACE_CONFIG": ":4096:8",
+    # A ring's order of additions is fixed by the topology; sums in the switch (NVLS) vary from call to call
+    # (https://github.com/NVIDIA/nccl/issues/1497), and a tree may be another one in each start. Megatron-LM requires it too
+    # (docs/user-guide/deterministic-training.md). Ranks of both components share communicators, so all have the same value.
+    "NCCL_ALGO": "Ring",
+}
+OF_TRAINING = {"NVTE_ALLOW_NONDETERMINISTIC_ALGO": "0"}  # TransformerEngine: docs/envvars.rst
+OF_ENGINES = {
+    "VLLM_BATCH_INVARIANT": "1",  # https://docs.vllm.ai/en/v0.32.0/features/batch_invariance/; some modules read it at import
+    "TORCHINDUCTOR_DETERMINISTIC": "1",  # no choice of a kernel by its time: torch/_inductor/config.py
+}
+LEAST_CAPABILITY = 8.0  # of vLLM's batch invariance, see the page above
+CORE_OVERRIDES = {"deterministic_mode": True, "tp_comm_overlap": False}
+"""Arguments of TransformerConfig -> the value that Megatron-LM requires (megatron/training/determinism.py)."""
+NO_KERNEL = re.compile(r"(\S+(?: with floating point input)?) does not have a deterministic implementation")
+
+
+def variables(recipe: Recipe, component: str) -> dict[str, str]:
+    """Return the variables of a component's ranks; {} without the key, or without GPUs."""
+    if not (recipe.policy.deterministic and getattr(recipe.cluster, component).gpus_per_node):
+        return {}
+    return SHARED | (OF_ENGINES if component == "generate" else OF_TRAINING)
+
+
+def problems(recipe: Recipe, components: Mapping[str, ComponentConfig]) -> Iterator[Problem]:
+    """Yield a problem for each choice of the recipe with which runs on GPUs would differ. components: of the job."""
+    if not recipe.policy.deterministic:
+        return
+    for name, component in components.items():
+        if component.gpus_per_node:
+            yield from _check_variables(recipe, name, component)
+            if name == "generate":
+                yield from _check_engine(recipe, component)
+    train = components.get("train")
+    if train and train.gpus_per_node and uses_megatron(recipe.policy):
+        for name, value in CORE_OVERRIDES.items():
+            if (given := recipe.policy.megatron_cfg.model_overrides.get(name, value)) != value:
+                yield _contradiction(f"policy.megatron_cfg.model_overrides.{name}", given, value)
+
+
+def _check_variables(recipe: Recipe, name: str, component: ComponentConfig) -> Iterator[Problem]:
+    """Yield a problem for each variable of the recipe that would override one of ours."""
+    given: dict[str, Mapping[str, str]] = {f"cluster.{name}.env_vars": component.env_vars}
+    if name == "generate":
+        given["policy.generation.vllm_cfg.env_vars"] = recipe.policy.generation.vllm_cfg.env_vars
+    elif uses_megatron(recipe.policy):
+        given["policy.megatron_cfg.env_vars"] = recipe.policy.megatron_cfg.env_vars or {}
+    for variable, expected in variables(recipe, name).items():
+        for key, values in given.items():
+            if (value := values.get(variable, expected)) != expected:
+                yield _contradiction(f"{key}.{variable}", value, expected)
+
+
+def _check_engine(recipe: Recipe, component: ComponentConfig) -> Iterator[Problem]:
+    if recipe.policy.generation.backend != "vllm":
+        key = "policy.generation.backend"
+        message = (
+            f"got true with {key}=transformers on GPUs, whose answers depend on the other answers of a batch; expected vllm."
+            f" Try {key}=vllm, or {KEY}=false"
+        )
+        yield Problem(KEY, "contradiction", message)
+    elif (capability := hardware.described(component.gpu, "compute_capability")) < LEAST_CAPABILITY:
+        message = (
+            f"got true with cluster.generate.gpu={component.gpu}, of compute capability {capability}; expected at least"
+            f" {LEAST_CAPABILITY}, which vLLM's deterministic kernels need. Try {KEY}=false"
+        )
+        yield Problem(KEY, "unsupported", message)
+
+
+def _contradiction(key: str, given: object, expected: object) -> Problem:
+    message = f"got true with {key}={given}; expected {expected}. Try without it, or {KEY}=false"
+    return Problem(KEY, "contradiction", message)
+
+
+@contextlib.contextmanager
+def named_operators() -> Iterator[None]:
+    """Turn torch's error of an operator that has no deterministic kernel into RecipeError, which names key and operator."""
+    try:
+        yield
+    except RuntimeError as error:
+        if not (found := NO_KERNEL.search(str(error))):
+            raise
+        message = (
+            f"got true, but torch has no deterministic kernel of {found[1]}, which this run computes; expected another operator"
+            f" in its place. Try {KEY}=false"
+        )
+        raise RecipeError(Problem(KEY, "unsupported", message)) from error
