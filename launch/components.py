@@ -28,7 +28,8 @@ def components(recipe: Recipe) -> dict[str, ComponentConfig]:
     """
     own = (recipe.policy.megatron_cfg.env_vars or {}) if uses_megatron(recipe.policy) else {}
     trainers = cuda_variables.for_train_ranks(recipe) | own if trains(recipe) else own
-    variables = {"train": trainers, "generate": recipe.policy.generation.vllm_cfg.env_vars, "reward": trainers}
+    engines = cuda_variables.for_generate_ranks(recipe) | recipe.policy.generation.vllm_cfg.env_vars
+    variables = {"train": trainers, "generate": engines, "reward": trainers}
     options = recipe.cluster.sbatch_options
     parts = {
         name: replace(

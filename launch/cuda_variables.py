@@ -1,4 +1,4 @@
-"""Set the variables that CUDA and its allocator read at initialization, so ranks need them before Python starts."""
+"""Set the variables that CUDA, its allocator and Triton read early, so ranks need them before Python starts."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ CONNECTIONS = "CUDA_DEVICE_MAX_CONNECTIONS"
 ALLOCATOR = "PYTORCH_ALLOC_CONF"
 ALLOCATORS = (ALLOCATOR, "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF")
 """Names of one variable, the strongest first (c10/core/AllocatorConfig.h)."""
+EXACT_FLOAT32 = {"TRITON_F32_DEFAULT": "ieee"}
 
 
 def for_train_ranks(recipe: Recipe) -> dict[str, str]:
@@ -24,6 +25,18 @@ def for_train_ranks(recipe: Recipe) -> dict[str, str]:
     if _relies_on_the_order_of_kernels(recipe):
         found[CONNECTIONS] = "1"
     return found
+
+
+def for_generate_ranks(recipe: Recipe) -> dict[str, str]:
+    """Return the variables of generate ranks. The recipe's own variables override them.
+
+    vLLM's attention and experts in float32 are Triton kernels that name no precision of their products, and Triton's default
+    rounds to 10 bits (TF32): log-probs would be 1e-3 from the train ranks', which compute in float32. vLLM multiplies other
+    matrices in float32 (VLLM_FLOAT32_MATMUL_PRECISION). Compiled kernels are cached by this variable (triton,
+    include/triton/Tools/Sys/GetEnv.hpp).
+    """
+    exact = recipe.policy.precision == "float32" and recipe.policy.generation.backend == "vllm"
+    return EXACT_FLOAT32 if exact and recipe.cluster.generate.gpus_per_node else {}
 
 
 def _own(recipe: Recipe) -> dict[str, str]:

@@ -9,6 +9,7 @@ import pytest
 import torch.multiprocessing as mp
 from safetensors.torch import load_file
 
+from launch import cuda_variables
 from pipeline.config import determinism
 from pipeline.generate import build
 from tests.generate.engine_rank import STOP, run, texts
@@ -200,4 +201,17 @@ def _alone_and_together(_: int, folder: Path) -> None:
         alone = drain(engine, [request])[request.id]
         np.testing.assert_array_equal(alone.tokens, together[request.id].tokens)
         np.testing.assert_array_equal(alone.logprobs, together[request.id].logprobs)
+    engine.close()
+
+
+@pytest.mark.gpu
+def test_float32_is_not_rounded_to_tf32(checkpoint, monkeypatch, new_engine):
+    """Otherwise the log-probs of tiny recipes would be 1e-3 from the train ranks'."""
+    for name, value in cuda_variables.EXACT_FLOAT32.items():
+        monkeypatch.setenv(name, value)  # Triton reads it when it compiles a kernel
+    engine = new_engine("vllm", "llama", gpu_memory_utilization=0.2, max_model_len=192)
+    for request in [*requests(4, 1), single(np.random.default_rng(0).integers(2, 96, 150))]:
+        done = drain(engine, [request])[request.id]
+        expected = checkpoint("llama", 0).logprobs(request.tokens, done.tokens, 1.0)
+        np.testing.assert_allclose(done.logprobs, expected, atol=1e-4)
     engine.close()

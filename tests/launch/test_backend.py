@@ -229,6 +229,23 @@ def test_megatron_gets_one_connection_where_it_relies_on_the_order_of_kernels(lo
 
 
 @pytest.mark.parametrize(
+    ("overrides", "value"),
+    [
+        (["policy.precision=float32"], "ieee"),
+        (["policy.precision=bfloat16"], None),
+        (["policy.precision=float32", "cluster.generate.gpus_per_node=0"], None),
+        (["policy.precision=float32", "policy.generation.backend=transformers"], None),
+        (["policy.precision=float32", "policy.generation.vllm_cfg.env_vars={TRITON_F32_DEFAULT: tf32}"], "tf32"),
+    ],
+)
+def test_engines_in_float32_do_not_round_to_tf32(load, overrides, value):
+    """Or the log-probs of tiny recipes on GPUs would exceed the bounds that hold on CPUs, such as those of recipes/sweeps."""
+    found = components(load(model("llama"), "cluster.generate.gpus_per_node=1", *overrides))
+    assert found["generate"].env_vars.get("TRITON_F32_DEFAULT") == value
+    assert "TRITON_F32_DEFAULT" not in found["train"].env_vars
+
+
+@pytest.mark.parametrize(
     ("overrides", "shell", "value"),
     [
         ([], {}, "expandable_segments:True"),
