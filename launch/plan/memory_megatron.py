@@ -166,23 +166,29 @@ class MegatronMemory:
         return self.model.offload and self.cuda
 
     @property
+    def _keeps_reference(self) -> bool:
+        """Return whether reference weights are in host memory. With adapters, the reference is the base itself."""
+        return self.model.reference and not (self.model.trained and self.model.policy.megatron_cfg.peft.enabled)
+
+    @property
     def host(self) -> float:
         """Return the bytes in host memory: an offloaded model, and reference weights."""
-        # With a reference, also the policy's weights while the reference computes. With adapters, it is the base itself.
-        copied = self.model.reference and not (self.model.trained and self.model.policy.megatron_cfg.peft.enabled)
-        return self.weights * (2 * copied + self._offloads)
+        return self.weights * (self._keeps_reference + self._offloads)
 
     def phases(self, batches: RankBatches) -> Iterator[tuple[str, Parts]]:
         """Yield (phase, bytes on the device besides `resident`; negative where gradients are not there yet)."""
-        yield "log-probs", self._forward(batches.forward_tokens)
+        yield "log-probs", self._forward(batches.forward_tokens, loads=self._offloads)
+        if self._keeps_reference:  # on a GPU it computes beside the policy's weights
+            yield "log-probs of the reference", self._forward(batches.forward_tokens, loads=self.cuda)
         if self.model.trained:
             yield from self._training(batches)
 
-    def _forward(self, tokens: float) -> Parts:
+    def _forward(self, tokens: float, loads: bool) -> Parts:
+        """Return the bytes of a forward pass. loads: its weights come from the host."""
         microbatch = self._passage(tokens)
         hidden = self.model.size * microbatch.tokens * self.model.shape.hidden
         layer = max((one.forward for one in self._layers(microbatch).values()), default=0.0)
-        loaded = {"buffers": self.weights} if self._offloads else {}
+        loaded = {"buffers": self.weights} if loads else {}
         if self.stage.last and (logits := head_activations(self.model, microbatch.tokens, self.layout.tensor).forward) > layer:
             return add_parts({"activations": hidden, "logits": logits}, loaded)
         return add_parts({"activations": hidden + layer}, loaded)

@@ -235,7 +235,7 @@ def phases(recipe: Recipe, shapes: Mapping[str, ModelShape], lengths: Lengths, g
         found.append(Phase("train", "log-probs before the updates", *work))
     if algorithm.needs.reference:
         work, parts = forward_pass(replace(policy, frozen=True), count)
-        found.append(Phase("train", "log-probs of the reference", work, parts | _swapped(policy)))
+        found.append(Phase("train", "log-probs of the reference", work, parts | _reference_fetched(policy)))
     if "value" in jobs:
         jobs["value"] = _without_head(jobs["value"])
         found.append(Phase("train", "values of the critic", *forward_pass(jobs["value"], count)))
@@ -288,19 +288,16 @@ def _without_head(job: Job) -> Job:
     return replace(job, head=False)
 
 
-def _swapped(job: Job) -> dict[str, float]:
-    """Return the seconds of copies between host and GPU before and after the reference computes.
+def _reference_fetched(job: Job) -> dict[str, float]:
+    """Return the seconds of copying the reference's weights from the host before it computes.
 
-    FSDP2 copies the reference's weights from the host. It does not with cpu_offload, since each microbatch then gathers them
-    from the host (`_fsdp_weights`), nor with adapters, since the reference is then the model without adapters. Megatron-Core
-    copies the policy's weights to the host, the reference's to the GPU, and the policy's back, unless it trains adapters.
+    FSDP2 does not with cpu_offload, since each microbatch then gathers them from the host (`_fsdp_weights`). With adapters the
+    reference is the model without them, which is on the GPU.
     """
-    if not uses_megatron(job.policy):
-        dtensor = job.policy.dtensor_cfg
-        return _fetched(job, dtensor.reference_cpu_offload and not (dtensor.cpu_offload or dtensor.lora_cfg.enabled))
     if config.adapters(job.policy):
         return {}
-    return {"host copies": 3 * job.itemsize * sum(job.layout.held(job.shape)) / _host(job)}
+    dtensor = job.policy.dtensor_cfg
+    return _fetched(job, uses_megatron(job.policy) or (dtensor.reference_cpu_offload and not dtensor.cpu_offload))
 
 
 def _fetched(job: Job, offloaded: bool) -> dict[str, float]:

@@ -87,14 +87,15 @@ class MegatronBackend(TrainBackend):
             model = data_parallel(policy, self._stage, self._adapters.sum_partial if self._adapters else None)
             self._training = model, ScheduledOptimizer(policy, model, GradientNorm(self._local, group, self.device))
         self._load_initial(hf, seed)
-        self._reference = self._copy_weights() if role.reference and self._adapters is None else None
+        weights = [local.tensor for local in self._local.values()]
+        self._reference = HostWeights(weights, self.device) if role.reference and self._adapters is None else None
         peft, random_seed = policy.megatron_cfg.peft, seed if policy.random_init else None
         self._lora_record = lora.record(options(peft), random_seed) if self._adapters else None
         served = (self._local, self._base, self._shapes, self._adapters, role.serves_adapters)
         self._served = ServedWeights(*served, group, self.device)
-        # Last, because it moves the weights to the host.
-        offload = role.offload and not role.trained
-        self._host = HostWeights([local.tensor for local in self._local.values()], self.device) if offload else None
+        self._host = HostWeights(weights, self.device) if role.offload and not role.trained else None
+        if self._host is not None:
+            self._host.free_device()
         self._offload = Offload(self.device, shared=True)
 
     # ---- forward and step -----------------------------------------------------------------------------------------------
@@ -251,7 +252,7 @@ class MegatronBackend(TrainBackend):
         if self._adapters is not None:
             base = [local.tensor for local in self._base.values() if not local.tensor.requires_grad]
             self._offload.offload(base, keep=served if keep_weights else (), frozen=True)
-        if self._adapters is not None or not keep_weights:
+        if self._host is None and (self._adapters is not None or not keep_weights):
             self._offload.offload(weights, keep=served if keep_weights else (), frozen=not self._role.trained)
 
     @override
@@ -279,32 +280,18 @@ class MegatronBackend(TrainBackend):
     def local_tensor(self, name: str) -> torch.Tensor:
         return self._served.tensor(name)
 
-    def _copy_weights(self) -> list[torch.Tensor]:
-        """Return copies of all weights of this rank, on the CPU."""
-        return [local.tensor.detach().to("cpu", copy=True) for local in self._local.values()]
-
     @contextlib.contextmanager
     def _weights_of(self, model: str) -> Iterator[None]:
         """Have the weights of "policy" or "reference" in the model's tensors, on the device, within this context."""
-        if model == "policy":
-            with self._host.on_device() if self._host else contextlib.nullcontext():
-                yield
-            return
-        if self._adapters is not None and self._role.reference:
+        if model == "reference" and self._adapters is not None and self._role.reference:
             with self._adapters.disabled():
                 yield
             return
-        if self._reference is None:
+        if model == "reference" and self._reference is None:
             raise ValueError("there are no reference weights; build the backend with ModelRole(reference=True)")
-        ours = [local.tensor.detach() for local in self._local.values()]
-        kept = self._copy_weights()
-        try:
-            for tensor, reference in zip(ours, self._reference, strict=True):
-                tensor.copy_(reference)
+        frozen = self._host if model == "policy" else self._reference
+        with frozen.on_device() if frozen else contextlib.nullcontext():
             yield
-        finally:
-            for tensor, policy in zip(ours, kept, strict=True):
-                tensor.copy_(policy)
 
     def _load_initial(self, hf: PreTrainedConfig, seed: int) -> None:
         self._load_base(hf, seed)

@@ -1,38 +1,52 @@
-"""Keep the weights of a frozen model in host memory, except while they are used.
+"""Keep the weights of a frozen model in host memory, and put them into the tensors of a model while it computes with them.
 
-They never change, so they are only copied to the device. Without a GPU both are the same memory and nothing is copied.
+The weights never change, so they are only copied to the device. What the tensors hold at other times stays where it is: the
+tensors refer to other memory for a while, so views of their usual memory stay valid (Megatron-Core's buffers of parameters).
+Without a GPU the tensors refer to the host memory itself, and nothing is copied.
 """
 
 from __future__ import annotations
 
 import contextlib
+import itertools
 from collections.abc import Iterable, Iterator
 
 import torch
 
+from pipeline.train.offload import host_memory
+
+ALIGNMENT = 256
+"""Bytes. A multiple of every element's size."""
+
 
 class HostWeights:
-    """The weights of a frozen model."""
+    """The weights of a frozen model, for tensors that hold nothing else or the weights of another model."""
 
     def __init__(self, tensors: Iterable[torch.Tensor], device: torch.device):
-        """Move them to the host, page-locked where the device is a GPU."""
+        """Copy the tensors to the host, page-locked if the device is a GPU."""
         self._device = device
         self._tensors = list(tensors)
-        self._host = [tensor.detach().to("cpu") for tensor in self._tensors]
-        if device.type == "cuda":
-            self._host = [tensor.pin_memory() for tensor in self._host]
-        self._put_back()
+        # One block, since each would take a registration, and pages of 2 MB only from that size on.
+        starts = [0, *itertools.accumulate(-(-tensor.nbytes // ALIGNMENT) * ALIGNMENT for tensor in self._tensors)]
+        self._block = host_memory(starts[-1], device.type == "cuda")
+        self._host: list[torch.Tensor] = []
+        for tensor, start in zip(self._tensors, starts, strict=False):
+            host = self._block[start : start + tensor.nbytes].view(tensor.dtype).view(tensor.shape)
+            self._host.append(host.copy_(tensor.detach()))
+
+    def free_device(self) -> None:
+        """Leave the tensors in host memory from now on, except within `on_device`."""
+        for tensor, host in zip(self._tensors, self._host, strict=True):
+            tensor.data = host
 
     @contextlib.contextmanager
     def on_device(self) -> Iterator[None]:
-        """Have the weights on the device within this context."""
+        """Have the weights in the tensors, on the device, within this context."""
+        before = [tensor.data for tensor in self._tensors]
         try:
             for tensor, host in zip(self._tensors, self._host, strict=True):
                 tensor.data = host.to(self._device, non_blocking=True)
             yield
         finally:
-            self._put_back()
-
-    def _put_back(self) -> None:
-        for tensor, host in zip(self._tensors, self._host, strict=True):
-            tensor.data = host
+            for tensor, data in zip(self._tensors, before, strict=True):
+                tensor.data = data

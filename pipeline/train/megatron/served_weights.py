@@ -122,5 +122,6 @@ class ServedWeights:
 
     def _gatherer(self, of: Mapping[str, LocalTensor], shapes: Mapping[str, Shape]) -> WeightGatherer:
         leaders = {name: one for name, one in of.items() if is_data_parallel_leader(name)}
-        pieces = [(self.tensor(name), self._pieces(one)) for name, one in leaders.items()]
+        # The parameters themselves: `HostWeights` changes the memory that they refer to, and what is left has to be freed.
+        pieces = [(self._merged.get(name, one.tensor), self._pieces(one)) for name, one in leaders.items()]
         return WeightGatherer(pieces, shapes, self._group, self._device)

@@ -214,6 +214,17 @@ def test_models_besides_the_policy_are_counted():
     assert alone.phases[of_reference] - alone.phases[phase] == pytest.approx(reference)
 
 
+def test_a_reference_of_megatron_computes_beside_the_policy():
+    found, weights = on_megatron(), 2 * LLAMA.parameters
+    assert found.host == pytest.approx(weights, rel=1e-6)
+    phase, of_reference = "log-probs, policy", "log-probs of the reference, policy"
+    assert found.phases[of_reference] - found.phases[phase] == pytest.approx(weights, rel=1e-6)
+    on_cpus = on_megatron("cluster.train.gpus_per_node=0", "cluster.train.ranks_per_node=8")
+    assert on_cpus.phases[of_reference] == on_cpus.phases[phase]
+    adapted = on_megatron(f"{MEGATRON}.peft.enabled=true")
+    assert adapted.host == 0 and of_reference not in adapted.phases
+
+
 def test_offloaded_weights_are_on_the_host():
     found = trained("policy.dtensor_cfg.cpu_offload=true")
     assert not {"weights", "gradients", "optimizer"} & found.parts.keys()

@@ -149,6 +149,8 @@ def test_a_reference_comes_from_the_host():
     assert "host copies" not in each[of_reference].parts
     assert each[before].seconds == pytest.approx(2 * each[of_reference].seconds)
     assert each[of_reference].seconds / copies == pytest.approx(round(each[of_reference].seconds / copies))  # microbatches
+    megatron = ("policy.dtensor_cfg.enabled=false", "policy.megatron_cfg.enabled=true")
+    assert train_phases(*lone, *megatron)[of_reference].parts["host copies"] == pytest.approx(copies)
 
 
 def test_ppo_trains_two_models():
