@@ -15,4 +15,4 @@ def switch_on() -> None:
     """
     torch.use_deterministic_algorithms(True)
     # Otherwise every torch.empty would be filled, so that reading it before writing shows. That costs memory bandwidth.
-    torch.utils.deterministic.fill_uninitialized_memory = False
+    setattr(torch.utils.deterministic, "fill_uninitialized_memory", False)  # noqa: B010 - a property of the module's class

@@ -15,12 +15,12 @@ from collections.abc import Callable, Iterable, Mapping
 
 import torch
 import torch.distributed as dist
-from megatron.core import parallel_state, tensor_parallel
+from megatron.core import tensor_parallel
 from megatron.core.transformer.module import param_is_not_shared
 
 from pipeline.train.gradients import squared_norm
 from pipeline.train.megatron.collectives import all_gather_bytes
-from pipeline.train.megatron.groups import tensor_group
+from pipeline.train.megatron.groups import expert_tensor_group, tensor_group
 from pipeline.train.megatron.local_tensors import LocalTensor
 
 SAME = 0.01
@@ -91,8 +91,8 @@ class GradientNorm:
                 found[one.expert][name] = squared_norm([gradient], self._device)
         unequal = []
         for expert, squares in found.items():
-            group = parallel_state.get_expert_tensor_parallel_group() if expert else tensor_group()
-            if group is None or group.size() == 1 or not squares:
+            group = expert_tensor_group() if expert else tensor_group()
+            if group.size() == 1 or not squares:
                 continue
             mine = torch.stack([*squares.values()])  # the ranks have the same parameters, and ranges, in the same order
             every = [torch.empty_like(mine) for _ in range(group.size())]

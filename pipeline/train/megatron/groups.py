@@ -57,6 +57,11 @@ def tensor_group() -> dist.ProcessGroup:
     return _existing(parallel_state.get_tensor_model_parallel_group())
 
 
+def expert_tensor_group() -> dist.ProcessGroup:
+    """Return this rank's group of experts' tensor parallelism."""
+    return _existing(parallel_state.get_expert_tensor_parallel_group())
+
+
 def pipeline_group() -> dist.ProcessGroup:
     """Return this rank's pipeline-parallel group."""
     return _existing(parallel_state.get_pipeline_model_parallel_group())
