@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from typing_extensions import override
 
-from pipeline.train.packing import Packing, rows_of_rank, sequence_order
+from pipeline.train.packing import Packing, rows_of_rank, sent, sequence_order
 from pipeline.types import PackedBatch
 
 
@@ -45,7 +45,7 @@ def localize(batch: PackedBatch, ranks: int, rank: int, multiple: int, group: di
     lengths = padded_lengths(batch.lengths, ranks, multiple)
     device = batch.tokens.device
     starts = list(itertools.accumulate(lengths, initial=0))
-    real = torch.cat([torch.arange(n) + start for n, start in zip(batch.lengths, starts, strict=False)]).to(device)
+    real = sent(torch.cat([torch.arange(n) + start for n, start in zip(batch.lengths, starts, strict=False)]), device)
     tokens, positions = batch.tokens.new_zeros(starts[-1]), batch.tokens.new_zeros(starts[-1])
     targets = batch.tokens.new_zeros(starts[-1])
     tokens[real], positions[real] = batch.tokens, batch.positions
@@ -54,10 +54,10 @@ def localize(batch: PackedBatch, ranks: int, rank: int, multiple: int, group: di
     if batch.teacher is not None:
         candidates = targets.new_zeros(len(targets), batch.teacher.tokens.size(1))
         candidates[real] = batch.teacher.tokens.roll(-1, 0)
-    place = sequence_order(lengths, ranks).to(device)
+    place = sent(sequence_order(lengths, ranks), device)
     begins = batch.positions == 0
-    cu_seqlens = torch.tensor(starts, dtype=torch.int32, device=device)
-    rows = rows_of_rank(lengths, ranks, rank).to(device)
+    cu_seqlens = sent(torch.tensor(starts, dtype=torch.int32), device)
+    rows = sent(rows_of_rank(lengths, ranks, rank), device)
     return LocalBatch(
         tokens=tokens[rows][None],
         positions=positions[rows][None],

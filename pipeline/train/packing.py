@@ -36,7 +36,7 @@ class ContextPart:
                 spans.append((chunk, (number + 1) * chunk))
                 keys.append(places[: (number + 1) * chunk])
         starts = [torch.tensor([0, *itertools.accumulate(part)], dtype=torch.int32) for part in zip(*spans, strict=True)]
-        on_device = (tensor.to(device) for tensor in (*starts, torch.cat(keys)))
+        on_device = (sent(tensor, device) for tensor in (*starts, torch.cat(keys)))
         return ContextPart(group, lengths, tuple(spans), *on_device)
 
 
@@ -66,6 +66,16 @@ class Packing:
         if group is not None and group.size() > 1:
             context = ContextPart.of(group, lengths, cu_seqlens.device)
         return Packing(cu_seqlens, max(lengths), runs, context)
+
+    def starts_on_host(self) -> torch.Tensor:
+        """Return `cu_seqlens` in host memory, without waiting for the device."""
+        lengths = (length for count, length in self.runs for _ in range(count))
+        return torch.tensor([0, *itertools.accumulate(lengths)], dtype=torch.int32)
+
+
+def sent(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """Return a host tensor on the device. From pageable memory, a copy would wait until a GPU has done its earlier work."""
+    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor.to(device)
 
 
 def rows_of_rank(lengths: tuple[int, ...], ranks: int, rank: int) -> torch.Tensor:

@@ -48,7 +48,7 @@ class OnGPU(torch.Tensor):
         return f"OnGPU({self.host!r})"
 
     def tolist(self) -> Any:
-        return self.host.tolist()
+        return self.cpu().tolist()
 
     @classmethod
     def __torch_dispatch__(cls, function, types, args=(), kwargs=None):
@@ -101,6 +101,7 @@ def pretended() -> Iterator[torch.device]:
     """Pretend to have a GPU for tensors that this thread makes in the block. Yields its device."""
     with pytest.MonkeyPatch.context() as patch, without_device_guards():
         patch.setattr(torch.cuda, "_lazy_init", lambda: None)
+        patch.setattr(torch.Tensor, "pin_memory", lambda host: host)
         patch.setattr(torch.cuda, "Event", _Event)
         patch.setattr(torch.cuda, "current_stream", lambda device: _Event())
         with Pretending():

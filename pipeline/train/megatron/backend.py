@@ -42,7 +42,7 @@ from pipeline.train.megatron.gradient_norm import GradientNorm, set_flags
 from pipeline.train.megatron.groups import context_group, data_group, initialize, pipeline_group
 from pipeline.train.megatron.heads import ValueHead, VocabularyHead, broadcast_outputs
 from pipeline.train.megatron.host_weights import HostWeights
-from pipeline.train.megatron.local_modules import PackedSequences
+from pipeline.train.megatron.local_modules import PackedSequences, kernels_read_starts
 from pipeline.train.megatron.local_tensors import LocalTensor, local_tensors
 from pipeline.train.megatron.model import build, data_parallel
 from pipeline.train.megatron.optimizer import ScheduledOptimizer
@@ -70,6 +70,7 @@ class MegatronBackend(TrainBackend):
         check_megatron_attention(hf, policy.max_total_sequence_length)
         self._shapes, _ = checkpoint_shapes(hf, role.head)
         self._stage = build(policy, hf, role.head).to(self.device)
+        self._starts_on_host = not kernels_read_starts(self._stage, self._stage.config)
         if not role.trained:
             self._stage.requires_grad_(False)
         family = models.family(hf.model_type).parameters(hf, role.head)
@@ -185,7 +186,7 @@ class MegatronBackend(TrainBackend):
 
         def forward_step(iterator: Iterator[tuple[PackedBatch, LocalBatch]], model: torch.nn.Module):
             batch, local = next(iterator)
-            sequences = PackedSequences.of(local.packing)
+            sequences = PackedSequences.of(local.packing, self._starts_on_host)
             hidden = model(local.tokens, local.positions, attention_mask=None, packed_seq_params=sequences)
             if not parallel_state.is_pipeline_last_stage():
                 return hidden, None

@@ -7,14 +7,14 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from pipeline.train.packing import Packing
+from pipeline.train.packing import Packing, sent
 
 
 def token_positions(packing: Packing) -> torch.Tensor:
     """Return the position of each token in its sequence, [T] int64 on the device."""
     lengths = torch.tensor([length for count, length in packing.runs for _ in range(count)])
     starts = torch.repeat_interleave(lengths.cumsum(0) - lengths, lengths)
-    return (torch.arange(len(starts)) - starts).to(packing.cu_seqlens.device, non_blocking=True)
+    return sent(torch.arange(len(starts)) - starts, packing.cu_seqlens.device)
 
 
 def convolve(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, positions: torch.Tensor) -> torch.Tensor:

@@ -31,15 +31,18 @@ class PackedSequences(PackedSeqParams):
     packing: Packing | None = None  # of the padded sequences, over all context-parallel ranks
 
     @classmethod
-    def of(cls, packing: Packing) -> PackedSequences:
-        """Return Megatron-Core's description of a packing. Padding counts as tokens of its sequence."""
-        starts, longest = packing.cu_seqlens, packing.max_length
+    def of(cls, packing: Packing, on_host: bool = False) -> PackedSequences:
+        """Return Megatron-Core's description of a packing. on_host: `cu_seqlens` lie in host memory; see `kernels_read_starts`.
+
+        Padding counts as tokens of its sequence, so nothing lies between sequences and `cu_seqlens_q_padded` would be equal.
+        TransformerEngine takes None for that; up to 2.17, it compares two tensors in every layer, and waits for the device
+        (`torch.equal` in DotProductAttention.forward).
+        """
+        starts, longest = packing.starts_on_host() if on_host else packing.cu_seqlens, packing.max_length
         return cls(
             qkv_format="thd",
             cu_seqlens_q=starts,
             cu_seqlens_kv=starts,
-            cu_seqlens_q_padded=starts,
-            cu_seqlens_kv_padded=starts,
             max_seqlen_q=longest,
             max_seqlen_kv=longest,
             packing=packing,
@@ -134,3 +137,12 @@ class PackedAttention(MegatronModule):
     @override
     def sharded_state_dict(self, *args, **kwargs) -> dict:
         return {}
+
+
+def kernels_read_starts(stage: torch.nn.Module, config: TransformerConfig) -> bool:
+    """Return whether kernels read `cu_seqlens`: fused rotary embeddings do, and attention that is not ours.
+
+    Megatron-Core's unfused rotary embeddings read them on the host: from the device, that would take four waits a layer.
+    """
+    attention = [module for name, module in stage.named_modules() if name.endswith(".core_attention")]
+    return config.apply_rope_fusion or not all(isinstance(module, PackedAttention) for module in attention)

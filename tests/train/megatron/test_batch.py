@@ -1,6 +1,8 @@
 """Pad and cut a packed batch over context-parallel ranks, and put log-probs back in order."""
 
+import itertools
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -8,6 +10,7 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 
 from pipeline.train.context_parallel import GatherContextParallel, localize, padded_lengths
+from pipeline.train.megatron.local_modules import PackedAttention, PackedSequences, kernels_read_starts
 from tests.train import cases
 from tests.train.megatron import heads, layouts
 from tests.train.megatron.layouts import CP2, Layout
@@ -76,6 +79,30 @@ def test_every_token_is_on_one_rank(ranks, multiple, chosen):
     assert torch.equal(every["positions"][rows], batch.positions[inside] - 1)
     assert len(rows.unique()) == len(rows)
     assert all(torch.equal(part.predicting_rows, parts[0].predicting_rows) for part in parts)
+
+
+@pytest.mark.parametrize(("ranks", "multiple"), [(1, 1), (1, 4), (2, 1), (2, 4)])
+def test_megatrons_description_of_a_padded_batch(ranks, multiple):
+    """Padding counts as tokens, so TransformerEngine need not compare the starts with others, for which it would wait."""
+    batch = heads.pack([0, 2, 3])
+    padded = padded_lengths(batch.lengths, ranks, multiple)
+    assert (padded == batch.lengths) == (ranks == multiple == 1)
+    packing = localize(batch, ranks, ranks - 1, multiple).packing
+    for found in (PackedSequences.of(packing), PackedSequences.of(packing, on_host=True)):
+        assert found.cu_seqlens_q_padded is None and found.cu_seqlens_kv_padded is None
+        for starts in (found.cu_seqlens_q, found.cu_seqlens_kv):
+            assert starts.tolist() == [0, *itertools.accumulate(padded)] and starts.dtype == torch.int32
+        assert found.max_seqlen_q == found.max_seqlen_kv == packing.max_length == max(padded)
+    assert PackedSequences.of(packing).cu_seqlens_q is packing.cu_seqlens
+
+
+@pytest.mark.parametrize(("fused", "ours", "expected"), [(False, True, False), (True, True, True), (False, False, True)])
+def test_kernels_that_read_starts(fused, ours, expected):
+    attention = PackedAttention.__new__(PackedAttention) if ours else torch.nn.Identity()
+    torch.nn.Module.__init__(attention)
+    layer = torch.nn.ModuleDict({"core_attention": attention, "other": torch.nn.Identity()})
+    stage = torch.nn.ModuleDict({"layers": torch.nn.ModuleList([layer])})
+    assert kernels_read_starts(stage, SimpleNamespace(apply_rope_fusion=fused)) == expected
 
 
 def gather(layout: Layout, folder: Path) -> None:
