@@ -8,6 +8,7 @@ returns it. Without a GPU everything works the same, with copies in ordinary hos
 
 from __future__ import annotations
 
+import contextlib
 import mmap
 import weakref
 from collections.abc import Iterable
@@ -80,16 +81,33 @@ class Offload:
 def host_memory(size: int, page_locked: bool) -> torch.Tensor:
     """Return [size] uint8 in separate pages, which are unlocked when the tensor is freed.
 
-    Raises torch.cuda.CudaError if they cannot be page-locked.
+    A forked process must not use page-locked memory. Raises torch.cuda.CudaError if the pages cannot be locked.
     """
-    # A shared mapping: after a fork, private pages would be copied, and CUDA would continue to use the old ones.
-    memory = torch.frombuffer(mmap.mmap(-1, size), dtype=torch.uint8)
+    block = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    memory = torch.frombuffer(block, dtype=torch.uint8)
     if page_locked:
+        _prepare(block, memory)
         cuda = torch.cuda.cudart()
         assert cuda is not None  # the device is a GPU
         torch.cuda.check_error(cuda.cudaHostRegister(memory.data_ptr(), size, 0))
         weakref.finalize(memory, cuda.cudaHostUnregister, memory.data_ptr()).atexit = False
     return memory
+
+
+def _prepare(block: mmap.mmap, memory: torch.Tensor) -> None:
+    """Choose the pages of a block and allocate them, which takes most of the time of page-locking.
+
+    After a fork, a process gets a copy of a private page that it writes to, and CUDA would continue to use the old page. So
+    forks do not have these pages, as with InfiniBand's registered memory (madvise(2), MADV_DONTFORK; ibv_fork_init(3)). Nor do
+    they need them: after CUDA is in use, ranks only start programs (launch/executors/forks.py). A shared mapping has no copies
+    either, but gets pages of 2 MB only where the node's shmem_enabled permits it; a private one gets them unless the node turns
+    them off (Linux, Documentation/admin-guide/mm/transhuge.rst).
+    """
+    block.madvise(mmap.MADV_DONTFORK)
+    with contextlib.suppress(OSError):  # a kernel without pages of 2 MB: locking takes longer
+        block.madvise(mmap.MADV_HUGEPAGE)
+    # By torch's threads. CUDA would allocate them in one thread, under a lock (github.com/pytorch/pytorch/pull/108488).
+    memory[:: mmap.PAGESIZE].zero_()
 
 
 def _key(tensor: torch.Tensor) -> StorageWeakRef:

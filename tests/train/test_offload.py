@@ -2,6 +2,8 @@
 
 import ctypes
 import gc
+import mmap
+import re
 from pathlib import Path
 
 import pytest
@@ -115,15 +117,26 @@ def test_copies_follow_their_tensors():
         assert tensor.tolist() == [i] * 20 and len(offload._copies) == 1
 
 
+def mapping(address: int) -> dict[str, str]:
+    """Return the fields of /proc/self/smaps of the mapping that has this address."""
+    text = Path("/proc/self/smaps").read_text()
+    for start, end, access, rest in re.findall(r"^([0-9a-f]+)-([0-9a-f]+) (\S+) (.*\n(?:[A-Z].*\n)*)", text, re.MULTILINE):
+        if int(start, 16) <= address < int(end, 16):
+            return {"access": access, **dict(re.findall(r"^(\w+): *(.*?) *$", rest, re.MULTILINE))}
+    raise ValueError(f"{address:#x} is not mapped")
+
+
 class CUDA:
     """A stand-in for CUDA's runtime."""
 
     def __init__(self):
         self.locked: dict[int, int] = {}
         self.first: list[int] = []  # byte, of memory when it was unlocked
+        self.mappings: list[dict[str, str]] = []  # of memory when it was locked, as Linux describes them
 
     def cudaHostRegister(self, address: int, size: int, flags: int) -> int:
         self.locked[address] = size
+        self.mappings.append(mapping(address))
         return 0
 
     def cudaHostUnregister(self, address: int) -> None:
@@ -145,6 +158,28 @@ def test_page_locked_memory_has_the_size_of_its_content_and_is_freed(monkeypatch
     assert not cuda.locked and cuda.first == [7] * 3  # while it was still there
     host_memory(10, False)
     assert len(checked) == 3
+
+
+def test_page_locked_memory_is_in_large_pages_that_a_fork_does_not_get(monkeypatch):
+    cuda = CUDA()
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: cuda)
+    monkeypatch.setattr(torch.cuda, "check_error", lambda error: None)
+    memory = host_memory((8 << 20) + 1, True)
+    (found,) = cuda.mappings
+    assert found["access"] == "rw-p" and {"hg", "dc"} <= set(found["VmFlags"].split())
+    assert found["Rss"] == found["Size"]  # the pages are there before they are locked
+    assert not memory.any()
+    plain = host_memory(8 << 20, False)
+    assert not {"hg", "dc"} & set(mapping(plain.data_ptr())["VmFlags"].split())
+
+
+def test_a_kernel_without_large_pages_locks_others(monkeypatch):
+    cuda = CUDA()
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: cuda)
+    monkeypatch.setattr(torch.cuda, "check_error", lambda error: None)
+    monkeypatch.setattr(mmap, "MADV_HUGEPAGE", 9999)  # EINVAL, as Linux answers without CONFIG_TRANSPARENT_HUGEPAGE
+    assert host_memory(10, True).tolist() == [0] * 10
+    assert "dc" in cuda.mappings[0]["VmFlags"].split()
 
 
 @pytest.mark.parametrize("shared", [False, True])
