@@ -85,6 +85,22 @@ def test_an_offloaded_models_weights_are_on_the_gpu_only_while_it_computes(model
         assert all(local.tensor.device.type == "cpu" for local in offloaded._local.values())
 
 
+@pytest.mark.parametrize("family", ["qwen3_tied", "qwen3_moe"])
+def test_a_reference_is_in_host_memory_and_computes_beside_the_policy(models, family):
+    policy = cases.policy(models / family, precision="bfloat16")
+    trained = layouts.backend(policy, role=ModelRole(reference=True), pipeline_dtype="bfloat16")
+    batches, places = [cases.pack(ALL, "cuda")], [local.tensor.data_ptr() for local in trained._local.values()]
+    expected = trained.forward(batches)[0].logprobs
+    trained.step(batches, cases.loss)
+    ours, before = trained.forward(batches)[0].logprobs, torch.cuda.memory_allocated()
+    assert trained._reference._block.is_pinned()
+    for _ in range(2):
+        assert torch.equal(trained.forward(batches, "reference")[0].logprobs, expected)
+        assert torch.cuda.memory_allocated() == before
+        assert [local.tensor.data_ptr() for local in trained._local.values()] == places
+        assert torch.equal(trained.forward(batches)[0].logprobs, ours)
+
+
 @pytest.mark.parametrize("family", ["llama", "qwen3", "qwen3_moe"])
 def test_float32(models, family):
     """TransformerEngine's attention has no float32."""
