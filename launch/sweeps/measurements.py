@@ -26,7 +26,10 @@ class RunMeasurements:
     folder: Path | None = None  # the run's
 
     def reproducible(self, patterns: list[str]) -> dict[str, Curve]:
-        """Return the metrics that match one of `patterns` and that a second run reproduces to the last bit."""
+        """Return the metrics that match one of `patterns` and that a second run reproduces to the last bit.
+
+        On GPUs a second run reproduces them only with policy.deterministic=true.
+        """
         kept = {name: curve for name, curve in self.curves.items() if not name.startswith(NOT_REPRODUCIBLE)}
         return {name: curve for name, curve in kept.items() if any(fnmatch.fnmatchcase(name, each) for each in patterns)}
 

@@ -69,7 +69,10 @@ class SpeedConfig:
 
 @dataclass
 class SameConfig:
-    """Equality of every reproducible metric with that of another run, to the last bit, seed by seed."""
+    """Equality of every reproducible metric with that of another run, to the last bit, seed by seed.
+
+    Equal runs on GPUs have equal metrics only with policy.deterministic=true.
+    """
 
     run: Text = schema_validation.MISSING
     metrics: list[Text] = field(default_factory=lambda: ["*"])  # patterns of the names to compare

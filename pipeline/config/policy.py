@@ -132,9 +132,9 @@ class DTensorConfig:
         Field(
             description="Compile decoder layers with torch.compile. null: on GPUs, for dense models without tensor"
             " parallelism, selective recomputation or Liger's kernels. Compiled layers round differently from"
-            " eager ones; on the same machine a synchronous run still resumes bit for bit. Compilation uses a full"
-            " microbatch of sequences of max_total_sequence_length tokens, so memory must suffice for it even"
-            " if no data are that long."
+            " eager ones; with policy.deterministic a synchronous run still resumes to the last bit on the same"
+            " machine. Compilation uses a full microbatch of sequences of max_total_sequence_length tokens, so"
+            " memory must suffice for it even if no data are that long."
         ),
     ] = None
     lora_cfg: LoRAConfig = field(default_factory=LoRAConfig)

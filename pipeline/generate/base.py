@@ -84,9 +84,9 @@ class GenerateBackend(Protocol):
     def likelihoods(self, requests: Sequence[LikelihoodRequest]) -> list[Likelihood]:
         """Return the log-probs of each request's scored tokens, in this order.
 
-        They depend on these requests and on the weights alone, to the last bit: not on the engine, nor on what it computed
-        before. Raises ValueError, naming the request, if it has no token to score or does not fit max_model_len, and
-        RuntimeError if a request is pending.
+        They depend on these requests and on the weights alone, to the last bit (on GPUs with policy.deterministic): not on the
+        engine, nor on what it computed before. Raises ValueError, naming the request, if it has no token to score or does
+        not fit max_model_len, and RuntimeError if a request is pending.
         """
         ...
 

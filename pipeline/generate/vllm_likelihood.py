@@ -3,7 +3,8 @@
 vLLM's own prompt log-probs compute logits for every token of a prompt, request by request, and do without its prefix cache. So
 the prompts of a unit run as plain requests of one token, which read the cache, and we take the hidden states where vLLM would
 compute prompt log-probs. A cached block was computed by a prompt of the same unit, because the cache is reset before, so no
-state is missing. The scheduler sees the same prompts in the same order each time: results of a unit are equal to the last bit.
+state is missing. The scheduler sees the same prompts in the same order each time: results of a unit are equal to the last bit
+(on GPUs with policy.deterministic).
 
 vLLM has two model runners, with different names for the same: V2 on GPUs, V1 elsewhere and with pipeline stages. Both methods
 are private; the version is pinned.

@@ -6,7 +6,7 @@ back. With dynamic sampling it samples further batches until the step is full.
 `AsyncCollector` samples ahead of training: engines continue while the train ranks learn, and a step trains on the groups that
 `Buffer` selects. New groups are sent right after a refit, and one for each that dynamic sampling discards, so all new work of
 an engine begins with the newest weights. With `max_trajectory_age_steps` 0 nothing runs ahead, and the run equals the
-synchronous one to the last bit.
+synchronous one to the last bit, on CPUs or with policy.deterministic.
 """
 
 from __future__ import annotations

@@ -2,7 +2,8 @@
 
 A group is never split, so that its members run on one engine and share the prompt's keys and values. Idle engines get groups
 round robin. All groups that go to one engine at one time are one message, whose requests are all in the engine before it takes
-another step: so a synchronous step is the same to the last bit, whatever the timing of messages.
+another step: so a synchronous step has the same batches, whatever the timing of messages, and is the same to the last bit on
+CPUs, or on GPUs with policy.deterministic.
 
 Groups that have been sent are never moved, and no piece of work is smaller than a group.
 """

@@ -127,7 +127,7 @@ class TrainBackend(Protocol):
         ...
 
     def load(self, folder: Path, key: EncryptionKey | None = None) -> None:
-        """Restore the state from all ranks' shards in `folder`, bitwise if the layout is the same.
+        """Restore the state from all ranks' shards in `folder`, to the last bit if the layout is the same.
 
         key: of encrypted shards. Raises RecipeError if the checkpoint does not fit the recipe, ValueError if it is incomplete.
         """

@@ -10,7 +10,7 @@ before an update are bitwise equal to those in its first loss, as in eager mode,
 
 The compiler splits reductions by the sizes of the first batch. Trial batches of fixed sizes, when the model is built, make this
 choice the same in every start. Inductor's deterministic mode makes no choice by timing. So on the same machine, a resumed run
-equals the uninterrupted one.
+equals the uninterrupted one, if attention, which stays eager, is deterministic too: on CPUs, or with policy.deterministic.
 
 Not supported: tensor parallelism (torch 2.13 fails to trace its DTensor hooks with dynamic shapes: RecursionError), and
 selective recomputation, which cannot select operators inside compiled graphs.

@@ -41,7 +41,7 @@ def _missing(device_type: str) -> str | None:
 
 @functools.cache
 def _compiled() -> Callable[..., Any]:
-    """Return the kernel for any number of tokens. No choice is made by timing, so a resumed run equals the uninterrupted."""
+    """Return the kernel for any number of tokens. No choice is made by timing, so all starts of a run have the same kernels."""
     return torch.compile(flex_attention, dynamic=True, fullgraph=True, options={"deterministic": True})
 
 
