@@ -92,6 +92,22 @@ def problems(recipe: Recipe, pending: Sequence[os.PathLike], conversions: Path) 
             yield Problem(f"{key}.python", "not-mounted", what)
 
 
+def import_notes(recipe: Recipe) -> Iterator[str]:
+    """Yield a note for each image that nodes import from a registry while ranks of other nodes wait for theirs."""
+    parts = components(recipe)
+    images: dict[str, list[str]] = {}
+    for name, part in parts.items():
+        if (image := part.container_image) and not image.startswith(("/", ".")) and (len(parts) > 1 or part.nodes > 1):
+            images.setdefault(image, []).append(f"cluster.{name}.container_image")
+    for image, keys in images.items():
+        uri = image if "://" in image else f"docker://{image}"
+        yield (
+            f"{', '.join(keys)}: each node imports {image} from its registry before its ranks start, which takes minutes; other"
+            f" ranks wait for cluster.timeouts.join={recipe.cluster.timeouts.join:g} s. Try `enroot import {uri}` once,"
+            " and the path of the .sqsh file"
+        )
+
+
 def _check_python(key: str, component: ComponentConfig) -> Iterator[Problem]:
     python = component.python
     if python and os.sep in python and not os.access(python, os.X_OK):

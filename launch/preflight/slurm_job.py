@@ -15,7 +15,7 @@ from itertools import combinations
 
 from launch import slurm_client
 from launch.components import components
-from launch.preflight import slurm_limits, slurm_request, squashfuse
+from launch.preflight import container_images, slurm_limits, slurm_request, squashfuse
 from launch.preflight.slurm_limits import Accounting
 from launch.preflight.slurm_nodes import Cluster, counted
 from launch.preflight.slurm_refusals import RefusalExaminer
@@ -99,10 +99,14 @@ def _start_together(suitable: dict[ComponentRequest, frozenset[str]]) -> Iterato
 
 
 def container_problems(recipe: Recipe, notes: list[str]) -> Iterator[Problem]:
-    """Yield a problem if the recipe uses images and srun lacks pyxis's options. notes: receives work that containers lose."""
+    """Yield a problem if the recipe uses images and srun lacks pyxis's options.
+
+    notes: receives imports of images that ranks wait for, and work that containers lose.
+    """
     used = [f"cluster.{name}.container_image" for name, each in components(recipe).items() if each.container_image]
     if not used:
         return
+    notes += container_images.import_notes(recipe)
     try:
         options = slurm_client.run_command("srun", "--help")
     except SlurmError as why:

@@ -10,7 +10,7 @@ import pytest
 from safetensors.numpy import save_file
 
 from launch.executors.base import ROOT
-from launch.preflight import storage
+from launch.preflight import container_images, slurm_job, storage
 from launch.preflight.container_images import Mount, resolve_inside
 from launch.preflight.disk_space import conversions_folder
 from launch.preflight.storage import file_system
@@ -374,6 +374,22 @@ def test_containers_that_cannot_start_are_refused(folder, contained, keys, key, 
     given = [f"{ROOT}:{ROOT}", f"{folder}:{folder}"]
     problems = contained(**{**keys, "container_mounts": given + keys.get("container_mounts", [])})
     assert named(problems) == ({(f"cluster.train.{key}", code)} if key else set())
+
+
+def test_an_image_that_ranks_wait_for_is_noted(folder):
+    recipe, notes = load(folder), []
+    image = "nvcr.io#nvidia/pytorch:26.01-py3"
+    for part in (recipe.cluster.train, recipe.cluster.generate):
+        part.container_image = image
+    list(slurm_job.container_problems(recipe, notes))
+    assert notes[0].startswith(
+        f"cluster.train.container_image, cluster.generate.container_image: each node imports {image} from"
+    )
+    assert f"cluster.timeouts.join=600 s. Try `enroot import docker://{image}` once" in notes[0]
+    recipe.cluster.train.container_image = "/images/train.sqsh"
+    assert [note.partition(":")[0] for note in container_images.import_notes(recipe)] == ["cluster.generate.container_image"]
+    recipe.cluster.generate.container_image = None
+    assert list(container_images.import_notes(recipe)) == []
 
 
 def test_a_truncated_image_is_refused(folder, contained):
