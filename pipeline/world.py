@@ -332,8 +332,8 @@ def connect(world: World) -> None:
 def _open_paths(world: World) -> None:
     """Exchange a number with each rank of another node from which or to which a refit may move weights.
 
-    NCCL allocates a path's buffers at its first message: at the first refit they would find a GPU that vLLM has filled. vLLM
-    counts what is allocated before it starts.
+    NCCL allocates a path's buffers at its first message. At the first refit vLLM has filled the GPU. At the start vLLM finds
+    them in use, and refuses a share of the memory that is not free (vllm/v1/worker/utils.py, request_memory).
     """
     sends = world.component == "train"
     operation = dist.isend if sends else dist.irecv
