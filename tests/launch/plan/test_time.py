@@ -140,7 +140,8 @@ def test_a_reference_comes_from_the_host():
     """Load the reference in 2 bytes a parameter: once, or with cpu_offload for each microbatch, where the policy takes 4
     bytes.
     """
-    lone = ("cluster.train.gpus_per_node=1", "policy.sequence_packing.logprob_mb_tokens=4096")
+    every = "grpo.seq_logprob_error_threshold=2"  # for it, old log-probs are those of all samples
+    lone = ("cluster.train.gpus_per_node=1", "policy.sequence_packing.logprob_mb_tokens=4096", every)
     before, of_reference = "log-probs before the updates", "log-probs of the reference"
     once, host = train_phases(*lone), 64e9 * 0.3
     copies = 2 * shape("meta-llama/Llama-3.1-8B-Instruct").parameters / host
@@ -151,6 +152,12 @@ def test_a_reference_comes_from_the_host():
     assert each[of_reference].seconds / copies == pytest.approx(round(each[of_reference].seconds / copies))  # microbatches
     megatron = ("policy.dtensor_cfg.enabled=false", "policy.megatron_cfg.enabled=true")
     assert train_phases(*lone, *megatron)[of_reference].parts["host copies"] == pytest.approx(copies)
+
+
+def test_the_first_updates_samples_need_no_separate_pass():
+    before, many = "log-probs before the updates", 4  # updates of llama8b_grpo
+    every = train_phases("grpo.seq_logprob_error_threshold=2")[before].flops
+    assert train_phases()[before].flops == pytest.approx((1 - 1 / many) * every)
 
 
 def test_ppo_trains_two_models():
