@@ -28,7 +28,8 @@ def launcher_environment(engine_ranks: int, rank_in_engine: int) -> Iterator[Non
     NCCL's variables, which vLLM sets for its own communicators with VLLM_BATCH_INVARIANT, are restored too: a refit may make
     one with train ranks, and NCCL waits forever if its ranks have different variables (vllm/utils/nccl.py, pin_nccl_env).
     """
-    os.environ["VLLM_CACHE_ROOT"] = caches.of_device(envs.VLLM_CACHE_ROOT, _device())
+    root = os.environ.get("VLLM_CACHE_ROOT") or envs.VLLM_CACHE_ROOT
+    os.environ["VLLM_CACHE_ROOT"] = caches.of_device(root, _device())
     launcher = {"RANK": rank_in_engine, "WORLD_SIZE": engine_ranks, "LOCAL_RANK": rank_in_engine}
     cuda = current_platform.is_cuda()
     if cuda:

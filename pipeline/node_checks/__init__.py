@@ -31,7 +31,7 @@ from pipeline.attempt import Attempt
 from pipeline.config import ClusterConfig, ComponentConfig
 from pipeline.node_checks import diagnosis, network, probe
 from pipeline.node_checks.network import Link, Rounds
-from pipeline.node_checks.probe import Needs, RankReport
+from pipeline.node_checks.probe import InstallationNeeds, RankReport
 from pipeline.node_checks.results import CheckResults, record, text
 from pipeline.watchdog import Failure, Heartbeat
 from pipeline.world import World
@@ -56,7 +56,7 @@ def check(world: World, cluster: ClusterConfig, compiles: bool = False) -> None:
     if not cluster.node_checks.enabled:
         return
     component: ComponentConfig = getattr(cluster, world.component)
-    needs = Needs(world.component != "generate", compiles and component.gpus_per_node > 0)
+    needs = InstallationNeeds(world.component != "generate", compiles and component.gpus_per_node > 0)
     with world.phase("", verb=VERB):
         if world.rank == 0:
             _lead(world, cluster, needs)
@@ -64,7 +64,7 @@ def check(world: World, cluster: ClusterConfig, compiles: bool = False) -> None:
             _follow(world, cluster, needs)
 
 
-def _probe(world: World, cluster: ClusterConfig, token: str, needs: Needs) -> RankReport:
+def _probe(world: World, cluster: ClusterConfig, token: str, needs: InstallationNeeds) -> RankReport:
     with world.phase("probe the node"):
         return probe.probe_rank(world.info, world.device, getattr(cluster, world.component), token, needs)
 
@@ -72,7 +72,7 @@ def _probe(world: World, cluster: ClusterConfig, token: str, needs: Needs) -> Ra
 # ---- every other rank -------------------------------------------------------------------------------------------------------
 
 
-def _follow(world: World, cluster: ClusterConfig, needs: Needs) -> None:
+def _follow(world: World, cluster: ClusterConfig, needs: InstallationNeeds) -> None:
     """Probe this rank and report. The outcome is not sent back: this rank loads nothing until rank 0 calls a verb."""
     token = _wait(world, "token", PROBE_TIMEOUT_S, str)
     report = _probe(world, cluster, token, needs)
@@ -102,7 +102,7 @@ def _wait(world: World, key: str, timeout_s: float, kind: Any) -> Any:
 # ---- rank 0 -----------------------------------------------------------------------------------------------------------------
 
 
-def _lead(world: World, cluster: ClusterConfig, needs: Needs) -> None:
+def _lead(world: World, cluster: ClusterConfig, needs: InstallationNeeds) -> None:
     start = time.perf_counter()
     results = CheckResults(_nodes(world))
     token = secrets.token_hex(16) if len(results.ranks) > 1 else ""

@@ -87,14 +87,16 @@ class RankReport(msgspec.Struct, array_like=True):
     node: NodeReport | None = None  # of the first rank of a component on a node
 
 
-class Needs(NamedTuple):
+class InstallationNeeds(NamedTuple):
     """What a component's ranks need of its installation."""
 
     training: bool  # what train ranks call of PyTorch
     compiler: bool  # what Triton compiles with
 
 
-def probe_rank(info: RankInfo, device: torch.device, component: ComponentConfig, token: str, needs: Needs) -> RankReport:
+def probe_rank(
+    info: RankInfo, device: torch.device, component: ComponentConfig, token: str, needs: InstallationNeeds
+) -> RankReport:
     """Return this rank's report. token: of rank 0's marker in the shared folder; empty if there is only one node."""
     start = time.perf_counter()
     uses_gpus = component.gpus_per_node > 0
@@ -226,7 +228,7 @@ def versions(uses_gpus: bool) -> dict[str, str]:
     return found
 
 
-def lacking(needs: Needs) -> list[str]:
+def lacking(needs: InstallationNeeds) -> list[str]:
     """Return what this installation lacks of what the ranks need."""
     found = []
     if needs.training and (names := torch_features.lacking()):

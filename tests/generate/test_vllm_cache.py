@@ -14,6 +14,7 @@ from pipeline.generate import vllm_launcher
 
 def start(monkeypatch, index: int, uuid: str) -> str:
     """Return the folder that vLLM uses in a process whose GPU has this index."""
+    envs.disable_envs_cache()  # of an engine of another test
     monkeypatch.setattr(vllm_launcher.current_platform, "is_cuda", lambda: True)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: index)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: SimpleNamespace(uuid=uuid))

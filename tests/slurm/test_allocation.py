@@ -57,7 +57,7 @@ def test_a_run_inside_an_salloc(here, options):
     assert [each["HETSTEP_COMPONENT"] for each in found] == ["train", "train", "generate"]
     assert len({each["HETSTEP_NODE"] for each in found}) == 3
     assert {each["HETSTEP_MASTER_ADDR"] for each in found} == {found[0]["HETSTEP_NODE"]}
-    assert [each["CUDA_VISIBLE_DEVICES"] for each in found] == (["0,1", "0,1", "0"] if gpus else [None] * 3)
+    assert [each["CUDA_VISIBLE_DEVICES"] for each in found] == (["0,1", "0,1", "0"] if gpus else [""] * 3)
     (attempt,) = all_attempts(here / "run")
     assert [log.name for log in attempt.logs] == ["rank00000.log", "rank00001.log", "rank00002.log"]
     assert attempt.verdict == "done"
