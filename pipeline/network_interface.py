@@ -94,7 +94,7 @@ def has_rdma() -> bool:
 def _set_for_nccl() -> bool:
     """Return whether the user or the site has chosen NCCL's interface."""
     files = map(Path, map(os.path.expanduser, NCCL_FILES))
-    return NCCL_VARIABLE in os.environ or any(NCCL_VARIABLE in path.read_text() for path in files if path.is_file())
+    return NCCL_VARIABLE in os.environ or any(NCCL_VARIABLE in path.read_text() for path in files if os.access(path, os.R_OK))
 
 
 def _leaves_data_alone(name: str) -> bool:
@@ -102,7 +102,7 @@ def _leaves_data_alone(name: str) -> bool:
 
     The variable also limits the sockets that carry data, and these are used only without RDMA.
     """
-    if has_rdma():
+    if has_rdma() and not {"NCCL_NET", "NCCL_IB_DISABLE"} & os.environ.keys():  # with either, sockets may carry the data
         return True
     states = psutil.net_if_stats()
     others = [state for other, state in states.items() if other != name and not other.startswith(UNUSED)]

@@ -28,12 +28,13 @@ class RewardedAlgorithm(OnlineAlgorithm):
         loss, filtered = recipe.loss_fn, self.section.seq_logprob_error_threshold is not None
         several = self.updates_per_epoch * self.epochs > 1 and not loss.force_on_policy_ratio
         before = filtered or loss.use_kl_in_reward  # something reads them before the first update
-        ours = type(self).loss.__module__.startswith(f"{__package__}.")  # a user's loss may need them
+        ours = type(self).__module__.startswith(f"{__package__}.")  # a user's loss or estimate may need them
+        same = not _dropout(recipe.policy)  # else the log-probs of an update's own pass are others
         self.needs = Needs(
             entropy=loss.log_entropy or loss.entropy_coeff != 0,
             truncated=True,
             old=several or before,
-            old_of_first=not (several and not before and self.epochs == 1 and ours),
+            old_of_first=not (several and not before and self.epochs == 1 and ours and same),
             reference=loss.reference_policy_kl_penalty != 0,
             estimates=filtered,
             epochs=self.epochs,
@@ -186,3 +187,8 @@ class RewardedAlgorithm(OnlineAlgorithm):
         if kind == "seq-mask-tis" and loss.sequence_level_importance_ratios:
             message = f"got seq-mask-tis, of tokens; expected tis or icepop with {sequences}=true, of whole sequences"
             yield Problem(f"{key}_type", "contradiction", message)
+
+
+def _dropout(policy: Any) -> bool:
+    """Return whether adapters drop numbers out in training."""
+    return policy.dtensor_cfg.lora_cfg.dropout > 0 or policy.megatron_cfg.peft.dropout > 0

@@ -9,8 +9,10 @@ from pipeline.algorithms.base import Algorithm
 from pipeline.config import (
     AdvantageConfig,
     DataConfig,
+    DTensorConfig,
     GRPOConfig,
     LossConfig,
+    MegatronConfig,
     OfflineConfig,
     OnlineConfig,
     TeachersConfig,
@@ -37,7 +39,9 @@ def made(
         "value_loss_fn": value or ValueLossConfig(),
         "on_policy_distillation": TeachersConfig(),
         "data": DataConfig(),
-        "policy": SimpleNamespace(train_global_batch_size=samples // updates),
+        "policy": SimpleNamespace(
+            train_global_batch_size=samples // updates, dtensor_cfg=DTensorConfig(), megatron_cfg=MegatronConfig()
+        ),
     }
     return ALGORITHMS[name](SimpleNamespace(**recipe))
 

@@ -142,6 +142,12 @@ def test_a_users_loss_gets_the_old_log_probs_of_every_update():
             raise NotImplementedError
 
     assert Users(grpo(updates=2).recipe).needs.old_of_first
+
+
+def test_adapters_with_dropout_need_a_pass_without_it():
+    recipe = grpo(updates=2).recipe
+    recipe.policy.dtensor_cfg.lora_cfg.dropout = 0.1
+    assert GRPO(recipe).needs.old_of_first
     assert grpo(LossConfig(force_on_policy_ratio=True)).needs == Needs(truncated=True)
     assert grpo(LossConfig(reference_policy_kl_penalty=0.1)).needs == Needs(truncated=True, reference=True)
     assert (

@@ -156,6 +156,12 @@ def test_nccl_starts_over_the_interface_that_leads_to_rank_0(machine, given, cho
     assert machine(**given) == chosen
 
 
+@pytest.mark.parametrize("variable", ["NCCL_NET", "NCCL_IB_DISABLE"])
+def test_adapters_that_nccl_may_not_use_are_no_reason_to_leave_a_fast_network(machine, monkeypatch, variable):
+    monkeypatch.setenv(variable, "Socket" if variable == "NCCL_NET" else "1")
+    assert machine(eth0=1000, ib0=200000, rdma=8) is None
+
+
 def test_the_users_interface_of_nccl_is_kept(machine, monkeypatch):
     monkeypatch.setenv(network_interface.NCCL_VARIABLE, "ib0")
     assert machine(eth0=1000) == "ib0"
