@@ -54,8 +54,8 @@ test-slurm-matrix: setup  ## Run the Slurm tests on Slurm 22.05, 24.11 and 26.05
 
 # On a machine with a GPU: do the GPU's tests pass, and how fast is it? `make gpu-check PYTHON=...` takes that Python; otherwise
 # .venv is taken if `make setup` has made it, unless python3's torch finds a GPU and .venv's does not. Installs nothing.
-# `ARGS="parts=train,decode out=FILE"`. Writes gpu_check.json; ends with 2 where there is no GPU.
-gpu-check:  ## On a machine with a GPU: run its tests and measure it, into gpu_check.json.
+# `ARGS="parts=train,decode total=570 out=FILE"`. Writes gpu_check.json; ends with 2 where there is no GPU.
+gpu-check:  ## On a machine with a GPU: check and measure it, and run its tests, into gpu_check.json.
 	@finds_gpu() { "$$1" -c 'import sys, torch; sys.exit(not torch.cuda.is_available())' 2>/dev/null; }; \
 	python=$(PYTHON); \
 	if [ -z "$(filter command environment,$(origin PYTHON))" ] && [ -e $(READY) ]; then \

@@ -46,8 +46,8 @@ BARE, BROADCAST, PLANNED, UNPROVEN = "bare gloo", "broadcast", "planned", "plann
 MAPPED, UNPROVEN_MAPPED = "planned, ipc", "planned, ipc, no digest"  # policy.generation.colocated.refit
 
 
-def llama() -> Model:
-    hidden, inner, key_value, layers, vocabulary = 1024, 2816, 256, 20, 24576
+def llama(layers: int = 20) -> Model:
+    hidden, inner, key_value, vocabulary = 1024, 2816, 256, 24576
     shapes, units, cut = {"embed_tokens": (vocabulary, hidden)}, {"embed_tokens": (("embed_tokens",),)}, {"embed_tokens": 0}
     layer = {
         "q_proj": (hidden, hidden),

@@ -1,62 +1,39 @@
-"""The parts of the check: what each needs, the command that runs it, and how its result is read."""
+"""The parts of the check, in their order: what each needs, how long it takes, and how it is run."""
 
 from __future__ import annotations
 
 import functools
 import importlib.util
-import json
-import os
-import re
-import sys
-import xml.etree.ElementTree as ElementTree
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
-from importlib import metadata
 from pathlib import Path
 
-from tests.gpu_check.table import FAILED, LEFT_OUT, PASSED, Result
+from tests.gpu_check import areas, runs
+from tests.gpu_check.measurement import Place
+from tests.gpu_check.table import Result
 
-ROOT = Path(__file__).parents[2]
-CORE = ("transformers", "omegaconf", "msgspec", "safetensors", "tokenizers", "yaml", "psutil", "numpy")
-RUNS = ("submitit", "cloudpickle", "datasets", "torchdata", "tensorboard", "jinja2", "rich", "peft")
-TOLD = ("torch", "vllm", "megatron", "transformer_engine", "transformers", "triton")
+TORCH = ("torch", "numpy")
+"""Without these nothing runs."""
+MACHINE = "machine"
+"""The first part, which tells how many GPUs there are."""
 PACKAGES = {"megatron.core": "megatron-core", "yaml": "pyyaml"}
-NONE_COLLECTED = 5  # pytest's status
-RESULT = "gpu_check: "  # begins the line of a measurement's numbers
-
-
-@dataclass(frozen=True)
-class Setting:
-    device: str
-    size: str
-    folder: Path  # for files of this check
-
-    @property
-    def environment(self) -> dict[str, str]:
-        hidden = {} if self.device == "cuda" else {"CUDA_VISIBLE_DEVICES": ""}
-        paths = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
-        return {**os.environ, "PYTHONPATH": paths, "HF_HUB_OFFLINE": "1", **hidden}
 
 
 @dataclass(frozen=True)
 class Part:
     name: str
+    seconds: tuple[float, float]  # on a warm H100 at full size; on two CPU cores at tiny size
     needs: tuple[str, ...]  # modules
-    command: list[str]
-    judge: Callable[[str, int, str], Result]  # (name, status, output) -> result
+    call: tuple[str, ...] = ()  # (module of this package, function, arguments): the worker calls it
+    command: Callable[[], list[str]] | None = None  # or the part has a program of its own
+    judge: Callable[[str, int, str], Result] | None = None  # of the program: (name, status, output) -> result
     run_dir: Path | None = None  # of a run
+    gpus: int = 1  # that it needs
+    alone: bool = False  # in a worker of its own
 
-
-def every(setting: Setting) -> Iterator[Part]:
-    """Yield all parts, in the order in which they run."""
-    for area, (needs, *paths) in AREAS.items():
-        yield _tests(f"tests: {area}", needs, paths, setting)
-    yield from _runs(setting)
-    for name in STEPS:
-        yield _measurement("train", name, (*STEP_NEEDS[name],), setting)
-    for backend in ("vllm", "transformers"):
-        yield _measurement("decode", backend, (backend,), setting)
-    yield _measurement("refit", "planned", (), setting)
+    def expected(self, place: Place) -> float:
+        """Return about how many seconds it takes here."""
+        return self.seconds[place.device == "cpu"]
 
 
 # ---- what is installed ------------------------------------------------------------------------------------------------------
@@ -64,7 +41,7 @@ def every(setting: Setting) -> Iterator[Part]:
 
 def missing(*modules: str) -> list[str]:
     """Return the packages that are not installed. Nothing is imported but the packages above them."""
-    return [name for name in modules if not _there(name)]
+    return [PACKAGES.get(name, name) for name in modules if not _there(name)]
 
 
 def _there(module: str) -> bool:
@@ -74,110 +51,64 @@ def _there(module: str) -> bool:
         return False
 
 
-def package(module: str) -> str:
-    """Return pip's name of a module."""
-    return PACKAGES.get(module, module)
+PIPELINE = (*TORCH, "yaml", "omegaconf", "pydantic", "pydantic_core", "annotated_types", "typing_inspection")
+PIPELINE += ("typing_extensions", "msgspec", "psutil")
+"""What every part but the first imports."""
+MODELS = (*PIPELINE, "transformers", "safetensors")
+RECIPES = (*MODELS, "antlr4", "jinja2")  # of parts that read a recipe and build its roles
+MEGATRON = ("megatron.core",)
+SUBMIT = (*RECIPES, "submitit", "cloudpickle")
+RUNS = (*SUBMIT, "datasets", "dill", "multiprocess", "pyarrow", "pandas", "xxhash", "torchdata", "tensorboard", "rich")
 
 
-def versions() -> dict[str, str | None]:
-    """Return the versions of these modules. None: not installed."""
-    owners = metadata.packages_distributions()
-    return {module: metadata.version(owners[module][0]) if module in owners else None for module in TOLD}
+# ---- the parts --------------------------------------------------------------------------------------------------------------
 
 
-# ---- tests ------------------------------------------------------------------------------------------------------------------
-
-FSDP2 = ("cuda", "compiled_cuda", "flex_cuda", "kernels", "offload")
-AREAS: dict[str, tuple] = {  # area -> modules that its tests import, then files
-    "nodes": (("pytest",), "tests/world/test_node_probes.py"),
-    "FSDP2": (("pytest", "peft"), *(f"tests/train/test_{name}.py" for name in FSDP2)),
-    "Megatron-Core": (("pytest", "megatron.core"), "tests/train/megatron/test_cuda.py"),
-    "memory": (("pytest", "megatron.core", "peft"), "tests/launch/plan/test_memory_cuda.py"),
-    "vLLM": (("pytest", "vllm"), *(f"tests/generate/test_{name}.py" for name in ("vllm", "in_flight", "fp8"))),
-    "monitor": (("pytest", "pynvml"), "tests/monitor/test_gpu.py"),
-    "refit": (("pytest",), *(f"tests/refit/test_{name}.py" for name in ("transfer", "shared_memory", "delta", "digest"))),
-}
-
-
-def _tests(name: str, needs: tuple[str, ...], paths: list[str], setting: Setting) -> Part:
-    report = setting.folder / "junit.xml"
-    options = ["-m", "gpu", "-q", "-p", "no:cacheprovider", f"--junitxml={report}"]
-    if setting.device == "cpu":
-        options.append("--collect-only")
-    judge = functools.partial(_judge_tests, report=report)
-    return Part(name, needs, [sys.executable, "-m", "pytest", *options, *paths], judge)
-
-
-def _judge_tests(name: str, status: int, output: str, report: Path) -> Result:
-    if status == NONE_COLLECTED:
-        return Result(name, LEFT_OUT, "it has no test that needs a GPU")
-    if status == 0 and (collected := re.findall(r"^(\d+)(?:/\d+)? tests collected", output, re.M)):
-        return Result(name, LEFT_OUT, f"tests that need a GPU: {collected[-1]}")
-    if not report.exists():
-        return Result(name, FAILED, f"pytest ended with status {status}")
-    suite = next(ElementTree.parse(report).getroot().iter("testsuite"))
-    total, *ended = (int(suite.get(key, 0)) for key in ("tests", "failures", "errors", "skipped"))
-    report.unlink()
-    failures, errors, skipped = ended
-    note = f"{total - sum(ended)} of {total} tests passed" + (f", {skipped} skipped" if skipped else "")
-    if status or failures or errors:
-        return Result(name, FAILED, note)
-    return Result(name, LEFT_OUT if skipped == total else PASSED, note)
+def every(place: Place) -> list[Part]:
+    """Return all parts, the most telling first. All seconds are estimates until they have been measured on an H100."""
+    vllm = not missing("vllm")
+    decoder = ("vllm",) if vllm else ()
+    return [
+        Part(MACHINE, (12, 20), TORCH, ("machine", "describe")),
+        Part("attention", (60, 5), PIPELINE, ("attention", "check")),
+        Part("world", (20, 15), PIPELINE, ("worlds", "check")),
+        Part("families: FSDP2", (20, 5), MODELS, ("families", "fsdp2")),
+        Part("train: FSDP2 eager", (35, 5), RECIPES, ("training", "step", "FSDP2 eager")),
+        Part("train: FSDP2", (100, 100), RECIPES, ("training", "step", "FSDP2")),
+        Part("refit: shared GPU", (75, 20), MODELS, ("refit", "shared")),
+        Part("refit: a GPU each", (45, 20), MODELS, ("refit", "apart"), gpus=4),
+        _tests("vLLM", (240, 60), (*MODELS, "vllm"), place),
+        Part("decode: vllm", (90, 60), (*RECIPES, "vllm"), ("decoding", "decode", "vllm"), alone=True),
+        Part("offload", (15, 3), PIPELINE, ("host_memory", "offload")),
+        Part("reference", (20, 3), RECIPES, ("host_memory", "reference")),
+        Part("families: Megatron-Core", (20, 10), (*MODELS, *MEGATRON), ("families", "megatron")),
+        Part("train: Megatron-Core", (35, 5), (*RECIPES, *MEGATRON), ("training", "step", "Megatron-Core")),
+        Part("train: FSDP2 on all GPUs", (90, 60), RECIPES, ("training", "on_all_gpus", "FSDP2"), gpus=2),
+        Part("norms: two ranks", (40, 25), (*MODELS, *MEGATRON), ("norms", "two_ranks"), gpus=2),
+        _run(runs.SFT, (60, 30), RUNS, place, vllm),
+        _run(runs.SHARED, (75, 30), (*RUNS, *decoder), place, vllm),
+        _run(runs.APART, (75, 40), (*RUNS, *decoder), place, vllm, gpus=4),
+        _tests("compiled bfloat16", (70, 15), MODELS, place),
+        Part("repeats", (30, 5), RECIPES, ("repeats", "training"), alone=True),
+        Part("norms: one rank", (15, 5), (*MODELS, *MEGATRON), ("norms", "one_rank")),
+        _tests("memory", (70, 15), (*SUBMIT, *MEGATRON), place),
+        _tests("refit", (90, 15), MODELS, place),
+        _tests("node and monitor", (20, 15), (*PIPELINE, "safetensors", "tokenizers"), place),
+        _tests("FSDP2", (70, 15), (*SUBMIT, "peft"), place),
+        _tests("Megatron-Core", (50, 15), (*MODELS, *MEGATRON), place),
+        _tests("compiled float32", (60, 15), MODELS, place),
+        Part("decode: transformers", (45, 10), RECIPES, ("decoding", "decode", "transformers")),
+    ]
 
 
-# ---- runs -------------------------------------------------------------------------------------------------------------------
+def _tests(name: str, seconds: tuple[float, float], needs: tuple[str, ...], place: Place) -> Part:
+    timeout = not missing("pytest_timeout")
+    command = functools.partial(areas.command, areas.AREAS[name], place, timeout)
+    judge = functools.partial(areas.judge, place=place)
+    return Part(f"tests: {name}", seconds, ("pytest", *needs), command=command, judge=judge)
 
 
-def _runs(setting: Setting) -> Iterator[Part]:
-    steps = 20 if setting.size == "full" else 2
-    runs = setting.folder / "runs"
-    sampled = ("vllm",) if not missing("vllm") else ()
-    few = ["grpo.max_val_samples=16", "grpo.val_at_start=false", "policy.train_global_batch_size=16"]
-    recipes = {
-        "tiny_sft": [f"sft.max_num_steps={steps}", f"checkpointing.save_period={steps}"],
-        "tiny_grpo": [
-            f"grpo.max_num_steps={steps}",
-            f"policy.model_name={runs}/tiny_sft/hf",
-            f"policy.generation.backend={'vllm' if sampled else 'transformers'}",
-            "needs=[]",
-            *(["grpo.num_prompts_per_step=4", "grpo.num_generations_per_prompt=4", *few] if setting.size == "tiny" else []),
-        ],
-    }
-    ranks = ["cluster.train.ranks_per_node=1"] if setting.size == "tiny" else []
-    for recipe, overrides in recipes.items():
-        own = [*ranks, *(["cluster.generate.ranks_per_node=1"] if ranks and recipe == "tiny_grpo" else []), *overrides]
-        place = [f"recipe={recipe}", f"run_dir={runs}/{recipe}", "cluster.executor=local"]
-        command = [sys.executable, "launch/submit.py", *place, *own]
-        yield Part(f"run: {recipe}", RUNS, command, functools.partial(_judge_run, run=runs / recipe), runs / recipe)
-
-
-def _judge_run(name: str, status: int, output: str, run: Path) -> Result:
-    if status or not (run / "done.json").exists():
-        return Result(name, FAILED, f"submit.py ended with status {status}")
-    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    placed = re.findall(r"this machine has .*?: (.*?); set cluster", output)
-    times = [line["time/step"] for line in lines if "time/step" in line]
-    return Result(name, PASSED, *placed[:1], numbers={"steps": len(times), "last step, s": times[-1]})
-
-
-# ---- measurements -----------------------------------------------------------------------------------------------------------
-
-STEPS = {  # of a training step: name -> keys
-    "FSDP2": ("policy.dtensor_cfg.enabled=true",),
-    "FSDP2, eager": ("policy.dtensor_cfg.enabled=true", "policy.dtensor_cfg.compile=false"),
-    "Megatron-Core": ("policy.megatron_cfg.enabled=true",),
-}
-STEP_NEEDS = {name: ("megatron.core",) if "Megatron" in name else ("peft",) for name in STEPS}
-
-
-def _measurement(kind: str, name: str, needs: tuple[str, ...], setting: Setting) -> Part:
-    command = [sys.executable, "-m", "tests.gpu_check.measure", kind, name, setting.device, setting.size]
-    return Part(f"{kind}: {name}", needs, command, _judge_measurement)
-
-
-def _judge_measurement(name: str, status: int, output: str) -> Result:
-    told = [line.removeprefix(RESULT) for line in output.splitlines() if line.startswith(RESULT)]
-    if status or not told:
-        return Result(name, FAILED, f"it ended with status {status}")
-    found = json.loads(told[-1])
-    return Result(name, PASSED, found["note"], found["numbers"])
+def _run(name: str, seconds: tuple[float, float], needs: tuple[str, ...], place: Place, vllm: bool, gpus: int = 1) -> Part:
+    command, folder = functools.partial(runs.command, name, place, vllm), runs.folder(name, place)
+    judge = functools.partial(runs.judge, run=folder)
+    return Part(f"run: {name}", seconds, needs, command=command, judge=judge, run_dir=folder, gpus=gpus)

@@ -1,5 +1,7 @@
 """Compare bfloat16 with the variable-length kernel on a GPU with Hugging Face eager."""
 
+import functools
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -19,6 +21,8 @@ from tests.train.test_attention import inputs
 
 pytestmark = pytest.mark.gpu
 ALL = list(range(len(cases.LENGTHS)))
+eager = functools.partial(ranks.backend, compile=False)
+"""test_compiled_cuda.py compares compiled layers with eager ones, and to compile takes most of a test's time."""
 
 
 @pytest.fixture(autouse=True)
@@ -39,7 +43,7 @@ class Kernels(TorchDispatchMode):
 
 @pytest.mark.parametrize("family", cases.FAMILIES)
 def test_bfloat16_log_probs_and_gradients(models, family):
-    trained = ranks.backend(cases.policy(models / family, precision="bfloat16"))
+    trained = eager(cases.policy(models / family, precision="bfloat16"))
     batch = cases.pack(ALL, "cuda")
     with Kernels() as kernels:
         ours = trained.forward([batch])[0].logprobs
@@ -75,7 +79,7 @@ def test_backward_passes_of_attention_are_equal_to_the_last_bit(deterministic, n
 
 @pytest.mark.parametrize("family", ["llama", "qwen3_moe"])
 def test_backward_passes_are_equal_to_the_last_bit(models, deterministic, family):
-    trained, batch = ranks.backend(cases.policy(models / family, optimizer=RATE_0, **EXACT)), cases.pack_long()
+    trained, batch = eager(cases.policy(models / family, optimizer=RATE_0, **EXACT)), cases.pack_long()
     found = []
     for _ in range(3):
         metrics = trained.step([batch], cases.loss).metrics
@@ -87,7 +91,7 @@ def test_backward_passes_are_equal_to_the_last_bit(models, deterministic, family
 
 @pytest.mark.parametrize("offload", [False, True])
 def test_resumes_to_the_last_bit(models, tmp_path, deterministic, offload):
-    trained = ranks.backend(cases.policy(models / "qwen3_tied", **EXACT), cpu_offload=offload)
+    trained = eager(cases.policy(models / "qwen3_tied", **EXACT), cpu_offload=offload)
     assert {p.device.type for p in trained._model.parameters()} == {"cpu" if offload else "cuda"}
     batch = cases.pack_long()
     trained.step([batch], cases.loss)
@@ -104,7 +108,7 @@ def test_a_frozen_model_computes_on_the_gpu_wherever_its_weights_are(models, hea
     batch = cases.pack(ALL, "cuda")
     found = []
     for offload in (False, True):
-        frozen = ranks.backend(
+        frozen = eager(
             cases.policy(models / "qwen3", precision="bfloat16"), role=ModelRole(head, trained=False, offload=offload)
         )
         found += frozen.forward([batch])
@@ -117,7 +121,7 @@ def test_a_frozen_model_computes_on_the_gpu_wherever_its_weights_are(models, hea
 def test_a_reference_is_in_host_memory_or_stays_on_the_gpu(models, monkeypatch, offload):
     """Between two passes it leaves CUDA's cache unchanged; in both cases it is offloaded with the rest."""
     policy = cases.policy(models / "qwen3", precision="bfloat16")
-    trained = ranks.backend(policy, role=ModelRole(reference=True), reference_cpu_offload=offload)
+    trained = eager(policy, role=ModelRole(reference=True), reference_cpu_offload=offload)
     assert (trained._offloaded is not None) == offload
     batches, weights, emptied = [cases.pack(ALL, "cuda")], _weights(trained._reference), []
     expected = trained.forward(batches)[0].logprobs
@@ -138,7 +142,7 @@ def test_a_reference_is_in_host_memory_or_stays_on_the_gpu(models, monkeypatch, 
 def test_adapters(models, tmp_path, deterministic, offload):
     """Check that exported weights are those that compute, and that training resumes to the last bit."""
     policy = cases.policy(models / "qwen3", tokenizer=TokenizerConfig(str(ROOT / "recipes/tiny")), **EXACT)
-    trained = ranks.backend(policy, cpu_offload=offload, lora_cfg=LoRAConfig(True))
+    trained = eager(policy, cpu_offload=offload, lora_cfg=LoRAConfig(True))
     batch, short = cases.pack_long(), cases.pack(ALL, "cuda")
     trained.layout()  # from here on, adapters are merged after each step
     trained.step([batch], cases.loss)
@@ -147,13 +151,13 @@ def test_adapters(models, tmp_path, deterministic, offload):
     trained.load(tmp_path / "saved")
     expected = trained.forward([short])[0].logprobs
     export(trained, policy, tmp_path / "hf", writes=True)
-    merged = ranks.backend(cases.policy(tmp_path / "hf", precision="bfloat16"), role=ModelRole(trained=False))
+    merged = eager(cases.policy(tmp_path / "hf", precision="bfloat16"), role=ModelRole(trained=False))
     assert (merged.forward([short])[0].logprobs - expected).abs().max() < 0.3
     assert trained.step([batch], cases.loss).metrics == metrics
 
 
 def test_float32_uses_the_other_path(models):
-    trained = ranks.backend(cases.policy(models / "llama"))
+    trained = eager(cases.policy(models / "llama"))
     logprobs, _, _ = cases.eager(models / "llama")
     ours = trained.forward([cases.pack(ALL, "cuda")])[0].logprobs
     assert (ours.cpu() - torch.cat(logprobs)).abs().max() < 1e-4

@@ -18,7 +18,7 @@ import multiprocessing
 import os
 import re
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -34,6 +34,7 @@ from pipeline import algorithms
 from pipeline.config import RECIPES, Recipe
 from pipeline.data.batches import split_batch
 from pipeline.roles.train import TrainRole
+from pipeline.train.base import Phase, TrainBackend
 from pipeline.types import DataParallelRank, Sample
 from tests import cuda_world
 from tests.launch.plan.memory_cases import Case
@@ -89,13 +90,23 @@ def _with_teacher(case: Case, out: Path, rank: int) -> Case:
 class Run:
     """A train rank's steps."""
 
-    def __init__(self, recipe: Recipe, rank: int, vocabulary: int):
-        world = SimpleNamespace(own=dist.group.WORLD, rank=rank, phase=lambda name: contextlib.nullcontext())
-        self._recipe = recipe
+    def __init__(self, recipe: Recipe, rank: int, vocabulary: int, phase: Phase = contextlib.nullcontext):
+        world = SimpleNamespace(own=dist.group.WORLD, rank=rank, phase=phase)
+        self._recipe, self._vocabulary = recipe, vocabulary
         self._algorithm = algorithms.build(recipe)
         self._role = TrainRole(recipe, 0, world, self._algorithm, None)
-        place = self._role.setup()
-        self._updates = _updates(recipe, place, vocabulary)
+        self._place = self._role.setup()
+        count = recipe.policy.train_global_batch_size * self._algorithm.sequences_per_item
+        self.take([recipe.policy.max_total_sequence_length] * count)
+
+    @property
+    def policy(self) -> TrainBackend:
+        """The backend that learns."""
+        return self._role._models["policy"]
+
+    def take(self, lengths: Sequence[int]) -> None:
+        """Use sequences of these lengths in the next steps."""
+        self._updates = _updates(self._recipe, self._place, self._vocabulary, lengths, self._algorithm.sequences_per_item)
 
     def step(self) -> Iterator[str]:
         """Run one step; yield the name of each phase before it begins."""
@@ -108,11 +119,10 @@ class Run:
         self._role.step(list(self._algorithm.losses))
 
 
-def _updates(recipe: Recipe, place: DataParallelRank, vocabulary: int) -> list:
-    """Return this rank's share of sequences of the maximum length for one optimizer step."""
-    policy, together = recipe.policy, algorithms.build(recipe).sequences_per_item
-    random, length = np.random.default_rng(0), policy.max_total_sequence_length
-    samples = [_sample(random.integers(3, vocabulary, length)) for _ in range(policy.train_global_batch_size * together)]
+def _updates(recipe: Recipe, place: DataParallelRank, vocabulary: int, lengths: Sequence[int], together: int) -> list:
+    """Return this rank's share of sequences of these lengths for one optimizer step."""
+    policy, random = recipe.policy, np.random.default_rng(0)
+    samples = [_sample(random.integers(3, vocabulary, length)) for length in lengths]
     places = [DataParallelRank(rank, place.size) for rank in range(place.size)]
     return split_batch(samples, policy, places, policy.train_global_batch_size, together)[place.rank]
 
