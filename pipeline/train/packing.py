@@ -40,9 +40,12 @@ class ContextPart:
         return ContextPart(group, lengths, tuple(spans), *on_device)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(eq=False, slots=True)
 class Packing:
-    """The boundaries of the sequences of a batch."""
+    """The boundaries of the sequences of a batch.
+
+    Not frozen: torch 2.11 compiles layers again for each change of a frozen dataclass's values.
+    """
 
     cu_seqlens: torch.Tensor  # [S+1] int32, on the device
     max_length: int
