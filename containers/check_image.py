@@ -26,8 +26,8 @@ from pipeline.builds import CUDA, MUST_MATCH, NCCL, TORCH, common_part
 from pipeline.problems import Problem, format_problems
 
 FOLDER = Path(__file__).resolve().parent
-OF_THE_BASE = {"train": {"transformer_engine": "2.17"}, "generate": {"vllm": "0.32.0"}}
-"""Releases, as beginnings of version numbers."""
+RELEASES = {"train": {"transformer_engine": "2.17", "flash_attn_3": "3.0.0"}, "generate": {"vllm": "0.32.0"}}
+"""Packages of the base or of another index, as beginnings of version numbers."""
 RANKS_IMPORT = ("launch.task", "pipeline.main")
 ALSO = {"train": ("megatron.core",), "generate": ("vllm",)}
 
@@ -43,7 +43,7 @@ def problems(kind: str, nccl: str, folder: Path = FOLDER) -> Iterator[Problem]:
         if (found := _version(name)) != wanted:
             yield Problem(name, "wrong-version", f"got {found}; requirements.txt has {wanted}")
     release = re.search(r'"torch==([\d.]+)"', (folder.parent / "pyproject.toml").read_text())[1]
-    for name, wanted in {"torch": release, **OF_THE_BASE[kind]}.items():
+    for name, wanted in {"torch": release, **RELEASES[kind]}.items():
         found = _version(name)
         if found is None or not re.match(rf"{re.escape(wanted)}(?!\d)", found):
             yield Problem(name, "wrong-version", f"got {found}; both images are made for {wanted}")

@@ -11,7 +11,11 @@ python3 -m venv --system-site-packages --without-pip /opt/hetstep
 # NVIDIA's images constrain pip to the versions that they hold; these go beside them, not in their place.
 PIP_CONSTRAINT='' python3 -m pip --python /opt/hetstep/bin/python install --no-cache-dir --no-deps --only-binary=:all: \
     --ignore-installed --requirement "$folder/$kind/requirements.txt"
-if [[ $kind == generate ]]; then # NVIDIA's image has all this, and is only checked
+if [[ $kind == train ]]; then
+    # FlashAttention-3, which PyPI does not have: PyTorch's own build, for any torch from 2.9 on (LibTorch's stable ABI).
+    PIP_CONSTRAINT='' python3 -m pip --python /opt/hetstep/bin/python install --no-cache-dir --no-deps --only-binary=:all: \
+        --index-url https://download.pytorch.org/whl/cu130 flash-attn-3==3.0.0
+else # NVIDIA's image has all this, and is only checked
     apt-get update
     DEBIAN_FRONTEND=noninteractive apt-get install --yes --no-install-recommends rdma-core libibverbs1 ibverbs-providers librdmacm1
     rm -rf /var/lib/apt/lists/*

@@ -120,13 +120,14 @@ class DTensorConfig:
         ),
     ] = False
     flash_attention: Annotated[
-        Int,
+        Int | None,
         Field(
             ge=2,
             le=3,
-            description="2: PyTorch's own. 3: FlashAttention-3, on Hopper GPUs with flash_attn_interface installed.",
+            description="2: PyTorch's own. 3: FlashAttention-3, on Hopper GPUs with flash_attn_interface installed. null: 3"
+            " there unless policy.deterministic, else 2.",
         ),
-    ] = 2
+    ] = None
     compile: Annotated[
         Bool | None,
         Field(

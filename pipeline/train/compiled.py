@@ -10,7 +10,8 @@ before an update are bitwise equal to those in its first loss, as in eager mode,
 
 The compiler splits reductions by the sizes of the first batch. Trial batches of fixed sizes, when the model is built, make this
 choice the same in every start. Inductor's deterministic mode makes no choice by timing. So on the same machine, a resumed run
-equals the uninterrupted one, if attention, which stays eager, is deterministic too: on CPUs, or with policy.deterministic.
+equals the uninterrupted one on CPUs, or with policy.deterministic, which makes attention deterministic too. Elsewhere Inductor
+times its kernels and takes the fastest.
 
 Not supported: tensor parallelism (torch 2.13 fails to trace its DTensor hooks with dynamic shapes: RecursionError), and
 selective recomputation, which cannot select operators inside compiled graphs.
@@ -37,7 +38,6 @@ from pipeline.types import PackedBatch
 logger = logging.getLogger(__name__)
 
 KEY = "policy.dtensor_cfg.compile"
-OPTIONS: dict[str, str | int | bool | Callable[..., Any]] = {"deterministic": True}  # of Inductor
 DEVICES = ("cuda",)  # device types that compile by default
 
 
@@ -79,15 +79,18 @@ def _first_rank_without(lacking: str | None, device: torch.device) -> tuple[int,
     return None if least == none else (rank, NEEDS[what])
 
 
-def compile_layers(layers: Iterable[nn.Module]) -> None:
-    """Replace the forward of each layer by one that is compiled at its first call."""
+def compile_layers(layers: Iterable[nn.Module], deterministic: bool) -> None:
+    """Replace the forward of each layer by one that is compiled at its first call.
+
+    deterministic: make no choice by timing.
+    """
     import torch._dynamo
 
     # Without this, the graph break at attention would also split off the layer's norms and residual additions.
     torch._dynamo.config.nested_graph_breaks = True
     AttentionInterface.register(NAME, torch.compiler.disable(packed_attention))
     for layer in layers:
-        layer.forward = _in_one_mode(torch.compile(layer.forward, dynamic=True, options=OPTIONS))
+        layer.forward = _in_one_mode(torch.compile(layer.forward, dynamic=True, options={"deterministic": deterministic}))
 
 
 def _in_one_mode(layer: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:

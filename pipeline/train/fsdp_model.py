@@ -133,7 +133,7 @@ def build(
     mixture = resets or any(parameter.dim() > 2 for parameter in hf.parameters())
     model.compiled = like.compiled if like is not None else compiled.should_compile(policy, device, mixture)
     if model.compiled:
-        compiled.compile_layers(layers)
+        compiled.compile_layers(layers, policy.deterministic or device.type == "cpu")
     if policy.dtensor_cfg.activation_checkpointing:
         draws = model.adapters is not None and model.adapters.spec.dropout > 0
         recompute(layers, policy.dtensor_cfg.recompute_granularity, draws)

@@ -1,4 +1,4 @@
-"""Optional GPU kernels that a recipe can select: Liger's in layers, FlashAttention-3 in attention.
+"""Optional GPU kernels: Liger's in layers, where a recipe selects them; FlashAttention-3 in attention, where it is installed.
 
 Neither has been tested on a GPU yet.
 """
@@ -6,6 +6,7 @@ Neither has been tested on a GPU yet.
 from __future__ import annotations
 
 import importlib.util
+import logging
 from collections.abc import Callable
 
 import torch
@@ -15,21 +16,29 @@ from transformers import PreTrainedModel
 from pipeline.config import PolicyConfig, Problem, RecipeError
 from pipeline.config.hardware import HOPPER
 
+logger = logging.getLogger(__name__)
+
 KEY = "policy.dtensor_cfg"
 
 
 def use_kernels(policy: PolicyConfig, hf: PreTrainedModel, device: torch.device) -> None:
-    """Make `hf` use the kernels that the recipe selects. Raises RecipeError where they are not available.
+    """Make `hf` use the kernels of the recipe. Raises RecipeError where a kernel that the recipe selects is not available.
 
     Both stay in use for the whole process: FlashAttention-3 replaces operators of torch, and Liger replaces the rotary
     embedding of all models of the family.
     """
+    attention = policy.dtensor_cfg.flash_attention
     if policy.dtensor_cfg.use_liger_kernel:
         _check_device("use_liger_kernel", "true", device, "false")
         _liger(hf)
-    if policy.dtensor_cfg.flash_attention == 3:
+    if attention == 3:
         _check_device("flash_attention", "3", device, "2")
         _flash_attention_3(device)
+    elif attention is None and not policy.deterministic and _has_flash_attention_3(device):
+        try:
+            _flash_attention_3(device)
+        except (ImportError, OSError, RuntimeError) as error:  # a build for another torch
+            logger.warning("%s.flash_attention: 2, because FlashAttention-3 does not load: %s", KEY, error)
 
 
 def _check_device(name: str, value: str, device: torch.device, alternative: str) -> None:
@@ -55,6 +64,11 @@ def _liger(hf: PreTrainedModel) -> None:
         message = f"got true for a model of type {hf.config.model_type}, which Liger does not support. Try false"
         raise _problem(key, "unsupported", message)
     apply(model=hf, cross_entropy=False, fused_linear_cross_entropy=False)
+
+
+def _has_flash_attention_3(device: torch.device) -> bool:
+    on_hopper = device.type == "cuda" and torch.cuda.get_device_capability(device)[0] == HOPPER
+    return on_hopper and importlib.util.find_spec("flash_attn_interface") is not None
 
 
 def _flash_attention_3(device: torch.device) -> None:

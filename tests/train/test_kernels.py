@@ -7,6 +7,7 @@ import torch
 from torch.nn.attention import current_flash_attention_impl, restore_flash_attention_impl
 
 from pipeline.models.hugging_face import meta_model
+from pipeline.train import kernels
 from pipeline.train.kernels import use_kernels
 from tests import cuda_world
 from tests.problems import refused
@@ -33,6 +34,27 @@ def test_a_missing_kernel_is_named(key, value, package):
         use_kernels(policy, meta_model(cases.configs()["qwen3"]), torch.device("cuda"))
 
 
+@pytest.mark.parametrize(
+    ("capability", "installed", "deterministic", "taken"),
+    [((9, 0), True, False, 1), ((10, 0), True, False, 0), ((9, 0), False, False, 0), ((9, 0), True, True, 0)],
+)
+def test_flash_attention_3_is_taken_where_it_is_installed(monkeypatch, caplog, capability, installed, deterministic, taken):
+    """On Hopper, unless the run is to be deterministic. A build that does not load leaves PyTorch's own, with a warning."""
+    calls = []
+
+    def activate(name: str) -> None:
+        calls.append(name)
+        raise ImportError("undefined symbol")
+
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    monkeypatch.setattr(kernels.importlib.util, "find_spec", lambda name: object() if installed else None)
+    monkeypatch.setattr(kernels, "activate_flash_attention_impl", activate)
+    policy = cases.policy("unused", deterministic=deterministic)
+    use_kernels(policy, meta_model(cases.configs()["qwen3"]), torch.device("cuda"))
+    assert calls == ["FA3"] * taken
+    assert caplog.text.count("policy.dtensor_cfg.flash_attention: 2, because FlashAttention-3 does not load: undef") == taken
+
+
 @pytest.fixture
 def nccl():
     with cuda_world.alone():
@@ -47,8 +69,10 @@ def test_on_a_gpu_kernels_agree_with_torchs(models, nccl, key, value, package):
         pytest.skip("FlashAttention-3 is for Hopper")
     batch, found = cases.pack(ALL, "cuda"), []
     try:
-        for settings in ({"compile": False}, {"compile": False, key: value}):
-            trained = ranks.backend(cases.policy(models / "qwen3", precision="bfloat16"), Layout(1, 1), **settings)
+        for settings in ({"flash_attention": 2}, {"flash_attention": 2, key: value}):
+            trained = ranks.backend(
+                cases.policy(models / "qwen3", precision="bfloat16"), Layout(1, 1), compile=False, **settings
+            )
             logprobs = trained.forward([batch])[0].logprobs
             trained.step([batch], cases.loss)
             found.append((logprobs, ranks.gradients(trained)))
