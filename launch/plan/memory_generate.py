@@ -1,8 +1,9 @@
 """Estimate the memory of a generate rank: weights, vLLM's reserve, and the remaining KV cache.
 
-On a GPU, vLLM 0.32 takes gpu_memory_utilization of the whole memory. It profiles a forward pass of max_num_batched_tokens and a
-sampler of max_num_seqs rows, estimates its CUDA graphs (vllm/v1/worker/gpu_worker.py, determine_available_memory), and gives
-the rest to the KV cache. The refit's staging is allocated later, outside of that share. On a CPU the cache has the size that
+On a GPU, vLLM 0.32 takes gpu_memory_utilization of the whole memory, besides what the process has taken before: CUDA's context
+and NCCL's communicators (vllm/v1/worker/gpu_worker.py, init_device). It profiles a forward pass of max_num_batched_tokens and a
+sampler of max_num_seqs rows, estimates its CUDA graphs (determine_available_memory there), and gives the rest to the KV cache.
+The refit's staging and NCCL's buffers between its ranks are allocated later, also besides. On a CPU the cache has the size that
 `pipeline.generate.vllm` sets. With fewer key-value heads than tensor-parallel ranks, several ranks hold the same keys and
 values; all ranks hold latents (MLA). With vllm_cfg.precision=fp8, vLLM quantizes one layer at a time when it loads and refits,
 so the linear layers never all exist in bfloat16 (vllm/model_executor/layers/quantization/online/fp8.py).
@@ -24,7 +25,8 @@ from launch.plan.activations import latent_projections
 from launch.plan.engine_layouts import engine_stages
 from launch.plan.engine_sizes import engine_sizes
 from launch.plan.memory_parts import RUNTIME, GenerateMemory, add_parts
-from pipeline.config import PRECISIONS, Problem, Recipe, refits_by_ipc, refuse, trains
+from launch.plan.parallelism import engines
+from pipeline.config import PRECISIONS, Problem, Recipe, colocated, ranks_per_node, refits_by_ipc, refuse, trains
 from pipeline.config.hardware import memory_gb
 from pipeline.models.mixers import kept_bytes
 from pipeline.models.shape import ModelShape
@@ -38,6 +40,14 @@ GRAPHS = 1.0 * 2**30  # bytes for CUDA graphs unless enforce_eager. Assumed, not
 FP8_BYTES = 1 + 4 / 128**2  # bytes of a weight, with a float32 scale for each block of 128 x 128
 CACHE_BYTES = {"fp8": 1, "fp8_e4m3": 1, "fp8_e5m2": 1}  # bytes of an element, by vllm_kwargs.kv_cache_dtype
 STATE_BYTES = {"float16": 2, "bfloat16": 2}  # of an element of a state, by vllm_kwargs.mamba_ssm_cache_dtype; else float32
+CHANNEL_BYTES = 8 * 512 * 8 * 16 + 120 * 640 * 8 * 8 + (4 << 20)
+"""Bytes that a rank has on its GPU for each channel from another rank of its node: the buffers of NCCL's three protocols
+(computeBuffSizes in src/init.cc of NCCL 2.30.7; p2pRecvSetup in src/transport/p2p.cc)."""
+CHANNELS = {True: 32, False: 2}
+"""NCCL's channels from a rank of the same node, if all ranks are on one node with NVLink (two a link, as a power of two, at
+most as many as collectives have), and else (ncclTopoComputeP2pChannels in src/graph/paths.cc). Assumed, not measured."""
+NETWORK_BYTES = 2 * 32 * 16 * (128 << 10)
+"""Bytes for messages to and from all other nodes (sharedNetBuffersInit in src/transport/net.cc, for 32 channels)."""
 SIZES = ("max_model_len", "gpu_memory_utilization", "max_num_batched_tokens", "kv_cache_memory_bytes")
 
 
@@ -135,14 +145,14 @@ def generate(recipe: Recipe, shape: ModelShape) -> GenerateMemory:
     rank = EngineRank(shape, size, vllm.tensor_parallel_size, vllm.pipeline_parallel_size, spread, fp8)
     longest = given.get("max_model_len", vllm.max_model_len)
     sequences, batched = engine_sizes(recipe, shape)
-    parts = {"weights": rank.weights, "buffers": _staging(recipe, rank)}
+    parts = {"weights": rank.weights, "buffers": _staging(recipe, rank) + _connections(recipe)}
     less = "quantization_ignored_layer_kws" if ignored else "vllm_kwargs.quantization" if given.get("quantization") else ""
     assumptions = [f"an engine's weights as if none were quantized: the effect of {less} is not counted"] if less else []
     if cuda:
         budget = given.get("gpu_memory_utilization", vllm.gpu_memory_utilization) * memory_gb(component) * 1e9
         working = rank.working(batched, sequences)
         graphs = 0.0 if given.get("enforce_eager", vllm.enforce_eager) else GRAPHS
-        cache = budget - rank.weights - working - RUNTIME - graphs
+        cache = budget - rank.weights - working - graphs
         parts |= {"activations": working, "runtime": RUNTIME + graphs}
         assumptions.append(
             f"{RUNTIME / 2**30:g} GiB for CUDA's context and NCCL, {graphs / 2**30:g} GiB for CUDA graphs; a profiled pass of"
@@ -214,6 +224,22 @@ def _staging(recipe: Recipe, rank: EngineRank) -> float:
     return rounds * min(bucket, rank.received) + base
 
 
+def _connections(recipe: Recipe) -> float:
+    """Return the bytes of NCCL's buffers for a refit's messages, which it allocates at the first refit.
+
+    Of its own node, a rank receives from every train rank, and from the engine before its own.
+    """
+    cluster = recipe.cluster
+    if not trains(recipe) or colocated(recipe) or not cluster.generate.gpus_per_node:
+        return 0.0  # nothing, or over gloo
+    one_node = cluster.share_nodes and cluster.train.nodes == 1
+    near = ranks_per_node(cluster.train) if cluster.share_nodes else 0
+    near += engines(recipe.policy, cluster.generate) > 1
+    if recipe.policy.generation.refit_transport == "broadcast":
+        near = 1
+    return near * CHANNELS[one_node] * CHANNEL_BYTES + (0 if one_node else NETWORK_BYTES)
+
+
 def _transformers(recipe: Recipe, shape: ModelShape, size: int, cuda: bool) -> GenerateMemory:
     """Return the memory of a rank with the whole model and KV cache for max_num_seqs sequences of the greatest length."""
     generation = recipe.policy.generation
@@ -223,7 +249,7 @@ def _transformers(recipe: Recipe, shape: ModelShape, size: int, cuda: bool) -> G
     parts = {
         "weights": size * shape.parameters,
         "KV cache": tokens * size * shape.attention_layers * shape.kv_heads * (shape.head_dim + shape.value_dim),
-        "buffers": _staging(recipe, EngineRank(shape, size, 1, 1, False)),
+        "buffers": _staging(recipe, EngineRank(shape, size, 1, 1, False)) + _connections(recipe),
         "runtime": RUNTIME if cuda else 0.0,
     }
     return GenerateMemory(add_parts(parts), parts["weights"], True, tokens, sequences, (), shape)

@@ -12,7 +12,7 @@ from launch.plan.activations import RankMicrobatch, hugging_face_layer, megatron
 from launch.plan.advice import advice
 from launch.plan.memory_generate import EngineRank, generate
 from launch.plan.memory_megatron import MegatronMemory, stages
-from launch.plan.memory_parts import GenerateMemory, TrainMemory, models, rank_batches
+from launch.plan.memory_parts import RUNTIME, GenerateMemory, TrainMemory, models, rank_batches
 from launch.plan.parallelism import Parallelism, train_parallelism
 from pipeline import config
 from pipeline.config import RECIPES
@@ -244,10 +244,27 @@ def generated(*overrides: str, of: ModelShape = LLAMA) -> GenerateMemory:
 def test_the_kv_cache_takes_the_rest_of_gpu_memory_utilization():
     found = generated()
     whole = recipe().policy.generation.vllm_cfg.gpu_memory_utilization * 84.9e9
-    assert found.total - found.parts["buffers"] == pytest.approx(whole)
+    assert found.total - found.parts["buffers"] - RUNTIME == pytest.approx(whole)
     assert found.parts["weights"] == pytest.approx(2 * LLAMA.parameters, rel=1e-3)
     token = 2 * 2 * LLAMA.layers * LLAMA.kv_heads * LLAMA.head_dim
     assert found.tokens == found.parts["KV cache"] // (16 * token) * 16 - 16
+
+
+def test_nccls_buffers_for_a_refit_are_besides_vllms_share():
+    """Check 4 train ranks and 4 engines on one node, for 9.6 MB a channel, and several nodes."""
+    shared = ("cluster.share_nodes=true", "cluster.train.gpus_per_node=4", "cluster.generate.gpus_per_node=4")
+    own = ("policy.generation.colocated.enabled=true", "grpo.async_grpo.enabled=false")
+    found, alone = generated(*shared), generated(*own)
+    bucket = 3 * recipe().policy.generation.refit_cfg.bucket_bytes
+    assert found.parts["buffers"] - bucket == pytest.approx((4 + 1) * 32 * 9.633792e6)
+    assert found.parts["KV cache"] == alone.parts["KV cache"]
+    assert alone.parts["buffers"] < bucket  # over gloo and IPC
+    assert generated(*shared, f"{VLLM}.gpu_memory_utilization=0.96").total > 80e9 > generated(*own).total
+    several = generated("cluster.train.nodes=2", "cluster.generate.nodes=2").parts["buffers"] - bucket
+    assert several == pytest.approx(2 * 9.633792e6 + 2 * 32 * 16 * 2**17)
+    assert generated(*shared, "policy.generation.refit_transport=broadcast").parts["buffers"] < found.parts["buffers"]
+    without = ("cluster.train.gpus_per_node=0", "cluster.generate.gpus_per_node=0")
+    assert generated(*without).parts["buffers"] <= bucket
 
 
 def test_the_kv_cache_of_windows_and_states():
@@ -353,11 +370,11 @@ def test_advice_reduces_memory_as_stated(backend):
 
 
 def test_advice_for_an_engine_makes_room():
-    loaded = recipe("cluster.generate.gpu_memory_gb=16")
+    loaded = recipe("cluster.generate.gpu_memory_gb=21")
     held = generate(loaded, LLAMA)
     assert held.sequences == 0
-    (*_, text) = advice(loaded, held, 16e9)
-    changed = recipe("cluster.generate.gpu_memory_gb=16", text.partition(": ")[0])
+    (*_, text) = advice(loaded, held, 21e9)
+    changed = recipe("cluster.generate.gpu_memory_gb=21", text.partition(": ")[0])
     assert generate(changed, LLAMA).sequences >= 1
 
 
