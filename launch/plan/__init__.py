@@ -9,7 +9,8 @@
     step_phases, step_time                 the phases of a step, and its duration when they overlap
     memory, memory_*, activations          bytes of the fullest rank
     advice                                 changes for a recipe that does not fit
-    calibration, split                     measurements of an earlier run; other divisions of nodes or GPUs
+    calibration, gpu_check                 measurements of an earlier run; measurements of a GPU
+    split                                  other divisions of nodes or GPUs
     refit, refit_layouts, refit_time       the schedule of a refit, and its seconds; refit_picture draws it
     layout_tables                          tables of boxes
     refit_adapters, module_adapters        the tensors of a refit of adapters, of FSDP2's and of Megatron-Core's

@@ -11,23 +11,17 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from launch.plan import memory
+from launch.plan import gpu_check, memory
 from launch.plan.memory_parts import GenerateMemory, TrainMemory, models, rank_batches
 from launch.plan.parallelism import train_parallelism
 from launch.plan.phase import Phase
 from launch.plan.refit import RefitPrediction
-from pipeline.config import Recipe, engine_ranks, hardware, ranks, ranks_per_node, refits_by_ipc
+from pipeline.config import Recipe, engine_ranks, ranks, ranks_per_node, refits_by_ipc
+from pipeline.config.hardware import GPUSpec
 
 GIGA = 1e9
-PAGE_LOCKED = 0.8
-"""Share of the host link's rate that copies of page-locked memory attain. Assumed, not measured."""
-GLOO_GB_PER_S = 2.0
-"""GB/s of a rank over gloo within a node, from host memory to host memory. Assumed, not measured."""
 TCP_GB_PER_S = 2.5
 """GB/s into a node from others over TCP, which gloo uses: 20 Gbit/s. Assumed, not measured."""
-IPC_GB_PER_S = 20.0
-"""GB/s into a rank through memory that it maps. slime's buckets over CUDA IPC bring the 61 GB of Qwen3-30B-A3B in bfloat16 to
-engines on the same 8 H200 in 3.0 s, loading included: github.com/vllm-project/vime/issues/175. Not measured here."""
 MOVED = ("weights", "merged weights", "optimizer", "other models")
 """Parts of a train rank that move to the host and back; gradients are freed."""
 
@@ -100,8 +94,8 @@ def refit(recipe: Recipe, received: float, planned: RefitPrediction | None) -> P
     """
     across = _across(recipe, received, planned)
     far = across / ranks_per_node(recipe.cluster.generate)
-    near, by_ipc = received - far, refits_by_ipc(recipe)
-    parts = {"CUDA IPC": near / (IPC_GB_PER_S * GIGA)} if by_ipc else {"gloo": near / (GLOO_GB_PER_S * GIGA)}
+    near, by_ipc, assumed = received - far, refits_by_ipc(recipe), _gpu(recipe).assumed
+    parts = {"CUDA IPC": near / (assumed.ipc_gb_per_s * GIGA)} if by_ipc else {"gloo": near / (assumed.gloo_gb_per_s * GIGA)}
     if by_host := far if by_ipc else received:
         parts["to and from the host"] = 2 * by_host / _rate(recipe)
     if across:
@@ -126,23 +120,28 @@ def _across(recipe: Recipe, received: float, planned: RefitPrediction | None) ->
 
 def _rate(recipe: Recipe) -> float:
     """Return the bytes a second between a GPU and page-locked memory."""
-    return PAGE_LOCKED * GIGA * hardware.gpu(recipe.cluster.train.gpu).host_gb_per_s
+    return _gpu(recipe).assumed.page_locked * GIGA * _gpu(recipe).host_gb_per_s
+
+
+def _gpu(recipe: Recipe) -> GPUSpec:
+    return gpu_check.gpu(recipe, recipe.cluster.train)
 
 
 def assumed(recipe: Recipe) -> str:
     """Return the assumed transfer rates of shared GPUs, for the report."""
-    gpu = hardware.gpu(recipe.cluster.train.gpu)
+    gpu = _gpu(recipe)
     between = (
         f" and {TCP_GB_PER_S:g} GB/s into a node over TCP, on the interface of its host name or of GLOO_SOCKET_IFNAME"
         if recipe.cluster.train.nodes > 1
         else ""
     )
     within = (
-        f"{IPC_GB_PER_S:g} GB/s a rank by CUDA IPC"
+        f"{gpu.assumed.ipc_gb_per_s:.3g} GB/s a rank by CUDA IPC"
         if refits_by_ipc(recipe)
-        else f"{GLOO_GB_PER_S:g} GB/s a rank through host memory"
+        else f"{gpu.assumed.gloo_gb_per_s:.3g} GB/s a rank through host memory"
     )
+    copies = f"{gpu.assumed.page_locked:.0%} of the host link's {gpu.host_gb_per_s:g} GB/s"
     return (
-        f"ranks that share a GPU: page-locked copies reach {PAGE_LOCKED:.0%} of the host link's {gpu.host_gb_per_s:g} GB/s, a"
-        f" refit {within}{between}; no time for an engine to sleep and wake"
+        f"ranks that share a GPU: page-locked copies reach {copies}, a refit {within}{between}; no time for an engine to sleep"
+        " and wake"
     )

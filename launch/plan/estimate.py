@@ -12,7 +12,18 @@ from typing import Any
 
 from launch import backend, recipes
 from launch.model_files import is_inside, planning_config
-from launch.plan import advice, calibration, colocation, generate_time, lengths, memory, memory_generate, split, step_time
+from launch.plan import (
+    advice,
+    calibration,
+    colocation,
+    generate_time,
+    gpu_check,
+    lengths,
+    memory,
+    memory_generate,
+    split,
+    step_time,
+)
 from launch.plan.calibration import MeasuredRun
 from launch.plan.lengths import Lengths
 from launch.plan.memory_parts import GenerateMemory, TrainMemory
@@ -61,7 +72,7 @@ class Plan:
         """Return the seconds of a step, with how long each component is idle."""
         load, recipe = None, self.recipe
         if self.generate and self.phases:
-            gpu = hardware.gpu(recipe.cluster.generate.gpu)
+            gpu = gpu_check.gpu(recipe, recipe.cluster.generate)
             load = generate_time.load(recipe, self.shapes["policy"], self.lengths, gpu, self.generate)
         sampling = sum(phase.seconds for phase in self.phases if phase.name in generate_time.SAMPLING)
         return step_time.estimate(recipe, self.seconds, sampling, load)
@@ -214,9 +225,10 @@ def plan(
     """Return the plan of a recipe for which the train backend is chosen.
 
     before: a run folder to calibrate by; None: the recipe's own, if it has made steps. pending: run folders of needed recipes
-    that have not run yet. Raises RecipeError, which names the key, for an unknown model or GPU, or a `before` without a
-    complete step.
+    that have not run yet. Raises RecipeError, which names the key, for an unknown model or GPU, a `before` without a complete
+    step, or a plan.hardware that does not measure the recipe's GPUs.
     """
+    recipe = gpu_check.sized(recipe)
     models = model_configs(recipe, pending)
     shapes = _shapes(models)
     earlier = calibration.find(recipe, before)
@@ -240,7 +252,7 @@ def plan(
         split=None,
     )
     if earlier and _can_be_timed(recipe, made.generate):
-        made = replace(made, ratios=_ratios(earlier, pending))
+        made = replace(made, ratios=_ratios(earlier, pending, recipe))
     made = _timed(made, calibration.scaled(_refit_phases(recipe, made.generate, refit), made.ratios))
     if not made.phases or not split.movable(recipe):
         return made
@@ -365,14 +377,19 @@ def _refit_seconds(recipe: Recipe, refit: RefitPrediction) -> float:
     return refit.seconds
 
 
-def _ratios(measured: MeasuredRun, pending: Sequence[os.PathLike]) -> dict[str, float]:
-    """Return measured / predicted of a run, predicted from its own recipe and sequence lengths."""
-    recipe = measured.recipe
+def _ratios(measured: MeasuredRun, pending: Sequence[os.PathLike], planned: Recipe) -> dict[str, float]:
+    """Return measured / predicted of a run, predicted from its own recipe and sequence lengths.
+
+    planned: the recipe whose plan these calibrate, of which plan.hardware counts where both runs have the same GPUs.
+    """
+    kinds = [{on.gpu for on in config.components(each).values()} for each in (measured.recipe, planned)]
+    same = planned.plan.hardware if kinds[0] == kinds[1] else None
+    recipe = replace(measured.recipe, plan=PlanConfig(hardware=same))
     if not priced(recipe):
         return {}
     models = model_configs(recipe, pending)
     found = _shapes(models)
-    spread = lengths.assumed(replace(recipe, plan=PlanConfig()), measured.prompt, measured.answer, measured.where)
+    spread = lengths.assumed(recipe, measured.prompt, measured.answer, measured.where)
     generate = memory_generate.generate(recipe, found["policy"]) if generates(recipe) else None
     refit = _refit_phases(recipe, generate, _refit(recipe, models["policy"])[0])
     phases = step_phases(recipe, found, spread, generate)

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from launch.model_files import planning_config
-from launch.plan import deterministic, generate_time, lengths, memory_generate
+from launch.plan import deterministic, generate_time, gpu_check, lengths, memory_generate
 from launch.plan.lengths import Lengths
 from launch.plan.memory_parts import GenerateMemory
 from launch.plan.parallelism import engines, parallel_sizes
@@ -89,7 +89,7 @@ class EvaluationPlan:
         """Return the seconds of a task; None if they are not known."""
         if not self.is_timed or task.questions is None:
             return None
-        gpu = hardware.gpu(self.recipe.cluster.generate.gpu)
+        gpu = gpu_check.gpu(self.recipe, self.recipe.cluster.generate)
         engine, made = (
             generate_time.engine(self.recipe, self.shape, gpu),
             engines(self.recipe.policy, self.recipe.cluster.generate),
@@ -133,8 +133,9 @@ class EvaluationPlan:
 def plan(recipe: Recipe, pending: Sequence[os.PathLike] = (), reads: bool = False) -> EvaluationPlan | None:
     """Return the plan of an evaluation; None if a run is still to write its model. reads: read data sets of `datasets` too.
 
-    Raises RecipeError for an unknown model or GPU.
+    Raises RecipeError for an unknown model or GPU, or a plan.hardware that does not measure the recipe's GPUs.
     """
+    recipe = gpu_check.sized(recipe)
     model = planning_config(recipe.policy, list(pending))
     if model is None:
         return None
@@ -269,6 +270,8 @@ def _run(plan: EvaluationPlan) -> Iterator[str]:
         )
     else:
         yield from _row("run", f"its time is unknown: the data of {', '.join(unknown)} are not read here. Try plan=true")
+    if measured := gpu_check.described(plan.recipe, plan.recipe.cluster.generate):
+        yield from _row("measured", measured)
     if plan.gpus and plan.recipe.policy.deterministic:
         yield from _row("deterministic", deterministic.assumed(plan.recipe))
     given = plan.recipe.plan.answer_tokens

@@ -9,7 +9,7 @@ import math
 import textwrap
 from collections.abc import Iterator, Mapping, Sequence
 
-from launch.plan import alternatives, colocation, deterministic
+from launch.plan import alternatives, colocation, deterministic, gpu_check
 from launch.plan.alternatives import WIDTH, Line
 from launch.plan.engine_sizes import engine_sizes
 from launch.plan.estimate import Plan
@@ -179,6 +179,8 @@ def _expected(plan: Plan) -> str:
     measure = "A plan that is calibrated by a run (plan_from=RUN_DIR) is nearer"
     if unknown:
         return f"no published steps on {' and '.join(unknown)} are known, so a step may take several times as long. {measure}"
+    if _measured(plan):
+        return f"how far this is from steps on many GPUs is not known: one machine was measured. {measure}"
     low = min(assumed.shortest_step for assumed in specs.values())
     high = max(assumed.longest_step for assumed in specs.values())
     ends = f"{seconds(low * plan.step)} to {seconds(high * plan.step)} a step"
@@ -247,6 +249,7 @@ def _hours(duration: float) -> str:
 
 def _assumptions(plan: Plan) -> Iterator[Line]:
     recipe = plan.recipe
+    yield from (("" if number else "measured", text) for number, text in enumerate(_measured(plan)))
     yield "assumed", f"{plan.lengths.source}; lengths are exponentially distributed up to {plan.lengths.limit:,.0f}"
     if priced(recipe):
         kinds = {(on.gpu, hardware.nvlink_gpus(on)): name for name, on in reversed(config.components(recipe).items())}
@@ -270,15 +273,21 @@ def _assumptions(plan: Plan) -> Iterator[Line]:
         yield "calibrated", "no: run_dir has no earlier run. Try plan_from=RUN_DIR"
 
 
+def _measured(plan: Plan) -> list[str]:
+    """Return what plan.hardware measures, for each kind of GPU."""
+    described = (gpu_check.described(plan.recipe, on) for on in config.components(plan.recipe).values())
+    return [text for text in dict.fromkeys(described) if text]
+
+
 def _hardware(plan: Plan, component: str) -> str:
     on = getattr(plan.recipe.cluster, component)
-    gpu = hardware.gpu(on.gpu)
+    gpu = gpu_check.gpu(plan.recipe, on)
     assumed, sparse = gpu.assumed, plan.shapes["policy"].experts > 0
     share = assumed.mixture_training if sparse else assumed.dense_training
     return (
         f"{gpu.name}: {gpu.bf16_tflops:g} TFLOP/s in BF16 ({gpu.fp8_tflops:g} in FP8, {gpu.fp32_tflops:g} in FP32), of which"
         f" matrix products reach {share:.0%}; HBM {gpu.hbm_gb_per_s:g} GB/s, of which {assumed.bandwidth:.0%}; NVLink"
-        f" {gpu.nvlink_gb_per_s:g} GB/s among {hardware.nvlink_gpus(on)}; {assumed.engine_step_ms:g} ms overhead per"
+        f" {gpu.nvlink_gb_per_s:g} GB/s among {hardware.nvlink_gpus(on)}; {assumed.engine_step_ms:.3g} ms overhead per"
         " engine step"
     )
 

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from launch.plan import colocation, generate_time, memory, train_time
+from launch.plan import colocation, generate_time, gpu_check, memory, train_time
 from launch.plan.lengths import Lengths
 from launch.plan.memory_parts import GenerateMemory
 from launch.plan.phase import Phase
 from pipeline import config
 from pipeline.algorithms import build
-from pipeline.config import Recipe, hardware
+from pipeline.config import Recipe
 from pipeline.models.shape import ModelShape
 
 
@@ -26,14 +26,14 @@ def step_phases(
     generate: GenerateMemory | None,
 ) -> list[Phase]:
     """Return the phases of a step in order, not calibrated, without the transfer of a refit."""
-    train = train_time.phases(recipe, shapes, lengths, hardware.gpu(recipe.cluster.train.gpu))
+    train = train_time.phases(recipe, shapes, lengths, gpu_check.gpu(recipe, recipe.cluster.train))
     if generate is None:
         return train
-    gpu = hardware.gpu(recipe.cluster.generate.gpu)
+    gpu = gpu_check.gpu(recipe, recipe.cluster.generate)
     found = generate_time.phases(recipe, shapes["policy"], lengths, gpu, generate)
     answers = generate_time.sampled(recipe)[1]
     judge = recipe.cluster.reward if config.serves_rewards(recipe) else recipe.cluster.train
-    score = train_time.reward_phase(recipe, shapes, lengths, hardware.gpu(judge.gpu), answers)
+    score = train_time.reward_phase(recipe, shapes, lengths, gpu_check.gpu(recipe, judge), answers)
     found += [score] if score else []
     found += train
     if config.colocated(recipe):
@@ -57,10 +57,10 @@ def validation_seconds(
     if samples is None:
         return None
     if generate is None:
-        gpu = hardware.gpu(recipe.cluster.train.gpu)
+        gpu = gpu_check.gpu(recipe, recipe.cluster.train)
         job = train_time.job(recipe, recipe.policy, shapes["policy"], lengths, gpu, recipe.cluster.train)
         count = samples * algorithm.sequences_per_item
         passes = 1 + algorithm.needs.reference
         return passes * sum(train_time.forward_pass(job, count)[1].values())
-    gpu, count = hardware.gpu(recipe.cluster.generate.gpu), samples * section.val_num_generations_per_prompt
+    gpu, count = gpu_check.gpu(recipe, recipe.cluster.generate), samples * section.val_num_generations_per_prompt
     return generate_time.validation(recipe, shapes["policy"], lengths, gpu, generate, count)

@@ -42,6 +42,9 @@ class Assumed:
     host: float  # fraction of the bandwidth of the link to the host in copies
     engine_step_ms: float  # overhead of an engine's step on top of the GPU's work
     all_reduce_us: float  # latency of a small all-reduce over NVLink
+    page_locked: float  # fraction of the bandwidth of the link to the host in copies of page-locked memory, where turns change
+    ipc_gb_per_s: float  # GB/s into a rank through memory that it maps (CUDA IPC)
+    gloo_gb_per_s: float  # GB/s of a rank over gloo within a node, from host memory to host memory
     shortest_step: float = math.nan  # published seconds of a step / planned ones: the smallest quotient
     longest_step: float = math.nan  # and the largest; NaN: no published steps
 
@@ -93,7 +96,7 @@ def _wrong(given: dict[Any, Any], kind: type, prefix: str) -> Iterator[tuple[str
     if unknown := [f"{prefix}{name}" for name in given if name not in wanted]:
         yield "unknown-key", f"has unknown keys: {', '.join(unknown)}; expected some of: {', '.join(wanted)}"
     for name, value in given.items():
-        fraction = kind is Assumed and str(name).endswith(("training", "bandwidth", "host"))
+        fraction = kind is Assumed and str(name).endswith(("training", "bandwidth", "host", "page_locked"))
         if name not in wanted:
             continue
         if name == CROSSES:
@@ -106,6 +109,11 @@ def _wrong(given: dict[Any, Any], kind: type, prefix: str) -> Iterator[tuple[str
             wrong = ("too-large", "a fraction, at most 1") if fraction and value > 1 else None
         if wrong:
             yield wrong[0], f"got {prefix}{name}: {value!r}; expected {wrong[1]}"
+
+
+def assumptions() -> list[str]:
+    """Return the names of the assumed values, without the range of published steps."""
+    return [field.name for field in dataclasses.fields(Assumed) if field.name not in OPTIONAL]
 
 
 def problems(recipe: Recipe) -> list[Problem]:

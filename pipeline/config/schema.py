@@ -235,6 +235,13 @@ class PlanConfig:
     answer_tokens: Annotated[
         Float | None, Field(description="Mean tokens of an answer. null: estimated as in launch/plan/lengths.py.")
     ] = None
+    hardware: Annotated[
+        Line | None,
+        Field(
+            description="A file that `make gpu-check` wrote on such GPUs. The plan takes its measurements in place of what"
+            " recipes/hardware assumes."
+        ),
+    ] = None
 
 
 if TYPE_CHECKING:

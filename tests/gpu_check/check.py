@@ -16,6 +16,8 @@ from tests.gpu_check.parts import MACHINE, Part, every, missing
 from tests.gpu_check.processes import Processes
 from tests.gpu_check.table import CUT, FAILED, LATE, LEFT_OUT, Result
 
+FORMAT = 1
+"""Of the file: launch/plan/gpu_check.py reads it, and changes with it."""
 NOTHING_TO_CHECK = 2
 NO_TIME = "no time"
 
@@ -32,7 +34,7 @@ class Check:
         self._place = place
         self._out = _out(options["out"])
         self._processes = Processes(place)
-        self._results = _earlier(options["after"])
+        self._results = _earlier(options["after"], place)
         self._kept = {name for name, result in self._results.items() if not _had_no_time(result)}
         self._running: tuple[Part, float] | None = None  # and when it has begun
 
@@ -113,7 +115,8 @@ class Check:
         raise Ended
 
     def _write(self) -> None:
-        record = {"machine": self._machine, "results": [dataclasses.asdict(result) for result in self._results.values()]}
+        results = [dataclasses.asdict(result) for result in self._results.values()]
+        record = _heading(self._place) | {"machine": self._machine, "results": results}
         temporary = self._out.with_name(f".{self._out.name}.tmp")
         temporary.write_text(json.dumps(record, indent=1) + "\n")
         temporary.replace(self._out)
@@ -129,10 +132,20 @@ def _out(given: str) -> Path:
     return Path(given or Path(folder if os.path.isdir(folder) else ".", "gpu_check.json"))
 
 
-def _earlier(path: str) -> dict[str, Result]:
-    """Return the results of an earlier check, by part."""
-    results = json.loads(Path(path).read_text())["results"] if path else []
-    return {result["part"]: Result(**result) for result in results}
+def _heading(place: Place) -> dict[str, Any]:
+    """Return what tells readers of the file, such as launch/plan/gpu_check.py, what it is."""
+    return {"format": FORMAT, "date": time.strftime("%Y-%m-%d", time.gmtime()), "device": place.device, "size": place.size}
+
+
+def _earlier(path: str, place: Place) -> dict[str, Result]:
+    """Return the results of an earlier check, by part. Exit if that was of another device or size."""
+    if not path:
+        return {}
+    record = json.loads(Path(path).read_text())
+    for name, wanted in _heading(place).items():
+        if name != "date" and record.get(name) != wanted:
+            raise SystemExit(f"gpu_check: after={path}: got {name} {record.get(name)!r}; expected {wanted!r}")
+    return {result["part"]: Result(**result) for result in record["results"]}
 
 
 def _had_no_time(result: Result) -> bool:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 
 import numpy as np
 import torch
 
+from launch.model_files import read_json
 from pipeline import generate
+from pipeline.config import RECIPES
 from pipeline.types import Request, Sampling
 from tests.gpu_check.measurement import Measurement, Place
 from tests.gpu_check.sizes import SIZES, case
@@ -43,7 +45,8 @@ def decode(place: Place, backend: str) -> Measurement:
     drawn: list[int] = []
     spent = place.seconds(lambda: drawn.append(_drain(engine, _requests(load, vocabulary, load.answer))))
     note = f"{load.requests} requests, {load.prompt} + {load.answer} tokens each"
-    return Measurement({"tokens/s": drawn[0] / spent, "s": spent}, note)
+    details = {"model": read_json(RECIPES / "tiny/config.json") | model, **asdict(load)}
+    return Measurement({"tokens/s": drawn[0] / spent, "s": spent}, note, details=details)
 
 
 def _weights(engine, device: torch.device, dtype: torch.dtype) -> Iterator[tuple[str, torch.Tensor]]:

@@ -47,6 +47,7 @@ def describe(place: Place) -> Measurement:
     header = Path(sysconfig.get_paths()["include"], "Python.h")
     measured.details = {
         "gpus": [torch.cuda.get_device_name(i) for i in gpus],
+        "memory_gb": [torch.cuda.mem_get_info(i)[1] / 1e9 for i in gpus],  # all that CUDA shows
         "python": platform.python_version(),
         "cuda": torch.version.cuda,
         "nccl": list(torch.cuda.nccl.version()) if gpus else None,

@@ -119,7 +119,8 @@ def test_a_second_call_takes_the_first_ones_results(course, tmp_path):
     earlier = [Result("kept", FAILED, "first"), Result("again", LEFT_OUT, "no time (needs about 9 s, 1 s are left)")]
     earlier.append(Result("cut", CUT, "ended by SIGTERM"))
     first = tmp_path / "first.json"
-    first.write_text(json.dumps({"machine": {}, "results": [dataclasses.asdict(result) for result in earlier]}))
+    record = {"machine": {}, "results": [dataclasses.asdict(result) for result in earlier]}
+    first.write_text(json.dumps(check._heading(place(tmp_path)) | record))
     status, found = course(kept, again, cut, after=str(first))
     assert status == 1
     assert {name: found[name]["note"] for name in ("kept", "again", "cut")} == {
@@ -127,6 +128,14 @@ def test_a_second_call_takes_the_first_ones_results(course, tmp_path):
         "again": "again",
         "cut": "again",
     }
+
+
+@pytest.mark.parametrize("changed", [{"device": "cuda"}, {"size": "full"}, {"format": 0}])
+def test_results_of_another_device_or_size_are_not_taken(tmp_path, changed):
+    first = tmp_path / "first.json"
+    first.write_text(json.dumps(check._heading(place(tmp_path)) | {"machine": {}, "results": []} | changed))
+    with pytest.raises(SystemExit, match=rf"got {next(iter(changed))} "):
+        check._earlier(str(first), place(tmp_path))
 
 
 def test_the_results_go_to_the_folder_that_out_names(tmp_path, monkeypatch):

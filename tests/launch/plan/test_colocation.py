@@ -15,6 +15,7 @@ SHARED = ("policy.generation.colocated.enabled=true",)
 BY_HOST = ("policy.generation.colocated.refit=host",)
 BROADCAST = ("policy.generation.refit_transport=broadcast",)
 GIGA = 1e9
+ASSUMED = hardware.gpu("h100").assumed
 
 
 def made(*overrides: str) -> Plan:
@@ -53,12 +54,12 @@ def test_a_step_pays_for_the_moves_and_for_half_the_gpus():
     found, apart = made(*SHARED), made()
     assert (found.gpus, apart.gpus) == (8, 16)
     assert found.seconds["rollout"] == pytest.approx(apart.seconds["rollout"])
-    rate = colocation.PAGE_LOCKED * GIGA * hardware.gpu("h100").host_gb_per_s
+    rate = ASSUMED.page_locked * GIGA * hardware.gpu("h100").host_gb_per_s
     moved = found.train.parts["weights"] + found.train.parts["optimizer"]
     assert found.seconds["train"] == pytest.approx(apart.seconds["train"] + moved / rate)
     weights = found.generate.parts["weights"]
-    assert found.seconds["refit"] == pytest.approx(moved / rate + weights / (colocation.IPC_GB_PER_S * GIGA))
-    expected = moved / rate + 2 * weights / rate + weights / (colocation.GLOO_GB_PER_S * GIGA)
+    assert found.seconds["refit"] == pytest.approx(moved / rate + weights / (ASSUMED.ipc_gb_per_s * GIGA))
+    expected = moved / rate + 2 * weights / rate + weights / (ASSUMED.gloo_gb_per_s * GIGA)
     for keys in (BY_HOST, BROADCAST):
         assert made(*SHARED, *keys).seconds["refit"] == pytest.approx(expected)
     assert not split.movable(found.recipe) and found.split is None
@@ -94,14 +95,14 @@ def test_between_nodes_weights_go_over_tcp(trainer, by):
     found = made(*SHARED, *nodes, "policy.dtensor_cfg.enabled=false", f"policy.{trainer}.enabled=true")
     parts = {phase.name: phase.parts for phase in found.phases}["weights to the engines"]
     weights = found.generate.parts["weights"]
-    name, rate = ("CUDA IPC", colocation.IPC_GB_PER_S) if by == "ipc" else ("gloo", colocation.GLOO_GB_PER_S)
+    name, rate = ("CUDA IPC", ASSUMED.ipc_gb_per_s) if by == "ipc" else ("gloo", ASSUMED.gloo_gb_per_s)
     near = parts[name] * rate * GIGA
     far = parts.get("gloo between nodes", 0.0) * colocation.TCP_GB_PER_S * GIGA
     assert near + far / 8 == pytest.approx(weights)
     assert far == (pytest.approx(0.5 * weights, rel=0.01) if trainer == "dtensor_cfg" else 0.0)  # once to a node
     unknown = colocation.refit(found.recipe, weights, None).parts  # taken to be as FSDP2
     copied = 2 * (far / 8 if by == "ipc" else weights)
-    link = colocation.PAGE_LOCKED * GIGA * hardware.gpu("h100").host_gb_per_s
+    link = ASSUMED.page_locked * GIGA * hardware.gpu("h100").host_gb_per_s
     assert parts.get("to and from the host", 0.0) == pytest.approx(copied / link)
     assert unknown["gloo between nodes"] == 0.5 * weights / (colocation.TCP_GB_PER_S * GIGA)
     assert "GLOO_SOCKET_IFNAME" in colocation.assumed(found.recipe) and "GLOO" not in colocation.assumed(made(*SHARED).recipe)

@@ -1,0 +1,281 @@
+"""Take what `make gpu-check` measured on a GPU in place of what recipes/hardware assumes of it: plan.hardware.
+
+The measured GPU's name chooses its description, and the components of that GPU take the measurements:
+
+    train: FSDP2, FSDP2 eager, Megatron-Core    `dense_training`: MFU of the backend that the policy uses
+    decode: vllm                                `engine_step_ms`: what its seconds are longer than those of the GPU's work
+    offload                                     `page_locked`: the slower of both directions
+    refit: shared GPU                           `ipc_gb_per_s`, `gloo_gb_per_s`: of one of the two processes that receive
+    machine                                     `memory_gb`: all that CUDA shows
+
+All other values stay assumed. tests/gpu_check writes the file; a change of it that this module has to know changes FORMAT.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import math
+import os
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from launch.plan import generate_time
+from launch.plan.lengths import Lengths
+from launch.plan.parallelism import Links
+from pipeline import config, user_files
+from pipeline.config import PRECISIONS, ComponentConfig, Problem, Recipe, RecipeError, hardware, uses_megatron
+from pipeline.config.hardware import HARDWARE, GPUSpec
+from pipeline.models import flops
+from pipeline.models.shape import ModelShape
+
+FORMAT = 1
+"""Of the file, as in tests/gpu_check/check.py."""
+KEY = "plan.hardware"
+RECEIVERS = 2  # processes on the GPU in `refit: shared GPU`
+PASSED, LEFT_OUT = "passed", "left out"
+OUTCOMES = (PASSED, "failed", "cut", LEFT_OUT)
+NUMBERS = {
+    "train: FSDP2": ("MFU", "GB", "plan's GB"),
+    "train: FSDP2 eager": ("MFU", "GB", "plan's GB"),
+    "train: Megatron-Core": ("MFU", "GB", "plan's GB"),
+    "decode: vllm": ("s",),
+    "offload": ("again to the host, GB/s", "again to the device, GB/s"),
+    "refit: shared GPU": ("IPC GB/s", "host GB/s"),
+}
+"""The numbers that are read, by part."""
+DECODE = "decode: vllm"
+
+
+@dataclass(frozen=True, slots=True)
+class Decoded:
+    """The load of the part `decode: vllm`."""
+
+    shape: ModelShape
+    requests: int
+    prompt: int  # tokens
+    answer: int  # tokens
+
+
+@dataclass(frozen=True, slots=True)
+class GPUCheck:
+    """The measurements of one file."""
+
+    path: Path
+    date: str
+    gpu: str  # the name of its description in recipes/hardware
+    memory_gb: float  # of the GPU with the least
+    numbers: Mapping[str, Mapping[str, float]]  # by part and name, of parts that passed
+    decoded: Decoded | None
+
+
+@dataclass(frozen=True, slots=True)
+class Value:
+    """A measured value in place of an assumed one."""
+
+    field: str  # of hardware.Assumed
+    value: float
+    part: str
+
+
+# ---- the file -----------------------------------------------------------------------------------------------------------
+
+
+def read(path: str) -> GPUCheck:
+    """Return the measurements of a file. Raises RecipeError."""
+    try:
+        changed = os.stat(path).st_mtime_ns
+    except (OSError, ValueError) as error:
+        raise _refused(path, f"cannot be read ({error})", "the file that make gpu-check writes", "file-not-found") from None
+    return _read(path, changed)
+
+
+@functools.lru_cache(maxsize=8)
+def _read(path: str, _changed: int) -> GPUCheck:
+    try:
+        record = json.loads(user_files.read_text(path, user_files.MAX_JSON))
+    except (OSError, ValueError, RecursionError) as error:
+        raise _refused(path, f"no JSON ({error})", "the file that make gpu-check writes") from None
+    if not isinstance(record, dict) or record.get("format") != FORMAT:
+        found = record.get("format") if isinstance(record, dict) else None
+        raise _refused(path, f"format {found!r}", f"format {FORMAT}, which this version's make gpu-check writes")
+    for name, wanted, why in (("device", "cuda", "a GPU"), ("size", "full", "size=full")):
+        if record.get(name) != wanted:
+            raise _refused(path, f"{name} {record.get(name)!r}", f"measurements of {why}")
+    machine, date, results = (record.get(name) for name in ("machine", "date", "results"))
+    if not (isinstance(machine, dict) and isinstance(date, str) and isinstance(results, list)):
+        raise _refused(path, "a record without machine, date or results", "all three")
+    gpu, memory = _machine(path, machine)
+    parts = dict(_part(path, result) for result in results)
+    numbers = {name: parts[name][0] for name in NUMBERS if name in parts and parts[name][0]}
+    if not numbers:
+        raise _refused(path, "no measurement that a plan takes", f"at least one of {', '.join(NUMBERS)}")
+    decoded = _decoded(path, parts[DECODE][1]) if DECODE in numbers else None
+    return GPUCheck(Path(path), date, gpu, memory, numbers, decoded)
+
+
+def _machine(path: str, machine: Mapping[str, Any]) -> tuple[str, float]:
+    """Return the name of the GPUs' description, and the memory of the smallest."""
+    gpus, memory = machine.get("gpus"), machine.get("memory_gb")
+    if not isinstance(gpus, list) or not gpus or len({str(gpu) for gpu in gpus}) > 1:
+        raise _refused(path, f"machine.gpus {gpus!r}", "one or several GPUs of one kind")
+    if not isinstance(memory, list) or len(memory) != len(gpus) or not all(map(_is_number, memory)):
+        raise _refused(path, f"machine.memory_gb {memory!r}", "a number for each GPU")
+    names = sorted((file.stem for file in HARDWARE.glob("*.yaml")), key=len, reverse=True)  # gb200 before b200
+    base = next((name for name in names if name in str(gpus[0]).lower()), None)
+    if base is None:
+        raise _refused(path, f"the GPU {gpus[0]!r}", f"one of recipes/hardware: {', '.join(sorted(names))}")
+    return base, min(memory)
+
+
+def _part(path: str, result: Any) -> tuple[str, tuple[dict[str, float], Mapping[str, Any]]]:
+    """Return (part, (its numbers that are read, its details)); no numbers of a part that was left out."""
+    name = result.get("part") if isinstance(result, dict) else None
+    outcome = result.get("outcome") if isinstance(result, dict) else None
+    if not isinstance(name, str) or outcome not in OUTCOMES:
+        raise _refused(path, f"the part {name!r} with the outcome {outcome!r}", f"an outcome of {', '.join(OUTCOMES)}")
+    wanted = NUMBERS.get(name, ())
+    if not wanted or outcome == LEFT_OUT:
+        return name, ({}, {})
+    if outcome != PASSED:
+        raise _refused(
+            path, f"{name}: {outcome} ({result.get('note')})", "parts that passed", hint=f"parts={name.split(':')[0]}"
+        )
+    numbers, details = result.get("numbers"), result.get("details")
+    if not isinstance(numbers, dict) or not isinstance(details, dict):
+        raise _refused(path, f"{name} without numbers or details", "both")
+    for number in wanted:
+        value = numbers.get(number)
+        if not _is_number(value) or (number == "MFU" and value > 1):
+            raise _refused(path, f"{name}: {number} {value!r}", f"a number above 0{' and at most 1' * (number == 'MFU')}")
+    return name, ({number: float(numbers[number]) for number in wanted}, details)
+
+
+def _decoded(path: str, details: Mapping[str, Any]) -> Decoded:
+    sizes = [details.get(name) for name in ("requests", "prompt", "answer")]
+    model = details.get("model")
+    if not isinstance(model, dict) or not all(isinstance(size, int) and _is_number(size) for size in sizes):
+        raise _refused(path, f"{DECODE}: details {sorted(details)}", "model, requests, prompt and answer")
+    try:
+        shape = ModelShape.of(model, KEY)
+    except RecipeError:
+        raise _refused(path, f"{DECODE}: a model that cannot be planned", "the config.json of a model") from None
+    return Decoded(shape, *sizes)
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and 0 < value < math.inf
+
+
+def _refused(path: str, got: str, expected: str, code: str = "bad-format", hint: str = "") -> RecipeError:
+    again = f'Try make gpu-check ARGS="{hint or "out=FILE"}" on that GPU'
+    return RecipeError(Problem(KEY, code, f"got {path}: {got}; expected {expected}. {again}"))
+
+
+# ---- what it changes ----------------------------------------------------------------------------------------------------
+
+
+def of_recipe(recipe: Recipe) -> GPUCheck | None:
+    """Return the measurements of plan.hardware; None without the key. Raises RecipeError if no component has that GPU."""
+    if recipe.plan.hardware is None:
+        return None
+    found = read(recipe.plan.hardware)
+    components = {name: on.gpu for name, on in config.components(recipe).items() if on.gpus_per_node}
+    if components and found.gpu not in components.values():
+        named = " ".join(f"cluster.{name}.gpu={gpu}" for name, gpu in components.items())
+        change = " ".join(f"cluster.{name}.gpu={found.gpu}" for name in components)
+        message = f"got {found.path}, measurements of {found.gpu}; expected those of {named}. Try {change}"
+        raise RecipeError(Problem(KEY, "contradiction", message))
+    return found
+
+
+def sized(recipe: Recipe) -> Recipe:
+    """Return the recipe with the measured memory of GPUs, for the plan. Raises RecipeError."""
+    found = of_recipe(recipe)
+    if found is None:
+        return recipe
+    components = config.components(recipe)
+    changed: dict[str, Any] = {
+        name: replace(on, gpu_memory_gb=found.memory_gb)
+        for name, on in components.items()
+        if on.gpu == found.gpu and on.gpus_per_node and on.gpu_memory_gb is None
+    }
+    return replace(recipe, cluster=replace(recipe.cluster, **changed))
+
+
+def gpu(recipe: Recipe, component: ComponentConfig) -> GPUSpec:
+    """Return the GPU of a component, with its measured values in place of assumed ones."""
+    spec = hardware.gpu(component.gpu)
+    found = {value.field: value.value for value in values(recipe, component)}
+    return replace(spec, assumed=replace(spec.assumed, **found)) if found else spec
+
+
+def values(recipe: Recipe, component: ComponentConfig) -> list[Value]:
+    """Return the measured values of a component's GPU; none if another GPU was measured."""
+    found = of_recipe(recipe)
+    if found is None or found.gpu != component.gpu:
+        return []
+    return list(_values(recipe, found, hardware.gpu(component.gpu)))
+
+
+def _values(recipe: Recipe, found: GPUCheck, spec: GPUSpec) -> Iterator[Value]:
+    numbers, part = found.numbers, _trained(recipe)
+    rate = spec.assumed.dense_training
+    if part in numbers and PRECISIONS[recipe.policy.precision] == 2:
+        rate = numbers[part]["MFU"]
+        yield Value("dense_training", rate, part)
+    if found.decoded and recipe.policy.generation.backend == "vllm":
+        yield Value("engine_step_ms", _overhead(found.decoded, numbers[DECODE]["s"], spec, rate), DECODE)
+    if "offload" in numbers:
+        slowest = min(numbers["offload"].values())
+        yield Value("page_locked", slowest / spec.host_gb_per_s, "offload")
+    if (name := "refit: shared GPU") in numbers:
+        yield Value("ipc_gb_per_s", numbers[name]["IPC GB/s"] / RECEIVERS, name)
+        yield Value("gloo_gb_per_s", numbers[name]["host GB/s"] / RECEIVERS, name)
+
+
+def _trained(recipe: Recipe) -> str:
+    """Return the part that measures the backend which the policy uses."""
+    if uses_megatron(recipe.policy):
+        return "train: Megatron-Core"
+    return "train: FSDP2 eager" if recipe.policy.dtensor_cfg.compile is False else "train: FSDP2"
+
+
+def _overhead(decoded: Decoded, measured: float, spec: GPUSpec, rate: float) -> float:
+    """Return the milliseconds by which a measured step of the engine is longer than the GPU's work; 0 if it is shorter."""
+    spec = replace(spec, assumed=replace(spec.assumed, engine_step_ms=0.0, dense_training=rate))
+    engine = generate_time.Engine(decoded.shape, Links(spec, spec.nic_gb_per_s, 1), 2, 1, 1, 0.0)
+    lengths = Lengths(decoded.prompt, decoded.answer, decoded.answer, "")
+    requests = decoded.requests
+    work = sum(generate_time.decoding(engine, requests, requests, lengths, requests).values())
+    work += flops.forward(decoded.shape, requests * decoded.prompt, requests * decoded.prompt**2 / 2) / engine.rate
+    return max(0.0, measured - work) / decoded.answer * 1e3
+
+
+# ---- the report ---------------------------------------------------------------------------------------------------------
+
+SHOWN = {
+    "dense_training": "matrix products reach {:.1%} of the peak",
+    "engine_step_ms": "{:.2g} ms overhead per engine step",
+    "page_locked": "page-locked copies reach {:.0%} of the host link",
+    "ipc_gb_per_s": "a refit {:.3g} GB/s a rank by CUDA IPC",
+    "gloo_gb_per_s": "a refit {:.3g} GB/s a rank through host memory",
+}
+
+
+def described(recipe: Recipe, component: ComponentConfig) -> str:
+    """Return which values of a component's GPU are measured, and which are still assumed; "" if none is measured."""
+    found = of_recipe(recipe)
+    if found is None or found.gpu != component.gpu:
+        return ""
+    taken = values(recipe, component)
+    shown = [f"{SHOWN[value.field].format(value.value)} ({value.part})" for value in taken]
+    shown.append(f"{found.memory_gb:g} GB (machine)")
+    if numbers := found.numbers.get(_trained(recipe)):
+        share = numbers["GB"] / numbers["plan's GB"]
+        shown.append(f"the memory of a step is {share:.2f} of the planned one ({_trained(recipe)})")
+    assumed = [name for name in hardware.assumptions() if name not in {value.field for value in taken}]
+    where = f"{found.gpu} by {found.path} of {found.date}, with small models"
+    return f"{where}: {'; '.join(shown)}. Still assumed: {', '.join(assumed)}"

@@ -1,0 +1,150 @@
+"""plan.hardware: measurements of `make gpu-check` in place of assumed values. The measured GPU of these tests is invented."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from launch.plan import colocation, gpu_check
+from pipeline import config
+from pipeline.config.hardware import gpu
+from tests.gpu_check.check import FORMAT
+from tests.gpu_check.measurement import Place
+from tests.gpu_check.parts import every
+from tests.launch.plan.plans import planned, table
+from tests.problems import named, refused
+
+SAMPLE = Path(__file__).with_name("artificial_gpu_check.json")
+MEASURED = f"plan.hardware={SAMPLE}"
+EAGER = "policy.dtensor_cfg.compile=false"
+
+
+@pytest.fixture
+def changed(tmp_path):
+    """Return a function that writes the sample with other values and returns its path."""
+
+    def write(part: str = "", /, **values) -> str:
+        record = json.loads(SAMPLE.read_text())
+        target = next(one for one in record["results"] if one["part"] == part) if part else record
+        for name, value in values.items():
+            target[name] = {**target[name], **value} if isinstance(value, dict) else value
+        path = tmp_path / "changed.json"
+        path.write_text(json.dumps(record))
+        return str(path)
+
+    return write
+
+
+def test_measured_values_replace_assumed_ones():
+    found, before = planned("llama8b_grpo_sync", EAGER, MEASURED), planned("llama8b_grpo_sync", EAGER)
+    measured, assumed = gpu_check.gpu(found.recipe, found.recipe.cluster.train).assumed, gpu("h100").assumed
+    assert measured.dense_training == 0.25 and measured.page_locked == pytest.approx(40 / 64)
+    assert (measured.ipc_gb_per_s, measured.gloo_gb_per_s) == (50, 3)
+    assert 0 < measured.engine_step_ms < 1.6384e3 / 256  # a step's milliseconds, of which the GPU works in some
+    assert (measured.bandwidth, measured.mixture_training, measured.host) == (0.6, assumed.mixture_training, assumed.host)
+    assert found.recipe.cluster.train.gpu_memory_gb == 84.4  # of the smaller GPU
+    one, other = (next(p for p in each.phases if "update" in p.name).parts["matrix products"] for each in (found, before))
+    assert one / other == pytest.approx(assumed.dense_training / 0.25)
+
+
+def test_the_share_of_the_peak_is_of_the_backend_that_trains():
+    keys = ("policy.megatron_cfg.enabled=true", "policy.dtensor_cfg.enabled=false")
+    recipe = planned("llama8b_grpo_sync", *keys, MEASURED).recipe
+    assert gpu_check.gpu(recipe, recipe.cluster.train).assumed.dense_training == 0.45
+    recipe = planned("llama8b_grpo_sync", MEASURED).recipe  # compiled layers were left out
+    assert gpu_check.gpu(recipe, recipe.cluster.train).assumed.dense_training == gpu("h100").assumed.dense_training
+
+
+def test_turns_take_the_measured_rates():
+    keys = ("policy.generation.colocated.enabled=true", "cluster.generate.nodes=1")
+    found, before = planned("llama8b_grpo_sync", *keys, MEASURED), planned("llama8b_grpo_sync", *keys)
+    named_turn = "the trainer takes the GPUs"
+    one, other = (next(p.seconds for p in each.phases if p.name == named_turn) for each in (found, before))
+    assert one / other == pytest.approx(0.8 / (40 / 64))
+    assert "62% of the host link's 64 GB/s" in colocation.assumed(found.recipe)
+
+
+def test_the_report_says_what_is_measured_and_what_is_assumed():
+    told = table(planned("llama8b_grpo_sync", EAGER, MEASURED))
+    assert f"measured h100 by {SAMPLE} of 2000-01-01, with small models: matrix products reach 25.0% of the peak" in told
+    assert "Still assumed: mixture_training, bandwidth, host, all_reduce_us" in told
+    assert "the memory of a step is 0.95 of the planned one (train: FSDP2 eager)" in told
+    assert "published steps" not in told  # their range is of assumed values
+    assert "measured h100" not in table(planned("llama8b_grpo_sync"))
+
+
+def test_only_the_components_of_the_measured_gpu_take_it():
+    found = planned("llama8b_grpo_sync", EAGER, "cluster.generate.gpu=h200", MEASURED)
+    cluster = found.recipe.cluster
+    assert gpu_check.gpu(found.recipe, cluster.train).assumed.dense_training == 0.25
+    assert gpu_check.gpu(found.recipe, cluster.generate) == gpu("h200") and cluster.generate.gpu_memory_gb is None
+    with refused(("plan.hardware", "contradiction")):
+        planned("llama8b_grpo_sync", "cluster.train.gpu=b200", "cluster.generate.gpu=h200", MEASURED)
+
+
+@pytest.mark.parametrize(
+    ("part", "values", "why"),
+    [
+        ("", {"device": "cpu"}, "device 'cpu'"),
+        ("", {"size": "tiny"}, "size 'tiny'"),
+        ("", {"format": 2}, "format 2"),
+        ("", {"format": None}, "format None"),
+        ("", {"machine": {"gpus": []}}, "machine.gpus"),
+        ("", {"machine": {"gpus": ["NVIDIA H100", "NVIDIA H200"]}}, "machine.gpus"),
+        ("", {"machine": {"gpus": ["NVIDIA A10", "NVIDIA A10"]}}, "the GPU 'NVIDIA A10'"),
+        ("", {"machine": {"memory_gb": [84.4]}}, "machine.memory_gb"),
+        ("", {"results": []}, "no measurement that a plan takes"),
+        ("", {"results": [3]}, "the part None"),
+        ("", {"date": 3}, "without machine, date or results"),
+        ("offload", {"outcome": "failed"}, "offload: failed"),
+        ("decode: vllm", {"outcome": "cut"}, "decode: vllm: cut"),
+        ("decode: vllm", {"outcome": "late"}, "the outcome 'late'"),
+        ("decode: vllm", {"numbers": {"s": float("nan")}}, "s nan"),
+        ("decode: vllm", {"details": {"model": {}}}, "a model that cannot be planned"),
+        ("decode: vllm", {"details": {"answer": 0}}, "details"),
+        ("train: FSDP2 eager", {"numbers": {"MFU": None}}, "MFU None"),
+        ("train: FSDP2 eager", {"numbers": {"MFU": 1.5}}, "MFU 1.5"),
+    ],
+)
+def test_a_file_that_is_no_such_measurement_is_refused(changed, part, values, why):
+    with pytest.raises(config.RecipeError) as error:
+        planned("llama8b_grpo_sync", f"plan.hardware={changed(part, **values)}")
+    (problem,) = error.value.problems
+    assert (problem.key, problem.code) == ("plan.hardware", "bad-format") and why in problem.message, problem.message
+
+
+@pytest.mark.parametrize("text", ["", "[]", "{", "[" * 100_000])
+def test_a_file_without_a_record_is_refused(tmp_path, text):
+    (tmp_path / "broken.json").write_text(text)
+    with refused(("plan.hardware", "bad-format")):
+        planned("llama8b_grpo_sync", f"plan.hardware={tmp_path}/broken.json")
+    with refused(("plan.hardware", "file-not-found")):
+        planned("llama8b_grpo_sync", f"plan.hardware={tmp_path}/absent.json")
+
+
+def test_a_run_is_refused_before_it_is_submitted(changed):
+    from launch.prepare import examine
+
+    found = examine("tiny_sft", [f"plan.hardware={changed(device='cpu')}"], dry=True)
+    assert ("plan.hardware", "bad-format") in named(found.problems)
+
+
+def test_the_program_has_these_parts_and_this_format(tmp_path):
+    names = {part.name for part in every(Place("cpu", "tiny", 0, tmp_path))}
+    assert names >= gpu_check.NUMBERS.keys() and FORMAT == gpu_check.FORMAT
+
+
+@pytest.mark.full
+def test_the_program_writes_what_is_read(tmp_path):
+    """Run it on the CPU, without the numbers that only a GPU has."""
+    from tests.gpu_check.__main__ import main
+
+    out = tmp_path / "cpu.json"
+    main(["device=cpu", "size=tiny", "parts=offload,train: FSDP2 eager,decode: transformers", f"out={out}"])
+    record = json.loads(out.read_text())
+    results = {one["part"]: one for one in record["results"]}
+    assert results["offload"]["numbers"].keys() >= {*gpu_check.NUMBERS["offload"]}
+    assert results["decode: transformers"]["details"].keys() == {"model", "requests", "prompt", "answer"}
+    assert gpu_check._decoded(str(out), results["decode: transformers"]["details"]).requests == 4
+    with refused(("plan.hardware", "bad-format")):
+        gpu_check.read(str(out))
