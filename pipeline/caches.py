@@ -1,7 +1,8 @@
 """Set the folders in which compilers keep their output: on the node, writable, and this user's alone.
 
 vLLM and Triton write below the home folder by default. In a container that folder may be read-only or absent (enroot's
-defaults). If it lies on NFS, all nodes share the files, and locks on them are slow. A variable that the user has set stays.
+defaults). If it lies on NFS, all nodes share the files, and locks on them are slow. A variable that the user has set stays, with its `~`
+expanded: Triton and Inductor do not expand it.
 """
 
 from __future__ import annotations
@@ -29,14 +30,18 @@ def use_node_folders() -> None:
     If the cache folder of the user, `XDG_CACHE_HOME` or ~/.cache, is not writable, it is replaced as well. Hugging Face's
     files stay where they are.
     """
+    for name in (*FOLDERS, "XDG_CACHE_HOME", "HF_HOME"):
+        if name in os.environ:
+            os.environ[name] = os.path.expanduser(os.environ[name])
     base = node_folder()
     if base is None:
         return
     for name, folder in FOLDERS.items():
         os.environ.setdefault(name, str(base / folder))
     general = os.path.expanduser(os.environ.get("XDG_CACHE_HOME", "~/.cache"))
-    if general.startswith("~") or not _writable(Path(general)):  # a user whom /etc/passwd does not list has no home
-        os.environ.setdefault("HF_HOME", f"{general}/huggingface")
+    if not _writable(Path(general)):
+        if not _homeless(general):
+            os.environ.setdefault("HF_HOME", f"{general}/huggingface")
         os.environ["XDG_CACHE_HOME"] = str(base / "cache")
 
 
@@ -57,7 +62,7 @@ def problem() -> str:
     """Return which folders of FOLDERS' variables cannot be written; "" if all can."""
     named = {name: os.environ[name] for name in FOLDERS if name in os.environ}
     bad = [f"{name}={folder}" for name, folder in named.items() if not _writable(Path(folder))]
-    return f"no file can be written to {', '.join(bad)}" if bad else ""
+    return f"no file can be written to {', '.join(bad)}, where compilers keep their output" if bad else ""
 
 
 def of_device(root: str, device: str) -> str:
@@ -76,8 +81,15 @@ def _private(folder: Path) -> bool:
     return stat.S_ISDIR(state.st_mode) and state.st_uid == os.getuid() and not state.st_mode & 0o022
 
 
+def _homeless(path: str) -> bool:
+    """Return whether `~` is left in an expanded path: a user whom /etc/passwd does not list has no home."""
+    return path.startswith("~")
+
+
 def _writable(folder: Path) -> bool:
     """Create the folder, and return whether a file with a byte can be written there."""
+    if _homeless(str(folder)):  # a folder of the name "~" in the current folder
+        return False
     try:
         folder.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=folder) as file:

@@ -67,7 +67,29 @@ def test_a_file_system_without_execution_holds_no_code(temporary):
 def test_a_folder_that_cannot_be_written_is_named(temporary, monkeypatch, tmp_path):
     (tmp_path / "file").touch()
     monkeypatch.setenv("VLLM_CACHE_ROOT", str(tmp_path / "file/vllm"))
-    assert caches.problem() == f"no file can be written to VLLM_CACHE_ROOT={tmp_path}/file/vllm"
+    assert (
+        caches.problem() == f"no file can be written to VLLM_CACHE_ROOT={tmp_path}/file/vllm, where compilers keep their output"
+    )
+
+
+def test_a_tilde_is_the_home_folder(temporary, monkeypatch, tmp_path):
+    """Triton and Inductor would write to a folder of the name "~"."""
+    for name in ("TRITON_CACHE_DIR", "XDG_CACHE_HOME", "HF_HOME"):
+        monkeypatch.setenv(name, f"~/{name}")
+    caches.use_node_folders()
+    for name in ("TRITON_CACHE_DIR", "XDG_CACHE_HOME", "HF_HOME"):
+        assert os.environ[name] == f"{tmp_path}/home/{name}"
+
+
+def test_a_user_without_a_home_writes_nothing_to_a_folder_of_the_name_tilde(temporary, monkeypatch, tmp_path):
+    monkeypatch.setattr(os.path, "expanduser", lambda path: path)
+    monkeypatch.setenv("TRITON_CACHE_DIR", "~/triton")
+    monkeypatch.chdir(tmp_path)
+    caches.use_node_folders()
+    assert caches.problem().startswith("no file can be written to TRITON_CACHE_DIR=~/triton,")
+    assert os.environ["XDG_CACHE_HOME"] == str(temporary / f"hetstep-{os.getuid()}" / "cache")
+    assert "HF_HOME" not in os.environ  # it follows XDG_CACHE_HOME
+    assert not (tmp_path / "~").exists()
 
 
 READ_ONLY = """

@@ -184,7 +184,7 @@ def remedy(mismatches: Mapping[str, str], workers: WorkerGroups, cluster: Cluste
     if lacking := [name for name in COMPONENTS if name in mismatches]:
         keys = ("container_image" if getattr(cluster, name).container_image else "python" for name in lacking)
         where = " and ".join(f"cluster.{name}.{key}" for name, key in zip(lacking, keys, strict=True))
-        return "an installation lacks what its ranks need", f"Install it, or try another {where}"
+        return "an installation lacks what its ranks need", f"Install or change it, or try another {where}"
     components = [name for name in COMPONENTS if getattr(workers, name)]
     every = " and ".join(f"cluster.{name}" for name in components)
     if len({getattr(cluster, name).container_image for name in components}) > 1:
@@ -208,14 +208,13 @@ def _difference(what: str, values: Mapping[str, str], cluster: ClusterConfig) ->
 
 
 def _space(there: list[RankReport]) -> list[str]:
-    low = [
+    return [
         f"{folder}: only {free * 1000:.0f} MB can be written; expected at least {LEAST_FREE_GB * 1000:.0f} MB"
         for report in there
         if report.node
         for folder, free in report.node.free_gb.items()
         if free < LEAST_FREE_GB
     ]
-    return low + [report.node.caches for report in there if report.node and report.node.caches]
 
 
 def _gpus(there: list[RankReport], component: ComponentConfig, name: str, most_gb: float) -> list[str]:

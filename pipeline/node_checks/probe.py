@@ -73,7 +73,6 @@ class NodeReport(msgspec.Struct, array_like=True):
     gpus: dict[str, GPUState] = {}  # by uuid, without the beginning GPU-
     driver: str = ""  # why nvidia-smi did not report them
     lockable_gb: float | None = None  # memory that a process may lock, where RDMA adapters need that; None: any or no matter
-    caches: str = ""  # why compilers cannot keep their output
     cpu: str = ""  # e.g. "32 x AMD EPYC 9454": the CPUs that the job may use
     lacks: list[str] = []  # what ranks of the component need and its installation does not have
 
@@ -191,7 +190,7 @@ def probe_node(info: RankInfo, token: str, uses_gpus: bool) -> NodeReport:
         code = code_digest(ROOT)
     except OSError as error:
         code = f"unreadable ({error.strerror})"
-    node = NodeReport(code, versions(uses_gpus), free_space(), available_memory(), caches=caches.problem(), cpu=processors())
+    node = NodeReport(code, versions(uses_gpus), free_space(), available_memory(), cpu=processors())
     if token:
         node.shared = check_shared_folder(info, token)
     if uses_gpus:
@@ -236,6 +235,8 @@ def lacking(needs: InstallationNeeds) -> list[str]:
         found.append(f"{has}; torch {torch_build()} has no {', '.join(names)}")
     if needs.compiler and (missing := c_compiler.missing()):
         found.append(f"there is no {missing}, with which Triton compiles")
+    if unwritable := caches.problem():  # of the installation, as the user may name one read-only folder for all nodes
+        found.append(unwritable)
     return found
 
 

@@ -64,6 +64,8 @@ def break_node(fault: str | None, info: RankInfo) -> RankInfo:
             probe.versions = lambda uses_gpus: real_versions(uses_gpus) | {"python": "3.1"}
         case "other torch":  # one that lacks what train ranks call
             torch_features.NEEDED["torch.nn.attention:absent"] = ""
+        case "read-only cache":
+            os.environ["VLLM_CACHE_ROOT"] = "/proc/vllm"
         case "stuck":
             probe.versions = lambda uses_gpus: time.sleep(600)
     return info

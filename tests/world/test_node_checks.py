@@ -185,8 +185,6 @@ def break_sight(seen: dict[int, RankReport], fault: str) -> None:
             node.code = "older"
         case "full":
             node.free_gb["/dev/shm"] = 0.002
-        case "caches":
-            node.caches = "no file can be written to TRITON_CACHE_DIR=/root/.triton"
 
 
 @pytest.mark.parametrize(
@@ -197,7 +195,6 @@ def break_sight(seen: dict[int, RankReport], fault: str) -> None:
         ("small", "rank 3: its GPU (NVIDIA H100) has 42.3 GB; others of train have 85.0"),
         ("kind", "its GPUs (train): NVIDIA A100 and NVIDIA H100, but NVIDIA H100 on 2 others"),
         ("in use", "rank 3: 20.0 GB of its GPU gpu-3 are in use"),
-        ("caches", "no file can be written to TRITON_CACHE_DIR=/root/.triton"),
         ("wrong", "rank 3: 7 of the 1048576 numbers"),
         ("none", "torch finds no GPU"),
         ("errors", "GPU gpu-3 has no row of memory left to replace one with errors"),
@@ -344,7 +341,7 @@ def test_an_installation_lacks_what_all_nodes_of_its_component_lack():
     assert (found, of_nodes) == ({"train": "train ranks: no varlen"}, {"n1": ["no flex"], "n3": ["no Python.h"]})
     what, advice = diagnosis.remedy(found, workers, cluster)
     assert what == "an installation lacks what its ranks need"
-    assert advice == "Install it, or try another cluster.train.container_image"
+    assert advice == "Install or change it, or try another cluster.train.container_image"
 
 
 def test_a_node_that_does_not_report_its_network_is_not_at_fault():

@@ -308,9 +308,17 @@ def test_what_torch_lacks_is_named_before_anything_is_loaded(tmp_path, bad):
         assert attempt.bad_nodes == {"b": f"{what}.absent"}
     else:
         assert attempt.bad_nodes == {} and attempt.failure["message"] == (
-            f"an installation lacks what its ranks need: train ranks: {what}.absent. Install it, or try another"
-            " cluster.train.python"
+            f"an installation lacks what its ranks need: train ranks: {what}.absent. Install or change it, or"
+            " try another cluster.train.python"
         )
+
+
+def test_a_read_only_cache_that_the_user_named_excludes_no_node(tmp_path):
+    status, _, attempt = check_nodes(tmp_path, ["a", "b"], dict.fromkeys("ab", "read-only cache"))
+    assert status != 0
+    assert attempt.bad_nodes == {} and not (tmp_path / "attempts/1/bad_nodes").exists()
+    what = "no file can be written to VLLM_CACHE_ROOT=/proc/vllm, where compilers keep their output"
+    assert f"an installation lacks what its ranks need: train ranks: {what}. Install or change it" in attempt.failure["message"]
 
 
 @pytest.mark.parametrize("nodes", [["a", "b"], pytest.param(["a", "b", "c", "d"], marks=pytest.mark.full)])
