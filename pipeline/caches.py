@@ -1,8 +1,8 @@
 """Set the folders in which compilers keep their output: on the node, writable, and this user's alone.
 
 vLLM and Triton write below the home folder by default. In a container that folder may be read-only or absent (enroot's
-defaults). If it lies on NFS, all nodes share the files, and locks on them are slow. A variable that the user has set stays, with its `~`
-expanded: Triton and Inductor do not expand it.
+defaults). If it lies on NFS, all nodes share the files, and locks on them are slow. A variable that the user has set
+stays; its `~` is expanded, as Triton and Inductor do not do it.
 """
 
 from __future__ import annotations

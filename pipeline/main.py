@@ -64,7 +64,7 @@ def main(run_dir: Path) -> None:
         join(world)
         startup.enter("check the nodes")
         node_checks.check(world, recipe.cluster, config.needs_triton(recipe, world.component))
-        connect(world)
+        connect(world, recipe.policy.generation.refit_transport == "broadcast")
         sampler = running.start(world, recipe, run_dir)
         with world.phase("", verb="coordinate" if client else "serve"):
             role = _role(recipe, world)

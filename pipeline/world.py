@@ -318,22 +318,29 @@ def _make_spanning(world: World) -> None:
         world.refit = group if isinstance(group, dist.ProcessGroup) else None
 
 
-def connect(world: World) -> None:
+def connect(world: World, broadcasts: bool = False) -> None:
     """Make the spanning group's communicator. Every rank calls this after `join`, when the nodes have passed their checks.
+
+    broadcasts: policy.generation.refit_transport is broadcast.
 
     NCCL makes a communicator at a group's first use and waits for all ranks, forever if their NCCL versions differ. Reward
     ranks take part in no refit, and not every other rank has messages in its first round.
     """
     with world.phase("connect all ranks", verb="join"):  # bounded by cluster.timeouts.join
         dist.all_reduce(torch.zeros(1, device=world.carrier), group=world.spanning)
-        _open_paths(world)
+        if not broadcasts:
+            _open_paths(world)
+        elif world.refit:
+            dist.broadcast(torch.zeros(1, device=world.carrier), src=0, group=world.refit)
 
 
 def _open_paths(world: World) -> None:
-    """Exchange a number with each rank of another node from which or to which a refit may move weights.
+    """Exchange a number with each rank from which or to which a planned refit may move weights.
 
     NCCL allocates a path's buffers at its first message. At the first refit vLLM has filled the GPU. At the start vLLM finds
     them in use, and refuses a share of the memory that is not free (vllm/v1/worker/utils.py, request_memory).
+
+    Left out: paths between engines. A refit uses at most two of each rank, and only its plan knows which.
     """
     sends = world.component == "train"
     operation = dist.isend if sends else dist.irecv
@@ -344,13 +351,12 @@ def _open_paths(world: World) -> None:
 
 
 def _refit_peers(world: World) -> list[int]:
-    """Return the ranks of other nodes with which this rank may exchange weights; [] in a world with too many pairs."""
+    """Return the ranks with which this rank may exchange weights over NCCL; [] in a world with too many pairs."""
     workers = world.workers
     others = {"train": workers.generate, "generate": workers.train}.get(world.component, ())
-    if workers.colocated or not others or len(workers.train) * len(workers.generate) > MOST_PATHS:
+    if workers.colocated or len(workers.train) * len(workers.generate) > MOST_PATHS:  # those that share GPUs use gloo
         return []
-    nodes = world.nodes()
-    return [peer for peer in others if nodes[peer] != nodes[world.rank]]  # ranks of one node map each other's memory
+    return list(others)
 
 
 def _choose_interface(world: World) -> None:

@@ -8,6 +8,7 @@ import os
 import re
 import signal
 import time
+from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -37,23 +38,36 @@ def test_the_realms_of_a_recipe(tmp_path):
 @pytest.mark.parametrize(
     ("workers", "peers"),
     [
-        (WorkerGroups((0, 1), (2, 3), ((2,), (3,))), [[2, 3], [3], [0], [0, 1]]),  # ranks 1 and 2 are on one node
+        (WorkerGroups((0, 1), (2, 3), ((2,), (3,))), [[2, 3], [2, 3], [0, 1], [0, 1]]),
         (WorkerGroups((0, 1), (2, 3), ((2,), (3,)), colocated=True), [[]] * 4),
         (WorkerGroups((0, 1), (), (), reward=(2, 3)), [[]] * 4),
     ],
 )
-def test_paths_of_a_refit_between_nodes_are_opened_before_vllm_takes_memory(workers, peers, monkeypatch):
-    opened = []
+def test_paths_of_a_refit_are_opened_before_vllm_takes_memory(workers, peers, monkeypatch):
+    """Those of one node too: only ranks that share GPUs map each other's memory."""
+    opened, broadcasts = [], []
     monkeypatch.setattr(world.dist, "P2POp", lambda operation, tensor, peer, group: (operation, peer))
     monkeypatch.setattr(world.dist, "batch_isend_irecv", lambda batch: opened.append(batch) or [])
+    monkeypatch.setattr(world.dist, "all_reduce", lambda tensor, group: None)
+    monkeypatch.setattr(world.dist, "broadcast", lambda tensor, src, group: broadcasts.append((src, group)))
     for rank in range(4):
         opened.clear()
         one = SimpleNamespace(
-            rank=rank, component=workers.name(rank), workers=workers, carrier="cpu", spanning=None, nodes=lambda: "abbc"
+            rank=rank,
+            component=workers.name(rank),
+            workers=workers,
+            carrier="cpu",
+            spanning=None,
+            refit="refit",
+            nodes=lambda: "abbc",
         )
-        world._open_paths(one)
+        one.phase = lambda phase, verb: nullcontext()
+        world.connect(one)
         operation = world.dist.isend if rank < 2 else world.dist.irecv
         assert [pair for batch in opened for pair in batch] == [(operation, peer) for peer in peers[rank]]
+        opened.clear()
+        world.connect(one, broadcasts=True)
+        assert not opened and broadcasts.pop() == (0, "refit")
     monkeypatch.setattr(world, "MOST_PATHS", 3)
     assert world._refit_peers(one) == []
 
