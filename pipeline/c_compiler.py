@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import os
 import shutil
+import subprocess
 import sys
 import sysconfig
-from pathlib import Path
 
 COMPILER = "C compiler (gcc, clang or CC)"
 _PYTHON = "python{}.{}".format(*sys.version_info[:2])
@@ -18,17 +18,19 @@ HEADER = f"Python.h of {sys.executable} (of Debian's and Ubuntu's Python: apt in
 
 def missing() -> str | None:
     """Return COMPILER or HEADER if this machine has none, else None. The same search as in triton/runtime/build.py."""
-    if not ("CC" in os.environ or shutil.which("gcc") or shutil.which("clang")):
+    compiler = os.environ.get("CC", shutil.which("gcc") or shutil.which("clang"))
+    if compiler is None or shutil.which(compiler) is None:
         return COMPILER
-    return None if has_header() else HEADER
+    return None if has_header(compiler) else HEADER
 
 
-def has_header() -> bool:
-    """Return whether C programs can include this Python's Python.h."""
+def has_header(compiler: str, language: str = "c") -> bool:
+    """Return whether a program can include Python.h: this Python's, or one in CPATH, C_INCLUDE_PATH or the like."""
     scheme = sysconfig.get_default_scheme()
     if scheme == "posix_local":  # of Debian's Python: for packages that its user adds, below /usr/local
         scheme = "posix_prefix"
-    return Path(sysconfig.get_paths(scheme)["include"], "Python.h").exists()
+    command = [compiler, "-E", "-x", language, f"-I{sysconfig.get_paths(scheme)['include']}", "-"]
+    return subprocess.run(command, input=b"#include <Python.h>\n", capture_output=True).returncode == 0
 
 
 if __name__ == "__main__" and (lacking := missing()):

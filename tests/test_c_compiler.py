@@ -39,7 +39,19 @@ def test_debians_scheme_for_local_packages_is_not_where_headers_are(monkeypatch)
     monkeypatch.setattr(
         sysconfig, "get_paths", lambda scheme: {"include": "/nowhere"} if scheme == "posix_local" else real(scheme)
     )
-    assert c_compiler.has_header()
+    assert c_compiler.missing() is None
+
+
+@pytest.mark.parametrize("variable", ["CPATH", "C_INCLUDE_PATH"])
+def test_the_compiler_may_find_the_header_elsewhere(variable, monkeypatch, no_header, tmp_path):
+    (tmp_path / "Python.h").touch()
+    monkeypatch.setenv(variable, str(tmp_path))
+    assert c_compiler.missing() is None
+
+
+def test_a_compiler_that_the_user_named_must_exist(monkeypatch, tmp_path):
+    monkeypatch.setenv("CC", str(tmp_path / "cc"))
+    assert c_compiler.missing() == c_compiler.COMPILER
 
 
 @pytest.mark.parametrize(

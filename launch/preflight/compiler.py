@@ -14,9 +14,8 @@ from pipeline.config import Problem, Recipe
 
 def problems(recipe: Recipe) -> Iterator[Problem]:
     """Yield a problem for each component that uses GPUs of this machine and cannot compile kernels for them."""
-    missing = c_compiler.missing()
     for name, component in config.components(recipe).items():
         gpus, here = component.gpus_per_node, not containers.has_another_python(component)
-        if missing and gpus and here and config.needs_triton(recipe, name):
+        if gpus and here and config.needs_triton(recipe, name) and (missing := c_compiler.missing()):
             why = f"got {gpus}, for which {name} ranks compile kernels, but there is no {missing}. Install it"
             yield Problem(f"cluster.{name}.gpus_per_node", "not-installed", why)

@@ -21,9 +21,9 @@ def missing_dependency(device: torch.device) -> str | None:
     if device.type == "cuda":
         return c_compiler.missing() if has_triton() else TRITON
     try:
-        get_cpp_compiler()
+        compiler = get_cpp_compiler()
     except InvalidCxxCompiler:
         return GXX
-    if not c_compiler.has_header():
+    if not c_compiler.has_header(compiler, "c++"):
         return c_compiler.HEADER
     return None if builds.inductor_links(torch.__file__) else PATH
