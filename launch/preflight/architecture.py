@@ -56,6 +56,8 @@ DEQUANTIZED = {  # published models in 8 or 4 bits -> the same in bfloat16
     "DeepSeek-V3": "unsloth/DeepSeek-V3-bf16",
 }
 BALANCED = ("deepseek_v3", "glm4_moe", "nemotron_h")  # families with a bias that balances the load of experts
+NOT_IN_FLOAT16 = ("gemma2", "gemma3", "gemma3_text", "glm4")
+"""Values of model_type that vLLM refuses to serve in float16 (vllm/config/model.py, _FLOAT16_NOT_SUPPORTED_MODELS)."""
 GENERATORS = ("ForCausalLM", "ForConditionalGeneration", "LMHeadModel")  # ends of the names of models that sample
 OTHER_BACKEND = "Try policy.dtensor_cfg.enabled=true, which trains others"
 
@@ -87,6 +89,8 @@ def _served_problems(key: str, policy: PolicyConfig, pending: Sequence[os.PathLi
             if model and key == "evaluate.reward_model.model_name":
                 found += _check_classifier(key, policy.model_name, model)
                 found += _check_quantization(key, policy.model_name, model)
+            if model and key == "evaluate.judge.model_name":
+                found += _check_served_precision(policy, model)
     yield from found
 
 
@@ -128,6 +132,7 @@ def _model_problems(recipe: Recipe, section: str, policy: PolicyConfig, model: d
     yield from _check_attention(section, policy, model)
     if section == "policy" and generates(recipe) and policy.generation.backend == "vllm":
         yield from _check_generator(key, policy.model_name, model)
+        yield from _check_served_precision(policy, model)
     if section == "policy" and generates(recipe) and model.get("num_attention_heads"):
         yield from _check_engine(policy.generation.vllm_cfg, model)
         yield from _check_sampled_length(recipe, model)
@@ -168,6 +173,14 @@ def _check_generator(key: str, name: str, model: dict[str, Any]) -> Iterator[Pro
             f"got {name}, whose config.json has architectures={kinds}, which vLLM does not sample from; expected one that ends"
         )
         yield Problem(key, "unavailable-model", f"{what} in {' or '.join(GENERATORS)}")
+
+
+def _check_served_precision(policy: PolicyConfig, model: dict[str, Any]) -> Iterator[Problem]:
+    """Refuse a family whose activations exceed float16's range, as vLLM does."""
+    family = model.get("model_type")
+    if policy.precision == "float16" and family in NOT_IN_FLOAT16 and policy.generation.backend == "vllm":
+        message = f"got float16; expected bfloat16 or float32 with {policy.model_name}, as vLLM serves {family} models in these"
+        yield Problem("policy.precision", "unsupported", message)
 
 
 def _indivisible(key: str, size: int, total: int, what: str, hint: str = "") -> Iterator[Problem]:

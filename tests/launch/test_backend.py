@@ -228,6 +228,28 @@ def test_megatron_gets_one_connection_where_it_relies_on_the_order_of_kernels(lo
     assert of_fsdp.get("CUDA_DEVICE_MAX_CONNECTIONS") == recipe.cluster.train.env_vars.get("CUDA_DEVICE_MAX_CONNECTIONS")
 
 
+@pytest.mark.parametrize("family", ["llama", *architecture.NOT_IN_FLOAT16])
+def test_families_that_vllm_does_not_serve_in_float16_are_refused(load, family):
+    folder = model("llama", model_type=family)
+    found = {}
+    for backend_name in ("vllm", "transformers"):
+        recipe = load(folder, "policy.precision=float16", f"policy.generation.backend={backend_name}")
+        found[backend_name] = ("policy.precision", "unsupported") in named(architecture.problems(recipe))
+    assert found == {"vllm": family != "llama", "transformers": False}
+
+
+@pytest.mark.parametrize("precision", ["float16", "bfloat16"])
+def test_a_judge_that_vllm_does_not_serve_in_float16_is_refused(load, precision):
+    judge = load(model("llama", model_type="gemma2"), f"policy.precision={precision}").policy
+    found = named(architecture._served_problems("evaluate.judge.model_name", judge, ()))
+    assert found == ({("policy.precision", "unsupported")} if precision == "float16" else set())
+
+
+def test_vllm_names_the_families_that_it_does_not_serve_in_float16():
+    table = pytest.importorskip("vllm.config.model")._FLOAT16_NOT_SUPPORTED_MODELS
+    assert set(table) == set(architecture.NOT_IN_FLOAT16)
+
+
 @pytest.mark.parametrize(
     ("overrides", "value"),
     [
