@@ -9,7 +9,6 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from types import SimpleNamespace
 from typing import Any
 
 from launch.model_files import is_inside, model_folder, planning_config
@@ -157,7 +156,7 @@ def _check_deterministic(recipe: Recipe, policy: PolicyConfig, model: dict[str, 
     if not (policy.deterministic and any(each.gpus_per_node for each in config.components(recipe).values())):
         return
     known = model.get("model_type") in MODEL_TYPES
-    if ModelShape.of(model).state_layers if known else has_states(SimpleNamespace(**model)):
+    if ModelShape.of(model).state_layers if known else has_states(model):
         message = (
             f"got true with {policy.model_name}, whose state-space layers have no deterministic kernels on GPUs; expected a"
             f" model whose layers all have attention. Try {determinism.KEY}=false"

@@ -388,7 +388,7 @@ def _fp8(vllm_cfg: VLLMConfig) -> dict[str, Any]:
 
 def _max_num_seqs(policy: PolicyConfig, config: Any) -> int | None:
     """Return vLLM's argument of this name; None is its own default."""
-    if policy.generation.max_num_seqs is None and has_states(config.get_text_config()):
+    if policy.generation.max_num_seqs is None and has_states(config.get_text_config().to_dict()):
         return MOST_SEQUENCES
     return policy.generation.max_num_seqs
 

@@ -2,8 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
+
+_STATEFUL = ("linear_attention", "mamba", "hybrid", "hybrid_sliding", "conv", "recurrent")
+"""Layers that keep a state for a sequence, in transformers' names (configuration_utils.py, ALLOWED_ATTN_LAYER_TYPES) and in
+those of older files."""
+_STATE_SIZES = ("mamba_", "ssm_", "state_size", "linear_num_", "linear_conv_", "linear_attn_", "conv_L_cache")
+"""Beginnings of the keys of such layers' sizes, in files that do not list the layers."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,10 +111,12 @@ class DeltaNet:
         return self.heads * (6 * self.key_dim + 5 * self.value_dim + 4 * self.chunk)
 
 
-def has_states(config: Any) -> bool:
-    """Return whether some layers are state spaces or delta nets. config: of transformers, or a model's sizes."""
-    kinds = getattr(config, "layer_types", None) or getattr(config, "layers_block_type", None) or ()
-    return any(kind in ("linear_attention", "mamba") for kind in kinds)
+def has_states(config: Mapping[str, Any]) -> bool:
+    """Return whether some layers keep a state for a sequence: state spaces, delta nets, convolutions. config: a config.json."""
+    lists = (config.get(name) for name in ("layer_types", "layers_block_type", "block_types"))
+    if kinds := next(filter(None, lists), None):  # it decides: Granite 4.0 Micro has sizes of Mamba, and attention alone
+        return any(kind in _STATEFUL for kind in kinds)
+    return any(name.startswith(_STATE_SIZES) for name, value in config.items() if value is not None)
 
 
 def kept_bytes(mixer: StateSpace | DeltaNet, size: int, state_size: int = 4) -> int:
