@@ -1,4 +1,4 @@
-"""Choose the train backend: the recipe's, or else by the model's size and the GPUs' number and memory.
+"""Choose the train backend: the recipe's, or else by the model's size and the GPUs' number and memory. Then recomputation.
 
 The choice is made once, at submission, and written into the run's recipe, so that every rank reads the same.
 
@@ -12,6 +12,8 @@ If the recipe does not choose, the first line that applies decides:
 
 A model "fits" if parameters, gradients and optimizer state of all models of the train ranks, as
 `launch/plan/memory.py` counts them, take at most 70 % of the GPUs' memory. The rest is for activations and logits.
+
+`launch/plan/recomputation.py` then chooses recomputation and microbatches, where the recipe leaves their keys null.
 """
 
 from __future__ import annotations
@@ -22,6 +24,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from launch.model_files import planning_config
+from launch.plan import recomputation
 from launch.plan.memory_fsdp import FSDPMemory
 from launch.plan.memory_megatron import MegatronMemory, stages
 from launch.plan.memory_parts import TrainModel, models
@@ -36,6 +39,7 @@ from pipeline.config import (
     Problem,
     Recipe,
     RecipeError,
+    collected,
     hardware,
     ranks,
     requested_backend,
@@ -74,6 +78,8 @@ class BackendChoice:
     backend: Backend
     reason: str
     warning: str | None = None
+    recomputation: str = ""  # the keys that were chosen for it, and why; empty if the recipe has them
+    open_keys: tuple[str, ...] = ()  # those keys; empty also if the run began with them
 
     def __str__(self) -> str:
         return f"{NAMES[self.backend]} trains, because {self.reason}"
@@ -82,7 +88,7 @@ class BackendChoice:
 def choose(
     recipe: Recipe, pending: Sequence[os.PathLike] = (), before: Recipe | None = None
 ) -> tuple[Recipe, BackendChoice | None]:
-    """Return the recipe with both `enabled` keys set and validated, and the choice; an evaluation as it is, and None.
+    """Return the recipe with all chosen keys set and validated, and the choice; an evaluation as it is, and None.
 
     pending: folders of needed runs that are still to come. before: the recipe with which the run began; None for a new run.
     Raises RecipeError.
@@ -93,7 +99,12 @@ def choose(
     choice = _by_recipe(recipe) or _by_earlier_run(before) or _by_keys(recipe) or _by_size(recipe, pending)
     recipe = config.with_backend(recipe, choice.backend)
     config.validate(recipe)
-    return recipe, choice
+    if not (keys := recomputation.open_keys(recipe)):
+        return recipe, choice
+    same = before if before and requested_backend(before.policy) == choice.backend else None
+    recipe, why = recomputation.choose(recipe, _known_shapes(recipe, pending), same)
+    config.validate(recipe)
+    return recipe, replace(choice, recomputation=why, open_keys=() if same else keys)
 
 
 def _by_recipe(recipe: Recipe) -> BackendChoice | None:
@@ -157,20 +168,38 @@ def megatron_bytes(held: Sequence[TrainModel], count: int, size: int) -> float:
     return sum(sum(rank.resident.values()) for rank in ranks)
 
 
+def _configs(recipe: Recipe, pending: Sequence[os.PathLike]) -> dict[str, dict[str, Any]] | None:
+    """Return config.json of all models, by section; None if a run is still to write the policy.
+
+    Another model that a run is still to write counts as the policy. Raises RecipeError.
+    """
+    model = planning_config(recipe.policy, pending)
+    if model is None:
+        return None
+    policies = config.models(recipe).items()
+    return {section: planning_config(policy, pending, f"{section}.model_name") or model for section, policy in policies}
+
+
+def _known_shapes(recipe: Recipe, pending: Sequence[os.PathLike]) -> dict[str, ModelShape] | None:
+    """Return the shapes of all models; None if one is not known. A plan reports why."""
+    with collected([]):
+        if (configs := _configs(recipe, pending)) is not None:
+            return {section: ModelShape.of(model, f"{section}.model_name") for section, model in configs.items()}
+    return None
+
+
 def _by_size(recipe: Recipe, pending: Sequence[os.PathLike]) -> BackendChoice:
     train = recipe.cluster.train
     if not train.gpus_per_node:
         return BackendChoice("dtensor", "cluster.train has no GPUs")
-    model = planning_config(recipe.policy, pending)
-    if model is None:
+    configs = _configs(recipe, pending)
+    if configs is None:
         return BackendChoice("dtensor", f"{recipe.policy.model_name} does not exist yet, so its size is unknown")
     shapes = {}
-    for section, policy in config.models(recipe).items():
-        key = f"{section}.model_name"
-        its = planning_config(policy, pending, key) or model  # a model that a run is still to write counts as the policy
-        if (family := its.get("model_type")) not in MEGATRON_MODEL_TYPES:
+    for section, model in configs.items():
+        if (family := model.get("model_type")) not in MEGATRON_MODEL_TYPES:
             return BackendChoice("dtensor", f"the Megatron backend has no '{family}' models")
-        shapes[section] = ModelShape.of(its, key)
+        shapes[section] = ModelShape.of(model, f"{section}.model_name")
     held = models(recipe, shapes)
     count, memory_gb = ranks(train), hardware.memory_gb(train)
     limit, fsdp, megatron = MAX_STATE * memory_gb * 1e9, fsdp_bytes(held, count), megatron_bytes(held, count, 1)

@@ -201,6 +201,8 @@ def _print_submission(prepared: list[Prepared], problems: list[Problem]) -> None
         print("# cannot be submitted yet: the problems are below")
     if config.trains(recipe):
         print(f"# {choice or 'the train backend depends on the size of the model, which is not here'}")
+    if choice and choice.recomputation:
+        print(f"# recomputation: {choice.recomputation}")
     if choice and choice.warning:
         print(f"# warning: {choice.warning}")
     for note in requested.notes:
@@ -262,6 +264,8 @@ def start(prepared: Prepared, after: tuple[str, ...] = (), behind: tuple[str, ..
     console.print_field(recipe.name, f"{job.name()}, in {run_dir}", f"{recipe.name}: {job.name()}, in {run_dir}")
     if choice:
         console.print_field("backend", str(choice), f"{recipe.name}: {choice}")
+    if choice and (line := choice.recomputation):
+        console.print_field("recomputation", line, f"{recipe.name}: {line}")
     if choice and choice.warning:
         print(f"warning: {choice.warning}", file=sys.stderr)
     if line := run_control.start_evaluations(recipe):

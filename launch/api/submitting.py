@@ -87,6 +87,7 @@ def _start(prepared: Prepared, command: list[str], after: tuple[str, ...], progr
     notes = list(prepared.notes)
     job = run_control.start(prepared, command, lambda line: notes.append(line.removeprefix("# ")), after)
     notes += [f"warning: {choice.warning}"] if choice and choice.warning else []
+    notes += [f"recomputation: {choice.recomputation}"] if choice and choice.recomputation else []
     if line := run_control.start_evaluations(recipe):
         notes.append(line)
     run = Run(Path(recipe.run_dir), notes, job)

@@ -40,15 +40,6 @@ def advice(recipe: Recipe, held: TrainMemory | GenerateMemory, room: float) -> l
     return [f"{text}: {_of(total, room)}" for total, text in (fitting or tried)[:MOST] if total < held.total]
 
 
-def recomputes_less(recipe: Recipe) -> Recipe | None:
-    """Return the recipe with selective recomputation; None unless FSDP2 now recomputes whole layers."""
-    dtensor = recipe.policy.dtensor_cfg
-    full = dtensor.activation_checkpointing and dtensor.recompute_granularity == "full" and not dtensor.compile
-    if uses_megatron(recipe.policy) or not full:
-        return None
-    return set_key(recipe, "policy.dtensor_cfg.recompute_granularity", "selective")
-
-
 def _generate_advice(recipe: Recipe, held: GenerateMemory, room: float) -> list[str]:
     if held.sequences >= 1 and held.total <= room:
         return []

@@ -5,8 +5,7 @@ from __future__ import annotations
 import textwrap
 from collections.abc import Iterator, Sequence
 
-from launch.plan import generate_time, modes, split
-from launch.plan.advice import recomputes_less
+from launch.plan import generate_time, modes, recomputation, split
 from launch.plan.estimate import Plan, step_elsewhere
 from launch.plan.modes import Mode
 from launch.plan.parallelism import engines
@@ -82,11 +81,10 @@ def proposals(plan: Plan) -> Iterator[Line]:
     """Yield single changes that shorten a step, and the number of idle engines."""
     if split.movable(plan.recipe):
         yield "split", _division(plan)
-    other = recomputes_less(plan.recipe) if plan.fits else None
-    took = step_elsewhere(plan, other) if other else None
+    other, keys = recomputation.faster(plan.recipe, plan.shapes, plan.lengths)
+    took = step_elsewhere(plan, other) if keys and plan.fits else None
     if took is not None and 1 - took / plan.step > split.WORTH:
-        gain = f"{seconds(took)} a step, {1 - took / plan.step:.0%} less"
-        yield "recomputing", f"policy.dtensor_cfg.recompute_granularity=selective would fit and take {gain}"
+        yield "recomputing", f"{keys} would fit and take {seconds(took)} a step, {1 - took / plan.step:.0%} less"
     if plan.generate:
         made, answers = engines(plan.recipe.policy, plan.recipe.cluster.generate), generate_time.sampled(plan.recipe)[1]
         if runs_ahead(plan.recipe) and ahead(plan.recipe).in_flight_weight_updates:

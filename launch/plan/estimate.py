@@ -21,6 +21,7 @@ from launch.plan import (
     lengths,
     memory,
     memory_generate,
+    recomputation,
     split,
     step_time,
 )
@@ -282,6 +283,7 @@ def step_elsewhere(plan: Plan, recipe: Recipe) -> float | None:
 
 
 def _untimed(plan: Plan, recipe: Recipe) -> Plan:
+    recipe = recomputation.again(recipe, plan.choice.open_keys, plan.shapes, plan.lengths)
     return replace(
         plan,
         recipe=recipe,

@@ -154,7 +154,7 @@ def rank_batches(recipe: Recipe, data_ranks: int) -> RankBatches:
     update = -(-policy.train_global_batch_size // data_ranks) * together * longest
     train, forward = (size * together * longest for size in (policy.train_micro_batch_size, policy.logprob_batch_size))
     if packing.enabled:
-        train, forward = packing.train_mb_tokens, packing.logprob_mb_tokens
+        train, forward = packing.train_tokens, packing.logprob_mb_tokens
     train, forward = min(train, update), min(forward, update)
     fields = (3 if needs.critic else 2) + needs.teacher_logprobs
     token = TOKEN_BYTES + fields * FIELD_BYTES + TEACHER_BYTES * needs.teacher_top_k

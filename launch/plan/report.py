@@ -59,6 +59,8 @@ def _headline(plan: Plan) -> Iterator[Line]:
             same = ", on the same nodes"
         yield name, f"{_ranks(component)}{same}; {_cuts(plan, name)}"
     yield "backend", str(plan.choice)
+    if plan.choice.recomputation:
+        yield "recomputation", plan.choice.recomputation
 
 
 def _ranks(component: ComponentConfig) -> str:

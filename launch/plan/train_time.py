@@ -105,12 +105,13 @@ def forward_pass(job: Job, count: float) -> tuple[float, dict[str, float]]:
 def update(job: Job, count: float) -> tuple[float, dict[str, float]]:
     """Return (FLOPs of all ranks, a rank's seconds by part) of one optimizer step on `count` sequences."""
     packing = job.policy.sequence_packing
-    microbatches = job.microbatches(count, packing.train_mb_tokens, job.policy.train_micro_batch_size)
+    microbatches = job.microbatches(count, packing.train_tokens, job.policy.train_micro_batch_size)
     forward = job.forward_flops(count)
     again = recomputed(job, count)
     lora = config.adapters(job.policy)
     backward = (1 if lora else 2) * forward + again * forward  # with LoRA, frozen weights need no gradient
-    parts = _pass(job, count, microbatches, forward, backward, passes=2 + (again > 0.5))
+    layers = flops.recomputed(job.policy, job.shape, job.layout.pipeline, 0.0)
+    parts = _pass(job, count, microbatches, forward, backward, passes=2 + layers)
     if not lora:
         parts |= _gradients(job, parts.get("matrix products", 0.0) * 2 / 3 / microbatches)
     return forward + backward, parts
@@ -122,7 +123,7 @@ def recomputed(job: Job, count: float) -> float:
     return flops.recomputed(job.policy, job.shape, job.layout.pipeline, attention / job.forward_flops(count))
 
 
-def _pass(job: Job, count: float, microbatches: int, forward: float, backward: float, passes: int) -> dict[str, float]:
+def _pass(job: Job, count: float, microbatches: int, forward: float, backward: float, passes: float) -> dict[str, float]:
     products = [work / (job.layout.ranks * job.rate) for work in (forward, backward)]
     waited = _waited_for(job, count, passes)
     if not uses_megatron(job.policy):
@@ -136,7 +137,7 @@ def _pass(job: Job, count: float, microbatches: int, forward: float, backward: f
     return parts
 
 
-def _waited_for(job: Job, count: float, passes: int) -> dict[str, float]:
+def _waited_for(job: Job, count: float, passes: float) -> dict[str, float]:
     """Return the seconds of communication in layers. passes: forward, backward, and forward again with recomputation."""
     shape, layout, links = job.shape, job.layout, job.links
     stage = 1 / layout.pipeline

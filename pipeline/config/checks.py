@@ -77,7 +77,7 @@ def _check_storage(timeouts: TimeoutsConfig) -> Iterator[Problem]:
 def _check_packing(policy: PolicyConfig) -> Iterator[Problem]:
     for key in ("train_mb_tokens", "logprob_mb_tokens"):
         tokens, longest = getattr(policy.sequence_packing, key), policy.max_total_sequence_length
-        if policy.sequence_packing.enabled and tokens < longest:
+        if policy.sequence_packing.enabled and tokens is not None and tokens < longest:
             message = f"got {tokens}; expected at least policy.max_total_sequence_length, {longest}, to hold one sequence"
             yield Problem(f"policy.sequence_packing.{key}", "too-small", message)
 

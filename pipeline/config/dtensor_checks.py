@@ -30,7 +30,7 @@ def check_dtensor(recipe: Recipe) -> Iterator[Problem]:
         if dtensor.use_liger_kernel:
             message = f"got true with {DTENSOR}.compile=true; expected only one of the two, since both fuse the same operations"
             yield Problem(f"{DTENSOR}.use_liger_kernel", "contradiction", f"{message}. {off}")
-    if selective and not dtensor.activation_checkpointing:
+    if selective and dtensor.activation_checkpointing is False:
         message = f"got selective with activation_checkpointing=false. Try {DTENSOR}.activation_checkpointing=true"
         yield Problem(f"{DTENSOR}.recompute_granularity", "has-no-effect", message)
     if not dtensor.reference_cpu_offload:

@@ -30,6 +30,11 @@ MEGATRON_MODEL_TYPES = (
 )
 """The `model_type`s of pipeline/models/."""
 IGNORED = "Has no effect: "
+RECOMPUTE = (
+    "Recompute activations in the backward pass. null: submit.py chooses the fastest setting that fits by the plan, prints it"
+    " and stores it, and a continued run keeps it. Without GPUs, or for a model without a plan, it takes the one with the least"
+    " memory."
+)
 
 
 @dataclass(frozen=True)
@@ -211,10 +216,13 @@ class MegatronConfig:
         ),
     ] = False
 
-    activation_checkpointing: Annotated[Bool, Field(description="Recompute activations in the backward pass.")] = False
+    activation_checkpointing: Annotated[Bool | None, Field(description=RECOMPUTE)] = False
     recompute_granularity: Annotated[
-        Literal["full", "selective"],
-        Field(description="What activation_checkpointing recomputes. full: whole layers. selective: recompute_modules."),
+        Literal["full", "selective"] | None,
+        Field(
+            description="What activation_checkpointing recomputes. full: whole layers. selective: recompute_modules. null:"
+            " submit.py chooses, also recompute_method and recompute_num_layers if they are null."
+        ),
     ] = "full"
     recompute_method: Annotated[
         Literal["uniform", "block"] | None,

@@ -98,13 +98,13 @@ def _check_recompute(megatron: MegatronConfig) -> Iterator[Problem]:
     """Yield what TransformerConfig refuses: method and number of layers belong to "full", modules to "selective"."""
     belongs_to = {"recompute_method": "full", "recompute_num_layers": "full", "recompute_modules": "selective"}
     for name, granularity in belongs_to.items():
-        if getattr(megatron, name) is not None and megatron.recompute_granularity != granularity:
+        if getattr(megatron, name) is not None and megatron.recompute_granularity not in (None, granularity):
             message = f"got a value with {KEY}.recompute_granularity={megatron.recompute_granularity}; expected {granularity}"
             yield Problem(f"{KEY}.{name}", "contradiction", message)
     given = [name for name in belongs_to if getattr(megatron, name)]
-    if megatron.recompute_granularity != "full":
+    if megatron.recompute_granularity == "selective":
         given.append("recompute_granularity")
-    if given and not megatron.activation_checkpointing:
+    if given and megatron.activation_checkpointing is False:
         message = f"got a value with activation_checkpointing=false; expected null. Try {KEY}.activation_checkpointing=true"
         yield Problem(f"{KEY}.{given[0]}", "has-no-effect", message)
     for name in megatron.recompute_modules or ():

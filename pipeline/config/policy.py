@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field
 
 from pipeline.config.generation import GenerationConfig
-from pipeline.config.megatron import MegatronConfig
+from pipeline.config.megatron import RECOMPUTE, MegatronConfig
 from pipeline.values import (
     CHAT_TEMPLATE,
     HF_OVERRIDES,
@@ -97,12 +97,12 @@ class DTensorConfig:
         Positive,
         Field(description="Expert-parallel ranks, which hold different experts of each layer."),
     ] = 1
-    activation_checkpointing: Annotated[Bool, Field(description="Recompute activations in the backward pass.")] = False
+    activation_checkpointing: Annotated[Bool | None, Field(description=RECOMPUTE)] = False
     recompute_granularity: Annotated[
-        Literal["full", "selective"],
+        Literal["full", "selective"] | None,
         Field(
             description="What activation_checkpointing recomputes. full: whole layers. selective: everything except the"
-            " outputs of matrix products and attention."
+            " outputs of matrix products and attention. null: submit.py chooses."
         ),
     ] = "full"
     cpu_offload: Annotated[Bool, Field(description="Keep parameters and optimizer state in host memory.")] = False
@@ -152,8 +152,17 @@ class SequencePackingConfig:
             " packed end to end too."
         ),
     ] = True
-    train_mb_tokens: Annotated[Positive, Field(description="Maximum tokens of a microbatch in training.")] = 8192
+    train_mb_tokens: Annotated[
+        Positive | None,
+        Field(description="Maximum tokens of a microbatch in training. null: submit.py chooses, as activation_checkpointing."),
+    ] = 8192
     logprob_mb_tokens: Annotated[Positive, Field(description="Maximum tokens of a microbatch in log-prob passes.")] = 8192
+
+    @property
+    def train_tokens(self) -> int:
+        """Return train_mb_tokens, after the submission's choice."""
+        assert self.train_mb_tokens is not None, "launch/plan/recomputation.py chooses it"
+        return self.train_mb_tokens
 
 
 @dataclass

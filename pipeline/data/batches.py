@@ -36,7 +36,7 @@ def _split_update(items: list[list[Sample]], sequences_per_item: int, policy: Po
         sequences=int(sum(sample.loss_mask.any() for item in items for sample in item)),
     )
     packed = policy.sequence_packing.enabled
-    train_bounds = _bounds(packed, policy.sequence_packing.train_mb_tokens, policy.train_micro_batch_size)
+    train_bounds = _bounds(packed, policy.sequence_packing.train_tokens, policy.train_micro_batch_size)
     forward_bounds = _bounds(packed, policy.sequence_packing.logprob_mb_tokens, policy.logprob_batch_size)
     train = plan_microbatches(lengths, data_ranks, *train_bounds)
     owned = [sorted(i for microbatch in plan for i in microbatch) for plan in train]

@@ -40,7 +40,7 @@ def recomputed(policy: PolicyConfig, shape: ModelShape, stages: int, attention_s
     """
     if not uses_megatron(policy):
         dtensor = policy.dtensor_cfg  # selective recomputation repeats no matrix product
-        return float(dtensor.activation_checkpointing and dtensor.recompute_granularity == "full")
+        return float(dtensor.activation_checkpointing is True and dtensor.recompute_granularity == "full")
     megatron = policy.megatron_cfg
     if not megatron.activation_checkpointing:
         return 0.0

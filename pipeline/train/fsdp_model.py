@@ -136,7 +136,7 @@ def build(
         compiled.compile_layers(layers, policy.deterministic or device.type == "cpu")
     if policy.dtensor_cfg.activation_checkpointing:
         draws = model.adapters is not None and model.adapters.spec.dropout > 0
-        recompute(layers, policy.dtensor_cfg.recompute_granularity, draws)
+        recompute(layers, policy.dtensor_cfg.recompute_granularity or "full", draws)
     unsharded = [] if meshes is None else _shard(model, layers, experts, meshes, policy.precision, offload)
     allocate(model, torch.device("cpu") if offload else device, device, unsharded)
     for alias, name in tied.items():  # to_empty allocated separate memory for each name

@@ -26,6 +26,7 @@ print(table(found))
 """
 
 FULL = "policy.dtensor_cfg.recompute_granularity=full"
+LAYERS = ("policy.dtensor_cfg.activation_checkpointing=true", FULL, "policy.sequence_packing.train_mb_tokens=8192")
 
 
 @pytest.mark.full  # by default: test_submit.py, of another recipe
@@ -50,8 +51,9 @@ TABLES = {  # (recipe, overrides): (what its table has, what it has not)
         ["rollout and training overlap"],
         ["rollouts in flight"],
     ),
-    ("llama8b_grpo", FULL): (
-        ["recompute_granularity=selective would fit and take"],
+    ("llama8b_grpo", *LAYERS): (["recompute_granularity=selective would fit and take"], []),
+    ("llama70b_grpo", "policy.megatron_cfg.activation_checkpointing=true", "policy.megatron_cfg.recompute_method=uniform"): (
+        ["policy.megatron_cfg.activation_checkpointing=false", "would fit and take"],
         [],
     ),
     ("llama8b_grpo_sync",): (["fits, by these estimates"], ["overlap"]),
@@ -123,8 +125,8 @@ def test_float16_is_priced_as_bfloat16():
 
 def test_sampling_ahead_of_training_hides_the_shorter_of_the_two():
     drained = "grpo.async_grpo.in_flight_weight_updates=false"
-    turns = planned("llama8b_grpo_sync", FULL)
-    hidden, ahead = planned("llama8b_grpo", drained, FULL), planned("llama8b_grpo", FULL)
+    turns = planned("llama8b_grpo_sync", *LAYERS)
+    hidden, ahead = planned("llama8b_grpo", drained, *LAYERS), planned("llama8b_grpo", *LAYERS)
     assert turns.seconds == hidden.seconds == ahead.seconds and min(turns.seconds.values()) > 0
     assert turns.step - hidden.step == pytest.approx(min(turns.seconds["rollout"], turns.seconds["train"]))
     assert ahead.step == pytest.approx(ahead.seconds["train"] + ahead.seconds["refit"])  # which takes longer than sampling
@@ -212,17 +214,11 @@ def test_the_ranks_of_a_reward_model_are_listed():
     assert planned("llama8b_grpo_rm", judge, "env.preference.served_by=train").reward is None
 
 
-@pytest.mark.parametrize(
-    "name", ["llama8b_grpo", "llama8b_grpo_sync", "llama8b_dpo", "llama8b_sft", "llama8b_rm", "llama8b_ppo"]
-)
-def test_recipes_recompute_what_their_plan_would_choose(name):
-    assert "recomputing" not in table(planned(name))
-
-
 def test_recomputing_less_is_proposed_where_it_fits():
     key = "policy.dtensor_cfg"
+    tokens = "policy.sequence_packing.train_mb_tokens=8192"
     totals = {
-        name: planned("llama8b_grpo", *(f"{key}.{change}" for change in changes)).train.total
+        name: planned("llama8b_grpo", tokens, *(f"{key}.{change}" for change in changes)).train.total
         for name, changes in {
             "nothing": ["activation_checkpointing=false", "recompute_granularity=full"],
             "selective": ["activation_checkpointing=true", "recompute_granularity=selective"],
@@ -233,7 +229,7 @@ def test_recomputing_less_is_proposed_where_it_fits():
 
     def advised(below: str, above: str) -> list[str]:
         room = f"cluster.train.gpu_memory_gb={(totals[below] + totals[above]) / 2e9}"
-        return planned("llama8b_grpo", f"{key}.activation_checkpointing=false", FULL, room).advice()
+        return planned("llama8b_grpo", tokens, f"{key}.activation_checkpointing=false", FULL, room).advice()
 
     both = f"{key}.activation_checkpointing=true {key}.recompute_granularity=selective: "
     first, *others = advised("selective", "nothing")

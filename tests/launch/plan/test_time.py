@@ -50,21 +50,23 @@ def test_one_gpu_only_computes():
     that.
     """
     lone = ("cluster.train.gpus_per_node=1", "policy.train_global_batch_size=2048")
-    lone += ("policy.dtensor_cfg.recompute_granularity=full",)
+    lone += ("policy.dtensor_cfg.recompute_granularity=full", "policy.sequence_packing.train_mb_tokens=8192")
     limit = ("plan.prompt_tokens=100", "plan.answer_tokens=3072", "policy.generation.max_new_tokens=3072")  # all as long
-    update = train_phases(*lone, *limit)["1 update of the policy"]
+    whole = "policy.dtensor_cfg.activation_checkpointing=true"
+    update = train_phases(*lone, *limit, whole)["1 update of the policy"]
     llama, tokens = shape("meta-llama/Llama-3.1-8B-Instruct"), 2048 * 3172
     forward = 2 * llama.active * tokens + 4 * 32 * 32 * 128 * 2048 * 3172**2 / 2
     assert update.flops == pytest.approx(4 * forward)
     assert update.parts["matrix products"] == pytest.approx(4 * forward / (0.40 * 989e12))
     assert set(update.parts) == {"matrix products", "optimizer"}
     again = train_phases(*lone, "policy.dtensor_cfg.activation_checkpointing=false")["1 update of the policy"]
-    assert again.flops == pytest.approx(0.75 * train_phases(*lone)["1 update of the policy"].flops)
+    assert again.flops == pytest.approx(0.75 * train_phases(*lone, whole)["1 update of the policy"].flops)
 
 
 def test_the_pipeline_bubble():
     """Check (stages - 1) / microbatches of a stage's work (arXiv 2104.04473, section 2.2)."""
-    recipe = load(*MEGATRON, f"{KEY}.pipeline_model_parallel_size=4", "plan.prompt_tokens=0.1", "plan.answer_tokens=2048")
+    lengths = ("plan.prompt_tokens=0.1", "plan.answer_tokens=2048", "policy.sequence_packing.train_mb_tokens=8192")
+    recipe = load(*MEGATRON, f"{KEY}.pipeline_model_parallel_size=4", *lengths)
     llama = shape("meta-llama/Llama-3.1-8B-Instruct")
     job = train_time.job(recipe, recipe.policy, llama, Lengths(0.0, 2048, 4096, ""), H100, recipe.cluster.train)
     _, parts = train_time.update(job, 512)

@@ -1,0 +1,220 @@
+"""Choose what the backward pass recomputes, and the tokens of its microbatches: keys that a recipe leaves null.
+
+Every setting of these keys is tried: nothing recomputed, FSDP2's selective recomputation, whole layers, and with Megatron-Core
+whole layers of a part of each stage; each with microbatches from the longest sequence upwards. The fastest one that leaves
+`spare` of a GPU's memory is chosen. Among settings within NEAR of it, less recomputation wins, then larger microbatches, which
+need fewer gathers of weights and fewer kernels. If none leaves so much, the setting with the least memory is chosen. If memory
+is unknown (no GPUs, no model yet, or a family without a plan), whole layers are recomputed, in the smallest microbatches.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from launch.plan import colocation, memory, memory_generate, train_time
+from launch.plan.advice import set_key
+from launch.plan.lengths import Lengths, assumed
+from launch.plan.memory_megatron import stages
+from launch.plan.memory_parts import GenerateMemory, TrainModel
+from pipeline import config
+from pipeline.algorithms import build
+from pipeline.config import DTensorConfig, Recipe, hardware, uses_megatron
+from pipeline.models import flops
+from pipeline.models.shape import ModelShape
+
+SPARE, SPARE_OF_MIXTURES = 0.08, 0.2
+"""Share of a GPU's memory for the estimate's error and for what `launch/plan/memory.py` does not count: fragmentation and, in
+mixtures of experts, the ranks whose experts receive more tokens than the even share."""
+NEAR = 0.01  # relative difference of times below which the estimate prefers none
+SMALLEST, LARGEST = 4096, 16384
+"""Tokens of microbatches that are tried, where sequences are no longer. At 4,096 tokens a product of bfloat16 matrices takes
+thousands of operations for each byte that it reads, so larger ones make it no faster."""
+TOKENS = "policy.sequence_packing.train_mb_tokens"
+NAMES = ("activation_checkpointing", "recompute_granularity", "recompute_method", "recompute_num_layers")
+"""Keys of a backend's section. The last two are Megatron-Core's, and null has a meaning of its own there."""
+
+Setting = Mapping[str, Any]
+"""Key -> value of each open key."""
+
+
+@dataclass(frozen=True, slots=True)
+class Tried:
+    """A recipe with a setting, and its estimates."""
+
+    recipe: Recipe
+    setting: Setting
+    seconds: float  # of a step on the train ranks
+    nbytes: float  # on the fullest GPU during training
+    recomputed: float  # share of a forward pass's matrix products
+
+    @property
+    def preference(self) -> tuple[float, bool, int]:
+        """Return the sort key among settings that take the same time."""
+        _, settings = _section(self.recipe)
+        return self.recomputed, settings.activation_checkpointing, -self.recipe.policy.sequence_packing.train_tokens
+
+
+def open_keys(recipe: Recipe) -> tuple[str, ...]:
+    """Return the keys that are to be chosen. The train backend must be chosen."""
+    section, settings = _section(recipe)
+    null = [name for name in NAMES if getattr(settings, name, "") is None]
+    found = [f"{section}.{name}" for name in null] if set(null) & set(NAMES[:2]) else []
+    return (*found, *((TOKENS,) if recipe.policy.sequence_packing.train_mb_tokens is None else ()))
+
+
+def choose(
+    recipe: Recipe, shapes: Mapping[str, ModelShape] | None, before: Recipe | None = None, lengths: Lengths | None = None
+) -> tuple[Recipe, str]:
+    """Return the recipe without open keys, and the choice with its reason: one line, empty if no key is open.
+
+    shapes: of all models; None if they are not known. before: the recipe with which the run began, whose values stay. lengths:
+    of the data; None: those that the recipe assumes.
+    """
+    if not open_keys(recipe):
+        return recipe, ""
+    if before is not None and (kept := _kept(recipe, before)) is not None:
+        return _with(recipe, kept), f"{_shown(kept)}, as the run began"
+    settings, train = list(_settings(recipe, shapes)), recipe.cluster.train
+    if shapes is None or not train.gpus_per_node:
+        why = "cluster.train has no GPUs" if shapes else "the plan does not know the model"
+        return _with(recipe, settings[-1]), f"{_shown(settings[-1])}, which needs the least memory, because {why}"
+    tried = try_all(recipe, settings, shapes, lengths or assumed(recipe))
+    best, fitting = fastest(tried, (1 - spare(shapes)) * hardware.memory_gb(train) * 1e9)
+    held = f"{best.nbytes / 1e9:.1f} of {hardware.memory_gb(train):g} GB"
+    if not fitting:
+        return best.recipe, f"{_shown(best.setting)}, which needs the least memory: {held}. None leaves {spare(shapes):.0%}"
+    of = f"the fastest of the {len(fitting)} settings of {len(tried)} that leave {spare(shapes):.0%} of a GPU's memory"
+    return best.recipe, f"{_shown(best.setting)}, {of}: {held}"
+
+
+def again(recipe: Recipe, keys: Sequence[str], shapes: Mapping[str, ModelShape], lengths: Lengths) -> Recipe:
+    """Return the recipe with these keys chosen anew, for other GPUs or another placement."""
+    if not keys:
+        return recipe
+    return choose(_with(recipe, dict.fromkeys(keys)), shapes, lengths=lengths)[0]
+
+
+def faster(recipe: Recipe, shapes: Mapping[str, ModelShape], lengths: Lengths) -> tuple[Recipe, str]:
+    """Return the recipe with the recomputation that would be chosen for its microbatches, and the keys that select it."""
+    section, settings = _section(recipe)
+    keys = [f"{section}.{name}" for name in NAMES if hasattr(settings, name)]
+    other = again(recipe, keys, shapes, lengths)
+    changed = [key for key in keys if _value(other, key) != _value(recipe, key)]
+    return other, " ".join(config.format_override(key, _value(other, key)) for key in changed)
+
+
+def spare(shapes: Mapping[str, ModelShape]) -> float:
+    """Return the share of a GPU's memory that a chosen setting leaves."""
+    return SPARE_OF_MIXTURES if any(shape.experts for shape in shapes.values()) else SPARE
+
+
+def fastest(tried: Sequence[Tried], room: float) -> tuple[Tried, list[Tried]]:
+    """Return the setting to choose, and all that fit into `room` bytes of a GPU."""
+    fitting = [one for one in tried if one.nbytes <= room]
+    if not fitting:
+        return min(tried, key=lambda one: one.nbytes), fitting
+    least = min(one.seconds for one in fitting)
+    return min((one for one in fitting if one.seconds <= (1 + NEAR) * least), key=lambda one: one.preference), fitting
+
+
+def try_all(recipe: Recipe, settings: Sequence[Setting], shapes: Mapping[str, ModelShape], lengths: Lengths) -> list[Tried]:
+    """Return the estimates of a recipe with each setting."""
+    engine = memory_generate.generate(recipe, shapes["policy"]) if config.colocated(recipe) else None
+    return [_tried(_with(recipe, setting), setting, shapes, lengths, engine) for setting in settings]
+
+
+def _tried(
+    recipe: Recipe, setting: Setting, shapes: Mapping[str, ModelShape], lengths: Lengths, engine: GenerateMemory | None
+) -> Tried:
+    """engine: the memory of the generate rank that shares the GPU."""
+    train = memory.train(recipe, shapes)
+    nbytes = train.total if engine is None else max(turn.total for turn in colocation.turns(recipe, train, engine))
+    phases = train_time.phases(recipe, shapes, lengths, hardware.gpu(recipe.cluster.train.gpu))
+    size = recipe.policy.megatron_cfg.pipeline_model_parallel_size
+    recomputed = flops.recomputed(recipe.policy, shapes["policy"], size, 0.0)
+    return Tried(recipe, setting, sum(phase.seconds for phase in phases), nbytes, recomputed)
+
+
+# ---- settings -----------------------------------------------------------------------------------------------------------
+
+
+def _settings(recipe: Recipe, shapes: Mapping[str, ModelShape] | None) -> Iterator[Setting]:
+    """Yield every setting of the open keys that agrees with the other keys, the one with the least memory last."""
+    section, given = _section(recipe)
+    keys = open_keys(recipe)
+    ways = _megatron(recipe, shapes) if uses_megatron(recipe.policy) else _fsdp(given)
+    for values in ways:
+        way = dict(zip(NAMES, values, strict=False))
+        if any(getattr(given, name) not in (None, value) for name, value in way.items()):
+            continue
+        for tokens in _tokens(recipe) if TOKENS in keys else (None,):
+            setting = {f"{section}.{name}": value for name, value in way.items()} | {TOKENS: tokens}
+            yield {key: value for key, value in setting.items() if key in keys}
+
+
+def _tokens(recipe: Recipe) -> Iterator[int]:
+    """Yield tokens of a microbatch, the most first. The longest sequence, or pair of sequences, fits."""
+    least = max(SMALLEST, recipe.policy.max_total_sequence_length * build(recipe).sequences_per_item)
+    doublings = max(1, LARGEST // least).bit_length() - 1
+    yield from (least << power for power in range(doublings, -1, -1))
+
+
+def _fsdp(given: DTensorConfig) -> Iterator[tuple[Any, ...]]:
+    """Yield values of NAMES. Compiled operators cannot be selected."""
+    yield False, "full"
+    if not given.compile:
+        yield True, "selective"
+    yield True, "full"
+
+
+def _megatron(recipe: Recipe, shapes: Mapping[str, ModelShape] | None) -> Iterator[tuple[Any, ...]]:
+    """Yield values of NAMES. Selective recomputation saves no memory, as flash attention has nothing to recompute.
+
+    It is only for a recipe that asks for it.
+    """
+    given = recipe.policy.megatron_cfg
+    if given.recompute_granularity == "selective" or given.recompute_modules is not None:
+        yield True, "selective", None, None
+        return
+    yield False, "full", None, None
+    if shapes:
+        layers = max(stage.layers for stage in stages(TrainModel(recipe.policy, shapes["policy"])))
+        yield from ((True, "full", "block", count) for count in range(1, layers))
+    yield True, "full", given.recompute_method, given.recompute_num_layers
+
+
+def _kept(recipe: Recipe, before: Recipe) -> Setting | None:
+    """Return the earlier values of the open keys; None if other keys changed with which they do not agree."""
+    section, given = _section(recipe)
+    names = [name for name in NAMES if hasattr(given, name)]
+    values = {name: _value(before, f"{section}.{name}") for name in names}
+    kept = {key: _value(before, key) for key in open_keys(recipe)}
+    agree = all(getattr(given, name) in (None, value) for name, value in values.items())
+    chosen = all(kept.get(key, "") is not None for key in (f"{section}.{NAMES[0]}", f"{section}.{NAMES[1]}", TOKENS))
+    return kept if agree and chosen else None
+
+
+def _section(recipe: Recipe) -> tuple[str, Any]:
+    policy = recipe.policy
+    if uses_megatron(policy):
+        return "policy.megatron_cfg", policy.megatron_cfg
+    return "policy.dtensor_cfg", policy.dtensor_cfg
+
+
+def _value(recipe: Recipe, key: str) -> Any:
+    return functools.reduce(getattr, key.split("."), recipe)
+
+
+def _with(recipe: Recipe, setting: Setting) -> Recipe:
+    for key, value in setting.items():
+        recipe = set_key(recipe, key, value)
+    return recipe
+
+
+def _shown(setting: Setting) -> str:
+    """Return the keys without those that keep their default, null or whole layers."""
+    given = {key: value for key, value in setting.items() if value not in (None, "full")}
+    return " ".join(config.format_override(key, value) for key, value in given.items())
