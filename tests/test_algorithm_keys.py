@@ -17,6 +17,7 @@ CISPO = "loss_fn.use_cispo=true"
 ALONE = "num_generations_per_prompt=1 policy.train_global_batch_size=8"
 KL_IN_REWARD = "loss_fn.use_kl_in_reward=true loss_fn.reference_policy_kl_penalty=0.1"
 ON_POLICY = "loss_fn.force_on_policy_ratio=true"
+ENGINES = "loss_fn.use_generation_logprobs=true"
 JUDGE = "env.e.kind=reward_model env.e.model_name=r"
 
 
@@ -91,6 +92,12 @@ REFUSED = [
     ("grpo", f"{ON_POLICY} policy.train_global_batch_size=16", "loss_fn.force_on_policy_ratio", "contradiction"),
     ("ppo", f"{ON_POLICY} ppo.ppo_epochs=2", "loss_fn.force_on_policy_ratio", "contradiction"),
     ("grpo ppo distillation", "policy.train_global_batch_size=12", "policy.train_global_batch_size", "not-divisible"),
+    # ---- log-probs of the engines in place of those of pi_old
+    ("grpo ppo", f"{ENGINES} {IS}", "loss_fn.use_importance_sampling_correction", "contradiction"),
+    ("grpo", f"{ENGINES} {ON_POLICY}", "loss_fn.force_on_policy_ratio", "contradiction"),
+    ("grpo ppo", f"{ENGINES} loss_fn.disable_ppo_ratio=true", "loss_fn.disable_ppo_ratio", "contradiction"),
+    ("grpo ppo", f"{ENGINES} *.seq_logprob_error_threshold=2", "*.seq_logprob_error_threshold", "contradiction"),
+    ("ppo", f"{ENGINES} {KL_IN_REWARD}", "loss_fn.use_kl_in_reward", "contradiction"),
     # ---- KL in the reward
     ("grpo", KL_IN_REWARD, "loss_fn.use_kl_in_reward", "contradiction"),
     ("grpo", f"loss_fn.use_kl_in_reward=true {RPP}", "loss_fn.use_kl_in_reward", "has-no-effect"),
@@ -224,6 +231,8 @@ def test_a_message_suggests_what_to_try():
         ("grpo", "loss_fn.ratio_clip_c=3"),
         ("sft", f"{CISPO} loss_fn.ratio_clip_c=3"),  # never read
         ("grpo", ON_POLICY),
+        ("grpo", f"{ENGINES} policy.train_global_batch_size=16 {CISPO} grpo.async_grpo.enabled=true"),
+        ("ppo", f"{ENGINES} {SEQUENCES} ppo.ppo_epochs=2 ppo.async_ppo.enabled=true"),
         ("grpo", f"{RPP} {KL_IN_REWARD}"),
         ("ppo", KL_IN_REWARD),
         ("grpo", f"grpo.{DYNAMIC} grpo.batch_multiplier=1.5"),

@@ -195,4 +195,4 @@ def _keys(recipe: Recipe, name: str) -> Changes:
     keys |= {f"{key}.{name}": value for name, value in ahead.items()}
     if getattr(recipe, recipe.algorithm).batch_multiplier != 1:
         keys[f"{recipe.algorithm}.batch_multiplier"] = 1.0
-    return keys | {"loss_fn.use_importance_sampling_correction": True}
+    return keys | ({} if recipe.loss_fn.use_generation_logprobs else {"loss_fn.use_importance_sampling_correction": True})

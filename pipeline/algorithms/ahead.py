@@ -76,10 +76,11 @@ def problems(recipe: Any, name: str) -> Iterator[Problem]:
         section.num_prompts_per_step,
         config.runs_ahead,
     )
-    if ahead and not recipe.loss_fn.use_importance_sampling_correction:
+    loss = recipe.loss_fn
+    if ahead and not (loss.use_importance_sampling_correction or loss.use_generation_logprobs):
         message = (
             f"got false; expected true with {key}.max_trajectory_age_steps={age}, since a step trains on what weights up to"
-            f" {age} steps older have sampled. Try true, or {key}.enabled=false"
+            f" {age} steps older have sampled. Try true, loss_fn.use_generation_logprobs=true, or {key}.enabled=false"
         )
         yield Problem("loss_fn.use_importance_sampling_correction", "contradiction", message)
     if ahead and recipe.policy.generation.colocated.enabled:

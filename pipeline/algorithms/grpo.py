@@ -178,6 +178,9 @@ class GRPO(RewardedAlgorithm):
             yield Problem(f"{SECTION}.teachers", "missing-value", message)
             return
         yield from problems(self.recipe)
+        if self.recipe.loss_fn.use_generation_logprobs:
+            message = "got true with grpo.adv_estimator.name=opd, which compares teachers with pi_old of the train ranks"
+            yield Problem("loss_fn.use_generation_logprobs", "contradiction", f"{message}; expected false")
         for key, whole in (("top_p", 1.0), ("top_k", None)):
             if (given := getattr(generation, key)) != whole:
                 message = (

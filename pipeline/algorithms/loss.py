@@ -11,7 +11,8 @@ S and KL are averaged over all tokens of the step (token_level_loss), or first w
 token's distribution and is always averaged over all tokens.
 
 In a step with one update pi_old equals pi and needs no forward pass. force_on_policy_ratio assumes this for any step. The ratio
-is then 1 and its gradient is that of log pi.
+is then 1 and its gradient is that of log pi. With use_generation_logprobs pi_old is pi_generate, which needs no forward pass
+either: r = pi / pi_generate is exact for tokens that pi_generate drew, and w is 1. (As verl's rollout_correction.bypass_mode.)
 
 Where top_p and top_k truncate sampling, pi is the truncated distribution that tokens were drawn from. A drawn token may still
 be outside of it: train and generate ranks round differently, and the policy changes within a step. pi or pi_old is then 0, so
@@ -51,9 +52,11 @@ def policy_loss(config: LossConfig, outputs: Outputs, batch: PackedBatch, counts
     logprobs, current = outputs.logprobs, outputs.logprobs.detach()
     old = current if batch.old_logprobs is None or config.force_on_policy_ratio else batch.old_logprobs
     whole, full, compared = batch, outputs.full_logprobs, old
+    if config.use_generation_logprobs:
+        old, compared = batch.generate_logprobs, current
     if full is not None:  # sampling is truncated
         batch = mask_impossible_tokens(whole, current, old)
-        compared = torch.where(old == -torch.inf, whole.generate_logprobs, old)
+        compared = torch.where(compared == -torch.inf, whole.generate_logprobs, compared)
     log_ratio = masked(logprobs - old, batch)
     if config.sequence_level_importance_ratios:
         log_ratio = sequence_log_ratios(log_ratio.detach(), batch) + masked(logprobs - current, batch)

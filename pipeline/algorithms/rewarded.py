@@ -26,7 +26,8 @@ class RewardedAlgorithm(OnlineAlgorithm):
     def __init__(self, recipe: Any):
         super().__init__(recipe)
         loss, filtered = recipe.loss_fn, self.section.seq_logprob_error_threshold is not None
-        several = self.updates_per_epoch * self.epochs > 1 and not loss.force_on_policy_ratio
+        several = self.updates_per_epoch * self.epochs > 1
+        several = several and not (loss.force_on_policy_ratio or loss.use_generation_logprobs)
         before = filtered or loss.use_kl_in_reward  # something reads them before the first update
         ours = type(self).__module__.startswith(f"{__package__}.")  # a user's loss or estimate may need them
         same = not _dropout(recipe.policy)  # else the log-probs of an update's own pass are others
@@ -100,6 +101,8 @@ class RewardedAlgorithm(OnlineAlgorithm):
             yield from self._check_cispo()
         if self.recipe.loss_fn.force_on_policy_ratio:
             yield from self._check_on_policy()
+        if self.recipe.loss_fn.use_generation_logprobs:
+            yield from self._check_generation_logprobs()
 
     def _check_rewards(self) -> Iterator[Problem]:
         config, scaling, shaping = self.section, self.section.reward_scaling, self.section.reward_shaping
@@ -164,6 +167,26 @@ class RewardedAlgorithm(OnlineAlgorithm):
             yield Problem(key, "contradiction", f"got true with {self.updates_per_epoch} updates in a step; {why} {size}")
         if self.epochs > 1:
             yield Problem(key, "contradiction", f"got true with {self.epochs} epochs in a step; {why} false")
+
+    def _check_generation_logprobs(self) -> Iterator[Problem]:
+        """Yield each key that needs pi_old beside pi_generate, or no pi_old."""
+        loss, threshold = self.recipe.loss_fn, self.section.seq_logprob_error_threshold
+        for key, given, right, why in (
+            (
+                "loss_fn.use_importance_sampling_correction",
+                loss.use_importance_sampling_correction,
+                False,
+                "as pi_old / pi_generate is 1 and the ratio corrects by itself",
+            ),
+            ("loss_fn.force_on_policy_ratio", loss.force_on_policy_ratio, False, "which takes pi as pi_old"),
+            ("loss_fn.disable_ppo_ratio", loss.disable_ppo_ratio, False, "whose loss has no ratio to correct with"),
+            ("loss_fn.use_kl_in_reward", loss.use_kl_in_reward, False, "which reads pi_old of the train ranks"),
+            (f"{self.name}.seq_logprob_error_threshold", threshold, None, "which compares pi_old with pi_generate"),
+        ):
+            if given != right:
+                shown, expected = str(given).lower(), "null" if right is None else "false"
+                message = f"got {shown}; expected {expected} with loss_fn.use_generation_logprobs=true"
+                yield Problem(key, "contradiction", f"{message}: {why}. Try loss_fn.use_generation_logprobs=false")
 
     def _check_truncation(self) -> Iterator[Problem]:
         loss, key = self.recipe.loss_fn, "loss_fn.truncated_importance_sampling"

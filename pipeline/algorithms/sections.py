@@ -219,6 +219,14 @@ class LossConfig:
     force_on_policy_ratio: Annotated[
         Bool, Field(description="Use pi as pi_old, which saves its forward pass. Needs one update per step.")
     ] = False
+    use_generation_logprobs: Annotated[
+        Bool,
+        Field(
+            description="Use the engines' own log-probs as those of pi_old, which saves a forward pass over the step's samples."
+            " The ratio then also covers older weights and different rounding in the engines, so no other weights are used;"
+            " its clip bounds them too."
+        ),
+    ] = False
     use_cispo: Annotated[Bool, Field(description="CISPO's loss: clipped ratios, without a gradient, weight log pi.")] = False
     sequence_level_importance_ratios: Annotated[
         Bool, Field(description="GSPO: use one ratio for a whole sequence. Needs token_level_loss=false.")

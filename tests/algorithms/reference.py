@@ -27,6 +27,7 @@ def policy_loss(config: LossConfig, packed: Packed, entropy: torch.Tensor | None
     now, generate, advantage = (rows(packed, v) for v in (packed.logprobs, batch.generate_logprobs, batch.advantages))
     stale = batch.old_logprobs is not None and not config.force_on_policy_ratio
     old = rows(packed, batch.old_logprobs) if stale else now.detach()
+    old = generate if config.use_generation_logprobs else old
     lengths = mask.sum(1, keepdim=True)
     losses = -_objective(config, now, old, advantage, mask, lengths) * _weights(config, old, generate, mask, lengths)
     penalty = 0.0 if config.use_kl_in_reward else config.reference_policy_kl_penalty

@@ -156,6 +156,8 @@ def test_adapters_with_dropout_need_a_pass_without_it():
         == Needs(truncated=True, entropy=True)
     )
     assert grpo(seq_logprob_error_threshold=2.0).needs == Needs(truncated=True, old=True, estimates=True)
+    assert grpo(LossConfig(use_generation_logprobs=True), updates=4).needs == Needs(truncated=True)
+    assert grpo(LossConfig(use_generation_logprobs=True), updates=4).old_share == 0
     forced = LossConfig(force_on_policy_ratio=True)
     assert grpo(forced, seq_logprob_error_threshold=2.0).needs == Needs(truncated=True, old=True, estimates=True)
     assert grpo().trains(0) == ("policy",)

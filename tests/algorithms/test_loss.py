@@ -37,6 +37,9 @@ CONFIGS = {
     "GRPO, token-level": LossConfig(),
     "GRPO, dual clip": LossConfig(ratio_clip_c=1.5),
     "GRPO, forced ratio": LossConfig(force_on_policy_ratio=True),
+    "GRPO, ratio to the engines": LossConfig(use_generation_logprobs=True),
+    "GSPO, ratio to the engines": LossConfig(use_generation_logprobs=True, **SEQUENCES),
+    "CISPO, ratio to the engines": LossConfig(use_generation_logprobs=True, use_cispo=True),
     "GRPO, entropy bonus": LossConfig(entropy_coeff=0.1),
     "GRPO, entropy bonus, by sequence": LossConfig(entropy_coeff=0.1, token_level_loss=False),
     "PPO, dual clip, tis, KL": weighed("tis", 1.2, ratio_clip_c=3.0, reference_policy_kl_penalty=0.1),
@@ -202,6 +205,26 @@ def test_on_policy_gradient_is_reinforce(forced):
     torch.testing.assert_close(gradient_of(reinforce.loss, packed), expected, rtol=0, atol=1e-15)
     assert out.metrics["ppo_kl"] == out.metrics["clip_fraction"] == 0
     assert out.metrics["ratio_max"] == out.metrics["ratio_min"] == 1
+
+
+@pytest.mark.parametrize("advantage", [1.0, -1.0])
+def test_the_engines_log_probs_are_the_denominator(advantage):
+    """By hand: the clipped surrogate of r = pi / pi_generate, whatever the train ranks' old policy is, and no other weight."""
+    packed = random_sampled(3, old=True)
+    batch = replace(packed.batch, advantages=torch.where(packed.batch.loss_mask, advantage, 0.0))
+    out = policy_loss(LossConfig(use_generation_logprobs=True), outputs_of(packed), batch, packed.counts)
+    mask = batch.loss_mask
+    ratio = torch.exp(packed.leaf.detach() - batch.generate_logprobs)[mask]
+    clipped = ratio.clamp(max=1.2) if advantage > 0 else ratio.clamp(min=0.8)
+    torch.testing.assert_close(out.loss.detach(), -advantage * clipped.sum() / packed.counts.tokens)
+    kept = ratio <= 1.2 if advantage > 0 else ratio >= 0.8
+    gradient = -advantage * torch.where(kept, ratio, 0.0) / packed.counts.tokens
+    torch.testing.assert_close(gradient_of(out.loss, packed)[mask], gradient)
+    metrics = out.metrics
+    assert metrics["sampling_importance_ratio"] == pytest.approx(1)
+    assert 0 < kept.sum() < mask.sum() and metrics["ratio_max"] == ratio.max()
+    error = torch.maximum(ratio, 1 / ratio).sum() / packed.counts.tokens  # of the policy that is trained, not of pi_old
+    assert metrics["token_mult_prob_error"] == pytest.approx(error.item())
 
 
 def test_first_of_several_updates_is_on_policy():

@@ -248,6 +248,7 @@ def test_needs_follow_from_the_recipe():
     assert ppo(updates=2).needs == replace(plain, old=True, old_of_first=False)
     assert ppo(ppo_epochs=3).needs == replace(plain, old=True, epochs=3)
     assert ppo(LossConfig(force_on_policy_ratio=True)).needs == plain
+    assert ppo(LossConfig(use_generation_logprobs=True), ppo_epochs=3).needs == replace(plain, epochs=3)
     assert ppo(IN_REWARD).needs == replace(plain, old=True, reference=True)
     assert ppo(seq_logprob_error_threshold=2.0).needs == replace(plain, old=True)
     assert ppo(adv_estimator=GAEConfig(normalize_advantages=False)).needs == replace(plain, standardized=None)

@@ -280,3 +280,10 @@ def test_a_rollout():
     )
     apart = load("plan.prompt_tokens=200", f"{VLLM}.enable_prefix_caching=false")
     assert phases(apart)[0].flops == pytest.approx(32 * prefill.flops)
+
+
+def test_log_probs_of_the_engines_take_no_pass():
+    loss = ("loss_fn.use_generation_logprobs=true", "loss_fn.use_importance_sampling_correction=false")
+    before, after = train_phases(), train_phases(*loss)
+    assert set(before) - set(after) == {"log-probs before the updates"}
+    assert all(after[name] == before[name] for name in after)
