@@ -20,7 +20,7 @@ import os
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeGuard
 
 from launch.plan import generate_time
 from launch.plan.lengths import Lengths
@@ -154,18 +154,19 @@ def _part(path: str, result: Any) -> tuple[str, tuple[dict[str, float], Mapping[
 
 
 def _decoded(path: str, details: Mapping[str, Any]) -> Decoded:
-    sizes = [details.get(name) for name in ("requests", "prompt", "answer")]
+    sizes = [size for name in ("requests", "prompt", "answer") if _is_number(size := details.get(name))]
     model = details.get("model")
-    if not isinstance(model, dict) or not all(isinstance(size, int) and _is_number(size) for size in sizes):
+    if not isinstance(model, dict) or len(sizes) < 3:
         raise _refused(path, f"{DECODE}: details {sorted(details)}", "model, requests, prompt and answer")
     try:
         shape = ModelShape.of(model, KEY)
     except RecipeError:
         raise _refused(path, f"{DECODE}: a model that cannot be planned", "the config.json of a model") from None
-    return Decoded(shape, *sizes)
+    requests, prompt, answer = map(int, sizes)
+    return Decoded(shape, requests, prompt, answer)
 
 
-def _is_number(value: object) -> bool:
+def _is_number(value: Any) -> TypeGuard[float]:
     return isinstance(value, int | float) and not isinstance(value, bool) and 0 < value < math.inf
 
 
